@@ -1,0 +1,1 @@
+//! Groups, plan cache, executor, progress and deadlines of torch-accl.

@@ -1,0 +1,1 @@
+//! Reduce, scale and strided-copy kernels of torch-accl.

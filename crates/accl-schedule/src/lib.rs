@@ -1,0 +1,1 @@
+//! Collective algorithms as data: pure functions from a rank to a schedule, and their symbolic checker.

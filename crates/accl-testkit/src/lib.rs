@@ -1,0 +1,1 @@
+//! A whole world in one process, naive oracles and process helpers for tests and benches.

@@ -1,0 +1,1 @@
+//! Bytes to peers: shared memory, TCP, loopback.

@@ -1,0 +1,307 @@
+//! The one table of settings: every `ACCL_*` variable and the option of `torch_accl.Options` with the same meaning.
+//!
+//! Owns names, types, defaults, accepted values and effects, and parses the name-value pairs it is given. It reads no
+//! environment: one function of `accl-engine` does. Read [`ROWS`] first; [`Config`] holds the parsed values.
+
+mod parse;
+mod table;
+
+pub use table::{ROWS, Row, Scope};
+
+use crate::{Collective, Error, Result, nearest};
+
+/// Prefix of all our environment variables.
+pub const PREFIX: &str = "ACCL_";
+
+/// How much is told on standard error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum LogLevel {
+    /// Nothing, not even warnings.
+    Off,
+    /// Fallbacks that cost speed, with their remedy.
+    Warn,
+    /// Also the transport, address and algorithm chosen.
+    Info,
+    /// Also connections and groups as they come and go.
+    Debug,
+    /// Also every call.
+    Trace,
+}
+
+/// Which network interfaces may be used, in NCCL's syntax: prefixes, `=` for exact names, `^` for exclusion.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct IfnameFilter {
+    /// Names or prefixes; empty accepts every interface.
+    pub names: Vec<String>,
+    /// Names must be equal and not only begin alike.
+    pub exact: bool,
+    /// The list says which interfaces are refused.
+    pub exclude: bool,
+}
+
+impl IfnameFilter {
+    /// Whether the interface called `name` may be used.
+    pub fn accepts(&self, name: &str) -> bool {
+        if self.names.is_empty() {
+            return true;
+        }
+        let listed = self.names.iter().any(|n| if self.exact { n == name } else { name.starts_with(n.as_str()) });
+        listed != self.exclude
+    }
+}
+
+/// One `collective=algorithm:range` of an override list.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AlgorithmRule {
+    /// The calls it applies to.
+    pub collective: Collective,
+    /// Name of the algorithm's table row.
+    pub algorithm: String,
+    /// Smallest size in bytes it applies to.
+    pub min_bytes: u64,
+    /// Largest size in bytes it applies to.
+    pub max_bytes: u64,
+}
+
+/// The parsed settings of one process or group. Immutable once a group is made from it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// `ACCL_LOG`
+    pub log: LogLevel,
+    /// `ACCL_SOCKET_IFNAME`
+    pub socket_ifname: IfnameFilter,
+    /// `ACCL_PORT_RANGE`: first and last port; `None` lets the system choose.
+    pub port_range: Option<(u16, u16)>,
+    /// `ACCL_TRANSPORTS`: names in the order in which they are tried.
+    pub transports: Vec<String>,
+    /// `ACCL_HOST_ID`: replaces the host's own identity; ranks with different ids do not share memory.
+    pub host_id: Option<String>,
+    /// `ACCL_RING_BYTES`: size of one direction of one shared-memory link.
+    pub ring_bytes: u64,
+    /// `ACCL_SHM_LIMIT`: most shared memory this process may map, in bytes.
+    pub shm_limit: u64,
+    /// `ACCL_SEGMENT_BYTES`: most payload bytes of one frame.
+    pub segment_bytes: u64,
+    /// `ACCL_EAGER_BYTES`: how far a sender may be ahead of a receiver's call, per group and peer.
+    pub eager_bytes: u64,
+    /// `ACCL_SPIN_US`: how long a waiter spins before it parks; `None` adapts to cores and ranks.
+    pub spin_us: Option<u64>,
+    /// `ACCL_ALGORITHM`: overrides of the choice of algorithm.
+    pub algorithm: Vec<AlgorithmRule>,
+    /// `ACCL_DETERMINISTIC`: the choice of algorithm depends on nothing but size, dtype and world.
+    pub deterministic: bool,
+    /// `ACCL_TIMING`: calls record their duration from the start.
+    pub timing: bool,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        let mut config = Self {
+            log: LogLevel::Warn,
+            socket_ifname: IfnameFilter::default(),
+            port_range: None,
+            transports: Vec::new(),
+            host_id: None,
+            ring_bytes: 0,
+            shm_limit: 0,
+            segment_bytes: 0,
+            eager_bytes: 0,
+            spin_us: None,
+            algorithm: Vec::new(),
+            deterministic: false,
+            timing: false,
+        };
+        for row in ROWS {
+            // The table's defaults are parsed by the same code as a user's value, so that the documentation cannot
+            // differ from what happens; `every_default_is_accepted` keeps this from failing.
+            if (row.set)(&mut config, row.default).is_err() {
+                unreachable!("default of {} is refused by its own parser", row.name);
+            }
+        }
+        config
+    }
+}
+
+impl Config {
+    /// Parses `pairs` of variable names and values over the defaults. Names without our prefix are ignored.
+    ///
+    /// # Errors
+    /// `Configuration` for an unknown `ACCL_*` name (with the nearest known one) or a value that is not accepted.
+    pub fn from_variables<N: AsRef<str>, V: AsRef<str>>(pairs: impl IntoIterator<Item = (N, V)>) -> Result<Self> {
+        let mut config = Self::default();
+        for (name, value) in pairs {
+            if name.as_ref().starts_with(PREFIX) {
+                config.set_variable(name.as_ref(), value.as_ref())?;
+            }
+        }
+        Ok(config)
+    }
+
+    /// Sets one variable by its `ACCL_*` name.
+    ///
+    /// # Errors
+    /// `Configuration`, as in [`Config::from_variables`].
+    pub fn set_variable(&mut self, name: &str, value: &str) -> Result<()> {
+        let row = ROWS.iter().find(|row| row.name == name).ok_or_else(|| unknown(name, ROWS.iter().map(|r| r.name)))?;
+        self.set_row(row, row.name, value)
+    }
+
+    /// Sets one option by its name in `torch_accl.Options`.
+    ///
+    /// # Errors
+    /// `Configuration`, as in [`Config::from_variables`].
+    pub fn set_option(&mut self, name: &str, value: &str) -> Result<()> {
+        let row =
+            ROWS.iter().find(|row| row.option == name).ok_or_else(|| unknown(name, ROWS.iter().map(|r| r.option)))?;
+        self.set_row(row, row.option, value)
+    }
+
+    fn set_row(&mut self, row: &Row, spelled: &str, value: &str) -> Result<()> {
+        (row.set)(self, value.trim()).map_err(|why| {
+            Error::configuration(format!("{spelled}: value `{value}` is not accepted{why}; expected {}", row.accepted))
+        })
+    }
+
+    /// The rows of process scope in which `self` differs from `other`, with both values.
+    pub fn process_differences(&self, other: &Config) -> Vec<(&'static Row, String, String)> {
+        ROWS.iter()
+            .filter(|row| row.scope == Scope::Process)
+            .map(|row| (row, (row.show)(self), (row.show)(other)))
+            .filter(|(_, a, b)| a != b)
+            .collect()
+    }
+
+    /// The canonical text of everything that all ranks of a group must agree on.
+    pub fn agreed_text(&self) -> String {
+        ROWS.iter()
+            .filter(|row| row.agreed)
+            .map(|row| format!("{}={}", row.option, (row.show)(self)))
+            .collect::<Vec<_>>()
+            .join(" ")
+    }
+}
+
+fn unknown(name: &str, known: impl Iterator<Item = &'static str> + Clone) -> Error {
+    let hint = nearest(name, known.clone()).map(|n| format!("; did you mean {n}?")).unwrap_or_default();
+    let known = known.collect::<Vec<_>>().join(", ");
+    Error::configuration(format!("{name}: unknown setting{hint} known settings: {known}"))
+}
+
+/// The page `docs/environment.md`, generated from the table.
+pub fn environment_page() -> String {
+    let mut page = String::from(
+        "# Settings\n\n\
+         Generated from the table in `crates/accl-types/src/config/table.rs`; do not edit.\n\n\
+         Every setting is an environment variable and an argument of `torch_accl.Options`, which is passed as\n\
+         `pg_options`; the argument wins. An unknown `ACCL_*` variable is an error. *Process* settings are fixed by the\n\
+         first group of a process; *group* settings may differ from group to group. Settings marked *agreed* must be the\n\
+         same on all ranks of a group; a difference is an error that names both values.\n\n\
+         | variable | option | scope | default | accepted | effect |\n|---|---|---|---|---|---|\n",
+    );
+    for row in ROWS {
+        let scope = match row.scope {
+            Scope::Process => "process",
+            Scope::Group => "group",
+        };
+        let agreed = if row.agreed { ", agreed" } else { "" };
+        let default = if row.default.is_empty() { "(empty)".to_owned() } else { format!("`{}`", row.default) };
+        page.push_str(&format!(
+            "| `{}` | `{}` | {scope}{agreed} | {default} | {} | {} |\n",
+            row.name,
+            row.option,
+            row.accepted.replace('|', "\\|"),
+            row.effect
+        ));
+    }
+    page
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ErrorKind;
+
+    #[test]
+    fn every_default_is_accepted_and_shown_as_written() {
+        let config = Config::default();
+        for row in ROWS {
+            assert_eq!((row.show)(&config), row.default, "{}", row.name);
+        }
+    }
+
+    #[test]
+    fn what_is_shown_parses_to_the_same_value() {
+        let mut config = Config::default();
+        for (name, value) in [
+            ("ACCL_LOG", "info"),
+            ("ACCL_SOCKET_IFNAME", "^=eth0,lo"),
+            ("ACCL_PORT_RANGE", "5000-5010"),
+            ("ACCL_TRANSPORTS", "tcp"),
+            ("ACCL_HOST_ID", "left"),
+            ("ACCL_RING_BYTES", "256KiB"),
+            ("ACCL_SPIN_US", "17"),
+            ("ACCL_ALGORITHM", "all_reduce=ring:1MiB-,broadcast=flat"),
+            ("ACCL_DETERMINISTIC", "1"),
+        ] {
+            config.set_variable(name, value).unwrap();
+        }
+        for row in ROWS {
+            let mut again = Config::default();
+            (row.set)(&mut again, &(row.show)(&config)).unwrap();
+            assert_eq!((row.show)(&again), (row.show)(&config), "{}", row.name);
+        }
+    }
+
+    #[test]
+    fn an_unknown_variable_is_refused_with_the_nearest_name() {
+        let error = Config::from_variables([("ACCL_PORTRANGE", "1-2")]).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Configuration);
+        assert!(error.message.contains("did you mean ACCL_PORT_RANGE?"), "{error}");
+    }
+
+    #[test]
+    fn names_of_others_are_ignored() {
+        assert_eq!(Config::from_variables([("CCL_LOG", "nonsense"), ("PATH", "")]).unwrap(), Config::default());
+    }
+
+    #[test]
+    fn a_bad_value_lists_what_is_accepted() {
+        let mut config = Config::default();
+        for (name, value) in [
+            ("ACCL_PORT_RANGE", "9-1"),
+            ("ACCL_PORT_RANGE", "70000"),
+            ("ACCL_LOG", "loud"),
+            ("ACCL_RING_BYTES", "7"),
+            ("ACCL_TRANSPORTS", "shm,carrier-pigeon"),
+            ("ACCL_ALGORITHM", "allreduce=ring"),
+            ("ACCL_SPIN_US", "-1"),
+            ("ACCL_DETERMINISTIC", "maybe"),
+        ] {
+            let before = config.clone();
+            let error = config.set_variable(name, value).unwrap_err();
+            assert!(error.message.contains("expected") && error.message.contains(value), "{error}");
+            assert_eq!(config, before, "a refused value must change nothing");
+        }
+    }
+
+    #[test]
+    fn names_and_options_correspond() {
+        for row in ROWS {
+            assert_eq!(row.name, format!("{PREFIX}{}", row.option.to_uppercase()));
+        }
+    }
+
+    #[test]
+    fn interfaces_follow_the_syntax_of_nccl() {
+        let filter = |text: &str| {
+            let mut config = Config::default();
+            config.set_variable("ACCL_SOCKET_IFNAME", text).unwrap();
+            config.socket_ifname
+        };
+        assert!(filter("").accepts("eth0"));
+        assert!(filter("eth").accepts("eth1") && !filter("eth").accepts("ib0"));
+        assert!(filter("=eth0,ib0").accepts("ib0") && !filter("=eth0").accepts("eth01"));
+        assert!(!filter("^docker,lo").accepts("docker0") && filter("^docker").accepts("eth0"));
+        assert!(filter("^=lo").accepts("lo1") && !filter("^=lo").accepts("lo"));
+    }
+}

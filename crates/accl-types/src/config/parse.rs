@@ -1,0 +1,141 @@
+//! Parsers of setting values and their inverses. An error is a clause such as ` (out of range)`, or empty.
+
+use super::{AlgorithmRule, IfnameFilter, LogLevel};
+use crate::{Collective, nearest};
+
+const LOG_LEVELS: &[(&str, LogLevel)] = &[
+    ("off", LogLevel::Off),
+    ("warn", LogLevel::Warn),
+    ("info", LogLevel::Info),
+    ("debug", LogLevel::Debug),
+    ("trace", LogLevel::Trace),
+];
+
+/// Largest first, so that the inverse finds the shortest text.
+const SIZE_UNITS: &[(&str, u64)] = &[("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+
+pub(super) fn log_level(text: &str) -> Result<LogLevel, String> {
+    LOG_LEVELS.iter().find(|(name, _)| *name == text).map(|&(_, level)| level).ok_or_else(String::new)
+}
+
+pub(super) fn show_log_level(level: LogLevel) -> &'static str {
+    match level {
+        LogLevel::Off => "off",
+        LogLevel::Warn => "warn",
+        LogLevel::Info => "info",
+        LogLevel::Debug => "debug",
+        LogLevel::Trace => "trace",
+    }
+}
+
+pub(super) fn ifname_filter(text: &str) -> IfnameFilter {
+    let (exclude, text) = text.strip_prefix('^').map_or((false, text), |rest| (true, rest));
+    let (exact, text) = text.strip_prefix('=').map_or((false, text), |rest| (true, rest));
+    let names = text.split(',').map(str::trim).filter(|n| !n.is_empty()).map(str::to_owned).collect();
+    IfnameFilter { names, exact, exclude }
+}
+
+pub(super) fn show_ifname_filter(filter: &IfnameFilter) -> String {
+    let marks = [(filter.exclude, "^"), (filter.exact, "=")];
+    let marks: String = marks.iter().filter(|(set, _)| *set).map(|(_, mark)| *mark).collect();
+    marks + &filter.names.join(",")
+}
+
+pub(super) fn port_range(text: &str) -> Result<Option<(u16, u16)>, String> {
+    if text.is_empty() {
+        return Ok(None);
+    }
+    let (first, last) = text.split_once('-').unwrap_or((text, text));
+    let port = |t: &str| t.trim().parse::<u16>().ok().filter(|&p| p > 0).ok_or_else(|| format!(" (`{t}` is no port)"));
+    let (first, last) = (port(first)?, port(last)?);
+    if first > last { Err(" (the first port is above the last)".into()) } else { Ok(Some((first, last))) }
+}
+
+pub(super) fn names(text: &str, known: &[&str]) -> Result<Vec<String>, String> {
+    let names: Vec<String> = text.split(',').map(str::trim).filter(|n| !n.is_empty()).map(str::to_owned).collect();
+    if names.is_empty() {
+        return Err(" (the list is empty)".into());
+    }
+    for (i, name) in names.iter().enumerate() {
+        if !known.contains(&name.as_str()) {
+            return Err(format!(" (`{name}` is unknown)"));
+        }
+        if names[..i].contains(name) {
+            return Err(format!(" (`{name}` stands twice)"));
+        }
+    }
+    Ok(names)
+}
+
+pub(super) fn size(text: &str, min: u64, max: u64) -> Result<u64, String> {
+    let (digits, unit) = SIZE_UNITS
+        .iter()
+        .find_map(|(name, unit)| text.strip_suffix(name).map(|d| (d, *unit)))
+        .unwrap_or((text, 1));
+    let bytes = digits
+        .trim()
+        .parse::<u64>()
+        .ok()
+        .and_then(|n| n.checked_mul(unit))
+        .ok_or_else(|| " (it is not a size)".to_owned())?;
+    if (min..=max).contains(&bytes) { Ok(bytes) } else { Err(" (out of range)".into()) }
+}
+
+pub(super) fn show_size(bytes: u64) -> String {
+    SIZE_UNITS
+        .iter()
+        .find(|(_, unit)| bytes > 0 && bytes.is_multiple_of(*unit))
+        .map_or_else(|| bytes.to_string(), |(name, unit)| format!("{}{name}", bytes / unit))
+}
+
+pub(super) fn spin(text: &str) -> Result<Option<u64>, String> {
+    if text == "auto" {
+        return Ok(None);
+    }
+    text.parse::<u64>().ok().filter(|us| *us <= 1_000_000).map(Some).ok_or_else(String::new)
+}
+
+pub(super) fn flag(text: &str) -> Result<bool, String> {
+    match text {
+        "0" | "false" | "off" | "no" => Ok(false),
+        "1" | "true" | "on" | "yes" => Ok(true),
+        _ => Err(String::new()),
+    }
+}
+
+pub(super) fn algorithm_rules(text: &str) -> Result<Vec<AlgorithmRule>, String> {
+    text.split(',').map(str::trim).filter(|rule| !rule.is_empty()).map(algorithm_rule).collect()
+}
+
+fn algorithm_rule(text: &str) -> Result<AlgorithmRule, String> {
+    let (collective, rest) = text.split_once('=').ok_or_else(|| format!(" (`{text}` has no `=`)"))?;
+    let kinds = || Collective::ALL.iter().filter(|c| !c.is_point_to_point());
+    let collective = kinds().find(|c| c.name() == collective).copied().ok_or_else(|| {
+        let near = nearest(collective, kinds().map(|c| c.name())).unwrap_or_default();
+        format!(" (`{collective}` is no collective; did you mean {near}?)")
+    })?;
+    let (algorithm, range) = rest.split_once(':').unwrap_or((rest, "-"));
+    if algorithm.is_empty() {
+        return Err(format!(" (`{text}` names no algorithm)"));
+    }
+    let (min, max) = range.split_once('-').ok_or_else(|| format!(" (`{range}` is no range)"))?;
+    let bound = |t: &str, open: u64| if t.is_empty() { Ok(open) } else { size(t, 0, u64::MAX) };
+    Ok(AlgorithmRule {
+        collective,
+        algorithm: algorithm.to_owned(),
+        min_bytes: bound(min, 0)?,
+        max_bytes: bound(max, u64::MAX)?,
+    })
+}
+
+pub(super) fn show_algorithm_rules(rules: &[AlgorithmRule]) -> String {
+    let show = |rule: &AlgorithmRule| {
+        let open = |bytes: u64, open: u64| if bytes == open { String::new() } else { show_size(bytes) };
+        let range = match (open(rule.min_bytes, 0), open(rule.max_bytes, u64::MAX)) {
+            (min, max) if min.is_empty() && max.is_empty() => String::new(),
+            (min, max) => format!(":{min}-{max}"),
+        };
+        format!("{}={}{range}", rule.collective, rule.algorithm)
+    };
+    rules.iter().map(show).collect::<Vec<_>>().join(",")
+}

@@ -1,0 +1,194 @@
+//! The rows. Adding a setting is one row here and one field in [`super::Config`].
+
+use super::Config;
+use super::parse;
+
+/// From when on a setting is fixed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scope {
+    /// Fixed by the first group of the process.
+    Process,
+    /// May differ from group to group.
+    Group,
+}
+
+/// One setting.
+pub struct Row {
+    /// The environment variable.
+    pub name: &'static str,
+    /// The argument of `torch_accl.Options`.
+    pub option: &'static str,
+    /// From when on it is fixed.
+    pub scope: Scope,
+    /// All ranks of a group must have the same value.
+    pub agreed: bool,
+    /// The default, as a user would write it.
+    pub default: &'static str,
+    /// The values accepted, in words.
+    pub accepted: &'static str,
+    /// One sentence on what it does, with its unit.
+    pub effect: &'static str,
+    /// Parses a value into the configuration; the error is a clause to be appended, or empty.
+    pub set: fn(&mut Config, &str) -> Result<(), String>,
+    /// The value in canonical text, which `set` accepts.
+    pub show: fn(&Config) -> String,
+}
+
+/// Names that `ACCL_TRANSPORTS` accepts. `accl-transport` tests that its table has the same.
+pub const TRANSPORT_NAMES: &[&str] = &["shm", "tcp"];
+
+/// Every setting.
+pub const ROWS: &[Row] = &[
+    Row {
+        name: "ACCL_LOG",
+        option: "log",
+        scope: Scope::Process,
+        agreed: false,
+        default: "warn",
+        accepted: "one of off, warn, info, debug, trace",
+        effect: "What is told on standard error; `info` names the transport, address and algorithm chosen.",
+        set: |c, v| parse::log_level(v).map(|x| c.log = x),
+        show: |c| parse::show_log_level(c.log).to_owned(),
+    },
+    Row {
+        name: "ACCL_SOCKET_IFNAME",
+        option: "socket_ifname",
+        scope: Scope::Process,
+        agreed: false,
+        default: "",
+        accepted: "a comma-separated list of interface prefixes; `=` before it means exact names, `^` all but these",
+        effect: "Network interfaces whose addresses are offered to peers; empty means all that are up, the one with the route to the master first.",
+        set: |c, v| {
+            c.socket_ifname = parse::ifname_filter(v);
+            Ok(())
+        },
+        show: |c| parse::show_ifname_filter(&c.socket_ifname),
+    },
+    Row {
+        name: "ACCL_PORT_RANGE",
+        option: "port_range",
+        scope: Scope::Process,
+        agreed: false,
+        default: "",
+        accepted: "`first-last` with 1 <= first <= last <= 65535, or empty for a port of the system's choice",
+        effect: "Ports the process may listen on; one is used per process.",
+        set: |c, v| parse::port_range(v).map(|x| c.port_range = x),
+        show: |c| c.port_range.map(|(a, b)| format!("{a}-{b}")).unwrap_or_default(),
+    },
+    Row {
+        name: "ACCL_TRANSPORTS",
+        option: "transports",
+        scope: Scope::Process,
+        agreed: true,
+        default: "shm,tcp",
+        accepted: "a comma-separated list out of shm, tcp",
+        effect: "Transports in the order in which they are tried for a pair of ranks.",
+        set: |c, v| parse::names(v, TRANSPORT_NAMES).map(|x| c.transports = x),
+        show: |c| c.transports.join(","),
+    },
+    Row {
+        name: "ACCL_HOST_ID",
+        option: "host_id",
+        scope: Scope::Process,
+        agreed: false,
+        default: "",
+        accepted: "any text without blanks, or empty for the host's own identity",
+        effect: "Identity of the host: ranks with different ones do not share memory and count as different hosts for two-level algorithms.",
+        set: |c, v| {
+            if v.contains(char::is_whitespace) {
+                return Err(" (it has blanks)".into());
+            }
+            c.host_id = (!v.is_empty()).then(|| v.to_owned());
+            Ok(())
+        },
+        show: |c| c.host_id.clone().unwrap_or_default(),
+    },
+    Row {
+        name: "ACCL_RING_BYTES",
+        option: "ring_bytes",
+        scope: Scope::Process,
+        agreed: false,
+        default: "1MiB",
+        accepted: "a size from 16KiB to 64MiB, as bytes or with KiB, MiB, GiB",
+        effect: "Shared memory of one direction between two processes of a host.",
+        set: |c, v| parse::size(v, 16 << 10, 64 << 20).map(|x| c.ring_bytes = x),
+        show: |c| parse::show_size(c.ring_bytes),
+    },
+    Row {
+        name: "ACCL_SHM_LIMIT",
+        option: "shm_limit",
+        scope: Scope::Process,
+        agreed: false,
+        default: "256MiB",
+        accepted: "a size from 0 to 1TiB, as bytes or with KiB, MiB, GiB",
+        effect: "Most shared memory that one process creates for its links; rings shrink to fit, then tcp is used.",
+        set: |c, v| parse::size(v, 0, 1 << 40).map(|x| c.shm_limit = x),
+        show: |c| parse::show_size(c.shm_limit),
+    },
+    Row {
+        name: "ACCL_SEGMENT_BYTES",
+        option: "segment_bytes",
+        scope: Scope::Process,
+        agreed: true,
+        default: "64KiB",
+        accepted: "a size from 1KiB to 4MiB, as bytes or with KiB, MiB, GiB",
+        effect: "Most payload bytes of one frame: the grain of pipelining.",
+        set: |c, v| parse::size(v, 1 << 10, 4 << 20).map(|x| c.segment_bytes = x),
+        show: |c| parse::show_size(c.segment_bytes),
+    },
+    Row {
+        name: "ACCL_EAGER_BYTES",
+        option: "eager_bytes",
+        scope: Scope::Group,
+        agreed: true,
+        default: "256KiB",
+        accepted: "a size from 0 to 64MiB, as bytes or with KiB, MiB, GiB",
+        effect: "How many bytes a sender may be ahead of the receiver's matching call, per group and peer.",
+        set: |c, v| parse::size(v, 0, 64 << 20).map(|x| c.eager_bytes = x),
+        show: |c| parse::show_size(c.eager_bytes),
+    },
+    Row {
+        name: "ACCL_SPIN_US",
+        option: "spin_us",
+        scope: Scope::Process,
+        agreed: false,
+        default: "auto",
+        accepted: "auto, or microseconds from 0 to 1000000",
+        effect: "How long a waiting thread spins before it gives up its core; `auto` adapts to cores and ranks per host.",
+        set: |c, v| parse::spin(v).map(|x| c.spin_us = x),
+        show: |c| c.spin_us.map_or_else(|| "auto".to_owned(), |us| us.to_string()),
+    },
+    Row {
+        name: "ACCL_ALGORITHM",
+        option: "algorithm",
+        scope: Scope::Group,
+        agreed: true,
+        default: "",
+        accepted: "a comma-separated list of `collective=algorithm` or `collective=algorithm:min-max` with sizes such as 64KiB",
+        effect: "Replaces the choice of algorithm for a collective, everywhere or for a range of sizes in bytes; `docs/algorithms.md` has the names.",
+        set: |c, v| parse::algorithm_rules(v).map(|x| c.algorithm = x),
+        show: |c| parse::show_algorithm_rules(&c.algorithm),
+    },
+    Row {
+        name: "ACCL_DETERMINISTIC",
+        option: "deterministic",
+        scope: Scope::Group,
+        agreed: true,
+        default: "0",
+        accepted: "0 or 1",
+        effect: "With 1 the choice of algorithm depends on nothing but collective, size, dtype and world, so that results are the same on every machine.",
+        set: |c, v| parse::flag(v).map(|x| c.deterministic = x),
+        show: |c| u8::from(c.deterministic).to_string(),
+    },
+    Row {
+        name: "ACCL_TIMING",
+        option: "timing",
+        scope: Scope::Group,
+        agreed: false,
+        default: "0",
+        accepted: "0 or 1",
+        effect: "With 1 every call records its duration, as after `enable_collectives_timing()`.",
+        set: |c, v| parse::flag(v).map(|x| c.timing = x),
+        show: |c| u8::from(c.timing).to_string(),
+    },
+];

@@ -1,0 +1,21 @@
+//! The vocabulary that every crate of torch-accl shares: units, dtypes, reduce operators, collective kinds, errors,
+//! and the one configuration table.
+//!
+//! Owns no behaviour beyond naming and checking; knows no threads, clocks, sockets or environment. Read [`Error`] and
+//! [`config::Config`] first.
+#![forbid(unsafe_code)]
+
+pub mod config;
+mod dtype;
+mod error;
+mod collective;
+mod nearest;
+mod reduce_op;
+mod units;
+
+pub use collective::Collective;
+pub use dtype::{Dtype, DtypeClass};
+pub use error::{Context, Error, ErrorKind, Result};
+pub use nearest::nearest;
+pub use reduce_op::ReduceOp;
+pub use units::{Bytes, Elems, Rank, Seq, round_up};
