@@ -1,1 +1,18 @@
 //! Collective algorithms as data: pure functions from a rank to a schedule, and their symbolic checker.
+//!
+//! Owns the instruction set ([`ir`]), the lowering to operations with dependencies ([`program`]), the mapping of chunks
+//! to bytes ([`layout`]), the algorithms and their table ([`algorithms`]), the choice between them ([`choose`]) and the
+//! checker ([`check`]). Knows no threads, clocks, sockets or environment. Read [`ir::Action`] first.
+#![forbid(unsafe_code)]
+
+pub mod algorithms;
+pub mod ir;
+pub mod layout;
+pub mod program;
+mod topology;
+
+pub use algorithms::{ALGORITHMS, Algorithm, Fraction, choose};
+pub use ir::{Action, Buf, ChunkRange, Division, Finish, Order, Request, Schedule, Span};
+pub use layout::{CallShape, Extent, Layout, SCRATCH_ALIGN};
+pub use program::{Dep, Op, OpKind, Program};
+pub use topology::Topology;
