@@ -1,0 +1,38 @@
+"""Settings that must hold before torch is imported, the markers, and the end of the rank pools."""
+
+import os
+import sys
+from pathlib import Path
+
+# Ranks are forked from this process: it must have one thread, and ranks share two cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TORCH_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+
+pytest.register_assert_rewrite("support")
+
+from support import gaps, runner, scripts
+
+collect_ignore = ["peers"]
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "large: needs several GiB of memory; skipped with the reason where there is less")
+
+
+def pytest_report_header():
+    return f"accl tests: backend {runner.BACKEND}"
+
+
+def pytest_collection_modifyitems(items):
+    if runner.BACKEND == "gloo":
+        for item in items:
+            if reason := gaps.gloo_gap(item.nodeid):
+                item.add_marker(pytest.mark.skip(reason=f"gloo: {reason}"))
+
+
+def pytest_sessionfinish():
+    runner.close_pools()
+    scripts.close_scripts()

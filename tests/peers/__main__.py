@@ -1,0 +1,207 @@
+"""Command line of the peers suite; see `--help`.
+
+One process loads the suite for one backend and one world, so several of either are run as children of this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from . import compare
+
+BASELINES = Path(__file__).parent / "baseline"
+# What a backend is taken for, so that the suite does not skip by name what the backend can do.
+ALIASES = {"accl": "gloo,mpi"}
+
+
+def main() -> int:
+    """Runs what was asked for; 1 when a test is lost."""
+    args = _arguments()
+    # Ranks share the cores of one machine. Set before torch is loaded, here and in every child.
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+    if len(args.world) == 1:
+        return _one_world(args, args.world[0])
+    codes = []
+    for world in args.world:
+        codes.append(_child(args, args.backend, world, ["--baseline", args.baseline, *_as(args.alias)]).returncode)
+    print(f"worlds {', '.join(map(str, args.world))}: {'ok' if not any(codes) else 'lost, see above'}")
+    return int(any(codes))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.peers",
+        description="Runs PyTorch's own DistributedTest suite, which ships in the torch wheel, on a backend, and "
+        "compares the result with gloo. Ends with 1 if anything that passes on gloo is lost, if a test fails that is "
+        "not a known failure, or if the counts of a whole run differ from the targets.",
+    )
+    parser.add_argument("--backend", default="accl", help="backend to test (default: accl)")
+    parser.add_argument(
+        "--world", type=_worlds, default=[2], help="number of ranks, or several: 2,3,4 (default: 2)", metavar="N[,N]"
+    )
+    parser.add_argument(
+        "--as",
+        dest="alias",
+        default=None,
+        metavar="NAMES",
+        help="backend names the suite takes this one for; '' for none (default: gloo,mpi for accl, else none)",
+    )
+    parser.add_argument("-k", "--select", metavar="REGEX", help="only tests whose name matches")
+    parser.add_argument("--exclude", metavar="REGEX", help="not the tests whose name matches")
+    parser.add_argument(
+        "--gap", action="append", default=[], help="declare a gap: a key of DistTestCases.skip_collective, e.g. reduce"
+    )
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds per test (default: 120)")
+    parser.add_argument("--json", type=Path, help="write the run here (default: in .make/peers)")
+    parser.add_argument(
+        "--baseline",
+        default="stored",
+        metavar="stored|run|none|FILE",
+        help="the gloo run to compare with: the one kept in tests/peers/baseline if it fits this torch, world and "
+        "machine, else a fresh one (stored); always a fresh one (run); none; or a file (default: stored)",
+    )
+    parser.add_argument(
+        "--direct-monitored-barrier",
+        action="store_true",
+        help="call monitored_barrier on the group: torch 2.13 refuses dist.monitored_barrier by backend name",
+    )
+    parser.add_argument("--list", action="store_true", help="list the tests and stop")
+    parser.add_argument("-v", "--verbose", action="store_true", help="one line per test")
+    return parser.parse_args()
+
+
+def _worlds(text: str) -> list[int]:
+    worlds = [int(part) for part in text.split(",")]
+    if any(world < 1 for world in worlds):
+        raise argparse.ArgumentTypeError("a world has at least one rank")
+    return worlds
+
+
+def _as(alias: str | None) -> list[str]:
+    return [] if alias is None else ["--as", alias]
+
+
+def _one_world(args: argparse.Namespace, world: int) -> int:
+    from .suite import Setup, Suite
+
+    import torch
+
+    alias = ALIASES.get(args.backend, "") if args.alias is None else args.alias
+    setup = Setup(
+        backend=args.backend,
+        aliases=tuple(filter(None, alias.split(","))),
+        world=world,
+        timeout_s=args.timeout,
+        gaps=tuple(args.gap),
+        direct_monitored_barrier=args.direct_monitored_barrier,
+    )
+    gpus = torch.cuda.device_count()
+    suite = Suite(setup)
+    every = suite.names()
+    chosen = [name for name in every if _chosen(name, args.select, args.exclude)]
+    if args.list:
+        print("\n".join(chosen))
+        return 0
+    title = f"{setup.backend}{' as ' + '+'.join(setup.aliases) if setup.aliases else ''}, world {world}"
+    print(f"{title}: {len(chosen)} of {len(every)} tests, torch {torch.__version__}", flush=True)
+    begin = time.monotonic()
+    tests = _run_tests(suite, chosen, args.verbose)
+    run: dict[str, Any] = {
+        "backend": setup.backend,
+        "aliases": list(setup.aliases),
+        "world": world,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "gpus": gpus,
+        "start": "fork",
+        "gaps": list(setup.gaps),
+        "whole": len(chosen) == len(every),
+        "seconds": round(time.monotonic() - begin, 1),
+        "counts": compare.counts(tests),
+        "tests": tests,
+    }
+    path = args.json or _default_path(setup.backend, setup.aliases, world)
+    compare.save(run, path)
+    number = ", ".join(f"{count} {kind}" for kind, count in run["counts"].items() if count or kind in ("pass", "skip"))
+    print(f"{title}: {number}; {run['seconds']:.0f} s; written to {path}", flush=True)
+    verdict = compare.judge(run, _baseline(args, world, torch.__version__, gpus))
+    for line in verdict.lines:
+        print(f"  {line}")
+    for line in verdict.bad:
+        print(f"  LOST {line}")
+    return int(bool(verdict.bad))
+
+
+def _chosen(name: str, select: str | None, exclude: str | None) -> bool:
+    return (not select or re.search(select, name) is not None) and not (exclude and re.search(exclude, name))
+
+
+def _run_tests(suite: Any, names: list[str], verbose: bool) -> dict[str, dict[str, Any]]:
+    tests: dict[str, dict[str, Any]] = {}
+    live = sys.stdout.isatty() and not verbose
+    for index, name in enumerate(names, 1):
+        if live:
+            print(f"\r\033[K[{index}/{len(names)}] {name}", end="", flush=True)
+        outcome = suite.run(name)
+        tests[name] = {"outcome": outcome.kind, "seconds": round(outcome.seconds, 2), "reason": outcome.reason}
+        if live:
+            print("\r\033[K", end="")
+        if outcome.kind in compare.BAD:
+            print(f"{outcome.kind.upper()} {name} ({outcome.seconds:.1f} s)")
+            print("  " + outcome.reason.strip().replace("\n", "\n  "), flush=True)
+        elif verbose:
+            print(f"{outcome.kind} {name} ({outcome.seconds:.1f} s) {outcome.reason}", flush=True)
+        elif not live and index % 60 == 0:
+            print(f"  [{index}/{len(names)}]", flush=True)
+    return tests
+
+
+def _default_path(backend: str, aliases: tuple[str, ...], world: int) -> Path:
+    kind = "-as-" + "-".join(aliases) if aliases and backend not in ALIASES else ""
+    return Path(".make") / "peers" / f"{backend}{kind}-world{world}.json"
+
+
+def _baseline(args: argparse.Namespace, world: int, torch_version: str, gpus: int) -> dict[str, Any] | None:
+    if args.baseline == "none" or args.backend == "gloo":
+        return None
+    if args.baseline not in ("stored", "run"):
+        return compare.load(Path(args.baseline))
+    stored = BASELINES / f"gloo-torch{compare.minor(torch_version)}-world{world}.json"
+    if args.baseline == "stored" and stored.exists():
+        baseline = compare.load(stored)
+        if compare.reusable(baseline, torch_version, world, gpus):
+            return baseline
+    path = _default_path("gloo", (), world)
+    if _child(args, "gloo", world, ["--as", "", "--baseline", "none", "--json", str(path)]).returncode != 0:
+        print("  the gloo baseline itself has failures", flush=True)
+    return compare.load(path)
+
+
+def _child(
+    args: argparse.Namespace, backend: str, world: int, extra: list[str]
+) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", str(__package__), "--backend", backend, "--world", str(world), *extra]
+    command += ["--timeout", str(args.timeout)]
+    for flag, value in (("--select", args.select), ("--exclude", args.exclude)):
+        if value:
+            command += [flag, value]
+    for gap in args.gap if backend == args.backend else []:
+        command += ["--gap", gap]
+    if args.direct_monitored_barrier and backend == args.backend:
+        command.append("--direct-monitored-barrier")
+    if args.verbose:
+        command.append("--verbose")
+    return subprocess.run(command, check=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""Loads `torch.testing._internal.distributed.distributed_test` for one backend and one world, and runs single tests.
+
+The suite reads its environment while its classes are being defined, so one process can load it once only: for another
+backend or world start another process (`__main__.py` does). Every test runs in a forked child that leads its own
+process group; its ranks are forked from there. Nothing here compares results, see `compare.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+import unittest
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from .alias import Alias, plain
+
+MODULE = "torch.testing._internal.distributed.distributed_test"
+# How much of a failing test's output is kept.
+LOG_TAIL_CHARS = 6000
+# What the supervisor grants beyond the suite's own time limit, so that the suite can print its stacks first.
+GRACE_S = 20.0
+_TOKEN = "peers-backend-under-test"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What one process runs."""
+
+    backend: str
+    aliases: tuple[str, ...]
+    world: int
+    timeout_s: float
+    gaps: tuple[str, ...] = ()
+    direct_monitored_barrier: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one test ended: `pass`, `skip`, `fail`, `error` or `timeout`."""
+
+    kind: str
+    seconds: float
+    reason: str = ""
+
+
+class Suite:
+    """The loaded suite."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self._scratch = tempfile.TemporaryDirectory(prefix="accl-peers-")
+        self._module = _load(setup, self._scratch.name)
+        self._case = _case_class(self._module)
+
+    def names(self) -> list[str]:
+        """All tests, in the order in which the suite's loader finds them."""
+        return list(unittest.defaultTestLoader.getTestCaseNames(self._case))
+
+    def run(self, name: str) -> Outcome:
+        """Runs one test under the time limit and leaves no process behind."""
+        begin = time.monotonic()
+        method = getattr(self._case, name)
+        if getattr(method, "__unittest_skip__", False):
+            return Outcome("skip", 0.0, method.__unittest_skip_why__)
+        log_path = os.path.join(self._scratch.name, "log")
+        reader, writer = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        child = os.fork()
+        if child == 0:
+            os.close(reader)
+            _child(self._case, name, writer, log_path)
+        os.close(writer)
+        raw = _read_until_end(reader, begin + self.setup.timeout_s + GRACE_S)
+        os.close(reader)
+        # The child leads a process group, so this also ends ranks that a broken test left behind.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        seconds = time.monotonic() - begin
+        if raw is None:
+            return Outcome("timeout", seconds, f"not finished after {seconds:.0f} s\n{_tail(log_path)}")
+        if not raw:
+            return Outcome("error", seconds, f"the test process died\n{_tail(log_path)}")
+        kind, reason = json.loads(raw)
+        if kind in ("fail", "error"):
+            if "timed out after" in reason:
+                kind = "timeout"
+            reason = f"{reason}\n--- output ---\n{_tail(log_path)}"
+        return Outcome(kind, seconds, reason)
+
+
+def _child(case: type[unittest.TestCase], name: str, writer: int, log_path: str) -> None:
+    os.setsid()
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    result = unittest.TestResult()
+    try:
+        test = case(name)
+        test.run(result)
+        kind, reason = _verdict(test, result)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the supervisor must hear of it
+        kind, reason = "error", repr(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with os.fdopen(writer, "w") as out:
+        out.write(json.dumps([kind, reason]))
+    os._exit(0)
+
+
+def _verdict(test: unittest.TestCase, result: unittest.TestResult) -> tuple[str, str]:
+    if result.errors:
+        return "error", result.errors[0][1]
+    if result.failures:
+        return "fail", result.failures[0][1]
+    if result.skipped:
+        return "skip", result.skipped[0][1]
+    if result.expectedFailures:
+        return "pass", "expected failure"
+    if result.unexpectedSuccesses:
+        return "fail", "unexpected success"
+    # Stock classes whose world is the number of GPUs start no process without one, and would count as passed.
+    if not getattr(test, "started", 0):
+        return "skip", "started no process"
+    return "pass", ""
+
+
+def _read_until_end(reader: int, deadline: float) -> bytes | None:
+    """Everything up to the end of file, or None when the deadline passes first.
+
+    A rank that inherited the pipe keeps it open, so a complete answer counts as the end too.
+    """
+    data = b""
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([reader], [], [], left)[0]:
+            return None
+        piece = os.read(reader, 1 << 16)
+        data += piece
+        if not piece:
+            return data
+        with contextlib.suppress(ValueError):
+            json.loads(data)
+            return data
+
+
+def _tail(path: str) -> str:
+    try:
+        with open(path, errors="replace") as log:
+            return log.read()[-LOG_TAIL_CHARS:]
+    except OSError:
+        return ""
+
+
+def _load(setup: Setup, scratch: str) -> ModuleType:
+    os.mkdir(os.path.join(scratch, "barrier"))
+    os.environ.update(
+        WORLD_SIZE=str(setup.world),
+        TEMP_DIR=scratch,
+        # Replaced in each rank; it only has to be a file for the tests that re-initialise to be loaded.
+        INIT_METHOD=f"file://{scratch}/unused",
+        DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(int(setup.timeout_s)),
+        BACKEND=_TOKEN,
+    )
+    _register(setup.backend)
+    common = importlib.import_module("torch.testing._internal.common_distributed")
+    common.TIMEOUT_OVERRIDE.clear()
+    alias = Alias(setup.backend, setup.aliases)
+    if setup.aliases:
+        _allow(common.DistTestCases, alias)
+    for gap in setup.gaps:
+        common.DistTestCases.skip_collective[gap].update({alias, setup.backend})
+    with _environment_shows(_TOKEN, alias):
+        module = importlib.import_module(MODULE)
+    os.environ["BACKEND"] = setup.backend
+    for table in ("PROFILING_SUPPORTED_BACKENDS", "CUDA_PROFILING_SUPPORTED_BACKENDS"):
+        getattr(module, table).append(setup.backend)
+    module.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.append(setup.backend)
+    _keep_alias_out_of_torch()
+    if setup.direct_monitored_barrier:
+        _replace_monitored_barrier()
+    return module
+
+
+def _register(backend: str) -> None:
+    """Imports the package of the backend, so that parent and ranks know it whatever the torch version discovers."""
+    if backend == "accl":
+        importlib.import_module("torch_accl")
+
+
+def _allow(cases: Any, alias: Alias) -> None:
+    for feature in ("gpu", "cuda", "ddp", "subgroup", "plugin"):
+        # Both: the sets are asked for the alias, and for the plain name that `dist.Backend(...)` returns.
+        cases.backend_feature[feature].update({alias, str(alias)})
+
+
+@contextlib.contextmanager
+def _environment_shows(token: str, alias: Alias) -> Iterator[None]:
+    """While active, an environment variable whose text is `token` reads as `alias`."""
+    stock = os.environ.decodevalue
+    os.environ.decodevalue = lambda raw: alias if stock(raw) == token else stock(raw)
+    try:
+        yield
+    finally:
+        os.environ.decodevalue = stock
+
+
+def _keep_alias_out_of_torch() -> None:
+    """Group creation sees the real name: torch compares it with the same literals as the suite does."""
+    dist = importlib.import_module("torch.distributed")
+
+    def unaliased(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*map(plain, args), **{key: plain(value) for key, value in kwargs.items()})
+
+        return call
+
+    for name in ("init_process_group", "new_group"):
+        setattr(dist, name, unaliased(getattr(dist, name)))
+
+
+def _replace_monitored_barrier() -> None:
+    """torch 2.13 refuses `dist.monitored_barrier` by backend name; the group itself has it."""
+    dist = importlib.import_module("torch.distributed")
+
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            return None
+        group = group or dist.group.WORLD
+        return group.monitored_barrier(timeout or dist.default_pg_timeout, wait_all_ranks)
+
+    dist.monitored_barrier = monitored_barrier
+
+
+def _case_class(module: ModuleType) -> type[unittest.TestCase]:
+    multiprocessing = importlib.import_module("torch.multiprocessing")
+
+    class PeersTest(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[name-defined,misc]
+        started = 0
+
+        def setUp(self) -> None:
+            super().setUp()
+            self._start_processes(multiprocessing.get_context("fork").Process)
+            self.started = len(self.processes)
+
+        @classmethod
+        def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **kwargs: Any) -> None:
+            # The module was imported before this test's own rendezvous file existed.
+            module.INIT_METHOD = os.environ["INIT_METHOD"]
+            super()._run(rank, test_name, file_name, pipe, **kwargs)
+
+    return PeersTest

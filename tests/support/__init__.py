@@ -1,0 +1,25 @@
+"""What the tests share: ranks as forked processes, seeded inputs with their exact results, and scripts with a real exit.
+
+Start with `runner.on_ranks`, the decorator that turns a test body into a body run by every rank.
+"""
+
+from .oracle import bound, bytes_equal, contribution, expected_reduction, premul_sum, reduce_op
+from .runner import BACKEND, GROUP_TIMEOUT, Outcome, init_group, on_ranks, run_ranks
+from .scripts import run_script, start_script
+
+__all__ = [
+    "BACKEND",
+    "GROUP_TIMEOUT",
+    "Outcome",
+    "bound",
+    "bytes_equal",
+    "contribution",
+    "expected_reduction",
+    "init_group",
+    "on_ranks",
+    "premul_sum",
+    "reduce_op",
+    "run_ranks",
+    "run_script",
+    "start_script",
+]

@@ -1,0 +1,146 @@
+"""Scripts that end as a user's do: through the interpreter's own exit, `atexit` hooks and static destructors included.
+
+`run_script` forks each rank from a small warm interpreter (`zygote.py`) that has only torch imported, and lets the
+child run the code as `__main__`. Environment, limits and rendezvous are set in the child before the code runs.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+_ZYGOTE = Path(__file__).with_name("zygote.py")
+
+
+@dataclasses.dataclass
+class Script:
+    """One running rank of a script."""
+
+    rank: int
+    pid: int
+    out: object
+    err: object
+    exitcode: int | None = None
+
+    def wait(self, timeout: float = 30.0) -> int:
+        """The exit status (negative: the signal); kills the script and fails when it takes too long."""
+        end = time.monotonic() + timeout
+        while self.exitcode is None:
+            _zygote().poll()
+            if time.monotonic() > end:
+                os.kill(self.pid, signal.SIGKILL)
+                raise AssertionError(f"rank {self.rank} did not end within {timeout} s\n{self.stdout}\n{self.stderr}")
+            time.sleep(0.002)
+        return self.exitcode
+
+    def wait_for(self, text: str, timeout: float = 20.0):
+        """Waits until the script has printed `text`."""
+        end = time.monotonic() + timeout
+        while text not in self.stdout:
+            _zygote().poll()
+            if time.monotonic() > end or self.exitcode is not None:
+                raise AssertionError(f"rank {self.rank} never printed {text!r}\n{self.stdout}\n{self.stderr}")
+            time.sleep(0.002)
+
+    @property
+    def stdout(self) -> str:
+        return _contents(self.out)
+
+    @property
+    def stderr(self) -> str:
+        return _contents(self.err)
+
+
+def _contents(file) -> str:
+    return os.pread(file.fileno(), 1 << 20, 0).decode(errors="replace")
+
+
+class _Zygote:
+    def __init__(self):
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, str(_ZYGOTE), str(theirs.fileno())]
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+        self.running: dict[int, Script] = {}
+
+    def start(self, request: dict) -> Script:
+        out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        socket.send_fds(self.socket, [json.dumps(request).encode()], [out.fileno(), err.fileno()])
+        while True:
+            message = json.loads(self.socket.recv(1 << 16))
+            if "started" in message:
+                script = Script(request["rank"], message["started"], out, err)
+                self.running[script.pid] = script
+                return script
+            self._ended(message)
+
+    def poll(self):
+        while True:
+            try:
+                data = self.socket.recv(1 << 16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            if not data:
+                raise AssertionError("the script server is gone")
+            self._ended(json.loads(data))
+
+    def _ended(self, message):
+        self.running.pop(message["ended"]).exitcode = message["status"]
+
+    def close(self):
+        for pid in self.running:
+            os.kill(pid, signal.SIGKILL)
+        self.socket.close()
+        self.process.wait(10)
+
+
+_the_zygote: _Zygote | None = None
+
+
+def _zygote() -> _Zygote:
+    global _the_zygote
+    if _the_zygote is None:
+        _the_zygote = _Zygote()
+    return _the_zygote
+
+
+def close_scripts():
+    """Ends the server and all scripts that still run."""
+    global _the_zygote
+    if _the_zygote is not None:
+        _the_zygote.close()
+        _the_zygote = None
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def start_script(code: str, world: int = 1, env: dict | None = None, limits: dict | None = None) -> list[Script]:
+    """Starts `code` on `world` ranks, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set as torchrun sets them.
+
+    A value in `env` may be a list with one value a rank. `limits` names soft limits of `resource`, such as RLIMIT_NOFILE.
+    """
+    shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    scripts = []
+    for rank in range(world):
+        own = {key: value[rank] if isinstance(value, list) else value for key, value in (env or {}).items()}
+        variables = {**shared, "RANK": rank, "LOCAL_RANK": rank, **own}
+        request = {"code": code, "rank": rank, "env": {k: str(v) for k, v in variables.items()}, "limits": limits or {}}
+        scripts.append(_zygote().start(request))
+    return scripts
+
+
+def run_script(code: str, world: int = 1, timeout: float = 30.0, **options) -> list[Script]:
+    """Runs `code` on `world` ranks to the end."""
+    scripts = start_script(code, world, **options)
+    for script in scripts:
+        script.wait(timeout)
+    return scripts
