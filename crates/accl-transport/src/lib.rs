@@ -1,1 +1,50 @@
-//! Bytes to peers: shared memory, TCP, loopback.
+//! Frames between processes: shared memory, TCP, and loopback for tests.
+//!
+//! Owns connecting ([`Endpoint`]), carrying ([`Link`]) and sleeping ([`Poller`]); knows nothing of calls, groups or
+//! ranks, and never blocks except in [`Endpoint::connect`] and [`Poller::wait`]. [`frame`] is the codec of what the
+//! engine sends; links treat it as opaque bytes.
+
+mod card;
+mod endpoint;
+mod fork;
+pub mod frame;
+mod link;
+pub mod loopback;
+mod poller;
+mod settings;
+
+pub use card::Card;
+pub use endpoint::{ConnectError, Endpoint, Missing};
+pub use fork::forked;
+pub use link::Link;
+pub use poller::{Poller, Waker};
+pub use settings::Settings;
+
+/// Version of the handshake and of the rings. Endpoints of different versions refuse each other by name.
+pub const PROTOCOL_VERSION: u32 = 1;
+
+/// A row of [`TRANSPORTS`].
+#[derive(Debug)]
+pub struct Transport {
+    /// Name in `ACCL_TRANSPORTS` and in [`Link::transport`].
+    pub name: &'static str,
+    /// One sentence for the documentation.
+    pub about: &'static str,
+}
+
+/// Every transport that can be configured, in the order of preference.
+pub const TRANSPORTS: &[Transport] = &[
+    Transport { name: "shm", about: "rings in shared memory between processes of one host and user" },
+    Transport { name: "tcp", about: "one connection a peer, IPv4 or IPv6" },
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_tries_every_transport_in_the_order_of_the_table() {
+        let names: Vec<_> = TRANSPORTS.iter().map(|t| t.name).collect();
+        assert_eq!(Settings::default().transports, names);
+    }
+}

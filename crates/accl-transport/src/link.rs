@@ -1,0 +1,66 @@
+//! The interface between the engine and every transport. Owns no implementation. Read [`Link`] first.
+
+use std::os::fd::BorrowedFd;
+
+use accl_types::Result;
+
+/// The first-in-first-out path between two processes, shared by all groups. Carries opaque frames both ways.
+///
+/// One thread at a time uses a link (the engine holds its progress lock); nothing here blocks. A reserved place stays
+/// valid until [`Link::commit`], a peeked frame until [`Link::release`]. Once an error was returned, it is returned
+/// again.
+pub trait Link: Send {
+    /// Most bytes of one frame: at least the configured segment plus [`crate::frame::OVERHEAD_BYTES`].
+    fn max_frame_bytes(&self) -> usize;
+
+    /// A contiguous, 8-byte aligned place of exactly `len_bytes` for one frame; `None` when there is no room now.
+    /// Reserving again without a commit gives up the earlier place.
+    ///
+    /// # Errors
+    /// `PeerLost` or `Network` when the link is broken; `Internal` when the frame is longer than allowed.
+    fn try_reserve(&mut self, len_bytes: usize) -> Result<Option<&mut [u8]>>;
+
+    /// Publishes the reserved frame and wakes the peer if it is parked. Without a reservation it does nothing.
+    fn commit(&mut self);
+
+    /// The next complete incoming frame, 8-byte aligned; the same one until it is released.
+    ///
+    /// # Errors
+    /// `PeerLost` after everything that had arrived was read; `Protocol` for bytes that cannot be a frame.
+    fn peek(&mut self) -> Result<Option<&[u8]>>;
+
+    /// Gives the peeked frame's place back and wakes a peer that waits for room. Without a peeked frame it does
+    /// nothing.
+    fn release(&mut self);
+
+    /// Pushes buffered bytes towards the peer; never blocks.
+    ///
+    /// # Errors
+    /// `PeerLost` or `Network` when the link is broken.
+    fn flush(&mut self) -> Result<()>;
+
+    /// Publishes "parked" (and, if asked, "waits for room"), then looks once more. `true`: something came up, do not
+    /// sleep. Either way [`Link::unpark`] follows.
+    fn prepare_park(&mut self, wants_room: bool) -> bool;
+
+    /// Takes "parked" back.
+    fn unpark(&mut self);
+
+    /// What the [`crate::Poller`] must watch, edge-triggered. The same for the life of the link.
+    fn fds(&self) -> Vec<BorrowedFd<'_>>;
+
+    /// Looks whether the peer is still there; called now and then while spinning.
+    ///
+    /// # Errors
+    /// `PeerLost` when it is gone and everything it sent was read.
+    fn check_peer(&mut self) -> Result<()>;
+
+    /// Says that nothing more will be sent: flushes, then half-closes. What the peer sent can still be read.
+    fn close(&mut self);
+
+    /// Name of the transport's table row.
+    fn transport(&self) -> &'static str;
+
+    /// Transport and place for a person: `shm, 1 MiB rings` or `tcp 10.0.0.1:5000 -> 10.0.0.2:40000`.
+    fn describe(&self) -> String;
+}

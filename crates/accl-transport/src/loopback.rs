@@ -1,0 +1,241 @@
+//! Links inside one process, for tests, benches and messages to oneself.
+//!
+//! Same contract and the same park and wake protocol as between processes. Read [`pair`] first.
+
+use std::collections::VecDeque;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use accl_types::{Error, Result};
+
+use crate::{Link, Waker};
+
+/// How much one direction holds before its sender finds no room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Capacity {
+    /// Any number of frames.
+    Unbounded,
+    /// This many frames.
+    Frames(usize),
+}
+
+/// Two connected links. Each side names the waker of the poller it parks on.
+pub fn pair(max_frame_bytes: usize, capacity: Capacity, a: Arc<Waker>, b: Arc<Waker>) -> (LoopbackLink, LoopbackLink) {
+    let (ab, ba) = (Arc::new(Direction::default()), Arc::new(Direction::default()));
+    let sides = [Arc::new(Side::new(a)), Arc::new(Side::new(b))];
+    let link = |out: &Arc<Direction>, inn: &Arc<Direction>, me: usize| LoopbackLink {
+        max_frame_bytes,
+        capacity,
+        out: Arc::clone(out),
+        inn: Arc::clone(inn),
+        me: Arc::clone(&sides[me]),
+        peer: Arc::clone(&sides[1 - me]),
+        reserved: None,
+        peeked: None,
+        spare: Vec::new(),
+    };
+    (link(&ab, &ba, 0), link(&ba, &ab, 1))
+}
+
+/// A link from a process to itself: what is sent is received by the same link, in order.
+pub fn self_link(max_frame_bytes: usize, waker: Arc<Waker>) -> LoopbackLink {
+    let direction = Arc::new(Direction::default());
+    let side = Arc::new(Side::new(waker));
+    LoopbackLink {
+        max_frame_bytes,
+        capacity: Capacity::Unbounded,
+        out: Arc::clone(&direction),
+        inn: direction,
+        me: Arc::clone(&side),
+        peer: side,
+        reserved: None,
+        peeked: None,
+        spare: Vec::new(),
+    }
+}
+
+/// A frame in words, so that it is 8-byte aligned.
+#[derive(Debug, Default)]
+struct Frame {
+    words: Vec<u64>,
+    len_bytes: usize,
+}
+
+impl Frame {
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: the words are initialised, a `u64` has no padding, and `reshape` made room for `len_bytes`.
+        unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast(), self.len_bytes) }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `bytes`, and the borrow is exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), self.len_bytes) }
+    }
+
+    fn reshape(&mut self, len_bytes: usize) {
+        self.words.resize(len_bytes.div_ceil(8), 0);
+        self.len_bytes = len_bytes;
+    }
+}
+
+#[derive(Debug, Default)]
+struct Direction {
+    frames: Mutex<VecDeque<Frame>>,
+    /// The sender will send no more, or is gone.
+    closed: AtomicBool,
+    /// The receiver is gone.
+    deaf: AtomicBool,
+}
+
+impl Direction {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Frame>> {
+        self.frames.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[derive(Debug)]
+struct Side {
+    waker: Arc<Waker>,
+    parked: AtomicBool,
+    wants_room: AtomicBool,
+}
+
+impl Side {
+    fn new(waker: Arc<Waker>) -> Side {
+        Side { waker, parked: AtomicBool::new(false), wants_room: AtomicBool::new(false) }
+    }
+
+    /// After the change was published: wakes the side if `flag` says that it sleeps.
+    fn notify(&self, flag: &AtomicBool) {
+        fence(Ordering::SeqCst);
+        if flag.load(Ordering::Relaxed) {
+            self.waker.wake();
+        }
+    }
+}
+
+/// One end of a link inside this process.
+#[derive(Debug)]
+pub struct LoopbackLink {
+    max_frame_bytes: usize,
+    capacity: Capacity,
+    out: Arc<Direction>,
+    inn: Arc<Direction>,
+    me: Arc<Side>,
+    peer: Arc<Side>,
+    reserved: Option<Frame>,
+    peeked: Option<Frame>,
+    /// Frames to be used again: a steady exchange allocates nothing.
+    spare: Vec<Frame>,
+}
+
+const SPARE_FRAMES: usize = 16;
+
+impl LoopbackLink {
+    fn has_room(&self) -> bool {
+        match self.capacity {
+            Capacity::Unbounded => true,
+            Capacity::Frames(limit) => self.out.lock().len() < limit,
+        }
+    }
+
+    fn is_ended(&self) -> bool {
+        self.inn.closed.load(Ordering::Acquire) && self.peeked.is_none() && self.inn.lock().is_empty()
+    }
+}
+
+impl Link for LoopbackLink {
+    fn max_frame_bytes(&self) -> usize {
+        self.max_frame_bytes
+    }
+
+    fn try_reserve(&mut self, len_bytes: usize) -> Result<Option<&mut [u8]>> {
+        if len_bytes > self.max_frame_bytes {
+            return Err(Error::internal(format!("a frame of {len_bytes} bytes exceeds {}", self.max_frame_bytes)));
+        }
+        if self.out.deaf.load(Ordering::Acquire) || self.out.closed.load(Ordering::Acquire) {
+            return Err(Error::peer_lost("the loopback link is closed"));
+        }
+        if !self.has_room() {
+            return Ok(None);
+        }
+        let mut frame = self.reserved.take().or_else(|| self.spare.pop()).unwrap_or_default();
+        frame.reshape(len_bytes);
+        Ok(Some(self.reserved.insert(frame).bytes_mut()))
+    }
+
+    fn commit(&mut self) {
+        let Some(frame) = self.reserved.take() else { return };
+        self.out.lock().push_back(frame);
+        self.peer.notify(&self.peer.parked);
+    }
+
+    fn peek(&mut self) -> Result<Option<&[u8]>> {
+        if self.peeked.is_none() {
+            // Read before the queue, so that a frame sent just before closing is not missed.
+            let closed = self.inn.closed.load(Ordering::Acquire);
+            self.peeked = self.inn.lock().pop_front();
+            if self.peeked.is_none() && closed {
+                return Err(Error::peer_lost("the loopback link was closed by its peer"));
+            }
+        }
+        Ok(self.peeked.as_ref().map(Frame::bytes))
+    }
+
+    fn release(&mut self) {
+        let Some(frame) = self.peeked.take() else { return };
+        if self.spare.len() < SPARE_FRAMES {
+            self.spare.push(frame);
+        }
+        self.peer.notify(&self.peer.wants_room);
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn prepare_park(&mut self, wants_room: bool) -> bool {
+        self.me.parked.store(true, Ordering::Relaxed);
+        self.me.wants_room.store(wants_room, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        self.peeked.is_some()
+            || !self.inn.lock().is_empty()
+            || self.inn.closed.load(Ordering::Acquire)
+            || (wants_room && (self.has_room() || self.out.deaf.load(Ordering::Acquire)))
+    }
+
+    fn unpark(&mut self) {
+        self.me.parked.store(false, Ordering::Relaxed);
+        self.me.wants_room.store(false, Ordering::Relaxed);
+    }
+
+    fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        Vec::new()
+    }
+
+    fn check_peer(&mut self) -> Result<()> {
+        if self.is_ended() { Err(Error::peer_lost("the loopback link was closed by its peer")) } else { Ok(()) }
+    }
+
+    fn close(&mut self) {
+        self.out.closed.store(true, Ordering::Release);
+        self.peer.notify(&self.peer.parked);
+    }
+
+    fn transport(&self) -> &'static str {
+        "loopback"
+    }
+
+    fn describe(&self) -> String {
+        "loopback".to_owned()
+    }
+}
+
+impl Drop for LoopbackLink {
+    fn drop(&mut self) {
+        self.inn.deaf.store(true, Ordering::Release);
+        self.close();
+        self.peer.notify(&self.peer.wants_room);
+    }
+}
