@@ -231,7 +231,9 @@ def draw(runs: list[Run], path: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for index, run in enumerate(runs):
         # Runs with equal weights lie on top of each other: later ones are thinner and dashed.
-        left.plot(run.losses, label=run.backend, linewidth=3.0 - 1.8 * min(index, 1), linestyle="-" if not index else "--")
+        left.plot(
+            run.losses, label=run.backend, linewidth=3.0 - 1.8 * min(index, 1), linestyle="-" if not index else "--"
+        )
     left.set(xlabel="step", ylabel="training loss", yscale="log", title="Loss")
     left.legend()
     kinds = ("step", "communication")

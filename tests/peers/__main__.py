@@ -186,9 +186,7 @@ def _baseline(args: argparse.Namespace, world: int, torch_version: str, gpus: in
     return compare.load(path)
 
 
-def _child(
-    args: argparse.Namespace, backend: str, world: int, extra: list[str]
-) -> subprocess.CompletedProcess[bytes]:
+def _child(args: argparse.Namespace, backend: str, world: int, extra: list[str]) -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-m", str(__package__), "--backend", backend, "--world", str(world), *extra]
     command += ["--timeout", str(args.timeout)]
     for flag, value in (("--select", args.select), ("--exclude", args.exclude)):

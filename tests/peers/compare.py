@@ -50,9 +50,7 @@ def save(run: dict[str, Any], path: Path) -> None:
 
 def reusable(baseline: dict[str, Any], torch_version: str, world: int, gpus: int) -> bool:
     """Whether an earlier baseline says something about this torch, world and machine."""
-    return (
-        minor(baseline["torch"]) == minor(torch_version) and baseline["world"] == world and baseline["gpus"] == gpus
-    )
+    return minor(baseline["torch"]) == minor(torch_version) and baseline["world"] == world and baseline["gpus"] == gpus
 
 
 def minor(version: str) -> str:
@@ -85,7 +83,9 @@ def judge(run: dict[str, Any], baseline: dict[str, Any] | None) -> Verdict:
         gained = (named(run, "pass") - named(baseline, "pass")) & common
         verdict.lines.append(f"passes here and not on gloo ({len(gained)}): {', '.join(sorted(gained)) or 'none'}")
         verdict.lines.append(f"passes on gloo and not here ({len(lost)}): {', '.join(sorted(lost)) or 'none'}")
-        verdict.bad += [f"{name}: passes on gloo, here {run['tests'][name]['outcome']}" for name in sorted(lost - broken)]
+        verdict.bad += [
+            f"{name}: passes on gloo, here {run['tests'][name]['outcome']}" for name in sorted(lost - broken)
+        ]
     target = TARGETS.get(run["backend"], {}).get(run["world"])
     if target and run["whole"] and run["gpus"] == 0:
         number = counts(run["tests"])

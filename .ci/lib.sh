@@ -1,0 +1,37 @@
+# Shared by the scripts here: where things are, how keys are made, how a step is announced. Sourced, never run.
+# Own: names and paths. Not here: any step itself; one script per tool.
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+ROOT=$PWD
+TORCH=${TORCH:-2.15.0}
+PYTHON=${PYTHON:-python3}
+VENV=${VENV:-$ROOT/.venv}
+# Accepts 2.15 as well as 2.15.0; a wheel serves one minor.
+TORCH_MINOR=$(cut -d. -f1,2 <<<"$TORCH")
+export TORCH PYTHON VENV
+# Cargo and maturin ask the first python on the path, and pyo3 this one, for torch and for CPython's headers.
+if [ -x "$VENV/bin/python" ]; then
+  export VIRTUAL_ENV=$VENV PATH=$VENV/bin:$PATH PYO3_PYTHON=$VENV/bin/python
+fi
+
+die() {
+  echo "error: $*" >&2
+  exit 1
+}
+
+# One line per key, hashed: `key a b c` names a state; equal keys mean that nothing has to be done.
+key() {
+  printf '%s\n' "$@" | sha256sum | cut -d' ' -f1
+}
+
+# Hash of the contents and names of all files below the given paths, leaving out what builds, Python and editors drop there.
+tree_hash() {
+  find "$@" -type f -not -path '*/__pycache__/*' -not -name '*.so' -not -name '*~' -not -name _build_info.py -print0 | LC_ALL=C sort -z |
+    xargs -0 -r sha256sum | sha256sum | cut -d' ' -f1
+}
+
+# Whether `file` holds the key.
+fresh() {
+  [ -f "$1" ] && [ "$(cat "$1")" = "$2" ]
+}

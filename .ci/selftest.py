@@ -1,0 +1,144 @@
+"""Shows that the checks refuse what they are for: a check that cannot fail is none. Needs nothing but Python."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+import unittest
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+sys.dont_write_bytecode = True
+
+from peers import compare
+from peers.alias import Alias, plain
+
+
+def script(name: str) -> ModuleType:
+    """A script of this folder as a module."""
+    loader = importlib.machinery.SourceFileLoader(name, str(HERE / name))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    sys.modules[name] = module
+    loader.exec_module(module)
+    return module
+
+
+layers = script("check_layers")
+shim = script("check_shim")
+
+
+def package(name: str, *dependencies: tuple[str, str | None]) -> dict[str, Any]:
+    return {"name": name, "dependencies": [{"name": target, "kind": kind} for target, kind in dependencies]}
+
+
+class Layers(unittest.TestCase):
+    def test_an_arrow_that_points_up_is_refused(self) -> None:
+        crates = [package("accl-types"), package("accl-schedule", ("accl-engine", None)), package("accl-engine")]
+        self.assertRegex("\n".join(layers.arrows(crates)), r"accl-schedule -> accl-engine \(normal\)")
+
+    def test_an_arrow_that_points_down_is_accepted(self) -> None:
+        crates = [package("accl-types"), package("accl-kernels", ("accl-types", None), ("half", None))]
+        self.assertEqual(list(layers.arrows(crates)), [])
+
+    def test_the_testkit_is_for_tests_only(self) -> None:
+        crates = [package("accl-testkit"), package("accl-engine", ("accl-testkit", "dev"))]
+        self.assertEqual(list(layers.arrows(crates)), [])
+        crates = [package("accl-testkit"), package("accl-engine", ("accl-testkit", None))]
+        self.assertEqual(len(list(layers.arrows(crates))), 1)
+
+    def test_python_below_the_top_is_refused(self) -> None:
+        self.assertEqual(len(list(layers.arrows([package("accl-engine", ("pyo3", None))]))), 1)
+
+    def test_an_unknown_crate_is_refused(self) -> None:
+        self.assertEqual(len(list(layers.arrows([package("accl-new")]))), 1)
+
+    def test_a_clock_in_a_pure_crate_is_refused_outside_tests(self) -> None:
+        text = "use std::time::Instant;\n// std::env is fine in a comment\n#[cfg(test)]\nmod t { use std::env; }\n"
+        self.assertEqual(len(list(layers.impure_lines(text, "lib.rs"))), 1)
+
+
+class Shim(unittest.TestCase):
+    def breaches(self, code: str, name: str = "cpp_shim/a.cpp") -> str:
+        return "\n".join(shim.check({name: code}))
+
+    def test_each_forbidden_thing_is_found(self) -> None:
+        for code in (
+            'auto v = std::getenv("X");',
+            "std::thread t(run);",
+            "std::cout << 1;",
+            'printf("x");',
+            "TORCH_WARN(1);",
+            "signal(SIGINT, handler);",
+            "exit(1);",
+            "std::abort();",
+            "static int count = 0;",
+            "  static std::vector<int> live;",
+            "thread_local int x;",
+            "std::memcpy(a, b, n);",
+            "auto d = t.contiguous();",
+            "try { f(); } catch (...) {}",
+            "#include <torch/extension.h>",
+            "#if TORCH_VERSION_MINOR >= 14",
+        ):
+            with self.subTest(code):
+                self.assertNotEqual(self.breaches(code), "")
+
+    def test_what_it_may_is_accepted(self) -> None:
+        for code in (
+            "// getenv, std::thread",
+            'TORCH_CHECK(false, "exit(1) and std::cout");',
+            "TORCH_WARN_ONCE(1);",
+            "static constexpr int kTags = 3;",
+            "static c10::intrusive_ptr<Work> make(int a) { return x; }",
+            "static_assert(sizeof(int) == 4);",
+            "void abort() override { bridge_->abort(); }",
+            "work->abort();",
+            "std::mutex mutex_;",
+        ):
+            with self.subTest(code):
+                self.assertEqual(self.breaches(code), "")
+
+    def test_a_second_mutex_is_refused(self) -> None:
+        self.assertIn("2 mutexes", self.breaches("std::mutex a_;\nstd::mutex b_;\n"))
+
+    def test_versions_belong_in_one_header(self) -> None:
+        self.assertEqual(self.breaches("#if TORCH_VERSION_MINOR >= 14", "cpp_shim/torch_version.h"), "")
+
+
+class Peers(unittest.TestCase):
+    def test_an_alias_equals_its_aliases_and_keeps_its_text(self) -> None:
+        name = Alias("accl", ("gloo", "mpi"))
+        self.assertTrue(name == "gloo" and name == "mpi" and name == "accl" and name == "gloo")
+        self.assertFalse(name != "mpi")
+        self.assertTrue(name != "nccl")
+        self.assertIn(name, {"nccl", "gloo"})
+        self.assertEqual(name.upper(), "ACCL")
+        self.assertIs(type(plain(name)), str)
+        self.assertNotEqual(plain(name), "gloo")
+
+    def run_of(self, backend: str, **tests: str) -> dict[str, Any]:
+        found = {name: {"outcome": outcome, "seconds": 0, "reason": ""} for name, outcome in tests.items()}
+        return {"backend": backend, "world": 2, "gpus": 0, "whole": False, "tests": found}
+
+    def test_a_test_that_gloo_passes_may_not_be_lost(self) -> None:
+        gloo = self.run_of("gloo", test_a="pass", test_b="skip")
+        self.assertEqual(compare.judge(self.run_of("accl", test_a="pass", test_b="pass"), gloo).bad, [])
+        self.assertEqual(len(compare.judge(self.run_of("accl", test_a="skip", test_b="pass"), gloo).bad), 1)
+
+    def test_a_known_failure_is_no_loss_and_a_new_one_is(self) -> None:
+        known = self.run_of("accl", test_ddp_logging_data_cpu="error")
+        gloo = self.run_of("gloo", test_ddp_logging_data_cpu="pass")
+        self.assertEqual(compare.judge(known, gloo).bad, [])
+        self.assertEqual(len(compare.judge(self.run_of("accl", test_c="timeout"), None).bad), 1)
+
+    def test_counts_off_the_target_fail_a_whole_run(self) -> None:
+        run = self.run_of("accl", test_a="pass") | {"whole": True}
+        self.assertEqual(len(compare.judge(run, None).bad), 1)
+
+
+if __name__ == "__main__":
+    unittest.main()

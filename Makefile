@@ -1,0 +1,39 @@
+# The commands of the house. What each does stands in a script under .ci/, runnable by itself; `make help` lists them.
+
+# Which torch to build against and to run with: a minor (2.15) or a version (2.15.0).
+TORCH ?= 2.15.0
+# The interpreter that .venv is made from.
+PYTHON ?= python3
+# Passed on by the targets that take arguments, for example: make bench ARGS='all_reduce/ring'
+ARGS ?=
+export TORCH PYTHON
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test wheel test-peers bench clean
+
+help: ## list the targets
+	@echo "make TARGET [TORCH=2.15.0] [PYTHON=python3] [ARGS='...']"
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 16
+
+demo: ## train on digits over accl and over gloo, in two processes, and compare
+	@.ci/demo $(ARGS)
+
+test: ## every check and test, cheap ones first
+	@.ci/test
+
+wheel: ## build the release wheel for TORCH into dist/
+	@.ci/tools
+	@.ci/wheel
+
+test-peers: ## PyTorch's own distributed suite at worlds 2, 3 and 4, next to a fresh gloo run
+	@.ci/tools
+	@.ci/venv build test
+	@.ci/install
+	@.ci/peers --world 2,3,4 --baseline run $(ARGS)
+
+bench: ## the microbenchmarks
+	@.ci/tools
+	@.ci/bench $(ARGS)
+
+clean: ## remove everything that was built, .venv included
+	rm -rf target dist build demo-output .venv .make
