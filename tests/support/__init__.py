@@ -3,7 +3,16 @@
 Start with `runner.on_ranks`, the decorator that turns a test body into a body run by every rank.
 """
 
-from .oracle import bound, bytes_equal, contribution, expected_reduction, premul_sum, reduce_op
+from .oracle import (
+    bound,
+    bytes_equal,
+    contribution,
+    contributions,
+    expected_reduction,
+    noise,
+    premul_sum,
+    reduce_op,
+)
 from .runner import BACKEND, GROUP_TIMEOUT, Outcome, init_group, on_ranks, run_ranks
 from .scripts import run_script, start_script
 
@@ -14,8 +23,10 @@ __all__ = [
     "bound",
     "bytes_equal",
     "contribution",
+    "contributions",
     "expected_reduction",
     "init_group",
+    "noise",
     "on_ranks",
     "premul_sum",
     "reduce_op",

@@ -53,8 +53,8 @@ def contribution(rank: int, shape, dtype: str, op: str = "SUM", seed: int = 0) -
         # Any bit pattern must arrive; NaNs too, since only bytes are compared.
         return torch.from_numpy(np.asarray(random.integers(0, 256, shape, dtype=np.uint8))).view(kind)
     if kind.is_complex:
-        parts = _exact_floats(random, (*shape, 2), op)
-        return torch.view_as_complex(torch.from_numpy(parts)).to(kind)
+        real, imaginary = (torch.from_numpy(np.asarray(_exact_floats(random, shape, op))) for _ in range(2))
+        return torch.complex(real, imaginary).to(kind)
     return torch.from_numpy(np.asarray(_exact_floats(random, shape, op))).to(kind)
 
 
@@ -113,5 +113,18 @@ def bytes_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal shape, dtype and bits: NaN equals itself and -0.0 differs from 0.0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    if a.numel() == 0:
+        return True
     flat = [t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
     return torch.equal(*flat)
+
+
+def contributions(world: int, shape, dtype: str, op: str = "SUM", seed: int = 0) -> list[torch.Tensor]:
+    """What every rank of a world brings, by rank."""
+    return [contribution(rank, shape, dtype, op, seed) for rank in range(world)]
+
+
+def noise(world: int, count: int, dtype: str, seed: int = 0) -> list[torch.Tensor]:
+    """Every rank's normally distributed numbers, whose sums do round."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(count, generator=generator, dtype=torch.float64).to(getattr(torch, dtype)) for _ in range(world)]

@@ -1,0 +1,69 @@
+"""all_reduce of sparse COO tensors on CPU, as DDP calls it for sparse embeddings; sizes may differ between ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import on_ranks
+
+
+def rows_of(rank, count, width=3, total=50, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed * 100 + rank)
+    indices = torch.randint(0, total, (1, count), generator=generator)
+    values = torch.randint(-8, 9, (count, width), generator=generator).to(dtype)
+    return torch.sparse_coo_tensor(indices, values, (total, width))
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_are_added_where_they_meet(rank, world, dtype):
+    tensors = [rows_of(r, 5, dtype=dtype) for r in range(world)]
+    result = tensors[rank].clone()
+    dist.all_reduce(result)
+    assert result.is_sparse
+    assert torch.equal(result.to_dense(), sum(t.to_dense() for t in tensors))
+
+
+@on_ranks(2, 3)
+def test_ranks_may_bring_different_numbers_of_rows_and_none(rank, world):
+    tensors = [rows_of(r, 40 * r) for r in range(world)]
+    result = tensors[rank].clone()
+    dist.all_reduce(result)
+    assert torch.equal(result.to_dense(), sum(t.to_dense() for t in tensors))
+
+
+@on_ranks(2)
+def test_all_ranks_may_bring_nothing(rank, world):
+    result = rows_of(rank, 0)
+    dist.all_reduce(result)
+    assert result.to_dense().abs().sum() == 0
+
+
+@on_ranks(2)
+def test_several_sparse_calls_may_be_in_flight(rank, world):
+    sets = [[rows_of(r, 7 + i, seed=i) for r in range(world)] for i in range(5)]
+    results = [tensors[rank].clone() for tensors in sets]
+    works = [dist.all_reduce(result, async_op=True) for result in results]
+    for work in works:
+        work.wait()
+    for result, tensors in zip(results, sets, strict=True):
+        assert torch.equal(result.to_dense(), sum(t.to_dense() for t in tensors))
+
+
+@on_ranks(2)
+def test_two_sparse_dimensions_are_kept(rank, world):
+    tensors = [
+        torch.sparse_coo_tensor([[0, r + 1, 3], [r, 1, 2]], [1.0, 2.0, 3.0], (5, 4)) for r in range(world)
+    ]
+    result = tensors[rank].clone()
+    dist.all_reduce(result)
+    assert result.sparse_dim() == 2
+    assert torch.equal(result.to_dense(), sum(t.to_dense() for t in tensors))
+
+
+@on_ranks(2)
+def test_other_operators_on_sparse_tensors_are_refused_and_the_group_works_on(rank, world):
+    with pytest.raises((NotImplementedError, ValueError, RuntimeError), match="(?i)sparse|sum"):
+        dist.all_reduce(rows_of(rank, 3), dist.ReduceOp.MAX)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [world] * 3
