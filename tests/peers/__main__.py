@@ -30,9 +30,8 @@ def main() -> int:
         os.environ.setdefault(name, "1")
     if len(args.world) == 1:
         return _one_world(args, args.world[0])
-    codes = []
-    for world in args.world:
-        codes.append(_child(args, args.backend, world, ["--baseline", args.baseline, *_as(args.alias)]).returncode)
+    extra = ["--baseline", args.baseline, *_as(args.alias), *(["--store-baseline"] if args.store_baseline else [])]
+    codes = [_child(args, args.backend, world, extra).returncode for world in args.world]
     print(f"worlds {', '.join(map(str, args.world))}: {'ok' if not any(codes) else 'lost, see above'}")
     return int(any(codes))
 
@@ -74,6 +73,11 @@ def _arguments() -> argparse.Namespace:
         action="store_true",
         help="call monitored_barrier on the group: torch 2.13 refuses dist.monitored_barrier by backend name",
     )
+    parser.add_argument(
+        "--store-baseline",
+        action="store_true",
+        help="keep this gloo run in tests/peers/baseline, without times and texts",
+    )
     parser.add_argument("--list", action="store_true", help="list the tests and stop")
     parser.add_argument("-v", "--verbose", action="store_true", help="one line per test")
     return parser.parse_args()
@@ -91,9 +95,9 @@ def _as(alias: str | None) -> list[str]:
 
 
 def _one_world(args: argparse.Namespace, world: int) -> int:
-    from .suite import Setup, Suite
-
     import torch
+
+    from .suite import Setup, Suite
 
     alias = ALIASES.get(args.backend, "") if args.alias is None else args.alias
     setup = Setup(
@@ -133,6 +137,10 @@ def _one_world(args: argparse.Namespace, world: int) -> int:
     compare.save(run, path)
     number = ", ".join(f"{count} {kind}" for kind, count in run["counts"].items() if count or kind in ("pass", "skip"))
     print(f"{title}: {number}; {run['seconds']:.0f} s; written to {path}", flush=True)
+    if args.store_baseline:
+        if setup.backend != "gloo" or setup.aliases or not run["whole"]:
+            sys.exit("a baseline is a whole run of stock gloo")
+        compare.save(compare.slim(run), _stored(torch.__version__, world))
     verdict = compare.judge(run, _baseline(args, world, torch.__version__, gpus))
     for line in verdict.lines:
         print(f"  {line}")
@@ -170,12 +178,16 @@ def _default_path(backend: str, aliases: tuple[str, ...], world: int) -> Path:
     return Path(".make") / "peers" / f"{backend}{kind}-world{world}.json"
 
 
+def _stored(torch_version: str, world: int) -> Path:
+    return BASELINES / f"gloo-torch{compare.minor(torch_version)}-world{world}.json"
+
+
 def _baseline(args: argparse.Namespace, world: int, torch_version: str, gpus: int) -> dict[str, Any] | None:
     if args.baseline == "none" or args.backend == "gloo":
         return None
     if args.baseline not in ("stored", "run"):
         return compare.load(Path(args.baseline))
-    stored = BASELINES / f"gloo-torch{compare.minor(torch_version)}-world{world}.json"
+    stored = _stored(torch_version, world)
     if args.baseline == "stored" and stored.exists():
         baseline = compare.load(stored)
         if compare.reusable(baseline, torch_version, world, gpus):

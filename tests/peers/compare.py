@@ -48,6 +48,12 @@ def save(run: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(run, indent=1, sort_keys=True) + "\n")
 
 
+def slim(run: dict[str, Any]) -> dict[str, Any]:
+    """A run without times and texts: what is kept in the repository as a baseline."""
+    tests = {name: {"outcome": test["outcome"]} for name, test in run["tests"].items()}
+    return {key: value for key, value in run.items() if key != "seconds"} | {"tests": tests}
+
+
 def reusable(baseline: dict[str, Any], torch_version: str, world: int, gpus: int) -> bool:
     """Whether an earlier baseline says something about this torch, world and machine."""
     return minor(baseline["torch"]) == minor(torch_version) and baseline["world"] == world and baseline["gpus"] == gpus

@@ -113,7 +113,7 @@ def _child(case: type[unittest.TestCase], name: str, writer: int, log_path: str)
         test = case(name)
         test.run(result)
         kind, reason = _verdict(test, result)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the supervisor must hear of it
+    except BaseException as error:  # whatever it is, the supervisor must hear of it
         kind, reason = "error", repr(error)
     sys.stdout.flush()
     sys.stderr.flush()
