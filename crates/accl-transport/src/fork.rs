@@ -1,28 +1,144 @@
-//! Descriptors that a forked child must not keep. Stub.
+//! Descriptors that a forked child must not keep: a child that inherited a socket would hide our death from our peers.
+//!
+//! Owns a process-wide registry of descriptors; a `pthread_atfork` handler closes them in the child. The registry is
+//! the one piece of global state here, because `fork` is a matter of the process. Read [`Fd`] first.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::cell::UnsafeCell;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
+use std::sync::Once;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// An owned descriptor that is closed in forked children.
+/// How often this process is a forked child of one that used this crate; 0 in the original.
+pub fn fork_generation() -> u64 {
+    GENERATION.load(Ordering::Relaxed)
+}
+
+/// Whether this process is a forked child of one that used this crate. Its endpoint and links are dead here.
+pub fn forked() -> bool {
+    fork_generation() > 0
+}
+
+/// An owned descriptor that is closed in forked children. There it stays as a husk: dropping it does nothing, since
+/// its number may belong to somebody else by then.
 #[derive(Debug)]
-pub struct Fd(OwnedFd);
+pub(crate) struct Fd {
+    raw: ManuallyDrop<OwnedFd>,
+    generation: u64,
+}
 
 impl Fd {
-    /// Makes a descriptor and registers it.
-    ///
-    /// # Errors
-    /// Whatever `make` returns.
-    pub fn adopt<E>(make: impl FnOnce() -> Result<OwnedFd, E>) -> Result<Fd, E> {
-        make().map(Fd)
+    /// Makes a descriptor and registers it; no fork can happen in between.
+    pub(crate) fn adopt<E>(make: impl FnOnce() -> Result<OwnedFd, E>) -> Result<Fd, E> {
+        without_forks(|registry| make().map(|fd| registry.adopt(fd)))
+    }
+
+    /// Whether the descriptor is still ours, that is, whether this is the process that made it.
+    pub(crate) fn is_ours(&self) -> bool {
+        self.generation == fork_generation()
     }
 }
 
 impl AsFd for Fd {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        self.raw.as_fd()
     }
 }
 
-/// Whether this process is a forked child of the one that first used this crate.
-pub fn forked() -> bool {
-    false
+impl Drop for Fd {
+    fn drop(&mut self) {
+        without_forks(|registry| {
+            if self.is_ours() {
+                registry.forget(self.raw.as_raw_fd());
+                // SAFETY: `raw` is not used again: this is its owner's `drop`.
+                unsafe { ManuallyDrop::drop(&mut self.raw) };
+            }
+        });
+    }
+}
+
+/// Runs `body` while no thread of this process can fork. It must be short and must neither block nor fork.
+pub(crate) fn without_forks<R>(body: impl FnOnce(&mut Registry) -> R) -> R {
+    static HANDLERS: Once = Once::new();
+    // Without handlers children keep the descriptors, which costs them a late notice of our death and nothing else;
+    // the call fails only when memory is out.
+    HANDLERS.call_once(|| {
+        // SAFETY: the handlers are `extern "C"` functions that live as long as the library, which Python never unloads.
+        let _ = unsafe { libc::pthread_atfork(Some(before), Some(after_in_parent), Some(after_in_child)) };
+    });
+    lock();
+    let unlock = Unlock;
+    // SAFETY: the lock is held, so this is the only reference.
+    let result = body(unsafe { &mut *REGISTRY.0.get() });
+    drop(unlock);
+    result
+}
+
+/// The descriptors of this process that children must not keep.
+pub(crate) struct Registry {
+    fds: Vec<RawFd>,
+}
+
+impl Registry {
+    /// Registers a descriptor made while forks were held off.
+    pub(crate) fn adopt(&mut self, fd: OwnedFd) -> Fd {
+        let raw = fd.into_raw_fd();
+        self.fds.push(raw);
+        // SAFETY: `raw` was just taken out of its owner.
+        let fd = unsafe { OwnedFd::from_raw_fd(raw) };
+        Fd { raw: ManuallyDrop::new(fd), generation: fork_generation() }
+    }
+
+    fn forget(&mut self, raw: RawFd) {
+        if let Some(at) = self.fds.iter().rposition(|&fd| fd == raw) {
+            self.fds.swap_remove(at);
+        }
+    }
+}
+
+struct Shared(UnsafeCell<Registry>);
+
+// SAFETY: the cell is reached only by the holder of `LOCKED`.
+unsafe impl Sync for Shared {}
+
+static REGISTRY: Shared = Shared(UnsafeCell::new(Registry { fds: Vec::new() }));
+static GENERATION: AtomicU64 = AtomicU64::new(0);
+/// A plain flag instead of a `Mutex`: it is taken before a fork and released on both sides of it.
+static LOCKED: AtomicBool = AtomicBool::new(false);
+
+fn lock() {
+    // Acquire and Release pair up as in any lock. It is held for single system calls, so yielding suffices.
+    while LOCKED.compare_exchange_weak(false, true, Ordering::Acquire, Ordering::Relaxed).is_err() {
+        std::thread::yield_now();
+    }
+}
+
+/// Releases the lock also when the body panics.
+struct Unlock;
+
+impl Drop for Unlock {
+    fn drop(&mut self) {
+        LOCKED.store(false, Ordering::Release);
+    }
+}
+
+extern "C" fn before() {
+    lock();
+}
+
+extern "C" fn after_in_parent() {
+    drop(Unlock);
+}
+
+/// Only async-signal-safe calls are allowed here: closes and plain stores.
+extern "C" fn after_in_child() {
+    // SAFETY: `before` took the lock in the thread that lives on in the child.
+    let registry = unsafe { &mut *REGISTRY.0.get() };
+    for &fd in &registry.fds {
+        // SAFETY: the number was registered by its owner, whose `drop` leaves it alone in this process from now on.
+        unsafe { libc::close(fd) };
+    }
+    registry.fds.clear();
+    GENERATION.fetch_add(1, Ordering::Relaxed);
+    drop(Unlock);
 }

@@ -11,11 +11,13 @@ pub mod frame;
 mod link;
 pub mod loopback;
 mod poller;
+mod ring;
 mod settings;
+mod sync;
 
 pub use card::Card;
 pub use endpoint::{ConnectError, Endpoint, Missing};
-pub use fork::forked;
+pub use fork::{fork_generation, forked};
 pub use link::Link;
 pub use poller::{Poller, Waker};
 pub use settings::Settings;

@@ -1,0 +1,171 @@
+//! Every interleaving of a ring and of the park protocol, at small sizes.
+//! `RUSTFLAGS="--cfg loom" cargo test -p accl-transport --release --lib loom_`
+
+use loom::cell::UnsafeCell;
+use loom::sync::{Arc, Notify as Event};
+
+use super::park::{DATA, ROOM, SideState};
+use super::*;
+
+#[repr(C, align(64))]
+#[derive(Clone, Copy)]
+struct Line64([u8; LINE]);
+
+/// Memory whose every line is also a loom cell, so that a read that is not ordered after its write is found.
+struct Checked {
+    counters: Counters,
+    data: *mut u8,
+    lines: Vec<UnsafeCell<()>>,
+    sides: [SideState; 2],
+    events: [Event; 2],
+}
+
+// SAFETY: what this says is what loom checks.
+unsafe impl Send for Checked {}
+// SAFETY: as above.
+unsafe impl Sync for Checked {}
+
+impl Drop for Checked {
+    fn drop(&mut self) {
+        let lines = std::ptr::slice_from_raw_parts_mut(self.data.cast::<Line64>(), self.lines.len());
+        // SAFETY: made by `Box::into_raw` in `checked`, freed once.
+        drop(unsafe { Box::from_raw(lines) });
+    }
+}
+
+#[derive(Clone)]
+struct Shared(Arc<Checked>);
+
+// SAFETY: a box of lines, at one place until the last `Arc` is dropped.
+unsafe impl Memory for Shared {
+    fn counters(&self) -> &Counters {
+        &self.0.counters
+    }
+    fn data(&self) -> *mut u8 {
+        self.0.data
+    }
+    fn data_bytes(&self) -> usize {
+        self.0.lines.len() * LINE
+    }
+    fn note_write(&self, at: usize, len: usize) {
+        for line in lines(at, len) {
+            self.0.lines[line].with_mut(|_| ());
+        }
+    }
+    fn note_read(&self, at: usize, len: usize) {
+        for line in lines(at, len) {
+            self.0.lines[line].with(|_| ());
+        }
+    }
+}
+
+fn lines(at: usize, len: usize) -> std::ops::Range<usize> {
+    at / LINE..(at + len).div_ceil(LINE)
+}
+
+fn checked(line_count: usize) -> Shared {
+    let lines = vec![Line64([0xee; LINE]); line_count].into_boxed_slice();
+    Shared(Arc::new(Checked {
+        counters: Counters::new(),
+        data: Box::into_raw(lines).cast(),
+        lines: (0..line_count).map(|_| UnsafeCell::new(())).collect(),
+        sides: [SideState::new(), SideState::new()],
+        events: [Event::new(), Event::new()],
+    }))
+}
+
+const WRITER: usize = 0;
+const READER: usize = 1;
+
+fn send(shared: &Shared, writer: &mut Writer<Shared>, value: u8, len: usize) {
+    loop {
+        if let Some(frame) = writer.try_reserve(len).unwrap() {
+            frame.fill(value);
+            break;
+        }
+        // As a link parks: announce, look again, sleep, retract.
+        shared.0.sides[WRITER].announce(DATA | ROOM);
+        if !writer.would_fit(len).unwrap() {
+            shared.0.events[WRITER].wait();
+        }
+        shared.0.sides[WRITER].retract();
+    }
+    writer.commit();
+    if shared.0.sides[READER].take_call(DATA) {
+        shared.0.events[READER].notify();
+    }
+}
+
+fn receive(shared: &Shared, reader: &mut Reader<Shared>, value: u8, len: usize) {
+    loop {
+        if let Some(frame) = reader.peek().unwrap() {
+            assert!(frame.len() == len && frame.iter().all(|&b| b == value));
+            break;
+        }
+        shared.0.sides[READER].announce(DATA);
+        if reader.peek().unwrap().is_none() {
+            shared.0.events[READER].wait();
+        }
+        shared.0.sides[READER].retract();
+    }
+    reader.release();
+    if shared.0.sides[WRITER].take_call(ROOM) {
+        shared.0.events[WRITER].notify();
+    }
+}
+
+fn exchange(line_count: usize, lens: &'static [usize], preemptions: Option<usize>) {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = preemptions;
+    model.check(move || {
+        let shared = checked(line_count);
+        let for_reader = shared.clone();
+        let thread = loom::thread::spawn(move || {
+            let mut reader = Reader::new(for_reader.clone(), 100);
+            for (i, &len) in lens.iter().enumerate() {
+                receive(&for_reader, &mut reader, i as u8, len);
+            }
+        });
+        let mut writer = Writer::new(shared.clone());
+        for (i, &len) in lens.iter().enumerate() {
+            send(&shared, &mut writer, i as u8, len);
+        }
+        thread.join().unwrap();
+    });
+}
+
+// A lost wake-up is a deadlock, which loom reports; a read that overtakes its write is a causality error.
+
+#[test]
+fn loom_one_frame_is_never_missed() {
+    exchange(2, &[8], None);
+}
+
+#[test]
+fn loom_a_writer_without_room_is_woken() {
+    exchange(2, &[8, 8, 8], Some(3));
+}
+
+#[test]
+fn loom_frames_that_wrap_are_whole_and_never_missed() {
+    // 2 lines, 1 line, then 2 lines: the third does not fit before the end of 4 and wraps.
+    exchange(4, &[60, 8, 60, 8], Some(2));
+}
+
+#[test]
+fn loom_closing_is_seen_after_the_last_frame() {
+    loom::model(|| {
+        let shared = checked(2);
+        let for_reader = shared.clone();
+        let thread = loom::thread::spawn(move || {
+            let mut reader = Reader::new(for_reader.clone(), 100);
+            if for_reader.0.sides[WRITER].is_closed() {
+                assert!(reader.peek().unwrap().is_some());
+            }
+        });
+        let mut writer = Writer::new(shared.clone());
+        send(&shared, &mut writer, 1, 8);
+        shared.0.sides[WRITER].close();
+        thread.join().unwrap();
+    });
+}

@@ -1,0 +1,275 @@
+//! A byte ring for frames between one writer and one reader, over memory that both have mapped.
+//!
+//! Owns the placing of frames and the counters; knows neither descriptors nor waking ([`park`] has the flags). A frame
+//! is contiguous: where the rest of the ring is too short for it, a mark sends the reader back to the start. Nothing
+//! here calls the system or allocates. Read [`Writer`] and [`Reader`] first.
+
+#[cfg(all(test, loom))]
+mod loom_tests;
+pub(crate) mod park;
+#[cfg(all(test, not(loom)))]
+mod tests;
+
+use crate::sync::{AtomicU64, Ordering};
+
+/// Grain of the ring. Two frames never share a cache line, so that writing one does not disturb reading another.
+pub(crate) const LINE: usize = 64;
+/// Stands in the place of a length: the next frame is at the start of the ring.
+const WRAP: u64 = u64::MAX;
+/// Where a frame begins after the start of its record. A short frame shares the line with its length; in a long one
+/// the payload behind a 40-byte header begins on a line of its own.
+const SHORT_AT: usize = 8;
+const LONG_AT: usize = 24;
+
+/// The counters of one direction, each alone on two cache lines (prefetchers fetch pairs). Bytes since the beginning.
+#[repr(C)]
+#[derive(Debug)]
+pub(crate) struct Counters {
+    /// Written: everything below has been published by the writer.
+    tail: Apart<AtomicU64>,
+    /// Read: everything below has been given back by the reader.
+    head: Apart<AtomicU64>,
+}
+
+impl Counters {
+    /// Counters of an empty ring. (Fresh shared memory is all zero, which is the same.)
+    #[cfg_attr(not(test), allow(dead_code))]
+    pub(crate) fn new() -> Counters {
+        Counters { tail: Apart(AtomicU64::new(0)), head: Apart(AtomicU64::new(0)) }
+    }
+}
+
+/// Keeps its content off the cache lines of others.
+#[repr(C, align(128))]
+#[derive(Debug)]
+pub(crate) struct Apart<T>(pub(crate) T);
+
+/// The memory of one direction.
+///
+/// # Safety
+/// `data` points to `data_bytes` bytes, a positive multiple of [`LINE`], aligned to [`LINE`], valid as long as `self`
+/// lives and always at the same place. Besides one [`Writer`] and one [`Reader`] over the same counters nobody touches
+/// them.
+pub(crate) unsafe trait Memory {
+    /// Where both sides count.
+    fn counters(&self) -> &Counters;
+    /// Start of the bytes.
+    fn data(&self) -> *mut u8;
+    /// Their number.
+    fn data_bytes(&self) -> usize;
+    /// Called before the writer touches these bytes; for the model checker.
+    #[inline(always)]
+    fn note_write(&self, _at: usize, _len: usize) {}
+    /// Called before the reader touches these bytes and before it gives them back; for the model checker.
+    #[inline(always)]
+    fn note_read(&self, _at: usize, _len: usize) {}
+}
+
+/// The other side left the counters or a length in a state that the protocol excludes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Corrupt;
+
+/// Bytes that a frame takes up.
+pub(crate) const fn record_bytes(frame_bytes: usize) -> usize {
+    (frame_at(frame_bytes) + frame_bytes).next_multiple_of(LINE)
+}
+
+/// The smallest ring in which a frame of `max_frame_bytes` always fits once the reader has caught up: the rest at the
+/// end that may have to be skipped is shorter than one frame.
+pub(crate) const fn min_ring_bytes(max_frame_bytes: usize) -> usize {
+    2 * record_bytes(max_frame_bytes)
+}
+
+const fn frame_at(frame_bytes: usize) -> usize {
+    if frame_bytes <= LINE - SHORT_AT { SHORT_AT } else { LONG_AT }
+}
+
+/// A place in a ring: the count of bytes so far and the offset that belongs to it.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    count: u64,
+    offset: usize,
+}
+
+impl Place {
+    const START: Place = Place { count: 0, offset: 0 };
+
+    /// `offset + bytes` must not exceed `ring_bytes`.
+    fn advance(self, bytes: usize, ring_bytes: usize) -> Place {
+        let offset = self.offset + bytes;
+        Place { count: self.count + bytes as u64, offset: if offset == ring_bytes { 0 } else { offset } }
+    }
+}
+
+/// The side that puts frames in.
+#[derive(Debug)]
+pub(crate) struct Writer<M> {
+    memory: M,
+    place: Place,
+    /// The reader's counter when it was last looked at. Looking again costs a cache miss, so only when room is short.
+    head: u64,
+    reserved: Option<Place>,
+}
+
+impl<M: Memory> Writer<M> {
+    /// A writer over a fresh ring.
+    pub(crate) fn new(memory: M) -> Self {
+        Self { memory, place: Place::START, head: 0, reserved: None }
+    }
+
+    /// Place for a frame of `len` bytes; the caller has checked that `len` is at most the ring's longest frame.
+    #[inline]
+    pub(crate) fn try_reserve(&mut self, len: usize) -> Result<Option<&mut [u8]>, Corrupt> {
+        let ring_bytes = self.memory.data_bytes();
+        let need = record_bytes(len);
+        let to_end = ring_bytes - self.place.offset;
+        let skip = if need <= to_end { 0 } else { to_end };
+        if !self.has_room(skip + need)? {
+            return Ok(None);
+        }
+        let mut start = self.place;
+        if skip > 0 {
+            self.put_word(start.offset, WRAP);
+            start = start.advance(skip, ring_bytes);
+        }
+        self.put_word(start.offset, len as u64);
+        self.reserved = Some(start.advance(need, ring_bytes));
+        let at = start.offset + frame_at(len);
+        self.memory.note_write(at, len);
+        // SAFETY: `has_room` saw (Acquire) that the reader has given these bytes back, so nobody else touches them
+        // before `commit`; they lie inside the data, since `start.offset + need <= ring_bytes`.
+        Ok(Some(unsafe { std::slice::from_raw_parts_mut(self.memory.data().add(at), len) }))
+    }
+
+    /// Publishes the reserved frame; `false` without one.
+    #[inline]
+    pub(crate) fn commit(&mut self) -> bool {
+        let Some(next) = self.reserved.take() else { return false };
+        self.place = next;
+        // Release: the frame's bytes are visible to a reader that sees this count.
+        self.memory.counters().tail.0.store(next.count, Ordering::Release);
+        true
+    }
+
+    /// Whether a frame of `len` bytes would find room now.
+    pub(crate) fn would_fit(&mut self, len: usize) -> Result<bool, Corrupt> {
+        let need = record_bytes(len);
+        let to_end = self.memory.data_bytes() - self.place.offset;
+        self.has_room(if need <= to_end { need } else { to_end + need })
+    }
+
+    #[inline]
+    fn has_room(&mut self, need: usize) -> Result<bool, Corrupt> {
+        let ring_bytes = self.memory.data_bytes() as u64;
+        let fits = |head: u64| ring_bytes - (self.place.count - head) >= need as u64;
+        if fits(self.head) {
+            return Ok(true);
+        }
+        // Acquire: the reader has finished with everything below before we write there.
+        let head = self.memory.counters().head.0.load(Ordering::Acquire);
+        if head < self.head || head > self.place.count {
+            return Err(Corrupt);
+        }
+        self.head = head;
+        Ok(fits(head))
+    }
+
+    #[inline]
+    fn put_word(&mut self, offset: usize, word: u64) {
+        self.memory.note_write(offset, 8);
+        // SAFETY: offsets of records are multiples of `LINE` below `data_bytes`, so the word is inside and aligned,
+        // and `has_room` has shown that the bytes are ours.
+        unsafe { self.memory.data().add(offset).cast::<u64>().write(word) };
+    }
+}
+
+/// The side that takes frames out.
+#[derive(Debug)]
+pub(crate) struct Reader<M> {
+    memory: M,
+    max_frame_bytes: usize,
+    place: Place,
+    /// The writer's counter when it was last looked at.
+    tail: u64,
+    peeked: Option<Peeked>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Peeked {
+    at: usize,
+    len: usize,
+    next: Place,
+}
+
+impl<M: Memory> Reader<M> {
+    /// A reader over a fresh ring. Longer frames than `max_frame_bytes` count as corruption.
+    pub(crate) fn new(memory: M, max_frame_bytes: usize) -> Self {
+        Self { memory, max_frame_bytes, place: Place::START, tail: 0, peeked: None }
+    }
+
+    /// The next frame; the same one until it is released.
+    #[inline]
+    pub(crate) fn peek(&mut self) -> Result<Option<&[u8]>, Corrupt> {
+        if self.peeked.is_none() {
+            self.peeked = self.find()?;
+        }
+        Ok(self.peeked.map(|Peeked { at, len, .. }| {
+            self.memory.note_read(at, len);
+            // SAFETY: `find` checked that the frame lies inside the data and was published (Acquire); the writer
+            // does not touch it before `release`.
+            unsafe { std::slice::from_raw_parts(self.memory.data().add(at), len) }
+        }))
+    }
+
+    /// Gives the peeked frame's place back; `false` without one.
+    #[inline]
+    pub(crate) fn release(&mut self) -> bool {
+        let Some(Peeked { at, len, next }) = self.peeked.take() else { return false };
+        self.memory.note_read(at, len);
+        self.place = next;
+        // Release: our reads of the frame are done before the writer, which acquires this count, writes there.
+        self.memory.counters().head.0.store(next.count, Ordering::Release);
+        true
+    }
+
+    /// Everything is checked here, because the other process may be broken: a wrong length must not lead us out of
+    /// the ring.
+    #[inline]
+    fn find(&mut self) -> Result<Option<Peeked>, Corrupt> {
+        let ring_bytes = self.memory.data_bytes();
+        if self.place.count == self.tail {
+            // Acquire: pairs with `commit`.
+            let tail = self.memory.counters().tail.0.load(Ordering::Acquire);
+            if tail < self.tail || tail - self.place.count > ring_bytes as u64 || tail % LINE as u64 != 0 {
+                return Err(Corrupt);
+            }
+            self.tail = tail;
+            if tail == self.place.count {
+                return Ok(None);
+            }
+        }
+        let mut start = self.place;
+        let mut word = self.word(start.offset);
+        if word == WRAP {
+            start = start.advance(ring_bytes - start.offset, ring_bytes);
+            if start.count >= self.tail {
+                return Err(Corrupt);
+            }
+            word = self.word(start.offset);
+        }
+        let len = usize::try_from(word).ok().filter(|&len| len <= self.max_frame_bytes).ok_or(Corrupt)?;
+        let need = record_bytes(len);
+        if need as u64 > self.tail - start.count || need > ring_bytes - start.offset {
+            return Err(Corrupt);
+        }
+        Ok(Some(Peeked { at: start.offset + frame_at(len), len, next: start.advance(need, ring_bytes) }))
+    }
+
+    #[inline]
+    fn word(&self, offset: usize) -> u64 {
+        self.memory.note_read(offset, 8);
+        // SAFETY: offsets of records are multiples of `LINE` below `data_bytes`, so the word is inside and aligned;
+        // it was published, since `offset` is below the tail that was acquired.
+        unsafe { self.memory.data().add(offset).cast::<u64>().read() }
+    }
+}
