@@ -1,0 +1,253 @@
+//! The memory of one call: base addresses of its pieces, staging for tensors that are not plain, scratch.
+//!
+//! Owns packing before and unpacking after a call. Which bytes of a piece belong to which chunk is the layout's matter.
+//! Read [`Buffers`] first.
+
+use accl_kernels::StridedView;
+use accl_schedule::{Buf, Extent};
+use accl_types::{Collective, Elems, Error, ReduceOp, Result};
+use smallvec::SmallVec;
+
+use crate::desc::{Blocks, CallDesc, TensorDesc};
+
+type Bases = SmallVec<[*mut u8; 4]>;
+
+/// Memory with the alignment of a cache line.
+pub(crate) struct Storage {
+    words: Vec<Line>,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+impl Storage {
+    pub(crate) fn new(len_bytes: usize) -> Result<Self> {
+        let lines = len_bytes.div_ceil(64);
+        let mut words = Vec::new();
+        words
+            .try_reserve_exact(lines)
+            .map_err(|_| Error::exhausted(format!("no memory for a staging buffer of {len_bytes} bytes")))?;
+        // Zeroed, so that what lies between pieces is never a stranger's data.
+        words.resize(lines, Line([0; 64]));
+        Ok(Self { words })
+    }
+
+    fn ptr(&mut self) -> *mut u8 {
+        self.words.as_mut_ptr().cast()
+    }
+}
+
+/// Base addresses and owned memory of a call in flight.
+///
+/// The addresses come from the caller's descriptors; the contract of `Group::submit` keeps them valid until the call ends.
+#[derive(Default)]
+pub(crate) struct Buffers {
+    inputs: Bases,
+    outputs: Bases,
+    scratch: Option<Storage>,
+    scratch_base: Option<*mut u8>,
+    /// Outputs to be unpacked when the call is done: the tensor and where its dense copy lies.
+    staged: Vec<(TensorDesc, *mut u8)>,
+    _staging: Vec<Storage>,
+}
+
+// SAFETY: the addresses are used by one thread at a time, under the engine's lock, and stay valid by the contract above.
+unsafe impl Send for Buffers {}
+
+impl Buffers {
+    /// Prepares the memory of `desc` for rank `rank`: packs what is not plain, stages inputs that overlap outputs,
+    /// multiplies by the factor of `PREMUL_SUM`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an output whose elements share memory; `Exhausted` without memory for staging.
+    pub(crate) fn prepare(desc: &CallDesc, rank: usize) -> Result<Self> {
+        let mut buffers = Self::default();
+        let in_place = desc.inputs.is_empty();
+        let premul = desc.collective.reduces() && desc.op == ReduceOp::PremulSum;
+        for tensor in desc.outputs.iter().flatten() {
+            refuse_self_overlap(tensor).map_err(|error| error.of(desc.collective))?;
+            // In place, the outputs hold the contribution and are packed with their contents.
+            let base = if tensor.is_plain() { tensor.ptr } else { buffers.stage_output(tensor, in_place)? };
+            buffers.outputs.push(base);
+        }
+        if in_place {
+            buffers.prepare_in_place(desc, premul)?;
+            return Ok(buffers);
+        }
+        let overlap = inputs_need_copy(desc, rank);
+        for tensor in desc.inputs.iter().flatten() {
+            let base =
+                if tensor.is_plain() && !overlap && !premul { tensor.ptr } else { buffers.stage_input(tensor)? };
+            if premul {
+                // SAFETY: `base` is staging of this many elements, made just now; source and destination are the same.
+                unsafe { accl_kernels::scale(desc.dtype, base, base, tensor.count_elems() as usize, desc.factor)? };
+            }
+            buffers.inputs.push(base);
+        }
+        Ok(buffers)
+    }
+
+    /// Calls that work in place: all_reduce and reduce contribute what the output holds, a broadcast has no input.
+    fn prepare_in_place(&mut self, desc: &CallDesc, premul: bool) -> Result<()> {
+        match desc.collective {
+            Collective::AllReduce => self.inputs = self.outputs.clone(),
+            Collective::Reduce => {
+                // Off the root the tensor is only read: a factor must not show in it.
+                self.inputs = self.outputs.clone();
+                if premul {
+                    self.inputs.clear();
+                    for tensor in desc.outputs.iter().flatten() {
+                        let base = self.stage_input(tensor)?;
+                        self.inputs.push(base);
+                    }
+                }
+            }
+            Collective::Broadcast
+            | Collective::ReduceScatter
+            | Collective::AllGather
+            | Collective::Gather
+            | Collective::Scatter
+            | Collective::AllToAll
+            | Collective::Barrier
+            | Collective::Send
+            | Collective::Recv => {}
+        }
+        if premul {
+            for (base, tensor) in self.inputs.iter().zip(desc.outputs.iter().flatten()) {
+                // SAFETY: `base` is the plain tensor or its staging, of this many elements; in place.
+                unsafe { accl_kernels::scale(desc.dtype, *base, *base, tensor.count_elems() as usize, desc.factor)? };
+            }
+        }
+        Ok(())
+    }
+
+    fn stage_input(&mut self, tensor: &TensorDesc) -> Result<*mut u8> {
+        let base = self.storage(tensor)?;
+        // SAFETY: `base` has room for the tensor's elements; the tensor is readable by the contract of `submit`.
+        unsafe { accl_kernels::pack(base, &view(tensor)) };
+        Ok(base)
+    }
+
+    fn stage_output(&mut self, tensor: &TensorDesc, with_contents: bool) -> Result<*mut u8> {
+        let base = if with_contents { self.stage_input(tensor)? } else { self.storage(tensor)? };
+        self.staged.push((tensor.clone(), base));
+        Ok(base)
+    }
+
+    fn storage(&mut self, tensor: &TensorDesc) -> Result<*mut u8> {
+        let mut storage = Storage::new(tensor.count_elems() as usize * tensor.dtype.size_bytes())?;
+        let base = storage.ptr();
+        self._staging.push(storage);
+        Ok(base)
+    }
+
+    /// Forgets staged outputs of a rank that only contributes: nothing is written back.
+    pub(crate) fn discard_outputs(&mut self) {
+        self.staged.clear();
+    }
+
+    /// Adds the call's scratch memory.
+    pub(crate) fn add_scratch(&mut self, len_bytes: u64) -> Result<()> {
+        if len_bytes > 0 {
+            let mut storage = Storage::new(len_bytes as usize)?;
+            self.scratch_base = Some(storage.ptr());
+            self.scratch = Some(storage);
+        }
+        Ok(())
+    }
+
+    /// The address of an extent's first byte.
+    #[inline]
+    pub(crate) fn address(&self, extent: &Extent) -> *mut u8 {
+        let base = match extent.buf {
+            Buf::In => self.inputs[extent.piece as usize],
+            Buf::Out => self.outputs[extent.piece as usize],
+            Buf::Scratch => self.scratch_base.unwrap_or(std::ptr::null_mut()),
+        };
+        base.wrapping_add(extent.offset as usize)
+    }
+
+    pub(crate) fn input(&self, piece: usize) -> *mut u8 {
+        self.inputs[piece]
+    }
+
+    pub(crate) fn output(&self, piece: usize) -> *mut u8 {
+        self.outputs[piece]
+    }
+
+    /// Writes staged outputs back into their tensors.
+    pub(crate) fn unpack(&mut self) {
+        for (tensor, base) in self.staged.drain(..) {
+            // SAFETY: `base` holds the dense elements of this tensor; the tensor is writable until the call ends.
+            unsafe { accl_kernels::unpack(&view(&tensor), base) };
+        }
+    }
+}
+
+/// Element counts of blocks of pieces, for a layout over elements of `elem_bytes` (1: bytes).
+pub(crate) fn block_elems(blocks: &Blocks, elem_bytes: u64) -> Vec<Vec<Elems>> {
+    let count = |tensor: &TensorDesc| Elems(tensor.count_elems() * tensor.dtype.size_bytes() as u64 / elem_bytes);
+    blocks.iter().map(|block| block.iter().map(count).collect()).collect()
+}
+
+fn view(tensor: &TensorDesc) -> StridedView<'_> {
+    StridedView {
+        ptr: tensor.ptr,
+        dtype: tensor.dtype,
+        sizes: &tensor.sizes,
+        strides: &tensor.strides,
+        conj: tensor.conj,
+        neg: tensor.neg,
+    }
+}
+
+/// An expanded output has several elements at one address: what it would hold afterwards is undefined.
+fn refuse_self_overlap(tensor: &TensorDesc) -> Result<()> {
+    let expanded = tensor.sizes.iter().zip(&tensor.strides).any(|(&size, &stride)| size > 1 && stride == 0);
+    if expanded && tensor.count_elems() > 0 {
+        return Err(Error::invalid_argument(
+            "an output tensor has several elements at one address (it was expanded); give a tensor of its own, for instance tensor.clone()",
+        ));
+    }
+    Ok(())
+}
+
+/// Whether inputs share memory with outputs in another way than the schedules allow.
+fn inputs_need_copy(desc: &CallDesc, rank: usize) -> bool {
+    // The allowed way: the one block that stands alone is this rank's block on the other side.
+    let same = |alone: &[TensorDesc], block: &[TensorDesc]| {
+        alone.len() == block.len()
+            && alone.iter().zip(block).all(|(a, b)| a.ptr == b.ptr && a.is_plain() && b.is_plain())
+    };
+    let own_block_shared = match desc.collective {
+        Collective::AllGather | Collective::Gather => {
+            desc.outputs.get(rank).is_some_and(|block| same(&desc.inputs[0], block))
+        }
+        Collective::ReduceScatter | Collective::Scatter => {
+            desc.inputs.get(rank).is_some_and(|block| same(&desc.outputs[0], block))
+        }
+        Collective::AllReduce
+        | Collective::Broadcast
+        | Collective::Reduce
+        | Collective::AllToAll
+        | Collective::Barrier
+        | Collective::Send
+        | Collective::Recv => false,
+    };
+    let bounds = |blocks: &Blocks, skip: Option<usize>| -> Vec<(usize, usize)> {
+        let kept = blocks.iter().enumerate().filter(|(index, _)| Some(*index) != skip).flat_map(|(_, block)| block);
+        kept.map(TensorDesc::bounds).filter(|(start, end)| start < end).collect()
+    };
+    // Of a shared pair the side in the list is left out: its other blocks must still be apart from the lone block.
+    let many_is_output = matches!(desc.collective, Collective::AllGather | Collective::Gather);
+    let skip = own_block_shared.then_some(rank);
+    let inputs = bounds(&desc.inputs, if many_is_output { None } else { skip });
+    let mut outputs = bounds(&desc.outputs, if many_is_output { skip } else { None });
+    outputs.sort_unstable();
+    // Outputs may not overlap each other, so the last one that starts before an input's end is the one to look at.
+    inputs.iter().any(|&(start, end)| {
+        let before = outputs.partition_point(|&(out_start, _)| out_start < end);
+        before > 0 && outputs[before - 1].1 > start
+    })
+}

@@ -1,0 +1,19 @@
+//! The only place that reads the process environment.
+
+use accl_types::Result;
+use accl_types::config::{Config, PREFIX};
+
+/// The settings that this process's environment gives.
+///
+/// # Errors
+/// `Configuration` for an unknown `ACCL_*` variable or a value that is not accepted.
+pub fn config_from_environment() -> Result<Config> {
+    #[expect(clippy::disallowed_methods, reason = "the one reader of the environment")]
+    let variables = std::env::vars_os();
+    Config::from_variables(
+        variables
+            .filter_map(|(name, value)| Some((name.into_string().ok()?, value.to_string_lossy().into_owned())))
+            // Names under this prefix steer our own test-suite and are not settings of the product.
+            .filter(|(name, _)| name.starts_with(PREFIX) && !name.starts_with("ACCL_TEST_")),
+    )
+}

@@ -1,0 +1,106 @@
+//! The ranks of a group: which peer process each is, how far we may be ahead of it, whether it has left.
+//!
+//! Owns the eager windows. Read [`Members`] first.
+
+use std::collections::HashMap;
+
+use accl_transport::frame::{Header, Kind};
+use accl_types::Rank;
+
+use crate::net::{Net, PeerId};
+
+struct Member {
+    peer: PeerId,
+    /// Bytes that may still be sent ahead of the receiver's calls.
+    eager_left: u64,
+    /// Eager bytes consumed here and not yet given back.
+    owed: u64,
+    /// Number of the last call that the rank was seen to take part in.
+    last_seq: Option<u64>,
+    left: bool,
+}
+
+/// The ranks of one group.
+pub(crate) struct Members {
+    members: Vec<Member>,
+    by_peer: HashMap<PeerId, Rank>,
+    window: u64,
+}
+
+impl Members {
+    pub(crate) fn new(peers: Vec<PeerId>, window: u64) -> Self {
+        let by_peer = peers.iter().enumerate().map(|(rank, &peer)| (peer, Rank(rank as u32))).collect();
+        let member = |peer| Member { peer, eager_left: window, owed: 0, last_seq: None, left: false };
+        Self { members: peers.into_iter().map(member).collect(), by_peer, window }
+    }
+
+    pub(crate) fn world(&self) -> u32 {
+        self.members.len() as u32
+    }
+
+    pub(crate) fn ranks(&self) -> impl Iterator<Item = Rank> + use<> {
+        (0..self.world()).map(Rank)
+    }
+
+    #[inline]
+    pub(crate) fn peer(&self, rank: Rank) -> PeerId {
+        self.members[rank.index()].peer
+    }
+
+    #[inline]
+    pub(crate) fn rank_of(&self, peer: PeerId) -> Option<Rank> {
+        self.by_peer.get(&peer).copied()
+    }
+
+    #[inline]
+    pub(crate) fn eager_left(&self, rank: Rank) -> u64 {
+        self.members[rank.index()].eager_left
+    }
+
+    #[inline]
+    pub(crate) fn take_eager(&mut self, rank: Rank, bytes: u64) {
+        self.members[rank.index()].eager_left -= bytes;
+    }
+
+    /// The peer gave back what it consumed.
+    pub(crate) fn on_window(&mut self, rank: Rank, bytes: u64) {
+        let window = self.window;
+        let member = &mut self.members[rank.index()];
+        member.eager_left = member.eager_left.saturating_add(bytes).min(window);
+    }
+
+    /// Gives consumed bytes back to their sender, in batches of half a window.
+    pub(crate) fn give_eager_back(&mut self, rank: Rank, bytes: u64, group: u64, net: &mut Net) {
+        let half = self.window / 2;
+        let member = &mut self.members[rank.index()];
+        member.owed += bytes;
+        if member.owed > 0 && member.owed >= half {
+            let mut header = Header::new(Kind::Window);
+            header.group = group;
+            header.value = std::mem::take(&mut member.owed);
+            net.send_control(member.peer, header, &[]);
+        }
+    }
+
+    pub(crate) fn saw(&mut self, rank: Rank, seq: u64) {
+        let last = &mut self.members[rank.index()].last_seq;
+        *last = (*last).max(Some(seq));
+    }
+
+    pub(crate) fn last_seq(&self, rank: Rank) -> Option<u64> {
+        self.members[rank.index()].last_seq
+    }
+
+    pub(crate) fn set_left(&mut self, rank: Rank) {
+        self.members[rank.index()].left = true;
+    }
+
+    pub(crate) fn has_left(&self, rank: Rank) -> bool {
+        self.members[rank.index()].left
+    }
+
+    /// `rank 1 (host a, pid 7)`
+    pub(crate) fn describe(&self, rank: Rank, net: &Net) -> String {
+        format!("rank {rank} ({})", net.place(self.peer(rank)))
+    }
+}

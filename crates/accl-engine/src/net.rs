@@ -1,0 +1,214 @@
+//! The peers of this process: one link each, shared by all groups.
+//!
+//! Owns links, the queue of control frames that found no room, and the record of who is gone. Knows no calls. Read
+//! [`Net`] first.
+
+use std::collections::{HashMap, VecDeque};
+
+use accl_transport::frame::{HEADER_BYTES, Header};
+use accl_transport::{Card, Link, Poller};
+use accl_types::{Error, Result};
+
+/// Index of a peer process in [`Net`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct PeerId(u32);
+
+/// Whether and how a peer process has gone.
+#[derive(Clone, Debug)]
+pub(crate) enum Gone {
+    /// It said goodbye first.
+    Left,
+    /// Without a word.
+    Lost(Error),
+}
+
+pub(crate) struct Peer {
+    /// `None` while its frames are being handled, and after it has gone.
+    link: Option<Box<dyn Link>>,
+    /// Control frames for which there was no room, oldest first.
+    outbox: VecDeque<Vec<u8>>,
+    pub(crate) card: Card,
+    pub(crate) said_goodbye: bool,
+    pub(crate) gone: Option<Gone>,
+    /// A send found no room since the last pass.
+    wants_room: bool,
+}
+
+/// All peers of this process.
+#[derive(Default)]
+pub(crate) struct Net {
+    peers: Vec<Peer>,
+    by_uuid: HashMap<[u8; 16], PeerId>,
+}
+
+impl Net {
+    /// The peer with this identity, unless it has gone.
+    pub(crate) fn find(&self, card: &Card) -> Option<PeerId> {
+        self.by_uuid.get(&card.uuid).copied().filter(|id| self.peer(*id).gone.is_none())
+    }
+
+    /// Adds a peer and has its descriptors watched.
+    pub(crate) fn add(&mut self, card: Card, link: Box<dyn Link>, poller: &Poller) -> Result<PeerId> {
+        for fd in link.fds() {
+            poller.add(fd)?;
+        }
+        let id = PeerId(self.peers.len() as u32);
+        self.by_uuid.insert(card.uuid, id);
+        self.peers.push(Peer {
+            link: Some(link),
+            outbox: VecDeque::new(),
+            card,
+            said_goodbye: false,
+            gone: None,
+            wants_room: false,
+        });
+        Ok(id)
+    }
+
+    pub(crate) fn ids(&self) -> impl Iterator<Item = PeerId> + use<> {
+        (0..self.peers.len() as u32).map(PeerId)
+    }
+
+    pub(crate) fn peer(&self, id: PeerId) -> &Peer {
+        &self.peers[id.0 as usize]
+    }
+
+    pub(crate) fn peer_mut(&mut self, id: PeerId) -> &mut Peer {
+        &mut self.peers[id.0 as usize]
+    }
+
+    /// Takes a link out to handle its frames; [`Net::put_back`] follows. Sends to it find no room meanwhile.
+    pub(crate) fn take(&mut self, id: PeerId) -> Option<Box<dyn Link>> {
+        self.peer_mut(id).link.take()
+    }
+
+    pub(crate) fn put_back(&mut self, id: PeerId, link: Box<dyn Link>) {
+        let peer = self.peer_mut(id);
+        if peer.gone.is_none() {
+            peer.link = Some(link);
+        }
+    }
+
+    /// A place for a frame of `len_bytes`, or `None` when there is no room now or the peer has gone.
+    #[inline]
+    pub(crate) fn reserve(&mut self, id: PeerId, len_bytes: usize) -> Option<&mut [u8]> {
+        let peer = &mut self.peers[id.0 as usize];
+        let link = peer.link.as_mut()?;
+        // A broken link is noticed by `check`; here it only has no room.
+        match link.try_reserve(len_bytes) {
+            Ok(Some(place)) => Some(place),
+            Ok(None) | Err(_) => {
+                peer.wants_room = true;
+                None
+            }
+        }
+    }
+
+    #[inline]
+    pub(crate) fn commit(&mut self, id: PeerId) {
+        if let Some(link) = self.peer_mut(id).link.as_mut() {
+            link.commit();
+        }
+    }
+
+    /// Sends a frame now or as soon as there is room; order among control frames is kept.
+    pub(crate) fn send_control(&mut self, id: PeerId, mut header: Header, payload: &[u8]) {
+        if self.peer(id).gone.is_some() {
+            return;
+        }
+        header.payload_len = payload.len() as u32;
+        let mut write = |frame: &mut [u8]| {
+            header.emit(frame);
+            frame[HEADER_BYTES..].copy_from_slice(payload);
+        };
+        if self.peer(id).outbox.is_empty() {
+            if let Some(place) = self.reserve(id, header.frame_bytes()) {
+                write(place);
+                self.commit(id);
+                return;
+            }
+        }
+        let mut frame = vec![0; header.frame_bytes()];
+        write(&mut frame);
+        self.peer_mut(id).outbox.push_back(frame);
+    }
+
+    /// Sends queued control frames and pushes buffered bytes. Returns whether a frame left the queue.
+    pub(crate) fn flush(&mut self, id: PeerId) -> bool {
+        let peer = &mut self.peers[id.0 as usize];
+        let Some(link) = peer.link.as_mut() else { return false };
+        let mut moved = false;
+        while let Some(frame) = peer.outbox.front() {
+            let Ok(Some(place)) = link.try_reserve(frame.len()) else {
+                peer.wants_room = true;
+                break;
+            };
+            place.copy_from_slice(frame);
+            link.commit();
+            peer.outbox.pop_front();
+            moved = true;
+        }
+        // An error shows again in `check` or `peek`, where it is handled.
+        let _ = link.flush();
+        moved
+    }
+
+    /// Looks whether the peer is still there; the error says how it went.
+    pub(crate) fn check(&mut self, id: PeerId) -> Result<()> {
+        match self.peer_mut(id).link.as_mut() {
+            Some(link) => link.check_peer(),
+            None => Ok(()),
+        }
+    }
+
+    /// Records that a peer has gone and drops its link.
+    pub(crate) fn mark_gone(&mut self, id: PeerId, error: Error) {
+        let peer = self.peer_mut(id);
+        if peer.gone.is_none() {
+            peer.gone = Some(if peer.said_goodbye { Gone::Left } else { Gone::Lost(error) });
+        }
+        peer.link = None;
+        peer.outbox.clear();
+        let uuid = peer.card.uuid;
+        if self.by_uuid.get(&uuid) == Some(&id) {
+            self.by_uuid.remove(&uuid);
+        }
+    }
+
+    /// Publishes "parked" on all links. `true`: something came up meanwhile.
+    pub(crate) fn prepare_park(&mut self) -> bool {
+        let mut ready = false;
+        for peer in &mut self.peers {
+            let wants_room = std::mem::take(&mut peer.wants_room) || !peer.outbox.is_empty();
+            if let Some(link) = peer.link.as_mut() {
+                ready |= link.prepare_park(wants_room);
+            }
+        }
+        ready
+    }
+
+    pub(crate) fn unpark(&mut self) {
+        for link in self.peers.iter_mut().filter_map(|peer| peer.link.as_mut()) {
+            link.unpark();
+        }
+    }
+
+    /// Who a peer process is, for messages: `host worker-3, pid 4711`.
+    pub(crate) fn place(&self, id: PeerId) -> String {
+        let card = &self.peer(id).card;
+        format!("host {}, pid {}", card.hostname, card.pid)
+    }
+
+    /// Transport and addresses of a peer's link.
+    pub(crate) fn describe(&self, id: PeerId) -> String {
+        self.peer(id).link.as_ref().map_or_else(|| "no link".to_owned(), |link| link.describe())
+    }
+
+    /// Says that nothing more will be sent to anybody.
+    pub(crate) fn close_all(&mut self) {
+        for link in self.peers.iter_mut().filter_map(|peer| peer.link.as_mut()) {
+            let _ = link.flush();
+            link.close();
+        }
+    }
+}

@@ -1,0 +1,257 @@
+//! Plans: what is the same for all calls of one shape, computed once and cached.
+//!
+//! A plan is this rank's program of the chosen algorithm with every span resolved to byte ranges. Owns the cache and the
+//! choice of algorithm; knows no addresses and no peers' links. Read [`Plan`] first.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use accl_schedule::{
+    Algorithm, CallShape, Extent, Finish, Layout, OpKind, Order, Program, Request, Span, Topology, choose,
+};
+use accl_types::config::Config;
+use accl_types::{Collective, Elems, Rank, Result};
+use smallvec::SmallVec;
+
+/// Plans kept per group; beyond, the cache starts anew (a program that never repeats a shape gains nothing from it).
+const MAX_PLANS: usize = 256;
+
+/// A payload as byte ranges, with the position of each in the payload.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Region {
+    extents: SmallVec<[Extent; 1]>,
+    /// Position of each extent in the payload.
+    starts: SmallVec<[u64; 1]>,
+    /// Length of the payload.
+    pub(crate) len: u64,
+}
+
+impl Region {
+    fn new(layout: &Layout, span: &Span) -> Self {
+        let mut region = Region::default();
+        for extent in layout.extents(span) {
+            region.starts.push(region.len);
+            region.len += extent.len;
+            region.extents.push(extent);
+        }
+        region
+    }
+
+    /// The contiguous range at payload position `at`: its first byte as an extent that ends with the range.
+    #[inline]
+    pub(crate) fn at(&self, at: u64) -> Extent {
+        let index = if self.extents.len() == 1 { 0 } else { self.starts.partition_point(|&start| start <= at) - 1 };
+        let extent = self.extents[index];
+        let skip = at - self.starts[index];
+        Extent { offset: extent.offset + skip, len: extent.len - skip, ..extent }
+    }
+
+    /// Whether both payloads are the same bytes of the same buffer.
+    fn is_same(&self, other: &Region) -> bool {
+        self.extents == other.extents
+    }
+}
+
+/// An operation with its bytes.
+#[derive(Debug)]
+pub(crate) enum PlanOpKind {
+    Send { src: Region, to: Rank },
+    Recv { dst: Region, from: Rank },
+    RecvReduce { dst: Region, local: Region, from: Rank, order: Order, finish: Finish },
+    Copy { dst: Region, src: Region },
+    Reduce { dst: Region, srcs: Vec<Region>, finish: Finish },
+}
+
+#[derive(Debug)]
+pub(crate) struct PlanOp {
+    pub(crate) kind: PlanOpKind,
+    /// Payload length in bytes.
+    pub(crate) total: u64,
+    pub(crate) edge: u32,
+    /// (operation, whether byte k may follow byte k)
+    pub(crate) deps: SmallVec<[(u32, bool); 4]>,
+    /// Operations that wait for this one.
+    pub(crate) dependents: SmallVec<[u32; 4]>,
+}
+
+/// Operations by (peer, edge).
+#[derive(Debug, Default)]
+struct EdgeIndex {
+    first: Vec<u32>,
+    ops: Vec<u32>,
+}
+
+impl EdgeIndex {
+    /// `edges` lists (peer, edge, operation); the edges of a peer are numbered from 0 without gaps.
+    fn new(world: u32, mut edges: Vec<(u32, u32, u32)>) -> Self {
+        edges.sort_unstable();
+        let first = (0..=world).map(|peer| edges.partition_point(|&(p, _, _)| p < peer) as u32).collect();
+        Self { first, ops: edges.into_iter().map(|(_, _, op)| op).collect() }
+    }
+
+    fn find(&self, peer: Rank, edge: u32) -> Option<u32> {
+        let range = *self.first.get(peer.index())? as usize..*self.first.get(peer.index() + 1)? as usize;
+        self.ops[range].get(edge as usize).copied()
+    }
+}
+
+/// This rank's part in all calls of one shape.
+pub(crate) struct Plan {
+    pub(crate) algorithm: &'static Algorithm,
+    pub(crate) ops: Vec<PlanOp>,
+    pub(crate) scratch_bytes: u64,
+    receives: EdgeIndex,
+    sends: EdgeIndex,
+}
+
+impl Plan {
+    /// The operation that receives message `edge` of `peer`.
+    pub(crate) fn receive(&self, peer: Rank, edge: u32) -> Option<u32> {
+        self.receives.find(peer, edge)
+    }
+
+    /// The operation that sends message `edge` to `peer`.
+    pub(crate) fn send(&self, peer: Rank, edge: u32) -> Option<u32> {
+        self.sends.find(peer, edge)
+    }
+
+    fn new(algorithm: &'static Algorithm, program: &Program, shape: &CallShape, world: u32) -> Self {
+        let layout = Layout::new(program, shape);
+        let region = |span: &Span| Region::new(&layout, span);
+        let (mut receives, mut sends) = (Vec::new(), Vec::new());
+        let mut ops: Vec<PlanOp> = Vec::with_capacity(program.ops.len());
+        for (index, op) in program.ops.iter().enumerate() {
+            let (kind, total) = match &op.kind {
+                OpKind::Send { src, to } => {
+                    sends.push((to.0, op.edge, index as u32));
+                    let src = region(src);
+                    let total = src.len;
+                    (PlanOpKind::Send { src, to: *to }, total)
+                }
+                OpKind::Recv { dst, from } => {
+                    receives.push((from.0, op.edge, index as u32));
+                    let dst = region(dst);
+                    let total = dst.len;
+                    (PlanOpKind::Recv { dst, from: *from }, total)
+                }
+                OpKind::RecvReduce { dst, local, from, order, finish } => {
+                    receives.push((from.0, op.edge, index as u32));
+                    let (dst, local) = (region(dst), region(local));
+                    let total = dst.len;
+                    (PlanOpKind::RecvReduce { dst, local, from: *from, order: *order, finish: *finish }, total)
+                }
+                OpKind::Copy { dst, src } => {
+                    let (dst, src) = (region(dst), region(src));
+                    let total = if dst.is_same(&src) { 0 } else { dst.len };
+                    (PlanOpKind::Copy { dst, src }, total)
+                }
+                OpKind::Reduce { dst, srcs, finish } => {
+                    let (dst, srcs) = (region(dst), srcs.iter().map(region).collect());
+                    let total = dst.len;
+                    (PlanOpKind::Reduce { dst, srcs, finish: *finish }, total)
+                }
+            };
+            for dep in &op.deps {
+                ops[dep.on as usize].dependents.push(index as u32);
+            }
+            let deps = op.deps.iter().map(|dep| (dep.on, dep.stream)).collect();
+            ops.push(PlanOp { kind, total, edge: op.edge, deps, dependents: SmallVec::new() });
+        }
+        Self {
+            algorithm,
+            ops,
+            scratch_bytes: layout.scratch_bytes(),
+            receives: EdgeIndex::new(world, receives),
+            sends: EdgeIndex::new(world, sends),
+        }
+    }
+}
+
+/// What plans depend on; equal keys give equal plans.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub(crate) struct PlanKey {
+    pub(crate) collective: Collective,
+    pub(crate) root: Rank,
+    pub(crate) elem_bytes: u64,
+    pub(crate) equal_blocks: bool,
+    pub(crate) inputs: Vec<Vec<Elems>>,
+    pub(crate) outputs: Vec<Vec<Elems>>,
+}
+
+impl PlanKey {
+    /// The size that the choice of algorithm goes by, the same on all ranks: the whole buffer of one rank.
+    pub(crate) fn size_bytes(&self, world: u32) -> u64 {
+        let total = |blocks: &Vec<Vec<Elems>>| blocks.iter().flatten().map(|e| e.0).sum::<u64>() * self.elem_bytes;
+        match self.collective {
+            Collective::AllReduce | Collective::Broadcast | Collective::Reduce => total(&self.outputs),
+            Collective::ReduceScatter => total(&self.inputs),
+            Collective::AllGather => total(&self.outputs),
+            Collective::Gather => total(&self.inputs) * u64::from(world),
+            Collective::Scatter => total(&self.outputs) * u64::from(world),
+            // With splits the sizes differ from rank to rank: none is known to all.
+            Collective::AllToAll => {
+                if self.equal_blocks {
+                    total(&self.inputs)
+                } else {
+                    0
+                }
+            }
+            Collective::Barrier | Collective::Send | Collective::Recv => 0,
+        }
+    }
+}
+
+/// The plans of one group.
+pub(crate) struct Plans {
+    cache: HashMap<PlanKey, Arc<Plan>>,
+    topology: Topology,
+    world: u32,
+    rank: Rank,
+}
+
+impl Plans {
+    pub(crate) fn new(topology: Topology, world: u32, rank: Rank) -> Self {
+        Self { cache: HashMap::new(), topology, world, rank }
+    }
+
+    /// The plan for `key`, cached or made.
+    ///
+    /// # Errors
+    /// `Configuration` when an override names an algorithm that does not fit.
+    pub(crate) fn get(&mut self, key: &PlanKey, config: &Config) -> Result<Arc<Plan>> {
+        if let Some(plan) = self.cache.get(key) {
+            return Ok(plan.clone());
+        }
+        let algorithm = choose(
+            key.collective,
+            self.world,
+            key.size_bytes(self.world),
+            key.equal_blocks,
+            &self.topology,
+            &config.algorithm,
+            config.deterministic,
+        )?;
+        let request = Request {
+            collective: key.collective,
+            world: self.world,
+            rank: self.rank,
+            root: key.root,
+            topology: &self.topology,
+        };
+        let program = (algorithm.build)(&request).lower(&request);
+        let shape = CallShape { elem_bytes: key.elem_bytes, in_blocks: &key.inputs, out_blocks: &key.outputs };
+        let plan = Arc::new(Plan::new(algorithm, &program, &shape, self.world));
+        tracing::debug!(
+            collective = key.collective.name(),
+            algorithm = algorithm.name,
+            bytes = key.size_bytes(self.world),
+            world = self.world,
+            "algorithm chosen"
+        );
+        if self.cache.len() >= MAX_PLANS {
+            self.cache.clear();
+        }
+        self.cache.insert(key.clone(), plan.clone());
+        Ok(plan)
+    }
+}

@@ -1,0 +1,521 @@
+//! The executor: one collective call in flight.
+//!
+//! Runs the operations of a plan over links and memory, a segment at a time, never blocking. Owns the progress of each
+//! operation, credits and early segments of its messages. Which call a frame belongs to is found by `group`. Read
+//! [`Run`] first.
+//!
+//! Credits: the first segment of a message goes with its `Begin` frame if the eager window has room; everything else
+//! needs a grant. A receiver grants what it can place now plus one segment, which it would copy aside; so whatever
+//! arrives can be taken off its link at once, and links never block each other.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+
+use accl_kernels::Reducer;
+use accl_schedule::{Finish, Order};
+use accl_transport::frame::{HEADER_BYTES, Header, Kind, SIGNATURE_BYTES, Signature, WANTS_GRANT};
+use accl_types::{Error, Rank, Result};
+use smallvec::SmallVec;
+
+use crate::buffers::Buffers;
+use crate::call::Call;
+use crate::members::Members;
+use crate::net::Net;
+use crate::plan::{Plan, PlanOpKind, Region};
+
+/// Local work done per step, so that receiving and sending alternate with it. In bytes.
+const LOCAL_STEP: u64 = 256 << 10;
+
+/// Progress of one operation.
+#[derive(Default)]
+struct OpState {
+    /// Bytes placed, sent or computed.
+    done: u64,
+    complete: bool,
+    /// The operation is in the work queue.
+    queued: bool,
+    /// Of a send: its first frame has left. Of a receive: its first frame has arrived.
+    begun: bool,
+    /// Of a send: bytes it may have sent. Of a receive: bytes it has granted.
+    granted: u64,
+    /// Of a receive: bytes that have arrived.
+    arrived: u64,
+    /// Of a receive: the sender cannot go on without a grant.
+    grant_wanted: bool,
+    /// Of a receive: segments that came before they could be placed.
+    stash: VecDeque<Vec<u8>>,
+    /// Bytes of the first stashed segment that are placed already.
+    stash_used: usize,
+    /// Of a receive: eager bytes to be given back once they are placed.
+    eager: u64,
+}
+
+/// What a run needs of its group while it works.
+pub(crate) struct RunEnv<'a> {
+    pub(crate) net: &'a mut Net,
+    pub(crate) members: &'a mut Members,
+    pub(crate) segment: u64,
+}
+
+/// One collective call in flight on this rank.
+pub(crate) struct Run {
+    pub(crate) call: Arc<Call>,
+    pub(crate) plan: Arc<Plan>,
+    pub(crate) signature: Signature,
+    pub(crate) deadline: Option<Instant>,
+    buffers: Buffers,
+    reducer: Option<Reducer>,
+    /// Bytes of one element; 1 for calls that only move data.
+    elem: usize,
+    ops: Vec<OpState>,
+    remaining: usize,
+    work: VecDeque<u32>,
+    /// Sends that found no room.
+    stalled: Vec<u32>,
+}
+
+impl Run {
+    pub(crate) fn new(
+        call: Arc<Call>,
+        plan: Arc<Plan>,
+        signature: Signature,
+        buffers: Buffers,
+        reducer: Option<(Reducer, usize)>,
+        deadline: Option<Instant>,
+    ) -> Self {
+        let ops: Vec<OpState> = plan.ops.iter().map(|_| OpState::default()).collect();
+        let (reducer, elem) = reducer.map_or((None, 1), |(reducer, elem)| (Some(reducer), elem));
+        let remaining = ops.len();
+        let mut run = Self {
+            call,
+            plan,
+            signature,
+            deadline,
+            buffers,
+            reducer,
+            elem,
+            ops,
+            remaining,
+            work: VecDeque::new(),
+            stalled: Vec::new(),
+        };
+        for op in 0..run.ops.len() as u32 {
+            run.queue(op);
+        }
+        run
+    }
+
+    pub(crate) fn is_complete(&self) -> bool {
+        self.remaining == 0
+    }
+
+    /// Whether there is something to try: new work, or a send that waits for room.
+    pub(crate) fn is_busy(&self) -> bool {
+        !self.work.is_empty() || !self.stalled.is_empty()
+    }
+
+    /// Writes staged outputs back. The last thing that touches the caller's memory.
+    pub(crate) fn unpack(&mut self) {
+        self.buffers.unpack();
+    }
+
+    /// Does all that can be done now. Returns whether anything was.
+    pub(crate) fn advance(&mut self, env: &mut RunEnv<'_>) -> bool {
+        for op in std::mem::take(&mut self.stalled) {
+            self.queue(op);
+        }
+        let mut progressed = false;
+        // Local work is cut into steps: what an operation queues again waits for the next pass, so that frames are
+        // taken off the links in between.
+        for _ in 0..self.work.len().max(64) {
+            let Some(op) = self.work.pop_front() else { break };
+            self.ops[op as usize].queued = false;
+            if self.ops[op as usize].complete {
+                continue;
+            }
+            let before = (self.ops[op as usize].done, self.ops[op as usize].complete);
+            self.step(op, env);
+            let state = &self.ops[op as usize];
+            if (state.done, state.complete) != before {
+                progressed = true;
+                let plan = self.plan.clone();
+                for &dependent in &plan.ops[op as usize].dependents {
+                    self.queue(dependent);
+                }
+            }
+        }
+        progressed
+    }
+
+    fn queue(&mut self, op: u32) {
+        let state = &mut self.ops[op as usize];
+        if !state.queued && !state.complete {
+            state.queued = true;
+            self.work.push_back(op);
+        }
+    }
+
+    /// How far an operation may go by its dependencies; `None`: it may not even begin.
+    fn limit(&self, op: u32) -> Option<u64> {
+        let plan_op = &self.plan.ops[op as usize];
+        let mut limit = plan_op.total;
+        for &(on, stream) in &plan_op.deps {
+            let state = &self.ops[on as usize];
+            if state.complete {
+                continue;
+            }
+            if !stream || plan_op.total == 0 {
+                return None;
+            }
+            limit = limit.min(state.done);
+        }
+        Some(limit)
+    }
+
+    fn step(&mut self, op: u32, env: &mut RunEnv<'_>) {
+        let plan = self.plan.clone();
+        match &plan.ops[op as usize].kind {
+            PlanOpKind::Send { src, to } => self.step_send(op, src, *to, env),
+            PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => self.step_receive(op, *from, env),
+            PlanOpKind::Copy { dst, src } => self.step_local(op, |run, at, n| run.copy(dst, src, at, n)),
+            PlanOpKind::Reduce { dst, srcs, finish } => {
+                self.step_local(op, |run, at, n| run.reduce(dst, srcs, *finish, at, n));
+            }
+        }
+    }
+
+    fn complete(&mut self, op: u32) {
+        self.ops[op as usize].complete = true;
+        self.remaining -= 1;
+    }
+
+    // ---- sending
+
+    fn step_send(&mut self, op: u32, src: &Region, to: Rank, env: &mut RunEnv<'_>) {
+        let Some(limit) = self.limit(op) else { return };
+        let total = src.len;
+        if !self.ops[op as usize].begun {
+            let first = total.min(env.segment);
+            if limit < first {
+                return;
+            }
+            let eager = env.members.eager_left(to) >= first;
+            let n = if eager { first } else { 0 };
+            if !self.send_frame(op, src, to, Kind::Begin, n, env) {
+                return;
+            }
+            env.members.take_eager(to, n);
+            let state = &mut self.ops[op as usize];
+            state.begun = true;
+            state.granted = state.granted.max(n);
+        }
+        loop {
+            let state = &self.ops[op as usize];
+            if state.done == total {
+                self.complete(op);
+                return;
+            }
+            let allowed = limit.min(state.granted);
+            let n = env.segment.min(total - state.done);
+            // Whole segments only, unless the grant itself ends within one.
+            let n = if allowed >= state.done + n {
+                n
+            } else if state.granted <= limit {
+                allowed - state.done
+            } else {
+                0
+            };
+            if n == 0 || !self.send_frame(op, src, to, Kind::Data, n, env) {
+                return;
+            }
+        }
+    }
+
+    /// Sends the next `n` payload bytes in one frame. `false`: no room; the send is tried again with the next pass.
+    fn send_frame(&mut self, op: u32, src: &Region, to: Rank, kind: Kind, n: u64, env: &mut RunEnv<'_>) -> bool {
+        let done = self.ops[op as usize].done;
+        let signature_len = if kind == Kind::Begin { SIGNATURE_BYTES } else { 0 };
+        let payload_len = signature_len + n as usize;
+        let Some(frame) = env.net.reserve(env.members.peer(to), HEADER_BYTES + payload_len) else {
+            self.stalled.push(op);
+            return false;
+        };
+        let mut header = Header::new(kind);
+        header.flags = if done + n < src.len { WANTS_GRANT } else { 0 };
+        header.payload_len = payload_len as u32;
+        header.group = self.call.group_id;
+        header.seq = self.call.seq;
+        header.edge = self.plan.ops[op as usize].edge;
+        header.value = src.len;
+        header.emit(frame);
+        let mut payload = &mut frame[HEADER_BYTES..];
+        if kind == Kind::Begin {
+            self.signature.emit(payload);
+            payload = &mut payload[SIGNATURE_BYTES..];
+        }
+        let mut at = done;
+        while !payload.is_empty() {
+            let extent = src.at(at);
+            let len = (extent.len as usize).min(payload.len());
+            let (head, tail) = payload.split_at_mut(len);
+            // SAFETY: the extent lies in a piece that the caller keeps readable until the call ends, and `len` is at
+            // most what is left of it; `head` is frame memory and overlaps no tensor.
+            unsafe { std::ptr::copy_nonoverlapping(self.buffers.address(&extent), head.as_mut_ptr(), len) };
+            payload = tail;
+            at += len as u64;
+        }
+        env.net.commit(env.members.peer(to));
+        self.ops[op as usize].done += n;
+        true
+    }
+
+    /// A grant for message `edge` to `to` arrived.
+    pub(crate) fn on_grant(&mut self, to: Rank, edge: u32, value: u64) {
+        // A grant may outlive the send that it was for only within a run; an unknown edge is caught by the signature.
+        if let Some(op) = self.plan.send(to, edge) {
+            let state = &mut self.ops[op as usize];
+            state.granted = state.granted.max(value);
+            self.queue(op);
+        }
+    }
+
+    // ---- receiving
+
+    /// A frame of message `edge` from `from` arrived; `payload` is without signature.
+    ///
+    /// # Errors
+    /// `Mismatch` when this call expects no such message; `Protocol` when there are more bytes than it has.
+    pub(crate) fn on_data(&mut self, from: Rank, header: &Header, payload: &[u8], env: &mut RunEnv<'_>) -> Result<()> {
+        let op = self.plan.receive(from, header.edge).ok_or_else(|| {
+            Error::mismatch(format!("rank {from} sent a message that this rank's part in the call does not have"))
+        })?;
+        let total = self.plan.ops[op as usize].total;
+        if header.value != total {
+            return Err(Error::mismatch(format!(
+                "rank {from} sends {} bytes where this rank expects {total}; make the split sizes agree",
+                header.value
+            )));
+        }
+        let limit = self.limit(op);
+        let state = &mut self.ops[op as usize];
+        if state.arrived + payload.len() as u64 > total || (header.kind == Kind::Begin) == state.begun {
+            return Err(Error::protocol(format!("rank {from} sent too much of message {}", header.edge)));
+        }
+        if header.kind == Kind::Begin {
+            state.begun = true;
+            state.eager = payload.len() as u64;
+            state.grant_wanted = header.flags & WANTS_GRANT != 0;
+        }
+        state.arrived += payload.len() as u64;
+        let at = state.done;
+        let fits = limit.is_some_and(|limit| at + payload.len() as u64 <= limit);
+        if fits && state.stash.is_empty() {
+            state.done += payload.len() as u64;
+            self.place(op, at, payload);
+            let plan = self.plan.clone();
+            for &dependent in &plan.ops[op as usize].dependents {
+                self.queue(dependent);
+            }
+            self.settle_receive(op, from, env);
+        } else {
+            state.stash.push_back(payload.to_vec());
+            self.queue(op);
+        }
+        Ok(())
+    }
+
+    /// Places what was copied aside, grants more, completes.
+    fn step_receive(&mut self, op: u32, from: Rank, env: &mut RunEnv<'_>) {
+        let limit = self.limit(op);
+        while let Some(limit) = limit {
+            let state = &mut self.ops[op as usize];
+            let room = (limit - state.done) as usize;
+            let Some(segment) = state.stash.front_mut() else { break };
+            let rest = segment.len() - state.stash_used;
+            // Elements are not split: dependencies move in whole elements.
+            let n = rest.min(room);
+            if n == 0 && rest > 0 {
+                break;
+            }
+            let at = state.done;
+            state.done += n as u64;
+            let used = state.stash_used;
+            let segment = if n == rest {
+                state.stash_used = 0;
+                state.stash.pop_front().unwrap_or_default()
+            } else {
+                state.stash_used += n;
+                segment[used..used + n].to_vec()
+            };
+            let part = if n == rest { &segment[used..] } else { &segment[..] };
+            self.place(op, at, part);
+        }
+        self.settle_receive(op, from, env);
+    }
+
+    /// After progress of a receive: gives eager bytes back, grants, completes.
+    fn settle_receive(&mut self, op: u32, from: Rank, env: &mut RunEnv<'_>) {
+        let total = self.plan.ops[op as usize].total;
+        let limit = self.limit(op);
+        let state = &mut self.ops[op as usize];
+        if state.begun && state.eager > 0 && state.done >= state.eager {
+            env.members.give_eager_back(from, std::mem::take(&mut state.eager), self.call.group_id, env.net);
+        }
+        if state.begun && state.done == total {
+            if !state.complete {
+                self.complete(op);
+            }
+            return;
+        }
+        // One segment more than can be placed: it would be copied aside. Without that, two ranks that both send before
+        // they receive into the same place would wait for each other.
+        let wanted = state.grant_wanted || (total > env.segment && limit.is_some());
+        let grant = total.min(limit.unwrap_or(0) + env.segment);
+        let worth = grant == total || grant >= state.granted + env.segment;
+        if wanted && grant > state.granted && grant > state.arrived && worth {
+            state.granted = grant;
+            let mut header = Header::new(Kind::Grant);
+            header.group = self.call.group_id;
+            header.seq = self.call.seq;
+            header.edge = self.plan.ops[op as usize].edge;
+            header.value = grant;
+            env.net.send_control(env.members.peer(from), header, &[]);
+        }
+    }
+
+    /// Writes or reduces `payload` into place at payload position `at`.
+    fn place(&mut self, op: u32, at: u64, payload: &[u8]) {
+        let plan = self.plan.clone();
+        match &plan.ops[op as usize].kind {
+            PlanOpKind::Recv { dst, .. } => self.write(dst, at, payload),
+            PlanOpKind::RecvReduce { dst, local, order, finish, .. } => {
+                self.reduce_incoming(dst, local, *order, *finish, at, payload);
+            }
+            PlanOpKind::Send { .. } | PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } => {
+                unreachable!("only receives have payload to place")
+            }
+        }
+    }
+
+    fn write(&self, dst: &Region, mut at: u64, mut payload: &[u8]) {
+        while !payload.is_empty() {
+            let extent = dst.at(at);
+            let len = (extent.len as usize).min(payload.len());
+            // SAFETY: the extent lies in a piece that the caller keeps writable until the call ends; `payload` is link
+            // memory or a copy, apart from all tensors.
+            unsafe { std::ptr::copy_nonoverlapping(payload.as_ptr(), self.buffers.address(&extent), len) };
+            payload = &payload[len..];
+            at += len as u64;
+        }
+    }
+
+    fn reduce_incoming(
+        &self,
+        dst: &Region,
+        local: &Region,
+        order: Order,
+        finish: Finish,
+        mut at: u64,
+        mut payload: &[u8],
+    ) {
+        let Some(reducer) = &self.reducer else { unreachable!("a reduction has a reducer") };
+        while !payload.is_empty() {
+            let (to, mine) = (dst.at(at), local.at(at));
+            let len = (to.len.min(mine.len) as usize).min(payload.len());
+            let (to, mine) = (self.buffers.address(&to), self.buffers.address(&mine));
+            let (a, b) = match order {
+                Order::IncomingFirst => (payload.as_ptr(), mine.cast_const()),
+                Order::LocalFirst => (mine.cast_const(), payload.as_ptr()),
+            };
+            // SAFETY: both extents hold at least `len` bytes in pieces that stay valid until the call ends; chunks and
+            // segments are whole elements; `to` equals `mine` or lies apart from it by the schedule's checker.
+            unsafe { reducer.pair(to, a, b, len / self.elem, kernel_finish(finish)) };
+            payload = &payload[len..];
+            at += len as u64;
+        }
+    }
+
+    // ---- local work
+
+    fn step_local(&mut self, op: u32, work: impl Fn(&Self, u64, u64)) {
+        let Some(limit) = self.limit(op) else { return };
+        let total = self.plan.ops[op as usize].total;
+        let at = self.ops[op as usize].done;
+        let n = (limit - at).min(LOCAL_STEP);
+        if n > 0 {
+            work(self, at, n);
+            self.ops[op as usize].done += n;
+        }
+        if at + n == total {
+            self.complete(op);
+        } else if at + n < limit {
+            self.queue(op);
+        }
+    }
+
+    fn copy(&self, dst: &Region, src: &Region, mut at: u64, n: u64) {
+        let end = at + n;
+        while at < end {
+            let (to, from) = (dst.at(at), src.at(at));
+            let len = to.len.min(from.len).min(end - at);
+            // SAFETY: both extents hold `len` bytes that stay valid until the call ends; `copy` allows overlap.
+            unsafe { std::ptr::copy(self.buffers.address(&from), self.buffers.address(&to), len as usize) };
+            at += len;
+        }
+    }
+
+    fn reduce(&self, dst: &Region, srcs: &[Region], finish: Finish, mut at: u64, n: u64) {
+        let Some(reducer) = &self.reducer else { unreachable!("a reduction has a reducer") };
+        let end = at + n;
+        while at < end {
+            let to = dst.at(at);
+            let mut len = to.len.min(end - at);
+            let mut operands: SmallVec<[*const u8; 16]> = SmallVec::with_capacity(srcs.len());
+            for src in srcs {
+                let extent = src.at(at);
+                len = len.min(extent.len);
+                operands.push(self.buffers.address(&extent));
+            }
+            // SAFETY: every operand and the result hold `len` bytes that stay valid until the call ends; the result is
+            // one of the operands or apart from them by the schedule's checker.
+            unsafe {
+                reducer.many(self.buffers.address(&to), &operands, len as usize / self.elem, kernel_finish(finish));
+            }
+            at += len;
+        }
+    }
+
+    // ---- for messages
+
+    /// The ranks that this call still waits for, without repetition.
+    pub(crate) fn awaited(&self) -> Vec<Rank> {
+        let mut ranks: Vec<Rank> = self
+            .plan
+            .ops
+            .iter()
+            .zip(&self.ops)
+            .filter(|(_, state)| !state.complete)
+            .filter_map(|(op, _)| match &op.kind {
+                PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => Some(*from),
+                PlanOpKind::Send { to, .. } => Some(*to),
+                PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } => None,
+            })
+            .collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        ranks
+    }
+
+    /// Whether a receive from `peer` or a send to it is not complete.
+    pub(crate) fn needs(&self, peer: Rank) -> bool {
+        self.awaited().contains(&peer)
+    }
+}
+
+fn kernel_finish(finish: Finish) -> accl_kernels::Finish {
+    match finish {
+        Finish::No => accl_kernels::Finish::No,
+        Finish::Yes => accl_kernels::Finish::Yes,
+    }
+}

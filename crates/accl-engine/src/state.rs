@@ -1,0 +1,512 @@
+//! One group inside the engine: its calls in flight, early frames, signatures, and its end.
+//!
+//! Everything here runs under the engine's lock. Owns the numbering of calls and the poison; the caller's side is in
+//! `group`, frames are taken off links in `core`. Read [`GroupState`] first.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use accl_transport::frame::{Cause, Header, Kind, Signature};
+use accl_types::config::Config;
+use accl_types::{Collective, Dtype, Error, Rank, ReduceOp, Result, Seq};
+
+use crate::call::Call;
+use crate::completion::CompletionPool;
+use crate::members::Members;
+use crate::net::{Gone, Net};
+use crate::p2p::{Message, P2p};
+use crate::plan::Plans;
+use crate::run::{Run, RunEnv};
+
+/// Signatures of ended calls kept to name a late disagreement.
+const HISTORY: usize = 64;
+
+/// A frame of a call that this rank has not made yet.
+struct Early {
+    from: Rank,
+    header: Header,
+    signature: Option<Signature>,
+    data: Vec<u8>,
+}
+
+pub(crate) struct GroupState {
+    pub(crate) id: u64,
+    pub(crate) name: Arc<str>,
+    pub(crate) rank: Rank,
+    pub(crate) config: Config,
+    pub(crate) timeout: Duration,
+    pub(crate) timing: bool,
+    pub(crate) members: Members,
+    pub(crate) plans: Plans,
+    pub(crate) p2p: P2p,
+    runs: BTreeMap<u64, Run>,
+    early: BTreeMap<u64, Vec<Early>>,
+    history: VecDeque<(u64, Signature)>,
+    /// Number of the next collective.
+    pub(crate) next_seq: u64,
+    /// Numbers given out for calls that are made later.
+    reserved: BTreeSet<u64>,
+    /// Number of the next point-to-point call, for messages only.
+    pub(crate) next_p2p: u64,
+    pub(crate) next_monitored: u32,
+    /// The first cause, once there is one.
+    poison: Option<Error>,
+    /// A call has raised the cause, so that destroy need not.
+    pub(crate) cause_was_raised: bool,
+}
+
+/// What the engine provides to a group while it holds its lock.
+pub(crate) struct Hands<'a> {
+    pub(crate) net: &'a mut Net,
+    pub(crate) pool: &'a CompletionPool,
+    pub(crate) segment: u64,
+    pub(crate) now: Instant,
+}
+
+/// Splits a group into what a run needs and the run's own container.
+macro_rules! env {
+    ($group:expr, $hands:expr) => {
+        RunEnv { net: &mut *$hands.net, members: &mut $group.members, segment: $hands.segment }
+    };
+}
+
+impl GroupState {
+    pub(crate) fn new(
+        id: u64,
+        name: Arc<str>,
+        rank: Rank,
+        config: Config,
+        timeout: Duration,
+        members: Members,
+        plans: Plans,
+    ) -> Self {
+        let world = members.world();
+        Self {
+            id,
+            name,
+            rank,
+            timing: config.timing,
+            config,
+            timeout,
+            members,
+            plans,
+            p2p: P2p::new(world),
+            runs: BTreeMap::new(),
+            early: BTreeMap::new(),
+            history: VecDeque::new(),
+            next_seq: 0,
+            reserved: BTreeSet::new(),
+            next_p2p: 0,
+            next_monitored: 0,
+            poison: None,
+            cause_was_raised: false,
+        }
+    }
+
+    pub(crate) fn poison(&self) -> Option<&Error> {
+        self.poison.as_ref()
+    }
+
+    /// No call in flight.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.runs.is_empty() && self.p2p.is_idle()
+    }
+
+    /// The earliest deadline of a call in flight.
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
+        let runs = self.runs.values().filter_map(|run| run.deadline);
+        runs.chain(self.p2p.messages().filter_map(|message| message.deadline)).min()
+    }
+
+    // ---- submission
+
+    /// Takes `count` numbers for calls to be made later, each with `take_seq(Some(..))`.
+    pub(crate) fn reserve_seqs(&mut self, count: u64) -> u64 {
+        let first = self.next_seq;
+        self.next_seq += count;
+        self.reserved.extend(first..self.next_seq);
+        first
+    }
+
+    /// The number of a collective that is being made.
+    pub(crate) fn take_seq(&mut self, reserved: Option<u64>) -> Result<u64> {
+        match reserved {
+            Some(seq) if self.reserved.remove(&seq) => Ok(seq),
+            Some(seq) => Err(Error::internal(format!("call number {seq} was not reserved"))),
+            None => {
+                self.next_seq += 1;
+                Ok(self.next_seq - 1)
+            }
+        }
+    }
+
+    /// Starts a collective: hands it the frames that came before it and makes a first pass.
+    pub(crate) fn start(&mut self, mut run: Run, hands: &mut Hands<'_>) {
+        let seq = run.call.seq;
+        self.history.push_back((seq, run.signature));
+        if self.history.len() > HISTORY {
+            self.history.pop_front();
+        }
+        let early = self.early.remove(&seq).unwrap_or_default();
+        let mut failure = None;
+        for frame in early {
+            if let Some(theirs) = frame.signature.filter(|theirs| *theirs != run.signature) {
+                failure = Some(self.disagreement(seq, frame.from, &run.signature, &theirs));
+                break;
+            }
+            let result = match frame.header.kind {
+                Kind::Grant => {
+                    run.on_grant(frame.from, frame.header.edge, frame.header.value);
+                    Ok(())
+                }
+                _ => run.on_data(frame.from, &frame.header, &frame.data, &mut env!(self, hands)),
+            };
+            if let Err(error) = result {
+                failure = Some(error.with_peer(frame.from));
+                break;
+            }
+        }
+        let call = run.call.clone();
+        self.runs.insert(seq, run);
+        if let Some(error) = failure {
+            self.fail(call.placed(error), hands, Tell::Peers);
+        }
+    }
+
+    /// Starts a send or receive.
+    pub(crate) fn start_message(&mut self, message: Message, to: Option<Rank>, hands: &mut Hands<'_>) {
+        let call = message.call.clone();
+        let result = match to {
+            Some(to) => {
+                self.p2p.post_send(message, to);
+                Ok(())
+            }
+            None => self.p2p.post_receive(message, &mut env!(self, hands)),
+        };
+        if let Err(error) = result {
+            self.fail(call.placed(error), hands, Tell::Peers);
+        }
+    }
+
+    // ---- frames
+
+    /// Handles a frame of this group.
+    pub(crate) fn on_frame(&mut self, from: Rank, header: &Header, payload: &[u8], hands: &mut Hands<'_>) {
+        if self.poison.is_some() {
+            return;
+        }
+        if let Err(error) = self.dispatch(from, header, payload, hands) {
+            let error = error.with_peer(from);
+            let error = match self.runs.get(&header.seq) {
+                Some(run) if matches!(header.kind, Kind::Begin | Kind::Data | Kind::Grant) => run.call.placed(error),
+                _ => error.in_group(&self.name).on_rank(self.rank),
+            };
+            self.fail(error, hands, Tell::Peers);
+        }
+    }
+
+    fn dispatch(&mut self, from: Rank, header: &Header, payload: &[u8], hands: &mut Hands<'_>) -> Result<()> {
+        match header.kind {
+            Kind::Begin => {
+                let (signature, data) = Signature::parse(payload)?;
+                self.members.saw(from, header.seq);
+                self.on_run_frame(from, header, Some(signature), data, hands)
+            }
+            Kind::Data | Kind::Grant => self.on_run_frame(from, header, None, payload, hands),
+            Kind::Window => {
+                self.members.on_window(from, header.value);
+                Ok(())
+            }
+            Kind::Cause => {
+                let cause = Cause::parse(payload)?;
+                let error = Error::new(cause.kind, format!("rank {} reported: {}", cause.origin, cause.text));
+                self.fail(error.with_peer(cause.origin).in_group(&self.name).on_rank(self.rank), hands, Tell::Nobody);
+                Ok(())
+            }
+            Kind::Goodbye => {
+                self.members.set_left(from);
+                Ok(())
+            }
+            Kind::P2pBegin => {
+                let (signature, data) = Signature::parse(payload)?;
+                self.p2p.on_begin(from, header, signature, data, &mut env!(self, hands))
+            }
+            Kind::P2pData => self.p2p.on_data(from, header.seq, payload, &mut env!(self, hands)),
+            Kind::P2pGrant => {
+                self.p2p.on_grant(from, header.seq, header.value);
+                Ok(())
+            }
+        }
+    }
+
+    fn on_run_frame(
+        &mut self,
+        from: Rank,
+        header: &Header,
+        signature: Option<Signature>,
+        data: &[u8],
+        hands: &mut Hands<'_>,
+    ) -> Result<()> {
+        let seq = header.seq;
+        if let Some(run) = self.runs.get_mut(&seq) {
+            if let Some(theirs) = signature.filter(|theirs| *theirs != run.signature) {
+                let mine = run.signature;
+                return Err(self.disagreement(seq, from, &mine, &theirs));
+            }
+            if header.kind == Kind::Grant {
+                run.on_grant(from, header.edge, header.value);
+                return Ok(());
+            }
+            return run.on_data(from, header, data, &mut env!(self, hands));
+        }
+        let ended = seq < self.next_seq && !self.reserved.contains(&seq);
+        if !ended {
+            self.early.entry(seq).or_default().push(Early { from, header: *header, signature, data: data.to_vec() });
+            return Ok(());
+        }
+        match signature {
+            // A grant for a send that is over, or the rest of a message whose beginning was complained about.
+            None => Ok(()),
+            // This rank's part is over, so it needed nothing from the sender: their calls differ.
+            Some(theirs) => {
+                let mine = self.history.iter().find(|(known, _)| *known == seq).map(|(_, mine)| *mine);
+                Err(self.disagreement(seq, from, &mine.unwrap_or(theirs), &theirs))
+            }
+        }
+    }
+
+    fn disagreement(&self, seq: u64, from: Rank, mine: &Signature, theirs: &Signature) -> Error {
+        let (mine_text, theirs_text) = (describe(mine), describe(theirs));
+        let detail = if mine_text == theirs_text { " (the sizes of single blocks differ)" } else { "" };
+        Error::mismatch(format!(
+            "ranks disagree on call {seq}: rank {} called {mine_text}, rank {from} called {theirs_text}{detail}; \
+             all ranks of a group must make the same calls in the same order",
+            self.rank
+        ))
+        .with_peer(from)
+    }
+
+    // ---- progress
+
+    /// Advances all calls in flight and ends those that are complete. Returns whether anything moved.
+    pub(crate) fn advance(&mut self, hands: &mut Hands<'_>) -> bool {
+        let mut moved = false;
+        let mut ended: Vec<u64> = Vec::new();
+        for (&seq, run) in &mut self.runs {
+            if run.is_busy() {
+                moved |= run.advance(&mut env!(self, hands));
+            }
+            if run.is_complete() {
+                ended.push(seq);
+            }
+        }
+        for seq in ended {
+            if let Some(mut run) = self.runs.remove(&seq) {
+                run.unpack();
+                end(&run.call, None, hands);
+                moved = true;
+            }
+        }
+        if !self.p2p.is_idle() || self.p2p.is_busy() {
+            moved |= self.p2p.advance(&mut env!(self, hands));
+        }
+        for message in self.p2p.take_done() {
+            end(&message.call, None, hands);
+            moved = true;
+        }
+        moved
+    }
+
+    /// Whether a pass without new frames could move something.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.runs.values().any(Run::is_busy) || self.p2p.is_busy()
+    }
+
+    /// Fails the group when a call's deadline passed or a rank that a call needs has gone.
+    pub(crate) fn check(&mut self, hands: &mut Hands<'_>) {
+        if self.poison.is_some() || self.is_idle() {
+            return;
+        }
+        if let Some(error) = self.overdue(hands).or_else(|| self.departed(hands)) {
+            self.fail(error, hands, Tell::Peers);
+        }
+    }
+
+    fn overdue(&self, hands: &Hands<'_>) -> Option<Error> {
+        let late = |deadline: Option<Instant>| deadline.is_some_and(|deadline| deadline <= hands.now);
+        if let Some(run) = self.runs.values().find(|run| late(run.deadline)) {
+            return Some(self.timeout_error(&run.call, run.awaited(), hands));
+        }
+        let message = self.p2p.messages().find(|message| late(message.deadline))?;
+        Some(self.timeout_error(&message.call, message.peer.into_iter().collect(), hands))
+    }
+
+    /// The error of a call whose time is up.
+    pub(crate) fn timeout_error(&self, call: &Call, awaited: Vec<Rank>, hands: &Hands<'_>) -> Error {
+        let waited = hands.now.saturating_duration_since(call.started);
+        call.placed(Error::timeout(self.timeout_text(call, &awaited, waited, hands.net)))
+    }
+
+    /// The ranks that a call in flight waits for.
+    pub(crate) fn awaited(&self, call: &Call) -> Vec<Rank> {
+        if let Some(run) = self.runs.get(&call.seq).filter(|run| std::ptr::eq(&*run.call, call)) {
+            return run.awaited();
+        }
+        let message = self.p2p.messages().find(|message| std::ptr::eq(&*message.call, call));
+        message.and_then(|message| message.peer).into_iter().collect()
+    }
+
+    pub(crate) fn timeout_text(&self, call: &Call, awaited: &[Rank], waited: Duration, net: &Net) -> String {
+        let mut text = format!("Timed out waiting {}ms for {}", waited.as_millis(), call.collective);
+        if awaited.is_empty() {
+            text.push_str(" from any rank: nobody sent with this tag");
+        }
+        for (index, &rank) in awaited.iter().filter(|&&rank| rank != self.rank).take(8).enumerate() {
+            text.push_str(if index == 0 { " ; missing: " } else { ", " });
+            text.push_str(&self.members.describe(rank, net));
+            if !call.collective.is_point_to_point() {
+                match self.members.last_seq(rank) {
+                    Some(seq) if seq >= call.seq => text.push_str(" which is in this call"),
+                    Some(seq) => text.push_str(&format!(" whose last call seen here was seq {seq}")),
+                    None => text.push_str(" which has made no call on this group seen here"),
+                }
+            }
+        }
+        text.push_str("; look whether these ranks are stuck or skip the call, or raise the timeout");
+        text
+    }
+
+    /// An error when a rank that a call in flight needs is not there any more.
+    fn departed(&self, hands: &Hands<'_>) -> Option<Error> {
+        for rank in self.members.ranks() {
+            let peer = hands.net.peer(self.members.peer(rank));
+            let left = self.members.has_left(rank) || matches!(peer.gone, Some(Gone::Left));
+            let lost = match &peer.gone {
+                Some(Gone::Lost(error)) => Some(error),
+                Some(Gone::Left) | None => None,
+            };
+            if !left && lost.is_none() {
+                continue;
+            }
+            let any_run = self.runs.values().find(|run| lost.is_some() || run.needs(rank)).map(|run| &run.call);
+            let any_message = || {
+                let needs = |m: &&Message| m.peer == Some(rank) || (m.peer.is_none() && lost.is_some());
+                self.p2p.messages().find(needs).map(|m| &m.call)
+            };
+            let Some(call) = any_run.or_else(any_message) else { continue };
+            let who = self.members.describe(rank, hands.net);
+            let text = match lost {
+                Some(error) => format!("{who} is lost: {}; see that rank's own output for the reason", error.message),
+                None => format!("{who} has left the group and takes part in no further call"),
+            };
+            return Some(call.placed(Error::peer_lost(text).with_peer(rank)));
+        }
+        None
+    }
+
+    // ---- the end
+
+    /// Ends the group with its first cause: every call in flight fails, and the peers are told if it began here.
+    pub(crate) fn fail(&mut self, error: Error, hands: &mut Hands<'_>, tell: Tell) {
+        if self.poison.is_some() {
+            return;
+        }
+        if tell == Tell::Peers {
+            let text = error.to_string();
+            let text = text.strip_prefix("accl: ").unwrap_or(&text).to_owned();
+            let cause = Cause { kind: error.kind, origin: self.rank, text }.to_bytes(1024);
+            let mut header = Header::new(Kind::Cause);
+            header.group = self.id;
+            for rank in self.members.ranks().filter(|&rank| rank != self.rank) {
+                hands.net.send_control(self.members.peer(rank), header, &cause);
+            }
+        }
+        self.poison = Some(error.clone());
+        self.early.clear();
+        let runs = std::mem::take(&mut self.runs).into_values().map(|run| run.call.clone());
+        let calls: Vec<Arc<Call>> = runs.chain(self.p2p.take_all().into_iter().map(|m| m.call)).collect();
+        self.cause_was_raised |= !calls.is_empty();
+        for call in calls {
+            // The place of each call comes first; the cause keeps its own words.
+            let own = if error.context.seq == Some(Seq(call.seq)) && error.context.collective == Some(call.collective) {
+                error.clone()
+            } else {
+                call.placed(Error::new(error.kind, strip_place(&error)))
+            };
+            end(&call, Some(own), hands);
+        }
+    }
+
+    /// The error for calls made after the group failed.
+    pub(crate) fn aborted(&mut self, collective: Option<Collective>) -> Option<Error> {
+        let cause = self.poison.as_ref()?;
+        self.cause_was_raised = true;
+        let mut error = Error::aborted(format!(
+            "the group failed earlier and takes no more calls; destroy it and make a new one. First cause: {}",
+            strip_place(cause)
+        ))
+        .in_group(&self.name)
+        .on_rank(self.rank);
+        if let Some(collective) = collective {
+            error = error.of(collective);
+        }
+        Some(error)
+    }
+
+    /// Says goodbye to all ranks; what is still in flight fails.
+    pub(crate) fn leave(&mut self, hands: &mut Hands<'_>) {
+        let in_flight = !self.is_idle();
+        if in_flight {
+            let error = Error::aborted("the group was destroyed while calls were in flight");
+            self.fail(error.in_group(&self.name).on_rank(self.rank), hands, Tell::Peers);
+        }
+        let mut header = Header::new(Kind::Goodbye);
+        header.group = self.id;
+        for rank in self.members.ranks().filter(|&rank| rank != self.rank) {
+            hands.net.send_control(self.members.peer(rank), header, &[]);
+        }
+    }
+}
+
+/// Whether the other ranks have yet to learn of a failure.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Tell {
+    Peers,
+    Nobody,
+}
+
+fn end(call: &Call, error: Option<Error>, hands: &Hands<'_>) {
+    if let Some(callback) = call.finish(hands.now, error) {
+        hands.pool.post(callback);
+    }
+}
+
+/// The text of an error with its place but without our name before it.
+fn strip_place(error: &Error) -> String {
+    let text = error.to_string();
+    text.strip_prefix("accl: ").unwrap_or(&text).to_owned()
+}
+
+/// A call as its caller would write it, from its signature.
+fn describe(signature: &Signature) -> String {
+    let name = Collective::from_code(signature.collective).map_or("an unknown call", Collective::name);
+    let dtype = Dtype::from_code(signature.dtype).map_or("unknown dtype", Dtype::name);
+    let mut text = String::from(name);
+    let collective = Collective::from_code(signature.collective);
+    if collective == Some(Collective::Barrier) {
+        return text;
+    }
+    text.push_str(&format!("({dtype}"));
+    if collective.is_some_and(Collective::reduces) {
+        text.push_str(&format!(", {}", ReduceOp::from_code(signature.op).map_or("unknown operator", ReduceOp::name)));
+    }
+    if collective.is_some_and(Collective::is_rooted) {
+        text.push_str(&format!(", root {}", signature.root));
+    }
+    if signature.count > 0 || collective != Some(Collective::AllToAll) {
+        text.push_str(&format!(", {} elements", signature.count));
+    }
+    text.push(')');
+    text
+}
