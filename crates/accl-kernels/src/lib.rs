@@ -1,1 +1,29 @@
-//! Reduce, scale and strided-copy kernels of torch-accl.
+//! Arithmetic and copies on raw buffers: reductions of two or many buffers, scaling, packing and unpacking of strided
+//! tensors. Start with [`Reducer`] and [`StridedView`].
+//!
+//! Owns the numeric rules (order of operands, rounding, NaN, signed zero) and the choice of instruction set. Knows
+//! nothing of ranks, messages or threads: a caller may use any function from any thread at any time.
+//!
+//! # Numbers
+//! The bits of a result depend on the operands alone: not on the instruction set, nor on the position of an element in
+//! its buffer, nor on the alignment, nor on the calling thread's flush-to-zero or rounding mode. In particular
+//! * a product and a sum are never fused;
+//! * float16 and bfloat16 are computed in float32 and rounded once, to nearest even, when stored;
+//! * a NaN result is always the canonical quiet NaN (sign 0, payload 0). Processors return the payload of an operand,
+//!   and which one depends on how the compiler ordered the operands, so the payload could not be kept alike everywhere;
+//! * MIN and MAX return NaN if an operand is NaN, and order -0 below +0; denormals survive;
+//! * integer SUM and PRODUCT wrap;
+//! * a bool operand is true if its byte is not zero, and a bool result is 0 or 1.
+//!
+//! It follows that each operation on two operands commutes, bit for bit. The order matters from three operands on.
+
+mod arch;
+mod float_env;
+mod reduce;
+mod scale;
+mod strided;
+
+pub use arch::{Isa, available_isas, describe_isa};
+pub use reduce::{Finish, Reducer, supports};
+pub use scale::{scale, scale_with_isa};
+pub use strided::{StridedView, pack, unpack};

@@ -1,0 +1,202 @@
+//! The instruction sets: which there are, which this machine has, and their kernels. One file and one row each.
+//!
+//! The files hold no algorithms: they compile the loops of `reduce` with their target features, and add what the
+//! compiler cannot find by itself (conversion of float16). All of them give the same bits.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(all(target_arch = "x86_64", accl_avx512))]
+mod avx512;
+mod scalar;
+
+use std::fmt;
+use std::mem::MaybeUninit;
+use std::sync::OnceLock;
+
+use accl_types::{Dtype, Error, ReduceOp, Result};
+
+use crate::reduce::lanes::{FloatLanes, Lanes, LastOn, OpOn};
+use crate::reduce::select::Selected;
+
+/// An instruction set that has kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Isa {
+    /// What every processor of the target has (SSE2 on x86-64).
+    Scalar,
+    /// AVX2 with the float16 conversions of F16C.
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL.
+    Avx512,
+}
+
+/// One instruction set of the table.
+struct Row {
+    isa: Isa,
+    description: &'static str,
+    available: fn() -> bool,
+    select: fn(ReduceOp, Dtype) -> Option<Selected>,
+    select_scale: fn(Dtype) -> Option<ScaleKernels>,
+}
+
+/// From the plainest to the best.
+const ROWS: &[Row] = &[
+    scalar::ROW,
+    #[cfg(target_arch = "x86_64")]
+    avx2::ROW,
+    #[cfg(all(target_arch = "x86_64", accl_avx512))]
+    avx512::ROW,
+];
+
+impl Isa {
+    /// The name in bench ids and test messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Isa::Scalar => "scalar",
+            Isa::Avx2 => "avx2",
+            Isa::Avx512 => "avx512",
+        }
+    }
+
+    /// The best one that this machine has. It is looked up once in a process.
+    pub fn best() -> Isa {
+        static BEST: OnceLock<Isa> = OnceLock::new();
+        *BEST.get_or_init(|| available_isas().last().copied().unwrap_or(Isa::Scalar))
+    }
+
+    /// # Errors
+    /// `Unsupported` if this machine, or the compiler that built this, has not got the instruction set.
+    pub(crate) fn check_available(self) -> Result<()> {
+        match self.row() {
+            Some(row) if (row.available)() => Ok(()),
+            Some(_) | None => {
+                Err(Error::unsupported(format!("instruction set {self} is not available on this machine")))
+            }
+        }
+    }
+
+    fn row(self) -> Option<&'static Row> {
+        ROWS.iter().find(|row| row.isa == self)
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The instruction sets of this machine that have kernels, from the plainest to the best.
+pub fn available_isas() -> Vec<Isa> {
+    ROWS.iter().filter(|row| (row.available)()).map(|row| row.isa).collect()
+}
+
+/// What the kernels of this process use, for the log.
+pub fn describe_isa() -> &'static str {
+    Isa::best().row().map_or(Isa::Scalar.name(), |row| row.description)
+}
+
+/// The kernels of `isa`, which the caller has checked to be available before it calls one.
+pub(crate) fn select(isa: Isa, op: ReduceOp, dtype: Dtype) -> Option<Selected> {
+    isa.row().and_then(|row| (row.select)(op, dtype))
+}
+
+/// As [`select`], for the multiplication by a factor.
+pub(crate) fn select_scale(isa: Isa, dtype: Dtype) -> Option<ScaleKernels> {
+    isa.row().and_then(|row| (row.select_scale)(dtype))
+}
+
+type PairFn = unsafe fn(&mut [MaybeUninit<u8>], &[u8], &[u8], f64);
+
+/// The functions of one operation on one type. All lengths are in bytes and multiples of the element's size.
+///
+/// Safe to call on a machine that has their instruction set, within the rules of `loops.rs`.
+#[derive(Clone, Copy)]
+pub(crate) struct ReduceKernels {
+    /// (dst, a, b, world), none of which overlap `dst`.
+    pub(crate) pair: PairFn,
+    /// (dst and first operand, second operand, world)
+    pub(crate) pair_in_place: unsafe fn(&mut [u8], &[u8], f64),
+    /// (dst, srcs, bytes of each, world); `dst` may be among `srcs`.
+    pub(crate) many: unsafe fn(*mut u8, &[*const u8], usize, f64),
+}
+
+/// The multiplication of one type by a factor.
+#[derive(Clone, Copy)]
+pub(crate) struct ScaleKernels {
+    /// (dst, src, factor)
+    pub(crate) apart: unsafe fn(&mut [MaybeUninit<u8>], &[u8], f64),
+    /// (dst and src, factor)
+    pub(crate) in_place: unsafe fn(&mut [u8], f64),
+}
+
+/// An instruction set, to the functions that compose kernels.
+pub(crate) trait Arch {
+    /// How float16 is handled.
+    type F16: FloatLanes;
+
+    fn reduce_kernels<V: Lanes, O: OpOn<V>, F: LastOn<V>>() -> ReduceKernels;
+    fn scale_kernels<V: FloatLanes>() -> ScaleKernels;
+}
+
+/// Implements [`Arch`] for `$arch` by functions with the given attributes around the loops, and defines its `ROW`.
+macro_rules! arch {
+    ($arch:ident, $f16:ty, $description:literal, $available:expr, $(#[$feature:meta])*) => {
+        pub(super) const ROW: Row = Row {
+            isa: Isa::$arch,
+            description: $description,
+            available: $available,
+            select: select::select::<$arch>,
+            select_scale: select::select_scale::<$arch>,
+        };
+
+        pub(super) struct $arch;
+
+        impl Arch for $arch {
+            type F16 = $f16;
+
+            fn reduce_kernels<V: Lanes, O: OpOn<V>, F: LastOn<V>>() -> ReduceKernels {
+                ReduceKernels {
+                    pair: pair::<V, O, F>,
+                    pair_in_place: pair_in_place::<V, O, F>,
+                    many: many::<V, O, F>,
+                }
+            }
+
+            fn scale_kernels<V: FloatLanes>() -> ScaleKernels {
+                ScaleKernels { apart: scale::<V>, in_place: scale_in_place::<V> }
+            }
+        }
+
+        $(#[$feature])*
+        fn pair<V: Lanes, O: OpOn<V>, F: LastOn<V>>(dst: &mut [MaybeUninit<u8>], a: &[u8], b: &[u8], world: f64) {
+            loops::pair::<V, O, F>(dst, a, b, world);
+        }
+
+        $(#[$feature])*
+        fn pair_in_place<V: Lanes, O: OpOn<V>, F: LastOn<V>>(dst: &mut [u8], other: &[u8], world: f64) {
+            loops::pair_in_place::<V, O, F>(dst, other, world);
+        }
+
+        $(#[$feature])*
+        unsafe fn many<V: Lanes, O: OpOn<V>, F: LastOn<V>>(
+            dst: *mut u8,
+            srcs: &[*const u8],
+            len_bytes: usize,
+            world: f64,
+        ) {
+            // SAFETY: the caller's promise, see `ReduceKernels`.
+            unsafe { loops::many::<V, O, F>(dst, srcs, len_bytes / V::SIZE_BYTES, world) };
+        }
+
+        $(#[$feature])*
+        fn scale<V: FloatLanes>(dst: &mut [MaybeUninit<u8>], src: &[u8], factor: f64) {
+            loops::scale::<V>(dst, src, factor);
+        }
+
+        $(#[$feature])*
+        fn scale_in_place<V: FloatLanes>(dst: &mut [u8], factor: f64) {
+            loops::scale_in_place::<V>(dst, factor);
+        }
+    };
+}
+use arch;

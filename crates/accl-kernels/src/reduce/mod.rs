@@ -1,0 +1,166 @@
+//! Reductions of two and of many buffers. [`Reducer`] is the whole interface; `lanes.rs` has the arithmetic, `loops.rs`
+//! the loops, `select.rs` the table of what is offered, and `crate::arch` the instruction sets.
+
+mod float16;
+pub(crate) mod lanes;
+pub(crate) mod loops;
+pub(crate) mod select;
+
+use std::fmt;
+use std::mem::MaybeUninit;
+use std::slice;
+
+use accl_types::{Dtype, DtypeClass, Error, ReduceOp, Result};
+
+use crate::arch::{self, Isa};
+use crate::float_env::DefaultFloatEnv;
+use select::Selected;
+
+/// Whether this is the last operation on the elements: AVG divides there, before it rounds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Finish {
+    /// Further contributions follow.
+    No,
+    /// The result is final.
+    Yes,
+}
+
+/// Whether `op` can be applied to `dtype`: [`Reducer::new`] succeeds for exactly these pairs.
+pub fn supports(op: ReduceOp, dtype: Dtype) -> bool {
+    arch::select(Isa::Scalar, op, dtype).is_some()
+}
+
+/// An operator for one dtype and world size, with its kernels chosen for this processor. Cheap to copy and to keep.
+///
+/// The numeric rules are those of the crate. PREMUL_SUM adds: the contributions have been multiplied by
+/// [`scale`](crate::scale()) before. Bool takes SUM, MAX and BOR as or, PRODUCT, MIN and BAND as and.
+#[derive(Clone, Copy)]
+pub struct Reducer {
+    op: ReduceOp,
+    dtype: Dtype,
+    isa: Isa,
+    world: f64,
+    kernels: Selected,
+}
+
+impl Reducer {
+    /// The reducer for the best instruction set of this machine. `world` is what AVG divides by.
+    ///
+    /// # Errors
+    /// `Unsupported` if the operator is not offered for the dtype; the message lists the dtypes that it takes.
+    pub fn new(op: ReduceOp, dtype: Dtype, world: u32) -> Result<Reducer> {
+        Self::with_isa(op, dtype, world, Isa::best())
+    }
+
+    /// As [`Reducer::new`], with a chosen instruction set: for tests and measurements.
+    ///
+    /// # Errors
+    /// `Unsupported` as above, or if this machine has not got the instruction set.
+    pub fn with_isa(op: ReduceOp, dtype: Dtype, world: u32, isa: Isa) -> Result<Reducer> {
+        isa.check_available()?;
+        let kernels = arch::select(isa, op, dtype).ok_or_else(|| unsupported(op, dtype))?;
+        Ok(Reducer { op, dtype, isa, world: f64::from(world), kernels })
+    }
+
+    /// The operator.
+    pub fn op(&self) -> ReduceOp {
+        self.op
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// The instruction set whose kernels are used.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// dst\[i\] = a\[i\] op b\[i\] for `count` elements; with [`Finish::Yes`], AVG divides by the world size.
+    ///
+    /// # Safety
+    /// `a` and `b` hold `count` elements that may be read and that nobody writes meanwhile; `dst` has room for as many,
+    /// and nobody else uses it meanwhile. No alignment is asked for. `dst` may be equal to `a`, to `b` or to both;
+    /// otherwise it does not overlap them.
+    #[inline]
+    pub unsafe fn pair(&self, dst: *mut u8, a: *const u8, b: *const u8, count: usize, finish: Finish) {
+        if count == 0 {
+            return;
+        }
+        let _env = self.float_env();
+        let kernels = self.kernels(finish);
+        let len_bytes = count * self.dtype.size_bytes();
+        let in_place = if dst.cast_const() == a {
+            b
+        } else if dst.cast_const() == b {
+            // The operation commutes, see the crate's rules.
+            a
+        } else {
+            // SAFETY: the caller's promise: valid for this length, and `dst` overlaps neither here. The instruction set
+            // was checked when `self` was made.
+            unsafe {
+                let dst = slice::from_raw_parts_mut(dst.cast::<MaybeUninit<u8>>(), len_bytes);
+                let (a, b) = (slice::from_raw_parts(a, len_bytes), slice::from_raw_parts(b, len_bytes));
+                return (kernels.pair)(dst, a, b, self.world);
+            }
+        };
+        if in_place == dst.cast_const() {
+            // SAFETY: the caller's promise; this kernel allows `dst` among its sources.
+            return unsafe { (kernels.many)(dst, &[a, b], len_bytes, self.world) };
+        }
+        // SAFETY: the caller's promise: `dst` is equal to one operand and apart from the other one.
+        unsafe {
+            let dst = slice::from_raw_parts_mut(dst, len_bytes);
+            (kernels.pair_in_place)(dst, slice::from_raw_parts(in_place, len_bytes), self.world);
+        }
+    }
+
+    /// dst\[i\] = srcs\[0\]\[i\] op srcs\[1\]\[i\] op ..., in this order, for `count` elements. 16-bit floats are
+    /// accumulated in float32 and rounded once. With one source the element is only finished; with none nothing happens.
+    ///
+    /// # Safety
+    /// As [`Reducer::pair`], for each source; `dst` may be equal to any of them, and overlaps the others not.
+    #[inline]
+    pub unsafe fn many(&self, dst: *mut u8, srcs: &[*const u8], count: usize, finish: Finish) {
+        if let [a, b] = *srcs {
+            // SAFETY: the caller's promise.
+            return unsafe { self.pair(dst, a, b, count, finish) };
+        }
+        let _env = self.float_env();
+        let len_bytes = count * self.dtype.size_bytes();
+        // SAFETY: the caller's promise; the instruction set was checked when `self` was made.
+        unsafe { (self.kernels(finish).many)(dst, srcs, len_bytes, self.world) };
+    }
+
+    fn kernels(&self, finish: Finish) -> &arch::ReduceKernels {
+        match finish {
+            Finish::No => &self.kernels.keep,
+            Finish::Yes => &self.kernels.last,
+        }
+    }
+
+    fn float_env(&self) -> Option<DefaultFloatEnv> {
+        match self.dtype.class() {
+            DtypeClass::Bool | DtypeClass::Integer | DtypeClass::Opaque => None,
+            DtypeClass::Float16 | DtypeClass::Float | DtypeClass::Complex => Some(DefaultFloatEnv::enter()),
+        }
+    }
+}
+
+impl fmt::Debug for Reducer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reducer")
+            .field("op", &self.op)
+            .field("dtype", &self.dtype)
+            .field("isa", &self.isa)
+            .field("world", &self.world)
+            .finish_non_exhaustive()
+    }
+}
+
+fn unsupported(op: ReduceOp, dtype: Dtype) -> Error {
+    let accepted: Vec<&str> =
+        Dtype::ALL.iter().filter(|&&other| supports(op, other)).map(|other| other.name()).collect();
+    Error::unsupported(format!("reduce operator {op} is not supported for {dtype}; it takes {}", accepted.join(", ")))
+}
