@@ -106,7 +106,7 @@ class Shim(unittest.TestCase):
         self.assertIn("2 mutexes", self.breaches("std::mutex a_;\nstd::mutex b_;\n"))
 
     def test_versions_belong_in_one_header(self) -> None:
-        self.assertEqual(self.breaches("#if TORCH_VERSION_MINOR >= 14", "cpp_shim/torch_version.h"), "")
+        self.assertEqual(self.breaches("#if TORCH_VERSION_MINOR >= 14", "cpp_shim/torch_compat.h"), "")
 
 
 class Peers(unittest.TestCase):
