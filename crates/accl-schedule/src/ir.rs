@@ -183,6 +183,9 @@ pub enum Action {
         /// Whether this is the last reduction of these chunks.
         finish: Finish,
     },
+    /// What follows begins after everything since the last fence is complete on this rank. For messages without payload,
+    /// whose order no chunk shows, and where fewer messages in flight are wanted. Lowered to dependencies.
+    Fence,
 }
 
 /// How a buffer is cut into chunks. Chunk boundaries lie on elements; chunks follow each other without gaps.
@@ -215,6 +218,85 @@ pub struct Schedule {
     pub out_division: Division,
     /// Scratch chunk k has the size of this chunk of `In` or `Out`.
     pub scratch: Vec<(Buf, u32)>,
+}
+
+impl Division {
+    /// Chunks per block where a buffer of one block is cut this way.
+    pub fn pieces(self) -> u32 {
+        match self {
+            Division::Whole | Division::Blocks => 1,
+            Division::Even { chunks } => chunks,
+            Division::SplitBlocks { pieces } => pieces,
+        }
+    }
+
+    /// Number of chunks of a buffer of so many blocks.
+    pub fn chunks(self, blocks: u32) -> u32 {
+        match self {
+            Division::Whole => u32::from(blocks > 0),
+            Division::Even { chunks } => chunks * u32::from(blocks > 0),
+            Division::Blocks => blocks,
+            Division::SplitBlocks { pieces } => blocks * pieces,
+        }
+    }
+}
+
+/// Building: one method an action, so that an algorithm reads as what it does.
+impl Schedule {
+    /// No actions yet.
+    pub fn new(in_division: Division, out_division: Division) -> Schedule {
+        Schedule { actions: Vec::new(), in_division, out_division, scratch: Vec::new() }
+    }
+
+    /// Adds a scratch chunk of the size of this chunk and returns its index.
+    pub fn scratch_like(&mut self, buf: Buf, chunk: u32) -> u32 {
+        self.scratch.push((buf, chunk));
+        self.scratch.len() as u32 - 1
+    }
+
+    /// [`Action::Send`]
+    pub fn send(&mut self, to: Rank, src: Span) {
+        self.actions.push(Action::Send { src, to });
+    }
+
+    /// [`Action::Recv`]
+    pub fn recv(&mut self, from: Rank, dst: Span) {
+        self.actions.push(Action::Recv { dst, from });
+    }
+
+    /// [`Action::RecvReduce`]
+    pub fn recv_reduce(&mut self, from: Rank, dst: Span, local: Span, order: Order, finish: Finish) {
+        self.actions.push(Action::RecvReduce { dst, local, from, order, finish });
+    }
+
+    /// [`Action::RecvReduceSend`]
+    pub fn recv_reduce_send(&mut self, from: Rank, to: Rank, dst: Span, local: Span, order: Order, finish: Finish) {
+        self.actions.push(Action::RecvReduceSend { dst, local, from, to, order, finish });
+    }
+
+    /// [`Action::RecvCopySend`]; a plain [`Action::Recv`] when there is nobody to pass it on to.
+    pub fn recv_copy_send(&mut self, from: Rank, to: Vec<Rank>, dst: Span) {
+        self.actions.push(if to.is_empty() {
+            Action::Recv { dst, from }
+        } else {
+            Action::RecvCopySend { dst, from, to }
+        });
+    }
+
+    /// [`Action::Copy`]
+    pub fn copy(&mut self, dst: Span, src: Span) {
+        self.actions.push(Action::Copy { dst, src });
+    }
+
+    /// [`Action::Reduce`]
+    pub fn reduce(&mut self, dst: Span, srcs: Vec<Span>, finish: Finish) {
+        self.actions.push(Action::Reduce { dst, srcs, finish });
+    }
+
+    /// [`Action::Fence`]
+    pub fn fence(&mut self) {
+        self.actions.push(Action::Fence);
+    }
 }
 
 /// What an algorithm is asked to build: one rank's part in one collective.

@@ -3,9 +3,9 @@
 //! Owns remainders, uneven blocks, coalesced pieces and the placement of scratch. Knows pieces by index, not by
 //! address. Read [`Layout`] first.
 
-use accl_types::Elems;
+use accl_types::{Elems, round_up};
 
-use crate::ir::{Buf, Span};
+use crate::ir::{Buf, ChunkRange, Division, Span};
 use crate::program::Program;
 
 /// The sizes of one call on one rank. A buffer is a list of blocks, a block a list of pieces (the tensors of a coalesced
@@ -38,29 +38,291 @@ pub const SCRATCH_ALIGN: u64 = 64;
 
 /// Where the chunks of one program lie in one call.
 #[derive(Clone, Debug)]
-pub struct Layout {}
+pub struct Layout {
+    input: Tensors,
+    output: Tensors,
+    scratch: Scratch,
+}
 
 impl Layout {
     /// Places the chunks of `program` for a call of this shape.
+    ///
+    /// # Panics
+    /// Panics when a buffer has 2^64 bytes or more: such a call has been refused before.
     pub fn new(program: &Program, shape: &CallShape) -> Layout {
-        let _ = (program, shape);
-        todo!()
+        let input = Tensors::new(program.in_division, shape.in_blocks, shape.elem_bytes);
+        let output = Tensors::new(program.out_division, shape.out_blocks, shape.elem_bytes);
+        let scratch = Scratch::new(program.scratch.iter().map(|&(like, chunk)| match like {
+            Buf::In => input.chunk_bytes(chunk),
+            Buf::Out => output.chunk_bytes(chunk),
+            Buf::Scratch => 0,
+        }));
+        Layout { input, output, scratch }
     }
 
     /// The bytes of a payload in order; extents are not empty, neighbours in one piece are joined.
+    ///
+    /// # Panics
+    /// Panics when the span names a chunk that the program's buffers do not have; the checker proves that schedules do not.
     pub fn extents(&self, span: &Span) -> Vec<Extent> {
-        let _ = span;
-        todo!()
+        let mut extents = Vec::with_capacity(span.ranges().len());
+        for range in span.ranges() {
+            match range.buf {
+                Buf::In => self.input.extents(range, &mut extents),
+                Buf::Out => self.output.extents(range, &mut extents),
+                Buf::Scratch => self.scratch.extents(range, &mut extents),
+            }
+        }
+        extents
     }
 
     /// Length of a payload in bytes.
+    ///
+    /// # Panics
+    /// As [`Layout::extents`].
     pub fn bytes(&self, span: &Span) -> u64 {
-        let _ = span;
-        todo!()
+        let of_range = |range: &ChunkRange| match range.buf {
+            Buf::In => self.input.range_bytes(range),
+            Buf::Out => self.output.range_bytes(range),
+            Buf::Scratch => self.scratch.range_bytes(range),
+        };
+        span.ranges().iter().map(of_range).sum()
     }
 
     /// Size of the scratch buffer in bytes (one piece, chunks aligned to [`SCRATCH_ALIGN`]).
     pub fn scratch_bytes(&self) -> u64 {
-        todo!()
+        self.scratch.total
+    }
+}
+
+/// One buffer of the call: its pieces, one behind the other, counted in elements.
+#[derive(Clone, Debug)]
+struct Tensors {
+    division: Division,
+    elem_bytes: u64,
+    /// Where each piece starts, and the end.
+    piece_starts: Vec<u64>,
+    /// Where each block starts, and the end.
+    block_starts: Vec<u64>,
+}
+
+impl Tensors {
+    fn new(division: Division, blocks: &[Vec<Elems>], elem_bytes: u64) -> Tensors {
+        let mut end = 0u64;
+        let mut piece_starts = vec![0];
+        let mut block_starts = vec![0];
+        for block in blocks {
+            for piece in block {
+                end = end.checked_add(piece.0).expect("sizes of a call were checked to fit 64 bits");
+                piece_starts.push(end);
+            }
+            block_starts.push(end);
+        }
+        end.checked_mul(elem_bytes).expect("sizes of a call were checked to fit 64 bits");
+        Tensors { division, elem_bytes, piece_starts, block_starts }
+    }
+
+    fn elems(&self) -> u64 {
+        self.piece_starts[self.piece_starts.len() - 1]
+    }
+
+    /// The element at which a chunk starts; that of the chunk behind the last is the end.
+    fn start(&self, chunk: u32) -> u64 {
+        match self.division {
+            Division::Whole => {
+                assert!(chunk <= 1, "a whole buffer has one chunk");
+                u64::from(chunk) * self.elems()
+            }
+            Division::Even { chunks } => {
+                assert!(chunk <= chunks, "chunk {chunk} of {chunks}");
+                even_start(self.elems(), chunks, chunk)
+            }
+            Division::Blocks => self.block_starts[chunk as usize],
+            Division::SplitBlocks { pieces } => {
+                let (block, piece) = ((chunk / pieces) as usize, chunk % pieces);
+                let start = self.block_starts[block];
+                if piece == 0 { start } else { start + even_start(self.block_starts[block + 1] - start, pieces, piece) }
+            }
+        }
+    }
+
+    fn chunk_bytes(&self, chunk: u32) -> u64 {
+        (self.start(chunk + 1) - self.start(chunk)) * self.elem_bytes
+    }
+
+    fn range_bytes(&self, range: &ChunkRange) -> u64 {
+        (self.start(range.first + range.len) - self.start(range.first)) * self.elem_bytes
+    }
+
+    fn extents(&self, range: &ChunkRange, extents: &mut Vec<Extent>) {
+        let (mut at, end) = (self.start(range.first), self.start(range.first + range.len));
+        // The last piece that starts at or before `at`; empty pieces before it are passed over.
+        let mut piece = self.piece_starts.partition_point(|&start| start <= at).saturating_sub(1);
+        while at < end {
+            let stop = self.piece_starts[piece + 1].min(end);
+            if stop > at {
+                let offset = (at - self.piece_starts[piece]) * self.elem_bytes;
+                append(
+                    extents,
+                    Extent { buf: range.buf, piece: piece as u32, offset, len: (stop - at) * self.elem_bytes },
+                );
+            }
+            at = stop;
+            piece += 1;
+        }
+    }
+}
+
+/// The temporary buffer: chunks one behind the other, each aligned.
+#[derive(Clone, Debug)]
+struct Scratch {
+    /// Offset and length of each chunk in bytes.
+    chunks: Vec<(u64, u64)>,
+    total: u64,
+}
+
+impl Scratch {
+    fn new(lens: impl Iterator<Item = u64>) -> Scratch {
+        let mut total = 0;
+        let chunks = lens
+            .map(|len| {
+                let offset = total;
+                total = round_up(offset + len, SCRATCH_ALIGN).expect("scratch of a call fits 64 bits");
+                (offset, len)
+            })
+            .collect();
+        Scratch { chunks, total }
+    }
+
+    fn range(&self, range: &ChunkRange) -> &[(u64, u64)] {
+        &self.chunks[range.first as usize..(range.first + range.len) as usize]
+    }
+
+    fn range_bytes(&self, range: &ChunkRange) -> u64 {
+        self.range(range).iter().map(|&(_, len)| len).sum()
+    }
+
+    fn extents(&self, range: &ChunkRange, extents: &mut Vec<Extent>) {
+        for &(offset, len) in self.range(range).iter().filter(|&&(_, len)| len > 0) {
+            append(extents, Extent { buf: range.buf, piece: 0, offset, len });
+        }
+    }
+}
+
+/// Joins an extent to the last one where it continues it.
+fn append(extents: &mut Vec<Extent>, next: Extent) {
+    match extents.last_mut() {
+        Some(last) if last.buf == next.buf && last.piece == next.piece && last.offset + last.len == next.offset => {
+            last.len += next.len;
+        }
+        Some(_) | None => extents.push(next),
+    }
+}
+
+/// Where part `part` of `elems` elements in `parts` starts: the first parts are one element larger.
+fn even_start(elems: u64, parts: u32, part: u32) -> u64 {
+    let (parts, part) = (u64::from(parts), u64::from(part));
+    elems / parts * part + part.min(elems % parts)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn program(division: Division, scratch: Vec<(Buf, u32)>) -> Program {
+        Program { ops: Vec::new(), in_division: division, out_division: Division::Whole, scratch }
+    }
+
+    fn blocks() -> impl Strategy<Value = Vec<Vec<Elems>>> {
+        let piece = prop_oneof![Just(0u64), 1u64..40, 1u64..5].prop_map(Elems);
+        prop::collection::vec(prop::collection::vec(piece, 1..4), 1..7)
+    }
+
+    fn division() -> impl Strategy<Value = Division> {
+        prop_oneof![
+            Just(Division::Whole),
+            Just(Division::Blocks),
+            (1u32..20).prop_map(|chunks| Division::Even { chunks }),
+            (1u32..6).prop_map(|pieces| Division::SplitBlocks { pieces }),
+        ]
+    }
+
+    /// The bytes of all extents, one by one.
+    fn bytes_of(extents: &[Extent]) -> Vec<(Buf, u32, u64)> {
+        extents.iter().flat_map(|e| (e.offset..e.offset + e.len).map(|byte| (e.buf, e.piece, byte))).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn chunks_cover_every_element_once_in_order(blocks in blocks(), division in division(), elem in 1u64..9) {
+            let shape = CallShape { elem_bytes: elem, in_blocks: &blocks, out_blocks: &[] };
+            let layout = Layout::new(&program(division, Vec::new()), &shape);
+            let chunks = division.chunks(blocks.len() as u32);
+            let mut expected = Vec::new();
+            for (piece, elems) in blocks.iter().flatten().enumerate() {
+                expected.extend((0..elems.0 * elem).map(|byte| (Buf::In, piece as u32, byte)));
+            }
+            let mut found = Vec::new();
+            for chunk in 0..chunks {
+                let span = Span::chunk(Buf::In, chunk);
+                let extents = layout.extents(&span);
+                prop_assert!(extents.iter().all(|e| e.len > 0 && e.len % elem == 0 && e.offset % elem == 0));
+                prop_assert_eq!(extents.iter().map(|e| e.len).sum::<u64>(), layout.bytes(&span));
+                found.extend(bytes_of(&extents));
+            }
+            prop_assert_eq!(&found, &expected);
+            let whole = Span::range(Buf::In, 0, chunks);
+            prop_assert_eq!(&bytes_of(&layout.extents(&whole)), &expected);
+            prop_assert_eq!(layout.bytes(&whole), expected.len() as u64);
+            prop_assert!(layout.extents(&whole).len() <= blocks.iter().flatten().filter(|e| e.0 > 0).count());
+        }
+
+        #[test]
+        fn even_chunks_differ_by_one_element_at_most_and_never_grow(elems in 0u64..500, chunks in 1u32..40) {
+            let blocks = [vec![Elems(elems)]];
+            let shape = CallShape { elem_bytes: 1, in_blocks: &blocks, out_blocks: &[] };
+            let layout = Layout::new(&program(Division::Even { chunks }, Vec::new()), &shape);
+            let sizes: Vec<u64> = (0..chunks).map(|c| layout.bytes(&Span::chunk(Buf::In, c))).collect();
+            prop_assert!(sizes.windows(2).all(|w| w[0] == w[1] || w[0] == w[1] + 1));
+            prop_assert!(sizes[0] - sizes[sizes.len() - 1] <= 1);
+        }
+
+        #[test]
+        fn scratch_chunks_are_aligned_and_disjoint(blocks in blocks(), elem in 1u64..9) {
+            let shape = CallShape { elem_bytes: elem, in_blocks: &blocks, out_blocks: &[] };
+            let like = (0..blocks.len() as u32).rev().map(|block| (Buf::In, block)).collect();
+            let layout = Layout::new(&program(Division::Blocks, like), &shape);
+            let mut end = 0;
+            for chunk in 0..blocks.len() as u32 {
+                let span = Span::chunk(Buf::Scratch, chunk);
+                let like = Span::chunk(Buf::In, blocks.len() as u32 - 1 - chunk);
+                prop_assert_eq!(layout.bytes(&span), layout.bytes(&like));
+                for extent in layout.extents(&span) {
+                    prop_assert!(extent.offset % SCRATCH_ALIGN == 0 && extent.offset >= end && extent.piece == 0);
+                    end = extent.offset + extent.len;
+                }
+            }
+            prop_assert!(end <= layout.scratch_bytes());
+        }
+    }
+
+    #[test]
+    fn a_span_keeps_its_order_and_joins_neighbours() {
+        let blocks = [vec![Elems(10)], vec![Elems(3)]];
+        let shape = CallShape { elem_bytes: 4, in_blocks: &blocks, out_blocks: &[] };
+        let layout = Layout::new(&program(Division::Even { chunks: 13 }, Vec::new()), &shape);
+        let extents = layout.extents(&Span::cyclic(Buf::In, 11, 4, 13));
+        let extent = |piece, offset, len| Extent { buf: Buf::In, piece, offset, len };
+        assert_eq!(extents, [extent(1, 4, 8), extent(0, 0, 8)]);
+    }
+
+    #[test]
+    fn buffers_beyond_four_gibibytes_keep_their_offsets() {
+        let blocks = [vec![Elems(3 << 32)]];
+        let shape = CallShape { elem_bytes: 8, in_blocks: &blocks, out_blocks: &[] };
+        let layout = Layout::new(&program(Division::Even { chunks: 3 }, Vec::new()), &shape);
+        let extents = layout.extents(&Span::chunk(Buf::In, 2));
+        assert_eq!(extents, [Extent { buf: Buf::In, piece: 0, offset: 2 << 35, len: 1 << 35 }]);
     }
 }

@@ -8,6 +8,7 @@
 pub mod algorithms;
 pub mod ir;
 pub mod layout;
+pub mod patterns;
 pub mod program;
 mod topology;
 

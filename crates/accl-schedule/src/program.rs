@@ -3,7 +3,8 @@
 //! Owns the lowering of a [`Schedule`]: fused actions are split, hazards on chunks become dependencies, messages are
 //! numbered per pair of ranks. Knows no bytes and no time. Read [`Program`] and [`Dep`] first.
 
-use accl_types::Rank;
+use accl_types::{Collective, Rank};
+use smallvec::SmallVec;
 
 use crate::ir::{Action, Buf, Division, Finish, Order, Request, Schedule, Span};
 
@@ -93,7 +94,266 @@ impl Schedule {
     /// Splits fused actions, finds dependencies and numbers messages. `request` is the one the schedule was built for;
     /// the dependencies hold whether or not the engine lets `In` and `Out` share memory.
     pub fn lower(&self, request: &Request) -> Program {
-        let _ = (request, Action::Copy { dst: Span::empty(), src: Span::empty() });
-        todo!()
+        let mut lowering = Lowering {
+            places: Places::new(self, request),
+            sent: vec![0; request.world as usize],
+            received: vec![0; request.world as usize],
+            section: 0,
+            before_section: 0..0,
+            ops: Vec::with_capacity(self.actions.len() * 3 / 2),
+            hazards: Vec::new(),
+            chunks: [const { Vec::new() }; 3],
+        };
+        for action in &self.actions {
+            lowering.action(action);
+        }
+        Program {
+            ops: lowering.ops,
+            in_division: self.in_division,
+            out_division: self.out_division,
+            scratch: self.scratch.clone(),
+        }
     }
+}
+
+impl OpKind {
+    /// The spans that are read.
+    pub fn reads(&self) -> &[Span] {
+        match self {
+            OpKind::Send { src, .. } | OpKind::Copy { src, .. } => std::slice::from_ref(src),
+            OpKind::RecvReduce { local, .. } => std::slice::from_ref(local),
+            OpKind::Reduce { srcs, .. } => srcs,
+            OpKind::Recv { .. } => &[],
+        }
+    }
+
+    /// The span that is written.
+    pub fn writes(&self) -> Option<&Span> {
+        match self {
+            OpKind::Recv { dst, .. }
+            | OpKind::RecvReduce { dst, .. }
+            | OpKind::Copy { dst, .. }
+            | OpKind::Reduce { dst, .. } => Some(dst),
+            OpKind::Send { .. } => None,
+        }
+    }
+
+    /// Of access `index` (reads first, then the write), the span.
+    fn access(&self, index: u32) -> Option<&Span> {
+        self.reads().get(index as usize).or_else(|| self.writes())
+    }
+}
+
+/// Where chunks lie when everything that the engine may alias is aliased: two chunks that may be the same memory have
+/// the same place.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Places {
+    alias: Alias,
+}
+
+/// What may be the same memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Alias {
+    Nothing,
+    /// `In[i]` is `Out[i + first]`, for this many i.
+    InIsOut {
+        first: u32,
+        len: u32,
+    },
+    /// `Out[i]` is `In[i + first]`, for this many i.
+    OutIsIn {
+        first: u32,
+        len: u32,
+    },
+}
+
+impl Places {
+    pub(crate) fn new(schedule: &Schedule, request: &Request) -> Places {
+        Places::of(schedule.in_division, schedule.out_division, request)
+    }
+
+    pub(crate) fn of(in_division: Division, out_division: Division, request: &Request) -> Places {
+        let rank = request.rank.0;
+        let (ins, outs) = (in_division.pieces(), out_division.pieces());
+        let is_root = request.rank == request.root;
+        let alias = match request.collective {
+            Collective::AllReduce | Collective::Reduce => Alias::InIsOut { first: 0, len: ins },
+            Collective::AllGather => Alias::InIsOut { first: rank * ins, len: ins },
+            Collective::Gather if is_root => Alias::InIsOut { first: rank * ins, len: ins },
+            Collective::ReduceScatter => Alias::OutIsIn { first: rank * outs, len: outs },
+            Collective::Scatter if is_root => Alias::OutIsIn { first: rank * outs, len: outs },
+            Collective::Gather
+            | Collective::Scatter
+            | Collective::Broadcast
+            | Collective::AllToAll
+            | Collective::Barrier
+            | Collective::Send
+            | Collective::Recv => Alias::Nothing,
+        };
+        Places { alias }
+    }
+
+    /// Nothing is aliased.
+    pub(crate) fn separate() -> Places {
+        Places { alias: Alias::Nothing }
+    }
+
+    pub(crate) fn place(&self, buf: Buf, chunk: u32) -> (Buf, u32) {
+        match (self.alias, buf) {
+            (Alias::InIsOut { first, len }, Buf::In) if chunk < len => (Buf::Out, first + chunk),
+            (Alias::OutIsIn { first, len }, Buf::Out) if chunk < len => (Buf::In, first + chunk),
+            (Alias::Nothing | Alias::InIsOut { .. } | Alias::OutIsIn { .. }, Buf::In | Buf::Out | Buf::Scratch) => {
+                (buf, chunk)
+            }
+        }
+    }
+
+    /// Whether two payloads are the same memory in the same order.
+    pub(crate) fn same(&self, a: &Span, b: &Span) -> bool {
+        a == b
+            || (self.alias != Alias::Nothing
+                && a.chunk_count() == b.chunk_count()
+                && a.chunks().map(|(buf, c)| self.place(buf, c)).eq(b.chunks().map(|(buf, c)| self.place(buf, c))))
+    }
+}
+
+/// An access of an earlier operation: operation and index of the access in it.
+type Access = (u32, u32);
+
+/// Who touched a chunk last.
+#[derive(Clone, Default)]
+struct Chunk {
+    writer: Option<Access>,
+    /// Since the last write.
+    readers: SmallVec<[Access; 2]>,
+}
+
+/// An earlier access that an access of the current operation must come after.
+type Hazard = (Access, u32);
+
+struct Lowering {
+    places: Places,
+    sent: Vec<u32>,
+    received: Vec<u32>,
+    /// First operation after the last fence.
+    section: u32,
+    /// The operations between the last two fences.
+    before_section: std::ops::Range<u32>,
+    ops: Vec<Op>,
+    /// Working memory of `push`.
+    hazards: Vec<Hazard>,
+    chunks: [Vec<Chunk>; 3],
+}
+
+impl Lowering {
+    fn action(&mut self, action: &Action) {
+        match action.clone() {
+            Action::Send { src, to } => self.push(OpKind::Send { src, to }),
+            Action::Recv { dst, from } => self.push(OpKind::Recv { dst, from }),
+            Action::RecvReduce { dst, local, from, order, finish } => {
+                self.push(OpKind::RecvReduce { dst, local, from, order, finish });
+            }
+            Action::RecvCopySend { dst, from, to } => {
+                self.push(OpKind::Recv { dst: dst.clone(), from });
+                for to in to {
+                    self.push(OpKind::Send { src: dst.clone(), to });
+                }
+            }
+            Action::RecvReduceSend { dst, local, from, to, order, finish } => {
+                self.push(OpKind::RecvReduce { dst: dst.clone(), local, from, order, finish });
+                self.push(OpKind::Send { src: dst, to });
+            }
+            Action::Copy { dst, src } => self.push(OpKind::Copy { dst, src }),
+            Action::Reduce { dst, srcs, finish } => self.push(OpKind::Reduce { dst, srcs, finish }),
+            Action::Fence => {
+                let end = self.ops.len() as u32;
+                if end > self.section {
+                    self.before_section = self.section..end;
+                    self.section = end;
+                }
+            }
+        }
+    }
+
+    fn push(&mut self, kind: OpKind) {
+        let edge = match &kind {
+            OpKind::Send { to, .. } => next(&mut self.sent, *to),
+            OpKind::Recv { from, .. } | OpKind::RecvReduce { from, .. } => next(&mut self.received, *from),
+            OpKind::Copy { .. } | OpKind::Reduce { .. } => 0,
+        };
+        let deps = self.dependencies(&kind);
+        self.record(&kind);
+        self.ops.push(Op { kind, edge, deps });
+    }
+
+    fn dependencies(&mut self, kind: &OpKind) -> Vec<Dep> {
+        let mut hazards = std::mem::take(&mut self.hazards);
+        hazards.clear();
+        let reads = kind.reads();
+        for (access, span) in (0u32..).zip(reads) {
+            for (buf, chunk) in span.chunks() {
+                hazards.extend(self.chunk(buf, chunk).writer.map(|writer| (writer, access)));
+            }
+        }
+        if let Some(span) = kind.writes() {
+            let access = reads.len() as u32;
+            for (buf, chunk) in span.chunks() {
+                let state = self.chunk(buf, chunk);
+                // Readers came after the writer themselves, byte for byte: waiting for them is enough.
+                let earlier = if state.readers.is_empty() { state.writer.as_slice() } else { &state.readers[..] };
+                hazards.extend(earlier.iter().map(|&earlier| (earlier, access)));
+            }
+        }
+        hazards.sort_unstable();
+        hazards.dedup();
+        let mut deps: Vec<Dep> = self.before_section.clone().map(|on| Dep { on, stream: false }).collect();
+        for of_one_op in hazards.chunk_by(|a, b| a.0.0 == b.0.0) {
+            let on = of_one_op[0].0.0;
+            // A fence has ordered everything before this section already.
+            if on < self.section {
+                continue;
+            }
+            let earlier = &self.ops[on as usize].kind;
+            let stream =
+                of_one_op.iter().all(|&((_, theirs), ours)| match (earlier.access(theirs), kind.access(ours)) {
+                    (Some(theirs), Some(ours)) => self.places.same(theirs, ours),
+                    (None, _) | (_, None) => false,
+                });
+            deps.push(Dep { on, stream });
+        }
+        self.hazards = hazards;
+        deps
+    }
+
+    fn record(&mut self, kind: &OpKind) {
+        let op = self.ops.len() as u32;
+        let reads = kind.reads();
+        for (access, span) in (0u32..).zip(reads) {
+            for (buf, chunk) in span.chunks() {
+                self.chunk(buf, chunk).readers.push((op, access));
+            }
+        }
+        if let Some(span) = kind.writes() {
+            for (buf, chunk) in span.chunks() {
+                let state = self.chunk(buf, chunk);
+                state.writer = Some((op, reads.len() as u32));
+                state.readers.clear();
+            }
+        }
+    }
+
+    fn chunk(&mut self, buf: Buf, chunk: u32) -> &mut Chunk {
+        let (buf, chunk) = self.places.place(buf, chunk);
+        let chunks = &mut self.chunks[buf as usize];
+        if chunks.len() <= chunk as usize {
+            chunks.resize(chunk as usize + 1, Chunk::default());
+        }
+        &mut chunks[chunk as usize]
+    }
+}
+
+fn next(counters: &mut [u32], peer: Rank) -> u32 {
+    let counter = &mut counters[peer.index()];
+    *counter += 1;
+    *counter - 1
 }

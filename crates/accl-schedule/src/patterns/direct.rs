@@ -1,0 +1,46 @@
+//! Exchanges in which everybody talks to everybody, each starting with its neighbour so that nobody is the first
+//! target of all.
+//!
+//! Block b belongs to member b; only the first `owners` members own one, so that members without a block can take part.
+
+use super::Team;
+use crate::ir::{Finish, Order, Schedule, Span};
+
+/// Owner b ends with block b, reduced, in `acc(b)`. Contributions are in `src`, which is not written. Operands are
+/// combined in the order in which the staggered sends arrive.
+pub fn reduce_scatter(
+    schedule: &mut Schedule,
+    team: &Team,
+    owners: u32,
+    src: impl Fn(u32) -> Span,
+    acc: impl Fn(u32) -> Span,
+    finish: Finish,
+) {
+    let index = team.index();
+    for step in 1..team.size() {
+        let (to, from) = (team.after(step), team.before(step));
+        if to < owners {
+            schedule.send(team.rank(to), src(to));
+        }
+        if index < owners {
+            let local = if step == 1 { src(index) } else { acc(index) };
+            // Descending from this member, then from the last one: after the wrap member 0 is among the reduced.
+            let order = if from < index { Order::IncomingFirst } else { Order::LocalFirst };
+            let finish = if step + 1 == team.size() { finish } else { Finish::No };
+            schedule.recv_reduce(team.rank(from), acc(index), local, order, finish);
+        }
+    }
+}
+
+/// Every member ends with the blocks of all owners in `at`; an owner's own is given by `own`.
+pub fn all_gather(schedule: &mut Schedule, team: &Team, owners: u32, own: Span, at: impl Fn(u32) -> Span) {
+    for step in 1..team.size() {
+        let (to, from) = (team.after(step), team.before(step));
+        if team.index() < owners {
+            schedule.send(team.rank(to), own.clone());
+        }
+        if from < owners {
+            schedule.recv(team.rank(from), at(from));
+        }
+    }
+}

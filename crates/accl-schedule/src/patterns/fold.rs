@@ -1,0 +1,79 @@
+//! Folding a team to a power of two: the first ranks count in pairs, and the second of a pair (the guest) hands its
+//! contribution to the first and gets the result from it.
+
+use super::{Team, floor_power_of_two};
+
+/// What a member does while the exchange among a power of two runs.
+#[derive(Debug)]
+pub enum Fold<'a> {
+    /// Waits: its partner, a position of the whole team, acts for it.
+    Guest {
+        /// The partner's position.
+        host: u32,
+    },
+    /// Takes part.
+    Member {
+        /// The position of the guest it acts for.
+        guest: Option<u32>,
+        /// The power of two.
+        core: Core<'a>,
+    },
+}
+
+/// The members of a folded team. Positions are those of the power of two.
+#[derive(Clone, Debug)]
+pub struct Core<'a> {
+    /// The representatives.
+    pub team: Team<'a>,
+}
+
+impl Core<'_> {
+    /// Position in the whole team of the representative at `index`: it stands for positions up to the next one's start.
+    pub fn start(&self, index: u32) -> u32 {
+        self.team.start(index)
+    }
+}
+
+impl<'a> Fold<'a> {
+    /// The part of this member.
+    pub fn of(team: &Team<'a>) -> Fold<'a> {
+        let size = floor_power_of_two(team.size);
+        let paired = team.size - size;
+        let index = team.index;
+        if index >= 2 * paired {
+            let team = Team { ranks: team.ranks, paired, size, index: index - paired };
+            Fold::Member { guest: None, core: Core { team } }
+        } else if index % 2 == 0 {
+            let team = Team { ranks: team.ranks, paired, size, index: index / 2 };
+            Fold::Member { guest: Some(index + 1), core: Core { team } }
+        } else {
+            Fold::Guest { host: index - 1 }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_position_is_stood_for_by_exactly_one_representative() {
+        for world in 1..70u32 {
+            let ranks: Vec<u32> = (0..world).collect();
+            let mut seen = 0;
+            for index in 0..world {
+                match Fold::of(&Team::of(&ranks, index)) {
+                    Fold::Guest { host } => assert_eq!(host + 1, index),
+                    Fold::Member { guest, core } => {
+                        let at = core.team.index();
+                        assert_eq!(core.team.rank(at).0, index);
+                        let end = core.start(at + 1);
+                        assert_eq!(end - core.start(at), 1 + u32::from(guest.is_some()));
+                        seen += end - core.start(at);
+                    }
+                }
+            }
+            assert_eq!(seen, world);
+        }
+    }
+}

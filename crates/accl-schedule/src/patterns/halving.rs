@@ -1,0 +1,49 @@
+//! Recursive halving and doubling among a power of two of members: in each step two members at half the last distance
+//! exchange halves of what they still share (reduce_scatter); backwards, they double what they have (all_gather).
+
+use super::{Strip, Team, by_rank};
+use crate::ir::{Finish, Schedule};
+
+/// One exchange. Ranges are aligned powers of two in the numbering of the members.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// Position of the partner.
+    pub peer: u32,
+    /// First block this member keeps.
+    pub keep: u32,
+    /// First block the partner keeps.
+    pub give: u32,
+    /// Number of blocks each keeps.
+    pub len: u32,
+}
+
+/// The exchanges of the member at `index`, largest first: halving in this order, doubling in the opposite one.
+pub fn steps(index: u32, size: u32) -> impl DoubleEndedIterator<Item = Step> {
+    (0..size.ilog2()).rev().map(move |bit| {
+        let len = 1 << bit;
+        let keep = index & !(len - 1);
+        Step { peer: index ^ len, keep, give: keep ^ len, len }
+    })
+}
+
+/// Every member ends with its own block, reduced, in `acc`; contributions are in `src`, which is not written.
+pub fn reduce_scatter(schedule: &mut Schedule, team: &Team, src: Strip, acc: Strip) {
+    let mut local = src;
+    for step in steps(team.index(), team.size()) {
+        let peer = team.rank(step.peer);
+        schedule.send(peer, local.blocks(step.give, step.len));
+        let finish = if step.len == 1 { Finish::Yes } else { Finish::No };
+        let order = by_rank(step.peer, team.index());
+        schedule.recv_reduce(peer, acc.blocks(step.keep, step.len), local.blocks(step.keep, step.len), order, finish);
+        local = acc;
+    }
+}
+
+/// Every member ends with all blocks; its own is there at the start.
+pub fn all_gather(schedule: &mut Schedule, team: &Team, at: Strip) {
+    for step in steps(team.index(), team.size()).rev() {
+        let peer = team.rank(step.peer);
+        schedule.send(peer, at.blocks(step.keep, step.len));
+        schedule.recv(peer, at.blocks(step.give, step.len));
+    }
+}

@@ -1,0 +1,39 @@
+//! Exchanges around a ring: every member receives from the one before and sends to the one after it.
+//!
+//! The reduction of block b starts at member b + 1 and ends at member b. All but the first contain the contribution of
+//! member 0 once it has been passed, which decides the order of operands.
+
+use super::Team;
+use crate::ir::{Finish, Order, Schedule, Span};
+
+/// Member b ends with block b, reduced, in `acc(b)`; partial sums of other blocks pass through `acc` of those.
+/// Contributions are in `src`, which is not written.
+pub fn reduce_scatter(
+    schedule: &mut Schedule,
+    team: &Team,
+    src: impl Fn(u32) -> Span,
+    acc: impl Fn(u32) -> Span,
+    finish: Finish,
+) {
+    let n = team.size();
+    let (before, after) = (team.rank(team.before(1)), team.rank(team.after(1)));
+    // What arrives was gathered on the way from a higher-numbered member upwards: only member 0 comes before all of it.
+    let order = if team.index() == 0 { Order::LocalFirst } else { Order::IncomingFirst };
+    schedule.send(after, src(team.before(1)));
+    for step in 2..n {
+        let block = team.before(step);
+        schedule.recv_reduce_send(before, after, acc(block), src(block), order, Finish::No);
+    }
+    schedule.recv_reduce(before, acc(team.index()), src(team.index()), order, finish);
+}
+
+/// Every member ends with all blocks in `at`; its own is given by `own`.
+pub fn all_gather(schedule: &mut Schedule, team: &Team, own: Span, at: impl Fn(u32) -> Span) {
+    let n = team.size();
+    let (before, after) = (team.rank(team.before(1)), team.rank(team.after(1)));
+    schedule.send(after, own);
+    for step in 1..n {
+        let to = if step + 1 < n { vec![after] } else { Vec::new() };
+        schedule.recv_copy_send(before, to, at(team.before(step)));
+    }
+}
