@@ -32,8 +32,26 @@ def main() -> int:
         return _one_world(args, args.world[0])
     extra = ["--baseline", args.baseline, *_as(args.alias), *(["--store-baseline"] if args.store_baseline else [])]
     codes = [_child(args, args.backend, world, extra).returncode for world in args.world]
+    _print_comparison(args)
     print(f"worlds {', '.join(map(str, args.world))}: {'ok' if not any(codes) else 'lost, see above'}")
     return int(any(codes))
+
+
+def _print_comparison(args: argparse.Namespace) -> None:
+    """One line per world and backend, out of what the children have written."""
+    print(f"{'world':>5}  {'backend':<8} {'pass':>5} {'skip':>5} {'fail':>5} {'seconds':>8}")
+    alias = ALIASES.get(args.backend, "") if args.alias is None else args.alias
+    aliases = tuple(filter(None, alias.split(",")))
+    for world in args.world:
+        paths = [_default_path(args.backend, aliases, world), _default_path("gloo", (), world)]
+        if args.baseline == "stored" and args.backend != "gloo":
+            paths[1:] = sorted(BASELINES.glob(f"gloo-torch*-world{world}.json"))[-1:]
+        for path in dict.fromkeys(path for path in paths if path.exists()):
+            run = compare.load(path)
+            number = run["counts"]
+            bad = sum(number[kind] for kind in compare.BAD)
+            seconds = f"{run['seconds']:.0f}" if "seconds" in run else "stored"
+            print(f"{world:>5}  {run['backend']:<8} {number['pass']:>5} {number['skip']:>5} {bad:>5} {seconds:>8}")
 
 
 def _arguments() -> argparse.Namespace:
