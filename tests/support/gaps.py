@@ -21,6 +21,10 @@ GLOO = [
     ("", "SUM-bool", "leaves sums of bytes in bool tensors"),
     ("gather_brings_every_dtype", "complex", "does not gather complex numbers"),
     ("reduce_leaves_the_tensors_of_other", "", "uses them as scratch"),
+    ("minus_zero_is_below|one_nan_wins|nan_of_any_payload", "", "has no order for them"),
+    ("strided|flat_forms|negative_view|negative_strided|conjugate_views|memory_formats", "", "reads raw memory or refuses"),
+    ("leaves_other_tags|send_to_itself", "", "blocks until the peer receives"),
+    ("barrier_that_times_out", "", "has another sentence and does not recover"),
     ("gather_single_fills_one", "", "has no gather_single"),
 ]
 

@@ -204,8 +204,16 @@ def _attempt(body, arguments) -> tuple[str, object, str]:
         return "ok", value, ""
     except pytest.skip.Exception as skip:
         return "skipped", str(skip), ""
-    except BaseException:
-        return "failed", None, traceback.format_exc()
+    except BaseException as error:
+        return "failed", None, _trace(error)
+
+
+def _trace(error: BaseException) -> str:
+    """The traceback from the first frame outside this file on."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
 
 
 def _collect(ranks: list[RankProcess], deadline: float) -> list[Outcome]:

@@ -1,0 +1,77 @@
+"""What the profiler sees: one asynchronous event a call, with its title and shapes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import BACKEND, on_ranks
+
+
+def calls(rank, world):
+    one = torch.ones(4, 3)
+    flat, parts = torch.zeros(4 * world, 3), [torch.zeros(4, 3) for _ in range(world)]
+    sparse = torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (4,))
+    root = parts if rank == 0 else None
+    return {
+        "broadcast": lambda: dist.broadcast(one, 0),
+        "all_reduce": lambda: dist.all_reduce(one),
+        "reduce": lambda: dist.reduce(one, 0),
+        "all_gather": lambda: dist.all_gather(parts, one),
+        "gather": lambda: dist.gather(one, root, dst=0),
+        "scatter": lambda: dist.scatter(one, root, src=0),
+        "reduce_scatter": lambda: dist.reduce_scatter(one, [torch.ones(4, 3)] * world),
+        "all_to_all": lambda: dist.all_to_all_single(flat, torch.ones(4 * world, 3)),
+        "barrier": lambda: dist.barrier(),
+        "sparse_all_reduce": lambda: dist.all_reduce(sparse),
+    }
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("title", list(calls(0, 1)))
+def test_every_collective_is_one_event_with_its_title(rank, world, title):
+    call = calls(rank, world)[title]
+    call()
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        call()
+        call()
+    events = [event for event in profile.function_events if event.name == f"{BACKEND}:{title}"]
+    assert len(events) == 2, [event.name for event in profile.function_events]
+    assert all(event.is_async for event in events)
+    assert all(event.count == 1 for event in events)
+
+
+@on_ranks(1, 2)
+def test_events_have_the_shapes_of_the_tensors(rank, world):
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        dist.all_reduce(torch.ones(4, 3))
+    (event,) = [event for event in profile.function_events if event.name == f"{BACKEND}:all_reduce"]
+    assert event.input_shapes == [[4, 3]]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("any_source", [False, True])
+def test_point_to_point_calls_have_their_titles(rank, world, any_source):
+    tensor = torch.ones(4)
+    with torch.autograd.profiler.profile() as profile:
+        if rank == 0:
+            dist.send(tensor, 1)
+        else:
+            dist.recv(tensor, None if any_source else 0)
+    title = "send" if rank == 0 else "recvAnySource" if any_source else "recv"
+    assert [event.name for event in profile.function_events].count(f"{BACKEND}:{title}") == 1
+
+
+@on_ranks(2)
+def test_asynchronous_calls_are_closed_before_the_profiler_is(rank, world):
+    with torch.autograd.profiler.profile() as profile:
+        works = [dist.all_reduce(torch.ones(1000 * i), async_op=True) for i in range(1, 6)]
+        for work in works:
+            work.wait()
+    assert [event.name for event in profile.function_events].count(f"{BACKEND}:all_reduce") == 5
+
+
+@on_ranks(1, 2)
+def test_a_name_given_with_record_comm_replaces_the_title(rank, world):
+    with torch.autograd.profiler.profile() as profile:
+        with dist.record_comm("gradients of layer 3"):
+            dist.all_reduce(torch.ones(3))
+    assert any("gradients of layer 3" in event.name for event in profile.function_events)
