@@ -6,13 +6,15 @@
 #![forbid(unsafe_code)]
 
 pub mod algorithms;
+mod choose;
 pub mod ir;
 pub mod layout;
 pub mod patterns;
 pub mod program;
 mod topology;
 
-pub use algorithms::{ALGORITHMS, Algorithm, Fraction, choose};
+pub use algorithms::{ALGORITHMS, Algorithm, Fraction};
+pub use choose::choose;
 pub use ir::{Action, Buf, ChunkRange, Division, Finish, Order, Request, Schedule, Span};
 pub use layout::{CallShape, Extent, Layout, SCRATCH_ALIGN};
 pub use program::{Dep, Op, OpKind, Program};

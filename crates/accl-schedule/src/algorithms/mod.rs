@@ -1,24 +1,19 @@
-//! The table of algorithms and the choice between them.
+//! The table of algorithms.
+//!
+//! Owns the list of files and rows, nothing of their content: an algorithm is one file `<collective>/<name>.rs` with a
+//! `ROW`, and one line here. The choice between rows is in [`crate::choose`], the page that shows them in
+//! [`crate::algorithms_page`].
 
-use accl_types::config::AlgorithmRule;
-use accl_types::{Collective, Error, Result};
+use accl_types::Collective;
 
 use crate::{Request, Schedule, Topology};
 
-/// A non-negative rational number, for costs.
-#[derive(Clone, Copy, Debug)]
-pub struct Fraction {
-    /// Numerator.
-    pub num: u64,
-    /// Denominator, not 0.
-    pub den: u64,
-}
-
 /// One row of the table.
+#[derive(Debug)]
 pub struct Algorithm {
     /// Stable and unique: travels in the signature of a call.
     pub id: u8,
-    /// The name a user types.
+    /// The name a user types; also that of the file.
     pub name: &'static str,
     /// What it implements.
     pub collective: Collective,
@@ -44,25 +39,146 @@ pub struct Algorithm {
     pub source: &'static str,
 }
 
-/// Every algorithm.
-pub const ALGORITHMS: &[Algorithm] = &[];
+/// A non-negative rational number, for costs.
+#[derive(Clone, Copy, Debug)]
+pub struct Fraction {
+    /// Numerator.
+    pub num: u64,
+    /// Denominator, not 0.
+    pub den: u64,
+}
 
-/// The algorithm of a call. All ranks of a group get the same answer from the same arguments.
-///
-/// `bytes` is the size of the largest buffer of the call (`Out` of all_gather, `In` of reduce_scatter). The first rule
-/// that fits wins.
-///
-/// # Errors
-/// `Configuration` for a rule that names an unknown algorithm (with the nearest name) or one that does not apply here.
-pub fn choose(
-    collective: Collective,
-    world: u32,
-    bytes: u64,
-    equal_blocks: bool,
-    topology: &Topology,
-    rules: &[AlgorithmRule],
-    deterministic: bool,
-) -> Result<&'static Algorithm> {
-    let _ = (collective, world, bytes, equal_blocks, topology, rules, deterministic);
-    Err(Error::internal("no algorithm"))
+impl Fraction {
+    /// `num / den`
+    pub fn new(num: u32, den: u32) -> Fraction {
+        Fraction { num: u64::from(num), den: u64::from(den) }
+    }
+
+    /// The number, rounded.
+    pub fn to_f64(self) -> f64 {
+        self.num as f64 / self.den as f64
+    }
+
+    fn cross(self, other: Fraction) -> (u128, u128) {
+        (u128::from(self.num) * u128::from(other.den), u128::from(other.num) * u128::from(self.den))
+    }
+}
+
+impl PartialEq for Fraction {
+    fn eq(&self, other: &Fraction) -> bool {
+        let (ours, theirs) = self.cross(*other);
+        ours == theirs
+    }
+}
+
+impl Eq for Fraction {}
+
+impl PartialOrd for Fraction {
+    fn partial_cmp(&self, other: &Fraction) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Fraction {
+    fn cmp(&self, other: &Fraction) -> std::cmp::Ordering {
+        let (ours, theirs) = self.cross(*other);
+        ours.cmp(&theirs)
+    }
+}
+
+/// Declares each file as a module and lists its row, so that an algorithm is one line.
+macro_rules! table {
+    ($($collective:ident: [$($name:ident,)*])*) => {
+        $(
+            #[doc = concat!("Algorithms for `", stringify!($collective), "`.")]
+            pub mod $collective {
+                $(pub mod $name;)*
+            }
+        )*
+        /// Every algorithm, by collective, the simplest first.
+        pub const ALGORITHMS: &[Algorithm] = &[$($($collective::$name::ROW,)*)*];
+    };
+}
+
+table! {
+    all_reduce: [
+        direct,
+        direct_two_phase,
+        recursive_doubling,
+        rabenseifner,
+        ring,
+        double_binary_tree,
+        two_level,
+    ]
+    reduce_scatter: [
+        direct,
+        recursive_halving,
+        ring,
+    ]
+    all_gather: [
+        direct,
+        bruck,
+        ring,
+    ]
+    broadcast: [
+        flat,
+        binomial,
+        chain,
+        two_level,
+    ]
+    reduce: [
+        flat,
+        binomial,
+        chain,
+    ]
+    gather: [
+        flat,
+        binomial,
+    ]
+    scatter: [
+        flat,
+        binomial,
+    ]
+    all_to_all: [
+        direct,
+        pairwise,
+        bruck,
+    ]
+    barrier: [
+        dissemination,
+    ]
+}
+
+/// The row of a collective with this name.
+pub fn find(collective: Collective, name: &str) -> Option<&'static Algorithm> {
+    ALGORITHMS.iter().find(|row| row.collective == collective && row.name == name)
+}
+
+/// The row with this id.
+pub fn by_id(id: u8) -> Option<&'static Algorithm> {
+    ALGORITHMS.iter().find(|row| row.id == id)
+}
+
+/// What an algorithm file needs.
+pub mod prelude {
+    pub use accl_types::{Collective, Rank};
+
+    pub use super::{Algorithm, Fraction};
+    pub use crate::patterns::{Strip, Team, ceil_log2, floor_log2, floor_power_of_two};
+    pub use crate::{Buf, Division, Finish, Order, Request, Schedule, Span, Topology};
+
+    /// For rows that have no condition.
+    pub fn always(_: u32, _: &Topology) -> bool {
+        true
+    }
+
+    /// For rows that compose over hosts.
+    pub fn several_hosts(_: u32, topology: &Topology) -> bool {
+        topology.host_count() > 1
+    }
+
+    /// All of a buffer that is not cut.
+    pub fn whole(buf: Buf) -> Span {
+        Span::chunk(buf, 0)
+    }
 }

@@ -1,0 +1,39 @@
+//! Bruck's all_gather: in step k every rank sends what it has, up to 2^k blocks, to the rank 2^k before it.
+//! Steps ceil(log2 n) for any n; bytes per rank (n-1)/n of the output. Wins for small blocks in large worlds. Blocks go
+//! straight to their places, so that there is no final rotation. J. Bruck et al., IEEE TPDS 8 (1997).
+
+use crate::algorithms::prelude::*;
+
+/// The table row.
+pub const ROW: Algorithm = Algorithm {
+    id: 41,
+    name: "bruck",
+    collective: Collective::AllGather,
+    build,
+    applies: always,
+    requires: "",
+    needs_equal_blocks: false,
+    steps: |n, _| ceil_log2(n),
+    bytes: |n, _| Fraction::new(n - 1, n),
+    steps_formula: "ceil(log2 n)",
+    bytes_formula: "(n-1)/n",
+    wins: "small blocks in large worlds",
+    source: "Bruck et al. 1997",
+};
+
+fn build(request: &Request) -> Schedule {
+    let mut schedule = Schedule::new(Division::Whole, Division::Blocks);
+    let team = Team::world(request);
+    let n = team.size();
+    let own = Span::chunk(Buf::Out, team.index());
+    schedule.copy(own, whole(Buf::In));
+    let mut have = 1;
+    while have < n {
+        let len = have.min(n - have);
+        let (to, from) = (team.before(have), team.after(have));
+        schedule.send(team.rank(to), Span::cyclic(Buf::Out, team.index(), len, n));
+        schedule.recv(team.rank(from), Span::cyclic(Buf::Out, from, len, n));
+        have += len;
+    }
+    schedule
+}

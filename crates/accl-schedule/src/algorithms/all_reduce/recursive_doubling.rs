@@ -1,0 +1,61 @@
+//! Recursive doubling all_reduce: in step k ranks at distance 2^k exchange everything they have and reduce.
+//! Steps log2(n), two more where n is no power of two (its first ranks are folded in pairs); bytes per rank: the buffer
+//! in each step. Wins for small buffers in larger worlds. R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19 (2005).
+
+use crate::algorithms::prelude::*;
+use crate::patterns::by_rank;
+use crate::patterns::fold::Fold;
+
+/// The table row.
+pub const ROW: Algorithm = Algorithm {
+    id: 3,
+    name: "recursive_doubling",
+    collective: Collective::AllReduce,
+    build,
+    applies: always,
+    requires: "",
+    needs_equal_blocks: false,
+    steps: |n, _| floor_log2(n) + if n.is_power_of_two() { 0 } else { 2 },
+    bytes: |n, _| Fraction::new(floor_log2(n) + u32::from(!n.is_power_of_two()), 1),
+    steps_formula: "log2 n; floor(log2 n) + 2 where n is no power of two",
+    bytes_formula: "ceil(log2 n)",
+    wins: "small buffers in larger worlds",
+    source: "Thakur, Rabenseifner, Gropp 2005",
+};
+
+fn build(request: &Request) -> Schedule {
+    let mut schedule = Schedule::new(Division::Whole, Division::Whole);
+    let (input, output) = (whole(Buf::In), whole(Buf::Out));
+    let world = Team::world(request);
+    match Fold::of(&world) {
+        Fold::Guest { host } => {
+            schedule.send(world.rank(host), input);
+            schedule.recv(world.rank(host), output);
+        }
+        Fold::Member { guest, core } => {
+            let team = core.team;
+            let mut local = input;
+            if let Some(guest) = guest {
+                schedule.recv_reduce(world.rank(guest), output.clone(), local, Order::LocalFirst, Finish::No);
+                local = output.clone();
+            }
+            let mut distance = 1;
+            while distance < team.size() {
+                let peer = team.index() ^ distance;
+                let finish = if 2 * distance == team.size() { Finish::Yes } else { Finish::No };
+                schedule.send(team.rank(peer), local.clone());
+                let order = by_rank(peer, team.index());
+                schedule.recv_reduce(team.rank(peer), output.clone(), local, order, finish);
+                local = output.clone();
+                distance *= 2;
+            }
+            if let Some(guest) = guest {
+                schedule.send(world.rank(guest), output.clone());
+            }
+            if world.size() == 1 {
+                schedule.copy(output, local);
+            }
+        }
+    }
+    schedule
+}

@@ -1,0 +1,59 @@
+//! Bruck's all_to_all: a block for the rank j behind travels there in hops of the powers of two that make up j, many
+//! blocks in one message. Steps ceil(log2 n); bytes per rank about log2(n)/2 of the input. Wins for tiny blocks in large
+//! worlds. J. Bruck et al., IEEE TPDS 8 (1997).
+
+use crate::algorithms::prelude::*;
+
+/// The table row.
+pub const ROW: Algorithm = Algorithm {
+    id: 142,
+    name: "bruck",
+    collective: Collective::AllToAll,
+    build,
+    applies: always,
+    requires: "",
+    needs_equal_blocks: true,
+    steps: |n, _| ceil_log2(n),
+    bytes: |n, _| Fraction::new((1..n).map(u32::count_ones).sum(), n),
+    steps_formula: "ceil(log2 n)",
+    bytes_formula: "(sum of the one bits of 1 to n-1)/n, about log2(n)/2",
+    wins: "tiny blocks in large worlds",
+    source: "Bruck et al. 1997",
+};
+
+fn build(request: &Request) -> Schedule {
+    let mut schedule = Schedule::new(Division::Blocks, Division::Blocks);
+    let team = Team::world(request);
+    let n = team.size();
+    schedule.copy(Span::chunk(Buf::Out, team.index()), Span::chunk(Buf::In, team.index()));
+    // A block in transit alternates between two slots, so that what arrives never waits for what is being sent.
+    let mut first_slot = vec![0; n as usize];
+    for distance in 1..n {
+        first_slot[distance as usize] = schedule.scratch.len() as u32;
+        for _ in 0..(distance.count_ones() - 1).min(2) {
+            schedule.scratch_like(Buf::In, 0);
+        }
+    }
+    // Where the block that has `distance` to go in all lies after `hops` hops: at the start with this rank, at the end
+    // from the rank so far before it.
+    let place = |distance: u32, hops: u32| match hops {
+        0 => (Buf::In, team.after(distance)),
+        hops if hops == distance.count_ones() => (Buf::Out, team.before(distance)),
+        hops => (Buf::Scratch, first_slot[distance as usize] + (hops - 1) % 2),
+    };
+    let mut hop = 1;
+    while hop < n {
+        let (mut sent, mut received) = (Span::empty(), Span::empty());
+        for distance in (1..n).filter(|distance| distance & hop != 0) {
+            let hops = (distance & (hop - 1)).count_ones();
+            let (buf, chunk) = place(distance, hops);
+            sent.push(buf, chunk, 1);
+            let (buf, chunk) = place(distance, hops + 1);
+            received.push(buf, chunk, 1);
+        }
+        schedule.send(team.rank(team.after(hop)), sent);
+        schedule.recv(team.rank(team.before(hop)), received);
+        hop *= 2;
+    }
+    schedule
+}

@@ -1,0 +1,34 @@
+//! Direct all_to_all: everybody sends everybody its block at once, starting with its neighbour.
+//! Steps 1; bytes per rank (n-1)/n of the input. Wins wherever a rank can talk to all others at once; blocks may differ
+//! in size.
+
+use crate::algorithms::prelude::*;
+
+/// The table row.
+pub const ROW: Algorithm = Algorithm {
+    id: 140,
+    name: "direct",
+    collective: Collective::AllToAll,
+    build,
+    applies: always,
+    requires: "",
+    needs_equal_blocks: false,
+    steps: |n, _| u32::from(n > 1),
+    bytes: |n, _| Fraction::new(n - 1, n),
+    steps_formula: "1",
+    bytes_formula: "(n-1)/n",
+    wins: "small worlds, any size",
+    source: "folklore",
+};
+
+fn build(request: &Request) -> Schedule {
+    let mut schedule = Schedule::new(Division::Blocks, Division::Blocks);
+    let team = Team::world(request);
+    for step in 1..team.size() {
+        let (to, from) = (team.after(step), team.before(step));
+        schedule.send(team.rank(to), Span::chunk(Buf::In, to));
+        schedule.recv(team.rank(from), Span::chunk(Buf::Out, from));
+    }
+    schedule.copy(Span::chunk(Buf::Out, team.index()), Span::chunk(Buf::In, team.index()));
+    schedule
+}

@@ -1,0 +1,35 @@
+//! Dissemination barrier: in step k every rank tells the one 2^k behind it that it, and all it has heard of, are there.
+//! Steps ceil(log2 n) for any n; messages have no payload.
+//! D. Hensgen, R. Finkel, U. Manber, Int. J. Parallel Programming 17 (1988).
+
+use crate::algorithms::prelude::*;
+
+/// The table row.
+pub const ROW: Algorithm = Algorithm {
+    id: 160,
+    name: "dissemination",
+    collective: Collective::Barrier,
+    build,
+    applies: always,
+    requires: "",
+    needs_equal_blocks: false,
+    steps: |n, _| ceil_log2(n),
+    bytes: |_, _| Fraction::new(0, 1),
+    steps_formula: "ceil(log2 n)",
+    bytes_formula: "0",
+    wins: "always",
+    source: "Hensgen, Finkel, Manber 1988",
+};
+
+fn build(request: &Request) -> Schedule {
+    let mut schedule = Schedule::new(Division::Whole, Division::Whole);
+    let team = Team::world(request);
+    let mut distance = 1;
+    while distance < team.size() {
+        schedule.send(team.rank(team.after(distance)), Span::empty());
+        schedule.recv(team.rank(team.before(distance)), Span::empty());
+        schedule.fence();
+        distance *= 2;
+    }
+    schedule
+}
