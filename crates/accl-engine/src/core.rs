@@ -6,9 +6,9 @@
 use std::collections::{HashMap, HashSet};
 use std::time::Instant;
 
-use accl_transport::Poller;
 use accl_transport::frame::{Header, Kind};
-use accl_types::Error;
+use accl_transport::{Card, Link, Poller};
+use accl_types::Result;
 
 use crate::completion::CompletionPool;
 use crate::net::{Net, PeerId};
@@ -31,6 +31,8 @@ pub(crate) struct Core {
     ended: HashSet<u64>,
     pub(crate) pool: CompletionPool,
     pub(crate) segment: u64,
+    /// Until when the driver is parked in the poller, if it is.
+    pub(crate) parked: Option<Instant>,
 }
 
 impl Core {
@@ -44,6 +46,7 @@ impl Core {
             ended: HashSet::new(),
             pool,
             segment,
+            parked: None,
         }
     }
 
@@ -94,6 +97,11 @@ impl Core {
         self.active.iter().filter_map(|id| self.groups.get(id)?.next_deadline()).min()
     }
 
+    /// Whether the parked driver must look again: a call has an earlier deadline, or waits for room.
+    pub(crate) fn must_wake_driver(&self, deadline: Option<Instant>) -> bool {
+        self.parked.is_some_and(|until| self.net.is_room_wanted() || deadline.is_some_and(|deadline| deadline < until))
+    }
+
     /// One pass: takes frames off links, advances calls, sends what can be sent. Returns whether anything moved.
     pub(crate) fn pass(&mut self, now: Instant) -> bool {
         let mut moved = false;
@@ -119,11 +127,6 @@ impl Core {
             !group.is_idle()
         });
         moved
-    }
-
-    /// Whether a pass could move something although no frame came.
-    pub(crate) fn is_busy(&self) -> bool {
-        self.active.iter().any(|id| self.groups.get(id).is_some_and(GroupState::is_busy))
     }
 
     /// Fails calls whose deadline passed or whose peers have gone. Done now and then, and before parking.
@@ -198,21 +201,8 @@ impl Core {
         self.net.close_all();
     }
 
-    /// Adds a peer unless it is known.
-    pub(crate) fn peer_error(&self, id: PeerId) -> Option<Error> {
-        match &self.net.peer(id).gone {
-            Some(crate::net::Gone::Lost(error)) => Some(error.clone()),
-            Some(crate::net::Gone::Left) | None => None,
-        }
-    }
-
     /// Has the poller watch a new link and adds it.
-    pub(crate) fn add_link(
-        &mut self,
-        card: accl_transport::Card,
-        link: Box<dyn accl_transport::Link>,
-        poller: &Poller,
-    ) -> accl_types::Result<PeerId> {
+    pub(crate) fn add_link(&mut self, card: Card, link: Box<dyn Link>, poller: &Poller) -> Result<PeerId> {
         self.net.add(card, link, poller)
     }
 }

@@ -313,17 +313,21 @@ impl Engine {
 
     /// One pass, waiting for the lock.
     pub(crate) fn pass_now(&self) {
-        self.core.lock().pass(Instant::now());
-        self.wake_finished_driver();
+        let mut core = self.core.lock();
+        core.pass(Instant::now());
+        let wake = core.must_wake_driver(None);
+        drop(core);
+        self.wake_driver_if(wake);
     }
 
     /// One pass unless somebody else is at it.
     pub(crate) fn try_pass(&self) {
         let Some(mut core) = self.core.try_lock() else { return };
         let moved = core.pass(Instant::now());
+        let wake = core.must_wake_driver(None);
         drop(core);
-        if moved {
-            self.wake_finished_driver();
+        if moved || wake {
+            self.wake_driver_if(wake);
         }
     }
 
@@ -337,12 +341,12 @@ impl Engine {
     }
 
     /// After a submission: one pass for an asynchronous call, and a driver if there is none.
-    pub(crate) fn submitted(&self, call: &Arc<Call>, mode: Mode, deadline: Option<Instant>) {
+    pub(crate) fn submitted(&self, call: &Arc<Call>, mode: Mode) {
         if mode == Mode::Async {
             self.try_pass();
         }
         if needs_driver(call, mode) {
-            self.ensure_driver(deadline);
+            self.ensure_driver();
         }
     }
 
@@ -390,10 +394,13 @@ impl Engine {
             let now = Instant::now();
             if let Some(mut core) = self.core.try_lock() {
                 let moved = core.pass(now);
+                let wake = core.must_wake_driver(None);
                 drop(core);
                 if moved {
                     looks = 0;
-                    self.wake_finished_driver();
+                }
+                if moved || wake {
+                    self.wake_driver_if(wake);
                 }
             }
             if let Some(outcome) = call.outcome() {
@@ -467,14 +474,17 @@ impl Engine {
                 core.net.unpark();
                 return;
             }
-            match (until, core.next_deadline()) {
+            let until = match (until, core.next_deadline()) {
                 (Some(a), Some(b)) => Some(a.min(b)),
                 (a, b) => a.or(b),
-            }
+            };
+            core.parked = Some(until.unwrap_or_else(far));
+            until
         };
         // A failure to wait shows as a loop that does not sleep; deadlines still end it.
         let _ = parts.poller.wait(until.map(|until| until.saturating_duration_since(now)));
         let mut core = self.core.lock();
+        core.parked = None;
         core.net.unpark();
         let now = Instant::now();
         core.pass(now);
@@ -512,7 +522,7 @@ impl Engine {
         self.appoint(&mut turn);
         drop(turn);
         if self.with_core(|core| core.has_calls()) {
-            self.ensure_driver(None);
+            self.ensure_driver();
         }
     }
 
@@ -524,15 +534,10 @@ impl Engine {
         }
     }
 
-    /// Sees to it that somebody makes progress while nobody waits; `deadline` is that of a new call.
-    fn ensure_driver(&self, deadline: Option<Instant>) {
+    /// Sees to it that somebody makes progress while nobody waits.
+    fn ensure_driver(&self) {
         let mut turn = self.turn.lock();
         if turn.driver {
-            drop(turn);
-            // The driver sleeps until the earliest deadline that it knew of.
-            if deadline.is_some_and(|deadline| deadline < Instant::now() + Duration::from_secs(60)) {
-                self.kick();
-            }
             return;
         }
         if !turn.waiters.is_empty() {
@@ -601,11 +606,12 @@ impl Engine {
         }
     }
 
-    /// When another thread's pass ended the call that the driver waits for, the driver must not sleep on.
-    fn wake_finished_driver(&self) {
-        // The driver looks at least once a tick; this only makes it prompt.
-        let Some(turn) = self.turn.try_lock() else { return };
-        if turn.driver && turn.driver_call.is_some() {
+    /// After another thread's pass: the driver must not sleep on when its call may have ended, or when it `must` look.
+    fn wake_driver_if(&self, must: bool) {
+        // A driver that is not parked yet looks once more before it parks, and at least once a tick.
+        let turn = if must { Some(self.turn.lock()) } else { self.turn.try_lock() };
+        let Some(turn) = turn else { return };
+        if turn.driver && (must || turn.driver_call.is_some()) {
             drop(turn);
             self.kick();
         }

@@ -90,12 +90,16 @@ impl Group {
                     self.start_run(&desc, buffers, group, hands)
                 }?;
                 group.advance(hands);
-                Ok((call, group.next_deadline()))
+                Ok((call, deadline(&desc, group, now)))
             });
-            started.unwrap_or_else(|| Err(self.destroyed(Some(desc.collective))))
+            let (call, deadline) = started.unwrap_or_else(|| Err(self.destroyed(Some(desc.collective))))?;
+            Ok((call, core.must_wake_driver(deadline)))
         });
-        let (call, deadline) = result.map_err(placed)?;
-        self.engine.submitted(&call, mode, deadline);
+        let (call, wake) = result.map_err(placed)?;
+        if wake {
+            self.engine.kick();
+        }
+        self.engine.submitted(&call, mode);
         Ok(call)
     }
 
@@ -247,7 +251,6 @@ impl Group {
             group.leave(hands);
             unsaid
         });
-        let now = Instant::now();
         self.engine.with_core(|core| core.remove_group(self.id));
         self.engine.kick();
         match unsaid {

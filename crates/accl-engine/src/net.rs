@@ -39,6 +39,8 @@ pub(crate) struct Peer {
 pub(crate) struct Net {
     peers: Vec<Peer>,
     by_uuid: HashMap<[u8; 16], PeerId>,
+    /// Some send found no room since the last [`Net::prepare_park`].
+    room_wanted: bool,
 }
 
 impl Net {
@@ -99,6 +101,7 @@ impl Net {
             Ok(Some(place)) => Some(place),
             Ok(None) | Err(_) => {
                 peer.wants_room = true;
+                self.room_wanted = true;
                 None
             }
         }
@@ -117,7 +120,7 @@ impl Net {
             return;
         }
         header.payload_len = payload.len() as u32;
-        let mut write = |frame: &mut [u8]| {
+        let write = |frame: &mut [u8]| {
             header.emit(frame);
             frame[HEADER_BYTES..].copy_from_slice(payload);
         };
@@ -141,6 +144,7 @@ impl Net {
         while let Some(frame) = peer.outbox.front() {
             let Ok(Some(place)) = link.try_reserve(frame.len()) else {
                 peer.wants_room = true;
+                self.room_wanted = true;
                 break;
             };
             place.copy_from_slice(frame);
@@ -178,6 +182,7 @@ impl Net {
     /// Publishes "parked" on all links. `true`: something came up meanwhile.
     pub(crate) fn prepare_park(&mut self) -> bool {
         let mut ready = false;
+        self.room_wanted = false;
         for peer in &mut self.peers {
             let wants_room = std::mem::take(&mut peer.wants_room) || !peer.outbox.is_empty();
             if let Some(link) = peer.link.as_mut() {
@@ -185,6 +190,11 @@ impl Net {
             }
         }
         ready
+    }
+
+    /// Whether a parked driver does not know yet that somebody waits for room.
+    pub(crate) fn is_room_wanted(&self) -> bool {
+        self.room_wanted
     }
 
     pub(crate) fn unpark(&mut self) {

@@ -318,11 +318,6 @@ impl GroupState {
         moved
     }
 
-    /// Whether a pass without new frames could move something.
-    pub(crate) fn is_busy(&self) -> bool {
-        self.runs.values().any(Run::is_busy) || self.p2p.is_busy()
-    }
-
     /// Fails the group when a call's deadline passed or a rank that a call needs has gone.
     pub(crate) fn check(&mut self, hands: &mut Hands<'_>) {
         if self.poison.is_some() || self.is_idle() {

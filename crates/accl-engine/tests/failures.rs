@@ -1,0 +1,267 @@
+//! What goes wrong is an error on every rank that names the culprit, never a hang and never a wrong number.
+
+use std::time::{Duration, Instant};
+
+use accl_engine::{CallDesc, Waited};
+use accl_testkit::{Fabric, Member, World, WorldOptions, calls, finish};
+use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, ReduceOp};
+
+const FABRICS: &[Fabric] = &[Fabric::Loopback(4), Fabric::Shm, Fabric::Tcp];
+
+fn options(world: u32, fabric: Fabric) -> WorldOptions {
+    WorldOptions::new(world).over(fabric).timeout(Duration::from_secs(20))
+}
+
+fn error_of(result: accl_types::Result<()>) -> Error {
+    result.expect_err("the call must fail")
+}
+
+/// Runs calls that differ from rank to rank; every rank must learn of the disagreement at once or by its next call.
+fn disagree(name: &str, world: u32, call: impl Fn(&Member) -> accl_types::Result<()> + Sync, words: &[&str]) {
+    for &fabric in FABRICS {
+        let errors = World::new(options(world, fabric)).run("g", |member| match call(&member) {
+            Err(error) => error,
+            // A call that ended early learns of it with the next.
+            Ok(()) => error_of(member.barrier()),
+        });
+        for (rank, error) in errors.iter().enumerate() {
+            let text = error.to_string();
+            assert!(
+                matches!(error.kind, ErrorKind::Mismatch | ErrorKind::Aborted),
+                "{name} over {fabric:?}, rank {rank}: {text}"
+            );
+            for word in words {
+                assert!(text.contains(word), "{name} over {fabric:?}, rank {rank}: `{word}` is not in: {text}");
+            }
+        }
+    }
+}
+
+#[test]
+fn different_kinds_of_calls_are_named_on_all_ranks() {
+    let call = |member: &Member| {
+        if member.rank == 1 { member.barrier() } else { member.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum) }
+    };
+    disagree(
+        "kind",
+        3,
+        call,
+        &["ranks disagree on call 0", "rank 1 called barrier", "called all_reduce(float32, SUM, 8 elements)"],
+    );
+}
+
+#[test]
+fn different_sizes_are_named_on_all_ranks() {
+    let call = |member: &Member| member.all_reduce(&mut vec![1.0_f32; 8 + member.rank / 2], ReduceOp::Sum);
+    disagree("size", 3, call, &["rank 2 called all_reduce(float32, SUM, 9 elements)"]);
+}
+
+#[test]
+fn large_calls_of_different_sizes_are_named_on_all_ranks() {
+    let call = |member: &Member| member.all_reduce(&mut vec![1.0_f32; 1_000_000 + member.rank], ReduceOp::Sum);
+    disagree("size", 2, call, &["1000000 elements", "1000001 elements"]);
+}
+
+#[test]
+fn different_dtypes_and_operators_are_named() {
+    let dtypes = |member: &Member| {
+        if member.rank == 0 {
+            member.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum)
+        } else {
+            member.all_reduce(&mut [1_i32; 8], ReduceOp::Sum)
+        }
+    };
+    disagree("dtype", 2, dtypes, &["float32", "int32"]);
+    let op = |member: &Member| {
+        member.all_reduce(&mut [1.0_f32; 8], if member.rank == 0 { ReduceOp::Min } else { ReduceOp::Max })
+    };
+    disagree("operator", 2, op, &["MIN", "MAX"]);
+}
+
+#[test]
+fn different_roots_are_named_although_a_root_may_leave_early() {
+    let broadcast = |member: &Member| member.broadcast(&mut [1.0_f32; 8], member.rank as u32);
+    disagree("broadcast", 2, broadcast, &["root 0", "root 1"]);
+    let reduce = |member: &Member| member.reduce(&mut [1.0_f32; 8], ReduceOp::Sum, 1 - member.rank as u32);
+    disagree("reduce", 2, reduce, &["root 0", "root 1"]);
+}
+
+#[test]
+fn splits_that_do_not_match_are_named() {
+    let call = |member: &Member| {
+        let data = vec![1.0_f32; 10];
+        let mut out = vec![0.0_f32; 10];
+        // Rank 0 expects 5 from rank 1, which sends 7.
+        let (input, output) = if member.rank == 0 { ([5, 5], [5, 5]) } else { ([7, 3], [5, 5]) };
+        member.all_to_all(&data, &input, &mut out, &output, false)
+    };
+    disagree("splits", 2, call, &["28 bytes", "20"]);
+}
+
+#[test]
+fn a_message_of_another_size_is_named_on_both_sides() {
+    let call = |member: &Member| {
+        let call = if member.rank == 0 {
+            member.post_send(&[1_i64; 5], 1, 4)?
+        } else {
+            let mut got = vec![0_i64; 6];
+            let call = member.post_recv(&mut got, Some(0), 4)?;
+            finish(&call)?;
+            return Ok(());
+        };
+        finish(&call)
+    };
+    disagree("message", 2, call, &["sent 5 elements of int64", "receives 6 elements"]);
+}
+
+#[test]
+fn a_missing_rank_is_named_when_the_time_is_up() {
+    for &fabric in FABRICS {
+        let options = options(3, fabric).timeout(Duration::from_millis(300));
+        let errors = World::new(options).run("g", |member| {
+            if member.rank == 2 {
+                // Comes when the others have given up.
+                let patience = Instant::now() + Duration::from_secs(10);
+                while member.group.error().is_none() && Instant::now() < patience {
+                    let _ = finish(&member.post_send::<u8>(&[], 2, 1).unwrap());
+                    let _ = finish(&member.post_recv::<u8>(&mut [], Some(2), 1).unwrap());
+                }
+            }
+            let began = Instant::now();
+            let error = error_of(member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Sum));
+            (error, began.elapsed())
+        });
+        for (rank, (error, took)) in errors.iter().enumerate() {
+            let text = error.to_string();
+            assert!(text.contains(" Timed out waiting 3") && text.contains("rank 2 (host "), "rank {rank}: {text}");
+            let kind = if rank == 2 { ErrorKind::Aborted } else { ErrorKind::Timeout };
+            assert_eq!(error.kind, kind, "{text}");
+            assert!(*took < Duration::from_secs(5), "took {took:?}");
+        }
+    }
+}
+
+#[test]
+fn a_refused_call_consumes_no_number() {
+    World::new(options(2, Fabric::Loopback(4))).run("g", |member| {
+        if member.rank == 0 {
+            let mut desc = CallDesc::new(Collective::Broadcast, Dtype::F32);
+            desc.root = Rank(5);
+            desc.outputs = vec![vec![calls::write(&mut [1.0_f32])]];
+            let error = member.group.submit(desc).map(drop).expect_err("root 5 of 2");
+            assert_eq!(error.kind, ErrorKind::InvalidArgument, "{error}");
+            let error = error_of(member.all_reduce(&mut [1.0_f32; 3], ReduceOp::Band));
+            assert_eq!(error.kind, ErrorKind::Unsupported, "{error}");
+            assert!(error.to_string().contains("BAND"), "{error}");
+        }
+        let mut data = [member.rank as f32 + 1.0; 3];
+        member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+        assert_eq!(data, [3.0; 3]);
+    });
+}
+
+#[test]
+fn abort_ends_a_wait_in_another_thread_and_on_other_ranks() {
+    for &fabric in FABRICS {
+        let errors = World::new(options(2, fabric)).run("g", |member| {
+            if member.rank == 0 {
+                let mut data = [1.0_f32; 4];
+                let desc = member.all_reduce_desc(&mut data, ReduceOp::Sum, accl_engine::Mode::Async);
+                let call = member.group.submit(desc).unwrap();
+                let group = member.group.clone();
+                let aborter = std::thread::spawn(move || group.abort("the test wants it"));
+                let error = error_of(finish(&call));
+                aborter.join().unwrap();
+                error
+            } else {
+                // Waits for something that rank 0 never sends.
+                error_of(finish(&member.post_recv(&mut [0_u8; 4], Some(0), 9).unwrap()))
+            }
+        });
+        for error in errors {
+            assert_eq!(error.kind, ErrorKind::Aborted, "{error}");
+            assert!(error.to_string().contains("the test wants it"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_left_is_named() {
+    for &fabric in FABRICS {
+        World::new(options(3, fabric)).run("g", |member| {
+            member.barrier().unwrap();
+            if member.rank == 2 {
+                member.group.shutdown().unwrap();
+                return;
+            }
+            let error = error_of(member.barrier());
+            let text = error.to_string();
+            assert!(text.contains("rank 2 (host ") && text.contains("left the group"), "{fabric:?}: {text}");
+        });
+    }
+}
+
+#[test]
+fn a_destroyed_group_refuses_and_a_new_one_over_the_same_store_works() {
+    let world = World::new(options(2, Fabric::Shm));
+    for round in 0..5 {
+        world.run("again", |member| {
+            let mut data = [round as f32; 2];
+            member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+            assert_eq!(data, [2.0 * round as f32; 2]);
+            member.barrier().unwrap();
+            member.group.shutdown().unwrap();
+            let error = error_of(member.barrier());
+            assert_eq!(error.kind, ErrorKind::Aborted);
+            assert!(error.to_string().contains("destroyed"), "{error}");
+        });
+    }
+}
+
+#[test]
+fn an_interrupt_ends_a_wait_soon() {
+    World::new(options(2, Fabric::Shm)).run("g", |member| {
+        if member.rank == 0 {
+            let mut got = [0_u8; 1];
+            let call = member.post_recv(&mut got, Some(1), 0).unwrap();
+            let mut looks = 0;
+            let began = Instant::now();
+            let waited = call.wait(None, &mut || {
+                looks += 1;
+                looks == 3
+            });
+            assert_eq!(waited, Waited::Interrupted);
+            assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+            member.barrier().unwrap();
+            finish(&call).unwrap();
+        } else {
+            member.barrier().unwrap();
+            finish(&member.post_send(&[1_u8], 0, 0).unwrap()).unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_monitored_barrier_names_who_is_missing_and_leaves_the_group_usable() {
+    World::new(options(3, Fabric::Loopback(8))).run("g", |member| {
+        let patience = Duration::from_secs(10);
+        member.group.monitored_barrier(patience, false, &mut || false).unwrap();
+        let short = Duration::from_millis(150);
+        if member.rank == 0 {
+            let first = member.group.monitored_barrier(short, false, &mut || false).unwrap_err().to_string();
+            assert!(first.contains("Rank 1 failed to pass monitoredBarrier"), "{first}");
+            let all = member.group.monitored_barrier(short, true, &mut || false).unwrap_err().to_string();
+            assert!(all.contains("Ranks 1, 2 failed to pass monitoredBarrier"), "{all}");
+            let zero = member.group.monitored_barrier(Duration::ZERO, false, &mut || false).unwrap_err().to_string();
+            assert!(zero.contains("Rank 0 timed out in monitoredBarrier"), "{zero}");
+        } else {
+            for _ in 0..3 {
+                let error = member.group.monitored_barrier(short, false, &mut || false).unwrap_err().to_string();
+                let words = format!("Rank {} successfully reached monitoredBarrier, but received errors", member.rank);
+                assert!(error.contains(&words), "{error}");
+            }
+        }
+        member.barrier().unwrap();
+        member.group.monitored_barrier(patience, true, &mut || false).unwrap();
+    });
+}

@@ -1,0 +1,181 @@
+//! Worlds: engines and a group for every rank, and a thread for each to run on.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use accl_engine::{Engine, Group, GroupSpec};
+use accl_transport::frame::OVERHEAD_BYTES;
+use accl_transport::loopback::{self, Capacity};
+use accl_types::Rank;
+use accl_types::config::Config;
+
+use crate::{Member, MemoryStore};
+
+/// What connects the ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fabric {
+    /// Queues in this process that hold this many frames.
+    Loopback(usize),
+    /// Rings in shared memory.
+    Shm,
+    /// Sockets.
+    Tcp,
+}
+
+/// How a world is made.
+#[derive(Clone, Debug)]
+pub struct WorldOptions {
+    /// Number of ranks.
+    pub world: u32,
+    /// What connects them.
+    pub fabric: Fabric,
+    /// Settings of every rank.
+    pub config: Config,
+    /// Deadline of calls.
+    pub timeout: Duration,
+    /// Host identity of each rank; empty for one host.
+    pub hosts: Vec<String>,
+}
+
+impl WorldOptions {
+    /// `world` ranks over roomy loopback links with default settings.
+    pub fn new(world: u32) -> Self {
+        Self {
+            world,
+            fabric: Fabric::Loopback(64),
+            config: Config::default(),
+            timeout: Duration::from_secs(60),
+            hosts: Vec::new(),
+        }
+    }
+
+    /// Sets one setting by its option name.
+    ///
+    /// # Panics
+    /// Panics when the value is not accepted.
+    #[must_use]
+    pub fn with(mut self, option: &str, value: &str) -> Self {
+        self.config.set_option(option, value).unwrap_or_else(|error| panic!("{error}"));
+        self
+    }
+
+    /// Sets the fabric.
+    #[must_use]
+    pub fn over(mut self, fabric: Fabric) -> Self {
+        self.fabric = fabric;
+        self
+    }
+
+    /// Sets the deadline of calls.
+    #[must_use]
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+}
+
+/// Engines of all ranks, connected, and the store they meet in.
+pub struct World {
+    options: WorldOptions,
+    /// One engine per rank.
+    pub engines: Vec<Arc<Engine>>,
+    /// Where groups meet.
+    pub store: MemoryStore,
+}
+
+impl World {
+    /// Makes and connects the engines.
+    ///
+    /// # Panics
+    /// Panics when an endpoint cannot be opened: a test cannot go on.
+    pub fn new(options: WorldOptions) -> Self {
+        let mut config = options.config.clone();
+        let transports = match options.fabric {
+            Fabric::Loopback(_) => None,
+            Fabric::Shm => Some("shm"),
+            Fabric::Tcp => Some("tcp"),
+        };
+        if let Some(transports) = transports {
+            config.set_option("transports", transports).unwrap_or_else(|error| panic!("{error}"));
+        }
+        let engines: Vec<_> = (0..options.world as usize)
+            .map(|rank| {
+                let mut config = config.clone();
+                if let Some(host) = options.hosts.get(rank) {
+                    config.set_option("host_id", host).unwrap_or_else(|error| panic!("{error}"));
+                }
+                Engine::new(config)
+            })
+            .collect();
+        let world = Self { options, engines, store: MemoryStore::default() };
+        if let Fabric::Loopback(frames) = world.options.fabric {
+            world.connect_loopback(frames);
+        }
+        world
+    }
+
+    fn connect_loopback(&self, frames: usize) {
+        let unwrap = |error| panic!("{error}");
+        let frame_bytes = self.options.config.segment_bytes as usize + OVERHEAD_BYTES;
+        for (index, a) in self.engines.iter().enumerate() {
+            for b in &self.engines[index + 1..] {
+                let wakers = (a.waker().unwrap_or_else(unwrap), b.waker().unwrap_or_else(unwrap));
+                let (left, right) = loopback::pair(frame_bytes, Capacity::Frames(frames), wakers.0, wakers.1);
+                a.adopt_link(b.card().unwrap_or_else(unwrap), Box::new(left)).unwrap_or_else(unwrap);
+                b.adopt_link(a.card().unwrap_or_else(unwrap), Box::new(right)).unwrap_or_else(unwrap);
+            }
+        }
+    }
+
+    /// Makes a group over all ranks and runs `body` on a thread per rank; returns the results in rank order.
+    ///
+    /// # Panics
+    /// Panics when a rank panics, after all have ended.
+    pub fn run<R: Send>(&self, name: &str, body: impl Fn(Member) -> R + Sync) -> Vec<R> {
+        self.run_ranks(name, &(0..self.options.world).collect::<Vec<_>>(), body)
+    }
+
+    /// As [`World::run`], over the listed ranks of the world only.
+    ///
+    /// # Panics
+    /// As [`World::run`].
+    pub fn run_ranks<R: Send>(&self, name: &str, ranks: &[u32], body: impl Fn(Member) -> R + Sync) -> Vec<R> {
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = ranks
+                .iter()
+                .enumerate()
+                .map(|(rank, &global)| {
+                    let body = &body;
+                    let spawn = std::thread::Builder::new().name(format!("rank {rank}"));
+                    let work = move || body(Member::new(self.group(name, global, rank as u32, ranks.len() as u32)));
+                    spawn.spawn_scoped(scope, work).unwrap_or_else(|error| panic!("no thread: {error}"))
+                })
+                .collect();
+            let results: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
+            results.into_iter().map(|result| result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        })
+    }
+
+    fn group(&self, name: &str, global: u32, rank: u32, world: u32) -> Arc<Group> {
+        let engine = &self.engines[global as usize];
+        let spec = GroupSpec {
+            name: name.to_owned(),
+            rank: Rank(rank),
+            world,
+            timeout: self.options.timeout,
+            config: engine.config().clone(),
+            master: None,
+            global_ranks: Vec::new(),
+        };
+        let store = self.store.prefixed(name);
+        engine.create_group(spec, &store, &mut || false).unwrap_or_else(|error| panic!("{error}"))
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        for engine in &self.engines {
+            engine.shutdown();
+        }
+    }
+}
