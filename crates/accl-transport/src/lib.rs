@@ -13,7 +13,9 @@ pub mod loopback;
 mod poller;
 mod ring;
 mod settings;
+mod shm;
 mod sync;
+mod tcp;
 
 pub use card::Card;
 pub use endpoint::{ConnectError, Endpoint, Missing};

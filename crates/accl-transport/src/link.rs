@@ -40,7 +40,8 @@ pub trait Link: Send {
     fn flush(&mut self) -> Result<()>;
 
     /// Publishes "parked" (and, if asked, "waits for room"), then looks once more. `true`: something came up, do not
-    /// sleep. Either way [`Link::unpark`] follows.
+    /// sleep. Either way [`Link::unpark`] follows. A loss that was returned already is nothing new, so that a lost link
+    /// that is still in the caller's list keeps nobody awake.
     fn prepare_park(&mut self, wants_room: bool) -> bool;
 
     /// Takes "parked" back.

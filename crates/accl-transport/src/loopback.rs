@@ -34,6 +34,7 @@ pub fn pair(max_frame_bytes: usize, capacity: Capacity, a: Arc<Waker>, b: Arc<Wa
         reserved: None,
         peeked: None,
         spare: Vec::new(),
+        told: false,
     };
     (link(&ab, &ba, 0), link(&ba, &ab, 1))
 }
@@ -52,6 +53,7 @@ pub fn self_link(max_frame_bytes: usize, waker: Arc<Waker>) -> LoopbackLink {
         reserved: None,
         peeked: None,
         spare: Vec::new(),
+        told: false,
     }
 }
 
@@ -128,6 +130,8 @@ pub struct LoopbackLink {
     peeked: Option<Frame>,
     /// Frames to be used again: a steady exchange allocates nothing.
     spare: Vec<Frame>,
+    /// The end was returned to the caller: it is no longer a reason to stay awake.
+    told: bool,
 }
 
 const SPARE_FRAMES: usize = 16;
@@ -177,6 +181,7 @@ impl Link for LoopbackLink {
             let closed = self.inn.closed.load(Ordering::Acquire);
             self.peeked = self.inn.lock().pop_front();
             if self.peeked.is_none() && closed {
+                self.told = true;
                 return Err(Error::peer_lost("the loopback link was closed by its peer"));
             }
         }
@@ -201,7 +206,7 @@ impl Link for LoopbackLink {
         fence(Ordering::SeqCst);
         self.peeked.is_some()
             || !self.inn.lock().is_empty()
-            || self.inn.closed.load(Ordering::Acquire)
+            || (self.inn.closed.load(Ordering::Acquire) && !self.told)
             || (wants_room && (self.has_room() || self.out.deaf.load(Ordering::Acquire)))
     }
 
@@ -215,7 +220,11 @@ impl Link for LoopbackLink {
     }
 
     fn check_peer(&mut self) -> Result<()> {
-        if self.is_ended() { Err(Error::peer_lost("the loopback link was closed by its peer")) } else { Ok(()) }
+        if !self.is_ended() {
+            return Ok(());
+        }
+        self.told = true;
+        Err(Error::peer_lost("the loopback link was closed by its peer"))
     }
 
     fn close(&mut self) {

@@ -101,6 +101,14 @@ impl Place {
     }
 }
 
+/// A frame's bytes, and the place behind its record.
+#[derive(Clone, Copy, Debug)]
+struct Found {
+    at: usize,
+    len: usize,
+    next: Place,
+}
+
 /// The side that puts frames in.
 #[derive(Debug)]
 pub(crate) struct Writer<M> {
@@ -108,7 +116,7 @@ pub(crate) struct Writer<M> {
     place: Place,
     /// The reader's counter when it was last looked at. Looking again costs a cache miss, so only when room is short.
     head: u64,
-    reserved: Option<Place>,
+    reserved: Option<Found>,
 }
 
 impl<M: Memory> Writer<M> {
@@ -117,15 +125,15 @@ impl<M: Memory> Writer<M> {
         Self { memory, place: Place::START, head: 0, reserved: None }
     }
 
-    /// Place for a frame of `len` bytes; the caller has checked that `len` is at most the ring's longest frame.
+    /// Finds a place for a frame of `len` bytes; the caller has checked that `len` is at most the ring's longest frame.
     #[inline]
-    pub(crate) fn try_reserve(&mut self, len: usize) -> Result<Option<&mut [u8]>, Corrupt> {
+    pub(crate) fn reserve(&mut self, len: usize) -> Result<bool, Corrupt> {
         let ring_bytes = self.memory.data_bytes();
         let need = record_bytes(len);
         let to_end = ring_bytes - self.place.offset;
         let skip = if need <= to_end { 0 } else { to_end };
         if !self.has_room(skip + need)? {
-            return Ok(None);
+            return Ok(false);
         }
         let mut start = self.place;
         if skip > 0 {
@@ -133,18 +141,25 @@ impl<M: Memory> Writer<M> {
             start = start.advance(skip, ring_bytes);
         }
         self.put_word(start.offset, len as u64);
-        self.reserved = Some(start.advance(need, ring_bytes));
-        let at = start.offset + frame_at(len);
-        self.memory.note_write(at, len);
-        // SAFETY: `has_room` saw (Acquire) that the reader has given these bytes back, so nobody else touches them
-        // before `commit`; they lie inside the data, since `start.offset + need <= ring_bytes`.
-        Ok(Some(unsafe { std::slice::from_raw_parts_mut(self.memory.data().add(at), len) }))
+        self.reserved = Some(Found { at: start.offset + frame_at(len), len, next: start.advance(need, ring_bytes) });
+        Ok(true)
+    }
+
+    /// The reserved place.
+    #[inline]
+    pub(crate) fn reserved(&mut self) -> Option<&mut [u8]> {
+        self.reserved.map(|Found { at, len, .. }| {
+            self.memory.note_write(at, len);
+            // SAFETY: `reserve` saw (Acquire) that the reader has given these bytes back, so nobody else touches them
+            // before `commit`; they lie inside the data, since the whole record does.
+            unsafe { std::slice::from_raw_parts_mut(self.memory.data().add(at), len) }
+        })
     }
 
     /// Publishes the reserved frame; `false` without one.
     #[inline]
     pub(crate) fn commit(&mut self) -> bool {
-        let Some(next) = self.reserved.take() else { return false };
+        let Some(Found { next, .. }) = self.reserved.take() else { return false };
         self.place = next;
         // Release: the frame's bytes are visible to a reader that sees this count.
         self.memory.counters().tail.0.store(next.count, Ordering::Release);
@@ -191,14 +206,7 @@ pub(crate) struct Reader<M> {
     place: Place,
     /// The writer's counter when it was last looked at.
     tail: u64,
-    peeked: Option<Peeked>,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Peeked {
-    at: usize,
-    len: usize,
-    next: Place,
+    peeked: Option<Found>,
 }
 
 impl<M: Memory> Reader<M> {
@@ -207,24 +215,30 @@ impl<M: Memory> Reader<M> {
         Self { memory, max_frame_bytes, place: Place::START, tail: 0, peeked: None }
     }
 
-    /// The next frame; the same one until it is released.
+    /// Looks for a frame.
     #[inline]
-    pub(crate) fn peek(&mut self) -> Result<Option<&[u8]>, Corrupt> {
+    pub(crate) fn poll(&mut self) -> Result<bool, Corrupt> {
         if self.peeked.is_none() {
             self.peeked = self.find()?;
         }
-        Ok(self.peeked.map(|Peeked { at, len, .. }| {
+        Ok(self.peeked.is_some())
+    }
+
+    /// The frame that was found; the same one until it is released.
+    #[inline]
+    pub(crate) fn frame(&self) -> Option<&[u8]> {
+        self.peeked.map(|Found { at, len, .. }| {
             self.memory.note_read(at, len);
             // SAFETY: `find` checked that the frame lies inside the data and was published (Acquire); the writer
             // does not touch it before `release`.
             unsafe { std::slice::from_raw_parts(self.memory.data().add(at), len) }
-        }))
+        })
     }
 
     /// Gives the peeked frame's place back; `false` without one.
     #[inline]
     pub(crate) fn release(&mut self) -> bool {
-        let Some(Peeked { at, len, next }) = self.peeked.take() else { return false };
+        let Some(Found { at, len, next }) = self.peeked.take() else { return false };
         self.memory.note_read(at, len);
         self.place = next;
         // Release: our reads of the frame are done before the writer, which acquires this count, writes there.
@@ -235,7 +249,7 @@ impl<M: Memory> Reader<M> {
     /// Everything is checked here, because the other process may be broken: a wrong length must not lead us out of
     /// the ring.
     #[inline]
-    fn find(&mut self) -> Result<Option<Peeked>, Corrupt> {
+    fn find(&mut self) -> Result<Option<Found>, Corrupt> {
         let ring_bytes = self.memory.data_bytes();
         if self.place.count == self.tail {
             // Acquire: pairs with `commit`.
@@ -262,7 +276,7 @@ impl<M: Memory> Reader<M> {
         if need as u64 > self.tail - start.count || need > ring_bytes - start.offset {
             return Err(Corrupt);
         }
-        Ok(Some(Peeked { at: start.offset + frame_at(len), len, next: start.advance(need, ring_bytes) }))
+        Ok(Some(Found { at: start.offset + frame_at(len), len, next: start.advance(need, ring_bytes) }))
     }
 
     #[inline]

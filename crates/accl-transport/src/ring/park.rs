@@ -16,14 +16,13 @@ pub(crate) const ROOM: u32 = 2;
 #[derive(Debug)]
 pub(crate) struct SideState {
     parked: AtomicU32,
-    closed: AtomicU32,
 }
 
 impl SideState {
-    /// A side that is awake and open, as in fresh shared memory.
+    /// A side that is awake, as in fresh shared memory.
     #[cfg_attr(not(test), allow(dead_code))]
     pub(crate) fn new() -> SideState {
-        SideState { parked: AtomicU32::new(0), closed: AtomicU32::new(0) }
+        SideState { parked: AtomicU32::new(0) }
     }
 
     /// Says that this side is about to sleep. What it waits for must be looked at after this call.
@@ -47,16 +46,5 @@ impl SideState {
         // The swap makes one waker out of many commits. Whatever was announced meanwhile was taken with it, so it must
         // be answered too. Relaxed: the fence orders the load, and the wake-up itself orders what follows it.
         self.parked.load(Ordering::Relaxed) & what != 0 && self.parked.swap(0, Ordering::Relaxed) != 0
-    }
-
-    /// Says that this side will publish nothing more.
-    pub(crate) fn close(&self) {
-        // Release: whoever sees it sees the last commit.
-        self.closed.store(1, Ordering::Release);
-    }
-
-    /// Whether the side has said so.
-    pub(crate) fn is_closed(&self) -> bool {
-        self.closed.load(Ordering::Acquire) != 0
     }
 }

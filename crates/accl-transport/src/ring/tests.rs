@@ -46,6 +46,27 @@ fn ring(bytes: usize, max_frame: usize) -> (Writer<Shared>, Reader<Shared>, Shar
     (Writer::new(memory.clone()), Reader::new(memory.clone(), max_frame), memory)
 }
 
+trait TryReserve {
+    fn try_reserve(&mut self, len: usize) -> Result<Option<&mut [u8]>, Corrupt>;
+}
+
+impl TryReserve for Writer<Shared> {
+    fn try_reserve(&mut self, len: usize) -> Result<Option<&mut [u8]>, Corrupt> {
+        Ok(if self.reserve(len)? { self.reserved() } else { None })
+    }
+}
+
+trait Peek {
+    fn peek(&mut self) -> Result<Option<&[u8]>, Corrupt>;
+}
+
+impl Peek for Reader<Shared> {
+    fn peek(&mut self) -> Result<Option<&[u8]>, Corrupt> {
+        self.poll()?;
+        Ok(self.frame())
+    }
+}
+
 fn pattern(seed: usize, len: usize) -> Vec<u8> {
     (0..len).map(|i| (seed * 131 + i * 7) as u8).collect()
 }

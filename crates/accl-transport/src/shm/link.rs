@@ -1,0 +1,249 @@
+//! The link over a [`Region`]: rings for the frames, event descriptors for waking, a socket and a process descriptor
+//! for the notice of death.
+//!
+//! While both sides are busy, sending and receiving neither call the system nor lock nor allocate.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+use accl_types::{Error, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{RecvFlags, Shutdown};
+
+use super::region::{Direction, Region};
+use crate::Link;
+use crate::fork::Fd;
+use crate::poller::wake_fd;
+use crate::ring::park::{DATA, ROOM};
+use crate::ring::{Corrupt, Reader, Writer};
+
+/// What the handshake has gathered.
+pub(crate) struct Parts {
+    pub(crate) region: Region,
+    /// 0 on the side that created the region.
+    pub(crate) side: usize,
+    /// Carries nothing; its hang-up says that the peer has closed or died.
+    pub(crate) socket: Fd,
+    /// Writing it wakes the peer.
+    pub(crate) peer_event: Fd,
+    /// Readable when the peer has died; absent where the kernel or the container refuses it.
+    pub(crate) peer_process: Option<Fd>,
+    pub(crate) max_frame_bytes: usize,
+    /// Host and process of the peer, for messages.
+    pub(crate) peer: String,
+}
+
+/// One end of a shared-memory link.
+#[derive(Debug)]
+pub(crate) struct ShmLink {
+    region: Arc<Region>,
+    side: usize,
+    writer: Writer<Direction>,
+    reader: Reader<Direction>,
+    socket: Fd,
+    peer_event: Fd,
+    peer_process: Option<Fd>,
+    max_frame_bytes: usize,
+    peer: String,
+    /// Length of the shortest frame that found no room since the last park.
+    refused_bytes: Option<usize>,
+    closed: bool,
+    lost: Option<Error>,
+    /// The loss was returned to the caller: it is no longer a reason to stay awake.
+    told: bool,
+}
+
+impl ShmLink {
+    pub(crate) fn new(parts: Parts) -> ShmLink {
+        let Parts { region, side, socket, peer_event, peer_process, max_frame_bytes, peer } = parts;
+        let region = Arc::new(region);
+        ShmLink {
+            writer: Writer::new(Direction::new(&region, side)),
+            reader: Reader::new(Direction::new(&region, 1 - side), max_frame_bytes),
+            region,
+            side,
+            socket,
+            peer_event,
+            peer_process,
+            max_frame_bytes,
+            peer,
+            refused_bytes: None,
+            closed: false,
+            lost: None,
+            told: false,
+        }
+    }
+
+    fn wake_peer_if(&self, what: u32) {
+        if self.region.side(1 - self.side).take_call(what) {
+            wake_fd(self.peer_event.as_fd());
+        }
+    }
+
+    /// The first error stays.
+    fn fail(&mut self, error: Error) -> Error {
+        self.lost.get_or_insert(error).clone()
+    }
+
+    fn report_loss(&mut self) -> Result<()> {
+        let Some(lost) = &self.lost else { return Ok(()) };
+        self.told = true;
+        Err(lost.clone())
+    }
+
+    fn corrupt(&mut self, _: Corrupt) -> Error {
+        self.told = true;
+        self.fail(Error::protocol(format!("the ring of {} holds what cannot be a frame", self.peer)))
+    }
+
+    fn guard_fork(&mut self) -> Result<()> {
+        if self.socket.is_ours() {
+            Ok(())
+        } else {
+            Err(self.fail(Error::internal("the link belongs to the parent process")))
+        }
+    }
+
+    /// Asks the kernel, without blocking, whether the peer has closed or died.
+    fn look_for_death(&mut self) {
+        if self.lost.is_some() {
+            return;
+        }
+        let events = PollFlags::IN | PollFlags::RDHUP;
+        let mut fds = [PollFd::new(&self.socket, events), PollFd::new(&self.socket, PollFlags::empty())];
+        if let Some(process) = &self.peer_process {
+            fds[1] = PollFd::new(process, PollFlags::IN);
+        }
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        if !matches!(poll(&mut fds, Some(&now)), Ok(1..)) {
+            return;
+        }
+        let died = self.peer_process.is_some() && !fds[1].revents().is_empty();
+        let hung_up = !fds[0].revents().is_empty() && self.is_at_end();
+        if died {
+            self.fail(Error::peer_lost(format!("{} has died", self.peer)));
+        } else if hung_up {
+            self.fail(Error::peer_lost(format!("{} has closed the link or died", self.peer)));
+        }
+    }
+
+    fn is_at_end(&self) -> bool {
+        let mut byte = [0; 1];
+        match rustix::net::recv(&self.socket, &mut byte[..], RecvFlags::DONTWAIT) {
+            Ok((0, _)) => true,
+            // Nobody writes here after the handshake; bytes that come nevertheless mean nothing.
+            Ok(_) => false,
+            Err(why) => why != rustix::io::Errno::AGAIN && why != rustix::io::Errno::INTR,
+        }
+    }
+}
+
+impl Link for ShmLink {
+    fn max_frame_bytes(&self) -> usize {
+        self.max_frame_bytes
+    }
+
+    #[inline]
+    fn try_reserve(&mut self, len_bytes: usize) -> Result<Option<&mut [u8]>> {
+        self.guard_fork()?;
+        if let Some(lost) = &self.lost {
+            return Err(lost.clone());
+        }
+        if self.closed || len_bytes > self.max_frame_bytes {
+            return Err(Error::internal(format!(
+                "a frame of {len_bytes} bytes on a link that takes {} and is {}",
+                self.max_frame_bytes,
+                if self.closed { "closed" } else { "open" }
+            )));
+        }
+        match self.writer.reserve(len_bytes) {
+            Ok(true) => Ok(self.writer.reserved()),
+            Ok(false) => {
+                self.refused_bytes = Some(self.refused_bytes.map_or(len_bytes, |shorter| shorter.min(len_bytes)));
+                Ok(None)
+            }
+            Err(corrupt) => Err(self.corrupt(corrupt)),
+        }
+    }
+
+    #[inline]
+    fn commit(&mut self) {
+        if self.writer.commit() {
+            self.wake_peer_if(DATA);
+        }
+    }
+
+    #[inline]
+    fn peek(&mut self) -> Result<Option<&[u8]>> {
+        self.guard_fork()?;
+        // `lost` was set before this look at the ring, so what the peer left behind is found first.
+        match self.reader.poll() {
+            Ok(true) => Ok(self.reader.frame()),
+            Ok(false) => self.report_loss().map(|()| None),
+            Err(corrupt) => Err(self.corrupt(corrupt)),
+        }
+    }
+
+    #[inline]
+    fn release(&mut self) {
+        if self.reader.release() {
+            self.wake_peer_if(ROOM);
+        }
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn prepare_park(&mut self, wants_room: bool) -> bool {
+        if self.guard_fork().is_err() {
+            return true;
+        }
+        self.region.side(self.side).announce(if wants_room { DATA | ROOM } else { DATA });
+        let wanted = self.refused_bytes.unwrap_or(self.max_frame_bytes);
+        if self.reader.poll() != Ok(false) || (wants_room && self.writer.would_fit(wanted) != Ok(false)) {
+            return true;
+        }
+        // The edge of a hang-up may have been reported already, and then it would not end the sleep.
+        self.look_for_death();
+        self.lost.is_some() && !self.told
+    }
+
+    fn unpark(&mut self) {
+        self.refused_bytes = None;
+        if self.socket.is_ours() {
+            self.region.side(self.side).retract();
+        }
+    }
+
+    fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        std::iter::once(self.socket.as_fd()).chain(self.peer_process.as_ref().map(AsFd::as_fd)).collect()
+    }
+
+    fn check_peer(&mut self) -> Result<()> {
+        self.guard_fork()?;
+        self.look_for_death();
+        match (&self.lost, self.reader.poll()) {
+            (None, _) | (Some(_), Ok(true)) => Ok(()),
+            (Some(_), Ok(false)) => self.report_loss(),
+            (Some(_), Err(corrupt)) => Err(self.corrupt(corrupt)),
+        }
+    }
+
+    fn close(&mut self) {
+        if !self.closed && self.socket.is_ours() {
+            self.closed = true;
+            // The peer's poller sees the hang-up; what was committed before is in the ring. Fails only when the peer
+            // has hung up itself.
+            let _ = rustix::net::shutdown(&self.socket, Shutdown::Write);
+        }
+    }
+
+    fn transport(&self) -> &'static str {
+        "shm"
+    }
+
+    fn describe(&self) -> String {
+        format!("shm, {} KiB rings, {}", self.region.ring_bytes() / 1024, self.peer)
+    }
+}

@@ -1,0 +1,174 @@
+//! The memory of one link: a page of counters and flags, then one ring for each direction.
+//!
+//! Owns creating, checking, mapping and unmapping. The memory is reserved before it is used, so that shortage is an
+//! error here and never a SIGBUS later, and sealed, so that no side can shrink it under the other.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags};
+use rustix::process::Resource;
+
+use super::budget::Reserved;
+use crate::fork::Fd;
+use crate::ring::park::SideState;
+use crate::ring::{Apart, Counters, Memory, min_ring_bytes};
+
+const PAGE: usize = 4096;
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+/// The first page. All zero is the state at the start.
+#[repr(C)]
+#[derive(Debug)]
+struct Control {
+    directions: [Counters; 2],
+    sides: [Apart<SideState>; 2],
+}
+
+const _: () = assert!(size_of::<Control>() <= PAGE);
+
+/// Bytes of a direction, rounded so that it fills pages and the longest frame always fits.
+pub(crate) fn ring_bytes_for(wanted: u64, max_frame_bytes: usize) -> usize {
+    usize::try_from(wanted).unwrap_or(usize::MAX / 4).max(min_ring_bytes(max_frame_bytes)).next_multiple_of(PAGE)
+}
+
+/// Bytes of the whole region.
+pub(crate) fn region_bytes(ring_bytes: usize) -> usize {
+    PAGE + 2 * ring_bytes
+}
+
+/// A mapped region.
+#[derive(Debug)]
+pub(crate) struct Region {
+    base: NonNull<u8>,
+    ring_bytes: usize,
+    /// Counts towards the limit of the process that created the region.
+    _reserved: Option<Reserved>,
+}
+
+// SAFETY: the pointer is to memory that is shared on purpose; the ring protocol governs all access to it.
+unsafe impl Send for Region {}
+// SAFETY: as above.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// Creates the memory and returns it with its descriptor.
+    ///
+    /// # Errors
+    /// A clause that says what the system refused.
+    pub(crate) fn create(ring_bytes: usize, reserved: Reserved) -> Result<(Region, Fd), String> {
+        let len = region_bytes(ring_bytes);
+        check_file_size_limit(len)?;
+        let fd = Fd::adopt(memfd).map_err(|why| format!("memfd_create: {why}"))?;
+        rustix::fs::ftruncate(&fd, len as u64).map_err(|why| format!("ftruncate to {len} bytes: {why}"))?;
+        rustix::io::retry_on_intr(|| rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len as u64))
+            .map_err(|why| format!("fallocate of {len} bytes: {why}"))?;
+        rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(|why| format!("sealing: {why}"))?;
+        Ok((Region::map(fd.as_fd(), ring_bytes, Some(reserved))?, fd))
+    }
+
+    /// Maps what a peer created.
+    ///
+    /// # Errors
+    /// A clause that says what does not fit or what the system refused.
+    pub(crate) fn open(fd: BorrowedFd<'_>, ring_bytes: usize) -> Result<Region, String> {
+        let seals = rustix::fs::fcntl_get_seals(fd).map_err(|why| format!("no memory that can be sealed: {why}"))?;
+        if !seals.contains(SEALS) {
+            return Err("the memory is not sealed".to_owned());
+        }
+        let stat = rustix::fs::fstat(fd).map_err(|why| format!("fstat: {why}"))?;
+        if u64::try_from(stat.st_size) != Ok(region_bytes(ring_bytes) as u64) {
+            return Err(format!("the memory has {} bytes, not {}", stat.st_size, region_bytes(ring_bytes)));
+        }
+        Region::map(fd, ring_bytes, None)
+    }
+
+    fn map(fd: BorrowedFd<'_>, ring_bytes: usize, reserved: Option<Reserved>) -> Result<Region, String> {
+        let len = region_bytes(ring_bytes);
+        // Populated, so that no page fault falls into the first calls.
+        let flags = MapFlags::SHARED | MapFlags::POPULATE;
+        // SAFETY: a new mapping at a place of the kernel's choice. Its length was reserved and sealed, so that no
+        // access inside it can fault.
+        let base =
+            unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags, fd, 0) }
+                .map_err(|why| format!("mmap of {len} bytes: {why}"))?;
+        let base = NonNull::new(base.cast()).ok_or("mmap gave no address")?;
+        Ok(Region { base, ring_bytes, _reserved: reserved })
+    }
+
+    /// Bytes of one direction.
+    pub(crate) fn ring_bytes(&self) -> usize {
+        self.ring_bytes
+    }
+
+    /// The flags of side 0 (who created the region) or 1.
+    pub(crate) fn side(&self, side: usize) -> &SideState {
+        &self.control().sides[side].0
+    }
+
+    fn control(&self) -> &Control {
+        // SAFETY: the first page is mapped, aligned, valid in every bit pattern, and holds only atomics.
+        unsafe { self.base.cast::<Control>().as_ref() }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made in `map` with this length; nobody refers to it any more, since every user holds
+        // an `Arc` of the region. A forked child has its own copy of the mapping and unmaps that.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), region_bytes(self.ring_bytes)) };
+    }
+}
+
+/// One direction of a region: the one that side `direction` writes.
+#[derive(Clone, Debug)]
+pub(crate) struct Direction {
+    region: Arc<Region>,
+    direction: usize,
+}
+
+impl Direction {
+    pub(crate) fn new(region: &Arc<Region>, direction: usize) -> Direction {
+        assert!(direction < 2, "a region has two directions");
+        Direction { region: Arc::clone(region), direction }
+    }
+}
+
+// SAFETY: the ring lies inside the mapping behind the first page, is page-aligned and its size a multiple of a page;
+// the mapping lives as long as the `Arc`. The handshake gives each side one writer and one reader, of different
+// directions.
+unsafe impl Memory for Direction {
+    #[inline]
+    fn counters(&self) -> &Counters {
+        &self.region.control().directions[self.direction]
+    }
+    #[inline]
+    fn data(&self) -> *mut u8 {
+        // SAFETY: inside the mapping: see `region_bytes`.
+        unsafe { self.region.base.as_ptr().add(PAGE + self.direction * self.region.ring_bytes) }
+    }
+    #[inline]
+    fn data_bytes(&self) -> usize {
+        self.region.ring_bytes
+    }
+}
+
+fn memfd() -> Result<std::os::fd::OwnedFd, Errno> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    // Without NOEXEC_SEAL newer kernels complain in their log; older ones (before 6.3) do not know it.
+    match rustix::fs::memfd_create("accl-ring", flags | MemfdFlags::NOEXEC_SEAL) {
+        Err(Errno::INVAL) => rustix::fs::memfd_create("accl-ring", flags),
+        other => other,
+    }
+}
+
+/// Growing a file beyond `ulimit -f` would not fail but kill the process by SIGXFSZ.
+fn check_file_size_limit(len: usize) -> Result<(), String> {
+    match rustix::process::getrlimit(Resource::Fsize).current {
+        Some(limit) if limit < len as u64 => Err(format!("`ulimit -f` allows {limit} of {len} bytes")),
+        Some(_) | None => Ok(()),
+    }
+}

@@ -1,0 +1,377 @@
+//! Frames over one TCP connection: a word with the length before each, padded to 8 bytes.
+//!
+//! Owns the buffers of both directions and the half-close; connecting is done in `endpoint`. The kernel wakes a parked
+//! side by itself, so there are no flags: parking only makes sure that no edge can have been missed, which is so
+//! once a read and a write have been refused.
+
+use std::os::fd::{AsFd, BorrowedFd};
+
+use accl_types::{Error, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags, Shutdown};
+
+use crate::Link;
+use crate::fork::Fd;
+
+/// What is collected before it must go out, besides one frame.
+const BUFFER_BYTES: usize = 256 << 10;
+/// From here on a commit sends at once instead of waiting for the flush at the end of the pass.
+const EAGER_BYTES: usize = 64 << 10;
+const WORD: usize = 8;
+/// How long a dropped link tries to get rid of its last frames: so many times so long.
+const LINGER_STEPS: u32 = 10;
+const LINGER_STEP: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+
+/// Bytes of a frame on the wire.
+const fn record_bytes(frame_bytes: usize) -> usize {
+    WORD + frame_bytes.next_multiple_of(WORD)
+}
+
+/// The length, and its complement so that a stream out of step is noticed at once.
+fn word_of(frame_bytes: usize) -> u64 {
+    let len = frame_bytes as u32;
+    u64::from(len) | u64::from(!len) << 32
+}
+
+fn frame_bytes_of(word: u64) -> Option<usize> {
+    let (len, check) = (word as u32, (word >> 32) as u32);
+    (check == !len).then_some(len as usize)
+}
+
+/// Bytes between `start` and `end`, in words so that frames are aligned.
+#[derive(Debug)]
+struct Buffer {
+    words: Box<[u64]>,
+    start: usize,
+    end: usize,
+}
+
+impl Buffer {
+    fn new(bytes: usize) -> Buffer {
+        Buffer { words: vec![0; bytes.div_ceil(WORD)].into_boxed_slice(), start: 0, end: 0 }
+    }
+
+    fn capacity(&self) -> usize {
+        self.words.len() * WORD
+    }
+
+    fn len(&self) -> usize {
+        self.end - self.start
+    }
+
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: the words are initialised, `u64` has no padding, and the length is theirs.
+        unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast(), self.words.len() * WORD) }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `bytes`; every bit pattern is a `u64`, and the borrow is exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), self.words.len() * WORD) }
+    }
+
+    /// Whether `make_room` would succeed.
+    fn has_room(&self, bytes: usize, dear: Dear) -> bool {
+        let may_move = match dear {
+            // Moving at most what was consumed keeps the cost below one copy of every byte.
+            Dear::Refuse => self.len() <= self.start,
+            Dear::Move => true,
+        };
+        self.end + bytes <= self.capacity() || (may_move && self.len() + WORD + bytes <= self.capacity())
+    }
+
+    /// Makes `bytes` free behind `end`, moving what there is to the front if need be.
+    fn make_room(&mut self, bytes: usize) {
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        } else if self.end + bytes > self.capacity() {
+            // Only whole words move, so that what is aligned stays aligned.
+            let from = self.start - self.start % WORD;
+            let end = self.end;
+            self.bytes_mut().copy_within(from..end, 0);
+            self.start -= from;
+            self.end -= from;
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Dear {
+    Refuse,
+    Move,
+}
+
+/// One end of a TCP link.
+#[derive(Debug)]
+pub(crate) struct TcpLink {
+    socket: Fd,
+    out: Buffer,
+    inn: Buffer,
+    /// Length of the reserved frame.
+    reserved: Option<usize>,
+    /// Length of the frame at `inn.start`.
+    peeked: Option<usize>,
+    max_frame_bytes: usize,
+    /// `local -> remote` and who that is.
+    place: String,
+    /// No more can be sent, and why.
+    deaf: Option<Error>,
+    /// No more will come, and why.
+    ended: Option<Error>,
+    /// The end was returned to the caller: it is no longer a reason to stay awake.
+    told: bool,
+    /// Length of the shortest frame that found no room since the last park.
+    refused_bytes: Option<usize>,
+    closing: Closing,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Closing {
+    Open,
+    /// Half-close as soon as the buffer is empty.
+    Wanted,
+    Done,
+}
+
+impl TcpLink {
+    /// Takes over a connected, non-blocking socket. `place` is for messages.
+    pub(crate) fn new(socket: Fd, max_frame_bytes: usize, place: String) -> TcpLink {
+        let buffer = || Buffer::new(BUFFER_BYTES + record_bytes(max_frame_bytes));
+        TcpLink {
+            socket,
+            out: buffer(),
+            inn: buffer(),
+            reserved: None,
+            peeked: None,
+            max_frame_bytes,
+            place,
+            deaf: None,
+            ended: None,
+            told: false,
+            refused_bytes: None,
+            closing: Closing::Open,
+        }
+    }
+
+    fn guard_fork(&self) -> Result<()> {
+        if self.socket.is_ours() { Ok(()) } else { Err(Error::internal("the link belongs to the parent process")) }
+    }
+
+    fn lost(&self, why: &str) -> Error {
+        Error::peer_lost(format!("{}: {why}", self.place))
+    }
+
+    /// Sends what the socket takes.
+    fn push(&mut self) {
+        while self.out.len() > 0 && self.deaf.is_none() {
+            let bytes = &self.out.bytes()[self.out.start..self.out.end];
+            match rustix::net::send(&self.socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+                Ok(sent) => self.out.start += sent,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return,
+                Err(why) => {
+                    self.deaf = Some(self.lost(&format!("sending failed: {why}")));
+                }
+            }
+        }
+        if self.closing == Closing::Wanted {
+            self.closing = Closing::Done;
+            let _ = rustix::net::shutdown(&self.socket, Shutdown::Write);
+        }
+    }
+
+    /// Whether there is a whole frame, reading at most once.
+    fn poll_frame(&mut self) -> Result<bool> {
+        if self.peeked.is_some() || self.parse()? {
+            return Ok(true);
+        }
+        if self.ended.is_some() {
+            return Ok(false);
+        }
+        self.fill();
+        self.parse()
+    }
+
+    /// Looks for a whole frame in what has arrived.
+    fn parse(&mut self) -> Result<bool> {
+        if self.inn.len() < WORD {
+            return Ok(false);
+        }
+        let word = self.inn.words[self.inn.start / WORD];
+        let Some(len) = frame_bytes_of(u64::from_le(word)).filter(|&len| len <= self.max_frame_bytes) else {
+            let error = Error::protocol(format!("{}: the stream holds what cannot be a frame", self.place));
+            self.told = true;
+            return Err(self.ended.insert(error).clone());
+        };
+        if self.inn.len() < record_bytes(len) {
+            return Ok(false);
+        }
+        self.peeked = Some(len);
+        Ok(true)
+    }
+
+    /// One read into the free part of the buffer, which always has room for the rest of the frame that has begun.
+    fn fill(&mut self) {
+        // Less than one frame is buffered when more is read, so there is room for the rest of it.
+        self.inn.make_room(record_bytes(self.max_frame_bytes));
+        let end = self.inn.end;
+        let read = loop {
+            let room = &mut self.inn.bytes_mut()[end..];
+            match rustix::net::recv(&self.socket, room, RecvFlags::DONTWAIT) {
+                Err(Errno::INTR) => {}
+                other => break other,
+            }
+        };
+        match read {
+            Ok((0, _)) => {
+                let inside = if self.inn.len() > 0 { " in the middle of a frame" } else { "" };
+                self.ended = Some(self.lost(&format!("the peer has closed the connection{inside}")));
+            }
+            Ok((count, _)) => self.inn.end += count,
+            Err(Errno::AGAIN) => {}
+            Err(why) => self.ended = Some(self.lost(&format!("receiving failed: {why}"))),
+        }
+    }
+
+    /// The limit is what is buffered and not what a frame adds: the buffer has room for one longest frame beyond it.
+    fn has_room(&self, len_bytes: usize) -> bool {
+        self.out.len() <= BUFFER_BYTES && self.out.has_room(record_bytes(len_bytes), Dear::Refuse)
+    }
+
+    fn report_end(&mut self) -> Result<()> {
+        let Some(ended) = &self.ended else { return Ok(()) };
+        self.told = true;
+        Err(ended.clone())
+    }
+}
+
+impl Link for TcpLink {
+    fn max_frame_bytes(&self) -> usize {
+        self.max_frame_bytes
+    }
+
+    fn try_reserve(&mut self, len_bytes: usize) -> Result<Option<&mut [u8]>> {
+        self.guard_fork()?;
+        if len_bytes > self.max_frame_bytes || self.closing != Closing::Open {
+            return Err(Error::internal(format!(
+                "a frame of {len_bytes} bytes on a link that takes {} and is {}",
+                self.max_frame_bytes,
+                if self.closing == Closing::Open { "open" } else { "closed" }
+            )));
+        }
+        if !self.has_room(len_bytes) {
+            self.push();
+        }
+        if let Some(deaf) = &self.deaf {
+            return Err(deaf.clone());
+        }
+        if !self.has_room(len_bytes) {
+            self.refused_bytes = Some(self.refused_bytes.map_or(len_bytes, |shorter| shorter.min(len_bytes)));
+            return Ok(None);
+        }
+        self.out.make_room(record_bytes(len_bytes));
+        // Records begin at multiples of a word even when the kernel has taken part of one: only `start` is odd then.
+        let at = self.out.end;
+        self.out.bytes_mut()[at..at + WORD].copy_from_slice(&word_of(len_bytes).to_le_bytes());
+        self.reserved = Some(len_bytes);
+        Ok(Some(&mut self.out.bytes_mut()[at + WORD..at + WORD + len_bytes]))
+    }
+
+    fn commit(&mut self) {
+        let Some(len) = self.reserved.take() else { return };
+        let (from, to) = (self.out.end + WORD + len, self.out.end + record_bytes(len));
+        self.out.bytes_mut()[from..to].fill(0);
+        self.out.end = to;
+        if self.out.len() >= EAGER_BYTES && self.guard_fork().is_ok() {
+            self.push();
+        }
+    }
+
+    fn peek(&mut self) -> Result<Option<&[u8]>> {
+        self.guard_fork()?;
+        if !self.poll_frame()? {
+            return self.report_end().map(|()| None);
+        }
+        let at = self.inn.start + WORD;
+        Ok(self.peeked.map(|len| &self.inn.bytes()[at..at + len]))
+    }
+
+    fn release(&mut self) {
+        if let Some(len) = self.peeked.take() {
+            self.inn.start += record_bytes(len);
+        }
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.guard_fork()?;
+        self.push();
+        self.deaf.clone().map_or(Ok(()), Err)
+    }
+
+    fn prepare_park(&mut self, wants_room: bool) -> bool {
+        if self.guard_fork().is_err() {
+            return true;
+        }
+        let was_deaf = self.deaf.is_some();
+        self.push();
+        // A read that found less than the buffer has room for has emptied the socket: whatever comes next is an edge.
+        // One that filled the buffer has brought a whole frame.
+        let news = self.poll_frame() != Ok(false)
+            || (self.ended.is_some() && !self.told)
+            || (self.deaf.is_some() && !was_deaf);
+        news || (wants_room && self.deaf.is_none() && self.has_room(self.refused_bytes.unwrap_or(self.max_frame_bytes)))
+    }
+
+    fn unpark(&mut self) {
+        self.refused_bytes = None;
+    }
+
+    fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        vec![self.socket.as_fd()]
+    }
+
+    fn check_peer(&mut self) -> Result<()> {
+        self.guard_fork()?;
+        if self.poll_frame()? { Ok(()) } else { self.report_end() }
+    }
+
+    fn close(&mut self) {
+        if self.closing == Closing::Open && self.guard_fork().is_ok() {
+            self.reserved = None;
+            self.closing = Closing::Wanted;
+            self.push();
+        }
+    }
+
+    fn transport(&self) -> &'static str {
+        "tcp"
+    }
+
+    fn describe(&self) -> String {
+        format!("tcp {}", self.place)
+    }
+}
+
+impl Drop for TcpLink {
+    fn drop(&mut self) {
+        self.close();
+        for _ in 0..LINGER_STEPS {
+            if self.closing != Closing::Wanted || self.deaf.is_some() {
+                break;
+            }
+            let _ = poll(&mut [PollFd::new(&self.socket, PollFlags::OUT)], Some(&LINGER_STEP));
+            self.push();
+        }
+        if self.guard_fork().is_ok() {
+            // Closing a socket with unread bytes would reset the connection and take our last frames with it.
+            self.inn.start = self.inn.end;
+            while self.ended.is_none() && self.inn.len() == 0 {
+                self.fill();
+                if self.inn.len() == 0 {
+                    break;
+                }
+                self.inn.start = self.inn.end;
+            }
+        }
+    }
+}
