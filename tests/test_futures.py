@@ -125,8 +125,19 @@ def test_many_callbacks_may_block_at_the_same_time(rank, world):
 
 @on_ranks(2)
 def test_a_callback_that_hangs_does_not_stop_the_progress_of_other_calls(rank, world):
-    release = threading.Event()
-    first = dist.all_reduce(torch.ones(3), async_op=True).get_future().then(lambda f: release.wait(LIMIT))
+    release, entered = threading.Event(), threading.Event()
+    late = torch.zeros(3)
+
+    def hang(future):
+        entered.set()
+        return release.wait(LIMIT)
+
+    # Attached before the call can be done, so that it is not this thread that runs it.
+    receive = dist.irecv(late, 1 - rank, tag=77)
+    first = receive.get_future().then(hang)
+    dist.barrier()
+    dist.send(torch.ones(3), 1 - rank, tag=77)
+    assert entered.wait(LIMIT)
     for count in (3, 300_007):
         tensor = torch.ones(count)
         dist.all_reduce(tensor, async_op=True).get_future().wait()
@@ -142,7 +153,7 @@ def test_an_exception_in_a_callback_stays_in_its_future(rank, world):
         raise ValueError("told so")
 
     chained = dist.all_reduce(torch.ones(3), async_op=True).get_future().then(fail)
-    with pytest.raises(ValueError, match="told so"):
+    with pytest.raises(RuntimeError, match="ValueError: told so"):
         chained.wait()
     tensor = torch.ones(3)
     dist.all_reduce(tensor)

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from support import on_ranks, run_script
+from support import BACKEND, on_ranks, run_script
 
 
 @on_ranks(2)
@@ -122,16 +122,16 @@ def test_four_bytes_do_not_wait_behind_64_mib_of_another_thread(rank, world):
     big = torch.ones(1 << 24)
     dist.all_reduce(torch.ones(1), group=small)
     dist.barrier()
-    thread = threading.Thread(target=lambda: [dist.all_reduce(big) for _ in range(3)])
+    thread = threading.Thread(target=lambda: [dist.all_reduce(big) for _ in range(5)])
     thread.start()
     times = []
-    while thread.is_alive() and len(times) < 20:
+    for _ in range(20):
         start = time.monotonic()
         dist.all_reduce(torch.ones(1), group=small)
         times.append(time.monotonic() - start)
-    # The ranks may see the thread end at different counts: agree before the next call.
+    # One such large call takes some 30 ms and more; two ranks with two threads each share the cores.
+    assert sorted(times)[len(times) // 2] < 0.02
     thread.join()
-    assert sorted(times)[len(times) // 2] < 0.25
 
 
 IDLE = """
@@ -155,8 +155,6 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("pending", [False, True], ids=["nothing_in_flight", "a_receive_pending"])
 def test_a_process_with_a_live_group_and_nothing_to_do_uses_no_cpu(pending):
-    from support import BACKEND
-
     late = torch_late = ""
     if pending:
         late = "work = dist.irecv(tensor, 1 - dist.get_rank())"
@@ -188,8 +186,6 @@ dist.destroy_process_group()
 
 
 def test_1000_live_groups_work_at_1024_descriptors_without_more_threads():
-    from support import BACKEND
-
     code = MANY.format(backend=BACKEND, count=1000)
     for script in run_script(code, world=2, timeout=120, limits={"RLIMIT_NOFILE": 1024}):
         assert script.exitcode == 0, script.stderr

@@ -25,6 +25,13 @@ GLOO = [
     ("strided|flat_forms|negative_view|negative_strided|conjugate_views|memory_formats", "", "reads raw memory or refuses"),
     ("leaves_other_tags|send_to_itself", "", "blocks until the peer receives"),
     ("barrier_that_times_out", "", "has another sentence and does not recover"),
+    ("monitored_barrier_names_the_first", "", "does not recover"),
+    ("wait_that_expires|call_that_times_out", "", "has other classes and does not recover"),
+    ("version_counter|duration|every_kind_of_call_has_a_future", "", "does not do it"),
+    ("memory_falls_after_receives", "", "makes no progress on a receive whose handle was dropped"),
+    ("callbacks_may_submit_and_block|callbacks_may_block_at_the|callback_that_hangs", "", "runs callbacks on its two threads"),
+    ("1000_live_groups|again_and_again|four_bytes_do_not", "", "has threads and descriptors per group"),
+    ("one_event_with_its_title", "(all_to_all|reduce_scatter)", "has another title"),
     ("gather_single_fills_one", "", "has no gather_single"),
 ]
 

@@ -15,6 +15,7 @@ import gc
 import inspect
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -35,6 +36,9 @@ GROUP_TIMEOUT = 20.0
 DEADLINE = 40.0
 
 PR_SET_PDEATHSIG = 1
+
+# In a stack dump: from the first frame of this file down to the interpreter's entry.
+_HARNESS_FRAMES = re.compile(rf'(?:  File "{re.escape(__file__)}".*\n)(?:  File .*\n)*')
 
 
 @dataclasses.dataclass
@@ -148,7 +152,7 @@ class RankProcess:
 
     def output(self) -> str:
         self.log.seek(0)
-        text = self.log.read().decode(errors="replace")
+        text = re.sub(_HARNESS_FRAMES, "", self.log.read().decode(errors="replace"))
         return text if len(text) < 20_000 else text[:10_000] + "\n[...]\n" + text[-10_000:]
 
     def clear_output(self):
