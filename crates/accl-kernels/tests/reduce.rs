@@ -58,9 +58,9 @@ fn pair_equals_the_oracle_on_every_isa() {
                     for &misalignment in MISALIGNMENTS {
                         for alias in [Alias::None, Alias::First, Alias::Second, Alias::Both] {
                             let case = format!("{op} {dtype} {isa} x{count} {finish:?} +{misalignment} {alias:?}");
-                            let mut dst = Buffer::new(&vec![0x5a; a.len()], misalignment);
-                            let mut x = Buffer::new(&a, misalignment / 2);
-                            let mut y = Buffer::new(&b, (misalignment + 3) % 64);
+                            let dst = Buffer::new(&vec![0x5a; a.len()], misalignment);
+                            let x = Buffer::new(&a, misalignment / 2);
+                            let y = Buffer::new(&b, (misalignment + 3) % 64);
                             let (to, from, other) = match alias {
                                 Alias::None => (dst.ptr(), x.ptr(), y.ptr()),
                                 Alias::First => (x.ptr(), x.ptr(), y.ptr()),
@@ -105,7 +105,7 @@ fn many_equals_the_oracle_on_every_isa() {
                     let mut buffers: Vec<Buffer> =
                         data.iter().enumerate().map(|(i, bytes)| Buffer::new(bytes, 7 * i % 64)).collect();
                     buffers.push(Buffer::new(&vec![0x5a; views[0].len()], 3));
-                    let srcs: Vec<*const u8> = buffers.iter_mut().map(|buffer| buffer.ptr().cast_const()).collect();
+                    let srcs: Vec<*const u8> = buffers.iter().map(|buffer| buffer.ptr().cast_const()).collect();
                     let reducer = Reducer::with_isa(op, dtype, divisor, isa).unwrap();
                     // SAFETY: the buffers have `count` elements; the destination is apart or equal to a source.
                     unsafe { reducer.many(srcs[dst_at].cast_mut(), &srcs[..sources], count, finish) };
@@ -125,7 +125,7 @@ fn many_equals_the_oracle_on_every_isa() {
 
 #[test]
 fn many_without_sources_writes_nothing() {
-    let mut dst = Buffer::new(&[1, 2, 3, 4], 0);
+    let dst = Buffer::new(&[1, 2, 3, 4], 0);
     let reducer = Reducer::new(ReduceOp::Sum, Dtype::F32, 2).unwrap();
     // SAFETY: one element.
     unsafe { reducer.many(dst.ptr(), &[], 1, Finish::Yes) };

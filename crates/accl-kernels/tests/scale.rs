@@ -50,8 +50,8 @@ fn scale_equals_the_oracle_on_every_isa() {
                 let want = expected(dtype, &content, factor);
                 for isa in available_isas() {
                     for misalignment in [0, 1, 8] {
-                        let mut src = Buffer::new(&content, misalignment);
-                        let mut dst = Buffer::new(&vec![0x5a; content.len()], 64 - misalignment);
+                        let src = Buffer::new(&content, misalignment);
+                        let dst = Buffer::new(&vec![0x5a; content.len()], 64 - misalignment);
                         let (to, from) = (dst.ptr(), src.ptr());
                         // SAFETY: both have `count` elements, apart, then equal.
                         unsafe {

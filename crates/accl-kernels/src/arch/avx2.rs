@@ -1,14 +1,15 @@
 //! AVX2: 32-byte vectors. float16 goes through the eight-element conversions of F16C.
 
 use std::arch::x86_64::{
-    __m256, _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128, _mm_storeu_si128, _mm256_add_ps, _mm256_and_ps,
-    _mm256_blendv_ps, _mm256_cmp_ps, _mm256_cvtph_ps, _mm256_cvtps_ph, _mm256_div_ps, _mm256_loadu_ps, _mm256_max_ps,
-    _mm256_min_ps, _mm256_mul_ps, _mm256_or_ps, _mm256_set1_ps, _mm256_storeu_ps,
+    __m256, _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_cvtph_ps, _mm_cvtps_ph, _mm_cvtsi32_si128, _mm_cvtsi128_si32,
+    _mm_cvtss_f32, _mm_loadu_si128, _mm_set_ss, _mm_storeu_si128, _mm256_add_ps, _mm256_and_ps, _mm256_blendv_ps,
+    _mm256_cmp_ps, _mm256_cvtph_ps, _mm256_cvtps_ph, _mm256_div_ps, _mm256_loadu_ps, _mm256_max_ps, _mm256_min_ps,
+    _mm256_mul_ps, _mm256_or_ps, _mm256_set1_ps, _mm256_storeu_ps,
 };
 use std::mem::MaybeUninit;
 
 use super::{Arch, Isa, ReduceKernels, Row, ScaleKernels, arch};
-use crate::reduce::lanes::{ArithReg, F16, FloatLanes, FloatReg, Lanes, LastOn, OpOn, OrderReg};
+use crate::reduce::lanes::{ArithReg, FloatLanes, FloatReg, Lanes, LastOn, OpOn, OrderReg};
 use crate::reduce::{loops, select};
 
 arch!(
@@ -33,7 +34,7 @@ impl Lanes for F16x8 {
     const SIZE_BYTES: usize = 2;
     type Acc = f32;
     type Reg = F32x8;
-    type Tail = F16;
+    type Tail = F16x1;
 
     #[inline(always)]
     unsafe fn load(src: *const u8) -> F32x8 {
@@ -52,15 +53,54 @@ impl Lanes for F16x8 {
     }
 
     #[inline(always)]
-    unsafe fn load_acc(src: *const f32) -> F32x8 {
-        // SAFETY: as above; the caller vouches for eight accumulators.
-        F32x8(unsafe { _mm256_loadu_ps(src) })
+    unsafe fn load_acc(slots: *const f32, slot: usize) -> F32x8 {
+        // SAFETY: as above; the caller vouches for eight slots.
+        F32x8(unsafe { _mm256_loadu_ps(slots.add(slot)) })
     }
 
     #[inline(always)]
-    unsafe fn store_acc(dst: *mut f32, value: F32x8) {
-        // SAFETY: as above; the caller vouches for eight accumulators.
-        unsafe { _mm256_storeu_ps(dst, value.0) };
+    unsafe fn store_acc(slots: *mut f32, slot: usize, value: F32x8) {
+        // SAFETY: as above; the caller vouches for eight slots.
+        unsafe { _mm256_storeu_ps(slots.add(slot), value.0) };
+    }
+}
+
+/// One float16, by the same instructions.
+pub(super) struct F16x1;
+
+impl Lanes for F16x1 {
+    const COUNT: usize = 1;
+    const SIZE_BYTES: usize = 2;
+    type Acc = f32;
+    type Reg = f32;
+    type Tail = F16x1;
+
+    #[inline(always)]
+    unsafe fn load(src: *const u8) -> f32 {
+        // SAFETY: as above; the caller vouches for two bytes.
+        unsafe { _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(src.cast::<u16>().read_unaligned().into()))) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(dst: *mut u8, value: f32) {
+        let canonical = if value.is_nan() { f32::NAN } else { value };
+        // SAFETY: as above; the caller vouches for two bytes.
+        unsafe {
+            let half = _mm_cvtsi128_si32(_mm_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm_set_ss(canonical)));
+            dst.cast::<u16>().write_unaligned(half as u16);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_acc(slots: *const f32, slot: usize) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe { slots.add(slot).read() }
+    }
+
+    #[inline(always)]
+    unsafe fn store_acc(slots: *mut f32, slot: usize, value: f32) {
+        // SAFETY: the caller's promise.
+        unsafe { slots.add(slot).write(value) };
     }
 }
 

@@ -15,13 +15,19 @@ pub(crate) fn widen_bf16(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 
-// The processors' own conversion (AVX512_BF16) flushes denormals and is therefore of no use here.
 #[inline(always)]
 pub(crate) fn narrow_bf16(value: f32) -> u16 {
+    (round_bf16(value) >> 16) as u16
+}
+
+/// The bfloat16 in the upper half; the lower half has no meaning.
+// The processors' own conversion (AVX512_BF16) flushes denormals and is therefore of no use here.
+#[inline(always)]
+pub(crate) fn round_bf16(value: f32) -> u32 {
     let bits = value.to_bits();
     // Half of the lowest kept bit, less one unless that bit is odd: ties go to even.
-    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
-    (if value.is_nan() { BF16_NAN } else { rounded }) as u16
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
+    if value.is_nan() { BF16_NAN << 16 } else { rounded }
 }
 
 #[inline(always)]

@@ -7,9 +7,15 @@
 
 use super::float16;
 
+/// Elements that are accumulated at a time. Accumulators and their part of two sources stay in the L1 cache.
+pub(crate) const BLOCK: usize = 512;
+
+/// Accumulators of a block: the elements behind the last group have theirs behind the others.
+pub(crate) const SLOTS: usize = BLOCK + 8;
+
 /// A group of `COUNT` elements of one type: how they lie in memory and which registers hold them.
 pub(crate) trait Lanes {
-    /// Elements in a group.
+    /// Elements in a group; divides `BLOCK`, and is at most `SLOTS - BLOCK`.
     const COUNT: usize;
     /// Bytes of one element in a buffer.
     const SIZE_BYTES: usize;
@@ -28,12 +34,17 @@ pub(crate) trait Lanes {
     /// # Safety
     /// `COUNT * SIZE_BYTES` bytes can be written at `dst`, at any alignment.
     unsafe fn store(dst: *mut u8, value: Self::Reg);
+    /// Reads the group whose first element is accumulated at `slot`.
+    ///
     /// # Safety
-    /// `COUNT` accumulators can be read at `src`.
-    unsafe fn load_acc(src: *const Self::Acc) -> Self::Reg;
+    /// `slots` are `SLOTS` accumulators, and this group was written by [`Lanes::store_acc`].
+    unsafe fn load_acc(slots: *const Self::Acc, slot: usize) -> Self::Reg;
+    /// Keeps a group. Which slots below `BLOCK` serve which elements is the implementation's own affair.
+    ///
     /// # Safety
-    /// `COUNT` accumulators can be written at `dst`.
-    unsafe fn store_acc(dst: *mut Self::Acc, value: Self::Reg);
+    /// `slots` has room for `SLOTS` accumulators; `slot` is a multiple of `COUNT` below `BLOCK`, or, if `COUNT` is 1,
+    /// any below `SLOTS`.
+    unsafe fn store_acc(slots: *mut Self::Acc, slot: usize, value: Self::Reg);
 }
 
 /// SUM and PRODUCT.
@@ -160,15 +171,15 @@ macro_rules! single {
             }
 
             #[inline(always)]
-            unsafe fn load_acc(src: *const $acc) -> $acc {
+            unsafe fn load_acc(slots: *const $acc, slot: usize) -> $acc {
                 // SAFETY: the caller's promise.
-                unsafe { src.read() }
+                unsafe { slots.add(slot).read() }
             }
 
             #[inline(always)]
-            unsafe fn store_acc(dst: *mut $acc, value: $acc) {
+            unsafe fn store_acc(slots: *mut $acc, slot: usize, value: $acc) {
                 // SAFETY: the caller's promise.
-                unsafe { dst.write(value) };
+                unsafe { slots.add(slot).write(value) };
             }
         }
     };
@@ -268,6 +279,89 @@ floats!(f32 f64);
 /// bfloat16, accumulated in float32.
 pub(crate) struct Bf16;
 single!(Bf16, u16, f32, value => float16::widen_bf16(value), result => float16::narrow_bf16(result));
+
+/// Two bfloat16 at a time. As parts of one 32-bit word they are widened and narrowed in place, by shifts and masks: a
+/// vectorised loop needs no shuffles for them.
+pub(crate) struct Bf16x2;
+
+/// Two float32 that go through the same operations.
+#[derive(Clone, Copy)]
+pub(crate) struct Twice(f32, f32);
+
+impl Lanes for Bf16x2 {
+    const COUNT: usize = 2;
+    const SIZE_BYTES: usize = 2;
+    type Acc = f32;
+    type Reg = Twice;
+    type Tail = Bf16;
+
+    #[inline(always)]
+    unsafe fn load(src: *const u8) -> Twice {
+        // SAFETY: the caller's promise of two elements.
+        let word = unsafe { src.cast::<u32>().read_unaligned() };
+        Twice(f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000))
+    }
+
+    #[inline(always)]
+    unsafe fn store(dst: *mut u8, value: Twice) {
+        let low = u32::from(float16::narrow_bf16(value.0));
+        let high = float16::round_bf16(value.1) & 0xffff_0000;
+        // SAFETY: the caller's promise of two elements.
+        unsafe { dst.cast::<u32>().write_unaligned(high | low) };
+    }
+
+    // The first elements of the words in one half of the block, the second ones in the other.
+    #[inline(always)]
+    unsafe fn load_acc(slots: *const f32, slot: usize) -> Twice {
+        // SAFETY: the caller's promise: `slot < BLOCK`.
+        unsafe { Twice(slots.add(slot / 2).read(), slots.add((BLOCK + slot) / 2).read()) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_acc(slots: *mut f32, slot: usize, value: Twice) {
+        // SAFETY: the caller's promise: `slot < BLOCK`.
+        unsafe {
+            slots.add(slot / 2).write(value.0);
+            slots.add((BLOCK + slot) / 2).write(value.1);
+        }
+    }
+}
+
+impl ArithReg for Twice {
+    #[inline(always)]
+    fn add(self, other: Self) -> Self {
+        Twice(self.0.add(other.0), self.1.add(other.1))
+    }
+
+    #[inline(always)]
+    fn mul(self, other: Self) -> Self {
+        Twice(self.0.mul(other.0), self.1.mul(other.1))
+    }
+}
+
+impl OrderReg for Twice {
+    #[inline(always)]
+    fn min(self, other: Self) -> Self {
+        Twice(OrderReg::min(self.0, other.0), OrderReg::min(self.1, other.1))
+    }
+
+    #[inline(always)]
+    fn max(self, other: Self) -> Self {
+        Twice(OrderReg::max(self.0, other.0), OrderReg::max(self.1, other.1))
+    }
+}
+
+impl FloatReg for Twice {
+    #[inline(always)]
+    fn div_scalar(self, divisor: f64) -> Self {
+        Twice(self.0.div_scalar(divisor), self.1.div_scalar(divisor))
+    }
+
+    #[inline(always)]
+    fn mul_scalar(self, factor: f64) -> Self {
+        Twice(self.0.mul_scalar(factor), self.1.mul_scalar(factor))
+    }
+}
 
 /// float16, accumulated in float32, converted with integer instructions.
 pub(crate) struct F16;

@@ -5,23 +5,26 @@
 
 use std::mem::MaybeUninit;
 
-use super::lanes::{FloatLanes, FloatReg, Lanes, Last, LastOn, Op, OpOn};
+use super::lanes::{BLOCK, FloatLanes, FloatReg, Lanes, Last, LastOn, Op, OpOn, SLOTS};
 
-/// Elements that `many` accumulates at a time. Accumulators and their part of two sources stay in the L1 cache.
-const BLOCK: usize = 512;
-
-/// Calls `$step::<V, ..>` at every group and `$step::<V::Tail, ..>` at every element behind the last group.
+/// Calls `$step::<V, ..>` at every group and `$step::<V::Tail, ..>` at every element behind the last group. `$i` is the
+/// element's index, `$slot` the place of its accumulator if the count is at most `BLOCK`.
 macro_rules! steps {
-    ($V:ident, $count:expr, $i:ident => $step:ident::[$($op:ident),*]($($arg:expr),*)) => {{
+    ($V:ident, $count:expr, $i:ident => $step:ident::$ops:tt $args:tt) => {
+        steps!($V, $count, $i, _slot => $step::$ops $args)
+    };
+    ($V:ident, $count:expr, $i:ident, $slot:ident => $step:ident::[$($op:ident),*]($($arg:expr),*)) => {{
         let count: usize = $count;
         let grouped = count - count % $V::COUNT;
         let mut $i = 0;
         while $i < grouped {
+            let $slot = $i;
             // SAFETY: `i + COUNT <= count` here; the caller vouches for `count` elements of each argument.
             unsafe { $step::<$V $(, $op)*>($($arg),*) };
             $i += $V::COUNT;
         }
         while $i < count {
+            let $slot = BLOCK + ($i - grouped);
             // SAFETY: as above, with one element.
             unsafe { $step::<$V::Tail $(, $op)*>($($arg),*) };
             $i += 1;
@@ -69,7 +72,7 @@ pub(crate) unsafe fn many<V: Lanes, O: OpOn<V>, F: LastOn<V>>(
     count: usize,
     world: f64,
 ) {
-    let mut block = [const { MaybeUninit::<V::Acc>::uninit() }; BLOCK];
+    let mut block = [const { MaybeUninit::<V::Acc>::uninit() }; SLOTS];
     let acc = block.as_mut_ptr().cast::<V::Acc>();
     let mut start = 0;
     while start < count {
@@ -81,66 +84,66 @@ pub(crate) unsafe fn many<V: Lanes, O: OpOn<V>, F: LastOn<V>>(
             Some(first) => {
                 // SAFETY: `start + len <= count`, and the caller vouches for `count` elements of each source.
                 let (a, b) = unsafe { (first[0].add(at), first[1].add(at)) };
-                steps!(V, len, i => start_with_two::[O](acc, a, b, i));
+                steps!(V, len, i, slot => start_with_two::[O](acc, a, b, i, slot));
             }
             None => {
                 let Some(only) = srcs.first() else { return };
                 // SAFETY: as above.
                 let src = unsafe { only.add(at) };
-                steps!(V, len, i => start_with_one::[](acc, src, i));
+                steps!(V, len, i, slot => start_with_one::[](acc, src, i, slot));
             }
         }
         for two in pairs.by_ref() {
             // SAFETY: as above.
             let (a, b) = unsafe { (two[0].add(at), two[1].add(at)) };
-            steps!(V, len, i => add_two::[O](acc, a, b, i));
+            steps!(V, len, i, slot => add_two::[O](acc, a, b, i, slot));
         }
         if let (Some(last), true) = (pairs.remainder().first(), srcs.len() > 1) {
             // SAFETY: as above.
             let src = unsafe { last.add(at) };
-            steps!(V, len, i => add_one::[O](acc, src, i));
+            steps!(V, len, i, slot => add_one::[O](acc, src, i, slot));
         }
         // SAFETY: as above, for `dst`.
         let out = unsafe { dst.add(at) };
         // Only now: `dst` may be one of the sources.
-        steps!(V, len, i => store_block::[F](out, acc, i, world));
+        steps!(V, len, i, slot => store_block::[F](out, acc, i, slot, world));
         start += len;
     }
 }
 
 #[inline(always)]
-unsafe fn start_with_one<V: Lanes>(acc: *mut V::Acc, src: *const u8, i: usize) {
+unsafe fn start_with_one<V: Lanes>(acc: *mut V::Acc, src: *const u8, i: usize, slot: usize) {
     // SAFETY: the caller has seen that this group lies within both.
-    unsafe { V::store_acc(acc.add(i), V::load(src.add(i * V::SIZE_BYTES))) };
+    unsafe { V::store_acc(acc, slot, V::load(src.add(i * V::SIZE_BYTES))) };
 }
 
 #[inline(always)]
-unsafe fn start_with_two<V: Lanes, O: Op<V::Reg>>(acc: *mut V::Acc, a: *const u8, b: *const u8, i: usize) {
+unsafe fn start_with_two<V: Lanes, O: Op<V::Reg>>(acc: *mut V::Acc, a: *const u8, b: *const u8, i: usize, slot: usize) {
     let at = i * V::SIZE_BYTES;
     // SAFETY: the caller has seen that this group lies within all three.
-    unsafe { V::store_acc(acc.add(i), O::apply(V::load(a.add(at)), V::load(b.add(at)))) };
+    unsafe { V::store_acc(acc, slot, O::apply(V::load(a.add(at)), V::load(b.add(at)))) };
 }
 
 #[inline(always)]
-unsafe fn add_two<V: Lanes, O: Op<V::Reg>>(acc: *mut V::Acc, a: *const u8, b: *const u8, i: usize) {
+unsafe fn add_two<V: Lanes, O: Op<V::Reg>>(acc: *mut V::Acc, a: *const u8, b: *const u8, i: usize, slot: usize) {
     let at = i * V::SIZE_BYTES;
     // SAFETY: the caller has seen that this group lies within all three.
     unsafe {
-        let sum = O::apply(V::load_acc(acc.add(i)), V::load(a.add(at)));
-        V::store_acc(acc.add(i), O::apply(sum, V::load(b.add(at))));
+        let sum = O::apply(V::load_acc(acc, slot), V::load(a.add(at)));
+        V::store_acc(acc, slot, O::apply(sum, V::load(b.add(at))));
     }
 }
 
 #[inline(always)]
-unsafe fn add_one<V: Lanes, O: Op<V::Reg>>(acc: *mut V::Acc, src: *const u8, i: usize) {
+unsafe fn add_one<V: Lanes, O: Op<V::Reg>>(acc: *mut V::Acc, src: *const u8, i: usize, slot: usize) {
     // SAFETY: the caller has seen that this group lies within both.
-    unsafe { V::store_acc(acc.add(i), O::apply(V::load_acc(acc.add(i)), V::load(src.add(i * V::SIZE_BYTES)))) };
+    unsafe { V::store_acc(acc, slot, O::apply(V::load_acc(acc, slot), V::load(src.add(i * V::SIZE_BYTES)))) };
 }
 
 #[inline(always)]
-unsafe fn store_block<V: Lanes, F: Last<V::Reg>>(dst: *mut u8, acc: *const V::Acc, i: usize, world: f64) {
-    // SAFETY: the caller has seen that this group lies within both, and has filled the accumulators.
-    unsafe { V::store(dst.add(i * V::SIZE_BYTES), F::finish(V::load_acc(acc.add(i)), world)) };
+unsafe fn store_block<V: Lanes, F: Last<V::Reg>>(dst: *mut u8, acc: *const V::Acc, i: usize, slot: usize, world: f64) {
+    // SAFETY: as above, and the accumulators are filled.
+    unsafe { V::store(dst.add(i * V::SIZE_BYTES), F::finish(V::load_acc(acc, slot), world)) };
 }
 
 /// dst = src * factor, elementwise; both have the same length, a multiple of the element's size.

@@ -51,9 +51,10 @@ fn element(dtype: Dtype, random: &mut Random) -> Vec<u8> {
     }
 }
 
-/// Bytes at a chosen distance from a 64-byte boundary, with guard bytes on both sides.
+/// Bytes at a chosen distance from a 64-byte boundary, with guard bytes on both sides. All access is through one
+/// pointer, so that the pointers handed out stay valid.
 pub struct Buffer {
-    memory: Vec<u8>,
+    memory: *mut [u8],
     start: usize,
     len_bytes: usize,
 }
@@ -63,25 +64,36 @@ const FILL: u8 = 0xa5;
 
 impl Buffer {
     pub fn new(content: &[u8], misalignment: usize) -> Buffer {
-        let memory = vec![FILL; content.len() + 3 * GUARD + misalignment];
+        let mut memory = vec![FILL; content.len() + 3 * GUARD + misalignment].into_boxed_slice();
         let start = GUARD + memory.as_ptr().align_offset(64) % 64 + misalignment;
-        let mut buffer = Buffer { memory, start, len_bytes: content.len() };
-        buffer.memory[start..start + content.len()].copy_from_slice(content);
-        buffer
+        memory[start..start + content.len()].copy_from_slice(content);
+        Buffer { memory: Box::into_raw(memory), start, len_bytes: content.len() }
     }
 
-    pub fn ptr(&mut self) -> *mut u8 {
-        self.memory[self.start..].as_mut_ptr()
+    pub fn ptr(&self) -> *mut u8 {
+        self.memory.cast::<u8>().wrapping_add(self.start)
     }
 
     pub fn bytes(&self) -> &[u8] {
-        &self.memory[self.start..self.start + self.len_bytes]
+        &self.all()[self.start..self.start + self.len_bytes]
     }
 
     /// Panics if a byte outside of the content was written.
     pub fn check_guards(&self) {
-        let before = &self.memory[..self.start];
-        let after = &self.memory[self.start + self.len_bytes..];
+        let (before, rest) = self.all().split_at(self.start);
+        let after = &rest[self.len_bytes..];
         assert!(before.iter().chain(after).all(|&byte| byte == FILL), "a byte outside of the buffer was written");
+    }
+
+    fn all(&self) -> &[u8] {
+        // SAFETY: from `Box::into_raw`; the tests write through `ptr` only between uses of this slice.
+        unsafe { &*self.memory }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: from `Box::into_raw`, and not used any more.
+        drop(unsafe { Box::from_raw(self.memory) });
     }
 }
