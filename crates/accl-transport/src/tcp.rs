@@ -70,14 +70,11 @@ impl Buffer {
         unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), self.words.len() * WORD) }
     }
 
-    /// Whether `make_room` would succeed.
-    fn has_room(&self, bytes: usize, dear: Dear) -> bool {
-        let may_move = match dear {
-            // Moving at most what was consumed keeps the cost below one copy of every byte.
-            Dear::Refuse => self.len() <= self.start,
-            Dear::Move => true,
-        };
-        self.end + bytes <= self.capacity() || (may_move && self.len() + WORD + bytes <= self.capacity())
+    /// Whether `make_room` would succeed without moving more than what was consumed, which keeps the cost below one
+    /// copy of every byte.
+    fn has_room(&self, bytes: usize) -> bool {
+        let may_move = self.len() <= self.start && self.len() + WORD + bytes <= self.capacity();
+        may_move || self.end + bytes <= self.capacity()
     }
 
     /// Makes `bytes` free behind `end`, moving what there is to the front if need be.
@@ -93,12 +90,6 @@ impl Buffer {
             self.end -= from;
         }
     }
-}
-
-#[derive(Clone, Copy)]
-enum Dear {
-    Refuse,
-    Move,
 }
 
 /// One end of a TCP link.
@@ -235,7 +226,7 @@ impl TcpLink {
 
     /// The limit is what is buffered and not what a frame adds: the buffer has room for one longest frame beyond it.
     fn has_room(&self, len_bytes: usize) -> bool {
-        self.out.len() <= BUFFER_BYTES && self.out.has_room(record_bytes(len_bytes), Dear::Refuse)
+        self.out.len() <= BUFFER_BYTES && self.out.has_room(record_bytes(len_bytes))
     }
 
     fn report_end(&mut self) -> Result<()> {

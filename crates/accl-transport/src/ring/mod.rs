@@ -33,7 +33,7 @@ pub(crate) struct Counters {
 
 impl Counters {
     /// Counters of an empty ring. (Fresh shared memory is all zero, which is the same.)
-    #[cfg_attr(not(test), allow(dead_code))]
+    #[cfg(test)]
     pub(crate) fn new() -> Counters {
         Counters { tail: Apart(AtomicU64::new(0)), head: Apart(AtomicU64::new(0)) }
     }
@@ -254,7 +254,7 @@ impl<M: Memory> Reader<M> {
         if self.place.count == self.tail {
             // Acquire: pairs with `commit`.
             let tail = self.memory.counters().tail.0.load(Ordering::Acquire);
-            if tail < self.tail || tail - self.place.count > ring_bytes as u64 || tail % LINE as u64 != 0 {
+            if tail < self.tail || tail - self.place.count > ring_bytes as u64 || !tail.is_multiple_of(LINE as u64) {
                 return Err(Corrupt);
             }
             self.tail = tail;

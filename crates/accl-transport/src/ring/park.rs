@@ -20,7 +20,7 @@ pub(crate) struct SideState {
 
 impl SideState {
     /// A side that is awake, as in fresh shared memory.
-    #[cfg_attr(not(test), allow(dead_code))]
+    #[cfg(all(test, loom))]
     pub(crate) fn new() -> SideState {
         SideState { parked: AtomicU32::new(0) }
     }

@@ -1,0 +1,172 @@
+//! Connections that others make to us, from accept to confirmation.
+//!
+//! Owns the accepting half of the handshake. A stranger (port scanner, browser) is dropped at its first wrong byte or
+//! after a while, and disturbs nobody.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use rustix::net::SocketFlags;
+
+use super::stream::{Stream, peer_uid};
+use super::wire::{CONFIRM_BYTES, HELLO_BYTES, Hello, Refusal, Reply, confirm_bytes};
+use super::{Identity, SHM, shm_link, tcp_link};
+use crate::fork::Fd;
+use crate::shm::region::{Region, region_bytes};
+use crate::{Link, PROTOCOL_VERSION};
+
+/// A silent connection is dropped after this long.
+const HELLO_TIME: Duration = Duration::from_secs(10);
+/// A peer that has our reply confirms at once, unless it is stopped.
+const CONFIRM_TIME: Duration = Duration::from_secs(60);
+
+/// A link made by a peer, and the peer's identity.
+pub(super) struct Accepted {
+    pub(super) from: [u8; 16],
+    pub(super) link: Box<dyn Link>,
+}
+
+/// A connection whose handshake is under way.
+pub(super) struct Incoming {
+    stream: Stream,
+    transport: u8,
+    since: Instant,
+    promised: Option<Promised>,
+}
+
+/// What is ready and waits for the confirmation.
+struct Promised {
+    from: [u8; 16],
+    own_nonce: u64,
+    max_frame_bytes: usize,
+    peer: String,
+    shared: Option<(Region, Fd)>,
+}
+
+/// What a look at a connection has brought.
+pub(super) enum Step {
+    Wait(Incoming),
+    Drop,
+    Done(Accepted),
+}
+
+/// One connection from a listener's queue.
+pub(super) fn accept(listener: &Fd, transport: u8, now: Instant) -> Result<Option<Incoming>, Errno> {
+    let make = || -> Result<OwnedFd, Errno> {
+        rustix::net::accept_with(listener, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC)
+    };
+    match Fd::adopt(make) {
+        Ok(socket) => Ok(Some(Incoming { stream: Stream::new(socket), transport, since: now, promised: None })),
+        Err(Errno::AGAIN) => Ok(None),
+        // Errors of the connection that was queued, not of the listener.
+        Err(Errno::CONNABORTED | Errno::INTR | Errno::PROTO | Errno::PERM | Errno::NETDOWN | Errno::HOSTUNREACH) => {
+            Ok(None)
+        }
+        Err(why) => Err(why),
+    }
+}
+
+impl Incoming {
+    pub(super) fn socket(&self) -> &Fd {
+        &self.stream.socket
+    }
+
+    pub(super) fn poll(self, me: &Identity, now: Instant) -> Step {
+        let step = if self.promised.is_some() { self.conclude() } else { self.greet(me) };
+        match step {
+            Ok(Step::Wait(this)) if now.saturating_duration_since(this.since) > this.limit() => Step::Drop,
+            Ok(step) => step,
+            // Whoever it was has gone or is no peer: there is nobody to report to.
+            Err(_) => Step::Drop,
+        }
+    }
+
+    fn limit(&self) -> Duration {
+        if self.promised.is_some() { CONFIRM_TIME } else { HELLO_TIME }
+    }
+
+    fn greet(mut self, me: &Identity) -> Result<Step, String> {
+        let hello = match self.stream.read::<HELLO_BYTES>()? {
+            Some(bytes) => Hello::parse(&bytes).map(Some),
+            None => Hello::check_prefix(self.stream.prefix()).map(|()| None),
+        };
+        match hello {
+            Ok(None) => Ok(Step::Wait(self)),
+            Ok(Some(hello)) => self.answer(&hello, me),
+            Err(Refusal::Stranger) => Err("a stranger".to_owned()),
+            Err(Refusal::Version(version)) => {
+                self.refuse(0, me, format!("it has protocol version {PROTOCOL_VERSION}, this process {version}"))
+            }
+        }
+    }
+
+    fn answer(mut self, hello: &Hello, me: &Identity) -> Result<Step, String> {
+        if hello.to != me.uuid {
+            return self.refuse(hello.nonce, me, "another process listens there".to_owned());
+        }
+        if hello.transport != self.transport || hello.from >= me.uuid {
+            return self.refuse(hello.nonce, me, "the handshake makes no sense there".to_owned());
+        }
+        let shared = match self.take_shared(hello, me) {
+            Ok(shared) => shared,
+            Err(why) => return self.refuse(hello.nonce, me, why),
+        };
+        let own_nonce = me.nonce();
+        let max_frame_bytes = me.max_frame_bytes.min(hello.max_frame_bytes as usize);
+        let reply =
+            Reply { nonce: hello.nonce, own_nonce, max_frame_bytes: max_frame_bytes as u32, refused: String::new() };
+        let waker = me.waker.as_fd();
+        let fds = if shared.is_some() { std::slice::from_ref(&waker) } else { &[] };
+        self.stream.write(&reply.to_bytes(), fds)?;
+        let peer = format!("{} pid {}", hello.hostname, hello.pid);
+        self.promised = Some(Promised { from: hello.from, own_nonce, max_frame_bytes, peer, shared });
+        self.conclude()
+    }
+
+    /// The memory and the event descriptor that come with a shared-memory hello.
+    fn take_shared(&mut self, hello: &Hello, me: &Identity) -> Result<Option<(Region, Fd)>, String> {
+        if self.transport != SHM {
+            return Ok(None);
+        }
+        let uid = peer_uid(&self.stream.socket)?;
+        if uid != me.uid {
+            return Err(format!("it belongs to user {}, this process to user {uid}", me.uid));
+        }
+        let fds = std::mem::take(&mut self.stream.fds);
+        let Ok([memory, event]) = <[Fd; 2]>::try_from(fds) else {
+            return Err("the descriptors did not arrive".to_owned());
+        };
+        let longest = me.max_frame_bytes.min(hello.max_frame_bytes as usize);
+        let ring_bytes = usize::try_from(hello.ring_bytes).unwrap_or(usize::MAX);
+        if ring_bytes < crate::ring::min_ring_bytes(longest)
+            || ring_bytes > usize::MAX / 4
+            || !ring_bytes.is_multiple_of(4096)
+        {
+            return Err(format!("rings of {ring_bytes} bytes cannot be used"));
+        }
+        let region = Region::open(memory.as_fd(), ring_bytes)
+            .map_err(|why| format!("{} bytes of shared memory: {why}", region_bytes(ring_bytes)))?;
+        Ok(Some((region, event)))
+    }
+
+    fn refuse(self, nonce: u64, me: &Identity, why: String) -> Result<Step, String> {
+        let reply = Reply { nonce, own_nonce: 0, max_frame_bytes: me.max_frame_bytes as u32, refused: why.clone() };
+        self.stream.write(&reply.to_bytes(), &[])?;
+        Err(why)
+    }
+
+    fn conclude(mut self) -> Result<Step, String> {
+        let Some(bytes) = self.stream.read::<CONFIRM_BYTES>()? else { return Ok(Step::Wait(self)) };
+        let Some(promised) = self.promised.filter(|p| bytes == confirm_bytes(p.own_nonce)) else {
+            return Err("the confirmation is wrong".to_owned());
+        };
+        let Promised { from, max_frame_bytes, peer, shared, .. } = promised;
+        let socket = self.stream.socket;
+        let link: Box<dyn Link> = match shared {
+            Some((region, event)) => shm_link(region, 1, socket, event, max_frame_bytes, peer),
+            None => tcp_link(socket, max_frame_bytes, &peer),
+        };
+        Ok(Step::Done(Accepted { from, link }))
+    }
+}

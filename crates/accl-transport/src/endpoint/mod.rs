@@ -1,0 +1,438 @@
+//! Connecting to peers: listeners, the handshake, and the choice of transport for each pair.
+//!
+//! Owns the identity of this process and everything until a link exists; links carry on alone. [`accept`] and [`dial`]
+//! have the two halves of the handshake, [`wire`] its bytes. Read [`Endpoint::connect`] first.
+
+mod accept;
+mod dial;
+mod stream;
+mod wire;
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use accl_types::{Error, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+
+use crate::card::hex;
+use crate::fork::Fd;
+use crate::loopback;
+use crate::shm::budget::Budget;
+use crate::shm::region::Region;
+use crate::shm::{Parts, ShmLink};
+use crate::tcp::TcpLink;
+use crate::{Card, Link, PROTOCOL_VERSION, Settings, TRANSPORTS, Waker, host, net};
+
+use accept::{Incoming, Step};
+use dial::{Dial, Trouble};
+
+/// Code of a transport in the handshake: its place in [`TRANSPORTS`].
+const SHM: u8 = 0;
+const TCP: u8 = 1;
+/// How often `interrupted` is asked.
+const TURN: Duration = Duration::from_millis(50);
+/// Connections that have not introduced themselves; the oldest goes when there are more.
+const MAX_STRANGERS: usize = 1024;
+/// Connections taken from a listener in one turn, so that a flood does not hold up the rest.
+const MAX_ACCEPTS: usize = 256;
+/// Missing peers that are spelled out in a message.
+const MAX_LISTED: usize = 8;
+
+/// A peer that was not reached.
+#[derive(Clone, Debug)]
+pub struct Missing {
+    /// Its index in the list of peers.
+    pub index: usize,
+    /// Why, as a clause: `no connection from it yet`, `connection refused (10.0.0.2:4000)`.
+    pub why: String,
+}
+
+/// Why [`Endpoint::connect`] gave up.
+#[derive(Clone, Debug)]
+pub struct ConnectError {
+    /// `Timeout` when the deadline passed, `Aborted` when interrupted, else what cannot be helped by waiting.
+    pub error: Error,
+    /// Every peer without a link. Links that were made are kept for the next attempt.
+    pub missing: Vec<Missing>,
+}
+
+/// What both halves of the handshake need to know of this process.
+pub(crate) struct Identity {
+    uuid: [u8; 16],
+    uid: u32,
+    host_id: String,
+    hostname: String,
+    max_frame_bytes: usize,
+    waker: Arc<Waker>,
+    nonces: AtomicU64,
+}
+
+impl Identity {
+    /// A number that this process has not used in a handshake before.
+    fn nonce(&self) -> u64 {
+        self.nonces.fetch_add(1, Ordering::Relaxed)
+    }
+}
+
+/// This process as its peers see it: one listening port, one Unix socket, one identity.
+pub struct Endpoint {
+    me: Identity,
+    card: Card,
+    settings: Settings,
+    budget: Budget,
+    /// With the code of its transport.
+    listeners: Vec<(u8, Fd)>,
+    incoming: Vec<Incoming>,
+    /// Links that are not asked for yet, by the peer's identity.
+    kept: HashMap<[u8; 16], Box<dyn Link>>,
+    /// The last accept found no descriptor: the queue is left alone for a turn.
+    starved: bool,
+    warnings: Vec<String>,
+    warned: Warned,
+}
+
+#[derive(Debug, Default)]
+struct Warned {
+    smaller_rings: bool,
+    no_shared_memory: bool,
+}
+
+impl fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Endpoint").field("card", &self.card).field("kept", &self.kept.len()).finish_non_exhaustive()
+    }
+}
+
+impl Endpoint {
+    /// Opens the listeners. Peers on this host will write to `waker` when this process is parked.
+    ///
+    /// # Errors
+    /// `Configuration` when no interface or port fits the settings; `Network` or `Exhausted` when the system refuses.
+    pub fn new(settings: Settings, waker: Arc<Waker>) -> Result<Endpoint> {
+        if settings.transports.is_empty() {
+            return Err(Error::configuration("ACCL_TRANSPORTS: the list is empty; expected some of shm, tcp"));
+        }
+        let uses = |name: &str| settings.transports.iter().any(|t| t == name);
+        let uuid = host::random_uuid().map_err(Error::network)?;
+        let me = Identity {
+            uuid,
+            uid: rustix::process::geteuid().as_raw(),
+            host_id: settings.host_id.clone().unwrap_or_else(host::host_id),
+            hostname: host::hostname(),
+            max_frame_bytes: settings.max_frame_bytes(),
+            waker,
+            nonces: AtomicU64::new(u64::from_le_bytes(std::array::from_fn(|i| uuid[i] ^ uuid[i + 8]))),
+        };
+        let mut listeners = Vec::new();
+        let mut warnings = Vec::new();
+        let mut unix_name = String::new();
+        if uses("shm") {
+            // A name of its own: the identity proper is the secret that admits connections.
+            let name = format!("accl-{}", hex(&host::random_uuid().map_err(Error::network)?));
+            match listen_unix(&name) {
+                Ok(fd) => {
+                    listeners.push((SHM, fd));
+                    unix_name = name;
+                }
+                Err(why) if uses("tcp") => {
+                    warnings.push(format!("no Unix socket, so tcp is used instead of shared memory: {why}"));
+                }
+                Err(why) => return Err(Error::network(format!("no Unix socket for shared memory: {why}"))),
+            }
+        }
+        let mut addresses = Vec::new();
+        if uses("tcp") {
+            let route = settings.master.and_then(net::route_to);
+            let offered = net::choose(&net::interfaces()?, &settings.socket_ifname, route)?;
+            let (fd, port, families) = net::listen(settings.port_range, std::process::id())?;
+            listeners.push((TCP, fd));
+            let reachable = |ip: &std::net::IpAddr| ip.is_ipv4() || families == net::Families::Both;
+            addresses = offered.into_iter().filter(reachable).map(|ip| SocketAddr::new(ip, port)).collect();
+        }
+        let card = Card {
+            version: PROTOCOL_VERSION,
+            uuid,
+            pid: std::process::id(),
+            uid: me.uid,
+            hostname: me.hostname.clone(),
+            host_id: me.host_id.clone(),
+            addresses,
+            unix_name,
+            transports: settings.transports.clone(),
+        };
+        Ok(Endpoint {
+            budget: Budget::new(settings.shm_limit),
+            me,
+            card,
+            settings,
+            listeners,
+            incoming: Vec::new(),
+            kept: HashMap::new(),
+            starved: false,
+            warnings,
+            warned: Warned::default(),
+        })
+    }
+
+    /// What to publish in the store.
+    pub fn card(&self) -> &Card {
+        &self.card
+    }
+
+    /// Links to all `peers`, in their order, made by connecting and accepting at once; the smaller identity of a pair
+    /// connects. For our own card it is a [`loopback::self_link`]. A connection from somebody who was not asked for is
+    /// kept and returned by a later call. Calls `interrupted` about every 50 ms.
+    ///
+    /// # Errors
+    /// A [`ConnectError`] that lists the missing peers. The links that were made are kept.
+    pub fn connect(
+        &mut self,
+        peers: &[Card],
+        deadline: Instant,
+        interrupted: &mut dyn FnMut() -> bool,
+    ) -> std::result::Result<Vec<Box<dyn Link>>, ConnectError> {
+        self.check_versions(peers)?;
+        let mut links: Vec<Option<Box<dyn Link>>> = peers.iter().map(|_| None).collect();
+        let mut dials: BTreeMap<usize, Dial> = BTreeMap::new();
+        for (index, peer) in peers.iter().enumerate() {
+            if peer.uuid == self.me.uuid {
+                links[index] = Some(Box::new(loopback::self_link(self.me.max_frame_bytes, Arc::clone(&self.me.waker))));
+            } else if peer.uuid > self.me.uuid && !self.kept.contains_key(&peer.uuid) {
+                dials.insert(index, Dial::new(peer, &self.me, &self.settings));
+            }
+        }
+        let mut asked = Instant::now();
+        loop {
+            let now = Instant::now();
+            self.take_incoming(now);
+            self.take_kept(peers, &mut links);
+            self.make_outgoing(peers, &mut links, &mut dials, now);
+            if links.iter().all(Option::is_some) {
+                return Ok(links.into_iter().flatten().collect());
+            }
+            let error = if !self.listeners.iter().all(|(_, fd)| fd.is_ours()) {
+                Some(Error::internal("the endpoint belongs to the parent of this forked process"))
+            } else if now >= deadline {
+                Some(Error::timeout("the deadline passed"))
+            } else if now.saturating_duration_since(asked) >= TURN {
+                asked = now;
+                interrupted().then(|| Error::aborted("interrupted"))
+            } else {
+                None
+            };
+            if let Some(error) = error {
+                return Err(self.give_up(error, peers, links, &dials));
+            }
+            self.sleep(&dials, TURN.min(deadline.saturating_duration_since(now)));
+        }
+    }
+
+    /// Fallbacks since the last call, one sentence each with its remedy.
+    pub fn take_warnings(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.warnings)
+    }
+
+    fn check_versions(&self, peers: &[Card]) -> std::result::Result<(), ConnectError> {
+        let other = |peer: &Card| peer.version != PROTOCOL_VERSION;
+        let missing: Vec<Missing> = peers
+            .iter()
+            .enumerate()
+            .filter(|(_, peer)| other(peer))
+            .map(|(index, peer)| Missing { index, why: format!("it has protocol version {}", peer.version) })
+            .collect();
+        let Some(first) = missing.first().map(|m| &peers[m.index]) else { return Ok(()) };
+        let error = Error::mismatch(format!(
+            "{} has protocol version {}, this process {PROTOCOL_VERSION}; install the same torch-accl everywhere",
+            first.place(),
+            first.version
+        ));
+        Err(ConnectError { error, missing })
+    }
+
+    /// Accepts what is queued and moves every handshake on.
+    fn take_incoming(&mut self, now: Instant) {
+        self.starved = false;
+        for (transport, listener) in &self.listeners {
+            for _ in 0..MAX_ACCEPTS {
+                match accept::accept(listener, *transport, now) {
+                    Ok(Some(incoming)) => self.incoming.push(incoming),
+                    Ok(None) => break,
+                    Err(_) => {
+                        self.starved = true;
+                        // Out of descriptors as a rule. Whoever waits in the queue stays there; somebody who has not
+                        // introduced himself makes room.
+                        if !self.incoming.is_empty() {
+                            self.incoming.remove(0);
+                        }
+                        break;
+                    }
+                }
+            }
+        }
+        let surplus = self.incoming.len().saturating_sub(MAX_STRANGERS);
+        self.incoming.drain(..surplus);
+        for incoming in std::mem::take(&mut self.incoming) {
+            match incoming.poll(&self.me, now) {
+                Step::Wait(incoming) => self.incoming.push(incoming),
+                Step::Done(accepted) => {
+                    self.kept.insert(accepted.from, accepted.link);
+                }
+                Step::Drop => {}
+            }
+        }
+    }
+
+    /// Moves kept links to where they are asked for. One whose peer has gone again is dropped: the peer will be
+    /// reported as missing, or has made another.
+    fn take_kept(&mut self, peers: &[Card], links: &mut [Option<Box<dyn Link>>]) {
+        for (peer, place) in peers.iter().zip(links).filter(|(_, place)| place.is_none()) {
+            if let Some(mut link) = self.kept.remove(&peer.uuid)
+                && link.check_peer().is_ok()
+            {
+                *place = Some(link);
+            }
+        }
+    }
+
+    fn make_outgoing(
+        &mut self,
+        peers: &[Card],
+        links: &mut [Option<Box<dyn Link>>],
+        dials: &mut BTreeMap<usize, Dial>,
+        now: Instant,
+    ) {
+        for (&index, dial) in dials.iter_mut() {
+            let made = dial.poll(&peers[index], &self.me, &self.settings, &self.budget, now);
+            if let Some((link, trouble)) = made {
+                links[index] = Some(link);
+                if let Some(trouble) = trouble {
+                    warn(&mut self.warnings, &mut self.warned, &trouble, &peers[index]);
+                }
+            }
+        }
+        dials.retain(|&index, _| links[index].is_none());
+    }
+
+    fn give_up(
+        &mut self,
+        mut error: Error,
+        peers: &[Card],
+        links: Vec<Option<Box<dyn Link>>>,
+        dials: &BTreeMap<usize, Dial>,
+    ) -> ConnectError {
+        let mut missing = Vec::new();
+        for (index, link) in links.into_iter().enumerate() {
+            match link {
+                Some(link) if peers[index].uuid != self.me.uuid => {
+                    self.kept.insert(peers[index].uuid, link);
+                }
+                Some(_) => {}
+                None => {
+                    let why = dials.get(&index).map_or(self.silence(), |dial| dial.why.as_str());
+                    let why = if why.is_empty() { "connected, but it does not answer yet" } else { why };
+                    missing.push(Missing { index, why: why.to_owned() });
+                }
+            }
+        }
+        let listed: Vec<_> =
+            missing.iter().take(MAX_LISTED).map(|m| format!("{}: {}", peers[m.index].place(), m.why)).collect();
+        let more = if missing.len() > MAX_LISTED { "; ..." } else { "" };
+        error.message = format!(
+            "{}; {} of {} peers have no link: {}{more}",
+            error.message,
+            missing.len(),
+            peers.len(),
+            listed.join("; ")
+        );
+        ConnectError { error, missing }
+    }
+
+    fn silence(&self) -> &'static str {
+        if self.starved {
+            "no descriptor left for its connection; raise the limit with `ulimit -n`"
+        } else {
+            "no connection from it yet"
+        }
+    }
+
+    /// Until something moves.
+    fn sleep(&self, dials: &BTreeMap<usize, Dial>, at_most: Duration) {
+        let queues = if self.starved { &[][..] } else { &self.listeners };
+        let listening = queues.iter().map(|(_, fd)| PollFd::new(fd, PollFlags::IN));
+        let greeting = self.incoming.iter().map(|i| PollFd::new(i.socket(), PollFlags::IN));
+        let calling = dials
+            .values()
+            .flat_map(Dial::sockets)
+            .map(|(fd, connecting)| PollFd::new(fd, if connecting { PollFlags::OUT } else { PollFlags::IN }));
+        let mut fds: Vec<_> = listening.chain(greeting).chain(calling).collect();
+        let timeout = Timespec { tv_sec: 0, tv_nsec: i64::from(at_most.subsec_nanos()) };
+        // A signal ends the sleep early, which is as well.
+        let _ = poll(&mut fds, Some(&timeout));
+    }
+}
+
+/// One warning of a kind is enough: what holds for one peer of this host holds for all.
+fn warn(warnings: &mut Vec<String>, warned: &mut Warned, trouble: &Trouble, peer: &Card) {
+    match trouble {
+        Trouble::SmallerRings(bytes, why) if !std::mem::replace(&mut warned.smaller_rings, true) => {
+            warnings.push(format!(
+                "rings of {} KiB instead of ACCL_RING_BYTES are used with {} (and maybe others), which costs bandwidth: {why}",
+                bytes / 1024,
+                peer.place()
+            ));
+        }
+        Trouble::NoSharedMemory(why) if !std::mem::replace(&mut warned.no_shared_memory, true) => {
+            warnings.push(format!(
+                "tcp is used instead of shared memory with {} (and maybe others), which costs speed: {why}; \
+                 ACCL_TRANSPORTS=tcp silences this",
+                peer.place()
+            ));
+        }
+        Trouble::SmallerRings(..) | Trouble::NoSharedMemory(_) => {}
+    }
+}
+
+fn listen_unix(name: &str) -> std::result::Result<Fd, rustix::io::Errno> {
+    let fd = Fd::adopt(|| {
+        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+        rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+    })?;
+    rustix::net::bind(&fd, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
+    rustix::net::listen(&fd, 4096)?;
+    Ok(fd)
+}
+
+fn shm_link(
+    region: Region,
+    side: usize,
+    socket: Fd,
+    peer_event: Fd,
+    max_frame_bytes: usize,
+    peer: String,
+) -> Box<dyn Link> {
+    let peer_process = stream::peer_process(&socket);
+    Box::new(ShmLink::new(Parts { region, side, socket, peer_event, peer_process, max_frame_bytes, peer }))
+}
+
+fn tcp_link(socket: Fd, max_frame_bytes: usize, peer: &str) -> Box<dyn Link> {
+    // Options that make it better but not possible: without them the link works as well.
+    let _ = sockopt::set_tcp_nodelay(&socket, true);
+    let _ = sockopt::set_socket_keepalive(&socket, true);
+    let _ = sockopt::set_tcp_keepidle(&socket, Duration::from_secs(10));
+    let _ = sockopt::set_tcp_keepintvl(&socket, Duration::from_secs(5));
+    let _ = sockopt::set_tcp_keepcnt(&socket, 4);
+    let show = |address: Option<rustix::net::SocketAddrAny>| {
+        let address = address.and_then(|a| SocketAddr::try_from(a).ok());
+        address.map_or_else(|| "?".to_owned(), |a| SocketAddr::new(a.ip().to_canonical(), a.port()).to_string())
+    };
+    let remote = rustix::net::getpeername(&socket).ok().flatten();
+    let place = format!("{} -> {} ({peer})", show(rustix::net::getsockname(&socket).ok()), show(remote));
+    Box::new(TcpLink::new(socket, max_frame_bytes, place))
+}
+
+const _: () = assert!(TRANSPORTS.len() == 2);

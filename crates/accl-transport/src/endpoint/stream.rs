@@ -1,0 +1,132 @@
+//! A connected socket during the handshake: reads exactly as many bytes as asked for, so that the frames behind them
+//! stay in the socket, and passes descriptors over Unix sockets.
+//!
+//! Owns the system calls of the handshake; decides nothing.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
+use rustix::process::{Pid, PidfdFlags};
+
+use crate::fork::{Fd, without_forks};
+
+/// Most descriptors that come with a message; more are closed by the kernel.
+const MAX_FDS: usize = 4;
+
+/// A socket with what has arrived of the next message.
+#[derive(Debug)]
+pub(super) struct Stream {
+    pub(super) socket: Fd,
+    received: Vec<u8>,
+    pub(super) fds: Vec<Fd>,
+}
+
+impl Stream {
+    pub(super) fn new(socket: Fd) -> Stream {
+        Stream { socket, received: Vec::new(), fds: Vec::new() }
+    }
+
+    /// What has arrived so far of the message that is being read.
+    pub(super) fn prefix(&self) -> &[u8] {
+        &self.received
+    }
+
+    /// The next `N` bytes once they are all there.
+    pub(super) fn read<const N: usize>(&mut self) -> Result<Option<[u8; N]>, String> {
+        while self.received.len() < N {
+            let mut bytes = [0; N];
+            let room = &mut bytes[self.received.len()..];
+            match receive(&self.socket, room, &mut self.fds) {
+                Ok(0) => return Err("the connection was closed during the handshake".to_owned()),
+                Ok(count) => self.received.extend_from_slice(&room[..count]),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Ok(None),
+                Err(why) => return Err(format!("the handshake cannot be received: {why}")),
+            }
+        }
+        let mut message = [0; N];
+        message.copy_from_slice(&self.received);
+        self.received.clear();
+        Ok(Some(message))
+    }
+
+    /// Sends a whole message. The messages of a handshake always fit into an empty socket buffer.
+    pub(super) fn write(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), String> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+            return Err(format!("{} descriptors are too many for a message", fds.len()));
+        }
+        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        let sent = rustix::io::retry_on_intr(|| {
+            rustix::net::sendmsg(&self.socket, &[IoSlice::new(bytes)], &mut control, flags)
+        });
+        match sent {
+            Ok(count) if count == bytes.len() => Ok(()),
+            Ok(count) => Err(format!("the system took {count} of {} bytes of the handshake", bytes.len())),
+            Err(why) => Err(format!("the handshake cannot be sent: {why}")),
+        }
+    }
+}
+
+fn receive(socket: &Fd, room: &mut [u8], fds: &mut Vec<Fd>) -> Result<usize, Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    // New descriptors appear here, and a fork must not carry them off before they are registered.
+    without_forks(|registry| {
+        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+        let count = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(room)], &mut control, flags)?.bytes;
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(rights) = message {
+                fds.extend(rights.map(|fd| registry.adopt(fd)));
+            }
+        }
+        Ok(count)
+    })
+}
+
+/// The effective user id of the process at the other end of a Unix socket, as the kernel saw it.
+pub(super) fn peer_uid(socket: &Fd) -> Result<u32, String> {
+    credentials(socket).map(|c| c.uid).map_err(|why| format!("its credentials are hidden: {why}"))
+}
+
+/// A descriptor of the process at the other end of a Unix socket, which is readable when it has died. `None` where
+/// the kernel or the container refuses.
+pub(super) fn peer_process(socket: &Fd) -> Option<Fd> {
+    Fd::adopt(|| peer_pidfd(socket).or_else(|_| pidfd_of_peer_pid(socket))).ok()
+}
+
+/// Asks the socket, which cannot mean another process that has got the number since. Needs Linux 6.5.
+fn peer_pidfd(socket: &Fd) -> Result<OwnedFd, Errno> {
+    const SO_PEERPIDFD: libc::c_int = 77;
+    let fd: libc::c_int = option(socket, SO_PEERPIDFD, -1)?;
+    // SAFETY: the kernel has just made this descriptor for us; a negative one is an error.
+    if fd < 0 { Err(Errno::BADF) } else { Ok(unsafe { OwnedFd::from_raw_fd(fd) }) }
+}
+
+/// A peer in another process namespace has the number 0 here and no descriptor.
+fn pidfd_of_peer_pid(socket: &Fd) -> Result<OwnedFd, Errno> {
+    let pid = Pid::from_raw(credentials(socket)?.pid).ok_or(Errno::SRCH)?;
+    rustix::process::pidfd_open(pid, PidfdFlags::empty())
+}
+
+/// Not by rustix, whose process numbers cannot be 0.
+fn credentials(socket: &Fd) -> Result<libc::ucred, Errno> {
+    option(socket, libc::SO_PEERCRED, libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX })
+}
+
+/// Reads a socket option that is a plain integer or a struct of such.
+fn option<T: Copy>(socket: &Fd, name: libc::c_int, initial: T) -> Result<T, Errno> {
+    let mut value = initial;
+    let mut len = size_of::<T>() as libc::socklen_t;
+    // SAFETY: the kernel stores at most `len` bytes into `value`, every bit pattern of which is valid.
+    let result = unsafe {
+        libc::getsockopt(socket.as_fd().as_raw_fd(), libc::SOL_SOCKET, name, (&raw mut value).cast(), &mut len)
+    };
+    if result == 0 && len as usize == size_of::<T>() { Ok(value) } else { Err(Errno::NOPROTOOPT) }
+}

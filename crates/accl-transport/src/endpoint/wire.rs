@@ -1,0 +1,199 @@
+//! The messages of the handshake: hello, reply, confirm, each of fixed length.
+//!
+//! A pure codec. The connecting side says hello, the accepting one replies, and only with the confirmation does the
+//! link exist for the latter: a side that gave up in between has left nothing behind. The first twelve bytes (mark and
+//! version) stay the same in all versions. What a stranger sends is refused at its first wrong byte.
+
+use crate::PROTOCOL_VERSION;
+
+pub(super) const HELLO_BYTES: usize = 128;
+pub(super) const REPLY_BYTES: usize = 192;
+pub(super) const CONFIRM_BYTES: usize = 24;
+
+const HELLO_MARK: &[u8; 8] = b"\x7faccl>\r\n";
+const REPLY_MARK: &[u8; 8] = b"\x7faccl<\r\n";
+const CONFIRM_MARK: &[u8; 8] = b"\x7faccl!\r\n";
+const VERSIONED_BYTES: usize = 12;
+const HELLO_NAME_AT: usize = 72;
+const REPLY_TEXT_AT: usize = 40;
+
+/// What can be wrong with received bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Refusal {
+    /// Not one of us: no answer.
+    Stranger,
+    /// One of us with another version.
+    Version(u32),
+}
+
+/// The first message of the connecting side.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Hello {
+    pub(super) transport: u8,
+    pub(super) from: [u8; 16],
+    /// The identity that was read in the store; nobody else knows it.
+    pub(super) to: [u8; 16],
+    pub(super) nonce: u64,
+    pub(super) pid: u32,
+    pub(super) max_frame_bytes: u32,
+    pub(super) ring_bytes: u64,
+    pub(super) hostname: String,
+}
+
+impl Hello {
+    pub(super) fn to_bytes(&self) -> [u8; HELLO_BYTES] {
+        let mut out = [0; HELLO_BYTES];
+        start(&mut out, HELLO_MARK);
+        out[12] = self.transport;
+        out[16..32].copy_from_slice(&self.from);
+        out[32..48].copy_from_slice(&self.to);
+        out[48..56].copy_from_slice(&self.nonce.to_le_bytes());
+        out[56..60].copy_from_slice(&self.pid.to_le_bytes());
+        out[60..64].copy_from_slice(&self.max_frame_bytes.to_le_bytes());
+        out[64..72].copy_from_slice(&self.ring_bytes.to_le_bytes());
+        put_text(&mut out[HELLO_NAME_AT..], &self.hostname);
+        out
+    }
+
+    pub(super) fn parse(bytes: &[u8; HELLO_BYTES]) -> Result<Hello, Refusal> {
+        check_start(bytes, HELLO_MARK)?;
+        Ok(Hello {
+            transport: bytes[12],
+            from: array(bytes, 16),
+            to: array(bytes, 32),
+            nonce: u64::from_le_bytes(array(bytes, 48)),
+            pid: u32::from_le_bytes(array(bytes, 56)),
+            max_frame_bytes: u32::from_le_bytes(array(bytes, 60)),
+            ring_bytes: u64::from_le_bytes(array(bytes, 64)),
+            hostname: text(&bytes[HELLO_NAME_AT..]),
+        })
+    }
+
+    /// Looks at the first bytes of a hello that has not arrived whole.
+    pub(super) fn check_prefix(bytes: &[u8]) -> Result<(), Refusal> {
+        check_start(bytes, HELLO_MARK)
+    }
+}
+
+/// The answer of the accepting side.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Reply {
+    /// Of the hello.
+    pub(super) nonce: u64,
+    /// To be confirmed.
+    pub(super) own_nonce: u64,
+    pub(super) max_frame_bytes: u32,
+    /// Why not, or empty.
+    pub(super) refused: String,
+}
+
+impl Reply {
+    pub(super) fn to_bytes(&self) -> [u8; REPLY_BYTES] {
+        let mut out = [0; REPLY_BYTES];
+        start(&mut out, REPLY_MARK);
+        out[12] = u8::from(!self.refused.is_empty());
+        out[16..24].copy_from_slice(&self.nonce.to_le_bytes());
+        out[24..32].copy_from_slice(&self.own_nonce.to_le_bytes());
+        out[32..36].copy_from_slice(&self.max_frame_bytes.to_le_bytes());
+        put_text(&mut out[REPLY_TEXT_AT..], &self.refused);
+        out
+    }
+
+    pub(super) fn parse(bytes: &[u8; REPLY_BYTES]) -> Result<Reply, Refusal> {
+        check_start(bytes, REPLY_MARK)?;
+        let mut refused = text(&bytes[REPLY_TEXT_AT..]);
+        if bytes[12] != 0 && refused.is_empty() {
+            refused = "refused".to_owned();
+        }
+        Ok(Reply {
+            nonce: u64::from_le_bytes(array(bytes, 16)),
+            own_nonce: u64::from_le_bytes(array(bytes, 24)),
+            max_frame_bytes: u32::from_le_bytes(array(bytes, 32)),
+            refused,
+        })
+    }
+}
+
+/// The last message of the handshake; frames follow.
+pub(super) fn confirm_bytes(own_nonce: u64) -> [u8; CONFIRM_BYTES] {
+    let mut out = [0; CONFIRM_BYTES];
+    start(&mut out, CONFIRM_MARK);
+    out[16..24].copy_from_slice(&own_nonce.to_le_bytes());
+    out
+}
+
+fn start(out: &mut [u8], mark: &[u8; 8]) {
+    out[..8].copy_from_slice(mark);
+    out[8..12].copy_from_slice(&PROTOCOL_VERSION.to_le_bytes());
+}
+
+fn check_start(bytes: &[u8], mark: &[u8; 8]) -> Result<(), Refusal> {
+    let seen = bytes.len().min(mark.len());
+    if bytes[..seen] != mark[..seen] {
+        return Err(Refusal::Stranger);
+    }
+    match bytes.get(8..VERSIONED_BYTES).map(|v| u32::from_le_bytes([v[0], v[1], v[2], v[3]])) {
+        Some(version) if version != PROTOCOL_VERSION => Err(Refusal::Version(version)),
+        Some(_) | None => Ok(()),
+    }
+}
+
+fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+    std::array::from_fn(|i| bytes[at + i])
+}
+
+/// A text with its length in the first byte, cut at a character boundary to what fits.
+fn put_text(out: &mut [u8], text: &str) {
+    let room = (out.len() - 1).min(usize::from(u8::MAX)).min(text.len());
+    let len = (0..=room).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
+    out[0] = len as u8;
+    out[1..=len].copy_from_slice(&text.as_bytes()[..len]);
+}
+
+fn text(bytes: &[u8]) -> String {
+    let len = usize::from(bytes[0]).min(bytes.len() - 1);
+    String::from_utf8_lossy(&bytes[1..=len]).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn messages_come_back_as_they_went(
+            transport: u8, from: [u8; 16], to: [u8; 16], nonce: u64, pid: u32, max_frame_bytes: u32, ring_bytes: u64,
+            hostname in "[a-z]{0,50}", refused in "[ -~]{0,150}", own_nonce: u64,
+        ) {
+            let hello = Hello { transport, from, to, nonce, pid, max_frame_bytes, ring_bytes, hostname };
+            prop_assert_eq!(Hello::parse(&hello.to_bytes()).unwrap(), hello);
+            let reply = Reply { nonce, own_nonce, max_frame_bytes, refused };
+            prop_assert_eq!(Reply::parse(&reply.to_bytes()).unwrap(), reply);
+        }
+
+        #[test]
+        fn strangers_are_known_by_their_first_wrong_byte(bytes in proptest::collection::vec(any::<u8>(), 1..200)) {
+            let ours = bytes.iter().zip(HELLO_MARK).all(|(a, b)| a == b);
+            prop_assert_eq!(Hello::check_prefix(&bytes).is_err(), !ours);
+        }
+    }
+
+    #[test]
+    fn long_texts_are_cut_between_characters() {
+        let refused = "ü".repeat(200);
+        let reply = Reply { nonce: 1, own_nonce: 2, max_frame_bytes: 3, refused };
+        let cut = Reply::parse(&reply.to_bytes()).unwrap().refused;
+        assert!(!cut.is_empty() && reply.refused.starts_with(&cut));
+    }
+
+    #[test]
+    fn another_version_is_told_apart_from_a_stranger() {
+        let mut bytes = confirm_bytes(1);
+        bytes[..8].copy_from_slice(HELLO_MARK);
+        bytes[8] ^= 0x40;
+        assert_eq!(Hello::check_prefix(&bytes), Err(Refusal::Version(PROTOCOL_VERSION ^ 0x40)));
+        assert_eq!(Hello::check_prefix(b"GET / HTTP/1.1\r\n"), Err(Refusal::Stranger));
+        assert_eq!(Hello::check_prefix(&bytes[..10]), Ok(()));
+    }
+}
