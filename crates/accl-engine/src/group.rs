@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use accl_kernels::Reducer;
 use accl_transport::frame::Signature;
 use accl_types::config::Config;
-use accl_types::{Collective, Elems, Error, Rank, ReduceOp, Result, Seq};
+use accl_types::{Collective, Elems, Error, Rank, ReduceOp, Result};
 
 use crate::buffers::{Buffers, block_elems};
 use crate::call::{Call, CallPlace};
@@ -126,6 +126,7 @@ impl Group {
             inputs,
             outputs,
         };
+        check_kept_block(desc.collective, &key, self.rank)?;
         let plan = group.plans.get(&key, &group.config)?;
         let reducer =
             if reduces { Some((Reducer::new(kernel_op(desc.op), desc.dtype, self.world)?, elem)) } else { None };
@@ -286,13 +287,9 @@ impl Group {
         }
     }
 
-    /// The place of a message about this group.
-    pub(crate) fn placed(&self, error: Error, seq: Option<u64>) -> Error {
-        let error = error.in_group(&self.name).on_rank(self.rank);
-        match seq {
-            Some(seq) => error.in_call(Collective::Barrier, Seq(seq)),
-            None => error,
-        }
+    /// An error with this group's place.
+    pub(crate) fn placed(&self, error: Error) -> Error {
+        error.in_group(&self.name).on_rank(self.rank)
     }
 }
 
@@ -328,6 +325,36 @@ fn equal_blocks(desc: &CallDesc, inputs: &[Vec<Elems>], outputs: &[Vec<Elems>]) 
         | Collective::Send
         | Collective::Recv => true,
     }
+}
+
+/// The block that a rank keeps must be as large on both sides. (What goes between ranks is compared there.)
+fn check_kept_block(collective: Collective, key: &PlanKey, rank: Rank) -> Result<()> {
+    let own = |blocks: &[Vec<Elems>]| {
+        if blocks.len() == 1 { blocks.first().cloned() } else { blocks.get(rank.index()).cloned() }
+    };
+    let (input, output) = match collective {
+        Collective::AllGather
+        | Collective::ReduceScatter
+        | Collective::AllToAll
+        | Collective::Gather
+        | Collective::Scatter => (own(&key.inputs), own(&key.outputs)),
+        Collective::AllReduce
+        | Collective::Broadcast
+        | Collective::Reduce
+        | Collective::Barrier
+        | Collective::Send
+        | Collective::Recv => return Ok(()),
+    };
+    let (Some(input), Some(output)) = (input, output) else { return Ok(()) };
+    if input == output {
+        return Ok(());
+    }
+    let bytes = |block: &[Elems]| block.iter().map(|elems| elems.0).sum::<u64>() * key.elem_bytes;
+    Err(Error::invalid_argument(format!(
+        "the block that rank {rank} keeps has {} bytes as input and {} as output",
+        bytes(&input),
+        bytes(&output)
+    )))
 }
 
 fn signature(desc: &CallDesc, key: &PlanKey, algorithm: u8) -> Signature {

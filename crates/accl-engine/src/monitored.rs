@@ -1,7 +1,10 @@
 //! Monitored barrier: rank 0 hears from every rank, and says which did not come.
 //!
-//! Runs over point-to-point messages without payload on tags that no user can give. A failure leaves the group usable.
+//! Runs over short point-to-point messages on tags that no user can give. A rank says that it arrived, with a number of
+//! its own; rank 0 releases it by that number. A rank that gives up withdraws, so that what it said is not taken for
+//! its arrival at a later barrier. A failure leaves the group usable.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use accl_types::{Collective, Dtype, Error, Rank, Result};
@@ -10,12 +13,17 @@ use crate::call::{Call, Waited};
 use crate::desc::{CallDesc, TensorDesc};
 use crate::group::Group;
 
-/// Users' tags are below; the lower bits number the barrier.
-const TAG_ARRIVED: u32 = 0x8000_0000;
+/// Users' tags are below.
+const TAG_NOTE: u32 = 0x8000_0000;
 const TAG_RELEASED: u32 = 0xC000_0000;
 const TAG_NUMBER: u32 = 0x3FFF_FFFF;
-/// Room above the caller's own deadline for messages that carry it: the wait ends first.
+/// Room above the caller's own deadline for the messages that serve it: the wait ends first.
 const SLACK: Duration = Duration::from_secs(3600);
+
+/// What a rank tells rank 0: its number, and whether it arrived or withdraws.
+type Note = [u32; 2];
+const ARRIVED: u32 = 1;
+const WITHDRAWN: u32 = 2;
 
 impl Group {
     /// Waits until all ranks have entered. Rank 0 finds out who is missing: the first in rank order, or all of them
@@ -29,18 +37,11 @@ impl Group {
         wait_all: bool,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<()> {
-        let number = self.with_state(|group, _| {
-            group.next_monitored = group.next_monitored.wrapping_add(1) & TAG_NUMBER;
-            let current = group.next_monitored;
-            // Ranks that came too late for an earlier barrier have left messages behind.
-            group.p2p.forget_unexpected(|tag| tag >= TAG_ARRIVED && tag & TAG_NUMBER < current);
-            current
-        })?;
         let deadline = Instant::now() + timeout;
         if self.rank != Rank(0) {
-            return self.arrive(number, timeout, deadline, interrupt);
+            return self.arrive(timeout, deadline, interrupt);
         }
-        let missing = self.await_ranks(number, timeout, deadline, wait_all, interrupt)?;
+        let (arrived, missing) = self.await_ranks(timeout, deadline, wait_all, interrupt)?;
         if !missing.is_empty() {
             let names: Vec<String> = missing.iter().map(u32::to_string).collect();
             let ranks = if wait_all && names.len() > 1 { "Ranks" } else { "Rank" };
@@ -49,53 +50,65 @@ impl Group {
             } else {
                 format!("{ranks} {} failed to pass monitoredBarrier in {} ms", names.join(", "), timeout.as_millis())
             };
-            return Err(self.failed(Error::timeout(text)));
+            return Err(self.placed(Error::timeout(text)));
         }
-        for rank in 1..self.world {
-            self.note(Collective::Send, Rank(rank), TAG_RELEASED | number)?;
+        for (rank, number) in arrived {
+            self.message(Collective::Send, rank, TAG_RELEASED | number, &mut [])?;
         }
         Ok(())
     }
 
+    /// The ranks that arrived, each with its number, and those that did not.
     fn await_ranks(
         &self,
-        number: u32,
         timeout: Duration,
         deadline: Instant,
         wait_all: bool,
         interrupt: &mut dyn FnMut() -> bool,
-    ) -> Result<Vec<u32>> {
-        let mut missing = Vec::new();
-        for rank in 1..self.world {
-            let call = self.note(Collective::Recv, Rank(rank), TAG_ARRIVED | number)?;
-            let left = deadline.saturating_duration_since(Instant::now());
-            let arrived = !timeout.is_zero() && self.settle(&call, left, interrupt)?;
-            if !arrived {
-                self.cancel(&call);
-                missing.push(rank);
-                if !wait_all {
-                    break;
-                }
+    ) -> Result<(Vec<(Rank, u32)>, Vec<u32>)> {
+        let (mut arrived, mut missing) = (Vec::new(), Vec::new());
+        for rank in (1..self.world).map(Rank) {
+            let number = if timeout.is_zero() { None } else { self.await_rank(rank, deadline, interrupt)? };
+            match number {
+                Some(number) => arrived.push((rank, number)),
+                None => missing.push(rank.0),
+            }
+            if !missing.is_empty() && !wait_all {
+                break;
             }
         }
-        Ok(missing)
+        Ok((arrived, missing))
     }
 
-    fn arrive(
-        &self,
-        number: u32,
-        timeout: Duration,
-        deadline: Instant,
-        interrupt: &mut dyn FnMut() -> bool,
-    ) -> Result<()> {
-        self.note(Collective::Send, Rank(0), TAG_ARRIVED | number)?;
-        let call = self.note(Collective::Recv, Rank(0), TAG_RELEASED | number)?;
+    /// The number under which `rank` waits, or `None` when the time is up.
+    fn await_rank(&self, rank: Rank, deadline: Instant, interrupt: &mut dyn FnMut() -> bool) -> Result<Option<u32>> {
+        let mut waiting = None;
+        // A note that lies there already is looked at even when somebody has arrived: it may be a withdrawal.
+        while waiting.is_none() || self.with_state(|group, _| group.p2p.has_unexpected(rank, TAG_NOTE))? {
+            let mut note: Note = [0; 2];
+            let call = self.message(Collective::Recv, rank, TAG_NOTE, &mut note)?;
+            let left = deadline.saturating_duration_since(Instant::now());
+            if !self.settle(&call, left, interrupt)? {
+                return Ok(None);
+            }
+            waiting = (note[1] == ARRIVED).then_some(note[0]);
+        }
+        Ok(waiting)
+    }
+
+    fn arrive(&self, timeout: Duration, deadline: Instant, interrupt: &mut dyn FnMut() -> bool) -> Result<()> {
+        let number = self.with_state(|group, _| {
+            group.next_monitored = group.next_monitored.wrapping_add(1) & TAG_NUMBER;
+            group.next_monitored
+        })?;
+        self.tell(&mut [number, ARRIVED])?;
+        let call = self.message(Collective::Recv, Rank(0), TAG_RELEASED | number, &mut [])?;
         let left = deadline.saturating_duration_since(Instant::now());
         if self.settle(&call, left, interrupt)? {
             return Ok(());
         }
-        self.cancel(&call);
-        Err(self.failed(Error::timeout(format!(
+        self.tell(&mut [number, WITHDRAWN])?;
+        Err(self.placed(Error::timeout(format!(
             "Rank {} successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0. \
              Please check rank 0 logs for faulty rank. It did not answer within {} ms",
             self.rank,
@@ -103,41 +116,52 @@ impl Group {
         ))))
     }
 
-    /// A message without payload.
-    fn note(&self, collective: Collective, peer: Rank, tag: u32) -> Result<std::sync::Arc<Call>> {
-        let mut desc = CallDesc::new(collective, Dtype::U8);
+    /// Sends a note to rank 0 and waits until it has left, which needs nothing of rank 0.
+    fn tell(&self, note: &mut Note) -> Result<()> {
+        let call = self.message(Collective::Send, Rank(0), TAG_NOTE, note)?;
+        match call.wait(Some(SLACK), &mut || false) {
+            Waited::Done => Ok(()),
+            Waited::Failed(error) | Waited::TimedOut(error) => Err(error),
+            Waited::Interrupted => Err(Error::internal("interrupted without an interrupt")),
+        }
+    }
+
+    /// `words` must stay until the call ends or is cancelled: callers settle it before they return.
+    fn message(&self, collective: Collective, peer: Rank, tag: u32, words: &mut [u32]) -> Result<Arc<Call>> {
+        let mut desc = CallDesc::new(collective, Dtype::U32);
         desc.peer = Some(peer);
         desc.tag = tag;
         desc.timeout = Some(SLACK);
-        let empty = vec![vec![TensorDesc::dense(std::ptr::null_mut(), Dtype::U8, 0)]];
+        let tensor = vec![vec![TensorDesc::dense(words.as_mut_ptr().cast(), Dtype::U32, words.len())]];
         if collective == Collective::Send {
-            desc.inputs = empty;
+            desc.inputs = tensor;
         } else {
-            desc.outputs = empty;
+            desc.outputs = tensor;
         }
         self.submit(desc)
     }
 
-    /// Waits for a note; `false` when the time is up.
+    /// Waits for a message; gives it up and says `false` when the time is up.
     fn settle(&self, call: &Call, left: Duration, interrupt: &mut dyn FnMut() -> bool) -> Result<bool> {
-        match call.wait(Some(left), interrupt) {
+        let outcome = call.wait(Some(left), interrupt);
+        match outcome {
             Waited::Done => Ok(true),
-            Waited::TimedOut(_) => Ok(false),
             Waited::Failed(error) => Err(error),
-            Waited::Interrupted => Err(self.failed(Error::aborted("interrupted in monitored_barrier"))),
+            // What came in the last moment counts.
+            Waited::TimedOut(_) => Ok(!self.cancel(call)?),
+            Waited::Interrupted => {
+                self.cancel(call)?;
+                Err(self.placed(Error::aborted("interrupted in monitored_barrier")))
+            }
         }
     }
 
-    fn cancel(&self, call: &Call) {
-        let _ = self.with_state(|group, hands| {
-            if let Some(message) = group.p2p.cancel(call) {
-                let error = call.placed(Error::timeout("given up"));
-                drop(message.call.finish(hands.now, Some(error)));
-            }
-        });
-    }
-
-    fn failed(&self, error: Error) -> Error {
-        self.placed(error, None)
+    /// Takes a receive back; `false` when it was done already.
+    fn cancel(&self, call: &Call) -> Result<bool> {
+        self.with_state(|group, hands| {
+            let Some(message) = group.p2p.cancel(call) else { return false };
+            drop(message.call.finish(hands.now, Some(call.placed(Error::timeout("given up")))));
+            true
+        })
     }
 }

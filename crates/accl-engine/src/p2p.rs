@@ -266,11 +266,9 @@ impl P2p {
         self.posted.remove(index)
     }
 
-    /// Forgets messages that nobody will receive.
-    pub(crate) fn forget_unexpected(&mut self, mut stale: impl FnMut(u32) -> bool) {
-        for peer in &mut self.peers {
-            peer.unexpected.retain(|unexpected| !stale(unexpected.header.tag));
-        }
+    /// Whether a message with this tag waits for a receive.
+    pub(crate) fn has_unexpected(&self, from: Rank, tag: u32) -> bool {
+        self.peers[from.index()].unexpected.iter().any(|unexpected| unexpected.header.tag == tag)
     }
 
     /// The calls in flight.

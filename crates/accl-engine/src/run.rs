@@ -507,9 +507,16 @@ impl Run {
         ranks
     }
 
-    /// Whether a receive from `peer` or a send to it is not complete.
+    /// Whether something has yet to come from `peer` or to go to it.
     pub(crate) fn needs(&self, peer: Rank) -> bool {
-        self.awaited().contains(&peer)
+        self.plan.ops.iter().zip(&self.ops).any(|(op, state)| match &op.kind {
+            // What has arrived may wait for other ranks before it is placed.
+            PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => {
+                *from == peer && !(state.begun && state.arrived == op.total)
+            }
+            PlanOpKind::Send { to, .. } => *to == peer && !state.complete,
+            PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } => false,
+        })
     }
 }
 

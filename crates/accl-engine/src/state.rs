@@ -408,9 +408,7 @@ impl GroupState {
             return;
         }
         if tell == Tell::Peers {
-            let text = error.to_string();
-            let text = text.strip_prefix("accl: ").unwrap_or(&text).to_owned();
-            let cause = Cause { kind: error.kind, origin: self.rank, text }.to_bytes(1024);
+            let cause = Cause { kind: error.kind, origin: self.rank, text: brief(&error) }.to_bytes(1024);
             let mut header = Header::new(Kind::Cause);
             header.group = self.id;
             for rank in self.members.ranks().filter(|&rank| rank != self.rank) {
@@ -423,12 +421,8 @@ impl GroupState {
         let calls: Vec<Arc<Call>> = runs.chain(self.p2p.take_all().into_iter().map(|m| m.call)).collect();
         self.cause_was_raised |= !calls.is_empty();
         for call in calls {
-            // The place of each call comes first; the cause keeps its own words.
-            let own = if error.context.seq == Some(Seq(call.seq)) && error.context.collective == Some(call.collective) {
-                error.clone()
-            } else {
-                call.placed(Error::new(error.kind, strip_place(&error)))
-            };
+            let is_own = error.context.seq == Some(Seq(call.seq)) && error.context.collective == Some(call.collective);
+            let own = if is_own { error.clone() } else { call.placed(Error::new(error.kind, brief(&error))) };
             end(&call, Some(own), hands);
         }
     }
@@ -439,7 +433,7 @@ impl GroupState {
         self.cause_was_raised = true;
         let mut error = Error::aborted(format!(
             "the group failed earlier and takes no more calls; destroy it and make a new one. First cause: {}",
-            strip_place(cause)
+            brief(cause)
         ))
         .in_group(&self.name)
         .on_rank(self.rank);
@@ -477,10 +471,13 @@ fn end(call: &Call, error: Option<Error>, hands: &Hands<'_>) {
     }
 }
 
-/// The text of an error with its place but without our name before it.
-fn strip_place(error: &Error) -> String {
-    let text = error.to_string();
-    text.strip_prefix("accl: ").unwrap_or(&text).to_owned()
+/// The text of an error with its call, but without rank and group: those of whoever quotes it come before.
+fn brief(error: &Error) -> String {
+    match (error.context.collective, error.context.seq) {
+        (Some(collective), Some(seq)) => format!("{collective} seq {seq}: {}", error.message),
+        (Some(collective), None) => format!("{collective}: {}", error.message),
+        (None, _) => error.message.clone(),
+    }
 }
 
 /// A call as its caller would write it, from its signature.
