@@ -4,11 +4,16 @@
 //! view run along different dimensions both are walked in tiles. Works by element size; only the conj and neg bits
 //! look at the dtype. Read [`StridedView`] first.
 
+use std::mem::MaybeUninit;
+
 use accl_types::Dtype;
 use smallvec::SmallVec;
 
-/// Elements along each side of a tile: a tile touches one cache line in each of this many rows of the view.
-const TILE: usize = 16;
+/// Elements of a row that are copied before the next row has its turn, where neighbouring rows share cache lines.
+const PIECE: usize = 64;
+
+/// Rows from which on a transposition goes through tiles.
+const MIN_TILED: usize = 6;
 
 /// A tensor in memory of the caller, as torch describes it.
 ///
@@ -136,11 +141,22 @@ type Dims = SmallVec<[Dim; 6]>;
 struct Walk {
     /// Outermost first.
     outer: Dims,
-    /// The two inner loops: `across`, in it `along`.
+    /// The two inner loops: `across`, in it `along`, which has no gaps in the dense buffer.
     across: Dim,
     along: Dim,
-    /// Elements of `along` that are copied for each step across before the next ones are begun.
-    tile: usize,
+    inner: Inner,
+}
+
+/// How the two inner loops run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Inner {
+    /// Row after row.
+    Rows,
+    /// A piece of each row, then the next piece of each.
+    Pieces,
+    /// In square tiles by way of a buffer. Straight from one side to the other one of them would be walked with a large
+    /// step, and if that is a power of two all its cache lines compete for one set of the cache.
+    Tiles,
 }
 
 impl Walk {
@@ -150,11 +166,14 @@ impl Walk {
         let along = dims.pop().unwrap_or(single);
         // Steps along the view's densest dimension share cache lines: if that is not `along`, it comes next to it.
         let densest = dims.iter().enumerate().min_by_key(|(_, dim)| dim.view.unsigned_abs());
-        let (across, tile) = match densest {
-            Some((at, dim)) if dim.view.unsigned_abs() < along.view.unsigned_abs() => (dims.remove(at), TILE),
-            Some(_) | None => (dims.pop().unwrap_or(single), usize::MAX),
+        let (across, inner) = match densest {
+            Some((at, dim)) if dim.view.unsigned_abs() < along.view.unsigned_abs() => {
+                let across = dims.remove(at);
+                (across, if across.size.min(along.size) < MIN_TILED { Inner::Pieces } else { Inner::Tiles })
+            }
+            Some(_) | None => (dims.pop().unwrap_or(single), Inner::Rows),
         };
-        Walk { outer: dims, across, along, tile }
+        Walk { outer: dims, across, along, inner }
     }
 }
 
@@ -206,6 +225,9 @@ unsafe fn copy(view: &StridedView<'_>, from: Side, to: Side) {
 
 /// An element as an unsigned integer of its size.
 trait Cell: Copy {
+    /// Elements along each side of a tile: two cache lines, if the tile has room in its buffer.
+    const TILE: usize = if size_of::<Self>() == 1 { 64 } else { 128 / size_of::<Self>() };
+
     fn truncate(mask: u128) -> Self;
     fn xor(self, mask: Self) -> Self;
     fn negate(self) -> Self;
@@ -246,111 +268,169 @@ cells!(u8 u16 u32 u64 u128);
 /// # Safety
 /// As [`copy`], with elements of the size of `T`.
 unsafe fn copy_cells<T: Cell>(walk: &Walk, from: Side, to: Side, change: Change) {
-    match change {
-        Change::Keep => copy_blocks(walk, from, to, |row| {
-            if row.from_step == size_of::<T>() as isize && row.to_step == row.from_step {
-                // SAFETY: the caller's promise; the row has no gaps on either side.
-                unsafe { row.from.copy_to_nonoverlapping(row.to, row.count * size_of::<T>()) };
-            } else {
-                // SAFETY: the caller's promise.
-                unsafe { map_row(row, |cell: T| cell) };
+    // SAFETY: the caller's promise, for each.
+    unsafe {
+        match change {
+            Change::Keep => copy_planes(walk, from, to, |cell: T| cell),
+            Change::Flip(mask) => {
+                let mask = T::truncate(mask);
+                copy_planes(walk, from, to, |cell: T| cell.xor(mask));
             }
-        }),
-        Change::Flip(mask) => {
-            let mask = T::truncate(mask);
-            // SAFETY: the caller's promise.
-            copy_blocks(walk, from, to, |row| unsafe { map_row(row, |cell: T| cell.xor(mask)) });
+            Change::Negate => copy_planes(walk, from, to, T::negate),
+            Change::FlipNonzero => copy_planes(walk, from, to, T::flip_nonzero),
         }
-        // SAFETY: the caller's promise.
-        Change::Negate => copy_blocks(walk, from, to, |row| unsafe { map_row(row, T::negate) }),
-        // SAFETY: the caller's promise.
-        Change::FlipNonzero => copy_blocks(walk, from, to, |row| unsafe { map_row(row, T::flip_nonzero) }),
     }
 }
 
-/// `count` elements on either side, steps in bytes.
+/// One dimension of a copy: elements along it, and bytes from one to the next on either side.
 #[derive(Clone, Copy)]
-struct Row {
-    from: *const u8,
-    to: *mut u8,
+struct Run {
     count: usize,
-    from_step: isize,
-    to_step: isize,
+    from: isize,
+    to: isize,
 }
 
-/// Copies a row, changing each element.
+/// Copies the plane of the two inner loops for every combination of the outer indices.
 ///
 /// # Safety
-/// The elements may be read and written, and the sides do not overlap.
-#[inline(always)]
-unsafe fn map_row<T: Cell>(row: Row, change: impl Fn(T) -> T) {
-    let unit = size_of::<T>() as isize;
-    let Row { from, to, count, from_step, to_step } = row;
-    // Known steps let the compiler use vectors, or at least simple addressing.
-    // SAFETY: the caller's promise.
-    unsafe {
-        match (from_step == unit, to_step == unit) {
-            (true, true) => map_steps(from, to, count, unit, unit, change),
-            (true, false) => map_steps(from, to, count, unit, to_step, change),
-            (false, true) => map_steps(from, to, count, from_step, unit, change),
-            (false, false) => map_steps(from, to, count, from_step, to_step, change),
-        }
-    }
-}
-
-/// # Safety
-/// As [`map_row`].
-#[inline(always)]
-unsafe fn map_steps<T: Cell>(
-    mut from: *const u8,
-    mut to: *mut u8,
-    count: usize,
-    from_step: isize,
-    to_step: isize,
-    change: impl Fn(T) -> T,
-) {
-    for _ in 0..count {
-        // SAFETY: the caller's promise; unaligned access is meant.
-        unsafe { to.cast::<T>().write_unaligned(change(from.cast::<T>().read_unaligned())) };
-        (from, to) = (from.wrapping_offset(from_step), to.wrapping_offset(to_step));
-    }
-}
-
-/// Calls `copy` with pieces of rows that make up the whole.
-#[inline(always)]
-fn copy_blocks(walk: &Walk, from: Side, to: Side, copy: impl Fn(Row)) {
-    let Walk { outer, across, along, tile } = walk;
-    let (from_step, to_step) = ((from.of)(along), (to.of)(along));
-    let (from_across, to_across) = ((from.of)(across), (to.of)(across));
-    let mut index: SmallVec<[usize; 6]> = SmallVec::from_elem(0, outer.len());
+/// As [`copy`], with elements of the size of `T`.
+unsafe fn copy_planes<T: Cell>(walk: &Walk, from: Side, to: Side, change: impl Fn(T) -> T) {
+    let run = |dim: &Dim| Run { count: dim.size, from: (from.of)(dim), to: (to.of)(dim) };
+    let (across, along) = (run(&walk.across), run(&walk.along));
+    let mut index: SmallVec<[usize; 6]> = SmallVec::from_elem(0, walk.outer.len());
     let (mut src, mut dst) = (from.ptr.cast_const(), to.ptr);
     loop {
-        let mut done = 0;
-        while done < along.size {
-            let count = (along.size - done).min(*tile);
-            let at = done as isize;
-            for i in 0..across.size as isize {
-                copy(Row {
-                    from: src.wrapping_offset(at * from_step + i * from_across),
-                    to: dst.wrapping_offset(at * to_step + i * to_across),
-                    count,
-                    from_step,
-                    to_step,
-                });
+        // SAFETY: the caller's promise; `src` and `dst` are elements of the same index.
+        unsafe {
+            match walk.inner {
+                Inner::Rows => copy_rows(src, dst, across, along, along.count, &change),
+                Inner::Pieces => copy_rows(src, dst, across, along, PIECE, &change),
+                // The first of the two is the one with the smaller step in `src`.
+                Inner::Tiles if across.from.abs() < along.from.abs() => copy_tiles(src, dst, across, along, &change),
+                Inner::Tiles => copy_tiles(src, dst, along, across, &change),
             }
-            done += count;
         }
         // The next combination of outer indices, the last one running fastest.
-        let advanced = outer.iter().zip(&mut index).rev().any(|(dim, at)| {
-            let last = *at + 1 == dim.size;
+        let advanced = walk.outer.iter().map(run).zip(&mut index).rev().any(|(run, at)| {
+            let last = *at + 1 == run.count;
             let steps = if last { -(*at as isize) } else { 1 };
-            src = src.wrapping_offset(steps * (from.of)(dim));
-            dst = dst.wrapping_offset(steps * (to.of)(dim));
+            src = src.wrapping_offset(steps * run.from);
+            dst = dst.wrapping_offset(steps * run.to);
             *at = at.wrapping_add_signed(steps);
             !last
         });
         if !advanced {
             return;
         }
+    }
+}
+
+/// Copies the plane in rows along `along`, `piece` elements of each at a time.
+///
+/// # Safety
+/// As [`copy`], for the plane that begins at `from` and `to`.
+#[inline(always)]
+unsafe fn copy_rows<T: Cell>(
+    from: *const u8,
+    to: *mut u8,
+    across: Run,
+    along: Run,
+    piece: usize,
+    change: impl Fn(T) -> T,
+) {
+    let unit = size_of::<T>() as isize;
+    let mut done = 0;
+    while done < along.count {
+        let count = piece.min(along.count - done);
+        let at = done as isize;
+        for i in 0..across.count as isize {
+            let from = from.wrapping_offset(at * along.from + i * across.from);
+            let to = to.wrapping_offset(at * along.to + i * across.to);
+            // Known steps let the compiler use vectors (or memcpy), or at least simple addressing.
+            // SAFETY: the caller's promise.
+            unsafe {
+                match (along.from == unit, along.to == unit) {
+                    (true, true) => copy_row(from, to, Run { count, from: unit, to: unit }, &change),
+                    (true, false) => copy_row(from, to, Run { count, from: unit, to: along.to }, &change),
+                    (false, true) => copy_row(from, to, Run { count, from: along.from, to: unit }, &change),
+                    (false, false) => copy_row(from, to, Run { count, ..along }, &change),
+                }
+            }
+        }
+        done += count;
+    }
+}
+
+/// # Safety
+/// As [`copy`], for the row that begins at `from` and `to`.
+#[inline(always)]
+unsafe fn copy_row<T: Cell>(mut from: *const u8, mut to: *mut u8, run: Run, change: impl Fn(T) -> T) {
+    for _ in 0..run.count {
+        // SAFETY: the caller's promise; unaligned access is meant.
+        unsafe { to.cast::<T>().write_unaligned(change(from.cast::<T>().read_unaligned())) };
+        (from, to) = (from.wrapping_offset(run.from), to.wrapping_offset(run.to));
+    }
+}
+
+/// Room for a tile of any cell, with its alignment.
+type TileBuffer = [MaybeUninit<u128>; 512];
+
+/// Copies the plane in tiles. `reading` is the dimension with the smaller step in `from`, `writing` the one in `to`.
+///
+/// # Safety
+/// As [`copy`], for the plane that begins at `from` and `to`.
+#[inline(always)]
+unsafe fn copy_tiles<T: Cell>(from: *const u8, to: *mut u8, reading: Run, writing: Run, change: impl Fn(T) -> T) {
+    const { assert!(T::TILE * T::TILE * size_of::<T>() <= size_of::<TileBuffer>()) };
+    let unit = size_of::<T>() as isize;
+    let mut buffer: TileBuffer = [const { MaybeUninit::uninit() }; 512];
+    for r in (0..reading.count).step_by(T::TILE) {
+        for w in (0..writing.count).step_by(T::TILE) {
+            let (i, j) = (r as isize, w as isize);
+            let from = from.wrapping_offset(i * reading.from + j * writing.from);
+            let to = to.wrapping_offset(i * reading.to + j * writing.to);
+            let read = Run { count: T::TILE.min(reading.count - r), ..reading };
+            let write = Run { count: T::TILE.min(writing.count - w), ..writing };
+            let gapless = read.from == unit && write.to == unit;
+            // SAFETY: the caller's promise; no side of the tile is longer than `TILE`.
+            unsafe {
+                if gapless && read.count == T::TILE && write.count == T::TILE {
+                    // The common case once more, with everything known that can be.
+                    let read = Run { count: T::TILE, from: unit, ..read };
+                    let write = Run { count: T::TILE, to: unit, ..write };
+                    copy_tile(from, to, read, write, &mut buffer, &change);
+                } else {
+                    copy_tile(from, to, read, write, &mut buffer, &change);
+                }
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As [`copy`], for the tile that begins at `from` and `to`; its sides are at most `T::TILE` long.
+#[inline(always)]
+unsafe fn copy_tile<T: Cell>(
+    from: *const u8,
+    to: *mut u8,
+    read: Run,
+    write: Run,
+    buffer: &mut TileBuffer,
+    change: impl Fn(T) -> T,
+) {
+    let unit = size_of::<T>() as isize;
+    let line = T::TILE as isize * unit;
+    let buffer = buffer.as_mut_ptr().cast::<u8>();
+    for j in 0..write.count as isize {
+        let filled = Run { count: read.count, from: read.from, to: unit };
+        // SAFETY: the caller's promise; `copy_tiles` has checked that the buffer holds `TILE` lines.
+        unsafe {
+            copy_row(from.wrapping_offset(j * write.from), buffer.wrapping_offset(j * line), filled, |cell: T| cell)
+        };
+    }
+    for i in 0..read.count as isize {
+        let emptied = Run { count: write.count, from: line, to: write.to };
+        // SAFETY: as above; these cells of the buffer have just been filled.
+        unsafe { copy_row(buffer.wrapping_offset(i * unit), to.wrapping_offset(i * read.to), emptied, &change) };
     }
 }
