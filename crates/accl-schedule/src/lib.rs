@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 pub mod algorithms;
+pub mod check;
 mod choose;
 pub mod ir;
 pub mod layout;

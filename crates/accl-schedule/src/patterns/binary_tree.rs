@@ -61,7 +61,7 @@ impl Tree {
     fn position(self, world: u32, rank: u32) -> u32 {
         match self {
             Tree::First => rank + 1,
-            Tree::Second if world % 2 == 0 => world - rank,
+            Tree::Second if world.is_multiple_of(2) => world - rank,
             Tree::Second => (rank + 1) % world + 1,
         }
     }
@@ -69,7 +69,7 @@ impl Tree {
     fn rank(self, world: u32, position: u32) -> u32 {
         match self {
             Tree::First => position - 1,
-            Tree::Second if world % 2 == 0 => world - position,
+            Tree::Second if world.is_multiple_of(2) => world - position,
             Tree::Second => (position + world - 2) % world,
         }
     }

@@ -43,13 +43,21 @@ impl<'a> Fold<'a> {
         if index >= 2 * paired {
             let team = Team { ranks: team.ranks, paired, size, index: index - paired };
             Fold::Member { guest: None, core: Core { team } }
-        } else if index % 2 == 0 {
+        } else if index.is_multiple_of(2) {
             let team = Team { ranks: team.ranks, paired, size, index: index / 2 };
             Fold::Member { guest: Some(index + 1), core: Core { team } }
         } else {
             Fold::Guest { host: index - 1 }
         }
     }
+}
+
+/// Messages that folding `n` members adds to the longest chain of an exchange that crosses each distance once. Such a
+/// chain leads from position a to p - 1 - a: only where more than half of the p positions stand for pairs does it both
+/// begin and end at a guest.
+pub fn added_steps(n: u32) -> u32 {
+    let p = floor_power_of_two(n);
+    u32::from(n > p) + u32::from(p > 2 && n - p > p / 2)
 }
 
 #[cfg(test)]

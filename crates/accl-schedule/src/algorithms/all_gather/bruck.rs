@@ -1,8 +1,9 @@
 //! Bruck's all_gather: in step k every rank sends what it has, up to 2^k blocks, to the rank 2^k before it.
-//! Steps ceil(log2 n) for any n; bytes per rank (n-1)/n of the output. Wins for small blocks in large worlds. Blocks go
+//! Steps log2(n), rounded, for any n; bytes per rank (n-1)/n of the output. Wins for small blocks in large worlds. Blocks go
 //! straight to their places, so that there is no final rotation. J. Bruck et al., IEEE TPDS 8 (1997).
 
 use crate::algorithms::prelude::*;
+use crate::patterns::bruck_steps;
 
 /// The table row.
 pub const ROW: Algorithm = Algorithm {
@@ -13,9 +14,9 @@ pub const ROW: Algorithm = Algorithm {
     applies: always,
     requires: "",
     needs_equal_blocks: false,
-    steps: |n, _| ceil_log2(n),
+    steps: |n, _| bruck_steps(n),
     bytes: |n, _| Fraction::new(n - 1, n),
-    steps_formula: "ceil(log2 n)",
+    steps_formula: "floor(log2 n), + 1 for n > 3p/2; p = 2^floor(log2 n)",
     bytes_formula: "(n-1)/n",
     wins: "small blocks in large worlds",
     source: "Bruck et al. 1997",

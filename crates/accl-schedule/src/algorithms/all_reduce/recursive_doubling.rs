@@ -1,10 +1,10 @@
 //! Recursive doubling all_reduce: in step k ranks at distance 2^k exchange everything they have and reduce.
-//! Steps log2(n), two more where n is no power of two (its first ranks are folded in pairs); bytes per rank: the buffer
+//! Steps log2(n), one or two more where n is no power of two (its first ranks are folded in pairs); bytes per rank: the buffer
 //! in each step. Wins for small buffers in larger worlds. R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19 (2005).
 
 use crate::algorithms::prelude::*;
 use crate::patterns::by_rank;
-use crate::patterns::fold::Fold;
+use crate::patterns::fold::{Fold, added_steps};
 
 /// The table row.
 pub const ROW: Algorithm = Algorithm {
@@ -15,9 +15,9 @@ pub const ROW: Algorithm = Algorithm {
     applies: always,
     requires: "",
     needs_equal_blocks: false,
-    steps: |n, _| floor_log2(n) + if n.is_power_of_two() { 0 } else { 2 },
+    steps: |n, _| floor_log2(n) + added_steps(n),
     bytes: |n, _| Fraction::new(floor_log2(n) + u32::from(!n.is_power_of_two()), 1),
-    steps_formula: "log2 n; floor(log2 n) + 2 where n is no power of two",
+    steps_formula: "log2 n; floor(log2 n) + 1 for p < n <= 3p/2, + 2 above; p = 2^floor(log2 n)",
     bytes_formula: "ceil(log2 n)",
     wins: "small buffers in larger worlds",
     source: "Thakur, Rabenseifner, Gropp 2005",

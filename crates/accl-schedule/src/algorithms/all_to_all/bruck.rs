@@ -1,8 +1,9 @@
 //! Bruck's all_to_all: a block for the rank j behind travels there in hops of the powers of two that make up j, many
-//! blocks in one message. Steps ceil(log2 n); bytes per rank about log2(n)/2 of the input. Wins for tiny blocks in large
+//! blocks in one message. Steps log2(n), rounded; bytes per rank about log2(n)/2 of the input. Wins for tiny blocks in large
 //! worlds. J. Bruck et al., IEEE TPDS 8 (1997).
 
 use crate::algorithms::prelude::*;
+use crate::patterns::bruck_steps;
 
 /// The table row.
 pub const ROW: Algorithm = Algorithm {
@@ -13,9 +14,9 @@ pub const ROW: Algorithm = Algorithm {
     applies: always,
     requires: "",
     needs_equal_blocks: true,
-    steps: |n, _| ceil_log2(n),
+    steps: |n, _| bruck_steps(n),
     bytes: |n, _| Fraction::new((1..n).map(u32::count_ones).sum(), n),
-    steps_formula: "ceil(log2 n)",
+    steps_formula: "floor(log2 n), + 1 for n > 3p/2; p = 2^floor(log2 n)",
     bytes_formula: "(sum of the one bits of 1 to n-1)/n, about log2(n)/2",
     wins: "tiny blocks in large worlds",
     source: "Bruck et al. 1997",

@@ -1,12 +1,12 @@
 //! Recursive halving reduce_scatter: in each step two ranks at half the last distance exchange halves of the blocks that
-//! they still share. Steps log2(n); where n is no power of two, its first ranks are folded in pairs: two steps more,
+//! they still share. Steps log2(n); where n is no power of two, its first ranks are folded in pairs: one or two steps more,
 //! and the whole input once more for a rank that has a partner to act for. Wins for small blocks in large worlds.
 //! R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19 (2005).
 
 use std::ops::Range;
 
 use crate::algorithms::prelude::*;
-use crate::patterns::fold::Fold;
+use crate::patterns::fold::{Fold, added_steps};
 use crate::patterns::{by_rank, halving};
 
 /// The table row.
@@ -18,18 +18,19 @@ pub const ROW: Algorithm = Algorithm {
     applies: always,
     requires: "",
     needs_equal_blocks: false,
-    steps: |n, _| floor_log2(n) + if n.is_power_of_two() { 0 } else { 2 },
+    steps: |n, _| floor_log2(n) + added_steps(n),
     bytes: busiest,
-    steps_formula: "log2 n; floor(log2 n) + 2 where n is no power of two",
-    bytes_formula: "(n-1)/n; (2n-2)/n where n is no power of two",
+    steps_formula: "log2 n; floor(log2 n) + 1 for p < n <= 3p/2, + 2 above; p = 2^floor(log2 n)",
+    bytes_formula: "(n-1)/n; 1 + (sum of k + min(k, n-p) for k = 1, 2, 4 ... p/2)/n where n is no power of two",
     wins: "small blocks in large worlds, best with a power of two",
     source: "Thakur, Rabenseifner, Gropp 2005",
 };
 
-/// Blocks that the busiest rank moves: a representative receives everything from its guest, and in each halving step
-/// what it keeps.
+/// Rank 0 keeps most: what it receives from its guest, and in each halving step what it keeps.
 fn busiest(n: u32, _: &Topology) -> Fraction {
-    if n.is_power_of_two() { Fraction::new(n - 1, n) } else { Fraction::new(2 * n - 2, n) }
+    let paired = n - floor_power_of_two(n);
+    let kept = (0..floor_log2(n)).map(|step| (1 << step) + paired.min(1 << step)).sum::<u32>();
+    Fraction::new(kept + if paired > 0 { n } else { 0 }, n)
 }
 
 fn build(request: &Request) -> Schedule {

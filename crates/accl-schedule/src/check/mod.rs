@@ -1,0 +1,158 @@
+//! The symbolic checker: proves that the schedules of a whole world do what their collective promises.
+//!
+//! It runs all ranks' programs over symbolic values and proves, with `In` and `Out` apart and with everything aliased
+//! that the engine may alias: the post-condition; that every message has a receiver which expects the same sizes; that
+//! nothing is read before it is written; that inputs are not written; that reductions combine every contribution once,
+//! lowest rank first, finish exactly once, and are the same expression on all ranks; that conflicting accesses are
+//! ordered by dependencies; and that nothing waits in a circle even if a sender may be only one segment ahead of its
+//! receiver. Read [`check_algorithm`] first.
+
+mod model;
+mod order;
+mod values;
+
+use std::fmt;
+
+use accl_types::{Collective, Rank};
+
+use crate::algorithms::{Algorithm, Fraction};
+use crate::ir::{Request, Schedule};
+use crate::program::{OpKind, Places, Program};
+use crate::topology::Topology;
+
+/// The call to check.
+#[derive(Clone, Copy, Debug)]
+pub struct Case<'a> {
+    /// The collective.
+    pub collective: Collective,
+    /// Ranks in the group.
+    pub world: u32,
+    /// The root; rank 0 where there is none.
+    pub root: Rank,
+    /// Who shares a host.
+    pub topology: &'a Topology,
+    /// Whether the blocks of the call are known to be equal. Otherwise every block has a size of its own.
+    pub blocks: BlockSizes,
+}
+
+/// What is known of the sizes of blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BlockSizes {
+    /// All are equal.
+    Equal,
+    /// Every block has a size of its own.
+    Different,
+}
+
+impl<'a> Case<'a> {
+    /// What rank `rank` is asked to build.
+    pub fn request(&self, rank: u32) -> Request<'a> {
+        Request {
+            collective: self.collective,
+            world: self.world,
+            rank: Rank(rank),
+            root: self.root,
+            topology: self.topology,
+        }
+    }
+
+    /// The schedules of all ranks, lowered.
+    pub fn programs(&self, build: impl Fn(&Request) -> Schedule) -> Vec<Program> {
+        (0..self.world).map(|rank| build(&self.request(rank)).lower(&self.request(rank))).collect()
+    }
+}
+
+/// What was measured on the way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Report {
+    /// Longest chain of messages.
+    pub steps: u32,
+    /// What the busiest rank sends or receives, as a fraction of the largest buffer, if chunks are of equal size.
+    pub bytes: Fraction,
+}
+
+/// Why a schedule is refused: rank, operation and reason.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Violation(String);
+
+impl Violation {
+    fn new(reason: impl Into<String>) -> Violation {
+        Violation(reason.into())
+    }
+
+    /// Adds the operation to the reason.
+    fn at(self, rank: u32, op: usize, kind: &OpKind) -> Violation {
+        Violation(format!("rank {rank} operation {op} ({kind:?}): {}", self.0))
+    }
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Violation {}
+
+/// Checks one row of the table in one world, its documented cost included.
+///
+/// # Errors
+/// The first thing found wrong.
+pub fn check_algorithm(row: &Algorithm, root: Rank, topology: &Topology) -> Result<Report, Violation> {
+    let world = topology.world();
+    if !(row.applies)(world, topology) {
+        return Err(Violation::new(format!("needs {}", row.requires)));
+    }
+    let blocks = if row.needs_equal_blocks { BlockSizes::Equal } else { BlockSizes::Different };
+    let case = Case { collective: row.collective, world, root, topology, blocks };
+    let report = check_programs(&case, &case.programs(row.build))?;
+    let documented = Report { steps: (row.steps)(world, topology), bytes: (row.bytes)(world, topology) };
+    // With hosts of different sizes a row that composes over hosts documents the worst that can happen.
+    let bound = !row.requires.is_empty() && topology.smallest_host() < topology.largest_host();
+    let as_documented =
+        if bound { report.steps <= documented.steps && report.bytes <= documented.bytes } else { report == documented };
+    if as_documented { Ok(report) } else { Err(Violation::new(format!("costs {report:?}, documented {documented:?}"))) }
+}
+
+/// Checks the programs of all ranks of one call.
+///
+/// # Errors
+/// The first thing found wrong.
+pub fn check_programs(case: &Case, programs: &[Program]) -> Result<Report, Violation> {
+    if programs.len() != case.world as usize {
+        return Err(Violation::new(format!("{} programs for a world of {}", programs.len(), case.world)));
+    }
+    for rank in 0..case.world {
+        let program = &programs[rank as usize];
+        model::check_shape(case, rank, program)?;
+        order::check_hazards(&places(case, rank, program), rank, program)?;
+    }
+    let graph = order::Graph::new(case, programs)?;
+    graph.check_rendezvous(programs)?;
+    let sequence = graph.sequence(programs)?;
+    for apart in [true, false] {
+        let places = |rank: u32| match apart {
+            true => Places::separate(),
+            false => places(case, rank, &programs[rank as usize]),
+        };
+        values::check_values(case, programs, &graph, &sequence, &places)?;
+    }
+    Ok(Report { steps: graph.longest_chain(programs, &sequence), bytes: model::busiest(case, programs) })
+}
+
+/// Checks what can be seen without the whole world: the programs of some ranks, each alone and the messages among them.
+/// For worlds in which all programs together are too many.
+///
+/// # Errors
+/// The first thing found wrong.
+pub fn check_sample(case: &Case, ranks: &[u32], programs: &[Program]) -> Result<(), Violation> {
+    for (&rank, program) in ranks.iter().zip(programs) {
+        model::check_shape(case, rank, program)?;
+        order::check_hazards(&places(case, rank, program), rank, program)?;
+    }
+    order::check_messages(case, ranks, programs)
+}
+
+fn places(case: &Case, rank: u32, program: &Program) -> Places {
+    Places::of(program.in_division, program.out_division, &case.request(rank))
+}

@@ -1,0 +1,214 @@
+//! What the buffers of each collective are: their chunks, sizes, contents before and after.
+//!
+//! Sizes are symbols: two chunks have the same size in every call exactly if their symbols are equal.
+
+use accl_types::Collective;
+
+use super::{BlockSizes, Case, Violation};
+use crate::algorithms::Fraction;
+use crate::ir::{Buf, Division, Span};
+use crate::program::{OpKind, Program};
+
+/// A size: pieces per block, which piece, and of which block.
+pub(super) type Size = (u32, u32, u32);
+
+/// Blocks of `In` and `Out` on a rank.
+pub(super) fn block_counts(case: &Case, rank: u32) -> (u32, u32) {
+    let at_root = |blocks| if rank == case.root.0 { blocks } else { 0 };
+    match case.collective {
+        Collective::AllReduce => (1, 1),
+        Collective::ReduceScatter => (case.world, 1),
+        Collective::AllGather => (1, case.world),
+        Collective::Broadcast => (0, 1),
+        Collective::Reduce => (1, at_root(1)),
+        Collective::Gather => (1, at_root(case.world)),
+        Collective::Scatter => (at_root(case.world), 1),
+        Collective::AllToAll => (case.world, case.world),
+        Collective::Barrier | Collective::Send | Collective::Recv => (0, 0),
+    }
+}
+
+/// Number of chunks of each buffer: `In`, `Out`, `Scratch`.
+pub(super) fn chunk_counts(case: &Case, rank: u32, program: &Program) -> [u32; 3] {
+    let (ins, outs) = block_counts(case, rank);
+    [program.in_division.chunks(ins), program.out_division.chunks(outs), program.scratch.len() as u32]
+}
+
+/// The size of a chunk.
+pub(super) fn size(case: &Case, rank: u32, program: &Program, buf: Buf, chunk: u32) -> Size {
+    let (division, buf) = match buf {
+        Buf::In => (program.in_division, buf),
+        Buf::Out => (program.out_division, buf),
+        Buf::Scratch => {
+            let (like, chunk) = program.scratch[chunk as usize];
+            return size(case, rank, program, like, chunk);
+        }
+    };
+    let pieces = division.pieces();
+    let (block, piece) = (chunk / pieces, chunk % pieces);
+    let is_input = buf == Buf::In;
+    let of_block = match case.collective {
+        Collective::AllReduce | Collective::Reduce | Collective::Broadcast => 0,
+        Collective::Barrier | Collective::Send | Collective::Recv => 0,
+        Collective::ReduceScatter | Collective::Scatter => {
+            if is_input {
+                block
+            } else {
+                rank
+            }
+        }
+        Collective::AllGather | Collective::Gather => {
+            if is_input {
+                rank
+            } else {
+                block
+            }
+        }
+        Collective::AllToAll => {
+            if is_input {
+                rank * case.world + block
+            } else {
+                block * case.world + rank
+            }
+        }
+    };
+    match case.blocks {
+        BlockSizes::Equal => (pieces, piece, 0),
+        BlockSizes::Different => (pieces, piece, of_block),
+    }
+}
+
+/// The sizes of a payload.
+pub(super) fn sizes(case: &Case, rank: u32, program: &Program, span: &Span) -> Vec<Size> {
+    span.chunks().map(|(buf, chunk)| size(case, rank, program, buf, chunk)).collect()
+}
+
+/// Chunks exist, spans of one operation agree in sizes, peers are other ranks, inputs are not written, divisions fit.
+pub(super) fn check_shape(case: &Case, rank: u32, program: &Program) -> Result<(), Violation> {
+    check_divisions(case, program).map_err(|Violation(why)| Violation(format!("rank {rank}: {why}")))?;
+    let counts = chunk_counts(case, rank, program);
+    for &(like, chunk) in &program.scratch {
+        let known = match like {
+            Buf::In | Buf::Out => chunk < counts[like as usize],
+            Buf::Scratch => false,
+        };
+        if !known {
+            return Err(Violation::new(format!(
+                "rank {rank}: scratch is sized like {like:?} {chunk}, which is not there"
+            )));
+        }
+    }
+    for (index, op) in program.ops.iter().enumerate() {
+        let check = || {
+            let spans = op.kind.reads().iter().chain(op.kind.writes());
+            for range in spans.clone().flat_map(|span| span.ranges()) {
+                if range.len == 0 || range.first + range.len > counts[range.buf as usize] {
+                    return Err(Violation::new(format!("{range:?} is not in the buffer")));
+                }
+            }
+            let sizes: Vec<_> = spans.map(|span| sizes(case, rank, program, span)).collect();
+            if sizes.windows(2).any(|pair| pair[0] != pair[1]) {
+                return Err(Violation::new("operands differ in size"));
+            }
+            if op.kind.writes().is_some_and(|span| span.ranges().iter().any(|range| range.buf == Buf::In)) {
+                return Err(Violation::new("writes an input"));
+            }
+            match &op.kind {
+                OpKind::Send { to: peer, .. }
+                | OpKind::Recv { from: peer, .. }
+                | OpKind::RecvReduce { from: peer, .. } => {
+                    if peer.0 == rank || peer.0 >= case.world {
+                        return Err(Violation::new("no such peer"));
+                    }
+                }
+                OpKind::Reduce { srcs, .. } if srcs.len() < 2 => return Err(Violation::new("reduces less than two")),
+                OpKind::Copy { .. } | OpKind::Reduce { .. } => {}
+            }
+            if op.deps.iter().any(|dep| dep.on as usize >= index) {
+                return Err(Violation::new("depends on a later operation"));
+            }
+            for dep in op.deps.iter().filter(|dep| dep.stream) {
+                let other = &program.ops[dep.on as usize].kind;
+                let other = other.reads().iter().chain(other.writes()).next();
+                if other.map(|span| self::sizes(case, rank, program, span)).as_ref() != sizes.first() {
+                    return Err(Violation::new(format!("streams behind operation {} of another size", dep.on)));
+                }
+            }
+            Ok(())
+        };
+        check().map_err(|why| why.at(rank, index, &op.kind))?;
+    }
+    Ok(())
+}
+
+/// Both sides of a collective are cut alike, block by block.
+fn check_divisions(case: &Case, program: &Program) -> Result<(), Violation> {
+    let by_block = |division| matches!(division, Division::Blocks | Division::SplitBlocks { .. });
+    let (input, output) = (program.in_division, program.out_division);
+    let fits = match case.collective {
+        Collective::AllReduce | Collective::Reduce => input == output,
+        Collective::Broadcast | Collective::Barrier | Collective::Send | Collective::Recv => true,
+        Collective::ReduceScatter | Collective::Scatter => by_block(input),
+        Collective::AllGather | Collective::Gather => by_block(output),
+        Collective::AllToAll => by_block(input) && by_block(output),
+    };
+    let alike = case.collective == Collective::Broadcast || input.pieces() == output.pieces();
+    if fits && alike { Ok(()) } else { Err(Violation::new(format!("divisions {input:?} and {output:?} do not fit"))) }
+}
+
+/// The input chunks that must end in a chunk of `Out`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Wanted {
+    /// The reduction over all ranks of this chunk of `In`.
+    Reduction {
+        /// The chunk.
+        chunk: u32,
+    },
+    /// What this rank had in this chunk at the start.
+    Original {
+        /// The rank.
+        rank: u32,
+        /// The chunk of its input.
+        chunk: u32,
+    },
+}
+
+/// What chunk `chunk` of `Out` must hold in the end.
+pub(super) fn wanted(case: &Case, rank: u32, program: &Program, chunk: u32) -> Wanted {
+    let pieces = program.out_division.pieces();
+    let (block, piece) = (chunk / pieces, chunk % pieces);
+    let reduction = |chunk| match case.world {
+        1 => Wanted::Original { rank: 0, chunk },
+        _ => Wanted::Reduction { chunk },
+    };
+    let mine = rank * pieces + piece;
+    match case.collective {
+        Collective::AllReduce | Collective::Reduce => reduction(chunk),
+        Collective::ReduceScatter => reduction(mine),
+        Collective::AllGather | Collective::Gather => Wanted::Original { rank: block, chunk: piece },
+        Collective::Broadcast => Wanted::Original { rank: case.root.0, chunk },
+        Collective::Scatter => Wanted::Original { rank: case.root.0, chunk: mine },
+        Collective::AllToAll => Wanted::Original { rank: block, chunk: mine },
+        Collective::Barrier | Collective::Send | Collective::Recv => Wanted::Original { rank, chunk },
+    }
+}
+
+/// What the busiest rank sends or receives, if all chunks have the same size.
+pub(super) fn busiest(case: &Case, programs: &[Program]) -> Fraction {
+    let mut largest = 0;
+    let mut busiest = 0;
+    for (rank, program) in (0..).zip(programs) {
+        let [ins, outs, _] = chunk_counts(case, rank, program);
+        largest = largest.max(ins).max(outs);
+        let (mut sent, mut received) = (0, 0);
+        for op in &program.ops {
+            match &op.kind {
+                OpKind::Send { src, .. } => sent += src.chunk_count(),
+                OpKind::Recv { dst, .. } | OpKind::RecvReduce { dst, .. } => received += dst.chunk_count(),
+                OpKind::Copy { .. } | OpKind::Reduce { .. } => {}
+            }
+        }
+        busiest = busiest.max(sent).max(received);
+    }
+    Fraction::new(busiest, largest.max(1))
+}

@@ -1,0 +1,247 @@
+//! Symbolic execution: what every chunk holds, as an expression over the inputs.
+//!
+//! Expressions are kept once each and named by a number, so that comparing and copying them costs nothing.
+
+use std::collections::HashMap;
+
+use accl_types::Collective;
+use smallvec::{SmallVec, smallvec};
+
+use super::model::{Wanted, block_counts, chunk_counts, wanted};
+use super::order::Graph;
+use super::{Case, Violation};
+use crate::ir::{Buf, Finish, Order, Span};
+use crate::program::{OpKind, Places, Program};
+
+/// An expression.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Node {
+    /// What a rank had in a chunk at the start.
+    Leaf { rank: u32, chunk: u32 },
+    /// A reduction, operands in order.
+    Reduction { operands: SmallVec<[u32; 2]>, finish: Finish },
+}
+
+/// All expressions.
+#[derive(Default)]
+struct Pool {
+    nodes: Vec<Node>,
+    /// The lowest rank in each.
+    lowest: Vec<u32>,
+    numbers: HashMap<Node, u32>,
+}
+
+impl Pool {
+    fn number(&mut self, node: Node) -> u32 {
+        if let Some(&number) = self.numbers.get(&node) {
+            return number;
+        }
+        let lowest = match &node {
+            Node::Leaf { rank, .. } => *rank,
+            Node::Reduction { operands, .. } => {
+                operands.iter().map(|&operand| self.lowest[operand as usize]).min().unwrap_or(u32::MAX)
+            }
+        };
+        let number = self.nodes.len() as u32;
+        self.nodes.push(node.clone());
+        self.lowest.push(lowest);
+        self.numbers.insert(node, number);
+        number
+    }
+
+    fn reduction(&mut self, operands: SmallVec<[u32; 2]>, finish: Finish) -> Result<u32, Violation> {
+        let lowest = |operand: u32| self.lowest[operand as usize];
+        match operands.windows(2).all(|pair| lowest(pair[0]) < lowest(pair[1])) {
+            true => Ok(self.number(Node::Reduction { operands, finish })),
+            false => Err(Violation::new("operands are not in the order of their lowest ranks")),
+        }
+    }
+
+    /// The expression reduces `chunk` of every rank once, and only its last reduction finishes.
+    fn check_complete(&self, number: u32, chunk: u32, world: u32) -> Result<(), Violation> {
+        let mut seen = vec![false; world as usize];
+        let mut open = vec![(number, Finish::Yes)];
+        while let Some((number, expected)) = open.pop() {
+            match &self.nodes[number as usize] {
+                Node::Leaf { rank, chunk: of } => {
+                    if *of != chunk || std::mem::replace(&mut seen[*rank as usize], true) {
+                        return Err(Violation::new(format!("chunk {of} of rank {rank} is in it wrongly or twice")));
+                    }
+                }
+                Node::Reduction { operands, finish } => {
+                    if *finish != expected {
+                        return Err(Violation::new("it is finished too early or not at all"));
+                    }
+                    open.extend(operands.iter().map(|&operand| (operand, Finish::No)));
+                }
+            }
+        }
+        match seen.iter().position(|&seen| !seen) {
+            None => Ok(()),
+            Some(rank) => Err(Violation::new(format!("rank {rank} is missing in it"))),
+        }
+    }
+}
+
+/// The memory of one rank: the expression in each place, if anything was written there.
+struct Memory {
+    places: Places,
+    chunks: [Vec<Option<u32>>; 3],
+}
+
+impl Memory {
+    fn at(&mut self, buf: Buf, chunk: u32) -> &mut Option<u32> {
+        let (buf, chunk) = self.places.place(buf, chunk);
+        let chunks = &mut self.chunks[buf as usize];
+        if chunks.len() <= chunk as usize {
+            chunks.resize(chunk as usize + 1, None);
+        }
+        &mut chunks[chunk as usize]
+    }
+
+    fn read(&mut self, span: &Span) -> Result<Vec<u32>, Violation> {
+        span.chunks()
+            .map(|(buf, chunk)| {
+                let unwritten = || Violation::new(format!("reads {buf:?} {chunk}, which nobody has written"));
+                self.at(buf, chunk).ok_or_else(unwritten)
+            })
+            .collect()
+    }
+
+    fn write(&mut self, span: &Span, values: Vec<u32>) {
+        span.chunks().zip(values).for_each(|((buf, chunk), value)| *self.at(buf, chunk) = Some(value));
+    }
+}
+
+/// Runs all operations in an order that respects dependencies and looks at what `Out` holds in the end. That any such
+/// order gives the same is what the checks of hazards prove.
+pub(super) fn check_values(
+    case: &Case,
+    programs: &[Program],
+    graph: &Graph,
+    sequence: &[u32],
+    places: &dyn Fn(u32) -> Places,
+) -> Result<(), Violation> {
+    let mut pool = Pool::default();
+    let mut memories: Vec<Memory> =
+        (0..case.world).map(|rank| initial(case, rank, &programs[rank as usize], places(rank), &mut pool)).collect();
+    let mut messages: HashMap<u32, Vec<u32>> = HashMap::new();
+    for &number in sequence {
+        let (rank, index) = graph.locate(number);
+        let kind = &programs[rank].ops[index].kind;
+        let memory = &mut memories[rank];
+        let mut run = || {
+            let incoming = |messages: &mut HashMap<u32, Vec<u32>>| {
+                messages.remove(&graph.partner(number)).ok_or_else(|| Violation::new("runs before its message is sent"))
+            };
+            match kind {
+                OpKind::Send { src, .. } => {
+                    messages.insert(number, memory.read(src)?);
+                }
+                OpKind::Recv { dst, .. } => memory.write(dst, incoming(&mut messages)?),
+                OpKind::RecvReduce { dst, local, order, finish, .. } => {
+                    let locals = memory.read(local)?;
+                    let pairs = incoming(&mut messages)?.into_iter().zip(locals);
+                    let reduced = pairs.map(|(incoming, local)| match order {
+                        Order::IncomingFirst => pool.reduction(smallvec![incoming, local], *finish),
+                        Order::LocalFirst => pool.reduction(smallvec![local, incoming], *finish),
+                    });
+                    let reduced = reduced.collect::<Result<_, _>>()?;
+                    memory.write(dst, reduced);
+                }
+                OpKind::Copy { dst, src } => {
+                    let values = memory.read(src)?;
+                    memory.write(dst, values);
+                }
+                OpKind::Reduce { dst, srcs, finish } => {
+                    let srcs = srcs.iter().map(|src| memory.read(src)).collect::<Result<Vec<_>, _>>()?;
+                    let reduced = (0..dst.chunk_count() as usize)
+                        .map(|at| pool.reduction(srcs.iter().map(|src| src[at]).collect(), *finish));
+                    let reduced = reduced.collect::<Result<_, _>>()?;
+                    memory.write(dst, reduced);
+                }
+            }
+            Ok(())
+        };
+        run().map_err(|why: Violation| why.at(rank as u32, index, kind))?;
+    }
+    check_outputs(case, programs, &pool, &mut memories)?;
+    if case.collective == Collective::Barrier { check_barrier(case, programs, graph, sequence) } else { Ok(()) }
+}
+
+fn initial(case: &Case, rank: u32, program: &Program, places: Places, pool: &mut Pool) -> Memory {
+    let mut memory = Memory { places, chunks: Default::default() };
+    let [ins, outs, _] = chunk_counts(case, rank, program);
+    for chunk in 0..ins {
+        *memory.at(Buf::In, chunk) = Some(pool.number(Node::Leaf { rank, chunk }));
+    }
+    if case.collective == Collective::Broadcast && rank == case.root.0 {
+        for chunk in 0..outs {
+            *memory.at(Buf::Out, chunk) = Some(pool.number(Node::Leaf { rank, chunk }));
+        }
+    }
+    memory
+}
+
+fn check_outputs(case: &Case, programs: &[Program], pool: &Pool, memories: &mut [Memory]) -> Result<(), Violation> {
+    // The expression that reduces each chunk: found once, then the same on all ranks.
+    let mut reductions: HashMap<u32, u32> = HashMap::new();
+    for (rank, (program, memory)) in (0..).zip(programs.iter().zip(memories)) {
+        let (_, blocks) = block_counts(case, rank);
+        for chunk in 0..program.out_division.chunks(blocks) {
+            let place = |why: &str| Violation::new(format!("chunk {chunk} of the output of rank {rank}: {why}"));
+            let number = memory.at(Buf::Out, chunk).ok_or_else(|| place("never written"))?;
+            match wanted(case, rank, program, chunk) {
+                Wanted::Original { rank: from, chunk: of } => {
+                    if pool.nodes[number as usize] != (Node::Leaf { rank: from, chunk: of }) {
+                        let found = &pool.nodes[number as usize];
+                        return Err(place(&format!("holds {found:?}, not chunk {of} of rank {from}")));
+                    }
+                }
+                Wanted::Reduction { chunk: of } => match reductions.get(&of) {
+                    Some(&known) if known == number => {}
+                    Some(_) => return Err(place("not the same expression as on another rank")),
+                    None => {
+                        pool.check_complete(number, of, case.world).map_err(|Violation(why)| place(&why))?;
+                        reductions.insert(of, number);
+                    }
+                },
+            }
+        }
+    }
+    Ok(())
+}
+
+/// When a rank is through, every rank has begun: all have sent something that led here.
+fn check_barrier(case: &Case, programs: &[Program], graph: &Graph, sequence: &[u32]) -> Result<(), Violation> {
+    let words = case.world.div_ceil(64) as usize;
+    let mut known = vec![0u64; sequence.len() * words];
+    let mut at_end = vec![vec![0u64; words]; programs.len()];
+    for (rank, end) in at_end.iter_mut().enumerate() {
+        end[rank / 64] |= 1 << (rank % 64);
+    }
+    for &number in sequence {
+        let (rank, index) = graph.locate(number);
+        let op = &programs[rank].ops[index];
+        let mut now = vec![0u64; words];
+        now[rank / 64] |= 1 << (rank % 64);
+        let mut learn = |from: u32| {
+            let from = &known[from as usize * words..][..words];
+            now.iter_mut().zip(from).for_each(|(now, from)| *now |= from);
+        };
+        op.deps.iter().for_each(|dep| learn(graph.number(rank, dep.on as usize)));
+        match op.kind {
+            OpKind::Recv { .. } | OpKind::RecvReduce { .. } => learn(graph.partner(number)),
+            OpKind::Send { .. } | OpKind::Copy { .. } | OpKind::Reduce { .. } => {}
+        }
+        at_end[rank].iter_mut().zip(&now).for_each(|(end, now)| *end |= now);
+        known[number as usize * words..][..words].copy_from_slice(&now);
+    }
+    for (rank, end) in at_end.iter().enumerate() {
+        let heard = |other: &u32| end[*other as usize / 64] >> (other % 64) & 1 == 1;
+        if let Some(missing) = (0..case.world).find(|other| !heard(other)) {
+            return Err(Violation::new(format!("rank {rank} leaves before rank {missing} is known to have entered")));
+        }
+    }
+    Ok(())
+}
