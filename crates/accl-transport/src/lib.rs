@@ -6,6 +6,7 @@
 
 mod card;
 mod endpoint;
+mod faulty;
 mod fork;
 pub mod frame;
 mod host;
@@ -18,13 +19,16 @@ mod settings;
 mod shm;
 mod sync;
 mod tcp;
+mod traced;
 
 pub use card::Card;
 pub use endpoint::{ConnectError, Endpoint, Missing};
+pub use faulty::{Faults, Faulty};
 pub use fork::{fork_generation, forked};
 pub use link::Link;
 pub use poller::{Poller, Waker};
 pub use settings::Settings;
+pub use traced::{Trace, Traced};
 
 /// Version of the handshake and of the rings. Endpoints of different versions refuse each other by name.
 pub const PROTOCOL_VERSION: u32 = 1;

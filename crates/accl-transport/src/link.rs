@@ -33,11 +33,11 @@ pub trait Link: Send {
     /// nothing.
     fn release(&mut self);
 
-    /// Pushes buffered bytes towards the peer; never blocks.
+    /// Pushes buffered bytes towards the peer; never blocks. `true`: nothing is left in this process.
     ///
     /// # Errors
     /// `PeerLost` or `Network` when the link is broken.
-    fn flush(&mut self) -> Result<()>;
+    fn flush(&mut self) -> Result<bool>;
 
     /// Publishes "parked" (and, if asked, "waits for room"), then looks once more. `true`: something came up, do not
     /// sleep. Either way [`Link::unpark`] follows. A loss that was returned already is nothing new, so that a lost link
@@ -64,4 +64,58 @@ pub trait Link: Send {
 
     /// Transport and place for a person: `shm, 1 MiB rings` or `tcp 10.0.0.1:5000 -> 10.0.0.2:40000`.
     fn describe(&self) -> String;
+}
+
+impl Link for Box<dyn Link> {
+    fn max_frame_bytes(&self) -> usize {
+        (**self).max_frame_bytes()
+    }
+
+    fn try_reserve(&mut self, len_bytes: usize) -> Result<Option<&mut [u8]>> {
+        (**self).try_reserve(len_bytes)
+    }
+
+    fn commit(&mut self) {
+        (**self).commit();
+    }
+
+    fn peek(&mut self) -> Result<Option<&[u8]>> {
+        (**self).peek()
+    }
+
+    fn release(&mut self) {
+        (**self).release();
+    }
+
+    fn flush(&mut self) -> Result<bool> {
+        (**self).flush()
+    }
+
+    fn prepare_park(&mut self, wants_room: bool) -> bool {
+        (**self).prepare_park(wants_room)
+    }
+
+    fn unpark(&mut self) {
+        (**self).unpark();
+    }
+
+    fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        (**self).fds()
+    }
+
+    fn check_peer(&mut self) -> Result<()> {
+        (**self).check_peer()
+    }
+
+    fn close(&mut self) {
+        (**self).close();
+    }
+
+    fn transport(&self) -> &'static str {
+        (**self).transport()
+    }
+
+    fn describe(&self) -> String {
+        (**self).describe()
+    }
 }

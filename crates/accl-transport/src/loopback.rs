@@ -196,8 +196,8 @@ impl Link for LoopbackLink {
         self.peer.notify(&self.peer.wants_room);
     }
 
-    fn flush(&mut self) -> Result<()> {
-        Ok(())
+    fn flush(&mut self) -> Result<bool> {
+        Ok(true)
     }
 
     fn prepare_park(&mut self, wants_room: bool) -> bool {

@@ -101,7 +101,9 @@ pub(crate) struct TcpLink {
     /// Length of the reserved frame.
     reserved: Option<usize>,
     /// Length of the frame at `inn.start`.
-    peeked: Option<usize>,
+    found: Option<usize>,
+    /// The caller has seen that frame.
+    shown: bool,
     max_frame_bytes: usize,
     /// `local -> remote` and who that is.
     place: String,
@@ -133,7 +135,8 @@ impl TcpLink {
             out: buffer(),
             inn: buffer(),
             reserved: None,
-            peeked: None,
+            found: None,
+            shown: false,
             max_frame_bytes,
             place,
             deaf: None,
@@ -173,7 +176,7 @@ impl TcpLink {
 
     /// Whether there is a whole frame, reading at most once.
     fn poll_frame(&mut self) -> Result<bool> {
-        if self.peeked.is_some() || self.parse()? {
+        if self.found.is_some() || self.parse()? {
             return Ok(true);
         }
         if self.ended.is_some() {
@@ -197,7 +200,7 @@ impl TcpLink {
         if self.inn.len() < record_bytes(len) {
             return Ok(false);
         }
-        self.peeked = Some(len);
+        self.found = Some(len);
         Ok(true)
     }
 
@@ -283,20 +286,23 @@ impl Link for TcpLink {
         if !self.poll_frame()? {
             return self.report_end().map(|()| None);
         }
+        self.shown = true;
         let at = self.inn.start + WORD;
-        Ok(self.peeked.map(|len| &self.inn.bytes()[at..at + len]))
+        Ok(self.found.map(|len| &self.inn.bytes()[at..at + len]))
     }
 
     fn release(&mut self) {
-        if let Some(len) = self.peeked.take() {
+        if std::mem::take(&mut self.shown)
+            && let Some(len) = self.found.take()
+        {
             self.inn.start += record_bytes(len);
         }
     }
 
-    fn flush(&mut self) -> Result<()> {
+    fn flush(&mut self) -> Result<bool> {
         self.guard_fork()?;
         self.push();
-        self.deaf.clone().map_or(Ok(()), Err)
+        self.deaf.clone().map_or(Ok(self.out.len() == 0), Err)
     }
 
     fn prepare_park(&mut self, wants_room: bool) -> bool {

@@ -141,7 +141,7 @@ fn wrong_counters_and_lengths_are_corruption_and_not_a_crash() {
 
     let (mut writer, _, memory) = ring(1024, 100);
     memory.counters().head.0.store(4096, Ordering::Release);
-    for _ in 0..8 {
+    for _ in 0..9 {
         if writer.try_reserve(100) == Err(Corrupt) {
             return;
         }

@@ -47,6 +47,8 @@ pub(crate) struct ShmLink {
     peer: String,
     /// Length of the shortest frame that found no room since the last park.
     refused_bytes: Option<usize>,
+    /// The caller has seen the frame that the reader stands at.
+    shown: bool,
     closed: bool,
     lost: Option<Error>,
     /// The loss was returned to the caller: it is no longer a reason to stay awake.
@@ -68,6 +70,7 @@ impl ShmLink {
             max_frame_bytes,
             peer,
             refused_bytes: None,
+            shown: false,
             closed: false,
             lost: None,
             told: false,
@@ -178,7 +181,10 @@ impl Link for ShmLink {
         self.guard_fork()?;
         // `lost` was set before this look at the ring, so what the peer left behind is found first.
         match self.reader.poll() {
-            Ok(true) => Ok(self.reader.frame()),
+            Ok(true) => {
+                self.shown = true;
+                Ok(self.reader.frame())
+            }
             Ok(false) => self.report_loss().map(|()| None),
             Err(corrupt) => Err(self.corrupt(corrupt)),
         }
@@ -186,13 +192,13 @@ impl Link for ShmLink {
 
     #[inline]
     fn release(&mut self) {
-        if self.reader.release() {
+        if std::mem::take(&mut self.shown) && self.reader.release() {
             self.wake_peer_if(ROOM);
         }
     }
 
-    fn flush(&mut self) -> Result<()> {
-        Ok(())
+    fn flush(&mut self) -> Result<bool> {
+        Ok(true)
     }
 
     fn prepare_park(&mut self, wants_room: bool) -> bool {

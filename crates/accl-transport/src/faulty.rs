@@ -1,0 +1,166 @@
+//! A link that misbehaves on purpose, the same way for the same seed. For tests of what stands on links.
+
+use std::os::fd::BorrowedFd;
+
+use accl_types::{Error, Result};
+
+use crate::Link;
+
+/// What goes wrong.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Faults {
+    /// Start of the random sequence; put it into the failure message.
+    pub seed: u64,
+    /// Before each frame up to this many looks find nothing yet.
+    pub most_empty_peeks: u32,
+    /// This percentage of reservations finds no room.
+    pub refused_percent: u8,
+    /// The link breaks after this many frames were received.
+    pub lost_after: Option<u64>,
+}
+
+/// Wraps any link with [`Faults`].
+#[derive(Debug)]
+pub struct Faulty<L> {
+    /// `None` once it has broken; the peer sees that as our death.
+    link: Option<L>,
+    faults: Faults,
+    random: u64,
+    received: u64,
+    /// Looks that still find nothing, drawn when a frame arrived; `None` before.
+    held: Option<u32>,
+    shown: bool,
+    told: bool,
+    name: &'static str,
+    max_frame_bytes: usize,
+}
+
+impl<L: Link> Faulty<L> {
+    /// `link` with `faults`.
+    pub fn new(link: L, faults: Faults) -> Self {
+        let (name, max_frame_bytes) = (link.transport(), link.max_frame_bytes());
+        // The sequence never reaches 0, so it must not start there.
+        let random = faults.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        Self {
+            link: Some(link),
+            faults,
+            random,
+            received: 0,
+            held: None,
+            shown: false,
+            told: false,
+            name,
+            max_frame_bytes,
+        }
+    }
+
+    fn next_random(&mut self) -> u64 {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        self.random >> 11
+    }
+
+    fn broken(&self) -> Error {
+        Error::peer_lost(format!("broken on purpose after {} frames (seed {})", self.received, self.faults.seed))
+    }
+}
+
+impl<L: Link> Link for Faulty<L> {
+    fn max_frame_bytes(&self) -> usize {
+        self.max_frame_bytes
+    }
+
+    fn try_reserve(&mut self, len_bytes: usize) -> Result<Option<&mut [u8]>> {
+        let refused = self.next_random() % 100 < u64::from(self.faults.refused_percent);
+        let broken = self.broken();
+        match &mut self.link {
+            None => Err(broken),
+            Some(_) if refused => Ok(None),
+            Some(link) => link.try_reserve(len_bytes),
+        }
+    }
+
+    fn commit(&mut self) {
+        if let Some(link) = &mut self.link {
+            link.commit();
+        }
+    }
+
+    fn peek(&mut self) -> Result<Option<&[u8]>> {
+        if self.faults.lost_after.is_some_and(|limit| self.received >= limit) {
+            self.link = None;
+        }
+        let draw = self.next_random();
+        let broken = self.broken();
+        let Some(link) = &mut self.link else {
+            self.told = true;
+            return Err(broken);
+        };
+        let frame = link.peek()?;
+        if frame.is_none() {
+            return Ok(None);
+        }
+        let most = u64::from(self.faults.most_empty_peeks);
+        let held = self.held.get_or_insert((draw % (most + 1)) as u32);
+        if *held > 0 {
+            *held -= 1;
+            return Ok(None);
+        }
+        self.shown = true;
+        Ok(frame)
+    }
+
+    fn release(&mut self) {
+        if std::mem::take(&mut self.shown) {
+            self.held = None;
+            self.received += 1;
+            if let Some(link) = &mut self.link {
+                link.release();
+            }
+        }
+    }
+
+    fn flush(&mut self) -> Result<bool> {
+        let broken = self.broken();
+        self.link.as_mut().map_or(Err(broken), Link::flush)
+    }
+
+    fn prepare_park(&mut self, wants_room: bool) -> bool {
+        let refuses = wants_room && self.faults.refused_percent > 0;
+        match &mut self.link {
+            None => !self.told,
+            // A refusal that was drawn is not followed by a wake-up.
+            Some(link) => link.prepare_park(wants_room) || refuses,
+        }
+    }
+
+    fn unpark(&mut self) {
+        if let Some(link) = &mut self.link {
+            link.unpark();
+        }
+    }
+
+    fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        self.link.as_ref().map(Link::fds).unwrap_or_default()
+    }
+
+    fn check_peer(&mut self) -> Result<()> {
+        let broken = self.broken();
+        self.link.as_mut().map_or(Err(broken), Link::check_peer)
+    }
+
+    fn close(&mut self) {
+        if let Some(link) = &mut self.link {
+            link.close();
+        }
+    }
+
+    fn transport(&self) -> &'static str {
+        self.name
+    }
+
+    fn describe(&self) -> String {
+        self.link.as_ref().map_or_else(|| "broken on purpose".to_owned(), Link::describe)
+    }
+}

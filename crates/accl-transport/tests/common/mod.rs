@@ -1,0 +1,207 @@
+//! Endpoints, parking and time limits for the tests of links.
+#![allow(dead_code)]
+
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use accl_transport::loopback::{self, Capacity};
+use accl_transport::{Card, ConnectError, Endpoint, Link, Poller, Settings};
+use accl_types::Error;
+
+/// No test takes longer; a lost wake-up shows as this.
+pub const LIMIT: Duration = Duration::from_secs(30);
+
+/// Runs `body` on a thread and fails when it does not end in time.
+pub fn within_limit<R: Send + 'static>(body: impl FnOnce() -> R + Send + 'static) -> R {
+    let (done, wait) = channel();
+    let thread = std::thread::spawn(move || {
+        let result = body();
+        let _ = done.send(());
+        result
+    });
+    if let Err(RecvTimeoutError::Timeout) = wait.recv_timeout(LIMIT) {
+        panic!("not done after {LIMIT:?}");
+    }
+    thread.join().unwrap_or_else(|why| std::panic::resume_unwind(why))
+}
+
+pub fn deadline() -> Instant {
+    Instant::now() + LIMIT / 2
+}
+
+pub fn settings(transports: &[&str]) -> Settings {
+    Settings { transports: transports.iter().map(|&t| t.to_owned()).collect(), ..Settings::default() }
+}
+
+/// A process in small: somewhere to sleep and somebody to connect to.
+pub struct Host {
+    pub poller: Poller,
+    pub endpoint: Endpoint,
+}
+
+impl Host {
+    pub fn new(settings: Settings) -> Host {
+        let poller = Poller::new().unwrap();
+        let endpoint = Endpoint::new(settings, poller.waker()).unwrap();
+        Host { poller, endpoint }
+    }
+
+    pub fn card(&self) -> Card {
+        self.endpoint.card().clone()
+    }
+
+    pub fn connect(&mut self, peers: &[Card]) -> Result<Vec<Box<dyn Link>>, ConnectError> {
+        self.endpoint.connect(peers, deadline(), &mut || false)
+    }
+}
+
+/// One end of a link and the poller it parks on.
+pub struct Node {
+    pub poller: Arc<Poller>,
+    pub link: Box<dyn Link>,
+    pub warnings: Vec<String>,
+}
+
+/// Connects two endpoints of this process.
+pub fn connected(a: Settings, b: Settings) -> (Node, Node) {
+    let (mut a, mut b) = (Host::new(a), Host::new(b));
+    let (card_a, card_b) = (a.card(), b.card());
+    let thread = std::thread::spawn(move || {
+        let links = b.connect(&[card_a]).unwrap();
+        (b, links)
+    });
+    let links_a = a.connect(&[card_b]).unwrap();
+    let (b, links_b) = thread.join().unwrap();
+    let node = |host: Host, links: Vec<Box<dyn Link>>| {
+        let Host { poller, mut endpoint } = host;
+        let link = links.into_iter().next().unwrap();
+        for fd in link.fds() {
+            poller.add(fd).unwrap();
+        }
+        Node { poller: Arc::new(poller), link, warnings: endpoint.take_warnings() }
+    };
+    (node(a, links_a), node(b, links_b))
+}
+
+/// The kinds of links, all with the same longest frame.
+pub const KINDS: &[&str] = &["shm", "shm in small rings", "tcp", "loopback"];
+
+pub fn pair(kind: &str) -> (Node, Node) {
+    match kind {
+        "shm" | "tcp" => connected(settings(&[kind]), settings(&[kind])),
+        "shm in small rings" => {
+            let small = Settings { ring_bytes: 1, ..settings(&["shm"]) };
+            connected(small.clone(), small)
+        }
+        "loopback" => {
+            let pollers = [Arc::new(Poller::new().unwrap()), Arc::new(Poller::new().unwrap())];
+            let longest = Settings::default().max_frame_bytes();
+            let (a, b) = loopback::pair(longest, Capacity::Frames(3), pollers[0].waker(), pollers[1].waker());
+            let [p, q] = pollers;
+            let node =
+                |poller, link: loopback::LoopbackLink| Node { poller, link: Box::new(link), warnings: Vec::new() };
+            (node(p, a), node(q, b))
+        }
+        other => panic!("unknown kind {other}"),
+    }
+}
+
+impl Node {
+    /// Sleeps until the link has news. There is no tick: only a wake-up ends it.
+    pub fn park(&mut self, wants_room: bool) {
+        if !self.link.prepare_park(wants_room) {
+            let before = Instant::now();
+            self.poller.wait(Some(LIMIT / 2)).unwrap();
+            assert!(before.elapsed() < LIMIT / 2, "nobody woke {}", self.link.describe());
+        }
+        self.link.unpark();
+    }
+
+    pub fn try_send(&mut self, frame: &[u8]) -> Result<bool, Error> {
+        let Some(place) = self.link.try_reserve(frame.len())? else { return Ok(false) };
+        assert_eq!(place.as_ptr() as usize % 8, 0);
+        place.copy_from_slice(frame);
+        self.link.commit();
+        Ok(true)
+    }
+
+    pub fn send(&mut self, frame: &[u8]) {
+        while !self.try_send(frame).unwrap() {
+            self.park(true);
+        }
+        self.link.flush().unwrap();
+    }
+
+    pub fn try_receive(&mut self) -> Result<Option<Vec<u8>>, Error> {
+        let frame = self.link.peek()?.map(|frame| {
+            assert_eq!(frame.as_ptr() as usize % 8, 0);
+            frame.to_vec()
+        });
+        self.link.release();
+        Ok(frame)
+    }
+
+    pub fn receive(&mut self) -> Result<Vec<u8>, Error> {
+        loop {
+            if let Some(frame) = self.try_receive()? {
+                return Ok(frame);
+            }
+            self.park(false);
+        }
+    }
+
+    /// Sends `frames` while receiving `expected` ones.
+    pub fn exchange(&mut self, frames: &[Vec<u8>], expected: usize) -> Vec<Vec<u8>> {
+        let (mut sent, mut received) = (0, Vec::new());
+        while sent < frames.len() || received.len() < expected {
+            let mut moved = false;
+            if sent < frames.len() && self.try_send(&frames[sent]).unwrap() {
+                sent += 1;
+                moved = true;
+            }
+            if received.len() < expected
+                && let Some(frame) = self.try_receive().unwrap()
+            {
+                received.push(frame);
+                moved = true;
+            }
+            if !moved {
+                self.link.flush().unwrap();
+                self.park(sent < frames.len());
+            }
+        }
+        // What the socket does not take now goes when it can.
+        while self.link.flush().is_ok() && !self.flushed() {
+            std::thread::yield_now();
+        }
+        received
+    }
+
+    /// A longest frame fits, so little is buffered. Good enough to end a test's loop.
+    fn flushed(&mut self) -> bool {
+        let longest = self.link.max_frame_bytes();
+        !matches!(self.link.try_reserve(longest), Ok(None))
+    }
+}
+
+/// Repeatable frames of random lengths: many short ones, some of the longest.
+pub fn frames(seed: u64, count: usize, longest: usize) -> Vec<Vec<u8>> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 11) as usize
+    };
+    (0..count)
+        .map(|i| {
+            let len = match next() % 8 {
+                0..4 => next() % 128,
+                4..7 => next() % 8192,
+                _ => longest - next() % 64,
+            };
+            (0..len).map(|at| (i * 31 + at * 7) as u8).collect()
+        })
+        .collect()
+}

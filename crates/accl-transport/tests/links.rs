@@ -1,0 +1,290 @@
+//! What every link promises, over every transport.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use accl_transport::{Faults, Faulty, Link, Poller, Trace, Traced, loopback};
+use accl_types::ErrorKind;
+use common::{KINDS, Node, frames, pair, within_limit};
+use proptest::prelude::*;
+
+fn for_every_kind(body: fn(&'static str, Node, Node)) {
+    for &kind in KINDS {
+        within_limit(move || {
+            let (a, b) = pair(kind);
+            body(kind, a, b);
+        });
+    }
+}
+
+#[test]
+fn frames_arrive_whole_and_in_order_both_ways_at_once() {
+    for_every_kind(|kind, mut a, mut b| {
+        for seed in 0..3 {
+            let longest = a.link.max_frame_bytes();
+            let (there, back) = (frames(seed, 300, longest), frames(seed + 100, 200, longest));
+            let (there_too, back_too) = (there.clone(), back.clone());
+            let thread = std::thread::spawn(move || {
+                let received = b.exchange(&back_too, there_too.len());
+                (b, received)
+            });
+            let received = a.exchange(&there, back.len());
+            let (same_b, received_there) = thread.join().unwrap();
+            b = same_b;
+            assert!(received == back && received_there == there, "{kind} seed {seed}");
+        }
+    });
+}
+
+#[test]
+fn a_sleeper_is_woken_by_every_frame() {
+    for_every_kind(|_, mut a, mut b| {
+        // Ping-pong in which both park each time: a lost wake-up is a failure and not a delay.
+        let thread = std::thread::spawn(move || {
+            for i in 0..2000u64 {
+                assert_eq!(b.receive().unwrap(), i.to_le_bytes());
+                b.send(&i.to_le_bytes());
+            }
+            b
+        });
+        for i in 0..2000u64 {
+            a.send(&i.to_le_bytes());
+            assert_eq!(a.receive().unwrap(), i.to_le_bytes());
+        }
+        thread.join().unwrap();
+    });
+}
+
+#[test]
+fn a_sender_without_room_is_woken_when_there_is_some() {
+    for_every_kind(|_, mut a, mut b| {
+        let frame = vec![7; a.link.max_frame_bytes()];
+        let mut filled = 0;
+        while a.try_send(&frame).unwrap() {
+            filled += 1;
+            assert!(filled < 100_000, "a link has bounds");
+        }
+        let count = filled + 50;
+        let sender = std::thread::spawn(move || {
+            for _ in filled..count {
+                a.send(&frame);
+            }
+            a
+        });
+        for _ in 0..count {
+            assert!(b.receive().unwrap().iter().all(|&byte| byte == 7));
+        }
+        sender.join().unwrap();
+    });
+}
+
+#[test]
+fn a_sleep_without_news_is_a_sleep() {
+    for_every_kind(|kind, mut a, _b| {
+        // The first sleeps may end for events of the past; then it must be quiet.
+        for attempt in 0.. {
+            assert!(!a.link.prepare_park(false), "{kind} has no news");
+            let before = Instant::now();
+            a.poller.wait(Some(Duration::from_millis(100))).unwrap();
+            a.link.unpark();
+            if before.elapsed() >= Duration::from_millis(99) {
+                break;
+            }
+            assert!(attempt < 10, "{kind} keeps waking without a reason");
+        }
+    });
+}
+
+#[test]
+fn what_was_sent_before_closing_is_received_before_the_loss() {
+    for_every_kind(|kind, mut a, mut b| {
+        for i in 0..3u8 {
+            a.send(&[i; 100]);
+        }
+        a.link.close();
+        for i in 0..3u8 {
+            assert!(b.link.check_peer().is_ok(), "{kind}: frames are left");
+            assert_eq!(b.receive().unwrap(), [i; 100]);
+        }
+        assert_eq!(b.receive().unwrap_err().kind, ErrorKind::PeerLost);
+        assert_eq!(b.link.check_peer().unwrap_err().kind, ErrorKind::PeerLost);
+        assert_eq!(b.link.peek().unwrap_err().kind, ErrorKind::PeerLost, "once lost, always lost");
+        assert!(!b.link.prepare_park(false), "{kind}: a loss that was told keeps nobody awake");
+        b.link.unpark();
+    });
+}
+
+#[test]
+fn a_closed_link_can_still_be_read() {
+    for_every_kind(|kind, mut a, mut b| {
+        a.link.close();
+        if b.try_send(b"late").is_ok() {
+            let _ = b.link.flush();
+            assert_eq!(a.receive().unwrap(), b"late", "{kind}");
+        }
+    });
+}
+
+#[test]
+fn dropping_a_link_wakes_the_sleeping_peer() {
+    for_every_kind(|_, a, mut b| {
+        let thread = std::thread::spawn(move || b.receive().unwrap_err());
+        drop(a);
+        assert_eq!(thread.join().unwrap().kind, ErrorKind::PeerLost);
+    });
+}
+
+#[test]
+fn a_frame_that_is_too_long_is_refused_and_the_link_goes_on() {
+    for_every_kind(|_, mut a, mut b| {
+        let longest = a.link.max_frame_bytes();
+        assert_eq!(a.link.try_reserve(longest + 1).unwrap_err().kind, ErrorKind::Internal);
+        a.send(&vec![1; longest]);
+        assert_eq!(b.receive().unwrap().len(), longest);
+    });
+}
+
+#[test]
+fn reserving_again_gives_up_the_first_place_and_peeking_again_shows_the_same_frame() {
+    for_every_kind(|_, mut a, mut b| {
+        a.link.try_reserve(1000).unwrap().unwrap().fill(1);
+        a.link.try_reserve(8).unwrap().unwrap().fill(2);
+        a.link.commit();
+        a.link.commit();
+        a.link.flush().unwrap();
+        while b.link.peek().unwrap().is_none() {
+            b.park(false);
+        }
+        assert_eq!(b.link.peek().unwrap().unwrap(), [2; 8]);
+        b.link.release();
+        a.send(&[3; 8]);
+        while !b.link.prepare_park(false) {
+            b.poller.wait(Some(common::LIMIT)).unwrap();
+            b.link.unpark();
+        }
+        b.link.unpark();
+        // The frame was noticed but not peeked at: there is nothing to give back.
+        b.link.release();
+        assert_eq!(b.link.peek().unwrap().unwrap(), [3; 8]);
+    });
+}
+
+#[test]
+fn a_quarter_of_a_gigabyte_passes_in_time() {
+    for_every_kind(|kind, mut a, mut b| {
+        const BYTES: usize = 256 << 20;
+        let longest = a.link.max_frame_bytes();
+        let count = BYTES / longest;
+        let before = Instant::now();
+        let sender = std::thread::spawn(move || {
+            for i in 0..count {
+                loop {
+                    if let Some(frame) = a.link.try_reserve(longest).unwrap() {
+                        frame[..8].copy_from_slice(&i.to_le_bytes());
+                        frame[8..].fill(i as u8);
+                        a.link.commit();
+                        break;
+                    }
+                    a.park(true);
+                }
+            }
+            // Keeps the link until all has gone.
+            while a.link.check_peer().is_ok() {
+                let _ = a.link.flush();
+                a.park(false);
+            }
+        });
+        for i in 0..count {
+            while b.link.peek().unwrap().is_none() {
+                b.park(false);
+            }
+            let frame = b.link.peek().unwrap().unwrap();
+            assert_eq!(frame[..8], i.to_le_bytes());
+            assert_eq!(frame[longest - 1], i as u8);
+            b.link.release();
+        }
+        let rate = BYTES as f64 / before.elapsed().as_secs_f64() / 1e9;
+        println!("{kind}: {rate:.2} GB/s");
+        drop(b);
+        sender.join().unwrap();
+    });
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 16, ..ProptestConfig::default() })]
+    #[test]
+    fn any_sequence_of_lengths_arrives(lens in proptest::collection::vec(0usize..2000, 1..80), kind in 0..KINDS.len()) {
+        within_limit(move || {
+            let (mut a, mut b) = pair(KINDS[kind]);
+            let sent: Vec<Vec<u8>> = lens.iter().enumerate().map(|(i, &len)| vec![i as u8; len]).collect();
+            let expected = sent.clone();
+            let thread = std::thread::spawn(move || { a.exchange(&sent, 0); a });
+            for (i, frame) in expected.iter().enumerate() {
+                assert!(&b.receive().unwrap() == frame, "frame {i} of {lens:?} over {}", KINDS[kind]);
+            }
+            thread.join().unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_link_to_oneself_returns_what_was_sent() {
+    within_limit(|| {
+        let poller = Poller::new().unwrap();
+        let link = loopback::self_link(4096, poller.waker());
+        let mut node = Node { poller: Arc::new(poller), link: Box::new(link), warnings: Vec::new() };
+        for i in 0..10u8 {
+            node.send(&[i; 9]);
+        }
+        for i in 0..10u8 {
+            assert_eq!(node.receive().unwrap(), [i; 9]);
+        }
+        node.link.close();
+        assert_eq!(node.receive().unwrap_err().kind, ErrorKind::PeerLost);
+    });
+}
+
+#[test]
+fn faults_repeat_and_break_the_link_for_both() {
+    within_limit(|| {
+        let faults = Faults { seed: 42, most_empty_peeks: 3, refused_percent: 30, lost_after: Some(20) };
+        let run = || {
+            let (a, b) = pair("loopback");
+            let mut a = Node { link: Box::new(Faulty::new(a.link, faults)), ..a };
+            let mut b = b;
+            let mut looks = 0;
+            for i in 0..20u8 {
+                b.send(&[i]);
+                loop {
+                    looks += 1;
+                    if let Some(frame) = a.try_receive().unwrap() {
+                        assert_eq!(frame, [i]);
+                        break;
+                    }
+                }
+            }
+            assert_eq!(a.receive().unwrap_err().kind, ErrorKind::PeerLost);
+            assert_eq!(b.receive().unwrap_err().kind, ErrorKind::PeerLost);
+            looks
+        };
+        let looks = run();
+        assert!(looks > 20 && looks == run());
+    });
+}
+
+#[test]
+fn a_trace_counts_frames_and_bytes() {
+    within_limit(|| {
+        let (a, mut b) = pair("shm");
+        let trace = Arc::new(Trace::default());
+        let mut a = Node { link: Box::new(Traced::new(a.link, Arc::clone(&trace))), ..a };
+        a.send(&[1; 10]);
+        a.send(&[1; 5]);
+        b.send(&[2; 7]);
+        assert_eq!(a.receive().unwrap().len(), 7);
+        assert_eq!((trace.frames_sent(), trace.bytes_sent()), (2, 15));
+        assert_eq!((trace.frames_received(), trace.bytes_received()), (1, 7));
+    });
+}
