@@ -1,0 +1,148 @@
+"""How a process ends: without destroy, with calls in flight, on errors, and by Ctrl-C."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from support import BACKEND, run_script, start_script
+
+HEAD = f"""
+import os, sys, time, torch, torch.distributed as dist
+dist.init_process_group({BACKEND!r})
+rank = dist.get_rank()
+tensor = torch.ones(1000)
+dist.all_reduce(tensor)
+"""
+
+LEAVING = {
+    "at_once": "",
+    "with_a_subgroup": "group = dist.new_group(); dist.all_reduce(tensor, group=group)",
+    "with_a_finished_work": "work = dist.all_reduce(tensor, async_op=True); work.wait()",
+    "with_a_dropped_work": "dist.all_reduce(tensor, async_op=True); dist.barrier()",
+    "with_a_future": "f = dist.all_reduce(tensor, async_op=True).get_future().then(lambda f: f.value()); f.wait()",
+    "with_a_receive_in_flight": "work = dist.irecv(tensor, 1 - rank)",
+    "with_a_destroyed_group": "dist.barrier(); dist.destroy_process_group()",
+    "by_sys_exit": "sys.exit(0)",
+}
+
+
+@pytest.mark.parametrize("way", list(LEAVING))
+def test_leaving_is_silent_and_ends_with_code_0(way):
+    for script in run_script(HEAD + LEAVING[way], world=2):
+        assert script.exitcode == 0, script.stderr
+        assert not re.search("terminate|Traceback|Aborted|Fatal", script.stderr), script.stderr
+
+
+def test_leaving_without_destroy_ends_with_code_0_50_times_of_50():
+    codes = []
+    for _ in range(50):
+        codes += [script.exitcode for script in run_script(HEAD, world=2)]
+    assert codes == [0] * 100
+
+
+def test_leaving_takes_no_time():
+    code = HEAD + "print(time.monotonic(), flush=True)"
+    scripts = start_script(code, world=2)
+    for script in scripts:
+        script.wait()
+    end = time.monotonic()
+    assert end - max(float(script.stdout.split()[-1]) for script in scripts) < 2
+
+
+def test_an_uncaught_error_ends_with_code_1_on_its_rank_and_an_error_on_the_other():
+    code = HEAD + """
+if rank == 1:
+    raise ValueError("told so")
+for _ in range(1000):
+    dist.all_reduce(tensor)
+"""
+    first, second = run_script(code, world=2)
+    assert second.exitcode == 1 and "told so" in second.stderr
+    assert first.exitcode == 1 and "rank 1" in first.stderr, first.stderr
+
+
+WAITING = {
+    "a_blocking_call": "dist.all_reduce(tensor)",
+    "a_blocking_large_call": "dist.all_reduce(torch.ones(1 << 22))",
+    "a_work": "dist.all_reduce(tensor, async_op=True).wait()",
+    "a_receive": "dist.recv(tensor, 1)",
+    "a_barrier": "dist.barrier()",
+    "a_monitored_barrier": "dist.monitored_barrier()",
+    "a_send": "dist.send(torch.ones(1 << 24), 1)",
+}
+
+
+@pytest.mark.parametrize("wait", list(WAITING))
+def test_ctrl_c_ends_a_wait_within_200_ms(wait):
+    code = HEAD + f"""
+print("ready", flush=True)
+if rank == 1:
+    time.sleep(30)
+try:
+    {WAITING[wait]}
+except KeyboardInterrupt:
+    print("interrupted", time.monotonic(), flush=True)
+    os._exit(7)
+"""
+    first, second = start_script(code, world=2)
+    for script in (first, second):
+        script.wait_for("ready")
+    time.sleep(0.3)
+    start = time.monotonic()
+    os.kill(first.pid, signal.SIGINT)
+    assert first.wait(5) == 7, first.stderr
+    elapsed = float(first.stdout.split()[-1]) - start
+    os.kill(second.pid, signal.SIGKILL)
+    second.wait()
+    assert elapsed < 0.2
+
+
+def test_ctrl_c_ends_an_init_that_waits_for_others():
+    code = f"""
+import os, time, torch, torch.distributed as dist
+print("ready", flush=True)
+try:
+    dist.init_process_group({BACKEND!r}, init_method="file:///tmp/accl-ctrl-c-{{}}".format(os.getpid()), rank=0, world_size=2)
+except KeyboardInterrupt:
+    print("interrupted", time.monotonic(), flush=True)
+"""
+    (script,) = start_script(code, world=1)
+    script.wait_for("ready")
+    time.sleep(0.5)
+    start = time.monotonic()
+    os.kill(script.pid, signal.SIGINT)
+    script.wait(5)
+    if os.path.exists(f"/tmp/accl-ctrl-c-{script.pid}"):
+        os.unlink(f"/tmp/accl-ctrl-c-{script.pid}")
+    assert float(script.stdout.split()[-1]) - start < 0.5, script.stderr
+
+
+def test_ctrl_c_in_wait_leaves_the_call_running_and_a_later_wait_succeeds():
+    # `Work.wait` is only a wait: what poisons is an interrupt inside a blocking call.
+    code = HEAD + """
+work = None
+if rank == 0:
+    work = dist.all_reduce(tensor, async_op=True)
+    print("ready", flush=True)
+    try:
+        work.wait()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    dist.send(torch.zeros(1), 1)
+    work.wait()
+else:
+    dist.recv(torch.zeros(1), 0)
+    dist.all_reduce(tensor)
+print("sum", tensor[0].item(), flush=True)
+dist.barrier()
+"""
+    first, second = start_script(code, world=2)
+    first.wait_for("ready")
+    time.sleep(0.3)
+    os.kill(first.pid, signal.SIGINT)
+    for script in (first, second):
+        assert script.wait() == 0, script.stderr
+        assert "sum 4.0" in script.stdout
+    assert "interrupted" in first.stdout

@@ -1,0 +1,326 @@
+"""Groups: sequence numbers, timeouts, error state, abort, shutdown, splitting, sub-groups and starting anew."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import BACKEND, init_group, on_ranks
+from torch._C._distributed_c10d import ErrorType
+
+CPU = torch.device("cpu")
+
+
+def backend_of(group=None):
+    return (group or dist.group.WORLD)._get_backend(CPU)
+
+
+def sums(group=None, world=None):
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    assert (tensor == (world or dist.get_world_size(group))).all()
+
+
+@on_ranks(1, 2)
+def test_the_sequence_number_counts_the_calls_of_the_group(rank, world):
+    group = dist.new_group()
+    start = backend_of(group)._get_sequence_number_for_group()
+    for i in range(1, 4):
+        dist.all_reduce(torch.ones(3), group=group)
+        assert backend_of(group)._get_sequence_number_for_group() == start + i
+    dist.barrier(group)
+    assert backend_of(group)._get_sequence_number_for_group() == start + 4
+    assert group._get_sequence_number_for_group() == start + 4
+
+
+@on_ranks(2)
+def test_the_sequence_number_is_the_same_on_all_ranks(rank, world):
+    numbers = [None] * world
+    dist.all_gather_object(numbers, backend_of()._get_sequence_number_for_group())
+    assert len(set(numbers)) == 1
+
+
+@on_ranks(1, 2)
+def test_a_refused_argument_consumes_no_sequence_number(rank, world):
+    start = backend_of()._get_sequence_number_for_group()
+    with pytest.raises(ValueError):
+        dist.broadcast(torch.ones(3), 99)
+    assert backend_of()._get_sequence_number_for_group() == start
+    sums()
+
+
+@on_ranks(1)
+def test_a_backend_tells_its_name_rank_size_and_options(rank, world):
+    backend = backend_of()
+    assert backend.name() == BACKEND and dist.get_backend() == BACKEND
+    assert (backend.rank(), backend.size()) == (0, 1)
+    assert backend.options._timeout == timedelta(seconds=20)
+
+
+@on_ranks(1)
+def test_the_options_of_a_backend_can_be_copied(rank, world):
+    import copy
+
+    assert copy.deepcopy(backend_of().options)._timeout == timedelta(seconds=20)
+
+
+@on_ranks(2)
+def test_set_timeout_holds_for_later_calls(rank, world):
+    group = dist.new_group()
+    dist.set_timeout(timedelta(milliseconds=300), group)
+    dist.barrier()
+    if rank == 0:
+        start = time.monotonic()
+        with pytest.raises(dist.DistBackendError, match="300 ?ms"):
+            dist.all_reduce(torch.ones(3), group=group)
+        assert 0.28 < time.monotonic() - start < 1.5
+    dist.barrier()
+    sums()
+
+
+@on_ranks(2)
+def test_a_call_has_the_timeout_of_its_options_before_that_of_its_group(rank, world):
+    group = dist.new_group()
+    dist.barrier()
+    if rank == 0:
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(milliseconds=300)
+        start = time.monotonic()
+        with pytest.raises(dist.DistBackendError, match="300 ?ms"):
+            group.allreduce([torch.ones(3)], options).wait()
+        assert 0.28 < time.monotonic() - start < 1.5
+    dist.barrier()
+    sums()
+
+
+@on_ranks(2)
+def test_the_error_state_is_success_until_a_call_times_out(rank, world):
+    group = dist.new_group(timeout=timedelta(milliseconds=300))
+    sums(group)
+    assert backend_of(group).get_error() == ErrorType.SUCCESS
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(dist.DistBackendError):
+            dist.all_reduce(torch.ones(3), group=group)
+        assert backend_of(group).get_error() == ErrorType.TIMEOUT
+    dist.barrier()
+    assert backend_of().get_error() == ErrorType.SUCCESS
+
+
+@on_ranks(2)
+def test_a_group_that_timed_out_refuses_later_calls_quoting_the_cause(rank, world):
+    group = dist.new_group(timeout=timedelta(milliseconds=300))
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(dist.DistBackendError):
+            dist.all_reduce(torch.ones(3), group=group)
+        for _ in range(2):
+            start = time.monotonic()
+            with pytest.raises(dist.DistBackendError, match="(?i)(abort|poison|earlier|first cause)[^$]*300 ?ms"):
+                dist.broadcast(torch.ones(3), 0, group=group)
+            assert time.monotonic() - start < 0.2
+    dist.barrier()
+    sums()
+
+
+@on_ranks(2)
+def test_the_cause_of_a_poisoned_group_reaches_the_other_rank(rank, world):
+    group = dist.new_group(timeout=timedelta(milliseconds=300))
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(dist.DistBackendError):
+            dist.all_reduce(torch.ones(3), group=group)
+    dist.barrier()
+    if rank == 1:
+        start = time.monotonic()
+        with pytest.raises(dist.DistBackendError, match=r"rank 0\b[\s\S]*(?i:timed? ?out)"):
+            dist.all_reduce(torch.ones(3), group=group)
+        assert time.monotonic() - start < 0.25
+    dist.barrier()
+    sums()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["abort", "shutdown"])
+def test_abort_from_another_thread_ends_a_wait_at_once(rank, world, how):
+    group = dist.new_group()
+    dist.barrier()
+    if rank == 0:
+        errors = []
+
+        def wait():
+            try:
+                dist.all_reduce(torch.ones(3), group=group)
+            except dist.DistBackendError as error:
+                errors.append((time.monotonic(), str(error)))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.2)
+        start = time.monotonic()
+        getattr(backend_of(group), how)()
+        thread.join(5)
+        assert not thread.is_alive() and len(errors) == 1
+        assert errors[0][0] - start < 0.5
+    dist.barrier()
+    sums()
+
+
+@on_ranks(2)
+def test_abort_ends_asynchronous_calls_and_their_futures(rank, world):
+    group = dist.new_group()
+    dist.barrier()
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        future = work.get_future()
+        backend_of(group).abort()
+        with pytest.raises(RuntimeError, match="(?i)abort"):
+            future.wait()
+        with pytest.raises(dist.DistBackendError, match="(?i)abort"):
+            work.wait()
+        with pytest.raises(dist.DistBackendError, match="(?i)abort"):
+            dist.all_reduce(torch.ones(3), group=group)
+    dist.barrier()
+    sums()
+
+
+@on_ranks(2)
+def test_abort_reaches_the_peer_that_waits(rank, world):
+    group = dist.new_group()
+    dist.barrier()
+    if rank == 0:
+        start = time.monotonic()
+        with pytest.raises(dist.DistBackendError, match=r"(?i)abort"):
+            dist.all_reduce(torch.ones(3), group=group)
+        assert time.monotonic() - start < 2
+    else:
+        time.sleep(0.2)
+        backend_of(group).abort()
+    dist.barrier()
+    sums()
+
+
+@on_ranks(1, 2)
+def test_abort_and_shutdown_may_be_repeated_in_any_order(rank, world):
+    group = dist.new_group()
+    sums(group)
+    dist.barrier()
+    for how in ("abort", "shutdown", "abort", "shutdown"):
+        getattr(backend_of(group), how)()
+    sums()
+
+
+@on_ranks(1, 2, fresh=True)
+def test_the_process_is_healthy_after_abort_process_group(rank, world):
+    sums()
+    dist.barrier()
+    dist.distributed_c10d._abort_process_group()
+    init_group()
+    sums()
+
+
+@on_ranks(1, 2, fresh=True, init=False)
+@pytest.mark.parametrize("store", ["own_prefix", "same_keys"])
+def test_destroy_and_init_may_be_repeated(rank, world, store):
+    from support import runner
+
+    for i in range(5):
+        if store == "same_keys" and i:
+            init_group(store=runner._seat.store)
+        else:
+            init_group()
+        sums()
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@on_ranks(2, 3, fresh=True, init=False, store="file")
+def test_a_file_store_will_do(rank, world):
+    init_group()
+    sums()
+    sums(dist.new_group())
+    dist.destroy_process_group()
+
+
+@on_ranks(3, 4)
+def test_subgroups_work_side_by_side(rank, world):
+    pairs = [dist.new_group([a, b]) for a in range(world) for b in range(a + 1, world)]
+    for group in pairs:
+        if rank in dist.get_process_group_ranks(group):
+            sums(group, 2)
+    alone = [dist.new_group([r]) for r in range(world)]
+    sums(alone[rank], 1)
+
+
+@on_ranks(3)
+def test_the_ranks_of_a_group_may_be_unsorted(rank, world):
+    group = dist.new_group([2, 0, 1], sort_ranks=False)
+    outputs = [torch.zeros(1) for _ in range(3)]
+    dist.all_gather(outputs, torch.tensor([float(rank)]), group=group)
+    assert [t.item() for t in outputs] == [2.0, 0.0, 1.0]
+    tensor = torch.tensor([float(rank)])
+    dist.broadcast(tensor, 2, group=group)
+    assert tensor.item() == 2.0
+
+
+@on_ranks(2, 4)
+def test_new_subgroups_of_a_given_size_work(rank, world):
+    group, _ = dist.new_subgroups(group_size=2)
+    sums(group, 2)
+
+
+@on_ranks(3, 4)
+def test_a_group_can_be_split(rank, world):
+    evens, odds = [r for r in range(world) if r % 2 == 0], [r for r in range(world) if r % 2]
+    assert backend_of().supports_splitting
+    group = dist.group.WORLD.split_group(evens if rank % 2 == 0 else odds)
+    mine = evens if rank % 2 == 0 else odds
+    assert (group.rank(), group.size()) == (mine.index(rank), len(mine))
+    tensor = torch.ones(3)
+    group.allreduce([tensor]).wait()
+    assert (tensor == len(mine)).all()
+    sums()
+
+
+@on_ranks(2)
+def test_a_split_group_outlives_the_abort_of_its_sibling(rank, world):
+    first = dist.new_group()
+    second = dist.new_group()
+    sums(first)
+    dist.barrier()
+    backend_of(first).abort()
+    dist.barrier()
+    sums(second)
+
+
+@on_ranks(2)
+def test_a_group_can_be_used_from_a_thread_that_did_not_make_it(rank, world):
+    group = dist.new_group()
+    failures = []
+
+    def use():
+        try:
+            sums(group)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert not failures
+
+
+@on_ranks(2)
+def test_groups_can_be_made_in_a_thread_while_another_is_in_use(rank, world):
+    made = []
+    used = dist.new_group()
+    dist.barrier()
+    thread = threading.Thread(target=lambda: made.extend(dist.new_group() for _ in range(10)))
+    thread.start()
+    for _ in range(200):
+        sums(used)
+    thread.join()
+    for group in made:
+        sums(group)

@@ -1,0 +1,304 @@
+"""Ranks that die, leave or never come: every survivor gets an error with rank and process, in bounded time."""
+
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import BACKEND, init_group, run_ranks
+from support.runner import check
+
+TRANSPORTS = ["shm", "tcp"]
+
+
+def survivors(outcomes, dead):
+    """The values of the survivors, after checking that the right rank died and nobody else did."""
+    assert outcomes[dead].status == "died", outcomes[dead].describe()
+    return check([outcome for outcome in outcomes if outcome.rank != dead])
+
+
+def errors_of(call, limit=10.0):
+    """The message of the error that `call` ends with, and how long it took."""
+    start = time.monotonic()
+    try:
+        call()
+    except (dist.DistNetworkError, dist.DistBackendError) as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    raise AssertionError("nothing was raised")
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_killed_rank_is_named_with_its_process_by_every_survivor(world, transport):
+    def body(rank):
+        dist.all_reduce(torch.ones(3))
+        if rank == world - 1:
+            die()
+        result = errors_of(lambda: [dist.all_reduce(torch.ones(3)) for _ in range(1000)])
+        dist.destroy_process_group()
+        return result
+
+    outcomes = run_ranks(body, world, env={"ACCL_TRANSPORTS": transport}, store="file")
+    for kind, message, seconds in survivors(outcomes, world - 1):
+        assert kind == "DistNetworkError"
+        assert re.search(rf"rank {world - 1}\b", message) and str(outcomes[world - 1].pid) in message, message
+        assert "all_reduce" in message and "seq" in message, message
+        assert seconds < 3
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("how", ["wait", "future", "poll"])
+def test_a_rank_killed_while_others_wait_ends_their_wait(how, transport):
+    def body(rank):
+        dist.all_reduce(torch.ones(3))
+        if rank == 1:
+            time.sleep(0.3)
+            die()
+
+        def call():
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            if how == "future":
+                try:
+                    work.get_future().wait()
+                except RuntimeError as error:
+                    raise dist.DistNetworkError(str(error)) from None
+            if how == "poll":
+                while not work.is_completed():
+                    time.sleep(0.01)
+            work.wait()
+
+        return errors_of(call)
+
+    outcomes = run_ranks(body, 3, env={"ACCL_TRANSPORTS": transport}, store="file")
+    for kind, message, seconds in survivors(outcomes, 1):
+        assert kind == "DistNetworkError" and "rank 1" in message
+        assert seconds < 3
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_killed_in_the_middle_of_a_large_call_is_named(transport):
+    def body(rank):
+        tensor = torch.ones(8_000_000)
+        dist.all_reduce(tensor)
+        dist.barrier()
+        if rank == 1:
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(0.02)
+                os.kill(os.getppid(), signal.SIGKILL)
+                os._exit(0)
+        return errors_of(lambda: [dist.all_reduce(tensor) for _ in range(1000)])
+
+    outcomes = run_ranks(body, 2, env={"ACCL_TRANSPORTS": transport}, store="file")
+    ((kind, message, seconds),) = survivors(outcomes, 1)
+    assert kind == "DistNetworkError" and "rank 1" in message and seconds < 20
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_killed_sender_ends_the_receive_that_waits_for_it(transport):
+    def body(rank):
+        dist.barrier()
+        if rank == 1:
+            time.sleep(0.2)
+            die()
+        return errors_of(lambda: dist.recv(torch.ones(3), 1))
+
+    outcomes = run_ranks(body, 2, env={"ACCL_TRANSPORTS": transport}, store="file")
+    ((kind, message, seconds),) = survivors(outcomes, 1)
+    assert kind == "DistNetworkError" and "rank 1" in message and seconds < 3
+
+
+def test_what_a_dead_rank_sent_before_is_still_received():
+    def body(rank):
+        dist.barrier()
+        if rank == 1:
+            for i in range(5):
+                dist.send(torch.full((1000,), float(i)), 0)
+            die()
+        time.sleep(0.5)
+        for i in range(5):
+            tensor = torch.zeros(1000)
+            dist.recv(tensor, 1)
+            assert (tensor == i).all()
+        return errors_of(lambda: dist.recv(torch.zeros(3), 1))
+
+    ((kind, message, _),) = survivors(run_ranks(body, 2, store="file"), 1)
+    assert kind == "DistNetworkError" and "rank 1" in message
+
+
+def test_groups_without_the_dead_rank_work_on():
+    def body(rank):
+        both = dist.new_group([0, 1])
+        dist.barrier()
+        if rank == 2:
+            die()
+        errors_of(lambda: [dist.all_reduce(torch.ones(3)) for _ in range(1000)])
+        for _ in range(10):
+            tensor = torch.ones(3)
+            dist.all_reduce(tensor, group=both)
+            assert (tensor == 2).all()
+
+    survivors(run_ranks(body, 3, store="file"), 2)
+
+
+def test_a_rank_that_leaves_without_a_word_is_named():
+    def body(rank):
+        dist.all_reduce(torch.ones(3))
+        if rank == 1:
+            os._exit(0)
+        return errors_of(lambda: [dist.all_reduce(torch.ones(3)) for _ in range(1000)])
+
+    outcomes = run_ranks(body, 2, store="file")
+    ((_, message, seconds),) = survivors(outcomes, 1)
+    assert "rank 1" in message and seconds < 3
+
+
+def test_a_rank_that_destroyed_its_group_is_named():
+    def body(rank):
+        dist.all_reduce(torch.ones(3))
+        if rank == 1:
+            dist.destroy_process_group()
+            time.sleep(2)
+            return None
+        return errors_of(lambda: [dist.all_reduce(torch.ones(3)) for _ in range(1000)])
+
+    (_, message, seconds), _ = check(run_ranks(body, 2, store="file"))
+    assert "rank 1" in message and seconds < 3
+
+
+def test_a_stopped_rank_is_a_timeout_and_not_a_death():
+    def body(rank):
+        group = dist.new_group(timeout=timedelta(seconds=1))
+        dist.barrier()
+        if rank == 1:
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(1.6)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            result = None
+        else:
+            result = errors_of(lambda: [dist.all_reduce(torch.ones(3), group=group) for _ in range(1000)])
+        dist.barrier()
+        return result
+
+    (kind, message, seconds), _ = check(run_ranks(body, 2, store="file"))
+    assert kind == "DistBackendError" and "rank 1" in message and 0.9 < seconds < 2.5
+
+
+@pytest.mark.parametrize("present", [1, 2])
+def test_a_world_that_stays_incomplete_lists_the_missing_ranks(present):
+    def body(rank):
+        start = time.monotonic()
+        try:
+            init_group(world_size=4, timeout=timedelta(seconds=1))
+        except RuntimeError as error:
+            return type(error).__name__, str(error), time.monotonic() - start
+        raise AssertionError("the group was made")
+
+    for kind, message, seconds in check(run_ranks(body, present, init=False, store="file")):
+        assert kind in ("DistStoreError", "DistBackendError", "DistNetworkError"), kind
+        for missing in range(present, 4):
+            assert re.search(rf"\b{missing}\b", message), message
+        assert "rank" in message and 0.9 < seconds < 4
+
+
+def test_a_second_process_with_the_same_rank_is_told_so():
+    def body(seat):
+        start = time.monotonic()
+        try:
+            if seat == 2:
+                time.sleep(0.3)
+            init_group(rank=min(seat, 1), world_size=2, timeout=timedelta(seconds=3))
+            return "made", "", time.monotonic() - start
+        except RuntimeError as error:
+            return type(error).__name__, str(error), time.monotonic() - start
+
+    outcomes = check(run_ranks(body, 3, init=False, store="file"))
+    refused = [message for kind, message, _ in outcomes[1:] if kind != "made"]
+    assert refused, outcomes
+    assert any(re.search(r"(?s)rank 1\b", message) and re.search("(?i)twice|second|already|same rank|duplicate", message)
+               for message in refused), refused
+    assert all(seconds < 8 for _, _, seconds in outcomes)
+
+
+def test_a_group_that_was_destroyed_refuses_calls():
+    def body(rank):
+        group = dist.group.WORLD
+        backend = group._get_backend(torch.device("cpu"))
+        dist.barrier()
+        dist.destroy_process_group()
+        for holder in (group, backend):
+            with pytest.raises(dist.DistBackendError, match="(?i)destroy|shut ?down|closed"):
+                holder.allreduce([torch.ones(3)]).wait()
+        with pytest.raises(ValueError):
+            dist.all_reduce(torch.ones(3))
+        init_group()
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        assert (tensor == 2).all()
+        dist.destroy_process_group()
+
+    check(run_ranks(body, 2, store="tcp"))
+
+
+def test_a_forked_child_may_not_use_its_parents_group():
+    def body(rank):
+        dist.all_reduce(torch.ones(3))
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                dist.all_reduce(torch.ones(3))
+                text = "nothing was raised"
+            except BaseException as error:
+                text = f"{type(error).__name__}: {error}"
+            os.write(write, text.encode())
+            os._exit(0)
+        os.close(write)
+        text = b""
+        while piece := os.read(read, 4096):
+            text += piece
+        os.waitpid(pid, 0)
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        assert (tensor == 2).all()
+        return text.decode()
+
+    for text in check(run_ranks(body, 2)):
+        assert re.search("(?i)fork", text) and text.startswith("DistBackendError"), text
+
+
+def test_a_forked_child_may_make_a_group_of_its_own():
+    def body(rank):
+        dist.all_reduce(torch.ones(3))
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                dist.distributed_c10d._world.pg_map.clear()
+                dist.distributed_c10d._update_default_pg(None)
+                dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+                tensor = torch.ones(3)
+                dist.all_reduce(tensor)
+                text = str(tensor.tolist())
+            except BaseException as error:
+                text = f"{type(error).__name__}: {error}"
+            os.write(write, text.encode())
+            os._exit(0)
+        os.close(write)
+        text = os.read(read, 4096).decode()
+        os.waitpid(pid, 0)
+        dist.barrier()
+        return text
+
+    assert check(run_ranks(body, 2)) == ["[1.0, 1.0, 1.0]"] * 2
