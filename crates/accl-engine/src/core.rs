@@ -87,9 +87,9 @@ impl Core {
         self.ended.insert(id);
     }
 
-    /// Whether any call is in flight.
-    pub(crate) fn has_calls(&self) -> bool {
-        !self.active.is_empty()
+    /// Whether any call is in flight, or bytes of an ended one have yet to leave.
+    pub(crate) fn has_work(&self) -> bool {
+        !self.active.is_empty() || self.net.has_unsent()
     }
 
     /// The earliest deadline of any call in flight.
@@ -109,9 +109,7 @@ impl Core {
             moved |= self.drain(id, now);
         }
         moved |= self.advance(now);
-        for id in self.net.ids() {
-            moved |= self.net.flush(id);
-        }
+        moved |= self.net.flush_all();
         moved
     }
 

@@ -19,7 +19,7 @@ use crate::call::{Call, Waited};
 use crate::completion::CompletionPool;
 use crate::core::Core;
 use crate::desc::Mode;
-use crate::group::{Group, GroupSpec, needs_driver};
+use crate::group::{Group, GroupSpec};
 use crate::members::Members;
 use crate::net::PeerId;
 use crate::plan::Plans;
@@ -342,10 +342,23 @@ impl Engine {
 
     /// After a submission: one pass for an asynchronous call, and a driver if there is none.
     pub(crate) fn submitted(&self, call: &Arc<Call>, mode: Mode) {
-        if mode == Mode::Async {
+        if mode == Mode::Async && !call.is_done() {
             self.try_pass();
         }
-        if needs_driver(call, mode) {
+        // A waiter drives for its own call; nobody does for an asynchronous one, or for bytes that the kernel did not
+        // take and whose call is done.
+        if call.is_done() == (mode == Mode::Blocking) && self.with_core(|core| core.has_work()) {
+            self.ensure_driver();
+        }
+    }
+
+    /// Sends what is buffered; what the kernel does not take now is left to a driver.
+    pub(crate) fn flush(&self) {
+        let unsent = self.with_core(|core| {
+            core.net.flush_all();
+            core.net.has_unsent()
+        });
+        if unsent {
             self.ensure_driver();
         }
     }
@@ -466,7 +479,7 @@ impl Engine {
                 return;
             }
             core.check(now);
-            if call.is_some_and(Call::is_done) || (call.is_none() && !core.has_calls()) {
+            if call.is_some_and(Call::is_done) || (call.is_none() && !core.has_work()) {
                 return;
             }
             // Everything that could be done without the peers has been: what is left waits for frames or for room.
@@ -521,7 +534,7 @@ impl Engine {
         turn.driver_call = None;
         self.appoint(&mut turn);
         drop(turn);
-        if self.with_core(|core| core.has_calls()) {
+        if self.with_core(|core| core.has_work()) {
             self.ensure_driver();
         }
     }
@@ -587,9 +600,9 @@ impl Engine {
             }
             loop {
                 self.drive(None, None);
-                let has_calls = self.with_core(|core| core.has_calls());
+                let has_work = self.with_core(|core| core.has_work());
                 let mut turn = self.turn.lock();
-                if !has_calls || turn.stopping || !turn.waiters.is_empty() {
+                if !has_work || turn.stopping || !turn.waiters.is_empty() {
                     turn.driver = false;
                     turn.background_wanted = false;
                     self.appoint(&mut turn);
@@ -597,7 +610,7 @@ impl Engine {
                 }
             }
             // A call that came in between found a driver and relied on it.
-            if self.with_core(|core| core.has_calls()) {
+            if self.with_core(|core| core.has_work()) {
                 let mut turn = self.turn.lock();
                 if !turn.driver && turn.waiters.is_empty() {
                     turn.background_wanted = true;

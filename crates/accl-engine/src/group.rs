@@ -93,6 +93,7 @@ impl Group {
                 Ok((call, deadline(&desc, group, now)))
             });
             let (call, deadline) = started.unwrap_or_else(|| Err(self.destroyed(Some(desc.collective))))?;
+            core.net.flush_all();
             Ok((call, core.must_wake_driver(deadline)))
         });
         let (call, wake) = result.map_err(placed)?;
@@ -234,6 +235,7 @@ impl Group {
     pub fn abort(&self, reason: &str) {
         let error = Error::aborted(format!("abort was called: {reason}")).in_group(&self.name).on_rank(self.rank);
         let _ = self.with_state(|group, hands| group.fail(error, hands, crate::state::Tell::Peers));
+        self.engine.flush();
         self.engine.kick();
     }
 
@@ -253,6 +255,7 @@ impl Group {
             unsaid
         });
         self.engine.with_core(|core| core.remove_group(self.id));
+        self.engine.flush();
         self.engine.kick();
         match unsaid {
             Ok(Some(error)) => Err(error),
@@ -396,9 +399,4 @@ fn hash_blocks(blocks: &[Vec<Elems>]) -> u64 {
         add(u64::MAX);
     }
     hash
-}
-
-/// Whether somebody else must make progress for a call.
-pub(crate) fn needs_driver(call: &Call, mode: Mode) -> bool {
-    mode == Mode::Async && !call.is_done()
 }

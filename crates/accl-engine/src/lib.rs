@@ -28,3 +28,8 @@ pub use engine::Engine;
 pub use env::config_from_environment;
 pub use group::{Group, GroupSpec};
 pub use store::Store;
+
+// What the layers below offer, for listings: those above see only this crate.
+pub use accl_kernels::describe_isa;
+pub use accl_schedule::{ALGORITHMS, Algorithm};
+pub use accl_transport::{Card, TRANSPORTS, Transport};

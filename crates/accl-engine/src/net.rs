@@ -32,6 +32,8 @@ pub(crate) struct Peer {
     pub(crate) gone: Option<Gone>,
     /// A send found no room since the last pass.
     wants_room: bool,
+    /// Bytes are buffered in this process that the peer has not been sent yet.
+    unsent: bool,
 }
 
 /// All peers of this process.
@@ -63,6 +65,7 @@ impl Net {
             said_goodbye: false,
             gone: None,
             wants_room: false,
+            unsent: false,
         });
         Ok(id)
     }
@@ -152,9 +155,23 @@ impl Net {
             peer.outbox.pop_front();
             moved = true;
         }
-        // An error shows again in `check` or `peek`, where it is handled.
-        let _ = link.flush();
+        // An error shows again in `check` or `peek`, where it is handled; nothing more can be sent then.
+        peer.unsent = !link.flush().unwrap_or(true) || !peer.outbox.is_empty();
         moved
+    }
+
+    /// Flushes all peers.
+    pub(crate) fn flush_all(&mut self) -> bool {
+        let mut moved = false;
+        for id in self.ids() {
+            moved |= self.flush(id);
+        }
+        moved
+    }
+
+    /// Whether bytes of calls that may be done already have yet to leave this process.
+    pub(crate) fn has_unsent(&self) -> bool {
+        self.peers.iter().any(|peer| peer.unsent)
     }
 
     /// Looks whether the peer is still there; the error says how it went.
@@ -172,6 +189,7 @@ impl Net {
             peer.gone = Some(if peer.said_goodbye { Gone::Left } else { Gone::Lost(error) });
         }
         peer.link = None;
+        peer.unsent = false;
         peer.outbox.clear();
         let uuid = peer.card.uuid;
         if self.by_uuid.get(&uuid) == Some(&id) {

@@ -124,7 +124,11 @@ fn a_missing_rank_is_named_when_the_time_is_up() {
                 // Comes when the others have given up; messages to itself make it look at its links meanwhile.
                 let patience = Instant::now() + Duration::from_secs(10);
                 while member.group.error().is_none() && Instant::now() < patience {
-                    if let Ok(call) = member.post_recv::<u8>(&mut [], Some(2), 1) {
+                    let mut desc = CallDesc::new(Collective::Recv, Dtype::U8);
+                    desc.timeout = Some(Duration::from_secs(60));
+                    desc.peer = Some(Rank(2));
+                    desc.outputs = vec![vec![calls::write::<u8>(&mut [])]];
+                    if let Ok(call) = member.group.submit(desc) {
                         let _ = call.wait(Some(Duration::from_millis(5)), &mut || false);
                     }
                 }
