@@ -22,6 +22,10 @@ const ROOTED_LARGE_BYTES: u64 = 256 << 10;
 const DIRECT_WORLD: u32 = 16;
 /// In worlds up to this one it can also send the whole buffer to all of them, if it is tiny.
 const ONE_SHOT_WORLD: u32 = 8;
+/// In worlds up to this one a rooted call needs no tree.
+const FLAT_WORLD: u32 = 3;
+/// In worlds up to this one the first segment gets to the end of a chain soon enough.
+const CHAIN_WORLD: u32 = 64;
 
 /// The algorithm of a call. All ranks of a group get the same answer from the same arguments.
 ///
@@ -52,14 +56,8 @@ pub fn choose(
         }
     }
     if let Some(row) = chosen {
-        return match obstacle(row, world, equal_blocks, topology) {
-            None => Ok(row),
-            Some(why) => Err(Error::configuration(format!(
-                "algorithm {} of {collective} does not apply to this call: {why}; applicable: {}",
-                row.name,
-                names(|row| row.collective == collective && obstacle(row, world, equal_blocks, topology).is_none())
-            ))),
-        };
+        check_applies(row, world, equal_blocks, topology)?;
+        return Ok(row);
     }
     let flat;
     let topology = if deterministic {
@@ -71,6 +69,32 @@ pub fn choose(
     let name = by_rule(collective, world, bytes, equal_blocks, topology)
         .ok_or_else(|| Error::unsupported(format!("{collective} is point-to-point and has no algorithms")))?;
     find(collective, name).ok_or_else(|| Error::internal(format!("no row for {collective} {name}")))
+}
+
+/// Checks overrides before the first call: at group creation, where the user sees the error at its cause.
+///
+/// # Errors
+/// `Configuration` for a rule that names an unknown algorithm (with the nearest name) or one that cannot run in this
+/// world. Whether blocks are equal is known only at a call.
+pub fn check_rules(world: u32, topology: &Topology, rules: &[AlgorithmRule]) -> Result<()> {
+    for rule in rules {
+        if rule.collective.is_point_to_point() {
+            return Err(Error::configuration(format!("{} is point-to-point and has no algorithms", rule.collective)));
+        }
+        let row = find(rule.collective, &rule.algorithm).ok_or_else(|| unknown(rule))?;
+        check_applies(row, world, true, topology)?;
+    }
+    Ok(())
+}
+
+fn check_applies(row: &'static Algorithm, world: u32, equal_blocks: bool, topology: &Topology) -> Result<()> {
+    let Some(why) = obstacle(row, world, equal_blocks, topology) else { return Ok(()) };
+    let others =
+        names(|other| other.collective == row.collective && obstacle(other, world, equal_blocks, topology).is_none());
+    Err(Error::configuration(format!(
+        "algorithm {} of {} does not apply: {why}; applicable: {others}",
+        row.name, row.collective
+    )))
 }
 
 /// The name of the row to take; none for point-to-point calls.
@@ -103,9 +127,9 @@ fn by_rule(
         Collective::AllGather => "bruck",
 
         Collective::Broadcast if two_level => "two_level",
-        Collective::Broadcast | Collective::Reduce if world <= 3 && bytes < ROOTED_LARGE_BYTES => "flat",
+        Collective::Broadcast | Collective::Reduce if world <= FLAT_WORLD && bytes < ROOTED_LARGE_BYTES => "flat",
         Collective::Broadcast | Collective::Reduce
-            if bytes >= ROOTED_LARGE_BYTES && pipelined && world <= 4 * DIRECT_WORLD =>
+            if bytes >= ROOTED_LARGE_BYTES && pipelined && world <= CHAIN_WORLD =>
         {
             "chain"
         }
@@ -123,11 +147,33 @@ fn by_rule(
     })
 }
 
+/// The rule in words, for the page of algorithms.
+pub(crate) fn choice_text() -> String {
+    let [tiny, small, per_rank, large] =
+        [TINY_BYTES, SMALL_BYTES, PIPELINED_BYTES_PER_RANK, ROOTED_LARGE_BYTES].map(|bytes| bytes >> 10);
+    format!(
+        "All ranks take the same algorithm, from nothing but collective, size, world and hosts (with
+`ACCL_DETERMINISTIC=1` not even hosts). The first line that fits decides. *Pipelined* means at least {per_rank} KiB per
+rank; *hosts* means that several hosts have ranks, one of them several, and that the buffer is above {tiny} KiB.
+
+| collective | rule |
+|---|---|
+| all_reduce | up to {tiny} KiB: `direct` for up to {ONE_SHOT_WORLD} ranks (not for two), else `recursive_doubling`; hosts: `two_level`; up to {DIRECT_WORLD} ranks: `direct_two_phase`; up to {small} KiB: `recursive_doubling`; pipelined: `ring`; a power of two: `rabenseifner`; else `double_binary_tree` |
+| reduce_scatter | up to {DIRECT_WORLD} ranks: `direct`; pipelined: `ring`; else `recursive_halving` |
+| all_gather | up to {DIRECT_WORLD} ranks: `direct`; pipelined: `ring`; else `bruck` |
+| broadcast, reduce | broadcast with hosts: `two_level`; up to {FLAT_WORLD} ranks below {large} KiB: `flat`; from {large} KiB, pipelined, up to {CHAIN_WORLD} ranks: `chain`; else `binomial` |
+| gather, scatter | blocks that differ, up to {DIRECT_WORLD} ranks, or pipelined: `flat`; else `binomial` |
+| all_to_all | up to {DIRECT_WORLD} ranks: `direct`; equal blocks, up to {small} KiB: `bruck`; else `pairwise` |
+| barrier | `dissemination` |
+"
+    )
+}
+
 /// Why a row cannot run here.
 fn obstacle(row: &Algorithm, world: u32, equal_blocks: bool, topology: &Topology) -> Option<String> {
     if !(row.applies)(world, topology) {
         let hosts = topology.host_count();
-        return Some(format!("it needs {}, and the group has {world} ranks on {hosts} hosts", row.requires));
+        return Some(format!("it needs {}, and the group has {world} ranks on {hosts} host(s)", row.requires));
     }
     (row.needs_equal_blocks && !equal_blocks).then(|| "it needs blocks of equal size".to_owned())
 }
@@ -221,8 +267,21 @@ mod tests {
             error.message
         };
         let message = refused(Collective::AllReduce, "two_level", true);
-        assert!(message.contains("at least two hosts") && message.contains("4 ranks on 1 hosts"), "{message}");
+        assert!(message.contains("at least two hosts") && message.contains("4 ranks on 1 host(s)"), "{message}");
         assert!(refused(Collective::AllToAll, "bruck", false).contains("blocks of equal size"));
+    }
+
+    #[test]
+    fn rules_are_checked_before_the_first_call() {
+        let check = |collective, name, topology: &Topology| {
+            check_rules(topology.world(), topology, &[rule(collective, name, 7, 9)]).map_err(|error| error.message)
+        };
+        let (one, two) = (Topology::flat(2), Topology::new(vec![0, 1]));
+        assert_eq!(check(Collective::AllReduce, "two_level", &two), Ok(()));
+        assert_eq!(check(Collective::AllToAll, "bruck", &one), Ok(()));
+        assert!(check(Collective::AllReduce, "two_level", &one).unwrap_err().contains("at least two hosts"));
+        assert!(check(Collective::Gather, "binomal", &one).unwrap_err().contains("did you mean binomial?"));
+        assert!(check(Collective::Send, "ring", &one).unwrap_err().contains("point-to-point"));
     }
 
     #[test]

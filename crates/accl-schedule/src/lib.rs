@@ -10,13 +10,15 @@ pub mod check;
 mod choose;
 pub mod ir;
 pub mod layout;
+mod page;
 pub mod patterns;
 pub mod program;
 mod topology;
 
 pub use algorithms::{ALGORITHMS, Algorithm, Fraction};
-pub use choose::choose;
+pub use choose::{check_rules, choose};
 pub use ir::{Action, Buf, ChunkRange, Division, Finish, Order, Request, Schedule, Span};
 pub use layout::{CallShape, Extent, Layout, SCRATCH_ALIGN};
+pub use page::algorithms_page;
 pub use program::{Dep, Op, OpKind, Program};
 pub use topology::Topology;

@@ -16,7 +16,7 @@ pub const ROW: Algorithm = Algorithm {
     needs_equal_blocks: false,
     steps: |n, _| bruck_steps(n),
     bytes: |n, _| Fraction::new(n - 1, n),
-    steps_formula: "floor(log2 n), + 1 for n > 3p/2; p = 2^floor(log2 n)",
+    steps_formula: "floor(log2 n), + 1 for n > 3p/2",
     bytes_formula: "(n-1)/n",
     wins: "small blocks in large worlds",
     source: "Bruck et al. 1997",

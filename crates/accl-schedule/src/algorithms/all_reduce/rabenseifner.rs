@@ -22,7 +22,7 @@ pub const ROW: Algorithm = Algorithm {
         Fraction::new(2 * (p - 1) + if p == n { 0 } else { p }, p)
     },
     steps_formula: "2 log2 n; 2 floor(log2 n) + 2 where n is no power of two",
-    bytes_formula: "2(p-1)/p, +1 where n is no power of two; p = 2^floor(log2 n)",
+    bytes_formula: "2(p-1)/p, +1 where n is no power of two",
     wins: "medium buffers in large worlds, best with a power of two",
     source: "Rabenseifner 2004",
 };

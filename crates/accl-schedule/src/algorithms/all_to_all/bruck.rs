@@ -16,7 +16,7 @@ pub const ROW: Algorithm = Algorithm {
     needs_equal_blocks: true,
     steps: |n, _| bruck_steps(n),
     bytes: |n, _| Fraction::new((1..n).map(u32::count_ones).sum(), n),
-    steps_formula: "floor(log2 n), + 1 for n > 3p/2; p = 2^floor(log2 n)",
+    steps_formula: "floor(log2 n), + 1 for n > 3p/2",
     bytes_formula: "(sum of the one bits of 1 to n-1)/n, about log2(n)/2",
     wins: "tiny blocks in large worlds",
     source: "Bruck et al. 1997",

@@ -20,7 +20,7 @@ pub const ROW: Algorithm = Algorithm {
     needs_equal_blocks: false,
     steps: |n, _| floor_log2(n) + added_steps(n),
     bytes: busiest,
-    steps_formula: "log2 n; floor(log2 n) + 1 for p < n <= 3p/2, + 2 above; p = 2^floor(log2 n)",
+    steps_formula: "log2 n; floor(log2 n) + 1 for p < n <= 3p/2, + 2 above",
     bytes_formula: "(n-1)/n; 1 + (sum of k + min(k, n-p) for k = 1, 2, 4 ... p/2)/n where n is no power of two",
     wins: "small blocks in large worlds, best with a power of two",
     source: "Thakur, Rabenseifner, Gropp 2005",

@@ -1,0 +1,74 @@
+//! The page `docs/algorithms.md`, written from the table so that it cannot say anything else.
+
+use accl_types::Collective;
+
+use crate::algorithms::{ALGORITHMS, Algorithm};
+use crate::choose::choice_text;
+use crate::topology::Topology;
+
+const HEAD: &str = "# Algorithms
+
+Generated from the table in `crates/accl-schedule/src/algorithms/mod.rs`; do not edit (`ACCL_BLESS=1 cargo test -p
+accl-schedule` writes it anew).
+
+An algorithm is a pure function from (world, rank, root, hosts) to the list of what that rank does with symbolic chunks.
+A checker proves for every row that the collective's post-condition holds, that sends and receives match, that nothing
+is read before it is written, that nothing waits in a circle, that all ranks compute the same expression, and that steps
+and bytes are those below: for worlds 1 to 17 with every root, and for larger ones up to 1024.
+
+* **steps**: the longest chain of messages in which each is sent after the one before has arrived. Messages are
+  pipelined segment by segment, so that the steps of a chain or a ring of few ranks overlap.
+* **bytes**: what the busiest rank sends or receives, whichever is more, as a multiple of the largest buffer of the call
+  (the output of all_gather and gather, the input of reduce_scatter, scatter and all_to_all).
+* n is the world, h the number of hosts, p the largest power of two that is at most n.
+
+Set one with `ACCL_ALGORITHM=<collective>=<name>` or `ACCL_ALGORITHM=<collective>=<name>:<min>-<max>`; the last entry
+that fits a call's size wins. An unknown name is an error that names the nearest one, and so is one that cannot run in
+the group. A new algorithm is one file and one line: see [adding an algorithm](adding-an-algorithm.md).
+";
+
+/// The page `docs/algorithms.md`.
+pub fn algorithms_page() -> String {
+    let mut page = HEAD.to_owned();
+    for &collective in Collective::ALL.iter().filter(|collective| !collective.is_point_to_point()) {
+        page.push_str(&format!(
+            "\n## {collective}\n\n| name | id | steps | bytes | requires | wins | source |\n|---|---|---|---|---|---|---|\n"
+        ));
+        for row in ALGORITHMS.iter().filter(|row| row.collective == collective) {
+            page.push_str(&format!(
+                "| `{}` | {} | {} | {} | {} | {} | {} |\n",
+                row.name,
+                row.id,
+                row.steps_formula,
+                row.bytes_formula,
+                requirements(row),
+                row.wins,
+                row.source
+            ));
+        }
+    }
+    page.push_str("\n## Which one is taken\n\n");
+    page.push_str(&choice_text());
+    page.push_str("\n## In figures\n\nSteps and bytes for some worlds of one host.\n\n");
+    let worlds = [2, 4, 7, 16, 100, 1024];
+    page.push_str("| collective | name |");
+    worlds.iter().for_each(|world| page.push_str(&format!(" n = {world} |")));
+    page.push_str("\n|---|---|");
+    worlds.iter().for_each(|_| page.push_str("---|"));
+    page.push('\n');
+    for row in ALGORITHMS.iter().filter(|row| row.requires.is_empty()) {
+        page.push_str(&format!("| {} | `{}` |", row.collective, row.name));
+        for world in worlds {
+            let topology = Topology::flat(world);
+            let (steps, bytes) = ((row.steps)(world, &topology), (row.bytes)(world, &topology).to_f64());
+            page.push_str(&format!(" {steps}, {bytes:.2} |"));
+        }
+        page.push('\n');
+    }
+    page
+}
+
+fn requirements(row: &Algorithm) -> String {
+    let equal = if row.needs_equal_blocks { "blocks of equal size" } else { "" };
+    [row.requires, equal].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join(", ")
+}
