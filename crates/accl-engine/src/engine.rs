@@ -54,6 +54,8 @@ pub struct Engine {
     ranks_per_host: AtomicU32,
     groups_made: AtomicU64,
     cores: u32,
+    /// Length of a waiter's tick in milliseconds; 0: none.
+    tick_ms: AtomicU64,
     /// For the background thread.
     me: Weak<Engine>,
 }
@@ -111,6 +113,7 @@ impl Engine {
             ranks_per_host: AtomicU32::new(1),
             groups_made: AtomicU64::new(0),
             cores: std::thread::available_parallelism().map_or(1, |n| n.get() as u32),
+            tick_ms: AtomicU64::new(TICK.as_millis() as u64),
             me: me.clone(),
         })
     }
@@ -118,6 +121,12 @@ impl Engine {
     /// The settings that the engine was made with.
     pub fn config(&self) -> &Config {
         &self.config
+    }
+
+    /// Switches the waiters' periodic look at signals off: without it a lost wake-up is a hang and not a delay. For
+    /// tests.
+    pub fn without_tick(&self) {
+        self.tick_ms.store(0, Ordering::Relaxed);
     }
 
     // ---- groups
@@ -449,12 +458,15 @@ impl Engine {
             if interrupt() {
                 return Waited::Interrupted;
             }
-            let tick = now + TICK;
-            let slice = until.map_or(tick, |until| until.min(tick));
+            let tick = match self.tick_ms.load(Ordering::Relaxed) {
+                0 => None,
+                ms => Some(now + Duration::from_millis(ms)),
+            };
+            let slice = [until, tick].into_iter().flatten().min();
             if self.take_turn(call) {
-                self.drive(Some(call), Some(slice));
+                self.drive(Some(call), slice);
             } else {
-                call.sleep_until(Some(slice));
+                call.sleep_until(slice);
             }
         }
     }

@@ -1,0 +1,153 @@
+//! Many threads, many groups, many calls: nobody sleeps without a driver, and nothing waits for a periodic look.
+
+use std::time::{Duration, Instant};
+
+use accl_engine::Mode;
+use accl_testkit::{Fabric, Member, Rng, World, WorldOptions, finish};
+use accl_types::ReduceOp;
+
+const FABRICS: &[Fabric] = &[Fabric::Loopback(3), Fabric::Shm, Fabric::Tcp];
+
+fn world(size: u32, fabric: Fabric) -> World {
+    let options = WorldOptions::new(size).over(fabric).with("segment_bytes", "1KiB").timeout(Duration::from_secs(30));
+    let world = World::new(options);
+    world.engines.iter().for_each(|engine| engine.without_tick());
+    world
+}
+
+fn sum_ones(member: &Member, count: usize) {
+    let mut data = vec![1.0_f32; count];
+    member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+    assert!(data.iter().all(|&x| x == member.world as f32));
+}
+
+#[test]
+fn threads_on_groups_of_their_own_do_not_disturb_each_other() {
+    for &fabric in FABRICS {
+        let world = world(2, fabric);
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let world = &world;
+                scope.spawn(move || {
+                    world.run(&format!("g{thread}"), |member| {
+                        let mut rng = Rng::new(thread);
+                        for _ in 0..60 {
+                            sum_ones(&member, rng.below(3000) as usize);
+                        }
+                    });
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn calls_on_several_groups_may_be_issued_in_different_orders() {
+    for &fabric in FABRICS {
+        let world = world(3, fabric);
+        // Each rank holds the same four groups, and goes through them in an order of its own.
+        let groups: Vec<Vec<Member>> = (0..4).map(|g| world.run(&format!("g{g}"), |member| member)).collect();
+        std::thread::scope(|scope| {
+            for rank in 0..3 {
+                let groups = &groups;
+                scope.spawn(move || {
+                    for round in 0..20 {
+                        let mut buffers = vec![vec![1.0_f32; 2500]; 4];
+                        let mut calls = Vec::new();
+                        for (step, data) in buffers.iter_mut().enumerate() {
+                            let member = &groups[(step + rank + round) % 4][rank];
+                            let desc = member.all_reduce_desc(data, ReduceOp::Sum, Mode::Async);
+                            calls.push(member.group.submit(desc).unwrap());
+                        }
+                        calls.iter().for_each(|call| finish(call).unwrap());
+                        assert!(buffers.iter().flatten().all(|&x| x == 3.0), "round {round}, rank {rank}");
+                    }
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn asynchronous_calls_end_although_nobody_waits() {
+    for &fabric in FABRICS {
+        world(2, fabric).run("g", |member| {
+            for count in [1, 5000, 100_000] {
+                let mut data = vec![1.0_f32; count];
+                let desc = member.all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Async);
+                let call = member.group.submit(desc).unwrap();
+                let patience = Instant::now() + Duration::from_secs(20);
+                while !call.is_done() {
+                    assert!(Instant::now() < patience, "{count} elements over {fabric:?}");
+                    std::thread::yield_now();
+                }
+                assert!(data.iter().all(|&x| x == 2.0));
+            }
+        });
+    }
+}
+
+#[test]
+fn a_late_rank_wakes_a_parked_one() {
+    for &fabric in FABRICS {
+        world(2, fabric).run("g", |member| {
+            for round in 0..30 {
+                if round % 2 == member.rank {
+                    // Longer than any spinning: the other side is parked by now.
+                    std::thread::park_timeout(Duration::from_millis(3));
+                }
+                sum_ones(&member, if round % 3 == 0 { 1 } else { 4000 });
+            }
+        });
+    }
+}
+
+#[test]
+fn callbacks_may_submit_and_wait() {
+    world(2, Fabric::Shm).run("g", |member| {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let mut data = vec![1.0_f32; 300];
+        let call = member.group.submit(member.all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Async)).unwrap();
+        fn chain(member: &Member, depth: usize, call: &accl_engine::Call, done: std::sync::mpsc::Sender<usize>) {
+            let member = member.clone();
+            call.when_done(Box::new(move || {
+                let mut data = vec![1.0_f32; 100 * (depth + 1)];
+                let desc = member.all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Async);
+                let next = member.group.submit(desc).unwrap();
+                if depth > 0 {
+                    chain(&member, depth - 1, &next, done.clone());
+                }
+                finish(&next).unwrap();
+                assert!(data.iter().all(|&x| x == 2.0));
+                done.send(depth).unwrap();
+            }));
+        }
+        chain(&member, 8, &call, sender);
+        let mut depths: Vec<usize> =
+            (0..9).map(|_| receiver.recv_timeout(Duration::from_secs(20)).expect("the chain must end")).collect();
+        depths.sort_unstable();
+        assert_eq!(depths, (0..9).collect::<Vec<_>>());
+        finish(&call).unwrap();
+    });
+}
+
+#[test]
+fn groups_cost_neither_threads_nor_descriptors() {
+    let world = world(2, Fabric::Shm);
+    let count = |path: &str| std::fs::read_dir(path).unwrap().count();
+    let mut groups = vec![world.run("first", |member| member)];
+    world.run("warm", |member| sum_ones(&member, 10));
+    let before = count("/proc/self/fd");
+    for index in 0..200 {
+        groups.push(world.run(&format!("g{index}"), |member| {
+            sum_ones(&member, 10);
+            member
+        }));
+    }
+    // Threads of the test itself come and go; descriptors are ours alone.
+    let after = count("/proc/self/fd");
+    assert!(after <= before + 4, "{before} descriptors before and {after} after 200 groups");
+    for members in groups.iter().rev().step_by(20) {
+        std::thread::scope(|scope| members.iter().for_each(|member| drop(scope.spawn(|| sum_ones(member, 5)))));
+    }
+}
