@@ -1,1 +1,86 @@
 //! The native module of torch_accl: PyO3 bindings and the bridge to the C++ shim.
+//!
+//! Owns the process's engine, which it hands to groups, and what Python may ask about it. Calls do not pass here: they
+//! come from torch through the shim and the functions of `bridge`. Read `bridge.rs` first.
+
+mod bridge;
+mod codes;
+mod group;
+mod guard;
+mod info;
+mod status;
+mod store;
+mod ticket;
+
+use pyo3::prelude::*;
+
+use crate::bridge::ffi;
+
+/// The process's engine. One per process, owned by the Python package.
+#[pyclass(frozen, module = "torch_accl._native")]
+#[derive(Default)]
+struct Runtime {
+    inner: group::Runtime,
+}
+
+#[pymethods]
+impl Runtime {
+    #[new]
+    fn new() -> Self {
+        Self::default()
+    }
+
+    /// A backend over `store`: collective over all ranks. Blocks until they are connected or the timeout passed.
+    fn create_backend<'py>(
+        &self,
+        store: &Bound<'py, PyAny>,
+        rank: i32,
+        size: i32,
+        options: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let address = ffi::create_backend(&self.inner, store.as_ptr() as usize, rank, size, options.as_ptr() as usize);
+        // SAFETY: the shim returns a new reference, or null with a Python exception set; the GIL is held.
+        unsafe { Bound::from_owned_ptr_or_err(store.py(), address as *mut pyo3::ffi::PyObject) }
+    }
+
+    /// Says goodbye to all peers and stops the threads. Bounded; silent; any number of times.
+    fn shutdown(&self, py: Python<'_>) {
+        if let Some(engine) = self.inner.engine() {
+            py.detach(|| engine.shutdown());
+        }
+    }
+}
+
+/// The torch minor version this module was built for, such as `2.15`.
+#[pyfunction]
+fn built_for_torch() -> &'static str {
+    env!("ACCL_BUILT_FOR_TORCH")
+}
+
+/// The names of all functions that C++ calls across the bridge.
+#[pyfunction]
+fn _bridged_functions() -> Vec<&'static str> {
+    guard::BRIDGED.to_vec()
+}
+
+/// Lets the next call of a bridged function from this thread panic. For tests.
+#[pyfunction]
+fn _panic_for_test(name: &str) -> PyResult<()> {
+    if guard::panic_next(name) {
+        return Ok(());
+    }
+    Err(pyo3::exceptions::PyValueError::new_err(format!("no bridged function is called {name}")))
+}
+
+/// The native module of torch_accl.
+#[pymodule]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    if !ffi::define_classes(module.as_ptr() as usize) {
+        return Err(PyErr::fetch(module.py()));
+    }
+    module.add_class::<Runtime>()?;
+    module.add_function(wrap_pyfunction!(built_for_torch, module)?)?;
+    module.add_function(wrap_pyfunction!(_bridged_functions, module)?)?;
+    module.add_function(wrap_pyfunction!(_panic_for_test, module)?)?;
+    info::add_functions(module)
+}

@@ -1,0 +1,554 @@
+// The overrides of c10d::Backend.
+#include "backend.h"
+
+#include <ATen/record_function.h>
+
+#include "checks.h"
+#include "sparse.h"
+#include "store.h"
+
+namespace accl {
+
+using bridge::Collective;
+using bridge::Outcome;
+using c10d::OpType;
+
+namespace {
+
+Tensors flat(const std::vector<Tensors>& lists) {
+  Tensors all;
+  for (const auto& list : lists) all.insert(all.end(), list.begin(), list.end());
+  return all;
+}
+
+bool same_counts(const Tensors& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(),
+                     [&](const at::Tensor& tensor) { return tensor.numel() == tensors[0].numel(); });
+}
+
+}  // namespace
+
+// --- the path of every call ---
+
+c10::intrusive_ptr<AcclWork> AcclBackend::make_work(Event& event, TensorLists outputs) const {
+  // The shapes are only for the profiler, and copying a list of tensors is not free.
+  std::optional<Tensors> profiled;
+  if (at::hasCallbacks()) profiled = event.shapes.vec();
+  auto work = c10::make_intrusive<AcclWork>(rank_, event.type, event.title, profiled, in_flight_, Outputs{std::move(outputs)});
+  work->flight()->timeout = options_->timeout;
+  work->flight()->kept = std::move(event.kept);
+  return work;
+}
+
+AcclBackend::WorkPtr AcclBackend::run(Call& call, Event event, TensorLists outputs, bool async_op) {
+  auto* works = collecting();
+  const bool blocking = !async_op && works == nullptr;
+  auto work = make_work(event, std::move(outputs));
+  auto& flight = work->flight();
+  if (call.args.timeout_ms >= 0) flight->timeout = std::chrono::milliseconds(call.args.timeout_ms);
+  const auto& args = call.finish(blocking);
+  const auto status = bridge::group_submit(*group_->group, args, *flight->ticket);
+  if (!is_ok(status)) {
+    work->settle_here();
+    throw_status(status);
+  }
+  if (!blocking) {
+    in_flight_->add(flight);
+    in_flight_->drain(8);
+    if (works != nullptr) works->push_back(work);
+    return work;
+  }
+  const auto waited = wait_without_gil(*flight->ticket, kNoTimeout);
+  if (waited.how == Outcome::Interrupted) {
+    stop_call(*flight->ticket);
+    work->settle_here();
+    throw_python_error_if_set();
+  }
+  work->settle_here();
+  throw_unless_ok(waited.status);
+  return work;
+}
+
+// --- collectives ---
+
+AcclBackend::WorkPtr AcclBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+  const Check check("broadcast");
+  check.root(opts.rootRank, size_, opts.rootTensor);
+  Call call(Collective::Broadcast, "broadcast");
+  call.outputs.block(check.single(tensors));
+  call.args.root = static_cast<uint32_t>(opts.rootRank);
+  call.timeout(opts.timeout);
+  return run(call, {OpType::BROADCAST, "accl:broadcast", tensors, {}}, {tensors}, opts.asyncOp);
+}
+
+AcclBackend::WorkPtr AcclBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  const Check check("all_reduce");
+  c10d::assertSingleElement(check.fail(), tensors);
+  if (tensors[0].layout() == at::kSparse) return reduce_sparse(tensors[0], opts);
+  Call call(Collective::AllReduce, "all_reduce");
+  call.outputs.block(check.single(tensors));
+  call.reduce(opts.reduceOp);
+  call.timeout(opts.timeout);
+  return run(call, {OpType::ALLREDUCE, "accl:all_reduce", tensors, {}}, {tensors}, opts.asyncOp);
+}
+
+AcclBackend::WorkPtr AcclBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  return allreduce(tensors, opts);
+}
+
+AcclBackend::WorkPtr AcclBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
+  const Check check("all_reduce");
+  check.list(tensors);
+  check.same_type(tensors[0], tensors);
+  Call call(Collective::AllReduce, "all_reduce");
+  call.outputs.open_block();
+  for (const auto& tensor : tensors) call.outputs.piece(tensor);
+  call.reduce(opts.reduceOp);
+  call.timeout(opts.timeout);
+  return run(call, {OpType::ALLREDUCE_COALESCED, "accl:all_reduce", tensors, {}}, {tensors}, opts.asyncOp);
+}
+
+AcclBackend::WorkPtr AcclBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+  const Check check("reduce");
+  check.root(opts.rootRank, size_, opts.rootTensor);
+  Call call(Collective::Reduce, "reduce");
+  call.outputs.block(check.single(tensors));
+  call.reduce(opts.reduceOp);
+  call.args.root = static_cast<uint32_t>(opts.rootRank);
+  call.timeout(opts.timeout);
+  return run(call, {OpType::REDUCE, "accl:reduce", tensors, {}}, {tensors}, opts.asyncOp);
+}
+
+AcclBackend::WorkPtr AcclBackend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+  const Check check("all_gather");
+  const auto& input = check.single_input(inputs);
+  c10d::assertGatherOutputTensorList(check.fail(), outputs, size_);
+  check.memory(outputs[0]);
+  check.same_type(input, outputs[0]);
+  check.same_count(input, outputs[0], rank_);
+  Call call(Collective::AllGather, "all_gather");
+  call.inputs.block(input);
+  for (const auto& output : outputs[0]) call.outputs.block(output);
+  call.args.equal_blocks = same_counts(outputs[0]);
+  call.timeout(opts.timeout);
+  return run(call, {OpType::ALLGATHER, "accl:all_gather", inputs, inputs}, outputs, opts.asyncOp);
+}
+
+AcclBackend::WorkPtr AcclBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
+  const Check check("all_gather");
+  check.memory({output, input});
+  check.flat(output, input, size_, "output tensor must have the same type as input tensor",
+             "output tensor size must be equal to world_size times input tensor size");
+  Call call(Collective::AllGather, "all_gather");
+  call.inputs.block(input);
+  for (int rank = 0; rank < size_; ++rank) {
+    call.outputs.open_block();
+    call.outputs.part(output, rank, size_);
+  }
+  call.timeout(opts.timeout);
+  return run(call, {OpType::_ALLGATHER_BASE, "accl:all_gather", input, {input}}, {{output}}, opts.asyncOp);
+}
+
+AcclBackend::WorkPtr AcclBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                                                      const c10d::AllgatherOptions& opts) {
+  const Check check("all_gather");
+  c10d::assertNonEmptyInputTensorList(check.fail(), inputs.size());
+  check.memory(inputs);
+  c10d::assertAllgatherCoalescedOutputTensorLists(check.fail(), outputs, inputs.size(), size_);
+  Call call(Collective::AllGather, "all_gather");
+  call.inputs.open_block();
+  for (const auto& input : inputs) call.inputs.piece(input);
+  for (const auto& list : outputs) {
+    check.memory(list);
+    call.outputs.open_block();
+    for (size_t i = 0; i < list.size(); ++i) {
+      check.same_output(inputs[i], list[i], i);
+      call.outputs.piece(list[i]);
+    }
+  }
+  call.timeout(opts.timeout);
+  return run(call, {OpType::ALLGATHER_COALESCED, "accl:all_gather", inputs, inputs}, outputs, opts.asyncOp);
+}
+
+AcclBackend::WorkPtr AcclBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                  const c10d::AllgatherOptions& opts) {
+  const Check check("all_gather");
+  check.pairs(outputs, inputs);
+  Call call(Collective::AllGather, "all_gather");
+  call.inputs.open_block();
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check.flat(outputs[i], inputs[i], size_, "output tensor must have the same type as input tensor",
+               "output tensor size must be equal to world_size times input tensor size");
+    call.inputs.piece(inputs[i]);
+  }
+  for (int rank = 0; rank < size_; ++rank) {
+    call.outputs.open_block();
+    for (const auto& output : outputs) call.outputs.part(output, rank, size_);
+  }
+  call.timeout(opts.timeout);
+  return run(call, {OpType::COALESCED, "accl:all_gather", inputs, inputs}, {outputs}, opts.asyncOp);
+}
+
+AcclBackend::WorkPtr AcclBackend::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
+  const Check check("gather");
+  check.root(opts.rootRank, size_);
+  const auto& input = check.single_input(inputs);
+  Call call(Collective::Gather, "gather");
+  call.inputs.block(input);
+  if (rank_ == opts.rootRank) {
+    c10d::assertGatherOutputTensorList(check.fail(), outputs, size_);
+    check.memory(outputs[0]);
+    check.same_type_and_size(input, outputs[0]);
+    for (const auto& output : outputs[0]) call.outputs.block(output);
+  } else {
+    c10d::assertEmptyOutputTensorList(check.fail(), outputs);
+  }
+  call.args.root = static_cast<uint32_t>(opts.rootRank);
+  call.timeout(opts.timeout);
+  return run(call, {OpType::GATHER, "accl:gather", inputs, inputs}, outputs, opts.asyncOp);
+}
+
+AcclBackend::WorkPtr AcclBackend::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& opts) {
+  const Check check("scatter");
+  check.root(opts.rootRank, size_);
+  const auto& output = check.single_output(outputs);
+  Call call(Collective::Scatter, "scatter");
+  call.outputs.block(output);
+  if (rank_ == opts.rootRank) {
+    c10d::assertScatterInputTensorList(check.fail(), inputs, size_);
+    check.memory(inputs[0]);
+    check.same_type_and_size(output, inputs[0]);
+    for (const auto& input : inputs[0]) call.inputs.block(input);
+  } else {
+    c10d::assertEmptyInputTensorList(check.fail(), inputs);
+  }
+  call.args.root = static_cast<uint32_t>(opts.rootRank);
+  call.timeout(opts.timeout);
+  const Tensors sent = flat(inputs);
+  return run(call, {OpType::SCATTER, "accl:scatter", sent, sent}, {outputs}, opts.asyncOp);
+}
+
+AcclBackend::WorkPtr AcclBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                                                 const c10d::ReduceScatterOptions& opts) {
+  const Check check("reduce_scatter");
+  const auto& output = check.single_output(outputs);
+  c10d::assertScatterInputTensorList(check.fail(), inputs, size_);
+  check.memory(inputs[0]);
+  check.same_type(output, inputs[0]);
+  check.same_count(output, inputs[0], rank_);
+  Call call(Collective::ReduceScatter, "reduce_scatter");
+  for (const auto& input : inputs[0]) call.inputs.block(input);
+  call.outputs.block(output);
+  call.args.equal_blocks = same_counts(inputs[0]);
+  call.reduce(opts.reduceOp);
+  call.timeout(opts.timeout);
+  return run(call, {OpType::REDUCE_SCATTER, "accl:reduce_scatter", inputs[0], inputs[0]}, {outputs}, opts.asyncOp);
+}
+
+AcclBackend::WorkPtr AcclBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                       const c10d::ReduceScatterOptions& opts) {
+  const Check check("reduce_scatter");
+  check.memory({output, input});
+  check.flat(input, output, size_, "input tensor must be the same type as the output tensor",
+             "input tensor must be the same size as output size times world size");
+  Call call(Collective::ReduceScatter, "reduce_scatter");
+  for (int rank = 0; rank < size_; ++rank) {
+    call.inputs.open_block();
+    call.inputs.part(input, rank, size_);
+  }
+  call.outputs.block(output);
+  call.reduce(opts.reduceOp);
+  call.timeout(opts.timeout);
+  return run(call, {OpType::_REDUCE_SCATTER_BASE, "accl:reduce_scatter", input, {input}}, {{output}}, opts.asyncOp);
+}
+
+AcclBackend::WorkPtr AcclBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                  const c10d::ReduceScatterOptions& opts) {
+  const Check check("reduce_scatter");
+  check.pairs(outputs, inputs);
+  check.same_type(outputs[0], outputs);
+  Call call(Collective::ReduceScatter, "reduce_scatter");
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check.flat(inputs[i], outputs[i], size_, "input tensor must be the same type as the output tensor",
+               "input tensor must be the same size as output size times world size");
+  }
+  for (int rank = 0; rank < size_; ++rank) {
+    call.inputs.open_block();
+    for (const auto& input : inputs) call.inputs.part(input, rank, size_);
+  }
+  call.outputs.open_block();
+  for (const auto& output : outputs) call.outputs.piece(output);
+  call.reduce(opts.reduceOp);
+  call.timeout(opts.timeout);
+  return run(call, {OpType::COALESCED, "accl:reduce_scatter", inputs, inputs}, {outputs}, opts.asyncOp);
+}
+
+AcclBackend::WorkPtr AcclBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                                                std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) {
+  const Check check("all_to_all");
+  check.memory({output, input});
+  check.same_type(input, output);
+  check.splits(input_splits, input, size_);
+  check.splits(output_splits, output, size_);
+  Call call(Collective::AllToAll, "all_to_all");
+  call.inputs.split(input, input_splits, size_);
+  call.outputs.split(output, output_splits, size_);
+  check.own_block(call.inputs, call.outputs, rank_);
+  call.args.equal_blocks = input_splits.empty() && output_splits.empty();
+  call.timeout(opts.timeout);
+  return run(call, {OpType::ALLTOALL_BASE, "accl:all_to_all", input, {input}}, {{output}}, opts.asyncOp);
+}
+
+AcclBackend::WorkPtr AcclBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
+  const Check check("all_to_all");
+  c10d::assertAllToAllTensorListSizes(check.fail(), outputs.size(), inputs.size(), size_);
+  check.memory(inputs);
+  check.memory(outputs);
+  check.same_type(inputs[0], inputs);
+  check.same_type(inputs[0], outputs);
+  check.same_count(inputs[rank_], outputs, rank_);
+  Call call(Collective::AllToAll, "all_to_all");
+  for (const auto& input : inputs) call.inputs.block(input);
+  for (const auto& output : outputs) call.outputs.block(output);
+  // Sizes may differ from pair to pair, and no rank knows those of the others.
+  call.args.equal_blocks = false;
+  call.timeout(opts.timeout);
+  return run(call, {OpType::ALLTOALL, "accl:all_to_all", inputs, inputs}, {outputs}, opts.asyncOp);
+}
+
+AcclBackend::WorkPtr AcclBackend::barrier(const c10d::BarrierOptions& opts) {
+  Call call(Collective::Barrier, "barrier");
+  call.timeout(opts.timeout);
+  return run(call, {OpType::BARRIER, "accl:barrier", {}, {}}, {}, opts.asyncOp);
+}
+
+void AcclBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  in_flight_->drain(8);
+  const auto timeout = opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout;
+  const auto waited = monitored_barrier_without_gil(*group_->group, timeout, wait_all_ranks);
+  if (waited.how == Outcome::Interrupted) throw_python_error_if_set();
+  throw_unless_ok(waited.status);
+}
+
+// --- point-to-point ---
+
+AcclBackend::WorkPtr AcclBackend::send(Tensors& tensors, int dst, int tag) {
+  const Check check("send");
+  check.peer(dst, size_, tag);
+  Call call(Collective::Send, "send");
+  call.inputs.block(check.single(tensors));
+  call.args.peer = dst;
+  call.args.tag = static_cast<uint32_t>(tag);
+  return run(call, {OpType::SEND, "accl:send", tensors, tensors}, {}, true);
+}
+
+AcclBackend::WorkPtr AcclBackend::recv(Tensors& tensors, int src, int tag) {
+  Check("recv").peer(src, size_, tag);
+  return receive(tensors, src, tag, {OpType::RECV, "accl:recv", tensors, {}});
+}
+
+AcclBackend::WorkPtr AcclBackend::recvAnysource(Tensors& tensors, int tag) {
+  Check("recv").that(tag >= 0, "tag must be nonnegative");
+  return receive(tensors, -1, tag, {OpType::RECVANYSOURCE, "accl:recvAnySource", tensors, {}});
+}
+
+AcclBackend::WorkPtr AcclBackend::receive(Tensors& tensors, int src, int tag, const Event& event) {
+  Call call(Collective::Recv, "recv");
+  call.outputs.block(Check("recv").single(tensors));
+  call.args.peer = src;
+  call.args.tag = static_cast<uint32_t>(tag);
+  return run(call, event, {tensors}, true);
+}
+
+// --- sparse ---
+
+AcclBackend::WorkPtr AcclBackend::reduce_sparse(const at::Tensor& tensor, const c10d::AllreduceOptions& opts) {
+  const Check check("all_reduce");
+  if (!tensor.device().is_cpu()) {
+    refuse(bridge::Kind::InvalidType, "all_reduce", "tensor is on device " + tensor.device().str() + "; accl takes CPU tensors");
+  }
+  if (opts.reduceOp.op_ != c10d::ReduceOp::SUM) {
+    refuse(bridge::Kind::Unsupported, "all_reduce", "sparse tensors are only reduced with SUM");
+  }
+  const auto first = bridge::group_reserve(*group_->group, SparseSum::kCalls);
+  throw_unless_ok(first.status);
+  auto* works = collecting();
+  const Tensors tensors{tensor};
+  Event event{OpType::_ALLREDUCE_SPARSE, "accl:sparse_all_reduce", tensors, {}};
+  auto work = make_work(event, {tensors});
+  auto& flight = work->flight();
+  flight->seq = first.value;
+  const int64_t timeout_ms = opts.timeout == c10d::kUnsetTimeout ? -1 : opts.timeout.count();
+  auto body = std::make_unique<SparseSum>(group_, tensor, rank_, size_, first.value, timeout_ms);
+  // What the result replaces lives on in the flight: it may be the last reference to what Python knows.
+  flight->kept = {tensor._indices(), tensor._values()};
+  if (opts.asyncOp || works != nullptr) {
+    const auto status = bridge::group_spawn(*group_->group, std::move(body), *flight->ticket);
+    if (!is_ok(status)) {
+      work->settle_here();
+      throw_status(status);
+    }
+    in_flight_->add(flight);
+    in_flight_->drain(8);
+    if (works != nullptr) works->push_back(work);
+    return work;
+  }
+  const auto status = run_without_gil(std::move(body));
+  flight->has_ticket = false;
+  work->settle_here();
+  throw_python_error_if_set();
+  throw_unless_ok(status);
+  return work;
+}
+
+// --- coalescing ---
+
+std::vector<c10::intrusive_ptr<AcclWork>>* AcclBackend::collecting() {
+  return coalescing_.load(std::memory_order_relaxed) == ::pthread_self() ? &coalesced_ : nullptr;
+}
+
+void AcclBackend::startCoalescing() {
+  pthread_t nobody{};
+  if (collecting() == nullptr && !coalescing_.compare_exchange_strong(nobody, ::pthread_self())) {
+    refuse(bridge::Kind::InvalidArgument, "start_coalescing", "another thread is coalescing calls of this group");
+  }
+  coalesced_.clear();
+}
+
+AcclBackend::WorkPtr AcclBackend::endCoalescing() {
+  if (collecting() == nullptr) refuse(bridge::Kind::InvalidArgument, "end_coalescing", "start_coalescing was not called");
+  auto works = std::exchange(coalesced_, {});
+  coalescing_.store({});
+  return c10::make_intrusive<CoalescedWork>(rank_, std::move(works));
+}
+
+// --- life of the group ---
+
+AcclBackend::AcclBackend(const bridge::Runtime* runtime, const AcclBackend* beside, c10::intrusive_ptr<c10d::Store> store,
+                         int rank, int world, c10::intrusive_ptr<AcclOptions> options)
+    : Backend(rank, world), options_(std::move(options)) {
+  rust::Vec<rust::String> settings;
+  for (const auto& [name, value] : options_->settings) {
+    settings.push_back(name);
+    settings.push_back(value);
+  }
+  bridge::GroupArgs args;
+  args.name = options_->group_name;
+  args.rank = static_cast<uint32_t>(rank);
+  args.world = static_cast<uint32_t>(world);
+  args.timeout_ms = options_->timeout.count();
+  args.global_ranks = {options_->global_ranks_in_group.data(), options_->global_ranks_in_group.size()};
+  args.settings = {settings.data(), settings.size()};
+  const bridge::StoreRef handle(store);
+  const auto master = handle.master();
+  args.master = master;
+  const auto status = beside != nullptr
+                          ? bridge::group_create_beside(*group_->group, *beside->group_->group, args, handle)
+                          : bridge::group_create(*group_->group, *runtime, args, handle);
+  if (!is_ok(status)) {
+    throw_python_error_if_set();
+    throw_status(status);
+  }
+  init();
+}
+
+AcclBackend::~AcclBackend() {
+  // Calls in flight fail here: nothing may write to a tensor that the list lets go. Who asks learns it from the work.
+  bridge::group_shutdown(*group_->group);
+  in_flight_->drain(std::numeric_limits<size_t>::max());
+}
+
+c10::intrusive_ptr<c10d::Backend> AcclBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                     const std::vector<int>& ranks, const c10::intrusive_ptr<Options>& opts) {
+  const auto place = std::find(ranks.begin(), ranks.end(), rank_);
+  if (place == ranks.end()) return nullptr;
+  auto options = options_for(opts);
+  options->global_ranks_in_group.clear();
+  for (const int rank : ranks) {
+    const auto& global = options_->global_ranks_in_group;
+    options->global_ranks_in_group.push_back(global.empty() ? rank : global.at(rank));
+  }
+  return c10::make_intrusive<AcclBackend>(nullptr, this, store, static_cast<int>(place - ranks.begin()),
+                                          static_cast<int>(ranks.size()), std::move(options));
+}
+
+c10::intrusive_ptr<c10d::Backend> AcclBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                                     const c10::intrusive_ptr<Options>& opts, const int& rank,
+                                                     const int& size) {
+  return c10::make_intrusive<AcclBackend>(nullptr, this, store, rank, size, options_for(opts));
+}
+
+c10::intrusive_ptr<AcclOptions> AcclBackend::options_for(const c10::intrusive_ptr<Options>& opts) const {
+  // Given options of another class say what c10d's have in common; the rest is as in this group.
+  auto options = c10::make_intrusive<AcclOptions>(*options_);
+  if (!opts) return options;
+  if (const auto* ours = dynamic_cast<const AcclOptions*>(opts.get())) options->settings = ours->settings;
+  options->timeout = opts->timeout;
+  options->group_name = opts->group_name;
+  options->group_desc = opts->group_desc;
+  options->global_ranks_in_group = opts->global_ranks_in_group;
+  return options;
+}
+
+uint64_t AcclBackend::getSequenceNumberForGroup() {
+  const auto seq = bridge::group_next_seq(*group_->group);
+  throw_unless_ok(seq.status);
+  return static_cast<uint64_t>(seq.value);
+}
+
+void AcclBackend::setTimeout(std::chrono::milliseconds timeout) {
+  throw_unless_ok(bridge::group_set_timeout(*group_->group, timeout.count()));
+  options_->timeout = timeout;
+}
+
+void AcclBackend::enableCollectivesTiming() { throw_unless_ok(bridge::group_enable_timing(*group_->group)); }
+
+c10d::ErrorType AcclBackend::getError() {
+  using bridge::Kind;
+  switch (bridge::group_first_error(*group_->group).kind) {
+    case Kind::Ok: return c10d::ErrorType::SUCCESS;
+    case Kind::Timeout: return c10d::ErrorType::TIMEOUT;
+    case Kind::PeerLost:
+    case Kind::Network:
+    case Kind::Mismatch: return c10d::ErrorType::REMOTE_ERROR;
+    case Kind::InvalidArgument:
+    case Kind::InvalidType:
+    case Kind::Unsupported:
+    case Kind::Configuration:
+    case Kind::Rendezvous:
+    case Kind::Protocol:
+    case Kind::Device:
+    case Kind::Exhausted:
+    case Kind::Aborted:
+    case Kind::Internal: break;
+  }
+  return c10d::ErrorType::COMM_ERROR;
+}
+
+void AcclBackend::abort() { throw_unless_ok(bridge::group_abort(*group_->group, "abort() was called")); }
+
+void AcclBackend::shutdown() { throw_unless_ok(bridge::group_shutdown(*group_->group)); }
+
+std::string AcclBackend::describe() const {
+  const auto described = bridge::group_describe(*group_->group);
+  throw_unless_ok(described.status);
+  return std::string(described.text);
+}
+
+std::string AcclBackend::first_error() const { return std::string(bridge::group_first_error(*group_->group).message); }
+
+// --- memory ---
+
+at::Tensor AcclBackend::allocateTensor(long size, at::TensorOptions options) {
+  if (!options.device().is_cpu()) {
+    refuse(bridge::Kind::InvalidType, "allocate_tensor", "device " + options.device().str() + "; accl has CPU memory");
+  }
+  return at::empty({size}, options);
+}
+
+std::shared_ptr<c10::Allocator> AcclBackend::getMemAllocator() {
+  // torch's own, which is not ours to delete.
+  return {std::shared_ptr<c10::Allocator>(), c10::GetAllocator(c10::kCPU)};
+}
+
+}  // namespace accl

@@ -1,0 +1,129 @@
+// c10d::Backend over a group of the engine: check, translate, forward.
+//
+// May: check tensors, translate enums, keep tensors alive, map errors. May not: start threads, choose algorithms, copy
+// payload, read the environment, log, keep statics, install signal handlers.
+#pragma once
+
+#include <pthread.h>
+
+#include <atomic>
+#include <map>
+#include <optional>
+#include <vector>
+
+#include "torch_compat.h"
+#include "work.h"
+
+namespace accl {
+
+// Options of a backend: torch's, and settings by the names of `torch_accl.Options`.
+struct AcclOptions : c10d::Backend::Options {
+  AcclOptions() : c10d::Backend::Options("accl") {}
+  AcclOptions(const AcclOptions&) = default;
+
+  c10::intrusive_ptr<c10d::Backend::Options> clone() const ACCL_OVERRIDE_2_14 {
+    return c10::make_intrusive<AcclOptions>(*this);
+  }
+
+  std::map<std::string, std::string> settings;
+};
+
+// The group, shared with bodies that run on completion threads.
+struct GroupHandle {
+  GroupHandle() : group(bridge::new_group()) {}
+  rust::Box<bridge::Group> group;
+};
+
+class AcclBackend : public c10d::Backend {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using TensorLists = std::vector<Tensors>;
+
+  // Collective: returns when all ranks are connected. `beside` is a backend of the same process, or null.
+  AcclBackend(const bridge::Runtime* runtime, const AcclBackend* beside, c10::intrusive_ptr<c10d::Store> store, int rank,
+              int world, c10::intrusive_ptr<AcclOptions> options);
+  ~AcclBackend() override;
+
+  const std::string getBackendName() const override { return "accl"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& opts) override;
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
+  WorkPtr send(Tensors& tensors, int dst, int tag) override;
+  WorkPtr recv(Tensors& tensors, int src, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+
+  // Numbers start at 0 on every rank; there is nothing to agree on.
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override;
+
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                    const c10::intrusive_ptr<Options>& opts) override;
+  c10::intrusive_ptr<Backend> merge(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<Options>& opts,
+                                    const int& rank, const int& size) override;
+
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  void enableCollectivesTiming() override;
+  c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  std::shared_ptr<c10::Allocator> getMemAllocator() override;
+
+  // Facts about the group, one a line.
+  std::string describe() const;
+  // The sentence of the cause that poisoned the group, or empty.
+  std::string first_error() const;
+
+ private:
+  // What an override hands over besides the call.
+  struct Event {
+    c10d::OpType type;
+    const char* title;
+    at::TensorList shapes;  // shown by the profiler
+    Tensors kept;           // must live until the end, besides the outputs
+  };
+
+  WorkPtr run(Call& call, Event event, TensorLists outputs, bool async_op);
+  c10::intrusive_ptr<AcclWork> make_work(Event& event, TensorLists outputs) const;
+  // The list that collects works between start and end of coalescing on this thread, or null.
+  std::vector<c10::intrusive_ptr<AcclWork>>* collecting();
+  WorkPtr reduce_sparse(const at::Tensor& tensor, const c10d::AllreduceOptions& opts);
+  WorkPtr receive(Tensors& tensors, int src, int tag, const Event& event);
+
+  // What `opts` says about a new group, and for the rest what this one has.
+  c10::intrusive_ptr<AcclOptions> options_for(const c10::intrusive_ptr<Options>& opts) const;
+
+  c10::intrusive_ptr<AcclOptions> options_;
+  std::shared_ptr<GroupHandle> group_ = std::make_shared<GroupHandle>();
+  std::shared_ptr<InFlight> in_flight_ = std::make_shared<InFlight>();
+  // The thread between start and end of coalescing; only that thread touches the list.
+  std::atomic<pthread_t> coalescing_{};
+  std::vector<c10::intrusive_ptr<AcclWork>> coalesced_;
+};
+
+}  // namespace accl

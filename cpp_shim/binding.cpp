@@ -1,0 +1,108 @@
+// The shim's Python classes, the creator, and the store's functions.
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+
+#include "backend.h"
+#include "store.h"
+
+namespace accl {
+
+namespace {
+
+// Drops the last reference without the GIL, as c10d's own holder: what a backend waits for may need it.
+template <class T>
+class NoGilPtr {
+ public:
+  NoGilPtr() = default;
+  NoGilPtr(c10::intrusive_ptr<T> pointer) : pointer_(std::move(pointer)) {}  // NOLINT: implicit as the base's holder
+  explicit NoGilPtr(T* pointer) : pointer_(c10::intrusive_ptr<T>::unsafe_steal_from_new(pointer)) {}
+  NoGilPtr(const NoGilPtr&) = default;
+  NoGilPtr(NoGilPtr&&) noexcept = default;
+  NoGilPtr& operator=(const NoGilPtr&) = default;
+  NoGilPtr& operator=(NoGilPtr&&) noexcept = default;
+  ~NoGilPtr() {
+    if (pointer_ && PyGILState_Check() != 0) {
+      py::gil_scoped_release no_gil;
+      pointer_.reset();
+    }
+  }
+
+  T& operator*() const noexcept { return *pointer_; }
+  T* operator->() const noexcept { return pointer_.get(); }
+  T* get() const noexcept { return pointer_.get(); }
+  void reset() noexcept { pointer_.reset(); }
+  explicit operator bool() const noexcept { return static_cast<bool>(pointer_); }
+
+ private:
+  c10::intrusive_ptr<T> pointer_;
+};
+
+}  // namespace
+
+}  // namespace accl
+
+PYBIND11_DECLARE_HOLDER_TYPE(T, accl::NoGilPtr<T>, true)
+
+namespace accl {
+
+bool bridge::define_classes(std::size_t module_address) noexcept {
+  HANDLE_TH_ERRORS
+  auto module = py::reinterpret_borrow<py::module_>(reinterpret_cast<PyObject*>(module_address));
+  const auto copy = [](const AcclOptions& self) { return c10::make_intrusive<AcclOptions>(self); };
+  py::class_<AcclOptions, c10d::Backend::Options, c10::intrusive_ptr<AcclOptions>>(module, "BackendOptions")
+      .def(py::init<>())
+      .def_readwrite("settings", &AcclOptions::settings)
+      .def("__copy__", copy)
+      .def("__deepcopy__", [copy](const AcclOptions& self, const py::dict&) { return copy(self); });
+
+  py::class_<AcclBackend, c10d::Backend, NoGilPtr<AcclBackend>> backend(module, "Backend");
+  backend.def_property_readonly("options", [](AcclBackend& self) { return self.getBackendOptions(); })
+      .def("describe", &AcclBackend::describe)
+      .def("first_error", &AcclBackend::first_error);
+#if !ACCL_BASE_BINDS_ERROR
+  backend.def("get_error", [](AcclBackend& self) { return static_cast<int>(self.getError()); });
+#endif
+  return true;
+  END_HANDLE_TH_ERRORS_RET(false)
+}
+
+std::size_t bridge::create_backend(const Runtime& runtime, std::size_t store_address, std::int32_t rank,
+                                   std::int32_t world, std::size_t options_address) noexcept {
+  HANDLE_TH_ERRORS
+  const auto object = [](std::size_t address) { return py::handle(reinterpret_cast<PyObject*>(address)); };
+  auto store = py::cast<c10::intrusive_ptr<c10d::Store>>(object(store_address));
+  auto options = py::cast<c10::intrusive_ptr<AcclOptions>>(object(options_address));
+  c10::intrusive_ptr<c10d::Backend> backend;
+  {
+    // torch does not release it around the creator, and other threads may be needed for the others to come.
+    py::gil_scoped_release no_gil;
+    backend = c10::make_intrusive<AcclBackend>(&runtime, nullptr, std::move(store), rank, world,
+                                               c10::make_intrusive<AcclOptions>(*options));
+  }
+  return reinterpret_cast<std::size_t>(py::cast(std::move(backend)).release().ptr());
+  END_HANDLE_TH_ERRORS_RET(0)
+}
+
+// --- the store; what it throws crosses as text and becomes a rendezvous error ---
+
+void bridge::store_set(const StoreRef& store, rust::Str key, rust::Slice<const std::uint8_t> value) {
+  store.store->set(std::string(key), std::vector<std::uint8_t>(value.begin(), value.end()));
+}
+
+rust::Vec<std::uint8_t> bridge::store_get(const StoreRef& store, rust::Str key) {
+  rust::Vec<std::uint8_t> value;
+  for (const std::uint8_t byte : store.store->get(std::string(key))) value.push_back(byte);
+  return value;
+}
+
+std::int64_t bridge::store_add(const StoreRef& store, rust::Str key, std::int64_t delta) {
+  return store.store->add(std::string(key), delta);
+}
+
+bool bridge::store_check(const StoreRef& store, rust::Slice<const rust::String> keys) {
+  return store.store->check(std::vector<std::string>(keys.begin(), keys.end()));
+}
+
+}  // namespace accl

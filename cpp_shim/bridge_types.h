@@ -1,0 +1,45 @@
+// What the bridge's generated code must know of the shim. No torch header here: the generated unit stays cheap.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "rust/cxx.h"
+
+namespace accl::bridge {
+
+struct Status;
+struct Runtime;
+
+// A c10d store, used while a group is made.
+class StoreRef;
+void store_set(const StoreRef& store, rust::Str key, rust::Slice<const std::uint8_t> value);
+rust::Vec<std::uint8_t> store_get(const StoreRef& store, rust::Str key);
+std::int64_t store_add(const StoreRef& store, rust::Str key, std::int64_t delta);
+bool store_check(const StoreRef& store, rust::Slice<const rust::String> keys);
+
+// A body that makes several calls and waits for them. Run once, by one thread, and destroyed by that thread: it must not
+// hold the last reference to a tensor that Python may know.
+class Body {
+ public:
+  virtual ~Body() = default;
+  virtual Status run() noexcept = 0;
+};
+Status run_body(std::unique_ptr<Body> body) noexcept;
+
+// Completes a call that has ended when nobody waits for it. Runs on a completion thread, with no lock held.
+class Arrival {
+ public:
+  virtual ~Arrival() = default;
+  virtual void arrive() noexcept = 0;
+};
+void arrive(std::unique_ptr<Arrival> arrival) noexcept;
+
+bool python_interrupted() noexcept;
+
+bool define_classes(std::size_t module) noexcept;
+std::size_t create_backend(const Runtime& runtime, std::size_t store, std::int32_t rank, std::int32_t world,
+                           std::size_t options) noexcept;
+
+}  // namespace accl::bridge

@@ -1,0 +1,121 @@
+// Sum of sparse tensors over all ranks: indices and values are gathered, joined and coalesced.
+//
+// Runs on a completion thread, or in the thread of a blocking call. Its calls have numbers reserved at submission, so that
+// they keep their place among the group's other calls.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <ATen/SparseTensorImpl.h>
+
+#include "backend.h"
+
+namespace accl {
+
+class SparseSum final : public bridge::Body {
+ public:
+  // Number of calls it makes.
+  static constexpr uint64_t kCalls = 3;
+
+  SparseSum(std::shared_ptr<GroupHandle> group, at::Tensor tensor, int rank, int world, int64_t first_seq, int64_t timeout_ms)
+      : group_(std::move(group)), tensor_(std::move(tensor)), rank_(rank), world_(world), seq_(first_seq), timeout_ms_(timeout_ms) {}
+
+  bridge::Status run() noexcept override {
+    try {
+      const at::NoGradGuard no_grad;
+      sum();
+    } catch (const Failed& failed) {
+      return failed.status;
+    } catch (...) {
+      return current_exception_status();
+    }
+    return {bridge::Kind::Ok, {}, -1, -1};
+  }
+
+ private:
+  struct Failed {
+    bridge::Status status;
+  };
+
+  // Count of entries, number of sparse dimensions, number of dimensions, then the sizes.
+  static constexpr int64_t kFacts = 3 + 64;
+
+  void sum() {
+    const auto mine = tensor_.coalesce();
+    const auto facts = gather_facts(mine);
+    const auto indices = mine.indices();
+    const auto values = mine.values();
+    std::vector<at::Tensor> all_indices;
+    std::vector<at::Tensor> all_values;
+    for (int rank = 0; rank < world_; ++rank) {
+      const int64_t count = facts[rank].const_data_ptr<int64_t>()[0];
+      auto sizes = values.sizes().vec();
+      sizes[0] = count;
+      all_indices.push_back(at::empty({mine.sparse_dim(), count}, indices.options()));
+      all_values.push_back(at::empty(sizes, values.options()));
+    }
+    all_gather(indices, all_indices);
+    all_gather(values, all_values);
+    const auto joined = at::_sparse_coo_tensor_unsafe(at::cat(all_indices, 1), at::cat(all_values, 0), mine.sizes(),
+                                                      mine.options());
+    const auto total = joined.coalesce();
+    // Not through an operator: that would change the tensor's version and its gradient's history.
+    auto* impl = static_cast<at::SparseTensorImpl*>(tensor_.unsafeGetTensorImpl());
+    impl->set_indices_and_values_unsafe(total.indices(), total.values());
+    impl->set_coalesced(true);
+  }
+
+  std::vector<at::Tensor> gather_facts(const at::Tensor& mine) {
+    if (mine.dim() > kFacts - 3) {
+      throw Failed{{bridge::Kind::Unsupported, "accl: all_reduce: sparse tensor with more than 64 dimensions", rank_, -1}};
+    }
+    auto own = at::zeros({kFacts}, at::kLong);
+    auto* facts = own.mutable_data_ptr<int64_t>();
+    facts[0] = mine._nnz();
+    facts[1] = mine.sparse_dim();
+    facts[2] = mine.dim();
+    for (int64_t dim = 0; dim < mine.dim(); ++dim) facts[3 + dim] = mine.size(dim);
+    std::vector<at::Tensor> all;
+    for (int rank = 0; rank < world_; ++rank) all.push_back(at::empty_like(own));
+    all_gather(own, all);
+    for (int rank = 0; rank < world_; ++rank) {
+      if (!all[rank].slice(0, 1).equal(own.slice(0, 1))) {
+        throw Failed{{bridge::Kind::Mismatch,
+                      "accl: sparse all_reduce: rank " + std::to_string(rank) + " has another shape than rank " +
+                          std::to_string(rank_) + ", which has " + c10d::toString(mine.sizes()),
+                      rank_, rank}};
+      }
+    }
+    return all;
+  }
+
+  // Waits: this is not the thread that moves bytes.
+  void all_gather(const at::Tensor& input, const std::vector<at::Tensor>& outputs) {
+    Call call(bridge::Collective::AllGather, "all_reduce");
+    call.inputs.block(input);
+    for (const auto& output : outputs) call.outputs.block(output);
+    call.args.equal_blocks = std::all_of(outputs.begin(), outputs.end(), [&](const auto& t) { return t.numel() == input.numel(); });
+    call.args.timeout_ms = timeout_ms_;
+    call.args.seq = seq_++;
+    auto ticket = bridge::new_ticket();
+    auto status = bridge::group_submit(*group_->group, call.finish(true), *ticket);
+    if (!is_ok(status)) throw Failed{status};
+    auto waited = bridge::ticket_wait(*ticket, -1);
+    if (waited.how == bridge::Outcome::Interrupted) {
+      stop_call(*ticket);
+      waited.status = {bridge::Kind::Aborted, "accl: interrupted", rank_, -1};
+    }
+    if (waited.how != bridge::Outcome::Done) throw Failed{waited.status};
+  }
+
+  std::shared_ptr<GroupHandle> group_;
+  at::Tensor tensor_;
+  int rank_;
+  int world_;
+  int64_t seq_;
+  int64_t timeout_ms_;
+};
+
+}  // namespace accl

@@ -1,0 +1,30 @@
+// A c10d store for the engine's rendezvous.
+#pragma once
+
+#include "bridge_types.h"
+#include "torch_compat.h"
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+namespace accl::bridge {
+
+// Holds a clone, so that a wait here blocks no other user of the store's connection; dropped when the group is made.
+class StoreRef {
+ public:
+  explicit StoreRef(const c10::intrusive_ptr<c10d::Store>& store) : store(store->clone()) {}
+
+  // Host name of the server, or empty for stores without one.
+  std::string master() const {
+    const auto* below = store.get();
+    while (const auto* prefix = dynamic_cast<const c10d::PrefixStore*>(below)) {
+      below = const_cast<c10d::PrefixStore*>(prefix)->getUnderlyingStore().get();
+    }
+    const auto* tcp = dynamic_cast<const c10d::TCPStore*>(below);
+    return tcp != nullptr ? tcp->getHost() : std::string();
+  }
+
+  c10::intrusive_ptr<c10d::Store> store;
+};
+
+}  // namespace accl::bridge

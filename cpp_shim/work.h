@@ -1,0 +1,143 @@
+// c10d::Work over calls of the engine, and the list that owns what is in flight.
+//
+// A `Flight` is one call from submission to completion: its ticket, its tensors, its future. The `InFlight` list of a
+// backend owns every asynchronous flight until it is settled, so that no native thread drops a tensor's last reference;
+// `AcclWork` is the handle that callers hold. Exactly one thread claims a flight's completion, by compare-and-swap.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <ATen/ThreadLocalState.h>
+
+#include "describe.h"
+#include "errors.h"
+#include "torch_compat.h"
+
+namespace accl {
+
+using Tensors = std::vector<at::Tensor>;
+
+// Result of a call as futures carry it: the tensors of the only output list, or a list of lists.
+struct Outputs {
+  std::vector<Tensors> lists;
+
+  c10::TypePtr type() const;
+  c10::IValue value() const;
+};
+
+struct Flight {
+  enum State : uint8_t { kRunning, kClaimed, kSettled };
+
+  Flight() : ticket(bridge::new_ticket()) {}
+
+  // True for the one thread that completes the call.
+  bool claim() {
+    uint8_t expected = kRunning;
+    return state.compare_exchange_strong(expected, kClaimed, std::memory_order_acq_rel);
+  }
+  bool settled() const { return state.load(std::memory_order_acquire) == kSettled; }
+  // Outputs are written, or the call failed.
+  bool ended() const;
+  // Of an ended call: why it failed, or null.
+  std::exception_ptr error() const;
+
+  rust::Box<bridge::Ticket> ticket;
+  bool has_ticket = true;  // false: the caller's thread did it all, and well
+  int64_t seq = -1;        // where the ticket knows none
+  Outputs outputs;
+  Tensors kept;  // what else must live until the end
+  std::function<void()> end_event;  // closes the profiler's event; called once
+  std::chrono::milliseconds timeout{0};
+  std::atomic<uint8_t> state{kRunning};
+  std::atomic<bool> arrived{false};  // the completion thread is through with it
+
+  // Guarded by the list's lock.
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  std::optional<at::ThreadLocalState> caller;  // of who asked for the future
+  bool closed = false;   // the claimer has looked for a future
+  bool watched = false;  // a completion thread will come
+};
+
+class InFlight : public std::enable_shared_from_this<InFlight> {
+ public:
+  void add(std::shared_ptr<Flight> flight);
+  // Completes what has ended and drops what is settled, looking at no more than `budget` flights.
+  void drain(size_t budget);
+  // Completes a flight that this thread has claimed.
+  void settle(Flight& flight) noexcept;
+  c10::intrusive_ptr<c10::ivalue::Future> future_of(const std::shared_ptr<Flight>& flight);
+  // Lets a completion thread complete the flight, unless one will already.
+  void watch(const std::shared_ptr<Flight>& flight);
+  // Drains on Python's main thread, soon.
+  void schedule_drain() noexcept;
+
+ private:
+  friend struct FlightArrival;
+  static int drain_now(void* list) noexcept;
+
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<Flight>> flights_;
+  size_t cursor_ = 0;
+  std::atomic<bool> scheduled_{false};
+};
+
+class AcclWork : public c10d::Work {
+ public:
+  AcclWork(int rank, c10d::OpType type, const char* title, const std::optional<Tensors>& profiled,
+           std::shared_ptr<InFlight> home, Outputs outputs);
+  ~AcclWork() override;
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  int sourceRank() const override;
+  Tensors result() override;
+  void synchronize() override {}
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void abort() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  float getDuration() const override;
+  uint64_t getSequencenumber() const override;
+  std::chrono::milliseconds getTimeout() const ACCL_OVERRIDE_2_14 { return flight_->timeout; }
+
+  const std::shared_ptr<Flight>& flight() const { return flight_; }
+  // Ends a call that the caller's thread has waited for, or that was never started.
+  void settle_here();
+
+ private:
+  std::shared_ptr<InFlight> home_;
+  std::shared_ptr<Flight> flight_;
+};
+
+// Several works as one: what `endCoalescing` returns.
+class CoalescedWork : public c10d::Work {
+ public:
+  CoalescedWork(int rank, std::vector<c10::intrusive_ptr<AcclWork>> parts);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  Tensors result() override;
+  void synchronize() override {}
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void abort() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override;
+
+ private:
+  std::vector<c10::intrusive_ptr<AcclWork>> parts_;
+};
+
+// Waiting in the caller's thread, without the GIL.
+bridge::Waited wait_without_gil(const bridge::Ticket& ticket, std::chrono::milliseconds timeout);
+bridge::Waited monitored_barrier_without_gil(const bridge::Group& group, std::chrono::milliseconds timeout, bool wait_all);
+bridge::Status run_without_gil(std::unique_ptr<bridge::Body> body);
+
+// Aborts a call that its caller leaves, and waits until nothing touches its tensors any more.
+void stop_call(const bridge::Ticket& ticket);
+
+}  // namespace accl

@@ -1,0 +1,149 @@
+//! Compiles the C++ shim against the torch of the interpreter that the module is built for.
+//!
+//! Asks that interpreter for torch's version, headers and libraries, refuses a torch minor other than the one asked for,
+//! and writes `python/torch_accl/_build_info.py`, which the version gate reads before the native module is loaded.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{env, fs};
+
+/// The torch minor that is built for unless `TORCH` names another.
+const DEFAULT_TORCH: &str = "2.15";
+
+/// Prints, one a line: version, C++ ABI, CPython's include directory, torch's include directories, torch's library directory.
+const PROBE: &str = "
+import sysconfig
+try:
+    import torch
+    from torch.utils import cpp_extension
+except ImportError as error:
+    raise SystemExit(f'torch cannot be imported: {error}')
+print(torch.__version__)
+print(int(torch._C._GLIBCXX_USE_CXX11_ABI))
+print(sysconfig.get_path('include'))
+print(';'.join(cpp_extension.include_paths()))
+print(cpp_extension.library_paths()[0])
+";
+
+const SOURCES: &[&str] = &["backend.cpp", "binding.cpp", "work.cpp"];
+
+fn main() {
+    let root = Path::new(&variable("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the repository's root");
+    let shim = root.join("cpp_shim");
+    let info = root.join("python/torch_accl/_build_info.py");
+    for path in [Path::new("src/bridge.rs"), Path::new("build.rs"), &shim, &info] {
+        println!("cargo::rerun-if-changed={}", path.display());
+    }
+    for name in ["TORCH", "PYO3_PYTHON"] {
+        println!("cargo::rerun-if-env-changed={name}");
+    }
+
+    let torch = Torch::probe();
+    let minor = torch.minor();
+    torch.refuse_unless_wanted(&minor);
+    write_build_info(&info, &minor);
+    println!("cargo::rustc-env=ACCL_BUILT_FOR_TORCH={minor}");
+    compile(&shim, &torch);
+    println!("cargo::rustc-link-search=native={}", torch.libraries.display());
+    // Named one by one: the module must list what it needs, since torch's libraries are loaded privately. No rpath:
+    // torch is imported first.
+    for library in ["c10", "torch_cpu", "torch_python"] {
+        println!("cargo::rustc-link-lib=dylib={library}");
+    }
+}
+
+fn compile(shim: &Path, torch: &Torch) {
+    let mut build = cxx_build::bridge("src/bridge.rs");
+    for source in SOURCES {
+        build.file(shim.join(source));
+    }
+    build
+        .std("c++20")
+        .opt_level(2)
+        .debug(false)
+        .define("_GLIBCXX_USE_CXX11_ABI", torch.cxx11_abi.as_str())
+        .define("TORCH_EXTENSION_NAME", "_native")
+        .include(shim)
+        // torch's headers are not ours to warn about.
+        .flag("-isystem")
+        .flag(&torch.python_include)
+        .flag("-fvisibility=hidden")
+        .warnings(true)
+        .flag("-Werror=switch");
+    for include in &torch.includes {
+        build.flag("-isystem").flag(include);
+    }
+    build.compile("accl_shim");
+}
+
+/// What the interpreter says about its torch.
+struct Torch {
+    version: String,
+    cxx11_abi: String,
+    python_include: String,
+    includes: Vec<String>,
+    libraries: PathBuf,
+}
+
+impl Torch {
+    fn probe() -> Self {
+        let python = env::var("PYO3_PYTHON").unwrap_or_else(|_| "python3".to_owned());
+        let output = Command::new(&python)
+            .args(["-c", PROBE])
+            .output()
+            .unwrap_or_else(|error| panic!("{python} could not be run: {error}; set PYO3_PYTHON to the interpreter"));
+        if !output.status.success() {
+            let said = String::from_utf8_lossy(&output.stderr);
+            panic!("{python}: {}; install torch {} for it", said.trim(), wanted());
+        }
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        let mut lines = said.lines().map(str::to_owned);
+        let mut next = || lines.next().expect("one line for each question of the probe");
+        Self {
+            version: next(),
+            cxx11_abi: next(),
+            python_include: next(),
+            includes: next().split(';').map(str::to_owned).collect(),
+            libraries: next().into(),
+        }
+    }
+
+    /// `2.15` of `2.15.0+cpu`.
+    fn minor(&self) -> String {
+        minor_of(&self.version)
+    }
+
+    fn refuse_unless_wanted(&self, minor: &str) {
+        let wanted = wanted();
+        assert!(
+            minor == wanted,
+            "this interpreter has torch {}, but the build is for torch {wanted}: install torch {wanted}, or set TORCH={minor}",
+            self.version
+        );
+    }
+}
+
+/// The torch minor asked for.
+fn wanted() -> String {
+    minor_of(&env::var("TORCH").ok().filter(|text| !text.is_empty()).unwrap_or_else(|| DEFAULT_TORCH.to_owned()))
+}
+
+fn minor_of(version: &str) -> String {
+    version.split('.').take(2).collect::<Vec<_>>().join(".")
+}
+
+/// Written only when it changes, so that it does not look new to the next build.
+fn write_build_info(path: &Path, minor: &str) {
+    let text = format!(
+        "\"\"\"Written by the build; read by the version gate before the native module is loaded.\"\"\"\n\n\
+         BUILT_FOR_TORCH = \"{minor}\"\nVERSION = \"{}\"\n",
+        variable("CARGO_PKG_VERSION")
+    );
+    if fs::read_to_string(path).ok().as_deref() != Some(&text) {
+        fs::write(path, text).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    }
+}
+
+fn variable(name: &str) -> String {
+    env::var(name).unwrap_or_else(|_| panic!("cargo sets {name}"))
+}

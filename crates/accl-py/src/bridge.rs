@@ -1,0 +1,269 @@
+//! The bridge to the C++ shim: plain data and functions, in both directions.
+//!
+//! Owns the declarations; what the Rust functions do is in `group.rs` and `ticket.rs`. Every one of them returns its
+//! errors as data and is guarded against panics by the macro in `guard.rs`. The enums repeat those of `accl-types`, since
+//! C++ sees only what is declared here; `codes.rs` refuses to compile when they differ.
+
+pub(crate) use crate::group::{Group, Runtime, new_group};
+pub(crate) use crate::ticket::{Ticket, new_ticket};
+
+/// Declarations of the bridge.
+#[cxx::bridge(namespace = "accl::bridge")]
+#[allow(missing_docs, reason = "cxx generates items that cannot carry comments")]
+pub mod ffi {
+    /// `ErrorKind`, and success.
+    #[repr(u8)]
+    enum Kind {
+        InvalidArgument = 0,
+        InvalidType = 1,
+        Unsupported = 2,
+        Configuration = 3,
+        Mismatch = 4,
+        Timeout = 5,
+        PeerLost = 6,
+        Network = 7,
+        Rendezvous = 8,
+        Protocol = 9,
+        Device = 10,
+        Exhausted = 11,
+        Aborted = 12,
+        Internal = 13,
+        Ok = 255,
+    }
+
+    /// `Collective`.
+    #[repr(u8)]
+    enum Collective {
+        AllReduce = 0,
+        ReduceScatter = 1,
+        AllGather = 2,
+        Broadcast = 3,
+        Reduce = 4,
+        Gather = 5,
+        Scatter = 6,
+        AllToAll = 7,
+        Barrier = 8,
+        Send = 9,
+        Recv = 10,
+    }
+
+    /// `ReduceOp`.
+    #[repr(u8)]
+    enum ReduceOp {
+        Sum = 0,
+        Avg = 1,
+        Product = 2,
+        Min = 3,
+        Max = 4,
+        Band = 5,
+        Bor = 6,
+        Bxor = 7,
+        PremulSum = 8,
+    }
+
+    /// `Dtype`.
+    #[repr(u8)]
+    enum Dtype {
+        Bool = 0,
+        U8 = 1,
+        I8 = 2,
+        U16 = 3,
+        I16 = 4,
+        U32 = 5,
+        I32 = 6,
+        U64 = 7,
+        I64 = 8,
+        F16 = 9,
+        BF16 = 10,
+        F32 = 11,
+        F64 = 12,
+        C32 = 13,
+        C64 = 14,
+        C128 = 15,
+        F8E4M3Fn = 16,
+        F8E5M2 = 17,
+        F8E4M3FnUz = 18,
+        F8E5M2FnUz = 19,
+        F8E8M0Fnu = 20,
+        F4E2M1FnX2 = 21,
+    }
+
+    /// How a wait ended.
+    #[repr(u8)]
+    enum Outcome {
+        /// The call still runs; when a wait says so, its own timeout passed and the status is that error.
+        Running = 0,
+        /// The outputs are written.
+        Done = 1,
+        /// The call failed; the status says why.
+        Failed = 2,
+        /// A Python signal handler raised; the exception is set on this thread.
+        Interrupted = 3,
+    }
+
+    /// How a bridged function ended. Kinds cross as data: a cxx `Result` would carry only a string.
+    struct Status {
+        kind: Kind,
+        /// The whole sentence, with its place.
+        message: String,
+        /// The rank that reports, or -1.
+        rank: i64,
+        /// The rank to blame, or -1.
+        peer: i64,
+    }
+
+    /// A tensor's memory. The shape is borrowed from the tensor and read before the function returns.
+    #[derive(Clone, Copy)]
+    struct TensorView {
+        /// Address of the first element.
+        data: usize,
+        /// Address of `dim` sizes, or 0 for a dense tensor of `count` elements.
+        sizes: usize,
+        /// Address of `dim` strides, in elements.
+        strides: usize,
+        /// Number of dimensions.
+        dim: usize,
+        /// Number of elements of a dense tensor.
+        count: i64,
+        dtype: Dtype,
+        /// The memory holds the conjugate.
+        conj: bool,
+        /// The memory holds the negative.
+        neg: bool,
+    }
+
+    /// One call. Blocks are given by the number of tensors in each.
+    struct CallArgs<'a> {
+        collective: Collective,
+        op: ReduceOp,
+        /// Factor of `PREMUL_SUM`.
+        factor: f64,
+        /// Root of a rooted collective.
+        root: u32,
+        /// Other side of a send or receive, -1 for any.
+        peer: i64,
+        /// Tag of a send or receive.
+        tag: u32,
+        /// Own deadline in milliseconds, -1 for the group's.
+        timeout_ms: i64,
+        /// Dtype of the call: that of its first tensor.
+        dtype: Dtype,
+        inputs: &'a [TensorView],
+        input_blocks: &'a [u32],
+        outputs: &'a [TensorView],
+        output_blocks: &'a [u32],
+        /// All ranks' blocks have equal sizes by construction.
+        equal_blocks: bool,
+        /// The caller waits next.
+        blocking: bool,
+        /// A reserved number, or -1 for the next.
+        seq: i64,
+    }
+
+    /// What a group is made of.
+    struct GroupArgs<'a> {
+        name: &'a str,
+        rank: u32,
+        world: u32,
+        timeout_ms: i64,
+        global_ranks: &'a [u64],
+        /// Host name of the store's master, or empty.
+        master: &'a str,
+        /// Names and values of options, alternating.
+        settings: &'a [String],
+    }
+
+    /// How a wait ended.
+    struct Waited {
+        how: Outcome,
+        status: Status,
+    }
+
+    /// A number or why there is none.
+    struct Numbered {
+        value: i64,
+        status: Status,
+    }
+
+    /// Text or why there is none.
+    struct Described {
+        text: String,
+        status: Status,
+    }
+
+    extern "Rust" {
+        type Runtime;
+        type Group;
+        type Ticket;
+
+        fn new_group() -> Box<Group>;
+        fn new_ticket() -> Box<Ticket>;
+
+        fn group_create(group: &mut Group, runtime: &Runtime, args: &GroupArgs, store: &StoreRef) -> Status;
+        fn group_create_beside(group: &mut Group, other: &Group, args: &GroupArgs, store: &StoreRef) -> Status;
+        fn group_submit(group: &Group, args: &CallArgs, ticket: &mut Ticket) -> Status;
+        fn group_spawn(group: &Group, body: UniquePtr<Body>, ticket: &mut Ticket) -> Status;
+        fn group_reserve(group: &Group, count: u64) -> Numbered;
+        fn group_next_seq(group: &Group) -> Numbered;
+        fn group_monitored_barrier(group: &Group, timeout_ms: i64, wait_all: bool) -> Waited;
+        fn group_abort(group: &Group, reason: &str) -> Status;
+        fn group_shutdown(group: &Group) -> Status;
+        fn group_set_timeout(group: &Group, timeout_ms: i64) -> Status;
+        fn group_enable_timing(group: &Group) -> Status;
+        fn group_first_error(group: &Group) -> Status;
+        fn group_describe(group: &Group) -> Described;
+
+        fn ticket_done(ticket: &Ticket) -> Waited;
+        fn ticket_poll(ticket: &Ticket) -> Waited;
+        fn ticket_wait(ticket: &Ticket, timeout_ms: i64) -> Waited;
+        fn ticket_error(ticket: &Ticket) -> Status;
+        fn ticket_abort(ticket: &Ticket, reason: &str) -> Status;
+        fn ticket_seq(ticket: &Ticket) -> Numbered;
+        fn ticket_source(ticket: &Ticket) -> Numbered;
+        fn ticket_nanos(ticket: &Ticket) -> Numbered;
+        fn ticket_when_done(ticket: &Ticket, arrival: UniquePtr<Arrival>) -> Status;
+    }
+
+    unsafe extern "C++" {
+        include!("bridge_types.h");
+
+        /// A c10d store, used while a group is made.
+        type StoreRef;
+        fn store_set(store: &StoreRef, key: &str, value: &[u8]) -> Result<()>;
+        fn store_get(store: &StoreRef, key: &str) -> Result<Vec<u8>>;
+        fn store_add(store: &StoreRef, key: &str, delta: i64) -> Result<i64>;
+        fn store_check(store: &StoreRef, keys: &[String]) -> Result<bool>;
+
+        /// A body that makes several calls and waits for them, run on a completion thread.
+        type Body;
+        fn run_body(body: UniquePtr<Body>) -> Status;
+
+        /// Completes a finished call when nobody waits for it.
+        type Arrival;
+        fn arrive(arrival: UniquePtr<Arrival>);
+
+        /// Runs Python's signal handlers on Python's main thread; true when one raised.
+        fn python_interrupted() -> bool;
+
+        /// Adds the shim's classes to the module at this address.
+        fn define_classes(module: usize) -> bool;
+        /// A backend as a new Python reference; 0 with a Python error set.
+        fn create_backend(runtime: &Runtime, store: usize, rank: i32, world: i32, options: usize) -> usize;
+    }
+}
+
+use crate::group::{
+    group_abort, group_create, group_create_beside, group_describe, group_enable_timing, group_first_error,
+    group_monitored_barrier, group_next_seq, group_reserve, group_set_timeout, group_shutdown, group_spawn,
+    group_submit,
+};
+use crate::ticket::{
+    ticket_abort, ticket_done, ticket_error, ticket_nanos, ticket_poll, ticket_seq, ticket_source, ticket_wait,
+    ticket_when_done,
+};
+
+// SAFETY: a body is handed over whole and run by one thread; it holds tensors and a raw group reference that the shim
+// keeps alive until the body has run.
+unsafe impl Send for ffi::Body {}
+// SAFETY: an arrival is handed over whole and used by one thread.
+unsafe impl Send for ffi::Arrival {}

@@ -1,0 +1,259 @@
+//! Bridged functions on groups.
+
+use std::net::{IpAddr, ToSocketAddrs};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::slice;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use accl_engine::{CallDesc, Engine, GroupSpec, Mode, TensorDesc};
+use accl_types::config::Config;
+use accl_types::{Collective, Dtype, Error, Rank, ReduceOp, Result};
+use cxx::UniquePtr;
+use smallvec::SmallVec;
+
+use crate::bridge::ffi::{self, CallArgs, Described, GroupArgs, Numbered, Outcome, Status, TensorView, Waited};
+use crate::guard::{FromError, bridged};
+use crate::store::TorchStore;
+use crate::ticket::Ticket;
+
+/// The process's engine, made by its first group: that group's settings of process scope hold.
+#[derive(Default)]
+pub struct Runtime(Mutex<Slot>);
+
+#[derive(Default)]
+struct Slot {
+    engine: Option<Arc<Engine>>,
+    has_made_groups: bool,
+}
+
+impl Runtime {
+    /// The engine, if a group was made or is being made.
+    pub(crate) fn engine(&self) -> Option<Arc<Engine>> {
+        self.slot().engine.clone()
+    }
+
+    fn slot(&self) -> MutexGuard<'_, Slot> {
+        // Nothing can panic while the slot is locked but its own assignments.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes a group in the process's engine. An engine that has made none binds nobody to its settings.
+    fn create(&self, config: Config, args: &GroupArgs, store: &ffi::StoreRef) -> Result<Inner> {
+        let engine = self.slot().engine.get_or_insert_with(|| Engine::new(config.clone())).clone();
+        let made = create(engine, config, args, store);
+        let mut slot = self.slot();
+        if made.is_ok() {
+            slot.has_made_groups = true;
+        } else if !slot.has_made_groups {
+            slot.engine = None;
+        }
+        made
+    }
+}
+
+/// A group, empty until [`group_create`] filled it.
+#[derive(Default)]
+pub struct Group(Option<Inner>);
+
+struct Inner {
+    engine: Arc<Engine>,
+    group: Arc<accl_engine::Group>,
+}
+
+impl Group {
+    fn inner(&self) -> Result<&Inner> {
+        self.0.as_ref().ok_or_else(|| Error::internal("a group was used before it was made"))
+    }
+
+    fn group(&self) -> Result<&Arc<accl_engine::Group>> {
+        Ok(&self.inner()?.group)
+    }
+}
+
+/// An empty group.
+pub(crate) fn new_group() -> Box<Group> {
+    Box::default()
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // C++ drops groups outside any guard; a panic must not reach it.
+        let inner = self.0.take();
+        let _ = catch_unwind(AssertUnwindSafe(move || drop(inner)));
+    }
+}
+
+bridged! {
+    /// Makes the group: collective over its ranks. Blocks; Python's signal handlers run meanwhile.
+    fn group_create(group: &mut Group, runtime: &Runtime, args: &GroupArgs, store: &ffi::StoreRef) -> Status {
+        group.0 = Some(runtime.create(config(args)?, args, store)?);
+        Ok(Status::ok())
+    }
+
+    /// As [`group_create`], in the engine of another group.
+    fn group_create_beside(group: &mut Group, other: &Group, args: &GroupArgs, store: &ffi::StoreRef) -> Status {
+        group.0 = Some(create(other.inner()?.engine.clone(), config(args)?, args, store)?);
+        Ok(Status::ok())
+    }
+
+    /// Starts a call.
+    fn group_submit(group: &Group, args: &CallArgs, ticket: &mut Ticket) -> Status {
+        let group = group.group()?;
+        let call = group.submit(call_desc(args)?)?;
+        ticket.set_call(group.clone(), call);
+        Ok(Status::ok())
+    }
+
+    /// Runs a body on a completion thread.
+    fn group_spawn(group: &Group, body: UniquePtr<ffi::Body>, ticket: &mut Ticket) -> Status {
+        let inner = group.inner()?;
+        ticket.spawn(&inner.engine, inner.group.clone(), body);
+        Ok(Status::ok())
+    }
+
+    /// Reserves consecutive call numbers; the first of them.
+    fn group_reserve(group: &Group, count: u64) -> Numbered {
+        Ok(Numbered::of(group.group()?.reserve_seqs(count)? as i64))
+    }
+
+    /// The number that the next call will have.
+    fn group_next_seq(group: &Group) -> Numbered {
+        Ok(Numbered::of(group.group()?.next_seq() as i64))
+    }
+
+    /// A barrier that names the ranks that did not come. Blocks; Python's signal handlers run meanwhile.
+    fn group_monitored_barrier(group: &Group, timeout_ms: i64, wait_all: bool) -> Waited {
+        let mut interrupted = false;
+        let result = group.group()?.monitored_barrier(millis(timeout_ms).unwrap_or_default(), wait_all, &mut || {
+            interrupted |= ffi::python_interrupted();
+            interrupted
+        });
+        if interrupted {
+            return Ok(Waited::plain(Outcome::Interrupted));
+        }
+        result.map(|()| Waited::plain(Outcome::Done))
+    }
+
+    /// Fails all calls of the group, now and later.
+    fn group_abort(group: &Group, reason: &str) -> Status {
+        group.group()?.abort(reason);
+        Ok(Status::ok())
+    }
+
+    /// Leaves the group.
+    fn group_shutdown(group: &Group) -> Status {
+        group.group()?.shutdown()?;
+        Ok(Status::ok())
+    }
+
+    /// Sets the deadline of calls made from now on.
+    fn group_set_timeout(group: &Group, timeout_ms: i64) -> Status {
+        group.group()?.set_timeout(millis(timeout_ms).unwrap_or(Duration::ZERO));
+        Ok(Status::ok())
+    }
+
+    /// Lets calls made from now on record their duration.
+    fn group_enable_timing(group: &Group) -> Status {
+        group.group()?.enable_timing();
+        Ok(Status::ok())
+    }
+
+    /// The cause that poisoned the group.
+    fn group_first_error(group: &Group) -> Status {
+        Ok(group.group()?.error().map_or_else(Status::ok, Status::from_error))
+    }
+
+    /// Name, rank, world and links of the group, one fact a line.
+    fn group_describe(group: &Group) -> Described {
+        let group = group.group()?;
+        let text = format!("group {}\nrank {}\nworld {}\n", group.name(), group.rank(), group.world());
+        Ok(Described { text, status: Status::ok() })
+    }
+}
+
+/// The environment's settings, then the options', which win.
+fn config(args: &GroupArgs) -> Result<Config> {
+    let mut config = accl_engine::config_from_environment()?;
+    for pair in args.settings.chunks_exact(2) {
+        config.set_option(&pair[0], &pair[1])?;
+    }
+    Ok(config)
+}
+
+fn create(engine: Arc<Engine>, config: Config, args: &GroupArgs, store: &ffi::StoreRef) -> Result<Inner> {
+    let spec = GroupSpec {
+        name: args.name.to_owned(),
+        rank: Rank(args.rank),
+        world: args.world,
+        timeout: millis(args.timeout_ms).unwrap_or(Duration::ZERO),
+        config,
+        master: address_of(args.master),
+        global_ranks: args.global_ranks.to_vec(),
+    };
+    let group = engine.create_group(spec, &TorchStore(store), &mut ffi::python_interrupted)?;
+    Ok(Inner { engine, group })
+}
+
+/// The first address of a host name; `None` when there is none, or it cannot be resolved.
+fn address_of(host: &str) -> Option<IpAddr> {
+    if host.is_empty() {
+        return None;
+    }
+    (host, 0).to_socket_addrs().ok()?.next().map(|address| address.ip())
+}
+
+/// `None` for a negative number of milliseconds.
+pub(crate) fn millis(timeout_ms: i64) -> Option<Duration> {
+    u64::try_from(timeout_ms).ok().map(Duration::from_millis)
+}
+
+fn call_desc(args: &CallArgs) -> Result<CallDesc> {
+    let collective =
+        Collective::from_code(args.collective.repr).ok_or_else(|| Error::internal("unknown code of a collective"))?;
+    let op = ReduceOp::from_code(args.op.repr).ok_or_else(|| Error::internal("unknown code of a reduce operator"))?;
+    Ok(CallDesc {
+        op,
+        factor: args.factor,
+        root: Rank(args.root),
+        peer: u32::try_from(args.peer).ok().map(Rank),
+        tag: args.tag,
+        timeout: millis(args.timeout_ms),
+        inputs: blocks(args.inputs, args.input_blocks)?,
+        outputs: blocks(args.outputs, args.output_blocks)?,
+        equal_blocks: args.equal_blocks,
+        mode: if args.blocking { Mode::Blocking } else { Mode::Async },
+        seq: u64::try_from(args.seq).ok(),
+        ..CallDesc::new(collective, dtype(args.dtype)?)
+    })
+}
+
+fn blocks(views: &[TensorView], counts: &[u32]) -> Result<Vec<Vec<TensorDesc>>> {
+    let mut views = views.iter();
+    counts.iter().map(|&count| views.by_ref().take(count as usize).map(tensor_desc).collect()).collect()
+}
+
+fn tensor_desc(view: &TensorView) -> Result<TensorDesc> {
+    let dtype = dtype(view.dtype)?;
+    let ptr = view.data as *mut u8;
+    if view.sizes == 0 {
+        return Ok(TensorDesc { conj: view.conj, neg: view.neg, ..TensorDesc::dense(ptr, dtype, view.count as usize) });
+    }
+    let shape = |address: usize| {
+        // SAFETY: the shim gives the address of `dim` numbers of a tensor that it holds during this call.
+        let numbers = unsafe { slice::from_raw_parts(address as *const i64, view.dim) };
+        SmallVec::from_slice(numbers)
+    };
+    Ok(TensorDesc {
+        ptr,
+        dtype,
+        sizes: shape(view.sizes),
+        strides: shape(view.strides),
+        conj: view.conj,
+        neg: view.neg,
+    })
+}
+
+fn dtype(code: ffi::Dtype) -> Result<Dtype> {
+    Dtype::from_code(code.repr).ok_or_else(|| Error::internal("unknown code of a dtype"))
+}

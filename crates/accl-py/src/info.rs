@@ -1,0 +1,83 @@
+//! What `accl config`, `accl algorithms` and `accl info` print, as Python values.
+
+use accl_engine::Engine;
+use accl_types::Error;
+use accl_types::config::{Config, ROWS, Scope};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// The rows of the configuration table, with the value that the environment gives.
+#[pyfunction]
+fn config_rows(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
+    let config = accl_engine::config_from_environment().map_err(refused)?;
+    let default = Config::default();
+    ROWS.iter()
+        .map(|row| {
+            let scope = match row.scope {
+                Scope::Process => "process",
+                Scope::Group => "group",
+            };
+            let dict = PyDict::new(py);
+            dict.set_item("name", row.name)?;
+            dict.set_item("option", row.option)?;
+            dict.set_item("scope", scope)?;
+            dict.set_item("agreed", row.agreed)?;
+            dict.set_item("value", (row.show)(&config))?;
+            dict.set_item("default", (row.show)(&default))?;
+            dict.set_item("accepted", row.accepted)?;
+            dict.set_item("effect", row.effect)?;
+            Ok(dict)
+        })
+        .collect()
+}
+
+/// The rows of the table of algorithms.
+#[pyfunction]
+fn algorithms(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
+    accl_engine::ALGORITHMS
+        .iter()
+        .map(|row| {
+            let dict = PyDict::new(py);
+            dict.set_item("collective", row.collective.name())?;
+            dict.set_item("name", row.name)?;
+            dict.set_item("steps", row.steps_formula)?;
+            dict.set_item("bytes", row.bytes_formula)?;
+            dict.set_item("requires", row.requires)?;
+            dict.set_item("wins", row.wins)?;
+            dict.set_item("source", row.source)?;
+            Ok(dict)
+        })
+        .collect()
+}
+
+/// What this process would offer its peers. Opens the port that it would listen on, for a moment.
+#[pyfunction]
+fn host_facts(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let config = accl_engine::config_from_environment().map_err(refused)?;
+    let card = Engine::new(config).card().map_err(refused)?;
+    let dict = PyDict::new(py);
+    dict.set_item("hostname", card.hostname)?;
+    dict.set_item("host_id", card.host_id)?;
+    dict.set_item("instruction_set", accl_engine::describe_isa())?;
+    dict.set_item("transports", card.transports)?;
+    dict.set_item("addresses", card.addresses.iter().map(ToString::to_string).collect::<Vec<_>>())?;
+    Ok(dict)
+}
+
+/// Refuses an option that the table does not have, or a value that it does not accept.
+#[pyfunction]
+fn check_option(option: &str, value: &str) -> PyResult<()> {
+    Config::default().set_option(option, value).map_err(refused)
+}
+
+fn refused(error: Error) -> PyErr {
+    pyo3::exceptions::PyValueError::new_err(error.to_string())
+}
+
+/// Adds this file's functions to the module.
+pub(crate) fn add_functions(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(config_rows, module)?)?;
+    module.add_function(wrap_pyfunction!(algorithms, module)?)?;
+    module.add_function(wrap_pyfunction!(host_facts, module)?)?;
+    module.add_function(wrap_pyfunction!(check_option, module)?)
+}

@@ -1,0 +1,71 @@
+//! Errors as data: what crosses the bridge instead of a string.
+
+use accl_types::{Error, ErrorKind};
+
+use crate::bridge::ffi::{Described, Kind, Numbered, Outcome, Status, Waited};
+use crate::guard::FromError;
+
+impl Status {
+    /// Success.
+    pub(crate) fn ok() -> Self {
+        Self { kind: Kind::Ok, message: String::new(), rank: -1, peer: -1 }
+    }
+
+    /// Whether this is success.
+    pub(crate) fn is_ok(&self) -> bool {
+        self.kind == Kind::Ok
+    }
+
+    /// The error that this stands for, or `None` for success.
+    pub(crate) fn to_error(&self) -> Option<Error> {
+        if self.is_ok() {
+            return None;
+        }
+        let kind = ErrorKind::from_code(self.kind.repr).unwrap_or(ErrorKind::Internal);
+        Some(Error::new(kind, self.message.strip_prefix("accl: ").unwrap_or(&self.message)))
+    }
+}
+
+impl FromError for Status {
+    fn from_error(error: Error) -> Self {
+        let number = |rank: Option<accl_types::Rank>| rank.map_or(-1, |rank| i64::from(rank.0));
+        Self {
+            kind: Kind { repr: error.kind as u8 },
+            rank: number(error.context.rank),
+            peer: number(error.context.peer),
+            message: error.to_string(),
+        }
+    }
+}
+
+impl Waited {
+    /// An outcome without an error.
+    pub(crate) fn plain(how: Outcome) -> Self {
+        Self { how, status: Status::ok() }
+    }
+}
+
+impl FromError for Waited {
+    fn from_error(error: Error) -> Self {
+        Self { how: Outcome::Failed, status: Status::from_error(error) }
+    }
+}
+
+impl Numbered {
+    /// A number.
+    pub(crate) fn of(value: i64) -> Self {
+        Self { value, status: Status::ok() }
+    }
+}
+
+impl FromError for Numbered {
+    fn from_error(error: Error) -> Self {
+        Self { value: -1, status: Status::from_error(error) }
+    }
+}
+
+impl FromError for Described {
+    fn from_error(error: Error) -> Self {
+        Self { text: String::new(), status: Status::from_error(error) }
+    }
+}

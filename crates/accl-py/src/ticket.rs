@@ -1,0 +1,255 @@
+//! A call in flight as the shim holds it: an engine call, or a body that makes several.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use accl_engine::{Call, Engine, Waited as EngineWaited};
+use accl_types::{Error, Result};
+use cxx::UniquePtr;
+
+use crate::bridge::ffi::{self, Numbered, Outcome, Status, Waited};
+use crate::group::millis;
+use crate::guard::{FromError, bridged};
+
+/// How often a waiter looks for Python signals.
+const SIGNAL_CHECK: Duration = Duration::from_millis(50);
+
+/// A call, empty until it was submitted.
+#[derive(Default)]
+pub struct Ticket {
+    group: Option<Arc<accl_engine::Group>>,
+    flight: Flight,
+}
+
+#[derive(Default)]
+enum Flight {
+    #[default]
+    None,
+    Call(Arc<Call>),
+    Task(Arc<Task>),
+}
+
+/// An empty ticket.
+pub(crate) fn new_ticket() -> Box<Ticket> {
+    Box::default()
+}
+
+impl Ticket {
+    /// Fills the ticket with an engine call.
+    pub(crate) fn set_call(&mut self, group: Arc<accl_engine::Group>, call: Arc<Call>) {
+        self.group = Some(group);
+        self.flight = Flight::Call(call);
+    }
+
+    /// Fills the ticket with a body and runs that on a completion thread.
+    pub(crate) fn spawn(&mut self, engine: &Arc<Engine>, group: Arc<accl_engine::Group>, body: UniquePtr<ffi::Body>) {
+        let task = Arc::new(Task { state: Mutex::default(), changed: Condvar::new(), engine: engine.clone() });
+        let finisher = Finisher { task: task.clone(), status: None };
+        engine.spawn_blocking(Box::new(move || {
+            // The body is gone before the task ends: then no native thread holds its tensors.
+            finisher.end(ffi::run_body(body));
+        }));
+        self.group = Some(group);
+        self.flight = Flight::Task(task);
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        // C++ drops tickets outside any guard; a panic must not reach it.
+        let flight = std::mem::take(&mut self.flight);
+        let group = self.group.take();
+        let _ = catch_unwind(AssertUnwindSafe(move || drop((flight, group))));
+    }
+}
+
+/// A body in flight.
+struct Task {
+    state: Mutex<TaskState>,
+    changed: Condvar,
+    engine: Arc<Engine>,
+}
+
+#[derive(Default)]
+struct TaskState {
+    ended: Option<Result<()>>,
+    callback: Option<UniquePtr<ffi::Arrival>>,
+}
+
+impl Task {
+    fn lock(&self) -> MutexGuard<'_, TaskState> {
+        // The state is plain data, whole at every step.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn outcome(&self) -> Option<Result<()>> {
+        self.lock().ended.clone()
+    }
+
+    fn wait(&self, timeout: Option<Duration>) -> Waited {
+        let start = Instant::now();
+        let mut state = self.lock();
+        loop {
+            if let Some(ended) = &state.ended {
+                return ended_as_waited(ended.clone());
+            }
+            let left = timeout.map(|timeout| timeout.saturating_sub(start.elapsed()));
+            if left == Some(Duration::ZERO) {
+                let error = Error::timeout(format!(
+                    "Timed out waiting {}ms for sparse all_reduce",
+                    start.elapsed().as_millis()
+                ));
+                return Waited { how: Outcome::Running, status: Status::from_error(error) };
+            }
+            let pause = left.unwrap_or(SIGNAL_CHECK).min(SIGNAL_CHECK);
+            state = self.changed.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
+            drop(state);
+            if ffi::python_interrupted() {
+                return Waited::plain(Outcome::Interrupted);
+            }
+            state = self.lock();
+        }
+    }
+}
+
+/// Ends a task on every path: also when its body panicked or the engine dropped it unrun.
+struct Finisher {
+    task: Arc<Task>,
+    status: Option<Status>,
+}
+
+impl Finisher {
+    fn end(mut self, status: Status) {
+        self.status = Some(status);
+    }
+}
+
+impl Drop for Finisher {
+    fn drop(&mut self) {
+        let ended = match self.status.take() {
+            Some(status) => status.to_error().map_or(Ok(()), Err),
+            None => Err(Error::aborted("the engine was shut down before the call ran")),
+        };
+        let mut state = self.task.lock();
+        state.ended = Some(ended);
+        let callback = state.callback.take();
+        drop(state);
+        self.task.changed.notify_all();
+        if let Some(arrival) = callback {
+            self.task.engine.spawn_blocking(Box::new(move || ffi::arrive(arrival)));
+        }
+    }
+}
+
+fn ended_as_waited(ended: Result<()>) -> Waited {
+    match ended {
+        Ok(()) => Waited::plain(Outcome::Done),
+        Err(error) => Waited { how: Outcome::Failed, status: Status::from_error(error) },
+    }
+}
+
+/// Whether it has ended, without the error.
+fn done(is_done: bool) -> Waited {
+    Waited::plain(if is_done { Outcome::Done } else { Outcome::Running })
+}
+
+fn empty() -> Error {
+    Error::internal("a call was used before it was submitted")
+}
+
+bridged! {
+    /// Whether the call has ended, well or not. Does not block and makes no progress.
+    fn ticket_done(ticket: &Ticket) -> Waited {
+        match &ticket.flight {
+            Flight::None => Err(empty()),
+            Flight::Call(call) => Ok(done(call.is_done())),
+            Flight::Task(task) => Ok(done(task.outcome().is_some())),
+        }
+    }
+
+    /// Makes one pass of progress, then says whether the call has ended.
+    fn ticket_poll(ticket: &Ticket) -> Waited {
+        match &ticket.flight {
+            Flight::None => Err(empty()),
+            Flight::Call(call) => Ok(done(call.test())),
+            Flight::Task(task) => Ok(done(task.outcome().is_some())),
+        }
+    }
+
+    /// Waits; a negative timeout waits for the call's own deadline. Python's signal handlers run meanwhile.
+    fn ticket_wait(ticket: &Ticket, timeout_ms: i64) -> Waited {
+        match &ticket.flight {
+            Flight::None => Err(empty()),
+            Flight::Call(call) => Ok(match call.wait(millis(timeout_ms), &mut ffi::python_interrupted) {
+                EngineWaited::Done => Waited::plain(Outcome::Done),
+                EngineWaited::Failed(error) => Waited { how: Outcome::Failed, status: Status::from_error(error) },
+                EngineWaited::TimedOut(error) => Waited { how: Outcome::Running, status: Status::from_error(error) },
+                EngineWaited::Interrupted => Waited::plain(Outcome::Interrupted),
+            }),
+            Flight::Task(task) => Ok(task.wait(millis(timeout_ms))),
+        }
+    }
+
+    /// The error of a call that failed.
+    fn ticket_error(ticket: &Ticket) -> Status {
+        let error = match &ticket.flight {
+            Flight::None => return Err(empty()),
+            Flight::Call(call) => call.error(),
+            Flight::Task(task) => task.outcome().and_then(Result::err),
+        };
+        Ok(error.map_or_else(Status::ok, Status::from_error))
+    }
+
+    /// Aborts the call's group.
+    fn ticket_abort(ticket: &Ticket, reason: &str) -> Status {
+        ticket.group.as_ref().ok_or_else(empty)?.abort(reason);
+        Ok(Status::ok())
+    }
+
+    /// The call's number in its group.
+    fn ticket_seq(ticket: &Ticket) -> Numbered {
+        match &ticket.flight {
+            Flight::None => Err(empty()),
+            Flight::Call(call) => Ok(Numbered::of(call.seq() as i64)),
+            Flight::Task(_) => Ok(Numbered::of(-1)),
+        }
+    }
+
+    /// Where a receive's data came from, or -1.
+    fn ticket_source(ticket: &Ticket) -> Numbered {
+        match &ticket.flight {
+            Flight::None => Err(empty()),
+            Flight::Call(call) => Ok(Numbered::of(call.source_rank().map_or(-1, i64::from))),
+            Flight::Task(_) => Ok(Numbered::of(-1)),
+        }
+    }
+
+    /// From submission to the last byte in nanoseconds, or -1 when that was not recorded.
+    fn ticket_nanos(ticket: &Ticket) -> Numbered {
+        let duration = match &ticket.flight {
+            Flight::None => return Err(empty()),
+            Flight::Call(call) => call.duration(),
+            Flight::Task(_) => None,
+        };
+        Ok(Numbered::of(duration.map_or(-1, |duration| i64::try_from(duration.as_nanos()).unwrap_or(i64::MAX))))
+    }
+
+    /// Lets a completion thread complete the call once it has ended.
+    fn ticket_when_done(ticket: &Ticket, arrival: UniquePtr<ffi::Arrival>) -> Status {
+        match &ticket.flight {
+            Flight::None => return Err(empty()),
+            Flight::Call(call) => call.when_done(Box::new(move || ffi::arrive(arrival))),
+            Flight::Task(task) => {
+                let mut state = task.lock();
+                if state.ended.is_none() {
+                    state.callback = Some(arrival);
+                } else {
+                    drop(state);
+                    task.engine.spawn_blocking(Box::new(move || ffi::arrive(arrival)));
+                }
+            }
+        }
+        Ok(Status::ok())
+    }
+}

@@ -1,0 +1,103 @@
+"""Options of a group: the settings of `docs/environment.md` as arguments, and the group's timeout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from . import _native
+
+__all__ = ["Options"]
+
+
+class Options(_native.BackendOptions):
+    """Settings of one group, given as `init_process_group("accl", pg_options=torch_accl.Options(...))`.
+
+    Each argument has the name and the meaning of an `ACCL_*` variable (`accl config` lists them) and wins over it. What is
+    left out comes from the environment. Sizes are bytes or text such as `"64KiB"`.
+
+    Raises:
+        ValueError: a value is not accepted; the message says what is.
+        TypeError: an unknown argument.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout: timedelta | None = None,
+        log: str | None = None,
+        socket_ifname: str | None = None,
+        port_range: str | tuple[int, int] | None = None,
+        transports: str | Sequence[str] | None = None,
+        host_id: str | None = None,
+        ring_bytes: int | str | None = None,
+        shm_limit: int | str | None = None,
+        segment_bytes: int | str | None = None,
+        eager_bytes: int | str | None = None,
+        spin_us: int | str | None = None,
+        algorithm: str | Sequence[str] | None = None,
+        deterministic: bool | None = None,
+        timing: bool | None = None,
+    ) -> None:
+        super().__init__()
+        given: dict[str, Any] = {
+            "log": log,
+            "socket_ifname": socket_ifname,
+            "port_range": port_range if isinstance(port_range, str) or port_range is None else "%d-%d" % port_range,
+            "transports": transports,
+            "host_id": host_id,
+            "ring_bytes": ring_bytes,
+            "shm_limit": shm_limit,
+            "segment_bytes": segment_bytes,
+            "eager_bytes": eager_bytes,
+            "spin_us": spin_us,
+            "algorithm": algorithm,
+            "deterministic": deterministic,
+            "timing": timing,
+        }
+        settings = {name: _text(value) for name, value in given.items() if value is not None}
+        for name, text in settings.items():
+            _native.check_option(name, text)
+        self.settings = settings
+        self.timeout = timeout
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """The group's timeout; None takes the one given to `init_process_group` or `new_group`."""
+        return self._own_timeout
+
+    @timeout.setter
+    def timeout(self, timeout: timedelta | None) -> None:
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise TypeError(f"timeout must be a datetime.timedelta, not {type(timeout).__name__}")
+        self._own_timeout = timeout
+        if timeout is not None:
+            self._timeout = timeout
+
+    def __copy__(self) -> Options:
+        return self.__deepcopy__({})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Options:
+        copy = Options(timeout=self._own_timeout)
+        copy.settings = self.settings
+        copy._timeout = self._timeout
+        copy.global_ranks_in_group = self.global_ranks_in_group
+        copy.group_name = self.group_name
+        return copy
+
+    def __repr__(self) -> str:
+        given = [f"{name}={value!r}" for name, value in sorted(self.settings.items())]
+        if self._own_timeout is not None:
+            given.insert(0, f"timeout={self._own_timeout!r}")
+        return f"torch_accl.Options({', '.join(given)})"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Sequence):
+        return ",".join(str(item) for item in value)
+    return str(value)

@@ -1,0 +1,26 @@
+"""Registers the `accl` backend at `import torch`, for torch before 2.14, which has no entry points for backends.
+
+Runs inside every `import torch`, so it must be cheap and must not fail: it imports nothing of torch_accl, which may be
+missing or broken, until a group is made. Newer wheels do not contain this file's entry point.
+"""
+
+
+def register():
+    """Entry point of the group `torch.backends`."""
+    try:
+        import torch.distributed as dist
+
+        if dist.is_available() and "ACCL" not in dist.Backend._plugins:
+            dist.Backend.register_backend("accl", _create_backend, extended_api=True, devices=["cpu"])
+    except Exception as error:
+        # `import torch` must go on whatever happens here; whoever asks for the backend will hear of it.
+        import warnings
+
+        warnings.warn(f"torch_accl could not register its backend: {error}", stacklevel=2)
+
+
+def _create_backend(group, pg_options):
+    # Raises with the real reason when the package is missing, broken, or built for another torch.
+    from torch_accl._register import create_backend
+
+    return create_backend(group, pg_options)
