@@ -93,6 +93,14 @@ impl Span {
     }
 }
 
+impl FromIterator<(Buf, u32)> for Span {
+    fn from_iter<I: IntoIterator<Item = (Buf, u32)>>(chunks: I) -> Span {
+        let mut span = Span::empty();
+        chunks.into_iter().for_each(|(buf, chunk)| span.push(buf, chunk, 1));
+        span
+    }
+}
+
 /// Which operand of a receive-and-reduce comes first. The rule of the house: the one that holds the lowest rank's
 /// contribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

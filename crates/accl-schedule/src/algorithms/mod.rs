@@ -114,6 +114,7 @@ table! {
         direct,
         recursive_halving,
         ring,
+        circulant,
     ]
     all_gather: [
         direct,

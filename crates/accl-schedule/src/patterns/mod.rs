@@ -5,6 +5,8 @@
 
 pub mod binary_tree;
 pub mod binomial;
+pub mod bruck;
+pub mod circulant;
 pub mod direct;
 pub mod fold;
 pub mod halving;
@@ -15,7 +17,7 @@ use accl_types::Rank;
 
 use crate::ir::{Buf, Order, Request, Span};
 
-pub use numbers::{bruck_steps, ceil_log2, floor_log2, floor_power_of_two};
+pub use numbers::{ceil_log2, floor_log2, floor_power_of_two};
 
 /// An ordered set of ranks as one of its members sees it. Members are in ascending order of rank (or of the lowest rank
 /// whose contribution they hold), so that comparing indices tells the order of operands.

@@ -21,13 +21,6 @@ pub fn ceil_log2(n: u32) -> u32 {
     if n <= 1 { 0 } else { floor_log2(n - 1) + 1 }
 }
 
-/// Longest chain of messages in Bruck's exchanges among `n`: the last step depends on others only for the part of the
-/// world beyond the power of two.
-pub fn bruck_steps(n: u32) -> u32 {
-    let beyond = n - floor_power_of_two(n);
-    if beyond == 0 { floor_log2(n) } else { floor_log2(n).max(ceil_log2(beyond) + 1) }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -3,7 +3,7 @@
 //! straight to their places, so that there is no final rotation. J. Bruck et al., IEEE TPDS 8 (1997).
 
 use crate::algorithms::prelude::*;
-use crate::patterns::bruck_steps;
+use crate::patterns::bruck;
 
 /// The table row.
 pub const ROW: Algorithm = Algorithm {
@@ -14,7 +14,7 @@ pub const ROW: Algorithm = Algorithm {
     applies: always,
     requires: "",
     needs_equal_blocks: false,
-    steps: |n, _| bruck_steps(n),
+    steps: |n, _| bruck::steps(n),
     bytes: |n, _| Fraction::new(n - 1, n),
     steps_formula: "floor(log2 n), + 1 for n > 3p/2",
     bytes_formula: "(n-1)/n",
@@ -25,16 +25,7 @@ pub const ROW: Algorithm = Algorithm {
 fn build(request: &Request) -> Schedule {
     let mut schedule = Schedule::new(Division::Whole, Division::Blocks);
     let team = Team::world(request);
-    let n = team.size();
-    let own = Span::chunk(Buf::Out, team.index());
-    schedule.copy(own, whole(Buf::In));
-    let mut have = 1;
-    while have < n {
-        let len = have.min(n - have);
-        let (to, from) = (team.before(have), team.after(have));
-        schedule.send(team.rank(to), Span::cyclic(Buf::Out, team.index(), len, n));
-        schedule.recv(team.rank(from), Span::cyclic(Buf::Out, from, len, n));
-        have += len;
-    }
+    schedule.copy(Span::chunk(Buf::Out, team.index()), whole(Buf::In));
+    bruck::all_gather(&mut schedule, &team, Buf::Out);
     schedule
 }

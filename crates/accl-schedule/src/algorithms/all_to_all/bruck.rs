@@ -3,7 +3,7 @@
 //! worlds. J. Bruck et al., IEEE TPDS 8 (1997).
 
 use crate::algorithms::prelude::*;
-use crate::patterns::bruck_steps;
+use crate::patterns::bruck;
 
 /// The table row.
 pub const ROW: Algorithm = Algorithm {
@@ -14,7 +14,7 @@ pub const ROW: Algorithm = Algorithm {
     applies: always,
     requires: "",
     needs_equal_blocks: true,
-    steps: |n, _| bruck_steps(n),
+    steps: |n, _| bruck::steps(n),
     bytes: |n, _| Fraction::new((1..n).map(u32::count_ones).sum(), n),
     steps_formula: "floor(log2 n), + 1 for n > 3p/2",
     bytes_formula: "(sum of the one bits of 1 to n-1)/n, about log2(n)/2",

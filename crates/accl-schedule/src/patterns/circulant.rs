@@ -1,0 +1,81 @@
+//! Reduce_scatter over a circulant graph: logarithmic and of least volume for any number of members.
+//!
+//! A block is `distance` members away from its owner, counted backwards from the owner. In each step every member passes
+//! on the farther half of the blocks it still holds, which are at home with members that far on. Which contributions
+//! are in a partial sum depends on the distance only. J. L. Träff, arXiv 2410.14234 (2024).
+
+use super::{Team, by_rank};
+use crate::ir::{Buf, Finish, Order, Schedule, Span};
+
+/// Member b ends with block b, reduced, in `acc(b)`; partial sums of other blocks pass through `acc` of those.
+/// Contributions are in `src`, which is not written. Both give one chunk.
+pub fn reduce_scatter(
+    schedule: &mut Schedule,
+    team: &Team,
+    src: impl Fn(u32) -> (Buf, u32),
+    acc: impl Fn(u32) -> (Buf, u32),
+) {
+    // Of the block at each distance: how far back the members are whose contributions it has here.
+    let mut parts: Vec<Vec<u32>> = vec![vec![0]; team.size() as usize];
+    for Step { held, skip } in steps(team.size()) {
+        let (to, from) = (team.after(skip), team.before(skip));
+        let place = |distance: u32| {
+            let block = team.after(distance);
+            if parts[distance as usize].len() > 1 { acc(block) } else { src(block) }
+        };
+        let order = |receiver: u32, distance: u32| {
+            let sender = (receiver + team.size() - skip) % team.size();
+            let incoming = lowest(team, sender, &parts[(distance + skip) as usize]);
+            by_rank(incoming, lowest(team, receiver, &parts[distance as usize]))
+        };
+        // Blocks that differ in the order of operands, because of the wrap behind the last member, go separately.
+        for wanted in [Order::IncomingFirst, Order::LocalFirst] {
+            let sent = (skip..held).filter(|distance| order(to, distance - skip) == wanted).map(place);
+            let sent: Span = sent.collect();
+            if !sent.is_empty() {
+                schedule.send(team.rank(to), sent);
+            }
+            let kept: Vec<u32> = (0..held - skip).filter(|&distance| order(team.index(), distance) == wanted).collect();
+            if !kept.is_empty() {
+                let local = kept.iter().map(|&distance| place(distance)).collect();
+                let dst = kept.iter().map(|&distance| acc(team.after(distance))).collect();
+                let finish = if skip == 1 { Finish::Yes } else { Finish::No };
+                schedule.recv_reduce(team.rank(from), dst, local, wanted, finish);
+            }
+        }
+        for distance in 0..held - skip {
+            let passed = std::mem::take(&mut parts[(distance + skip) as usize]);
+            parts[distance as usize].extend(passed.into_iter().map(|back| back + skip));
+        }
+    }
+}
+
+/// Longest chain of messages among `n`.
+pub fn chain(n: u32) -> u32 {
+    let mut levels = vec![0; n as usize];
+    for Step { held, skip } in steps(n) {
+        let (kept, passed) = levels.split_at_mut(skip as usize);
+        let passed = &passed[..(held - skip) as usize];
+        let kept = &mut kept[..passed.len()];
+        let sent = passed.iter().copied().max().unwrap_or(0) + 1;
+        let level = kept.iter().copied().max().unwrap_or(0).max(sent);
+        kept.fill(level);
+    }
+    levels.first().copied().unwrap_or(0)
+}
+
+/// One exchange: blocks at distances `skip..held` are passed on to the member `skip` behind.
+struct Step {
+    held: u32,
+    skip: u32,
+}
+
+fn steps(n: u32) -> impl Iterator<Item = Step> {
+    let step = |held: u32| (held > 1).then(|| Step { held, skip: held.div_ceil(2) });
+    std::iter::successors(step(n), move |last| step(last.skip))
+}
+
+/// The lowest position among those so far before `index`.
+fn lowest(team: &Team, index: u32, back: &[u32]) -> u32 {
+    back.iter().map(|back| (index + team.size() - back) % team.size()).min().unwrap_or(index)
+}
