@@ -13,7 +13,10 @@ pub(crate) fn hostname() -> String {
 /// sharing works is left to the handshake.
 pub(crate) fn host_id() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let network = std::fs::read_link("/proc/self/ns/net").map(|p| p.to_string_lossy().into_owned()).unwrap_or_default();
+    // Of this thread, whose sockets they will be; the path without thread is for sandboxes that lack it.
+    let network =
+        ["/proc/thread-self/ns/net", "/proc/self/ns/net"].iter().find_map(|path| std::fs::read_link(path).ok());
+    let network = network.map(|target| target.to_string_lossy().into_owned()).unwrap_or_default();
     let network: String = network.chars().filter(char::is_ascii_digit).collect();
     format!("{}/{network}/{}", boot.trim(), hostname())
 }

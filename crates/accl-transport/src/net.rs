@@ -75,10 +75,10 @@ unsafe fn ip_of(address: *const libc::sockaddr) -> Option<IpAddr> {
 /// interfaces, loopback last.
 ///
 /// # Errors
-/// `Configuration` when the filter leaves none.
+/// `Configuration` when a filter leaves none. A machine without network has none and no error: shared memory may do.
 pub(crate) fn choose(all: &[Interface], filter: &IfnameFilter, route: Option<IpAddr>) -> Result<Vec<IpAddr>> {
     let mut accepted: Vec<_> = all.iter().filter(|interface| filter.accepts(&interface.name)).collect();
-    if accepted.is_empty() {
+    if accepted.is_empty() && !filter.names.is_empty() {
         let mut names: Vec<_> = all.iter().map(|interface| interface.name.as_str()).collect();
         names.dedup();
         let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
@@ -215,6 +215,7 @@ mod tests {
         assert_eq!(error.kind, ErrorKind::Configuration);
         assert!(error.message.contains("`ib` matches no interface that is up; there are lo, eth0"), "{error}");
         assert_eq!(choose(&all, &filter(&["eth"]), None).unwrap(), ["10.0.0.1".parse::<IpAddr>().unwrap()]);
+        assert!(choose(&[], &IfnameFilter::default(), None).unwrap().is_empty());
     }
 
     #[test]

@@ -213,7 +213,7 @@ fn a_quarter_of_a_gigabyte_passes_in_time() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 16, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn any_sequence_of_lengths_arrives(lens in proptest::collection::vec(0usize..2000, 1..80), kind in 0..KINDS.len()) {
         within_limit(move || {

@@ -90,6 +90,8 @@ pub struct Endpoint {
     incoming: Vec<Incoming>,
     /// Links that are not asked for yet, by the peer's identity.
     kept: HashMap<[u8; 16], Box<dyn Link>>,
+    /// Why kept links were dropped.
+    departed: HashMap<[u8; 16], String>,
     /// The last accept found no descriptor: the queue is left alone for a turn.
     starved: bool,
     warnings: Vec<String>,
@@ -173,6 +175,7 @@ impl Endpoint {
             listeners,
             incoming: Vec::new(),
             kept: HashMap::new(),
+            departed: HashMap::new(),
             starved: false,
             warnings,
             warned: Warned::default(),
@@ -197,6 +200,7 @@ impl Endpoint {
         interrupted: &mut dyn FnMut() -> bool,
     ) -> std::result::Result<Vec<Box<dyn Link>>, ConnectError> {
         self.check_versions(peers)?;
+        self.drop_departed(peers);
         let mut links: Vec<Option<Box<dyn Link>>> = peers.iter().map(|_| None).collect();
         let mut dials: BTreeMap<usize, Dial> = BTreeMap::new();
         for (index, peer) in peers.iter().enumerate() {
@@ -280,6 +284,7 @@ impl Endpoint {
             match incoming.poll(&self.me, now) {
                 Step::Wait(incoming) => self.incoming.push(incoming),
                 Step::Done(accepted) => {
+                    self.departed.remove(&accepted.from);
                     self.kept.insert(accepted.from, accepted.link);
                 }
                 Step::Drop => {}
@@ -287,15 +292,21 @@ impl Endpoint {
         }
     }
 
-    /// Moves kept links to where they are asked for. One whose peer has gone again is dropped: the peer will be
-    /// reported as missing, or has made another.
+    /// Drops kept links whose peer has gone since an earlier call: it will make another or be reported as missing. A
+    /// link that breaks during this call is handed out, so that its loss is noticed at once.
+    fn drop_departed(&mut self, peers: &[Card]) {
+        for peer in peers {
+            if let Some(Err(why)) = self.kept.get_mut(&peer.uuid).map(|link| link.check_peer()) {
+                self.kept.remove(&peer.uuid);
+                self.departed.insert(peer.uuid, why.message);
+            }
+        }
+    }
+
+    /// Moves kept links to where they are asked for.
     fn take_kept(&mut self, peers: &[Card], links: &mut [Option<Box<dyn Link>>]) {
         for (peer, place) in peers.iter().zip(links).filter(|(_, place)| place.is_none()) {
-            if let Some(mut link) = self.kept.remove(&peer.uuid)
-                && link.check_peer().is_ok()
-            {
-                *place = Some(link);
-            }
+            *place = self.kept.remove(&peer.uuid);
         }
     }
 
@@ -333,7 +344,7 @@ impl Endpoint {
                 }
                 Some(_) => {}
                 None => {
-                    let why = dials.get(&index).map_or(self.silence(), |dial| dial.why.as_str());
+                    let why = dials.get(&index).map_or_else(|| self.silence(&peers[index]), |dial| dial.why.as_str());
                     let why = if why.is_empty() { "connected, but it does not answer yet" } else { why };
                     missing.push(Missing { index, why: why.to_owned() });
                 }
@@ -352,8 +363,11 @@ impl Endpoint {
         ConnectError { error, missing }
     }
 
-    fn silence(&self) -> &'static str {
-        if self.starved {
+    /// Why nobody has connected.
+    fn silence(&self, peer: &Card) -> &str {
+        if let Some(why) = self.departed.get(&peer.uuid) {
+            why
+        } else if self.starved {
             "no descriptor left for its connection; raise the limit with `ulimit -n`"
         } else {
             "no connection from it yet"

@@ -1,0 +1,440 @@
+//! What an endpoint does to reach its peers, and what it bears with.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use accl_transport::{Card, Endpoint, Link, PROTOCOL_VERSION, Poller, Settings};
+use accl_types::ErrorKind;
+use accl_types::config::IfnameFilter;
+use common::{Host, connected, deadline, settings, within_limit};
+use proptest::prelude::*;
+
+const BOTH: &[&str] = &["shm", "tcp"];
+
+/// The side that connects, then the side that accepts.
+fn caller_and_callee(settings: &Settings) -> (Host, Host) {
+    let (a, b) = (Host::new(settings.clone()), Host::new(settings.clone()));
+    if a.card().uuid < b.card().uuid { (a, b) } else { (b, a) }
+}
+
+/// Connects the caller by what `card` says and the callee in its thread.
+fn connect_by(mut caller: Host, mut callee: Host, card: &Card) -> Box<dyn Link> {
+    let caller_card = caller.card();
+    let thread = std::thread::spawn(move || {
+        let links = callee.connect(&[caller_card]).unwrap();
+        (callee, links)
+    });
+    let link = caller.connect(std::slice::from_ref(card)).unwrap().remove(0);
+    thread.join().unwrap();
+    link
+}
+
+fn on_host(name: &str, transports: &[&str]) -> Settings {
+    Settings { host_id: Some(name.to_owned()), ..settings(transports) }
+}
+
+fn is_loopback(link: &dyn Link) -> bool {
+    link.describe().contains("127.0.0.1") || link.describe().contains("[::1]")
+}
+
+#[test]
+fn one_host_shares_memory_and_two_hosts_use_tcp_without_loopback() {
+    within_limit(|| {
+        let (a, b) = connected(settings(BOTH), settings(BOTH));
+        assert_eq!((a.link.transport(), b.link.transport()), ("shm", "shm"));
+        assert!(a.warnings.is_empty() && b.warnings.is_empty());
+
+        let outside = Host::new(settings(BOTH)).card().addresses.iter().any(|a| !a.ip().is_loopback());
+        if !outside {
+            println!("skipped the second half: this machine has loopback addresses only");
+            return;
+        }
+        let (a, b) = connected(on_host("left", BOTH), on_host("right", BOTH));
+        for node in [&a, &b] {
+            assert_eq!(node.link.transport(), "tcp");
+            assert!(!is_loopback(&*node.link), "{}", node.link.describe());
+            assert!(node.warnings.is_empty(), "what was never possible is no fallback");
+        }
+    });
+}
+
+#[test]
+fn the_order_of_transports_is_that_of_the_settings() {
+    within_limit(|| {
+        let (a, _) = connected(settings(&["tcp", "shm"]), settings(&["tcp", "shm"]));
+        assert_eq!(a.link.transport(), "tcp");
+    });
+}
+
+#[test]
+fn without_memory_tcp_is_used_and_one_warning_says_so() {
+    within_limit(|| {
+        let none = Settings { shm_limit: 0, ..settings(BOTH) };
+        let mut hosts: Vec<Host> = (0..3).map(|_| Host::new(none.clone())).collect();
+        hosts.sort_by_key(|host| host.card().uuid);
+        let cards: Vec<Card> = hosts.iter().map(Host::card).collect();
+        let threads: Vec<_> = hosts
+            .into_iter()
+            .map(|mut host| {
+                let others: Vec<_> = cards.iter().filter(|c| c.uuid != host.card().uuid).cloned().collect();
+                std::thread::spawn(move || {
+                    let links = host.connect(&others).unwrap();
+                    assert!(links.iter().all(|link| link.transport() == "tcp"));
+                    (host.endpoint.take_warnings(), links)
+                })
+            })
+            .collect();
+        // The links live until everybody is connected: one that is dropped earlier counts as gone.
+        let (warnings, _links): (Vec<_>, Vec<_>) = threads.into_iter().map(|t| t.join().unwrap()).unzip();
+        // The first calls two others, and says it once.
+        assert_eq!(warnings[0].len(), 1, "{warnings:?}");
+        assert!(warnings[0][0].contains("ACCL_SHM_LIMIT allows 0 bytes"), "{warnings:?}");
+        assert!(warnings[2].is_empty(), "the last is only called: {warnings:?}");
+    });
+}
+
+#[test]
+fn rings_shrink_before_tcp_is_used() {
+    within_limit(|| {
+        let tight = Settings { shm_limit: 1 << 20, ..settings(BOTH) };
+        let (mut a, mut b) = connected(tight.clone(), tight);
+        assert_eq!(a.link.transport(), "shm");
+        assert!(!a.link.describe().contains("1024 KiB"), "{}", a.link.describe());
+        let warnings = [&a.warnings[..], &b.warnings[..]].concat();
+        assert!(warnings.len() == 1 && warnings[0].contains("instead of ACCL_RING_BYTES"), "{warnings:?}");
+        let longest = vec![9; a.link.max_frame_bytes()];
+        a.send(&longest);
+        assert_eq!(b.receive().unwrap(), longest);
+    });
+}
+
+#[test]
+fn memory_that_was_given_back_is_used_again() {
+    within_limit(|| {
+        let tight = Settings { shm_limit: 3 << 20, ..settings(BOTH) };
+        let (mut caller, mut callee) = caller_and_callee(&tight);
+        for round in 0..3 {
+            let (card, back) = (callee.card(), caller.card());
+            let thread = std::thread::spawn(move || {
+                let links = callee.connect(&[back]).unwrap();
+                (callee, links)
+            });
+            let links = caller.connect(&[card]).unwrap();
+            callee = thread.join().unwrap().0;
+            assert!(links[0].describe().contains("1024 KiB"), "round {round}: {}", links[0].describe());
+        }
+    });
+}
+
+#[test]
+fn what_cannot_be_is_an_error_that_says_why() {
+    within_limit(|| {
+        let (mut caller, callee) = caller_and_callee(&Settings { shm_limit: 0, ..settings(&["shm"]) });
+        let soon = Instant::now() + Duration::from_millis(300);
+        let error = caller.endpoint.connect(&[callee.card()], soon, &mut || false).err().unwrap();
+        assert_eq!(error.error.kind, ErrorKind::Timeout);
+        assert!(error.missing[0].why.contains("ACCL_SHM_LIMIT"), "{error:?}");
+        assert!(error.error.message.contains("1 of 1 peers") && error.error.message.contains("pid"), "{error:?}");
+    });
+}
+
+#[test]
+fn ipv6_alone_will_do() {
+    within_limit(|| {
+        let (caller, callee) = caller_and_callee(&settings(&["tcp"]));
+        let mut card = callee.card();
+        card.addresses.retain(SocketAddr::is_ipv6);
+        if card.addresses.is_empty() {
+            println!("skipped: this machine has no IPv6 address");
+            return;
+        }
+        let link = connect_by(caller, callee, &card);
+        assert!(link.describe().contains("]:"), "{}", link.describe());
+    });
+}
+
+#[test]
+fn addresses_that_lead_nowhere_or_to_others_are_passed_over() {
+    within_limit(|| {
+        let (caller, callee) = caller_and_callee(&settings(&["tcp"]));
+        let other = Host::new(settings(&["tcp"]));
+        let loopback = |port| SocketAddr::from(([127, 0, 0, 1], port));
+        let refused = TcpListener::bind(loopback(0)).unwrap().local_addr().unwrap();
+        // Accepts by the kernel's queue and never says a word.
+        let silent = TcpListener::bind(loopback(0)).unwrap();
+        let rude = TcpListener::bind(loopback(0)).unwrap();
+        let rude_address = rude.local_addr().unwrap();
+        std::thread::spawn(move || {
+            let (mut stream, _) = rude.accept().unwrap();
+            let _ = stream.write_all(&b"HTTP/1.1 400 Bad Request\r\n".repeat(20));
+            let _ = stream.read(&mut [0; 1]);
+        });
+        let unreachable: SocketAddr = "198.51.100.1:9".parse().unwrap();
+        let other_port = other.card().addresses[0].port();
+        let other_thread = {
+            // Answers everybody, and must not take this connection for one of its own.
+            let mut other = other;
+            std::thread::spawn(move || {
+                let nobody = Card { uuid: [0; 16], ..other.card() };
+                let soon = Instant::now() + Duration::from_secs(5);
+                assert!(other.endpoint.connect(&[nobody], soon, &mut || false).is_err());
+            })
+        };
+        let mut card = callee.card();
+        let right = loopback(card.addresses[0].port());
+        card.addresses =
+            vec![unreachable, refused, rude_address, loopback(other_port), silent.local_addr().unwrap(), right];
+        let link = connect_by(caller, callee, &card);
+        assert!(link.describe().contains(&right.to_string()), "{}", link.describe());
+        other_thread.join().unwrap();
+    });
+}
+
+#[test]
+fn strangers_at_the_listener_disturb_nobody() {
+    within_limit(|| {
+        let (caller, callee) = caller_and_callee(&settings(&["tcp"]));
+        let address = SocketAddr::from(([127, 0, 0, 1], callee.card().addresses[0].port()));
+        let visit = |bytes: &[u8]| {
+            let mut stream = TcpStream::connect(address).unwrap();
+            stream.write_all(bytes).unwrap();
+            stream
+        };
+        let mut visitors = Vec::new();
+        for i in 0..100 {
+            visitors.push(visit(b""));
+            visitors.push(visit(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"));
+            visitors.push(visit(&vec![i; 5000]));
+            visitors.push(visit(b"\x7faccl>\r\n\x01\0\0\0"));
+            drop(visit(b"\x7facc"));
+        }
+        let card = callee.card();
+        let before = Instant::now();
+        connect_by(caller, callee, &card);
+        assert!(before.elapsed() < Duration::from_secs(5), "{:?}", before.elapsed());
+    });
+}
+
+#[test]
+fn another_version_is_named_before_and_during_the_handshake() {
+    within_limit(|| {
+        let (mut caller, mut callee) = caller_and_callee(&settings(&["tcp"]));
+        let later = Card { version: PROTOCOL_VERSION + 1, ..callee.card() };
+        let error = caller.connect(&[later]).err().unwrap();
+        assert_eq!(error.error.kind, ErrorKind::Mismatch);
+        assert!(error.error.message.contains("install the same torch-accl"), "{error:?}");
+
+        let address = SocketAddr::from(([127, 0, 0, 1], callee.card().addresses[0].port()));
+        let mut stream = TcpStream::connect(address).unwrap();
+        let mut hello = [0; 128];
+        hello[..9].copy_from_slice(b"\x7faccl>\r\n\x63");
+        stream.write_all(&hello).unwrap();
+        let soon = Instant::now() + Duration::from_millis(300);
+        assert!(callee.endpoint.connect(&[caller.card()], soon, &mut || false).is_err());
+        let mut reply = Vec::new();
+        stream.read_to_end(&mut reply).unwrap();
+        let text = String::from_utf8_lossy(&reply);
+        assert!(text.contains("protocol version 1, this process 99"), "{text:?}");
+    });
+}
+
+#[test]
+fn a_connection_nobody_asked_for_is_kept_for_the_call_that_does() {
+    within_limit(|| {
+        let mut hosts: Vec<Host> = (0..3).map(|_| Host::new(settings(BOTH))).collect();
+        // The last accepts from both.
+        hosts.sort_by_key(|host| host.card().uuid);
+        let mut last = hosts.pop().unwrap();
+        let mut second = hosts.pop().unwrap();
+        let mut first = hosts.pop().unwrap();
+        let (card, first_card, second_card) = (last.card(), first.card(), second.card());
+        let for_second = card.clone();
+        let early = std::thread::spawn(move || {
+            let links = second.connect(&[for_second]).unwrap();
+            (second, links)
+        });
+        // `last` asks for `first` only, whose call comes after the unwanted link was made: by then it is kept.
+        let thread = std::thread::spawn(move || {
+            let links = last.connect(&[first_card]).unwrap();
+            (last, links)
+        });
+        let (_second, _links) = early.join().unwrap();
+        first.connect(&[card]).unwrap();
+        let (mut last, _links) = thread.join().unwrap();
+        // Nobody is there to shake hands any more.
+        let links = last.connect(&[second_card]).unwrap();
+        assert_eq!(links[0].transport(), "shm");
+    });
+}
+
+#[test]
+fn the_missing_are_listed_and_the_links_that_were_made_are_kept() {
+    within_limit(|| {
+        let (mut caller, mut callee) = caller_and_callee(&settings(BOTH));
+        let absent = Host::new(settings(BOTH));
+        let cards = [callee.card(), absent.card()];
+        let caller_card = caller.card();
+        let thread = std::thread::spawn(move || {
+            let links = callee.connect(&[caller_card]).unwrap();
+            (callee, links)
+        });
+        let soon = Instant::now() + Duration::from_millis(500);
+        let error = caller.endpoint.connect(&cards, soon, &mut || false).err().unwrap();
+        let (_callee, mut links) = thread.join().unwrap();
+        assert_eq!(error.missing.iter().map(|m| m.index).collect::<Vec<_>>(), [1]);
+        assert_eq!(error.error.kind, ErrorKind::Timeout);
+        let again = caller.connect(&cards[..1]).unwrap();
+        assert!(links[0].check_peer().is_ok() && again[0].transport() == "shm");
+    });
+}
+
+#[test]
+fn a_peer_that_went_away_while_kept_is_connected_again() {
+    within_limit(|| {
+        let (mut caller, mut callee) = caller_and_callee(&settings(BOTH));
+        let absent = Host::new(settings(BOTH));
+        for round in 0..3 {
+            // Both sides keep a link that they were not given, because the call failed for another peer's sake.
+            let cards = [callee.card(), absent.card()];
+            let back = [caller.card(), absent.card()];
+            let soon = Instant::now() + Duration::from_millis(300);
+            let thread = std::thread::spawn(move || {
+                assert!(callee.endpoint.connect(&back, soon, &mut || false).is_err());
+                callee
+            });
+            assert!(caller.endpoint.connect(&cards, soon, &mut || false).is_err());
+            callee = thread.join().unwrap();
+            // One of them takes its link and drops it.
+            if round % 2 == 0 {
+                drop(caller.connect(&cards[..1]).unwrap());
+            } else {
+                drop(callee.connect(&[caller.card()]).unwrap());
+            }
+            let (card, back) = (callee.card(), caller.card());
+            let thread = std::thread::spawn(move || {
+                let link = callee.connect(&[back]).unwrap().remove(0);
+                (callee, link)
+            });
+            let mut link = caller.connect(&[card]).unwrap().remove(0);
+            let (same, mut other) = thread.join().unwrap();
+            callee = same;
+            assert!(link.check_peer().is_ok() && other.check_peer().is_ok(), "round {round}");
+        }
+    });
+}
+
+#[test]
+fn an_interrupt_ends_the_wait() {
+    within_limit(|| {
+        let (mut host, absent) = (Host::new(settings(BOTH)), Host::new(settings(BOTH)));
+        let mut asked = 0;
+        let before = Instant::now();
+        let mut interrupted = || {
+            asked += 1;
+            asked == 2
+        };
+        let error = host.endpoint.connect(&[absent.card()], deadline(), &mut interrupted).err().unwrap();
+        assert_eq!(error.error.kind, ErrorKind::Aborted);
+        assert!(before.elapsed() < Duration::from_secs(2));
+    });
+}
+
+#[test]
+fn many_endpoints_on_two_hosts_all_reach_each_other_and_themselves() {
+    within_limit(|| {
+        let hosts: Vec<Host> = (0..7).map(|i| Host::new(on_host(["left", "right"][i % 2], BOTH))).collect();
+        let cards: Vec<Card> = hosts.iter().map(Host::card).collect();
+        let threads: Vec<_> = hosts
+            .into_iter()
+            .enumerate()
+            .map(|(me, mut host)| {
+                let cards = cards.clone();
+                std::thread::spawn(move || {
+                    let mut links = host.connect(&cards).unwrap();
+                    for (i, link) in links.iter_mut().enumerate() {
+                        let expected = if i == me { "loopback" } else { ["shm", "tcp"][(i + me) % 2] };
+                        assert_eq!(link.transport(), expected, "{me} to {i}");
+                        link.try_reserve(2).unwrap().unwrap().copy_from_slice(&[me as u8, i as u8]);
+                        link.commit();
+                        link.flush().unwrap();
+                    }
+                    for (i, link) in links.iter_mut().enumerate() {
+                        while link.peek().unwrap().is_none() {
+                            std::thread::yield_now();
+                        }
+                        assert_eq!(link.peek().unwrap().unwrap(), [i as u8, me as u8]);
+                    }
+                    links
+                })
+            })
+            .collect();
+        let _links: Vec<_> = threads.into_iter().map(|t| t.join().unwrap()).collect();
+    });
+}
+
+#[test]
+fn a_filter_without_a_match_and_a_full_port_range_are_refused_by_name() {
+    let refused = |settings: Settings| {
+        let poller = Poller::new().unwrap();
+        Endpoint::new(settings, poller.waker()).unwrap_err()
+    };
+    let names = IfnameFilter { names: vec!["nosuch".to_owned()], ..IfnameFilter::default() };
+    let error = refused(Settings { socket_ifname: names, ..settings(BOTH) });
+    assert_eq!(error.kind, ErrorKind::Configuration);
+    assert!(error.message.contains("`nosuch`") && error.message.contains("lo"), "{error}");
+
+    let taken = TcpListener::bind("0.0.0.0:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let error = refused(Settings { port_range: Some((port, port)), ..settings(BOTH) });
+    assert_eq!(error.kind, ErrorKind::Configuration);
+    assert!(error.message.contains(&format!("{port}-{port}")), "{error}");
+}
+
+#[test]
+fn an_accepted_interface_is_the_only_one_offered_and_the_route_to_the_master_comes_first() {
+    let names = IfnameFilter { names: vec!["lo".to_owned()], exact: true, exclude: false };
+    let card = Host::new(Settings { socket_ifname: names, ..settings(BOTH) }).card();
+    assert!(!card.addresses.is_empty() && card.addresses.iter().all(|a| a.ip().is_loopback()), "{card:?}");
+
+    let all = Host::new(settings(BOTH)).card();
+    let Some(last) = all.addresses.iter().rfind(|a| !a.ip().is_loopback()) else {
+        println!("skipped the second half: this machine has loopback addresses only");
+        return;
+    };
+    let card = Host::new(Settings { master: Some(last.ip()), ..settings(BOTH) }).card();
+    assert_eq!(card.addresses[0].ip(), last.ip());
+}
+
+#[test]
+fn a_card_from_the_store_is_the_card_that_was_published() {
+    let card = Host::new(settings(BOTH)).card();
+    assert_eq!(Card::from_text(&card.to_text()).unwrap(), card);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn no_bytes_at_the_listener_keep_a_peer_out(
+        visits in proptest::collection::vec((proptest::collection::vec(any::<u8>(), 0..300), 0usize..13), 1..6),
+    ) {
+        within_limit(move || {
+            let (caller, callee) = caller_and_callee(&settings(&["tcp"]));
+            let card = callee.card();
+            let address = SocketAddr::from(([127, 0, 0, 1], card.addresses[0].port()));
+            let _visitors: Vec<TcpStream> = visits
+                .iter()
+                .map(|(bytes, ours)| {
+                    // Some begin as a hello does, up to the right version.
+                    let mut stream = TcpStream::connect(address).unwrap();
+                    let _ = stream.write_all(&b"\x7faccl>\r\n\x01\0\0\0"[..*ours.min(&12)]);
+                    let _ = stream.write_all(bytes);
+                    stream
+                })
+                .collect();
+            connect_by(caller, callee, &card);
+        });
+    }
+}

@@ -1,0 +1,430 @@
+//! Links between real processes: death, forks, and limits that only a process of its own can have.
+//!
+//! The parent runs this same program with the test `child`, which takes its part from standard input.
+
+mod common;
+
+use std::io::{BufRead, BufReader, Lines, Write};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use accl_transport::{Card, Link, Settings};
+use accl_types::ErrorKind;
+use common::{Host, Node, frames, settings, within_limit};
+use rustix::process::{Resource, Rlimit};
+
+const BOTH: &[&str] = &["shm", "tcp"];
+
+/// A child process that has published its card.
+struct Process {
+    child: Child,
+    lines: Lines<BufReader<ChildStdout>>,
+}
+
+impl Process {
+    fn start(part: &str) -> Process {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["child", "--exact", "--ignored", "--nocapture"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let mut process = Process { child, lines };
+        process.tell(part);
+        process
+    }
+
+    fn tell(&mut self, line: &str) {
+        writeln!(self.child.stdin.as_mut().unwrap(), "{line}").unwrap();
+    }
+
+    /// The rest of the next line that begins with `mark`.
+    fn hear(&mut self, mark: &str) -> String {
+        loop {
+            let line = self.lines.next().unwrap_or_else(|| panic!("the child ended before `{mark}`")).unwrap();
+            // The harness writes `test child ... ` without an end before our first line.
+            if let Some((_, rest)) = line.split_once(mark) {
+                return rest.trim().to_owned();
+            }
+        }
+    }
+
+    fn card(&mut self) -> Card {
+        Card::from_text(&self.hear("CARD")).unwrap()
+    }
+
+    fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn node(host: Host, link: Box<dyn Link>) -> Node {
+    for fd in link.fds() {
+        host.poller.add(fd).unwrap();
+    }
+    Node { poller: host.poller.into(), link, warnings: Vec::new() }
+}
+
+/// Plays `part` with a child over `transport`.
+fn with_child(part: &str, transport: &str) -> (Node, Process) {
+    let mut process = Process::start(part);
+    process.tell(transport);
+    let mut host = Host::new(settings(&[transport]));
+    process.tell(&host.card().to_text());
+    let card = process.card();
+    let link = host.connect(&[card]).unwrap().remove(0);
+    (node(host, link), process)
+}
+
+// The parts of the child.
+
+/// Next line of standard input; at its end the parent has gone.
+fn listen() -> Option<String> {
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).unwrap();
+    (!line.is_empty()).then(|| line.trim().to_owned())
+}
+
+fn say(line: &str) {
+    println!("\n{line}");
+    std::io::stdout().flush().unwrap();
+}
+
+#[test]
+#[ignore = "a part of the other tests, which run it in a process of its own"]
+fn child() {
+    let Some(part) = listen() else {
+        println!("skipped: nobody says which part to play");
+        return;
+    };
+    match part.as_str() {
+        "echo" => play(|mut node| {
+            while let Ok(frame) = node.receive() {
+                node.send(&frame);
+            }
+        }),
+        "send and hang" => play(|mut node| {
+            for i in 0..5u8 {
+                node.send(&[i; 1000]);
+            }
+            say("SENT");
+            listen();
+        }),
+        "fork and die" => play(fork_and_die),
+        "file size limit" => with_little_memory(100 << 10),
+        "smaller file size limit" => with_little_memory(1 << 20),
+        "no descriptors" => without_descriptors(),
+        "another user" => as_another_user(),
+        "no network" => without_network(),
+        "leak check" => count_descriptors(),
+        other => panic!("unknown part {other}"),
+    }
+}
+
+/// Connects to the parent as it says.
+fn play(body: impl FnOnce(Node)) {
+    let transport = listen().unwrap();
+    let mut host = Host::new(settings(&[&transport]));
+    say(&format!("CARD {}", host.card().to_text()));
+    let parent = Card::from_text(&listen().unwrap()).unwrap();
+    let link = host.connect(&[parent]).unwrap().remove(0);
+    body(node(host, link));
+}
+
+/// A host of this process that connects to the parent's card, as the smaller identity of the two does.
+fn caller_of(parent: &Card, settings: &Settings) -> Host {
+    loop {
+        let host = Host::new(settings.clone());
+        if host.card().uuid < parent.uuid {
+            return host;
+        }
+    }
+}
+
+fn call_parent_and_report() {
+    let parent = Card::from_text(&listen().unwrap()).unwrap();
+    let mut host = caller_of(&parent, &settings(BOTH));
+    say(&format!("CARD {}", host.card().to_text()));
+    let link = host.connect(&[parent]).unwrap().remove(0);
+    say(&format!("LINK {}", link.describe()));
+    say(&format!("WARNINGS {:?}", host.endpoint.take_warnings()));
+    listen();
+}
+
+fn with_little_memory(bytes: u64) {
+    let limit = Rlimit { current: Some(bytes), maximum: None };
+    rustix::process::setrlimit(Resource::Fsize, limit).unwrap();
+    call_parent_and_report();
+}
+
+fn as_another_user() {
+    rustix::thread::set_thread_uid(rustix::process::Uid::from_raw(65534)).unwrap();
+    call_parent_and_report();
+}
+
+fn without_descriptors() {
+    let parent = Card::from_text(&listen().unwrap()).unwrap();
+    let mut host = loop {
+        let host = Host::new(settings(BOTH));
+        if host.card().uuid > parent.uuid {
+            break host;
+        }
+    };
+    let mut hoard = Vec::new();
+    let limit = Rlimit { current: Some(64), maximum: Some(64) };
+    rustix::process::setrlimit(Resource::Nofile, limit).unwrap();
+    while let Ok(file) = std::fs::File::open("/dev/null") {
+        hoard.push(file);
+    }
+    say(&format!("CARD {}", host.card().to_text()));
+    // The parent is in the queue before this process looks.
+    listen();
+    let soon = Instant::now() + Duration::from_millis(300);
+    let error = host.endpoint.connect(std::slice::from_ref(&parent), soon, &mut || false).err().unwrap();
+    say(&format!("ERROR {}", error.error.message));
+    drop(hoard);
+    let link = host.connect(&[parent]).unwrap().remove(0);
+    say(&format!("LINK {}", link.describe()));
+    listen();
+}
+
+fn without_network() {
+    // SAFETY: moves this thread into a namespace of its own; no memory is involved.
+    if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
+        say("SKIPPED no permission to make a network namespace");
+        return;
+    }
+    let (mut a, mut b) = (Host::new(settings(BOTH)), Host::new(settings(BOTH)));
+    assert!(a.card().addresses.is_empty(), "loopback is down in a new namespace");
+    say(&format!("HOST {}", a.card().host_id));
+    let (card_a, card_b) = (a.card(), b.card());
+    let thread = std::thread::spawn(move || b.connect(&[card_a]).unwrap());
+    let links = a.connect(&[card_b]).unwrap();
+    say(&format!("LINK {}", links[0].describe()));
+    thread.join().unwrap();
+}
+
+fn open_descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+fn count_descriptors() {
+    let before = open_descriptors();
+    for transports in [&["shm"][..], &["tcp"]] {
+        let (a, b) = common::connected(settings(transports), settings(transports));
+        say(&format!("USED {}", open_descriptors() - before));
+        drop((a, b));
+        assert_eq!(open_descriptors(), before, "{transports:?}");
+    }
+    say("CLEAN");
+}
+
+fn fork_and_die(mut node: Node) {
+    node.send(b"before");
+    let generation = accl_transport::fork_generation();
+    assert!(!accl_transport::forked());
+    // SAFETY: the child goes on with this thread alone and uses nothing that another one could have locked, except
+    // the allocator, which glibc makes usable in the child.
+    if unsafe { libc::fork() } == 0 {
+        let kinds: Vec<_> = std::fs::read_dir("/proc/self/fd")
+            .unwrap()
+            .filter_map(|entry| std::fs::read_link(entry.unwrap().path()).ok())
+            .map(|target| target.to_string_lossy().into_owned())
+            .filter(|target| ["socket:", "anon_inode:", "memfd:"].iter().any(|kind| target.contains(kind)))
+            .collect();
+        let refused = node.try_send(b"from the child").is_err()
+            && node.link.peek().is_err()
+            && node.link.check_peer().is_err()
+            && node.link.prepare_park(false);
+        node.link.unpark();
+        node.link.close();
+        let counted = accl_transport::forked() && accl_transport::fork_generation() == generation + 1;
+        // New endpoints work here, and dropping the husk must not touch their descriptors.
+        let mut fresh = (Host::new(settings(&["tcp"])), Host::new(settings(&["tcp"])));
+        drop(node);
+        let cards = (fresh.0.card(), fresh.1.card());
+        let thread = std::thread::spawn(move || fresh.1.connect(&[cards.0]).map_err(|e| eprintln!("{e:?}")).is_ok());
+        let connects = fresh.0.connect(&[cards.1]).map_err(|e| eprintln!("{e:?}")).is_ok() && thread.join().unwrap();
+        say(&format!("CHILD refused={refused} counted={counted} connects={connects} kept={kinds:?}"));
+        // Outlives its parent, like a data loader does.
+        listen();
+        // SAFETY: ends the process without running what belongs to its parent.
+        unsafe { libc::_exit(0) };
+    }
+    // Goes on unharmed after the fork.
+    let asked = node.receive().unwrap();
+    node.send(&asked);
+    node.receive().unwrap();
+    say("DYING");
+    // SAFETY: as a crash would, without closing anything in good order.
+    unsafe { libc::_exit(3) };
+}
+
+// The tests.
+
+#[test]
+fn frames_pass_between_processes_in_order() {
+    for transport in BOTH {
+        within_limit(move || {
+            let (mut node, process) = with_child("echo", transport);
+            let sent = frames(7, 500, node.link.max_frame_bytes());
+            // Bounded by what fits on the way, so that neither waits for the other to read first.
+            for frame in &sent {
+                node.send(frame);
+                assert!(&node.receive().unwrap() == frame, "{transport}");
+            }
+            drop((node, process));
+        });
+    }
+}
+
+#[test]
+fn a_killed_process_is_noticed_after_what_it_had_sent() {
+    for transport in BOTH {
+        within_limit(move || {
+            let (mut node, mut process) = with_child("send and hang", transport);
+            process.hear("SENT");
+            process.kill();
+            for i in 0..5u8 {
+                assert_eq!(node.receive().unwrap(), [i; 1000], "{transport}");
+            }
+            let error = node.receive().unwrap_err();
+            assert_eq!(error.kind, ErrorKind::PeerLost);
+            assert!(error.message.contains(&format!("pid {}", process.child.id())), "{error}");
+        });
+    }
+}
+
+#[test]
+fn a_sleeper_is_woken_by_the_death_of_its_peer() {
+    for transport in BOTH {
+        within_limit(move || {
+            let (mut node, mut process) = with_child("send and hang", transport);
+            for _ in 0..5 {
+                node.receive().unwrap();
+            }
+            let killer = std::thread::spawn(move || process.kill());
+            assert_eq!(node.receive().unwrap_err().kind, ErrorKind::PeerLost, "{transport}");
+            killer.join().unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_forked_child_holds_nothing_and_hides_no_death() {
+    for transport in BOTH {
+        within_limit(move || {
+            let (mut node, mut process) = with_child("fork and die", transport);
+            assert_eq!(node.receive().unwrap(), b"before");
+            assert_eq!(process.hear("CHILD"), "refused=true counted=true connects=true kept=[]", "{transport}");
+            node.send(b"still there?");
+            assert_eq!(node.receive().unwrap(), b"still there?");
+            node.send(b"now die");
+            process.hear("DYING");
+            // The grandchild is alive and reads our pipe; its parent's death shows nevertheless.
+            assert_eq!(node.receive().unwrap_err().kind, ErrorKind::PeerLost, "{transport}");
+            assert_eq!(process.child.wait().unwrap().code(), Some(3));
+        });
+    }
+}
+
+/// Connects to a child that calls us; its link and warnings as it tells them.
+fn be_called_by(part: &str) -> (String, String) {
+    let mut process = Process::start(part);
+    let mut host = Host::new(settings(BOTH));
+    process.tell(&host.card().to_text());
+    let card = process.card();
+    let mut node = {
+        let link = host.connect(&[card]).unwrap().remove(0);
+        node(host, link)
+    };
+    node.send(&vec![1; node.link.max_frame_bytes()]);
+    (process.hear("LINK"), process.hear("WARNINGS"))
+}
+
+#[test]
+fn memory_that_the_system_refuses_leads_to_smaller_rings_and_then_to_tcp() {
+    within_limit(|| {
+        // A limit on file size is what a kernel without memory looks like, without hurting the machine.
+        let (link, warnings) = be_called_by("smaller file size limit");
+        assert!(link.starts_with("shm, ") && !link.contains("1024 KiB"), "{link}");
+        assert!(warnings.contains("ulimit -f") && warnings.contains("instead of ACCL_RING_BYTES"), "{warnings}");
+        let (link, warnings) = be_called_by("file size limit");
+        assert!(link.starts_with("tcp "), "{link}");
+        assert!(warnings.contains("ulimit -f") && warnings.contains("tcp is used instead"), "{warnings}");
+    });
+}
+
+#[test]
+fn another_user_is_reached_by_tcp() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root can start a process of another user");
+        return;
+    }
+    within_limit(|| {
+        let (link, warnings) = be_called_by("another user");
+        assert!(link.starts_with("tcp "), "{link}");
+        assert_eq!(warnings, "[]");
+    });
+}
+
+#[test]
+fn without_descriptors_the_error_names_the_remedy_and_the_next_attempt_works() {
+    within_limit(|| {
+        let mut process = Process::start("no descriptors");
+        let mut host = Host::new(settings(BOTH));
+        process.tell(&host.card().to_text());
+        let card = process.card();
+        let thread = std::thread::spawn(move || {
+            let links = host.connect(&[card]).unwrap();
+            (host, links)
+        });
+        process.tell("go");
+        let error = process.hear("ERROR");
+        assert!(error.contains("ulimit -n") || error.contains("no connection from it yet"), "{error}");
+        process.hear("LINK");
+        thread.join().unwrap();
+    });
+}
+
+#[test]
+fn a_namespace_without_network_is_another_host_and_shares_memory_inside() {
+    within_limit(|| {
+        let mut process = Process::start("no network");
+        let mine = Host::new(settings(BOTH)).card().host_id;
+        loop {
+            let line = process.lines.next().expect("the child says something").unwrap();
+            if let Some((_, why)) = line.split_once("SKIPPED") {
+                println!("skipped:{why}");
+                return;
+            }
+            if let Some((_, host_id)) = line.split_once("HOST ") {
+                assert_ne!(host_id, mine);
+                break;
+            }
+        }
+        assert!(process.hear("LINK").starts_with("shm"));
+    });
+}
+
+#[test]
+fn links_cost_few_descriptors_and_leave_none() {
+    within_limit(|| {
+        let mut process = Process::start("leak check");
+        // Both sides live in the one process: poller with epoll and event, endpoints are dropped by then.
+        for most in [2 * (2 + 3), 2 * (2 + 1)] {
+            let used: usize = process.hear("USED").parse().unwrap();
+            assert!(used <= most, "{used} descriptors");
+        }
+        process.hear("CLEAN");
+    });
+}
