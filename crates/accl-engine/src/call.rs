@@ -42,8 +42,22 @@ pub struct Call {
     state: AtomicU8,
     source: AtomicU32,
     duration_ns: AtomicU64,
+    bell: Arc<Bell>,
+}
+
+/// What sleepers on a call wait for.
+#[derive(Default)]
+pub(crate) struct Bell {
     inner: Mutex<Inner>,
     changed: Condvar,
+}
+
+impl Bell {
+    /// Wakes whoever sleeps in [`Call::sleep_until`].
+    pub(crate) fn nudge(&self) {
+        self.inner.lock().nudged = true;
+        self.changed.notify_all();
+    }
 }
 
 #[derive(Default)]
@@ -79,8 +93,7 @@ impl Call {
             state: AtomicU8::new(RUNNING),
             source: AtomicU32::new(NO_SOURCE),
             duration_ns: AtomicU64::new(0),
-            inner: Mutex::default(),
-            changed: Condvar::new(),
+            bell: Arc::default(),
         })
     }
 
@@ -92,10 +105,10 @@ impl Call {
 
     /// Makes one pass of progress, then says whether the call is done or failed.
     pub fn test(&self) -> bool {
-        if !self.is_done() {
-            if let Some(engine) = self.engine.upgrade() {
-                engine.try_pass();
-            }
+        if !self.is_done()
+            && let Some(engine) = self.engine.upgrade()
+        {
+            engine.try_pass();
         }
         self.is_done()
     }
@@ -114,7 +127,7 @@ impl Call {
 
     /// The error of a failed call.
     pub fn error(&self) -> Option<Error> {
-        self.inner.lock().error.clone()
+        self.bell.inner.lock().error.clone()
     }
 
     /// The call's number in its group.
@@ -135,7 +148,7 @@ impl Call {
 
     /// Runs `f` on a completion thread once the call is done or failed; at once if it is. One per call.
     pub fn when_done(&self, f: Box<dyn FnOnce() + Send>) {
-        let mut inner = self.inner.lock();
+        let mut inner = self.bell.inner.lock();
         if !self.is_done() {
             inner.callback = Some(f);
             return;
@@ -161,12 +174,12 @@ impl Call {
     pub(crate) fn finish(&self, now: Instant, error: Option<Error>) -> Option<Box<dyn FnOnce() + Send>> {
         let nanos = now.saturating_duration_since(self.started).as_nanos().max(1);
         self.duration_ns.store(u64::try_from(nanos).unwrap_or(u64::MAX), Ordering::Relaxed);
-        let mut inner = self.inner.lock();
+        let mut inner = self.bell.inner.lock();
         let state = if error.is_some() { FAILED } else { DONE };
         inner.error = error;
         // Release: the outputs were written before. Under the lock, so that `when_done` cannot miss it.
         self.state.store(state, Ordering::Release);
-        self.changed.notify_all();
+        self.bell.changed.notify_all();
         inner.callback.take()
     }
 
@@ -176,7 +189,7 @@ impl Call {
             RUNNING => None,
             DONE => Some(Waited::Done),
             _ => {
-                let error = self.inner.lock().error.clone();
+                let error = self.bell.inner.lock().error.clone();
                 Some(Waited::Failed(error.unwrap_or_else(|| Error::internal("a call failed without a cause"))))
             }
         }
@@ -184,19 +197,18 @@ impl Call {
 
     /// Sleeps until the call ends, someone nudges, or `until`.
     pub(crate) fn sleep_until(&self, until: Option<Instant>) {
-        let mut inner = self.inner.lock();
+        let mut inner = self.bell.inner.lock();
         if !inner.nudged && !self.is_done() {
             match until {
-                Some(until) => drop(self.changed.wait_until(&mut inner, until)),
-                None => self.changed.wait(&mut inner),
+                Some(until) => drop(self.bell.changed.wait_until(&mut inner, until)),
+                None => self.bell.changed.wait(&mut inner),
             }
         }
         inner.nudged = false;
     }
 
-    /// Wakes whoever sleeps in [`Call::sleep_until`].
-    pub(crate) fn nudge(&self) {
-        self.inner.lock().nudged = true;
-        self.changed.notify_all();
+    /// For waking this call's sleepers without the call.
+    pub(crate) fn bell(&self) -> Arc<Bell> {
+        self.bell.clone()
     }
 }

@@ -15,7 +15,7 @@ use accl_types::{Collective, Elems, Error, Rank, ReduceOp, Result};
 
 use crate::buffers::{Buffers, block_elems};
 use crate::call::{Call, CallPlace};
-use crate::desc::{CallDesc, Mode};
+use crate::desc::CallDesc;
 use crate::engine::Engine;
 use crate::p2p::Message;
 use crate::plan::PlanKey;

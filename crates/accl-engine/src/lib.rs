@@ -7,6 +7,7 @@ mod call;
 mod completion;
 mod core;
 mod desc;
+mod drive;
 mod engine;
 mod env;
 mod group;

@@ -25,6 +25,13 @@ type Note = [u32; 2];
 const ARRIVED: u32 = 1;
 const WITHDRAWN: u32 = 2;
 
+#[derive(Default)]
+struct RollCall {
+    /// Ranks that wait, each with its number.
+    arrived: Vec<(Rank, u32)>,
+    missing: Vec<u32>,
+}
+
 impl Group {
     /// Waits until all ranks have entered. Rank 0 finds out who is missing: the first in rank order, or all of them
     /// with `wait_all`.
@@ -41,7 +48,7 @@ impl Group {
         if self.rank != Rank(0) {
             return self.arrive(timeout, deadline, interrupt);
         }
-        let (arrived, missing) = self.await_ranks(timeout, deadline, wait_all, interrupt)?;
+        let RollCall { arrived, missing } = self.await_ranks(timeout, deadline, wait_all, interrupt)?;
         if !missing.is_empty() {
             let names: Vec<String> = missing.iter().map(u32::to_string).collect();
             let ranks = if wait_all && names.len() > 1 { "Ranks" } else { "Rank" };
@@ -58,26 +65,26 @@ impl Group {
         Ok(())
     }
 
-    /// The ranks that arrived, each with its number, and those that did not.
+    /// Hears all ranks, or up to the first that is missing.
     fn await_ranks(
         &self,
         timeout: Duration,
         deadline: Instant,
         wait_all: bool,
         interrupt: &mut dyn FnMut() -> bool,
-    ) -> Result<(Vec<(Rank, u32)>, Vec<u32>)> {
-        let (mut arrived, mut missing) = (Vec::new(), Vec::new());
+    ) -> Result<RollCall> {
+        let mut roll = RollCall::default();
         for rank in (1..self.world).map(Rank) {
             let number = if timeout.is_zero() { None } else { self.await_rank(rank, deadline, interrupt)? };
             match number {
-                Some(number) => arrived.push((rank, number)),
-                None => missing.push(rank.0),
+                Some(number) => roll.arrived.push((rank, number)),
+                None => roll.missing.push(rank.0),
             }
-            if !missing.is_empty() && !wait_all {
+            if !roll.missing.is_empty() && !wait_all {
                 break;
             }
         }
-        Ok((arrived, missing))
+        Ok(roll)
     }
 
     /// The number under which `rank` waits, or `None` when the time is up.

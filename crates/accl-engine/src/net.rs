@@ -127,12 +127,12 @@ impl Net {
             header.emit(frame);
             frame[HEADER_BYTES..].copy_from_slice(payload);
         };
-        if self.peer(id).outbox.is_empty() {
-            if let Some(place) = self.reserve(id, header.frame_bytes()) {
-                write(place);
-                self.commit(id);
-                return;
-            }
+        if self.peer(id).outbox.is_empty()
+            && let Some(place) = self.reserve(id, header.frame_bytes())
+        {
+            write(place);
+            self.commit(id);
+            return;
         }
         let mut frame = vec![0; header.frame_bytes()];
         write(&mut frame);

@@ -204,11 +204,11 @@ impl P2p {
             unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), at, data.len()) };
         }
         receiving.arrived = end;
-        if end == receiving.message.total {
-            if let Some(mut receiving) = peer.receiving.remove(&id) {
-                receiving.message.buffers.unpack();
-                self.done.push(receiving.message);
-            }
+        if end == receiving.message.total
+            && let Some(mut receiving) = peer.receiving.remove(&id)
+        {
+            receiving.message.buffers.unpack();
+            self.done.push(receiving.message);
         }
         Ok(())
     }

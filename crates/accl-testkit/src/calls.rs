@@ -62,7 +62,8 @@ impl Member {
     /// # Errors
     /// What submission or the call says.
     pub fn call(&self, desc: CallDesc) -> Result<()> {
-        finish(&self.group.submit(desc)?)
+        let call = self.group.submit(desc)?;
+        finish(&call)
     }
 
     /// Sum (or another reduction) of all ranks' data, in place.

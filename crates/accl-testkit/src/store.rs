@@ -11,9 +11,11 @@ use parking_lot::{Condvar, Mutex};
 /// Clones share their contents.
 #[derive(Clone, Default)]
 pub struct MemoryStore {
-    shared: Arc<(Mutex<HashMap<String, Vec<u8>>>, Condvar)>,
+    shared: Arc<(Mutex<Entries>, Condvar)>,
     prefix: String,
 }
+
+type Entries = HashMap<String, Vec<u8>>;
 
 impl MemoryStore {
     /// The same store seen under a prefix, as torch gives each group one.

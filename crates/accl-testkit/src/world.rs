@@ -55,7 +55,7 @@ impl WorldOptions {
     /// Panics when the value is not accepted.
     #[must_use]
     pub fn with(mut self, option: &str, value: &str) -> Self {
-        self.config.set_option(option, value).unwrap_or_else(|error| panic!("{error}"));
+        self.config.set_option(option, value).unwrap_or_else(give_up);
         self
     }
 
@@ -96,13 +96,13 @@ impl World {
             Fabric::Tcp => Some("tcp"),
         };
         if let Some(transports) = transports {
-            config.set_option("transports", transports).unwrap_or_else(|error| panic!("{error}"));
+            config.set_option("transports", transports).unwrap_or_else(give_up);
         }
         let engines: Vec<_> = (0..options.world as usize)
             .map(|rank| {
                 let mut config = config.clone();
                 if let Some(host) = options.hosts.get(rank) {
-                    config.set_option("host_id", host).unwrap_or_else(|error| panic!("{error}"));
+                    config.set_option("host_id", host).unwrap_or_else(give_up);
                 }
                 Engine::new(config)
             })
@@ -115,14 +115,13 @@ impl World {
     }
 
     fn connect_loopback(&self, frames: usize) {
-        let unwrap = |error| panic!("{error}");
         let frame_bytes = self.options.config.segment_bytes as usize + OVERHEAD_BYTES;
         for (index, a) in self.engines.iter().enumerate() {
             for b in &self.engines[index + 1..] {
-                let wakers = (a.waker().unwrap_or_else(unwrap), b.waker().unwrap_or_else(unwrap));
+                let wakers = (a.waker().unwrap_or_else(give_up), b.waker().unwrap_or_else(give_up));
                 let (left, right) = loopback::pair(frame_bytes, Capacity::Frames(frames), wakers.0, wakers.1);
-                a.adopt_link(b.card().unwrap_or_else(unwrap), Box::new(left)).unwrap_or_else(unwrap);
-                b.adopt_link(a.card().unwrap_or_else(unwrap), Box::new(right)).unwrap_or_else(unwrap);
+                a.adopt_link(b.card().unwrap_or_else(give_up), Box::new(left)).unwrap_or_else(give_up);
+                b.adopt_link(a.card().unwrap_or_else(give_up), Box::new(right)).unwrap_or_else(give_up);
             }
         }
     }
@@ -168,8 +167,13 @@ impl World {
             global_ranks: Vec::new(),
         };
         let store = self.store.prefixed(name);
-        engine.create_group(spec, &store, &mut || false).unwrap_or_else(|error| panic!("{error}"))
+        engine.create_group(spec, &store, &mut || false).unwrap_or_else(give_up)
     }
+}
+
+/// A world that cannot be made ends the test.
+fn give_up<T>(error: accl_types::Error) -> T {
+    panic!("{error}")
 }
 
 impl Drop for World {

@@ -1,0 +1,402 @@
+//! Who makes progress: waiting, the election of a driver, the background thread.
+//!
+//! Progress is one pass over the core under its lock. Whoever submits makes one; whoever waits spins over it a while.
+//! Then one thread, the *driver*, parks in the poller, while others sleep on their calls; when the driver leaves, it
+//! appoints a sleeper, or the background thread if there is work. So nobody sleeps without a driver. Read
+//! [`Engine::wait`] first.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use accl_types::Error;
+
+use crate::call::{Bell, Call, Waited};
+use crate::desc::Mode;
+use crate::engine::{Engine, far};
+use crate::signals;
+use crate::sync::{Condvar, Mutex};
+
+/// How often a waiter looks for signals, in milliseconds.
+const TICK_MS: u64 = 50;
+/// Spinning when every rank of the host has a core of its own.
+const SPIN_OWN_CORE: Duration = Duration::from_micros(200);
+/// Yielding when ranks share cores: each look gives the core away, so more of them cost nobody anything.
+const SPIN_SHARED_CORE: Duration = Duration::from_micros(100);
+/// Looks before the first yield when ranks share cores.
+const LOOKS_BEFORE_YIELD: u32 = 20;
+
+/// One stay of a thread in a wait, or the background thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Waiter(u64);
+
+const BACKGROUND: Waiter = Waiter(0);
+
+/// The election's state; the engine has one.
+pub(crate) struct Drive {
+    turn: Mutex<Turn>,
+    background: Condvar,
+    waits: AtomicU64,
+    /// Length of a waiter's tick in milliseconds; 0: none.
+    tick_ms: AtomicU64,
+}
+
+impl Default for Drive {
+    fn default() -> Self {
+        Self {
+            turn: Mutex::default(),
+            background: Condvar::new(),
+            waits: AtomicU64::new(1),
+            tick_ms: AtomicU64::new(TICK_MS),
+        }
+    }
+}
+
+#[derive(Default)]
+struct Turn {
+    /// Who is parked in the poller, or about to be.
+    driver: Option<Waiter>,
+    /// Who sleeps on a call, oldest first, and how to wake it.
+    sleepers: Vec<(Waiter, Arc<Bell>)>,
+    background_started: bool,
+    /// The background thread is asked to drive.
+    background_wanted: bool,
+    background_stopped: bool,
+    stopping: bool,
+}
+
+impl Engine {
+    /// Switches the waiters' periodic look at signals off: without it a lost wake-up is a hang and not a delay. For
+    /// tests.
+    pub fn without_tick(&self) {
+        self.drive.tick_ms.store(0, Ordering::Relaxed);
+    }
+
+    // ---- passes
+
+    /// One pass, waiting for the lock.
+    pub(crate) fn pass_now(&self) {
+        let mut core = self.core.lock();
+        core.pass(Instant::now());
+        let wake = core.must_wake_driver(None);
+        drop(core);
+        self.wake_driver_if(wake);
+    }
+
+    /// One pass unless somebody else is at it.
+    pub(crate) fn try_pass(&self) {
+        let Some(mut core) = self.core.try_lock() else { return };
+        let moved = core.pass(Instant::now());
+        let wake = core.must_wake_driver(None);
+        drop(core);
+        if moved || wake {
+            self.wake_driver_if(wake);
+        }
+    }
+
+    /// After a submission: one pass for an asynchronous call, and a driver if there is none.
+    pub(crate) fn submitted(&self, call: &Arc<Call>, mode: Mode) {
+        if mode == Mode::Async && !call.is_done() {
+            self.try_pass();
+        }
+        // A waiter drives for its own call; nobody does for an asynchronous one, or for bytes that the kernel did not
+        // take and whose call is done.
+        if call.is_done() == (mode == Mode::Blocking) && self.with_core(|core| core.has_work()) {
+            self.ensure_driver();
+        }
+    }
+
+    /// Sends what is buffered; what the kernel does not take now is left to a driver.
+    pub(crate) fn flush(&self) {
+        let unsent = self.with_core(|core| {
+            core.net.flush_all();
+            core.net.has_unsent()
+        });
+        if unsent {
+            self.ensure_driver();
+        }
+    }
+
+    /// Wakes the driver so that it looks at everything anew.
+    pub(crate) fn kick(&self) {
+        if let Some(parts) = self.parts.get() {
+            parts.waker.wake();
+        }
+    }
+
+    // ---- waiting
+
+    pub(crate) fn wait(
+        self: &Arc<Self>,
+        call: &Call,
+        timeout: Option<Duration>,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Waited {
+        if let Some(outcome) = call.outcome() {
+            return outcome;
+        }
+        if accl_transport::forked() {
+            return Waited::Failed(call.placed(Error::aborted("the call was made before this process was forked")));
+        }
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        if let Some(outcome) = self.spin(call, until) {
+            return outcome;
+        }
+        let me = Waiter(self.drive.waits.fetch_add(1, Ordering::Relaxed));
+        let outcome = self.wait_slowly(me, call, timeout, until, interrupt);
+        self.leave_turn(me);
+        outcome
+    }
+
+    /// Looks again and again for a short while.
+    fn spin(&self, call: &Call, until: Option<Instant>) -> Option<Waited> {
+        let shared = self.ranks_per_host.load(Ordering::Relaxed) > self.cores;
+        let budget = match self.config().spin_us {
+            Some(us) => Duration::from_micros(us),
+            None if shared => SPIN_SHARED_CORE,
+            None => SPIN_OWN_CORE,
+        };
+        let start = Instant::now();
+        let mut looks = 0_u32;
+        loop {
+            let now = Instant::now();
+            if let Some(mut core) = self.core.try_lock() {
+                let moved = core.pass(now);
+                let wake = core.must_wake_driver(None);
+                drop(core);
+                if moved {
+                    looks = 0;
+                }
+                if moved || wake {
+                    self.wake_driver_if(wake);
+                }
+            }
+            if let Some(outcome) = call.outcome() {
+                return Some(outcome);
+            }
+            if now.duration_since(start) >= budget || until.is_some_and(|until| now >= until) {
+                return None;
+            }
+            looks += 1;
+            if shared && looks > LOOKS_BEFORE_YIELD {
+                std::thread::yield_now();
+            } else {
+                std::hint::spin_loop();
+            }
+        }
+    }
+
+    fn wait_slowly(
+        &self,
+        me: Waiter,
+        call: &Call,
+        timeout: Option<Duration>,
+        until: Option<Instant>,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Waited {
+        loop {
+            if let Some(outcome) = call.outcome() {
+                return outcome;
+            }
+            let now = Instant::now();
+            if until.is_some_and(|until| now >= until) {
+                return Waited::TimedOut(self.wait_timed_out(call, timeout.unwrap_or_default(), now));
+            }
+            if interrupt() {
+                return Waited::Interrupted;
+            }
+            let tick = match self.drive.tick_ms.load(Ordering::Relaxed) {
+                0 => None,
+                ms => Some(now + Duration::from_millis(ms)),
+            };
+            let slice = [until, tick].into_iter().flatten().min();
+            if self.take_turn(me, call) {
+                self.park(Some(call), slice);
+            } else {
+                call.sleep_until(slice);
+            }
+        }
+    }
+
+    fn wait_timed_out(&self, call: &Call, timeout: Duration, now: Instant) -> Error {
+        let text = self.with_core(|core| {
+            core.with_group(call.group_id, now, |group, hands| {
+                let awaited = group.awaited(call);
+                group.timeout_text(call, &awaited, timeout, hands.net)
+            })
+        });
+        call.placed(Error::timeout(text.unwrap_or_else(|| format!("Timed out waiting {}ms", timeout.as_millis()))))
+    }
+
+    /// Parks in the poller once, with a pass before and after. Only the driver calls this.
+    fn park(&self, call: Option<&Call>, until: Option<Instant>) {
+        let Some(parts) = self.parts.get() else { return };
+        let now = Instant::now();
+        let until = {
+            let mut core = self.core.lock();
+            if core.pass(now) {
+                return;
+            }
+            core.check(now);
+            if call.is_some_and(Call::is_done) || (call.is_none() && !core.has_work()) {
+                return;
+            }
+            // Everything that could be done without the peers has been: what is left waits for frames or for room.
+            if core.net.prepare_park() {
+                core.net.unpark();
+                return;
+            }
+            let until = match (until, core.next_deadline()) {
+                (Some(a), Some(b)) => Some(a.min(b)),
+                (a, b) => a.or(b),
+            };
+            core.parked = Some(until.unwrap_or_else(far));
+            until
+        };
+        // A failure to wait shows as a loop that does not sleep; deadlines still end it.
+        let _ = parts.poller.wait(until.map(|until| until.saturating_duration_since(now)));
+        let mut core = self.core.lock();
+        core.parked = None;
+        core.net.unpark();
+        let now = Instant::now();
+        core.pass(now);
+        core.check(now);
+    }
+
+    // ---- the election
+
+    /// Makes a waiter the driver, or puts it on the list of sleepers.
+    fn take_turn(&self, me: Waiter, call: &Call) -> bool {
+        let mut turn = self.drive.turn.lock();
+        if turn.driver.is_some_and(|driver| driver != me) {
+            if !turn.sleepers.iter().any(|(waiter, _)| *waiter == me) {
+                turn.sleepers.push((me, call.bell()));
+            }
+            return false;
+        }
+        turn.driver = Some(me);
+        turn.sleepers.retain(|(waiter, _)| *waiter != me);
+        true
+    }
+
+    /// Ends a waiter's part in the election; somebody else drives if there is need.
+    fn leave_turn(&self, me: Waiter) {
+        let mut turn = self.drive.turn.lock();
+        turn.sleepers.retain(|(waiter, _)| *waiter != me);
+        if turn.driver.is_some_and(|driver| driver != me) {
+            return;
+        }
+        // Also when nobody drives: this waiter may have been appointed and have ended before it took its turn.
+        turn.driver = None;
+        turn.appoint();
+        drop(turn);
+        if self.with_core(|core| core.has_work()) {
+            self.ensure_driver();
+        }
+    }
+
+    /// Sees to it that somebody makes progress while nobody waits.
+    fn ensure_driver(&self) {
+        let mut turn = self.drive.turn.lock();
+        if turn.driver.is_some() || turn.stopping {
+            return;
+        }
+        if !turn.sleepers.is_empty() {
+            turn.appoint();
+            return;
+        }
+        turn.background_wanted = true;
+        if turn.background_started {
+            self.drive.background.notify_all();
+            return;
+        }
+        turn.background_started = true;
+        drop(turn);
+        self.start_background();
+    }
+
+    fn start_background(&self) {
+        let me = self.me.clone();
+        let spawned = std::thread::Builder::new().name("accl-progress".into()).spawn(move || {
+            signals::block_all();
+            if let Some(engine) = me.upgrade() {
+                engine.background();
+            }
+        });
+        if spawned.is_err() {
+            self.drive.turn.lock().background_started = false;
+        }
+    }
+
+    fn background(&self) {
+        loop {
+            {
+                let mut turn = self.drive.turn.lock();
+                while !turn.stopping && (turn.driver.is_some() || !turn.background_wanted) {
+                    self.drive.background.wait(&mut turn);
+                }
+                if turn.stopping {
+                    turn.background_stopped = true;
+                    self.drive.background.notify_all();
+                    return;
+                }
+                turn.driver = Some(BACKGROUND);
+            }
+            loop {
+                self.park(None, None);
+                let has_work = self.with_core(|core| core.has_work());
+                let mut turn = self.drive.turn.lock();
+                if !has_work || turn.stopping || !turn.sleepers.is_empty() {
+                    turn.driver = None;
+                    turn.background_wanted = false;
+                    turn.appoint();
+                    break;
+                }
+            }
+            // A call that came in between found a driver and relied on it.
+            if self.with_core(|core| core.has_work()) {
+                let mut turn = self.drive.turn.lock();
+                if turn.driver.is_none() && turn.sleepers.is_empty() {
+                    turn.background_wanted = true;
+                }
+            }
+        }
+    }
+
+    /// After another thread's pass: the driver must not sleep on when its call may have ended, or when it `must` look.
+    fn wake_driver_if(&self, must: bool) {
+        // A driver that is not parked yet looks once more before it parks, and at least once a tick.
+        let turn = if must { Some(self.drive.turn.lock()) } else { self.drive.turn.try_lock() };
+        let Some(turn) = turn else { return };
+        // The background thread waits for no call of its own.
+        if turn.driver.is_some_and(|driver| must || driver != BACKGROUND) {
+            drop(turn);
+            self.kick();
+        }
+    }
+
+    /// Asks the background thread to end.
+    pub(crate) fn stop_background(&self) {
+        self.drive.turn.lock().stopping = true;
+        self.drive.background.notify_all();
+        self.kick();
+    }
+
+    /// Waits until the background thread has ended, at most for `patience`.
+    pub(crate) fn await_background(&self, patience: Duration) {
+        let mut turn = self.drive.turn.lock();
+        if turn.background_started {
+            let running = |turn: &mut Turn| !turn.background_stopped;
+            self.drive.background.wait_while_for(&mut turn, running, patience);
+        }
+    }
+}
+
+impl Turn {
+    /// Wakes the oldest sleeper to drive.
+    fn appoint(&self) {
+        if let Some((_, bell)) = self.sleepers.first() {
+            bell.nudge();
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! A store in a directory, shared by processes of one host that start without one in common.
+//!
+//! A key is a file: written aside and renamed, so that a reader sees all of a value or nothing. Counters are changed
+//! under a file lock, which the kernel releases when its holder dies. Waiting polls; rendezvous is rare. Owns no life
+//! time: who makes the directory removes it.
+
+use std::fmt::Write as _;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use accl_engine::Store;
+use accl_types::{Error, Result};
+use rustix::fs::{FlockOperation, flock};
+
+/// Between two looks of a waiter.
+const POLL: Duration = Duration::from_micros(500);
+/// Name of the file that is locked; no key has it, see [`file_name`].
+const LOCK: &str = "=lock";
+
+/// Numbers the files that are written aside, within this process.
+static WRITTEN: AtomicU64 = AtomicU64::new(0);
+
+/// Equal directories are equal stores, in whatever process.
+#[derive(Clone, Debug)]
+pub struct DirStore {
+    dir: PathBuf,
+    prefix: String,
+}
+
+impl DirStore {
+    /// The store in `dir`, which is made if it is not there.
+    ///
+    /// # Errors
+    /// `Rendezvous` when it cannot be made.
+    pub fn new(dir: impl Into<PathBuf>) -> Result<Self> {
+        let dir = dir.into();
+        fs::create_dir_all(&dir).map_err(|why| failed("made", &dir, &why))?;
+        Ok(Self { dir, prefix: String::new() })
+    }
+
+    /// The same store seen under a prefix, as torch gives each group one.
+    pub fn prefixed(&self, prefix: &str) -> Self {
+        Self { dir: self.dir.clone(), prefix: format!("{}{prefix}/", self.prefix) }
+    }
+
+    /// Where it is.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    fn path(&self, key: &str) -> PathBuf {
+        self.dir.join(file_name(&format!("{}{key}", self.prefix)))
+    }
+
+    fn write(&self, path: &Path, value: &[u8]) -> Result<()> {
+        let number = WRITTEN.fetch_add(1, Ordering::Relaxed);
+        let aside = self.dir.join(format!("=new-{}-{number}", std::process::id()));
+        fs::write(&aside, value).and_then(|()| fs::rename(&aside, path)).map_err(|why| failed("written", path, &why))
+    }
+}
+
+impl Store for DirStore {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.write(&self.path(key), value)
+    }
+
+    fn get(&self, key: &str) -> Result<Vec<u8>> {
+        let path = self.path(key);
+        fs::read(&path).map_err(|why| failed("read", &path, &why))
+    }
+
+    fn wait(&self, keys: &[String], timeout: Duration) -> Result<bool> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            if self.check(keys)? {
+                return Ok(true);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(false);
+            }
+            std::thread::sleep(left.min(POLL));
+        }
+    }
+
+    fn add(&self, key: &str, delta: i64) -> Result<i64> {
+        let lock_path = self.dir.join(LOCK);
+        let lock = File::create(&lock_path).map_err(|why| failed("made", &lock_path, &why))?;
+        rustix::io::retry_on_intr(|| flock(&lock, FlockOperation::LockExclusive))
+            .map_err(|why| failed("locked", &lock_path, &why.into()))?;
+        let path = self.path(key);
+        let old = match fs::read_to_string(&path) {
+            Ok(text) => text.parse().map_err(|_| Error::rendezvous(format!("{key} holds no number")))?,
+            Err(why) if why.kind() == io::ErrorKind::NotFound => 0,
+            Err(why) => return Err(failed("read", &path, &why)),
+        };
+        let value: i64 = old + delta;
+        // The lock ends with its file, after this.
+        self.write(&path, value.to_string().as_bytes())?;
+        Ok(value)
+    }
+
+    fn check(&self, keys: &[String]) -> Result<bool> {
+        Ok(keys.iter().all(|key| self.path(key).exists()))
+    }
+}
+
+/// A name without separators; different keys have different ones. A `=` is followed by two digits here and nowhere else.
+fn file_name(key: &str) -> String {
+    let mut name = String::with_capacity(key.len());
+    for byte in key.bytes() {
+        if byte.is_ascii_alphanumeric() || byte == b'_' || byte == b'-' {
+            name.push(char::from(byte));
+        } else {
+            // Writing to a string cannot fail.
+            let _ = write!(name, "={byte:02x}");
+        }
+    }
+    name
+}
+
+fn failed(what: &str, path: &Path, why: &io::Error) -> Error {
+    Error::rendezvous(format!("{} could not be {what}: {why}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Dir(DirStore);
+
+    impl Dir {
+        fn new(name: &str) -> Self {
+            let dir = std::env::temp_dir().join(format!("accl-dir-store-{name}-{}", std::process::id()));
+            Self(DirStore::new(dir).unwrap())
+        }
+    }
+
+    impl Drop for Dir {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(self.0.dir());
+        }
+    }
+
+    #[test]
+    fn concurrent_additions_all_count() {
+        let store = Dir::new("add");
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| (0..50).for_each(|_| drop(store.0.add("n/one", 1).unwrap())));
+            }
+        });
+        assert_eq!(store.0.add("n/one", 0).unwrap(), 200);
+        assert_eq!(store.0.get("n/one").unwrap(), b"200");
+    }
+
+    #[test]
+    fn a_waiter_sees_what_another_one_sets_and_gives_up_in_time() {
+        let store = Dir::new("wait");
+        let keys = ["a".to_owned(), "b".to_owned()];
+        store.0.set("a", b"1").unwrap();
+        assert!(!store.0.wait(&keys, Duration::from_millis(2)).unwrap());
+        std::thread::scope(|scope| {
+            scope.spawn(|| store.0.set("b", b"").unwrap());
+            assert!(store.0.wait(&keys, Duration::from_secs(30)).unwrap());
+        });
+        assert_eq!(store.0.get("b").unwrap(), b"");
+    }
+
+    #[test]
+    fn keys_that_look_like_paths_stay_apart_and_inside() {
+        let store = Dir::new("keys");
+        let keys = ["x/y", "x", "../x", "x=2fy", "=lock", "x/", "."];
+        for key in keys {
+            store.0.set(key, key.as_bytes()).unwrap();
+        }
+        for key in keys {
+            assert_eq!(store.0.get(key).unwrap(), key.as_bytes(), "{key}");
+        }
+        assert_eq!(store.0.prefixed("x").get("y").unwrap(), b"x/y");
+        assert!(store.0.get("absent").is_err());
+    }
+}
