@@ -109,6 +109,7 @@ table! {
         ring,
         double_binary_tree,
         two_level,
+        circulant,
     ]
     reduce_scatter: [
         direct,
