@@ -116,11 +116,12 @@ fn by_rule(
         Collective::AllReduce if bytes <= SMALL_BYTES => "recursive_doubling",
         Collective::AllReduce if pipelined => "ring",
         Collective::AllReduce if world.is_power_of_two() => "rabenseifner",
-        Collective::AllReduce => "double_binary_tree",
+        Collective::AllReduce => "circulant",
 
         Collective::ReduceScatter if world <= DIRECT_WORLD => "direct",
         Collective::ReduceScatter if pipelined => "ring",
-        Collective::ReduceScatter => "recursive_halving",
+        Collective::ReduceScatter if world.is_power_of_two() => "recursive_halving",
+        Collective::ReduceScatter => "circulant",
 
         Collective::AllGather if world <= DIRECT_WORLD => "direct",
         Collective::AllGather if pipelined => "ring",
@@ -158,8 +159,8 @@ rank; *hosts* means that several hosts have ranks, one of them several, and that
 
 | collective | rule |
 |---|---|
-| all_reduce | up to {tiny} KiB: `direct` for up to {ONE_SHOT_WORLD} ranks (not for two), else `recursive_doubling`; hosts: `two_level`; up to {DIRECT_WORLD} ranks: `direct_two_phase`; up to {small} KiB: `recursive_doubling`; pipelined: `ring`; a power of two: `rabenseifner`; else `double_binary_tree` |
-| reduce_scatter | up to {DIRECT_WORLD} ranks: `direct`; pipelined: `ring`; else `recursive_halving` |
+| all_reduce | up to {tiny} KiB: `direct` for up to {ONE_SHOT_WORLD} ranks (not for two), else `recursive_doubling`; hosts: `two_level`; up to {DIRECT_WORLD} ranks: `direct_two_phase`; up to {small} KiB: `recursive_doubling`; pipelined: `ring`; a power of two: `rabenseifner`; else `circulant` |
+| reduce_scatter | up to {DIRECT_WORLD} ranks: `direct`; pipelined: `ring`; a power of two: `recursive_halving`; else `circulant` |
 | all_gather | up to {DIRECT_WORLD} ranks: `direct`; pipelined: `ring`; else `bruck` |
 | broadcast, reduce | broadcast with hosts: `two_level`; up to {FLAT_WORLD} ranks below {large} KiB: `flat`; from {large} KiB, pipelined, up to {CHAIN_WORLD} ranks: `chain`; else `binomial` |
 | gather, scatter | blocks that differ, up to {DIRECT_WORLD} ranks, or pipelined: `flat`; else `binomial` |

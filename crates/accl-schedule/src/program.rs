@@ -357,3 +357,88 @@ fn next(counters: &mut [u32], peer: Rank) -> u32 {
     *counter += 1;
     *counter - 1
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::algorithms::find;
+    use crate::topology::Topology;
+
+    fn lowered(collective: Collective, name: &str, world: u32, rank: u32) -> Program {
+        let topology = Topology::flat(world);
+        let request = Request { collective, world, rank: Rank(rank), root: Rank(0), topology: &topology };
+        let row = find(collective, name).expect("the row exists");
+        (row.build)(&request).lower(&request)
+    }
+
+    fn deps(program: &Program) -> Vec<Vec<(u32, bool)>> {
+        program.ops.iter().map(|op| op.deps.iter().map(|dep| (dep.on, dep.stream)).collect()).collect()
+    }
+
+    #[test]
+    fn a_relay_streams_behind_what_it_receives() {
+        // Receive, then send on.
+        assert_eq!(deps(&lowered(Collective::Broadcast, "chain", 4, 1)), [vec![], vec![(0, true)]]);
+        let reduce = lowered(Collective::Reduce, "chain", 4, 1);
+        assert!(
+            matches!(reduce.ops[0].kind, OpKind::RecvReduce { .. })
+                && matches!(reduce.ops[1].kind, OpKind::Send { .. })
+        );
+        assert_eq!(deps(&reduce), [vec![], vec![(0, true)]]);
+    }
+
+    #[test]
+    fn an_exchange_in_place_overwrites_byte_by_byte_behind_its_own_sending() {
+        // Of two ranks: send In, receive and reduce In into Out, which may be the same memory.
+        let program = lowered(Collective::AllReduce, "recursive_doubling", 2, 0);
+        assert_eq!(deps(&program), [vec![], vec![(0, true)]]);
+    }
+
+    #[test]
+    fn one_large_all_reduce_of_two_is_a_pipeline_throughout() {
+        let program = lowered(Collective::AllReduce, "direct_two_phase", 2, 0);
+        // Send In 1, reduce into 0, send 0 on as it becomes ready, receive 1 over what was sent.
+        assert_eq!(deps(&program), [vec![], vec![], vec![(1, true)], vec![(0, true)]]);
+    }
+
+    #[test]
+    fn parts_of_a_payload_wait_for_all_of_it() {
+        let program = lowered(Collective::Scatter, "binomial", 4, 2);
+        // Position 2 receives blocks 2 and 3 and sends 3 on.
+        assert_eq!(deps(&program), [vec![], vec![(0, false)]]);
+    }
+
+    #[test]
+    fn a_fence_holds_back_what_follows() {
+        let program = lowered(Collective::Barrier, "dissemination", 4, 0);
+        let both = vec![(0, false), (1, false)];
+        assert_eq!(deps(&program), [vec![], vec![], both.clone(), both]);
+    }
+
+    #[test]
+    fn messages_are_numbered_per_directed_pair() {
+        let program = lowered(Collective::AllReduce, "ring", 3, 0);
+        let edges = |sends: bool| -> Vec<u32> {
+            let is_send = |op: &&Op| matches!(op.kind, OpKind::Send { .. }) == sends;
+            program.ops.iter().filter(is_send).map(|op| op.edge).collect()
+        };
+        assert_eq!(edges(true), [0, 1, 2, 3]);
+        assert_eq!(edges(false), [0, 1, 2, 3]);
+    }
+
+    #[test]
+    fn dependencies_grow_with_the_operations_and_not_faster() {
+        for row in crate::ALGORITHMS.iter().filter(|row| row.requires.is_empty()) {
+            let program = lowered(row.collective, row.name, 4096, 7);
+            let deps: usize = program.ops.iter().map(|op| op.deps.len()).sum();
+            let bound = 16 * program.ops.len();
+            assert!(
+                deps <= bound,
+                "{} {}: {deps} dependencies of {} operations",
+                row.collective,
+                row.name,
+                program.ops.len()
+            );
+        }
+    }
+}
