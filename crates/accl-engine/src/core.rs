@@ -4,15 +4,16 @@
 //! or sleeps. Read [`Core::pass`] first.
 
 use std::collections::{HashMap, HashSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
 use accl_transport::frame::{Header, Kind};
 use accl_transport::{Card, Link, Poller};
-use accl_types::Result;
+use accl_types::{Error, Result};
 
 use crate::completion::CompletionPool;
 use crate::net::{Net, PeerId};
-use crate::state::{GroupState, Hands};
+use crate::state::{GroupState, Hands, Tell};
 
 /// Frames taken off one link before the others have their turn.
 const FRAMES_PER_TURN: usize = 32;
@@ -103,7 +104,22 @@ impl Core {
     }
 
     /// One pass: takes frames off links, advances calls, sends what can be sent. Returns whether anything moved.
+    ///
+    /// A panic in it is a defect of ours. Whoever happens to drive must not die of it, and others must not wait for what
+    /// it left undone: all groups fail.
     pub(crate) fn pass(&mut self, now: Instant) -> bool {
+        catch_unwind(AssertUnwindSafe(|| self.pass_unguarded(now))).unwrap_or_else(|panic| {
+            let said = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+            let said = said.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+            let error = Error::internal(format!("panic while making progress: {said}; please report it"));
+            for id in self.groups.keys().copied().collect::<Vec<_>>() {
+                self.with_group(id, now, |group, hands| group.fail(error.clone(), hands, Tell::Peers));
+            }
+            true
+        })
+    }
+
+    fn pass_unguarded(&mut self, now: Instant) -> bool {
         let mut moved = false;
         for id in self.net.ids() {
             moved |= self.drain(id, now);

@@ -142,10 +142,8 @@ impl Engine {
         if let Some(outcome) = self.spin(call, until) {
             return outcome;
         }
-        let me = Waiter(self.drive.waits.fetch_add(1, Ordering::Relaxed));
-        let outcome = self.wait_slowly(me, call, timeout, until, interrupt);
-        self.leave_turn(me);
-        outcome
+        let stay = Stay { engine: self, me: Waiter(self.drive.waits.fetch_add(1, Ordering::Relaxed)) };
+        self.wait_slowly(stay.me, call, timeout, until, interrupt)
     }
 
     /// Looks again and again for a short while.
@@ -389,6 +387,18 @@ impl Engine {
             let running = |turn: &mut Turn| !turn.background_stopped;
             self.drive.background.wait_while_for(&mut turn, running, patience);
         }
+    }
+}
+
+/// A waiter's part in the election; it ends with the wait, also when an interrupt hook panics.
+struct Stay<'a> {
+    engine: &'a Engine,
+    me: Waiter,
+}
+
+impl Drop for Stay<'_> {
+    fn drop(&mut self) {
+        self.engine.leave_turn(self.me);
     }
 }
 

@@ -35,6 +35,8 @@ pub struct WorldOptions {
     pub timeout: Duration,
     /// Host identity of each rank; empty for one host.
     pub hosts: Vec<String>,
+    /// Loopback links are made and adopted; otherwise the test brings its own.
+    pub adopt: bool,
 }
 
 impl WorldOptions {
@@ -46,6 +48,7 @@ impl WorldOptions {
             config: Config::default(),
             timeout: Duration::from_secs(60),
             hosts: Vec::new(),
+            adopt: true,
         }
     }
 
@@ -108,7 +111,9 @@ impl World {
             })
             .collect();
         let world = Self { options, engines, store: MemoryStore::default() };
-        if let Fabric::Loopback(frames) = world.options.fabric {
+        if let Fabric::Loopback(frames) = world.options.fabric
+            && world.options.adopt
+        {
             world.connect_loopback(frames);
         }
         world

@@ -1,0 +1,101 @@
+//! A panic inside the engine is an internal error on every rank, and nobody waits for what it left undone.
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use accl_engine::Mode;
+use accl_testkit::{Member, World, WorldOptions, finish};
+use accl_transport::Link;
+use accl_transport::loopback::{Capacity, LoopbackLink, pair};
+use accl_types::{ErrorKind, ReduceOp, Result};
+
+/// A link that panics once when it is told to.
+struct Explosive {
+    link: LoopbackLink,
+    armed: Arc<AtomicBool>,
+}
+
+impl Link for Explosive {
+    fn max_frame_bytes(&self) -> usize {
+        self.link.max_frame_bytes()
+    }
+    fn try_reserve(&mut self, len_bytes: usize) -> Result<Option<&mut [u8]>> {
+        self.link.try_reserve(len_bytes)
+    }
+    fn commit(&mut self) {
+        self.link.commit();
+    }
+    fn peek(&mut self) -> Result<Option<&[u8]>> {
+        assert!(!self.armed.swap(false, Ordering::SeqCst), "the test's link explodes");
+        self.link.peek()
+    }
+    fn release(&mut self) {
+        self.link.release();
+    }
+    fn flush(&mut self) -> Result<bool> {
+        self.link.flush()
+    }
+    fn prepare_park(&mut self, wants_room: bool) -> bool {
+        self.link.prepare_park(wants_room)
+    }
+    fn unpark(&mut self) {
+        self.link.unpark();
+    }
+    fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        self.link.fds()
+    }
+    fn check_peer(&mut self) -> Result<()> {
+        self.link.check_peer()
+    }
+    fn close(&mut self) {
+        self.link.close();
+    }
+    fn transport(&self) -> &'static str {
+        self.link.transport()
+    }
+    fn describe(&self) -> String {
+        self.link.describe()
+    }
+}
+
+fn explode(call: impl Fn(&Member) -> Result<()> + Sync) {
+    let world = World::new(WorldOptions { adopt: false, ..WorldOptions::new(2).timeout(Duration::from_secs(5)) });
+    let (a, b) = (&world.engines[0], &world.engines[1]);
+    let (left, right) = pair(65536 + 256, Capacity::Frames(16), a.waker().unwrap(), b.waker().unwrap());
+    let armed = Arc::new(AtomicBool::new(false));
+    a.adopt_link(b.card().unwrap(), Box::new(Explosive { link: left, armed: armed.clone() })).unwrap();
+    b.adopt_link(a.card().unwrap(), Box::new(right)).unwrap();
+    let errors = world.run("g", |member| {
+        member.barrier().unwrap();
+        // Rank 0's own look at its link, not one of the barrier.
+        if member.rank == 0 {
+            armed.store(true, Ordering::SeqCst);
+        }
+        call(&member)
+    });
+    for (rank, error) in errors.into_iter().enumerate() {
+        let error = error.expect_err("the call must fail");
+        let known = matches!(error.kind, ErrorKind::Internal | ErrorKind::Timeout | ErrorKind::PeerLost);
+        assert!(known, "rank {rank}: {error}");
+        assert!(rank != 0 || error.to_string().contains("the test's link explodes"), "{error}");
+    }
+}
+
+#[test]
+fn a_panic_under_a_waiter_is_an_internal_error() {
+    explode(|member| member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Sum));
+}
+
+#[test]
+fn a_panic_under_the_background_thread_is_an_internal_error() {
+    explode(|member| {
+        let mut data = [1.0_f32; 4];
+        let call = member.group.submit(member.all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Async))?;
+        while !call.is_done() {
+            std::thread::yield_now();
+        }
+        finish(&call)
+    });
+}
