@@ -1,1 +1,12 @@
-//! Shared code of the microbenchmarks.
+//! Shared code of the microbenchmarks: processes as ranks, the calls they measure, placement, and the table of
+//! bandwidths.
+//!
+//! Owns nothing that is measured. Read [`process::Ranks`] and [`world::World`] first.
+
+pub mod cases;
+pub mod pin;
+pub mod process;
+pub mod rank;
+pub mod sweep;
+pub mod table;
+pub mod world;

@@ -1,7 +1,7 @@
 //! A whole world in one process, with the code that runs in production: one engine per rank, threads as ranks.
 //!
-//! Owns the stores in memory and in a directory, the worlds over loopback, shared memory and tcp, and short forms of the calls. For tests
-//! and benches only. Read [`World`] first.
+//! Owns the stores in memory and in a directory, the worlds over loopback, shared memory and tcp, and short forms of the
+//! calls. For tests and benches only. Read [`World`] first.
 
 pub mod calls;
 mod dir_store;

@@ -1,0 +1,226 @@
+//! What is measured of a collective: its call at a size, the tensors it uses, its result, its bandwidths.
+//!
+//! Owns the meaning of *size*: the largest buffer of the call, the same on all ranks. Read [`Case`] first.
+
+use accl_engine::{CallDesc, TensorDesc};
+use accl_schedule::{ALGORITHMS, Algorithm, Topology};
+use accl_types::{Collective, Dtype, Rank};
+
+/// The collectives that are measured.
+pub const COLLECTIVES: &[Collective] = &[
+    Collective::AllReduce,
+    Collective::ReduceScatter,
+    Collective::AllGather,
+    Collective::Broadcast,
+    Collective::Reduce,
+    Collective::Gather,
+    Collective::Scatter,
+    Collective::AllToAll,
+    Collective::Barrier,
+];
+
+/// Name of the choice that the engine makes by itself, in place of an algorithm's.
+pub const AUTO: &str = "auto";
+
+/// A collective, by an algorithm, at a size.
+#[derive(Clone, Copy, Debug)]
+pub struct Case {
+    /// What is called.
+    pub collective: Collective,
+    /// The algorithm that is forced; `None` for the engine's choice.
+    pub algorithm: Option<&'static Algorithm>,
+    /// Size of the largest buffer of the call.
+    pub bytes: u64,
+}
+
+/// The algorithms of a collective that can run with equal blocks on one host, the engine's choice first.
+pub fn algorithms(collective: Collective, ranks: u32) -> Vec<Option<&'static Algorithm>> {
+    let topology = Topology::flat(ranks);
+    let rows = ALGORITHMS.iter().filter(|row| row.collective == collective && (row.applies)(ranks, &topology));
+    std::iter::once(None).chain(rows.map(Some)).collect()
+}
+
+/// Name of an algorithm in ids and settings.
+pub fn algorithm_name(algorithm: Option<&'static Algorithm>) -> &'static str {
+    algorithm.map_or(AUTO, |row| row.name)
+}
+
+impl Case {
+    /// Whether the case exists: a barrier has no bytes, and some algorithms need blocks of equal size.
+    pub fn exists(&self, ranks: u32) -> bool {
+        let equal = self.count_elems() % u64::from(ranks) == 0;
+        let barrier = self.collective == Collective::Barrier;
+        (equal || !self.algorithm.is_some_and(|row| row.needs_equal_blocks)) && barrier == (self.bytes == 0)
+    }
+
+    /// Reductions are of float32; what only moves is bytes, so that any number of ranks can share four of them.
+    pub fn dtype(&self) -> Dtype {
+        if self.collective.reduces() { Dtype::F32 } else { Dtype::U8 }
+    }
+
+    /// Elements of the largest buffer.
+    pub fn count_elems(&self) -> u64 {
+        self.bytes / self.dtype().size_bytes() as u64
+    }
+
+    /// Elements of block `rank` when the buffer is cut for `ranks`: equal, or the first ones larger by one.
+    pub fn block_elems(&self, rank: u32, ranks: u32) -> u64 {
+        let count = self.count_elems();
+        count / u64::from(ranks) + u64::from(u64::from(rank) < count % u64::from(ranks))
+    }
+
+    /// Bus bandwidth is algorithm bandwidth times this, as nccl-tests define it: what the busiest link must carry,
+    /// per byte of the buffer, whatever the algorithm.
+    pub fn bus_factor(&self, ranks: u32) -> f64 {
+        let n = f64::from(ranks);
+        match self.collective {
+            Collective::AllReduce => 2.0 * (n - 1.0) / n,
+            Collective::ReduceScatter
+            | Collective::AllGather
+            | Collective::Gather
+            | Collective::Scatter
+            | Collective::AllToAll => (n - 1.0) / n,
+            Collective::Broadcast | Collective::Reduce => 1.0,
+            Collective::Barrier | Collective::Send | Collective::Recv => 0.0,
+        }
+    }
+}
+
+/// The memory of one rank's calls; grows to the largest case.
+#[derive(Debug, Default)]
+pub struct Tensors {
+    // Words, so that any dtype is aligned.
+    input: Vec<u64>,
+    output: Vec<u64>,
+}
+
+impl Tensors {
+    /// The call of `case` on these tensors, which are made large enough. Valid until the next call of this function.
+    pub fn call(&mut self, case: &Case, rank: u32, ranks: u32, root: u32) -> CallDesc {
+        // With blocks that differ, as many of the largest as there are ranks may be more than the whole.
+        let room = (case.bytes + 64 * u64::from(ranks)).div_ceil(8) as usize;
+        for buffer in [&mut self.input, &mut self.output] {
+            if buffer.len() < room {
+                // Written, so that the pages are there before anything is timed.
+                *buffer = (0..room as u64).collect();
+            }
+        }
+        let dtype = case.dtype();
+        let elem = dtype.size_bytes();
+        let (input, output): (*mut u8, *mut u8) = (self.input.as_mut_ptr().cast(), self.output.as_mut_ptr().cast());
+        let whole = |base| vec![vec![TensorDesc::dense(base, dtype, case.count_elems() as usize)]];
+        let own = |base| vec![vec![TensorDesc::dense(base, dtype, case.block_elems(rank, ranks) as usize)]];
+        let blocks = |base: *mut u8, count: &dyn Fn(u32) -> u64| {
+            let mut at = 0;
+            let mut block = |of: u32| {
+                let tensor = TensorDesc::dense(base.wrapping_add(at), dtype, count(of) as usize);
+                at += count(of) as usize * elem;
+                vec![tensor]
+            };
+            (0..ranks).map(&mut block).collect()
+        };
+        let each = |of: u32| case.block_elems(of, ranks);
+        let mine = |_: u32| case.block_elems(rank, ranks);
+
+        let mut desc = CallDesc::new(case.collective, dtype);
+        desc.root = Rank(root);
+        desc.equal_blocks = case.count_elems() % u64::from(ranks) == 0;
+        match case.collective {
+            Collective::AllReduce | Collective::Broadcast | Collective::Reduce => desc.outputs = whole(output),
+            Collective::ReduceScatter => {
+                desc.inputs = blocks(input, &each);
+                desc.outputs = own(output);
+            }
+            Collective::AllGather => {
+                desc.inputs = own(input);
+                desc.outputs = blocks(output, &each);
+            }
+            Collective::Gather => {
+                desc.inputs = own(input);
+                if rank == root {
+                    desc.outputs = blocks(output, &each);
+                }
+            }
+            Collective::Scatter => {
+                if rank == root {
+                    desc.inputs = blocks(input, &each);
+                }
+                desc.outputs = own(output);
+            }
+            Collective::AllToAll => {
+                desc.inputs = blocks(input, &each);
+                desc.outputs = blocks(output, &mine);
+            }
+            Collective::Barrier => {}
+            Collective::Send | Collective::Recv => unreachable!("no case of a message is made"),
+        }
+        desc
+    }
+
+    /// Writes what `rank` contributes to the result that [`Tensors::check`] expects.
+    pub fn fill(&mut self, case: &Case, rank: u32) {
+        let word = pattern(case.dtype(), rank + 1);
+        self.input.fill(word);
+        self.output.fill(word);
+    }
+
+    /// Zeros, so that repeated sums in place stay finite.
+    pub fn clear(&mut self) {
+        self.input.fill(0);
+        self.output.fill(0);
+    }
+
+    /// Whether the outputs hold the result of one call after [`Tensors::fill`] on all ranks; else what is wrong.
+    ///
+    /// # Errors
+    /// A clause for a person.
+    pub fn check(&self, case: &Case, rank: u32, ranks: u32, root: u32) -> Result<(), String> {
+        let sum = ranks * (ranks + 1) / 2;
+        let of_all: Vec<(u32, u64)> = (0..ranks).map(|from| (from + 1, case.block_elems(from, ranks))).collect();
+        let expected: Vec<(u32, u64)> = match case.collective {
+            Collective::AllReduce => vec![(sum, case.count_elems())],
+            Collective::Reduce if rank == root => vec![(sum, case.count_elems())],
+            Collective::ReduceScatter => vec![(sum, case.block_elems(rank, ranks))],
+            Collective::AllGather => of_all,
+            Collective::Gather if rank == root => of_all,
+            Collective::Broadcast => vec![(root + 1, case.count_elems())],
+            Collective::Scatter => vec![(root + 1, case.block_elems(rank, ranks))],
+            Collective::AllToAll => (0..ranks).map(|from| (from + 1, case.block_elems(rank, ranks))).collect(),
+            Collective::Reduce | Collective::Gather | Collective::Barrier => Vec::new(),
+            Collective::Send | Collective::Recv => unreachable!("no case of a message is made"),
+        };
+        compare(&self.output, case.dtype(), &expected)
+    }
+}
+
+/// Eight bytes of elements that all have this value.
+fn pattern(dtype: Dtype, value: u32) -> u64 {
+    if dtype == Dtype::F32 {
+        let bits = u64::from((value as f32).to_bits());
+        bits << 32 | bits
+    } else {
+        u64::from(value & 0xff) * 0x0101_0101_0101_0101
+    }
+}
+
+/// Elements that are all looked at; of more, one in [`STRIDE`].
+const ALL_CHECKED: u64 = 1 << 16;
+const STRIDE: usize = 61;
+
+/// Checks runs of (value, elements), one behind the other.
+fn compare(words: &[u64], dtype: Dtype, expected: &[(u32, u64)]) -> Result<(), String> {
+    let size = dtype.size_bytes();
+    let mut start = 0;
+    for &(value, count) in expected {
+        let wanted = &pattern(dtype, value).to_ne_bytes()[..size];
+        for elem in (start..start + count).step_by(if count > ALL_CHECKED { STRIDE } else { 1 }) {
+            let at = elem as usize * size;
+            let found = &words[at / 8].to_ne_bytes()[at % 8..at % 8 + size];
+            if found != wanted {
+                return Err(format!("element {elem} is {found:?} and not {value}"));
+            }
+        }
+        start += count;
+    }
+    Ok(())
+}
