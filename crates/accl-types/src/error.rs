@@ -202,10 +202,7 @@ mod tests {
             .in_group("dp")
             .in_call(Collective::AllReduce, Seq(42))
             .on_rank(Rank(1));
-        assert_eq!(
-            error.to_string(),
-            "accl: [rank 1] all_reduce seq 42 in group dp: rank 3 sent nothing for 30000 ms"
-        );
+        assert_eq!(error.to_string(), "accl: [rank 1] all_reduce seq 42 in group dp: rank 3 sent nothing for 30000 ms");
     }
 
     #[test]

@@ -5,10 +5,10 @@
 //! [`config::Config`] first.
 #![forbid(unsafe_code)]
 
+mod collective;
 pub mod config;
 mod dtype;
 mod error;
-mod collective;
 mod nearest;
 mod reduce_op;
 mod units;

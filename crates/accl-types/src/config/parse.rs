@@ -68,10 +68,8 @@ pub(super) fn names(text: &str, known: &[&str]) -> Result<Vec<String>, String> {
 }
 
 pub(super) fn size(text: &str, min: u64, max: u64) -> Result<u64, String> {
-    let (digits, unit) = SIZE_UNITS
-        .iter()
-        .find_map(|(name, unit)| text.strip_suffix(name).map(|d| (d, *unit)))
-        .unwrap_or((text, 1));
+    let (digits, unit) =
+        SIZE_UNITS.iter().find_map(|(name, unit)| text.strip_suffix(name).map(|d| (d, *unit))).unwrap_or((text, 1));
     let bytes = digits
         .trim()
         .parse::<u64>()
