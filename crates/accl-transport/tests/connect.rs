@@ -4,6 +4,8 @@ mod common;
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use accl_transport::{Card, Endpoint, Link, PROTOCOL_VERSION, Poller, Settings};
@@ -160,7 +162,7 @@ fn ipv6_alone_will_do() {
 fn addresses_that_lead_nowhere_or_to_others_are_passed_over() {
     within_limit(|| {
         let (caller, callee) = caller_and_callee(&settings(&["tcp"]));
-        let other = Host::new(settings(&["tcp"]));
+        let (other, done) = (Host::new(settings(&["tcp"])), Arc::new(AtomicBool::new(false)));
         let loopback = |port| SocketAddr::from(([127, 0, 0, 1], port));
         let refused = TcpListener::bind(loopback(0)).unwrap().local_addr().unwrap();
         // Accepts by the kernel's queue and never says a word.
@@ -176,11 +178,11 @@ fn addresses_that_lead_nowhere_or_to_others_are_passed_over() {
         let other_port = other.card().addresses[0].port();
         let other_thread = {
             // Answers everybody, and must not take this connection for one of its own.
-            let mut other = other;
+            let (mut other, done) = (other, Arc::clone(&done));
             std::thread::spawn(move || {
                 let nobody = Card { uuid: [0; 16], ..other.card() };
-                let soon = Instant::now() + Duration::from_secs(5);
-                assert!(other.endpoint.connect(&[nobody], soon, &mut || false).is_err());
+                let mut until_done = || done.load(Ordering::Relaxed);
+                assert!(other.endpoint.connect(&[nobody], deadline(), &mut until_done).is_err());
             })
         };
         let mut card = callee.card();
@@ -189,6 +191,7 @@ fn addresses_that_lead_nowhere_or_to_others_are_passed_over() {
             vec![unreachable, refused, rude_address, loopback(other_port), silent.local_addr().unwrap(), right];
         let link = connect_by(caller, callee, &card);
         assert!(link.describe().contains(&right.to_string()), "{}", link.describe());
+        done.store(true, Ordering::Relaxed);
         other_thread.join().unwrap();
     });
 }
@@ -281,7 +284,7 @@ fn the_missing_are_listed_and_the_links_that_were_made_are_kept() {
             let links = callee.connect(&[caller_card]).unwrap();
             (callee, links)
         });
-        let soon = Instant::now() + Duration::from_millis(500);
+        let soon = Instant::now() + Duration::from_millis(1500);
         let error = caller.endpoint.connect(&cards, soon, &mut || false).err().unwrap();
         let (_callee, mut links) = thread.join().unwrap();
         assert_eq!(error.missing.iter().map(|m| m.index).collect::<Vec<_>>(), [1]);
@@ -300,7 +303,7 @@ fn a_peer_that_went_away_while_kept_is_connected_again() {
             // Both sides keep a link that they were not given, because the call failed for another peer's sake.
             let cards = [callee.card(), absent.card()];
             let back = [caller.card(), absent.card()];
-            let soon = Instant::now() + Duration::from_millis(300);
+            let soon = Instant::now() + Duration::from_millis(700);
             let thread = std::thread::spawn(move || {
                 assert!(callee.endpoint.connect(&back, soon, &mut || false).is_err());
                 callee
@@ -406,6 +409,13 @@ fn an_accepted_interface_is_the_only_one_offered_and_the_route_to_the_master_com
     };
     let card = Host::new(Settings { master: Some(last.ip()), ..settings(BOTH) }).card();
     assert_eq!(card.addresses[0].ip(), last.ip());
+}
+
+#[test]
+fn a_peer_that_stands_twice_in_the_list_is_refused() {
+    let (mut host, peer) = (Host::new(settings(BOTH)), Host::new(settings(BOTH)));
+    let error = host.connect(&[peer.card(), peer.card()]).err().unwrap();
+    assert_eq!(error.error.kind, ErrorKind::InvalidArgument);
 }
 
 #[test]

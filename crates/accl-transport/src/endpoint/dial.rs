@@ -12,9 +12,10 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
+use super::make::{shm_link, tcp_link};
 use super::stream::{Stream, peer_uid};
 use super::wire::{Hello, REPLY_BYTES, Refusal, Reply, confirm_bytes};
-use super::{Identity, SHM, TCP, shm_link, tcp_link};
+use super::{Identity, SHM, TCP};
 use crate::fork::Fd;
 use crate::shm::budget::Budget;
 use crate::shm::region::{Region, region_bytes, ring_bytes_for};
@@ -298,8 +299,8 @@ impl Attempt {
     }
 }
 
-/// The hello of this process.
 impl Identity {
+    /// The hello of this process.
     fn hello(&self, transport: u8, to: [u8; 16], nonce: u64, ring_bytes: u64) -> Hello {
         Hello {
             transport,

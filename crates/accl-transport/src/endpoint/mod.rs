@@ -5,7 +5,9 @@
 
 mod accept;
 mod dial;
+mod make;
 mod stream;
+mod warnings;
 mod wire;
 
 use std::collections::{BTreeMap, HashMap};
@@ -17,19 +19,17 @@ use std::time::{Duration, Instant};
 
 use accl_types::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::card::hex;
 use crate::fork::Fd;
 use crate::loopback;
 use crate::shm::budget::Budget;
-use crate::shm::region::Region;
-use crate::shm::{Parts, ShmLink};
-use crate::tcp::TcpLink;
 use crate::{Card, Link, PROTOCOL_VERSION, Settings, TRANSPORTS, Waker, host, net};
 
 use accept::{Incoming, Step};
-use dial::{Dial, Trouble};
+use dial::Dial;
+use warnings::Warnings;
 
 /// Code of a transport in the handshake: its place in [`TRANSPORTS`].
 const SHM: u8 = 0;
@@ -94,14 +94,7 @@ pub struct Endpoint {
     departed: HashMap<[u8; 16], String>,
     /// The last accept found no descriptor: the queue is left alone for a turn.
     starved: bool,
-    warnings: Vec<String>,
-    warned: Warned,
-}
-
-#[derive(Debug, Default)]
-struct Warned {
-    smaller_rings: bool,
-    no_shared_memory: bool,
+    warnings: Warnings,
 }
 
 impl fmt::Debug for Endpoint {
@@ -131,7 +124,7 @@ impl Endpoint {
             nonces: AtomicU64::new(u64::from_le_bytes(std::array::from_fn(|i| uuid[i] ^ uuid[i + 8]))),
         };
         let mut listeners = Vec::new();
-        let mut warnings = Vec::new();
+        let mut warnings = Warnings::default();
         let mut unix_name = String::new();
         if uses("shm") {
             // A name of its own: the identity proper is the secret that admits connections.
@@ -142,7 +135,7 @@ impl Endpoint {
                     unix_name = name;
                 }
                 Err(why) if uses("tcp") => {
-                    warnings.push(format!("no Unix socket, so tcp is used instead of shared memory: {why}"));
+                    warnings.no_unix_socket(&why.to_string());
                 }
                 Err(why) => return Err(Error::network(format!("no Unix socket for shared memory: {why}"))),
             }
@@ -178,7 +171,6 @@ impl Endpoint {
             departed: HashMap::new(),
             starved: false,
             warnings,
-            warned: Warned::default(),
         })
     }
 
@@ -199,8 +191,8 @@ impl Endpoint {
         deadline: Instant,
         interrupted: &mut dyn FnMut() -> bool,
     ) -> std::result::Result<Vec<Box<dyn Link>>, ConnectError> {
-        self.check_versions(peers)?;
-        self.drop_departed(peers);
+        self.check_cards(peers)?;
+        self.drop_departed();
         let mut links: Vec<Option<Box<dyn Link>>> = peers.iter().map(|_| None).collect();
         let mut dials: BTreeMap<usize, Dial> = BTreeMap::new();
         for (index, peer) in peers.iter().enumerate() {
@@ -238,17 +230,21 @@ impl Endpoint {
 
     /// Fallbacks since the last call, one sentence each with its remedy.
     pub fn take_warnings(&mut self) -> Vec<String> {
-        std::mem::take(&mut self.warnings)
+        self.warnings.take()
     }
 
-    fn check_versions(&self, peers: &[Card]) -> std::result::Result<(), ConnectError> {
-        let other = |peer: &Card| peer.version != PROTOCOL_VERSION;
-        let missing: Vec<Missing> = peers
-            .iter()
-            .enumerate()
-            .filter(|(_, peer)| other(peer))
-            .map(|(index, peer)| Missing { index, why: format!("it has protocol version {}", peer.version) })
-            .collect();
+    /// What no waiting can help.
+    fn check_cards(&self, peers: &[Card]) -> std::result::Result<(), ConnectError> {
+        let mut missing = Vec::new();
+        for (index, peer) in peers.iter().enumerate() {
+            if peer.version != PROTOCOL_VERSION {
+                missing.push(Missing { index, why: format!("it has protocol version {}", peer.version) });
+            } else if peers[..index].iter().any(|earlier| earlier.uuid == peer.uuid) {
+                let error = Error::invalid_argument(format!("the card of {} stands twice in the list", peer.place()));
+                let missing = vec![Missing { index, why: error.message.clone() }];
+                return Err(ConnectError { error, missing });
+            }
+        }
         let Some(first) = missing.first().map(|m| &peers[m.index]) else { return Ok(()) };
         let error = Error::mismatch(format!(
             "{} has protocol version {}, this process {PROTOCOL_VERSION}; install the same torch-accl everywhere",
@@ -294,13 +290,15 @@ impl Endpoint {
 
     /// Drops kept links whose peer has gone since an earlier call: it will make another or be reported as missing. A
     /// link that breaks during this call is handed out, so that its loss is noticed at once.
-    fn drop_departed(&mut self, peers: &[Card]) {
-        for peer in peers {
-            if let Some(Err(why)) = self.kept.get_mut(&peer.uuid).map(|link| link.check_peer()) {
-                self.kept.remove(&peer.uuid);
-                self.departed.insert(peer.uuid, why.message);
+    fn drop_departed(&mut self) {
+        let departed = &mut self.departed;
+        self.kept.retain(|uuid, link| match link.check_peer() {
+            Ok(()) => true,
+            Err(why) => {
+                departed.insert(*uuid, why.message);
+                false
             }
-        }
+        });
     }
 
     /// Moves kept links to where they are asked for.
@@ -322,7 +320,7 @@ impl Endpoint {
             if let Some((link, trouble)) = made {
                 links[index] = Some(link);
                 if let Some(trouble) = trouble {
-                    warn(&mut self.warnings, &mut self.warned, &trouble, &peers[index]);
+                    self.warnings.add(&trouble, &peers[index]);
                 }
             }
         }
@@ -390,27 +388,6 @@ impl Endpoint {
     }
 }
 
-/// One warning of a kind is enough: what holds for one peer of this host holds for all.
-fn warn(warnings: &mut Vec<String>, warned: &mut Warned, trouble: &Trouble, peer: &Card) {
-    match trouble {
-        Trouble::SmallerRings(bytes, why) if !std::mem::replace(&mut warned.smaller_rings, true) => {
-            warnings.push(format!(
-                "rings of {} KiB instead of ACCL_RING_BYTES are used with {} (and maybe others), which costs bandwidth: {why}",
-                bytes / 1024,
-                peer.place()
-            ));
-        }
-        Trouble::NoSharedMemory(why) if !std::mem::replace(&mut warned.no_shared_memory, true) => {
-            warnings.push(format!(
-                "tcp is used instead of shared memory with {} (and maybe others), which costs speed: {why}; \
-                 ACCL_TRANSPORTS=tcp silences this",
-                peer.place()
-            ));
-        }
-        Trouble::SmallerRings(..) | Trouble::NoSharedMemory(_) => {}
-    }
-}
-
 fn listen_unix(name: &str) -> std::result::Result<Fd, rustix::io::Errno> {
     let fd = Fd::adopt(|| {
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
@@ -419,34 +396,6 @@ fn listen_unix(name: &str) -> std::result::Result<Fd, rustix::io::Errno> {
     rustix::net::bind(&fd, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
     rustix::net::listen(&fd, 4096)?;
     Ok(fd)
-}
-
-fn shm_link(
-    region: Region,
-    side: usize,
-    socket: Fd,
-    peer_event: Fd,
-    max_frame_bytes: usize,
-    peer: String,
-) -> Box<dyn Link> {
-    let peer_process = stream::peer_process(&socket);
-    Box::new(ShmLink::new(Parts { region, side, socket, peer_event, peer_process, max_frame_bytes, peer }))
-}
-
-fn tcp_link(socket: Fd, max_frame_bytes: usize, peer: &str) -> Box<dyn Link> {
-    // Options that make it better but not possible: without them the link works as well.
-    let _ = sockopt::set_tcp_nodelay(&socket, true);
-    let _ = sockopt::set_socket_keepalive(&socket, true);
-    let _ = sockopt::set_tcp_keepidle(&socket, Duration::from_secs(10));
-    let _ = sockopt::set_tcp_keepintvl(&socket, Duration::from_secs(5));
-    let _ = sockopt::set_tcp_keepcnt(&socket, 4);
-    let show = |address: Option<rustix::net::SocketAddrAny>| {
-        let address = address.and_then(|a| SocketAddr::try_from(a).ok());
-        address.map_or_else(|| "?".to_owned(), |a| SocketAddr::new(a.ip().to_canonical(), a.port()).to_string())
-    };
-    let remote = rustix::net::getpeername(&socket).ok().flatten();
-    let place = format!("{} -> {} ({peer})", show(rustix::net::getsockname(&socket).ok()), show(remote));
-    Box::new(TcpLink::new(socket, max_frame_bytes, place))
 }
 
 const _: () = assert!(TRANSPORTS.len() == 2);

@@ -1,0 +1,50 @@
+//! Fallbacks that cost speed, told once each: what holds for one peer of this host holds for all.
+
+use super::dial::Trouble;
+use crate::Card;
+
+/// What has been told and what is still to be told.
+#[derive(Debug, Default)]
+pub(super) struct Warnings {
+    untold: Vec<String>,
+    smaller_rings: bool,
+    no_shared_memory: bool,
+}
+
+impl Warnings {
+    pub(super) fn take(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.untold)
+    }
+
+    pub(super) fn no_unix_socket(&mut self, why: &str) {
+        if !std::mem::replace(&mut self.no_shared_memory, true) {
+            self.untold.push(format!(
+                "tcp is used instead of shared memory, which costs speed: no Unix socket: {why}; \
+                 ACCL_TRANSPORTS=tcp silences this"
+            ));
+        }
+    }
+
+    pub(super) fn add(&mut self, trouble: &Trouble, peer: &Card) {
+        let peer = peer.place();
+        match trouble {
+            Trouble::SmallerRings(bytes, why) => {
+                if !std::mem::replace(&mut self.smaller_rings, true) {
+                    self.untold.push(format!(
+                        "rings of {} KiB instead of ACCL_RING_BYTES are used with {peer} (and maybe others), which \
+                         costs bandwidth: {why}",
+                        bytes / 1024
+                    ));
+                }
+            }
+            Trouble::NoSharedMemory(why) => {
+                if !std::mem::replace(&mut self.no_shared_memory, true) {
+                    self.untold.push(format!(
+                        "tcp is used instead of shared memory with {peer} (and maybe others), which costs speed: {why}; \
+                         ACCL_TRANSPORTS=tcp silences this"
+                    ));
+                }
+            }
+        }
+    }
+}
