@@ -108,15 +108,18 @@ impl Engine {
         let counter = self.groups_made.fetch_add(1, Ordering::Relaxed);
         let mine = GroupCard { counter, agreed: spec.config.agreed_text(), card };
         let cards = meet(spec, &mine, store, deadline, interrupt)?;
+        let hosts = host_indices(&cards);
+        let topology = Topology::new(hosts.clone());
+        // The same on all ranks, since they agreed on the rules.
+        accl_schedule::check_rules(spec.world, &topology, &spec.config.algorithm)?;
         let peers = self.connect(parts, spec, &mine, &cards, deadline, interrupt)?;
 
-        let hosts = host_indices(&cards);
         let most = hosts.iter().map(|host| hosts.iter().filter(|other| *other == host).count()).max().unwrap_or(1);
         self.ranks_per_host.fetch_max(most as u32, Ordering::Relaxed);
         let name: Arc<str> = spec.name.as_str().into();
         let id = group_id(&cards);
         let members = Members::new(peers, spec.config.eager_bytes);
-        let plans = Plans::new(Topology::new(hosts), spec.world, spec.rank);
+        let plans = Plans::new(topology, spec.world, spec.rank);
         let state = GroupState::new(id, name.clone(), spec.rank, spec.config.clone(), spec.timeout, members, plans);
         let now = Instant::now();
         self.with_core(|core| {

@@ -17,7 +17,7 @@ use crate::buffers::{Buffers, block_elems};
 use crate::call::{Call, CallPlace};
 use crate::desc::CallDesc;
 use crate::engine::Engine;
-use crate::p2p::Message;
+use crate::p2p::{Message, PRIVATE_TAGS};
 use crate::plan::PlanKey;
 use crate::run::Run;
 use crate::state::{GroupState, Hands};
@@ -166,6 +166,7 @@ impl Group {
             signature,
             buffers,
             total: count * tensor.dtype.size_bytes() as u64,
+            is_private: desc.tag >= PRIVATE_TAGS,
         };
         let to = if desc.collective == Collective::Send { desc.peer } else { None };
         group.start_message(message, to, hands);
@@ -242,7 +243,7 @@ impl Group {
     /// Leaves the group: calls in flight fail, the other ranks are told. Again and again is fine.
     ///
     /// # Errors
-    /// The first cause, when the group had failed and no call could say so.
+    /// A disagreement about calls that ended before it could be seen, when no later call could say so.
     pub fn shutdown(&self) -> Result<()> {
         if self.closed.swap(true, Ordering::AcqRel) || accl_transport::forked() {
             return Ok(());
@@ -250,7 +251,7 @@ impl Group {
         // One look at the links: a disagreement that calls could not see may lie there.
         self.engine.pass_now();
         let unsaid = self.with_state(|group, hands| {
-            let unsaid = group.poison().filter(|_| !group.cause_was_raised).cloned();
+            let unsaid = group.unsaid();
             group.leave(hands);
             unsaid
         });

@@ -7,14 +7,14 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use accl_types::{Collective, Dtype, Error, Rank, Result};
+use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, Result};
 
 use crate::call::{Call, Waited};
 use crate::desc::{CallDesc, TensorDesc};
 use crate::group::Group;
+use crate::p2p::PRIVATE_TAGS;
 
-/// Users' tags are below.
-const TAG_NOTE: u32 = 0x8000_0000;
+const TAG_NOTE: u32 = PRIVATE_TAGS;
 const TAG_RELEASED: u32 = 0xC000_0000;
 const TAG_NUMBER: u32 = 0x3FFF_FFFF;
 /// Room above the caller's own deadline for the messages that serve it: the wait ends first.
@@ -95,8 +95,12 @@ impl Group {
             let mut note: Note = [0; 2];
             let call = self.message(Collective::Recv, rank, TAG_NOTE, &mut note)?;
             let left = deadline.saturating_duration_since(Instant::now());
-            if !self.settle(&call, left, interrupt)? {
-                return Ok(None);
+            match self.settle(&call, left, interrupt) {
+                Ok(true) => {}
+                Ok(false) => return Ok(None),
+                // A rank that has gone is as missing as one that is late.
+                Err(error) if error.kind == ErrorKind::PeerLost => return Ok(None),
+                Err(error) => return Err(error),
             }
             waiting = (note[1] == ARRIVED).then_some(note[0]);
         }
@@ -111,16 +115,23 @@ impl Group {
         self.tell(&mut [number, ARRIVED])?;
         let call = self.message(Collective::Recv, Rank(0), TAG_RELEASED | number, &mut [])?;
         let left = deadline.saturating_duration_since(Instant::now());
-        if self.settle(&call, left, interrupt)? {
-            return Ok(());
-        }
-        self.tell(&mut [number, WITHDRAWN])?;
-        Err(self.placed(Error::timeout(format!(
-            "Rank {} successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0. \
-             Please check rank 0 logs for faulty rank. It did not answer within {} ms",
-            self.rank,
-            timeout.as_millis()
-        ))))
+        let (kind, why) = match self.settle(&call, left, interrupt) {
+            Ok(true) => return Ok(()),
+            Ok(false) => {
+                self.tell(&mut [number, WITHDRAWN])?;
+                (ErrorKind::Timeout, format!("it did not answer within {} ms", timeout.as_millis()))
+            }
+            Err(error) if error.kind == ErrorKind::PeerLost => (error.kind, error.message),
+            Err(error) => return Err(error),
+        };
+        Err(self.placed(Error::new(
+            kind,
+            format!(
+                "Rank {} successfully reached monitoredBarrier, but received errors while waiting for send/recv from \
+                 rank 0. Please check rank 0 logs for faulty rank: {why}",
+                self.rank
+            ),
+        )))
     }
 
     /// Sends a note to rank 0 and waits until it has left, which needs nothing of rank 0.

@@ -25,7 +25,12 @@ pub(crate) struct Message {
     pub(crate) buffers: Buffers,
     /// Length of the payload in bytes.
     pub(crate) total: u64,
+    /// It serves a call of our own: when its peer goes, it fails alone and not its group.
+    pub(crate) is_private: bool,
 }
+
+/// Tags from here on are ours; users' are below.
+pub(crate) const PRIVATE_TAGS: u32 = 0x8000_0000;
 
 struct Sending {
     message: Message,
@@ -262,8 +267,14 @@ impl P2p {
 
     /// Takes back a receive that nothing matched yet.
     pub(crate) fn cancel(&mut self, call: &Call) -> Option<Message> {
-        let index = self.posted.iter().position(|message| std::ptr::eq(&*message.call, call))?;
-        self.posted.remove(index)
+        self.take_posted(|message| std::ptr::eq(&*message.call, call)).pop()
+    }
+
+    /// Takes back the receives that nothing matched yet and that `choose` picks.
+    pub(crate) fn take_posted(&mut self, choose: impl Fn(&Message) -> bool) -> Vec<Message> {
+        let (taken, kept): (VecDeque<_>, VecDeque<_>) = self.posted.drain(..).partition(|message| choose(message));
+        self.posted = kept;
+        Vec::from(taken)
     }
 
     /// Whether a message with this tag waits for a receive.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use accl_transport::frame::{Cause, Header, Kind, Signature};
 use accl_types::config::Config;
-use accl_types::{Collective, Dtype, Error, Rank, ReduceOp, Result, Seq};
+use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, ReduceOp, Result, Seq};
 
 use crate::call::Call;
 use crate::completion::CompletionPool;
@@ -53,7 +53,7 @@ pub(crate) struct GroupState {
     /// The first cause, once there is one.
     poison: Option<Error>,
     /// A call has raised the cause, so that destroy need not.
-    pub(crate) cause_was_raised: bool,
+    cause_was_raised: bool,
 }
 
 /// What the engine provides to a group while it holds its lock.
@@ -323,24 +323,33 @@ impl GroupState {
         if self.poison.is_some() || self.is_idle() {
             return;
         }
+        self.check_private(hands);
         if let Some(error) = self.overdue(hands).or_else(|| self.departed(hands)) {
             self.fail(error, hands, Tell::Peers);
         }
     }
 
-    fn overdue(&self, hands: &Hands<'_>) -> Option<Error> {
-        let late = |deadline: Option<Instant>| deadline.is_some_and(|deadline| deadline <= hands.now);
-        if let Some(run) = self.runs.values().find(|run| late(run.deadline)) {
-            return Some(self.timeout_error(&run.call, run.awaited(), hands));
+    /// Fails private messages whose peer has gone: whoever made them goes on without.
+    fn check_private(&mut self, hands: &mut Hands<'_>) {
+        let gone = |rank: Rank| self.members.has_left(rank) || hands.net.peer(self.members.peer(rank)).gone.is_some();
+        for message in self.p2p.take_posted(|message| message.is_private && message.peer.is_some_and(gone)) {
+            let who = message.peer.map(|rank| self.members.describe(rank, hands.net)).unwrap_or_default();
+            end(&message.call, Some(message.call.placed(Error::peer_lost(format!("{who} has left")))), hands);
         }
-        let message = self.p2p.messages().find(|message| late(message.deadline))?;
-        Some(self.timeout_error(&message.call, message.peer.into_iter().collect(), hands))
     }
 
-    /// The error of a call whose time is up.
-    pub(crate) fn timeout_error(&self, call: &Call, awaited: Vec<Rank>, hands: &Hands<'_>) -> Error {
-        let waited = hands.now.saturating_duration_since(call.started);
-        call.placed(Error::timeout(self.timeout_text(call, &awaited, waited, hands.net)))
+    fn overdue(&self, hands: &Hands<'_>) -> Option<Error> {
+        let late = |deadline: Option<Instant>| deadline.is_some_and(|deadline| deadline <= hands.now);
+        let (call, deadline, awaited) = match self.runs.values().find(|run| late(run.deadline)) {
+            Some(run) => (&run.call, run.deadline, run.awaited()),
+            None => {
+                let message = self.p2p.messages().find(|message| late(message.deadline))?;
+                (&message.call, message.deadline, message.peer.into_iter().collect())
+            }
+        };
+        // The time that was allowed, not the moment at which somebody looked.
+        let allowed = deadline.unwrap_or(hands.now).saturating_duration_since(call.started);
+        Some(call.placed(Error::timeout(self.timeout_text(call, &awaited, allowed, hands.net))))
     }
 
     /// The ranks that a call in flight waits for.
@@ -386,7 +395,8 @@ impl GroupState {
             }
             let any_run = self.runs.values().find(|run| lost.is_some() || run.needs(rank)).map(|run| &run.call);
             let any_message = || {
-                let needs = |m: &&Message| m.peer == Some(rank) || (m.peer.is_none() && lost.is_some());
+                let needs =
+                    |m: &&Message| !m.is_private && (m.peer == Some(rank) || (m.peer.is_none() && lost.is_some()));
                 self.p2p.messages().find(needs).map(|m| &m.call)
             };
             let Some(call) = any_run.or_else(any_message) else { continue };
@@ -425,6 +435,12 @@ impl GroupState {
             let own = if is_own { error.clone() } else { call.placed(Error::new(error.kind, brief(&error))) };
             end(&call, Some(own), hands);
         }
+    }
+
+    /// A disagreement about calls of this rank that no call of it could raise any more.
+    pub(crate) fn unsaid(&self) -> Option<Error> {
+        let unsaid = !self.cause_was_raised && self.next_seq + self.next_p2p > 0;
+        self.poison.clone().filter(|cause| unsaid && cause.kind == ErrorKind::Mismatch)
     }
 
     /// The error for calls made after the group failed.

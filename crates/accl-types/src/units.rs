@@ -71,7 +71,7 @@ mod tests {
         for value in 0..1000u64 {
             for step in [1, 2, 3, 64, 255, 256] {
                 let rounded = round_up(value, step).unwrap();
-                assert!(rounded >= value && rounded < value + step && rounded % step == 0);
+                assert!(rounded >= value && rounded < value + step && rounded.is_multiple_of(step));
             }
         }
         assert_eq!(round_up(u64::MAX, 2), None);
