@@ -213,10 +213,10 @@ fn two_threads_exchange_frames_through_a_small_ring() {
     }
     sender.join().unwrap();
     // The lines are owned here to the end.
-    assert_eq!(unsafe_len(&memory), min_ring_bytes(500) / LINE);
+    assert_eq!(line_count(&memory), min_ring_bytes(500) / LINE);
 }
 
-fn unsafe_len(memory: &Shared) -> usize {
+fn line_count(memory: &Shared) -> usize {
     // SAFETY: both users are done.
     unsafe { (*memory.0.lines.get()).len() }
 }
