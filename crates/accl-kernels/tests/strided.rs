@@ -7,6 +7,9 @@ use accl_types::{Dtype, DtypeClass};
 use common::{Random, elements};
 use proptest::prelude::*;
 
+/// Of a random view.
+const MAX_ELEMENTS: i64 = if cfg!(miri) { 40 } else { 4000 };
+
 /// A view of part of some memory.
 #[derive(Clone, Debug)]
 struct Case {
@@ -101,7 +104,7 @@ fn cases(overlap: Overlap) -> impl Strategy<Value = Case> {
     (dims, 0..Dtype::ALL.len(), any::<(bool, bool, u64)>(), 0..16usize).prop_map(
         move |(mut dims, dtype, (conj, neg, seed), misalignment)| {
             // Few elements keep the walk fast.
-            while dims.iter().map(|dim| dim.0.max(1)).product::<i64>() > 4000 {
+            while dims.iter().map(|dim| dim.0.max(1)).product::<i64>() > MAX_ELEMENTS {
                 dims.pop();
             }
             let mut order: Vec<usize> = (0..dims.len()).collect();

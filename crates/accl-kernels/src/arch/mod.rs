@@ -200,3 +200,39 @@ macro_rules! arch {
     };
 }
 use arch;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[cfg(all(target_arch = "x86_64", accl_avx512, not(miri)))]
+    #[test]
+    fn every_file_of_an_instruction_set_has_its_row() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/src/arch");
+        let mut files: Vec<String> = std::fs::read_dir(folder)
+            .unwrap()
+            .map(|entry| entry.unwrap().path().file_stem().unwrap().to_string_lossy().into_owned())
+            .filter(|stem| stem != "mod")
+            .collect();
+        let mut rows: Vec<String> = ROWS.iter().map(|row| row.isa.name().to_owned()).collect();
+        files.sort();
+        rows.sort();
+        assert_eq!(files, rows);
+    }
+
+    #[test]
+    fn the_plainest_isa_is_always_there_and_comes_first() {
+        assert_eq!(available_isas().first(), Some(&Isa::Scalar));
+        assert!(available_isas().contains(&Isa::best()));
+    }
+
+    #[test]
+    fn an_isa_that_is_not_there_is_refused_by_name() {
+        for isa in [Isa::Scalar, Isa::Avx2, Isa::Avx512] {
+            match isa.check_available() {
+                Ok(()) => assert!(available_isas().contains(&isa)),
+                Err(error) => assert!(error.message.contains(isa.name()), "{error}"),
+            }
+        }
+    }
+}

@@ -80,6 +80,9 @@ impl Buffer {
 
     /// Panics if a byte outside of the content was written.
     pub fn check_guards(&self) {
+        if cfg!(miri) {
+            return; // slow there, and Miri sees what it looks for
+        }
         let (before, rest) = self.all().split_at(self.start);
         let after = &rest[self.len_bytes..];
         assert!(before.iter().chain(after).all(|&byte| byte == FILL), "a byte outside of the buffer was written");
