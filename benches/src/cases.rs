@@ -97,8 +97,7 @@ pub struct Tensors {
 impl Tensors {
     /// The call of `case` on these tensors, which are made large enough. Valid until the next call of this function.
     pub fn call(&mut self, case: &Case, rank: u32, ranks: u32, root: u32) -> CallDesc {
-        // With blocks that differ, as many of the largest as there are ranks may be more than the whole.
-        let room = (case.bytes + 64 * u64::from(ranks)).div_ceil(8) as usize;
+        let room = room_words(case, ranks);
         for buffer in [&mut self.input, &mut self.output] {
             if buffer.len() < room {
                 // Written, so that the pages are there before anything is timed.
@@ -157,17 +156,20 @@ impl Tensors {
         desc
     }
 
-    /// Writes what `rank` contributes to the result that [`Tensors::check`] expects.
-    pub fn fill(&mut self, case: &Case, rank: u32) {
-        let word = pattern(case.dtype(), rank + 1);
-        self.input.fill(word);
-        self.output.fill(word);
+    /// After [`Tensors::call`], writes what `rank` contributes to the result that [`Tensors::check`] expects.
+    pub fn fill(&mut self, case: &Case, rank: u32, ranks: u32) {
+        self.write(case, ranks, pattern(case.dtype(), rank + 1));
     }
 
-    /// Zeros, so that repeated sums in place stay finite.
-    pub fn clear(&mut self) {
-        self.input.fill(0);
-        self.output.fill(0);
+    /// After [`Tensors::call`], writes zeros, so that repeated sums in place stay finite.
+    pub fn clear(&mut self, case: &Case, ranks: u32) {
+        self.write(case, ranks, 0);
+    }
+
+    fn write(&mut self, case: &Case, ranks: u32, word: u64) {
+        let room = room_words(case, ranks);
+        self.input[..room].fill(word);
+        self.output[..room].fill(word);
     }
 
     /// Whether the outputs hold the result of one call after [`Tensors::fill`] on all ranks; else what is wrong.
@@ -191,6 +193,12 @@ impl Tensors {
         };
         compare(&self.output, case.dtype(), &expected)
     }
+}
+
+/// Words that either buffer of a case needs: with blocks that differ, as many of the largest as there are ranks may be
+/// more than the whole.
+fn room_words(case: &Case, ranks: u32) -> usize {
+    (case.bytes + 64 * u64::from(ranks)).div_ceil(8) as usize
 }
 
 /// Eight bytes of elements that all have this value.

@@ -161,7 +161,7 @@ impl Member {
             self.verify(case, &group)?;
         }
         let desc = self.tensors.call(case, self.rank, self.ranks, 0);
-        self.tensors.clear();
+        self.tensors.clear(case, self.ranks);
         let mut took = Duration::ZERO;
         let mut left = order.iterations;
         while left > 0 {
@@ -199,7 +199,7 @@ impl Member {
     fn verify(&mut self, case: &Case, group: &Group) -> Result<()> {
         let root = self.ranks - 1;
         let desc = self.tensors.call(case, self.rank, self.ranks, root);
-        self.tensors.fill(case, self.rank);
+        self.tensors.fill(case, self.rank, self.ranks);
         self.control.barrier()?;
         finish(&*group.submit(desc)?)?;
         self.tensors.check(case, self.rank, self.ranks, root).map_err(|what| {
