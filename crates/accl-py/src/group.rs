@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use accl_engine::{CallDesc, Engine, GroupSpec, Mode, TensorDesc};
 use accl_types::config::Config;
-use accl_types::{Collective, Dtype, Error, Rank, ReduceOp, Result};
+use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, ReduceOp, Result};
 use cxx::UniquePtr;
 use smallvec::SmallVec;
 
@@ -141,10 +141,12 @@ bridged! {
         Ok(Status::ok())
     }
 
-    /// Leaves the group.
+    /// Leaves the group. Fails only to tell of a disagreement that no call could tell: who leaves needs no group.
     fn group_shutdown(group: &Group) -> Status {
-        group.group()?.shutdown()?;
-        Ok(Status::ok())
+        match group.group()?.shutdown() {
+            Err(error) if error.kind == ErrorKind::Mismatch => Err(error),
+            Ok(()) | Err(_) => Ok(Status::ok()),
+        }
     }
 
     /// Sets the deadline of calls made from now on.
