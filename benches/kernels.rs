@@ -210,8 +210,8 @@ fn packs(criterion: &mut Criterion, buffers: &mut Buffers, sweep: Sweep) {
 
                 let mut group = criterion.benchmark_group(format!("unpack/{name}/{dtype}"));
                 group.throughput(Throughput::Bytes(bytes as u64));
-                // SAFETY: as above.
                 group.bench_function(place.name(), |bencher| {
+                    // SAFETY: as above.
                     bencher.iter(|| unsafe { unpack(black_box(&view), dense) });
                 });
                 group.finish();

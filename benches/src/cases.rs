@@ -48,7 +48,7 @@ pub fn algorithm_name(algorithm: Option<&'static Algorithm>) -> &'static str {
 impl Case {
     /// Whether the case exists: a barrier has no bytes, and some algorithms need blocks of equal size.
     pub fn exists(&self, ranks: u32) -> bool {
-        let equal = self.count_elems() % u64::from(ranks) == 0;
+        let equal = self.has_equal_blocks(ranks);
         let barrier = self.collective == Collective::Barrier;
         (equal || !self.algorithm.is_some_and(|row| row.needs_equal_blocks)) && barrier == (self.bytes == 0)
     }
@@ -61,6 +61,11 @@ impl Case {
     /// Elements of the largest buffer.
     pub fn count_elems(&self) -> u64 {
         self.bytes / self.dtype().size_bytes() as u64
+    }
+
+    /// Whether the buffer can be cut for `ranks` without remainder.
+    pub fn has_equal_blocks(&self, ranks: u32) -> bool {
+        self.count_elems().is_multiple_of(u64::from(ranks))
     }
 
     /// Elements of block `rank` when the buffer is cut for `ranks`: equal, or the first ones larger by one.
@@ -123,7 +128,7 @@ impl Tensors {
 
         let mut desc = CallDesc::new(case.collective, dtype);
         desc.root = Rank(root);
-        desc.equal_blocks = case.count_elems() % u64::from(ranks) == 0;
+        desc.equal_blocks = case.has_equal_blocks(ranks);
         match case.collective {
             Collective::AllReduce | Collective::Broadcast | Collective::Reduce => desc.outputs = whole(output),
             Collective::ReduceScatter => {
