@@ -44,9 +44,9 @@ impl Case {
     }
 
     fn view<'a>(&'a self, memory: &mut [u8]) -> StridedView<'a> {
-        let at = (self.misalignment + self.first * self.dtype.size_bytes()).min(memory.len());
+        let at = self.misalignment + self.first * self.dtype.size_bytes();
         StridedView {
-            ptr: memory[at..].as_mut_ptr(),
+            ptr: memory.as_mut_ptr().wrapping_add(at),
             dtype: self.dtype,
             sizes: &self.sizes,
             strides: &self.strides,
@@ -210,14 +210,18 @@ fn other_views_are_not_taken_for_dense() {
     assert!(!dense(Dtype::F32, &[4], &[1], false, true));
 }
 
+/// One of each size.
+const DTYPES: &[Dtype] =
+    if cfg!(miri) { &[Dtype::C128] } else { &[Dtype::U8, Dtype::BF16, Dtype::F32, Dtype::C64, Dtype::C128] };
+
 /// Sizes above a tile in both inner dimensions, in every order of three dimensions.
 #[test]
 fn every_permutation_of_a_large_tensor_packs() {
-    let (a, b, c) = if cfg!(miri) { (2, 17, 3) } else { (19, 67, 33) };
+    let (a, b, c) = if cfg!(miri) { (1, 17, 9) } else { (19, 67, 33) };
     let sizes = [a, b, c];
     let strides = [b * c, c, 1];
     for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
-        for dtype in [Dtype::U8, Dtype::BF16, Dtype::F32, Dtype::C64, Dtype::C128] {
+        for &dtype in DTYPES {
             let case = Case {
                 dtype,
                 sizes: order.map(|at| sizes[at]).to_vec(),
