@@ -61,7 +61,7 @@ unsafe fn pair_step<V: Lanes, O: Op<V::Reg>, F: Last<V::Reg>>(
     unsafe { V::store(dst.add(at), F::finish(O::apply(V::load(a.add(at)), V::load(b.add(at))), world)) };
 }
 
-/// dst = srcs[0] op srcs[1] op ..., accumulated in `V::Acc` and rounded once.
+/// Combines the sources in their order into `dst`, accumulated in `V::Acc` and rounded once.
 ///
 /// # Safety
 /// `count` elements can be read at each source and written at `dst`. `dst` is apart from every source, or equal to it.
