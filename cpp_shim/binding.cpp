@@ -6,6 +6,7 @@
 
 #include "backend.h"
 #include "store.h"
+#include "view_bits.h"
 
 namespace accl {
 
@@ -64,6 +65,7 @@ bool bridge::define_classes(std::size_t module_address) noexcept {
 #if !ACCL_BASE_BINDS_ERROR
   backend.def("get_error", [](AcclBackend& self) { return static_cast<int>(self.getError()); });
 #endif
+  install_view_kernels();
   return true;
   END_HANDLE_TH_ERRORS_RET(false)
 }

@@ -11,6 +11,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
 
+#include "view_bits.h"
+
 namespace accl {
 
 namespace {
@@ -72,19 +74,23 @@ void pass_view(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
 }
 
 template <c10::DispatchKey key>
-void register_kernels(torch::Library& library) {
+void install() {
+  // Never taken back: operations may still run while the process ends.
+  auto* library = new torch::Library(torch::Library::IMPL, "c10d", key, __FILE__, __LINE__);
   for (const char* name :
        {"send", "recv_", "recv_any_source_", "reduce_", "broadcast_", "allreduce_", "allreduce_coalesced_", "allgather_",
         "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_", "reduce_scatter_",
         "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "gather_", "gather_into_tensor_", "scatter_", "alltoall_",
         "alltoall_base_"}) {
-    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&pass_view<key>>());
+    library->impl(name, torch::CppFunction::makeFromBoxedFunction<&pass_view<key>>());
   }
 }
 
 }  // namespace
 
-}  // namespace accl
+void install_view_kernels() {
+  install<c10::DispatchKey::Conjugate>();
+  install<c10::DispatchKey::Negative>();
+}
 
-TORCH_LIBRARY_IMPL(c10d, Conjugate, library) { accl::register_kernels<c10::DispatchKey::Conjugate>(library); }
-TORCH_LIBRARY_IMPL(c10d, Negative, library) { accl::register_kernels<c10::DispatchKey::Negative>(library); }
+}  // namespace accl
