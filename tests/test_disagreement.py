@@ -77,14 +77,14 @@ CASES = {
     "size_all_gather": (
         lambda: dist.all_gather_single(flat(5), ones(5)),
         lambda: dist.all_gather_single(flat(6), ones(6)),
-        "5",
-        "6",
+        "elements",
+        "all_gather",
     ),
     "size_reduce_scatter": (
         lambda: dist.reduce_scatter_single(ones(5), flat(5)),
         lambda: dist.reduce_scatter_single(ones(6), flat(6)),
-        "5",
-        "6",
+        "elements",
+        "reduce_scatter",
     ),
     "size_empty_against_full": (lambda: dist.all_reduce(ones(0)), lambda: dist.all_reduce(ones(3)), "0", "3"),
     "size_scatter": (

@@ -107,7 +107,7 @@ def test_callbacks_may_submit_and_block_in_a_chain_8_deep(rank, world):
 def test_many_callbacks_may_block_at_the_same_time(rank, world):
     # Each callback waits for a call on a group of its own, which the other rank's callback of the same index makes.
     groups = [dist.new_group() for _ in range(6)]
-    dist.barrier()
+    late = [torch.zeros(3) for _ in groups]
 
     def block_on(group):
         def callback(future):
@@ -117,9 +117,11 @@ def test_many_callbacks_may_block_at_the_same_time(rank, world):
 
         return callback
 
-    order = range(6) if rank == 0 else reversed(range(6))
-    futures = [dist.all_reduce(torch.ones(3), async_op=True).get_future() for _ in range(6)]
-    chained = [futures[i].then(block_on(groups[i])) for i in order]
+    receives = [dist.irecv(late[i], 1 - rank, tag=i) for i in range(6)]
+    chained = [receives[i].get_future().then(block_on(groups[i])) for i in range(6)]
+    dist.barrier()
+    for i in range(6) if rank == 0 else reversed(range(6)):
+        dist.send(torch.ones(3), 1 - rank, tag=i)
     assert [future.wait() for future in chained] == [2.0] * 6
 
 

@@ -221,7 +221,7 @@ def test_the_process_is_healthy_after_abort_process_group(rank, world):
     sums()
 
 
-@on_ranks(1, 2, fresh=True, init=False)
+@on_ranks(1, 2, fresh=True, init=False, store="tcp")
 @pytest.mark.parametrize("store", ["own_prefix", "same_keys"])
 def test_destroy_and_init_may_be_repeated(rank, world, store):
     from support import runner
@@ -236,8 +236,8 @@ def test_destroy_and_init_may_be_repeated(rank, world, store):
         dist.destroy_process_group()
 
 
-@on_ranks(2, 3, fresh=True, init=False, store="file")
-def test_a_file_store_will_do(rank, world):
+@on_ranks(2, 3, fresh=True, init=False, store="tcp")
+def test_a_tcp_store_will_do(rank, world):
     init_group()
     sums()
     sums(dist.new_group())

@@ -46,7 +46,7 @@ def test_a_killed_rank_is_named_with_its_process_by_every_survivor(world, transp
         dist.destroy_process_group()
         return result
 
-    outcomes = run_ranks(body, world, env={"ACCL_TRANSPORTS": transport}, store="file")
+    outcomes = run_ranks(body, world, env={"ACCL_TRANSPORTS": transport})
     for kind, message, seconds in survivors(outcomes, world - 1):
         assert kind == "DistNetworkError"
         assert re.search(rf"rank {world - 1}\b", message) and str(outcomes[world - 1].pid) in message, message
@@ -77,7 +77,7 @@ def test_a_rank_killed_while_others_wait_ends_their_wait(how, transport):
 
         return errors_of(call)
 
-    outcomes = run_ranks(body, 3, env={"ACCL_TRANSPORTS": transport}, store="file")
+    outcomes = run_ranks(body, 3, env={"ACCL_TRANSPORTS": transport})
     for kind, message, seconds in survivors(outcomes, 1):
         assert kind == "DistNetworkError" and "rank 1" in message
         assert seconds < 3
@@ -97,7 +97,7 @@ def test_a_rank_killed_in_the_middle_of_a_large_call_is_named(transport):
                 os._exit(0)
         return errors_of(lambda: [dist.all_reduce(tensor) for _ in range(1000)])
 
-    outcomes = run_ranks(body, 2, env={"ACCL_TRANSPORTS": transport}, store="file")
+    outcomes = run_ranks(body, 2, env={"ACCL_TRANSPORTS": transport})
     ((kind, message, seconds),) = survivors(outcomes, 1)
     assert kind == "DistNetworkError" and "rank 1" in message and seconds < 20
 
@@ -111,7 +111,7 @@ def test_a_killed_sender_ends_the_receive_that_waits_for_it(transport):
             die()
         return errors_of(lambda: dist.recv(torch.ones(3), 1))
 
-    outcomes = run_ranks(body, 2, env={"ACCL_TRANSPORTS": transport}, store="file")
+    outcomes = run_ranks(body, 2, env={"ACCL_TRANSPORTS": transport})
     ((kind, message, seconds),) = survivors(outcomes, 1)
     assert kind == "DistNetworkError" and "rank 1" in message and seconds < 3
 
@@ -130,7 +130,7 @@ def test_what_a_dead_rank_sent_before_is_still_received():
             assert (tensor == i).all()
         return errors_of(lambda: dist.recv(torch.zeros(3), 1))
 
-    ((kind, message, _),) = survivors(run_ranks(body, 2, store="file"), 1)
+    ((kind, message, _),) = survivors(run_ranks(body, 2), 1)
     assert kind == "DistNetworkError" and "rank 1" in message
 
 
@@ -146,7 +146,7 @@ def test_groups_without_the_dead_rank_work_on():
             dist.all_reduce(tensor, group=both)
             assert (tensor == 2).all()
 
-    survivors(run_ranks(body, 3, store="file"), 2)
+    survivors(run_ranks(body, 3), 2)
 
 
 def test_a_rank_that_leaves_without_a_word_is_named():
@@ -156,7 +156,7 @@ def test_a_rank_that_leaves_without_a_word_is_named():
             os._exit(0)
         return errors_of(lambda: [dist.all_reduce(torch.ones(3)) for _ in range(1000)])
 
-    outcomes = run_ranks(body, 2, store="file")
+    outcomes = run_ranks(body, 2)
     ((_, message, seconds),) = survivors(outcomes, 1)
     assert "rank 1" in message and seconds < 3
 
@@ -170,7 +170,7 @@ def test_a_rank_that_destroyed_its_group_is_named():
             return None
         return errors_of(lambda: [dist.all_reduce(torch.ones(3)) for _ in range(1000)])
 
-    (_, message, seconds), _ = check(run_ranks(body, 2, store="file"))
+    (_, message, seconds), _ = check(run_ranks(body, 2))
     assert "rank 1" in message and seconds < 3
 
 
@@ -191,7 +191,7 @@ def test_a_stopped_rank_is_a_timeout_and_not_a_death():
         dist.barrier()
         return result
 
-    (kind, message, seconds), _ = check(run_ranks(body, 2, store="file"))
+    (kind, message, seconds), _ = check(run_ranks(body, 2))
     assert kind == "DistBackendError" and "rank 1" in message and 0.9 < seconds < 2.5
 
 
@@ -205,7 +205,7 @@ def test_a_world_that_stays_incomplete_lists_the_missing_ranks(present):
             return type(error).__name__, str(error), time.monotonic() - start
         raise AssertionError("the group was made")
 
-    for kind, message, seconds in check(run_ranks(body, present, init=False, store="file")):
+    for kind, message, seconds in check(run_ranks(body, present, init=False)):
         assert kind in ("DistStoreError", "DistBackendError", "DistNetworkError"), kind
         for missing in range(present, 4):
             assert re.search(rf"\b{missing}\b", message), message
@@ -223,7 +223,7 @@ def test_a_second_process_with_the_same_rank_is_told_so():
         except RuntimeError as error:
             return type(error).__name__, str(error), time.monotonic() - start
 
-    outcomes = check(run_ranks(body, 3, init=False, store="file"))
+    outcomes = check(run_ranks(body, 3, init=False))
     refused = [message for kind, message, _ in outcomes[1:] if kind != "made"]
     assert refused, outcomes
     assert any(re.search(r"(?s)rank 1\b", message) and re.search("(?i)twice|second|already|same rank|duplicate", message)
@@ -248,7 +248,7 @@ def test_a_group_that_was_destroyed_refuses_calls():
         assert (tensor == 2).all()
         dist.destroy_process_group()
 
-    check(run_ranks(body, 2, store="tcp"))
+    check(run_ranks(body, 2))
 
 
 def test_a_forked_child_may_not_use_its_parents_group():

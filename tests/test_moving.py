@@ -140,15 +140,6 @@ def test_gather_and_scatter_move_every_count(rank, world, count):
 
 
 @on_ranks(2, 3)
-def test_gather_single_fills_one_tensor_on_the_root(rank, world):
-    tensors = contributions(world, (4, 3), "float32")
-    output = torch.zeros(world * 4, 3) if rank == 0 else None
-    dist.gather_single(tensors[rank], output, dst=0)
-    if rank == 0:
-        assert bytes_equal(output, torch.cat(tensors))
-
-
-@on_ranks(2, 3)
 def test_what_is_sent_is_left_as_it_was(rank, world):
     own = contribution(rank, 70_001, "float32")
     sent = own.clone()

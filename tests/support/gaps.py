@@ -32,7 +32,6 @@ GLOO = [
     ("callbacks_may_submit_and_block|callbacks_may_block_at_the|callback_that_hangs", "", "runs callbacks on its two threads"),
     ("1000_live_groups|again_and_again|four_bytes_do_not", "", "has threads and descriptors per group"),
     ("one_event_with_its_title", "(all_to_all|reduce_scatter)", "has another title"),
-    ("gather_single_fills_one", "", "has no gather_single"),
 ]
 
 

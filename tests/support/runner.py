@@ -62,7 +62,11 @@ class Outcome:
 
 
 class Rendezvous:
-    """The meeting place of one world: a listening socket that rank 0's TCPStore takes over, or a file."""
+    """The meeting place of one world: a file, or a listening socket that rank 0's TCPStore takes over.
+
+    A file unless a test is about the other: every client of a TCPStore asks for the name of its server's address, which
+    takes seconds where no name server answers.
+    """
 
     def __init__(self, kind: str):
         self.kind = kind
@@ -254,7 +258,7 @@ class Pool:
     """Ranks of one world size that keep their default group from test to test."""
 
     def __init__(self, world: int):
-        self.rendezvous = Rendezvous("tcp")
+        self.rendezvous = Rendezvous("file")
         self.ranks = [RankProcess(rank, world, self.rendezvous, _serve_pool) for rank in range(world)]
 
     def run(self, key: tuple[str, str], arguments: list[dict], deadline: float) -> list[Outcome]:
@@ -299,7 +303,7 @@ def _in_pool(body, **arguments):
     return value
 
 
-def run_ranks(body, world, arguments=None, *, init=True, deadline=DEADLINE, store="tcp", env=None) -> list[Outcome]:
+def run_ranks(body, world, arguments=None, *, init=True, deadline=DEADLINE, store="file", env=None) -> list[Outcome]:
     """Runs `body(rank, **arguments)` on `world` fresh ranks and reports on each; raises nothing.
 
     With `init` each rank has its default group before the body and destroys it after. `env` is set in each rank first.
@@ -352,7 +356,7 @@ def check(outcomes: list[Outcome]) -> list:
     pytest.fail("\n".join(outcome.describe() for outcome in outcomes), pytrace=False)
 
 
-def on_ranks(*worlds: int, fresh: bool = False, init: bool = True, deadline: float = DEADLINE, store: str = "tcp", env=None):
+def on_ranks(*worlds: int, fresh: bool = False, init: bool = True, deadline: float = DEADLINE, store: str = "file", env=None):
     """Makes a test of a body that every rank of each of `worlds` runs.
 
     The body takes `rank`, may take `world`, and any parameters and fixtures with picklable values. It has the default

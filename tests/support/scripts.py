@@ -4,6 +4,7 @@
 child run the code as `__main__`. Environment, limits and rendezvous are set in the child before the code runs.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -34,7 +35,8 @@ class Script:
         while self.exitcode is None:
             _zygote().poll()
             if time.monotonic() > end:
-                os.kill(self.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
                 raise AssertionError(f"rank {self.rank} did not end within {timeout} s\n{self.stdout}\n{self.stderr}")
             time.sleep(0.002)
         return self.exitcode
@@ -94,8 +96,10 @@ class _Zygote:
         self.running.pop(message["ended"]).exitcode = message["status"]
 
     def close(self):
+        self.poll()
         for pid in self.running:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.socket.close()
         self.process.wait(10)
 

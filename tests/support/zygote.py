@@ -5,6 +5,7 @@ does. The parent holds no threads and makes no group, and reports each child's e
 """
 
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -60,6 +61,9 @@ def _reaped():
     return (pid, os.waitstatus_to_exitcode(status)) if pid else None
 
 
+# The collections at a child's exit would touch, and so copy, every object that came with torch.
+gc.collect()
+gc.freeze()
 _job = _serve(socket.socket(fileno=int(sys.argv[1])))
 if _job is not None:
     sys.argv = ["script.py"]
