@@ -135,7 +135,7 @@ impl Engine {
         if let Some(outcome) = call.outcome() {
             return outcome;
         }
-        if accl_transport::forked() {
+        if self.is_forked() {
             return Waited::Failed(call.placed(Error::aborted("the call was made before this process was forked")));
         }
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));

@@ -39,6 +39,8 @@ pub struct Engine {
     /// Most ranks that one host has in any group: tells whether cores are shared.
     pub(crate) ranks_per_host: AtomicU32,
     groups_made: AtomicU64,
+    /// How often this process had been forked when the engine was made: in a later child it is dead.
+    born: u64,
     pub(crate) cores: u32,
     /// For the background thread.
     pub(crate) me: Weak<Engine>,
@@ -66,6 +68,7 @@ impl Engine {
             drive: Drive::default(),
             ranks_per_host: AtomicU32::new(1),
             groups_made: AtomicU64::new(0),
+            born: accl_transport::fork_generation(),
             cores: std::thread::available_parallelism().map_or(1, |n| n.get() as u32),
             me: me.clone(),
         })
@@ -74,6 +77,11 @@ impl Engine {
     /// The settings that the engine was made with.
     pub fn config(&self) -> &Config {
         &self.config
+    }
+
+    /// Whether this process is a forked child of the one that made the engine. A child may make an engine of its own.
+    pub(crate) fn is_forked(&self) -> bool {
+        self.born != accl_transport::fork_generation()
     }
 
     // ---- groups
@@ -150,7 +158,7 @@ impl Engine {
     }
 
     fn parts(&self, master: Option<IpAddr>) -> Result<&Parts> {
-        if accl_transport::forked() {
+        if self.is_forked() {
             return Err(Error::aborted(
                 "this process was forked from one that uses accl, and its connections do not survive a fork; start the \
                  child with spawn",
@@ -281,7 +289,7 @@ impl Engine {
 
     /// Ends everything in bounded time: groups fail, peers are told, threads stop. For the end of the process.
     pub fn shutdown(&self) {
-        if accl_transport::forked() {
+        if self.is_forked() {
             return;
         }
         self.stop_background();

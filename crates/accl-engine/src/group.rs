@@ -245,7 +245,7 @@ impl Group {
     /// # Errors
     /// A disagreement about calls that ended before it could be seen, when no later call could say so.
     pub fn shutdown(&self) -> Result<()> {
-        if self.closed.swap(true, Ordering::AcqRel) || accl_transport::forked() {
+        if self.closed.swap(true, Ordering::AcqRel) || self.engine.is_forked() {
             return Ok(());
         }
         // One look at the links: a disagreement that calls could not see may lie there.
@@ -270,7 +270,7 @@ impl Group {
     }
 
     fn check_usable(&self, collective: Collective) -> Result<()> {
-        if accl_transport::forked() {
+        if self.engine.is_forked() {
             return Err(Error::aborted(
                 "this process was forked from the one that made the group, and a group does not survive a fork; \
                  make a group of its own in the child, or start the child with spawn",

@@ -25,6 +25,20 @@ pub struct Runtime(Mutex<Slot>);
 struct Slot {
     engine: Option<Arc<Engine>>,
     has_made_groups: bool,
+    /// The process that the engine belongs to: a forked child makes its own.
+    pid: u32,
+}
+
+impl Slot {
+    fn engine_of_this_process(&mut self, config: &Config) -> Arc<Engine> {
+        let pid = std::process::id();
+        if self.pid != pid {
+            // The parent's engine stays as it is: its threads and connections are not here.
+            std::mem::forget(self.engine.take());
+            *self = Self { pid, ..Self::default() };
+        }
+        self.engine.get_or_insert_with(|| Engine::new(config.clone())).clone()
+    }
 }
 
 impl Runtime {
@@ -40,7 +54,7 @@ impl Runtime {
 
     /// Makes a group in the process's engine. An engine that has made none binds nobody to its settings.
     fn create(&self, config: Config, args: &GroupArgs, store: &ffi::StoreRef) -> Result<Inner> {
-        let engine = self.slot().engine.get_or_insert_with(|| Engine::new(config.clone())).clone();
+        let engine = self.slot().engine_of_this_process(&config);
         let made = create(engine, config, args, store);
         let mut slot = self.slot();
         if made.is_ok() {
