@@ -251,54 +251,53 @@ def test_a_group_that_was_destroyed_refuses_calls():
     check(run_ranks(body, 2))
 
 
+def in_forked_child(work):
+    """What `work` returns, or the error it ends with, when it runs in a fork of this process."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            text = str(work())
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(write, text.encode())
+        os._exit(0)
+    os.close(write)
+    text = b""
+    while piece := os.read(read, 4096):
+        text += piece
+    os.waitpid(pid, 0)
+    return text.decode()
+
+
+def sum_of_ones():
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    return tensor.tolist()
+
+
 def test_a_forked_child_may_not_use_its_parents_group():
     def body(rank):
-        dist.all_reduce(torch.ones(3))
-        read, write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                dist.all_reduce(torch.ones(3))
-                text = "nothing was raised"
-            except BaseException as error:
-                text = f"{type(error).__name__}: {error}"
-            os.write(write, text.encode())
-            os._exit(0)
-        os.close(write)
-        text = b""
-        while piece := os.read(read, 4096):
-            text += piece
-        os.waitpid(pid, 0)
-        tensor = torch.ones(3)
-        dist.all_reduce(tensor)
-        assert (tensor == 2).all()
-        return text.decode()
+        sum_of_ones()
+        text = in_forked_child(sum_of_ones)
+        assert sum_of_ones() == [2.0] * 3
+        return text
 
     for text in check(run_ranks(body, 2)):
-        assert re.search("(?i)fork", text) and text.startswith("DistBackendError"), text
+        assert text.startswith("DistBackendError") and "fork" in text, text
 
 
-def test_a_forked_child_may_make_a_group_of_its_own():
+def test_a_forked_child_may_make_groups_of_its_own():
+    def own_group():
+        dist.distributed_c10d._world.pg_map.clear()
+        dist.distributed_c10d._update_default_pg(None)
+        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+        return sum_of_ones()
+
     def body(rank):
-        dist.all_reduce(torch.ones(3))
-        read, write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                dist.distributed_c10d._world.pg_map.clear()
-                dist.distributed_c10d._update_default_pg(None)
-                dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1)
-                tensor = torch.ones(3)
-                dist.all_reduce(tensor)
-                text = str(tensor.tolist())
-            except BaseException as error:
-                text = f"{type(error).__name__}: {error}"
-            os.write(write, text.encode())
-            os._exit(0)
-        os.close(write)
-        text = os.read(read, 4096).decode()
-        os.waitpid(pid, 0)
-        dist.barrier()
+        sum_of_ones()
+        text = in_forked_child(own_group)
+        assert sum_of_ones() == [2.0] * 3
         return text
 
     assert check(run_ranks(body, 2)) == ["[1.0, 1.0, 1.0]"] * 2
