@@ -220,6 +220,8 @@ impl GroupState {
             }
             Kind::Cause => {
                 let cause = Cause::parse(payload)?;
+                // What came before it may complete calls: they ended well.
+                self.advance(hands);
                 let error = Error::new(cause.kind, format!("rank {} reported: {}", cause.origin, cause.text));
                 self.fail(error.with_peer(cause.origin).in_group(&self.name).on_rank(self.rank), hands, Tell::Nobody);
                 Ok(())
