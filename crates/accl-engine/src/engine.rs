@@ -17,6 +17,7 @@ use crate::completion::CompletionPool;
 use crate::core::Core;
 use crate::drive::Drive;
 use crate::group::{Group, GroupSpec};
+use crate::hash::hash_words;
 use crate::members::Members;
 use crate::net::PeerId;
 use crate::plan::Plans;
@@ -309,18 +310,13 @@ impl Engine {
 
 /// Identity of the group, the same on all ranks: no two groups have the same processes with the same counters.
 fn group_id(cards: &[GroupCard]) -> u64 {
-    let mut hash = 0xcbf2_9ce4_8422_2325_u64;
-    let mut add = |bytes: &[u8]| {
-        for &byte in bytes {
-            hash = (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
-        }
-    };
-    for card in cards {
-        add(&card.card.uuid);
-        add(&card.counter.to_le_bytes());
-    }
+    let words = cards.iter().flat_map(|card| {
+        let (high, low) = card.card.uuid.split_at(8);
+        let word = |bytes: &[u8]| bytes.iter().fold(0, |word, &byte| word << 8 | u64::from(byte));
+        [word(high), word(low), card.counter]
+    });
     // 0 means the process as a whole.
-    hash.max(1)
+    hash_words(words).max(1)
 }
 
 /// For each rank the number of its host, hosts numbered by first appearance.

@@ -17,6 +17,7 @@ use crate::buffers::{Buffers, block_elems};
 use crate::call::{Call, CallPlace};
 use crate::desc::CallDesc;
 use crate::engine::Engine;
+use crate::hash::hash_words;
 use crate::p2p::{Message, PRIVATE_TAGS};
 use crate::plan::PlanKey;
 use crate::run::Run;
@@ -388,16 +389,7 @@ fn signature(desc: &CallDesc, key: &PlanKey, algorithm: u8) -> Signature {
     }
 }
 
-/// FNV-1a over the sizes, with a mark between blocks.
+/// Over the sizes, with a mark between blocks.
 fn hash_blocks(blocks: &[Vec<Elems>]) -> u64 {
-    let mut hash = 0xcbf2_9ce4_8422_2325_u64;
-    let mut add = |word: u64| {
-        hash = (hash ^ word).wrapping_mul(0x0000_0100_0000_01b3);
-        hash ^= hash >> 29;
-    };
-    for block in blocks {
-        block.iter().for_each(|elems| add(elems.0));
-        add(u64::MAX);
-    }
-    hash
+    hash_words(blocks.iter().flat_map(|block| block.iter().map(|elems| elems.0).chain([u64::MAX])))
 }

@@ -11,6 +11,7 @@ mod drive;
 mod engine;
 mod env;
 mod group;
+mod hash;
 mod members;
 mod monitored;
 mod net;

@@ -8,6 +8,7 @@ use accl_transport::Card;
 use accl_types::{Error, Result};
 
 use crate::group::GroupSpec;
+use crate::hash::hash_words;
 use crate::store::Store;
 
 /// The store is asked in slices of this length, so that an interrupt is seen and missing ranks can be listed.
@@ -58,10 +59,15 @@ pub(crate) fn meet(
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<Vec<GroupCard>> {
     let rank = spec.rank.0;
+    // torch gives disjoint sub-groups of one parent the same name and keys: the ranks in the job tell them apart.
+    let place = format!("accl/{:016x}", hash_words(spec.global_ranks.iter().copied()));
     // Each making of the group over the same store is an incarnation of its own.
-    let incarnation = store.add(&format!("accl/rank/{rank}"), 1)?;
-    refuse_second_process(incarnation, rank, mine, store)?;
-    let key = |rank: u32| format!("accl/{incarnation}/{rank}");
+    let incarnation = store.add(&format!("{place}/rank/{rank}"), 1)?;
+    let key = |incarnation: i64, rank: u32| format!("{place}/{incarnation}/{rank}");
+    if incarnation > 1 {
+        refuse_second_process(&key(incarnation - 1, rank), rank, mine, store)?;
+    }
+    let key = |rank: u32| key(incarnation, rank);
     store.set(&key(rank), mine.to_text().as_bytes())?;
     let keys: Vec<String> = (0..spec.world).map(key).collect();
     let began = Instant::now();
@@ -107,12 +113,11 @@ fn incomplete(spec: &GroupSpec, keys: &[String], store: &dyn Store, began: Insta
 }
 
 /// A rank that comes again over the same store must be the same process, or one whose predecessor has ended.
-fn refuse_second_process(incarnation: i64, rank: u32, mine: &GroupCard, store: &dyn Store) -> Result<()> {
-    let key = format!("accl/{}/{rank}", incarnation - 1);
-    if incarnation < 2 || !store.check(std::slice::from_ref(&key))? {
+fn refuse_second_process(earlier: &str, rank: u32, mine: &GroupCard, store: &dyn Store) -> Result<()> {
+    if !store.check(&[earlier.to_owned()])? {
         return Ok(());
     }
-    let text = String::from_utf8_lossy(&store.get(&key)?).into_owned();
+    let text = String::from_utf8_lossy(&store.get(earlier)?).into_owned();
     let Ok(other) = GroupCard::from_text(&text) else { return Ok(()) };
     if other.card.uuid == mine.card.uuid {
         return Ok(());

@@ -10,7 +10,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use accl_kernels::Reducer;
 use accl_schedule::{Finish, Order};
@@ -26,6 +26,11 @@ use crate::plan::{Plan, PlanOpKind, Region};
 
 /// Local work done per step, so that receiving and sending alternate with it. In bytes.
 const LOCAL_STEP: u64 = 256 << 10;
+
+/// How long a call waits before it asks.
+const INQUIRE_AFTER: Duration = Duration::from_millis(100);
+/// The edge of a frame that only shows a call's signature.
+pub(crate) const INQUIRY: u32 = u32::MAX;
 
 /// Progress of one operation.
 #[derive(Default)]
@@ -64,6 +69,8 @@ pub(crate) struct Run {
     pub(crate) plan: Arc<Plan>,
     pub(crate) signature: Signature,
     pub(crate) deadline: Option<Instant>,
+    /// When to ask silent ranks what they are doing.
+    pub(crate) inquire_at: Option<Instant>,
     buffers: Buffers,
     reducer: Option<Reducer>,
     /// Bytes of one element; 1 for calls that only move data.
@@ -87,11 +94,13 @@ impl Run {
         let ops: Vec<OpState> = plan.ops.iter().map(|_| OpState::default()).collect();
         let (reducer, elem) = reducer.map_or((None, 1), |(reducer, elem)| (Some(reducer), elem));
         let remaining = ops.len();
+        let inquire_at = call.started.checked_add(INQUIRE_AFTER);
         let mut run = Self {
             call,
             plan,
             signature,
             deadline,
+            inquire_at,
             buffers,
             reducer,
             elem,
@@ -483,6 +492,21 @@ impl Run {
                 reducer.many(self.buffers.address(&to), &operands, len as usize / self.elem, kernel_finish(finish));
             }
             at += len;
+        }
+    }
+
+    // ---- waiting
+
+    /// Shows this call's signature to the ranks that it has heard nothing of. They may be in another call that sends
+    /// nothing to this rank (two roots that wait for each other): then they find that they disagree.
+    pub(crate) fn inquire(&mut self, env: &mut RunEnv<'_>) {
+        self.inquire_at = None;
+        let mut header = Header::new(Kind::Begin);
+        header.group = self.call.group_id;
+        header.seq = self.call.seq;
+        header.edge = INQUIRY;
+        for rank in self.awaited() {
+            env.net.send_control(env.members.peer(rank), header, &self.signature.to_bytes());
         }
     }
 

@@ -17,7 +17,7 @@ use crate::members::Members;
 use crate::net::{Gone, Net};
 use crate::p2p::{Message, P2p};
 use crate::plan::Plans;
-use crate::run::{Run, RunEnv};
+use crate::run::{INQUIRY, Run, RunEnv};
 
 /// Signatures of ended calls kept to name a late disagreement.
 const HISTORY: usize = 64;
@@ -115,7 +115,7 @@ impl GroupState {
 
     /// The earliest deadline of a call in flight.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
-        let runs = self.runs.values().filter_map(|run| run.deadline);
+        let runs = self.runs.values().filter_map(|run| [run.deadline, run.inquire_at].into_iter().flatten().min());
         runs.chain(self.p2p.messages().filter_map(|message| message.deadline)).min()
     }
 
@@ -155,12 +155,13 @@ impl GroupState {
                 failure = Some(self.disagreement(seq, frame.from, &run.signature, &theirs));
                 break;
             }
-            let result = match frame.header.kind {
-                Kind::Grant => {
-                    run.on_grant(frame.from, frame.header.edge, frame.header.value);
-                    Ok(())
-                }
-                _ => run.on_data(frame.from, &frame.header, &frame.data, &mut env!(self, hands)),
+            let result = if frame.header.edge == INQUIRY {
+                Ok(())
+            } else if frame.header.kind == Kind::Grant {
+                run.on_grant(frame.from, frame.header.edge, frame.header.value);
+                Ok(())
+            } else {
+                run.on_data(frame.from, &frame.header, &frame.data, &mut env!(self, hands))
             };
             if let Err(error) = result {
                 failure = Some(error.with_peer(frame.from));
@@ -256,6 +257,9 @@ impl GroupState {
                 let mine = run.signature;
                 return Err(self.disagreement(seq, from, &mine, &theirs));
             }
+            if header.edge == INQUIRY {
+                return Ok(());
+            }
             if header.kind == Kind::Grant {
                 run.on_grant(from, header.edge, header.value);
                 return Ok(());
@@ -273,6 +277,9 @@ impl GroupState {
             // This rank's part is over, so it needed nothing from the sender: their calls differ.
             Some(theirs) => {
                 let mine = self.history.iter().find(|(known, _)| *known == seq).map(|(_, mine)| *mine);
+                if header.edge == INQUIRY && mine.is_none_or(|mine| mine == theirs) {
+                    return Ok(());
+                }
                 Err(self.disagreement(seq, from, &mine.unwrap_or(theirs), &theirs))
             }
         }
@@ -326,6 +333,9 @@ impl GroupState {
             return;
         }
         self.check_private(hands);
+        for run in self.runs.values_mut().filter(|run| run.inquire_at.is_some_and(|at| at <= hands.now)) {
+            run.inquire(&mut env!(self, hands));
+        }
         if let Some(error) = self.overdue(hands).or_else(|| self.departed(hands)) {
             self.fail(error, hands, Tell::Peers);
         }

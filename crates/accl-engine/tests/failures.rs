@@ -277,3 +277,12 @@ fn a_monitored_barrier_names_who_is_missing_and_leaves_the_group_usable() {
         member.group.monitored_barrier(patience, true, &mut || false).unwrap();
     });
 }
+
+/// Both wait as roots, so nobody sends a part of the call.
+#[test]
+fn roots_that_cross_find_out() {
+    let reduce = |member: &Member| member.reduce(&mut [1.0_f32; 8], ReduceOp::Sum, member.rank as u32);
+    disagree("reduce", 2, reduce, &["root 0", "root 1"]);
+    let gather = |member: &Member| member.gather(&[1.0_f32; 8], &mut [0.0; 16], member.rank as u32);
+    disagree("gather", 2, gather, &["root 0", "root 1"]);
+}
