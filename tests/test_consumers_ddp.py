@@ -150,7 +150,9 @@ HOOKS = {
 
 
 def _powersgd():
-    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5)
+    return powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
+    )
 
 
 @on_ranks(2, fresh=True, init=False)
@@ -167,8 +169,10 @@ def test_a_stock_communication_hook_trains_to_the_same_weights(rank, world, hook
 @on_ranks(2, fresh=True, init=False)
 def test_optimizers_inside_the_backward_pass_train_to_the_same_weights(rank, world):
     def consumer(rank, world):
-        from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import _OptimizerHookState
-        from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import _hook_then_optimizer
+        from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
+            _hook_then_optimizer,
+            _OptimizerHookState,
+        )
         from torch.distributed.optim.functional_sgd import _FunctionalSGD
 
         ddp = DistributedDataParallel(model())
