@@ -20,7 +20,7 @@ use crate::engine::Engine;
 use crate::hash::hash_words;
 use crate::p2p::{Message, PRIVATE_TAGS};
 use crate::plan::PlanKey;
-use crate::run::Run;
+use crate::run::{INQUIRE_AFTER, Run};
 use crate::state::{GroupState, Hands};
 
 /// What a group is made from.
@@ -91,11 +91,11 @@ impl Group {
                     self.start_run(&desc, buffers, group, hands)
                 }?;
                 group.advance(hands);
-                Ok((call, deadline(&desc, group, now)))
+                Ok((call, deadline(&desc, group, now).map(|deadline| deadline.min(now + INQUIRE_AFTER))))
             });
-            let (call, deadline) = started.unwrap_or_else(|| Err(self.destroyed(Some(desc.collective))))?;
+            let (call, look_by) = started.unwrap_or_else(|| Err(self.destroyed(Some(desc.collective))))?;
             core.net.flush_all();
-            Ok((call, core.must_wake_driver(deadline)))
+            Ok((call, core.must_wake_driver(look_by)))
         });
         let (call, wake) = result.map_err(placed)?;
         if wake {

@@ -28,7 +28,7 @@ use crate::plan::{Plan, PlanOpKind, Region};
 const LOCAL_STEP: u64 = 256 << 10;
 
 /// How long a call waits before it asks.
-const INQUIRE_AFTER: Duration = Duration::from_millis(100);
+pub(crate) const INQUIRE_AFTER: Duration = Duration::from_millis(100);
 /// The edge of a frame that only shows a call's signature.
 pub(crate) const INQUIRY: u32 = u32::MAX;
 

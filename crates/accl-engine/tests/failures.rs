@@ -286,3 +286,26 @@ fn roots_that_cross_find_out() {
     let gather = |member: &Member| member.gather(&[1.0_f32; 8], &mut [0.0; 16], member.rank as u32);
     disagree("gather", 2, gather, &["root 0", "root 1"]);
 }
+
+/// As above with nobody in a wait: the background thread asks.
+#[test]
+fn roots_that_cross_in_the_background_find_out() {
+    let call = |member: &Member| {
+        // An earlier call keeps the background thread parked while the next one comes.
+        let mut never = [0_u8; 1];
+        let waiting = member.post_recv(&mut never, Some(1 - member.rank as u32), 5)?;
+        std::thread::park_timeout(Duration::from_millis(20));
+        let mut data = [1.0_f32; 8];
+        let mut desc = CallDesc::new(Collective::Reduce, Dtype::F32);
+        desc.root = Rank(member.rank as u32);
+        desc.mode = accl_engine::Mode::Async;
+        desc.outputs = vec![vec![calls::write(&mut data)]];
+        let call = member.group.submit(desc)?;
+        let patience = Instant::now() + Duration::from_secs(10);
+        while !(call.is_done() && waiting.is_done()) && Instant::now() < patience {
+            std::thread::yield_now();
+        }
+        finish(&call)
+    };
+    disagree("reduce", 2, call, &["root 0", "root 1"]);
+}
