@@ -19,7 +19,9 @@ collect_ignore = ["peers"]
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "large: needs several GiB of memory; skipped with the reason where there is less")
+    config.addinivalue_line(
+        "markers", "large: needs several GiB of memory; skipped with the reason where there is less"
+    )
 
 
 def pytest_report_header():

@@ -14,7 +14,11 @@ def wrong(world):
     parts = [torch.ones(3) for _ in range(world)]
     group = dist.group.WORLD
     return {
-        "broadcast_root_too_large": (lambda: dist.broadcast(ONES, world), ValueError, f"broadcast.*invalid root rank: {world}"),
+        "broadcast_root_too_large": (
+            lambda: dist.broadcast(ONES, world),
+            ValueError,
+            f"broadcast.*invalid root rank: {world}",
+        ),
         "broadcast_root_negative": (lambda: dist.broadcast(ONES, -1), ValueError, "broadcast.*invalid root rank: -1"),
         "reduce_root": (lambda: dist.reduce(ONES, 99), ValueError, "reduce.*invalid root rank: 99"),
         "gather_root": (lambda: dist.gather(ONES, None, dst=99), ValueError, "gather.*invalid root rank: 99"),
@@ -23,7 +27,11 @@ def wrong(world):
         "recv_rank": (lambda: dist.recv(ONES, 99), ValueError, "recv.*invalid rank: 99"),
         "send_tag": (lambda: group.send([ONES], 0, -3), ValueError, "send.*tag must be nonnegative"),
         "all_gather_list_too_long": (lambda: dist.all_gather(parts + parts, ONES), ValueError, "all_gather.*list"),
-        "all_gather_list_too_short": (lambda: dist.all_gather(parts[1:], ONES), ValueError, "all_gather.*(?i:list|empty)"),
+        "all_gather_list_too_short": (
+            lambda: dist.all_gather(parts[1:], ONES),
+            ValueError,
+            "all_gather.*(?i:list|empty)",
+        ),
         "gather_list": (
             lambda: dist.gather(ONES, parts + parts, dst=dist.get_rank()),
             ValueError,
@@ -34,7 +42,11 @@ def wrong(world):
             ValueError,
             f"scatter.*(?i:list).*{2 * world}",
         ),
-        "reduce_scatter_list": (lambda: dist.reduce_scatter(ONES, parts + parts), ValueError, "reduce_scatter.*(?i:list)"),
+        "reduce_scatter_list": (
+            lambda: dist.reduce_scatter(ONES, parts + parts),
+            ValueError,
+            "reduce_scatter.*(?i:list)",
+        ),
         "all_to_all_list": (lambda: dist.all_to_all(parts + parts, parts), ValueError, "all_to_all.*list"),
         "all_gather_size": (
             lambda: dist.all_gather([torch.ones(4) for _ in range(world)], ONES),

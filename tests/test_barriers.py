@@ -93,7 +93,9 @@ def test_a_monitored_barrier_names_the_first_missing_rank_and_the_group_works_on
         with pytest.raises(RuntimeError, match="Rank 1 failed to pass monitoredBarrier"):
             dist.monitored_barrier(timeout=timeout)
     elif rank == 2:
-        sentence = "Rank 2 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0"
+        sentence = (
+            "Rank 2 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0"
+        )
         with pytest.raises(RuntimeError, match=sentence):
             dist.monitored_barrier(timeout=timeout)
     else:

@@ -16,7 +16,9 @@ CALLS = {
     "all_gather_along_dim_1": lambda x, group: funcol.all_gather_tensor(x, 1, group),
     "all_gather_coalesced": lambda x, group: funcol.all_gather_into_tensor_coalesced([x, x * 2], group)[1],
     "reduce_scatter_tensor": lambda x, group: funcol.reduce_scatter_tensor(x, "sum", 0, group),
-    "reduce_scatter_coalesced": lambda x, group: funcol.reduce_scatter_tensor_coalesced([x, x * 2], "sum", [0, 0], group)[1],
+    "reduce_scatter_coalesced": lambda x, group: funcol.reduce_scatter_tensor_coalesced(
+        [x, x * 2], "sum", [0, 0], group
+    )[1],
     "all_to_all_single": lambda x, group: funcol.all_to_all_single(x, None, None, group),
     "broadcast": lambda x, group: funcol.broadcast(x, 1, group),
     "permute": lambda x, group: funcol.permute_tensor(x.view(-1), [1, 0], group),

@@ -216,7 +216,9 @@ def test_a_pipeline_gives_the_same_losses_and_gradients(rank, world, schedule):
         losses = []
         arguments = {"target": inputs.flip(0), "losses": losses} if rank == world - 1 else {}
         runner.step(*([inputs] if rank == 0 else []), **arguments)
-        return [torch.zeros(()), *[loss.detach() for loss in losses]], [p.grad for i in mine for p in layers[i].parameters()]
+        return [torch.zeros(()), *[loss.detach() for loss in losses]], [
+            p.grad for i in mine for p in layers[i].parameters()
+        ]
 
     same_as_gloo(consumer, rank, world)
 

@@ -22,7 +22,12 @@ def flat(count=5):
 
 # What the last rank calls against what all others call, and what of each every message must show.
 CASES = {
-    "kind_all_reduce_broadcast": (lambda: dist.all_reduce(ones()), lambda: dist.broadcast(ones(), 0), "all_reduce", "broadcast"),
+    "kind_all_reduce_broadcast": (
+        lambda: dist.all_reduce(ones()),
+        lambda: dist.broadcast(ones(), 0),
+        "all_reduce",
+        "broadcast",
+    ),
     "kind_all_reduce_all_gather": (
         lambda: dist.all_reduce(ones()),
         lambda: dist.all_gather_single(flat(), ones()),

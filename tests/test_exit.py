@@ -52,12 +52,15 @@ def test_leaving_takes_no_time():
 
 
 def test_an_uncaught_error_ends_with_code_1_on_its_rank_and_an_error_on_the_other():
-    code = HEAD + """
+    code = (
+        HEAD
+        + """
 if rank == 1:
     raise ValueError("told so")
 for _ in range(1000):
     dist.all_reduce(tensor)
 """
+    )
     first, second = run_script(code, world=2)
     assert second.exitcode == 1 and "told so" in second.stderr
     assert first.exitcode == 1 and "rank 1" in first.stderr, first.stderr
@@ -76,7 +79,9 @@ WAITING = {
 
 @pytest.mark.parametrize("wait", list(WAITING))
 def test_ctrl_c_ends_a_wait_within_200_ms(wait):
-    code = HEAD + f"""
+    code = (
+        HEAD
+        + f"""
 print("ready", flush=True)
 if rank == 1:
     time.sleep(30)
@@ -86,6 +91,7 @@ except KeyboardInterrupt:
     print("interrupted", time.monotonic(), flush=True)
     os._exit(7)
 """
+    )
     first, second = start_script(code, world=2)
     for script in (first, second):
         script.wait_for("ready")
@@ -121,7 +127,9 @@ except KeyboardInterrupt:
 
 def test_ctrl_c_in_wait_leaves_the_call_running_and_a_later_wait_succeeds():
     # `Work.wait` is only a wait: what poisons is an interrupt inside a blocking call.
-    code = HEAD + """
+    code = (
+        HEAD
+        + """
 work = None
 if rank == 0:
     work = dist.all_reduce(tensor, async_op=True)
@@ -138,6 +146,7 @@ else:
 print("sum", tensor[0].item(), flush=True)
 dist.barrier()
 """
+    )
     first, second = start_script(code, world=2)
     first.wait_for("ready")
     time.sleep(0.3)

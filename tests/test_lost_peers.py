@@ -226,8 +226,10 @@ def test_a_second_process_with_the_same_rank_is_told_so():
     outcomes = check(run_ranks(body, 3, init=False))
     refused = [message for kind, message, _ in outcomes[1:] if kind != "made"]
     assert refused, outcomes
-    assert any(re.search(r"(?s)rank 1\b", message) and re.search("(?i)twice|second|already|same rank|duplicate", message)
-               for message in refused), refused
+    assert any(
+        re.search(r"(?s)rank 1\b", message) and re.search("(?i)twice|second|already|same rank|duplicate", message)
+        for message in refused
+    ), refused
     assert all(seconds < 8 for _, _, seconds in outcomes)
 
 

@@ -51,9 +51,7 @@ def test_several_sparse_calls_may_be_in_flight(rank, world):
 
 @on_ranks(2)
 def test_two_sparse_dimensions_are_kept(rank, world):
-    tensors = [
-        torch.sparse_coo_tensor([[0, r + 1, 3], [r, 1, 2]], [1.0, 2.0, 3.0], (5, 4)) for r in range(world)
-    ]
+    tensors = [torch.sparse_coo_tensor([[0, r + 1, 3], [r, 1, 2]], [1.0, 2.0, 3.0], (5, 4)) for r in range(world)]
     result = tensors[rank].clone()
     dist.all_reduce(result)
     assert result.sparse_dim() == 2

@@ -27,7 +27,9 @@ def torch_minor() -> str:
     """The torch minor version to build for."""
     parts = (os.environ.get("TORCH") or DEFAULT_TORCH).split(".")
     if len(parts) < 2 or not all(part.isdigit() for part in parts[:2]):
-        raise SystemExit(f"TORCH={os.environ['TORCH']}: expected a version such as {DEFAULT_TORCH} or {DEFAULT_TORCH}.0")
+        raise SystemExit(
+            f"TORCH={os.environ['TORCH']}: expected a version such as {DEFAULT_TORCH} or {DEFAULT_TORCH}.0"
+        )
     return ".".join(parts[:2])
 
 
@@ -72,7 +74,9 @@ def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata
     return name
 
 
-def build_editable(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
+def build_editable(
+    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+) -> str:
     """PEP 660 hook."""
     import maturin
 

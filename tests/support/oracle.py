@@ -127,4 +127,6 @@ def contributions(world: int, shape, dtype: str, op: str = "SUM", seed: int = 0)
 def noise(world: int, count: int, dtype: str, seed: int = 0) -> list[torch.Tensor]:
     """Every rank's normally distributed numbers, whose sums do round."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(count, generator=generator, dtype=torch.float64).to(getattr(torch, dtype)) for _ in range(world)]
+    return [
+        torch.randn(count, generator=generator, dtype=torch.float64).to(getattr(torch, dtype)) for _ in range(world)
+    ]

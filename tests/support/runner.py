@@ -356,7 +356,9 @@ def check(outcomes: list[Outcome]) -> list:
     pytest.fail("\n".join(outcome.describe() for outcome in outcomes), pytrace=False)
 
 
-def on_ranks(*worlds: int, fresh: bool = False, init: bool = True, deadline: float = DEADLINE, store: str = "file", env=None):
+def on_ranks(
+    *worlds: int, fresh: bool = False, init: bool = True, deadline: float = DEADLINE, store: str = "file", env=None
+):
     """Makes a test of a body that every rank of each of `worlds` runs.
 
     The body takes `rank`, may take `world`, and any parameters and fixtures with picklable values. It has the default
