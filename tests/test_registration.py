@@ -1,0 +1,344 @@
+"""How the backend is found, and how it refuses a torch that it was not built for."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from importlib.metadata import distribution, entry_points
+from pathlib import Path
+
+import pytest
+import torch
+from support import BACKEND, run_script
+from support.scripts import free_port
+
+pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+
+
+def found(name: str) -> Path:
+    """A file of the installed package, found without importing it."""
+    return next(Path(file.locate()) for file in distribution("torch-accl").files if str(file) == name)
+
+
+def in_one_process(code: str) -> str:
+    """What the code prints on a rank of a world of one, after ending with status 0."""
+    (script,) = run_script(textwrap.dedent(code))
+    assert script.exitcode == 0, script.stderr
+    return script.stdout
+
+
+def plain_python(code: str, **env) -> subprocess.CompletedProcess:
+    """The code in an interpreter of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+def test_a_group_can_be_made_without_an_import():
+    result = plain_python(
+        """
+        import sys, torch.distributed as dist
+        assert not [name for name in sys.modules if name.startswith("torch_accl")]
+        dist.init_process_group("accl")
+        import torch
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        print(tensor.tolist(), dist.get_backend())
+        """,
+        RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()),
+    )
+    assert result.returncode == 0 and result.stdout == "[1.0, 1.0, 1.0] accl\n", result.stderr
+
+
+@pytest.mark.parametrize("name", ["accl", "cpu:accl", "cpu:accl,cuda:gloo"])
+def test_every_spelling_works_without_an_import(name):
+    printed = in_one_process(
+        f"""
+        import torch, torch.distributed as dist
+        dist.init_process_group({name!r})
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        print(dist.group.WORLD._get_backend(torch.device("cpu")).name())
+        dist.destroy_process_group()
+        """
+    )
+    assert printed == "accl\n"
+
+
+def test_torchrun_starts_two_ranks(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import sys, torch, torch.distributed as dist
+            dist.init_process_group("accl")
+            tensor = torch.ones(3)
+            dist.all_reduce(tensor)
+            sys.stdout.write(f"sum {tensor[0].item()}\\n")
+            dist.destroy_process_group()
+            """
+        )
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert result.returncode == 0 and result.stdout.count("sum 2.0") == 2, result.stderr
+
+
+def test_the_package_can_be_imported_any_number_of_times():
+    printed = in_one_process(
+        """
+        import importlib, torch.distributed as dist
+        import torch_accl
+        torch_accl.register()
+        torch_accl.register()
+        importlib.reload(torch_accl)
+        import torch_accl
+        assert dist.Backend.ACCL == "accl" and dist.is_backend_available("accl")
+        dist.init_process_group("accl")
+        dist.barrier()
+        print("done")
+        """
+    )
+    assert printed == "done\n"
+
+
+def test_an_import_starts_no_thread_and_opens_no_socket():
+    printed = in_one_process(
+        """
+        import os
+        def counts():
+            return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+        before = counts()
+        import torch_accl
+        print(before == counts())
+        """
+    )
+    assert printed == "True\n"
+
+
+def test_the_backend_of_a_group_has_its_own_type():
+    printed = in_one_process(
+        """
+        import torch, torch.distributed as dist, torch_accl
+        dist.init_process_group("accl")
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        print(isinstance(backend, torch_accl.Backend), isinstance(backend.options, dist.ProcessGroup.Options)
+              if hasattr(dist.ProcessGroup, "Options") else True, backend.first_error() == "", len(backend.describe()) > 0)
+        """
+    )
+    assert printed == "True True True True\n"
+
+
+def test_stubs_and_the_typing_marker_are_installed():
+    assert found("torch_accl/py.typed").exists() and found("torch_accl/_native.pyi").exists()
+
+
+def test_the_entry_point_is_that_of_the_torch_it_was_built_for():
+    new, old = entry_points(group="torch.distributed.backends"), entry_points(group="torch.backends")
+    minor = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    assert ("accl" in new.names) == (minor >= (2, 14))
+    assert ("accl" in old.names) == (minor < (2, 14))
+
+
+def test_the_wheel_asks_for_the_torch_it_was_built_for():
+    minor = ".".join(torch.__version__.split(".")[:2])
+    assert any(need.replace(" ", "").startswith("torch") and minor in need for need in distribution("torch-accl").requires or [])
+
+
+FAKE_TORCH = """
+import importlib.abc, importlib.machinery, sys, types
+torch = types.ModuleType("torch")
+torch.__version__ = {version!r}
+torch.distributed = types.ModuleType("torch.distributed")
+torch.distributed.is_available = lambda: True
+sys.modules["torch"], sys.modules["torch.distributed"] = torch, torch.distributed
+"""
+
+
+@pytest.mark.parametrize("running", ["2.11.0", "2.13.0+cpu", "2.14.1", "2.16.0", "2.16.0a0+git123abc", "3.0.0"])
+def test_another_torch_is_refused_before_the_native_module_is_loaded(running):
+    built_for = ".".join(torch.__version__.split(".")[:2])
+    result = plain_python(
+        FAKE_TORCH.format(version=running)
+        + textwrap.dedent(
+            """
+            try:
+                import torch_accl
+            except ImportError as error:
+                print(error)
+            maps = open("/proc/self/maps").read()
+            print("native loaded:", "torch_accl._native" in sys.modules or "torch_accl/_native" in maps)
+            """
+        )
+    )
+    minor = ".".join(running.split(".")[:2])
+    sentence, loaded = result.stdout.splitlines()[-2:]
+    assert loaded == "native loaded: False"
+    assert f"built for torch {built_for}" in sentence and f"torch {running}" in sentence, sentence
+    assert f"torch=={built_for}" in sentence and f"TORCH={minor}" in sentence, sentence
+
+
+@pytest.mark.parametrize("suffix", ["", "+cpu", "+cu132", "a0+git123abc", "rc1"])
+def test_every_build_of_the_right_minor_version_is_taken(suffix):
+    built_for = ".".join(torch.__version__.split(".")[:2])
+    result = plain_python(
+        f"""
+        import importlib.util, sys
+        spec = importlib.util.spec_from_file_location("gate", {str(found("torch_accl/_gate.py"))!r})
+        gate = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(gate)
+        print(gate.refusal({built_for + ".0" + suffix!r}, {built_for!r}))
+        """
+    )
+    assert result.stdout == "None\n", result.stderr
+
+
+AUTOLOAD = """
+import importlib.abc, importlib.util, sys
+import torch, torch.distributed as dist
+
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] == "torch_accl":
+            raise {error}
+
+sys.meta_path.insert(0, Missing())
+spec = importlib.util.spec_from_file_location("torch_accl_autoload", {path!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.register()
+module.register()
+assert not [name for name in sys.modules if name.startswith("torch_accl.") or name == "torch_accl"]
+assert "ACCL" in dist.Backend._plugins
+try:
+    dist.init_process_group("accl")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        ('ModuleNotFoundError("No module named torch_accl", name="torch_accl")', "No module named torch_accl"),
+        ('ImportError("libsomething.so: undefined symbol")', "undefined symbol"),
+        ('SyntaxError("broken file")', "broken file"),
+    ],
+    ids=["missing", "not_loadable", "broken"],
+)
+def test_the_autoload_file_survives_a_package_that_is(error, shown):
+    printed = in_one_process(AUTOLOAD.format(error=error, path=str(found("torch_accl_autoload.py"))))
+    assert shown in printed
+
+
+def test_the_autoload_file_imports_nothing_of_the_package_until_a_group_is_made():
+    printed = in_one_process(
+        f"""
+        import importlib.util, sys, torch, torch.distributed as dist
+        spec = importlib.util.spec_from_file_location("torch_accl_autoload", {str(found("torch_accl_autoload.py"))!r})
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.register()
+        print("torch_accl" in sys.modules)
+        dist.init_process_group("accl")
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        print("torch_accl" in sys.modules)
+        """
+    )
+    assert printed == "False\nTrue\n"
+
+
+def test_the_autoload_file_survives_without_torch_distributed():
+    result = plain_python(
+        f"""
+        import importlib.util, sys, types, warnings
+        sys.modules["torch"] = types.ModuleType("torch")
+        spec = importlib.util.spec_from_file_location("torch_accl_autoload", {str(found("torch_accl_autoload.py"))!r})
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        warnings.simplefilter("ignore")
+        module.register()
+        print("alive")
+        """
+    )
+    assert result.stdout == "alive\n", result.stderr
+
+
+PANICS = """
+import os, sys, torch, torch.distributed as dist, torch_accl
+from datetime import timedelta
+from torch_accl import _native
+
+def actions(group):
+    backend, tensor, works = group._get_backend(torch.device("cpu")), torch.ones(3), []
+    keep = works.append
+    yield lambda: dist.new_group()
+    yield lambda: keep(dist.all_reduce(tensor, group=group, async_op=True))
+    yield lambda: works[-1].get_future().wait()
+    yield lambda: works[-1]._get_sequence_number()
+    yield lambda: works[-1].exception()
+    yield lambda: keep(group.recv_anysource([tensor], 5))
+    yield lambda: works[-1].is_completed()
+    yield lambda: works[-1].wait(timedelta(milliseconds=50))
+    yield lambda: group.send([tensor], 0, 5).wait()
+    yield lambda: works[-1].wait()
+    yield lambda: works[-1].source_rank()
+    yield lambda: backend._enable_collectives_timing()
+    yield lambda: keep(dist.all_reduce(tensor, group=group, async_op=True))
+    yield lambda: (works[-1].wait(), works[-1]._get_duration())
+    yield lambda: dist.all_reduce(torch.eye(3).to_sparse(), group=group)
+    yield lambda: dist.monitored_barrier(group)
+    yield lambda: backend._get_sequence_number_for_group()
+    yield lambda: backend.set_timeout(timedelta(seconds=5))
+    yield lambda: (backend.get_error(), backend.first_error(), backend.describe())
+    yield lambda: group.split_group([0])
+    yield lambda: backend.abort()
+    yield lambda: dist.destroy_process_group(group)
+
+def child(name):
+    dist.init_process_group("accl", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.new_group()
+    _native._panic_for_test(name)
+    said = []
+    for action in actions(group):
+        try:
+            action()
+        except Exception as error:
+            said.append(str(error))
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    return any(f"panic in {name}" in text for text in said)
+
+for name in _native._bridged_functions():
+    pid = os.fork()
+    if pid == 0:
+        reported = child(name)
+        os._exit(3 if reported else 4)
+    print(name, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+# What torch calls where nothing can be raised, or what only its background work calls.
+SILENT = {"group_shutdown", "group_first_error", "ticket_done", "ticket_poll", "ticket_when_done", "ticket_abort"}
+
+
+def test_a_panic_in_any_bridged_function_is_an_error_and_not_the_end():
+    ends = dict(line.split() for line in in_one_process(PANICS).splitlines())
+    assert len(ends) > 15
+    assert {name: end for name, end in ends.items() if end not in ("3", "4")} == {}
+    assert {name for name, end in ends.items() if end == "4"} - SILENT == set()
+
+
+def test_the_command_lists_settings_algorithms_and_facts():
+    command = found("torch_accl/cli.py")
+    assert command.exists()
+    printed = in_one_process(
+        """
+        from torch_accl import cli
+        for arguments in (["config"], ["algorithms"], ["info"], ["config", "--json"]):
+            assert cli.main(arguments) == 0
+        """
+    )
+    for word in ("ACCL_PORT_RANGE", "rabenseifner", "built_for_torch", '"default"'):
+        assert word in printed

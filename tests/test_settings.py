@@ -1,0 +1,197 @@
+"""Settings by environment and by Options: what is refused, with which sentence, and that the argument wins."""
+
+import re
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import BACKEND, init_group, on_ranks, run_ranks
+from support.runner import check
+
+pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+
+
+def refused(env=None, **options):
+    """Class and sentence of the error that making a group of one ends with."""
+
+    def body(rank):
+        import torch_accl
+
+        try:
+            init_group(pg_options=torch_accl.Options(**options) if options else None)
+        except Exception as error:
+            return type(error).__name__, str(error)
+        return "made", ""
+
+    return check(run_ranks(body, 1, init=False, env=env))[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "nearest"),
+    [
+        ("ACCL_PORTRANGE", "1-2", "ACCL_PORT_RANGE"),
+        ("ACCL_SOCKET_IFNAMES", "eth0", "ACCL_SOCKET_IFNAME"),
+        ("ACCL_TRANSPORT", "tcp", "ACCL_TRANSPORTS"),
+    ],
+)
+def test_an_unknown_variable_is_refused_with_the_nearest_name(name, value, nearest):
+    kind, sentence = refused({name: value})
+    assert kind == "ValueError" and name in sentence and f"did you mean {nearest}?" in sentence, sentence
+
+
+WRONG = [
+    ("ACCL_PORT_RANGE", "port_range", "9-5"),
+    ("ACCL_PORT_RANGE", "port_range", "70000-80000"),
+    ("ACCL_PORT_RANGE", "port_range", "abc"),
+    ("ACCL_PORT_RANGE", "port_range", "0-10"),
+    ("ACCL_TRANSPORTS", "transports", "udp"),
+    ("ACCL_LOG", "log", "loud"),
+    ("ACCL_RING_BYTES", "ring_bytes", "12"),
+    ("ACCL_RING_BYTES", "ring_bytes", "1XiB"),
+    ("ACCL_SEGMENT_BYTES", "segment_bytes", "-1"),
+    ("ACCL_EAGER_BYTES", "eager_bytes", "1TiB"),
+    ("ACCL_SPIN_US", "spin_us", "fast"),
+    ("ACCL_DETERMINISTIC", "deterministic", "maybe"),
+    ("ACCL_TIMING", "timing", "2"),
+    ("ACCL_HOST_ID", "host_id", "two words"),
+    ("ACCL_ALGORITHM", "algorithm", "all_reduce"),
+    ("ACCL_ALGORITHM", "algorithm", "allreduce=ring"),
+]
+
+
+@pytest.mark.parametrize(("name", "option", "value"), WRONG)
+def test_a_wrong_value_is_refused_with_what_is_accepted(name, option, value):
+    kind, sentence = refused({name: value})
+    assert kind == "ValueError" and name in sentence and value in sentence and "expected" in sentence, sentence
+    kind, sentence = refused(**{option: value})
+    assert kind == "ValueError" and option in sentence and value in sentence and "expected" in sentence, sentence
+
+
+def test_an_unknown_algorithm_is_refused_with_the_nearest_name():
+    kind, sentence = refused(algorithm="all_reduce=rign")
+    assert kind == "ValueError" and "rign" in sentence and "ring" in sentence.replace("rign", ""), sentence
+
+
+def test_an_unknown_option_is_refused():
+    kind, sentence = refused(port_rnage="1-2")
+    assert kind in ("TypeError", "ValueError") and "port_rnage" in sentence
+
+
+@on_ranks(1, fresh=True, init=False)
+def test_options_of_another_type_are_refused(rank, world):
+    with pytest.raises(TypeError, match="torch_accl.Options"):
+        init_group(pg_options={"timing": True})
+
+
+@on_ranks(1, fresh=True, init=False)
+def test_a_timeout_of_another_type_is_refused(rank, world):
+    import torch_accl
+
+    with pytest.raises(TypeError, match="timedelta"):
+        torch_accl.Options(timeout=5)
+
+
+@on_ranks(1, fresh=True, init=False)
+def test_an_option_wins_over_its_variable(rank, world):
+    import os
+
+    import torch_accl
+
+    os.environ["ACCL_TIMING"] = "0"
+    init_group(pg_options=torch_accl.Options(timing=True))
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    work.wait()
+    assert work._get_duration() >= 0
+
+
+@on_ranks(1, fresh=True, init=False, env={"ACCL_TIMING": "1"})
+def test_a_variable_works_without_options(rank, world):
+    init_group()
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    work.wait()
+    assert work._get_duration() >= 0
+
+
+@on_ranks(2, fresh=True, init=False)
+def test_options_can_be_copied_and_shown(rank, world):
+    import copy
+
+    import torch_accl
+
+    options = torch_accl.Options(segment_bytes="16KiB", deterministic=True)
+    assert copy.deepcopy(options).settings == copy.copy(options).settings == options.settings
+    assert "segment_bytes='16KiB'" in repr(options)
+    init_group(pg_options=options)
+    dist.all_reduce(torch.ones(100_000))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_ranks_with_different_settings_are_told_both_values():
+    def body(rank):
+        import torch_accl
+
+        try:
+            init_group(pg_options=torch_accl.Options(eager_bytes=1024 * (1 + rank)))
+        except Exception as error:
+            return type(error).__name__, str(error)
+        return "made", ""
+
+    for kind, sentence in check(run_ranks(body, 2, init=False)):
+        assert kind == "ValueError" and "eager_bytes" in sentence, (kind, sentence)
+        assert "rank 0" in sentence and "rank 1" in sentence and "1KiB" in sentence and "2KiB" in sentence, sentence
+
+
+def test_the_port_of_the_process_comes_from_the_range():
+    def body(rank):
+        import os
+
+        start = 23_400 + 50 * (os.getpid() % 100)
+        os.environ["ACCL_PORT_RANGE"] = f"{start}-{start + 49}"
+        os.environ["ACCL_TRANSPORTS"] = "tcp"
+        init_group()
+        dist.all_reduce(torch.ones(3))
+        with open("/proc/net/tcp") as four, open("/proc/net/tcp6") as six:
+            lines = [line.split() for line in [*four.readlines()[1:], *six.readlines()[1:]]]
+        inodes = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
+        ports = [int(line[1].split(":")[1], 16) for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in inodes]
+        dist.barrier()
+        dist.destroy_process_group()
+        return start, ports
+
+    for start, ports in check(run_ranks(body, 2, init=False)):
+        assert any(start <= port < start + 50 for port in ports), (start, ports)
+
+
+def test_a_range_without_a_free_port_is_refused_with_its_name():
+    with socket.socket(socket.AF_INET6) as taken:
+        taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        taken.bind(("::", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        kind, sentence = refused({"ACCL_PORT_RANGE": f"{port}-{port}", "ACCL_TRANSPORTS": "tcp"})
+    assert kind in ("DistNetworkError", "ValueError"), (kind, sentence)
+    assert "ACCL_PORT_RANGE" in sentence and str(port) in sentence, sentence
+
+
+def test_an_interface_that_does_not_exist_is_refused_with_those_that_do():
+    kind, sentence = refused({"ACCL_SOCKET_IFNAME": "=nosuch0", "ACCL_TRANSPORTS": "tcp"})
+    assert kind in ("DistNetworkError", "ValueError"), (kind, sentence)
+    assert "nosuch0" in sentence and re.search(r"\blo\b|\beth", sentence), sentence
+
+
+def test_a_later_group_may_not_change_what_is_fixed_for_the_process():
+    def body(rank):
+        import torch_accl
+
+        init_group(pg_options=torch_accl.Options(ring_bytes="256KiB"))
+        dist.barrier()
+        try:
+            dist.new_group(pg_options=torch_accl.Options(ring_bytes="512KiB"))
+        except ValueError as error:
+            return str(error)
+        return "made"
+
+    for sentence in check(run_ranks(body, 2, init=False)):
+        assert "ring_bytes" in sentence and "256KiB" in sentence and "512KiB" in sentence, sentence

@@ -1,0 +1,203 @@
+"""The same calls over every transport, ring size and algorithm, with the same bits; nothing is left behind."""
+
+import glob
+import hashlib
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import BACKEND, bytes_equal, contributions, expected_reduction, init_group, noise, on_ranks, run_ranks
+from support.runner import check
+
+pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+
+SETTINGS = {
+    "shm": {"ACCL_TRANSPORTS": "shm"},
+    "tcp": {"ACCL_TRANSPORTS": "tcp"},
+    "tcp_over_loopback": {"ACCL_TRANSPORTS": "tcp", "ACCL_SOCKET_IFNAME": "lo"},
+    "smallest_rings": {"ACCL_RING_BYTES": "16KiB", "ACCL_SEGMENT_BYTES": "1KiB"},
+    "smallest_segments_over_tcp": {"ACCL_TRANSPORTS": "tcp", "ACCL_SEGMENT_BYTES": "1KiB"},
+    "large_segments": {"ACCL_SEGMENT_BYTES": "4MiB", "ACCL_RING_BYTES": "16MiB"},
+    "nothing_eager": {"ACCL_EAGER_BYTES": "0"},
+    "no_spinning": {"ACCL_SPIN_US": "0"},
+    "no_shared_memory_allowed": {"ACCL_SHM_LIMIT": "0"},
+    "little_shared_memory_allowed": {"ACCL_SHM_LIMIT": "300KiB"},
+    "deterministic": {"ACCL_DETERMINISTIC": "1"},
+}
+
+
+def medley(rank, world):
+    """A bit of everything, checked; returns a digest of the rounded results."""
+    digest = hashlib.sha256()
+    for count in (0, 1, 1000, 300_007):
+        tensors = contributions(world, count, "float32", seed=count)
+        result = tensors[rank].clone()
+        dist.all_reduce(result)
+        assert bytes_equal(result, expected_reduction(tensors, "SUM"))
+        for root in range(world):
+            result = tensors[rank].clone()
+            dist.broadcast(result, root)
+            assert bytes_equal(result, tensors[root])
+            result = tensors[rank].clone()
+            dist.reduce(result, root)
+            if rank == root:
+                assert bytes_equal(result, expected_reduction(tensors, "SUM"))
+            outputs = [torch.empty(count) for _ in range(world)] if rank == root else None
+            dist.gather(tensors[rank], outputs, dst=root)
+            back = torch.empty(count)
+            dist.scatter(back, outputs, src=root)
+            assert bytes_equal(back, tensors[rank])
+        flat = torch.empty(world * count)
+        dist.all_gather_single(flat, tensors[rank])
+        assert bytes_equal(flat, torch.cat(tensors))
+        part = torch.empty(count)
+        dist.reduce_scatter_single(part, flat)
+        assert bytes_equal(part, tensors[rank] * world)
+        moved = torch.empty(world * count)
+        dist.all_to_all_single(moved, tensors[rank].repeat(world))
+        assert bytes_equal(moved, flat)
+        receive = dist.irecv(back, (rank - 1) % world) if world > 1 else None
+        if receive:
+            dist.send(tensors[rank], (rank + 1) % world)
+            receive.wait()
+            assert bytes_equal(back, tensors[(rank - 1) % world])
+        rounded = noise(world, count, "float32")[rank]
+        dist.all_reduce(rounded)
+        digest.update(rounded.numpy().tobytes())
+    works = [dist.all_reduce(torch.ones(50_000), async_op=True) for _ in range(20)]
+    for work in works:
+        work.wait()
+    dist.barrier()
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("setting", list(SETTINGS))
+@pytest.mark.parametrize("world", [2, 3])
+def test_everything_works_with(setting, world):
+    digests = check(run_ranks(lambda rank: medley(rank, world), world, env=SETTINGS[setting]))
+    assert len(set(digests)) == 1
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_bits_are_the_same_over_every_transport_and_on_every_run(world):
+    digests = set()
+    for transport in ("shm", "tcp", "shm"):
+        env = {"ACCL_TRANSPORTS": transport, "ACCL_DETERMINISTIC": "1"}
+        digests.update(check(run_ranks(lambda rank: medley(rank, world), world, env=env)))
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize(("world", "hosts"), [(2, "ab"), (4, "aabb"), (4, "abab"), (3, "aab"), (4, "aaab")])
+def test_ranks_of_several_hosts_use_both_transports(world, hosts):
+    def body(rank):
+        os.environ["ACCL_HOST_ID"] = hosts[rank]
+        init_group()
+        digest = medley(rank, world)
+        dist.destroy_process_group()
+        return digest
+
+    assert len(set(check(run_ranks(body, world, init=False)))) == 1
+
+
+def test_a_host_without_shared_memory_warns_once_and_uses_tcp():
+    outcomes = run_ranks(lambda rank: medley(rank, 2), 2, env={"ACCL_SHM_LIMIT": "0"})
+    check(outcomes)
+    warned = [line for outcome in outcomes for line in outcome.output.splitlines() if "tcp" in line]
+    assert 1 <= len(warned) <= 2, [outcome.output for outcome in outcomes]
+
+
+def test_the_log_names_transport_and_algorithm():
+    outcomes = run_ranks(lambda rank: medley(rank, 2), 2, env={"ACCL_LOG": "info"})
+    check(outcomes)
+    for outcome in outcomes:
+        assert "shm" in outcome.output and "all_reduce" in outcome.output, outcome.output[:2000]
+
+
+def test_a_quiet_run_prints_nothing():
+    outcomes = run_ranks(lambda rank: medley(rank, 2), 2)
+    check(outcomes)
+    assert [outcome.output for outcome in outcomes] == ["", ""]
+
+
+def test_nothing_is_left_in_a_file_system_even_by_killed_ranks():
+    def places():
+        return {path for pattern in ("/dev/shm/*", "/tmp/*accl*", "/run/*accl*") for path in glob.glob(pattern)}
+
+    def body(rank):
+        dist.all_reduce(torch.ones(100_000))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    before = places()
+    run_ranks(body, 2)
+    assert {path for path in places() - before if "store" not in path} == set()
+
+
+def check_collective(collective, rank, world, group):
+    for count in (1, 777, 100_003):
+        tensors = contributions(world, count, "float32", seed=count)
+        total = expected_reduction(tensors, "SUM")
+        result, flat = tensors[rank].clone(), torch.zeros(world * count)
+        for root in range(world) if collective in ("broadcast", "reduce", "gather", "scatter") else [0]:
+            if collective == "all_reduce":
+                dist.all_reduce(result, group=group)
+                assert bytes_equal(result, total)
+            elif collective == "broadcast":
+                result = tensors[rank].clone()
+                dist.broadcast(result, root, group=group)
+                assert bytes_equal(result, tensors[root])
+            elif collective == "reduce":
+                result = tensors[rank].clone()
+                dist.reduce(result, root, group=group)
+                assert bytes_equal(result, total if rank == root else tensors[rank])
+            elif collective == "all_gather":
+                dist.all_gather_single(flat, result, group=group)
+                assert bytes_equal(flat, torch.cat(tensors))
+            elif collective == "reduce_scatter":
+                dist.reduce_scatter_single(result, tensors[rank].repeat(world), group=group)
+                assert bytes_equal(result, total)
+            elif collective == "gather":
+                outputs = [torch.zeros(count) for _ in range(world)] if rank == root else None
+                dist.gather(tensors[rank], outputs, dst=root, group=group)
+                assert rank != root or all(bytes_equal(a, b) for a, b in zip(outputs, tensors, strict=True))
+            elif collective == "scatter":
+                dist.scatter(result, tensors if rank == root else None, src=root, group=group)
+                assert bytes_equal(result, tensors[rank])
+            elif collective == "all_to_all":
+                dist.all_to_all_single(flat, torch.cat([tensors[rank]] * world), group=group)
+                assert bytes_equal(flat, torch.cat(tensors))
+            elif collective == "barrier":
+                dist.barrier(group)
+
+
+COLLECTIVES = [
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
+]
+
+
+@on_ranks(2, 3, 4, fresh=True, init=False)
+@pytest.mark.parametrize("hosts", ["one_host", "two_hosts"])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_every_algorithm_that_can_run_gives_the_exact_result(rank, world, collective, hosts):
+    import torch_accl
+    from torch_accl import _native
+
+    if hosts == "two_hosts":
+        os.environ["ACCL_HOST_ID"] = "ab"[rank % 2]
+    init_group()
+    ran = 0
+    for row in _native.algorithms():
+        if row["collective"] != collective:
+            continue
+        try:
+            group = dist.new_group(pg_options=torch_accl.Options(algorithm=f"{collective}={row['name']}"))
+        except ValueError as error:
+            # Only what needs several hosts may say no, and only on one.
+            assert row["name"] == "two_level" and hosts == "one_host" and "two_level" in str(error), error
+            continue
+        check_collective(collective, rank, world, group)
+        ran += 1
+    assert ran
+    dist.barrier()
+    dist.destroy_process_group()
