@@ -3,6 +3,8 @@
 //! Asks that interpreter for torch's version, headers and libraries, refuses a torch minor other than the one asked for,
 //! and writes `python/torch_accl/_build_info.py`, which the version gate reads before the native module is loaded.
 
+#![allow(clippy::disallowed_methods, reason = "what cargo and the build say is no setting of the product")]
+
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};

@@ -241,7 +241,7 @@ impl Plans {
         let program = (algorithm.build)(&request).lower(&request);
         let shape = CallShape { elem_bytes: key.elem_bytes, in_blocks: &key.inputs, out_blocks: &key.outputs };
         let plan = Arc::new(Plan::new(algorithm, &program, &shape, self.world));
-        tracing::debug!(
+        tracing::info!(
             collective = key.collective.name(),
             algorithm = algorithm.name,
             bytes = key.size_bytes(self.world),

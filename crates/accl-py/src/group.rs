@@ -14,6 +14,7 @@ use smallvec::SmallVec;
 
 use crate::bridge::ffi::{self, CallArgs, Described, GroupArgs, Numbered, Outcome, Status, TensorView, Waited};
 use crate::guard::{FromError, bridged};
+use crate::log;
 use crate::store::TorchStore;
 use crate::ticket::Ticket;
 
@@ -37,7 +38,7 @@ impl Slot {
             std::mem::forget(self.engine.take());
             *self = Self { pid, ..Self::default() };
         }
-        self.engine.get_or_insert_with(|| Engine::new(config.clone())).clone()
+        self.engine.get_or_insert_with(|| open(config.clone())).clone()
     }
 }
 
@@ -64,6 +65,12 @@ impl Runtime {
         }
         made
     }
+}
+
+/// A new engine, and its log.
+fn open(config: Config) -> Arc<Engine> {
+    log::follow(config.log);
+    Engine::new(config)
 }
 
 /// A group, empty until [`group_create`] filled it.

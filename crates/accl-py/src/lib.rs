@@ -8,6 +8,7 @@ mod codes;
 mod group;
 mod guard;
 mod info;
+mod log;
 mod status;
 mod store;
 mod ticket;
