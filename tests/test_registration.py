@@ -22,7 +22,8 @@ def found(name: str) -> Path:
 
 def in_one_process(code: str) -> str:
     """What the code prints on a rank of a world of one, after ending with status 0."""
-    (script,) = run_script(textwrap.dedent(code))
+    # Without backtraces: finding the symbols of torch takes seconds a panic.
+    (script,) = run_script(textwrap.dedent(code), env={"RUST_BACKTRACE": "0"})
     assert script.exitcode == 0, script.stderr
     return script.stdout
 
@@ -45,7 +46,10 @@ def test_a_group_can_be_made_without_an_import():
         dist.all_reduce(tensor)
         print(tensor.tolist(), dist.get_backend())
         """,
-        RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()),
+        RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
     )
     assert result.returncode == 0 and result.stdout == "[1.0, 1.0, 1.0] accl\n", result.stderr
 
@@ -143,7 +147,10 @@ def test_the_entry_point_is_that_of_the_torch_it_was_built_for():
 
 def test_the_wheel_asks_for_the_torch_it_was_built_for():
     minor = ".".join(torch.__version__.split(".")[:2])
-    assert any(need.replace(" ", "").startswith("torch") and minor in need for need in distribution("torch-accl").requires or [])
+    assert any(
+        need.replace(" ", "").startswith("torch") and minor in need
+        for need in distribution("torch-accl").requires or []
+    )
 
 
 FAKE_TORCH = """

@@ -154,8 +154,14 @@ def test_the_port_of_the_process_comes_from_the_range():
         dist.all_reduce(torch.ones(3))
         with open("/proc/net/tcp") as four, open("/proc/net/tcp6") as six:
             lines = [line.split() for line in [*four.readlines()[1:], *six.readlines()[1:]]]
-        inodes = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
-        ports = [int(line[1].split(":")[1], 16) for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in inodes]
+        inodes = {
+            os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.exists(f"/proc/self/fd/{fd}")
+        }
+        ports = [
+            int(line[1].split(":")[1], 16) for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in inodes
+        ]
         dist.barrier()
         dist.destroy_process_group()
         return start, ports

@@ -172,7 +172,15 @@ def check_collective(collective, rank, world, group):
 
 
 COLLECTIVES = [
-    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "barrier",
 ]
 
 
