@@ -260,8 +260,15 @@ void InFlight::watch(const std::shared_ptr<Flight>& flight) {
     if (flight->closed || flight->watched) return;
     flight->watched = true;
   }
-  // A flight that nobody completes would keep its tensors; the error is only possible where the ticket is empty.
-  throw_unless_ok(bridge::ticket_when_done(*flight->ticket, std::make_unique<FlightArrival>(shared_from_this(), flight.get())));
+  // Without a completion thread the drains complete it, as if nobody had asked.
+  const auto status =
+      bridge::ticket_when_done(*flight->ticket, std::make_unique<FlightArrival>(shared_from_this(), flight.get()));
+  if (is_ok(status)) return;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    flight->watched = false;
+  }
+  throw_status(status);
 }
 
 void InFlight::schedule_drain() noexcept {
@@ -296,7 +303,13 @@ AcclWork::AcclWork(int rank, c10d::OpType type, const char* title, const std::op
 
 AcclWork::~AcclWork() {
   // Nobody can wait any more: somebody must come, so that the tensors are let go.
-  if (flight_->state.load(std::memory_order_acquire) == Flight::kRunning) home_->watch(flight_);
+  if (flight_->state.load(std::memory_order_acquire) != Flight::kRunning) return;
+  try {
+    home_->watch(flight_);
+  } catch (const std::exception& thrown) {
+    // The next drain completes it.
+    TORCH_WARN_ONCE("accl: a call cannot be watched: ", thrown.what());
+  }
 }
 
 bool AcclWork::isCompleted() {
@@ -328,6 +341,8 @@ bool AcclWork::wait(std::chrono::milliseconds timeout) {
   if (!flight_->settled()) {
     const auto waited = wait_without_gil(*flight_->ticket, timeout);
     if (waited.how == Outcome::Running) throw_status(waited.status);
+    // The wait itself broke, and the call runs on.
+    if (waited.how == Outcome::Failed && !flight_->ended()) throw_status(waited.status);
     if (waited.how == Outcome::Interrupted) {
       throw_python_error_if_set();
       C10_THROW_ERROR(DistBackendError, "accl: interrupted");
