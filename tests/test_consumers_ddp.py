@@ -159,7 +159,8 @@ def _powersgd():
 @pytest.mark.parametrize("hook", list(HOOKS))
 def test_a_stock_communication_hook_trains_to_the_same_weights(rank, world, hook):
     def consumer(rank, world):
-        ddp = DistributedDataParallel(model(), bucket_cap_mb=0.004)
+        # PowerSGD in one bucket: the calls that its callbacks make for several race, and over gloo such a run hangs too.
+        ddp = DistributedDataParallel(model(), bucket_cap_mb=25 if hook == "powersgd" else 0.004)
         HOOKS[hook](ddp)
         return train(rank, ddp)
 

@@ -22,7 +22,7 @@ LEAVING = {
     "with_a_finished_work": "work = dist.all_reduce(tensor, async_op=True); work.wait()",
     "with_a_dropped_work": "dist.all_reduce(tensor, async_op=True); dist.barrier()",
     "with_a_future": "f = dist.all_reduce(tensor, async_op=True).get_future().then(lambda f: f.value()); f.wait()",
-    "with_a_receive_in_flight": "work = dist.irecv(tensor, 1 - rank)",
+    "with_a_receive_in_flight": "work = dist.irecv(tensor, 1 - rank); dist.barrier()",
     "with_a_destroyed_group": "dist.barrier(); dist.destroy_process_group()",
     "by_sys_exit": "sys.exit(0)",
 }
