@@ -59,12 +59,10 @@ AcclBackend::WorkPtr AcclBackend::run(Call& call, Event event, TensorLists outpu
     return work;
   }
   const auto waited = wait_without_gil(*flight->ticket, kNoTimeout);
-  if (waited.how == Outcome::Interrupted) {
-    stop_call(*flight->ticket);
-    work->settle_here();
-    throw_python_error_if_set();
-  }
+  // Interrupted, or the wait itself broke: nothing may touch the tensors once this function is left.
+  if (!flight->ended()) stop_call(*flight->ticket);
   work->settle_here();
+  if (waited.how == Outcome::Interrupted) throw_python_error_if_set();
   throw_unless_ok(waited.status);
   return work;
 }

@@ -70,6 +70,8 @@ fn compile(shim: &Path, torch: &Torch) {
         .flag("-isystem")
         .flag(&torch.python_include)
         .flag("-fvisibility=hidden")
+        // Messages name source files as they stand in the repository.
+        .flag(format!("-ffile-prefix-map={}=cpp_shim", shim.display()))
         .warnings(true)
         .flag("-Werror=switch");
     for include in &torch.includes {
