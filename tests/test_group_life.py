@@ -324,3 +324,21 @@ def test_groups_can_be_made_in_a_thread_while_another_is_in_use(rank, world):
     thread.join()
     for group in made:
         sums(group)
+
+
+@on_ranks(2)
+def test_buffers_that_the_backend_allocates_can_be_sent(rank, world):
+    backend = backend_of()
+    if backend.supports_tensor_alloc(CPU):
+        tensor = backend.allocate_tensor(1000, dtype=torch.float32, device=CPU)
+        tensor.fill_(1.0)
+        dist.all_reduce(tensor)
+        assert (tensor == world).all()
+
+
+@on_ranks(1)
+def test_optional_features_answer_and_do_not_crash(rank, world):
+    backend = backend_of()
+    for name in ("supports_coalescing", "supports_shrinking", "supports_window", "supports_reconfigure"):
+        feature = getattr(backend, name)
+        assert (feature() if callable(feature) else feature) in (True, False)

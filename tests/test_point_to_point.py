@@ -223,3 +223,42 @@ def test_ranks_of_a_subgroup_are_given_as_global_ranks(rank, world):
         tensor = torch.zeros(3)
         assert dist.recv(tensor, 1, group=group) == 1 and (tensor == 5).all()
         assert dist.recv(tensor, None, group=group) == 1 and (tensor == 6).all()
+
+
+@on_ranks(2)
+def test_a_batch_is_one_work_where_the_backend_coalesces(rank, world):
+    coalesces = dist.group.WORLD._get_backend(torch.device("cpu")).supports_coalescing
+    tensors = [torch.zeros(10) for _ in range(3)]
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend if rank == 0 else dist.irecv, tensor, 1 - rank, tag=i)
+            for i, tensor in enumerate(tensors)
+        ]
+    )
+    assert len(works) == (1 if coalesces else 3)
+    for work in works:
+        work.wait()
+
+
+@on_ranks(2)
+def test_a_batch_may_list_its_receives_first_on_one_rank_and_its_sends_first_on_the_other(rank, world):
+    count = 200_003
+    mine, theirs = torch.full((count,), float(rank)), torch.zeros(count)
+    operations = [dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, theirs, 1 - rank)]
+    for work in dist.batch_isend_irecv(operations if rank else operations[::-1]):
+        work.wait()
+    assert (theirs == 1 - rank).all()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("pairs", [1, 3])
+def test_calls_between_start_and_end_of_coalescing_are_all_done_by_its_end(rank, world, pairs):
+    if not dist.group.WORLD._get_backend(torch.device("cpu")).supports_coalescing:
+        pytest.skip("the backend does not coalesce")
+    sent = [torch.full((1000,), float(10 * rank + i)) for i in range(pairs)]
+    received = [torch.zeros(1000) for _ in range(pairs)]
+    with dist._coalescing_manager(device=torch.device("cpu")):
+        for out, into in zip(sent, received, strict=True):
+            dist.isend(out, 1 - rank)
+            dist.irecv(into, 1 - rank)
+    assert all((into == 10 * (1 - rank) + i).all() for i, into in enumerate(received))

@@ -8,7 +8,17 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from support import BACKEND, bytes_equal, contributions, expected_reduction, init_group, noise, on_ranks, run_ranks
+from support import (
+    BACKEND,
+    bytes_equal,
+    contributions,
+    expected_reduction,
+    init_group,
+    noise,
+    on_ranks,
+    run_ranks,
+    run_script,
+)
 from support.runner import check
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
@@ -209,3 +219,22 @@ def test_every_algorithm_that_can_run_gives_the_exact_result(rank, world, collec
     assert ran
     dist.barrier()
     dist.destroy_process_group()
+
+
+SMALL = """
+import torch, torch.distributed as dist
+dist.init_process_group("accl")
+for count in (1, 1000, 300_000):
+    tensor = torch.ones(count)
+    dist.all_reduce(tensor)
+    assert (tensor == 2).all()
+dist.barrier()
+dist.destroy_process_group()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("limit", [{"RLIMIT_FSIZE": 4096}, {"RLIMIT_FSIZE": 200_000}, {"RLIMIT_NOFILE": 48}], ids=str)
+def test_a_process_with_tight_limits_falls_back_and_never_dies_of_a_signal(limit):
+    for script in run_script(SMALL, world=2, limits=limit):
+        assert (script.exitcode, script.stdout) == (0, "done\n"), script.stderr
