@@ -9,10 +9,11 @@
 
 namespace accl::bridge {
 
-// Holds a clone, so that a wait here blocks no other user of the store's connection; dropped when the group is made.
+// Shares the store's connection: only short questions go over it, so that no other user of it is held up. (A clone would be a
+// connection of its own for every group, and c10d looks the server's name up for each.) Dropped when the group is made.
 class StoreRef {
  public:
-  explicit StoreRef(const c10::intrusive_ptr<c10d::Store>& store) : store(store->clone()) {}
+  explicit StoreRef(c10::intrusive_ptr<c10d::Store> store) : store(std::move(store)) {}
 
   // Host name of the server, or empty for stores without one.
   std::string master() const {

@@ -39,6 +39,8 @@ def _serve(channel: socket.socket) -> dict | None:
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            # A shell starts background jobs with interrupts ignored, and children inherit that.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             for fd in (wake_read, wake_write):
                 os.close(fd)
             channel.close()
