@@ -25,11 +25,15 @@ type Note = [u32; 2];
 const ARRIVED: u32 = 1;
 const WITHDRAWN: u32 = 2;
 
-#[derive(Default)]
-struct RollCall {
-    /// Ranks that wait, each with its number.
-    arrived: Vec<(Rank, u32)>,
-    missing: Vec<u32>,
+/// What rank 0 knows of a rank.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Presence {
+    /// It has said nothing in this barrier.
+    Unheard,
+    /// It waits under this number.
+    Waiting(u32),
+    /// It was here and has given up since: late for a release, but not missing.
+    GaveUp,
 }
 
 impl Group {
@@ -48,7 +52,17 @@ impl Group {
         if self.rank != Rank(0) {
             return self.arrive(timeout, deadline, interrupt);
         }
-        let RollCall { arrived, missing } = self.await_ranks(timeout, deadline, wait_all, interrupt)?;
+        let present = self.call_roll(timeout, deadline, wait_all, interrupt)?;
+        let ranks_that = |wanted: fn(Presence) -> bool| -> Vec<u32> {
+            (1..).zip(&present).filter(|(_, presence)| wanted(**presence)).map(|(rank, _)| rank).collect()
+        };
+        let mut missing = ranks_that(|presence| presence == Presence::Unheard);
+        if missing.is_empty() {
+            missing = ranks_that(|presence| presence == Presence::GaveUp);
+        }
+        if !wait_all {
+            missing.truncate(1);
+        }
         if !missing.is_empty() {
             let names: Vec<String> = missing.iter().map(u32::to_string).collect();
             let ranks = if wait_all && names.len() > 1 { "Ranks" } else { "Rank" };
@@ -59,52 +73,75 @@ impl Group {
             };
             return Err(self.placed(Error::timeout(text)));
         }
-        for (rank, number) in arrived {
-            self.message(Collective::Send, rank, TAG_RELEASED | number, &mut [])?;
+        for (rank, presence) in (1..).map(Rank).zip(present) {
+            if let Presence::Waiting(number) = presence {
+                self.message(Collective::Send, rank, TAG_RELEASED | number, &mut [])?;
+            }
         }
         Ok(())
     }
 
-    /// Hears all ranks, or up to the first that is missing.
-    fn await_ranks(
+    /// Hears ranks 1, 2, ...: all of them, or up to the first that is missing.
+    fn call_roll(
         &self,
         timeout: Duration,
         deadline: Instant,
         wait_all: bool,
         interrupt: &mut dyn FnMut() -> bool,
-    ) -> Result<RollCall> {
-        let mut roll = RollCall::default();
-        for rank in (1..self.world).map(Rank) {
-            let number = if timeout.is_zero() { None } else { self.await_rank(rank, deadline, interrupt)? };
-            match number {
-                Some(number) => roll.arrived.push((rank, number)),
-                None => roll.missing.push(rank.0),
+    ) -> Result<Vec<Presence>> {
+        let mut present = vec![Presence::Unheard; self.world.saturating_sub(1) as usize];
+        if timeout.is_zero() {
+            return Ok(present);
+        }
+        // What lies there from earlier barriers: whoever gave up then has not come to this one.
+        for (rank, presence) in (1..).map(Rank).zip(&mut present) {
+            self.hear_queued(rank, presence)?;
+            if *presence == Presence::GaveUp {
+                *presence = Presence::Unheard;
             }
-            if !roll.missing.is_empty() && !wait_all {
+        }
+        for (rank, presence) in (1..).map(Rank).zip(&mut present) {
+            if *presence == Presence::Unheard {
+                self.hear(rank, presence, deadline, interrupt)?;
+            }
+            if *presence == Presence::Unheard && !wait_all {
                 break;
             }
         }
-        Ok(roll)
+        // Those that came first may have given up while others were waited for.
+        for (rank, presence) in (1..).map(Rank).zip(&mut present) {
+            self.hear_queued(rank, presence)?;
+        }
+        Ok(present)
     }
 
-    /// The number under which `rank` waits, or `None` when the time is up.
-    fn await_rank(&self, rank: Rank, deadline: Instant, interrupt: &mut dyn FnMut() -> bool) -> Result<Option<u32>> {
-        let mut waiting = None;
-        // A note that lies there already is looked at even when somebody has arrived: it may be a withdrawal.
-        while waiting.is_none() || self.with_state(|group, _| group.p2p.has_unexpected(rank, TAG_NOTE))? {
-            let mut note: Note = [0; 2];
-            let call = self.message(Collective::Recv, rank, TAG_NOTE, &mut note)?;
-            let left = deadline.saturating_duration_since(Instant::now());
-            match self.settle(&call, left, interrupt) {
-                Ok(true) => {}
-                Ok(false) => return Ok(None),
-                // A rank that has gone is as missing as one that is late.
-                Err(error) if error.kind == ErrorKind::PeerLost => return Ok(None),
-                Err(error) => return Err(error),
-            }
-            waiting = (note[1] == ARRIVED).then_some(note[0]);
+    /// Takes the notes of a rank that lie there.
+    fn hear_queued(&self, rank: Rank, presence: &mut Presence) -> Result<()> {
+        while self.with_state(|group, _| group.p2p.has_unexpected(rank, TAG_NOTE))? {
+            self.hear(rank, presence, Instant::now(), &mut || false)?;
         }
-        Ok(waiting)
+        Ok(())
+    }
+
+    /// Takes one note of a rank, waiting for it until the deadline.
+    fn hear(
+        &self,
+        rank: Rank,
+        presence: &mut Presence,
+        deadline: Instant,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<()> {
+        let mut note: Note = [0; 2];
+        let call = self.message(Collective::Recv, rank, TAG_NOTE, &mut note)?;
+        match self.settle(&call, deadline.saturating_duration_since(Instant::now()), interrupt) {
+            Ok(true) if note[1] == ARRIVED => *presence = Presence::Waiting(note[0]),
+            Ok(true) => *presence = Presence::GaveUp,
+            Ok(false) => {}
+            // A rank that has gone is as missing as one that is late.
+            Err(error) if error.kind == ErrorKind::PeerLost => {}
+            Err(error) => return Err(error),
+        }
+        Ok(())
     }
 
     fn arrive(&self, timeout: Duration, deadline: Instant, interrupt: &mut dyn FnMut() -> bool) -> Result<()> {
