@@ -54,6 +54,16 @@ def test_single_follows_the_given_splits(rank, world):
     assert bytes_equal(output, torch.cat([block(source, rank, (rows, 2)) for source, rows in enumerate(into)]))
 
 
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("rows", [1, 20_000])
+def test_equal_splits_may_be_given_by_some_ranks_only(rank, world, rows):
+    splits = [[rows] * world, [rows] * world] if rank % 2 == 0 else []
+    sent = torch.cat([block(rank, target, (rows, 2)) for target in range(world)])
+    output = torch.zeros_like(sent)
+    dist.all_to_all_single(output, sent, *splits)
+    assert bytes_equal(output, torch.cat([block(source, rank, (rows, 2)) for source in range(world)]))
+
+
 @on_ranks(2, 3)
 def test_single_lets_a_rank_send_nothing_at_all(rank, world):
     into = [4 if source == 0 else 0 for source in range(world)]

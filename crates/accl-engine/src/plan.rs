@@ -189,14 +189,7 @@ impl PlanKey {
             Collective::Gather => total(&self.inputs) * u64::from(world),
             Collective::Scatter => total(&self.outputs) * u64::from(world),
             // With splits the sizes differ from rank to rank: none is known to all.
-            Collective::AllToAll => {
-                if self.equal_blocks {
-                    total(&self.inputs)
-                } else {
-                    0
-                }
-            }
-            Collective::Barrier | Collective::Send | Collective::Recv => 0,
+            Collective::AllToAll | Collective::Barrier | Collective::Send | Collective::Recv => 0,
         }
     }
 }

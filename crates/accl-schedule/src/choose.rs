@@ -30,8 +30,8 @@ const CHAIN_WORLD: u32 = 64;
 /// The algorithm of a call. All ranks of a group get the same answer from the same arguments.
 ///
 /// `bytes` is the size of the largest buffer of the call (`Out` of all_gather and gather, `In` of reduce_scatter,
-/// scatter and all_to_all), which all ranks know; of an all_to_all with blocks that differ they do not, so it is ignored
-/// there (only rules that begin at 0 apply). The last rule that fits wins, so that later entries refine earlier ones.
+/// scatter), which all ranks know. It is ignored for an all_to_all (only rules that begin at 0 apply): one rank may give
+/// splits that happen to be equal and another none, and they must agree. The last rule that fits wins, so that later entries refine earlier ones.
 /// `deterministic` leaves the topology out of the choice; rules are honoured all the same.
 ///
 /// # Errors
@@ -47,7 +47,7 @@ pub fn choose(
     rules: &[AlgorithmRule],
     deterministic: bool,
 ) -> Result<&'static Algorithm> {
-    let bytes = if collective == Collective::AllToAll && !equal_blocks { 0 } else { bytes };
+    let bytes = if collective == Collective::AllToAll { 0 } else { bytes };
     let mut chosen = None;
     for rule in rules.iter().filter(|rule| rule.collective == collective) {
         let row = find(collective, &rule.algorithm).ok_or_else(|| unknown(rule))?;
@@ -140,7 +140,6 @@ fn by_rule(
         Collective::Gather | Collective::Scatter => "binomial",
 
         Collective::AllToAll if world <= DIRECT_WORLD => "direct",
-        Collective::AllToAll if equal_blocks && bytes <= SMALL_BYTES => "bruck",
         Collective::AllToAll => "pairwise",
 
         Collective::Barrier => "dissemination",
@@ -164,7 +163,7 @@ rank; *hosts* means that several hosts have ranks, one of them several, and that
 | all_gather | up to {DIRECT_WORLD} ranks: `direct`; pipelined: `ring`; else `bruck` |
 | broadcast, reduce | broadcast with hosts: `two_level`; up to {FLAT_WORLD} ranks below {large} KiB: `flat`; from {large} KiB, pipelined, up to {CHAIN_WORLD} ranks: `chain`; else `binomial` |
 | gather, scatter | blocks that differ, up to {DIRECT_WORLD} ranks, or pipelined: `flat`; else `binomial` |
-| all_to_all | up to {DIRECT_WORLD} ranks: `direct`; equal blocks, up to {small} KiB: `bruck`; else `pairwise` |
+| all_to_all | up to {DIRECT_WORLD} ranks: `direct`; else `pairwise` (`bruck` only when asked for: a rank that gives splits cannot know whether all blocks are equal) |
 | barrier | `dissemination` |
 "
     )
