@@ -15,8 +15,9 @@
 // `Backend::Options::clone`, `Work::getTimeout`, and `get_error` bound on the base class.
 #define ACCL_OVERRIDE_2_14 override
 #define ACCL_BASE_BINDS_ERROR 1
-// Scalar types that only newer versions have and that we have no code for.
-#define ACCL_CASES_OF_NEWER_SCALAR_TYPES case at::ScalarType::BComplex32:
+// Scalar types that only newer versions have.
+#define ACCL_CASES_OF_NEWER_SCALAR_TYPES \
+  case at::ScalarType::BComplex32: return Dtype::BC32;
 #else
 #define ACCL_OVERRIDE_2_14
 #define ACCL_BASE_BINDS_ERROR 0

@@ -16,7 +16,8 @@ COMPLEX = ["complex64", "complex128"]
 INTEGERS = ["uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"]
 FLOAT8 = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
 REDUCED = ["bool", *INTEGERS, *FLOATS, *COMPLEX]
-MOVED = [*REDUCED, "complex32", *FLOAT8]
+# torch 2.13 has no bcomplex32.
+MOVED = [*REDUCED, "complex32", *(["bcomplex32"] if hasattr(torch, "bcomplex32") else []), *FLOAT8]
 
 OPS_OF_REALS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX"]
 OPS_OF_BITS = ["BAND", "BOR", "BXOR"]
@@ -52,6 +53,9 @@ def contribution(rank: int, shape, dtype: str, op: str = "SUM", seed: int = 0) -
     if dtype in FLOAT8:
         # Any bit pattern must arrive; NaNs too, since only bytes are compared.
         return torch.from_numpy(np.asarray(random.integers(0, 256, shape, dtype=np.uint8))).view(kind)
+    if dtype == "bcomplex32":
+        # torch cannot convert to it.
+        return torch.from_numpy(np.asarray(random.integers(0, 256, (*shape, 4), dtype=np.uint8))).view(kind).reshape(shape)
     if kind.is_complex:
         real, imaginary = (torch.from_numpy(np.asarray(_exact_floats(random, shape, op))) for _ in range(2))
         return torch.complex(real, imaginary).to(kind)

@@ -117,7 +117,7 @@ impl Change {
                 }
             }
             // The imaginary part comes second.
-            Dtype::C32 | Dtype::C64 | Dtype::C128 => {
+            Dtype::C32 | Dtype::BC32 | Dtype::C64 | Dtype::C128 => {
                 let conj = if view.conj { top } else { 0 };
                 let neg = if view.neg { top | top >> (bits / 2) } else { 0 };
                 conj ^ neg

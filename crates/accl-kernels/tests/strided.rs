@@ -61,7 +61,7 @@ impl Case {
         let last = bytes.len() - 1;
         let middle = bytes.len() / 2;
         match self.dtype {
-            Dtype::C32 | Dtype::C64 | Dtype::C128 => {
+            Dtype::C32 | Dtype::BC32 | Dtype::C64 | Dtype::C128 => {
                 bytes[last] ^= if self.conj != self.neg { 0x80 } else { 0 };
                 bytes[middle - 1] ^= if self.neg { 0x80 } else { 0 };
             }

@@ -86,6 +86,7 @@ pub mod ffi {
         F8E5M2FnUz = 19,
         F8E8M0Fnu = 20,
         F4E2M1FnX2 = 21,
+        BC32 = 22,
     }
 
     /// How a wait ended.

@@ -15,7 +15,7 @@ pub enum DtypeClass {
     Float,
     /// complex64 and complex128.
     Complex,
-    /// Types that only travel: 8-bit floats, sub-byte packs, complex32.
+    /// Types that only travel: 8-bit floats, sub-byte packs, half complex.
     Opaque,
 }
 
@@ -100,6 +100,8 @@ dtypes! {
     F8E8M0Fnu = 20, "float8_e8m0fnu", 1, Opaque;
     /// `torch.float4_e2m1fn_x2`: two values a byte
     F4E2M1FnX2 = 21, "float4_e2m1fn_x2", 1, Opaque;
+    /// `torch.bcomplex32`
+    BC32 = 22, "bcomplex32", 4, Opaque;
 }
 
 impl fmt::Display for Dtype {

@@ -36,6 +36,7 @@ pub(crate) fn select<A: Arch>(op: ReduceOp, dtype: Dtype) -> Option<Selected> {
         Dtype::C64 => complex::<A, f32>(op),
         Dtype::C128 => complex::<A, f64>(op),
         Dtype::C32
+        | Dtype::BC32
         | Dtype::F8E4M3Fn
         | Dtype::F8E5M2
         | Dtype::F8E4M3FnUz
@@ -62,6 +63,7 @@ pub(crate) fn select_scale<A: Arch>(dtype: Dtype) -> Option<ScaleKernels> {
         | Dtype::U64
         | Dtype::I64
         | Dtype::C32
+        | Dtype::BC32
         | Dtype::F8E4M3Fn
         | Dtype::F8E5M2
         | Dtype::F8E4M3FnUz
