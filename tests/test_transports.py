@@ -38,6 +38,18 @@ SETTINGS = {
 }
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_group_describes_its_links(transport):
+    def body(rank):
+        dist.barrier()
+        return os.getpid(), dist.group.WORLD._get_backend(torch.device("cpu")).describe()
+
+    (first, text), (second, _) = check(run_ranks(body, 2, env=SETTINGS[transport]))
+    lines = text.splitlines()
+    assert lines[1:3] == ["rank 0", "world 2"] and first != second
+    assert len(lines) == 4 and lines[3].startswith("rank 1 (host ") and f"pid {second}): {transport}" in lines[3], text
+
+
 def medley(rank, world):
     """A bit of everything, checked; returns a digest of the rounded results."""
     digest = hashlib.sha256()

@@ -2,7 +2,7 @@
 //!
 //! Owns the meaning of *size*: the largest buffer of the call, the same on all ranks. Read [`Case`] first.
 
-use accl_engine::{CallDesc, TensorDesc};
+use accl_engine::{Blocks, CallDesc, TensorDesc};
 use accl_schedule::{ALGORITHMS, Algorithm, Topology};
 use accl_types::{Collective, Dtype, Rank};
 
@@ -112,16 +112,16 @@ impl Tensors {
         let dtype = case.dtype();
         let elem = dtype.size_bytes();
         let (input, output): (*mut u8, *mut u8) = (self.input.as_mut_ptr().cast(), self.output.as_mut_ptr().cast());
-        let whole = |base| vec![vec![TensorDesc::dense(base, dtype, case.count_elems() as usize)]];
-        let own = |base| vec![vec![TensorDesc::dense(base, dtype, case.block_elems(rank, ranks) as usize)]];
+        let whole = |base| Blocks::of(TensorDesc::dense(base, dtype, case.count_elems() as usize));
+        let own = |base| Blocks::of(TensorDesc::dense(base, dtype, case.block_elems(rank, ranks) as usize));
         let blocks = |base: *mut u8, count: &dyn Fn(u32) -> u64| {
             let mut at = 0;
             let mut block = |of: u32| {
                 let tensor = TensorDesc::dense(base.wrapping_add(at), dtype, count(of) as usize);
                 at += count(of) as usize * elem;
-                vec![tensor]
+                [tensor]
             };
-            (0..ranks).map(&mut block).collect()
+            (0..ranks).map(&mut block).collect::<Blocks>()
         };
         let each = |of: u32| case.block_elems(of, ranks);
         let mine = |_: u32| case.block_elems(rank, ranks);

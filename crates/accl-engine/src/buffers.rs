@@ -3,7 +3,6 @@
 //! Owns packing before and unpacking after a call. Which bytes of a piece belong to which chunk is the layout's matter.
 //! Read [`Buffers`] first.
 
-use accl_kernels::StridedView;
 use accl_schedule::{Buf, Extent};
 use accl_types::{Collective, Elems, Error, ReduceOp, Result};
 use smallvec::SmallVec;
@@ -65,7 +64,7 @@ impl Buffers {
         let mut buffers = Self::default();
         let in_place = desc.inputs.is_empty();
         let premul = desc.collective.reduces() && desc.op == ReduceOp::PremulSum;
-        for tensor in desc.outputs.iter().flatten() {
+        for tensor in desc.outputs.pieces() {
             refuse_self_overlap(tensor).map_err(|error| error.of(desc.collective))?;
             // In place, the outputs hold the contribution and are packed with their contents.
             let base = if tensor.is_plain() { tensor.ptr } else { buffers.stage_output(tensor, in_place)? };
@@ -76,7 +75,7 @@ impl Buffers {
             return Ok(buffers);
         }
         let overlap = inputs_need_copy(desc, rank);
-        for tensor in desc.inputs.iter().flatten() {
+        for tensor in desc.inputs.pieces() {
             let base =
                 if tensor.is_plain() && !overlap && !premul { tensor.ptr } else { buffers.stage_input(tensor)? };
             if premul {
@@ -97,7 +96,7 @@ impl Buffers {
                 self.inputs = self.outputs.clone();
                 if premul {
                     self.inputs.clear();
-                    for tensor in desc.outputs.iter().flatten() {
+                    for tensor in desc.outputs.pieces() {
                         let base = self.stage_input(tensor)?;
                         self.inputs.push(base);
                     }
@@ -114,7 +113,7 @@ impl Buffers {
             | Collective::Recv => {}
         }
         if premul {
-            for (base, tensor) in self.inputs.iter().zip(desc.outputs.iter().flatten()) {
+            for (base, tensor) in self.inputs.iter().zip(desc.outputs.pieces()) {
                 // SAFETY: `base` is the plain tensor or its staging, of this many elements; in place.
                 unsafe { accl_kernels::scale(desc.dtype, *base, *base, tensor.count_elems() as usize, desc.factor)? };
             }
@@ -125,7 +124,7 @@ impl Buffers {
     fn stage_input(&mut self, tensor: &TensorDesc) -> Result<*mut u8> {
         let base = self.storage(tensor)?;
         // SAFETY: `base` has room for the tensor's elements; the tensor is readable by the contract of `submit`.
-        unsafe { accl_kernels::pack(base, &view(tensor)) };
+        unsafe { accl_kernels::pack(base, &tensor.view(&mut [0; 2])) };
         Ok(base)
     }
 
@@ -136,7 +135,7 @@ impl Buffers {
     }
 
     fn storage(&mut self, tensor: &TensorDesc) -> Result<*mut u8> {
-        let mut storage = Storage::new(tensor.count_elems() as usize * tensor.dtype.size_bytes())?;
+        let mut storage = Storage::new(tensor.len_bytes() as usize)?;
         let base = storage.ptr();
         self._staging.push(storage);
         Ok(base)
@@ -180,32 +179,20 @@ impl Buffers {
     pub(crate) fn unpack(&mut self) {
         for (tensor, base) in self.staged.drain(..) {
             // SAFETY: `base` holds the dense elements of this tensor; the tensor is writable until the call ends.
-            unsafe { accl_kernels::unpack(&view(&tensor), base) };
+            unsafe { accl_kernels::unpack(&tensor.view(&mut [0; 2]), base) };
         }
     }
 }
 
 /// Element counts of blocks of pieces, for a layout over elements of `elem_bytes` (1: bytes).
 pub(crate) fn block_elems(blocks: &Blocks, elem_bytes: u64) -> Vec<Vec<Elems>> {
-    let count = |tensor: &TensorDesc| Elems(tensor.count_elems() * tensor.dtype.size_bytes() as u64 / elem_bytes);
+    let count = |tensor: &TensorDesc| Elems(tensor.len_bytes() / elem_bytes);
     blocks.iter().map(|block| block.iter().map(count).collect()).collect()
-}
-
-fn view(tensor: &TensorDesc) -> StridedView<'_> {
-    StridedView {
-        ptr: tensor.ptr,
-        dtype: tensor.dtype,
-        sizes: &tensor.sizes,
-        strides: &tensor.strides,
-        conj: tensor.conj,
-        neg: tensor.neg,
-    }
 }
 
 /// An expanded output has several elements at one address: what it would hold afterwards is undefined.
 fn refuse_self_overlap(tensor: &TensorDesc) -> Result<()> {
-    let expanded = tensor.sizes.iter().zip(&tensor.strides).any(|(&size, &stride)| size > 1 && stride == 0);
-    if expanded && tensor.count_elems() > 0 {
+    if tensor.is_expanded() {
         return Err(Error::invalid_argument(
             "an output tensor has several elements at one address (it was expanded); give a tensor of its own, for instance tensor.clone()",
         ));
@@ -222,10 +209,10 @@ fn inputs_need_copy(desc: &CallDesc, rank: usize) -> bool {
     };
     let own_block_shared = match desc.collective {
         Collective::AllGather | Collective::Gather => {
-            desc.outputs.get(rank).is_some_and(|block| same(&desc.inputs[0], block))
+            desc.outputs.get(rank).is_some_and(|block| same(desc.inputs.pieces(), block))
         }
         Collective::ReduceScatter | Collective::Scatter => {
-            desc.inputs.get(rank).is_some_and(|block| same(&desc.outputs[0], block))
+            desc.inputs.get(rank).is_some_and(|block| same(desc.outputs.pieces(), block))
         }
         Collective::AllReduce
         | Collective::Broadcast

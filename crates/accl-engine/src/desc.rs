@@ -2,81 +2,179 @@
 
 use std::time::Duration;
 
+use accl_kernels::StridedView;
 use accl_types::{Collective, Dtype, Error, Rank, ReduceOp, Result};
 use smallvec::SmallVec;
 
-/// A tensor's memory: `ptr` points to its first element, sizes and strides are in elements.
+/// A tensor's memory: `ptr` points to its first element.
 ///
 /// The caller keeps the memory alive and untouched until the call is done or failed.
 #[derive(Clone, Debug)]
 pub struct TensorDesc {
     /// First element; may be null when the tensor is empty.
-    pub ptr: *mut u8,
-    /// Element type.
-    pub dtype: Dtype,
-    /// Size of each dimension; empty for a zero-dimensional tensor of one element.
-    pub sizes: SmallVec<[i64; 4]>,
-    /// Stride of each dimension.
-    pub strides: SmallVec<[i64; 4]>,
+    pub(crate) ptr: *mut u8,
+    pub(crate) dtype: Dtype,
     /// The memory holds the conjugate of the value.
-    pub conj: bool,
+    pub(crate) conj: bool,
     /// The memory holds the negative of the value.
-    pub neg: bool,
+    pub(crate) neg: bool,
+    count: u64,
+    /// How the elements lie, unless densely in row-major order.
+    strided: Option<Box<Strided>>,
+}
+
+/// The shape of a tensor that is not dense, in elements.
+#[derive(Clone, Debug)]
+struct Strided {
+    sizes: SmallVec<[i64; 4]>,
+    strides: SmallVec<[i64; 4]>,
 }
 
 // SAFETY: a descriptor is an address with a shape; who may use the memory and when is the contract of `Group::submit`.
 unsafe impl Send for TensorDesc {}
 
 impl TensorDesc {
-    /// A dense one-dimensional tensor.
+    /// A dense tensor.
     pub fn dense(ptr: *mut u8, dtype: Dtype, count_elems: usize) -> Self {
-        Self {
-            ptr,
-            dtype,
-            sizes: SmallVec::from_slice(&[count_elems as i64]),
-            strides: SmallVec::from_slice(&[1]),
-            conj: false,
-            neg: false,
+        Self { ptr, dtype, conj: false, neg: false, count: count_elems as u64, strided: None }
+    }
+
+    /// A tensor of any layout; sizes and strides are in elements, none of both for a zero-dimensional one.
+    ///
+    /// # Errors
+    /// `Internal` for sizes that cannot be a tensor's.
+    pub fn strided(ptr: *mut u8, dtype: Dtype, sizes: &[i64], strides: &[i64]) -> Result<Self> {
+        let count = sizes.iter().try_fold(1_u64, |count, &size| count.checked_mul(u64::try_from(size).ok()?));
+        let Some(count) = count.filter(|_| sizes.len() == strides.len()) else {
+            return Err(Error::internal("a tensor was described with unfit sizes"));
+        };
+        let mut expected = 1;
+        let mut dense = true;
+        for (&size, &stride) in sizes.iter().zip(strides).rev() {
+            dense &= size == 1 || stride == expected;
+            expected *= size;
         }
+        let strided = (!dense && count > 0)
+            .then(|| Box::new(Strided { sizes: SmallVec::from_slice(sizes), strides: SmallVec::from_slice(strides) }));
+        Ok(Self { ptr, dtype, conj: false, neg: false, count, strided })
+    }
+
+    /// Memory that holds the conjugate, the negative or both of the value.
+    #[must_use]
+    pub fn viewed(mut self, conj: bool, neg: bool) -> Self {
+        (self.conj, self.neg) = (conj, neg);
+        self
     }
 
     /// Number of elements.
+    #[inline]
     pub fn count_elems(&self) -> u64 {
-        self.sizes.iter().map(|&size| size as u64).product()
+        self.count
+    }
+
+    /// Size in bytes.
+    #[inline]
+    pub(crate) fn len_bytes(&self) -> u64 {
+        self.count * self.dtype.size_bytes() as u64
     }
 
     /// Whether the memory is the value itself in row-major order, so that it can be sent from and received into.
+    #[inline]
     pub fn is_plain(&self) -> bool {
-        if self.conj || self.neg {
-            return false;
-        }
-        if self.count_elems() == 0 {
-            return true;
-        }
-        let mut expected = 1;
-        for (&size, &stride) in self.sizes.iter().zip(&self.strides).rev() {
-            if size != 1 && stride != expected {
-                return false;
-            }
-            expected *= size;
-        }
-        true
+        self.strided.is_none() && !self.conj && !self.neg
+    }
+
+    /// Whether several elements lie at one address.
+    pub(crate) fn is_expanded(&self) -> bool {
+        let repeats = |s: &Strided| s.sizes.iter().zip(&s.strides).any(|(&size, &stride)| size > 1 && stride == 0);
+        self.strided.as_deref().is_some_and(repeats)
     }
 
     /// Lowest and one past the highest address that the tensor touches.
     pub(crate) fn bounds(&self) -> (usize, usize) {
-        if self.count_elems() == 0 {
+        if self.count == 0 {
             return (0, 0);
         }
-        let last: i64 = self.sizes.iter().zip(&self.strides).map(|(&size, &stride)| (size - 1) * stride).sum();
+        let elems = self.strided.as_deref().map_or(self.count, |s| {
+            let last: i64 = s.sizes.iter().zip(&s.strides).map(|(&size, &stride)| (size - 1) * stride).sum();
+            last as u64 + 1
+        });
         let start = self.ptr as usize;
-        (start, start + (last as usize + 1) * self.dtype.size_bytes())
+        (start, start + elems as usize * self.dtype.size_bytes())
+    }
+
+    /// For the kernels that pack and unpack; `dense` is storage for the shape of a dense tensor.
+    pub(crate) fn view<'a>(&'a self, dense: &'a mut [i64; 2]) -> StridedView<'a> {
+        *dense = [self.count as i64, 1];
+        let (sizes, strides) = match &self.strided {
+            Some(strided) => (&strided.sizes[..], &strided.strides[..]),
+            None => dense.split_at(1),
+        };
+        StridedView { ptr: self.ptr, dtype: self.dtype, sizes, strides, conj: self.conj, neg: self.neg }
     }
 }
 
 /// A list of blocks, each a list of pieces: block r is what goes to or comes from rank r; several pieces are the
 /// tensors of a coalesced call.
-pub type Blocks = Vec<Vec<TensorDesc>>;
+#[derive(Clone, Debug, Default)]
+pub struct Blocks {
+    pieces: SmallVec<[TensorDesc; 1]>,
+    /// Where each block ends in `pieces`.
+    ends: SmallVec<[u32; 4]>,
+}
+
+impl Blocks {
+    /// One block of one tensor.
+    pub fn of(tensor: TensorDesc) -> Self {
+        let mut blocks = Self::default();
+        blocks.push([tensor]);
+        blocks
+    }
+
+    /// Adds a block.
+    pub fn push(&mut self, block: impl IntoIterator<Item = TensorDesc>) {
+        self.pieces.extend(block);
+        self.ends.push(self.pieces.len() as u32);
+    }
+
+    /// Number of blocks.
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// Whether there is no block.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.ends.is_empty()
+    }
+
+    /// The pieces of a block.
+    pub fn get(&self, index: usize) -> Option<&[TensorDesc]> {
+        let end = *self.ends.get(index)? as usize;
+        let start = if index == 0 { 0 } else { self.ends[index - 1] as usize };
+        self.pieces.get(start..end)
+    }
+
+    /// The blocks in order.
+    pub fn iter(&self) -> impl Iterator<Item = &[TensorDesc]> {
+        (0..self.len()).filter_map(|index| self.get(index))
+    }
+
+    /// All pieces in order.
+    #[inline]
+    pub fn pieces(&self) -> &[TensorDesc] {
+        &self.pieces
+    }
+}
+
+impl<B: IntoIterator<Item = TensorDesc>> FromIterator<B> for Blocks {
+    fn from_iter<I: IntoIterator<Item = B>>(blocks: I) -> Self {
+        let mut all = Self::default();
+        blocks.into_iter().for_each(|block| all.push(block));
+        all
+    }
+}
 
 /// Whether the caller waits at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -130,8 +228,8 @@ impl CallDesc {
             peer: None,
             tag: 0,
             timeout: None,
-            inputs: Vec::new(),
-            outputs: Vec::new(),
+            inputs: Blocks::default(),
+            outputs: Blocks::default(),
             equal_blocks: true,
             mode: Mode::Blocking,
             seq: None,
@@ -197,11 +295,6 @@ impl CallDesc {
                 ))
                 .of(self.collective));
             }
-            for piece in blocks.iter().flatten() {
-                if piece.sizes.len() != piece.strides.len() || piece.sizes.iter().any(|&size| size < 0) {
-                    return Err(Error::internal("a tensor was described with unfit sizes").of(self.collective));
-                }
-            }
         }
         match self.collective {
             Collective::ReduceScatter | Collective::AllGather => self.check_own_block()?,
@@ -225,14 +318,16 @@ impl CallDesc {
         } else {
             (&self.inputs, &self.outputs)
         };
-        if many.iter().any(|block| block.len() != one[0].len()) {
+        if many.iter().any(|block| block.len() != one.pieces().len()) {
             return Err(Error::invalid_argument("the lists of tensors have different lengths").of(self.collective));
         }
         Ok(())
     }
 
     fn check_reduction(&self) -> Result<()> {
-        if let Some(other) = self.inputs.iter().chain(&self.outputs).flatten().find(|piece| piece.dtype != self.dtype) {
+        if let Some(other) =
+            self.inputs.pieces().iter().chain(self.outputs.pieces()).find(|piece| piece.dtype != self.dtype)
+        {
             return Err(Error::invalid_argument(format!(
                 "all tensors must have the same dtype, but one is {} and one {}",
                 self.dtype, other.dtype

@@ -150,8 +150,7 @@ impl Group {
         hands: &mut Hands<'_>,
     ) -> Result<Arc<Call>> {
         let blocks = if desc.collective == Collective::Send { &desc.inputs } else { &desc.outputs };
-        let [block] = blocks.as_slice() else { return Err(Error::internal("a message has one block")) };
-        let [tensor] = block.as_slice() else {
+        let [tensor] = blocks.pieces() else {
             return Err(Error::invalid_argument("a message has one tensor"));
         };
         let count = tensor.count_elems();
@@ -166,7 +165,7 @@ impl Group {
             tag: desc.tag,
             signature,
             buffers,
-            total: count * tensor.dtype.size_bytes() as u64,
+            total: tensor.len_bytes(),
             is_private: desc.tag >= PRIVATE_TAGS,
         };
         let to = if desc.collective == Collective::Send { desc.peer } else { None };
@@ -216,6 +215,20 @@ impl Group {
     /// Name for messages.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// For a person: name, rank and world, then a line for each other rank with its process and the link to it.
+    pub fn describe(&self) -> String {
+        let head = format!("group {}\nrank {}\nworld {}\n", self.name, self.rank, self.world);
+        let links = self.with_state(|group, hands| {
+            let others = group.members.ranks().filter(|&rank| rank != group.rank);
+            let line = |rank: Rank| {
+                let link = hands.net.describe(group.members.peer(rank));
+                format!("{}: {link}\n", group.members.describe(rank, hands.net))
+            };
+            others.map(line).collect::<String>()
+        });
+        head + &links.unwrap_or_default()
     }
 
     /// The first cause, when the group has failed.
@@ -371,8 +384,8 @@ fn signature(desc: &CallDesc, key: &PlanKey, algorithm: u8) -> Signature {
         Collective::ReduceScatter => (total(&key.inputs), Some(&key.inputs)),
         Collective::Gather => (total(&key.inputs), None),
         Collective::Scatter => (total(&key.outputs), None),
-        Collective::AllToAll => (if desc.equal_blocks { total(&key.inputs) } else { 0 }, None),
-        Collective::Barrier | Collective::Send | Collective::Recv => (0, None),
+        // With splits the sizes differ from rank to rank; each message is checked by its own length.
+        Collective::AllToAll | Collective::Barrier | Collective::Send | Collective::Recv => (0, None),
     };
     // Elements, not the bytes that calls without arithmetic are planned in.
     let count = count * key.elem_bytes / desc.dtype.size_bytes() as u64;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, Result};
 
 use crate::call::{Call, Waited};
-use crate::desc::{CallDesc, TensorDesc};
+use crate::desc::{Blocks, CallDesc, TensorDesc};
 use crate::group::Group;
 use crate::p2p::PRIVATE_TAGS;
 
@@ -187,7 +187,7 @@ impl Group {
         desc.peer = Some(peer);
         desc.tag = tag;
         desc.timeout = Some(SLACK);
-        let tensor = vec![vec![TensorDesc::dense(words.as_mut_ptr().cast(), Dtype::U32, words.len())]];
+        let tensor = Blocks::of(TensorDesc::dense(words.as_mut_ptr().cast(), Dtype::U32, words.len()));
         if collective == Collective::Send {
             desc.inputs = tensor;
         } else {

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use accl_engine::{CallDesc, Waited};
+use accl_engine::{Blocks, CallDesc, Waited};
 use accl_testkit::{Fabric, Member, World, WorldOptions, calls, finish};
 use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, ReduceOp};
 
@@ -127,7 +127,7 @@ fn a_missing_rank_is_named_when_the_time_is_up() {
                     let mut desc = CallDesc::new(Collective::Recv, Dtype::U8);
                     desc.timeout = Some(Duration::from_secs(60));
                     desc.peer = Some(Rank(2));
-                    desc.outputs = vec![vec![calls::write::<u8>(&mut [])]];
+                    desc.outputs = Blocks::of(calls::write::<u8>(&mut []));
                     if let Ok(call) = member.group.submit(desc) {
                         let _ = call.wait(Some(Duration::from_millis(5)), &mut || false);
                     }
@@ -153,7 +153,7 @@ fn a_refused_call_consumes_no_number() {
         if member.rank == 0 {
             let mut desc = CallDesc::new(Collective::Broadcast, Dtype::F32);
             desc.root = Rank(5);
-            desc.outputs = vec![vec![calls::write(&mut [1.0_f32])]];
+            desc.outputs = Blocks::of(calls::write(&mut [1.0_f32]));
             let error = member.group.submit(desc).map(drop).expect_err("root 5 of 2");
             assert_eq!(error.kind, ErrorKind::InvalidArgument, "{error}");
             let error = error_of(member.all_reduce(&mut [1.0_f32; 3], ReduceOp::Band));
@@ -299,7 +299,7 @@ fn roots_that_cross_in_the_background_find_out() {
         let mut desc = CallDesc::new(Collective::Reduce, Dtype::F32);
         desc.root = Rank(member.rank as u32);
         desc.mode = accl_engine::Mode::Async;
-        desc.outputs = vec![vec![calls::write(&mut data)]];
+        desc.outputs = Blocks::of(calls::write(&mut data));
         let call = member.group.submit(desc)?;
         let patience = Instant::now() + Duration::from_secs(10);
         while !(call.is_done() && waiting.is_done()) && Instant::now() < patience {

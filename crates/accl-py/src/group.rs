@@ -6,11 +6,10 @@ use std::slice;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use accl_engine::{CallDesc, Engine, GroupSpec, Mode, TensorDesc};
+use accl_engine::{Blocks, CallDesc, Engine, GroupSpec, Mode, TensorDesc};
 use accl_types::config::Config;
 use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, ReduceOp, Result};
 use cxx::UniquePtr;
-use smallvec::SmallVec;
 
 use crate::bridge::ffi::{self, CallArgs, Described, GroupArgs, Numbered, Outcome, Status, TensorView, Waited};
 use crate::guard::{FromError, bridged};
@@ -187,11 +186,9 @@ bridged! {
         Ok(group.group()?.error().map_or_else(Status::ok, Status::from_error))
     }
 
-    /// Name, rank, world and links of the group, one fact a line.
+    /// Name, rank, world and links of the group, one a line.
     fn group_describe(group: &Group) -> Described {
-        let group = group.group()?;
-        let text = format!("group {}\nrank {}\nworld {}\n", group.name(), group.rank(), group.world());
-        Ok(Described { text, status: Status::ok() })
+        Ok(Described { text: group.group()?.describe(), status: Status::ok() })
     }
 }
 
@@ -251,30 +248,35 @@ fn call_desc(args: &CallArgs) -> Result<CallDesc> {
     })
 }
 
-fn blocks(views: &[TensorView], counts: &[u32]) -> Result<Vec<Vec<TensorDesc>>> {
-    let mut views = views.iter();
-    counts.iter().map(|&count| views.by_ref().take(count as usize).map(tensor_desc).collect()).collect()
+fn blocks(views: &[TensorView], counts: &[u32]) -> Result<Blocks> {
+    let mut views = views;
+    let mut blocks = Blocks::default();
+    for &count in counts {
+        let (block, rest) = views
+            .split_at_checked(count as usize)
+            .ok_or_else(|| Error::internal("a call names more tensors than it describes"))?;
+        views = rest;
+        match block {
+            [one] => blocks.push([tensor_desc(one)?]),
+            several => blocks.push(several.iter().map(tensor_desc).collect::<Result<Vec<_>>>()?),
+        }
+    }
+    Ok(blocks)
 }
 
 fn tensor_desc(view: &TensorView) -> Result<TensorDesc> {
     let dtype = dtype(view.dtype)?;
     let ptr = view.data as *mut u8;
-    if view.sizes == 0 {
-        return Ok(TensorDesc { conj: view.conj, neg: view.neg, ..TensorDesc::dense(ptr, dtype, view.count as usize) });
-    }
-    let shape = |address: usize| {
-        // SAFETY: the shim gives the address of `dim` numbers of a tensor that it holds during this call.
-        let numbers = unsafe { slice::from_raw_parts(address as *const i64, view.dim) };
-        SmallVec::from_slice(numbers)
+    let tensor = if view.sizes == 0 {
+        TensorDesc::dense(ptr, dtype, view.count as usize)
+    } else {
+        let shape = |address: usize| {
+            // SAFETY: the shim gives the address of `dim` numbers of a tensor that it holds during this call.
+            unsafe { slice::from_raw_parts(address as *const i64, view.dim) }
+        };
+        TensorDesc::strided(ptr, dtype, shape(view.sizes), shape(view.strides))?
     };
-    Ok(TensorDesc {
-        ptr,
-        dtype,
-        sizes: shape(view.sizes),
-        strides: shape(view.strides),
-        conj: view.conj,
-        neg: view.neg,
-    })
+    Ok(tensor.viewed(view.conj, view.neg))
 }
 
 fn dtype(code: ffi::Dtype) -> Result<Dtype> {

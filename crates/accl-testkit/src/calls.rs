@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use accl_engine::{Call, CallDesc, Group, Mode, TensorDesc, Waited};
+use accl_engine::{Blocks, Call, CallDesc, Group, Mode, TensorDesc, Waited};
 use accl_types::{Collective, Dtype, Error, Rank, ReduceOp, Result};
 
 /// A rank of a world's group.
@@ -39,14 +39,14 @@ pub fn write<T: Element>(data: &mut [T]) -> TensorDesc {
 }
 
 /// Cuts a slice into blocks of the given lengths.
-fn blocks<T: Element>(base: *mut T, counts: &[usize]) -> Vec<Vec<TensorDesc>> {
+fn blocks<T: Element>(base: *mut T, counts: &[usize]) -> Blocks {
     let mut at = 0;
     counts
         .iter()
         .map(|&count| {
             let tensor = TensorDesc::dense(base.wrapping_add(at).cast(), T::DTYPE, count);
             at += count;
-            vec![tensor]
+            [tensor]
         })
         .collect()
 }
@@ -79,7 +79,7 @@ impl Member {
         let mut desc = CallDesc::new(Collective::AllReduce, T::DTYPE);
         desc.op = op;
         desc.mode = mode;
-        desc.outputs = vec![vec![write(data)]];
+        desc.outputs = Blocks::of(write(data));
         desc
     }
 
@@ -90,7 +90,7 @@ impl Member {
     pub fn broadcast<T: Element>(&self, data: &mut [T], root: u32) -> Result<()> {
         let mut desc = CallDesc::new(Collective::Broadcast, T::DTYPE);
         desc.root = Rank(root);
-        desc.outputs = vec![vec![write(data)]];
+        desc.outputs = Blocks::of(write(data));
         self.call(desc)
     }
 
@@ -102,7 +102,7 @@ impl Member {
         let mut desc = CallDesc::new(Collective::Reduce, T::DTYPE);
         desc.op = op;
         desc.root = Rank(root);
-        desc.outputs = vec![vec![write(data)]];
+        desc.outputs = Blocks::of(write(data));
         self.call(desc)
     }
 
@@ -120,7 +120,7 @@ impl Member {
         let mut desc = CallDesc::new(Collective::ReduceScatter, T::DTYPE);
         desc.op = op;
         desc.inputs = blocks(input.as_ptr().cast_mut(), counts);
-        desc.outputs = vec![vec![write(output)]];
+        desc.outputs = Blocks::of(write(output));
         self.call(desc)
     }
 
@@ -130,7 +130,7 @@ impl Member {
     /// As [`Member::call`].
     pub fn all_gather<T: Element>(&self, input: &[T], output: &mut [T], counts: &[usize]) -> Result<()> {
         let mut desc = CallDesc::new(Collective::AllGather, T::DTYPE);
-        desc.inputs = vec![vec![read(input)]];
+        desc.inputs = Blocks::of(read(input));
         desc.outputs = blocks(output.as_mut_ptr(), counts);
         self.call(desc)
     }
@@ -142,7 +142,7 @@ impl Member {
     pub fn gather<T: Element>(&self, input: &[T], output: &mut [T], root: u32) -> Result<()> {
         let mut desc = CallDesc::new(Collective::Gather, T::DTYPE);
         desc.root = Rank(root);
-        desc.inputs = vec![vec![read(input)]];
+        desc.inputs = Blocks::of(read(input));
         if self.rank == root as usize {
             desc.outputs = blocks(output.as_mut_ptr(), &vec![input.len(); self.world]);
         }
@@ -159,7 +159,7 @@ impl Member {
         if self.rank == root as usize {
             desc.inputs = blocks(input.as_ptr().cast_mut(), &vec![output.len(); self.world]);
         }
-        desc.outputs = vec![vec![write(output)]];
+        desc.outputs = Blocks::of(write(output));
         self.call(desc)
     }
 
@@ -199,7 +199,7 @@ impl Member {
         desc.peer = Some(Rank(to));
         desc.tag = tag;
         desc.mode = Mode::Async;
-        desc.inputs = vec![vec![read(data)]];
+        desc.inputs = Blocks::of(read(data));
         self.group.submit(desc)
     }
 
@@ -212,7 +212,7 @@ impl Member {
         desc.peer = from.map(Rank);
         desc.tag = tag;
         desc.mode = Mode::Async;
-        desc.outputs = vec![vec![write(data)]];
+        desc.outputs = Blocks::of(write(data));
         self.group.submit(desc)
     }
 }
