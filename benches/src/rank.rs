@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use accl_engine::{CallDesc, Engine, Group, GroupSpec, Mode, config_from_environment};
 use accl_schedule::Algorithm;
-use accl_testkit::{DirStore, Member as Calls, finish};
+use accl_testkit::{DirStore, Member as Calls, finish_ran};
 use accl_types::{Collective, Error, Rank, Result};
 use rustix::time::{ClockId, clock_gettime};
 
@@ -201,7 +201,7 @@ impl Member {
         let desc = self.tensors.call(case, self.rank, self.ranks, root);
         self.tensors.fill(case, self.rank, self.ranks);
         self.control.barrier()?;
-        finish(&*group.submit(desc)?)?;
+        finish_ran(&group.run(&desc)?)?;
         self.tensors.check(case, self.rank, self.ranks, root).map_err(|what| {
             let name = algorithm_name(case.algorithm);
             Error::internal(format!("{} by {name} of {} bytes: {what}", case.collective, case.bytes))
@@ -277,7 +277,7 @@ fn each(group: &Group, desc: &CallDesc, count: u64) -> Result<Vec<Span>> {
 
 fn call(group: &Group, desc: &CallDesc) -> Result<()> {
     debug_assert_eq!(desc.mode, Mode::Blocking);
-    finish(&*group.submit(desc.clone())?)
+    finish_ran(&group.run(desc)?)
 }
 
 fn now() -> u64 {

@@ -12,6 +12,7 @@ use crate::desc::{Blocks, CallDesc, TensorDesc};
 type Bases = SmallVec<[*mut u8; 4]>;
 
 /// Memory with the alignment of a cache line.
+#[derive(Default)]
 pub(crate) struct Storage {
     words: Vec<Line>,
 }
@@ -34,6 +35,18 @@ impl Storage {
 
     fn ptr(&mut self) -> *mut u8 {
         self.words.as_mut_ptr().cast()
+    }
+
+    fn len_bytes(&self) -> usize {
+        self.words.len() * 64
+    }
+
+    /// Makes room for `len_bytes`; what was in it is lost.
+    pub(crate) fn grow(&mut self, len_bytes: usize) -> Result<()> {
+        if self.len_bytes() < len_bytes {
+            *self = Self::new(len_bytes)?;
+        }
+        Ok(())
     }
 }
 
@@ -59,15 +72,22 @@ impl Buffers {
     /// multiplies by the factor of `PREMUL_SUM`.
     ///
     /// # Errors
-    /// `InvalidArgument` for an output whose elements share memory; `Exhausted` without memory for staging.
+    /// `InvalidArgument` for outputs that share memory with themselves or, unless the call works in place, with each
+    /// other; `Exhausted` without memory for staging.
     pub(crate) fn prepare(desc: &CallDesc, rank: usize) -> Result<Self> {
         let mut buffers = Self::default();
         let in_place = desc.inputs.is_empty();
         let premul = desc.collective.reduces() && desc.op == ReduceOp::PremulSum;
+        let shared = outputs_share_memory(&desc.outputs);
+        if shared && !in_place {
+            return Err(Error::invalid_argument("two output tensors share memory; give each its own"));
+        }
         for tensor in desc.outputs.pieces() {
-            refuse_self_overlap(tensor).map_err(|error| error.of(desc.collective))?;
-            // In place, the outputs hold the contribution and are packed with their contents.
-            let base = if tensor.is_plain() { tensor.ptr } else { buffers.stage_output(tensor, in_place)? };
+            refuse_self_overlap(tensor)?;
+            // In place, the outputs hold the contribution and are packed with their contents. Where two of them share
+            // memory, every rank writes the same into both.
+            let base =
+                if tensor.is_plain() && !shared { tensor.ptr } else { buffers.stage_output(tensor, in_place)? };
             buffers.outputs.push(base);
         }
         if in_place {
@@ -156,6 +176,16 @@ impl Buffers {
         Ok(())
     }
 
+    /// Lets the call use memory that stays where it is until [`Buffers::own_scratch`] or the call's end.
+    pub(crate) fn borrow_scratch(&mut self, scratch: &mut Storage) {
+        self.scratch_base = Some(scratch.ptr());
+    }
+
+    /// Takes over the memory that was borrowed.
+    pub(crate) fn own_scratch(&mut self, scratch: Storage) {
+        self.scratch = Some(scratch);
+    }
+
     /// The address of an extent's first byte.
     #[inline]
     pub(crate) fn address(&self, extent: &Extent) -> *mut u8 {
@@ -198,6 +228,19 @@ fn refuse_self_overlap(tensor: &TensorDesc) -> Result<()> {
         ));
     }
     Ok(())
+}
+
+/// Whether two outputs have bytes in common.
+fn outputs_share_memory(outputs: &Blocks) -> bool {
+    let bounds = || outputs.pieces().iter().map(TensorDesc::bounds).filter(|(start, end)| start < end);
+    // Most often they follow each other.
+    let mut end_of_last = 0;
+    if bounds().all(|(start, end)| start >= std::mem::replace(&mut end_of_last, end)) {
+        return false;
+    }
+    let mut sorted: Vec<_> = bounds().collect();
+    sorted.sort_unstable();
+    sorted.windows(2).any(|pair| pair[1].0 < pair[0].1)
 }
 
 /// Whether inputs share memory with outputs in another way than the schedules allow.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use accl_types::{Collective, Error, Rank, Seq};
+use accl_types::{Collective, Error, Rank, Result, Seq};
 
 use crate::engine::Engine;
 use crate::sync::{Condvar, Mutex};
@@ -41,6 +41,8 @@ pub struct Call {
     timed: bool,
     state: AtomicU8,
     source: AtomicU32,
+    /// The word that came with a message.
+    note: AtomicU64,
     duration_ns: AtomicU64,
     bell: Arc<Bell>,
 }
@@ -92,6 +94,7 @@ impl Call {
             timed: place.timed,
             state: AtomicU8::new(RUNNING),
             source: AtomicU32::new(NO_SOURCE),
+            note: AtomicU64::new(0),
             duration_ns: AtomicU64::new(0),
             bell: Arc::default(),
         })
@@ -107,6 +110,7 @@ impl Call {
     pub fn test(&self) -> bool {
         if !self.is_done()
             && let Some(engine) = self.engine.upgrade()
+            && !engine.is_forked()
         {
             engine.try_pass();
         }
@@ -147,16 +151,21 @@ impl Call {
     }
 
     /// Runs `f` on a completion thread once the call is done or failed; at once if it is. One per call.
-    pub fn when_done(&self, f: Box<dyn FnOnce() + Send>) {
+    ///
+    /// # Errors
+    /// `Exhausted` when the system has no thread for it; `Aborted` when the engine has ended.
+    pub fn when_done(&self, f: Box<dyn FnOnce() + Send>) -> Result<()> {
+        let ended = || Error::aborted("the engine has ended");
+        let engine = self.engine.upgrade().ok_or_else(ended)?;
+        engine.completions().expect()?;
         let mut inner = self.bell.inner.lock();
         if !self.is_done() {
             inner.callback = Some(f);
-            return;
+            return Ok(());
         }
         drop(inner);
-        if let Some(engine) = self.engine.upgrade() {
-            engine.completions().post(f);
-        }
+        engine.completions().post(f);
+        Ok(())
     }
 
     /// An error with this call's place.
@@ -164,8 +173,14 @@ impl Call {
         error.in_call(self.collective, Seq(self.seq)).in_group(&self.group).on_rank(self.rank)
     }
 
-    pub(crate) fn set_source(&self, source: Rank) {
+    pub(crate) fn set_source(&self, source: Rank, note: u64) {
         self.source.store(source.0, Ordering::Relaxed);
+        self.note.store(note, Ordering::Relaxed);
+    }
+
+    /// The word that came with the message that this call received.
+    pub(crate) fn note(&self) -> u64 {
+        self.note.load(Ordering::Relaxed)
     }
 
     /// Ends the call. Called once, by whoever holds the engine's lock; from here on the engine does not touch the

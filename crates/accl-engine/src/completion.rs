@@ -7,6 +7,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
+use accl_types::{Error, Result};
+
 use crate::signals;
 use crate::sync::{Condvar, Mutex};
 
@@ -18,6 +20,8 @@ type Job = Box<dyn FnOnce() + Send>;
 #[derive(Default)]
 struct State {
     jobs: VecDeque<Job>,
+    /// Announced and not yet posted.
+    expected: usize,
     idle: usize,
     threads: usize,
     stopping: bool,
@@ -30,26 +34,43 @@ pub(crate) struct CompletionPool {
 }
 
 impl CompletionPool {
-    /// Runs `job` on a completion thread, or drops it when the pool was stopped.
+    /// Announces one job: from now on there is a thread that can run it.
+    ///
+    /// # Errors
+    /// `Exhausted` when the system gives no thread; `Aborted` when the pool was stopped.
+    pub(crate) fn expect(&self) -> Result<()> {
+        let mut state = self.shared.0.lock();
+        if state.stopping {
+            return Err(Error::aborted("the engine was shut down"));
+        }
+        if state.threads == 0 && !self.start_thread(&mut state) {
+            return Err(Error::exhausted("no thread for completions; raise the limit of processes (`ulimit -u`)"));
+        }
+        state.expected += 1;
+        Ok(())
+    }
+
+    /// Runs an announced job on a completion thread, or drops it when the pool was stopped.
     pub(crate) fn post(&self, job: Job) {
         let (state, wake) = &*self.shared;
         let mut state = state.lock();
+        state.expected = state.expected.saturating_sub(1);
         if state.stopping {
             return;
         }
         state.jobs.push_back(job);
-        // One idle thread per queued job, or a job could wait behind one that blocks on it.
-        if state.idle >= state.jobs.len() {
+        // One idle thread per queued job, or a job could wait behind one that blocks on it. Where the system has no
+        // thread left, it waits for one that exists.
+        if state.idle >= state.jobs.len() || !self.start_thread(&mut state) {
             wake.notify_one();
-            return;
         }
-        state.threads += 1;
+    }
+
+    fn start_thread(&self, state: &mut State) -> bool {
         let pool = self.clone();
         let spawned = std::thread::Builder::new().name("accl-complete".into()).spawn(move || pool.work());
-        if spawned.is_err() {
-            // Out of threads: the jobs wait for one that exists. Without any, they run at the next chance.
-            state.threads -= 1;
-        }
+        state.threads += usize::from(spawned.is_ok());
+        spawned.is_ok()
     }
 
     /// Lets the threads finish what they are doing and end; queued jobs are dropped. Waits at most `patience`.
@@ -82,7 +103,8 @@ impl CompletionPool {
             guard.idle += 1;
             let timed_out = wake.wait_for(&mut guard, IDLE).timed_out();
             guard.idle -= 1;
-            if timed_out && guard.jobs.is_empty() {
+            let is_needed = guard.expected > 0 && guard.threads == 1;
+            if timed_out && guard.jobs.is_empty() && !is_needed {
                 break;
             }
         }
@@ -100,6 +122,7 @@ mod tests {
     fn a_chain_of_jobs_that_wait_for_each_other_ends() {
         fn post_chain(pool: &CompletionPool, depth: usize, done: mpsc::Sender<usize>) {
             let inner = pool.clone();
+            pool.expect().unwrap();
             pool.post(Box::new(move || {
                 if depth > 0 {
                     let (sender, receiver) = mpsc::channel();

@@ -4,6 +4,7 @@
 //! or sleeps. Read [`Core::pass`] first.
 
 use std::collections::{HashMap, HashSet};
+use std::hash::{BuildHasherDefault, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
@@ -11,39 +12,85 @@ use accl_transport::frame::{Header, Kind};
 use accl_transport::{Card, Link, Poller};
 use accl_types::{Error, Result};
 
+use crate::buffers::Buffers;
 use crate::completion::CompletionPool;
+use crate::desc::CallDesc;
+use crate::hash::hash_words;
 use crate::net::{Net, PeerId};
-use crate::state::{GroupState, Hands, Tell};
+use crate::state::{GroupState, Hands, RanStraight, Tell};
 
 /// Frames taken off one link before the others have their turn.
 const FRAMES_PER_TURN: usize = 32;
+/// Calls that may end one after the other without a look at the links.
+const MAX_SILENT: u32 = 16;
 /// Bytes of frames kept for groups that are being made on this rank.
 const MAX_ORPHAN_BYTES: usize = 64 << 20;
 
+/// Group numbers are hashes already.
+type ById = BuildHasherDefault<IdHasher>;
+
+/// Takes a number for its own hash.
+#[derive(Default)]
+pub(crate) struct IdHasher(u64);
+
+impl Hasher for IdHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        self.0 = hash_words([self.0].into_iter().chain(bytes.iter().map(|&byte| u64::from(byte))));
+    }
+
+    fn write_u64(&mut self, id: u64) {
+        self.0 = id;
+    }
+}
+
 pub(crate) struct Core {
     pub(crate) net: Net,
-    pub(crate) groups: HashMap<u64, GroupState>,
+    pub(crate) groups: HashMap<u64, GroupState, ById>,
     /// Groups with calls in flight.
     active: Vec<u64>,
     /// Frames of groups that do not exist here yet.
-    orphans: HashMap<u64, Vec<(PeerId, Header, Vec<u8>)>>,
+    orphans: HashMap<u64, Vec<Orphan>>,
     orphan_bytes: usize,
+    /// Groups of which frames were dropped because there were too many.
+    overrun: HashSet<u64>,
     /// Groups that were destroyed here: what still comes for them is dropped.
     ended: HashSet<u64>,
     pub(crate) pool: CompletionPool,
     pub(crate) segment: u64,
+    /// Calls in a row that ended when they were made: nobody has looked at the links meanwhile.
+    silent: u32,
     /// Until when the driver is parked in the poller, if it is.
     pub(crate) parked: Option<Instant>,
+}
+
+/// A frame of a group that is being made on this rank.
+struct Orphan {
+    peer: PeerId,
+    header: Header,
+    payload: Vec<u8>,
+}
+
+impl Orphan {
+    /// Memory that it takes, roughly.
+    fn bytes(&self) -> usize {
+        size_of::<Self>() + self.payload.len()
+    }
 }
 
 impl Core {
     pub(crate) fn new(pool: CompletionPool, segment: u64) -> Self {
         Self {
             net: Net::default(),
-            groups: HashMap::new(),
+            groups: HashMap::default(),
             active: Vec::new(),
             orphans: HashMap::new(),
             orphan_bytes: 0,
+            overrun: HashSet::new(),
+            silent: 0,
             ended: HashSet::new(),
             pool,
             segment,
@@ -67,24 +114,52 @@ impl Core {
         Some(result)
     }
 
+    /// Runs a call the short way, as far as that goes. `None`: not at all.
+    #[inline]
+    pub(crate) fn run_straight(
+        &mut self,
+        id: u64,
+        desc: &CallDesc,
+        buffers: Buffers,
+        looks: u32,
+    ) -> Option<RanStraight> {
+        let group = self.groups.get_mut(&id)?;
+        let ran = group.run_straight(desc, buffers, looks, &mut self.net, self.segment);
+        if let Some(RanStraight::Done { heard: false, .. }) = ran {
+            self.ended_at_once();
+        }
+        ran
+    }
+
     /// Adds a group and hands it the frames that came before it.
     pub(crate) fn add_group(&mut self, group: GroupState, now: Instant) {
         let id = group.id;
         self.groups.insert(id, group);
         let orphans = self.orphans.remove(&id).unwrap_or_default();
-        self.orphan_bytes -= orphans.iter().map(|(_, _, payload)| payload.len()).sum::<usize>();
-        for (peer, header, payload) in orphans {
+        self.orphan_bytes -= orphans.iter().map(Orphan::bytes).sum::<usize>();
+        let is_complete = !self.overrun.remove(&id);
+        for Orphan { peer, header, payload } in orphans {
             self.with_group(id, now, |group, hands| {
                 if let Some(from) = group.members.rank_of(peer) {
                     group.on_frame(from, &header, &payload, hands);
                 }
             });
         }
+        if !is_complete {
+            let error = Error::exhausted(format!(
+                "more than {} MiB came for groups that were being made here; let all ranks make a group before they use it",
+                MAX_ORPHAN_BYTES >> 20
+            ));
+            self.with_group(id, now, |group, hands| group.fail(group.placed(error), hands, Tell::Peers));
+        }
     }
 
+    /// Forgets a group, or one whose making failed: what still comes for it is dropped.
     pub(crate) fn remove_group(&mut self, id: u64) {
         self.groups.remove(&id);
         self.active.retain(|active| *active != id);
+        let orphans = self.orphans.remove(&id).unwrap_or_default();
+        self.orphan_bytes -= orphans.iter().map(|orphan| orphan.bytes()).sum::<usize>();
         self.ended.insert(id);
     }
 
@@ -108,15 +183,32 @@ impl Core {
     /// A panic in it is a defect of ours. Whoever happens to drive must not die of it, and others must not wait for what
     /// it left undone: all groups fail.
     pub(crate) fn pass(&mut self, now: Instant) -> bool {
-        catch_unwind(AssertUnwindSafe(|| self.pass_unguarded(now))).unwrap_or_else(|panic| {
+        self.guarded(|core| core.pass_unguarded(now)).unwrap_or(true)
+    }
+
+    /// Runs `work`; when it panics, all groups fail.
+    pub(crate) fn guarded<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> Result<R> {
+        catch_unwind(AssertUnwindSafe(|| work(self))).map_err(|panic| {
             let said = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
             let said = said.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
             let error = Error::internal(format!("panic while making progress: {said}; please report it"));
+            let now = Instant::now();
             for id in self.groups.keys().copied().collect::<Vec<_>>() {
                 self.with_group(id, now, |group, hands| group.fail(error.clone(), hands, Tell::Peers));
             }
-            true
+            self.net.drop_broken(&error);
+            error
         })
+    }
+
+    /// After a call that was over when it was made: now and then looks at the links, or a rank that only sends would
+    /// learn of nothing.
+    pub(crate) fn ended_at_once(&mut self) {
+        self.silent += 1;
+        if self.silent >= MAX_SILENT {
+            self.silent = 0;
+            self.pass(Instant::now());
+        }
     }
 
     fn pass_unguarded(&mut self, now: Instant) -> bool {
@@ -196,12 +288,12 @@ impl Core {
             }
         });
         if known.is_none() && !self.ended.contains(&header.group) {
-            self.orphan_bytes += payload.len();
-            if self.orphan_bytes <= MAX_ORPHAN_BYTES {
-                self.orphans.entry(header.group).or_default().push((peer, *header, payload.to_vec()));
+            let orphan = Orphan { peer, header: *header, payload: payload.to_vec() };
+            if self.orphan_bytes + orphan.bytes() <= MAX_ORPHAN_BYTES {
+                self.orphan_bytes += orphan.bytes();
+                self.orphans.entry(header.group).or_default().push(orphan);
             } else {
-                self.orphan_bytes -= payload.len();
-                tracing::warn!(group = header.group, "frames of a group unknown here are dropped: too many");
+                self.overrun.insert(header.group);
             }
         }
     }
@@ -212,7 +304,6 @@ impl Core {
             self.net.send_control(id, Header::new(Kind::Goodbye), &[]);
             self.net.flush(id);
         }
-        self.net.close_all();
     }
 
     /// Has the poller watch a new link and adds it.

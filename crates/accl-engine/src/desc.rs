@@ -161,6 +161,12 @@ impl Blocks {
         (0..self.len()).filter_map(|index| self.get(index))
     }
 
+    /// Where each block ends among the pieces.
+    #[inline]
+    pub(crate) fn ends(&self) -> &[u32] {
+        &self.ends
+    }
+
     /// All pieces in order.
     #[inline]
     pub fn pieces(&self) -> &[TensorDesc] {
@@ -202,6 +208,8 @@ pub struct CallDesc {
     pub peer: Option<Rank>,
     /// The tag of a send or receive.
     pub tag: u32,
+    /// A word that goes with a send of ours; 0 for users' calls.
+    pub(crate) note: u64,
     /// Own deadline; `None` takes the group's.
     pub timeout: Option<Duration>,
     /// What this rank contributes. Empty for calls in place and off a scatter's root.
@@ -227,6 +235,7 @@ impl CallDesc {
             root: Rank(0),
             peer: None,
             tag: 0,
+            note: 0,
             timeout: None,
             inputs: Blocks::default(),
             outputs: Blocks::default(),
@@ -234,6 +243,16 @@ impl CallDesc {
             mode: Mode::Blocking,
             seq: None,
         }
+    }
+
+    /// Whether nothing in the description asks for more than moving and reducing plain memory.
+    #[inline]
+    pub(crate) fn may_go_straight(&self) -> bool {
+        self.mode == Mode::Blocking
+            && self.seq.is_none()
+            && self.op != ReduceOp::PremulSum
+            && !self.collective.is_point_to_point()
+            && self.inputs.pieces().iter().chain(self.outputs.pieces()).all(TensorDesc::is_plain)
     }
 
     /// Checks the description against the group's size.

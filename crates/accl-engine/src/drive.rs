@@ -26,6 +26,9 @@ const SPIN_SHARED_CORE: Duration = Duration::from_micros(100);
 /// Looks before the first yield when ranks share cores.
 const LOOKS_BEFORE_YIELD: u32 = 20;
 
+/// Looks of a call on the short way when every rank has a core of its own: a few microseconds.
+const STRAIGHT_LOOKS: u32 = 300;
+
 /// One stay of a thread in a wait, or the background thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Waiter(u64);
@@ -88,9 +91,13 @@ impl Engine {
         let Some(mut core) = self.core.try_lock() else { return };
         let moved = core.pass(Instant::now());
         let wake = core.must_wake_driver(None);
+        let unsent = core.net.has_unsent();
         drop(core);
         if moved || wake {
             self.wake_driver_if(wake);
+        }
+        if unsent {
+            self.ensure_driver();
         }
     }
 
@@ -101,7 +108,7 @@ impl Engine {
         }
         // A waiter drives for its own call; nobody does for an asynchronous one, or for bytes that the kernel did not
         // take and whose call is done.
-        if call.is_done() == (mode == Mode::Blocking) && self.with_core(|core| core.has_work()) {
+        if (call.is_done() || mode == Mode::Async) && self.with_core(|core| core.has_work()) {
             self.ensure_driver();
         }
     }
@@ -146,9 +153,23 @@ impl Engine {
         self.wait_slowly(stay.me, call, timeout, until, interrupt)
     }
 
+    /// Whether ranks of this host must share cores.
+    fn shares_cores(&self) -> bool {
+        self.ranks_per_host.load(Ordering::Relaxed) > self.cores
+    }
+
+    /// How often a call on the short way looks for a frame. It holds the lock, so not for long.
+    pub(crate) fn straight_looks(&self) -> u32 {
+        match self.config().spin_us {
+            Some(0) => 0,
+            _ if self.shares_cores() => LOOKS_BEFORE_YIELD,
+            _ => STRAIGHT_LOOKS,
+        }
+    }
+
     /// Looks again and again for a short while.
     fn spin(&self, call: &Call, until: Option<Instant>) -> Option<Waited> {
-        let shared = self.ranks_per_host.load(Ordering::Relaxed) > self.cores;
+        let shared = self.shares_cores();
         let budget = match self.config().spin_us {
             Some(us) => Duration::from_micros(us),
             None if shared => SPIN_SHARED_CORE,
@@ -156,11 +177,13 @@ impl Engine {
         };
         let start = Instant::now();
         let mut looks = 0_u32;
+        let mut unsent = false;
         loop {
             let now = Instant::now();
             if let Some(mut core) = self.core.try_lock() {
                 let moved = core.pass(now);
                 let wake = core.must_wake_driver(None);
+                unsent = core.net.has_unsent();
                 drop(core);
                 if moved {
                     looks = 0;
@@ -170,6 +193,9 @@ impl Engine {
                 }
             }
             if let Some(outcome) = call.outcome() {
+                if unsent {
+                    self.ensure_driver();
+                }
                 return Some(outcome);
             }
             if now.duration_since(start) >= budget || until.is_some_and(|until| now >= until) {
@@ -192,6 +218,7 @@ impl Engine {
         until: Option<Instant>,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Waited {
+        let mut asked: Option<Instant> = None;
         loop {
             if let Some(outcome) = call.outcome() {
                 return outcome;
@@ -200,8 +227,13 @@ impl Engine {
             if until.is_some_and(|until| now >= until) {
                 return Waited::TimedOut(self.wait_timed_out(call, timeout.unwrap_or_default(), now));
             }
-            if interrupt() {
-                return Waited::Interrupted;
+            if asked.is_none_or(|asked| now.duration_since(asked) >= Duration::from_millis(TICK_MS)) {
+                asked = Some(now);
+                // The hook may wait for the interpreter's lock, or make calls and wait for them: others drive meanwhile.
+                self.pass_turn_on(me);
+                if interrupt() {
+                    return Waited::Interrupted;
+                }
             }
             let tick = match self.drive.tick_ms.load(Ordering::Relaxed) {
                 0 => None,
@@ -290,6 +322,13 @@ impl Engine {
         drop(turn);
         if self.with_core(|core| core.has_work()) {
             self.ensure_driver();
+        }
+    }
+
+    /// Lets somebody else drive while this waiter, if it is the driver, does something else.
+    fn pass_turn_on(&self, me: Waiter) {
+        if self.drive.turn.lock().driver == Some(me) {
+            self.leave_turn(me);
         }
     }
 

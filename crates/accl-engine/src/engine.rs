@@ -28,6 +28,9 @@ use crate::sync::Mutex;
 
 /// How long connecting holds the endpoint before other threads that make groups have a turn.
 const CONNECT_SLICE: Duration = Duration::from_millis(200);
+/// How long the end of a process waits for bytes that its peers have yet to take.
+const LAST_BYTES: Duration = Duration::from_secs(2);
+
 /// One per process in production; several in one process in tests.
 pub struct Engine {
     pub(crate) core: Mutex<Core>,
@@ -121,15 +124,17 @@ impl Engine {
         let topology = Topology::new(hosts.clone());
         // The same on all ranks, since they agreed on the rules.
         accl_schedule::check_rules(spec.world, &topology, &spec.config.algorithm)?;
-        let peers = self.connect(parts, spec, &mine, &cards, deadline, interrupt)?;
+        let id = group_id(&cards);
+        let peers = self.connect(parts, spec, &mine, &cards, deadline, interrupt);
+        let peers = peers.inspect_err(|_| self.with_core(|core| core.remove_group(id)))?;
 
         let most = hosts.iter().map(|host| hosts.iter().filter(|other| *other == host).count()).max().unwrap_or(1);
         self.ranks_per_host.fetch_max(most as u32, Ordering::Relaxed);
         let name: Arc<str> = spec.name.as_str().into();
-        let id = group_id(&cards);
         let members = Members::new(peers, spec.config.eager_bytes);
-        let plans = Plans::new(topology, spec.world, spec.rank);
-        let state = GroupState::new(id, name.clone(), spec.rank, spec.config.clone(), spec.timeout, members, plans);
+        let plans = Plans::new(topology, spec.rank, &spec.config);
+        let mut state = GroupState::new(id, name.clone(), spec.rank, spec.timeout, members, plans);
+        state.timing = spec.config.timing;
         let now = Instant::now();
         self.with_core(|core| {
             for (rank, card) in cards.iter().enumerate() {
@@ -190,8 +195,13 @@ impl Engine {
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<PeerId>> {
         loop {
-            // Another thread may connect to the same peers: what is missing is asked anew each time.
+            // Another thread may connect to the same peers: what is missing is asked anew each time, and under the lock
+            // that is held until the new links are in place.
+            let mut endpoint = parts.endpoint.lock();
             let missing: Vec<usize> = self.with_core(|core| {
+                // A peer that went and came back has a link that is dead and does not know it yet.
+                core.pass(Instant::now());
+                core.check(Instant::now());
                 (0..cards.len()).filter(|&rank| core.net.find(&cards[rank].card).is_none()).collect()
             });
             if missing.is_empty() {
@@ -207,13 +217,11 @@ impl Engine {
                 continue;
             }
             let wanted: Vec<_> = missing.iter().map(|&rank| cards[rank].card.clone()).collect();
-            let mut endpoint = parts.endpoint.lock();
             let slice = deadline.min(Instant::now() + CONNECT_SLICE);
             let result = endpoint.connect(&wanted, slice, interrupt);
             for warning in endpoint.take_warnings() {
                 tracing::warn!("{warning}");
             }
-            drop(endpoint);
             match result {
                 Ok(links) => {
                     for (card, link) in wanted.into_iter().zip(links) {
@@ -223,7 +231,10 @@ impl Engine {
                         })?;
                     }
                 }
-                Err(failed) if failed.error.kind == ErrorKind::Timeout && Instant::now() < deadline => {}
+                // Other threads that make groups have a turn.
+                Err(failed) if failed.error.kind == ErrorKind::Timeout && Instant::now() < deadline => {
+                    parking_lot::MutexGuard::unlock_fair(endpoint);
+                }
                 Err(failed) => {
                     let who: Vec<String> = failed
                         .missing
@@ -284,8 +295,28 @@ impl Engine {
     }
 
     /// Runs `body` on a thread that may block on calls.
-    pub fn spawn_blocking(&self, body: Box<dyn FnOnce() + Send>) {
+    ///
+    /// # Errors
+    /// `Exhausted` when the system has no thread for it; `Aborted` when the engine has ended.
+    pub fn spawn_blocking(&self, body: Box<dyn FnOnce() + Send>) -> Result<()> {
+        self.pool.expect()?;
         self.pool.post(body);
+        Ok(())
+    }
+
+    /// Waits until everything has left this process: calls that were done relied on it.
+    fn send_the_rest(&self, deadline: Instant) {
+        let Some(parts) = self.parts.get() else { return };
+        while Instant::now() < deadline {
+            let unsent = self.with_core(|core| {
+                core.net.flush_all();
+                core.net.has_unsent()
+            });
+            if !unsent {
+                return;
+            }
+            let _ = parts.poller.wait(Some(Duration::from_millis(10)));
+        }
     }
 
     /// Ends everything in bounded time: groups fail, peers are told, threads stop. For the end of the process.
@@ -303,6 +334,8 @@ impl Engine {
             }
             core.say_goodbye();
         }
+        self.send_the_rest(now + LAST_BYTES);
+        self.with_core(|core| core.net.close_all());
         self.pool.stop(Duration::from_secs(1));
         self.await_background(Duration::from_secs(1));
     }

@@ -8,20 +8,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use accl_kernels::Reducer;
 use accl_transport::frame::Signature;
 use accl_types::config::Config;
-use accl_types::{Collective, Elems, Error, Rank, ReduceOp, Result};
+use accl_types::{Collective, Error, Rank, Result};
 
-use crate::buffers::{Buffers, block_elems};
+use crate::buffers::Buffers;
 use crate::call::{Call, CallPlace};
+use crate::core::Core;
 use crate::desc::CallDesc;
 use crate::engine::Engine;
-use crate::hash::hash_words;
+use crate::local::Local;
 use crate::p2p::{Message, PRIVATE_TAGS};
-use crate::plan::PlanKey;
 use crate::run::{INQUIRE_AFTER, Run};
-use crate::state::{GroupState, Hands};
+use crate::state::{GroupState, Hands, RanStraight, Tell};
 
 /// What a group is made from.
 #[derive(Clone, Debug)]
@@ -40,6 +39,14 @@ pub struct GroupSpec {
     pub master: Option<IpAddr>,
     /// Ranks in the job of this group's ranks, for messages; may be empty.
     pub global_ranks: Vec<u64>,
+}
+
+/// What became of a call whose caller waits.
+pub enum Ran {
+    /// It is done; this was its number.
+    Done(u64),
+    /// It has begun; wait for it.
+    Pending(Arc<Call>),
 }
 
 /// A set of ranks that make calls together. Dropping it leaves the group.
@@ -67,78 +74,114 @@ impl Group {
     /// the group is usable. `Aborted`: the group failed earlier or was destroyed. Everything later comes through the
     /// call.
     pub fn submit(&self, desc: CallDesc) -> Result<Arc<Call>> {
-        self.start(desc).map_err(|error| error.in_group(&self.name).on_rank(self.rank))
+        self.start(&desc).map_err(|error| self.placed(error))
     }
 
-    fn start(&self, desc: CallDesc) -> Result<Arc<Call>> {
+    /// Makes a call that the caller waits for. A small one of a shape met before goes straight through on this thread,
+    /// when the peers are there too; otherwise this is [`Group::submit`].
+    ///
+    /// # Errors
+    /// As [`Group::submit`].
+    pub fn run(&self, desc: &CallDesc) -> Result<Ran> {
+        match self.run_straight(desc) {
+            Ok(Some(ran)) => Ok(ran),
+            Ok(None) => self.start(desc).map(Ran::Pending),
+            Err(error) => Err(error),
+        }
+        .map_err(|error| self.placed(error))
+    }
+
+    /// `None`: nothing was done, the call cannot go this way.
+    fn run_straight(&self, desc: &CallDesc) -> Result<Option<Ran>> {
+        if !desc.may_go_straight() || self.engine.is_forked() || self.closed.load(Ordering::Acquire) {
+            return Ok(None);
+        }
+        let Ok(buffers) = Buffers::prepare(desc, self.rank.index()) else { return Ok(None) };
+        let looks = self.engine.straight_looks();
+        let mut core = self.engine.core.lock();
+        let ran = core.guarded(|core| core.run_straight(self.id, desc, buffers, looks));
+        let ran = ran.map_err(|error| error.of(desc.collective))?;
+        let stopped = match ran {
+            None => return Ok(None),
+            Some(RanStraight::Done { seq, .. }) => return Ok(Some(Ran::Done(seq))),
+            Some(RanStraight::Stopped(stopped)) => stopped,
+        };
+        let launched = self.launch(&mut core, desc, |group, hands| {
+            let call = self.call(desc, stopped.seq, group, hands.now);
+            let deadline = deadline(desc, group, hands.now);
+            group.start(stopped.into_run(call.clone(), deadline), hands);
+            Ok(call)
+        });
+        drop(core);
+        self.launched(desc, launched).map(|call| Some(Ran::Pending(call)))
+    }
+
+    fn start(&self, desc: &CallDesc) -> Result<Arc<Call>> {
         self.check_usable(desc.collective)?;
         desc.check(self.world)?;
         let placed = |error: Error| error.of(desc.collective);
-        let mut buffers = Buffers::prepare(&desc, self.rank.index()).map_err(placed)?;
+        // All reasons to refuse the call come first: preparing its memory may change it.
+        let shape = self.with_state(|group, _| match group.aborted(Some(desc.collective)) {
+            Some(error) => Err(error),
+            None if desc.collective.is_point_to_point() => Ok(None),
+            None => group.shapes.get(desc, self.rank, self.world, &mut group.plans).map(Some),
+        });
+        let shape = shape.map_err(|error| error.of(desc.collective))?.map_err(placed)?;
+        let mut buffers = Buffers::prepare(desc, self.rank.index()).map_err(placed)?;
         if desc.collective == Collective::Reduce && self.rank != desc.root {
             buffers.discard_outputs();
         }
-        let now = Instant::now();
-        let mode = desc.mode;
-        let result = self.engine.with_core(|core| {
-            let started = core.with_group(self.id, now, |group, hands| {
+        if let Some(shape) = &shape {
+            buffers.add_scratch(shape.plan.scratch_bytes).map_err(placed)?;
+        }
+        let launched = self.engine.with_core(|core| {
+            self.launch(core, desc, |group, hands| {
                 if let Some(error) = group.aborted(Some(desc.collective)) {
                     return Err(error);
                 }
-                let call = if desc.collective.is_point_to_point() {
-                    self.start_message(&desc, buffers, group, hands)
-                } else {
-                    self.start_run(&desc, buffers, group, hands)
-                }?;
-                group.advance(hands);
-                Ok((call, deadline(&desc, group, now).map(|deadline| deadline.min(now + INQUIRE_AFTER))))
-            });
-            let (call, look_by) = started.unwrap_or_else(|| Err(self.destroyed(Some(desc.collective))))?;
-            core.net.flush_all();
-            Ok((call, core.must_wake_driver(look_by)))
+                let Some(shape) = shape else { return self.start_message(desc, buffers, group, hands) };
+                let seq = group.take_seq(desc.seq)?;
+                let call = self.call(desc, seq, group, hands.now);
+                let deadline = deadline(desc, group, hands.now);
+                let local = Local::new(buffers, shape.reducer);
+                group.start(Run::new(call.clone(), &shape, local, &[], deadline), hands);
+                Ok(call)
+            })
         });
-        let (call, wake) = result.map_err(placed)?;
+        self.launched(desc, launched)
+    }
+
+    /// Puts a call into the group and does all that can be done at once. Says also whether the driver must be woken.
+    fn launch(
+        &self,
+        core: &mut Core,
+        desc: &CallDesc,
+        start: impl FnOnce(&mut GroupState, &mut Hands<'_>) -> Result<Arc<Call>>,
+    ) -> Result<(Arc<Call>, bool)> {
+        let now = Instant::now();
+        let started = core.guarded(|core| {
+            let started = core.with_group(self.id, now, |group, hands| {
+                let call = start(group, hands)?;
+                group.advance(hands);
+                Ok((call, deadline(desc, group, now).map(|deadline| deadline.min(now + INQUIRE_AFTER))))
+            });
+            core.net.flush_all();
+            started
+        })?;
+        let (call, look_by) = started.unwrap_or_else(|| Err(self.destroyed(Some(desc.collective))))?;
+        if call.is_done() {
+            core.ended_at_once();
+        }
+        Ok((call, core.must_wake_driver(look_by)))
+    }
+
+    /// What follows a launch, without the lock.
+    fn launched(&self, desc: &CallDesc, launched: Result<(Arc<Call>, bool)>) -> Result<Arc<Call>> {
+        let (call, wake) = launched.map_err(|error| error.of(desc.collective))?;
         if wake {
             self.engine.kick();
         }
-        self.engine.submitted(&call, mode);
-        Ok(call)
-    }
-
-    fn start_run(
-        &self,
-        desc: &CallDesc,
-        mut buffers: Buffers,
-        group: &mut GroupState,
-        hands: &mut Hands<'_>,
-    ) -> Result<Arc<Call>> {
-        let reduces = desc.collective.reduces();
-        let elem = if reduces { desc.dtype.size_bytes() } else { 1 };
-        let outputs = block_elems(&desc.outputs, elem as u64);
-        let in_place = desc.inputs.is_empty();
-        let inputs = match desc.collective {
-            Collective::AllReduce | Collective::Reduce if in_place => outputs.clone(),
-            _ => block_elems(&desc.inputs, elem as u64),
-        };
-        let key = PlanKey {
-            collective: desc.collective,
-            root: desc.root,
-            elem_bytes: elem as u64,
-            equal_blocks: equal_blocks(desc, &inputs, &outputs),
-            inputs,
-            outputs,
-        };
-        check_kept_block(desc.collective, &key, self.rank)?;
-        let plan = group.plans.get(&key, &group.config)?;
-        let reducer =
-            if reduces { Some((Reducer::new(kernel_op(desc.op), desc.dtype, self.world)?, elem)) } else { None };
-        buffers.add_scratch(plan.scratch_bytes)?;
-        let signature = signature(desc, &key, plan.algorithm.id);
-        let seq = group.take_seq(desc.seq)?;
-        let call = self.call(desc, seq, group, hands.now);
-        let deadline = deadline(desc, group, hands.now);
-        let run = Run::new(call.clone(), plan, signature, buffers, reducer, deadline);
-        group.start(run, hands);
+        self.engine.submitted(&call, desc.mode);
         Ok(call)
     }
 
@@ -154,8 +197,13 @@ impl Group {
             return Err(Error::invalid_argument("a message has one tensor"));
         };
         let count = tensor.count_elems();
-        let signature =
-            Signature { collective: desc.collective as u8, dtype: tensor.dtype as u8, count, ..Signature::default() };
+        let signature = Signature {
+            collective: desc.collective as u8,
+            dtype: tensor.dtype as u8,
+            count,
+            reserved: desc.note,
+            ..Signature::default()
+        };
         let call = self.call(desc, group.next_p2p, group, hands.now);
         group.next_p2p += 1;
         let message = Message {
@@ -249,9 +297,10 @@ impl Group {
     /// Ends the group here and on all ranks: calls in flight fail at once, later ones are refused. Any thread may.
     pub fn abort(&self, reason: &str) {
         let error = Error::aborted(format!("abort was called: {reason}")).in_group(&self.name).on_rank(self.rank);
-        let _ = self.with_state(|group, hands| group.fail(error, hands, crate::state::Tell::Peers));
-        self.engine.flush();
-        self.engine.kick();
+        if self.with_state(|group, hands| group.fail(error, hands, Tell::Peers)).is_ok() {
+            self.engine.flush();
+            self.engine.kick();
+        }
     }
 
     /// Leaves the group: calls in flight fail, the other ranks are told. Again and again is fine.
@@ -264,32 +313,34 @@ impl Group {
         }
         // One look at the links: a disagreement that calls could not see may lie there.
         self.engine.pass_now();
-        let unsaid = self.with_state(|group, hands| {
-            let unsaid = group.unsaid();
-            group.leave(hands);
-            unsaid
+        let now = Instant::now();
+        // At once, or a call made in between would be forgotten with the group.
+        let unsaid = self.engine.with_core(|core| {
+            let unsaid = core.with_group(self.id, now, |group, hands| {
+                let unsaid = group.unsaid();
+                group.leave(hands);
+                unsaid
+            });
+            core.remove_group(self.id);
+            unsaid.flatten()
         });
-        self.engine.with_core(|core| core.remove_group(self.id));
         self.engine.flush();
         self.engine.kick();
-        match unsaid {
-            Ok(Some(error)) => Err(error),
-            Ok(None) | Err(_) => Ok(()),
-        }
+        unsaid.map_or(Ok(()), Err)
     }
 
     pub(crate) fn with_state<R>(&self, f: impl FnOnce(&mut GroupState, &mut Hands<'_>) -> R) -> Result<R> {
+        // The lock may have been held by another thread when the process forked.
+        if self.engine.is_forked() {
+            return Err(self.placed(forked()));
+        }
         let now = Instant::now();
         self.engine.with_core(|core| core.with_group(self.id, now, f)).ok_or_else(|| self.destroyed(None))
     }
 
     fn check_usable(&self, collective: Collective) -> Result<()> {
         if self.engine.is_forked() {
-            return Err(Error::aborted(
-                "this process was forked from the one that made the group, and a group does not survive a fork; \
-                 make a group of its own in the child, or start the child with spawn",
-            )
-            .of(collective));
+            return Err(forked().of(collective));
         }
         if self.closed.load(Ordering::Acquire) {
             return Err(self.destroyed(Some(collective)));
@@ -318,91 +369,13 @@ impl Drop for Group {
     }
 }
 
-/// Factors are applied while the buffers are prepared; what remains is a sum.
-fn kernel_op(op: ReduceOp) -> ReduceOp {
-    if op == ReduceOp::PremulSum { ReduceOp::Sum } else { op }
-}
-
 fn deadline(desc: &CallDesc, group: &GroupState, now: Instant) -> Option<Instant> {
     now.checked_add(desc.timeout.unwrap_or(group.timeout))
 }
 
-/// Whether every rank knows from its own arguments that all blocks are equal.
-fn equal_blocks(desc: &CallDesc, inputs: &[Vec<Elems>], outputs: &[Vec<Elems>]) -> bool {
-    let all_same = |blocks: &[Vec<Elems>]| blocks.windows(2).all(|pair| pair[0] == pair[1]);
-    match desc.collective {
-        Collective::AllToAll => desc.equal_blocks,
-        Collective::AllGather => all_same(outputs),
-        Collective::ReduceScatter => all_same(inputs),
-        Collective::AllReduce
-        | Collective::Broadcast
-        | Collective::Reduce
-        | Collective::Gather
-        | Collective::Scatter
-        | Collective::Barrier
-        | Collective::Send
-        | Collective::Recv => true,
-    }
-}
-
-/// The block that a rank keeps must be as large on both sides. (What goes between ranks is compared there.)
-fn check_kept_block(collective: Collective, key: &PlanKey, rank: Rank) -> Result<()> {
-    let own = |blocks: &[Vec<Elems>]| {
-        if blocks.len() == 1 { blocks.first().cloned() } else { blocks.get(rank.index()).cloned() }
-    };
-    let (input, output) = match collective {
-        Collective::AllGather
-        | Collective::ReduceScatter
-        | Collective::AllToAll
-        | Collective::Gather
-        | Collective::Scatter => (own(&key.inputs), own(&key.outputs)),
-        Collective::AllReduce
-        | Collective::Broadcast
-        | Collective::Reduce
-        | Collective::Barrier
-        | Collective::Send
-        | Collective::Recv => return Ok(()),
-    };
-    let (Some(input), Some(output)) = (input, output) else { return Ok(()) };
-    if input == output {
-        return Ok(());
-    }
-    let bytes = |block: &[Elems]| block.iter().map(|elems| elems.0).sum::<u64>() * key.elem_bytes;
-    Err(Error::invalid_argument(format!(
-        "the block that rank {rank} keeps has {} bytes as input and {} as output",
-        bytes(&input),
-        bytes(&output)
-    )))
-}
-
-fn signature(desc: &CallDesc, key: &PlanKey, algorithm: u8) -> Signature {
-    let total = |blocks: &[Vec<Elems>]| blocks.iter().flatten().map(|elems| elems.0).sum::<u64>();
-    let (count, shape) = match desc.collective {
-        Collective::AllReduce | Collective::Broadcast | Collective::Reduce | Collective::AllGather => {
-            (total(&key.outputs), Some(&key.outputs))
-        }
-        Collective::ReduceScatter => (total(&key.inputs), Some(&key.inputs)),
-        Collective::Gather => (total(&key.inputs), None),
-        Collective::Scatter => (total(&key.outputs), None),
-        // With splits the sizes differ from rank to rank; each message is checked by its own length.
-        Collective::AllToAll | Collective::Barrier | Collective::Send | Collective::Recv => (0, None),
-    };
-    // Elements, not the bytes that calls without arithmetic are planned in.
-    let count = count * key.elem_bytes / desc.dtype.size_bytes() as u64;
-    let reduces = desc.collective.reduces();
-    Signature {
-        collective: desc.collective as u8,
-        dtype: desc.dtype as u8,
-        op: if reduces { desc.op as u8 } else { 0 },
-        algorithm,
-        root: if desc.collective.is_rooted() { desc.root.0 } else { 0 },
-        count,
-        shape_hash: shape.map_or(0, |blocks| hash_blocks(blocks)),
-        reserved: 0,
-    }
-}
-
-/// Over the sizes, with a mark between blocks.
-fn hash_blocks(blocks: &[Vec<Elems>]) -> u64 {
-    hash_words(blocks.iter().flat_map(|block| block.iter().map(|elems| elems.0).chain([u64::MAX])))
+fn forked() -> Error {
+    Error::aborted(
+        "this process was forked from the one that made the group, and a group does not survive a fork; make a group of \
+         its own in the child, or start the child with spawn",
+    )
 }

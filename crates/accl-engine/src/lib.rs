@@ -12,6 +12,7 @@ mod engine;
 mod env;
 mod group;
 mod hash;
+mod local;
 mod members;
 mod monitored;
 mod net;
@@ -19,16 +20,18 @@ mod p2p;
 mod plan;
 mod rendezvous;
 mod run;
+mod shape;
 mod signals;
 mod state;
 mod store;
+mod straight;
 mod sync;
 
 pub use call::{Call, Waited};
 pub use desc::{Blocks, CallDesc, Mode, TensorDesc};
 pub use engine::Engine;
 pub use env::config_from_environment;
-pub use group::{Group, GroupSpec};
+pub use group::{Group, GroupSpec, Ran};
 pub use store::Store;
 
 // What the layers below offer, for listings: those above see only this crate.

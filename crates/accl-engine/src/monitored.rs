@@ -1,6 +1,7 @@
 //! Monitored barrier: rank 0 hears from every rank, and says which did not come.
 //!
-//! Runs over short point-to-point messages on tags that no user can give. A rank says that it arrived, with a number of
+//! Runs over empty point-to-point messages on tags that no user can give: they need no grant, and no memory that a rank
+//! which gives up would have to keep. A rank says that it arrived, with a number of
 //! its own; rank 0 releases it by that number. A rank that gives up withdraws, so that what it said is not taken for
 //! its arrival at a later barrier. A failure leaves the group usable.
 
@@ -10,7 +11,7 @@ use std::time::{Duration, Instant};
 use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, Result};
 
 use crate::call::{Call, Waited};
-use crate::desc::{Blocks, CallDesc, TensorDesc};
+use crate::desc::{Blocks, CallDesc, Mode, TensorDesc};
 use crate::group::Group;
 use crate::p2p::PRIVATE_TAGS;
 
@@ -20,10 +21,9 @@ const TAG_NUMBER: u32 = 0x3FFF_FFFF;
 /// Room above the caller's own deadline for the messages that serve it: the wait ends first.
 const SLACK: Duration = Duration::from_secs(3600);
 
-/// What a rank tells rank 0: its number, and whether it arrived or withdraws.
-type Note = [u32; 2];
-const ARRIVED: u32 = 1;
-const WITHDRAWN: u32 = 2;
+/// What a rank tells rank 0, in the word that goes with a message: its number, and whether it arrived or withdraws.
+const ARRIVED: u64 = 1 << 32;
+const WITHDRAWN: u64 = 2 << 32;
 
 /// What rank 0 knows of a rank.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -75,7 +75,7 @@ impl Group {
         }
         for (rank, presence) in (1..).map(Rank).zip(present) {
             if let Presence::Waiting(number) = presence {
-                self.message(Collective::Send, rank, TAG_RELEASED | number, &mut [])?;
+                self.message(Collective::Send, rank, TAG_RELEASED | number, 0)?;
             }
         }
         Ok(())
@@ -131,10 +131,9 @@ impl Group {
         deadline: Instant,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<()> {
-        let mut note: Note = [0; 2];
-        let call = self.message(Collective::Recv, rank, TAG_NOTE, &mut note)?;
+        let call = self.message(Collective::Recv, rank, TAG_NOTE, 0)?;
         match self.settle(&call, deadline.saturating_duration_since(Instant::now()), interrupt) {
-            Ok(true) if note[1] == ARRIVED => *presence = Presence::Waiting(note[0]),
+            Ok(true) if call.note() & ARRIVED != 0 => *presence = Presence::Waiting(call.note() as u32),
             Ok(true) => *presence = Presence::GaveUp,
             Ok(false) => {}
             // A rank that has gone is as missing as one that is late.
@@ -149,15 +148,17 @@ impl Group {
             group.next_monitored = group.next_monitored.wrapping_add(1) & TAG_NUMBER;
             group.next_monitored
         })?;
-        self.tell(&mut [number, ARRIVED])?;
-        let call = self.message(Collective::Recv, Rank(0), TAG_RELEASED | number, &mut [])?;
+        self.message(Collective::Send, Rank(0), TAG_NOTE, ARRIVED | u64::from(number))?;
+        let call = self.message(Collective::Recv, Rank(0), TAG_RELEASED | number, 0)?;
         let left = deadline.saturating_duration_since(Instant::now());
-        let (kind, why) = match self.settle(&call, left, interrupt) {
+        let settled = self.settle(&call, left, interrupt);
+        if settled != Ok(true) {
+            // It came to nothing when the group or rank 0 has gone.
+            let _ = self.message(Collective::Send, Rank(0), TAG_NOTE, WITHDRAWN | u64::from(number));
+        }
+        let (kind, why) = match settled {
             Ok(true) => return Ok(()),
-            Ok(false) => {
-                self.tell(&mut [number, WITHDRAWN])?;
-                (ErrorKind::Timeout, format!("it did not answer within {} ms", timeout.as_millis()))
-            }
+            Ok(false) => (ErrorKind::Timeout, format!("it did not answer within {} ms", timeout.as_millis())),
             Err(error) if error.kind == ErrorKind::PeerLost => (error.kind, error.message),
             Err(error) => return Err(error),
         };
@@ -171,25 +172,17 @@ impl Group {
         )))
     }
 
-    /// Sends a note to rank 0 and waits until it has left, which needs nothing of rank 0.
-    fn tell(&self, note: &mut Note) -> Result<()> {
-        let call = self.message(Collective::Send, Rank(0), TAG_NOTE, note)?;
-        match call.wait(Some(SLACK), &mut || false) {
-            Waited::Done => Ok(()),
-            Waited::Failed(error) | Waited::TimedOut(error) => Err(error),
-            Waited::Interrupted => Err(Error::internal("interrupted without an interrupt")),
-        }
-    }
-
-    /// `words` must stay until the call ends or is cancelled: callers settle it before they return.
-    fn message(&self, collective: Collective, peer: Rank, tag: u32, words: &mut [u32]) -> Result<Arc<Call>> {
-        let mut desc = CallDesc::new(collective, Dtype::U32);
+    /// Starts an empty message. A send needs nothing of its receiver, and nobody waits for it.
+    fn message(&self, collective: Collective, peer: Rank, tag: u32, note: u64) -> Result<Arc<Call>> {
+        let mut desc = CallDesc::new(collective, Dtype::U8);
         desc.peer = Some(peer);
         desc.tag = tag;
+        desc.note = note;
         desc.timeout = Some(SLACK);
-        let tensor = Blocks::of(TensorDesc::dense(words.as_mut_ptr().cast(), Dtype::U32, words.len()));
+        let tensor = Blocks::of(TensorDesc::dense(std::ptr::null_mut(), Dtype::U8, 0));
         if collective == Collective::Send {
             desc.inputs = tensor;
+            desc.mode = Mode::Async;
         } else {
             desc.outputs = tensor;
         }

@@ -94,6 +94,15 @@ impl Net {
         }
     }
 
+    /// Gives up links that were lost in a panic while their frames were handled.
+    pub(crate) fn drop_broken(&mut self, error: &Error) {
+        for id in self.ids() {
+            if self.peer(id).link.is_none() && self.peer(id).gone.is_none() {
+                self.mark_gone(id, error.clone());
+            }
+        }
+    }
+
     /// A place for a frame of `len_bytes`, or `None` when there is no room now or the peer has gone.
     #[inline]
     pub(crate) fn reserve(&mut self, id: PeerId, len_bytes: usize) -> Option<&mut [u8]> {
@@ -114,6 +123,32 @@ impl Net {
     pub(crate) fn commit(&mut self, id: PeerId) {
         if let Some(link) = self.peer_mut(id).link.as_mut() {
             link.commit();
+        }
+    }
+
+    /// Whether a look at this peer's link costs no system call.
+    pub(crate) fn is_cheap_to_look_at(&self, id: PeerId) -> bool {
+        self.peer(id).link.as_ref().is_some_and(|link| link.is_cheap_to_look_at())
+    }
+
+    /// The next frame, for which it looks up to `looks` times. Errors are left to a pass.
+    #[inline]
+    pub(crate) fn await_frame(&mut self, id: PeerId, looks: u32) -> Option<&[u8]> {
+        let link = self.peers[id.0 as usize].link.as_mut()?;
+        for _ in 0..looks {
+            if link.peek().ok()?.is_some() {
+                break;
+            }
+            std::hint::spin_loop();
+        }
+        link.peek().ok()?
+    }
+
+    /// Gives the frame's place back.
+    #[inline]
+    pub(crate) fn release(&mut self, id: PeerId) {
+        if let Some(link) = self.peer_mut(id).link.as_mut() {
+            link.release();
         }
     }
 

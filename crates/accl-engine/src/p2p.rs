@@ -136,6 +136,10 @@ impl P2p {
         data: &[u8],
         env: &mut RunEnv<'_>,
     ) -> Result<()> {
+        let peer = &self.peers[from.index()];
+        if peer.receiving.contains_key(&header.seq) || peer.unexpected.iter().any(|u| u.id == header.seq) {
+            return Err(Error::protocol(format!("rank {from} began message {} twice", header.seq)));
+        }
         let fits = |m: &Message| m.tag == header.tag && m.peer.is_none_or(|peer| peer == from);
         if let Some(message) = self.posted.iter().position(fits).and_then(|index| self.posted.remove(index)) {
             self.matched(message, from, header, signature, header.seq, env)?;
@@ -157,7 +161,7 @@ impl P2p {
         id: u64,
         env: &mut RunEnv<'_>,
     ) -> Result<()> {
-        message.call.set_source(from);
+        message.call.set_source(from, signature.reserved);
         let (sent, wanted) = (signature, message.signature);
         if header.value != message.total || sent.dtype != wanted.dtype {
             let show = |signature: Signature, bytes: u64| {
@@ -265,16 +269,29 @@ impl P2p {
         all
     }
 
-    /// Takes back a receive that nothing matched yet.
+    /// Takes back a message that has not begun.
     pub(crate) fn cancel(&mut self, call: &Call) -> Option<Message> {
-        self.take_posted(|message| std::ptr::eq(&*message.call, call)).pop()
+        self.take_unbegun(|message| std::ptr::eq(&*message.call, call)).pop()
     }
 
-    /// Takes back the receives that nothing matched yet and that `choose` picks.
-    pub(crate) fn take_posted(&mut self, choose: impl Fn(&Message) -> bool) -> Vec<Message> {
-        let (taken, kept): (VecDeque<_>, VecDeque<_>) = self.posted.drain(..).partition(|message| choose(message));
-        self.posted = kept;
-        Vec::from(taken)
+    /// Takes back receives that nothing matched yet and sends that have not begun, those that `choose` picks.
+    pub(crate) fn take_unbegun(&mut self, choose: impl Fn(&Message) -> bool) -> Vec<Message> {
+        let mut taken = Vec::new();
+        for message in std::mem::take(&mut self.posted) {
+            if choose(&message) {
+                taken.push(message);
+            } else {
+                self.posted.push_back(message);
+            }
+        }
+        for sending in std::mem::take(&mut self.sending) {
+            if !sending.begun && choose(&sending.message) {
+                taken.push(sending.message);
+            } else {
+                self.sending.push_back(sending);
+            }
+        }
+        taken
     }
 
     /// Whether a message with this tag waits for a receive.

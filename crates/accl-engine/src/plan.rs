@@ -9,12 +9,16 @@ use std::sync::Arc;
 use accl_schedule::{
     Algorithm, CallShape, Extent, Finish, Layout, OpKind, Order, Program, Request, Span, Topology, choose,
 };
-use accl_types::config::Config;
+use accl_types::config::{AlgorithmRule, Config};
 use accl_types::{Collective, Elems, Rank, Result};
 use smallvec::SmallVec;
 
 /// Plans kept per group; beyond, the cache starts anew (a program that never repeats a shape gains nothing from it).
 const MAX_PLANS: usize = 256;
+
+/// Calls up to this many operations, each of at most so many bytes, may run straight through on the caller's thread.
+const STRAIGHT_OPS: usize = 64;
+const STRAIGHT_BYTES: u64 = 64 << 10;
 
 /// A payload as byte ranges, with the position of each in the payload.
 #[derive(Clone, Debug, Default)]
@@ -100,6 +104,12 @@ pub(crate) struct Plan {
     pub(crate) algorithm: &'static Algorithm,
     pub(crate) ops: Vec<PlanOp>,
     pub(crate) scratch_bytes: u64,
+    /// Bytes of the longest operation.
+    pub(crate) longest: u64,
+    /// An order in which the operations can be run one after the other: what needs no peer as early as possible.
+    pub(crate) straight: Option<Box<[u32]>>,
+    /// Whether anything is received.
+    pub(crate) hears: bool,
     receives: EdgeIndex,
     sends: EdgeIndex,
 }
@@ -157,14 +167,36 @@ impl Plan {
             let deps = op.deps.iter().map(|dep| (dep.on, dep.stream)).collect();
             ops.push(PlanOp { kind, total, edge: op.edge, deps, dependents: SmallVec::new() });
         }
+        let longest = ops.iter().map(|op| op.total).max().unwrap_or(0);
+        let is_short = ops.len() <= STRAIGHT_OPS && longest <= STRAIGHT_BYTES;
         Self {
             algorithm,
+            longest,
+            straight: is_short.then(|| straight_order(&ops)),
             ops,
             scratch_bytes: layout.scratch_bytes(),
+            hears: !receives.is_empty(),
             receives: EdgeIndex::new(world, receives),
             sends: EdgeIndex::new(world, sends),
         }
     }
+}
+
+/// The operations in an order that respects their dependencies: a receive only when nothing else can be done.
+fn straight_order(ops: &[PlanOp]) -> Box<[u32]> {
+    let is_receive = |op: &PlanOp| matches!(op.kind, PlanOpKind::Recv { .. } | PlanOpKind::RecvReduce { .. });
+    let mut done = vec![false; ops.len()];
+    let mut order = Vec::with_capacity(ops.len());
+    while order.len() < ops.len() {
+        let ready = |&index: &usize| !done[index] && ops[index].deps.iter().all(|&(on, _)| done[on as usize]);
+        let mut all = (0..ops.len()).filter(ready);
+        let first = all.clone().find(|&index| !is_receive(&ops[index])).or_else(|| all.next());
+        // Dependencies point backwards only, so the first operation that is not done is ready.
+        let Some(index) = first else { unreachable!("dependencies have no cycle") };
+        done[index] = true;
+        order.push(index as u32);
+    }
+    order.into()
 }
 
 /// What plans depend on; equal keys give equal plans.
@@ -198,47 +230,45 @@ impl PlanKey {
 pub(crate) struct Plans {
     cache: HashMap<PlanKey, Arc<Plan>>,
     topology: Topology,
-    world: u32,
     rank: Rank,
+    rules: Vec<AlgorithmRule>,
+    deterministic: bool,
 }
 
 impl Plans {
-    pub(crate) fn new(topology: Topology, world: u32, rank: Rank) -> Self {
-        Self { cache: HashMap::new(), topology, world, rank }
+    pub(crate) fn new(topology: Topology, rank: Rank, config: &Config) -> Self {
+        let (rules, deterministic) = (config.algorithm.clone(), config.deterministic);
+        Self { cache: HashMap::new(), topology, rank, rules, deterministic }
     }
 
     /// The plan for `key`, cached or made.
     ///
     /// # Errors
     /// `Configuration` when an override names an algorithm that does not fit.
-    pub(crate) fn get(&mut self, key: &PlanKey, config: &Config) -> Result<Arc<Plan>> {
+    pub(crate) fn get(&mut self, key: &PlanKey) -> Result<Arc<Plan>> {
         if let Some(plan) = self.cache.get(key) {
             return Ok(plan.clone());
         }
+        let world = self.topology.world();
         let algorithm = choose(
             key.collective,
-            self.world,
-            key.size_bytes(self.world),
+            world,
+            key.size_bytes(world),
             key.equal_blocks,
             &self.topology,
-            &config.algorithm,
-            config.deterministic,
+            &self.rules,
+            self.deterministic,
         )?;
-        let request = Request {
-            collective: key.collective,
-            world: self.world,
-            rank: self.rank,
-            root: key.root,
-            topology: &self.topology,
-        };
+        let request =
+            Request { collective: key.collective, world, rank: self.rank, root: key.root, topology: &self.topology };
         let program = (algorithm.build)(&request).lower(&request);
         let shape = CallShape { elem_bytes: key.elem_bytes, in_blocks: &key.inputs, out_blocks: &key.outputs };
-        let plan = Arc::new(Plan::new(algorithm, &program, &shape, self.world));
+        let plan = Arc::new(Plan::new(algorithm, &program, &shape, world));
         tracing::info!(
             collective = key.collective.name(),
             algorithm = algorithm.name,
-            bytes = key.size_bytes(self.world),
-            world = self.world,
+            bytes = key.size_bytes(world),
+            world,
             "algorithm chosen"
         );
         if self.cache.len() >= MAX_PLANS {

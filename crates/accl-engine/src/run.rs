@@ -12,17 +12,15 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use accl_kernels::Reducer;
-use accl_schedule::{Finish, Order};
 use accl_transport::frame::{HEADER_BYTES, Header, Kind, SIGNATURE_BYTES, Signature, WANTS_GRANT};
 use accl_types::{Error, Rank, Result};
-use smallvec::SmallVec;
 
-use crate::buffers::Buffers;
 use crate::call::Call;
+use crate::local::Local;
 use crate::members::Members;
 use crate::net::Net;
 use crate::plan::{Plan, PlanOpKind, Region};
+use crate::shape::Shape;
 
 /// Local work done per step, so that receiving and sending alternate with it. In bytes.
 const LOCAL_STEP: u64 = 256 << 10;
@@ -71,10 +69,7 @@ pub(crate) struct Run {
     pub(crate) deadline: Option<Instant>,
     /// When to ask silent ranks what they are doing.
     pub(crate) inquire_at: Option<Instant>,
-    buffers: Buffers,
-    reducer: Option<Reducer>,
-    /// Bytes of one element; 1 for calls that only move data.
-    elem: usize,
+    local: Local,
     ops: Vec<OpState>,
     remaining: usize,
     work: VecDeque<u32>,
@@ -83,17 +78,22 @@ pub(crate) struct Run {
 }
 
 impl Run {
+    /// A run of which the operations in `finished` are over already.
     pub(crate) fn new(
         call: Arc<Call>,
-        plan: Arc<Plan>,
-        signature: Signature,
-        buffers: Buffers,
-        reducer: Option<(Reducer, usize)>,
+        shape: &Shape,
+        local: Local,
+        finished: &[u32],
         deadline: Option<Instant>,
     ) -> Self {
-        let ops: Vec<OpState> = plan.ops.iter().map(|_| OpState::default()).collect();
-        let (reducer, elem) = reducer.map_or((None, 1), |(reducer, elem)| (Some(reducer), elem));
-        let remaining = ops.len();
+        let (plan, signature) = (shape.plan.clone(), shape.signature);
+        let mut ops: Vec<OpState> = plan.ops.iter().map(|_| OpState::default()).collect();
+        for &op in finished {
+            let (state, total) = (&mut ops[op as usize], plan.ops[op as usize].total);
+            (state.done, state.arrived, state.granted) = (total, total, total);
+            (state.begun, state.complete) = (true, true);
+        }
+        let remaining = ops.len() - finished.len();
         let inquire_at = call.started.checked_add(INQUIRE_AFTER);
         let mut run = Self {
             call,
@@ -101,9 +101,7 @@ impl Run {
             signature,
             deadline,
             inquire_at,
-            buffers,
-            reducer,
-            elem,
+            local,
             ops,
             remaining,
             work: VecDeque::new(),
@@ -126,7 +124,7 @@ impl Run {
 
     /// Writes staged outputs back. The last thing that touches the caller's memory.
     pub(crate) fn unpack(&mut self) {
-        self.buffers.unpack();
+        self.local.unpack();
     }
 
     /// Does all that can be done now. Returns whether anything was.
@@ -187,10 +185,7 @@ impl Run {
         match &plan.ops[op as usize].kind {
             PlanOpKind::Send { src, to } => self.step_send(op, src, *to, env),
             PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => self.step_receive(op, *from, env),
-            PlanOpKind::Copy { dst, src } => self.step_local(op, |run, at, n| run.copy(dst, src, at, n)),
-            PlanOpKind::Reduce { dst, srcs, finish } => {
-                self.step_local(op, |run, at, n| run.reduce(dst, srcs, *finish, at, n));
-            }
+            PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } => self.step_local(op),
         }
     }
 
@@ -263,17 +258,7 @@ impl Run {
             self.signature.emit(payload);
             payload = &mut payload[SIGNATURE_BYTES..];
         }
-        let mut at = done;
-        while !payload.is_empty() {
-            let extent = src.at(at);
-            let len = (extent.len as usize).min(payload.len());
-            let (head, tail) = payload.split_at_mut(len);
-            // SAFETY: the extent lies in a piece that the caller keeps readable until the call ends, and `len` is at
-            // most what is left of it; `head` is frame memory and overlaps no tensor.
-            unsafe { std::ptr::copy_nonoverlapping(self.buffers.address(&extent), head.as_mut_ptr(), len) };
-            payload = tail;
-            at += len as u64;
-        }
+        self.local.read(src, done, payload);
         env.net.commit(env.members.peer(to));
         self.ops[op as usize].done += n;
         true
@@ -311,6 +296,9 @@ impl Run {
         if state.arrived + payload.len() as u64 > total || (header.kind == Kind::Begin) == state.begun {
             return Err(Error::protocol(format!("rank {from} sent too much of message {}", header.edge)));
         }
+        if !payload.len().is_multiple_of(self.local.elem_bytes()) {
+            return Err(Error::protocol(format!("rank {from} sent part of an element in message {}", header.edge)));
+        }
         if header.kind == Kind::Begin {
             state.begun = true;
             state.eager = payload.len() as u64;
@@ -321,7 +309,7 @@ impl Run {
         let fits = limit.is_some_and(|limit| at + payload.len() as u64 <= limit);
         if fits && state.stash.is_empty() {
             state.done += payload.len() as u64;
-            self.place(op, at, payload);
+            self.local.place(&self.plan.ops[op as usize].kind, at, payload);
             let plan = self.plan.clone();
             for &dependent in &plan.ops[op as usize].dependents {
                 self.queue(dependent);
@@ -358,7 +346,7 @@ impl Run {
                 segment[used..used + n].to_vec()
             };
             let part = if n == rest { &segment[used..] } else { &segment[..] };
-            self.place(op, at, part);
+            self.local.place(&self.plan.ops[op as usize].kind, at, part);
         }
         self.settle_receive(op, from, env);
     }
@@ -393,105 +381,21 @@ impl Run {
         }
     }
 
-    /// Writes or reduces `payload` into place at payload position `at`.
-    fn place(&mut self, op: u32, at: u64, payload: &[u8]) {
-        let plan = self.plan.clone();
-        match &plan.ops[op as usize].kind {
-            PlanOpKind::Recv { dst, .. } => self.write(dst, at, payload),
-            PlanOpKind::RecvReduce { dst, local, order, finish, .. } => {
-                self.reduce_incoming(dst, local, *order, *finish, at, payload);
-            }
-            PlanOpKind::Send { .. } | PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } => {
-                unreachable!("only receives have payload to place")
-            }
-        }
-    }
-
-    fn write(&self, dst: &Region, mut at: u64, mut payload: &[u8]) {
-        while !payload.is_empty() {
-            let extent = dst.at(at);
-            let len = (extent.len as usize).min(payload.len());
-            // SAFETY: the extent lies in a piece that the caller keeps writable until the call ends; `payload` is link
-            // memory or a copy, apart from all tensors.
-            unsafe { std::ptr::copy_nonoverlapping(payload.as_ptr(), self.buffers.address(&extent), len) };
-            payload = &payload[len..];
-            at += len as u64;
-        }
-    }
-
-    fn reduce_incoming(
-        &self,
-        dst: &Region,
-        local: &Region,
-        order: Order,
-        finish: Finish,
-        mut at: u64,
-        mut payload: &[u8],
-    ) {
-        let Some(reducer) = &self.reducer else { unreachable!("a reduction has a reducer") };
-        while !payload.is_empty() {
-            let (to, mine) = (dst.at(at), local.at(at));
-            let len = (to.len.min(mine.len) as usize).min(payload.len());
-            let (to, mine) = (self.buffers.address(&to), self.buffers.address(&mine));
-            let (a, b) = match order {
-                Order::IncomingFirst => (payload.as_ptr(), mine.cast_const()),
-                Order::LocalFirst => (mine.cast_const(), payload.as_ptr()),
-            };
-            // SAFETY: both extents hold at least `len` bytes in pieces that stay valid until the call ends; chunks and
-            // segments are whole elements; `to` equals `mine` or lies apart from it by the schedule's checker.
-            unsafe { reducer.pair(to, a, b, len / self.elem, kernel_finish(finish)) };
-            payload = &payload[len..];
-            at += len as u64;
-        }
-    }
-
     // ---- local work
 
-    fn step_local(&mut self, op: u32, work: impl Fn(&Self, u64, u64)) {
+    fn step_local(&mut self, op: u32) {
         let Some(limit) = self.limit(op) else { return };
         let total = self.plan.ops[op as usize].total;
         let at = self.ops[op as usize].done;
         let n = (limit - at).min(LOCAL_STEP);
         if n > 0 {
-            work(self, at, n);
+            self.local.work(&self.plan.ops[op as usize].kind, at, n);
             self.ops[op as usize].done += n;
         }
         if at + n == total {
             self.complete(op);
         } else if at + n < limit {
             self.queue(op);
-        }
-    }
-
-    fn copy(&self, dst: &Region, src: &Region, mut at: u64, n: u64) {
-        let end = at + n;
-        while at < end {
-            let (to, from) = (dst.at(at), src.at(at));
-            let len = to.len.min(from.len).min(end - at);
-            // SAFETY: both extents hold `len` bytes that stay valid until the call ends; `copy` allows overlap.
-            unsafe { std::ptr::copy(self.buffers.address(&from), self.buffers.address(&to), len as usize) };
-            at += len;
-        }
-    }
-
-    fn reduce(&self, dst: &Region, srcs: &[Region], finish: Finish, mut at: u64, n: u64) {
-        let Some(reducer) = &self.reducer else { unreachable!("a reduction has a reducer") };
-        let end = at + n;
-        while at < end {
-            let to = dst.at(at);
-            let mut len = to.len.min(end - at);
-            let mut operands: SmallVec<[*const u8; 16]> = SmallVec::with_capacity(srcs.len());
-            for src in srcs {
-                let extent = src.at(at);
-                len = len.min(extent.len);
-                operands.push(self.buffers.address(&extent));
-            }
-            // SAFETY: every operand and the result hold `len` bytes that stay valid until the call ends; the result is
-            // one of the operands or apart from them by the schedule's checker.
-            unsafe {
-                reducer.many(self.buffers.address(&to), &operands, len as usize / self.elem, kernel_finish(finish));
-            }
-            at += len;
         }
     }
 
@@ -541,12 +445,5 @@ impl Run {
             PlanOpKind::Send { to, .. } => *to == peer && !state.complete,
             PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } => false,
         })
-    }
-}
-
-fn kernel_finish(finish: Finish) -> accl_kernels::Finish {
-    match finish {
-        Finish::No => accl_kernels::Finish::No,
-        Finish::Yes => accl_kernels::Finish::Yes,
     }
 }

@@ -8,16 +8,20 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use accl_transport::frame::{Cause, Header, Kind, Signature};
-use accl_types::config::Config;
 use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, ReduceOp, Result, Seq};
 
+use crate::buffers::{Buffers, Storage};
 use crate::call::Call;
 use crate::completion::CompletionPool;
+use crate::desc::CallDesc;
+use crate::local::Local;
 use crate::members::Members;
 use crate::net::{Gone, Net};
 use crate::p2p::{Message, P2p};
 use crate::plan::Plans;
 use crate::run::{INQUIRY, Run, RunEnv};
+use crate::shape::{Shape, Shapes};
+use crate::straight::Straight;
 
 /// Signatures of ended calls kept to name a late disagreement.
 const HISTORY: usize = 64;
@@ -34,10 +38,10 @@ pub(crate) struct GroupState {
     pub(crate) id: u64,
     pub(crate) name: Arc<str>,
     pub(crate) rank: Rank,
-    pub(crate) config: Config,
     pub(crate) timeout: Duration,
     pub(crate) timing: bool,
     pub(crate) members: Members,
+    pub(crate) shapes: Shapes,
     pub(crate) plans: Plans,
     pub(crate) p2p: P2p,
     runs: BTreeMap<u64, Run>,
@@ -52,8 +56,37 @@ pub(crate) struct GroupState {
     pub(crate) next_monitored: u32,
     /// The first cause, once there is one.
     poison: Option<Error>,
+    /// See `is_near`.
+    near: Option<bool>,
+    /// Scratch of calls on the short way.
+    scratch: Storage,
     /// A call has raised the cause, so that destroy need not.
     cause_was_raised: bool,
+}
+
+/// How far a call got on the short way.
+pub(crate) enum RanStraight {
+    /// It is done; it has `heard` from another rank unless it only sends.
+    Done { seq: u64, heard: bool },
+    /// A run must go on.
+    Stopped(Box<Stopped>),
+}
+
+/// A call that stopped on the short way.
+pub(crate) struct Stopped {
+    shape: Arc<Shape>,
+    local: Local,
+    pub(crate) seq: u64,
+    /// How many operations of the plan's straight order are done.
+    finished: usize,
+}
+
+impl Stopped {
+    /// The run that goes on.
+    pub(crate) fn into_run(self, call: Arc<Call>, deadline: Option<Instant>) -> Run {
+        let order = self.shape.plan.straight.as_deref().unwrap_or_default();
+        Run::new(call, &self.shape, self.local, order.get(..self.finished).unwrap_or_default(), deadline)
+    }
 }
 
 /// What the engine provides to a group while it holds its lock.
@@ -72,24 +105,16 @@ macro_rules! env {
 }
 
 impl GroupState {
-    pub(crate) fn new(
-        id: u64,
-        name: Arc<str>,
-        rank: Rank,
-        config: Config,
-        timeout: Duration,
-        members: Members,
-        plans: Plans,
-    ) -> Self {
+    pub(crate) fn new(id: u64, name: Arc<str>, rank: Rank, timeout: Duration, members: Members, plans: Plans) -> Self {
         let world = members.world();
         Self {
             id,
             name,
             rank,
-            timing: config.timing,
-            config,
+            timing: false,
             timeout,
             members,
+            shapes: Shapes::default(),
             plans,
             p2p: P2p::new(world),
             runs: BTreeMap::new(),
@@ -100,12 +125,19 @@ impl GroupState {
             next_p2p: 0,
             next_monitored: 0,
             poison: None,
+            near: None,
+            scratch: Storage::default(),
             cause_was_raised: false,
         }
     }
 
     pub(crate) fn poison(&self) -> Option<&Error> {
         self.poison.as_ref()
+    }
+
+    /// An error with this group's place.
+    pub(crate) fn placed(&self, error: Error) -> Error {
+        error.in_group(&self.name).on_rank(self.rank)
     }
 
     /// No call in flight.
@@ -141,13 +173,61 @@ impl GroupState {
         }
     }
 
-    /// Starts a collective: hands it the frames that came before it and makes a first pass.
-    pub(crate) fn start(&mut self, mut run: Run, hands: &mut Hands<'_>) {
-        let seq = run.call.seq;
-        self.history.push_back((seq, run.signature));
+    /// Whether all ranks' links can be looked at without a system call; decided with the first call that asks.
+    fn is_near(&mut self, net: &Net) -> bool {
+        *self
+            .near
+            .get_or_insert_with(|| self.members.ranks().all(|rank| net.is_cheap_to_look_at(self.members.peer(rank))))
+    }
+
+    /// Runs a call the short way, as far as that goes. `None`: not at all, and nothing was done.
+    pub(crate) fn run_straight(
+        &mut self,
+        desc: &CallDesc,
+        mut buffers: Buffers,
+        looks: u32,
+        net: &mut Net,
+        segment: u64,
+    ) -> Option<RanStraight> {
+        let is_quiet = self.poison.is_none() && self.runs.is_empty() && self.early.is_empty() && !self.timing;
+        if !is_quiet || !self.is_near(net) {
+            return None;
+        }
+        let shape = self.shapes.find(desc)?;
+        let order = shape.plan.straight.as_deref().filter(|_| shape.plan.longest <= segment)?;
+        if shape.plan.scratch_bytes > 0 {
+            self.scratch.grow(shape.plan.scratch_bytes as usize).ok()?;
+            buffers.borrow_scratch(&mut self.scratch);
+        }
+        let seq = self.next_seq;
+        self.next_seq += 1;
+        let mut local = Local::new(buffers, shape.reducer);
+        let straight = Straight { shape, local: &local, group: self.id, seq, looks };
+        let finished = straight.go(order, &mut RunEnv { net, members: &mut self.members, segment });
+        if finished == order.len() {
+            let (signature, heard) = (shape.signature, shape.plan.hears);
+            local.unpack();
+            self.remember(seq, signature);
+            return Some(RanStraight::Done { seq, heard });
+        }
+        if shape.plan.scratch_bytes > 0 {
+            local.buffers_mut().own_scratch(std::mem::take(&mut self.scratch));
+        }
+        Some(RanStraight::Stopped(Box::new(Stopped { shape: shape.clone(), local, finished, seq })))
+    }
+
+    /// Keeps a call's signature to name a late disagreement.
+    fn remember(&mut self, seq: u64, signature: Signature) {
+        self.history.push_back((seq, signature));
         if self.history.len() > HISTORY {
             self.history.pop_front();
         }
+    }
+
+    /// Starts a collective: hands it the frames that came before it and makes a first pass.
+    pub(crate) fn start(&mut self, mut run: Run, hands: &mut Hands<'_>) {
+        let seq = run.call.seq;
+        self.remember(seq, run.signature);
         let early = self.early.remove(&seq).unwrap_or_default();
         let mut failure = None;
         for frame in early {
@@ -268,6 +348,10 @@ impl GroupState {
         }
         let ended = seq < self.next_seq && !self.reserved.contains(&seq);
         if !ended {
+            // The rest of a message is sent only when it was granted.
+            if header.kind == Kind::Data {
+                return Err(Error::protocol(format!("rank {from} sent part of call {seq}, which has not begun")));
+            }
             self.early.entry(seq).or_default().push(Early { from, header: *header, signature, data: data.to_vec() });
             return Ok(());
         }
@@ -344,7 +428,7 @@ impl GroupState {
     /// Fails private messages whose peer has gone: whoever made them goes on without.
     fn check_private(&mut self, hands: &mut Hands<'_>) {
         let gone = |rank: Rank| self.members.has_left(rank) || hands.net.peer(self.members.peer(rank)).gone.is_some();
-        for message in self.p2p.take_posted(|message| message.is_private && message.peer.is_some_and(gone)) {
+        for message in self.p2p.take_unbegun(|message| message.is_private && message.peer.is_some_and(gone)) {
             let who = message.peer.map(|rank| self.members.describe(rank, hands.net)).unwrap_or_default();
             end(&message.call, Some(message.call.placed(Error::peer_lost(format!("{who} has left")))), hands);
         }
@@ -355,7 +439,7 @@ impl GroupState {
         let (call, deadline, awaited) = match self.runs.values().find(|run| late(run.deadline)) {
             Some(run) => (&run.call, run.deadline, run.awaited()),
             None => {
-                let message = self.p2p.messages().find(|message| late(message.deadline))?;
+                let message = self.p2p.messages().find(|message| !message.is_private && late(message.deadline))?;
                 (&message.call, message.deadline, message.peer.into_iter().collect())
             }
         };
@@ -473,6 +557,10 @@ impl GroupState {
 
     /// Says goodbye to all ranks; what is still in flight fails.
     pub(crate) fn leave(&mut self, hands: &mut Hands<'_>) {
+        // Messages of ours that nobody took; who made them has gone on.
+        for message in self.p2p.take_unbegun(|message| message.is_private) {
+            end(&message.call, Some(message.call.placed(Error::aborted("the group was destroyed"))), hands);
+        }
         let in_flight = !self.is_idle();
         if in_flight {
             let error = Error::aborted("the group was destroyed while calls were in flight");

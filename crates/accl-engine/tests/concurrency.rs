@@ -110,7 +110,7 @@ fn callbacks_may_submit_and_wait() {
         let call = member.group.submit(member.all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Async)).unwrap();
         fn chain(member: &Member, depth: usize, call: &accl_engine::Call, done: std::sync::mpsc::Sender<usize>) {
             let member = member.clone();
-            call.when_done(Box::new(move || {
+            let watched = call.when_done(Box::new(move || {
                 let mut data = vec![1.0_f32; 100 * (depth + 1)];
                 let desc = member.all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Async);
                 let next = member.group.submit(desc).unwrap();
@@ -121,6 +121,7 @@ fn callbacks_may_submit_and_wait() {
                 assert!(data.iter().all(|&x| x == 2.0));
                 done.send(depth).unwrap();
             }));
+            watched.unwrap();
         }
         chain(&member, 8, &call, sender);
         let mut depths: Vec<usize> =

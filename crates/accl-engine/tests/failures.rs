@@ -181,7 +181,7 @@ fn abort_ends_a_wait_in_another_thread_and_on_other_ranks() {
                 error
             } else {
                 // Waits for something that rank 0 never sends.
-                error_of(finish(&member.post_recv(&mut [0_u8; 4], Some(0), 9).unwrap()))
+                error_of(member.post_recv(&mut [0_u8; 4], Some(0), 9).and_then(|call| finish(&call)))
             }
         });
         for error in errors {
@@ -308,4 +308,191 @@ fn roots_that_cross_in_the_background_find_out() {
         finish(&call)
     };
     disagree("reduce", 2, call, &["root 0", "root 1"]);
+}
+
+/// The notes of the barrier need no grant: rank 0 may lack the time to give one, and the eager window may be used up.
+#[test]
+fn a_monitored_barrier_works_without_an_eager_window() {
+    World::new(options(3, Fabric::Shm).with("eager_bytes", "0")).run("g", |member| {
+        let monitored = |patience| member.group.monitored_barrier(patience, true, &mut || false);
+        for _ in 0..20 {
+            monitored(Duration::from_secs(10)).unwrap();
+        }
+        if member.rank == 1 {
+            // Rank 0 does not come: the time given is the time taken.
+            let began = Instant::now();
+            assert_eq!(monitored(Duration::from_millis(100)).unwrap_err().kind, ErrorKind::Timeout);
+            assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+        }
+        member.barrier().unwrap();
+        monitored(Duration::from_secs(10)).unwrap();
+    });
+}
+
+#[test]
+fn a_rank_whose_monitored_barrier_was_interrupted_is_not_taken_for_present() {
+    World::new(options(2, Fabric::Shm)).run("g", |member| {
+        if member.rank == 1 {
+            let error = member.group.monitored_barrier(Duration::from_secs(10), true, &mut || true).unwrap_err();
+            assert_eq!(error.kind, ErrorKind::Aborted);
+            member.barrier().unwrap();
+            member.barrier().unwrap();
+        } else {
+            member.barrier().unwrap();
+            let result = member.group.monitored_barrier(Duration::from_millis(200), true, &mut || false);
+            assert!(result.unwrap_err().message.contains("Rank 1 failed to pass"));
+            member.barrier().unwrap();
+        }
+        member.group.monitored_barrier(Duration::from_secs(10), true, &mut || false).unwrap();
+    });
+}
+
+/// A release or a note to a rank that has left has no taker; destroying the group is no failure for those who stay.
+#[test]
+fn a_monitored_barrier_with_a_rank_that_left_fails_alone() {
+    World::new(options(3, Fabric::Shm)).run("g", |member| {
+        member.barrier().unwrap();
+        if member.rank == 2 {
+            member.group.shutdown().unwrap();
+            return;
+        }
+        let result = member.group.monitored_barrier(Duration::from_millis(300), true, &mut || false);
+        assert!(result.is_err());
+        // The two that stay can still talk, and leave without an error.
+        let mut got = [0_u8];
+        if member.rank == 0 {
+            finish(&member.post_send(&[7_u8], 1, 3).unwrap()).unwrap();
+        } else {
+            finish(&member.post_recv(&mut got, Some(0), 3).unwrap()).unwrap();
+            assert_eq!(got, [7]);
+        }
+        member.group.shutdown().unwrap();
+    });
+}
+
+/// Rank 0's broadcast ends before rank 1 makes another call, and rank 0 makes no further one.
+#[test]
+fn a_disagreement_that_no_call_could_raise_is_raised_by_destroy() {
+    for &fabric in FABRICS {
+        let turn = std::sync::Barrier::new(2);
+        World::new(options(2, fabric)).run("g", |member| {
+            if member.rank == 0 {
+                member.broadcast(&mut [1.0_f32; 4], 0).unwrap();
+                turn.wait();
+                turn.wait();
+                let error = member.group.shutdown().unwrap_err();
+                assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
+                assert!(error.message.contains("broadcast") && error.message.contains("all_reduce"), "{error}");
+            } else {
+                turn.wait();
+                let error = error_of(member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Sum));
+                assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
+                turn.wait();
+            }
+        });
+    }
+}
+
+#[test]
+fn a_refused_call_leaves_its_tensor_alone() {
+    World::new(options(2, Fabric::Shm)).run("g", |member| {
+        member.group.abort("to be refused");
+        let mut data = [2.0_f32; 4];
+        let mut desc = member.all_reduce_desc(&mut data, ReduceOp::PremulSum, accl_engine::Mode::Blocking);
+        desc.factor = 0.5;
+        assert_eq!(error_of(member.call(desc)).kind, ErrorKind::Aborted);
+        assert_eq!(data, [2.0; 4]);
+    });
+}
+
+#[test]
+fn outputs_that_share_memory_agree_or_are_refused() {
+    World::new(options(3, Fabric::Shm)).run("g", |member| {
+        let mut data = [member.rank as f32 + 0.1; 300];
+        let (first, again, shifted) =
+            (calls::write(&mut data[..200]), calls::write(&mut data[..200]), calls::write(&mut data[100..]));
+        let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
+        desc.outputs.push([first.clone(), again.clone(), shifted]);
+        member.call(desc).unwrap();
+        let mut expected = [member.rank as f32 + 0.1; 300];
+        member.all_reduce(&mut expected, ReduceOp::Sum).unwrap();
+        assert_eq!(data, expected);
+
+        let mut desc = CallDesc::new(Collective::AllGather, Dtype::F32);
+        desc.inputs = Blocks::of(calls::read(&[1.0_f32; 200]));
+        desc.outputs = [[first.clone()], [again], [first]].into_iter().collect();
+        let error = error_of(member.call(desc));
+        assert_eq!(error.kind, ErrorKind::InvalidArgument);
+        assert!(error.message.contains("share memory"), "{error}");
+        member.barrier().unwrap();
+    });
+}
+
+/// A handler of the caller's may itself make calls and wait, in the middle of a wait.
+#[test]
+fn a_call_made_by_an_interrupt_hook_is_driven() {
+    let world = World::new(options(2, Fabric::Shm));
+    world.engines.iter().for_each(|engine| engine.without_tick());
+    world.run("g", |member| {
+        let mut data = [1.0_f32; 100];
+        let desc = member.all_reduce_desc(&mut data, ReduceOp::Sum, accl_engine::Mode::Async);
+        if member.rank == 1 {
+            // Rank 0 is parked in its wait by now, and then in the hook.
+            std::thread::park_timeout(Duration::from_millis(200));
+            finish(&member.post_send(&[5_u8], 0, 1).unwrap()).unwrap();
+            finish(&member.group.submit(desc).unwrap()).unwrap();
+            return;
+        }
+        let call = member.group.submit(desc).unwrap();
+        let mut asked = 0;
+        let waited = call.wait(Some(Duration::from_secs(20)), &mut || {
+            asked += 1;
+            if asked == 1 {
+                let mut got = [0_u8];
+                finish(&member.post_recv(&mut got, Some(1), 1).unwrap()).unwrap();
+                assert_eq!(got, [5]);
+            }
+            false
+        });
+        assert_eq!(waited, Waited::Done);
+        assert_eq!(data, [2.0; 100]);
+    });
+}
+
+/// Bytes that the kernel did not take at once leave although nobody waits or calls any more.
+#[test]
+fn what_a_finished_call_left_behind_is_sent() {
+    let data = vec![3_u8; 60_000];
+    let make_world = || World::new(options(2, Fabric::Tcp).with("eager_bytes", "64MiB"));
+    // How much fits into the buffers on the way: the first connection finds out, the second fills them.
+    let fitting = std::sync::atomic::AtomicUsize::new(0);
+    let sent = std::sync::Barrier::new(2);
+    make_world().run("g", |member| {
+        member.barrier().unwrap();
+        if member.rank == 0 {
+            while member.post_send(&data, 1, 0).unwrap().is_done() {
+                fitting.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            }
+            member.group.abort("enough");
+        }
+        sent.wait();
+    });
+    // Our own buffer has 256 KiB of it.
+    let parts = fitting.into_inner() - 2;
+    make_world().run("g", |member| {
+        member.barrier().unwrap();
+        if member.rank == 0 {
+            (0..parts).for_each(|_| assert!(member.post_send(&data, 1, 0).unwrap().is_done()));
+        }
+        sent.wait();
+        if member.rank == 1 {
+            for _ in 0..parts {
+                let mut got = vec![0_u8; 60_000];
+                finish(&member.post_recv(&mut got, Some(0), 0).unwrap()).unwrap();
+                assert!(got == data);
+            }
+        }
+        // Rank 0 does nothing meanwhile.
+        sent.wait();
+    });
 }

@@ -6,7 +6,7 @@ use std::slice;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use accl_engine::{Blocks, CallDesc, Engine, GroupSpec, Mode, TensorDesc};
+use accl_engine::{Blocks, CallDesc, Engine, GroupSpec, Mode, Ran, TensorDesc};
 use accl_types::config::Config;
 use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, ReduceOp, Result};
 use cxx::UniquePtr;
@@ -57,8 +57,10 @@ impl Runtime {
         let engine = self.slot().engine_of_this_process(&config);
         let made = create(engine, config, args, store);
         let mut slot = self.slot();
-        if made.is_ok() {
+        if let Ok(made) = &made {
             slot.has_made_groups = true;
+            // Another thread whose group failed meanwhile may have given the engine up.
+            slot.engine = Some(made.engine.clone());
         } else if !slot.has_made_groups {
             slot.engine = None;
         }
@@ -120,15 +122,22 @@ bridged! {
     /// Starts a call.
     fn group_submit(group: &Group, args: &CallArgs, ticket: &mut Ticket) -> Status {
         let group = group.group()?;
-        let call = group.submit(call_desc(args)?)?;
-        ticket.set_call(group.clone(), call);
+        let desc = call_desc(args)?;
+        if desc.mode == Mode::Async {
+            ticket.set_call(group.clone(), group.submit(desc)?);
+            return Ok(Status::ok());
+        }
+        match group.run(&desc)? {
+            Ran::Done(seq) => ticket.set_done(group.clone(), seq),
+            Ran::Pending(call) => ticket.set_call(group.clone(), call),
+        }
         Ok(Status::ok())
     }
 
     /// Runs a body on a completion thread.
     fn group_spawn(group: &Group, body: UniquePtr<ffi::Body>, ticket: &mut Ticket) -> Status {
         let inner = group.inner()?;
-        ticket.spawn(&inner.engine, inner.group.clone(), body);
+        ticket.spawn(&inner.engine, inner.group.clone(), body)?;
         Ok(Status::ok())
     }
 

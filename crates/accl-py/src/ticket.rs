@@ -26,6 +26,8 @@ pub struct Ticket {
 enum Flight {
     #[default]
     None,
+    /// A call that was done when its submission returned, by its number.
+    Done(u64),
     Call(Arc<Call>),
     Task(Arc<Task>),
 }
@@ -42,16 +44,28 @@ impl Ticket {
         self.flight = Flight::Call(call);
     }
 
+    /// Fills the ticket with a call that is done already.
+    pub(crate) fn set_done(&mut self, group: Arc<accl_engine::Group>, seq: u64) {
+        self.group = Some(group);
+        self.flight = Flight::Done(seq);
+    }
+
     /// Fills the ticket with a body and runs that on a completion thread.
-    pub(crate) fn spawn(&mut self, engine: &Arc<Engine>, group: Arc<accl_engine::Group>, body: UniquePtr<ffi::Body>) {
+    pub(crate) fn spawn(
+        &mut self,
+        engine: &Arc<Engine>,
+        group: Arc<accl_engine::Group>,
+        body: UniquePtr<ffi::Body>,
+    ) -> Result<()> {
         let task = Arc::new(Task { state: Mutex::default(), changed: Condvar::new(), engine: engine.clone() });
         let finisher = Finisher { task: task.clone(), status: None };
         engine.spawn_blocking(Box::new(move || {
             // The body is gone before the task ends: then no native thread holds its tensors.
             finisher.end(ffi::run_body(body));
-        }));
+        }))?;
         self.group = Some(group);
         self.flight = Flight::Task(task);
+        Ok(())
     }
 }
 
@@ -137,7 +151,8 @@ impl Drop for Finisher {
         drop(state);
         self.task.changed.notify_all();
         if let Some(arrival) = callback {
-            self.task.engine.spawn_blocking(Box::new(move || ffi::arrive(arrival)));
+            // This is a completion thread, so there is one; an engine that has ended runs nothing more.
+            let _ = self.task.engine.spawn_blocking(Box::new(move || ffi::arrive(arrival)));
         }
     }
 }
@@ -163,6 +178,7 @@ bridged! {
     fn ticket_done(ticket: &Ticket) -> Waited {
         match &ticket.flight {
             Flight::None => Err(empty()),
+            Flight::Done(_) => Ok(done(true)),
             Flight::Call(call) => Ok(done(call.is_done())),
             Flight::Task(task) => Ok(done(task.outcome().is_some())),
         }
@@ -172,6 +188,7 @@ bridged! {
     fn ticket_poll(ticket: &Ticket) -> Waited {
         match &ticket.flight {
             Flight::None => Err(empty()),
+            Flight::Done(_) => Ok(done(true)),
             Flight::Call(call) => Ok(done(call.test())),
             Flight::Task(task) => Ok(done(task.outcome().is_some())),
         }
@@ -181,6 +198,7 @@ bridged! {
     fn ticket_wait(ticket: &Ticket, timeout_ms: i64) -> Waited {
         match &ticket.flight {
             Flight::None => Err(empty()),
+            Flight::Done(_) => Ok(done(true)),
             Flight::Call(call) => Ok(match call.wait(millis(timeout_ms), &mut ffi::python_interrupted) {
                 EngineWaited::Done => Waited::plain(Outcome::Done),
                 EngineWaited::Failed(error) => Waited { how: Outcome::Failed, status: Status::from_error(error) },
@@ -195,6 +213,7 @@ bridged! {
     fn ticket_error(ticket: &Ticket) -> Status {
         let error = match &ticket.flight {
             Flight::None => return Err(empty()),
+            Flight::Done(_) => None,
             Flight::Call(call) => call.error(),
             Flight::Task(task) => task.outcome().and_then(Result::err),
         };
@@ -211,6 +230,7 @@ bridged! {
     fn ticket_seq(ticket: &Ticket) -> Numbered {
         match &ticket.flight {
             Flight::None => Err(empty()),
+            Flight::Done(seq) => Ok(Numbered::of(*seq as i64)),
             Flight::Call(call) => Ok(Numbered::of(call.seq() as i64)),
             Flight::Task(_) => Ok(Numbered::of(-1)),
         }
@@ -221,7 +241,7 @@ bridged! {
         match &ticket.flight {
             Flight::None => Err(empty()),
             Flight::Call(call) => Ok(Numbered::of(call.source_rank().map_or(-1, i64::from))),
-            Flight::Task(_) => Ok(Numbered::of(-1)),
+            Flight::Done(_) | Flight::Task(_) => Ok(Numbered::of(-1)),
         }
     }
 
@@ -230,7 +250,7 @@ bridged! {
         let duration = match &ticket.flight {
             Flight::None => return Err(empty()),
             Flight::Call(call) => call.duration(),
-            Flight::Task(_) => None,
+            Flight::Done(_) | Flight::Task(_) => None,
         };
         Ok(Numbered::of(duration.map_or(-1, |duration| i64::try_from(duration.as_nanos()).unwrap_or(i64::MAX))))
     }
@@ -239,14 +259,15 @@ bridged! {
     fn ticket_when_done(ticket: &Ticket, arrival: UniquePtr<ffi::Arrival>) -> Status {
         match &ticket.flight {
             Flight::None => return Err(empty()),
-            Flight::Call(call) => call.when_done(Box::new(move || ffi::arrive(arrival))),
+            Flight::Done(_) => return Err(Error::internal("a call that is done was to be watched")),
+            Flight::Call(call) => call.when_done(Box::new(move || ffi::arrive(arrival)))?,
             Flight::Task(task) => {
                 let mut state = task.lock();
                 if state.ended.is_none() {
                     state.callback = Some(arrival);
                 } else {
                     drop(state);
-                    task.engine.spawn_blocking(Box::new(move || ffi::arrive(arrival)));
+                    task.engine.spawn_blocking(Box::new(move || ffi::arrive(arrival)))?;
                 }
             }
         }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use accl_engine::{Blocks, Call, CallDesc, Group, Mode, TensorDesc, Waited};
+use accl_engine::{Blocks, Call, CallDesc, Group, Mode, Ran, TensorDesc, Waited};
 use accl_types::{Collective, Dtype, Error, Rank, ReduceOp, Result};
 
 /// A rank of a world's group.
@@ -62,8 +62,7 @@ impl Member {
     /// # Errors
     /// What submission or the call says.
     pub fn call(&self, desc: CallDesc) -> Result<()> {
-        let call = self.group.submit(desc)?;
-        finish(&call)
+        finish_ran(&self.group.run(&desc)?)
     }
 
     /// Sum (or another reduction) of all ranks' data, in place.
@@ -214,6 +213,17 @@ impl Member {
         desc.mode = Mode::Async;
         desc.outputs = Blocks::of(write(data));
         self.group.submit(desc)
+    }
+}
+
+/// Waits for a call that has begun, if it is not done yet.
+///
+/// # Errors
+/// As [`finish`].
+pub fn finish_ran(ran: &Ran) -> Result<()> {
+    match ran {
+        Ran::Done(_) => Ok(()),
+        Ran::Pending(call) => finish(call),
     }
 }
 

@@ -8,7 +8,7 @@ mod dir_store;
 mod store;
 mod world;
 
-pub use calls::{Element, Member, finish};
+pub use calls::{Element, Member, finish, finish_ran};
 pub use dir_store::DirStore;
 pub use store::MemoryStore;
 pub use world::{Fabric, World, WorldOptions};

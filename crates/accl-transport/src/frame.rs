@@ -164,7 +164,7 @@ pub struct Signature {
     pub count: u64,
     /// Hash of the block sizes.
     pub shape_hash: u64,
-    /// For codec and call-site hashes.
+    /// Of a message of the engine's own: a word for its receiver. For codec and call-site hashes.
     pub reserved: u64,
 }
 

@@ -59,6 +59,11 @@ pub trait Link: Send {
     /// Says that nothing more will be sent: flushes, then half-closes. What the peer sent can still be read.
     fn close(&mut self);
 
+    /// Whether a [`Link::peek`] that finds nothing costs no system call.
+    fn is_cheap_to_look_at(&self) -> bool {
+        false
+    }
+
     /// Name of the transport's table row.
     fn transport(&self) -> &'static str;
 
@@ -109,6 +114,10 @@ impl Link for Box<dyn Link> {
 
     fn close(&mut self) {
         (**self).close();
+    }
+
+    fn is_cheap_to_look_at(&self) -> bool {
+        (**self).is_cheap_to_look_at()
     }
 
     fn transport(&self) -> &'static str {

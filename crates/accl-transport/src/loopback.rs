@@ -232,6 +232,10 @@ impl Link for LoopbackLink {
         self.peer.notify(&self.peer.parked);
     }
 
+    fn is_cheap_to_look_at(&self) -> bool {
+        true
+    }
+
     fn transport(&self) -> &'static str {
         "loopback"
     }

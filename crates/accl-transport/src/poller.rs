@@ -23,7 +23,10 @@ pub struct Waker {
 impl Waker {
     /// Ends the current [`Poller::wait`], or the next one if nobody waits.
     pub fn wake(&self) {
-        wake_fd(self.fd.as_fd());
+        // In a forked child the number may belong to another file.
+        if self.fd.is_ours() {
+            wake_fd(self.fd.as_fd());
+        }
     }
 }
 

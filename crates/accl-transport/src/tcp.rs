@@ -353,7 +353,8 @@ impl Drop for TcpLink {
     fn drop(&mut self) {
         self.close();
         for _ in 0..LINGER_STEPS {
-            if self.closing != Closing::Wanted || self.deaf.is_some() {
+            // Whoever has gone reads nothing more.
+            if self.closing != Closing::Wanted || self.deaf.is_some() || self.ended.is_some() {
                 break;
             }
             let _ = poll(&mut [PollFd::new(&self.socket, PollFlags::OUT)], Some(&LINGER_STEP));

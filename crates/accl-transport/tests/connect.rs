@@ -196,6 +196,47 @@ fn addresses_that_lead_nowhere_or_to_others_are_passed_over() {
     });
 }
 
+/// A caller that asks in short calls, so that others have a turn, gets past what takes longer than one of them.
+#[test]
+fn efforts_to_reach_a_peer_go_on_from_call_to_call() {
+    within_limit(|| {
+        let (mut caller, mut callee) = caller_and_callee(&settings(&["tcp"]));
+        // Accepts by the kernel's queue and never says a word.
+        let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut card = callee.card();
+        card.addresses.insert(0, silent.local_addr().unwrap());
+        let caller_card = caller.card();
+        let thread = std::thread::spawn(move || callee.connect(&[caller_card]).unwrap());
+        let end = deadline();
+        let links = loop {
+            let slice = Instant::now() + Duration::from_millis(100);
+            match caller.endpoint.connect(std::slice::from_ref(&card), slice, &mut || false) {
+                Ok(links) => break links,
+                Err(failed) => assert!(Instant::now() < end, "{:?}", failed.missing),
+            }
+        };
+        assert!(!links[0].describe().contains(&silent.local_addr().unwrap().to_string()));
+        thread.join().unwrap();
+    });
+}
+
+#[test]
+fn peers_without_a_common_transport_are_named_at_once() {
+    within_limit(|| {
+        let (mut a, mut b) = (Host::new(on_host("one", &["shm"])), Host::new(on_host("two", BOTH)));
+        let cards = [a.card(), b.card()];
+        let began = Instant::now();
+        for (host, other) in [(&mut a, &cards[1]), (&mut b, &cards[0])] {
+            let failed = host.endpoint.connect(std::slice::from_ref(other), deadline(), &mut || false).map(drop);
+            let failed = failed.expect_err("nothing leads there");
+            assert_eq!(failed.error.kind, ErrorKind::Configuration);
+            assert!(failed.error.message.contains("no transport leads there"), "{}", failed.error);
+            assert_eq!(failed.missing.len(), 1);
+        }
+        assert!(began.elapsed() < Duration::from_secs(1));
+    });
+}
+
 #[test]
 fn strangers_at_the_listener_disturb_nobody() {
     within_limit(|| {

@@ -29,7 +29,7 @@ const SLOW_REPLY: Duration = Duration::from_secs(2);
 const RETRY: Duration = Duration::from_millis(200);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+pub(super) enum Way {
     Shm,
     Tcp(SocketAddr),
 }
@@ -40,8 +40,10 @@ pub(super) struct Dial {
     left: VecDeque<Way>,
     attempts: Vec<Attempt>,
     retry_at: Option<Instant>,
+    /// When a call last asked for this peer.
+    pub(super) asked: Instant,
     /// The last refusal, for the list of the missing.
-    pub(super) why: String,
+    why: String,
     /// Why shared memory was given up or made smaller, if it was.
     shm_trouble: Option<Trouble>,
 }
@@ -75,30 +77,47 @@ enum Outcome {
     Done(Box<dyn Link>),
 }
 
-impl Dial {
-    pub(super) fn new(card: &Card, me: &Identity, settings: &Settings) -> Dial {
-        let same_host = card.host_id == me.host_id;
-        let mut ways = Vec::new();
-        for name in settings.transports.iter().filter(|name| card.transports.contains(name)) {
-            if name == "shm" && same_host && card.uid == me.uid && !card.unix_name.is_empty() {
-                ways.push(Way::Shm);
-            } else if name == "tcp" {
-                // On one host loopback is always up; for another host it would be somebody else.
-                let loopback = card.addresses.iter().filter(|a| same_host && a.ip().is_loopback());
-                let outside = card.addresses.iter().filter(|a| !a.ip().is_loopback());
-                ways.extend(loopback.chain(outside).map(|&address| Way::Tcp(address)));
-            }
+/// The ways from one process to another, in the order in which the first is to try them.
+pub(super) fn ways(from: &Card, to: &Card) -> Vec<Way> {
+    let same_host = to.host_id == from.host_id;
+    let mut ways = Vec::new();
+    for name in from.transports.iter().filter(|name| to.transports.contains(name)) {
+        if name == "shm" && same_host && to.uid == from.uid && !to.unix_name.is_empty() {
+            ways.push(Way::Shm);
+        } else if name == "tcp" {
+            // On one host loopback is always up; for another host it would be somebody else.
+            let loopback = to.addresses.iter().filter(|a| same_host && a.ip().is_loopback());
+            let outside = to.addresses.iter().filter(|a| !a.ip().is_loopback());
+            ways.extend(loopback.chain(outside).map(|&address| Way::Tcp(address)));
         }
-        let why =
-            if ways.is_empty() { "it offers no transport or address that fits".to_owned() } else { String::new() };
+    }
+    ways
+}
+
+impl Dial {
+    pub(super) fn new(from: &Card, to: &Card) -> Dial {
+        let ways = ways(from, to);
         Dial {
             left: ways.iter().copied().collect(),
             ways,
             attempts: Vec::new(),
             retry_at: None,
-            why,
+            asked: Instant::now(),
+            why: String::new(),
             shm_trouble: None,
         }
+    }
+
+    /// Why there is no link yet, for the list of the missing.
+    pub(super) fn state(&self) -> String {
+        let waiting = self.attempts.iter().map(|attempt| match (attempt.way, attempt.stage) {
+            (Way::Tcp(address), Stage::Connecting) => format!("no answer from {address} yet"),
+            (Way::Tcp(address), Stage::Greeted) => format!("connected to {address}, but it does not answer yet"),
+            (Way::Shm, _) => "connected, but it does not answer yet".to_owned(),
+        });
+        let refused = (!self.why.is_empty()).then(|| self.why.clone());
+        let all: Vec<String> = waiting.chain(refused).collect();
+        if all.is_empty() { "not tried yet".to_owned() } else { all.join(", ") }
     }
 
     /// The sockets to watch, and whether for becoming writable.

@@ -10,7 +10,7 @@ mod stream;
 mod warnings;
 mod wire;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -36,6 +36,8 @@ const SHM: u8 = 0;
 const TCP: u8 = 1;
 /// How often `interrupted` is asked.
 const TURN: Duration = Duration::from_millis(50);
+/// An effort to reach a peer that nobody has asked for this long is given up.
+const FORGOTTEN: Duration = Duration::from_secs(10);
 /// Connections that have not introduced themselves; the oldest goes when there are more.
 const MAX_STRANGERS: usize = 1024;
 /// Connections taken from a listener in one turn, so that a flood does not hold up the rest.
@@ -88,6 +90,8 @@ pub struct Endpoint {
     /// With the code of its transport.
     listeners: Vec<(u8, Fd)>,
     incoming: Vec<Incoming>,
+    /// Efforts to reach peers, by their identity. They go on with the next call that asks for the same peer.
+    dials: HashMap<[u8; 16], Dial>,
     /// Links that are not asked for yet, by the peer's identity.
     kept: HashMap<[u8; 16], Box<dyn Link>>,
     /// Why kept links were dropped.
@@ -167,6 +171,7 @@ impl Endpoint {
             settings,
             listeners,
             incoming: Vec::new(),
+            dials: HashMap::new(),
             kept: HashMap::new(),
             departed: HashMap::new(),
             starved: false,
@@ -194,20 +199,22 @@ impl Endpoint {
         self.check_cards(peers)?;
         self.drop_departed();
         let mut links: Vec<Option<Box<dyn Link>>> = peers.iter().map(|_| None).collect();
-        let mut dials: BTreeMap<usize, Dial> = BTreeMap::new();
+        let begin = Instant::now();
         for (index, peer) in peers.iter().enumerate() {
             if peer.uuid == self.me.uuid {
                 links[index] = Some(Box::new(loopback::self_link(self.me.max_frame_bytes, Arc::clone(&self.me.waker))));
             } else if peer.uuid > self.me.uuid && !self.kept.contains_key(&peer.uuid) {
-                dials.insert(index, Dial::new(peer, &self.me, &self.settings));
+                let dial = self.dials.entry(peer.uuid).or_insert_with(|| Dial::new(&self.card, peer));
+                dial.asked = begin;
             }
         }
-        let mut asked = Instant::now();
+        self.dials.retain(|_, dial| begin.saturating_duration_since(dial.asked) < FORGOTTEN);
+        let mut asked = begin;
         loop {
             let now = Instant::now();
             self.take_incoming(now);
             self.take_kept(peers, &mut links);
-            self.make_outgoing(peers, &mut links, &mut dials, now);
+            self.make_outgoing(peers, &mut links, now);
             if links.iter().all(Option::is_some) {
                 return Ok(links.into_iter().flatten().collect());
             }
@@ -222,9 +229,9 @@ impl Endpoint {
                 None
             };
             if let Some(error) = error {
-                return Err(self.give_up(error, peers, links, &dials));
+                return Err(self.give_up(error, peers, links));
             }
-            self.sleep(&dials, TURN.min(deadline.saturating_duration_since(now)));
+            self.sleep(begin, TURN.min(deadline.saturating_duration_since(now)));
         }
     }
 
@@ -245,11 +252,36 @@ impl Endpoint {
                 return Err(ConnectError { error, missing });
             }
         }
-        let Some(first) = missing.first().map(|m| &peers[m.index]) else { return Ok(()) };
+        let Some(first) = missing.first().map(|m| &peers[m.index]) else { return self.check_ways(peers) };
         let error = Error::mismatch(format!(
             "{} has protocol version {}, this process {PROTOCOL_VERSION}; install the same torch-accl everywhere",
             first.place(),
             first.version
+        ));
+        Err(ConnectError { error, missing })
+    }
+
+    /// Whether some transport leads to every peer, whoever of the two connects.
+    fn check_ways(&self, peers: &[Card]) -> std::result::Result<(), ConnectError> {
+        let apart = |peer: &Card| {
+            let (from, to) = if self.me.uuid < peer.uuid { (&self.card, peer) } else { (peer, &self.card) };
+            peer.uuid != self.me.uuid && dial::ways(from, to).is_empty()
+        };
+        let missing: Vec<Missing> = peers
+            .iter()
+            .enumerate()
+            .filter(|(_, peer)| apart(peer))
+            .map(|(index, peer)| {
+                let (mine, theirs) = (self.card.transports.join(","), peer.transports.join(","));
+                Missing { index, why: format!("no transport leads there: it uses {theirs}, this process {mine}") }
+            })
+            .collect();
+        let Some(first) = missing.first() else { return Ok(()) };
+        let error = Error::configuration(format!(
+            "{}: {}; shm needs one host and one user, tcp an address that the other can reach (ACCL_TRANSPORTS, \
+             ACCL_SOCKET_IFNAME)",
+            peers[first.index].place(),
+            first.why
         ));
         Err(ConnectError { error, missing })
     }
@@ -308,32 +340,20 @@ impl Endpoint {
         }
     }
 
-    fn make_outgoing(
-        &mut self,
-        peers: &[Card],
-        links: &mut [Option<Box<dyn Link>>],
-        dials: &mut BTreeMap<usize, Dial>,
-        now: Instant,
-    ) {
-        for (&index, dial) in dials.iter_mut() {
-            let made = dial.poll(&peers[index], &self.me, &self.settings, &self.budget, now);
-            if let Some((link, trouble)) = made {
-                links[index] = Some(link);
+    fn make_outgoing(&mut self, peers: &[Card], links: &mut [Option<Box<dyn Link>>], now: Instant) {
+        for (peer, place) in peers.iter().zip(links).filter(|(_, place)| place.is_none()) {
+            let Some(dial) = self.dials.get_mut(&peer.uuid) else { continue };
+            if let Some((link, trouble)) = dial.poll(peer, &self.me, &self.settings, &self.budget, now) {
+                *place = Some(link);
+                self.dials.remove(&peer.uuid);
                 if let Some(trouble) = trouble {
-                    self.warnings.add(&trouble, &peers[index]);
+                    self.warnings.add(&trouble, peer);
                 }
             }
         }
-        dials.retain(|&index, _| links[index].is_none());
     }
 
-    fn give_up(
-        &mut self,
-        mut error: Error,
-        peers: &[Card],
-        links: Vec<Option<Box<dyn Link>>>,
-        dials: &BTreeMap<usize, Dial>,
-    ) -> ConnectError {
+    fn give_up(&mut self, mut error: Error, peers: &[Card], links: Vec<Option<Box<dyn Link>>>) -> ConnectError {
         let mut missing = Vec::new();
         for (index, link) in links.into_iter().enumerate() {
             match link {
@@ -342,9 +362,9 @@ impl Endpoint {
                 }
                 Some(_) => {}
                 None => {
-                    let why = dials.get(&index).map_or_else(|| self.silence(&peers[index]), |dial| dial.why.as_str());
-                    let why = if why.is_empty() { "connected, but it does not answer yet" } else { why };
-                    missing.push(Missing { index, why: why.to_owned() });
+                    let dial = self.dials.get(&peers[index].uuid);
+                    let why = dial.map_or_else(|| self.silence(&peers[index]).to_owned(), Dial::state);
+                    missing.push(Missing { index, why });
                 }
             }
         }
@@ -372,13 +392,15 @@ impl Endpoint {
         }
     }
 
-    /// Until something moves.
-    fn sleep(&self, dials: &BTreeMap<usize, Dial>, at_most: Duration) {
+    /// Until something moves of what was asked for at `begin`.
+    fn sleep(&self, begin: Instant, at_most: Duration) {
         let queues = if self.starved { &[][..] } else { &self.listeners };
         let listening = queues.iter().map(|(_, fd)| PollFd::new(fd, PollFlags::IN));
         let greeting = self.incoming.iter().map(|i| PollFd::new(i.socket(), PollFlags::IN));
-        let calling = dials
+        let calling = self
+            .dials
             .values()
+            .filter(|dial| dial.asked == begin)
             .flat_map(Dial::sockets)
             .map(|(fd, connecting)| PollFd::new(fd, if connecting { PollFlags::OUT } else { PollFlags::IN }));
         let mut fds: Vec<_> = listening.chain(greeting).chain(calling).collect();

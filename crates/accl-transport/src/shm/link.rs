@@ -245,6 +245,10 @@ impl Link for ShmLink {
         }
     }
 
+    fn is_cheap_to_look_at(&self) -> bool {
+        true
+    }
+
     fn transport(&self) -> &'static str {
         "shm"
     }

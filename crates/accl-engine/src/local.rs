@@ -1,0 +1,160 @@
+//! The part of a call that this rank does by itself: moving and reducing bytes between tensors, scratch and frames.
+//!
+//! Owns the access to the caller's memory while a call runs. Knows operations by their regions; when each is due is
+//! decided in `run` and `straight`.
+
+use accl_kernels::Reducer;
+use accl_schedule::{Finish, Order};
+use smallvec::SmallVec;
+
+use crate::buffers::Buffers;
+use crate::plan::{PlanOpKind, Region};
+
+/// Memory and arithmetic of one call.
+pub(crate) struct Local {
+    buffers: Buffers,
+    reducer: Option<Reducer>,
+    /// Bytes of one element; 1 for calls that only move data.
+    elem: usize,
+}
+
+impl Local {
+    /// `reducer` comes with the size of an element.
+    pub(crate) fn new(buffers: Buffers, reducer: Option<(Reducer, usize)>) -> Self {
+        let (reducer, elem) = reducer.map_or((None, 1), |(reducer, elem)| (Some(reducer), elem));
+        Self { buffers, reducer, elem }
+    }
+
+    /// Bytes of one element; 1 for calls that only move data.
+    pub(crate) fn elem_bytes(&self) -> usize {
+        self.elem
+    }
+
+    /// Memory of the call, to be changed before it begins.
+    pub(crate) fn buffers_mut(&mut self) -> &mut Buffers {
+        &mut self.buffers
+    }
+
+    /// Writes staged outputs back. The last thing that touches the caller's memory.
+    pub(crate) fn unpack(&mut self) {
+        self.buffers.unpack();
+    }
+
+    /// Fills `payload` from a region, starting at its byte `at`.
+    #[inline]
+    pub(crate) fn read(&self, src: &Region, mut at: u64, mut payload: &mut [u8]) {
+        while !payload.is_empty() {
+            let extent = src.at(at);
+            let len = (extent.len as usize).min(payload.len());
+            let (head, tail) = payload.split_at_mut(len);
+            // SAFETY: the extent lies in a piece that the caller keeps readable until the call ends, and `len` is at
+            // most what is left of it; `head` is frame memory and overlaps no tensor.
+            unsafe { std::ptr::copy_nonoverlapping(self.buffers.address(&extent), head.as_mut_ptr(), len) };
+            payload = tail;
+            at += len as u64;
+        }
+    }
+
+    /// Writes or reduces what a receive got into place, at its byte `at`.
+    #[inline]
+    pub(crate) fn place(&self, op: &PlanOpKind, at: u64, payload: &[u8]) {
+        match op {
+            PlanOpKind::Recv { dst, .. } => self.write(dst, at, payload),
+            PlanOpKind::RecvReduce { dst, local, order, finish, .. } => {
+                self.reduce_incoming(dst, local, *order, *finish, at, payload);
+            }
+            PlanOpKind::Send { .. } | PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } => {
+                unreachable!("only receives have payload to place")
+            }
+        }
+    }
+
+    /// Does `n` bytes of an operation without a peer, from its byte `at` on.
+    #[inline]
+    pub(crate) fn work(&self, op: &PlanOpKind, at: u64, n: u64) {
+        match op {
+            PlanOpKind::Copy { dst, src } => self.copy(dst, src, at, n),
+            PlanOpKind::Reduce { dst, srcs, finish } => self.reduce(dst, srcs, *finish, at, n),
+            PlanOpKind::Send { .. } | PlanOpKind::Recv { .. } | PlanOpKind::RecvReduce { .. } => {
+                unreachable!("an operation with a peer is no local work")
+            }
+        }
+    }
+
+    fn write(&self, dst: &Region, mut at: u64, mut payload: &[u8]) {
+        while !payload.is_empty() {
+            let extent = dst.at(at);
+            let len = (extent.len as usize).min(payload.len());
+            // SAFETY: the extent lies in a piece that the caller keeps writable until the call ends; `payload` is link
+            // memory or a copy, apart from all tensors.
+            unsafe { std::ptr::copy_nonoverlapping(payload.as_ptr(), self.buffers.address(&extent), len) };
+            payload = &payload[len..];
+            at += len as u64;
+        }
+    }
+
+    fn reduce_incoming(
+        &self,
+        dst: &Region,
+        local: &Region,
+        order: Order,
+        finish: Finish,
+        mut at: u64,
+        mut payload: &[u8],
+    ) {
+        let Some(reducer) = &self.reducer else { unreachable!("a reduction has a reducer") };
+        while !payload.is_empty() {
+            let (to, mine) = (dst.at(at), local.at(at));
+            let len = (to.len.min(mine.len) as usize).min(payload.len());
+            let (to, mine) = (self.buffers.address(&to), self.buffers.address(&mine));
+            let (a, b) = match order {
+                Order::IncomingFirst => (payload.as_ptr(), mine.cast_const()),
+                Order::LocalFirst => (mine.cast_const(), payload.as_ptr()),
+            };
+            // SAFETY: both extents hold at least `len` bytes in pieces that stay valid until the call ends; chunks and
+            // segments are whole elements; `to` equals `mine` or lies apart from it by the schedule's checker.
+            unsafe { reducer.pair(to, a, b, len / self.elem, kernel_finish(finish)) };
+            payload = &payload[len..];
+            at += len as u64;
+        }
+    }
+
+    fn copy(&self, dst: &Region, src: &Region, mut at: u64, n: u64) {
+        let end = at + n;
+        while at < end {
+            let (to, from) = (dst.at(at), src.at(at));
+            let len = to.len.min(from.len).min(end - at);
+            // SAFETY: both extents hold `len` bytes that stay valid until the call ends; `copy` allows overlap.
+            unsafe { std::ptr::copy(self.buffers.address(&from), self.buffers.address(&to), len as usize) };
+            at += len;
+        }
+    }
+
+    fn reduce(&self, dst: &Region, srcs: &[Region], finish: Finish, mut at: u64, n: u64) {
+        let Some(reducer) = &self.reducer else { unreachable!("a reduction has a reducer") };
+        let end = at + n;
+        while at < end {
+            let to = dst.at(at);
+            let mut len = to.len.min(end - at);
+            let mut operands: SmallVec<[*const u8; 16]> = SmallVec::with_capacity(srcs.len());
+            for src in srcs {
+                let extent = src.at(at);
+                len = len.min(extent.len);
+                operands.push(self.buffers.address(&extent));
+            }
+            // SAFETY: every operand and the result hold `len` bytes that stay valid until the call ends; the result is
+            // one of the operands or apart from them by the schedule's checker.
+            unsafe {
+                reducer.many(self.buffers.address(&to), &operands, len as usize / self.elem, kernel_finish(finish));
+            }
+            at += len;
+        }
+    }
+}
+
+fn kernel_finish(finish: Finish) -> accl_kernels::Finish {
+    match finish {
+        Finish::No => accl_kernels::Finish::No,
+        Finish::Yes => accl_kernels::Finish::Yes,
+    }
+}

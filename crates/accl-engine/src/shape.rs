@@ -1,0 +1,232 @@
+//! Shapes of calls that a group has met: what follows from a shape alone is worked out once.
+//!
+//! Owns the list of the latest shapes and the signature of a call. Plans are made and kept in `plan`, which several
+//! shapes share (a sum and a maximum of equal size have one plan). Read [`Shapes::find`] first.
+
+use std::sync::Arc;
+
+use accl_kernels::Reducer;
+use accl_transport::frame::{SIGNATURE_BYTES, Signature};
+use accl_types::{Collective, Dtype, Elems, Error, Rank, ReduceOp, Result};
+use smallvec::SmallVec;
+
+use crate::buffers::block_elems;
+use crate::desc::{Blocks, CallDesc};
+use crate::hash::hash_words;
+use crate::plan::{Plan, PlanKey, Plans};
+
+/// Shapes kept; a step of training repeats few.
+const MAX_SHAPES: usize = 16;
+
+/// What calls of one shape have in common.
+pub(crate) struct Shape {
+    key: Key,
+    pub(crate) plan: Arc<Plan>,
+    pub(crate) signature: Signature,
+    pub(crate) signature_bytes: [u8; SIGNATURE_BYTES],
+    /// With the size of an element; none for calls that only move data.
+    pub(crate) reducer: Option<(Reducer, usize)>,
+}
+
+/// All of a description that a plan or a signature may depend on.
+#[derive(PartialEq, Eq)]
+struct Key {
+    collective: Collective,
+    dtype: Dtype,
+    op: ReduceOp,
+    root: Rank,
+    equal_blocks: bool,
+    inputs: Sizes,
+    outputs: Sizes,
+}
+
+#[derive(PartialEq, Eq)]
+struct Sizes {
+    /// Bytes and type of each piece.
+    pieces: SmallVec<[(u64, Dtype); 2]>,
+    /// How many pieces each block has.
+    blocks: SmallVec<[u32; 2]>,
+}
+
+impl Sizes {
+    fn of(blocks: &Blocks) -> Self {
+        Self {
+            pieces: blocks.pieces().iter().map(|piece| (piece.len_bytes(), piece.dtype)).collect(),
+            blocks: blocks.ends().iter().copied().collect(),
+        }
+    }
+
+    #[inline]
+    fn fit(&self, blocks: &Blocks) -> bool {
+        let pieces = blocks.pieces();
+        self.blocks[..] == *blocks.ends()
+            && self.pieces.len() == pieces.len()
+            && self.pieces.iter().zip(pieces).all(|(known, piece)| *known == (piece.len_bytes(), piece.dtype))
+    }
+}
+
+impl Key {
+    fn of(desc: &CallDesc) -> Self {
+        Self {
+            collective: desc.collective,
+            dtype: desc.dtype,
+            op: desc.op,
+            root: desc.root,
+            equal_blocks: desc.equal_blocks,
+            inputs: Sizes::of(&desc.inputs),
+            outputs: Sizes::of(&desc.outputs),
+        }
+    }
+
+    #[inline]
+    fn fits(&self, desc: &CallDesc) -> bool {
+        self.collective == desc.collective
+            && self.dtype == desc.dtype
+            && self.op == desc.op
+            && self.root == desc.root
+            && self.equal_blocks == desc.equal_blocks
+            && self.inputs.fit(&desc.inputs)
+            && self.outputs.fit(&desc.outputs)
+    }
+}
+
+/// The latest shapes of one group.
+#[derive(Default)]
+pub(crate) struct Shapes {
+    /// Sorted by use, roughly: a hit moves one place to the front.
+    shapes: Vec<Arc<Shape>>,
+}
+
+impl Shapes {
+    /// The shape of this call, if it is among the latest. A call of a known shape needs no check of its arguments.
+    #[inline]
+    pub(crate) fn find(&mut self, desc: &CallDesc) -> Option<&Arc<Shape>> {
+        let index = self.shapes.iter().position(|shape| shape.key.fits(desc))?;
+        if index > 0 {
+            self.shapes.swap(index - 1, index);
+        }
+        self.shapes.get(index.saturating_sub(1))
+    }
+
+    /// The shape of a checked call, kept from now on.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the block that a rank keeps differs in size; those of the plan and of the reducer.
+    pub(crate) fn get(&mut self, desc: &CallDesc, rank: Rank, world: u32, plans: &mut Plans) -> Result<Arc<Shape>> {
+        if let Some(shape) = self.find(desc) {
+            return Ok(shape.clone());
+        }
+        let reduces = desc.collective.reduces();
+        let elem = if reduces { desc.dtype.size_bytes() } else { 1 };
+        let outputs = block_elems(&desc.outputs, elem as u64);
+        let in_place = desc.inputs.is_empty();
+        let inputs = match desc.collective {
+            Collective::AllReduce | Collective::Reduce if in_place => outputs.clone(),
+            _ => block_elems(&desc.inputs, elem as u64),
+        };
+        let plan_key = PlanKey {
+            collective: desc.collective,
+            root: desc.root,
+            elem_bytes: elem as u64,
+            equal_blocks: equal_blocks(desc, &inputs, &outputs),
+            inputs,
+            outputs,
+        };
+        check_kept_block(desc.collective, &plan_key, rank)?;
+        let plan = plans.get(&plan_key)?;
+        let reducer = if reduces { Some((Reducer::new(kernel_op(desc.op), desc.dtype, world)?, elem)) } else { None };
+        let signature = signature(desc, &plan_key, plan.algorithm.id);
+        let signature_bytes = signature.to_bytes();
+        let shape = Arc::new(Shape { key: Key::of(desc), plan, signature, signature_bytes, reducer });
+        if self.shapes.len() >= MAX_SHAPES {
+            self.shapes.pop();
+        }
+        self.shapes.push(shape.clone());
+        Ok(shape)
+    }
+}
+
+/// Factors are applied while the buffers are prepared; what remains is a sum.
+fn kernel_op(op: ReduceOp) -> ReduceOp {
+    if op == ReduceOp::PremulSum { ReduceOp::Sum } else { op }
+}
+
+/// Whether every rank knows from its own arguments that all blocks are equal.
+fn equal_blocks(desc: &CallDesc, inputs: &[Vec<Elems>], outputs: &[Vec<Elems>]) -> bool {
+    let all_same = |blocks: &[Vec<Elems>]| blocks.windows(2).all(|pair| pair[0] == pair[1]);
+    match desc.collective {
+        Collective::AllToAll => desc.equal_blocks,
+        Collective::AllGather => all_same(outputs),
+        Collective::ReduceScatter => all_same(inputs),
+        Collective::AllReduce
+        | Collective::Broadcast
+        | Collective::Reduce
+        | Collective::Gather
+        | Collective::Scatter
+        | Collective::Barrier
+        | Collective::Send
+        | Collective::Recv => true,
+    }
+}
+
+/// The block that a rank keeps must be as large on both sides. (What goes between ranks is compared there.)
+fn check_kept_block(collective: Collective, key: &PlanKey, rank: Rank) -> Result<()> {
+    let own = |blocks: &[Vec<Elems>]| {
+        if blocks.len() == 1 { blocks.first().cloned() } else { blocks.get(rank.index()).cloned() }
+    };
+    let (input, output) = match collective {
+        Collective::AllGather
+        | Collective::ReduceScatter
+        | Collective::AllToAll
+        | Collective::Gather
+        | Collective::Scatter => (own(&key.inputs), own(&key.outputs)),
+        Collective::AllReduce
+        | Collective::Broadcast
+        | Collective::Reduce
+        | Collective::Barrier
+        | Collective::Send
+        | Collective::Recv => return Ok(()),
+    };
+    let (Some(input), Some(output)) = (input, output) else { return Ok(()) };
+    if input == output {
+        return Ok(());
+    }
+    let bytes = |block: &[Elems]| block.iter().map(|elems| elems.0).sum::<u64>() * key.elem_bytes;
+    Err(Error::invalid_argument(format!(
+        "the block that rank {rank} keeps has {} bytes as input and {} as output",
+        bytes(&input),
+        bytes(&output)
+    )))
+}
+
+fn signature(desc: &CallDesc, key: &PlanKey, algorithm: u8) -> Signature {
+    let total = |blocks: &[Vec<Elems>]| blocks.iter().flatten().map(|elems| elems.0).sum::<u64>();
+    let (count, shape) = match desc.collective {
+        Collective::AllReduce | Collective::Broadcast | Collective::Reduce | Collective::AllGather => {
+            (total(&key.outputs), Some(&key.outputs))
+        }
+        Collective::ReduceScatter => (total(&key.inputs), Some(&key.inputs)),
+        Collective::Gather => (total(&key.inputs), None),
+        Collective::Scatter => (total(&key.outputs), None),
+        // With splits the sizes differ from rank to rank; each message is checked by its own length.
+        Collective::AllToAll | Collective::Barrier | Collective::Send | Collective::Recv => (0, None),
+    };
+    // Elements, not the bytes that calls without arithmetic are planned in.
+    let count = count * key.elem_bytes / desc.dtype.size_bytes() as u64;
+    let reduces = desc.collective.reduces();
+    Signature {
+        collective: desc.collective as u8,
+        dtype: desc.dtype as u8,
+        op: if reduces { desc.op as u8 } else { 0 },
+        algorithm,
+        root: if desc.collective.is_rooted() { desc.root.0 } else { 0 },
+        count,
+        shape_hash: shape.map_or(0, |blocks| hash_blocks(blocks)),
+        reserved: 0,
+    }
+}
+
+/// Over the sizes, with a mark between blocks.
+fn hash_blocks(blocks: &[Vec<Elems>]) -> u64 {
+    hash_words(blocks.iter().flat_map(|block| block.iter().map(|elems| elems.0).chain([u64::MAX])))
+}
