@@ -41,7 +41,7 @@ c10::intrusive_ptr<AcclWork> AcclBackend::make_work(Event& event, TensorLists ou
 }
 
 AcclBackend::WorkPtr AcclBackend::run(Call& call, Event event, TensorLists outputs, bool async_op) {
-  auto* works = collecting();
+  auto* works = in_flight_->batch();
   const bool blocking = !async_op && works == nullptr;
   auto work = make_work(event, std::move(outputs));
   auto& flight = work->flight();
@@ -53,6 +53,7 @@ AcclBackend::WorkPtr AcclBackend::run(Call& call, Event event, TensorLists outpu
     throw_status(status);
   }
   if (!blocking) {
+    flight->keep_memory();
     in_flight_->add(flight);
     in_flight_->drain(8);
     if (works != nullptr) works->push_back(work);
@@ -370,7 +371,7 @@ AcclBackend::WorkPtr AcclBackend::reduce_sparse(const at::Tensor& tensor, const 
   }
   const auto first = bridge::group_reserve(*group_->group, SparseSum::kCalls);
   throw_unless_ok(first.status);
-  auto* works = collecting();
+  auto* works = in_flight_->batch();
   const Tensors tensors{tensor};
   Event event{OpType::_ALLREDUCE_SPARSE, "accl:sparse_all_reduce", tensors, {}};
   auto work = make_work(event, {tensors});
@@ -401,23 +402,13 @@ AcclBackend::WorkPtr AcclBackend::reduce_sparse(const at::Tensor& tensor, const 
 
 // --- coalescing ---
 
-std::vector<c10::intrusive_ptr<AcclWork>>* AcclBackend::collecting() {
-  return coalescing_.load(std::memory_order_relaxed) == ::pthread_self() ? &coalesced_ : nullptr;
-}
-
-void AcclBackend::startCoalescing() {
-  pthread_t nobody{};
-  if (collecting() == nullptr && !coalescing_.compare_exchange_strong(nobody, ::pthread_self())) {
-    refuse(bridge::Kind::InvalidArgument, "start_coalescing", "another thread is coalescing calls of this group");
-  }
-  coalesced_.clear();
-}
+void AcclBackend::startCoalescing() { in_flight_->begin_batch(); }
 
 AcclBackend::WorkPtr AcclBackend::endCoalescing() {
-  if (collecting() == nullptr) refuse(bridge::Kind::InvalidArgument, "end_coalescing", "start_coalescing was not called");
-  auto works = std::exchange(coalesced_, {});
-  coalescing_.store({});
-  return c10::make_intrusive<CoalescedWork>(rank_, std::move(works));
+  if (in_flight_->batch() == nullptr) {
+    refuse(bridge::Kind::InvalidArgument, "end_coalescing", "start_coalescing was not called");
+  }
+  return c10::make_intrusive<CoalescedWork>(rank_, in_flight_->end_batch());
 }
 
 // --- life of the group ---
@@ -523,9 +514,15 @@ c10d::ErrorType AcclBackend::getError() {
   return c10d::ErrorType::COMM_ERROR;
 }
 
-void AcclBackend::abort() { throw_unless_ok(bridge::group_abort(*group_->group, "abort() was called")); }
+void AcclBackend::abort() {
+  in_flight_->drop_batches();
+  throw_unless_ok(bridge::group_abort(*group_->group, "abort() was called"));
+}
 
-void AcclBackend::shutdown() { throw_unless_ok(bridge::group_shutdown(*group_->group)); }
+void AcclBackend::shutdown() {
+  in_flight_->drop_batches();
+  throw_unless_ok(bridge::group_shutdown(*group_->group));
+}
 
 std::string AcclBackend::describe() const {
   const auto described = bridge::group_describe(*group_->group);

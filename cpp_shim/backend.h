@@ -110,8 +110,6 @@ class AcclBackend : public c10d::Backend {
 
   WorkPtr run(Call& call, Event event, TensorLists outputs, bool async_op);
   c10::intrusive_ptr<AcclWork> make_work(Event& event, TensorLists outputs) const;
-  // The list that collects works between start and end of coalescing on this thread, or null.
-  std::vector<c10::intrusive_ptr<AcclWork>>* collecting();
   WorkPtr reduce_sparse(const at::Tensor& tensor, const c10d::AllreduceOptions& opts);
   WorkPtr receive(Tensors& tensors, int src, int tag, const Event& event);
 
@@ -121,9 +119,6 @@ class AcclBackend : public c10d::Backend {
   c10::intrusive_ptr<AcclOptions> options_;
   std::shared_ptr<GroupHandle> group_ = std::make_shared<GroupHandle>();
   std::shared_ptr<InFlight> in_flight_ = std::make_shared<InFlight>();
-  // The thread between start and end of coalescing; only that thread touches the list.
-  std::atomic<pthread_t> coalescing_{};
-  std::vector<c10::intrusive_ptr<AcclWork>> coalesced_;
 };
 
 }  // namespace accl

@@ -32,9 +32,10 @@ Status run_body(std::unique_ptr<Body> body) noexcept;
 class Arrival {
  public:
   virtual ~Arrival() = default;
-  virtual void arrive() noexcept = 0;
+  // False: something is left to do that cannot be done now; to be called again soon.
+  virtual bool arrive() noexcept = 0;
 };
-void arrive(std::unique_ptr<Arrival> arrival) noexcept;
+bool arrive(Arrival& arrival) noexcept;
 
 bool python_interrupted() noexcept;
 

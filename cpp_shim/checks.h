@@ -110,6 +110,12 @@ class Check {
 
   void splits(const std::vector<int64_t>& sizes, const at::Tensor& tensor, int world) const {
     that(tensor.dim() > 0, "a zero-dimensional tensor cannot be split");
+    for (const int64_t size : sizes) {
+      if (size < 0 || size > tensor.size(0)) {
+        refuse(bridge::Kind::InvalidArgument, call_,
+               "split size " + std::to_string(size) + " of a tensor with " + std::to_string(tensor.size(0)) + " rows");
+      }
+    }
     try {
       c10d::checkSplitSizes(sizes, tensor, world);
     } catch (const c10::Error& error) {
@@ -134,6 +140,15 @@ class Check {
     if (tensor.layout() != at::kStrided) bad("has layout " + c10d::toString(tensor.layout()) + "; only dense tensors are taken");
     if (!tensor.device().is_cpu()) bad("is on device " + tensor.device().str() + "; accl takes CPU tensors");
     if (!tensor.has_storage() || tensor._is_zerotensor()) bad("has no memory of its own; call contiguous() or clone() first");
+    if (tensor.numel() > 0) {
+      const auto end = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(), tensor.storage_offset());
+      const auto bytes = tensor.storage().nbytes();
+      if (end > bytes) {
+        refuse(bridge::Kind::InvalidArgument, call_,
+               "tensor at index " + std::to_string(index) + " needs " + std::to_string(end) + " bytes and its storage has " +
+                   std::to_string(bytes) + "; it was resized or freed");
+      }
+    }
   }
 
   const char* call_;

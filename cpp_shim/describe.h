@@ -40,30 +40,19 @@ inline bridge::Dtype to_dtype(at::ScalarType type, const char* call) {
     case ScalarType::Float8_e8m0fnu: return Dtype::F8E8M0Fnu;
     case ScalarType::Float4_e2m1fn_x2: return Dtype::F4E2M1FnX2;
     ACCL_CASES_OF_NEWER_SCALAR_TYPES
+    // A byte each, whatever is in it.
+    case ScalarType::Bits1x8: case ScalarType::Bits2x4: case ScalarType::Bits4x2: case ScalarType::Bits8:
+    case ScalarType::UInt1: case ScalarType::UInt2: case ScalarType::UInt3: case ScalarType::UInt4:
+    case ScalarType::UInt5: case ScalarType::UInt6: case ScalarType::UInt7:
+    case ScalarType::Int1: case ScalarType::Int2: case ScalarType::Int3: case ScalarType::Int4:
+    case ScalarType::Int5: case ScalarType::Int6: case ScalarType::Int7: return Dtype::Bits8;
+    case ScalarType::Bits16: return Dtype::Bits16;
+    // Their scale would not go with them.
     case ScalarType::QInt8:
     case ScalarType::QUInt8:
     case ScalarType::QInt32:
     case ScalarType::QUInt4x2:
     case ScalarType::QUInt2x4:
-    case ScalarType::Bits1x8:
-    case ScalarType::Bits2x4:
-    case ScalarType::Bits4x2:
-    case ScalarType::Bits8:
-    case ScalarType::Bits16:
-    case ScalarType::UInt1:
-    case ScalarType::UInt2:
-    case ScalarType::UInt3:
-    case ScalarType::UInt4:
-    case ScalarType::UInt5:
-    case ScalarType::UInt6:
-    case ScalarType::UInt7:
-    case ScalarType::Int1:
-    case ScalarType::Int2:
-    case ScalarType::Int3:
-    case ScalarType::Int4:
-    case ScalarType::Int5:
-    case ScalarType::Int6:
-    case ScalarType::Int7:
     case ScalarType::Undefined:
     case ScalarType::NumOptions: break;
   }

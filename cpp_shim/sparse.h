@@ -107,6 +107,8 @@ class SparseSum final : public bridge::Body {
       stop_call(*ticket);
       waited.status = {bridge::Kind::Aborted, "accl: interrupted", rank_, -1};
     }
+    // The wait itself broke, and the call runs on: nothing may touch the tensors once this function is left.
+    if (bridge::ticket_done(*ticket).how == bridge::Outcome::Running) stop_call(*ticket);
     if (waited.how != bridge::Outcome::Done) throw Failed{waited.status};
   }
 

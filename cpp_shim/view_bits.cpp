@@ -49,15 +49,8 @@ void resolve(c10::IValue& value, at::Tensor (*resolved)(const at::Tensor&)) {
     auto list = value.toTensorVector();
     for (auto& tensor : list) tensor = resolved(tensor);
     value = std::move(list);
-  } else if (value.isList()) {
-    // A list of lists of tensors; its elements are changed where they lie.
-    auto outer = value.toList();
-    for (size_t i = 0; i < outer.size(); ++i) {
-      c10::IValue inner = outer.get(i);
-      resolve(inner, resolved);
-      outer.set(i, inner);
-    }
   }
+  // Lists of lists stay as they are, as torch leaves them.
 }
 
 template <c10::DispatchKey key>

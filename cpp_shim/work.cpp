@@ -16,6 +16,20 @@ using bridge::Outcome;
 
 // --- errors ---
 
+namespace {
+
+// A MemoryError that keeps its sentence.
+class OutOfResources final : public std::bad_alloc {
+ public:
+  explicit OutOfResources(std::string message) : message_(std::make_shared<std::string>(std::move(message))) {}
+  const char* what() const noexcept override { return message_->c_str(); }
+
+ private:
+  std::shared_ptr<const std::string> message_;
+};
+
+}  // namespace
+
 void throw_status(const bridge::Status& status) {
   const std::string message(status.message);
   switch (status.kind) {
@@ -26,7 +40,7 @@ void throw_status(const bridge::Status& status) {
     case Kind::PeerLost:
     case Kind::Network: C10_THROW_ERROR(DistNetworkError, message);
     case Kind::Rendezvous: C10_THROW_ERROR(DistStoreError, message);
-    case Kind::Exhausted: throw std::bad_alloc();
+    case Kind::Exhausted: throw OutOfResources(message);
     case Kind::Mismatch:
     case Kind::Timeout:
     case Kind::Protocol:
@@ -59,8 +73,9 @@ bridge::Status current_exception_status() noexcept {
     if (dynamic_cast<const c10::NotImplementedError*>(&error) != nullptr) status.kind = Kind::Unsupported;
     if (dynamic_cast<const c10::ValueError*>(&error) != nullptr) status.kind = Kind::InvalidArgument;
     status.message = rust::String::lossy(error.what_without_backtrace());
-  } catch (const std::bad_alloc&) {
+  } catch (const std::bad_alloc& error) {
     status.kind = Kind::Exhausted;
+    status.message = rust::String::lossy(error.what());
   } catch (const std::exception& error) {
     status.message = rust::String::lossy(error.what());
   } catch (...) {
@@ -148,6 +163,13 @@ bool Flight::ended() const {
   return settled() || bridge::ticket_done(*ticket).how != Outcome::Running;
 }
 
+void Flight::keep_memory() {
+  for (const auto& list : outputs.lists) {
+    for (const auto& tensor : list) memory.push_back(tensor.storage());
+  }
+  for (const auto& tensor : kept) memory.push_back(tensor.storage());
+}
+
 std::exception_ptr Flight::error() const {
   return has_ticket ? to_exception(bridge::ticket_error(*ticket)) : nullptr;
 }
@@ -169,17 +191,20 @@ void complete(c10::ivalue::Future& future, const Flight& flight) {
 struct FlightArrival final : bridge::Arrival {
   FlightArrival(std::shared_ptr<InFlight> home, Flight* flight) : home(std::move(home)), flight(flight) {}
 
-  void arrive() noexcept override {
-    if (flight->claim()) home->settle(*flight);
-    flight->arrived.store(true, std::memory_order_release);
-    home->schedule_drain();
+  bool arrive() noexcept override {
+    if (flight != nullptr) {
+      if (flight->claim()) home->settle(*flight);
+      // The list may let it go from here on.
+      std::exchange(flight, nullptr)->arrived.store(true, std::memory_order_release);
+    }
+    return home->schedule_drain();
   }
 
   std::shared_ptr<InFlight> home;
   Flight* flight;
 };
 
-void bridge::arrive(std::unique_ptr<Arrival> arrival) noexcept { arrival->arrive(); }
+bool bridge::arrive(Arrival& arrival) noexcept { return arrival.arrive(); }
 
 void InFlight::add(std::shared_ptr<Flight> flight) {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -271,17 +296,46 @@ void InFlight::watch(const std::shared_ptr<Flight>& flight) {
   throw_status(status);
 }
 
-void InFlight::schedule_drain() noexcept {
+std::vector<c10::intrusive_ptr<AcclWork>>* InFlight::batch() {
+  if (batch_count_.load(std::memory_order_acquire) == 0) return nullptr;
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = batches_.find(::pthread_self());
+  return found == batches_.end() ? nullptr : &found->second;
+}
+
+void InFlight::begin_batch() {
+  end_batch();
+  std::lock_guard<std::mutex> lock(mutex_);
+  batches_.try_emplace(::pthread_self());
+  batch_count_.store(batches_.size(), std::memory_order_release);
+}
+
+std::vector<c10::intrusive_ptr<AcclWork>> InFlight::end_batch() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto node = batches_.extract(::pthread_self());
+  batch_count_.store(batches_.size(), std::memory_order_release);
+  return node.empty() ? std::vector<c10::intrusive_ptr<AcclWork>>() : std::move(node.mapped());
+}
+
+void InFlight::drop_batches() {
+  // Dropped after the lock: a work takes it when it goes.
+  decltype(batches_) dropped;
+  std::lock_guard<std::mutex> lock(mutex_);
+  dropped.swap(batches_);
+  batch_count_.store(0, std::memory_order_release);
+}
+
+bool InFlight::schedule_drain() noexcept {
+  // While Python ends nothing would run it any more.
+  if (!python_is_up()) return true;
   // One at a time: Python's queue of pending calls is short.
-  if (scheduled_.exchange(true)) return;
+  if (scheduled_.exchange(true)) return true;
   auto* list = new (std::nothrow) std::shared_ptr<InFlight>(shared_from_this());
-  if (list == nullptr) {
-    scheduled_.store(false);
-    return;
-  }
-  // While Python ends nothing runs it any more, and then the list must not be freed by this thread: it stays.
-  if (!python_is_up()) return;
-  if (Py_AddPendingCall(&InFlight::drain_now, list) != 0) scheduled_.store(false);
+  if (list != nullptr && Py_AddPendingCall(&InFlight::drain_now, list) == 0) return true;
+  // Not the last reference: the caller has one.
+  delete list;
+  scheduled_.store(false);
+  return false;
 }
 
 int InFlight::drain_now(void* list) noexcept {
@@ -407,7 +461,12 @@ Tensors CoalescedWork::result() {
 }
 
 bool CoalescedWork::wait(std::chrono::milliseconds timeout) {
-  for (const auto& part : parts_) part->wait(timeout);
+  using Clock = std::chrono::steady_clock;
+  const auto deadline = Clock::now() + timeout;
+  for (const auto& part : parts_) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+    part->wait(timeout == kNoTimeout ? kNoTimeout : std::max(left, std::chrono::milliseconds(1)));
+  }
   return true;
 }
 
@@ -422,7 +481,13 @@ c10::intrusive_ptr<c10::ivalue::Future> CoalescedWork::getFuture() {
       [](c10::ivalue::Future& all) {
         Tensors tensors;
         for (const c10::IValue& future : all.value().toListRef()) {
-          for (const c10::IValue& tensor : future.toFuture()->value().toListRef()) tensors.push_back(tensor.toTensor());
+          for (const c10::IValue& item : future.toFuture()->value().toListRef()) {
+            if (item.isTensor()) {
+              tensors.push_back(item.toTensor());
+            } else {
+              for (const at::Tensor& tensor : item.toTensorVector()) tensors.push_back(tensor);
+            }
+          }
         }
         return c10::IValue(std::move(tensors));
       },

@@ -5,7 +5,10 @@
 // `AcclWork` is the handle that callers hold. Exactly one thread claims a flight's completion, by compare-and-swap.
 #pragma once
 
+#include <pthread.h>
+
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -44,12 +47,15 @@ struct Flight {
   bool ended() const;
   // Of an ended call: why it failed, or null.
   std::exception_ptr error() const;
+  // Holds the memory of all tensors by itself.
+  void keep_memory();
 
   rust::Box<bridge::Ticket> ticket;
   bool has_ticket = true;  // false: the caller's thread did it all, and well
   int64_t seq = -1;        // where the ticket knows none
   Outputs outputs;
   Tensors kept;  // what else must live until the end
+  std::vector<c10::Storage> memory;  // stays although a tensor may be given another
   std::function<void()> end_event;  // closes the profiler's event; called once
   std::chrono::milliseconds timeout{0};
   std::atomic<uint8_t> state{kRunning};
@@ -62,6 +68,8 @@ struct Flight {
   bool watched = false;  // a completion thread will come
 };
 
+class AcclWork;
+
 class InFlight : public std::enable_shared_from_this<InFlight> {
  public:
   void add(std::shared_ptr<Flight> flight);
@@ -72,8 +80,14 @@ class InFlight : public std::enable_shared_from_this<InFlight> {
   c10::intrusive_ptr<c10::ivalue::Future> future_of(const std::shared_ptr<Flight>& flight);
   // Lets a completion thread complete the flight, unless one will already.
   void watch(const std::shared_ptr<Flight>& flight);
-  // Drains on Python's main thread, soon.
-  void schedule_drain() noexcept;
+  // The works that this thread collects between start and end of coalescing, or null.
+  std::vector<c10::intrusive_ptr<AcclWork>>* batch();
+  void begin_batch();
+  std::vector<c10::intrusive_ptr<AcclWork>> end_batch();
+  // What was begun and never ended.
+  void drop_batches();
+  // Drains on Python's main thread, soon; false when Python has no room for that now.
+  bool schedule_drain() noexcept;
 
  private:
   friend struct FlightArrival;
@@ -83,6 +97,9 @@ class InFlight : public std::enable_shared_from_this<InFlight> {
   std::vector<std::shared_ptr<Flight>> flights_;
   size_t cursor_ = 0;
   std::atomic<bool> scheduled_{false};
+  // By thread; each touches its own only.
+  std::map<pthread_t, std::vector<c10::intrusive_ptr<AcclWork>>> batches_;
+  std::atomic<size_t> batch_count_{0};
 };
 
 class AcclWork : public c10d::Work {

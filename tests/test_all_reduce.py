@@ -1,5 +1,9 @@
 """all_reduce: every operator and dtype against the exact result, coalesced calls, and the rounding of sums."""
 
+import threading
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -179,3 +183,74 @@ def _still_sums(world):
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [world] * 3
+
+
+@on_ranks(2, 3)
+def test_a_tensor_that_stands_twice_in_a_coalesced_call_is_summed_as_often_as_by_itself(rank, world):
+    tensors = contributions(world, 1000, "float32")
+    result = tensors[rank].clone()
+    dist.all_reduce_coalesced([result, result])
+    assert bytes_equal(result, expected_reduction(tensors, "SUM"))
+
+
+def batch_of(*calls):
+    """The work of several calls made as one batch."""
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    if not backend.supports_coalescing:
+        pytest.skip("this backend has no batches")
+    backend._start_coalescing()
+    for call in calls:
+        call()
+    return backend._end_coalescing()
+
+
+@on_ranks(2, fresh=True)
+def test_the_work_of_a_batch_behaves_as_one(rank, world):
+    sums = [torch.ones(10), torch.ones(20)]
+    parts = [torch.empty(2) for _ in range(world)]
+    work = batch_of(
+        *[lambda tensor=tensor: dist.all_reduce(tensor, async_op=True) for tensor in sums],
+        lambda: dist.all_gather(parts, torch.full((2,), float(rank)), async_op=True),
+    )
+    assert work.wait(timedelta(seconds=20)) and work.is_completed() and work.is_success()
+    assert work.exception() is None
+    assert [tensor.numel() for tensor in work.result()] == [10, 20, 2, 2]
+    values = work.get_future().wait()
+    assert [tensor.numel() for tensor in values] == [10, 20, 2, 2]
+    assert all((tensor == world).all() for tensor in sums)
+    assert all((part == r).all() for r, part in enumerate(parts))
+
+
+@on_ranks(2, fresh=True)
+def test_a_wait_for_a_batch_has_one_deadline(rank, world):
+    store = dist.distributed_c10d._get_default_store()
+    calls = [lambda: dist.all_reduce(torch.ones(10), async_op=True) for _ in range(5)]
+    if rank == 0:
+        work = batch_of(*calls)
+        start = time.monotonic()
+        with pytest.raises(dist.DistBackendError, match="Timed out waiting"):
+            work.wait(timedelta(milliseconds=300))
+        assert time.monotonic() - start < 1.2
+        store.set("expired", "")
+    else:
+        store.wait(["expired"])
+        work = batch_of(*calls)
+    assert work.wait()
+
+
+@on_ranks(2, fresh=True)
+def test_threads_may_batch_at_the_same_time(rank, world):
+    groups = [dist.new_group() for _ in range(2)]
+
+    def batches(group):
+        for _ in range(50):
+            with dist._coalescing_manager(group=group, async_ops=True) as manager:
+                tensors = [torch.ones(3) for _ in range(3)]
+                for tensor in tensors:
+                    dist.all_reduce(tensor, group=group)
+            manager.wait()
+            assert all((tensor == world).all() for tensor in tensors)
+
+    threads = [threading.Thread(target=batches, args=(group,)) for group in groups]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]

@@ -8,6 +8,13 @@ from support import on_ranks
 ONES, OTHER = torch.ones(3), torch.ones(3, dtype=torch.int32)
 
 
+def resized(count, nbytes):
+    """A tensor whose storage was resized under it."""
+    tensor = torch.ones(count)
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
 def wrong(world):
     """Name, call, class and pattern of the sentence."""
     many, meta = torch.ones(3 * world), torch.ones(3, device="meta")
@@ -93,6 +100,26 @@ def wrong(world):
             ValueError,
             "all_to_all.*Split sizes doesn't match total dim 0 size",
         ),
+        "splits_negative": (
+            lambda: dist.all_to_all_single(many, many, [3] * world, [3 * world + 1, -1] + [0] * (world - 2)),
+            ValueError,
+            "all_to_all.*split size",
+        ),
+        "storage_resized_away": (
+            lambda: dist.all_reduce(resized(8, 0)),
+            ValueError,
+            "all_reduce.*needs 32 bytes and its storage has 0",
+        ),
+        "storage_too_small": (
+            lambda: dist.all_gather([resized(8, 12)] * world, torch.ones(8)),
+            ValueError,
+            "all_gather.*needs 32 bytes and its storage has 12",
+        ),
+        "outputs_that_share_memory": (
+            lambda: dist.all_gather([many[:3]] * (world + 1) if world == 1 else [many[:3]] * world, ONES),
+            ValueError,
+            "all_gather.*(share memory|list)",
+        ),
         "splits_dtype": (
             lambda: group.alltoall_base(many, torch.ones(3 * world, dtype=torch.int32), [], []),
             ValueError,
@@ -128,8 +155,8 @@ WRONG = list(wrong(3))
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_argument_is_refused_by_the_call_and_the_group_works_on(rank, world, case):
-    if world == 1 and case == "all_gather_list_too_short":
-        return
+    if world == 1 and case in ("all_gather_list_too_short", "splits_negative"):
+        return  # one rank has a list of one
     call, kind, sentence = wrong(world)[case]
     # Only one rank is wrong: had its call been numbered, the sums below would not match.
     if rank == world - 1:

@@ -157,18 +157,19 @@ def test_asynchronous_calls_that_disagree_raise_in_wait(rank, world):
 
 
 @on_ranks(2, fresh=True)
-def test_a_broadcast_root_that_returned_early_hears_of_the_disagreement_when_it_destroys_the_group(rank, world):
+@pytest.mark.parametrize("by", ["call", "destroy"])
+def test_a_broadcast_root_that_returned_early_hears_of_the_disagreement_later(rank, world, by):
     group = dist.new_group()
     dist.barrier()
     if rank == 0:
-        try:
+        with pytest.raises(dist.DistBackendError) as caught:
             dist.broadcast(ones(5), 0, group=group)
             time.sleep(0.3)
-            dist.all_reduce(ones(), group=group)
-        except dist.DistBackendError as error:
-            assert "5" in str(error) and "6" in str(error)
-        else:
-            raise AssertionError("nothing was raised")
+            if by == "call":
+                dist.all_reduce(ones(), group=group)
+            else:
+                dist.destroy_process_group(group)
+        assert "5" in str(caught.value) and "6" in str(caught.value)
     else:
         with pytest.raises(dist.DistBackendError, match="rank 0"):
             dist.broadcast(ones(6), 0, group=group)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import time
 from datetime import timedelta
 
@@ -51,6 +52,7 @@ def test_a_killed_rank_is_named_with_its_process_by_every_survivor(world, transp
         assert kind == "DistNetworkError"
         assert re.search(rf"rank {world - 1}\b", message) and str(outcomes[world - 1].pid) in message, message
         assert "all_reduce" in message and "seq" in message, message
+        assert f"host {socket.gethostname()}" in message, message
         assert seconds < 3
 
 

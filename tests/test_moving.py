@@ -147,3 +147,16 @@ def test_what_is_sent_is_left_as_it_was(rank, world):
     dist.gather(sent, [torch.empty_like(own) for _ in range(world)] if rank == 0 else None, dst=0)
     dist.scatter(torch.empty_like(own), [sent] * world if rank == 0 else None, src=0)
     assert bytes_equal(own, sent)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn_x2", "uint1", "uint4", "int3", "bits1x8", "bits8", "bits16"])
+def test_packed_types_travel_as_bytes(rank, world, dtype):
+    # torch can neither copy nor compare most of these.
+    sent = torch.arange(4096, dtype=torch.int16).view(torch.uint8)
+    got = sent.clone() if rank == 0 else torch.zeros_like(sent)
+    dist.broadcast(got.view(getattr(torch, dtype)), 0)
+    assert torch.equal(got, sent)
+    with pytest.raises(NotImplementedError, match="is not defined for"):
+        dist.all_reduce(got.view(getattr(torch, dtype)))
+    dist.barrier()

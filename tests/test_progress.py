@@ -2,13 +2,15 @@
 
 import ctypes
 import os
+import signal
 import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from support import BACKEND, on_ranks, run_script
+from support import BACKEND, on_ranks, run_ranks, run_script
+from support.runner import check
 
 
 @on_ranks(2)
@@ -226,13 +228,23 @@ def test_a_forked_data_loader_beside_a_live_group_changes_nothing(rank, world, c
     dist.barrier()
 
 
-@on_ranks(2, fresh=True)
-def test_a_live_data_loader_does_not_hide_that_a_group_ended(rank, world):
-    # Workers that outlive the iteration hold copies of every descriptor unless those were closed in the child.
-    loader = torch.utils.data.DataLoader(Numbers(), num_workers=1, persistent_workers=True)
-    next(iter(loader))
-    start = time.monotonic()
-    dist.all_reduce(torch.ones(3))
-    dist.barrier()
-    dist.destroy_process_group()
-    assert time.monotonic() - start < 5
+@pytest.mark.skipif(BACKEND != "accl", reason="gloo notices the loss in its own time and words")
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_live_data_loader_does_not_hide_that_its_rank_died(transport):
+    # Workers hold copies of every descriptor unless those were closed in the child.
+    def body(rank):
+        loader = torch.utils.data.DataLoader(Numbers(), num_workers=1, persistent_workers=True)
+        batches = iter(loader)
+        next(batches)
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(dist.DistNetworkError, match="rank 1"):
+            dist.all_reduce(torch.ones(3))
+        dist.destroy_process_group()
+        return time.monotonic() - start
+
+    outcomes = run_ranks(body, 2, env={"ACCL_TRANSPORTS": transport})
+    assert outcomes[1].status == "died", outcomes[1].describe()
+    assert check(outcomes[:1])[0] < 3

@@ -2,6 +2,7 @@
 
 import re
 import socket
+from datetime import timedelta
 
 import pytest
 import torch
@@ -75,7 +76,28 @@ def test_an_unknown_algorithm_is_refused_with_the_nearest_name():
 
 def test_an_unknown_option_is_refused():
     kind, sentence = refused(port_rnage="1-2")
-    assert kind in ("TypeError", "ValueError") and "port_rnage" in sentence
+    assert kind == "TypeError" and "port_rnage" in sentence
+
+
+@pytest.mark.parametrize("value", [[1], [1, 2, 3], 5, ("a", "b")])
+def test_a_port_range_that_is_no_pair_of_numbers_is_refused(value):
+    kind, sentence = refused(port_range=value)
+    assert kind == "ValueError" and "port_range" in sentence and "expected" in sentence, sentence
+
+
+def test_a_port_range_may_be_a_pair_or_a_list():
+    import torch_accl
+
+    assert torch_accl.Options(port_range=[20000, 20100]).settings["port_range"] == "20000-20100"
+    assert torch_accl.Options(port_range=(20000, 20100)).settings["port_range"] == "20000-20100"
+
+
+@on_ranks(1, fresh=True, init=False)
+def test_options_for_another_backend_of_a_mixed_group_are_left_alone(rank, world):
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=7)
+    init_group(pg_options=options)
+    dist.all_reduce(torch.ones(3))
 
 
 @on_ranks(1, fresh=True, init=False)

@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import os
+import re
 import signal
 
 import pytest
@@ -80,6 +81,7 @@ def medley(rank, world):
         moved = torch.empty(world * count)
         dist.all_to_all_single(moved, tensors[rank].repeat(world))
         assert bytes_equal(moved, flat)
+        dist.monitored_barrier()
         receive = dist.irecv(back, (rank - 1) % world) if world > 1 else None
         if receive:
             dist.send(tensors[rank], (rank + 1) % world)
@@ -135,6 +137,13 @@ def test_the_log_names_transport_and_algorithm():
     check(outcomes)
     for outcome in outcomes:
         assert "shm" in outcome.output and "all_reduce" in outcome.output, outcome.output[:2000]
+
+
+def test_the_log_names_addresses():
+    outcomes = run_ranks(lambda rank: dist.barrier(), 2, env={"ACCL_LOG": "info", "ACCL_TRANSPORTS": "tcp"})
+    check(outcomes)
+    for outcome in outcomes:
+        assert re.search(r"tcp \S+:\d+ -> \S+:\d+", outcome.output), outcome.output[:2000]
 
 
 def test_a_quiet_run_prints_nothing():

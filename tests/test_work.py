@@ -293,3 +293,19 @@ def test_a_duration_without_timing_is_refused(rank, world):
     work.wait()
     with pytest.raises(RuntimeError, match="(?i)timing"):
         work._get_duration()
+
+
+@on_ranks(2)
+def test_the_memory_of_a_call_in_flight_stays_when_its_tensor_is_given_another(rank, world):
+    tensor = torch.ones(100_000)
+    if rank == 0:
+        work = dist.all_reduce(tensor, async_op=True)
+        tensor.data = torch.zeros(3)
+        others = [torch.full((100_000,), 7.0) for _ in range(8)]
+        dist.send(torch.ones(1), 1)
+        work.wait()
+        # Had the memory been freed, one of these would lie there now.
+        assert all((other == 7.0).all() for other in others)
+    else:
+        dist.recv(torch.ones(1), 0)
+        dist.all_reduce(tensor)

@@ -17,6 +17,8 @@ from typing import Any
 
 DEFAULT_TORCH = "2.15"
 MATURIN = "maturin>=1.9.4,<2"
+# torch's own description of how to build against it needs it.
+SETUPTOOLS = "setuptools>=77.0.3"
 # The first torch that finds backends by their own entry points.
 FIRST_WITH_ENTRY_POINTS = (2, 14)
 
@@ -35,7 +37,7 @@ def torch_minor() -> str:
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
     """PEP 517 hook."""
-    return [MATURIN, f"torch=={_requested_torch()}"]
+    return [MATURIN, SETUPTOOLS, f"torch=={_requested_torch()}"]
 
 
 def get_requires_for_build_sdist(config_settings: Settings = None) -> list[str]:

@@ -28,7 +28,7 @@ class Options(_native.BackendOptions):
         timeout: timedelta | None = None,
         log: str | None = None,
         socket_ifname: str | None = None,
-        port_range: str | tuple[int, int] | None = None,
+        port_range: str | Sequence[int] | None = None,
         transports: str | Sequence[str] | None = None,
         host_id: str | None = None,
         ring_bytes: int | str | None = None,
@@ -44,7 +44,7 @@ class Options(_native.BackendOptions):
         given: dict[str, Any] = {
             "log": log,
             "socket_ifname": socket_ifname,
-            "port_range": port_range if isinstance(port_range, str) or port_range is None else "%d-%d" % port_range,
+            "port_range": _port_range(port_range),
             "transports": transports,
             "host_id": host_id,
             "ring_bytes": ring_bytes,
@@ -91,6 +91,14 @@ class Options(_native.BackendOptions):
         if self._own_timeout is not None:
             given.insert(0, f"timeout={self._own_timeout!r}")
         return f"torch_accl.Options({', '.join(given)})"
+
+
+def _port_range(value: object) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, Sequence) and len(value) == 2 and all(type(port) is int for port in value):
+        return f"{value[0]}-{value[1]}"
+    raise ValueError(f"port_range: expected two port numbers such as (20000, 20100) or '20000-20100', not {value!r}")
 
 
 def _text(value: object) -> str:

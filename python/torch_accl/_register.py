@@ -6,6 +6,7 @@ import atexit
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 
 from . import _native
 from ._options import Options
@@ -13,6 +14,9 @@ from ._options import Options
 __all__ = ["NAME", "create_backend", "register"]
 
 NAME = "accl"
+
+# The base of every backend's options.
+AnyOptions = Backend.Options
 
 _runtime = _native.Runtime()
 
@@ -28,9 +32,11 @@ def create_backend(group: Any, pg_options: _native.BackendOptions | None) -> _na
 
     `group` is torch's description of the group: store, rank, size, timeout, name, global ranks.
     """
-    if pg_options is None:
+    is_ours = isinstance(pg_options, _native.BackendOptions)
+    # In a group of several backends ("cpu:accl,cuda:nccl") all get the one object, which may be for another.
+    if pg_options is None or (isinstance(pg_options, AnyOptions) and not is_ours):
         pg_options = Options()
-    if not isinstance(pg_options, _native.BackendOptions):
+    elif not is_ours:
         raise TypeError(f"pg_options must be a torch_accl.Options, not {type(pg_options).__name__}")
     options = _native.BackendOptions()
     options.settings = pg_options.settings

@@ -55,7 +55,9 @@ def contribution(rank: int, shape, dtype: str, op: str = "SUM", seed: int = 0) -
         return torch.from_numpy(np.asarray(random.integers(0, 256, shape, dtype=np.uint8))).view(kind)
     if dtype == "bcomplex32":
         # torch cannot convert to it.
-        return torch.from_numpy(np.asarray(random.integers(0, 256, (*shape, 4), dtype=np.uint8))).view(kind).reshape(shape)
+        return (
+            torch.from_numpy(np.asarray(random.integers(0, 256, (*shape, 4), dtype=np.uint8))).view(kind).reshape(shape)
+        )
     if kind.is_complex:
         real, imaginary = (torch.from_numpy(np.asarray(_exact_floats(random, shape, op))) for _ in range(2))
         return torch.complex(real, imaginary).to(kind)

@@ -21,6 +21,8 @@ use crate::state::{GroupState, Hands, RanStraight, Tell};
 
 /// Frames taken off one link before the others have their turn.
 const FRAMES_PER_TURN: usize = 32;
+/// Looks at all links before the end of a group is heeded: peers that go on sending must not put it off for ever.
+const MAX_ROUNDS: usize = 1000;
 /// Calls that may end one after the other without a look at the links.
 const MAX_SILENT: u32 = 16;
 /// Bytes of frames kept for groups that are being made on this rank.
@@ -61,6 +63,8 @@ pub(crate) struct Core {
     ended: HashSet<u64>,
     pub(crate) pool: CompletionPool,
     pub(crate) segment: u64,
+    /// Announcements that a group has failed, to be handled at the end of a pass.
+    causes: Vec<(PeerId, Header, Vec<u8>)>,
     /// Calls in a row that ended when they were made: nobody has looked at the links meanwhile.
     silent: u32,
     /// Until when the driver is parked in the poller, if it is.
@@ -90,6 +94,7 @@ impl Core {
             orphans: HashMap::new(),
             orphan_bytes: 0,
             overrun: HashSet::new(),
+            causes: Vec::new(),
             silent: 0,
             ended: HashSet::new(),
             pool,
@@ -216,9 +221,34 @@ impl Core {
         for id in self.net.ids() {
             moved |= self.drain(id, now);
         }
+        if !self.causes.is_empty() {
+            self.heed_causes(now);
+            moved = true;
+        }
         moved |= self.advance(now);
         moved |= self.net.flush_all();
         moved
+    }
+
+    /// Fails groups whose end was announced, after everything that had arrived before is handled: a rank tells of the end
+    /// on its own link, and what completes a call may lie on another.
+    fn heed_causes(&mut self, now: Instant) {
+        for _ in 0..MAX_ROUNDS {
+            let mut moved = false;
+            for id in self.net.ids() {
+                moved |= self.drain(id, now);
+            }
+            if !moved {
+                break;
+            }
+        }
+        for (peer, header, payload) in std::mem::take(&mut self.causes) {
+            self.with_group(header.group, now, |group, hands| {
+                if let Some(from) = group.members.rank_of(peer) {
+                    group.on_frame(from, &header, &payload, hands);
+                }
+            });
+        }
     }
 
     /// Advances the calls of active groups, without looking at links.
@@ -280,6 +310,10 @@ impl Core {
             if header.kind == Kind::Goodbye {
                 self.net.peer_mut(peer).said_goodbye = true;
             }
+            return;
+        }
+        if header.kind == Kind::Cause && self.groups.contains_key(&header.group) {
+            self.causes.push((peer, *header, payload.to_vec()));
             return;
         }
         let known = self.with_group(header.group, now, |group, hands| {

@@ -208,8 +208,8 @@ pub struct CallDesc {
     pub peer: Option<Rank>,
     /// The tag of a send or receive.
     pub tag: u32,
-    /// A word that goes with a send of ours; 0 for users' calls.
-    pub(crate) note: u64,
+    /// A word that goes with a send of the engine itself; 0 otherwise.
+    pub note: u64,
     /// Own deadline; `None` takes the group's.
     pub timeout: Option<Duration>,
     /// What this rank contributes. Empty for calls in place and off a scatter's root.
@@ -258,8 +258,8 @@ impl CallDesc {
     /// Checks the description against the group's size.
     ///
     /// # Errors
-    /// `InvalidArgument` for ranks, block counts and sizes that do not fit; `InvalidType` for mixed dtypes where they
-    /// must agree; `Unsupported` for an operator that the dtype does not have.
+    /// `InvalidArgument` for ranks, block counts and sizes that do not fit, and for mixed dtypes where they must
+    /// agree; `Unsupported` for an operator that the dtype does not have.
     pub fn check(&self, world: u32) -> Result<()> {
         self.check_ranks(world)?;
         self.check_blocks(world)?;

@@ -303,7 +303,10 @@ impl GroupState {
                 let cause = Cause::parse(payload)?;
                 // What came before it may complete calls: they ended well.
                 self.advance(hands);
-                let error = Error::new(cause.kind, format!("rank {} reported: {}", cause.origin, cause.text));
+                let report = format!("rank {} reported: ", cause.origin);
+                // Another rank may pass on what it heard.
+                let text = if cause.text.contains(&report) { cause.text } else { report + &cause.text };
+                let error = Error::new(cause.kind, text);
                 self.fail(error.with_peer(cause.origin).in_group(&self.name).on_rank(self.rank), hands, Tell::Nobody);
                 Ok(())
             }
@@ -514,12 +517,7 @@ impl GroupState {
             return;
         }
         if tell == Tell::Peers {
-            let cause = Cause { kind: error.kind, origin: self.rank, text: brief(&error) }.to_bytes(1024);
-            let mut header = Header::new(Kind::Cause);
-            header.group = self.id;
-            for rank in self.members.ranks().filter(|&rank| rank != self.rank) {
-                hands.net.send_control(self.members.peer(rank), header, &cause);
-            }
+            self.tell_cause(self.rank, &error, hands);
         }
         self.poison = Some(error.clone());
         self.early.clear();
@@ -530,6 +528,15 @@ impl GroupState {
             let is_own = error.context.seq == Some(Seq(call.seq)) && error.context.collective == Some(call.collective);
             let own = if is_own { error.clone() } else { call.placed(Error::new(error.kind, brief(&error))) };
             end(&call, Some(own), hands);
+        }
+    }
+
+    fn tell_cause(&self, origin: Rank, error: &Error, hands: &mut Hands<'_>) {
+        let cause = Cause { kind: error.kind, origin, text: brief(error) }.to_bytes(1024);
+        let mut header = Header::new(Kind::Cause);
+        header.group = self.id;
+        for rank in self.members.ranks().filter(|&rank| rank != self.rank) {
+            hands.net.send_control(self.members.peer(rank), header, &cause);
         }
     }
 
@@ -565,6 +572,10 @@ impl GroupState {
         if in_flight {
             let error = Error::aborted("the group was destroyed while calls were in flight");
             self.fail(error.in_group(&self.name).on_rank(self.rank), hands, Tell::Peers);
+        }
+        // A rank that has yet to hear of the cause from its origin would take the goodbye for it.
+        if let Some(cause) = self.poison.clone() {
+            self.tell_cause(cause.context.peer.unwrap_or(self.rank), &cause, hands);
         }
         let mut header = Header::new(Kind::Goodbye);
         header.group = self.id;

@@ -95,7 +95,7 @@ impl Change {
         let bits = 8 * view.dtype.size_bytes() as u32;
         let top = 1u128 << (bits - 1);
         let flips = match view.dtype {
-            Dtype::Bool | Dtype::F8E8M0Fnu => return Change::Keep,
+            Dtype::Bool | Dtype::F8E8M0Fnu | Dtype::Bits8 | Dtype::Bits16 => return Change::Keep,
             Dtype::U8 | Dtype::I8 | Dtype::U16 | Dtype::I16 | Dtype::U32 | Dtype::I32 | Dtype::U64 | Dtype::I64 => {
                 return if view.neg { Change::Negate } else { Change::Keep };
             }

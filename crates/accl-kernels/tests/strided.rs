@@ -65,7 +65,7 @@ impl Case {
                 bytes[last] ^= if self.conj != self.neg { 0x80 } else { 0 };
                 bytes[middle - 1] ^= if self.neg { 0x80 } else { 0 };
             }
-            Dtype::Bool | Dtype::F8E8M0Fnu => {}
+            Dtype::Bool | Dtype::F8E8M0Fnu | Dtype::Bits8 | Dtype::Bits16 => {}
             Dtype::F8E4M3FnUz | Dtype::F8E5M2FnUz => {
                 // 0x00 is zero, and 0x80 is NaN and not a zero.
                 let has_sign = bytes[0] != 0 && bytes[0] != 0x80;

@@ -87,6 +87,8 @@ pub mod ffi {
         F8E8M0Fnu = 20,
         F4E2M1FnX2 = 21,
         BC32 = 22,
+        Bits8 = 23,
+        Bits16 = 24,
     }
 
     /// How a wait ended.
@@ -239,9 +241,9 @@ pub mod ffi {
         type Body;
         fn run_body(body: UniquePtr<Body>) -> Status;
 
-        /// Completes a finished call when nobody waits for it.
+        /// Completes a finished call when nobody waits for it; false when it must be called again soon.
         type Arrival;
-        fn arrive(arrival: UniquePtr<Arrival>);
+        fn arrive(arrival: Pin<&mut Arrival>) -> bool;
 
         /// Runs Python's signal handlers on Python's main thread; true when one raised.
         fn python_interrupted() -> bool;

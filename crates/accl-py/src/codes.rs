@@ -30,6 +30,6 @@ same_codes! {
     ReduceOp = ReduceOp { Sum Avg Product Min Max Band Bor Bxor PremulSum }
     Dtype = Dtype {
         Bool U8 I8 U16 I16 U32 I32 U64 I64 F16 BF16 F32 F64 C32 C64 C128 F8E4M3Fn F8E5M2 F8E4M3FnUz F8E5M2FnUz
-        F8E8M0Fnu F4E2M1FnX2 BC32
+        F8E8M0Fnu F4E2M1FnX2 BC32 Bits8 Bits16
     }
 }

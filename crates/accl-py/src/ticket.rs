@@ -15,6 +15,9 @@ use crate::guard::{FromError, bridged};
 /// How often a waiter looks for Python signals.
 const SIGNAL_CHECK: Duration = Duration::from_millis(50);
 
+/// Pause before an arrival tries again.
+const AGAIN: Duration = Duration::from_millis(2);
+
 /// A call, empty until it was submitted.
 #[derive(Default)]
 pub struct Ticket {
@@ -75,6 +78,13 @@ impl Drop for Ticket {
         let flight = std::mem::take(&mut self.flight);
         let group = self.group.take();
         let _ = catch_unwind(AssertUnwindSafe(move || drop((flight, group))));
+    }
+}
+
+/// Lets an arrival do its part, on a completion thread.
+fn arrive(mut arrival: UniquePtr<ffi::Arrival>) {
+    while !ffi::arrive(arrival.pin_mut()) {
+        std::thread::sleep(AGAIN);
     }
 }
 
@@ -152,7 +162,7 @@ impl Drop for Finisher {
         self.task.changed.notify_all();
         if let Some(arrival) = callback {
             // This is a completion thread, so there is one; an engine that has ended runs nothing more.
-            let _ = self.task.engine.spawn_blocking(Box::new(move || ffi::arrive(arrival)));
+            let _ = self.task.engine.spawn_blocking(Box::new(move || arrive(arrival)));
         }
     }
 }
@@ -260,14 +270,14 @@ bridged! {
         match &ticket.flight {
             Flight::None => return Err(empty()),
             Flight::Done(_) => return Err(Error::internal("a call that is done was to be watched")),
-            Flight::Call(call) => call.when_done(Box::new(move || ffi::arrive(arrival)))?,
+            Flight::Call(call) => call.when_done(Box::new(move || arrive(arrival)))?,
             Flight::Task(task) => {
                 let mut state = task.lock();
                 if state.ended.is_none() {
                     state.callback = Some(arrival);
                 } else {
                     drop(state);
-                    task.engine.spawn_blocking(Box::new(move || ffi::arrive(arrival)))?;
+                    task.engine.spawn_blocking(Box::new(move || arrive(arrival)))?;
                 }
             }
         }

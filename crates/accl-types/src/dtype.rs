@@ -102,6 +102,10 @@ dtypes! {
     F4E2M1FnX2 = 21, "float4_e2m1fn_x2", 1, Opaque;
     /// `torch.bcomplex32`
     BC32 = 22, "bcomplex32", 4, Opaque;
+    /// `torch.bits8` and the integers of less than a byte, which take a byte each
+    Bits8 = 23, "bits8", 1, Opaque;
+    /// `torch.bits16`
+    Bits16 = 24, "bits16", 2, Opaque;
 }
 
 impl fmt::Display for Dtype {

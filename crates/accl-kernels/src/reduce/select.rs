@@ -37,6 +37,8 @@ pub(crate) fn select<A: Arch>(op: ReduceOp, dtype: Dtype) -> Option<Selected> {
         Dtype::C128 => complex::<A, f64>(op),
         Dtype::C32
         | Dtype::BC32
+        | Dtype::Bits8
+        | Dtype::Bits16
         | Dtype::F8E4M3Fn
         | Dtype::F8E5M2
         | Dtype::F8E4M3FnUz
@@ -64,6 +66,8 @@ pub(crate) fn select_scale<A: Arch>(dtype: Dtype) -> Option<ScaleKernels> {
         | Dtype::I64
         | Dtype::C32
         | Dtype::BC32
+        | Dtype::Bits8
+        | Dtype::Bits16
         | Dtype::F8E4M3Fn
         | Dtype::F8E5M2
         | Dtype::F8E4M3FnUz
