@@ -62,8 +62,9 @@ bool bridge::define_classes(std::size_t module_address) noexcept {
   backend.def_property_readonly("options", [](AcclBackend& self) { return self.getBackendOptions(); })
       .def("describe", &AcclBackend::describe)
       .def("first_error", &AcclBackend::first_error);
-#if !ACCL_BASE_BINDS_ERROR
-  backend.def("get_error", [](AcclBackend& self) { return static_cast<int>(self.getError()); });
+#if !ACCL_BASE_BINDS_ERROR_AND_TIMING
+  backend.def("get_error", &AcclBackend::getError)
+      .def("_enable_collectives_timing", &AcclBackend::enableCollectivesTiming);
 #endif
   install_view_kernels();
   return true;

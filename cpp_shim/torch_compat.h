@@ -11,15 +11,19 @@
 #define ACCL_TORCH_AT_LEAST(major, minor) \
   (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
 
+#if !ACCL_TORCH_AT_LEAST(2, 13)
+#error "torch_accl needs torch 2.13 or newer"
+#endif
+
 #if ACCL_TORCH_AT_LEAST(2, 14)
-// `Backend::Options::clone`, `Work::getTimeout`, and `get_error` bound on the base class.
+// `Backend::Options::clone`, `Work::getTimeout`, and `get_error` and timing bound on the base class.
 #define ACCL_OVERRIDE_2_14 override
-#define ACCL_BASE_BINDS_ERROR 1
+#define ACCL_BASE_BINDS_ERROR_AND_TIMING 1
 // Scalar types that only newer versions have.
 #define ACCL_CASES_OF_NEWER_SCALAR_TYPES \
   case at::ScalarType::BComplex32: return Dtype::BC32;
 #else
 #define ACCL_OVERRIDE_2_14
-#define ACCL_BASE_BINDS_ERROR 0
+#define ACCL_BASE_BINDS_ERROR_AND_TIMING 0
 #define ACCL_CASES_OF_NEWER_SCALAR_TYPES
 #endif
