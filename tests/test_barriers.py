@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import on_ranks
+from support.versions import monitored_barrier
 
 
 @on_ranks(1, 2, 3, 4)
@@ -73,7 +74,7 @@ def test_a_barrier_that_times_out_names_the_missing_rank(rank, world):
 @pytest.mark.parametrize("wait_all_ranks", [False, True])
 def test_a_monitored_barrier_passes_when_all_come(rank, world, wait_all_ranks):
     for _ in range(3):
-        dist.monitored_barrier(timeout=timedelta(seconds=10), wait_all_ranks=wait_all_ranks)
+        monitored_barrier(timeout=timedelta(seconds=10), wait_all_ranks=wait_all_ranks)
 
 
 @on_ranks(2, 3)
@@ -82,7 +83,7 @@ def test_a_monitored_barrier_holds_everybody_until_the_last_comes(rank, world):
     start = time.monotonic()
     if rank == world - 1:
         time.sleep(0.2)
-    dist.monitored_barrier(timeout=timedelta(seconds=10))
+    monitored_barrier(timeout=timedelta(seconds=10))
     assert time.monotonic() - start >= 0.19
 
 
@@ -91,13 +92,13 @@ def test_a_monitored_barrier_names_the_first_missing_rank_and_the_group_works_on
     timeout = timedelta(milliseconds=400)
     if rank == 0:
         with pytest.raises(RuntimeError, match="Rank 1 failed to pass monitoredBarrier"):
-            dist.monitored_barrier(timeout=timeout)
+            monitored_barrier(timeout=timeout)
     elif rank == 2:
         sentence = (
             "Rank 2 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0"
         )
         with pytest.raises(RuntimeError, match=sentence):
-            dist.monitored_barrier(timeout=timeout)
+            monitored_barrier(timeout=timeout)
     else:
         time.sleep(1.0)
     tensor = torch.ones(3)
@@ -110,10 +111,10 @@ def test_a_monitored_barrier_that_waits_for_all_names_all_missing_ranks(rank, wo
     timeout = timedelta(milliseconds=400)
     if rank == 0:
         with pytest.raises(RuntimeError, match="Ranks 1, 2 failed to pass monitoredBarrier"):
-            dist.monitored_barrier(timeout=timeout, wait_all_ranks=True)
+            monitored_barrier(timeout=timeout, wait_all_ranks=True)
     elif rank == 3:
         with pytest.raises(RuntimeError, match="Rank 3 successfully reached monitoredBarrier"):
-            dist.monitored_barrier(timeout=timeout, wait_all_ranks=True)
+            monitored_barrier(timeout=timeout, wait_all_ranks=True)
     else:
         time.sleep(1.0)
 
@@ -123,7 +124,7 @@ def test_a_monitored_barrier_with_no_time_fails_at_once_on_rank_0(rank, world):
     if rank == 0:
         start = time.monotonic()
         with pytest.raises(RuntimeError, match="Rank 0 timed out in monitoredBarrier"):
-            dist.monitored_barrier(timeout=timedelta(seconds=0))
+            monitored_barrier(timeout=timedelta(seconds=0))
         assert time.monotonic() - start < 1.0
     else:
         time.sleep(0.2)
@@ -133,4 +134,4 @@ def test_a_monitored_barrier_with_no_time_fails_at_once_on_rank_0(rank, world):
 def test_a_monitored_barrier_works_on_a_subgroup(rank, world):
     group = dist.new_group([0, 1])
     if rank < 2:
-        dist.monitored_barrier(group, timeout=timedelta(seconds=10))
+        monitored_barrier(group, timeout=timedelta(seconds=10))

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from support import BACKEND, run_script, start_script
+from support.versions import MONITORED_BARRIER
 
 HEAD = f"""
 import os, sys, time, torch, torch.distributed as dist
@@ -72,7 +73,7 @@ WAITING = {
     "a_work": "dist.all_reduce(tensor, async_op=True).wait()",
     "a_receive": "dist.recv(tensor, 1)",
     "a_barrier": "dist.barrier()",
-    "a_monitored_barrier": "dist.monitored_barrier()",
+    "a_monitored_barrier": MONITORED_BARRIER,
     "a_send": "dist.send(torch.ones(1 << 24), 1)",
 }
 

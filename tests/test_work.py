@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import GROUP_TIMEOUT, on_ranks
+from support.versions import needs
 
 COUNTS = [1, 4099, 500_009]
 
@@ -265,6 +266,7 @@ def test_tensors_live_until_their_call_is_done(rank, world):
         assert (result == 2).all() and not any(t.any() for t in scratch)
 
 
+@needs("numbers of works")
 @on_ranks(2)
 def test_every_work_has_the_number_of_its_call(rank, world):
     works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(3)]
