@@ -123,7 +123,8 @@ class Peers(unittest.TestCase):
 
     def run_of(self, backend: str, **tests: str) -> dict[str, Any]:
         found = {name: {"outcome": outcome, "seconds": 0, "reason": ""} for name, outcome in tests.items()}
-        return {"backend": backend, "world": 2, "gpus": 0, "whole": False, "tests": found}
+        setting = {"torch": "2.15.0", "direct_monitored_barrier": False}
+        return {"backend": backend, "world": 2, "gpus": 0, "whole": False, "tests": found, **setting}
 
     def test_a_test_that_gloo_passes_may_not_be_lost(self) -> None:
         gloo = self.run_of("gloo", test_a="pass", test_b="skip")
@@ -135,6 +136,13 @@ class Peers(unittest.TestCase):
         gloo = self.run_of("gloo", test_ddp_logging_data_cpu="pass")
         self.assertEqual(compare.judge(known, gloo).bad, [])
         self.assertEqual(len(compare.judge(self.run_of("accl", test_c="timeout"), None).bad), 1)
+
+    def test_a_refusal_by_name_is_known_only_where_torch_refuses(self) -> None:
+        run = self.run_of("accl", test_monitored_barrier_gloo="error")
+        old, new, direct = {"torch": "2.13.0+cpu"}, {"torch": "2.14.1"}, {"direct_monitored_barrier": True}
+        for setting, bad in ((old, 0), (new, 1), (old | direct, 1)):
+            with self.subTest(setting):
+                self.assertEqual(len(compare.judge(run | setting, None).bad), bad)
 
     def test_counts_off_the_target_fail_a_whole_run(self) -> None:
         run = self.run_of("accl", test_a="pass") | {"whole": True}

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,9 @@ def _print_comparison(args: argparse.Namespace) -> None:
     aliases = tuple(filter(None, alias.split(",")))
     for world in args.world:
         paths = [_default_path(args.backend, aliases, world), _default_path("gloo", (), world)]
-        if args.baseline == "stored" and args.backend != "gloo":
-            paths[1:] = sorted(BASELINES.glob(f"gloo-torch*-world{world}.json"))[-1:]
+        if args.baseline == "stored" and args.backend != "gloo" and paths[0].exists():
+            stored = _stored(compare.load(paths[0])["torch"], world)
+            paths[1:] = [stored] if stored.exists() else paths[1:]
         for path in dict.fromkeys(path for path in paths if path.exists()):
             run = compare.load(path)
             number = run["counts"]
@@ -136,7 +138,8 @@ def _one_world(args: argparse.Namespace, world: int) -> int:
     title = f"{setup.backend}{' as ' + '+'.join(setup.aliases) if setup.aliases else ''}, world {world}"
     print(f"{title}: {len(chosen)} of {len(every)} tests, torch {torch.__version__}", flush=True)
     begin = time.monotonic()
-    tests = _run_tests(suite, chosen, args.verbose)
+    known = compare.known(setup.backend, torch.__version__, setup.direct_monitored_barrier)
+    tests = _run_tests(suite, chosen, known, args.verbose)
     run: dict[str, Any] = {
         "backend": setup.backend,
         "aliases": list(setup.aliases),
@@ -146,6 +149,7 @@ def _one_world(args: argparse.Namespace, world: int) -> int:
         "gpus": gpus,
         "start": "fork",
         "gaps": list(setup.gaps),
+        "direct_monitored_barrier": setup.direct_monitored_barrier,
         "whole": len(chosen) == len(every),
         "seconds": round(time.monotonic() - begin, 1),
         "counts": compare.counts(tests),
@@ -171,7 +175,7 @@ def _chosen(name: str, select: str | None, exclude: str | None) -> bool:
     return (not select or re.search(select, name) is not None) and not (exclude and re.search(exclude, name))
 
 
-def _run_tests(suite: Any, names: list[str], verbose: bool) -> dict[str, dict[str, Any]]:
+def _run_tests(suite: Any, names: list[str], known: Container[str], verbose: bool) -> dict[str, dict[str, Any]]:
     tests: dict[str, dict[str, Any]] = {}
     live = sys.stdout.isatty() and not verbose
     for index, name in enumerate(names, 1):
@@ -181,7 +185,7 @@ def _run_tests(suite: Any, names: list[str], verbose: bool) -> dict[str, dict[st
         tests[name] = {"outcome": outcome.kind, "seconds": round(outcome.seconds, 2), "reason": outcome.reason}
         if live:
             print("\r\033[K", end="")
-        if outcome.kind in compare.BAD and name in compare.KNOWN.get(suite.setup.backend, {}):
+        if outcome.kind in compare.BAD and name in known:
             print(f"known failure {name} ({outcome.seconds:.1f} s); its output is in the JSON", flush=True)
         elif outcome.kind in compare.BAD:
             print(f"{outcome.kind.upper()} {name} ({outcome.seconds:.1f} s)")

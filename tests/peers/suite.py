@@ -241,8 +241,9 @@ def _replace_monitored_barrier() -> None:
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             return None
-        group = group or dist.group.WORLD
-        return group.monitored_barrier(timeout or dist.default_pg_timeout, wait_all_ranks)
+        # A timeout of zero is one, not none.
+        timeout = dist.default_pg_timeout if timeout is None else timeout
+        return (group or dist.group.WORLD).monitored_barrier(timeout, wait_all_ranks)
 
     dist.monitored_barrier = monitored_barrier
 
