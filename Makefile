@@ -9,7 +9,7 @@ ARGS ?=
 export TORCH PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test wheel test-peers bench clean
+.PHONY: help demo test wheel test-torch test-peers bench clean
 
 help: ## list the targets
 	@echo "make TARGET [TORCH=2.15.0] [PYTHON=python3] [ARGS='...']"
@@ -24,6 +24,9 @@ test: ## every check and test, cheap ones first
 wheel: ## build the release wheel for TORCH into dist/
 	@.ci/tools
 	@.ci/wheel
+
+test-torch: ## wheel, tests and peers suite on each torch that is built for; ARGS='2.13.0' for one
+	@.ci/test_torch $(ARGS)
 
 test-peers: ## PyTorch's own distributed suite at worlds 2, 3 and 4, next to a fresh gloo run
 	@.ci/tools

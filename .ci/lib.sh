@@ -7,6 +7,8 @@ ROOT=$PWD
 TORCH=${TORCH:-2.15.0}
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-$ROOT/.venv}
+# What we build for, oldest first; CI itself runs the default only.
+TORCHES=(2.13.0 2.14.1 2.15.0)
 # Accepts 2.15 as well as 2.15.0; a wheel serves one minor.
 TORCH_MINOR=$(cut -d. -f1,2 <<<"$TORCH")
 export TORCH PYTHON VENV
@@ -18,6 +20,14 @@ fi
 die() {
   echo "error: $*" >&2
   exit 1
+}
+
+# The virtual environment that is a torch's own: the default one has .venv, which so stays as it is.
+venv_of() {
+  case $1 in
+  2.15 | 2.15.*) echo "$ROOT/.venv" ;;
+  *) echo "$ROOT/.make/venv-$1" ;;
+  esac
 }
 
 # One line per key, hashed: `key a b c` names a state; equal keys mean that nothing has to be done.
