@@ -22,6 +22,9 @@ SETUPTOOLS = "setuptools>=77.0.3"
 # The first torch that finds backends by their own entry points.
 FIRST_WITH_ENTRY_POINTS = (2, 14)
 
+# Written into the source tree by the build of the native module.
+BUILD_INFO = "torch_accl/_build_info.py"
+
 Settings = Mapping[str, Any] | None
 
 
@@ -104,6 +107,10 @@ def adapt_wheel(path: Path, minor: str) -> None:
             if item.filename == record:
                 continue
             data = old.read(item)
+            if item.filename == BUILD_INFO and f'"{minor}"' not in data.decode():
+                raise SystemExit(
+                    f"{item.filename} is not of torch {minor}: another build wrote it meanwhile; build again"
+                )
             if ".dist-info/" in item.filename:
                 adapted_data = adapt(item.filename.rsplit("/", 1)[1], data, minor)
                 if adapted_data != data:
