@@ -16,6 +16,7 @@ struct Checked {
     counters: Counters,
     data: *mut u8,
     lines: Vec<UnsafeCell<()>>,
+    words: Vec<AtomicU64>,
     sides: [SideState; 2],
     events: [Event; 2],
 }
@@ -47,6 +48,9 @@ unsafe impl Memory for Shared {
     fn data_bytes(&self) -> usize {
         self.0.lines.len() * LINE
     }
+    fn word(&self, offset: usize) -> &AtomicU64 {
+        &self.0.words[offset / LINE]
+    }
     fn note_write(&self, at: usize, len: usize) {
         for line in lines(at, len) {
             self.0.lines[line].with_mut(|_| ());
@@ -69,6 +73,8 @@ fn checked(line_count: usize) -> Shared {
         counters: Counters::new(),
         data: Box::into_raw(lines).cast(),
         lines: (0..line_count).map(|_| UnsafeCell::new(())).collect(),
+        // Apart from the bytes: loom's atomics cannot lie among them. Old payloads may look like words.
+        words: (0..line_count).map(|line| AtomicU64::new(if line == 0 { NOTHING } else { 9 })).collect(),
         sides: [SideState::new(), SideState::new()],
         events: [Event::new(), Event::new()],
     }))

@@ -1,8 +1,11 @@
 //! A byte ring for frames between one writer and one reader, over memory that both have mapped.
 //!
-//! Owns the placing of frames and the counters; knows neither descriptors nor waking ([`park`] has the flags). A frame
-//! is contiguous: where the rest of the ring is too short for it, a mark sends the reader back to the start. Nothing
-//! here calls the system or allocates. Read [`Writer`] and [`Reader`] first.
+//! Owns the placing of frames and the counter; knows neither descriptors nor waking ([`park`] has the flags). A record
+//! is a word and a frame behind it. The word publishes the record: 0 says that there is none yet, so a reader that waits
+//! looks at the very line in which a short frame will be, and one line moves from core to core. Before a record is
+//! published, the word behind it is set to 0. A frame is contiguous: where the rest of the ring is too short for it, a
+//! mark sends the reader back to the start. Nothing here calls the system or allocates. Read [`Writer`] and [`Reader`]
+//! first.
 
 #[cfg(all(test, loom))]
 mod loom_tests;
@@ -14,28 +17,28 @@ use crate::sync::{AtomicU64, Ordering};
 
 /// Grain of the ring. Two frames never share a cache line, so that writing one does not disturb reading another.
 pub(crate) const LINE: usize = 64;
-/// Stands in the place of a length: the next frame is at the start of the ring.
+/// A word that publishes nothing: the writer has not got here. Fresh shared memory is all zero.
+const NOTHING: u64 = 0;
+/// Stands in the place of a length (which is stored plus one): the next frame is at the start of the ring.
 const WRAP: u64 = u64::MAX;
 /// Where a frame begins after the start of its record. A short frame shares the line with its length; in a long one
 /// the payload behind a 40-byte header begins on a line of its own.
 const SHORT_AT: usize = 8;
 const LONG_AT: usize = 24;
 
-/// The counters of one direction, each alone on two cache lines (prefetchers fetch pairs). Bytes since the beginning.
+/// The counter of one direction, alone on two cache lines (prefetchers fetch pairs). Bytes since the beginning.
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct Counters {
-    /// Written: everything below has been published by the writer.
-    tail: Apart<AtomicU64>,
     /// Read: everything below has been given back by the reader.
     head: Apart<AtomicU64>,
 }
 
 impl Counters {
-    /// Counters of an empty ring. (Fresh shared memory is all zero, which is the same.)
+    /// The counter of an empty ring. (Fresh shared memory is all zero, which is the same.)
     #[cfg(test)]
     pub(crate) fn new() -> Counters {
-        Counters { tail: Apart(AtomicU64::new(0)), head: Apart(AtomicU64::new(0)) }
+        Counters { head: Apart(AtomicU64::new(0)) }
     }
 }
 
@@ -48,8 +51,8 @@ pub(crate) struct Apart<T>(pub(crate) T);
 ///
 /// # Safety
 /// `data` points to `data_bytes` bytes, a positive multiple of [`LINE`], aligned to [`LINE`], valid as long as `self`
-/// lives and always at the same place. Besides one [`Writer`] and one [`Reader`] over the same counters nobody touches
-/// them.
+/// lives and always at the same place; the first word is 0 at the beginning. Besides one [`Writer`] and one [`Reader`]
+/// over the same counter nobody touches them.
 pub(crate) unsafe trait Memory {
     /// Where both sides count.
     fn counters(&self) -> &Counters;
@@ -57,6 +60,14 @@ pub(crate) unsafe trait Memory {
     fn data(&self) -> *mut u8;
     /// Their number.
     fn data_bytes(&self) -> usize;
+    /// The word at the start of a line.
+    #[inline(always)]
+    fn word(&self, offset: usize) -> &AtomicU64 {
+        debug_assert!(offset.is_multiple_of(LINE) && offset < self.data_bytes());
+        // SAFETY: inside the data and aligned; words are only ever used as atomics, by both sides: payloads lie behind
+        // them or in lines that hold no word at the time.
+        unsafe { &*self.data().add(offset).cast::<AtomicU64>() }
+    }
     /// Called before the writer touches these bytes; for the model checker.
     #[inline(always)]
     fn note_write(&self, _at: usize, _len: usize) {}
@@ -75,7 +86,7 @@ pub(crate) const fn record_bytes(frame_bytes: usize) -> usize {
 }
 
 /// The smallest ring in which a frame of `max_frame_bytes` always fits once the reader has caught up: the rest at the
-/// end that may have to be skipped is shorter than one frame.
+/// end that may have to be skipped is at least a line shorter than a record, which leaves room for the word behind it.
 pub(crate) const fn min_ring_bytes(max_frame_bytes: usize) -> usize {
     2 * record_bytes(max_frame_bytes)
 }
@@ -113,6 +124,7 @@ struct Found {
 #[derive(Debug)]
 pub(crate) struct Writer<M> {
     memory: M,
+    /// Where the next record begins; the word there is 0.
     place: Place,
     /// The reader's counter when it was last looked at. Looking again costs a cache miss, so only when room is short.
     head: u64,
@@ -130,18 +142,18 @@ impl<M: Memory> Writer<M> {
     pub(crate) fn reserve(&mut self, len: usize) -> Result<bool, Corrupt> {
         let ring_bytes = self.memory.data_bytes();
         let need = record_bytes(len);
-        let to_end = ring_bytes - self.place.offset;
-        let skip = if need <= to_end { 0 } else { to_end };
+        let skip = self.skip(need);
         if !self.has_room(skip + need)? {
             return Ok(false);
         }
         let mut start = self.place;
         if skip > 0 {
-            self.put_word(start.offset, WRAP);
             start = start.advance(skip, ring_bytes);
         }
-        self.put_word(start.offset, len as u64);
-        self.reserved = Some(Found { at: start.offset + frame_at(len), len, next: start.advance(need, ring_bytes) });
+        let next = start.advance(need, ring_bytes);
+        // Relaxed: `commit` orders it. Here and not there, so that the line is on its way while the frame is written.
+        self.memory.word(next.offset).store(NOTHING, Ordering::Relaxed);
+        self.reserved = Some(Found { at: start.offset + frame_at(len), len, next });
         Ok(true)
     }
 
@@ -159,24 +171,38 @@ impl<M: Memory> Writer<M> {
     /// Publishes the reserved frame; `false` without one.
     #[inline]
     pub(crate) fn commit(&mut self) -> bool {
-        let Some(Found { next, .. }) = self.reserved.take() else { return false };
+        let Some(Found { at, len, next }) = self.reserved.take() else { return false };
+        let start = at - frame_at(len);
+        let word = len as u64 + 1;
+        // Release: whoever sees the word sees the frame, and the 0 behind it.
+        if start == self.place.offset {
+            self.memory.word(start).store(word, Ordering::Release);
+        } else {
+            self.memory.word(start).store(word, Ordering::Relaxed);
+            self.memory.word(self.place.offset).store(WRAP, Ordering::Release);
+        }
         self.place = next;
-        // Release: the frame's bytes are visible to a reader that sees this count.
-        self.memory.counters().tail.0.store(next.count, Ordering::Release);
         true
+    }
+
+    /// Bytes at the end of the ring that a record of `need` bytes leaves out.
+    #[inline]
+    fn skip(&self, need: usize) -> usize {
+        let to_end = self.memory.data_bytes() - self.place.offset;
+        if need <= to_end { 0 } else { to_end }
     }
 
     /// Whether a frame of `len` bytes would find room now.
     pub(crate) fn would_fit(&mut self, len: usize) -> Result<bool, Corrupt> {
         let need = record_bytes(len);
-        let to_end = self.memory.data_bytes() - self.place.offset;
-        self.has_room(if need <= to_end { need } else { to_end + need })
+        self.has_room(self.skip(need) + need)
     }
 
+    /// Whether `need` bytes and the word behind them are free.
     #[inline]
     fn has_room(&mut self, need: usize) -> Result<bool, Corrupt> {
         let ring_bytes = self.memory.data_bytes() as u64;
-        let fits = |head: u64| ring_bytes - (self.place.count - head) >= need as u64;
+        let fits = |head: u64| ring_bytes - (self.place.count - head) >= (need + LINE) as u64;
         if fits(self.head) {
             return Ok(true);
         }
@@ -188,14 +214,6 @@ impl<M: Memory> Writer<M> {
         self.head = head;
         Ok(fits(head))
     }
-
-    #[inline]
-    fn put_word(&mut self, offset: usize, word: u64) {
-        self.memory.note_write(offset, 8);
-        // SAFETY: offsets of records are multiples of `LINE` below `data_bytes`, so the word is inside and aligned,
-        // and `has_room` has shown that the bytes are ours.
-        unsafe { self.memory.data().add(offset).cast::<u64>().write(word) };
-    }
 }
 
 /// The side that takes frames out.
@@ -204,15 +222,13 @@ pub(crate) struct Reader<M> {
     memory: M,
     max_frame_bytes: usize,
     place: Place,
-    /// The writer's counter when it was last looked at.
-    tail: u64,
     peeked: Option<Found>,
 }
 
 impl<M: Memory> Reader<M> {
     /// A reader over a fresh ring. Longer frames than `max_frame_bytes` count as corruption.
     pub(crate) fn new(memory: M, max_frame_bytes: usize) -> Self {
-        Self { memory, max_frame_bytes, place: Place::START, tail: 0, peeked: None }
+        Self { memory, max_frame_bytes, place: Place::START, peeked: None }
     }
 
     /// Looks for a frame.
@@ -251,39 +267,25 @@ impl<M: Memory> Reader<M> {
     #[inline]
     fn find(&mut self) -> Result<Option<Found>, Corrupt> {
         let ring_bytes = self.memory.data_bytes();
-        if self.place.count == self.tail {
-            // Acquire: pairs with `commit`.
-            let tail = self.memory.counters().tail.0.load(Ordering::Acquire);
-            if tail < self.tail || tail - self.place.count > ring_bytes as u64 || !tail.is_multiple_of(LINE as u64) {
-                return Err(Corrupt);
-            }
-            self.tail = tail;
-            if tail == self.place.count {
-                return Ok(None);
-            }
-        }
         let mut start = self.place;
-        let mut word = self.word(start.offset);
+        // Acquire: pairs with `commit`.
+        let mut word = self.memory.word(start.offset).load(Ordering::Acquire);
+        if word == NOTHING {
+            return Ok(None);
+        }
         if word == WRAP {
             start = start.advance(ring_bytes - start.offset, ring_bytes);
-            if start.count >= self.tail {
+            // Relaxed: written before the mark.
+            word = self.memory.word(start.offset).load(Ordering::Relaxed);
+            if word == NOTHING || word == WRAP {
                 return Err(Corrupt);
             }
-            word = self.word(start.offset);
         }
-        let len = usize::try_from(word).ok().filter(|&len| len <= self.max_frame_bytes).ok_or(Corrupt)?;
+        let len = usize::try_from(word - 1).ok().filter(|&len| len <= self.max_frame_bytes).ok_or(Corrupt)?;
         let need = record_bytes(len);
-        if need as u64 > self.tail - start.count || need > ring_bytes - start.offset {
+        if need > ring_bytes - start.offset {
             return Err(Corrupt);
         }
         Ok(Some(Found { at: start.offset + frame_at(len), len, next: start.advance(need, ring_bytes) }))
-    }
-
-    #[inline]
-    fn word(&self, offset: usize) -> u64 {
-        self.memory.note_read(offset, 8);
-        // SAFETY: offsets of records are multiples of `LINE` below `data_bytes`, so the word is inside and aligned;
-        // it was published, since `offset` is below the tail that was acquired.
-        unsafe { self.memory.data().add(offset).cast::<u64>().read() }
     }
 }

@@ -37,6 +37,7 @@ unsafe impl Memory for Shared {
 
 fn memory(bytes: usize) -> Shared {
     let mut lines: Vec<Line64> = (0..bytes / LINE).map(|_| Line64([0xee; LINE])).collect();
+    lines[0] = Line64([0; LINE]);
     let data = lines.as_mut_ptr().cast();
     Shared(Arc::new(Heap { counters: Counters::new(), lines: lines.into(), data, data_bytes: bytes }))
 }
@@ -124,20 +125,29 @@ fn reserving_again_gives_up_the_first_place() {
 
 #[test]
 fn wrong_counters_and_lengths_are_corruption_and_not_a_crash() {
-    let corrupt = |tail: u64, word: u64| {
-        let (_, mut reader, memory) = ring(1024, 100);
-        // SAFETY: nobody else uses the memory here.
-        unsafe { memory.data().cast::<u64>().write(word) };
-        memory.counters().tail.0.store(tail, Ordering::Release);
+    let found = |at_end: bool, word: u64, behind: u64| {
+        let (mut writer, mut reader, memory) = ring(1024, 100);
+        if at_end {
+            // One line is left before the end.
+            for len in [100, 100, 100, 100, 100, 100, 100, 8] {
+                writer.try_reserve(len).unwrap().unwrap();
+                writer.commit();
+                reader.poll().unwrap();
+                reader.release();
+            }
+        }
+        memory.word(0).store(behind, Ordering::Relaxed);
+        memory.word(if at_end { 1024 - LINE } else { 0 }).store(word, Ordering::Release);
         reader.peek().map(|frame| frame.map(<[u8]>::len))
     };
-    assert_eq!(corrupt(64, 5), Ok(Some(5)));
-    assert_eq!(corrupt(64, 57), Err(Corrupt), "longer than what was published");
-    assert_eq!(corrupt(1024, 101), Err(Corrupt), "longer than any frame");
-    assert_eq!(corrupt(1024, u64::MAX - 1), Err(Corrupt));
-    assert_eq!(corrupt(1024, WRAP), Err(Corrupt), "a mark with nothing behind it");
-    assert_eq!(corrupt(2048, 5), Err(Corrupt), "more than the ring");
-    assert_eq!(corrupt(63, 5), Err(Corrupt), "not a multiple of a line");
+    assert_eq!(found(false, 6, 0), Ok(Some(5)));
+    assert_eq!(found(true, 6, 0), Ok(Some(5)));
+    assert_eq!(found(true, 58, 0), Err(Corrupt), "longer than the rest of the ring");
+    assert_eq!(found(false, 102, 0), Err(Corrupt), "longer than any frame");
+    assert_eq!(found(false, u64::MAX - 1, 0), Err(Corrupt));
+    assert_eq!(found(true, WRAP, 6), Ok(Some(5)));
+    assert_eq!(found(true, WRAP, NOTHING), Err(Corrupt), "a mark with nothing behind it");
+    assert_eq!(found(true, WRAP, WRAP), Err(Corrupt), "a mark behind a mark");
 
     let (mut writer, _, memory) = ring(1024, 100);
     memory.counters().head.0.store(4096, Ordering::Release);
