@@ -21,6 +21,7 @@ from support import (
     run_script,
 )
 from support.runner import check
+from support.versions import monitored_barrier
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
@@ -81,7 +82,7 @@ def medley(rank, world):
         moved = torch.empty(world * count)
         dist.all_to_all_single(moved, tensors[rank].repeat(world))
         assert bytes_equal(moved, flat)
-        dist.monitored_barrier()
+        monitored_barrier()
         receive = dist.irecv(back, (rank - 1) % world) if world > 1 else None
         if receive:
             dist.send(tensors[rank], (rank + 1) % world)

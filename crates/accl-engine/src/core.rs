@@ -201,7 +201,6 @@ impl Core {
             for id in self.groups.keys().copied().collect::<Vec<_>>() {
                 self.with_group(id, now, |group, hands| group.fail(error.clone(), hands, Tell::Peers));
             }
-            self.net.drop_broken(&error);
             error
         })
     }
@@ -278,28 +277,24 @@ impl Core {
     }
 
     fn drain(&mut self, id: PeerId, now: Instant) -> bool {
-        let Some(mut link) = self.net.take(id) else { return false };
         let mut moved = false;
-        let mut failure = None;
         for _ in 0..FRAMES_PER_TURN {
-            let parsed = match link.peek() {
-                Ok(Some(frame)) => Header::parse(frame),
+            let frame = match self.net.begin_frame(id) {
+                Ok(Some(frame)) => frame,
                 Ok(None) => break,
-                Err(error) => Err(error),
+                Err(error) => {
+                    self.net.mark_gone(id, error);
+                    return true;
+                }
             };
+            // SAFETY: links promise that a frame stays unchanged until it is released, which `end_frame` does; the net
+            // keeps the link until then.
+            let parsed = Header::parse(unsafe { frame.as_ref() });
             match parsed {
                 Ok((header, payload)) => self.on_frame(id, &header, payload, now),
-                Err(error) => {
-                    failure = Some(error);
-                    break;
-                }
+                Err(error) => self.net.mark_gone(id, error),
             }
-            link.release();
-            moved = true;
-        }
-        self.net.put_back(id, link);
-        if let Some(error) = failure {
-            self.net.mark_gone(id, error);
+            self.net.end_frame(id);
             moved = true;
         }
         moved

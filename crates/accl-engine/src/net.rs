@@ -4,6 +4,7 @@
 //! [`Net`] first.
 
 use std::collections::{HashMap, VecDeque};
+use std::ptr::NonNull;
 
 use accl_transport::frame::{HEADER_BYTES, Header};
 use accl_transport::{Card, Link, Poller};
@@ -23,7 +24,7 @@ pub(crate) enum Gone {
 }
 
 pub(crate) struct Peer {
-    /// `None` while its frames are being handled, and after it has gone.
+    /// `None` after it has gone.
     link: Option<Box<dyn Link>>,
     /// Control frames for which there was no room, oldest first.
     outbox: VecDeque<Vec<u8>>,
@@ -41,6 +42,9 @@ pub(crate) struct Peer {
 pub(crate) struct Net {
     peers: Vec<Peer>,
     by_uuid: HashMap<[u8; 16], PeerId>,
+    /// The peer of which a frame is being handled, and its link if it was given up meanwhile: the frame lies in it.
+    handling: Option<PeerId>,
+    retired: Option<Box<dyn Link>>,
     /// Some send found no room since the last [`Net::prepare_park`].
     room_wanted: bool,
 }
@@ -82,25 +86,23 @@ impl Net {
         &mut self.peers[id.0 as usize]
     }
 
-    /// Takes a link out to handle its frames; [`Net::put_back`] follows. Sends to it find no room meanwhile.
-    pub(crate) fn take(&mut self, id: PeerId) -> Option<Box<dyn Link>> {
-        self.peer_mut(id).link.take()
+    /// The next frame of a peer, to be handled. It stays where it is until [`Net::release`], also when the link is given
+    /// up meanwhile.
+    #[inline]
+    pub(crate) fn begin_frame(&mut self, id: PeerId) -> Result<Option<NonNull<[u8]>>> {
+        self.retired = None;
+        let Some(link) = self.peers[id.0 as usize].link.as_mut() else { return Ok(None) };
+        let frame = link.peek()?.map(NonNull::from);
+        self.handling = frame.and(Some(id));
+        Ok(frame)
     }
 
-    pub(crate) fn put_back(&mut self, id: PeerId, link: Box<dyn Link>) {
-        let peer = self.peer_mut(id);
-        if peer.gone.is_none() {
-            peer.link = Some(link);
-        }
-    }
-
-    /// Gives up links that were lost in a panic while their frames were handled.
-    pub(crate) fn drop_broken(&mut self, error: &Error) {
-        for id in self.ids() {
-            if self.peer(id).link.is_none() && self.peer(id).gone.is_none() {
-                self.mark_gone(id, error.clone());
-            }
-        }
+    /// Ends the handling of a frame.
+    #[inline]
+    pub(crate) fn end_frame(&mut self, id: PeerId) {
+        self.handling = None;
+        self.retired = None;
+        self.release(id);
     }
 
     /// A place for a frame of `len_bytes`, or `None` when there is no room now or the peer has gone.
@@ -223,10 +225,13 @@ impl Net {
         if peer.gone.is_none() {
             peer.gone = Some(if peer.said_goodbye { Gone::Left } else { Gone::Lost(error) });
         }
-        peer.link = None;
+        let link = peer.link.take();
         peer.unsent = false;
         peer.outbox.clear();
         let uuid = peer.card.uuid;
+        if self.handling == Some(id) {
+            self.retired = link;
+        }
         if self.by_uuid.get(&uuid) == Some(&id) {
             self.by_uuid.remove(&uuid);
         }

@@ -129,7 +129,10 @@ impl Run {
 
     /// Does all that can be done now. Returns whether anything was.
     pub(crate) fn advance(&mut self, env: &mut RunEnv<'_>) -> bool {
-        for op in std::mem::take(&mut self.stalled) {
+        // Later operations first: what they send has been touched last, and it is what peers can finish with.
+        let mut stalled = std::mem::take(&mut self.stalled);
+        stalled.sort_unstable_by(|a, b| b.cmp(a));
+        for op in stalled.drain(..) {
             self.queue(op);
         }
         let mut progressed = false;
@@ -141,16 +144,7 @@ impl Run {
             if self.ops[op as usize].complete {
                 continue;
             }
-            let before = (self.ops[op as usize].done, self.ops[op as usize].complete);
-            self.step(op, env);
-            let state = &self.ops[op as usize];
-            if (state.done, state.complete) != before {
-                progressed = true;
-                let plan = self.plan.clone();
-                for &dependent in &plan.ops[op as usize].dependents {
-                    self.queue(dependent);
-                }
-            }
+            progressed |= self.step(op, env);
         }
         progressed
     }
@@ -180,13 +174,23 @@ impl Run {
         Some(limit)
     }
 
-    fn step(&mut self, op: u32, env: &mut RunEnv<'_>) {
+    /// Does what an operation can do now, and queues those that wait for it when that was something.
+    fn step(&mut self, op: u32, env: &mut RunEnv<'_>) -> bool {
+        let before = (self.ops[op as usize].done, self.ops[op as usize].complete);
         let plan = self.plan.clone();
         match &plan.ops[op as usize].kind {
             PlanOpKind::Send { src, to } => self.step_send(op, src, *to, env),
             PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => self.step_receive(op, *from, env),
             PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } => self.step_local(op),
         }
+        let state = &self.ops[op as usize];
+        let progressed = (state.done, state.complete) != before;
+        if progressed {
+            for &dependent in &plan.ops[op as usize].dependents {
+                self.queue(dependent);
+            }
+        }
+        progressed
     }
 
     fn complete(&mut self, op: u32) {
@@ -233,6 +237,11 @@ impl Run {
             if n == 0 || !self.send_frame(op, src, to, Kind::Data, n, env) {
                 return;
             }
+            // One frame a step: other sends have their turn.
+            if self.ops[op as usize].done < total {
+                self.queue(op);
+                return;
+            }
         }
     }
 
@@ -242,7 +251,9 @@ impl Run {
         let signature_len = if kind == Kind::Begin { SIGNATURE_BYTES } else { 0 };
         let payload_len = signature_len + n as usize;
         let Some(frame) = env.net.reserve(env.members.peer(to), HEADER_BYTES + payload_len) else {
-            self.stalled.push(op);
+            if !self.stalled.contains(&op) {
+                self.stalled.push(op);
+            }
             return false;
         };
         let mut header = Header::new(kind);
@@ -310,11 +321,17 @@ impl Run {
         if fits && state.stash.is_empty() {
             state.done += payload.len() as u64;
             self.local.place(&self.plan.ops[op as usize].kind, at, payload);
+            self.settle_receive(op, from, env);
             let plan = self.plan.clone();
             for &dependent in &plan.ops[op as usize].dependents {
-                self.queue(dependent);
+                let is_send = matches!(plan.ops[dependent as usize].kind, PlanOpKind::Send { .. });
+                if is_send && !self.ops[dependent as usize].complete {
+                    // At once, while the bytes are still near.
+                    self.step(dependent, env);
+                } else {
+                    self.queue(dependent);
+                }
             }
-            self.settle_receive(op, from, env);
         } else {
             state.stash.push_back(payload.to_vec());
             self.queue(op);

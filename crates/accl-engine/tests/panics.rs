@@ -17,7 +17,8 @@ struct Explosive {
     armed: Arc<AtomicBool>,
 }
 
-impl Link for Explosive {
+// SAFETY: the link inside keeps the promise.
+unsafe impl Link for Explosive {
     fn max_frame_bytes(&self) -> usize {
         self.link.max_frame_bytes()
     }

@@ -66,7 +66,8 @@ impl<L: Link> Faulty<L> {
     }
 }
 
-impl<L: Link> Link for Faulty<L> {
+// SAFETY: the link inside keeps the promise.
+unsafe impl<L: Link> Link for Faulty<L> {
     fn max_frame_bytes(&self) -> usize {
         self.max_frame_bytes
     }

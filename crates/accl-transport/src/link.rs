@@ -6,10 +6,14 @@ use accl_types::Result;
 
 /// The first-in-first-out path between two processes, shared by all groups. Carries opaque frames both ways.
 ///
-/// One thread at a time uses a link (the engine holds its progress lock); nothing here blocks. A reserved place stays
-/// valid until [`Link::commit`], a peeked frame until [`Link::release`]. Once an error was returned, it is returned
-/// again.
-pub trait Link: Send {
+/// One thread at a time uses a link (the engine holds its progress lock); nothing here blocks. Once an error was
+/// returned, it is returned again.
+///
+/// # Safety
+/// A peeked frame stays where it is, unchanged, until [`Link::release`] or the end of the link, whatever else is done with
+/// it meanwhile; a reserved place until [`Link::commit`] or the next [`Link::try_reserve`]. The engine handles a frame while
+/// it sends over the same link.
+pub unsafe trait Link: Send {
     /// Most bytes of one frame: at least the configured segment plus [`crate::frame::OVERHEAD_BYTES`].
     fn max_frame_bytes(&self) -> usize;
 
@@ -71,7 +75,8 @@ pub trait Link: Send {
     fn describe(&self) -> String;
 }
 
-impl Link for Box<dyn Link> {
+// SAFETY: the link inside keeps the promise.
+unsafe impl Link for Box<dyn Link> {
     fn max_frame_bytes(&self) -> usize {
         (**self).max_frame_bytes()
     }

@@ -149,7 +149,8 @@ impl LoopbackLink {
     }
 }
 
-impl Link for LoopbackLink {
+// SAFETY: a peeked and a reserved frame are owned by the link, each in a buffer of its own.
+unsafe impl Link for LoopbackLink {
     fn max_frame_bytes(&self) -> usize {
         self.max_frame_bytes
     }

@@ -239,7 +239,8 @@ impl TcpLink {
     }
 }
 
-impl Link for TcpLink {
+// SAFETY: while a frame is shown, `poll_frame` does not fill the buffer that it lies in; sending uses another one.
+unsafe impl Link for TcpLink {
     fn max_frame_bytes(&self) -> usize {
         self.max_frame_bytes
     }

@@ -55,7 +55,8 @@ impl<L: Link> Traced<L> {
     }
 }
 
-impl<L: Link> Link for Traced<L> {
+// SAFETY: the link inside keeps the promise.
+unsafe impl<L: Link> Link for Traced<L> {
     fn max_frame_bytes(&self) -> usize {
         self.link.max_frame_bytes()
     }

@@ -141,7 +141,8 @@ impl ShmLink {
     }
 }
 
-impl Link for ShmLink {
+// SAFETY: the ring gives a record's bytes back at `release` only; the region lives as long as the link.
+unsafe impl Link for ShmLink {
     fn max_frame_bytes(&self) -> usize {
         self.max_frame_bytes
     }
