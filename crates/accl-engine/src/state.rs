@@ -486,13 +486,14 @@ impl GroupState {
             let peer = hands.net.peer(self.members.peer(rank));
             let left = self.members.has_left(rank) || matches!(peer.gone, Some(Gone::Left));
             let lost = match &peer.gone {
-                Some(Gone::Lost(error)) => Some(error),
-                Some(Gone::Left) | None => None,
+                Some(Gone::Lost(error)) if !self.members.has_left(rank) => Some(error),
+                Some(Gone::Lost(_) | Gone::Left) | None => None,
             };
             if !left && lost.is_none() {
                 continue;
             }
-            let any_run = self.runs.values().find(|run| lost.is_some() || run.needs(rank)).map(|run| &run.call);
+            // A call that needs nothing more of the rank may end well; one that does fails, and tells all others.
+            let any_run = self.runs.values().find(|run| run.needs(rank)).map(|run| &run.call);
             let any_message = || {
                 let needs =
                     |m: &&Message| !m.is_private && (m.peer == Some(rank) || (m.peer.is_none() && lost.is_some()));
