@@ -155,7 +155,7 @@ impl Engine {
 
     /// Whether ranks of this host must share cores.
     fn shares_cores(&self) -> bool {
-        self.ranks_per_host.load(Ordering::Relaxed) > self.cores
+        self.shares_cores.load(Ordering::Relaxed)
     }
 
     /// How often a call on the short way looks for a frame. It holds the lock, so not for long.

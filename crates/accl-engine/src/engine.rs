@@ -4,7 +4,7 @@
 //! first.
 
 use std::net::IpAddr;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -15,6 +15,7 @@ use accl_types::{Error, ErrorKind, Rank, Result};
 
 use crate::completion::CompletionPool;
 use crate::core::Core;
+use crate::cores::Cores;
 use crate::drive::Drive;
 use crate::group::{Group, GroupSpec};
 use crate::hash::hash_words;
@@ -40,12 +41,11 @@ pub struct Engine {
     config: Config,
     pub(crate) pool: CompletionPool,
     pub(crate) drive: Drive,
-    /// Most ranks that one host has in any group: tells whether cores are shared.
-    pub(crate) ranks_per_host: AtomicU32,
+    /// In some group the ranks of this host are more than their cores.
+    pub(crate) shares_cores: AtomicBool,
     groups_made: AtomicU64,
     /// How often this process had been forked when the engine was made: in a later child it is dead.
     born: u64,
-    pub(crate) cores: u32,
     /// For the background thread.
     pub(crate) me: Weak<Engine>,
 }
@@ -70,10 +70,9 @@ impl Engine {
             config,
             pool,
             drive: Drive::default(),
-            ranks_per_host: AtomicU32::new(1),
+            shares_cores: AtomicBool::new(false),
             groups_made: AtomicU64::new(0),
             born: accl_transport::fork_generation(),
-            cores: std::thread::available_parallelism().map_or(1, |n| n.get() as u32),
             me: me.clone(),
         })
     }
@@ -118,7 +117,7 @@ impl Engine {
         let parts = self.parts(spec.master)?;
         let card = parts.endpoint.lock().card().clone();
         let counter = self.groups_made.fetch_add(1, Ordering::Relaxed);
-        let mine = GroupCard { counter, agreed: spec.config.agreed_text(), card };
+        let mine = GroupCard { counter, agreed: spec.config.agreed_text(), cores: Cores::of_this_process(), card };
         let cards = meet(spec, &mine, store, deadline, interrupt)?;
         let hosts = host_indices(&cards);
         let topology = Topology::new(hosts.clone());
@@ -128,8 +127,11 @@ impl Engine {
         let peers = self.connect(parts, spec, &mine, &cards, deadline, interrupt);
         let peers = peers.inspect_err(|_| self.with_core(|core| core.remove_group(id)))?;
 
-        let most = hosts.iter().map(|host| hosts.iter().filter(|other| *other == host).count()).max().unwrap_or(1);
-        self.ranks_per_host.fetch_max(most as u32, Ordering::Relaxed);
+        let here = hosts[spec.rank.index()];
+        let neighbours = cards.iter().zip(&hosts).filter(|(_, host)| **host == here).map(|(card, _)| &card.cores);
+        if Cores::are_shared(neighbours) {
+            self.shares_cores.store(true, Ordering::Relaxed);
+        }
         let name: Arc<str> = spec.name.as_str().into();
         let members = Members::new(peers, spec.config.eager_bytes);
         let plans = Plans::new(topology, spec.rank, &spec.config);

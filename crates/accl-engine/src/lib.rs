@@ -6,6 +6,7 @@ mod buffers;
 mod call;
 mod completion;
 mod core;
+mod cores;
 mod desc;
 mod drive;
 mod engine;

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use accl_transport::Card;
 use accl_types::{Error, Result};
 
+use crate::cores::Cores;
 use crate::group::GroupSpec;
 use crate::hash::hash_words;
 use crate::store::Store;
@@ -23,26 +24,29 @@ pub(crate) struct GroupCard {
     pub(crate) counter: u64,
     /// Everything the ranks must agree on.
     pub(crate) agreed: String,
+    /// The cores that it may use.
+    pub(crate) cores: Cores,
     /// Its endpoint.
     pub(crate) card: Card,
 }
 
 impl GroupCard {
     pub(crate) fn to_text(&self) -> String {
-        format!("{MAGIC}\n{}\n{}\n{}", self.counter, self.agreed, self.card.to_text())
+        format!("{MAGIC}\n{}\n{}\n{}\n{}", self.counter, self.agreed, self.cores, self.card.to_text())
     }
 
     pub(crate) fn from_text(text: &str) -> Result<Self> {
         let broken =
             |what: &str| Error::rendezvous(format!("the store holds something that is no rank's card: {what}"));
-        let mut lines = text.splitn(4, '\n');
+        let mut lines = text.splitn(5, '\n');
         if lines.next() != Some(MAGIC) {
             return Err(broken("another version of torch-accl? install the same one on all hosts"));
         }
         let counter = lines.next().and_then(|line| line.parse().ok()).ok_or_else(|| broken("no counter"))?;
         let agreed = lines.next().ok_or_else(|| broken("no settings"))?.to_owned();
+        let cores = lines.next().and_then(|line| line.parse().ok()).ok_or_else(|| broken("no cores"))?;
         let card = Card::from_text(lines.next().ok_or_else(|| broken("no address"))?)?;
-        Ok(Self { counter, agreed, card })
+        Ok(Self { counter, agreed, cores, card })
     }
 }
 

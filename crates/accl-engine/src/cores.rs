@@ -1,0 +1,115 @@
+//! Which cores the ranks of a host may use: whether a rank that waits takes one away from another.
+//!
+//! Each rank publishes what it may use. A rank that is pinned sees one core and cannot tell from that alone whether
+//! the others have theirs.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// The cores that a process may use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Cores {
+    /// Their numbers, ascending.
+    numbers: Vec<u32>,
+    /// How many of them a quota leaves; 0 without one.
+    quota: u32,
+}
+
+impl Cores {
+    /// Of the calling thread, which is as good as the process: torch's threads are pinned together.
+    pub(crate) fn of_this_process() -> Self {
+        let usable = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
+        let numbers: Vec<u32> = match rustix::thread::sched_getaffinity(None) {
+            Ok(set) => {
+                (0..rustix::thread::CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).map(|cpu| cpu as u32).collect()
+            }
+            Err(_) => (0..usable).collect(),
+        };
+        let quota = if usable < numbers.len() as u32 { usable } else { 0 };
+        Self { numbers, quota }
+    }
+
+    /// Whether these processes, all of one host, are more than the cores that they have together.
+    pub(crate) fn are_shared<'a>(all: impl Iterator<Item = &'a Cores> + Clone) -> bool {
+        let ranks = all.clone().count();
+        let mut union: Vec<u32> = all.clone().flat_map(|cores| cores.numbers.iter().copied()).collect();
+        union.sort_unstable();
+        union.dedup();
+        let quota = all.map(|cores| cores.quota).filter(|&quota| quota > 0).min();
+        ranks > quota.map_or(union.len(), |quota| union.len().min(quota as usize))
+    }
+}
+
+/// `0-3,8/2`: the numbers, and a quota if there is one.
+impl fmt::Display for Cores {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, run) in self.numbers.chunk_by(|a, b| a + 1 == *b).enumerate() {
+            let comma = if index == 0 { "" } else { "," };
+            match run {
+                [one] => write!(f, "{comma}{one}")?,
+                [first, .., last] => write!(f, "{comma}{first}-{last}")?,
+                [] => {}
+            }
+        }
+        if self.quota > 0 { write!(f, "/{}", self.quota) } else { Ok(()) }
+    }
+}
+
+impl FromStr for Cores {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let number = |text: &str| text.parse::<u32>().map_err(drop);
+        let (runs, quota) = match text.split_once('/') {
+            Some((runs, quota)) => (runs, number(quota)?),
+            None => (text, 0),
+        };
+        let mut numbers = Vec::new();
+        for run in runs.split(',').filter(|run| !run.is_empty()) {
+            let (first, last) = run.split_once('-').unwrap_or((run, run));
+            let (first, last) = (number(first)?, number(last)?);
+            // No machine has more; a longer run is no list of cores.
+            if last < first || last - first > 1 << 16 {
+                return Err(());
+            }
+            numbers.extend(first..=last);
+        }
+        Ok(Self { numbers, quota })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cores(text: &str) -> Cores {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn the_text_is_read_as_it_was_written() {
+        for text in ["", "0", "0-3", "0-3,8", "1,3,5-6/2"] {
+            assert_eq!(cores(text).to_string(), text);
+        }
+        let mine = Cores::of_this_process();
+        assert!(!mine.numbers.is_empty());
+        assert_eq!(cores(&mine.to_string()), mine);
+        for wrong in ["x", "3-1", "0-9999999", "1/x", "-"] {
+            assert_eq!(wrong.parse::<Cores>(), Err(()), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn pinned_ranks_have_cores_of_their_own_and_crowded_ones_do_not() {
+        let shared = |texts: &[&str]| {
+            let all: Vec<Cores> = texts.iter().map(|text| cores(text)).collect();
+            Cores::are_shared(all.iter())
+        };
+        assert!(!shared(&["0", "1"]));
+        assert!(!shared(&["0-1", "0-1"]));
+        assert!(shared(&["0", "0"]));
+        assert!(shared(&["0-1", "0-1", "0-1"]));
+        assert!(shared(&["0-7/1", "0-7/1"]));
+        assert!(!shared(&["0-7/2", "0-7/2"]));
+    }
+}
