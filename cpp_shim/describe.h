@@ -1,7 +1,7 @@
 // Tensors and operators as the plain data that crosses the bridge. Describes memory; never reads or copies it.
 #pragma once
 
-#include <deque>
+#include <list>
 #include <string>
 #include <vector>
 
@@ -200,7 +200,7 @@ class Blocks {
   const char* call_;
   c10::SmallVector<bridge::TensorView, 2> views_;
   c10::SmallVector<uint32_t, 4> counts_;
-  std::deque<std::vector<int64_t>> narrowed_;
+  std::list<std::vector<int64_t>> narrowed_;  // stay where they are; no memory while there are none
 };
 
 // One call while it is described.
