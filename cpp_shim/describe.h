@@ -48,13 +48,8 @@ inline bridge::Dtype to_dtype(at::ScalarType type, const char* call) {
     case ScalarType::Int5: case ScalarType::Int6: case ScalarType::Int7: return Dtype::Bits8;
     case ScalarType::Bits16: return Dtype::Bits16;
     // Their scale would not go with them.
-    case ScalarType::QInt8:
-    case ScalarType::QUInt8:
-    case ScalarType::QInt32:
-    case ScalarType::QUInt4x2:
-    case ScalarType::QUInt2x4:
-    case ScalarType::Undefined:
-    case ScalarType::NumOptions: break;
+    case ScalarType::QInt8: case ScalarType::QUInt8: case ScalarType::QInt32: case ScalarType::QUInt4x2:
+    case ScalarType::QUInt2x4: case ScalarType::Undefined: case ScalarType::NumOptions: break;
   }
   refuse(bridge::Kind::Unsupported, call, std::string("tensors of type ") + c10::toString(type) + " cannot be sent");
 }
