@@ -146,6 +146,30 @@ impl Net {
         link.peek().ok()?
     }
 
+    /// As [`Net::commit`]; [`Net::wake`] follows soon.
+    #[inline]
+    pub(crate) fn commit_quietly(&mut self, id: PeerId) {
+        if let Some(link) = self.peer_mut(id).link.as_mut() {
+            link.commit_quietly();
+        }
+    }
+
+    /// As [`Net::release`]; [`Net::wake`] follows soon.
+    #[inline]
+    pub(crate) fn release_quietly(&mut self, id: PeerId) {
+        if let Some(link) = self.peer_mut(id).link.as_mut() {
+            link.release_quietly();
+        }
+    }
+
+    /// Wakes a peer that sleeps although it was given something quietly.
+    #[inline]
+    pub(crate) fn wake(&mut self, id: PeerId) {
+        if let Some(link) = self.peer_mut(id).link.as_mut() {
+            link.wake_peer();
+        }
+    }
+
     /// Gives the frame's place back.
     #[inline]
     pub(crate) fn release(&mut self, id: PeerId) {

@@ -110,6 +110,8 @@ pub(crate) struct Plan {
     pub(crate) straight: Option<Box<[u32]>>,
     /// Whether anything is received.
     pub(crate) hears: bool,
+    /// The ranks that something goes to or comes from.
+    pub(crate) peers: SmallVec<[Rank; 4]>,
     receives: EdgeIndex,
     sends: EdgeIndex,
 }
@@ -167,11 +169,15 @@ impl Plan {
             let deps = op.deps.iter().map(|dep| (dep.on, dep.stream)).collect();
             ops.push(PlanOp { kind, total, edge: op.edge, deps, dependents: SmallVec::new() });
         }
+        let mut peers: SmallVec<[Rank; 4]> = receives.iter().chain(&sends).map(|&(peer, ..)| Rank(peer)).collect();
+        peers.sort_unstable();
+        peers.dedup();
         let longest = ops.iter().map(|op| op.total).max().unwrap_or(0);
         let is_short = ops.len() <= STRAIGHT_OPS && longest <= STRAIGHT_BYTES;
         Self {
             algorithm,
             longest,
+            peers,
             straight: is_short.then(|| straight_order(&ops)),
             ops,
             scratch_bytes: layout.scratch_bytes(),

@@ -26,6 +26,16 @@ pub(crate) struct Straight<'a> {
 impl Straight<'_> {
     /// Runs operations in `order`; returns how many of them are done.
     pub(crate) fn go(&self, order: &[u32], env: &mut RunEnv<'_>) -> usize {
+        let done = self.run(order, env);
+        // Once for all that was sent and taken: looking whether a peer sleeps waits for our writes to be visible, which
+        // they are by now.
+        for &rank in &self.shape.plan.peers {
+            env.net.wake(env.members.peer(rank));
+        }
+        done
+    }
+
+    fn run(&self, order: &[u32], env: &mut RunEnv<'_>) -> usize {
         for (position, &index) in order.iter().enumerate() {
             let op = &self.shape.plan.ops[index as usize];
             let done = match &op.kind {
@@ -61,7 +71,7 @@ impl Straight<'_> {
         let (signature, data) = frame[HEADER_BYTES..].split_at_mut(SIGNATURE_BYTES);
         signature.copy_from_slice(&self.shape.signature_bytes);
         self.local.read(src, 0, data);
-        env.net.commit(peer);
+        env.net.commit_quietly(peer);
         env.members.take_eager(to, op.total);
         true
     }
@@ -82,7 +92,7 @@ impl Straight<'_> {
             return false;
         }
         self.local.place(&op.kind, 0, data);
-        env.net.release(peer);
+        env.net.release_quietly(peer);
         env.members.saw(from, self.seq);
         env.members.give_eager_back(from, op.total, self.group, env.net);
         true

@@ -63,6 +63,20 @@ pub unsafe trait Link: Send {
     /// Says that nothing more will be sent: flushes, then half-closes. What the peer sent can still be read.
     fn close(&mut self);
 
+    /// As [`Link::commit`], but the peer is woken by the next [`Link::wake_peer`] only: several steps need one look at
+    /// whether it sleeps.
+    fn commit_quietly(&mut self) {
+        self.commit();
+    }
+
+    /// As [`Link::release`], in the same way.
+    fn release_quietly(&mut self) {
+        self.release();
+    }
+
+    /// Wakes the peer if it is parked and was given anything quietly.
+    fn wake_peer(&mut self) {}
+
     /// Whether a [`Link::peek`] that finds nothing costs no system call.
     fn is_cheap_to_look_at(&self) -> bool {
         false
@@ -119,6 +133,18 @@ unsafe impl Link for Box<dyn Link> {
 
     fn close(&mut self) {
         (**self).close();
+    }
+
+    fn commit_quietly(&mut self) {
+        (**self).commit_quietly();
+    }
+
+    fn release_quietly(&mut self) {
+        (**self).release_quietly();
+    }
+
+    fn wake_peer(&mut self) {
+        (**self).wake_peer();
     }
 
     fn is_cheap_to_look_at(&self) -> bool {

@@ -246,6 +246,23 @@ unsafe impl Link for ShmLink {
         }
     }
 
+    #[inline]
+    fn commit_quietly(&mut self) {
+        self.writer.commit();
+    }
+
+    #[inline]
+    fn release_quietly(&mut self) {
+        if std::mem::take(&mut self.shown) {
+            self.reader.release();
+        }
+    }
+
+    #[inline]
+    fn wake_peer(&mut self) {
+        self.wake_peer_if(DATA | ROOM);
+    }
+
     fn is_cheap_to_look_at(&self) -> bool {
         true
     }
