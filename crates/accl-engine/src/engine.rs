@@ -310,10 +310,10 @@ impl Engine {
     fn send_the_rest(&self, deadline: Instant) {
         let Some(parts) = self.parts.get() else { return };
         while Instant::now() < deadline {
-            let unsent = self.with_core(|core| {
-                core.net.flush_all();
-                core.net.has_unsent()
-            });
+            let Some(mut core) = self.core.try_lock_until(deadline) else { return };
+            core.net.flush_all();
+            let unsent = core.net.has_unsent();
+            drop(core);
             if !unsent {
                 return;
             }
@@ -337,7 +337,9 @@ impl Engine {
             core.say_goodbye();
         }
         self.send_the_rest(now + LAST_BYTES);
-        self.with_core(|core| core.net.close_all());
+        if let Some(mut core) = self.core.try_lock_for(Duration::from_secs(1)) {
+            core.net.close_all();
+        }
         self.pool.stop(Duration::from_secs(1));
         self.await_background(Duration::from_secs(1));
     }

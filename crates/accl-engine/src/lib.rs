@@ -1,6 +1,6 @@
 //! Groups, plan cache, executor, progress and deadlines: the middle of torch-accl.
 //!
-//! Knows no torch, Python, MPI or device. Read [`Engine`], then [`Group::submit`], then [`Call`].
+//! Knows no torch, Python, MPI or device. Read [`Engine`], then [`Group::submit`] and [`Group::run`], then [`Call`].
 
 mod buffers;
 mod call;
