@@ -83,12 +83,8 @@ impl Group {
     /// # Errors
     /// As [`Group::submit`].
     pub fn run(&self, desc: &CallDesc) -> Result<Ran> {
-        match self.run_straight(desc) {
-            Ok(Some(ran)) => Ok(ran),
-            Ok(None) => self.start(desc).map(Ran::Pending),
-            Err(error) => Err(error),
-        }
-        .map_err(|error| self.placed(error))
+        let ran = self.run_straight(desc).transpose();
+        ran.unwrap_or_else(|| self.start(desc).map(Ran::Pending)).map_err(|error| self.placed(error))
     }
 
     /// `None`: nothing was done, the call cannot go this way.

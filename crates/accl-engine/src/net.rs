@@ -86,8 +86,8 @@ impl Net {
         &mut self.peers[id.0 as usize]
     }
 
-    /// The next frame of a peer, to be handled. It stays where it is until [`Net::release`], also when the link is given
-    /// up meanwhile.
+    /// The next frame of a peer, to be handled. It stays where it is until [`Net::end_frame`], also when the link is
+    /// given up meanwhile.
     #[inline]
     pub(crate) fn begin_frame(&mut self, id: PeerId) -> Result<Option<NonNull<[u8]>>> {
         self.retired = None;

@@ -56,6 +56,8 @@ pub(crate) struct GroupState {
     pub(crate) next_monitored: u32,
     /// The first cause, once there is one.
     poison: Option<Error>,
+    /// The rank that told the first cause, if it did not begin here.
+    heard_from: Option<Rank>,
     /// See `is_near`.
     near: Option<bool>,
     /// Scratch of calls on the short way.
@@ -125,6 +127,7 @@ impl GroupState {
             next_p2p: 0,
             next_monitored: 0,
             poison: None,
+            heard_from: None,
             near: None,
             scratch: Storage::default(),
             cause_was_raised: false,
@@ -281,7 +284,7 @@ impl GroupState {
             let error = error.with_peer(from);
             let error = match self.runs.get(&header.seq) {
                 Some(run) if matches!(header.kind, Kind::Begin | Kind::Data | Kind::Grant) => run.call.placed(error),
-                _ => error.in_group(&self.name).on_rank(self.rank),
+                _ => self.placed(error),
             };
             self.fail(error, hands, Tell::Peers);
         }
@@ -307,7 +310,7 @@ impl GroupState {
                 // Another rank may pass on what it heard.
                 let text = if cause.text.contains(&report) { cause.text } else { report + &cause.text };
                 let error = Error::new(cause.kind, text);
-                self.fail(error.with_peer(cause.origin).in_group(&self.name).on_rank(self.rank), hands, Tell::Nobody);
+                self.fail(self.placed(error.with_peer(cause.origin)), hands, Tell::Nobody);
                 Ok(())
             }
             Kind::Goodbye => {
@@ -517,8 +520,9 @@ impl GroupState {
         if self.poison.is_some() {
             return;
         }
-        if tell == Tell::Peers {
-            self.tell_cause(self.rank, &error, hands);
+        match tell {
+            Tell::Peers => self.tell_cause(self.rank, &error, hands),
+            Tell::Nobody => self.heard_from = error.context.peer,
         }
         self.poison = Some(error.clone());
         self.early.clear();
@@ -572,11 +576,11 @@ impl GroupState {
         let in_flight = !self.is_idle();
         if in_flight {
             let error = Error::aborted("the group was destroyed while calls were in flight");
-            self.fail(error.in_group(&self.name).on_rank(self.rank), hands, Tell::Peers);
+            self.fail(self.placed(error), hands, Tell::Peers);
         }
         // A rank that has yet to hear of the cause from its origin would take the goodbye for it.
-        if let Some(cause) = self.poison.clone() {
-            self.tell_cause(cause.context.peer.unwrap_or(self.rank), &cause, hands);
+        if let (Some(origin), Some(cause)) = (self.heard_from, &self.poison) {
+            self.tell_cause(origin, cause, hands);
         }
         let mut header = Header::new(Kind::Goodbye);
         header.group = self.id;

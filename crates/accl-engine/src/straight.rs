@@ -3,7 +3,7 @@
 //!
 //! It is the plan that `run` executes, in the order of [`Plan::straight`](crate::plan::Plan). As soon as something is not
 //! as expected (a peer is late, a frame of another call comes first, a ring is full), it stops, and a run goes on from
-//! there. So nothing unusual is handled here. Read [`go`] first.
+//! there. So nothing unusual is handled here. Read [`Straight::go`] first.
 
 use accl_transport::frame::{HEADER_BYTES, Header, Kind, SIGNATURE_BYTES};
 use accl_types::Rank;
