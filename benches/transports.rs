@@ -28,7 +28,7 @@ const LOOPBACK_FRAMES: usize = 16;
 /// Looks at the link before parking.
 const LOOKS: u32 = 20_000;
 
-/// First word of a frame: what the other side shall do with it.
+/// First word of a frame's head: what the other side shall do with it.
 const ECHO: u64 = 1;
 const KEEP: u64 = 2;
 const KEEP_AND_REPLY: u64 = 3;
@@ -203,9 +203,9 @@ impl Wire {
     fn send(&mut self, order: u64, bytes: usize) -> Result<()> {
         let mut waiting = Waiting::new(DEADLINE);
         loop {
-            if let Some(frame) = self.link.try_reserve(bytes)? {
-                frame.copy_from_slice(&self.outgoing[..bytes]);
-                frame[..8].copy_from_slice(&order.to_le_bytes());
+            if let Some(place) = self.link.try_reserve(bytes)? {
+                place.payload.copy_from_slice(&self.outgoing[..bytes]);
+                place.head[..8].copy_from_slice(&order.to_le_bytes());
                 self.link.commit();
                 self.link.flush()?;
                 return Ok(());
@@ -220,10 +220,10 @@ impl Wire {
         let mut waiting = Waiting::new(patience);
         loop {
             if let Some(frame) = self.link.peek()? {
-                let bytes = frame.len();
-                self.incoming[..bytes].copy_from_slice(frame);
+                let bytes = frame.payload.len();
+                self.incoming[..bytes].copy_from_slice(frame.payload);
+                let order = frame.head.first_chunk().map_or(0, |word| u64::from_le_bytes(*word));
                 self.link.release();
-                let order = self.incoming.first_chunk().map_or(0, |word| u64::from_le_bytes(*word));
                 return Ok((order, bytes));
             }
             let unsent = !self.link.flush()?;

@@ -12,7 +12,6 @@ use accl_transport::frame::{Header, Kind};
 use accl_transport::{Card, Link, Poller};
 use accl_types::{Error, Result};
 
-use crate::buffers::Buffers;
 use crate::completion::CompletionPool;
 use crate::desc::CallDesc;
 use crate::hash::hash_words;
@@ -121,15 +120,9 @@ impl Core {
 
     /// Runs a call the short way, as far as that goes. `None`: not at all.
     #[inline]
-    pub(crate) fn run_straight(
-        &mut self,
-        id: u64,
-        desc: &CallDesc,
-        buffers: Buffers,
-        looks: u32,
-    ) -> Option<RanStraight> {
+    pub(crate) fn run_straight(&mut self, id: u64, desc: &CallDesc, looks: u32) -> Option<RanStraight> {
         let group = self.groups.get_mut(&id)?;
-        let ran = group.run_straight(desc, buffers, looks, &mut self.net, self.segment);
+        let ran = group.run_straight(desc, looks, &mut self.net, self.segment);
         if let Some(RanStraight::Done { heard: false, .. }) = ran {
             self.ended_at_once();
         }
@@ -287,11 +280,10 @@ impl Core {
                     return true;
                 }
             };
-            // SAFETY: links promise that a frame stays unchanged until it is released, which `end_frame` does; the net
-            // keeps the link until then.
-            let parsed = Header::parse(unsafe { frame.as_ref() });
-            match parsed {
-                Ok((header, payload)) => self.on_frame(id, &header, payload, now),
+            // SAFETY: used up to `end_frame` only.
+            let frame = unsafe { frame.get() };
+            match Header::parse(frame.head) {
+                Ok(header) => self.on_frame(id, &header, frame.payload, now),
                 Err(error) => self.net.mark_gone(id, error),
             }
             self.net.end_frame(id);

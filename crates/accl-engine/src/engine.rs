@@ -213,8 +213,8 @@ impl Engine {
                 if own != spec.rank.index() {
                     return Err(Error::rendezvous(format!("ranks {own} and {} are the same process", spec.rank)));
                 }
-                let frame = self.config.segment_bytes as usize + accl_transport::frame::OVERHEAD_BYTES;
-                let link = accl_transport::loopback::self_link(frame, parts.waker.clone());
+                let payload = self.config.segment_bytes as usize + accl_transport::frame::OVERHEAD_BYTES;
+                let link = accl_transport::loopback::self_link(payload, parts.waker.clone());
                 self.with_core(|core| core.add_link(mine.card.clone(), Box::new(link), &parts.poller))?;
                 continue;
             }

@@ -92,10 +92,9 @@ impl Group {
         if !desc.may_go_straight() || self.engine.is_forked() || self.closed.load(Ordering::Acquire) {
             return Ok(None);
         }
-        let Ok(buffers) = Buffers::prepare(desc, self.rank.index()) else { return Ok(None) };
         let looks = self.engine.straight_looks();
         let mut core = self.engine.core.lock();
-        let ran = core.guarded(|core| core.run_straight(self.id, desc, buffers, looks));
+        let ran = core.guarded(|core| core.run_straight(self.id, desc, looks));
         let ran = ran.map_err(|error| error.of(desc.collective))?;
         let stopped = match ran {
             None => return Ok(None),

@@ -6,8 +6,8 @@
 use std::collections::{HashMap, VecDeque};
 use std::ptr::NonNull;
 
-use accl_transport::frame::{HEADER_BYTES, Header};
-use accl_transport::{Card, Link, Poller};
+use accl_transport::frame::Header;
+use accl_transport::{Card, Frame, HEAD_BYTES, Link, Place, Poller};
 use accl_types::{Error, Result};
 
 /// Index of a peer process in [`Net`].
@@ -27,7 +27,7 @@ pub(crate) struct Peer {
     /// `None` after it has gone.
     link: Option<Box<dyn Link>>,
     /// Control frames for which there was no room, oldest first.
-    outbox: VecDeque<Vec<u8>>,
+    outbox: VecDeque<([u8; HEAD_BYTES], Vec<u8>)>,
     pub(crate) card: Card,
     pub(crate) said_goodbye: bool,
     pub(crate) gone: Option<Gone>,
@@ -35,6 +35,31 @@ pub(crate) struct Peer {
     wants_room: bool,
     /// Bytes are buffered in this process that the peer has not been sent yet.
     unsent: bool,
+}
+
+/// A frame that lies in a link, without the borrow.
+#[derive(Clone, Copy)]
+pub(crate) struct RawFrame {
+    head: NonNull<[u8; HEAD_BYTES]>,
+    payload: NonNull<[u8]>,
+}
+
+impl From<Frame<'_>> for RawFrame {
+    fn from(frame: Frame<'_>) -> Self {
+        Self { head: frame.head.into(), payload: frame.payload.into() }
+    }
+}
+
+impl RawFrame {
+    /// The frame.
+    ///
+    /// # Safety
+    /// Not after [`Net::end_frame`].
+    pub(crate) unsafe fn get<'a>(self) -> Frame<'a> {
+        // SAFETY: links promise that a frame stays unchanged until it is released, which `end_frame` does; the net keeps
+        // the link until then.
+        unsafe { Frame { head: self.head.as_ref(), payload: self.payload.as_ref() } }
+    }
 }
 
 /// All peers of this process.
@@ -86,14 +111,19 @@ impl Net {
         &mut self.peers[id.0 as usize]
     }
 
+    #[inline]
+    fn link(&mut self, id: PeerId) -> Option<&mut (dyn Link + 'static)> {
+        self.peers[id.0 as usize].link.as_deref_mut()
+    }
+
     /// The next frame of a peer, to be handled. It stays where it is until [`Net::end_frame`], also when the link is
     /// given up meanwhile.
     #[inline]
-    pub(crate) fn begin_frame(&mut self, id: PeerId) -> Result<Option<NonNull<[u8]>>> {
+    pub(crate) fn begin_frame(&mut self, id: PeerId) -> Result<Option<RawFrame>> {
         self.retired = None;
-        let Some(link) = self.peers[id.0 as usize].link.as_mut() else { return Ok(None) };
-        let frame = link.peek()?.map(NonNull::from);
-        self.handling = frame.and(Some(id));
+        let Some(link) = self.peers[id.0 as usize].link.as_deref_mut() else { return Ok(None) };
+        let frame = link.peek()?.map(RawFrame::from);
+        self.handling = frame.as_ref().map(|_| id);
         Ok(frame)
     }
 
@@ -105,13 +135,13 @@ impl Net {
         self.release(id);
     }
 
-    /// A place for a frame of `len_bytes`, or `None` when there is no room now or the peer has gone.
+    /// A place for a frame with a payload of so many bytes, or `None` when there is no room now or the peer has gone.
     #[inline]
-    pub(crate) fn reserve(&mut self, id: PeerId, len_bytes: usize) -> Option<&mut [u8]> {
+    pub(crate) fn reserve(&mut self, id: PeerId, payload_bytes: usize) -> Option<Place<'_>> {
         let peer = &mut self.peers[id.0 as usize];
-        let link = peer.link.as_mut()?;
+        let link = peer.link.as_deref_mut()?;
         // A broken link is noticed by `check`; here it only has no room.
-        match link.try_reserve(len_bytes) {
+        match link.try_reserve(payload_bytes) {
             Ok(Some(place)) => Some(place),
             Ok(None) | Err(_) => {
                 peer.wants_room = true;
@@ -123,7 +153,7 @@ impl Net {
 
     #[inline]
     pub(crate) fn commit(&mut self, id: PeerId) {
-        if let Some(link) = self.peer_mut(id).link.as_mut() {
+        if let Some(link) = self.link(id) {
             link.commit();
         }
     }
@@ -135,21 +165,14 @@ impl Net {
 
     /// The next frame, for which it looks up to `looks` times. Errors are left to a pass.
     #[inline]
-    pub(crate) fn await_frame(&mut self, id: PeerId, looks: u32) -> Option<&[u8]> {
-        let link = self.peers[id.0 as usize].link.as_mut()?;
-        for _ in 0..looks {
-            if link.peek().ok()?.is_some() {
-                break;
-            }
-            std::hint::spin_loop();
-        }
-        link.peek().ok()?
+    pub(crate) fn await_frame(&mut self, id: PeerId, looks: u32) -> Option<Frame<'_>> {
+        self.link(id)?.await_frame(looks).ok()?
     }
 
     /// As [`Net::commit`]; [`Net::wake`] follows soon.
     #[inline]
     pub(crate) fn commit_quietly(&mut self, id: PeerId) {
-        if let Some(link) = self.peer_mut(id).link.as_mut() {
+        if let Some(link) = self.link(id) {
             link.commit_quietly();
         }
     }
@@ -157,7 +180,7 @@ impl Net {
     /// As [`Net::release`]; [`Net::wake`] follows soon.
     #[inline]
     pub(crate) fn release_quietly(&mut self, id: PeerId) {
-        if let Some(link) = self.peer_mut(id).link.as_mut() {
+        if let Some(link) = self.link(id) {
             link.release_quietly();
         }
     }
@@ -165,7 +188,7 @@ impl Net {
     /// Wakes a peer that sleeps although it was given something quietly.
     #[inline]
     pub(crate) fn wake(&mut self, id: PeerId) {
-        if let Some(link) = self.peer_mut(id).link.as_mut() {
+        if let Some(link) = self.link(id) {
             link.wake_peer();
         }
     }
@@ -173,31 +196,25 @@ impl Net {
     /// Gives the frame's place back.
     #[inline]
     pub(crate) fn release(&mut self, id: PeerId) {
-        if let Some(link) = self.peer_mut(id).link.as_mut() {
+        if let Some(link) = self.link(id) {
             link.release();
         }
     }
 
     /// Sends a frame now or as soon as there is room; order among control frames is kept.
-    pub(crate) fn send_control(&mut self, id: PeerId, mut header: Header, payload: &[u8]) {
+    pub(crate) fn send_control(&mut self, id: PeerId, header: Header, payload: &[u8]) {
         if self.peer(id).gone.is_some() {
             return;
         }
-        header.payload_len = payload.len() as u32;
-        let write = |frame: &mut [u8]| {
-            header.emit(frame);
-            frame[HEADER_BYTES..].copy_from_slice(payload);
-        };
         if self.peer(id).outbox.is_empty()
-            && let Some(place) = self.reserve(id, header.frame_bytes())
+            && let Some(place) = self.reserve(id, payload.len())
         {
-            write(place);
+            header.emit(place.head);
+            place.payload.copy_from_slice(payload);
             self.commit(id);
             return;
         }
-        let mut frame = vec![0; header.frame_bytes()];
-        write(&mut frame);
-        self.peer_mut(id).outbox.push_back(frame);
+        self.peer_mut(id).outbox.push_back((header.to_bytes(), payload.to_vec()));
     }
 
     /// Sends queued control frames and pushes buffered bytes. Returns whether a frame left the queue.
@@ -205,13 +222,14 @@ impl Net {
         let peer = &mut self.peers[id.0 as usize];
         let Some(link) = peer.link.as_mut() else { return false };
         let mut moved = false;
-        while let Some(frame) = peer.outbox.front() {
-            let Ok(Some(place)) = link.try_reserve(frame.len()) else {
+        while let Some((head, payload)) = peer.outbox.front() {
+            let Ok(Some(place)) = link.try_reserve(payload.len()) else {
                 peer.wants_room = true;
                 self.room_wanted = true;
                 break;
             };
-            place.copy_from_slice(frame);
+            *place.head = *head;
+            place.payload.copy_from_slice(payload);
             link.commit();
             peer.outbox.pop_front();
             moved = true;

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
-use accl_transport::frame::{HEADER_BYTES, Header, Kind, SIGNATURE_BYTES, Signature, WANTS_GRANT};
+use accl_transport::frame::{Header, Kind, SIGNATURE_BYTES, Signature, WANTS_GRANT};
 use accl_types::{Dtype, Error, Rank, Result};
 
 use crate::buffers::Buffers;
@@ -334,17 +334,16 @@ fn advance_send(sending: &mut Sending, env: &mut RunEnv<'_>) -> bool {
 fn send_frame(sending: &mut Sending, kind: Kind, n: u64, env: &mut RunEnv<'_>) -> bool {
     let peer = env.members.peer(sending.to);
     let signature_len = if kind == Kind::P2pBegin { SIGNATURE_BYTES } else { 0 };
-    let Some(frame) = env.net.reserve(peer, HEADER_BYTES + signature_len + n as usize) else { return false };
+    let Some(place) = env.net.reserve(peer, signature_len + n as usize) else { return false };
     let message = &sending.message;
     let mut header = Header::new(kind);
     header.flags = if sending.sent + n < message.total { WANTS_GRANT } else { 0 };
-    header.payload_len = (signature_len + n as usize) as u32;
     header.group = message.call.group_id;
     header.seq = sending.id;
     header.tag = message.tag;
     header.value = message.total;
-    header.emit(frame);
-    let mut payload = &mut frame[HEADER_BYTES..];
+    header.emit(place.head);
+    let mut payload = place.payload;
     if kind == Kind::P2pBegin {
         message.signature.emit(payload);
         payload = &mut payload[SIGNATURE_BYTES..];

@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use accl_transport::frame::{HEADER_BYTES, Header, Kind, SIGNATURE_BYTES, Signature, WANTS_GRANT};
+use accl_transport::frame::{Header, Kind, SIGNATURE_BYTES, Signature, WANTS_GRANT};
 use accl_types::{Error, Rank, Result};
 
 use crate::call::Call;
@@ -24,6 +24,9 @@ use crate::shape::Shape;
 
 /// Local work done per step, so that receiving and sending alternate with it. In bytes.
 const LOCAL_STEP: u64 = 256 << 10;
+
+/// Bytes that are placed and passed on in turns: few enough for the innermost cache, with room for what they come from.
+const TILE: usize = 8 << 10;
 
 /// How long a call waits before it asks.
 pub(crate) const INQUIRE_AFTER: Duration = Duration::from_millis(100);
@@ -54,6 +57,13 @@ struct OpState {
     eager: u64,
 }
 
+/// Bytes that have just come for a receive and lie in their frame still; the receive counts them as done.
+struct Fresh<'a> {
+    op: u32,
+    at: u64,
+    payload: &'a [u8],
+}
+
 /// What a run needs of its group while it works.
 pub(crate) struct RunEnv<'a> {
     pub(crate) net: &'a mut Net,
@@ -66,6 +76,8 @@ pub(crate) struct Run {
     pub(crate) call: Arc<Call>,
     pub(crate) plan: Arc<Plan>,
     pub(crate) signature: Signature,
+    /// See [`Shape`].
+    whole: Option<Header>,
     pub(crate) deadline: Option<Instant>,
     /// When to ask silent ranks what they are doing.
     pub(crate) inquire_at: Option<Instant>,
@@ -99,6 +111,7 @@ impl Run {
             call,
             plan,
             signature,
+            whole: shape.whole,
             deadline,
             inquire_at,
             local,
@@ -141,10 +154,7 @@ impl Run {
         for _ in 0..self.work.len().max(64) {
             let Some(op) = self.work.pop_front() else { break };
             self.ops[op as usize].queued = false;
-            if self.ops[op as usize].complete {
-                continue;
-            }
-            progressed |= self.step(op, env);
+            progressed |= self.step(op, &mut None, env);
         }
         progressed
     }
@@ -175,11 +185,14 @@ impl Run {
     }
 
     /// Does what an operation can do now, and queues those that wait for it when that was something.
-    fn step(&mut self, op: u32, env: &mut RunEnv<'_>) -> bool {
+    fn step(&mut self, op: u32, fresh: &mut Option<Fresh<'_>>, env: &mut RunEnv<'_>) -> bool {
+        if self.ops[op as usize].complete {
+            return false;
+        }
         let before = (self.ops[op as usize].done, self.ops[op as usize].complete);
         let plan = self.plan.clone();
         match &plan.ops[op as usize].kind {
-            PlanOpKind::Send { src, to } => self.step_send(op, src, *to, env),
+            PlanOpKind::Send { src, to } => self.step_send(op, src, *to, fresh, env),
             PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => self.step_receive(op, *from, env),
             PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } => self.step_local(op),
         }
@@ -200,7 +213,7 @@ impl Run {
 
     // ---- sending
 
-    fn step_send(&mut self, op: u32, src: &Region, to: Rank, env: &mut RunEnv<'_>) {
+    fn step_send(&mut self, op: u32, src: &Region, to: Rank, fresh: &mut Option<Fresh<'_>>, env: &mut RunEnv<'_>) {
         let Some(limit) = self.limit(op) else { return };
         let total = src.len;
         if !self.ops[op as usize].begun {
@@ -210,7 +223,7 @@ impl Run {
             }
             let eager = env.members.eager_left(to) >= first;
             let n = if eager { first } else { 0 };
-            if !self.send_frame(op, src, to, Kind::Begin, n, env) {
+            if !self.send_frame(op, (src, to), Kind::Begin, n, fresh, env) {
                 return;
             }
             env.members.take_eager(to, n);
@@ -234,7 +247,7 @@ impl Run {
             } else {
                 0
             };
-            if n == 0 || !self.send_frame(op, src, to, Kind::Data, n, env) {
+            if n == 0 || !self.send_frame(op, (src, to), Kind::Data, n, fresh, env) {
                 return;
             }
             // One frame a step: other sends have their turn.
@@ -246,33 +259,70 @@ impl Run {
     }
 
     /// Sends the next `n` payload bytes in one frame. `false`: no room; the send is tried again with the next pass.
-    fn send_frame(&mut self, op: u32, src: &Region, to: Rank, kind: Kind, n: u64, env: &mut RunEnv<'_>) -> bool {
+    fn send_frame(
+        &mut self,
+        op: u32,
+        (src, to): (&Region, Rank),
+        kind: Kind,
+        n: u64,
+        fresh: &mut Option<Fresh<'_>>,
+        env: &mut RunEnv<'_>,
+    ) -> bool {
         let done = self.ops[op as usize].done;
-        let signature_len = if kind == Kind::Begin { SIGNATURE_BYTES } else { 0 };
-        let payload_len = signature_len + n as usize;
-        let Some(frame) = env.net.reserve(env.members.peer(to), HEADER_BYTES + payload_len) else {
+        // A message of one frame has its signature in the header.
+        let whole = self.whole.filter(|_| kind == Kind::Begin && n == src.len);
+        let signature_len = if kind == Kind::Begin && whole.is_none() { SIGNATURE_BYTES } else { 0 };
+        let Some(place) = env.net.reserve(env.members.peer(to), signature_len + n as usize) else {
             if !self.stalled.contains(&op) {
                 self.stalled.push(op);
             }
             return false;
         };
-        let mut header = Header::new(kind);
-        header.flags = if done + n < src.len { WANTS_GRANT } else { 0 };
-        header.payload_len = payload_len as u32;
+        let mut header = whole.unwrap_or_else(|| {
+            let mut header = Header::new(kind);
+            header.flags = if done + n < src.len { WANTS_GRANT } else { 0 };
+            header.value = src.len;
+            header
+        });
         header.group = self.call.group_id;
         header.seq = self.call.seq;
         header.edge = self.plan.ops[op as usize].edge;
-        header.value = src.len;
-        header.emit(frame);
-        let mut payload = &mut frame[HEADER_BYTES..];
-        if kind == Kind::Begin {
-            self.signature.emit(payload);
-            payload = &mut payload[SIGNATURE_BYTES..];
+        header.emit(place.head);
+        let (signature, data) = place.payload.split_at_mut(signature_len);
+        if !signature.is_empty() {
+            self.signature.emit(signature);
         }
-        self.local.read(src, done, payload);
+        match fresh.take_if(|fresh| fresh.at < done + n && !fresh.payload.is_empty()) {
+            Some(fresh) => self.place_and_read(&fresh, src, done, data),
+            None => self.local.read(src, done, data),
+        }
         env.net.commit(env.members.peer(to));
         self.ops[op as usize].done += n;
         true
+    }
+
+    // ---- bytes that have just come
+
+    fn place(&self, fresh: &mut Option<Fresh<'_>>) {
+        if let Some(Fresh { op, at, payload }) = fresh.take() {
+            self.local.place(&self.plan.ops[op as usize].kind, at, payload);
+        }
+    }
+
+    /// Places bytes, and fills `data` from byte `done` of `src`, which depends on them. Where both are the same range, in
+    /// turns, so that what is read was written just before.
+    fn place_and_read(&self, fresh: &Fresh<'_>, src: &Region, done: u64, data: &mut [u8]) {
+        let kind = &self.plan.ops[fresh.op as usize].kind;
+        let tile = if fresh.at == done && fresh.payload.len() == data.len() { TILE } else { usize::MAX };
+        let mut at = done;
+        let mut targets = data.chunks_mut(tile);
+        for part in fresh.payload.chunks(tile) {
+            self.local.place(kind, fresh.at + (at - done), part);
+            if let Some(target) = targets.next() {
+                self.local.read(src, at, target);
+                at += target.len() as u64;
+            }
+        }
     }
 
     /// A grant for message `edge` to `to` arrived.
@@ -320,17 +370,18 @@ impl Run {
         let fits = limit.is_some_and(|limit| at + payload.len() as u64 <= limit);
         if fits && state.stash.is_empty() {
             state.done += payload.len() as u64;
-            self.local.place(&self.plan.ops[op as usize].kind, at, payload);
-            self.settle_receive(op, from, env);
+            let mut fresh = Some(Fresh { op, at, payload });
             let plan = self.plan.clone();
-            for &dependent in &plan.ops[op as usize].dependents {
-                let is_send = matches!(plan.ops[dependent as usize].kind, PlanOpKind::Send { .. });
-                if is_send && !self.ops[dependent as usize].complete {
-                    // At once, while the bytes are still near.
-                    self.step(dependent, env);
-                } else {
-                    self.queue(dependent);
-                }
+            let sends = |dependent: &u32| matches!(plan.ops[*dependent as usize].kind, PlanOpKind::Send { .. });
+            let dependents = &plan.ops[op as usize].dependents;
+            for &dependent in dependents.iter().filter(|dependent| sends(dependent)) {
+                // At once, while the bytes are still near.
+                self.step(dependent, &mut fresh, env);
+            }
+            self.place(&mut fresh);
+            self.settle_receive(op, from, env);
+            for &dependent in dependents {
+                self.queue(dependent);
             }
         } else {
             state.stash.push_back(payload.to_vec());

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use accl_kernels::Reducer;
-use accl_transport::frame::{SIGNATURE_BYTES, Signature};
+use accl_transport::frame::{Header, Signature};
 use accl_types::{Collective, Dtype, Elems, Error, Rank, ReduceOp, Result};
 use smallvec::SmallVec;
 
@@ -23,7 +23,8 @@ pub(crate) struct Shape {
     key: Key,
     pub(crate) plan: Arc<Plan>,
     pub(crate) signature: Signature,
-    pub(crate) signature_bytes: [u8; SIGNATURE_BYTES],
+    /// The header of a message that is whole in one frame, but for group, call and edge.
+    pub(crate) whole: Option<Header>,
     /// With the size of an element; none for calls that only move data.
     pub(crate) reducer: Option<(Reducer, usize)>,
 }
@@ -136,8 +137,8 @@ impl Shapes {
         let plan = plans.get(&plan_key)?;
         let reducer = if reduces { Some((Reducer::new(kernel_op(desc.op), desc.dtype, world)?, elem)) } else { None };
         let signature = signature(desc, &plan_key, plan.algorithm.id);
-        let signature_bytes = signature.to_bytes();
-        let shape = Arc::new(Shape { key: Key::of(desc), plan, signature, signature_bytes, reducer });
+        let whole = Header::whole(&signature);
+        let shape = Arc::new(Shape { key: Key::of(desc), plan, signature, whole, reducer });
         if self.shapes.len() >= MAX_SHAPES {
             self.shapes.pop();
         }
@@ -221,9 +222,15 @@ fn signature(desc: &CallDesc, key: &PlanKey, algorithm: u8) -> Signature {
         algorithm,
         root: if desc.collective.is_rooted() { desc.root.0 } else { 0 },
         count,
-        shape_hash: shape.map_or(0, |blocks| hash_blocks(blocks)),
+        // Half a hash: what tells blocks of one sum apart need not withstand an adversary.
+        shape_hash: shape.map_or(0, |blocks| fold(hash_blocks(blocks))),
         reserved: 0,
     }
+}
+
+/// Both halves of a hash in one.
+fn fold(hash: u64) -> u32 {
+    (hash ^ hash >> 32) as u32
 }
 
 /// Over the sizes, with a mark between blocks.

@@ -187,7 +187,6 @@ impl GroupState {
     pub(crate) fn run_straight(
         &mut self,
         desc: &CallDesc,
-        mut buffers: Buffers,
         looks: u32,
         net: &mut Net,
         segment: u64,
@@ -198,14 +197,17 @@ impl GroupState {
         }
         let shape = self.shapes.find(desc)?;
         let order = shape.plan.straight.as_deref().filter(|_| shape.plan.longest <= segment)?;
+        let header = shape.whole?;
+        // What is wrong with the buffers is said by the ordinary way.
+        let mut local = Local::new(Buffers::prepare(desc, self.rank.index()).ok()?, shape.reducer);
         if shape.plan.scratch_bytes > 0 {
             self.scratch.grow(shape.plan.scratch_bytes as usize).ok()?;
-            buffers.borrow_scratch(&mut self.scratch);
+            local.buffers_mut().borrow_scratch(&mut self.scratch);
         }
         let seq = self.next_seq;
         self.next_seq += 1;
-        let mut local = Local::new(buffers, shape.reducer);
-        let straight = Straight { shape, local: &local, group: self.id, seq, looks };
+        let header = Header { group: self.id, seq, ..header };
+        let straight = Straight { plan: &shape.plan, local: &local, header, looks };
         let finished = straight.go(order, &mut RunEnv { net, members: &mut self.members, segment });
         if finished == order.len() {
             let (signature, heard) = (shape.signature, shape.plan.hears);
@@ -283,7 +285,9 @@ impl GroupState {
         if let Err(error) = self.dispatch(from, header, payload, hands) {
             let error = error.with_peer(from);
             let error = match self.runs.get(&header.seq) {
-                Some(run) if matches!(header.kind, Kind::Begin | Kind::Data | Kind::Grant) => run.call.placed(error),
+                Some(run) if matches!(header.kind, Kind::Begin | Kind::Whole | Kind::Data | Kind::Grant) => {
+                    run.call.placed(error)
+                }
                 _ => self.placed(error),
             };
             self.fail(error, hands, Tell::Peers);
@@ -296,6 +300,11 @@ impl GroupState {
                 let (signature, data) = Signature::parse(payload)?;
                 self.members.saw(from, header.seq);
                 self.on_run_frame(from, header, Some(signature), data, hands)
+            }
+            Kind::Whole => {
+                self.members.saw(from, header.seq);
+                let begin = Header { kind: Kind::Begin, value: payload.len() as u64, ..*header };
+                self.on_run_frame(from, &begin, Some(header.whole_signature()), payload, hands)
             }
             Kind::Data | Kind::Grant => self.on_run_frame(from, header, None, payload, hands),
             Kind::Window => {

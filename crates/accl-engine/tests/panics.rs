@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use accl_engine::Mode;
 use accl_testkit::{Member, World, WorldOptions, finish};
-use accl_transport::Link;
 use accl_transport::loopback::{Capacity, LoopbackLink, pair};
+use accl_transport::{Frame, Link, Place};
 use accl_types::{ErrorKind, ReduceOp, Result};
 
 /// A link that panics once when it is told to.
@@ -19,16 +19,16 @@ struct Explosive {
 
 // SAFETY: the link inside keeps the promise.
 unsafe impl Link for Explosive {
-    fn max_frame_bytes(&self) -> usize {
-        self.link.max_frame_bytes()
+    fn max_payload_bytes(&self) -> usize {
+        self.link.max_payload_bytes()
     }
-    fn try_reserve(&mut self, len_bytes: usize) -> Result<Option<&mut [u8]>> {
-        self.link.try_reserve(len_bytes)
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
+        self.link.try_reserve(payload_bytes)
     }
     fn commit(&mut self) {
         self.link.commit();
     }
-    fn peek(&mut self) -> Result<Option<&[u8]>> {
+    fn peek(&mut self) -> Result<Option<Frame<'_>>> {
         assert!(!self.armed.swap(false, Ordering::SeqCst), "the test's link explodes");
         self.link.peek()
     }

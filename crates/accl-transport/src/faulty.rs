@@ -4,7 +4,7 @@ use std::os::fd::BorrowedFd;
 
 use accl_types::{Error, Result};
 
-use crate::Link;
+use crate::{Frame, Link, Place};
 
 /// What goes wrong.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -32,13 +32,13 @@ pub struct Faulty<L> {
     shown: bool,
     told: bool,
     name: &'static str,
-    max_frame_bytes: usize,
+    max_payload_bytes: usize,
 }
 
 impl<L: Link> Faulty<L> {
     /// `link` with `faults`.
     pub fn new(link: L, faults: Faults) -> Self {
-        let (name, max_frame_bytes) = (link.transport(), link.max_frame_bytes());
+        let (name, max_payload_bytes) = (link.transport(), link.max_payload_bytes());
         // The sequence never reaches 0, so it must not start there.
         let random = faults.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
         Self {
@@ -50,7 +50,7 @@ impl<L: Link> Faulty<L> {
             shown: false,
             told: false,
             name,
-            max_frame_bytes,
+            max_payload_bytes,
         }
     }
 
@@ -68,17 +68,17 @@ impl<L: Link> Faulty<L> {
 
 // SAFETY: the link inside keeps the promise.
 unsafe impl<L: Link> Link for Faulty<L> {
-    fn max_frame_bytes(&self) -> usize {
-        self.max_frame_bytes
+    fn max_payload_bytes(&self) -> usize {
+        self.max_payload_bytes
     }
 
-    fn try_reserve(&mut self, len_bytes: usize) -> Result<Option<&mut [u8]>> {
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
         let refused = self.next_random() % 100 < u64::from(self.faults.refused_percent);
         let broken = self.broken();
         match &mut self.link {
             None => Err(broken),
             Some(_) if refused => Ok(None),
-            Some(link) => link.try_reserve(len_bytes),
+            Some(link) => link.try_reserve(payload_bytes),
         }
     }
 
@@ -88,7 +88,7 @@ unsafe impl<L: Link> Link for Faulty<L> {
         }
     }
 
-    fn peek(&mut self) -> Result<Option<&[u8]>> {
+    fn peek(&mut self) -> Result<Option<Frame<'_>>> {
         if self.faults.lost_after.is_some_and(|limit| self.received >= limit) {
             self.link = None;
         }

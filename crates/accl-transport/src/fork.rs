@@ -10,6 +10,7 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// How often this process is a forked child of one that used this crate; 0 in the original.
+#[inline]
 pub fn fork_generation() -> u64 {
     GENERATION.load(Ordering::Relaxed)
 }
@@ -34,6 +35,7 @@ impl Fd {
     }
 
     /// Whether the descriptor is still ours, that is, whether this is the process that made it.
+    #[inline]
     pub(crate) fn is_ours(&self) -> bool {
         self.generation == fork_generation()
     }

@@ -1,15 +1,15 @@
-//! The frames that travel on links: a 40-byte header and a payload, little endian.
+//! The frames that travel on links: a header in the head, and a payload; little endian.
 //!
 //! A pure codec: owns the layout of headers, call signatures and error causes; knows no links and no meaning of the
 //! numbers beyond their place. Links carry frames as opaque bytes. Read [`Header`] first.
 
 use accl_types::{Error, ErrorKind, Rank, Result};
 
-/// Bytes of an encoded [`Header`].
-pub const HEADER_BYTES: usize = 40;
+use crate::link::HEAD_BYTES;
+
 /// Bytes of an encoded [`Signature`].
 pub const SIGNATURE_BYTES: usize = 32;
-/// What a link must carry beyond the payload of a segment: header, signature, and room for later fields.
+/// What a link must carry in a payload beyond a segment: signature, and room for later fields.
 pub const OVERHEAD_BYTES: usize = 256;
 /// Flag: the sender wants to be granted more bytes on this edge.
 pub const WANTS_GRANT: u8 = 1;
@@ -40,6 +40,9 @@ pub enum Kind {
     P2pData = 8,
     /// As [`Kind::Grant`], for a point-to-point message.
     P2pGrant = 9,
+    /// As [`Kind::Begin`], of a message that is whole in this frame: the signature is in the header and not in the
+    /// payload, so that a tiny message takes as little as a link can move.
+    Whole = 10,
 }
 
 impl Kind {
@@ -54,6 +57,7 @@ impl Kind {
         Kind::P2pBegin,
         Kind::P2pData,
         Kind::P2pGrant,
+        Kind::Whole,
     ];
 
     /// The kind with this code, or `None`.
@@ -62,22 +66,22 @@ impl Kind {
     }
 }
 
-/// What every frame starts with.
+/// What every frame's head holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// What the frame is.
     pub kind: Kind,
     /// [`WANTS_GRANT`], [`LAST`].
     pub flags: u8,
-    /// Bytes that follow the header.
-    pub payload_len: u32,
+    /// Of a [`Kind::Whole`]: the root.
+    pub root: u32,
     /// The group, as agreed at its creation.
     pub group: u64,
     /// The call's number in the group.
     pub seq: u64,
     /// Ordinal of the message among all from sender to receiver in the call.
     pub edge: u32,
-    /// Tag of a point-to-point message.
+    /// Tag of a point-to-point message. Of a [`Kind::Whole`]: the codes of its signature.
     pub tag: u32,
     /// Meaning depends on the kind.
     pub value: u64,
@@ -86,64 +90,69 @@ pub struct Header {
 impl Header {
     /// A header of `kind` with everything else zero.
     pub fn new(kind: Kind) -> Header {
-        Header { kind, flags: 0, payload_len: 0, group: 0, seq: 0, edge: 0, tag: 0, value: 0 }
+        Header { kind, flags: 0, root: 0, group: 0, seq: 0, edge: 0, tag: 0, value: 0 }
     }
 
-    /// Bytes of the whole frame.
-    pub fn frame_bytes(&self) -> usize {
-        HEADER_BYTES + self.payload_len as usize
+    /// The header of a [`Kind::Whole`] with this signature; group, call and edge are left to the caller. `None`: the
+    /// signature needs a [`Kind::Begin`].
+    pub fn whole(signature: &Signature) -> Option<Header> {
+        let Signature { collective, dtype, op, algorithm, root, count, shape_hash, reserved } = *signature;
+        let count = u32::try_from(count).ok().filter(|_| reserved == 0)?;
+        let mut header = Header::new(Kind::Whole);
+        header.root = root;
+        header.tag = u32::from_le_bytes([collective, dtype, op, algorithm]);
+        header.value = u64::from(shape_hash) << 32 | u64::from(count);
+        Some(header)
     }
 
-    /// Writes the header into the first [`HEADER_BYTES`] bytes of `frame`.
-    ///
-    /// # Panics
-    /// Panics when `frame` is shorter than that.
+    /// The signature in the header of a [`Kind::Whole`].
+    pub fn whole_signature(&self) -> Signature {
+        let [collective, dtype, op, algorithm] = self.tag.to_le_bytes();
+        let (count, shape_hash) = (u64::from(self.value as u32), (self.value >> 32) as u32);
+        Signature { collective, dtype, op, algorithm, root: self.root, count, shape_hash, reserved: 0 }
+    }
+
+    /// Writes the header.
     #[inline]
-    pub fn emit(&self, frame: &mut [u8]) {
-        let Some(out) = frame.first_chunk_mut::<HEADER_BYTES>() else {
-            panic!("a frame has at least {HEADER_BYTES} bytes, this one {}", frame.len())
-        };
-        out[0] = self.kind as u8;
-        out[1] = self.flags;
-        out[2..4].fill(0);
-        out[4..8].copy_from_slice(&self.payload_len.to_le_bytes());
-        out[8..16].copy_from_slice(&self.group.to_le_bytes());
-        out[16..24].copy_from_slice(&self.seq.to_le_bytes());
-        out[24..28].copy_from_slice(&self.edge.to_le_bytes());
-        out[28..32].copy_from_slice(&self.tag.to_le_bytes());
-        out[32..40].copy_from_slice(&self.value.to_le_bytes());
+    pub fn emit(&self, head: &mut [u8; HEAD_BYTES]) {
+        head[0] = self.kind as u8;
+        head[1] = self.flags;
+        head[2..4].fill(0);
+        head[4..8].copy_from_slice(&self.root.to_le_bytes());
+        head[8..16].copy_from_slice(&self.group.to_le_bytes());
+        head[16..24].copy_from_slice(&self.seq.to_le_bytes());
+        head[24..28].copy_from_slice(&self.edge.to_le_bytes());
+        head[28..32].copy_from_slice(&self.tag.to_le_bytes());
+        head[32..40].copy_from_slice(&self.value.to_le_bytes());
     }
 
-    /// Splits `frame` into its header and its payload of exactly `payload_len` bytes.
+    /// As [`Header::emit`], into bytes of its own.
+    #[inline]
+    pub fn to_bytes(&self) -> [u8; HEAD_BYTES] {
+        let mut head = [0; HEAD_BYTES];
+        self.emit(&mut head);
+        head
+    }
+
+    /// Reads a header.
     ///
     /// # Errors
-    /// `Protocol` for an unknown kind or a length that does not fit.
+    /// `Protocol` for an unknown kind.
     #[inline]
-    pub fn parse(frame: &[u8]) -> Result<(Header, &[u8])> {
-        let Some((head, payload)) = frame.split_first_chunk::<HEADER_BYTES>() else {
-            return Err(Error::protocol(format!("a frame of {} bytes is shorter than its header", frame.len())));
-        };
+    pub fn parse(head: &[u8; HEAD_BYTES]) -> Result<Header> {
         let Some(kind) = Kind::from_code(head[0]) else {
             return Err(Error::protocol(format!("a frame of unknown kind {}", head[0])));
         };
-        let header = Header {
+        Ok(Header {
             kind,
             flags: head[1],
-            payload_len: u32_at(head, 4),
+            root: u32_at(head, 4),
             group: u64_at(head, 8),
             seq: u64_at(head, 16),
             edge: u32_at(head, 24),
             tag: u32_at(head, 28),
             value: u64_at(head, 32),
-        };
-        if header.payload_len as usize != payload.len() {
-            return Err(Error::protocol(format!(
-                "a {kind:?} frame announces {} bytes and has {}",
-                header.payload_len,
-                payload.len()
-            )));
-        }
-        Ok((header, payload))
+        })
     }
 }
 
@@ -163,7 +172,7 @@ pub struct Signature {
     /// Elements in all.
     pub count: u64,
     /// Hash of the block sizes.
-    pub shape_hash: u64,
+    pub shape_hash: u32,
     /// Of a message of the engine's own: a word for its receiver. For codec and call-site hashes.
     pub reserved: u64,
 }
@@ -175,7 +184,7 @@ impl Signature {
         out[..4].copy_from_slice(&[self.collective, self.dtype, self.op, self.algorithm]);
         out[4..8].copy_from_slice(&self.root.to_le_bytes());
         out[8..16].copy_from_slice(&self.count.to_le_bytes());
-        out[16..24].copy_from_slice(&self.shape_hash.to_le_bytes());
+        out[16..24].copy_from_slice(&u64::from(self.shape_hash).to_le_bytes());
         out[24..32].copy_from_slice(&self.reserved.to_le_bytes());
         out
     }
@@ -203,7 +212,7 @@ impl Signature {
             algorithm: head[3],
             root: u32_at(head, 4),
             count: u64_at(head, 8),
-            shape_hash: u64_at(head, 16),
+            shape_hash: u32_at(head, 16),
             reserved: u64_at(head, 24),
         };
         Ok((signature, rest))
@@ -264,13 +273,13 @@ mod tests {
 
     fn header() -> impl Strategy<Value = Header> {
         (
-            (0..Kind::ALL.len(), any::<u8>(), 0u32..100),
+            (0..Kind::ALL.len(), any::<u8>(), any::<u32>()),
             (any::<u64>(), any::<u64>(), any::<u32>(), any::<u32>(), any::<u64>()),
         )
-            .prop_map(|((kind, flags, payload_len), (group, seq, edge, tag, value))| Header {
+            .prop_map(|((kind, flags, root), (group, seq, edge, tag, value))| Header {
                 kind: Kind::ALL[kind],
                 flags,
-                payload_len,
+                root,
                 group,
                 seq,
                 edge,
@@ -282,22 +291,31 @@ mod tests {
     proptest! {
         #[test]
         fn a_header_comes_back_as_it_went(header in header()) {
-            let mut frame = vec![7; header.frame_bytes()];
-            header.emit(&mut frame);
-            let (parsed, payload) = Header::parse(&frame).unwrap();
-            prop_assert_eq!(parsed, header);
-            prop_assert_eq!(payload.len(), header.payload_len as usize);
+            prop_assert_eq!(Header::parse(&header.to_bytes()).unwrap(), header);
+        }
+
+        #[test]
+        fn a_header_holds_all_of_a_signature_or_refuses_it(
+            codes: [u8; 4], root: u32, count: u64, shift in 0u32..64, shape_hash: u32, reserved in 0u64..2,
+        ) {
+            let [collective, dtype, op, algorithm] = codes;
+            let count = count >> shift;
+            let signature = Signature { collective, dtype, op, algorithm, root, count, shape_hash, reserved };
+            match Header::whole(&signature) {
+                Some(header) => prop_assert_eq!(header.whole_signature(), signature),
+                None => prop_assert!(count > u64::from(u32::MAX) || reserved != 0),
+            }
         }
 
         #[test]
         fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..100)) {
-            let _ = Header::parse(&bytes);
+            let _ = bytes.first_chunk().map(Header::parse);
             let _ = Signature::parse(&bytes);
             let _ = Cause::parse(&bytes);
         }
 
         #[test]
-        fn a_signature_comes_back_as_it_went(a: u8, b: u8, c: u8, d: u8, root: u32, count: u64, shape_hash: u64) {
+        fn a_signature_comes_back_as_it_went(a: u8, b: u8, c: u8, d: u8, root: u32, count: u64, shape_hash: u32) {
             let signature =
                 Signature { collective: a, dtype: b, op: c, algorithm: d, root, count, shape_hash, reserved: !count };
             let bytes = signature.to_bytes();
@@ -317,15 +335,8 @@ mod tests {
     #[test]
     fn every_code_leads_back_to_its_kind() {
         for code in 0..=255u8 {
-            let expected = (1..=9).contains(&code);
+            let expected = (1..=10).contains(&code);
             assert_eq!(Kind::from_code(code).map(|kind| kind as u8), expected.then_some(code));
         }
-    }
-
-    #[test]
-    fn a_length_that_does_not_fit_is_refused() {
-        let mut frame = [0; HEADER_BYTES + 3];
-        Header { payload_len: 4, ..Header::new(Kind::Data) }.emit(&mut frame);
-        assert_eq!(Header::parse(&frame).unwrap_err().kind, ErrorKind::Protocol);
     }
 }

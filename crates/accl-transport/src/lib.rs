@@ -25,13 +25,13 @@ pub use card::Card;
 pub use endpoint::{ConnectError, Endpoint, Missing};
 pub use faulty::{Faults, Faulty};
 pub use fork::{fork_generation, forked};
-pub use link::Link;
+pub use link::{Frame, HEAD_BYTES, Link, Place};
 pub use poller::{Poller, Waker};
 pub use settings::Settings;
 pub use traced::{Trace, Traced};
 
 /// Version of the handshake and of the rings. Endpoints of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u32 = 1;
+pub const PROTOCOL_VERSION: u32 = 2;
 
 /// A row of [`TRANSPORTS`].
 #[derive(Debug)]

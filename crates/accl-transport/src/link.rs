@@ -4,6 +4,30 @@ use std::os::fd::BorrowedFd;
 
 use accl_types::Result;
 
+/// Looks without a pause between them.
+const HASTY_LOOKS: u32 = 16;
+
+/// Bytes of a frame's head.
+pub const HEAD_BYTES: usize = 40;
+
+/// A frame that came in: a head of fixed size and a payload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Frame<'a> {
+    /// What the frame is.
+    pub head: &'a [u8; HEAD_BYTES],
+    /// What it carries, 8-byte aligned.
+    pub payload: &'a [u8],
+}
+
+/// A place for a frame that goes out.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Place<'a> {
+    /// As in [`Frame`].
+    pub head: &'a mut [u8; HEAD_BYTES],
+    /// As in [`Frame`].
+    pub payload: &'a mut [u8],
+}
+
 /// The first-in-first-out path between two processes, shared by all groups. Carries opaque frames both ways.
 ///
 /// One thread at a time uses a link (the engine holds its progress lock); nothing here blocks. Once an error was
@@ -14,24 +38,41 @@ use accl_types::Result;
 /// it meanwhile; a reserved place until [`Link::commit`] or the next [`Link::try_reserve`]. The engine handles a frame while
 /// it sends over the same link.
 pub unsafe trait Link: Send {
-    /// Most bytes of one frame: at least the configured segment plus [`crate::frame::OVERHEAD_BYTES`].
-    fn max_frame_bytes(&self) -> usize;
+    /// Most bytes of one payload: at least the configured segment plus [`crate::frame::OVERHEAD_BYTES`].
+    fn max_payload_bytes(&self) -> usize;
 
-    /// A contiguous, 8-byte aligned place of exactly `len_bytes` for one frame; `None` when there is no room now.
+    /// A place for one frame with a payload of exactly `payload_bytes`; `None` when there is no room now.
     /// Reserving again without a commit gives up the earlier place.
     ///
     /// # Errors
-    /// `PeerLost` or `Network` when the link is broken; `Internal` when the frame is longer than allowed.
-    fn try_reserve(&mut self, len_bytes: usize) -> Result<Option<&mut [u8]>>;
+    /// `PeerLost` or `Network` when the link is broken; `Internal` when the payload is longer than allowed.
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>>;
 
     /// Publishes the reserved frame and wakes the peer if it is parked. Without a reservation it does nothing.
     fn commit(&mut self);
 
-    /// The next complete incoming frame, 8-byte aligned; the same one until it is released.
+    /// The next complete incoming frame; the same one until it is released.
     ///
     /// # Errors
     /// `PeerLost` after everything that had arrived was read; `Protocol` for bytes that cannot be a frame.
-    fn peek(&mut self) -> Result<Option<&[u8]>>;
+    fn peek(&mut self) -> Result<Option<Frame<'_>>>;
+
+    /// As [`Link::peek`], looking up to `looks` times.
+    ///
+    /// # Errors
+    /// As [`Link::peek`].
+    fn await_frame(&mut self, looks: u32) -> Result<Option<Frame<'_>>> {
+        for look in 1..looks {
+            if self.peek()?.is_some() {
+                break;
+            }
+            // The first looks follow at once: what comes next is often on its way.
+            if look > HASTY_LOOKS {
+                std::hint::spin_loop();
+            }
+        }
+        self.peek()
+    }
 
     /// Gives the peeked frame's place back and wakes a peer that waits for room. Without a peeked frame it does
     /// nothing.
@@ -91,20 +132,24 @@ pub unsafe trait Link: Send {
 
 // SAFETY: the link inside keeps the promise.
 unsafe impl Link for Box<dyn Link> {
-    fn max_frame_bytes(&self) -> usize {
-        (**self).max_frame_bytes()
+    fn max_payload_bytes(&self) -> usize {
+        (**self).max_payload_bytes()
     }
 
-    fn try_reserve(&mut self, len_bytes: usize) -> Result<Option<&mut [u8]>> {
-        (**self).try_reserve(len_bytes)
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
+        (**self).try_reserve(payload_bytes)
     }
 
     fn commit(&mut self) {
         (**self).commit();
     }
 
-    fn peek(&mut self) -> Result<Option<&[u8]>> {
+    fn peek(&mut self) -> Result<Option<Frame<'_>>> {
         (**self).peek()
+    }
+
+    fn await_frame(&mut self, looks: u32) -> Result<Option<Frame<'_>>> {
+        (**self).await_frame(looks)
     }
 
     fn release(&mut self) {

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use accl_types::{Error, Result};
 
-use crate::{Link, Waker};
+use crate::{Frame, HEAD_BYTES, Link, Place, Waker};
 
 /// How much one direction holds before its sender finds no room.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,11 +21,16 @@ pub enum Capacity {
 }
 
 /// Two connected links. Each side names the waker of the poller it parks on.
-pub fn pair(max_frame_bytes: usize, capacity: Capacity, a: Arc<Waker>, b: Arc<Waker>) -> (LoopbackLink, LoopbackLink) {
+pub fn pair(
+    max_payload_bytes: usize,
+    capacity: Capacity,
+    a: Arc<Waker>,
+    b: Arc<Waker>,
+) -> (LoopbackLink, LoopbackLink) {
     let (ab, ba) = (Arc::new(Direction::default()), Arc::new(Direction::default()));
     let sides = [Arc::new(Side::new(a)), Arc::new(Side::new(b))];
     let link = |out: &Arc<Direction>, inn: &Arc<Direction>, me: usize| LoopbackLink {
-        max_frame_bytes,
+        max_payload_bytes,
         capacity,
         out: Arc::clone(out),
         inn: Arc::clone(inn),
@@ -40,11 +45,11 @@ pub fn pair(max_frame_bytes: usize, capacity: Capacity, a: Arc<Waker>, b: Arc<Wa
 }
 
 /// A link from a process to itself: what is sent is received by the same link, in order.
-pub fn self_link(max_frame_bytes: usize, waker: Arc<Waker>) -> LoopbackLink {
+pub fn self_link(max_payload_bytes: usize, waker: Arc<Waker>) -> LoopbackLink {
     let direction = Arc::new(Direction::default());
     let side = Arc::new(Side::new(waker));
     LoopbackLink {
-        max_frame_bytes,
+        max_payload_bytes,
         capacity: Capacity::Unbounded,
         out: Arc::clone(&direction),
         inn: direction,
@@ -57,22 +62,31 @@ pub fn self_link(max_frame_bytes: usize, waker: Arc<Waker>) -> LoopbackLink {
     }
 }
 
-/// A frame in words, so that it is 8-byte aligned.
-#[derive(Debug, Default)]
-struct Frame {
+/// A frame under way; the payload in words, so that it is 8-byte aligned.
+#[derive(Debug)]
+struct Parcel {
+    head: [u8; HEAD_BYTES],
     words: Vec<u64>,
     len_bytes: usize,
 }
 
-impl Frame {
-    fn bytes(&self) -> &[u8] {
+impl Default for Parcel {
+    fn default() -> Self {
+        Self { head: [0; HEAD_BYTES], words: Vec::new(), len_bytes: 0 }
+    }
+}
+
+impl Parcel {
+    fn frame(&self) -> Frame<'_> {
         // SAFETY: the words are initialised, a `u64` has no padding, and `reshape` made room for `len_bytes`.
-        unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast(), self.len_bytes) }
+        let payload = unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast(), self.len_bytes) };
+        Frame { head: &self.head, payload }
     }
 
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `bytes`, and the borrow is exclusive.
-        unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), self.len_bytes) }
+    fn place(&mut self) -> Place<'_> {
+        // SAFETY: as in `frame`, and the borrow is exclusive.
+        let payload = unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), self.len_bytes) };
+        Place { head: &mut self.head, payload }
     }
 
     fn reshape(&mut self, len_bytes: usize) {
@@ -83,7 +97,7 @@ impl Frame {
 
 #[derive(Debug, Default)]
 struct Direction {
-    frames: Mutex<VecDeque<Frame>>,
+    frames: Mutex<VecDeque<Parcel>>,
     /// The sender will send no more, or is gone.
     closed: AtomicBool,
     /// The receiver is gone.
@@ -91,7 +105,7 @@ struct Direction {
 }
 
 impl Direction {
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Frame>> {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Parcel>> {
         self.frames.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -120,16 +134,16 @@ impl Side {
 /// One end of a link inside this process.
 #[derive(Debug)]
 pub struct LoopbackLink {
-    max_frame_bytes: usize,
+    max_payload_bytes: usize,
     capacity: Capacity,
     out: Arc<Direction>,
     inn: Arc<Direction>,
     me: Arc<Side>,
     peer: Arc<Side>,
-    reserved: Option<Frame>,
-    peeked: Option<Frame>,
+    reserved: Option<Parcel>,
+    peeked: Option<Parcel>,
     /// Frames to be used again: a steady exchange allocates nothing.
-    spare: Vec<Frame>,
+    spare: Vec<Parcel>,
     /// The end was returned to the caller: it is no longer a reason to stay awake.
     told: bool,
 }
@@ -151,13 +165,16 @@ impl LoopbackLink {
 
 // SAFETY: a peeked and a reserved frame are owned by the link, each in a buffer of its own.
 unsafe impl Link for LoopbackLink {
-    fn max_frame_bytes(&self) -> usize {
-        self.max_frame_bytes
+    fn max_payload_bytes(&self) -> usize {
+        self.max_payload_bytes
     }
 
-    fn try_reserve(&mut self, len_bytes: usize) -> Result<Option<&mut [u8]>> {
-        if len_bytes > self.max_frame_bytes {
-            return Err(Error::internal(format!("a frame of {len_bytes} bytes exceeds {}", self.max_frame_bytes)));
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
+        if payload_bytes > self.max_payload_bytes {
+            return Err(Error::internal(format!(
+                "a payload of {payload_bytes} bytes exceeds {}",
+                self.max_payload_bytes
+            )));
         }
         if self.out.deaf.load(Ordering::Acquire) || self.out.closed.load(Ordering::Acquire) {
             return Err(Error::peer_lost("the loopback link is closed"));
@@ -166,8 +183,8 @@ unsafe impl Link for LoopbackLink {
             return Ok(None);
         }
         let mut frame = self.reserved.take().or_else(|| self.spare.pop()).unwrap_or_default();
-        frame.reshape(len_bytes);
-        Ok(Some(self.reserved.insert(frame).bytes_mut()))
+        frame.reshape(payload_bytes);
+        Ok(Some(self.reserved.insert(frame).place()))
     }
 
     fn commit(&mut self) {
@@ -176,7 +193,7 @@ unsafe impl Link for LoopbackLink {
         self.peer.notify(&self.peer.parked);
     }
 
-    fn peek(&mut self) -> Result<Option<&[u8]>> {
+    fn peek(&mut self) -> Result<Option<Frame<'_>>> {
         if self.peeked.is_none() {
             // Read before the queue, so that a frame sent just before closing is not missed.
             let closed = self.inn.closed.load(Ordering::Acquire);
@@ -186,7 +203,7 @@ unsafe impl Link for LoopbackLink {
                 return Err(Error::peer_lost("the loopback link was closed by its peer"));
             }
         }
-        Ok(self.peeked.as_ref().map(Frame::bytes))
+        Ok(self.peeked.as_ref().map(Parcel::frame))
     }
 
     fn release(&mut self) {

@@ -42,8 +42,8 @@ impl Settings {
         }
     }
 
-    /// Most bytes of one frame.
-    pub fn max_frame_bytes(&self) -> usize {
+    /// Most bytes of one payload.
+    pub fn max_payload_bytes(&self) -> usize {
         self.segment_bytes as usize + frame::OVERHEAD_BYTES
     }
 }

@@ -1,4 +1,4 @@
-//! Frames over one TCP connection: a word with the length before each, padded to 8 bytes.
+//! Frames over one TCP connection: a word with the payload's length before each, padded to 8 bytes.
 //!
 //! Owns the buffers of both directions and the half-close; connecting is done in `endpoint`. The kernel wakes a parked
 //! side by itself, so there are no flags: parking only makes sure that no edge can have been missed, which is so
@@ -11,30 +11,32 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown};
 
-use crate::Link;
 use crate::fork::Fd;
+use crate::{Frame, HEAD_BYTES, Link, Place};
 
 /// What is collected before it must go out, besides one frame.
 const BUFFER_BYTES: usize = 256 << 10;
 /// From here on a commit sends at once instead of waiting for the flush at the end of the pass.
 const EAGER_BYTES: usize = 64 << 10;
 const WORD: usize = 8;
+/// Where the payload lies in a record, behind word and head.
+const PAYLOAD_AT: usize = WORD + HEAD_BYTES;
 /// How long a dropped link tries to get rid of its last frames: so many times so long.
 const LINGER_STEPS: u32 = 10;
 const LINGER_STEP: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 
 /// Bytes of a frame on the wire.
-const fn record_bytes(frame_bytes: usize) -> usize {
-    WORD + frame_bytes.next_multiple_of(WORD)
+const fn record_bytes(payload_bytes: usize) -> usize {
+    PAYLOAD_AT + payload_bytes.next_multiple_of(WORD)
 }
 
 /// The length, and its complement so that a stream out of step is noticed at once.
-fn word_of(frame_bytes: usize) -> u64 {
-    let len = frame_bytes as u32;
+fn word_of(payload_bytes: usize) -> u64 {
+    let len = payload_bytes as u32;
     u64::from(len) | u64::from(!len) << 32
 }
 
-fn frame_bytes_of(word: u64) -> Option<usize> {
+fn payload_bytes_of(word: u64) -> Option<usize> {
     let (len, check) = (word as u32, (word >> 32) as u32);
     (check == !len).then_some(len as usize)
 }
@@ -98,13 +100,13 @@ pub(crate) struct TcpLink {
     socket: Fd,
     out: Buffer,
     inn: Buffer,
-    /// Length of the reserved frame.
+    /// Length of the reserved frame's payload.
     reserved: Option<usize>,
-    /// Length of the frame at `inn.start`.
+    /// Length of the payload of the frame at `inn.start`.
     found: Option<usize>,
     /// The caller has seen that frame.
     shown: bool,
-    max_frame_bytes: usize,
+    max_payload_bytes: usize,
     /// `local -> remote` and who that is.
     place: String,
     /// No more can be sent, and why.
@@ -113,7 +115,7 @@ pub(crate) struct TcpLink {
     ended: Option<Error>,
     /// The end was returned to the caller: it is no longer a reason to stay awake.
     told: bool,
-    /// Length of the shortest frame that found no room since the last park.
+    /// Length of the shortest payload that found no room since the last park.
     refused_bytes: Option<usize>,
     closing: Closing,
 }
@@ -128,8 +130,8 @@ enum Closing {
 
 impl TcpLink {
     /// Takes over a connected, non-blocking socket. `place` is for messages.
-    pub(crate) fn new(socket: Fd, max_frame_bytes: usize, place: String) -> TcpLink {
-        let buffer = || Buffer::new(BUFFER_BYTES + record_bytes(max_frame_bytes));
+    pub(crate) fn new(socket: Fd, max_payload_bytes: usize, place: String) -> TcpLink {
+        let buffer = || Buffer::new(BUFFER_BYTES + record_bytes(max_payload_bytes));
         TcpLink {
             socket,
             out: buffer(),
@@ -137,7 +139,7 @@ impl TcpLink {
             reserved: None,
             found: None,
             shown: false,
-            max_frame_bytes,
+            max_payload_bytes,
             place,
             deaf: None,
             ended: None,
@@ -192,7 +194,7 @@ impl TcpLink {
             return Ok(false);
         }
         let word = self.inn.words[self.inn.start / WORD];
-        let Some(len) = frame_bytes_of(u64::from_le(word)).filter(|&len| len <= self.max_frame_bytes) else {
+        let Some(len) = payload_bytes_of(u64::from_le(word)).filter(|&len| len <= self.max_payload_bytes) else {
             let error = Error::protocol(format!("{}: the stream holds what cannot be a frame", self.place));
             self.told = true;
             return Err(self.ended.insert(error).clone());
@@ -207,7 +209,7 @@ impl TcpLink {
     /// One read into the free part of the buffer, which always has room for the rest of the frame that has begun.
     fn fill(&mut self) {
         // Less than one frame is buffered when more is read, so there is room for the rest of it.
-        self.inn.make_room(record_bytes(self.max_frame_bytes));
+        self.inn.make_room(record_bytes(self.max_payload_bytes));
         let end = self.inn.end;
         let read = loop {
             let room = &mut self.inn.bytes_mut()[end..];
@@ -228,8 +230,8 @@ impl TcpLink {
     }
 
     /// The limit is what is buffered and not what a frame adds: the buffer has room for one longest frame beyond it.
-    fn has_room(&self, len_bytes: usize) -> bool {
-        self.out.len() <= BUFFER_BYTES && self.out.has_room(record_bytes(len_bytes))
+    fn has_room(&self, payload_bytes: usize) -> bool {
+        self.out.len() <= BUFFER_BYTES && self.out.has_room(record_bytes(payload_bytes))
     }
 
     fn report_end(&mut self) -> Result<()> {
@@ -241,40 +243,41 @@ impl TcpLink {
 
 // SAFETY: while a frame is shown, `poll_frame` does not fill the buffer that it lies in; sending uses another one.
 unsafe impl Link for TcpLink {
-    fn max_frame_bytes(&self) -> usize {
-        self.max_frame_bytes
+    fn max_payload_bytes(&self) -> usize {
+        self.max_payload_bytes
     }
 
-    fn try_reserve(&mut self, len_bytes: usize) -> Result<Option<&mut [u8]>> {
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
         self.guard_fork()?;
-        if len_bytes > self.max_frame_bytes || self.closing != Closing::Open {
+        if payload_bytes > self.max_payload_bytes || self.closing != Closing::Open {
             return Err(Error::internal(format!(
-                "a frame of {len_bytes} bytes on a link that takes {} and is {}",
-                self.max_frame_bytes,
+                "a payload of {payload_bytes} bytes on a link that takes {} and is {}",
+                self.max_payload_bytes,
                 if self.closing == Closing::Open { "open" } else { "closed" }
             )));
         }
-        if !self.has_room(len_bytes) {
+        if !self.has_room(payload_bytes) {
             self.push();
         }
         if let Some(deaf) = &self.deaf {
             return Err(deaf.clone());
         }
-        if !self.has_room(len_bytes) {
-            self.refused_bytes = Some(self.refused_bytes.map_or(len_bytes, |shorter| shorter.min(len_bytes)));
+        if !self.has_room(payload_bytes) {
+            self.refused_bytes = Some(self.refused_bytes.map_or(payload_bytes, |shorter| shorter.min(payload_bytes)));
             return Ok(None);
         }
-        self.out.make_room(record_bytes(len_bytes));
+        self.out.make_room(record_bytes(payload_bytes));
         // Records begin at multiples of a word even when the kernel has taken part of one: only `start` is odd then.
         let at = self.out.end;
-        self.out.bytes_mut()[at..at + WORD].copy_from_slice(&word_of(len_bytes).to_le_bytes());
-        self.reserved = Some(len_bytes);
-        Ok(Some(&mut self.out.bytes_mut()[at + WORD..at + WORD + len_bytes]))
+        self.out.bytes_mut()[at..at + WORD].copy_from_slice(&word_of(payload_bytes).to_le_bytes());
+        self.reserved = Some(payload_bytes);
+        let record = &mut self.out.bytes_mut()[at + WORD..at + PAYLOAD_AT + payload_bytes];
+        Ok(record.split_first_chunk_mut().map(|(head, payload)| Place { head, payload }))
     }
 
     fn commit(&mut self) {
         let Some(len) = self.reserved.take() else { return };
-        let (from, to) = (self.out.end + WORD + len, self.out.end + record_bytes(len));
+        let (from, to) = (self.out.end + PAYLOAD_AT + len, self.out.end + record_bytes(len));
         self.out.bytes_mut()[from..to].fill(0);
         self.out.end = to;
         if self.out.len() >= EAGER_BYTES && self.guard_fork().is_ok() {
@@ -282,14 +285,15 @@ unsafe impl Link for TcpLink {
         }
     }
 
-    fn peek(&mut self) -> Result<Option<&[u8]>> {
+    fn peek(&mut self) -> Result<Option<Frame<'_>>> {
         self.guard_fork()?;
         if !self.poll_frame()? {
             return self.report_end().map(|()| None);
         }
         self.shown = true;
-        let at = self.inn.start + WORD;
-        Ok(self.found.map(|len| &self.inn.bytes()[at..at + len]))
+        let Some(len) = self.found else { return Ok(None) };
+        let record = &self.inn.bytes()[self.inn.start + WORD..self.inn.start + PAYLOAD_AT + len];
+        Ok(record.split_first_chunk().map(|(head, payload)| Frame { head, payload }))
     }
 
     fn release(&mut self) {
@@ -317,7 +321,9 @@ unsafe impl Link for TcpLink {
         let news = self.poll_frame() != Ok(false)
             || (self.ended.is_some() && !self.told)
             || (self.deaf.is_some() && !was_deaf);
-        news || (wants_room && self.deaf.is_none() && self.has_room(self.refused_bytes.unwrap_or(self.max_frame_bytes)))
+        news || (wants_room
+            && self.deaf.is_none()
+            && self.has_room(self.refused_bytes.unwrap_or(self.max_payload_bytes)))
     }
 
     fn unpark(&mut self) {

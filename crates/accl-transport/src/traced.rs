@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use accl_types::Result;
 
-use crate::Link;
+use crate::{Frame, HEAD_BYTES, Link, Place};
 
 /// Counters, readable from any thread while the link is used. Any number of links may share one.
 #[derive(Debug, Default)]
@@ -57,13 +57,13 @@ impl<L: Link> Traced<L> {
 
 // SAFETY: the link inside keeps the promise.
 unsafe impl<L: Link> Link for Traced<L> {
-    fn max_frame_bytes(&self) -> usize {
-        self.link.max_frame_bytes()
+    fn max_payload_bytes(&self) -> usize {
+        self.link.max_payload_bytes()
     }
 
-    fn try_reserve(&mut self, len_bytes: usize) -> Result<Option<&mut [u8]>> {
-        let place = self.link.try_reserve(len_bytes)?;
-        self.reserved = place.as_ref().map(|place| place.len() as u64);
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
+        let place = self.link.try_reserve(payload_bytes)?;
+        self.reserved = place.as_ref().map(|place| (HEAD_BYTES + place.payload.len()) as u64);
         Ok(place)
     }
 
@@ -76,9 +76,9 @@ unsafe impl<L: Link> Link for Traced<L> {
         self.link.commit();
     }
 
-    fn peek(&mut self) -> Result<Option<&[u8]>> {
+    fn peek(&mut self) -> Result<Option<Frame<'_>>> {
         let frame = self.link.peek()?;
-        self.peeked = frame.map(|frame| frame.len() as u64);
+        self.peeked = frame.map(|frame| (HEAD_BYTES + frame.payload.len()) as u64);
         Ok(frame)
     }
 

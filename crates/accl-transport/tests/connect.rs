@@ -107,7 +107,7 @@ fn rings_shrink_before_tcp_is_used() {
         assert!(!a.link.describe().contains("1024 KiB"), "{}", a.link.describe());
         let warnings = [&a.warnings[..], &b.warnings[..]].concat();
         assert!(warnings.len() == 1 && warnings[0].contains("instead of ACCL_RING_BYTES"), "{warnings:?}");
-        let longest = vec![9; a.link.max_frame_bytes()];
+        let longest = vec![9; a.link.max_payload_bytes()];
         a.send(&longest);
         assert_eq!(b.receive().unwrap(), longest);
     });
@@ -281,7 +281,7 @@ fn another_version_is_named_before_and_during_the_handshake() {
         let mut reply = Vec::new();
         stream.read_to_end(&mut reply).unwrap();
         let text = String::from_utf8_lossy(&reply);
-        assert!(text.contains("protocol version 1, this process 99"), "{text:?}");
+        assert!(text.contains(&format!("protocol version {PROTOCOL_VERSION}, this process 99")), "{text:?}");
     });
 }
 
@@ -401,7 +401,7 @@ fn many_endpoints_on_two_hosts_all_reach_each_other_and_themselves() {
                     for (i, link) in links.iter_mut().enumerate() {
                         let expected = if i == me { "loopback" } else { ["shm", "tcp"][(i + me) % 2] };
                         assert_eq!(link.transport(), expected, "{me} to {i}");
-                        link.try_reserve(2).unwrap().unwrap().copy_from_slice(&[me as u8, i as u8]);
+                        link.try_reserve(2).unwrap().unwrap().payload.copy_from_slice(&[me as u8, i as u8]);
                         link.commit();
                         link.flush().unwrap();
                     }
@@ -409,7 +409,7 @@ fn many_endpoints_on_two_hosts_all_reach_each_other_and_themselves() {
                         while link.peek().unwrap().is_none() {
                             std::thread::yield_now();
                         }
-                        assert_eq!(link.peek().unwrap().unwrap(), [i as u8, me as u8]);
+                        assert_eq!(link.peek().unwrap().unwrap().payload, [i as u8, me as u8]);
                     }
                     links
                 })

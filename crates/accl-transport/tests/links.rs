@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use accl_transport::{Faults, Faulty, Link, Poller, Trace, Traced, loopback};
+use accl_transport::{Faults, Faulty, HEAD_BYTES, Link, Poller, Trace, Traced, loopback};
 use accl_types::ErrorKind;
 use common::{KINDS, Node, frames, pair, within_limit};
 use proptest::prelude::*;
@@ -23,7 +23,7 @@ fn for_every_kind(body: fn(&'static str, Node, Node)) {
 fn frames_arrive_whole_and_in_order_both_ways_at_once() {
     for_every_kind(|kind, mut a, mut b| {
         for seed in 0..3 {
-            let longest = a.link.max_frame_bytes();
+            let longest = a.link.max_payload_bytes();
             let (there, back) = (frames(seed, 300, longest), frames(seed + 100, 200, longest));
             let (there_too, back_too) = (there.clone(), back.clone());
             let thread = std::thread::spawn(move || {
@@ -60,7 +60,7 @@ fn a_sleeper_is_woken_by_every_frame() {
 #[test]
 fn a_sender_without_room_is_woken_when_there_is_some() {
     for_every_kind(|_, mut a, mut b| {
-        let frame = vec![7; a.link.max_frame_bytes()];
+        let frame = vec![7; a.link.max_payload_bytes()];
         let mut filled = 0;
         while a.try_send(&frame).unwrap() {
             filled += 1;
@@ -139,7 +139,7 @@ fn dropping_a_link_wakes_the_sleeping_peer() {
 #[test]
 fn a_frame_that_is_too_long_is_refused_and_the_link_goes_on() {
     for_every_kind(|_, mut a, mut b| {
-        let longest = a.link.max_frame_bytes();
+        let longest = a.link.max_payload_bytes();
         assert_eq!(a.link.try_reserve(longest + 1).unwrap_err().kind, ErrorKind::Internal);
         a.send(&vec![1; longest]);
         assert_eq!(b.receive().unwrap().len(), longest);
@@ -149,15 +149,18 @@ fn a_frame_that_is_too_long_is_refused_and_the_link_goes_on() {
 #[test]
 fn reserving_again_gives_up_the_first_place_and_peeking_again_shows_the_same_frame() {
     for_every_kind(|_, mut a, mut b| {
-        a.link.try_reserve(1000).unwrap().unwrap().fill(1);
-        a.link.try_reserve(8).unwrap().unwrap().fill(2);
+        a.link.try_reserve(1000).unwrap().unwrap().payload.fill(1);
+        let place = a.link.try_reserve(8).unwrap().unwrap();
+        place.payload.fill(2);
+        place.head.fill(4);
         a.link.commit();
         a.link.commit();
         a.link.flush().unwrap();
         while b.link.peek().unwrap().is_none() {
             b.park(false);
         }
-        assert_eq!(b.link.peek().unwrap().unwrap(), [2; 8]);
+        let frame = b.link.peek().unwrap().unwrap();
+        assert_eq!((frame.head, frame.payload), (&[4; HEAD_BYTES], &[2; 8][..]));
         b.link.release();
         a.send(&[3; 8]);
         while !b.link.prepare_park(false) {
@@ -167,7 +170,7 @@ fn reserving_again_gives_up_the_first_place_and_peeking_again_shows_the_same_fra
         b.link.unpark();
         // The frame was noticed but not peeked at: there is nothing to give back.
         b.link.release();
-        assert_eq!(b.link.peek().unwrap().unwrap(), [3; 8]);
+        assert_eq!(b.link.peek().unwrap().unwrap().payload, [3; 8]);
     });
 }
 
@@ -175,15 +178,15 @@ fn reserving_again_gives_up_the_first_place_and_peeking_again_shows_the_same_fra
 fn a_quarter_of_a_gigabyte_passes_in_time() {
     for_every_kind(|kind, mut a, mut b| {
         const BYTES: usize = 256 << 20;
-        let longest = a.link.max_frame_bytes();
+        let longest = a.link.max_payload_bytes();
         let count = BYTES / longest;
         let before = Instant::now();
         let sender = std::thread::spawn(move || {
             for i in 0..count {
                 loop {
-                    if let Some(frame) = a.link.try_reserve(longest).unwrap() {
-                        frame[..8].copy_from_slice(&i.to_le_bytes());
-                        frame[8..].fill(i as u8);
+                    if let Some(place) = a.link.try_reserve(longest).unwrap() {
+                        place.head[..8].copy_from_slice(&i.to_le_bytes());
+                        place.payload.fill(i as u8);
                         a.link.commit();
                         break;
                     }
@@ -201,8 +204,8 @@ fn a_quarter_of_a_gigabyte_passes_in_time() {
                 b.park(false);
             }
             let frame = b.link.peek().unwrap().unwrap();
-            assert_eq!(frame[..8], i.to_le_bytes());
-            assert_eq!(frame[longest - 1], i as u8);
+            assert_eq!(frame.head[..8], i.to_le_bytes());
+            assert_eq!(frame.payload[longest - 1], i as u8);
             b.link.release();
         }
         let rate = BYTES as f64 / before.elapsed().as_secs_f64() / 1e9;
@@ -284,7 +287,7 @@ fn a_trace_counts_frames_and_bytes() {
         a.send(&[1; 5]);
         b.send(&[2; 7]);
         assert_eq!(a.receive().unwrap().len(), 7);
-        assert_eq!((trace.frames_sent(), trace.bytes_sent()), (2, 15));
-        assert_eq!((trace.frames_received(), trace.bytes_received()), (1, 7));
+        assert_eq!((trace.frames_sent(), trace.bytes_sent()), (2, 15 + 2 * HEAD_BYTES as u64));
+        assert_eq!((trace.frames_received(), trace.bytes_received()), (1, 7 + HEAD_BYTES as u64));
     });
 }

@@ -276,7 +276,7 @@ fn frames_pass_between_processes_in_order() {
     for transport in BOTH {
         within_limit(move || {
             let (mut node, process) = with_child("echo", transport);
-            let sent = frames(7, 500, node.link.max_frame_bytes());
+            let sent = frames(7, 500, node.link.max_payload_bytes());
             // Bounded by what fits on the way, so that neither waits for the other to read first.
             for frame in &sent {
                 node.send(frame);
@@ -347,7 +347,7 @@ fn be_called_by(part: &str) -> (String, String) {
         let link = host.connect(&[card]).unwrap().remove(0);
         node(host, link)
     };
-    node.send(&vec![1; node.link.max_frame_bytes()]);
+    node.send(&vec![1; node.link.max_payload_bytes()]);
     (process.hear("LINK"), process.hear("WARNINGS"))
 }
 

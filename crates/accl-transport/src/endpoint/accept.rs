@@ -40,7 +40,7 @@ pub(super) struct Incoming {
 struct Promised {
     from: [u8; 16],
     own_nonce: u64,
-    max_frame_bytes: usize,
+    max_payload_bytes: usize,
     peer: String,
     shared: Option<(Region, Fd)>,
 }
@@ -114,14 +114,18 @@ impl Incoming {
             Err(why) => return self.refuse(hello.nonce, me, why),
         };
         let own_nonce = me.nonce();
-        let max_frame_bytes = me.max_frame_bytes.min(hello.max_frame_bytes as usize);
-        let reply =
-            Reply { nonce: hello.nonce, own_nonce, max_frame_bytes: max_frame_bytes as u32, refused: String::new() };
+        let max_payload_bytes = me.max_payload_bytes.min(hello.max_payload_bytes as usize);
+        let reply = Reply {
+            nonce: hello.nonce,
+            own_nonce,
+            max_payload_bytes: max_payload_bytes as u32,
+            refused: String::new(),
+        };
         let waker = me.waker.as_fd();
         let fds = if shared.is_some() { std::slice::from_ref(&waker) } else { &[] };
         self.stream.write(&reply.to_bytes(), fds)?;
         let peer = format!("{} pid {}", hello.hostname, hello.pid);
-        self.promised = Some(Promised { from: hello.from, own_nonce, max_frame_bytes, peer, shared });
+        self.promised = Some(Promised { from: hello.from, own_nonce, max_payload_bytes, peer, shared });
         self.conclude()
     }
 
@@ -138,9 +142,9 @@ impl Incoming {
         let Ok([memory, event]) = <[Fd; 2]>::try_from(fds) else {
             return Err("the descriptors did not arrive".to_owned());
         };
-        let longest = me.max_frame_bytes.min(hello.max_frame_bytes as usize);
+        let longest = me.max_payload_bytes.min(hello.max_payload_bytes as usize);
         let ring_bytes = usize::try_from(hello.ring_bytes).unwrap_or(usize::MAX);
-        if ring_bytes < crate::ring::min_ring_bytes(longest)
+        if ring_bytes < crate::ring::min_data_bytes(longest)
             || ring_bytes > usize::MAX / 4
             || !ring_bytes.is_multiple_of(4096)
         {
@@ -152,7 +156,7 @@ impl Incoming {
     }
 
     fn refuse(self, nonce: u64, me: &Identity, why: String) -> Result<Step, String> {
-        let reply = Reply { nonce, own_nonce: 0, max_frame_bytes: me.max_frame_bytes as u32, refused: why.clone() };
+        let reply = Reply { nonce, own_nonce: 0, max_payload_bytes: me.max_payload_bytes as u32, refused: why.clone() };
         self.stream.write(&reply.to_bytes(), &[])?;
         Err(why)
     }
@@ -162,11 +166,11 @@ impl Incoming {
         let Some(promised) = self.promised.filter(|p| bytes == confirm_bytes(p.own_nonce)) else {
             return Err("the confirmation is wrong".to_owned());
         };
-        let Promised { from, max_frame_bytes, peer, shared, .. } = promised;
+        let Promised { from, max_payload_bytes, peer, shared, .. } = promised;
         let socket = self.stream.socket;
         let link: Box<dyn Link> = match shared {
-            Some((region, event)) => shm_link(region, 1, socket, event, max_frame_bytes, peer),
-            None => tcp_link(socket, max_frame_bytes, &peer),
+            Some((region, event)) => shm_link(region, 1, socket, event, max_payload_bytes, peer),
+            None => tcp_link(socket, max_payload_bytes, &peer),
         };
         Ok(Step::Done(Accepted { from, link }))
     }

@@ -206,7 +206,7 @@ impl Dial {
         if uid != me.uid {
             return Err(format!("it belongs to user {uid}, this process to user {}", me.uid));
         }
-        let wanted = ring_bytes_for(settings.ring_bytes, settings.max_frame_bytes());
+        let wanted = ring_bytes_for(settings.ring_bytes, settings.max_payload_bytes());
         let (region, memory, refused) = create_region(wanted, settings, budget)?;
         if let Some(why) = refused {
             self.shm_trouble = Some(Trouble::SmallerRings(region.ring_bytes(), why));
@@ -221,7 +221,7 @@ impl Dial {
 
 /// The largest region that is granted, halving from `wanted` to what the longest frame needs, and why it is not larger.
 fn create_region(wanted: usize, settings: &Settings, budget: &Budget) -> Result<(Region, Fd, Option<String>), String> {
-    let least = ring_bytes_for(0, settings.max_frame_bytes());
+    let least = ring_bytes_for(0, settings.max_payload_bytes());
     let mut refused = None;
     let mut ring_bytes = wanted;
     loop {
@@ -231,7 +231,7 @@ fn create_region(wanted: usize, settings: &Settings, budget: &Budget) -> Result<
             Err(why) if ring_bytes <= least => return Err(refused.unwrap_or(why)),
             Err(why) => {
                 refused.get_or_insert(why);
-                ring_bytes = ring_bytes_for(ring_bytes as u64 / 2, settings.max_frame_bytes());
+                ring_bytes = ring_bytes_for(ring_bytes as u64 / 2, settings.max_payload_bytes());
             }
         }
     }
@@ -294,8 +294,8 @@ impl Attempt {
         if !reply.refused.is_empty() {
             return Err(reply.refused);
         }
-        let max_frame_bytes = reply.max_frame_bytes as usize;
-        if reply.nonce != self.nonce || max_frame_bytes > settings.max_frame_bytes() {
+        let max_payload_bytes = reply.max_payload_bytes as usize;
+        if reply.nonce != self.nonce || max_payload_bytes > settings.max_payload_bytes() {
             return Err("its reply makes no sense".to_owned());
         }
         let event = match (&self.region, std::mem::take(&mut self.stream.fds).pop()) {
@@ -305,8 +305,8 @@ impl Attempt {
         self.stream.write(&confirm_bytes(reply.own_nonce), &[])?;
         let (peer, socket) = (card.place(), self.stream.socket);
         Ok(Outcome::Done(match (self.region, event) {
-            (Some(region), Some(event)) => shm_link(region, 0, socket, event, max_frame_bytes, peer),
-            (Some(_), None) | (None, _) => tcp_link(socket, max_frame_bytes, &peer),
+            (Some(region), Some(event)) => shm_link(region, 0, socket, event, max_payload_bytes, peer),
+            (Some(_), None) | (None, _) => tcp_link(socket, max_payload_bytes, &peer),
         }))
     }
 
@@ -327,7 +327,7 @@ impl Identity {
             to,
             nonce,
             pid: std::process::id(),
-            max_frame_bytes: self.max_frame_bytes as u32,
+            max_payload_bytes: self.max_payload_bytes as u32,
             ring_bytes,
             hostname: self.hostname.clone(),
         }

@@ -18,15 +18,15 @@ pub(super) fn shm_link(
     side: usize,
     socket: Fd,
     peer_event: Fd,
-    max_frame_bytes: usize,
+    max_payload_bytes: usize,
     peer: String,
 ) -> Box<dyn Link> {
     let peer_process = peer_process(&socket);
-    Box::new(ShmLink::new(Parts { region, side, socket, peer_event, peer_process, max_frame_bytes, peer }))
+    Box::new(ShmLink::new(Parts { region, side, socket, peer_event, peer_process, max_payload_bytes, peer }))
 }
 
 /// Keep-alive finds a host that vanished within half a minute.
-pub(super) fn tcp_link(socket: Fd, max_frame_bytes: usize, peer: &str) -> Box<dyn Link> {
+pub(super) fn tcp_link(socket: Fd, max_payload_bytes: usize, peer: &str) -> Box<dyn Link> {
     // These options make the link better but are not needed for it to work.
     let _ = sockopt::set_tcp_nodelay(&socket, true);
     let _ = sockopt::set_socket_keepalive(&socket, true);
@@ -35,7 +35,7 @@ pub(super) fn tcp_link(socket: Fd, max_frame_bytes: usize, peer: &str) -> Box<dy
     let _ = sockopt::set_tcp_keepcnt(&socket, 4);
     let remote = getpeername(&socket).ok().flatten();
     let place = format!("{} -> {} ({peer})", show(getsockname(&socket).ok()), show(remote));
-    Box::new(TcpLink::new(socket, max_frame_bytes, place))
+    Box::new(TcpLink::new(socket, max_payload_bytes, place))
 }
 
 /// A listener for both families sees IPv4 as IPv6; people do not.

@@ -69,7 +69,7 @@ pub(crate) struct Identity {
     uid: u32,
     host_id: String,
     hostname: String,
-    max_frame_bytes: usize,
+    max_payload_bytes: usize,
     waker: Arc<Waker>,
     nonces: AtomicU64,
 }
@@ -123,7 +123,7 @@ impl Endpoint {
             uid: rustix::process::geteuid().as_raw(),
             host_id: settings.host_id.clone().unwrap_or_else(host::host_id),
             hostname: host::hostname(),
-            max_frame_bytes: settings.max_frame_bytes(),
+            max_payload_bytes: settings.max_payload_bytes(),
             waker,
             nonces: AtomicU64::new(u64::from_le_bytes(std::array::from_fn(|i| uuid[i] ^ uuid[i + 8]))),
         };
@@ -202,7 +202,8 @@ impl Endpoint {
         let begin = Instant::now();
         for (index, peer) in peers.iter().enumerate() {
             if peer.uuid == self.me.uuid {
-                links[index] = Some(Box::new(loopback::self_link(self.me.max_frame_bytes, Arc::clone(&self.me.waker))));
+                links[index] =
+                    Some(Box::new(loopback::self_link(self.me.max_payload_bytes, Arc::clone(&self.me.waker))));
             } else if peer.uuid > self.me.uuid && !self.kept.contains_key(&peer.uuid) {
                 let dial = self.dials.entry(peer.uuid).or_insert_with(|| Dial::new(&self.card, peer));
                 dial.asked = begin;

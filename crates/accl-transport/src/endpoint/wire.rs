@@ -35,7 +35,7 @@ pub(super) struct Hello {
     pub(super) to: [u8; 16],
     pub(super) nonce: u64,
     pub(super) pid: u32,
-    pub(super) max_frame_bytes: u32,
+    pub(super) max_payload_bytes: u32,
     pub(super) ring_bytes: u64,
     pub(super) hostname: String,
 }
@@ -49,7 +49,7 @@ impl Hello {
         out[32..48].copy_from_slice(&self.to);
         out[48..56].copy_from_slice(&self.nonce.to_le_bytes());
         out[56..60].copy_from_slice(&self.pid.to_le_bytes());
-        out[60..64].copy_from_slice(&self.max_frame_bytes.to_le_bytes());
+        out[60..64].copy_from_slice(&self.max_payload_bytes.to_le_bytes());
         out[64..72].copy_from_slice(&self.ring_bytes.to_le_bytes());
         put_text(&mut out[HELLO_NAME_AT..], &self.hostname);
         out
@@ -63,7 +63,7 @@ impl Hello {
             to: array(bytes, 32),
             nonce: u64::from_le_bytes(array(bytes, 48)),
             pid: u32::from_le_bytes(array(bytes, 56)),
-            max_frame_bytes: u32::from_le_bytes(array(bytes, 60)),
+            max_payload_bytes: u32::from_le_bytes(array(bytes, 60)),
             ring_bytes: u64::from_le_bytes(array(bytes, 64)),
             hostname: text(&bytes[HELLO_NAME_AT..]),
         })
@@ -82,7 +82,7 @@ pub(super) struct Reply {
     pub(super) nonce: u64,
     /// To be confirmed.
     pub(super) own_nonce: u64,
-    pub(super) max_frame_bytes: u32,
+    pub(super) max_payload_bytes: u32,
     /// Why not, or empty.
     pub(super) refused: String,
 }
@@ -94,7 +94,7 @@ impl Reply {
         out[12] = u8::from(!self.refused.is_empty());
         out[16..24].copy_from_slice(&self.nonce.to_le_bytes());
         out[24..32].copy_from_slice(&self.own_nonce.to_le_bytes());
-        out[32..36].copy_from_slice(&self.max_frame_bytes.to_le_bytes());
+        out[32..36].copy_from_slice(&self.max_payload_bytes.to_le_bytes());
         put_text(&mut out[REPLY_TEXT_AT..], &self.refused);
         out
     }
@@ -108,7 +108,7 @@ impl Reply {
         Ok(Reply {
             nonce: u64::from_le_bytes(array(bytes, 16)),
             own_nonce: u64::from_le_bytes(array(bytes, 24)),
-            max_frame_bytes: u32::from_le_bytes(array(bytes, 32)),
+            max_payload_bytes: u32::from_le_bytes(array(bytes, 32)),
             refused,
         })
     }
@@ -163,12 +163,12 @@ mod tests {
     proptest! {
         #[test]
         fn messages_come_back_as_they_went(
-            transport: u8, from: [u8; 16], to: [u8; 16], nonce: u64, pid: u32, max_frame_bytes: u32, ring_bytes: u64,
+            transport: u8, from: [u8; 16], to: [u8; 16], nonce: u64, pid: u32, max_payload_bytes: u32, ring_bytes: u64,
             hostname in "[a-z]{0,50}", refused in "[ -~]{0,150}", own_nonce: u64,
         ) {
-            let hello = Hello { transport, from, to, nonce, pid, max_frame_bytes, ring_bytes, hostname };
+            let hello = Hello { transport, from, to, nonce, pid, max_payload_bytes, ring_bytes, hostname };
             prop_assert_eq!(Hello::parse(&hello.to_bytes()).unwrap(), hello);
-            let reply = Reply { nonce, own_nonce, max_frame_bytes, refused };
+            let reply = Reply { nonce, own_nonce, max_payload_bytes, refused };
             prop_assert_eq!(Reply::parse(&reply.to_bytes()).unwrap(), reply);
         }
 
@@ -182,7 +182,7 @@ mod tests {
     #[test]
     fn long_texts_are_cut_between_characters() {
         let refused = "ü".repeat(200);
-        let reply = Reply { nonce: 1, own_nonce: 2, max_frame_bytes: 3, refused };
+        let reply = Reply { nonce: 1, own_nonce: 2, max_payload_bytes: 3, refused };
         let cut = Reply::parse(&reply.to_bytes()).unwrap().refused;
         assert!(!cut.is_empty() && reply.refused.starts_with(&cut));
     }

@@ -11,10 +11,11 @@ use super::*;
 #[derive(Clone, Copy)]
 struct Line64([u8; LINE]);
 
-/// Memory whose every line is also a loom cell, so that a read that is not ordered after its write is found.
+/// Memory whose every line is also a loom cell, so that a read that is not ordered after its write is found. Slots
+/// come first.
 struct Checked {
     counters: Counters,
-    data: *mut u8,
+    base: *mut u8,
     lines: Vec<UnsafeCell<()>>,
     words: Vec<AtomicU64>,
     sides: [SideState; 2],
@@ -28,7 +29,7 @@ unsafe impl Sync for Checked {}
 
 impl Drop for Checked {
     fn drop(&mut self) {
-        let lines = std::ptr::slice_from_raw_parts_mut(self.data.cast::<Line64>(), self.lines.len());
+        let lines = std::ptr::slice_from_raw_parts_mut(self.base.cast::<Line64>(), self.lines.len());
         // SAFETY: made by `Box::into_raw` in `checked`, freed once.
         drop(unsafe { Box::from_raw(lines) });
     }
@@ -37,44 +38,51 @@ impl Drop for Checked {
 #[derive(Clone)]
 struct Shared(Arc<Checked>);
 
+impl Shared {
+    /// The lines of a frame: its slot and those of its payload.
+    fn lines(&self, slot: usize, at: usize, len: usize) -> impl Iterator<Item = &UnsafeCell<()>> {
+        let first = self.slot_count() + at / LINE;
+        std::iter::once(slot).chain(first..first + data_bytes(len) / LINE).map(|line| &self.0.lines[line])
+    }
+}
+
 // SAFETY: a box of lines, at one place until the last `Arc` is dropped.
 unsafe impl Memory for Shared {
     fn counters(&self) -> &Counters {
         &self.0.counters
     }
+    fn slots(&self) -> *mut u8 {
+        self.0.base
+    }
+    fn slot_count(&self) -> usize {
+        self.0.words.len()
+    }
     fn data(&self) -> *mut u8 {
-        self.0.data
+        // SAFETY: behind the slots.
+        unsafe { self.0.base.add(self.slot_count() * LINE) }
     }
     fn data_bytes(&self) -> usize {
-        self.0.lines.len() * LINE
+        (self.0.lines.len() - self.slot_count()) * LINE
     }
-    fn word(&self, offset: usize) -> &AtomicU64 {
-        &self.0.words[offset / LINE]
+    fn word(&self, slot: usize) -> &AtomicU64 {
+        &self.0.words[slot]
     }
-    fn note_write(&self, at: usize, len: usize) {
-        for line in lines(at, len) {
-            self.0.lines[line].with_mut(|_| ());
-        }
+    fn note_write(&self, slot: usize, at: usize, len: usize) {
+        self.lines(slot, at, len).for_each(|line| line.with_mut(|_| ()));
     }
-    fn note_read(&self, at: usize, len: usize) {
-        for line in lines(at, len) {
-            self.0.lines[line].with(|_| ());
-        }
+    fn note_read(&self, slot: usize, at: usize, len: usize) {
+        self.lines(slot, at, len).for_each(|line| line.with(|_| ()));
     }
 }
 
-fn lines(at: usize, len: usize) -> std::ops::Range<usize> {
-    at / LINE..(at + len).div_ceil(LINE)
-}
-
-fn checked(line_count: usize) -> Shared {
-    let lines = vec![Line64([0xee; LINE]); line_count].into_boxed_slice();
+fn checked(slot_count: usize, data_lines: usize) -> Shared {
+    let lines = vec![Line64([0xee; LINE]); slot_count + data_lines].into_boxed_slice();
     Shared(Arc::new(Checked {
         counters: Counters::new(),
-        data: Box::into_raw(lines).cast(),
-        lines: (0..line_count).map(|_| UnsafeCell::new(())).collect(),
-        // Apart from the bytes: loom's atomics cannot lie among them. Old payloads may look like words.
-        words: (0..line_count).map(|line| AtomicU64::new(if line == 0 { NOTHING } else { 9 })).collect(),
+        lines: (0..lines.len()).map(|_| UnsafeCell::new(())).collect(),
+        base: Box::into_raw(lines).cast(),
+        // Apart from the bytes: loom's atomics cannot lie among them.
+        words: (0..slot_count).map(|_| AtomicU64::new(0)).collect(),
         sides: [SideState::new(), SideState::new()],
         events: [Event::new(), Event::new()],
     }))
@@ -86,7 +94,9 @@ const READER: usize = 1;
 fn send(shared: &Shared, writer: &mut Writer<Shared>, value: u8, len: usize) {
     loop {
         if writer.reserve(len).unwrap() {
-            writer.reserved().unwrap().fill(value);
+            let place = writer.reserved().unwrap();
+            place.head.fill(value);
+            place.payload.fill(value);
             break;
         }
         // As a link parks: announce, look again, sleep, retract.
@@ -106,7 +116,7 @@ fn receive(shared: &Shared, reader: &mut Reader<Shared>, value: u8, len: usize) 
     loop {
         if reader.poll().unwrap() {
             let frame = reader.frame().unwrap();
-            assert!(frame.len() == len && frame.iter().all(|&b| b == value));
+            assert!(frame.payload.len() == len && frame.head.iter().chain(frame.payload).all(|&b| b == value));
             break;
         }
         shared.0.sides[READER].announce(DATA);
@@ -121,11 +131,11 @@ fn receive(shared: &Shared, reader: &mut Reader<Shared>, value: u8, len: usize) 
     }
 }
 
-fn exchange(line_count: usize, lens: &'static [usize], preemptions: Option<usize>) {
+fn exchange(slot_count: usize, data_lines: usize, lens: &'static [usize], preemptions: Option<usize>) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = preemptions;
     model.check(move || {
-        let shared = checked(line_count);
+        let shared = checked(slot_count, data_lines);
         let for_reader = shared.clone();
         let thread = loom::thread::spawn(move || {
             let mut reader = Reader::new(for_reader.clone(), 100);
@@ -145,16 +155,21 @@ fn exchange(line_count: usize, lens: &'static [usize], preemptions: Option<usize
 
 #[test]
 fn loom_one_frame_is_never_missed() {
-    exchange(2, &[8], None);
+    exchange(1, 2, &[100], None);
+}
+
+#[test]
+fn loom_a_writer_without_a_slot_is_woken() {
+    exchange(1, 1, &[8, 8, 8], Some(3));
 }
 
 #[test]
 fn loom_a_writer_without_room_is_woken() {
-    exchange(2, &[8, 8, 8], Some(3));
+    exchange(4, 2, &[100, 100, 100], Some(3));
 }
 
 #[test]
 fn loom_frames_that_wrap_are_whole_and_never_missed() {
-    // 2 lines, 1 line, then 2 lines: the third does not fit before the end of 4 and wraps.
-    exchange(4, &[60, 8, 60, 8], Some(2));
+    // 2 lines, none, 1 line, then 2 lines: the last does not fit before the end of 4 and wraps.
+    exchange(2, 4, &[100, 8, 60, 100], Some(2));
 }

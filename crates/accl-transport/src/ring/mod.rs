@@ -1,11 +1,11 @@
-//! A byte ring for frames between one writer and one reader, over memory that both have mapped.
+//! A ring for frames between one writer and one reader, over memory that both have mapped.
 //!
-//! Owns the placing of frames and the counter; knows neither descriptors nor waking ([`park`] has the flags). A record
-//! is a word and a frame behind it. The word publishes the record: 0 says that there is none yet, so a reader that waits
-//! looks at the very line in which a short frame will be, and one line moves from core to core. Before a record is
-//! published, the word behind it is set to 0. A frame is contiguous: where the rest of the ring is too short for it, a
-//! mark sends the reader back to the start. Nothing here calls the system or allocates. Read [`Writer`] and [`Reader`]
-//! first.
+//! Owns the placing of frames and the counter; knows neither descriptors nor waking ([`park`] has the flags). A *slot*,
+//! one cache line, announces each frame: a word with its number and length, the head, and the payload if that is tiny.
+//! The slots are few and used in turn, so they stay in the caches of both sides: a reader that waits looks at the very line
+//! in which the next frame will be, and for a tiny frame one line moves from core to core. Longer payloads lie in the
+//! *data*, one behind the other, each contiguous: where the rest of the data is too short for one, both sides go on at
+//! the start. Nothing here calls the system or allocates. Read [`Writer`] and [`Reader`] first.
 
 #[cfg(all(test, loom))]
 mod loom_tests;
@@ -13,32 +13,32 @@ pub(crate) mod park;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
+use crate::link::{Frame, HEAD_BYTES, Place};
 use crate::sync::{AtomicU64, Ordering};
 
-/// Grain of the ring. Two frames never share a cache line, so that writing one does not disturb reading another.
+/// Grain of the ring. Two payloads never share a cache line, so that writing one does not disturb reading another.
 pub(crate) const LINE: usize = 64;
-/// A word that publishes nothing: the writer has not got here. Fresh shared memory is all zero.
-const NOTHING: u64 = 0;
-/// Stands in the place of a length (which is stored plus one): the next frame is at the start of the ring.
-const WRAP: u64 = u64::MAX;
-/// Where a frame begins after the start of its record. A short frame shares the line with its length; in a long one
-/// the payload behind a 40-byte header begins on a line of its own.
-const SHORT_AT: usize = 8;
-const LONG_AT: usize = 24;
+/// Slots of a direction; a power of two. Few, so that they stay near; as many frames may be under way.
+pub(crate) const SLOTS: usize = 64;
+/// Where the head lies in a slot, behind the word.
+const HEAD_AT: usize = 8;
+/// Where a tiny payload lies in a slot, and how long it may be.
+const TINY_AT: usize = HEAD_AT + HEAD_BYTES;
+pub(crate) const TINY_BYTES: usize = LINE - TINY_AT;
 
-/// The counter of one direction, alone on two cache lines (prefetchers fetch pairs). Bytes since the beginning.
+/// The counter of one direction, alone on two cache lines (prefetchers fetch pairs).
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct Counters {
-    /// Read: everything below has been given back by the reader.
-    head: Apart<AtomicU64>,
+    /// Frames that the reader has given back, since the beginning.
+    taken: Apart<AtomicU64>,
 }
 
 impl Counters {
     /// The counter of an empty ring. (Fresh shared memory is all zero, which is the same.)
     #[cfg(test)]
     pub(crate) fn new() -> Counters {
-        Counters { head: Apart(AtomicU64::new(0)) }
+        Counters { taken: Apart(AtomicU64::new(0)) }
     }
 }
 
@@ -50,169 +50,187 @@ pub(crate) struct Apart<T>(pub(crate) T);
 /// The memory of one direction.
 ///
 /// # Safety
-/// `data` points to `data_bytes` bytes, a positive multiple of [`LINE`], aligned to [`LINE`], valid as long as `self`
-/// lives and always at the same place; the first word is 0 at the beginning. Besides one [`Writer`] and one [`Reader`]
-/// over the same counter nobody touches them.
+/// `slots` points to `slot_count` lines, a power of two and at most [`SLOTS`], of which the first words are 0 at the
+/// beginning; `data` points to `data_bytes` bytes, a positive multiple of [`LINE`]. Both are aligned to [`LINE`], valid
+/// as long as `self` lives and always at the same place. Besides one [`Writer`] and one [`Reader`] over the same counter
+/// nobody touches them.
 pub(crate) unsafe trait Memory {
-    /// Where both sides count.
+    /// Where the reader counts.
     fn counters(&self) -> &Counters;
-    /// Start of the bytes.
+    /// The lines that announce frames.
+    fn slots(&self) -> *mut u8;
+    /// Their number.
+    #[inline(always)]
+    fn slot_count(&self) -> usize {
+        SLOTS
+    }
+    /// Start of the payloads' bytes.
     fn data(&self) -> *mut u8;
     /// Their number.
     fn data_bytes(&self) -> usize;
-    /// The word at the start of a line.
+    /// The word at the start of a slot.
     #[inline(always)]
-    fn word(&self, offset: usize) -> &AtomicU64 {
-        debug_assert!(offset.is_multiple_of(LINE) && offset < self.data_bytes());
-        // SAFETY: inside the data and aligned; words are only ever used as atomics, by both sides: payloads lie behind
-        // them or in lines that hold no word at the time.
-        unsafe { &*self.data().add(offset).cast::<AtomicU64>() }
+    fn word(&self, slot: usize) -> &AtomicU64 {
+        debug_assert!(slot < self.slot_count());
+        // SAFETY: inside the slots and aligned; words are only ever used as atomics, by both sides.
+        unsafe { &*self.slots().add(slot * LINE).cast::<AtomicU64>() }
     }
-    /// Called before the writer touches these bytes; for the model checker.
+    /// Called before the writer touches a frame; for the model checker.
     #[inline(always)]
-    fn note_write(&self, _at: usize, _len: usize) {}
-    /// Called before the reader touches these bytes and before it gives them back; for the model checker.
+    fn note_write(&self, _slot: usize, _at: usize, _len: usize) {}
+    /// Called before the reader touches a frame and before it gives it back; for the model checker.
     #[inline(always)]
-    fn note_read(&self, _at: usize, _len: usize) {}
+    fn note_read(&self, _slot: usize, _at: usize, _len: usize) {}
 }
 
-/// The other side left the counters or a length in a state that the protocol excludes.
+/// The other side left the counter or a word in a state that the protocol excludes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Corrupt;
 
-/// Bytes that a frame takes up.
-pub(crate) const fn record_bytes(frame_bytes: usize) -> usize {
-    (frame_at(frame_bytes) + frame_bytes).next_multiple_of(LINE)
+/// Bytes of the data that a payload takes up.
+#[inline]
+const fn data_bytes(payload_bytes: usize) -> usize {
+    if payload_bytes <= TINY_BYTES { 0 } else { payload_bytes.next_multiple_of(LINE) }
 }
 
-/// The smallest ring in which a frame of `max_frame_bytes` always fits once the reader has caught up: the rest at the
-/// end that may have to be skipped is at least a line shorter than a record, which leaves room for the word behind it.
-pub(crate) const fn min_ring_bytes(max_frame_bytes: usize) -> usize {
-    2 * record_bytes(max_frame_bytes)
+/// The smallest data in which a payload of `max_payload_bytes` always fits once the reader has caught up: the rest at
+/// the end that may have to be left out is shorter than a payload.
+pub(crate) const fn min_data_bytes(max_payload_bytes: usize) -> usize {
+    let longest = data_bytes(max_payload_bytes);
+    if longest == 0 { LINE } else { 2 * longest }
 }
 
-const fn frame_at(frame_bytes: usize) -> usize {
-    if frame_bytes <= LINE - SHORT_AT { SHORT_AT } else { LONG_AT }
-}
-
-/// A place in a ring: the count of bytes so far and the offset that belongs to it.
+/// A place in the data: the count of bytes so far, with those left out, and the offset that belongs to it.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct Cursor {
     count: u64,
     offset: usize,
 }
 
-impl Place {
-    const START: Place = Place { count: 0, offset: 0 };
+impl Cursor {
+    const START: Cursor = Cursor { count: 0, offset: 0 };
 
-    /// `offset + bytes` must not exceed `ring_bytes`.
-    fn advance(self, bytes: usize, ring_bytes: usize) -> Place {
-        let offset = self.offset + bytes;
-        Place { count: self.count + bytes as u64, offset: if offset == ring_bytes { 0 } else { offset } }
+    /// Where a payload that takes up `need` bytes begins, and the place behind it.
+    #[inline]
+    fn fit(self, need: usize, data_bytes: usize) -> (usize, Cursor) {
+        let to_end = data_bytes - self.offset;
+        let (at, left_out) = if need <= to_end { (self.offset, 0) } else { (0, to_end) };
+        let end = at + need;
+        let offset = if end == data_bytes { 0 } else { end };
+        (at, Cursor { count: self.count + (left_out + need) as u64, offset })
     }
 }
 
-/// A frame's bytes, and the place behind its record.
+/// A frame's place, and the place behind it.
 #[derive(Clone, Copy, Debug)]
 struct Found {
+    slot: usize,
     at: usize,
     len: usize,
-    next: Place,
+    next: Cursor,
+}
+
+/// The word that announces frame number `count` (from 0). Numbers return only after 2^32 frames, and then in another
+/// frame's slot long overwritten, so a word that is not the expected one is the previous frame's.
+#[inline]
+fn word_of(count: u64, payload_bytes: usize) -> u64 {
+    (count + 1) << 32 | payload_bytes as u64
 }
 
 /// The side that puts frames in.
 #[derive(Debug)]
 pub(crate) struct Writer<M> {
     memory: M,
-    /// Where the next record begins; the word there is 0.
-    place: Place,
+    /// Frames so far.
+    count: u64,
+    place: Cursor,
     /// The reader's counter when it was last looked at. Looking again costs a cache miss, so only when room is short.
-    head: u64,
+    taken: u64,
+    /// Bytes of the data that went with those frames.
+    freed: u64,
+    /// By slot: the data's count behind the frame.
+    ends: [u64; SLOTS],
     reserved: Option<Found>,
 }
 
 impl<M: Memory> Writer<M> {
     /// A writer over a fresh ring.
     pub(crate) fn new(memory: M) -> Self {
-        Self { memory, place: Place::START, head: 0, reserved: None }
+        assert!(memory.slot_count().is_power_of_two() && memory.slot_count() <= SLOTS, "see Memory");
+        Self { memory, count: 0, place: Cursor::START, taken: 0, freed: 0, ends: [0; SLOTS], reserved: None }
     }
 
-    /// Finds a place for a frame of `len` bytes; the caller has checked that `len` is at most the ring's longest frame.
+    #[inline]
+    fn slot(&self, count: u64) -> usize {
+        count as usize & (self.memory.slot_count() - 1)
+    }
+
+    /// Finds a place for a frame with a payload of `len` bytes; the caller has checked that `len` is at most the ring's
+    /// longest.
     #[inline]
     pub(crate) fn reserve(&mut self, len: usize) -> Result<bool, Corrupt> {
-        let ring_bytes = self.memory.data_bytes();
-        let need = record_bytes(len);
-        let skip = self.skip(need);
-        if !self.has_room(skip + need)? {
+        let (at, next) = self.place.fit(data_bytes(len), self.memory.data_bytes());
+        if !self.has_room(next)? {
             return Ok(false);
         }
-        let mut start = self.place;
-        if skip > 0 {
-            start = start.advance(skip, ring_bytes);
-        }
-        let next = start.advance(need, ring_bytes);
-        // Relaxed: `commit` orders it. Here and not there, so that the line is on its way while the frame is written.
-        self.memory.word(next.offset).store(NOTHING, Ordering::Relaxed);
-        self.reserved = Some(Found { at: start.offset + frame_at(len), len, next });
+        self.reserved = Some(Found { slot: self.slot(self.count), at, len, next });
         Ok(true)
     }
 
     /// The reserved place.
     #[inline]
-    pub(crate) fn reserved(&mut self) -> Option<&mut [u8]> {
-        self.reserved.map(|Found { at, len, .. }| {
-            self.memory.note_write(at, len);
-            // SAFETY: `reserve` saw (Acquire) that the reader has given these bytes back, so nobody else touches them
-            // before `commit`; they lie inside the data, since the whole record does.
-            unsafe { std::slice::from_raw_parts_mut(self.memory.data().add(at), len) }
-        })
+    pub(crate) fn reserved(&mut self) -> Option<Place<'_>> {
+        let Found { slot, at, len, .. } = self.reserved?;
+        self.memory.note_write(slot, at, len);
+        // SAFETY: `reserve` saw (Acquire) that the reader has given slot and bytes back, so nobody else touches them
+        // before `commit`; both lie inside the memory. Head and payload do not overlap.
+        unsafe {
+            let line = self.memory.slots().add(slot * LINE);
+            let payload = if len <= TINY_BYTES { line.add(TINY_AT) } else { self.memory.data().add(at) };
+            Some(Place { head: &mut *line.add(HEAD_AT).cast(), payload: std::slice::from_raw_parts_mut(payload, len) })
+        }
     }
 
     /// Publishes the reserved frame; `false` without one.
     #[inline]
     pub(crate) fn commit(&mut self) -> bool {
-        let Some(Found { at, len, next }) = self.reserved.take() else { return false };
-        let start = at - frame_at(len);
-        let word = len as u64 + 1;
-        // Release: whoever sees the word sees the frame, and the 0 behind it.
-        if start == self.place.offset {
-            self.memory.word(start).store(word, Ordering::Release);
-        } else {
-            self.memory.word(start).store(word, Ordering::Relaxed);
-            self.memory.word(self.place.offset).store(WRAP, Ordering::Release);
-        }
+        let Some(Found { slot, len, next, .. }) = self.reserved.take() else { return false };
+        // Release: whoever sees the word sees the frame.
+        self.memory.word(slot).store(word_of(self.count, len), Ordering::Release);
+        self.ends[slot] = next.count;
         self.place = next;
+        self.count += 1;
         true
     }
 
-    /// Bytes at the end of the ring that a record of `need` bytes leaves out.
-    #[inline]
-    fn skip(&self, need: usize) -> usize {
-        let to_end = self.memory.data_bytes() - self.place.offset;
-        if need <= to_end { 0 } else { to_end }
-    }
-
-    /// Whether a frame of `len` bytes would find room now.
+    /// Whether a frame with a payload of `len` bytes would find room now.
     pub(crate) fn would_fit(&mut self, len: usize) -> Result<bool, Corrupt> {
-        let need = record_bytes(len);
-        self.has_room(self.skip(need) + need)
+        let (_, next) = self.place.fit(data_bytes(len), self.memory.data_bytes());
+        self.has_room(next)
     }
 
-    /// Whether `need` bytes and the word behind them are free.
+    /// Whether a slot is free and all data before `next`.
     #[inline]
-    fn has_room(&mut self, need: usize) -> Result<bool, Corrupt> {
-        let ring_bytes = self.memory.data_bytes() as u64;
-        let fits = |head: u64| ring_bytes - (self.place.count - head) >= (need + LINE) as u64;
-        if fits(self.head) {
+    fn has_room(&mut self, next: Cursor) -> Result<bool, Corrupt> {
+        if self.fits(next) {
             return Ok(true);
         }
-        // Acquire: the reader has finished with everything below before we write there.
-        let head = self.memory.counters().head.0.load(Ordering::Acquire);
-        if head < self.head || head > self.place.count {
+        // Acquire: the reader has finished with all these frames before we write there.
+        let taken = self.memory.counters().taken.0.load(Ordering::Acquire);
+        if taken < self.taken || taken > self.count {
             return Err(Corrupt);
         }
-        self.head = head;
-        Ok(fits(head))
+        if taken > self.taken {
+            self.taken = taken;
+            self.freed = self.ends[self.slot(taken - 1)];
+        }
+        Ok(self.fits(next))
+    }
+
+    #[inline]
+    fn fits(&self, next: Cursor) -> bool {
+        self.count - self.taken < self.memory.slot_count() as u64
+            && next.count - self.freed <= self.memory.data_bytes() as u64
     }
 }
 
@@ -220,15 +238,17 @@ impl<M: Memory> Writer<M> {
 #[derive(Debug)]
 pub(crate) struct Reader<M> {
     memory: M,
-    max_frame_bytes: usize,
-    place: Place,
+    max_payload_bytes: usize,
+    /// Frames given back so far.
+    count: u64,
+    place: Cursor,
     peeked: Option<Found>,
 }
 
 impl<M: Memory> Reader<M> {
-    /// A reader over a fresh ring. Longer frames than `max_frame_bytes` count as corruption.
-    pub(crate) fn new(memory: M, max_frame_bytes: usize) -> Self {
-        Self { memory, max_frame_bytes, place: Place::START, peeked: None }
+    /// A reader over a fresh ring. Longer payloads than `max_payload_bytes` count as corruption.
+    pub(crate) fn new(memory: M, max_payload_bytes: usize) -> Self {
+        Self { memory, max_payload_bytes, count: 0, place: Cursor::START, peeked: None }
     }
 
     /// Looks for a frame.
@@ -242,50 +262,56 @@ impl<M: Memory> Reader<M> {
 
     /// The frame that was found; the same one until it is released.
     #[inline]
-    pub(crate) fn frame(&self) -> Option<&[u8]> {
-        self.peeked.map(|Found { at, len, .. }| {
-            self.memory.note_read(at, len);
-            // SAFETY: `find` checked that the frame lies inside the data and was published (Acquire); the writer
-            // does not touch it before `release`.
-            unsafe { std::slice::from_raw_parts(self.memory.data().add(at), len) }
-        })
+    pub(crate) fn frame(&self) -> Option<Frame<'_>> {
+        let Found { slot, at, len, .. } = self.peeked?;
+        self.memory.note_read(slot, at, len);
+        // SAFETY: `find` checked that the payload lies inside the memory and that the frame was published (Acquire); the
+        // writer touches neither slot nor payload before `release`.
+        unsafe {
+            let line = self.memory.slots().add(slot * LINE);
+            let payload = if len <= TINY_BYTES { line.add(TINY_AT) } else { self.memory.data().add(at) };
+            Some(Frame { head: &*line.add(HEAD_AT).cast(), payload: std::slice::from_raw_parts(payload, len) })
+        }
     }
 
     /// Gives the peeked frame's place back; `false` without one.
     #[inline]
     pub(crate) fn release(&mut self) -> bool {
-        let Some(Found { at, len, next }) = self.peeked.take() else { return false };
-        self.memory.note_read(at, len);
+        let Some(Found { slot, at, len, next }) = self.peeked.take() else { return false };
+        self.memory.note_read(slot, at, len);
         self.place = next;
+        self.count += 1;
         // Release: our reads of the frame are done before the writer, which acquires this count, writes there.
-        self.memory.counters().head.0.store(next.count, Ordering::Release);
+        self.memory.counters().taken.0.store(self.count, Ordering::Release);
         true
     }
 
     /// Everything is checked here, because the other process may be broken: a wrong length must not lead us out of
-    /// the ring.
+    /// the data.
     #[inline]
-    fn find(&mut self) -> Result<Option<Found>, Corrupt> {
-        let ring_bytes = self.memory.data_bytes();
-        let mut start = self.place;
+    fn find(&self) -> Result<Option<Found>, Corrupt> {
+        let slot_count = self.memory.slot_count();
+        let slot = self.count as usize & (slot_count - 1);
         // Acquire: pairs with `commit`.
-        let mut word = self.memory.word(start.offset).load(Ordering::Acquire);
-        if word == NOTHING {
-            return Ok(None);
+        let word = self.memory.word(slot).load(Ordering::Acquire);
+        if word >> 32 != word_of(self.count, 0) >> 32 {
+            return self.check_previous(word).map(|()| None);
         }
-        if word == WRAP {
-            start = start.advance(ring_bytes - start.offset, ring_bytes);
-            // Relaxed: written before the mark.
-            word = self.memory.word(start.offset).load(Ordering::Relaxed);
-            if word == NOTHING || word == WRAP {
-                return Err(Corrupt);
-            }
-        }
-        let len = usize::try_from(word - 1).ok().filter(|&len| len <= self.max_frame_bytes).ok_or(Corrupt)?;
-        let need = record_bytes(len);
-        if need > ring_bytes - start.offset {
+        let len = word as u32 as usize;
+        if len > self.max_payload_bytes {
             return Err(Corrupt);
         }
-        Ok(Some(Found { at: start.offset + frame_at(len), len, next: start.advance(need, ring_bytes) }))
+        let (at, next) = self.place.fit(data_bytes(len), self.memory.data_bytes());
+        Ok(Some(Found { slot, at, len, next }))
+    }
+
+    /// A slot without news holds the word of the frame that was in it before.
+    #[inline]
+    fn check_previous(&self, word: u64) -> Result<(), Corrupt> {
+        let expected = match self.count.checked_sub(self.memory.slot_count() as u64) {
+            Some(previous) => word_of(previous, 0) >> 32,
+            None => 0,
+        };
+        if word >> 32 == expected { Ok(()) } else { Err(Corrupt) }
     }
 }

@@ -10,7 +10,8 @@ struct Line64(#[allow(dead_code)] [u8; LINE]);
 struct Heap {
     counters: Counters,
     lines: std::cell::UnsafeCell<Vec<Line64>>,
-    data: *mut u8,
+    base: *mut u8,
+    slot_count: usize,
     data_bytes: usize,
 }
 
@@ -22,50 +23,67 @@ unsafe impl Sync for Heap {}
 #[derive(Clone)]
 struct Shared(Arc<Heap>);
 
-// SAFETY: the lines are allocated once, aligned by their type, and live as long as the `Arc`.
+// SAFETY: the lines, slots first, are allocated once, aligned by their type, and live as long as the `Arc`.
 unsafe impl Memory for Shared {
     fn counters(&self) -> &Counters {
         &self.0.counters
     }
+    fn slots(&self) -> *mut u8 {
+        self.0.base
+    }
+    fn slot_count(&self) -> usize {
+        self.0.slot_count
+    }
     fn data(&self) -> *mut u8 {
-        self.0.data
+        // SAFETY: behind the slots.
+        unsafe { self.0.base.add(self.0.slot_count * LINE) }
     }
     fn data_bytes(&self) -> usize {
         self.0.data_bytes
     }
 }
 
-fn memory(bytes: usize) -> Shared {
-    let mut lines: Vec<Line64> = (0..bytes / LINE).map(|_| Line64([0xee; LINE])).collect();
-    lines[0] = Line64([0; LINE]);
-    let data = lines.as_mut_ptr().cast();
-    Shared(Arc::new(Heap { counters: Counters::new(), lines: lines.into(), data, data_bytes: bytes }))
-}
-
-fn ring(bytes: usize, max_frame: usize) -> (Writer<Shared>, Reader<Shared>, Shared) {
-    let memory = memory(bytes);
-    (Writer::new(memory.clone()), Reader::new(memory.clone(), max_frame), memory)
-}
-
-trait TryReserve {
-    fn try_reserve(&mut self, len: usize) -> Result<Option<&mut [u8]>, Corrupt>;
-}
-
-impl TryReserve for Writer<Shared> {
-    fn try_reserve(&mut self, len: usize) -> Result<Option<&mut [u8]>, Corrupt> {
-        Ok(if self.reserve(len)? { self.reserved() } else { None })
+fn memory(slot_count: usize, data_bytes: usize) -> Shared {
+    let mut lines: Vec<Line64> = (0..slot_count + data_bytes / LINE).map(|_| Line64([0xee; LINE])).collect();
+    for slot in &mut lines[..slot_count] {
+        *slot = Line64([0; LINE]);
     }
+    let base = lines.as_mut_ptr().cast();
+    Shared(Arc::new(Heap { counters: Counters::new(), lines: lines.into(), base, slot_count, data_bytes }))
 }
 
-trait Peek {
-    fn peek(&mut self) -> Result<Option<&[u8]>, Corrupt>;
+fn ring(slots: usize, bytes: usize, longest: usize) -> (Writer<Shared>, Reader<Shared>, Shared) {
+    let memory = memory(slots, bytes);
+    (Writer::new(memory.clone()), Reader::new(memory.clone(), longest), memory)
 }
 
-impl Peek for Reader<Shared> {
-    fn peek(&mut self) -> Result<Option<&[u8]>, Corrupt> {
-        self.poll()?;
-        Ok(self.frame())
+fn head(seed: usize) -> [u8; HEAD_BYTES] {
+    std::array::from_fn(|i| (seed * 17 + i) as u8)
+}
+
+/// Puts a frame in if there is room; returns where its payload lies.
+fn put(writer: &mut Writer<Shared>, seed: usize, payload: &[u8]) -> Option<usize> {
+    if !writer.reserve(payload.len()).unwrap() {
+        return None;
     }
+    let place = writer.reserved().unwrap();
+    *place.head = head(seed);
+    place.payload.copy_from_slice(payload);
+    let at = place.payload.as_ptr() as usize;
+    assert!(writer.commit());
+    Some(at)
+}
+
+/// Takes a frame out if there is one, and looks whether its head belongs to it.
+fn take(reader: &mut Reader<Shared>, seed: usize) -> Option<Vec<u8>> {
+    if !reader.poll().unwrap() {
+        return None;
+    }
+    let frame = reader.frame().unwrap();
+    assert_eq!(*frame.head, head(seed));
+    let payload = frame.payload.to_vec();
+    assert!(reader.release());
+    Some(payload)
 }
 
 fn pattern(seed: usize, len: usize) -> Vec<u8> {
@@ -73,122 +91,128 @@ fn pattern(seed: usize, len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn two_longest_frames_are_enough_for_every_sequence_of_lengths() {
+fn twice_the_longest_payload_is_enough_for_every_sequence_of_lengths() {
     // With any free rest at the end, a frame fits as soon as the reader has caught up.
-    for max_frame in [1, 40, 56, 57, 64, 1000, 4096 + 256] {
-        let (mut writer, mut reader, _) = ring(min_ring_bytes(max_frame), max_frame);
-        for (i, len) in (0..500).map(|i| (i * 37) % (max_frame + 1)).enumerate() {
-            let frame = writer.try_reserve(len).unwrap().expect("the ring is empty");
-            assert_eq!(frame.len(), len);
-            frame.copy_from_slice(&pattern(i, len));
-            assert!(writer.commit());
-            assert_eq!(reader.peek().unwrap().unwrap(), pattern(i, len));
-            assert!(reader.release());
+    for longest in [1, 16, 17, 64, 65, 1000, 4096 + 256] {
+        let (mut writer, mut reader, _) = ring(2, min_data_bytes(longest), longest);
+        for (i, len) in (0..500).map(|i| (i * 37) % (longest + 1)).enumerate() {
+            put(&mut writer, i, &pattern(i, len)).expect("the ring is empty");
+            assert_eq!(take(&mut reader, i), Some(pattern(i, len)));
         }
     }
 }
 
 #[test]
-fn payloads_of_long_frames_begin_on_a_cache_line() {
-    let (mut writer, mut reader, _) = ring(1 << 16, 4096);
-    for len in [0, 1, 56, 57, 104, 1000] {
-        let frame = writer.try_reserve(len).unwrap().unwrap();
-        let at = frame.as_ptr() as usize;
-        assert_eq!(at % 8, 0);
-        if len > 56 {
-            assert_eq!((at + crate::frame::HEADER_BYTES) % LINE, 0);
-        }
-        writer.commit();
-        assert_eq!(reader.peek().unwrap().unwrap().as_ptr() as usize, at);
-        reader.release();
+fn a_tiny_payload_lies_in_the_slot_and_others_begin_on_a_line_of_their_own() {
+    let (mut writer, mut reader, memory) = ring(4, 1 << 16, 4096);
+    for (i, len) in [0, 1, TINY_BYTES, TINY_BYTES + 1, 64, 65, 1000].into_iter().enumerate() {
+        let at = put(&mut writer, i, &pattern(i, len)).unwrap();
+        let in_slots = at < memory.data() as usize;
+        assert_eq!(in_slots, len <= TINY_BYTES);
+        assert_eq!(at % if in_slots { 8 } else { LINE }, 0);
+        take(&mut reader, i).unwrap();
     }
 }
 
 #[test]
-fn a_short_frame_takes_one_cache_line() {
-    assert_eq!(record_bytes(crate::frame::HEADER_BYTES + 16), LINE);
-    assert_eq!(record_bytes(57), 2 * LINE);
+fn as_many_frames_as_slots_are_under_way() {
+    let (mut writer, mut reader, _) = ring(4, 1024, 100);
+    for round in 0..3 {
+        for i in 0..4 {
+            assert!(put(&mut writer, round + i, &[1]).is_some());
+        }
+        assert!(put(&mut writer, 0, &[]).is_none());
+        for i in 0..4 {
+            assert!(take(&mut reader, round + i).is_some());
+        }
+        assert!(take(&mut reader, 0).is_none());
+    }
 }
 
 #[test]
 fn reserving_again_gives_up_the_first_place() {
-    let (mut writer, mut reader, _) = ring(1024, 100);
-    writer.try_reserve(100).unwrap().unwrap().fill(1);
-    writer.try_reserve(3).unwrap().unwrap().fill(2);
-    assert!(writer.commit());
+    let (mut writer, mut reader, _) = ring(4, 1024, 100);
+    assert!(writer.reserve(100).unwrap());
+    writer.reserved().unwrap().payload.fill(1);
+    put(&mut writer, 5, &[2, 2, 2]).unwrap();
     assert!(!writer.commit());
-    assert_eq!(reader.peek().unwrap().unwrap(), [2, 2, 2]);
-    assert!(reader.release());
+    assert_eq!(take(&mut reader, 5).unwrap(), [2, 2, 2]);
     assert!(!reader.release());
-    assert_eq!(reader.peek().unwrap(), None);
+    assert!(take(&mut reader, 6).is_none());
 }
 
 #[test]
-fn wrong_counters_and_lengths_are_corruption_and_not_a_crash() {
-    let found = |at_end: bool, word: u64, behind: u64| {
-        let (mut writer, mut reader, memory) = ring(1024, 100);
-        if at_end {
-            // One line is left before the end.
-            for len in [100, 100, 100, 100, 100, 100, 100, 8] {
-                writer.try_reserve(len).unwrap().unwrap();
-                writer.commit();
-                reader.poll().unwrap();
-                reader.release();
+fn wrong_counters_and_words_are_corruption_and_not_a_crash() {
+    // In the first round and in a later one.
+    for frames in [0, 5u64] {
+        let found = |word: u64| {
+            let (mut writer, mut reader, memory) = ring(4, 1024, 100);
+            for i in 0..frames as usize {
+                put(&mut writer, i, &[3]).unwrap();
+                take(&mut reader, i).unwrap();
             }
-        }
-        memory.word(0).store(behind, Ordering::Relaxed);
-        memory.word(if at_end { 1024 - LINE } else { 0 }).store(word, Ordering::Release);
-        reader.peek().map(|frame| frame.map(<[u8]>::len))
-    };
-    assert_eq!(found(false, 6, 0), Ok(Some(5)));
-    assert_eq!(found(true, 6, 0), Ok(Some(5)));
-    assert_eq!(found(true, 58, 0), Err(Corrupt), "longer than the rest of the ring");
-    assert_eq!(found(false, 102, 0), Err(Corrupt), "longer than any frame");
-    assert_eq!(found(false, u64::MAX - 1, 0), Err(Corrupt));
-    assert_eq!(found(true, WRAP, 6), Ok(Some(5)));
-    assert_eq!(found(true, WRAP, NOTHING), Err(Corrupt), "a mark with nothing behind it");
-    assert_eq!(found(true, WRAP, WRAP), Err(Corrupt), "a mark behind a mark");
-
-    let (mut writer, _, memory) = ring(1024, 100);
-    memory.counters().head.0.store(4096, Ordering::Release);
-    for _ in 0..9 {
-        if writer.try_reserve(100) == Err(Corrupt) {
-            return;
-        }
-        writer.commit();
+            memory.word(frames as usize % 4).store(word, Ordering::Release);
+            reader.poll()
+        };
+        assert_eq!(found(word_of(frames, 100)), Ok(true));
+        assert_eq!(found(word_of(frames, 101)), Err(Corrupt), "longer than any payload");
+        assert_eq!(found(word_of(frames, u32::MAX as usize)), Err(Corrupt));
+        assert_eq!(found(word_of(frames + 1, 5)), Err(Corrupt), "a frame out of turn");
+        assert_eq!(found(u64::MAX), Err(Corrupt));
+        assert_eq!(found(if frames == 0 { 0 } else { word_of(frames - 4, 1) }), Ok(false), "the previous one");
     }
-    panic!("a head before the tail was believed");
+
+    for taken in [2, u64::MAX] {
+        let (mut writer, _, memory) = ring(1, 1024, 100);
+        put(&mut writer, 0, &[]).unwrap();
+        memory.counters().taken.0.store(taken, Ordering::Release);
+        assert_eq!(writer.reserve(1), Err(Corrupt), "more taken than put in was believed");
+    }
+}
+
+#[test]
+fn numbers_return_without_harm() {
+    let (mut writer, mut reader, memory) = ring(4, 1024, 100);
+    let start = u64::from(u32::MAX) - 8;
+    (writer.count, writer.taken, reader.count) = (start, start, start);
+    memory.counters().taken.0.store(start, Ordering::Release);
+    for slot in 0..4 {
+        let previous = start - 4 + (slot + 4 - start % 4) % 4;
+        memory.word((previous % 4) as usize).store(word_of(previous, 1), Ordering::Release);
+    }
+    for i in 0..20 {
+        put(&mut writer, i, &pattern(i, 50)).unwrap();
+        assert_eq!(take(&mut reader, i), Some(pattern(i, 50)));
+        assert_eq!(take(&mut reader, i), None);
+    }
 }
 
 proptest! {
     #[test]
     fn frames_arrive_whole_and_in_order(
-        lens in proptest::collection::vec(0usize..700, 1..60),
-        rings in 2usize..5,
+        lens in proptest::collection::vec(prop_oneof![0usize..20, 0usize..700], 1..60),
+        slots in 0u32..5,
+        lines in 0usize..30,
         writes in proptest::collection::vec(any::<bool>(), 200),
     ) {
-        let (mut writer, mut reader, _) = ring(min_ring_bytes(700).next_multiple_of(64) / 2 * rings, 700);
+        let (mut writer, mut reader, _) = ring(1 << slots, min_data_bytes(700) + lines * LINE, 700);
         let (mut sent, mut received) = (0, 0);
         let mut turns = writes.into_iter();
         while received < lens.len() {
             let write = turns.next().unwrap_or(received == sent);
             if write && sent < lens.len() {
                 let fits = writer.would_fit(lens[sent]).unwrap();
-                let frame = writer.try_reserve(lens[sent]).unwrap();
-                prop_assert_eq!(fits, frame.is_some());
-                if let Some(frame) = frame {
-                    frame.copy_from_slice(&pattern(sent, lens[sent]));
-                    writer.commit();
+                let put = put(&mut writer, sent, &pattern(sent, lens[sent]));
+                prop_assert_eq!(fits, put.is_some());
+                if fits {
                     sent += 1;
                     continue;
                 }
             }
-            match reader.peek().unwrap() {
-                Some(frame) => {
-                    let expected = pattern(received, lens[received]);
-                    prop_assert_eq!(frame, &expected[..]);
+            match take(&mut reader, received) {
+                Some(payload) => {
+                    prop_assert_eq!(payload, pattern(received, lens[received]));
                     received += 1;
-                    reader.release();
                 }
                 None => prop_assert_eq!(sent, received),
             }
@@ -199,31 +223,27 @@ proptest! {
 #[test]
 fn two_threads_exchange_frames_through_a_small_ring() {
     const FRAMES: usize = 20_000;
-    let (mut writer, mut reader, memory) = ring(min_ring_bytes(500), 500);
-    let len = |i: usize| (i * 97) % 501;
+    let (mut writer, mut reader, memory) = ring(8, min_data_bytes(500), 500);
+    let payload = |i: usize| vec![i as u8; (i * 97) % 501];
     let sender = std::thread::spawn(move || {
         for i in 0..FRAMES {
-            loop {
-                if let Some(frame) = writer.try_reserve(len(i)).unwrap() {
-                    frame.fill(i as u8);
-                    break;
-                }
+            while put(&mut writer, i, &payload(i)).is_none() {
                 std::thread::yield_now();
             }
-            writer.commit();
         }
     });
     for i in 0..FRAMES {
-        while reader.peek().unwrap().is_none() {
-            std::thread::yield_now();
-        }
-        let frame = reader.peek().unwrap().unwrap();
-        assert!(frame.len() == len(i) && frame.iter().all(|&b| b == i as u8), "frame {i}");
-        reader.release();
+        let received = loop {
+            match take(&mut reader, i) {
+                Some(received) => break received,
+                None => std::thread::yield_now(),
+            }
+        };
+        assert_eq!(received, payload(i), "frame {i}");
     }
     sender.join().unwrap();
     // The lines are owned here to the end.
-    assert_eq!(line_count(&memory), min_ring_bytes(500) / LINE);
+    assert_eq!(line_count(&memory), 8 + min_data_bytes(500) / LINE);
 }
 
 fn line_count(memory: &Shared) -> usize {

@@ -11,11 +11,11 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{RecvFlags, Shutdown};
 
 use super::region::{Direction, Region};
-use crate::Link;
 use crate::fork::Fd;
 use crate::poller::wake_fd;
 use crate::ring::park::{DATA, ROOM};
 use crate::ring::{Corrupt, Reader, Writer};
+use crate::{Frame, Link, Place};
 
 /// What the handshake has gathered.
 pub(crate) struct Parts {
@@ -28,7 +28,7 @@ pub(crate) struct Parts {
     pub(crate) peer_event: Fd,
     /// Readable when the peer has died; absent where the kernel or the container refuses it.
     pub(crate) peer_process: Option<Fd>,
-    pub(crate) max_frame_bytes: usize,
+    pub(crate) max_payload_bytes: usize,
     /// Host and process of the peer, for messages.
     pub(crate) peer: String,
 }
@@ -43,9 +43,9 @@ pub(crate) struct ShmLink {
     socket: Fd,
     peer_event: Fd,
     peer_process: Option<Fd>,
-    max_frame_bytes: usize,
+    max_payload_bytes: usize,
     peer: String,
-    /// Length of the shortest frame that found no room since the last park.
+    /// Length of the shortest payload that found no room since the last park.
     refused_bytes: Option<usize>,
     /// The caller has seen the frame that the reader stands at.
     shown: bool,
@@ -57,17 +57,17 @@ pub(crate) struct ShmLink {
 
 impl ShmLink {
     pub(crate) fn new(parts: Parts) -> ShmLink {
-        let Parts { region, side, socket, peer_event, peer_process, max_frame_bytes, peer } = parts;
+        let Parts { region, side, socket, peer_event, peer_process, max_payload_bytes, peer } = parts;
         let region = Arc::new(region);
         ShmLink {
             writer: Writer::new(Direction::new(&region, side)),
-            reader: Reader::new(Direction::new(&region, 1 - side), max_frame_bytes),
+            reader: Reader::new(Direction::new(&region, 1 - side), max_payload_bytes),
             region,
             side,
             socket,
             peer_event,
             peer_process,
-            max_frame_bytes,
+            max_payload_bytes,
             peer,
             refused_bytes: None,
             shown: false,
@@ -143,27 +143,28 @@ impl ShmLink {
 
 // SAFETY: the ring gives a record's bytes back at `release` only; the region lives as long as the link.
 unsafe impl Link for ShmLink {
-    fn max_frame_bytes(&self) -> usize {
-        self.max_frame_bytes
+    fn max_payload_bytes(&self) -> usize {
+        self.max_payload_bytes
     }
 
     #[inline]
-    fn try_reserve(&mut self, len_bytes: usize) -> Result<Option<&mut [u8]>> {
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
         self.guard_fork()?;
         if let Some(lost) = &self.lost {
             return Err(lost.clone());
         }
-        if self.closed || len_bytes > self.max_frame_bytes {
+        if self.closed || payload_bytes > self.max_payload_bytes {
             return Err(Error::internal(format!(
-                "a frame of {len_bytes} bytes on a link that takes {} and is {}",
-                self.max_frame_bytes,
+                "a payload of {payload_bytes} bytes on a link that takes {} and is {}",
+                self.max_payload_bytes,
                 if self.closed { "closed" } else { "open" }
             )));
         }
-        match self.writer.reserve(len_bytes) {
+        match self.writer.reserve(payload_bytes) {
             Ok(true) => Ok(self.writer.reserved()),
             Ok(false) => {
-                self.refused_bytes = Some(self.refused_bytes.map_or(len_bytes, |shorter| shorter.min(len_bytes)));
+                self.refused_bytes =
+                    Some(self.refused_bytes.map_or(payload_bytes, |shorter| shorter.min(payload_bytes)));
                 Ok(None)
             }
             Err(corrupt) => Err(self.corrupt(corrupt)),
@@ -178,7 +179,7 @@ unsafe impl Link for ShmLink {
     }
 
     #[inline]
-    fn peek(&mut self) -> Result<Option<&[u8]>> {
+    fn peek(&mut self) -> Result<Option<Frame<'_>>> {
         self.guard_fork()?;
         // `lost` was set before this look at the ring, so what the peer left behind is found first.
         match self.reader.poll() {
@@ -207,7 +208,7 @@ unsafe impl Link for ShmLink {
             return true;
         }
         self.region.side(self.side).announce(if wants_room { DATA | ROOM } else { DATA });
-        let wanted = self.refused_bytes.unwrap_or(self.max_frame_bytes);
+        let wanted = self.refused_bytes.unwrap_or(self.max_payload_bytes);
         if self.reader.poll() != Ok(false) || (wants_room && self.writer.would_fit(wanted) != Ok(false)) {
             return true;
         }

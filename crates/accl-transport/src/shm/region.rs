@@ -1,4 +1,4 @@
-//! The memory of one link: a page of counters and flags, then one ring for each direction.
+//! The memory of one link: a page of counters and flags, then slots and data of a ring for each direction.
 //!
 //! Owns creating, checking, mapping and unmapping. The memory is reserved before it is used, so that shortage is an
 //! error here and never a SIGBUS later, and sealed, so that no side can shrink it under the other.
@@ -15,7 +15,7 @@ use rustix::process::Resource;
 use super::budget::Reserved;
 use crate::fork::Fd;
 use crate::ring::park::SideState;
-use crate::ring::{Apart, Counters, Memory, min_ring_bytes};
+use crate::ring::{Apart, Counters, LINE, Memory, SLOTS, min_data_bytes};
 
 const PAGE: usize = 4096;
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
@@ -30,14 +30,18 @@ struct Control {
 
 const _: () = assert!(size_of::<Control>() <= PAGE);
 
-/// Bytes of a direction, rounded so that it fills pages and the longest frame always fits.
-pub(crate) fn ring_bytes_for(wanted: u64, max_frame_bytes: usize) -> usize {
-    usize::try_from(wanted).unwrap_or(usize::MAX / 4).max(min_ring_bytes(max_frame_bytes)).next_multiple_of(PAGE)
+/// Bytes of a direction's slots.
+const SLOT_BYTES: usize = SLOTS * LINE;
+const _: () = assert!(SLOT_BYTES.is_multiple_of(PAGE));
+
+/// Bytes of a direction's data, rounded so that it fills pages and the longest payload always fits.
+pub(crate) fn ring_bytes_for(wanted: u64, max_payload_bytes: usize) -> usize {
+    usize::try_from(wanted).unwrap_or(usize::MAX / 4).max(min_data_bytes(max_payload_bytes)).next_multiple_of(PAGE)
 }
 
 /// Bytes of the whole region.
 pub(crate) fn region_bytes(ring_bytes: usize) -> usize {
-    PAGE + 2 * ring_bytes
+    PAGE + 2 * (SLOT_BYTES + ring_bytes)
 }
 
 /// A mapped region.
@@ -99,7 +103,7 @@ impl Region {
         Ok(Region { base, ring_bytes, _reserved: reserved })
     }
 
-    /// Bytes of one direction.
+    /// Bytes of one direction's data.
     pub(crate) fn ring_bytes(&self) -> usize {
         self.ring_bytes
     }
@@ -137,7 +141,7 @@ impl Direction {
     }
 }
 
-// SAFETY: the ring lies inside the mapping behind the first page, is page-aligned and its size a multiple of a page;
+// SAFETY: slots and data lie inside the mapping behind the first page, page-aligned, their sizes multiples of a page;
 // the mapping lives as long as the `Arc`. The handshake gives each side one writer and one reader, of different
 // directions.
 unsafe impl Memory for Direction {
@@ -146,9 +150,14 @@ unsafe impl Memory for Direction {
         &self.region.control().directions[self.direction]
     }
     #[inline]
-    fn data(&self) -> *mut u8 {
+    fn slots(&self) -> *mut u8 {
         // SAFETY: inside the mapping: see `region_bytes`.
-        unsafe { self.region.base.as_ptr().add(PAGE + self.direction * self.region.ring_bytes) }
+        unsafe { self.region.base.as_ptr().add(PAGE + self.direction * SLOT_BYTES) }
+    }
+    #[inline]
+    fn data(&self) -> *mut u8 {
+        // SAFETY: as above.
+        unsafe { self.region.base.as_ptr().add(PAGE + 2 * SLOT_BYTES + self.direction * self.region.ring_bytes) }
     }
     #[inline]
     fn data_bytes(&self) -> usize {

@@ -6,7 +6,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use accl_transport::loopback::{self, Capacity};
-use accl_transport::{Card, ConnectError, Endpoint, Link, Poller, Settings};
+use accl_transport::{Card, ConnectError, Endpoint, HEAD_BYTES, Link, Poller, Settings};
 use accl_types::Error;
 
 /// No test takes longer; a lost wake-up shows as this.
@@ -96,7 +96,7 @@ pub fn pair(kind: &str) -> (Node, Node) {
         }
         "loopback" => {
             let pollers = [Arc::new(Poller::new().unwrap()), Arc::new(Poller::new().unwrap())];
-            let longest = Settings::default().max_frame_bytes();
+            let longest = Settings::default().max_payload_bytes();
             let (a, b) = loopback::pair(longest, Capacity::Frames(3), pollers[0].waker(), pollers[1].waker());
             let [p, q] = pollers;
             let node =
@@ -120,8 +120,9 @@ impl Node {
 
     pub fn try_send(&mut self, frame: &[u8]) -> Result<bool, Error> {
         let Some(place) = self.link.try_reserve(frame.len())? else { return Ok(false) };
-        assert_eq!(place.as_ptr() as usize % 8, 0);
-        place.copy_from_slice(frame);
+        assert_eq!(place.payload.as_ptr() as usize % 8, 0);
+        *place.head = head_of(frame);
+        place.payload.copy_from_slice(frame);
         self.link.commit();
         Ok(true)
     }
@@ -135,8 +136,9 @@ impl Node {
 
     pub fn try_receive(&mut self) -> Result<Option<Vec<u8>>, Error> {
         let frame = self.link.peek()?.map(|frame| {
-            assert_eq!(frame.as_ptr() as usize % 8, 0);
-            frame.to_vec()
+            assert_eq!(frame.payload.as_ptr() as usize % 8, 0);
+            assert_eq!(*frame.head, head_of(frame.payload));
+            frame.payload.to_vec()
         });
         self.link.release();
         Ok(frame)
@@ -180,9 +182,16 @@ impl Node {
 
     /// A longest frame fits, so little is buffered. Good enough to end a test's loop.
     fn flushed(&mut self) -> bool {
-        let longest = self.link.max_frame_bytes();
+        let longest = self.link.max_payload_bytes();
         !matches!(self.link.try_reserve(longest), Ok(None))
     }
+}
+
+/// A head that belongs to the payload.
+fn head_of(payload: &[u8]) -> [u8; HEAD_BYTES] {
+    let mut head = [payload.last().copied().unwrap_or(0xa5); HEAD_BYTES];
+    head[..8].copy_from_slice(&payload.len().to_le_bytes());
+    head
 }
 
 /// Repeatable frames of random lengths: many short ones, some of the longest.
