@@ -337,7 +337,7 @@ def test_a_panic_in_any_bridged_function_is_an_error_and_not_the_end():
 
 
 def test_the_command_lists_settings_algorithms_and_facts():
-    command = found("torch_accl/cli.py")
+    command = found("torch_accl/cli/__init__.py")
     assert command.exists()
     printed = in_one_process(
         """

@@ -1,0 +1,44 @@
+"""The `accl` command: reads the command line and hands over to one file per command.
+
+A command is a module with `NAME`, `SUMMARY`, `add_arguments(parser)` and `run(given)`, which returns the exit status, and
+one line in `COMMANDS`. What it imports at its top must be light: help and usage errors wait for nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from . import algorithms, config, info
+from ._wrong import WrongInput
+
+COMMANDS = (config, algorithms, info)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status: 0, 1 when what it did failed, 2 when it cannot be done as asked."""
+    given = _parser().parse_args(arguments)
+    try:
+        return given.run(given)
+    except WrongInput as error:
+        print(f"accl {given.command}: {error}", file=sys.stderr)
+        return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence; the usage is a `--help` away."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="accl", description="torch-accl: a torch.distributed backend")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+    for command in COMMANDS:
+        sub = commands.add_parser(command.NAME, help=command.SUMMARY, description=command.SUMMARY)
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run)
+    return parser

@@ -1,0 +1,30 @@
+"""What the commands that print facts have in common: `--json`, and errors as one sentence."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument `--json`."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def print_found(given: argparse.Namespace, collect: Callable[[Any], Any], show: Callable[[Any], str]) -> int:
+    """Prints what `collect` finds in the native module, as JSON or as `show` puts it; returns the exit status."""
+    try:
+        from .. import _native
+    except ImportError as error:
+        print(f"accl: {error}", file=sys.stderr)
+        return 1
+    try:
+        found = collect(_native)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(found, indent=2) if given.json else show(found))
+    return 0
