@@ -21,6 +21,21 @@ Tensors flat(const std::vector<Tensors>& lists) {
   return all;
 }
 
+Call call_of(const std::string& collective, const Tensors& inputs, const Tensors& outputs, const c10d::ReduceOp& op,
+             uint32_t root) {
+  const auto code = bridge::collective_code(collective);
+  throw_unless_ok(code.status);
+  const Check check("bench");
+  check.memory(inputs);
+  check.memory(outputs);
+  Call call(static_cast<Collective>(code.value), "bench");
+  for (const auto& tensor : inputs) call.inputs.block(tensor);
+  for (const auto& tensor : outputs) call.outputs.block(tensor);
+  call.reduce(op);
+  call.args.root = root;
+  return call;
+}
+
 bool same_counts(const Tensors& tensors) {
   return std::all_of(tensors.begin(), tensors.end(),
                      [&](const at::Tensor& tensor) { return tensor.numel() == tensors[0].numel(); });
@@ -531,6 +546,24 @@ std::string AcclBackend::describe() const {
 }
 
 std::string AcclBackend::first_error() const { return std::string(bridge::group_first_error(*group_->group).message); }
+
+std::string AcclBackend::algorithm_of(const std::string& collective, const Tensors& inputs, const Tensors& outputs,
+                                      const c10d::ReduceOp& op, uint32_t root) const {
+  Call call = call_of(collective, inputs, outputs, op, root);
+  const auto named = bridge::group_algorithm(*group_->group, call.finish(true));
+  throw_unless_ok(named.status);
+  return std::string(named.text);
+}
+
+std::vector<int64_t> AcclBackend::time_calls(const std::string& collective, const Tensors& inputs, const Tensors& outputs,
+                                             const c10d::ReduceOp& op, uint32_t root, uint32_t samples, uint32_t calls,
+                                             bool fenced) const {
+  Call call = call_of(collective, inputs, outputs, op, root);
+  const auto repeated = bridge::group_repeat(*group_->group, call.finish(true), samples, calls, fenced);
+  throw_python_error_if_set();
+  throw_unless_ok(repeated.status);
+  return {repeated.nanos.begin(), repeated.nanos.end()};
+}
 
 // --- memory ---
 

@@ -99,6 +99,14 @@ class AcclBackend : public c10d::Backend {
   // The sentence of the cause that poisoned the group, or empty.
   std::string first_error() const;
 
+  // For benches, which describe a call by its blocks, a tensor each: the algorithm that it takes,
+  std::string algorithm_of(const std::string& collective, const Tensors& inputs, const Tensors& outputs,
+                           const c10d::ReduceOp& op, uint32_t root) const;
+  // and the nanoseconds of `samples` times `calls` blocking calls, without torch. Fenced: a barrier before each sample.
+  std::vector<int64_t> time_calls(const std::string& collective, const Tensors& inputs, const Tensors& outputs,
+                                  const c10d::ReduceOp& op, uint32_t root, uint32_t samples, uint32_t calls,
+                                  bool fenced) const;
+
  private:
   // What an override hands over besides the call.
   struct Event {

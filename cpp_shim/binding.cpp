@@ -61,7 +61,12 @@ bool bridge::define_classes(std::size_t module_address) noexcept {
   py::class_<AcclBackend, c10d::Backend, NoGilPtr<AcclBackend>> backend(module, "Backend");
   backend.def_property_readonly("options", [](AcclBackend& self) { return self.getBackendOptions(); })
       .def("describe", &AcclBackend::describe)
-      .def("first_error", &AcclBackend::first_error);
+      .def("first_error", &AcclBackend::first_error)
+      .def("algorithm_of", &AcclBackend::algorithm_of, py::arg("collective"), py::arg("inputs"), py::arg("outputs"),
+           py::arg("op"), py::arg("root"), py::call_guard<py::gil_scoped_release>())
+      .def("time_calls", &AcclBackend::time_calls, py::arg("collective"), py::arg("inputs"), py::arg("outputs"),
+           py::arg("op"), py::arg("root"), py::arg("samples"), py::arg("calls"), py::arg("fenced"),
+           py::call_guard<py::gil_scoped_release>());
 #if !ACCL_BASE_BINDS_ERROR_AND_TIMING
   backend.def("get_error", &AcclBackend::getError)
       .def("_enable_collectives_timing", &AcclBackend::enableCollectivesTiming);

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import Backend as _TorchBackend
 
@@ -24,6 +25,33 @@ class Backend(_TorchBackend):
     def first_error(self) -> str:
         """The sentence of the cause that made the group unusable, or an empty string."""
 
+    def algorithm_of(
+        self, collective: str, inputs: list[Tensor], outputs: list[Tensor], op: dist.ReduceOp.RedOpType, root: int
+    ) -> str:
+        """The algorithm that a call takes in this group. Makes no call; all ranks get the same answer.
+
+        A call is described by its blocks, a tensor each: in place as `outputs` where torch's call is (all_reduce,
+        reduce, broadcast); one for each rank in `inputs` of reduce_scatter, all_to_all and the root's scatter, and in
+        `outputs` of all_gather, all_to_all and the root's gather.
+        """
+
+    def time_calls(
+        self,
+        collective: str,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        op: dist.ReduceOp.RedOpType,
+        root: int,
+        samples: int,
+        calls: int,
+        fenced: bool,
+    ) -> list[int]:
+        """Makes `samples` times `calls` blocking calls below torch, without the interpreter; nanoseconds of each sample.
+
+        For benches. The calls go the road of every blocking call; all ranks must make the same. `fenced` puts a
+        barrier, which is not counted, before each sample.
+        """
+
 class Runtime:
     """The process's engine; one per process."""
 
@@ -42,6 +70,9 @@ def config_rows() -> list[dict[str, Any]]:
 
 def algorithms() -> list[dict[str, Any]]:
     """The rows of the table of algorithms."""
+
+def dtypes() -> list[dict[str, Any]]:
+    """The types of elements that can be sent: `name` as in torch, `bytes` of one, `ops` that reduce them."""
 
 def host_facts() -> dict[str, Any]:
     """What this process would offer its peers: instruction set, transports, interfaces."""

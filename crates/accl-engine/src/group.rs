@@ -229,6 +229,18 @@ impl Group {
         Call::new(place, now)
     }
 
+    /// The name of the algorithm that such a collective takes in this group. Makes no call and consumes no number.
+    ///
+    /// # Errors
+    /// As [`Group::submit`] for a description that it refuses; `Unsupported` for point-to-point calls, which have none.
+    pub fn algorithm_of(&self, desc: &CallDesc) -> Result<&'static str> {
+        let named = desc.check(self.world).and_then(|()| {
+            let shape = self.with_state(|group, _| group.shapes.get(desc, self.rank, self.world, &mut group.plans))?;
+            Ok(shape?.plan.algorithm.name)
+        });
+        named.map_err(|error| self.placed(error.of(desc.collective)))
+    }
+
     /// Takes `count` consecutive numbers for collectives that are submitted later with [`CallDesc::seq`].
     ///
     /// # Errors

@@ -36,6 +36,6 @@ pub use group::{Group, GroupSpec, Ran};
 pub use store::Store;
 
 // What the layers below offer, for listings: those above see only this crate.
-pub use accl_kernels::describe_isa;
+pub use accl_kernels::{describe_isa, supports};
 pub use accl_schedule::{ALGORITHMS, Algorithm};
 pub use accl_transport::{Card, TRANSPORTS, Transport};

@@ -194,6 +194,12 @@ pub mod ffi {
         status: Status,
     }
 
+    /// The nanoseconds of each sample, or why there are none.
+    struct Repeated {
+        nanos: Vec<i64>,
+        status: Status,
+    }
+
     extern "Rust" {
         type Runtime;
         type Group;
@@ -215,6 +221,9 @@ pub mod ffi {
         fn group_enable_timing(group: &Group) -> Status;
         fn group_first_error(group: &Group) -> Status;
         fn group_describe(group: &Group) -> Described;
+        fn group_algorithm(group: &Group, args: &CallArgs) -> Described;
+        fn group_repeat(group: &Group, args: &CallArgs, samples: u32, calls: u32, fenced: bool) -> Repeated;
+        fn collective_code(name: &str) -> Numbered;
 
         fn ticket_done(ticket: &Ticket) -> Waited;
         fn ticket_poll(ticket: &Ticket) -> Waited;
@@ -260,6 +269,7 @@ use crate::group::{
     group_monitored_barrier, group_next_seq, group_reserve, group_set_timeout, group_shutdown, group_spawn,
     group_submit,
 };
+use crate::repeat::{collective_code, group_algorithm, group_repeat};
 use crate::ticket::{
     ticket_abort, ticket_done, ticket_error, ticket_nanos, ticket_poll, ticket_seq, ticket_source, ticket_wait,
     ticket_when_done,

@@ -88,7 +88,7 @@ impl Group {
         self.0.as_ref().ok_or_else(|| Error::internal("a group was used before it was made"))
     }
 
-    fn group(&self) -> Result<&Arc<accl_engine::Group>> {
+    pub(crate) fn group(&self) -> Result<&Arc<accl_engine::Group>> {
         Ok(&self.inner()?.group)
     }
 }
@@ -237,7 +237,7 @@ pub(crate) fn millis(timeout_ms: i64) -> Option<Duration> {
     u64::try_from(timeout_ms).ok().map(Duration::from_millis)
 }
 
-fn call_desc(args: &CallArgs) -> Result<CallDesc> {
+pub(crate) fn call_desc(args: &CallArgs) -> Result<CallDesc> {
     let collective =
         Collective::from_code(args.collective.repr).ok_or_else(|| Error::internal("unknown code of a collective"))?;
     let op = ReduceOp::from_code(args.op.repr).ok_or_else(|| Error::internal("unknown code of a reduce operator"))?;

@@ -1,8 +1,8 @@
-//! What `accl config`, `accl algorithms` and `accl info` print, as Python values.
+//! What `accl config`, `accl algorithms` and `accl info` print, and what `accl bench` may be asked for, as Python values.
 
 use accl_engine::Engine;
-use accl_types::Error;
 use accl_types::config::{Config, ROWS, Scope};
+use accl_types::{Dtype, Error, ReduceOp};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -50,6 +50,22 @@ fn algorithms(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
         .collect()
 }
 
+/// The types of elements that can be sent: name, bytes of one, and the operators that reduce them.
+#[pyfunction]
+fn dtypes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
+    Dtype::ALL
+        .iter()
+        .map(|&dtype| {
+            let ops = ReduceOp::ALL.iter().filter(|&&op| accl_engine::supports(op, dtype));
+            let dict = PyDict::new(py);
+            dict.set_item("name", dtype.name())?;
+            dict.set_item("bytes", dtype.size_bytes())?;
+            dict.set_item("ops", ops.map(|op| op.name()).collect::<Vec<_>>())?;
+            Ok(dict)
+        })
+        .collect()
+}
+
 /// What this process would offer its peers. Opens the port that it would listen on, for a moment.
 #[pyfunction]
 fn host_facts(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
@@ -78,6 +94,7 @@ fn refused(error: Error) -> PyErr {
 pub(crate) fn add_functions(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(config_rows, module)?)?;
     module.add_function(wrap_pyfunction!(algorithms, module)?)?;
+    module.add_function(wrap_pyfunction!(dtypes, module)?)?;
     module.add_function(wrap_pyfunction!(host_facts, module)?)?;
     module.add_function(wrap_pyfunction!(check_option, module)?)
 }

@@ -9,6 +9,7 @@ mod group;
 mod guard;
 mod info;
 mod log;
+mod repeat;
 mod status;
 mod store;
 mod ticket;

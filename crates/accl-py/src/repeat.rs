@@ -1,0 +1,75 @@
+//! What benches ask of a group: the algorithm of a call, and the same blocking call many times over, timed below torch.
+//!
+//! A call goes the road of every blocking call, [`accl_engine::Group::run`] and, if that did not suffice, a wait; what is
+//! left out is torch's dispatch and the shim's `Work`.
+
+use std::time::Instant;
+
+use accl_engine::{CallDesc, Mode, Ran, Waited};
+use accl_types::{Collective, Dtype, Error, Result};
+
+use crate::bridge::ffi::{self, CallArgs, Described, Numbered, Repeated, Status};
+use crate::group::{Group, call_desc};
+use crate::guard::{FromError, bridged};
+
+/// Samples for which room is made before the clock starts; more are fine.
+const ROOM: usize = 1 << 16;
+
+bridged! {
+    /// The code of the collective with this name.
+    fn collective_code(name: &str) -> Numbered {
+        let found = Collective::ALL.iter().find(|collective| collective.name() == name);
+        found.map(|&collective| Numbered::of(collective as i64)).ok_or_else(|| {
+            Error::invalid_argument(format!("there is no collective {name}"))
+        })
+    }
+
+    /// The name of the algorithm that such a call takes. Makes no call.
+    fn group_algorithm(group: &Group, args: &CallArgs) -> Described {
+        let name = group.group()?.algorithm_of(&call_desc(args)?)?;
+        Ok(Described { text: name.to_owned(), status: Status::ok() })
+    }
+
+    /// Makes `samples` times `calls` blocking calls; the nanoseconds of each sample. Fenced: a barrier, which is not
+    /// counted, comes before each sample.
+    fn group_repeat(group: &Group, args: &CallArgs, samples: u32, calls: u32, fenced: bool) -> Repeated {
+        let group = group.group()?;
+        let desc = call_desc(args)?;
+        let fence = CallDesc { mode: Mode::Blocking, ..CallDesc::new(Collective::Barrier, Dtype::U8) };
+        let mut nanos = Vec::with_capacity(ROOM.min(samples as usize));
+        for _ in 0..samples {
+            if fenced {
+                complete(group, &fence)?;
+            }
+            let begun = Instant::now();
+            for _ in 0..calls {
+                complete(group, &desc)?;
+            }
+            nanos.push(i64::try_from(begun.elapsed().as_nanos()).unwrap_or(i64::MAX));
+        }
+        Ok(Repeated { nanos, status: Status::ok() })
+    }
+}
+
+/// Makes one call and waits for it. Python's signal handlers run meanwhile.
+fn complete(group: &accl_engine::Group, desc: &CallDesc) -> Result<()> {
+    let call = match group.run(desc)? {
+        Ran::Done(_) => return Ok(()),
+        Ran::Pending(call) => call,
+    };
+    let error = match call.wait(None, &mut ffi::python_interrupted) {
+        Waited::Done => return Ok(()),
+        Waited::Failed(error) => return Err(error),
+        Waited::TimedOut(error) => error,
+        Waited::Interrupted => Error::aborted("a signal handler raised while a call was repeated"),
+    };
+    // Nothing may touch the tensors once the caller has them back.
+    group.abort(&error.message);
+    Err(error)
+}
+
+impl FromError for Repeated {
+    fn from_error(error: Error) -> Self {
+        Self { nanos: Vec::new(), status: Status::from_error(error) }
+    }
+}
