@@ -7,14 +7,15 @@ one line in `COMMANDS`. What it imports at its top must be light: help and usage
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import algorithms, config, info
+from . import algorithms, bench, config, info
 from ._wrong import WrongInput
 
-COMMANDS = (config, algorithms, info)
+COMMANDS = (config, algorithms, info, bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,6 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except WrongInput as error:
         print(f"accl {given.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Who read the output has seen enough; Python would say more when it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,0 +1,277 @@
+"""The collectives as the bench calls them: buffers, the call through torch, and whether its result is right.
+
+Owns what is known of each collective: who has which block, and how much of it the busiest rank must move. Knows no
+clock and no store. Read `Prepared` first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = 0
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What sets one collective apart from the others."""
+
+    name: str
+    # One block for each rank, in the largest buffer of the call.
+    blocks: bool
+    # What the busiest rank must move for each byte of the largest buffer, by any algorithm.
+    bus_factor: Callable[[int], float]
+    reduces: bool = False
+    rooted: bool = False
+
+
+COLLECTIVES = {
+    row.name: row
+    for row in (
+        Collective("all_reduce", False, lambda n: 2 * (n - 1) / n, reduces=True),
+        Collective("reduce_scatter", True, lambda n: (n - 1) / n, reduces=True),
+        Collective("all_gather", True, lambda n: (n - 1) / n),
+        Collective("broadcast", False, lambda n: 1.0, rooted=True),
+        Collective("reduce", False, lambda n: 1.0, reduces=True, rooted=True),
+        Collective("gather", True, lambda n: (n - 1) / n, rooted=True),
+        Collective("scatter", True, lambda n: (n - 1) / n, rooted=True),
+        Collective("all_to_all", True, lambda n: (n - 1) / n),
+        Collective("barrier", False, lambda n: 0.0),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table, for a number of ranks."""
+
+    collective: Collective
+    dtype: str
+    # None for what only moves data.
+    op: str | None
+    # Of one rank's block, where the call has blocks; otherwise of the buffer.
+    count: int
+    # Of the largest buffer of the call.
+    size_bytes: int
+
+    def __str__(self) -> str:
+        reduced = f" {self.op}" if self.op else ""
+        return f"{self.collective.name} {self.size_bytes} B {self.dtype}{reduced}"
+
+
+def cases(collectives: list[str], sizes: list[int], dtypes: list[str], ops: list[str], world: int) -> list[Case]:
+    """The rows asked for, each once. A size is rounded down to whole elements for every rank, one at least."""
+    found: dict[Case, None] = {}
+    for collective in (COLLECTIVES[name] for name in collectives):
+        if collective.name == "barrier":
+            found[Case(collective, "uint8", None, 0, 0)] = None
+            continue
+        for dtype in dtypes:
+            for op in ops if collective.reduces else [None]:
+                for size in sizes:
+                    parts = world if collective.blocks else 1
+                    width = getattr(torch, dtype).itemsize
+                    count = max(1, size // (width * parts))
+                    found[Case(collective, dtype, op, count, count * width * parts)] = None
+    return list(found)
+
+
+class Prepared:
+    """The buffers of a case on one rank.
+
+    `inputs` and `outputs` are the call's blocks, a tensor each, as the engine describes calls; `through_torch(group)`
+    makes the same call as a user would.
+    """
+
+    def __init__(self, case: Case, rank: int, world: int) -> None:
+        self.case, self.rank, self.world = case, rank, world
+        self.op = getattr(dist.ReduceOp, (case.op or "sum").upper())
+        count, many = case.count, case.count * world
+        is_root = rank == ROOT
+        whole, parts = self._buffer, self._parts
+        # The tensors that torch's call takes, by collective; its blocks are these or parts of them.
+        match case.collective.name:
+            case "all_reduce" | "reduce" | "broadcast":
+                self.source = self.target = whole(count)
+                self.inputs, self.outputs = [], [self.target]
+            case "all_gather":
+                self.source, self.target = whole(count), whole(many)
+                self.inputs, self.outputs = [self.source], parts(self.target)
+            case "reduce_scatter":
+                self.source, self.target = whole(many), whole(count)
+                self.inputs, self.outputs = parts(self.source), [self.target]
+            case "all_to_all":
+                self.source, self.target = whole(many), whole(many)
+                self.inputs, self.outputs = parts(self.source), parts(self.target)
+            case "gather":
+                self.source, self.target = whole(count), whole(many if is_root else 0)
+                self.inputs, self.outputs = [self.source], parts(self.target) if is_root else []
+            case "scatter":
+                self.source, self.target = whole(many if is_root else 0), whole(count)
+                self.inputs, self.outputs = parts(self.source) if is_root else [], [self.target]
+            case _:
+                self.source = self.target = whole(0)
+                self.inputs, self.outputs = [], []
+
+    def through_torch(self, group: Any) -> Callable[[], Any]:
+        """The call on `group`, ready to be made again and again."""
+        source, target, op = self.source, self.target, self.op
+        is_root = self.rank == ROOT
+        calls: dict[str, Callable[[], Any]] = {
+            "all_reduce": lambda: dist.all_reduce(target, op, group=group),
+            "reduce": lambda: dist.reduce(target, ROOT, op, group=group),
+            "broadcast": lambda: dist.broadcast(target, ROOT, group=group),
+            "all_gather": lambda: dist.all_gather_into_tensor(target, source, group=group),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(target, source, op, group=group),
+            "all_to_all": lambda: dist.all_to_all_single(target, source, group=group),
+            "gather": lambda: dist.gather(source, self.outputs if is_root else None, ROOT, group=group),
+            "scatter": lambda: dist.scatter(target, self.inputs if is_root else None, ROOT, group=group),
+            "barrier": lambda: dist.barrier(group=group),
+        }
+        return calls[self.case.collective.name]
+
+    def in_engine(self) -> dict[str, Any]:
+        """The call as the native module takes it."""
+        return {
+            "collective": self.case.collective.name,
+            "inputs": self.inputs,
+            "outputs": self.outputs,
+            "op": self.op,
+            "root": ROOT,
+        }
+
+    def clear(self) -> None:
+        """Zeros everywhere: however often they are summed, no value grows out of its type."""
+        for buffer in (self.source, self.target):
+            buffer.view(torch.uint8).zero_()
+
+    def fill(self) -> None:
+        """Every rank's own values in the source, and nothing of the result in the target."""
+        self.clear()
+        _tile(self.source, self._pattern(self.rank))
+
+    def wrong(self) -> int:
+        """Elements of this rank's target that are not what they must be after one call on filled buffers."""
+        count = self.case.count
+        rest = self.target if self.rank == ROOT else self.target[:0]
+        match self.case.collective.name:
+            case "all_reduce":
+                return self._differing(self.target, self._reduced, 0)
+            case "reduce":
+                return self._differing(rest, self._reduced, 0)
+            case "reduce_scatter":
+                return self._differing(self.target, self._reduced, self.rank * count)
+            case "broadcast":
+                return self._differing(self.target, self._pattern(ROOT), 0)
+            case "scatter":
+                return self._differing(self.target, self._pattern(ROOT), self.rank * count)
+            case "all_gather" | "gather":
+                blocks = self.outputs if self.target.numel() else []
+                return sum(self._differing(block, self._pattern(r), 0) for r, block in enumerate(blocks))
+            case "all_to_all":
+                return sum(
+                    self._differing(block, self._pattern(r), self.rank * count) for r, block in enumerate(self.outputs)
+                )
+            case _:
+                return 0
+
+    def _buffer(self, count: int) -> torch.Tensor:
+        dtype = getattr(torch, self.case.dtype)
+        return torch.zeros(count * dtype.itemsize, dtype=torch.uint8).view(dtype)
+
+    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return list(tensor.split(self.case.count))
+
+    def _pattern(self, rank: int) -> torch.Tensor:
+        """One period of what `rank` brings: small integers that every type holds exactly, and so their sums."""
+        index = torch.arange(4 * self.world)
+        value = (5 * index + 3 * rank) % 4
+        turn = (index + rank) % self.world
+        match self.case.op:
+            case "product":
+                # Three ranks bring a factor of two.
+                value = torch.where((value > 0) & (turn < 3), 2, 1)
+            case "sum" | "avg":
+                # 64 ranks times 3 stays within the 8 bits of a bfloat16's mantissa.
+                value = torch.where(turn < 64, value, 0)
+        if self.case.dtype == "bool":
+            value = value % 2
+        if self.case.op is None:
+            # What only moves may be of any type, and is looked at as bytes.
+            width = getattr(torch, self.case.dtype).itemsize
+            return value.to(torch.uint8).repeat_interleave(width).view(getattr(torch, self.case.dtype))
+        return value.to(getattr(torch, self.case.dtype))
+
+    @functools.cached_property
+    def _reduced(self) -> torch.Tensor:
+        """One period of the reduction of what all ranks bring, computed exactly."""
+        dtype = getattr(torch, self.case.dtype)
+        wide = torch.stack([self._pattern(rank).to(torch.complex128 if dtype.is_complex else torch.float64)
+                            for rank in range(self.world)])  # fmt: skip
+        if dtype == torch.bool:
+            return self._reduced_bools(wide != 0)
+        match self.case.op:
+            case "sum":
+                return _narrow(wide.sum(0), dtype)
+            case "avg":
+                return _narrow(wide.sum(0) / self.world, dtype)
+            case "product":
+                return _narrow(wide.prod(0), dtype)
+            case "min":
+                return _narrow(wide.amin(0), dtype)
+            case "max":
+                return _narrow(wide.amax(0), dtype)
+        bits = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}[self.case.op or ""]
+        return _narrow(functools.reduce(bits, wide.long()), dtype)
+
+    def _reduced_bools(self, rows: torch.Tensor) -> torch.Tensor:
+        match self.case.op:
+            case "sum" | "max" | "bor":
+                return rows.any(0)
+            case "bxor":
+                return rows.sum(0) % 2 == 1
+        return rows.all(0)
+
+    def _differing(self, found: torch.Tensor, period: torch.Tensor, first: int) -> int:
+        """Elements of `found` other than those of the endless `period` from element `first` on."""
+        period = period.roll(-(first % len(period)))
+        if self.case.op == "avg":
+            # A mean may be rounded twice, once in the type of the sum.
+            close = torch.finfo(found.dtype).eps
+            return _count(found, period, lambda a, b: ~torch.isclose(a, b, rtol=close, atol=0.0))
+        return _count(_bits(found), _bits(period), lambda a, b: (a != b).any(-1))
+
+
+def _narrow(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In the type of the call; integers wrap."""
+    return exact.to(dtype) if dtype.is_complex or dtype.is_floating_point else exact.long().to(dtype)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """One row of plain integers for each element: comparable whatever the type."""
+    width = tensor.dtype.itemsize
+    plain = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(width, torch.int64)
+    return tensor.view(plain).view(-1, width // plain.itemsize)
+
+
+def _tile(tensor: torch.Tensor, period: torch.Tensor) -> None:
+    """Writes the endless period into the tensor, as bits: copying converts nothing."""
+    tensor, period = _bits(tensor), _bits(period)
+    whole = len(tensor) // len(period)
+    tensor[: whole * len(period)].view(whole, *period.shape).copy_(period)
+    rest = tensor[whole * len(period) :]
+    rest.copy_(period[: len(rest)])
+
+
+def _count(
+    found: torch.Tensor, period: torch.Tensor, differ: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> int:
+    whole = len(found) // len(period)
+    rest = found[whole * len(period) :]
+    body = found[: whole * len(period)].view(whole, *period.shape)
+    return int(differ(body, period).sum()) + int(differ(rest, period[: len(rest)]).sum())

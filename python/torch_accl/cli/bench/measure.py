@@ -1,0 +1,172 @@
+"""The clock: a case on several contestants in turn, on all ranks at once.
+
+Owns how a time comes about. Every contestant is timed in `alternations` rounds, one after the other in each; the time
+of a round is a median over samples, that of a case the median over its rounds. Read `measure` first.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from .cases import Prepared
+from .ranks import Failed
+from .team import Team
+from .wanted import Wanted
+
+# Samples that a round is cut into. Several calls make a sample, so that a rank that is now ahead and now behind is
+# seen as what it is on average.
+_SAMPLES = 20
+# A first batch that takes this long tells how long a call takes.
+_ENOUGH_NS = 2_000_000
+_MOST_CALLS = 1 << 20
+_FEWEST_CALLS = 3
+
+
+class Contestant(Protocol):
+    """What can make the call of a case."""
+
+    name: str
+
+    def call(self, prepared: Prepared) -> None:
+        """Makes the call once."""
+
+    def samples(self, prepared: Prepared, samples: int, calls: int) -> list[int]:
+        """Nanoseconds of each of `samples` times `calls` calls. Of rooted ones each is made after a barrier, not counted."""
+
+
+class ThroughTorch:
+    """A backend as its users meet it."""
+
+    def __init__(self, name: str, group: Any) -> None:
+        self.name, self.group = name, group
+
+    def call(self, prepared: Prepared) -> None:
+        """See `Contestant`."""
+        prepared.through_torch(self.group)()
+
+    def samples(self, prepared: Prepared, samples: int, calls: int) -> list[int]:
+        """See `Contestant`."""
+        call, fenced, clock = prepared.through_torch(self.group), prepared.case.collective.rooted, time.perf_counter_ns
+        found = []
+        for _ in range(samples):
+            if fenced:
+                dist.barrier(group=self.group)
+            begun = clock()
+            for _ in range(calls):
+                call()
+            found.append(clock() - begun)
+        return found
+
+
+class InEngine:
+    """accl's engine without torch: blocking calls from a loop of the native module."""
+
+    def __init__(self, name: str, group: Any) -> None:
+        self.name, self.backend = name, backend_of(group)
+
+    def call(self, prepared: Prepared) -> None:
+        """See `Contestant`."""
+        self.samples(prepared, 1, 1)
+
+    def samples(self, prepared: Prepared, samples: int, calls: int) -> list[int]:
+        """See `Contestant`."""
+        fenced = prepared.case.collective.rooted
+        return self.backend.time_calls(**prepared.in_engine(), samples=samples, calls=calls, fenced=fenced)
+
+
+def backend_of(group: Any) -> Any:
+    """accl's own object of a group of torch."""
+    import torch
+
+    return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+
+
+@dataclass
+class Timed:
+    """What was found out about one contestant in one case."""
+
+    rounds_us: list[float] = field(default_factory=list)
+    # Calls in each round.
+    iterations: int = 0
+    # Wrong elements on all ranks after one call.
+    wrong: int = 0
+    # Why the contestant does not make such calls at all.
+    refused: str | None = None
+
+    @property
+    def time_us(self) -> float:
+        """The median of the rounds' medians."""
+        return median(self.rounds_us)
+
+
+def measure(team: Team, prepared: Prepared, contestants: list[Contestant], wanted: Wanted) -> dict[str, Timed]:
+    """Checks each contestant's result, then times those that gave one, in turn. Collective over all ranks.
+
+    Raises:
+        Failed: accl refused the call, or only some of the ranks were refused.
+    """
+    found = {contestant.name: _checked(team, prepared, contestant) for contestant in contestants}
+    prepared.clear()
+    running = [contestant for contestant in contestants if found[contestant.name].refused is None]
+    for contestant in running:
+        found[contestant.name].iterations = _iterations(team, prepared, contestant, wanted)
+    for _ in range(wanted.alternations):
+        for contestant in running:
+            timed = found[contestant.name]
+            timed.rounds_us.append(_round(team, prepared, contestant, timed.iterations) / 1000)
+    return found
+
+
+def _checked(team: Team, prepared: Prepared, contestant: Contestant) -> Timed:
+    prepared.fill()
+    refused = None
+    try:
+        contestant.call(prepared)
+    except (RuntimeError, ValueError, TypeError) as error:
+        # What it says in its first line; c10d adds where in its source that was.
+        refused = str(error).partition("\n")[0]
+    wrong = 0 if refused else prepared.wrong()
+    told = team.collect((refused, wrong))
+    sentences = [sentence for sentence, _ in told if sentence]
+    if sentences and (len(sentences) < team.world or contestant.name == "accl"):
+        raise Failed(f"{contestant.name} failed at {prepared.case}: {sentences[0]}")
+    return Timed(refused=refused, wrong=sum(wrong for _, wrong in told))
+
+
+def _iterations(team: Team, prepared: Prepared, contestant: Contestant, wanted: Wanted) -> int:
+    """Calls that a round takes, the same on all ranks, a whole number in each sample; the warm-up is done on the way."""
+    if wanted.warmup:
+        contestant.samples(prepared, 1, wanted.warmup)
+    if wanted.iterations is not None:
+        return _whole(wanted.iterations)
+    calls, took = 1, 0
+    while calls < _MOST_CALLS:
+        took = max(team.collect(contestant.samples(prepared, 1, calls)[0]))
+        if took >= _ENOUGH_NS:
+            break
+        calls *= 8
+    fitting = wanted.seconds * 1e9 / wanted.alternations / max(took / calls, 1.0)
+    return _whole(math.ceil(min(max(fitting, _FEWEST_CALLS), _MOST_CALLS)))
+
+
+def _whole(iterations: int) -> int:
+    return iterations if iterations < _SAMPLES else iterations // _SAMPLES * _SAMPLES
+
+
+def _round(team: Team, prepared: Prepared, contestant: Contestant, iterations: int) -> float:
+    """Nanoseconds of one call."""
+    rooted = prepared.case.collective.rooted
+    samples, calls = (iterations, 1) if rooted else (min(_SAMPLES, iterations), max(1, iterations // _SAMPLES))
+    # One call that is not counted: nobody begins before all others are done with what ran before.
+    contestant.call(prepared)
+    taken = contestant.samples(prepared, samples, calls)
+    if not rooted:
+        return max(team.collect(median(taken))) / calls
+    # A root that only sends is done early: each call lasts until its last rank is done.
+    return median(map(max, zip(*team.collect(taken))))

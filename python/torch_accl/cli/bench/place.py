@@ -1,0 +1,100 @@
+"""Where a process stands among the ranks of a run: what a launcher says in the environment, and how the ranks meet."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from .._wrong import WrongInput
+
+# Launcher, and its variables for the rank, the number of ranks, and the ranks on this host. In a batch script of Slurm
+# that srun did not start, the number of tasks of the step is missing.
+_LAUNCHERS = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
+)
+# What names one start of a launcher on one host.
+_RUN_IDS = (("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank among `world`; `launcher` started it."""
+
+    rank: int
+    world: int
+    launcher: str
+    # None: the launcher does not say.
+    local_world: int | None = None
+
+
+def place_given() -> Place | None:
+    """The place that a launcher gave this process; None without a launcher.
+
+    Raises:
+        WrongInput: its variables are not numbers.
+    """
+    for launcher, rank, world, local in _LAUNCHERS:
+        if rank in os.environ and world in os.environ:
+            return Place(_number(rank), _number(world), launcher, _local_world(os.environ.get(local, "")))
+    return None
+
+
+def meet(place: Place, timeout_s: float) -> Any:
+    """The store in which the ranks of a launcher meet.
+
+    Raises:
+        WrongInput: the ranks are on several hosts and nothing says where rank 0 is.
+    """
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=timeout_s)
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if host and port:
+        is_master = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = dist.TCPStore(host, _number("MASTER_PORT"), None, is_master, timeout, wait_for_workers=False)
+        return dist.PrefixStore(f"bench/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    if place.local_world != place.world:
+        raise WrongInput(
+            f"{place.launcher} started ranks on several hosts and not all know where rank 0 is: give all of them "
+            "MASTER_ADDR (its host) and MASTER_PORT (a free port there)"
+        )
+    store = dist.FileStore(str(_meeting_file()), place.world)
+    store.set_timeout(timeout)
+    return store
+
+
+def _meeting_file() -> Path:
+    """The same for all ranks of one start on this host, and for no other; torch removes it with the last rank's store."""
+    for names in _RUN_IDS:
+        if all(name in os.environ for name in names):
+            run = "-".join(os.environ[name] for name in names)
+            break
+    else:
+        # All ranks have one parent, whose number may have been used before but not with this start.
+        parent = os.getppid()
+        run = f"{parent}-{Path(f'/proc/{parent}/stat').read_text().rpartition(')')[2].split()[19]}"
+    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"accl-bench-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise WrongInput(f"{folder} belongs to another user; remove it or set TMPDIR")
+    return folder / re.sub(r"[^\w.-]", "_", run)
+
+
+def _number(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise WrongInput(f"{name}={os.environ[name]!r} is not a number") from None
+
+
+def _local_world(text: str) -> int | None:
+    # Slurm writes "2" for one host and "2(x3)" or "2,1" for several.
+    return int(text) if text.isdecimal() else None

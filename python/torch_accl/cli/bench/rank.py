@@ -1,0 +1,138 @@
+"""What one rank of a run does, from its seat to the last row. Rank 0 also shows the progress and prints."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from ..._build_info import VERSION
+from .cases import Case, Prepared
+from .measure import Contestant, InEngine, ThroughTorch, backend_of, measure
+from .place import Place
+from .plot import draw
+from .progress import progress
+from .report import CHOICE, AlgorithmTable, BackendTable, Cell, as_json
+from .team import Team, machine
+from .wanted import Wanted, check_plot
+
+
+def run_rank(wanted: Wanted, place: Place, store: Any) -> int:
+    """Measures what is wanted; the exit status. Collective over all ranks.
+
+    Raises:
+        WrongInput: on all ranks, for what only they could see.
+    """
+    team = Team(place, store)
+    team.check(lambda: check_plot(wanted.plot if team.rank == 0 else None))
+    seats = team.sit_down(wanted)
+    team.open(wanted)
+    field = _Field(team, wanted)
+    table = AlgorithmTable() if wanted.try_all else BackendTable(wanted.peers)
+    prints = team.rank == 0 and not wanted.json
+    if prints:
+        _print(_preface(wanted, seats))
+    cells: list[Cell] = []
+    cases = wanted.cases(team.world)
+    with progress(len(cases)) if team.rank == 0 else nullcontext(lambda case: None) as begin:
+        for case in cases:
+            begin(case)
+            prepared = Prepared(case, team.rank, team.world)
+            timed = measure(team, prepared, field.contestants(prepared), wanted)
+            cell = Cell(case, team.world, field.algorithm(prepared), timed)
+            if prints:
+                is_first = not cells or cells[-1].case.collective != case.collective
+                _print([*(_heading(case, table) if is_first else []), table.row(cell)])
+            cells.append(cell)
+    if prints and (last := table.last(cells)):
+        _print(["#", *last])
+    if team.rank == 0 and wanted.json:
+        print(json.dumps(_document(wanted, seats, cells), indent=2), flush=True)
+    if team.rank == 0 and wanted.plot is not None:
+        draw(cells, wanted.plot)
+    team.close()
+    return 1 if any(cell.wrong for cell in cells) else 0
+
+
+class _Field:
+    """The contestants of a run; groups are made when they are first needed, on all ranks alike."""
+
+    def __init__(self, team: Team, wanted: Wanted) -> None:
+        self._team, self._wanted = team, wanted
+        mine: Contestant = InEngine(CHOICE, None) if wanted.engine else ThroughTorch(CHOICE, None)
+        self._own = [mine, *(ThroughTorch(peer, team.group(peer)) for peer in wanted.peers)]
+        # By rule; None for an algorithm that these ranks cannot run.
+        self._forced: dict[str, InEngine | None] = {}
+
+    def contestants(self, prepared: Prepared) -> list[Contestant]:
+        """Who is timed in a case, accl first."""
+        if not self._wanted.try_all:
+            return list(self._own)
+        from ... import _native
+
+        collective = prepared.case.collective.name
+        names = [row["name"] for row in _native.algorithms() if row["collective"] == collective]
+        forced = [self._force(collective, name) for name in names]
+        return [*self._own, *(one for one in forced if one is not None and _takes(one, prepared))]
+
+    def algorithm(self, prepared: Prepared) -> str:
+        """The engine's own answer for a case."""
+        return backend_of(None).algorithm_of(**prepared.in_engine())
+
+    def _force(self, collective: str, name: str) -> InEngine | None:
+        rule = f"{collective}={name}"
+        if rule not in self._forced:
+            try:
+                self._forced[rule] = InEngine(name, self._team.group("accl", [rule]))
+            except (RuntimeError, ValueError):
+                # The engine refuses a rule that does not fit the ranks, on all of them.
+                self._forced[rule] = None
+        return self._forced[rule]
+
+
+def _takes(forced: InEngine, prepared: Prepared) -> bool:
+    """Whether the forced algorithm is what such a call would take: some depend on more than the ranks."""
+    try:
+        return forced.backend.algorithm_of(**prepared.in_engine()) == forced.name
+    except (RuntimeError, ValueError):
+        return False
+
+
+def _print(lines: list[str]) -> None:
+    print("\n".join(lines), flush=True)
+
+
+def _heading(case: Case, table: AlgorithmTable | BackendTable) -> list[str]:
+    rooted = ", root 0: each call after a barrier, to its last rank's end" if case.collective.rooted else ""
+    return ["#", f"# {case.collective.name}{rooted}", *table.head()]
+
+
+def _preface(wanted: Wanted, seats: list[dict[str, Any]]) -> list[str]:
+    facts = machine()
+    hosts = list(dict.fromkeys(seat["host"] for seat in seats))
+    pinned = "one core each" if all(len(seat["cores"]) == 1 for seat in seats) else "not pinned"
+    through = "in the engine, without torch" if wanted.engine else "through torch"
+    return [
+        f"# torch-accl {VERSION}, torch {torch.__version__}; {facts['cpu']}, {facts['kernel']}",
+        f"# {len(seats)} ranks, {pinned}, on {', '.join(hosts)}; accl {through}; median of {wanted.alternations} rounds",
+    ]
+
+
+def _document(wanted: Wanted, seats: list[dict[str, Any]], cells: list[Cell]) -> dict[str, Any]:
+    return {
+        "format": 1,
+        "machine": machine(),
+        "versions": {"torch_accl": VERSION, "torch": torch.__version__},
+        "ranks": seats,
+        "settings": {
+            "through": "engine" if wanted.engine else "torch",
+            "against": wanted.peers,
+            "forced": wanted.rules,
+            "try_all": wanted.try_all,
+            "alternations": wanted.alternations,
+            "warmup": wanted.warmup,
+        },
+        "cells": [as_json(cell, wanted.try_all) for cell in cells],
+    }

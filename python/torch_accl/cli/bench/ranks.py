@@ -1,0 +1,168 @@
+"""Ranks of our own: processes forked from this one, watched until all have ended.
+
+Owns their start and their end. The first that fails ends all; none outlives this process. Read `run_ranks` first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from .place import Place
+
+# How long the other ranks have to end by themselves once one has failed.
+_GRACE_S = 2.0
+_PR_SET_PDEATHSIG = 1
+
+
+class Failed(Exception):
+    """One sentence on what ended a run; the exit status is 1."""
+
+
+def run_ranks(world: int, timeout_s: float, body: Callable[[Place, Any], int]) -> int:
+    """Runs `body(place, store)` in `world` processes of this host; the largest of their exit statuses.
+
+    Raises:
+        Failed: a rank raised or died; the sentence names it.
+        KeyboardInterrupt: as it came, when all ranks have been ended.
+    """
+    import torch.distributed as dist
+
+    # Forked, since loading torch takes seconds; here it is loaded, and nothing of ours runs yet.
+    listener = socket.create_server(("127.0.0.1", 0), backlog=world)
+    port = listener.getsockname()[1]
+    ranks: list[_Rank] = []
+    try:
+        for number in range(world):
+            ranks.append(_start(Place(number, world, "accl bench", world), port, timeout_s, listener, body))
+        timeout = timedelta(seconds=timeout_s)
+        store = dist.TCPStore(
+            "127.0.0.1", port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        status = _watch(ranks)
+        del store
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return status
+
+
+class _Rank:
+    """A process that was started, and what it said before it failed."""
+
+    def __init__(self, number: int, pid: int, report: int) -> None:
+        self.number, self.pid, self.report = number, pid, report
+        self.pidfd = os.pidfd_open(pid)
+        self.status: int | None = None
+        self.was_killed = False
+
+    def reap(self) -> None:
+        """Takes the status of a process that has ended: negative for a signal."""
+        self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        os.close(self.pidfd)
+
+    def said(self) -> str:
+        """What the rank reported, or nothing."""
+        with os.fdopen(self.report, "r", errors="replace") as report:
+            return report.read().strip()
+
+    def kill(self) -> None:
+        """Ends it at once, if it has not ended: there is nothing that it would have to clean up."""
+        if self.status is None:
+            self.was_killed = True
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            self.reap()
+
+
+def _start(place: Place, port: int, timeout_s: float, listener: socket.socket, body: Callable) -> _Rank:
+    readable, writable = os.pipe()
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Held back until the child ignores it: Ctrl-C reaches all, and only the parent is to answer.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+            os.close(readable)
+            listener.close()
+            _be_rank(place, port, timeout_s, writable, body)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    os.close(writable)
+    return _Rank(place.rank, pid, readable)
+
+
+def _be_rank(place: Place, port: int, timeout_s: float, report: int, body: Callable) -> NoReturn:
+    import torch.distributed as dist
+
+    status = 1
+    try:
+        store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+        status = body(place, store)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who read the table has seen enough.
+        status = 0
+    except Exception as error:
+        os.write(report, said_by(error).encode())
+    finally:
+        # Whatever happens, a child must not go on in what its parent was doing.
+        os._exit(status)
+
+
+def said_by(error: BaseException) -> str:
+    """An error as one sentence; a defect of ours with the place where it came up."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, RuntimeError | ValueError | OSError | MemoryError | Failed):
+        return text
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {text} ({os.path.basename(frame.filename)}:{frame.lineno})"
+
+
+def _watch(ranks: list[_Rank]) -> int:
+    """Waits for all; once one failed, only for a moment."""
+    running = {rank.pidfd: rank for rank in ranks}
+    ended: list[_Rank] = []
+    deadline = None
+    while running:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select(list(running), [], [], left)
+        if not ready:
+            break
+        for pidfd in ready:
+            rank = running.pop(pidfd)
+            rank.reap()
+            ended.append(rank)
+            if deadline is None and (rank.status or 0) != 0:
+                deadline = time.monotonic() + _GRACE_S
+    _raise_cause(ended)
+    return max((rank.status or 0 for rank in ended), default=0)
+
+
+def _raise_cause(ended: list[_Rank]) -> None:
+    """Names the rank that died, else what the first that failed said: others fail because of it."""
+    for rank in ended:
+        if (rank.status or 0) < 0:
+            name = signal.Signals(-(rank.status or 0)).name
+            raise Failed(f"rank {rank.number} (process {rank.pid}) was ended by {name}")
+    for rank in ended:
+        said = rank.said()
+        if said:
+            raise Failed(f"rank {rank.number}: {said}")

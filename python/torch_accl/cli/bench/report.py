@@ -1,0 +1,175 @@
+"""The outcome of a run: rows as they come, the table in the manner of nccl-tests, and one JSON document.
+
+Owns what is derived from times (bandwidths, ratios, the verdict on a choice) and how it is shown. Measures nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .cases import Case
+from .measure import Timed
+
+# A choice is good when it takes at most so many times the best algorithm, and so many microseconds more.
+GOOD_RATIO = 1.1
+GOOD_EXTRA_US = 0.2
+# What the engine chose, among the algorithms that were forced.
+CHOICE = "accl"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One case and what was measured of it; `timed` has `accl` and, by name, the others."""
+
+    case: Case
+    world: int
+    algorithm: str
+    timed: dict[str, Timed]
+
+    @property
+    def wrong(self) -> int:
+        """Wrong elements of all contestants."""
+        return sum(timed.wrong for timed in self.timed.values())
+
+    def algbw(self, name: str) -> float:
+        """Bytes of the largest buffer over time, in GB/s."""
+        return self.case.size_bytes / self.timed[name].time_us / 1000
+
+    def busbw(self, name: str) -> float:
+        """The same, by what the busiest rank must move."""
+        return self.algbw(name) * self.case.collective.bus_factor(self.world)
+
+    def ratio(self, name: str) -> float:
+        """How many times accl's time another takes."""
+        return self.timed[name].time_us / self.timed[CHOICE].time_us
+
+    @property
+    def best(self) -> str:
+        """The fastest of the algorithms that were forced."""
+        return min((name for name in self.timed if name != CHOICE), key=lambda name: self.timed[name].time_us)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the engine's choice is as fast as the best algorithm, or nearly."""
+        return self.timed[CHOICE].time_us <= GOOD_RATIO * self.timed[self.best].time_us + GOOD_EXTRA_US
+
+
+class BackendTable:
+    """accl, and beside it the time of each peer."""
+
+    def __init__(self, peers: list[str]) -> None:
+        self.peers = peers
+
+    def head(self) -> list[str]:
+        """Two lines: names and units."""
+        names, units = [], []
+        for peer in self.peers:
+            names.append(f"{peer:>10} {'ratio':>7} {'#wrong':>6}")
+            units.append(f"{'(us)':>10} {'':>7} {'':>6}")
+        return [
+            "#" + " ".join([_HEAD, f"{'time':>10} {'algbw':>7} {'busbw':>7} {'#wrong':>6}", *names])[1:],
+            "#" + " ".join([_UNITS, f"{'(us)':>10} {'(GB/s)':>7} {'(GB/s)':>7} {'':>6}", *units])[1:].rstrip(),
+        ]
+
+    def row(self, cell: Cell) -> str:
+        """One line."""
+        mine = cell.timed[CHOICE]
+        parts = [
+            _case(cell),
+            f"{_us(mine.time_us)} {cell.algbw(CHOICE):7.2f} {cell.busbw(CHOICE):7.2f} {mine.wrong:6d}",
+        ]
+        for peer in self.peers:
+            timed = cell.timed[peer]
+            if timed.refused:
+                parts.append(f"{'refused':>10} {'-':>7} {'-':>6}")
+            else:
+                parts.append(f"{_us(timed.time_us)} {cell.ratio(peer):7.2f} {timed.wrong:6d}")
+        return " ".join(parts)
+
+    def last(self, cells: list[Cell]) -> list[str]:
+        """What is to be said at the end."""
+        refusals = {
+            f"# {name} refused {cell.case.collective.name} of {cell.case.dtype}: {timed.refused}": None
+            for cell in cells
+            for name, timed in cell.timed.items()
+            if timed.refused
+        }
+        return [*refusals, *_wrong_values(cells)]
+
+
+class AlgorithmTable:
+    """The engine's choice beside the best of all algorithms."""
+
+    def head(self) -> list[str]:
+        """Two lines: names and units."""
+        return [
+            "#" + f"{_HEAD} {'time':>10} {'best':>16} {'time':>10} {'ratio':>6} {'good':>4} {'#wrong':>6}"[1:],
+            "#" + f"{_UNITS} {'(us)':>10} {'':>16} {'(us)':>10}"[1:],
+        ]
+
+    def row(self, cell: Cell) -> str:
+        """One line."""
+        mine, best = cell.timed[CHOICE].time_us, cell.timed[cell.best].time_us
+        good = "yes" if cell.is_good else "no"
+        return f"{_case(cell)} {_us(mine)} {cell.best:>16} {_us(best)} {mine / best:6.2f} {good:>4} {cell.wrong:6d}"
+
+    def last(self, cells: list[Cell]) -> list[str]:
+        """What is to be said at the end."""
+        good = sum(cell.is_good for cell in cells)
+        verdict = (
+            f"# {good} of {len(cells)} cells: the choice takes at most {GOOD_RATIO} times the best algorithm plus "
+            f"{GOOD_EXTRA_US} us"
+        )
+        return [*_wrong_values(cells), verdict]
+
+
+_HEAD = f"{'size':>12} {'count':>12} {'type':>10} {'redop':>8} {'algorithm':>16}"
+_UNITS = f"{'(B)':>12} {'(elements)':>12} {'':>10} {'':>8} {'':>16}"
+
+
+def _case(cell: Cell) -> str:
+    case = cell.case
+    return f"{case.size_bytes:12d} {case.count:12d} {case.dtype:>10} {case.op or 'none':>8} {cell.algorithm:>16}"
+
+
+def _us(value: float) -> str:
+    return f"{value:10.2f}" if value < 1e5 else f"{value:10.0f}"
+
+
+def _wrong_values(cells: list[Cell]) -> list[str]:
+    wrong = sum(cell.wrong for cell in cells)
+    return [f"# {wrong} wrong values"] if wrong else []
+
+
+def as_json(cell: Cell, is_try_all: bool) -> dict[str, Any]:
+    """A cell as plain values, with every round."""
+    case = cell.case
+    found: dict[str, Any] = {
+        "collective": case.collective.name,
+        "size_bytes": case.size_bytes,
+        "count": case.count,
+        "dtype": case.dtype,
+        "op": case.op,
+        "algorithm": cell.algorithm,
+    }
+    runs = {name: _timed_as_json(cell, name) for name in cell.timed}
+    if not is_try_all:
+        return found | {"backends": runs}
+    choice = runs.pop(CHOICE)
+    return found | {"choice": choice, "algorithms": runs, "best": cell.best, "choice_is_good": cell.is_good}
+
+
+def _timed_as_json(cell: Cell, name: str) -> dict[str, Any]:
+    timed = cell.timed[name]
+    if timed.refused:
+        return {"refused": timed.refused}
+    return {
+        "time_us": timed.time_us,
+        "rounds_us": timed.rounds_us,
+        "iterations": timed.iterations,
+        "algbw_gb_per_s": cell.algbw(name),
+        "busbw_gb_per_s": cell.busbw(name),
+        "wrong": timed.wrong,
+        "times_accl": cell.ratio(name),
+    }

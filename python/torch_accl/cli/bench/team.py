@@ -1,0 +1,136 @@
+"""One rank of a run together with the others: what they tell each other, where they are pinned, the groups they make."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..._options import Options
+from .._wrong import WrongInput
+from .place import Place
+from .wanted import Wanted, check_pin
+
+
+class Team:
+    """The ranks of a run. What they tell each other goes through the store, so that no backend is used for it."""
+
+    def __init__(self, place: Place, store: Any) -> None:
+        self.rank, self.world = place.rank, place.world
+        self._store = dist.PrefixStore("team", store)
+        self._group_store = dist.PrefixStore("groups", store)
+        self._told = 0
+
+    def collect(self, value: Any) -> list[Any]:
+        """The values of all ranks, on all of them. Whoever has it knows that all have come this far."""
+        self._told += 1
+        key = f"{self._told}"
+        self._store.set(f"{key}/{self.rank}", json.dumps(value))
+        if self.rank == 0:
+            values = self._store.multi_get([f"{key}/{rank}" for rank in range(self.world)])
+            self._store.set(key, json.dumps([json.loads(text) for text in values]))
+        return json.loads(self._store.get(key))
+
+    def agree(self, value: Any) -> Any:
+        """Rank 0's value."""
+        return self.collect(value if self.rank == 0 else None)[0]
+
+    def check(self, check: Callable[[], None]) -> None:
+        """Runs a check on every rank.
+
+        Raises:
+            WrongInput: on all ranks, when it was raised on one.
+        """
+        refusal = None
+        try:
+            check()
+        except WrongInput as error:
+            refusal = str(error)
+        for refusal in filter(None, self.collect(refusal)):
+            raise WrongInput(refusal)
+
+    def sit_down(self, wanted: Wanted) -> list[dict[str, Any]]:
+        """Pins every rank of a host to a core of its own if that is wanted and there are enough; where the ranks are.
+
+        A launcher that gave the ranks of a host different cores has its reasons, and they stay.
+
+        Raises:
+            WrongInput: a core each was asked for and cannot be had, or the cases do not fit into memory.
+        """
+        cores = sorted(os.sched_getaffinity(0))
+        host = socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        seats = self.collect({"rank": self.rank, "host": host, "cores": cores})
+        mine = [seat for seat in seats if tuple(seat["host"]) == host]
+        shares_cores = all(seat["cores"] == cores for seat in mine)
+        self.check(lambda: check_pin(wanted.pin and shares_cores, len(mine), len(cores)))
+        self.check(lambda: wanted.check_memory(self.world, len(mine)))
+        if shares_cores and wanted.pin is not False and len(mine) <= len(cores):
+            index = [seat["rank"] for seat in mine].index(self.rank)
+            os.sched_setaffinity(0, {_one_thread_of_each_core_first(cores)[index]})
+        cores = sorted(os.sched_getaffinity(0))
+        return self.collect({"rank": self.rank, "host": host[0], "pid": os.getpid(), "cores": cores})
+
+    def open(self, wanted: Wanted) -> None:
+        """Makes the default group, of accl."""
+        # Ranks share the cores, and no tensor is computed with while a clock runs.
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "accl",
+            store=self._group_store,
+            rank=self.rank,
+            world_size=self.world,
+            timeout=timedelta(seconds=wanted.timeout_s),
+            pg_options=Options(algorithm=wanted.rules or None),
+        )
+
+    def group(self, backend: str, rules: Sequence[str] = ()) -> Any:
+        """A group of all ranks; `rules` force algorithms of accl."""
+        options = Options(algorithm=rules) if rules else None
+        return dist.new_group(backend=backend, pg_options=options)
+
+    def close(self) -> None:
+        """Leaves all groups; the store's owner stays until nobody needs it."""
+        self.collect(None)
+        dist.destroy_process_group()
+
+
+def machine() -> dict[str, Any]:
+    """What a figure depends on, as far as this process can see."""
+
+    def text(path: str) -> str | None:
+        try:
+            return Path(path).read_text().strip()
+        except OSError:
+            return None
+
+    names = [line for line in (text("/proc/cpuinfo") or "").splitlines() if line.startswith("model name")]
+    return {
+        "host": socket.gethostname(),
+        "cpu": names[0].partition(":")[2].strip() if names else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "governor": text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        "load": list(os.getloadavg()),
+    }
+
+
+def _one_thread_of_each_core_first(cores: list[int]) -> list[int]:
+    """Two ranks on the two threads of one core would share it while another idles."""
+    seen: dict[str, int] = {}
+    turns = []
+    for core in cores:
+        try:
+            siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
+        except OSError:
+            siblings = str(core)
+        turns.append((seen.setdefault(siblings, 0), core))
+        seen[siblings] += 1
+    return [core for _, core in sorted(turns)]

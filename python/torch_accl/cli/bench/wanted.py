@@ -1,0 +1,241 @@
+"""What a run was asked for, checked before anything is started or measured."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import resource
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .._wrong import WrongInput, nearest
+from .cases import COLLECTIVES, Case, cases
+from .sizes import parse_sizes, show_size
+
+# At least so much memory of its own does a process take that has torch loaded.
+_RANK_BYTES = 48 << 20
+# Buffers of a case in sizes of its largest: source, target, and what the check of the result needs.
+_BUFFERS = 3
+# With a factor, which the command line has no place for.
+_NOT_OFFERED = ("PREMUL_SUM",)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A run, as checked."""
+
+    collectives: list[str]
+    sizes: list[int]
+    dtypes: list[str]
+    ops: list[str]
+    peers: list[str]
+    # Rules of the setting `algorithm`, one for each collective that has the forced one.
+    rules: list[str]
+    try_all: bool
+    engine: bool
+    iterations: int | None
+    seconds: float
+    warmup: int
+    alternations: int
+    # None: where each rank can have a core.
+    pin: bool | None
+    json: bool
+    plot: Path | None
+    timeout_s: float
+
+    def cases(self, world: int) -> list[Case]:
+        """The rows of the table for a number of ranks."""
+        return cases(self.collectives, self.sizes, self.dtypes, self.ops, world)
+
+    def check_memory(self, world: int, local: int) -> None:
+        """Refuses what would not fit into this host's memory, `local` ranks of `world` being here."""
+        largest = max((case.size_bytes for case in self.cases(world)), default=0)
+        needed, free = largest * _BUFFERS * local, _available_memory()
+        if needed > free:
+            raise WrongInput(
+                f"--sizes: {show_size(largest)} on {local} ranks needs {needed / 2**30:.1f} GiB of memory, and "
+                f"{free / 2**30:.1f} GiB are available here"
+            )
+
+
+def wanted(given: argparse.Namespace) -> Wanted:
+    """Checks the arguments.
+
+    Raises:
+        WrongInput: the first thing that is wrong.
+    """
+    from ... import _native
+
+    collectives = _collectives(given.collectives)
+    dtypes = {row["name"]: row["ops"] for row in _native.dtypes()}
+    chosen = _each(given.dtype, dtypes, "--dtype")
+    ops = _ops(given.op, chosen, dtypes, collectives)
+    if given.try_all and (given.against or given.algorithm):
+        raise WrongInput("--try-all compares accl's algorithms with each other: leave out --against and --algorithm")
+    if given.plot and given.try_all:
+        raise WrongInput("--plot draws backends, and --try-all compares algorithms: leave out one of them")
+    _positive(given.iterations, "--iterations")
+    _positive(given.time, "--time")
+    _positive(given.alternations, "--alternations")
+    _positive(given.timeout, "--timeout")
+    if given.warmup < 0:
+        raise WrongInput(f"--warmup: {given.warmup} is below zero")
+    return Wanted(
+        collectives=collectives,
+        sizes=parse_sizes(given.sizes),
+        dtypes=chosen,
+        ops=ops,
+        peers=_peers(given.against),
+        rules=_rules(given.algorithm, collectives, _native.algorithms()),
+        try_all=given.try_all,
+        engine=given.engine or given.try_all,
+        iterations=given.iterations,
+        seconds=given.time,
+        warmup=given.warmup,
+        alternations=given.alternations,
+        pin=given.pin,
+        json=given.json,
+        plot=given.plot,
+        timeout_s=given.timeout,
+    )
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuses a plot that cannot be drawn or written."""
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise WrongInput("--plot needs matplotlib, which is not installed: pip install 'torch-accl[bench]'")
+    from matplotlib.figure import Figure
+
+    known = Figure().canvas.get_supported_filetypes()
+    kind = path.suffix.removeprefix(".").lower()
+    if kind not in known:
+        raise WrongInput(f"--plot: {str(path)!r} does not end in a kind of picture: {', '.join(sorted(known))}")
+    try:
+        if path.exists():
+            with path.open("ab"):
+                pass
+        else:
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+    except OSError as error:
+        raise WrongInput(f"--plot: {str(path)!r} cannot be written: {error.strerror}") from None
+
+
+def check_ranks(ranks: int) -> None:
+    """Refuses more ranks than this machine can start, or than there are ports for."""
+    if ranks < 1:
+        raise WrongInput(f"--ranks: {ranks} is not a number of ranks; expected 1 or more")
+    limits = [
+        (_available_memory() // _RANK_BYTES, f"there is memory for (each takes about {show_size(_RANK_BYTES)})"),
+        (_ports(), "there are ports for (each listens on one; see ACCL_PORT_RANGE)"),
+        (_processes(), "this user may start processes for (`ulimit -u`)"),
+    ]
+    most, why = min(limits)
+    if ranks > most:
+        raise WrongInput(f"--ranks: {ranks} are more than the {most} ranks that {why}")
+
+
+def check_pin(pin: bool | None, ranks: int, cores: int) -> None:
+    """Refuses to give a core to each of more ranks than there are cores."""
+    if pin and ranks > cores:
+        raise WrongInput(f"--pin: {ranks} ranks cannot have a core each, since there are {cores} here")
+
+
+def _collectives(names: Sequence[str]) -> list[str]:
+    chosen = []
+    for name in names or ["all_reduce"]:
+        if name == "all":
+            chosen += COLLECTIVES
+        elif name in COLLECTIVES:
+            chosen.append(name)
+        else:
+            raise WrongInput(f"unknown collective {name!r}{nearest(name, COLLECTIVES)}; {_expected(COLLECTIVES)}, all")
+    return list(dict.fromkeys(chosen))
+
+
+def _each(text: str, known: Iterable[str], argument: str) -> list[str]:
+    names = [name.strip().lower() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise WrongInput(f"{argument}: unknown {name!r}{nearest(name, known)}; {_expected(known)}")
+    return list(dict.fromkeys(names))
+
+
+def _ops(text: str, dtypes: list[str], known: dict[str, list[str]], collectives: list[str]) -> list[str]:
+    offered = {op: None for ops in known.values() for op in ops if op not in _NOT_OFFERED}
+    ops = _each(text, [op.lower() for op in offered], "--op")
+    if not any(COLLECTIVES[name].reduces for name in collectives):
+        return ops
+    for dtype in dtypes:
+        for op in ops:
+            if op.upper() in known[dtype]:
+                continue
+            has = [name.lower() for name in known[dtype] if name not in _NOT_OFFERED]
+            instead = f"it has {', '.join(has)}" if has else "it can only be moved"
+            raise WrongInput(f"--op: {op} is not defined for {dtype}; {instead}")
+    return ops
+
+
+def _peers(text: str | None) -> list[str]:
+    import torch.distributed as dist
+
+    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake", "accl")]
+    peers = _each(text, known, "--against") if text else []
+    for name in peers:
+        if "cpu" not in dist.Backend.backend_capability.get(name, ["cpu"]):
+            raise WrongInput(f"--against: {name} takes no CPU tensors, which are what is measured")
+        if not dist.is_backend_available(name):
+            raise WrongInput(f"--against: {name} is not part of this torch; it was built without it")
+    return peers
+
+
+def _rules(algorithm: str | None, collectives: list[str], table: list[dict[str, str]]) -> list[str]:
+    if algorithm is None:
+        return []
+    names = list(dict.fromkeys(row["name"] for row in table if row["collective"] in collectives))
+    if algorithm not in names:
+        of = ", ".join(collectives)
+        raise WrongInput(f"--algorithm: {of} has no {algorithm!r}{nearest(algorithm, names)}; {_expected(names)}")
+    having = [row["collective"] for row in table if row["name"] == algorithm and row["collective"] in collectives]
+    lacking = [name for name in collectives if name not in having]
+    if lacking:
+        raise WrongInput(f"--algorithm: {', '.join(lacking)} has no {algorithm!r}, only {', '.join(having)} has")
+    return [f"{collective}={algorithm}" for collective in having]
+
+
+def _positive(value: float | None, argument: str) -> None:
+    if value is not None and not (0 < value < math.inf):
+        raise WrongInput(f"{argument}: {value} is not above zero")
+
+
+def _expected(names: Iterable[str]) -> str:
+    return f"expected one of {', '.join(names)}"
+
+
+def _available_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _ports() -> int:
+    from ... import _native
+
+    given = next(row["value"] for row in _native.config_rows() if row["name"] == "ACCL_PORT_RANGE")
+    text = given or Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+    first, last = (int(part) for part in text.replace("-", " ").split())
+    return last - first + 1
+
+
+def _processes() -> int:
+    limits = [int(Path(f"/proc/sys/kernel/{name}").read_text()) for name in ("pid_max", "threads-max")]
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    # A rank has its main thread, the engine's, and those of a peer.
+    return min([*limits, *([allowed] if allowed != resource.RLIM_INFINITY else [])]) // 4
