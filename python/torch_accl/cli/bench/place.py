@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -66,26 +68,54 @@ def meet(place: Place, timeout_s: float) -> Any:
             f"{place.launcher} started ranks on several hosts and not all know where rank 0 is: give all of them "
             "MASTER_ADDR (its host) and MASTER_PORT (a free port there)"
         )
-    store = dist.FileStore(str(_meeting_file()), place.world)
-    store.set_timeout(timeout)
+    return _meet_on_this_host(place, timeout)
+
+
+def _meet_on_this_host(place: Place, timeout: timedelta) -> Any:
+    """Rank 0 leaves the port of its store in a file until all have read it."""
+    import torch.distributed as dist
+
+    file = Path(tempfile.gettempdir()) / f"accl-bench-{os.getuid()}-{_run_id()}"
+    if place.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
+        # Whole at once: who finds it can read it.
+        draft = file.with_suffix(f".{os.getpid()}")
+        draft.write_text(str(store.port))
+        draft.rename(file)
+    else:
+        store = dist.TCPStore("127.0.0.1", _port_left_in(file, timeout), None, False, timeout, wait_for_workers=False)
+    store.add("met", 1)
+    if place.rank == 0:
+        try:
+            _until(lambda: store.add("met", 0) == place.world, timeout, f"not all {place.world} ranks have come")
+        finally:
+            file.unlink()
     return store
 
 
-def _meeting_file() -> Path:
-    """The same for all ranks of one start on this host, and for no other; torch removes it with the last rank's store."""
+def _port_left_in(file: Path, timeout: timedelta) -> int:
+    _until(file.exists, timeout, "rank 0 has not come")
+    if file.stat().st_uid != os.getuid():
+        raise WrongInput(f"{file} belongs to another user; set TMPDIR to a folder of your own")
+    return int(file.read_text())
+
+
+def _until(holds: Callable[[], bool], timeout: timedelta, otherwise: str) -> None:
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not holds():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{otherwise} within {timeout.total_seconds():g} s")
+        time.sleep(0.01)
+
+
+def _run_id() -> str:
+    """The same for all ranks of one start on this host, and for no other."""
     for names in _RUN_IDS:
         if all(name in os.environ for name in names):
-            run = "-".join(os.environ[name] for name in names)
-            break
-    else:
-        # All ranks have one parent, whose number may have been used before but not with this start.
-        parent = os.getppid()
-        run = f"{parent}-{Path(f'/proc/{parent}/stat').read_text().rpartition(')')[2].split()[19]}"
-    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"accl-bench-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise WrongInput(f"{folder} belongs to another user; remove it or set TMPDIR")
-    return folder / re.sub(r"[^\w.-]", "_", run)
+            return re.sub(r"[^\w.-]", "_", "-".join(os.environ[name] for name in names))
+    # All ranks have one parent, whose number may have been used before but not with this start.
+    parent = os.getppid()
+    return f"{parent}-{Path(f'/proc/{parent}/stat').read_text().rpartition(')')[2].split()[19]}"
 
 
 def _number(name: str) -> int:

@@ -5,43 +5,59 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+# Shows a case while the block runs; outside of it the terminal is free for the table.
+Watch = Callable[[Any], AbstractContextManager]
 
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[Any], None]]:
-    """Gives a function to call with each case that begins."""
+
+def unseen() -> Watch:
+    """Shows nothing."""
+    return nullcontext
+
+
+def progress(total: int) -> Watch:
+    """Shows each of `total` cases in its turn."""
     if not sys.stderr.isatty():
-        yield lambda case: None
-    elif importlib.util.find_spec("rich") is None:
-        begun = iter(range(1, total + 1))
-        yield lambda case: print(f"{next(begun)} of {total}: {case}", file=sys.stderr)
-    else:
-        with _bar(total) as begin:
-            yield begin
+        return unseen()
+    if importlib.util.find_spec("rich") is None:
+        return _lines(total)
+    return _bar(total)
 
 
-@contextmanager
-def _bar(total: int) -> Iterator[Callable[[Any], None]]:
+def _lines(total: int) -> Watch:
+    turns = iter(range(1, total + 1))
+
+    def watch(case: Any) -> AbstractContextManager:
+        print(f"{next(turns)} of {total}: {case}", file=sys.stderr, flush=True)
+        return nullcontext()
+
+    return watch
+
+
+def _bar(total: int) -> Watch:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    # Drawn only between cases: a thread that draws would take the core of a rank that is measured.
+    # Drawn only when a case begins: a thread that draws would take the core of a rank that is measured. Rows pass by
+    # it, since it would break them at the width of the terminal.
     bar = Progress(
         *columns,
         console=Console(stderr=True),
         auto_refresh=False,
         transient=True,
-        redirect_stdout=sys.stdout.isatty(),
+        redirect_stdout=False,
         redirect_stderr=False,
     )
-    with bar:
-        task = bar.add_task("", total=total)
-        begun = iter(range(total))
+    task = bar.add_task("", total=total)
 
-        def begin(case: Any) -> None:
-            bar.update(task, completed=next(begun), description=str(case), refresh=True)
+    @contextmanager
+    def watch(case: Any) -> Iterator[None]:
+        with bar:
+            bar.update(task, description=str(case), refresh=True)
+            yield
+            bar.advance(task)
 
-        yield begin
+    return watch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from .cases import Case, Prepared
 from .measure import Contestant, InEngine, ThroughTorch, backend_of, measure
 from .place import Place
 from .plot import draw
-from .progress import progress
+from .progress import progress, unseen
 from .report import CHOICE, AlgorithmTable, BackendTable, Cell, as_json
 from .team import Team, machine
 from .wanted import Wanted, check_plot
@@ -36,16 +35,16 @@ def run_rank(wanted: Wanted, place: Place, store: Any) -> int:
         _print(_preface(wanted, seats))
     cells: list[Cell] = []
     cases = wanted.cases(team.world)
-    with progress(len(cases)) if team.rank == 0 else nullcontext(lambda case: None) as begin:
-        for case in cases:
-            begin(case)
+    watch = progress(len(cases)) if team.rank == 0 else unseen()
+    for case in cases:
+        with watch(case):
             prepared = Prepared(case, team.rank, team.world)
             timed = measure(team, prepared, field.contestants(prepared), wanted)
             cell = Cell(case, team.world, field.algorithm(prepared), timed)
-            if prints:
-                is_first = not cells or cells[-1].case.collective != case.collective
-                _print([*(_heading(case, table) if is_first else []), table.row(cell)])
-            cells.append(cell)
+        if prints:
+            is_first = not cells or cells[-1].case.collective != case.collective
+            _print([*(_heading(case, table) if is_first else []), table.row(cell)])
+        cells.append(cell)
     if prints and (last := table.last(cells)):
         _print(["#", *last])
     if team.rank == 0 and wanted.json:
@@ -116,7 +115,7 @@ def _preface(wanted: Wanted, seats: list[dict[str, Any]]) -> list[str]:
     through = "in the engine, without torch" if wanted.engine else "through torch"
     return [
         f"# torch-accl {VERSION}, torch {torch.__version__}; {facts['cpu']}, {facts['kernel']}",
-        f"# {len(seats)} ranks, {pinned}, on {', '.join(hosts)}; accl {through}; median of {wanted.alternations} rounds",
+        f"# {len(seats)} rank{'s' if len(seats) > 1 else ''}, {pinned}, on {', '.join(hosts)}; accl {through}; median of {wanted.alternations} rounds",
     ]
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
 
+from .._wrong import WrongInput
 from .place import Place
 
 # How long the other ranks have to end by themselves once one has failed.
@@ -34,6 +35,8 @@ def run_ranks(world: int, timeout_s: float, body: Callable[[Place, Any], int]) -
 
     Raises:
         Failed: a rank raised or died; the sentence names it.
+        BrokenPipeError: nobody reads what the ranks print.
+        WrongInput: what only the ranks could see.
         KeyboardInterrupt: as it came, when all ranks have been ended.
     """
     import torch.distributed as dist
@@ -118,9 +121,11 @@ def _be_rank(place: Place, port: int, timeout_s: float, report: int, body: Calla
         status = body(place, store)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Who read the table has seen enough.
-        status = 0
+        # Who read the table has seen enough: ended as a program that does not look after such signals.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGPIPE)
     except Exception as error:
+        status = 2 if isinstance(error, WrongInput) else 1
         os.write(report, said_by(error).encode())
     finally:
         # Whatever happens, a child must not go on in what its parent was doing.
@@ -130,7 +135,7 @@ def _be_rank(place: Place, port: int, timeout_s: float, report: int, body: Calla
 def said_by(error: BaseException) -> str:
     """An error as one sentence; a defect of ours with the place where it came up."""
     text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, RuntimeError | ValueError | OSError | MemoryError | Failed):
+    if isinstance(error, RuntimeError | ValueError | OSError | MemoryError | Failed | WrongInput):
         return text
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {text} ({os.path.basename(frame.filename)}:{frame.lineno})"
@@ -151,7 +156,7 @@ def _watch(ranks: list[_Rank]) -> int:
             rank.reap()
             ended.append(rank)
             if deadline is None and (rank.status or 0) != 0:
-                deadline = time.monotonic() + _GRACE_S
+                deadline = time.monotonic() + (0 if rank.status == -signal.SIGPIPE else _GRACE_S)
     _raise_cause(ended)
     return max((rank.status or 0 for rank in ended), default=0)
 
@@ -159,10 +164,14 @@ def _watch(ranks: list[_Rank]) -> int:
 def _raise_cause(ended: list[_Rank]) -> None:
     """Names the rank that died, else what the first that failed said: others fail because of it."""
     for rank in ended:
+        if rank.status == -signal.SIGPIPE:
+            raise BrokenPipeError
         if (rank.status or 0) < 0:
             name = signal.Signals(-(rank.status or 0)).name
             raise Failed(f"rank {rank.number} (process {rank.pid}) was ended by {name}")
     for rank in ended:
         said = rank.said()
+        if said and rank.status == 2:
+            raise WrongInput(said)
         if said:
             raise Failed(f"rank {rank.number}: {said}")

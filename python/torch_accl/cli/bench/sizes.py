@@ -7,7 +7,8 @@ import re
 from .._wrong import WrongInput
 
 # Powers of 1024 and of 1000, as the ACCL_* settings take them.
-_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"(\d+)\s*([a-zA-Z]*)")
 _STEP = re.compile(r"[x*](\d+)")
 DEFAULT_STEP = 4
@@ -60,7 +61,7 @@ def _factor(step: str, entry: str) -> int:
 
 def show_size(size: int) -> str:
     """`64 KiB` for 65536: the largest unit that divides it."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size and size % unit == 0:
             return f"{size // unit} {name}"
     return f"{size} B"

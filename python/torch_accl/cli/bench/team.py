@@ -79,17 +79,24 @@ class Team:
         return self.collect({"rank": self.rank, "host": host[0], "pid": os.getpid(), "cores": cores})
 
     def open(self, wanted: Wanted) -> None:
-        """Makes the default group, of accl."""
+        """Makes the default group, of accl.
+
+        Raises:
+            WrongInput: on all ranks, when these ranks cannot run a forced algorithm.
+        """
         # Ranks share the cores, and no tensor is computed with while a clock runs.
         torch.set_num_threads(1)
-        dist.init_process_group(
-            "accl",
-            store=self._group_store,
-            rank=self.rank,
-            world_size=self.world,
-            timeout=timedelta(seconds=wanted.timeout_s),
-            pg_options=Options(algorithm=wanted.rules or None),
-        )
+        try:
+            dist.init_process_group(
+                "accl",
+                store=self._group_store,
+                rank=self.rank,
+                world_size=self.world,
+                timeout=timedelta(seconds=wanted.timeout_s),
+                pg_options=Options(algorithm=wanted.rules or None),
+            )
+        except ValueError as error:
+            raise WrongInput(str(error).removeprefix("accl: ")) from None
 
     def group(self, backend: str, rules: Sequence[str] = ()) -> Any:
         """A group of all ranks; `rules` force algorithms of accl."""
@@ -115,7 +122,7 @@ def machine() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "cpu": names[0].partition(":")[2].strip() if names else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": os.cpu_count(),
         "kernel": platform.release(),
         "governor": text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
         "load": list(os.getloadavg()),

@@ -68,10 +68,17 @@ def wanted(given: argparse.Namespace) -> Wanted:
     Raises:
         WrongInput: the first thing that is wrong.
     """
+    import torch
+
     from ... import _native
 
     collectives = _collectives(given.collectives)
-    dtypes = {row["name"]: row["ops"] for row in _native.dtypes()}
+    try:
+        _native.config_rows()
+    except ValueError as error:
+        raise WrongInput(str(error).removeprefix("accl: ")) from None
+    # The engine knows some that an older torch has not.
+    dtypes = {row["name"]: row["ops"] for row in _native.dtypes() if hasattr(torch, row["name"])}
     chosen = _each(given.dtype, dtypes, "--dtype")
     ops = _ops(given.op, chosen, dtypes, collectives)
     if given.try_all and (given.against or given.algorithm):
