@@ -39,10 +39,6 @@ class Team:
             self._store.set(key, json.dumps([json.loads(text) for text in values]))
         return json.loads(self._store.get(key))
 
-    def agree(self, value: Any) -> Any:
-        """Rank 0's value."""
-        return self.collect(value if self.rank == 0 else None)[0]
-
     def check(self, check: Callable[[], None]) -> None:
         """Runs a check on every rank.
 
@@ -54,8 +50,9 @@ class Team:
             check()
         except WrongInput as error:
             refusal = str(error)
-        for refusal in filter(None, self.collect(refusal)):
-            raise WrongInput(refusal)
+        first = next(filter(None, self.collect(refusal)), None)
+        if first is not None:
+            raise WrongInput(first)
 
     def sit_down(self, wanted: Wanted) -> list[dict[str, Any]]:
         """Pins every rank of a host to a core of its own if that is wanted and there are enough; where the ranks are.
@@ -104,9 +101,14 @@ class Team:
         return dist.new_group(backend=backend, pg_options=options)
 
     def close(self) -> None:
-        """Leaves all groups; the store's owner stays until nobody needs it."""
+        """Leaves all groups. Rank 0, which may own the store, leaves last."""
         self.collect(None)
         dist.destroy_process_group()
+        if self.rank:
+            # The last thing said, and nothing is answered to it.
+            self._store.set(f"left/{self.rank}", "")
+        elif self.world > 1:
+            self._store.wait([f"left/{rank}" for rank in range(1, self.world)])
 
 
 def machine() -> dict[str, Any]:

@@ -1,0 +1,374 @@
+"""`accl bench`: what it prints, what it refuses, and how its ranks end. Nothing here looks at a time."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from support.oracle import offered
+
+BENCH = [sys.executable, "-m", "torch_accl.cli", "bench"]
+BRIEF = ["--iterations", "3", "--alternations", "2", "--warmup", "1"]
+TIMEOUT_S = 90
+# Enough for the ranks to be in the middle of it when they are disturbed.
+LONG = ["--sizes", "4", "--iterations", "10000000"]
+
+
+def bench(*arguments: str, status: int = 0, env: dict | None = None) -> str:
+    """What the command prints when it ends with `status`."""
+    ended = run([*BENCH, *arguments], env)
+    assert ended.returncode == status, ended.stderr
+    return ended.stdout
+
+
+def run(command: list[str], env: dict | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=os.environ | (env or {}),
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def rows(printed: str) -> list[list[str]]:
+    return [line.split() for line in printed.splitlines() if line and not line.startswith("#")]
+
+
+def test_the_table_has_a_row_for_each_size_and_a_column_for_each_backend():
+    printed = bench("--sizes", "4,1KiB", "--against", "gloo", *BRIEF)
+    (head,) = {line for line in printed.splitlines() if "algbw" in line}
+    names = head.removeprefix("#").split()
+    assert names == ["size", "count", "type", "redop", "algorithm", "time", "algbw", "busbw", "#wrong", "gloo", "ratio", "#wrong"]  # fmt: skip
+    found = rows(printed)
+    assert [row[:4] for row in found] == [["4", "1", "float32", "sum"], ["1024", "256", "float32", "sum"]]
+    for row in found:
+        assert len(row) == len(names)
+        assert row[8] == row[11] == "0"
+        assert all(float(row[column]) >= 0 for column in (5, 6, 7, 9, 10))
+
+
+def test_every_collective_gives_right_results_and_a_row_of_its_own_size():
+    document = json.loads(
+        bench("all", "--sizes", "7,1KiB-4KiB:x2", "--dtype", "int32", "--ranks", "3", "--json", *BRIEF)
+    )
+    sizes = {}
+    for cell in document["cells"]:
+        assert cell["backends"]["accl"]["wrong"] == 0
+        sizes.setdefault(cell["collective"], []).append(cell["size_bytes"])
+    # Whole elements of 4 bytes, and where there are blocks as many for each of three ranks.
+    whole = {name: [4, 1024, 2048, 4096] for name in ("all_reduce", "broadcast", "reduce")}
+    names = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
+    assert sizes == whole | {name: [12, 1020, 2040, 4092] for name in names} | {"barrier": [0]}
+
+
+def test_the_json_document_has_every_round_of_every_backend():
+    printed = bench("all_reduce", "broadcast", "--sizes", "4,64KiB", "--dtype", "float32,int16", "--against", "gloo", "--json", *BRIEF)  # fmt: skip
+    document = json.loads(printed)
+    assert document["format"] == 1
+    assert set(document) == {"format", "machine", "versions", "ranks", "settings", "cells"}
+    assert document["versions"]["torch"] == torch.__version__
+    assert {seat["rank"] for seat in document["ranks"]} == {0, 1}
+    assert {cell["collective"] for cell in document["cells"]} == {"all_reduce", "broadcast"}
+    assert len(document["cells"]) == 2 * 2 * 2
+    for cell in document["cells"]:
+        mine, theirs = cell["backends"]["accl"], cell["backends"]["gloo"]
+        assert (cell["op"] is None) == (cell["collective"] == "broadcast")
+        assert mine["wrong"] == 0 and mine["time_us"] > 0 and mine["iterations"] == 3
+        assert len(mine["rounds_us"]) == 2
+        # gloo knows no int16, and says so instead of ending the run.
+        if cell["dtype"] == "int16":
+            assert list(theirs) == ["refused"]
+        else:
+            assert theirs["wrong"] == 0 and theirs["ratio"] == theirs["time_us"] / mine["time_us"]
+
+
+def test_the_algorithm_is_the_engines_own_answer():
+    free = rows(bench("--sizes", "4", *BRIEF))
+    forced = rows(bench("--sizes", "4", "--algorithm", "ring", *BRIEF))
+    assert forced[0][4] == "ring" != free[0][4]
+
+
+def test_try_all_compares_every_algorithm_that_the_ranks_can_run():
+    document = json.loads(bench("all_reduce", "reduce", "--sizes", "4,64KiB", "--try-all", "--json", *BRIEF))
+    for cell in document["cells"]:
+        # On one host there are no two levels.
+        assert len(cell["algorithms"]) > 2 and "two_level" not in cell["algorithms"]
+        assert cell["algorithm"] in cell["algorithms"]
+        times = {name: timed["time_us"] for name, timed in cell["algorithms"].items()}
+        assert cell["best"] == min(times, key=times.get)
+        assert cell["choice_is_good"] == (cell["choice"]["time_us"] <= 1.1 * times[cell["best"]] + 0.2)
+        assert all(timed["wrong"] == 0 for timed in (cell["choice"], *cell["algorithms"].values()))
+    printed = bench("barrier", "broadcast", "--sizes", "1KiB", "--try-all", *BRIEF)
+    last = re.fullmatch(r"# (\d+) of 2 cells: .*", printed.splitlines()[-1])
+    assert int(last[1]) == [row[9] for row in rows(printed)].count("yes")
+
+
+def test_a_wrong_result_is_counted_and_is_status_1():
+    # In place of a broken backend: one element is spoiled on one rank.
+    spoil = """
+        import sys
+        from torch_accl import cli
+        from torch_accl.cli.bench import measure
+
+        call = measure.ThroughTorch.call
+
+        def spoiled(self, prepared):
+            call(self, prepared)
+            if prepared.rank == 1:
+                prepared.target[-1] += 1
+
+        measure.ThroughTorch.call = spoiled
+        sys.exit(cli.main(sys.argv[1:]))
+    """
+    ended = run([sys.executable, "-c", textwrap.dedent(spoil), "bench", "--sizes", "1KiB", *BRIEF])
+    assert ended.returncode == 1, ended.stderr
+    assert rows(ended.stdout)[0][8] == "1"
+    assert ended.stdout.splitlines()[-1] == "# 1 wrong values"
+
+
+def reduced(op: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The reduction by torch's own arithmetic, one rank after the other."""
+    if op == "avg":
+        return (sum(tensor.double() for tensor in tensors) / len(tensors)).to(tensors[0].dtype)
+    step = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
+    step |= {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
+    result = tensors[0]
+    for tensor in tensors[1:]:
+        result = step[op](result, tensor)
+    return result
+
+
+# What torch itself computes with; complex numbers are averaged in another type there.
+COMPUTED = [
+    (op.lower(), dtype) for op, dtype in offered() if not dtype.startswith(("uint16", "uint32", "uint64", "complex"))
+]
+
+
+@pytest.mark.parametrize("op, dtype", COMPUTED)
+def test_the_check_accepts_the_right_reduction_and_counts_a_wrong_element(op, dtype):
+    from torch_accl.cli.bench.cases import Prepared, cases
+
+    for world in (1, 2, 3, 7):
+        (case,) = cases(["all_reduce"], [611 * getattr(torch, dtype).itemsize], [dtype], [op], world)
+        ranks = [Prepared(case, rank, world) for rank in range(world)]
+        for rank in ranks:
+            rank.fill()
+        result = reduced(op, [rank.target.clone() for rank in ranks])
+        for rank in ranks:
+            rank.target.copy_(result)
+            assert rank.wrong() == 0
+        # Of a float's highest byte a bit of the exponent: more than rounding.
+        ranks[-1].target.view(torch.uint8)[-1] ^= 1 if dtype == "bool" else 64
+        assert ranks[-1].wrong() == 1
+
+
+def test_the_check_notices_blocks_that_change_places():
+    from torch_accl.cli.bench.cases import Prepared, cases
+
+    world = 3
+    for name in ("all_gather", "all_to_all"):
+        (case,) = cases([name], [611 * 4 * world], ["float32"], ["sum"], world)
+        ranks = [Prepared(case, rank, world) for rank in range(world)]
+        for rank in ranks:
+            rank.fill()
+        for rank in ranks:
+            for sender, block in zip(ranks, rank.outputs):
+                block.copy_(sender.inputs[rank.rank if name == "all_to_all" else 0])
+            assert rank.wrong() == 0
+            rank.outputs[0].copy_(rank.outputs[1].clone())
+            assert rank.wrong() > 300
+
+
+# Arguments, and words that the sentence has.
+WRONG = {
+    "collective": (["allreduce"], "unknown collective 'allreduce' (did you mean all_reduce?)"),
+    "negative size": (["--sizes", "-4"], "'-4' is not a size above zero"),
+    "zero size": (["--sizes", "0"], "'0' is not a size above zero"),
+    "no size": (["--sizes", "many"], "'many' is not a size"),
+    "range": (["--sizes", "8-4"], "ends before it begins"),
+    "step": (["--sizes", "4-64:x1"], "not a factor of at least 2"),
+    "too large": (["--sizes", "900TiB"], "GiB are available here"),
+    "no ranks": (["--ranks", "0"], "0 is not a number of ranks"),
+    "too many ranks": (["--ranks", "100000000"], "100000000 are more than the"),
+    "dtype": (["--dtype", "flot32"], "did you mean float32?"),
+    "op": (["--op", "summ"], "did you mean sum?"),
+    "op of the dtype": (["--op", "band"], "band is not defined for float32; it has sum"),
+    "moved only": (["--dtype", "float8_e5m2"], "can only be moved"),
+    "backend": (["--against", "glo"], "did you mean gloo?"),
+    "missing backend": (["--against", "mpi"], "mpi is not part of this torch"),
+    "backend of devices": (["--against", "nccl"], "nccl takes no CPU tensors"),
+    "algorithm": (["--algorithm", "rng"], "did you mean ring?"),
+    "algorithm of one": (["broadcast", "all_reduce", "--algorithm", "ring"], "broadcast has no 'ring'"),
+    "pins": (["--pin", "--ranks", str(os.cpu_count() + 1)], "ranks cannot have a core each"),
+    "iterations": (["--iterations", "0"], "--iterations: 0 is not above zero"),
+    "time": (["--time", "nan"], "nan is not above zero"),
+    "warm-up": (["--warmup", "-1"], "-1 is below zero"),
+    "two questions": (["--try-all", "--against", "gloo"], "leave out --against"),
+    "no such argument": (["--bogus"], "unrecognized arguments: --bogus"),
+    "no number": (["--ranks", "two"], "invalid int value: 'two'"),
+    "plot without matplotlib": (["--plot", "speed.png"], "needs matplotlib"),
+}
+
+
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, tuple[int, str, str]]:
+    """Status and output of every wrong command line, all in one process: loading torch takes longer than refusing."""
+    script = """
+        import contextlib, importlib.util, io, json, sys
+        from torch_accl import cli
+
+        find_spec = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *rest: None if name == "matplotlib" else find_spec(name, *rest)
+        answers = {}
+        for name, (arguments, _) in json.loads(sys.argv[1]).items():
+            with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+                try:
+                    status = cli.main(["bench", *arguments])
+                except SystemExit as ended:
+                    status = ended.code
+            answers[name] = status, out.getvalue(), err.getvalue()
+        print(json.dumps(answers))
+    """
+    ended = run([sys.executable, "-c", textwrap.dedent(script), json.dumps(WRONG)])
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_one_sentence_and_status_2(name, refusals):
+    status, out, err = refusals[name]
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert WRONG[name][1] in err
+
+
+def test_a_plot_that_cannot_be_written_is_refused_before_measuring(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed, so nothing is drawn")
+    for path in (tmp_path / "missing" / "speed.png", tmp_path / "speed.xyz", tmp_path):
+        ended = run([*BENCH, "--plot", str(path)])
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert "--plot" in ended.stderr and len(ended.stderr.splitlines()) == 1
+    bench("--sizes", "4,1KiB", "--plot", str(tmp_path / "speed.png"), *BRIEF)
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_more_ranks_than_ports_are_refused():
+    ended = run([*BENCH, "--ranks", "3"], {"ACCL_PORT_RANGE": "20000-20001"})
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "3 are more than the 2 ranks that there are ports for" in ended.stderr
+
+
+def test_an_algorithm_that_these_ranks_cannot_run_is_refused():
+    ended = run([*BENCH, "--algorithm", "two_level"])
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "two_level of all_reduce does not apply" in ended.stderr and len(ended.stderr.splitlines()) == 1
+
+
+def test_torchruns_ranks_are_used_and_only_rank_0_prints():
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = run([*launcher, "-m", "torch_accl.cli", "bench", "--sizes", "4", "--against", "gloo", *BRIEF])
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("# 2 ranks") == 1
+    assert len(rows(ended.stdout)) == 1
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
+    ],
+)
+def test_ranks_of_other_launchers_meet_on_one_host_without_an_address(names, tmp_path):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+    places = [env | dict(zip(names, (str(rank), "2", "2"))) | {"TMPDIR": str(tmp_path)} for rank in range(2)]
+    ranks = [
+        subprocess.Popen(
+            [*BENCH, "--sizes", "4", *BRIEF], env=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for place in places
+    ]
+    printed = [rank.communicate(timeout=TIMEOUT_S) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], printed
+    assert len(rows(printed[0][0])) == 1 and printed[1][0] == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_on_several_hosts_without_an_address_are_told_what_is_missing():
+    places = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    ended = run([*BENCH, "--sizes", "4"], places | {"MASTER_ADDR": "", "MASTER_PORT": ""})
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "MASTER_ADDR" in ended.stderr and len(ended.stderr.splitlines()) == 1
+
+
+def started(*arguments: str) -> tuple[subprocess.Popen, list[int]]:
+    """A run in the middle of its first case, in a process group of its own, and the processes of its ranks."""
+    command = subprocess.Popen(
+        [*BENCH, *LONG, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    # The last line before the first case.
+    while "ranks" not in (line := command.stdout.readline()):
+        assert line, command.communicate()
+    with open(f"/proc/{command.pid}/task/{command.pid}/children") as children:
+        return command, [int(pid) for pid in children.read().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def all_end(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 10
+    while any(map(is_running, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_dies_ends_the_run_and_is_named(dead):
+    command, ranks = started("--against", "gloo")
+    os.kill(ranks[dead], signal.SIGKILL)
+    _, err = command.communicate(timeout=30)
+    assert command.returncode == 1
+    assert f"accl bench: rank {dead} (process {ranks[dead]}) was ended by SIGKILL" in err.splitlines()
+    assert "Traceback" not in err
+    assert all_end(ranks)
+
+
+def test_interruption_ends_all_ranks_without_a_word():
+    command, ranks = started("--against", "gloo")
+    os.killpg(command.pid, signal.SIGINT)
+    _, err = command.communicate(timeout=10)
+    assert (command.returncode, err) == (130, "")
+    assert all_end(ranks)
+
+
+def test_no_rank_outlives_the_command():
+    command, ranks = started()
+    command.kill()
+    command.communicate(timeout=10)
+    assert all_end(ranks)
+
+
+def test_a_reader_that_has_seen_enough_ends_the_run():
+    command, ranks = started("--sizes", "4-1MiB:x2", "--iterations", "100")
+    command.stdout.close()
+    command.stdout = None
+    _, err = command.communicate(timeout=60)
+    assert (command.returncode, err) == (0, "")
+    assert all_end(ranks)
