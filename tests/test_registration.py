@@ -350,3 +350,25 @@ def test_the_command_lists_settings_algorithms_and_facts():
     )
     for word in ("ACCL_PORT_RANGE", "rabenseifner", "built_for_torch", '"default"'):
         assert word in printed
+
+
+def test_a_group_tells_the_algorithm_of_a_call_without_making_it():
+    printed = in_one_process(
+        """
+        import functools, torch, torch.distributed as dist
+        dist.init_process_group("accl")
+        backend, tensor = dist.group.WORLD._get_backend(torch.device("cpu")), torch.ones(3)
+        call = dict(inputs=[], outputs=[tensor], op=dist.ReduceOp.SUM, root=0)
+        before = backend._get_sequence_number_for_group()
+        print(backend.algorithm_of("all_reduce", **call), backend._get_sequence_number_for_group() - before)
+        nanos = backend.time_calls("all_reduce", **call, samples=4, calls=5, fenced=False)
+        print(len(nanos), min(nanos) > 0, backend._get_sequence_number_for_group() - before)
+        for name in ("all_sum", "recv", "broadcast"):
+            for ask in (backend.algorithm_of, functools.partial(backend.time_calls, samples=1, calls=1, fenced=False)):
+                try:
+                    ask(name, **(call | {"root": 7}))
+                except (ValueError, NotImplementedError, dist.DistBackendError) as refused:
+                    print("refused")
+        """
+    )
+    assert printed.split() == ["direct", "0", "4", "True", "20"] + ["refused"] * 6

@@ -18,10 +18,10 @@ const ROOM: usize = 1 << 16;
 bridged! {
     /// The code of the collective with this name.
     fn collective_code(name: &str) -> Numbered {
-        let found = Collective::ALL.iter().find(|collective| collective.name() == name);
-        found.map(|&collective| Numbered::of(collective as i64)).ok_or_else(|| {
-            Error::invalid_argument(format!("there is no collective {name}"))
-        })
+        let mut collectives = Collective::ALL.iter().filter(|collective| !collective.is_point_to_point());
+        let found = collectives.find(|collective| collective.name() == name);
+        let code = found.map(|&collective| Numbered::of(collective as i64));
+        code.ok_or_else(|| Error::invalid_argument(format!("there is no collective {name}")))
     }
 
     /// The name of the algorithm that such a call takes. Makes no call.

@@ -75,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Runs the bench: as a rank, where a launcher started this process, else with ranks of its own."""
     from .place import meet, place_given
+    from .processes import Failed, run_ranks, said_by
     from .rank import run_rank
-    from .ranks import Failed, run_ranks, said_by
     from .wanted import check_pin, check_plot, check_ranks, wanted
 
     place = None

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from .cases import Prepared
-from .ranks import Failed
+from .processes import Failed
 from .team import Team
 from .wanted import Wanted
 
