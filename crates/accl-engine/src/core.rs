@@ -17,6 +17,7 @@ use crate::desc::CallDesc;
 use crate::hash::hash_words;
 use crate::net::{Net, PeerId};
 use crate::state::{GroupState, Hands, RanStraight, Tell};
+use crate::straight::Patience;
 
 /// Frames taken off one link before the others have their turn.
 const FRAMES_PER_TURN: usize = 32;
@@ -120,9 +121,9 @@ impl Core {
 
     /// Runs a call the short way, as far as that goes. `None`: not at all.
     #[inline]
-    pub(crate) fn run_straight(&mut self, id: u64, desc: &CallDesc, looks: u32) -> Option<RanStraight> {
+    pub(crate) fn run_straight(&mut self, id: u64, desc: &CallDesc, patience: Patience) -> Option<RanStraight> {
         let group = self.groups.get_mut(&id)?;
-        let ran = group.run_straight(desc, looks, &mut self.net, self.segment);
+        let ran = group.run_straight(desc, patience, &mut self.net, self.segment);
         if let Some(RanStraight::Done { heard: false, .. }) = ran {
             self.ended_at_once();
         }

@@ -15,6 +15,7 @@ use crate::call::{Bell, Call, Waited};
 use crate::desc::Mode;
 use crate::engine::{Engine, far};
 use crate::signals;
+use crate::straight::Patience;
 use crate::sync::{Condvar, Mutex};
 
 /// How often a waiter looks for signals, in milliseconds.
@@ -23,11 +24,14 @@ const TICK_MS: u64 = 50;
 const SPIN_OWN_CORE: Duration = Duration::from_micros(200);
 /// Yielding when ranks share cores: each look gives the core away, so more of them cost nobody anything.
 const SPIN_SHARED_CORE: Duration = Duration::from_micros(100);
-/// Looks before the first yield when ranks share cores.
-const LOOKS_BEFORE_YIELD: u32 = 20;
+/// Passes without news before a yield when ranks share cores: who waits here keeps another rank from sending.
+const PASSES_BEFORE_YIELD: u32 = 2;
 
 /// Looks of a call on the short way when every rank has a core of its own: a few microseconds.
 const STRAIGHT_LOOKS: u32 = 300;
+/// When ranks share cores: looks before each yield, which are far cheaper than a pass, and yields.
+const STRAIGHT_LOOKS_SHARED: u32 = 20;
+const STRAIGHT_YIELDS: u32 = 8;
 
 /// One stay of a thread in a wait, or the background thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -158,12 +162,12 @@ impl Engine {
         self.shares_cores.load(Ordering::Relaxed)
     }
 
-    /// How often a call on the short way looks for a frame. It holds the lock, so not for long.
-    pub(crate) fn straight_looks(&self) -> u32 {
+    /// How long a call on the short way looks for a frame. It holds the lock, so not for long.
+    pub(crate) fn straight_patience(&self) -> Patience {
         match self.config().spin_us {
-            Some(0) => 0,
-            _ if self.shares_cores() => LOOKS_BEFORE_YIELD,
-            _ => STRAIGHT_LOOKS,
+            Some(0) => Patience { looks: 0, yields: 0 },
+            _ if self.shares_cores() => Patience { looks: STRAIGHT_LOOKS_SHARED, yields: STRAIGHT_YIELDS },
+            _ => Patience { looks: STRAIGHT_LOOKS, yields: 0 },
         }
     }
 
@@ -202,7 +206,7 @@ impl Engine {
                 return None;
             }
             looks += 1;
-            if shared && looks > LOOKS_BEFORE_YIELD {
+            if shared && looks > PASSES_BEFORE_YIELD {
                 std::thread::yield_now();
             } else {
                 std::hint::spin_loop();

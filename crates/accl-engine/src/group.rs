@@ -92,9 +92,9 @@ impl Group {
         if !desc.may_go_straight() || self.engine.is_forked() || self.closed.load(Ordering::Acquire) {
             return Ok(None);
         }
-        let looks = self.engine.straight_looks();
+        let patience = self.engine.straight_patience();
         let mut core = self.engine.core.lock();
-        let ran = core.guarded(|core| core.run_straight(self.id, desc, looks));
+        let ran = core.guarded(|core| core.run_straight(self.id, desc, patience));
         let ran = ran.map_err(|error| error.of(desc.collective))?;
         let stopped = match ran {
             None => return Ok(None),

@@ -163,10 +163,16 @@ impl Net {
         self.peer(id).link.as_ref().is_some_and(|link| link.is_cheap_to_look_at())
     }
 
-    /// The next frame, for which it looks up to `looks` times. Errors are left to a pass.
+    /// Whether a frame comes while it looks for one up to `looks` times. Errors are left to a pass.
     #[inline]
-    pub(crate) fn await_frame(&mut self, id: PeerId, looks: u32) -> Option<Frame<'_>> {
-        self.link(id)?.await_frame(looks).ok()?
+    pub(crate) fn look(&mut self, id: PeerId, looks: u32) -> bool {
+        self.link(id).is_some_and(|link| matches!(link.await_frame(looks), Ok(Some(_))))
+    }
+
+    /// The next frame, if it is there. Errors are left to a pass.
+    #[inline]
+    pub(crate) fn peek(&mut self, id: PeerId) -> Option<Frame<'_>> {
+        self.link(id)?.peek().ok()?
     }
 
     /// As [`Net::commit`]; [`Net::wake`] follows soon.

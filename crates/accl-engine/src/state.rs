@@ -21,7 +21,7 @@ use crate::p2p::{Message, P2p};
 use crate::plan::Plans;
 use crate::run::{INQUIRY, Run, RunEnv};
 use crate::shape::{Shape, Shapes};
-use crate::straight::Straight;
+use crate::straight::{Patience, Straight};
 
 /// Signatures of ended calls kept to name a late disagreement.
 const HISTORY: usize = 64;
@@ -187,7 +187,7 @@ impl GroupState {
     pub(crate) fn run_straight(
         &mut self,
         desc: &CallDesc,
-        looks: u32,
+        patience: Patience,
         net: &mut Net,
         segment: u64,
     ) -> Option<RanStraight> {
@@ -207,7 +207,7 @@ impl GroupState {
         let seq = self.next_seq;
         self.next_seq += 1;
         let header = Header { group: self.id, seq, ..header };
-        let straight = Straight { plan: &shape.plan, local: &local, header, looks };
+        let straight = Straight { plan: &shape.plan, local: &local, header, patience };
         let finished = straight.go(order, &mut RunEnv { net, members: &mut self.members, segment });
         if finished == order.len() {
             let (signature, heard) = (shape.signature, shape.plan.hears);

@@ -9,6 +9,7 @@ use accl_transport::frame::Header;
 use accl_types::Rank;
 
 use crate::local::Local;
+use crate::net::PeerId;
 use crate::plan::{Plan, PlanOp, PlanOpKind, Region};
 use crate::run::RunEnv;
 
@@ -18,8 +19,16 @@ pub(crate) struct Straight<'a> {
     pub(crate) local: &'a Local,
     /// Of all frames, but for the edge: each message is whole in one.
     pub(crate) header: Header,
-    /// How often to look for a frame before giving up.
+    pub(crate) patience: Patience,
+}
+
+/// How long to wait for a frame before giving up.
+#[derive(Clone, Copy)]
+pub(crate) struct Patience {
+    /// Looks one after the other.
     pub(crate) looks: u32,
+    /// How often to give the core away, and look as often again.
+    pub(crate) yields: u32,
 }
 
 impl Straight<'_> {
@@ -28,10 +37,30 @@ impl Straight<'_> {
         let done = self.run(order, env);
         // Once for all that was sent and taken: looking whether a peer sleeps waits for our writes to be visible, which
         // they are by now.
+        self.wake_peers(env);
+        done
+    }
+
+    fn wake_peers(&self, env: &mut RunEnv<'_>) {
         for &rank in &self.plan.peers {
             env.net.wake(env.members.peer(rank));
         }
-        done
+    }
+
+    /// Waits for a frame.
+    #[inline]
+    fn await_frame(&self, peer: PeerId, env: &mut RunEnv<'_>) -> bool {
+        env.net.look(peer, self.patience.looks) || (self.patience.yields > 0 && self.yield_for_frame(peer, env))
+    }
+
+    /// The rank that is to send may wait for this core, or sleep.
+    #[cold]
+    fn yield_for_frame(&self, peer: PeerId, env: &mut RunEnv<'_>) -> bool {
+        self.wake_peers(env);
+        (0..self.patience.yields).any(|_| {
+            std::thread::yield_now();
+            env.net.look(peer, self.patience.looks)
+        })
     }
 
     fn run(&self, order: &[u32], env: &mut RunEnv<'_>) -> usize {
@@ -69,7 +98,10 @@ impl Straight<'_> {
     #[inline]
     fn receive(&self, op: &PlanOp, from: Rank, env: &mut RunEnv<'_>) -> bool {
         let peer = env.members.peer(from);
-        let Some(frame) = env.net.await_frame(peer, self.looks) else { return false };
+        if !self.await_frame(peer, env) {
+            return false;
+        }
+        let Some(frame) = env.net.peek(peer) else { return false };
         if *frame.head != self.head_of(op).to_bytes() || frame.payload.len() as u64 != op.total {
             return false;
         }
