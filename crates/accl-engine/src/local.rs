@@ -49,7 +49,7 @@ impl Local {
             let (head, tail) = payload.split_at_mut(len);
             // SAFETY: the extent lies in a piece that the caller keeps readable until the call ends, and `len` is at
             // most what is left of it; `head` is frame memory and overlaps no tensor.
-            unsafe { std::ptr::copy_nonoverlapping(self.buffers.address(&extent), head.as_mut_ptr(), len) };
+            unsafe { accl_kernels::copy(head.as_mut_ptr(), self.buffers.address(&extent), len) };
             payload = tail;
             at += len as u64;
         }
@@ -87,7 +87,7 @@ impl Local {
             let len = (extent.len as usize).min(payload.len());
             // SAFETY: the extent lies in a piece that the caller keeps writable until the call ends; `payload` is link
             // memory or a copy, apart from all tensors.
-            unsafe { std::ptr::copy_nonoverlapping(payload.as_ptr(), self.buffers.address(&extent), len) };
+            unsafe { accl_kernels::copy(self.buffers.address(&extent), payload.as_ptr(), len) };
             payload = &payload[len..];
             at += len as u64;
         }
@@ -124,8 +124,16 @@ impl Local {
         while at < end {
             let (to, from) = (dst.at(at), src.at(at));
             let len = to.len.min(from.len).min(end - at);
-            // SAFETY: both extents hold `len` bytes that stay valid until the call ends; `copy` allows overlap.
-            unsafe { std::ptr::copy(self.buffers.address(&from), self.buffers.address(&to), len as usize) };
+            let (from, to, n) = (self.buffers.address(&from), self.buffers.address(&to), len as usize);
+            // SAFETY: both extents hold `len` bytes that stay valid until the call ends; where they overlap, the copy that
+            // allows it is taken.
+            unsafe {
+                if from.addr().abs_diff(to.addr()) < n {
+                    std::ptr::copy(from, to, n);
+                } else {
+                    accl_kernels::copy(to, from, n);
+                }
+            }
             at += len;
         }
     }

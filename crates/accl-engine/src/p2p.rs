@@ -210,7 +210,7 @@ impl P2p {
         if !data.is_empty() {
             let at = receiving.message.buffers.output(0).wrapping_add(receiving.arrived as usize);
             // SAFETY: the output holds `total` bytes that stay writable until the call ends; `end` is within.
-            unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), at, data.len()) };
+            unsafe { accl_kernels::copy(at, data.as_ptr(), data.len()) };
         }
         receiving.arrived = end;
         if end == receiving.message.total
@@ -352,7 +352,7 @@ fn send_frame(sending: &mut Sending, kind: Kind, n: u64, env: &mut RunEnv<'_>) -
         let from = message.buffers.input(0).wrapping_add(sending.sent as usize);
         // SAFETY: the input holds `total` bytes that stay readable until the call ends, `sent + n` is within, and
         // `payload` is frame memory of `n` bytes.
-        unsafe { std::ptr::copy_nonoverlapping(from, payload.as_mut_ptr(), n as usize) };
+        unsafe { accl_kernels::copy(payload.as_mut_ptr(), from, n as usize) };
     }
     env.net.commit(peer);
     sending.sent += n;

@@ -18,12 +18,14 @@
 //! It follows that each operation on two operands commutes, bit for bit. The order matters from three operands on.
 
 mod arch;
+mod copy;
 mod float_env;
 mod reduce;
 mod scale;
 mod strided;
 
 pub use arch::{Isa, available_isas, describe_isa};
+pub use copy::copy;
 pub use reduce::{Finish, Reducer, supports};
 pub use scale::{scale, scale_with_isa};
 pub use strided::{StridedView, pack, unpack};

@@ -36,6 +36,7 @@ struct Row {
     available: fn() -> bool,
     select: fn(ReduceOp, Dtype) -> Option<Selected>,
     select_scale: fn(Dtype) -> Option<ScaleKernels>,
+    copy: CopyFn,
 }
 
 /// From the plainest to the best.
@@ -105,6 +106,13 @@ pub(crate) fn select_scale(isa: Isa, dtype: Dtype) -> Option<ScaleKernels> {
     isa.row().and_then(|row| (row.select_scale)(dtype))
 }
 
+/// The copy of `isa`, which the caller has checked to be available; see `crate::copy::blocks`.
+#[inline]
+pub(crate) fn copy(isa: Isa) -> CopyFn {
+    isa.row().map_or(scalar::ROW.copy, |row| row.copy)
+}
+
+type CopyFn = unsafe fn(*mut u8, *const u8, usize);
 type PairFn = unsafe fn(&mut [MaybeUninit<u8>], &[u8], &[u8], f64);
 
 /// The functions of one operation on one type. All lengths are in bytes and multiples of the element's size.
@@ -147,6 +155,7 @@ macro_rules! arch {
             available: $available,
             select: select::select::<$arch>,
             select_scale: select::select_scale::<$arch>,
+            copy,
         };
 
         pub(super) struct $arch;
@@ -186,6 +195,12 @@ macro_rules! arch {
         ) {
             // SAFETY: the caller's promise, see `ReduceKernels`.
             unsafe { loops::many::<V, O, F>(dst, srcs, len_bytes / V::SIZE_BYTES, world) };
+        }
+
+        $(#[$feature])*
+        unsafe fn copy(dst: *mut u8, src: *const u8, len_bytes: usize) {
+            // SAFETY: the caller's promise.
+            unsafe { crate::copy::blocks(dst, src, len_bytes) };
         }
 
         $(#[$feature])*
