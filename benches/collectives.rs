@@ -6,7 +6,7 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use accl_benches::cases::{COLLECTIVES, Case, algorithm_name, algorithms};
+use accl_benches::cases::{COLLECTIVES, Case, algorithm_name, algorithms, usual_dtype};
 use accl_benches::process::started_as_rank;
 use accl_benches::rank::{Member, Order, Verify};
 use accl_benches::sweep::{self, Sweep};
@@ -56,7 +56,7 @@ fn bench(
     let sizes = if collective == Collective::Barrier { &[0] } else { sizes };
     for &bytes in sizes {
         for algorithm in algorithms(collective, ranks) {
-            let case = Case { collective, algorithm, bytes };
+            let case = Case { collective, algorithm, dtype: usual_dtype(collective), bytes };
             if !case.exists(ranks) {
                 continue;
             }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use accl_benches::cases::Case;
 use accl_benches::sweep::{self, Sweep};
 use accl_schedule::{ALGORITHMS, Algorithm, CallShape, Layout, Program, Request, Topology};
-use accl_types::{Collective, Elems, Rank};
+use accl_types::{Collective, Dtype, Elems, Rank};
 use criterion::{BenchmarkId, Criterion};
 
 const WORLDS: &[u32] = &[2, 8, 64, 1024];
@@ -66,7 +66,7 @@ fn resolve(program: &Program, shape: &CallShape) -> usize {
 
 /// The blocks of a call of [`BYTES`] in bytes, on a rank that is not the root except for broadcasts and the like.
 fn blocks(collective: Collective, world: u32) -> (Vec<Vec<Elems>>, Vec<Vec<Elems>>) {
-    let case = Case { collective: Collective::AllGather, algorithm: None, bytes: BYTES };
+    let case = Case { collective: Collective::AllGather, algorithm: None, dtype: Dtype::U8, bytes: BYTES };
     let whole = || vec![vec![Elems(BYTES)]];
     let all = || (0..world).map(|rank| vec![Elems(case.block_elems(rank, world))]).collect::<Vec<_>>();
     let own = || vec![vec![Elems(case.block_elems(world / 2, world))]];

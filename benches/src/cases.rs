@@ -5,6 +5,7 @@
 use accl_engine::{Blocks, CallDesc, TensorDesc};
 use accl_schedule::{ALGORITHMS, Algorithm, Topology};
 use accl_types::{Collective, Dtype, Rank};
+use half::{bf16, f16};
 
 /// The collectives that are measured.
 pub const COLLECTIVES: &[Collective] = &[
@@ -29,8 +30,15 @@ pub struct Case {
     pub collective: Collective,
     /// The algorithm that is forced; `None` for the engine's choice.
     pub algorithm: Option<&'static Algorithm>,
+    /// Of the elements.
+    pub dtype: Dtype,
     /// Size of the largest buffer of the call.
     pub bytes: u64,
+}
+
+/// Reductions are measured with float32; what only moves with bytes, so that any number of ranks can share four of them.
+pub fn usual_dtype(collective: Collective) -> Dtype {
+    if collective.reduces() { Dtype::F32 } else { Dtype::U8 }
 }
 
 /// The algorithms of a collective that can run with equal blocks on one host, the engine's choice first.
@@ -53,14 +61,9 @@ impl Case {
         (equal || !self.algorithm.is_some_and(|row| row.needs_equal_blocks)) && barrier == (self.bytes == 0)
     }
 
-    /// Reductions are of float32; what only moves is bytes, so that any number of ranks can share four of them.
-    pub fn dtype(&self) -> Dtype {
-        if self.collective.reduces() { Dtype::F32 } else { Dtype::U8 }
-    }
-
     /// Elements of the largest buffer.
     pub fn count_elems(&self) -> u64 {
-        self.bytes / self.dtype().size_bytes() as u64
+        self.bytes / self.dtype.size_bytes() as u64
     }
 
     /// Whether the buffer can be cut for `ranks` without remainder.
@@ -94,24 +97,49 @@ impl Case {
 /// The memory of one rank's calls; grows to the largest case.
 #[derive(Debug, Default)]
 pub struct Tensors {
-    // Words, so that any dtype is aligned.
-    input: Vec<u64>,
-    output: Vec<u64>,
+    input: Memory,
+    output: Memory,
 }
+
+/// Words that begin where a cache line does, as torch's tensors do.
+#[derive(Debug, Default)]
+struct Memory {
+    words: Vec<u64>,
+}
+
+impl Memory {
+    /// Makes room; what was there may move.
+    fn grow(&mut self, room_words: usize) {
+        let wanted = room_words + LINE_BYTES / size_of::<u64>();
+        if self.words.len() < wanted {
+            // Written, so that the pages are there before anything is timed.
+            self.words = (0..wanted as u64).collect();
+        }
+    }
+
+    fn words(&self) -> &[u64] {
+        &self.words[self.words.as_ptr().align_offset(LINE_BYTES)..]
+    }
+
+    fn words_mut(&mut self) -> &mut [u64] {
+        let start = self.words.as_ptr().align_offset(LINE_BYTES);
+        &mut self.words[start..]
+    }
+}
+
+const LINE_BYTES: usize = 64;
 
 impl Tensors {
     /// The call of `case` on these tensors, which are made large enough. Valid until the next call of this function.
     pub fn call(&mut self, case: &Case, rank: u32, ranks: u32, root: u32) -> CallDesc {
         let room = room_words(case, ranks);
         for buffer in [&mut self.input, &mut self.output] {
-            if buffer.len() < room {
-                // Written, so that the pages are there before anything is timed.
-                *buffer = (0..room as u64).collect();
-            }
+            buffer.grow(room);
         }
-        let dtype = case.dtype();
+        let dtype = case.dtype;
         let elem = dtype.size_bytes();
-        let (input, output): (*mut u8, *mut u8) = (self.input.as_mut_ptr().cast(), self.output.as_mut_ptr().cast());
+        let (input, output): (*mut u8, *mut u8) =
+            (self.input.words_mut().as_mut_ptr().cast(), self.output.words_mut().as_mut_ptr().cast());
         let whole = |base| Blocks::of(TensorDesc::dense(base, dtype, case.count_elems() as usize));
         let own = |base| Blocks::of(TensorDesc::dense(base, dtype, case.block_elems(rank, ranks) as usize));
         let blocks = |base: *mut u8, count: &dyn Fn(u32) -> u64| {
@@ -163,7 +191,7 @@ impl Tensors {
 
     /// After [`Tensors::call`], writes what `rank` contributes to the result that [`Tensors::check`] expects.
     pub fn fill(&mut self, case: &Case, rank: u32, ranks: u32) {
-        self.write(case, ranks, pattern(case.dtype(), rank + 1));
+        self.write(case, ranks, pattern(case.dtype, rank + 1));
     }
 
     /// After [`Tensors::call`], writes zeros, so that repeated sums in place stay finite.
@@ -173,8 +201,8 @@ impl Tensors {
 
     fn write(&mut self, case: &Case, ranks: u32, word: u64) {
         let room = room_words(case, ranks);
-        self.input[..room].fill(word);
-        self.output[..room].fill(word);
+        self.input.words_mut()[..room].fill(word);
+        self.output.words_mut()[..room].fill(word);
     }
 
     /// Whether the outputs hold the result of one call after [`Tensors::fill`] on all ranks; else what is wrong.
@@ -196,7 +224,7 @@ impl Tensors {
             Collective::Reduce | Collective::Gather | Collective::Barrier => Vec::new(),
             Collective::Send | Collective::Recv => unreachable!("no case of a message is made"),
         };
-        compare(&self.output, case.dtype(), &expected)
+        compare(self.output.words(), case.dtype, &expected)
     }
 }
 
@@ -206,11 +234,16 @@ fn room_words(case: &Case, ranks: u32) -> usize {
     (case.bytes + 64 * u64::from(ranks)).div_ceil(8) as usize
 }
 
-/// Eight bytes of elements that all have this value.
+/// Eight bytes of elements that all have this value, of the types that are measured.
 fn pattern(dtype: Dtype, value: u32) -> u64 {
+    let twice = |half: u32| u64::from(half) << 32 | u64::from(half);
+    let four = |quarter: u16| twice(u32::from(quarter) << 16 | u32::from(quarter));
     if dtype == Dtype::F32 {
-        let bits = u64::from((value as f32).to_bits());
-        bits << 32 | bits
+        twice((value as f32).to_bits())
+    } else if dtype == Dtype::F16 {
+        four(f16::from_f32(value as f32).to_bits())
+    } else if dtype == Dtype::BF16 {
+        four(bf16::from_f32(value as f32).to_bits())
     } else {
         u64::from(value & 0xff) * 0x0101_0101_0101_0101
     }

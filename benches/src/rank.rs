@@ -11,7 +11,7 @@ use std::time::Duration;
 use accl_engine::{CallDesc, Engine, Group, GroupSpec, Mode, config_from_environment};
 use accl_schedule::Algorithm;
 use accl_testkit::{DirStore, Member as Calls, finish_ran};
-use accl_types::{Collective, Error, Rank, Result};
+use accl_types::{Collective, Dtype, Error, Rank, Result};
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::cases::{AUTO, Case, Tensors, algorithm_name};
@@ -46,18 +46,18 @@ pub struct Order {
 }
 
 /// Words of an order; all zeros: end.
-const ORDER_WORDS: usize = 5;
+const ORDER_WORDS: usize = 6;
 
 impl Order {
     fn to_words(self) -> [u64; ORDER_WORDS] {
         let algorithm = self.case.algorithm.map_or(u64::MAX, |row| u64::from(row.id));
         let verify = u64::from(self.verify == Verify::Yes);
-        [self.iterations, self.case.collective as u64, algorithm, self.case.bytes, verify]
+        [self.iterations, self.case.collective as u64, algorithm, self.case.dtype as u64, self.case.bytes, verify]
     }
 
     /// `None` for the end.
     fn from_words(words: [u64; ORDER_WORDS]) -> Result<Option<Self>> {
-        let [iterations, collective, algorithm, bytes, verify] = words;
+        let [iterations, collective, algorithm, dtype, bytes, verify] = words;
         if iterations == 0 {
             return Ok(None);
         }
@@ -67,8 +67,9 @@ impl Order {
             Ok(id) => Some(accl_schedule::algorithms::by_id(id).ok_or_else(unknown)?),
             Err(_) => None,
         };
+        let dtype = u8::try_from(dtype).ok().and_then(Dtype::from_code).ok_or_else(unknown)?;
         let verify = if verify == 1 { Verify::Yes } else { Verify::No };
-        Ok(Some(Self { case: Case { collective, algorithm, bytes }, iterations, verify }))
+        Ok(Some(Self { case: Case { collective, algorithm, dtype, bytes }, iterations, verify }))
     }
 }
 

@@ -73,7 +73,7 @@ fn line(row: &Row, estimate: Estimate) -> String {
         "{:>12} {:>10} {:>9} {:>20} {time:>12.2} {low:>12.2} {high:>12.2} {algbw:>10.3} {:>10.3}\n",
         row.case.bytes,
         row.case.count_elems(),
-        row.case.dtype().name(),
+        row.case.dtype.name(),
         algorithm_name(row.case.algorithm),
         algbw * row.case.bus_factor(row.ranks),
     )
@@ -106,7 +106,12 @@ mod tests {
 
     #[test]
     fn bus_bandwidth_of_an_all_reduce_of_four_is_one_and_a_half_times_its_algorithm_bandwidth() {
-        let case = Case { collective: Collective::AllReduce, algorithm: None, bytes: 1_000_000 };
+        let case = Case {
+            collective: Collective::AllReduce,
+            algorithm: None,
+            dtype: accl_types::Dtype::F32,
+            bytes: 1_000_000,
+        };
         let row = Row { case, transport: "shm".into(), ranks: 4, group: String::new(), bench: String::new() };
         let text = line(&row, Estimate { median: 1e6, low: 9e5, high: 2e6 });
         let words: Vec<&str> = text.split_whitespace().collect();

@@ -1,0 +1,104 @@
+"""Who takes part: one row each. Owns names and how ranks are started; `build.py` makes what a row needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+
+class Level(Enum):
+    """From where a contender is called."""
+
+    ENGINE = "C, C++ or Rust, without torch"
+    TORCH = "through torch"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A row: `title` is for the page, `name` for files, settings and results."""
+
+    name: str
+    title: str
+    level: Level
+    # The program and its arguments before and after `DIR RANK RANKS CORE`; `{...}` stand for what was built.
+    program: tuple[str, ...]
+    after: tuple[str, ...] = ()
+    # With a launcher it starts all ranks, each as an application of its own, so that rank and core are its arguments.
+    launcher: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    # What is added when there are more ranks than cores.
+    crowded: tuple[str, ...] = ()
+    # Needs no download and no compiler but those that `make test` needs.
+    at_home: bool = False
+    # What the page says of its set-up.
+    note: str = ""
+
+
+TORCH_RANK = str(Path(__file__).resolve().parent / "ranks" / "torch_rank.py")
+
+
+def through_torch(name: str, title: str, note: str = "", at_home: bool = False) -> Contender:
+    """A row for `torch_rank.py`."""
+    program = ("{python}", TORCH_RANK)
+    environment = {"OMP_NUM_THREADS": "1"}
+    return Contender(
+        name, title, Level.TORCH, program, (name.removesuffix("_torch"), "{libraries}"), (), environment, (), at_home, note
+    )
+
+
+# Ranks pin themselves, all in the same way; so launchers must not.
+CONTENDERS = (
+    Contender("accl", "accl engine", Level.ENGINE, ("{accl}",), at_home=True, note="`Group::run`, no torch"),
+    Contender("sketch", "sketch in C", Level.ENGINE, ("{sketch}",), at_home=True, note="`benches/peers/ranks/sketch.c`"),
+    Contender(
+        "openmpi",
+        "Open MPI",
+        Level.ENGINE,
+        ("{openmpi}",),
+        launcher=("mpirun.openmpi", "--bind-to", "none"),
+        environment={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+        # Its ranks then yield when they wait.
+        crowded=("--oversubscribe",),
+        note="`mpirun --bind-to none`, all else as it comes",
+    ),
+    Contender("mpich", "MPICH", Level.ENGINE, ("{mpich}",), launcher=("mpiexec.mpich",), note="as it comes"),
+    Contender(
+        "intelmpi",
+        "Intel MPI",
+        Level.ENGINE,
+        ("{intelmpi}",),
+        launcher=("{bin}/mpiexec.hydra",),
+        environment={"I_MPI_FABRICS": "shm", "I_MPI_PIN": "0", "I_MPI_ROOT": "{prefix}", "LD_LIBRARY_PATH": "{lib}"},
+        note="`I_MPI_FABRICS=shm`, `I_MPI_PIN=0`",
+    ),
+    Contender(
+        "oneccl",
+        "oneCCL",
+        Level.ENGINE,
+        ("{oneccl}",),
+        environment={
+            "CCL_ATL_TRANSPORT": "ofi",
+            "CCL_WORKER_OFFLOAD": "0",
+            "CCL_PROCESS_LAUNCHER": "none",
+            "CCL_LOCAL_RANK": "{rank}",
+            "CCL_LOCAL_SIZE": "{ranks}",
+            "CCL_LOG_LEVEL": "error",
+            "CCL_ROOT": "{prefix}",
+            "LD_LIBRARY_PATH": "{lib}",
+        },
+        note="`CCL_ATL_TRANSPORT=ofi`, `CCL_WORKER_OFFLOAD=0`: its worker threads would take the ranks' cores",
+    ),
+    through_torch("accl_torch", "accl through torch", at_home=True),
+    through_torch("gloo", "gloo through torch", at_home=True),
+    through_torch("noop", "no-op through torch", "`benches/peers/ranks/noop.cpp`, a c10d backend that does nothing"),
+    through_torch("deepspeed", "DeepSpeed's op", "`csrc/cpu/comm/shm*.cpp` of its package, called as a torch op"),
+)
+
+BY_NAME = {contender.name: contender for contender in CONTENDERS}
+
+
+def title_of(name: str) -> str:
+    """The name for people."""
+    return BY_NAME[name].title

@@ -1,0 +1,250 @@
+"""Contenders that are up: their ranks are processes that obey this driver, one contender at a time.
+
+All ranks are started once. Whoever does not run is stopped with SIGSTOP, helper threads included, so that nothing of it
+takes time from whoever does. Owns processes, sockets, boards and their end; what is measured is in `measure.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from . import board
+from .contenders import BY_NAME, Contender
+
+# Loading torch on a busy machine takes a while.
+START_S = 120.0
+ANSWER_S = 120.0
+END_S = 5.0
+
+
+class Lost(Exception):
+    """A contender that has failed; the clause says how."""
+
+
+class Refused(Exception):
+    """A contender that does not offer what was asked."""
+
+
+class Rank:
+    """The driver's end of one rank."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self.stream = stream
+        self.received = b""
+        self.pid = 0
+
+    def line(self, deadline: float) -> str:
+        """The next line that it says."""
+        while b"\n" not in self.received:
+            self.stream.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                more = self.stream.recv(4096)
+            except TimeoutError:
+                raise Lost("it does not answer") from None
+            except OSError as why:
+                raise Lost(f"it does not answer: {why}") from None
+            if not more:
+                raise Lost("a rank has ended")
+            self.received += more
+        line, self.received = self.received.split(b"\n", 1)
+        return line.decode(errors="replace").strip()
+
+
+class Crew:
+    """The ranks of one contender."""
+
+    def __init__(self, contender: Contender, ranks: int, pinned: bool, names: dict[str, str]) -> None:
+        self.contender, self.ranks, self.pinned = contender, ranks, pinned
+        self.folder = Path(tempfile.mkdtemp(prefix=f"accl-peers-{contender.name}-", dir=shared_memory()))
+        self.errors = (self.folder / "errors").open("w+")
+        self.board: mmap.mmap = board.create(self.folder / "board")
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.members: list[Rank] = []
+        self.version = ""
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(str(self.folder / "socket"))
+        self.listener.listen(ranks)
+        for command, environment in self.commands(names):
+            try:
+                process = subprocess.Popen(
+                    command,
+                    env=os.environ | environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=self.errors,
+                    stderr=self.errors,
+                    start_new_session=True,
+                )
+            except OSError as why:
+                raise Lost(f"`{command[0]}` cannot be started: {why}") from None
+            self.processes.append(process)
+
+    def commands(self, names: dict[str, str]) -> Iterator[tuple[list[str], dict[str, str]]]:
+        """What to start, with which additions to the environment."""
+        one, ranks = self.contender, self.ranks
+        cores = sorted(os.sched_getaffinity(0))
+
+        def filled(words: Iterable[str], rank: int) -> list[str]:
+            return [word.format(**names, rank=rank, ranks=ranks) for word in words]
+
+        def program(rank: int) -> list[str]:
+            core = cores[rank] if self.pinned else -1
+            place = [str(self.folder), str(rank), str(ranks), str(core)]
+            return [*filled(one.program, rank), *place, *filled(one.after, rank)]
+
+        def environment(rank: int) -> dict[str, str]:
+            return dict(zip(one.environment, filled(one.environment.values(), rank)))
+
+        if not one.launcher:
+            for rank in range(ranks):
+                yield program(rank), environment(rank)
+            return
+        command = filled([*one.launcher, *([] if self.pinned else one.crowded)], 0)
+        for rank in range(ranks):
+            command += [":"] * (rank > 0) + ["-n", "1", *program(rank)]
+        yield command, environment(0)
+
+    def gather(self, deadline: float) -> None:
+        """Waits until all ranks have met."""
+        found: dict[int, Rank] = {}
+        while len(found) < self.ranks:
+            self.listener.settimeout(0.2)
+            try:
+                stream, _ = self.listener.accept()
+            except TimeoutError:
+                if any(process.poll() is not None for process in self.processes):
+                    raise Lost("a rank has ended at its start") from None
+                if time.monotonic() > deadline:
+                    raise Lost("it does not start") from None
+                continue
+            rank = Rank(stream)
+            _, number, pid = rank.line(deadline).split()
+            rank.pid = int(pid)
+            found[int(number)] = rank
+            self.members = list(found.values())
+        self.members = [found[number] for number in range(self.ranks)]
+        for rank in self.members:
+            word, _, rest = rank.line(deadline).partition(" ")
+            if word != "ready":
+                raise Lost(rest)
+            self.version = rest
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to every rank."""
+        for rank in self.members:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, number)
+
+    def order(self, text: str) -> None:
+        """Has all ranks carry out an order, while everyone else stands still."""
+        self.signal(signal.SIGCONT)
+        try:
+            for rank in self.members:
+                rank.stream.sendall(text.encode() + b"\n")
+            deadline = time.monotonic() + ANSWER_S
+            answers = [rank.line(deadline).partition(" ") for rank in self.members]
+        except OSError as why:
+            raise Lost(f"a rank cannot be reached: {why}") from None
+        finally:
+            self.signal(signal.SIGSTOP)
+        for word, _, rest in answers:
+            if word == "wrong":
+                raise Lost(rest)
+        if any(word == "none" for word, _, _ in answers):
+            raise Refused
+
+    def spans(self, batches: int) -> list[list[board.Span]]:
+        """By rank, what the last order has left on the board."""
+        return [board.spans(self.board, rank, batches) for rank in range(self.ranks)]
+
+    def last_words(self) -> str:
+        """The last line that it has printed."""
+        self.errors.flush()
+        self.errors.seek(0)
+        lines = [line.strip() for line in self.errors.read().splitlines() if line.strip("-= \n")]
+        return lines[-1] if lines else ""
+
+    def close(self) -> None:
+        """Ends all processes and removes what they shared."""
+        self.signal(signal.SIGCONT)
+        for rank in self.members:
+            with contextlib.suppress(OSError):
+                rank.stream.sendall(b"quit\n")
+        deadline = time.monotonic() + END_S
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.01))
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for rank in self.members:
+            rank.stream.close()
+        self.listener.close()
+        self.errors.close()
+        # DeepSpeed names its memory after the folder and leaves it.
+        for left in Path("/dev/shm").glob(f"*{self.folder.name}*"):
+            if left != self.folder:
+                left.unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def shared_memory() -> str | None:
+    """Where files are memory; `None` for the usual place of temporary files."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+class Fleet:
+    """Crews of one number of ranks. A context manager: whatever happens, no process stays."""
+
+    def __init__(self, ranks: int, say: Callable[[str], None]) -> None:
+        self.ranks, self.say = ranks, say
+        # Ranks have a core each, or none has one.
+        self.pinned = ranks <= len(os.sched_getaffinity(0))
+        self.crews: dict[str, Crew] = {}
+        # Contenders that are not up, with the reason.
+        self.missing: dict[str, str] = {}
+        self.versions: dict[str, str] = {}
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for crew in self.crews.values():
+            crew.close()
+        self.crews.clear()
+
+    def start(self, wanted: Iterable[str], names: dict[str, str]) -> None:
+        """Starts whoever is not up yet, one after the other; the others stand still."""
+        for name in wanted:
+            if name in self.crews or name in self.missing:
+                continue
+            contender = BY_NAME[name]
+            self.say(f"start {contender.title}, {self.ranks} ranks")
+            try:
+                self.crews[name] = crew = Crew(contender, self.ranks, self.pinned, names)
+                crew.gather(time.monotonic() + START_S)
+                crew.signal(signal.SIGSTOP)
+                self.versions[name] = crew.version
+            except Lost as why:
+                self.drop(name, str(why))
+
+    def drop(self, name: str, why: str) -> None:
+        """Ends a contender that has failed."""
+        crew = self.crews.pop(name, None)
+        if crew:
+            words = crew.last_words()
+            why += f" (`{words}`)" if words else ""
+            crew.close()
+        self.say(f"{BY_NAME[name].title} is out: {why}")
+        self.missing[name] = why

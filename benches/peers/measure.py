@@ -1,0 +1,171 @@
+"""What a call takes: contenders take turns, and the figure of a cell is the median of its turns.
+
+A turn is some batches of calls; its figure is the median batch, and that of a batch is its slowest rank. A rooted call is
+a batch of its own, after a meeting that is not counted, and lasts from when the root begins to when the last rank is
+done: a root that only sends would otherwise be calls ahead. Owns that definition and how many calls make a turn.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from . import board
+from .fleet import Crew, Fleet, Lost, Refused
+
+ROOTED = ("broadcast",)
+# In a turn of calls that follow one another.
+BATCHES = 11
+# Of the clock and of a meeting: a probe that is longer tells how many calls fill a turn.
+PROBE_NS = 2_000_000
+# A turn of slow calls has at least so many.
+LEAST_CALLS = 3
+MOST_ROOTED = 2000
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long and how often."""
+
+    turn_s: float
+    turns: int
+
+
+FULL = Effort(turn_s=0.06, turns=5)
+QUICK = Effort(turn_s=0.02, turns=5)
+# For a test of the machinery, which looks at no time.
+TINY = Effort(turn_s=0.001, turns=2)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A call that all contenders make."""
+
+    collective: str
+    dtype: str
+    bytes: int
+
+    @property
+    def words(self) -> str:
+        """As orders have it."""
+        return f"{self.collective} {self.dtype} {self.bytes}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Of one contender in one cell, in microseconds."""
+
+    cell: Cell
+    contender: str
+    ranks: int
+    turns_us: tuple[float, ...]
+
+    @property
+    def us(self) -> float:
+        """The median of the turns."""
+        return statistics.median(self.turns_us)
+
+    @property
+    def spread(self) -> float:
+        """The slowest turn over the fastest."""
+        return max(self.turns_us) / max(min(self.turns_us), 1e-6)
+
+    def as_json(self) -> dict[str, object]:
+        """For the file of results."""
+        turns = [round(turn, 4) for turn in self.turns_us]
+        return {**asdict(self.cell), "contender": self.contender, "ranks": self.ranks, "turns_us": turns}
+
+    @staticmethod
+    def from_json(row: dict[str, object]) -> Figure:
+        """From the file of results."""
+        cell = Cell(row["collective"], row["dtype"], row["bytes"])
+        return Figure(cell, row["contender"], row["ranks"], tuple(row["turns_us"]))
+
+
+@dataclass
+class Shape:
+    """How the calls of a contender's turn are cut."""
+
+    batches: int
+    calls: int
+    meet: bool
+
+
+def measure(
+    fleet: Fleet, cells: Iterable[Cell], wanted: Sequence[str], effort: Effort, tick: Callable[[Cell, str], None]
+) -> list[Figure]:
+    """Every cell by everyone who is up. Who fails is out of the fleet from then on."""
+    figures = []
+    for cell in cells:
+        shapes: dict[str, Shape] = {}
+        turns: dict[str, list[float]] = {}
+        for name in wanted:
+            if name in fleet.crews:
+                shape = attempt(fleet, name, lambda crew: prepare(crew, cell, effort))
+                if shape:
+                    shapes[name], turns[name] = shape, []
+        order = list(shapes)
+        for turn in range(effort.turns):
+            # Each begins in turn, since the one before leaves the caches and the clock as they are.
+            start = turn % max(len(order), 1)
+            for name in order[start:] + order[:start]:
+                if name not in fleet.crews:
+                    continue
+                tick(cell, name)
+                took = attempt(fleet, name, lambda crew: run(crew, cell, shapes[name]))
+                if took is not None:
+                    turns[name].append(took / 1000)
+        for name in order:
+            if len(turns[name]) == effort.turns:
+                figures.append(Figure(cell, name, fleet.ranks, tuple(turns[name])))
+    return figures
+
+
+def attempt(fleet: Fleet, name: str, body: Callable[[Crew], T]) -> T | None:
+    """`None` when the contender does not have the call, or fails; then it is out."""
+    try:
+        return body(fleet.crews[name])
+    except Refused:
+        return None
+    except Lost as why:
+        fleet.drop(name, str(why))
+        return None
+
+
+def prepare(crew: Crew, cell: Cell, effort: Effort) -> Shape:
+    """Looks at one result, then finds how many calls fill a turn."""
+    crew.order(f"check {cell.words}")
+    rooted = cell.collective in ROOTED
+    shape = Shape(1, 1, meet=rooted)
+    while True:
+        took_ns = max(run(crew, cell, shape) * (shape.batches if rooted else shape.calls), 1)
+        calls = shape.batches * shape.calls
+        if took_ns >= PROBE_NS or calls >= 1 << 20 or (rooted and calls >= MOST_ROOTED):
+            break
+        # Not too far at once: first calls are slower than what follows.
+        more = min(max(2 * PROBE_NS // int(took_ns), 2), 32) * calls
+        shape = Shape(min(more, MOST_ROOTED), 1, True) if rooted else Shape(1, more, False)
+    fitting = max(int(effort.turn_s * 1e9 * calls / took_ns), LEAST_CALLS)
+    if rooted:
+        return Shape(min(fitting, MOST_ROOTED), 1, True)
+    batches = min(fitting, BATCHES)
+    return Shape(batches, fitting // batches, False)
+
+
+def run(crew: Crew, cell: Cell, shape: Shape) -> float:
+    """One turn; nanoseconds of a call."""
+    crew.order(f"run {cell.words} {shape.batches} {shape.calls} {int(shape.meet)}")
+    spans = crew.spans(shape.batches)
+    took = [batch_ns(cell, [spans[rank][batch] for rank in range(crew.ranks)]) for batch in range(shape.batches)]
+    return statistics.median(took) / shape.calls
+
+
+def batch_ns(cell: Cell, ranks: Sequence[board.Span]) -> int:
+    """What a batch took the slowest rank, or from the root's begin on."""
+    if cell.collective in ROOTED:
+        return max(end for _, end in ranks) - ranks[0][0]
+    return max(end - begin for begin, end in ranks)

@@ -1,0 +1,6 @@
+// The meeting of `board.h` for ranks in Python, which load this as a library.
+#include "board.h"
+
+struct board *open_board(const char *path) { return board_open(path); }
+
+void meet(struct board *board, int rank, int ranks) { board_meet(board, rank, ranks); }

@@ -1,0 +1,286 @@
+"""One rank of a contender that is reached through torch; the protocol is that of `rank.c`.
+
+Started as `torch_rank.py DIR RANK RANKS CORE BACKEND LIBRARIES`, where LIBRARIES is the folder with what `build.py` has
+compiled. BACKEND is a name of `torch.distributed`, `noop` or `deepspeed`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+PR_SET_PDEATHSIG = 1
+
+Call = Callable[[], object]
+
+
+def main() -> None:
+    """Meets the others, then obeys the driver until it says `quit` or is gone."""
+    place, backend, libraries = sys.argv[1:5], sys.argv[5], Path(sys.argv[6])
+    folder, rank, ranks, core = Path(place[0]), int(place[1]), int(place[2]), int(place[3])
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if core >= 0:
+        # Before torch starts threads, which inherit it.
+        os.sched_setaffinity(0, [core])
+    driver = socket.socket(socket.AF_UNIX)
+    driver.connect(str(folder / "socket"))
+    lines = driver.makefile("rw", buffering=1)
+    print("pid", rank, os.getpid(), file=lines)
+    # Not before the driver knows of this process: torch takes seconds.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    member = open_member(folder, rank, ranks, backend, libraries)
+    print("ready", member.version, file=lines)
+    for line in lines:
+        if line.strip() == "quit":
+            break
+        print(member.obey(line), file=lines)
+    member.close()
+
+
+def load(name: str, libraries: Path) -> ModuleType:
+    """An extension module that was compiled for this run."""
+    spec = importlib.util.spec_from_file_location(name, libraries / name / f"{name}.so")
+    assert spec and spec.loader, f"{name} has a loader"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def open_member(folder: Path, rank: int, ranks: int, backend: str, libraries: Path) -> Member:
+    """Loads torch and makes the ranks meet over the backend."""
+    import torch
+
+    torch.set_num_threads(1)
+    if backend == "deepspeed":
+        return DeepSpeed(folder, rank, ranks, libraries)
+    return Distributed(folder, rank, ranks, libraries, backend)
+
+
+class Member:
+    """A rank that is up; the subclasses know how a collective is called."""
+
+    # Whether results are left as they should be.
+    computes = True
+    version = ""
+
+    def __init__(self, folder: Path, rank: int, ranks: int, libraries: Path) -> None:
+        import board
+        import torch
+
+        self.torch, self.board_module = torch, board
+        self.rank, self.ranks = rank, ranks
+        self.board = board.attach(folder / "board")
+        library = ctypes.CDLL(str(libraries / "board.so"))
+        library.open_board.restype = ctypes.c_void_p
+        memory = ctypes.c_void_p(library.open_board(str(folder / "board").encode()))
+        self.meet = lambda: library.meet(memory, rank, ranks)
+
+    def call_of(self, name: str, tensors: Tensors) -> Call | None:
+        """What makes one call, or none."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """The end, for those that need one."""
+
+    def obey(self, line: str) -> str:
+        """Carries out an order; its answer."""
+        verb, name, dtype, size, *rest = line.split()
+        tensors = Tensors(self, getattr(self.torch, dtype), int(size))
+        call = self.call_of(name, tensors)
+        if call is None:
+            return "none"
+        try:
+            if verb == "check":
+                return self.check(name, tensors, call)
+            batches, calls, meet = map(int, rest)
+            tensors.clear()
+            return self.run(call, batches, calls, bool(meet))
+        except Exception as error:
+            return "wrong " + " ".join(str(error).split())
+
+    def run(self, call: Call, batches: int, calls: int, meet: bool) -> str:
+        """Times batches of calls."""
+        clock = time.monotonic_ns
+        self.meet()
+        for _ in range(batches * calls // 10 + 1):
+            call()
+        rows = []
+        each = range(calls)
+        for batch in range(batches):
+            if meet or batch == 0:
+                self.meet()
+            begin = clock()
+            for _ in each:
+                call()
+            rows.append((begin, clock()))
+        self.board_module.tell(self.board, self.rank, rows)
+        return "ok"
+
+    def check(self, name: str, tensors: Tensors, call: Call) -> str:
+        """Makes one call and looks at the result."""
+        torch = self.torch
+        tensors.fill()
+        self.meet()
+        if name == "barrier":
+            return self.check_barrier(call)
+        call()
+        if not self.computes:
+            return "ok"
+        for output, expected in tensors.expected(name):
+            wrong = torch.nonzero(output.float() != expected.float())
+            if len(wrong):
+                at = int(wrong[0])
+                return f"wrong {name}: element {at} is {float(output[at])} and not {float(expected[at])}"
+        return "ok"
+
+    def check_barrier(self, call: Call) -> str:
+        marks = self.board_module.MARKS_AT
+        at = [marks + rank * self.board_module.LINE_BYTES for rank in range(self.ranks)]
+        mark = self.board[at[self.rank]] + 1
+        # One byte: a mark is looked at soon after it was made.
+        self.board[at[self.rank]] = mark & 0xFF
+        call()
+        early = [rank for rank in range(self.ranks) if (self.board[at[rank]] - mark) & 0x80]
+        if early and self.computes:
+            return f"wrong barrier ended before rank {early[0]} came"
+        return "ok"
+
+
+class Tensors:
+    """The tensors of one order, and what they should hold."""
+
+    def __init__(self, member: Member, dtype: object, size: int) -> None:
+        torch = member.torch
+        self.member, self.dtype = member, dtype
+        self.count = size // torch.empty(0, dtype=dtype).element_size()
+        self.block = self.count // member.ranks
+        self.whole = torch.zeros(self.count, dtype=dtype)
+        self.other = torch.zeros(self.count, dtype=dtype)
+        self.many: list[object] = []
+
+    def copies(self, count: int) -> list[object]:
+        """As many tensors like `whole`."""
+        self.many = [self.member.torch.zeros_like(self.whole) for _ in range(count)]
+        return self.many
+
+    def clear(self) -> None:
+        """Zeros, so that repeated sums in place stay what they are."""
+        for tensor in (self.whole, self.other, *self.many):
+            tensor.zero_()
+
+    def pattern(self, rank: int, count: int, start: int = 0) -> object:
+        """What a rank contributes; small enough that sums are exact in every type that is measured."""
+        torch = self.member.torch
+        return (torch.arange(start, start + count) % 7 + rank + 1).to(self.dtype)
+
+    def fill(self) -> None:
+        """The contribution of this rank."""
+        for tensor in (self.whole, self.other, *self.many):
+            tensor.copy_(self.pattern(self.member.rank, self.count))
+
+    def expected(self, name: str) -> list[tuple[object, object]]:
+        """Outputs with the results that they should have."""
+        torch, rank, ranks = self.member.torch, self.member.rank, self.member.ranks
+        everyone, block = range(ranks), self.block
+        collective = name.split("*")[0].split("&")[0]
+        if collective == "all_reduce":
+            total = sum(self.pattern(each, self.count) for each in everyone)
+            return [(tensor, total) for tensor in self.many or [self.whole]]
+        if collective == "reduce_scatter":
+            return [(self.other[:block], sum(self.pattern(each, block, rank * block) for each in everyone))]
+        if collective == "all_gather":
+            return [(self.other, torch.cat([self.pattern(each, block) for each in everyone]))]
+        if collective == "broadcast":
+            return [(self.whole, self.pattern(0, self.count))]
+        return [(self.other, torch.cat([self.pattern(each, block, rank * block) for each in everyone]))]
+
+
+class Distributed(Member):
+    """A backend of `torch.distributed`, called as users call it."""
+
+    def __init__(self, folder: Path, rank: int, ranks: int, libraries: Path, backend: str) -> None:
+        super().__init__(folder, rank, ranks, libraries)
+        import torch.distributed as dist
+
+        self.dist = dist
+        if backend == "noop":
+            self.computes = False
+            noop = load("peers_noop", libraries)
+            make = lambda store, rank, size, timeout: noop.make(rank, size)
+            dist.Backend.register_backend("noop", make, devices=["cpu"])
+        elif backend == "accl":
+            # Named, since a run must fail rather than fall back when the wheel is not there.
+            import torch_accl
+
+            self.version = torch_accl.__version__ + ", "
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{folder / 'store'}",
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=120),
+        )
+        self.version += f"torch {self.torch.__version__}"
+
+    def call_of(self, name: str, tensors: Tensors) -> Call | None:
+        dist, whole, other, block = self.dist, tensors.whole, tensors.other, tensors.block
+        if name == "all_reduce":
+            return partial(dist.all_reduce, whole)
+        if name == "reduce_scatter":
+            part = other[:block]
+            return partial(dist.reduce_scatter_tensor, part, whole)
+        if name == "all_gather":
+            part = whole[:block]
+            return partial(dist.all_gather_into_tensor, other, part)
+        if name == "broadcast":
+            return partial(dist.broadcast, whole, 0)
+        if name == "all_to_all":
+            return partial(dist.all_to_all_single, other, whole)
+        if name == "barrier":
+            return dist.barrier
+        # As in `accl.rs`: `*100` one after the other, `&100` outstanding together.
+        if name.startswith("all_reduce*"):
+            many = tensors.copies(int(name.split("*")[1]))
+            return lambda: [dist.all_reduce(one) for one in many]
+        if name.startswith("all_reduce&"):
+            many = tensors.copies(int(name.split("&")[1]))
+            return lambda: [work.wait() for work in [dist.all_reduce(one, async_op=True) for one in many]]
+        return None
+
+    def close(self) -> None:
+        self.dist.destroy_process_group()
+
+
+class DeepSpeed(Member):
+    """DeepSpeed's shared-memory op, called as a torch op, as its inference engine does."""
+
+    def __init__(self, folder: Path, rank: int, ranks: int, libraries: Path) -> None:
+        super().__init__(folder, rank, ranks, libraries)
+        # Names of its shared memory are made from these.
+        os.environ.update(LOCAL_SIZE=str(ranks), MASTER_ADDR=folder.name, MASTER_PORT=str(os.getppid()))
+        op = load("peers_deepspeed", libraries)
+        # 2: all types; 1: float32; 0: none.
+        self.level = op.vector_kernel_level()
+        op.initialize(ranks, rank)
+        self.version = (libraries / "peers_deepspeed" / "version").read_text()
+
+    def call_of(self, name: str, tensors: Tensors) -> Call | None:
+        needed = 1 if tensors.dtype is self.torch.float32 else 2
+        if name != "all_reduce" or self.level < needed:
+            return None
+        whole, op = tensors.whole, self.torch.ops.deepspeed.inference_all_reduce_
+        return partial(op, whole)
+
+
+if __name__ == "__main__":
+    main()
