@@ -115,7 +115,9 @@ def finish(command: list[str], otherwise: str, limit_s: float = 600, environment
         raise Unavailable(f"{otherwise}: {why}") from None
     if done.returncode:
         lines = [line.strip() for line in (done.stderr + done.stdout).splitlines()]
-        errors = [line for line in lines if "error" in line.lower()] or [line for line in lines if line] or ["no message"]
+        errors = (
+            [line for line in lines if "error" in line.lower()] or [line for line in lines if line] or ["no message"]
+        )
         print(done.stderr, file=sys.stderr)
         raise Unavailable(f"{otherwise}: {errors[0]}")
     return done.stdout
@@ -222,7 +224,7 @@ def make_deepspeed(shop: Workshop) -> None:
         if not shop.online:
             raise Unavailable("its sources are not there, and nothing is downloaded")
         shop.say("download deepspeed")
-        command = [*PIP, "download", "--quiet", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
+        command = [*PIP, "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
         finish([*command, "--dest", str(unpacked), "deepspeed"], "pip cannot download it", DOWNLOAD_S)
         for archive in unpacked.glob("deepspeed-*.tar.gz"):
             with tarfile.open(archive) as files:
@@ -239,7 +241,11 @@ def extension(shop: Workshop, name: str, sources: list[Path], flags: list[str]) 
     folder = shop.folder / name
     folder.mkdir(exist_ok=True)
     arguments = dict(
-        name=name, sources=list(map(str, sources)), extra_cflags=flags, build_directory=str(folder), is_python_module=False
+        name=name,
+        sources=list(map(str, sources)),
+        extra_cflags=flags,
+        build_directory=str(folder),
+        is_python_module=False,
     )
     code = f"from torch.utils.cpp_extension import load; load(**{arguments!r}, with_cuda=False)"
     # Ninja is beside this interpreter, which need not be on the path.

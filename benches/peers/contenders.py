@@ -44,14 +44,25 @@ def through_torch(name: str, title: str, note: str = "", at_home: bool = False) 
     program = ("{python}", TORCH_RANK)
     environment = {"OMP_NUM_THREADS": "1"}
     return Contender(
-        name, title, Level.TORCH, program, (name.removesuffix("_torch"), "{libraries}"), (), environment, (), at_home, note
+        name,
+        title,
+        Level.TORCH,
+        program,
+        (name.removesuffix("_torch"), "{libraries}"),
+        (),
+        environment,
+        (),
+        at_home,
+        note,
     )
 
 
 # Ranks pin themselves, all in the same way; so launchers must not.
 CONTENDERS = (
     Contender("accl", "accl engine", Level.ENGINE, ("{accl}",), at_home=True, note="`Group::run`, no torch"),
-    Contender("sketch", "sketch in C", Level.ENGINE, ("{sketch}",), at_home=True, note="`benches/peers/ranks/sketch.c`"),
+    Contender(
+        "sketch", "sketch in C", Level.ENGINE, ("{sketch}",), at_home=True, note="`benches/peers/ranks/sketch.c`"
+    ),
     Contender(
         "openmpi",
         "Open MPI",

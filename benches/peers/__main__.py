@@ -1,0 +1,80 @@
+"""`make bench-peers`: measures the sections that are asked for, keeps what was measured, writes the page.
+
+Sections that were not measured this time stay on the page as they were, with their own date.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from . import machine
+from .arguments import parse
+from .build import ROOT, Workshop
+from .measure import FULL, QUICK, Effort
+from .progress import Progress
+from .report import Bench, closing
+from .sections import BY_NAME
+
+
+def main() -> int:
+    """The command; its exit code."""
+    asked = parse(sys.argv[1:])
+    # Ends by exception, so that no rank stays behind, stopped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if asked.selftest:
+        from .selftest import run
+
+        return run()
+    from . import page
+
+    kept = asked.output / "performance" / "results.json"
+    results = json.loads(kept.read_text()) if kept.exists() else {"sections": {}}
+    if not asked.page_only:
+        effort = QUICK if asked.quick else FULL
+        with Progress() as progress:
+            shop = Workshop(ROOT / ".make" / "peers" / "build", progress.say, online=not asked.offline)
+            shop.prepare(asked.contenders)
+            with closing(Bench(shop, effort, asked.contenders, progress.say, progress.tick)) as bench:
+                for name in asked.sections:
+                    progress.say(BY_NAME[name].title)
+                    results["sections"][name] = record(bench, name)
+                    save(results, kept)
+    print(page.write(results, asked.output))
+    return 0
+
+
+def record(bench: Bench, name: str) -> dict[str, Any]:
+    """A section's figures with all that they depend on."""
+    bench.versions, bench.missing = {}, {}
+    data = BY_NAME[name].collect(bench)
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": machine.commit(),
+        "effort": words(bench.effort),
+        "machine": machine.facts(),
+        "versions": bench.versions,
+        "missing": bench.missing,
+        "data": data,
+    }
+
+
+def words(effort: Effort) -> str:
+    """For people."""
+    return f"{effort.turns} turns of about {effort.turn_s * 1000:.0f} ms"
+
+
+def save(results: dict[str, Any], kept: Path) -> None:
+    """After each section, so that a run that is ended has not been in vain. A figure is a line."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(results, indent=1, sort_keys=True)
+    kept.write_text(re.sub(r"\{[^{}]*\}", lambda inner: re.sub(r"\n\s*", " ", inner[0]), text) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""The command line. Wrong arguments are one sentence and exit code 2; run as a program it only looks at them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from .build import ROOT
+from .contenders import CONTENDERS
+from .sections import SECTIONS
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong, and nothing else."""
+
+    def error(self, message: str) -> NoReturn:
+        """One sentence."""
+        self.exit(2, f"bench-peers: {message}\n")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """What is asked for; ends the program when it makes no sense."""
+    parser = Parser(prog="make bench-peers", description="Speed next to other libraries; writes docs/performance.md.")
+    parser.add_argument(
+        "--sections",
+        type=chosen("section", [one.name for one in SECTIONS]),
+        metavar="A,B",
+        help="only these: %s" % listed(SECTIONS),
+    )
+    parser.add_argument(
+        "--contenders",
+        type=chosen("contender", [one.name for one in CONTENDERS]),
+        metavar="A,B",
+        help="only these: %s" % listed(CONTENDERS),
+    )
+    parser.add_argument("--quick", action="store_true", help="shorter turns, for a look")
+    parser.add_argument("--offline", action="store_true", help="download and install nothing")
+    parser.add_argument("--page-only", action="store_true", help="measure nothing, write the page from the results")
+    parser.add_argument("--output", type=folder, default=ROOT / "docs", metavar="DIR", help="instead of docs/")
+    parser.add_argument(
+        "--selftest", action="store_true", help="one tiny cell by what needs no download; writes no page"
+    )
+    found = parser.parse_args(arguments)
+    found.sections = found.sections or [one.name for one in SECTIONS]
+    found.contenders = found.contenders or [one.name for one in CONTENDERS]
+    return found
+
+
+def listed(rows: tuple) -> str:
+    """Names of rows."""
+    return ", ".join(one.name for one in rows)
+
+
+def chosen(what: str, known: list[str]):
+    """A parser of lists of names."""
+
+    def names(text: str) -> list[str]:
+        words = text.split(",")
+        for word in words:
+            if word not in known:
+                raise argparse.ArgumentTypeError(f"unknown {what} `{word}`; expected some of {', '.join(known)}")
+        return words
+
+    return names
+
+
+def folder(text: str) -> Path:
+    """A folder that is there."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"`{text}` is no folder")
+    return Path(text)
+
+
+if __name__ == "__main__":
+    parse(sys.argv[1:])

@@ -1,0 +1,87 @@
+"""docs/performance.md from the file of results: nothing on the page is typed by hand. Owns the page's order and words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .contenders import CONTENDERS
+from .plots import draw
+from .sections import SECTIONS
+from .tables import Bar
+
+INTRODUCTION = """\
+# Performance
+
+Written by `make bench-peers`, from `performance/results.json`; not edited by hand. `benches/README.md` says how to run it
+and how to add to it.
+
+A figure is the median of at least five turns; contenders take turns within one run, and whoever does not run is stopped.
+A turn is the median of its batches of calls, and a batch is as slow as its slowest rank. Times are in microseconds
+(us), sizes are those of the largest buffer of the call. ~ marks figures whose slowest turn took more than 1.5 times the
+fastest. Bars are compared before rounding, and values are rounded to the worse side. Before a contender is timed in a
+cell, the result of one call is looked at."""
+
+
+def write(results: dict[str, Any], docs: Path) -> Path:
+    """Writes the page and its plots below `docs`."""
+    folder = docs / "performance"
+    folder.mkdir(parents=True, exist_ok=True)
+    records = [
+        (section, results["sections"][section.name]) for section in SECTIONS if section.name in results["sections"]
+    ]
+    parts = [[INTRODUCTION]]
+    bars: list[tuple[str, list[Bar]]] = []
+    for section, record in records:
+        tables = section.tables(record["data"])
+        bars.append((section.title, [bar for table in tables for bar in table.bars]))
+        lines = [f"## {section.title}", "", section.text, ""]
+        for table in tables:
+            lines += [*table.lines(), ""]
+        for plot in section.plots(record["data"]):
+            draw(plot, folder / f"{plot.name}.svg")
+            lines += [f"![{plot.title}](performance/{plot.name}.svg)", ""]
+        lines.append(f"Measured {record['date']} at commit {record['commit']}, {record['effort']}.")
+        parts.append(lines)
+    parts[1:1] = [summary(bars), setting([record for _, record in records])]
+    page = docs / "performance.md"
+    page.write_text("\n\n".join("\n".join(part).strip() for part in parts) + "\n")
+    return page
+
+
+def summary(bars: Iterable[tuple[str, list[Bar]]]) -> list[str]:
+    """How many bars are met."""
+    lines = ["| | bars met | missed | not measured |", "|---|---:|---:|---:|"]
+    for title, found in bars:
+        counts = [sum(bar.met is verdict for bar in found) for verdict in (True, False, None)]
+        lines.append(f"| {title} | " + " | ".join(map(str, counts)) + " |")
+    return lines
+
+
+def setting(records: list[dict[str, Any]]) -> list[str]:
+    """The machine, and who took part."""
+    lines = ["## Machine and contenders", ""]
+    machines = []
+    for record in records:
+        if record["machine"] not in machines:
+            machines.append(record["machine"])
+    for machine in machines:
+        lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in machine.items()), ""]
+    if len(machines) > 1:
+        lines += ["Sections were measured on different machines; each of the tables above is one of them.", ""]
+    lines += ["| contender | version | called | set-up |", "|---|---|---|---|"]
+    for one in CONTENDERS:
+        versions = dict.fromkeys(record["versions"][one.name] for record in records if one.name in record["versions"])
+        if versions:
+            lines.append(f"| {one.title} | {'; '.join(versions)} | {one.level.value} | {one.note} |")
+    reasons = dict.fromkeys(
+        (one.title, record["missing"][one.name])
+        for record in records
+        for one in CONTENDERS
+        if one.name in record["missing"]
+    )
+    if reasons:
+        lines += ["", "Who could not take part, or not to the end:", ""]
+        lines += [f"* {title}, {reason}" for title, reason in reasons]
+    return lines

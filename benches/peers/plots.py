@@ -1,0 +1,37 @@
+"""Curves as SVG files, the same bytes for the same figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .contenders import CONTENDERS
+from .report import Plot
+from .tables import size_name
+
+# Ours are thick; a contender has the same colour in every plot.
+OURS = ("accl engine", "accl through torch")
+
+
+def draw(plot: Plot, target: Path) -> None:
+    """Writes one plot."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    # Text stays text and names do not change from run to run.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "accl", "font.size": 9})
+    from matplotlib import pyplot
+
+    colours = {one.title: f"C{index}" for index, one in enumerate(CONTENDERS)}
+    figure, axes = pyplot.subplots(figsize=(8, 4.6), layout="constrained")
+    for title, points in plot.curves.items():
+        if points:
+            style = dict(linewidth=2.6, markersize=5) if title in OURS else dict(linewidth=1.2, markersize=3)
+            axes.plot(*zip(*points), marker="o", label=title, color=colours.get(title), **style)
+    axes.set(xscale="log", yscale="log", xlabel="size", ylabel="microseconds per call", title=plot.title)
+    sizes = sorted({size for points in plot.curves.values() for size, _ in points})
+    axes.set_xticks(sizes, [size_name(size) for size in sizes])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    figure.savefig(target, metadata={"Date": None})
+    pyplot.close(figure)

@@ -1,0 +1,57 @@
+"""Tells on stderr what is being done: a line that moves where there is a terminal, else a line for each step."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from .contenders import title_of
+from .measure import Cell
+from .tables import size_name
+
+
+class Progress:
+    """A context manager; `say` is for steps, `tick` for turns."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.status = None
+        self.cell: Cell | None = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+
+            self.status = Console(stderr=True).status("")
+
+    def __enter__(self) -> Progress:
+        if self.status:
+            self.status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.status:
+            self.status.stop()
+
+    def say(self, text: str) -> None:
+        """A step that is worth a line."""
+        line = f"{self.minutes()} {text}"
+        if self.status:
+            self.status.console.print(line, highlight=False, markup=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def tick(self, cell: Cell, contender: str) -> None:
+        """A turn begins."""
+        text = f"{cell.collective} {cell.dtype} {size_name(cell.bytes)}"
+        if self.status:
+            self.status.update(f"{self.minutes()} {text}: {title_of(contender)}")
+        elif cell != self.cell:
+            print(f"{self.minutes()} {text}", file=sys.stderr, flush=True)
+        self.cell = cell
+
+    def minutes(self) -> str:
+        """Since the start."""
+        seconds = int(time.monotonic() - self.began)
+        return f"{seconds // 60}:{seconds % 60:02}"

@@ -1,0 +1,164 @@
+"""What a section is, and what it works with. A section is one file of `sections/`: cells that are measured, tables with a
+bar for each of its claims, and plots. `sections/__init__.py` lists them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .build import Workshop
+from .contenders import BY_NAME, CONTENDERS
+from .fleet import Fleet
+from .measure import Cell, Effort, Figure, measure
+from .tables import Bar, Table, plain, size_name
+
+SIZES = (4, 1 << 10, 16 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
+# Turns that differ by more are marked.
+STEADY = 1.5
+
+
+@dataclass
+class Bench:
+    """What sections measure with: the contenders, and one fleet at a time."""
+
+    shop: Workshop
+    effort: Effort
+    contenders: Sequence[str]
+    say: Callable[[str], None]
+    tick: Callable[[Cell, str], None]
+    fleet: Fleet | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def figures(self, ranks: int, wanted: Sequence[str], cells: Iterable[Cell]) -> list[Figure]:
+        """Measures cells by those of `wanted` that take part in this run."""
+        if self.fleet is None or self.fleet.ranks != ranks:
+            self.close()
+            self.fleet = Fleet(ranks, self.say)
+        taking_part = [name for name in wanted if name in self.contenders]
+        self.fleet.start([name for name in taking_part if name not in self.shop.missing], self.shop.names)
+        figures = measure(self.fleet, cells, taking_part, self.effort, self.tick)
+        self.versions |= {name: self.fleet.versions[name] for name in taking_part if name in self.fleet.versions}
+        for name in taking_part:
+            reason = self.shop.missing.get(name) or self.fleet.missing.get(name)
+            if reason:
+                self.missing[name] = f"with {ranks} ranks: {reason}"
+        return figures
+
+    def close(self) -> None:
+        """Ends whoever is up."""
+        if self.fleet:
+            self.fleet.__exit__()
+        self.fleet = None
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Curves over sizes: for each contender (bytes, microseconds)."""
+
+    name: str
+    title: str
+    curves: dict[str, list[tuple[int, float]]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the page."""
+
+    name: str
+    title: str
+    # How it was measured and what the bars are; Markdown.
+    text: str
+    # Returns what the file of results keeps.
+    collect: Callable[[Bench], dict[str, Any]]
+    # From that, the tables and plots.
+    tables: Callable[[dict[str, Any]], list[Table]]
+    plots: Callable[[dict[str, Any]], list[Plot]] = lambda data: []
+
+
+class Figures:
+    """Figures by contender and cell."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
+        self.all = [Figure.from_json(row) for row in rows]
+        self.by_place = {(one.contender, one.cell): one for one in self.all}
+
+    def us(self, contender: str, cell: Cell) -> float | None:
+        """Microseconds, if they were measured."""
+        figure = self.by_place.get((contender, cell))
+        return figure.us if figure else None
+
+    def entry(self, contender: str, cell: Cell) -> str:
+        """For a table; a tilde says that turns differed much."""
+        figure = self.by_place.get((contender, cell))
+        if not figure:
+            return ""
+        return ("~" if figure.spread > STEADY else "") + plain(figure.us)
+
+    def best(self, contenders: Iterable[str], cell: Cell) -> tuple[str, float] | None:
+        """The fastest of some, and its figure."""
+        found = [(us, name) for name in contenders if (us := self.us(name, cell)) is not None]
+        return (min(found)[1], min(found)[0]) if found else None
+
+    def contenders(self, cells: Iterable[Cell]) -> list[str]:
+        """Who has a figure in one of these cells, in the order of the table of contenders."""
+        have = {name for name, cell in self.by_place if cell in set(cells)}
+        return [one.name for one in CONTENDERS if one.name in have]
+
+    def table(self, cells: Sequence[Cell], first: str) -> Table:
+        """The figures of everyone in these cells, in microseconds."""
+        table = Table([first, *(size_name(cell.bytes) for cell in cells)])
+        for name in self.contenders(cells):
+            table.row(BY_NAME[name].title, (self.entry(name, cell) for cell in cells))
+        return table
+
+    def add_best(self, table: Table, contenders: Sequence[str], cells: Sequence[Cell], share: Sequence[float]) -> None:
+        """A row with the best peer, and one with the engine's share of it, under a bar for each cell."""
+        best = [self.best(contenders, cell) for cell in cells]
+        table.row("best peer", (BY_NAME[one[0]].title if one else "" for one in best))
+        shares = [
+            Bar(mine / one[1] if one and (mine := self.us("accl", cell)) is not None else None, at_most=bar)
+            for cell, one, bar in zip(cells, best, share)
+        ]
+        table.row("accl engine / best peer", shares)
+
+    def add_times(
+        self, table: Table, label: str, slow: str, fast: str, cells: Sequence[Cell], bars: Sequence[float]
+    ) -> None:
+        """A row that says how many times one is faster than another."""
+
+        def times(cell: Cell) -> float | None:
+            theirs, ours = self.us(slow, cell), self.us(fast, cell)
+            return None if theirs is None or ours is None else theirs / ours
+
+        table.row(label, (Bar(times(cell), at_least=bar) for cell, bar in zip(cells, bars)))
+
+    def plot(self, name: str, title: str, cells: Sequence[Cell]) -> Plot:
+        """Everyone's curve over these cells."""
+        curves = {
+            BY_NAME[one].title: [(cell.bytes, us) for cell in cells if (us := self.us(one, cell)) is not None]
+            for one in self.contenders(cells)
+        }
+        return Plot(name, title, curves)
+
+
+def cells_of(collective: str, sizes: Sequence[int] = SIZES, dtype: str = "float32") -> list[Cell]:
+    """A cell for each size."""
+    return [Cell(collective, dtype, size) for size in sizes]
+
+
+def as_rows(figures: Iterable[Figure]) -> dict[str, Any]:
+    """What the file of results keeps of figures."""
+    return {"figures": [figure.as_json() for figure in figures]}
+
+
+@contextlib.contextmanager
+def closing(bench: Bench) -> Iterable[Bench]:
+    """Whatever happens, no process stays."""
+    try:
+        yield bench
+    finally:
+        bench.close()

@@ -1,0 +1,63 @@
+"""all_reduce of float32 between two ranks: against every peer, against gloo, and against torch's own cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..report import Bench, Figures, Plot, Section, as_rows, cells_of
+from ..tables import Bar, Table
+
+RANKS = 2
+CELLS = cells_of("all_reduce")
+WANTED = (
+    *("accl", "sketch", "openmpi", "mpich", "intelmpi", "oneccl"),
+    *("accl_torch", "gloo", "noop", "deepspeed"),
+)
+PEERS = ("openmpi", "mpich", "intelmpi", "oneccl", "deepspeed")
+SHARE_OF_BEST = (0.6, 0.5, 0.5, 0.7, 0.7, 0.4, 0.42)
+TIMES_GLOO = (15, 25, 20, 15, 8, 8, 5)
+# Through torch: what a backend that does nothing takes, and this, and so many times the engine.
+OVERHEAD_US = 1.0
+OF_ENGINE = 1.3
+
+
+def collect(bench: Bench) -> dict[str, Any]:
+    """Everyone, all sizes."""
+    return as_rows(bench.figures(RANKS, WANTED, CELLS))
+
+
+def tables(data: dict[str, Any]) -> list[Table]:
+    """One table: microseconds, then the bars."""
+    figures = Figures(data["figures"])
+    table = figures.table(CELLS, "2 ranks, us")
+    figures.add_best(table, PEERS, CELLS, SHARE_OF_BEST)
+    figures.add_times(table, "gloo / accl, both through torch", "gloo", "accl_torch", CELLS, TIMES_GLOO)
+    table.row("accl through torch, us", (torch_bar(figures, cell) for cell in CELLS))
+    return [table]
+
+
+def torch_bar(figures: Figures, cell: Any) -> Bar:
+    """What accl may take through torch."""
+    noop, engine = figures.us("noop", cell), figures.us("accl", cell)
+    if noop is None or engine is None:
+        return Bar(None)
+    return Bar(figures.us("accl_torch", cell), at_most=noop + OVERHEAD_US + OF_ENGINE * engine)
+
+
+def plots(data: dict[str, Any]) -> list[Plot]:
+    """The curves."""
+    return [Figures(data["figures"]).plot("all_reduce", "all_reduce, float32, 2 ranks", CELLS)]
+
+
+SECTION = Section(
+    name="all_reduce",
+    title="all_reduce, two ranks",
+    text=(
+        "float32 sums, each rank on a core of its own. Bars: the engine's share of the best peer (the sketch is no peer: "
+        f"it can do nothing else); times faster than gloo; and through torch at most the no-op backend + {OVERHEAD_US:g} us "
+        f"+ {OF_ENGINE:g} x the engine. DeepSpeed's op is called as a torch op and counts as a peer."
+    ),
+    collect=collect,
+    tables=tables,
+    plots=plots,
+)
