@@ -13,7 +13,7 @@ from .build import Workshop
 from .contenders import BY_NAME, CONTENDERS
 from .fleet import Fleet
 from .measure import Cell, Effort, Figure, measure
-from .tables import Bar, Table, plain, size_name
+from .tables import Bar, Table, plain, ratio, size_name
 
 SIZES = (4, 1 << 10, 16 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 # Turns that differ by more are marked.
@@ -85,6 +85,7 @@ class Figures:
     def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
         self.all = [Figure.from_json(row) for row in rows]
         self.by_place = {(one.contender, one.cell): one for one in self.all}
+        self.cells = list(dict.fromkeys(one.cell for one in self.all))
 
     def us(self, contender: str, cell: Cell) -> float | None:
         """Microseconds, if they were measured."""
@@ -115,26 +116,30 @@ class Figures:
             table.row(BY_NAME[name].title, (self.entry(name, cell) for cell in cells))
         return table
 
-    def add_best(self, table: Table, contenders: Sequence[str], cells: Sequence[Cell], share: Sequence[float]) -> None:
-        """A row with the best peer, and one with the engine's share of it, under a bar for each cell."""
+    def add_best(
+        self,
+        table: Table,
+        contenders: Sequence[str],
+        cells: Sequence[Cell],
+        share: Sequence[float],
+        whose: str = "best peer",
+    ) -> None:
+        """A row with the best of some, and one with the engine's share of it, under a bar for each cell."""
         best = [self.best(contenders, cell) for cell in cells]
-        table.row("best peer", (BY_NAME[one[0]].title if one else "" for one in best))
-        shares = [
-            Bar(mine / one[1] if one and (mine := self.us("accl", cell)) is not None else None, at_most=bar)
+        table.row(whose, (BY_NAME[one[0]].title if one else "" for one in best))
+        shares = (
+            Bar(ratio(self.us("accl", cell), one[1] if one else None), at_most=bar)
             for cell, one, bar in zip(cells, best, share)
-        ]
-        table.row("accl engine / best peer", shares)
+        )
+        table.row(f"accl engine / {whose}", shares)
 
     def add_times(
         self, table: Table, label: str, slow: str, fast: str, cells: Sequence[Cell], bars: Sequence[float]
     ) -> None:
         """A row that says how many times one is faster than another."""
 
-        def times(cell: Cell) -> float | None:
-            theirs, ours = self.us(slow, cell), self.us(fast, cell)
-            return None if theirs is None or ours is None else theirs / ours
-
-        table.row(label, (Bar(times(cell), at_least=bar) for cell, bar in zip(cells, bars)))
+        times = (ratio(self.us(slow, cell), self.us(fast, cell)) for cell in cells)
+        table.row(label, (Bar(value, at_least=bar) for value, bar in zip(times, bars)))
 
     def plot(self, name: str, title: str, cells: Sequence[Cell]) -> Plot:
         """Everyone's curve over these cells."""

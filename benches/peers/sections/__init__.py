@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from ..report import Section
-from . import all_reduce
+from . import all_reduce, collectives, four_ranks, outstanding, sixteen_bits
 
-SECTIONS: tuple[Section, ...] = (all_reduce.SECTION,)
+SECTIONS: tuple[Section, ...] = (
+    all_reduce.SECTION,
+    four_ranks.SECTION,
+    collectives.SECTION,
+    sixteen_bits.SECTION,
+    outstanding.SECTION,
+)
 BY_NAME = {section.name: section for section in SECTIONS}

@@ -1,0 +1,78 @@
+"""The other collectives between two ranks: against gloo through torch, and against the best MPI at engine level."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..measure import Cell
+from ..report import SIZES, Bench, Figures, Plot, Section, as_rows, cells_of
+from ..tables import Table
+
+RANKS = 2
+WANTED = ("accl", "openmpi", "mpich", "intelmpi", "oneccl", "accl_torch", "gloo", "noop")
+PEERS = ("openmpi", "intelmpi")
+# No rank's part is less than an element.
+PARTED = tuple(max(size, 4 * RANKS) for size in SIZES)
+# A barrier has no size; its cell has one that ranks can make a buffer of.
+BARRIER = (4,)
+SIZES_OF = {
+    "reduce_scatter": PARTED,
+    "all_gather": PARTED,
+    "broadcast": SIZES,
+    "all_to_all": PARTED,
+    "barrier": BARRIER,
+}
+SMALL_BYTES = 64 << 10
+TIMES_GLOO_SMALL = 10
+TIMES_GLOO_LARGE = 1
+SHARE_OF_BEST = 1.0
+
+
+def cells(collective: str) -> list[Cell]:
+    """Those of one collective."""
+    return cells_of(collective, SIZES_OF[collective])
+
+
+def collect(bench: Bench) -> dict[str, Any]:
+    """Everyone, all collectives, all sizes."""
+    return as_rows(bench.figures(RANKS, WANTED, [cell for name in SIZES_OF for cell in cells(name)]))
+
+
+def tables(data: dict[str, Any]) -> list[Table]:
+    """A table for each collective."""
+    figures = Figures(data["figures"])
+    return [table_of(figures, name) for name in SIZES_OF]
+
+
+def table_of(figures: Figures, collective: str) -> Table:
+    """Microseconds, then the bars."""
+    row = cells(collective)
+    table = figures.table(row, f"{collective}, us")
+    if collective == "barrier":
+        table.head = [table.head[0], "2 ranks"]
+    figures.add_best(table, PEERS, row, [SHARE_OF_BEST] * len(row), "Open MPI or Intel MPI")
+    bars = [TIMES_GLOO_SMALL if cell.bytes <= SMALL_BYTES else TIMES_GLOO_LARGE for cell in row]
+    figures.add_times(table, "gloo / accl, both through torch", "gloo", "accl_torch", row, bars)
+    return table
+
+
+def plots(data: dict[str, Any]) -> list[Plot]:
+    """Curves of each collective that has sizes."""
+    figures = Figures(data["figures"])
+    return [figures.plot(name, f"{name}, float32, 2 ranks", cells(name)) for name in SIZES_OF if name != "barrier"]
+
+
+SECTION = Section(
+    name="collectives",
+    title="Other collectives, two ranks",
+    text=(
+        "float32, each rank on a core of its own. A broadcast is timed call by call: ranks meet in shared memory before each, "
+        "which is not counted, and the call lasts from when the root begins to when the last rank is done. Of the others "
+        "calls follow one another, since no rank can be ahead by more than one. Bars: the engine takes no longer than the "
+        f"better of Open MPI and Intel MPI; through torch at least {TIMES_GLOO_SMALL} times faster than gloo up to 64 KiB, and "
+        "faster above."
+    ),
+    collect=collect,
+    tables=tables,
+    plots=plots,
+)

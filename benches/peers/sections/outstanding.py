@@ -1,0 +1,46 @@
+"""Asynchronous calls: a hundred that are outstanding together, next to a hundred that follow one another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..contenders import title_of
+from ..measure import Cell
+from ..report import Bench, Figures, Section, as_rows
+from ..tables import Bar, Table, ratio
+
+RANKS = 2
+CALLS = 100
+BYTES = 1 << 20
+# `accl.rs` has the names: each of the calls has a tensor of its own.
+BLOCKING = Cell(f"all_reduce*{CALLS}", "float32", BYTES)
+TOGETHER = Cell(f"all_reduce&{CALLS}", "float32", BYTES)
+OURS = ("accl", "accl_torch")
+WANTED = (*OURS, "gloo")
+
+
+def collect(bench: Bench) -> dict[str, Any]:
+    """Both ways."""
+    return as_rows(bench.figures(RANKS, WANTED, [BLOCKING, TOGETHER]))
+
+
+def tables(data: dict[str, Any]) -> list[Table]:
+    """A row for each contender."""
+    figures = Figures(data["figures"])
+    table = Table(
+        [f"2 ranks, {CALLS} x 1 MiB, us", "one after the other", "outstanding together", "together / one by one"]
+    )
+    for name in WANTED:
+        share = ratio(figures.us(name, TOGETHER), figures.us(name, BLOCKING))
+        last = Bar(share, at_most=1) if name in OURS else ""
+        table.row(title_of(name), [figures.entry(name, BLOCKING), figures.entry(name, TOGETHER), last])
+    return [table]
+
+
+SECTION = Section(
+    name="outstanding",
+    title="Asynchronous calls",
+    text=f"{CALLS} all_reduces of 1 MiB of float32, each on a tensor of its own. Bar: together they take no longer.",
+    collect=collect,
+    tables=tables,
+)

@@ -1,0 +1,54 @@
+"""all_reduce of 16-bit floats, as tensor-parallel inference makes them, next to float32 of as many bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..contenders import title_of
+from ..measure import Cell
+from ..report import Bench, Figures, Section, as_rows, cells_of
+from ..tables import Bar, Table, ratio, size_name
+
+RANKS = 2
+SIZES = (8 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
+HALVES = ("bfloat16", "float16")
+DTYPES = ("float32", *HALVES)
+OURS = ("accl", "accl_torch")
+WANTED = (*OURS, "gloo", "deepspeed")
+
+
+def collect(bench: Bench) -> dict[str, Any]:
+    """Types in turn at each size, so that they meet the same machine."""
+    return as_rows(
+        bench.figures(RANKS, WANTED, [Cell("all_reduce", dtype, size) for size in SIZES for dtype in DTYPES])
+    )
+
+
+def tables(data: dict[str, Any]) -> list[Table]:
+    """Microseconds of each type, then the bars."""
+    figures = Figures(data["figures"])
+    table = Table(["2 ranks, us", *map(size_name, SIZES)])
+    for name in figures.contenders(figures.cells):
+        for dtype in DTYPES:
+            row = cells_of("all_reduce", SIZES, dtype)
+            if any(figures.us(name, cell) is not None for cell in row):
+                table.row(f"{title_of(name)}, {dtype}", (figures.entry(name, cell) for cell in row))
+    for name in OURS:
+        for dtype in HALVES:
+            table.row(f"{dtype} / float32, {title_of(name)}", (bar(figures, name, dtype, size) for size in SIZES))
+    return [table]
+
+
+def bar(figures: Figures, name: str, dtype: str, size: int) -> Bar:
+    """Time of as many bytes."""
+    half, full = (figures.us(name, Cell("all_reduce", each, size)) for each in (dtype, "float32"))
+    return Bar(ratio(half, full), at_most=1)
+
+
+SECTION = Section(
+    name="sixteen_bits",
+    title="16-bit floats",
+    text="Sums of bfloat16 and float16, two ranks. Bar: as many bytes take no longer than in float32.",
+    collect=collect,
+    tables=tables,
+)
