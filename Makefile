@@ -9,7 +9,7 @@ ARGS ?=
 export TORCH PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test wheel test-torch test-peers bench clean
+.PHONY: help demo test wheel test-torch test-peers bench bench-peers clean
 
 help: ## list the targets
 	@echo "make TARGET [TORCH=2.15.0] [PYTHON=python3] [ARGS='...']"
@@ -37,6 +37,9 @@ test-peers: ## PyTorch's own distributed suite at worlds 2, 3 and 4, next to a f
 bench: ## the microbenchmarks
 	@.ci/tools
 	@.ci/bench $(ARGS)
+
+bench-peers: ## speed next to gloo, MPI, oneCCL and DeepSpeed: docs/performance.md; ARGS='--quick --sections all_reduce'
+	@.ci/bench_peers $(ARGS)
 
 clean: ## remove everything that was built, .venv included
 	rm -rf target dist build demo-output .venv .make

@@ -51,8 +51,9 @@ def main() -> int:
 
 def record(bench: Bench, name: str) -> dict[str, Any]:
     """A section's figures with all that they depend on."""
-    bench.versions, bench.missing = {}, {}
+    bench.versions, bench.missing, bench.ticks = {}, {}, (0, 0, 0)
     data = BY_NAME[name].collect(bench)
+    total, others, stolen = bench.ticks
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": machine.commit(),
@@ -60,6 +61,8 @@ def record(bench: Bench, name: str) -> dict[str, Any]:
         "machine": machine.facts(),
         "versions": bench.versions,
         "missing": bench.missing,
+        "others_percent": round(100 * others / max(total, 1), 1),
+        "stolen_percent": round(100 * stolen / max(total, 1), 1),
         "data": data,
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 from .build import ROOT
@@ -39,6 +40,39 @@ def commit() -> str:
     outputs = [":!docs/performance.md", ":!docs/performance"]
     changed = output_of(["git", "-C", str(ROOT), "status", "--porcelain", "--", ".", *outputs])
     return short + "+" * bool(changed)
+
+
+class Quiet:
+    """How much of the cores others took while this was on: whoever has read `share` and `stolen` knows whether to believe."""
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self.pids = list(pids)
+        self.ticks, self.own = cpu_ticks(), self.own_ticks()
+
+    def figures(self) -> tuple[float, float, float]:
+        """Ticks since the start: all that the cores had, those of other processes, and those that the host took."""
+        total, busy, stolen = (now - before for now, before in zip(cpu_ticks(), self.ticks))
+        return total, max(busy - (self.own_ticks() - self.own), 0), stolen
+
+    def own_ticks(self) -> int:
+        """Of this process and of those that it watches; one that is gone counts no more."""
+        return sum(process_ticks(pid) for pid in [os.getpid(), *self.pids])
+
+
+def cpu_ticks() -> tuple[int, int, int]:
+    """Of all cores since the machine began: all, busy, taken by the host."""
+    user, nice, system, idle, wait, irq, soft, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    busy = user + nice + system + irq + soft
+    return busy + idle + wait + steal, busy, steal
+
+
+def process_ticks(pid: int) -> int:
+    """Of all threads of a process."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(words[11]) + int(words[12])
 
 
 def governor() -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TypeVar
 
 from . import board
@@ -105,7 +106,7 @@ def measure(
         turns: dict[str, list[float]] = {}
         for name in wanted:
             if name in fleet.crews:
-                shape = attempt(fleet, name, lambda crew: prepare(crew, cell, effort))
+                shape = attempt(fleet, name, partial(prepare, cell=cell, effort=effort))
                 if shape:
                     shapes[name], turns[name] = shape, []
         order = list(shapes)
@@ -116,7 +117,7 @@ def measure(
                 if name not in fleet.crews:
                     continue
                 tick(cell, name)
-                took = attempt(fleet, name, lambda crew: run(crew, cell, shapes[name]))
+                took = attempt(fleet, name, partial(run, cell=cell, shape=shapes[name]))
                 if took is not None:
                     turns[name].append(took / 1000)
         for name in order:

@@ -42,7 +42,10 @@ def write(results: dict[str, Any], docs: Path) -> Path:
         for plot in section.plots(record["data"]):
             draw(plot, folder / f"{plot.name}.svg")
             lines += [f"![{plot.title}](performance/{plot.name}.svg)", ""]
-        lines.append(f"Measured {record['date']} at commit {record['commit']}, {record['effort']}.")
+        lines.append(
+            f"Measured {record['date']} at commit {record['commit']}, {record['effort']}. Meanwhile other processes had "
+            f"{record['others_percent']} % of the cores, and the host took {record['stolen_percent']} %."
+        )
         parts.append(lines)
     parts[1:1] = [summary(bars), setting([record for _, record in records])]
     page = docs / "performance.md"

@@ -12,6 +12,7 @@ from typing import Any
 from .build import Workshop
 from .contenders import BY_NAME, CONTENDERS
 from .fleet import Fleet
+from .machine import Quiet
 from .measure import Cell, Effort, Figure, measure
 from .tables import Bar, Table, plain, ratio, size_name
 
@@ -32,6 +33,8 @@ class Bench:
     fleet: Fleet | None = None
     versions: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    # Of all cores, of other processes, taken by the host.
+    ticks: tuple[float, ...] = (0, 0, 0)
 
     def figures(self, ranks: int, wanted: Sequence[str], cells: Iterable[Cell]) -> list[Figure]:
         """Measures cells by those of `wanted` that take part in this run."""
@@ -40,7 +43,9 @@ class Bench:
             self.fleet = Fleet(ranks, self.say)
         taking_part = [name for name in wanted if name in self.contenders]
         self.fleet.start([name for name in taking_part if name not in self.shop.missing], self.shop.names)
+        quiet = Quiet(rank.pid for crew in self.fleet.crews.values() for rank in crew.members)
         figures = measure(self.fleet, cells, taking_part, self.effort, self.tick)
+        self.ticks = tuple(map(sum, zip(self.ticks, quiet.figures())))
         self.versions |= {name: self.fleet.versions[name] for name in taking_part if name in self.fleet.versions}
         for name in taking_part:
             reason = self.shop.missing.get(name) or self.fleet.missing.get(name)

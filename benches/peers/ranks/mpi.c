@@ -35,7 +35,7 @@ static int call_mpi(const struct call *call) {
 // Errors end the program by MPI's own default, with a message.
 const char *peer_call(const struct call *call) { return call_mpi(call) == MPI_SUCCESS ? NULL : "the MPI call failed"; }
 
-int peer_has(enum collective collective) { return collective < COLLECTIVES; }
+int peer_has(const struct call *call) { return call->collective < COLLECTIVES; }
 
 const char *peer_version(void) {
   static char version[MPI_MAX_LIBRARY_VERSION_STRING];

@@ -91,7 +91,7 @@ const char *peer_call(const call *call) try {
   return keep(error);
 }
 
-int peer_has(collective collective) { return collective < COLLECTIVES; }
+int peer_has(const call *call) { return call->collective < COLLECTIVES; }
 
 const char *peer_version() { return version.c_str(); }
 

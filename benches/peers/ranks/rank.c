@@ -151,8 +151,9 @@ static void obey(char *line) {
   if (words < 4 || (runs && (words != 7 || batches > BOARD_BATCHES))) fail("cannot read the order `%s`", line);
   enum collective collective = ALL_REDUCE;
   while (collective < COLLECTIVES && strcmp(name, NAMES[collective]) != 0) ++collective;
-  if (collective == COLLECTIVES || strcmp(dtype, "float32") != 0 || !peer_has(collective)) return answer("none");
+  if (collective == COLLECTIVES || strcmp(dtype, "float32") != 0) return answer("none");
   struct call call = prepare(collective, bytes);
+  if (!peer_has(&call)) return answer("none");
   if (runs)
     run(&call, batches, calls, meet);
   else

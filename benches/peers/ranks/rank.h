@@ -25,7 +25,7 @@ struct place {
 // Each returns null, or one sentence that says what is wrong. Broadcast is from rank 0.
 const char *peer_open(const struct place *place);
 const char *peer_call(const struct call *call);
-int peer_has(enum collective collective);
+int peer_has(const struct call *call);
 // Name and version of what is measured.
 const char *peer_version(void);
 void peer_close(void);

@@ -216,7 +216,10 @@ class Distributed(Member):
         if backend == "noop":
             self.computes = False
             noop = load("peers_noop", libraries)
-            make = lambda store, rank, size, timeout: noop.make(rank, size)
+
+            def make(store: object, rank: int, size: int, timeout: timedelta) -> object:
+                return noop.make(rank, size)
+
             dist.Backend.register_backend("noop", make, devices=["cpu"])
         elif backend == "accl":
             # Named, since a run must fail rather than fall back when the wheel is not there.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..report import Section
-from . import all_reduce, collectives, four_ranks, outstanding, sixteen_bits
+from . import all_reduce, collectives, costs, four_ranks, outstanding, sixteen_bits
 
 SECTIONS: tuple[Section, ...] = (
     all_reduce.SECTION,
@@ -11,5 +11,6 @@ SECTIONS: tuple[Section, ...] = (
     collectives.SECTION,
     sixteen_bits.SECTION,
     outstanding.SECTION,
+    costs.SECTION,
 )
 BY_NAME = {section.name: section for section in SECTIONS}

@@ -1,0 +1,97 @@
+"""What a backend costs beside its calls: to import, to start, to make groups, to do nothing, and for work beside."""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from ..report import Bench, Section
+from ..tables import Bar, Table, plain
+
+PROGRAM = Path(__file__).resolve().parents[1] / "ranks" / "costs.py"
+BACKENDS = {"accl": "accl_torch", "gloo": "gloo"}
+RANKS = 2
+LIMIT_S = 120
+IMPORT_MS, INIT_MS, SUB_GROUP_MS, IDLE_US, SLOWDOWN = 5, 50, 2, 0, 1.03
+
+
+def collect(bench: Bench) -> dict[str, Any]:
+    """For each backend what the slowest rank of each start has measured."""
+    found: dict[str, Any] = {}
+    python, turns = bench.shop.names["python"], bench.effort.turns
+    for backend, contender in BACKENDS.items():
+        if contender not in bench.contenders or contender in bench.shop.missing:
+            continue
+        starts = []
+        for turn in range(turns):
+            bench.say(f"{backend}, start {turn + 1} of {turns}")
+            starts.append(start(python, "group", backend, RANKS))
+        found[backend] = merged(starts)
+    if "accl" in found:
+        found["accl"] |= merged([start(python, "import", "accl", 1) for _ in range(turns)])
+    return {"backends": found}
+
+
+def start(python: str, what: str, backend: str, ranks: int) -> dict[str, float]:
+    """Runs the ranks of one start; by measure the slowest rank's."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [python, str(PROGRAM), what, backend]
+    processes = [
+        subprocess.Popen([*command, str(rank), port], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        for rank in range(ranks)
+    ]
+    try:
+        answers = [json.loads(process.communicate(timeout=LIMIT_S)[0] or "{}") for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return {name: max(answer[name] for answer in answers) for name in answers[0] if all(name in one for one in answers)}
+
+
+def merged(starts: list[dict[str, float]]) -> dict[str, float]:
+    """The median of each measure."""
+    return {
+        name: statistics.median(one[name] for one in starts) for name in starts[0] if all(name in one for one in starts)
+    }
+
+
+def tables(data: dict[str, Any]) -> list[Table]:
+    """A row for each measure."""
+    found = data["backends"]
+    ours, gloo = found.get("accl", {}), found.get("gloo", {})
+    table = Table(["2 ranks", "gloo", "accl"])
+
+    def row(label: str, name: str, at_most: float | None) -> None:
+        theirs = plain(gloo[name]) if name in gloo else ""
+        mine = Bar(ours.get(name), at_most=at_most) if at_most is not None else plain(ours.get(name, 0))
+        table.row(label, [theirs, mine])
+
+    row("`import torch`, ms", "import_torch_ms", None)
+    row("`import torch_accl` above it, ms", "import_ms", IMPORT_MS)
+    row("`init_process_group` above the store, ms", "init_ms", INIT_MS)
+    row("first all_reduce, 4 B, ms", "first_call_ms", None)
+    row("sub-group, create and destroy, ms", "sub_group_ms", SUB_GROUP_MS)
+    row("processor time in 2 s of nothing, all threads but the caller's, us", "idle_us", IDLE_US)
+    row("matrix product between calls / without calls", "product", SLOWDOWN)
+    return [table]
+
+
+SECTION = Section(
+    name="costs",
+    title="Costs beside the calls",
+    text=(
+        "Each start is two fresh processes that share all cores; a figure is the median of the starts, and that of a start "
+        "its slower rank. The store is there before `init_process_group` is timed. The product is of 384 x 384 float32, "
+        "by OpenMP with as many threads as there are cores for each rank; the calls beside it are all_reduces of 64 KiB of "
+        "bfloat16, and both ways take turns."
+    ),
+    collect=collect,
+    tables=tables,
+)
