@@ -6,17 +6,20 @@ Sections that were not measured this time stay on the page as they were, with th
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from . import machine
 from .arguments import parse
-from .build import ROOT, Workshop
+from .build import ROOT, Workshop, make_sketch
 from .measure import FULL, QUICK, Effort
+from .placement import Placement
 from .progress import Progress
 from .report import Bench, closing
 from .sections import BY_NAME
@@ -40,7 +43,9 @@ def main() -> int:
         with Progress() as progress:
             shop = Workshop(ROOT / ".make" / "peers" / "build", progress.say, online=not asked.offline)
             shop.prepare(asked.contenders)
-            with closing(Bench(shop, effort, asked.contenders, progress.say, progress.tick)) as bench:
+            bench = Bench(shop, effort, asked.contenders, progress.say, progress.tick)
+            with closing(bench):
+                bench.placement = watch(shop, asked.exchange_ns, progress.say)
                 for name in asked.sections:
                     progress.say(BY_NAME[name].title)
                     results["sections"][name] = record(bench, name)
@@ -61,10 +66,21 @@ def record(bench: Bench, name: str) -> dict[str, Any]:
         "machine": machine.facts(),
         "versions": bench.versions,
         "missing": bench.missing,
+        "placement": bench.placement.as_json() if bench.placement else None,
         "others_percent": round(100 * others / max(total, 1), 1),
         "stolen_percent": round(100 * stolen / max(total, 1), 1),
         "data": data,
     }
+
+
+def watch(shop: Workshop, wanted_ns: float | None, say: Callable[[str], None]) -> Placement | None:
+    """Looks where the cores are, if there are two and the sketch is there."""
+    if "sketch" not in shop.names:
+        make_sketch(shop)
+    if len(os.sched_getaffinity(0)) < 2:
+        say("one core: nobody looks whether the host moves it")
+        return None
+    return Placement(shop.names, wanted_ns, say)
 
 
 def words(effort: Effort) -> str:

@@ -38,6 +38,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="shorter turns, for a look")
     parser.add_argument("--offline", action="store_true", help="download and install nothing")
     parser.add_argument("--page-only", action="store_true", help="measure nothing, write the page from the results")
+    parser.add_argument(
+        "--exchange-ns",
+        type=positive,
+        metavar="NS",
+        help="where a host moves cores, count turns with 4-byte exchanges near this; else the most frequent",
+    )
     parser.add_argument("--output", type=folder, default=ROOT / "docs", metavar="DIR", help="instead of docs/")
     parser.add_argument(
         "--selftest", action="store_true", help="one tiny cell by what needs no download; writes no page"
@@ -64,6 +70,17 @@ def chosen(what: str, known: list[str]):
         return words
 
     return names
+
+
+def positive(text: str) -> float:
+    """A number above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"`{text}` is no number above zero")
+    return value
 
 
 def folder(text: str) -> Path:

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from . import board
 from .fleet import Crew, Fleet, Lost, Refused
+from .placement import Placement
 
 ROOTED = ("broadcast",)
 # In a turn of calls that follow one another.
@@ -23,6 +24,8 @@ BATCHES = 11
 PROBE_NS = 2_000_000
 # A turn of slow calls has at least so many.
 LEAST_CALLS = 3
+# A turn that does not count is repeated; so many times as many turns there are at most.
+MOST_TRIES = 5
 MOST_ROOTED = 2000
 
 T = TypeVar("T")
@@ -36,8 +39,9 @@ class Effort:
     turns: int
 
 
-FULL = Effort(turn_s=0.06, turns=5)
-QUICK = Effort(turn_s=0.02, turns=5)
+# Short, since a host may move cores about ten times a second.
+FULL = Effort(turn_s=0.02, turns=9)
+QUICK = Effort(turn_s=0.01, turns=5)
 # For a test of the machinery, which looks at no time.
 TINY = Effort(turn_s=0.001, turns=2)
 
@@ -64,6 +68,8 @@ class Figure:
     contender: str
     ranks: int
     turns_us: tuple[float, ...]
+    # Of these, how many were taken while the cores did not stand as usual.
+    unusual: int = 0
 
     @property
     def us(self) -> float:
@@ -78,13 +84,27 @@ class Figure:
     def as_json(self) -> dict[str, object]:
         """For the file of results."""
         turns = [round(turn, 4) for turn in self.turns_us]
-        return {**asdict(self.cell), "contender": self.contender, "ranks": self.ranks, "turns_us": turns}
+        who = {"contender": self.contender, "ranks": self.ranks, "unusual": self.unusual}
+        return {**asdict(self.cell), **who, "turns_us": turns}
 
     @staticmethod
     def from_json(row: dict[str, object]) -> Figure:
         """From the file of results."""
         cell = Cell(row["collective"], row["dtype"], row["bytes"])
-        return Figure(cell, row["contender"], row["ranks"], tuple(row["turns_us"]))
+        return Figure(cell, row["contender"], row["ranks"], tuple(row["turns_us"]), row["unusual"])
+
+
+@dataclass
+class Turns:
+    """What a contender's turns took, in microseconds: those that count, and those that do when there are too few."""
+
+    usual: list[float]
+    other: list[float]
+
+    def figure(self, cell: Cell, contender: str, ranks: int, wanted: int) -> Figure:
+        """Of the turns that count."""
+        spare = self.other[: max(wanted - len(self.usual), 0)]
+        return Figure(cell, contender, ranks, (*self.usual, *spare), len(spare))
 
 
 @dataclass
@@ -97,32 +117,41 @@ class Shape:
 
 
 def measure(
-    fleet: Fleet, cells: Iterable[Cell], wanted: Sequence[str], effort: Effort, tick: Callable[[Cell, str], None]
+    fleet: Fleet,
+    cells: Iterable[Cell],
+    wanted: Sequence[str],
+    effort: Effort,
+    tick: Callable[[Cell, str], None],
+    placement: Placement | None = None,
 ) -> list[Figure]:
     """Every cell by everyone who is up. Who fails is out of the fleet from then on."""
     figures = []
     for cell in cells:
         shapes: dict[str, Shape] = {}
-        turns: dict[str, list[float]] = {}
+        turns: dict[str, Turns] = {}
         for name in wanted:
             if name in fleet.crews:
                 shape = attempt(fleet, name, partial(prepare, cell=cell, effort=effort))
                 if shape:
-                    shapes[name], turns[name] = shape, []
+                    shapes[name], turns[name] = shape, Turns([], [])
         order = list(shapes)
-        for turn in range(effort.turns):
+        for turn in range(effort.turns * MOST_TRIES):
             # Each begins in turn, since the one before leaves the caches and the clock as they are.
             start = turn % max(len(order), 1)
             for name in order[start:] + order[:start]:
-                if name not in fleet.crews:
+                if name not in fleet.crews or len(turns[name].usual) >= effort.turns:
                     continue
                 tick(cell, name)
+                before = placement is None or placement.wait()
                 took = attempt(fleet, name, partial(run, cell=cell, shape=shapes[name]))
                 if took is not None:
-                    turns[name].append(took / 1000)
+                    stayed = before and (placement is None or placement.is_usual())
+                    (turns[name].usual if stayed else turns[name].other).append(took / 1000)
+            if all(len(turns[name].usual) >= effort.turns for name in order if name in fleet.crews):
+                break
         for name in order:
-            if len(turns[name]) == effort.turns:
-                figures.append(Figure(cell, name, fleet.ranks, tuple(turns[name])))
+            if name in fleet.crews:
+                figures.append(turns[name].figure(cell, name, fleet.ranks, effort.turns))
     return figures
 
 

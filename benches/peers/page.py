@@ -20,7 +20,8 @@ and how to add to it.
 A figure is the median of at least five turns; contenders take turns within one run, and whoever does not run is stopped.
 A turn is the median of its batches of calls, and a batch is as slow as its slowest rank. Times are in microseconds
 (us), sizes are those of the largest buffer of the call. ~ marks figures whose slowest turn took more than 1.5 times the
-fastest. Bars are compared before rounding, and values are rounded to the worse side. Before a contender is timed in a
+fastest, and figures with more than half of the turns from while the host had moved the cores: the sketch exchanges 4 bytes
+before and after each turn, and as long as there are others only turns count between which that took what it usually does. Bars are compared before rounding, and values are rounded to the worse side. Before a contender is timed in a
 cell, the result of one call is looked at."""
 
 
@@ -44,13 +45,23 @@ def write(results: dict[str, Any], docs: Path) -> Path:
             lines += [f"![{plot.title}](performance/{plot.name}.svg)", ""]
         lines.append(
             f"Measured {record['date']} at commit {record['commit']}, {record['effort']}. Meanwhile other processes had "
-            f"{record['others_percent']} % of the cores, and the host took {record['stolen_percent']} %."
+            f"{record['others_percent']} % of the cores, and the host took {record['stolen_percent']} %. {placement(record['placement'])}"
         )
         parts.append(lines)
     parts[1:1] = [summary(bars), setting([record for _, record in records])]
     page = docs / "performance.md"
     page.write_text("\n\n".join("\n".join(part).strip() for part in parts) + "\n")
     return page
+
+
+def placement(found: dict[str, Any] | None) -> str:
+    """Where the cores were."""
+    if found is None:
+        return "There was one core."
+    if len(found["seen"]) == 1:
+        return f"Two cores exchanged 4 bytes in {found['usual_ns']} ns."
+    seen = ", ".join(f"{one['ns']} ns ({one['share']:.0%} of the time)" for one in found["seen"])
+    return f"Two cores exchanged 4 bytes in {seen}: the host moves them. Turns count at {found['usual_ns']} ns."
 
 
 def summary(bars: Iterable[tuple[str, list[Bar]]]) -> list[str]:

@@ -14,6 +14,7 @@ from .contenders import BY_NAME, CONTENDERS
 from .fleet import Fleet
 from .machine import Quiet
 from .measure import Cell, Effort, Figure, measure
+from .placement import Placement
 from .tables import Bar, Table, plain, ratio, size_name
 
 SIZES = (4, 1 << 10, 16 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
@@ -30,6 +31,7 @@ class Bench:
     contenders: Sequence[str]
     say: Callable[[str], None]
     tick: Callable[[Cell, str], None]
+    placement: Placement | None = None
     fleet: Fleet | None = None
     versions: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
@@ -44,7 +46,7 @@ class Bench:
         taking_part = [name for name in wanted if name in self.contenders]
         self.fleet.start([name for name in taking_part if name not in self.shop.missing], self.shop.names)
         quiet = Quiet(rank.pid for crew in self.fleet.crews.values() for rank in crew.members)
-        figures = measure(self.fleet, cells, taking_part, self.effort, self.tick)
+        figures = measure(self.fleet, cells, taking_part, self.effort, self.tick, self.placement)
         self.ticks = tuple(map(sum, zip(self.ticks, quiet.figures())))
         self.versions |= {name: self.fleet.versions[name] for name in taking_part if name in self.fleet.versions}
         for name in taking_part:
@@ -58,6 +60,12 @@ class Bench:
         if self.fleet:
             self.fleet.__exit__()
         self.fleet = None
+
+    def end(self) -> None:
+        """Ends all that is up."""
+        self.close()
+        if self.placement:
+            self.placement.close()
 
 
 @dataclass(frozen=True)
@@ -98,11 +106,12 @@ class Figures:
         return figure.us if figure else None
 
     def entry(self, contender: str, cell: Cell) -> str:
-        """For a table; a tilde says that turns differed much."""
+        """For a table; a tilde says that turns differed much, or that cores moved."""
         figure = self.by_place.get((contender, cell))
         if not figure:
             return ""
-        return ("~" if figure.spread > STEADY else "") + plain(figure.us)
+        doubtful = figure.spread > STEADY or 2 * figure.unusual > len(figure.turns_us)
+        return ("~" if doubtful else "") + plain(figure.us)
 
     def best(self, contenders: Iterable[str], cell: Cell) -> tuple[str, float] | None:
         """The fastest of some, and its figure."""
@@ -171,4 +180,4 @@ def closing(bench: Bench) -> Iterable[Bench]:
     try:
         yield bench
     finally:
-        bench.close()
+        bench.end()

@@ -8,7 +8,7 @@ from . import all_reduce, collectives, costs, four_ranks, outstanding, sixteen_b
 SECTIONS: tuple[Section, ...] = (
     all_reduce.SECTION,
     four_ranks.SECTION,
-    collectives.SECTION,
+    *collectives.ALL,
     sixteen_bits.SECTION,
     outstanding.SECTION,
     costs.SECTION,

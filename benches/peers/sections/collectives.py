@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..measure import Cell
+from ..measure import ROOTED, Cell
 from ..report import SIZES, Bench, Figures, Plot, Section, as_rows, cells_of
 from ..tables import Table
 
@@ -33,17 +33,6 @@ def cells(collective: str) -> list[Cell]:
     return cells_of(collective, SIZES_OF[collective])
 
 
-def collect(bench: Bench) -> dict[str, Any]:
-    """Everyone, all collectives, all sizes."""
-    return as_rows(bench.figures(RANKS, WANTED, [cell for name in SIZES_OF for cell in cells(name)]))
-
-
-def tables(data: dict[str, Any]) -> list[Table]:
-    """A table for each collective."""
-    figures = Figures(data["figures"])
-    return [table_of(figures, name) for name in SIZES_OF]
-
-
 def table_of(figures: Figures, collective: str) -> Table:
     """Microseconds, then the bars."""
     row = cells(collective)
@@ -56,23 +45,37 @@ def table_of(figures: Figures, collective: str) -> Table:
     return table
 
 
-def plots(data: dict[str, Any]) -> list[Plot]:
-    """Curves of each collective that has sizes."""
-    figures = Figures(data["figures"])
-    return [figures.plot(name, f"{name}, float32, 2 ranks", cells(name)) for name in SIZES_OF if name != "barrier"]
+def section(collective: str) -> Section:
+    """A section for one collective."""
+
+    def collect(bench: Bench) -> dict[str, Any]:
+        return as_rows(bench.figures(RANKS, WANTED, cells(collective)))
+
+    def tables(data: dict[str, Any]) -> list[Table]:
+        return [table_of(Figures(data["figures"]), collective)]
+
+    def plots(data: dict[str, Any]) -> list[Plot]:
+        if collective == "barrier":
+            return []
+        return [Figures(data["figures"]).plot(collective, f"{collective}, float32, 2 ranks", cells(collective))]
+
+    how = ROOTED_TEXT if collective in ROOTED else ""
+    return Section(
+        collective,
+        f"{collective}, two ranks",
+        f"float32, each rank on a core of its own. {how}{BARS_TEXT}",
+        collect,
+        tables,
+        plots,
+    )
 
 
-SECTION = Section(
-    name="collectives",
-    title="Other collectives, two ranks",
-    text=(
-        "float32, each rank on a core of its own. A broadcast is timed call by call: ranks meet in shared memory before each, "
-        "which is not counted, and the call lasts from when the root begins to when the last rank is done. Of the others "
-        "calls follow one another, since no rank can be ahead by more than one. Bars: the engine takes no longer than the "
-        f"better of Open MPI and Intel MPI; through torch at least {TIMES_GLOO_SMALL} times faster than gloo up to 64 KiB, and "
-        "faster above."
-    ),
-    collect=collect,
-    tables=tables,
-    plots=plots,
+ROOTED_TEXT = (
+    "Timed call by call: ranks meet in shared memory before each, which is not counted, and the call lasts from when the "
+    "root begins to when the last rank is done. "
 )
+BARS_TEXT = (
+    "Bars: the engine takes no longer than the better of Open MPI and Intel MPI; through torch at least "
+    f"{TIMES_GLOO_SMALL} times faster than gloo up to 64 KiB, and faster above."
+)
+ALL = tuple(section(collective) for collective in SIZES_OF)

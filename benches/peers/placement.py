@@ -1,0 +1,108 @@
+"""Where the machine's cores are just now, as far as it matters: how long two of them take to exchange four bytes.
+
+A virtual machine's cores are moved by its host: on one physical core, on two that share a cache, on two that do not; the
+same call then takes one, two or five times as long. So the sketch's smallest all_reduce is timed before and after each
+turn, and turns count when the cores stood as they usually do. On a machine that leaves cores alone all turns count.
+"""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .contenders import BY_NAME
+from .fleet import Crew, Lost
+
+# Exchanges of a probe; half a millisecond.
+CALLS = 2000
+ORDER = f"run all_reduce float32 4 5 {CALLS // 5} 0"
+SURVEY_S = 3.0
+PAUSE_S = 0.01
+# Probes of one placement differ by less than this factor from its centre.
+NEAR = 1.35
+# Longest wait for a placement to come back.
+PATIENCE_S = 0.5
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A placement that was seen: its exchange in nanoseconds, and the share of probes that found it."""
+
+    ns: float
+    share: float
+
+    def has(self, ns: float) -> bool:
+        """Whether a probe is of this placement."""
+        return self.ns / NEAR <= ns <= self.ns * NEAR
+
+
+class Placement:
+    """The probe, and the placement that counts."""
+
+    def __init__(self, names: dict[str, str], wanted_ns: float | None, say: Callable[[str], None]) -> None:
+        self.crew = Crew(BY_NAME["sketch"], 2, True, names)
+        try:
+            self.crew.gather(time.monotonic() + 10)
+            self.crew.signal(signal.SIGSTOP)
+            self.clusters = clusters_of(self.survey())
+        except BaseException:
+            self.crew.close()
+            raise
+        if wanted_ns is None:
+            self.usual = max(self.clusters, key=lambda cluster: cluster.share)
+        else:
+            self.usual = min(self.clusters, key=lambda cluster: abs(cluster.ns - wanted_ns))
+        seen = ", ".join(f"{one.ns:.0f} ns ({one.share:.0%})" for one in self.clusters)
+        say(f"cores exchange 4 bytes in {seen}; turns count at {self.usual.ns:.0f} ns")
+
+    def probe(self) -> float:
+        """Nanoseconds of an exchange, now."""
+        self.crew.order(ORDER)
+        rows = zip(*self.crew.spans(5))
+        return statistics.median(max(end - begin for begin, end in row) for row in rows) / (CALLS // 5)
+
+    def survey(self) -> list[float]:
+        """Probes over a while."""
+        found = []
+        deadline = time.monotonic() + SURVEY_S
+        while time.monotonic() < deadline:
+            found.append(self.probe())
+            time.sleep(PAUSE_S)
+        return found
+
+    def is_usual(self) -> bool:
+        """Whether the cores stand as usual."""
+        return self.usual.has(self.probe())
+
+    def wait(self) -> bool:
+        """Waits until they do, for a while."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            if self.is_usual():
+                return True
+        return False
+
+    def as_json(self) -> dict[str, object]:
+        """For the file of results."""
+        seen = [{"ns": round(one.ns), "share": round(one.share, 2)} for one in self.clusters]
+        return {"usual_ns": round(self.usual.ns), "seen": seen}
+
+    def close(self) -> None:
+        """Ends the probe."""
+        self.crew.close()
+
+
+def clusters_of(probes: list[float]) -> list[Cluster]:
+    """Groups of probes that are near each other, fastest first."""
+    groups: list[list[float]] = []
+    for ns in sorted(probes):
+        if groups and ns <= statistics.median(groups[-1]) * NEAR:
+            groups[-1].append(ns)
+        else:
+            groups.append([ns])
+    if not groups:
+        raise Lost("no probe was made")
+    return [Cluster(statistics.median(group), len(group) / len(probes)) for group in groups]
