@@ -11,11 +11,13 @@ from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent)]
 sys.dont_write_bytecode = True
 
 from peers import compare
 from peers.alias import Alias, plain
+
+from benches.peers import placement, tables
 
 
 def script(name: str) -> ModuleType:
@@ -147,6 +149,22 @@ class Peers(unittest.TestCase):
     def test_counts_off_the_target_fail_a_whole_run(self) -> None:
         run = self.run_of("accl", test_a="pass") | {"whole": True}
         self.assertEqual(len(compare.judge(run, None).bad), 1)
+
+
+class Bars(unittest.TestCase):
+    def test_rounding_never_meets_a_bar(self) -> None:
+        self.assertEqual(str(tables.Bar(0.70001, at_most=0.7)), "0.701 (≤ 0.7) **missed**")
+        self.assertEqual(str(tables.Bar(19.999, at_least=20)), "19.9 (≥ 20) **missed**")
+        self.assertEqual(str(tables.Bar(0.7, at_most=0.7)), "0.7 (≤ 0.7) met")
+
+    def test_what_was_not_measured_is_neither_met_nor_missed(self) -> None:
+        self.assertIsNone(tables.Bar(None, at_most=1).met)
+        self.assertIsNone(tables.ratio(1, None))
+
+    def test_placements_are_told_apart(self) -> None:
+        found = placement.clusters_of([60, 200, 62, 61, 210, 58])
+        self.assertEqual([round(one.ns) for one in found], [60, 205])
+        self.assertTrue(found[0].has(70) and not found[0].has(205))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ class Bench:
             self.fleet = Fleet(ranks, self.say)
         taking_part = [name for name in wanted if name in self.contenders]
         self.fleet.start([name for name in taking_part if name not in self.shop.missing], self.shop.names)
-        quiet = Quiet(rank.pid for crew in self.fleet.crews.values() for rank in crew.members)
+        crews = [*self.fleet.crews.values(), *([self.placement.crew] if self.placement else [])]
+        quiet = Quiet(rank.pid for crew in crews for rank in crew.members)
         figures = measure(self.fleet, cells, taking_part, self.effort, self.tick, self.placement)
         self.ticks = tuple(map(sum, zip(self.ticks, quiet.figures())))
         self.versions |= {name: self.fleet.versions[name] for name in taking_part if name in self.fleet.versions}
