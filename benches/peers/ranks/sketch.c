@@ -15,7 +15,7 @@
 
 enum {
   MOST_RANKS = 8,
-  SMALL_BYTES = 32 << 10,
+  SMALL_BYTES = 16 << 10,
   TILE_BYTES = 64 << 10,
   SLOTS = 8,
   // Beside the flag in its line.
@@ -111,9 +111,8 @@ static void all_reduce_large(float *data, size_t count) {
   size_t counts[2] = {first, count - first};
   float *halves[2] = {data, data + first};
   float *mine = halves[rank], *theirs = halves[other];
-  // At least a few tiles each way, or nothing overlaps.
-  size_t tile = first / 4 / 1024 * 1024;
-  tile = tile < 1024 ? 1024 : smaller(tile, TILE_BYTES / sizeof(float));
+  // A short half is one tile: what overlaps does not pay for more exchanges of flags.
+  const size_t tile = TILE_BYTES / sizeof(float);
   size_t tiles[2] = {(counts[0] + tile - 1) / tile, (counts[1] + tile - 1) / tile};
   struct ring *send = &shared->parts[rank], *receive = &shared->parts[other];
   struct ring *back = &shared->results[rank], *done = &shared->results[other];
