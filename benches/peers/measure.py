@@ -7,9 +7,11 @@ done: a root that only sends would otherwise be calls ahead. Owns that definitio
 
 from __future__ import annotations
 
+import itertools
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -24,8 +26,10 @@ BATCHES = 11
 PROBE_NS = 2_000_000
 # A turn of slow calls has at least so many.
 LEAST_CALLS = 3
-# A turn that does not count is repeated; so many times as many turns there are at most.
+# A turn that does not count is repeated, until a contender has had so many times its due in a cell.
 MOST_TRIES = 5
+# Of calls so slow that three are much longer than a turn.
+LEAST_TURNS = 5
 MOST_ROOTED = 2000
 
 T = TypeVar("T")
@@ -98,12 +102,31 @@ class Figure:
 class Turns:
     """What a contender's turns took, in microseconds: those that count, and those that do when there are too few."""
 
-    usual: list[float]
-    other: list[float]
+    wanted: int
+    left_s: float
+    usual: list[float] = field(default_factory=list)
+    other: list[float] = field(default_factory=list)
 
-    def figure(self, cell: Cell, contender: str, ranks: int, wanted: int) -> Figure:
+    @staticmethod
+    def of(effort: Effort) -> Turns:
+        """None yet."""
+        return Turns(effort.turns, effort.turns * effort.turn_s * MOST_TRIES)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether another turn is due: there are too few, or too few that count and time is left."""
+        all_turns = len(self.usual) + len(self.other)
+        return all_turns < self.wanted or (len(self.usual) < self.wanted and self.left_s > 0)
+
+    def spend(self, seconds: float) -> None:
+        """Takes a turn's time, with all that it waited for, from what is left."""
+        self.left_s -= seconds
+        if self.left_s < 0:
+            self.wanted = min(self.wanted, max(LEAST_TURNS, len(self.usual)))
+
+    def figure(self, cell: Cell, contender: str, ranks: int) -> Figure:
         """Of the turns that count."""
-        spare = self.other[: max(wanted - len(self.usual), 0)]
+        spare = self.other[: max(self.wanted - len(self.usual), 0)]
         return Figure(cell, contender, ranks, (*self.usual, *spare), len(spare))
 
 
@@ -133,25 +156,26 @@ def measure(
             if name in fleet.crews:
                 shape = attempt(fleet, name, partial(prepare, cell=cell, effort=effort))
                 if shape:
-                    shapes[name], turns[name] = shape, Turns([], [])
+                    shapes[name], turns[name] = shape, Turns.of(effort)
         order = list(shapes)
-        for turn in range(effort.turns * MOST_TRIES):
+        for turn in itertools.count():
             # Each begins in turn, since the one before leaves the caches and the clock as they are.
             start = turn % max(len(order), 1)
-            for name in order[start:] + order[:start]:
-                if name not in fleet.crews or len(turns[name].usual) >= effort.turns:
-                    continue
-                tick(cell, name)
-                before = placement is None or placement.wait()
-                took = attempt(fleet, name, partial(run, cell=cell, shape=shapes[name]))
-                if took is not None:
-                    stayed = before and (placement is None or placement.is_usual())
-                    (turns[name].usual if stayed else turns[name].other).append(took / 1000)
-            if all(len(turns[name].usual) >= effort.turns for name in order if name in fleet.crews):
+            going = [name for name in order[start:] + order[:start] if turns[name].wants_more]
+            if not going:
                 break
-        for name in order:
-            if name in fleet.crews:
-                figures.append(turns[name].figure(cell, name, fleet.ranks, effort.turns))
+            for name in going:
+                tick(cell, name)
+                began = time.monotonic()
+                before = placement is None or placement.wait(turns[name].left_s)
+                took = attempt(fleet, name, partial(run, cell=cell, shape=shapes[name]))
+                if took is None:
+                    order.remove(name)
+                    continue
+                stayed = before and (placement is None or placement.is_usual())
+                (turns[name].usual if stayed else turns[name].other).append(took / 1000)
+                turns[name].spend(time.monotonic() - began)
+        figures += [turns[name].figure(cell, name, fleet.ranks) for name in order]
     return figures
 
 

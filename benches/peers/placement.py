@@ -77,13 +77,13 @@ class Placement:
         """Whether the cores stand as usual."""
         return self.usual.has(self.probe())
 
-    def wait(self) -> bool:
-        """Waits until they do, for a while."""
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            if self.is_usual():
-                return True
-        return False
+    def wait(self, limit_s: float) -> bool:
+        """Waits until they do, for a while but no longer than so; looks once at least."""
+        deadline = time.monotonic() + min(limit_s, PATIENCE_S)
+        while not self.is_usual():
+            if time.monotonic() > deadline:
+                return False
+        return True
 
     def as_json(self) -> dict[str, object]:
         """For the file of results."""
