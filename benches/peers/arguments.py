@@ -42,7 +42,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--exchange-ns",
         type=positive,
         metavar="NS",
-        help="where a host moves cores, count turns with 4-byte exchanges near this; else the most frequent",
+        help="where a host moves cores, count turns with 4-byte exchanges near this; else near the fastest that is frequent",
     )
     parser.add_argument("--output", type=folder, default=ROOT / "docs", metavar="DIR", help="instead of docs/")
     parser.add_argument(

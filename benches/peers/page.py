@@ -21,7 +21,8 @@ A figure is the median of at least five turns; contenders take turns within one 
 A turn is the median of its batches of calls, and a batch is as slow as its slowest rank. Times are in microseconds
 (us), sizes are those of the largest buffer of the call. ~ marks figures whose slowest turn took more than 1.5 times the
 fastest, and figures with more than half of the turns from while the host had moved the cores: the sketch exchanges 4 bytes
-before and after each turn, and as long as there are others only turns count between which that took what it usually does. Bars are compared before rounding, and values are rounded to the worse side. Before a contender is timed in a
+before and after each turn, and only turns count between
+which that took what it usually does at best, as long as there are enough of them. Bars are compared before rounding, and values are rounded to the worse side. Before a contender is timed in a
 cell, the result of one call is looked at."""
 
 
