@@ -67,8 +67,8 @@ def record(bench: Bench, name: str) -> dict[str, Any]:
         "versions": bench.versions,
         "missing": bench.missing,
         "placement": bench.placement.as_json() if bench.placement else None,
-        "others_percent": round(100 * others / max(total, 1), 1),
-        "stolen_percent": round(100 * stolen / max(total, 1), 1),
+        # Only while contenders take turns.
+        "load": {"others": others / total, "stolen": stolen / total} if total else None,
         "data": data,
     }
 

@@ -44,15 +44,20 @@ def write(results: dict[str, Any], docs: Path) -> Path:
         for plot in section.plots(record["data"]):
             draw(plot, folder / f"{plot.name}.svg")
             lines += [f"![{plot.title}](performance/{plot.name}.svg)", ""]
-        lines.append(
-            f"Measured {record['date']} at commit {record['commit']}, {record['effort']}. Meanwhile other processes had "
-            f"{record['others_percent']} % of the cores, and the host took {record['stolen_percent']} %. {placement(record['placement'])}"
-        )
+        when = f"Measured {record['date']} at commit {record['commit']}, {record['effort']}."
+        lines.append(" ".join([when, load(record["load"]), placement(record["placement"])]).rstrip())
         parts.append(lines)
     parts[1:1] = [summary(bars), setting([record for _, record in records])]
     page = docs / "performance.md"
     page.write_text("\n\n".join("\n".join(part).strip() for part in parts) + "\n")
     return page
+
+
+def load(found: dict[str, float] | None) -> str:
+    """What others took; nothing where contenders did not take turns."""
+    if found is None:
+        return ""
+    return f"Meanwhile other processes had {found['others']:.1%} of the cores, and the host took {found['stolen']:.1%}."
 
 
 def placement(found: dict[str, Any] | None) -> str:
