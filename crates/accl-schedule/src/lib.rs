@@ -1,13 +1,14 @@
 //! Collective algorithms as data: pure functions from a rank to a schedule, and their symbolic checker.
 //!
 //! Owns the instruction set ([`ir`]), the lowering to operations with dependencies ([`program`]), the mapping of chunks
-//! to bytes ([`layout`]), the algorithms and their table ([`algorithms`]), the choice between them ([`choose`]) and the
-//! checker ([`check`]). Knows no threads, clocks, sockets or environment. Read [`ir::Action`] first.
+//! to bytes ([`layout`]), the algorithms and their table ([`algorithms`]), what they cost ([`cost`]), the choice between them
+//! ([`Chooser`]) and the checker ([`check`]). Knows no threads, clocks, sockets or environment. Read [`ir::Action`] first.
 #![forbid(unsafe_code)]
 
 pub mod algorithms;
 pub mod check;
 mod choose;
+pub mod cost;
 pub mod ir;
 pub mod layout;
 mod page;
@@ -16,7 +17,7 @@ pub mod program;
 mod topology;
 
 pub use algorithms::{ALGORITHMS, Algorithm, Fraction};
-pub use choose::{check_rules, choose};
+pub use choose::{Basis, Chooser, check_rules};
 pub use ir::{Action, Buf, ChunkRange, Division, Finish, Order, Request, Schedule, Span};
 pub use layout::{CallShape, Extent, Layout, SCRATCH_ALIGN};
 pub use page::algorithms_page;

@@ -6,6 +6,7 @@
 
 use accl_types::Collective;
 
+use crate::cost::Cost;
 use crate::{Request, Schedule, Topology};
 
 /// One row of the table.
@@ -33,6 +34,8 @@ pub struct Algorithm {
     pub steps_formula: &'static str,
     /// `bytes` as a formula of the world n.
     pub bytes_formula: &'static str,
+    /// Counts of messages and bytes, from which its time is predicted.
+    pub cost: fn(u32, &Topology) -> Cost,
     /// When it is the one to take.
     pub wins: &'static str,
     /// Where it comes from.
@@ -54,6 +57,14 @@ impl Fraction {
         Fraction { num: u64::from(num), den: u64::from(den) }
     }
 
+    /// All of it.
+    pub const WHOLE: Fraction = Fraction { num: 1, den: 1 };
+
+    /// This part of so many bytes, rounded up.
+    pub fn of_bytes(self, bytes: u64) -> u64 {
+        (u128::from(bytes) * u128::from(self.num)).div_ceil(u128::from(self.den)).try_into().unwrap_or(u64::MAX)
+    }
+
     /// The number, rounded.
     pub fn to_f64(self) -> f64 {
         self.num as f64 / self.den as f64
@@ -61,6 +72,13 @@ impl Fraction {
 
     fn cross(self, other: Fraction) -> (u128, u128) {
         (u128::from(self.num) * u128::from(other.den), u128::from(other.num) * u128::from(self.den))
+    }
+}
+
+/// Nothing.
+impl Default for Fraction {
+    fn default() -> Fraction {
+        Fraction { num: 0, den: 1 }
     }
 }
 
@@ -166,6 +184,7 @@ pub mod prelude {
     pub use accl_types::{Collective, Rank};
 
     pub use super::{Algorithm, Fraction};
+    pub use crate::cost::{Among, Arriving, Cost, Phase};
     pub use crate::patterns::{Strip, Team, ceil_log2, floor_log2, floor_power_of_two};
     pub use crate::{Buf, Division, Finish, Order, Request, Schedule, Span, Topology};
 

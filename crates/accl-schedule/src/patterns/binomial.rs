@@ -3,6 +3,9 @@
 
 use accl_types::Rank;
 
+use super::{ceil_log2, floor_log2};
+use crate::algorithms::Fraction;
+use crate::cost::{Among, Arriving, Phase};
 use crate::ir::Request;
 
 /// One rank's place in the tree.
@@ -56,6 +59,25 @@ impl Node {
         let first = self.rank(position).0;
         if first + len > self.world { 0 } else { first }
     }
+}
+
+/// A message from every parent to each of its children, or back, as counts; all of the largest buffer.
+pub fn phase(among: Among, arriving: Arriving) -> Phase {
+    let parent = |position: u32| Node::at(among.size(), 0, position).parent();
+    Phase::tree(among, parent, floor_log2(among.size()), Fraction::WHOLE, arriving)
+}
+
+/// A message from every parent to each of its children with the blocks of its subtree, or back, level by level from the
+/// smallest on, as counts.
+pub fn subtree_phases(among: Among<'_>) -> impl Iterator<Item = Phase> {
+    let n = among.size();
+    (0..ceil_log2(n)).map(move |level| {
+        let len = 1 << level;
+        let pairs = (1..n).filter(move |position: &u32| position.trailing_zeros() == level);
+        let all = among.pairs(pairs.map(|position| (position - len, position)));
+        let part = Fraction::new(len.min(n - len), n);
+        Phase::linked(u32::from(level < floor_log2(n)), all, part, Arriving::Copied)
+    })
 }
 
 #[cfg(test)]

@@ -1,6 +1,8 @@
 //! Bruck's all_gather among any number of members: what each has doubles in every step, and goes straight to its place.
 
 use super::{Team, ceil_log2, floor_log2, floor_power_of_two};
+use crate::algorithms::Fraction;
+use crate::cost::{Among, Arriving, Phase};
 use crate::ir::{Buf, Schedule, Span};
 
 /// Every member ends with all chunks of a buffer that has one each; its own is there at the start.
@@ -14,6 +16,19 @@ pub fn all_gather(schedule: &mut Schedule, team: &Team, at: Buf) {
         schedule.recv(team.rank(from), Span::cyclic(at, from, len, n));
         have += len;
     }
+}
+
+/// The exchanges as counts; a block is `1 / blocks` of the largest buffer.
+pub fn phases(among: Among<'_>, blocks: u32) -> Vec<Phase> {
+    let n = among.size();
+    let (mut have, mut phases, chain) = (1, Vec::new(), steps(n));
+    while have < n {
+        let len = have.min(n - have);
+        let step = u32::from((phases.len() as u32) < chain);
+        phases.push(Phase::linked(step, among.shift(have), Fraction::new(len, blocks), Arriving::Copied));
+        have += len;
+    }
+    phases
 }
 
 /// Longest chain of messages in Bruck's exchanges among `n`: the last step depends on others only for the part of the

@@ -5,6 +5,8 @@
 //! are in a partial sum depends on the distance only. J. L. Träff, arXiv 2410.14234 (2024).
 
 use super::{Team, by_rank};
+use crate::algorithms::Fraction;
+use crate::cost::{Among, Arriving, Phase};
 use crate::ir::{Buf, Finish, Order, Schedule, Span};
 
 /// Member b ends with block b, reduced, in `acc(b)`; partial sums of other blocks pass through `acc` of those.
@@ -48,6 +50,17 @@ pub fn reduce_scatter(
             parts[distance as usize].extend(passed.into_iter().map(|back| back + skip));
         }
     }
+}
+
+/// The exchanges as counts, without the cuts at the wrap; a block is `1 / n` of the largest buffer.
+pub fn phases(among: Among<'_>) -> Vec<Phase> {
+    let n = among.size();
+    let chain = chain(n) as usize;
+    let phase = |(index, Step { held, skip }): (usize, Step)| {
+        let part = Fraction::new(held - skip, n);
+        Phase::linked(u32::from(index < chain), among.shift(skip), part, Arriving::Reduced)
+    };
+    steps(n).enumerate().map(phase).collect()
 }
 
 /// Longest chain of messages among `n`.

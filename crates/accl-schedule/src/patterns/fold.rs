@@ -2,6 +2,8 @@
 //! contribution to the first and gets the result from it.
 
 use super::{Team, floor_power_of_two};
+use crate::algorithms::Fraction;
+use crate::cost::{Among, Arriving, Phase};
 
 /// What a member does while the exchange among a power of two runs.
 #[derive(Debug)]
@@ -50,6 +52,18 @@ impl<'a> Fold<'a> {
             Fold::Guest { host: index - 1 }
         }
     }
+}
+
+/// Every guest's contribution to its partner, as counts.
+pub fn enter(among: Among, part: Fraction) -> Phase {
+    let guests = (0..among.size() - floor_power_of_two(among.size())).map(|pair| (2 * pair + 1, 2 * pair));
+    Phase::linked(1, among.pairs(guests), part, Arriving::Reduced).busiest(0, 1)
+}
+
+/// Every guest's result from its partner, as counts, with so many steps more on the longest chain.
+pub fn leave(among: Among, chain: u32, part: Fraction) -> Phase {
+    let guests = (0..among.size() - floor_power_of_two(among.size())).map(|pair| (2 * pair, 2 * pair + 1));
+    Phase::linked(chain, among.pairs(guests), part, Arriving::Copied).busiest(1, 0)
 }
 
 /// Messages that folding `n` members adds to the longest chain of an exchange that crosses each distance once. Such a

@@ -2,6 +2,8 @@
 //! exchange halves of what they still share (reduce_scatter); backwards, they double what they have (all_gather).
 
 use super::{Strip, Team, by_rank};
+use crate::algorithms::Fraction;
+use crate::cost::{Among, Arriving, Phase};
 use crate::ir::{Finish, Schedule};
 
 /// One exchange. Ranges are aligned powers of two in the numbering of the members.
@@ -23,6 +25,22 @@ pub fn steps(index: u32, size: u32) -> impl DoubleEndedIterator<Item = Step> {
         let len = 1 << bit;
         let keep = index & !(len - 1);
         Step { peer: index ^ len, keep, give: keep ^ len, len }
+    })
+}
+
+/// The exchanges as counts, largest first: `part` gives the size of the message of a step of so many blocks.
+pub fn phases(
+    among: Among<'_>,
+    size: u32,
+    part: impl Fn(u32) -> Fraction,
+    arriving: Arriving,
+) -> impl DoubleEndedIterator<Item = Phase> {
+    let paired = among.size() - size;
+    // Representatives of pairs that were folded; the members themselves where none were.
+    let member = move |index: u32| index + index.min(paired);
+    steps(0, size).map(move |step| {
+        let pairs = (0..size).map(|index| (member(index), member(index ^ step.len)));
+        Phase::exchange(1, among.pairs(pairs), part(step.len), arriving)
     })
 }
 

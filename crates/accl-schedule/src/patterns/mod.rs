@@ -8,6 +8,7 @@ pub mod binomial;
 pub mod bruck;
 pub mod circulant;
 pub mod direct;
+pub mod flat;
 pub mod fold;
 pub mod halving;
 mod numbers;

@@ -18,6 +18,7 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |n, _| Fraction::new(n - 1, n),
     steps_formula: "floor(log2 n), + 1 for n > 3p/2",
     bytes_formula: "(n-1)/n",
+    cost: |n, topology| Cost::of(bruck::phases(Among::World(topology), n)).copies(Fraction::new(1, n)),
     wins: "small blocks in large worlds",
     source: "Bruck et al. 1997",
 };

@@ -18,6 +18,10 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |n, _| Fraction::new(n - 1, n),
     steps_formula: "n-1",
     bytes_formula: "(n-1)/n",
+    cost: |n, topology| {
+        let part = Fraction::new(1, n);
+        Cost::of([Phase::around(Among::World(topology), part, Arriving::Copied)]).copies(part)
+    },
     wins: "large buffers in larger worlds",
     source: "Patarasuk, Yuan 2009",
 };

@@ -18,6 +18,10 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |n, _| Fraction::new(2 * (n - 1), n),
     steps_formula: "2 log2 n; at most 2 ceil(log2 n) where n is no power of two",
     bytes_formula: "2(n-1)/n",
+    cost: |n, topology| {
+        let among = Among::World(topology);
+        Cost::of(circulant::phases(among).into_iter().chain(bruck::phases(among, n)))
+    },
     wins: "medium buffers in large worlds",
     source: "Träff 2024",
 };

@@ -17,6 +17,10 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |n, _| Fraction::new(n - 1, 1),
     steps_formula: "1",
     bytes_formula: "n-1",
+    cost: |n, topology| {
+        let all = Phase::from_owners(Among::World(topology), n, Fraction::WHOLE, Arriving::Copied);
+        Cost::of([all]).reduces(n)
+    },
     wins: "tiny buffers in small worlds",
     source: "folklore (one-shot)",
 };

@@ -18,6 +18,10 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |n, _| Fraction::new(2 * (n - 1), n),
     steps_formula: "2",
     bytes_formula: "2(n-1)/n",
+    cost: |n, topology| {
+        let (among, part) = (Among::World(topology), Fraction::new(1, n));
+        Cost::of([Phase::to_owners(among, n, part), Phase::from_owners(among, n, part, Arriving::Copied)])
+    },
     wins: "large buffers on one host, small worlds",
     source: "composition: reduce_scatter direct, all_gather direct",
 };

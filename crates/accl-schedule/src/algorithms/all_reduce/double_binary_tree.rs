@@ -25,9 +25,28 @@ pub const ROW: Algorithm = Algorithm {
     },
     steps_formula: "2 floor(log2 n)",
     bytes_formula: "2 (1 for n = 2, 3/2 for n = 3)",
+    cost,
     wins: "medium buffers in large worlds that are no power of two",
     source: "Sanders, Speck, Träff 2009",
 };
+
+/// A rank is an inner node of one tree, with two children from three ranks on, and a leaf of the other.
+fn cost(n: u32, topology: &Topology) -> Cost {
+    let (among, half) = (Among::World(topology), Fraction::new(1, 2));
+    let children = n.min(3) - 1;
+    let parent = |tree: Tree| move |rank: u32| tree.node(n, rank).parent;
+    // The second tree is the mirror image of the first: one of them tells the longest path.
+    let both = among.pairs([Tree::First, Tree::Second].into_iter().flat_map(|tree| {
+        (0..n).filter_map(move |rank| Some((parent(tree)(rank)?, rank)))
+    }));
+    let tree = |arriving| {
+        Phase { all: both, ..Phase::tree(among, parent(Tree::First), floor_log2(n), half, arriving) }
+    };
+    let root_above = u32::from(n > 3);
+    let up = tree(Arriving::Reduced).busiest(1 + root_above, children);
+    let down = tree(Arriving::Copied).busiest(children, 1 + root_above);
+    Cost::of([up, down])
+}
 
 fn build(request: &Request) -> Schedule {
     let division = Division::Even { chunks: 2 };

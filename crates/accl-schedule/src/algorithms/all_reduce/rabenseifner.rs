@@ -4,7 +4,7 @@
 //! medium buffers in large worlds. R. Rabenseifner, ICCS 2004.
 
 use crate::algorithms::prelude::*;
-use crate::patterns::fold::Fold;
+use crate::patterns::fold::{self, Fold};
 use crate::patterns::halving;
 
 /// The table row.
@@ -23,6 +23,13 @@ pub const ROW: Algorithm = Algorithm {
     },
     steps_formula: "2 log2 n; 2 floor(log2 n) + 2 where n is no power of two",
     bytes_formula: "2(p-1)/p, +1 where n is no power of two",
+    cost: |n, topology| {
+        let (among, p) = (Among::World(topology), floor_power_of_two(n));
+        let core = |arriving| halving::phases(among, p, |blocks| Fraction::new(blocks, p), arriving);
+        let core = core(Arriving::Reduced).chain(core(Arriving::Copied).rev());
+        let (enter, leave) = (fold::enter(among, Fraction::WHOLE), fold::leave(among, 1, Fraction::WHOLE));
+        Cost::of([enter].into_iter().chain(core).chain([leave]))
+    },
     wins: "medium buffers in large worlds, best with a power of two",
     source: "Rabenseifner 2004",
 };

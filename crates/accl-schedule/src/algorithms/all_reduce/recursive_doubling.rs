@@ -3,8 +3,8 @@
 //! in each step. Wins for small buffers in larger worlds. R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19 (2005).
 
 use crate::algorithms::prelude::*;
-use crate::patterns::by_rank;
-use crate::patterns::fold::{Fold, added_steps};
+use crate::patterns::fold::{self, Fold, added_steps};
+use crate::patterns::{by_rank, halving};
 
 /// The table row.
 pub const ROW: Algorithm = Algorithm {
@@ -19,6 +19,12 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |n, _| Fraction::new(floor_log2(n) + u32::from(!n.is_power_of_two()), 1),
     steps_formula: "log2 n; floor(log2 n) + 1 for p < n <= 3p/2, + 2 above",
     bytes_formula: "ceil(log2 n)",
+    cost: |n, topology| {
+        let (among, all) = (Among::World(topology), Fraction::WHOLE);
+        let core = halving::phases(among, floor_power_of_two(n), |_| all, Arriving::Reduced).rev();
+        let leave = fold::leave(among, added_steps(n).saturating_sub(1), all);
+        Cost::of([fold::enter(among, all)].into_iter().chain(core).chain([leave]))
+    },
     wins: "small buffers in larger worlds",
     source: "Thakur, Rabenseifner, Gropp 2005",
 };

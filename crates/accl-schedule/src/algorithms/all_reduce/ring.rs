@@ -18,6 +18,10 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |n, _| Fraction::new(2 * (n - 1), n),
     steps_formula: "2(n-1)",
     bytes_formula: "2(n-1)/n",
+    cost: |n, topology| {
+        let around = |arriving| Phase::around(Among::World(topology), Fraction::new(1, n), arriving);
+        Cost::of([around(Arriving::Reduced), around(Arriving::Copied)])
+    },
     wins: "large buffers in larger worlds",
     source: "Patarasuk, Yuan 2009",
 };

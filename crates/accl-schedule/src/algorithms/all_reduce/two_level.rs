@@ -28,9 +28,25 @@ pub const ROW: Algorithm = Algorithm {
     },
     steps_formula: "2 + 2 log2 h, or 2 + 2(h-1) where h is no power of two; at most, for hosts of different sizes",
     bytes_formula: "(L-1 + c-1)/c + 2(h-1)/(hc); L and c: ranks of the largest and the smallest host",
+    cost,
     wins: "several hosts with several ranks each",
     source: "composition over hosts",
 };
+
+fn cost(_: u32, topology: &Topology) -> Cost {
+    let (hosts, owners) = (topology.host_count(), topology.smallest_host());
+    let (inside, across) = (Among::Hosts(topology), Among::Leaders(topology, owners));
+    let (own, part) = (Fraction::new(1, owners), Fraction::new(1, owners * hosts));
+    let mut phases = vec![Phase::to_owners(inside, owners, own)];
+    if hosts.is_power_of_two() {
+        let halves = |arriving| halving::phases(across, hosts, |len| Fraction::new(len, owners * hosts), arriving);
+        phases.extend(halves(Arriving::Reduced).chain(halves(Arriving::Copied).rev()));
+    } else {
+        phases.extend([Arriving::Reduced, Arriving::Copied].map(|arriving| Phase::around(across, part, arriving)));
+    }
+    phases.push(Phase::from_owners(inside, owners, own, Arriving::Copied));
+    Cost::of(phases)
+}
 
 fn build(request: &Request) -> Schedule {
     let topology = request.topology;

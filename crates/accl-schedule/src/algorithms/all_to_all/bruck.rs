@@ -18,6 +18,15 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |n, _| Fraction::new((1..n).map(u32::count_ones).sum(), n),
     steps_formula: "floor(log2 n), + 1 for n > 3p/2",
     bytes_formula: "(sum of the one bits of 1 to n-1)/n, about log2(n)/2",
+    cost: |n, topology| {
+        let among = Among::World(topology);
+        let hop = |bit: u32| {
+            let blocks = (1..n).filter(|distance| distance >> bit & 1 == 1).count() as u32;
+            let step = u32::from(bit < bruck::steps(n));
+            Phase::linked(step, among.shift(1 << bit), Fraction::new(blocks, n), Arriving::Copied)
+        };
+        Cost::of((0..ceil_log2(n)).map(hop)).copies(Fraction::new(1, n))
+    },
     wins: "tiny blocks in large worlds",
     source: "Bruck et al. 1997",
 };

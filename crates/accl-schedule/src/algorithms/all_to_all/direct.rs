@@ -17,6 +17,10 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |n, _| Fraction::new(n - 1, n),
     steps_formula: "1",
     bytes_formula: "(n-1)/n",
+    cost: |n, topology| {
+        let part = Fraction::new(1, n);
+        Cost::of([Phase::from_owners(Among::World(topology), n, part, Arriving::Copied)]).copies(part)
+    },
     wins: "small worlds, any size",
     source: "folklore",
 };

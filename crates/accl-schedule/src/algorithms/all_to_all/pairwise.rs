@@ -17,6 +17,10 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |n, _| Fraction::new(n - 1, n),
     steps_formula: "n-1",
     bytes_formula: "(n-1)/n",
+    cost: |n, topology| {
+        let part = Fraction::new(1, n);
+        Cost::of([Phase::in_turn(Among::World(topology), part, Arriving::Copied)]).copies(part)
+    },
     wins: "large blocks in large worlds",
     source: "Thakur, Rabenseifner, Gropp 2005",
 };

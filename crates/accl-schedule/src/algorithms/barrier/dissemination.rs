@@ -17,6 +17,13 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |_, _| Fraction::new(0, 1),
     steps_formula: "ceil(log2 n)",
     bytes_formula: "0",
+    cost: |n, topology| {
+        let step = |bit: u32| {
+            let all = Among::World(topology).shift(1 << bit);
+            Phase::exchange(1, all, Fraction::default(), Arriving::Copied)
+        };
+        Cost::of((0..ceil_log2(n)).map(step))
+    },
     wins: "always",
     source: "Hensgen, Finkel, Manber 1988",
 };

@@ -2,7 +2,7 @@
 //! Steps floor(log2 n), the root sends ceil(log2 n) buffers. Wins for small and medium buffers.
 
 use crate::algorithms::prelude::*;
-use crate::patterns::binomial::Node;
+use crate::patterns::binomial::{self, Node};
 
 /// The table row.
 pub const ROW: Algorithm = Algorithm {
@@ -17,6 +17,9 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |n, _| Fraction::new(ceil_log2(n), 1),
     steps_formula: "floor(log2 n)",
     bytes_formula: "ceil(log2 n)",
+    cost: |n, topology| {
+        Cost::of([binomial::phase(Among::World(topology), Arriving::Copied).busiest(ceil_log2(n), 0)])
+    },
     wins: "small and medium buffers",
     source: "folklore",
 };

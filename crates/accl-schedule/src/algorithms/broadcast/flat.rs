@@ -2,6 +2,7 @@
 //! Steps 1; the root sends n-1 buffers. Wins for small buffers in small worlds.
 
 use crate::algorithms::prelude::*;
+use crate::patterns::flat;
 
 /// The table row.
 pub const ROW: Algorithm = Algorithm {
@@ -16,6 +17,7 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |n, _| Fraction::new(n - 1, 1),
     steps_formula: "1",
     bytes_formula: "n-1",
+    cost: |_, topology| Cost::of([flat::from_root(Among::World(topology), Fraction::WHOLE)]),
     wins: "small buffers in small worlds",
     source: "folklore",
 };

@@ -3,7 +3,8 @@
 //! each.
 
 use crate::algorithms::prelude::*;
-use crate::patterns::binomial::Node;
+use crate::patterns::binomial::{self, Node};
+use crate::patterns::flat;
 
 /// The table row.
 pub const ROW: Algorithm = Algorithm {
@@ -18,6 +19,11 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |_, topology| Fraction::new(ceil_log2(topology.host_count()) + topology.largest_host() - 1, 1),
     steps_formula: "floor(log2 h) + 1; at most, for hosts of different sizes",
     bytes_formula: "ceil(log2 h) + L-1; at most, for hosts of different sizes; L: ranks of the largest host",
+    cost: |_, topology| {
+        let across = Among::Leaders(topology, 1);
+        let tree = binomial::phase(across, Arriving::Copied).busiest(ceil_log2(across.size()), 0);
+        Cost::of([tree, flat::from_root(Among::Hosts(topology), Fraction::WHOLE)])
+    },
     wins: "several hosts with several ranks each",
     source: "composition over hosts",
 };

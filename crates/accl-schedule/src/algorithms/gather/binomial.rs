@@ -3,7 +3,7 @@
 //! worlds.
 
 use crate::algorithms::prelude::*;
-use crate::patterns::binomial::Node;
+use crate::patterns::binomial::{self, Node};
 
 /// The table row.
 pub const ROW: Algorithm = Algorithm {
@@ -18,6 +18,10 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |n, _| Fraction::new(n - 1, n),
     steps_formula: "floor(log2 n)",
     bytes_formula: "(n-1)/n",
+    cost: |n, topology| {
+        let levels = binomial::subtree_phases(Among::World(topology)).map(|level| level.busiest(0, 1));
+        Cost::of(levels).copies(Fraction::new(1, n))
+    },
     wins: "small blocks in large worlds",
     source: "folklore",
 };

@@ -2,6 +2,7 @@
 //! Steps 1; the root receives (n-1)/n of the output. Wins for large blocks and small worlds; blocks may differ in size.
 
 use crate::algorithms::prelude::*;
+use crate::patterns::flat;
 
 /// The table row.
 pub const ROW: Algorithm = Algorithm {
@@ -16,6 +17,10 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |n, _| Fraction::new(n - 1, n),
     steps_formula: "1",
     bytes_formula: "(n-1)/n",
+    cost: |n, topology| {
+        let part = Fraction::new(1, n);
+        Cost::of([flat::to_root(Among::World(topology), part, Arriving::Copied)]).copies(part)
+    },
     wins: "large blocks, small worlds",
     source: "folklore",
 };

@@ -2,7 +2,7 @@
 //! Steps floor(log2 n); the root receives ceil(log2 n) buffers. Wins for small and medium buffers.
 
 use crate::algorithms::prelude::*;
-use crate::patterns::binomial::Node;
+use crate::patterns::binomial::{self, Node};
 use crate::patterns::by_rank;
 
 /// The table row.
@@ -18,6 +18,9 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |n, _| Fraction::new(ceil_log2(n), 1),
     steps_formula: "floor(log2 n)",
     bytes_formula: "ceil(log2 n)",
+    cost: |n, topology| {
+        Cost::of([binomial::phase(Among::World(topology), Arriving::Reduced).busiest(0, ceil_log2(n))])
+    },
     wins: "small and medium buffers",
     source: "folklore",
 };

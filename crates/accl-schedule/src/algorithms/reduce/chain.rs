@@ -18,6 +18,10 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |n, _| Fraction::new((n - 1).min(1), 1),
     steps_formula: "n-1, overlapped",
     bytes_formula: "1",
+    cost: |n, topology| {
+        let relay = Phase::chain(Among::World(topology), Arriving::Reduced);
+        Cost::of([relay.busiest(u32::from(n > 2), 1)])
+    },
     wins: "large buffers",
     source: "folklore (pipelined chain)",
 };

@@ -2,7 +2,7 @@
 //! Steps 1; the root receives n-1 buffers. Wins for small buffers in small worlds.
 
 use crate::algorithms::prelude::*;
-use crate::patterns::by_rank;
+use crate::patterns::{by_rank, flat};
 
 /// The table row.
 pub const ROW: Algorithm = Algorithm {
@@ -17,6 +17,7 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |n, _| Fraction::new(n - 1, 1),
     steps_formula: "1",
     bytes_formula: "n-1",
+    cost: |_, topology| Cost::of([flat::to_root(Among::World(topology), Fraction::WHOLE, Arriving::Reduced)]),
     wins: "small buffers in small worlds",
     source: "folklore",
 };

@@ -18,6 +18,7 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |n, _| Fraction::new(n - 1, n),
     steps_formula: "log2 n; at most ceil(log2 n) where n is no power of two",
     bytes_formula: "(n-1)/n",
+    cost: |_, topology| Cost::of(circulant::phases(Among::World(topology))),
     wins: "small and medium blocks in large worlds",
     source: "Träff 2024",
 };

@@ -17,6 +17,7 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |n, _| Fraction::new(n - 1, n),
     steps_formula: "1",
     bytes_formula: "(n-1)/n",
+    cost: |n, topology| Cost::of([Phase::to_owners(Among::World(topology), n, Fraction::new(1, n))]),
     wins: "small worlds, any size",
     source: "folklore",
 };

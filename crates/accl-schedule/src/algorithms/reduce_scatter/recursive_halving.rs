@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use crate::algorithms::prelude::*;
-use crate::patterns::fold::{Fold, added_steps};
+use crate::patterns::fold::{self, Fold, added_steps};
 use crate::patterns::{by_rank, halving};
 
 /// The table row.
@@ -22,6 +22,13 @@ pub const ROW: Algorithm = Algorithm {
     bytes: busiest,
     steps_formula: "log2 n; floor(log2 n) + 1 for p < n <= 3p/2, + 2 above",
     bytes_formula: "(n-1)/n; 1 + (sum of k + min(k, n-p) for k = 1, 2, 4 ... p/2)/n where n is no power of two",
+    cost: |n, topology| {
+        let (among, p) = (Among::World(topology), floor_power_of_two(n));
+        let kept = |blocks: u32| Fraction::new(blocks + blocks.min(n - p), n);
+        let core = halving::phases(among, p, kept, Arriving::Reduced);
+        let leave = fold::leave(among, added_steps(n).saturating_sub(1), Fraction::new(1, n));
+        Cost::of([fold::enter(among, Fraction::WHOLE)].into_iter().chain(core).chain([leave]))
+    },
     wins: "small blocks in large worlds, best with a power of two",
     source: "Thakur, Rabenseifner, Gropp 2005",
 };

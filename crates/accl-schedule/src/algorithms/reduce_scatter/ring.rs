@@ -17,6 +17,7 @@ pub const ROW: Algorithm = Algorithm {
     bytes: |n, _| Fraction::new(n - 1, n),
     steps_formula: "n-1",
     bytes_formula: "(n-1)/n",
+    cost: |n, topology| Cost::of([Phase::around(Among::World(topology), Fraction::new(1, n), Arriving::Reduced)]),
     wins: "large buffers in larger worlds",
     source: "Patarasuk, Yuan 2009",
 };

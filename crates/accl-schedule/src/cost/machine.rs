@@ -1,0 +1,303 @@
+//! What a machine needs for each thing that is counted: the constants of the cost model.
+//!
+//! Owns their names, defaults and text, which travels between ranks and lies in the cache. Integers only, so that equal
+//! text means equal choices on every processor. How they are measured is the engine's affair. Read [`Machine`] first.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// Calls of these sizes are measured; in between rates are interpolated, beyond they stay as they are.
+pub const SIZES: [u64; 5] = [16 << 10, 128 << 10, 1 << 20, 4 << 20, 32 << 20];
+
+/// Picoseconds per KiB for calls of each of [`SIZES`]: where the buffers lie in cache or memory.
+pub type Rates = [u64; SIZES.len()];
+
+/// What a message between two ranks costs by one way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Link {
+    /// A call by itself, whatever it does.
+    pub call_ps: u64,
+    /// Sending or receiving one frame, without its bytes.
+    pub frame_ps: u64,
+    /// From when a frame was written until its receiver can see it.
+    pub latency_ps: u64,
+    /// Moving bytes from a tensor to the link.
+    pub sent_ps_per_kib: Rates,
+    /// Moving bytes from the link to a tensor.
+    pub received_ps_per_kib: Rates,
+}
+
+/// What lies between hosts, besides the software of `tcp`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Network {
+    /// One way, by wire and switches.
+    pub latency_ps: u64,
+    /// Of a host's connection, in one direction.
+    pub sent_ps_per_kib: u64,
+}
+
+/// The constants of a machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Machine {
+    /// Shared memory.
+    pub shm: Link,
+    /// Sockets; between hosts the network comes on top.
+    pub tcp: Link,
+    /// Between hosts.
+    pub network: Network,
+    /// Reducing instead of copying what arrived: the difference.
+    pub reduced_ps_per_kib: Rates,
+    /// Copying from tensor to tensor.
+    pub copied_ps_per_kib: Rates,
+    /// Giving a core to another rank that waits for it.
+    pub switch_ps: u64,
+    /// What a message between ranks that are not two of few costs more: in thousandths of its bytes' time for each
+    /// further peer at once.
+    pub crowding_per_mille: u64,
+    /// Cores that move memory as fast as the host can.
+    pub memory_cores: u64,
+}
+
+/// Of a recent server: rings in a shared cache, loopback sockets, ten gigabits between hosts in one rack.
+impl Default for Machine {
+    fn default() -> Self {
+        Self {
+            shm: Link {
+                call_ps: 150_000,
+                frame_ps: 100_000,
+                latency_ps: 100_000,
+                sent_ps_per_kib: [50_000, 50_000, 60_000, 60_000, 95_000],
+                received_ps_per_kib: [50_000, 50_000, 60_000, 60_000, 80_000],
+            },
+            tcp: Link {
+                call_ps: 1_000_000,
+                frame_ps: 3_000_000,
+                latency_ps: 2_500_000,
+                sent_ps_per_kib: [250_000, 250_000, 300_000, 300_000, 350_000],
+                received_ps_per_kib: [250_000, 250_000, 300_000, 300_000, 350_000],
+            },
+            network: Network { latency_ps: 10_000_000, sent_ps_per_kib: 819_200 },
+            reduced_ps_per_kib: [10_000, 20_000, 20_000, 20_000, 60_000],
+            copied_ps_per_kib: [50_000, 60_000, 60_000, 90_000, 130_000],
+            switch_ps: 3_000_000,
+            crowding_per_mille: 5,
+            memory_cores: 8,
+        }
+    }
+}
+
+/// One constant, or one for each of [`SIZES`].
+pub struct Constant {
+    /// Its name in text; the unit is its end.
+    pub name: &'static str,
+    /// What it says.
+    pub effect: &'static str,
+    /// Where it stands.
+    pub at: fn(&mut Machine) -> &mut [u64],
+}
+
+/// Every constant.
+pub const CONSTANTS: &[Constant] = &[
+    Constant {
+        name: "shm_call_ps",
+        effect: "a call over shared memory by itself",
+        at: |m| std::slice::from_mut(&mut m.shm.call_ps),
+    },
+    Constant {
+        name: "shm_frame_ps",
+        effect: "a frame through shared memory without its bytes, at either end",
+        at: |m| std::slice::from_mut(&mut m.shm.frame_ps),
+    },
+    Constant {
+        name: "shm_latency_ps",
+        effect: "until a frame in shared memory is seen",
+        at: |m| std::slice::from_mut(&mut m.shm.latency_ps),
+    },
+    Constant {
+        name: "shm_sent_ps_per_kib",
+        effect: "moving bytes from a tensor to shared memory",
+        at: |m| &mut m.shm.sent_ps_per_kib,
+    },
+    Constant {
+        name: "shm_received_ps_per_kib",
+        effect: "moving bytes from shared memory to a tensor",
+        at: |m| &mut m.shm.received_ps_per_kib,
+    },
+    Constant {
+        name: "tcp_call_ps",
+        effect: "a call over sockets by itself",
+        at: |m| std::slice::from_mut(&mut m.tcp.call_ps),
+    },
+    Constant {
+        name: "tcp_frame_ps",
+        effect: "a frame through a socket without its bytes, at either end",
+        at: |m| std::slice::from_mut(&mut m.tcp.frame_ps),
+    },
+    Constant {
+        name: "tcp_latency_ps",
+        effect: "until a frame in a socket of this host is seen",
+        at: |m| std::slice::from_mut(&mut m.tcp.latency_ps),
+    },
+    Constant {
+        name: "tcp_sent_ps_per_kib",
+        effect: "moving bytes from a tensor to a socket",
+        at: |m| &mut m.tcp.sent_ps_per_kib,
+    },
+    Constant {
+        name: "tcp_received_ps_per_kib",
+        effect: "moving bytes from a socket to a tensor",
+        at: |m| &mut m.tcp.received_ps_per_kib,
+    },
+    Constant {
+        name: "network_latency_ps",
+        effect: "one way between hosts, besides the software of sockets",
+        at: |m| std::slice::from_mut(&mut m.network.latency_ps),
+    },
+    Constant {
+        name: "network_sent_ps_per_kib",
+        effect: "a host's connection to the others, in one direction",
+        at: |m| std::slice::from_mut(&mut m.network.sent_ps_per_kib),
+    },
+    Constant {
+        name: "reduced_ps_per_kib",
+        effect: "reducing what arrived instead of copying it: the difference",
+        at: |m| &mut m.reduced_ps_per_kib,
+    },
+    Constant { name: "copied_ps_per_kib", effect: "copying from tensor to tensor", at: |m| &mut m.copied_ps_per_kib },
+    Constant {
+        name: "switch_ps",
+        effect: "giving a core to another rank",
+        at: |m| std::slice::from_mut(&mut m.switch_ps),
+    },
+    Constant {
+        name: "crowding_per_mille",
+        effect: "thousandths by which bytes take longer for each further peer at once",
+        at: |m| std::slice::from_mut(&mut m.crowding_per_mille),
+    },
+    Constant {
+        name: "memory_cores",
+        effect: "cores that move memory as fast as the host can",
+        at: |m| std::slice::from_mut(&mut m.memory_cores),
+    },
+];
+
+/// No constant is larger: sums of products stay far from what 128 bits hold.
+const LARGEST: u64 = 1 << 50;
+
+impl Machine {
+    /// The values of a constant.
+    pub fn values(&self, constant: &Constant) -> Vec<u64> {
+        (constant.at)(&mut self.clone()).to_vec()
+    }
+
+    /// Larger calls have no lower rates: more bytes never take less time.
+    #[must_use]
+    pub fn smoothed(mut self) -> Self {
+        let Self { shm, tcp, reduced_ps_per_kib, copied_ps_per_kib, .. } = &mut self;
+        let of_links = [shm, tcp].map(|link| [&mut link.sent_ps_per_kib, &mut link.received_ps_per_kib]);
+        for rates in of_links.into_iter().flatten().chain([reduced_ps_per_kib, copied_ps_per_kib]) {
+            for index in 1..rates.len() {
+                rates[index] = rates[index].max(rates[index - 1]);
+            }
+        }
+        self.memory_cores = self.memory_cores.max(1);
+        self
+    }
+}
+
+/// The rate for calls of so many bytes.
+pub(super) fn rate(rates: &Rates, bytes: u64) -> u64 {
+    let Some(above) = SIZES.iter().position(|&size| bytes < size) else { return rates[SIZES.len() - 1] };
+    let Some(below) = above.checked_sub(1) else { return rates[0] };
+    let (from, to) = (u128::from(SIZES[below]), u128::from(SIZES[above]));
+    // Along the logarithm, which within an octave is taken for a straight line.
+    let log = |size: u128| (u128::from(size.ilog2()) << 16) + ((size << 16 >> size.ilog2()) - (1 << 16));
+    let (at, whole) = (log(u128::from(bytes)) - log(from), log(to) - log(from));
+    let step = u128::from(rates[above].saturating_sub(rates[below]));
+    rates[below] + (step * at / whole) as u64
+}
+
+/// `name=value` or `name=value,value,...`, separated by blanks.
+impl fmt::Display for Machine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, constant) in CONSTANTS.iter().enumerate() {
+            let values: Vec<String> = self.values(constant).iter().map(u64::to_string).collect();
+            let blank = if index == 0 { "" } else { " " };
+            write!(f, "{blank}{}={}", constant.name, values.join(","))?;
+        }
+        Ok(())
+    }
+}
+
+/// Constants that are left out keep their defaults.
+impl FromStr for Machine {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut machine = Machine::default();
+        for word in text.split_whitespace() {
+            let (name, values) = word.split_once('=').ok_or_else(|| format!("`{word}` has no `=`"))?;
+            let constant = CONSTANTS.iter().find(|constant| constant.name == name);
+            let constant = constant.ok_or_else(|| format!("`{name}` is no constant"))?;
+            let parsed: Result<Vec<u64>, _> = values.split(',').map(str::parse::<u64>).collect();
+            let places = (constant.at)(&mut machine);
+            match parsed {
+                Ok(parsed) if parsed.len() == places.len() && parsed.iter().all(|&value| value <= LARGEST) => {
+                    places.copy_from_slice(&parsed);
+                }
+                Ok(_) | Err(_) => {
+                    return Err(format!("{name}: expected {} numbers up to {LARGEST}, not `{values}`", places.len()));
+                }
+            }
+        }
+        Ok(machine.smoothed())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_text_is_read_as_it_was_written() {
+        let mut machine = Machine::default();
+        for (index, constant) in CONSTANTS.iter().enumerate() {
+            for (place, value) in (constant.at)(&mut machine).iter_mut().enumerate() {
+                *value = (1000 * index + 10 * place + 7) as u64;
+            }
+        }
+        assert_eq!(machine.to_string().parse::<Machine>(), Ok(machine));
+        assert_eq!("".parse::<Machine>(), Ok(Machine::default()));
+    }
+
+    #[test]
+    fn nonsense_is_refused_with_its_name() {
+        for (text, named) in [
+            ("shm_call_ps", "`shm_call_ps`"),
+            ("speed=3", "`speed`"),
+            ("switch_ps=x", "switch_ps"),
+            ("switch_ps=-1", "switch_ps"),
+            ("switch_ps=1,2", "switch_ps"),
+            ("switch_ps=18446744073709551615", "switch_ps"),
+            ("reduced_ps_per_kib=1,2", "reduced_ps_per_kib"),
+        ] {
+            let error = text.parse::<Machine>().unwrap_err();
+            assert!(error.contains(named), "{error}");
+        }
+    }
+
+    #[test]
+    fn rates_lie_between_those_measured_and_never_fall() {
+        let rates = [10, 20, 20, 70, 90];
+        for (&size, &wanted) in SIZES.iter().zip(&rates) {
+            assert_eq!(rate(&rates, size), wanted);
+        }
+        assert_eq!((rate(&rates, 0), rate(&rates, u64::MAX)), (10, 90));
+        let mut last = 0;
+        for bytes in (0..64 << 20).step_by(4099) {
+            let now = rate(&rates, bytes);
+            assert!(now >= last, "{bytes}");
+            last = now;
+        }
+    }
+}

@@ -1,0 +1,179 @@
+//! How far the messages of a phase go: counted from who sends to whom.
+//!
+//! Read [`Among`] first.
+
+use crate::cost::counts::Ends;
+use crate::topology::Topology;
+
+/// Messages of all ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Reach {
+    /// Those that stay on their host.
+    pub near: u64,
+    /// Those that leave it.
+    pub far: u64,
+    /// Those that leave, or enter, the host that most do, whichever is more.
+    pub uplink: u64,
+}
+
+impl Reach {
+    /// All.
+    pub fn sum(self) -> u64 {
+        self.near + self.far
+    }
+
+    /// So often.
+    #[must_use]
+    pub fn times(self, times: u32) -> Reach {
+        let times = u64::from(times);
+        Reach { near: self.near * times, far: self.far * times, uplink: self.uplink * times }
+    }
+}
+
+/// Who takes part in a phase.
+#[derive(Clone, Copy, Debug)]
+pub enum Among<'a> {
+    /// All ranks.
+    World(&'a Topology),
+    /// The ranks of each host by themselves.
+    Hosts(&'a Topology),
+    /// So many teams of one rank of each host.
+    Leaders(&'a Topology, u32),
+}
+
+impl Among<'_> {
+    /// Members of the largest team.
+    pub fn size(self) -> u32 {
+        match self {
+            Among::World(topology) => topology.world(),
+            Among::Hosts(topology) => topology.largest_host(),
+            Among::Leaders(topology, _) => topology.host_count(),
+        }
+    }
+
+    /// Messages from member to member, one for each pair of positions in a team; a message to oneself is none.
+    pub fn pairs(self, pairs: impl IntoIterator<Item = (u32, u32)>) -> Reach {
+        let pairs = pairs.into_iter().filter(|(from, to)| from != to);
+        match self {
+            Among::World(topology) if topology.host_count() == 1 => {
+                Reach { near: pairs.count() as u64, ..Reach::default() }
+            }
+            Among::World(topology) => {
+                let mut counter = Counter::new(topology);
+                pairs.for_each(|(from, to)| counter.add(from, to, 1));
+                counter.reach
+            }
+            Among::Hosts(topology) => {
+                let mut near = 0;
+                for (from, to) in pairs {
+                    let fits = |ranks: &&Vec<u32>| ranks.len() as u32 > from.max(to);
+                    near += topology.hosts().iter().filter(fits).count() as u64;
+                }
+                Reach { near, ..Reach::default() }
+            }
+            Among::Leaders(topology, teams) => {
+                let singles = Topology::new((0..topology.host_count()).collect());
+                let mut counter = Counter::new(&singles);
+                pairs.for_each(|(from, to)| counter.add(from, to, 1));
+                counter.reach.times(teams)
+            }
+        }
+    }
+
+    /// Every member sends to the one so many positions behind it.
+    pub fn shift(self, distance: u32) -> Reach {
+        let size = self.size();
+        match self {
+            Among::World(_) | Among::Leaders(..) => self.pairs((0..size).map(|from| (from, (from + distance) % size))),
+            Among::Hosts(topology) => {
+                let lens = topology.hosts().iter().map(|ranks| ranks.len() as u64);
+                let near = lens.filter(|len| !u64::from(distance).is_multiple_of(*len)).sum();
+                Reach { near, ..Reach::default() }
+            }
+        }
+    }
+
+    /// Every member sends to, or gets from, each of the first `owners` members.
+    pub(super) fn all_pairs(self, owners: u32) -> Reach {
+        let owners = u64::from(owners);
+        match self {
+            Among::World(topology) => {
+                let world = u64::from(topology.world());
+                let lens = || topology.hosts().iter().map(|ranks| ranks.len() as u64);
+                Reach {
+                    near: lens().map(|len| len * (len - 1)).sum(),
+                    far: lens().map(|len| len * (world - len)).sum(),
+                    uplink: lens().map(|len| len * (world - len)).max().unwrap_or(0),
+                }
+            }
+            Among::Hosts(topology) => {
+                let near = topology.hosts().iter().map(|ranks| (ranks.len() as u64 - 1) * owners).sum();
+                Reach { near, ..Reach::default() }
+            }
+            Among::Leaders(topology, teams) => {
+                let (hosts, teams) = (u64::from(topology.host_count()), u64::from(teams));
+                Reach { near: 0, far: teams * hosts * (hosts - 1), uplink: teams * (hosts - 1) }
+            }
+        }
+    }
+
+    /// Of the paths from members to the root of a tree, the one that leaves its host most often.
+    pub(super) fn longest_path(self, parent: &impl Fn(u32) -> Option<u32>) -> Ends {
+        let parents: Vec<Option<u32>> = (0..self.size()).map(parent).collect();
+        let host = |member: u32| match self {
+            Among::World(topology) => topology.host_of(member),
+            Among::Hosts(_) => 0,
+            Among::Leaders(..) => member,
+        };
+        let path = |member: u32| {
+            let steps = std::iter::successors(Some(member), |&at| parents[at as usize]);
+            let mut path = Ends::default();
+            for at in steps {
+                match parents[at as usize] {
+                    Some(above) if host(above) == host(at) => path.near += 1,
+                    Some(_) => path.far += 1,
+                    None => {}
+                }
+            }
+            path
+        };
+        (0..self.size()).map(path).max_by_key(|path| (path.far, path.near)).unwrap_or_default()
+    }
+
+    /// Of a rank's peers in its team: most that are on other hosts.
+    pub(super) fn strangers(self) -> u32 {
+        match self {
+            Among::World(topology) => topology.world() - topology.smallest_host(),
+            Among::Hosts(_) => 0,
+            Among::Leaders(topology, _) => topology.host_count() - 1,
+        }
+    }
+}
+
+/// Counts messages by host.
+struct Counter<'a> {
+    topology: &'a Topology,
+    reach: Reach,
+    /// Leaving and entering, of each host.
+    crossing: Vec<[u64; 2]>,
+}
+
+impl<'a> Counter<'a> {
+    fn new(topology: &'a Topology) -> Self {
+        Self { topology, reach: Reach::default(), crossing: vec![[0; 2]; topology.host_count() as usize] }
+    }
+
+    fn add(&mut self, from: u32, to: u32, count: u64) {
+        let (from, to) = (self.topology.host_of(from), self.topology.host_of(to));
+        if from == to {
+            self.reach.near += count;
+            return;
+        }
+        self.reach.far += count;
+        for (host, way) in [(from, 0), (to, 1)] {
+            let crossing = &mut self.crossing[host as usize][way];
+            *crossing += count;
+            self.reach.uplink = self.reach.uplink.max(*crossing);
+        }
+    }
+}

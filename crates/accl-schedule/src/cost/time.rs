@@ -1,0 +1,191 @@
+//! Time from counts: what a machine needs for a schedule that it has not run.
+//!
+//! A phase takes as long as the longest of what bounds it: the work of its busiest rank, the chain of its messages, the
+//! connection of its busiest host, and the cores of a host that has fewer of them than ranks. Phases follow one another.
+//! Read [`Prices::time_ps`] first.
+
+use crate::cost::counts::{Arriving, Cost, Ends, Phase};
+use crate::cost::machine::{Link, Machine, SIZES, rate};
+use crate::topology::Topology;
+
+/// What was just touched lies as near as buffers of this size do.
+const NEAR_BYTES: u64 = SIZES[1];
+
+/// What connects ranks of one host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Near {
+    /// Shared memory.
+    Shm,
+    /// Sockets.
+    Tcp,
+}
+
+/// Where ranks run, as far as it matters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Placement {
+    /// What connects ranks of one host.
+    pub near: Near,
+    /// Cores that the ranks of a host have together.
+    pub cores: u32,
+    /// Bytes of the longest frame.
+    pub segment_bytes: u64,
+}
+
+/// What things cost in one group.
+#[derive(Clone, Copy, Debug)]
+pub struct Prices {
+    machine: Machine,
+    placement: Placement,
+    hosts: u64,
+    /// Of the largest host.
+    ranks: u64,
+}
+
+/// One message of some bytes, by one kind of link.
+#[derive(Clone, Copy)]
+struct Message {
+    /// The sender's part.
+    send: u128,
+    /// The same, of bytes that it has just received or computed, segment by segment.
+    relay: u128,
+    /// The receiver's part.
+    recv: u128,
+    latency: u128,
+    /// Both ends of its first segment.
+    first: u128,
+}
+
+impl Prices {
+    /// Of ranks placed so.
+    pub fn new(machine: Machine, placement: Placement, topology: &Topology) -> Prices {
+        let (hosts, ranks) = (topology.host_count().max(1), topology.largest_host().max(1));
+        Prices { machine: machine.smoothed(), placement, hosts: u64::from(hosts), ranks: u64::from(ranks) }
+    }
+
+    /// How long a call takes whose largest buffer has so many bytes.
+    pub fn time_ps(&self, cost: &Cost, bytes: u64) -> u64 {
+        let call = match cost.phases.iter().any(|phase| phase.all.far > 0) {
+            true => self.machine.tcp.call_ps,
+            false => self.near().call_ps,
+        };
+        let mut before = None;
+        let mut phases = 0;
+        for phase in &cost.phases {
+            // Chunks of one size stream from phase to phase.
+            phases += self.phase(phase, before == Some(phase.part), bytes);
+            before = Some(phase.part);
+        }
+        let rate_of = |rates| self.from_memory(u128::from(rate(rates, bytes)));
+        let (copied, reduced) = (rate_of(&self.machine.copied_ps_per_kib), rate_of(&self.machine.reduced_ps_per_kib));
+        // The first operand is copied to the result, as it were; each further one is read and added.
+        let operands = u128::from(cost.operands.saturating_sub(1));
+        let summed = per_kib(copied + reduced, bytes) * operands;
+        let copied = per_kib(copied, cost.copied.of_bytes(bytes));
+        let alone = (copied + summed) * u128::from(self.ranks_per_core());
+        (self.calls(call) + phases + alone).try_into().unwrap_or(u64::MAX)
+    }
+
+    fn near(&self) -> &Link {
+        match self.placement.near {
+            Near::Shm => &self.machine.shm,
+            Near::Tcp => &self.machine.tcp,
+        }
+    }
+
+    /// How many ranks take turns on a core.
+    fn ranks_per_core(&self) -> u64 {
+        self.ranks.div_ceil(u64::from(self.placement.cores).max(1))
+    }
+
+    fn calls(&self, call_ps: u64) -> u128 {
+        u128::from(call_ps) * u128::from(self.ranks_per_core())
+    }
+
+    fn phase(&self, phase: &Phase, relays: bool, bytes: u64) -> u128 {
+        let len = phase.part.of_bytes(bytes);
+        let frames = u128::from(self.frames(len));
+        let peers = phase.sends.sum().max(phase.recvs.sum());
+        let near = self.message(self.near(), 0, phase, (len, bytes), peers);
+        let far = self.message(&self.machine.tcp, self.machine.network.latency_ps, phase, (len, bytes), peers);
+
+        let received = count(phase.recvs, near.recv, far.recv);
+        let sent = count(phase.sends, near.send, far.send);
+        let relayed = count(phase.sends, near.relay, far.relay);
+        let later = received + relayed;
+        let once = received + if relays { relayed } else { sent };
+        let longest = if phase.all.far > 0 { &far } else { &near };
+        // A rank that only sends, or only receives, is followed or preceded by another.
+        let one_sided = phase.sends.sum() == 0 || phase.recvs.sum() == 0;
+        let other_end = if one_sided { longest.first / 2 } else { 0 };
+        let latency = if phase.chain.sum() > 0 { longest.latency } else { 0 };
+        let work = latency + once + later * u128::from(phase.times.saturating_sub(1)) + other_end;
+
+        let links = count(phase.chain, near.latency + near.first, far.latency + far.first);
+        let chain = links + once - once / frames;
+
+        let sent = u128::from(phase.all.uplink) * per_kib(u128::from(self.machine.network.sent_ps_per_kib), len);
+        let sent = crowded(sent, self.machine.crowding_per_mille, peers);
+        let uplink = if phase.all.far > 0 { far.latency + sent } else { 0 };
+
+        work.max(chain).max(uplink).max(self.shared(phase, &near, &far))
+    }
+
+    fn frames(&self, len: u64) -> u64 {
+        len.div_ceil(self.placement.segment_bytes.max(1)).max(1)
+    }
+
+    /// Where ranks are more than cores, all that they do on one host, one after the other on each core.
+    fn shared(&self, phase: &Phase, near: &Message, far: &Message) -> u128 {
+        let turns = self.ranks_per_core();
+        if turns <= 1 {
+            return 0;
+        }
+        let of_all =
+            u128::from(phase.all.near) * (near.relay + near.recv) + u128::from(phase.all.far) * (far.relay + far.recv);
+        let cores = u128::from(self.hosts) * u128::from(self.placement.cores.max(1));
+        let switches = u128::from(phase.chain.sum()) * u128::from(turns) * u128::from(self.machine.switch_ps);
+        of_all / cores + switches
+    }
+
+    fn message(&self, link: &Link, wire_ps: u64, phase: &Phase, (len, bytes): (u64, u64), peers: u32) -> Message {
+        let crowd = |rate| self.from_memory(crowded(u128::from(rate), self.machine.crowding_per_mille, peers));
+        let sent = crowd(rate(&link.sent_ps_per_kib, bytes));
+        let relayed = crowd(rate(&link.sent_ps_per_kib, bytes.min(NEAR_BYTES)));
+        let received = crowd(rate(&link.received_ps_per_kib, bytes));
+        let received = received
+            + match phase.arriving {
+                Arriving::Copied => 0,
+                Arriving::Reduced => self.from_memory(u128::from(rate(&self.machine.reduced_ps_per_kib, bytes))),
+            };
+        let frame = u128::from(link.frame_ps);
+        let frames = u128::from(self.frames(len)) * frame;
+        Message {
+            send: frames + per_kib(sent, len),
+            relay: frames + per_kib(relayed, len),
+            recv: frames + per_kib(received, len),
+            latency: u128::from(link.latency_ps) + u128::from(wire_ps),
+            first: 2 * frame + per_kib(relayed + received, len.min(self.placement.segment_bytes)),
+        }
+    }
+
+    /// A rate when all ranks of a host move bytes at once: beyond a number of cores memory gives no more.
+    fn from_memory(&self, rate: u128) -> u128 {
+        let cores = self.ranks.min(u64::from(self.placement.cores).max(1));
+        let at_once = cores.max(self.machine.memory_cores);
+        rate * u128::from(at_once) / u128::from(self.machine.memory_cores)
+    }
+}
+
+/// So many near and so many far.
+fn count(ends: Ends, near: u128, far: u128) -> u128 {
+    u128::from(ends.near) * near + u128::from(ends.far) * far
+}
+
+fn per_kib(ps_per_kib: u128, bytes: u64) -> u128 {
+    ps_per_kib * u128::from(bytes) / 1024
+}
+
+/// More for each peer but the first.
+fn crowded(time: u128, per_mille: u64, peers: u32) -> u128 {
+    time + time * u128::from(per_mille) * u128::from(peers.saturating_sub(1)) / 1000
+}
