@@ -31,12 +31,16 @@ impl Cores {
 
     /// Whether these processes, all of one host, are more than the cores that they have together.
     pub(crate) fn are_shared<'a>(all: impl Iterator<Item = &'a Cores> + Clone) -> bool {
-        let ranks = all.clone().count();
+        all.clone().count() > Cores::in_all(all)
+    }
+
+    /// How many cores these processes, all of one host, have together.
+    pub(crate) fn in_all<'a>(all: impl Iterator<Item = &'a Cores> + Clone) -> usize {
         let mut union: Vec<u32> = all.clone().flat_map(|cores| cores.numbers.iter().copied()).collect();
         union.sort_unstable();
         union.dedup();
         let quota = all.map(|cores| cores.quota).filter(|&quota| quota > 0).min();
-        ranks > quota.map_or(union.len(), |quota| union.len().min(quota as usize))
+        quota.map_or(union.len(), |quota| union.len().min(quota as usize))
     }
 }
 

@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use accl_schedule::Topology;
+use accl_schedule::cost::{Machine, Near, Placement};
+use accl_schedule::{Basis, Chooser, Topology};
 use accl_transport::{Card, Endpoint, Link, Poller, Settings, Waker};
 use accl_types::config::Config;
 use accl_types::{Error, ErrorKind, Rank, Result};
@@ -19,6 +20,7 @@ use crate::cores::Cores;
 use crate::drive::Drive;
 use crate::group::{Group, GroupSpec};
 use crate::hash::hash_words;
+use crate::machine;
 use crate::members::Members;
 use crate::net::PeerId;
 use crate::plan::Plans;
@@ -44,6 +46,8 @@ pub struct Engine {
     /// In some group the ranks of this host are more than their cores.
     pub(crate) shares_cores: AtomicBool,
     groups_made: AtomicU64,
+    /// The machine's constants, found when they are first needed.
+    machine: OnceLock<Machine>,
     /// How often this process had been forked when the engine was made: in a later child it is dead.
     born: u64,
     /// For the background thread.
@@ -72,6 +76,7 @@ impl Engine {
             drive: Drive::default(),
             shares_cores: AtomicBool::new(false),
             groups_made: AtomicU64::new(0),
+            machine: OnceLock::new(),
             born: accl_transport::fork_generation(),
             me: me.clone(),
         })
@@ -117,12 +122,14 @@ impl Engine {
         let parts = self.parts(spec.master)?;
         let card = parts.endpoint.lock().card().clone();
         let counter = self.groups_made.fetch_add(1, Ordering::Relaxed);
-        let mine = GroupCard { counter, agreed: spec.config.agreed_text(), cores: Cores::of_this_process(), card };
+        let machine = (spec.rank == Rank(0)).then(|| self.machine(spec));
+        let (agreed, cores) = (spec.config.agreed_text(), Cores::of_this_process());
+        let mine = GroupCard { counter, agreed, cores, machine, card };
         let cards = meet(spec, &mine, store, deadline, interrupt)?;
         let hosts = host_indices(&cards);
         let topology = Topology::new(hosts.clone());
         // The same on all ranks, since they agreed on the rules.
-        accl_schedule::check_rules(spec.world, &topology, &spec.config.algorithm)?;
+        accl_schedule::check_rules(&topology, &spec.config.algorithm)?;
         let id = group_id(&cards);
         let peers = self.connect(parts, spec, &mine, &cards, deadline, interrupt);
         let peers = peers.inspect_err(|_| self.with_core(|core| core.remove_group(id)))?;
@@ -134,7 +141,8 @@ impl Engine {
         }
         let name: Arc<str> = spec.name.as_str().into();
         let members = Members::new(peers, spec.config.eager_bytes);
-        let plans = Plans::new(topology, spec.rank, &spec.config);
+        let chooser = chooser(topology, spec, &cards, self.core.lock().segment);
+        let plans = Plans::new(chooser, spec.rank);
         let mut state = GroupState::new(id, name.clone(), spec.rank, spec.timeout, members, plans);
         state.timing = spec.config.timing;
         let now = Instant::now();
@@ -152,6 +160,14 @@ impl Engine {
             core.add_group(state, now);
         });
         Ok(Group::new(self.clone(), id, name, spec.rank, spec.world))
+    }
+
+    /// The constants by which a group chooses whose first rank this is.
+    fn machine(&self, spec: &GroupSpec) -> Machine {
+        if spec.world == 1 || spec.config.deterministic {
+            return Machine::default();
+        }
+        *self.machine.get_or_init(|| machine::find(&self.config).machine)
     }
 
     fn check_process_settings(&self, config: &Config) -> Result<()> {
@@ -343,6 +359,29 @@ impl Engine {
         self.pool.stop(Duration::from_secs(1));
         self.await_background(Duration::from_secs(1));
     }
+}
+
+/// The choice of algorithms, from what all ranks know alike: the cards and the settings that they agreed on.
+fn chooser(topology: Topology, spec: &GroupSpec, cards: &[GroupCard], segment_bytes: u64) -> Chooser {
+    // The host that is worst off for cores stands for all.
+    let cores_of = |host: u32| {
+        let here = topology.ranks_of(host).iter().map(|&rank| &cards[rank as usize].cores);
+        Cores::in_all(here).max(1) as u32
+    };
+    let largest = topology.largest_host();
+    let full = (0..topology.host_count()).filter(|&host| topology.ranks_of(host).len() as u32 == largest);
+    let cores = full.map(cores_of).min().unwrap_or(1);
+    let near = match spec.config.transports.first().map(String::as_str) {
+        Some("tcp") => Near::Tcp,
+        Some(_) | None => Near::Shm,
+    };
+    let machine = cards.first().and_then(|card| card.machine).unwrap_or_default();
+    let basis = Basis {
+        machine,
+        placement: Placement { near, cores, segment_bytes },
+        deterministic: spec.config.deterministic,
+    };
+    Chooser::new(topology, spec.config.algorithm.clone(), &basis)
 }
 
 /// Identity of the group, the same on all ranks: no two groups have the same processes with the same counters.

@@ -14,6 +14,7 @@ mod env;
 mod group;
 mod hash;
 mod local;
+pub mod machine;
 mod members;
 mod monitored;
 mod net;
@@ -33,9 +34,10 @@ pub use desc::{Blocks, CallDesc, Mode, TensorDesc};
 pub use engine::Engine;
 pub use env::config_from_environment;
 pub use group::{Group, GroupSpec, Ran};
-pub use store::Store;
+pub use store::{MemoryStore, Store};
 
 // What the layers below offer, for listings: those above see only this crate.
 pub use accl_kernels::{describe_isa, supports};
+pub use accl_schedule::cost::{CONSTANTS, Machine};
 pub use accl_schedule::{ALGORITHMS, Algorithm};
 pub use accl_transport::{Card, TRANSPORTS, Transport};

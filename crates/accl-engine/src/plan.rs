@@ -6,10 +6,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use accl_schedule::{
-    Algorithm, CallShape, Extent, Finish, Layout, OpKind, Order, Program, Request, Span, Topology, choose,
-};
-use accl_types::config::{AlgorithmRule, Config};
+use accl_schedule::{Algorithm, CallShape, Chooser, Extent, Finish, Layout, OpKind, Order, Program, Request, Span};
 use accl_types::{Collective, Elems, Rank, Result};
 use smallvec::SmallVec;
 
@@ -235,16 +232,13 @@ impl PlanKey {
 /// The plans of one group.
 pub(crate) struct Plans {
     cache: HashMap<PlanKey, Arc<Plan>>,
-    topology: Topology,
+    chooser: Chooser,
     rank: Rank,
-    rules: Vec<AlgorithmRule>,
-    deterministic: bool,
 }
 
 impl Plans {
-    pub(crate) fn new(topology: Topology, rank: Rank, config: &Config) -> Self {
-        let (rules, deterministic) = (config.algorithm.clone(), config.deterministic);
-        Self { cache: HashMap::new(), topology, rank, rules, deterministic }
+    pub(crate) fn new(chooser: Chooser, rank: Rank) -> Self {
+        Self { cache: HashMap::new(), chooser, rank }
     }
 
     /// The plan for `key`, cached or made.
@@ -255,18 +249,10 @@ impl Plans {
         if let Some(plan) = self.cache.get(key) {
             return Ok(plan.clone());
         }
-        let world = self.topology.world();
-        let algorithm = choose(
-            key.collective,
-            world,
-            key.size_bytes(world),
-            key.equal_blocks,
-            &self.topology,
-            &self.rules,
-            self.deterministic,
-        )?;
-        let request =
-            Request { collective: key.collective, world, rank: self.rank, root: key.root, topology: &self.topology };
+        let topology = self.chooser.topology();
+        let world = topology.world();
+        let algorithm = self.chooser.choose(key.collective, key.size_bytes(world), key.equal_blocks)?;
+        let request = Request { collective: key.collective, world, rank: self.rank, root: key.root, topology };
         let program = (algorithm.build)(&request).lower(&request);
         let shape = CallShape { elem_bytes: key.elem_bytes, in_blocks: &key.inputs, out_blocks: &key.outputs };
         let plan = Arc::new(Plan::new(algorithm, &program, &shape, world));

@@ -4,6 +4,7 @@
 
 use std::time::{Duration, Instant};
 
+use accl_schedule::cost::Machine;
 use accl_transport::Card;
 use accl_types::{Error, Result};
 
@@ -15,7 +16,7 @@ use crate::store::Store;
 /// The store is asked in slices of this length, so that an interrupt is seen and missing ranks can be listed.
 const SLICE: Duration = Duration::from_millis(200);
 /// First line of what a rank publishes; another text is another version.
-const MAGIC: &str = "accl-group 1";
+const MAGIC: &str = "accl-group 2";
 
 /// What a rank publishes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,27 +27,34 @@ pub(crate) struct GroupCard {
     pub(crate) agreed: String,
     /// The cores that it may use.
     pub(crate) cores: Cores,
+    /// Of the first rank the constants by which all choose algorithms.
+    pub(crate) machine: Option<Machine>,
     /// Its endpoint.
     pub(crate) card: Card,
 }
 
 impl GroupCard {
     pub(crate) fn to_text(&self) -> String {
-        format!("{MAGIC}\n{}\n{}\n{}\n{}", self.counter, self.agreed, self.cores, self.card.to_text())
+        let machine = self.machine.map_or_else(String::new, |machine| machine.to_string());
+        format!("{MAGIC}\n{}\n{}\n{}\n{machine}\n{}", self.counter, self.agreed, self.cores, self.card.to_text())
     }
 
     pub(crate) fn from_text(text: &str) -> Result<Self> {
         let broken =
             |what: &str| Error::rendezvous(format!("the store holds something that is no rank's card: {what}"));
-        let mut lines = text.splitn(5, '\n');
+        let mut lines = text.splitn(6, '\n');
         if lines.next() != Some(MAGIC) {
             return Err(broken("another version of torch-accl? install the same one on all hosts"));
         }
         let counter = lines.next().and_then(|line| line.parse().ok()).ok_or_else(|| broken("no counter"))?;
         let agreed = lines.next().ok_or_else(|| broken("no settings"))?.to_owned();
         let cores = lines.next().and_then(|line| line.parse().ok()).ok_or_else(|| broken("no cores"))?;
+        let machine = match lines.next().ok_or_else(|| broken("no constants"))? {
+            "" => None,
+            text => Some(text.parse().map_err(|why: String| broken(&why))?),
+        };
         let card = Card::from_text(lines.next().ok_or_else(|| broken("no address"))?)?;
-        Ok(Self { counter, agreed, cores, card })
+        Ok(Self { counter, agreed, cores, machine, card })
     }
 }
 

@@ -7,7 +7,7 @@ use accl_engine::{Engine, Group, GroupSpec};
 use accl_transport::frame::OVERHEAD_BYTES;
 use accl_transport::loopback::{self, Capacity};
 use accl_types::Rank;
-use accl_types::config::Config;
+use accl_types::config::{Calibration, Config};
 
 use crate::{Member, MemoryStore};
 
@@ -45,7 +45,8 @@ impl WorldOptions {
         Self {
             world,
             fabric: Fabric::Loopback(64),
-            config: Config::default(),
+            // Tests do not look into the user's cache, nor take the time to fill it.
+            config: Config { calibration: Calibration::Off, ..Config::default() },
             timeout: Duration::from_secs(60),
             hosts: Vec::new(),
             adopt: true,

@@ -75,7 +75,7 @@ impl Prices {
             phases += self.phase(phase, before == Some(phase.part), bytes);
             before = Some(phase.part);
         }
-        let rate_of = |rates| self.from_memory(u128::from(rate(rates, bytes)));
+        let rate_of = |rates| self.with_all_at_it(u128::from(rate(rates, bytes)));
         let (copied, reduced) = (rate_of(&self.machine.copied_ps_per_kib), rate_of(&self.machine.reduced_ps_per_kib));
         // The first operand is copied to the result, as it were; each further one is read and added.
         let operands = u128::from(cost.operands.saturating_sub(1));
@@ -148,14 +148,14 @@ impl Prices {
     }
 
     fn message(&self, link: &Link, wire_ps: u64, phase: &Phase, (len, bytes): (u64, u64), peers: u32) -> Message {
-        let crowd = |rate| self.from_memory(crowded(u128::from(rate), self.machine.crowding_per_mille, peers));
+        let crowd = |rate| self.with_all_at_it(crowded(u128::from(rate), self.machine.crowding_per_mille, peers));
         let sent = crowd(rate(&link.sent_ps_per_kib, bytes));
         let relayed = crowd(rate(&link.sent_ps_per_kib, bytes.min(NEAR_BYTES)));
         let received = crowd(rate(&link.received_ps_per_kib, bytes));
         let received = received
             + match phase.arriving {
                 Arriving::Copied => 0,
-                Arriving::Reduced => self.from_memory(u128::from(rate(&self.machine.reduced_ps_per_kib, bytes))),
+                Arriving::Reduced => self.with_all_at_it(u128::from(rate(&self.machine.reduced_ps_per_kib, bytes))),
             };
         let frame = u128::from(link.frame_ps);
         let frames = u128::from(self.frames(len)) * frame;
@@ -169,7 +169,7 @@ impl Prices {
     }
 
     /// A rate when all ranks of a host move bytes at once: beyond a number of cores memory gives no more.
-    fn from_memory(&self, rate: u128) -> u128 {
+    fn with_all_at_it(&self, rate: u128) -> u128 {
         let cores = self.ranks.min(u64::from(self.placement.cores).max(1));
         let at_once = cores.max(self.machine.memory_cores);
         rate * u128::from(at_once) / u128::from(self.machine.memory_cores)

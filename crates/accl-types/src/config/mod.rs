@@ -63,6 +63,17 @@ pub struct AlgorithmRule {
     pub max_bytes: u64,
 }
 
+/// Where the constants of the cost model come from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Calibration {
+    /// From the user's directory for caches; measured and kept there when they are not in it.
+    Auto,
+    /// The built-in ones.
+    Off,
+    /// From this file; measured and kept there when it does not exist.
+    File(String),
+}
+
 /// The parsed settings of one process or group. Immutable once a group is made from it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -90,6 +101,8 @@ pub struct Config {
     pub algorithm: Vec<AlgorithmRule>,
     /// `ACCL_DETERMINISTIC`: the choice of algorithm depends on nothing but size, dtype and world.
     pub deterministic: bool,
+    /// `ACCL_CALIBRATION`: where the constants come from by which algorithms are chosen.
+    pub calibration: Calibration,
     /// `ACCL_TIMING`: calls record their duration from the start.
     pub timing: bool,
 }
@@ -109,6 +122,7 @@ impl Default for Config {
             spin_us: None,
             algorithm: Vec::new(),
             deterministic: false,
+            calibration: Calibration::Auto,
             timing: false,
         };
         for row in ROWS {
@@ -242,6 +256,7 @@ mod tests {
             ("ACCL_SPIN_US", "17"),
             ("ACCL_ALGORITHM", "all_reduce=ring:1MiB-,broadcast=flat"),
             ("ACCL_DETERMINISTIC", "1"),
+            ("ACCL_CALIBRATION", "/some where/constants"),
         ] {
             config.set_variable(name, value).unwrap();
         }
@@ -276,6 +291,7 @@ mod tests {
             ("ACCL_ALGORITHM", "allreduce=ring"),
             ("ACCL_SPIN_US", "-1"),
             ("ACCL_DETERMINISTIC", "maybe"),
+            ("ACCL_CALIBRATION", "on"),
         ] {
             let before = config.clone();
             let error = config.set_variable(name, value).unwrap_err();

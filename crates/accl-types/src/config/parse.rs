@@ -1,6 +1,6 @@
 //! Parsers of setting values and their inverses. An error is a clause such as ` (out of range)`, or empty.
 
-use super::{AlgorithmRule, IfnameFilter, LogLevel};
+use super::{AlgorithmRule, Calibration, IfnameFilter, LogLevel};
 use crate::{Collective, nearest};
 
 const LOG_LEVELS: &[(&str, LogLevel)] = &[
@@ -98,6 +98,24 @@ pub(super) fn flag(text: &str) -> Result<bool, String> {
         "0" | "false" | "off" | "no" => Ok(false),
         "1" | "true" | "on" | "yes" => Ok(true),
         _ => Err(String::new()),
+    }
+}
+
+pub(super) fn calibration(text: &str) -> Result<Calibration, String> {
+    match text {
+        "auto" => Ok(Calibration::Auto),
+        "off" => Ok(Calibration::Off),
+        // A path must look like one, or a mistyped word would become a file.
+        path if path.contains('/') => Ok(Calibration::File(path.to_owned())),
+        _ => Err(String::new()),
+    }
+}
+
+pub(super) fn show_calibration(calibration: &Calibration) -> &str {
+    match calibration {
+        Calibration::Auto => "auto",
+        Calibration::Off => "off",
+        Calibration::File(path) => path,
     }
 }
 

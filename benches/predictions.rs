@@ -1,0 +1,160 @@
+//! What the cost model predicts against what calls take, by every algorithm, and how good the choice is.
+//!
+//! The machine is calibrated first and then measured in the same run, since it may be another one tomorrow. Algorithms of
+//! a cell alternate. Arguments: `TRANSPORT/RANKS` such as `shm/4`, any number of them; none means all four.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use accl_benches::cases::{Case, algorithms};
+use accl_benches::pin;
+use accl_benches::process::started_as_rank;
+use accl_benches::rank::{Member, Order, Verify};
+use accl_benches::sweep;
+use accl_benches::world::World;
+use accl_engine::{Machine, config_from_environment, machine};
+use accl_schedule::cost::{Near, Placement};
+use accl_schedule::{Algorithm, Basis, Chooser, Topology};
+use accl_types::{Collective, Result};
+
+const PLACES: &[(&str, u32)] = &[("shm", 2), ("shm", 4), ("tcp", 2), ("tcp", 4)];
+const COLLECTIVES: &[Collective] =
+    &[Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather, Collective::Broadcast];
+const SIZES: &[u64] = &[4, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20];
+/// How often each algorithm has its turn in a cell.
+const ROUNDS: usize = 7;
+/// About how long a turn takes.
+const TURN: Duration = Duration::from_millis(4);
+/// A prediction that is off by no more than this share of the measurement is good.
+const CLOSE: f64 = 0.2;
+/// A choice that takes no more than this times the best, and so much more, is good.
+const GOOD: (f64, f64) = (1.1, 0.2);
+
+fn main() -> ExitCode {
+    if let Some(code) = started_as_rank(|place| Member::join(place)?.serve()) {
+        return code;
+    }
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<()> {
+    let wanted: Vec<String> = std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
+    for &(transport, ranks) in PLACES {
+        if !wanted.is_empty() && !wanted.contains(&format!("{transport}/{ranks}")) {
+            continue;
+        }
+        let machine = machine::measure()?;
+        println!("\n# {transport}, {ranks} ranks\n# {machine}");
+        place(transport, ranks, machine)?;
+        if sweep::is_test() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// What was found in the cells of one place.
+#[derive(Default)]
+struct Score {
+    cells: usize,
+    /// Predictions of the algorithm that was chosen that are close.
+    close: usize,
+    /// Predictions of all algorithms.
+    all: usize,
+    all_close: usize,
+    /// Choices that are good.
+    good: usize,
+}
+
+fn place(transport: &str, ranks: u32, machine: Machine) -> Result<()> {
+    let config = config_from_environment()?;
+    let near = if transport == "tcp" { Near::Tcp } else { Near::Shm };
+    let placement = Placement { near, cores: pin::cores().len().max(1) as u32, segment_bytes: config.segment_bytes };
+    let chooser = Chooser::new(Topology::flat(ranks), Vec::new(), &Basis { machine, placement, deterministic: false });
+    let mut world = World::start(transport, ranks)?;
+    let mut score = Score::default();
+    println!(
+        "{:>14} {:>10} {:>20} {:>12} {:>12} {:>7}",
+        "collective", "bytes", "algorithm", "measured us", "predicted us", "ratio"
+    );
+    for &collective in COLLECTIVES {
+        let sizes = if sweep::is_test() { &SIZES[..1] } else { SIZES };
+        for &bytes in sizes {
+            cell(&mut world, &chooser, ranks, (collective, bytes), &mut score)?;
+        }
+    }
+    println!(
+        "# {transport}, {ranks} ranks: predictions within {:.0} %: {} of {} of what is chosen, {} of {} of all; choice \
+         within {} times the best + {} us: {} of {} cells",
+        CLOSE * 100.0,
+        score.close,
+        score.cells,
+        score.all_close,
+        score.all,
+        GOOD.0,
+        GOOD.1,
+        score.good,
+        score.cells
+    );
+    Ok(())
+}
+
+fn cell(
+    world: &mut World,
+    chooser: &Chooser,
+    ranks: u32,
+    (collective, bytes): (Collective, u64),
+    score: &mut Score,
+) -> Result<()> {
+    let case = |row: &'static Algorithm| Case { collective, algorithm: Some(row), bytes };
+    let rows: Vec<&'static Algorithm> =
+        algorithms(collective, ranks).into_iter().flatten().filter(|&row| case(row).exists(ranks)).collect();
+    let mut took: Vec<Vec<f64>> = vec![Vec::new(); rows.len()];
+    let mut calls: Vec<u64> = Vec::new();
+    for &row in &rows {
+        let one = world.run(&Order { case: case(row), iterations: 2, verify: Verify::Yes })? / 2;
+        calls.push((TURN.as_nanos() / one.as_nanos().max(1)).clamp(1, 4000) as u64);
+    }
+    for _ in 0..if sweep::is_test() { 1 } else { ROUNDS } {
+        for (index, &row) in rows.iter().enumerate() {
+            let order = Order { case: case(row), iterations: calls[index], verify: Verify::No };
+            took[index].push(world.run(&order)?.as_secs_f64() * 1e6 / calls[index] as f64);
+        }
+    }
+    let median = |times: &mut Vec<f64>| {
+        times.sort_by(f64::total_cmp);
+        times[times.len() / 2]
+    };
+    let measured: Vec<f64> = took.iter_mut().map(median).collect();
+    let best = measured.iter().copied().fold(f64::INFINITY, f64::min);
+    let chosen = chooser.choose(collective, bytes, true)?;
+    score.cells += 1;
+    for (row, time_ps) in chooser.predict(collective, bytes, true) {
+        let Some(index) = rows.iter().position(|other| other.id == row.id) else { continue };
+        let (measured, predicted) = (measured[index], time_ps as f64 / 1e6);
+        let close = (predicted - measured).abs() <= CLOSE * measured;
+        let is_chosen = row.id == chosen.id;
+        score.all += 1;
+        score.all_close += usize::from(close);
+        let mut mark = String::new();
+        if is_chosen {
+            let good = measured <= GOOD.0 * best + GOOD.1;
+            score.close += usize::from(close);
+            score.good += usize::from(good);
+            mark = format!("chosen{}{}", if close { "" } else { ", far" }, if good { "" } else { ", not the best" });
+        }
+        println!(
+            "{:>14} {bytes:>10} {:>20} {measured:>12.2} {predicted:>12.2} {:>7.2} {mark}",
+            collective.name(),
+            row.name,
+            predicted / measured
+        );
+    }
+    Ok(())
+}

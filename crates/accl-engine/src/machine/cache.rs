@@ -1,0 +1,172 @@
+//! The file in which a machine's constants are kept.
+//!
+//! Owns its place, text and atomic writing. Read [`read`] and [`write`] first.
+
+use std::fmt::Write as _;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use accl_schedule::cost::{CONSTANTS, Machine, SIZES};
+
+use crate::hash::hash_words;
+
+/// No file of ours is longer; what is longer is something else.
+const MAX_BYTES: u64 = 64 << 10;
+
+/// The file for this machine, kernel and version of ours below the user's directory for caches.
+pub(super) fn path_in(cache_home: &Path) -> PathBuf {
+    let hash = hash_words(identity().bytes().map(u64::from));
+    cache_home.join("torch-accl").join(format!("machine-{hash:016x}.txt"))
+}
+
+/// What constants depend on and what is cheap to know.
+fn identity() -> String {
+    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let of = |name: &str| {
+        let line = cpuinfo.lines().find(|line| line.starts_with(name));
+        line.and_then(|line| line.split_once(':')).map(|(_, value)| value.trim().to_owned())
+    };
+    // Not every architecture names its model; what there is must do.
+    let parts = ["vendor_id", "cpu family", "model", "model name", "CPU implementer", "CPU part"];
+    let model: Vec<String> = parts.into_iter().filter_map(of).collect();
+    let cores = cpuinfo.lines().filter(|line| line.starts_with("processor")).count();
+    let kernel = rustix::system::uname().release().to_string_lossy().into_owned();
+    format!("{}, {cores} cores, Linux {kernel}, torch-accl {}", model.join(" "), env!("CARGO_PKG_VERSION"))
+}
+
+/// The constants in a file; `None`: there is no such file.
+///
+/// # Errors
+/// A clause that names the file, when it cannot be read or is something else.
+pub(super) fn read(path: &Path) -> Result<Option<Machine>, String> {
+    let wrong = |why: &str| format!("{}: {why}", path.display());
+    match std::fs::metadata(path) {
+        Ok(facts) if facts.is_file() && facts.len() <= MAX_BYTES => {}
+        Ok(_) => return Err(wrong("this is no file with a machine's constants")),
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(None),
+        Err(error) => return Err(wrong(&error.to_string())),
+    }
+    let text = std::fs::read_to_string(path).map_err(|error| wrong(&error.to_string()))?;
+    parse(&text).map(Some).map_err(|why| wrong(&format!("this is no file with a machine's constants: {why}")))
+}
+
+fn parse(text: &str) -> Result<Machine, String> {
+    let lines = text.lines().map(|line| line.split_once('#').map_or(line, |(before, _)| before).trim());
+    let words: Vec<String> = lines.filter(|line| !line.is_empty()).map(|line| line.replace(' ', "")).collect();
+    // An empty file is one that was being written when the machine went down.
+    if words.is_empty() { Err("it is empty".to_owned()) } else { words.join(" ").parse() }
+}
+
+/// Writes a file that others see either whole or not at all.
+///
+/// # Errors
+/// A clause that names the file.
+pub(super) fn write(path: &Path, machine: &Machine) -> Result<(), String> {
+    static WRITTEN: AtomicU32 = AtomicU32::new(0);
+    let failed = |error: std::io::Error| format!("{}: the constants could not be kept: {error}", path.display());
+    if let Some(folder) = path.parent() {
+        std::fs::create_dir_all(folder).map_err(failed)?;
+    }
+    let number = WRITTEN.fetch_add(1, Ordering::Relaxed);
+    let draft = path.with_extension(format!("{}-{number}.part", std::process::id()));
+    let kept = std::fs::write(&draft, text(machine)).and_then(|()| std::fs::rename(&draft, path));
+    kept.map_err(|error| {
+        let _ = std::fs::remove_file(&draft);
+        failed(error)
+    })
+}
+
+/// One constant a line, with what it says.
+fn text(machine: &Machine) -> String {
+    let sizes: Vec<String> = SIZES.iter().map(|size| format!("{} KiB", size >> 10)).collect();
+    let mut text = format!(
+        "# Constants of the cost model of torch-accl. Five numbers: for calls of {}.\n# {}\n",
+        sizes.join(", "),
+        identity()
+    );
+    for constant in CONSTANTS {
+        let values: Vec<String> = machine.values(constant).iter().map(u64::to_string).collect();
+        // Writing to a string does not fail.
+        let _ = writeln!(text, "{} = {}  # {}", constant.name, values.join(", "), constant.effect);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A directory of this test's own, which goes with it.
+    struct Folder(PathBuf);
+
+    impl Folder {
+        fn new(name: &str) -> Self {
+            let path = std::env::temp_dir().join(format!("accl-cache-{}-{name}", std::process::id()));
+            std::fs::create_dir_all(&path).unwrap();
+            Self(path)
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    fn machine(switch_ps: u64) -> Machine {
+        Machine { switch_ps, ..Machine::default() }
+    }
+
+    #[test]
+    fn what_was_written_is_read() {
+        let folder = Folder::new("round");
+        let path = path_in(&folder.0.join("not/yet/there"));
+        assert_eq!(read(&path), Ok(None));
+        write(&path, &machine(77)).unwrap();
+        assert_eq!(read(&path), Ok(Some(machine(77))));
+        write(&path, &machine(78)).unwrap();
+        assert_eq!(read(&path), Ok(Some(machine(78))));
+        let left = std::fs::read_dir(path.parent().unwrap()).unwrap().count();
+        assert_eq!(left, 1, "a draft was left behind");
+    }
+
+    #[test]
+    fn garbage_is_refused_with_the_name_of_the_file() {
+        let folder = Folder::new("garbage");
+        let path = folder.0.join("constants");
+        for garbage in [&b""[..], b"{\"a\": 1}", b"switch_ps = fast", b"\xff\xfe\0", b"speed = 3\n", &[b'#'; 1 << 17]] {
+            std::fs::write(&path, garbage).unwrap();
+            assert!(read(&path).unwrap_err().contains("constants"), "{garbage:?}");
+        }
+        assert!(read(&folder.0).unwrap_err().contains("no file"));
+    }
+
+    #[test]
+    fn a_place_that_cannot_be_written_is_an_error() {
+        let folder = Folder::new("unwritable");
+        let file = folder.0.join("file");
+        std::fs::write(&file, "").unwrap();
+        // Below a file there is no directory, not even for root.
+        let why = write(&file.join("torch-accl/machine.txt"), &machine(1)).unwrap_err();
+        assert!(why.contains("could not be kept"), "{why}");
+        assert_eq!(read(&file.join("torch-accl/machine.txt")), Ok(None));
+    }
+
+    #[test]
+    fn who_reads_while_others_write_sees_one_of_them_whole() {
+        let folder = Folder::new("together");
+        let path = folder.0.join("constants");
+        write(&path, &machine(0)).unwrap();
+        std::thread::scope(|scope| {
+            for writer in 0..4 {
+                let path = &path;
+                scope.spawn(move || (0..50).for_each(|turn| write(path, &machine(writer * 100 + turn)).unwrap()));
+            }
+            for _ in 0..200 {
+                assert!(matches!(read(&path), Ok(Some(_))));
+            }
+        });
+        assert_eq!(std::fs::read_dir(&folder.0).unwrap().count(), 1);
+    }
+}

@@ -1,0 +1,288 @@
+//! Measuring: calls of two engines in this process, each on a thread and a core of its own.
+//!
+//! Everything is the engine's own: transports, executor, kernels. Owns which calls are made and how often; takes a
+//! twentieth of a second on a quiet machine and gives up on one that is too busy. Read [`measure`] first.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use accl_schedule::cost::SIZES;
+use accl_types::config::{Calibration, Config};
+use accl_types::{Collective, Dtype, Error, Rank, Result};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+use crate::call::Waited;
+use crate::desc::{Blocks, CallDesc, TensorDesc};
+use crate::engine::Engine;
+use crate::group::{Group, GroupSpec, Ran};
+use crate::machine::fit::{LinkTimes, SEGMENT, Times};
+use crate::store::MemoryStore;
+
+/// A machine on which this is not enough is too busy to be measured.
+const PATIENCE: Duration = Duration::from_millis(600);
+/// Deadline of a call that hangs for another reason.
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// Bytes of a call of which only the fixed costs count, in one step and in two.
+const FEW_BYTES: (u64, u64) = (4, 64);
+/// Loopback sockets are not measured beyond this of [`SIZES`]: it takes as long per byte.
+const LAST_OF_TCP: usize = 3;
+
+/// What the calls of [`fit`](super::fit::fit) take on this machine.
+///
+/// # Errors
+/// When a world of two threads cannot be made, or the machine is too busy.
+pub(super) fn measure() -> Result<Times> {
+    let began = Instant::now();
+    // On a thread of its own: pinning must not stay with the caller, and a caller that is pinned to one core has
+    // others beside it.
+    let measuring = || {
+        let cores = cores();
+        let apart = (cores.first().copied(), cores.get(1).or(cores.first()).copied());
+        let mut times = Times { network_ps_per_kib: network_ps_per_kib(), ..Times::default() };
+        times.shm = link_times("shm", apart, SIZES.len(), began)?;
+        times.tcp = link_times("tcp", apart, LAST_OF_TCP + 1, began)?;
+        let (one_core, _) = apart;
+        let together = Step::small(Collective::AllReduce, FEW_BYTES.0, 20);
+        times.on_one_core_ps = run("shm", (one_core, one_core), &[together], began)?[0];
+        Ok(times)
+    };
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("accl-calibrate".into()).spawn_scoped(scope, measuring);
+        let thread = thread.map_err(|error| Error::exhausted(format!("no thread: {error}")))?;
+        thread.join().unwrap_or_else(|_| Err(Error::internal("the calibration panicked")))
+    })
+}
+
+/// The cores that a thread of this process may be given; those it was pinned away from too.
+fn cores() -> Vec<usize> {
+    let mut all = CpuSet::new();
+    (0..CpuSet::MAX_CPU).for_each(|cpu| all.set(cpu));
+    // A kernel that refuses leaves what there is.
+    let own = sched_getaffinity(None);
+    let _ = sched_setaffinity(None, &all);
+    let allowed = sched_getaffinity(None);
+    let Ok(allowed) = allowed else { return Vec::new() };
+    let mut cores: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu)).collect();
+    // Its own first: those of others may be at work.
+    if let Ok(own) = own {
+        cores.sort_by_key(|&cpu| (!own.is_set(cpu), cpu));
+    }
+    cores
+}
+
+/// The fastest connection of this host that says how fast it is.
+fn network_ps_per_kib() -> Option<u64> {
+    let interfaces = std::fs::read_dir("/sys/class/net").ok()?;
+    let speed = |path: std::path::PathBuf| std::fs::read_to_string(path.join("speed")).ok()?.trim().parse::<u64>().ok();
+    let fastest =
+        interfaces.flatten().filter_map(|entry| speed(entry.path())).filter(|&megabits| megabits > 0).max()?;
+    // 8192 bits.
+    Some(8_192_000_000 / fastest)
+}
+
+/// Calls that are made one after the other and timed together; the best of several batches counts.
+#[derive(Clone, Copy)]
+struct Step {
+    collective: Collective,
+    bytes: u64,
+    calls: u32,
+    batches: u32,
+}
+
+impl Step {
+    fn small(collective: Collective, bytes: u64, calls: u32) -> Self {
+        Self { collective, bytes, calls, batches: 5 }
+    }
+
+    /// About as long for every size.
+    fn of(collective: Collective, bytes: u64) -> Self {
+        let calls = (SEGMENT / bytes).clamp(1, 8) as u32;
+        let batches = ((4 << 20) / bytes).clamp(1, 6) as u32;
+        Self { collective, bytes, calls, batches }
+    }
+}
+
+fn link_times(
+    transport: &str,
+    cores: (Option<usize>, Option<usize>),
+    sizes: usize,
+    began: Instant,
+) -> Result<LinkTimes> {
+    let mut steps = vec![
+        Step::small(Collective::AllReduce, FEW_BYTES.0, 30),
+        Step::small(Collective::AllReduce, FEW_BYTES.1, 30),
+        Step::small(Collective::Broadcast, FEW_BYTES.0, 60),
+    ];
+    let kinds = [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather, Collective::Broadcast];
+    let measured = &SIZES[..sizes];
+    steps.extend(measured.iter().flat_map(|&bytes| kinds.map(|collective| Step::of(collective, bytes))));
+    let took = run(transport, cores, &steps, began)?;
+    let (fixed, rates) = took.split_at(3);
+    let mut times =
+        LinkTimes { one_step_ps: fixed[0], two_steps_ps: fixed[1], sending_ps: fixed[2], ..LinkTimes::default() };
+    for (index, &size) in SIZES.iter().enumerate() {
+        let last = index.min(sizes - 1);
+        // Larger ones take as much longer.
+        let [all_reduce, reduce_scatter, all_gather, broadcast] =
+            [0, 1, 2, 3].map(|kind| rates[4 * last + kind].saturating_mul(size / SIZES[last]));
+        times.all_reduce_ps[index] = all_reduce;
+        times.reduce_scatter_ps[index] = reduce_scatter;
+        times.all_gather_ps[index] = all_gather;
+        times.broadcast_ps[index] = broadcast;
+    }
+    Ok(times)
+}
+
+/// Makes the calls of all steps between two ranks on these cores; what one call of each took, in picoseconds.
+fn run(transport: &str, cores: (Option<usize>, Option<usize>), steps: &[Step], began: Instant) -> Result<Vec<u64>> {
+    let store = MemoryStore::default();
+    let too_long = AtomicBool::new(false);
+    let member = |rank, core| Member::join(rank, core, transport, &store)?.run(steps, began, &too_long);
+    std::thread::scope(|scope| {
+        let other = std::thread::Builder::new().name("accl-calibrate".into());
+        let other = other.spawn_scoped(scope, || member(1, cores.1));
+        let other = other.map_err(|error| Error::exhausted(format!("no thread: {error}")))?;
+        let first = member(0, cores.0);
+        let second = other.join().unwrap_or_else(|_| Err(Error::internal("the calibration panicked")));
+        first.and_then(|took| second.map(|_| took))
+    })
+}
+
+/// One of the two.
+struct Member {
+    engine: std::sync::Arc<Engine>,
+    group: std::sync::Arc<Group>,
+    rank: u32,
+    input: Vec<u64>,
+    output: Vec<u64>,
+}
+
+impl Member {
+    fn join(rank: u32, core: Option<usize>, transport: &str, store: &MemoryStore) -> Result<Self> {
+        if let Some(core) = core {
+            let mut one = CpuSet::new();
+            one.set(core);
+            let _ = sched_setaffinity(None, &one);
+        }
+        let mut config = Config { calibration: Calibration::Off, segment_bytes: SEGMENT, ..Config::default() };
+        config.set_option("transports", transport)?;
+        let (few, more) = FEW_BYTES;
+        let rules = format!(
+            "all_reduce=recursive_doubling:0-{few},all_reduce=direct_two_phase:{more}-,reduce_scatter=direct,\
+             all_gather=direct,broadcast=flat"
+        );
+        config.set_option("algorithm", &rules)?;
+        let engine = Engine::new(config.clone());
+        let spec = GroupSpec {
+            name: "calibration".to_owned(),
+            rank: Rank(rank),
+            world: 2,
+            timeout: TIMEOUT,
+            config,
+            master: None,
+            global_ranks: Vec::new(),
+        };
+        let group = engine.create_group(spec, store, &mut || false)?;
+        Ok(Self { engine, group, rank, input: Vec::new(), output: Vec::new() })
+    }
+
+    fn run(mut self, steps: &[Step], began: Instant, too_long: &AtomicBool) -> Result<Vec<u64>> {
+        let mut took = Vec::with_capacity(steps.len());
+        for step in steps {
+            let desc = self.desc(step);
+            let mut best = u64::MAX;
+            // The first batch fetches pages and makes plans.
+            for _ in 0..=step.batches {
+                if self.rank == 0 && began.elapsed() > PATIENCE {
+                    too_long.store(true, Ordering::Relaxed);
+                }
+                self.barrier()?;
+                // Written before the barrier by the one that decides, read behind it by both.
+                if too_long.load(Ordering::Relaxed) {
+                    return Err(Error::timeout("it is too busy"));
+                }
+                let start = Instant::now();
+                for _ in 0..step.calls {
+                    self.call(&desc)?;
+                }
+                if step.collective.is_rooted() {
+                    self.barrier()?;
+                }
+                let one = start.elapsed().as_nanos() as u64 * 1000 / u64::from(step.calls);
+                best = best.min(one);
+            }
+            took.push(best);
+        }
+        Ok(took)
+    }
+
+    fn desc(&mut self, step: &Step) -> CallDesc {
+        let words = step.bytes.div_ceil(8) as usize + 1;
+        for buffer in [&mut self.input, &mut self.output] {
+            if buffer.len() < words {
+                buffer.resize(words, 0);
+            }
+        }
+        let dtype = Dtype::F32;
+        let count = step.bytes as usize / dtype.size_bytes();
+        let tensor = |buffer: &mut Vec<u64>, first: usize, count: usize| {
+            TensorDesc::dense(buffer.as_mut_ptr().cast::<u8>().wrapping_add(first * dtype.size_bytes()), dtype, count)
+        };
+        let half = count / 2;
+        let halves =
+            |buffer: &mut Vec<u64>| (0..2).map(|block| [tensor(buffer, block * half, half)]).collect::<Blocks>();
+        let mut desc = CallDesc::new(step.collective, dtype);
+        desc.equal_blocks = true;
+        if step.collective == Collective::ReduceScatter {
+            desc.inputs = halves(&mut self.input);
+            desc.outputs = Blocks::of(tensor(&mut self.output, 0, half));
+        } else if step.collective == Collective::AllGather {
+            desc.inputs = Blocks::of(tensor(&mut self.input, 0, half));
+            desc.outputs = halves(&mut self.output);
+        } else {
+            desc.outputs = Blocks::of(tensor(&mut self.output, 0, count));
+        }
+        desc
+    }
+
+    fn barrier(&self) -> Result<()> {
+        self.call(&CallDesc::new(Collective::Barrier, Dtype::U8))
+    }
+
+    fn call(&self, desc: &CallDesc) -> Result<()> {
+        let call = match self.group.run(desc)? {
+            Ran::Done(_) => return Ok(()),
+            Ran::Pending(call) => call,
+        };
+        match call.wait(None, &mut || false) {
+            Waited::Done => Ok(()),
+            Waited::Failed(error) => Err(error),
+            Waited::TimedOut(_) | Waited::Interrupted => Err(Error::timeout("a call of the calibration did not end")),
+        }
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        self.engine.shutdown();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_threads_measure_what_calls_take() {
+        let began = Instant::now();
+        let took = run("shm", (None, None), &[Step::small(Collective::AllReduce, 4, 3)], began).unwrap();
+        assert!(took.len() == 1 && took[0] > 0 && took[0] < u64::MAX);
+    }
+
+    #[test]
+    fn a_machine_that_is_too_busy_is_given_up() {
+        let Some(long_ago) = Instant::now().checked_sub(2 * PATIENCE) else { panic!("the clock began just now") };
+        let error = run("shm", (None, None), &[Step::small(Collective::AllReduce, 4, 3)], long_ago).unwrap_err();
+        assert!(error.message.contains("too busy"), "{error}");
+    }
+}
