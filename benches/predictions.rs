@@ -4,7 +4,7 @@
 //! a cell alternate. Arguments: `TRANSPORT/RANKS` such as `shm/4`, any number of them; none means all four.
 
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use accl_benches::cases::{Case, algorithms};
 use accl_benches::pin;
@@ -12,7 +12,7 @@ use accl_benches::process::started_as_rank;
 use accl_benches::rank::{Member, Order, Verify};
 use accl_benches::sweep;
 use accl_benches::world::World;
-use accl_engine::{Machine, config_from_environment, machine};
+use accl_engine::{config_from_environment, machine};
 use accl_schedule::cost::{Near, Placement};
 use accl_schedule::{Algorithm, Basis, Chooser, Topology};
 use accl_types::{Collective, Result};
@@ -22,7 +22,7 @@ const COLLECTIVES: &[Collective] =
     &[Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather, Collective::Broadcast];
 const SIZES: &[u64] = &[4, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20];
 /// How often each algorithm has its turn in a cell.
-const ROUNDS: usize = 7;
+const ROUNDS: usize = 5;
 /// About how long a turn takes.
 const TURN: Duration = Duration::from_millis(4);
 /// A prediction that is off by no more than this share of the measurement is good.
@@ -49,9 +49,7 @@ fn run() -> Result<()> {
         if !wanted.is_empty() && !wanted.contains(&format!("{transport}/{ranks}")) {
             continue;
         }
-        let machine = machine::measure()?;
-        println!("\n# {transport}, {ranks} ranks\n# {machine}");
-        place(transport, ranks, machine)?;
+        place(transport, ranks)?;
         if sweep::is_test() {
             break;
         }
@@ -72,11 +70,11 @@ struct Score {
     good: usize,
 }
 
-fn place(transport: &str, ranks: u32, machine: Machine) -> Result<()> {
+fn place(transport: &str, ranks: u32) -> Result<()> {
+    println!("\n# {transport}, {ranks} ranks");
     let config = config_from_environment()?;
     let near = if transport == "tcp" { Near::Tcp } else { Near::Shm };
     let placement = Placement { near, cores: pin::cores().len().max(1) as u32, segment_bytes: config.segment_bytes };
-    let chooser = Chooser::new(Topology::flat(ranks), Vec::new(), &Basis { machine, placement, deterministic: false });
     let mut world = World::start(transport, ranks)?;
     let mut score = Score::default();
     println!(
@@ -84,6 +82,11 @@ fn place(transport: &str, ranks: u32, machine: Machine) -> Result<()> {
         "collective", "bytes", "algorithm", "measured us", "predicted us", "ratio"
     );
     for &collective in COLLECTIVES {
+        let began = Instant::now();
+        let machine = machine::measure()?;
+        println!("# calibrated in {:.0} ms: {machine}", began.elapsed().as_secs_f64() * 1e3);
+        let basis = Basis { machine, placement, deterministic: false };
+        let chooser = Chooser::new(Topology::flat(ranks), Vec::new(), &basis);
         let sizes = if sweep::is_test() { &SIZES[..1] } else { SIZES };
         for &bytes in sizes {
             cell(&mut world, &chooser, ranks, (collective, bytes), &mut score)?;
@@ -121,7 +124,8 @@ fn cell(
         let one = world.run(&Order { case: case(row), iterations: 2, verify: Verify::Yes })? / 2;
         calls.push((TURN.as_nanos() / one.as_nanos().max(1)).clamp(1, 4000) as u64);
     }
-    for _ in 0..if sweep::is_test() { 1 } else { ROUNDS } {
+    let rounds = if sweep::is_test() { 1 } else { ROUNDS };
+    for _ in 0..rounds {
         for (index, &row) in rows.iter().enumerate() {
             let order = Order { case: case(row), iterations: calls[index], verify: Verify::No };
             took[index].push(world.run(&order)?.as_secs_f64() * 1e6 / calls[index] as f64);

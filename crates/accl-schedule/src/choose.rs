@@ -102,7 +102,7 @@ impl Chooser {
         });
         let runs = move |row: &Algorithm| equal_blocks || !row.needs_equal_blocks;
         let costs = costs.iter().filter(move |(row, _)| runs(row));
-        costs.map(move |(row, cost)| (*row, self.prices.time_ps(cost, bytes)))
+        costs.map(move |(row, cost)| (*row, self.prices.time_ps(collective, cost, bytes)))
     }
 
     fn by_rule(&self, collective: Collective, bytes: u64) -> Result<Option<&'static Algorithm>> {

@@ -1,7 +1,7 @@
 //! Measuring: calls of two engines in this process, each on a thread and a core of its own.
 //!
-//! Everything is the engine's own: transports, executor, kernels. Owns which calls are made and how often; takes a
-//! twentieth of a second on a quiet machine and gives up on one that is too busy. Read [`measure`] first.
+//! Everything is the engine's own: transports, executor, kernels. Owns which calls are made and how often; takes
+//! less than a tenth of a second on a quiet machine and gives up on one that is too busy. Read [`measure`] first.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -24,8 +24,13 @@ const PATIENCE: Duration = Duration::from_millis(600);
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// Bytes of a call of which only the fixed costs count, in one step and in two.
 const FEW_BYTES: (u64, u64) = (4, 64);
-/// Loopback sockets are not measured beyond this of [`SIZES`]: it takes as long per byte.
-const LAST_OF_TCP: usize = 3;
+/// How many of [`SIZES`] are measured over shared memory, and over loopback sockets, which take as long for each byte of
+/// more; and so many bytes at once.
+const SHM: (usize, u64) = (SIZES.len(), 1 << 20);
+const TCP: (usize, u64) = (3, 128 << 10);
+
+/// The cores of the two; none where the system does not say.
+type Cores = (Option<usize>, Option<usize>);
 
 /// What the calls of [`fit`](super::fit::fit) take on this machine.
 ///
@@ -39,10 +44,10 @@ pub(super) fn measure() -> Result<Times> {
         let cores = cores();
         let apart = (cores.first().copied(), cores.get(1).or(cores.first()).copied());
         let mut times = Times { network_ps_per_kib: network_ps_per_kib(), ..Times::default() };
-        times.shm = link_times("shm", apart, SIZES.len(), began)?;
-        times.tcp = link_times("tcp", apart, LAST_OF_TCP + 1, began)?;
+        times.shm = link_times("shm", apart, SHM, began)?;
+        times.tcp = link_times("tcp", apart, TCP, began)?;
         let (one_core, _) = apart;
-        let together = Step::small(Collective::AllReduce, FEW_BYTES.0, 20);
+        let together = Step::small(What::AllReduce, FEW_BYTES.0, 20);
         times.on_one_core_ps = run("shm", (one_core, one_core), &[together], began)?[0];
         Ok(times)
     };
@@ -80,61 +85,75 @@ fn network_ps_per_kib() -> Option<u64> {
     Some(8_192_000_000 / fastest)
 }
 
-/// Calls that are made one after the other and timed together; the best of several batches counts.
+/// What is called.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum What {
+    AllReduce,
+    ReduceScatter,
+    AllGather,
+    AllGatherInPlace,
+    Broadcast,
+}
+
+/// Calls that are made one after the other and timed together. Of several batches one counts that few were better than:
+/// most others were disturbed.
 #[derive(Clone, Copy)]
 struct Step {
-    collective: Collective,
+    what: What,
     bytes: u64,
     calls: u32,
-    batches: u32,
+    batches: usize,
 }
 
 impl Step {
-    fn small(collective: Collective, bytes: u64, calls: u32) -> Self {
-        Self { collective, bytes, calls, batches: 5 }
+    fn small(what: What, bytes: u64, calls: u32) -> Self {
+        Self { what, bytes, calls, batches: 7 }
     }
 
-    /// About as long for every size.
-    fn of(collective: Collective, bytes: u64) -> Self {
-        let calls = (SEGMENT / bytes).clamp(1, 8) as u32;
-        let batches = ((4 << 20) / bytes).clamp(1, 6) as u32;
-        Self { collective, bytes, calls, batches }
+    /// Of not too different length for every size: calls of this many bytes together.
+    fn of(what: What, bytes: u64, together: u64) -> Self {
+        let calls = (together / bytes).clamp(1, 32) as u32;
+        let batches = (16 * together / bytes).clamp(1, 7) as usize;
+        Self { what, bytes, calls, batches }
     }
 }
 
-fn link_times(
-    transport: &str,
-    cores: (Option<usize>, Option<usize>),
-    sizes: usize,
-    began: Instant,
-) -> Result<LinkTimes> {
+fn link_times(transport: &str, cores: Cores, (sizes, together): (usize, u64), began: Instant) -> Result<LinkTimes> {
+    let few = if together == SHM.1 { 40 } else { 15 };
     let mut steps = vec![
-        Step::small(Collective::AllReduce, FEW_BYTES.0, 30),
-        Step::small(Collective::AllReduce, FEW_BYTES.1, 30),
-        Step::small(Collective::Broadcast, FEW_BYTES.0, 60),
+        Step::small(What::AllReduce, FEW_BYTES.0, few),
+        Step::small(What::AllReduce, FEW_BYTES.1, few),
+        Step::small(What::ReduceScatter, 2 * FEW_BYTES.0, few),
+        Step::small(What::Broadcast, FEW_BYTES.0, few),
     ];
-    let kinds = [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather, Collective::Broadcast];
+    let of_size = |&bytes: &u64| {
+        [What::AllGatherInPlace, What::AllGather, What::ReduceScatter].map(|what| Step::of(what, bytes, together))
+    };
     let measured = &SIZES[..sizes];
-    steps.extend(measured.iter().flat_map(|&bytes| kinds.map(|collective| Step::of(collective, bytes))));
+    steps.extend(measured.iter().flat_map(of_size));
     let took = run(transport, cores, &steps, began)?;
-    let (fixed, rates) = took.split_at(3);
-    let mut times =
-        LinkTimes { one_step_ps: fixed[0], two_steps_ps: fixed[1], sending_ps: fixed[2], ..LinkTimes::default() };
-    for (index, &size) in SIZES.iter().enumerate() {
-        let last = index.min(sizes - 1);
-        // Larger ones take as much longer.
-        let [all_reduce, reduce_scatter, all_gather, broadcast] =
-            [0, 1, 2, 3].map(|kind| rates[4 * last + kind].saturating_mul(size / SIZES[last]));
-        times.all_reduce_ps[index] = all_reduce;
-        times.reduce_scatter_ps[index] = reduce_scatter;
-        times.all_gather_ps[index] = all_gather;
-        times.broadcast_ps[index] = broadcast;
-    }
-    Ok(times)
+    let (fixed, rates) = took.split_at(4);
+    let of = |kind: usize| {
+        let time = |index: usize| {
+            // Those larger than measured take as much longer.
+            let last = index.min(sizes - 1);
+            rates[3 * last + kind].saturating_mul(SIZES[index] / SIZES[last])
+        };
+        std::array::from_fn(time)
+    };
+    Ok(LinkTimes {
+        one_step_ps: fixed[0],
+        two_steps_ps: fixed[1],
+        in_blocks_ps: fixed[2],
+        sending_ps: fixed[3],
+        moving_ps: of(0),
+        copying_ps: of(1),
+        reducing_ps: of(2),
+    })
 }
 
 /// Makes the calls of all steps between two ranks on these cores; what one call of each took, in picoseconds.
-fn run(transport: &str, cores: (Option<usize>, Option<usize>), steps: &[Step], began: Instant) -> Result<Vec<u64>> {
+fn run(transport: &str, cores: Cores, steps: &[Step], began: Instant) -> Result<Vec<u64>> {
     let store = MemoryStore::default();
     let too_long = AtomicBool::new(false);
     let member = |rank, core| Member::join(rank, core, transport, &store)?.run(steps, began, &too_long);
@@ -190,9 +209,8 @@ impl Member {
         let mut took = Vec::with_capacity(steps.len());
         for step in steps {
             let desc = self.desc(step);
-            let mut best = u64::MAX;
-            // The first batch fetches pages and makes plans.
-            for _ in 0..=step.batches {
+            let mut batches = Vec::with_capacity(step.batches);
+            for _ in 0..step.batches {
                 if self.rank == 0 && began.elapsed() > PATIENCE {
                     too_long.store(true, Ordering::Relaxed);
                 }
@@ -205,13 +223,10 @@ impl Member {
                 for _ in 0..step.calls {
                     self.call(&desc)?;
                 }
-                if step.collective.is_rooted() {
-                    self.barrier()?;
-                }
-                let one = start.elapsed().as_nanos() as u64 * 1000 / u64::from(step.calls);
-                best = best.min(one);
+                batches.push(start.elapsed().as_nanos() as u64 * 1000 / u64::from(step.calls));
             }
-            took.push(best);
+            batches.sort_unstable();
+            took.push(batches[batches.len() / 4]);
         }
         Ok(took)
     }
@@ -220,27 +235,40 @@ impl Member {
         let words = step.bytes.div_ceil(8) as usize + 1;
         for buffer in [&mut self.input, &mut self.output] {
             if buffer.len() < words {
-                buffer.resize(words, 0);
+                // Written, so that the pages are there before anything is timed.
+                *buffer = (0..words as u64).collect();
             }
         }
         let dtype = Dtype::F32;
         let count = step.bytes as usize / dtype.size_bytes();
+        let half = count / 2;
         let tensor = |buffer: &mut Vec<u64>, first: usize, count: usize| {
             TensorDesc::dense(buffer.as_mut_ptr().cast::<u8>().wrapping_add(first * dtype.size_bytes()), dtype, count)
         };
-        let half = count / 2;
         let halves =
             |buffer: &mut Vec<u64>| (0..2).map(|block| [tensor(buffer, block * half, half)]).collect::<Blocks>();
-        let mut desc = CallDesc::new(step.collective, dtype);
+        let collective = match step.what {
+            What::AllReduce => Collective::AllReduce,
+            What::ReduceScatter => Collective::ReduceScatter,
+            What::AllGather | What::AllGatherInPlace => Collective::AllGather,
+            What::Broadcast => Collective::Broadcast,
+        };
+        let mut desc = CallDesc::new(collective, dtype);
         desc.equal_blocks = true;
-        if step.collective == Collective::ReduceScatter {
-            desc.inputs = halves(&mut self.input);
-            desc.outputs = Blocks::of(tensor(&mut self.output, 0, half));
-        } else if step.collective == Collective::AllGather {
-            desc.inputs = Blocks::of(tensor(&mut self.input, 0, half));
-            desc.outputs = halves(&mut self.output);
-        } else {
-            desc.outputs = Blocks::of(tensor(&mut self.output, 0, count));
+        match step.what {
+            What::AllReduce | What::Broadcast => desc.outputs = Blocks::of(tensor(&mut self.output, 0, count)),
+            What::ReduceScatter => {
+                desc.inputs = halves(&mut self.input);
+                desc.outputs = Blocks::of(tensor(&mut self.output, 0, half));
+            }
+            What::AllGather => {
+                desc.inputs = Blocks::of(tensor(&mut self.input, 0, half));
+                desc.outputs = halves(&mut self.output);
+            }
+            What::AllGatherInPlace => {
+                desc.inputs = Blocks::of(tensor(&mut self.output, self.rank as usize * half, half));
+                desc.outputs = halves(&mut self.output);
+            }
         }
         desc
     }
@@ -275,14 +303,14 @@ mod tests {
     #[test]
     fn two_threads_measure_what_calls_take() {
         let began = Instant::now();
-        let took = run("shm", (None, None), &[Step::small(Collective::AllReduce, 4, 3)], began).unwrap();
+        let took = run("shm", (None, None), &[Step::small(What::AllReduce, 4, 3)], began).unwrap();
         assert!(took.len() == 1 && took[0] > 0 && took[0] < u64::MAX);
     }
 
     #[test]
     fn a_machine_that_is_too_busy_is_given_up() {
         let Some(long_ago) = Instant::now().checked_sub(2 * PATIENCE) else { panic!("the clock began just now") };
-        let error = run("shm", (None, None), &[Step::small(Collective::AllReduce, 4, 3)], long_ago).unwrap_err();
+        let error = run("shm", (None, None), &[Step::small(What::AllReduce, 4, 3)], long_ago).unwrap_err();
         assert!(error.message.contains("too busy"), "{error}");
     }
 }

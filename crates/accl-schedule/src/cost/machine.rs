@@ -7,7 +7,7 @@ use std::fmt;
 use std::str::FromStr;
 
 /// Calls of these sizes are measured; in between rates are interpolated, beyond they stay as they are.
-pub const SIZES: [u64; 5] = [16 << 10, 128 << 10, 1 << 20, 4 << 20, 32 << 20];
+pub const SIZES: [u64; 5] = [16 << 10, 128 << 10, 1 << 20, 4 << 20, 16 << 20];
 
 /// Picoseconds per KiB for calls of each of [`SIZES`]: where the buffers lie in cache or memory.
 pub type Rates = [u64; SIZES.len()];
@@ -49,6 +49,8 @@ pub struct Machine {
     pub reduced_ps_per_kib: Rates,
     /// Copying from tensor to tensor.
     pub copied_ps_per_kib: Rates,
+    /// Each tensor of a call that has one for each rank.
+    pub block_ps: u64,
     /// Giving a core to another rank that waits for it.
     pub switch_ps: u64,
     /// What a message between ranks that are not two of few costs more: in thousandths of its bytes' time for each
@@ -79,6 +81,7 @@ impl Default for Machine {
             network: Network { latency_ps: 10_000_000, sent_ps_per_kib: 819_200 },
             reduced_ps_per_kib: [10_000, 20_000, 20_000, 20_000, 60_000],
             copied_ps_per_kib: [50_000, 60_000, 60_000, 90_000, 130_000],
+            block_ps: 50_000,
             switch_ps: 3_000_000,
             crowding_per_mille: 5,
             memory_cores: 8,
@@ -165,6 +168,11 @@ pub const CONSTANTS: &[Constant] = &[
     },
     Constant { name: "copied_ps_per_kib", effect: "copying from tensor to tensor", at: |m| &mut m.copied_ps_per_kib },
     Constant {
+        name: "block_ps",
+        effect: "each tensor of a call that has one for each rank",
+        at: |m| std::slice::from_mut(&mut m.block_ps),
+    },
+    Constant {
         name: "switch_ps",
         effect: "giving a core to another rank",
         at: |m| std::slice::from_mut(&mut m.switch_ps),
@@ -190,14 +198,15 @@ impl Machine {
         (constant.at)(&mut self.clone()).to_vec()
     }
 
-    /// Larger calls have no lower rates: more bytes never take less time.
+    /// Larger calls have no lower rates, so that more bytes never take less time. Of two that contradict each other the
+    /// lower one holds: what disturbs a measurement makes it longer.
     #[must_use]
     pub fn smoothed(mut self) -> Self {
         let Self { shm, tcp, reduced_ps_per_kib, copied_ps_per_kib, .. } = &mut self;
         let of_links = [shm, tcp].map(|link| [&mut link.sent_ps_per_kib, &mut link.received_ps_per_kib]);
         for rates in of_links.into_iter().flatten().chain([reduced_ps_per_kib, copied_ps_per_kib]) {
-            for index in 1..rates.len() {
-                rates[index] = rates[index].max(rates[index - 1]);
+            for index in (1..rates.len()).rev() {
+                rates[index - 1] = rates[index - 1].min(rates[index]);
             }
         }
         self.memory_cores = self.memory_cores.max(1);

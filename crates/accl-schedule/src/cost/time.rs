@@ -4,6 +4,8 @@
 //! connection of its busiest host, and the cores of a host that has fewer of them than ranks. Phases follow one another.
 //! Read [`Prices::time_ps`] first.
 
+use accl_types::Collective;
+
 use crate::cost::counts::{Arriving, Cost, Ends, Phase};
 use crate::cost::machine::{Link, Machine, SIZES, rate};
 use crate::topology::Topology;
@@ -36,6 +38,7 @@ pub struct Placement {
 pub struct Prices {
     machine: Machine,
     placement: Placement,
+    world: u64,
     hosts: u64,
     /// Of the largest host.
     ranks: u64,
@@ -59,11 +62,12 @@ impl Prices {
     /// Of ranks placed so.
     pub fn new(machine: Machine, placement: Placement, topology: &Topology) -> Prices {
         let (hosts, ranks) = (topology.host_count().max(1), topology.largest_host().max(1));
-        Prices { machine: machine.smoothed(), placement, hosts: u64::from(hosts), ranks: u64::from(ranks) }
+        let (world, hosts, ranks) = (topology.world().into(), hosts.into(), ranks.into());
+        Prices { machine: machine.smoothed(), placement, world, hosts, ranks }
     }
 
     /// How long a call takes whose largest buffer has so many bytes.
-    pub fn time_ps(&self, cost: &Cost, bytes: u64) -> u64 {
+    pub fn time_ps(&self, collective: Collective, cost: &Cost, bytes: u64) -> u64 {
         let call = match cost.phases.iter().any(|phase| phase.all.far > 0) {
             true => self.machine.tcp.call_ps,
             false => self.near().call_ps,
@@ -82,7 +86,8 @@ impl Prices {
         let summed = per_kib(copied + reduced, bytes) * operands;
         let copied = per_kib(copied, cost.copied.of_bytes(bytes));
         let alone = (copied + summed) * u128::from(self.ranks_per_core());
-        (self.calls(call) + phases + alone).try_into().unwrap_or(u64::MAX)
+        let call = u128::from(call) + u128::from(self.machine.block_ps) * u128::from(self.blocks(collective));
+        (call * u128::from(self.ranks_per_core()) + phases + alone).try_into().unwrap_or(u64::MAX)
     }
 
     fn near(&self) -> &Link {
@@ -97,8 +102,21 @@ impl Prices {
         self.ranks.div_ceil(u64::from(self.placement.cores).max(1))
     }
 
-    fn calls(&self, call_ps: u64) -> u128 {
-        u128::from(call_ps) * u128::from(self.ranks_per_core())
+    /// Tensors in the longest list of a call.
+    fn blocks(&self, collective: Collective) -> u64 {
+        match collective {
+            Collective::ReduceScatter
+            | Collective::AllGather
+            | Collective::Gather
+            | Collective::Scatter
+            | Collective::AllToAll => self.world,
+            Collective::AllReduce
+            | Collective::Broadcast
+            | Collective::Reduce
+            | Collective::Barrier
+            | Collective::Send
+            | Collective::Recv => 0,
+        }
     }
 
     fn phase(&self, phase: &Phase, relays: bool, bytes: u64) -> u128 {
