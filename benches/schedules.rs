@@ -11,10 +11,10 @@ use accl_benches::cases::Case;
 use accl_benches::sweep::{self, Sweep};
 use accl_schedule::{ALGORITHMS, Algorithm, CallShape, Layout, Program, Request, Topology};
 use accl_types::{Collective, Dtype, Elems, Rank};
-use criterion::{BenchmarkId, Criterion};
+use criterion::{BatchSize, BenchmarkId, Criterion};
 
 const WORLDS: &[u32] = &[2, 8, 64, 1024];
-const MORE_WORLDS: &[u32] = &[2, 3, 4, 8, 17, 64, 256, 1024, 4096];
+const MORE_WORLDS: &[u32] = &[2, 3, 4, 8, 17, 64, 256, 1024, 4096, 16384];
 const BYTES: u64 = 1 << 20;
 
 fn main() -> ExitCode {
@@ -38,7 +38,7 @@ fn bench(criterion: &mut Criterion, row: &'static Algorithm, world: u32, topolog
     let request = Request { collective: row.collective, world, rank: Rank(world / 2), root: Rank(0), topology };
     let id = |what: &str| format!("{what}/{}/{}", row.collective, row.name);
     let schedule = (row.build)(&request);
-    let program = schedule.lower(&request);
+    let program = schedule.clone().lower(&request);
     let (inputs, outputs) = blocks(row.collective, world);
     let shape = CallShape { elem_bytes: 1, in_blocks: &inputs, out_blocks: &outputs };
 
@@ -47,7 +47,10 @@ fn bench(criterion: &mut Criterion, row: &'static Algorithm, world: u32, topolog
     group.bench_function(parameter(world), |bencher| bencher.iter(|| (row.build)(black_box(&request))));
     group.finish();
     let mut group = criterion.benchmark_group(id("lower"));
-    group.bench_function(parameter(world), |bencher| bencher.iter(|| schedule.lower(black_box(&request))));
+    group.bench_function(parameter(world), |bencher| {
+        let setup = || schedule.clone();
+        bencher.iter_batched(setup, |schedule| schedule.lower(black_box(&request)), BatchSize::LargeInput);
+    });
     group.finish();
     let mut group = criterion.benchmark_group(id("layout"));
     group.bench_function(parameter(world), |bencher| bencher.iter(|| resolve(&program, black_box(&shape))));

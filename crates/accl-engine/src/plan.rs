@@ -6,7 +6,9 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use accl_schedule::{Algorithm, CallShape, Chooser, Extent, Finish, Layout, OpKind, Order, Program, Request, Span};
+use accl_schedule::{
+    Algorithm, CallShape, Chooser, Extent, Extents, Finish, Layout, OpKind, Order, Program, Request, Span,
+};
 use accl_types::{Collective, Elems, Rank, Result};
 use smallvec::SmallVec;
 
@@ -20,7 +22,7 @@ const STRAIGHT_BYTES: u64 = 64 << 10;
 /// A payload as byte ranges, with the position of each in the payload.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Region {
-    extents: SmallVec<[Extent; 1]>,
+    extents: Extents,
     /// Position of each extent in the payload.
     starts: SmallVec<[u64; 1]>,
     /// Length of the payload.
@@ -29,11 +31,10 @@ pub(crate) struct Region {
 
 impl Region {
     fn new(layout: &Layout, span: &Span) -> Self {
-        let mut region = Region::default();
-        for extent in layout.extents(span) {
+        let mut region = Region { extents: layout.extents(span), ..Region::default() };
+        for extent in &region.extents {
             region.starts.push(region.len);
             region.len += extent.len;
-            region.extents.push(extent);
         }
         region
     }

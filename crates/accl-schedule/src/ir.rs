@@ -158,7 +158,7 @@ pub enum Action {
         /// The peer it comes from.
         from: Rank,
         /// The peers it goes to.
-        to: Vec<Rank>,
+        to: SmallVec<[Rank; 1]>,
     },
     /// Receive, reduce, and pass the result on.
     RecvReduceSend {
@@ -283,7 +283,8 @@ impl Schedule {
     }
 
     /// [`Action::RecvCopySend`]; a plain [`Action::Recv`] when there is nobody to pass it on to.
-    pub fn recv_copy_send(&mut self, from: Rank, to: Vec<Rank>, dst: Span) {
+    pub fn recv_copy_send(&mut self, from: Rank, to: impl IntoIterator<Item = Rank>, dst: Span) {
+        let to: SmallVec<[Rank; 1]> = to.into_iter().collect();
         self.actions.push(if to.is_empty() {
             Action::Recv { dst, from }
         } else {

@@ -4,6 +4,7 @@
 //! address. Read [`Layout`] first.
 
 use accl_types::{Elems, round_up};
+use smallvec::SmallVec;
 
 use crate::ir::{Buf, ChunkRange, Division, Span};
 use crate::program::Program;
@@ -32,6 +33,9 @@ pub struct Extent {
     /// Length in bytes, never 0.
     pub len: u64,
 }
+
+/// The byte ranges of a payload: one as a rule.
+pub type Extents = SmallVec<[Extent; 1]>;
 
 /// Alignment of scratch chunks in bytes: a cache line.
 pub const SCRATCH_ALIGN: u64 = 64;
@@ -64,8 +68,8 @@ impl Layout {
     ///
     /// # Panics
     /// Panics when the span names a chunk that the program's buffers do not have; the checker proves that schedules do not.
-    pub fn extents(&self, span: &Span) -> Vec<Extent> {
-        let mut extents = Vec::with_capacity(span.ranges().len());
+    pub fn extents(&self, span: &Span) -> Extents {
+        let mut extents = Extents::new();
         for range in span.ranges() {
             match range.buf {
                 Buf::In => self.input.extents(range, &mut extents),
@@ -154,7 +158,7 @@ impl Tensors {
         (self.start(range.first + range.len) - self.start(range.first)) * self.elem_bytes
     }
 
-    fn extents(&self, range: &ChunkRange, extents: &mut Vec<Extent>) {
+    fn extents(&self, range: &ChunkRange, extents: &mut Extents) {
         let (mut at, end) = (self.start(range.first), self.start(range.first + range.len));
         // The last piece that starts at or before `at`; empty pieces before it are passed over.
         let mut piece = self.piece_starts.partition_point(|&start| start <= at).saturating_sub(1);
@@ -202,7 +206,7 @@ impl Scratch {
         self.range(range).iter().map(|&(_, len)| len).sum()
     }
 
-    fn extents(&self, range: &ChunkRange, extents: &mut Vec<Extent>) {
+    fn extents(&self, range: &ChunkRange, extents: &mut Extents) {
         for &(offset, len) in self.range(range).iter().filter(|&&(_, len)| len > 0) {
             append(extents, Extent { buf: range.buf, piece: 0, offset, len });
         }
@@ -210,7 +214,7 @@ impl Scratch {
 }
 
 /// Joins an extent to the last one where it continues it.
-fn append(extents: &mut Vec<Extent>, next: Extent) {
+fn append(extents: &mut Extents, next: Extent) {
     match extents.last_mut() {
         Some(last) if last.buf == next.buf && last.piece == next.piece && last.offset + last.len == next.offset => {
             last.len += next.len;
@@ -314,7 +318,7 @@ mod tests {
         let layout = Layout::new(&program(Division::Even { chunks: 13 }, Vec::new()), &shape);
         let extents = layout.extents(&Span::cyclic(Buf::In, 11, 4, 13));
         let extent = |piece, offset, len| Extent { buf: Buf::In, piece, offset, len };
-        assert_eq!(extents, [extent(1, 4, 8), extent(0, 0, 8)]);
+        assert_eq!(extents.as_slice(), [extent(1, 4, 8), extent(0, 0, 8)]);
     }
 
     #[test]
@@ -323,6 +327,6 @@ mod tests {
         let shape = CallShape { elem_bytes: 8, in_blocks: &blocks, out_blocks: &[] };
         let layout = Layout::new(&program(Division::Even { chunks: 3 }, Vec::new()), &shape);
         let extents = layout.extents(&Span::chunk(Buf::In, 2));
-        assert_eq!(extents, [Extent { buf: Buf::In, piece: 0, offset: 2 << 35, len: 1 << 35 }]);
+        assert_eq!(extents.as_slice(), [Extent { buf: Buf::In, piece: 0, offset: 2 << 35, len: 1 << 35 }]);
     }
 }

@@ -19,7 +19,7 @@ mod topology;
 pub use algorithms::{ALGORITHMS, Algorithm, Fraction};
 pub use choose::{Basis, Chooser, check_rules};
 pub use ir::{Action, Buf, ChunkRange, Division, Finish, Order, Request, Schedule, Span};
-pub use layout::{CallShape, Extent, Layout, SCRATCH_ALIGN};
+pub use layout::{CallShape, Extent, Extents, Layout, SCRATCH_ALIGN};
 pub use page::algorithms_page;
 pub use program::{Dep, Op, OpKind, Program};
 pub use topology::Topology;

@@ -30,7 +30,7 @@ pub struct Op {
     /// Of a send or receive: the ordinal of this message among all from its sender to its receiver, from 0. Otherwise 0.
     pub edge: u32,
     /// What must happen before, each operation at most once, ascending.
-    pub deps: Vec<Dep>,
+    pub deps: SmallVec<[Dep; 2]>,
 }
 
 /// The base operations.
@@ -93,26 +93,38 @@ pub struct Dep {
 impl Schedule {
     /// Splits fused actions, finds dependencies and numbers messages. `request` is the one the schedule was built for;
     /// the dependencies hold whether or not the engine lets `In` and `Out` share memory.
-    pub fn lower(&self, request: &Request) -> Program {
+    pub fn lower(self, request: &Request) -> Program {
+        let ops = self.actions.iter().map(ops_of).sum();
         let mut lowering = Lowering {
-            places: Places::new(self, request),
+            places: Places::new(&self, request),
             sent: vec![0; request.world as usize],
             received: vec![0; request.world as usize],
             section: 0,
             before_section: 0..0,
-            ops: Vec::with_capacity(self.actions.len() * 3 / 2),
+            ops: Vec::with_capacity(ops),
             hazards: Vec::new(),
             chunks: [const { Vec::new() }; 3],
         };
-        for action in &self.actions {
+        for action in self.actions {
             lowering.action(action);
         }
         Program {
             ops: lowering.ops,
             in_division: self.in_division,
             out_division: self.out_division,
-            scratch: self.scratch.clone(),
+            scratch: self.scratch,
         }
+    }
+}
+
+/// How many operations an action becomes.
+fn ops_of(action: &Action) -> usize {
+    match action {
+        Action::Fence => 0,
+        Action::Send { .. } | Action::Recv { .. } | Action::RecvReduce { .. } => 1,
+        Action::Copy { .. } | Action::Reduce { .. } => 1,
+        Action::RecvReduceSend { .. } => 2,
+        Action::RecvCopySend { to, .. } => 1 + to.len(),
     }
 }
 
@@ -246,8 +258,8 @@ struct Lowering {
 }
 
 impl Lowering {
-    fn action(&mut self, action: &Action) {
-        match action.clone() {
+    fn action(&mut self, action: Action) {
+        match action {
             Action::Send { src, to } => self.push(OpKind::Send { src, to }),
             Action::Recv { dst, from } => self.push(OpKind::Recv { dst, from }),
             Action::RecvReduce { dst, local, from, order, finish } => {
@@ -286,7 +298,7 @@ impl Lowering {
         self.ops.push(Op { kind, edge, deps });
     }
 
-    fn dependencies(&mut self, kind: &OpKind) -> Vec<Dep> {
+    fn dependencies(&mut self, kind: &OpKind) -> SmallVec<[Dep; 2]> {
         let mut hazards = std::mem::take(&mut self.hazards);
         hazards.clear();
         let reads = kind.reads();
@@ -306,7 +318,7 @@ impl Lowering {
         }
         hazards.sort_unstable();
         hazards.dedup();
-        let mut deps: Vec<Dep> = self.before_section.clone().map(|on| Dep { on, stream: false }).collect();
+        let mut deps: SmallVec<[Dep; 2]> = self.before_section.clone().map(|on| Dep { on, stream: false }).collect();
         for of_one_op in hazards.chunk_by(|a, b| a.0.0 == b.0.0) {
             let on = of_one_op[0].0.0;
             // A fence has ordered everything before this section already.

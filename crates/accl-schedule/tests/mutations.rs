@@ -46,7 +46,7 @@ fn refuses(what: &str, mutate: impl Fn(&Case, &Schedule, usize) -> Vec<Schedule>
             for index in 0..schedule.actions.len() {
                 for mutant in mutate(case, &schedule, index) {
                     let mut programs = programs.clone();
-                    programs[rank as usize] = mutant.lower(&request);
+                    programs[rank as usize] = mutant.clone().lower(&request);
                     assert!(
                         !accepts(case, &programs, &cost),
                         "{what} of action {index} of rank {rank} is not seen in {} {} world {}: {:?} became {:?}",

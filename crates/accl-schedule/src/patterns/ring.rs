@@ -33,7 +33,7 @@ pub fn all_gather(schedule: &mut Schedule, team: &Team, own: Span, at: impl Fn(u
     let (before, after) = (team.rank(team.before(1)), team.rank(team.after(1)));
     schedule.send(after, own);
     for step in 1..n {
-        let to = if step + 1 < n { vec![after] } else { Vec::new() };
+        let to = (step + 1 < n).then_some(after);
         schedule.recv_copy_send(before, to, at(team.before(step)));
     }
 }
