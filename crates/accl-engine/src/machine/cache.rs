@@ -51,7 +51,7 @@ pub(super) fn read(path: &Path) -> Result<Option<Machine>, String> {
     parse(&text).map(Some).map_err(|why| wrong(&format!("this is no file with a machine's constants: {why}")))
 }
 
-fn parse(text: &str) -> Result<Machine, String> {
+pub(super) fn parse(text: &str) -> Result<Machine, String> {
     let lines = text.lines().map(|line| line.split_once('#').map_or(line, |(before, _)| before).trim());
     let words: Vec<String> = lines.filter(|line| !line.is_empty()).map(|line| line.replace(' ', "")).collect();
     // An empty file is one that was being written when the machine went down.

@@ -125,6 +125,14 @@ pub fn read_machine(path: &str) -> Result<Machine> {
     }
 }
 
+/// The constants in a text such as that of the cache.
+///
+/// # Errors
+/// `Configuration` for anything else.
+pub fn read_text(text: &str) -> Result<Machine> {
+    cache::parse(text).map_err(Error::configuration)
+}
+
 fn measure_and_keep(path: Option<PathBuf>) -> Result<Calibrated> {
     let machine = measure()?;
     tracing::info!(%machine, "calibrated");

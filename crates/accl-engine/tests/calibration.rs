@@ -1,0 +1,144 @@
+//! Ranks that would choose differently choose alike, because the first one's constants count.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use accl_engine::{Engine, Group, GroupSpec, MemoryStore, machine};
+use accl_schedule::cost::{Machine, Near, Placement};
+use accl_schedule::{Basis, Chooser, Topology};
+use accl_testkit::{Member, finish_ran};
+use accl_types::config::{Calibration, Config};
+use accl_types::{Collective, ErrorKind, Rank, ReduceOp, Result};
+
+const WORLD: u32 = 4;
+const SIZES: [usize; 5] = [1, 300, 5_000, 70_000, 1_000_000];
+/// Only waiting costs anything, so that one step is best; and only frames do, so that few messages are.
+const WAITING: &str = "shm_latency_ps = 1000000000 # dear\nshm_frame_ps=0\n";
+const FRAMES: &str = "shm_latency_ps = 0\nshm_frame_ps = 1000000000\n";
+
+/// Files of this test, which go with it.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("accl-calibration-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    /// Settings with a file that holds this text.
+    fn config(&self, name: &str, text: &str) -> Config {
+        let path = self.0.join(name);
+        std::fs::write(&path, text).unwrap();
+        Config { calibration: Calibration::File(path.to_str().unwrap().to_owned()), ..Config::default() }
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Runs `body` on a rank for each of the settings.
+fn with_ranks<R: Send>(configs: &[Config], body: impl Fn(Result<Arc<Group>>) -> R + Sync) -> Vec<R> {
+    let store = MemoryStore::default();
+    let world = configs.len() as u32;
+    let run = |rank: u32, config: &Config| {
+        let engine = Engine::new(config.clone());
+        let spec = GroupSpec {
+            name: "test".to_owned(),
+            rank: Rank(rank),
+            world,
+            timeout: Duration::from_secs(30),
+            config: config.clone(),
+            master: None,
+            global_ranks: Vec::new(),
+        };
+        let result = body(engine.create_group(spec, &store, &mut || false));
+        engine.shutdown();
+        result
+    };
+    std::thread::scope(|scope| {
+        let run = &run;
+        let threads: Vec<_> = (0..).zip(configs).map(|(rank, config)| scope.spawn(move || run(rank, config))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+fn choice(text: &str, bytes: u64) -> &'static str {
+    let machine: Machine = machine::read_text(text).unwrap();
+    let placement = Placement { near: Near::Shm, cores: 64, segment_bytes: 64 << 10 };
+    let basis = Basis { machine, placement, deterministic: false };
+    Chooser::new(Topology::flat(WORLD), Vec::new(), &basis).choose(Collective::AllReduce, bytes, true).unwrap().name
+}
+
+#[test]
+fn ranks_with_conflicting_constants_take_those_of_the_first() {
+    assert!(SIZES.iter().any(|&count| choice(WAITING, 4 * count as u64) != choice(FRAMES, 4 * count as u64)));
+    let folder = Folder::new("conflict");
+    let configs: Vec<Config> = [WAITING, FRAMES, "garbage", FRAMES]
+        .iter()
+        .enumerate()
+        .map(|(rank, text)| folder.config(&rank.to_string(), text))
+        .collect();
+    // A rank that took another algorithm would send another signature, and the call would fail on all.
+    with_ranks(&configs, |group| {
+        let group = group.unwrap();
+        let member = Member { rank: group.rank() as usize, world: WORLD as usize, group: group.clone() };
+        for count in SIZES {
+            let mut data = vec![1.0f32 + member.rank as f32; count];
+            member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+            assert!(data.iter().all(|&sum| sum == 10.0));
+        }
+        let desc = accl_engine::CallDesc::new(Collective::Barrier, accl_types::Dtype::U8);
+        finish_ran(&group.run(&desc).unwrap()).unwrap();
+    });
+}
+
+#[test]
+fn ranks_with_conflicting_overrides_are_refused_on_all() {
+    let mut configs = vec![Config { calibration: Calibration::Off, ..Config::default() }; 2];
+    configs[1].set_option("algorithm", "all_reduce=ring:1MiB-").unwrap();
+    for error in with_ranks(&configs, |group| group.map(drop).unwrap_err()) {
+        assert_eq!(error.kind, ErrorKind::Configuration);
+        assert!(error.message.contains("all_reduce=ring:1MiB-"), "{error}");
+    }
+}
+
+#[test]
+fn a_file_that_is_missing_is_measured_once_and_then_found() {
+    let folder = Folder::new("missing");
+    let path = folder.0.join("below/machine.txt");
+    let config = Config { calibration: Calibration::File(path.to_str().unwrap().to_owned()), ..Config::default() };
+    let first = machine::find(&config);
+    // A machine too busy to be measured takes the built-in constants and keeps nothing.
+    if first.source == machine::Source::BuiltIn {
+        assert!(!path.exists());
+        return;
+    }
+    assert_eq!(first.source, machine::Source::File(path.clone()));
+    let second = machine::find(&config);
+    assert_eq!((second.machine, &second.source), (first.machine, &first.source));
+    assert!(second.age.is_some_and(|age| age < Duration::from_secs(600)));
+}
+
+#[test]
+fn garbage_that_the_user_named_is_left_alone() {
+    let folder = Folder::new("garbage");
+    let config = folder.config("notes", "buy milk\n");
+    let found = machine::find(&config);
+    assert_eq!((found.machine, found.source), (Machine::default(), machine::Source::BuiltIn));
+    assert_eq!(std::fs::read_to_string(folder.0.join("notes")).unwrap(), "buy milk\n");
+}
+
+#[test]
+fn a_place_that_cannot_be_written_gives_constants_all_the_same() {
+    let folder = Folder::new("unwritable");
+    let config = folder.config("file", "shm_call_ps = 1");
+    let below = folder.0.join("file/machine.txt");
+    let config = Config { calibration: Calibration::File(below.to_str().unwrap().to_owned()), ..config };
+    let found = machine::find(&config);
+    assert!(matches!(found.source, machine::Source::Measured | machine::Source::BuiltIn), "{:?}", found.source);
+}
