@@ -77,6 +77,24 @@ def dtypes() -> list[dict[str, Any]]:
 def host_facts() -> dict[str, Any]:
     """What this process would offer its peers: instruction set, transports, interfaces."""
 
+def simulate(
+    collective: str,
+    sizes: list[int],
+    ranks: int,
+    ranks_per_host: int,
+    cores_per_host: int,
+    link: tuple[int, int] | None,
+    machine_file: str | None,
+) -> list[dict[str, Any]]:
+    """For each size `bytes`, the algorithm `chosen` and `times_us` by algorithm. `link` has picoseconds for a KiB of a host's
+    connection and for the way; `machine_file` replaces the constants of this machine.
+
+    Raises ValueError for what makes no world, and for a file that holds no constants.
+    """
+
+def calibration(anew: bool) -> dict[str, Any]:
+    """The `constants` of this machine, their `source` and `age_s`; measured anew where asked for."""
+
 def check_option(option: str, value: str) -> None:
     """Raises ValueError for an unknown option or a value that is not accepted."""
 

@@ -38,6 +38,7 @@ class Options(_native.BackendOptions):
         spin_us: int | str | None = None,
         algorithm: str | Sequence[str] | None = None,
         deterministic: bool | None = None,
+        calibration: str | None = None,
         timing: bool | None = None,
     ) -> None:
         super().__init__()
@@ -54,6 +55,7 @@ class Options(_native.BackendOptions):
             "spin_us": spin_us,
             "algorithm": algorithm,
             "deterministic": deterministic,
+            "calibration": calibration,
             "timing": timing,
         }
         settings = {name: _text(value) for name, value in given.items() if value is not None}

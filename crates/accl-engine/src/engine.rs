@@ -371,10 +371,7 @@ fn chooser(topology: Topology, spec: &GroupSpec, cards: &[GroupCard], segment_by
     let largest = topology.largest_host();
     let full = (0..topology.host_count()).filter(|&host| topology.ranks_of(host).len() as u32 == largest);
     let cores = full.map(cores_of).min().unwrap_or(1);
-    let near = match spec.config.transports.first().map(String::as_str) {
-        Some("tcp") => Near::Tcp,
-        Some(_) | None => Near::Shm,
-    };
+    let near = Near::of(&spec.config);
     let machine = cards.first().and_then(|card| card.machine).unwrap_or_default();
     let basis = Basis {
         machine,

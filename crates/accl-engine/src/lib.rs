@@ -24,6 +24,7 @@ mod rendezvous;
 mod run;
 mod shape;
 mod signals;
+pub mod simulate;
 mod state;
 mod store;
 mod straight;

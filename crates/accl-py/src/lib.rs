@@ -10,6 +10,7 @@ mod guard;
 mod info;
 mod log;
 mod repeat;
+mod simulate;
 mod status;
 mod store;
 mod ticket;
@@ -84,5 +85,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(built_for_torch, module)?)?;
     module.add_function(wrap_pyfunction!(_bridged_functions, module)?)?;
     module.add_function(wrap_pyfunction!(_panic_for_test, module)?)?;
-    info::add_functions(module)
+    info::add_functions(module)?;
+    simulate::add_functions(module)
 }

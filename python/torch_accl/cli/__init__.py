@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import algorithms, bench, config, info
+from . import algorithms, bench, config, info, simulate
 from ._wrong import WrongInput
 
-COMMANDS = (config, algorithms, info, bench)
+COMMANDS = (config, algorithms, info, bench, simulate)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,6 +17,11 @@ use accl_types::{Error, Result};
 
 use crate::env::cache_home;
 
+/// A machine on which this is not enough is too busy for a measurement that somebody waits for without having asked.
+const PATIENCE: Duration = Duration::from_millis(600);
+/// For one that was asked for.
+const MORE_PATIENCE: Duration = Duration::from_secs(10);
+
 /// Where constants came from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
@@ -81,7 +86,7 @@ pub fn find(config: &Config) -> Calibrated {
             Err(why) => tracing::warn!("{why}; it is written anew"),
         }
     }
-    match measure_and_keep(path) {
+    match measure_and_keep(path, PATIENCE) {
         Ok(found) => found,
         Err(error) => {
             tracing::warn!("the machine was not calibrated: {error}; the built-in constants are used");
@@ -102,7 +107,7 @@ pub fn calibrate(config: &Config) -> Result<Calibrated> {
             return Err(Error::configuration("ACCL_CALIBRATION=off: nothing is measured; take the setting back"));
         }
     };
-    measure_and_keep(path)
+    measure_and_keep(path, MORE_PATIENCE)
 }
 
 /// Measures and keeps nothing.
@@ -110,7 +115,11 @@ pub fn calibrate(config: &Config) -> Result<Calibrated> {
 /// # Errors
 /// As [`calibrate`].
 pub fn measure() -> Result<Machine> {
-    measure::measure().map(|times| fit::fit(&times))
+    measured(MORE_PATIENCE)
+}
+
+fn measured(patience: Duration) -> Result<Machine> {
+    measure::measure(patience).map(|times| fit::fit(&times))
 }
 
 /// The constants in a file, as a user named it.
@@ -133,8 +142,8 @@ pub fn read_text(text: &str) -> Result<Machine> {
     cache::parse(text).map_err(Error::configuration)
 }
 
-fn measure_and_keep(path: Option<PathBuf>) -> Result<Calibrated> {
-    let machine = measure()?;
+fn measure_and_keep(path: Option<PathBuf>, patience: Duration) -> Result<Calibrated> {
+    let machine = measured(patience)?;
     tracing::info!(%machine, "calibrated");
     let measured = Calibrated { machine, source: Source::Measured, age: None };
     let Some(path) = path else { return Ok(measured) };

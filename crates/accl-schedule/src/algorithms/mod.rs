@@ -133,12 +133,14 @@ table! {
         direct,
         recursive_halving,
         ring,
+        two_level,
         circulant,
     ]
     all_gather: [
         direct,
         bruck,
         ring,
+        two_level,
     ]
     broadcast: [
         flat,

@@ -383,10 +383,14 @@ fn check_op(
     for (access, span) in reads.iter().enumerate() {
         for (position, (buf, chunk)) in span.chunks().enumerate() {
             let past = chunks.at(places.place(buf, chunk));
-            if past.writer.is_some_and(|(writer, written)| writer.0 == index && written != position) {
-                return Err(Violation::new("overwrites an operand that it has not read yet"));
+            match past.writer {
+                Some((writer, written)) if writer.0 == index && written != position => {
+                    return Err(Violation::new("overwrites an operand that it has not read yet"));
+                }
+                // Read before it is written, byte for byte: who comes after the write comes after this.
+                Some((writer, _)) if writer.0 == index => {}
+                Some(_) | None => past.readers.push((index, access)),
             }
-            past.readers.push((index, access));
         }
     }
     Ok(())

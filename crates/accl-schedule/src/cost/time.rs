@@ -5,6 +5,7 @@
 //! Read [`Prices::time_ps`] first.
 
 use accl_types::Collective;
+use accl_types::config::Config;
 
 use crate::cost::counts::{Arriving, Cost, Ends, Phase};
 use crate::cost::machine::{Link, Machine, SIZES, rate};
@@ -20,6 +21,16 @@ pub enum Near {
     Shm,
     /// Sockets.
     Tcp,
+}
+
+impl Near {
+    /// What the settings try first.
+    pub fn of(config: &Config) -> Near {
+        match config.transports.first().map(String::as_str) {
+            Some("tcp") => Near::Tcp,
+            Some(_) | None => Near::Shm,
+        }
+    }
 }
 
 /// Where ranks run, as far as it matters.

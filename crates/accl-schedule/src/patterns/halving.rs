@@ -4,7 +4,7 @@
 use super::{Strip, Team, by_rank};
 use crate::algorithms::Fraction;
 use crate::cost::{Among, Arriving, Phase};
-use crate::ir::{Finish, Schedule};
+use crate::ir::{Finish, Schedule, Span};
 
 /// One exchange. Ranges are aligned powers of two in the numbering of the members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,22 +46,39 @@ pub fn phases(
 
 /// Every member ends with its own block, reduced, in `acc`; contributions are in `src`, which is not written.
 pub fn reduce_scatter(schedule: &mut Schedule, team: &Team, src: Strip, acc: Strip) {
-    let mut local = src;
+    reduce_scatter_of(schedule, team, |first, len| src.blocks(first, len), |first, len| acc.blocks(first, len));
+}
+
+/// As [`reduce_scatter`], of blocks that lie anywhere: both give so many of them from a first one on.
+pub fn reduce_scatter_of(
+    schedule: &mut Schedule,
+    team: &Team,
+    src: impl Fn(u32, u32) -> Span,
+    acc: impl Fn(u32, u32) -> Span,
+) {
+    let mut reduced = false;
     for step in steps(team.index(), team.size()) {
         let peer = team.rank(step.peer);
-        schedule.send(peer, local.blocks(step.give, step.len));
+        let local = |first| if reduced { acc(first, step.len) } else { src(first, step.len) };
+        let (given, kept) = (local(step.give), local(step.keep));
+        schedule.send(peer, given);
         let finish = if step.len == 1 { Finish::Yes } else { Finish::No };
         let order = by_rank(step.peer, team.index());
-        schedule.recv_reduce(peer, acc.blocks(step.keep, step.len), local.blocks(step.keep, step.len), order, finish);
-        local = acc;
+        schedule.recv_reduce(peer, acc(step.keep, step.len), kept, order, finish);
+        reduced = true;
     }
 }
 
 /// Every member ends with all blocks; its own is there at the start.
 pub fn all_gather(schedule: &mut Schedule, team: &Team, at: Strip) {
+    all_gather_of(schedule, team, |first, len| at.blocks(first, len));
+}
+
+/// As [`all_gather`], of blocks that lie anywhere.
+pub fn all_gather_of(schedule: &mut Schedule, team: &Team, at: impl Fn(u32, u32) -> Span) {
     for step in steps(team.index(), team.size()).rev() {
         let peer = team.rank(step.peer);
-        schedule.send(peer, at.blocks(step.keep, step.len));
-        schedule.recv(peer, at.blocks(step.give, step.len));
+        schedule.send(peer, at(step.keep, step.len));
+        schedule.recv(peer, at(step.give, step.len));
     }
 }

@@ -11,6 +11,7 @@ pub mod direct;
 pub mod flat;
 pub mod fold;
 pub mod halving;
+pub mod hosts;
 mod numbers;
 pub mod ring;
 

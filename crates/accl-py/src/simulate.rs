@@ -1,0 +1,85 @@
+//! What `accl simulate` prints, as Python values.
+
+use accl_engine::simulate::{Scenario, simulate as predict};
+use accl_engine::{Machine, machine};
+use accl_types::{Collective, Error};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// A network between hosts: picoseconds for a KiB of a host's connection, and for the way.
+type Link = (u64, u64);
+
+/// Predicted times of calls: for each size the choice and every algorithm's time in microseconds.
+#[pyfunction]
+#[pyo3(signature = (collective, sizes, ranks, ranks_per_host, cores_per_host, link, machine_file))]
+fn simulate<'py>(
+    py: Python<'py>,
+    collective: &str,
+    sizes: Vec<u64>,
+    ranks: u32,
+    ranks_per_host: u32,
+    cores_per_host: u32,
+    link: Option<Link>,
+    machine_file: Option<&str>,
+) -> PyResult<Vec<Bound<'py, PyDict>>> {
+    let config = accl_engine::config_from_environment().map_err(refused)?;
+    let collective = Collective::ALL
+        .iter()
+        .copied()
+        .find(|known| known.name() == collective)
+        .ok_or_else(|| refused(Error::invalid_argument(format!("`{collective}` is no collective"))))?;
+    let mut constants: Machine = match machine_file {
+        Some(path) => machine::read_machine(path).map_err(refused)?,
+        None => py.detach(|| machine::find(&config)).machine,
+    };
+    if let Some((sent_ps_per_kib, latency_ps)) = link {
+        constants.network.sent_ps_per_kib = sent_ps_per_kib;
+        constants.network.latency_ps = latency_ps;
+    }
+    let scenario = Scenario { machine: constants, ranks, ranks_per_host, cores_per_host, config };
+    let found = py.detach(|| predict(&scenario, collective, &sizes)).map_err(refused)?;
+    found
+        .into_iter()
+        .map(|prediction| {
+            let times = PyDict::new(py);
+            for (name, time_ps) in prediction.times_ps {
+                times.set_item(name, time_ps as f64 / 1e6)?;
+            }
+            let dict = PyDict::new(py);
+            dict.set_item("bytes", prediction.bytes)?;
+            dict.set_item("chosen", prediction.chosen)?;
+            dict.set_item("times_us", times)?;
+            Ok(dict)
+        })
+        .collect()
+}
+
+/// The constants of this machine, their source and its age in seconds; measured anew where asked for.
+#[pyfunction]
+fn calibration(py: Python<'_>, anew: bool) -> PyResult<Bound<'_, PyDict>> {
+    let config = accl_engine::config_from_environment().map_err(refused)?;
+    let found = py.detach(|| if anew { machine::calibrate(&config) } else { Ok(machine::find(&config)) });
+    let found = found.map_err(refused)?;
+    let constants = PyDict::new(py);
+    for constant in accl_engine::CONSTANTS {
+        match found.machine.values(constant)[..] {
+            [value] => constants.set_item(constant.name, value)?,
+            ref values => constants.set_item(constant.name, values)?,
+        }
+    }
+    let dict = PyDict::new(py);
+    dict.set_item("source", found.source.to_string())?;
+    dict.set_item("age_s", found.age.map(|age| age.as_secs()))?;
+    dict.set_item("constants", constants)?;
+    Ok(dict)
+}
+
+fn refused(error: Error) -> PyErr {
+    pyo3::exceptions::PyValueError::new_err(error.to_string())
+}
+
+/// Adds this file's functions to the module.
+pub(crate) fn add_functions(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(simulate, module)?)?;
+    module.add_function(wrap_pyfunction!(calibration, module)?)
+}

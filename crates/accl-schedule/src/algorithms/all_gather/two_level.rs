@@ -1,0 +1,62 @@
+//! Two-level all_gather: owners of one number on all hosts double what they have, or pass it around a ring where hosts are
+//! no power of two; then each gives it to all ranks of its host. Guests give their block to an owner first.
+//! Steps log2(h) or h-1 across and 1 inside. Wins where several hosts have several ranks each: each byte enters a host
+//! once.
+
+use crate::algorithms::prelude::*;
+use crate::patterns::hosts::{self, Place};
+use crate::patterns::{direct, halving, ring};
+
+/// The table row.
+pub const ROW: Algorithm = Algorithm {
+    id: 43,
+    name: "two_level",
+    collective: Collective::AllGather,
+    build,
+    applies: several_hosts,
+    requires: "at least two hosts",
+    needs_equal_blocks: false,
+    steps: |_, topology| hosts::steps(topology),
+    bytes: |_, topology| hosts::bytes(topology),
+    steps_formula: "1 + log2 h, or 1 + h-1 where h is no power of two; 1 more for hosts of different sizes",
+    bytes_formula: "(n-1)/n; more for hosts of different sizes",
+    cost,
+    wins: "several hosts with several ranks each",
+    source: "composition over hosts",
+};
+
+fn cost(n: u32, topology: &Topology) -> Cost {
+    let guests = hosts::guests_phase(topology);
+    let (given, taken) = guests.messages();
+    let across = hosts::across_phases(topology, Arriving::Copied).into_iter().rev();
+    let part = Fraction::new(topology.host_count() * hosts::most_belonging(topology), n);
+    let inside = Phase::from_owners(Among::Hosts(topology), topology.smallest_host(), part, Arriving::Copied);
+    Cost::of([guests.busiest(taken, given)].into_iter().chain(across).chain([inside])).copies(Fraction::new(1, n))
+}
+
+fn build(request: &Request) -> Schedule {
+    let mut schedule = Schedule::new(Division::Whole, Division::Blocks);
+    let place = Place::of(request);
+    let (inside, own) = (place.inside(), request.rank.0);
+    let belonging = |owner| place.all_belonging(owner).map(|rank| (Buf::Out, rank)).collect::<Span>();
+    if place.index >= place.owners {
+        schedule.send(inside.rank(place.owner()), whole(Buf::In));
+        // Its own block is among those that its owner gives it.
+        direct::all_gather(&mut schedule, &inside, place.owners, Span::empty(), belonging);
+        return schedule;
+    }
+    schedule.copy(Span::chunk(Buf::Out, own), whole(Buf::In));
+    for guest in place.guests() {
+        schedule.recv(Rank(guest), Span::chunk(Buf::Out, guest));
+    }
+    let counterparts = place.across();
+    let across = Team::of(&counterparts, place.host);
+    let at = |first, hosts| place.belonging(place.index, first, hosts).map(|rank| (Buf::Out, rank)).collect::<Span>();
+    if across.size().is_power_of_two() {
+        halving::all_gather_of(&mut schedule, &across, at);
+    } else {
+        ring::all_gather(&mut schedule, &across, at(place.host, 1), |host| at(host, 1));
+    }
+    direct::all_gather(&mut schedule, &inside, place.owners, belonging(place.index), belonging);
+    schedule
+}

@@ -1,0 +1,75 @@
+//! Two-level reduce_scatter: each owner of a host reduces what its host has for all who belong to owners of its number;
+//! these then exchange halves, or pass sums around a ring where hosts are no power of two; guests get their block.
+//! Steps 1 inside and log2(h) or h-1 across. Wins where several hosts have several ranks each: of each byte one sum per
+//! host crosses the network.
+
+use crate::algorithms::prelude::*;
+use crate::patterns::hosts::{self, Place};
+use crate::patterns::{direct, halving, ring};
+
+/// The table row.
+pub const ROW: Algorithm = Algorithm {
+    id: 24,
+    name: "two_level",
+    collective: Collective::ReduceScatter,
+    build,
+    applies: several_hosts,
+    requires: "at least two hosts",
+    needs_equal_blocks: false,
+    steps: |_, topology| hosts::steps(topology),
+    bytes: |_, topology| hosts::bytes(topology),
+    steps_formula: "1 + log2 h, or 1 + h-1 where h is no power of two; 1 more for hosts of different sizes",
+    bytes_formula: "(n-1)/n; more for hosts of different sizes",
+    cost,
+    wins: "several hosts with several ranks each",
+    source: "composition over hosts",
+};
+
+fn cost(n: u32, topology: &Topology) -> Cost {
+    let part = Fraction::new(topology.host_count() * hosts::most_belonging(topology), n);
+    let inside = Phase::to_owners(Among::Hosts(topology), topology.smallest_host(), part);
+    let across = hosts::across_phases(topology, Arriving::Reduced);
+    Cost::of([inside].into_iter().chain(across).chain([hosts::guests_phase(topology)]))
+}
+
+fn build(request: &Request) -> Schedule {
+    let mut schedule = Schedule::new(Division::Blocks, Division::Whole);
+    let place = Place::of(request);
+    let (inside, own) = (place.inside(), request.rank.0);
+    let input = |owner| place.all_belonging(owner).map(|rank| (Buf::In, rank)).collect::<Span>();
+    if place.index >= place.owners {
+        direct::reduce_scatter(&mut schedule, &inside, place.owners, input, |_| Span::empty(), Finish::No);
+        schedule.recv(inside.rank(place.owner()), whole(Buf::Out));
+        return schedule;
+    }
+    // This rank's own block is reduced in place, the others that it reduces in scratch.
+    let mut slots = Vec::new();
+    for rank in place.all_belonging(place.index).filter(|&rank| rank != own) {
+        slots.push((rank, schedule.scratch_like(Buf::In, rank)));
+    }
+    slots.sort_unstable();
+    let sum = |rank: u32| match slots.binary_search_by_key(&rank, |&(rank, _)| rank) {
+        Ok(slot) => (Buf::Scratch, slots[slot].1),
+        Err(_) => (Buf::Out, 0),
+    };
+    let acc = |first, hosts| place.belonging(place.index, first, hosts).map(sum).collect::<Span>();
+    let all_hosts = request.topology.host_count();
+    direct::reduce_scatter(&mut schedule, &inside, place.owners, input, |_| acc(0, all_hosts), Finish::No);
+
+    let counterparts = place.across();
+    let across = Team::of(&counterparts, place.host);
+    let alone = inside.size() == 1;
+    let src = |first, hosts| match alone {
+        true => place.belonging(place.index, first, hosts).map(|rank| (Buf::In, rank)).collect(),
+        false => acc(first, hosts),
+    };
+    if all_hosts.is_power_of_two() {
+        halving::reduce_scatter_of(&mut schedule, &across, src, acc);
+    } else {
+        ring::reduce_scatter(&mut schedule, &across, |host| src(host, 1), |host| acc(host, 1), Finish::Yes);
+    }
+    for guest in place.guests() {
+        schedule.send(Rank(guest), std::iter::once(sum(guest)).collect());
+    }
+    schedule
+}

@@ -1,0 +1,67 @@
+"""Sizes as people write them: `4,1KiB,1MiB`, and ranges such as `4-64MiB:x4`."""
+
+from __future__ import annotations
+
+import re
+
+from ._wrong import WrongInput
+
+# Powers of 1024 and of 1000, as the ACCL_* settings take them.
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = re.compile(r"(\d+)\s*([a-zA-Z]*)")
+_STEP = re.compile(r"[x*](\d+)")
+DEFAULT_STEP = 4
+ACCEPTED = f"sizes such as 4, 64KiB or 1MiB, and ranges such as 4-64MiB:x{DEFAULT_STEP}"
+
+
+def parse_sizes(text: str) -> list[int]:
+    """The sizes in bytes, in the order given.
+
+    Raises:
+        WrongInput: an entry is neither a size nor a range.
+    """
+    return [size for entry in text.split(",") for size in _entry(entry.strip())]
+
+
+def _entry(entry: str) -> list[int]:
+    ends, _, step = entry.partition(":")
+    first, dash, last = ends.partition("-")
+    if not dash:
+        if step:
+            raise WrongInput(f"--sizes: {entry!r} has a step but no range; expected {ACCEPTED}")
+        return [_size(entry, entry)]
+    low, high, factor = _size(first, entry), _size(last, entry), _factor(step, entry)
+    if low > high:
+        raise WrongInput(f"--sizes: the range {entry!r} ends before it begins")
+    sizes = []
+    while low <= high:
+        sizes.append(low)
+        low *= factor
+    return sizes
+
+
+def _size(text: str, entry: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    size = int(match[1]) * unit if match and unit else 0
+    if size == 0:
+        raise WrongInput(f"--sizes: {entry!r} is not a size above zero; expected {ACCEPTED}")
+    return size
+
+
+def _factor(step: str, entry: str) -> int:
+    if not step:
+        return DEFAULT_STEP
+    match = _STEP.fullmatch(step)
+    if not match or int(match[1]) < 2:
+        raise WrongInput(f"--sizes: the step of {entry!r} is not a factor of at least 2, such as x{DEFAULT_STEP}")
+    return int(match[1])
+
+
+def show_size(size: int) -> str:
+    """`64 KiB` for 65536: the largest unit that divides it."""
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size and size % unit == 0:
+            return f"{size // unit} {name}"
+    return f"{size} B"

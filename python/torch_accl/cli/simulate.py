@@ -1,0 +1,173 @@
+"""`accl simulate`: predicted time per algorithm, and the choice, for a world of any size."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from ._sizes import parse_sizes, show_size
+from ._wrong import WrongInput, nearest
+
+NAME = "simulate"
+SUMMARY = "predict the time of collectives in a world of any size"
+
+_DESCRIPTION = """\
+Predicts what each algorithm would take and which one would be chosen, from the counts of its schedules and the constants
+of this machine (`accl info` shows them). Nothing is sent."""
+
+_EPILOG = """\
+exit status: 0; 1 when this installation cannot be loaded; 2 when the arguments make no sense
+
+examples:
+  accl simulate --ranks 4096 --ranks-per-host 8 --link 100Gbit/s,2us
+  accl simulate --ranks 16 --ranks-per-host 16 --cores-per-host 4 --collective all_gather --sizes 4-64MiB
+  accl simulate --ranks 1024 --ranks-per-host 8 --machine other.txt --json"""
+
+# Picoseconds of a second.
+_SECOND_PS = 10**12
+_BITS = {"bit/s": 1, "Kbit/s": 10**3, "Mbit/s": 10**6, "Gbit/s": 10**9, "Tbit/s": 10**12}
+_RATES = _BITS | {"MB/s": 8 * 10**6, "GB/s": 8 * 10**9}
+_TIMES = {"ns": 10**3, "us": 10**6, "ms": 10**9, "s": 10**12}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z/]+)")
+_DEFAULT_SIZES = "4-64MiB:x4"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
+    add = parser.add_argument
+    add("--ranks", type=int, required=True, metavar="N", help="ranks of the world")
+    add("--ranks-per-host", type=int, metavar="N", help="ranks of each host (default: all on one)")
+    add("--cores-per-host", type=int, metavar="N", help="cores that they share (default: one for each)")
+    add("--link", metavar="RATE,TIME", help="the network between hosts, such as 100Gbit/s,2us (default: as measured)")
+    add("--collective", default="all_reduce", metavar="NAME", help="one or several, or all (default %(default)s)")
+    add("--sizes", default=_DEFAULT_SIZES, help="sizes and ranges, such as 4,1KiB or 4-64MiB:x4 (default %(default)s)")
+    add("--machine", metavar="FILE", help="constants such as the cache has them, instead of this machine's")
+    add("--json", action="store_true", help="print one JSON document instead of tables")
+    add("--plot", type=Path, metavar="FILE", help="draw time over size, such as curves.png")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Prints the predictions."""
+    per_host = given.ranks if given.ranks_per_host is None else given.ranks_per_host
+    cores = per_host if given.cores_per_host is None else given.cores_per_host
+    for name, value in (("--ranks", given.ranks), ("--ranks-per-host", per_host), ("--cores-per-host", cores)):
+        if value < 1:
+            raise WrongInput(f"{name}: expected a number above zero, not {value}")
+    sizes = parse_sizes(given.sizes)
+    link = None if given.link is None else _link(given.link)
+    figure = _figure(given.plot)
+    try:
+        from .. import _native
+    except ImportError as error:
+        print(f"accl: {error}", file=sys.stderr)
+        return 1
+    known = list(dict.fromkeys(row["collective"] for row in _native.algorithms()))
+    world = {"ranks": given.ranks, "ranks_per_host": per_host, "cores_per_host": cores}
+    found = {}
+    try:
+        for name in _collectives(given.collective, known):
+            of = [0] if name == "barrier" else sizes
+            found[name] = _native.simulate(
+                name, of, given.ranks, min(per_host, given.ranks), cores, link, given.machine
+            )
+    except (ValueError, OverflowError) as error:
+        raise WrongInput(str(error)) from None
+    if figure is not None:
+        _draw(figure, found, given)
+    print(json.dumps({**world, "predictions": found}, indent=2) if given.json else _tables(found, world))
+    return 0
+
+
+def _collectives(text: str, known: list[str]) -> list[str]:
+    if text == "all":
+        return known
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise WrongInput(f"--collective: {name!r} is no collective{nearest(name, known)}")
+    return names
+
+
+def _link(text: str) -> tuple[int, int]:
+    """Picoseconds for a KiB and for the way."""
+    rate, comma, latency = text.partition(",")
+    try:
+        per_second, way_ps = _quantity(rate, _RATES), _quantity(latency, _TIMES)
+        if comma and per_second > 0:
+            return max(1, round(8192 * _SECOND_PS / per_second)), round(way_ps)
+    except KeyError:
+        pass
+    raise WrongInput(f"--link: {text!r} is no rate and time; expected something like 100Gbit/s,2us")
+
+
+def _quantity(text: str, units: dict[str, int]) -> float:
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None:
+        raise KeyError(text)
+    return float(match[1]) * units[match[2]]
+
+
+def _tables(found: dict[str, list[dict[str, Any]]], world: dict[str, int]) -> str:
+    lines = []
+    for name, predictions in found.items():
+        algorithms = list(dict.fromkeys(key for prediction in predictions for key in prediction["times_us"]))
+        hosts = -(-world["ranks"] // world["ranks_per_host"])
+        lines.append(f"# {name}: {world['ranks']} ranks on {hosts} hosts; microseconds, * is chosen")
+        lines.append("".join([f"{'size':>10}", *(f"{key:>{_width(key)}}" for key in algorithms)]))
+        for prediction in predictions:
+            cells = [_cell(prediction, key) for key in algorithms]
+            size = show_size(prediction["bytes"])
+            lines.append("".join([f"{size:>10}", *(f"{cell:>{_width(key)}}" for cell, key in zip(cells, algorithms))]))
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _width(name: str) -> int:
+    return max(14, len(name) + 2)
+
+
+def _cell(prediction: dict[str, Any], name: str) -> str:
+    time_us = prediction["times_us"].get(name)
+    mark = "*" if name == prediction["chosen"] else " "
+    return "-" if time_us is None else f"{time_us:.2f}{mark}"
+
+
+def _figure(path: Path | None) -> Any:
+    """An empty figure, after a look at whether it can be drawn and written."""
+    if path is None:
+        return None
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise WrongInput("--plot: matplotlib is not installed; `pip install matplotlib` has it") from None
+    figure = Figure(layout="constrained")
+    if path.suffix.lstrip(".").lower() not in figure.canvas.get_supported_filetypes():
+        raise WrongInput(f"--plot: {str(path)!r} does not end like a picture, such as .png or .svg")
+    if not path.parent.is_dir():
+        raise WrongInput(f"--plot: the directory of {str(path)!r} does not exist")
+    return figure
+
+
+def _draw(figure: Any, found: dict[str, list[dict[str, Any]]], given: argparse.Namespace) -> None:
+    figure.set_size_inches(8, 4.5 * len(found))
+    for picture, (name, predictions) in zip(figure.subplots(len(found), 1, squeeze=False)[:, 0], found.items()):
+        for key in dict.fromkeys(key for prediction in predictions for key in prediction["times_us"]):
+            points = [(row["bytes"], row["times_us"][key]) for row in predictions if key in row["times_us"]]
+            picture.plot(*zip(*points), label=key, alpha=0.7)
+        chosen = [(row["bytes"], row["times_us"][row["chosen"]]) for row in predictions]
+        picture.plot(*zip(*chosen), "ko", markersize=4, label="chosen")
+        picture.set(title=f"{name}, {given.ranks} ranks, predicted", xlabel="size (B)", ylabel="time (us)")
+        picture.set_xscale("symlog", base=2)
+        picture.set_yscale("log")
+        picture.grid(alpha=0.3)
+        picture.legend()
+    try:
+        figure.savefig(given.plot)
+    except OSError as error:
+        raise WrongInput(f"--plot: {str(given.plot)!r} cannot be written: {error.strerror}") from None

@@ -1,0 +1,118 @@
+"""`accl simulate` and what `accl info` says about calibration."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from support import BACKEND
+
+pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+
+ACCL = [sys.executable, "-m", "torch_accl.cli"]
+TIMEOUT_S = 60
+
+
+def accl(*arguments: str, status: int = 0, **env: str) -> subprocess.CompletedProcess:
+    command = [*ACCL, *arguments]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_S, env=os.environ | {"ACCL_CALIBRATION": "off"} | env
+    )
+    assert ended.returncode == status, ended.stderr
+    return ended
+
+
+def test_every_algorithm_has_a_time_and_one_is_chosen():
+    arguments = ("--ranks", "4096", "--ranks-per-host", "8", "--link", "100Gbit/s,2us", "--collective", "all")
+    document = json.loads(accl("simulate", *arguments, "--sizes", "4,1MiB", "--json").stdout)
+    assert (document["ranks"], document["ranks_per_host"], document["cores_per_host"]) == (4096, 8, 8)
+    known = {(row["collective"], row["name"]) for row in json.loads(accl("algorithms", "--json").stdout)}
+    found = set()
+    for collective, predictions in document["predictions"].items():
+        assert [row["bytes"] for row in predictions] == ([0] if collective == "barrier" else [4, 1 << 20])
+        for row in predictions:
+            assert row["chosen"] in row["times_us"] and all(time > 0 for time in row["times_us"].values())
+            found |= {(collective, name) for name in row["times_us"]}
+    assert found == known
+
+
+def test_the_table_marks_the_choice_of_each_size():
+    printed = accl("simulate", "--ranks", "4", "--sizes", "4-1MiB:x16").stdout.splitlines()
+    title, head, *rows = printed
+    assert "all_reduce: 4 ranks on 1 hosts" in title and "recursive_doubling" in head
+    assert len(rows) == 5 and all(row.count("*") == 1 for row in rows)
+
+
+def test_a_slower_network_takes_longer_and_constants_come_from_a_file(tmp_path):
+    def time_us(*arguments: str) -> float:
+        world = ("--ranks", "8", "--ranks-per-host", "1", "--sizes", "64MiB", "--json")
+        (row,) = json.loads(accl("simulate", *world, *arguments).stdout)["predictions"]["all_reduce"]
+        return row["times_us"][row["chosen"]]
+
+    assert time_us("--link", "1Gbit/s,10us") > time_us("--link", "100Gbit/s,10us")
+    slow = tmp_path / "machine.txt"
+    slow.write_text("# a slow one\nnetwork_sent_ps_per_kib = 819200000\n")
+    assert time_us("--machine", str(slow)) > 10 * time_us()
+
+
+def test_an_override_is_shown_as_the_choice():
+    printed = accl("simulate", "--ranks", "4", "--json", ACCL_ALGORITHM="all_reduce=ring").stdout
+    assert {row["chosen"] for row in json.loads(printed)["predictions"]["all_reduce"]} == {"ring"}
+
+
+def test_a_picture_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    picture = tmp_path / "curves.png"
+    accl("simulate", "--ranks", "16", "--plot", str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--ranks", "0"], "--ranks"),
+        (["--ranks", "-3"], "--ranks"),
+        (["--ranks", "many"], "--ranks"),
+        (["--ranks", "99999999"], "99999999"),
+        (["--ranks", "999999999999999999999"], ""),
+        (["--ranks", "4", "--ranks-per-host", "0"], "--ranks-per-host"),
+        (["--ranks", "4", "--cores-per-host", "-1"], "--cores-per-host"),
+        (["--ranks", "4", "--collective", "all_redcue"], "did you mean all_reduce?"),
+        (["--ranks", "4", "--sizes", "-5"], "--sizes"),
+        (["--ranks", "4", "--sizes", "big"], "--sizes"),
+        (["--ranks", "4", "--link", "fast"], "--link"),
+        (["--ranks", "4", "--link", "100Gbit/s"], "--link"),
+        (["--ranks", "4", "--link", "0Gbit/s,1us"], "--link"),
+        (["--ranks", "4", "--link", "1Gbit/s,1parsec"], "--link"),
+        (["--ranks", "4", "--machine", "/nowhere/constants"], "/nowhere/constants"),
+        (["--ranks", "4", "--machine", "/dev/null"], "/dev/null"),
+        (["--ranks", "4", "--plot", "/nowhere/at/all.png"], "--plot"),
+        ([], "--ranks"),
+    ],
+)
+def test_nonsense_is_one_sentence_and_status_2(arguments, named):
+    ended = accl("simulate", *arguments, status=2)
+    assert ended.stdout == "" and len(ended.stderr.splitlines()) == 1 and named in ended.stderr
+
+
+def test_info_measures_once_and_says_from_where(tmp_path):
+    env = {"ACCL_CALIBRATION": "auto", "XDG_CACHE_HOME": str(tmp_path)}
+    for _ in range(2):
+        calibration = json.loads(accl("info", "--json", **env).stdout)["calibration"]
+        assert len(calibration["constants"]["shm_sent_ps_per_kib"]) == 5
+        # A machine too busy to be measured takes the built-in constants and says so.
+        if calibration["source"] != "built in":
+            assert calibration["source"].startswith(str(tmp_path / "torch-accl")) and calibration["age_s"] < 600
+            assert len(list((tmp_path / "torch-accl").iterdir())) == 1
+    assert "calibration" in accl("info", **env).stdout
+
+
+def test_info_overwrites_a_cache_that_is_garbage_and_measures_anew_when_asked(tmp_path):
+    env = {"ACCL_CALIBRATION": str(tmp_path / "machine.txt")}
+    (tmp_path / "machine.txt").write_text("garbage")
+    assert json.loads(accl("info", "--json", **env).stdout)["calibration"]["source"] == "built in"
+    anew = accl("info", "--calibrate", "--json", **env, status=0).stdout
+    assert json.loads(anew)["calibration"]["source"] == str(tmp_path / "machine.txt")
+    refused = accl("info", "--calibrate", status=1)
+    assert "ACCL_CALIBRATION=off" in refused.stderr
