@@ -80,13 +80,12 @@ def host_facts() -> dict[str, Any]:
 def simulate(
     collective: str,
     sizes: list[int],
-    ranks: int,
-    ranks_per_host: int,
-    cores_per_host: int,
+    world: tuple[int, int, int],
     link: tuple[int, int] | None,
     machine_file: str | None,
 ) -> list[dict[str, Any]]:
-    """For each size `bytes`, the algorithm `chosen` and `times_us` by algorithm. `link` has picoseconds for a KiB of a host's
+    """For each size `bytes`, the algorithm `chosen` and `times_us` by algorithm. `world` has
+    ranks, ranks per host and cores per host, `link` picoseconds for a KiB of a host's
     connection and for the way; `machine_file` replaces the constants of this machine.
 
     Raises ValueError for what makes no world, and for a file that holds no constants.

@@ -11,14 +11,11 @@ type Link = (u64, u64);
 
 /// Predicted times of calls: for each size the choice and every algorithm's time in microseconds.
 #[pyfunction]
-#[pyo3(signature = (collective, sizes, ranks, ranks_per_host, cores_per_host, link, machine_file))]
 fn simulate<'py>(
     py: Python<'py>,
     collective: &str,
     sizes: Vec<u64>,
-    ranks: u32,
-    ranks_per_host: u32,
-    cores_per_host: u32,
+    world: (u32, u32, u32),
     link: Option<Link>,
     machine_file: Option<&str>,
 ) -> PyResult<Vec<Bound<'py, PyDict>>> {
@@ -36,6 +33,7 @@ fn simulate<'py>(
         constants.network.sent_ps_per_kib = sent_ps_per_kib;
         constants.network.latency_ps = latency_ps;
     }
+    let (ranks, ranks_per_host, cores_per_host) = world;
     let scenario = Scenario { machine: constants, ranks, ranks_per_host, cores_per_host, config };
     let found = py.detach(|| predict(&scenario, collective, &sizes)).map_err(refused)?;
     found

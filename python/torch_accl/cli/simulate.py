@@ -73,9 +73,7 @@ def run(given: argparse.Namespace) -> int:
     try:
         for name in _collectives(given.collective, known):
             of = [0] if name == "barrier" else sizes
-            found[name] = _native.simulate(
-                name, of, given.ranks, min(per_host, given.ranks), cores, link, given.machine
-            )
+            found[name] = _native.simulate(name, of, (given.ranks, per_host, cores), link, given.machine)
     except (ValueError, OverflowError) as error:
         raise WrongInput(str(error)) from None
     if figure is not None:

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .._sizes import parse_sizes, show_size
 from .._wrong import WrongInput, nearest
 from .cases import COLLECTIVES, Case, cases
-from .sizes import parse_sizes, show_size
 
 # At least so much memory of its own does a process take that has torch loaded.
 _RANK_BYTES = 48 << 20
