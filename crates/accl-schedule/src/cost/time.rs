@@ -172,7 +172,10 @@ impl Prices {
         let of_all =
             u128::from(phase.all.near) * (near.relay + near.recv) + u128::from(phase.all.far) * (far.relay + far.recv);
         let cores = u128::from(self.hosts) * u128::from(self.placement.cores.max(1));
-        let switches = u128::from(phase.chain.sum()) * u128::from(turns) * u128::from(self.machine.switch_ps);
+        // Each message that a rank waits for gives the others of its core a turn: measured, not the steps of the chain.
+        let (_, waits) = phase.messages();
+        let waits = waits.max(phase.chain.sum());
+        let switches = u128::from(waits) * u128::from(turns) * u128::from(self.machine.switch_ps);
         of_all / cores + switches
     }
 
