@@ -6,7 +6,7 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use accl_benches::cases::{Case, algorithms};
+use accl_benches::cases::{Case, algorithms, usual_dtype};
 use accl_benches::pin;
 use accl_benches::process::started_as_rank;
 use accl_benches::rank::{Member, Order, Verify};
@@ -115,7 +115,8 @@ fn cell(
     (collective, bytes): (Collective, u64),
     score: &mut Score,
 ) -> Result<()> {
-    let case = |row: &'static Algorithm| Case { collective, algorithm: Some(row), bytes };
+    let case =
+        |row: &'static Algorithm| Case { collective, dtype: usual_dtype(collective), algorithm: Some(row), bytes };
     let rows: Vec<&'static Algorithm> =
         algorithms(collective, ranks).into_iter().flatten().filter(|&row| case(row).exists(ranks)).collect();
     let mut took: Vec<Vec<f64>> = vec![Vec::new(); rows.len()];

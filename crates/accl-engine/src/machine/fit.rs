@@ -4,6 +4,9 @@
 
 use accl_schedule::cost::{Link, Machine, Rates, SIZES};
 
+/// No kernel switches faster; less means that the two ranks were not on one core after all.
+const LEAST_SWITCH_PS: u64 = 300_000;
+
 /// Picoseconds that calls between two ranks took, each with a core of its own unless said otherwise.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Times {
@@ -48,7 +51,7 @@ pub(super) fn fit(times: &Times) -> Machine {
     if times.on_one_core_ps > 0 {
         // Both calls and all four ends of frames, one after the other, and a switch for each of the two ranks.
         let busy = 2 * machine.shm.call_ps + 4 * machine.shm.frame_ps + machine.shm.latency_ps;
-        machine.switch_ps = times.on_one_core_ps.saturating_sub(busy) / 2;
+        machine.switch_ps = (times.on_one_core_ps.saturating_sub(busy) / 2).max(LEAST_SWITCH_PS);
     }
     if let Some(sent) = times.network_ps_per_kib {
         machine.network.sent_ps_per_kib = sent;

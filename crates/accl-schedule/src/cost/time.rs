@@ -14,6 +14,11 @@ use crate::topology::Topology;
 /// What was just touched lies as near as buffers of this size do.
 const NEAR_BYTES: u64 = SIZES[1];
 
+/// Switches of a core for each step of a chain and for each message awaited, in parts of `WAIT_UNIT`.
+const WAIT_PER_STEP: u128 = 3;
+const WAIT_PER_MESSAGE: u128 = 1;
+const WAIT_UNIT: u128 = 5;
+
 /// What connects ranks of one host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Near {
@@ -172,11 +177,11 @@ impl Prices {
         let of_all =
             u128::from(phase.all.near) * (near.relay + near.recv) + u128::from(phase.all.far) * (far.relay + far.recv);
         let cores = u128::from(self.hosts) * u128::from(self.placement.cores.max(1));
-        // Each message that a rank waits for gives the others of its core a turn: measured, not the steps of the chain.
+        // Each step of the chain gives the others of the core a turn, and so do some of the messages that a rank waits for
+        // in it; the weights are measured.
         let (_, waits) = phase.messages();
-        let waits = waits.max(phase.chain.sum());
-        let switches = u128::from(waits) * u128::from(turns) * u128::from(self.machine.switch_ps);
-        of_all / cores + switches
+        let waits = WAIT_PER_STEP * u128::from(phase.chain.sum()) + WAIT_PER_MESSAGE * u128::from(waits);
+        of_all / cores + waits * u128::from(turns) * u128::from(self.machine.switch_ps) / WAIT_UNIT
     }
 
     fn message(&self, link: &Link, wire_ps: u64, phase: &Phase, (len, bytes): (u64, u64), peers: u32) -> Message {
