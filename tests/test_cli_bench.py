@@ -1,5 +1,6 @@
 """`accl bench`: what it prints, what it refuses, and how its ranks end. Nothing here looks at a time."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -310,16 +312,36 @@ def test_ranks_on_several_hosts_without_an_address_are_told_what_is_missing():
     assert "MASTER_ADDR" in ended.stderr and len(ended.stderr.splitlines()) == 1
 
 
-def started(*arguments: str) -> tuple[subprocess.Popen, list[int]]:
-    """A run in the middle of its first case, in a process group of its own, and the processes of its ranks."""
-    command = subprocess.Popen(
-        [*BENCH, *LONG, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    # The last line before the first case.
-    while "ranks" not in (line := command.stdout.readline()):
-        assert line, command.communicate()
-    with open(f"/proc/{command.pid}/task/{command.pid}/children") as children:
-        return command, [int(pid) for pid in children.read().split()]
+def at_a_terminal() -> None:
+    # A shell that runs the tests in the background has SIGINT ignored, which would be inherited.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., tuple[subprocess.Popen, list[int]]]]:
+    """Starts a run in a process group of its own; gives it in the middle of its first case, with the processes of its ranks."""
+    commands = []
+
+    def start(*arguments: str) -> tuple[subprocess.Popen, list[int]]:
+        command = subprocess.Popen(
+            [*BENCH, *LONG, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=at_a_terminal,
+        )
+        commands.append(command)
+        # The last line before the first case.
+        while "ranks" not in (line := command.stdout.readline()):
+            assert line, command.communicate()
+        with open(f"/proc/{command.pid}/task/{command.pid}/children") as children:
+            return command, [int(pid) for pid in children.read().split()]
+
+    yield start
+    for command in commands:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(command.pid, signal.SIGKILL)
 
 
 def is_running(pid: int) -> bool:
@@ -340,8 +362,8 @@ def all_end(pids: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("dead", [0, 1])
-def test_a_rank_that_dies_ends_the_run_and_is_named(dead):
-    command, ranks = started("--against", "gloo")
+def test_a_rank_that_dies_ends_the_run_and_is_named(dead, start):
+    command, ranks = start("--against", "gloo")
     os.kill(ranks[dead], signal.SIGKILL)
     _, err = command.communicate(timeout=30)
     assert command.returncode == 1
@@ -350,23 +372,23 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(dead):
     assert all_end(ranks)
 
 
-def test_interruption_ends_all_ranks_without_a_word():
-    command, ranks = started("--against", "gloo")
+def test_interruption_ends_all_ranks_without_a_word(start):
+    command, ranks = start("--against", "gloo")
     os.killpg(command.pid, signal.SIGINT)
     _, err = command.communicate(timeout=10)
     assert (command.returncode, err) == (130, "")
     assert all_end(ranks)
 
 
-def test_no_rank_outlives_the_command():
-    command, ranks = started()
+def test_no_rank_outlives_the_command(start):
+    command, ranks = start()
     command.kill()
     command.communicate(timeout=10)
     assert all_end(ranks)
 
 
-def test_a_reader_that_has_seen_enough_ends_the_run():
-    command, ranks = started("--sizes", "4-1MiB:x2", "--iterations", "100")
+def test_a_reader_that_has_seen_enough_ends_the_run(start):
+    command, ranks = start("--sizes", "4-1MiB:x2", "--iterations", "100")
     command.stdout.close()
     command.stdout = None
     _, err = command.communicate(timeout=60)

@@ -60,7 +60,9 @@ impl Sizes {
     #[inline]
     fn fit(&self, blocks: &Blocks) -> bool {
         let pieces = blocks.pieces();
-        self.blocks[..] == *blocks.ends()
+        // Element by element: the lists are short, and a comparison of memory is a call.
+        self.blocks.len() == blocks.ends().len()
+            && self.blocks.iter().eq(blocks.ends())
             && self.pieces.len() == pieces.len()
             && self.pieces.iter().zip(pieces).all(|(known, piece)| *known == (piece.len_bytes(), piece.dtype))
     }

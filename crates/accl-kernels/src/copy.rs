@@ -8,6 +8,8 @@ use std::ptr;
 
 use crate::arch::{self, Isa};
 
+/// Up to here a call would cost more than the copy.
+const TINY_BYTES: usize = 16;
 /// From here on a copy is made by vector loops of our own; below, the C library makes it by vectors, too.
 const LONG_BYTES: usize = 1 << 10;
 /// Bytes moved at a time.
@@ -21,12 +23,45 @@ const ALIGN: usize = 64;
 /// As [`std::ptr::copy_nonoverlapping`].
 #[inline]
 pub unsafe fn copy(dst: *mut u8, src: *const u8, len_bytes: usize) {
-    if len_bytes < LONG_BYTES || cfg!(miri) {
+    if len_bytes <= TINY_BYTES {
+        // SAFETY: the caller's promise; at most `TINY_BYTES`.
+        unsafe { tiny(dst, src, len_bytes) };
+    } else if len_bytes < LONG_BYTES || cfg!(miri) {
         // SAFETY: the caller's promise.
         unsafe { ptr::copy_nonoverlapping(src, dst, len_bytes) };
     } else {
         // SAFETY: the caller's promise; the instruction set is available.
         unsafe { arch::copy(Isa::best())(dst, src, len_bytes) };
+    }
+}
+
+/// Both ends, which overlap.
+///
+/// # Safety
+/// As [`copy`], and `len_bytes` is at most [`TINY_BYTES`].
+#[inline(always)]
+unsafe fn tiny(dst: *mut u8, src: *const u8, len_bytes: usize) {
+    /// # Safety
+    /// As above, and `len_bytes` is at least the size of `T` and at most twice that.
+    #[inline(always)]
+    unsafe fn ends<T: Copy>(dst: *mut u8, src: *const u8, len_bytes: usize) {
+        let last = len_bytes - size_of::<T>();
+        // SAFETY: both ends lie within the length; no alignment is asked for.
+        unsafe {
+            let (a, b) = (src.cast::<T>().read_unaligned(), src.add(last).cast::<T>().read_unaligned());
+            dst.cast::<T>().write_unaligned(a);
+            dst.add(last).cast::<T>().write_unaligned(b);
+        }
+    }
+    // SAFETY: the caller's promise, by length.
+    unsafe {
+        match len_bytes {
+            0 => {}
+            1 => *dst = *src,
+            2..4 => ends::<u16>(dst, src, len_bytes),
+            4..8 => ends::<u32>(dst, src, len_bytes),
+            _ => ends::<u64>(dst, src, len_bytes),
+        }
     }
 }
 
@@ -94,7 +129,7 @@ mod tests {
     #[test]
     fn every_length_around_the_limit_is_copied() {
         let src: Vec<u8> = (0..3000).map(|i| (i % 253) as u8).collect();
-        for len in (0..10).chain(LONG_BYTES - 2..LONG_BYTES + 300) {
+        for len in (0..40).chain(LONG_BYTES - 2..LONG_BYTES + 300) {
             let mut dst = vec![0_u8; len];
             // SAFETY: both hold `len` bytes.
             unsafe { copy(dst.as_mut_ptr(), src.as_ptr().add(3), len) };

@@ -175,6 +175,23 @@ fn reserving_again_gives_up_the_first_place_and_peeking_again_shows_the_same_fra
 }
 
 #[test]
+fn looking_for_a_while_finds_what_comes_and_ends_when_nothing_does() {
+    for_every_kind(|_, mut a, mut b| {
+        assert!(b.link.await_frame(100).unwrap().is_none());
+        assert!(b.link.await_frame(0).unwrap().is_none());
+        a.send(&[7; 9]);
+        while b.link.await_frame(1000).unwrap().is_none() {}
+        // It is the next frame, as for a peek, and stays.
+        assert_eq!(b.link.await_frame(1).unwrap().unwrap().payload, [7; 9]);
+        assert_eq!(b.link.peek().unwrap().unwrap().payload, [7; 9]);
+        drop(a);
+        b.link.release();
+        while b.link.await_frame(1000).is_ok() {}
+        assert_eq!(b.link.await_frame(0).unwrap_err().kind, ErrorKind::PeerLost);
+    });
+}
+
+#[test]
 fn a_quarter_of_a_gigabyte_passes_in_time() {
     for_every_kind(|kind, mut a, mut b| {
         const BYTES: usize = 256 << 20;

@@ -1,7 +1,7 @@
 //! Measuring: calls of two engines in this process, each on a thread and a core of its own.
 //!
 //! Everything is the engine's own: transports, executor, kernels. Owns which calls are made and how often; takes
-//! less than a tenth of a second on a quiet machine and gives up on one that is too busy. Read [`measure`] first.
+//! about a tenth of a second on a quiet machine and gives up on one that is too busy. Read [`measure`] first.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -16,6 +16,7 @@ use crate::desc::{Blocks, CallDesc, TensorDesc};
 use crate::engine::Engine;
 use crate::group::{Group, GroupSpec, Ran};
 use crate::machine::fit::{LinkTimes, SEGMENT, Times};
+use crate::signals;
 use crate::store::MemoryStore;
 
 /// Deadline of a call that hangs for another reason.
@@ -175,7 +176,9 @@ struct Member {
 }
 
 impl Member {
+    /// On a thread of ours.
     fn join(rank: u32, core: Option<usize>, transport: &str, store: &MemoryStore) -> Result<Self> {
+        signals::block_all();
         if let Some(core) = core {
             let mut one = CpuSet::new();
             one.set(core);
