@@ -121,9 +121,9 @@ impl Net {
     #[inline]
     pub(crate) fn begin_frame(&mut self, id: PeerId) -> Result<Option<RawFrame>> {
         self.retired = None;
-        let Some(link) = self.peers[id.0 as usize].link.as_deref_mut() else { return Ok(None) };
+        let Some(link) = self.link(id) else { return Ok(None) };
         let frame = link.peek()?.map(RawFrame::from);
-        self.handling = frame.as_ref().map(|_| id);
+        self.handling = frame.and(Some(id));
         Ok(frame)
     }
 
@@ -261,7 +261,7 @@ impl Net {
 
     /// Looks whether the peer is still there; the error says how it went.
     pub(crate) fn check(&mut self, id: PeerId) -> Result<()> {
-        match self.peer_mut(id).link.as_mut() {
+        match self.link(id) {
             Some(link) => link.check_peer(),
             None => Ok(()),
         }
