@@ -2,6 +2,7 @@
 #include "backend.h"
 
 #include <ATen/record_function.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "checks.h"
 #include "sparse.h"
@@ -10,7 +11,6 @@
 namespace accl {
 
 using bridge::Collective;
-using bridge::Outcome;
 using c10d::OpType;
 
 namespace {
@@ -45,42 +45,52 @@ bool same_counts(const Tensors& tensors) {
 
 // --- the path of every call ---
 
-c10::intrusive_ptr<AcclWork> AcclBackend::make_work(Event& event, TensorLists outputs) const {
+c10::intrusive_ptr<AcclWork> AcclBackend::make_work(const Event& event, const Results& results) const {
   // The shapes are only for the profiler, and copying a list of tensors is not free.
   std::optional<Tensors> profiled;
   if (at::hasCallbacks()) profiled = event.shapes.vec();
-  auto work = c10::make_intrusive<AcclWork>(rank_, event.type, event.title, profiled, in_flight_, Outputs{std::move(outputs)});
+  auto work = c10::make_intrusive<AcclWork>(rank_, event.type, event.title, profiled, in_flight_, results.outputs());
   work->flight()->timeout = options_->timeout;
-  work->flight()->kept = std::move(event.kept);
+  work->flight()->kept = event.kept.vec();
   return work;
 }
 
-AcclBackend::WorkPtr AcclBackend::run(Call& call, Event event, TensorLists outputs, bool async_op) {
-  auto* works = in_flight_->batch();
-  const bool blocking = !async_op && works == nullptr;
-  auto work = make_work(event, std::move(outputs));
+bool AcclBackend::wants_work(bool async_op) const {
+  // While torch compiles a graph it keeps the works of all calls.
+  return async_op || in_flight_->batch() != nullptr || c10d::allow_inflight_collective_as_graph_input();
+}
+
+c10::intrusive_ptr<Recorded> AcclBackend::record(const Event& event) const {
+  if (!at::hasCallbacks()) return {};
+  return c10::make_intrusive<Recorded>(rank_, event.type, event.title, event.shapes.vec());
+}
+
+AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Results& results, bool async_op) {
+  if (!wants_work(async_op)) {
+    const auto recorded = record(event);
+    call_without_gil(*group_->group, call.finish());
+    return {};
+  }
+  auto work = make_work(event, results);
   auto& flight = work->flight();
   if (call.args.timeout_ms >= 0) flight->timeout = std::chrono::milliseconds(call.args.timeout_ms);
-  const auto& args = call.finish(blocking);
-  const auto status = bridge::group_submit(*group_->group, args, *flight->ticket);
+  flight->keep_memory();
+  begun(work, bridge::group_submit(*group_->group, call.finish(), *flight->ticket), async_op);
+  return work;
+}
+
+void AcclBackend::begun(const c10::intrusive_ptr<AcclWork>& work, const bridge::Status& status, bool async_op) {
   if (!is_ok(status)) {
     work->settle_here();
     throw_status(status);
   }
-  if (!blocking) {
-    flight->keep_memory();
-    in_flight_->add(flight);
-    in_flight_->drain(8);
-    if (works != nullptr) works->push_back(work);
-    return work;
+  in_flight_->add(work->flight());
+  in_flight_->drain(8);
+  if (auto* works = in_flight_->batch()) {
+    works->push_back(work);
+  } else if (!async_op) {
+    work->wait();
   }
-  const auto waited = wait_without_gil(*flight->ticket, kNoTimeout);
-  // Interrupted, or the wait itself broke: nothing may touch the tensors once this function is left.
-  if (!flight->ended()) stop_call(*flight->ticket);
-  work->settle_here();
-  if (waited.how == Outcome::Interrupted) throw_python_error_if_set();
-  throw_unless_ok(waited.status);
-  return work;
 }
 
 // --- collectives ---
@@ -92,7 +102,7 @@ AcclBackend::WorkPtr AcclBackend::broadcast(Tensors& tensors, const c10d::Broadc
   call.outputs.block(check.single(tensors));
   call.args.root = static_cast<uint32_t>(opts.rootRank);
   call.timeout(opts.timeout);
-  return run(call, {OpType::BROADCAST, "accl:broadcast", tensors, {}}, {tensors}, opts.asyncOp);
+  return run(call, {OpType::BROADCAST, "accl:broadcast", tensors, {}}, tensors, opts.asyncOp);
 }
 
 AcclBackend::WorkPtr AcclBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
@@ -103,7 +113,7 @@ AcclBackend::WorkPtr AcclBackend::allreduce(Tensors& tensors, const c10d::Allred
   call.outputs.block(check.single(tensors));
   call.reduce(opts.reduceOp);
   call.timeout(opts.timeout);
-  return run(call, {OpType::ALLREDUCE, "accl:all_reduce", tensors, {}}, {tensors}, opts.asyncOp);
+  return run(call, {OpType::ALLREDUCE, "accl:all_reduce", tensors, {}}, tensors, opts.asyncOp);
 }
 
 AcclBackend::WorkPtr AcclBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
@@ -119,7 +129,7 @@ AcclBackend::WorkPtr AcclBackend::allreduce_coalesced(Tensors& tensors, const c1
   for (const auto& tensor : tensors) call.outputs.piece(tensor);
   call.reduce(opts.reduceOp);
   call.timeout(opts.timeout);
-  return run(call, {OpType::ALLREDUCE_COALESCED, "accl:all_reduce", tensors, {}}, {tensors}, opts.asyncOp);
+  return run(call, {OpType::ALLREDUCE_COALESCED, "accl:all_reduce", tensors, {}}, tensors, opts.asyncOp);
 }
 
 AcclBackend::WorkPtr AcclBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
@@ -130,7 +140,7 @@ AcclBackend::WorkPtr AcclBackend::reduce(Tensors& tensors, const c10d::ReduceOpt
   call.reduce(opts.reduceOp);
   call.args.root = static_cast<uint32_t>(opts.rootRank);
   call.timeout(opts.timeout);
-  return run(call, {OpType::REDUCE, "accl:reduce", tensors, {}}, {tensors}, opts.asyncOp);
+  return run(call, {OpType::REDUCE, "accl:reduce", tensors, {}}, tensors, opts.asyncOp);
 }
 
 AcclBackend::WorkPtr AcclBackend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
@@ -160,7 +170,7 @@ AcclBackend::WorkPtr AcclBackend::_allgather_base(at::Tensor& output, at::Tensor
     call.outputs.part(output, rank, size_);
   }
   call.timeout(opts.timeout);
-  return run(call, {OpType::_ALLGATHER_BASE, "accl:all_gather", input, {input}}, {{output}}, opts.asyncOp);
+  return run(call, {OpType::_ALLGATHER_BASE, "accl:all_gather", input, input}, output, opts.asyncOp);
 }
 
 AcclBackend::WorkPtr AcclBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
@@ -200,7 +210,7 @@ AcclBackend::WorkPtr AcclBackend::allgather_into_tensor_coalesced(Tensors& outpu
     for (const auto& output : outputs) call.outputs.part(output, rank, size_);
   }
   call.timeout(opts.timeout);
-  return run(call, {OpType::COALESCED, "accl:all_gather", inputs, inputs}, {outputs}, opts.asyncOp);
+  return run(call, {OpType::COALESCED, "accl:all_gather", inputs, inputs}, outputs, opts.asyncOp);
 }
 
 AcclBackend::WorkPtr AcclBackend::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
@@ -239,7 +249,7 @@ AcclBackend::WorkPtr AcclBackend::scatter(Tensors& outputs, TensorLists& inputs,
   call.args.root = static_cast<uint32_t>(opts.rootRank);
   call.timeout(opts.timeout);
   const Tensors sent = flat(inputs);
-  return run(call, {OpType::SCATTER, "accl:scatter", sent, sent}, {outputs}, opts.asyncOp);
+  return run(call, {OpType::SCATTER, "accl:scatter", sent, sent}, outputs, opts.asyncOp);
 }
 
 AcclBackend::WorkPtr AcclBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
@@ -256,7 +266,7 @@ AcclBackend::WorkPtr AcclBackend::reduce_scatter(Tensors& outputs, TensorLists& 
   call.args.equal_blocks = same_counts(inputs[0]);
   call.reduce(opts.reduceOp);
   call.timeout(opts.timeout);
-  return run(call, {OpType::REDUCE_SCATTER, "accl:reduce_scatter", inputs[0], inputs[0]}, {outputs}, opts.asyncOp);
+  return run(call, {OpType::REDUCE_SCATTER, "accl:reduce_scatter", inputs[0], inputs[0]}, outputs, opts.asyncOp);
 }
 
 AcclBackend::WorkPtr AcclBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -273,7 +283,7 @@ AcclBackend::WorkPtr AcclBackend::_reduce_scatter_base(at::Tensor& output, at::T
   call.outputs.block(output);
   call.reduce(opts.reduceOp);
   call.timeout(opts.timeout);
-  return run(call, {OpType::_REDUCE_SCATTER_BASE, "accl:reduce_scatter", input, {input}}, {{output}}, opts.asyncOp);
+  return run(call, {OpType::_REDUCE_SCATTER_BASE, "accl:reduce_scatter", input, input}, output, opts.asyncOp);
 }
 
 AcclBackend::WorkPtr AcclBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -294,7 +304,7 @@ AcclBackend::WorkPtr AcclBackend::reduce_scatter_tensor_coalesced(Tensors& outpu
   for (const auto& output : outputs) call.outputs.piece(output);
   call.reduce(opts.reduceOp);
   call.timeout(opts.timeout);
-  return run(call, {OpType::COALESCED, "accl:reduce_scatter", inputs, inputs}, {outputs}, opts.asyncOp);
+  return run(call, {OpType::COALESCED, "accl:reduce_scatter", inputs, inputs}, outputs, opts.asyncOp);
 }
 
 AcclBackend::WorkPtr AcclBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
@@ -310,7 +320,7 @@ AcclBackend::WorkPtr AcclBackend::alltoall_base(at::Tensor& output, at::Tensor& 
   check.own_block(call.inputs, call.outputs, rank_);
   call.args.equal_blocks = input_splits.empty() && output_splits.empty();
   call.timeout(opts.timeout);
-  return run(call, {OpType::ALLTOALL_BASE, "accl:all_to_all", input, {input}}, {{output}}, opts.asyncOp);
+  return run(call, {OpType::ALLTOALL_BASE, "accl:all_to_all", input, input}, output, opts.asyncOp);
 }
 
 AcclBackend::WorkPtr AcclBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
@@ -327,7 +337,7 @@ AcclBackend::WorkPtr AcclBackend::alltoall(Tensors& outputs, Tensors& inputs, co
   // Sizes may differ from pair to pair, and no rank knows those of the others.
   call.args.equal_blocks = false;
   call.timeout(opts.timeout);
-  return run(call, {OpType::ALLTOALL, "accl:all_to_all", inputs, inputs}, {outputs}, opts.asyncOp);
+  return run(call, {OpType::ALLTOALL, "accl:all_to_all", inputs, inputs}, outputs, opts.asyncOp);
 }
 
 AcclBackend::WorkPtr AcclBackend::barrier(const c10d::BarrierOptions& opts) {
@@ -339,9 +349,7 @@ AcclBackend::WorkPtr AcclBackend::barrier(const c10d::BarrierOptions& opts) {
 void AcclBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   in_flight_->drain(8);
   const auto timeout = opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout;
-  const auto waited = monitored_barrier_without_gil(*group_->group, timeout, wait_all_ranks);
-  if (waited.how == Outcome::Interrupted) throw_python_error_if_set();
-  throw_unless_ok(waited.status);
+  monitored_barrier_without_gil(*group_->group, timeout, wait_all_ranks);
 }
 
 // --- point-to-point ---
@@ -371,7 +379,7 @@ AcclBackend::WorkPtr AcclBackend::receive(Tensors& tensors, int src, int tag, co
   call.outputs.block(Check("recv").single(tensors));
   call.args.peer = src;
   call.args.tag = static_cast<uint32_t>(tag);
-  return run(call, event, {tensors}, true);
+  return run(call, event, tensors, true);
 }
 
 // --- sparse ---
@@ -386,32 +394,20 @@ AcclBackend::WorkPtr AcclBackend::reduce_sparse(const at::Tensor& tensor, const 
   }
   const auto first = bridge::group_reserve(*group_->group, SparseSum::kCalls);
   throw_unless_ok(first.status);
-  auto* works = in_flight_->batch();
   const Tensors tensors{tensor};
-  Event event{OpType::_ALLREDUCE_SPARSE, "accl:sparse_all_reduce", tensors, {}};
-  auto work = make_work(event, {tensors});
-  auto& flight = work->flight();
-  flight->seq = first.value;
+  // What the result replaces lives on: it may be the last reference to what Python knows.
+  const Tensors replaced{tensor._indices(), tensor._values()};
+  const Event event{OpType::_ALLREDUCE_SPARSE, "accl:sparse_all_reduce", tensors, replaced};
   const int64_t timeout_ms = opts.timeout == c10d::kUnsetTimeout ? -1 : opts.timeout.count();
   auto body = std::make_unique<SparseSum>(group_, tensor, rank_, size_, first.value, timeout_ms);
-  // What the result replaces lives on in the flight: it may be the last reference to what Python knows.
-  flight->kept = {tensor._indices(), tensor._values()};
-  if (opts.asyncOp || works != nullptr) {
-    const auto status = bridge::group_spawn(*group_->group, std::move(body), *flight->ticket);
-    if (!is_ok(status)) {
-      work->settle_here();
-      throw_status(status);
-    }
-    in_flight_->add(flight);
-    in_flight_->drain(8);
-    if (works != nullptr) works->push_back(work);
-    return work;
+  if (!wants_work(opts.asyncOp)) {
+    const auto recorded = record(event);
+    run_without_gil(std::move(body));
+    return {};
   }
-  const auto status = run_without_gil(std::move(body));
-  flight->has_ticket = false;
-  work->settle_here();
-  throw_python_error_if_set();
-  throw_unless_ok(status);
+  auto work = make_work(event, tensors);
+  work->flight()->seq = first.value;
+  begun(work, bridge::group_spawn(*group_->group, std::move(body), *work->flight()->ticket), opts.asyncOp);
   return work;
 }
 
@@ -550,7 +546,7 @@ std::string AcclBackend::first_error() const { return std::string(bridge::group_
 std::string AcclBackend::algorithm_of(const std::string& collective, const Tensors& inputs, const Tensors& outputs,
                                       const c10d::ReduceOp& op, uint32_t root) const {
   Call call = call_of(collective, inputs, outputs, op, root);
-  const auto named = bridge::group_algorithm(*group_->group, call.finish(true));
+  const auto named = bridge::group_algorithm(*group_->group, call.finish());
   throw_unless_ok(named.status);
   return std::string(named.text);
 }
@@ -559,7 +555,7 @@ std::vector<int64_t> AcclBackend::time_calls(const std::string& collective, cons
                                              const c10d::ReduceOp& op, uint32_t root, uint32_t samples, uint32_t calls,
                                              bool fenced) const {
   Call call = call_of(collective, inputs, outputs, op, root);
-  const auto repeated = bridge::group_repeat(*group_->group, call.finish(true), samples, calls, fenced);
+  const auto repeated = bridge::group_repeat(*group_->group, call.finish(), samples, calls, fenced);
   throw_python_error_if_set();
   throw_unless_ok(repeated.status);
   return {repeated.nanos.begin(), repeated.nanos.end()};

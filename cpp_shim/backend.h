@@ -108,16 +108,23 @@ class AcclBackend : public c10d::Backend {
                                   bool fenced) const;
 
  private:
-  // What an override hands over besides the call.
+  // What an override hands over besides the call. Borrowed from the caller.
   struct Event {
     c10d::OpType type;
     const char* title;
     at::TensorList shapes;  // shown by the profiler
-    Tensors kept;           // must live until the end, besides the outputs
+    at::TensorList kept;    // must live until the end, besides the outputs
   };
 
-  WorkPtr run(Call& call, Event event, TensorLists outputs, bool async_op);
-  c10::intrusive_ptr<AcclWork> make_work(Event& event, TensorLists outputs) const;
+  // A blocking call is made here and now and has no work, as in torch's own backends: what torch does with one takes longer
+  // than a small call.
+  WorkPtr run(Call& call, const Event& event, const Results& results, bool async_op);
+  bool wants_work(bool async_op) const;
+  // Null while nobody profiles.
+  c10::intrusive_ptr<Recorded> record(const Event& event) const;
+  c10::intrusive_ptr<AcclWork> make_work(const Event& event, const Results& results) const;
+  // What follows a submission, which may have failed.
+  void begun(const c10::intrusive_ptr<AcclWork>& work, const bridge::Status& status, bool async_op);
   WorkPtr reduce_sparse(const at::Tensor& tensor, const c10d::AllreduceOptions& opts);
   WorkPtr receive(Tensors& tensors, int src, int tag, const Event& event);
 

@@ -220,13 +220,12 @@ struct Call {
   }
 
   // Valid while the call and its tensors live.
-  const bridge::CallArgs& finish(bool blocking) {
+  const bridge::CallArgs& finish() {
     args.inputs = inputs.views();
     args.input_blocks = inputs.counts();
     args.outputs = outputs.views();
     args.output_blocks = outputs.counts();
     args.dtype = !inputs.empty() ? inputs.dtype() : !outputs.empty() ? outputs.dtype() : bridge::Dtype::U8;
-    args.blocking = blocking;
     return args;
   }
 

@@ -28,5 +28,7 @@ bridge::Status current_exception_status() noexcept;
 
 // Throws the Python exception that is set on this thread, if there is one.
 void throw_python_error_if_set();
+// Also the exception that a signal handler has left.
+void throw_unless_done(const bridge::Waited& waited);
 
 }  // namespace accl

@@ -99,16 +99,7 @@ class SparseSum final : public bridge::Body {
     call.args.equal_blocks = std::all_of(outputs.begin(), outputs.end(), [&](const auto& t) { return t.numel() == input.numel(); });
     call.args.timeout_ms = timeout_ms_;
     call.args.seq = seq_++;
-    auto ticket = bridge::new_ticket();
-    auto status = bridge::group_submit(*group_->group, call.finish(true), *ticket);
-    if (!is_ok(status)) throw Failed{status};
-    auto waited = bridge::ticket_wait(*ticket, -1);
-    if (waited.how == bridge::Outcome::Interrupted) {
-      stop_call(*ticket);
-      waited.status = {bridge::Kind::Aborted, "accl: interrupted", rank_, -1};
-    }
-    // The wait itself broke, and the call runs on: nothing may touch the tensors once this function is left.
-    if (bridge::ticket_done(*ticket).how == bridge::Outcome::Running) stop_call(*ticket);
+    const auto waited = bridge::group_call(*group_->group, call.finish());
     if (waited.how != bridge::Outcome::Done) throw Failed{waited.status};
   }
 

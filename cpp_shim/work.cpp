@@ -98,6 +98,11 @@ void throw_python_error_if_set() {
   if (PyErr_Occurred() != nullptr) throw py::error_already_set();
 }
 
+void throw_unless_done(const bridge::Waited& waited) {
+  if (waited.how == Outcome::Interrupted) throw_python_error_if_set();
+  throw_unless_ok(waited.status);
+}
+
 bool bridge::python_interrupted() noexcept {
   // Python runs signal handlers on its main thread only; no other thread needs to take the GIL for them.
   if (::syscall(SYS_gettid) != ::getpid() || !python_is_up()) return false;
@@ -109,41 +114,35 @@ bool bridge::python_interrupted() noexcept {
 
 namespace {
 
-// Lets Python run while this thread waits; most callers have released the GIL already.
-class WithoutGil {
- public:
-  WithoutGil() {
-    if (python_is_up() && PyGILState_Check() != 0) released_.emplace();
-  }
-
- private:
-  std::optional<py::gil_scoped_release> released_;
-};
+// Lets Python run while this thread works or waits; most callers have released the GIL already.
+template <class Work>
+auto without_gil(Work work) {
+  std::optional<py::gil_scoped_release> released;
+  if (python_is_up() && PyGILState_Check() != 0) released.emplace();
+  return work();
+}
 
 }  // namespace
 
+void call_without_gil(const bridge::Group& group, const bridge::CallArgs& args) {
+  throw_unless_done(without_gil([&] { return bridge::group_call(group, args); }));
+}
+
 bridge::Waited wait_without_gil(const bridge::Ticket& ticket, std::chrono::milliseconds timeout) {
-  const WithoutGil no_gil;
-  return bridge::ticket_wait(ticket, timeout == kNoTimeout ? -1 : timeout.count());
+  return without_gil([&] { return bridge::ticket_wait(ticket, timeout == kNoTimeout ? -1 : timeout.count()); });
 }
 
-bridge::Waited monitored_barrier_without_gil(const bridge::Group& group, std::chrono::milliseconds timeout, bool wait_all) {
-  const WithoutGil no_gil;
-  return bridge::group_monitored_barrier(group, timeout.count(), wait_all);
+void monitored_barrier_without_gil(const bridge::Group& group, std::chrono::milliseconds timeout, bool wait_all) {
+  throw_unless_done(without_gil([&] { return bridge::group_monitored_barrier(group, timeout.count(), wait_all); }));
 }
 
-bridge::Status run_without_gil(std::unique_ptr<bridge::Body> body) {
-  const WithoutGil no_gil;
-  return bridge::run_body(std::move(body));
+void run_without_gil(std::unique_ptr<bridge::Body> body) {
+  const auto status = without_gil([&] { return bridge::run_body(std::move(body)); });
+  throw_python_error_if_set();
+  throw_unless_ok(status);
 }
 
 bridge::Status bridge::run_body(std::unique_ptr<Body> body) noexcept { return body->run(); }
-
-void stop_call(const bridge::Ticket& ticket) {
-  const WithoutGil no_gil;
-  bridge::ticket_abort(ticket, "interrupted by a signal handler of Python");
-  bridge::ticket_wait(ticket, 1000);
-}
 
 // --- outputs ---
 
@@ -171,7 +170,7 @@ void Flight::keep_memory() {
 }
 
 std::exception_ptr Flight::error() const {
-  return has_ticket ? to_exception(bridge::ticket_error(*ticket)) : nullptr;
+  return to_exception(bridge::ticket_error(*ticket));
 }
 
 namespace {
@@ -394,13 +393,8 @@ Tensors AcclWork::result() {
 bool AcclWork::wait(std::chrono::milliseconds timeout) {
   if (!flight_->settled()) {
     const auto waited = wait_without_gil(*flight_->ticket, timeout);
-    if (waited.how == Outcome::Running) throw_status(waited.status);
-    // The wait itself broke, and the call runs on.
-    if (waited.how == Outcome::Failed && !flight_->ended()) throw_status(waited.status);
-    if (waited.how == Outcome::Interrupted) {
-      throw_python_error_if_set();
-      C10_THROW_ERROR(DistBackendError, "accl: interrupted");
-    }
+    // The call may run on: the wait's own time has passed, a signal handler raised, or the wait itself broke.
+    if (waited.how == Outcome::Interrupted || !flight_->ended()) throw_unless_done(waited);
     if (flight_->claim()) home_->settle(*flight_);
     home_->drain(8);
   }

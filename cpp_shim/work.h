@@ -32,6 +32,23 @@ struct Outputs {
   c10::IValue value() const;
 };
 
+// The same, borrowed from the caller until a work needs it: one tensor, one list or a list of lists.
+class Results {
+ public:
+  Results() = default;
+  Results(const at::Tensor& tensor) : list_(tensor) {}                    // NOLINT: as a call writes it
+  Results(const Tensors& list) : list_(list) {}                           // NOLINT
+  Results(const std::vector<Tensors>& lists) : lists_(&lists) {}          // NOLINT
+  Outputs outputs() const {
+    if (lists_ != nullptr) return {*lists_};
+    return list_.empty() ? Outputs{} : Outputs{{list_.vec()}};
+  }
+
+ private:
+  at::TensorList list_;
+  const std::vector<Tensors>* lists_ = nullptr;
+};
+
 struct Flight {
   enum State : uint8_t { kRunning, kClaimed, kSettled };
 
@@ -51,7 +68,6 @@ struct Flight {
   void keep_memory();
 
   rust::Box<bridge::Ticket> ticket;
-  bool has_ticket = true;  // false: the caller's thread did it all, and well
   int64_t seq = -1;        // where the ticket knows none
   Outputs outputs;
   Tensors kept;  // what else must live until the end
@@ -122,7 +138,7 @@ class AcclWork : public c10d::Work {
   std::chrono::milliseconds getTimeout() const ACCL_OVERRIDE_2_14 { return flight_->timeout; }
 
   const std::shared_ptr<Flight>& flight() const { return flight_; }
-  // Ends a call that the caller's thread has waited for, or that was never started.
+  // Ends a call that was never started.
   void settle_here();
 
  private:
@@ -149,12 +165,17 @@ class CoalescedWork : public c10d::Work {
   std::vector<c10::intrusive_ptr<AcclWork>> parts_;
 };
 
-// Waiting in the caller's thread, without the GIL.
-bridge::Waited wait_without_gil(const bridge::Ticket& ticket, std::chrono::milliseconds timeout);
-bridge::Waited monitored_barrier_without_gil(const bridge::Group& group, std::chrono::milliseconds timeout, bool wait_all);
-bridge::Status run_without_gil(std::unique_ptr<bridge::Body> body);
+// The profiler's event of a call that has no work of its own: begins with this object, ends with it.
+class Recorded final : public c10d::Work {
+ public:
+  using Work::Work;
+  ~Recorded() override { finish(); }
+};
 
-// Aborts a call that its caller leaves, and waits until nothing touches its tensors any more.
-void stop_call(const bridge::Ticket& ticket);
+// Working and waiting in the caller's thread, without the GIL. But for the second they throw when the call did not end well.
+void call_without_gil(const bridge::Group& group, const bridge::CallArgs& args);
+bridge::Waited wait_without_gil(const bridge::Ticket& ticket, std::chrono::milliseconds timeout);
+void monitored_barrier_without_gil(const bridge::Group& group, std::chrono::milliseconds timeout, bool wait_all);
+void run_without_gil(std::unique_ptr<bridge::Body> body);
 
 }  // namespace accl

@@ -279,6 +279,7 @@ def actions(group):
     backend, tensor, works = group._get_backend(torch.device("cpu")), torch.ones(3), []
     keep = works.append
     yield lambda: dist.new_group()
+    yield lambda: dist.all_reduce(tensor, group=group)
     yield lambda: keep(dist.all_reduce(tensor, group=group, async_op=True))
     yield lambda: works[-1].get_future().wait()
     yield lambda: works[-1]._get_sequence_number()

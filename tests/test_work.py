@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support import GROUP_TIMEOUT, on_ranks
 from support.versions import needs
+from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
 
 COUNTS = [1, 4099, 500_009]
 
@@ -311,3 +312,17 @@ def test_the_memory_of_a_call_in_flight_stays_when_its_tensor_is_given_another(r
     else:
         dist.recv(torch.ones(1), 0)
         dist.all_reduce(tensor)
+
+
+@on_ranks(1, 2)
+def test_a_blocking_call_is_over_when_it_returns_and_has_no_work(rank, world):
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    tensor = torch.ones(3)
+    assert dist.group.WORLD.allreduce([tensor], options) is None
+    assert tensor.tolist() == [world] * 3
+    # A compiled graph looks for the works of the calls that were made in it.
+    with allow_inflight_collective_as_graph_input_ctx(True):
+        work = dist.group.WORLD.allreduce([tensor], options)
+    assert work.is_completed() and tensor.tolist() == [world * world] * 3
+    work.wait()

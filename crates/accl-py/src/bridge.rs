@@ -157,8 +157,6 @@ pub mod ffi {
         output_blocks: &'a [u32],
         /// All ranks' blocks have equal sizes by construction.
         equal_blocks: bool,
-        /// The caller waits next.
-        blocking: bool,
         /// A reserved number, or -1 for the next.
         seq: i64,
     }
@@ -210,6 +208,7 @@ pub mod ffi {
 
         fn group_create(group: &mut Group, runtime: &Runtime, args: &GroupArgs, store: &StoreRef) -> Status;
         fn group_create_beside(group: &mut Group, other: &Group, args: &GroupArgs, store: &StoreRef) -> Status;
+        fn group_call(group: &Group, args: &CallArgs) -> Waited;
         fn group_submit(group: &Group, args: &CallArgs, ticket: &mut Ticket) -> Status;
         fn group_spawn(group: &Group, body: UniquePtr<Body>, ticket: &mut Ticket) -> Status;
         fn group_reserve(group: &Group, count: u64) -> Numbered;
@@ -265,7 +264,7 @@ pub mod ffi {
 }
 
 use crate::group::{
-    group_abort, group_create, group_create_beside, group_describe, group_enable_timing, group_first_error,
+    group_abort, group_call, group_create, group_create_beside, group_describe, group_enable_timing, group_first_error,
     group_monitored_barrier, group_next_seq, group_reserve, group_set_timeout, group_shutdown, group_spawn,
     group_submit,
 };

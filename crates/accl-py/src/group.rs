@@ -6,7 +6,7 @@ use std::slice;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use accl_engine::{Blocks, CallDesc, Engine, GroupSpec, Mode, Ran, TensorDesc};
+use accl_engine::{Blocks, Call, CallDesc, Engine, GroupSpec, Mode, Ran, TensorDesc, Waited as EngineWaited};
 use accl_types::config::Config;
 use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, ReduceOp, Result};
 use cxx::UniquePtr;
@@ -14,8 +14,12 @@ use cxx::UniquePtr;
 use crate::bridge::ffi::{self, CallArgs, Described, GroupArgs, Numbered, Outcome, Status, TensorView, Waited};
 use crate::guard::{FromError, bridged};
 use crate::log;
+use crate::status::INTERRUPTED;
 use crate::store::TorchStore;
 use crate::ticket::Ticket;
+
+/// How long a call that was aborted may take to end.
+const STOPPING: Duration = Duration::from_secs(1);
 
 /// The process's engine, made by its first group: that group's settings of process scope hold.
 #[derive(Default)]
@@ -119,18 +123,16 @@ bridged! {
         Ok(Status::ok())
     }
 
-    /// Starts a call.
+    /// Makes a call and waits for it; Python's signal handlers run meanwhile. However it ends, nothing touches the call's
+    /// tensors any more.
+    fn group_call(group: &Group, args: &CallArgs) -> Waited {
+        complete(group.group()?, &call_desc(args, Mode::Blocking)?)
+    }
+
+    /// Starts a call that the caller does not wait for at once.
     fn group_submit(group: &Group, args: &CallArgs, ticket: &mut Ticket) -> Status {
         let group = group.group()?;
-        let desc = call_desc(args)?;
-        if desc.mode == Mode::Async {
-            ticket.set_call(group.clone(), group.submit(desc)?);
-            return Ok(Status::ok());
-        }
-        match group.run(&desc)? {
-            Ran::Done(seq) => ticket.set_done(group.clone(), seq),
-            Ran::Pending(call) => ticket.set_call(group.clone(), call),
-        }
+        ticket.set_call(group.clone(), group.submit(call_desc(args, Mode::Async)?)?);
         Ok(Status::ok())
     }
 
@@ -159,7 +161,7 @@ bridged! {
             interrupted
         });
         if interrupted {
-            return Ok(Waited::plain(Outcome::Interrupted));
+            return Ok(Waited::interrupted());
         }
         result.map(|()| Waited::plain(Outcome::Done))
     }
@@ -201,6 +203,37 @@ bridged! {
     }
 }
 
+/// Makes a call and waits for it, as [`group_call`].
+pub(crate) fn complete(group: &accl_engine::Group, desc: &CallDesc) -> Result<Waited> {
+    let call = match group.run(desc)? {
+        Ran::Done(_) => return Ok(Waited::plain(Outcome::Done)),
+        Ran::Pending(call) => call,
+    };
+    let leaving = Leaving { group, call: &call };
+    let waited = call.wait(None, &mut ffi::python_interrupted);
+    drop(leaving);
+    match waited {
+        EngineWaited::Done => Ok(Waited::plain(Outcome::Done)),
+        EngineWaited::Failed(error) | EngineWaited::TimedOut(error) => Err(error),
+        EngineWaited::Interrupted => Ok(Waited::interrupted()),
+    }
+}
+
+/// Stops a call that is left while it runs, also by a panic: an interrupt, or a wait that broke.
+struct Leaving<'a> {
+    group: &'a accl_engine::Group,
+    call: &'a Call,
+}
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        if !self.call.is_done() {
+            self.group.abort(INTERRUPTED);
+            self.call.wait(Some(STOPPING), &mut || false);
+        }
+    }
+}
+
 /// The environment's settings, then the options', which win.
 fn config(args: &GroupArgs) -> Result<Config> {
     let mut config = accl_engine::config_from_environment()?;
@@ -237,7 +270,7 @@ pub(crate) fn millis(timeout_ms: i64) -> Option<Duration> {
     u64::try_from(timeout_ms).ok().map(Duration::from_millis)
 }
 
-pub(crate) fn call_desc(args: &CallArgs) -> Result<CallDesc> {
+pub(crate) fn call_desc(args: &CallArgs, mode: Mode) -> Result<CallDesc> {
     let collective =
         Collective::from_code(args.collective.repr).ok_or_else(|| Error::internal("unknown code of a collective"))?;
     let op = ReduceOp::from_code(args.op.repr).ok_or_else(|| Error::internal("unknown code of a reduce operator"))?;
@@ -251,7 +284,7 @@ pub(crate) fn call_desc(args: &CallArgs) -> Result<CallDesc> {
         inputs: blocks(args.inputs, args.input_blocks)?,
         outputs: blocks(args.outputs, args.output_blocks)?,
         equal_blocks: args.equal_blocks,
-        mode: if args.blocking { Mode::Blocking } else { Mode::Async },
+        mode,
         seq: u64::try_from(args.seq).ok(),
         ..CallDesc::new(collective, dtype(args.dtype)?)
     })

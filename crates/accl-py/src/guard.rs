@@ -21,6 +21,7 @@ pub(crate) fn panic_next(name: &str) -> bool {
 pub(crate) const BRIDGED: &[&str] = &[
     "group_create",
     "group_create_beside",
+    "group_call",
     "group_submit",
     "group_spawn",
     "group_reserve",

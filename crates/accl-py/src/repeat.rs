@@ -1,15 +1,14 @@
 //! What benches ask of a group: the algorithm of a call, and the same blocking call many times over, timed below torch.
 //!
-//! A call goes the road of every blocking call, [`accl_engine::Group::run`] and, if that did not suffice, a wait; what is
-//! left out is torch's dispatch and the shim's `Work`.
+//! A call goes the road of every blocking call, [`complete`]; what is left out is torch's dispatch.
 
 use std::time::Instant;
 
-use accl_engine::{CallDesc, Mode, Ran, Waited};
+use accl_engine::{CallDesc, Mode};
 use accl_types::{Collective, Dtype, Error, Result};
 
-use crate::bridge::ffi::{self, CallArgs, Described, Numbered, Repeated, Status};
-use crate::group::{Group, call_desc};
+use crate::bridge::ffi::{CallArgs, Described, Numbered, Repeated, Status};
+use crate::group::{Group, call_desc, complete};
 use crate::guard::{FromError, bridged};
 
 /// Samples for which room is made before the clock starts; more are fine.
@@ -26,7 +25,7 @@ bridged! {
 
     /// The name of the algorithm that such a call takes. Makes no call.
     fn group_algorithm(group: &Group, args: &CallArgs) -> Described {
-        let name = group.group()?.algorithm_of(&call_desc(args)?)?;
+        let name = group.group()?.algorithm_of(&call_desc(args, Mode::Blocking)?)?;
         Ok(Described { text: name.to_owned(), status: Status::ok() })
     }
 
@@ -34,16 +33,16 @@ bridged! {
     /// counted, comes before each sample.
     fn group_repeat(group: &Group, args: &CallArgs, samples: u32, calls: u32, fenced: bool) -> Repeated {
         let group = group.group()?;
-        let desc = call_desc(args)?;
+        let desc = call_desc(args, Mode::Blocking)?;
         let fence = CallDesc { mode: Mode::Blocking, ..CallDesc::new(Collective::Barrier, Dtype::U8) };
         let mut nanos = Vec::with_capacity(ROOM.min(samples as usize));
         for _ in 0..samples {
             if fenced {
-                complete(group, &fence)?;
+                must_complete(group, &fence)?;
             }
             let begun = Instant::now();
             for _ in 0..calls {
-                complete(group, &desc)?;
+                must_complete(group, &desc)?;
             }
             nanos.push(i64::try_from(begun.elapsed().as_nanos()).unwrap_or(i64::MAX));
         }
@@ -51,21 +50,9 @@ bridged! {
     }
 }
 
-/// Makes one call and waits for it. Python's signal handlers run meanwhile.
-fn complete(group: &accl_engine::Group, desc: &CallDesc) -> Result<()> {
-    let call = match group.run(desc)? {
-        Ran::Done(_) => return Ok(()),
-        Ran::Pending(call) => call,
-    };
-    let error = match call.wait(None, &mut ffi::python_interrupted) {
-        Waited::Done => return Ok(()),
-        Waited::Failed(error) => return Err(error),
-        Waited::TimedOut(error) => error,
-        Waited::Interrupted => Error::aborted("a signal handler raised while a call was repeated"),
-    };
-    // Nothing may touch the tensors once the caller has them back.
-    group.abort(&error.message);
-    Err(error)
+/// Makes one call and waits for it; an interrupt is an error.
+fn must_complete(group: &accl_engine::Group, desc: &CallDesc) -> Result<()> {
+    complete(group, desc)?.status.to_error().map_or(Ok(()), Err)
 }
 
 impl FromError for Repeated {

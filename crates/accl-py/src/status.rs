@@ -5,6 +5,9 @@ use accl_types::{Error, ErrorKind};
 use crate::bridge::ffi::{Described, Kind, Numbered, Outcome, Status, Waited};
 use crate::guard::FromError;
 
+/// Why a call is left that nothing is wrong with.
+pub(crate) const INTERRUPTED: &str = "interrupted by a signal handler of Python";
+
 impl Status {
     /// Success.
     pub(crate) fn ok() -> Self {
@@ -42,6 +45,11 @@ impl Waited {
     /// An outcome without an error.
     pub(crate) fn plain(how: Outcome) -> Self {
         Self { how, status: Status::ok() }
+    }
+
+    /// A signal handler of Python raised.
+    pub(crate) fn interrupted() -> Self {
+        Self { how: Outcome::Interrupted, status: Status::from_error(Error::aborted(INTERRUPTED)) }
     }
 }
 

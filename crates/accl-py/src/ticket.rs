@@ -29,8 +29,6 @@ pub struct Ticket {
 enum Flight {
     #[default]
     None,
-    /// A call that was done when its submission returned, by its number.
-    Done(u64),
     Call(Arc<Call>),
     Task(Arc<Task>),
 }
@@ -45,12 +43,6 @@ impl Ticket {
     pub(crate) fn set_call(&mut self, group: Arc<accl_engine::Group>, call: Arc<Call>) {
         self.group = Some(group);
         self.flight = Flight::Call(call);
-    }
-
-    /// Fills the ticket with a call that is done already.
-    pub(crate) fn set_done(&mut self, group: Arc<accl_engine::Group>, seq: u64) {
-        self.group = Some(group);
-        self.flight = Flight::Done(seq);
     }
 
     /// Fills the ticket with a body and runs that on a completion thread.
@@ -130,7 +122,7 @@ impl Task {
             state = self.changed.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
             drop(state);
             if ffi::python_interrupted() {
-                return Waited::plain(Outcome::Interrupted);
+                return Waited::interrupted();
             }
             state = self.lock();
         }
@@ -188,7 +180,6 @@ bridged! {
     fn ticket_done(ticket: &Ticket) -> Waited {
         match &ticket.flight {
             Flight::None => Err(empty()),
-            Flight::Done(_) => Ok(done(true)),
             Flight::Call(call) => Ok(done(call.is_done())),
             Flight::Task(task) => Ok(done(task.outcome().is_some())),
         }
@@ -198,7 +189,6 @@ bridged! {
     fn ticket_poll(ticket: &Ticket) -> Waited {
         match &ticket.flight {
             Flight::None => Err(empty()),
-            Flight::Done(_) => Ok(done(true)),
             Flight::Call(call) => Ok(done(call.test())),
             Flight::Task(task) => Ok(done(task.outcome().is_some())),
         }
@@ -208,12 +198,11 @@ bridged! {
     fn ticket_wait(ticket: &Ticket, timeout_ms: i64) -> Waited {
         match &ticket.flight {
             Flight::None => Err(empty()),
-            Flight::Done(_) => Ok(done(true)),
             Flight::Call(call) => Ok(match call.wait(millis(timeout_ms), &mut ffi::python_interrupted) {
                 EngineWaited::Done => Waited::plain(Outcome::Done),
                 EngineWaited::Failed(error) => Waited { how: Outcome::Failed, status: Status::from_error(error) },
                 EngineWaited::TimedOut(error) => Waited { how: Outcome::Running, status: Status::from_error(error) },
-                EngineWaited::Interrupted => Waited::plain(Outcome::Interrupted),
+                EngineWaited::Interrupted => Waited::interrupted(),
             }),
             Flight::Task(task) => Ok(task.wait(millis(timeout_ms))),
         }
@@ -223,7 +212,6 @@ bridged! {
     fn ticket_error(ticket: &Ticket) -> Status {
         let error = match &ticket.flight {
             Flight::None => return Err(empty()),
-            Flight::Done(_) => None,
             Flight::Call(call) => call.error(),
             Flight::Task(task) => task.outcome().and_then(Result::err),
         };
@@ -240,7 +228,6 @@ bridged! {
     fn ticket_seq(ticket: &Ticket) -> Numbered {
         match &ticket.flight {
             Flight::None => Err(empty()),
-            Flight::Done(seq) => Ok(Numbered::of(*seq as i64)),
             Flight::Call(call) => Ok(Numbered::of(call.seq() as i64)),
             Flight::Task(_) => Ok(Numbered::of(-1)),
         }
@@ -251,7 +238,7 @@ bridged! {
         match &ticket.flight {
             Flight::None => Err(empty()),
             Flight::Call(call) => Ok(Numbered::of(call.source_rank().map_or(-1, i64::from))),
-            Flight::Done(_) | Flight::Task(_) => Ok(Numbered::of(-1)),
+            Flight::Task(_) => Ok(Numbered::of(-1)),
         }
     }
 
@@ -260,7 +247,7 @@ bridged! {
         let duration = match &ticket.flight {
             Flight::None => return Err(empty()),
             Flight::Call(call) => call.duration(),
-            Flight::Done(_) | Flight::Task(_) => None,
+            Flight::Task(_) => None,
         };
         Ok(Numbered::of(duration.map_or(-1, |duration| i64::try_from(duration.as_nanos()).unwrap_or(i64::MAX))))
     }
@@ -269,7 +256,6 @@ bridged! {
     fn ticket_when_done(ticket: &Ticket, arrival: UniquePtr<ffi::Arrival>) -> Status {
         match &ticket.flight {
             Flight::None => return Err(empty()),
-            Flight::Done(_) => return Err(Error::internal("a call that is done was to be watched")),
             Flight::Call(call) => call.when_done(Box::new(move || arrive(arrival)))?,
             Flight::Task(task) => {
                 let mut state = task.lock();
