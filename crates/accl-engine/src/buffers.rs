@@ -76,6 +76,9 @@ impl Buffers {
     /// other; `Exhausted` without memory for staging.
     pub(crate) fn prepare(desc: &CallDesc, rank: usize) -> Result<Self> {
         let mut buffers = Self::default();
+        if desc.uses_tensors_as_they_are() && buffers.take_addresses(desc, rank) {
+            return Ok(buffers);
+        }
         let in_place = desc.inputs.is_empty();
         let premul = desc.collective.reduces() && desc.op == ReduceOp::PremulSum;
         let shared = outputs_share_memory(&desc.outputs);
@@ -105,6 +108,23 @@ impl Buffers {
             buffers.inputs.push(base);
         }
         Ok(buffers)
+    }
+
+    /// As [`Buffers::prepare`], for a call that uses its tensors as they are. `false`: they overlap, and it needs more than
+    /// their addresses.
+    #[inline]
+    pub(crate) fn take_addresses(&mut self, desc: &CallDesc, rank: usize) -> bool {
+        let in_place = desc.inputs.is_empty();
+        if outputs_share_memory(&desc.outputs) || !in_place && inputs_need_copy(desc, rank) {
+            return false;
+        }
+        let contributes = matches!(desc.collective, Collective::AllReduce | Collective::Reduce);
+        let inputs = if in_place && contributes { &desc.outputs } else { &desc.inputs };
+        self.inputs.clear();
+        self.inputs.extend(inputs.pieces().iter().map(|tensor| tensor.ptr));
+        self.outputs.clear();
+        self.outputs.extend(desc.outputs.pieces().iter().map(|tensor| tensor.ptr));
+        true
     }
 
     /// Calls that work in place: all_reduce and reduce contribute what the output holds, a broadcast has no input.
@@ -231,7 +251,12 @@ fn refuse_self_overlap(tensor: &TensorDesc) -> Result<()> {
 }
 
 /// Whether two outputs have bytes in common.
+#[inline]
 fn outputs_share_memory(outputs: &Blocks) -> bool {
+    outputs.pieces().len() > 1 && several_share_memory(outputs)
+}
+
+fn several_share_memory(outputs: &Blocks) -> bool {
     let bounds = || outputs.pieces().iter().map(TensorDesc::bounds).filter(|(start, end)| start < end);
     // Most often they follow each other.
     let mut end_of_last = 0;
@@ -245,6 +270,15 @@ fn outputs_share_memory(outputs: &Blocks) -> bool {
 
 /// Whether inputs share memory with outputs in another way than the schedules allow.
 fn inputs_need_copy(desc: &CallDesc, rank: usize) -> bool {
+    // Most often they are not even near each other.
+    let span = |blocks: &Blocks| {
+        let bounds = blocks.pieces().iter().map(TensorDesc::bounds).filter(|(start, end)| start < end);
+        bounds.fold((usize::MAX, 0), |(low, high), (start, end)| (low.min(start), high.max(end)))
+    };
+    let (inputs, outputs) = (span(&desc.inputs), span(&desc.outputs));
+    if inputs.1 <= outputs.0 || outputs.1 <= inputs.0 {
+        return false;
+    }
     // The allowed way: the one block that stands alone is this rank's block on the other side.
     let same = |alone: &[TensorDesc], block: &[TensorDesc]| {
         alone.len() == block.len()

@@ -245,13 +245,19 @@ impl CallDesc {
         }
     }
 
-    /// Whether nothing in the description asks for more than moving and reducing plain memory.
+    /// Whether the call may take the short way: its caller waits, and it is nothing unusual.
     #[inline]
     pub(crate) fn may_go_straight(&self) -> bool {
         self.mode == Mode::Blocking
             && self.seq.is_none()
-            && self.op != ReduceOp::PremulSum
             && !self.collective.is_point_to_point()
+            && self.uses_tensors_as_they_are()
+    }
+
+    /// Whether all tensors can be sent from and received into.
+    #[inline]
+    pub(crate) fn uses_tensors_as_they_are(&self) -> bool {
+        self.op != ReduceOp::PremulSum
             && self.inputs.pieces().iter().chain(self.outputs.pieces()).all(TensorDesc::is_plain)
     }
 

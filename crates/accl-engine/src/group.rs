@@ -20,7 +20,8 @@ use crate::engine::Engine;
 use crate::local::Local;
 use crate::p2p::{Message, PRIVATE_TAGS};
 use crate::run::{INQUIRE_AFTER, Run};
-use crate::state::{GroupState, Hands, RanStraight, Tell};
+use crate::state::{GroupState, Hands, RanStraight, Stopped, Tell};
+use crate::sync::MutexGuard;
 
 /// What a group is made from.
 #[derive(Clone, Debug)]
@@ -74,7 +75,7 @@ impl Group {
     /// the group is usable. `Aborted`: the group failed earlier or was destroyed. Everything later comes through the
     /// call.
     pub fn submit(&self, desc: CallDesc) -> Result<Arc<Call>> {
-        self.start(&desc).map_err(|error| self.placed(error))
+        self.submit_ref(&desc)
     }
 
     /// Makes a call that the caller waits for. A small one of a shape met before goes straight through on this thread,
@@ -83,24 +84,31 @@ impl Group {
     /// # Errors
     /// As [`Group::submit`].
     pub fn run(&self, desc: &CallDesc) -> Result<Ran> {
-        let ran = self.run_straight(desc).transpose();
-        ran.unwrap_or_else(|| self.start(desc).map(Ran::Pending)).map_err(|error| self.placed(error))
-    }
-
-    /// `None`: nothing was done, the call cannot go this way.
-    fn run_straight(&self, desc: &CallDesc) -> Result<Option<Ran>> {
-        if !desc.may_go_straight() || self.engine.is_forked() || self.closed.load(Ordering::Acquire) {
-            return Ok(None);
+        let goes = desc.may_go_straight() && !self.engine.is_forked() && !self.closed.load(Ordering::Acquire);
+        if !goes {
+            return self.submit_ref(desc).map(Ran::Pending);
         }
         let patience = self.engine.straight_patience();
         let mut core = self.engine.core.lock();
-        let ran = core.guarded(|core| core.run_straight(self.id, desc, patience));
-        let ran = ran.map_err(|error| error.of(desc.collective))?;
-        let stopped = match ran {
-            None => return Ok(None),
-            Some(RanStraight::Done { seq, .. }) => return Ok(Some(Ran::Done(seq))),
-            Some(RanStraight::Stopped(stopped)) => stopped,
-        };
+        match core.guarded(|core| core.run_straight(self.id, desc, patience)) {
+            Ok(Some(RanStraight::Done { seq, .. })) => Ok(Ran::Done(seq)),
+            Ok(Some(RanStraight::Stopped(stopped))) => {
+                self.go_on(core, desc, *stopped).map(Ran::Pending).map_err(|error| self.placed(error))
+            }
+            Ok(None) => {
+                drop(core);
+                self.submit_ref(desc).map(Ran::Pending)
+            }
+            Err(error) => Err(self.placed(error.of(desc.collective))),
+        }
+    }
+
+    fn submit_ref(&self, desc: &CallDesc) -> Result<Arc<Call>> {
+        self.start(desc).map_err(|error| self.placed(error))
+    }
+
+    /// Puts a call that stopped on the short way into the group.
+    fn go_on(&self, mut core: MutexGuard<'_, Core>, desc: &CallDesc, stopped: Stopped) -> Result<Arc<Call>> {
         let launched = self.launch(&mut core, desc, |group, hands| {
             let call = self.call(desc, stopped.seq, group, hands.now);
             let deadline = deadline(desc, group, hands.now);
@@ -108,7 +116,7 @@ impl Group {
             Ok(call)
         });
         drop(core);
-        self.launched(desc, launched).map(|call| Some(Ran::Pending(call)))
+        self.launched(desc, launched)
     }
 
     fn start(&self, desc: &CallDesc) -> Result<Arc<Call>> {

@@ -13,6 +13,7 @@ mod engine;
 mod env;
 mod group;
 mod hash;
+mod history;
 mod local;
 pub mod machine;
 mod members;

@@ -5,12 +5,15 @@
 
 use accl_kernels::Reducer;
 use accl_schedule::{Finish, Order};
+use accl_types::Rank;
 use smallvec::SmallVec;
 
 use crate::buffers::Buffers;
+use crate::desc::CallDesc;
 use crate::plan::{PlanOpKind, Region};
 
 /// Memory and arithmetic of one call.
+#[derive(Default)]
 pub(crate) struct Local {
     buffers: Buffers,
     reducer: Option<Reducer>,
@@ -23,6 +26,13 @@ impl Local {
     pub(crate) fn new(buffers: Buffers, reducer: Option<(Reducer, usize)>) -> Self {
         let (reducer, elem) = reducer.map_or((None, 1), |(reducer, elem)| (Some(reducer), elem));
         Self { buffers, reducer, elem }
+    }
+
+    /// As [`Local::new`] with the addresses of the call's tensors; `false` where they do not suffice.
+    #[inline]
+    pub(crate) fn take_addresses(&mut self, desc: &CallDesc, rank: Rank, reducer: Option<(Reducer, usize)>) -> bool {
+        (self.reducer, self.elem) = reducer.map_or((None, 1), |(reducer, elem)| (Some(reducer), elem));
+        self.buffers.take_addresses(desc, rank.index())
     }
 
     /// Bytes of one element; 1 for calls that only move data.

@@ -3,17 +3,18 @@
 //! Everything here runs under the engine's lock. Owns the numbering of calls and the poison; the caller's side is in
 //! `group`, frames are taken off links in `core`. Read [`GroupState`] first.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use accl_transport::frame::{Cause, Header, Kind, Signature};
 use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, ReduceOp, Result, Seq};
 
-use crate::buffers::{Buffers, Storage};
+use crate::buffers::Storage;
 use crate::call::Call;
 use crate::completion::CompletionPool;
 use crate::desc::CallDesc;
+use crate::history::History;
 use crate::local::Local;
 use crate::members::Members;
 use crate::net::{Gone, Net};
@@ -22,9 +23,6 @@ use crate::plan::Plans;
 use crate::run::{INQUIRY, Run, RunEnv};
 use crate::shape::{Shape, Shapes};
 use crate::straight::{Patience, Straight};
-
-/// Signatures of ended calls kept to name a late disagreement.
-const HISTORY: usize = 64;
 
 /// A frame of a call that this rank has not made yet.
 struct Early {
@@ -46,7 +44,7 @@ pub(crate) struct GroupState {
     pub(crate) p2p: P2p,
     runs: BTreeMap<u64, Run>,
     early: BTreeMap<u64, Vec<Early>>,
-    history: VecDeque<(u64, Signature)>,
+    history: History,
     /// Number of the next collective.
     pub(crate) next_seq: u64,
     /// Numbers given out for calls that are made later.
@@ -60,7 +58,8 @@ pub(crate) struct GroupState {
     heard_from: Option<Rank>,
     /// See `is_near`.
     near: Option<bool>,
-    /// Scratch of calls on the short way.
+    /// Of calls on the short way, one after the other.
+    local: Local,
     scratch: Storage,
     /// A call has raised the cause, so that destroy need not.
     cause_was_raised: bool,
@@ -121,7 +120,7 @@ impl GroupState {
             p2p: P2p::new(world),
             runs: BTreeMap::new(),
             early: BTreeMap::new(),
-            history: VecDeque::new(),
+            history: History::default(),
             next_seq: 0,
             reserved: BTreeSet::new(),
             next_p2p: 0,
@@ -129,6 +128,7 @@ impl GroupState {
             poison: None,
             heard_from: None,
             near: None,
+            local: Local::default(),
             scratch: Storage::default(),
             cause_was_raised: false,
         }
@@ -198,41 +198,35 @@ impl GroupState {
         let shape = self.shapes.find(desc)?;
         let order = shape.plan.straight.as_deref().filter(|_| shape.plan.longest <= segment)?;
         let header = shape.whole?;
-        // What is wrong with the buffers is said by the ordinary way.
-        let mut local = Local::new(Buffers::prepare(desc, self.rank.index()).ok()?, shape.reducer);
+        // What is unusual about the tensors, or wrong with them, is left to the ordinary way.
+        if !self.local.take_addresses(desc, self.rank, shape.reducer) {
+            return None;
+        }
         if shape.plan.scratch_bytes > 0 {
             self.scratch.grow(shape.plan.scratch_bytes as usize).ok()?;
-            local.buffers_mut().borrow_scratch(&mut self.scratch);
+            self.local.buffers_mut().borrow_scratch(&mut self.scratch);
         }
         let seq = self.next_seq;
         self.next_seq += 1;
         let header = Header { group: self.id, seq, ..header };
-        let straight = Straight { plan: &shape.plan, local: &local, header, patience };
+        let straight = Straight { plan: &shape.plan, local: &self.local, header, patience };
         let finished = straight.go(order, &mut RunEnv { net, members: &mut self.members, segment });
         if finished == order.len() {
-            let (signature, heard) = (shape.signature, shape.plan.hears);
-            local.unpack();
-            self.remember(seq, signature);
+            let heard = shape.plan.hears;
+            self.history.add(seq, &shape.signature);
             return Some(RanStraight::Done { seq, heard });
         }
+        let mut local = std::mem::take(&mut self.local);
         if shape.plan.scratch_bytes > 0 {
             local.buffers_mut().own_scratch(std::mem::take(&mut self.scratch));
         }
         Some(RanStraight::Stopped(Box::new(Stopped { shape: shape.clone(), local, finished, seq })))
     }
 
-    /// Keeps a call's signature to name a late disagreement.
-    fn remember(&mut self, seq: u64, signature: Signature) {
-        self.history.push_back((seq, signature));
-        if self.history.len() > HISTORY {
-            self.history.pop_front();
-        }
-    }
-
     /// Starts a collective: hands it the frames that came before it and makes a first pass.
     pub(crate) fn start(&mut self, mut run: Run, hands: &mut Hands<'_>) {
         let seq = run.call.seq;
-        self.remember(seq, run.signature);
+        self.history.add(seq, &run.signature);
         let early = self.early.remove(&seq).unwrap_or_default();
         let mut failure = None;
         for frame in early {
@@ -375,7 +369,7 @@ impl GroupState {
             None => Ok(()),
             // This rank's part is over, so it needed nothing from the sender: their calls differ.
             Some(theirs) => {
-                let mine = self.history.iter().find(|(known, _)| *known == seq).map(|(_, mine)| *mine);
+                let mine = self.history.signature(seq);
                 if header.edge == INQUIRY && mine.is_none_or(|mine| mine == theirs) {
                     return Ok(());
                 }
