@@ -208,8 +208,8 @@ impl GroupState {
         }
         let seq = self.next_seq;
         self.next_seq += 1;
-        let header = Header { group: self.id, seq, ..header };
-        let straight = Straight { plan: &shape.plan, local: &self.local, header, patience };
+        let head = Header { group: self.id, seq, ..header }.to_bytes();
+        let straight = Straight { plan: &shape.plan, local: &self.local, head, group: self.id, seq, patience };
         let finished = straight.go(order, &mut RunEnv { net, members: &mut self.members, segment });
         if finished == order.len() {
             let heard = shape.plan.hears;

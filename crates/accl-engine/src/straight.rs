@@ -5,7 +5,8 @@
 //! as expected (a peer is late, a frame of another call comes first, a ring is full), it stops, and a run goes on from
 //! there. So nothing unusual is handled here. Read [`Straight::go`] first.
 
-use accl_transport::frame::Header;
+use accl_transport::HEAD_BYTES;
+use accl_transport::frame::{is_same_head, with_edge};
 use accl_types::Rank;
 
 use crate::local::Local;
@@ -18,7 +19,9 @@ pub(crate) struct Straight<'a> {
     pub(crate) plan: &'a Plan,
     pub(crate) local: &'a Local,
     /// Of all frames, but for the edge: each message is whole in one.
-    pub(crate) header: Header,
+    pub(crate) head: [u8; HEAD_BYTES],
+    pub(crate) group: u64,
+    pub(crate) seq: u64,
     pub(crate) patience: Patience,
 }
 
@@ -47,16 +50,12 @@ impl Straight<'_> {
         }
     }
 
-    /// Waits for a frame.
-    #[inline]
-    fn await_frame(&self, peer: PeerId, env: &mut RunEnv<'_>) -> bool {
-        env.net.look(peer, self.patience.looks) || (self.patience.yields > 0 && self.yield_for_frame(peer, env))
-    }
-
     /// The rank that is to send may wait for this core, or sleep.
     #[cold]
     fn yield_for_frame(&self, peer: PeerId, env: &mut RunEnv<'_>) -> bool {
-        self.wake_peers(env);
+        if self.patience.yields > 0 {
+            self.wake_peers(env);
+        }
         (0..self.patience.yields).any(|_| {
             std::thread::yield_now();
             env.net.look(peer, self.patience.looks)
@@ -88,7 +87,7 @@ impl Straight<'_> {
         }
         let peer = env.members.peer(to);
         let Some(place) = env.net.reserve(peer, op.total as usize) else { return false };
-        self.head_of(op).emit(place.head);
+        *place.head = with_edge(&self.head, op.edge);
         self.local.read(src, 0, place.payload);
         env.net.commit_quietly(peer);
         env.members.take_eager(to, op.total);
@@ -98,22 +97,17 @@ impl Straight<'_> {
     #[inline]
     fn receive(&self, op: &PlanOp, from: Rank, env: &mut RunEnv<'_>) -> bool {
         let peer = env.members.peer(from);
-        if !self.await_frame(peer, env) {
+        if !env.net.look(peer, self.patience.looks) && !self.yield_for_frame(peer, env) {
             return false;
         }
         let Some(frame) = env.net.peek(peer) else { return false };
-        if *frame.head != self.head_of(op).to_bytes() || frame.payload.len() as u64 != op.total {
+        if !is_same_head(frame.head, &with_edge(&self.head, op.edge)) || frame.payload.len() as u64 != op.total {
             return false;
         }
         self.local.place(&op.kind, 0, frame.payload);
         env.net.release_quietly(peer);
-        env.members.saw(from, self.header.seq);
-        env.members.give_eager_back(from, op.total, self.header.group, env.net);
+        env.members.saw(from, self.seq);
+        env.members.give_eager_back(from, op.total, self.group, env.net);
         true
-    }
-
-    #[inline]
-    fn head_of(&self, op: &PlanOp) -> Header {
-        Header { edge: op.edge, ..self.header }
     }
 }

@@ -156,6 +156,20 @@ impl Header {
     }
 }
 
+/// The head of a frame that differs from `head` by its edge only.
+#[inline]
+pub fn with_edge(head: &[u8; HEAD_BYTES], edge: u32) -> [u8; HEAD_BYTES] {
+    let mut head = *head;
+    head[24..28].copy_from_slice(&edge.to_le_bytes());
+    head
+}
+
+/// Whether two heads are the same. The operator would call the C library, which for so few bytes takes longer.
+#[inline]
+pub fn is_same_head(a: &[u8; HEAD_BYTES], b: &[u8; HEAD_BYTES]) -> bool {
+    (0..HEAD_BYTES).step_by(8).fold(0, |differ, at| differ | (u64_at(a, at) ^ u64_at(b, at))) == 0
+}
+
 /// What all ranks of a call must agree on; compared as a whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Signature {
@@ -338,5 +352,18 @@ mod tests {
             let expected = (1..=10).contains(&code);
             assert_eq!(Kind::from_code(code).map(|kind| kind as u8), expected.then_some(code));
         }
+    }
+
+    #[test]
+    fn heads_that_differ_in_one_byte_are_not_the_same() {
+        let header = Header { group: 7, seq: 9, tag: 3, value: 11, ..Header::new(Kind::Whole) };
+        let head = header.to_bytes();
+        assert!(is_same_head(&head, &head));
+        for at in 0..HEAD_BYTES {
+            let mut other = head;
+            other[at] ^= 0x80;
+            assert!(!is_same_head(&head, &other), "byte {at}");
+        }
+        assert_eq!(with_edge(&head, 0x0102_0304), Header { edge: 0x0102_0304, ..header }.to_bytes());
     }
 }

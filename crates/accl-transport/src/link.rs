@@ -5,7 +5,7 @@ use std::os::fd::BorrowedFd;
 use accl_types::Result;
 
 /// Looks without a pause between them.
-const HASTY_LOOKS: u32 = 16;
+pub(crate) const HASTY_LOOKS: u32 = 16;
 
 /// Bytes of a frame's head.
 pub const HEAD_BYTES: usize = 40;

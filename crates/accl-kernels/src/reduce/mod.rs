@@ -140,6 +140,7 @@ impl Reducer {
         }
     }
 
+    #[inline]
     fn float_env(&self) -> Option<DefaultFloatEnv> {
         match self.dtype.class() {
             DtypeClass::Bool | DtypeClass::Integer | DtypeClass::Opaque => None,

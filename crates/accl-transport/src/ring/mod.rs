@@ -13,7 +13,7 @@ pub(crate) mod park;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
-use crate::link::{Frame, HEAD_BYTES, Place};
+use crate::link::{Frame, HASTY_LOOKS, HEAD_BYTES, Place};
 use crate::sync::{AtomicU64, Ordering};
 
 /// Grain of the ring. Two payloads never share a cache line, so that writing one does not disturb reading another.
@@ -260,6 +260,23 @@ impl<M: Memory> Reader<M> {
         Ok(self.peeked.is_some())
     }
 
+    /// Looks up to `looks` times whether the next frame's slot has changed.
+    #[inline]
+    pub(crate) fn await_word(&self, looks: u32) {
+        let word = self.memory.word(self.count as usize & (self.memory.slot_count() - 1));
+        let unchanged = self.previous();
+        for look in 1..looks {
+            // Relaxed: `find` looks again.
+            if word.load(Ordering::Relaxed) >> 32 != unchanged {
+                break;
+            }
+            // The first looks follow at once: what comes next is often on its way.
+            if look > HASTY_LOOKS {
+                std::hint::spin_loop();
+            }
+        }
+    }
+
     /// The frame that was found; the same one until it is released.
     #[inline]
     pub(crate) fn frame(&self) -> Option<Frame<'_>> {
@@ -308,10 +325,13 @@ impl<M: Memory> Reader<M> {
     /// A slot without news holds the word of the frame that was in it before.
     #[inline]
     fn check_previous(&self, word: u64) -> Result<(), Corrupt> {
-        let expected = match self.count.checked_sub(self.memory.slot_count() as u64) {
-            Some(previous) => word_of(previous, 0) >> 32,
-            None => 0,
-        };
-        if word >> 32 == expected { Ok(()) } else { Err(Corrupt) }
+        if word >> 32 == self.previous() { Ok(()) } else { Err(Corrupt) }
+    }
+
+    /// The number in the word of the frame that was in the next frame's slot before; 0 without one.
+    #[inline]
+    fn previous(&self) -> u64 {
+        let previous = self.count.checked_sub(self.memory.slot_count() as u64);
+        previous.map_or(0, |previous| word_of(previous, 0) >> 32)
     }
 }

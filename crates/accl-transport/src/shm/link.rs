@@ -193,6 +193,12 @@ unsafe impl Link for ShmLink {
     }
 
     #[inline]
+    fn await_frame(&mut self, looks: u32) -> Result<Option<Frame<'_>>> {
+        self.reader.await_word(looks);
+        self.peek()
+    }
+
+    #[inline]
     fn release(&mut self) {
         if std::mem::take(&mut self.shown) && self.reader.release() {
             self.wake_peer_if(ROOM);
