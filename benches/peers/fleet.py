@@ -15,7 +15,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import board
@@ -33,6 +34,23 @@ class Lost(Exception):
 
 class Refused(Exception):
     """A contender that does not offer what was asked."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where ranks run: what the command of one begins with, and what its environment has more."""
+
+    prefix: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self, program: Iterable[str]) -> list[str]:
+        """For a rank; by `env`, since a launcher starts the ranks of all hosts in one environment."""
+        more = ["env", *(f"{name}={value}" for name, value in self.environment.items())] if self.environment else []
+        return [*self.prefix, *more, *program]
+
+
+# Beside this driver.
+HERE = (Host(),)
 
 
 class Rank:
@@ -63,8 +81,10 @@ class Rank:
 class Crew:
     """The ranks of one contender."""
 
-    def __init__(self, contender: Contender, ranks: int, pinned: bool, names: dict[str, str]) -> None:
-        self.contender, self.ranks, self.pinned = contender, ranks, pinned
+    def __init__(
+        self, contender: Contender, ranks: int, pinned: bool, names: dict[str, str], hosts: Sequence[Host] = HERE
+    ) -> None:
+        self.contender, self.ranks, self.pinned, self.hosts = contender, ranks, pinned, hosts
         self.folder = Path(tempfile.mkdtemp(prefix=f"accl-peers-{contender.name}-", dir=shared_memory()))
         self.errors = (self.folder / "errors").open("w+")
         self.board: mmap.mmap = board.create(self.folder / "board")
@@ -99,7 +119,9 @@ class Crew:
         def program(rank: int) -> list[str]:
             core = cores[rank] if self.pinned else -1
             place = [str(self.folder), str(rank), str(ranks), str(core)]
-            return [*filled(one.program, rank), *place, *filled(one.after, rank)]
+            # Neighbours share a host, as launchers have it.
+            host = self.hosts[rank * len(self.hosts) // ranks]
+            return host.command([*filled(one.program, rank), *place, *filled(one.after, rank)])
 
         def environment(rank: int) -> dict[str, str]:
             return dict(zip(one.environment, filled(one.environment.values(), rank)))
@@ -205,13 +227,14 @@ def shared_memory() -> str | None:
 
 
 class Fleet:
-    """Crews of one number of ranks. A context manager: whatever happens, no process stays."""
+    """Crews of one number of ranks on the same hosts. A context manager: whatever happens, no process stays."""
 
-    def __init__(self, ranks: int, say: Callable[[str], None]) -> None:
-        self.ranks, self.say = ranks, say
+    def __init__(self, ranks: int, say: Callable[[str], None], hosts: Sequence[Host] = HERE) -> None:
+        self.ranks, self.say, self.hosts = ranks, say, hosts
         # Ranks have a core each, or none has one.
         self.pinned = ranks <= len(os.sched_getaffinity(0))
         self.crews: dict[str, Crew] = {}
+        self.words = f"{ranks} ranks" + (f" on {len(hosts)} hosts" if len(hosts) > 1 else "")
         # Contenders that are not up, with the reason.
         self.missing: dict[str, str] = {}
         self.versions: dict[str, str] = {}
@@ -230,9 +253,9 @@ class Fleet:
             if name in self.crews or name in self.missing:
                 continue
             contender = BY_NAME[name]
-            self.say(f"start {contender.title}, {self.ranks} ranks")
+            self.say(f"start {contender.title}, {self.words}")
             try:
-                self.crews[name] = crew = Crew(contender, self.ranks, self.pinned, names)
+                self.crews[name] = crew = Crew(contender, self.ranks, self.pinned, names, self.hosts)
                 crew.gather(time.monotonic() + START_S)
                 crew.signal(signal.SIGSTOP)
                 self.versions[name] = crew.version
