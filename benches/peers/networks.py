@@ -1,0 +1,153 @@
+"""Two network namespaces joined by a veth pair, on which ranks of one machine meet as ranks of two hosts do.
+
+Owns names, addresses, shaping and the end of all of it, and how fast a plain TCP connection is over the same link. Who
+runs there is not known here. Memory, files and clocks are those of the machine: ranks meet on the board as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .build import Unavailable, finish
+from .fleet import Host
+
+BULK = Path(__file__).resolve().parent / "ranks" / "bulk.py"
+NAMED = Path("/run/netns")
+PREFIX = "accl-peers-"
+# Each namespace has its own, so that one name does for all.
+INTERFACE = "peers0"
+# Of the block that is set aside for benchmarks (RFC 2544), so nobody else's route goes there.
+ADDRESSES = ("198.18.0.1", "198.18.0.2")
+SHAPED_BITS = 10**9
+# A millisecond of the rate: less, and a timer that is late costs throughput; more, and small messages see no limit.
+BURST_BYTES = 128 << 10
+# A queue that ranks cannot fill: the limit is to delay, not to drop.
+QUEUE_MS = 100
+COMMAND_S = 20
+# A second over the shaped link.
+BULK_BYTES = 120 << 20
+BULK_S = 60
+NUMBERS = itertools.count()
+
+
+@dataclass(frozen=True)
+class Link:
+    """The two ends. Ranks are started on `hosts`."""
+
+    namespaces: tuple[str, ...]
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """How a rank is started there; gloo has to be told where to listen."""
+        return tuple(Host(inside(name), {"GLOO_SOCKET_IFNAME": INTERFACE}) for name in self.namespaces)
+
+    @property
+    def congestion_control(self) -> str:
+        """Which one TCP has here: the machine's."""
+        setting = "/proc/sys/net/ipv4/tcp_congestion_control"
+        return command([*inside(self.namespaces[0]), "cat", setting]).strip()
+
+    def goodput(self, turns: int) -> list[float]:
+        """Bytes per second of a plain TCP connection that sends both ways at once: of each turn, the slower way."""
+        cores = sorted(os.sched_getaffinity(0))
+        server, client = (
+            [*inside(name), sys.executable, str(BULK), ADDRESSES[0], str(BULK_BYTES), str(turns), str(core)]
+            for name, core in zip(self.namespaces, itertools.cycle(cores))
+        )
+        with contextlib.ExitStack() as ends:
+            listening = ends.enter_context(started(server))
+            port = listening.stdout.readline().strip()
+            if not port:
+                raise Unavailable("the plain TCP transfer does not start")
+            seconds = [seconds_of(one) for one in (listening, ends.enter_context(started([*client, port])))]
+        return [BULK_BYTES / max(turn) for turn in zip(*seconds)]
+
+
+@contextlib.contextmanager
+def joined(shaped: bool = False) -> Iterator[Link]:
+    """Makes a link, and removes it whatever happens; whoever runs there has to be gone by then."""
+    if os.geteuid() != 0:
+        raise Unavailable("only root can make network namespaces")
+    for program in ("ip", "tc") if shaped else ("ip",):
+        if shutil.which(program) is None:
+            raise Unavailable(f"`{program}` is not there; it is part of iproute2")
+    sweep()
+    number = next(NUMBERS)
+    names = tuple(f"{PREFIX}{os.getpid()}-{number}{end}" for end in "ab")
+    try:
+        for name in names:
+            command(["ip", "netns", "add", name])
+        ends = [["name", INTERFACE, "netns", name] for name in names]
+        # Interfaces go with their namespaces.
+        command(["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]])
+        for name, address in zip(names, ADDRESSES):
+            for change in changes(address, shaped):
+                command([*inside(name), *change.split()])
+        yield Link(names)
+    finally:
+        remove(names)
+
+
+def changes(address: str, shaped: bool) -> Iterator[str]:
+    """What a namespace needs that has an interface."""
+    # Ranks of one host meet over it, unless they share memory.
+    yield "ip link set lo up"
+    yield f"ip link set {INTERFACE} addrgenmode none"
+    yield f"ip address add {address}/30 dev {INTERFACE}"
+    yield f"ip link set {INTERFACE} up"
+    if shaped:
+        limit = f"rate {SHAPED_BITS}bit burst {BURST_BYTES} latency {QUEUE_MS}ms"
+        yield f"tc qdisc add dev {INTERFACE} root tbf {limit}"
+
+
+def inside(name: str) -> tuple[str, ...]:
+    """What a command begins with that runs in a namespace."""
+    return ("ip", "netns", "exec", name)
+
+
+def command(words: Sequence[str]) -> str:
+    """Runs one that makes a part of the link, or asks about it."""
+    return finish(list(words), "no network can be made", COMMAND_S)
+
+
+def remove(names: Sequence[str]) -> None:
+    """Removes the namespaces that are there."""
+    for name in names:
+        if (NAMED / name).exists():
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=COMMAND_S)
+
+
+def sweep() -> None:
+    """Removes what a driver has left that was killed."""
+    for path in NAMED.glob(f"{PREFIX}*"):
+        driver = path.name.removeprefix(PREFIX).partition("-")[0]
+        if not Path("/proc", driver).exists():
+            remove([path.name])
+
+
+@contextlib.contextmanager
+def started(words: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """An end of the plain transfer."""
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def seconds_of(process: subprocess.Popen[str]) -> list[float]:
+    """What an end has measured."""
+    try:
+        return json.loads(process.communicate(timeout=BULK_S)[0])
+    except (subprocess.TimeoutExpired, ValueError):
+        raise Unavailable("the plain TCP transfer does not end") from None

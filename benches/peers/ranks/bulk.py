@@ -1,0 +1,72 @@
+"""One end of a plain TCP transfer, both ways at once: what a link can do, without any library.
+
+Started as `bulk.py ADDRESS BYTES TURNS CORE [PORT]`. Without PORT it listens and prints the port; at the end it prints
+the seconds of each turn, in which it has sent and received BYTES.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+
+PIECE_BYTES = 256 << 10
+# The other end may have died.
+LIMIT_S = 60
+
+
+def main() -> None:
+    """Meets the other end before each turn."""
+    address, count, turns, core = sys.argv[1], *map(int, sys.argv[2:5])
+    os.sched_setaffinity(0, [core])
+    other = connect(address, int(sys.argv[5])) if len(sys.argv) > 5 else accept(address)
+    other.settimeout(LIMIT_S)
+    print(json.dumps([turn(other, count) for _ in range(turns)]))
+
+
+def accept(address: str) -> socket.socket:
+    """The first who comes."""
+    with socket.create_server((address, 0)) as listener:
+        listener.settimeout(LIMIT_S)
+        print(listener.getsockname()[1], flush=True)
+        return listener.accept()[0]
+
+
+def connect(address: str, port: int) -> socket.socket:
+    """To who listens."""
+    return socket.create_connection((address, port), timeout=LIMIT_S)
+
+
+def turn(other: socket.socket, count: int) -> float:
+    """Seconds until all is sent and received."""
+    receive(other, 1, lambda: send(other, 1))
+    begin = time.monotonic()
+    receive(other, count, lambda: send(other, count))
+    return time.monotonic() - begin
+
+
+def send(other: socket.socket, count: int) -> None:
+    """So many bytes."""
+    piece = memoryview(bytes(PIECE_BYTES))
+    while count:
+        count -= other.send(piece[:count])
+
+
+def receive(other: socket.socket, count: int, meanwhile) -> None:
+    """So many bytes, while another thread does something."""
+    beside = threading.Thread(target=meanwhile, daemon=True)
+    beside.start()
+    piece = bytearray(PIECE_BYTES)
+    while count:
+        got = other.recv_into(memoryview(piece)[:count])
+        if not got:
+            raise EOFError("the other end is gone")
+        count -= got
+    beside.join()
+
+
+if __name__ == "__main__":
+    main()
