@@ -17,11 +17,11 @@ from typing import Any
 
 from . import machine
 from .arguments import parse
-from .build import ROOT, Workshop, make_sketch
+from .build import ROOT, Unavailable, Workshop, make_sketch
 from .measure import FULL, QUICK, Effort
 from .placement import Placement
 from .progress import Progress
-from .report import Bench, closing
+from .report import Bench, as_rows, closing
 from .sections import BY_NAME
 
 
@@ -48,7 +48,13 @@ def main() -> int:
                 bench.placement = watch(shop, asked.exchange_ns, progress.say)
                 for name in asked.sections:
                     progress.say(BY_NAME[name].title)
-                    results["sections"][name] = record(bench, name)
+                    fresh = record(bench, name)
+                    if reason := fresh["data"].get("unmeasured"):
+                        # What was measured before stays.
+                        progress.say(f"not measured: {reason}")
+                        results["sections"].setdefault(name, fresh)
+                    else:
+                        results["sections"][name] = fresh
                     save(results, kept)
     print(page.write(results, asked.output))
     return 0
@@ -57,7 +63,10 @@ def main() -> int:
 def record(bench: Bench, name: str) -> dict[str, Any]:
     """A section's figures with all that they depend on."""
     bench.versions, bench.missing, bench.ticks = {}, {}, (0, 0, 0)
-    data = BY_NAME[name].collect(bench)
+    try:
+        data = BY_NAME[name].collect(bench)
+    except Unavailable as why:
+        data = as_rows([]) | {"unmeasured": str(why)}
     total, others, stolen = bench.ticks
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),

@@ -123,7 +123,8 @@ def remove(names: Sequence[str]) -> None:
     """Removes the namespaces that are there."""
     for name in names:
         if (NAMED / name).exists():
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=COMMAND_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=COMMAND_S)
 
 
 def sweep() -> None:

@@ -41,6 +41,9 @@ def write(results: dict[str, Any], docs: Path) -> Path:
         lines = [f"## {section.title}", "", section.text, ""]
         for table in tables:
             lines += [*table.lines(), ""]
+        if reason := record["data"].get("unmeasured"):
+            parts.append([*lines, f"This section could not be measured on {record['date']}: {reason}."])
+            continue
         for plot in section.plots(record["data"]):
             draw(plot, folder / f"{plot.name}.svg")
             lines += [f"![{plot.title}](performance/{plot.name}.svg)", ""]

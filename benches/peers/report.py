@@ -5,13 +5,14 @@ bar for each of its claims, and plots. `sections/__init__.py` lists them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import networks
 from .build import Workshop
 from .contenders import BY_NAME, CONTENDERS
-from .fleet import Fleet
+from .fleet import HERE, Fleet, Host
 from .machine import Quiet
 from .measure import Cell, Effort, Figure, measure
 from .placement import Placement
@@ -38,11 +39,13 @@ class Bench:
     # Of all cores, of other processes, taken by the host.
     ticks: tuple[float, ...] = (0, 0, 0)
 
-    def figures(self, ranks: int, wanted: Sequence[str], cells: Iterable[Cell]) -> list[Figure]:
+    def figures(
+        self, ranks: int, wanted: Sequence[str], cells: Iterable[Cell], hosts: Sequence[Host] = HERE
+    ) -> list[Figure]:
         """Measures cells by those of `wanted` that take part in this run."""
-        if self.fleet is None or self.fleet.ranks != ranks:
+        if self.fleet is None or (self.fleet.ranks, self.fleet.hosts) != (ranks, hosts):
             self.close()
-            self.fleet = Fleet(ranks, self.say)
+            self.fleet = Fleet(ranks, self.say, hosts)
         taking_part = [name for name in wanted if name in self.contenders]
         self.fleet.start([name for name in taking_part if name not in self.shop.missing], self.shop.names)
         crews = [*self.fleet.crews.values(), *([self.placement.crew] if self.placement else [])]
@@ -53,8 +56,17 @@ class Bench:
         for name in taking_part:
             reason = self.shop.missing.get(name) or self.fleet.missing.get(name)
             if reason:
-                self.missing[name] = f"with {ranks} ranks: {reason}"
+                self.missing[name] = f"with {self.fleet.words}: {reason}"
         return figures
+
+    @contextlib.contextmanager
+    def network(self, shaped: bool = False) -> Iterator[networks.Link]:
+        """A link to measure over; whoever runs on its hosts ends before it does."""
+        with networks.joined(shaped) as link:
+            try:
+                yield link
+            finally:
+                self.close()
 
     def close(self) -> None:
         """Ends whoever is up."""
