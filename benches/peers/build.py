@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .contenders import BY_NAME
+from .contenders import BY_NAME, FORCED
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).resolve().parent / "ranks"
@@ -26,7 +26,7 @@ DOWNLOAD_S = 900
 
 
 class Unavailable(Exception):
-    """Why a contender cannot take part, as a clause for the page."""
+    """Why a contender cannot take part, or a section be measured, as a clause for the page."""
 
 
 @dataclass
@@ -266,4 +266,5 @@ MAKERS: dict[str, Callable[[Workshop], None]] = {
     "gloo": make_gloo,
     "noop": make_noop,
     "deepspeed": make_deepspeed,
+    **{f"accl_{algorithm}": make_accl_torch for algorithm in FORCED},
 }

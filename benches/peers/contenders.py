@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 
 
 class Level(Enum):
@@ -39,23 +40,37 @@ class Contender:
 TORCH_RANK = str(Path(__file__).resolve().parent / "ranks" / "torch_rank.py")
 
 
-def through_torch(name: str, title: str, note: str = "", at_home: bool = False) -> Contender:
+def through_torch(
+    name: str,
+    title: str,
+    note: str = "",
+    at_home: bool = False,
+    backend: str = "",
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Contender:
     """A row for `torch_rank.py`."""
-    program = ("{python}", TORCH_RANK)
-    environment = {"OMP_NUM_THREADS": "1"}
     return Contender(
         name,
         title,
         Level.TORCH,
-        program,
-        (name.removesuffix("_torch"), "{libraries}"),
-        (),
-        environment,
-        (),
-        at_home,
-        note,
+        ("{python}", TORCH_RANK),
+        (backend or name, "{libraries}"),
+        environment={"OMP_NUM_THREADS": "1", **environment},
+        at_home=at_home,
+        note=note,
     )
 
+
+def with_algorithm(algorithm: str) -> Contender:
+    """accl told which algorithm to take."""
+    environment = {"ACCL_ALGORITHM": f"all_reduce={algorithm}"}
+    note = f"`ACCL_ALGORITHM=all_reduce={algorithm}`"
+    name, title = f"accl_{algorithm}", f"accl through torch, `{algorithm}`"
+    return through_torch(name, title, note, at_home=True, backend="accl", environment=environment)
+
+
+# For sections that compare algorithms.
+FORCED = ("two_level", "recursive_doubling", "ring")
 
 # Ranks pin themselves, all in the same way; so launchers must not.
 CONTENDERS = (
@@ -101,10 +116,11 @@ CONTENDERS = (
         },
         note="`CCL_ATL_TRANSPORT=ofi`, `CCL_WORKER_OFFLOAD=0`: its worker threads would take the ranks' cores",
     ),
-    through_torch("accl_torch", "accl through torch", at_home=True),
+    through_torch("accl_torch", "accl through torch", at_home=True, backend="accl"),
     through_torch("gloo", "gloo through torch", at_home=True),
     through_torch("noop", "no-op through torch", "`benches/peers/ranks/noop.cpp`, a c10d backend that does nothing"),
     through_torch("deepspeed", "DeepSpeed's op", "`csrc/cpu/comm/shm*.cpp` of its package, called as a torch op"),
+    *map(with_algorithm, FORCED),
 )
 
 BY_NAME = {contender.name: contender for contender in CONTENDERS}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from ..report import Section
-from . import all_reduce, collectives, costs, four_ranks, outstanding, sixteen_bits
+from . import all_reduce, collectives, costs, four_ranks, outstanding, sixteen_bits, tcp, two_hosts
 
 SECTIONS: tuple[Section, ...] = (
     all_reduce.SECTION,
     four_ranks.SECTION,
+    *tcp.ALL,
+    *two_hosts.ALL,
     *collectives.ALL,
     sixteen_bits.SECTION,
     outstanding.SECTION,

@@ -1,0 +1,73 @@
+"""all_reduce of float32 between four ranks on two hosts: what the two-level algorithm gains over those that know no hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..contenders import title_of
+from ..networks import SHAPED_BITS
+from ..report import Bench, Figures, Plot, Section, as_rows, cells_of
+from ..tables import Bar, Table, ratio
+
+RANKS = 4
+CELLS = cells_of("all_reduce")
+TWO_LEVEL = "accl_two_level"
+# The best of those that know no hosts, on such a link: few steps for small messages, few bytes for large ones.
+FLAT = ("accl_recursive_doubling", "accl_ring")
+WANTED = ("accl_torch", TWO_LEVEL, *FLAT, "gloo")
+TIMES = 1.0
+
+
+def table_of(figures: Figures, first: str) -> Table:
+    """Microseconds, then the bars."""
+    table = figures.table(CELLS, first)
+    best = [figures.best(FLAT, cell) for cell in CELLS]
+    table.row("better flat one", (title_of(one[0]).split(", ")[1] if one else "" for one in best))
+    add_times(table, "better flat one / two_level", figures, [one[1] if one else None for one in best])
+    add_times(table, "gloo / two_level", figures, [figures.us("gloo", cell) for cell in CELLS])
+    return table
+
+
+def add_times(table: Table, label: str, figures: Figures, slow: Sequence[float | None]) -> None:
+    """How many times two_level is faster."""
+    times = (ratio(us, figures.us(TWO_LEVEL, cell)) for us, cell in zip(slow, CELLS))
+    table.row(label, (Bar(value, at_least=TIMES) for value in times))
+
+
+def section(name: str, title: str, link: str, text: str, shaped: bool) -> Section:
+    """A section for one kind of link."""
+
+    def collect(bench: Bench) -> dict[str, Any]:
+        with bench.network(shaped) as made:
+            return as_rows(bench.figures(RANKS, WANTED, CELLS, made.hosts))
+
+    def tables(data: dict[str, Any]) -> list[Table]:
+        return [table_of(Figures(data["figures"]), f"4 ranks on 2 hosts, {link}, us")]
+
+    def plots(data: dict[str, Any]) -> list[Plot]:
+        return [Figures(data["figures"]).plot(name, f"all_reduce, float32, 4 ranks on 2 hosts, {link}", CELLS)]
+
+    return Section(name, title, text + BARS_TEXT, collect, tables, plots)
+
+
+BARS_TEXT = "Bars: `two_level` is faster than the better of `recursive_doubling` and `ring`, which know no hosts, and than gloo."
+ALL = (
+    section(
+        "two_hosts",
+        "all_reduce, four ranks on two hosts",
+        "veth",
+        (
+            "float32 sums. Two ranks in each of two network namespaces of this machine, which a veth pair joins: accl takes a "
+            "namespace for a host, shares memory inside and has TCP between. Ranks are unpinned where there are fewer cores. "
+        ),
+        shaped=False,
+    ),
+    section(
+        "two_hosts_shaped",
+        "all_reduce, four ranks on two hosts over 1 Gbit/s",
+        "1 Gbit/s",
+        f"The same over a link that a token bucket at both ends limits to {SHAPED_BITS / 1e9:g} Gbit/s each way. ",
+        shaped=True,
+    ),
+)
