@@ -1,5 +1,5 @@
-"""Shows that the machinery works, with what a build of this repository has anyway: starts, turns, checks, ends. Looks at no
-time.
+"""Shows that the machinery works, with what a build of this repository has anyway: starts, turns, checks, ends, also over a
+network. Looks at no time of a call.
 """
 
 from __future__ import annotations
@@ -7,35 +7,74 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .build import Workshop
-from .fleet import Fleet
+from . import networks
+from .build import Unavailable, Workshop
+from .fleet import HERE, Fleet, Host
 from .measure import TINY, Cell, measure
 
 CONTENDERS = ("accl", "sketch", "gloo")
+# The sketch is for shared memory.
+ON_HOSTS = ("accl", "gloo")
 CELL = Cell("all_reduce", "float32", 4096)
+TOLD = (Host(environment={"ACCL_HOST_ID": "one"}), Host(environment={"ACCL_HOST_ID": "other"}))
 
 
 def run() -> int:
     """The exit code."""
-    complaints = []
     with tempfile.TemporaryDirectory() as folder:
         shop = Workshop(Path(folder), print, online=False)
         shop.prepare(CONTENDERS)
-        complaints += [f"{name}: {reason}" for name, reason in shop.missing.items()]
-        with Fleet(2, print) as fleet:
-            fleet.start(CONTENDERS, shop.names)
-            figures = measure(fleet, [CELL], CONTENDERS, TINY, lambda cell, name: None)
-            pids = [rank.pid for crew in fleet.crews.values() for rank in crew.members]
-            complaints += [f"{name}: {reason}" for name, reason in fleet.missing.items()]
-    measured = {figure.contender for figure in figures if figure.us > 0}
-    complaints += [f"{name}: no figure" for name in CONTENDERS if name not in measured]
-    complaints += [f"process {pid} has stayed" for pid in pids if alive(pid)]
+        complaints = [f"{name}: {reason}" for name, reason in shop.missing.items()]
+        complaints += turns(shop, CONTENDERS)
+        complaints += turns(shop, ("accl",), TOLD, told)
+        complaints += over_a_network(shop)
     for complaint in complaints:
         print(complaint, file=sys.stderr)
-    print(f"peers: {len(measured)} contenders took turns, {len(complaints)} complaints")
+    print(f"peers: {len(CONTENDERS)} contenders were to take turns, {len(complaints)} complaints")
     return int(bool(complaints))
+
+
+def turns(
+    shop: Workshop,
+    wanted: Sequence[str],
+    hosts: Sequence[Host] = HERE,
+    where: Callable[[int], str] = lambda pid: "",
+) -> list[str]:
+    """Complaints about a fleet that measures a cell; `where` tells the host of a process."""
+    with Fleet(2, print, hosts) as fleet:
+        fleet.start(wanted, shop.names)
+        pids = [rank.pid for crew in fleet.crews.values() for rank in crew.members]
+        seen = {where(pid) for pid in pids}
+        figures = measure(fleet, [CELL], wanted, TINY, lambda cell, name: None)
+        complaints = [f"{name}, {fleet.words}: {reason}" for name, reason in fleet.missing.items()]
+    measured = {figure.contender for figure in figures if figure.us > 0}
+    complaints += [f"{name}, {fleet.words}: no figure" for name in wanted if name not in measured]
+    complaints += [f"ranks ran on {sorted(seen)}"] if len(seen) != len(hosts) else []
+    return complaints + [f"process {pid} has stayed" for pid in pids if alive(pid)]
+
+
+def over_a_network(shop: Workshop) -> list[str]:
+    """Complaints about ranks in two namespaces, where this may make them."""
+    try:
+        with networks.joined(shaped=True) as link:
+            complaints = turns(shop, ON_HOSTS, link.hosts, lambda pid: os.readlink(f"/proc/{pid}/ns/net"))
+            [goodput] = link.goodput(1)
+    except Unavailable as why:
+        print(f"SKIPPED ranks over a network: {why}")
+        return []
+    # A token bucket lets more through than its rate only at first.
+    if 8 * goodput > 1.1 * networks.SHAPED_BITS:
+        complaints.append(f"a link of {networks.SHAPED_BITS} bit/s has {8 * goodput:.0f}")
+    return complaints + [f"{name} has stayed" for name in link.namespaces if (networks.NAMED / name).exists()]
+
+
+def told(pid: int) -> str:
+    """The host that a process was told it is on."""
+    words = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return next((word for word in words if word.startswith("ACCL_HOST_ID=")), "")
 
 
 def alive(pid: int) -> bool:
