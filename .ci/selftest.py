@@ -17,7 +17,9 @@ sys.dont_write_bytecode = True
 from peers import compare
 from peers.alias import Alias, plain
 
-from benches.peers import placement, tables
+from benches.peers import fleet, placement, tables
+from benches.peers.report import as_rows
+from benches.peers.sections import tcp, two_hosts
 
 
 def script(name: str) -> ModuleType:
@@ -165,6 +167,17 @@ class Bars(unittest.TestCase):
         found = placement.clusters_of([60, 200, 62, 61, 210, 58])
         self.assertEqual([round(one.ns) for one in found], [60, 205])
         self.assertTrue(found[0].has(70) and not found[0].has(205))
+
+    def test_a_host_is_told_by_prefix_and_environment(self) -> None:
+        host = fleet.Host(("ip", "netns", "exec", "a"), {"X": "1"})
+        self.assertEqual(host.command(["rank", "0"]), ["ip", "netns", "exec", "a", "env", "X=1", "rank", "0"])
+        self.assertEqual(fleet.HERE[0].command(["rank"]), ["rank"])
+
+    def test_a_network_that_cannot_be_made_leaves_every_bar_open(self) -> None:
+        for section in (*tcp.ALL, *two_hosts.ALL):
+            with self.subTest(section.name):
+                bars = [bar for table in section.tables(as_rows([])) for bar in table.bars]
+                self.assertEqual({bar.met for bar in bars}, {None})
 
 
 if __name__ == "__main__":
