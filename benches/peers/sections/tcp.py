@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from ..measure import Cell
-from ..networks import SHAPED_BITS
+from ..networks import CONGESTION_CONTROL, SHAPED_BITS
 from ..report import Bench, Figures, Plot, Section, as_rows, cells_of
 from ..tables import Bar, Table, ratio
 
@@ -25,7 +25,7 @@ GOODPUT_TURNS = 5
 def collect(bench: Bench) -> dict[str, Any]:
     """Everyone, all sizes."""
     with bench.network() as link:
-        return as_rows(bench.figures(RANKS, WANTED, CELLS, link.hosts)) | {"congestion": link.congestion_control}
+        return as_rows(bench.figures(RANKS, WANTED, CELLS, link.hosts))
 
 
 def collect_shaped(bench: Bench) -> dict[str, Any]:
@@ -34,21 +34,13 @@ def collect_shaped(bench: Bench) -> dict[str, Any]:
         before = link.goodput(GOODPUT_TURNS)
         figures = bench.figures(RANKS, WANTED, CELLS, link.hosts)
         goodput = [round(one) for one in (*before, *link.goodput(GOODPUT_TURNS))]
-        return as_rows(figures) | {"congestion": link.congestion_control, "goodput": goodput}
-
-
-def table_of(figures: Figures, data: dict[str, Any], first: str) -> Table:
-    """Microseconds."""
-    table = figures.table(CELLS, first)
-    if "congestion" in data:
-        table.caption = f"TCP with {data['congestion']} congestion control, as the machine has it."
-    return table
+        return as_rows(figures) | {"goodput": goodput}
 
 
 def tables(data: dict[str, Any]) -> list[Table]:
     """One table: microseconds, then the bars."""
     figures = Figures(data["figures"])
-    table = table_of(figures, data, "2 ranks over a network, us")
+    table = figures.table(CELLS, "2 ranks over a network, us")
     figures.add_times(table, TIMES_LABEL, "gloo", "accl_torch", CELLS, TIMES_GLOO)
     return [table]
 
@@ -56,7 +48,7 @@ def tables(data: dict[str, Any]) -> list[Table]:
 def tables_shaped(data: dict[str, Any]) -> list[Table]:
     """The same, with the link's goodput."""
     figures = Figures(data["figures"])
-    table = table_of(figures, data, "2 ranks over 1 Gbit/s, us")
+    table = figures.table(CELLS, "2 ranks over 1 Gbit/s, us")
     goodput = statistics.median(data["goodput"]) if data.get("goodput") else None
     if goodput:
         least, most = (f"{8 * value / 1e6:.0f}" for value in (min(data["goodput"]), max(data["goodput"])))
@@ -91,8 +83,9 @@ ALL = (
         title="all_reduce over a network, two ranks",
         text=(
             "float32 sums. The ranks are in two network namespaces of this machine, which a veth pair joins, each on a core "
-            "of its own; so the network is as fast as the kernel, whose work is on the same cores, and below counts as that of other "
-            "processes where no rank is billed for it. Bars: through torch at least "
+            f"of its own; TCP has {CONGESTION_CONTROL} congestion control, Linux's default. So the network is as fast as the "
+            "kernel, whose work is on the same cores, and below counts as that of other processes where no rank is billed for "
+            "it. Bars: through torch at least "
             f"{TIMES_GLOO[0]} times faster than gloo up to 64 KiB and {TIMES_GLOO[-1]} times at 64 MiB, and no slower between."
         ),
         collect=collect,
