@@ -25,6 +25,11 @@ use crate::shape::Shape;
 /// Local work done per step, so that receiving and sending alternate with it. In bytes.
 const LOCAL_STEP: u64 = 256 << 10;
 
+/// Segments granted beyond what can be placed. Within a host one suffices; between hosts a grant takes its time, and what
+/// is under way meanwhile keeps the connection busy.
+const AHEAD_NEAR: u64 = 1;
+const AHEAD_FAR: u64 = 8;
+
 /// Bytes that are placed and passed on in turns: few enough for the innermost cache, with room for what they come from.
 const TILE: usize = 8 << 10;
 
@@ -433,10 +438,11 @@ impl Run {
             }
             return;
         }
-        // One segment more than can be placed: it would be copied aside. Without that, two ranks that both send before
-        // they receive into the same place would wait for each other.
+        // More than can be placed: it would be copied aside. Without that, two ranks that both send before they receive into
+        // the same place would wait for each other.
         let wanted = state.grant_wanted || (total > env.segment && limit.is_some());
-        let grant = total.min(limit.unwrap_or(0) + env.segment);
+        let ahead = if env.net.is_cheap_to_look_at(env.members.peer(from)) { AHEAD_NEAR } else { AHEAD_FAR };
+        let grant = total.min(limit.unwrap_or(0) + ahead * env.segment);
         let worth = grant == total || grant >= state.granted + env.segment;
         if wanted && grant > state.granted && grant > state.arrived && worth {
             state.granted = grant;

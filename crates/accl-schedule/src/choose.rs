@@ -305,6 +305,17 @@ mod tests {
     }
 
     #[test]
+    fn a_long_buffer_is_not_swapped_in_place_segment_by_segment() {
+        for topology in [Topology::flat(2), Topology::new(vec![0, 1])] {
+            let chooser = chooser(&topology, &[]);
+            for bytes in [1 << 22, 1 << 26] {
+                let row = chooser.choose(Collective::AllReduce, bytes, true).unwrap();
+                assert_ne!(row.name, "recursive_doubling", "{bytes}");
+            }
+        }
+    }
+
+    #[test]
     fn the_last_rule_that_fits_wins() {
         let rules = [
             rule(Collective::AllReduce, "ring", 0, u64::MAX),

@@ -52,13 +52,16 @@ pub struct Phase {
     pub arriving: Arriving,
     /// Messages of all ranks in all.
     pub all: Reach,
+    /// What arrives takes the place of what is being sent: its segments are granted one by one.
+    pub swaps: bool,
 }
 
 impl Phase {
     /// One exchange after the other, in each of which a rank sends one message and receives one.
     pub fn exchange(times: u32, all: Reach, part: Fraction, arriving: Arriving) -> Phase {
         let one = Ends::of(1, all);
-        Phase { chain: Ends::of(times, all), times, sends: one, recvs: one, part, arriving, all: all.times(times) }
+        let (chain, all) = (Ends::of(times, all), all.times(times));
+        Phase { chain, times, sends: one, recvs: one, part, arriving, all, swaps: false }
     }
 
     /// As [`Phase::exchange`] of one time, with so many steps on the longest chain.
@@ -107,6 +110,12 @@ impl Phase {
         Phase { sends: Ends::of(sends, self.all), recvs: Ends::of(recvs, self.all), ..self }
     }
 
+    /// The same in place: what a rank receives overwrites what it sends.
+    #[must_use]
+    pub fn swapping(self) -> Phase {
+        Phase { swaps: true, ..self }
+    }
+
     /// Every member sends a message to each of the first `owners` members, or gets one from each.
     pub fn to_owners(among: Among, owners: u32, part: Fraction) -> Phase {
         Phase::all_pairs(among, owners, owners - 1, among.size() - 1, part, Arriving::Reduced)
@@ -124,7 +133,8 @@ impl Phase {
             Ends { near: count - far, far }
         };
         let chain = Ends::of(u32::from(all.sum() > 0), all);
-        Phase { chain, times: 1, sends: far(sends), recvs: far(recvs), part, arriving, all }
+        let (sends, recvs) = (far(sends), far(recvs));
+        Phase { chain, times: 1, sends, recvs, part, arriving, all, swaps: false }
     }
 
     /// Messages of the busiest rank in all: sent and received.

@@ -72,6 +72,8 @@ struct Message {
     latency: u128,
     /// Both ends of its first segment.
     first: u128,
+    /// Of a segment that needs a grant of its own.
+    grant: u128,
 }
 
 impl Prices {
@@ -152,7 +154,9 @@ impl Prices {
         let one_sided = phase.sends.sum() == 0 || phase.recvs.sum() == 0;
         let other_end = if one_sided { longest.first / 2 } else { 0 };
         let latency = if phase.chain.sum() > 0 { longest.latency } else { 0 };
-        let work = latency + once + later * u128::from(phase.times.saturating_sub(1)) + other_end;
+        // A grant goes out and one comes in, and the sender has waited for it.
+        let grants = if phase.swaps { (frames - 1) * u128::from(phase.times) * longest.grant } else { 0 };
+        let work = latency + once + later * u128::from(phase.times.saturating_sub(1)) + other_end + grants;
 
         let links = count(phase.chain, near.latency + near.first, far.latency + far.first);
         let chain = links + once - once / frames;
@@ -196,12 +200,14 @@ impl Prices {
             };
         let frame = u128::from(link.frame_ps);
         let frames = u128::from(self.frames(len)) * frame;
+        let latency = u128::from(link.latency_ps) + u128::from(wire_ps);
         Message {
             send: frames + per_kib(sent, len),
             relay: frames + per_kib(relayed, len),
             recv: frames + per_kib(received, len),
-            latency: u128::from(link.latency_ps) + u128::from(wire_ps),
+            latency,
             first: 2 * frame + per_kib(relayed + received, len.min(self.placement.segment_bytes)),
+            grant: 2 * frame + latency,
         }
     }
 

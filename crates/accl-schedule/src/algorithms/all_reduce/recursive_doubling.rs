@@ -21,7 +21,7 @@ pub const ROW: Algorithm = Algorithm {
     bytes_formula: "ceil(log2 n)",
     cost: |n, topology| {
         let (among, all) = (Among::World(topology), Fraction::WHOLE);
-        let core = halving::phases(among, floor_power_of_two(n), |_| all, Arriving::Reduced).rev();
+        let core = halving::phases(among, floor_power_of_two(n), |_| all, Arriving::Reduced).rev().map(Phase::swapping);
         let leave = fold::leave(among, added_steps(n).saturating_sub(1), all);
         Cost::of([fold::enter(among, all)].into_iter().chain(core).chain([leave]))
     },
