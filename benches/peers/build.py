@@ -265,6 +265,7 @@ MAKERS: dict[str, Callable[[Workshop], None]] = {
     "accl_torch": make_accl_torch,
     "gloo": make_gloo,
     "noop": make_noop,
+    "noop_yielding": make_noop,
     "deepspeed": make_deepspeed,
     **{f"accl_{algorithm}": make_accl_torch for algorithm in FORCED},
 }

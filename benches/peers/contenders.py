@@ -119,6 +119,11 @@ CONTENDERS = (
     through_torch("accl_torch", "accl through torch", at_home=True, backend="accl"),
     through_torch("gloo", "gloo through torch", at_home=True),
     through_torch("noop", "no-op through torch", "`benches/peers/ranks/noop.cpp`, a c10d backend that does nothing"),
+    through_torch(
+        "noop_yielding",
+        "no-op through torch, yielding",
+        "the same, and after each call the rank gives its core away: what it costs that ranks of one core take turns",
+    ),
     through_torch("deepspeed", "DeepSpeed's op", "`csrc/cpu/comm/shm*.cpp` of its package, called as a torch op"),
     *map(with_algorithm, FORCED),
 )
