@@ -112,9 +112,9 @@ def inside(name: str) -> tuple[str, ...]:
     return ("ip", "netns", "exec", name)
 
 
-def command(words: Sequence[str]) -> str:
-    """Runs one that makes a part of the link, or asks about it."""
-    return finish(list(words), "no network can be made", COMMAND_S)
+def command(words: Sequence[str]) -> None:
+    """Runs one that makes a part of the link."""
+    finish(list(words), "no network can be made", COMMAND_S)
 
 
 def remove(names: Sequence[str]) -> None:

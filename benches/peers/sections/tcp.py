@@ -52,7 +52,7 @@ def tables_shaped(data: dict[str, Any]) -> list[Table]:
     goodput = statistics.median(data["goodput"]) if data.get("goodput") else None
     if goodput:
         least, most = (f"{8 * value / 1e6:.0f}" for value in (min(data["goodput"]), max(data["goodput"])))
-        table.caption += f" A plain transfer both ways has {8 * goodput / 1e6:.0f} Mbit/s each way ({least} to {most})."
+        table.caption = f"A plain transfer both ways has {8 * goodput / 1e6:.0f} Mbit/s each way ({least} to {most})."
     table.row("accl through torch, share of the plain transfer", (share_of(figures, cell, goodput) for cell in CELLS))
     figures.add_times(table, TIMES_LABEL, "gloo", "accl_torch", CELLS, [TIMES_GLOO_SHAPED] * len(CELLS))
     return [table]
