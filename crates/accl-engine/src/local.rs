@@ -16,28 +16,26 @@ use crate::plan::{PlanOpKind, Region};
 #[derive(Default)]
 pub(crate) struct Local {
     buffers: Buffers,
-    reducer: Option<Reducer>,
-    /// Bytes of one element; 1 for calls that only move data.
-    elem: usize,
+    /// With the size of an element; none for calls that only move data.
+    reducer: Option<(Reducer, usize)>,
 }
 
 impl Local {
     /// `reducer` comes with the size of an element.
     pub(crate) fn new(buffers: Buffers, reducer: Option<(Reducer, usize)>) -> Self {
-        let (reducer, elem) = reducer.map_or((None, 1), |(reducer, elem)| (Some(reducer), elem));
-        Self { buffers, reducer, elem }
+        Self { buffers, reducer }
     }
 
     /// As [`Local::new`] with the addresses of the call's tensors; `false` where they do not suffice.
     #[inline]
     pub(crate) fn take_addresses(&mut self, desc: &CallDesc, rank: Rank, reducer: Option<(Reducer, usize)>) -> bool {
-        (self.reducer, self.elem) = reducer.map_or((None, 1), |(reducer, elem)| (Some(reducer), elem));
+        self.reducer = reducer;
         self.buffers.take_addresses(desc, rank.index())
     }
 
     /// Bytes of one element; 1 for calls that only move data.
     pub(crate) fn elem_bytes(&self) -> usize {
-        self.elem
+        self.reducer.as_ref().map_or(1, |(_, elem)| *elem)
     }
 
     /// Memory of the call, to be changed before it begins.
@@ -112,7 +110,7 @@ impl Local {
         mut at: u64,
         mut payload: &[u8],
     ) {
-        let Some(reducer) = &self.reducer else { unreachable!("a reduction has a reducer") };
+        let Some((reducer, elem)) = &self.reducer else { unreachable!("a reduction has a reducer") };
         while !payload.is_empty() {
             let (to, mine) = (dst.at(at), local.at(at));
             let len = (to.len.min(mine.len) as usize).min(payload.len());
@@ -123,7 +121,7 @@ impl Local {
             };
             // SAFETY: both extents hold at least `len` bytes in pieces that stay valid until the call ends; chunks and
             // segments are whole elements; `to` equals `mine` or lies apart from it by the schedule's checker.
-            unsafe { reducer.pair(to, a, b, len / self.elem, kernel_finish(finish)) };
+            unsafe { reducer.pair(to, a, b, len / elem, kernel_finish(finish)) };
             payload = &payload[len..];
             at += len as u64;
         }
@@ -149,7 +147,7 @@ impl Local {
     }
 
     fn reduce(&self, dst: &Region, srcs: &[Region], finish: Finish, mut at: u64, n: u64) {
-        let Some(reducer) = &self.reducer else { unreachable!("a reduction has a reducer") };
+        let Some((reducer, elem)) = &self.reducer else { unreachable!("a reduction has a reducer") };
         let end = at + n;
         while at < end {
             let to = dst.at(at);
@@ -163,7 +161,7 @@ impl Local {
             // SAFETY: every operand and the result hold `len` bytes that stay valid until the call ends; the result is
             // one of the operands or apart from them by the schedule's checker.
             unsafe {
-                reducer.many(self.buffers.address(&to), &operands, len as usize / self.elem, kernel_finish(finish));
+                reducer.many(self.buffers.address(&to), &operands, len as usize / elem, kernel_finish(finish));
             }
             at += len;
         }

@@ -438,13 +438,16 @@ impl Run {
             }
             return;
         }
+        let wanted = state.grant_wanted || (total > env.segment && limit.is_some());
+        if !wanted {
+            return;
+        }
         // More than can be placed: it would be copied aside. Without that, two ranks that both send before they receive into
         // the same place would wait for each other.
-        let wanted = state.grant_wanted || (total > env.segment && limit.is_some());
         let ahead = if env.net.is_cheap_to_look_at(env.members.peer(from)) { AHEAD_NEAR } else { AHEAD_FAR };
         let grant = total.min(limit.unwrap_or(0) + ahead * env.segment);
         let worth = grant == total || grant >= state.granted + env.segment;
-        if wanted && grant > state.granted && grant > state.arrived && worth {
+        if grant > state.granted && grant > state.arrived && worth {
             state.granted = grant;
             let mut header = Header::new(Kind::Grant);
             header.group = self.call.group_id;

@@ -5,7 +5,21 @@ use std::os::fd::BorrowedFd;
 use accl_types::Result;
 
 /// Looks without a pause between them.
-pub(crate) const HASTY_LOOKS: u32 = 16;
+const HASTY_LOOKS: u32 = 16;
+
+/// Looks until something is there, but for the last of `looks`, which the caller makes itself.
+#[inline]
+pub(crate) fn look_until(looks: u32, mut is_there: impl FnMut() -> bool) {
+    for look in 1..looks {
+        if is_there() {
+            break;
+        }
+        // The first looks follow at once: what comes next is often on its way.
+        if look > HASTY_LOOKS {
+            std::hint::spin_loop();
+        }
+    }
+}
 
 /// Bytes of a frame's head.
 pub const HEAD_BYTES: usize = 40;
@@ -62,15 +76,7 @@ pub unsafe trait Link: Send {
     /// # Errors
     /// As [`Link::peek`].
     fn await_frame(&mut self, looks: u32) -> Result<Option<Frame<'_>>> {
-        for look in 1..looks {
-            if self.peek()?.is_some() {
-                break;
-            }
-            // The first looks follow at once: what comes next is often on its way.
-            if look > HASTY_LOOKS {
-                std::hint::spin_loop();
-            }
-        }
+        look_until(looks, || !matches!(self.peek(), Ok(None)));
         self.peek()
     }
 

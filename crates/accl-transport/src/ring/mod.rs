@@ -13,7 +13,7 @@ pub(crate) mod park;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
-use crate::link::{Frame, HASTY_LOOKS, HEAD_BYTES, Place};
+use crate::link::{Frame, HEAD_BYTES, Place, look_until};
 use crate::sync::{AtomicU64, Ordering};
 
 /// Grain of the ring. Two payloads never share a cache line, so that writing one does not disturb reading another.
@@ -265,16 +265,8 @@ impl<M: Memory> Reader<M> {
     pub(crate) fn await_word(&self, looks: u32) {
         let word = self.memory.word(self.count as usize & (self.memory.slot_count() - 1));
         let unchanged = self.previous();
-        for look in 1..looks {
-            // Relaxed: `find` looks again.
-            if word.load(Ordering::Relaxed) >> 32 != unchanged {
-                break;
-            }
-            // The first looks follow at once: what comes next is often on its way.
-            if look > HASTY_LOOKS {
-                std::hint::spin_loop();
-            }
-        }
+        // Relaxed: `find` looks again.
+        look_until(looks, || word.load(Ordering::Relaxed) >> 32 != unchanged);
     }
 
     /// The frame that was found; the same one until it is released.
