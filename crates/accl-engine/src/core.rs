@@ -21,6 +21,10 @@ use crate::straight::Patience;
 
 /// Frames taken off one link before the others have their turn.
 const FRAMES_PER_TURN: usize = 32;
+/// A frame of a call that has yet to be made here stays on its link for this many passes in which nothing moves, when it
+/// has this many bytes: the call is likely to come soon, and takes it from there without a copy.
+const PASSES_HELD: u32 = 32;
+const MIN_HELD_BYTES: usize = 2 << 10;
 /// Looks at all links before the end of a group is heeded: peers that go on sending must not put it off for ever.
 const MAX_ROUNDS: usize = 1000;
 /// Calls that may end one after the other without a look at the links.
@@ -67,6 +71,8 @@ pub(crate) struct Core {
     causes: Vec<(PeerId, Header, Vec<u8>)>,
     /// Calls in a row that ended when they were made: nobody has looked at the links meanwhile.
     silent: u32,
+    /// Passes in a row in which nothing moved.
+    idle: u32,
     /// Until when the driver is parked in the poller, if it is.
     pub(crate) parked: Option<Instant>,
 }
@@ -96,6 +102,7 @@ impl Core {
             overrun: HashSet::new(),
             causes: Vec::new(),
             silent: 0,
+            idle: 0,
             ended: HashSet::new(),
             pool,
             segment,
@@ -205,8 +212,14 @@ impl Core {
         self.silent += 1;
         if self.silent >= MAX_SILENT {
             self.silent = 0;
-            self.pass(Instant::now());
+            self.pass_whole(Instant::now());
         }
+    }
+
+    /// As [`Core::pass`], and leaves no frame on a link: for whoever will not look again soon.
+    pub(crate) fn pass_whole(&mut self, now: Instant) -> bool {
+        self.idle = PASSES_HELD;
+        self.pass(now)
     }
 
     fn pass_unguarded(&mut self, now: Instant) -> bool {
@@ -220,12 +233,14 @@ impl Core {
         }
         moved |= self.advance(now);
         moved |= self.net.flush_all();
+        self.idle = if moved { 0 } else { self.idle.saturating_add(1) };
         moved
     }
 
     /// Fails groups whose end was announced, after everything that had arrived before is handled: a rank tells of the end
     /// on its own link, and what completes a call may lie on another.
     fn heed_causes(&mut self, now: Instant) {
+        self.idle = PASSES_HELD;
         for _ in 0..MAX_ROUNDS {
             let mut moved = false;
             for id in self.net.ids() {
@@ -284,6 +299,10 @@ impl Core {
             // SAFETY: used up to `end_frame` only.
             let frame = unsafe { frame.get() };
             match Header::parse(frame.head) {
+                Ok(header) if self.is_held(&header, frame.payload) => {
+                    self.net.leave_frame();
+                    break;
+                }
                 Ok(header) => self.on_frame(id, &header, frame.payload, now),
                 Err(error) => self.net.mark_gone(id, error),
             }
@@ -291,6 +310,13 @@ impl Core {
             moved = true;
         }
         moved
+    }
+
+    /// Whether a frame stays on its link for now.
+    fn is_held(&self, header: &Header, payload: &[u8]) -> bool {
+        payload.len() >= MIN_HELD_BYTES
+            && self.idle < PASSES_HELD
+            && self.groups.get(&header.group).is_some_and(|group| group.is_early(header))
     }
 
     fn on_frame(&mut self, peer: PeerId, header: &Header, payload: &[u8], now: Instant) {

@@ -84,7 +84,7 @@ impl Engine {
     /// One pass, waiting for the lock.
     pub(crate) fn pass_now(&self) {
         let mut core = self.core.lock();
-        core.pass(Instant::now());
+        core.pass_whole(Instant::now());
         let wake = core.must_wake_driver(None);
         drop(core);
         self.wake_driver_if(wake);
@@ -268,7 +268,7 @@ impl Engine {
         let now = Instant::now();
         let until = {
             let mut core = self.core.lock();
-            if core.pass(now) {
+            if core.pass(now) || core.pass_whole(now) {
                 return;
             }
             core.check(now);

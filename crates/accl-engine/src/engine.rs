@@ -218,7 +218,7 @@ impl Engine {
             let mut endpoint = parts.endpoint.lock();
             let missing: Vec<usize> = self.with_core(|core| {
                 // A peer that went and came back has a link that is dead and does not know it yet.
-                core.pass(Instant::now());
+                core.pass_whole(Instant::now());
                 core.check(Instant::now());
                 (0..cards.len()).filter(|&rank| core.net.find(&cards[rank].card).is_none()).collect()
             });

@@ -166,7 +166,8 @@ impl Group {
             let started = core.with_group(self.id, now, |group, hands| {
                 let call = start(group, hands)?;
                 group.advance(hands);
-                Ok((call, deadline(desc, group, now).map(|deadline| deadline.min(now + INQUIRE_AFTER))))
+                let look_by = deadline(desc, group, now).map(|deadline| deadline.min(now + INQUIRE_AFTER));
+                Ok((call, look_by.into_iter().chain(group.begin_by()).min()))
             });
             core.net.flush_all();
             started

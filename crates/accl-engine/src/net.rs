@@ -127,6 +127,11 @@ impl Net {
         Ok(frame)
     }
 
+    /// Leaves a frame where it is: it comes again.
+    pub(crate) fn leave_frame(&mut self) {
+        self.handling = None;
+    }
+
     /// Ends the handling of a frame.
     #[inline]
     pub(crate) fn end_frame(&mut self, id: PeerId) {

@@ -104,6 +104,8 @@ pub(crate) struct Plan {
     pub(crate) scratch_bytes: u64,
     /// Bytes of the longest operation.
     pub(crate) longest: u64,
+    /// Bytes of all operations together.
+    pub(crate) work: u64,
     /// An order in which the operations can be run one after the other: what needs no peer as early as possible.
     pub(crate) straight: Option<Box<[u32]>>,
     /// Whether anything is received.
@@ -175,6 +177,7 @@ impl Plan {
         Self {
             algorithm,
             longest,
+            work: ops.iter().map(|op| op.total).sum(),
             peers,
             straight: is_short.then(|| straight_order(&ops)),
             ops,

@@ -89,6 +89,8 @@ pub(crate) struct Run {
     local: Local,
     ops: Vec<OpState>,
     remaining: usize,
+    /// It has had a pass.
+    pub(crate) begun: bool,
     work: VecDeque<u32>,
     /// Sends that found no room.
     stalled: Vec<u32>,
@@ -122,6 +124,7 @@ impl Run {
             local,
             ops,
             remaining,
+            begun: false,
             work: VecDeque::new(),
             stalled: Vec::new(),
         };
@@ -147,6 +150,7 @@ impl Run {
 
     /// Does all that can be done now. Returns whether anything was.
     pub(crate) fn advance(&mut self, env: &mut RunEnv<'_>) -> bool {
+        self.begun = true;
         // Later operations first: what they send has been touched last, and it is what peers can finish with.
         let mut stalled = std::mem::take(&mut self.stalled);
         stalled.sort_unstable_by(|a, b| b.cmp(a));

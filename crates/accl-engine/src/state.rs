@@ -24,6 +24,14 @@ use crate::run::{INQUIRY, Run, RunEnv};
 use crate::shape::{Shape, Shapes};
 use crate::straight::{Patience, Straight};
 
+/// A call begins once the earlier ones in flight have no more than this left to do, in bytes of all their operations:
+/// their tensors share the cache then, and none of them waits for the others' turns. Within a host the links need no more
+/// to be busy; between hosts a lot must be under way.
+const AT_ONCE_NEAR: u64 = 64 << 10;
+const AT_ONCE_FAR: u64 = 8 << 20;
+/// It begins anyway when the group has stood still for so long: another rank may wait for it first.
+const STANDSTILL: Duration = Duration::from_millis(1);
+
 /// A frame of a call that this rank has not made yet.
 struct Early {
     from: Rank,
@@ -43,6 +51,9 @@ pub(crate) struct GroupState {
     pub(crate) plans: Plans,
     pub(crate) p2p: P2p,
     runs: BTreeMap<u64, Run>,
+    /// When a call in flight last moved, and whether one has yet to begin.
+    moved_at: Instant,
+    withholds: bool,
     early: BTreeMap<u64, Vec<Early>>,
     history: History,
     /// Number of the next collective.
@@ -119,6 +130,8 @@ impl GroupState {
             plans,
             p2p: P2p::new(world),
             runs: BTreeMap::new(),
+            moved_at: Instant::now(),
+            withholds: false,
             early: BTreeMap::new(),
             history: History::default(),
             next_seq: 0,
@@ -151,7 +164,12 @@ impl GroupState {
     /// The earliest deadline of a call in flight.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let runs = self.runs.values().filter_map(|run| [run.deadline, run.inquire_at].into_iter().flatten().min());
-        runs.chain(self.p2p.messages().filter_map(|message| message.deadline)).min()
+        runs.chain(self.p2p.messages().filter_map(|message| message.deadline)).chain(self.begin_by()).min()
+    }
+
+    /// When calls that have not begun do so at the latest.
+    pub(crate) fn begin_by(&self) -> Option<Instant> {
+        self.withholds.then(|| self.moved_at + STANDSTILL)
     }
 
     // ---- submission
@@ -248,6 +266,9 @@ impl GroupState {
             }
         }
         let call = run.call.clone();
+        if self.runs.is_empty() {
+            self.moved_at = hands.now;
+        }
         self.runs.insert(seq, run);
         if let Some(error) = failure {
             self.fail(call.placed(error), hands, Tell::Peers);
@@ -270,6 +291,16 @@ impl GroupState {
     }
 
     // ---- frames
+
+    /// Whether the call has yet to be made on this rank.
+    fn is_to_come(&self, seq: u64) -> bool {
+        seq >= self.next_seq || self.reserved.contains(&seq)
+    }
+
+    /// Whether a frame is of a call that has yet to be made here, so that it would have to be copied aside.
+    pub(crate) fn is_early(&self, header: &Header) -> bool {
+        matches!(header.kind, Kind::Begin | Kind::Whole) && self.poison.is_none() && self.is_to_come(header.seq)
+    }
 
     /// Handles a frame of this group.
     pub(crate) fn on_frame(&mut self, from: Rank, header: &Header, payload: &[u8], hands: &mut Hands<'_>) {
@@ -353,10 +384,14 @@ impl GroupState {
                 run.on_grant(from, header.edge, header.value);
                 return Ok(());
             }
+            // What it sends goes first: it may send from where the data is to be placed.
+            if !run.begun {
+                run.advance(&mut env!(self, hands));
+            }
+            self.moved_at = hands.now;
             return run.on_data(from, header, data, &mut env!(self, hands));
         }
-        let ended = seq < self.next_seq && !self.reserved.contains(&seq);
-        if !ended {
+        if self.is_to_come(seq) {
             // The rest of a message is sent only when it was granted.
             if header.kind == Kind::Data {
                 return Err(Error::protocol(format!("rank {from} sent part of call {seq}, which has not begun")));
@@ -391,17 +426,30 @@ impl GroupState {
 
     // ---- progress
 
-    /// Advances all calls in flight and ends those that are complete. Returns whether anything moved.
+    /// Advances the calls in flight, early ones first, and ends those that are complete. Returns whether anything moved.
     pub(crate) fn advance(&mut self, hands: &mut Hands<'_>) -> bool {
         let mut moved = false;
         let mut ended: Vec<u64> = Vec::new();
+        let at_once = self.at_once(hands);
+        let mut before = 0;
+        self.withholds = false;
         for (&seq, run) in &mut self.runs {
+            // One that another rank has made begin goes on.
+            if before > at_once && !run.begun {
+                self.withholds = true;
+                continue;
+            }
             if run.is_busy() {
                 moved |= run.advance(&mut env!(self, hands));
             }
             if run.is_complete() {
                 ended.push(seq);
+            } else {
+                before += run.plan.work;
             }
+        }
+        if moved {
+            self.moved_at = hands.now;
         }
         for seq in ended {
             if let Some(mut run) = self.runs.remove(&seq) {
@@ -418,6 +466,16 @@ impl GroupState {
             moved = true;
         }
         moved
+    }
+
+    /// How much the calls in flight may have left to do while others begin.
+    fn at_once(&mut self, hands: &Hands<'_>) -> u64 {
+        let stands_still = hands.now >= self.moved_at + STANDSTILL;
+        match self.is_near(hands.net) {
+            _ if stands_still => u64::MAX,
+            true => AT_ONCE_NEAR,
+            false => AT_ONCE_FAR,
+        }
     }
 
     /// Fails the group when a call's deadline passed or a rank that a call needs has gone.

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use accl_engine::Mode;
-use accl_testkit::{Fabric, Member, Rng, World, WorldOptions, finish};
-use accl_types::ReduceOp;
+use accl_engine::{Blocks, CallDesc, Mode};
+use accl_testkit::{Fabric, Member, Rng, World, WorldOptions, calls, finish};
+use accl_types::{Collective, Dtype, Rank, ReduceOp};
 
 const FABRICS: &[Fabric] = &[Fabric::Loopback(3), Fabric::Shm, Fabric::Tcp];
 
@@ -88,6 +88,87 @@ fn asynchronous_calls_end_although_nobody_waits() {
 }
 
 #[test]
+fn many_calls_of_all_sizes_are_outstanding_together() {
+    for &fabric in FABRICS {
+        // Whole segments, so that frames which come before their call are left on the link for a while.
+        let world = World::new(WorldOptions::new(3).over(fabric).timeout(Duration::from_secs(30)));
+        world.engines.iter().for_each(|engine| engine.without_tick());
+        world.run("g", |member| {
+            let mut rng = Rng::new(7);
+            let counts: Vec<usize> = (0..60).map(|_| [0, 1, 700, 20_000, 150_000][rng.below(5) as usize]).collect();
+            let mut buffers: Vec<Vec<f32>> = counts.iter().map(|&count| vec![1.0; count]).collect();
+            let mut calls = Vec::new();
+            for (index, data) in buffers.iter_mut().enumerate() {
+                if index % 20 == 7 * member.rank {
+                    std::thread::park_timeout(Duration::from_millis(2));
+                }
+                let desc = member.all_reduce_desc(data, ReduceOp::Sum, Mode::Async);
+                calls.push(member.group.submit(desc).unwrap());
+            }
+            // The last first on one rank.
+            if member.rank == 1 {
+                calls.reverse();
+            }
+            calls.iter().for_each(|call| finish(call).unwrap());
+            assert!(buffers.iter().flatten().all(|&x| x == 3.0), "{fabric:?}, rank {}", member.rank);
+        });
+    }
+}
+
+#[test]
+fn a_call_begins_although_an_earlier_one_waits_for_it() {
+    for &fabric in FABRICS {
+        let world = world(2, fabric);
+        world.run("g", |member| {
+            let first = member.group.reserve_seqs(2).unwrap();
+            let (mut sum, mut sent) = (vec![1.0_f32; 300_000], vec![member.rank as f32; 300_000]);
+            let mut all_reduce = member.all_reduce_desc(&mut sum, ReduceOp::Sum, Mode::Async);
+            all_reduce.seq = Some(first);
+            let mut broadcast = CallDesc::new(Collective::Broadcast, Dtype::F32);
+            broadcast.outputs = Blocks::of(calls::write(&mut sent));
+            (broadcast.root, broadcast.seq, broadcast.mode) = (Rank(1), Some(first + 1), Mode::Async);
+            // Rank 0 makes the sum only when it has what rank 1 sends after it.
+            let made = if member.rank == 0 {
+                let broadcast = member.group.submit(broadcast).unwrap();
+                finish(&broadcast).unwrap();
+                vec![member.group.submit(all_reduce).unwrap()]
+            } else {
+                [all_reduce, broadcast].map(|desc| member.group.submit(desc).unwrap()).to_vec()
+            };
+            made.iter().for_each(|call| finish(call).unwrap());
+            assert!(sum.iter().all(|&x| x == 2.0) && sent.iter().all(|&x| x == 1.0), "{fabric:?}");
+        });
+    }
+}
+
+#[test]
+fn frames_of_a_call_that_is_not_made_yet_hold_nothing_up() {
+    for &fabric in FABRICS {
+        let world = World::new(WorldOptions::new(2).over(fabric).timeout(Duration::from_secs(30)));
+        world.engines.iter().for_each(|engine| engine.without_tick());
+        let [early, late] = ["early", "late"].map(|name| world.run(name, |member| member));
+        std::thread::scope(|scope| {
+            for rank in 0..2 {
+                let (early, late) = (&early[rank], &late[rank]);
+                scope.spawn(move || {
+                    for round in 0..20 {
+                        let mut data = vec![1.0_f32; 5000];
+                        let call = |data: &mut Vec<f32>| {
+                            early.group.submit(early.all_reduce_desc(data, ReduceOp::Sum, Mode::Async)).unwrap()
+                        };
+                        // One rank's frames of this call lie on the link before those of the others.
+                        let ahead = (round % 2 == rank).then(|| call(&mut data));
+                        sum_ones(late, 5000);
+                        finish(&ahead.unwrap_or_else(|| call(&mut data))).unwrap();
+                        assert!(data.iter().all(|&x| x == 2.0), "{fabric:?}, round {round}");
+                    }
+                });
+            }
+        });
+    }
+}
+
+#[test]
 fn a_late_rank_wakes_a_parked_one() {
     for &fabric in FABRICS {
         world(2, fabric).run("g", |member| {
@@ -130,25 +211,4 @@ fn callbacks_may_submit_and_wait() {
         assert_eq!(depths, (0..9).collect::<Vec<_>>());
         finish(&call).unwrap();
     });
-}
-
-#[test]
-fn groups_cost_neither_threads_nor_descriptors() {
-    let world = world(2, Fabric::Shm);
-    let count = |path: &str| std::fs::read_dir(path).unwrap().count();
-    let mut groups = vec![world.run("first", |member| member)];
-    world.run("warm", |member| sum_ones(&member, 10));
-    let before = count("/proc/self/fd");
-    for index in 0..200 {
-        groups.push(world.run(&format!("g{index}"), |member| {
-            sum_ones(&member, 10);
-            member
-        }));
-    }
-    // Threads of the test itself come and go; descriptors are ours alone.
-    let after = count("/proc/self/fd");
-    assert!(after <= before + 4, "{before} descriptors before and {after} after 200 groups");
-    for members in groups.iter().rev().step_by(20) {
-        std::thread::scope(|scope| members.iter().for_each(|member| drop(scope.spawn(|| sum_ones(member, 5)))));
-    }
 }
