@@ -1,15 +1,16 @@
-//! AVX-512: 64-byte vectors. float16 is as with AVX2.
+//! AVX-512: 64-byte vectors. The 16-bit floats are as with AVX2.
 
 use std::mem::MaybeUninit;
 
-use super::avx2::F16x8;
+use super::avx2::{Bf16x16, F16x16};
 use super::{Arch, Isa, ReduceKernels, Row, ScaleKernels, arch};
 use crate::reduce::lanes::{FloatLanes, Lanes, LastOn, OpOn};
 use crate::reduce::{loops, select};
 
 arch!(
     Avx512,
-    F16x8,
+    F16x16,
+    Bf16x16,
     "avx512",
     || {
         !cfg!(miri)

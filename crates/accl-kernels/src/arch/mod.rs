@@ -141,6 +141,8 @@ pub(crate) struct ScaleKernels {
 pub(crate) trait Arch {
     /// How float16 is handled.
     type F16: FloatLanes;
+    /// How bfloat16 is handled.
+    type Bf16: FloatLanes;
 
     fn reduce_kernels<V: Lanes, O: OpOn<V>, F: LastOn<V>>() -> ReduceKernels;
     fn scale_kernels<V: FloatLanes>() -> ScaleKernels;
@@ -148,7 +150,7 @@ pub(crate) trait Arch {
 
 /// Implements [`Arch`] for `$arch` by functions with the given attributes around the loops, and defines its `ROW`.
 macro_rules! arch {
-    ($arch:ident, $f16:ty, $description:literal, $available:expr, $(#[$feature:meta])*) => {
+    ($arch:ident, $f16:ty, $bf16:ty, $description:literal, $available:expr, $(#[$feature:meta])*) => {
         pub(super) const ROW: Row = Row {
             isa: Isa::$arch,
             description: $description,
@@ -162,6 +164,7 @@ macro_rules! arch {
 
         impl Arch for $arch {
             type F16 = $f16;
+            type Bf16 = $bf16;
 
             fn reduce_kernels<V: Lanes, O: OpOn<V>, F: LastOn<V>>() -> ReduceKernels {
                 ReduceKernels {

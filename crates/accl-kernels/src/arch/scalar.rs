@@ -3,7 +3,7 @@
 use std::mem::MaybeUninit;
 
 use super::{Arch, Isa, ReduceKernels, Row, ScaleKernels, arch};
-use crate::reduce::lanes::{F16, FloatLanes, Lanes, LastOn, OpOn};
+use crate::reduce::lanes::{Bf16x2, F16, FloatLanes, Lanes, LastOn, OpOn};
 use crate::reduce::{loops, select};
 
-arch!(Scalar, F16, "scalar", || true,);
+arch!(Scalar, F16, Bf16x2, "scalar", || true,);

@@ -11,7 +11,7 @@ use super::float16;
 pub(crate) const BLOCK: usize = 512;
 
 /// Accumulators of a block: the elements behind the last group have theirs behind the others.
-pub(crate) const SLOTS: usize = BLOCK + 8;
+pub(crate) const SLOTS: usize = BLOCK + 16;
 
 /// A group of `COUNT` elements of one type: how they lie in memory and which registers hold them.
 pub(crate) trait Lanes {
@@ -284,26 +284,26 @@ single!(Bf16, u16, f32, value => float16::widen_bf16(value), result => float16::
 /// vectorised loop needs no shuffles for them.
 pub(crate) struct Bf16x2;
 
-/// Two float32 that go through the same operations.
+/// Two registers that go through the same operations.
 #[derive(Clone, Copy)]
-pub(crate) struct Twice(f32, f32);
+pub(crate) struct Twice<R>(pub(crate) R, pub(crate) R);
 
 impl Lanes for Bf16x2 {
     const COUNT: usize = 2;
     const SIZE_BYTES: usize = 2;
     type Acc = f32;
-    type Reg = Twice;
+    type Reg = Twice<f32>;
     type Tail = Bf16;
 
     #[inline(always)]
-    unsafe fn load(src: *const u8) -> Twice {
+    unsafe fn load(src: *const u8) -> Twice<f32> {
         // SAFETY: the caller's promise of two elements.
         let word = unsafe { src.cast::<u32>().read_unaligned() };
         Twice(f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000))
     }
 
     #[inline(always)]
-    unsafe fn store(dst: *mut u8, value: Twice) {
+    unsafe fn store(dst: *mut u8, value: Twice<f32>) {
         let low = u32::from(float16::narrow_bf16(value.0));
         let high = float16::round_bf16(value.1) & 0xffff_0000;
         // SAFETY: the caller's promise of two elements.
@@ -312,13 +312,13 @@ impl Lanes for Bf16x2 {
 
     // The first elements of the words in one half of the block, the second ones in the other.
     #[inline(always)]
-    unsafe fn load_acc(slots: *const f32, slot: usize) -> Twice {
+    unsafe fn load_acc(slots: *const f32, slot: usize) -> Twice<f32> {
         // SAFETY: the caller's promise: `slot < BLOCK`.
         unsafe { Twice(slots.add(slot / 2).read(), slots.add((BLOCK + slot) / 2).read()) }
     }
 
     #[inline(always)]
-    unsafe fn store_acc(slots: *mut f32, slot: usize, value: Twice) {
+    unsafe fn store_acc(slots: *mut f32, slot: usize, value: Twice<f32>) {
         // SAFETY: the caller's promise: `slot < BLOCK`.
         unsafe {
             slots.add(slot / 2).write(value.0);
@@ -327,7 +327,7 @@ impl Lanes for Bf16x2 {
     }
 }
 
-impl ArithReg for Twice {
+impl<R: ArithReg> ArithReg for Twice<R> {
     #[inline(always)]
     fn add(self, other: Self) -> Self {
         Twice(self.0.add(other.0), self.1.add(other.1))
@@ -339,7 +339,7 @@ impl ArithReg for Twice {
     }
 }
 
-impl OrderReg for Twice {
+impl<R: OrderReg> OrderReg for Twice<R> {
     #[inline(always)]
     fn min(self, other: Self) -> Self {
         Twice(OrderReg::min(self.0, other.0), OrderReg::min(self.1, other.1))
@@ -351,7 +351,7 @@ impl OrderReg for Twice {
     }
 }
 
-impl FloatReg for Twice {
+impl<R: FloatReg> FloatReg for Twice<R> {
     #[inline(always)]
     fn div_scalar(self, divisor: f64) -> Self {
         Twice(self.0.div_scalar(divisor), self.1.div_scalar(divisor))

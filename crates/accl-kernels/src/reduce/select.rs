@@ -3,8 +3,7 @@
 use accl_types::{Dtype, ReduceOp};
 
 use super::lanes::{
-    And, ArithReg, Bf16x2, Bool, Complex, Divide, FloatLanes, Keep, Lanes, Max, Min, Op, Or, OrderReg, Product, Sum,
-    Xor,
+    And, ArithReg, Bool, Complex, Divide, FloatLanes, Keep, Lanes, Max, Min, Op, Or, OrderReg, Product, Sum, Xor,
 };
 use crate::arch::{Arch, ReduceKernels, ScaleKernels};
 
@@ -30,7 +29,7 @@ pub(crate) fn select<A: Arch>(op: ReduceOp, dtype: Dtype) -> Option<Selected> {
         Dtype::U64 => integer::<A, u64, u64>(op),
         Dtype::I64 => integer::<A, i64, u64>(op),
         Dtype::F16 => float::<A, A::F16>(op),
-        Dtype::BF16 => float::<A, Bf16x2>(op),
+        Dtype::BF16 => float::<A, A::Bf16>(op),
         Dtype::F32 => float::<A, f32>(op),
         Dtype::F64 => float::<A, f64>(op),
         Dtype::C64 => complex::<A, f32>(op),
@@ -52,7 +51,7 @@ pub(crate) fn select<A: Arch>(op: ReduceOp, dtype: Dtype) -> Option<Selected> {
 pub(crate) fn select_scale<A: Arch>(dtype: Dtype) -> Option<ScaleKernels> {
     match dtype {
         Dtype::F16 => Some(A::scale_kernels::<A::F16>()),
-        Dtype::BF16 => Some(A::scale_kernels::<Bf16x2>()),
+        Dtype::BF16 => Some(A::scale_kernels::<A::Bf16>()),
         Dtype::F32 | Dtype::C64 => Some(A::scale_kernels::<f32>()),
         Dtype::F64 | Dtype::C128 => Some(A::scale_kernels::<f64>()),
         Dtype::Bool
