@@ -161,6 +161,15 @@ impl Blocks {
         (0..self.len()).filter_map(|index| self.get(index))
     }
 
+    /// The tensor of a list that is one block of one tensor.
+    #[inline]
+    pub(crate) fn alone(&self) -> Option<&TensorDesc> {
+        match &self.pieces[..] {
+            [tensor] if self.ends.len() == 1 => Some(tensor),
+            _ => None,
+        }
+    }
+
     /// Where each block ends among the pieces.
     #[inline]
     pub(crate) fn ends(&self) -> &[u32] {

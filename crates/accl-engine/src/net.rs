@@ -168,16 +168,10 @@ impl Net {
         self.peer(id).link.as_ref().is_some_and(|link| link.is_cheap_to_look_at())
     }
 
-    /// Whether a frame comes while it looks for one up to `looks` times. Errors are left to a pass.
+    /// The next frame, if it comes while this looks for it up to `looks` times. Errors are left to a pass.
     #[inline]
-    pub(crate) fn look(&mut self, id: PeerId, looks: u32) -> bool {
-        self.link(id).is_some_and(|link| matches!(link.await_frame(looks), Ok(Some(_))))
-    }
-
-    /// The next frame, if it is there. Errors are left to a pass.
-    #[inline]
-    pub(crate) fn peek(&mut self, id: PeerId) -> Option<Frame<'_>> {
-        self.link(id)?.peek().ok()?
+    pub(crate) fn await_frame(&mut self, id: PeerId, looks: u32) -> Option<Frame<'_>> {
+        self.link(id)?.await_frame(looks).ok()?
     }
 
     /// As [`Net::commit`]; [`Net::wake`] follows soon.

@@ -11,7 +11,7 @@ use accl_types::{Collective, Dtype, Elems, Error, Rank, ReduceOp, Result};
 use smallvec::SmallVec;
 
 use crate::buffers::block_elems;
-use crate::desc::{Blocks, CallDesc};
+use crate::desc::{Blocks, CallDesc, TensorDesc};
 use crate::hash::hash_words;
 use crate::plan::{Plan, PlanKey, Plans};
 
@@ -37,6 +37,8 @@ struct Key {
     op: ReduceOp,
     root: Rank,
     equal_blocks: bool,
+    /// Bytes and type of the only tensor of a call in place.
+    alone: Option<(u64, Dtype)>,
     inputs: Sizes,
     outputs: Sizes,
 }
@@ -76,6 +78,7 @@ impl Key {
             op: desc.op,
             root: desc.root,
             equal_blocks: desc.equal_blocks,
+            alone: alone(desc).map(|tensor| (tensor.len_bytes(), tensor.dtype)),
             inputs: Sizes::of(&desc.inputs),
             outputs: Sizes::of(&desc.outputs),
         }
@@ -88,9 +91,17 @@ impl Key {
             && self.op == desc.op
             && self.root == desc.root
             && self.equal_blocks == desc.equal_blocks
-            && self.inputs.fit(&desc.inputs)
-            && self.outputs.fit(&desc.outputs)
+            && match (self.alone, alone(desc)) {
+                (Some(known), Some(tensor)) => known == (tensor.len_bytes(), tensor.dtype),
+                _ => self.inputs.fit(&desc.inputs) && self.outputs.fit(&desc.outputs),
+            }
     }
+}
+
+/// The tensor of a call that has no other.
+#[inline]
+fn alone(desc: &CallDesc) -> Option<&TensorDesc> {
+    if desc.inputs.is_empty() { desc.outputs.alone() } else { None }
 }
 
 /// The latest shapes of one group.

@@ -5,8 +5,8 @@
 //! as expected (a peer is late, a frame of another call comes first, a ring is full), it stops, and a run goes on from
 //! there. So nothing unusual is handled here. Read [`Straight::go`] first.
 
-use accl_transport::HEAD_BYTES;
 use accl_transport::frame::{is_same_head, with_edge};
+use accl_transport::{Frame, HEAD_BYTES};
 use accl_types::Rank;
 
 use crate::local::Local;
@@ -58,7 +58,7 @@ impl Straight<'_> {
         }
         (0..self.patience.yields).any(|_| {
             std::thread::yield_now();
-            env.net.look(peer, self.patience.looks)
+            env.net.await_frame(peer, self.patience.looks).is_some()
         })
     }
 
@@ -97,14 +97,19 @@ impl Straight<'_> {
     #[inline]
     fn receive(&self, op: &PlanOp, from: Rank, env: &mut RunEnv<'_>) -> bool {
         let peer = env.members.peer(from);
-        if !env.net.look(peer, self.patience.looks) && !self.yield_for_frame(peer, env) {
+        let place = |frame: Frame<'_>| {
+            let is_it = is_same_head(frame.head, &with_edge(&self.head, op.edge));
+            let fits = is_it && frame.payload.len() as u64 == op.total;
+            if fits {
+                self.local.place(&op.kind, 0, frame.payload);
+            }
+            fits
+        };
+        let placed = env.net.await_frame(peer, self.patience.looks).map(place);
+        if !placed.unwrap_or_else(|| self.yield_for_frame(peer, env) && env.net.await_frame(peer, 1).is_some_and(place))
+        {
             return false;
         }
-        let Some(frame) = env.net.peek(peer) else { return false };
-        if !is_same_head(frame.head, &with_edge(&self.head, op.edge)) || frame.payload.len() as u64 != op.total {
-            return false;
-        }
-        self.local.place(&op.kind, 0, frame.payload);
         env.net.release_quietly(peer);
         env.members.saw(from, self.seq);
         env.members.give_eager_back(from, op.total, self.group, env.net);

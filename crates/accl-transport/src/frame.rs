@@ -167,7 +167,8 @@ pub fn with_edge(head: &[u8; HEAD_BYTES], edge: u32) -> [u8; HEAD_BYTES] {
 /// Whether two heads are the same. The operator would call the C library, which for so few bytes takes longer.
 #[inline]
 pub fn is_same_head(a: &[u8; HEAD_BYTES], b: &[u8; HEAD_BYTES]) -> bool {
-    (0..HEAD_BYTES).step_by(8).fold(0, |differ, at| differ | (u64_at(a, at) ^ u64_at(b, at))) == 0
+    let words = |head: &[u8; HEAD_BYTES]| std::array::from_fn::<u64, { HEAD_BYTES / 8 }, _>(|i| u64_at(head, 8 * i));
+    words(a).iter().zip(words(b)).fold(0, |differ, (a, b)| differ | (a ^ b)) == 0
 }
 
 /// What all ranks of a call must agree on; compared as a whole.
@@ -272,10 +273,12 @@ impl Cause {
     }
 }
 
+#[inline(always)]
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }
 
+#[inline(always)]
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from(u32_at(bytes, at)) | u64::from(u32_at(bytes, at + 4)) << 32
 }

@@ -99,12 +99,14 @@ impl ShmLink {
         self.fail(Error::protocol(format!("the ring of {} holds what cannot be a frame", self.peer)))
     }
 
+    #[inline]
     fn guard_fork(&mut self) -> Result<()> {
-        if self.socket.is_ours() {
-            Ok(())
-        } else {
-            Err(self.fail(Error::internal("the link belongs to the parent process")))
-        }
+        if self.socket.is_ours() { Ok(()) } else { Err(self.belongs_to_parent()) }
+    }
+
+    #[cold]
+    fn belongs_to_parent(&mut self) -> Error {
+        self.fail(Error::internal("the link belongs to the parent process"))
     }
 
     /// Asks the kernel, without blocking, whether the peer has closed or died.
