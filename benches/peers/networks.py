@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -55,9 +56,17 @@ class Link:
 
     def goodput(self, turns: int) -> list[float]:
         """Bytes per second of a plain TCP connection that sends both ways at once: of each turn, the slower way."""
+        return [BULK_BYTES / max(turn) for turn in zip(*self.transfer(BULK_BYTES, turns))]
+
+    def latency(self, turns: int) -> float:
+        """Seconds that a byte takes one way, of a plain TCP connection: the median turn."""
+        return statistics.median(self.transfer(0, turns)[0]) / 2
+
+    def transfer(self, count: int, turns: int) -> list[list[float]]:
+        """At each end the seconds of each turn; without bytes, of there and back."""
         cores = sorted(os.sched_getaffinity(0))
         server, client = (
-            [*inside(name), sys.executable, str(BULK), ADDRESSES[0], str(BULK_BYTES), str(turns), str(core)]
+            [*inside(name), sys.executable, str(BULK), ADDRESSES[0], str(count), str(turns), str(core)]
             for name, core in zip(self.namespaces, itertools.cycle(cores))
         )
         with contextlib.ExitStack() as ends:
@@ -65,8 +74,7 @@ class Link:
             port = listening.stdout.readline().strip()
             if not port:
                 raise Unavailable("the plain TCP transfer does not start")
-            seconds = [seconds_of(one) for one in (listening, ends.enter_context(started([*client, port])))]
-        return [BULK_BYTES / max(turn) for turn in zip(*seconds)]
+            return [seconds_of(one) for one in (listening, ends.enter_context(started([*client, port])))]
 
 
 @contextlib.contextmanager

@@ -27,9 +27,9 @@ def draw(plot: Plot, target: Path) -> None:
         if points:
             style = dict(linewidth=2.6, markersize=5) if title in OURS else dict(linewidth=1.2, markersize=3)
             axes.plot(*zip(*points), marker="o", label=title, color=colours.get(title), **style)
-    axes.set(xscale="log", yscale="log", xlabel="size", ylabel="microseconds per call", title=plot.title)
+    axes.set(xscale="log", yscale="log", xlabel=plot.over, ylabel="microseconds per call", title=plot.title)
     sizes = sorted({size for points in plot.curves.values() for size, _ in points})
-    axes.set_xticks(sizes, [size_name(size) for size in sizes])
+    axes.set_xticks(sizes, [size_name(size) if plot.over == "size" else f"{size:,}" for size in sizes])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)

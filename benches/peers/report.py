@@ -83,11 +83,12 @@ class Bench:
 
 @dataclass(frozen=True)
 class Plot:
-    """Curves over sizes: for each contender (bytes, microseconds)."""
+    """Curves over sizes: for each contender (bytes, microseconds). They may be over something else that is counted."""
 
     name: str
     title: str
     curves: dict[str, list[tuple[int, float]]]
+    over: str = "size"
 
 
 @dataclass(frozen=True)

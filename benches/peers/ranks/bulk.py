@@ -1,7 +1,7 @@
 """One end of a plain TCP transfer, both ways at once: what a link can do, without any library.
 
 Started as `bulk.py ADDRESS BYTES TURNS CORE [PORT]`. Without PORT it listens and prints the port; at the end it prints
-the seconds of each turn, in which it has sent and received BYTES.
+the seconds of each turn, in which it has sent and received BYTES. With 0, a turn is one byte there and back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def main() -> None:
     os.sched_setaffinity(0, [core])
     other = connect(address, int(sys.argv[5])) if len(sys.argv) > 5 else accept(address)
     other.settimeout(LIMIT_S)
-    print(json.dumps([turn(other, count) for _ in range(turns)]))
+    other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    first = len(sys.argv) > 5
+    print(json.dumps([turn(other, count) if count else there_and_back(other, first) for _ in range(turns)]))
 
 
 def accept(address: str) -> socket.socket:
@@ -45,6 +47,18 @@ def turn(other: socket.socket, count: int) -> float:
     receive(other, 1, lambda: send(other, 1))
     begin = time.monotonic()
     receive(other, count, lambda: send(other, count))
+    return time.monotonic() - begin
+
+
+def there_and_back(other: socket.socket, first: bool) -> float:
+    """Seconds until the byte that one end sends has come back, or has come and gone."""
+    begin = time.monotonic()
+    if first:
+        other.sendall(b"x")
+    if not other.recv(1):
+        raise EOFError("the other end is gone")
+    if not first:
+        other.sendall(b"x")
     return time.monotonic() - begin
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..report import Section
-from . import all_reduce, collectives, costs, four_ranks, outstanding, sixteen_bits, tcp, two_hosts
+from . import all_reduce, choice, collectives, costs, four_ranks, outstanding, predictions, sixteen_bits, tcp, two_hosts
 
 SECTIONS: tuple[Section, ...] = (
     all_reduce.SECTION,
@@ -14,5 +14,7 @@ SECTIONS: tuple[Section, ...] = (
     sixteen_bits.SECTION,
     outstanding.SECTION,
     costs.SECTION,
+    choice.SECTION,
+    *predictions.ALL,
 )
 BY_NAME = {section.name: section for section in SECTIONS}

@@ -1,0 +1,82 @@
+"""Whether the engine's choice of algorithm is the best one, as `accl bench --try-all` finds it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ..build import finish
+from ..report import Bench, Section
+from ..tables import Bar, Table, size_name
+
+RANKS = (2, 4)
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+SIZES = ("4", "1KiB", "16KiB", "64KiB", "1MiB", "16MiB")
+# Of the best algorithm's time, and so many microseconds more.
+TIMES, MORE_US = 1.1, 0.2
+LIMIT_S = 600
+
+
+def collect(bench: Bench) -> dict[str, Any]:
+    """By ranks what the command prints, without the rounds."""
+    found = {}
+    for ranks in RANKS:
+        bench.say(f"accl bench --try-all, {ranks} ranks")
+        command = [f"{bench.shop.names['bin']}/accl", "bench", *COLLECTIVES, "--try-all", "--json"]
+        command += ["--sizes", ",".join(SIZES), "--ranks", str(ranks), "--alternations", str(bench.effort.turns)]
+        cells = json.loads(finish(command, "accl bench fails", LIMIT_S))["cells"]
+        found[str(ranks)] = [summary(cell) for cell in cells]
+    return {"choices": found}
+
+
+def summary(cell: dict[str, Any]) -> dict[str, Any]:
+    """What the tables need of a cell."""
+    best = cell["best"]
+    return {
+        "collective": cell["collective"],
+        "bytes": cell["size_bytes"],
+        "chosen": cell["algorithm"],
+        "best": best,
+        "us": round(cell["choice"]["time_us"], 3),
+        "best_us": round(cell["algorithms"][best]["time_us"], 3),
+    }
+
+
+def tables(data: dict[str, Any]) -> list[Table]:
+    """For each number of ranks, the choice's time in units of what it may be."""
+    return [table_of(int(ranks), cells) for ranks, cells in data["choices"].items()]
+
+
+def table_of(ranks: int, cells: list[dict[str, Any]]) -> Table:
+    """A row with bars for each collective, and one with the choices."""
+    # The smallest size is a block for each rank where there are blocks.
+    columns = sorted({cell["bytes"] for cell in cells if cell["collective"] == COLLECTIVES[0]})
+    table = Table([f"{ranks} ranks, choice / what it may take", *map(size_name, columns)])
+    for collective in COLLECTIVES:
+        mine = [cell for cell in cells if cell["collective"] == collective]
+        table.row(collective, map(bar_of, mine))
+        table.row("chosen", (named(cell) for cell in mine))
+    return table
+
+
+def bar_of(cell: dict[str, Any]) -> Bar:
+    """An algorithm measured twice takes two times; it is the best nevertheless."""
+    share = cell["us"] / (TIMES * cell["best_us"] + MORE_US)
+    return Bar(min(share, 1.0) if cell["chosen"] == cell["best"] else share, at_most=1)
+
+
+def named(cell: dict[str, Any]) -> str:
+    """The choice, and the best if that is another."""
+    return cell["chosen"] if cell["chosen"] == cell["best"] else f"{cell['chosen']} (best: {cell['best']})"
+
+
+SECTION = Section(
+    name="choice",
+    title="The choice of an algorithm",
+    text=(
+        f"`accl bench --try-all`: float32, in the engine, the choice and every algorithm in turn. Bar: the choice is the best "
+        f"algorithm, or takes at most {TIMES} times the best one's time plus {MORE_US} us, which the figures are shares of."
+    ),
+    collect=collect,
+    tables=tables,
+)

@@ -1,0 +1,176 @@
+"""What the cost model predicts: next to what calls take here, for worlds that nobody has here, and how long a plan takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..build import ROOT, finish
+from ..measure import Cell
+from ..report import Bench, Figures, Plot, Section, as_rows, cells_of
+from ..tables import Bar, Table, plain, size_name
+
+CELLS = cells_of("all_reduce")
+CLOSE = 0.2
+# Ranks, ranks of a host; without a network all are on one.
+HERE = {"2 ranks": (2, 2), "4 ranks": (4, 4)}
+SHAPED = "4 ranks on 2 hosts, 1 Gbit/s"
+LATENCY_TURNS = 200
+
+WORLDS = (16, 64, 256, 1024, 4096, 16384)
+RANKS_PER_HOST = 8
+LINK = "100Gbit/s,2us"
+CURVES = {"simulated_small": (64 << 10, "64 KiB"), "simulated_large": (64 << 20, "64 MiB")}
+# Whoever takes longer than so many times the best is off the picture's point.
+OFF_THE_POINT = 100
+
+PLANNED_RANKS = 16384
+PLANNED_MS = 10
+BUILD_S = 900
+
+
+def collect(bench: Bench) -> dict[str, Any]:
+    """Calibrates and measures in the same minutes, since the host may move the cores."""
+    accl = f"{bench.shop.names['bin']}/accl"
+    finish([accl, "info", "--calibrate"], "accl info fails")
+    cores = len(os.sched_getaffinity(0))
+    predicted, figures = {}, {}
+    for place, (ranks, per_host) in HERE.items():
+        predicted[place] = simulated(accl, ranks, per_host, min(cores, per_host), CELLS)
+        figures[place] = as_rows(bench.figures(ranks, ["accl"], CELLS))
+    return {"predicted": predicted, "measured": figures} | {"curves": curves(accl)}
+
+
+def collect_shaped(bench: Bench) -> dict[str, Any]:
+    """The same between two hosts, with the rate and the latency that a plain connection has."""
+    accl = f"{bench.shop.names['bin']}/accl"
+    finish([accl, "info", "--calibrate"], "accl info fails")
+    with bench.network(shaped=True) as link:
+        rate, latency = statistics.median(link.goodput(3)), link.latency(LATENCY_TURNS)
+        named = f"{8 * rate / 1e6:.1f}Mbit/s,{latency * 1e6:.1f}us"
+        figures = as_rows(bench.figures(4, ["accl"], CELLS, link.hosts))
+    predicted = simulated(accl, 4, 2, max(len(os.sched_getaffinity(0)) // 2, 1), CELLS, named)
+    return {"predicted": {SHAPED: predicted}, "measured": {SHAPED: figures}, "link": named}
+
+
+def simulated(
+    accl: str, ranks: int, per_host: int, cores: int, cells: Sequence[Cell], link: str = ""
+) -> list[dict[str, Any]]:
+    """By size what `accl simulate` says."""
+    command = [accl, "simulate", "--ranks", str(ranks), "--ranks-per-host", str(per_host), "--json"]
+    command += ["--cores-per-host", str(cores), "--sizes", ",".join(str(cell.bytes) for cell in cells)]
+    return json.loads(finish(command + (["--link", link] if link else []), "accl simulate fails"))["predictions"][
+        "all_reduce"
+    ]
+
+
+def curves(accl: str) -> dict[str, list[dict[str, Any]]]:
+    """By world, for the sizes of the pictures and of the table."""
+    return {str(ranks): simulated(accl, ranks, RANKS_PER_HOST, RANKS_PER_HOST, CELLS, LINK) for ranks in WORLDS}
+
+
+def tables(data: dict[str, Any]) -> list[Table]:
+    """How far off each prediction is; then what is chosen in worlds of any size."""
+    table = Table(["", *(size_name(cell.bytes) for cell in CELLS)])
+    for place, rows in data["predicted"].items():
+        figures = Figures(data["measured"][place]["figures"])
+        told = [row["times_us"][row["chosen"]] for row in rows]
+        table.row(f"{place}: predicted, us", map(plain, told))
+        table.row("measured, us", (figures.entry("accl", cell) for cell in CELLS))
+        off = [abs(mine / us - 1) if us else None for mine, us in zip(told, (figures.us("accl", c) for c in CELLS))]
+        table.row("off by", (Bar(value, at_most=CLOSE) for value in off))
+    return [table, *([scaled(data["curves"])] if "curves" in data else [])]
+
+
+def scaled(worlds: dict[str, list[dict[str, Any]]]) -> Table:
+    """The choice and its time by ranks and size."""
+    table = Table(
+        [f"predicted choice, us ({RANKS_PER_HOST} ranks a host, {LINK})", *(size_name(c.bytes) for c in CELLS)]
+    )
+    for ranks, rows in worlds.items():
+        table.row(f"{int(ranks):,} ranks", (f"{row['chosen']} {plain(row['times_us'][row['chosen']])}" for row in rows))
+    return table
+
+
+def plots(data: dict[str, Any]) -> list[Plot]:
+    """Time over ranks, a curve for each algorithm."""
+    drawn = []
+    for name, (size, title) in CURVES.items():
+        index = [cell.bytes for cell in CELLS].index(size)
+        found: dict[str, list[tuple[int, float]]] = {}
+        for ranks, rows in data["curves"].items():
+            times = rows[index]["times_us"]
+            for algorithm, us in times.items():
+                if us <= OFF_THE_POINT * min(times.values()):
+                    found.setdefault(algorithm, []).append((int(ranks), us))
+        heading = f"all_reduce of {title}, {RANKS_PER_HOST} ranks a host, {LINK}, predicted"
+        drawn.append(Plot(name, heading, found, over="ranks"))
+    return drawn
+
+
+def collect_plans(bench: Bench) -> dict[str, Any]:
+    """By collective and algorithm the parts of planning, from `cargo bench --bench schedules`."""
+    bench.say(f"cargo bench --bench schedules, {PLANNED_RANKS} ranks")
+    command = ["cargo", "bench", "--locked", "--package", "accl-benches", "--bench", "schedules"]
+    command += ["--manifest-path", str(ROOT / "Cargo.toml"), "--", f"/{PLANNED_RANKS}$"]
+    finish(command, "the schedules cannot be timed", BUILD_S, os.environ | {"BENCH_SWEEP": "full"})
+    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+    plans: dict[str, dict[str, float]] = {}
+    for found in (target / "criterion").glob(f"*/{PLANNED_RANKS}/new/estimates.json"):
+        part, _, what = found.parts[-4].partition("_")
+        ms = json.loads(found.read_text())["median"]["point_estimate"] / 1e6
+        plans.setdefault(what, {})[part] = round(ms, 4)
+    return {"plans": plans}
+
+
+def tables_plans(data: dict[str, Any]) -> list[Table]:
+    """The longest first."""
+    table = Table([f"{PLANNED_RANKS:,} ranks, ms", "build", "lower", "lay out", "together"])
+    rows = {
+        name: [parts.get(part, 0) for part in ("build", "lower", "layout")] for name, parts in data["plans"].items()
+    }
+    for name, parts in sorted(rows.items(), key=lambda row: -sum(row[1])):
+        table.row(name, [*map(plain, parts), Bar(sum(parts), at_most=PLANNED_MS)])
+    return [table]
+
+
+ALL = (
+    Section(
+        name="predictions",
+        title="Predictions",
+        text=(
+            "all_reduce of float32 in the engine: what `accl simulate` says of the algorithm that it would choose, and what "
+            "calls take, calibrated and measured in the same minutes. Bar: the prediction is off by at most "
+            f"{CLOSE:.0%}. Below, worlds that nobody has here; a curve ends where an algorithm takes {OFF_THE_POINT} times as "
+            "long as the best one."
+        ),
+        collect=collect,
+        tables=tables,
+        plots=plots,
+    ),
+    Section(
+        name="predictions_shaped",
+        title="Predictions between two hosts",
+        text=(
+            "The same for two hosts with two ranks each over 1 Gbit/s. Rate and latency of the link are those of a plain TCP "
+            "connection over it, measured just before."
+        ),
+        collect=collect_shaped,
+        tables=tables,
+    ),
+    Section(
+        name="plans",
+        title="Planning",
+        text=(
+            f"What the first call of a shape costs one rank of {PLANNED_RANKS:,}, by algorithm: building its schedule, lowering "
+            "it to operations, resolving their bytes (`cargo bench --bench schedules`, 1 MiB). Bar: together at most "
+            f"{PLANNED_MS} ms."
+        ),
+        collect=collect_plans,
+        tables=tables_plans,
+    ),
+)
