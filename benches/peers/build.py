@@ -51,6 +51,12 @@ class Workshop:
             "lib": str(prefix / "lib"),
         }
 
+    @property
+    def accl(self) -> list[str]:
+        """Our own command, from the installed wheel."""
+        make_accl_torch(self)
+        return [sys.executable, "-m", "torch_accl.cli"]
+
     def prepare(self, wanted: Iterable[str]) -> None:
         """Makes the rank programs of the contenders, or notes why one is missing."""
         compile_board(self)

@@ -22,7 +22,7 @@ def collect(bench: Bench) -> dict[str, Any]:
     found = {}
     for ranks in RANKS:
         bench.say(f"accl bench --try-all, {ranks} ranks")
-        command = [f"{bench.shop.names['bin']}/accl", "bench", *COLLECTIVES, "--try-all", "--json"]
+        command = [*bench.shop.accl, "bench", *COLLECTIVES, "--try-all", "--json"]
         command += ["--sizes", ",".join(SIZES), "--ranks", str(ranks), "--alternations", str(bench.effort.turns)]
         cells = json.loads(finish(command, "accl bench fails", LIMIT_S))["cells"]
         found[str(ranks)] = [summary(cell) for cell in cells]
@@ -44,7 +44,7 @@ def summary(cell: dict[str, Any]) -> dict[str, Any]:
 
 def tables(data: dict[str, Any]) -> list[Table]:
     """For each number of ranks, the choice's time in units of what it may be."""
-    return [table_of(int(ranks), cells) for ranks, cells in data["choices"].items()]
+    return [table_of(int(ranks), cells) for ranks, cells in data.get("choices", {}).items()]
 
 
 def table_of(ranks: int, cells: list[dict[str, Any]]) -> Table:

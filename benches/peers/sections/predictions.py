@@ -35,8 +35,8 @@ BUILD_S = 900
 
 def collect(bench: Bench) -> dict[str, Any]:
     """Calibrates and measures in the same minutes, since the host may move the cores."""
-    accl = f"{bench.shop.names['bin']}/accl"
-    finish([accl, "info", "--calibrate"], "accl info fails")
+    accl = bench.shop.accl
+    finish([*accl, "info", "--calibrate"], "accl info fails")
     cores = len(os.sched_getaffinity(0))
     predicted, figures = {}, {}
     for place, (ranks, per_host) in HERE.items():
@@ -47,8 +47,8 @@ def collect(bench: Bench) -> dict[str, Any]:
 
 def collect_shaped(bench: Bench) -> dict[str, Any]:
     """The same between two hosts, with the rate and the latency that a plain connection has."""
-    accl = f"{bench.shop.names['bin']}/accl"
-    finish([accl, "info", "--calibrate"], "accl info fails")
+    accl = bench.shop.accl
+    finish([*accl, "info", "--calibrate"], "accl info fails")
     with bench.network(shaped=True) as link:
         rate, latency = statistics.median(link.goodput(3)), link.latency(LATENCY_TURNS)
         named = f"{8 * rate / 1e6:.1f}Mbit/s,{latency * 1e6:.1f}us"
@@ -58,17 +58,17 @@ def collect_shaped(bench: Bench) -> dict[str, Any]:
 
 
 def simulated(
-    accl: str, ranks: int, per_host: int, cores: int, cells: Sequence[Cell], link: str = ""
+    accl: Sequence[str], ranks: int, per_host: int, cores: int, cells: Sequence[Cell], link: str = ""
 ) -> list[dict[str, Any]]:
     """By size what `accl simulate` says."""
-    command = [accl, "simulate", "--ranks", str(ranks), "--ranks-per-host", str(per_host), "--json"]
+    command = [*accl, "simulate", "--ranks", str(ranks), "--ranks-per-host", str(per_host), "--json"]
     command += ["--cores-per-host", str(cores), "--sizes", ",".join(str(cell.bytes) for cell in cells)]
     return json.loads(finish(command + (["--link", link] if link else []), "accl simulate fails"))["predictions"][
         "all_reduce"
     ]
 
 
-def curves(accl: str) -> dict[str, list[dict[str, Any]]]:
+def curves(accl: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """By world, for the sizes of the pictures and of the table."""
     return {str(ranks): simulated(accl, ranks, RANKS_PER_HOST, RANKS_PER_HOST, CELLS, LINK) for ranks in WORLDS}
 
@@ -76,7 +76,7 @@ def curves(accl: str) -> dict[str, list[dict[str, Any]]]:
 def tables(data: dict[str, Any]) -> list[Table]:
     """How far off each prediction is; then what is chosen in worlds of any size."""
     table = Table(["", *(size_name(cell.bytes) for cell in CELLS)])
-    for place, rows in data["predicted"].items():
+    for place, rows in data.get("predicted", {}).items():
         figures = Figures(data["measured"][place]["figures"])
         told = [row["times_us"][row["chosen"]] for row in rows]
         table.row(f"{place}: predicted, us", map(plain, told))
@@ -102,7 +102,7 @@ def plots(data: dict[str, Any]) -> list[Plot]:
     for name, (size, title) in CURVES.items():
         index = [cell.bytes for cell in CELLS].index(size)
         found: dict[str, list[tuple[int, float]]] = {}
-        for ranks, rows in data["curves"].items():
+        for ranks, rows in data.get("curves", {}).items():
             times = rows[index]["times_us"]
             for algorithm, us in times.items():
                 if us <= OFF_THE_POINT * min(times.values()):
@@ -131,7 +131,8 @@ def tables_plans(data: dict[str, Any]) -> list[Table]:
     """The longest first."""
     table = Table([f"{PLANNED_RANKS:,} ranks, ms", "build", "lower", "lay out", "together"])
     rows = {
-        name: [parts.get(part, 0) for part in ("build", "lower", "layout")] for name, parts in data["plans"].items()
+        name: [parts.get(part, 0) for part in ("build", "lower", "layout")]
+        for name, parts in data.get("plans", {}).items()
     }
     for name, parts in sorted(rows.items(), key=lambda row: -sum(row[1])):
         table.row(name, [*map(plain, parts), Bar(sum(parts), at_most=PLANNED_MS)])
