@@ -48,7 +48,7 @@ def write(results: dict[str, Any], docs: Path) -> Path:
             draw(plot, folder / f"{plot.name}.svg")
             lines += [f"![{plot.title}](performance/{plot.name}.svg)", ""]
         when = f"Measured {record['date']} at commit {record['commit']}, {record['effort']}."
-        lines.append(" ".join([when, load(record["load"]), placement(record["placement"])]).rstrip())
+        lines.append(" ".join(filter(None, [when, load(record["load"]), placement(record["placement"])])))
         parts.append(lines)
     parts[1:1] = [summary(bars), setting([record for _, record in records])]
     page = docs / "performance.md"

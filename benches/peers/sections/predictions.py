@@ -91,7 +91,7 @@ def scaled(worlds: dict[str, list[dict[str, Any]]]) -> Table:
     table = Table(
         [f"predicted choice, us ({RANKS_PER_HOST} ranks a host, {LINK})", *(size_name(c.bytes) for c in CELLS)]
     )
-    for ranks, rows in worlds.items():
+    for ranks, rows in sorted(worlds.items(), key=lambda world: int(world[0])):
         table.row(f"{int(ranks):,} ranks", (f"{row['chosen']} {plain(row['times_us'][row['chosen']])}" for row in rows))
     return table
 
@@ -102,7 +102,7 @@ def plots(data: dict[str, Any]) -> list[Plot]:
     for name, (size, title) in CURVES.items():
         index = [cell.bytes for cell in CELLS].index(size)
         found: dict[str, list[tuple[int, float]]] = {}
-        for ranks, rows in data.get("curves", {}).items():
+        for ranks, rows in sorted(data.get("curves", {}).items(), key=lambda world: int(world[0])):
             times = rows[index]["times_us"]
             for algorithm, us in times.items():
                 if us <= OFF_THE_POINT * min(times.values()):
