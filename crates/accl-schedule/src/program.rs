@@ -294,29 +294,39 @@ impl Lowering {
             OpKind::Copy { .. } | OpKind::Reduce { .. } => 0,
         };
         let deps = self.dependencies(&kind);
-        self.record(&kind);
         self.ops.push(Op { kind, edge, deps });
     }
 
+    /// What the next operation must come after; it is among those who touched its chunks from now on.
     fn dependencies(&mut self, kind: &OpKind) -> SmallVec<[Dep; 2]> {
+        let op = self.ops.len() as u32;
         let mut hazards = std::mem::take(&mut self.hazards);
         hazards.clear();
         let reads = kind.reads();
         for (access, span) in (0u32..).zip(reads) {
             for (buf, chunk) in span.chunks() {
-                hazards.extend(self.chunk(buf, chunk).writer.map(|writer| (writer, access)));
+                let state = self.chunk(buf, chunk);
+                hazards.extend(state.writer.map(|writer| (writer, access)));
+                state.readers.push((op, access));
             }
         }
         if let Some(span) = kind.writes() {
             let access = reads.len() as u32;
             for (buf, chunk) in span.chunks() {
                 let state = self.chunk(buf, chunk);
+                // Its own reads are the last ones.
+                let others = state.readers.partition_point(|reader| reader.0 < op);
                 // Readers came after the writer themselves, byte for byte: waiting for them is enough.
-                let earlier = if state.readers.is_empty() { state.writer.as_slice() } else { &state.readers[..] };
-                hazards.extend(earlier.iter().map(|&earlier| (earlier, access)));
+                let earlier = if others == 0 { state.writer.as_slice() } else { &state.readers[..others] };
+                // A span that names a chunk twice does not wait for itself.
+                hazards.extend(earlier.iter().filter(|earlier| earlier.0 < op).map(|&earlier| (earlier, access)));
+                state.writer = Some((op, access));
+                state.readers.clear();
             }
         }
-        hazards.sort_unstable();
+        if !hazards.is_sorted() {
+            hazards.sort_unstable();
+        }
         hazards.dedup();
         let mut deps: SmallVec<[Dep; 2]> = self.before_section.clone().map(|on| Dep { on, stream: false }).collect();
         for of_one_op in hazards.chunk_by(|a, b| a.0.0 == b.0.0) {
@@ -335,23 +345,6 @@ impl Lowering {
         }
         self.hazards = hazards;
         deps
-    }
-
-    fn record(&mut self, kind: &OpKind) {
-        let op = self.ops.len() as u32;
-        let reads = kind.reads();
-        for (access, span) in (0u32..).zip(reads) {
-            for (buf, chunk) in span.chunks() {
-                self.chunk(buf, chunk).readers.push((op, access));
-            }
-        }
-        if let Some(span) = kind.writes() {
-            for (buf, chunk) in span.chunks() {
-                let state = self.chunk(buf, chunk);
-                state.writer = Some((op, reads.len() as u32));
-                state.readers.clear();
-            }
-        }
     }
 
     fn chunk(&mut self, buf: Buf, chunk: u32) -> &mut Chunk {
