@@ -156,12 +156,25 @@ def compile_board(shop: Workshop) -> None:
 
 def make_accl(shop: Workshop) -> None:
     """The engine's rank program."""
+    shop.names["accl"] = engine(Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")))
+
+
+def make_accl_unchecked(shop: Workshop) -> None:
+    """The same without signature checks, in a folder of its own: other flags would have each build compile all anew."""
+    shop.names["accl_unchecked"] = engine(shop.folder / "accl_unchecked", "--cfg accl_without_signatures")
+
+
+def engine(target: Path, flags: str = "") -> str:
+    """Builds the engine's rank program below `target`, with these flags of the compiler besides those of this run."""
     command = ["cargo", "build", "--release", "--locked", "--package", "accl-benches", "--bin", "accl-peers-rank"]
     if shutil.which("cargo") is None:
         raise Unavailable("`cargo` is not there")
-    finish([*command, "--manifest-path", str(ROOT / "Cargo.toml")], "the engine does not compile", DOWNLOAD_S)
-    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-    shop.names["accl"] = str(target / "release" / "accl-peers-rank")
+    environment = os.environ | {"CARGO_TARGET_DIR": str(target)}
+    if flags:
+        environment["RUSTFLAGS"] = f"{os.environ.get('RUSTFLAGS', '')} {flags}".strip()
+    manifest = ["--manifest-path", str(ROOT / "Cargo.toml")]
+    finish([*command, *manifest], "the engine does not compile", DOWNLOAD_S, environment)
+    return str(target / "release" / "accl-peers-rank")
 
 
 def make_sketch(shop: Workshop) -> None:
@@ -263,6 +276,7 @@ def extension(shop: Workshop, name: str, sources: list[Path], flags: list[str]) 
 
 MAKERS: dict[str, Callable[[Workshop], None]] = {
     "accl": make_accl,
+    "accl_unchecked": make_accl_unchecked,
     "sketch": make_sketch,
     "openmpi": make_openmpi,
     "mpich": make_mpich,

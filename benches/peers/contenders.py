@@ -76,6 +76,14 @@ FORCED = ("two_level", "recursive_doubling", "ring")
 CONTENDERS = (
     Contender("accl", "accl engine", Level.ENGINE, ("{accl}",), at_home=True, note="`Group::run`, no torch"),
     Contender(
+        "accl_unchecked",
+        "accl engine without signature checks",
+        Level.ENGINE,
+        ("{accl_unchecked}",),
+        at_home=True,
+        note="the same, built with `--cfg accl_without_signatures`",
+    ),
+    Contender(
         "sketch", "sketch in C", Level.ENGINE, ("{sketch}",), at_home=True, note="`benches/peers/ranks/sketch.c`"
     ),
     Contender(

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from ..report import Section
-from . import all_reduce, choice, collectives, costs, four_ranks, outstanding, predictions, sixteen_bits, tcp, two_hosts
+from . import (
+    all_reduce,
+    choice,
+    collectives,
+    costs,
+    four_ranks,
+    outstanding,
+    predictions,
+    signature,
+    sixteen_bits,
+    tcp,
+    two_hosts,
+)
 
 SECTIONS: tuple[Section, ...] = (
     all_reduce.SECTION,
@@ -13,6 +25,7 @@ SECTIONS: tuple[Section, ...] = (
     *collectives.ALL,
     sixteen_bits.SECTION,
     outstanding.SECTION,
+    signature.SECTION,
     costs.SECTION,
     choice.SECTION,
     *predictions.ALL,
