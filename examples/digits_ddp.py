@@ -22,7 +22,6 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -95,6 +94,9 @@ def communication_times(buckets: list[int], rounds: int = 200) -> list[float]:
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training images and labels, then test images and labels; the same split on every rank."""
+    # Here, since who imports the model needs no data.
+    from sklearn.datasets import load_digits
+
     raw = load_digits()
     images = torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1) / 16.0
     labels = torch.tensor(raw.target)

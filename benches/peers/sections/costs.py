@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import statistics
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..report import Bench, Section
@@ -31,21 +34,26 @@ def collect(bench: Bench) -> dict[str, Any]:
         starts = []
         for turn in range(turns):
             bench.say(f"{backend}, start {turn + 1} of {turns}")
-            starts.append(start(python, "group", backend, RANKS))
+            starts.append(start([python, str(PROGRAM), "group", backend], RANKS))
         found[backend] = merged(starts)
     if "accl" in found:
-        found["accl"] |= merged([start(python, "import", "accl", 1) for _ in range(turns)])
+        found["accl"] |= merged([start([python, str(PROGRAM), "import", "accl"], 1) for _ in range(turns)])
     return {"backends": found}
 
 
-def start(python: str, what: str, backend: str, ranks: int) -> dict[str, float]:
-    """Runs the ranks of one start; by measure the slowest rank's."""
+def start(command: list[str], ranks: int, environment: Mapping[str, str] = MappingProxyType({})) -> dict[str, float]:
+    """Runs the ranks of one start, each as `command RANK PORT`; by measure the slowest rank's."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [python, str(PROGRAM), what, backend]
     processes = [
-        subprocess.Popen([*command, str(rank), port], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        subprocess.Popen(
+            [*command, str(rank), port],
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
         for rank in range(ranks)
     ]
     try:

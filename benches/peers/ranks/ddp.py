@@ -1,0 +1,123 @@
+"""One of two ranks that train the demo's model by turns without DDP, with DDP over accl and with DDP over gloo: started as
+`ddp.py FOLDER LIBRARIES RANK PORT`, and prints one JSON object, the same on both ranks. FOLDER has the board that ranks
+meet on, LIBRARIES what `build.py` has compiled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+RANKS = 2
+BACKENDS = ("accl", "gloo")
+PLAIN = "plain"
+# The demo's: images of a batch on each rank, and a bucket size that makes several of its gradients.
+IMAGES = 32
+BUCKET_MB = 0.0625
+ROUNDS = 300
+WARM_UP = 30
+
+
+def main() -> None:
+    """Measures one start."""
+    folder, libraries, rank, port = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= RANKS:
+        # Before torch starts threads, which inherit it.
+        os.sched_setaffinity(0, [cores[rank]])
+    meet = meeting(folder, libraries, rank)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, RANKS, rank == 0, timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    steps = {name: step_of(models) for name, models in variants(torch, dist).items()}
+    times = slowest(torch, dist, turns(steps, meet))
+    dist.destroy_process_group()
+    print(json.dumps(figures(times)))
+
+
+def meeting(folder: Path, libraries: Path, rank: int) -> Callable[[], object]:
+    """Returns when both ranks have called it, and takes no backend for that."""
+    library = ctypes.CDLL(str(libraries / "board.so"))
+    library.open_board.restype = ctypes.c_void_p
+    memory = ctypes.c_void_p(library.open_board(str(folder / "board").encode()))
+    return lambda: library.meet(memory, rank, RANKS)
+
+
+def variants(torch, dist) -> dict[str, object]:
+    """The model on its own, and in DDP over a group of each backend; all have the same weights."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+    from digits_ddp import DigitsNet
+    from torch.nn.parallel import DistributedDataParallel
+
+    def model() -> object:
+        torch.manual_seed(20)
+        return DigitsNet()
+
+    groups = {backend: dist.new_group(backend=backend) for backend in BACKENDS}
+    wrapped = {
+        backend: DistributedDataParallel(model(), process_group=group, bucket_cap_mb=BUCKET_MB)
+        for backend, group in groups.items()
+    }
+    return {PLAIN: model(), **wrapped}
+
+
+def step_of(model) -> Callable[[], float]:
+    """A forward and backward pass over the same images; returns its seconds."""
+    import torch
+
+    generator = torch.Generator().manual_seed(20)
+    images = torch.rand(IMAGES, 1, 8, 8, generator=generator)
+    labels = torch.randint(10, (IMAGES,), generator=generator)
+
+    def step() -> float:
+        begin = time.perf_counter()
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        took = time.perf_counter() - begin
+        model.zero_grad(set_to_none=True)
+        return took
+
+    return step
+
+
+def turns(steps: dict[str, Callable[[], float]], meet: Callable[[], object]) -> dict[str, list[float]]:
+    """Seconds of each one's step in each round. Their order changes: nobody always comes after the same one."""
+    orders = list(itertools.permutations(steps))
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(WARM_UP + ROUNDS):
+        for name in orders[turn % len(orders)]:
+            meet()
+            took = steps[name]()
+            if turn >= WARM_UP:
+                times[name].append(took)
+    return times
+
+
+def slowest(torch, dist, times: dict[str, list[float]]) -> dict[str, list[float]]:
+    """A step takes as long as on its slower rank."""
+    every = torch.tensor(list(times.values()), dtype=torch.float64)
+    dist.all_reduce(every, op=dist.ReduceOp.MAX)
+    return dict(zip(times, every.tolist()))
+
+
+def figures(times: dict[str, list[float]]) -> dict[str, float]:
+    """Milliseconds of a step, and how much longer it takes than the step of the same round without DDP."""
+    found = {f"{name}_step_ms": 1000 * median(steps) for name, steps in times.items()}
+    for backend in BACKENDS:
+        longer = [step - plain for step, plain in zip(times[backend], times[PLAIN])]
+        found[f"{backend}_exposed_ms"] = 1000 * median(longer)
+    return found
+
+
+if __name__ == "__main__":
+    main()
