@@ -67,9 +67,10 @@ SECTION = Section(
         "makes its calls itself, without a hook, and waits for their futures. A step is forward and backward, without "
         "optimizer, and takes as long as on its slower rank. There are two processes, each with one thread for arithmetic and "
         "on a core of its own, which the threads of both backends share. Three copies of the model take turns, in all orders: "
-        "without DDP, in DDP over accl, in DDP over gloo. Ranks meet in shared memory before each step, which is not counted. Exposed is by how much a step "
-        "takes longer than that without DDP in the same round, hence with DDP's own work, which is the same over both: the "
-        "median of 300 rounds, and of the starts, each of fresh processes. Bar: no more than with gloo."
+        "without DDP, in DDP over accl, in DDP over gloo. Ranks meet in shared memory before each step, which is not counted. "
+        "Exposed is by how much a step takes longer than that without DDP in the same round, hence with DDP's own work, which "
+        "is the same over both: the median of 300 rounds, and of the starts, each of fresh processes. Bar: no more than with "
+        "gloo."
     ),
     collect=collect,
     tables=tables,

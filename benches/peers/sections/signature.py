@@ -31,7 +31,7 @@ def collect(bench: Bench) -> dict[str, Any]:
 
 def tables(data: dict[str, Any]) -> list[Table]:
     """Nanoseconds of both, then the bars."""
-    starts = [Figures(start["figures"]) for start in data["starts"]]
+    starts = [Figures(start["figures"]) for start in data.get("starts", [])]
     table = Table([f"{RANKS} ranks, ns", *(size_name(cell.bytes) for cell in CELLS)])
     for name in (CHECKED, UNCHECKED):
         all_turns = [[ns for start in starts for ns in turns_ns(start, name, cell)] for cell in CELLS]
