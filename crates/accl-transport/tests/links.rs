@@ -71,6 +71,7 @@ fn a_sender_without_room_is_woken_when_there_is_some() {
             for _ in filled..count {
                 a.send(&frame);
             }
+            a.send_the_rest();
             a
         });
         for _ in 0..count {

@@ -134,6 +134,13 @@ impl Node {
         self.link.flush().unwrap();
     }
 
+    /// Returns when the link has given all bytes away: the kernel may have taken a part of them only.
+    pub fn send_the_rest(&mut self) {
+        while !self.link.flush().unwrap() {
+            self.poller.wait(Some(Duration::from_millis(10))).unwrap();
+        }
+    }
+
     pub fn try_receive(&mut self) -> Result<Option<Vec<u8>>, Error> {
         let frame = self.link.peek()?.map(|frame| {
             assert_eq!(frame.payload.as_ptr() as usize % 8, 0);
