@@ -34,6 +34,17 @@ impl History {
         }
     }
 
+    /// As [`History::add`], for a call that is like the one added last. `false`: its number is not the next, and nothing was
+    /// added.
+    #[inline]
+    pub(crate) fn add_alike(&mut self, seq: u64) -> bool {
+        if !CHECKS_SIGNATURES {
+            return true;
+        }
+        let latest = self.stretches.back_mut().filter(|stretch| stretch.last + 1 == seq);
+        latest.map(|stretch| stretch.last = seq).is_some()
+    }
+
     fn begin(&mut self, seq: u64, signature: &Signature) {
         if self.stretches.len() == STRETCHES {
             self.stretches.pop_front();
@@ -72,6 +83,15 @@ mod tests {
         history.add(5000, &signature(4));
         assert_eq!(history.signature(999), None);
         assert_eq!(history.signature(5000), Some(signature(4)));
+    }
+
+    #[test]
+    fn a_call_is_like_the_one_before_it_only() {
+        let mut history = History::default();
+        assert!(!history.add_alike(0));
+        history.add(4, &signature(7));
+        assert!(history.add_alike(5) && !history.add_alike(7) && !history.add_alike(5));
+        assert_eq!([4, 5, 6].map(|seq| history.signature(seq)), [Some(signature(7)), Some(signature(7)), None]);
     }
 
     #[test]
