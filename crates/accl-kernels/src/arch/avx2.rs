@@ -9,6 +9,7 @@ use std::arch::x86_64::{
     _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_slli_epi32, _mm256_srli_epi16, _mm256_srli_epi32,
     _mm256_storeu_ps, _mm256_storeu_si256, _mm256_subs_epu16,
 };
+use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
 use super::{Arch, Isa, ReduceKernels, Row, ScaleKernels, arch};
@@ -17,8 +18,8 @@ use crate::reduce::{loops, select};
 
 arch!(
     Avx2,
-    F16x16,
-    Bf16x16,
+    By16<F16x1>,
+    By16<Bf16>,
     "avx2+f16c",
     || !cfg!(miri) && is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c"),
     #[target_feature(enable = "avx2,f16c")]
@@ -27,11 +28,20 @@ arch!(
 /// How far ahead memory is asked for: between two loads lies so much to calculate that the processor alone sees too few.
 const AHEAD_BYTES: usize = 1 << 10;
 
-/// Sixteen float16 in memory, sixteen float32 in two registers.
-pub(super) struct F16x16;
+/// Sixteen elements of 16 bits in memory, as float32 in two registers. `T` is the type of one.
+pub(super) struct By16<T>(PhantomData<T>);
 
-/// Sixteen bfloat16, as pairs in 32-bit words: the lower ones of all words in one register, the upper ones in the other.
-pub(super) struct Bf16x16;
+/// An element of 16 bits of which sixteen are converted at once.
+pub(super) trait Wide: Lanes<Acc = f32> {
+    /// # Safety
+    /// 32 bytes can be read at `src`.
+    unsafe fn load_16(src: *const u8) -> Both;
+    /// Rounds to nearest even; a NaN is canonical already.
+    ///
+    /// # Safety
+    /// 32 bytes can be written at `dst`.
+    unsafe fn store_16(dst: *mut u8, value: Both);
+}
 
 #[derive(Clone, Copy)]
 pub(super) struct F32x8(__m256);
@@ -41,58 +51,70 @@ type Both = Twice<F32x8>;
 // Each method below is inlined into a function of this file or of `avx512.rs`, which is called only where AVX2 and F16C
 // are available. `SAFETY: as above` refers to this.
 
-impl Lanes for F16x16 {
+impl<T: Wide> Lanes for By16<T> {
     const COUNT: usize = 16;
     const SIZE_BYTES: usize = 2;
     type Acc = f32;
     type Reg = Both;
-    type Tail = F16x1;
+    type Tail = T;
 
     #[inline(always)]
     unsafe fn load(src: *const u8) -> Both {
-        // SAFETY: as above; the caller vouches for 32 bytes.
+        // SAFETY: the caller vouches for 32 bytes; an address is only a hint to a prefetch.
         unsafe {
             _mm_prefetch::<_MM_HINT_T0>(src.wrapping_add(AHEAD_BYTES).cast());
+            T::load_16(src)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store(dst: *mut u8, value: Both) {
+        // SAFETY: the caller vouches for 32 bytes.
+        unsafe { T::store_16(dst, canonical(value)) };
+    }
+
+    #[inline(always)]
+    unsafe fn load_acc(slots: *const f32, slot: usize) -> Both {
+        // SAFETY: as above; the caller vouches for sixteen slots.
+        unsafe { Twice(F32x8(_mm256_loadu_ps(slots.add(slot))), F32x8(_mm256_loadu_ps(slots.add(slot + 8)))) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_acc(slots: *mut f32, slot: usize, value: Both) {
+        // SAFETY: as above; the caller vouches for sixteen slots.
+        unsafe {
+            _mm256_storeu_ps(slots.add(slot), value.0.0);
+            _mm256_storeu_ps(slots.add(slot + 8), value.1.0);
+        }
+    }
+}
+
+impl Wide for F16x1 {
+    #[inline(always)]
+    unsafe fn load_16(src: *const u8) -> Both {
+        // SAFETY: as above; the caller vouches for 32 bytes.
+        unsafe {
             let low = _mm256_cvtph_ps(_mm_loadu_si128(src.cast()));
             Twice(F32x8(low), F32x8(_mm256_cvtph_ps(_mm_loadu_si128(src.add(16).cast()))))
         }
     }
 
     #[inline(always)]
-    unsafe fn store(dst: *mut u8, value: Both) {
-        let Twice(low, high) = canonical(value);
+    unsafe fn store_16(dst: *mut u8, Twice(low, high): Both) {
         // SAFETY: as above; the caller vouches for 32 bytes.
         unsafe {
             _mm_storeu_si128(dst.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(low.0));
             _mm_storeu_si128(dst.add(16).cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(high.0));
         }
     }
-
-    #[inline(always)]
-    unsafe fn load_acc(slots: *const f32, slot: usize) -> Both {
-        // SAFETY: the caller's promise.
-        unsafe { load_slots(slots, slot) }
-    }
-
-    #[inline(always)]
-    unsafe fn store_acc(slots: *mut f32, slot: usize, value: Both) {
-        // SAFETY: the caller's promise.
-        unsafe { store_slots(slots, slot, value) };
-    }
 }
 
-impl Lanes for Bf16x16 {
-    const COUNT: usize = 16;
-    const SIZE_BYTES: usize = 2;
-    type Acc = f32;
-    type Reg = Both;
-    type Tail = Bf16;
-
+/// As pairs in 32-bit words: the lower ones of all words in one register, the upper ones in the other.
+impl Wide for Bf16 {
     #[inline(always)]
-    unsafe fn load(src: *const u8) -> Both {
+    unsafe fn load_16(src: *const u8) -> Both {
         // SAFETY: as above; the caller vouches for 32 bytes.
         unsafe {
-            _mm_prefetch::<_MM_HINT_T0>(src.wrapping_add(AHEAD_BYTES).cast());
             let words = _mm256_loadu_si256(src.cast());
             let upper = _mm256_and_si256(words, _mm256_set1_epi32(0xffff_0000_u32 as i32));
             let (low, high) = (_mm256_slli_epi32::<16>(words), upper);
@@ -100,10 +122,9 @@ impl Lanes for Bf16x16 {
         }
     }
 
-    /// Rounds to nearest even, on the kept halves and the dropped halves of all sixteen at once.
+    /// On the kept halves and the dropped halves of all sixteen at once.
     #[inline(always)]
-    unsafe fn store(dst: *mut u8, value: Both) {
-        let Twice(low, high) = canonical(value);
+    unsafe fn store_16(dst: *mut u8, Twice(low, high): Both) {
         // SAFETY: as above; the caller vouches for 32 bytes.
         unsafe {
             let (low, high) = (_mm256_castps_si256(low.0), _mm256_castps_si256(high.0));
@@ -115,18 +136,6 @@ impl Lanes for Bf16x16 {
             let carry = _mm256_srli_epi16::<15>(_mm256_subs_epu16(dropped, even));
             _mm256_storeu_si256(dst.cast(), _mm256_add_epi16(kept, carry));
         }
-    }
-
-    #[inline(always)]
-    unsafe fn load_acc(slots: *const f32, slot: usize) -> Both {
-        // SAFETY: the caller's promise.
-        unsafe { load_slots(slots, slot) }
-    }
-
-    #[inline(always)]
-    unsafe fn store_acc(slots: *mut f32, slot: usize, value: Both) {
-        // SAFETY: the caller's promise.
-        unsafe { store_slots(slots, slot, value) };
     }
 }
 
@@ -144,25 +153,6 @@ fn canonical(value: Both) -> Both {
             F32x8(_mm256_blendv_ps(register.0, _mm256_set1_ps(f32::NAN), nan))
         };
         Twice(only(low), only(high))
-    }
-}
-
-/// # Safety
-/// As [`Lanes::load_acc`] of a group of sixteen.
-#[inline(always)]
-unsafe fn load_slots(slots: *const f32, slot: usize) -> Both {
-    // SAFETY: as above; the caller vouches for sixteen slots.
-    unsafe { Twice(F32x8(_mm256_loadu_ps(slots.add(slot))), F32x8(_mm256_loadu_ps(slots.add(slot + 8)))) }
-}
-
-/// # Safety
-/// As [`Lanes::store_acc`] of a group of sixteen.
-#[inline(always)]
-unsafe fn store_slots(slots: *mut f32, slot: usize, value: Both) {
-    // SAFETY: as above; the caller vouches for sixteen slots.
-    unsafe {
-        _mm256_storeu_ps(slots.add(slot), value.0.0);
-        _mm256_storeu_ps(slots.add(slot + 8), value.1.0);
     }
 }
 

@@ -2,15 +2,15 @@
 
 use std::mem::MaybeUninit;
 
-use super::avx2::{Bf16x16, F16x16};
+use super::avx2::{By16, F16x1};
 use super::{Arch, Isa, ReduceKernels, Row, ScaleKernels, arch};
-use crate::reduce::lanes::{FloatLanes, Lanes, LastOn, OpOn};
+use crate::reduce::lanes::{Bf16, FloatLanes, Lanes, LastOn, OpOn};
 use crate::reduce::{loops, select};
 
 arch!(
     Avx512,
-    F16x16,
-    Bf16x16,
+    By16<F16x1>,
+    By16<Bf16>,
     "avx512",
     || {
         !cfg!(miri)
