@@ -114,14 +114,14 @@ impl Buffers {
     /// their addresses.
     #[inline]
     pub(crate) fn take_addresses(&mut self, desc: &CallDesc, rank: usize) -> bool {
-        let in_place = desc.inputs.is_empty();
-        if let Some(tensor) = desc.outputs.alone().filter(|_| in_place && desc.collective == Collective::AllReduce) {
+        if let Some(tensor) = desc.alone().filter(|_| desc.collective == Collective::AllReduce) {
             for bases in [&mut self.inputs, &mut self.outputs] {
                 bases.clear();
                 bases.push(tensor.ptr);
             }
             return true;
         }
+        let in_place = desc.inputs.is_empty();
         if outputs_share_memory(&desc.outputs) || !in_place && inputs_need_copy(desc, rank) {
             return false;
         }

@@ -163,7 +163,7 @@ impl Blocks {
 
     /// The tensor of a list that is one block of one tensor.
     #[inline]
-    pub(crate) fn alone(&self) -> Option<&TensorDesc> {
+    fn alone(&self) -> Option<&TensorDesc> {
         match &self.pieces[..] {
             [tensor] if self.ends.len() == 1 => Some(tensor),
             _ => None,
@@ -261,6 +261,12 @@ impl CallDesc {
             && self.seq.is_none()
             && !self.collective.is_point_to_point()
             && self.uses_tensors_as_they_are()
+    }
+
+    /// The tensor of a call in place that has no other.
+    #[inline]
+    pub(crate) fn alone(&self) -> Option<&TensorDesc> {
+        if self.inputs.is_empty() { self.outputs.alone() } else { None }
     }
 
     /// Whether all tensors can be sent from and received into.

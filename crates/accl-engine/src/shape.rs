@@ -11,7 +11,7 @@ use accl_types::{Collective, Dtype, Elems, Error, Rank, ReduceOp, Result};
 use smallvec::SmallVec;
 
 use crate::buffers::block_elems;
-use crate::desc::{Blocks, CallDesc, TensorDesc};
+use crate::desc::{Blocks, CallDesc};
 use crate::hash::hash_words;
 use crate::plan::{Plan, PlanKey, Plans};
 
@@ -78,7 +78,7 @@ impl Key {
             op: desc.op,
             root: desc.root,
             equal_blocks: desc.equal_blocks,
-            alone: alone(desc).map(|tensor| (tensor.len_bytes(), tensor.dtype)),
+            alone: desc.alone().map(|tensor| (tensor.len_bytes(), tensor.dtype)),
             inputs: Sizes::of(&desc.inputs),
             outputs: Sizes::of(&desc.outputs),
         }
@@ -91,17 +91,11 @@ impl Key {
             && self.op == desc.op
             && self.root == desc.root
             && self.equal_blocks == desc.equal_blocks
-            && match (self.alone, alone(desc)) {
+            && match (self.alone, desc.alone()) {
                 (Some(known), Some(tensor)) => known == (tensor.len_bytes(), tensor.dtype),
                 _ => self.inputs.fit(&desc.inputs) && self.outputs.fit(&desc.outputs),
             }
     }
-}
-
-/// The tensor of a call that has no other.
-#[inline]
-fn alone(desc: &CallDesc) -> Option<&TensorDesc> {
-    if desc.inputs.is_empty() { desc.outputs.alone() } else { None }
 }
 
 /// The latest shapes of one group.
