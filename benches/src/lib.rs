@@ -5,6 +5,7 @@
 
 pub mod cases;
 pub mod pin;
+pub mod plain_loops;
 pub mod process;
 pub mod rank;
 pub mod sweep;

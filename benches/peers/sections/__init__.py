@@ -10,6 +10,7 @@ from . import (
     costs,
     ddp,
     four_ranks,
+    kernels,
     outstanding,
     predictions,
     signature,
@@ -31,5 +32,6 @@ SECTIONS: tuple[Section, ...] = (
     costs.SECTION,
     choice.SECTION,
     *predictions.ALL,
+    kernels.SECTION,
 )
 BY_NAME = {section.name: section for section in SECTIONS}

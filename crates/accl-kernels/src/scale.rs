@@ -1,8 +1,5 @@
 //! Multiplication by a factor: what PREMUL_SUM does to a contribution before it is added.
 
-use std::mem::MaybeUninit;
-use std::slice;
-
 use accl_types::{Dtype, Error, Result};
 
 use crate::arch::{self, Isa};
@@ -40,7 +37,7 @@ pub unsafe fn scale_with_isa(
     factor: f64,
 ) -> Result<()> {
     isa.check_available()?;
-    let kernels = arch::select_scale(isa, dtype).ok_or_else(|| {
+    let kernel = arch::select_scale(isa, dtype).ok_or_else(|| {
         Error::unsupported(format!(
             "PREMUL_SUM is not supported for {dtype}; it takes floating-point and complex dtypes"
         ))
@@ -51,13 +48,6 @@ pub unsafe fn scale_with_isa(
     let _env = DefaultFloatEnv::enter();
     let len_bytes = count * dtype.size_bytes();
     // SAFETY: the caller's promise: valid for this length, and either equal or apart. The instruction set is available.
-    unsafe {
-        if dst.cast_const() == src {
-            (kernels.in_place)(slice::from_raw_parts_mut(dst, len_bytes), factor);
-        } else {
-            let dst = slice::from_raw_parts_mut(dst.cast::<MaybeUninit<u8>>(), len_bytes);
-            (kernels.apart)(dst, slice::from_raw_parts(src, len_bytes), factor);
-        }
-    }
+    unsafe { kernel(dst, src, len_bytes, factor) };
     Ok(())
 }

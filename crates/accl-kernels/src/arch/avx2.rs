@@ -1,25 +1,31 @@
 //! AVX2: 32-byte vectors. float16 goes through the conversions of F16C, bfloat16 through shifts of whole vectors.
 
 use std::arch::x86_64::{
-    __m256, _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T0, _mm_cvtph_ps, _mm_cvtps_ph, _mm_cvtsi32_si128,
-    _mm_cvtsi128_si32, _mm_cvtss_f32, _mm_loadu_si128, _mm_prefetch, _mm_set_ss, _mm_storeu_si128, _mm256_add_epi16,
-    _mm256_add_ps, _mm256_and_ps, _mm256_and_si256, _mm256_andnot_si256, _mm256_blend_epi16, _mm256_blendv_ps,
-    _mm256_castps_si256, _mm256_castsi256_ps, _mm256_cmp_ps, _mm256_cvtph_ps, _mm256_cvtps_ph, _mm256_div_ps,
-    _mm256_loadu_ps, _mm256_loadu_si256, _mm256_max_ps, _mm256_min_ps, _mm256_movemask_ps, _mm256_mul_ps, _mm256_or_ps,
-    _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_slli_epi32, _mm256_srli_epi16, _mm256_srli_epi32,
+    __m256, __m256d, _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T0, _mm_cvtph_ps, _mm_cvtps_ph,
+    _mm_cvtsi32_si128, _mm_cvtsi128_si32, _mm_cvtss_f32, _mm_loadu_si128, _mm_prefetch, _mm_set_ss, _mm_storeu_si128,
+    _mm256_add_epi16, _mm256_add_pd, _mm256_add_ps, _mm256_addsub_pd, _mm256_addsub_ps, _mm256_and_pd, _mm256_and_ps,
+    _mm256_and_si256, _mm256_andnot_si256, _mm256_blend_epi16, _mm256_blendv_pd, _mm256_blendv_ps, _mm256_castps_si256,
+    _mm256_castsi256_ps, _mm256_cmp_pd, _mm256_cmp_ps, _mm256_cvtph_ps, _mm256_cvtps_ph, _mm256_div_pd, _mm256_div_ps,
+    _mm256_loadu_pd, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_max_pd, _mm256_max_ps, _mm256_min_pd, _mm256_min_ps,
+    _mm256_movedup_pd, _mm256_movehdup_ps, _mm256_moveldup_ps, _mm256_movemask_ps, _mm256_mul_pd, _mm256_mul_ps,
+    _mm256_or_pd, _mm256_or_ps, _mm256_permute_pd, _mm256_permute_ps, _mm256_set1_epi16, _mm256_set1_epi32,
+    _mm256_set1_pd, _mm256_set1_ps, _mm256_slli_epi32, _mm256_srli_epi16, _mm256_srli_epi32, _mm256_storeu_pd,
     _mm256_storeu_ps, _mm256_storeu_si256, _mm256_subs_epu16,
 };
 use std::marker::PhantomData;
-use std::mem::MaybeUninit;
 
-use super::{Arch, Isa, ReduceKernels, Row, ScaleKernels, arch};
-use crate::reduce::lanes::{ArithReg, Bf16, FloatLanes, FloatReg, Lanes, LastOn, OpOn, OrderReg, Twice};
+use super::{Arch, Isa, ReduceKernels, Row, ScaleKernel, arch};
+use crate::reduce::lanes::{ArithReg, Bf16, Complex, FloatLanes, FloatReg, Group, Lanes, LastOn, OpOn, OrderReg, Regs};
 use crate::reduce::{loops, select};
 
 arch!(
     Avx2,
     By16<F16x1>,
     By16<Bf16>,
+    Group<F32x8, 2>,
+    Group<F64x4, 2>,
+    Group<ByParts<F32x8>, 2>,
+    Group<ByParts<F64x4>, 2>,
     "avx2+f16c",
     || !cfg!(miri) && is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c"),
     #[target_feature(enable = "avx2,f16c")]
@@ -43,10 +49,7 @@ pub(super) trait Wide: Lanes<Acc = f32> {
     unsafe fn store_16(dst: *mut u8, value: Both);
 }
 
-#[derive(Clone, Copy)]
-pub(super) struct F32x8(__m256);
-
-type Both = Twice<F32x8>;
+type Both = Regs<F32x8, 2>;
 
 // Each method below is inlined into a function of this file or of `avx512.rs`, which is called only where AVX2 and F16C
 // are available. `SAFETY: as above` refers to this.
@@ -76,15 +79,15 @@ impl<T: Wide> Lanes for By16<T> {
     #[inline(always)]
     unsafe fn load_acc(slots: *const f32, slot: usize) -> Both {
         // SAFETY: as above; the caller vouches for sixteen slots.
-        unsafe { Twice(F32x8(_mm256_loadu_ps(slots.add(slot))), F32x8(_mm256_loadu_ps(slots.add(slot + 8)))) }
+        unsafe { Regs([F32x8(_mm256_loadu_ps(slots.add(slot))), F32x8(_mm256_loadu_ps(slots.add(slot + 8)))]) }
     }
 
     #[inline(always)]
     unsafe fn store_acc(slots: *mut f32, slot: usize, value: Both) {
         // SAFETY: as above; the caller vouches for sixteen slots.
         unsafe {
-            _mm256_storeu_ps(slots.add(slot), value.0.0);
-            _mm256_storeu_ps(slots.add(slot + 8), value.1.0);
+            _mm256_storeu_ps(slots.add(slot), value.0[0].0);
+            _mm256_storeu_ps(slots.add(slot + 8), value.0[1].0);
         }
     }
 }
@@ -95,12 +98,12 @@ impl Wide for F16x1 {
         // SAFETY: as above; the caller vouches for 32 bytes.
         unsafe {
             let low = _mm256_cvtph_ps(_mm_loadu_si128(src.cast()));
-            Twice(F32x8(low), F32x8(_mm256_cvtph_ps(_mm_loadu_si128(src.add(16).cast()))))
+            Regs([F32x8(low), F32x8(_mm256_cvtph_ps(_mm_loadu_si128(src.add(16).cast())))])
         }
     }
 
     #[inline(always)]
-    unsafe fn store_16(dst: *mut u8, Twice(low, high): Both) {
+    unsafe fn store_16(dst: *mut u8, Regs([low, high]): Both) {
         // SAFETY: as above; the caller vouches for 32 bytes.
         unsafe {
             _mm_storeu_si128(dst.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(low.0));
@@ -118,13 +121,13 @@ impl Wide for Bf16 {
             let words = _mm256_loadu_si256(src.cast());
             let upper = _mm256_and_si256(words, _mm256_set1_epi32(0xffff_0000_u32 as i32));
             let (low, high) = (_mm256_slli_epi32::<16>(words), upper);
-            Twice(F32x8(_mm256_castsi256_ps(low)), F32x8(_mm256_castsi256_ps(high)))
+            Regs([F32x8(_mm256_castsi256_ps(low)), F32x8(_mm256_castsi256_ps(high))])
         }
     }
 
     /// On the kept halves and the dropped halves of all sixteen at once.
     #[inline(always)]
-    unsafe fn store_16(dst: *mut u8, Twice(low, high): Both) {
+    unsafe fn store_16(dst: *mut u8, Regs([low, high]): Both) {
         // SAFETY: as above; the caller vouches for 32 bytes.
         unsafe {
             let (low, high) = (_mm256_castps_si256(low.0), _mm256_castps_si256(high.0));
@@ -142,7 +145,7 @@ impl Wide for Bf16 {
 /// Canonical NaN for NaN. A look at both registers at once finds that there is none, which is the rule.
 #[inline(always)]
 fn canonical(value: Both) -> Both {
-    let Twice(low, high) = value;
+    let Regs([low, high]) = value;
     // SAFETY: as above.
     unsafe {
         if _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(low.0, high.0)) == 0 {
@@ -152,7 +155,7 @@ fn canonical(value: Both) -> Both {
             let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(register.0, register.0);
             F32x8(_mm256_blendv_ps(register.0, _mm256_set1_ps(f32::NAN), nan))
         };
-        Twice(only(low), only(high))
+        Regs([only(low), only(high)])
     }
 }
 
@@ -195,49 +198,191 @@ impl Lanes for F16x1 {
     }
 }
 
-impl ArithReg for F32x8 {
+/// A vector of floats: what is done with `$float` in `reduce/lanes.rs`, done with `$count` of them.
+macro_rules! floats {
+    ($name:ident: $vector:ty, $count:literal of $float:ident, $load:ident $store:ident $all:ident $add:ident $mul:ident
+        $div:ident $min:ident $max:ident $and:ident $or:ident $unordered:ident $blend:ident) => {
+        #[derive(Clone, Copy)]
+        pub(super) struct $name($vector);
+
+        impl Lanes for $name {
+            const COUNT: usize = $count;
+            const SIZE_BYTES: usize = size_of::<$float>();
+            type Acc = $float;
+            type Reg = $name;
+            type Tail = $float;
+
+            #[inline(always)]
+            unsafe fn load(src: *const u8) -> Self {
+                // SAFETY: as above; the caller vouches for 32 bytes.
+                $name(unsafe { $load(src.cast()) })
+            }
+
+            #[inline(always)]
+            unsafe fn store(dst: *mut u8, value: Self) {
+                // SAFETY: as above; the caller vouches for 32 bytes.
+                unsafe { $store(dst.cast(), value.canonical().0) };
+            }
+
+            #[inline(always)]
+            unsafe fn load_acc(slots: *const $float, slot: usize) -> Self {
+                // SAFETY: as above; the caller vouches for a vector's slots.
+                $name(unsafe { $load(slots.add(slot)) })
+            }
+
+            #[inline(always)]
+            unsafe fn store_acc(slots: *mut $float, slot: usize, value: Self) {
+                // SAFETY: as above; the caller vouches for a vector's slots.
+                unsafe { $store(slots.add(slot), value.0) };
+            }
+        }
+
+        impl $name {
+            /// Canonical NaN for NaN.
+            #[inline(always)]
+            fn canonical(self) -> Self {
+                // SAFETY: as above.
+                unsafe {
+                    let nan = $unordered::<_CMP_UNORD_Q>(self.0, self.0);
+                    $name($blend(self.0, $all($float::NAN), nan))
+                }
+            }
+        }
+
+        impl ArithReg for $name {
+            #[inline(always)]
+            fn add(self, other: Self) -> Self {
+                // SAFETY: as above.
+                $name(unsafe { $add(self.0, other.0) })
+            }
+
+            #[inline(always)]
+            fn mul(self, other: Self) -> Self {
+                // SAFETY: as above.
+                $name(unsafe { $mul(self.0, other.0) })
+            }
+        }
+
+        // min and max return their second operand if the operands are equal or unordered: as the selects in `lanes.rs`.
+        impl OrderReg for $name {
+            #[inline(always)]
+            fn min(self, other: Self) -> Self {
+                // SAFETY: as above.
+                $name(unsafe { $or($min(self.0, other.0), $min(other.0, self.0)) })
+            }
+
+            #[inline(always)]
+            fn max(self, other: Self) -> Self {
+                // SAFETY: as above.
+                unsafe {
+                    let ordered = $and($max(self.0, other.0), $max(other.0, self.0));
+                    // All ones where unordered, which is a NaN.
+                    $name($or(ordered, $unordered::<_CMP_UNORD_Q>(self.0, other.0)))
+                }
+            }
+        }
+
+        impl FloatReg for $name {
+            #[inline(always)]
+            fn div_scalar(self, divisor: f64) -> Self {
+                // SAFETY: as above.
+                $name(unsafe { $div(self.0, $all(divisor as $float)) })
+            }
+
+            #[inline(always)]
+            fn mul_scalar(self, factor: f64) -> Self {
+                // SAFETY: as above.
+                $name(unsafe { $mul(self.0, $all(factor as $float)) })
+            }
+        }
+    };
+}
+
+floats!(F32x8: __m256, 8 of f32, _mm256_loadu_ps _mm256_storeu_ps _mm256_set1_ps _mm256_add_ps _mm256_mul_ps
+    _mm256_div_ps _mm256_min_ps _mm256_max_ps _mm256_and_ps _mm256_or_ps _mm256_cmp_ps _mm256_blendv_ps);
+floats!(F64x4: __m256d, 4 of f64, _mm256_loadu_pd _mm256_storeu_pd _mm256_set1_pd _mm256_add_pd _mm256_mul_pd
+    _mm256_div_pd _mm256_min_pd _mm256_max_pd _mm256_and_pd _mm256_or_pd _mm256_cmp_pd _mm256_blendv_pd);
+
+/// A vector of complex numbers: the real and the imaginary part of each side by side.
+#[derive(Clone, Copy)]
+pub(super) struct ByParts<V>(V);
+
+/// Floats that can be taken as complex numbers.
+pub(super) trait Parts: Lanes<Reg = Self> + ArithReg {
+    type Complex: Lanes<Acc = Self::Complex> + Copy;
+
+    fn complex_mul(self, other: Self) -> Self;
+}
+
+impl<V: Parts> Lanes for ByParts<V> {
+    const COUNT: usize = V::COUNT / 2;
+    const SIZE_BYTES: usize = 2 * V::SIZE_BYTES;
+    type Acc = V::Complex;
+    type Reg = Self;
+    type Tail = V::Complex;
+
+    #[inline(always)]
+    unsafe fn load(src: *const u8) -> Self {
+        // SAFETY: the caller's promise.
+        ByParts(unsafe { V::load(src) })
+    }
+
+    #[inline(always)]
+    unsafe fn store(dst: *mut u8, value: Self) {
+        // SAFETY: the caller's promise.
+        unsafe { V::store(dst, value.0) };
+    }
+
+    // A complex number in memory is its two parts.
+    #[inline(always)]
+    unsafe fn load_acc(slots: *const V::Complex, slot: usize) -> Self {
+        // SAFETY: the caller's promise.
+        ByParts(unsafe { V::load_acc(slots.add(slot).cast(), 0) })
+    }
+
+    #[inline(always)]
+    unsafe fn store_acc(slots: *mut V::Complex, slot: usize, value: Self) {
+        // SAFETY: the caller's promise.
+        unsafe { V::store_acc(slots.add(slot).cast(), 0, value.0) };
+    }
+}
+
+impl<V: Parts> ArithReg for ByParts<V> {
     #[inline(always)]
     fn add(self, other: Self) -> Self {
-        // SAFETY: as above.
-        F32x8(unsafe { _mm256_add_ps(self.0, other.0) })
+        ByParts(self.0.add(other.0))
     }
 
     #[inline(always)]
     fn mul(self, other: Self) -> Self {
-        // SAFETY: as above.
-        F32x8(unsafe { _mm256_mul_ps(self.0, other.0) })
+        ByParts(self.0.complex_mul(other.0))
     }
 }
 
-// minps and maxps return their second operand if the operands are equal or unordered: as the selects in `lanes.rs`.
-impl OrderReg for F32x8 {
-    #[inline(always)]
-    fn min(self, other: Self) -> Self {
-        // SAFETY: as above.
-        F32x8(unsafe { _mm256_or_ps(_mm256_min_ps(self.0, other.0), _mm256_min_ps(other.0, self.0)) })
-    }
+impl Parts for F32x8 {
+    type Complex = Complex<f32>;
 
     #[inline(always)]
-    fn max(self, other: Self) -> Self {
+    fn complex_mul(self, other: Self) -> Self {
         // SAFETY: as above.
         unsafe {
-            let ordered = _mm256_and_ps(_mm256_max_ps(self.0, other.0), _mm256_max_ps(other.0, self.0));
-            // All ones where unordered, which is a NaN.
-            F32x8(_mm256_or_ps(ordered, _mm256_cmp_ps::<_CMP_UNORD_Q>(self.0, other.0)))
+            let by_real = _mm256_mul_ps(self.0, _mm256_moveldup_ps(other.0));
+            let by_imaginary = _mm256_mul_ps(_mm256_permute_ps::<0b10_11_00_01>(self.0), _mm256_movehdup_ps(other.0));
+            F32x8(_mm256_addsub_ps(by_real, by_imaginary))
         }
     }
 }
 
-impl FloatReg for F32x8 {
-    #[inline(always)]
-    fn div_scalar(self, divisor: f64) -> Self {
-        // SAFETY: as above.
-        F32x8(unsafe { _mm256_div_ps(self.0, _mm256_set1_ps(divisor as f32)) })
-    }
+impl Parts for F64x4 {
+    type Complex = Complex<f64>;
 
     #[inline(always)]
-    fn mul_scalar(self, factor: f64) -> Self {
+    fn complex_mul(self, other: Self) -> Self {
         // SAFETY: as above.
-        F32x8(unsafe { _mm256_mul_ps(self.0, _mm256_set1_ps(factor as f32)) })
+        unsafe {
+            let by_real = _mm256_mul_pd(self.0, _mm256_movedup_pd(other.0));
+            let by_imaginary = _mm256_mul_pd(_mm256_permute_pd::<0b0101>(self.0), _mm256_permute_pd::<0b1111>(other.0));
+            F64x4(_mm256_addsub_pd(by_real, by_imaginary))
+        }
     }
 }

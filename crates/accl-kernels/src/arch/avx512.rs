@@ -1,16 +1,18 @@
-//! AVX-512: 64-byte vectors. The 16-bit floats are as with AVX2.
+//! AVX-512: 64-byte vectors of integers. Floats are as with AVX2.
 
-use std::mem::MaybeUninit;
-
-use super::avx2::{By16, F16x1};
-use super::{Arch, Isa, ReduceKernels, Row, ScaleKernels, arch};
-use crate::reduce::lanes::{Bf16, FloatLanes, Lanes, LastOn, OpOn};
+use super::avx2::{By16, ByParts, F16x1, F32x8, F64x4};
+use super::{Arch, Isa, ReduceKernels, Row, ScaleKernel, arch};
+use crate::reduce::lanes::{Bf16, FloatLanes, Group, Lanes, LastOn, OpOn};
 use crate::reduce::{loops, select};
 
 arch!(
     Avx512,
     By16<F16x1>,
     By16<Bf16>,
+    Group<F32x8, 2>,
+    Group<F64x4, 2>,
+    Group<ByParts<F32x8>, 2>,
+    Group<ByParts<F64x4>, 2>,
     "avx512",
     || {
         !cfg!(miri)

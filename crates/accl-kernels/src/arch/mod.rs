@@ -10,12 +10,11 @@ mod avx512;
 mod scalar;
 
 use std::fmt;
-use std::mem::MaybeUninit;
 use std::sync::OnceLock;
 
 use accl_types::{Dtype, Error, ReduceOp, Result};
 
-use crate::reduce::lanes::{FloatLanes, Lanes, LastOn, OpOn};
+use crate::reduce::lanes::{ArithLanes, FloatLanes, Lanes, LastOn, OpOn};
 use crate::reduce::select::Selected;
 
 /// An instruction set that has kernels.
@@ -35,7 +34,7 @@ struct Row {
     description: &'static str,
     available: fn() -> bool,
     select: fn(ReduceOp, Dtype) -> Option<Selected>,
-    select_scale: fn(Dtype) -> Option<ScaleKernels>,
+    select_scale: fn(Dtype) -> Option<ScaleKernel>,
     copy: CopyFn,
 }
 
@@ -102,7 +101,7 @@ pub(crate) fn select(isa: Isa, op: ReduceOp, dtype: Dtype) -> Option<Selected> {
 }
 
 /// As [`select`], for the multiplication by a factor.
-pub(crate) fn select_scale(isa: Isa, dtype: Dtype) -> Option<ScaleKernels> {
+pub(crate) fn select_scale(isa: Isa, dtype: Dtype) -> Option<ScaleKernel> {
     isa.row().and_then(|row| (row.select_scale)(dtype))
 }
 
@@ -113,44 +112,46 @@ pub(crate) fn copy(isa: Isa) -> CopyFn {
 }
 
 type CopyFn = unsafe fn(*mut u8, *const u8, usize);
-type PairFn = unsafe fn(&mut [MaybeUninit<u8>], &[u8], &[u8], f64);
 
-/// The functions of one operation on one type. All lengths are in bytes and multiples of the element's size.
+/// The functions of one operation on one type. Lengths are in bytes, multiples of the element's size.
 ///
-/// Safe to call on a machine that has their instruction set, within the rules of `loops.rs`.
+/// To be called on a machine that has their instruction set, within the rules of `loops.rs`.
 #[derive(Clone, Copy)]
 pub(crate) struct ReduceKernels {
-    /// (dst, a, b, world), none of which overlap `dst`.
-    pub(crate) pair: PairFn,
-    /// (dst and first operand, second operand, world)
-    pub(crate) pair_in_place: unsafe fn(&mut [u8], &[u8], f64),
-    /// (dst, srcs, bytes of each, world); `dst` may be among `srcs`.
+    /// (dst, a and b, bytes of each, world)
+    pub(crate) pair: unsafe fn(*mut u8, [*const u8; 2], usize, f64),
+    /// (dst, srcs, bytes of each, world)
     pub(crate) many: unsafe fn(*mut u8, &[*const u8], usize, f64),
 }
 
-/// The multiplication of one type by a factor.
-#[derive(Clone, Copy)]
-pub(crate) struct ScaleKernels {
-    /// (dst, src, factor)
-    pub(crate) apart: unsafe fn(&mut [MaybeUninit<u8>], &[u8], f64),
-    /// (dst and src, factor)
-    pub(crate) in_place: unsafe fn(&mut [u8], f64),
-}
+/// The multiplication of one type by a factor: (dst, src, bytes, factor).
+pub(crate) type ScaleKernel = unsafe fn(*mut u8, *const u8, usize, f64);
 
-/// An instruction set, to the functions that compose kernels.
+/// An instruction set, to the functions that compose kernels: how it handles the types of which the compiler does not
+/// make vectors by itself.
 pub(crate) trait Arch {
-    /// How float16 is handled.
     type F16: FloatLanes;
-    /// How bfloat16 is handled.
     type Bf16: FloatLanes;
+    type F32: FloatLanes;
+    type F64: FloatLanes;
+    type C64: ArithLanes;
+    type C128: ArithLanes;
 
     fn reduce_kernels<V: Lanes, O: OpOn<V>, F: LastOn<V>>() -> ReduceKernels;
-    fn scale_kernels<V: FloatLanes>() -> ScaleKernels;
+    fn scale_kernel<V: FloatLanes>() -> ScaleKernel;
 }
 
 /// Implements [`Arch`] for `$arch` by functions with the given attributes around the loops, and defines its `ROW`.
 macro_rules! arch {
-    ($arch:ident, $f16:ty, $bf16:ty, $description:literal, $available:expr, $(#[$feature:meta])*) => {
+    (
+        $arch:ident,
+        $f16:ty,
+        $bf16:ty,
+        $f32:ty,
+        $f64:ty,
+        $c64:ty,
+        $c128:ty,
+        $description:literal, $available:expr, $(#[$feature:meta])*) => {
         pub(super) const ROW: Row = Row {
             isa: Isa::$arch,
             description: $description,
@@ -165,28 +166,29 @@ macro_rules! arch {
         impl Arch for $arch {
             type F16 = $f16;
             type Bf16 = $bf16;
+            type F32 = $f32;
+            type F64 = $f64;
+            type C64 = $c64;
+            type C128 = $c128;
 
             fn reduce_kernels<V: Lanes, O: OpOn<V>, F: LastOn<V>>() -> ReduceKernels {
-                ReduceKernels {
-                    pair: pair::<V, O, F>,
-                    pair_in_place: pair_in_place::<V, O, F>,
-                    many: many::<V, O, F>,
-                }
+                ReduceKernels { pair: pair::<V, O, F>, many: many::<V, O, F> }
             }
 
-            fn scale_kernels<V: FloatLanes>() -> ScaleKernels {
-                ScaleKernels { apart: scale::<V>, in_place: scale_in_place::<V> }
+            fn scale_kernel<V: FloatLanes>() -> ScaleKernel {
+                scale::<V>
             }
         }
 
         $(#[$feature])*
-        fn pair<V: Lanes, O: OpOn<V>, F: LastOn<V>>(dst: &mut [MaybeUninit<u8>], a: &[u8], b: &[u8], world: f64) {
-            loops::pair::<V, O, F>(dst, a, b, world);
-        }
-
-        $(#[$feature])*
-        fn pair_in_place<V: Lanes, O: OpOn<V>, F: LastOn<V>>(dst: &mut [u8], other: &[u8], world: f64) {
-            loops::pair_in_place::<V, O, F>(dst, other, world);
+        unsafe fn pair<V: Lanes, O: OpOn<V>, F: LastOn<V>>(
+            dst: *mut u8,
+            operands: [*const u8; 2],
+            len_bytes: usize,
+            world: f64,
+        ) {
+            // SAFETY: the caller's promise, see `ReduceKernels`.
+            unsafe { loops::pair::<V, O, F>(dst, operands, len_bytes / V::SIZE_BYTES, world) };
         }
 
         $(#[$feature])*
@@ -196,7 +198,7 @@ macro_rules! arch {
             len_bytes: usize,
             world: f64,
         ) {
-            // SAFETY: the caller's promise, see `ReduceKernels`.
+            // SAFETY: as above.
             unsafe { loops::many::<V, O, F>(dst, srcs, len_bytes / V::SIZE_BYTES, world) };
         }
 
@@ -207,13 +209,9 @@ macro_rules! arch {
         }
 
         $(#[$feature])*
-        fn scale<V: FloatLanes>(dst: &mut [MaybeUninit<u8>], src: &[u8], factor: f64) {
-            loops::scale::<V>(dst, src, factor);
-        }
-
-        $(#[$feature])*
-        fn scale_in_place<V: FloatLanes>(dst: &mut [u8], factor: f64) {
-            loops::scale_in_place::<V>(dst, factor);
+        unsafe fn scale<V: FloatLanes>(dst: *mut u8, src: *const u8, len_bytes: usize, factor: f64) {
+            // SAFETY: as above.
+            unsafe { loops::scale::<V>(dst, src, len_bytes / V::SIZE_BYTES, factor) };
         }
     };
 }

@@ -1,9 +1,7 @@
 //! The loops as the compiler makes them for any processor of the target. This is what Miri sees.
 
-use std::mem::MaybeUninit;
-
-use super::{Arch, Isa, ReduceKernels, Row, ScaleKernels, arch};
-use crate::reduce::lanes::{Bf16x2, F16, FloatLanes, Lanes, LastOn, OpOn};
+use super::{Arch, Isa, ReduceKernels, Row, ScaleKernel, arch};
+use crate::reduce::lanes::{Bf16x2, Complex, F16, FloatLanes, Lanes, LastOn, OpOn};
 use crate::reduce::{loops, select};
 
-arch!(Scalar, F16, Bf16x2, "scalar", || true,);
+arch!(Scalar, F16, Bf16x2, f32, f64, Complex<f32>, Complex<f64>, "scalar", || true,);

@@ -1,9 +1,12 @@
 //! What a kernel computes with: `Lanes` moves elements between memory and registers, the `*Reg` traits calculate, `Op`
 //! and `Last` name the operation. Loops over buffers are in `loops.rs`, 16-bit conversions in `float16.rs`.
 //!
-//! Most types are handled one element at a time: the loops are simple enough for the compiler to vectorise for the
-//! instruction set of the function that they are inlined into. A type for which it cannot (float16 wants conversion
-//! instructions) has a `Lanes` of several elements in `arch/<isa>.rs`.
+//! Elements are handled in groups of a cache line: all operands of a group are in registers before its result is stored,
+//! so that a result may be in the place of an operand, and the compiler makes vectors of a group for the instruction set
+//! of the function that it is inlined into. A type for which it cannot (float16 wants conversion instructions) has a
+//! `Lanes` of several elements in `arch/<isa>.rs`.
+
+use std::marker::PhantomData;
 
 use super::float16;
 
@@ -11,7 +14,7 @@ use super::float16;
 pub(crate) const BLOCK: usize = 512;
 
 /// Accumulators of a block: the elements behind the last group have theirs behind the others.
-pub(crate) const SLOTS: usize = BLOCK + 16;
+pub(crate) const SLOTS: usize = BLOCK + 64;
 
 /// A group of `COUNT` elements of one type: how they lie in memory and which registers hold them.
 pub(crate) trait Lanes {
@@ -59,11 +62,26 @@ pub(crate) trait OrderReg: Copy {
     fn max(self, other: Self) -> Self;
 }
 
+/// BAND, BOR and BXOR. One type has them: they work on bytes whatever the element is.
+pub(crate) trait BitReg: Copy {
+    fn and(self, other: Self) -> Self;
+    fn or(self, other: Self) -> Self;
+    fn xor(self, other: Self) -> Self;
+}
+
 /// What floats have besides: division by the world size, multiplication by a factor.
 pub(crate) trait FloatReg: ArithReg + OrderReg {
     fn div_scalar(self, divisor: f64) -> Self;
     fn mul_scalar(self, factor: f64) -> Self;
 }
+
+/// Elements that are added and multiplied.
+pub(crate) trait ArithLanes: Lanes<Reg: ArithReg, Tail: Lanes<Reg: ArithReg>> {}
+impl<V: Lanes<Reg: ArithReg, Tail: Lanes<Reg: ArithReg>>> ArithLanes for V {}
+
+/// Elements that are ordered.
+pub(crate) trait OrderLanes: Lanes<Reg: OrderReg, Tail: Lanes<Reg: OrderReg>> {}
+impl<V: Lanes<Reg: OrderReg, Tail: Lanes<Reg: OrderReg>>> OrderLanes for V {}
 
 /// Elements that are added, ordered and divided as floats.
 pub(crate) trait FloatLanes: Lanes<Reg: FloatReg, Tail: Lanes<Reg: FloatReg>> {}
@@ -106,27 +124,9 @@ ops! {
     Product: ArithReg, a b => a.mul(b);
     Min: OrderReg, a b => a.min(b);
     Max: OrderReg, a b => a.max(b);
-}
-
-// Bit operations need one type only: they work on bytes whatever the element is.
-macro_rules! bit_ops {
-    ($($name:ident: $a:ident $b:ident => $result:expr;)*) => {
-        $(
-            pub(crate) struct $name;
-            impl Op<u8> for $name {
-                #[inline(always)]
-                fn apply($a: u8, $b: u8) -> u8 {
-                    $result
-                }
-            }
-        )*
-    };
-}
-
-bit_ops! {
-    And: a b => a & b;
-    Or: a b => a | b;
-    Xor: a b => a ^ b;
+    And: BitReg, a b => a.and(b);
+    Or: BitReg, a b => a.or(b);
+    Xor: BitReg, a b => a.xor(b);
 }
 
 /// The element stays as it is.
@@ -185,6 +185,105 @@ macro_rules! single {
     };
 }
 
+/// `N` times the elements of `T` at once.
+pub(crate) struct Group<T, const N: usize>(PhantomData<T>);
+
+/// Registers that go through the same operations.
+#[derive(Clone, Copy)]
+pub(crate) struct Regs<R, const N: usize>(pub(crate) [R; N]);
+
+// Loops and no closures here: a closure is a function without the instruction set of the kernel.
+
+impl<T: Lanes, const N: usize> Lanes for Group<T, N> {
+    const COUNT: usize = N * T::COUNT;
+    const SIZE_BYTES: usize = T::SIZE_BYTES;
+    type Acc = T::Acc;
+    type Reg = Regs<T::Reg, N>;
+    type Tail = T::Tail;
+
+    #[inline(always)]
+    unsafe fn load(src: *const u8) -> Self::Reg {
+        // SAFETY: the caller's promise, of `N` times what `T` wants.
+        unsafe {
+            let mut parts = [T::load(src); N];
+            for (at, part) in parts.iter_mut().enumerate() {
+                *part = T::load(src.add(at * T::COUNT * T::SIZE_BYTES));
+            }
+            Regs(parts)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store(dst: *mut u8, value: Self::Reg) {
+        for (at, &part) in value.0.iter().enumerate() {
+            // SAFETY: as above.
+            unsafe { T::store(dst.add(at * T::COUNT * T::SIZE_BYTES), part) };
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_acc(slots: *const T::Acc, slot: usize) -> Self::Reg {
+        // SAFETY: as above.
+        unsafe {
+            let mut parts = [T::load_acc(slots, slot); N];
+            for (at, part) in parts.iter_mut().enumerate() {
+                *part = T::load_acc(slots, slot + at * T::COUNT);
+            }
+            Regs(parts)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_acc(slots: *mut T::Acc, slot: usize, value: Self::Reg) {
+        for (at, &part) in value.0.iter().enumerate() {
+            // SAFETY: as above.
+            unsafe { T::store_acc(slots, slot + at * T::COUNT, part) };
+        }
+    }
+}
+
+macro_rules! by_register {
+    ($($bound:ident: $($method:ident)*;)*) => {
+        $(
+            impl<R: $bound, const N: usize> $bound for Regs<R, N> {
+                $(
+                    #[inline(always)]
+                    fn $method(mut self, other: Self) -> Self {
+                        for (one, other) in self.0.iter_mut().zip(other.0) {
+                            *one = $bound::$method(*one, other);
+                        }
+                        self
+                    }
+                )*
+            }
+        )*
+    };
+}
+
+by_register! {
+    ArithReg: add mul;
+    OrderReg: min max;
+    BitReg: and or xor;
+}
+
+impl<R: FloatReg, const N: usize> FloatReg for Regs<R, N> {
+    #[inline(always)]
+    fn div_scalar(mut self, divisor: f64) -> Self {
+        for one in &mut self.0 {
+            *one = one.div_scalar(divisor);
+        }
+        self
+    }
+
+    #[inline(always)]
+    fn mul_scalar(mut self, factor: f64) -> Self {
+        for one in &mut self.0 {
+            *one = one.mul_scalar(factor);
+        }
+        self
+    }
+}
+
 macro_rules! integers {
     ($($int:ty)*) => {
         $(
@@ -218,6 +317,23 @@ macro_rules! integers {
 }
 
 integers!(u8 u16 u32 u64 i8 i16 i32 i64);
+
+impl BitReg for u8 {
+    #[inline(always)]
+    fn and(self, other: Self) -> Self {
+        self & other
+    }
+
+    #[inline(always)]
+    fn or(self, other: Self) -> Self {
+        self | other
+    }
+
+    #[inline(always)]
+    fn xor(self, other: Self) -> Self {
+        self ^ other
+    }
+}
 
 /// `bool`: true is any byte but zero, and is written as 1. Its operations are the bit operations.
 pub(crate) struct Bool;
@@ -284,82 +400,42 @@ single!(Bf16, u16, f32, value => float16::widen_bf16(value), result => float16::
 /// vectorised loop needs no shuffles for them.
 pub(crate) struct Bf16x2;
 
-/// Two registers that go through the same operations.
-#[derive(Clone, Copy)]
-pub(crate) struct Twice<R>(pub(crate) R, pub(crate) R);
-
 impl Lanes for Bf16x2 {
     const COUNT: usize = 2;
     const SIZE_BYTES: usize = 2;
     type Acc = f32;
-    type Reg = Twice<f32>;
+    type Reg = Regs<f32, 2>;
     type Tail = Bf16;
 
     #[inline(always)]
-    unsafe fn load(src: *const u8) -> Twice<f32> {
+    unsafe fn load(src: *const u8) -> Regs<f32, 2> {
         // SAFETY: the caller's promise of two elements.
         let word = unsafe { src.cast::<u32>().read_unaligned() };
-        Twice(f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000))
+        Regs([f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000)])
     }
 
     #[inline(always)]
-    unsafe fn store(dst: *mut u8, value: Twice<f32>) {
-        let low = u32::from(float16::narrow_bf16(value.0));
-        let high = float16::round_bf16(value.1) & 0xffff_0000;
+    unsafe fn store(dst: *mut u8, value: Regs<f32, 2>) {
+        let low = u32::from(float16::narrow_bf16(value.0[0]));
+        let high = float16::round_bf16(value.0[1]) & 0xffff_0000;
         // SAFETY: the caller's promise of two elements.
         unsafe { dst.cast::<u32>().write_unaligned(high | low) };
     }
 
     // The first elements of the words in one half of the block, the second ones in the other.
     #[inline(always)]
-    unsafe fn load_acc(slots: *const f32, slot: usize) -> Twice<f32> {
+    unsafe fn load_acc(slots: *const f32, slot: usize) -> Regs<f32, 2> {
         // SAFETY: the caller's promise: `slot < BLOCK`.
-        unsafe { Twice(slots.add(slot / 2).read(), slots.add((BLOCK + slot) / 2).read()) }
+        unsafe { Regs([slots.add(slot / 2).read(), slots.add((BLOCK + slot) / 2).read()]) }
     }
 
     #[inline(always)]
-    unsafe fn store_acc(slots: *mut f32, slot: usize, value: Twice<f32>) {
+    unsafe fn store_acc(slots: *mut f32, slot: usize, value: Regs<f32, 2>) {
         // SAFETY: the caller's promise: `slot < BLOCK`.
         unsafe {
-            slots.add(slot / 2).write(value.0);
-            slots.add((BLOCK + slot) / 2).write(value.1);
+            slots.add(slot / 2).write(value.0[0]);
+            slots.add((BLOCK + slot) / 2).write(value.0[1]);
         }
-    }
-}
-
-impl<R: ArithReg> ArithReg for Twice<R> {
-    #[inline(always)]
-    fn add(self, other: Self) -> Self {
-        Twice(self.0.add(other.0), self.1.add(other.1))
-    }
-
-    #[inline(always)]
-    fn mul(self, other: Self) -> Self {
-        Twice(self.0.mul(other.0), self.1.mul(other.1))
-    }
-}
-
-impl<R: OrderReg> OrderReg for Twice<R> {
-    #[inline(always)]
-    fn min(self, other: Self) -> Self {
-        Twice(OrderReg::min(self.0, other.0), OrderReg::min(self.1, other.1))
-    }
-
-    #[inline(always)]
-    fn max(self, other: Self) -> Self {
-        Twice(OrderReg::max(self.0, other.0), OrderReg::max(self.1, other.1))
-    }
-}
-
-impl<R: FloatReg> FloatReg for Twice<R> {
-    #[inline(always)]
-    fn div_scalar(self, divisor: f64) -> Self {
-        Twice(self.0.div_scalar(divisor), self.1.div_scalar(divisor))
-    }
-
-    #[inline(always)]
-    fn mul_scalar(self, factor: f64) -> Self {
-        Twice(self.0.mul_scalar(factor), self.1.mul_scalar(factor))
     }
 }
 
@@ -383,11 +459,19 @@ macro_rules! complex {
                 im: if result.im.is_nan() { $float::NAN } else { result.im },
             });
 
-            /// (a + bi)(c + di) = (ac - bd) + (ad + bc)i, each product and sum rounded; no rescue of infinities.
-            impl Op<Complex<$float>> for Product {
+            impl ArithReg for Complex<$float> {
                 #[inline(always)]
-                fn apply(a: Complex<$float>, b: Complex<$float>) -> Complex<$float> {
-                    Complex { re: a.re * b.re - a.im * b.im, im: a.re * b.im + a.im * b.re }
+                fn add(self, other: Self) -> Self {
+                    Complex { re: self.re + other.re, im: self.im + other.im }
+                }
+
+                /// (a + bi)(c + di) = (ac - bd) + (ad + bc)i, each product and sum rounded; no rescue of infinities.
+                #[inline(always)]
+                fn mul(self, other: Self) -> Self {
+                    Complex {
+                        re: self.re * other.re - self.im * other.im,
+                        im: self.re * other.im + self.im * other.re,
+                    }
                 }
             }
         )*

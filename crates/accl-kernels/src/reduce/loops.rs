@@ -1,64 +1,95 @@
 //! The loops of all kernels, each written once and inlined into a function per instruction set (`arch/<isa>.rs`).
 //!
-//! Nothing else may inline them: their slices become `noalias` as parameters of those functions, and without that the
-//! compiler guards the vectorised loop by an overlap check, which an in-place call would always fail.
+//! Types that are handled in groups go through them operand by operand. Of those that are handled one by one, in portable
+//! code only, the compiler makes vectors where it knows that buffers are apart: as parameters of a function, or next to
+//! one of the function's own.
 
 use std::mem::MaybeUninit;
+use std::slice;
 
 use super::lanes::{BLOCK, FloatLanes, FloatReg, Lanes, Last, LastOn, Op, OpOn, SLOTS};
+
+/// Sources that are read side by side: memory is read in few long streams, and accumulators stay in registers.
+const AT_ONCE: usize = 4;
+
+/// Whether elements come in vectors, and not one or two by one for the compiler to make vectors of.
+const fn is_group<V: Lanes>() -> bool {
+    V::COUNT * V::SIZE_BYTES >= 32
+}
 
 /// Calls `$step::<V, ..>` at every group and `$step::<V::Tail, ..>` at every element behind the last group. `$i` is the
 /// element's index, `$slot` the place of its accumulator if the count is at most `BLOCK`.
 macro_rules! steps {
-    ($V:ident, $count:expr, $i:ident => $step:ident::$ops:tt $args:tt) => {
-        steps!($V, $count, $i, _slot => $step::$ops $args)
+    ($V:ident, $count:expr, $i:ident => $step:ident::$with:tt $args:tt) => {
+        steps!($V, $count, $i, _slot => $step::$with $args)
     };
-    ($V:ident, $count:expr, $i:ident, $slot:ident => $step:ident::[$($op:ident),*]($($arg:expr),*)) => {{
+    ($V:ident, $count:expr, $i:ident, $slot:ident => $step:ident::[$($with:tt),*]($($arg:expr),*)) => {{
         let count: usize = $count;
         let grouped = count - count % $V::COUNT;
         let mut $i = 0;
         while $i < grouped {
             let $slot = $i;
             // SAFETY: `i + COUNT <= count` here; the caller vouches for `count` elements of each argument.
-            unsafe { $step::<$V $(, $op)*>($($arg),*) };
+            unsafe { $step::<$V $(, $with)*>($($arg),*) };
             $i += $V::COUNT;
         }
         while $i < count {
             let $slot = BLOCK + ($i - grouped);
             // SAFETY: as above, with one element.
-            unsafe { $step::<$V::Tail $(, $op)*>($($arg),*) };
+            unsafe { $step::<$V::Tail $(, $with)*>($($arg),*) };
             $i += 1;
         }
     }};
 }
 
-/// dst = a op b, elementwise; the three have the same length, a multiple of the element's size.
+/// dst = a op b, elementwise.
+///
+/// # Safety
+/// `count` elements can be read at `a` and `b` and written at `dst`, which is apart from each of the two, or equal to it.
 #[inline(always)]
-pub(crate) fn pair<V: Lanes, O: OpOn<V>, F: LastOn<V>>(dst: &mut [MaybeUninit<u8>], a: &[u8], b: &[u8], world: f64) {
-    let count = dst.len().min(a.len()).min(b.len()) / V::SIZE_BYTES;
-    let (dst, a, b) = (dst.as_mut_ptr().cast::<u8>(), a.as_ptr(), b.as_ptr());
-    steps!(V, count, i => pair_step::[O, F](dst, a, b, i, world));
-}
-
-/// dst = dst op other, elementwise; both have the same length, a multiple of the element's size.
-#[inline(always)]
-pub(crate) fn pair_in_place<V: Lanes, O: OpOn<V>, F: LastOn<V>>(dst: &mut [u8], other: &[u8], world: f64) {
-    let count = dst.len().min(other.len()) / V::SIZE_BYTES;
-    let (dst, other) = (dst.as_mut_ptr(), other.as_ptr());
-    steps!(V, count, i => pair_step::[O, F](dst, dst, other, i, world));
-}
-
-#[inline(always)]
-unsafe fn pair_step<V: Lanes, O: Op<V::Reg>, F: Last<V::Reg>>(
+pub(crate) unsafe fn pair<V: Lanes, O: OpOn<V>, F: LastOn<V>>(
     dst: *mut u8,
-    a: *const u8,
-    b: *const u8,
-    i: usize,
+    [a, b]: [*const u8; 2],
+    count: usize,
     world: f64,
 ) {
-    let at = i * V::SIZE_BYTES;
-    // SAFETY: the caller has seen that this group lies within all three.
-    unsafe { V::store(dst.add(at), F::finish(O::apply(V::load(a.add(at)), V::load(b.add(at))), world)) };
+    if is_group::<V>() {
+        return steps!(V, count, i => combine::[O, F, 2](dst, [a, b], i, world));
+    }
+    // The operation commutes, see the crate's rules.
+    let other = if dst.cast_const() == a { b } else { a };
+    let len_bytes = count * V::SIZE_BYTES;
+    // SAFETY: the caller's promise: valid for this length; `dst` is apart from what is borrowed besides it.
+    unsafe {
+        if other == dst.cast_const() {
+            in_blocks::<V, O, F>(dst, &[a, b], count, world);
+        } else if dst.cast_const() == a || dst.cast_const() == b {
+            pair_in_place::<V, O, F>(
+                slice::from_raw_parts_mut(dst, len_bytes),
+                slice::from_raw_parts(other, len_bytes),
+                world,
+            );
+        } else {
+            let dst = slice::from_raw_parts_mut(dst.cast::<MaybeUninit<u8>>(), len_bytes);
+            pair_apart::<V, O, F>(dst, slice::from_raw_parts(a, len_bytes), slice::from_raw_parts(b, len_bytes), world);
+        }
+    }
+}
+
+/// As [`pair`], for types that are handled one by one.
+#[inline(never)]
+fn pair_apart<V: Lanes, O: OpOn<V>, F: LastOn<V>>(dst: &mut [MaybeUninit<u8>], a: &[u8], b: &[u8], world: f64) {
+    let count = dst.len().min(a.len()).min(b.len()) / V::SIZE_BYTES;
+    let (dst, a, b) = (dst.as_mut_ptr().cast::<u8>(), a.as_ptr(), b.as_ptr());
+    steps!(V, count, i => combine::[O, F, 2](dst, [a, b], i, world));
+}
+
+/// As [`pair_apart`], with the first operand in the place of the result.
+#[inline(never)]
+fn pair_in_place<V: Lanes, O: OpOn<V>, F: LastOn<V>>(dst: &mut [u8], other: &[u8], world: f64) {
+    let count = dst.len().min(other.len()) / V::SIZE_BYTES;
+    let (dst, other) = (dst.as_mut_ptr(), other.as_ptr());
+    steps!(V, count, i => combine::[O, F, 2](dst, [dst, other], i, world));
 }
 
 /// Combines the sources in their order into `dst`, accumulated in `V::Acc` and rounded once.
@@ -72,38 +103,51 @@ pub(crate) unsafe fn many<V: Lanes, O: OpOn<V>, F: LastOn<V>>(
     count: usize,
     world: f64,
 ) {
+    match *srcs {
+        // SAFETY: the caller's promise.
+        _ if !is_group::<V>() => unsafe { in_blocks::<V, O, F>(dst, srcs, count, world) },
+        [] => {}
+        [a] => steps!(V, count, i => combine::[O, F, 1](dst, [a], i, world)),
+        [a, b] => steps!(V, count, i => combine::[O, F, 2](dst, [a, b], i, world)),
+        [a, b, c] => steps!(V, count, i => combine::[O, F, 3](dst, [a, b, c], i, world)),
+        [a, b, c, d] => steps!(V, count, i => combine::[O, F, 4](dst, [a, b, c, d], i, world)),
+        // SAFETY: the caller's promise.
+        _ => unsafe { in_blocks::<V, O, F>(dst, srcs, count, world) },
+    }
+}
+
+/// As [`many`], for more than [`AT_ONCE`] sources, or any number of a type that has no groups: what makes a block is
+/// combined in the L1 cache.
+///
+/// # Safety
+/// As [`many`].
+#[inline(always)]
+unsafe fn in_blocks<V: Lanes, O: OpOn<V>, F: LastOn<V>>(dst: *mut u8, srcs: &[*const u8], count: usize, world: f64) {
     let mut block = [const { MaybeUninit::<V::Acc>::uninit() }; SLOTS];
     let acc = block.as_mut_ptr().cast::<V::Acc>();
     let mut start = 0;
     while start < count {
         let len = BLOCK.min(count - start);
         let at = start * V::SIZE_BYTES;
-        let mut pairs = srcs.chunks_exact(2);
         // The first operands make the accumulators, so that no neutral element is needed (there is none for -0).
-        match pairs.next() {
-            Some(first) => {
-                // SAFETY: `start + len <= count`, and the caller vouches for `count` elements of each source.
-                let (a, b) = unsafe { (first[0].add(at), first[1].add(at)) };
-                steps!(V, len, i, slot => start_with_two::[O](acc, a, b, i, slot));
+        let (first, further) = srcs.split_at(AT_ONCE.min(srcs.len()));
+        match *first {
+            [a, b, c, d] => steps!(V, len, i, slot => begin::[O, 4](acc, [a, b, c, d], at, i, slot)),
+            // Groups of so few have no need of blocks.
+            _ if is_group::<V>() => return,
+            [a, b, c] => steps!(V, len, i, slot => begin::[O, 3](acc, [a, b, c], at, i, slot)),
+            [a, b] => steps!(V, len, i, slot => begin::[O, 2](acc, [a, b], at, i, slot)),
+            [a] => steps!(V, len, i, slot => begin::[O, 1](acc, [a], at, i, slot)),
+            _ => return,
+        }
+        for some in further.chunks(2) {
+            match *some {
+                [a, b] => steps!(V, len, i, slot => add::[O, 2](acc, [a, b], at, i, slot)),
+                [a] => steps!(V, len, i, slot => add::[O, 1](acc, [a], at, i, slot)),
+                _ => {}
             }
-            None => {
-                let Some(only) = srcs.first() else { return };
-                // SAFETY: as above.
-                let src = unsafe { only.add(at) };
-                steps!(V, len, i, slot => start_with_one::[](acc, src, i, slot));
-            }
         }
-        for two in pairs.by_ref() {
-            // SAFETY: as above.
-            let (a, b) = unsafe { (two[0].add(at), two[1].add(at)) };
-            steps!(V, len, i, slot => add_two::[O](acc, a, b, i, slot));
-        }
-        if let (Some(last), true) = (pairs.remainder().first(), srcs.len() > 1) {
-            // SAFETY: as above.
-            let src = unsafe { last.add(at) };
-            steps!(V, len, i, slot => add_one::[O](acc, src, i, slot));
-        }
-        // SAFETY: as above, for `dst`.
+        // SAFETY: `start + len <= count`, and the caller vouches for `count` elements of `dst`.
         let out = unsafe { dst.add(at) };
         // Only now: `dst` may be one of the sources.
         steps!(V, len, i, slot => store_block::[F](out, acc, i, slot, world));
@@ -112,51 +156,101 @@ pub(crate) unsafe fn many<V: Lanes, O: OpOn<V>, F: LastOn<V>>(
 }
 
 #[inline(always)]
-unsafe fn start_with_one<V: Lanes>(acc: *mut V::Acc, src: *const u8, i: usize, slot: usize) {
-    // SAFETY: the caller has seen that this group lies within both.
-    unsafe { V::store_acc(acc, slot, V::load(src.add(i * V::SIZE_BYTES))) };
+unsafe fn combine<V: Lanes, O: Op<V::Reg>, F: Last<V::Reg>, const N: usize>(
+    dst: *mut u8,
+    srcs: [*const u8; N],
+    i: usize,
+    world: f64,
+) {
+    let at = i * V::SIZE_BYTES;
+    // SAFETY: the caller has seen that this group lies within all of them.
+    unsafe { V::store(dst.add(at), F::finish(combined::<V, O, N>(srcs, at), world)) };
 }
 
+/// The operands that begin at byte `at`, from the first to the last.
 #[inline(always)]
-unsafe fn start_with_two<V: Lanes, O: Op<V::Reg>>(acc: *mut V::Acc, a: *const u8, b: *const u8, i: usize, slot: usize) {
-    let at = i * V::SIZE_BYTES;
-    // SAFETY: the caller has seen that this group lies within all three.
-    unsafe { V::store_acc(acc, slot, O::apply(V::load(a.add(at)), V::load(b.add(at)))) };
-}
-
-#[inline(always)]
-unsafe fn add_two<V: Lanes, O: Op<V::Reg>>(acc: *mut V::Acc, a: *const u8, b: *const u8, i: usize, slot: usize) {
-    let at = i * V::SIZE_BYTES;
-    // SAFETY: the caller has seen that this group lies within all three.
+unsafe fn combined<V: Lanes, O: Op<V::Reg>, const N: usize>(srcs: [*const u8; N], at: usize) -> V::Reg {
+    // SAFETY: the caller has seen that this group lies within all of them.
     unsafe {
-        let sum = O::apply(V::load_acc(acc, slot), V::load(a.add(at)));
-        V::store_acc(acc, slot, O::apply(sum, V::load(b.add(at))));
+        let mut sum = V::load(srcs[0].add(at));
+        for src in &srcs[1..] {
+            sum = O::apply(sum, V::load(src.add(at)));
+        }
+        sum
+    }
+}
+
+/// Makes accumulators of the first operands of a block that begins at byte `at`.
+#[inline(always)]
+unsafe fn begin<V: Lanes, O: Op<V::Reg>, const N: usize>(
+    acc: *mut V::Acc,
+    srcs: [*const u8; N],
+    at: usize,
+    i: usize,
+    slot: usize,
+) {
+    // SAFETY: the caller has seen that this group lies within all of them.
+    unsafe { V::store_acc(acc, slot, combined::<V, O, N>(srcs, at + i * V::SIZE_BYTES)) };
+}
+
+/// Combines further operands into the accumulators.
+#[inline(always)]
+unsafe fn add<V: Lanes, O: Op<V::Reg>, const N: usize>(
+    acc: *mut V::Acc,
+    srcs: [*const u8; N],
+    at: usize,
+    i: usize,
+    slot: usize,
+) {
+    let at = at + i * V::SIZE_BYTES;
+    // SAFETY: as above, and the accumulators are filled.
+    unsafe {
+        let mut sum = V::load_acc(acc, slot);
+        for src in &srcs {
+            sum = O::apply(sum, V::load(src.add(at)));
+        }
+        V::store_acc(acc, slot, sum);
     }
 }
 
 #[inline(always)]
-unsafe fn add_one<V: Lanes, O: Op<V::Reg>>(acc: *mut V::Acc, src: *const u8, i: usize, slot: usize) {
-    // SAFETY: the caller has seen that this group lies within both.
-    unsafe { V::store_acc(acc, slot, O::apply(V::load_acc(acc, slot), V::load(src.add(i * V::SIZE_BYTES)))) };
-}
-
-#[inline(always)]
 unsafe fn store_block<V: Lanes, F: Last<V::Reg>>(dst: *mut u8, acc: *const V::Acc, i: usize, slot: usize, world: f64) {
-    // SAFETY: as above, and the accumulators are filled.
+    // SAFETY: as above, for `dst`.
     unsafe { V::store(dst.add(i * V::SIZE_BYTES), F::finish(V::load_acc(acc, slot), world)) };
 }
 
-/// dst = src * factor, elementwise; both have the same length, a multiple of the element's size.
+/// dst = src * factor, elementwise.
+///
+/// # Safety
+/// `count` elements can be read at `src` and written at `dst`, which is apart from it or equal to it.
 #[inline(always)]
-pub(crate) fn scale<V: FloatLanes>(dst: &mut [MaybeUninit<u8>], src: &[u8], factor: f64) {
+pub(crate) unsafe fn scale<V: FloatLanes>(dst: *mut u8, src: *const u8, count: usize, factor: f64) {
+    if is_group::<V>() {
+        return steps!(V, count, i => scale_step::[](dst, src, i, factor));
+    }
+    let len_bytes = count * V::SIZE_BYTES;
+    // SAFETY: the caller's promise: valid for this length, and apart where both are borrowed.
+    unsafe {
+        if dst.cast_const() == src {
+            scale_in_place::<V>(slice::from_raw_parts_mut(dst, len_bytes), factor);
+        } else {
+            let dst = slice::from_raw_parts_mut(dst.cast::<MaybeUninit<u8>>(), len_bytes);
+            scale_apart::<V>(dst, slice::from_raw_parts(src, len_bytes), factor);
+        }
+    }
+}
+
+/// As [`scale`], for types that are handled one by one.
+#[inline(never)]
+fn scale_apart<V: FloatLanes>(dst: &mut [MaybeUninit<u8>], src: &[u8], factor: f64) {
     let count = dst.len().min(src.len()) / V::SIZE_BYTES;
     let (dst, src) = (dst.as_mut_ptr().cast::<u8>(), src.as_ptr());
     steps!(V, count, i => scale_step::[](dst, src, i, factor));
 }
 
-/// dst = dst * factor, elementwise.
-#[inline(always)]
-pub(crate) fn scale_in_place<V: FloatLanes>(dst: &mut [u8], factor: f64) {
+/// As [`scale_apart`], in place.
+#[inline(never)]
+fn scale_in_place<V: FloatLanes>(dst: &mut [u8], factor: f64) {
     let count = dst.len() / V::SIZE_BYTES;
     let dst = dst.as_mut_ptr();
     steps!(V, count, i => scale_step::[](dst, dst, i, factor));

@@ -7,8 +7,6 @@ pub(crate) mod loops;
 pub(crate) mod select;
 
 use std::fmt;
-use std::mem::MaybeUninit;
-use std::slice;
 
 use accl_types::{Dtype, DtypeClass, Error, ReduceOp, Result};
 
@@ -91,29 +89,8 @@ impl Reducer {
         let _env = self.float_env();
         let kernels = self.kernels(finish);
         let len_bytes = count * self.dtype.size_bytes();
-        let in_place = if dst.cast_const() == a {
-            b
-        } else if dst.cast_const() == b {
-            // The operation commutes, see the crate's rules.
-            a
-        } else {
-            // SAFETY: the caller's promise: valid for this length, and `dst` overlaps neither here. The instruction set
-            // was checked when `self` was made.
-            unsafe {
-                let dst = slice::from_raw_parts_mut(dst.cast::<MaybeUninit<u8>>(), len_bytes);
-                let (a, b) = (slice::from_raw_parts(a, len_bytes), slice::from_raw_parts(b, len_bytes));
-                return (kernels.pair)(dst, a, b, self.world);
-            }
-        };
-        if in_place == dst.cast_const() {
-            // SAFETY: the caller's promise; this kernel allows `dst` among its sources.
-            return unsafe { (kernels.many)(dst, &[a, b], len_bytes, self.world) };
-        }
-        // SAFETY: the caller's promise: `dst` is equal to one operand and apart from the other one.
-        unsafe {
-            let dst = slice::from_raw_parts_mut(dst, len_bytes);
-            (kernels.pair_in_place)(dst, slice::from_raw_parts(in_place, len_bytes), self.world);
-        }
+        // SAFETY: the caller's promise; the instruction set was checked when `self` was made.
+        unsafe { (kernels.pair)(dst, [a, b], len_bytes, self.world) };
     }
 
     /// dst\[i\] = srcs\[0\]\[i\] op srcs\[1\]\[i\] op ..., in this order, for `count` elements. 16-bit floats are

@@ -3,9 +3,9 @@
 use accl_types::{Dtype, ReduceOp};
 
 use super::lanes::{
-    And, ArithReg, Bool, Complex, Divide, FloatLanes, Keep, Lanes, Max, Min, Op, Or, OrderReg, Product, Sum, Xor,
+    And, ArithLanes, Bool, Divide, FloatLanes, Group, Keep, Max, Min, Or, OrderLanes, Product, Sum, Xor,
 };
-use crate::arch::{Arch, ReduceKernels, ScaleKernels};
+use crate::arch::{Arch, ReduceKernels, ScaleKernel};
 
 /// The kernels of one operator and dtype.
 #[derive(Clone, Copy)]
@@ -16,24 +16,30 @@ pub(crate) struct Selected {
     pub(crate) last: ReduceKernels,
 }
 
+/// A cache line of elements of 1, 2, 4 or 8 bytes.
+type Line1<T> = Group<T, 64>;
+type Line2<T> = Group<T, 32>;
+type Line4<T> = Group<T, 16>;
+type Line8<T> = Group<T, 8>;
+
 /// The kernels of `A` for `op` on `dtype`; `None` if the pair is not offered.
 pub(crate) fn select<A: Arch>(op: ReduceOp, dtype: Dtype) -> Option<Selected> {
     match dtype {
         Dtype::Bool => boolean::<A>(op),
-        Dtype::U8 => integer::<A, u8, u8>(op),
-        Dtype::I8 => integer::<A, i8, u8>(op),
-        Dtype::U16 => integer::<A, u16, u16>(op),
-        Dtype::I16 => integer::<A, i16, u16>(op),
-        Dtype::U32 => integer::<A, u32, u32>(op),
-        Dtype::I32 => integer::<A, i32, u32>(op),
-        Dtype::U64 => integer::<A, u64, u64>(op),
-        Dtype::I64 => integer::<A, i64, u64>(op),
+        Dtype::U8 => integer::<A, Line1<u8>, Line1<u8>>(op),
+        Dtype::I8 => integer::<A, Line1<i8>, Line1<u8>>(op),
+        Dtype::U16 => integer::<A, Line2<u16>, Line2<u16>>(op),
+        Dtype::I16 => integer::<A, Line2<i16>, Line2<u16>>(op),
+        Dtype::U32 => integer::<A, Line4<u32>, Line4<u32>>(op),
+        Dtype::I32 => integer::<A, Line4<i32>, Line4<u32>>(op),
+        Dtype::U64 => integer::<A, Line8<u64>, Line8<u64>>(op),
+        Dtype::I64 => integer::<A, Line8<i64>, Line8<u64>>(op),
         Dtype::F16 => float::<A, A::F16>(op),
         Dtype::BF16 => float::<A, A::Bf16>(op),
-        Dtype::F32 => float::<A, f32>(op),
-        Dtype::F64 => float::<A, f64>(op),
-        Dtype::C64 => complex::<A, f32>(op),
-        Dtype::C128 => complex::<A, f64>(op),
+        Dtype::F32 => float::<A, A::F32>(op),
+        Dtype::F64 => float::<A, A::F64>(op),
+        Dtype::C64 => complex::<A, A::F32, A::C64>(op),
+        Dtype::C128 => complex::<A, A::F64, A::C128>(op),
         Dtype::C32
         | Dtype::BC32
         | Dtype::Bits8
@@ -48,12 +54,12 @@ pub(crate) fn select<A: Arch>(op: ReduceOp, dtype: Dtype) -> Option<Selected> {
 }
 
 /// The kernels of `A` that multiply `dtype` by a factor; `None` if the dtype has no fractions or only travels.
-pub(crate) fn select_scale<A: Arch>(dtype: Dtype) -> Option<ScaleKernels> {
+pub(crate) fn select_scale<A: Arch>(dtype: Dtype) -> Option<ScaleKernel> {
     match dtype {
-        Dtype::F16 => Some(A::scale_kernels::<A::F16>()),
-        Dtype::BF16 => Some(A::scale_kernels::<A::Bf16>()),
-        Dtype::F32 | Dtype::C64 => Some(A::scale_kernels::<f32>()),
-        Dtype::F64 | Dtype::C128 => Some(A::scale_kernels::<f64>()),
+        Dtype::F16 => Some(A::scale_kernel::<A::F16>()),
+        Dtype::BF16 => Some(A::scale_kernel::<A::Bf16>()),
+        Dtype::F32 | Dtype::C64 => Some(A::scale_kernel::<A::F32>()),
+        Dtype::F64 | Dtype::C128 => Some(A::scale_kernel::<A::F64>()),
         Dtype::Bool
         | Dtype::U8
         | Dtype::I8
@@ -78,28 +84,24 @@ pub(crate) fn select_scale<A: Arch>(dtype: Dtype) -> Option<ScaleKernels> {
 
 fn boolean<A: Arch>(op: ReduceOp) -> Option<Selected> {
     match op {
-        ReduceOp::Sum | ReduceOp::Max | ReduceOp::Bor => Some(same(A::reduce_kernels::<Bool, Or, Keep>())),
-        ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => Some(same(A::reduce_kernels::<Bool, And, Keep>())),
-        ReduceOp::Bxor => Some(same(A::reduce_kernels::<Bool, Xor, Keep>())),
+        ReduceOp::Sum | ReduceOp::Max | ReduceOp::Bor => Some(same(A::reduce_kernels::<Line1<Bool>, Or, Keep>())),
+        ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => Some(same(A::reduce_kernels::<Line1<Bool>, And, Keep>())),
+        ReduceOp::Bxor => Some(same(A::reduce_kernels::<Line1<Bool>, Xor, Keep>())),
         ReduceOp::Avg | ReduceOp::PremulSum => None,
     }
 }
 
 /// `U` is the unsigned type of the same width, for what does not depend on the sign.
-fn integer<A: Arch, T, U>(op: ReduceOp) -> Option<Selected>
-where
-    T: Lanes<Reg = T, Tail = T> + OrderReg,
-    U: Lanes<Reg = U, Tail = U> + ArithReg,
-{
+fn integer<A: Arch, T: OrderLanes, U: ArithLanes>(op: ReduceOp) -> Option<Selected> {
     match op {
         ReduceOp::Sum => Some(same(A::reduce_kernels::<U, Sum, Keep>())),
         ReduceOp::Product => Some(same(A::reduce_kernels::<U, Product, Keep>())),
         ReduceOp::Min => Some(same(A::reduce_kernels::<T, Min, Keep>())),
         ReduceOp::Max => Some(same(A::reduce_kernels::<T, Max, Keep>())),
         // Kernels get lengths in bytes: those of one byte serve every width.
-        ReduceOp::Band => Some(same(A::reduce_kernels::<u8, And, Keep>())),
-        ReduceOp::Bor => Some(same(A::reduce_kernels::<u8, Or, Keep>())),
-        ReduceOp::Bxor => Some(same(A::reduce_kernels::<u8, Xor, Keep>())),
+        ReduceOp::Band => Some(same(A::reduce_kernels::<Line1<u8>, And, Keep>())),
+        ReduceOp::Bor => Some(same(A::reduce_kernels::<Line1<u8>, Or, Keep>())),
+        ReduceOp::Bxor => Some(same(A::reduce_kernels::<Line1<u8>, Xor, Keep>())),
         ReduceOp::Avg | ReduceOp::PremulSum => None,
     }
 }
@@ -115,16 +117,12 @@ fn float<A: Arch, V: FloatLanes>(op: ReduceOp) -> Option<Selected> {
     }
 }
 
-/// `T` is the type of each part. What acts on the parts one by one has the kernels of `T`.
-fn complex<A: Arch, T: FloatLanes>(op: ReduceOp) -> Option<Selected>
-where
-    Complex<T>: Lanes<Reg = Complex<T>, Tail = Complex<T>>,
-    Product: Op<Complex<T>>,
-{
+/// `T` is the type of the parts. What acts on them one by one has its kernels.
+fn complex<A: Arch, T: FloatLanes, C: ArithLanes>(op: ReduceOp) -> Option<Selected> {
     match op {
         ReduceOp::Sum | ReduceOp::PremulSum => Some(same(A::reduce_kernels::<T, Sum, Keep>())),
         ReduceOp::Avg => Some(average::<A, T>()),
-        ReduceOp::Product => Some(same(A::reduce_kernels::<Complex<T>, Product, Keep>())),
+        ReduceOp::Product => Some(same(A::reduce_kernels::<C, Product, Keep>())),
         ReduceOp::Min | ReduceOp::Max | ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => None,
     }
 }

@@ -1,0 +1,252 @@
+//! Every reduction kernel next to a loop that reads and writes the same memory and computes next to nothing: what share
+//! of the machine's rate the kernel has.
+//!
+//! Kernel and loop take turns, since what memory gives changes from one second to the next; a share is the median of the
+//! turns' ratios. Arguments: words of which one must be part of `isa/op/dtype/form/place`, and `--json`.
+
+use std::hint::black_box;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use accl_benches::pin::{self, Pinned};
+use accl_benches::plain_loops::PlainLoops;
+use accl_benches::sweep;
+use accl_kernels::{Finish, Isa, Reducer, available_isas, supports};
+use accl_types::{Dtype, ReduceOp};
+
+/// Sources of a reduction of many.
+const MANY: usize = 4;
+const TURNS: usize = 11;
+/// About so long a turn of small calls takes.
+const TURN_NS: f64 = 300e3;
+const WORLD: u32 = 3;
+
+/// Where the buffers of a call lie.
+#[derive(Clone, Copy, Debug)]
+enum Place {
+    L2,
+    Dram,
+}
+
+impl Place {
+    const ALL: [Place; 2] = [Place::L2, Place::Dram];
+
+    fn name(self) -> &'static str {
+        match self {
+            Place::L2 => "L2",
+            Place::Dram => "DRAM",
+        }
+    }
+
+    /// Bytes of one buffer. Five of the first lie in an L2 cache of half a MiB; one of the others in no cache.
+    fn bytes(self) -> usize {
+        match self {
+            Place::L2 => 64 << 10,
+            Place::Dram => 32 << 20,
+        }
+    }
+}
+
+/// What a call reads and writes.
+#[derive(Clone, Copy, Debug)]
+enum Form {
+    /// `y = y op x`
+    InPlace,
+    /// `z = x op y`
+    Pair,
+    /// `z = a op b op c op d`
+    Many,
+}
+
+impl Form {
+    const ALL: [Form; 3] = [Form::InPlace, Form::Pair, Form::Many];
+
+    fn name(self) -> &'static str {
+        match self {
+            Form::InPlace => "in_place",
+            Form::Pair => "pair",
+            Form::Many => "many",
+        }
+    }
+}
+
+struct Buffers {
+    sources: [Vec<u64>; MANY],
+    result: Vec<u64>,
+}
+
+impl Buffers {
+    fn new() -> Self {
+        let words = || vec![0; Place::Dram.bytes() / 8];
+        Self { sources: std::array::from_fn(|_| words()), result: words() }
+    }
+
+    /// Ones: sums of them end where one more is rounded away, so that no dtype meets NaN, infinity or denormals, on which
+    /// processors may be slow.
+    fn fill(&mut self, dtype: Dtype) {
+        let one: &[u8] = match dtype {
+            Dtype::F16 => &half::f16::ONE.to_ne_bytes(),
+            Dtype::BF16 => &half::bf16::ONE.to_ne_bytes(),
+            Dtype::F32 => &1.0_f32.to_ne_bytes(),
+            Dtype::F64 => &1.0_f64.to_ne_bytes(),
+            Dtype::C64 => &[1.0_f32, 0.0].map(f32::to_ne_bytes).concat(),
+            Dtype::C128 => &[1.0_f64, 0.0].map(f64::to_ne_bytes).concat(),
+            _ => &[1],
+        };
+        let bytes: Vec<u8> = one.iter().copied().cycle().take(16).collect();
+        let words: Vec<u64> =
+            bytes.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().unwrap_or_default())).collect();
+        for buffer in self.sources.iter_mut().chain([&mut self.result]) {
+            buffer.chunks_exact_mut(2).for_each(|pair| pair.copy_from_slice(&words));
+        }
+    }
+}
+
+/// What was found of one kernel.
+struct Found {
+    isa: Isa,
+    op: ReduceOp,
+    dtype: Dtype,
+    form: Form,
+    place: Place,
+    /// Bytes of the result per nanosecond.
+    rate: f64,
+    loop_rate: f64,
+    share: f64,
+}
+
+impl Found {
+    fn to_json(&self) -> serde_json::Value {
+        serde_json::json!({
+            "isa": self.isa.name(),
+            "op": self.op.name(),
+            "dtype": self.dtype.name(),
+            "form": self.form.name(),
+            "place": self.place.name(),
+            "gb_s": self.rate,
+            "loop_gb_s": self.loop_rate,
+            "share": self.share,
+        })
+    }
+
+    fn to_line(&self) -> String {
+        format!(
+            "{:>8} {:>12} {:>12} {:>9} {:>6} {:>9.2} {:>9.2} {:>7.3}",
+            self.isa.name(),
+            self.op.name(),
+            self.dtype.name(),
+            self.form.name(),
+            self.place.name(),
+            self.rate,
+            self.loop_rate,
+            self.share
+        )
+    }
+}
+
+fn main() -> ExitCode {
+    let (options, words): (Vec<String>, Vec<String>) = std::env::args().skip(1).partition(|word| word.starts_with('-'));
+    let json = options.iter().any(|option| option == "--json");
+    let _pinned = Pinned::new(0, 1, &pin::cores());
+    if !json {
+        println!(
+            "{:>8} {:>12} {:>12} {:>9} {:>6} {:>9} {:>9} {:>7}",
+            "isa", "op", "dtype", "form", "place", "GB/s", "loop GB/s", "share"
+        );
+    }
+    let mut buffers = Buffers::new();
+    let mut all = Vec::new();
+    for (op, dtype) in combinations() {
+        let mut filled = false;
+        for isa in available_isas() {
+            for form in Form::ALL {
+                for place in Place::ALL {
+                    let id = [isa.name(), op.name(), dtype.name(), form.name(), place.name()].join("/");
+                    if !words.is_empty() && !words.iter().any(|word| id.contains(word.as_str())) {
+                        continue;
+                    }
+                    if !std::mem::replace(&mut filled, true) {
+                        buffers.fill(dtype);
+                    }
+                    let found = measure(&mut buffers, (isa, op, dtype), form, place);
+                    if !json {
+                        println!("{}", found.to_line());
+                    }
+                    all.push(found.to_json());
+                    if sweep::is_test() {
+                        return ExitCode::SUCCESS;
+                    }
+                }
+            }
+        }
+    }
+    if json {
+        println!("{}", serde_json::Value::Array(all));
+    }
+    ExitCode::SUCCESS
+}
+
+/// PREMUL_SUM is the kernel of SUM.
+fn combinations() -> impl Iterator<Item = (ReduceOp, Dtype)> {
+    let ops = ReduceOp::ALL.iter().filter(|&&op| op != ReduceOp::PremulSum);
+    ops.flat_map(|&op| Dtype::ALL.iter().map(move |&dtype| (op, dtype))).filter(|&(op, dtype)| supports(op, dtype))
+}
+
+fn measure(buffers: &mut Buffers, (isa, op, dtype): (Isa, ReduceOp, Dtype), form: Form, place: Place) -> Found {
+    let reducer = Reducer::with_isa(op, dtype, WORLD, isa).unwrap_or_else(|error| panic!("{error}"));
+    let plain = PlainLoops::of(isa);
+    let (bytes, count) = (place.bytes(), place.bytes() / dtype.size_bytes());
+    let finish = if matches!(form, Form::InPlace) { Finish::No } else { Finish::Yes };
+
+    let kernel = |buffers: &mut Buffers| {
+        let dst = buffers.result.as_mut_ptr().cast::<u8>();
+        let sources = buffers.sources.each_ref().map(|source| source.as_ptr().cast::<u8>());
+        // SAFETY: each buffer holds the bytes of every place, they are apart, and nobody else uses them meanwhile.
+        unsafe {
+            match form {
+                Form::InPlace => reducer.pair(dst, dst, black_box(sources[0]), count, finish),
+                Form::Pair => reducer.pair(dst, black_box(sources[0]), sources[1], count, finish),
+                Form::Many => reducer.many(dst, black_box(&sources), count, finish),
+            }
+        }
+    };
+    let reference = |buffers: &mut Buffers| {
+        let result = &mut buffers.result[..bytes / 8];
+        let [a, b, c, d] = buffers.sources.each_ref().map(|source| &source[..bytes / 8]);
+        match form {
+            Form::InPlace => plain.in_place(result, black_box(a)),
+            Form::Pair => plain.pair(result, black_box(a), b),
+            Form::Many => plain.many(result, black_box([a, b, c, d])),
+        }
+    };
+
+    let (warm_loop, warm_kernel) = (nanos(1, || reference(buffers)), nanos(1, || kernel(buffers)));
+    let calls = |once: f64| if matches!(place, Place::L2) { (TURN_NS / once).ceil() as usize } else { 1 };
+    let (loop_calls, kernel_calls) = (calls(warm_loop), calls(warm_kernel));
+    let mut turns: Vec<(f64, f64)> = Vec::new();
+    for _ in 0..if sweep::is_test() { 1 } else { TURNS } {
+        turns.push((nanos(loop_calls, || reference(buffers)), nanos(kernel_calls, || kernel(buffers))));
+    }
+    let median = |of: fn(&(f64, f64)) -> f64| {
+        let mut values: Vec<f64> = turns.iter().map(of).collect();
+        values.sort_by(f64::total_cmp);
+        values[values.len() / 2]
+    };
+    Found {
+        isa,
+        op,
+        dtype,
+        form,
+        place,
+        rate: bytes as f64 / median(|turn| turn.1),
+        loop_rate: bytes as f64 / median(|turn| turn.0),
+        share: median(|turn| turn.0 / turn.1),
+    }
+}
+
+/// Of one of so many calls.
+fn nanos(calls: usize, mut call: impl FnMut()) -> f64 {
+    let began = Instant::now();
+    (0..calls).for_each(|_| call());
+    began.elapsed().as_secs_f64() * 1e9 / calls as f64
+}
