@@ -20,8 +20,8 @@ use crate::reduce::{loops, select};
 
 arch!(
     Avx2,
-    By16<F16x1>,
-    By16<Bf16>,
+    Group<By16<F16x1>, 2>,
+    Group<By16<Bf16>, 2>,
     Group<F32x8, 2>,
     Group<F64x4, 2>,
     Group<ByParts<F32x8>, 2>,
@@ -33,6 +33,12 @@ arch!(
 
 /// How far ahead memory is asked for: between two loads lies so much to calculate that the processor alone sees too few.
 const AHEAD_BYTES: usize = 1 << 10;
+
+#[inline(always)]
+fn ask_ahead(src: *const u8) {
+    // SAFETY: an address is only a hint to a prefetch.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(src.wrapping_add(AHEAD_BYTES).cast()) };
+}
 
 /// Sixteen elements of 16 bits in memory, as float32 in two registers. `T` is the type of one.
 pub(super) struct By16<T>(PhantomData<T>);
@@ -62,12 +68,14 @@ impl<T: Wide> Lanes for By16<T> {
     type Tail = T;
 
     #[inline(always)]
+    fn ask_ahead(src: *const u8) {
+        ask_ahead(src);
+    }
+
+    #[inline(always)]
     unsafe fn load(src: *const u8) -> Both {
-        // SAFETY: the caller vouches for 32 bytes; an address is only a hint to a prefetch.
-        unsafe {
-            _mm_prefetch::<_MM_HINT_T0>(src.wrapping_add(AHEAD_BYTES).cast());
-            T::load_16(src)
-        }
+        // SAFETY: the caller vouches for 32 bytes.
+        unsafe { T::load_16(src) }
     }
 
     #[inline(always)]
@@ -213,6 +221,11 @@ macro_rules! floats {
             type Tail = $float;
 
             #[inline(always)]
+            fn ask_ahead(src: *const u8) {
+                ask_ahead(src);
+            }
+
+            #[inline(always)]
             unsafe fn load(src: *const u8) -> Self {
                 // SAFETY: as above; the caller vouches for 32 bytes.
                 $name(unsafe { $load(src.cast()) })
@@ -320,6 +333,11 @@ impl<V: Parts> Lanes for ByParts<V> {
     type Acc = V::Complex;
     type Reg = Self;
     type Tail = V::Complex;
+
+    #[inline(always)]
+    fn ask_ahead(src: *const u8) {
+        V::ask_ahead(src);
+    }
 
     #[inline(always)]
     unsafe fn load(src: *const u8) -> Self {

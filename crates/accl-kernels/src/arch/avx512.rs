@@ -7,8 +7,8 @@ use crate::reduce::{loops, select};
 
 arch!(
     Avx512,
-    By16<F16x1>,
-    By16<Bf16>,
+    Group<By16<F16x1>, 2>,
+    Group<By16<Bf16>, 2>,
     Group<F32x8, 2>,
     Group<F64x4, 2>,
     Group<ByParts<F32x8>, 2>,

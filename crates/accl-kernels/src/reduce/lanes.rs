@@ -29,6 +29,10 @@ pub(crate) trait Lanes {
     /// The same arithmetic one element at a time, for what is left of a buffer.
     type Tail: Lanes<Acc = Self::Acc>;
 
+    /// Asks for memory that will be loaded soon, for types whose arithmetic leaves the processor no room to look ahead
+    /// far enough by itself. Any address will do.
+    #[inline(always)]
+    fn ask_ahead(_src: *const u8) {}
     /// # Safety
     /// `COUNT * SIZE_BYTES` bytes can be read at `src`, at any alignment.
     unsafe fn load(src: *const u8) -> Self::Reg;
@@ -200,6 +204,11 @@ impl<T: Lanes, const N: usize> Lanes for Group<T, N> {
     type Acc = T::Acc;
     type Reg = Regs<T::Reg, N>;
     type Tail = T::Tail;
+
+    #[inline(always)]
+    fn ask_ahead(src: *const u8) {
+        T::ask_ahead(src);
+    }
 
     #[inline(always)]
     unsafe fn load(src: *const u8) -> Self::Reg {

@@ -172,6 +172,9 @@ unsafe fn combine<V: Lanes, O: Op<V::Reg>, F: Last<V::Reg>, const N: usize>(
 unsafe fn combined<V: Lanes, O: Op<V::Reg>, const N: usize>(srcs: [*const u8; N], at: usize) -> V::Reg {
     // SAFETY: the caller has seen that this group lies within all of them.
     unsafe {
+        for src in &srcs {
+            V::ask_ahead(src.wrapping_add(at));
+        }
         let mut sum = V::load(srcs[0].add(at));
         for src in &srcs[1..] {
             sum = O::apply(sum, V::load(src.add(at)));
