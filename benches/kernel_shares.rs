@@ -9,6 +9,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use accl_benches::pin::{self, Pinned};
+use accl_benches::place::Place;
 use accl_benches::plain_loops::PlainLoops;
 use accl_benches::sweep;
 use accl_kernels::{Finish, Isa, Reducer, available_isas, supports};
@@ -20,32 +21,6 @@ const TURNS: usize = 11;
 /// About so long a turn of small calls takes.
 const TURN_NS: f64 = 300e3;
 const WORLD: u32 = 3;
-
-/// Where the buffers of a call lie.
-#[derive(Clone, Copy, Debug)]
-enum Place {
-    L2,
-    Dram,
-}
-
-impl Place {
-    const ALL: [Place; 2] = [Place::L2, Place::Dram];
-
-    fn name(self) -> &'static str {
-        match self {
-            Place::L2 => "L2",
-            Place::Dram => "DRAM",
-        }
-    }
-
-    /// Bytes of one buffer. Five of the first lie in an L2 cache of half a MiB; one of the others in no cache.
-    fn bytes(self) -> usize {
-        match self {
-            Place::L2 => 64 << 10,
-            Place::Dram => 32 << 20,
-        }
-    }
-}
 
 /// What a call reads and writes.
 #[derive(Clone, Copy, Debug)]

@@ -8,6 +8,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use accl_benches::pin::{self, Pinned};
+use accl_benches::place::Place;
 use accl_benches::sweep::{self, Sweep};
 use accl_kernels::{Finish, Isa, Reducer, StridedView, available_isas, pack, scale_with_isa, supports, unpack};
 use accl_types::{Dtype, ReduceOp};
@@ -15,32 +16,6 @@ use criterion::{BenchmarkId, Criterion, Throughput};
 
 /// Sources of the reductions of many.
 const MANY: usize = 4;
-
-/// Where the buffers of a call lie.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
-    L2,
-    Dram,
-}
-
-impl Place {
-    const ALL: [Place; 2] = [Place::L2, Place::Dram];
-
-    fn name(self) -> &'static str {
-        match self {
-            Place::L2 => "L2",
-            Place::Dram => "DRAM",
-        }
-    }
-
-    /// Bytes of one buffer.
-    fn bytes(self) -> usize {
-        match self {
-            Place::L2 => 64 << 10,
-            Place::Dram => 32 << 20,
-        }
-    }
-}
 
 /// The buffers of all benches, aligned as words.
 struct Buffers {

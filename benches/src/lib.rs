@@ -5,6 +5,7 @@
 
 pub mod cases;
 pub mod pin;
+pub mod place;
 pub mod plain_loops;
 pub mod process;
 pub mod rank;
