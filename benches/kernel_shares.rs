@@ -1,25 +1,21 @@
 //! Every reduction kernel next to a loop that reads and writes the same memory and computes next to nothing: what share
 //! of the machine's rate the kernel has.
 //!
-//! Kernel and loop take turns, since what memory gives changes from one second to the next; a share is the median of the
-//! turns' ratios. Arguments: words of which one must be part of `isa/op/dtype/form/place`, and `--json`.
+//! A share is the median over turns of both. Arguments: words of which one must be part of `isa/op/dtype/form/place`, and `--json`.
 
 use std::hint::black_box;
 use std::process::ExitCode;
-use std::time::Instant;
 
 use accl_benches::pin::{self, Pinned};
 use accl_benches::place::Place;
 use accl_benches::plain_loops::PlainLoops;
 use accl_benches::sweep;
+use accl_benches::turns::beside;
 use accl_kernels::{Finish, Isa, Reducer, available_isas, supports};
 use accl_types::{Dtype, ReduceOp};
 
 /// Sources of a reduction of many.
 const MANY: usize = 4;
-const TURNS: usize = 11;
-/// About so long a turn of small calls takes.
-const TURN_NS: f64 = 300e3;
 const WORLD: u32 = 3;
 
 /// What a call reads and writes.
@@ -195,33 +191,15 @@ fn measure(buffers: &mut Buffers, (isa, op, dtype): (Isa, ReduceOp, Dtype), form
         }
     };
 
-    let (warm_loop, warm_kernel) = (nanos(1, || reference(buffers)), nanos(1, || kernel(buffers)));
-    let calls = |once: f64| if matches!(place, Place::L2) { (TURN_NS / once).ceil() as usize } else { 1 };
-    let (loop_calls, kernel_calls) = (calls(warm_loop), calls(warm_kernel));
-    let mut turns: Vec<(f64, f64)> = Vec::new();
-    for _ in 0..if sweep::is_test() { 1 } else { TURNS } {
-        turns.push((nanos(loop_calls, || reference(buffers)), nanos(kernel_calls, || kernel(buffers))));
-    }
-    let median = |of: fn(&(f64, f64)) -> f64| {
-        let mut values: Vec<f64> = turns.iter().map(of).collect();
-        values.sort_by(f64::total_cmp);
-        values[values.len() / 2]
-    };
+    let found = beside(buffers, place, reference, kernel);
     Found {
         isa,
         op,
         dtype,
         form,
         place,
-        rate: bytes as f64 / median(|turn| turn.1),
-        loop_rate: bytes as f64 / median(|turn| turn.0),
-        share: median(|turn| turn.0 / turn.1),
+        rate: bytes as f64 / found.ns,
+        loop_rate: bytes as f64 / found.reference_ns,
+        share: found.share,
     }
-}
-
-/// Of one of so many calls.
-fn nanos(calls: usize, mut call: impl FnMut()) -> f64 {
-    let began = Instant::now();
-    (0..calls).for_each(|_| call());
-    began.elapsed().as_secs_f64() * 1e9 / calls as f64
 }

@@ -11,4 +11,5 @@ pub mod process;
 pub mod rank;
 pub mod sweep;
 pub mod table;
+pub mod turns;
 pub mod world;

@@ -1,5 +1,5 @@
-//! What memory gives to code that computes next to nothing: loops over words that only put bits together, by instruction
-//! set. What a kernel is measured against; for that, not a line of them is shared with the kernels.
+//! What memory gives to code that computes next to nothing: loops over words that only put bits together, and a plain sum,
+//! by instruction set. What a kernel is measured against; for that, not a line of them is shared with the kernels.
 
 use accl_kernels::Isa;
 
@@ -9,6 +9,7 @@ pub struct PlainLoops {
     in_place: unsafe fn(&mut [u64], &[u64]),
     pair: unsafe fn(&mut [u64], &[u64], &[u64]),
     many: unsafe fn(&mut [u64], [&[u64]; 4]),
+    add: unsafe fn(&mut [f32], &[f32]),
 }
 
 impl PlainLoops {
@@ -46,16 +47,27 @@ impl PlainLoops {
         // SAFETY: as above.
         unsafe { (self.many)(z, sources) }
     }
+
+    /// y += x
+    pub fn add(&self, y: &mut [f32], x: &[f32]) {
+        // SAFETY: as above.
+        unsafe { (self.add)(y, x) }
+    }
 }
 
 macro_rules! loops {
     ($name:ident, $(#[$feature:meta])*) => {
         mod $name {
-            pub(super) const LOOPS: super::PlainLoops = super::PlainLoops { in_place, pair, many };
+            pub(super) const LOOPS: super::PlainLoops = super::PlainLoops { in_place, pair, many, add };
 
             $(#[$feature])*
             fn in_place(y: &mut [u64], x: &[u64]) {
                 y.iter_mut().zip(x).for_each(|(y, x)| *y |= x);
+            }
+
+            $(#[$feature])*
+            fn add(y: &mut [f32], x: &[f32]) {
+                y.iter_mut().zip(x).for_each(|(y, x)| *y += x);
             }
 
             $(#[$feature])*

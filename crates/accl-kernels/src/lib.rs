@@ -1,5 +1,5 @@
 //! Arithmetic and copies on raw buffers: reductions of two or many buffers, scaling, packing and unpacking of strided
-//! tensors. Start with [`Reducer`] and [`StridedView`].
+//! tensors, [`codec`]s. Start with [`Reducer`] and [`StridedView`].
 //!
 //! Owns the numeric rules (order of operands, rounding, NaN, signed zero) and the choice of instruction set. Knows
 //! nothing of ranks, messages or threads: a caller may use any function from any thread at any time.
@@ -18,6 +18,7 @@
 //! It follows that each operation on two operands commutes, bit for bit. The order matters from three operands on.
 
 mod arch;
+pub mod codec;
 mod copy;
 mod float_env;
 mod reduce;

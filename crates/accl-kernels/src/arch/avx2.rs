@@ -15,6 +15,7 @@ use std::arch::x86_64::{
 use std::marker::PhantomData;
 
 use super::{Arch, Isa, ReduceKernels, Row, ScaleKernel, arch};
+use crate::codec::loops::codec_loops;
 use crate::reduce::lanes::{ArithReg, Bf16, Complex, FloatLanes, FloatReg, Group, Lanes, LastOn, OpOn, OrderReg, Regs};
 use crate::reduce::{loops, select};
 
@@ -27,8 +28,8 @@ arch!(
     Group<ByParts<F32x8>, 2>,
     Group<ByParts<F64x4>, 2>,
     "avx2+f16c",
-    || !cfg!(miri) && is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c"),
-    #[target_feature(enable = "avx2,f16c")]
+    || !cfg!(miri) && is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") && is_x86_feature_detected!("fma"),
+    #[target_feature(enable = "avx2,f16c,fma")]
 );
 
 /// How far ahead memory is asked for: between two loads lies so much to calculate that the processor alone sees too few.

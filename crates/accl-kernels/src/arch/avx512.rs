@@ -2,6 +2,7 @@
 
 use super::avx2::{By16, ByParts, F16x1, F32x8, F64x4};
 use super::{Arch, Isa, ReduceKernels, Row, ScaleKernel, arch};
+use crate::codec::loops::codec_loops;
 use crate::reduce::lanes::{Bf16, FloatLanes, Group, Lanes, LastOn, OpOn};
 use crate::reduce::{loops, select};
 
@@ -22,6 +23,7 @@ arch!(
             && is_x86_feature_detected!("avx512vl")
             && is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("f16c")
+            && is_x86_feature_detected!("fma")
     },
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,fma")]
 );

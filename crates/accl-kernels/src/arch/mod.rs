@@ -14,6 +14,7 @@ use std::sync::OnceLock;
 
 use accl_types::{Dtype, Error, ReduceOp, Result};
 
+use crate::codec::loops::Loops;
 use crate::reduce::lanes::{ArithLanes, FloatLanes, Lanes, LastOn, OpOn};
 use crate::reduce::select::Selected;
 
@@ -36,6 +37,7 @@ struct Row {
     select: fn(ReduceOp, Dtype) -> Option<Selected>,
     select_scale: fn(Dtype) -> Option<ScaleKernel>,
     copy: CopyFn,
+    loops: Loops,
 }
 
 /// From the plainest to the best.
@@ -111,6 +113,11 @@ pub(crate) fn copy(isa: Isa) -> CopyFn {
     isa.row().map_or(scalar::ROW.copy, |row| row.copy)
 }
 
+/// The loops of codecs of `isa`, which the caller has checked to be available.
+pub(crate) fn loops(isa: Isa) -> &'static Loops {
+    isa.row().map_or(&scalar::ROW.loops, |row| &row.loops)
+}
+
 type CopyFn = unsafe fn(*mut u8, *const u8, usize);
 
 /// The functions of one operation on one type. Lengths are in bytes, multiples of the element's size.
@@ -159,7 +166,10 @@ macro_rules! arch {
             select: select::select::<$arch>,
             select_scale: select::select_scale::<$arch>,
             copy,
+            loops: LOOPS,
         };
+
+        codec_loops!($(#[$feature])*);
 
         pub(super) struct $arch;
 

@@ -1,6 +1,7 @@
 //! The loops as the compiler makes them for any processor of the target. This is what Miri sees.
 
 use super::{Arch, Isa, ReduceKernels, Row, ScaleKernel, arch};
+use crate::codec::loops::codec_loops;
 use crate::reduce::lanes::{Bf16x2, Complex, F16, FloatLanes, Lanes, LastOn, OpOn};
 use crate::reduce::{loops, select};
 

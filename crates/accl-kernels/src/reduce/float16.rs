@@ -10,6 +10,49 @@ const BF16_NAN: u32 = 0x7fc0;
 /// Exponent of float32 all ones: infinity.
 const F32_INFINITY: u32 = 0x7f80_0000;
 
+/// The smallest normal number of float16, 2^-14.
+pub(crate) const F16_SMALLEST_NORMAL: f32 = f32::from_bits((127 - 14) << 23);
+/// The largest numbers.
+pub(crate) const F16_MAX: f32 = 65504.0;
+pub(crate) const BF16_MAX: f32 = f32::from_bits(0x7f7f_0000);
+
+/// The side to which a value is rounded that the type has not got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Toward {
+    Down,
+    Up,
+}
+
+/// The nearest float16 on that side, for values that are not NaN.
+pub(crate) fn narrow_f16_toward(value: f32, side: Toward) -> u16 {
+    let nearest = narrow_f16(value);
+    stepped(nearest, widen_f16(nearest), value, side)
+}
+
+/// The nearest bfloat16 on that side, for values that are not NaN.
+pub(crate) fn narrow_bf16_toward(value: f32, side: Toward) -> u16 {
+    let nearest = narrow_bf16(value);
+    stepped(nearest, widen_bf16(nearest), value, side)
+}
+
+/// `nearest`, whose value is `wide`, or its neighbour if that is on the wrong side of `value`.
+fn stepped(nearest: u16, wide: f32, value: f32, side: Toward) -> u16 {
+    const SIGN: u16 = 0x8000;
+    match side {
+        Toward::Down if wide > value => match nearest {
+            0 | SIGN => SIGN | 1,
+            negative if negative & SIGN != 0 => negative + 1,
+            positive => positive - 1,
+        },
+        Toward::Up if wide < value => match nearest {
+            0 | SIGN => 1,
+            negative if negative & SIGN != 0 => negative - 1,
+            positive => positive + 1,
+        },
+        Toward::Down | Toward::Up => nearest,
+    }
+}
+
 #[inline(always)]
 pub(crate) fn widen_bf16(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)

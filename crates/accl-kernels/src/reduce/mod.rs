@@ -1,7 +1,7 @@
 //! Reductions of two and of many buffers. [`Reducer`] is the whole interface; `lanes.rs` has the arithmetic, `loops.rs`
 //! the loops, `select.rs` the table of what is offered, and `crate::arch` the instruction sets.
 
-mod float16;
+pub(crate) mod float16;
 pub(crate) mod lanes;
 pub(crate) mod loops;
 pub(crate) mod select;

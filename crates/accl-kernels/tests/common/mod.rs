@@ -51,6 +51,27 @@ fn element(dtype: Dtype, random: &mut Random) -> Vec<u8> {
     }
 }
 
+/// Calls it in the mode of a thread that called `torch.set_flush_denormal(True)`, which it must leave as it was.
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+pub fn with_flushed_denormals<T>(call: impl FnOnce() -> T) -> T {
+    use std::arch::asm;
+    let (mut before, mut after) = (0u32, 0u32);
+    let flush = 0x9fc0u32;
+    // SAFETY: stores the mode, and sets one with valid bits; it is restored below.
+    unsafe { asm!("stmxcsr [{}]", "ldmxcsr [{}]", in(reg) &mut before, in(reg) &flush) };
+    let result = call();
+    // SAFETY: as above.
+    unsafe { asm!("stmxcsr [{}]", "ldmxcsr [{}]", in(reg) &mut after, in(reg) &before) };
+    assert_eq!(after & 0xffc0, flush, "the thread's mode was not restored");
+    result
+}
+
+/// There is no such mode.
+#[cfg(not(all(target_arch = "x86_64", not(miri))))]
+pub fn with_flushed_denormals<T>(call: impl FnOnce() -> T) -> T {
+    call()
+}
+
 /// Bytes at a chosen distance from a 64-byte boundary, with guard bytes on both sides. All access is through one
 /// pointer, so that the pointers handed out stay valid.
 pub struct Buffer {

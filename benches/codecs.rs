@@ -1,0 +1,184 @@
+//! Codecs: elements per second, next to a copy of the same float32 (encoding) and to `y += x` (decoding).
+//!
+//! Arguments: words of which one must be part of `isa/codec/bits/bucket/dtype/what/place`, and `--json`.
+
+use std::hint::black_box;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use accl_benches::pin::{self, Pinned};
+use accl_benches::place::Place;
+use accl_benches::plain_loops::PlainLoops;
+use accl_benches::sweep::{self, Sweep};
+use accl_benches::turns::beside;
+use accl_kernels::codec::{CODECS, Codec, Noise, Rounding, Row, Settings, Slice};
+use accl_kernels::{Isa, available_isas};
+use accl_types::Dtype;
+
+/// What is done with a slice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum What {
+    Encode,
+    /// With stochastic rounding.
+    EncodeDrawn,
+    Decode,
+    /// Into sums in float32.
+    DecodeAdd,
+}
+
+impl What {
+    const ALL: [What; 4] = [What::Encode, What::EncodeDrawn, What::Decode, What::DecodeAdd];
+
+    fn name(self) -> &'static str {
+        match self {
+            What::Encode => "encode",
+            What::EncodeDrawn => "encode_stochastic",
+            What::Decode => "decode",
+            What::DecodeAdd => "decode_add",
+        }
+    }
+
+    fn rounding(self) -> Rounding {
+        if self == What::EncodeDrawn { Rounding::Stochastic } else { Rounding::Nearest }
+    }
+}
+
+struct Buffers {
+    floats: Vec<f32>,
+    others: Vec<f32>,
+    encoded: Vec<u8>,
+}
+
+impl Buffers {
+    fn new() -> Self {
+        let count = Place::Dram.bytes() / 4;
+        // Small numbers of both signs in any of the types: the lower half of a word is a float of its own.
+        let mut state = 1u32;
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            f32::from_bits(0x3c00_3c00 | state >> 9 & 0x03ff_03ff | state & 0x8000_8000)
+        };
+        let mut floats = || (0..count).map(|_| next()).collect();
+        Self { floats: floats(), others: floats(), encoded: vec![0; 2 * Place::Dram.bytes()] }
+    }
+}
+
+/// What is measured.
+struct Case {
+    isa: Isa,
+    codec: &'static Row,
+    bits: u8,
+    bucket: u32,
+    dtype: Dtype,
+    what: What,
+    place: Place,
+}
+
+impl Case {
+    fn id(&self) -> String {
+        let Case { isa, codec, bits, bucket, dtype, what, place } = self;
+        format!("{isa}/{}/{bits}/{bucket}/{dtype}/{}/{}", codec.name, what.name(), place.name())
+    }
+
+    fn to_json(&self, rate: f64, reference: f64, share: f64) -> serde_json::Value {
+        serde_json::json!({
+            "isa": self.isa.name(),
+            "codec": self.codec.name,
+            "bits": self.bits,
+            "bucket": self.bucket,
+            "dtype": self.dtype.name(),
+            "what": self.what.name(),
+            "place": self.place.name(),
+            "g_elements_s": rate,
+            "reference_g_elements_s": reference,
+            "share": share,
+        })
+    }
+}
+
+/// Every combination; the moderate set has the best instruction set, the usual bucket and half of the widths.
+fn cases(sweep: Sweep) -> Vec<Case> {
+    let isas = available_isas();
+    let mut cases = Vec::new();
+    for &isa in sweep.pick(&isas[isas.len() - 1..], &isas[..]) {
+        for codec in CODECS {
+            for &bits in sweep.pick(&[8, 4, 2, 1][..], &[8, 7, 6, 5, 4, 3, 2, 1][..]) {
+                for &bucket in sweep.pick(&[512][..], &[64, 128, 512, 1024, 8192][..]) {
+                    for dtype in [Dtype::F32, Dtype::BF16, Dtype::F16] {
+                        let of = |what, place| Case { isa, codec, bits, bucket, dtype, what, place };
+                        cases.extend(What::ALL.into_iter().flat_map(|what| Place::ALL.map(|place| of(what, place))));
+                    }
+                }
+            }
+        }
+    }
+    cases
+}
+
+fn main() -> ExitCode {
+    let (options, words): (Vec<String>, Vec<String>) = std::env::args().skip(1).partition(|word| word.starts_with('-'));
+    let json = options.iter().any(|option| option == "--json");
+    let _pinned = Pinned::new(0, 1, &pin::cores());
+    let mut buffers = Buffers::new();
+    let mut all = Vec::new();
+    if !json {
+        println!("{:>60} {:>10} {:>12} {:>12}", "", "G elem/s", "reference", "times that");
+    }
+    for case in cases(Sweep::chosen()) {
+        let id = case.id();
+        if !words.is_empty() && !words.iter().any(|word| id.contains(word.as_str())) {
+            continue;
+        }
+        let (rate, reference, share) = measure(&mut buffers, &case);
+        if !json {
+            println!("{id:>60} {rate:>10.2} {reference:>12.2} {share:>12.2}");
+        }
+        all.push(case.to_json(rate, reference, share));
+        if sweep::is_test() {
+            break;
+        }
+    }
+    if json {
+        println!("{}", serde_json::Value::Array(all));
+    }
+    ExitCode::SUCCESS
+}
+
+/// Elements per nanosecond of a case and of its reference, and how many times the one is of the other.
+fn measure(buffers: &mut Buffers, case: &Case) -> (f64, f64, f64) {
+    let Case { isa, bits, bucket, dtype, what, place, .. } = *case;
+    let settings = Settings { bits, bucket, rounding: what.rounding(), ..Settings::default() };
+    let codec = case.codec.build_with_isa(&settings, isa).unwrap_or_else(|error| panic!("{error}"));
+    let plain = PlainLoops::of(isa);
+    let count = place.bytes() / 4;
+    let found = beside(
+        buffers,
+        place,
+        |buffers| reference(buffers, &plain, what, count),
+        |buffers| subject(buffers, &codec, what, dtype, count),
+    );
+    (count as f64 / found.ns, count as f64 / found.reference_ns, found.share)
+}
+
+fn reference(buffers: &mut Buffers, plain: &PlainLoops, what: What, count: usize) {
+    let (y, x) = (&mut buffers.others[..count], black_box(&buffers.floats[..count]));
+    match what {
+        What::Encode | What::EncodeDrawn => y.copy_from_slice(x),
+        What::Decode | What::DecodeAdd => plain.add(y, x),
+    }
+}
+
+fn subject(buffers: &mut Buffers, codec: &Arc<dyn Codec>, what: What, dtype: Dtype, count: usize) {
+    let (src, dst) = (black_box(buffers.floats.as_ptr()).cast::<u8>(), buffers.encoded.as_mut_ptr());
+    let slice = Slice { src, dtype, count, first: 0 };
+    // SAFETY: as many elements of up to four bytes are there, and encoded they are smaller; nobody else uses the buffers.
+    unsafe {
+        match what {
+            What::Encode | What::EncodeDrawn => {
+                let _ = black_box(codec.encode(dst, slice, Noise::keyed(&[1])));
+            }
+            What::Decode => codec.decode(buffers.others.as_mut_ptr().cast(), black_box(dst), dtype, count),
+            What::DecodeAdd => codec.decode_add(&mut buffers.others[..count], black_box(dst), dtype),
+        }
+    }
+}

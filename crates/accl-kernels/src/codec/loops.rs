@@ -1,0 +1,340 @@
+//! The loops that codecs are made of, each written once and inlined into a function per instruction set. They work on
+//! slices of float32 and of codes, one byte each, which stay in the L1 cache between one loop and the next.
+
+use std::mem::MaybeUninit;
+
+use super::noise::Noise;
+use crate::reduce::float16;
+
+/// Elements that are handled side by side; the order of comparisons depends on it and on nothing else.
+const LANES: usize = 32;
+
+/// 2^23: the sum of it and a smaller number that is not negative has the number, rounded to nearest even, in its lowest
+/// bits.
+const ROUNDS: f32 = 8_388_608.0;
+
+/// What is known of the values of a bucket.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Range {
+    pub(crate) min: f32,
+    pub(crate) max: f32,
+    /// If not, the others mean nothing.
+    pub(crate) finite: bool,
+}
+
+/// A grid of levels over a bucket: `level = (x - min) * inverse`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Grid {
+    pub(crate) min: f32,
+    pub(crate) inverse: f32,
+    /// The highest level.
+    pub(crate) top: f32,
+}
+
+impl Range {
+    /// Of no values.
+    pub(crate) const EMPTY: Range = Range { min: 0.0, max: 0.0, finite: true };
+
+    /// Of two parts together.
+    pub(crate) fn joined(self, other: Range) -> Range {
+        Range {
+            min: if other.min < self.min { other.min } else { self.min },
+            max: if other.max > self.max { other.max } else { self.max },
+            finite: self.finite && other.finite,
+        }
+    }
+}
+
+/// Least and greatest value of a bucket that is not empty.
+#[inline(always)]
+pub(crate) fn range(values: &[f32]) -> Range {
+    let mut lanes = Lanes { min: [values[0]; LANES], max: [values[0]; LANES], bits: [0; LANES] };
+    let mut groups = values.chunks_exact(LANES);
+    for group in groups.by_ref() {
+        if let Ok(group) = group.try_into() {
+            lanes.take(group);
+        }
+    }
+    let mut rest = [values[0]; LANES];
+    rest[..groups.remainder().len()].copy_from_slice(groups.remainder());
+    lanes.take(&rest);
+    let mut half = LANES / 2;
+    while half > 0 {
+        lanes.fold(half);
+        half /= 2;
+    }
+    Range { min: lanes.min[0], max: lanes.max[0], finite: lanes.bits[0] < 0x7f80_0000 }
+}
+
+struct Lanes {
+    min: [f32; LANES],
+    max: [f32; LANES],
+    /// The greatest magnitude, as bits: NaN and infinity are above all others.
+    bits: [i32; LANES],
+}
+
+impl Lanes {
+    #[inline(always)]
+    fn take(&mut self, group: &[f32; LANES]) {
+        for (lane, &value) in group.iter().enumerate() {
+            self.join(lane, value, value, (value.to_bits() & 0x7fff_ffff) as i32);
+        }
+    }
+
+    /// The upper lanes of so many into the lower ones.
+    #[inline(always)]
+    fn fold(&mut self, half: usize) {
+        for lane in 0..half {
+            self.join(lane, self.min[lane + half], self.max[lane + half], self.bits[lane + half]);
+        }
+    }
+
+    #[inline(always)]
+    fn join(&mut self, lane: usize, min: f32, max: f32, bits: i32) {
+        self.min[lane] = if min < self.min[lane] { min } else { self.min[lane] };
+        self.max[lane] = if max > self.max[lane] { max } else { self.max[lane] };
+        self.bits[lane] = if bits > self.bits[lane] { bits } else { self.bits[lane] };
+    }
+}
+
+/// The level of each value, to nearest even.
+#[inline(always)]
+pub(crate) fn levels(codes: &mut [u8], values: &[f32], grid: &Grid) {
+    for (code, &value) in codes.iter_mut().zip(values) {
+        *code = (scaled(value, grid) + ROUNDS).to_bits() as u8;
+    }
+}
+
+/// As [`levels`], to one of the two next to it by a draw from 0 to 255.
+#[inline(always)]
+pub(crate) fn levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, draws: &[u8]) {
+    for ((code, &value), &draw) in codes.iter_mut().zip(values).zip(draws) {
+        // 256 times the level, at most 255 * 256: the draw carries over with the probability of the fraction.
+        let fine = (scaled(value, grid) * 256.0 + ROUNDS).to_bits() & 0xffff;
+        *code = ((fine + u32::from(draw)) >> 8) as u8;
+    }
+}
+
+/// Not below 0, since no value is below the grid's `min`.
+#[inline(always)]
+fn scaled(value: f32, grid: &Grid) -> f32 {
+    let scaled = (value - grid.min) * grid.inverse;
+    if scaled < grid.top { scaled } else { grid.top }
+}
+
+/// The values of codes.
+#[inline(always)]
+pub(crate) fn values(dst: &mut [MaybeUninit<f32>], codes: &[u8], unit: f32, min: f32) {
+    for (value, &code) in dst.iter_mut().zip(codes) {
+        value.write(unit.mul_add(f32::from(code), min));
+    }
+}
+
+/// Adds the values of codes.
+#[inline(always)]
+pub(crate) fn add_values(sums: &mut [f32], codes: &[u8], unit: f32, min: f32) {
+    for (sum, &code) in sums.iter_mut().zip(codes) {
+        *sum += unit.mul_add(f32::from(code), min);
+    }
+}
+
+#[inline(always)]
+pub(crate) fn draw(draws: &mut [u8], noise: Noise, first: u64) {
+    noise.fill(draws, first);
+}
+
+/// The lowest `bits` of each `lane` bits of a word.
+const fn low_of(bits: usize, lane: usize) -> u64 {
+    let (mut mask, mut at) = (0, 0);
+    while at < 64 {
+        mask |= ((1 << bits) - 1) << at;
+        at += lane;
+    }
+    mask
+}
+
+/// Codes of `BITS` bits, the first in the lowest, eight of them in `BITS` bytes. As many codes as whole groups need; the
+/// last bytes may be those of a group that is not wanted whole.
+#[inline(always)]
+pub(crate) fn pack<const BITS: usize>(dst: &mut [u8], codes: &[u8]) {
+    if BITS == 8 {
+        dst.copy_from_slice(&codes[..dst.len()]);
+        return;
+    }
+    let mut packed = dst.chunks_exact_mut(BITS);
+    let mut words = codes.chunks_exact(8);
+    for (packed, codes) in packed.by_ref().zip(words.by_ref()) {
+        let word = pack_word::<BITS>(word_of(codes));
+        packed.copy_from_slice(&word.to_le_bytes()[..BITS]);
+    }
+    let last = packed.into_remainder();
+    if let (Some(codes), false) = (words.next(), last.is_empty()) {
+        let word = pack_word::<BITS>(word_of(codes));
+        last.copy_from_slice(&word.to_le_bytes()[..last.len()]);
+    }
+}
+
+#[inline(always)]
+fn word_of(bytes: &[u8]) -> u64 {
+    bytes.try_into().map_or(0, u64::from_le_bytes)
+}
+
+/// Neighbours of 8, 16 and 32 bits move together.
+#[inline(always)]
+fn pack_word<const BITS: usize>(word: u64) -> u64 {
+    let word = word & low_of(BITS, 16) | (word & low_of(BITS, 16) << 8) >> (8 - BITS);
+    let word = word & low_of(2 * BITS, 32) | (word & low_of(2 * BITS, 32) << 16) >> (16 - 2 * BITS);
+    word & low_of(4 * BITS, 64) | (word & low_of(4 * BITS, 64) << 32) >> (32 - 4 * BITS)
+}
+
+#[inline(always)]
+fn unpack_word<const BITS: usize>(word: u64) -> u64 {
+    let word = word & low_of(4 * BITS, 64) | (word & low_of(4 * BITS, 64) << (4 * BITS)) << (32 - 4 * BITS);
+    let word = word & low_of(2 * BITS, 32) | (word & low_of(2 * BITS, 32) << (2 * BITS)) << (16 - 2 * BITS);
+    word & low_of(BITS, 16) | (word & low_of(BITS, 16) << BITS) << (8 - BITS)
+}
+
+/// The reverse of [`pack`], for as many codes as `codes` has, a multiple of 8. What `src` lacks is zero.
+#[inline(always)]
+pub(crate) fn unpack<const BITS: usize>(codes: &mut [u8], src: &[u8]) {
+    if BITS == 8 {
+        codes[..src.len()].copy_from_slice(src);
+        codes[src.len()..].fill(0);
+        return;
+    }
+    let mut words = codes.chunks_exact_mut(8);
+    let mut packed = src.chunks_exact(BITS);
+    for (packed, codes) in packed.by_ref().zip(words.by_ref()) {
+        let mut word = [0; 8];
+        word[..BITS].copy_from_slice(packed);
+        codes.copy_from_slice(&unpack_word::<BITS>(u64::from_le_bytes(word)).to_le_bytes());
+    }
+    if let Some(codes) = words.next() {
+        let (mut word, last) = ([0; 8], packed.remainder());
+        word[..last.len()].copy_from_slice(last);
+        codes.copy_from_slice(&unpack_word::<BITS>(u64::from_le_bytes(word)).to_le_bytes());
+    }
+}
+
+/// Calls `$loop::<BITS>` with the number of bits that is only known now.
+macro_rules! by_bits {
+    ($loop:ident($dst:ident, $src:ident), $bits:ident) => {
+        match $bits {
+            1 => $loop::<1>($dst, $src),
+            2 => $loop::<2>($dst, $src),
+            3 => $loop::<3>($dst, $src),
+            4 => $loop::<4>($dst, $src),
+            5 => $loop::<5>($dst, $src),
+            6 => $loop::<6>($dst, $src),
+            7 => $loop::<7>($dst, $src),
+            _ => $loop::<8>($dst, $src),
+        }
+    };
+}
+
+#[inline(always)]
+pub(crate) fn pack_any(dst: &mut [u8], codes: &[u8], bits: u8) {
+    by_bits!(pack(dst, codes), bits);
+}
+
+#[inline(always)]
+pub(crate) fn unpack_any(codes: &mut [u8], src: &[u8], bits: u8) {
+    by_bits!(unpack(codes, src), bits);
+}
+
+#[inline(always)]
+pub(crate) fn widen_f16(dst: &mut [f32], src: &[[u8; 2]]) {
+    for (value, &bytes) in dst.iter_mut().zip(src) {
+        *value = float16::widen_f16(u16::from_ne_bytes(bytes));
+    }
+}
+
+#[inline(always)]
+pub(crate) fn widen_bf16(dst: &mut [f32], src: &[[u8; 2]]) {
+    for (value, &bytes) in dst.iter_mut().zip(src) {
+        *value = float16::widen_bf16(u16::from_ne_bytes(bytes));
+    }
+}
+
+/// A finite value beyond the range becomes the largest one.
+#[inline(always)]
+pub(crate) fn narrow_f16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32]) {
+    for (bytes, &value) in dst.iter_mut().zip(values) {
+        bytes.write(float16::narrow_f16(value.clamp(-float16::F16_MAX, float16::F16_MAX)).to_ne_bytes());
+    }
+}
+
+/// As [`narrow_f16`].
+#[inline(always)]
+pub(crate) fn narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32]) {
+    for (bytes, &value) in dst.iter_mut().zip(values) {
+        bytes.write(float16::narrow_bf16(value.clamp(-float16::BF16_MAX, float16::BF16_MAX)).to_ne_bytes());
+    }
+}
+
+/// The loops as one instruction set has them.
+#[derive(Clone, Copy)]
+pub(crate) struct Loops {
+    pub(crate) range: unsafe fn(&[f32]) -> Range,
+    pub(crate) levels: unsafe fn(&mut [u8], &[f32], &Grid),
+    pub(crate) levels_drawn: unsafe fn(&mut [u8], &[f32], &Grid, &[u8]),
+    pub(crate) draw: unsafe fn(&mut [u8], Noise, u64),
+    pub(crate) pack: unsafe fn(&mut [u8], &[u8], u8),
+    pub(crate) unpack: unsafe fn(&mut [u8], &[u8], u8),
+    pub(crate) values: unsafe fn(&mut [MaybeUninit<f32>], &[u8], f32, f32),
+    pub(crate) add_values: unsafe fn(&mut [f32], &[u8], f32, f32),
+    pub(crate) widen_f16: unsafe fn(&mut [f32], &[[u8; 2]]),
+    pub(crate) widen_bf16: unsafe fn(&mut [f32], &[[u8; 2]]),
+    pub(crate) narrow_f16: unsafe fn(&mut [MaybeUninit<[u8; 2]>], &[f32]),
+    pub(crate) narrow_bf16: unsafe fn(&mut [MaybeUninit<[u8; 2]>], &[f32]),
+}
+
+/// Defines `LOOPS`: functions with the given attributes around the loops.
+macro_rules! codec_loops {
+    ($(#[$feature:meta])*) => {
+        const LOOPS: $crate::codec::loops::Loops = {
+            use $crate::codec::loops::{self, Grid, Loops, Range};
+            use $crate::codec::Noise;
+            use std::mem::MaybeUninit;
+
+            codec_loops! { @ [$(#[$feature])*]
+                range(values: &[f32]) -> Range;
+                levels(codes: &mut [u8], values: &[f32], grid: &Grid) -> ();
+                levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, draws: &[u8]) -> ();
+                draw(draws: &mut [u8], noise: Noise, first: u64) -> ();
+                pack_any(dst: &mut [u8], codes: &[u8], bits: u8) -> ();
+                unpack_any(codes: &mut [u8], src: &[u8], bits: u8) -> ();
+                values(dst: &mut [MaybeUninit<f32>], codes: &[u8], unit: f32, min: f32) -> ();
+                add_values(sums: &mut [f32], codes: &[u8], unit: f32, min: f32) -> ();
+                widen_f16(dst: &mut [f32], src: &[[u8; 2]]) -> ();
+                widen_bf16(dst: &mut [f32], src: &[[u8; 2]]) -> ();
+                narrow_f16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32]) -> ();
+                narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32]) -> ();
+            }
+            Loops {
+                range,
+                levels,
+                levels_drawn,
+                draw,
+                pack: pack_any,
+                unpack: unpack_any,
+                values,
+                add_values,
+                widen_f16,
+                widen_bf16,
+                narrow_f16,
+                narrow_bf16,
+            }
+        };
+    };
+    (@ $features:tt $($name:ident($($arg:ident: $type:ty),*) -> $result:ty;)*) => {
+        $(codec_loops! { @@ $features $name($($arg: $type),*) -> $result })*
+    };
+    (@@ [$(#[$feature:meta])*] $name:ident($($arg:ident: $type:ty),*) -> $result:ty) => {
+        $(#[$feature])*
+        fn $name($($arg: $type),*) -> $result {
+            loops::$name($($arg),*)
+        }
+    };
+}
+pub(crate) use codec_loops;

@@ -1,0 +1,151 @@
+//! Codecs: floats to fewer bits and back. One file and one row of [`CODECS`] each; start with [`Codec`].
+//!
+//! Owns the bytes that a slice of a tensor becomes, the arithmetic of both directions and its random numbers. Does not
+//! know which tensors are compressed, what a tile's header or checksum is, who sends to whom, or residuals.
+//!
+//! # Numbers
+//! * Encoding and decoding give the same bits on every instruction set, in every thread and floating-point mode.
+//! * The length of what is encoded depends on counts and settings only, never on values.
+//! * Random numbers are a function of a [`Noise`] key and an element's index in its tensor: not of threads, slices or tiles.
+//! * A bucket with a NaN or an infinity decodes to NaN in all of its elements, and leaves its neighbours alone. So does
+//!   one whose values are finite but that the metadata cannot hold; the two are counted apart, see [`Spoilt`].
+//! * Any bytes can be decoded: wrong ones give wrong numbers and nothing worse.
+
+pub(crate) mod loops;
+mod max_min;
+mod noise;
+mod pieces;
+
+use std::fmt;
+use std::sync::Arc;
+
+use accl_types::{Dtype, Error, Result};
+
+use crate::arch::Isa;
+pub use noise::Noise;
+
+/// How a value between two levels becomes one of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Rounding {
+    /// The nearer one; the even one of two that are as near.
+    Nearest,
+    /// One of the two at random, so that the mean of many is the value (to 1/512 of a level).
+    Stochastic,
+}
+
+/// What is chosen about a codec. What a codec has no use for is left out of account.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Settings {
+    /// Bits of a code, 1 to 8.
+    pub bits: u8,
+    /// Elements that share their metadata: 8 to 8,192, a multiple of 8.
+    pub bucket: u32,
+    /// Type of the metadata: float32, float16 or bfloat16.
+    pub meta: Dtype,
+    /// How values are rounded.
+    pub rounding: Rounding,
+    /// Whether elements behind the last full bucket travel as they are.
+    pub skip_incomplete: bool,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self { bits: 4, bucket: 512, meta: Dtype::F32, rounding: Rounding::Nearest, skip_incomplete: false }
+    }
+}
+
+/// Buckets that decode to NaN.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Spoilt {
+    /// For a NaN or an infinity in them.
+    pub not_finite: usize,
+    /// Because the metadata cannot hold their range.
+    pub too_large: usize,
+}
+
+/// One way to encode, with its settings.
+///
+/// Elements are float32, float16 or bfloat16 ([`encodes`]).
+pub trait Codec: fmt::Debug + Send + Sync {
+    /// Bytes that `count` elements become: a multiple of 8.
+    fn encoded_bytes(&self, dtype: Dtype, count: usize) -> usize;
+
+    /// Encodes a slice.
+    ///
+    /// # Safety
+    /// The slice's elements may be read and are written by nobody meanwhile; `dst` has room for
+    /// [`Codec::encoded_bytes`], apart from them, and nobody else uses it meanwhile. No alignment is asked for.
+    unsafe fn encode(&self, dst: *mut u8, slice: Slice, noise: Noise) -> Spoilt;
+
+    /// Decodes `count` elements. A value beyond the range of a 16-bit `dtype` becomes the largest one.
+    ///
+    /// # Safety
+    /// As for [`Codec::encode`], the other way round.
+    unsafe fn decode(&self, dst: *mut u8, src: *const u8, dtype: Dtype, count: usize);
+
+    /// Adds as many decoded elements as there are sums; `dtype` is the type that they had before they were encoded.
+    ///
+    /// # Safety
+    /// As for [`Codec::decode`].
+    unsafe fn decode_add(&self, sums: &mut [f32], src: *const u8, dtype: Dtype);
+}
+
+/// Elements that are encoded together.
+#[derive(Clone, Copy, Debug)]
+pub struct Slice {
+    /// Where they are.
+    pub src: *const u8,
+    /// Their type.
+    pub dtype: Dtype,
+    /// How many there are.
+    pub count: usize,
+    /// The index of the first one in its tensor, a multiple of the bucket.
+    pub first: u64,
+}
+
+/// One codec of the table.
+#[derive(Debug)]
+pub struct Row {
+    /// The name in settings.
+    pub name: &'static str,
+    /// What it does, in a line.
+    pub description: &'static str,
+    build: fn(&Settings, Isa) -> Result<Arc<dyn Codec>>,
+}
+
+impl Row {
+    /// The codec with these settings.
+    ///
+    /// # Errors
+    /// `Configuration` if a setting has no meaning for it.
+    pub fn build(&self, settings: &Settings) -> Result<Arc<dyn Codec>> {
+        self.build_with_isa(settings, Isa::best())
+    }
+
+    /// As [`Row::build`], with a chosen instruction set: for tests and measurements.
+    ///
+    /// # Errors
+    /// As above, and `Unsupported` if this machine has not got the instruction set.
+    pub fn build_with_isa(&self, settings: &Settings, isa: Isa) -> Result<Arc<dyn Codec>> {
+        (self.build)(settings, isa)
+    }
+}
+
+/// All codecs.
+pub const CODECS: &[Row] = &[max_min::ROW];
+
+/// The codec of this name.
+///
+/// # Errors
+/// `Configuration` if there is none; the message lists those that there are.
+pub fn codec(name: &str) -> Result<&'static Row> {
+    CODECS.iter().find(|row| row.name == name).ok_or_else(|| {
+        let names: Vec<&str> = CODECS.iter().map(|row| row.name).collect();
+        Error::configuration(format!("unknown codec `{name}`; expected one of {}", names.join(", ")))
+    })
+}
+
+/// Whether elements of this type can be encoded.
+pub fn encodes(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16)
+}

@@ -1,0 +1,83 @@
+//! The elements of a slice as float32, a piece at a time, and back: whatever their type and alignment.
+
+use std::mem::MaybeUninit;
+use std::slice;
+
+use accl_types::Dtype;
+
+use super::Slice;
+use super::loops::Loops;
+use crate::reduce::float16;
+
+/// Elements that are worked on at a time. Their values and codes stay in the L1 cache.
+pub(super) const PIECE: usize = 512;
+
+impl Slice {
+    /// The elements from `start` on, a piece at most, in float32: where they are, or in `room`.
+    ///
+    /// # Safety
+    /// The elements may be read, and are written by nobody meanwhile; `loops` are of an instruction set that is there.
+    pub(super) unsafe fn piece<'a>(&self, room: &'a mut [f32; PIECE], start: usize, loops: &Loops) -> &'a [f32] {
+        let count = PIECE.min(self.count - start);
+        let src = self.src.wrapping_add(start * self.dtype.size_bytes());
+        let room = &mut room[..count];
+        // SAFETY: the caller's promise; pairs of bytes want no alignment, and float32 is used in place where it has it.
+        unsafe {
+            match self.dtype {
+                Dtype::F16 => (loops.widen_f16)(room, slice::from_raw_parts(src.cast(), count)),
+                Dtype::BF16 => (loops.widen_bf16)(room, slice::from_raw_parts(src.cast(), count)),
+                _ if src.cast::<f32>().is_aligned() => return slice::from_raw_parts(src.cast(), count),
+                _ => src.copy_to_nonoverlapping(room.as_mut_ptr().cast(), size_of_val(room)),
+            }
+        }
+        room
+    }
+}
+
+/// Makes elements of `dtype` at `dst` of the float32 that `make` writes.
+///
+/// # Safety
+/// `dst` has room for `count` elements, at most `PIECE`, and nobody else uses it meanwhile; `make` fills all of what it is
+/// given; `loops` are of an instruction set that is there.
+pub(super) unsafe fn place(
+    dst: *mut u8,
+    dtype: Dtype,
+    count: usize,
+    room: &mut [MaybeUninit<f32>; PIECE],
+    loops: &Loops,
+    make: impl FnOnce(&mut [MaybeUninit<f32>]),
+) {
+    // SAFETY: the caller's promise; pairs of bytes want no alignment, and float32 is made in place where it has it.
+    unsafe {
+        if dtype == Dtype::F32 && dst.cast::<f32>().is_aligned() {
+            return make(slice::from_raw_parts_mut(dst.cast(), count));
+        }
+        let room = &mut room[..count];
+        make(room);
+        let values = slice::from_raw_parts(room.as_ptr().cast::<f32>(), count);
+        match dtype {
+            Dtype::F16 => (loops.narrow_f16)(slice::from_raw_parts_mut(dst.cast(), count), values),
+            Dtype::BF16 => (loops.narrow_bf16)(slice::from_raw_parts_mut(dst.cast(), count), values),
+            _ => values.as_ptr().cast::<u8>().copy_to_nonoverlapping(dst, size_of_val(values)),
+        }
+    }
+}
+
+/// An element of a slice's or the metadata's type.
+pub(super) fn read(dtype: Dtype, bytes: &[u8]) -> f32 {
+    match (dtype, bytes) {
+        (Dtype::F16, &[a, b]) => float16::widen_f16(u16::from_le_bytes([a, b])),
+        (Dtype::BF16, &[a, b]) => float16::widen_bf16(u16::from_le_bytes([a, b])),
+        (_, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
+        _ => f32::NAN,
+    }
+}
+
+/// The reverse, for values that the type has.
+pub(super) fn write(meta: Dtype, bytes: &mut [u8], value: f32) {
+    match meta {
+        Dtype::F16 => bytes.copy_from_slice(&float16::narrow_f16(value).to_le_bytes()),
+        Dtype::BF16 => bytes.copy_from_slice(&float16::narrow_bf16(value).to_le_bytes()),
+        _ => bytes.copy_from_slice(&value.to_le_bytes()),
+    }
+}

@@ -1,0 +1,481 @@
+//! Codecs against an oracle written from the format's description, on every instruction set; their error on known data.
+
+mod common;
+
+use accl_kernels::codec::{Codec, Noise, Rounding, Settings, Slice, Spoilt, codec};
+use accl_kernels::{Isa, available_isas};
+use accl_types::{Dtype, ErrorKind};
+use common::{Buffer, Random};
+use proptest::prelude::*;
+use std::sync::{Arc, OnceLock};
+
+const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
+
+fn max_min(settings: Settings, isa: Isa) -> Arc<dyn Codec> {
+    codec("maxmin").unwrap().build_with_isa(&settings, isa).unwrap()
+}
+
+fn to_f32(dtype: Dtype, bytes: &[u8]) -> f32 {
+    match dtype {
+        Dtype::F16 => half::f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+        Dtype::BF16 => half::bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+        _ => f32::from_le_bytes(bytes.try_into().unwrap()),
+    }
+}
+
+fn from_f32(dtype: Dtype, value: f32) -> Vec<u8> {
+    match dtype {
+        Dtype::F16 => half::f16::from_f32(value).to_le_bytes().to_vec(),
+        Dtype::BF16 => half::bf16::from_f32(value).to_le_bytes().to_vec(),
+        _ => value.to_le_bytes().to_vec(),
+    }
+}
+
+fn bytes_of(dtype: Dtype, values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|&value| from_f32(dtype, value)).collect()
+}
+
+fn values_of(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks_exact(dtype.size_bytes()).map(|bytes| to_f32(dtype, bytes)).collect()
+}
+
+fn encode(codec: &dyn Codec, dtype: Dtype, src: &[u8], first: u64, noise: Noise) -> (Vec<u8>, Spoilt) {
+    let count = src.len() / dtype.size_bytes();
+    // Neither the one nor the other is aligned, and what was there before is seen if it stays.
+    let src = Buffer::new(src, 3);
+    let dst = Buffer::new(&vec![0xa5; codec.encoded_bytes(dtype, count)], 5);
+    // SAFETY: both buffers have the sizes that are asked for.
+    let spoilt = unsafe { codec.encode(dst.ptr(), Slice { src: src.ptr(), dtype, count, first }, noise) };
+    src.check_guards();
+    dst.check_guards();
+    (dst.bytes().to_vec(), spoilt)
+}
+
+fn decode(codec: &dyn Codec, dtype: Dtype, encoded: &[u8], count: usize) -> Vec<u8> {
+    let src = Buffer::new(encoded, 1);
+    let dst = Buffer::new(&vec![0xa5; count * dtype.size_bytes()], 2);
+    // SAFETY: both buffers have the sizes that are asked for.
+    unsafe { codec.decode(dst.ptr(), src.ptr(), dtype, count) };
+    dst.check_guards();
+    dst.bytes().to_vec()
+}
+
+/// Every finite value of a 16-bit type, in order.
+fn all_of(dtype: Dtype) -> &'static [f32] {
+    static ALL: [OnceLock<Vec<f32>>; 2] = [OnceLock::new(), OnceLock::new()];
+    ALL[usize::from(dtype == Dtype::F16)].get_or_init(|| {
+        let mut all: Vec<f32> = (0..=u16::MAX).map(|bits| to_f32(dtype, &bits.to_le_bytes())).collect();
+        all.retain(|value| value.is_finite());
+        all.sort_by(f32::total_cmp);
+        all
+    })
+}
+
+/// unit and min of a bucket of finite values whose range does not overflow.
+fn grid(settings: &Settings, values: &[f32]) -> (f32, f32) {
+    let top = ((1u32 << settings.bits) - 1) as f32;
+    let least = values.iter().copied().fold(f32::INFINITY, f32::min);
+    let most = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    match settings.meta {
+        Dtype::F32 => {
+            let unit = (most - least) / top;
+            (if most == least { 0.0 } else { unit.max(f32::MIN_POSITIVE) }, least + 0.0)
+        }
+        meta => {
+            let all = all_of(meta);
+            let min = all[all.partition_point(|&value| value <= least) - 1] + 0.0;
+            let wanted = (most - min) / top;
+            let smallest = if meta == Dtype::F16 { 2.0f32.powi(-14) } else { f32::MIN_POSITIVE };
+            let unit = all[all.partition_point(|&value| value < wanted)].max(smallest);
+            (if most == min { 0.0 } else { unit }, min)
+        }
+    }
+}
+
+/// What is encoded, from the description in `max_min.rs`, for finite values.
+fn oracle(settings: &Settings, dtype: Dtype, src: &[u8]) -> Vec<u8> {
+    let values = values_of(dtype, src);
+    let bucket = settings.bucket as usize;
+    let coded = if settings.skip_incomplete { values.len() / bucket * bucket } else { values.len() };
+    let (mut out, mut bits) = (Vec::new(), Vec::new());
+    for bucket in values[..coded].chunks(bucket) {
+        let (unit, min) = grid(settings, bucket);
+        out.extend(from_f32(settings.meta, unit));
+        out.extend(from_f32(settings.meta, min));
+        for value in bucket {
+            let s = if unit == 0.0 { 0.0 } else { (value - min) * (1.0 / unit) };
+            let level = s.round_ties_even().clamp(0.0, ((1u32 << settings.bits) - 1) as f32) as u8;
+            bits.extend((0..settings.bits).map(|bit| level >> bit & 1));
+        }
+    }
+    let mut codes: Vec<u8> =
+        bits.chunks(8).map(|bits| bits.iter().rev().fold(0, |byte, bit| byte << 1 | bit)).collect();
+    codes.resize(codes.len().next_multiple_of(8), 0);
+    out.extend(codes);
+    out.extend(&src[coded * dtype.size_bytes()..]);
+    out.resize(out.len().next_multiple_of(8), 0);
+    out
+}
+
+#[test]
+fn the_golden_vector() {
+    let settings = Settings { bits: 4, bucket: 8, ..Settings::default() };
+    let values: Vec<f32> = (0..10).map(|value| value as f32).collect();
+    let mut want = bytes_of(Dtype::F32, &[7.0 / 15.0, 0.0, 1.0 / 15.0, 8.0]);
+    want.extend([0x20, 0x64, 0xb9, 0xfd, 0xf0, 0, 0, 0]);
+    for isa in available_isas() {
+        let (encoded, _) =
+            encode(&*max_min(settings, isa), Dtype::F32, &bytes_of(Dtype::F32, &values), 0, Noise::keyed(&[]));
+        assert_eq!(encoded, want, "{isa}");
+        assert_eq!(encoded.len(), 24);
+    }
+}
+
+fn settings() -> impl Strategy<Value = Settings> {
+    (
+        1u8..=8,
+        prop::sample::select(vec![8u32, 16, 40, 64, 512, 520, 1024, 8192]),
+        prop::sample::select(FLOATS.to_vec()),
+        any::<bool>(),
+    )
+        .prop_map(|(bits, bucket, meta, skip_incomplete)| Settings {
+            bits,
+            bucket,
+            meta,
+            skip_incomplete,
+            rounding: Rounding::Nearest,
+        })
+}
+
+/// Counts around everything that has a size.
+fn count(bucket: usize, kind: usize) -> usize {
+    [0, 1, 7, 8, 9, 15, 16, 17, bucket - 1, bucket, bucket + 1, 3 * bucket + 5][kind % 12]
+}
+
+/// Values of one size, of many, of one sign, and all alike.
+fn data(dtype: Dtype, count: usize, kind: u64, random: &mut Random) -> Vec<u8> {
+    let scale = 10f32.powi(random.below(7) as i32 - 4);
+    let values: Vec<f32> = (0..count)
+        .map(|_| {
+            let unit = (random.next() >> 40) as f32 / (1 << 24) as f32;
+            match kind % 5 {
+                0 => (unit - 0.5) * scale,
+                1 => unit * scale,
+                2 => -unit * scale - 3.0,
+                3 => scale,
+                _ => (unit - 0.5) * 10f32.powi(random.below(9) as i32 - 5),
+            }
+        })
+        .collect();
+    bytes_of(dtype, &values)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 4 } else { 192 }, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn encoding_equals_the_oracle_on_every_isa(settings in settings(), dtype in 0usize..3, kind in 0usize..12, seed: u64) {
+        let dtype = FLOATS[dtype];
+        let mut random = Random(seed);
+        let count = count(settings.bucket as usize, kind);
+        let src = data(dtype, count, seed, &mut random);
+        let want = oracle(&settings, dtype, &src);
+        for isa in available_isas() {
+            let codec = max_min(settings, isa);
+            prop_assert_eq!(codec.encoded_bytes(dtype, count), want.len());
+            let (got, spoilt) = encode(&*codec, dtype, &src, 0, Noise::keyed(&[]));
+            prop_assert_eq!(&got, &want, "{} {} x{}", isa, dtype, count);
+            prop_assert_eq!(spoilt, Spoilt::default());
+        }
+    }
+
+    #[test]
+    fn decoding_is_within_the_bound_and_the_same_on_every_isa(
+        mut settings in settings(), stochastic: bool, dtype in 0usize..3, kind in 0usize..12, seed: u64,
+    ) {
+        let dtype = FLOATS[dtype];
+        settings.rounding = if stochastic { Rounding::Stochastic } else { Rounding::Nearest };
+        let mut random = Random(seed);
+        let count = count(settings.bucket as usize, kind);
+        let src = data(dtype, count, seed, &mut random);
+        let noise = Noise::keyed(&[seed]);
+        let first = u64::from(settings.bucket) * random.below(1000);
+        let mut of_first_isa = None;
+        for isa in available_isas() {
+            let codec = max_min(settings, isa);
+            let (encoded, _) = encode(&*codec, dtype, &src, first, noise);
+            let decoded = decode(&*codec, dtype, &encoded, count);
+            let mut sums = vec![1.0; count];
+            // SAFETY: the buffers have the sizes that are asked for.
+            unsafe { codec.decode_add(&mut sums, encoded.as_ptr(), dtype) };
+            let sums: Vec<u32> = sums.into_iter().map(f32::to_bits).collect();
+            let (want, want_sums) = of_first_isa.get_or_insert((decoded.clone(), sums.clone()));
+            prop_assert_eq!(&decoded, want, "{}", isa);
+            prop_assert_eq!(&sums, want_sums, "{}", isa);
+        }
+        let (Some((decoded, _)), bucket) = (of_first_isa, settings.bucket as usize) else { return Ok(()) };
+        let (before, after) = (values_of(dtype, &src), values_of(dtype, &decoded));
+        for (before, after) in before.chunks(bucket).zip(after.chunks(bucket)) {
+            if settings.skip_incomplete && before.len() < bucket {
+                prop_assert_eq!(before, after);
+                continue;
+            }
+            let (unit, _) = grid(&settings, before);
+            let most = before.iter().fold(0f32, |most, value| most.max(value.abs()));
+            let half_ulp = match dtype {
+                Dtype::F16 => most.max(unit) * 2f32.powi(-11) + 2f32.powi(-25),
+                Dtype::BF16 => most.max(unit) * 2f32.powi(-8),
+                _ => 0.0,
+            };
+            let levels = if stochastic { 1.0 } else { 0.5 };
+            let bound = unit * levels + most * 2f32.powi(-20) + half_ulp;
+            for (before, after) in before.iter().zip(after) {
+                prop_assert!((before - after).abs() <= bound, "{} became {}, bound {}", before, after, bound);
+            }
+        }
+    }
+
+    #[test]
+    fn any_bytes_can_be_decoded(settings in settings(), dtype in 0usize..3, kind in 0usize..12, seed: u64) {
+        let dtype = FLOATS[dtype];
+        let mut random = Random(seed);
+        let count = count(settings.bucket as usize, kind);
+        let mut of_first_isa = None;
+        let size = max_min(settings, Isa::Scalar).encoded_bytes(dtype, count);
+        let encoded: Vec<u8> = (0..size).map(|_| random.next() as u8).collect();
+        for isa in available_isas() {
+            let decoded = decode(&*max_min(settings, isa), dtype, &encoded, count);
+            prop_assert_eq!(of_first_isa.get_or_insert(decoded.clone()), &decoded);
+        }
+    }
+}
+
+/// Buckets of 16: one with each kind of trouble, between sound ones.
+#[test]
+fn a_bucket_that_is_not_finite_becomes_nan_and_leaves_the_others_alone() {
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::from_bits(0xff80_0001)] {
+        for dtype in FLOATS {
+            for place in [16, 20, 31] {
+                let mut values: Vec<f32> = (0..48).map(|i| i as f32).collect();
+                values[place] = bad;
+                for isa in available_isas() {
+                    let codec = max_min(Settings { bits: 8, bucket: 16, ..Settings::default() }, isa);
+                    let (encoded, spoilt) = encode(&*codec, dtype, &bytes_of(dtype, &values), 0, Noise::keyed(&[]));
+                    assert_eq!(spoilt, Spoilt { not_finite: 1, too_large: 0 });
+                    assert_eq!(encoded[8..16], [0, 0, 0xc0, 0x7f, 0, 0, 0xc0, 0x7f], "canonical in the metadata");
+                    assert_eq!(encoded[24 + 16..24 + 32], [0; 16], "no codes");
+                    let decoded = decode(&*codec, dtype, &encoded, 48);
+                    let decoded = values_of(dtype, &decoded);
+                    assert_eq!(decoded[..16], values[..16]);
+                    assert!(decoded[16..32].iter().all(|value| value.is_nan()), "{decoded:?}");
+                    assert_eq!(decoded[32..], values[32..]);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_finite_bucket_that_the_metadata_cannot_hold_is_counted_apart() {
+    let spoilt_of = |meta, bits, values: &[f32]| {
+        let codec = max_min(Settings { bits, bucket: 8, meta, ..Settings::default() }, Isa::best());
+        let (encoded, spoilt) = encode(&*codec, Dtype::F32, &bytes_of(Dtype::F32, values), 0, Noise::keyed(&[]));
+        let decoded = values_of(Dtype::F32, &decode(&*codec, Dtype::F32, &encoded, values.len()));
+        assert_eq!(decoded.iter().all(|value| value.is_nan()), spoilt != Spoilt::default(), "{decoded:?}");
+        assert_eq!(decoded.iter().any(|value| value.is_nan()), spoilt != Spoilt::default(), "{decoded:?}");
+        spoilt
+    };
+    let too_large = Spoilt { not_finite: 0, too_large: 1 };
+    assert_eq!(spoilt_of(Dtype::F16, 4, &[-1e5, 0.0]), too_large);
+    assert_eq!(spoilt_of(Dtype::F16, 1, &[0.0, 1e5]), too_large);
+    assert_eq!(spoilt_of(Dtype::F16, 4, &[0.0, 1e5]), Spoilt::default());
+    // One level more than the largest number apart: no unit for it.
+    assert_eq!(spoilt_of(Dtype::F32, 1, &[f32::MAX, f32::MIN]), too_large);
+}
+
+#[test]
+fn a_range_that_overflows_is_encoded_from_halves() {
+    let values = [-3e38, -1e38, 0.0, 1e38, 3e38, 2.5e38, -2.5e38, 1.0];
+    for bits in 2..=8 {
+        for isa in available_isas() {
+            let codec = max_min(Settings { bits, bucket: 8, ..Settings::default() }, isa);
+            let (encoded, spoilt) = encode(&*codec, Dtype::F32, &bytes_of(Dtype::F32, &values), 0, Noise::keyed(&[]));
+            assert_eq!(spoilt, Spoilt::default());
+            let unit = f64::from(to_f32(Dtype::F32, &encoded[..4]));
+            for (before, after) in values.iter().zip(values_of(Dtype::F32, &decode(&*codec, Dtype::F32, &encoded, 8))) {
+                let off = (f64::from(*before) - f64::from(after)).abs();
+                assert!(off <= unit / 2.0 + 3e38 / f64::from(1 << 20), "{bits} bits: {before} became {after}");
+            }
+        }
+    }
+}
+
+#[test]
+fn tiny_ranges_and_constants_keep_their_values() {
+    let cases: &[&[f32]] = &[
+        &[0.0; 8],
+        &[-0.0; 8],
+        &[1e30; 8],
+        &[1e-45, 0.0, 1e-45, 0.0, 1e-45, 0.0, 1e-45, 0.0],
+        &[5.0],
+        &[f32::MIN_POSITIVE, -f32::MIN_POSITIVE],
+    ];
+    for values in cases {
+        for isa in available_isas() {
+            let codec = max_min(Settings { bits: 8, bucket: 8, ..Settings::default() }, isa);
+            let (encoded, _) = encode(&*codec, Dtype::F32, &bytes_of(Dtype::F32, values), 0, Noise::keyed(&[]));
+            let decoded = values_of(Dtype::F32, &decode(&*codec, Dtype::F32, &encoded, values.len()));
+            for (before, after) in values.iter().zip(&decoded) {
+                assert!((before - after).abs() <= f32::MIN_POSITIVE / 2.0, "{values:?} became {decoded:?} ({isa})");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_value_that_leaves_the_range_of_float16_becomes_its_largest() {
+    let values = [-65504.0, 65504.0, 65472.0, 100.0, -65504.0, 3.0, 0.0, 1.0];
+    for bits in 1..=8 {
+        for meta in FLOATS {
+            for isa in available_isas() {
+                let codec = max_min(Settings { bits, bucket: 8, meta, ..Settings::default() }, isa);
+                let src = bytes_of(Dtype::F16, &values);
+                let (encoded, spoilt) = encode(&*codec, Dtype::F16, &src, 0, Noise::keyed(&[]));
+                let decoded = values_of(Dtype::F16, &decode(&*codec, Dtype::F16, &encoded, 8));
+                let whole = spoilt == Spoilt::default();
+                assert!(decoded.iter().all(|value| value.is_finite() == whole), "{bits} bits, {meta}: {decoded:?}");
+            }
+        }
+    }
+}
+
+/// Values on the grid stay what they are, the others have the right mean and variance, and ranks differ.
+#[test]
+fn stochastic_rounding_is_unbiased_and_independent() {
+    const COUNT: usize = 1 << 12;
+    const DRAWS: u64 = if cfg!(miri) { 4 } else { 1 << 10 };
+    let settings = Settings { bits: 4, rounding: Rounding::Stochastic, ..Settings::default() };
+    let codec = max_min(settings, Isa::best());
+    let mut random = Random(9);
+    let mut values: Vec<f32> = (0..COUNT).map(|_| (random.next() >> 40) as f32 / (1 << 24) as f32 * 15.0).collect();
+    // Every bucket has the grid of the whole numbers from 0 to 15.
+    values.chunks_mut(512).for_each(|bucket| (bucket[0], bucket[1], bucket[2]) = (0.0, 15.0, 7.0));
+    let src = bytes_of(Dtype::F32, &values);
+    let draw = |rank, step| {
+        let (encoded, _) = encode(&*codec, Dtype::F32, &src, 0, Noise::keyed(&[rank, step]));
+        values_of(Dtype::F32, &decode(&*codec, Dtype::F32, &encoded, COUNT))
+    };
+    let (mut sums, mut squares, mut crossed) = (vec![0.0; COUNT], 0.0, 0.0);
+    for step in 0..DRAWS {
+        let (mine, other) = (draw(0, step), draw(1, step));
+        for at in 0..COUNT {
+            let value = f64::from(values[at]);
+            let (error, others) = (f64::from(mine[at]) - value, f64::from(other[at]) - value);
+            assert!(error.abs() < 1.0, "{value} became {}", mine[at]);
+            assert!(value.fract() != 0.0 || error == 0.0);
+            sums[at] += error;
+            squares += error * error;
+            crossed += error * others;
+        }
+    }
+    if cfg!(miri) {
+        return;
+    }
+    let (draws, all) = (DRAWS as f64, DRAWS as f64 * COUNT as f64);
+    let variance: f64 =
+        values.iter().map(|value| f64::from(value.fract())).map(|f| f * (1.0 - f)).sum::<f64>() / COUNT as f64;
+    let measured = squares / all;
+    assert!((measured / variance - 1.0).abs() < 0.05, "{measured} for {variance}");
+    // The draws have a resolution of 1/256: a bias of 1/512 besides the spread of the mean.
+    let worst = sums.iter().map(|sum| (sum / draws).abs()).fold(0.0, f64::max);
+    assert!(worst <= 5.0 / (2.0 * draws.sqrt()) + 1.0 / 512.0, "{worst}");
+    let mean = sums.iter().sum::<f64>() / all;
+    assert!(mean.abs() < 4.0 * (variance / all).sqrt() + 1e-4, "{mean}");
+    let correlation = crossed / squares;
+    assert!(correlation.abs() < 4.0 / all.sqrt(), "{correlation}");
+}
+
+#[test]
+fn a_thread_that_flushes_denormals_encodes_the_same() {
+    let values: Vec<f32> = (0..512).map(|i| f32::from_bits(i * 40_000)).collect();
+    let src = bytes_of(Dtype::F32, &values);
+    let codec = max_min(Settings { bits: 8, ..Settings::default() }, Isa::best());
+    let both = || {
+        let (encoded, _) = encode(&*codec, Dtype::F32, &src, 0, Noise::keyed(&[]));
+        let decoded = decode(&*codec, Dtype::F32, &encoded, 512);
+        (encoded, decoded)
+    };
+    let want = both();
+    let got = common::with_flushed_denormals(both);
+    assert_eq!(got, want);
+}
+
+/// Relative squared error of 2^20 Gaussian and Laplace samples, as measured elsewhere (nearest rounding, float32
+/// metadata); stochastic rounding doubles it.
+#[test]
+#[cfg(not(miri))]
+fn the_error_on_known_data_is_as_it_should_be() {
+    const COUNT: usize = 1 << 20;
+    let mut random = Random(12345);
+    let mut uniform = || ((random.next() >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
+    let gaussian: Vec<f32> = (0..COUNT)
+        .map(|_| ((-2.0 * uniform().ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos()) as f32)
+        .collect();
+    let laplace: Vec<f32> = (0..COUNT)
+        .map(|_| {
+            let sign = if uniform() < 0.5 { -1.0 } else { 1.0 };
+            (-sign * uniform().ln()) as f32
+        })
+        .collect();
+    let known: &[(&[f32], u32, [f64; 7])] = &[
+        (&gaussian, 64, [2.74, 0.203, 3.70e-2, 8.05e-3, 1.88e-3, 4.57e-4, 2.78e-5]),
+        (&gaussian, 128, [3.56, 0.250, 4.57e-2, 9.94e-3, 2.33e-3, 5.64e-4, 3.44e-5]),
+        (&gaussian, 512, [5.38, 0.348, 6.32e-2, 1.375e-2, 3.23e-3, 7.82e-4, 4.76e-5]),
+        (&gaussian, 1024, [6.31, 0.398, 7.20e-2, 1.57e-2, 3.67e-3, 8.86e-4, 5.42e-5]),
+        (&gaussian, 2048, [7.28, 0.451, 8.08e-2, 1.76e-2, 4.11e-3, 9.96e-4, 6.08e-5]),
+        (&gaussian, 8192, [9.32, 0.564, 9.84e-2, 2.15e-2, 5.02e-3, 1.22e-3, 7.39e-5]),
+        (&laplace, 128, [6.86, 0.443, 7.79e-2, 1.70e-2, 3.97e-3, 9.61e-4, 5.87e-5]),
+        (&laplace, 512, [12.8, 0.811, 0.131, 2.84e-2, 6.66e-3, 1.61e-3, 9.84e-5]),
+        (&laplace, 1024, [16.4, 1.05, 0.161, 3.51e-2, 8.23e-3, 1.99e-3, 1.21e-4]),
+    ];
+    for &(values, bucket, errors) in known {
+        for (bits, want) in [1, 2, 3, 4, 5, 6, 8].into_iter().zip(errors) {
+            let nmse = |rounding| {
+                let settings = Settings { bits, bucket, rounding, ..Settings::default() };
+                let codec = max_min(settings, Isa::best());
+                let (encoded, _) = encode(&*codec, Dtype::F32, &bytes_of(Dtype::F32, values), 0, Noise::keyed(&[1]));
+                let decoded = values_of(Dtype::F32, &decode(&*codec, Dtype::F32, &encoded, COUNT));
+                let square = |x: f32| f64::from(x) * f64::from(x);
+                let error: f64 = values.iter().zip(&decoded).map(|(x, y)| square(x - y)).sum();
+                error / values.iter().copied().map(square).sum::<f64>()
+            };
+            let nearest = nmse(Rounding::Nearest);
+            assert!((nearest / want - 1.0).abs() < 0.05, "{bits} bits of {bucket}: {nearest:.3e}, expected {want:.3e}");
+            let ratio = nmse(Rounding::Stochastic) / nearest;
+            let expected = match bits {
+                1 => 1.3..2.0,
+                2 => 1.8..2.02,
+                _ => 1.96..2.04,
+            };
+            assert!(expected.contains(&ratio), "{bits} bits of {bucket}: stochastic has {ratio:.3} times the error");
+        }
+    }
+}
+
+#[test]
+fn what_has_no_meaning_is_refused_by_name() {
+    let refused = |settings: Settings, part: &str| {
+        let error = codec("maxmin").unwrap().build(&settings).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Configuration);
+        assert!(error.message.contains(part), "{}", error.message);
+    };
+    let usual = Settings::default();
+    refused(Settings { bits: 0, ..usual }, "bits is 0; expected 1 to 8");
+    refused(Settings { bits: 9, ..usual }, "bits is 9; expected 1 to 8");
+    refused(Settings { bucket: 0, ..usual }, "bucket is 0; expected a multiple of 8 from 8 to 8192");
+    refused(Settings { bucket: 7, ..usual }, "bucket is 7");
+    refused(Settings { bucket: 8200, ..usual }, "bucket is 8200");
+    refused(Settings { meta: Dtype::F64, ..usual }, "meta is float64; expected float32, float16 or bfloat16");
+    let error = codec("int9").unwrap_err();
+    assert!(error.message.contains("unknown codec `int9`; expected one of maxmin"), "{}", error.message);
+}
