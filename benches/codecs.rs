@@ -169,16 +169,16 @@ fn reference(buffers: &mut Buffers, plain: &PlainLoops, what: What, count: usize
 }
 
 fn subject(buffers: &mut Buffers, codec: &Arc<dyn Codec>, what: What, dtype: Dtype, count: usize) {
-    let (src, dst) = (black_box(buffers.floats.as_ptr()).cast::<u8>(), buffers.encoded.as_mut_ptr());
-    let slice = Slice { src, dtype, count, first: 0 };
-    // SAFETY: as many elements of up to four bytes are there, and encoded they are smaller; nobody else uses the buffers.
-    unsafe {
-        match what {
-            What::Encode | What::EncodeDrawn => {
-                let _ = black_box(codec.encode(dst, slice, Noise::keyed(&[1])));
-            }
-            What::Decode => codec.decode(buffers.others.as_mut_ptr().cast(), black_box(dst), dtype, count),
-            What::DecodeAdd => codec.decode_add(&mut buffers.others[..count], black_box(dst), dtype),
+    let slice = Slice { src: black_box(buffers.floats.as_ptr()).cast(), dtype, count, first: 0 };
+    let encoded = &mut buffers.encoded[..codec.encoded_bytes(dtype, count)];
+    let others = &mut buffers.others[..count];
+    match what {
+        What::Encode | What::EncodeDrawn => {
+            // SAFETY: as many elements of up to four bytes are there, and nobody writes them.
+            let _ = black_box(unsafe { codec.encode(encoded, slice, Noise::keyed(&[1])) });
         }
+        // SAFETY: there is room for as many elements of four bytes, and nobody else uses it.
+        What::Decode => unsafe { codec.decode(others.as_mut_ptr().cast(), black_box(encoded), dtype, count) },
+        What::DecodeAdd => codec.decode_add(others, black_box(encoded), dtype),
     }
 }

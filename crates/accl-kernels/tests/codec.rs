@@ -43,19 +43,18 @@ fn encode(codec: &dyn Codec, dtype: Dtype, src: &[u8], first: u64, noise: Noise)
     let count = src.len() / dtype.size_bytes();
     // Neither the one nor the other is aligned, and what was there before is seen if it stays.
     let src = Buffer::new(src, 3);
-    let dst = Buffer::new(&vec![0xa5; codec.encoded_bytes(dtype, count)], 5);
-    // SAFETY: both buffers have the sizes that are asked for.
-    let spoilt = unsafe { codec.encode(dst.ptr(), Slice { src: src.ptr(), dtype, count, first }, noise) };
-    src.check_guards();
-    dst.check_guards();
-    (dst.bytes().to_vec(), spoilt)
+    let room = codec.encoded_bytes(dtype, count);
+    let mut dst = vec![0xa5; room + 5];
+    // SAFETY: the buffer has the elements.
+    let spoilt = unsafe { codec.encode(&mut dst[5..], Slice { src: src.ptr(), dtype, count, first }, noise) };
+    (dst.split_off(5), spoilt)
 }
 
 fn decode(codec: &dyn Codec, dtype: Dtype, encoded: &[u8], count: usize) -> Vec<u8> {
     let src = Buffer::new(encoded, 1);
     let dst = Buffer::new(&vec![0xa5; count * dtype.size_bytes()], 2);
-    // SAFETY: both buffers have the sizes that are asked for.
-    unsafe { codec.decode(dst.ptr(), src.ptr(), dtype, count) };
+    // SAFETY: the buffer has room for the elements.
+    unsafe { codec.decode(dst.ptr(), src.bytes(), dtype, count) };
     dst.check_guards();
     dst.bytes().to_vec()
 }
@@ -206,8 +205,7 @@ proptest! {
             let (encoded, _) = encode(&*codec, dtype, &src, first, noise);
             let decoded = decode(&*codec, dtype, &encoded, count);
             let mut sums = vec![1.0; count];
-            // SAFETY: the buffers have the sizes that are asked for.
-            unsafe { codec.decode_add(&mut sums, encoded.as_ptr(), dtype) };
+            codec.decode_add(&mut sums, &encoded, dtype);
             let sums: Vec<u32> = sums.into_iter().map(f32::to_bits).collect();
             let (want, want_sums) = of_first_isa.get_or_insert((decoded.clone(), sums.clone()));
             prop_assert_eq!(&decoded, want, "{}", isa);

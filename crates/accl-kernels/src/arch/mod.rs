@@ -158,6 +158,7 @@ macro_rules! arch {
         $f64:ty,
         $c64:ty,
         $c128:ty,
+        $loops:expr,
         $description:literal, $available:expr, $(#[$feature:meta])*) => {
         pub(super) const ROW: Row = Row {
             isa: Isa::$arch,
@@ -166,7 +167,7 @@ macro_rules! arch {
             select: select::select::<$arch>,
             select_scale: select::select_scale::<$arch>,
             copy,
-            loops: LOOPS,
+            loops: $loops,
         };
 
         codec_loops!($(#[$feature])*);

@@ -5,4 +5,4 @@ use crate::codec::loops::codec_loops;
 use crate::reduce::lanes::{Bf16x2, Complex, F16, FloatLanes, Lanes, LastOn, OpOn};
 use crate::reduce::{loops, select};
 
-arch!(Scalar, F16, Bf16x2, f32, f64, Complex<f32>, Complex<f64>, "scalar", || true,);
+arch!(Scalar, F16, Bf16x2, f32, f64, Complex<f32>, Complex<f64>, LOOPS, "scalar", || true,);

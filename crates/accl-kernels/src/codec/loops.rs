@@ -11,7 +11,7 @@ const LANES: usize = 32;
 
 /// 2^23: the sum of it and a smaller number that is not negative has the number, rounded to nearest even, in its lowest
 /// bits.
-const ROUNDS: f32 = 8_388_608.0;
+pub(super) const ROUNDS: f32 = 8_388_608.0;
 
 /// What is known of the values of a bucket.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -109,10 +109,15 @@ pub(crate) fn levels(codes: &mut [u8], values: &[f32], grid: &Grid) {
 #[inline(always)]
 pub(crate) fn levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, draws: &[u8]) {
     for ((code, &value), &draw) in codes.iter_mut().zip(values).zip(draws) {
-        // 256 times the level, at most 255 * 256: the draw carries over with the probability of the fraction.
-        let fine = (scaled(value, grid) * 256.0 + ROUNDS).to_bits() & 0xffff;
-        *code = ((fine + u32::from(draw)) >> 8) as u8;
+        *code = drawn(value, grid, draw);
     }
+}
+
+/// 256 times the level is at most 255 * 256: the draw carries over with the probability of the fraction.
+#[inline(always)]
+fn drawn(value: f32, grid: &Grid, draw: u8) -> u8 {
+    let fine = (scaled(value, grid) * 256.0 + ROUNDS).to_bits() & 0xffff;
+    ((fine + u32::from(draw)) >> 8) as u8
 }
 
 /// Not below 0, since no value is below the grid's `min`.

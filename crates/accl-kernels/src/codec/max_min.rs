@@ -22,9 +22,9 @@
 //! The scheme is that of QSGD (Alistarh et al., 2017) with the grid of its implementations: two points per bucket in place of
 //! a norm.
 
+use std::fmt;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
-use std::{fmt, slice};
 
 use accl_types::{Dtype, Error, Result};
 
@@ -181,7 +181,8 @@ impl MaxMin {
         let halves = width.is_infinite();
         let unit = if halves { range.max / top - min / top } else { width / top };
         let unit = toward(meta, unit, Toward::Up).max(smallest_normal(meta));
-        if !min.is_finite() || !unit.mul_add(top, min).is_finite() {
+        let highest = f64::from(unit) * f64::from(top) + f64::from(min);
+        if !min.is_finite() || !(highest as f32).is_finite() {
             return Placed::TooLarge;
         }
         let by = if halves { 0.5 } else { 1.0 };
@@ -254,18 +255,15 @@ impl Codec for MaxMin {
         self.layout(dtype, count).end
     }
 
-    unsafe fn encode(&self, dst: *mut u8, slice: Slice, noise: Noise) -> Spoilt {
+    unsafe fn encode(&self, dst: &mut [u8], slice: Slice, noise: Noise) -> Spoilt {
         let _env = DefaultFloatEnv::enter();
         let Slice { src, dtype, count, first } = slice;
         let layout = self.layout(dtype, count);
-        // SAFETY: the caller's promise: there is room for it all, and nobody else uses it.
-        let dst = unsafe {
-            dst.write_bytes(0, layout.end);
-            slice::from_raw_parts_mut(dst, layout.end)
-        };
+        assert_eq!(dst.len(), layout.end, "room for what {count} elements become");
         let (metas, rest) = dst.split_at_mut(layout.codes_at);
         let (codes, tail) = rest.split_at_mut(layout.tail_at - layout.codes_at);
-        let codes = &mut codes[..layout.codes_end - layout.codes_at];
+        let (codes, zeros) = codes.split_at_mut(layout.codes_end - layout.codes_at);
+        zeros.fill(0);
         let metas = metas.chunks_exact_mut(2 * self.settings.meta.size_bytes());
         let mut spoilt = Spoilt::default();
         let mut room = Room::new();
@@ -285,10 +283,12 @@ impl Codec for MaxMin {
                 }
                 Placed::NotFinite => {
                     spoilt.not_finite += 1;
+                    packed.fill(0);
                     (f32::NAN, f32::NAN)
                 }
                 Placed::TooLarge => {
                     spoilt.too_large += 1;
+                    packed.fill(0);
                     (f32::NAN, f32::NAN)
                 }
             };
@@ -296,7 +296,8 @@ impl Codec for MaxMin {
             write(self.settings.meta, unit_at, unit);
             write(self.settings.meta, min_at, min);
         }
-        let tail = &mut tail[..layout.tail_end - layout.tail_at];
+        let (tail, zeros) = tail.split_at_mut(layout.tail_end - layout.tail_at);
+        zeros.fill(0);
         // SAFETY: the caller's promise: what is behind the coded elements belongs to the slice, too.
         unsafe {
             let raw = src.add(layout.coded * dtype.size_bytes());
@@ -305,11 +306,10 @@ impl Codec for MaxMin {
         spoilt
     }
 
-    unsafe fn decode(&self, dst: *mut u8, src: *const u8, dtype: Dtype, count: usize) {
+    unsafe fn decode(&self, dst: *mut u8, src: &[u8], dtype: Dtype, count: usize) {
         let _env = DefaultFloatEnv::enter();
         let layout = self.layout(dtype, count);
-        // SAFETY: the caller's promise.
-        let src = unsafe { slice::from_raw_parts(src, layout.end) };
+        assert_eq!(src.len(), layout.end, "what {count} elements become");
         let mut room = [MaybeUninit::uninit(); PIECE];
         self.decode_pieces(src, &layout, |start, codes, unit, min| {
             let dst = dst.wrapping_add(start * dtype.size_bytes());
@@ -325,11 +325,10 @@ impl Codec for MaxMin {
         unsafe { tail.as_ptr().copy_to_nonoverlapping(dst.add(layout.coded * dtype.size_bytes()), tail.len()) };
     }
 
-    unsafe fn decode_add(&self, sums: &mut [f32], src: *const u8, dtype: Dtype) {
+    fn decode_add(&self, sums: &mut [f32], src: &[u8], dtype: Dtype) {
         let _env = DefaultFloatEnv::enter();
         let layout = self.layout(dtype, sums.len());
-        // SAFETY: the caller's promise.
-        let src = unsafe { slice::from_raw_parts(src, layout.end) };
+        assert_eq!(src.len(), layout.end, "what {} elements become", sums.len());
         self.decode_pieces(src, &layout, |start, codes, unit, min| {
             // SAFETY: the instruction set was checked when `self` was made.
             unsafe { (self.loops.add_values)(&mut sums[start..start + codes.len()], codes, unit, min) };

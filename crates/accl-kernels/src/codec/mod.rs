@@ -11,6 +11,8 @@
 //!   one whose values are finite but that the metadata cannot hold; the two are counted apart, see [`Spoilt`].
 //! * Any bytes can be decoded: wrong ones give wrong numbers and nothing worse.
 
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx2;
 pub(crate) mod loops;
 mod max_min;
 mod noise;
@@ -73,21 +75,26 @@ pub trait Codec: fmt::Debug + Send + Sync {
     /// Encodes a slice.
     ///
     /// # Safety
-    /// The slice's elements may be read and are written by nobody meanwhile; `dst` has room for
-    /// [`Codec::encoded_bytes`], apart from them, and nobody else uses it meanwhile. No alignment is asked for.
-    unsafe fn encode(&self, dst: *mut u8, slice: Slice, noise: Noise) -> Spoilt;
+    /// The slice's elements may be read, and are written by nobody meanwhile. No alignment is asked for.
+    ///
+    /// # Panics
+    /// Panics if `dst` has another length than [`Codec::encoded_bytes`].
+    unsafe fn encode(&self, dst: &mut [u8], slice: Slice, noise: Noise) -> Spoilt;
 
     /// Decodes `count` elements. A value beyond the range of a 16-bit `dtype` becomes the largest one.
     ///
     /// # Safety
-    /// As for [`Codec::encode`], the other way round.
-    unsafe fn decode(&self, dst: *mut u8, src: *const u8, dtype: Dtype, count: usize);
+    /// `dst` has room for the elements, and nobody else uses it meanwhile. No alignment is asked for.
+    ///
+    /// # Panics
+    /// Panics if `src` has another length than [`Codec::encoded_bytes`].
+    unsafe fn decode(&self, dst: *mut u8, src: &[u8], dtype: Dtype, count: usize);
 
     /// Adds as many decoded elements as there are sums; `dtype` is the type that they had before they were encoded.
     ///
-    /// # Safety
-    /// As for [`Codec::decode`].
-    unsafe fn decode_add(&self, sums: &mut [f32], src: *const u8, dtype: Dtype);
+    /// # Panics
+    /// Panics if `src` has another length than [`Codec::encoded_bytes`].
+    fn decode_add(&self, sums: &mut [f32], src: &[u8], dtype: Dtype);
 }
 
 /// Elements that are encoded together.
