@@ -15,7 +15,7 @@ use std::arch::x86_64::{
 use std::marker::PhantomData;
 
 use super::{Arch, Isa, ReduceKernels, Row, ScaleKernel, arch};
-use crate::codec::avx2::{levels, levels_drawn};
+use crate::codec::avx2::{add_values, levels, levels_drawn, values};
 use crate::codec::loops::{Loops, codec_loops};
 use crate::reduce::lanes::{ArithReg, Bf16, Complex, FloatLanes, FloatReg, Group, Lanes, LastOn, OpOn, OrderReg, Regs};
 use crate::reduce::{loops, select};
@@ -28,7 +28,7 @@ arch!(
     Group<F64x4, 2>,
     Group<ByParts<F32x8>, 2>,
     Group<ByParts<F64x4>, 2>,
-    Loops { levels, levels_drawn, ..LOOPS },
+    Loops { levels, levels_drawn, add_values, values, ..LOOPS },
     "avx2+f16c",
     || !cfg!(miri) && is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") && is_x86_feature_detected!("fma"),
     #[target_feature(enable = "avx2,f16c,fma")]

@@ -2,7 +2,7 @@
 
 use super::avx2::{By16, ByParts, F16x1, F32x8, F64x4};
 use super::{Arch, Isa, ReduceKernels, Row, ScaleKernel, arch};
-use crate::codec::avx2::{levels, levels_drawn};
+use crate::codec::avx2::{add_values, levels, levels_drawn, values};
 use crate::codec::loops::{Loops, codec_loops};
 use crate::reduce::lanes::{Bf16, FloatLanes, Group, Lanes, LastOn, OpOn};
 use crate::reduce::{loops, select};
@@ -15,7 +15,7 @@ arch!(
     Group<F64x4, 2>,
     Group<ByParts<F32x8>, 2>,
     Group<ByParts<F64x4>, 2>,
-    Loops { levels, levels_drawn, ..LOOPS },
+    Loops { levels, levels_drawn, add_values, values, ..LOOPS },
     "avx512",
     || {
         !cfg!(miri)

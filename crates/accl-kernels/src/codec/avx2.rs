@@ -1,16 +1,31 @@
 //! The loops of `loops.rs` for which the compiler makes worse vectors than these: floats to bytes.
 
 use std::arch::x86_64::{
-    __m256i, _mm_loadl_epi64, _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256, _mm256_castps_si256,
-    _mm256_cvtepu8_epi32, _mm256_loadu_ps, _mm256_min_ps, _mm256_mul_ps, _mm256_packus_epi16, _mm256_packus_epi32,
-    _mm256_permutevar8x32_epi32, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32, _mm256_srli_epi32,
-    _mm256_storeu_si256, _mm256_sub_ps,
+    __m256, __m256i, _MM_HINT_T0, _mm_loadl_epi64, _mm_prefetch, _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256,
+    _mm256_castps_si256, _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_min_ps,
+    _mm256_mul_ps, _mm256_packus_epi16, _mm256_packus_epi32, _mm256_permutevar8x32_epi32, _mm256_set1_epi32,
+    _mm256_set1_ps, _mm256_setr_epi32, _mm256_srli_epi32, _mm256_storeu_ps, _mm256_storeu_si256, _mm256_sub_ps,
 };
+use std::mem::MaybeUninit;
 
 use super::loops::{self, Grid, ROUNDS};
 
 /// Elements that make a vector of codes.
 const GROUP: usize = 32;
+
+/// Asks for memory that is needed soon, while there is something to calculate: so many bytes behind the group.
+#[inline(always)]
+fn ask_ahead<const BYTES: usize>(group: &[f32]) {
+    for line in 0..2 {
+        // SAFETY: an address is only a hint to a prefetch.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(group.as_ptr().wrapping_byte_add(BYTES + 64 * line).cast()) };
+    }
+}
+
+/// Two buckets of the usual size: the range of a bucket is found without a pause, before its levels are.
+const BUCKETS_AHEAD: usize = 4096;
+/// What is decoded comes line by line.
+const LINES_AHEAD: usize = 1024;
 
 /// As [`loops::levels`].
 #[target_feature(enable = "avx2")]
@@ -19,6 +34,7 @@ pub(crate) fn levels(codes: &mut [u8], values: &[f32], grid: &Grid) {
     let mut groups = codes.chunks_exact_mut(GROUP);
     let mut many = values.chunks_exact(GROUP);
     for (codes, values) in groups.by_ref().zip(many.by_ref()) {
+        ask_ahead::<BUCKETS_AHEAD>(values);
         let mut parts = [_mm256_set1_epi32(0); 4];
         for (part, values) in parts.iter_mut().zip(values.chunks_exact(8)) {
             let rounded = _mm256_add_ps(scaled(values, grid), _mm256_set1_ps(ROUNDS));
@@ -36,6 +52,7 @@ pub(crate) fn levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, draws:
     let mut groups = codes.chunks_exact_mut(GROUP);
     let (mut many, mut draws) = (values.chunks_exact(GROUP), draws.chunks_exact(GROUP));
     for ((codes, values), draws) in groups.by_ref().zip(many.by_ref()).zip(draws.by_ref()) {
+        ask_ahead::<BUCKETS_AHEAD>(values);
         let mut parts = [_mm256_set1_epi32(0); 4];
         for ((part, values), draws) in parts.iter_mut().zip(values.chunks_exact(8)).zip(draws.chunks_exact(8)) {
             let fine = _mm256_mul_ps(scaled(values, grid), _mm256_set1_ps(256.0));
@@ -49,10 +66,52 @@ pub(crate) fn levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, draws:
     loops::levels_drawn(groups.into_remainder(), many.remainder(), grid, draws.remainder());
 }
 
+/// As [`loops::add_values`].
+#[target_feature(enable = "avx2,fma")]
+pub(crate) fn add_values(sums: &mut [f32], codes: &[u8], unit: f32, min: f32) {
+    let mut groups = sums.chunks_exact_mut(GROUP);
+    let mut codes = codes.chunks_exact(GROUP);
+    for (sums, codes) in groups.by_ref().zip(codes.by_ref()) {
+        ask_ahead::<LINES_AHEAD>(sums);
+        for (sums, codes) in sums.chunks_exact_mut(8).zip(codes.chunks_exact(8)) {
+            // SAFETY: eight of each are there.
+            unsafe {
+                let value = decoded(codes, unit, min);
+                _mm256_storeu_ps(sums.as_mut_ptr(), _mm256_add_ps(_mm256_loadu_ps(sums.as_ptr()), value));
+            }
+        }
+    }
+    loops::add_values(groups.into_remainder(), codes.remainder(), unit, min);
+}
+
+/// As [`loops::values`].
+#[target_feature(enable = "avx2,fma")]
+pub(crate) fn values(dst: &mut [MaybeUninit<f32>], codes: &[u8], unit: f32, min: f32) {
+    let mut groups = dst.chunks_exact_mut(8);
+    let mut codes = codes.chunks_exact(8);
+    for (dst, codes) in groups.by_ref().zip(codes.by_ref()) {
+        // SAFETY: there are eight codes, and room for eight values.
+        unsafe { _mm256_storeu_ps(dst.as_mut_ptr().cast(), decoded(codes, unit, min)) };
+    }
+    loops::values(groups.into_remainder(), codes.remainder(), unit, min);
+}
+
+/// The values of eight codes.
+///
+/// # Safety
+/// Eight codes are there.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn decoded(codes: &[u8], unit: f32, min: f32) -> __m256 {
+    // SAFETY: the caller's promise.
+    let levels = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(unsafe { _mm_loadl_epi64(codes.as_ptr().cast()) }));
+    _mm256_fmadd_ps(_mm256_set1_ps(unit), levels, _mm256_set1_ps(min))
+}
+
 /// Eight values on the grid, as in `loops.rs`: the second operand of a minimum is what remains where they are equal.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn scaled(values: &[f32], grid: &Grid) -> std::arch::x86_64::__m256 {
+fn scaled(values: &[f32], grid: &Grid) -> __m256 {
     // SAFETY: the callers hand over eight values.
     let values = unsafe { _mm256_loadu_ps(values.as_ptr()) };
     let scaled = _mm256_mul_ps(_mm256_sub_ps(values, _mm256_set1_ps(grid.min)), _mm256_set1_ps(grid.inverse));
