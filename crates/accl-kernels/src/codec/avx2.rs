@@ -1,14 +1,17 @@
 //! The loops of `loops.rs` for which the compiler makes worse vectors than these: floats to bytes.
 
 use std::arch::x86_64::{
-    __m256, __m256i, _MM_HINT_T0, _mm_loadl_epi64, _mm_prefetch, _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256,
-    _mm256_castps_si256, _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_min_ps,
-    _mm256_mul_ps, _mm256_packus_epi16, _mm256_packus_epi32, _mm256_permutevar8x32_epi32, _mm256_set1_epi32,
-    _mm256_set1_ps, _mm256_setr_epi32, _mm256_srli_epi32, _mm256_storeu_ps, _mm256_storeu_si256, _mm256_sub_ps,
+    __m256, __m256i, _MM_HINT_T0, _mm_loadl_epi64, _mm_prefetch, _mm256_add_epi16, _mm256_add_epi32, _mm256_add_ps,
+    _mm256_and_si256, _mm256_castps_si256, _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32, _mm256_fmadd_ps, _mm256_loadu_ps,
+    _mm256_min_ps, _mm256_mul_ps, _mm256_mullo_epi32, _mm256_packus_epi16, _mm256_packus_epi32,
+    _mm256_permutevar8x32_epi32, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32, _mm256_srli_epi16,
+    _mm256_srli_epi32, _mm256_storeu_ps, _mm256_storeu_si256, _mm256_sub_ps, _mm256_unpackhi_epi8,
+    _mm256_unpacklo_epi8, _mm256_xor_si256,
 };
 use std::mem::MaybeUninit;
 
 use super::loops::{self, Grid, ROUNDS};
+use super::noise::{FACTORS, Noise, SHARE};
 
 /// Elements that make a vector of codes.
 const GROUP: usize = 32;
@@ -40,30 +43,53 @@ pub(crate) fn levels(codes: &mut [u8], values: &[f32], grid: &Grid) {
             let rounded = _mm256_add_ps(scaled(values, grid), _mm256_set1_ps(ROUNDS));
             *part = _mm256_and_si256(_mm256_castps_si256(rounded), low);
         }
-        store(codes, parts);
+        let [a, b, c, d] = parts;
+        store(codes, _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d)));
     }
     loops::levels(groups.into_remainder(), many.remainder(), grid);
 }
 
-/// As [`loops::levels_drawn`].
+/// As [`loops::levels_drawn`], in words of 16 bits, which hold 256 times a level and a draw together.
 #[target_feature(enable = "avx2")]
-pub(crate) fn levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, draws: &[u8]) {
+pub(crate) fn levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, noise: Noise, first: u64) {
+    let Some((start, mixed_in)) = noise.start(first / SHARE as u64, codes.len() / SHARE) else {
+        return loops::levels_drawn(codes, values, grid, noise, first);
+    };
     let low = _mm256_set1_epi32(0xffff);
-    let mut groups = codes.chunks_exact_mut(GROUP);
-    let (mut many, mut draws) = (values.chunks_exact(GROUP), draws.chunks_exact(GROUP));
-    for ((codes, values), draws) in groups.by_ref().zip(many.by_ref()).zip(draws.by_ref()) {
+    let mut counters = _mm256_add_epi32(_mm256_set1_epi32(start as i32), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    let whole = codes.len() / GROUP * GROUP;
+    let (codes, codes_left) = codes.split_at_mut(whole);
+    let (values, values_left) = values.split_at(whole);
+    for (codes, values) in codes.chunks_exact_mut(GROUP).zip(values.chunks_exact(GROUP)) {
         ask_ahead::<BUCKETS_AHEAD>(values);
         let mut parts = [_mm256_set1_epi32(0); 4];
-        for ((part, values), draws) in parts.iter_mut().zip(values.chunks_exact(8)).zip(draws.chunks_exact(8)) {
+        for (part, values) in parts.iter_mut().zip(values.chunks_exact(8)) {
             let fine = _mm256_mul_ps(scaled(values, grid), _mm256_set1_ps(256.0));
-            let fine = _mm256_castps_si256(_mm256_add_ps(fine, _mm256_set1_ps(ROUNDS)));
-            // SAFETY: eight bytes are there.
-            let draws = _mm256_cvtepu8_epi32(unsafe { _mm_loadl_epi64(draws.as_ptr().cast()) });
-            *part = _mm256_srli_epi32::<8>(_mm256_add_epi32(_mm256_and_si256(fine, low), draws));
+            *part = _mm256_and_si256(_mm256_castps_si256(_mm256_add_ps(fine, _mm256_set1_ps(ROUNDS))), low);
         }
-        store(codes, parts);
+        let [a, b, c, d] = parts;
+        // In the order in which packing leaves the values: fours of even places, then fours of odd ones.
+        let draws = hash(counters, mixed_in);
+        let draws = _mm256_permutevar8x32_epi32(draws, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+        let zero = _mm256_set1_epi32(0);
+        let lower = _mm256_add_epi16(_mm256_packus_epi32(a, b), _mm256_unpacklo_epi8(draws, zero));
+        let upper = _mm256_add_epi16(_mm256_packus_epi32(c, d), _mm256_unpackhi_epi8(draws, zero));
+        store(codes, _mm256_packus_epi16(_mm256_srli_epi16::<8>(lower), _mm256_srli_epi16::<8>(upper)));
+        counters = _mm256_add_epi32(counters, _mm256_set1_epi32(8));
     }
-    loops::levels_drawn(groups.into_remainder(), many.remainder(), grid, draws.remainder());
+    loops::levels_drawn(codes_left, values_left, grid, noise, first + whole as u64);
+}
+
+/// As in `noise.rs`, of eight counters.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn hash(counters: __m256i, mixed_in: u32) -> __m256i {
+    let [first, second] = FACTORS.map(|factor| factor as i32);
+    let x = _mm256_xor_si256(counters, _mm256_srli_epi32::<16>(counters));
+    let x = _mm256_mullo_epi32(x, _mm256_set1_epi32(first));
+    let x = _mm256_xor_si256(x, _mm256_srli_epi32::<15>(x));
+    let x = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_set1_epi32(mixed_in as i32)), _mm256_set1_epi32(second));
+    _mm256_xor_si256(x, _mm256_srli_epi32::<16>(x))
 }
 
 /// As [`loops::add_values`].
@@ -118,12 +144,11 @@ fn scaled(values: &[f32], grid: &Grid) -> __m256 {
     _mm256_min_ps(scaled, _mm256_set1_ps(grid.top))
 }
 
-/// Levels from 0 to 255 as bytes. Packing works within halves of a vector: what it leaves are fours, out of order.
+/// Packing works within halves of a vector: what it leaves are fours, out of order.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn store(codes: &mut [u8], [a, b, c, d]: [__m256i; 4]) {
-    let mixed = _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d));
-    let ordered = _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+fn store(codes: &mut [u8], packed: __m256i) {
+    let ordered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
     // SAFETY: the callers hand over room for a group.
     unsafe { _mm256_storeu_si256(codes.as_mut_ptr().cast(), ordered) };
 }

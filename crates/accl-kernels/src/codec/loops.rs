@@ -9,6 +9,9 @@ use crate::reduce::float16;
 /// Elements that are handled side by side; the order of comparisons depends on it and on nothing else.
 const LANES: usize = 32;
 
+/// Random numbers that are made at a time.
+const DRAWS: usize = 512;
+
 /// 2^23: the sum of it and a smaller number that is not negative has the number, rounded to nearest even, in its lowest
 /// bits.
 pub(super) const ROUNDS: f32 = 8_388_608.0;
@@ -105,11 +108,16 @@ pub(crate) fn levels(codes: &mut [u8], values: &[f32], grid: &Grid) {
     }
 }
 
-/// As [`levels`], to one of the two next to it by a draw from 0 to 255.
+/// As [`levels`], to one of the two next to it by a draw from 0 to 255; `first` is the index of the first element, a
+/// multiple of 8.
 #[inline(always)]
-pub(crate) fn levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, draws: &[u8]) {
-    for ((code, &value), &draw) in codes.iter_mut().zip(values).zip(draws) {
-        *code = drawn(value, grid, draw);
+pub(crate) fn levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, noise: Noise, first: u64) {
+    let mut draws = [0; DRAWS];
+    for (part, (codes, values)) in codes.chunks_mut(DRAWS).zip(values.chunks(DRAWS)).enumerate() {
+        noise.fill(&mut draws[..values.len().next_multiple_of(8)], first + (part * DRAWS) as u64);
+        for ((code, &value), &draw) in codes.iter_mut().zip(values).zip(&draws) {
+            *code = drawn(value, grid, draw);
+        }
     }
 }
 
@@ -141,11 +149,6 @@ pub(crate) fn add_values(sums: &mut [f32], codes: &[u8], unit: f32, min: f32) {
     for (sum, &code) in sums.iter_mut().zip(codes) {
         *sum += unit.mul_add(f32::from(code), min);
     }
-}
-
-#[inline(always)]
-pub(crate) fn draw(draws: &mut [u8], noise: Noise, first: u64) {
-    noise.fill(draws, first);
 }
 
 /// The lowest `bits` of each `lane` bits of a word.
@@ -282,8 +285,7 @@ pub(crate) fn narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32]) {
 pub(crate) struct Loops {
     pub(crate) range: unsafe fn(&[f32]) -> Range,
     pub(crate) levels: unsafe fn(&mut [u8], &[f32], &Grid),
-    pub(crate) levels_drawn: unsafe fn(&mut [u8], &[f32], &Grid, &[u8]),
-    pub(crate) draw: unsafe fn(&mut [u8], Noise, u64),
+    pub(crate) levels_drawn: unsafe fn(&mut [u8], &[f32], &Grid, Noise, u64),
     pub(crate) pack: unsafe fn(&mut [u8], &[u8], u8),
     pub(crate) unpack: unsafe fn(&mut [u8], &[u8], u8),
     pub(crate) values: unsafe fn(&mut [MaybeUninit<f32>], &[u8], f32, f32),
@@ -305,8 +307,7 @@ macro_rules! codec_loops {
             codec_loops! { @ [$(#[$feature])*]
                 range(values: &[f32]) -> Range;
                 levels(codes: &mut [u8], values: &[f32], grid: &Grid) -> ();
-                levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, draws: &[u8]) -> ();
-                draw(draws: &mut [u8], noise: Noise, first: u64) -> ();
+                levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, noise: Noise, first: u64) -> ();
                 pack_any(dst: &mut [u8], codes: &[u8], bits: u8) -> ();
                 unpack_any(codes: &mut [u8], src: &[u8], bits: u8) -> ();
                 values(dst: &mut [MaybeUninit<f32>], codes: &[u8], unit: f32, min: f32) -> ();
@@ -320,7 +321,6 @@ macro_rules! codec_loops {
                 range,
                 levels,
                 levels_drawn,
-                draw,
                 pack: pack_any,
                 unpack: unpack_any,
                 values,

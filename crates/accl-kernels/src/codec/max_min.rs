@@ -73,12 +73,11 @@ struct Room {
     values: [f32; PIECE],
     halves: [f32; PIECE],
     codes: [u8; PIECE],
-    draws: [u8; PIECE],
 }
 
 impl Room {
     fn new() -> Self {
-        Self { values: [0.0; PIECE], halves: [0.0; PIECE], codes: [0; PIECE], draws: [0; PIECE] }
+        Self { values: [0.0; PIECE], halves: [0.0; PIECE], codes: [0; PIECE] }
     }
 }
 
@@ -201,7 +200,7 @@ impl MaxMin {
         (grid, halves): (&Grid, bool),
         noise: Noise,
     ) {
-        let Loops { levels, levels_drawn, draw, pack, .. } = *self.loops;
+        let Loops { levels, levels_drawn, pack, .. } = *self.loops;
         for (start, packed) in (0..bucket.count).step_by(PIECE).zip(packed.chunks_mut(self.code_bytes(PIECE))) {
             let count = PIECE.min(bucket.count - start);
             let whole = count.next_multiple_of(8);
@@ -216,8 +215,7 @@ impl MaxMin {
                 match self.settings.rounding {
                     Rounding::Nearest => levels(&mut room.codes[..count], values, grid),
                     Rounding::Stochastic => {
-                        draw(&mut room.draws[..whole], noise, bucket.first + start as u64);
-                        levels_drawn(&mut room.codes[..count], values, grid, &room.draws[..count]);
+                        levels_drawn(&mut room.codes[..count], values, grid, noise, bucket.first + start as u64);
                     }
                 }
                 pack(packed, &room.codes[..whole], self.settings.bits);

@@ -11,7 +11,9 @@ pub struct Noise {
 }
 
 /// Elements that share a hash, 8 bits each.
-const SHARE: usize = 4;
+pub(crate) const SHARE: usize = 4;
+/// Of the hash (constants: Mueller, Wellons, "Prospecting for hash functions").
+pub(crate) const FACTORS: [u32; 2] = [0x7feb_352d, 0x846c_a68b];
 
 impl Noise {
     /// A key from whatever distinguishes an encoding; the order matters.
@@ -27,8 +29,6 @@ impl Noise {
     }
 
     /// The draws from 0 to 255 for the elements of a tensor from `first` on, which is a multiple of 8, as is their number.
-    ///
-    /// The hash of a counter has two multiplications (constants: Mueller, Wellons, "Prospecting for hash functions").
     #[inline(always)]
     pub(crate) fn fill(self, draws: &mut [u8], first: u64) {
         let counter = first / SHARE as u64;
@@ -42,14 +42,22 @@ impl Noise {
         }
     }
 
+    /// What is added to the index of a four of elements from `counter` on, and what is mixed in, unless so many leave the
+    /// part of the counter's values that has this key.
+    #[inline(always)]
+    pub(crate) fn start(self, counter: u64, fours: usize) -> Option<(u32, u32)> {
+        let within = (counter & 0xffff_ffff) + fours as u64 <= 1 << 32;
+        let mixed_in = self.key[1] ^ ((counter >> 32) as u32).wrapping_mul(0x9e37_79b9);
+        within.then_some(((counter as u32).wrapping_add(self.key[0]), mixed_in))
+    }
+
     #[inline(always)]
     fn fill_part(self, draws: &mut [u8], counter: u64) {
-        let [k0, k1] = [self.key[0], self.key[1] ^ ((counter >> 32) as u32).wrapping_mul(0x9e37_79b9)];
-        let start = (counter as u32).wrapping_add(k0);
+        let Some((start, k1)) = self.start(counter, draws.len() / SHARE) else { return };
         for (index, four) in draws.chunks_exact_mut(SHARE).enumerate() {
             let mut x = start.wrapping_add(index as u32);
-            x = (x ^ x >> 16).wrapping_mul(0x7feb_352d);
-            x = (x ^ x >> 15 ^ k1).wrapping_mul(0x846c_a68b);
+            x = (x ^ x >> 16).wrapping_mul(FACTORS[0]);
+            x = (x ^ x >> 15 ^ k1).wrapping_mul(FACTORS[1]);
             four.copy_from_slice(&(x ^ x >> 16).to_le_bytes());
         }
     }
