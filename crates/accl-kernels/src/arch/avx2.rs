@@ -15,8 +15,8 @@ use std::arch::x86_64::{
 use std::marker::PhantomData;
 
 use super::{Arch, Isa, ReduceKernels, Row, ScaleKernel, arch};
-use crate::codec::avx2::{add_values, levels, levels_drawn, values};
-use crate::codec::loops::{Loops, codec_loops};
+use crate::codec::avx2::with_vectors;
+use crate::codec::loops::codec_loops;
 use crate::reduce::lanes::{ArithReg, Bf16, Complex, FloatLanes, FloatReg, Group, Lanes, LastOn, OpOn, OrderReg, Regs};
 use crate::reduce::{loops, select};
 
@@ -28,7 +28,7 @@ arch!(
     Group<F64x4, 2>,
     Group<ByParts<F32x8>, 2>,
     Group<ByParts<F64x4>, 2>,
-    Loops { levels, levels_drawn, add_values, values, ..LOOPS },
+    with_vectors(LOOPS),
     "avx2+f16c",
     || !cfg!(miri) && is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") && is_x86_feature_detected!("fma"),
     #[target_feature(enable = "avx2,f16c,fma")]
@@ -89,17 +89,14 @@ impl<T: Wide> Lanes for By16<T> {
 
     #[inline(always)]
     unsafe fn load_acc(slots: *const f32, slot: usize) -> Both {
-        // SAFETY: as above; the caller vouches for sixteen slots.
-        unsafe { Regs([F32x8(_mm256_loadu_ps(slots.add(slot))), F32x8(_mm256_loadu_ps(slots.add(slot + 8)))]) }
+        // SAFETY: the caller's promise.
+        unsafe { Group::<F32x8, 2>::load_acc(slots, slot) }
     }
 
     #[inline(always)]
     unsafe fn store_acc(slots: *mut f32, slot: usize, value: Both) {
-        // SAFETY: as above; the caller vouches for sixteen slots.
-        unsafe {
-            _mm256_storeu_ps(slots.add(slot), value.0[0].0);
-            _mm256_storeu_ps(slots.add(slot + 8), value.0[1].0);
-        }
+        // SAFETY: the caller's promise.
+        unsafe { Group::<F32x8, 2>::store_acc(slots, slot, value) };
     }
 }
 
@@ -162,12 +159,8 @@ fn canonical(value: Both) -> Both {
         if _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(low.0, high.0)) == 0 {
             return value;
         }
-        let only = |register: F32x8| {
-            let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(register.0, register.0);
-            F32x8(_mm256_blendv_ps(register.0, _mm256_set1_ps(f32::NAN), nan))
-        };
-        Regs([only(low), only(high)])
     }
+    Regs([low.canonical(), high.canonical()])
 }
 
 /// One float16, by the same instructions.

@@ -1,21 +1,21 @@
 //! AVX-512: 64-byte vectors of integers. Floats are as with AVX2.
 
-use super::avx2::{By16, ByParts, F16x1, F32x8, F64x4};
+use super::avx2::Avx2;
 use super::{Arch, Isa, ReduceKernels, Row, ScaleKernel, arch};
-use crate::codec::avx2::{add_values, levels, levels_drawn, values};
-use crate::codec::loops::{Loops, codec_loops};
-use crate::reduce::lanes::{Bf16, FloatLanes, Group, Lanes, LastOn, OpOn};
+use crate::codec::avx2::with_vectors;
+use crate::codec::loops::codec_loops;
+use crate::reduce::lanes::{FloatLanes, Lanes, LastOn, OpOn};
 use crate::reduce::{loops, select};
 
 arch!(
     Avx512,
-    Group<By16<F16x1>, 2>,
-    Group<By16<Bf16>, 2>,
-    Group<F32x8, 2>,
-    Group<F64x4, 2>,
-    Group<ByParts<F32x8>, 2>,
-    Group<ByParts<F64x4>, 2>,
-    Loops { levels, levels_drawn, add_values, values, ..LOOPS },
+    <Avx2 as Arch>::F16,
+    <Avx2 as Arch>::Bf16,
+    <Avx2 as Arch>::F32,
+    <Avx2 as Arch>::F64,
+    <Avx2 as Arch>::C64,
+    <Avx2 as Arch>::C128,
+    with_vectors(LOOPS),
     "avx512",
     || {
         !cfg!(miri)

@@ -10,11 +10,16 @@ use std::arch::x86_64::{
 };
 use std::mem::MaybeUninit;
 
-use super::loops::{self, Grid, ROUNDS};
+use super::loops::{self, Grid, Loops, ROUNDS};
 use super::noise::{FACTORS, Noise, SHARE};
 
 /// Elements that make a vector of codes.
 const GROUP: usize = 32;
+
+/// The loops of an instruction set that has AVX2 and FMA, with these in place of its own.
+pub(crate) const fn with_vectors(loops: Loops) -> Loops {
+    Loops { levels, levels_drawn, add_values, values, ..loops }
+}
 
 /// Asks for memory that is needed soon, while there is something to calculate: so many bytes behind the group.
 #[inline(always)]

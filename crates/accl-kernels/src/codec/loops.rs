@@ -35,8 +35,8 @@ pub(crate) struct Grid {
 }
 
 impl Range {
-    /// Of no values.
-    pub(crate) const EMPTY: Range = Range { min: 0.0, max: 0.0, finite: true };
+    /// Joined with another it is the other.
+    pub(crate) const NEUTRAL: Range = Range { min: f32::INFINITY, max: f32::NEG_INFINITY, finite: true };
 
     /// Of two parts together.
     pub(crate) fn joined(self, other: Range) -> Range {
@@ -112,8 +112,8 @@ pub(crate) fn levels(codes: &mut [u8], values: &[f32], grid: &Grid) {
 /// multiple of 8.
 #[inline(always)]
 pub(crate) fn levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, noise: Noise, first: u64) {
-    let mut draws = [0; DRAWS];
     for (part, (codes, values)) in codes.chunks_mut(DRAWS).zip(values.chunks(DRAWS)).enumerate() {
+        let mut draws = [0; DRAWS];
         noise.fill(&mut draws[..values.len().next_multiple_of(8)], first + (part * DRAWS) as u64);
         for ((code, &value), &draw) in codes.iter_mut().zip(values).zip(&draws) {
             *code = drawn(value, grid, draw);
@@ -164,7 +164,7 @@ const fn low_of(bits: usize, lane: usize) -> u64 {
 /// Codes of `BITS` bits, the first in the lowest, eight of them in `BITS` bytes. As many codes as whole groups need; the
 /// last bytes may be those of a group that is not wanted whole.
 #[inline(always)]
-pub(crate) fn pack<const BITS: usize>(dst: &mut [u8], codes: &[u8]) {
+fn pack_by<const BITS: usize>(dst: &mut [u8], codes: &[u8]) {
     if BITS == 8 {
         dst.copy_from_slice(&codes[..dst.len()]);
         return;
@@ -202,9 +202,9 @@ fn unpack_word<const BITS: usize>(word: u64) -> u64 {
     word & low_of(BITS, 16) | (word & low_of(BITS, 16) << BITS) << (8 - BITS)
 }
 
-/// The reverse of [`pack`], for as many codes as `codes` has, a multiple of 8. What `src` lacks is zero.
+/// The reverse of [`pack_by`], for as many codes as `codes` has, a multiple of 8. What `src` lacks is zero.
 #[inline(always)]
-pub(crate) fn unpack<const BITS: usize>(codes: &mut [u8], src: &[u8]) {
+fn unpack_by<const BITS: usize>(codes: &mut [u8], src: &[u8]) {
     if BITS == 8 {
         codes[..src.len()].copy_from_slice(src);
         codes[src.len()..].fill(0);
@@ -241,13 +241,13 @@ macro_rules! by_bits {
 }
 
 #[inline(always)]
-pub(crate) fn pack_any(dst: &mut [u8], codes: &[u8], bits: u8) {
-    by_bits!(pack(dst, codes), bits);
+pub(crate) fn pack(dst: &mut [u8], codes: &[u8], bits: u8) {
+    by_bits!(pack_by(dst, codes), bits);
 }
 
 #[inline(always)]
-pub(crate) fn unpack_any(codes: &mut [u8], src: &[u8], bits: u8) {
-    by_bits!(unpack(codes, src), bits);
+pub(crate) fn unpack(codes: &mut [u8], src: &[u8], bits: u8) {
+    by_bits!(unpack_by(codes, src), bits);
 }
 
 #[inline(always)]
@@ -308,8 +308,8 @@ macro_rules! codec_loops {
                 range(values: &[f32]) -> Range;
                 levels(codes: &mut [u8], values: &[f32], grid: &Grid) -> ();
                 levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, noise: Noise, first: u64) -> ();
-                pack_any(dst: &mut [u8], codes: &[u8], bits: u8) -> ();
-                unpack_any(codes: &mut [u8], src: &[u8], bits: u8) -> ();
+                pack(dst: &mut [u8], codes: &[u8], bits: u8) -> ();
+                unpack(codes: &mut [u8], src: &[u8], bits: u8) -> ();
                 values(dst: &mut [MaybeUninit<f32>], codes: &[u8], unit: f32, min: f32) -> ();
                 add_values(sums: &mut [f32], codes: &[u8], unit: f32, min: f32) -> ();
                 widen_f16(dst: &mut [f32], src: &[[u8; 2]]) -> ();
@@ -317,23 +317,13 @@ macro_rules! codec_loops {
                 narrow_f16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32]) -> ();
                 narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32]) -> ();
             }
-            Loops {
-                range,
-                levels,
-                levels_drawn,
-                pack: pack_any,
-                unpack: unpack_any,
-                values,
-                add_values,
-                widen_f16,
-                widen_bf16,
-                narrow_f16,
-                narrow_bf16,
-            }
         };
     };
     (@ $features:tt $($name:ident($($arg:ident: $type:ty),*) -> $result:ty;)*) => {
-        $(codec_loops! { @@ $features $name($($arg: $type),*) -> $result })*
+        {
+            $(codec_loops! { @@ $features $name($($arg: $type),*) -> $result })*
+            Loops { $($name),* }
+        }
     };
     (@@ [$(#[$feature:meta])*] $name:ident($($arg:ident: $type:ty),*) -> $result:ty) => {
         $(#[$feature])*

@@ -71,13 +71,12 @@ struct Layout {
 /// Room for a piece.
 struct Room {
     values: [f32; PIECE],
-    halves: [f32; PIECE],
     codes: [u8; PIECE],
 }
 
 impl Room {
     fn new() -> Self {
-        Self { values: [0.0; PIECE], halves: [0.0; PIECE], codes: [0; PIECE] }
+        Self { values: [0.0; PIECE], codes: [0; PIECE] }
     }
 }
 
@@ -100,16 +99,12 @@ fn smallest_normal(meta: Dtype) -> f32 {
 
 /// The metadata of a bucket, and what its levels are found with.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Placed {
-    On {
-        unit: f32,
-        min: f32,
-        grid: Grid,
-        /// The grid is for halves of the values.
-        halves: bool,
-    },
-    NotFinite,
-    TooLarge,
+struct Placed {
+    unit: f32,
+    min: f32,
+    grid: Grid,
+    /// The grid is for halves of the values.
+    halves: bool,
 }
 
 impl MaxMin {
@@ -143,13 +138,13 @@ impl MaxMin {
     fn layout(&self, dtype: Dtype, count: usize) -> Layout {
         let coded = if self.settings.skip_incomplete { count - count % self.bucket() } else { count };
         let codes_at = 2 * self.settings.meta.size_bytes() * coded.div_ceil(self.bucket());
-        let codes_end = codes_at + (coded * usize::from(self.settings.bits)).div_ceil(8);
+        let codes_end = codes_at + self.code_bytes(coded);
         let tail_at = codes_at + (codes_end - codes_at).next_multiple_of(ALIGN_BYTES);
         let tail_end = tail_at + (count - coded) * dtype.size_bytes();
         Layout { coded, codes_at, codes_end, tail_at, tail_end, end: tail_end.next_multiple_of(ALIGN_BYTES) }
     }
 
-    /// Bytes of the codes of a bucket, full or not.
+    /// Bytes of the codes of so many elements.
     fn code_bytes(&self, elements: usize) -> usize {
         (elements * usize::from(self.settings.bits)).div_ceil(8)
     }
@@ -157,35 +152,33 @@ impl MaxMin {
     /// # Safety
     /// As for [`Slice::piece`].
     unsafe fn range(&self, bucket: Slice, room: &mut [f32; PIECE]) -> Range {
-        let mut all: Option<Range> = None;
-        for start in (0..bucket.count).step_by(PIECE) {
+        (0..bucket.count).step_by(PIECE).fold(Range::NEUTRAL, |all, start| {
             // SAFETY: the caller's promise.
-            let one = unsafe { (self.loops.range)(bucket.piece(room, start, self.loops)) };
-            all = Some(all.map_or(one, |all| all.joined(one)));
-        }
-        all.unwrap_or(Range::EMPTY)
+            all.joined(unsafe { (self.loops.range)(bucket.piece(room, start, self.loops)) })
+        })
     }
 
-    fn place(&self, range: Range) -> Placed {
+    /// Or what the bucket is counted as.
+    fn place(&self, range: Range) -> std::result::Result<Placed, Spoilt> {
         if !range.finite {
-            return Placed::NotFinite;
+            return Err(Spoilt { not_finite: 1, too_large: 0 });
         }
         let (top, meta) = (self.top(), self.settings.meta);
         // No -0, which would decode to another zero than the +0 of a neighbour.
         let min = toward(meta, range.min, Toward::Down) + 0.0;
         let width = range.max - min;
         if width == 0.0 {
-            return Placed::On { unit: 0.0, min, grid: Grid { min, inverse: 0.0, top }, halves: false };
+            return Ok(Placed { unit: 0.0, min, grid: Grid { min, inverse: 0.0, top }, halves: false });
         }
         let halves = width.is_infinite();
         let unit = if halves { range.max / top - min / top } else { width / top };
         let unit = toward(meta, unit, Toward::Up).max(smallest_normal(meta));
         let highest = f64::from(unit) * f64::from(top) + f64::from(min);
         if !min.is_finite() || !(highest as f32).is_finite() {
-            return Placed::TooLarge;
+            return Err(Spoilt { not_finite: 0, too_large: 1 });
         }
         let by = if halves { 0.5 } else { 1.0 };
-        Placed::On { unit, min, grid: Grid { min: min * by, inverse: 1.0 / (unit * by), top }, halves }
+        Ok(Placed { unit, min, grid: Grid { min: min * by, inverse: 1.0 / (unit * by), top }, halves })
     }
 
     /// Writes the codes of a bucket.
@@ -205,12 +198,14 @@ impl MaxMin {
             let count = PIECE.min(bucket.count - start);
             let whole = count.next_multiple_of(8);
             room.codes[count..whole].fill(0);
+            let mut halved;
             // SAFETY: the caller's promise; the instruction set was checked when `self` was made.
             unsafe {
                 let mut values = bucket.piece(&mut room.values, start, self.loops);
                 if halves {
-                    values.iter().zip(&mut room.halves).for_each(|(value, half)| *half = value / 2.0);
-                    values = &room.halves[..count];
+                    halved = [0.0; PIECE];
+                    values.iter().zip(&mut halved).for_each(|(value, half)| *half = value / 2.0);
+                    values = &halved[..count];
                 }
                 match self.settings.rounding {
                     Rounding::Nearest => levels(&mut room.codes[..count], values, grid),
@@ -274,18 +269,13 @@ impl Codec for MaxMin {
             // SAFETY: the caller's promise: these are elements of the slice.
             let placed = self.place(unsafe { self.range(bucket, &mut room.values) });
             let (unit, min) = match placed {
-                Placed::On { unit, min, grid, halves } => {
+                Ok(Placed { unit, min, grid, halves }) => {
                     // SAFETY: as above.
                     unsafe { self.encode_bucket(packed, bucket, &mut room, (&grid, halves), noise) };
                     (unit, min)
                 }
-                Placed::NotFinite => {
-                    spoilt.not_finite += 1;
-                    packed.fill(0);
-                    (f32::NAN, f32::NAN)
-                }
-                Placed::TooLarge => {
-                    spoilt.too_large += 1;
+                Err(this_one) => {
+                    spoilt += this_one;
                     packed.fill(0);
                     (f32::NAN, f32::NAN)
                 }

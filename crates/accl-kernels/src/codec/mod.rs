@@ -19,6 +19,7 @@ mod noise;
 mod pieces;
 
 use std::fmt;
+use std::ops::AddAssign;
 use std::sync::Arc;
 
 use accl_types::{Dtype, Error, Result};
@@ -63,6 +64,13 @@ pub struct Spoilt {
     pub not_finite: usize,
     /// Because the metadata cannot hold their range.
     pub too_large: usize,
+}
+
+impl AddAssign for Spoilt {
+    fn add_assign(&mut self, other: Self) {
+        self.not_finite += other.not_finite;
+        self.too_large += other.too_large;
+    }
 }
 
 /// One way to encode, with its settings.

@@ -105,14 +105,12 @@ pub(crate) unsafe fn many<V: Lanes, O: OpOn<V>, F: LastOn<V>>(
 ) {
     match *srcs {
         // SAFETY: the caller's promise.
-        _ if !is_group::<V>() => unsafe { in_blocks::<V, O, F>(dst, srcs, count, world) },
-        [] => {}
+        _ if !is_group::<V>() || srcs.len() > AT_ONCE => unsafe { in_blocks::<V, O, F>(dst, srcs, count, world) },
         [a] => steps!(V, count, i => combine::[O, F, 1](dst, [a], i, world)),
         [a, b] => steps!(V, count, i => combine::[O, F, 2](dst, [a, b], i, world)),
         [a, b, c] => steps!(V, count, i => combine::[O, F, 3](dst, [a, b, c], i, world)),
         [a, b, c, d] => steps!(V, count, i => combine::[O, F, 4](dst, [a, b, c, d], i, world)),
-        // SAFETY: the caller's promise.
-        _ => unsafe { in_blocks::<V, O, F>(dst, srcs, count, world) },
+        _ => {}
     }
 }
 
