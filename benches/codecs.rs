@@ -6,6 +6,7 @@ use std::hint::black_box;
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use accl_benches::arguments::Arguments;
 use accl_benches::pin::{self, Pinned};
 use accl_benches::place::Place;
 use accl_benches::plain_loops::PlainLoops;
@@ -116,31 +117,20 @@ fn cases(sweep: Sweep) -> Vec<Case> {
 }
 
 fn main() -> ExitCode {
-    let (options, words): (Vec<String>, Vec<String>) = std::env::args().skip(1).partition(|word| word.starts_with('-'));
-    let json = options.iter().any(|option| option == "--json");
+    let arguments = Arguments::of_process();
     let _pinned = Pinned::new(0, 1, &pin::cores());
     let mut buffers = Buffers::new();
     let mut all = Vec::new();
-    if !json {
-        println!("{:>60} {:>10} {:>12} {:>12}", "", "G elem/s", "reference", "times that");
-    }
-    for case in cases(Sweep::chosen()) {
-        let id = case.id();
-        if !words.is_empty() && !words.iter().any(|word| id.contains(word.as_str())) {
-            continue;
-        }
-        let (rate, reference, share) = measure(&mut buffers, &case);
-        if !json {
-            println!("{id:>60} {rate:>10.2} {reference:>12.2} {share:>12.2}");
-        }
+    arguments.say(&format!("{:>60} {:>10} {:>12} {:>12}", "", "G elem/s", "reference", "times that"));
+    for case in cases(Sweep::chosen()).iter().filter(|case| arguments.want(&case.id())) {
+        let (rate, reference, share) = measure(&mut buffers, case);
+        arguments.say(&format!("{:>60} {rate:>10.2} {reference:>12.2} {share:>12.2}", case.id()));
         all.push(case.to_json(rate, reference, share));
         if sweep::is_test() {
             break;
         }
     }
-    if json {
-        println!("{}", serde_json::Value::Array(all));
-    }
+    arguments.end(all);
     ExitCode::SUCCESS
 }
 

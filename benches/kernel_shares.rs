@@ -1,16 +1,18 @@
 //! Every reduction kernel next to a loop that reads and writes the same memory and computes next to nothing: what share
 //! of the machine's rate the kernel has.
 //!
-//! A share is the median over turns of both. Arguments: words of which one must be part of `isa/op/dtype/form/place`, and `--json`.
+//! A share is the median over turns of both. Arguments: words of which one must be part of `isa/op/dtype/form/place`,
+//! and `--json`.
 
 use std::hint::black_box;
 use std::process::ExitCode;
 
+use accl_benches::arguments::Arguments;
 use accl_benches::pin::{self, Pinned};
 use accl_benches::place::Place;
 use accl_benches::plain_loops::PlainLoops;
 use accl_benches::sweep;
-use accl_benches::turns::beside;
+use accl_benches::turns::{Beside, beside};
 use accl_kernels::{Finish, Isa, Reducer, available_isas, supports};
 use accl_types::{Dtype, ReduceOp};
 
@@ -44,17 +46,22 @@ impl Form {
 struct Buffers {
     sources: [Vec<u64>; MANY],
     result: Vec<u64>,
+    /// Of what type they have ones now.
+    filled: Option<Dtype>,
 }
 
 impl Buffers {
     fn new() -> Self {
         let words = || vec![0; Place::Dram.bytes() / 8];
-        Self { sources: std::array::from_fn(|_| words()), result: words() }
+        Self { sources: std::array::from_fn(|_| words()), result: words(), filled: None }
     }
 
     /// Ones: sums of them end where one more is rounded away, so that no dtype meets NaN, infinity or denormals, on which
     /// processors may be slow.
     fn fill(&mut self, dtype: Dtype) {
+        if self.filled.replace(dtype) == Some(dtype) {
+            return;
+        }
         let one: &[u8] = match dtype {
             Dtype::F16 => &half::f16::ONE.to_ne_bytes(),
             Dtype::BF16 => &half::bf16::ONE.to_ne_bytes(),
@@ -73,88 +80,74 @@ impl Buffers {
     }
 }
 
-/// What was found of one kernel.
-struct Found {
-    isa: Isa,
+/// What is measured.
+struct Case {
     op: ReduceOp,
     dtype: Dtype,
+    isa: Isa,
     form: Form,
     place: Place,
-    /// Bytes of the result per nanosecond.
-    rate: f64,
-    loop_rate: f64,
-    share: f64,
 }
 
-impl Found {
-    fn to_json(&self) -> serde_json::Value {
+impl Case {
+    fn id(&self) -> String {
+        let Case { op, dtype, isa, form, place } = self;
+        [isa.name(), op.name(), dtype.name(), form.name(), place.name()].join("/")
+    }
+
+    /// Bytes of the result per nanosecond.
+    fn rate(&self, ns: f64) -> f64 {
+        self.place.bytes() as f64 / ns
+    }
+
+    fn to_json(&self, found: &Beside) -> serde_json::Value {
         serde_json::json!({
             "isa": self.isa.name(),
             "op": self.op.name(),
             "dtype": self.dtype.name(),
             "form": self.form.name(),
             "place": self.place.name(),
-            "gb_s": self.rate,
-            "loop_gb_s": self.loop_rate,
-            "share": self.share,
+            "gb_s": self.rate(found.ns),
+            "loop_gb_s": self.rate(found.reference_ns),
+            "share": found.share,
         })
     }
 
-    fn to_line(&self) -> String {
-        format!(
-            "{:>8} {:>12} {:>12} {:>9} {:>6} {:>9.2} {:>9.2} {:>7.3}",
-            self.isa.name(),
-            self.op.name(),
-            self.dtype.name(),
-            self.form.name(),
-            self.place.name(),
-            self.rate,
-            self.loop_rate,
-            self.share
-        )
+    fn to_line(&self, found: &Beside) -> String {
+        let (rate, loop_rate) = (self.rate(found.ns), self.rate(found.reference_ns));
+        format!("{:>40} {rate:>9.2} {loop_rate:>9.2} {:>7.3}", self.id(), found.share)
     }
 }
 
 fn main() -> ExitCode {
-    let (options, words): (Vec<String>, Vec<String>) = std::env::args().skip(1).partition(|word| word.starts_with('-'));
-    let json = options.iter().any(|option| option == "--json");
+    let arguments = Arguments::of_process();
     let _pinned = Pinned::new(0, 1, &pin::cores());
-    if !json {
-        println!(
-            "{:>8} {:>12} {:>12} {:>9} {:>6} {:>9} {:>9} {:>7}",
-            "isa", "op", "dtype", "form", "place", "GB/s", "loop GB/s", "share"
-        );
-    }
+    arguments.say(&format!("{:>40} {:>9} {:>9} {:>7}", "", "GB/s", "loop GB/s", "share"));
     let mut buffers = Buffers::new();
     let mut all = Vec::new();
-    for (op, dtype) in combinations() {
-        let mut filled = false;
-        for isa in available_isas() {
-            for form in Form::ALL {
-                for place in Place::ALL {
-                    let id = [isa.name(), op.name(), dtype.name(), form.name(), place.name()].join("/");
-                    if !words.is_empty() && !words.iter().any(|word| id.contains(word.as_str())) {
-                        continue;
-                    }
-                    if !std::mem::replace(&mut filled, true) {
-                        buffers.fill(dtype);
-                    }
-                    let found = measure(&mut buffers, (isa, op, dtype), form, place);
-                    if !json {
-                        println!("{}", found.to_line());
-                    }
-                    all.push(found.to_json());
-                    if sweep::is_test() {
-                        return ExitCode::SUCCESS;
-                    }
-                }
-            }
+    for case in cases().iter().filter(|case| arguments.want(&case.id())) {
+        buffers.fill(case.dtype);
+        let found = measure(&mut buffers, case);
+        arguments.say(&case.to_line(&found));
+        all.push(case.to_json(&found));
+        if sweep::is_test() {
+            break;
         }
     }
-    if json {
-        println!("{}", serde_json::Value::Array(all));
-    }
+    arguments.end(all);
     ExitCode::SUCCESS
+}
+
+/// Every kernel in every form and place.
+fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (op, dtype) in combinations() {
+        for isa in available_isas() {
+            let of = |form, place| Case { op, dtype, isa, form, place };
+            cases.extend(Form::ALL.into_iter().flat_map(|form| Place::ALL.map(|place| of(form, place))));
+        }
+    }
+    cases
 }
 
 /// PREMUL_SUM is the kernel of SUM.
@@ -163,7 +156,8 @@ fn combinations() -> impl Iterator<Item = (ReduceOp, Dtype)> {
     ops.flat_map(|&op| Dtype::ALL.iter().map(move |&dtype| (op, dtype))).filter(|&(op, dtype)| supports(op, dtype))
 }
 
-fn measure(buffers: &mut Buffers, (isa, op, dtype): (Isa, ReduceOp, Dtype), form: Form, place: Place) -> Found {
+fn measure(buffers: &mut Buffers, case: &Case) -> Beside {
+    let Case { op, dtype, isa, form, place } = *case;
     let reducer = Reducer::with_isa(op, dtype, WORLD, isa).unwrap_or_else(|error| panic!("{error}"));
     let plain = PlainLoops::of(isa);
     let (bytes, count) = (place.bytes(), place.bytes() / dtype.size_bytes());
@@ -191,15 +185,5 @@ fn measure(buffers: &mut Buffers, (isa, op, dtype): (Isa, ReduceOp, Dtype), form
         }
     };
 
-    let found = beside(buffers, place, reference, kernel);
-    Found {
-        isa,
-        op,
-        dtype,
-        form,
-        place,
-        rate: bytes as f64 / found.ns,
-        loop_rate: bytes as f64 / found.reference_ns,
-        share: found.share,
-    }
+    beside(buffers, place, reference, kernel)
 }

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).resolve().parent / "ranks"
 OPTIMISED = ("-O3", "-march=native", "-Wall", "-Wextra")
 DOWNLOAD_S = 900
+BENCH_S = 900
 
 
 class Unavailable(Exception):
@@ -127,6 +128,13 @@ def finish(command: list[str], otherwise: str, limit_s: float = 600, environment
         print(done.stderr, file=sys.stderr)
         raise Unavailable(f"{otherwise}: {errors[0]}")
     return done.stdout
+
+
+def cargo_bench(program: str, argument: str, otherwise: str, environment: dict[str, str] | None = None) -> str:
+    """Builds one of our microbenchmarks, runs it with an argument and returns what it printed."""
+    command = ["cargo", "bench", "--locked", "--package", "accl-benches", "--bench", program]
+    command += ["--manifest-path", str(ROOT / "Cargo.toml"), "--", argument]
+    return finish(command, otherwise, BENCH_S, environment)
 
 
 def hashed(command: list[str], files: list[Path]) -> str:

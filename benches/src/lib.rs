@@ -3,6 +3,7 @@
 //!
 //! Owns nothing that is measured. Read [`process::Ranks`] and [`world::World`] first.
 
+pub mod arguments;
 pub mod cases;
 pub mod pin;
 pub mod place;

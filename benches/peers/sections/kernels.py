@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from ..build import ROOT, finish
+from ..build import cargo_bench
 from ..report import Bench, Section
 from ..tables import Bar, Entry, Table, plain
 
 PLACES = {"DRAM": 0.9, "L2": 0.8}
 FORMS = {"in_place": "y = y op x", "pair": "z = x op y", "many": "z = a op b op c op d"}
 COMMAND = "cargo bench --package accl-benches --bench kernel_shares"
-LIMIT_S = 900
 
 Row = dict[str, Any]
 
@@ -22,8 +21,7 @@ Row = dict[str, Any]
 def collect(bench: Bench) -> dict[str, Any]:
     """One run over all kernels of all instruction sets that this machine has."""
     bench.say(COMMAND)
-    command = [*COMMAND.split(), "--locked", "--manifest-path", str(ROOT / "Cargo.toml"), "--", "--json"]
-    return {"kernels": json.loads(finish(command, "the kernels cannot be timed", LIMIT_S))}
+    return {"kernels": json.loads(cargo_bench("kernel_shares", "--json", "the kernels cannot be timed"))}
 
 
 def tables(data: dict[str, Any]) -> list[Table]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..build import ROOT, finish
+from ..build import ROOT, cargo_bench, finish
 from ..measure import Cell
 from ..report import Bench, Figures, Plot, Section, as_rows, cells_of
 from ..tables import Bar, Table, plain, size_name
@@ -30,7 +30,6 @@ OFF_THE_POINT = 100
 
 PLANNED_RANKS = 16384
 PLANNED_MS = 10
-BUILD_S = 900
 
 
 def collect(bench: Bench) -> dict[str, Any]:
@@ -115,9 +114,8 @@ def plots(data: dict[str, Any]) -> list[Plot]:
 def collect_plans(bench: Bench) -> dict[str, Any]:
     """By collective and algorithm the parts of planning, from `cargo bench --bench schedules`."""
     bench.say(f"cargo bench --bench schedules, {PLANNED_RANKS} ranks")
-    command = ["cargo", "bench", "--locked", "--package", "accl-benches", "--bench", "schedules"]
-    command += ["--manifest-path", str(ROOT / "Cargo.toml"), "--", f"/{PLANNED_RANKS}$"]
-    finish(command, "the schedules cannot be timed", BUILD_S, os.environ | {"BENCH_SWEEP": "full"})
+    full = os.environ | {"BENCH_SWEEP": "full"}
+    cargo_bench("schedules", f"/{PLANNED_RANKS}$", "the schedules cannot be timed", full)
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
     plans: dict[str, dict[str, float]] = {}
     for found in (target / "criterion").glob(f"*/{PLANNED_RANKS}/new/estimates.json"):
