@@ -258,7 +258,7 @@ impl Plans {
         let algorithm = self.chooser.choose(key.collective, key.size_bytes(world), key.equal_blocks)?;
         let request = Request { collective: key.collective, world, rank: self.rank, root: key.root, topology };
         let program = (algorithm.build)(&request).lower(&request);
-        let shape = CallShape { elem_bytes: key.elem_bytes, in_blocks: &key.inputs, out_blocks: &key.outputs };
+        let shape = CallShape { elem_bytes: key.elem_bytes, in_blocks: &key.inputs, out_blocks: &key.outputs, coding: None };
         let plan = Arc::new(Plan::new(algorithm, &program, &shape, world));
         tracing::info!(
             collective = key.collective.name(),

@@ -17,6 +17,33 @@ pub enum Buf {
     Out,
     /// Temporary memory of the call, undefined at its start.
     Scratch,
+    /// Encoded chunks of an encoded program, each written once. No algorithm names it: see [`crate::Program::encoded`].
+    Code,
+}
+
+impl Buf {
+    /// How many there are, for tables by buffer.
+    pub(crate) const COUNT: usize = 4;
+}
+
+/// What an encoded chunk is to the call: settings may give each role a codec of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// A part of the sum, between ranks of one host, in an algorithm that composes over hosts.
+    Inner,
+    /// A part of the sum on its way to who finishes it.
+    Up,
+    /// What ranks end with.
+    Down,
+}
+
+/// An encoded chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Code {
+    /// It has the elements of this chunk of `In` or `Out`.
+    pub like: (Buf, u32),
+    /// What it is to the call.
+    pub role: Role,
 }
 
 /// `len` consecutive chunks of one buffer.

@@ -1,12 +1,14 @@
 //! Chunks to bytes: where the chunks of a program lie in the tensors of one call.
 //!
-//! Owns remainders, uneven blocks, coalesced pieces and the placement of scratch. Knows pieces by index, not by
-//! address. Read [`Layout`] first.
+//! Owns remainders, uneven blocks, coalesced pieces, the placement of scratch and of encoded chunks, and the cut of the
+//! latter into tiles. Knows pieces by index, not by address, and codecs by the sizes they state. Read [`Layout`] first.
+
+use std::fmt;
 
 use accl_types::{Elems, round_up};
 use smallvec::SmallVec;
 
-use crate::ir::{Buf, ChunkRange, Division, Span};
+use crate::ir::{Buf, ChunkRange, Code, Division, Role, Span};
 use crate::program::Program;
 
 /// The sizes of one call on one rank. A buffer is a list of blocks, a block a list of pieces (the tensors of a coalesced
@@ -19,6 +21,32 @@ pub struct CallShape<'a> {
     pub in_blocks: &'a [Vec<Elems>],
     /// The pieces of each block of `Out`.
     pub out_blocks: &'a [Vec<Elems>],
+    /// How an encoded program encodes them; `None` for any other.
+    pub coding: Option<&'a dyn Coding>,
+}
+
+/// What the layout must know of the codecs of a call. Settings go by a piece's position in its block, and are the same in
+/// all blocks.
+pub trait Coding: fmt::Debug {
+    /// Elements that are encoded together: chunks are cut at multiples of it, counted from the piece's first element.
+    fn grain(&self, piece: u32) -> u64;
+    /// Most elements of a tile, a multiple of the grain.
+    fn tile(&self, piece: u32) -> u64;
+    /// Bytes of a tile of so many elements; none of none.
+    fn tile_bytes(&self, role: Role, piece: u32, elems: u64) -> u64;
+}
+
+/// What is encoded and sent in one: consecutive elements of one piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tile {
+    /// The block that it is of.
+    pub block: u32,
+    /// Index of the piece in its block: by it settings go.
+    pub piece: u32,
+    /// First element in its piece, a multiple of the grain.
+    pub first: u64,
+    /// Number of elements, never 0.
+    pub elems: u64,
 }
 
 /// Consecutive bytes of one piece.
@@ -46,6 +74,7 @@ pub struct Layout {
     input: Tensors,
     output: Tensors,
     scratch: Scratch,
+    codes: Scratch,
 }
 
 impl Layout {
@@ -54,14 +83,49 @@ impl Layout {
     /// # Panics
     /// Panics when a buffer has 2^64 bytes or more: such a call has been refused before.
     pub fn new(program: &Program, shape: &CallShape) -> Layout {
-        let input = Tensors::new(program.in_division, shape.in_blocks, shape.elem_bytes);
-        let output = Tensors::new(program.out_division, shape.out_blocks, shape.elem_bytes);
+        let input = Tensors::new(program.in_division, shape.in_blocks, shape);
+        let output = Tensors::new(program.out_division, shape.out_blocks, shape);
         let scratch = Scratch::new(program.scratch.iter().map(|&(like, chunk)| match like {
             Buf::In => input.chunk_bytes(chunk),
             Buf::Out => output.chunk_bytes(chunk),
-            Buf::Scratch => 0,
+            Buf::Scratch | Buf::Code => 0,
         }));
-        Layout { input, output, scratch }
+        let mut layout = Layout { input, output, scratch, codes: Scratch::default() };
+        if let Some(coding) = shape.coding {
+            let bytes = |code: &Code| layout.tile_bytes(code, coding).sum();
+            layout.codes = Scratch::new(program.codes.iter().map(bytes));
+        }
+        layout
+    }
+
+    /// The tiles of a chunk of `In` or `Out`, in order.
+    ///
+    /// # Panics
+    /// As [`Layout::extents`].
+    pub fn tiles(&self, (buf, chunk): (Buf, u32), coding: &dyn Coding) -> impl Iterator<Item = Tile> {
+        let tensors = if buf == Buf::In { &self.input } else { &self.output };
+        let mut extents = Extents::new();
+        tensors.extents(&ChunkRange { buf, first: chunk, len: 1 }, &mut extents);
+        let mut tiles = Vec::new();
+        for extent in extents {
+            let (block, piece) = tensors.locate(extent.piece);
+            let (mut first, mut left) = (extent.offset / tensors.elem_bytes, extent.len / tensors.elem_bytes);
+            while left > 0 {
+                let elems = left.min(coding.tile(piece));
+                tiles.push(Tile { block, piece, first, elems });
+                (first, left) = (first + elems, left - elems);
+            }
+        }
+        tiles.into_iter()
+    }
+
+    /// The bytes of each tile of an encoded chunk.
+    ///
+    /// # Panics
+    /// As [`Layout::extents`].
+    pub fn tile_bytes(&self, code: &Code, coding: &dyn Coding) -> impl Iterator<Item = u64> {
+        let role = code.role;
+        self.tiles(code.like, coding).map(move |tile| coding.tile_bytes(role, tile.piece, tile.elems))
     }
 
     /// The bytes of a payload in order; extents are not empty, neighbours in one piece are joined.
@@ -75,6 +139,7 @@ impl Layout {
                 Buf::In => self.input.extents(range, &mut extents),
                 Buf::Out => self.output.extents(range, &mut extents),
                 Buf::Scratch => self.scratch.extents(range, &mut extents),
+                Buf::Code => self.codes.extents(range, &mut extents),
             }
         }
         extents
@@ -89,6 +154,7 @@ impl Layout {
             Buf::In => self.input.range_bytes(range),
             Buf::Out => self.output.range_bytes(range),
             Buf::Scratch => self.scratch.range_bytes(range),
+            Buf::Code => self.codes.range_bytes(range),
         };
         span.ranges().iter().map(of_range).sum()
     }
@@ -96,6 +162,11 @@ impl Layout {
     /// Size of the scratch buffer in bytes (one piece, chunks aligned to [`SCRATCH_ALIGN`]).
     pub fn scratch_bytes(&self) -> u64 {
         self.scratch.total
+    }
+
+    /// Size of the buffer of encoded chunks in bytes, as [`Layout::scratch_bytes`].
+    pub fn code_bytes(&self) -> u64 {
+        self.codes.total
     }
 }
 
@@ -108,22 +179,95 @@ struct Tensors {
     piece_starts: Vec<u64>,
     /// Where each block starts, and the end.
     block_starts: Vec<u64>,
+    /// The first piece of each block, and the end.
+    block_pieces: Vec<u32>,
+    /// Of an encoded call.
+    grid: Option<Grid>,
+}
+
+/// Where a buffer of an encoded call may be cut.
+#[derive(Clone, Debug)]
+struct Grid {
+    /// Elements between places where a piece may be cut.
+    grains: Vec<u64>,
+    /// Bytes on the wire before each piece, and the end.
+    bytes_before: Vec<u64>,
+}
+
+impl Grid {
+    fn new(blocks: &[Vec<Elems>], coding: &dyn Coding) -> Grid {
+        let mut grid = Grid { grains: Vec::new(), bytes_before: vec![0] };
+        let mut end = 0;
+        for (index, elems) in blocks.iter().flat_map(|block| (0..).zip(block)) {
+            let wire = |role| {
+                let (tile, whole) = (coding.tile(index), elems.0 / coding.tile(index));
+                whole * coding.tile_bytes(role, index, tile) + coding.tile_bytes(role, index, elems.0 % tile)
+            };
+            end += wire(Role::Up) + wire(Role::Down);
+            grid.grains.push(coding.grain(index));
+            grid.bytes_before.push(end);
+        }
+        grid
+    }
+
+    /// The element at which part `part` of `parts` of the pieces `first..end` starts: so that the parts have about as many
+    /// bytes on the wire each.
+    fn start(&self, piece_starts: &[u64], (first, end): (u32, u32), parts: u32, part: u32) -> u64 {
+        let (from, to) = (self.bytes_before[first as usize], self.bytes_before[end as usize]);
+        let wanted = u128::from(to - from) * u128::from(part) / u128::from(parts) + u128::from(from);
+        let inside = &self.bytes_before[first as usize..=end as usize];
+        let piece = first as usize + inside.partition_point(|&before| u128::from(before) <= wanted);
+        if piece > end as usize {
+            return piece_starts[end as usize];
+        }
+        let piece = piece - 1;
+        let (start, elems) = (piece_starts[piece], piece_starts[piece + 1] - piece_starts[piece]);
+        let grains = u128::from(elems.div_ceil(self.grains[piece]));
+        let bytes = u128::from(self.bytes_before[piece + 1] - self.bytes_before[piece]);
+        let skipped = wanted - u128::from(self.bytes_before[piece]);
+        let cut = (skipped * grains + bytes / 2) / bytes.max(1);
+        start + (cut as u64 * self.grains[piece]).min(elems)
+    }
 }
 
 impl Tensors {
-    fn new(division: Division, blocks: &[Vec<Elems>], elem_bytes: u64) -> Tensors {
+    fn new(division: Division, blocks: &[Vec<Elems>], shape: &CallShape) -> Tensors {
+        let elem_bytes = shape.elem_bytes;
         let mut end = 0u64;
         let mut piece_starts = vec![0];
         let mut block_starts = vec![0];
+        let mut block_pieces = vec![0];
         for block in blocks {
             for piece in block {
                 end = end.checked_add(piece.0).expect("sizes of a call were checked to fit 64 bits");
                 piece_starts.push(end);
             }
             block_starts.push(end);
+            block_pieces.push(piece_starts.len() as u32 - 1);
         }
         end.checked_mul(elem_bytes).expect("sizes of a call were checked to fit 64 bits");
-        Tensors { division, elem_bytes, piece_starts, block_starts }
+        let grid = shape.coding.map(|coding| Grid::new(blocks, coding));
+        Tensors { division, elem_bytes, piece_starts, block_starts, block_pieces, grid }
+    }
+
+    /// The block of a piece, and its position there.
+    fn locate(&self, piece: u32) -> (u32, u32) {
+        let block = self.block_pieces.partition_point(|&first| first <= piece) - 1;
+        (block as u32, piece - self.block_pieces[block])
+    }
+
+    /// Where part `part` of the blocks `first..end` starts.
+    fn part_start(&self, (first, end): (usize, usize), parts: u32, part: u32) -> u64 {
+        match &self.grid {
+            Some(grid) => {
+                let pieces = (self.block_pieces[first], self.block_pieces[end]);
+                grid.start(&self.piece_starts, pieces, parts, part)
+            }
+            None => {
+                let start = self.block_starts[first];
+                start + even_start(self.block_starts[end] - start, parts, part)
+            }
+        }
     }
 
     fn elems(&self) -> u64 {
@@ -139,13 +283,12 @@ impl Tensors {
             }
             Division::Even { chunks } => {
                 assert!(chunk <= chunks, "chunk {chunk} of {chunks}");
-                even_start(self.elems(), chunks, chunk)
+                self.part_start((0, self.block_starts.len() - 1), chunks, chunk)
             }
             Division::Blocks => self.block_starts[chunk as usize],
             Division::SplitBlocks { pieces } => {
                 let (block, piece) = ((chunk / pieces) as usize, chunk % pieces);
-                let start = self.block_starts[block];
-                if piece == 0 { start } else { start + even_start(self.block_starts[block + 1] - start, pieces, piece) }
+                if piece == 0 { self.block_starts[block] } else { self.part_start((block, block + 1), pieces, piece) }
             }
         }
     }
@@ -177,8 +320,8 @@ impl Tensors {
     }
 }
 
-/// The temporary buffer: chunks one behind the other, each aligned.
-#[derive(Clone, Debug)]
+/// A temporary buffer: chunks one behind the other, each aligned.
+#[derive(Clone, Debug, Default)]
 struct Scratch {
     /// Offset and length of each chunk in bytes.
     chunks: Vec<(u64, u64)>,
@@ -235,7 +378,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn program(division: Division, scratch: Vec<(Buf, u32)>) -> Program {
-        Program { ops: Vec::new(), in_division: division, out_division: Division::Whole, scratch }
+        Program { ops: Vec::new(), in_division: division, out_division: Division::Whole, scratch, codes: Vec::new() }
     }
 
     fn blocks() -> impl Strategy<Value = Vec<Vec<Elems>>> {
@@ -260,7 +403,7 @@ mod tests {
     proptest! {
         #[test]
         fn chunks_cover_every_element_once_in_order(blocks in blocks(), division in division(), elem in 1u64..9) {
-            let shape = CallShape { elem_bytes: elem, in_blocks: &blocks, out_blocks: &[] };
+            let shape = CallShape { elem_bytes: elem, in_blocks: &blocks, out_blocks: &[], coding: None };
             let layout = Layout::new(&program(division, Vec::new()), &shape);
             let chunks = division.chunks(blocks.len() as u32);
             let mut expected = Vec::new();
@@ -285,7 +428,7 @@ mod tests {
         #[test]
         fn even_chunks_differ_by_one_element_at_most_and_never_grow(elems in 0u64..500, chunks in 1u32..40) {
             let blocks = [vec![Elems(elems)]];
-            let shape = CallShape { elem_bytes: 1, in_blocks: &blocks, out_blocks: &[] };
+            let shape = CallShape { elem_bytes: 1, in_blocks: &blocks, out_blocks: &[], coding: None };
             let layout = Layout::new(&program(Division::Even { chunks }, Vec::new()), &shape);
             let sizes: Vec<u64> = (0..chunks).map(|c| layout.bytes(&Span::chunk(Buf::In, c))).collect();
             prop_assert!(sizes.windows(2).all(|w| w[0] == w[1] || w[0] == w[1] + 1));
@@ -294,7 +437,7 @@ mod tests {
 
         #[test]
         fn scratch_chunks_are_aligned_and_disjoint(blocks in blocks(), elem in 1u64..9) {
-            let shape = CallShape { elem_bytes: elem, in_blocks: &blocks, out_blocks: &[] };
+            let shape = CallShape { elem_bytes: elem, in_blocks: &blocks, out_blocks: &[], coding: None };
             let like = (0..blocks.len() as u32).rev().map(|block| (Buf::In, block)).collect();
             let layout = Layout::new(&program(Division::Blocks, like), &shape);
             let mut end = 0;
@@ -311,10 +454,102 @@ mod tests {
         }
     }
 
+    /// A codec with so many elements to a grain and grains to a tile, for each position in a block.
+    #[derive(Debug)]
+    struct Grains(Vec<(u64, u64)>);
+
+    impl Coding for Grains {
+        fn grain(&self, piece: u32) -> u64 {
+            self.0[piece as usize].0
+        }
+
+        fn tile(&self, piece: u32) -> u64 {
+            let (grain, most) = self.0[piece as usize];
+            grain * most
+        }
+
+        fn tile_bytes(&self, role: Role, piece: u32, elems: u64) -> u64 {
+            if elems == 0 { 0 } else { 16 + 8 * (elems * (1 + u64::from(piece) + role as u64)).div_ceil(8) }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn chunks_of_an_encoded_call_are_cut_at_grains_of_each_piece(
+            pieces in prop::collection::vec((0u64..900, 1u64..70, 1u64..9), 1..6),
+            chunks in 1u32..20,
+            blocks in 1u32..4,
+        ) {
+            let coding = Grains(pieces.iter().map(|&(_, grain, most)| (grain, most)).collect());
+            let block: Vec<Elems> = pieces.iter().map(|&(elems, ..)| Elems(elems)).collect();
+            let all = vec![block; blocks as usize];
+            let shape = CallShape { elem_bytes: 4, in_blocks: &all, out_blocks: &[], coding: Some(&coding) };
+            let division = if blocks == 1 { Division::Even { chunks } } else { Division::SplitBlocks { pieces: chunks } };
+            let layout = Layout::new(&program(division, Vec::new()), &shape);
+            let mut found = vec![vec![0; pieces.len()]; blocks as usize];
+            for chunk in 0..division.chunks(blocks) {
+                for tile in layout.tiles((Buf::In, chunk), &coding) {
+                    let of_piece = &mut found[tile.block as usize][tile.piece as usize];
+                    prop_assert_eq!(tile.first, *of_piece, "tiles follow each other");
+                    prop_assert!(tile.first.is_multiple_of(coding.grain(tile.piece)));
+                    prop_assert!(tile.elems > 0 && tile.elems <= coding.tile(tile.piece));
+                    *of_piece += tile.elems;
+                }
+            }
+            for block in found {
+                prop_assert_eq!(block, pieces.iter().map(|&(elems, ..)| elems).collect::<Vec<_>>());
+            }
+        }
+
+        #[test]
+        fn chunks_of_an_encoded_call_have_about_as_many_bytes_each(
+            small in 1u64..5000,
+            large in 1000u64..100_000,
+            chunks in 1u32..9,
+        ) {
+            // One tensor with four times as many bits as the other.
+            let coding = Grains(vec![(8, 16), (8, 16), (8, 16), (8, 16)]);
+            let blocks = [vec![Elems(large), Elems(0), Elems(0), Elems(small)]];
+            let shape = CallShape { elem_bytes: 4, in_blocks: &blocks, out_blocks: &[], coding: Some(&coding) };
+            let layout = Layout::new(&program(Division::Even { chunks }, Vec::new()), &shape);
+            let bytes_of = |chunk| {
+                [Role::Up, Role::Down]
+                    .map(|role| layout.tile_bytes(&Code { like: (Buf::In, chunk), role }, &coding).sum::<u64>())
+                    .iter()
+                    .sum::<u64>()
+            };
+            let sizes: Vec<u64> = (0..chunks).map(bytes_of).collect();
+            let mean = sizes.iter().sum::<u64>() / u64::from(chunks);
+            // A grain at either end, and the header of a tile more.
+            let slack = 2 * (8 * (5 + 6)) + 2 * 32;
+            prop_assert!(sizes.iter().all(|&size| size.abs_diff(mean) <= slack), "{:?}", sizes);
+        }
+
+        #[test]
+        fn encoded_chunks_are_aligned_and_disjoint(elems in 0u64..3000, chunks in 1u32..9) {
+            let coding = Grains(vec![(8, 16)]);
+            let blocks = [vec![Elems(elems)]];
+            let codes = (0..chunks).map(|chunk| Code { like: (Buf::In, chunk), role: Role::Up }).collect();
+            let program = Program { codes, ..program(Division::Even { chunks }, Vec::new()) };
+            let shape = CallShape { elem_bytes: 4, in_blocks: &blocks, out_blocks: &[], coding: Some(&coding) };
+            let layout = Layout::new(&program, &shape);
+            let mut end = 0;
+            for (chunk, code) in (0..chunks).zip(&program.codes) {
+                let span = Span::chunk(Buf::Code, chunk);
+                prop_assert_eq!(layout.bytes(&span), layout.tile_bytes(code, &coding).sum::<u64>());
+                for extent in layout.extents(&span) {
+                    prop_assert!(extent.offset % SCRATCH_ALIGN == 0 && extent.offset >= end);
+                    end = extent.offset + extent.len;
+                }
+            }
+            prop_assert!(end <= layout.code_bytes());
+        }
+    }
+
     #[test]
     fn a_span_keeps_its_order_and_joins_neighbours() {
         let blocks = [vec![Elems(10)], vec![Elems(3)]];
-        let shape = CallShape { elem_bytes: 4, in_blocks: &blocks, out_blocks: &[] };
+        let shape = CallShape { elem_bytes: 4, in_blocks: &blocks, out_blocks: &[], coding: None };
         let layout = Layout::new(&program(Division::Even { chunks: 13 }, Vec::new()), &shape);
         let extents = layout.extents(&Span::cyclic(Buf::In, 11, 4, 13));
         let extent = |piece, offset, len| Extent { buf: Buf::In, piece, offset, len };
@@ -324,7 +559,7 @@ mod tests {
     #[test]
     fn buffers_beyond_four_gibibytes_keep_their_offsets() {
         let blocks = [vec![Elems(3 << 32)]];
-        let shape = CallShape { elem_bytes: 8, in_blocks: &blocks, out_blocks: &[] };
+        let shape = CallShape { elem_bytes: 8, in_blocks: &blocks, out_blocks: &[], coding: None };
         let layout = Layout::new(&program(Division::Even { chunks: 3 }, Vec::new()), &shape);
         let extents = layout.extents(&Span::chunk(Buf::In, 2));
         assert_eq!(extents.as_slice(), [Extent { buf: Buf::In, piece: 0, offset: 2 << 35, len: 1 << 35 }]);

@@ -6,7 +6,7 @@
 use accl_types::{Collective, Rank};
 use smallvec::SmallVec;
 
-use crate::ir::{Action, Buf, Division, Finish, Order, Request, Schedule, Span};
+use crate::ir::{Action, Buf, Code, Division, Finish, Order, Request, Schedule, Span};
 
 /// One rank's operations in program order; dependencies point backwards only.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,6 +19,8 @@ pub struct Program {
     pub out_division: Division,
     /// Scratch chunk k has the size of this chunk of `In` or `Out`.
     pub scratch: Vec<(Buf, u32)>,
+    /// Chunk k of `Code` is this one. Empty unless the program is an encoded one.
+    pub codes: Vec<Code>,
 }
 
 /// One operation. All spans of an operation have the same length in bytes, and byte k of the result depends on byte k
@@ -79,6 +81,20 @@ pub enum OpKind {
         /// Whether this is the last reduction of these chunks.
         finish: Finish,
     },
+    /// Decode, add and encode one chunk; of encoded programs only. The first operand is taken, the others are added to it
+    /// in their order; what results is encoded if `dsts` has a chunk of `Code`, and what that decodes to then goes into
+    /// the chunk of `Out`, if there is one.
+    Combine {
+        /// The results: a chunk of `Code`, one of `Out`, or both in this order.
+        dsts: SmallVec<[Span; 2]>,
+        /// The operands: a chunk of `In` or `Code` each.
+        srcs: SmallVec<[Span; 2]>,
+        /// Whether this is the last reduction of the chunk.
+        finish: Finish,
+        /// 0: the operand is this rank's own contribution. Otherwise the how many-th sum of these elements it is that this
+        /// rank encodes.
+        pass: u32,
+    },
 }
 
 /// That an operation comes after an earlier one of the same rank.
@@ -95,16 +111,7 @@ impl Schedule {
     /// the dependencies hold whether or not the engine lets `In` and `Out` share memory.
     pub fn lower(self, request: &Request) -> Program {
         let ops = self.actions.iter().map(ops_of).sum();
-        let mut lowering = Lowering {
-            places: Places::new(&self, request),
-            sent: vec![0; request.world as usize],
-            received: vec![0; request.world as usize],
-            section: 0,
-            before_section: 0..0,
-            ops: Vec::with_capacity(ops),
-            hazards: Vec::new(),
-            chunks: [const { Vec::new() }; 3],
-        };
+        let mut lowering = Lowering::new(Places::new(&self, request), request.world, ops);
         for action in self.actions {
             lowering.action(action);
         }
@@ -113,6 +120,7 @@ impl Schedule {
             in_division: self.in_division,
             out_division: self.out_division,
             scratch: self.scratch,
+            codes: Vec::new(),
         }
     }
 }
@@ -135,24 +143,27 @@ impl OpKind {
             OpKind::Send { src, .. } | OpKind::Copy { src, .. } => std::slice::from_ref(src),
             OpKind::RecvReduce { local, .. } => std::slice::from_ref(local),
             OpKind::Reduce { srcs, .. } => srcs,
+            OpKind::Combine { srcs, .. } => srcs,
             OpKind::Recv { .. } => &[],
         }
     }
 
-    /// The span that is written.
-    pub fn writes(&self) -> Option<&Span> {
+    /// The spans that are written.
+    pub fn writes(&self) -> &[Span] {
         match self {
             OpKind::Recv { dst, .. }
             | OpKind::RecvReduce { dst, .. }
             | OpKind::Copy { dst, .. }
-            | OpKind::Reduce { dst, .. } => Some(dst),
-            OpKind::Send { .. } => None,
+            | OpKind::Reduce { dst, .. } => std::slice::from_ref(dst),
+            OpKind::Combine { dsts, .. } => dsts,
+            OpKind::Send { .. } => &[],
         }
     }
 
-    /// Of access `index` (reads first, then the write), the span.
-    fn access(&self, index: u32) -> Option<&Span> {
-        self.reads().get(index as usize).or_else(|| self.writes())
+    /// Of access `index` (reads first, then writes), the span.
+    pub(crate) fn access(&self, index: u32) -> Option<&Span> {
+        let reads = self.reads();
+        reads.get(index as usize).or_else(|| self.writes().get(index as usize - reads.len()))
     }
 }
 
@@ -214,9 +225,10 @@ impl Places {
         match (self.alias, buf) {
             (Alias::InIsOut { first, len }, Buf::In) if chunk < len => (Buf::Out, first + chunk),
             (Alias::OutIsIn { first, len }, Buf::Out) if chunk < len => (Buf::In, first + chunk),
-            (Alias::Nothing | Alias::InIsOut { .. } | Alias::OutIsIn { .. }, Buf::In | Buf::Out | Buf::Scratch) => {
-                (buf, chunk)
-            }
+            (
+                Alias::Nothing | Alias::InIsOut { .. } | Alias::OutIsIn { .. },
+                Buf::In | Buf::Out | Buf::Scratch | Buf::Code,
+            ) => (buf, chunk),
         }
     }
 
@@ -243,7 +255,8 @@ struct Chunk {
 /// An earlier access that an access of the current operation must come after.
 type Hazard = (Access, u32);
 
-struct Lowering {
+/// Gives operations their dependencies and messages their numbers, one after the other.
+pub(crate) struct Lowering {
     places: Places,
     sent: Vec<u32>,
     received: Vec<u32>,
@@ -251,13 +264,27 @@ struct Lowering {
     section: u32,
     /// The operations between the last two fences.
     before_section: std::ops::Range<u32>,
-    ops: Vec<Op>,
+    pub(crate) ops: Vec<Op>,
     /// Working memory of `push`.
     hazards: Vec<Hazard>,
-    chunks: [Vec<Chunk>; 3],
+    chunks: [Vec<Chunk>; Buf::COUNT],
 }
 
 impl Lowering {
+    /// For about so many operations.
+    pub(crate) fn new(places: Places, world: u32, ops: usize) -> Lowering {
+        Lowering {
+            places,
+            sent: vec![0; world as usize],
+            received: vec![0; world as usize],
+            section: 0,
+            before_section: 0..0,
+            ops: Vec::with_capacity(ops),
+            hazards: Vec::new(),
+            chunks: [const { Vec::new() }; Buf::COUNT],
+        }
+    }
+
     fn action(&mut self, action: Action) {
         match action {
             Action::Send { src, to } => self.push(OpKind::Send { src, to }),
@@ -287,11 +314,11 @@ impl Lowering {
         }
     }
 
-    fn push(&mut self, kind: OpKind) {
+    pub(crate) fn push(&mut self, kind: OpKind) {
         let edge = match &kind {
             OpKind::Send { to, .. } => next(&mut self.sent, *to),
             OpKind::Recv { from, .. } | OpKind::RecvReduce { from, .. } => next(&mut self.received, *from),
-            OpKind::Copy { .. } | OpKind::Reduce { .. } => 0,
+            OpKind::Copy { .. } | OpKind::Reduce { .. } | OpKind::Combine { .. } => 0,
         };
         let deps = self.dependencies(&kind);
         self.ops.push(Op { kind, edge, deps });
@@ -310,8 +337,7 @@ impl Lowering {
                 state.readers.push((op, access));
             }
         }
-        if let Some(span) = kind.writes() {
-            let access = reads.len() as u32;
+        for (access, span) in (reads.len() as u32..).zip(kind.writes()) {
             for (buf, chunk) in span.chunks() {
                 let state = self.chunk(buf, chunk);
                 // Its own reads are the last ones.

@@ -26,6 +26,8 @@ pub struct Algorithm {
     pub requires: &'static str,
     /// It can run only if all blocks of the call have the same size.
     pub needs_equal_blocks: bool,
+    /// Its messages can be encoded: all ranks end with what the same bytes decode to.
+    pub encodes: bool,
     /// Longest chain of messages.
     pub steps: fn(u32, &Topology) -> u32,
     /// Bytes that the busiest rank sends or receives, whichever is more, as a fraction of the largest buffer of the call.
@@ -40,6 +42,13 @@ pub struct Algorithm {
     pub wins: &'static str,
     /// Where it comes from.
     pub source: &'static str,
+}
+
+impl Algorithm {
+    /// Whether it treats ranks of one host differently from those of others.
+    pub fn composes_over_hosts(&self) -> bool {
+        !self.requires.is_empty()
+    }
 }
 
 /// A non-negative rational number, for costs.

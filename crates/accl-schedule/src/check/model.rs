@@ -6,7 +6,7 @@ use accl_types::Collective;
 
 use super::{BlockSizes, Case, Violation};
 use crate::algorithms::Fraction;
-use crate::ir::{Buf, Division, Span};
+use crate::ir::{Buf, Division, Role, Span};
 use crate::program::{OpKind, Program};
 
 /// A size: pieces per block, which piece, and of which block.
@@ -28,10 +28,11 @@ pub(super) fn block_counts(case: &Case, rank: u32) -> (u32, u32) {
     }
 }
 
-/// Number of chunks of each buffer: `In`, `Out`, `Scratch`.
-pub(super) fn chunk_counts(case: &Case, rank: u32, program: &Program) -> [u32; 3] {
+/// Number of chunks of each buffer: `In`, `Out`, `Scratch`, `Code`.
+pub(super) fn chunk_counts(case: &Case, rank: u32, program: &Program) -> [u32; Buf::COUNT] {
     let (ins, outs) = block_counts(case, rank);
-    [program.in_division.chunks(ins), program.out_division.chunks(outs), program.scratch.len() as u32]
+    let own = [program.scratch.len() as u32, program.codes.len() as u32];
+    [program.in_division.chunks(ins), program.out_division.chunks(outs), own[0], own[1]]
 }
 
 /// The size of a chunk.
@@ -41,6 +42,10 @@ pub(super) fn size(case: &Case, rank: u32, program: &Program, buf: Buf, chunk: u
         Buf::Out => (program.out_division, buf),
         Buf::Scratch => {
             let (like, chunk) = program.scratch[chunk as usize];
+            return size(case, rank, program, like, chunk);
+        }
+        Buf::Code => {
+            let (like, chunk) = program.codes[chunk as usize].like;
             return size(case, rank, program, like, chunk);
         }
     };
@@ -78,23 +83,29 @@ pub(super) fn size(case: &Case, rank: u32, program: &Program, buf: Buf, chunk: u
     }
 }
 
-/// The sizes of a payload.
+/// The sizes of a payload, in elements.
 pub(super) fn sizes(case: &Case, rank: u32, program: &Program, span: &Span) -> Vec<Size> {
     span.chunks().map(|(buf, chunk)| size(case, rank, program, buf, chunk)).collect()
+}
+
+/// The sizes of a message, in bytes: those of encoded chunks depend on their role, too.
+pub(super) fn wire_sizes(case: &Case, rank: u32, program: &Program, span: &Span) -> Vec<(Size, Option<Role>)> {
+    let role = |(buf, chunk): (Buf, u32)| (buf == Buf::Code).then(|| program.codes[chunk as usize].role);
+    sizes(case, rank, program, span).into_iter().zip(span.chunks().map(role)).collect()
 }
 
 /// Chunks exist, spans of one operation agree in sizes, peers are other ranks, inputs are not written, divisions fit.
 pub(super) fn check_shape(case: &Case, rank: u32, program: &Program) -> Result<(), Violation> {
     check_divisions(case, program).map_err(|Violation(why)| Violation(format!("rank {rank}: {why}")))?;
     let counts = chunk_counts(case, rank, program);
-    for &(like, chunk) in &program.scratch {
+    for &(like, chunk) in program.scratch.iter().chain(program.codes.iter().map(|code| &code.like)) {
         let known = match like {
             Buf::In | Buf::Out => chunk < counts[like as usize],
-            Buf::Scratch => false,
+            Buf::Scratch | Buf::Code => false,
         };
         if !known {
             return Err(Violation::new(format!(
-                "rank {rank}: scratch is sized like {like:?} {chunk}, which is not there"
+                "rank {rank}: a chunk is sized like {like:?} {chunk}, which is not there"
             )));
         }
     }
@@ -110,7 +121,7 @@ pub(super) fn check_shape(case: &Case, rank: u32, program: &Program) -> Result<(
             if sizes.windows(2).any(|pair| pair[0] != pair[1]) {
                 return Err(Violation::new("operands differ in size"));
             }
-            if op.kind.writes().is_some_and(|span| span.ranges().iter().any(|range| range.buf == Buf::In)) {
+            if op.kind.writes().iter().flat_map(|span| span.ranges()).any(|range| range.buf == Buf::In) {
                 return Err(Violation::new("writes an input"));
             }
             match &op.kind {
@@ -122,6 +133,7 @@ pub(super) fn check_shape(case: &Case, rank: u32, program: &Program) -> Result<(
                     }
                 }
                 OpKind::Reduce { srcs, .. } if srcs.len() < 2 => return Err(Violation::new("reduces less than two")),
+                OpKind::Combine { dsts, srcs, .. } => check_combine(dsts, srcs)?,
                 OpKind::Copy { .. } | OpKind::Reduce { .. } => {}
             }
             if op.deps.iter().any(|dep| dep.on as usize >= index) {
@@ -137,6 +149,23 @@ pub(super) fn check_shape(case: &Case, rank: u32, program: &Program) -> Result<(
             Ok(())
         };
         check().map_err(|why| why.at(rank, index, &op.kind))?;
+    }
+    Ok(())
+}
+
+/// One chunk from `In` or `Code`, into `Code`, `Out` or both. What is only decoded is not encoded again.
+fn check_combine(dsts: &[Span], srcs: &[Span]) -> Result<(), Violation> {
+    let bufs = |spans: &[Span]| spans.iter().flat_map(|span| span.chunks()).map(|(buf, _)| buf).collect::<Vec<_>>();
+    let (to, from) = (bufs(dsts), bufs(srcs));
+    if dsts.len() != to.len() || srcs.len() != from.len() {
+        return Err(Violation::new("combines more than a chunk"));
+    }
+    let to_is_fit = matches!(to[..], [Buf::Code] | [Buf::Out] | [Buf::Code, Buf::Out]);
+    if !to_is_fit || from.is_empty() || from.iter().any(|buf| !matches!(buf, Buf::In | Buf::Code)) {
+        return Err(Violation::new("combines what cannot be"));
+    }
+    if from == [Buf::Code] && to.contains(&Buf::Code) {
+        return Err(Violation::new("encodes anew what nothing was added to"));
     }
     Ok(())
 }
@@ -198,14 +227,14 @@ pub(super) fn busiest(case: &Case, programs: &[Program]) -> Fraction {
     let mut largest = 0;
     let mut busiest = 0;
     for (rank, program) in (0..).zip(programs) {
-        let [ins, outs, _] = chunk_counts(case, rank, program);
+        let [ins, outs, ..] = chunk_counts(case, rank, program);
         largest = largest.max(ins).max(outs);
         let (mut sent, mut received) = (0, 0);
         for op in &program.ops {
             match &op.kind {
                 OpKind::Send { src, .. } => sent += src.chunk_count(),
                 OpKind::Recv { dst, .. } | OpKind::RecvReduce { dst, .. } => received += dst.chunk_count(),
-                OpKind::Copy { .. } | OpKind::Reduce { .. } => {}
+                OpKind::Copy { .. } | OpKind::Reduce { .. } | OpKind::Combine { .. } => {}
             }
         }
         busiest = busiest.max(sent).max(received);

@@ -2,10 +2,13 @@
 
 use std::collections::HashMap;
 
-use super::model::{Size, sizes};
+use super::model::{Size, wire_sizes};
 use super::{Case, Violation};
-use crate::ir::Buf;
+use crate::ir::{Buf, Role};
 use crate::program::{OpKind, Places, Program};
+
+/// A part of a message.
+type Wire = (Size, Option<Role>);
 
 /// Segments per message in the proof of freedom from deadlock: a first, a middle and a last one.
 const SEGMENTS: usize = 3;
@@ -110,7 +113,7 @@ impl Graph {
                     let message = match op.kind {
                         OpKind::Send { .. } => segment > 0,
                         OpKind::Recv { .. } | OpKind::RecvReduce { .. } => true,
-                        OpKind::Copy { .. } | OpKind::Reduce { .. } => false,
+                        OpKind::Copy { .. } | OpKind::Reduce { .. } | OpKind::Combine { .. } => false,
                     };
                     missing[at(number, segment)] = (streamed + complete) as u32 + u32::from(message);
                 }
@@ -179,7 +182,7 @@ impl Graph {
 fn receives(kind: &OpKind) -> bool {
     match kind {
         OpKind::Recv { .. } | OpKind::RecvReduce { .. } => true,
-        OpKind::Send { .. } | OpKind::Copy { .. } | OpKind::Reduce { .. } => false,
+        OpKind::Send { .. } | OpKind::Copy { .. } | OpKind::Reduce { .. } | OpKind::Combine { .. } => false,
     }
 }
 
@@ -192,14 +195,14 @@ fn for_each_dep(programs: &[Program], first: &[u32], mut each: impl FnMut(u32, u
 }
 
 /// One end of a message: sender, receiver and ordinal; and the sizes of its payload.
-fn message(case: &Case, rank: u32, program: &Program, index: usize) -> Option<((u32, u32, u32), Vec<Size>)> {
+fn message(case: &Case, rank: u32, program: &Program, index: usize) -> Option<((u32, u32, u32), Vec<Wire>)> {
     let op = &program.ops[index];
     match &op.kind {
-        OpKind::Send { src, to } => Some(((rank, to.0, op.edge), sizes(case, rank, program, src))),
+        OpKind::Send { src, to } => Some(((rank, to.0, op.edge), wire_sizes(case, rank, program, src))),
         OpKind::Recv { dst, from } | OpKind::RecvReduce { dst, from, .. } => {
-            Some(((from.0, rank, op.edge), sizes(case, rank, program, dst)))
+            Some(((from.0, rank, op.edge), wire_sizes(case, rank, program, dst)))
         }
-        OpKind::Copy { .. } | OpKind::Reduce { .. } => None,
+        OpKind::Copy { .. } | OpKind::Reduce { .. } | OpKind::Combine { .. } => None,
     }
 }
 
@@ -250,7 +253,7 @@ fn match_messages(case: &Case, programs: &[Program], first: &[u32]) -> Result<Ve
 
 /// Among some ranks, every message has two ends of the same sizes.
 pub(super) fn check_messages(case: &Case, ranks: &[u32], programs: &[Program]) -> Result<(), Violation> {
-    let mut ends: HashMap<(u32, u32, u32), Vec<Size>> = HashMap::new();
+    let mut ends: HashMap<(u32, u32, u32), Vec<Wire>> = HashMap::new();
     for wanted in [false, true] {
         for (&rank, program) in ranks.iter().zip(programs) {
             for (index, op) in program.ops.iter().enumerate().filter(|(_, op)| receives(&op.kind) == wanted) {
@@ -345,8 +348,7 @@ fn check_op(
     index: u32,
 ) -> Result<(), Violation> {
     let span = |(op, access): Access| {
-        let kind = &program.ops[op as usize].kind;
-        kind.reads().get(access).or(kind.writes())
+        program.ops[op as usize].kind.access(access as u32)
     };
     let check = |earlier: Access, access: usize| {
         let same = || match (span(earlier), span((index, access))) {
@@ -366,8 +368,7 @@ fn check_op(
             }
         }
     }
-    if let Some(span) = kind.writes() {
-        let access = reads.len();
+    for (access, span) in (reads.len()..).zip(kind.writes()) {
         for (position, (buf, chunk)) in span.chunks().enumerate() {
             let past = chunks.at(places.place(buf, chunk));
             if let Some((writer, _)) = past.writer {
@@ -398,7 +399,7 @@ fn check_op(
 
 /// The past of each chunk.
 #[derive(Default)]
-struct Chunks([Vec<Past>; 3]);
+struct Chunks([Vec<Past>; Buf::COUNT]);
 
 impl Chunks {
     fn at(&mut self, (buf, chunk): (Buf, u32)) -> &mut Past {

@@ -2,7 +2,7 @@
 //!
 //! Expressions are kept once each and named by a number, so that comparing and copying them costs nothing.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use accl_types::Collective;
 use smallvec::{SmallVec, smallvec};
@@ -20,6 +20,8 @@ enum Node {
     Leaf { rank: u32, chunk: u32 },
     /// A reduction, operands in order.
     Reduction { operands: SmallVec<[u32; 2]>, finish: Finish },
+    /// What a rank's encoding of an expression decodes to. No two encodings are alike, even of one expression.
+    Encoded { value: u32, rank: u32, code: u32 },
 }
 
 /// All expressions.
@@ -38,6 +40,7 @@ impl Pool {
         }
         let lowest = match &node {
             Node::Leaf { rank, .. } => *rank,
+            Node::Encoded { value, .. } => self.lowest[*value as usize],
             Node::Reduction { operands, .. } => {
                 operands.iter().map(|&operand| self.lowest[operand as usize]).min().unwrap_or(u32::MAX)
             }
@@ -57,6 +60,18 @@ impl Pool {
         }
     }
 
+    /// Operands added one after the other. Those of each addition are put in order: it does not matter which comes first.
+    fn sum(&mut self, operands: &[u32], finish: Finish) -> Result<u32, Violation> {
+        let [first, rest @ ..] = operands else { return Err(Violation::new("combines nothing")) };
+        let mut sum = *first;
+        for (&operand, left) in rest.iter().zip((0..rest.len()).rev()) {
+            let mut pair: SmallVec<[u32; 2]> = smallvec![sum, operand];
+            pair.sort_by_key(|&operand| self.lowest[operand as usize]);
+            sum = self.reduction(pair, if left == 0 { finish } else { Finish::No })?;
+        }
+        Ok(sum)
+    }
+
     /// The expression reduces `chunk` of every rank once, and only its last reduction finishes.
     fn check_complete(&self, number: u32, chunk: u32, world: u32) -> Result<(), Violation> {
         let mut seen = vec![false; world as usize];
@@ -68,6 +83,7 @@ impl Pool {
                         return Err(Violation::new(format!("chunk {of} of rank {rank} is in it wrongly or twice")));
                     }
                 }
+                Node::Encoded { value, .. } => open.push((*value, expected)),
                 Node::Reduction { operands, finish } => {
                     if *finish != expected {
                         return Err(Violation::new("it is finished too early or not at all"));
@@ -86,7 +102,9 @@ impl Pool {
 /// The memory of one rank: the expression in each place, if anything was written there.
 struct Memory {
     places: Places,
-    chunks: [Vec<Option<u32>>; 3],
+    /// Chunks of `Code` that are written.
+    encoded: HashSet<u32>,
+    chunks: [Vec<Option<u32>>; Buf::COUNT],
 }
 
 impl Memory {
@@ -160,6 +178,25 @@ pub(super) fn check_values(
                     let reduced = reduced.collect::<Result<_, _>>()?;
                     memory.write(dst, reduced);
                 }
+                OpKind::Combine { dsts, srcs, finish, .. } => {
+                    let mut operands = Vec::new();
+                    for src in srcs {
+                        operands.extend(memory.read(src)?);
+                    }
+                    let mut value = pool.sum(&operands, *finish)?;
+                    if let Some((_, code)) = dsts[0].chunks().find(|(buf, _)| *buf == Buf::Code) {
+                        value = pool.number(Node::Encoded { value, rank: rank as u32, code });
+                    }
+                    for dst in dsts {
+                        memory.write(dst, vec![value]);
+                    }
+                }
+            }
+            // Bytes may still be on their way when something else is made.
+            for (buf, chunk) in kind.writes().iter().flat_map(|span| span.chunks()) {
+                if buf == Buf::Code && !memory.encoded.insert(chunk) {
+                    return Err(Violation::new("makes bytes where there are some"));
+                }
             }
             Ok(())
         };
@@ -170,8 +207,8 @@ pub(super) fn check_values(
 }
 
 fn initial(case: &Case, rank: u32, program: &Program, places: Places, pool: &mut Pool) -> Memory {
-    let mut memory = Memory { places, chunks: Default::default() };
-    let [ins, outs, _] = chunk_counts(case, rank, program);
+    let mut memory = Memory { places, chunks: Default::default(), encoded: HashSet::new() };
+    let [ins, outs, ..] = chunk_counts(case, rank, program);
     for chunk in 0..ins {
         *memory.at(Buf::In, chunk) = Some(pool.number(Node::Leaf { rank, chunk }));
     }
@@ -186,6 +223,8 @@ fn initial(case: &Case, rank: u32, program: &Program, places: Places, pool: &mut
 fn check_outputs(case: &Case, programs: &[Program], pool: &Pool, memories: &mut [Memory]) -> Result<(), Violation> {
     // The expression that reduces each chunk: found once, then the same on all ranks.
     let mut reductions: HashMap<u32, u32> = HashMap::new();
+    // What each rank's contribution has become.
+    let mut originals: HashMap<(u32, u32), u32> = HashMap::new();
     for (rank, (program, memory)) in (0..).zip(programs.iter().zip(memories)) {
         let (_, blocks) = block_counts(case, rank);
         for chunk in 0..program.out_division.chunks(blocks) {
@@ -193,9 +232,16 @@ fn check_outputs(case: &Case, programs: &[Program], pool: &Pool, memories: &mut 
             let number = memory.at(Buf::Out, chunk).ok_or_else(|| place("never written"))?;
             match wanted(case, rank, program, chunk) {
                 Wanted::Original { rank: from, chunk: of } => {
-                    if pool.nodes[number as usize] != (Node::Leaf { rank: from, chunk: of }) {
+                    let leaf = match pool.nodes[number as usize] {
+                        Node::Encoded { value, .. } => value,
+                        Node::Leaf { .. } | Node::Reduction { .. } => number,
+                    };
+                    if pool.nodes[leaf as usize] != (Node::Leaf { rank: from, chunk: of }) {
                         let found = &pool.nodes[number as usize];
                         return Err(place(&format!("holds {found:?}, not chunk {of} of rank {from}")));
+                    }
+                    if *originals.entry((from, of)).or_insert(number) != number {
+                        return Err(place("not the same bytes as on another rank"));
                     }
                 }
                 Wanted::Reduction { chunk: of } => match reductions.get(&of) {
@@ -232,7 +278,7 @@ fn check_barrier(case: &Case, programs: &[Program], graph: &Graph, sequence: &[u
         op.deps.iter().for_each(|dep| learn(graph.number(rank, dep.on as usize)));
         match op.kind {
             OpKind::Recv { .. } | OpKind::RecvReduce { .. } => learn(graph.partner(number)),
-            OpKind::Send { .. } | OpKind::Copy { .. } | OpKind::Reduce { .. } => {}
+            OpKind::Send { .. } | OpKind::Copy { .. } | OpKind::Reduce { .. } | OpKind::Combine { .. } => {}
         }
         at_end[rank].iter_mut().zip(&now).for_each(|(end, now)| *end |= now);
         known[number as usize * words..][..words].copy_from_slice(&now);
