@@ -159,7 +159,7 @@ fn reference(buffers: &mut Buffers, plain: &PlainLoops, what: What, count: usize
 }
 
 fn subject(buffers: &mut Buffers, codec: &Arc<dyn Codec>, what: What, dtype: Dtype, count: usize) {
-    let slice = Slice { src: black_box(buffers.floats.as_ptr()).cast(), dtype, count, first: 0 };
+    let slice = Slice { src: black_box(buffers.floats.as_ptr()).cast(), dtype, tensor: dtype, count, first: 0 };
     let encoded = &mut buffers.encoded[..codec.encoded_bytes(dtype, count)];
     let others = &mut buffers.others[..count];
     match what {
@@ -168,7 +168,7 @@ fn subject(buffers: &mut Buffers, codec: &Arc<dyn Codec>, what: What, dtype: Dty
             let _ = black_box(unsafe { codec.encode(encoded, slice, Noise::keyed(&[1])) });
         }
         // SAFETY: there is room for as many elements of four bytes, and nobody else uses it.
-        What::Decode => unsafe { codec.decode(others.as_mut_ptr().cast(), black_box(encoded), dtype, count) },
+        What::Decode => unsafe { codec.decode(others.as_mut_ptr().cast(), dtype, black_box(encoded), dtype, count) },
         What::DecodeAdd => codec.decode_add(others, black_box(encoded), dtype),
     }
 }

@@ -37,7 +37,7 @@ impl Storage {
         self.words.as_mut_ptr().cast()
     }
 
-    fn len_bytes(&self) -> usize {
+    pub(crate) fn len_bytes(&self) -> usize {
         self.words.len() * 64
     }
 
@@ -50,6 +50,35 @@ impl Storage {
     }
 }
 
+/// Rooms for encoded chunks between calls: calls of one kind need the same again and again, and new memory is slow.
+#[derive(Default)]
+pub(crate) struct Rooms(Vec<Storage>);
+
+/// Most rooms that are kept.
+const MAX_ROOMS: usize = 8;
+
+impl Rooms {
+    /// One of at least `len_bytes`: the smallest that fits, or a new one.
+    pub(crate) fn take(&mut self, len_bytes: usize) -> Result<Storage> {
+        let fitting = self.0.iter().enumerate().filter(|(_, room)| room.len_bytes() >= len_bytes);
+        match fitting.min_by_key(|(_, room)| room.len_bytes()).map(|(index, _)| index) {
+            Some(index) => Ok(self.0.swap_remove(index)),
+            None => Storage::new(len_bytes),
+        }
+    }
+
+    /// Keeps a room for later calls; the largest ones, if there are many.
+    pub(crate) fn give(&mut self, room: Option<Storage>) {
+        self.0.extend(room);
+        if self.0.len() > MAX_ROOMS {
+            let smallest = self.0.iter().enumerate().min_by_key(|(_, room)| room.len_bytes());
+            if let Some((index, _)) = smallest {
+                self.0.swap_remove(index);
+            }
+        }
+    }
+}
+
 /// Base addresses and owned memory of a call in flight.
 ///
 /// The addresses come from the caller's descriptors; the contract of `Group::submit` keeps them valid until the call ends.
@@ -59,6 +88,8 @@ pub(crate) struct Buffers {
     outputs: Bases,
     scratch: Option<Storage>,
     scratch_base: Option<*mut u8>,
+    codes: Option<Storage>,
+    codes_base: Option<*mut u8>,
     /// Outputs to be unpacked when the call is done: the tensor and where its dense copy lies.
     staged: Vec<(TensorDesc, *mut u8)>,
     _staging: Vec<Storage>,
@@ -213,6 +244,18 @@ impl Buffers {
         self.scratch = Some(scratch);
     }
 
+    /// Adds the room for encoded chunks.
+    pub(crate) fn add_codes(&mut self, mut storage: Storage) {
+        self.codes_base = Some(storage.ptr());
+        self.codes = Some(storage);
+    }
+
+    /// Gives that room back, for another call.
+    pub(crate) fn take_codes(&mut self) -> Option<Storage> {
+        self.codes_base = None;
+        self.codes.take()
+    }
+
     /// The address of an extent's first byte.
     #[inline]
     pub(crate) fn address(&self, extent: &Extent) -> *mut u8 {
@@ -220,6 +263,7 @@ impl Buffers {
             Buf::In => self.inputs[extent.piece as usize],
             Buf::Out => self.outputs[extent.piece as usize],
             Buf::Scratch => self.scratch_base.unwrap_or(std::ptr::null_mut()),
+            Buf::Code => self.codes_base.unwrap_or(std::ptr::null_mut()),
         };
         base.wrapping_add(extent.offset as usize)
     }

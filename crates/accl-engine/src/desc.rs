@@ -6,6 +6,8 @@ use accl_kernels::StridedView;
 use accl_types::{Collective, Dtype, Error, Rank, ReduceOp, Result};
 use smallvec::SmallVec;
 
+use crate::encoding::{self, Encoding};
+
 /// A tensor's memory: `ptr` points to its first element.
 ///
 /// The caller keeps the memory alive and untouched until the call is done or failed.
@@ -231,6 +233,9 @@ pub struct CallDesc {
     pub mode: Mode,
     /// A number reserved with `Group::reserve_seqs`; `None` takes the next.
     pub seq: Option<u64>,
+    /// How messages are encoded. Calls that cannot be (integers, float64, other operators than sums, one rank) travel as
+    /// they are.
+    pub encoding: Option<Encoding>,
 }
 
 impl CallDesc {
@@ -251,6 +256,7 @@ impl CallDesc {
             equal_blocks: true,
             mode: Mode::Blocking,
             seq: None,
+            encoding: None,
         }
     }
 
@@ -259,8 +265,14 @@ impl CallDesc {
     pub(crate) fn may_go_straight(&self) -> bool {
         self.mode == Mode::Blocking
             && self.seq.is_none()
+            && self.encoding.is_none()
             && !self.collective.is_point_to_point()
             && self.uses_tensors_as_they_are()
+    }
+
+    /// How this call is encoded, if it is.
+    pub(crate) fn encoding(&self, world: u32) -> Option<&Encoding> {
+        self.encoding.as_ref().filter(|_| encoding::applies(self.collective, self.dtype, self.op, world))
     }
 
     /// The tensor of a call in place that has no other.
@@ -286,6 +298,26 @@ impl CallDesc {
         self.check_blocks(world)?;
         if self.collective.reduces() {
             self.check_reduction()?;
+        }
+        if let Some(encoding) = self.encoding(world) {
+            self.check_encoding(encoding)?;
+        }
+        Ok(())
+    }
+
+    /// Tensors of one type, and codecs for each of them.
+    fn check_encoding(&self, encoding: &Encoding) -> Result<()> {
+        let refused = |why: String| Err(Error::invalid_argument(why).of(self.collective));
+        let mut pieces = self.inputs.pieces().iter().chain(self.outputs.pieces());
+        if let Some(other) = pieces.find(|piece| piece.dtype != self.dtype) {
+            return refused(format!(
+                "tensors that are encoded must have one dtype, but one is {} and one {}",
+                self.dtype, other.dtype
+            ));
+        }
+        let tensors = encoding.codecs.tensors();
+        if let Some(block) = self.inputs.iter().chain(self.outputs.iter()).find(|block| block.len() != tensors) {
+            return refused(format!("codecs were given for {tensors} tensors, and there are {}", block.len()));
         }
         Ok(())
     }

@@ -14,6 +14,7 @@ use accl_types::{Collective, Error, Rank, Result};
 
 use crate::buffers::Buffers;
 use crate::call::{Call, CallPlace};
+use crate::coder::Coder;
 use crate::core::Core;
 use crate::desc::CallDesc;
 use crate::engine::Engine;
@@ -143,10 +144,17 @@ impl Group {
                     return Err(error);
                 }
                 let Some(shape) = shape else { return self.start_message(desc, buffers, group, hands) };
+                if shape.plan.code_bytes > 0 {
+                    buffers.add_codes(group.code_rooms.take(shape.plan.code_bytes as usize)?);
+                }
                 let seq = group.take_seq(desc.seq)?;
                 let call = self.call(desc, seq, group, hands.now);
                 let deadline = deadline(desc, group, hands.now);
-                let local = Local::new(buffers, shape.reducer);
+                let mut local = Local::new(buffers, shape.reducer);
+                if let Some(encoding) = desc.encoding(self.world) {
+                    let has_checksums = group.has_checksums(hands.net);
+                    local = local.encoding(Coder::new(encoding, desc, self.rank, self.world, has_checksums));
+                }
                 group.start(Run::new(call.clone(), &shape, local, &[], deadline), hands);
                 Ok(call)
             })

@@ -8,6 +8,11 @@ pub(crate) fn hash_words(words: impl IntoIterator<Item = u64>) -> u64 {
     })
 }
 
+/// Both halves of a hash in one.
+pub(crate) fn fold(hash: u64) -> u32 {
+    (hash ^ hash >> 32) as u32
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,11 +4,13 @@
 
 mod buffers;
 mod call;
+mod coder;
 mod completion;
 mod core;
 mod cores;
 mod desc;
 mod drive;
+pub mod encoding;
 mod engine;
 mod env;
 mod group;
@@ -39,7 +41,7 @@ pub use group::{Group, GroupSpec, Ran};
 pub use store::{MemoryStore, Store};
 
 // What the layers below offer, for listings: those above see only this crate.
-pub use accl_kernels::{describe_isa, supports};
+pub use accl_kernels::{codec, describe_isa, supports};
 pub use accl_schedule::cost::{CONSTANTS, Machine};
 pub use accl_schedule::{ALGORITHMS, Algorithm};
 pub use accl_transport::{Card, TRANSPORTS, Transport};

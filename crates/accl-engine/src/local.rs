@@ -3,12 +3,16 @@
 //! Owns the access to the caller's memory while a call runs. Knows operations by their regions; when each is due is
 //! decided in `run` and `straight`.
 
+use std::ops::Range;
+
 use accl_kernels::Reducer;
+use accl_kernels::codec::Spoilt;
 use accl_schedule::{Finish, Order};
 use accl_types::Rank;
 use smallvec::SmallVec;
 
 use crate::buffers::Buffers;
+use crate::coder::{Coded, Coder, Combination};
 use crate::desc::CallDesc;
 use crate::plan::{PlanOpKind, Region};
 
@@ -18,12 +22,41 @@ pub(crate) struct Local {
     buffers: Buffers,
     /// With the size of an element; none for calls that only move data.
     reducer: Option<(Reducer, usize)>,
+    /// Of an encoded call.
+    coder: Option<Box<Coder>>,
 }
 
 impl Local {
     /// `reducer` comes with the size of an element.
     pub(crate) fn new(buffers: Buffers, reducer: Option<(Reducer, usize)>) -> Self {
-        Self { buffers, reducer }
+        Self { buffers, reducer, coder: None }
+    }
+
+    /// The same for a call that is encoded.
+    pub(crate) fn encoding(self, coder: Coder) -> Self {
+        Self { coder: Some(Box::new(coder)), ..self }
+    }
+
+    /// Makes `n` tiles of a combination, from tile `at` on.
+    pub(crate) fn combine(&mut self, op: &Combination, at: u64, n: u64) {
+        let Some(coder) = &mut self.coder else { unreachable!("an encoded call has a coder") };
+        for tile in at..at + n {
+            coder.combine(&self.buffers, op, tile as usize);
+        }
+    }
+
+    /// Looks at tiles that have come.
+    ///
+    /// # Errors
+    /// What is wrong with the first bad one.
+    pub(crate) fn check_tiles(&self, coded: &Coded, tiles: Range<u64>) -> Result<(), String> {
+        let Some(coder) = &self.coder else { unreachable!("an encoded call has a coder") };
+        coder.check(&self.buffers, coded, tiles)
+    }
+
+    /// Buckets that this rank could not encode.
+    pub(crate) fn spoilt(&self) -> Spoilt {
+        self.coder.as_ref().map_or_else(Spoilt::default, |coder| coder.spoilt)
     }
 
     /// As [`Local::new`] with the addresses of the call's tensors; `false` where they do not suffice.
@@ -71,7 +104,7 @@ impl Local {
             PlanOpKind::RecvReduce { dst, local, order, finish, .. } => {
                 self.reduce_incoming(dst, local, *order, *finish, at, payload);
             }
-            PlanOpKind::Send { .. } | PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } => {
+            PlanOpKind::Send { .. } | PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) => {
                 unreachable!("only receives have payload to place")
             }
         }
@@ -83,8 +116,11 @@ impl Local {
         match op {
             PlanOpKind::Copy { dst, src } => self.copy(dst, src, at, n),
             PlanOpKind::Reduce { dst, srcs, finish } => self.reduce(dst, srcs, *finish, at, n),
-            PlanOpKind::Send { .. } | PlanOpKind::Recv { .. } | PlanOpKind::RecvReduce { .. } => {
-                unreachable!("an operation with a peer is no local work")
+            PlanOpKind::Send { .. }
+            | PlanOpKind::Recv { .. }
+            | PlanOpKind::RecvReduce { .. }
+            | PlanOpKind::Combine(_) => {
+                unreachable!("an operation with a peer or of tiles is no work by bytes")
             }
         }
     }

@@ -7,10 +7,14 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use accl_schedule::{
-    Algorithm, CallShape, Chooser, Extent, Extents, Finish, Layout, OpKind, Order, Program, Request, Span,
+    Algorithm, Buf, CallShape, Chooser, Coding, Extent, Extents, Finish, Layout, OpKind, Order, Program, Request, Role,
+    Span,
 };
 use accl_types::{Collective, Elems, Rank, Result};
 use smallvec::SmallVec;
+
+use crate::coder::{Coded, Combination, Operand};
+use crate::encoding::TypedCodecs;
 
 /// Plans kept per group; beyond, the cache starts anew (a program that never repeats a shape gains nothing from it).
 const MAX_PLANS: usize = 256;
@@ -62,18 +66,33 @@ pub(crate) enum PlanOpKind {
     RecvReduce { dst: Region, local: Region, from: Rank, order: Order, finish: Finish },
     Copy { dst: Region, src: Region },
     Reduce { dst: Region, srcs: Vec<Region>, finish: Finish },
+    Combine(Box<Combination>),
 }
 
 #[derive(Debug)]
 pub(crate) struct PlanOp {
     pub(crate) kind: PlanOpKind,
-    /// Payload length in bytes.
+    /// Payload length in bytes; number of tiles of a combination.
     pub(crate) total: u64,
+    /// Of a message that is an encoded chunk: its tiles.
+    pub(crate) coded: Option<Box<Coded>>,
     pub(crate) edge: u32,
     /// (operation, whether byte k may follow byte k)
     pub(crate) deps: SmallVec<[(u32, bool); 4]>,
     /// Operations that wait for this one.
     pub(crate) dependents: SmallVec<[u32; 4]>,
+}
+
+impl PlanOp {
+    /// How far `later`, which streams behind this one, may go when this one has done so much: a combination goes by tiles,
+    /// a message by bytes.
+    pub(crate) fn reach(&self, done: u64, later: &PlanOp) -> u64 {
+        match (&self.coded, &later.coded) {
+            (Some(message), None) => message.tiles_in(done),
+            (None, Some(message)) => message.bytes_of(done),
+            (Some(_), Some(_)) | (None, None) => done,
+        }
+    }
 }
 
 /// Operations by (peer, edge).
@@ -102,6 +121,8 @@ pub(crate) struct Plan {
     pub(crate) algorithm: &'static Algorithm,
     pub(crate) ops: Vec<PlanOp>,
     pub(crate) scratch_bytes: u64,
+    /// Room for encoded chunks; 0 for calls that are not encoded.
+    pub(crate) code_bytes: u64,
     /// Bytes of the longest operation.
     pub(crate) longest: u64,
     /// Bytes of all operations together.
@@ -130,18 +151,23 @@ impl Plan {
     fn new(algorithm: &'static Algorithm, program: &Program, shape: &CallShape, world: u32) -> Self {
         let layout = Layout::new(program, shape);
         let region = |span: &Span| Region::new(&layout, span);
+        let coded = |span: &Span| shape.coding.and_then(|coding| coded(&layout, program, span, coding));
         let (mut receives, mut sends) = (Vec::new(), Vec::new());
         let mut ops: Vec<PlanOp> = Vec::with_capacity(program.ops.len());
+        let mut work = 0;
         for (index, op) in program.ops.iter().enumerate() {
+            let mut coded_message = None;
             let (kind, total) = match &op.kind {
                 OpKind::Send { src, to } => {
                     sends.push((to.0, op.edge, index as u32));
+                    coded_message = coded(src);
                     let src = region(src);
                     let total = src.len;
                     (PlanOpKind::Send { src, to: *to }, total)
                 }
                 OpKind::Recv { dst, from } => {
                     receives.push((from.0, op.edge, index as u32));
+                    coded_message = coded(dst);
                     let dst = region(dst);
                     let total = dst.len;
                     (PlanOpKind::Recv { dst, from: *from }, total)
@@ -162,31 +188,77 @@ impl Plan {
                     let total = dst.len;
                     (PlanOpKind::Reduce { dst, srcs, finish: *finish }, total)
                 }
+                OpKind::Combine { dsts, srcs, finish, pass } => {
+                    let mut combination = Combination::new(*finish, *pass);
+                    for dst in dsts {
+                        match coded(dst) {
+                            Some(code) => combination.code = Some(code),
+                            None => combination.out = Some(region(dst)),
+                        }
+                    }
+                    let operand = |src| coded(src).map_or_else(|| Operand::Values(region(src)), Operand::Code);
+                    combination.srcs = srcs.iter().map(operand).collect();
+                    if let Some(coding) = shape.coding {
+                        let like = like_of(program, dsts.iter().chain(srcs));
+                        combination.set_tiles(layout.tiles(like, coding).collect());
+                    }
+                    work += combination.elems() * shape.elem_bytes;
+                    let total = combination.tiles.len() as u64;
+                    (PlanOpKind::Combine(Box::new(combination)), total)
+                }
             };
             for dep in &op.deps {
                 ops[dep.on as usize].dependents.push(index as u32);
             }
             let deps = op.deps.iter().map(|dep| (dep.on, dep.stream)).collect();
-            ops.push(PlanOp { kind, total, edge: op.edge, deps, dependents: SmallVec::new() });
+            if !matches!(kind, PlanOpKind::Combine(_)) {
+                work += total;
+            }
+            let coded = coded_message.map(Box::new);
+            ops.push(PlanOp { kind, total, coded, edge: op.edge, deps, dependents: SmallVec::new() });
         }
         let mut peers: SmallVec<[Rank; 4]> = receives.iter().chain(&sends).map(|&(peer, ..)| Rank(peer)).collect();
         peers.sort_unstable();
         peers.dedup();
         let longest = ops.iter().map(|op| op.total).max().unwrap_or(0);
-        let is_short = ops.len() <= STRAIGHT_OPS && longest <= STRAIGHT_BYTES;
+        let is_short = ops.len() <= STRAIGHT_OPS && longest <= STRAIGHT_BYTES && shape.coding.is_none();
         Self {
             algorithm,
             longest,
-            work: ops.iter().map(|op| op.total).sum(),
+            work,
             peers,
             straight: is_short.then(|| straight_order(&ops)),
             ops,
             scratch_bytes: layout.scratch_bytes(),
+            code_bytes: layout.code_bytes(),
             hears: !receives.is_empty(),
             receives: EdgeIndex::new(world, receives),
             sends: EdgeIndex::new(world, sends),
         }
     }
+}
+
+/// The tiles of a chunk of `Code`; `None` for any other.
+fn coded(layout: &Layout, program: &Program, span: &Span, coding: &dyn Coding) -> Option<Coded> {
+    let (Buf::Code, chunk) = span.chunks().next()? else { return None };
+    let code = &program.codes[chunk as usize];
+    let ends = layout.tile_bytes(code, coding).scan(0, |end, bytes| {
+        *end += bytes;
+        Some(*end)
+    });
+    Some(Coded {
+        role: code.role,
+        region: Region::new(layout, span),
+        tiles: layout.tiles(code.like, coding).collect(),
+        ends: ends.collect(),
+    })
+}
+
+/// The chunk that all of these have the elements of.
+fn like_of<'a>(program: &Program, spans: impl Iterator<Item = &'a Span>) -> (Buf, u32) {
+    let mut chunks = spans.flat_map(Span::chunks);
+    let Some((buf, chunk)) = chunks.next() else { unreachable!("a combination makes something") };
+    if buf == Buf::Code { program.codes[chunk as usize].like } else { (buf, chunk) }
 }
 
 /// The operations in an order that respects their dependencies: a receive only when nothing else can be done.
@@ -215,12 +287,18 @@ pub(crate) struct PlanKey {
     pub(crate) equal_blocks: bool,
     pub(crate) inputs: Vec<Vec<Elems>>,
     pub(crate) outputs: Vec<Vec<Elems>>,
+    /// Of an encoded call.
+    pub(crate) codecs: Option<TypedCodecs>,
 }
 
 impl PlanKey {
     /// The size that the choice of algorithm goes by, the same on all ranks: the whole buffer of one rank.
     pub(crate) fn size_bytes(&self, world: u32) -> u64 {
-        let total = |blocks: &Vec<Vec<Elems>>| blocks.iter().flatten().map(|e| e.0).sum::<u64>() * self.elem_bytes;
+        let bytes = |(position, elems): (u32, &Elems)| match &self.codecs {
+            Some(codecs) => codecs.piece_bytes(Role::Down, position, elems.0),
+            None => elems.0 * self.elem_bytes,
+        };
+        let total = |blocks: &Vec<Vec<Elems>>| blocks.iter().flat_map(|block| (0..).zip(block)).map(bytes).sum::<u64>();
         match self.collective {
             Collective::AllReduce | Collective::Broadcast | Collective::Reduce => total(&self.outputs),
             Collective::ReduceScatter => total(&self.inputs),
@@ -255,16 +333,26 @@ impl Plans {
         }
         let topology = self.chooser.topology();
         let world = topology.world();
-        let algorithm = self.chooser.choose(key.collective, key.size_bytes(world), key.equal_blocks)?;
+        let encoded = key.codecs.is_some();
+        let algorithm = self.chooser.choose(key.collective, key.size_bytes(world), key.equal_blocks, encoded)?;
         let request = Request { collective: key.collective, world, rank: self.rank, root: key.root, topology };
-        let program = (algorithm.build)(&request).lower(&request);
-        let shape = CallShape { elem_bytes: key.elem_bytes, in_blocks: &key.inputs, out_blocks: &key.outputs, coding: None };
+        let mut program = (algorithm.build)(&request).lower(&request);
+        if encoded {
+            program = program.encoded(algorithm, &request);
+        }
+        let shape = CallShape {
+            elem_bytes: key.elem_bytes,
+            in_blocks: &key.inputs,
+            out_blocks: &key.outputs,
+            coding: key.codecs.as_ref().map(|codecs| codecs as &dyn Coding),
+        };
         let plan = Arc::new(Plan::new(algorithm, &program, &shape, world));
         tracing::info!(
             collective = key.collective.name(),
             algorithm = algorithm.name,
             bytes = key.size_bytes(world),
             world,
+            codecs = key.codecs.as_ref().map(|typed| typed.codecs.text()),
             "algorithm chosen"
         );
         if self.cache.len() >= MAX_PLANS {

@@ -12,10 +12,13 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use accl_kernels::codec::Spoilt;
 use accl_transport::frame::{Header, Kind, SIGNATURE_BYTES, Signature, WANTS_GRANT};
 use accl_types::{Error, Rank, Result};
 
+use crate::buffers::Storage;
 use crate::call::Call;
+use crate::coder::Combination;
 use crate::local::Local;
 use crate::members::Members;
 use crate::net::Net;
@@ -24,6 +27,9 @@ use crate::shape::Shape;
 
 /// Local work done per step, so that receiving and sending alternate with it. In bytes.
 const LOCAL_STEP: u64 = 256 << 10;
+
+/// As `LOCAL_STEP`, in tiles.
+const TILES_STEP: u64 = 4;
 
 /// Segments granted beyond what can be placed. Within a host one suffices; between hosts a grant takes its time, and what
 /// is under way meanwhile keeps the connection busy.
@@ -37,6 +43,14 @@ const TILE: usize = 8 << 10;
 pub(crate) const INQUIRE_AFTER: Duration = Duration::from_millis(100);
 /// The edge of a frame that only shows a call's signature.
 pub(crate) const INQUIRY: u32 = u32::MAX;
+
+/// A message that is not what its sender sent.
+fn corrupted(from: Rank, why: &str) -> Error {
+    Error::protocol(format!(
+        "what came from rank {from} is damaged: {why}; look at the network between the two ranks, and whether both run the \
+         same version"
+    ))
+}
 
 /// Progress of one operation.
 #[derive(Default)]
@@ -143,6 +157,11 @@ impl Run {
         !self.work.is_empty() || !self.stalled.is_empty()
     }
 
+    /// Takes back the room for encoded chunks, and says what this rank could not encode.
+    pub(crate) fn take_codes(&mut self) -> (Option<Storage>, Spoilt) {
+        (self.local.buffers_mut().take_codes(), self.local.spoilt())
+    }
+
     /// Writes staged outputs back. The last thing that touches the caller's memory.
     pub(crate) fn unpack(&mut self) {
         self.local.unpack();
@@ -188,7 +207,7 @@ impl Run {
             if !stream || plan_op.total == 0 {
                 return None;
             }
-            limit = limit.min(state.done);
+            limit = limit.min(self.plan.ops[on as usize].reach(state.done, plan_op));
         }
         Some(limit)
     }
@@ -204,6 +223,7 @@ impl Run {
             PlanOpKind::Send { src, to } => self.step_send(op, src, *to, fresh, env),
             PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => self.step_receive(op, *from, env),
             PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } => self.step_local(op),
+            PlanOpKind::Combine(combination) => self.step_combine(op, combination),
         }
         let state = &self.ops[op as usize];
         let progressed = (state.done, state.complete) != before;
@@ -388,6 +408,10 @@ impl Run {
                 self.step(dependent, &mut fresh, env);
             }
             self.place(&mut fresh);
+            if let Some(coded) = &plan.ops[op as usize].coded {
+                let tiles = coded.tiles_in(at)..coded.tiles_in(at + payload.len() as u64);
+                self.local.check_tiles(coded, tiles).map_err(|why| corrupted(from, &why))?;
+            }
             self.settle_receive(op, from, env);
             for &dependent in dependents {
                 self.queue(dependent);
@@ -480,6 +504,22 @@ impl Run {
         }
     }
 
+    fn step_combine(&mut self, op: u32, combination: &Combination) {
+        let Some(limit) = self.limit(op) else { return };
+        let total = combination.tiles.len() as u64;
+        let at = self.ops[op as usize].done;
+        let n = (limit - at).min(TILES_STEP);
+        if n > 0 {
+            self.local.combine(combination, at, n);
+            self.ops[op as usize].done += n;
+        }
+        if at + n == total {
+            self.complete(op);
+        } else if at + n < limit {
+            self.queue(op);
+        }
+    }
+
     // ---- waiting
 
     /// Shows this call's signature to the ranks that it has heard nothing of. They may be in another call that sends
@@ -508,7 +548,7 @@ impl Run {
             .filter_map(|(op, _)| match &op.kind {
                 PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => Some(*from),
                 PlanOpKind::Send { to, .. } => Some(*to),
-                PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } => None,
+                PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) => None,
             })
             .collect();
         ranks.sort_unstable();
@@ -524,7 +564,7 @@ impl Run {
                 *from == peer && !(state.begun && state.arrived == op.total)
             }
             PlanOpKind::Send { to, .. } => *to == peer && !state.complete,
-            PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } => false,
+            PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) => false,
         })
     }
 }

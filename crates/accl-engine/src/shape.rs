@@ -12,7 +12,8 @@ use smallvec::SmallVec;
 
 use crate::buffers::block_elems;
 use crate::desc::{Blocks, CallDesc};
-use crate::hash::hash_words;
+use crate::encoding::{Codecs, TypedCodecs};
+use crate::hash::{fold, hash_words};
 use crate::plan::{Plan, PlanKey, Plans};
 
 /// Shapes kept; a step of training repeats few.
@@ -37,6 +38,7 @@ struct Key {
     op: ReduceOp,
     root: Rank,
     equal_blocks: bool,
+    codecs: Option<Arc<Codecs>>,
     /// Bytes and type of the only tensor of a call in place.
     alone: Option<(u64, Dtype)>,
     inputs: Sizes,
@@ -71,8 +73,9 @@ impl Sizes {
 }
 
 impl Key {
-    fn of(desc: &CallDesc) -> Self {
+    fn of(desc: &CallDesc, world: u32) -> Self {
         Self {
+            codecs: desc.encoding(world).map(|encoding| encoding.codecs.clone()),
             collective: desc.collective,
             dtype: desc.dtype,
             op: desc.op,
@@ -85,8 +88,13 @@ impl Key {
     }
 
     #[inline]
-    fn fits(&self, desc: &CallDesc) -> bool {
+    fn fits(&self, desc: &CallDesc, world: u32) -> bool {
         self.collective == desc.collective
+            && match (&self.codecs, desc.encoding(world)) {
+                (None, None) => true,
+                (Some(known), Some(encoding)) => **known == *encoding.codecs,
+                (None, Some(_)) | (Some(_), None) => false,
+            }
             && self.dtype == desc.dtype
             && self.op == desc.op
             && self.root == desc.root
@@ -108,8 +116,8 @@ pub(crate) struct Shapes {
 impl Shapes {
     /// The shape of this call, if it is among the latest. A call of a known shape needs no check of its arguments.
     #[inline]
-    pub(crate) fn find(&mut self, desc: &CallDesc) -> Option<&Arc<Shape>> {
-        let index = self.shapes.iter().position(|shape| shape.key.fits(desc))?;
+    pub(crate) fn find(&mut self, desc: &CallDesc, world: u32) -> Option<&Arc<Shape>> {
+        let index = self.shapes.iter().position(|shape| shape.key.fits(desc, world))?;
         if index > 0 {
             self.shapes.swap(index - 1, index);
         }
@@ -121,11 +129,12 @@ impl Shapes {
     /// # Errors
     /// `InvalidArgument` when the block that a rank keeps differs in size; those of the plan and of the reducer.
     pub(crate) fn get(&mut self, desc: &CallDesc, rank: Rank, world: u32, plans: &mut Plans) -> Result<Arc<Shape>> {
-        if let Some(shape) = self.find(desc) {
+        if let Some(shape) = self.find(desc, world) {
             return Ok(shape.clone());
         }
         let reduces = desc.collective.reduces();
-        let elem = if reduces { desc.dtype.size_bytes() } else { 1 };
+        let codecs = desc.encoding(world).map(|encoding| encoding.codecs.clone());
+        let elem = if reduces || codecs.is_some() { desc.dtype.size_bytes() } else { 1 };
         let outputs = block_elems(&desc.outputs, elem as u64);
         let in_place = desc.inputs.is_empty();
         let inputs = match desc.collective {
@@ -139,13 +148,19 @@ impl Shapes {
             equal_blocks: equal_blocks(desc, &inputs, &outputs),
             inputs,
             outputs,
+            codecs: codecs.clone().map(|codecs| TypedCodecs { codecs, dtype: desc.dtype }),
         };
         check_kept_block(desc.collective, &plan_key, rank)?;
         let plan = plans.get(&plan_key)?;
-        let reducer = if reduces { Some((Reducer::new(kernel_op(desc.op), desc.dtype, world)?, elem)) } else { None };
+        // What is encoded is added up in float32, whatever its type.
+        let reducer = if reduces && codecs.is_none() {
+            Some((Reducer::new(kernel_op(desc.op), desc.dtype, world)?, elem))
+        } else {
+            None
+        };
         let signature = signature(desc, &plan_key, plan.algorithm.id);
         let whole = Header::whole(&signature);
-        let shape = Arc::new(Shape { key: Key::of(desc), plan, signature, whole, reducer });
+        let shape = Arc::new(Shape { key: Key::of(desc, world), plan, signature, whole, reducer });
         if self.shapes.len() >= MAX_SHAPES {
             self.shapes.pop();
         }
@@ -231,13 +246,8 @@ fn signature(desc: &CallDesc, key: &PlanKey, algorithm: u8) -> Signature {
         count,
         // Half a hash: what tells blocks of one sum apart need not withstand an adversary.
         shape_hash: shape.map_or(0, |blocks| fold(hash_blocks(blocks))),
-        reserved: 0,
+        reserved: key.codecs.as_ref().map_or(0, |typed| typed.codecs.word()),
     }
-}
-
-/// Both halves of a hash in one.
-fn fold(hash: u64) -> u32 {
-    (hash ^ hash >> 32) as u32
 }
 
 /// Over the sizes, with a mark between blocks.

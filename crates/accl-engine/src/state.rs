@@ -10,10 +10,11 @@ use std::time::{Duration, Instant};
 use accl_transport::frame::{CHECKS_SIGNATURES, Cause, Header, Kind, Signature};
 use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, ReduceOp, Result, Seq};
 
-use crate::buffers::Storage;
+use crate::buffers::{Rooms, Storage};
 use crate::call::Call;
 use crate::completion::CompletionPool;
 use crate::desc::CallDesc;
+use crate::encoding::Codecs;
 use crate::history::History;
 use crate::local::Local;
 use crate::members::Members;
@@ -74,6 +75,7 @@ pub(crate) struct GroupState {
     /// Of calls on the short way, one after the other.
     local: Local,
     scratch: Storage,
+    pub(crate) code_rooms: Rooms,
     /// A call has raised the cause, so that destroy need not.
     cause_was_raised: bool,
 }
@@ -146,6 +148,7 @@ impl GroupState {
             near: None,
             local: Local::default(),
             scratch: Storage::default(),
+            code_rooms: Rooms::default(),
             cause_was_raised: false,
         }
     }
@@ -204,6 +207,11 @@ impl GroupState {
             .get_or_insert_with(|| self.members.ranks().all(|rank| net.is_cheap_to_look_at(self.members.peer(rank))))
     }
 
+    /// Whether tiles travel with checksums: unless all ranks share memory.
+    pub(crate) fn has_checksums(&mut self, net: &Net) -> bool {
+        !self.is_near(net)
+    }
+
     /// Runs a call the short way, as far as that goes. `None`: not at all, and nothing was done.
     pub(crate) fn run_straight(
         &mut self,
@@ -216,7 +224,7 @@ impl GroupState {
         if !is_quiet || !self.is_near(net) {
             return None;
         }
-        let shape = self.shapes.find(desc)?;
+        let shape = self.shapes.find(desc, self.members.world())?;
         let order = shape.plan.straight.as_deref().filter(|_| shape.plan.longest <= segment)?;
         let header = shape.whole?;
         // What is unusual about the tensors, or wrong with them, is left to the ordinary way.
@@ -425,6 +433,9 @@ impl GroupState {
 
     fn disagreement(&self, seq: u64, from: Rank, mine: &Signature, theirs: &Signature) -> Error {
         let (mine_text, theirs_text) = (describe(mine), describe(theirs));
+        if mine_text == theirs_text && mine.reserved != theirs.reserved {
+            return disagreement_on_codecs(seq, (self.rank, mine), (from, theirs)).with_peer(from);
+        }
         let detail = if mine_text == theirs_text { " (the sizes of single blocks differ)" } else { "" };
         Error::mismatch(format!(
             "ranks disagree on call {seq}: rank {} called {mine_text}, rank {from} called {theirs_text}{detail}; \
@@ -464,6 +475,9 @@ impl GroupState {
         for seq in ended {
             if let Some(mut run) = self.runs.remove(&seq) {
                 run.unpack();
+                let (room, spoilt) = run.take_codes();
+                self.code_rooms.give(room);
+                run.call.set_spoilt(spoilt);
                 end(&run.call, None, hands);
                 moved = true;
             }
@@ -681,6 +695,16 @@ fn brief(error: &Error) -> String {
         (Some(collective), None) => format!("{collective}: {}", error.message),
         (None, _) => error.message.clone(),
     }
+}
+
+fn disagreement_on_codecs(seq: u64, mine: (Rank, &Signature), theirs: (Rank, &Signature)) -> Error {
+    let [(my_rank, my_text), (their_rank, their_text)] =
+        [mine, theirs].map(|(rank, signature)| (rank, Codecs::describe_word(signature.reserved)));
+    let detail = if my_text == their_text { " (the settings of another of its tensors differ)" } else { "" };
+    Error::mismatch(format!(
+        "ranks disagree on how call {seq} is compressed: rank {my_rank} with {my_text}, rank {their_rank} with \
+         {their_text}{detail}; give all ranks of the group the same compression settings"
+    ))
 }
 
 /// A call as its caller would write it, from its signature.

@@ -72,6 +72,7 @@ impl Straight<'_> {
                     self.local.work(&op.kind, 0, op.total);
                     true
                 }
+                PlanOpKind::Combine(_) => unreachable!("an encoded call has no short way"),
             };
             if !done {
                 return position;

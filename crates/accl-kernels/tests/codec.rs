@@ -46,7 +46,8 @@ fn encode(codec: &dyn Codec, dtype: Dtype, src: &[u8], first: u64, noise: Noise)
     let room = codec.encoded_bytes(dtype, count);
     let mut dst = vec![0xa5; room + 5];
     // SAFETY: the buffer has the elements.
-    let spoilt = unsafe { codec.encode(&mut dst[5..], Slice { src: src.ptr(), dtype, count, first }, noise) };
+    let spoilt =
+        unsafe { codec.encode(&mut dst[5..], Slice { src: src.ptr(), dtype, tensor: dtype, count, first }, noise) };
     (dst.split_off(5), spoilt)
 }
 
@@ -54,7 +55,7 @@ fn decode(codec: &dyn Codec, dtype: Dtype, encoded: &[u8], count: usize) -> Vec<
     let src = Buffer::new(encoded, 1);
     let dst = Buffer::new(&vec![0xa5; count * dtype.size_bytes()], 2);
     // SAFETY: the buffer has room for the elements.
-    unsafe { codec.decode(dst.ptr(), src.bytes(), dtype, count) };
+    unsafe { codec.decode(dst.ptr(), dtype, src.bytes(), dtype, count) };
     dst.check_guards();
     dst.bytes().to_vec()
 }
@@ -153,8 +154,12 @@ fn count(bucket: usize, kind: usize) -> usize {
 
 /// Values of one size, of many, of one sign, and all alike.
 fn data(dtype: Dtype, count: usize, kind: u64, random: &mut Random) -> Vec<u8> {
+    bytes_of(dtype, &data_values(count, kind, random))
+}
+
+fn data_values(count: usize, kind: u64, random: &mut Random) -> Vec<f32> {
     let scale = 10f32.powi(random.below(7) as i32 - 4);
-    let values: Vec<f32> = (0..count)
+    (0..count)
         .map(|_| {
             let unit = (random.next() >> 40) as f32 / (1 << 24) as f32;
             match kind % 5 {
@@ -165,8 +170,7 @@ fn data(dtype: Dtype, count: usize, kind: u64, random: &mut Random) -> Vec<u8> {
                 _ => (unit - 0.5) * 10f32.powi(random.below(9) as i32 - 5),
             }
         })
-        .collect();
-    bytes_of(dtype, &values)
+        .collect()
 }
 
 proptest! {
@@ -475,5 +479,51 @@ fn what_has_no_meaning_is_refused_by_name() {
     refused(Settings { bucket: 8200, ..usual }, "bucket is 8200");
     refused(Settings { meta: Dtype::F64, ..usual }, "meta is float64; expected float32, float16 or bfloat16");
     let error = codec("int9").unwrap_err();
-    assert!(error.message.contains("unknown codec `int9`; expected one of maxmin"), "{}", error.message);
+    assert!(
+        error.message.contains("unknown codec `int9`; expected one of raw, bf16, fp16, maxmin"),
+        "{}",
+        error.message
+    );
+}
+
+proptest! {
+    #[test]
+    fn casts_round_to_nearest_even_and_raw_keeps_every_bit(
+        kind in 0usize..12, seed: u64, count in 0usize..1300, tensor in 0usize..3, as_sums: bool,
+    ) {
+        let tensor = FLOATS[tensor];
+        let dtype = if as_sums { Dtype::F32 } else { tensor };
+        let src = bytes_of(dtype, &data_values(count, kind as u64, &mut Random(seed)));
+        for (name, wire) in [("raw", tensor), ("bf16", Dtype::BF16), ("fp16", Dtype::F16)] {
+            let sent: Vec<f32> = values_of(dtype, &src).into_iter().map(|x| to_f32(wire, &from_f32(wire, x))).collect();
+            for isa in available_isas() {
+                let codec = codec(name).unwrap().build_with_isa(&Settings::default(), isa).unwrap();
+                let mut encoded = vec![0xa5; codec.encoded_bytes(tensor, count)];
+                let slice = Slice { src: src.as_ptr(), dtype, tensor, count, first: 0 };
+                // SAFETY: the slice is `src`.
+                unsafe { codec.encode(&mut encoded, slice, Noise::keyed(&[])) };
+                prop_assert!(encoded.len().is_multiple_of(8));
+                if wire == dtype {
+                    prop_assert_eq!(&encoded[..src.len()], &src[..]);
+                }
+                for into in [Dtype::F32, tensor] {
+                    let mut decoded = vec![0; count * into.size_bytes()];
+                    // SAFETY: there is room for the elements.
+                    unsafe { codec.decode(decoded.as_mut_ptr(), into, &encoded, tensor, count) };
+                    for (value, sent) in values_of(into, &decoded).into_iter().zip(&sent) {
+                        let expected = to_f32(into, &from_f32(into, *sent));
+                        prop_assert!(alike(value, expected), "{value} for {sent} by {name}");
+                    }
+                }
+                let mut sums = vec![1.5; count];
+                codec.decode_add(&mut sums, &encoded, tensor);
+                prop_assert!(sums.iter().zip(&sent).all(|(&sum, &sent)| alike(sum, 1.5 + sent)));
+            }
+        }
+    }
+}
+
+/// The same bits, or both NaN.
+fn alike(a: f32, b: f32) -> bool {
+    a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan()
 }

@@ -67,21 +67,33 @@ impl Chooser {
     /// scatter), which all ranks know. It is ignored for an all_to_all (only rules that begin at 0 apply): one rank may
     /// give splits that happen to be equal and another none, and they must agree.
     ///
+    /// With `encoded`, the messages are to be encoded, and `bytes` is the size of what that makes of the buffer.
+    ///
     /// # Errors
     /// `Configuration` for a rule of this collective that names an unknown algorithm (with the nearest name), and for
     /// one that fits the size but names an algorithm that cannot run here; `Unsupported` for point-to-point calls, which
     /// have no schedules.
-    pub fn choose(&self, collective: Collective, bytes: u64, equal_blocks: bool) -> Result<&'static Algorithm> {
+    pub fn choose(
+        &self,
+        collective: Collective,
+        bytes: u64,
+        equal_blocks: bool,
+        encoded: bool,
+    ) -> Result<&'static Algorithm> {
         let bytes = if collective == Collective::AllToAll { 0 } else { bytes };
         if let Some(row) = self.by_rule(collective, bytes)? {
             check_applies(row, equal_blocks, &self.topology)?;
+            if encoded && !row.encodes {
+                return Err(cannot_encode(row));
+            }
             return Ok(row);
         }
         if collective == Collective::AllToAll {
             let name = if self.topology.world() <= DIRECT_WORLD { "direct" } else { "pairwise" };
             return find(collective, name).ok_or_else(|| Error::internal(format!("no row for {collective} {name}")));
         }
-        let cheapest = self.predict(collective, bytes, equal_blocks).min_by_key(|&(_, time_ps)| time_ps);
+        let rows = self.predict(collective, bytes, equal_blocks).filter(|(row, _)| row.encodes || !encoded);
+        let cheapest = rows.min_by_key(|&(_, time_ps)| time_ps);
         let (row, _) = cheapest
             .ok_or_else(|| Error::unsupported(format!("{collective} is point-to-point and has no algorithms")))?;
         Ok(row)
@@ -115,6 +127,17 @@ impl Chooser {
         }
         Ok(chosen)
     }
+}
+
+fn cannot_encode(row: &Algorithm) -> Error {
+    let rows = ALGORITHMS.iter().filter(|other| other.collective == row.collective && other.encodes);
+    let names: Vec<&str> = rows.map(|row| row.name).collect();
+    Error::configuration(format!(
+        "{} {}: ranks would end with different bits if messages were encoded; take one of {}, or do not compress",
+        row.collective,
+        row.name,
+        names.join(", ")
+    ))
 }
 
 /// Checks overrides before the first call: at group creation, where the user sees the error at its cause.
@@ -223,7 +246,7 @@ mod tests {
                     let chooser = Chooser::new(topology.clone(), Vec::new(), &basis(deterministic));
                     for collective in collectives() {
                         for (bytes, equal) in SIZES.iter().flat_map(|&bytes| [(bytes, true), (bytes, false)]) {
-                            let row = chooser.choose(collective, bytes, equal).unwrap();
+                            let row = chooser.choose(collective, bytes, equal, false).unwrap();
                             assert_eq!(row.collective, collective);
                             assert_eq!(obstacle(row, equal, &topology), None, "{} {world}", row.name);
                         }
@@ -268,7 +291,7 @@ mod tests {
         for bytes in SIZES {
             let pick = |topology: &Topology, basis: Basis| {
                 Chooser::new(topology.clone(), Vec::new(), &basis)
-                    .choose(Collective::AllReduce, bytes, true)
+                    .choose(Collective::AllReduce, bytes, true, false)
                     .unwrap()
                     .name
             };
@@ -283,7 +306,7 @@ mod tests {
         let flat = Topology::flat(8);
         let pick = |text: &str, bytes| {
             let basis = Basis { machine: text.parse().unwrap(), ..basis(false) };
-            Chooser::new(flat.clone(), Vec::new(), &basis).choose(Collective::AllReduce, bytes, true).unwrap()
+            Chooser::new(flat.clone(), Vec::new(), &basis).choose(Collective::AllReduce, bytes, true, false).unwrap()
         };
         // Where only waiting costs anything, one step is best; where only frames do, the fewest messages.
         let waiting = pick("shm_latency_ps=1000000000 shm_frame_ps=0", 1024);
@@ -299,7 +322,7 @@ mod tests {
     fn several_ranks_on_several_hosts_meet_on_their_hosts_first() {
         for (world, on_each, bytes) in [(4, 2, 1 << 20), (4, 2, 1 << 26), (64, 8, 1 << 20)] {
             let hosts = Topology::new((0..world).map(|rank| rank / on_each).collect());
-            let chosen = chooser(&hosts, &[]).choose(Collective::AllReduce, bytes, true).unwrap();
+            let chosen = chooser(&hosts, &[]).choose(Collective::AllReduce, bytes, true, false).unwrap();
             assert_eq!(chosen.name, "two_level", "{bytes} bytes, {world} ranks");
         }
     }
@@ -309,7 +332,7 @@ mod tests {
         for topology in [Topology::flat(2), Topology::new(vec![0, 1])] {
             let chooser = chooser(&topology, &[]);
             for bytes in [1 << 22, 1 << 26] {
-                let row = chooser.choose(Collective::AllReduce, bytes, true).unwrap();
+                let row = chooser.choose(Collective::AllReduce, bytes, true, false).unwrap();
                 assert_ne!(row.name, "recursive_doubling", "{bytes}");
             }
         }
@@ -323,7 +346,7 @@ mod tests {
             rule(Collective::Broadcast, "chain", 0, u64::MAX),
         ];
         let chooser = chooser(&Topology::flat(4), &rules);
-        let pick = |collective, bytes| chooser.choose(collective, bytes, true).map(|row| row.name);
+        let pick = |collective, bytes| chooser.choose(collective, bytes, true, false).map(|row| row.name);
         assert_eq!(pick(Collective::AllReduce, 999), Ok("ring"));
         assert_eq!(pick(Collective::AllReduce, 1000), Ok("rabenseifner"));
         assert_eq!(pick(Collective::AllReduce, 2001), Ok("ring"));
@@ -334,7 +357,7 @@ mod tests {
     #[test]
     fn an_unknown_name_is_refused_with_the_nearest_even_out_of_its_range() {
         let rules = [rule(Collective::AllReduce, "rings", 1 << 30, u64::MAX)];
-        let error = chooser(&Topology::flat(4), &rules).choose(Collective::AllReduce, 4, true).unwrap_err();
+        let error = chooser(&Topology::flat(4), &rules).choose(Collective::AllReduce, 4, true, false).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Configuration);
         assert!(error.message.contains("did you mean ring?") && error.message.contains("two_level"), "{error}");
     }
@@ -343,7 +366,7 @@ mod tests {
     fn a_rule_that_cannot_be_followed_says_why() {
         let refused = |collective, name, equal| {
             let rules = [rule(collective, name, 0, u64::MAX)];
-            let error = chooser(&Topology::flat(4), &rules).choose(collective, 4, equal).unwrap_err();
+            let error = chooser(&Topology::flat(4), &rules).choose(collective, 4, equal, false).unwrap_err();
             assert_eq!(error.kind, ErrorKind::Configuration);
             error.message
         };
@@ -367,7 +390,7 @@ mod tests {
 
     #[test]
     fn point_to_point_has_no_algorithm() {
-        let error = chooser(&Topology::flat(4), &[]).choose(Collective::Send, 4, true).unwrap_err();
+        let error = chooser(&Topology::flat(4), &[]).choose(Collective::Send, 4, true, false).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Unsupported);
     }
 }

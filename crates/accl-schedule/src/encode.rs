@@ -79,9 +79,17 @@ enum Made {
     Original(u32),
     Received(Rank),
     /// Of `local` and what was received after it.
-    Reduced { local: VersionId, incoming: VersionId, order: Order, finish: Finish },
+    Reduced {
+        local: VersionId,
+        incoming: VersionId,
+        order: Order,
+        finish: Finish,
+    },
     /// Of several, in this order.
-    Summed { operands: Vec<VersionId>, finish: Finish },
+    Summed {
+        operands: Vec<VersionId>,
+        finish: Finish,
+    },
 }
 
 #[derive(Clone, Copy)]
@@ -155,7 +163,8 @@ impl<'a> Trace<'a> {
 
     /// Says where versions end, and with that what those received were.
     fn finish(&mut self) -> Vec<Version> {
-        let ends = self.at[Buf::Out as usize].iter().zip(0u32..).filter_map(|(&version, chunk)| Some((version?, chunk)));
+        let ends =
+            self.at[Buf::Out as usize].iter().zip(0u32..).filter_map(|(&version, chunk)| Some((version?, chunk)));
         for (version, chunk) in ends {
             self.versions[version as usize].ends_in.push(chunk);
         }

@@ -47,7 +47,8 @@ fn count(row: &Algorithm, topology: &Topology) -> Counted {
         let request = Request { collective: row.collective, world, rank: Rank(rank), root: Rank(0), topology };
         let program = (row.build)(&request).lower(&request);
         let (inputs, outputs) = blocks(row.collective, world, rank);
-        let layout = Layout::new(&program, &CallShape { elem_bytes: 1, in_blocks: &inputs, out_blocks: &outputs, coding: None });
+        let layout =
+            Layout::new(&program, &CallShape { elem_bytes: 1, in_blocks: &inputs, out_blocks: &outputs, coding: None });
         let mut work = Work::default();
         let mut copied = 0;
         for op in &program.ops {

@@ -1,7 +1,7 @@
 //! Every row with encoded messages, against the symbolic checker.
 
-use accl_schedule::check::{BlockSizes, Case, check_programs};
 use accl_schedule::algorithms::find;
+use accl_schedule::check::{BlockSizes, Case, check_programs};
 use accl_schedule::{ALGORITHMS, Algorithm, Buf, OpKind, Program, Role, Span, Topology, encodes};
 use accl_types::{Collective, Rank};
 

@@ -264,19 +264,19 @@ pub(crate) fn widen_bf16(dst: &mut [f32], src: &[[u8; 2]]) {
     }
 }
 
-/// A finite value beyond the range becomes the largest one.
+/// What is greater than `most` becomes it: the largest finite value, or an infinity that changes nothing.
 #[inline(always)]
-pub(crate) fn narrow_f16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32]) {
+pub(crate) fn narrow_f16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most: f32) {
     for (bytes, &value) in dst.iter_mut().zip(values) {
-        bytes.write(float16::narrow_f16(value.clamp(-float16::F16_MAX, float16::F16_MAX)).to_ne_bytes());
+        bytes.write(float16::narrow_f16(value.clamp(-most, most)).to_ne_bytes());
     }
 }
 
 /// As [`narrow_f16`].
 #[inline(always)]
-pub(crate) fn narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32]) {
+pub(crate) fn narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most: f32) {
     for (bytes, &value) in dst.iter_mut().zip(values) {
-        bytes.write(float16::narrow_bf16(value.clamp(-float16::BF16_MAX, float16::BF16_MAX)).to_ne_bytes());
+        bytes.write(float16::narrow_bf16(value.clamp(-most, most)).to_ne_bytes());
     }
 }
 
@@ -292,8 +292,8 @@ pub(crate) struct Loops {
     pub(crate) add_values: unsafe fn(&mut [f32], &[u8], f32, f32),
     pub(crate) widen_f16: unsafe fn(&mut [f32], &[[u8; 2]]),
     pub(crate) widen_bf16: unsafe fn(&mut [f32], &[[u8; 2]]),
-    pub(crate) narrow_f16: unsafe fn(&mut [MaybeUninit<[u8; 2]>], &[f32]),
-    pub(crate) narrow_bf16: unsafe fn(&mut [MaybeUninit<[u8; 2]>], &[f32]),
+    pub(crate) narrow_f16: unsafe fn(&mut [MaybeUninit<[u8; 2]>], &[f32], f32),
+    pub(crate) narrow_bf16: unsafe fn(&mut [MaybeUninit<[u8; 2]>], &[f32], f32),
 }
 
 /// Defines `LOOPS`: functions with the given attributes around the loops.
@@ -314,8 +314,8 @@ macro_rules! codec_loops {
                 add_values(sums: &mut [f32], codes: &[u8], unit: f32, min: f32) -> ();
                 widen_f16(dst: &mut [f32], src: &[[u8; 2]]) -> ();
                 widen_bf16(dst: &mut [f32], src: &[[u8; 2]]) -> ();
-                narrow_f16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32]) -> ();
-                narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32]) -> ();
+                narrow_f16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most: f32) -> ();
+                narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most: f32) -> ();
             }
         };
     };

@@ -22,15 +22,14 @@
 //! The scheme is that of QSGD (Alistarh et al., 2017) with the grid of its implementations: two points per bucket in place of
 //! a norm.
 
-use std::fmt;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use accl_types::{Dtype, Error, Result};
 
 use super::loops::{Grid, Loops, Range};
-use super::pieces::{PIECE, place, read, write};
-use super::{Codec, Noise, Rounding, Row, Settings, Slice, Spoilt, encodes};
+use super::pieces::{Beyond, PIECE, add, convert, place, read, write};
+use super::{Codec, Noise, Rounding, Row, Settings, Slice, Spoilt, Summary, encodes};
 use crate::arch::{self, Isa};
 use crate::float_env::DefaultFloatEnv;
 use crate::reduce::float16::{self, Toward};
@@ -48,12 +47,6 @@ const ALIGN_BYTES: usize = 8;
 pub(crate) struct MaxMin {
     settings: Settings,
     loops: &'static Loops,
-}
-
-impl fmt::Debug for MaxMin {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("MaxMin").field(&self.settings).finish()
-    }
 }
 
 /// Where the parts of an encoded slice lie, in bytes.
@@ -135,12 +128,12 @@ impl MaxMin {
         ((1u32 << self.settings.bits) - 1) as f32
     }
 
-    fn layout(&self, dtype: Dtype, count: usize) -> Layout {
+    fn layout(&self, tensor: Dtype, count: usize) -> Layout {
         let coded = if self.settings.skip_incomplete { count - count % self.bucket() } else { count };
         let codes_at = 2 * self.settings.meta.size_bytes() * coded.div_ceil(self.bucket());
         let codes_end = codes_at + self.code_bytes(coded);
         let tail_at = codes_at + (codes_end - codes_at).next_multiple_of(ALIGN_BYTES);
-        let tail_end = tail_at + (count - coded) * dtype.size_bytes();
+        let tail_end = tail_at + (count - coded) * tensor.size_bytes();
         Layout { coded, codes_at, codes_end, tail_at, tail_end, end: tail_end.next_multiple_of(ALIGN_BYTES) }
     }
 
@@ -244,14 +237,22 @@ impl MaxMin {
 }
 
 impl Codec for MaxMin {
-    fn encoded_bytes(&self, dtype: Dtype, count: usize) -> usize {
-        self.layout(dtype, count).end
+    fn summary(&self) -> Summary {
+        Summary::new(ROW.name, Some(&self.settings))
+    }
+
+    fn grain(&self) -> usize {
+        self.bucket()
+    }
+
+    fn encoded_bytes(&self, tensor: Dtype, count: usize) -> usize {
+        self.layout(tensor, count).end
     }
 
     unsafe fn encode(&self, dst: &mut [u8], slice: Slice, noise: Noise) -> Spoilt {
         let _env = DefaultFloatEnv::enter();
-        let Slice { src, dtype, count, first } = slice;
-        let layout = self.layout(dtype, count);
+        let count = slice.count;
+        let layout = self.layout(slice.tensor, count);
         assert_eq!(dst.len(), layout.end, "room for what {count} elements become");
         let (metas, rest) = dst.split_at_mut(layout.codes_at);
         let (codes, tail) = rest.split_at_mut(layout.tail_at - layout.codes_at);
@@ -263,9 +264,7 @@ impl Codec for MaxMin {
         for ((packed, pair), begin) in
             codes.chunks_mut(self.code_bytes(self.bucket())).zip(metas).zip((0..layout.coded).step_by(self.bucket()))
         {
-            let count = self.bucket().min(layout.coded - begin);
-            let bucket =
-                Slice { src: src.wrapping_add(begin * dtype.size_bytes()), dtype, count, first: first + begin as u64 };
+            let bucket = slice.part(begin, self.bucket().min(layout.coded - begin));
             // SAFETY: the caller's promise: these are elements of the slice.
             let placed = self.place(unsafe { self.range(bucket, &mut room.values) });
             let (unit, min) = match placed {
@@ -286,45 +285,39 @@ impl Codec for MaxMin {
         }
         let (tail, zeros) = tail.split_at_mut(layout.tail_end - layout.tail_at);
         zeros.fill(0);
-        // SAFETY: the caller's promise: what is behind the coded elements belongs to the slice, too.
-        unsafe {
-            let raw = src.add(layout.coded * dtype.size_bytes());
-            raw.copy_to_nonoverlapping(tail.as_mut_ptr(), tail.len());
-        }
+        // SAFETY: the caller's promise: what is behind the coded elements belongs to the slice, too; `tail` has room for it.
+        unsafe { convert(tail.as_mut_ptr(), slice.tensor, slice.part(layout.coded, count - layout.coded), self.loops) };
         spoilt
     }
 
-    unsafe fn decode(&self, dst: *mut u8, src: &[u8], dtype: Dtype, count: usize) {
+    unsafe fn decode(&self, dst: *mut u8, into: Dtype, src: &[u8], tensor: Dtype, count: usize) {
         let _env = DefaultFloatEnv::enter();
-        let layout = self.layout(dtype, count);
+        let layout = self.layout(tensor, count);
         assert_eq!(src.len(), layout.end, "what {count} elements become");
         let mut room = [MaybeUninit::uninit(); PIECE];
         self.decode_pieces(src, &layout, |start, codes, unit, min| {
-            let dst = dst.wrapping_add(start * dtype.size_bytes());
+            let dst = dst.wrapping_add(start * into.size_bytes());
             // SAFETY: the caller's promise: these are elements of the result.
             unsafe {
-                place(dst, dtype, codes.len(), &mut room, self.loops, |values| {
+                place(dst, (into, Beyond::Largest), codes.len(), &mut room, self.loops, |values| {
                     (self.loops.values)(values, codes, unit, min)
                 })
             };
         });
         let tail = &src[layout.tail_at..layout.tail_end];
-        // SAFETY: as above.
-        unsafe { tail.as_ptr().copy_to_nonoverlapping(dst.add(layout.coded * dtype.size_bytes()), tail.len()) };
+        let tail = Slice { src: tail.as_ptr(), dtype: tensor, tensor, count: count - layout.coded, first: 0 };
+        // SAFETY: as above; the slice has this many elements of the tensor's type.
+        unsafe { convert(dst.wrapping_add(layout.coded * into.size_bytes()), into, tail, self.loops) };
     }
 
-    fn decode_add(&self, sums: &mut [f32], src: &[u8], dtype: Dtype) {
+    fn decode_add(&self, sums: &mut [f32], src: &[u8], tensor: Dtype) {
         let _env = DefaultFloatEnv::enter();
-        let layout = self.layout(dtype, sums.len());
+        let layout = self.layout(tensor, sums.len());
         assert_eq!(src.len(), layout.end, "what {} elements become", sums.len());
         self.decode_pieces(src, &layout, |start, codes, unit, min| {
             // SAFETY: the instruction set was checked when `self` was made.
             unsafe { (self.loops.add_values)(&mut sums[start..start + codes.len()], codes, unit, min) };
         });
-        let tail = &src[layout.tail_at..layout.tail_end];
-        let sums = &mut sums[layout.coded..];
-        for (sum, bytes) in sums.iter_mut().zip(tail.chunks_exact(dtype.size_bytes())) {
-            *sum += read(dtype, bytes);
-        }
+        add(&mut sums[layout.coded..], &src[layout.tail_at..layout.tail_end], tensor, self.loops);
     }
 }

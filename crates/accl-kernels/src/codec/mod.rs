@@ -13,10 +13,13 @@
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
+mod cast;
+mod floats;
 pub(crate) mod loops;
 mod max_min;
 mod noise;
 mod pieces;
+mod summary;
 
 use std::fmt;
 use std::ops::AddAssign;
@@ -25,7 +28,9 @@ use std::sync::Arc;
 use accl_types::{Dtype, Error, Result};
 
 use crate::arch::Isa;
+pub use floats::Floats;
 pub use noise::Noise;
+pub use summary::Summary;
 
 /// How a value between two levels becomes one of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -76,9 +81,15 @@ impl AddAssign for Spoilt {
 /// One way to encode, with its settings.
 ///
 /// Elements are float32, float16 or bfloat16 ([`encodes`]).
-pub trait Codec: fmt::Debug + Send + Sync {
-    /// Bytes that `count` elements become: a multiple of 8.
-    fn encoded_bytes(&self, dtype: Dtype, count: usize) -> usize;
+pub trait Codec: Send + Sync {
+    /// Which codec it is, with its settings: equal ones encode alike.
+    fn summary(&self) -> Summary;
+
+    /// Elements that are encoded together: a slice that does not end with its tensor has a multiple of it.
+    fn grain(&self) -> usize;
+
+    /// Bytes that `count` elements of a tensor of this type become: a multiple of 8.
+    fn encoded_bytes(&self, tensor: Dtype, count: usize) -> usize;
 
     /// Encodes a slice.
     ///
@@ -89,20 +100,28 @@ pub trait Codec: fmt::Debug + Send + Sync {
     /// Panics if `dst` has another length than [`Codec::encoded_bytes`].
     unsafe fn encode(&self, dst: &mut [u8], slice: Slice, noise: Noise) -> Spoilt;
 
-    /// Decodes `count` elements. A value beyond the range of a 16-bit `dtype` becomes the largest one.
+    /// Decodes `count` elements of a tensor of type `tensor` into elements of that type or of float32. A value beyond the
+    /// range of a 16-bit type becomes the largest one.
     ///
     /// # Safety
     /// `dst` has room for the elements, and nobody else uses it meanwhile. No alignment is asked for.
     ///
     /// # Panics
     /// Panics if `src` has another length than [`Codec::encoded_bytes`].
-    unsafe fn decode(&self, dst: *mut u8, src: &[u8], dtype: Dtype, count: usize);
+    unsafe fn decode(&self, dst: *mut u8, into: Dtype, src: &[u8], tensor: Dtype, count: usize);
 
-    /// Adds as many decoded elements as there are sums; `dtype` is the type that they had before they were encoded.
+    /// Adds as many decoded elements of a tensor of type `tensor` as there are sums.
     ///
     /// # Panics
     /// Panics if `src` has another length than [`Codec::encoded_bytes`].
-    fn decode_add(&self, sums: &mut [f32], src: &[u8], dtype: Dtype);
+    fn decode_add(&self, sums: &mut [f32], src: &[u8], tensor: Dtype);
+}
+
+/// By its settings.
+impl fmt::Debug for dyn Codec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.summary(), f)
+    }
 }
 
 /// Elements that are encoded together.
@@ -110,12 +129,22 @@ pub trait Codec: fmt::Debug + Send + Sync {
 pub struct Slice {
     /// Where they are.
     pub src: *const u8,
-    /// Their type.
+    /// Their type: that of the tensor, or float32 for sums of it.
     pub dtype: Dtype,
+    /// The tensor's type: what travels as it is has it.
+    pub tensor: Dtype,
     /// How many there are.
     pub count: usize,
     /// The index of the first one in its tensor, a multiple of the bucket.
     pub first: u64,
+}
+
+impl Slice {
+    /// `count` of its elements, from the one at `start` on.
+    pub(crate) fn part(self, start: usize, count: usize) -> Self {
+        let src = self.src.wrapping_add(start * self.dtype.size_bytes());
+        Self { src, count, first: self.first + start as u64, ..self }
+    }
 }
 
 /// One codec of the table.
@@ -147,7 +176,7 @@ impl Row {
 }
 
 /// All codecs.
-pub const CODECS: &[Row] = &[max_min::ROW];
+pub const CODECS: &[Row] = &[cast::RAW, cast::BF16, cast::FP16, max_min::ROW];
 
 /// The codec of this name.
 ///

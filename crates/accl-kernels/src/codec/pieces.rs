@@ -34,6 +34,21 @@ impl Slice {
     }
 }
 
+/// What becomes of a finite value beyond the range of the type that it is rounded to.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Beyond {
+    /// The largest finite value.
+    Largest,
+    /// An infinity.
+    Infinite,
+}
+
+impl Beyond {
+    fn most(self, largest: f32) -> f32 {
+        if self == Beyond::Largest { largest } else { f32::INFINITY }
+    }
+}
+
 /// Makes elements of `dtype` at `dst` of the float32 that `make` writes.
 ///
 /// # Safety
@@ -41,7 +56,7 @@ impl Slice {
 /// given; `loops` are of an instruction set that is there.
 pub(super) unsafe fn place(
     dst: *mut u8,
-    dtype: Dtype,
+    (dtype, beyond): (Dtype, Beyond),
     count: usize,
     room: &mut [MaybeUninit<f32>; PIECE],
     loops: &Loops,
@@ -56,10 +71,60 @@ pub(super) unsafe fn place(
         make(room);
         let values = slice::from_raw_parts(room.as_ptr().cast::<f32>(), count);
         match dtype {
-            Dtype::F16 => (loops.narrow_f16)(slice::from_raw_parts_mut(dst.cast(), count), values),
-            Dtype::BF16 => (loops.narrow_bf16)(slice::from_raw_parts_mut(dst.cast(), count), values),
+            Dtype::F16 => {
+                let most = beyond.most(float16::F16_MAX);
+                (loops.narrow_f16)(slice::from_raw_parts_mut(dst.cast(), count), values, most);
+            }
+            Dtype::BF16 => {
+                let most = beyond.most(float16::BF16_MAX);
+                (loops.narrow_bf16)(slice::from_raw_parts_mut(dst.cast(), count), values, most);
+            }
             _ => values.as_ptr().cast::<u8>().copy_to_nonoverlapping(dst, size_of_val(values)),
         }
+    }
+}
+
+/// Writes the elements of a slice as `into`: as they are, rounded, or widened.
+///
+/// # Safety
+/// As for [`Slice::piece`]; `dst` has room for the elements, and nobody else uses it meanwhile.
+pub(super) unsafe fn convert(dst: *mut u8, into: Dtype, slice: Slice, loops: &Loops) {
+    if into == slice.dtype {
+        // SAFETY: the caller's promise.
+        return unsafe { slice.src.copy_to_nonoverlapping(dst, slice.count * into.size_bytes()) };
+    }
+    let mut room = [0.0; PIECE];
+    let mut narrow = [MaybeUninit::uninit(); PIECE];
+    for start in (0..slice.count).step_by(PIECE) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let values = slice.piece(&mut room, start, loops);
+            let dst = dst.wrapping_add(start * into.size_bytes());
+            place(dst, (into, Beyond::Infinite), values.len(), &mut narrow, loops, |to| {
+                to.iter_mut().zip(values).for_each(|(to, &value)| _ = to.write(value));
+            });
+        }
+    }
+}
+
+/// Adds elements of a type to as many sums.
+pub(super) fn add(sums: &mut [f32], src: &[u8], dtype: Dtype, loops: &Loops) {
+    assert_eq!(src.len(), sums.len() * dtype.size_bytes(), "an element for each sum");
+    let slice = Slice { src: src.as_ptr(), dtype, tensor: dtype, count: sums.len(), first: 0 };
+    // SAFETY: the slice is `src`; the instruction set was checked when the loops were chosen.
+    unsafe { add_slice(sums, slice, loops) };
+}
+
+/// As [`add`].
+///
+/// # Safety
+/// As for [`Slice::piece`]; there are as many elements as sums.
+pub(super) unsafe fn add_slice(sums: &mut [f32], slice: Slice, loops: &Loops) {
+    let mut room = [0.0; PIECE];
+    for (start, sums) in (0..).step_by(PIECE).zip(sums.chunks_mut(PIECE)) {
+        // SAFETY: the caller's promise.
+        let values = unsafe { slice.piece(&mut room, start, loops) };
+        sums.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
     }
 }
 

@@ -347,9 +347,7 @@ fn check_op(
     chunks: &mut Chunks,
     index: u32,
 ) -> Result<(), Violation> {
-    let span = |(op, access): Access| {
-        program.ops[op as usize].kind.access(access as u32)
-    };
+    let span = |(op, access): Access| program.ops[op as usize].kind.access(access as u32);
     let check = |earlier: Access, access: usize| {
         let same = || match (span(earlier), span((index, access))) {
             (Some(a), Some(b)) => places.same(a, b),

@@ -1,0 +1,237 @@
+//! The arithmetic of an encoded call: decodes, adds and encodes, one tile after the other.
+//!
+//! Owns the float32 sums of the tile at hand and the count of spoilt buckets. Which tiles are due is decided in `run`; what
+//! a tile is, in `encoding`. Read [`Coder::combine`] first.
+
+use std::sync::Arc;
+
+use accl_kernels::codec::{Floats, Noise, Slice, Spoilt};
+use accl_schedule::{Finish, Role, Tile};
+use accl_types::{Dtype, Rank, ReduceOp};
+use smallvec::SmallVec;
+
+use crate::buffers::Buffers;
+use crate::desc::CallDesc;
+use crate::encoding::{Codecs, Encoding, TILE_HEADER_BYTES, TileHead};
+use crate::plan::Region;
+
+/// The tiles of an encoded chunk, and where its bytes lie.
+#[derive(Clone, Debug)]
+pub(crate) struct Coded {
+    pub(crate) role: Role,
+    pub(crate) region: Region,
+    pub(crate) tiles: Arc<[Tile]>,
+    /// Where each tile ends among the chunk's bytes.
+    pub(crate) ends: Arc<[u64]>,
+}
+
+impl Coded {
+    fn range(&self, tile: usize) -> (u64, usize) {
+        let start = if tile == 0 { 0 } else { self.ends[tile - 1] };
+        (start, (self.ends[tile] - start) as usize)
+    }
+
+    /// How many tiles are whole when so many bytes are there.
+    pub(crate) fn tiles_in(&self, bytes: u64) -> u64 {
+        self.ends.partition_point(|&end| end <= bytes) as u64
+    }
+
+    /// Bytes of so many tiles.
+    pub(crate) fn bytes_of(&self, tiles: u64) -> u64 {
+        if tiles == 0 { 0 } else { self.ends[tiles as usize - 1] }
+    }
+}
+
+/// An operand of a combination.
+#[derive(Debug)]
+pub(crate) enum Operand {
+    Values(Region),
+    Code(Coded),
+}
+
+/// A combination with its bytes: see [`accl_schedule::OpKind::Combine`].
+#[derive(Debug)]
+pub(crate) struct Combination {
+    pub(crate) code: Option<Coded>,
+    pub(crate) out: Option<Region>,
+    pub(crate) srcs: SmallVec<[Operand; 2]>,
+    pub(crate) tiles: Arc<[Tile]>,
+    /// Where each tile begins in the chunk, in elements.
+    pub(crate) starts: Box<[u64]>,
+    pub(crate) finish: Finish,
+    pub(crate) pass: u32,
+}
+
+impl Combination {
+    pub(crate) fn new(finish: Finish, pass: u32) -> Self {
+        Self { code: None, out: None, srcs: SmallVec::new(), tiles: Arc::new([]), starts: Box::new([]), finish, pass }
+    }
+
+    pub(crate) fn set_tiles(&mut self, tiles: Arc<[Tile]>) {
+        let starts = tiles.iter().scan(0, |next, tile| Some(std::mem::replace(next, *next + tile.elems)));
+        self.starts = starts.collect();
+        self.tiles = tiles;
+    }
+
+    /// Number of elements.
+    pub(crate) fn elems(&self) -> u64 {
+        self.tiles.iter().map(|tile| tile.elems).sum()
+    }
+}
+
+/// What one call encodes and decodes with.
+pub(crate) struct Coder {
+    codecs: Arc<Codecs>,
+    dtype: Dtype,
+    seed: u64,
+    step: u64,
+    rank: Rank,
+    /// What finished sums are divided by.
+    divisor: Option<f32>,
+    has_checksums: bool,
+    floats: Floats,
+    sums: Vec<f32>,
+    pub(crate) spoilt: Spoilt,
+}
+
+impl Coder {
+    pub(crate) fn new(encoding: &Encoding, desc: &CallDesc, rank: Rank, world: u32, has_checksums: bool) -> Self {
+        Self {
+            codecs: encoding.codecs.clone(),
+            dtype: desc.dtype,
+            seed: encoding.seed,
+            step: encoding.step,
+            rank,
+            divisor: (desc.collective.reduces() && desc.op == ReduceOp::Avg).then_some(world as f32),
+            has_checksums,
+            floats: Floats::default(),
+            sums: Vec::new(),
+            spoilt: Spoilt::default(),
+        }
+    }
+
+    fn head(&self, role: Role, tile: &Tile) -> TileHead {
+        let settings = self.codecs.settings(role, tile.piece);
+        TileHead { elems: tile.elems as u32, settings, has_checksum: self.has_checksums }
+    }
+
+    /// Looks at tiles that have come.
+    ///
+    /// # Errors
+    /// What is wrong with the first bad one.
+    pub(crate) fn check(&self, buffers: &Buffers, coded: &Coded, tiles: std::ops::Range<u64>) -> Result<(), String> {
+        for index in tiles {
+            let tile = &coded.tiles[index as usize];
+            let bytes = bytes(buffers, coded, index as usize);
+            self.head(coded.role, tile).check(bytes).map_err(|why| {
+                format!("tile {index} (elements {} to {}): {why}", tile.first, tile.first + tile.elems - 1)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Makes one tile of what a combination makes.
+    pub(crate) fn combine(&mut self, buffers: &Buffers, op: &Combination, index: usize) {
+        let tile = &op.tiles[index];
+        let at = op.starts[index] * self.dtype.size_bytes() as u64;
+        let address = |region: &Region| buffers.address(&region.at(at));
+        match (&op.srcs[..], &op.code, &op.out) {
+            // From memory to bytes, and the reverse, without a detour.
+            ([Operand::Values(src)], Some(code), out) => {
+                self.encode(buffers, code, index, address(src), self.dtype, op.pass);
+                if let Some(out) = out {
+                    self.decode(buffers, code, index, address(out), self.dtype);
+                }
+            }
+            ([Operand::Code(code)], None, Some(out)) => self.decode(buffers, code, index, address(out), self.dtype),
+            ([Operand::Values(src)], None, Some(out)) => {
+                let (from, to, len) = (address(src), address(out), tile.elems as usize * self.dtype.size_bytes());
+                // SAFETY: both hold the tile's elements and stay valid until the call ends; they may be the same memory.
+                unsafe { std::ptr::copy(from, to, len) };
+            }
+            _ => {
+                self.sum(buffers, op, index, at);
+                let sums = self.sums.as_ptr().cast_mut().cast();
+                if let Some(code) = &op.code {
+                    self.encode(buffers, code, index, sums, Dtype::F32, op.pass);
+                    if let Some(out) = &op.out {
+                        self.decode(buffers, code, index, address(out), self.dtype);
+                    }
+                } else if let Some(out) = &op.out {
+                    let sums = &self.sums[..tile.elems as usize];
+                    // SAFETY: the caller's memory has the tile's elements, writable until the call ends.
+                    unsafe { self.floats.write(address(out), self.dtype, sums) };
+                }
+            }
+        }
+    }
+
+    /// Adds up a tile's operands.
+    fn sum(&mut self, buffers: &Buffers, op: &Combination, index: usize, at: u64) {
+        let count = op.tiles[index].elems as usize;
+        if self.sums.len() < count {
+            self.sums.resize(count, 0.0);
+        }
+        for (position, operand) in op.srcs.iter().enumerate() {
+            match operand {
+                Operand::Values(src) => {
+                    let (src, sums) = (buffers.address(&src.at(at)), &mut self.sums[..count]);
+                    // SAFETY: the caller's memory has the tile's elements, unchanged until the call ends.
+                    unsafe {
+                        if position == 0 {
+                            self.floats.read(sums, src, self.dtype);
+                        } else {
+                            self.floats.add(sums, src, self.dtype);
+                        }
+                    }
+                }
+                Operand::Code(code) if position == 0 => {
+                    let sums = self.sums.as_mut_ptr().cast();
+                    self.decode(buffers, code, index, sums, Dtype::F32);
+                }
+                Operand::Code(code) => {
+                    let tile = &code.tiles[index];
+                    let codec = self.codecs.codec(code.role, tile.piece);
+                    let body = &bytes(buffers, code, index)[TILE_HEADER_BYTES..];
+                    codec.decode_add(&mut self.sums[..count], body, self.dtype);
+                }
+            }
+        }
+        let divisor = self.divisor.filter(|_| op.finish == Finish::Yes);
+        self.floats.finish(&mut self.sums[..count], divisor, self.dtype);
+    }
+
+    /// Encodes a tile of elements that lie at `src`, as the tensor's type or as float32.
+    fn encode(&mut self, buffers: &Buffers, code: &Coded, index: usize, src: *mut u8, dtype: Dtype, pass: u32) {
+        let tile = &code.tiles[index];
+        let (start, len) = code.range(index);
+        let codec = self.codecs.codec(code.role, tile.piece);
+        let id = self.codecs.tensor(tile.piece).id;
+        let words = [self.seed, self.step, id, u64::from(tile.block), u64::from(pass), u64::from(self.rank.0)];
+        let slice = Slice { src, dtype, tensor: self.dtype, count: tile.elems as usize, first: tile.first };
+        let dst = buffers.address(&code.region.at(start));
+        // SAFETY: the bytes of a version are written once, by the operation that makes it, and read by those that wait for it;
+        // the elements stay readable until the call ends.
+        let dst = unsafe { std::slice::from_raw_parts_mut(dst, len) };
+        // SAFETY: as above.
+        self.spoilt += unsafe { codec.encode(&mut dst[TILE_HEADER_BYTES..], slice, Noise::keyed(&words)) };
+        self.head(code.role, tile).seal(dst);
+    }
+
+    /// Decodes a tile to `dst`, as the tensor's type or as float32.
+    fn decode(&self, buffers: &Buffers, code: &Coded, index: usize, dst: *mut u8, into: Dtype) {
+        let tile = &code.tiles[index];
+        let body = &bytes(buffers, code, index)[TILE_HEADER_BYTES..];
+        let codec = self.codecs.codec(code.role, tile.piece);
+        // SAFETY: there is room for the tile's elements in the caller's memory, writable until the call ends, or in the sums.
+        unsafe { codec.decode(dst, into, body, self.dtype, tile.elems as usize) };
+    }
+}
+
+/// A tile that is there.
+fn bytes<'a>(buffers: &'a Buffers, code: &Coded, index: usize) -> &'a [u8] {
+    let (start, len) = code.range(index);
+    // SAFETY: the code buffer lives as long as the call's other memory; a version's bytes are complete before anybody reads
+    // them, and never written again.
+    unsafe { std::slice::from_raw_parts(buffers.address(&code.region.at(start)), len) }
+}

@@ -1,0 +1,451 @@
+//! Encoded calls in whole worlds: all ranks end with the same bits, and these are near the exact result.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use accl_engine::codec::{Codec, Noise, Rounding, Settings, Slice, codec};
+use accl_engine::encoding::{Codecs, Encoding, TensorCodecs};
+use accl_engine::{ALGORITHMS, Blocks, CallDesc, Mode, TensorDesc};
+use accl_schedule::Topology;
+use accl_testkit::{Fabric, Member, World, WorldOptions};
+use accl_types::{Collective, Dtype, ErrorKind, ReduceOp};
+
+/// A generator of splitmix64.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// From -1 to 1.
+    fn float(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+}
+
+fn data(rank: usize, count: usize, seed: u64) -> Vec<f32> {
+    let mut random = Random(seed << 8 | rank as u64);
+    (0..count).map(|_| random.float()).collect()
+}
+
+fn max_min(bits: u8, bucket: u32, rounding: Rounding) -> Arc<dyn Codec> {
+    codec("maxmin").unwrap().build(&Settings { bits, bucket, rounding, ..Settings::default() }).unwrap()
+}
+
+fn raw() -> Arc<dyn Codec> {
+    codec("raw").unwrap().build(&Settings::default()).unwrap()
+}
+
+fn both_ways(codec: Arc<dyn Codec>, id: u64) -> TensorCodecs {
+    TensorCodecs { inner: raw(), up: codec.clone(), down: codec, id }
+}
+
+fn encoding(tensors: Vec<TensorCodecs>) -> Encoding {
+    Encoding { codecs: Codecs::new(tensors).unwrap(), seed: 11, step: 3 }
+}
+
+fn tensor<T>(data: &[T], dtype: Dtype) -> TensorDesc {
+    assert_eq!(size_of::<T>(), dtype.size_bytes());
+    TensorDesc::dense(data.as_ptr().cast_mut().cast(), dtype, data.len())
+}
+
+fn all_reduce(member: &Member, data: &mut [f32], op: ReduceOp, encoding: &Encoding) {
+    let mut desc = member.all_reduce_desc(data, op, Mode::Blocking);
+    desc.encoding = Some(encoding.clone());
+    member.call(desc).unwrap();
+}
+
+fn bits_of(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
+}
+
+/// Rows of a collective that can encode in a world with these hosts.
+fn rows(collective: Collective, hosts: &[u32]) -> Vec<&'static str> {
+    let topology = Topology::new(hosts.to_vec());
+    let fits = |row: &&accl_engine::Algorithm| {
+        row.collective == collective && row.encodes && (row.applies)(hosts.len() as u32, &topology)
+    };
+    ALGORITHMS.iter().filter(fits).map(|row| row.name).collect()
+}
+
+fn options(hosts: &[u32], collective: &str, algorithm: &str) -> WorldOptions {
+    let mut options = WorldOptions::new(hosts.len() as u32).with("algorithm", &format!("{collective}={algorithm}"));
+    options.hosts = hosts.iter().map(|host| format!("host{host}")).collect();
+    options
+}
+
+/// Sizes around buckets and tiles, and below the world.
+const SIZES: [usize; 9] = [0, 1, 5, 8, 63, 64, 65, 1000, 40_007];
+
+#[test]
+fn all_ranks_end_with_the_same_bits_near_the_exact_sum() {
+    let flat = (1..=8).map(|world| vec![0; world as usize]);
+    let two_level = [vec![0, 0, 1, 1], vec![0, 0, 1, 1, 2, 2], vec![0, 1, 0, 1, 1], vec![0, 0, 0, 1, 1, 1]];
+    for hosts in flat.chain(two_level) {
+        for algorithm in rows(Collective::AllReduce, &hosts) {
+            let world = hosts.len();
+            World::new(options(&hosts, "all_reduce", algorithm)).run("g", |member| {
+                for (index, &count) in SIZES.iter().enumerate() {
+                    for bits in 1..=8 {
+                        let rounding = [Rounding::Nearest, Rounding::Stochastic][(index + usize::from(bits)) % 2];
+                        let encoding = encoding(vec![both_ways(max_min(bits, 64, rounding), 5)]);
+                        let mut mine = data(member.rank, count, 1);
+                        all_reduce(&member, &mut mine, ReduceOp::Sum, &encoding);
+                        // Everybody looks at everybody's bits.
+                        let mut all = vec![0.0f32; count * world];
+                        member.all_gather(&mine, &mut all, &vec![count; world]).unwrap();
+                        for theirs in all.chunks(count.max(1)) {
+                            assert_eq!(bits_of(theirs), bits_of(&mine), "{algorithm}, {bits} bits, {count}");
+                        }
+                        let exact: Vec<f64> = (0..world).fold(vec![0.0; count], |sum, rank| {
+                            sum.iter().zip(data(rank, count, 1)).map(|(sum, value)| sum + f64::from(value)).collect()
+                        });
+                        // Each of at most 2 world encodings is off by less than a level of a range of 2 world.
+                        let level = 2.0 * world as f64 / f64::from((1u32 << bits) - 1);
+                        let bound = 2.0 * world as f64 * level * 1.5;
+                        let far =
+                            mine.iter().zip(&exact).find(|(value, exact)| (f64::from(**value) - **exact).abs() > bound);
+                        assert_eq!(far, None, "{algorithm}, {bits} bits, {count}");
+                    }
+                }
+            });
+        }
+    }
+}
+
+/// What a tile decodes to when `rank` encodes it. Tensors here are smaller than a tile.
+fn decoded(codec: &dyn Codec, values: &[f32], first: usize, rank: usize, pass: u64, id: u64) -> Vec<f32> {
+    let mut bytes = vec![0; codec.encoded_bytes(Dtype::F32, values.len())];
+    let src = values.as_ptr().cast();
+    let slice = Slice { src, dtype: Dtype::F32, tensor: Dtype::F32, count: values.len(), first: first as u64 };
+    let noise = Noise::keyed(&[11, 3, id, 0, pass, rank as u64]);
+    let mut result = vec![0.0; values.len()];
+    // SAFETY: the slice is `values`; there is room for as many.
+    unsafe {
+        codec.encode(&mut bytes, slice, noise);
+        codec.decode(result.as_mut_ptr().cast(), Dtype::F32, &bytes, Dtype::F32, values.len());
+    }
+    result
+}
+
+#[test]
+fn owners_add_in_the_order_of_ranks_and_decode_their_own_bytes() {
+    const COUNT: usize = 1000;
+    for world in 2..=5usize {
+        for rounding in [Rounding::Nearest, Rounding::Stochastic] {
+            let codec = max_min(4, 64, rounding);
+            let encoding = encoding(vec![both_ways(codec.clone(), 9)]);
+            let hosts = vec![0; world];
+            let results = World::new(options(&hosts, "all_reduce", "direct_two_phase")).run("g", |member| {
+                let mut mine = data(member.rank, COUNT, 2);
+                all_reduce(&member, &mut mine, ReduceOp::Avg, &encoding);
+                mine
+            });
+            // Rank r owns the buckets from the cut nearest to r/n of them on.
+            let buckets = COUNT.div_ceil(64);
+            let cut = |rank: usize| {
+                let wire = |elems: usize| 2 * (16 + codec.encoded_bytes(Dtype::F32, elems));
+                let wanted = wire(COUNT) * rank / world;
+                ((wanted * buckets + wire(COUNT) / 2) / wire(COUNT) * 64).min(COUNT)
+            };
+            let mut expected = Vec::new();
+            for owner in 0..world {
+                let (start, end) = (cut(owner), cut(owner + 1));
+                let mut sum = vec![0.0; end - start];
+                for rank in 0..world {
+                    let theirs = &data(rank, COUNT, 2)[start..end];
+                    let theirs = match rank == owner {
+                        true => theirs.to_vec(),
+                        false => decoded(&*codec, theirs, start, rank, 0, 9),
+                    };
+                    match rank {
+                        0 => sum = theirs,
+                        _ => sum.iter_mut().zip(theirs).for_each(|(sum, value)| *sum += value),
+                    }
+                }
+                sum.iter_mut().for_each(|sum| *sum /= world as f32);
+                expected.extend(decoded(&*codec, &sum, start, owner, 1, 9));
+            }
+            for result in results {
+                assert_eq!(bits_of(&result), bits_of(&expected), "{world} ranks, {rounding:?}");
+            }
+        }
+    }
+}
+
+/// Blocks of these lengths, one behind the other.
+fn blocks(data: &[f32], counts: &[usize]) -> Blocks {
+    let mut rest = data;
+    let mut block = |count: &usize| {
+        let (block, after) = rest.split_at(*count);
+        rest = after;
+        [tensor(block, Dtype::F32)]
+    };
+    counts.iter().map(&mut block).collect()
+}
+
+fn encoded(collective: Collective, inputs: Blocks, outputs: Blocks, encoding: &Encoding) -> CallDesc {
+    let mut desc = CallDesc::new(collective, Dtype::F32);
+    (desc.inputs, desc.outputs, desc.encoding) = (inputs, outputs, Some(encoding.clone()));
+    desc
+}
+
+#[test]
+fn blocks_of_uneven_sizes_are_scattered_gathered_and_exchanged() {
+    for hosts in [vec![0; 1], vec![0; 2], vec![0; 3], vec![0; 4], vec![0; 7], vec![0, 0, 1, 1], vec![0, 1, 0, 1, 1]] {
+        let world = hosts.len();
+        let level = |range: f64| range / 255.0;
+        for (collective, name) in [
+            (Collective::ReduceScatter, "reduce_scatter"),
+            (Collective::AllGather, "all_gather"),
+            (Collective::AllToAll, "all_to_all"),
+        ] {
+            for algorithm in rows(collective, &hosts) {
+                let row = ALGORITHMS.iter().find(|row| row.collective == collective && row.name == algorithm).unwrap();
+                let uneven = |block: usize| if row.needs_equal_blocks { 777 } else { [777, 0, 5, 1024][block % 4] };
+                let encoding = encoding(vec![both_ways(max_min(8, 64, Rounding::Stochastic), 5)]);
+                World::new(options(&hosts, name, algorithm)).run("g", |member| {
+                    let (rank, counts) = (member.rank, (0..world).map(uneven).collect::<Vec<_>>());
+                    let starts: Vec<usize> = (0..world).map(|block| counts[..block].iter().sum()).collect();
+                    let total = counts.iter().sum::<usize>();
+                    match collective {
+                        Collective::ReduceScatter => {
+                            let (input, mut output) = (data(rank, total, 3), vec![0.0f32; counts[rank]]);
+                            let outputs = Blocks::of(tensor(&output, Dtype::F32));
+                            member.call(encoded(collective, blocks(&input, &counts), outputs, &encoding)).unwrap();
+                            for (element, value) in output.iter_mut().enumerate() {
+                                let of = |other: usize| f64::from(data(other, total, 3)[starts[rank] + element]);
+                                let exact: f64 = (0..world).map(of).sum();
+                                // Sums of all but this rank's own are encoded on the way.
+                                let bound = 1e-6 + 4.0 * level(2.0 * world as f64) * world as f64;
+                                let error = (f64::from(*value) - exact).abs();
+                                assert!(
+                                    error <= bound,
+                                    "{algorithm} of {world}: element {element} of rank {rank}: {value} for {exact}"
+                                );
+                                assert!(world > 1 || f64::from(*value) == exact);
+                            }
+                        }
+                        Collective::AllGather => {
+                            let (input, output) = (data(rank, counts[rank], 3), vec![0.0f32; total]);
+                            let inputs = Blocks::of(tensor(&input, Dtype::F32));
+                            member.call(encoded(collective, inputs, blocks(&output, &counts), &encoding)).unwrap();
+                            for other in 0..world {
+                                let theirs = &output[starts[other]..starts[other] + counts[other]];
+                                for (value, exact) in theirs.iter().zip(data(other, counts[other], 3)) {
+                                    assert!(f64::from((value - exact).abs()) <= level(2.0) * 1.01);
+                                }
+                            }
+                            let mut all = vec![0.0f32; total * world];
+                            member.all_gather(&output, &mut all, &vec![total; world]).unwrap();
+                            all.chunks(total).for_each(|theirs| assert_eq!(bits_of(theirs), bits_of(&output)));
+                        }
+                        _ => {
+                            // Rank i sends rank j as many as rank j sends rank i.
+                            let count = |other: usize| uneven(rank + other);
+                            let counts: Vec<usize> = (0..world).map(count).collect();
+                            let total = counts.iter().sum();
+                            let (input, output) = (data(rank, total, 3), vec![0.0f32; total]);
+                            let (inputs, outputs) = (blocks(&input, &counts), blocks(&output, &counts));
+                            let mut desc = encoded(collective, inputs, outputs, &encoding);
+                            desc.equal_blocks = row.needs_equal_blocks;
+                            member.call(desc).unwrap();
+                            for other in 0..world {
+                                let here: usize = counts[..other].iter().sum();
+                                let of_theirs: Vec<usize> = (0..world).map(|to| uneven(other + to)).collect();
+                                let there: usize = of_theirs[..rank].iter().sum();
+                                let theirs = data(other, of_theirs.iter().sum(), 3);
+                                for element in 0..counts[other] {
+                                    let error = (output[here + element] - theirs[there + element]).abs();
+                                    assert!(f64::from(error) <= if other == rank { 0.0 } else { level(2.0) * 1.01 });
+                                }
+                            }
+                        }
+                    }
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn a_tensor_that_is_not_compressed_stays_exact_beside_others_that_are() {
+    let tensors = vec![
+        both_ways(max_min(2, 64, Rounding::Nearest), 1),
+        TensorCodecs { inner: raw(), up: raw(), down: raw(), id: 2 },
+        TensorCodecs {
+            inner: raw(),
+            up: max_min(4, 128, Rounding::Nearest),
+            down: max_min(8, 64, Rounding::Nearest),
+            id: 3,
+        },
+    ];
+    let encoding = encoding(tensors);
+    for world in [2, 3, 4] {
+        for algorithm in rows(Collective::AllReduce, &vec![0; world]) {
+            World::new(options(&vec![0; world], "all_reduce", algorithm)).run("g", |member| {
+                let tensors: [Vec<f32>; 3] = [70_001, 333, 5000]
+                    .map(|count| data(member.rank, count, 4).into_iter().map(|value| (value * 64.0).round()).collect());
+                let outputs = [tensors.iter().map(|values| tensor(values, Dtype::F32))].into_iter().collect();
+                member.call(encoded(Collective::AllReduce, Blocks::default(), outputs, &encoding)).unwrap();
+                // Sums of small integers are exact in any order.
+                let exact = |element: usize| (0..world).map(|rank| (data(rank, 333, 4)[element] * 64.0).round()).sum();
+                let exact: Vec<f32> = (0..333).map(exact).collect();
+                assert_eq!(tensors[1], exact, "{algorithm}");
+                for values in &tensors {
+                    let mut all = vec![0.0f32; values.len() * world];
+                    member.all_gather(values, &mut all, &vec![values.len(); world]).unwrap();
+                    all.chunks(values.len()).for_each(|theirs| assert_eq!(bits_of(theirs), bits_of(values)));
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn a_nan_on_one_rank_spoils_its_bucket_on_all_and_no_other() {
+    for world in [2, 3, 5] {
+        for algorithm in rows(Collective::AllReduce, &vec![0; world]) {
+            let encoding = encoding(vec![both_ways(max_min(4, 64, Rounding::Stochastic), 1)]);
+            World::new(options(&vec![0; world], "all_reduce", algorithm)).run("g", |member| {
+                for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                    for culprit in 0..world {
+                        let mut mine = data(member.rank, 1000, 1);
+                        if member.rank == culprit {
+                            mine[500] = wrong;
+                        }
+                        all_reduce(&member, &mut mine, ReduceOp::Sum, &encoding);
+                        for (element, value) in mine.iter().enumerate() {
+                            let is_bucket = (448..512).contains(&element);
+                            assert_eq!(value.is_nan(), is_bucket, "{algorithm}: element {element} is {value}");
+                            assert!(!is_bucket || value.to_bits() == f32::NAN.to_bits());
+                        }
+                    }
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn sums_of_16_bit_floats_are_rounded_once_and_overflow_is_not_hidden() {
+    for dtype in [Dtype::F16, Dtype::BF16] {
+        let from = |value: f32| match dtype {
+            Dtype::F16 => half::f16::from_f32(value).to_bits(),
+            _ => half::bf16::from_f32(value).to_bits(),
+        };
+        let to = |bits: u16| match dtype {
+            Dtype::F16 => half::f16::from_bits(bits).to_f32(),
+            _ => half::bf16::from_bits(bits).to_f32(),
+        };
+        let raw = TensorCodecs { inner: raw(), up: raw(), down: raw(), id: 1 };
+        for (codecs, exact) in [(raw, true), (both_ways(max_min(8, 64, Rounding::Nearest), 1), false)] {
+            let encoding = encoding(vec![codecs]);
+            World::new(options(&[0; 3], "all_reduce", "direct_two_phase")).run("g", |member| {
+                let mut mine: Vec<u16> = data(member.rank, 640, 6).into_iter().map(from).collect();
+                // Finite on every rank, and too much together.
+                mine[100] = from(if dtype == Dtype::F16 { 60_000.0 } else { 3e38 });
+                let mut desc = CallDesc::new(Collective::AllReduce, dtype);
+                desc.outputs = Blocks::of(tensor(&mine, dtype));
+                desc.encoding = Some(encoding.clone());
+                member.call(desc).unwrap();
+                let sum = |element: usize| (0..3).map(|rank| to(from(data(rank, 640, 6)[element]))).sum::<f32>();
+                for (element, &bits) in mine.iter().enumerate() {
+                    let value = to(bits);
+                    match (exact, element) {
+                        (true, 100) => assert_eq!(value, f32::INFINITY),
+                        (false, 64..128) => assert!(value.is_nan(), "element {element} is {value}"),
+                        (true, _) => assert_eq!(bits, from(sum(element)), "element {element}"),
+                        (false, _) => assert!((value - sum(element)).abs() < 0.1, "element {element}"),
+                    }
+                }
+                mine.clear();
+            });
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_encoded_travels_as_it_is() {
+    let encoding = encoding(vec![both_ways(max_min(1, 64, Rounding::Nearest), 1)]);
+    World::new(WorldOptions::new(3)).run("g", |member| {
+        let mut integers = vec![member.rank as i64; 100];
+        let mut desc = member.all_reduce_desc(&mut integers, ReduceOp::Sum, Mode::Blocking);
+        desc.encoding = Some(encoding.clone());
+        member.call(desc).unwrap();
+        assert_eq!(integers, [3; 100]);
+        let mut mine = data(member.rank, 100, 1);
+        all_reduce(&member, &mut mine, ReduceOp::Max, &encoding);
+        let most = |element: usize| (0..3).map(|rank| data(rank, 100, 1)[element]).fold(f32::MIN, f32::max);
+        assert_eq!(mine, (0..100).map(most).collect::<Vec<_>>());
+    });
+}
+
+#[test]
+fn ranks_that_compress_differently_are_both_named() {
+    for (other, expected) in [
+        (
+            Some(both_ways(max_min(8, 512, Rounding::Stochastic), 1)),
+            "rank 1 with maxmin(bits=8, bucket=512, meta=float32, rounding=stochastic)",
+        ),
+        (None, "rank 1 with no codec"),
+    ] {
+        let errors =
+            World::new(WorldOptions::new(2).with("algorithm", "all_reduce=direct_two_phase")).run("g", |member| {
+                let mut mine = data(member.rank, 5000, 1);
+                let mut desc = member.all_reduce_desc(&mut mine, ReduceOp::Sum, Mode::Blocking);
+                let codecs = both_ways(max_min(4, 64, Rounding::Nearest), 1);
+                desc.encoding =
+                    if member.rank == 0 { Some(codecs) } else { other.clone() }.map(|codecs| encoding(vec![codecs]));
+                member.call(desc).unwrap_err()
+            });
+        for error in errors {
+            assert_eq!(error.kind, ErrorKind::Mismatch);
+            let first = "rank 0 with maxmin(bits=4, bucket=64, meta=float32, rounding=nearest)";
+            assert!(error.message.contains(first) && error.message.contains(expected), "{}", error.message);
+        }
+    }
+}
+
+#[test]
+fn an_algorithm_that_would_end_with_different_bits_is_refused() {
+    let encoding = encoding(vec![both_ways(max_min(4, 64, Rounding::Nearest), 1)]);
+    World::new(WorldOptions::new(4).with("algorithm", "all_reduce=recursive_doubling")).run("g", |member| {
+        let mut mine = data(member.rank, 100, 1);
+        let mut desc = member.all_reduce_desc(&mut mine, ReduceOp::Sum, Mode::Blocking);
+        desc.encoding = Some(encoding.clone());
+        let error = member.call(desc).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Configuration);
+        assert!(error.message.contains("recursive_doubling") && error.message.contains("ring"), "{}", error.message);
+        // Refused before it began: the group goes on.
+        member.all_reduce(&mut mine, ReduceOp::Sum).unwrap();
+    });
+}
+
+#[test]
+fn the_order_of_arrival_and_the_transport_do_not_change_a_bit() {
+    let encoding = encoding(vec![both_ways(max_min(3, 64, Rounding::Stochastic), 1)]);
+    for algorithm in rows(Collective::AllReduce, &[0; 4]) {
+        let mut seen: Option<Vec<u32>> = None;
+        for fabric in [Fabric::Loopback(64), Fabric::Loopback(2), Fabric::Shm, Fabric::Tcp] {
+            for late in 0..2 {
+                let world = World::new(options(&[0; 4], "all_reduce", algorithm).over(fabric));
+                let results = world.run("g", |member| {
+                    let mut mine = data(member.rank, 70_000, 7);
+                    if member.rank == late {
+                        std::thread::sleep(Duration::from_millis(5));
+                    }
+                    all_reduce(&member, &mut mine, ReduceOp::Sum, &encoding);
+                    bits_of(&mine)
+                });
+                for result in results {
+                    assert!(*seen.get_or_insert_with(|| result.clone()) == result, "{algorithm} over {fabric:?}");
+                }
+            }
+        }
+    }
+}
