@@ -97,5 +97,28 @@ def calibration(anew: bool) -> dict[str, Any]:
 def check_option(option: str, value: str) -> None:
     """Raises ValueError for an unknown option or a value that is not accepted."""
 
+class Codecs:
+    """The codecs of a call's tensors: of each, those inside hosts, of parts of sums and of results, and a number that
+    tells its random numbers from those of others. Raises ValueError for what is no codec."""
+
+    def __init__(self, tensors: list[tuple[str, str, str, int]]) -> None: ...
+    @property
+    def text(self) -> str:
+        """The settings in words."""
+
+    def encoded_bytes(self, position: int, dtype: str, elements: int) -> tuple[int, int]:
+        """Bytes that a tensor at this position becomes on its way to be added up, and on its way back."""
+
+    def __len__(self) -> int: ...
+
+def encode_calls(codecs: Codecs | None, seed: int = 0, step: int = 0) -> tuple[Codecs, int, int] | None:
+    """Lets calls that this thread makes from now on be encoded, or not any more; what was set before."""
+
+def check_codec(text: str) -> str:
+    """A codec's settings with all that was left out; raises ValueError for what is none."""
+
+def codecs() -> list[dict[str, Any]]:
+    """The rows of the table of codecs: `name`, `description`, `has_settings`."""
+
 def _bridged_functions() -> list[str]: ...
 def _panic_for_test(name: str) -> None: ...

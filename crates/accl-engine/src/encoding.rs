@@ -127,6 +127,12 @@ impl Codecs {
         self.tensors.len()
     }
 
+    /// Bytes that a tensor of so many elements becomes, as part of a sum and as a result.
+    pub fn encoded_bytes(self: &Arc<Self>, position: u32, dtype: Dtype, elems: u64) -> (u64, u64) {
+        let typed = TypedCodecs { codecs: self.clone(), dtype };
+        (typed.piece_bytes(Role::Up, position, elems), typed.piece_bytes(Role::Down, position, elems))
+    }
+
     /// What ranks compare with every call; never 0. It names the settings of the first tensor, and has part of a hash of all.
     pub(crate) fn word(&self) -> u64 {
         let [up, down] = [Role::Up, Role::Down].map(|role| u64::from(self.codec(role, 0).summary().word()));

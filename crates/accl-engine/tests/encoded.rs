@@ -390,7 +390,7 @@ fn ranks_that_compress_differently_are_both_named() {
     for (other, expected) in [
         (
             Some(both_ways(max_min(8, 512, Rounding::Stochastic), 1)),
-            "rank 1 with maxmin(bits=8, bucket=512, meta=float32, rounding=stochastic)",
+            "rank 1 with maxmin:8,bucket=512,meta=float32,rounding=stochastic",
         ),
         (None, "rank 1 with no codec"),
     ] {
@@ -405,7 +405,7 @@ fn ranks_that_compress_differently_are_both_named() {
             });
         for error in errors {
             assert_eq!(error.kind, ErrorKind::Mismatch);
-            let first = "rank 0 with maxmin(bits=4, bucket=64, meta=float32, rounding=nearest)";
+            let first = "rank 0 with maxmin:4,bucket=64,meta=float32,rounding=nearest";
             assert!(error.message.contains(first) && error.message.contains(expected), "{}", error.message);
         }
     }

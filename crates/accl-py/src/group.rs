@@ -12,6 +12,7 @@ use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, ReduceOp, Result};
 use cxx::UniquePtr;
 
 use crate::bridge::ffi::{self, CallArgs, Described, GroupArgs, Numbered, Outcome, Status, TensorView, Waited};
+use crate::compression;
 use crate::guard::{FromError, bridged};
 use crate::log;
 use crate::status::INTERRUPTED;
@@ -286,6 +287,7 @@ pub(crate) fn call_desc(args: &CallArgs, mode: Mode) -> Result<CallDesc> {
         equal_blocks: args.equal_blocks,
         mode,
         seq: u64::try_from(args.seq).ok(),
+        encoding: compression::current(),
         ..CallDesc::new(collective, dtype(args.dtype)?)
     })
 }

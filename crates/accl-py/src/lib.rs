@@ -5,6 +5,7 @@
 
 mod bridge;
 mod codes;
+mod compression;
 mod group;
 mod guard;
 mod info;
@@ -86,5 +87,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(_bridged_functions, module)?)?;
     module.add_function(wrap_pyfunction!(_panic_for_test, module)?)?;
     info::add_functions(module)?;
+    compression::add_functions(module)?;
     simulate::add_functions(module)
 }

@@ -9,18 +9,19 @@ use accl_types::{Dtype, Result};
 
 use super::loops::Loops;
 use super::pieces::{add, convert};
-use super::{Codec, Noise, Row, Slice, Spoilt, Summary};
+use super::{Build, Codec, Noise, Row, Slice, Spoilt, Summary};
 use crate::arch::{self, Isa};
 use crate::float_env::DefaultFloatEnv;
 
-pub(super) const RAW: Row =
-    Row { name: "raw", description: "elements as they are", build: |_, isa| Cast::new("raw", None, isa) };
+pub(super) const RAW: Row = row("raw", "elements as they are", |_, isa| Cast::new("raw", None, isa));
 
-pub(super) const BF16: Row =
-    Row { name: "bf16", description: "bfloat16", build: |_, isa| Cast::new("bf16", Some(Dtype::BF16), isa) };
+pub(super) const BF16: Row = row("bf16", "bfloat16", |_, isa| Cast::new("bf16", Some(Dtype::BF16), isa));
 
-pub(super) const FP16: Row =
-    Row { name: "fp16", description: "float16", build: |_, isa| Cast::new("fp16", Some(Dtype::F16), isa) };
+pub(super) const FP16: Row = row("fp16", "float16", |_, isa| Cast::new("fp16", Some(Dtype::F16), isa));
+
+const fn row(name: &'static str, description: &'static str, build: Build) -> Row {
+    Row { name, description, has_settings: false, build }
+}
 
 /// Elements lie at multiples of so many bytes in any of the types.
 const ALIGN_BYTES: usize = 8;

@@ -37,6 +37,7 @@ use crate::reduce::float16::{self, Toward};
 pub(super) const ROW: Row = Row {
     name: "maxmin",
     description: "levels evenly between the least and the greatest value of a bucket, 1 to 8 bits",
+    has_settings: true,
     build: |settings, isa| Ok(Arc::new(MaxMin::new(*settings, isa)?)),
 };
 

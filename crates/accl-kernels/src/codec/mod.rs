@@ -20,6 +20,7 @@ mod max_min;
 mod noise;
 mod pieces;
 mod summary;
+mod text;
 
 use std::fmt;
 use std::ops::AddAssign;
@@ -31,6 +32,7 @@ use crate::arch::Isa;
 pub use floats::Floats;
 pub use noise::Noise;
 pub use summary::Summary;
+pub use text::parse;
 
 /// How a value between two levels becomes one of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -154,8 +156,12 @@ pub struct Row {
     pub name: &'static str,
     /// What it does, in a line.
     pub description: &'static str,
-    build: fn(&Settings, Isa) -> Result<Arc<dyn Codec>>,
+    /// Whether it has a choice of bits, bucket, metadata and rounding.
+    pub has_settings: bool,
+    build: Build,
 }
+
+type Build = fn(&Settings, Isa) -> Result<Arc<dyn Codec>>;
 
 impl Row {
     /// The codec with these settings.

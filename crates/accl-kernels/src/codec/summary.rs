@@ -1,4 +1,4 @@
-//! Settings of a codec in a word: for ranks that compare them, and to name them in errors.
+//! Settings of a codec in a word: for ranks that compare them, and to name them in errors, as [`super::parse`] reads them.
 
 use std::fmt;
 
@@ -59,8 +59,8 @@ impl fmt::Display for Summary {
             None => "unknown",
         };
         let meta = META.get(meta).map_or("unknown", |dtype| dtype.name());
-        write!(f, "(bits={bits}, bucket={bucket}, meta={meta}, rounding={rounding}")?;
-        if skip == 1 { f.write_str(", skip_incomplete)") } else { f.write_str(")") }
+        write!(f, ":{bits},bucket={bucket},meta={meta},rounding={rounding}")?;
+        if skip == 1 { f.write_str(",skip_incomplete") } else { Ok(()) }
     }
 }
 
@@ -76,10 +76,10 @@ mod tests {
             assert_eq!(Summary::from_word(summary.word()), summary);
             summary.to_string()
         };
-        assert_eq!(text(&Settings::default()), "maxmin(bits=4, bucket=512, meta=float32, rounding=nearest)");
-        assert_eq!(text(&settings), "maxmin(bits=8, bucket=8192, meta=bfloat16, rounding=nearest)");
+        assert_eq!(text(&Settings::default()), "maxmin:4,bucket=512,meta=float32,rounding=nearest");
+        assert_eq!(text(&settings), "maxmin:8,bucket=8192,meta=bfloat16,rounding=nearest");
         let settings = Settings { rounding: Rounding::Stochastic, skip_incomplete: true, ..settings };
-        assert_eq!(text(&settings), "maxmin(bits=8, bucket=8192, meta=bfloat16, rounding=stochastic, skip_incomplete)");
+        assert_eq!(text(&settings), "maxmin:8,bucket=8192,meta=bfloat16,rounding=stochastic,skip_incomplete");
         assert_eq!(Summary::new("raw", None).to_string(), "raw");
     }
 

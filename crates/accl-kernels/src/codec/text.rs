@@ -1,0 +1,112 @@
+//! Codecs as users write them: `bf16`, `maxmin:4`, `maxmin:4,bucket=128,rounding=stochastic`.
+
+use std::sync::Arc;
+
+use accl_types::{Dtype, Error, Result, nearest};
+
+use super::{Codec, Rounding, Settings, codec};
+
+/// Below so many bits, what is rounded to the nearest is biased too much to be left so unless it is asked for.
+const NEAREST_FROM_BITS: u8 = 4;
+
+const META: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
+const KEYS: [&str; 4] = ["bucket", "meta", "rounding", "skip_incomplete"];
+
+/// The codec that a text names: its name, `:` and the bits where it has a choice of them, then settings with `,` between.
+///
+/// Left out, settings are those of [`Settings::default`], with stochastic rounding below four bits.
+///
+/// # Errors
+/// `Configuration` for an unknown codec or setting, with the nearest known one, and for a value that is not accepted.
+pub fn parse(text: &str) -> Result<Arc<dyn Codec>> {
+    let mut parts = text.split(',').map(str::trim);
+    let head = parts.next().unwrap_or_default();
+    let (name, bits) = head.split_once(':').map_or((head, None), |(name, bits)| (name, Some(bits)));
+    let row = codec(name)?;
+    let wrong = |why: String| Error::configuration(format!("codec `{text}`: {why}"));
+    let mut settings = Settings::default();
+    if row.has_settings {
+        let bits = bits.ok_or_else(|| wrong(format!("expected the number of bits, as in `{name}:4`")))?;
+        settings.bits = bits.parse().map_err(|_| wrong(format!("bits is `{bits}`; expected 1 to 8")))?;
+    } else if bits.is_some() {
+        return Err(wrong(format!("{name} has no choice of bits")));
+    }
+    let mut rounding = None;
+    for part in parts {
+        let (key, value) = part.split_once('=').map_or((part, None), |(key, value)| (key, Some(value)));
+        if !row.has_settings {
+            return Err(wrong(format!("{name} has no settings")));
+        }
+        match (key, value) {
+            ("bucket", Some(value)) => {
+                let bucket = value.parse();
+                let number = || wrong(format!("bucket is `{value}`; expected a number of elements"));
+                settings.bucket = bucket.map_err(|_| number())?;
+            }
+            ("meta", Some(value)) => {
+                let meta = META.iter().find(|dtype| dtype.name() == value);
+                let one_of = || wrong(format!("meta is `{value}`; expected float32, float16 or bfloat16"));
+                settings.meta = *meta.ok_or_else(one_of)?;
+            }
+            ("rounding", Some("nearest")) => rounding = Some(Rounding::Nearest),
+            ("rounding", Some("stochastic")) => rounding = Some(Rounding::Stochastic),
+            ("rounding", Some(value)) => {
+                return Err(wrong(format!("rounding is `{value}`; expected nearest or stochastic")));
+            }
+            ("skip_incomplete", None) => settings.skip_incomplete = true,
+            _ => {
+                let hint = nearest(key, KEYS).map_or(String::new(), |known| format!("; did you mean `{known}`?"));
+                return Err(wrong(format!("unknown setting `{part}`; expected {}{hint}", KEYS.join(", "))));
+            }
+        }
+    }
+    let usual = if settings.bits < NEAREST_FROM_BITS { Rounding::Stochastic } else { Rounding::Nearest };
+    settings.rounding = rounding.unwrap_or(usual);
+    row.build(&settings)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_come_back_as_they_were_written() {
+        for (text, whole) in [
+            ("raw", "raw"),
+            ("bf16", "bf16"),
+            ("maxmin:4", "maxmin:4,bucket=512,meta=float32,rounding=nearest"),
+            ("maxmin:3", "maxmin:3,bucket=512,meta=float32,rounding=stochastic"),
+            ("maxmin:2, bucket=64 ,rounding=nearest", "maxmin:2,bucket=64,meta=float32,rounding=nearest"),
+            (
+                "maxmin:8,meta=bfloat16,rounding=stochastic,bucket=8192,skip_incomplete",
+                "maxmin:8,bucket=8192,meta=bfloat16,rounding=stochastic,skip_incomplete",
+            ),
+        ] {
+            assert_eq!(parse(text).unwrap().summary().to_string(), whole);
+            assert_eq!(parse(whole).unwrap().summary().to_string(), whole);
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (text, part) in [
+            ("maxmin", "expected the number of bits, as in `maxmin:4`"),
+            ("maxmin:four", "bits is `four`; expected 1 to 8"),
+            ("maxmin:9", "bits is 9; expected 1 to 8"),
+            ("maxmin:0", "bits is 0; expected 1 to 8"),
+            ("maxmin:4,bucket=0", "bucket is 0; expected a multiple of 8 from 8 to 8192"),
+            ("maxmin:4,bucket=7", "bucket is 7; expected a multiple of 8 from 8 to 8192"),
+            ("maxmin:4,bucket=big", "bucket is `big`; expected a number of elements"),
+            ("maxmin:4,meta=int8", "meta is `int8`; expected float32, float16 or bfloat16"),
+            ("maxmin:4,rounding=up", "rounding is `up`; expected nearest or stochastic"),
+            ("maxmin:4,bukket=8", "unknown setting `bukket=8`; expected bucket, meta, rounding, skip_incomplete"),
+            ("maxmin:4,bukket=8", "did you mean `bucket`?"),
+            ("bf16:4", "bf16 has no choice of bits"),
+            ("raw,bucket=8", "raw has no settings"),
+            ("maxmum:4", "unknown codec `maxmum`; expected one of raw, bf16, fp16, maxmin"),
+        ] {
+            let error = parse(text).unwrap_err();
+            assert!(error.message.contains(part), "{text}: {}", error.message);
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! What Python says about how its calls are encoded.
+//!
+//! Owns the setting of the calling thread that the next calls are made with: torch's signatures have no place for it, and
+//! a call is described on the thread that makes it. Which tensors to compress is decided in Python.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use accl_engine::codec::{self, CODECS, Codec};
+use accl_engine::encoding::{Codecs as EngineCodecs, Encoding, TensorCodecs};
+use accl_types::{Dtype, Error};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+thread_local! {
+    static ENCODING: RefCell<Option<Encoding>> = const { RefCell::new(None) };
+}
+
+/// How calls that this thread makes now are encoded.
+pub(crate) fn current() -> Option<Encoding> {
+    ENCODING.with_borrow(Clone::clone)
+}
+
+/// The codecs of a call's tensors.
+#[pyclass(frozen, module = "torch_accl._native")]
+struct Codecs {
+    inner: Arc<EngineCodecs>,
+}
+
+#[pymethods]
+impl Codecs {
+    /// Of each tensor: the codecs inside hosts, of parts of sums and of results, and a number that tells its random numbers
+    /// from those of others.
+    #[new]
+    fn new(tensors: Vec<(String, String, String, u64)>) -> PyResult<Self> {
+        let mut known: HashMap<String, Arc<dyn Codec>> = HashMap::new();
+        let mut codec = |text: String| {
+            if let Some(codec) = known.get(&text) {
+                return Ok(codec.clone());
+            }
+            let codec = codec::parse(&text)?;
+            known.insert(text, codec.clone());
+            Ok(codec)
+        };
+        let mut tensor =
+            |(inner, up, down, id)| Ok(TensorCodecs { inner: codec(inner)?, up: codec(up)?, down: codec(down)?, id });
+        let tensors = tensors.into_iter().map(&mut tensor).collect::<Result<_, Error>>().map_err(refused)?;
+        Ok(Self { inner: EngineCodecs::new(tensors).map_err(refused)? })
+    }
+
+    /// The settings in words.
+    #[getter]
+    fn text(&self) -> &str {
+        self.inner.text()
+    }
+
+    /// Bytes that a tensor at this position becomes on its way to be added up, and on its way back.
+    fn encoded_bytes(&self, position: usize, dtype: &str, elements: u64) -> PyResult<(u64, u64)> {
+        let dtype =
+            Dtype::ALL.iter().copied().find(|known| known.name() == dtype).filter(|dtype| codec::encodes(*dtype));
+        let dtype =
+            dtype.ok_or_else(|| refused(Error::invalid_type("only float32, float16 and bfloat16 are encoded")))?;
+        if position >= self.inner.tensors() {
+            return Err(pyo3::exceptions::PyIndexError::new_err(format!("there are {} tensors", self.inner.tensors())));
+        }
+        Ok(self.inner.encoded_bytes(position as u32, dtype, elements))
+    }
+
+    fn __len__(&self) -> usize {
+        self.inner.tensors()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Codecs({})", self.inner.text())
+    }
+}
+
+/// Lets calls that this thread makes from now on be encoded, or not any more; what was set before.
+#[pyfunction]
+#[pyo3(signature = (codecs, seed=0, step=0))]
+fn encode_calls(codecs: Option<PyRef<'_, Codecs>>, seed: u64, step: u64) -> Option<(Codecs, u64, u64)> {
+    let encoding = codecs.map(|codecs| Encoding { codecs: codecs.inner.clone(), seed, step });
+    let before = ENCODING.replace(encoding);
+    before.map(|Encoding { codecs, seed, step }| (Codecs { inner: codecs }, seed, step))
+}
+
+/// A codec's settings with all that was left out.
+#[pyfunction]
+fn check_codec(text: &str) -> PyResult<String> {
+    codec::parse(text).map(|codec| codec.summary().to_string()).map_err(refused)
+}
+
+/// The rows of the table of codecs.
+#[pyfunction]
+fn codecs(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
+    let row = |row: &codec::Row| {
+        let dict = PyDict::new(py);
+        dict.set_item("name", row.name)?;
+        dict.set_item("description", row.description)?;
+        dict.set_item("has_settings", row.has_settings)?;
+        Ok(dict)
+    };
+    CODECS.iter().map(row).collect()
+}
+
+fn refused(error: Error) -> PyErr {
+    pyo3::exceptions::PyValueError::new_err(error.to_string())
+}
+
+/// Adds this file's classes and functions to the module.
+pub(crate) fn add_functions(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Codecs>()?;
+    module.add_function(wrap_pyfunction!(encode_calls, module)?)?;
+    module.add_function(wrap_pyfunction!(check_codec, module)?)?;
+    module.add_function(wrap_pyfunction!(codecs, module)?)
+}

@@ -1,0 +1,29 @@
+"""Compressed gradients: collectives whose messages have 1 to 8 bits an element instead of 16 or 32.
+
+What compresses is chosen call by call: the hook of DistributedDataParallel (`State`, `ddp_hook`), that of FSDP2
+(`apply_fsdp2`), and the explicit calls (`all_reduce_quantized` and its kin). Every other call stays exact.
+
+    state = compression.State(compression.Compression("maxmin:4"), model)
+    model.register_comm_hook(state, compression.ddp_hook)
+
+All ranks end every call with the same bits. Sums are made in float32, in the order of ranks. A bucket with a NaN or an
+infinity on any rank is NaN on all, so that a gradient scaler sees it. Integers, float64 and operators other than sums
+travel as they are. `docs/compression.md` says when it pays.
+"""
+
+from ._calls import all_gather_quantized, all_reduce_quantized, all_to_all_quantized, reduce_scatter_quantized
+from ._ddp import ddp_hook
+from ._fsdp import apply_fsdp2
+from ._settings import Compression
+from ._state import State
+
+__all__ = [
+    "Compression",
+    "State",
+    "all_gather_quantized",
+    "all_reduce_quantized",
+    "all_to_all_quantized",
+    "apply_fsdp2",
+    "ddp_hook",
+    "reduce_scatter_quantized",
+]

@@ -1,0 +1,126 @@
+"""Collectives that are compressed because the caller says so."""
+
+from __future__ import annotations
+
+import itertools
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+
+from .. import _native
+from ._scope import accl_group, encoded
+from ._settings import Compression, tensor_id
+
+__all__ = ["all_gather_quantized", "all_reduce_quantized", "all_to_all_quantized", "reduce_scatter_quantized"]
+
+_steps = itertools.count()
+
+
+def all_reduce_quantized(
+    tensor: torch.Tensor,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    compression: str | Compression = "maxmin:4",
+    key: str = "",
+    step: int | None = None,
+) -> dist.Work | None:
+    """As `torch.distributed.all_reduce`, with compressed messages; all ranks end with the same bits.
+
+    Args:
+        tensor: float32, float16 or bfloat16 on the CPU, of any shape; it is overwritten with the result. Of other types, with
+            another `op` than SUM, AVG and PREMUL_SUM, and with one rank, the call is exact.
+        op: how contributions are combined.
+        group: None is the default group; its backend must be accl.
+        async_op: return a Work at once instead of waiting.
+        compression: a codec such as `"maxmin:4"`, or a `Compression`, of which codec, up, down, inner and seed count.
+        key: a name for the tensor: those with different names have different random numbers.
+        step: a number that no other call on this key has; None counts the calls of this process.
+
+    Returns:
+        A Work with `async_op`, else None.
+
+    Raises:
+        ValueError: no such codec.
+        RuntimeError: the group has another backend, or what `all_reduce` raises.
+    """
+    with _scope(group, compression, key, step):
+        return dist.all_reduce(tensor, op, group, async_op)
+
+
+def reduce_scatter_quantized(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    compression: str | Compression = "maxmin:4",
+    key: str = "",
+    step: int | None = None,
+) -> dist.Work | None:
+    """As `torch.distributed.reduce_scatter_tensor`, with compressed messages (codec `up`); sums themselves are exact.
+
+    Arguments and errors are those of `all_reduce_quantized`; shapes are those of `reduce_scatter_tensor`. Buckets begin at
+    the first element of each rank's part.
+    """
+    with _scope(group, compression, key, step):
+        return dist.reduce_scatter_tensor(output, input, op, group, async_op)
+
+
+def all_gather_quantized(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    compression: str | Compression = "maxmin:8",
+    key: str = "",
+    step: int | None = None,
+) -> dist.Work | None:
+    """As `torch.distributed.all_gather_into_tensor`, with compressed messages (codec `down`).
+
+    Every rank, the sender too, gets what the bytes decode to: all have the same values. Arguments and errors are those of
+    `all_reduce_quantized`.
+    """
+    with _scope(group, compression, key, step):
+        return dist.all_gather_into_tensor(output, input, group, async_op)
+
+
+def all_to_all_quantized(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    compression: str | Compression = "maxmin:8",
+    key: str = "",
+    step: int | None = None,
+) -> dist.Work | None:
+    """As `torch.distributed.all_to_all_single`, with compressed messages (codec `down`); what a rank keeps is exact.
+
+    Arguments and errors are those of `all_reduce_quantized`.
+    """
+    with _scope(group, compression, key, step):
+        return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+
+
+def _scope(group, compression, key, step):
+    accl_group(group)
+    settings = compression if isinstance(compression, Compression) else _settings(compression)
+    codecs = _codecs(settings.usual or ("raw", "raw", "raw"), tensor_id(key))
+    return encoded(codecs, settings.seed, next(_steps) if step is None else step)
+
+
+@lru_cache(maxsize=64)
+def _settings(codec: str) -> Compression:
+    return Compression(codec)
+
+
+@lru_cache(maxsize=1024)
+def _codecs(codec: tuple[str, str, str], tensor: int) -> _native.Codecs:
+    return _native.Codecs([(*codec, tensor)])

@@ -1,0 +1,41 @@
+"""Calls of the engine that are encoded: the setting of the calling thread while a call is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from .. import _native
+
+__all__ = ["accl_group", "encoded"]
+
+
+@contextmanager
+def encoded(codecs: _native.Codecs, seed: int, step: int) -> Iterator[None]:
+    """Calls that this thread makes inside are encoded."""
+    before = _native.encode_calls(codecs, seed, step)
+    try:
+        yield
+    finally:
+        _native.encode_calls(*before) if before is not None else _native.encode_calls(None)
+
+
+def accl_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, which must have the accl backend for tensors on the CPU.
+
+    Raises:
+        RuntimeError: there is no group, or its backend is another.
+    """
+    found = dist.group.WORLD if group is None else group
+    if found is None:
+        raise RuntimeError("there is no process group; call init_process_group('accl') first")
+    backend = found._get_backend(torch.device("cpu"))
+    if not isinstance(backend, _native.Backend):
+        raise RuntimeError(
+            f"compression needs a group of the accl backend, and this one has {backend.name()}; "
+            "make it with init_process_group('accl') or new_group(backend='accl')"
+        )
+    return found

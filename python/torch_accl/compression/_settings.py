@@ -1,0 +1,123 @@
+"""Which tensors are compressed, and how: settings that all ranks of a group share."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from .. import _native
+
+__all__ = ["RAW", "Codec", "Compression"]
+
+RAW = "raw"
+
+# The codecs of one tensor: inside hosts, of parts of sums, of results.
+Codec = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How gradients are compressed.
+
+    A codec is a text: `raw`, `bf16`, `fp16` or `maxmin:BITS`, the latter with settings after it, as in
+    `maxmin:4,bucket=128,meta=float16,rounding=stochastic`. Bits are 1 to 8; a bucket is 8 to 8,192 elements, a multiple of 8
+    (default 512), that share a minimum and a step in `meta` (float32, float16 or bfloat16); rounding is `nearest` from 4 bits
+    on and `stochastic` below, unless it is given.
+
+    Attributes:
+        codec: of all tensors that are not treated otherwise.
+        up: of parts of a sum on their way to who adds them up; None takes `codec`.
+        down: of results on their way back; None takes `codec`.
+        inner: of parts of a sum between ranks of one host, where an algorithm composes over hosts.
+        layers: codecs by name of parameter, such as `{"embedding": "maxmin:8", "*.head.weight": "raw"}`. A key with `*`, `?` or
+            `[` is a pattern for the whole name, any other is part of the name; the last that fits wins.
+        exclude: parameters that travel as they are, given as the keys of `layers` are.
+        one_dimensional: whether parameters of one dimension (biases, norms) are compressed, too.
+        min_elements: tensors with fewer travel as they are.
+        start_step: steps that go uncompressed first.
+        seed: what random numbers are made from, together with step, tensor, rank and element.
+
+    Raises:
+        ValueError: a codec has no such setting; the message says what is accepted.
+    """
+
+    codec: str = "maxmin:4"
+    up: str | None = None
+    down: str | None = None
+    inner: str = RAW
+    layers: Mapping[str, str] = field(default_factory=dict)
+    exclude: tuple[str, ...] = ()
+    one_dimensional: bool = False
+    min_elements: int = 1024
+    start_step: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        canonical = {name: _checked(name, getattr(self, name)) for name in ("codec", "up", "down", "inner")}
+        canonical["layers"] = {key: _checked(f"layers[{key!r}]", codec) for key, codec in self.layers.items()}
+        canonical["exclude"] = _patterns(self.exclude)
+        for name, value in canonical.items():
+            object.__setattr__(self, name, value)
+        for name in ("min_elements", "start_step"):
+            _check_count(name, getattr(self, name))
+        if type(self.seed) is not int or not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"seed is {self.seed!r}; expected an integer from 0 to 2^64 - 1")
+
+    def codec_of(self, name: str, elements: int, dimensions: int) -> Codec | None:
+        """The codecs of a parameter; None if it travels as it is."""
+        chosen = [codec for key, codec in self.layers.items() if fits(key, name)]
+        if chosen:
+            return None if chosen[-1] == RAW else (self.inner, chosen[-1], chosen[-1])
+        if any(fits(pattern, name) for pattern in self.exclude):
+            return None
+        if elements < self.min_elements or (dimensions < 2 and not self.one_dimensional):
+            return None
+        return self.usual
+
+    @property
+    def usual(self) -> Codec | None:
+        """The codecs of a tensor that no rule is for; None if it travels as it is."""
+        codecs = (self.inner, self.up or self.codec, self.down or self.codec)
+        return None if codecs[1:] == (RAW, RAW) else codecs
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """The keys of `layers` and `exclude` that fit none of these parameters."""
+        known = list(names)
+        return [key for key in (*self.layers, *self.exclude) if not any(fits(key, name) for name in known)]
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether a key of `layers` or `exclude` is for a parameter."""
+    return fnmatchcase(name, pattern) if any(sign in pattern for sign in "*?[") else pattern in name
+
+
+def tensor_id(name: str) -> int:
+    """A number for a name, the same on all ranks: it tells the random numbers of one tensor from those of others."""
+    return zlib.crc32(name.encode())
+
+
+def _checked(name: str, codec: str | None) -> str | None:
+    if codec is None:
+        return None
+    if not isinstance(codec, str):
+        raise ValueError(f"{name} is {codec!r}; expected a codec such as 'maxmin:4'")
+    try:
+        return _native.check_codec(codec)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _patterns(given: object) -> tuple[str, ...]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ValueError(f"exclude is {given!r}; expected a list of names or patterns")
+    patterns = tuple(given)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"exclude is {given!r}; expected a list of names or patterns")
+    return patterns
+
+
+def _check_count(name: str, value: object) -> None:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name} is {value!r}; expected a number of at least 0")
