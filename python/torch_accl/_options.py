@@ -15,7 +15,8 @@ class Options(_native.BackendOptions):
     """Settings of one group, given as `init_process_group("accl", pg_options=torch_accl.Options(...))`.
 
     Each argument has the name and the meaning of an `ACCL_*` variable (`accl config` lists them) and wins over it. What is
-    left out comes from the environment. Sizes are bytes or text such as `"64KiB"`.
+    left out comes from the environment. Sizes are bytes or text such as `"64KiB"`. `compression` is a codec such as
+    `"maxmin:4"` (`ACCL_CODEC`); `scope="all"` compresses ordinary calls with it, and has no variable.
 
     Raises:
         ValueError: a value is not accepted; the message says what is.
@@ -40,6 +41,8 @@ class Options(_native.BackendOptions):
         deterministic: bool | None = None,
         calibration: str | None = None,
         timing: bool | None = None,
+        compression: str | None = None,
+        scope: str | None = None,
     ) -> None:
         super().__init__()
         given: dict[str, Any] = {
@@ -57,6 +60,8 @@ class Options(_native.BackendOptions):
             "deterministic": deterministic,
             "calibration": calibration,
             "timing": timing,
+            "codec": _codec(compression),
+            "scope": scope,
         }
         settings = {name: _text(value) for name, value in given.items() if value is not None}
         for name, text in settings.items():
@@ -93,6 +98,14 @@ class Options(_native.BackendOptions):
         if self._own_timeout is not None:
             given.insert(0, f"timeout={self._own_timeout!r}")
         return f"torch_accl.Options({', '.join(given)})"
+
+
+def _codec(value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise ValueError(f"compression: expected a codec such as 'maxmin:4', not {value!r}")
+    return _native.check_codec(value)
 
 
 def _port_range(value: object) -> str | None:

@@ -15,14 +15,19 @@
 //! 16  what the codec made of them, a multiple of 8 bytes
 //! ```
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use accl_kernels::codec::{Codec, Summary, encodes};
+use accl_kernels::codec::{self, Codec, Summary, encodes};
 use accl_schedule::{Coding, Role};
+use accl_types::config::Config;
 use accl_types::{Collective, Dtype, Error, ReduceOp, Result};
 
+use crate::desc::{CallDesc, TensorDesc};
 use crate::hash::{fold, hash_words};
+use crate::sync::Mutex;
 
 /// Most elements of a tile: its float32 sums stay in the second-level cache beside what they are made of.
 pub const TILE_ELEMS: u64 = 16_384;
@@ -172,6 +177,68 @@ pub struct Encoding {
     pub seed: u64,
     /// As `seed`: a number that no two calls on the same tensors share.
     pub step: u64,
+}
+
+/// Tensors with fewer elements travel as they are in groups that encode all calls.
+const LEAST_ELEMS: u64 = 1024;
+
+/// What a group does with calls that do not say whether they are encoded.
+#[derive(Debug)]
+pub(crate) struct Usual {
+    codec: Arc<dyn Codec>,
+    raw: Arc<dyn Codec>,
+    /// By the number of a call's tensors.
+    known: Mutex<HashMap<usize, Arc<Codecs>>>,
+    /// Calls so far.
+    steps: AtomicU64,
+}
+
+impl Usual {
+    /// From a group's settings; `None`: such calls are not encoded.
+    ///
+    /// # Errors
+    /// `Configuration` for what is no codec, whether or not it is used.
+    pub(crate) fn of(config: &Config) -> Result<Option<Self>> {
+        let codec = codec::parse(&config.codec)?;
+        let raw = codec::parse("raw")?;
+        let usual = Self { codec, raw, known: Mutex::default(), steps: AtomicU64::new(0) };
+        Ok(config.compress_all.then_some(usual))
+    }
+
+    /// Whether such a call is encoded: all ranks find the same from its description.
+    pub(crate) fn is_for(&self, desc: &CallDesc, world: u32) -> bool {
+        let sizes_agree = desc.collective != Collective::AllToAll || desc.equal_blocks;
+        let is_small = |block: &[TensorDesc]| block.iter().map(TensorDesc::count_elems).sum::<u64>() < LEAST_ELEMS;
+        let mut blocks = desc.inputs.iter().chain(desc.outputs.iter());
+        desc.encoding.is_none()
+            && sizes_agree
+            && applies(desc.collective, desc.dtype, desc.op, world)
+            && desc.inputs.pieces().iter().chain(desc.outputs.pieces()).all(|piece| piece.dtype == desc.dtype)
+            && !blocks.any(is_small)
+    }
+
+    /// The same call, encoded.
+    ///
+    /// # Errors
+    /// Those of [`Codecs::new`].
+    pub(crate) fn encoded(&self, desc: &CallDesc) -> Result<CallDesc> {
+        let tensors = desc.outputs.get(0).map_or(1, <[TensorDesc]>::len);
+        let known = self.known.lock().get(&tensors).cloned();
+        let codecs = match known {
+            Some(codecs) => codecs,
+            None => {
+                let of = |id| {
+                    let (up, down) = (self.codec.clone(), self.codec.clone());
+                    TensorCodecs { inner: self.raw.clone(), up, down, id }
+                };
+                let codecs = Codecs::new((0..tensors as u64).map(of).collect())?;
+                self.known.lock().insert(tensors, codecs.clone());
+                codecs
+            }
+        };
+        let step = self.steps.fetch_add(1, Ordering::Relaxed);
+        Ok(CallDesc { encoding: Some(Encoding { codecs, seed: 0, step }), ..desc.clone() })
+    }
 }
 
 /// Whether a call of this kind is encoded when it is asked to be; others travel as they are.

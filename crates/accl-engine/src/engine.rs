@@ -18,6 +18,7 @@ use crate::completion::CompletionPool;
 use crate::core::Core;
 use crate::cores::Cores;
 use crate::drive::Drive;
+use crate::encoding::Usual;
 use crate::group::{Group, GroupSpec};
 use crate::hash::hash_words;
 use crate::machine;
@@ -130,6 +131,7 @@ impl Engine {
         let topology = Topology::new(hosts.clone());
         // The same on all ranks, since they agreed on the rules.
         accl_schedule::check_rules(&topology, &spec.config.algorithm)?;
+        let usual = Usual::of(&spec.config)?;
         let id = group_id(&cards);
         let peers = self.connect(parts, spec, &mine, &cards, deadline, interrupt);
         let peers = peers.inspect_err(|_| self.with_core(|core| core.remove_group(id)))?;
@@ -159,7 +161,7 @@ impl Engine {
             }
             core.add_group(state, now);
         });
-        Ok(Group::new(self.clone(), id, name, spec.rank, spec.world))
+        Ok(Group::new(self.clone(), id, name, (spec.rank, spec.world), usual))
     }
 
     /// The constants by which a group chooses whose first rank this is.

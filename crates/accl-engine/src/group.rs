@@ -17,6 +17,7 @@ use crate::call::{Call, CallPlace};
 use crate::coder::Coder;
 use crate::core::Core;
 use crate::desc::CallDesc;
+use crate::encoding::Usual;
 use crate::engine::Engine;
 use crate::local::Local;
 use crate::p2p::{Message, PRIVATE_TAGS};
@@ -58,12 +59,20 @@ pub struct Group {
     pub(crate) name: Arc<str>,
     pub(crate) rank: Rank,
     pub(crate) world: u32,
+    /// See [`Usual`].
+    usual: Option<Usual>,
     closed: AtomicBool,
 }
 
 impl Group {
-    pub(crate) fn new(engine: Arc<Engine>, id: u64, name: Arc<str>, rank: Rank, world: u32) -> Arc<Self> {
-        Arc::new(Self { engine, id, name, rank, world, closed: AtomicBool::new(false) })
+    pub(crate) fn new(
+        engine: Arc<Engine>,
+        id: u64,
+        name: Arc<str>,
+        (rank, world): (Rank, u32),
+        usual: Option<Usual>,
+    ) -> Arc<Self> {
+        Arc::new(Self { engine, id, name, rank, world, usual, closed: AtomicBool::new(false) })
     }
 
     /// Starts a call. Its tensors must stay valid and untouched until the call is done or failed.
@@ -85,7 +94,10 @@ impl Group {
     /// # Errors
     /// As [`Group::submit`].
     pub fn run(&self, desc: &CallDesc) -> Result<Ran> {
-        let goes = desc.may_go_straight() && !self.engine.is_forked() && !self.closed.load(Ordering::Acquire);
+        let goes = desc.may_go_straight()
+            && !self.is_encoded_by_default(desc)
+            && !self.engine.is_forked()
+            && !self.closed.load(Ordering::Acquire);
         if !goes {
             return self.submit_ref(desc).map(Ran::Pending);
         }
@@ -105,7 +117,19 @@ impl Group {
     }
 
     fn submit_ref(&self, desc: &CallDesc) -> Result<Arc<Call>> {
-        self.start(desc).map_err(|error| self.placed(error))
+        self.with_usual(desc, |desc| self.start(desc)).map_err(|error| self.placed(error))
+    }
+
+    fn is_encoded_by_default(&self, desc: &CallDesc) -> bool {
+        self.usual.as_ref().is_some_and(|usual| usual.is_for(desc, self.world))
+    }
+
+    /// Passes the call on, encoded if that is usual in this group.
+    fn with_usual<R>(&self, desc: &CallDesc, then: impl FnOnce(&CallDesc) -> Result<R>) -> Result<R> {
+        match &self.usual {
+            Some(usual) if usual.is_for(desc, self.world) => then(&usual.encoded(desc)?),
+            Some(_) | None => then(desc),
+        }
     }
 
     /// Puts a call that stopped on the short way into the group.
@@ -252,8 +276,11 @@ impl Group {
     /// As [`Group::submit`] for a description that it refuses; `Unsupported` for point-to-point calls, which have none.
     pub fn algorithm_of(&self, desc: &CallDesc) -> Result<&'static str> {
         let named = desc.check(self.world).and_then(|()| {
-            let shape = self.with_state(|group, _| group.shapes.get(desc, self.rank, self.world, &mut group.plans))?;
-            Ok(shape?.plan.algorithm.name)
+            self.with_usual(desc, |desc| {
+                let shape =
+                    self.with_state(|group, _| group.shapes.get(desc, self.rank, self.world, &mut group.plans))?;
+                Ok(shape?.plan.algorithm.name)
+            })
         });
         named.map_err(|error| self.placed(error.of(desc.collective)))
     }

@@ -18,7 +18,7 @@ fn config_rows(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
                 Scope::Group => "group",
             };
             let dict = PyDict::new(py);
-            dict.set_item("name", row.name)?;
+            dict.set_item("name", if row.is_variable() { row.name } else { "" })?;
             dict.set_item("option", row.option)?;
             dict.set_item("scope", scope)?;
             dict.set_item("agreed", row.agreed)?;

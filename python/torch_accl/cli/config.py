@@ -27,7 +27,7 @@ def _show(rows: list[dict[str, Any]]) -> str:
         changed = "" if row["value"] == row["default"] else f"  (default {row['default'] or 'empty'})"
         agreed = ", equal on all ranks" if row["agreed"] else ""
         lines += [
-            f"{row['name']}={row['value']}{changed}",
+            f"{row['name'] or '(no variable)'}={row['value']}{changed}",
             f"    {row['effect']}",
             f"    Accepts {row['accepted']}. Per {row['scope']}{agreed}; as an argument: Options({row['option']}=...)",
         ]

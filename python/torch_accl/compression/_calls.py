@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import AbstractContextManager
 from functools import lru_cache
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from .. import _native
 from ._scope import accl_group, encoded
-from ._settings import Compression, tensor_id
+from ._settings import RAW, Compression, default_codec, tensor_id
 
 __all__ = ["all_gather_quantized", "all_reduce_quantized", "all_to_all_quantized", "reduce_scatter_quantized"]
 
@@ -23,7 +24,7 @@ def all_reduce_quantized(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     *,
-    compression: str | Compression = "maxmin:4",
+    compression: str | Compression | None = None,
     key: str = "",
     step: int | None = None,
 ) -> dist.Work | None:
@@ -35,7 +36,8 @@ def all_reduce_quantized(
         op: how contributions are combined.
         group: None is the default group; its backend must be accl.
         async_op: return a Work at once instead of waiting.
-        compression: a codec such as `"maxmin:4"`, or a `Compression`, of which codec, up, down, inner and seed count.
+        compression: a codec such as `"maxmin:4"`, or a `Compression`, of which codec, up, down, inner and seed count. None is
+            that of the group's `Options`, else that of `ACCL_CODEC`, else `maxmin:4`.
         key: a name for the tensor: those with different names have different random numbers.
         step: a number that no other call on this key has; None counts the calls of this process.
 
@@ -57,7 +59,7 @@ def reduce_scatter_quantized(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     *,
-    compression: str | Compression = "maxmin:4",
+    compression: str | Compression | None = None,
     key: str = "",
     step: int | None = None,
 ) -> dist.Work | None:
@@ -76,7 +78,7 @@ def all_gather_quantized(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     *,
-    compression: str | Compression = "maxmin:8",
+    compression: str | Compression | None = None,
     key: str = "",
     step: int | None = None,
 ) -> dist.Work | None:
@@ -97,7 +99,7 @@ def all_to_all_quantized(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     *,
-    compression: str | Compression = "maxmin:8",
+    compression: str | Compression | None = None,
     key: str = "",
     step: int | None = None,
 ) -> dist.Work | None:
@@ -109,10 +111,14 @@ def all_to_all_quantized(
         return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
 
 
-def _scope(group, compression, key, step):
-    accl_group(group)
+def _scope(
+    group: dist.ProcessGroup | None, compression: str | Compression | None, key: str, step: int | None
+) -> AbstractContextManager[None]:
+    backend = accl_group(group)._get_backend(torch.device("cpu"))
+    if compression is None:
+        compression = backend.options.settings.get("codec") or default_codec()
     settings = compression if isinstance(compression, Compression) else _settings(compression)
-    codecs = _codecs(settings.usual or ("raw", "raw", "raw"), tensor_id(key))
+    codecs = _codecs(settings.usual or (RAW, RAW, RAW), tensor_id(key))
     return encoded(codecs, settings.seed, next(_steps) if step is None else step)
 
 

@@ -34,7 +34,9 @@ def apply_fsdp2(model: nn.Module, state: State) -> None:
     if not modules:
         raise RuntimeError("nothing in the model is sharded by FSDP2; call fully_shard first")
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
-        raise RuntimeError("this version of torch does not let FSDP2 have a reduce_scatter of our own; 2.9 and newer do")
+        raise RuntimeError(
+            "this version of torch does not let FSDP2 have a reduce_scatter of our own; 2.9 and newer do"
+        )
     for module in modules:
         group = module._get_fsdp_state()._fsdp_param_group
         if group is not None:
@@ -74,11 +76,8 @@ def _reduce_scatter(state: State, params: object) -> object:
             options.reduceOp = op
             options.asyncOp = async_op
             with encoded(plan.codecs, state.compression.seed, step):
-                work = group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
-            if async_op:
-                return work
-            work.wait()
-            return None
+                # A blocking call is done by now, and has no Work.
+                return group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
 
     return CompressedReduceScatter()
 

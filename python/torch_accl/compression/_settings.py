@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from .. import _native
 
-__all__ = ["RAW", "Codec", "Compression"]
+__all__ = ["RAW", "Codec", "Compression", "default_codec", "fits", "tensor_id"]
 
 RAW = "raw"
 
@@ -27,7 +27,7 @@ class Compression:
     on and `stochastic` below, unless it is given.
 
     Attributes:
-        codec: of all tensors that are not treated otherwise.
+        codec: of all tensors that are not treated otherwise; `ACCL_CODEC` where it is left out, else `maxmin:4`.
         up: of parts of a sum on their way to who adds them up; None takes `codec`.
         down: of results on their way back; None takes `codec`.
         inner: of parts of a sum between ranks of one host, where an algorithm composes over hosts.
@@ -43,7 +43,7 @@ class Compression:
         ValueError: a codec has no such setting; the message says what is accepted.
     """
 
-    codec: str = "maxmin:4"
+    codec: str = field(default_factory=lambda: default_codec())
     up: str | None = None
     down: str | None = None
     inner: str = RAW
@@ -86,6 +86,11 @@ class Compression:
         """The keys of `layers` and `exclude` that fit none of these parameters."""
         known = list(names)
         return [key for key in (*self.layers, *self.exclude) if not any(fits(key, name) for name in known)]
+
+
+def default_codec() -> str:
+    """The codec that is meant where none is given."""
+    return next(row["value"] for row in _native.config_rows() if row["option"] == "codec")
 
 
 def fits(pattern: str, name: str) -> bool:

@@ -125,4 +125,6 @@ class State:
 
 def _plain(name: str) -> str:
     """The name that a parameter has in the model that was wrapped."""
-    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod", "_checkpoint_wrapped_module"))
+    return ".".join(
+        part for part in name.split(".") if part not in ("module", "_orig_mod", "_checkpoint_wrapped_module")
+    )

@@ -105,6 +105,10 @@ pub struct Config {
     pub calibration: Calibration,
     /// `ACCL_TIMING`: calls record their duration from the start.
     pub timing: bool,
+    /// `ACCL_CODEC`: what compressed calls encode with where nothing else is said.
+    pub codec: String,
+    /// The option `scope`: ordinary calls are compressed, too.
+    pub compress_all: bool,
 }
 
 impl Default for Config {
@@ -124,6 +128,8 @@ impl Default for Config {
             deterministic: false,
             calibration: Calibration::Auto,
             timing: false,
+            codec: String::new(),
+            compress_all: false,
         };
         for row in ROWS {
             // The table's defaults are parsed by the same code as a user's value, so that the documentation cannot
@@ -156,7 +162,9 @@ impl Config {
     /// # Errors
     /// `Configuration`, as in [`Config::from_variables`].
     pub fn set_variable(&mut self, name: &str, value: &str) -> Result<()> {
-        let row = ROWS.iter().find(|row| row.name == name).ok_or_else(|| unknown(name, ROWS.iter().map(|r| r.name)))?;
+        let variables = ROWS.iter().filter(|row| row.is_variable());
+        let row = variables.clone().find(|row| row.name == name);
+        let row = row.ok_or_else(|| unknown(name, variables.map(|row| row.name)))?;
         self.set_row(row, row.name, value)
     }
 
@@ -206,8 +214,8 @@ pub fn environment_page() -> String {
     let mut page = String::from(
         "# Settings\n\n\
          Generated from the table in `crates/accl-types/src/config/table.rs`; do not edit.\n\n\
-         Every setting is an environment variable and an argument of `torch_accl.Options`, which is passed as\n\
-         `pg_options`; the argument wins. An unknown `ACCL_*` variable is an error. *Process* settings are fixed by the\n\
+         Every setting but those without a variable is an environment variable and an argument of `torch_accl.Options`,\n\
+         which is passed as `pg_options`; the argument wins. An unknown `ACCL_*` variable is an error. *Process* settings are fixed by the\n\
          first group of a process; *group* settings may differ from group to group. Settings marked *agreed* must be the\n\
          same on all ranks of a group; a difference is an error that names both values.\n\n\
          | variable | option | scope | default | accepted | effect |\n|---|---|---|---|---|---|\n",
@@ -220,8 +228,8 @@ pub fn environment_page() -> String {
         let agreed = if row.agreed { ", agreed" } else { "" };
         let default = if row.default.is_empty() { "(empty)".to_owned() } else { format!("`{}`", row.default) };
         page.push_str(&format!(
-            "| `{}` | `{}` | {scope}{agreed} | {default} | {} | {} |\n",
-            row.name,
+            "| {} | `{}` | {scope}{agreed} | {default} | {} | {} |\n",
+            if row.is_variable() { format!("`{}`", row.name) } else { "none".to_owned() },
             row.option,
             row.accepted.replace('|', "\\|"),
             row.effect
@@ -257,9 +265,11 @@ mod tests {
             ("ACCL_ALGORITHM", "all_reduce=ring:1MiB-,broadcast=flat"),
             ("ACCL_DETERMINISTIC", "1"),
             ("ACCL_CALIBRATION", "/some where/constants"),
+            ("ACCL_CODEC", "maxmin:8,bucket=64"),
         ] {
             config.set_variable(name, value).unwrap();
         }
+        config.set_option("scope", "all").unwrap();
         for row in ROWS {
             let mut again = Config::default();
             (row.set)(&mut again, &(row.show)(&config)).unwrap();
@@ -298,6 +308,16 @@ mod tests {
             assert!(error.message.contains("expected") && error.message.contains(value), "{error}");
             assert_eq!(config, before, "a refused value must change nothing");
         }
+    }
+
+    #[test]
+    fn no_variable_compresses_ordinary_calls() {
+        let error = Config::from_variables([("ACCL_SCOPE", "all")]).unwrap_err();
+        assert!(
+            error.message.contains("unknown setting") && !error.message.contains("known settings: ACCL_SCOPE"),
+            "{error}"
+        );
+        Config::default().set_option("scope", "most").unwrap_err();
     }
 
     #[test]

@@ -18,6 +18,18 @@ pub(super) fn log_level(text: &str) -> Result<LogLevel, String> {
     LOG_LEVELS.iter().find(|(name, _)| *name == text).map(|&(_, level)| level).ok_or_else(String::new)
 }
 
+pub(super) fn compress_all(text: &str) -> Result<bool, String> {
+    match text {
+        "hooks" => Ok(false),
+        "all" => Ok(true),
+        _ => Err(String::new()),
+    }
+}
+
+pub(super) fn show_compress_all(all: bool) -> &'static str {
+    if all { "all" } else { "hooks" }
+}
+
 pub(super) fn show_log_level(level: LogLevel) -> &'static str {
     match level {
         LogLevel::Off => "off",

@@ -34,6 +34,13 @@ pub struct Row {
     pub show: fn(&Config) -> String,
 }
 
+impl Row {
+    /// Whether the environment may set it. What changes the result of an ordinary call is for the program to say.
+    pub fn is_variable(&self) -> bool {
+        self.option != "scope"
+    }
+}
+
 /// Names that `ACCL_TRANSPORTS` accepts. `accl-transport` tests that its table has the same.
 pub const TRANSPORT_NAMES: &[&str] = &["shm", "tcp"];
 
@@ -190,6 +197,34 @@ pub const ROWS: &[Row] = &[
         effect: "Where the constants come from by which algorithms are chosen: `auto` measures them once per machine, in about a tenth of a second, and keeps them in `$XDG_CACHE_HOME/torch-accl` or `~/.cache/torch-accl`; a path names another place; `off` takes built-in ones. Those of rank 0 count for all ranks of a group.",
         set: |c, v| parse::calibration(v).map(|x| c.calibration = x),
         show: |c| parse::show_calibration(&c.calibration).to_owned(),
+    },
+    Row {
+        name: "ACCL_CODEC",
+        option: "codec",
+        scope: Scope::Group,
+        agreed: true,
+        default: "maxmin:4",
+        accepted: "a codec: raw, bf16, fp16 or maxmin:BITS, with settings such as maxmin:4,bucket=128,rounding=stochastic",
+        effect: "What `torch_accl.compression` encodes with where nothing else is said; by itself it compresses nothing.",
+        set: |c, v| {
+            if v.is_empty() {
+                return Err(String::new());
+            }
+            c.codec = v.to_owned();
+            Ok(())
+        },
+        show: |c| c.codec.clone(),
+    },
+    Row {
+        name: "ACCL_SCOPE",
+        option: "scope",
+        scope: Scope::Group,
+        agreed: true,
+        default: "hooks",
+        accepted: "hooks or all",
+        effect: "What is compressed: `hooks`, only what the hooks and functions of `torch_accl.compression` send; `all`, every all_reduce, reduce_scatter, all_gather and all_to_all of at least 1,024 float32, float16 or bfloat16 elements whose operator is a sum, with `codec`.",
+        set: |c, v| parse::compress_all(v).map(|x| c.compress_all = x),
+        show: |c| parse::show_compress_all(c.compress_all).to_owned(),
     },
     Row {
         name: "ACCL_TIMING",

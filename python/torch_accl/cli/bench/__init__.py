@@ -30,13 +30,15 @@ columns:
   algbw    size / time, in GB/s of 10^9 bytes
   busbw    algbw times 2(n-1)/n for all_reduce, (n-1)/n for calls with blocks, 1 for broadcast and reduce, n ranks
   #wrong   elements with a wrong value on all ranks, of one call before the timing
-  ratio    time of the other backend over that of accl; with --try-all, of the choice over the best algorithm
+  ratio    time of the other backend or codec over that of accl; with --try-all, of the choice over the best algorithm
+  error    of a codec: norm of the error over that of the exact result, of one call on Gaussian values
 
 exit status: 0; 1 when a result is wrong or a rank failed; 2 when the arguments are wrong or something is missing
 
 examples:
   accl bench --against gloo --sizes 4-64MiB:x4
   accl bench all_reduce all_gather --dtype float32,bfloat16 --ranks 4 --json
+  accl bench --codec maxmin:4 --codec maxmin:8,bucket=128 --sizes 1MiB,25MiB
   accl bench all --try-all --sizes 4,16KiB,1MiB
   torchrun --nproc-per-node 2 --no-python accl bench --against gloo --plot speed.png"""
 
@@ -52,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--op", default="sum", help="operators of what reduces, such as sum,max (default %(default)s)")
     add("--ranks", type=int, help="processes to start (default 2; under a launcher, those that it started)")
     add("--against", metavar="BACKENDS", help="other backends to time, such as gloo or gloo,mpi")
+    add(
+        "--codec",
+        action="append",
+        metavar="CODEC",
+        help="also time accl with compressed messages, such as maxmin:4 or bf16; give it again for another",
+    )
     add("--algorithm", metavar="NAME", help="let accl take this algorithm (`accl algorithms` lists them)")
     add("--try-all", action="store_true", help="time every algorithm in the engine and judge the engine's choice")
     add("--engine", action="store_true", help="time accl without torch; peers still through torch")

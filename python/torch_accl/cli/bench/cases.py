@@ -155,6 +155,12 @@ class Prepared:
         self.clear()
         _tile(self.source, self._pattern(self.rank))
 
+    def fill_gaussian(self) -> None:
+        """Every rank's own normal values in the source; zeros where the type has none."""
+        self.clear()
+        if self.source.is_floating_point() and self.source.dtype.itemsize > 1:
+            self.source.normal_(generator=torch.Generator().manual_seed(self.rank))
+
     def wrong(self) -> int:
         """Elements of this rank's target that are not what they must be after one call on filled buffers."""
         count = self.case.count

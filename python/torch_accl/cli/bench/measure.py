@@ -98,6 +98,8 @@ class Timed:
     wrong: int = 0
     # Why the contestant does not make such calls at all.
     refused: str | None = None
+    # Of a codec: norm of the error over that of the exact result.
+    error: float | None = None
 
     @property
     def time_us(self) -> float:
@@ -111,7 +113,10 @@ def measure(team: Team, prepared: Prepared, contestants: list[Contestant], wante
     Raises:
         Failed: accl refused the call, or only some of the ranks were refused.
     """
-    found = {one.name: _checked(team, prepared, one, wanted) for one in contestants}
+    found = {one.name: _checked(team, prepared, one, wanted) for one in contestants if one.name not in wanted.codecs}
+    for one in contestants:
+        if one.name in wanted.codecs:
+            found[one.name] = _compared(team, prepared, contestants[0], one)
     prepared.clear()
     running = [contestant for contestant in contestants if found[contestant.name].refused is None]
     for contestant in running:
@@ -137,6 +142,21 @@ def _checked(team: Team, prepared: Prepared, contestant: Contestant, wanted: Wan
     if sentences and (len(sentences) < team.world or contestant.name not in wanted.peers):
         raise Failed(f"{contestant.name} failed at {prepared.case}: {sentences[0]}")
     return Timed(refused=refused, wrong=sum(wrong for _, wrong in told))
+
+
+def _compared(team: Team, prepared: Prepared, exact: Contestant, coded: Contestant) -> Timed:
+    """What a codec makes of Gaussian values, beside what they are without one."""
+    results = []
+    for contestant in (exact, coded):
+        prepared.fill_gaussian()
+        contestant.call(prepared)
+        results.append(prepared.target.double())
+    difference = results[1] - results[0]
+    told = team.collect(
+        [float(difference.square().sum()), float(results[0].square().sum()), int(difference.isnan().sum())]
+    )
+    error, norm, wrong = (sum(column) for column in zip(*told))
+    return Timed(wrong=wrong, error=math.sqrt(error / norm) if norm else 0.0)
 
 
 def _iterations(team: Team, prepared: Prepared, contestant: Contestant, wanted: Wanted) -> int:

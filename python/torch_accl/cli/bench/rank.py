@@ -29,7 +29,7 @@ def run_rank(wanted: Wanted, place: Place, store: Any) -> int:
     seats = team.sit_down(wanted)
     team.open(wanted)
     field = _Field(team, wanted)
-    table = AlgorithmTable() if wanted.try_all else BackendTable(wanted.peers)
+    table = AlgorithmTable() if wanted.try_all else BackendTable(wanted.peers, wanted.codecs)
     prints = team.rank == 0 and not wanted.json
     if prints:
         _print(_preface(wanted, seats))
@@ -61,7 +61,10 @@ class _Field:
     def __init__(self, team: Team, wanted: Wanted) -> None:
         self._team, self._wanted = team, wanted
         mine: Contestant = InEngine(CHOICE, None) if wanted.engine else ThroughTorch(CHOICE, None)
-        self._own = [mine, *(ThroughTorch(peer, team.group(peer)) for peer in wanted.peers)]
+        peers = [ThroughTorch(peer, team.group(peer)) for peer in wanted.peers]
+        way = InEngine if wanted.engine else ThroughTorch
+        coded = [way(codec, team.group("accl", wanted.rules, codec)) for codec in wanted.codecs]
+        self._own = [mine, *peers, *coded]
         # By rule; None for an algorithm that these ranks cannot run.
         self._forced: dict[str, InEngine | None] = {}
 
@@ -128,6 +131,7 @@ def _document(wanted: Wanted, seats: list[dict[str, Any]], cells: list[Cell]) ->
         "settings": {
             "through": "engine" if wanted.engine else "torch",
             "against": wanted.peers,
+            "codecs": wanted.codecs,
             "forced": wanted.rules,
             "try_all": wanted.try_all,
             "alternations": wanted.alternations,

@@ -56,10 +56,10 @@ class Cell:
 
 
 class BackendTable:
-    """accl, and beside it the time of each peer."""
+    """accl, and beside it the time of each peer and codec."""
 
-    def __init__(self, peers: list[str]) -> None:
-        self.peers = peers
+    def __init__(self, peers: list[str], codecs: list[str]) -> None:
+        self.peers, self.codecs = peers, codecs
 
     def head(self) -> list[str]:
         """Two lines: names and units."""
@@ -67,6 +67,9 @@ class BackendTable:
         for peer in self.peers:
             names.append(f"{peer:>10} {'ratio':>7} {'#wrong':>6}")
             units.append(f"{'(us)':>10} {'':>7} {'':>6}")
+        for codec in self.codecs:
+            names.append(f"{codec:>{_width(codec)}} {'ratio':>7} {'error':>8}")
+            units.append(f"{'(us)':>{_width(codec)}} {'':>7} {'':>8}")
         return [
             "#" + " ".join([_HEAD, f"{'time':>10} {'algbw':>7} {'busbw':>7} {'#wrong':>6}", *names])[1:],
             "#" + " ".join([_UNITS, f"{'(us)':>10} {'(GB/s)':>7} {'(GB/s)':>7} {'':>6}", *units])[1:].rstrip(),
@@ -85,6 +88,9 @@ class BackendTable:
                 parts.append(f"{'refused':>10} {'-':>7} {'-':>6}")
             else:
                 parts.append(f"{_us(timed.time_us)} {cell.ratio(peer):7.2f} {timed.wrong:6d}")
+        for codec in self.codecs:
+            timed = cell.timed[codec]
+            parts.append(f"{_us(timed.time_us):>{_width(codec)}} {cell.ratio(codec):7.2f} {timed.error:8.1e}")
         return " ".join(parts)
 
     def last(self, cells: list[Cell]) -> list[str]:
@@ -133,6 +139,10 @@ def _case(cell: Cell) -> str:
     return f"{case.size_bytes:12d} {case.count:12d} {case.dtype:>14} {case.op or 'none':>7} {cell.algorithm:>18}"
 
 
+def _width(codec: str) -> int:
+    return max(10, len(codec))
+
+
 def _us(value: float) -> str:
     return f"{value:10.2f}" if value < 1e5 else f"{value:10.0f}"
 
@@ -172,4 +182,6 @@ def _timed_as_json(cell: Cell, name: str) -> dict[str, Any]:
         "busbw_gb_per_s": cell.busbw(name),
         "wrong": timed.wrong,
     }
+    if timed.error is not None:
+        found["error"] = timed.error
     return found if name == CHOICE else found | {"ratio": cell.ratio(name)}

@@ -33,6 +33,8 @@ class Wanted:
     dtypes: list[str]
     ops: list[str]
     peers: list[str]
+    # Codecs that accl is also timed with, as they were written.
+    codecs: list[str]
     # Rules of the setting `algorithm`, one for each collective that has the forced one.
     rules: list[str]
     try_all: bool
@@ -81,8 +83,10 @@ def wanted(given: argparse.Namespace) -> Wanted:
     dtypes = {row["name"]: row["ops"] for row in _native.dtypes() if hasattr(torch, row["name"])}
     chosen = _each(given.dtype, dtypes, "--dtype")
     ops = _ops(given.op, chosen, dtypes, collectives)
-    if given.try_all and (given.against or given.algorithm):
-        raise WrongInput("--try-all compares accl's algorithms with each other: leave out --against and --algorithm")
+    if given.try_all and (given.against or given.algorithm or given.codec):
+        raise WrongInput(
+            "--try-all compares accl's algorithms with each other: leave out --against, --algorithm and --codec"
+        )
     if given.plot and given.try_all:
         raise WrongInput("--plot draws backends, and --try-all compares algorithms: leave out one of them")
     _positive(given.iterations, "--iterations")
@@ -97,6 +101,7 @@ def wanted(given: argparse.Namespace) -> Wanted:
         dtypes=chosen,
         ops=ops,
         peers=_peers(given.against),
+        codecs=_codecs(given.codec or []),
         rules=_rules(given.algorithm, collectives, _native.algorithms()),
         try_all=given.try_all,
         engine=given.engine or given.try_all,
@@ -200,6 +205,17 @@ def _peers(text: str | None) -> list[str]:
         if not dist.is_backend_available(name):
             raise WrongInput(f"--against: {name} is not part of this torch; it was built without it")
     return peers
+
+
+def _codecs(texts: list[str]) -> list[str]:
+    from ... import _native
+
+    for text in texts:
+        try:
+            _native.check_codec(text)
+        except ValueError as error:
+            raise WrongInput(f"--codec: {str(error).removeprefix('accl: ')}") from None
+    return list(dict.fromkeys(texts))
 
 
 def _rules(algorithm: str | None, collectives: list[str], table: list[dict[str, str]]) -> list[str]:

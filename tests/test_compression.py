@@ -1,0 +1,391 @@
+"""Compressed calls and hooks: the same bits on all ranks, near the exact result, and nothing else compressed."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import on_ranks
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch_accl import compression
+from torch_accl.compression import Compression
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+CODECS = (
+    "raw",
+    "bf16",
+    "maxmin:8",
+    "maxmin:4,bucket=64",
+    "maxmin:2,bucket=64",
+    "maxmin:8,meta=float16,skip_incomplete",
+)
+
+
+def contribution(rank, count=5003, seed=0):
+    return torch.randn(count, generator=torch.Generator().manual_seed(100 * seed + rank))
+
+
+def same_on_all(*tensors):
+    """Whether all ranks have the same bits."""
+    for tensor in tensors:
+        mine = tensor.detach().contiguous().view(torch.uint8)
+        rows = mine.new_empty(dist.get_world_size(), mine.numel())
+        dist.all_gather_into_tensor(rows.view(-1), mine.view(-1))
+        if not all(torch.equal(row, mine.view(-1)) for row in rows):
+            return False
+    return True
+
+
+def error(result, exact):
+    """Norm of the error over that of the exact result."""
+    return ((result.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+# Twice what one encoding of Gaussian data has, and that of rounding to the type.
+BOUNDS = {"raw": 0.005, "bf16": 0.01, "maxmin:8": 0.03, "maxmin:4,bucket=64": 0.3, "maxmin:2,bucket=64": 2.0}
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("codec", CODECS)
+def test_all_reduce_ends_with_the_same_bits_near_the_exact_sum(rank, world, codec, dtype):
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist._make_nccl_premul_sum(0.5)):
+        tensor = contribution(rank).to(dtype)
+        exact = sum(contribution(other).to(dtype).double() for other in range(world))
+        exact /= world if op == dist.ReduceOp.AVG else 1 if op == dist.ReduceOp.SUM else 2
+        assert compression.all_reduce_quantized(tensor, op, compression=codec) is None
+        assert same_on_all(tensor)
+        assert error(tensor, exact) < BOUNDS.get(codec, 0.03)
+
+
+@on_ranks(3)
+def test_what_is_no_sum_of_floats_stays_exact(rank, world):
+    integers = torch.arange(100) + rank
+    compression.all_reduce_quantized(integers, compression="maxmin:1")
+    assert integers.tolist() == [3 * element + 3 for element in range(100)]
+    doubles = contribution(rank).double()
+    compression.all_reduce_quantized(doubles, compression="maxmin:1")
+    torch.testing.assert_close(doubles, sum(contribution(other).double() for other in range(world)))
+    largest = contribution(rank)
+    compression.all_reduce_quantized(largest, dist.ReduceOp.MAX, compression="maxmin:1")
+    assert torch.equal(largest, torch.stack([contribution(other) for other in range(world)]).amax(0))
+
+
+@on_ranks(3)
+def test_other_calls_stay_exact_beside_compressed_ones(rank, world):
+    expected = contribution(rank)
+    dist.all_reduce(expected)
+    for _ in range(3):
+        first = compression.all_reduce_quantized(contribution(rank), async_op=True, compression="maxmin:2")
+        metric = contribution(rank)
+        second = dist.all_reduce(metric, async_op=True)
+        first.wait()
+        second.wait()
+        assert torch.equal(metric, expected)
+    # A call that is refused leaves nothing behind.
+    with pytest.raises(ValueError, match="expanded"):
+        compression.all_reduce_quantized(torch.ones(1, 4).expand(4, 4))
+    metric = contribution(rank)
+    dist.all_reduce(metric)
+    assert torch.equal(metric, expected)
+
+
+@on_ranks(3)
+def test_random_numbers_depend_on_seed_step_and_key_and_on_nothing_else(rank, world):
+    def result(seed=0, step=0, key="a"):
+        tensor = contribution(rank)
+        settings = Compression("maxmin:3,rounding=stochastic", seed=seed)
+        compression.all_reduce_quantized(tensor, compression=settings, step=step, key=key)
+        return tensor
+
+    first = result()
+    assert torch.equal(result(), first)
+    for other in (result(seed=1), result(step=1), result(key="b")):
+        assert not torch.equal(other, first)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_blocks_are_scattered_gathered_and_exchanged(rank, world, dtype):
+    count = 1037
+    inputs = [contribution(other, world * count).to(dtype) for other in range(world)]
+    output = torch.empty(count, dtype=dtype)
+    compression.reduce_scatter_quantized(output, inputs[rank], compression="maxmin:8")
+    exact = sum(tensor.double() for tensor in inputs)[rank * count : (rank + 1) * count]
+    assert error(output, exact) < 0.02
+    gathered = torch.empty(world * count, dtype=dtype)
+    compression.all_gather_quantized(gathered, inputs[rank][:count].contiguous(), compression="maxmin:8")
+    assert same_on_all(gathered)
+    assert error(gathered, torch.cat([tensor[:count] for tensor in inputs])) < 0.02
+    exchanged = torch.empty(world * count, dtype=dtype)
+    compression.all_to_all_quantized(exchanged, inputs[rank], compression="maxmin:8")
+    exact = torch.cat([tensor[rank * count : (rank + 1) * count] for tensor in inputs])
+    assert error(exchanged, exact) < 0.02
+    own = slice(rank * count, (rank + 1) * count)
+    assert torch.equal(exchanged[own], exact[own])
+
+
+@on_ranks(2)
+def test_a_tensor_of_any_layout_and_size_is_compressed(rank, world):
+    for shape in [(), (1,), (7,), (0,), (3, 5, 7)]:
+        tensor = torch.full(shape, 1.5 + rank)
+        compression.all_reduce_quantized(tensor)
+        assert torch.equal(tensor, torch.full(shape, 4.0))
+    whole = contribution(rank, 64 * 48).view(64, 48)
+    exact = sum(contribution(other, 64 * 48).view(64, 48)[:, ::3] for other in range(world))
+    before = whole.clone()
+    part = whole[:, ::3]
+    compression.all_reduce_quantized(part, compression="maxmin:8")
+    assert error(part, exact) < 0.02 and same_on_all(part)
+    assert torch.equal(whole[:, 1::3], before[:, 1::3])
+
+
+@on_ranks(3)
+def test_a_nan_of_one_rank_spoils_its_bucket_on_all(rank, world):
+    tensor = contribution(rank, 1000)
+    if rank == 1:
+        tensor[70] = torch.nan
+    compression.all_reduce_quantized(tensor, compression="maxmin:4,bucket=64")
+    assert tensor.isnan().nonzero().flatten().tolist() == list(range(64, 128))
+
+
+WRONG = {
+    "maxmin": "expected the number of bits",
+    "maxmin:0": "bits is 0; expected 1 to 8",
+    "maxmin:9": "bits is 9; expected 1 to 8",
+    "maxmin:four": "bits is `four`",
+    "maxmin:4,bucket=0": "bucket is 0; expected a multiple of 8 from 8 to 8192",
+    "maxmin:4,bucket=7": "bucket is 7",
+    "maxmin:4,rounding=up": "rounding is `up`; expected nearest or stochastic",
+    "maxmin:4,bukket=8": "did you mean `bucket`",
+    "int4": "unknown codec `int4`",
+}
+
+
+@pytest.mark.parametrize("codec", list(WRONG))
+def test_a_wrong_codec_is_refused_where_it_is_given(codec):
+    for given in ({"codec": codec}, {"down": codec}, {"layers": {"head": codec}}):
+        with pytest.raises(ValueError) as caught:
+            Compression(**given)
+        assert WRONG[codec] in str(caught.value) and next(iter(given)) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"min_elements": -1}, {"start_step": 1.5}, {"seed": -1}, {"exclude": "head"}, {"exclude": [1]}, {"codec": 4}],
+)
+def test_a_wrong_setting_is_named(given):
+    with pytest.raises(ValueError, match=next(iter(given))):
+        Compression(**given)
+
+
+@on_ranks(2, fresh=True)
+def test_ranks_with_different_settings_are_both_named(rank, world):
+    with pytest.raises(dist.DistError) as caught:
+        compression.all_reduce_quantized(contribution(rank), compression=f"maxmin:{4 + rank}")
+    for part in ("rank 0 with maxmin:4,bucket=512", "rank 1 with maxmin:5,bucket=512", "same compression settings"):
+        assert part in str(caught.value)
+
+
+@on_ranks(2, fresh=True)
+def test_a_rank_that_does_not_compress_is_named(rank, world):
+    with pytest.raises(dist.DistError, match="rank 1 with no codec"):
+        if rank == 0:
+            compression.all_reduce_quantized(contribution(rank))
+        else:
+            dist.all_reduce(contribution(rank))
+
+
+@on_ranks(2)
+def test_a_group_of_another_backend_is_refused(rank, world):
+    group = dist.new_group(backend="gloo")
+    with pytest.raises(RuntimeError, match="needs a group of the accl backend, and this one has gloo"):
+        compression.all_reduce_quantized(torch.ones(4), group=group)
+
+
+@on_ranks(1, fresh=True, init=False)
+def test_without_a_group_it_is_said_how_to_make_one(rank, world):
+    with pytest.raises(RuntimeError, match=r"call init_process_group\('accl'\)"):
+        compression.all_reduce_quantized(torch.ones(4))
+
+
+class Model(nn.Module):
+    """Two layers that are large enough to be compressed, and small ones that are not."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(48, 96)
+        self.norm = nn.LayerNorm(96)
+        self.down = nn.Linear(96, 48)
+        self.head = nn.Linear(48, 5)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.down(self.norm(torch.relu(self.up(x))))))
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(8, 48, generator=generator), torch.randn(8, 5, generator=generator)
+
+
+def train(rank, model, steps=4):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(steps):
+        inputs, targets = batch(rank, step)
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()]
+
+
+def models(count=1):
+    made = []
+    for index in range(count):
+        torch.manual_seed(7 + index)
+        made.append(Model())
+    return made if count > 1 else made[0]
+
+
+def compressed_ddp(settings, model, **options):
+    ddp = DistributedDataParallel(model, **options)
+    state = compression.State(settings, ddp)
+    ddp.register_comm_hook(state, compression.ddp_hook)
+    return ddp, state
+
+
+DDP = {
+    "plain": {},
+    "many_buckets": {"bucket_cap_mb": 0.005},
+    "bucket_views": {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": True},
+    "static_graph": {"static_graph": True},
+    "unused_parameters_looked_for": {"find_unused_parameters": True},
+}
+
+
+@on_ranks(3, fresh=True)
+@pytest.mark.parametrize("options", list(DDP))
+def test_ddp_trains_alike_on_all_ranks_and_near_plain_training(rank, world, options):
+    exact = train(rank, DistributedDataParallel(models(), **DDP[options]))
+    ddp, state = compressed_ddp(Compression("maxmin:8"), models(), **DDP[options])
+    weights = train(rank, ddp)
+    assert same_on_all(*weights)
+    assert all(torch.allclose(a, b, atol=2e-3) for a, b in zip(weights, exact, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(weights, exact, strict=True))
+    assert state.step == 4
+    large = sum(p.numel() for p in ddp.parameters() if p.dim() > 1 and p.numel() >= 1024)
+    everything = 4 * sum(p.numel() for p in ddp.parameters())
+    assert state.traffic.raw == 4 * everything
+    # A byte an element, the metadata of buckets, headers of tiles and the rest as it is.
+    assert state.traffic.sent / 4 == pytest.approx(everything - 3 * large, rel=0.03)
+
+
+@on_ranks(2, fresh=True)
+def test_a_hook_without_codec_and_one_that_has_not_begun_give_what_plain_training_gives(rank, world):
+    exact = train(rank, DistributedDataParallel(models()))
+    for settings in (Compression("raw"), Compression("maxmin:2", start_step=4), Compression(min_elements=10**6)):
+        ddp, state = compressed_ddp(settings, models())
+        assert all(torch.equal(a, b) for a, b in zip(train(rank, ddp), exact, strict=True))
+        assert state.traffic.ratio == 1.0
+    ddp, state = compressed_ddp(Compression("maxmin:2", start_step=3), models())
+    assert not all(torch.equal(a, b) for a, b in zip(train(rank, ddp), exact, strict=True))
+
+
+@on_ranks(2, fresh=True)
+def test_layers_are_chosen_by_name(rank, world):
+    settings = Compression(
+        "maxmin:4", layers={"*.weight": "maxmin:8", "down": "maxmin:2,bucket=64", "head": "raw"}, exclude=["up"]
+    )
+    ddp, state = compressed_ddp(settings, models())
+    found = {name.removeprefix("module."): None for name, _ in ddp.named_parameters()}
+    for name in found:
+        found[name] = state.codec_of(name)
+    assert found["up.weight"].startswith("maxmin:8") and found["up.bias"] is None
+    assert found["down.weight"].startswith("maxmin:2,bucket=64") and found["down.bias"].startswith("maxmin:2")
+    assert found["head.weight"] is None and found["head.bias"] is None and found["norm.bias"] is None
+    assert same_on_all(*train(rank, ddp))
+
+
+@on_ranks(2)
+def test_a_name_that_fits_nothing_is_a_warning(rank, world):
+    with pytest.warns(UserWarning, match="'haed' fits no parameter") as caught:
+        compression.State(Compression(layers={"haed": "raw", "head": "raw"}, exclude=["norm"]), models())
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compression.State(Compression(exclude=["*.bias"]), models())
+
+
+@on_ranks(2, fresh=True)
+def test_two_models_have_a_state_each(rank, world):
+    settings = Compression("maxmin:4,bucket=64"), Compression("maxmin:8")
+    alone = [train(rank, compressed_ddp(own, model)[0]) for own, model in zip(settings, models(2), strict=True)]
+    pairs = [compressed_ddp(own, model)[0] for own, model in zip(settings, models(2), strict=True)]
+    optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9) for ddp in pairs]
+    for step in range(4):
+        for ddp, optimizer in zip(pairs, optimizers, strict=True):
+            inputs, targets = batch(rank, step)
+            optimizer.zero_grad()
+            (ddp(inputs) - targets).square().mean().backward()
+            optimizer.step()
+        metric = torch.ones(100)
+        dist.all_reduce(metric)
+        assert torch.equal(metric, torch.full((100,), 2.0))
+    for ddp, weights in zip(pairs, alone, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ddp.parameters(), weights, strict=True))
+
+
+@on_ranks(2, fresh=True)
+def test_a_parameter_that_came_later_is_an_error(rank, world):
+    model = models()
+    state = compression.State(Compression(), model)
+    model.down = nn.Linear(96, 48)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(state, compression.ddp_hook)
+    with pytest.raises(RuntimeError, match=r"shape \((48|48, 96)\).*make a new State"):
+        train(rank, ddp, steps=1)
+
+
+FSDP = {
+    "plain": {},
+    "mixed_precision": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "reduced_in_bfloat16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)},
+}
+
+
+def sharded(options):
+    model = models()
+    for layer in (model.up, model.down):
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+@on_ranks(3, fresh=True)
+@pytest.mark.parametrize("options", list(FSDP))
+def test_fsdp2_trains_near_plain_training(rank, world, options):
+    exact = train(rank, sharded(FSDP[options]))
+    model = sharded(FSDP[options])
+    state = compression.State(Compression("maxmin:8,bucket=64", min_elements=64), model)
+    compression.apply_fsdp2(model, state)
+    weights = train(rank, model)
+    assert same_on_all(*weights)
+    assert all(torch.allclose(a, b, atol=4e-3) for a, b in zip(weights, exact, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(weights, exact, strict=True))
+    assert state.step == 4 and state.traffic.ratio > 1.5
+
+
+@on_ranks(2, fresh=True)
+def test_what_is_not_sharded_is_refused(rank, world):
+    state = compression.State(Compression(), models())
+    with pytest.raises(RuntimeError, match="call fully_shard first"):
+        compression.apply_fsdp2(models(), state)
+
+
+def test_shards_that_do_not_make_up_a_row_are_refused():
+    from torch_accl.compression._fsdp import check_row
+
+    check_row([3, 4], 7)
+    with pytest.raises(RuntimeError, match=r"7 elements \(3, 4\).*has 8"):
+        check_row([3, 4], 8)
