@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+import torch_accl
 from support import on_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -210,6 +211,65 @@ def test_a_group_of_another_backend_is_refused(rank, world):
 def test_without_a_group_it_is_said_how_to_make_one(rank, world):
     with pytest.raises(RuntimeError, match=r"call init_process_group\('accl'\)"):
         compression.all_reduce_quantized(torch.ones(4))
+
+
+@on_ranks(3)
+def test_a_group_may_compress_all_its_calls(rank, world):
+    group = dist.new_group(pg_options=torch_accl.Options(compression="maxmin:8", scope="all"))
+    exact = sum(contribution(other).double() for other in range(world))
+    tensor = contribution(rank)
+    dist.all_reduce(tensor, group=group)
+    assert same_on_all(tensor) and 0 < error(tensor, exact) < 0.03
+    handle = dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=group, async_op=True)
+    handle.wait()
+    assert same_on_all(tensor) and error(tensor, exact) < 0.05
+    gathered = torch.empty(world * 5003)
+    dist.all_gather_into_tensor(gathered, contribution(rank), group=group)
+    assert same_on_all(gathered) and not torch.equal(gathered[:5003], contribution(0))
+    # Small tensors, other operators and other types are exact.
+    for tensor, op in (
+        (contribution(rank, 1000), "SUM"),
+        (contribution(rank), "MAX"),
+        (torch.arange(5000) + rank, "SUM"),
+    ):
+        expected = tensor.clone()
+        dist.all_reduce(expected, getattr(dist.ReduceOp, op))
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group)
+        assert torch.equal(tensor, expected)
+    tensor = contribution(rank)
+    dist.broadcast(tensor, 1, group=group)
+    assert torch.equal(tensor, contribution(1))
+
+
+@on_ranks(2, fresh=True, env={"ACCL_CODEC": "maxmin:2,bucket=64"})
+def test_a_variable_sets_the_default_and_compresses_nothing_by_itself(rank, world):
+    exact = sum(contribution(other) for other in range(world))
+    tensor = contribution(rank)
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, exact)
+    tensor = contribution(rank)
+    compression.all_reduce_quantized(tensor)
+    assert 0.2 < error(tensor, exact) < 2
+    assert Compression().codec.startswith("maxmin:2,bucket=64")
+    group = dist.new_group(pg_options=torch_accl.Options(compression="maxmin:8"))
+    tensor = contribution(rank)
+    compression.all_reduce_quantized(tensor, group=group)
+    assert error(tensor, exact) < 0.03
+
+
+@on_ranks(1, fresh=True, init=False, env={"ACCL_CODEC": "maxmin:12"})
+def test_a_wrong_default_is_refused_when_the_group_is_made(rank, world):
+    with pytest.raises(ValueError, match="bits is 12; expected 1 to 8"):
+        dist.init_process_group("accl", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_a_wrong_option_is_refused():
+    with pytest.raises(ValueError, match="bits is 0"):
+        torch_accl.Options(compression="maxmin:0")
+    with pytest.raises(ValueError, match="expected a codec such as 'maxmin:4'"):
+        torch_accl.Options(compression=4)
+    with pytest.raises(ValueError, match="scope: value `most` is not accepted; expected hooks or all"):
+        torch_accl.Options(scope="most")
 
 
 class Model(nn.Module):

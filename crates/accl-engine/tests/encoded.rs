@@ -8,6 +8,9 @@ use accl_engine::encoding::{Codecs, Encoding, TensorCodecs};
 use accl_engine::{ALGORITHMS, Blocks, CallDesc, Mode, TensorDesc};
 use accl_schedule::Topology;
 use accl_testkit::{Fabric, Member, World, WorldOptions};
+use accl_transport::frame::OVERHEAD_BYTES;
+use accl_transport::loopback::{self, Capacity};
+use accl_transport::{Faults, Faulty};
 use accl_types::{Collective, Dtype, ErrorKind, ReduceOp};
 
 /// A generator of splitmix64.
@@ -446,6 +449,50 @@ fn the_order_of_arrival_and_the_transport_do_not_change_a_bit() {
                     assert!(*seen.get_or_insert_with(|| result.clone()) == result, "{algorithm} over {fabric:?}");
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn a_damaged_tile_ends_the_group_on_all_ranks_and_names_its_sender() {
+    let encoding = encoding(vec![both_ways(max_min(4, 64, Rounding::Nearest), 1)]);
+    for algorithm in ["direct_two_phase", "ring", "direct"] {
+        for seed in 0..8 {
+            let mut options = options(&[0; 3], "all_reduce", algorithm);
+            options.adopt = false;
+            let world = World::new(options);
+            // What rank 1 gets from rank 0. A link that has faults counts as one between hosts: there are checksums.
+            connect(&world, |from, to| (from, to) == (0, 1), seed);
+            let errors = world.run("g", |member| {
+                let mut mine = data(member.rank, 100_000, 7);
+                let mut desc = member.all_reduce_desc(&mut mine, ReduceOp::Sum, Mode::Blocking);
+                desc.encoding = Some(encoding.clone());
+                // A rank that needs nothing more from rank 1 may be through by then; its next call is told.
+                member.call(desc).and_then(|()| member.barrier()).unwrap_err()
+            });
+            for error in errors {
+                // A rank that comes when the group has failed is told why.
+                assert!(matches!(error.kind, ErrorKind::Protocol | ErrorKind::Aborted), "{error}");
+                let texts = ["what came from rank 0 is damaged: tile", "look at the network between the two ranks"];
+                assert!(texts.iter().all(|text| error.message.contains(text)), "{error}");
+            }
+        }
+    }
+}
+
+/// Connects all ranks by loopback links, of which the chosen one flips a bit.
+fn connect(world: &World, is_faulty: impl Fn(usize, usize) -> bool, seed: u64) {
+    const FRAME_BYTES: usize = (64 << 10) + OVERHEAD_BYTES;
+    for (a, one) in world.engines.iter().enumerate() {
+        for (b, other) in world.engines.iter().enumerate().skip(a + 1) {
+            let (one_waker, other_waker) = (one.waker().unwrap(), other.waker().unwrap());
+            let (left, right) = loopback::pair(FRAME_BYTES, Capacity::Frames(64), one_waker, other_waker);
+            let faulty = |from, to| {
+                let flipped_from_bytes = is_faulty(from, to).then_some(1000);
+                Faults { seed, flipped_from_bytes, ..Faults::default() }
+            };
+            one.adopt_link(other.card().unwrap(), Box::new(Faulty::new(left, faulty(b, a)))).unwrap();
+            other.adopt_link(one.card().unwrap(), Box::new(Faulty::new(right, faulty(a, b)))).unwrap();
         }
     }
 }

@@ -17,6 +17,8 @@ pub struct Faults {
     pub refused_percent: u8,
     /// The link breaks after this many frames were received.
     pub lost_after: Option<u64>,
+    /// One bit is flipped in the second half of the first received payload that is at least so many bytes long.
+    pub flipped_from_bytes: Option<usize>,
 }
 
 /// Wraps any link with [`Faults`].
@@ -31,6 +33,9 @@ pub struct Faulty<L> {
     held: Option<u32>,
     shown: bool,
     told: bool,
+    /// The payload with a bit flipped while it is shown; empty otherwise.
+    flipped: Vec<u64>,
+    has_flipped: bool,
     name: &'static str,
     max_payload_bytes: usize,
 }
@@ -49,6 +54,8 @@ impl<L: Link> Faulty<L> {
             held: None,
             shown: false,
             told: false,
+            flipped: Vec::new(),
+            has_flipped: false,
             name,
             max_payload_bytes,
         }
@@ -64,6 +71,21 @@ impl<L: Link> Faulty<L> {
     fn broken(&self) -> Error {
         Error::peer_lost(format!("broken on purpose after {} frames (seed {})", self.received, self.faults.seed))
     }
+}
+
+/// In words, since payloads are aligned.
+fn copy_of(payload: &[u8]) -> Vec<u64> {
+    let mut word = [0; 8];
+    let words = payload.chunks(8).map(|part| {
+        word[..part.len()].copy_from_slice(part);
+        u64::from_ne_bytes(word)
+    });
+    words.collect()
+}
+
+fn bytes_of(words: &[u64]) -> &[u8] {
+    // SAFETY: the same memory; any bytes are bytes.
+    unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), size_of_val(words)) }
 }
 
 // SAFETY: the link inside keeps the promise.
@@ -109,11 +131,24 @@ unsafe impl<L: Link> Link for Faulty<L> {
             return Ok(None);
         }
         self.shown = true;
-        Ok(frame)
+        let Some(found) = frame else { return Ok(None) };
+        let is_it = self.faults.flipped_from_bytes.is_some_and(|least| found.payload.len() >= least);
+        if self.flipped.is_empty() && is_it && !self.has_flipped {
+            self.has_flipped = true;
+            self.flipped = copy_of(found.payload);
+            let half = 4 * found.payload.len();
+            let bit = half + draw as usize % half;
+            self.flipped[bit / 64] ^= 1 << (bit % 64);
+        }
+        match self.flipped.is_empty() {
+            true => Ok(Some(found)),
+            false => Ok(Some(Frame { head: found.head, payload: &bytes_of(&self.flipped)[..found.payload.len()] })),
+        }
     }
 
     fn release(&mut self) {
         if std::mem::take(&mut self.shown) {
+            self.flipped.clear();
             self.held = None;
             self.received += 1;
             if let Some(link) = &mut self.link {

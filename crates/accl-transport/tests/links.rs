@@ -268,7 +268,8 @@ fn a_link_to_oneself_returns_what_was_sent() {
 #[test]
 fn faults_repeat_and_break_the_link_for_both() {
     within_limit(|| {
-        let faults = Faults { seed: 42, most_empty_peeks: 3, refused_percent: 30, lost_after: Some(20) };
+        let faults =
+            Faults { seed: 42, most_empty_peeks: 3, refused_percent: 30, lost_after: Some(20), ..Faults::default() };
         let run = || {
             let (a, b) = pair("loopback");
             let mut a = Node { link: Box::new(Faulty::new(a.link, faults)), ..a };
@@ -306,4 +307,20 @@ fn a_trace_counts_frames_and_bytes() {
         assert_eq!((trace.frames_sent(), trace.bytes_sent()), (2, 15 + 2 * HEAD_BYTES as u64));
         assert_eq!((trace.frames_received(), trace.bytes_received()), (1, 7 + HEAD_BYTES as u64));
     });
+}
+
+#[test]
+fn one_bit_of_one_long_payload_is_flipped() {
+    let (mut a, b) = pair("loopback");
+    let mut b = Faulty::new(b.link, Faults { seed: 3, flipped_from_bytes: Some(100), ..Faults::default() });
+    for (len, flipped) in [(8, 0), (100, 1), (200, 0)] {
+        a.send(&vec![0x5a; len]);
+        // It stays what it was until it is released.
+        for _ in 0..2 {
+            let frame = b.peek().unwrap().unwrap();
+            let bits: u32 = frame.payload.iter().map(|byte| (byte ^ 0x5a).count_ones()).sum();
+            assert_eq!((frame.payload.len(), bits), (len, flipped));
+        }
+        b.release();
+    }
 }

@@ -264,11 +264,18 @@ pub(crate) fn widen_bf16(dst: &mut [f32], src: &[[u8; 2]]) {
     }
 }
 
+/// As `clamp`, without its panic, which keeps loops from being vectors.
+#[inline(always)]
+fn at_most(value: f32, most: f32) -> f32 {
+    let value = if value > most { most } else { value };
+    if value < -most { -most } else { value }
+}
+
 /// What is greater than `most` becomes it: the largest finite value, or an infinity that changes nothing.
 #[inline(always)]
 pub(crate) fn narrow_f16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most: f32) {
     for (bytes, &value) in dst.iter_mut().zip(values) {
-        bytes.write(float16::narrow_f16(value.clamp(-most, most)).to_ne_bytes());
+        bytes.write(float16::narrow_f16(at_most(value, most)).to_ne_bytes());
     }
 }
 
@@ -276,7 +283,7 @@ pub(crate) fn narrow_f16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most:
 #[inline(always)]
 pub(crate) fn narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most: f32) {
     for (bytes, &value) in dst.iter_mut().zip(values) {
-        bytes.write(float16::narrow_bf16(value.clamp(-most, most)).to_ne_bytes());
+        bytes.write(float16::narrow_bf16(at_most(value, most)).to_ne_bytes());
     }
 }
 
