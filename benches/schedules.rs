@@ -40,7 +40,7 @@ fn bench(criterion: &mut Criterion, row: &'static Algorithm, world: u32, topolog
     let schedule = (row.build)(&request);
     let program = schedule.clone().lower(&request);
     let (inputs, outputs) = blocks(row.collective, world);
-    let shape = CallShape { elem_bytes: 1, in_blocks: &inputs, out_blocks: &outputs };
+    let shape = CallShape { elem_bytes: 1, in_blocks: &inputs, out_blocks: &outputs, coding: None };
 
     let parameter = BenchmarkId::from_parameter;
     let mut group = criterion.benchmark_group(id("build"));
@@ -61,7 +61,7 @@ fn bench(criterion: &mut Criterion, row: &'static Algorithm, world: u32, topolog
 fn resolve(program: &Program, shape: &CallShape) -> usize {
     let layout = Layout::new(program, shape);
     let spans = |op: &accl_schedule::Op| {
-        let written = op.kind.writes().map_or(0, |span| layout.extents(span).len());
+        let written = op.kind.writes().iter().map(|span| layout.extents(span).len()).sum::<usize>();
         written + op.kind.reads().iter().map(|span| layout.extents(span).len()).sum::<usize>()
     };
     program.ops.iter().map(spans).sum()

@@ -57,6 +57,22 @@ def test_the_table_has_a_row_for_each_size_and_a_column_for_each_backend():
         assert all(float(row[column]) >= 0 for column in (5, 6, 7, 9, 10))
 
 
+def test_codecs_stand_beside_the_raw_call_with_their_error():
+    codecs = ["maxmin:8,bucket=64", "raw"]
+    arguments = ["--sizes", "64KiB", *(word for codec in codecs for word in ("--codec", codec)), *BRIEF]
+    printed = bench("all_reduce", "all_gather", *arguments)
+    heads = [line.removeprefix("#").split() for line in printed.splitlines() if "algbw" in line]
+    assert [head[9:] for head in heads] == [[codecs[0], "ratio", "error", codecs[1], "ratio", "error"]] * 2
+    for row in rows(printed):
+        assert 1e-3 < float(row[11]) < 3e-2 and float(row[14]) == 0
+    for way in ([], ["--engine"]):
+        document = json.loads(bench(*arguments, *way, "--json"))
+        assert document["settings"]["codecs"] == codecs
+        (cell,) = document["cells"]
+        assert list(cell["backends"]) == ["accl", *codecs]
+        assert 1e-3 < cell["backends"][codecs[0]]["error"] < 3e-2 and cell["backends"]["raw"]["error"] == 0
+
+
 def test_every_collective_gives_right_results_and_a_row_of_its_own_size():
     document = json.loads(
         bench("all", "--sizes", "7,1KiB-4KiB:x2", "--dtype", "int32", "--ranks", "3", "--json", *BRIEF)
@@ -208,6 +224,8 @@ WRONG = {
     "missing backend": (["--against", "mpi"], "mpi is not part of this torch"),
     "backend of devices": (["--against", "nccl"], "nccl takes no CPU tensors"),
     "algorithm": (["--algorithm", "rng"], "did you mean ring?"),
+    "codec": (["--codec", "maxmin:9"], "--codec: codec maxmin: bits is 9; expected 1 to 8"),
+    "codec's setting": (["--codec", "maxmin:4,buckt=64"], "did you mean `bucket`?"),
     "algorithm of one": (["broadcast", "all_reduce", "--algorithm", "ring"], "broadcast has no 'ring'"),
     "pins": (["--pin", "--ranks", str(os.cpu_count() + 1)], "ranks cannot have a core each"),
     "iterations": (["--iterations", "0"], "--iterations: 0 is not above zero"),

@@ -334,7 +334,11 @@ impl Plans {
         let topology = self.chooser.topology();
         let world = topology.world();
         let encoded = key.codecs.is_some();
-        let algorithm = self.chooser.choose(key.collective, key.size_bytes(world), key.equal_blocks, encoded)?;
+        let bytes = key.size_bytes(world);
+        let algorithm = match encoded {
+            true => self.chooser.choose_encoded(key.collective, bytes, key.equal_blocks)?,
+            false => self.chooser.choose(key.collective, bytes, key.equal_blocks)?,
+        };
         let request = Request { collective: key.collective, world, rank: self.rank, root: key.root, topology };
         let mut program = (algorithm.build)(&request).lower(&request);
         if encoded {

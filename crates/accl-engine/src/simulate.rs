@@ -56,7 +56,7 @@ pub fn simulate(scenario: &Scenario, collective: Collective, sizes: &[u64]) -> R
     let basis = Basis { machine: scenario.machine, placement, deterministic: scenario.config.deterministic };
     let chooser = Chooser::new(topology, scenario.config.algorithm.clone(), &basis);
     let predict = |&bytes: &u64| {
-        let chosen = chooser.choose(collective, bytes, true, false)?.name;
+        let chosen = chooser.choose(collective, bytes, true)?.name;
         let times_ps = chooser.predict(collective, bytes, true).map(|(row, time_ps)| (row.name, time_ps)).collect();
         Ok(Prediction { bytes, chosen, times_ps })
     };

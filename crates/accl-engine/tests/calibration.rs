@@ -71,10 +71,7 @@ fn choice(text: &str, bytes: u64) -> &'static str {
     let machine: Machine = machine::read_text(text).unwrap();
     let placement = Placement { near: Near::Shm, cores: 64, segment_bytes: 64 << 10 };
     let basis = Basis { machine, placement, deterministic: false };
-    Chooser::new(Topology::flat(WORLD), Vec::new(), &basis)
-        .choose(Collective::AllReduce, bytes, true, false)
-        .unwrap()
-        .name
+    Chooser::new(Topology::flat(WORLD), Vec::new(), &basis).choose(Collective::AllReduce, bytes, true).unwrap().name
 }
 
 #[test]

@@ -67,32 +67,41 @@ impl Chooser {
     /// scatter), which all ranks know. It is ignored for an all_to_all (only rules that begin at 0 apply): one rank may
     /// give splits that happen to be equal and another none, and they must agree.
     ///
-    /// With `encoded`, the messages are to be encoded, and `bytes` is the size of what that makes of the buffer.
-    ///
     /// # Errors
     /// `Configuration` for a rule of this collective that names an unknown algorithm (with the nearest name), and for
     /// one that fits the size but names an algorithm that cannot run here; `Unsupported` for point-to-point calls, which
     /// have no schedules.
-    pub fn choose(
+    pub fn choose(&self, collective: Collective, bytes: u64, equal_blocks: bool) -> Result<&'static Algorithm> {
+        self.choose_among(collective, bytes, equal_blocks, |_| true)
+    }
+
+    /// As [`Chooser::choose`], for a call whose messages are encoded; `bytes` is the size of what that makes of the buffer.
+    ///
+    /// # Errors
+    /// As above, and `Configuration` for a rule that names an algorithm which cannot be encoded.
+    pub fn choose_encoded(&self, collective: Collective, bytes: u64, equal_blocks: bool) -> Result<&'static Algorithm> {
+        let row = self.choose_among(collective, bytes, equal_blocks, |row| row.encodes)?;
+        if row.encodes { Ok(row) } else { Err(cannot_encode(row)) }
+    }
+
+    /// Of the rows that are wanted, unless a rule names another.
+    fn choose_among(
         &self,
         collective: Collective,
         bytes: u64,
         equal_blocks: bool,
-        encoded: bool,
+        is_wanted: fn(&Algorithm) -> bool,
     ) -> Result<&'static Algorithm> {
         let bytes = if collective == Collective::AllToAll { 0 } else { bytes };
         if let Some(row) = self.by_rule(collective, bytes)? {
             check_applies(row, equal_blocks, &self.topology)?;
-            if encoded && !row.encodes {
-                return Err(cannot_encode(row));
-            }
             return Ok(row);
         }
         if collective == Collective::AllToAll {
             let name = if self.topology.world() <= DIRECT_WORLD { "direct" } else { "pairwise" };
             return find(collective, name).ok_or_else(|| Error::internal(format!("no row for {collective} {name}")));
         }
-        let rows = self.predict(collective, bytes, equal_blocks).filter(|(row, _)| row.encodes || !encoded);
+        let rows = self.predict(collective, bytes, equal_blocks).filter(|(row, _)| is_wanted(row));
         let cheapest = rows.min_by_key(|&(_, time_ps)| time_ps);
         let (row, _) = cheapest
             .ok_or_else(|| Error::unsupported(format!("{collective} is point-to-point and has no algorithms")))?;
@@ -246,7 +255,7 @@ mod tests {
                     let chooser = Chooser::new(topology.clone(), Vec::new(), &basis(deterministic));
                     for collective in collectives() {
                         for (bytes, equal) in SIZES.iter().flat_map(|&bytes| [(bytes, true), (bytes, false)]) {
-                            let row = chooser.choose(collective, bytes, equal, false).unwrap();
+                            let row = chooser.choose(collective, bytes, equal).unwrap();
                             assert_eq!(row.collective, collective);
                             assert_eq!(obstacle(row, equal, &topology), None, "{} {world}", row.name);
                         }
@@ -291,7 +300,7 @@ mod tests {
         for bytes in SIZES {
             let pick = |topology: &Topology, basis: Basis| {
                 Chooser::new(topology.clone(), Vec::new(), &basis)
-                    .choose(Collective::AllReduce, bytes, true, false)
+                    .choose(Collective::AllReduce, bytes, true)
                     .unwrap()
                     .name
             };
@@ -306,7 +315,7 @@ mod tests {
         let flat = Topology::flat(8);
         let pick = |text: &str, bytes| {
             let basis = Basis { machine: text.parse().unwrap(), ..basis(false) };
-            Chooser::new(flat.clone(), Vec::new(), &basis).choose(Collective::AllReduce, bytes, true, false).unwrap()
+            Chooser::new(flat.clone(), Vec::new(), &basis).choose(Collective::AllReduce, bytes, true).unwrap()
         };
         // Where only waiting costs anything, one step is best; where only frames do, the fewest messages.
         let waiting = pick("shm_latency_ps=1000000000 shm_frame_ps=0", 1024);
@@ -322,7 +331,7 @@ mod tests {
     fn several_ranks_on_several_hosts_meet_on_their_hosts_first() {
         for (world, on_each, bytes) in [(4, 2, 1 << 20), (4, 2, 1 << 26), (64, 8, 1 << 20)] {
             let hosts = Topology::new((0..world).map(|rank| rank / on_each).collect());
-            let chosen = chooser(&hosts, &[]).choose(Collective::AllReduce, bytes, true, false).unwrap();
+            let chosen = chooser(&hosts, &[]).choose(Collective::AllReduce, bytes, true).unwrap();
             assert_eq!(chosen.name, "two_level", "{bytes} bytes, {world} ranks");
         }
     }
@@ -332,7 +341,7 @@ mod tests {
         for topology in [Topology::flat(2), Topology::new(vec![0, 1])] {
             let chooser = chooser(&topology, &[]);
             for bytes in [1 << 22, 1 << 26] {
-                let row = chooser.choose(Collective::AllReduce, bytes, true, false).unwrap();
+                let row = chooser.choose(Collective::AllReduce, bytes, true).unwrap();
                 assert_ne!(row.name, "recursive_doubling", "{bytes}");
             }
         }
@@ -346,7 +355,7 @@ mod tests {
             rule(Collective::Broadcast, "chain", 0, u64::MAX),
         ];
         let chooser = chooser(&Topology::flat(4), &rules);
-        let pick = |collective, bytes| chooser.choose(collective, bytes, true, false).map(|row| row.name);
+        let pick = |collective, bytes| chooser.choose(collective, bytes, true).map(|row| row.name);
         assert_eq!(pick(Collective::AllReduce, 999), Ok("ring"));
         assert_eq!(pick(Collective::AllReduce, 1000), Ok("rabenseifner"));
         assert_eq!(pick(Collective::AllReduce, 2001), Ok("ring"));
@@ -357,7 +366,7 @@ mod tests {
     #[test]
     fn an_unknown_name_is_refused_with_the_nearest_even_out_of_its_range() {
         let rules = [rule(Collective::AllReduce, "rings", 1 << 30, u64::MAX)];
-        let error = chooser(&Topology::flat(4), &rules).choose(Collective::AllReduce, 4, true, false).unwrap_err();
+        let error = chooser(&Topology::flat(4), &rules).choose(Collective::AllReduce, 4, true).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Configuration);
         assert!(error.message.contains("did you mean ring?") && error.message.contains("two_level"), "{error}");
     }
@@ -366,7 +375,7 @@ mod tests {
     fn a_rule_that_cannot_be_followed_says_why() {
         let refused = |collective, name, equal| {
             let rules = [rule(collective, name, 0, u64::MAX)];
-            let error = chooser(&Topology::flat(4), &rules).choose(collective, 4, equal, false).unwrap_err();
+            let error = chooser(&Topology::flat(4), &rules).choose(collective, 4, equal).unwrap_err();
             assert_eq!(error.kind, ErrorKind::Configuration);
             error.message
         };
@@ -390,7 +399,7 @@ mod tests {
 
     #[test]
     fn point_to_point_has_no_algorithm() {
-        let error = chooser(&Topology::flat(4), &[]).choose(Collective::Send, 4, true, false).unwrap_err();
+        let error = chooser(&Topology::flat(4), &[]).choose(Collective::Send, 4, true).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Unsupported);
     }
 }

@@ -14,7 +14,8 @@ accl-schedule` writes it anew).
 An algorithm is a pure function from (world, rank, root, hosts) to the list of what that rank does with symbolic chunks.
 A checker proves for every row that the collective's post-condition holds, that sends and receives match, that nothing
 is read before it is written, that nothing waits in a circle, that all ranks compute the same expression, and that steps
-and bytes are those below: for worlds 1 to 17 with every root, and for larger ones up to 1024.
+and bytes are those below: for worlds 1 to 17 with every root, and for larger ones up to 1024. Of calls that are compressed it
+proves the same, and that all ranks decode the same bytes ([compression](compression.md)).
 
 * **steps**: the longest chain of messages in which each is sent after the one before has arrived. Messages are
   pipelined segment by segment, so that the steps of a chain or a ring of few ranks overlap.
@@ -70,5 +71,6 @@ pub fn algorithms_page() -> String {
 
 fn requirements(row: &Algorithm) -> String {
     let equal = if row.needs_equal_blocks { "blocks of equal size" } else { "" };
-    [row.requires, equal].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join(", ")
+    let encodes = if row.encodes || !crate::encodes(row.collective) { "" } else { "calls that are not compressed" };
+    [row.requires, equal, encodes].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join(", ")
 }

@@ -13,11 +13,11 @@ use super::{Build, Codec, Noise, Row, Slice, Spoilt, Summary};
 use crate::arch::{self, Isa};
 use crate::float_env::DefaultFloatEnv;
 
-pub(super) const RAW: Row = row("raw", "elements as they are", |_, isa| Cast::new("raw", None, isa));
+pub(super) const RAW: Row = row("raw", "elements as they are", |_, isa| cast("raw", None, isa));
 
-pub(super) const BF16: Row = row("bf16", "bfloat16", |_, isa| Cast::new("bf16", Some(Dtype::BF16), isa));
+pub(super) const BF16: Row = row("bf16", "bfloat16", |_, isa| cast("bf16", Some(Dtype::BF16), isa));
 
-pub(super) const FP16: Row = row("fp16", "float16", |_, isa| Cast::new("fp16", Some(Dtype::F16), isa));
+pub(super) const FP16: Row = row("fp16", "float16", |_, isa| cast("fp16", Some(Dtype::F16), isa));
 
 const fn row(name: &'static str, description: &'static str, build: Build) -> Row {
     Row { name, description, has_settings: false, build }
@@ -35,12 +35,12 @@ struct Cast {
     loops: &'static Loops,
 }
 
-impl Cast {
-    fn new(name: &'static str, wire: Option<Dtype>, isa: Isa) -> Result<Arc<dyn Codec>> {
-        isa.check_available()?;
-        Ok(Arc::new(Cast { name, wire, loops: arch::loops(isa) }))
-    }
+fn cast(name: &'static str, wire: Option<Dtype>, isa: Isa) -> Result<Arc<dyn Codec>> {
+    isa.check_available()?;
+    Ok(Arc::new(Cast { name, wire, loops: arch::loops(isa) }))
+}
 
+impl Cast {
     fn wire(&self, tensor: Dtype) -> Dtype {
         self.wire.unwrap_or(tensor)
     }

@@ -287,6 +287,9 @@ pub(crate) fn narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most
     }
 }
 
+/// Rounds to a 16-bit type; what is greater than the last argument becomes it.
+type Narrow = unsafe fn(&mut [MaybeUninit<[u8; 2]>], &[f32], f32);
+
 /// The loops as one instruction set has them.
 #[derive(Clone, Copy)]
 pub(crate) struct Loops {
@@ -299,8 +302,8 @@ pub(crate) struct Loops {
     pub(crate) add_values: unsafe fn(&mut [f32], &[u8], f32, f32),
     pub(crate) widen_f16: unsafe fn(&mut [f32], &[[u8; 2]]),
     pub(crate) widen_bf16: unsafe fn(&mut [f32], &[[u8; 2]]),
-    pub(crate) narrow_f16: unsafe fn(&mut [MaybeUninit<[u8; 2]>], &[f32], f32),
-    pub(crate) narrow_bf16: unsafe fn(&mut [MaybeUninit<[u8; 2]>], &[f32], f32),
+    pub(crate) narrow_f16: Narrow,
+    pub(crate) narrow_bf16: Narrow,
 }
 
 /// Defines `LOOPS`: functions with the given attributes around the loops.
