@@ -408,6 +408,65 @@ def test_a_parameter_that_came_later_is_an_error(rank, world):
         train(rank, ddp, steps=1)
 
 
+def distance(weights, others):
+    """Root of the sum of squares of what they differ by."""
+    return sum((a - b).double().square().sum() for a, b in zip(weights, others, strict=True)).sqrt().item()
+
+
+@on_ranks(2, 3, fresh=True)
+def test_error_feedback_brings_two_bits_nearer_to_plain_training(rank, world):
+    exact = train(rank, DistributedDataParallel(models()), steps=24)
+    found = {}
+    for feedback in (False, True):
+        settings = Compression("maxmin:2,bucket=64,rounding=nearest", error_feedback=feedback)
+        weights = train(rank, compressed_ddp(settings, models())[0], steps=24)
+        assert same_on_all(*weights)
+        found[feedback] = distance(weights, exact)
+    assert found[True] < found[False] / 1.5, found
+
+
+@on_ranks(2, fresh=True)
+def test_a_state_that_was_saved_goes_on_as_if_it_had_not_been(rank, world):
+    settings = Compression("maxmin:2,bucket=64", error_feedback=True)
+    through, _ = compressed_ddp(settings, models())
+    expected = train(rank, through, steps=6)
+    # The same six steps, cut in the middle, with a plain optimizer of its own in each half.
+    first, state = compressed_ddp(settings, models())
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.05, momentum=0.9)
+
+    def steps(ddp, optimizer, which):
+        for step in which:
+            inputs, targets = batch(rank, step)
+            optimizer.zero_grad()
+            (ddp(inputs) - targets).square().mean().backward()
+            optimizer.step()
+
+    steps(first, optimizer, range(3))
+    saved = state.state_dict()
+    assert saved["step"] == 3 and set(saved["losses"]) == {"up.weight", "down.weight"}
+    assert all(loss.abs().sum() > 0 for loss in saved["losses"].values())
+    second, state = compressed_ddp(settings, models())
+    second.load_state_dict(first.state_dict())
+    state.load_state_dict(saved)
+    again = torch.optim.SGD(second.parameters(), lr=0.05, momentum=0.9)
+    again.load_state_dict(optimizer.state_dict())
+    steps(second, again, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(second.parameters(), expected, strict=True))
+    before = state.state_dict()["losses"]["up.weight"]
+    state.rescale(0.5)
+    assert torch.equal(state.state_dict()["losses"]["up.weight"], before / 2)
+    with pytest.warns(UserWarning, match="what 3 ranks carried over cannot be shared out among 2"):
+        state.load_state_dict({**saved, "world": 3})
+    assert state.step == 3 and not state.state_dict()["losses"]
+
+
+def test_error_feedback_with_one_bit_is_refused():
+    for given in ({"codec": "maxmin:1"}, {"down": "maxmin:1,bucket=64"}, {"layers": {"head": "maxmin:1"}}):
+        Compression(**given)
+        with pytest.raises(ValueError, match="error_feedback: with maxmin:1 it diverges"):
+            Compression(**given, error_feedback=True)
+
+
 FSDP = {
     "plain": {},
     "mixed_precision": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
@@ -427,7 +486,8 @@ def sharded(options):
 def test_fsdp2_trains_near_plain_training(rank, world, options):
     exact = train(rank, sharded(FSDP[options]))
     model = sharded(FSDP[options])
-    state = compression.State(Compression("maxmin:8,bucket=64", min_elements=64), model)
+    settings = Compression("maxmin:8,bucket=64", min_elements=64, error_feedback=options == "plain")
+    state = compression.State(settings, model)
     compression.apply_fsdp2(model, state)
     weights = train(rank, model)
     assert same_on_all(*weights)

@@ -12,7 +12,7 @@ use smallvec::SmallVec;
 
 use crate::buffers::Buffers;
 use crate::desc::CallDesc;
-use crate::encoding::{Codecs, Encoding, TILE_HEADER_BYTES, TileHead};
+use crate::encoding::{Codecs, Encoding, Residuals, TILE_HEADER_BYTES, TileHead};
 use crate::plan::Region;
 
 /// The tiles of an encoded chunk, and where its bytes lie.
@@ -90,7 +90,10 @@ pub(crate) struct Coder {
     divisor: Option<f32>,
     has_checksums: bool,
     floats: Floats,
+    residuals: Option<Arc<Residuals>>,
     sums: Vec<f32>,
+    /// What a tile decodes to, where that is compared with the sums.
+    decoded: Vec<f32>,
     pub(crate) spoilt: Spoilt,
 }
 
@@ -105,7 +108,9 @@ impl Coder {
             divisor: (desc.collective.reduces() && desc.op == ReduceOp::Avg).then_some(world as f32),
             has_checksums,
             floats: Floats::default(),
+            residuals: encoding.residuals.clone(),
             sums: Vec::new(),
+            decoded: Vec::new(),
             spoilt: Spoilt::default(),
         }
     }
@@ -138,7 +143,13 @@ impl Coder {
         match (&op.srcs[..], &op.code, &op.out) {
             // From memory to bytes, and the reverse, without a detour.
             ([Operand::Values(src)], Some(code), out) => {
-                self.encode(buffers, code, index, address(src), self.dtype, op.pass);
+                match self.residual(op, code, index) {
+                    Some(residual) => {
+                        self.sum(buffers, op, index, at);
+                        self.encode_with(buffers, op, (code, index), residual);
+                    }
+                    None => self.encode(buffers, code, index, address(src), self.dtype, op.pass),
+                }
                 if let Some(out) = out {
                     self.decode(buffers, code, index, address(out), self.dtype);
                 }
@@ -153,7 +164,10 @@ impl Coder {
                 self.sum(buffers, op, index, at);
                 let sums = self.sums.as_ptr().cast_mut().cast();
                 if let Some(code) = &op.code {
-                    self.encode(buffers, code, index, sums, Dtype::F32, op.pass);
+                    match self.residual(op, code, index) {
+                        Some(residual) => self.encode_with(buffers, op, (code, index), residual),
+                        None => self.encode(buffers, code, index, sums, Dtype::F32, op.pass),
+                    }
                     if let Some(out) = &op.out {
                         self.decode(buffers, code, index, address(out), self.dtype);
                     }
@@ -199,6 +213,35 @@ impl Coder {
         }
         let divisor = self.divisor.filter(|_| op.finish == Finish::Yes);
         self.floats.finish(&mut self.sums[..count], divisor, self.dtype);
+    }
+
+    /// Where what is lost of a tile is carried over: of a contribution, or of a finished sum.
+    fn residual(&self, op: &Combination, code: &Coded, index: usize) -> Option<*mut u8> {
+        let residuals = self.residuals.as_ref()?;
+        let tile = &code.tiles[index];
+        let base = match (op.pass, op.finish) {
+            (0, _) => residuals.contributions.get(tile.block as usize * self.codecs.tensors() + tile.piece as usize),
+            (_, Finish::Yes) => residuals.sums.get(tile.piece as usize),
+            (_, Finish::No) => None,
+        };
+        let offset = tile.first as usize * size_of::<f32>();
+        base.filter(|&&base| base != 0).map(|&base| (base as *mut u8).wrapping_add(offset))
+    }
+
+    /// Encodes the sums with what was lost before, and keeps what is lost now.
+    fn encode_with(&mut self, buffers: &Buffers, op: &Combination, (code, index): (&Coded, usize), residual: *mut u8) {
+        let count = code.tiles[index].elems as usize;
+        // SAFETY: there is a float32 for each element of the tensor, by the contract of `Residuals`.
+        unsafe { self.floats.add(&mut self.sums[..count], residual, Dtype::F32) };
+        let sums = self.sums.as_ptr().cast_mut().cast();
+        self.encode(buffers, code, index, sums, Dtype::F32, op.pass);
+        if self.decoded.len() < count {
+            self.decoded.resize(count, 0.0);
+        }
+        let decoded = self.decoded.as_mut_ptr().cast();
+        self.decode(buffers, code, index, decoded, Dtype::F32);
+        // SAFETY: as above.
+        unsafe { self.floats.write_loss(residual, &self.sums[..count], &self.decoded[..count]) };
     }
 
     /// Encodes a tile of elements that lie at `src`, as the tensor's type or as float32.

@@ -168,6 +168,19 @@ impl Codecs {
     }
 }
 
+/// What earlier encodings of a call's tensors have lost, to be added to what is encoded next: error feedback (Seide et al.,
+/// 1-Bit Stochastic Gradient Descent, 2014; on both ways, Tang et al., DoubleSqueeze, 2019).
+///
+/// Each address is that of as many float32 as the tensor has elements, zeros at first. They are read and written until the
+/// call ends, and their owner leaves them alone and keeps them until then.
+#[derive(Clone, Debug, Default)]
+pub struct Residuals {
+    /// Of this rank's contributions: of each tensor of each block, one block after the other.
+    pub contributions: Vec<usize>,
+    /// Of sums that this rank finishes, of each tensor; empty for none.
+    pub sums: Vec<usize>,
+}
+
 /// How one call is encoded.
 #[derive(Clone, Debug)]
 pub struct Encoding {
@@ -177,6 +190,8 @@ pub struct Encoding {
     pub seed: u64,
     /// As `seed`: a number that no two calls on the same tensors share.
     pub step: u64,
+    /// What is carried over from call to call, if anything is.
+    pub residuals: Option<Arc<Residuals>>,
 }
 
 /// Tensors with fewer elements travel as they are in groups that encode all calls.
@@ -237,7 +252,7 @@ impl Usual {
             }
         };
         let step = self.steps.fetch_add(1, Ordering::Relaxed);
-        Ok(CallDesc { encoding: Some(Encoding { codecs, seed: 0, step }), ..desc.clone() })
+        Ok(CallDesc { encoding: Some(Encoding { codecs, seed: 0, step, residuals: None }), ..desc.clone() })
     }
 }
 

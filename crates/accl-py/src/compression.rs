@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use accl_engine::codec::{self, CODECS, Codec};
-use accl_engine::encoding::{Codecs as EngineCodecs, Encoding, TensorCodecs};
+use accl_engine::encoding::{Codecs as EngineCodecs, Encoding, Residuals, TensorCodecs};
 use accl_types::{Dtype, Error};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -76,13 +76,13 @@ impl Codecs {
     }
 }
 
-/// Lets calls that this thread makes from now on be encoded, or not any more; what was set before.
+/// Lets calls that this thread makes from now on be encoded, or not any more. `residuals` are addresses of float32, see
+/// `accl_engine::encoding::Residuals`.
 #[pyfunction]
-#[pyo3(signature = (codecs, seed=0, step=0))]
-fn encode_calls(codecs: Option<PyRef<'_, Codecs>>, seed: u64, step: u64) -> Option<(Codecs, u64, u64)> {
-    let encoding = codecs.map(|codecs| Encoding { codecs: codecs.inner.clone(), seed, step });
-    let before = ENCODING.replace(encoding);
-    before.map(|Encoding { codecs, seed, step }| (Codecs { inner: codecs }, seed, step))
+#[pyo3(signature = (codecs, seed=0, step=0, residuals=None))]
+fn encode_calls(codecs: Option<PyRef<'_, Codecs>>, seed: u64, step: u64, residuals: Option<(Vec<usize>, Vec<usize>)>) {
+    let kept = residuals.map(|(contributions, sums)| Arc::new(Residuals { contributions, sums }));
+    ENCODING.set(codecs.map(|codecs| Encoding { codecs: codecs.inner.clone(), seed, step, residuals: kept }));
 }
 
 /// A codec's settings with all that was left out.

@@ -29,7 +29,7 @@ def ddp_hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torc
     options.reduceOp = dist.ReduceOp.AVG
     options.asyncOp = True
     if is_on:
-        with encoded(plan.codecs, state.compression.seed, state.step):
+        with encoded(plan.codecs, state.compression.seed, state.step, plan.residuals):
             work = state.process_group.allreduce_coalesced(gradients, options)
     else:
         work = state.process_group.allreduce_coalesced([bucket.buffer()], options)

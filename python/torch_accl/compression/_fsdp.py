@@ -63,7 +63,8 @@ def _reduce_scatter(state: State, params: object) -> object:
             trained = [param for param in params.fsdp_params if param.sharded_param.requires_grad]
             shards = [param.padded_sharded_param_size.numel() for param in trained]
             check_row(shards, output_tensor.numel())
-            plan = state.plan([param.sharded_param for param in trained], shards, output_tensor.dtype)
+            parameters = [param.sharded_param for param in trained]
+            plan = state.plan(parameters, shards, output_tensor.dtype, group.size())
             step, self.calls = self.calls, self.calls + 1
             state.step = max(state.step, self.calls)
             is_on = state.is_on(plan, step)
@@ -75,7 +76,7 @@ def _reduce_scatter(state: State, params: object) -> object:
             options = dist.ReduceScatterOptions()
             options.reduceOp = op
             options.asyncOp = async_op
-            with encoded(plan.codecs, state.compression.seed, step):
+            with encoded(plan.codecs, state.compression.seed, step, plan.residuals):
                 # A blocking call is done by now, and has no Work.
                 return group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
 

@@ -10,17 +10,21 @@ import torch.distributed as dist
 
 from .. import _native
 
-__all__ = ["accl_group", "encoded"]
+__all__ = ["Addresses", "accl_group", "encoded"]
+
+
+# Addresses of what is carried over: of contributions, and of sums.
+Addresses = tuple[list[int], list[int]]
 
 
 @contextmanager
-def encoded(codecs: _native.Codecs, seed: int, step: int) -> Iterator[None]:
-    """Calls that this thread makes inside are encoded."""
-    before = _native.encode_calls(codecs, seed, step)
+def encoded(codecs: _native.Codecs, seed: int, step: int, residuals: Addresses | None = None) -> Iterator[None]:
+    """Calls that this thread makes inside are encoded. Residuals live until these are done."""
+    _native.encode_calls(codecs, seed, step, residuals)
     try:
         yield
     finally:
-        _native.encode_calls(*before) if before is not None else _native.encode_calls(None)
+        _native.encode_calls(None)
 
 
 def accl_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -36,11 +36,15 @@ class Compression:
         exclude: parameters that travel as they are, given as the keys of `layers` are.
         one_dimensional: whether parameters of one dimension (biases, norms) are compressed, too.
         min_elements: tensors with fewer travel as they are.
+        error_feedback: whether what an encoding loses of a gradient is added to the next one (for DistributedDataParallel and
+            FSDP2; it takes a float32 for each element of a compressed parameter, two with 2 bits on the way back). Worth it
+            at 2 and 3 bits.
         start_step: steps that go uncompressed first.
         seed: what random numbers are made from, together with step, tensor, rank and element.
 
     Raises:
-        ValueError: a codec has no such setting; the message says what is accepted.
+        ValueError: a codec has no such setting; the message says what is accepted. Or error feedback was asked for with
+            `maxmin:1`, whose error is larger than what it encodes, so that what is carried over grows without end.
     """
 
     codec: str = field(default_factory=lambda: default_codec())
@@ -51,6 +55,7 @@ class Compression:
     exclude: tuple[str, ...] = ()
     one_dimensional: bool = False
     min_elements: int = 1024
+    error_feedback: bool = False
     start_step: int = 0
     seed: int = 0
 
@@ -64,6 +69,13 @@ class Compression:
             _check_count(name, getattr(self, name))
         if type(self.seed) is not int or not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed is {self.seed!r}; expected an integer from 0 to 2^64 - 1")
+
+        codecs = [self.codec, self.up, self.down, *self.layers.values()]
+        if self.error_feedback and any(codec is not None and codec.startswith("maxmin:1,") for codec in codecs):
+            raise ValueError(
+                "error_feedback: with maxmin:1 it diverges, since an encoding of one bit loses more than there was; "
+                "take maxmin:2 or more"
+            )
 
     def codec_of(self, name: str, elements: int, dimensions: int) -> Codec | None:
         """The codecs of a parameter; None if it travels as it is."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from .. import _native
-from ._scope import accl_group
+from ._scope import Addresses, accl_group
 from ._settings import RAW, Compression, tensor_id
 
 __all__ = ["State", "Traffic"]
@@ -37,6 +38,8 @@ class Plan:
     codecs: _native.Codecs | None
     raw_bytes: int
     sent_bytes: int
+    # Addresses of what is carried over, with error feedback.
+    residuals: Addresses | None = None
 
 
 class State:
@@ -48,6 +51,7 @@ class State:
         process_group: the group of the gradients; None is the default group. Its backend must be accl.
 
     Attributes:
+        world: ranks of the group.
         step: how many times all gradients went through, or those of the module of FSDP2 that had most.
         traffic: bytes before and after.
 
@@ -61,12 +65,16 @@ class State:
             raise TypeError(f"compression must be a Compression, not {type(compression).__name__}")
         self.compression = compression
         self.process_group = accl_group(process_group)
+        self.world = self.process_group.size()
         self.step = 0
         self.traffic = Traffic()
         self._names = {id(parameter): _plain(name) for name, parameter in model.named_parameters()}
         # The names are by identity: parameters must live as long.
         self._parameters = list(model.parameters())
         self._plans: dict[tuple[int, ...], Plan] = {}
+        # By name: float32 of what was lost of contributions, and of sums.
+        self._losses: dict[str, torch.Tensor] = {}
+        self._losses_of_sums: dict[str, torch.Tensor] = {}
         for key in compression.unmatched(self._names.values()):
             warnings.warn(f"compression: {key!r} fits no parameter of the model", stacklevel=2)
 
@@ -92,12 +100,45 @@ class State:
                 "compression.State was made; make a new State after changing the model"
             ) from None
 
-    def plan(self, parameters: Sequence[torch.Tensor], elements: Sequence[int], dtype: torch.dtype) -> Plan:
-        """How gradients of these parameters are encoded, of which a call sends so many elements each."""
+    def plan(
+        self, parameters: Sequence[torch.Tensor], elements: Sequence[int], dtype: torch.dtype, blocks: int = 1
+    ) -> Plan:
+        """How gradients of these parameters are encoded, of which each block of a call has so many elements each."""
         key = (*map(id, parameters), *elements)
         if key not in self._plans:
-            self._plans[key] = self._make_plan(parameters, elements, dtype)
+            self._plans[key] = self._make_plan(parameters, elements, dtype, blocks)
         return self._plans[key]
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies what is carried over: call it with the ratio of the new loss scale to the old one when that changes."""
+        for losses in (self._losses, self._losses_of_sums):
+            for loss in losses.values():
+                loss.mul_(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step, and what this rank carries over: to be saved by each rank for itself."""
+        return {
+            "step": self.step,
+            "world": self.world,
+            "losses": {name: loss.clone() for name, loss in self._losses.items()},
+            "losses_of_sums": {name: loss.clone() for name, loss in self._losses_of_sums.items()},
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict` of the same rank. Of another number of ranks, nothing is carried over, with a warning."""
+        self.step = saved["step"]
+        self._plans.clear()
+        self._losses, self._losses_of_sums = {}, {}
+        if saved["world"] != self.world:
+            if saved["losses"]:
+                warnings.warn(
+                    f"compression: what {saved['world']} ranks carried over cannot be shared out among {self.world}: "
+                    "error feedback begins anew",
+                    stacklevel=2,
+                )
+            return
+        self._losses = {name: loss.clone() for name, loss in saved["losses"].items()}
+        self._losses_of_sums = {name: loss.clone() for name, loss in saved["losses_of_sums"].items()}
 
     def count(self, plan: Plan, is_encoded: bool) -> None:
         """Adds a call to the traffic."""
@@ -111,16 +152,44 @@ class State:
     def _codec(self, parameter: torch.Tensor) -> tuple[str, str, str] | None:
         return self.compression.codec_of(self.name_of(parameter), parameter.numel(), parameter.dim())
 
-    def _make_plan(self, parameters: Sequence[torch.Tensor], elements: Sequence[int], dtype: torch.dtype) -> Plan:
-        raw_bytes = sum(elements) * dtype.itemsize
+    def _make_plan(
+        self, parameters: Sequence[torch.Tensor], elements: Sequence[int], dtype: torch.dtype, blocks: int
+    ) -> Plan:
+        raw_bytes = blocks * sum(elements) * dtype.itemsize
         chosen = [self._codec(parameter) for parameter in parameters]
         if dtype not in (torch.float32, torch.float16, torch.bfloat16) or not any(chosen):
             return Plan(None, raw_bytes, raw_bytes)
-        ids = [tensor_id(self.name_of(parameter)) for parameter in parameters]
+        names = [self.name_of(parameter) for parameter in parameters]
+        ids = [tensor_id(name) for name in names]
         codecs = _native.Codecs([(*(codec or (RAW, RAW, RAW)), id) for codec, id in zip(chosen, ids, strict=True)])
-        name = str(dtype).removeprefix("torch.")
-        sent = sum(codecs.encoded_bytes(position, name, count)[0] for position, count in enumerate(elements))
-        return Plan(codecs, raw_bytes, sent)
+        kind = str(dtype).removeprefix("torch.")
+        sent = blocks * sum(codecs.encoded_bytes(position, kind, count)[0] for position, count in enumerate(elements))
+        residuals = None
+        if self.compression.error_feedback:
+            rows = [
+                _addresses(self._losses, name, blocks, count) if codec else [0] * blocks
+                for name, codec, count in zip(names, chosen, elements, strict=True)
+            ]
+            of_sums = [
+                _addresses(self._losses_of_sums, name, 1, count)[0]
+                if codec and _is_coarse(codec[2]) and blocks == 1
+                else 0
+                for name, codec, count in zip(names, chosen, elements, strict=True)
+            ]
+            residuals = [row[block] for block in range(blocks) for row in rows], of_sums
+        return Plan(codecs, raw_bytes, sent, residuals)
+
+
+def _addresses(losses: dict[str, torch.Tensor], name: str, blocks: int, elements: int) -> list[int]:
+    """Where each block's losses of a parameter lie; zeros where there are none yet."""
+    if name not in losses:
+        losses[name] = torch.zeros(blocks, elements)
+    return [row.data_ptr() for row in losses[name]]
+
+
+def _is_coarse(codec: str) -> bool:
+    """Whether sums lose so much on their way back that it is carried over, too."""
+    return codec.startswith(("maxmin:1,", "maxmin:2,"))
 
 
 def _plain(name: str) -> str:

@@ -62,6 +62,23 @@ impl Floats {
         sums.iter_mut().for_each(|sum| *sum = if sum.abs() >= limit { f32::INFINITY.copysign(*sum) } else { *sum });
     }
 
+    /// What an encoding has lost: the difference between what was encoded and what that decodes to; nothing where that is NaN.
+    ///
+    /// # Safety
+    /// There is room for as many float32 as there are sums, and nobody else uses it meanwhile.
+    ///
+    /// # Panics
+    /// Panics unless both have the same length.
+    pub unsafe fn write_loss(self, dst: *mut u8, sums: &[f32], decoded: &[f32]) {
+        let _env = DefaultFloatEnv::enter();
+        assert_eq!(sums.len(), decoded.len(), "a value for each sum");
+        for (index, (sum, decoded)) in sums.iter().zip(decoded).enumerate() {
+            let loss = if decoded.is_nan() { 0.0 } else { sum - decoded };
+            // SAFETY: the caller's promise.
+            unsafe { dst.cast::<f32>().add(index).write_unaligned(loss) };
+        }
+    }
+
     /// Makes the elements what the sums are, rounded to nearest even; beyond the range of a 16-bit type they are infinite.
     ///
     /// # Safety
