@@ -69,6 +69,16 @@ def with_algorithm(algorithm: str) -> Contender:
     return through_torch(name, title, note, at_home=True, backend="accl", environment=environment)
 
 
+def with_codec(backend: str, codec: str, note: str) -> Contender:
+    """A backend whose messages are made smaller."""
+    title = f"{backend} through torch, {codec}"
+    return through_torch(f"{backend}_{codec}", title, note, at_home=True, backend=f"{backend}+{codec}")
+
+
+# For the section that compares them, coarser and coarser.
+CODECS = ("bf16", "maxmin:8", "maxmin:4", "maxmin:2")
+CASTS = ("fp16", "bf16")
+
 # For sections that compare algorithms.
 FORCED = ("two_level", "recursive_doubling", "ring")
 
@@ -134,6 +144,8 @@ CONTENDERS = (
     ),
     through_torch("deepspeed", "DeepSpeed's op", "`csrc/cpu/comm/shm*.cpp` of its package, called as a torch op"),
     *map(with_algorithm, FORCED),
+    *(with_codec("accl", codec, "`all_reduce_quantized`") for codec in CODECS),
+    *(with_codec("gloo", cast, f"what torch's `{cast}_compress_hook` does with a bucket") for cast in CASTS),
 )
 
 BY_NAME = {contender.name: contender for contender in CONTENDERS}

@@ -33,7 +33,7 @@ ADDRESSES = ("198.18.0.1", "198.18.0.2")
 CONGESTION_CONTROL = "cubic"
 SHAPED_BITS = 10**9
 # A millisecond of the rate: less, and a timer that is late costs throughput; more, and small messages see no limit.
-BURST_BYTES = 128 << 10
+BURST_PER_S = 1000
 # A queue that ranks cannot fill: the limit is to delay, not to drop.
 QUEUE_MS = 100
 COMMAND_S = 20
@@ -78,11 +78,14 @@ class Link:
 
 
 @contextlib.contextmanager
-def joined(shaped: bool = False) -> Iterator[Link]:
-    """Makes a link, and removes it whatever happens; whoever runs there has to be gone by then."""
+def joined(bits: int | None = None) -> Iterator[Link]:
+    """Makes a link, limited to so many bits a second each way, and removes it whatever happens.
+
+    Whoever runs there has to be gone by then.
+    """
     if os.geteuid() != 0:
         raise Unavailable("only root can make network namespaces")
-    for program in ("ip", "tc") if shaped else ("ip",):
+    for program in ("ip", "tc") if bits else ("ip",):
         if shutil.which(program) is None:
             raise Unavailable(f"`{program}` is not there; it is part of iproute2")
     sweep()
@@ -95,14 +98,14 @@ def joined(shaped: bool = False) -> Iterator[Link]:
         # Interfaces go with their namespaces.
         command(["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]])
         for name, address in zip(names, ADDRESSES):
-            for change in changes(address, shaped):
+            for change in changes(address, bits):
                 command([*inside(name), *change.split()])
         yield Link(names)
     finally:
         remove(names)
 
 
-def changes(address: str, shaped: bool) -> Iterator[str]:
+def changes(address: str, bits: int | None) -> Iterator[str]:
     """What a namespace needs that has an interface."""
     # Ranks of one host meet over it, unless they share memory.
     yield "ip link set lo up"
@@ -110,8 +113,8 @@ def changes(address: str, shaped: bool) -> Iterator[str]:
     yield f"ip address add {address}/30 dev {INTERFACE}"
     yield f"ip link set {INTERFACE} up"
     yield f"ip route replace {NETWORK} dev {INTERFACE} src {address} congctl {CONGESTION_CONTROL}"
-    if shaped:
-        limit = f"rate {SHAPED_BITS}bit burst {BURST_BYTES} latency {QUEUE_MS}ms"
+    if bits:
+        limit = f"rate {bits}bit burst {bits // 8 // BURST_PER_S} latency {QUEUE_MS}ms"
         yield f"tc qdisc add dev {INTERFACE} root tbf {limit}"
 
 

@@ -60,9 +60,9 @@ class Bench:
         return figures
 
     @contextlib.contextmanager
-    def network(self, shaped: bool = False) -> Iterator[networks.Link]:
+    def network(self, bits: int | None = None) -> Iterator[networks.Link]:
         """A link to measure over; whoever runs on its hosts ends before it does."""
-        with networks.joined(shaped) as link:
+        with networks.joined(bits) as link:
             try:
                 yield link
             finally:

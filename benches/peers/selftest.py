@@ -59,7 +59,7 @@ def turns(
 def over_a_network(shop: Workshop) -> list[str]:
     """Complaints about ranks in two namespaces, where this may make them."""
     try:
-        with networks.joined(shaped=True) as link:
+        with networks.joined(networks.SHAPED_BITS) as link:
             complaints = turns(shop, ON_HOSTS, link.hosts, lambda pid: os.readlink(f"/proc/{pid}/ns/net"))
             [goodput] = link.goodput(1)
     except Unavailable as why:

@@ -30,7 +30,7 @@ def collect(bench: Bench) -> dict[str, Any]:
 
 def collect_shaped(bench: Bench) -> dict[str, Any]:
     """The same, and what the link has."""
-    with bench.network(shaped=True) as link:
+    with bench.network(SHAPED_BITS) as link:
         before = link.goodput(GOODPUT_TURNS)
         figures = bench.figures(RANKS, WANTED, CELLS, link.hosts)
         goodput = [round(one) for one in (*before, *link.goodput(GOODPUT_TURNS))]

@@ -39,7 +39,7 @@ def section(name: str, title: str, link: str, text: str, shaped: bool) -> Sectio
     """A section for one kind of link."""
 
     def collect(bench: Bench) -> dict[str, Any]:
-        with bench.network(shaped) as made:
+        with bench.network(SHAPED_BITS if shaped else None) as made:
             return as_rows(bench.figures(RANKS, WANTED, CELLS, made.hosts))
 
     def tables(data: dict[str, Any]) -> list[Table]:
