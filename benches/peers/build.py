@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .contenders import BY_NAME, FORCED
+from .contenders import BY_NAME, CASTS, CODECS, FORCED
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).resolve().parent / "ranks"
@@ -295,5 +295,6 @@ MAKERS: dict[str, Callable[[Workshop], None]] = {
     "noop": make_noop,
     "noop_yielding": make_noop,
     "deepspeed": make_deepspeed,
-    **{f"accl_{algorithm}": make_accl_torch for algorithm in FORCED},
+    **{f"accl_{choice}": make_accl_torch for choice in (*FORCED, *CODECS)},
+    **{f"gloo_{cast}": make_gloo for cast in CASTS},
 }
