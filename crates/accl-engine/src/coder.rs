@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use accl_kernels::codec::{Floats, Noise, Slice, Spoilt};
 use accl_schedule::{Finish, Role, Tile};
-use accl_types::{Dtype, Rank, ReduceOp};
+use accl_types::{Dtype, ReduceOp};
 use smallvec::SmallVec;
 
 use crate::buffers::Buffers;
@@ -85,7 +85,8 @@ pub(crate) struct Coder {
     dtype: Dtype,
     seed: u64,
     step: u64,
-    rank: Rank,
+    /// In the job.
+    rank: u64,
     /// What finished sums are divided by.
     divisor: Option<f32>,
     has_checksums: bool,
@@ -98,7 +99,7 @@ pub(crate) struct Coder {
 }
 
 impl Coder {
-    pub(crate) fn new(encoding: &Encoding, desc: &CallDesc, rank: Rank, world: u32, has_checksums: bool) -> Self {
+    pub(crate) fn new(encoding: &Encoding, desc: &CallDesc, rank: u64, world: u32, has_checksums: bool) -> Self {
         Self {
             codecs: encoding.codecs.clone(),
             dtype: desc.dtype,
@@ -250,7 +251,7 @@ impl Coder {
         let (start, len) = code.range(index);
         let codec = self.codecs.codec(code.role, tile.piece);
         let id = self.codecs.tensor(tile.piece).id;
-        let words = [self.seed, self.step, id, u64::from(tile.block), u64::from(pass), u64::from(self.rank.0)];
+        let words = [self.seed, self.step, id, u64::from(tile.block), u64::from(pass), self.rank];
         let slice = Slice { src, dtype, tensor: self.dtype, count: tile.elems as usize, first: tile.first };
         let dst = buffers.address(&code.region.at(start));
         // SAFETY: the bytes of a version are written once, by the operation that makes it, and read by those that wait for it;

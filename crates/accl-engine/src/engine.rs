@@ -161,7 +161,7 @@ impl Engine {
             }
             core.add_group(state, now);
         });
-        Ok(Group::new(self.clone(), id, name, (spec.rank, spec.world), usual))
+        Ok(Group::new(self.clone(), id, name, spec, usual))
     }
 
     /// The constants by which a group chooses whose first rank this is.

@@ -59,6 +59,8 @@ pub struct Group {
     pub(crate) name: Arc<str>,
     pub(crate) rank: Rank,
     pub(crate) world: u32,
+    /// Its rank in the job, for random numbers: ranks of different groups have different ones.
+    global_rank: u64,
     /// See [`Usual`].
     usual: Option<Usual>,
     closed: AtomicBool,
@@ -69,10 +71,12 @@ impl Group {
         engine: Arc<Engine>,
         id: u64,
         name: Arc<str>,
-        (rank, world): (Rank, u32),
+        spec: &GroupSpec,
         usual: Option<Usual>,
     ) -> Arc<Self> {
-        Arc::new(Self { engine, id, name, rank, world, usual, closed: AtomicBool::new(false) })
+        let (rank, world) = (spec.rank, spec.world);
+        let global_rank = spec.global_ranks.get(rank.index()).copied().unwrap_or(u64::from(rank.0));
+        Arc::new(Self { engine, id, name, rank, world, global_rank, usual, closed: AtomicBool::new(false) })
     }
 
     /// Starts a call. Its tensors must stay valid and untouched until the call is done or failed.
@@ -177,7 +181,7 @@ impl Group {
                 let mut local = Local::new(buffers, shape.reducer);
                 if let Some(encoding) = desc.encoding(self.world) {
                     let has_checksums = group.has_checksums(hands.net);
-                    local = local.encoding(Coder::new(encoding, desc, self.rank, self.world, has_checksums));
+                    local = local.encoding(Coder::new(encoding, desc, self.global_rank, self.world, has_checksums));
                 }
                 group.start(Run::new(call.clone(), &shape, local, &[], deadline), hands);
                 Ok(call)

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use accl_engine::codec::{Codec, Noise, Rounding, Settings, Slice, codec};
+use accl_engine::codec::{Codec, Noise, Rounding, Settings, Slice, Spoilt, codec};
 use accl_engine::encoding::{Codecs, Encoding, Residuals, TensorCodecs};
 use accl_engine::{ALGORITHMS, Blocks, CallDesc, Mode, TensorDesc};
 use accl_schedule::Topology;
-use accl_testkit::{Fabric, Member, World, WorldOptions};
+use accl_testkit::{Fabric, Member, World, WorldOptions, finish};
 use accl_transport::frame::OVERHEAD_BYTES;
 use accl_transport::loopback::{self, Capacity};
 use accl_transport::{Faults, Faulty};
@@ -549,5 +549,29 @@ fn a_spoilt_bucket_is_not_carried_over() {
         for (element, (kept, of_sums)) in kept.iter().zip(&of_sums).enumerate() {
             assert_eq!((*kept, *of_sums), if (element < 512) == (member.rank == 0) { (0.5, 0.0) } else { (0.0, 0.5) });
         }
+    });
+}
+
+#[test]
+fn buckets_that_could_not_be_encoded_are_counted_by_their_reason() {
+    let settings = Settings { bits: 8, bucket: 64, meta: Dtype::F16, ..Settings::default() };
+    let codec = codec("maxmin").unwrap().build(&settings).unwrap();
+    let encoding = encoding(vec![both_ways(codec, 1)]);
+    World::new(options(&[0; 2], "all_reduce", "direct_two_phase")).run("g", |member| {
+        let mut mine = data(member.rank, 1024, 1);
+        if member.rank == 0 {
+            // Both in the half that is sent to rank 1; float16 metadata cannot hold the second.
+            (mine[600], mine[700]) = (f32::NAN, 1e30);
+        }
+        let mut desc = member.all_reduce_desc(&mut mine, ReduceOp::Sum, Mode::Async);
+        desc.encoding = Some(encoding.clone());
+        let call = member.group.submit(desc).unwrap();
+        finish(&call).unwrap();
+        let expected = match member.rank {
+            0 => Spoilt { not_finite: 1, too_large: 1 },
+            // Of the sums two buckets are NaN.
+            _ => Spoilt { not_finite: 2, too_large: 0 },
+        };
+        assert_eq!(call.spoilt(), expected);
     });
 }
