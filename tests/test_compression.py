@@ -157,7 +157,7 @@ WRONG = {
     "maxmin": "expected the number of bits",
     "maxmin:0": "bits is 0; expected 1 to 8",
     "maxmin:9": "bits is 9; expected 1 to 8",
-    "maxmin:four": "bits is `four`",
+    "maxmin:four": "bits is `four`; expected a number",
     "maxmin:4,bucket=0": "bucket is 0; expected a multiple of 8 from 8 to 8192",
     "maxmin:4,bucket=7": "bucket is 7",
     "maxmin:4,rounding=up": "rounding is `up`; expected nearest or stochastic",
@@ -395,6 +395,13 @@ def test_two_models_have_a_state_each(rank, world):
         assert torch.equal(metric, torch.full((100,), 2.0))
     for ddp, weights in zip(pairs, alone, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ddp.parameters(), weights, strict=True))
+
+
+@on_ranks(2, fresh=True)
+def test_ranks_whose_hooks_differ_are_told_in_the_backward_pass(rank, world):
+    ddp, _ = compressed_ddp(Compression("maxmin:8" if rank else "maxmin:4"), models())
+    with pytest.raises(RuntimeError, match=r"rank 0 with maxmin:4,.*rank 1 with maxmin:8,"):
+        train(rank, ddp, steps=1)
 
 
 @on_ranks(2, fresh=True)

@@ -60,7 +60,7 @@ class Options(_native.BackendOptions):
             "deterministic": deterministic,
             "calibration": calibration,
             "timing": timing,
-            "codec": _codec(compression),
+            "compression": _codec(compression),
             "scope": scope,
         }
         settings = {name: _text(value) for name, value in given.items() if value is not None}

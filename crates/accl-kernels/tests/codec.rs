@@ -440,17 +440,33 @@ fn the_error_on_known_data_is_as_it_should_be() {
         (&laplace, 512, [12.8, 0.811, 0.131, 2.84e-2, 6.66e-3, 1.61e-3, 9.84e-5]),
         (&laplace, 1024, [16.4, 1.05, 0.161, 3.51e-2, 8.23e-3, 1.99e-3, 1.21e-4]),
     ];
+    let relative = |name: &str, values: &[f32], settings: Settings| {
+        let codec = codec(name).unwrap().build(&settings).unwrap();
+        let (encoded, _) = encode(&*codec, Dtype::F32, &bytes_of(Dtype::F32, values), 0, Noise::keyed(&[1]));
+        let decoded = values_of(Dtype::F32, &decode(&*codec, Dtype::F32, &encoded, COUNT));
+        let square = |x: f32| f64::from(x) * f64::from(x);
+        let error: f64 = values.iter().zip(&decoded).map(|(x, y)| square(x - y)).sum();
+        error / values.iter().copied().map(square).sum::<f64>()
+    };
+    let symmetric: &[(&[f32], u8, [(u32, f64); 3])] = &[
+        (&gaussian, 4, [(32, 9.4e-3), (128, 1.37e-2), (512, 1.81e-2)]),
+        (&laplace, 4, [(32, 1.47e-2), (128, 2.57e-2), (512, 3.96e-2)]),
+        (&gaussian, 8, [(128, 4.2e-5); 3]),
+        (&laplace, 8, [(128, 8.0e-5); 3]),
+    ];
+    for &(values, bits, errors) in symmetric {
+        for (bucket, want) in errors {
+            let found = relative("absmax", values, Settings { bits, bucket, ..Settings::default() });
+            assert!(
+                (found / want - 1.0).abs() < 0.05,
+                "absmax, {bits} bits of {bucket}: {found:.3e}, expected {want:.3e}"
+            );
+        }
+    }
     for &(values, bucket, errors) in known {
         for (bits, want) in [1, 2, 3, 4, 5, 6, 8].into_iter().zip(errors) {
-            let nmse = |rounding| {
-                let settings = Settings { bits, bucket, rounding, ..Settings::default() };
-                let codec = max_min(settings, Isa::best());
-                let (encoded, _) = encode(&*codec, Dtype::F32, &bytes_of(Dtype::F32, values), 0, Noise::keyed(&[1]));
-                let decoded = values_of(Dtype::F32, &decode(&*codec, Dtype::F32, &encoded, COUNT));
-                let square = |x: f32| f64::from(x) * f64::from(x);
-                let error: f64 = values.iter().zip(&decoded).map(|(x, y)| square(x - y)).sum();
-                error / values.iter().copied().map(square).sum::<f64>()
-            };
+            let nmse =
+                |rounding| relative("maxmin", values, Settings { bits, bucket, rounding, ..Settings::default() });
             let nearest = nmse(Rounding::Nearest);
             assert!((nearest / want - 1.0).abs() < 0.05, "{bits} bits of {bucket}: {nearest:.3e}, expected {want:.3e}");
             let ratio = nmse(Rounding::Stochastic) / nearest;
@@ -480,13 +496,80 @@ fn what_has_no_meaning_is_refused_by_name() {
     refused(Settings { meta: Dtype::F64, ..usual }, "meta is float64; expected float32, float16 or bfloat16");
     let error = codec("int9").unwrap_err();
     assert!(
-        error.message.contains("unknown codec `int9`; expected one of raw, bf16, fp16, maxmin"),
+        error.message.contains("unknown codec `int9`; expected one of raw, bf16, fp16, maxmin, absmax"),
         "{}",
         error.message
     );
 }
 
+/// Encoded and decoded values of a codec on every instruction set, which must be the same.
+fn through(name: &str, settings: &Settings, dtype: Dtype, src: &[u8], noise: Noise) -> (Vec<u8>, Vec<f32>, Spoilt) {
+    let count = src.len() / dtype.size_bytes();
+    let mut first = None;
+    for isa in available_isas() {
+        let codec = codec(name).unwrap().build_with_isa(settings, isa).unwrap();
+        let (encoded, spoilt) = encode(&*codec, dtype, src, 0, noise);
+        let decoded = values_of(dtype, &decode(&*codec, dtype, &encoded, count));
+        let mut sums = vec![0.0; count];
+        codec.decode_add(&mut sums, &encoded, dtype);
+        let found = (encoded, decoded, sums, spoilt);
+        let same = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(&a, &b)| alike(a, b));
+        let (encoded, decoded, sums, spoilt) = first.get_or_insert_with(|| found.clone());
+        assert!(*encoded == found.0 && same(decoded, &found.1) && same(sums, &found.2) && *spoilt == found.3, "{isa}");
+    }
+    let (encoded, decoded, _, spoilt) = first.unwrap();
+    (encoded, decoded, spoilt)
+}
+
+#[test]
+fn absmax_has_the_format_that_it_describes() {
+    // Units 0.5 and 2, of three bits: levels from -3 to 3, codes from 0 to 6.
+    let values = [-1.5, -1.0, -0.4, 0.0, 0.2, 0.5, 1.0, 1.5, 6.0, -6.0, 0.9, -1.1];
+    let settings = Settings { bits: 3, bucket: 8, ..Settings::default() };
+    let (encoded, decoded, _) =
+        through("absmax", &settings, Dtype::F32, &bytes_of(Dtype::F32, &values), Noise::keyed(&[]));
+    let codes: [u64; 12] = [0, 1, 2, 3, 3, 4, 5, 6, 6, 0, 3, 2];
+    let packed = codes.iter().rev().fold(0, |packed, code| packed << 3 | code);
+    let expected: Vec<u8> = [0.5f32.to_le_bytes(), 2f32.to_le_bytes()].concat();
+    assert_eq!(encoded, [expected, packed.to_le_bytes().to_vec()].concat());
+    assert_eq!(decoded, [-1.5, -1.0, -0.5, 0.0, 0.0, 0.5, 1.0, 1.5, 6.0, -6.0, 0.0, -2.0]);
+}
+
 proptest! {
+    #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 4 } else { 192 }, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn absmax_is_near_every_value_and_keeps_zero(
+        bits in 2u8..=8, bucket in 1u32..40, meta in 0usize..3, dtype in 0usize..3, stochastic: bool,
+        kind in 0u64..5, count in 0usize..700, seed: u64,
+    ) {
+        let (meta, dtype, bucket) = (FLOATS[meta], FLOATS[dtype], 8 * bucket);
+        let rounding = if stochastic { Rounding::Stochastic } else { Rounding::Nearest };
+        let settings = Settings { bits, bucket, meta, rounding, skip_incomplete: false };
+        let mut random = Random(seed);
+        let mut values = data_values(count, kind, &mut random);
+        values.iter_mut().step_by(7).for_each(|value| *value = 0.0);
+        let src = bytes_of(dtype, &values);
+        let values = values_of(dtype, &src);
+        let (_, decoded, spoilt) = through("absmax", &settings, dtype, &src, Noise::keyed(&[seed]));
+        let reach = ((1u32 << (bits - 1)) - 1) as f32;
+        for (before, after) in values.chunks(bucket as usize).zip(decoded.chunks(bucket as usize)) {
+            let most = before.iter().fold(0f32, |most, value| most.max(value.abs()));
+            // Metadata of 16 bits may round up by one in 128, or be the least that it can be.
+            let least = match meta { Dtype::F16 => 6.2e-5, _ => f32::MIN_POSITIVE };
+            let unit = (most / reach * (1.0 + 1.0 / 128.0)).max(least);
+            let is_lost = after.iter().any(|value| value.is_nan());
+            prop_assert!(!is_lost || spoilt.too_large > 0);
+            for (&before, &after) in before.iter().zip(after).filter(|_| !is_lost) {
+                // Half a last place of a 16-bit result.
+                let rounded = most * match dtype { Dtype::BF16 => 1.0 / 256.0, Dtype::F16 => 1.0 / 2048.0, _ => 1e-6 };
+                let bound = unit * if stochastic { 1.0 + 1.0 / 256.0 } else { 0.5 } + rounded;
+                prop_assert!((after - before).abs() <= bound, "{before} became {after}, greatest {most}");
+                prop_assert!(before != 0.0 || after.to_bits() == 0, "zero became {after}");
+            }
+        }
+    }
+
     #[test]
     fn casts_round_to_nearest_even_and_raw_keeps_every_bit(
         kind in 0usize..12, seed: u64, count in 0usize..1300, tensor in 0usize..3, as_sums: bool,

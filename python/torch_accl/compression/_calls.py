@@ -116,7 +116,7 @@ def _scope(
 ) -> AbstractContextManager[None]:
     backend = accl_group(group)._get_backend(torch.device("cpu"))
     if compression is None:
-        compression = backend.options.settings.get("codec") or default_codec()
+        compression = backend.options.settings.get("compression") or default_codec()
     settings = compression if isinstance(compression, Compression) else _settings(compression)
     codecs = _codecs(settings.usual or (RAW, RAW, RAW), tensor_id(key))
     return encoded(codecs, settings.seed, next(_steps) if step is None else step)

@@ -21,8 +21,8 @@ Codec = tuple[str, str, str]
 class Compression:
     """How gradients are compressed.
 
-    A codec is a text: `raw`, `bf16`, `fp16` or `maxmin:BITS`, the latter with settings after it, as in
-    `maxmin:4,bucket=128,meta=float16,rounding=stochastic`. Bits are 1 to 8; a bucket is 8 to 8,192 elements, a multiple of 8
+    A codec is a text: `raw`, `bf16`, `fp16`, `maxmin:BITS` or `absmax:BITS`, the latter two with settings after it, as in
+    `maxmin:4,bucket=128,meta=float16,rounding=stochastic`. Bits are 1 to 8 (`absmax` 2 to 8); a bucket is 8 to 8,192 elements, a multiple of 8
     (default 512), that share a minimum and a step in `meta` (float32, float16 or bfloat16); rounding is `nearest` from 4 bits
     on and `stochastic` below, unless it is given.
 
@@ -102,7 +102,7 @@ class Compression:
 
 def default_codec() -> str:
     """The codec that is meant where none is given."""
-    return next(row["value"] for row in _native.config_rows() if row["option"] == "codec")
+    return next(row["value"] for row in _native.config_rows() if row["option"] == "compression")
 
 
 def fits(pattern: str, name: str) -> bool:

@@ -71,7 +71,7 @@ class State:
         self._names = {id(parameter): _plain(name) for name, parameter in model.named_parameters()}
         # The names are by identity: parameters must live as long.
         self._parameters = list(model.parameters())
-        self._plans: dict[tuple[int, ...], Plan] = {}
+        self._plans: dict[tuple[object, ...], Plan] = {}
         # By name: float32 of what was lost of contributions, and of sums.
         self._losses: dict[str, torch.Tensor] = {}
         self._losses_of_sums: dict[str, torch.Tensor] = {}
@@ -104,7 +104,7 @@ class State:
         self, parameters: Sequence[torch.Tensor], elements: Sequence[int], dtype: torch.dtype, blocks: int = 1
     ) -> Plan:
         """How gradients of these parameters are encoded, of which each block of a call has so many elements each."""
-        key = (*map(id, parameters), *elements)
+        key = (dtype, blocks, *map(id, parameters), *elements)
         if key not in self._plans:
             self._plans[key] = self._make_plan(parameters, elements, dtype, blocks)
         return self._plans[key]

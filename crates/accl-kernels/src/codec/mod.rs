@@ -11,6 +11,7 @@
 //!   one whose values are finite but that the metadata cannot hold; the two are counted apart, see [`Spoilt`].
 //! * Any bytes can be decoded: wrong ones give wrong numbers and nothing worse.
 
+mod abs_max;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
 mod cast;
@@ -21,6 +22,7 @@ mod noise;
 mod pieces;
 mod summary;
 mod text;
+mod uniform;
 
 use std::fmt;
 use std::ops::AddAssign;
@@ -182,7 +184,7 @@ impl Row {
 }
 
 /// All codecs.
-pub const CODECS: &[Row] = &[cast::RAW, cast::BF16, cast::FP16, max_min::ROW];
+pub const CODECS: &[Row] = &[cast::RAW, cast::BF16, cast::FP16, max_min::ROW, abs_max::ROW];
 
 /// The codec of this name.
 ///

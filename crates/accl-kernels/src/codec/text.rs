@@ -27,7 +27,7 @@ pub fn parse(text: &str) -> Result<Arc<dyn Codec>> {
     let mut settings = Settings::default();
     if row.has_settings {
         let bits = bits.ok_or_else(|| wrong(format!("expected the number of bits, as in `{name}:4`")))?;
-        settings.bits = bits.parse().map_err(|_| wrong(format!("bits is `{bits}`; expected 1 to 8")))?;
+        settings.bits = bits.parse().map_err(|_| wrong(format!("bits is `{bits}`; expected a number")))?;
     } else if bits.is_some() {
         return Err(wrong(format!("{name} has no choice of bits")));
     }
@@ -74,6 +74,7 @@ mod tests {
         for (text, whole) in [
             ("raw", "raw"),
             ("bf16", "bf16"),
+            ("absmax:8", "absmax:8,bucket=512,meta=float32,rounding=nearest"),
             ("maxmin:4", "maxmin:4,bucket=512,meta=float32,rounding=nearest"),
             ("maxmin:3", "maxmin:3,bucket=512,meta=float32,rounding=stochastic"),
             ("maxmin:2, bucket=64 ,rounding=nearest", "maxmin:2,bucket=64,meta=float32,rounding=nearest"),
@@ -91,9 +92,10 @@ mod tests {
     fn what_is_wrong_is_named() {
         for (text, part) in [
             ("maxmin", "expected the number of bits, as in `maxmin:4`"),
-            ("maxmin:four", "bits is `four`; expected 1 to 8"),
+            ("maxmin:four", "bits is `four`; expected a number"),
             ("maxmin:9", "bits is 9; expected 1 to 8"),
             ("maxmin:0", "bits is 0; expected 1 to 8"),
+            ("absmax:1", "codec absmax: bits is 1; expected 2 to 8"),
             ("maxmin:4,bucket=0", "bucket is 0; expected a multiple of 8 from 8 to 8192"),
             ("maxmin:4,bucket=7", "bucket is 7; expected a multiple of 8 from 8 to 8192"),
             ("maxmin:4,bucket=big", "bucket is `big`; expected a number of elements"),
@@ -103,7 +105,7 @@ mod tests {
             ("maxmin:4,bukket=8", "did you mean `bucket`?"),
             ("bf16:4", "bf16 has no choice of bits"),
             ("raw,bucket=8", "raw has no settings"),
-            ("maxmum:4", "unknown codec `maxmum`; expected one of raw, bf16, fp16, maxmin"),
+            ("maxmum:4", "unknown codec `maxmum`; expected one of raw, bf16, fp16, maxmin, absmax"),
         ] {
             let error = parse(text).unwrap_err();
             assert!(error.message.contains(part), "{text}: {}", error.message);

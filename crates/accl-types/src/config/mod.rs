@@ -323,7 +323,9 @@ mod tests {
     #[test]
     fn names_and_options_correspond() {
         for row in ROWS {
-            assert_eq!(row.name, format!("{PREFIX}{}", row.option.to_uppercase()));
+            // A group is given a compression; the variable says no more than which codec that is.
+            let spelled = if row.option == "compression" { "codec" } else { row.option };
+            assert_eq!(row.name, format!("{PREFIX}{}", spelled.to_uppercase()));
         }
     }
 

@@ -200,11 +200,11 @@ pub const ROWS: &[Row] = &[
     },
     Row {
         name: "ACCL_CODEC",
-        option: "codec",
+        option: "compression",
         scope: Scope::Group,
         agreed: true,
         default: "maxmin:4",
-        accepted: "a codec: raw, bf16, fp16 or maxmin:BITS, with settings such as maxmin:4,bucket=128,rounding=stochastic",
+        accepted: "a codec: raw, bf16, fp16, maxmin:BITS or absmax:BITS, with settings such as maxmin:4,bucket=128,rounding=stochastic",
         effect: "What `torch_accl.compression` encodes with where nothing else is said; by itself it compresses nothing.",
         set: |c, v| {
             if v.is_empty() {
@@ -222,7 +222,7 @@ pub const ROWS: &[Row] = &[
         agreed: true,
         default: "hooks",
         accepted: "hooks or all",
-        effect: "What is compressed: `hooks`, only what the hooks and functions of `torch_accl.compression` send; `all`, every all_reduce, reduce_scatter, all_gather and all_to_all of at least 1,024 float32, float16 or bfloat16 elements whose operator is a sum, with `codec`.",
+        effect: "What is compressed: `hooks`, only what the hooks and functions of `torch_accl.compression` send; `all`, every all_reduce, reduce_scatter, all_gather and all_to_all of at least 1,024 float32, float16 or bfloat16 elements whose operator is a sum, with `compression`.",
         set: |c, v| parse::compress_all(v).map(|x| c.compress_all = x),
         show: |c| parse::show_compress_all(c.compress_all).to_owned(),
     },

@@ -1,0 +1,68 @@
+//! Absmax: the levels of a bucket lie evenly on both sides of zero, up to its greatest magnitude. Zero stays zero.
+//!
+//! The format is that of [`super::uniform`], with unit alone for each bucket: half the metadata of max-min. A code is its level
+//! plus q, with q = 2^(bits - 1) - 1, so that L = 2 q, and min = -q * unit.
+//!
+//! # Arithmetic
+//! unit = max |x| / q, rounded up to 17 significant bits (to those of 16-bit metadata, where they are fewer), so that its
+//! product with any level is exact; at least the smallest normal number of the metadata's type, or 0 if all are zero.
+//!
+//! It is the symmetric quantization of integer inference, as in Jacob et al., 2018, by buckets.
+
+use super::loops::Range;
+use super::uniform::{Placed, Scheme, Uniform, smallest_normal, toward};
+use super::{Row, Settings, Spoilt};
+use crate::reduce::float16::Toward;
+
+pub(super) const ROW: Row = Row {
+    name: AbsMax::NAME,
+    description: "levels evenly on both sides of zero, up to the greatest magnitude of a bucket, 2 to 8 bits",
+    has_settings: true,
+    build: Uniform::<AbsMax>::build,
+};
+
+struct AbsMax;
+
+/// Lowest bits of a float32 that a unit has not got.
+const UNUSED_BITS: u32 = 7;
+
+impl AbsMax {
+    /// The greatest level above zero.
+    fn reach(bits: u8) -> f32 {
+        ((1u32 << (bits - 1)) - 1) as f32
+    }
+}
+
+/// A number that is not negative, rounded up to what products with levels of 7 bits are exact of.
+fn with_short_mantissa(value: f32) -> f32 {
+    let unused = (1u32 << UNUSED_BITS) - 1;
+    f32::from_bits((value.to_bits() + unused) & !unused)
+}
+
+impl Scheme for AbsMax {
+    const NAME: &'static str = "absmax";
+    const LEAST_BITS: u8 = 2;
+    const META: usize = 1;
+
+    fn top(bits: u8) -> f32 {
+        2.0 * Self::reach(bits)
+    }
+
+    fn place(settings: &Settings, range: Range) -> Result<Placed, Spoilt> {
+        let (top, meta) = (Self::top(settings.bits), settings.meta);
+        let most = range.max.max(-range.min);
+        if most == 0.0 {
+            return Ok(Placed::constant(0.0, top));
+        }
+        let unit = with_short_mantissa(most / Self::reach(settings.bits));
+        let unit = toward(meta, unit, Toward::Up).max(smallest_normal(meta));
+        // A range is twice the magnitude: where that overflows, halves do not.
+        let halves = (2.0 * most).is_infinite();
+        Placed::new(unit, Self::min_of(unit, settings.bits), top, halves)
+    }
+
+    fn min_of(unit: f32, bits: u8) -> f32 {
+        // No -0, which would decode to another zero.
+        0.0 - unit * Self::reach(bits)
+    }
+}
