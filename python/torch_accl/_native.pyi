@@ -111,14 +111,22 @@ class Codecs:
 
     def __len__(self) -> int: ...
 
-def encode_calls(
-    codecs: Codecs | None, seed: int = 0, step: int = 0, residuals: tuple[list[int], list[int]] | None = None
-) -> None:
-    """Lets calls that this thread makes from now on be encoded, or not any more.
+class Encoding:
+    """How calls are encoded.
 
     `residuals` are addresses of float32, one for each element of a tensor, that are read and written until a call ends: of
     the contributions of each tensor of each block, one block after the other, and of the sums of each tensor; 0 for none.
     """
+
+    def __init__(
+        self, codecs: Codecs, seed: int = 0, step: int = 0, residuals: tuple[list[int], list[int]] | None = None
+    ) -> None: ...
+    @staticmethod
+    def none() -> Encoding:
+        """Calls travel as they are, also in a group that encodes all."""
+
+def encode_calls(encoding: Encoding | None) -> Encoding | None:
+    """Says how calls that this thread makes from now on are encoded; None: as is usual in their group. What was said before."""
 
 def check_codec(text: str) -> str:
     """A codec's settings with all that was left out; raises ValueError for what is none."""

@@ -6,7 +6,7 @@ use accl_kernels::StridedView;
 use accl_types::{Collective, Dtype, Error, Rank, ReduceOp, Result};
 use smallvec::SmallVec;
 
-use crate::encoding::{self, Encoding};
+use crate::encoding::{self, Encoded, Encoding};
 
 /// A tensor's memory: `ptr` points to its first element.
 ///
@@ -233,9 +233,8 @@ pub struct CallDesc {
     pub mode: Mode,
     /// A number reserved with `Group::reserve_seqs`; `None` takes the next.
     pub seq: Option<u64>,
-    /// How messages are encoded. Calls that cannot be (integers, float64, other operators than sums, one rank) travel as
-    /// they are.
-    pub encoding: Option<Encoding>,
+    /// Whether messages are encoded, and how.
+    pub encoding: Encoded,
 }
 
 impl CallDesc {
@@ -256,7 +255,7 @@ impl CallDesc {
             equal_blocks: true,
             mode: Mode::Blocking,
             seq: None,
-            encoding: None,
+            encoding: Encoded::Usual,
         }
     }
 
@@ -265,14 +264,17 @@ impl CallDesc {
     pub(crate) fn may_go_straight(&self) -> bool {
         self.mode == Mode::Blocking
             && self.seq.is_none()
-            && self.encoding.is_none()
+            && !matches!(self.encoding, Encoded::As(_))
             && !self.collective.is_point_to_point()
             && self.uses_tensors_as_they_are()
     }
 
     /// How this call is encoded, if it is.
     pub(crate) fn encoding(&self, world: u32) -> Option<&Encoding> {
-        self.encoding.as_ref().filter(|_| encoding::applies(self.collective, self.dtype, self.op, world))
+        match &self.encoding {
+            Encoded::As(encoding) if encoding::applies(self.collective, self.dtype, self.op, world) => Some(encoding),
+            Encoded::As(_) | Encoded::Usual | Encoded::Never => None,
+        }
     }
 
     /// The tensor of a call in place that has no other.

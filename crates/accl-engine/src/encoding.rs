@@ -194,7 +194,25 @@ pub struct Encoding {
     pub residuals: Option<Arc<Residuals>>,
 }
 
-/// Tensors with fewer elements travel as they are in groups that encode all calls.
+/// Whether a call is encoded, and how.
+#[derive(Clone, Debug, Default)]
+pub enum Encoded {
+    /// As is usual in its group.
+    #[default]
+    Usual,
+    /// It travels as it is.
+    Never,
+    /// So. Calls that cannot be (integers, float64, other operators than sums, one rank) travel as they are.
+    As(Encoding),
+}
+
+impl From<Encoding> for Encoded {
+    fn from(encoding: Encoding) -> Self {
+        Encoded::As(encoding)
+    }
+}
+
+/// Blocks with fewer elements travel as they are in groups that encode all calls.
 const LEAST_ELEMS: u64 = 1024;
 
 /// What a group does with calls that do not say whether they are encoded.
@@ -222,11 +240,11 @@ impl Usual {
 
     /// Whether such a call is encoded: all ranks find the same from its description.
     pub(crate) fn is_for(&self, desc: &CallDesc, world: u32) -> bool {
-        let sizes_agree = desc.collective != Collective::AllToAll || desc.equal_blocks;
         let is_small = |block: &[TensorDesc]| block.iter().map(TensorDesc::count_elems).sum::<u64>() < LEAST_ELEMS;
         let mut blocks = desc.inputs.iter().chain(desc.outputs.iter());
-        desc.encoding.is_none()
-            && sizes_agree
+        // Of an all_to_all no rank knows whether the others gave it in the same way.
+        matches!(desc.encoding, Encoded::Usual)
+            && desc.collective != Collective::AllToAll
             && applies(desc.collective, desc.dtype, desc.op, world)
             && desc.inputs.pieces().iter().chain(desc.outputs.pieces()).all(|piece| piece.dtype == desc.dtype)
             && !blocks.any(is_small)
@@ -236,7 +254,7 @@ impl Usual {
     ///
     /// # Errors
     /// Those of [`Codecs::new`].
-    pub(crate) fn encoded(&self, desc: &CallDesc) -> Result<CallDesc> {
+    pub(crate) fn encoded(&self, desc: &CallDesc, step: u64) -> Result<CallDesc> {
         let tensors = desc.outputs.get(0).map_or(1, <[TensorDesc]>::len);
         let known = self.known.lock().get(&tensors).cloned();
         let codecs = match known {
@@ -251,8 +269,13 @@ impl Usual {
                 codecs
             }
         };
-        let step = self.steps.fetch_add(1, Ordering::Relaxed);
-        Ok(CallDesc { encoding: Some(Encoding { codecs, seed: 0, step, residuals: None }), ..desc.clone() })
+        let encoding = Encoding { codecs, seed: 0, step, residuals: None };
+        Ok(CallDesc { encoding: encoding.into(), ..desc.clone() })
+    }
+
+    /// The number of a call that is about to be made.
+    pub(crate) fn next_step(&self) -> u64 {
+        self.steps.fetch_add(1, Ordering::Relaxed)
     }
 }
 

@@ -121,7 +121,7 @@ impl Group {
     }
 
     fn submit_ref(&self, desc: &CallDesc) -> Result<Arc<Call>> {
-        self.with_usual(desc, |desc| self.start(desc)).map_err(|error| self.placed(error))
+        self.with_usual(desc, Usual::next_step, |desc| self.start(desc)).map_err(|error| self.placed(error))
     }
 
     fn is_encoded_by_default(&self, desc: &CallDesc) -> bool {
@@ -129,9 +129,14 @@ impl Group {
     }
 
     /// Passes the call on, encoded if that is usual in this group.
-    fn with_usual<R>(&self, desc: &CallDesc, then: impl FnOnce(&CallDesc) -> Result<R>) -> Result<R> {
+    fn with_usual<R>(
+        &self,
+        desc: &CallDesc,
+        step: fn(&Usual) -> u64,
+        then: impl FnOnce(&CallDesc) -> Result<R>,
+    ) -> Result<R> {
         match &self.usual {
-            Some(usual) if usual.is_for(desc, self.world) => then(&usual.encoded(desc)?),
+            Some(usual) if usual.is_for(desc, self.world) => then(&usual.encoded(desc, step(usual))?),
             Some(_) | None => then(desc),
         }
     }
@@ -280,11 +285,15 @@ impl Group {
     /// As [`Group::submit`] for a description that it refuses; `Unsupported` for point-to-point calls, which have none.
     pub fn algorithm_of(&self, desc: &CallDesc) -> Result<&'static str> {
         let named = desc.check(self.world).and_then(|()| {
-            self.with_usual(desc, |desc| {
-                let shape =
-                    self.with_state(|group, _| group.shapes.get(desc, self.rank, self.world, &mut group.plans))?;
-                Ok(shape?.plan.algorithm.name)
-            })
+            self.with_usual(
+                desc,
+                |_| 0,
+                |desc| {
+                    let shape =
+                        self.with_state(|group, _| group.shapes.get(desc, self.rank, self.world, &mut group.plans))?;
+                    Ok(shape?.plan.algorithm.name)
+                },
+            )
         });
         named.map_err(|error| self.placed(error.of(desc.collective)))
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use accl_engine::codec::{Codec, Noise, Rounding, Settings, Slice, Spoilt, codec};
-use accl_engine::encoding::{Codecs, Encoding, Residuals, TensorCodecs};
+use accl_engine::encoding::{Codecs, Encoded, Encoding, Residuals, TensorCodecs};
 use accl_engine::{ALGORITHMS, Blocks, CallDesc, Mode, TensorDesc};
 use accl_schedule::Topology;
 use accl_testkit::{Fabric, Member, World, WorldOptions, finish};
@@ -58,7 +58,7 @@ fn tensor<T>(data: &[T], dtype: Dtype) -> TensorDesc {
 
 fn all_reduce(member: &Member, data: &mut [f32], op: ReduceOp, encoding: &Encoding) {
     let mut desc = member.all_reduce_desc(data, op, Mode::Blocking);
-    desc.encoding = Some(encoding.clone());
+    desc.encoding = encoding.clone().into();
     member.call(desc).unwrap();
 }
 
@@ -193,7 +193,7 @@ fn blocks(data: &[f32], counts: &[usize]) -> Blocks {
 
 fn encoded(collective: Collective, inputs: Blocks, outputs: Blocks, encoding: &Encoding) -> CallDesc {
     let mut desc = CallDesc::new(collective, Dtype::F32);
-    (desc.inputs, desc.outputs, desc.encoding) = (inputs, outputs, Some(encoding.clone()));
+    (desc.inputs, desc.outputs, desc.encoding) = (inputs, outputs, encoding.clone().into());
     desc
 }
 
@@ -354,7 +354,7 @@ fn sums_of_16_bit_floats_are_rounded_once_and_overflow_is_not_hidden() {
                 mine[100] = from(if dtype == Dtype::F16 { 60_000.0 } else { 3e38 });
                 let mut desc = CallDesc::new(Collective::AllReduce, dtype);
                 desc.outputs = Blocks::of(tensor(&mine, dtype));
-                desc.encoding = Some(encoding.clone());
+                desc.encoding = encoding.clone().into();
                 member.call(desc).unwrap();
                 let sum = |element: usize| (0..3).map(|rank| to(from(data(rank, 640, 6)[element]))).sum::<f32>();
                 for (element, &bits) in mine.iter().enumerate() {
@@ -378,7 +378,7 @@ fn what_cannot_be_encoded_travels_as_it_is() {
     World::new(WorldOptions::new(3)).run("g", |member| {
         let mut integers = vec![member.rank as i64; 100];
         let mut desc = member.all_reduce_desc(&mut integers, ReduceOp::Sum, Mode::Blocking);
-        desc.encoding = Some(encoding.clone());
+        desc.encoding = encoding.clone().into();
         member.call(desc).unwrap();
         assert_eq!(integers, [3; 100]);
         let mut mine = data(member.rank, 100, 1);
@@ -402,8 +402,8 @@ fn ranks_that_compress_differently_are_both_named() {
                 let mut mine = data(member.rank, 5000, 1);
                 let mut desc = member.all_reduce_desc(&mut mine, ReduceOp::Sum, Mode::Blocking);
                 let codecs = both_ways(max_min(4, 64, Rounding::Nearest), 1);
-                desc.encoding =
-                    if member.rank == 0 { Some(codecs) } else { other.clone() }.map(|codecs| encoding(vec![codecs]));
+                let codecs = if member.rank == 0 { Some(codecs) } else { other.clone() };
+                desc.encoding = codecs.map_or(Encoded::Usual, |codecs| encoding(vec![codecs]).into());
                 member.call(desc).unwrap_err()
             });
         for error in errors {
@@ -420,7 +420,7 @@ fn an_algorithm_that_would_end_with_different_bits_is_refused() {
     World::new(WorldOptions::new(4).with("algorithm", "all_reduce=recursive_doubling")).run("g", |member| {
         let mut mine = data(member.rank, 100, 1);
         let mut desc = member.all_reduce_desc(&mut mine, ReduceOp::Sum, Mode::Blocking);
-        desc.encoding = Some(encoding.clone());
+        desc.encoding = encoding.clone().into();
         let error = member.call(desc).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Configuration);
         assert!(error.message.contains("recursive_doubling") && error.message.contains("ring"), "{}", error.message);
@@ -466,7 +466,7 @@ fn a_damaged_tile_ends_the_group_on_all_ranks_and_names_its_sender() {
             let errors = world.run("g", |member| {
                 let mut mine = data(member.rank, 100_000, 7);
                 let mut desc = member.all_reduce_desc(&mut mine, ReduceOp::Sum, Mode::Blocking);
-                desc.encoding = Some(encoding.clone());
+                desc.encoding = encoding.clone().into();
                 // A rank that needs nothing more from rank 1 may be through by then; its next call is told.
                 member.call(desc).and_then(|()| member.barrier()).unwrap_err()
             });
@@ -564,7 +564,7 @@ fn buckets_that_could_not_be_encoded_are_counted_by_their_reason() {
             (mine[600], mine[700]) = (f32::NAN, 1e30);
         }
         let mut desc = member.all_reduce_desc(&mut mine, ReduceOp::Sum, Mode::Async);
-        desc.encoding = Some(encoding.clone());
+        desc.encoding = encoding.clone().into();
         let call = member.group.submit(desc).unwrap();
         finish(&call).unwrap();
         let expected = match member.rank {

@@ -448,7 +448,8 @@ fn the_error_on_known_data_is_as_it_should_be() {
         let error: f64 = values.iter().zip(&decoded).map(|(x, y)| square(x - y)).sum();
         error / values.iter().copied().map(square).sum::<f64>()
     };
-    let symmetric: [(&Vec<f32>, u8, [(u32, f64); 3]); 4] = [
+    type Known<'a> = (&'a [f32], u8, [(u32, f64); 3]);
+    let symmetric: [Known; 4] = [
         (&gaussian, 4, [(32, 9.4e-3), (128, 1.37e-2), (512, 1.81e-2)]),
         (&laplace, 4, [(32, 1.47e-2), (128, 2.57e-2), (512, 3.96e-2)]),
         (&gaussian, 8, [(128, 4.2e-5); 3]),

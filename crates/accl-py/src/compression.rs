@@ -8,18 +8,41 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use accl_engine::codec::{self, CODECS, Codec};
-use accl_engine::encoding::{Codecs as EngineCodecs, Encoding, Residuals, TensorCodecs};
+use accl_engine::encoding::{Codecs as EngineCodecs, Encoded, Encoding, Residuals, TensorCodecs};
 use accl_types::{Dtype, Error};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 thread_local! {
-    static ENCODING: RefCell<Option<Encoding>> = const { RefCell::new(None) };
+    static ENCODING: RefCell<Option<Encoded>> = const { RefCell::new(None) };
 }
 
 /// How calls that this thread makes now are encoded.
-pub(crate) fn current() -> Option<Encoding> {
-    ENCODING.with_borrow(Clone::clone)
+pub(crate) fn current() -> Encoded {
+    ENCODING.with_borrow(Clone::clone).unwrap_or_default()
+}
+
+/// How calls are encoded, as Python holds it.
+#[pyclass(frozen, name = "Encoding", module = "torch_accl._native")]
+struct PyEncoding {
+    inner: Encoded,
+}
+
+#[pymethods]
+impl PyEncoding {
+    /// `residuals` are addresses of float32, see `accl_engine::encoding::Residuals`.
+    #[new]
+    #[pyo3(signature = (codecs, seed=0, step=0, residuals=None))]
+    fn new(codecs: PyRef<'_, Codecs>, seed: u64, step: u64, residuals: Option<(Vec<usize>, Vec<usize>)>) -> Self {
+        let residuals = residuals.map(|(contributions, sums)| Arc::new(Residuals { contributions, sums }));
+        Self { inner: Encoded::As(Encoding { codecs: codecs.inner.clone(), seed, step, residuals }) }
+    }
+
+    /// Calls travel as they are, also in a group that encodes all.
+    #[staticmethod]
+    fn none() -> Self {
+        Self { inner: Encoded::Never }
+    }
 }
 
 /// The codecs of a call's tensors.
@@ -76,13 +99,11 @@ impl Codecs {
     }
 }
 
-/// Lets calls that this thread makes from now on be encoded, or not any more. `residuals` are addresses of float32, see
-/// `accl_engine::encoding::Residuals`.
+/// Says how calls that this thread makes from now on are encoded; `None`: as is usual in their group. Returns what was said
+/// before.
 #[pyfunction]
-#[pyo3(signature = (codecs, seed=0, step=0, residuals=None))]
-fn encode_calls(codecs: Option<PyRef<'_, Codecs>>, seed: u64, step: u64, residuals: Option<(Vec<usize>, Vec<usize>)>) {
-    let kept = residuals.map(|(contributions, sums)| Arc::new(Residuals { contributions, sums }));
-    ENCODING.set(codecs.map(|codecs| Encoding { codecs: codecs.inner.clone(), seed, step, residuals: kept }));
+fn encode_calls(encoding: Option<PyRef<'_, PyEncoding>>) -> Option<PyEncoding> {
+    ENCODING.replace(encoding.map(|encoding| encoding.inner.clone())).map(|inner| PyEncoding { inner })
 }
 
 /// A codec's settings with all that was left out.
@@ -111,6 +132,7 @@ fn refused(error: Error) -> PyErr {
 /// Adds this file's classes and functions to the module.
 pub(crate) fn add_functions(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Codecs>()?;
+    module.add_class::<PyEncoding>()?;
     module.add_function(wrap_pyfunction!(encode_calls, module)?)?;
     module.add_function(wrap_pyfunction!(check_codec, module)?)?;
     module.add_function(wrap_pyfunction!(codecs, module)?)

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from .. import _native
 from ._scope import accl_group, encoded
@@ -114,7 +115,12 @@ def all_to_all_quantized(
 def _scope(
     group: dist.ProcessGroup | None, compression: str | Compression | None, key: str, step: int | None
 ) -> AbstractContextManager[None]:
-    backend = accl_group(group)._get_backend(torch.device("cpu"))
+    found = accl_group(group)
+    if found in _world.pg_coalesce_state:
+        raise RuntimeError(
+            "calls inside torch's coalescing manager are made when it ends, by one codec for all; call outside of it"
+        )
+    backend = found._get_backend(torch.device("cpu"))
     if compression is None:
         compression = backend.options.settings.get("compression") or default_codec()
     settings = compression if isinstance(compression, Compression) else _settings(compression)

@@ -6,7 +6,7 @@ Its annotations are objects: DistributedDataParallel compares them.
 import torch
 import torch.distributed as dist
 
-from ._scope import encoded
+from ._scope import encoded, exact
 from ._state import State
 
 __all__ = ["ddp_hook"]
@@ -21,22 +21,38 @@ def ddp_hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torc
     Raises:
         RuntimeError: a parameter came into the model after the state was made.
     """
+    buffer = bucket.buffer()
+    if bucket.is_last():
+        step, state.step = state.step, state.step + 1
+    else:
+        step = state.step
+    if buffer.is_sparse:
+        return _mean_of_sparse(state, buffer)
     parameters, gradients = bucket.parameters(), bucket.gradients()
-    plan = state.plan(parameters, [gradient.numel() for gradient in gradients], bucket.buffer().dtype)
-    is_on = state.is_on(plan, state.step)
+    plan = state.plan(parameters, [gradient.numel() for gradient in gradients], buffer.dtype)
+    is_on = state.is_on(plan, step)
     state.count(plan, is_on)
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp = dist.ReduceOp.AVG
     options.asyncOp = True
     if is_on:
-        with encoded(plan.codecs, state.compression.seed, state.step, plan.residuals):
+        with encoded(plan.codecs, state.compression.seed, step, plan.residuals):
             work = state.process_group.allreduce_coalesced(gradients, options)
     else:
-        work = state.process_group.allreduce_coalesced([bucket.buffer()], options)
-    if bucket.is_last():
-        state.step += 1
-    buffer = bucket.buffer()
-    return work.get_future().then(lambda future: _result(future, buffer))
+        with exact():
+            work = state.process_group.allreduce_coalesced([buffer], options)
+    # The work keeps its future until it is done, and that what is carried over: whoever lets go of the state meanwhile.
+    return work.get_future().then(lambda future, losses=plan.losses: _result(future, buffer))
+
+
+def _mean_of_sparse(state: State, gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """The gradient of an embedding with `sparse=True`, which travels as it is."""
+    options = dist.AllreduceOptions()
+    options.asyncOp = True
+    mean = gradient / state.world
+    with exact():
+        work = state.process_group.allreduce([mean], options)
+    return work.get_future().then(lambda future: _result(future, mean))
 
 
 def _result(future: torch.futures.Future, buffer: torch.Tensor) -> torch.Tensor:

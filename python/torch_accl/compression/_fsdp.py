@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._scope import accl_group, encoded
+from ._scope import accl_group, encoded, exact
 from ._state import State
 
 __all__ = ["apply_fsdp2"]
@@ -37,19 +38,19 @@ def apply_fsdp2(model: nn.Module, state: State) -> None:
         raise RuntimeError(
             "this version of torch does not let FSDP2 have a reduce_scatter of our own; 2.9 and newer do"
         )
-    for module in modules:
-        group = module._get_fsdp_state()._fsdp_param_group
+    for name, module in model.named_modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         if group is not None:
-            module.set_custom_reduce_scatter(_reduce_scatter(state, group))
+            module.set_custom_reduce_scatter(_reduce_scatter(state, name, group))
 
 
-def _reduce_scatter(state: State, params: object) -> object:
+def _reduce_scatter(state: State, module: str, group: Any) -> object:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    laid_out = _Row(group)
 
     class CompressedReduceScatter(DefaultReduceScatter):
         """Each rank's row is cut into the shards of the module's parameters, which are tensors of one call."""
-
-        calls = 0
 
         def __call__(
             self,
@@ -60,17 +61,17 @@ def _reduce_scatter(state: State, params: object) -> object:
             async_op: bool = False,
         ) -> dist.Work | None:
             accl_group(group)
-            trained = [param for param in params.fsdp_params if param.sharded_param.requires_grad]
-            shards = [param.padded_sharded_param_size.numel() for param in trained]
+            params = laid_out.parameters()
+            shards = [param.padded_sharded_param_size.numel() for param in params]
             check_row(shards, output_tensor.numel())
-            parameters = [param.sharded_param for param in trained]
+            parameters = [param.sharded_param for param in params]
             plan = state.plan(parameters, shards, output_tensor.dtype, group.size())
-            step, self.calls = self.calls, self.calls + 1
-            state.step = max(state.step, self.calls)
+            step = state.next_call(module)
             is_on = state.is_on(plan, step)
             state.count(plan, is_on)
             if not is_on:
-                return super().__call__(output_tensor, input_tensor, group, op, async_op)
+                with exact():
+                    return super().__call__(output_tensor, input_tensor, group, op, async_op)
             outputs = list(output_tensor.split(shards))
             inputs = list(input_tensor.view(group.size(), -1).split(shards, dim=1))
             options = dist.ReduceScatterOptions()
@@ -78,9 +79,37 @@ def _reduce_scatter(state: State, params: object) -> object:
             options.asyncOp = async_op
             with encoded(plan.codecs, state.compression.seed, step, plan.residuals):
                 # A blocking call is done by now, and has no Work.
-                return group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
+                work = group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
+            if work is not None and plan.losses:
+                # Its future keeps what is carried over until the call is done.
+                work.get_future().then(lambda future, losses=plan.losses: None)
+            return work
 
     return CompressedReduceScatter()
+
+
+class _Row:
+    """The parameters of a module whose gradients are in a rank's row, in their order there."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._last: list[Any] | None = None
+        prepare = getattr(group, "_prepare_reduce_scatter_inputs", None)
+        if prepare is None:
+            return
+
+        # What torch is about to lay out, it says here.
+        def prepared(params: list[Any], gradients: list[torch.Tensor], world: int) -> Any:
+            self._last = list(params)
+            return prepare(params, gradients, world)
+
+        group._prepare_reduce_scatter_inputs = prepared
+
+    def parameters(self) -> list[Any]:
+        """Of the call that is being made; of an older torch, all that are trained."""
+        if self._last is not None:
+            return self._last
+        return [param for param in self._group.fsdp_params if param.sharded_param.requires_grad]
 
 
 def check_row(shards: Sequence[int], elements: int) -> None:
@@ -92,6 +121,6 @@ def check_row(shards: Sequence[int], elements: int) -> None:
     if sum(shards) != elements:
         raise RuntimeError(
             f"the shards of a module's parameters have {sum(shards)} elements ({', '.join(map(str, shards))}), and a rank's "
-            f"row of the reduce_scatter has {elements}; this version of torch lays gradients out in a way that "
-            "torch_accl does not know: train without apply_fsdp2"
+            f"row of the reduce_scatter has {elements}: either some of them had no gradient in this backward pass, or this version "
+            "of torch lays gradients out in a way that torch_accl does not know; use all parameters, or train without apply_fsdp2"
         )

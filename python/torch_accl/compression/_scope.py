@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from .. import _native
 
-__all__ = ["Addresses", "accl_group", "encoded"]
+__all__ = ["Addresses", "accl_group", "encoded", "exact"]
 
 
 # Addresses of what is carried over: of contributions, and of sums.
@@ -20,11 +20,21 @@ Addresses = tuple[list[int], list[int]]
 @contextmanager
 def encoded(codecs: _native.Codecs, seed: int, step: int, residuals: Addresses | None = None) -> Iterator[None]:
     """Calls that this thread makes inside are encoded. Residuals live until these are done."""
-    _native.encode_calls(codecs, seed, step, residuals)
+    before = _native.encode_calls(_native.Encoding(codecs, seed, step, residuals))
     try:
         yield
     finally:
-        _native.encode_calls(None)
+        _native.encode_calls(before)
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """Calls that this thread makes inside travel as they are, also in a group that encodes all calls."""
+    before = _native.encode_calls(_native.Encoding.none())
+    try:
+        yield
+    finally:
+        _native.encode_calls(before)
 
 
 def accl_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -38,8 +38,9 @@ class Plan:
     codecs: _native.Codecs | None
     raw_bytes: int
     sent_bytes: int
-    # Addresses of what is carried over, with error feedback.
+    # Addresses of what is carried over, with error feedback, and the tensors that are there.
     residuals: Addresses | None = None
+    losses: tuple[torch.Tensor, ...] = ()
 
 
 class State:
@@ -68,13 +69,15 @@ class State:
         self.world = self.process_group.size()
         self.step = 0
         self.traffic = Traffic()
-        self._names = {id(parameter): _plain(name) for name, parameter in model.named_parameters()}
+        self._names = _names_of(model)
         # The names are by identity: parameters must live as long.
         self._parameters = list(model.parameters())
         self._plans: dict[tuple[object, ...], Plan] = {}
         # By name: float32 of what was lost of contributions, and of sums.
         self._losses: dict[str, torch.Tensor] = {}
         self._losses_of_sums: dict[str, torch.Tensor] = {}
+        # Of FSDP2: calls of each module.
+        self._calls: dict[str, int] = {}
         for key in compression.unmatched(self._names.values()):
             warnings.warn(f"compression: {key!r} fits no parameter of the model", stacklevel=2)
 
@@ -120,13 +123,14 @@ class State:
         return {
             "step": self.step,
             "world": self.world,
+            "calls": dict(self._calls),
             "losses": {name: loss.clone() for name, loss in self._losses.items()},
             "losses_of_sums": {name: loss.clone() for name, loss in self._losses_of_sums.items()},
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Goes on from a `state_dict` of the same rank. Of another number of ranks, nothing is carried over, with a warning."""
-        self.step = saved["step"]
+        self.step, self._calls = saved["step"], dict(saved["calls"])
         self._plans.clear()
         self._losses, self._losses_of_sums = {}, {}
         if saved["world"] != self.world:
@@ -137,8 +141,14 @@ class State:
                     stacklevel=2,
                 )
             return
-        self._losses = {name: loss.clone() for name, loss in saved["losses"].items()}
-        self._losses_of_sums = {name: loss.clone() for name, loss in saved["losses_of_sums"].items()}
+        self._losses, self._losses_of_sums = _checked(saved["losses"]), _checked(saved["losses_of_sums"])
+
+    def next_call(self, module: str) -> int:
+        """The number of a module's call, from 0."""
+        call = self._calls.get(module, 0)
+        self._calls[module] = call + 1
+        self.step = max(self.step, call + 1)
+        return call
 
     def count(self, plan: Plan, is_encoded: bool) -> None:
         """Adds a call to the traffic."""
@@ -164,27 +174,41 @@ class State:
         codecs = _native.Codecs([(*(codec or (RAW, RAW, RAW)), id) for codec, id in zip(chosen, ids, strict=True)])
         kind = str(dtype).removeprefix("torch.")
         sent = blocks * sum(codecs.encoded_bytes(position, kind, count)[0] for position, count in enumerate(elements))
-        residuals = None
-        if self.compression.error_feedback:
-            rows = [
-                _addresses(self._losses, name, blocks, count) if codec else [0] * blocks
-                for name, codec, count in zip(names, chosen, elements, strict=True)
-            ]
-            of_sums = [
-                _addresses(self._losses_of_sums, name, 1, count)[0]
-                if codec and _is_coarse(codec[2]) and blocks == 1
-                else 0
-                for name, codec, count in zip(names, chosen, elements, strict=True)
-            ]
-            residuals = [row[block] for block in range(blocks) for row in rows], of_sums
-        return Plan(codecs, raw_bytes, sent, residuals)
+        if not self.compression.error_feedback:
+            return Plan(codecs, raw_bytes, sent)
+        rows, sums, losses = [], [], []
+        for name, codec, count in zip(names, chosen, elements, strict=True):
+            row, of_sum = [0] * blocks, 0
+            if codec is not None:
+                loss = _loss(self._losses, name, blocks, count)
+                losses.append(loss)
+                row = [part.data_ptr() for part in loss]
+                if blocks == 1 and _is_coarse(codec[2]):
+                    loss = _loss(self._losses_of_sums, name, 1, count)
+                    losses.append(loss)
+                    of_sum = loss.data_ptr()
+            rows.append(row)
+            sums.append(of_sum)
+        addresses = [row[block] for block in range(blocks) for row in rows], sums
+        return Plan(codecs, raw_bytes, sent, addresses, tuple(losses))
 
 
-def _addresses(losses: dict[str, torch.Tensor], name: str, blocks: int, elements: int) -> list[int]:
-    """Where each block's losses of a parameter lie; zeros where there are none yet."""
+def _loss(losses: dict[str, torch.Tensor], name: str, blocks: int, elements: int) -> torch.Tensor:
+    """What is carried over of a parameter, a row for each block: zeros at first. The engine writes to its memory."""
     if name not in losses:
-        losses[name] = torch.zeros(blocks, elements)
-    return [row.data_ptr() for row in losses[name]]
+        losses[name] = torch.zeros(blocks, elements, dtype=torch.float32, device="cpu")
+    loss = losses[name]
+    if loss.shape != (blocks, elements):
+        raise RuntimeError(
+            f"compression: what was carried over of {name} is for {tuple(loss.shape)} elements, and its gradient has "
+            f"{(blocks, elements)} now; load a state of the same model and kind of parallelism, or make a new State"
+        )
+    return loss
+
+
+def _checked(saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of what was saved, as the engine needs them."""
+    return {name: loss.detach().to("cpu", torch.float32, copy=True).contiguous() for name, loss in saved.items()}
 
 
 def _is_coarse(codec: str) -> bool:
@@ -192,8 +216,12 @@ def _is_coarse(codec: str) -> bool:
     return codec.startswith(("maxmin:1,", "maxmin:2,"))
 
 
-def _plain(name: str) -> str:
-    """The name that a parameter has in the model that was wrapped."""
-    return ".".join(
-        part for part in name.split(".") if part not in ("module", "_orig_mod", "_checkpoint_wrapped_module")
-    )
+_WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
+
+
+def _names_of(model: nn.Module) -> dict[int, str]:
+    """The name that each parameter has in the model that was wrapped, by identity."""
+    found = [(id(parameter), name.split(".")) for name, parameter in model.named_parameters()]
+    plain = {identity: ".".join(part for part in parts if part not in _WRAPPERS) for identity, parts in found}
+    # A model may have a part of such a name: then all keep theirs.
+    return plain if len(set(plain.values())) == len(plain) else {identity: ".".join(parts) for identity, parts in found}

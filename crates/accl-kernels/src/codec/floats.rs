@@ -62,7 +62,8 @@ impl Floats {
         sums.iter_mut().for_each(|sum| *sum = if sum.abs() >= limit { f32::INFINITY.copysign(*sum) } else { *sum });
     }
 
-    /// What an encoding has lost: the difference between what was encoded and what that decodes to; nothing where that is NaN.
+    /// What an encoding has lost: the difference between what was encoded and what that decodes to; nothing where that is not
+    /// finite.
     ///
     /// # Safety
     /// There is room for as many float32 as there are sums, and nobody else uses it meanwhile.
@@ -73,7 +74,8 @@ impl Floats {
         let _env = DefaultFloatEnv::enter();
         assert_eq!(sums.len(), decoded.len(), "a value for each sum");
         for (index, (sum, decoded)) in sums.iter().zip(decoded).enumerate() {
-            let loss = if decoded.is_nan() { 0.0 } else { sum - decoded };
+            let loss = sum - decoded;
+            let loss = if loss.is_finite() { loss } else { 0.0 };
             // SAFETY: the caller's promise.
             unsafe { dst.cast::<f32>().add(index).write_unaligned(loss) };
         }

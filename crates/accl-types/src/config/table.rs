@@ -222,7 +222,7 @@ pub const ROWS: &[Row] = &[
         agreed: true,
         default: "hooks",
         accepted: "hooks or all",
-        effect: "What is compressed: `hooks`, only what the hooks and functions of `torch_accl.compression` send; `all`, every all_reduce, reduce_scatter, all_gather and all_to_all of at least 1,024 float32, float16 or bfloat16 elements whose operator is a sum, with `compression`.",
+        effect: "What is compressed: `hooks`, only what the hooks and functions of `torch_accl.compression` send; `all`, every all_reduce that adds at least 1,024 float32, float16 or bfloat16 elements, and every reduce_scatter and all_gather whose blocks all have as many, with `compression`.",
         set: |c, v| parse::compress_all(v).map(|x| c.compress_all = x),
         show: |c| parse::show_compress_all(c.compress_all).to_owned(),
     },

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from ... import _native
+from ...compression._scope import encoded
 from .cases import Prepared
 from .processes import Failed
 from .team import Team
@@ -78,6 +80,24 @@ class InEngine:
         """See `Contestant`."""
         fenced = prepared.case.collective.rooted
         return self.backend.time_calls(**prepared.in_engine(), samples=samples, calls=calls, fenced=fenced)
+
+
+class Compressed:
+    """Another contestant with compressed messages."""
+
+    def __init__(self, codec: str, raw: Contestant) -> None:
+        self.name, self._raw = codec, raw
+        self._codecs = _native.Codecs([("raw", codec, codec, 0)])
+
+    def call(self, prepared: Prepared) -> None:
+        """See `Contestant`."""
+        with encoded(self._codecs, 0, 0):
+            self._raw.call(prepared)
+
+    def samples(self, prepared: Prepared, samples: int, calls: int) -> list[int]:
+        """See `Contestant`."""
+        with encoded(self._codecs, 0, 0):
+            return self._raw.samples(prepared, samples, calls)
 
 
 def backend_of(group: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from ..._build_info import VERSION
 from .cases import Case, Prepared
-from .measure import Contestant, InEngine, ThroughTorch, backend_of, measure
+from .measure import Compressed, Contestant, InEngine, ThroughTorch, backend_of, measure
 from .place import Place
 from .plot import draw
 from .progress import progress, unseen
@@ -62,8 +62,7 @@ class _Field:
         self._team, self._wanted = team, wanted
         mine: Contestant = InEngine(CHOICE, None) if wanted.engine else ThroughTorch(CHOICE, None)
         peers = [ThroughTorch(peer, team.group(peer)) for peer in wanted.peers]
-        way = InEngine if wanted.engine else ThroughTorch
-        coded = [way(codec, team.group("accl", wanted.rules, codec)) for codec in wanted.codecs]
+        coded = [Compressed(codec, mine) for codec in wanted.codecs]
         self._own = [mine, *peers, *coded]
         # By rule; None for an algorithm that these ranks cannot run.
         self._forced: dict[str, InEngine | None] = {}

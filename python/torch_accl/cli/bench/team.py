@@ -95,12 +95,9 @@ class Team:
         except ValueError as error:
             raise WrongInput(str(error).removeprefix("accl: ")) from None
 
-    def group(self, backend: str, rules: Sequence[str] = (), codec: str | None = None) -> Any:
-        """A group of all ranks; `rules` force algorithms of accl, and a codec compresses all calls."""
-        options = None
-        if rules or codec is not None:
-            scope = None if codec is None else "all"
-            options = Options(algorithm=rules or None, compression=codec, scope=scope)
+    def group(self, backend: str, rules: Sequence[str] = ()) -> Any:
+        """A group of all ranks; `rules` force algorithms of accl."""
+        options = Options(algorithm=rules) if rules else None
         return dist.new_group(backend=backend, pg_options=options)
 
     def close(self) -> None:
