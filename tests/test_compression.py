@@ -207,6 +207,25 @@ def test_a_group_of_another_backend_is_refused(rank, world):
         compression.all_reduce_quantized(torch.ones(4), group=group)
 
 
+@on_ranks(2)
+def test_calls_that_cannot_be_compressed_say_so(rank, world):
+    with pytest.raises(ValueError, match="only tensors on the CPU are compressed, and this one is on meta"):
+        compression.all_reduce_quantized(torch.ones(4, device="meta"))
+    with pytest.raises(RuntimeError, match="coalescing manager"):
+        with dist._coalescing_manager():
+            compression.all_reduce_quantized(torch.ones(4))
+
+
+@on_ranks(2, fresh=True)
+def test_a_rank_outside_of_the_group_takes_no_part(rank, world):
+    group = dist.new_group([0])
+    tensor = torch.ones(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert compression.all_reduce_quantized(tensor, group=group) is None
+    assert torch.equal(tensor, torch.ones(4))
+
+
 @on_ranks(1, fresh=True, init=False)
 def test_without_a_group_it_is_said_how_to_make_one(rank, world):
     with pytest.raises(RuntimeError, match=r"call init_process_group\('accl'\)"):

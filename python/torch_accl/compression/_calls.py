@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
 import torch
@@ -46,10 +46,10 @@ def all_reduce_quantized(
         A Work with `async_op`, else None.
 
     Raises:
-        ValueError: no such codec.
+        ValueError: no such codec, or a tensor that is not on the CPU.
         RuntimeError: the group has another backend, or what `all_reduce` raises.
     """
-    with _scope(group, compression, key, step):
+    with _scope(tensor, group, compression, key, step):
         return dist.all_reduce(tensor, op, group, async_op)
 
 
@@ -69,7 +69,7 @@ def reduce_scatter_quantized(
     Arguments and errors are those of `all_reduce_quantized`; shapes are those of `reduce_scatter_tensor`. Buckets begin at
     the first element of each rank's part.
     """
-    with _scope(group, compression, key, step):
+    with _scope(output, group, compression, key, step):
         return dist.reduce_scatter_tensor(output, input, op, group, async_op)
 
 
@@ -88,7 +88,7 @@ def all_gather_quantized(
     Every rank, the sender too, gets what the bytes decode to: all have the same values. Arguments and errors are those of
     `all_reduce_quantized`.
     """
-    with _scope(group, compression, key, step):
+    with _scope(output, group, compression, key, step):
         return dist.all_gather_into_tensor(output, input, group, async_op)
 
 
@@ -108,13 +108,22 @@ def all_to_all_quantized(
 
     Arguments and errors are those of `all_reduce_quantized`.
     """
-    with _scope(group, compression, key, step):
+    with _scope(output, group, compression, key, step):
         return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
 
 
 def _scope(
-    group: dist.ProcessGroup | None, compression: str | Compression | None, key: str, step: int | None
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    compression: str | Compression | None,
+    key: str,
+    step: int | None,
 ) -> AbstractContextManager[None]:
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        # The call itself says that this rank takes no part.
+        return nullcontext()
+    if tensor.device.type != "cpu":
+        raise ValueError(f"only tensors on the CPU are compressed, and this one is on {tensor.device}")
     found = accl_group(group)
     if found in _world.pg_coalesce_state:
         raise RuntimeError(
