@@ -6,7 +6,7 @@ use std::time::Duration;
 use accl_engine::codec::{Codec, Noise, Rounding, Settings, Slice, Spoilt, codec};
 use accl_engine::encoding::{Codecs, Encoded, Encoding, Residuals, TensorCodecs};
 use accl_engine::{ALGORITHMS, Blocks, CallDesc, Mode, TensorDesc};
-use accl_schedule::Topology;
+use accl_schedule::{Encodes, Topology};
 use accl_testkit::{Fabric, Member, World, WorldOptions, finish};
 use accl_transport::frame::OVERHEAD_BYTES;
 use accl_transport::loopback::{self, Capacity};
@@ -70,7 +70,7 @@ fn bits_of(values: &[f32]) -> Vec<u32> {
 fn rows(collective: Collective, hosts: &[u32]) -> Vec<&'static str> {
     let topology = Topology::new(hosts.to_vec());
     let fits = |row: &&accl_engine::Algorithm| {
-        row.collective == collective && row.encodes && (row.applies)(hosts.len() as u32, &topology)
+        row.collective == collective && row.encodes != Encodes::No && (row.applies)(hosts.len() as u32, &topology)
     };
     ALGORITHMS.iter().filter(fits).map(|row| row.name).collect()
 }

@@ -9,7 +9,7 @@ use std::cell::OnceCell;
 use accl_types::config::AlgorithmRule;
 use accl_types::{Collective, Error, Result, nearest};
 
-use crate::algorithms::{ALGORITHMS, Algorithm, find};
+use crate::algorithms::{ALGORITHMS, Algorithm, Encodes, find};
 use crate::cost::{Cost, Machine, Near, Placement, Prices};
 use crate::topology::Topology;
 
@@ -75,13 +75,14 @@ impl Chooser {
         self.choose_among(collective, bytes, equal_blocks, |_| true)
     }
 
-    /// As [`Chooser::choose`], for a call whose messages are encoded; `bytes` is the size of what that makes of the buffer.
+    /// As [`Chooser::choose`], for a call whose messages are encoded; `bytes` is the size of what that makes of the buffer. Rows
+    /// that encode [`Encodes::Often`] are taken by rules only: how near a result is must not depend on what is faster today.
     ///
     /// # Errors
     /// As above, and `Configuration` for a rule that names an algorithm which cannot be encoded.
     pub fn choose_encoded(&self, collective: Collective, bytes: u64, equal_blocks: bool) -> Result<&'static Algorithm> {
-        let row = self.choose_among(collective, bytes, equal_blocks, |row| row.encodes)?;
-        if row.encodes { Ok(row) } else { Err(cannot_encode(row)) }
+        let row = self.choose_among(collective, bytes, equal_blocks, |row| row.encodes == Encodes::Twice)?;
+        if row.encodes == Encodes::No { Err(cannot_encode(row)) } else { Ok(row) }
     }
 
     /// Of the rows that are wanted, unless a rule names another.
@@ -139,7 +140,7 @@ impl Chooser {
 }
 
 fn cannot_encode(row: &Algorithm) -> Error {
-    let rows = ALGORITHMS.iter().filter(|other| other.collective == row.collective && other.encodes);
+    let rows = ALGORITHMS.iter().filter(|other| other.collective == row.collective && other.encodes != Encodes::No);
     let names: Vec<&str> = rows.map(|row| row.name).collect();
     Error::configuration(format!(
         "{} {}: ranks would end with different bits if messages were encoded; take one of {}, or do not compress",

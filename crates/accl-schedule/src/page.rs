@@ -2,7 +2,7 @@
 
 use accl_types::Collective;
 
-use crate::algorithms::{ALGORITHMS, Algorithm};
+use crate::algorithms::{ALGORITHMS, Algorithm, Encodes};
 use crate::choose::choice_text;
 use crate::topology::Topology;
 
@@ -71,6 +71,10 @@ pub fn algorithms_page() -> String {
 
 fn requirements(row: &Algorithm) -> String {
     let equal = if row.needs_equal_blocks { "blocks of equal size" } else { "" };
-    let encodes = if row.encodes || !crate::encodes(row.collective) { "" } else { "calls that are not compressed" };
+    let encodes = match row.encodes {
+        Encodes::No if crate::encodes(row.collective) => "calls that are not compressed",
+        Encodes::Often => "to be named where calls are compressed",
+        Encodes::No | Encodes::Twice => "",
+    };
     [row.requires, equal, encodes].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join(", ")
 }

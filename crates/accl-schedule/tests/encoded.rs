@@ -1,8 +1,10 @@
 //! Every row with encoded messages, against the symbolic checker.
 
+use std::collections::HashMap;
+
 use accl_schedule::algorithms::find;
 use accl_schedule::check::{BlockSizes, Case, check_programs};
-use accl_schedule::{ALGORITHMS, Algorithm, Buf, OpKind, Program, Role, Span, Topology, encodes};
+use accl_schedule::{ALGORITHMS, Algorithm, Buf, Encodes, OpKind, Program, Role, Span, Topology, encodes};
 use accl_types::{Collective, Rank};
 
 const WORLDS: std::ops::RangeInclusive<u32> = 1..=17;
@@ -42,25 +44,34 @@ fn encoded(row: &Algorithm, case: &Case) -> Vec<Program> {
 
 #[test]
 fn all_ranks_decode_the_same_version_in_every_row_that_says_so() {
+    let mut most = HashMap::new();
     for_each_case(|row, case| {
         let plain = check_programs(case, &case.programs(row.build)).unwrap();
         let report = check_programs(case, &encoded(row, case));
-        if row.encodes {
+        if row.encodes != Encodes::No {
             let report = report.unwrap_or_else(|why| panic!("{} {} {case:?}: {why}", row.collective, row.name));
             assert_eq!(report.bytes, plain.bytes, "{} {} {case:?}", row.collective, row.name);
             assert!(report.steps <= plain.steps, "{} {} {case:?}", row.collective, row.name);
+            if row.encodes == Encodes::Twice && !row.composes_over_hosts() {
+                assert!(report.encodings <= 2, "{} {} {case:?}: {}", row.collective, row.name, report.encodings);
+            }
+            let most = most.entry((row.collective.name(), row.name)).or_insert(0);
+            *most = report.encodings.max(*most);
         } else if case.world > 2 {
             let why = report.expect_err("the row could say that it encodes").to_string();
             assert!(why.contains("same expression"), "{} {}: {why}", row.collective, row.name);
         }
     });
+    for row in ALGORITHMS.iter().filter(|row| row.encodes == Encodes::Often) {
+        assert!(most[&(row.collective.name(), row.name)] > 2, "{} {} need not be named", row.collective, row.name);
+    }
 }
 
 /// Gives `mutate` each operation of each rank's program, and checks that the programs that it makes of it are refused.
 fn refuses(what: &str, mutate: impl Fn(&Program, usize) -> Option<Program>) {
     let mut refused = 0;
     for_each_case(|row, case| {
-        if !row.encodes || case.world > 6 {
+        if row.encodes == Encodes::No || case.world > 6 {
             return;
         }
         let programs = encoded(row, case);

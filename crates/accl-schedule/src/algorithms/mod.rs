@@ -26,8 +26,8 @@ pub struct Algorithm {
     pub requires: &'static str,
     /// It can run only if all blocks of the call have the same size.
     pub needs_equal_blocks: bool,
-    /// Its messages can be encoded: all ranks end with what the same bytes decode to.
-    pub encodes: bool,
+    /// Whether its messages can be encoded.
+    pub encodes: Encodes,
     /// Longest chain of messages.
     pub steps: fn(u32, &Topology) -> u32,
     /// Bytes that the busiest rank sends or receives, whichever is more, as a fraction of the largest buffer of the call.
@@ -49,6 +49,18 @@ impl Algorithm {
     pub fn composes_over_hosts(&self) -> bool {
         !self.requires.is_empty()
     }
+}
+
+/// What becomes of an element when messages are encoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Encodes {
+    /// Messages cannot be: ranks would end with different bits.
+    No,
+    /// It is encoded at most as a contribution and as a finished sum; between hosts, where the algorithm composes over them,
+    /// as what these exchange.
+    Twice,
+    /// Sums on their way are encoded, too, the more the larger the world: taken only if asked for by name.
+    Often,
 }
 
 /// A non-negative rational number, for costs.
@@ -194,7 +206,7 @@ pub fn by_id(id: u8) -> Option<&'static Algorithm> {
 pub mod prelude {
     pub use accl_types::{Collective, Rank};
 
-    pub use super::{Algorithm, Fraction};
+    pub use super::{Algorithm, Encodes, Fraction};
     pub use crate::cost::{Among, Arriving, Cost, Phase};
     pub use crate::patterns::{Strip, Team, ceil_log2, floor_log2, floor_power_of_two};
     pub use crate::{Buf, Division, Finish, Order, Request, Schedule, Span, Topology};

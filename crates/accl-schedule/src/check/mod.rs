@@ -69,6 +69,8 @@ pub struct Report {
     pub steps: u32,
     /// What the busiest rank sends or receives, as a fraction of the largest buffer, if chunks are of equal size.
     pub bytes: Fraction,
+    /// How often an element is encoded at most; 0 for programs that are not encoded.
+    pub encodings: u32,
 }
 
 /// Why a schedule is refused: rank, operation and reason.
@@ -106,7 +108,7 @@ pub fn check_algorithm(row: &Algorithm, root: Rank, topology: &Topology) -> Resu
     let blocks = if row.needs_equal_blocks { BlockSizes::Equal } else { BlockSizes::Different };
     let case = Case { collective: row.collective, world, root, topology, blocks };
     let report = check_programs(&case, &case.programs(row.build))?;
-    let documented = Report { steps: (row.steps)(world, topology), bytes: (row.bytes)(world, topology) };
+    let documented = Report { steps: (row.steps)(world, topology), bytes: (row.bytes)(world, topology), encodings: 0 };
     // With hosts of different sizes a row that composes over hosts documents the worst that can happen.
     let bound = !row.requires.is_empty() && topology.smallest_host() < topology.largest_host();
     let as_documented =
@@ -130,14 +132,15 @@ pub fn check_programs(case: &Case, programs: &[Program]) -> Result<Report, Viola
     let graph = order::Graph::new(case, programs)?;
     graph.check_rendezvous(programs)?;
     let sequence = graph.sequence(programs)?;
+    let mut encodings = 0;
     for apart in [true, false] {
         let places = |rank: u32| match apart {
             true => Places::separate(),
             false => places(case, rank, &programs[rank as usize]),
         };
-        values::check_values(case, programs, &graph, &sequence, &places)?;
+        encodings = encodings.max(values::check_values(case, programs, &graph, &sequence, &places)?);
     }
-    Ok(Report { steps: graph.longest_chain(programs, &sequence), bytes: model::busiest(case, programs) })
+    Ok(Report { steps: graph.longest_chain(programs, &sequence), bytes: model::busiest(case, programs), encodings })
 }
 
 /// Checks what can be seen without the whole world: the programs of some ranks, each alone and the messages among them.

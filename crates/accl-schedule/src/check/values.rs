@@ -30,6 +30,8 @@ struct Pool {
     nodes: Vec<Node>,
     /// The lowest rank in each.
     lowest: Vec<u32>,
+    /// How often each was encoded on the way, at most.
+    encodings: Vec<u32>,
     numbers: HashMap<Node, u32>,
 }
 
@@ -45,9 +47,17 @@ impl Pool {
                 operands.iter().map(|&operand| self.lowest[operand as usize]).min().unwrap_or(u32::MAX)
             }
         };
+        let encodings = match &node {
+            Node::Leaf { .. } => 0,
+            Node::Encoded { value, .. } => self.encodings[*value as usize] + 1,
+            Node::Reduction { operands, .. } => {
+                operands.iter().map(|&operand| self.encodings[operand as usize]).max().unwrap_or(0)
+            }
+        };
         let number = self.nodes.len() as u32;
         self.nodes.push(node.clone());
         self.lowest.push(lowest);
+        self.encodings.push(encodings);
         self.numbers.insert(node, number);
         number
     }
@@ -132,14 +142,14 @@ impl Memory {
 }
 
 /// Runs all operations in an order that respects dependencies and looks at what `Out` holds in the end. That any such
-/// order gives the same is what the checks of hazards prove.
+/// order gives the same is what the checks of hazards prove. Returns how often an element is encoded at most.
 pub(super) fn check_values(
     case: &Case,
     programs: &[Program],
     graph: &Graph,
     sequence: &[u32],
     places: &dyn Fn(u32) -> Places,
-) -> Result<(), Violation> {
+) -> Result<u32, Violation> {
     let mut pool = Pool::default();
     let mut memories: Vec<Memory> =
         (0..case.world).map(|rank| initial(case, rank, &programs[rank as usize], places(rank), &mut pool)).collect();
@@ -202,8 +212,11 @@ pub(super) fn check_values(
         };
         run().map_err(|why: Violation| why.at(rank as u32, index, kind))?;
     }
-    check_outputs(case, programs, &pool, &mut memories)?;
-    if case.collective == Collective::Barrier { check_barrier(case, programs, graph, sequence) } else { Ok(()) }
+    let encodings = check_outputs(case, programs, &pool, &mut memories)?;
+    if case.collective == Collective::Barrier {
+        check_barrier(case, programs, graph, sequence)?;
+    }
+    Ok(encodings)
 }
 
 fn initial(case: &Case, rank: u32, program: &Program, places: Places, pool: &mut Pool) -> Memory {
@@ -220,7 +233,8 @@ fn initial(case: &Case, rank: u32, program: &Program, places: Places, pool: &mut
     memory
 }
 
-fn check_outputs(case: &Case, programs: &[Program], pool: &Pool, memories: &mut [Memory]) -> Result<(), Violation> {
+fn check_outputs(case: &Case, programs: &[Program], pool: &Pool, memories: &mut [Memory]) -> Result<u32, Violation> {
+    let mut encodings = 0;
     // The expression that reduces each chunk: found once, then the same on all ranks.
     let mut reductions: HashMap<u32, u32> = HashMap::new();
     // What each rank's contribution has become.
@@ -230,6 +244,7 @@ fn check_outputs(case: &Case, programs: &[Program], pool: &Pool, memories: &mut 
         for chunk in 0..program.out_division.chunks(blocks) {
             let place = |why: &str| Violation::new(format!("chunk {chunk} of the output of rank {rank}: {why}"));
             let number = memory.at(Buf::Out, chunk).ok_or_else(|| place("never written"))?;
+            encodings = encodings.max(pool.encodings[number as usize]);
             match wanted(case, rank, program, chunk) {
                 Wanted::Original { rank: from, chunk: of } => {
                     let leaf = match pool.nodes[number as usize] {
@@ -255,7 +270,7 @@ fn check_outputs(case: &Case, programs: &[Program], pool: &Pool, memories: &mut 
             }
         }
     }
-    Ok(())
+    Ok(encodings)
 }
 
 /// When a rank is through, every rank has begun: all have sent something that led here.

@@ -14,7 +14,7 @@ pub const ROW: Algorithm = Algorithm {
     applies: always,
     requires: "",
     needs_equal_blocks: false,
-    encodes: true,
+    encodes: Encodes::Twice,
     steps: |n, _| bruck::steps(n),
     bytes: |n, _| Fraction::new(n - 1, n),
     steps_formula: "floor(log2 n), + 1 for n > 3p/2",

@@ -14,7 +14,7 @@ pub const ROW: Algorithm = Algorithm {
     applies: always,
     requires: "",
     needs_equal_blocks: false,
-    encodes: true,
+    encodes: Encodes::Often,
     steps: |n, _| circulant::chain(n) + bruck::steps(n),
     bytes: |n, _| Fraction::new(2 * (n - 1), n),
     steps_formula: "2 log2 n; at most 2 ceil(log2 n) where n is no power of two",

@@ -14,7 +14,7 @@ pub const ROW: Algorithm = Algorithm {
     applies: always,
     requires: "",
     needs_equal_blocks: false,
-    encodes: true,
+    encodes: Encodes::Twice,
     steps: |n, _| if n > 1 { 2 } else { 0 },
     bytes: |n, _| Fraction::new(2 * (n - 1), n),
     steps_formula: "2",

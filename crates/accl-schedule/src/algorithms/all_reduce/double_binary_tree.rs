@@ -16,7 +16,7 @@ pub const ROW: Algorithm = Algorithm {
     applies: always,
     requires: "",
     needs_equal_blocks: false,
-    encodes: true,
+    encodes: Encodes::Often,
     steps: |n, _| 2 * floor_log2(n),
     bytes: |n, _| match n {
         1 => Fraction::new(0, 1),

@@ -15,7 +15,7 @@ pub const ROW: Algorithm = Algorithm {
     applies: always,
     requires: "",
     needs_equal_blocks: false,
-    encodes: false,
+    encodes: Encodes::No,
     steps: |n, _| floor_log2(n) + added_steps(n),
     bytes: |n, _| Fraction::new(floor_log2(n) + u32::from(!n.is_power_of_two()), 1),
     steps_formula: "log2 n; floor(log2 n) + 1 for p < n <= 3p/2, + 2 above",

@@ -14,7 +14,7 @@ pub const ROW: Algorithm = Algorithm {
     applies: always,
     requires: "",
     needs_equal_blocks: false,
-    encodes: true,
+    encodes: Encodes::Often,
     steps: |n, _| 2 * (n - 1),
     bytes: |n, _| Fraction::new(2 * (n - 1), n),
     steps_formula: "2(n-1)",

@@ -16,7 +16,7 @@ pub const ROW: Algorithm = Algorithm {
     applies: several_hosts,
     requires: "at least two hosts",
     needs_equal_blocks: false,
-    encodes: true,
+    encodes: Encodes::Twice,
     steps: |_, topology| {
         let hosts = topology.host_count();
         let inside = if topology.largest_host() > 1 { 2 } else { 0 };

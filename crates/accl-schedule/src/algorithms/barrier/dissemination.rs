@@ -13,7 +13,7 @@ pub const ROW: Algorithm = Algorithm {
     applies: always,
     requires: "",
     needs_equal_blocks: false,
-    encodes: false,
+    encodes: Encodes::No,
     steps: |n, _| ceil_log2(n),
     bytes: |_, _| Fraction::new(0, 1),
     steps_formula: "ceil(log2 n)",

@@ -13,7 +13,7 @@ pub const ROW: Algorithm = Algorithm {
     applies: always,
     requires: "",
     needs_equal_blocks: false,
-    encodes: false,
+    encodes: Encodes::No,
     steps: |n, _| floor_log2(n),
     bytes: |n, _| Fraction::new(ceil_log2(n), 1),
     steps_formula: "floor(log2 n)",

@@ -13,7 +13,7 @@ pub const ROW: Algorithm = Algorithm {
     applies: always,
     requires: "",
     needs_equal_blocks: false,
-    encodes: false,
+    encodes: Encodes::No,
     steps: |n, _| u32::from(n > 1),
     bytes: |n, _| Fraction::new(n - 1, 1),
     steps_formula: "1",

@@ -15,7 +15,7 @@ pub const ROW: Algorithm = Algorithm {
     applies: several_hosts,
     requires: "at least two hosts",
     needs_equal_blocks: false,
-    encodes: false,
+    encodes: Encodes::No,
     steps: |_, topology| floor_log2(topology.host_count()) + u32::from(topology.largest_host() > 1),
     bytes: |_, topology| Fraction::new(ceil_log2(topology.host_count()) + topology.largest_host() - 1, 1),
     steps_formula: "floor(log2 h) + 1; at most, for hosts of different sizes",

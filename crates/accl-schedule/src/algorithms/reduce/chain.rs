@@ -14,7 +14,7 @@ pub const ROW: Algorithm = Algorithm {
     applies: always,
     requires: "",
     needs_equal_blocks: false,
-    encodes: false,
+    encodes: Encodes::No,
     steps: |n, _| n - 1,
     bytes: |n, _| Fraction::new((n - 1).min(1), 1),
     steps_formula: "n-1, overlapped",

@@ -18,7 +18,7 @@ pub const ROW: Algorithm = Algorithm {
     applies: always,
     requires: "",
     needs_equal_blocks: false,
-    encodes: true,
+    encodes: Encodes::Often,
     steps: |n, _| floor_log2(n) + added_steps(n),
     bytes: busiest,
     steps_formula: "log2 n; floor(log2 n) + 1 for p < n <= 3p/2, + 2 above",

@@ -13,7 +13,7 @@ pub const ROW: Algorithm = Algorithm {
     applies: always,
     requires: "",
     needs_equal_blocks: true,
-    encodes: false,
+    encodes: Encodes::No,
     steps: |n, _| floor_log2(n),
     bytes: |n, _| Fraction::new(n - 1, n),
     steps_formula: "floor(log2 n)",
