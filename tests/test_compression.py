@@ -207,7 +207,8 @@ def test_a_group_of_another_backend_is_refused(rank, world):
         compression.all_reduce_quantized(torch.ones(4), group=group)
 
 
-@on_ranks(2)
+# Fresh ranks: torch's coalescing manager does not forget a call that raised.
+@on_ranks(2, fresh=True)
 def test_calls_that_cannot_be_compressed_say_so(rank, world):
     with pytest.raises(ValueError, match="only tensors on the CPU are compressed, and this one is on meta"):
         compression.all_reduce_quantized(torch.ones(4, device="meta"))
