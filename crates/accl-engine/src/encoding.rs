@@ -292,14 +292,6 @@ pub(crate) struct TypedCodecs {
     pub(crate) dtype: Dtype,
 }
 
-impl TypedCodecs {
-    /// Bytes of a tensor in one role.
-    pub(crate) fn piece_bytes(&self, role: Role, piece: u32, elems: u64) -> u64 {
-        let tile = self.tile(piece);
-        elems / tile * self.tile_bytes(role, piece, tile) + self.tile_bytes(role, piece, elems % tile)
-    }
-}
-
 impl Coding for TypedCodecs {
     fn grain(&self, piece: u32) -> u64 {
         self.codecs.tensor(piece).grain()

@@ -18,7 +18,6 @@ use accl_types::{Error, Rank, Result};
 
 use crate::buffers::Storage;
 use crate::call::Call;
-use crate::coder::Combination;
 use crate::local::Local;
 use crate::members::Members;
 use crate::net::Net;
@@ -222,8 +221,7 @@ impl Run {
         match &plan.ops[op as usize].kind {
             PlanOpKind::Send { src, to } => self.step_send(op, src, *to, fresh, env),
             PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => self.step_receive(op, *from, env),
-            PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } => self.step_local(op),
-            PlanOpKind::Combine(combination) => self.step_combine(op, combination),
+            PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) => self.step_local(op),
         }
         let state = &self.ops[op as usize];
         let progressed = (state.done, state.complete) != before;
@@ -490,30 +488,24 @@ impl Run {
 
     fn step_local(&mut self, op: u32) {
         let Some(limit) = self.limit(op) else { return };
-        let total = self.plan.ops[op as usize].total;
+        let plan_op = &self.plan.ops[op as usize];
         let at = self.ops[op as usize].done;
-        let n = (limit - at).min(LOCAL_STEP);
-        if n > 0 {
-            self.local.work(&self.plan.ops[op as usize].kind, at, n);
-            self.ops[op as usize].done += n;
-        }
-        if at + n == total {
-            self.complete(op);
-        } else if at + n < limit {
-            self.queue(op);
-        }
-    }
-
-    fn step_combine(&mut self, op: u32, combination: &Combination) {
-        let Some(limit) = self.limit(op) else { return };
-        let total = combination.tiles.len() as u64;
-        let at = self.ops[op as usize].done;
-        let n = (limit - at).min(TILES_STEP);
-        if n > 0 {
-            self.local.combine(combination, at, n);
-            self.ops[op as usize].done += n;
-        }
-        if at + n == total {
+        let n = match &plan_op.kind {
+            PlanOpKind::Combine(combination) => {
+                let n = (limit - at).min(TILES_STEP);
+                self.local.combine(combination, at, n);
+                n
+            }
+            kind => {
+                let n = (limit - at).min(LOCAL_STEP);
+                if n > 0 {
+                    self.local.work(kind, at, n);
+                }
+                n
+            }
+        };
+        self.ops[op as usize].done += n;
+        if at + n == plan_op.total {
             self.complete(op);
         } else if at + n < limit {
             self.queue(op);

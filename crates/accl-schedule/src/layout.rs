@@ -34,6 +34,12 @@ pub trait Coding: fmt::Debug {
     fn tile(&self, piece: u32) -> u64;
     /// Bytes of a tile of so many elements; none of none.
     fn tile_bytes(&self, role: Role, piece: u32, elems: u64) -> u64;
+
+    /// Bytes of so many elements, cut into tiles from the first one on.
+    fn piece_bytes(&self, role: Role, piece: u32, elems: u64) -> u64 {
+        let tile = self.tile(piece);
+        elems / tile * self.tile_bytes(role, piece, tile) + self.tile_bytes(role, piece, elems % tile)
+    }
 }
 
 /// What is encoded and sent in one: consecutive elements of one piece.
@@ -199,11 +205,7 @@ impl Grid {
         let mut grid = Grid { grains: Vec::new(), bytes_before: vec![0] };
         let mut end = 0;
         for (index, elems) in blocks.iter().flat_map(|block| (0..).zip(block)) {
-            let wire = |role| {
-                let (tile, whole) = (coding.tile(index), elems.0 / coding.tile(index));
-                whole * coding.tile_bytes(role, index, tile) + coding.tile_bytes(role, index, elems.0 % tile)
-            };
-            end += wire(Role::Up) + wire(Role::Down);
+            end += coding.piece_bytes(Role::Up, index, elems.0) + coding.piece_bytes(Role::Down, index, elems.0);
             grid.grains.push(coding.grain(index));
             grid.bytes_before.push(end);
         }

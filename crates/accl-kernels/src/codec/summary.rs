@@ -36,7 +36,8 @@ impl Summary {
     }
 }
 
-const META: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
+/// Types of metadata, by their numbers.
+pub(super) const META: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 const ROUNDING: [Rounding; 2] = [Rounding::Nearest, Rounding::Stochastic];
 
 impl fmt::Display for Summary {

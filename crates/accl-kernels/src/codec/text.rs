@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use accl_types::{Dtype, Error, Result, nearest};
+use accl_types::{Error, Result, nearest};
 
+use super::summary::META;
 use super::{Codec, Rounding, Settings, codec};
 
 /// Below so many bits, what is rounded to the nearest is biased too much to be left so unless it is asked for.
 const NEAREST_FROM_BITS: u8 = 4;
 
-const META: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 const KEYS: [&str; 4] = ["bucket", "meta", "rounding", "skip_incomplete"];
 
 /// The codec that a text names: its name, `:` and the bits where it has a choice of them, then settings with `,` between.
