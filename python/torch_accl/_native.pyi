@@ -111,15 +111,65 @@ class Codecs:
 
     def __len__(self) -> int: ...
 
+class Measured:
+    """What was measured of one tensor, added up over calls that are done."""
+
+    @property
+    def calls(self) -> int: ...
+    @property
+    def compared(self) -> int:
+        """Elements of results that were compared with exact ones."""
+
+    @property
+    def error(self) -> float:
+        """Sum of the squares of their errors."""
+
+    @property
+    def square(self) -> float:
+        """Sum of the squares of the exact ones."""
+
+    @property
+    def carried_calls(self) -> int:
+        """Calls with error feedback on gradients that were not all zeros."""
+
+    @property
+    def carried(self) -> float:
+        """Sum over these of the norm of what this rank carries over, by the norm of its gradient."""
+
+    @property
+    def not_finite(self) -> int:
+        """Buckets that this rank encoded as NaN for a value that is not finite."""
+
+    @property
+    def too_large(self) -> int:
+        """Buckets that this rank encoded as NaN because their metadata cannot hold their range."""
+
+    @property
+    def nanos(self) -> int:
+        """Time that this rank took to encode, decode and add, in nanoseconds."""
+
+class Ledger:
+    """Where calls enter what was measured of each of their tensors."""
+
+    def __init__(self, tensors: int) -> None: ...
+    def read(self) -> list[Measured]: ...
+
 class Encoding:
     """How calls are encoded.
 
     `residuals` are addresses of float32, one for each element of a tensor, that are read and written until a call ends: of
     the contributions of each tensor of each block, one block after the other, and of the sums of each tensor; 0 for none.
+    With a ledger the call is measured, and about one element in `one_in` is compared with the exact sum (0: none).
     """
 
     def __init__(
-        self, codecs: Codecs, seed: int = 0, step: int = 0, residuals: tuple[list[int], list[int]] | None = None
+        self,
+        codecs: Codecs,
+        seed: int = 0,
+        step: int = 0,
+        residuals: tuple[list[int], list[int]] | None = None,
+        ledger: Ledger | None = None,
+        one_in: int = 0,
     ) -> None: ...
     @staticmethod
     def none() -> Encoding:

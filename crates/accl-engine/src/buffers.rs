@@ -33,7 +33,7 @@ impl Storage {
         Ok(Self { words })
     }
 
-    fn ptr(&mut self) -> *mut u8 {
+    pub(crate) fn ptr(&mut self) -> *mut u8 {
         self.words.as_mut_ptr().cast()
     }
 

@@ -6,7 +6,6 @@ use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use accl_kernels::codec::Spoilt;
 use accl_types::{Collective, Error, Rank, Result, Seq};
 
 use crate::engine::Engine;
@@ -45,8 +44,6 @@ pub struct Call {
     /// The word that came with a message.
     note: AtomicU64,
     duration_ns: AtomicU64,
-    /// See [`Call::spoilt`].
-    spoilt: [AtomicU64; 2],
     bell: Arc<Bell>,
 }
 
@@ -99,7 +96,6 @@ impl Call {
             source: AtomicU32::new(NO_SOURCE),
             note: AtomicU64::new(0),
             duration_ns: AtomicU64::new(0),
-            spoilt: Default::default(),
             bell: Arc::default(),
         })
     }
@@ -108,22 +104,6 @@ impl Call {
     pub fn is_done(&self) -> bool {
         // Acquire: whoever sees the end also sees the outputs.
         self.state.load(Ordering::Acquire) != RUNNING
-    }
-
-    /// Buckets that this rank encoded as NaN: for a value that is not finite, and because the codec's metadata cannot hold
-    /// their range. Known when the call is done.
-    pub fn spoilt(&self) -> Spoilt {
-        let [not_finite, too_large] = [0, 1].map(|which: usize| self.spoilt[which].load(Ordering::Relaxed) as usize);
-        Spoilt { not_finite, too_large }
-    }
-
-    pub(crate) fn set_spoilt(&self, spoilt: Spoilt) {
-        // Before the state's release; most calls have none.
-        for (kept, count) in
-            self.spoilt.iter().zip([spoilt.not_finite, spoilt.too_large]).filter(|(_, count)| *count > 0)
-        {
-            kept.store(count as u64, Ordering::Relaxed);
-        }
     }
 
     /// Makes one pass of progress, then says whether the call is done or failed.

@@ -1,15 +1,17 @@
 //! The arithmetic of an encoded call: decodes, adds and encodes, one tile after the other.
 //!
-//! Owns the float32 sums of the tile at hand and the count of spoilt buckets. Which tiles are due is decided in `run`; what
+//! Owns the float32 sums of the tile at hand. Which tiles are due is decided in `run`; what
 //! a tile is, in `encoding`. Read [`Coder::combine`] first.
 
 use std::sync::Arc;
+use std::time::Instant;
 
-use accl_kernels::codec::{Floats, Noise, Slice, Spoilt};
+use accl_kernels::codec::{Floats, Noise, Slice};
 use accl_schedule::{Finish, Role, Tile};
 use accl_types::{Dtype, ReduceOp};
 use smallvec::SmallVec;
 
+use crate::audit::{Audit, Sample, Watch};
 use crate::buffers::Buffers;
 use crate::desc::CallDesc;
 use crate::encoding::{Codecs, Encoding, Residuals, TILE_HEADER_BYTES, TileHead};
@@ -95,7 +97,9 @@ pub(crate) struct Coder {
     sums: Vec<f32>,
     /// What a tile decodes to, where that is compared with the sums.
     decoded: Vec<f32>,
-    pub(crate) spoilt: Spoilt,
+    /// The caller's tensors of a block: there may be one more, see `audit`.
+    tensors: usize,
+    watch: Option<Watch>,
 }
 
 impl Coder {
@@ -112,7 +116,21 @@ impl Coder {
             residuals: encoding.residuals.clone(),
             sums: Vec::new(),
             decoded: Vec::new(),
-            spoilt: Spoilt::default(),
+            tensors: encoding.codecs.tensors(),
+            watch: None,
+        }
+    }
+
+    /// The same for a call that is measured, and has one more tensor if there is a sample.
+    pub(crate) fn watched(self, audit: &Audit, sample: Option<Sample>, buffers: &Buffers) -> Self {
+        let tensors = self.tensors - usize::from(sample.is_some());
+        Self { tensors, watch: Some(Watch::begin(audit, sample, tensors, buffers)), ..self }
+    }
+
+    /// Enters what was measured, when the call is done.
+    pub(crate) fn end(&mut self, buffers: &Buffers) {
+        if let Some(watch) = &mut self.watch {
+            watch.end(buffers);
         }
     }
 
@@ -138,6 +156,15 @@ impl Coder {
 
     /// Makes one tile of what a combination makes.
     pub(crate) fn combine(&mut self, buffers: &Buffers, op: &Combination, index: usize) {
+        let begin = self.watch.is_some().then(Instant::now);
+        self.make(buffers, op, index);
+        let row = self.watch.as_mut().and_then(|watch| watch.row(op.tiles[index].piece));
+        if let (Some(begin), Some(row)) = (begin, row) {
+            row.nanos += begin.elapsed().as_nanos() as u64;
+        }
+    }
+
+    fn make(&mut self, buffers: &Buffers, op: &Combination, index: usize) {
         let tile = &op.tiles[index];
         let at = op.starts[index] * self.dtype.size_bytes() as u64;
         let address = |region: &Region| buffers.address(&region.at(at));
@@ -220,8 +247,12 @@ impl Coder {
     fn residual(&self, op: &Combination, code: &Coded, index: usize) -> Option<*mut u8> {
         let residuals = self.residuals.as_ref()?;
         let tile = &code.tiles[index];
+        // The sample has none.
+        if tile.piece as usize >= self.tensors {
+            return None;
+        }
         let base = match (op.pass, op.finish) {
-            (0, _) => residuals.contributions.get(tile.block as usize * self.codecs.tensors() + tile.piece as usize),
+            (0, _) => residuals.contributions.get(tile.block as usize * self.tensors + tile.piece as usize),
             (_, Finish::Yes) => residuals.sums.get(tile.piece as usize),
             (_, Finish::No) => None,
         };
@@ -232,6 +263,8 @@ impl Coder {
     /// Encodes the sums with what was lost before, and keeps what is lost now.
     fn encode_with(&mut self, buffers: &Buffers, op: &Combination, (code, index): (&Coded, usize), residual: *mut u8) {
         let count = code.tiles[index].elems as usize;
+        let is_watched = op.pass == 0 && self.watch.is_some();
+        let gradient = if is_watched { self.floats.squares(&self.sums[..count]) } else { 0.0 };
         // SAFETY: there is a float32 for each element of the tensor, by the contract of `Residuals`.
         unsafe { self.floats.add(&mut self.sums[..count], residual, Dtype::F32) };
         let sums = self.sums.as_ptr().cast_mut().cast();
@@ -242,7 +275,10 @@ impl Coder {
         let decoded = self.decoded.as_mut_ptr().cast();
         self.decode(buffers, code, index, decoded, Dtype::F32);
         // SAFETY: as above.
-        unsafe { self.floats.write_loss(residual, &self.sums[..count], &self.decoded[..count]) };
+        let lost = unsafe { self.floats.write_loss(residual, &self.sums[..count], &mut self.decoded[..count]) };
+        if let Some(watch) = self.watch.as_mut().filter(|_| is_watched) {
+            watch.carried(code.tiles[index].piece, lost, gradient);
+        }
     }
 
     /// Encodes a tile of elements that lie at `src`, as the tensor's type or as float32.
@@ -258,8 +294,11 @@ impl Coder {
         // the elements stay readable until the call ends.
         let dst = unsafe { std::slice::from_raw_parts_mut(dst, len) };
         // SAFETY: as above.
-        self.spoilt += unsafe { codec.encode(&mut dst[TILE_HEADER_BYTES..], slice, Noise::keyed(&words)) };
+        let spoilt = unsafe { codec.encode(&mut dst[TILE_HEADER_BYTES..], slice, Noise::keyed(&words)) };
         self.head(code.role, tile).seal(dst);
+        if let Some(row) = self.watch.as_mut().and_then(|watch| watch.row(tile.piece)) {
+            row.spoilt += spoilt;
+        }
     }
 
     /// Decodes a tile to `dst`, as the tensor's type or as float32.

@@ -17,14 +17,15 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use accl_kernels::codec::{self, Codec, Summary, encodes};
 use accl_schedule::{Coding, Role};
 use accl_types::config::Config;
 use accl_types::{Collective, Dtype, Error, ReduceOp, Result};
 
+use crate::audit::Audit;
 use crate::desc::{CallDesc, TensorDesc};
 use crate::hash::{fold, hash_words};
 use crate::sync::Mutex;
@@ -77,6 +78,8 @@ pub struct Codecs {
     settings: Vec<[u32; 3]>,
     text: String,
     hash: u64,
+    /// The same with one more tensor, which travels raw.
+    with_raw: OnceLock<Arc<Codecs>>,
 }
 
 /// Equal settings encode alike.
@@ -119,12 +122,23 @@ impl Codecs {
         let settings = tensors.iter().map(|tensor| ROLES.map(|role| of(tensor.of(role)))).collect();
         let text = describe(&tensors);
         let hash = hash_text(&text);
-        Ok(Arc::new(Self { tensors, settings, text, hash }))
+        Ok(Arc::new(Self { tensors, settings, text, hash, with_raw: OnceLock::new() }))
     }
 
     /// The settings in words, the same for equal ones.
     pub fn text(&self) -> &str {
         &self.text
+    }
+
+    /// The same with one more tensor, which travels raw.
+    pub(crate) fn with_raw_tensor(&self) -> Result<Arc<Self>> {
+        if let Some(known) = self.with_raw.get() {
+            return Ok(known.clone());
+        }
+        let raw = codec::parse("raw")?;
+        let raw = TensorCodecs { inner: raw.clone(), up: raw.clone(), down: raw, id: 0 };
+        let made = Self::new(self.tensors.iter().cloned().chain([raw]).collect())?;
+        Ok(self.with_raw.get_or_init(|| made).clone())
     }
 
     /// Number of tensors of a block.
@@ -192,6 +206,8 @@ pub struct Encoding {
     pub step: u64,
     /// What is carried over from call to call, if anything is.
     pub residuals: Option<Arc<Residuals>>,
+    /// What is measured, if anything is: the same on all ranks, but for the ledger.
+    pub audit: Option<Audit>,
 }
 
 /// Whether a call is encoded, and how.
@@ -269,7 +285,7 @@ impl Usual {
                 codecs
             }
         };
-        let encoding = Encoding { codecs, seed: 0, step, residuals: None };
+        let encoding = Encoding { codecs, seed: 0, step, residuals: None, audit: None };
         Ok(CallDesc { encoding: encoding.into(), ..desc.clone() })
     }
 

@@ -12,6 +12,7 @@ use accl_transport::frame::Signature;
 use accl_types::config::Config;
 use accl_types::{Collective, Error, Rank, Result};
 
+use crate::audit::Sample;
 use crate::buffers::Buffers;
 use crate::call::{Call, CallPlace};
 use crate::coder::Coder;
@@ -121,7 +122,16 @@ impl Group {
     }
 
     fn submit_ref(&self, desc: &CallDesc) -> Result<Arc<Call>> {
-        self.with_usual(desc, Usual::next_step, |desc| self.start(desc)).map_err(|error| self.placed(error))
+        self.with_usual(desc, Usual::next_step, |desc| self.start_measured(desc)).map_err(|error| self.placed(error))
+    }
+
+    /// As [`Group::start`], with what is measured of the call.
+    fn start_measured(&self, desc: &CallDesc) -> Result<Arc<Call>> {
+        match desc.encoding(self.world).map(|encoding| Sample::beside(desc, encoding)) {
+            Some(Ok(Some((desc, sample)))) => self.start(&desc, Some(sample)),
+            Some(Err(error)) => Err(error.of(desc.collective)),
+            Some(Ok(None)) | None => self.start(desc, None),
+        }
     }
 
     fn is_encoded_by_default(&self, desc: &CallDesc) -> bool {
@@ -153,7 +163,7 @@ impl Group {
         self.launched(desc, launched)
     }
 
-    fn start(&self, desc: &CallDesc) -> Result<Arc<Call>> {
+    fn start(&self, desc: &CallDesc, sample: Option<Sample>) -> Result<Arc<Call>> {
         self.check_usable(desc.collective)?;
         desc.check(self.world)?;
         let placed = |error: Error| error.of(desc.collective);
@@ -183,10 +193,17 @@ impl Group {
                 let seq = group.take_seq(desc.seq)?;
                 let call = self.call(desc, seq, group, hands.now);
                 let deadline = deadline(desc, group, hands.now);
-                let mut local = Local::new(buffers, shape.reducer);
-                if let Some(encoding) = desc.encoding(self.world) {
+                let coder = desc.encoding(self.world).map(|encoding| {
                     let has_checksums = group.has_checksums(hands.net);
-                    local = local.encoding(Coder::new(encoding, desc, self.global_rank, self.world, has_checksums));
+                    let coder = Coder::new(encoding, desc, self.global_rank, self.world, has_checksums);
+                    match &encoding.audit {
+                        Some(audit) => coder.watched(audit, sample, &buffers),
+                        None => coder,
+                    }
+                });
+                let mut local = Local::new(buffers, shape.reducer);
+                if let Some(coder) = coder {
+                    local = local.encoding(coder);
                 }
                 group.start(Run::new(call.clone(), &shape, local, &[], deadline), hands);
                 Ok(call)

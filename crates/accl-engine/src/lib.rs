@@ -2,6 +2,7 @@
 //!
 //! Knows no torch, Python, MPI or device. Read [`Engine`], then [`Group::submit`] and [`Group::run`], then [`Call`].
 
+pub mod audit;
 mod buffers;
 mod call;
 mod coder;

@@ -6,7 +6,6 @@
 use std::ops::Range;
 
 use accl_kernels::Reducer;
-use accl_kernels::codec::Spoilt;
 use accl_schedule::{Finish, Order};
 use accl_types::Rank;
 use smallvec::SmallVec;
@@ -54,9 +53,11 @@ impl Local {
         coder.check(&self.buffers, coded, tiles)
     }
 
-    /// Buckets that this rank could not encode.
-    pub(crate) fn spoilt(&self) -> Spoilt {
-        self.coder.as_ref().map_or_else(Spoilt::default, |coder| coder.spoilt)
+    /// Enters what was measured of an encoded call that is done.
+    pub(crate) fn end(&mut self) {
+        if let Some(coder) = &mut self.coder {
+            coder.end(&self.buffers);
+        }
     }
 
     /// As [`Local::new`] with the addresses of the call's tensors; `false` where they do not suffice.

@@ -12,7 +12,6 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use accl_kernels::codec::Spoilt;
 use accl_transport::frame::{Header, Kind, SIGNATURE_BYTES, Signature, WANTS_GRANT};
 use accl_types::{Error, Rank, Result};
 
@@ -156,13 +155,14 @@ impl Run {
         !self.work.is_empty() || !self.stalled.is_empty()
     }
 
-    /// Takes back the room for encoded chunks, and says what this rank could not encode.
-    pub(crate) fn take_codes(&mut self) -> (Option<Storage>, Spoilt) {
-        (self.local.buffers_mut().take_codes(), self.local.spoilt())
+    /// Takes back the room for encoded chunks.
+    pub(crate) fn take_codes(&mut self) -> Option<Storage> {
+        self.local.buffers_mut().take_codes()
     }
 
-    /// Writes staged outputs back. The last thing that touches the caller's memory.
-    pub(crate) fn unpack(&mut self) {
+    /// Enters what was measured, and writes staged outputs back. The last thing that touches the caller's memory.
+    pub(crate) fn end(&mut self) {
+        self.local.end();
         self.local.unpack();
     }
 

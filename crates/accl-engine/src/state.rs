@@ -474,10 +474,8 @@ impl GroupState {
         }
         for seq in ended {
             if let Some(mut run) = self.runs.remove(&seq) {
-                run.unpack();
-                let (room, spoilt) = run.take_codes();
-                self.code_rooms.give(room);
-                run.call.set_spoilt(spoilt);
+                run.end();
+                self.code_rooms.give(run.take_codes());
                 end(&run.call, None, hands);
                 moved = true;
             }

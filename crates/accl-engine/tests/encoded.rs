@@ -1,85 +1,19 @@
 //! Encoded calls in whole worlds: all ranks end with the same bits, and these are near the exact result.
 
+mod common;
+
 use std::sync::Arc;
 use std::time::Duration;
 
-use accl_engine::codec::{Codec, Noise, Rounding, Settings, Slice, Spoilt, codec};
-use accl_engine::encoding::{Codecs, Encoded, Encoding, Residuals, TensorCodecs};
-use accl_engine::{ALGORITHMS, Blocks, CallDesc, Mode, TensorDesc};
-use accl_schedule::{Encodes, Topology};
-use accl_testkit::{Fabric, Member, World, WorldOptions, finish};
+use accl_engine::codec::{Codec, Noise, Rounding, Slice};
+use accl_engine::encoding::{Encoded, Residuals, TensorCodecs};
+use accl_engine::{ALGORITHMS, Blocks, CallDesc, Mode};
+use accl_testkit::{Fabric, World, WorldOptions};
 use accl_transport::frame::OVERHEAD_BYTES;
 use accl_transport::loopback::{self, Capacity};
 use accl_transport::{Faults, Faulty};
 use accl_types::{Collective, Dtype, ErrorKind, ReduceOp};
-
-/// A generator of splitmix64.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// From -1 to 1.
-    fn float(&mut self) -> f32 {
-        (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
-    }
-}
-
-fn data(rank: usize, count: usize, seed: u64) -> Vec<f32> {
-    let mut random = Random(seed << 8 | rank as u64);
-    (0..count).map(|_| random.float()).collect()
-}
-
-fn max_min(bits: u8, bucket: u32, rounding: Rounding) -> Arc<dyn Codec> {
-    codec("maxmin").unwrap().build(&Settings { bits, bucket, rounding, ..Settings::default() }).unwrap()
-}
-
-fn raw() -> Arc<dyn Codec> {
-    codec("raw").unwrap().build(&Settings::default()).unwrap()
-}
-
-fn both_ways(codec: Arc<dyn Codec>, id: u64) -> TensorCodecs {
-    TensorCodecs { inner: raw(), up: codec.clone(), down: codec, id }
-}
-
-fn encoding(tensors: Vec<TensorCodecs>) -> Encoding {
-    Encoding { codecs: Codecs::new(tensors).unwrap(), seed: 11, step: 3, residuals: None }
-}
-
-fn tensor<T>(data: &[T], dtype: Dtype) -> TensorDesc {
-    assert_eq!(size_of::<T>(), dtype.size_bytes());
-    TensorDesc::dense(data.as_ptr().cast_mut().cast(), dtype, data.len())
-}
-
-fn all_reduce(member: &Member, data: &mut [f32], op: ReduceOp, encoding: &Encoding) {
-    let mut desc = member.all_reduce_desc(data, op, Mode::Blocking);
-    desc.encoding = encoding.clone().into();
-    member.call(desc).unwrap();
-}
-
-fn bits_of(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|value| value.to_bits()).collect()
-}
-
-/// Rows of a collective that can encode in a world with these hosts.
-fn rows(collective: Collective, hosts: &[u32]) -> Vec<&'static str> {
-    let topology = Topology::new(hosts.to_vec());
-    let fits = |row: &&accl_engine::Algorithm| {
-        row.collective == collective && row.encodes != Encodes::No && (row.applies)(hosts.len() as u32, &topology)
-    };
-    ALGORITHMS.iter().filter(fits).map(|row| row.name).collect()
-}
-
-fn options(hosts: &[u32], collective: &str, algorithm: &str) -> WorldOptions {
-    let mut options = WorldOptions::new(hosts.len() as u32).with("algorithm", &format!("{collective}={algorithm}"));
-    options.hosts = hosts.iter().map(|host| format!("host{host}")).collect();
-    options
-}
+use common::{all_reduce, bits_of, blocks, both_ways, data, encoded, encoding, max_min, options, raw, rows, tensor};
 
 /// Sizes around buckets and tiles, and below the world.
 const SIZES: [usize; 9] = [0, 1, 5, 8, 63, 64, 65, 1000, 40_007];
@@ -178,23 +112,6 @@ fn owners_add_in_the_order_of_ranks_and_decode_their_own_bytes() {
             }
         }
     }
-}
-
-/// Blocks of these lengths, one behind the other.
-fn blocks(data: &[f32], counts: &[usize]) -> Blocks {
-    let mut rest = data;
-    let mut block = |count: &usize| {
-        let (block, after) = rest.split_at(*count);
-        rest = after;
-        [tensor(block, Dtype::F32)]
-    };
-    counts.iter().map(&mut block).collect()
-}
-
-fn encoded(collective: Collective, inputs: Blocks, outputs: Blocks, encoding: &Encoding) -> CallDesc {
-    let mut desc = CallDesc::new(collective, Dtype::F32);
-    (desc.inputs, desc.outputs, desc.encoding) = (inputs, outputs, encoding.clone().into());
-    desc
 }
 
 #[test]
@@ -549,29 +466,5 @@ fn a_spoilt_bucket_is_not_carried_over() {
         for (element, (kept, of_sums)) in kept.iter().zip(&of_sums).enumerate() {
             assert_eq!((*kept, *of_sums), if (element < 512) == (member.rank == 0) { (0.5, 0.0) } else { (0.0, 0.5) });
         }
-    });
-}
-
-#[test]
-fn buckets_that_could_not_be_encoded_are_counted_by_their_reason() {
-    let settings = Settings { bits: 8, bucket: 64, meta: Dtype::F16, ..Settings::default() };
-    let codec = codec("maxmin").unwrap().build(&settings).unwrap();
-    let encoding = encoding(vec![both_ways(codec, 1)]);
-    World::new(options(&[0; 2], "all_reduce", "direct_two_phase")).run("g", |member| {
-        let mut mine = data(member.rank, 1024, 1);
-        if member.rank == 0 {
-            // Both in the half that is sent to rank 1; float16 metadata cannot hold the second.
-            (mine[600], mine[700]) = (f32::NAN, 1e30);
-        }
-        let mut desc = member.all_reduce_desc(&mut mine, ReduceOp::Sum, Mode::Async);
-        desc.encoding = encoding.clone().into();
-        let call = member.group.submit(desc).unwrap();
-        finish(&call).unwrap();
-        let expected = match member.rank {
-            0 => Spoilt { not_finite: 1, too_large: 1 },
-            // Of the sums two buckets are NaN.
-            _ => Spoilt { not_finite: 2, too_large: 0 },
-        };
-        assert_eq!(call.spoilt(), expected);
     });
 }

@@ -7,6 +7,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use accl_engine::audit::{self, Audit};
 use accl_engine::codec::{self, CODECS, Codec};
 use accl_engine::encoding::{Codecs as EngineCodecs, Encoded, Encoding, Residuals, TensorCodecs};
 use accl_types::{Dtype, Error};
@@ -30,18 +31,68 @@ struct PyEncoding {
 
 #[pymethods]
 impl PyEncoding {
-    /// `residuals` are addresses of float32, see `accl_engine::encoding::Residuals`.
+    /// `residuals` are addresses of float32, see `accl_engine::encoding::Residuals`. With a ledger the call is measured, and one
+    /// element in `one_in` compared with the exact sum.
     #[new]
-    #[pyo3(signature = (codecs, seed=0, step=0, residuals=None))]
-    fn new(codecs: PyRef<'_, Codecs>, seed: u64, step: u64, residuals: Option<(Vec<usize>, Vec<usize>)>) -> Self {
+    #[pyo3(signature = (codecs, seed=0, step=0, residuals=None, ledger=None, one_in=0))]
+    fn new(
+        codecs: PyRef<'_, Codecs>,
+        seed: u64,
+        step: u64,
+        residuals: Option<(Vec<usize>, Vec<usize>)>,
+        ledger: Option<PyRef<'_, Ledger>>,
+        one_in: u64,
+    ) -> Self {
         let residuals = residuals.map(|(contributions, sums)| Arc::new(Residuals { contributions, sums }));
-        Self { inner: Encoded::As(Encoding { codecs: codecs.inner.clone(), seed, step, residuals }) }
+        let audit = ledger.map(|ledger| Audit { ledger: ledger.inner.clone(), one_in });
+        Self { inner: Encoded::As(Encoding { codecs: codecs.inner.clone(), seed, step, residuals, audit }) }
     }
 
     /// Calls travel as they are, also in a group that encodes all.
     #[staticmethod]
     fn none() -> Self {
         Self { inner: Encoded::Never }
+    }
+}
+
+/// What was measured of the tensors of one kind of call, added up over calls that are done.
+#[pyclass(frozen, module = "torch_accl._native")]
+struct Ledger {
+    inner: Arc<audit::Ledger>,
+}
+
+#[pymethods]
+impl Ledger {
+    #[new]
+    fn new(tensors: usize) -> Self {
+        Self { inner: audit::Ledger::new(tensors) }
+    }
+
+    /// What was measured of each tensor.
+    fn read(&self) -> Vec<Measured> {
+        self.inner.read().into_iter().map(Measured::from).collect()
+    }
+}
+
+/// What was measured of a tensor, see `accl_engine::audit::Measured`.
+#[pyclass(frozen, get_all, module = "torch_accl._native")]
+struct Measured {
+    calls: u64,
+    compared: u64,
+    error: f64,
+    square: f64,
+    carried_calls: u64,
+    carried: f64,
+    not_finite: usize,
+    too_large: usize,
+    nanos: u64,
+}
+
+impl From<audit::Measured> for Measured {
+    fn from(measured: audit::Measured) -> Self {
+        let audit::Measured { calls, compared, error, square, carried_calls, carried, spoilt, nanos } = measured;
+        let (not_finite, too_large) = (spoilt.not_finite, spoilt.too_large);
+        Self { calls, compared, error, square, carried_calls, carried, not_finite, too_large, nanos }
     }
 }
 
@@ -133,6 +184,8 @@ fn refused(error: Error) -> PyErr {
 pub(crate) fn add_functions(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Codecs>()?;
     module.add_class::<PyEncoding>()?;
+    module.add_class::<Ledger>()?;
+    module.add_class::<Measured>()?;
     module.add_function(wrap_pyfunction!(encode_calls, module)?)?;
     module.add_function(wrap_pyfunction!(check_codec, module)?)?;
     module.add_function(wrap_pyfunction!(codecs, module)?)

@@ -14,11 +14,13 @@ travel as they are. `docs/compression.md` says when it pays.
 from ._calls import all_gather_quantized, all_reduce_quantized, all_to_all_quantized, reduce_scatter_quantized
 from ._ddp import ddp_hook
 from ._fsdp import apply_fsdp2
+from ._measures import Measures
 from ._settings import Compression
 from ._state import State
 
 __all__ = [
     "Compression",
+    "Measures",
     "State",
     "all_gather_quantized",
     "all_reduce_quantized",

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _world
 
 from .. import _native
 from ._scope import accl_group, encoded
-from ._settings import RAW, Compression, default_codec, tensor_id
+from ._settings import AUTO, RAW, Compression, default_codec, tensor_id
 
 __all__ = ["all_gather_quantized", "all_reduce_quantized", "all_to_all_quantized", "reduce_scatter_quantized"]
 
@@ -133,6 +133,10 @@ def _scope(
     if compression is None:
         compression = backend.options.settings.get("compression") or default_codec()
     settings = compression if isinstance(compression, Compression) else _settings(compression)
+    if settings.codec == AUTO:
+        raise ValueError(
+            'codec="auto" is chosen by what a model\'s gradients are like, for ddp_hook and apply_fsdp2; name a codec here'
+        )
     codecs = _codecs(settings.usual or (RAW, RAW, RAW), tensor_id(key))
     return encoded(codecs, settings.seed, next(_steps) if step is None else step)
 

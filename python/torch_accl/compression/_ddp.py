@@ -6,7 +6,7 @@ Its annotations are objects: DistributedDataParallel compares them.
 import torch
 import torch.distributed as dist
 
-from ._scope import encoded, exact
+from ._scope import exact
 from ._state import State
 
 __all__ = ["ddp_hook"]
@@ -29,14 +29,14 @@ def ddp_hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torc
     if buffer.is_sparse:
         return _mean_of_sparse(state, buffer)
     parameters, gradients = bucket.parameters(), bucket.gradients()
-    plan = state.plan(parameters, [gradient.numel() for gradient in gradients], buffer.dtype)
+    plan = state.plan(parameters, [gradient.numel() for gradient in gradients], buffer.dtype, step, lambda: gradients)
     is_on = state.is_on(plan, step)
     state.count(plan, is_on)
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp = dist.ReduceOp.AVG
     options.asyncOp = True
     if is_on:
-        with encoded(plan.codecs, state.compression.seed, step, plan.residuals):
+        with state.encoded(plan, step):
             work = state.process_group.allreduce_coalesced(gradients, options)
     else:
         with exact():

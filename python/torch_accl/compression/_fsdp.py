@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._scope import accl_group, encoded, exact
+from ._scope import accl_group, exact
 from ._state import State
 
 __all__ = ["apply_fsdp2"]
@@ -65,19 +65,19 @@ def _reduce_scatter(state: State, module: str, group: Any) -> object:
             shards = [param.padded_sharded_param_size.numel() for param in params]
             check_row(shards, output_tensor.numel())
             parameters = [param.sharded_param for param in params]
-            plan = state.plan(parameters, shards, output_tensor.dtype, group.size())
             step = state.next_call(module)
+            inputs = list(input_tensor.view(group.size(), -1).split(shards, dim=1))
+            plan = state.plan(parameters, shards, output_tensor.dtype, step, lambda: inputs, group.size())
             is_on = state.is_on(plan, step)
             state.count(plan, is_on)
             if not is_on:
                 with exact():
                     return super().__call__(output_tensor, input_tensor, group, op, async_op)
             outputs = list(output_tensor.split(shards))
-            inputs = list(input_tensor.view(group.size(), -1).split(shards, dim=1))
             options = dist.ReduceScatterOptions()
             options.reduceOp = op
             options.asyncOp = async_op
-            with encoded(plan.codecs, state.compression.seed, step, plan.residuals):
+            with state.encoded(plan, step):
                 # A blocking call is done by now, and has no Work.
                 work = group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
             if work is not None and plan.losses:

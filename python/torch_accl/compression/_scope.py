@@ -18,9 +18,16 @@ Addresses = tuple[list[int], list[int]]
 
 
 @contextmanager
-def encoded(codecs: _native.Codecs, seed: int, step: int, residuals: Addresses | None = None) -> Iterator[None]:
-    """Calls that this thread makes inside are encoded. Residuals live until these are done."""
-    before = _native.encode_calls(_native.Encoding(codecs, seed, step, residuals))
+def encoded(
+    codecs: _native.Codecs,
+    seed: int,
+    step: int,
+    residuals: Addresses | None = None,
+    ledger: _native.Ledger | None = None,
+    one_in: int = 0,
+) -> Iterator[None]:
+    """Calls that this thread makes inside are encoded, and measured if there is a ledger. Residuals live until these are done."""
+    before = _native.encode_calls(_native.Encoding(codecs, seed, step, residuals, ledger, one_in))
     try:
         yield
     finally:

@@ -9,9 +9,10 @@ from fnmatch import fnmatchcase
 
 from .. import _native
 
-__all__ = ["RAW", "Codec", "Compression", "default_codec", "fits", "tensor_id"]
+__all__ = ["AUTO", "RAW", "Codec", "Compression", "default_codec", "finer", "fits", "tensor_id"]
 
 RAW = "raw"
+AUTO = "auto"
 
 # The codecs of one tensor: inside hosts, of parts of sums, of results.
 Codec = tuple[str, str, str]
@@ -27,7 +28,9 @@ class Compression:
     on and `stochastic` below, unless it is given.
 
     Attributes:
-        codec: of all tensors that are not treated otherwise; `ACCL_CODEC` where it is left out, else `maxmin:4`.
+        codec: of all tensors that are not treated otherwise; `ACCL_CODEC` where it is left out, else `maxmin:4`. With `"auto"` each
+            parameter gets the fastest one of raw, bf16, 8 and 4 bits whose error is within `error_budget`, which is measured
+            with its first compressed gradient and kept (for DistributedDataParallel and FSDP2; `State.explain` tells).
         up: of parts of a sum on their way to who adds them up; None takes `codec`.
         down: of results on their way back; None takes `codec`.
         inner: of parts of a sum between ranks of one host, where an algorithm composes over hosts.
@@ -39,6 +42,10 @@ class Compression:
         error_feedback: whether what an encoding loses of a gradient is added to the next one (for DistributedDataParallel and
             FSDP2; it takes a float32 for each element of a compressed parameter, two with 2 bits on the way back). Worth it
             at 2 and 3 bits, with `rounding=nearest`: stochastic rounding loses twice as much.
+        error_budget: with `"auto"`, most that the squared error of a sum by its square may be; beyond 0.05, 2 bits are tried too.
+        error_limit: squared error of sums by their square, mean of 100 steps, beyond which a parameter travels as it is from then
+            on, with a warning; None: it is only reported (`State.measures`).
+        audit: about one element in so many travels uncompressed, too, so that the error of sums is known; 0: none.
         start_step: steps that go uncompressed first.
         seed: what random numbers are made from, together with step, tensor, rank and element.
 
@@ -56,17 +63,28 @@ class Compression:
     one_dimensional: bool = False
     min_elements: int = 1024
     error_feedback: bool = False
+    error_budget: float = 0.05
+    error_limit: float | None = None
+    audit: int = 1024
     start_step: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        canonical = {name: _checked(name, getattr(self, name)) for name in ("codec", "up", "down", "inner")}
+        names = ("up", "down", "inner") if self.codec == AUTO else ("codec", "up", "down", "inner")
+        canonical = {name: _checked(name, getattr(self, name)) for name in names}
         canonical["layers"] = {key: _checked(f"layers[{key!r}]", codec) for key, codec in self.layers.items()}
         canonical["exclude"] = _patterns(self.exclude)
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
-        for name in ("min_elements", "start_step"):
+        for name in ("min_elements", "start_step", "audit"):
             _check_count(name, getattr(self, name))
+        _check_positive("error_budget", self.error_budget)
+        if self.error_limit is not None:
+            _check_positive("error_limit", self.error_limit)
+            if self.audit == 0:
+                raise ValueError("error_limit: the error of sums is not known with audit=0; take its default, 1024")
+        if self.codec == AUTO and (self.up, self.down) != (None, None):
+            raise ValueError('codec="auto" chooses codecs of both ways: leave up and down out')
         if type(self.seed) is not int or not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed is {self.seed!r}; expected an integer from 0 to 2^64 - 1")
 
@@ -98,6 +116,15 @@ class Compression:
         """The keys of `layers` and `exclude` that fit none of these parameters."""
         known = list(names)
         return [key for key in (*self.layers, *self.exclude) if not any(fits(key, name) for name in known)]
+
+
+def finer(codec: str) -> str:
+    """The codec that loses less: a bit more of the same, or 16 bits."""
+    head, _, rest = codec.partition(",")
+    name, _, bits = head.partition(":")
+    if bits and int(bits) < 8:
+        return f"{name}:{int(bits) + 1},{rest}" if rest else f"{name}:{int(bits) + 1}"
+    return codec if codec == RAW else "bf16"
 
 
 def default_codec() -> str:
@@ -133,6 +160,11 @@ def _patterns(given: object) -> tuple[str, ...]:
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(f"exclude is {given!r}; expected a list of names or patterns")
     return patterns
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name} is {value!r}; expected a number above 0")
 
 
 def _check_count(name: str, value: object) -> None:

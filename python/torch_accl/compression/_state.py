@@ -1,10 +1,11 @@
-"""What a hook knows of a model: names of parameters, their codecs, and the step."""
+"""What a hook knows between its calls: names of parameters, plans of its calls, figures of its traffic."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -12,10 +13,19 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _native
-from ._scope import Addresses, accl_group
-from ._settings import RAW, Compression, tensor_id
+from ._agreement import check_settings, reduced
+from ._auto import Choice, choose
+from ._measures import Measures, Totals, table
+from ._scope import Addresses, accl_group, encoded
+from ._settings import AUTO, RAW, Codec, Compression, finer, tensor_id
 
 __all__ = ["State", "Traffic"]
+
+# Calls of a plan between two looks at what was measured; all ranks look at the same ones.
+LOOK_EVERY = 100
+
+# What is carried over grows without end where it is so many times the gradient.
+MOST_CARRIED = 10.0
 
 
 @dataclass
@@ -31,16 +41,27 @@ class Traffic:
         return self.raw / self.sent if self.sent else 1.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
     """How the tensors of one call are encoded; without codecs they travel as they are."""
 
-    codecs: _native.Codecs | None
-    raw_bytes: int
-    sent_bytes: int
+    names: list[str]
+    chosen: list[Codec | None]
+    # Bytes of each tensor of a call: as it is, and as it is sent to be added up.
+    raw_bytes: list[int]
+    sent_bytes: list[int]
+    codecs: _native.Codecs | None = None
     # Addresses of what is carried over, with error feedback, and the tensors that are there.
     residuals: Addresses | None = None
     losses: tuple[torch.Tensor, ...] = ()
+    ledger: _native.Ledger | None = None
+    # Compressed calls, and what was measured until the last look at it.
+    calls: int = 0
+    looked_at: list[Totals] = field(default_factory=list)
+
+    def totals(self) -> list[Totals]:
+        """What was measured of each tensor."""
+        return [Totals().plus(measured) for measured in self.ledger.read()] if self.ledger else []
 
 
 class State:
@@ -56,7 +77,8 @@ class State:
         step: how many times all gradients went through, or those of the module of FSDP2 that had most.
         traffic: bytes before and after.
 
-    A key of `layers` or `exclude` that fits no parameter is a warning.
+    A key of `layers` or `exclude` that fits no parameter is a warning. At the first call ranks compare their settings: where
+    they differ, all of them raise a RuntimeError that names both.
     """
 
     def __init__(
@@ -73,13 +95,22 @@ class State:
         # The names are by identity: parameters must live as long.
         self._parameters = list(model.parameters())
         self._plans: dict[tuple[object, ...], Plan] = {}
+        # Figures of plans that were replaced, by name.
+        self._past: dict[str, _Figures] = {}
         # By name: float32 of what was lost of contributions, and of sums.
         self._losses: dict[str, torch.Tensor] = {}
         self._losses_of_sums: dict[str, torch.Tensor] = {}
         # Of FSDP2: calls of each module.
         self._calls: dict[str, int] = {}
+        # Codecs of parameters that were decided on while training went on, and why.
+        self._decided: dict[str, Codec | None] = {}
+        self._choices: dict[str, Choice] = {}
+        self._times: dict[str, float] = {}
+        self._is_checked = False
         for key in compression.unmatched(self._names.values()):
             warnings.warn(f"compression: {key!r} fits no parameter of the model", stacklevel=2)
+
+    # ---- for users
 
     def codec_of(self, name: str) -> str | None:
         """The codec of a parameter's parts of sums; None if it travels as it is. To look at before training."""
@@ -88,6 +119,87 @@ class State:
                 codec = self._codec(parameter)
                 return None if codec is None else codec[1]
         raise KeyError(name)
+
+    def measures(self) -> list[Measures]:
+        """Figures of each parameter that went through, in the order of the model's. They are those of this rank, but for the
+        error of sums, which with DistributedDataParallel is the same on all."""
+        sums = dict(self._past)
+        for plan in self._plans.values():
+            _add_figures(sums, plan)
+        rows = []
+        for parameter in self._parameters:
+            name = self._names[id(parameter)]
+            if name not in sums:
+                continue
+            totals, raw, sent = sums[name]
+            codec = self._codec(parameter)
+            rows.append(
+                Measures(
+                    name=name,
+                    codec=None if codec is None else codec[1],
+                    calls=totals.calls,
+                    bits=8 * parameter.element_size() * sent / raw if raw else 0.0,
+                    raw_bytes=raw,
+                    sent_bytes=sent,
+                    error=totals.relative_error,
+                    compared=totals.compared,
+                    carried=totals.mean_carried,
+                    not_finite=totals.not_finite,
+                    too_large=totals.too_large,
+                    codec_seconds=totals.nanos / 1e9,
+                )
+            )
+        return rows
+
+    def summary(self) -> str:
+        """`measures` as a table to print."""
+        return table(self.measures())
+
+    def explain(self) -> str:
+        """With `codec="auto"`: what was chosen for each parameter and why, a line each."""
+        if self.compression.codec != AUTO:
+            return f"codec={self.compression.codec!r}: nothing was chosen"
+        if not self._choices:
+            return f"nothing is chosen before the first gradients, at step {self.compression.start_step}"
+        names = [self._names[id(parameter)] for parameter in self._parameters]
+        return "\n".join(f"{name}: {self._choices[name].explain()}" for name in names if name in self._choices)
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies what is carried over: call it with the ratio of the new loss scale to the old one when that changes."""
+        for losses in (self._losses, self._losses_of_sums):
+            for loss in losses.values():
+                loss.mul_(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step, what was decided, and what this rank carries over: to be saved by each rank for itself."""
+        return {
+            "step": self.step,
+            "world": self.world,
+            "calls": dict(self._calls),
+            "losses": {name: loss.clone() for name, loss in self._losses.items()},
+            "losses_of_sums": {name: loss.clone() for name, loss in self._losses_of_sums.items()},
+            "decided": dict(self._decided),
+            "choices": {name: asdict(choice) for name, choice in self._choices.items()},
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict` of the same rank. Of another number of ranks, nothing is carried over, with a warning."""
+        self.step, self._calls = saved["step"], dict(saved["calls"])
+        self._keep_figures(self._plans)
+        self._losses, self._losses_of_sums = {}, {}
+        self._decided = {name: None if codec is None else tuple(codec) for name, codec in saved["decided"].items()}
+        self._choices = {name: Choice(**choice) for name, choice in saved["choices"].items()}
+        if saved["world"] != self.world:
+            if saved["losses"]:
+                warnings.warn(
+                    f"compression: what {saved['world']} ranks carried over cannot be shared out among {self.world}: "
+                    "error feedback begins anew",
+                    stacklevel=2,
+                )
+            return
+        self._losses, self._losses_of_sums = _checked(saved["losses"]), _checked(saved["losses_of_sums"])
+
+    # ---- for hooks
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The name of a parameter.
@@ -104,44 +216,45 @@ class State:
             ) from None
 
     def plan(
-        self, parameters: Sequence[torch.Tensor], elements: Sequence[int], dtype: torch.dtype, blocks: int = 1
+        self,
+        parameters: Sequence[torch.Tensor],
+        elements: Sequence[int],
+        dtype: torch.dtype,
+        step: int,
+        contributions: Callable[[], Sequence[torch.Tensor]],
+        blocks: int = 1,
     ) -> Plan:
-        """How gradients of these parameters are encoded, of which each block of a call has so many elements each."""
+        """How gradients of these parameters are encoded, of which each block of a call has so many elements each.
+
+        Every so many calls it looks at what was measured, which is a call of its own: all ranks must plan the same. With
+        `codec="auto"`, `contributions` are what the choice is made by.
+        """
+        if not self._is_checked:
+            check_settings(self.compression, self.process_group)
+            self._is_checked = True
         key = (dtype, blocks, *map(id, parameters), *elements)
-        if key not in self._plans:
-            self._plans[key] = self._make_plan(parameters, elements, dtype, blocks)
-        return self._plans[key]
+        plan = self._plans.get(key)
+        if plan is not None and plan.calls and plan.calls % LOOK_EVERY == 0 and self._is_changed_by_look(plan):
+            self._keep_figures([key])
+            plan = None
+        if self.compression.codec == AUTO and step >= self.compression.start_step and _is_float(dtype):
+            waiting = [self.name_of(parameter) for parameter in parameters if self._awaits_choice(parameter)]
+            # Gradients that tell nothing (all zeros) are not looked at every time.
+            if waiting and (step - self.compression.start_step) % LOOK_EVERY == 0:
+                names = map(self.name_of, parameters)
+                gradients = dict(zip(names, contributions(), strict=True))
+                self._choices.update(choose(waiting, gradients, self.compression, self.process_group, self._times))
+                self._keep_figures([key])
+                plan = None
+        if plan is None:
+            plan = self._plans[key] = self._make_plan(parameters, elements, dtype, blocks)
+        return plan
 
-    def rescale(self, factor: float) -> None:
-        """Multiplies what is carried over: call it with the ratio of the new loss scale to the old one when that changes."""
-        for losses in (self._losses, self._losses_of_sums):
-            for loss in losses.values():
-                loss.mul_(factor)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Step, and what this rank carries over: to be saved by each rank for itself."""
-        return {
-            "step": self.step,
-            "world": self.world,
-            "calls": dict(self._calls),
-            "losses": {name: loss.clone() for name, loss in self._losses.items()},
-            "losses_of_sums": {name: loss.clone() for name, loss in self._losses_of_sums.items()},
-        }
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict` of the same rank. Of another number of ranks, nothing is carried over, with a warning."""
-        self.step, self._calls = saved["step"], dict(saved["calls"])
-        self._plans.clear()
-        self._losses, self._losses_of_sums = {}, {}
-        if saved["world"] != self.world:
-            if saved["losses"]:
-                warnings.warn(
-                    f"compression: what {saved['world']} ranks carried over cannot be shared out among {self.world}: "
-                    "error feedback begins anew",
-                    stacklevel=2,
-                )
-            return
-        self._losses, self._losses_of_sums = _checked(saved["losses"]), _checked(saved["losses_of_sums"])
+    def encoded(self, plan: Plan, step: int) -> AbstractContextManager[None]:
+        """Calls inside are encoded as planned, and measured."""
+        plan.calls += 1
+        compression = self.compression
+        return encoded(plan.codecs, compression.seed, step, plan.residuals, plan.ledger, compression.audit)
 
     def next_call(self, module: str) -> int:
         """The number of a module's call, from 0."""
@@ -152,32 +265,94 @@ class State:
 
     def count(self, plan: Plan, is_encoded: bool) -> None:
         """Adds a call to the traffic."""
-        self.traffic.raw += plan.raw_bytes
-        self.traffic.sent += plan.sent_bytes if is_encoded else plan.raw_bytes
+        raw = sum(plan.raw_bytes)
+        self.traffic.raw += raw
+        self.traffic.sent += sum(plan.sent_bytes) if is_encoded else raw
 
     def is_on(self, plan: Plan, step: int) -> bool:
         """Whether a call of this step is encoded."""
         return plan.codecs is not None and step >= self.compression.start_step
 
-    def _codec(self, parameter: torch.Tensor) -> tuple[str, str, str] | None:
-        return self.compression.codec_of(self.name_of(parameter), parameter.numel(), parameter.dim())
+    # ---- decisions
+
+    def _codec(self, parameter: torch.Tensor) -> Codec | None:
+        name = self.name_of(parameter)
+        if name in self._decided:
+            return self._decided[name]
+        codec = self.compression.codec_of(name, parameter.numel(), parameter.dim())
+        if codec is None or codec[1] != AUTO:
+            return codec
+        choice = self._choices.get(name)
+        return None if choice is None or choice.codec == RAW else (codec[0], choice.codec, choice.codec)
+
+    def _awaits_choice(self, parameter: torch.Tensor) -> bool:
+        name = self.name_of(parameter)
+        codec = self.compression.codec_of(name, parameter.numel(), parameter.dim())
+        return codec is not None and codec[1] == AUTO and name not in self._choices
+
+    def _is_changed_by_look(self, plan: Plan) -> bool:
+        """Looks at what was measured since the last time, and decides by figures of all ranks together."""
+        limit = self.compression.error_limit
+        if plan.ledger is None or (limit is None and not self.compression.error_feedback):
+            return False
+        now = plan.totals()
+        since = [new.plus(old, -1) for new, old in zip(now, plan.looked_at, strict=True)]
+        plan.looked_at = now
+        rows = [[row.error, row.square, row.carried, row.carried_calls] for row in since]
+        changed = False
+        for name, codec, sums in zip(plan.names, plan.chosen, reduced(rows, self.process_group), strict=True):
+            error, square, carried, calls = sums
+            if codec is None:
+                continue
+            if limit is not None and square and error > limit * square:
+                self._decided[name] = None
+                warnings.warn(
+                    f"compression: sums of {name} by {codec[1]} have {error / square:.2g} times their square as squared error, and "
+                    f"error_limit is {limit:.2g}: it travels as it is from now on",
+                    stacklevel=4,
+                )
+                changed = True
+            elif calls and carried > MOST_CARRIED * calls:
+                inner, up, down = codec
+                self._decided[name] = inner, finer(up), finer(down)
+                warnings.warn(
+                    f"compression: what is carried over of {name} is {carried / calls:.3g} times its gradient, mean of "
+                    f"{LOOK_EVERY} steps: {up} loses more than comes in; it takes {finer(up)} from now on",
+                    stacklevel=4,
+                )
+                changed = True
+        return changed
+
+    def _keep_figures(self, keys: Iterable[tuple[object, ...]]) -> None:
+        """Keeps what was measured of plans that come to their end."""
+        for plan in [self._plans.pop(key) for key in list(keys) if key in self._plans]:
+            _add_figures(self._past, plan)
+
+    # ---- plans
 
     def _make_plan(
         self, parameters: Sequence[torch.Tensor], elements: Sequence[int], dtype: torch.dtype, blocks: int
     ) -> Plan:
-        raw_bytes = blocks * sum(elements) * dtype.itemsize
-        chosen = [self._codec(parameter) for parameter in parameters]
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16) or not any(chosen):
-            return Plan(None, raw_bytes, raw_bytes)
         names = [self.name_of(parameter) for parameter in parameters]
+        chosen = [self._codec(parameter) for parameter in parameters]
+        raw = [blocks * count * dtype.itemsize for count in elements]
+        plan = Plan(names, chosen, raw, raw)
+        if not _is_float(dtype) or not any(chosen):
+            return plan
         ids = [tensor_id(name) for name in names]
-        codecs = _native.Codecs([(*(codec or (RAW, RAW, RAW)), id) for codec, id in zip(chosen, ids, strict=True)])
+        plan.codecs = _native.Codecs([(*(codec or (RAW, RAW, RAW)), id) for codec, id in zip(chosen, ids, strict=True)])
         kind = str(dtype).removeprefix("torch.")
-        sent = blocks * sum(codecs.encoded_bytes(position, kind, count)[0] for position, count in enumerate(elements))
-        if not self.compression.error_feedback:
-            return Plan(codecs, raw_bytes, sent)
+        sent = [plan.codecs.encoded_bytes(position, kind, count)[0] for position, count in enumerate(elements)]
+        plan.sent_bytes = [blocks * size for size in sent]
+        plan.ledger = _native.Ledger(len(names))
+        plan.looked_at = [Totals()] * len(names)
+        if self.compression.error_feedback:
+            self._carry_over(plan, elements, blocks)
+        return plan
+
+    def _carry_over(self, plan: Plan, elements: Sequence[int], blocks: int) -> None:
         rows, sums, losses = [], [], []
-        for name, codec, count in zip(names, chosen, elements, strict=True):
+        for name, codec, count in zip(plan.names, plan.chosen, elements, strict=True):
             row, of_sum = [0] * blocks, 0
             if codec is not None:
                 loss = _loss(self._losses, name, blocks, count)
@@ -189,8 +364,26 @@ class State:
                     of_sum = loss.data_ptr()
             rows.append(row)
             sums.append(of_sum)
-        addresses = [row[block] for block in range(blocks) for row in rows], sums
-        return Plan(codecs, raw_bytes, sent, addresses, tuple(losses))
+        plan.residuals = [row[block] for block in range(blocks) for row in rows], sums
+        plan.losses = tuple(losses)
+
+
+# Of a parameter: what was measured, and bytes of its compressed gradients before and after.
+_Figures = tuple[Totals, int, int]
+
+
+def _add_figures(figures: dict[str, _Figures], plan: Plan) -> None:
+    """Adds those of a plan's calls, by name; a tensor that travels as it is has none."""
+    for index, (name, codec, totals) in enumerate(zip(plan.names, plan.chosen, plan.totals(), strict=False)):
+        sums, raw, sent = figures.get(name, (Totals(), 0, 0))
+        if codec is not None:
+            sums = sums.plus(totals)
+            raw, sent = raw + totals.calls * plan.raw_bytes[index], sent + totals.calls * plan.sent_bytes[index]
+        figures[name] = sums, raw, sent
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _loss(losses: dict[str, torch.Tensor], name: str, blocks: int, elements: int) -> torch.Tensor:

@@ -12,6 +12,9 @@ use crate::float_env::DefaultFloatEnv;
 const F16_OVERFLOWS: f32 = 65_520.0;
 const BF16_OVERFLOWS: f32 = f32::from_bits(0x7f7f_8000);
 
+/// Sums that are made side by side.
+const LANES: usize = 16;
+
 /// Reads and writes float32, float16 and bfloat16 by way of float32. No address need be aligned.
 #[derive(Clone, Copy)]
 pub struct Floats {
@@ -62,23 +65,35 @@ impl Floats {
         sums.iter_mut().for_each(|sum| *sum = if sum.abs() >= limit { f32::INFINITY.copysign(*sum) } else { *sum });
     }
 
+    /// The sum of the squares.
+    pub fn squares(self, values: &[f32]) -> f64 {
+        let _env = DefaultFloatEnv::enter();
+        let (groups, rest) = values.as_chunks::<LANES>();
+        let mut lanes = [0.0; LANES];
+        for group in groups {
+            lanes.iter_mut().zip(group).for_each(|(lane, &value)| *lane += f64::from(value) * f64::from(value));
+        }
+        lanes.iter().sum::<f64>() + rest.iter().map(|&value| f64::from(value).powi(2)).sum::<f64>()
+    }
+
     /// What an encoding has lost: the difference between what was encoded and what that decodes to; nothing where that is not
-    /// finite.
+    /// finite. It takes the place of `decoded`, too. Returns the sum of its squares.
     ///
     /// # Safety
     /// There is room for as many float32 as there are sums, and nobody else uses it meanwhile.
     ///
     /// # Panics
     /// Panics unless both have the same length.
-    pub unsafe fn write_loss(self, dst: *mut u8, sums: &[f32], decoded: &[f32]) {
+    pub unsafe fn write_loss(self, dst: *mut u8, sums: &[f32], decoded: &mut [f32]) -> f64 {
         let _env = DefaultFloatEnv::enter();
         assert_eq!(sums.len(), decoded.len(), "a value for each sum");
-        for (index, (sum, decoded)) in sums.iter().zip(decoded).enumerate() {
-            let loss = sum - decoded;
-            let loss = if loss.is_finite() { loss } else { 0.0 };
-            // SAFETY: the caller's promise.
-            unsafe { dst.cast::<f32>().add(index).write_unaligned(loss) };
+        for (decoded, sum) in decoded.iter_mut().zip(sums) {
+            let loss = sum - *decoded;
+            *decoded = if loss.is_finite() { loss } else { 0.0 };
         }
+        // SAFETY: the caller's promise.
+        unsafe { decoded.as_ptr().cast::<u8>().copy_to_nonoverlapping(dst, size_of_val(decoded)) };
+        self.squares(decoded)
     }
 
     /// Makes the elements what the sums are, rounded to nearest even; beyond the range of a 16-bit type they are infinite.

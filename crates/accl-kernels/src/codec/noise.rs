@@ -28,6 +28,11 @@ impl Noise {
         Self { key: [key as u32, (key >> 32) as u32] }
     }
 
+    /// The key as a number, as good as drawn.
+    pub fn word(self) -> u64 {
+        u64::from(self.key[1]) << 32 | u64::from(self.key[0])
+    }
+
     /// The draws from 0 to 255 for the elements of a tensor from `first` on, which is a multiple of 8, as is their number.
     #[inline(always)]
     pub(crate) fn fill(self, draws: &mut [u8], first: u64) {

@@ -1,0 +1,96 @@
+//! Encoded calls in short, for the tests of what they do.
+#![allow(dead_code)] // each test binary uses its part
+
+use std::sync::Arc;
+
+use accl_engine::codec::{Codec, Rounding, Settings, codec};
+use accl_engine::encoding::{Codecs, Encoding, TensorCodecs};
+use accl_engine::{ALGORITHMS, Blocks, CallDesc, Mode, TensorDesc};
+use accl_schedule::{Encodes, Topology};
+use accl_testkit::{Member, WorldOptions};
+use accl_types::{Collective, Dtype, ReduceOp};
+
+/// A generator of splitmix64.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// From -1 to 1.
+    pub fn float(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+}
+
+pub fn data(rank: usize, count: usize, seed: u64) -> Vec<f32> {
+    let mut random = Random(seed << 8 | rank as u64);
+    (0..count).map(|_| random.float()).collect()
+}
+
+pub fn max_min(bits: u8, bucket: u32, rounding: Rounding) -> Arc<dyn Codec> {
+    codec("maxmin").unwrap().build(&Settings { bits, bucket, rounding, ..Settings::default() }).unwrap()
+}
+
+pub fn raw() -> Arc<dyn Codec> {
+    codec("raw").unwrap().build(&Settings::default()).unwrap()
+}
+
+pub fn both_ways(codec: Arc<dyn Codec>, id: u64) -> TensorCodecs {
+    TensorCodecs { inner: raw(), up: codec.clone(), down: codec, id }
+}
+
+pub fn encoding(tensors: Vec<TensorCodecs>) -> Encoding {
+    Encoding { codecs: Codecs::new(tensors).unwrap(), seed: 11, step: 3, residuals: None, audit: None }
+}
+
+pub fn tensor<T>(data: &[T], dtype: Dtype) -> TensorDesc {
+    assert_eq!(size_of::<T>(), dtype.size_bytes());
+    TensorDesc::dense(data.as_ptr().cast_mut().cast(), dtype, data.len())
+}
+
+pub fn all_reduce(member: &Member, data: &mut [f32], op: ReduceOp, encoding: &Encoding) {
+    let mut desc = member.all_reduce_desc(data, op, Mode::Blocking);
+    desc.encoding = encoding.clone().into();
+    member.call(desc).unwrap();
+}
+
+pub fn bits_of(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
+}
+
+/// Rows of a collective that can encode in a world with these hosts.
+pub fn rows(collective: Collective, hosts: &[u32]) -> Vec<&'static str> {
+    let topology = Topology::new(hosts.to_vec());
+    let fits = |row: &&accl_engine::Algorithm| {
+        row.collective == collective && row.encodes != Encodes::No && (row.applies)(hosts.len() as u32, &topology)
+    };
+    ALGORITHMS.iter().filter(fits).map(|row| row.name).collect()
+}
+
+pub fn options(hosts: &[u32], collective: &str, algorithm: &str) -> WorldOptions {
+    let mut options = WorldOptions::new(hosts.len() as u32).with("algorithm", &format!("{collective}={algorithm}"));
+    options.hosts = hosts.iter().map(|host| format!("host{host}")).collect();
+    options
+}
+
+/// Blocks of these lengths, one behind the other.
+pub fn blocks(data: &[f32], counts: &[usize]) -> Blocks {
+    let mut rest = data;
+    let mut block = |count: &usize| {
+        let (block, after) = rest.split_at(*count);
+        rest = after;
+        [tensor(block, Dtype::F32)]
+    };
+    counts.iter().map(&mut block).collect()
+}
+
+pub fn encoded(collective: Collective, inputs: Blocks, outputs: Blocks, encoding: &Encoding) -> CallDesc {
+    let mut desc = CallDesc::new(collective, Dtype::F32);
+    (desc.inputs, desc.outputs, desc.encoding) = (inputs, outputs, encoding.clone().into());
+    desc
+}

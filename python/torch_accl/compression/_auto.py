@@ -1,0 +1,149 @@
+"""The choice of `codec="auto"`: for each parameter the fastest codec whose error is within the budget.
+
+Both are measured in the group that trains, once: the time of calls on numbers of no meaning, the error of sums of the gradients
+themselves, added up by each codec in turn as they will be (those of FSDP2 too, whose sums are then encoded only once: their
+error is smaller than what is said). All ranks choose by the greatest figure of any.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .. import _native
+from ._agreement import reduced
+from ._scope import encoded, exact
+from ._settings import RAW, Compression, tensor_id
+
+__all__ = ["Choice", "choose"]
+
+# From 4 bits on a budget of a few hundredths can be kept; 2 bits are tried only where the budget was raised.
+_FLOATS = ("bf16", "maxmin:8,bucket=512", "maxmin:4,bucket=128")
+_COARSE = "maxmin:2,bucket=64"
+_USUAL_BUDGET = 0.05
+
+# A codec must save so much of the time to be worth its error.
+_WORTH = 0.95
+
+# Elements of a timed call, and rounds of them.
+_TIMED = 1 << 20
+_ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a parameter takes, and why.
+
+    Attributes:
+        codec: its codec; `raw`: it travels as it is.
+        errors: predicted squared error of sums by their square, by codec.
+        times: measured time of a call, in nanoseconds for each element, by codec.
+    """
+
+    codec: str
+    errors: dict[str, float]
+    times: dict[str, float]
+
+    def explain(self) -> str:
+        """In a line."""
+        others = ", ".join(
+            f"{codec.partition(',')[0]} {self.times[codec]:.2f} ns an element with error {error:.2g}"
+            for codec, error in self.errors.items()
+        )
+        return f"{self.codec} ({others})"
+
+
+def choose(
+    waiting: Collection[str],
+    gradients: Mapping[str, torch.Tensor],
+    compression: Compression,
+    group: dist.ProcessGroup,
+    times: dict[str, float],
+) -> dict[str, Choice]:
+    """The choice for the waiting ones of these parameters, whose gradients (contributions of this rank) make up a call.
+
+    `times` of codecs are measured if there are none yet. Parameters whose gradients are zeros or not finite are left out: what
+    is to be chosen for them is not known yet.
+    """
+    dtype = next(iter(gradients.values())).dtype
+    candidates = [RAW, *_candidates(dtype, compression.error_budget, group)]
+    untimed = [codec for codec in candidates if codec not in times]
+    if untimed:
+        times.update(_times(untimed, dtype, group))
+    known = {codec: times[codec] for codec in candidates}
+    choices = {}
+    for name, errors in zip(gradients, _errors(waiting, gradients, candidates, group), strict=True):
+        if name in waiting and all(map(math.isfinite, errors)):
+            by_codec = dict(zip(candidates, errors, strict=True))
+            within = [codec for codec in candidates if by_codec[codec] <= compression.error_budget]
+            best = min(within, key=known.__getitem__)
+            is_worth = known[best] <= _WORTH * known[RAW]
+            choices[name] = Choice(best if is_worth else RAW, by_codec, known)
+    return choices
+
+
+def _candidates(dtype: torch.dtype, budget: float, group: dist.ProcessGroup) -> list[str]:
+    codecs = [*_FLOATS, *([_COARSE] if budget > _USUAL_BUDGET else [])]
+    if dtype != torch.float32:
+        codecs.remove("bf16")
+    # Memory is faster than any codec that packs bits.
+    [[is_far]] = reduced([[float(not _is_near(group))]], group, dist.ReduceOp.MAX)
+    return codecs if is_far else [codec for codec in codecs if codec == "bf16"]
+
+
+def _is_near(group: dist.ProcessGroup) -> bool:
+    """Whether this rank shares memory with all others."""
+    lines = group._get_backend(torch.device("cpu")).describe().splitlines()
+    links = [line for line in lines if line.startswith("rank ") and ": " in line]
+    return all(": shm" in line for line in links)
+
+
+def _times(codecs: Sequence[str], dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, float]:
+    """Nanoseconds for each element of a call by each codec: medians of calls by turns."""
+    numbers = torch.randn(_TIMED, generator=torch.Generator().manual_seed(1)).to(dtype)
+    seconds: dict[str, list[float]] = {codec: [] for codec in codecs}
+    for turn in range(_ROUNDS + 1):
+        for codec in codecs:
+            tensor = numbers.clone()
+            with exact():
+                dist.barrier(group)
+            begin = time.perf_counter()
+            _add([tensor], [codec], [0], turn, group)
+            if turn > 0:
+                seconds[codec].append(time.perf_counter() - begin)
+    [medians] = reduced([[statistics.median(taken) for taken in seconds.values()]], group, dist.ReduceOp.MAX)
+    return {codec: 1e9 * median / _TIMED for codec, median in zip(codecs, medians, strict=True)}
+
+
+def _errors(
+    waiting: Collection[str], gradients: Mapping[str, torch.Tensor], codecs: Sequence[str], group: dist.ProcessGroup
+) -> list[list[float]]:
+    """Of each gradient and codec, squared error of the sum by its square; an infinity where there is no such number."""
+    ids = [tensor_id(name) for name in gradients]
+    exact_sums = [gradient.detach().clone() for gradient in gradients.values()]
+    _add(exact_sums, [RAW] * len(ids), ids, 0, group)
+    rows: list[list[float]] = [[] for _ in ids]
+    for codec in codecs:
+        sums = [gradient.detach().clone() for gradient in gradients.values()]
+        _add(sums, [codec if name in waiting else RAW for name in gradients], ids, 0, group)
+        for row, found, wanted in zip(rows, sums, exact_sums, strict=True):
+            error = (found.double() - wanted.double()).square().sum() / wanted.double().square().sum()
+            row.append(error.nan_to_num(nan=math.inf).item())
+    return reduced(rows, group, dist.ReduceOp.MAX)
+
+
+def _add(
+    tensors: list[torch.Tensor], codecs: Sequence[str], ids: Sequence[int], step: int, group: dist.ProcessGroup
+) -> None:
+    """Adds up the tensors of all ranks, in place, by a codec each."""
+    options = dist.AllreduceCoalescedOptions()
+    options.asyncOp = True
+    made = _native.Codecs([(RAW, codec, codec, id) for codec, id in zip(codecs, ids, strict=True)])
+    with exact() if set(codecs) == {RAW} else encoded(made, 0, step):
+        group.allreduce_coalesced(tensors, options).wait()

@@ -1,0 +1,99 @@
+"""What compression did to each parameter, measured while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from .. import _native
+
+__all__ = ["Measures", "Totals", "table"]
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Figures of one parameter since its state was made.
+
+    Attributes:
+        name: of the parameter.
+        codec: of parts of its sums; None where it travels as it is.
+        calls: how many of its gradients were sent compressed.
+        bits: bits for each of its elements as part of a sum, metadata included.
+        raw_bytes: bytes of these gradients.
+        sent_bytes: bytes that they became.
+        error: squared error of sums by their square, of the elements that were compared with exact sums; None of none. That of a
+            scattered sum is of this rank's part.
+        compared: how many elements these are.
+        carried: with error feedback, norm of what this rank carries over by the norm of its gradient, mean of calls; None
+            without.
+        not_finite: buckets that this rank sent as NaN for a NaN or an infinity in them.
+        too_large: buckets that this rank sent as NaN because their metadata cannot hold their range.
+        codec_seconds: time of this rank for encoding, decoding and adding.
+    """
+
+    name: str
+    codec: str | None
+    calls: int
+    bits: float
+    raw_bytes: int
+    sent_bytes: int
+    error: float | None
+    compared: int
+    carried: float | None
+    not_finite: int
+    too_large: int
+    codec_seconds: float
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums of what the engine measured of one tensor: its fields are those of `_native.Measured`."""
+
+    calls: int = 0
+    compared: int = 0
+    error: float = 0.0
+    square: float = 0.0
+    carried_calls: int = 0
+    carried: float = 0.0
+    not_finite: int = 0
+    too_large: int = 0
+    nanos: int = 0
+
+    def plus(self, other: _native.Measured | Totals, by: int = 1) -> Totals:
+        """These and `by` times the others."""
+        names = [field.name for field in fields(Totals)]
+        return Totals(**{name: getattr(self, name) + by * getattr(other, name) for name in names})
+
+    @property
+    def relative_error(self) -> float | None:
+        """Squared error by the square of what is exact; None where nothing was compared."""
+        return self.error / self.square if self.square else None
+
+    @property
+    def mean_carried(self) -> float | None:
+        """Mean over calls of what is carried over by the gradient; None without such calls."""
+        return self.carried / self.carried_calls if self.carried_calls else None
+
+
+_COLUMNS = {
+    "parameter": lambda row: row.name,
+    "codec": lambda row: (row.codec or "raw").partition(",")[0],
+    "calls": lambda row: f"{row.calls}",
+    "bits": lambda row: f"{row.bits:.2f}" if row.calls else "",
+    "sent MB": lambda row: f"{row.sent_bytes / 1e6:.2f}",
+    "of MB": lambda row: f"{row.raw_bytes / 1e6:.2f}",
+    "error": lambda row: "" if row.error is None else f"{row.error:.2g}",
+    "carried": lambda row: "" if row.carried is None else f"{row.carried:.2g}",
+    "NaN buckets": lambda row: f"{row.not_finite + row.too_large}" if row.not_finite + row.too_large else "",
+    "codec ms": lambda row: f"{1e3 * row.codec_seconds:.1f}" if row.calls else "",
+}
+
+
+def table(rows: Iterable[Measures]) -> str:
+    """The rows for a person to read; `error` is the squared error by the square."""
+    lines = [list(_COLUMNS), *([show(row) for show in _COLUMNS.values()] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(cells))
+        for cells in (zip(line, widths, strict=True) for line in lines)
+    )
