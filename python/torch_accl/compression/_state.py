@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from .. import _native
 from ._scope import Addresses, accl_group
 from ._settings import RAW, Compression, tensor_id
 
-__all__ = ["State", "Traffic"]
+__all__ = ["Plan", "State", "Traffic", "names_of"]
 
 
 @dataclass
@@ -59,6 +59,9 @@ class State:
     A key of `layers` or `exclude` that fits no parameter is a warning.
     """
 
+    # From the first one on, calls that are not those of hooks are nobody's gradients (see `compat.cgx`).
+    is_any_made: ClassVar[bool] = False
+
     def __init__(
         self, compression: Compression, model: nn.Module, process_group: dist.ProcessGroup | None = None
     ) -> None:
@@ -66,10 +69,11 @@ class State:
             raise TypeError(f"compression must be a Compression, not {type(compression).__name__}")
         self.compression = compression
         self.process_group = accl_group(process_group)
+        State.is_any_made = True
         self.world = self.process_group.size()
         self.step = 0
         self.traffic = Traffic()
-        self._names = _names_of(model)
+        self._names = names_of(model)
         # The names are by identity: parameters must live as long.
         self._parameters = list(model.parameters())
         self._plans: dict[tuple[object, ...], Plan] = {}
@@ -219,7 +223,7 @@ def _is_coarse(codec: str) -> bool:
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
 
 
-def _names_of(model: nn.Module) -> dict[int, str]:
+def names_of(model: nn.Module) -> dict[int, str]:
     """The name that each parameter has in the model that was wrapped, by identity."""
     found = [(id(parameter), name.split(".")) for name, parameter in model.named_parameters()]
     plain = {identity: ".".join(part for part in parts if part not in _WRAPPERS) for identity, parts in found}
