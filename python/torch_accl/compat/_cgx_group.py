@@ -1,11 +1,10 @@
 """The process group of the backend name `cgx`: that of accl, whose plain sums of floats are compressed as CGX did.
 
 Owns what happens to an all_reduce that nobody has said anything about. It has to be decided call by call, since scripts change
-the variables between calls, and for the calls that DistributedDataParallel makes in C++, too; the settings of an engine's group
-(`Options(scope="all")`) are fixed when it is made, and what Python says of a thread does not reach other groups only. So the
-group is a `ProcessGroup` in Python, which torch calls from both sides: `all_reduce` looks at the settings, says how the call is
-encoded (`compression._scope`) and hands it on, as it hands on everything else, to a plain group in C++ that has the same
-backend. Everything is handed on by name, since what torch does for a method that Python leaves out holds the GIL while it blocks.
+the variables between calls, and for the calls that DistributedDataParallel makes in C++, too. The settings of an engine's group
+(`Options(scope="all")`) are fixed when it is made, and what is said of a thread is said of all groups. So the group is a
+`ProcessGroup` in Python, which torch calls from both sides: its `allreduce` looks at the settings, says how the call is encoded
+(`compression._scope`), and goes on as that of every group, whose backend is accl's. Everything else is inherited.
 
 What is compressed: all_reduces by SUM of at least 16 elements of float32, float16 or bfloat16, each a tensor of one call. Of
 coalesced calls and other operators and types, CGX raised; they travel as they are.
@@ -103,27 +102,26 @@ class CGXProcessGroup(dist.ProcessGroup):
 
     def __init__(self, group: Any, backend: _native.Backend, settings: GroupSettings) -> None:
         super().__init__(group.store, group.group_rank, group.group_size)
-        self._plain = dist.ProcessGroup(group.store, group.group_rank, group.group_size)
-        for own in (super(), self._plain):
-            own._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-            own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+        self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
         self.settings = settings
-        self.is_exact = is_exact(settings, self._plain)
+        self.is_exact = is_exact(settings, self)
         self._warned: set[str] = set()
 
     def allreduce(self, *arguments: Any, **named: Any) -> Work | None:
         """As that of every group, compressed if it is to be."""
+        # `super()` is called in this very function: by that torch knows that it is not to come back here.
         # Options, or an operator and a timeout; one tensor or a list: as torch has it.
         given = dict(zip(("tensors", "opts", "timeout"), arguments, strict=False)) | named
         tensors, options = given.get("tensors", given.get("tensor")), given.get("opts", given.get("op"))
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
         layers = self._layers(tensors, getattr(options, "reduceOp", options))
         if layers is None:
-            return self._plain.allreduce(*arguments, **named)
+            return super().allreduce(*arguments, **named)
         codecs = codecs_of(tuple(codecs for _, codecs in layers))
         if len(layers) == 1:
             with encoded(codecs, 0, 0):
-                return self._plain.allreduce(*arguments, **named)
+                return super().allreduce(*arguments, **named)
         parts = list(tensors[0].view(-1).split([numel for numel, _ in layers]))
         coalesced = dist.AllreduceCoalescedOptions()
         coalesced.reduceOp = dist.ReduceOp.SUM
@@ -132,7 +130,7 @@ class CGXProcessGroup(dist.ProcessGroup):
         if timeout is not None:
             coalesced.timeout = timeout
         with encoded(codecs, 0, 0):
-            work = self._plain.allreduce_coalesced(parts, coalesced)
+            work = super().allreduce_coalesced(parts, coalesced)
         return None if work is None else _WorkOfWhole(work, tensors)
 
     def _layers(self, tensors: list[torch.Tensor], op: Any) -> list[tuple[int, Coded]] | None:
@@ -180,63 +178,6 @@ class CGXProcessGroup(dist.ProcessGroup):
                 "ddp.register_comm_hook(CGXState(None), cgx_hook), and register_model(model) for names",
                 stacklevel=2,
             )
-
-    def _set_group_name(self, name: str) -> None:
-        super()._set_group_name(name)
-        self._plain._set_group_name(name)
-
-    def _set_group_desc(self, text: str) -> None:
-        super()._set_group_desc(text)
-        self._plain._set_group_desc(text)
-
-
-def _handed_on(name: str) -> Any:
-    def method(self: CGXProcessGroup, *arguments: Any, **named: Any) -> Any:
-        return getattr(self._plain, name)(*arguments, **named)
-
-    method.__name__ = name
-    method.__qualname__ = f"CGXProcessGroup.{name}"
-    method.__doc__ = f"As `ProcessGroup.{name}`."
-    return method
-
-
-# Every call that a version of torch has, and what watches calls.
-for _name in [
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "_start_coalescing",
-    "_end_coalescing",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "gather_into_tensor",
-    "gather_single",
-    "monitored_barrier",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-    "send",
-    "register_pre_hook",
-    "unregister_pre_hook",
-    "register_post_hook",
-    "unregister_post_hook",
-]:
-    if hasattr(dist.ProcessGroup, _name):
-        setattr(CGXProcessGroup, _name, _handed_on(_name))
 
 
 class _WorkOfWhole(Work):
