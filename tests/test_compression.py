@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch_accl
 from support import on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -373,6 +374,25 @@ def test_a_hook_without_codec_and_one_that_has_not_begun_give_what_plain_trainin
     assert not all(torch.equal(a, b) for a, b in zip(train(rank, ddp), exact, strict=True))
 
 
+@on_ranks(2, 3, fresh=True)
+@pytest.mark.parametrize("feedback", [False, True])
+def test_ranks_with_fewer_batches_join_those_with_more(rank, world, feedback):
+    def joined(ddp):
+        with ddp.join():
+            return train(rank, ddp, steps=3 + 2 * rank)
+
+    exact = joined(DistributedDataParallel(models()))
+    settings = Compression("maxmin:8,bucket=64", error_feedback=feedback)
+    ddp, state = compressed_ddp(settings, models())
+    joined(ddp)
+    # A rank that has joined sends zeros, and gets the weights of the last one at the end.
+    weights = [p.detach().clone() for p in ddp.parameters()]
+    assert same_on_all(*weights) and state.step == 3 + 2 * (world - 1)
+    dist.broadcast_object_list(shared := [exact], world - 1)
+    assert all(torch.allclose(a, b, atol=4e-3) for a, b in zip(weights, shared[0], strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(weights, shared[0], strict=True))
+
+
 @on_ranks(2, fresh=True)
 def test_layers_are_chosen_by_name(rank, world):
     settings = Compression(
@@ -617,6 +637,66 @@ def test_fsdp2_rows_have_the_parameters_that_torch_puts_there(rank, world):
     for name, gradient in exact.items():
         # What is excluded is exact, whatever lies before it in the row.
         assert torch.equal(coarse[name], gradient) == (name != "first.weight"), name
+
+
+def compressed_fsdp2(settings, model):
+    state = compression.State(settings, model)
+    compression.apply_fsdp2(model, state)
+    return model, state
+
+
+@on_ranks(4, fresh=True)
+@pytest.mark.parametrize("feedback", [False, True])
+def test_fsdp2_over_replicas_trains_near_plain_training(rank, world, feedback):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    exact = train(rank, sharded({"mesh": mesh}))
+    settings = Compression("maxmin:8,bucket=64", min_elements=64, error_feedback=feedback)
+    model, state = compressed_fsdp2(settings, sharded({"mesh": mesh}))
+    weights = train(rank, model)
+    assert same_on_all(*weights)
+    assert all(torch.allclose(a, b, atol=4e-3) for a, b in zip(weights, exact, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(weights, exact, strict=True))
+    assert state.step == 4 and state.traffic.ratio > 1.5
+
+
+@on_ranks(3, fresh=True)
+def test_fsdp2_divides_by_the_factor_that_it_was_given(rank, world):
+    def gradients(settings, factor):
+        model = sharded({})
+        if settings is not None:
+            compressed_fsdp2(settings, model)
+        for module in (model.up, model.down, model):
+            module.set_gradient_divide_factor(factor)
+        inputs, targets = batch(rank, 0)
+        (model(inputs) - targets).square().mean().backward()
+        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+    # With the world as factor, torch takes AVG, and PREMUL_SUM with any other.
+    for factor in (3.0, 1.0, 0.5, 7.0):
+        exact = gradients(None, factor)
+        coarse = gradients(Compression("maxmin:8,bucket=64", exclude=["norm"], min_elements=64), factor)
+        for name, gradient in exact.items():
+            if "norm" in name or "bias" in name:
+                # Three numbers that are added in another order.
+                assert torch.allclose(coarse[name], gradient, rtol=1e-5, atol=1e-7), name
+            else:
+                assert 1e-4 < error(coarse[name], gradient) < 0.03, name
+
+
+@on_ranks(2, fresh=True)
+def test_fsdp2_sums_gradients_over_steps_that_are_not_reduced(rank, world):
+    found = []
+    for settings in (None, Compression("maxmin:8,bucket=64", min_elements=64)):
+        model = sharded({})
+        state = None if settings is None else compressed_fsdp2(settings, model)[1]
+        for number in range(3):
+            model.set_requires_gradient_sync(number == 2)
+            inputs, targets = batch(rank, number)
+            (model(inputs) - targets).square().mean().backward()
+        found.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+    assert state.step == 1
+    assert 0 < error(found[1]["up.weight"], found[0]["up.weight"]) < 0.03
+    assert torch.equal(found[1]["up.bias"], found[0]["up.bias"])
 
 
 @on_ranks(2, fresh=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import os
+import warnings
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +22,9 @@ AnyOptions = Backend.Options
 
 _runtime = _native.Runtime()
 
+# Whether somebody who sets variables of torch_cgx knows by now what they do here. Once for a process.
+_knows_of_cgx: list[bool] = []
+
 
 def register() -> None:
     """Registers the backend with torch.distributed; again and again is fine. Also the entry point of torch's plug-ins."""
@@ -32,6 +37,14 @@ def create_backend(group: Any, pg_options: _native.BackendOptions | None) -> _na
 
     `group` is torch's description of the group: store, rank, size, timeout, name, global ranks.
     """
+    # Launchers give all ranks the same variables, and one of them says so.
+    if group.group_rank == 0:
+        _warn_of_cgx()
+    return connect(group, options_of(group, pg_options))
+
+
+def options_of(group: Any, pg_options: _native.BackendOptions | None) -> _native.BackendOptions:
+    """The options of a group that is about to be made, from what was given for it."""
     is_ours = isinstance(pg_options, _native.BackendOptions)
     # In a group of several backends ("cpu:accl,cuda:nccl") all get the one object, which may be for another.
     if pg_options is None or (isinstance(pg_options, AnyOptions) and not is_ours):
@@ -44,7 +57,29 @@ def create_backend(group: Any, pg_options: _native.BackendOptions | None) -> _na
     options._timeout = group.timeout if own_timeout is None else own_timeout
     options.group_name = group.group_id
     options.global_ranks_in_group = list(group.global_ranks_in_group)
+    return options
+
+
+def connect(group: Any, options: _native.BackendOptions) -> _native.Backend:
+    """Makes one rank's backend of a group; blocks until all ranks are connected."""
     return _runtime.create_backend(group.store, group.group_rank, group.group_size, options)
+
+
+def settle_cgx() -> None:
+    """From now on nothing is said of variables of torch_cgx."""
+    _knows_of_cgx[:] = [True]
+
+
+def _warn_of_cgx() -> None:
+    """Says that the variables of torch_cgx compress nothing in a group of accl."""
+    found = sorted(name for name in os.environ if name.startswith("CGX_"))
+    if found and not _knows_of_cgx:
+        settle_cgx()
+        warnings.warn(
+            f"{', '.join(found)}: variables of torch_cgx have no effect on groups of the accl backend. For what they say, "
+            "use `from torch_accl.compat import cgx` and init_process_group('cgx'); or see torch_accl.compression",
+            stacklevel=2,
+        )
 
 
 # A process may end without destroy_process_group: the peers learn of it at once, and no thread of ours outlives Python.

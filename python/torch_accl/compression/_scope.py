@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from .. import _native
 
-__all__ = ["Addresses", "accl_group", "encoded", "exact"]
+__all__ = ["Addresses", "accl_group", "encoded", "exact", "is_said"]
 
 
 # Addresses of what is carried over: of contributions, and of sums.
@@ -42,6 +42,13 @@ def exact() -> Iterator[None]:
         yield
     finally:
         _native.encode_calls(before)
+
+
+def is_said() -> bool:
+    """Whether this thread is inside `encoded` or `exact`."""
+    said = _native.encode_calls(None)
+    _native.encode_calls(said)
+    return said is not None
 
 
 def accl_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

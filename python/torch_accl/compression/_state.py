@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from ._measures import Measures, Totals, table
 from ._scope import Addresses, accl_group, encoded
 from ._settings import AUTO, RAW, Codec, Compression, finer, tensor_id
 
-__all__ = ["State", "Traffic"]
+__all__ = ["Plan", "State", "Traffic", "names_of"]
 
 # Calls of a plan between two looks at what was measured; all ranks look at the same ones.
 LOOK_EVERY = 100
@@ -81,6 +81,9 @@ class State:
     they differ, all of them raise a RuntimeError that names both.
     """
 
+    # From the first one on, calls that are not those of hooks are nobody's gradients (see `compat.cgx`).
+    is_any_made: ClassVar[bool] = False
+
     def __init__(
         self, compression: Compression, model: nn.Module, process_group: dist.ProcessGroup | None = None
     ) -> None:
@@ -88,10 +91,11 @@ class State:
             raise TypeError(f"compression must be a Compression, not {type(compression).__name__}")
         self.compression = compression
         self.process_group = accl_group(process_group)
+        State.is_any_made = True
         self.world = self.process_group.size()
         self.step = 0
         self.traffic = Traffic()
-        self._names = _names_of(model)
+        self._names = names_of(model)
         # The names are by identity: parameters must live as long.
         self._parameters = list(model.parameters())
         self._plans: dict[tuple[object, ...], Plan] = {}
@@ -412,7 +416,7 @@ def _is_coarse(codec: str) -> bool:
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
 
 
-def _names_of(model: nn.Module) -> dict[int, str]:
+def names_of(model: nn.Module) -> dict[int, str]:
     """The name that each parameter has in the model that was wrapped, by identity."""
     found = [(id(parameter), name.split(".")) for name, parameter in model.named_parameters()]
     plain = {identity: ".".join(part for part in parts if part not in _WRAPPERS) for identity, parts in found}

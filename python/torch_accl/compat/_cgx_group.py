@@ -1,0 +1,244 @@
+"""The process group of the backend name `cgx`: that of accl, whose plain sums of floats are compressed as CGX did.
+
+Owns what happens to an all_reduce that nobody has said anything about. It has to be decided call by call, since scripts change
+the variables between calls, and for the calls that DistributedDataParallel makes in C++, too. The settings of an engine's group
+(`Options(scope="all")`) are fixed when it is made, and what is said of a thread is said of all groups. So the group is a
+`ProcessGroup` in Python, which torch calls from both sides: its `allreduce` looks at the settings, says how the call is encoded
+(`compression._scope`), and goes on as that of every group, whose backend is accl's. Everything else is inherited.
+
+What is compressed: all_reduces by SUM of at least 16 elements of float32, float16 or bfloat16, each a tensor of one call. Of
+coalesced calls and other operators and types, CGX raised; they travel as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+
+from .. import _native
+from .._register import connect, options_of, settle_cgx
+from ..compression._scope import encoded, is_said
+from ..compression._settings import RAW
+from ..compression._state import State
+from ._cgx_layers import Layer, Registry, Unclear
+from ._cgx_variables import (
+    DEFAULT_BUCKET_SIZE,
+    RAW_FROM_BITS,
+    CallSettings,
+    GroupSettings,
+    codec_text,
+    warn_of_what_differs,
+)
+
+__all__ = [
+    "FLOATS",
+    "LEAST_ELEMENTS",
+    "CGXProcessGroup",
+    "Coded",
+    "codecs_of",
+    "coded",
+    "create_group",
+    "is_exact",
+    "registry",
+]
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+# CGX sent all_reduces of fewer elements as they are, whatever was registered.
+LEAST_ELEMENTS = 16
+
+registry = Registry()
+
+# The codecs of one tensor, and its number, which nothing depends on: rounding is to the nearest level.
+Coded = tuple[str, str, str, int]
+
+
+def create_group(group: Any, pg_options: _native.BackendOptions | None) -> dist.ProcessGroup:
+    """Makes one rank's group of the name `cgx`; torch calls this on every rank of it.
+
+    Raises:
+        ValueError: a variable of CGX is not what is expected.
+    """
+    settle_cgx()
+    settings = GroupSettings.now()
+    if group.group_rank == 0:
+        warn_of_what_differs()
+    options = options_of(group, pg_options)
+    if settings.algorithm is not None:
+        given = options.settings.get("algorithm") or os.environ.get("ACCL_ALGORITHM", "")
+        # The last that fits a call wins: what was said in accl's own terms does.
+        options.settings = {**options.settings, "algorithm": ",".join(filter(None, (settings.algorithm, given)))}
+    return CGXProcessGroup(group, connect(group, options), settings)
+
+
+def is_exact(settings: GroupSettings, group: dist.ProcessGroup) -> bool:
+    """Whether nothing is compressed in a group. Collective where what ranks of one host exchange is not."""
+    return settings.is_dummy or (not settings.inside_hosts and _is_on_one_host(group))
+
+
+def coded(layer: Layer, dtype: torch.dtype, now: CallSettings, settings: GroupSettings) -> Coded:
+    """The codecs of a layer of a group that compresses."""
+    bits = now.bits if layer.bits is None else layer.bits
+    if bits >= RAW_FROM_BITS or layer.numel <= settings.minimal_size:
+        return (RAW, RAW, RAW, 0)
+    codec = codec_text(bits, layer.bucket_size, str(dtype).removeprefix("torch."), now.skip_incomplete)
+    return (codec if settings.inside_hosts else RAW, codec, codec, 0)
+
+
+class CGXProcessGroup(dist.ProcessGroup):
+    """A group of the name `cgx`.
+
+    Attributes:
+        settings: what its variables said when it was made.
+        is_exact: whether nothing is compressed in it.
+    """
+
+    def __init__(self, group: Any, backend: _native.Backend, settings: GroupSettings) -> None:
+        super().__init__(group.store, group.group_rank, group.group_size)
+        self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+        self.settings = settings
+        self.is_exact = is_exact(settings, self)
+        self._warned: set[str] = set()
+
+    def allreduce(self, *arguments: Any, **named: Any) -> Work | None:
+        """As that of every group, compressed if it is to be."""
+        # `super()` is called in this very function: by that torch knows that it is not to come back here.
+        # Options, or an operator and a timeout; one tensor or a list: as torch has it.
+        given = dict(zip(("tensors", "opts", "timeout"), arguments, strict=False)) | named
+        tensors, options = given.get("tensors", given.get("tensor")), given.get("opts", given.get("op"))
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
+        layers = self._layers(tensors, getattr(options, "reduceOp", options))
+        if layers is None:
+            return super().allreduce(*arguments, **named)
+        codecs = codecs_of(tuple(codecs for _, codecs in layers))
+        if len(layers) == 1:
+            with encoded(codecs, 0, 0):
+                return super().allreduce(*arguments, **named)
+        parts = list(tensors[0].view(-1).split([numel for numel, _ in layers]))
+        coalesced = dist.AllreduceCoalescedOptions()
+        coalesced.reduceOp = dist.ReduceOp.SUM
+        coalesced.asyncOp = getattr(options, "asyncOp", True)
+        timeout = getattr(options, "timeout", given.get("timeout"))
+        if timeout is not None:
+            coalesced.timeout = timeout
+        with encoded(codecs, 0, 0):
+            work = super().allreduce_coalesced(parts, coalesced)
+        return None if work is None else _WorkOfWhole(work, tensors)
+
+    def _layers(self, tensors: list[torch.Tensor], op: Any) -> list[tuple[int, Coded]] | None:
+        """The parts of a call and their codecs; None if it travels as it is."""
+        if self.is_exact or self.size() == 1 or len(tensors) != 1 or not (op is None or op == dist.ReduceOp.SUM):
+            return None
+        tensor = tensors[0]
+        if tensor.dtype not in FLOATS or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return None
+        # A complex tensor comes as its real view.
+        is_complex = tensor._base is not None and tensor._base.is_complex()
+        if is_complex or tensor.numel() < LEAST_ELEMENTS or is_said() or State.is_any_made:
+            return None
+        layers = self._layers_of(tensor)
+        if layers is None:
+            return None
+        now = CallSettings.now()
+        parts = [(layer.numel, coded(layer, tensor.dtype, now, self.settings)) for layer in layers]
+        return parts if any(codecs[1] != RAW for _, codecs in parts) else None
+
+    def _layers_of(self, tensor: torch.Tensor) -> tuple[Layer, ...] | None:
+        """The layers of a tensor as they are registered, else itself; None if it is not known or not clear what it is."""
+        numel = tensor.numel()
+        whole = (Layer(numel, None, CallSettings.now().bucket_size or DEFAULT_BUCKET_SIZE),)
+        if registry.is_empty:
+            if registry.excluded:
+                self._say_unclear(numel, "exclude_layer was called, and no names are known")
+            return None if registry.excluded else whole
+        layers = registry.layers_of(numel)
+        if layers is None:
+            found = registry.model_of(numel)
+            layers = found if isinstance(found, Unclear) else whole if found else None
+        if isinstance(layers, Unclear):
+            self._say_unclear(numel, layers.why)
+            return None
+        if layers is not None and len(layers) > 1 and not tensor.is_contiguous():
+            return None
+        return layers
+
+    def _say_unclear(self, numel: int, why: str) -> None:
+        if self.rank() == 0 and why not in self._warned:
+            self._warned.add(why)
+            warnings.warn(
+                f"cgx: an all_reduce of {numel} elements travels as it is: {why}; a hook knows what is where: "
+                "ddp.register_comm_hook(CGXState(None), cgx_hook), and register_model(model) for names",
+                stacklevel=2,
+            )
+
+
+class _WorkOfWhole(Work):
+    """A call that was made in parts, as one on the whole tensor: only its result differs."""
+
+    def __init__(self, work: Work, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._work = work
+        self._tensors = tensors
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return self._work.get_future().then(self._whole)
+
+    def result(self) -> list[torch.Tensor]:
+        self._work.result()
+        return self._tensors
+
+    def _whole(self, future: torch.futures.Future[list[torch.Tensor]]) -> list[torch.Tensor]:
+        # An error of the call is raised here.
+        future.value()
+        return self._tensors
+
+
+def _of_work(name: str) -> Any:
+    def method(self: _WorkOfWhole, *arguments: Any, **named: Any) -> Any:
+        return getattr(self._work, name)(*arguments, **named)
+
+    method.__name__ = name
+    method.__doc__ = f"As `Work.{name}`."
+    return method
+
+
+for _name in [
+    "wait",
+    "is_completed",
+    "is_success",
+    "exception",
+    "synchronize",
+    "source_rank",
+    "_source_rank",
+    "get_future_result",
+    "_get_duration",
+    "_get_op_type",
+    "_get_sequence_number",
+    "block_current_stream",
+]:
+    if hasattr(Work, _name):
+        setattr(_WorkOfWhole, _name, _of_work(_name))
+
+
+@lru_cache(maxsize=1024)
+def codecs_of(coded: tuple[Coded, ...]) -> _native.Codecs:
+    """The engine's codecs of the tensors of a call."""
+    return _native.Codecs(list(coded))
+
+
+def _is_on_one_host(group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of a group share a host. Collective."""
+    said = group._get_backend(torch.device("cpu")).options.settings.get("host_id") or os.environ.get("ACCL_HOST_ID")
+    name = said or _native.host_facts()["host_id"]
+    mine = torch.tensor([int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])])
+    hosts = [torch.empty_like(mine) for _ in range(group.size())]
+    group.allgather([hosts], [mine]).wait()
+    return len({int(host) for host in hosts}) == 1

@@ -1,0 +1,229 @@
+"""The environment variables of CGX: what they say, and what to tell of those that say nothing here.
+
+Owns their names, meanings and checks. What is compressed with them is decided in `_cgx_group.py` and `_cgx_hook.py`. CGX read
+garbage as 0; here it is a `ValueError` that names the variable. A variable that is set to nothing counts as not set.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .. import _native
+
+__all__ = ["RAW_FROM_BITS", "CallSettings", "GroupSettings", "check_bucket_size", "codec_text"]
+
+BITS = "CGX_COMPRESSION_QUANTIZATION_BITS"
+BUCKET_SIZE = "CGX_COMPRESSION_BUCKET_SIZE"
+SKIP_INCOMPLETE = "CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS"
+MINIMAL_SIZE = "CGX_COMPRESSION_MINIMAL_SIZE"
+FAKE_RATIO = "CGX_COMPRESSION_FAKE_RATIO"
+FUSION_BUFFER = "CGX_FUSION_BUFFER_SIZE_MB"
+INNER_COMMUNICATOR = "CGX_INNER_COMMUNICATOR_TYPE"
+CROSS_COMMUNICATOR = "CGX_CROSS_COMMUNICATOR_TYPE"
+INNER_REDUCTION = "CGX_INNER_REDUCTION_TYPE"
+CROSS_REDUCTION = "CGX_CROSS_REDUCTION_TYPE"
+INTRA_BROADCAST = "CGX_INTRA_BROADCAST"
+INTRA_COMPRESS = "CGX_INTRA_COMPRESS"
+REMOTE_BUFFERS = "CGX_REMOTE_BUF_COMPRESSION"
+ALL_TO_ALL = "CGX_DEBUG_ALL_TO_ALL_REDUCTION"
+DUMMY = "CGX_DEBUG_DUMMY_COMPRESSION"
+OLD_COMMUNICATOR = "COMMUNICATOR_TYPE"
+
+# What CGX was built with: told to a compiler, they may be in the environment still.
+BUILD_SWITCHES = ("CGX_CUDA",)
+
+# A tensor with so many bits an element travels as it is.
+RAW_FROM_BITS = 9
+MOST_BITS = 32
+DEFAULT_BUCKET_SIZE = 512
+DEFAULT_MINIMAL_SIZE = 16
+
+
+@dataclass(frozen=True)
+class CallSettings:
+    """What is read before every call.
+
+    Attributes:
+        bits: bits an element, of layers without their own; from `RAW_FROM_BITS` on they travel as they are.
+        bucket_size: elements that share a minimum and a step; None if no variable says so.
+        skip_incomplete: whether what is behind the last full bucket of a slice travels as it is.
+    """
+
+    bits: int
+    bucket_size: int | None
+    skip_incomplete: bool
+
+    @staticmethod
+    def now() -> CallSettings:
+        """From the environment.
+
+        Raises:
+            ValueError: a variable is not what is expected.
+        """
+        return _call_settings(_text(BITS), _text(BUCKET_SIZE), _text(SKIP_INCOMPLETE))
+
+
+@lru_cache(maxsize=64)
+def _call_settings(bits: str | None, bucket_size: str | None, skip_incomplete: str | None) -> CallSettings:
+    wanted = "a number of bits from 1 to 32, where 9 and more mean uncompressed"
+    size = None if bucket_size is None else _integer(BUCKET_SIZE, bucket_size, 1, None, "a number of elements")
+    if size is not None:
+        check_bucket_size(BUCKET_SIZE, size)
+    return CallSettings(
+        MOST_BITS if bits is None else _integer(BITS, bits, 1, MOST_BITS, wanted),
+        size,
+        skip_incomplete is not None and _integer(SKIP_INCOMPLETE, skip_incomplete, None, None, "0 or 1") > 0,
+    )
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """What is read once, when a group is made.
+
+    Attributes:
+        minimal_size: a layer is compressed only if it has more elements.
+        inside_hosts: whether what ranks of one host exchange is compressed.
+        is_dummy: whether nothing is compressed at all.
+        algorithm: what `ACCL_ALGORITHM` is to be unless it is given; None leaves the choice to the engine.
+    """
+
+    minimal_size: int = DEFAULT_MINIMAL_SIZE
+    inside_hosts: bool = True
+    is_dummy: bool = False
+    algorithm: str | None = None
+
+    @staticmethod
+    def now() -> GroupSettings:
+        """From the environment; all variables of CGX are checked.
+
+        Raises:
+            ValueError: a variable is not what is expected.
+        """
+        CallSettings.now()
+        inner = _one_of(INNER_REDUCTION, ("SRA", "Ring"))
+        _one_of(CROSS_REDUCTION, ("SRA", "Ring"))
+        _one_of(INNER_COMMUNICATOR, ("MPI", "SHM", "NCCL"))
+        _one_of(CROSS_COMMUNICATOR, ("MPI", "SHM", "NCCL"))
+        _one_of(OLD_COMMUNICATOR, ("MPI", "SHM", "NCCL", "P2P"))
+        _optional(FUSION_BUFFER, 0, "a size in MiB")
+        for name in (INTRA_BROADCAST, REMOTE_BUFFERS, ALL_TO_ALL):
+            _switch(name, False)
+        _ratio()
+        minimal_size = _optional(MINIMAL_SIZE, 0, "a number of elements")
+        return GroupSettings(
+            minimal_size=DEFAULT_MINIMAL_SIZE if minimal_size is None else minimal_size,
+            inside_hosts=_switch(INTRA_COMPRESS, True),
+            is_dummy=_switch(DUMMY, False),
+            algorithm="all_reduce=ring" if inner == "Ring" else None,
+        )
+
+
+def warn_of_what_differs() -> None:
+    """Says which variables have no effect or another one than they had, a warning for each cause."""
+    idle = {
+        INNER_COMMUNICATOR: _text(INNER_COMMUNICATOR) not in (None, "SHM"),
+        OLD_COMMUNICATOR: _text(OLD_COMMUNICATOR) not in (None, "SHM"),
+        CROSS_COMMUNICATOR: _text(CROSS_COMMUNICATOR) is not None,
+        INTRA_BROADCAST: _text(INTRA_BROADCAST) is not None,
+        CROSS_REDUCTION: _text(CROSS_REDUCTION) is not None,
+        FUSION_BUFFER: _text(FUSION_BUFFER) is not None,
+        REMOTE_BUFFERS: _switch(REMOTE_BUFFERS, False),
+    }
+    if named := [f"{name}={_text(name)}" for name, is_idle in idle.items() if is_idle]:
+        _warn(
+            f"{', '.join(named)} {'has' if len(named) == 1 else 'have'} no effect here: ranks of a host share memory and hosts "
+            "are connected by TCP (ACCL_TRANSPORTS), algorithms are chosen by size (ACCL_ALGORITHM), and calls of any size are "
+            "sent in tiles as they are encoded"
+        )
+    if _ratio() < 1:
+        _warn(
+            f"{FAKE_RATIO}={_text(FAKE_RATIO)} is ignored: it left gradients unreduced to measure time, which is wrong on purpose"
+        )
+    if _switch(ALL_TO_ALL, False):
+        _warn(
+            f"{ALL_TO_ALL}={_text(ALL_TO_ALL)} is ignored; ACCL_ALGORITHM=all_reduce=direct exchanges the same messages, with the "
+            "same result on all ranks"
+        )
+    if _switch(DUMMY, False):
+        _warn(f"{DUMMY}={_text(DUMMY)}: nothing is compressed, as with CGX; unset it to compress")
+    known = [value for key, value in globals().items() if key.isupper() and isinstance(value, str)]
+    for name in sorted(set(variables()) - set(known) - set(BUILD_SWITCHES)):
+        nearest = difflib.get_close_matches(name, known, 1)
+        _warn(f"{name} is no variable of CGX and has no effect" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+
+
+def variables() -> list[str]:
+    """The variables in the environment that have CGX's prefix and are set to something."""
+    return sorted(name for name, value in os.environ.items() if name.startswith("CGX_") and value.strip())
+
+
+def check_bucket_size(name: str, size: object) -> int:
+    """A bucket size that the codec accepts.
+
+    Raises:
+        ValueError: it is none; the message names it as `name`.
+    """
+    if type(size) is not int:
+        raise ValueError(f"{name} is {size!r}; expected a number of elements")
+    try:
+        _native.check_codec(f"maxmin:8,bucket={size}")
+    except ValueError as error:
+        # The codec says what it accepts after the name that it has for itself.
+        reason = str(error).split("expected", 1)
+        raise ValueError(f"{name} is {size}; expected{reason[1]}" if len(reason) == 2 else f"{name}: {error}") from None
+    return size
+
+
+def codec_text(bits: int, bucket_size: int, dtype: str, skip_incomplete: bool) -> str:
+    """The codec for elements of a type, as CGX encodes: to the nearest level, with metadata of the same type."""
+    text = f"maxmin:{bits},bucket={bucket_size},meta={dtype},rounding=nearest"
+    return f"{text},skip_incomplete" if skip_incomplete else text
+
+
+def _text(name: str) -> str | None:
+    value = os.environ.get(name, "").strip()
+    return value or None
+
+
+def _integer(name: str, text: str, least: int | None, most: int | None, wanted: str) -> int:
+    value = int(text) if re.fullmatch(r"[+-]?[0-9]+", text) else None
+    if value is None or (least is not None and value < least) or (most is not None and value > most):
+        raise ValueError(f"{name} is {text!r}; expected {wanted}")
+    return value
+
+
+def _optional(name: str, least: int, wanted: str) -> int | None:
+    text = _text(name)
+    return None if text is None else _integer(name, text, least, None, f"{wanted}, at least {least}")
+
+
+def _switch(name: str, default: bool) -> bool:
+    text = _text(name)
+    return default if text is None else _integer(name, text, None, None, "0 or 1") != 0
+
+
+def _one_of(name: str, accepted: tuple[str, ...]) -> str | None:
+    text = _text(name)
+    if text is not None and text not in accepted:
+        raise ValueError(f"{name} is {text!r}; expected one of {', '.join(accepted)}")
+    return text
+
+
+def _ratio() -> float:
+    text = _text(FAKE_RATIO)
+    try:
+        ratio = 1.0 if text is None else float(text)
+    except ValueError:
+        ratio = -1.0
+    if not ratio >= 0:
+        raise ValueError(f"{FAKE_RATIO} is {text!r}; expected a number of at least 0, such as 0.5")
+    return ratio
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"cgx: {text}", stacklevel=2)

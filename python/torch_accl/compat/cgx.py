@@ -1,0 +1,165 @@
+"""torch_cgx by its own names, on accl: `from torch_accl.compat import cgx as torch_cgx`.
+
+Importing registers the backend name `cgx`. A group of that name is one of accl whose plain all_reduces, by SUM of at least 16
+elements of float32, float16 or bfloat16, are compressed as CGX's variables say at that call:
+`CGX_COMPRESSION_QUANTIZATION_BITS` (32 by default, uncompressed), `CGX_COMPRESSION_BUCKET_SIZE` (512) and
+`CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS`. Rounding is to the nearest level, and a bucket's minimum and step are of the tensor's
+type. Every rank ends with the same bits.
+
+    from torch_accl.compat import cgx as torch_cgx
+
+    dist.init_process_group("cgx")
+    model = DistributedDataParallel(net)
+    state = torch_cgx.CGXState(None, compression_params={"bits": 4, "bucket_size": 1024})
+    model.register_comm_hook(state, torch_cgx.cgx_hook)
+
+**With a hook**, once a state was made, all other all_reduces are exact. **With registered layers** and no hook, an all_reduce is
+taken for a bucket if it has as many elements, and cut into its layers; all others are exact. **With a registered model** and
+no hook, an all_reduce is compressed if it has as many elements as successive layers of it, none of which is excluded. Where
+sizes do not tell which of several it is, it travels as it is, with a warning. Tables belong to the process: `reset` forgets them.
+
+`docs/compression.md` has every variable and function, and what differs from CGX.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..compression._state import State
+from ._cgx_group import create_group
+from ._cgx_group import registry as _registry
+from ._cgx_hook import CGXState, cgx_hook
+from ._cgx_hook import states as _states
+from ._cgx_layers import Layer, check_bits, check_index
+from ._cgx_variables import check_bucket_size
+
+__all__ = [
+    "NAME",
+    "CGXState",
+    "Layer",
+    "Registered",
+    "cgx_hook",
+    "exclude_layer",
+    "register_layer",
+    "register_model",
+    "registered",
+    "reset",
+    "set_quantization_bits",
+    "set_quantization_bucket_size",
+]
+
+NAME = "cgx"
+
+
+@dataclass(frozen=True)
+class Registered:
+    """What was registered.
+
+    Attributes:
+        layers: of each bucket, what `register_layer` and the setters said.
+        names: those that `register_model` was given.
+        excluded: what `exclude_layer` was given.
+    """
+
+    layers: tuple[tuple[Layer, ...], ...]
+    names: tuple[str, ...]
+    excluded: tuple[str, ...]
+
+
+def register_layer(bucket_idx: int, layer_idx: int, numel: int, bits: int, bucket_size: int) -> None:
+    """Adds a layer to the table of buckets. Buckets and their layers are registered in order, from 0.
+
+    Args:
+        bucket_idx: the bucket of DistributedDataParallel.
+        layer_idx: its place there.
+        numel: its elements.
+        bits: 1 to 8; 9 to 32 mean uncompressed, 0 and less those of the environment.
+        bucket_size: elements that share a minimum and a step: a multiple of 8 from 8 to 8192.
+
+    Raises:
+        ValueError: an argument is not what is expected.
+    """
+    _registry.register_layer(bucket_idx, layer_idx, numel, bits, bucket_size)
+
+
+def set_quantization_bits(bucket_idx: int, layer_idx: int, bits: int) -> None:
+    """Changes the bits of a registered layer, else of one that the only `CGXState` knows.
+
+    Raises:
+        ValueError: no such bits or no such layer; or several states, which have setters of their own.
+    """
+    value = check_bits(bits)
+    if not _is_changed(bucket_idx, layer_idx, bits=value):
+        _only_state(bucket_idx, layer_idx).set_quantization_bits(bucket_idx, layer_idx, bits)
+
+
+def set_quantization_bucket_size(bucket_idx: int, layer_idx: int, bucket_size: int) -> None:
+    """Changes the bucket size of a registered layer, else of one that the only `CGXState` knows.
+
+    Raises:
+        ValueError: no such size or no such layer; or several states, which have setters of their own.
+    """
+    value = check_bucket_size("bucket_size", bucket_size)
+    if not _is_changed(bucket_idx, layer_idx, bucket_size=value):
+        _only_state(bucket_idx, layer_idx).set_quantization_bucket_size(bucket_idx, layer_idx, bucket_size)
+
+
+def register_model(layers: nn.Module | Iterable[tuple[str, int | torch.Tensor]]) -> None:
+    """Tells the names of layers, in the order of the forward pass.
+
+    Args:
+        layers: a model, or pairs of a name and either the parameter or its number of elements. With a model or with
+            parameters `cgx_hook` knows each gradient by name; with numbers, by its size. Again for the same layers is fine,
+            other layers are added.
+
+    Raises:
+        ValueError: `layers` is nothing of the kind.
+    """
+    _registry.register_model(layers)
+
+
+def exclude_layer(name: str) -> None:
+    """Lets the layers travel as they are whose names contain `name`. One that no registered name contains is a warning.
+
+    Raises:
+        ValueError: it is no text, or an empty one.
+    """
+    if not _registry.exclude(name):
+        warnings.warn(f"cgx: exclude_layer({name!r}) fits no registered layer", stacklevel=2)
+
+
+def registered() -> Registered:
+    """What was registered. What a hook knows is in the `layers` of its state."""
+    return Registered(_registry.buckets, _registry.names, _registry.excluded)
+
+
+def reset() -> None:
+    """Forgets what was registered, and that there were hooks. Hooks that are in use go on."""
+    _registry.clear()
+    _states.clear()
+    State.is_any_made = False
+
+
+def _is_changed(bucket_idx: int, layer_idx: int, **changes: int | None) -> bool:
+    return _registry.change(check_index("bucket_idx", bucket_idx), check_index("layer_idx", layer_idx), **changes)
+
+
+def _only_state(bucket_idx: int, layer_idx: int) -> CGXState:
+    if len(_states) == 1:
+        return next(iter(_states))
+    found = (
+        f"there are {len(_states)} states: call that of the one you mean"
+        if _states
+        else "register_layer was not told of it"
+    )
+    raise ValueError(f"there is no layer {layer_idx} of bucket {bucket_idx}: {found}")
+
+
+if NAME.upper() not in dist.Backend._plugins:
+    dist.Backend.register_backend(NAME, create_group, extended_api=True, devices=["cpu"])
