@@ -146,6 +146,10 @@ CONTENDERS = (
     *map(with_algorithm, FORCED),
     *(with_codec("accl", codec, "`all_reduce_quantized`") for codec in CODECS),
     *(with_codec("gloo", cast, f"what torch's `{cast}_compress_hook` does with a bucket") for cast in CASTS),
+    with_codec(
+        "gloo", "int8", "what torch's `quantization_pertensor_hook` does: all_gather of bytes, one scale a tensor"
+    ),
+    with_codec("gloo", "powersgd", "torch's `powerSGD_hook`, rank 1 as is its default, on one matrix"),
 )
 
 BY_NAME = {contender.name: contender for contender in CONTENDERS}

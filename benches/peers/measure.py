@@ -218,6 +218,13 @@ def run(crew: Crew, cell: Cell, shape: Shape) -> float:
     return statistics.median(took) / shape.calls
 
 
+def make_calls(crew: Crew, cell: Cell) -> int:
+    """A few calls that are not timed; how many they were."""
+    crew.order(f"run {cell.words} 1 {LEAST_CALLS} 0")
+    # With those that a rank makes first, so that it is warm.
+    return LEAST_CALLS + LEAST_CALLS // 10 + 1
+
+
 def batch_ns(cell: Cell, ranks: Sequence[board.Span]) -> int:
     """What a batch took the slowest rank, or from the root's begin on."""
     if cell.collective in ROOTED:

@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a veth pair, on which ranks of one machine meet as ranks of two hosts do.
+"""Network namespaces joined by veth pairs, on which ranks of one machine meet as ranks of several hosts do.
 
 Owns names, addresses, shaping and the end of all of it, and how fast a plain TCP connection is over the same link. Who
 runs there is not known here. Memory, files and clocks are those of the machine: ranks meet on the board as ever.
@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import statistics
+import string
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,8 +28,8 @@ PREFIX = "accl-peers-"
 # Each namespace has its own, so that one name does for all.
 INTERFACE = "peers0"
 # Of the block that is set aside for benchmarks (RFC 2544), so nobody else's route goes there.
-NETWORK = "198.18.0.0/30"
-ADDRESSES = ("198.18.0.1", "198.18.0.2")
+NETWORK = "198.18.0.0/28"
+ADDRESSES = tuple(f"198.18.0.{number}" for number in range(1, 9))
 # What Linux has unless somebody changes it: figures of a machine that was changed would not compare.
 CONGESTION_CONTROL = "cubic"
 SHAPED_BITS = 10**9
@@ -45,7 +46,7 @@ NUMBERS = itertools.count()
 
 @dataclass(frozen=True)
 class Link:
-    """The two ends. Ranks are started on `hosts`."""
+    """Its ends. Ranks are started on `hosts`."""
 
     namespaces: tuple[str, ...]
 
@@ -53,6 +54,11 @@ class Link:
     def hosts(self) -> tuple[Host, ...]:
         """How a rank is started there; gloo has to be told where to listen."""
         return tuple(Host(inside(name), {"GLOO_SOCKET_IFNAME": INTERFACE}) for name in self.namespaces)
+
+    def sent(self) -> int:
+        """Bytes that have left the first end, by the counter of its interface: headers and repetitions too."""
+        count = f"/sys/class/net/{INTERFACE}/statistics/tx_bytes"
+        return int(finish([*inside(self.namespaces[0]), "cat", count], "the interface has no counter", COMMAND_S))
 
     def goodput(self, turns: int) -> list[float]:
         """Bytes per second of a plain TCP connection that sends both ways at once: of each turn, the slower way."""
@@ -67,7 +73,7 @@ class Link:
         cores = sorted(os.sched_getaffinity(0))
         server, client = (
             [*inside(name), sys.executable, str(BULK), ADDRESSES[0], str(count), str(turns), str(core)]
-            for name, core in zip(self.namespaces, itertools.cycle(cores))
+            for name, core in zip(self.namespaces[:2], itertools.cycle(cores))
         )
         with contextlib.ExitStack() as ends:
             listening = ends.enter_context(started(server))
@@ -78,8 +84,9 @@ class Link:
 
 
 @contextlib.contextmanager
-def joined(bits: int | None = None) -> Iterator[Link]:
-    """Makes a link, limited to so many bits a second each way, and removes it whatever happens.
+def joined(bits: int | None = None, ends: int = 2) -> Iterator[Link]:
+    """Makes a link, each end limited to so many bits a second each way, and removes it whatever happens. More than two ends meet
+    at a bridge.
 
     Whoever runs there has to be gone by then.
     """
@@ -90,19 +97,35 @@ def joined(bits: int | None = None) -> Iterator[Link]:
             raise Unavailable(f"`{program}` is not there; it is part of iproute2")
     sweep()
     number = next(NUMBERS)
-    names = tuple(f"{PREFIX}{os.getpid()}-{number}{end}" for end in "ab")
+    names = tuple(f"{PREFIX}{os.getpid()}-{number}{end}" for end in string.ascii_lowercase[:ends])
+    bridge = f"{PREFIX}{os.getpid()}-{number}-bridge"
     try:
         for name in names:
             command(["ip", "netns", "add", name])
-        ends = [["name", INTERFACE, "netns", name] for name in names]
         # Interfaces go with their namespaces.
-        command(["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]])
+        if ends == 2:
+            sides = [["name", INTERFACE, "netns", name] for name in names]
+            command(["ip", "link", "add", *sides[0], "type", "veth", "peer", *sides[1]])
+        else:
+            join_at_bridge(bridge, names)
         for name, address in zip(names, ADDRESSES):
             for change in changes(address, bits):
                 command([*inside(name), *change.split()])
         yield Link(names)
     finally:
-        remove(names)
+        remove([*names, bridge])
+
+
+def join_at_bridge(bridge: str, names: Sequence[str]) -> None:
+    """Gives each namespace an interface whose other side is a port of a bridge in a namespace of its own."""
+    command(["ip", "netns", "add", bridge])
+    command([*inside(bridge), "ip", "link", "add", "bridge0", "type", "bridge"])
+    command([*inside(bridge), "ip", "link", "set", "bridge0", "up"])
+    for number, name in enumerate(names):
+        port = f"port{number}"
+        sides = [["name", INTERFACE, "netns", name], ["name", port, "netns", bridge]]
+        command(["ip", "link", "add", *sides[0], "type", "veth", "peer", *sides[1]])
+        command([*inside(bridge), "ip", "link", "set", port, "master", "bridge0", "up"])
 
 
 def changes(address: str, bits: int | None) -> Iterator[str]:
@@ -110,7 +133,7 @@ def changes(address: str, bits: int | None) -> Iterator[str]:
     # Ranks of one host meet over it, unless they share memory.
     yield "ip link set lo up"
     yield f"ip link set {INTERFACE} addrgenmode none"
-    yield f"ip address add {address}/30 dev {INTERFACE}"
+    yield f"ip address add {address}/28 dev {INTERFACE}"
     yield f"ip link set {INTERFACE} up"
     yield f"ip route replace {NETWORK} dev {INTERFACE} src {address} congctl {CONGESTION_CONTROL}"
     if bits:

@@ -12,9 +12,9 @@ from typing import Any
 from . import networks
 from .build import Workshop
 from .contenders import BY_NAME, CONTENDERS
-from .fleet import HERE, Fleet, Host
+from .fleet import HERE, Crew, Fleet, Host
 from .machine import Quiet
-from .measure import Cell, Effort, Figure, measure
+from .measure import Cell, Effort, Figure, attempt, make_calls, measure
 from .placement import Placement
 from .tables import Bar, Table, plain, ratio, size_name
 
@@ -59,10 +59,22 @@ class Bench:
                 self.missing[name] = f"with {self.fleet.words}: {reason}"
         return figures
 
+    def sent(self, wanted: Sequence[str], cell: Cell, link: networks.Link) -> dict[str, int]:
+        """Bytes that a call puts on the wire at one end of the link, of each contender that is up there."""
+
+        def of_a_call(crew: Crew) -> float:
+            before = link.sent()
+            made = make_calls(crew, cell)
+            return (link.sent() - before) / made
+
+        there = [name for name in wanted if self.fleet and name in self.fleet.crews]
+        found = {name: attempt(self.fleet, name, of_a_call) for name in there}
+        return {name: round(sent) for name, sent in found.items() if sent is not None}
+
     @contextlib.contextmanager
-    def network(self, bits: int | None = None) -> Iterator[networks.Link]:
+    def network(self, bits: int | None = None, ends: int = 2) -> Iterator[networks.Link]:
         """A link to measure over; whoever runs on its hosts ends before it does."""
-        with networks.joined(bits) as link:
+        with networks.joined(bits, ends) as link:
             try:
                 yield link
             finally:

@@ -62,13 +62,21 @@ def over_a_network(shop: Workshop) -> list[str]:
         with networks.joined(networks.SHAPED_BITS) as link:
             complaints = turns(shop, ON_HOSTS, link.hosts, lambda pid: os.readlink(f"/proc/{pid}/ns/net"))
             [goodput] = link.goodput(1)
+        with networks.joined(networks.SHAPED_BITS, 3) as bridged:
+            [over_bridge], sent = bridged.goodput(1), bridged.sent()
     except Unavailable as why:
         print(f"SKIPPED ranks over a network: {why}")
         return []
+    if 8 * over_bridge > 1.1 * networks.SHAPED_BITS:
+        complaints.append(f"a link of {networks.SHAPED_BITS} bit/s at a bridge has {8 * over_bridge:.0f}")
+    # Headers, and what is sent again.
+    if not 1 < sent / networks.BULK_BYTES < 1.1:
+        complaints.append(f"of {networks.BULK_BYTES} bytes, {sent} were counted")
     # A token bucket lets more through than its rate only at first.
     if 8 * goodput > 1.1 * networks.SHAPED_BITS:
         complaints.append(f"a link of {networks.SHAPED_BITS} bit/s has {8 * goodput:.0f}")
-    return complaints + [f"{name} has stayed" for name in link.namespaces if (networks.NAMED / name).exists()]
+    names = (*link.namespaces, *bridged.namespaces)
+    return complaints + [f"{name} has stayed" for name in names if (networks.NAMED / name).exists()]
 
 
 def told(pid: int) -> str:

@@ -2,7 +2,7 @@
 
 Started as `torch_rank.py DIR RANK RANKS CORE BACKEND LIBRARIES`, where LIBRARIES is the folder with what `build.py` has
 compiled. BACKEND is a name of `torch.distributed`, `noop`, `noop_yielding` or `deepspeed`. After a `+` it may have what
-makes messages smaller: a codec of accl, or a type that gloo's are cast to.
+makes messages smaller: a codec of accl, or for gloo a type that they are cast to, `int8` or `powersgd`.
 """
 
 from __future__ import annotations
@@ -284,6 +284,10 @@ class Distributed(Member):
 
     def smaller(self, whole: object) -> Call:
         """An all_reduce whose messages are smaller."""
+        if self.codec == "int8":
+            return partial(self.gather_bytes, whole)
+        if self.codec == "powersgd":
+            return self.power_sgd(whole)
         if self.backend == "gloo":
             return partial(self.cast, whole, getattr(self.torch, CASTS[self.codec]))
         from torch_accl.compression import all_reduce_quantized
@@ -296,8 +300,52 @@ class Distributed(Member):
         self.dist.all_reduce(small)
         whole.copy_(small)
 
+    def gather_bytes(self, whole: object) -> None:
+        """As torch's hook with a scale for a tensor: everybody gets everybody's bytes."""
+        torch, dist = self.torch, self.dist
+        least, most = torch.aminmax(whole)
+        scale = torch.clamp((most - least) / 255, min=1e-30)
+        mine = torch.stack([scale, least])
+        scales = [torch.empty_like(mine) for _ in range(self.ranks)]
+        dist.all_gather(scales, mine)
+        codes = torch.round((whole - least) / scale).clamp_(0, 255).to(torch.uint8)
+        gathered = [torch.empty_like(codes) for _ in range(self.ranks)]
+        dist.all_gather(gathered, codes)
+        whole.zero_()
+        for (scale, least), codes in zip(scales, gathered):
+            whole.add_(codes.to(whole.dtype).mul_(scale).add_(least))
+
+    def power_sgd(self, whole: object) -> Call:
+        """Torch's hook on a bucket of one matrix, as nearly square as the number of elements allows."""
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
+
+        count = whole.numel()
+        rows = next(rows for rows in range(max(int(count**0.5), 1), 0, -1) if count % rows == 0)
+        state = hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        bucket = Bucket(whole, whole.view(rows, -1))
+
+        def call() -> None:
+            hooks.powerSGD_hook(state, bucket).wait()
+            # It averages.
+            whole.mul_(self.ranks)
+
+        # The first two are plain.
+        for _ in range(2):
+            call()
+        return call
+
     def close(self) -> None:
         self.dist.destroy_process_group()
+
+
+class Bucket:
+    """What a hook of DistributedDataParallel asks of a bucket with one gradient."""
+
+    def __init__(self, buffer: object, gradient: object) -> None:
+        self.buffer = lambda: buffer
+        self.gradients = lambda: [gradient]
+        self.index = lambda: 0
+        self.is_last = lambda: True
 
 
 class DeepSpeed(Member):

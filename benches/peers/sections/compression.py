@@ -1,72 +1,110 @@
-"""all_reduce of float32 between two ranks over slow links, raw and compressed, beside gloo and the casts that torch has hooks for."""
+"""all_reduce of float32 over slow links, raw and compressed, beside gloo and the hooks that torch has for it."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ..contenders import CASTS, CODECS, title_of
+from ..contenders import BY_NAME, CASTS, CODECS, title_of
 from ..report import Bench, Figures, Section, as_rows, cells_of
 from ..tables import Bar, Table, ratio
 
-RANKS = 2
 # One that is mostly latency on such links, and a bucket of DistributedDataParallel.
 CELLS = cells_of("all_reduce", (256 << 10, 25 << 20))
 LARGE = CELLS[-1]
 RAW = "accl_torch"
 COMPRESSED = tuple(f"accl_{codec}" for codec in CODECS)
-GLOO = ("gloo", *(f"gloo_{cast}" for cast in CASTS))
+GLOO = ("gloo", *(f"gloo_{cast}" for cast in CASTS), "gloo_int8", "gloo_powersgd")
+# Of these, those whose result is near the sum, whatever the tensor.
+NEAR = GLOO[:-1]
 GOODPUT_TURNS = 3
-# By rate, of each codec: what a model of wire and codec without overlap predicts, and a share of that.
-BARS = {
-    10**9: ((1.9, 3.7, 6.7, 11.6), 0.9),
-    25 * 10**8: ((1.9, 3.3, 5.6, 8.6), 0.85),
-    10**10: ((1.6, 2.4, 3.4, 4.2), 0.7),
-}
+
+
+@dataclass(frozen=True)
+class Net:
+    """Ranks, each on a host of its own, whose links have so many bits a second."""
+
+    bits: int
+    ranks: int
+    # How many times faster each codec is than raw by a model of wire and codec without overlap, and the share to be reached.
+    predicted: tuple[float, ...]
+    share: float
+
+    @property
+    def name(self) -> str:
+        """In the file of results."""
+        return f"{self.ranks}x{self.bits}"
+
+
+NETS = (
+    Net(10**9, 2, (1.9, 3.7, 6.7, 11.6), 0.9),
+    Net(10**9, 4, (2.0, 3.7, 7.0, 12.3), 0.9),
+    Net(25 * 10**8, 2, (1.9, 3.3, 5.6, 8.6), 0.85),
+    Net(25 * 10**8, 4, (1.9, 3.5, 6.1, 9.7), 0.85),
+    Net(10**10, 2, (1.6, 2.4, 3.4, 4.2), 0.7),
+)
 
 
 def collect(bench: Bench) -> dict[str, Any]:
-    """Everyone, at each rate, and what the link has."""
+    """Everyone, on each net, with what the link has and what goes over it."""
     found = {}
-    for bits in BARS:
-        with bench.network(bits) as link:
+    everyone = (RAW, *COMPRESSED, *GLOO)
+    for net in NETS:
+        with bench.network(net.bits, net.ranks) as link:
             before = link.goodput(GOODPUT_TURNS)
-            figures = bench.figures(RANKS, (RAW, *COMPRESSED, *GLOO), CELLS, link.hosts)
+            figures = bench.figures(net.ranks, everyone, CELLS, link.hosts)
+            sent = bench.sent(everyone, LARGE, link)
             goodput = [round(one) for one in (*before, *link.goodput(GOODPUT_TURNS))]
-            found[str(bits)] = as_rows(figures) | {"goodput": goodput}
-    return {"rates": found}
+            found[net.name] = as_rows(figures) | {"goodput": goodput, "sent": sent}
+    return {"nets": found}
 
 
 def tables(data: dict[str, Any]) -> list[Table]:
-    """One for each rate: microseconds, then the bars."""
-    return [table_of(int(bits), Figures(found["figures"]), found["goodput"]) for bits, found in data["rates"].items()]
+    """One for each net: microseconds and bytes, then the bars."""
+    found = data["nets"]
+    return [
+        table_of(net, Figures(found[net.name]["figures"]), found[net.name]["goodput"], found[net.name]["sent"])
+        for net in NETS
+        if net.name in found
+    ]
 
 
-def table_of(bits: int, figures: Figures, goodput: Sequence[float]) -> Table:
+def table_of(net: Net, figures: Figures, goodput: Sequence[float], sent: dict[str, int]) -> Table:
     """Times how much faster each codec is, for the large tensor."""
-    table = figures.table(CELLS, f"2 ranks over {bits / 1e9:g} Gbit/s, us")
-    table.caption = f"A plain transfer both ways has {8 * statistics.median(goodput) / 1e6:.0f} Mbit/s each way."
-    predicted, share = BARS[bits]
-    for name, times in zip(COMPRESSED, predicted):
+    heads = ["256 KiB, us", "25 MiB, us", "25 MiB, MB sent"]
+    table = Table([f"{net.ranks} ranks, {net.bits / 1e9:g} Gbit/s", *heads])
+    table.caption = (
+        f"A plain transfer both ways between two of them has {8 * statistics.median(goodput) / 1e6:.0f} Mbit/s each way. Bytes are "
+        "those that the interface of the first rank counts for a call."
+    )
+    for name in figures.contenders(CELLS):
+        entries = [figures.entry(name, cell) for cell in CELLS]
+        table.row(BY_NAME[name].title, (*entries, f"{sent[name] / 1e6:.2f}" if name in sent else ""))
+    for name, times in zip(COMPRESSED, net.predicted):
         faster = ratio(figures.us(RAW, LARGE), figures.us(name, LARGE))
-        table.row(f"{title_of(RAW)} / {title_of(name).split(', ')[1]}", ("", Bar(faster, at_least=share * times)))
-    best = figures.best(GLOO, LARGE)
+        fewer = f"{sent[RAW] / sent[name]:.2f}" if {RAW, name} <= sent.keys() else ""
+        label = f"{title_of(RAW)} / {title_of(name).split(', ')[1]}"
+        table.row(label, ("", Bar(faster, at_least=net.share * times), fewer))
+    best = figures.best(NEAR, LARGE)
     for name in (COMPRESSED[0], COMPRESSED[2]):
         faster = ratio(best[1] if best else None, figures.us(name, LARGE))
-        table.row(f"best of gloo and its casts / {title_of(name)}", ("", Bar(faster, at_least=1)))
+        table.row(f"best of gloo but PowerSGD / {title_of(name)}", ("", Bar(faster, at_least=1), ""))
     return table
 
 
 SECTION = Section(
     name="compression",
-    title="Compressed all_reduce over slow links, two ranks",
+    title="Compressed all_reduce over slow links",
     text=(
-        "float32 sums. The ranks are in two network namespaces of this machine, each on a core of its own; a token bucket at both "
-        "ends limits the link. `accl` compresses by `all_reduce_quantized`, gloo by casts as torch's hooks for "
-        "DistributedDataParallel make them; they lose what `accl bench --codec` shows. Bars: at 25 MiB times faster than raw accl, at "
-        "least a share (0.9 at 1 Gbit/s, 0.85 at 2.5, 0.7 at 10) of what a model without overlap predicts from fewer bytes and the "
-        "codec's speed on a faster core; and faster than the best of gloo."
+        "float32 sums. Each rank is in a network namespace of this machine; two have a core each, four share two cores. A token "
+        "bucket at the end of each limits its link. `accl` compresses by `all_reduce_quantized`, gloo as torch's hooks for "
+        "DistributedDataParallel do: by casts, by gathering bytes of everybody (`int8`), and by PowerSGD of rank 1, whose result is "
+        "near the sum only where the matrix is nearly of that rank. What the codecs lose, `accl bench --codec` shows. Bars: at 25 MiB "
+        "times faster than raw accl, at least a share (0.9 at 1 Gbit/s, 0.85 at 2.5, 0.7 at 10) of what a model without overlap "
+        "predicts from fewer bytes and the codec's speed on a faster core; and faster than the best of gloo and those of its hooks "
+        "whose result is near the sum of any tensor."
     ),
     collect=collect,
     tables=tables,
