@@ -1,0 +1,110 @@
+"""One of two ranks that reduce a gradient by turns in two ways, as a hook of DistributedDataParallel does: audited and not, by
+the codec that `auto` chooses and raw. Started as `policy.py FOLDER TRANSPORT RANK`; FOLDER is where the ranks meet. The first
+one prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+RANKS = 2
+# Sides of a square of float32, with the number of rounds: of 1, 4, 16 and 64 MiB.
+SIDES = {512: 120, 1024: 60, 2048: 30, 4096: 16}
+WARM_UP = 5
+
+
+def main() -> None:
+    """Measures one start."""
+    folder, transport, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= RANKS:
+        # Before torch starts threads, which inherit it.
+        os.sched_setaffinity(0, [cores[rank]])
+    import torch
+    import torch.distributed as dist
+    import torch_accl
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "accl",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=120),
+        pg_options=torch_accl.Options(transports=transport),
+    )
+    found = {str(4 * side * side): measure(torch, side, rounds) for side, rounds in SIDES.items()}
+    dist.destroy_process_group()
+    if rank == 0:
+        print(json.dumps(found))
+
+
+def measure(torch, side: int, rounds: int) -> dict[str, object]:
+    """Both comparisons for a gradient of a size."""
+    from torch_accl.compression import Compression
+
+    calls = {
+        "audited": Compression("maxmin:4"),
+        "unaudited": Compression("maxmin:4", audit=0),
+        "auto": Compression("auto"),
+        "raw": Compression("raw"),
+    }
+    reduces, states = {}, {}
+    for name, settings in calls.items():
+        states[name], reduces[name] = reduction(torch, settings, side)
+    audited = turns(torch, {name: reduces[name] for name in ("audited", "unaudited")}, rounds)
+    chosen = turns(torch, {name: reduces[name] for name in ("raw", "auto")}, rounds)
+    codec = states["auto"].codec_of("weight") or "raw"
+    return {"audit": median(audited), "auto": median(chosen), "codec": codec.partition(",")[0]}
+
+
+def reduction(torch, settings, side: int) -> tuple[object, Callable[[], object]]:
+    """What reduces a gradient of so many elements squared, and its state."""
+    from torch_accl import compression
+
+    model = torch.nn.Linear(side, side, bias=False)
+    state = compression.State(settings, model)
+    buffer = torch.randn(side * side)
+    bucket = Bucket(buffer, buffer.view(side, side), model.weight)
+    return state, lambda: compression.ddp_hook(state, bucket).wait()
+
+
+class Bucket:
+    """What the hook asks of a bucket with one gradient."""
+
+    def __init__(self, buffer: object, gradient: object, parameter: object) -> None:
+        self.buffer = lambda: buffer
+        self.gradients = lambda: [gradient]
+        self.parameters = lambda: [parameter]
+        self.index = lambda: 0
+        self.is_last = lambda: True
+
+
+def turns(torch, reduces: dict[str, Callable[[], object]], rounds: int) -> list[float]:
+    """Of each round, the time of the first by that of the second; a call takes as long as on its slower rank."""
+    import torch.distributed as dist
+
+    times: dict[str, list[float]] = {name: [] for name in reduces}
+    for turn in range(WARM_UP + rounds):
+        # Nobody always comes after the same one.
+        for name in list(reduces)[:: 1 if turn % 2 else -1]:
+            dist.barrier()
+            begin = time.perf_counter()
+            reduces[name]()
+            took = time.perf_counter() - begin
+            if turn >= WARM_UP:
+                times[name].append(took)
+    every = torch.tensor(list(times.values()), dtype=torch.float64)
+    dist.all_reduce(every, op=dist.ReduceOp.MAX)
+    return (every[0] / every[1]).tolist()
+
+
+if __name__ == "__main__":
+    main()
