@@ -1,5 +1,6 @@
 """Scripts of torch_cgx after changing the import: its variables, functions and hook, with its tests as a floor."""
 
+import functools
 import os
 import threading
 import warnings
@@ -11,6 +12,8 @@ import torch_accl
 from support import BACKEND, init_group, on_ranks, run_script
 from torch import nn
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch_accl import compression
 from torch_accl.compat import cgx
@@ -35,8 +38,6 @@ def cgx_ranks(*worlds, **env):
 
 
 def in_cgx_group(body):
-    import functools
-
     @functools.wraps(body)
     def with_group(**arguments):
         init_group("cgx")
@@ -275,6 +276,22 @@ def test_groups_are_made_split_off_and_made_again(rank, world):
     init_group("cgx", pg_options=torch_accl.Options(algorithm="all_reduce=direct"))
     assert same_on_all(summed(contribution(rank)))
     assert dist.group.WORLD._get_backend(torch.device("cpu")).options.settings["algorithm"] == "all_reduce=direct"
+
+
+@cgx_ranks(2)
+def test_fsdp2_device_meshes_and_object_collectives_run_on_it(rank, world):
+    found = []
+    for hooked_too in (False, True):
+        torch.manual_seed(7)
+        model = fully_shard(Model(), mesh=init_device_mesh("cpu", (world,)))
+        if hooked_too:
+            compression.apply_fsdp2(model, compression.State(Compression("maxmin:8", min_elements=64), model))
+        model(torch.full((4, 48), float(rank + 1))).square().sum().backward()
+        found.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+    assert 0 < error(found[1]["up.weight"], found[0]["up.weight"]) < 0.03
+    objects = [None] * world
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": other} for other in range(world)]
 
 
 @cgx_ranks(2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_accl
-from support import on_ranks
+from support import init_group, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -74,6 +74,35 @@ def test_what_is_no_sum_of_floats_stays_exact(rank, world):
     largest = contribution(rank)
     compression.all_reduce_quantized(largest, dist.ReduceOp.MAX, compression="maxmin:1")
     assert torch.equal(largest, torch.stack([contribution(other) for other in range(world)]).amax(0))
+
+
+@on_ranks(2)
+def test_complex_and_sparse_tensors_stay_exact(rank, world):
+    def number(other):
+        return torch.complex(contribution(other), contribution(other, seed=1))
+
+    result = number(rank)
+    compression.all_reduce_quantized(result, compression="maxmin:1")
+    torch.testing.assert_close(result, sum(map(number, range(world))))
+    gathered = torch.empty(world * 5003, dtype=result.dtype)
+    compression.all_gather_quantized(gathered, number(rank), compression="maxmin:1")
+    assert torch.equal(gathered, torch.cat([number(other) for other in range(world)]))
+    sparse = torch.diag(contribution(rank)[:2000]).to_sparse()
+    compression.all_reduce_quantized(sparse, compression="maxmin:1")
+    exact = sum(contribution(other)[:2000] for other in range(world))
+    torch.testing.assert_close(sparse.to_dense().diagonal(), exact)
+
+
+@on_ranks(2, fresh=True, init=False, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+def test_calls_and_hooks_work_with_detailed_debugging(rank, world):
+    dist.set_debug_level_from_env()
+    init_group()
+    tensor = contribution(rank)
+    compression.all_reduce_quantized(tensor, compression="maxmin:8")
+    assert 0 < error(tensor, sum(contribution(other) for other in range(world))) < 0.03
+    ddp, _ = compressed_ddp(Compression("maxmin:8"), models())
+    assert same_on_all(*train(rank, ddp, steps=1))
+    dist.destroy_process_group()
 
 
 @on_ranks(3)
@@ -177,7 +206,19 @@ def test_a_wrong_codec_is_refused_where_it_is_given(codec):
 
 @pytest.mark.parametrize(
     "given",
-    [{"min_elements": -1}, {"start_step": 1.5}, {"seed": -1}, {"exclude": "head"}, {"exclude": [1]}, {"codec": 4}],
+    [
+        {"min_elements": -1},
+        {"start_step": 1.5},
+        {"seed": -1},
+        {"exclude": "head"},
+        {"exclude": [1]},
+        {"codec": 4},
+        {"codec": None},
+        {"inner": None},
+        {"layers": {"head": None}},
+        {"one_dimensional": "no"},
+        {"error_feedback": 1},
+    ],
 )
 def test_a_wrong_setting_is_named(given):
     with pytest.raises(ValueError, match=next(iter(given))):
@@ -213,6 +254,9 @@ def test_a_group_of_another_backend_is_refused(rank, world):
 def test_calls_that_cannot_be_compressed_say_so(rank, world):
     with pytest.raises(ValueError, match="only tensors on the CPU are compressed, and this one is on meta"):
         compression.all_reduce_quantized(torch.ones(4, device="meta"))
+    for wrong in ({"key": 5}, {"step": -1}, {"step": 1.5}, {"step": 1 << 64}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is {next(iter(wrong.values()))}; expected"):
+            compression.all_reduce_quantized(torch.ones(4), **wrong)
     with pytest.raises(RuntimeError, match="coalescing manager"):
         with dist._coalescing_manager():
             compression.all_reduce_quantized(torch.ones(4))
@@ -565,6 +609,9 @@ def test_a_state_that_was_saved_goes_on_as_if_it_had_not_been(rank, world):
     before = state.state_dict()["losses"]["up.weight"]
     state.rescale(0.5)
     assert torch.equal(state.state_dict()["losses"]["up.weight"], before / 2)
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="factor is .*; expected a positive number"):
+            state.rescale(wrong)
     with pytest.warns(UserWarning, match="what 3 ranks carried over cannot be shared out among 2"):
         state.load_state_dict({**saved, "world": 3})
     assert state.step == 3 and not state.state_dict()["losses"]

@@ -110,8 +110,8 @@ class CGXProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, *arguments: Any, **named: Any) -> Work | None:
         """As that of every group, compressed if it is to be."""
-        # `super()` is called in this very function: by that torch knows that it is not to come back here.
-        # Options, or an operator and a timeout; one tensor or a list: as torch has it.
+        # `super()` is called in this very function: by that torch knows that it is not to come back here. Arguments are as
+        # torch has them: options, or an operator and a timeout; one tensor or a list.
         given = dict(zip(("tensors", "opts", "timeout"), arguments, strict=False)) | named
         tensors, options = given.get("tensors", given.get("tensor")), given.get("opts", given.get("op"))
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
@@ -122,7 +122,7 @@ class CGXProcessGroup(dist.ProcessGroup):
         if len(layers) == 1:
             with encoded(codecs, 0, 0):
                 return super().allreduce(*arguments, **named)
-        parts = list(tensors[0].view(-1).split([numel for numel, _ in layers]))
+        parts = list(tensors[0].detach().view(-1).split([numel for numel, _ in layers]))
         coalesced = dist.AllreduceCoalescedOptions()
         coalesced.reduceOp = dist.ReduceOp.SUM
         coalesced.asyncOp = getattr(options, "asyncOp", True)
@@ -144,17 +144,17 @@ class CGXProcessGroup(dist.ProcessGroup):
         is_complex = tensor._base is not None and tensor._base.is_complex()
         if is_complex or tensor.numel() < LEAST_ELEMENTS or is_said() or State.is_any_made:
             return None
-        layers = self._layers_of(tensor)
+        now = CallSettings.now()
+        layers = self._layers_of(tensor, now)
         if layers is None:
             return None
-        now = CallSettings.now()
         parts = [(layer.numel, coded(layer, tensor.dtype, now, self.settings)) for layer in layers]
         return parts if any(codecs[1] != RAW for _, codecs in parts) else None
 
-    def _layers_of(self, tensor: torch.Tensor) -> tuple[Layer, ...] | None:
+    def _layers_of(self, tensor: torch.Tensor, now: CallSettings) -> tuple[Layer, ...] | None:
         """The layers of a tensor as they are registered, else itself; None if it is not known or not clear what it is."""
         numel = tensor.numel()
-        whole = (Layer(numel, None, CallSettings.now().bucket_size or DEFAULT_BUCKET_SIZE),)
+        whole = (Layer(numel, None, now.bucket_size or DEFAULT_BUCKET_SIZE),)
         if registry.is_empty:
             if registry.excluded:
                 self._say_unclear(numel, "exclude_layer was called, and no names are known")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from .. import _native
 from ._agreement import reduced
-from ._scope import encoded, exact
+from ._scope import accl_backend, encoded, exact
 from ._settings import RAW, Compression, tensor_id
 
 __all__ = ["Choice", "choose"]
@@ -99,7 +99,7 @@ def _candidates(dtype: torch.dtype, budget: float, group: dist.ProcessGroup) -> 
 
 def _is_near(group: dist.ProcessGroup) -> bool:
     """Whether this rank shares memory with all others."""
-    lines = group._get_backend(torch.device("cpu")).describe().splitlines()
+    lines = accl_backend(group).describe().splitlines()
     links = [line for line in lines if line.startswith("rank ") and ": " in line]
     return all(": shm" in line for line in links)
 

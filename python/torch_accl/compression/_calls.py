@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from .. import _native
-from ._scope import accl_group, encoded
+from ._scope import accl_backend, accl_group, encoded, exact
 from ._settings import AUTO, RAW, Compression, default_codec, tensor_id
 
 __all__ = ["all_gather_quantized", "all_reduce_quantized", "all_to_all_quantized", "reduce_scatter_quantized"]
@@ -32,8 +32,8 @@ def all_reduce_quantized(
     """As `torch.distributed.all_reduce`, with compressed messages; all ranks end with the same bits.
 
     Args:
-        tensor: float32, float16 or bfloat16 on the CPU, of any shape; it is overwritten with the result. Of other types, with
-            another `op` than SUM, AVG and PREMUL_SUM, and with one rank, the call is exact.
+        tensor: float32, float16 or bfloat16 on the CPU, of any shape; it is overwritten with the result. Of other types, if it
+            is sparse, with another `op` than SUM, AVG and PREMUL_SUM, and with one rank, the call is exact.
         op: how contributions are combined.
         group: None is the default group; its backend must be accl.
         async_op: return a Work at once instead of waiting.
@@ -46,7 +46,7 @@ def all_reduce_quantized(
         A Work with `async_op`, else None.
 
     Raises:
-        ValueError: no such codec, or a tensor that is not on the CPU.
+        ValueError: no such codec, key or step, or a tensor that is not on the CPU.
         RuntimeError: the group has another backend, or what `all_reduce` raises.
     """
     with _scope(tensor, group, compression, key, step):
@@ -129,14 +129,20 @@ def _scope(
         raise RuntimeError(
             "calls inside torch's coalescing manager are made when it ends, by one codec for all; call outside of it"
         )
-    backend = found._get_backend(torch.device("cpu"))
+    if not isinstance(key, str):
+        raise ValueError(f"key is {key!r}; expected a name")
+    if step is not None and (type(step) is not int or not 0 <= step < 1 << 64):
+        raise ValueError(f"step is {step!r}; expected an integer from 0 to 2^64 - 1")
     if compression is None:
-        compression = backend.options.settings.get("compression") or default_codec()
+        compression = accl_backend(found).options.settings.get("compression") or default_codec()
     settings = compression if isinstance(compression, Compression) else _settings(compression)
     if settings.codec == AUTO:
         raise ValueError(
             'codec="auto" is chosen by what a model\'s gradients are like, for ddp_hook and apply_fsdp2; name a codec here'
         )
+    if tensor.is_complex() or tensor.layout is not torch.strided:
+        # torch makes calls on tensors of float32 of these, which the engine cannot tell from others.
+        return exact()
     codecs = _codecs(settings.usual or (RAW, RAW, RAW), tensor_id(key))
     return encoded(codecs, settings.seed, next(_steps) if step is None else step)
 

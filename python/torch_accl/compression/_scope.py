@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from .. import _native
 
-__all__ = ["Addresses", "accl_group", "encoded", "exact", "is_said"]
+__all__ = ["Addresses", "accl_backend", "accl_group", "encoded", "exact", "is_said"]
 
 
 # Addresses of what is carried over: of contributions, and of sums.
@@ -60,10 +60,17 @@ def accl_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     found = dist.group.WORLD if group is None else group
     if found is None:
         raise RuntimeError("there is no process group; call init_process_group('accl') first")
-    backend = found._get_backend(torch.device("cpu"))
+    backend = accl_backend(found)
     if not isinstance(backend, _native.Backend):
         raise RuntimeError(
             f"compression needs a group of the accl backend, and this one has {backend.name()}; "
             "make it with init_process_group('accl') or new_group(backend='accl')"
         )
     return found
+
+
+def accl_backend(group: dist.ProcessGroup) -> _native.Backend:
+    """The backend of a group that `accl_group` has found."""
+    backend = group._get_backend(torch.device("cpu"))
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch puts one of its own around it.
+    return getattr(backend, "wrapped_pg", backend)

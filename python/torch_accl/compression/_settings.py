@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from .. import _native
 
@@ -70,8 +72,11 @@ class Compression:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        names = ("up", "down", "inner") if self.codec == AUTO else ("codec", "up", "down", "inner")
-        canonical = {name: _checked(name, getattr(self, name)) for name in names}
+        canonical = {"inner": _checked("inner", self.inner)}
+        canonical["codec"] = self.codec if self.codec == AUTO else _checked("codec", self.codec)
+        canonical |= {
+            name: _checked(name, codec) for name in ("up", "down") if (codec := getattr(self, name)) is not None
+        }
         canonical["layers"] = {key: _checked(f"layers[{key!r}]", codec) for key, codec in self.layers.items()}
         canonical["exclude"] = _patterns(self.exclude)
         for name, value in canonical.items():
@@ -85,6 +90,9 @@ class Compression:
                 raise ValueError("error_limit: the error of sums is not known with audit=0; take its default, 1024")
         if self.codec == AUTO and (self.up, self.down) != (None, None):
             raise ValueError('codec="auto" chooses codecs of both ways: leave up and down out')
+        for name in ("one_dimensional", "error_feedback"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False")
         if type(self.seed) is not int or not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed is {self.seed!r}; expected an integer from 0 to 2^64 - 1")
 
@@ -129,6 +137,12 @@ def finer(codec: str) -> str:
 
 def default_codec() -> str:
     """The codec that is meant where none is given."""
+    return _default_codec(os.environ.get("ACCL_CODEC"))
+
+
+@lru_cache(maxsize=16)
+def _default_codec(_said: str | None) -> str:
+    # The table reads all variables, which takes longer than a small call: what this one says is kept.
     return next(row["value"] for row in _native.config_rows() if row["option"] == "compression")
 
 
@@ -142,9 +156,7 @@ def tensor_id(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-def _checked(name: str, codec: str | None) -> str | None:
-    if codec is None:
-        return None
+def _checked(name: str, codec: object) -> str:
     if not isinstance(codec, str):
         raise ValueError(f"{name} is {codec!r}; expected a codec such as 'maxmin:4'")
     try:

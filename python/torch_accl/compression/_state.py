@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -169,7 +170,13 @@ class State:
         return "\n".join(f"{name}: {self._choices[name].explain()}" for name in names if name in self._choices)
 
     def rescale(self, factor: float) -> None:
-        """Multiplies what is carried over: call it with the ratio of the new loss scale to the old one when that changes."""
+        """Multiplies what is carried over: call it with the ratio of the new loss scale to the old one when that changes.
+
+        Raises:
+            ValueError: the factor is not a positive number.
+        """
+        if not 0 < factor < math.inf:
+            raise ValueError(f"factor is {factor!r}; expected a positive number, the new loss scale by the old one")
         for losses in (self._losses, self._losses_of_sums):
             for loss in losses.values():
                 loss.mul_(factor)
