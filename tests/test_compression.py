@@ -306,6 +306,18 @@ def test_a_group_may_compress_all_its_calls(rank, world):
     assert torch.equal(tensor, contribution(1))
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_sparse_tensors_stay_exact_in_a_group_that_compresses_all(rank, world, async_op):
+    group = dist.new_group(pg_options=torch_accl.Options(compression="maxmin:2", scope="all"))
+    total = (contribution(0, 2000) + contribution(1, 2000)).diag()
+    sparse = contribution(rank, 2000).diag().to_sparse()
+    work = dist.all_reduce(sparse, group=group, async_op=async_op)
+    if async_op:
+        work.wait()
+    assert torch.equal(sparse.to_dense(), total)
+
+
 @on_ranks(2, fresh=True, env={"ACCL_CODEC": "maxmin:2,bucket=64"})
 def test_a_variable_sets_the_default_and_compresses_nothing_by_itself(rank, world):
     exact = sum(contribution(other) for other in range(world))

@@ -258,8 +258,10 @@ impl Usual {
     pub(crate) fn is_for(&self, desc: &CallDesc, world: u32) -> bool {
         let is_small = |block: &[TensorDesc]| block.iter().map(TensorDesc::count_elems).sum::<u64>() < LEAST_ELEMS;
         let mut blocks = desc.inputs.iter().chain(desc.outputs.iter());
-        // Of an all_to_all no rank knows whether the others gave it in the same way.
+        // Of an all_to_all no rank knows whether the others gave it in the same way. Calls with reserved numbers are parts of
+        // others, such as sums of sparse tensors, which travel as they are.
         matches!(desc.encoding, Encoded::Usual)
+            && desc.seq.is_none()
             && desc.collective != Collective::AllToAll
             && applies(desc.collective, desc.dtype, desc.op, world)
             && desc.inputs.pieces().iter().chain(desc.outputs.pieces()).all(|piece| piece.dtype == desc.dtype)
