@@ -60,6 +60,38 @@ pub struct Settings {
     pub skip_incomplete: bool,
 }
 
+/// One of the [`Settings`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Setting {
+    /// [`Settings::bits`].
+    Bits,
+    /// [`Settings::bucket`].
+    Bucket,
+    /// [`Settings::meta`].
+    Meta,
+    /// [`Settings::rounding`].
+    Rounding,
+    /// [`Settings::skip_incomplete`].
+    SkipIncomplete,
+}
+
+impl Setting {
+    /// All of them.
+    pub const ALL: [Setting; 5] =
+        [Setting::Bits, Setting::Bucket, Setting::Meta, Setting::Rounding, Setting::SkipIncomplete];
+
+    /// As in texts.
+    pub fn name(self) -> &'static str {
+        match self {
+            Setting::Bits => "bits",
+            Setting::Bucket => "bucket",
+            Setting::Meta => "meta",
+            Setting::Rounding => "rounding",
+            Setting::SkipIncomplete => "skip_incomplete",
+        }
+    }
+}
+
 impl Default for Settings {
     fn default() -> Self {
         Self { bits: 4, bucket: 512, meta: Dtype::F32, rounding: Rounding::Nearest, skip_incomplete: false }
@@ -158,14 +190,19 @@ pub struct Row {
     pub name: &'static str,
     /// What it does, in a line.
     pub description: &'static str,
-    /// Whether it has a choice of bits, bucket, metadata and rounding.
-    pub has_settings: bool,
+    /// What there is a choice of; other settings mean nothing to it.
+    pub settings: &'static [Setting],
     build: Build,
 }
 
 type Build = fn(&Settings, Isa) -> Result<Arc<dyn Codec>>;
 
 impl Row {
+    /// Whether there is a choice of this.
+    pub fn has(&self, setting: Setting) -> bool {
+        self.settings.contains(&setting)
+    }
+
     /// The codec with these settings.
     ///
     /// # Errors
