@@ -18,6 +18,7 @@ pub(super) const ROW: Row = Row {
     name: AbsMax::NAME,
     description: "levels evenly on both sides of zero, up to the greatest magnitude of a bucket, 2 to 8 bits",
     settings: &Setting::ALL,
+    needs_feedback: false,
     build: Uniform::<AbsMax>::build,
 };
 

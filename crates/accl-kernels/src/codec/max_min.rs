@@ -19,6 +19,7 @@ pub(super) const ROW: Row = Row {
     name: MaxMin::NAME,
     description: "levels evenly between the least and the greatest value of a bucket, 1 to 8 bits",
     settings: &Setting::ALL,
+    needs_feedback: false,
     build: Uniform::<MaxMin>::build,
 };
 

@@ -16,10 +16,17 @@ mod abs_max;
 pub(crate) mod avx2;
 mod cast;
 mod floats;
+mod fp8;
+mod hadamard;
 pub(crate) mod loops;
 mod max_min;
+mod mx;
 mod noise;
+mod nvfp4;
 mod pieces;
+mod scaled;
+mod sign;
+mod small_float;
 mod summary;
 mod text;
 mod uniform;
@@ -192,6 +199,8 @@ pub struct Row {
     pub description: &'static str,
     /// What there is a choice of; other settings mean nothing to it.
     pub settings: &'static [Setting],
+    /// Whether it is of use only where what it loses is added to what is encoded next.
+    pub needs_feedback: bool,
     build: Build,
 }
 
@@ -221,7 +230,21 @@ impl Row {
 }
 
 /// All codecs.
-pub const CODECS: &[Row] = &[cast::RAW, cast::BF16, cast::FP16, max_min::ROW, abs_max::ROW];
+pub const CODECS: &[Row] = &[
+    cast::RAW,
+    cast::BF16,
+    cast::FP16,
+    max_min::ROW,
+    abs_max::ROW,
+    sign::ROW,
+    fp8::E4M3,
+    fp8::E5M2,
+    mx::MXFP8,
+    mx::MXFP8_E5M2,
+    mx::MXFP4,
+    nvfp4::ROW,
+    hadamard::ROW,
+];
 
 /// The codec of this name.
 ///
