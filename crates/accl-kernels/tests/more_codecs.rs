@@ -727,7 +727,8 @@ fn samples() -> [Vec<f32>; 3] {
 #[cfg(not(miri))]
 fn the_error_of_each_format_on_known_data_is_as_it_should_be() {
     let samples = samples();
-    let known: [(&str, [Option<f64>; 3]); 9] = [
+    let known: [(&str, [Option<f64>; 3]); 10] = [
+        ("maxmin:4,bucket=64,meta=float16", [Some(8.05e-3), Some(1.23e-2), Some(8.2e-3)]),
         ("bf16", [Some(2.8e-6), Some(2.7e-6), Some(2.7e-6)]),
         ("mxfp4", [Some(1.32e-2), Some(1.61e-2), Some(1.33e-2)]),
         ("nvfp4", [Some(9.0e-3), Some(8.6e-3), Some(8.8e-3)]),

@@ -95,10 +95,7 @@ pub(crate) fn rotate_back(values: &mut [f32], signs: &[f32]) {
 fn pairs(values: &mut [f32]) {
     for row in values.chunks_exact_mut(ROW_OF) {
         if let Ok(row) = <&mut [f32; ROW_OF]>::try_from(row) {
-            pair_within::<1>(row);
-            pair_within::<2>(row);
-            pair_within::<4>(row);
-            pair_within::<8>(row);
+            *row = neighbours(&neighbours(&neighbours(&neighbours(row))));
         }
     }
     let mut apart = ROW_OF;
@@ -122,17 +119,16 @@ fn pairs(values: &mut [f32]) {
     }
 }
 
-/// Sums and differences of those that are so far apart.
+/// Sums of neighbours, then their differences: bit 0 of an index becomes the highest, so that four times make a round. Compilers
+/// find vectors for this order.
 #[inline(always)]
-fn pair_within<const APART: usize>(row: &mut [f32; ROW_OF]) {
-    let (mut others, mut signed) = ([0.0; ROW_OF], [0.0; ROW_OF]);
-    for at in 0..ROW_OF {
-        others[at] = row[at ^ APART];
-        signed[at] = if at & APART == 0 { row[at] } else { -row[at] };
+fn neighbours(row: &[f32; ROW_OF]) -> [f32; ROW_OF] {
+    let mut result = [0.0; ROW_OF];
+    for at in 0..ROW_OF / 2 {
+        result[at] = row[2 * at] + row[2 * at + 1];
+        result[at + ROW_OF / 2] = row[2 * at] - row[2 * at + 1];
     }
-    for at in 0..ROW_OF {
-        row[at] = others[at] + signed[at];
-    }
+    result
 }
 
 impl Hadamard {

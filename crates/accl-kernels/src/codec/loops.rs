@@ -293,6 +293,9 @@ pub(crate) fn narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most
 /// Rounds to a 16-bit type; what is greater than the last argument becomes it.
 type Narrow = unsafe fn(&mut [MaybeUninit<[u8; 2]>], &[f32], f32);
 
+/// Writes the values of codes of blocks, from the blocks' scales.
+type SmallValues = unsafe fn(&mut [MaybeUninit<f32>], &[u8], &[f32], Blocks);
+
 /// The loops as one instruction set has them.
 #[derive(Clone, Copy)]
 pub(crate) struct Loops {
@@ -309,7 +312,7 @@ pub(crate) struct Loops {
     pub(crate) add_signed_values: unsafe fn(&mut [f32], &[u8], f32),
     pub(crate) magnitudes: unsafe fn(&mut [u32], &[f32], usize),
     pub(crate) small_codes: unsafe fn(&mut [u8], &[f32], &[f32], Blocks),
-    pub(crate) small_values: unsafe fn(&mut [MaybeUninit<f32>], &[u8], &[f32], Blocks),
+    pub(crate) small_values: SmallValues,
     pub(crate) add_small_values: unsafe fn(&mut [f32], &[u8], &[f32], Blocks),
     pub(crate) rotate: unsafe fn(&mut [f32], &[f32]),
     pub(crate) rotate_back: unsafe fn(&mut [f32], &[f32]),

@@ -4,7 +4,7 @@ use std::fmt;
 
 use accl_types::Dtype;
 
-use super::{CODECS, Rounding, Setting, Settings};
+use super::{CODECS, Rounding, Row, Setting, Settings};
 
 /// Which codec with which settings, in 24 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -40,6 +40,11 @@ impl Summary {
         self.0
     }
 
+    /// The codec's row, if this version knows it.
+    pub fn row(self) -> Option<&'static Row> {
+        CODECS.get((self.0 & ((1 << ROW_BITS) - 1)) as usize)
+    }
+
     /// From a word; what is in its higher bits is left out of account.
     pub fn from_word(word: u32) -> Self {
         Self(word & ((1 << Self::BITS) - 1))
@@ -65,9 +70,7 @@ const ROUNDING: [Rounding; 2] = [Rounding::Nearest, Rounding::Stochastic];
 
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Some(row) = CODECS.get((self.0 & ((1 << ROW_BITS) - 1)) as usize) else {
-            return f.write_str("a codec that this version does not know");
-        };
+        let Some(row) = self.row() else { return f.write_str("a codec that this version does not know") };
         f.write_str(row.name)?;
         let mut word = self.0 >> ROW_BITS;
         for setting in Setting::ALL {
