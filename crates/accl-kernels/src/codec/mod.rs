@@ -29,6 +29,7 @@ mod sign;
 mod small_float;
 mod summary;
 mod text;
+mod top_k;
 mod uniform;
 
 use std::fmt;
@@ -55,7 +56,7 @@ pub enum Rounding {
 /// What is chosen about a codec. What a codec has no use for is left out of account.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Settings {
-    /// Bits of a code, 1 to 8.
+    /// Bits of a code, 1 to 8; of `topk`, that one in 2^bits is kept.
     pub bits: u8,
     /// Elements that share their metadata: 8 to 8,192, a multiple of 8.
     pub bucket: u32,
@@ -244,6 +245,7 @@ pub const CODECS: &[Row] = &[
     mx::MXFP4,
     nvfp4::ROW,
     hadamard::ROW,
+    top_k::ROW,
 ];
 
 /// The codec of this name.
