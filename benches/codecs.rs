@@ -1,7 +1,7 @@
 //! Codecs: elements per second, next to a copy of the same float32 (encoding) and to `y += x` (decoding).
 //!
-//! Arguments: words of which one must be part of `isa/codec/bits/bucket/dtype/what/place`, and `--json`. Bits and bucket are
-//! `-` where a codec has no choice of them.
+//! Arguments: words of which one must be part of `isa/codec/bits/bucket/dtype/what/place`, and `--json`. Bits and
+//! bucket are `-` where a codec has no choice of them.
 
 use std::hint::black_box;
 use std::process::ExitCode;
@@ -111,8 +111,8 @@ impl Case {
     }
 }
 
-/// Every combination that a codec has a choice of; the moderate set has the best instruction set, the usual bucket and half
-/// of the widths.
+/// Every combination that a codec has a choice of; the moderate set has the best instruction set, the usual bucket
+/// and half of the widths.
 fn cases(sweep: Sweep) -> Vec<Case> {
     let isas = available_isas();
     let mut cases = Vec::new();

@@ -1,5 +1,5 @@
-//! Codecs of small floats, signs and rotated buckets: against test vectors and oracles written from their descriptions. And what
-//! holds for every row of the table.
+//! Codecs of small floats, signs and rotated buckets: against test vectors and oracles written from their
+//! descriptions. And what holds for every row of the table.
 
 mod common;
 
@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 const CASES: u32 = if cfg!(miri) { 2 } else { 128 };
 
-/// Name, elements of a block and of a group.
+/// Codecs of small floats: name, elements of a block and of a group.
 const SMALL_FLOATS: [(&str, usize, usize); 6] = [
     ("e4m3", 256, 256),
     ("e5m2", 256, 256),
@@ -32,8 +32,6 @@ fn through_f32(name: &str, values: &[f32]) -> (Vec<u8>, Vec<f32>, Spoilt) {
 fn count_of(bucket: usize, kind: usize) -> usize {
     [0, 1, 7, 8, 9, 15, 16, 17, bucket - 1, bucket, bucket + 1, 3 * bucket + 5][kind % 12]
 }
-
-// ---------------------------------------------------------------------------------------------------------- small floats
 
 /// Exponent and mantissa bits, and the greatest code of a number.
 fn format_of(name: &str) -> (u32, u32, u32) {
@@ -77,7 +75,8 @@ fn greatest(values: &[f32]) -> f32 {
     values.iter().fold(0f32, |most, value| most.max(value.abs()))
 }
 
-/// What finite values become, from the heads of `scaled.rs`, `fp8.rs`, `mx.rs` and `nvfp4.rs`: bytes, and decoded values.
+/// What finite values become, from the heads of `scaled.rs`, `fp8.rs`, `mx.rs` and `nvfp4.rs`: bytes, and decoded
+/// values.
 fn oracle(name: &str, values: &[f32]) -> (Vec<u8>, Vec<f32>) {
     let (_, block, group) = SMALL_FLOATS.into_iter().find(|row| row.0 == name).unwrap();
     let format = format_of(name);
@@ -169,7 +168,8 @@ fn e5m2_has_the_numbers_of_its_specification() {
 
 #[test]
 fn mxfp4_has_the_numbers_of_its_specification_and_the_floor_rule() {
-    // Greatest magnitudes 6 and 7.9 have the exponent 2, which is that of the largest number: the scale is 2^0, byte 127.
+    // Greatest magnitudes 6 and 7.9 have the exponent 2, which is that of the largest number: the scale is 2^0, byte
+    // 127.
     for most in [4.0, 6.0, 7.9] {
         let values = [most, 0.5, -1.0, 1.5, 2.0, 3.0, -4.0, 0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.5];
         let (encoded, decoded, _) = through_f32("mxfp4", &values);
@@ -274,8 +274,6 @@ proptest! {
     }
 }
 
-// ----------------------------------------------------------------------------------------------------------------- signs
-
 #[test]
 fn sign_has_the_format_that_it_describes() {
     // Means 2 and 3; zeros of both signs count as positive.
@@ -293,7 +291,8 @@ proptest! {
 
     #[test]
     fn signs_and_means_equal_the_oracle(
-        bucket in 1u32..200, meta in 0usize..3, dtype in 0usize..3, kind in 0usize..12, exponent in -140i32..120, seed: u64,
+        bucket in 1u32..200, meta in 0usize..3, dtype in 0usize..3, kind in 0usize..12, exponent in -140i32..120,
+        seed: u64,
     ) {
         let (meta, dtype, bucket) = (FLOATS[meta], FLOATS[dtype], 8 * bucket as usize);
         let settings = Settings { bucket: bucket as u32, meta, ..Settings::default() };
@@ -334,8 +333,6 @@ fn a_mean_is_found_where_a_sum_would_overflow() {
         through("sign", &settings, Dtype::F32, &bytes_of(Dtype::F32, &values), Noise::keyed(&[]));
     assert_eq!((decoded, spoilt), (values, Spoilt::default()));
 }
-
-// -------------------------------------------------------------------------------------------------------- rotated buckets
 
 /// The sign of each element of a bucket, from the head of `hadamard.rs`.
 fn is_flipped(index: u32) -> bool {
@@ -387,8 +384,8 @@ proptest! {
 
     #[test]
     fn rotated_buckets_equal_the_oracle_and_are_near(
-        bits in 1u8..=8, bucket in 6u32..=13, meta in 0usize..3, dtype in 0usize..3, stochastic: bool, skip_incomplete: bool,
-        kind in 0usize..14, seed: u64,
+        bits in 1u8..=8, bucket in 6u32..=13, meta in 0usize..3, dtype in 0usize..3, stochastic: bool,
+        skip_incomplete: bool, kind in 0usize..14, seed: u64,
     ) {
         let (meta, dtype, bucket) = (FLOATS[meta], FLOATS[dtype], 1usize << bucket);
         let rounding = if stochastic { Rounding::Stochastic } else { Rounding::Nearest };
@@ -411,7 +408,8 @@ proptest! {
         for (at, values) in turned.chunks(part).enumerate() {
             let src = bytes_of(Dtype::F32, values);
             let mut bytes = vec![0; inner.encoded_bytes(dtype, values.len())];
-            let slice = Slice { src: src.as_ptr(), dtype: Dtype::F32, tensor: dtype, count: values.len(), first: (at * part) as u64 };
+            let first = (at * part) as u64;
+            let slice = Slice { src: src.as_ptr(), dtype: Dtype::F32, tensor: dtype, count: values.len(), first };
             // SAFETY: the slice is `src`.
             unsafe { inner.encode(&mut bytes, slice, noise) };
             let mut back = vec![0f32; values.len()];
@@ -423,11 +421,12 @@ proptest! {
         prop_assert_eq!(encoded, expected);
 
         // Rotating keeps distances: what a bucket loses is what max-min loses of the rotated one.
-        let distance = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>().sqrt();
+        let distance =
+            |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>().sqrt();
         for (at, (before, after)) in values.chunks(bucket).zip(decoded.chunks(bucket)).enumerate() {
             let place = at * bucket..at * bucket + before.len();
             let norm = distance(before, &vec![0.0; before.len()]);
-            let rounded = match dtype { Dtype::F16 => 2f64.powi(-10), Dtype::BF16 => 2f64.powi(-7), _ => 2f64.powi(-18) };
+            let rounded = 2f64.powi(match dtype { Dtype::F16 => -10, Dtype::BF16 => -7, _ => -18 });
             let lost = distance(before, after);
             let by_max_min = distance(&turned[place.clone()], &levels[place]);
             let slack = rounded * (norm + by_max_min) + 1e-6;
@@ -474,8 +473,6 @@ fn buckets_that_cannot_be_rotated_are_refused() {
         assert!(error.message.contains(part), "{text}: {}", error.message);
     }
 }
-
-// ----------------------------------------------------------------------------------------------------- greatest of a bucket
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: CASES, failure_persistence: None, ..ProptestConfig::default() })]
@@ -526,8 +523,6 @@ fn a_value_that_the_metadata_cannot_hold_spoils_its_bucket() {
     assert_eq!(decoded[8..], [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]);
 }
 
-// ------------------------------------------------------------------------------------------------------- every row of all
-
 /// A row with settings that it takes.
 fn any_codec(row: &'static Row, random: &mut Random) -> (Settings, Arc<dyn Codec>) {
     let is_rotated = row.name == "hadamard";
@@ -569,7 +564,9 @@ proptest! {
 
     /// Whatever a sender makes of a tile, whoever decodes it gets numbers and nothing worse.
     #[test]
-    fn any_bytes_can_be_decoded_by_every_codec(dtype in 0usize..3, kind in 0usize..12, changed in 0usize..3, seed: u64) {
+    fn any_bytes_can_be_decoded_by_every_codec(
+        dtype in 0usize..3, kind in 0usize..12, changed in 0usize..3, seed: u64,
+    ) {
         let dtype = FLOATS[dtype];
         for row in CODECS {
             let mut random = Random(seed);
@@ -621,7 +618,8 @@ proptest! {
             let (_, codec) = any_codec(row, &mut random);
             let bytes = codec.encoded_bytes(dtype, count);
             prop_assert!(bytes % 8 == 0 && (count > 0 || bytes == 0));
-            // A NaN in each element leaves no bit that depends on it but those of metadata; what was there before is gone.
+            // A NaN in each element leaves no bit that depends on it but those of metadata; what was there before is
+            // gone.
             let src = bytes_of(dtype, &vec![f32::NAN; count]);
             let (first, _) = encode(&*codec, dtype, &src, 0, Noise::keyed(&[1]));
             let (second, _) = encode(&*codec, dtype, &src, 0, Noise::keyed(&[2]));
@@ -734,7 +732,8 @@ fn a_thread_that_flushes_denormals_gets_the_same_from_every_codec() {
 
 #[test]
 fn small_floats_beyond_the_range_of_a_16_bit_type_become_its_largest() {
-    // A scale that is rounded up may decode to more than what was encoded: only of bytes that come from elsewhere, here.
+    // A scale that is rounded up may decode to more than what was encoded: only of bytes that come from elsewhere,
+    // here.
     for (name, bytes) in [
         ("e4m3", [&1e9f32.to_le_bytes()[..], &[0x38, 0xb8, 0, 0]].concat()),
         ("mxfp8", vec![180, 0x38, 0xb8, 0, 0, 0, 0, 0]),

@@ -3,9 +3,9 @@
 //! The format is that of [`super::scaled`], without groups.
 //!
 //! # Arithmetic
-//! scale = max |x| / largest, without the lowest 4 of its 24 significant bits, so that its product with an element is exact and
-//! not above max |x| but for a rounding of the quotient; at least the smallest normal number of float32. The greatest element may
-//! so be above the largest number by one in 2^19, and becomes it.
+//! scale = max |x| / largest, without the lowest 4 of its 24 significant bits, so that its product with an element is
+//! exact and not above max |x| but for a rounding of the quotient; at least the smallest normal number of float32.
+//! The greatest element may so be above the largest number by one in 2^19, and becomes it.
 
 use super::scaled::{Scaled, Scaling, is_finite};
 use super::small_float::SmallFloat;

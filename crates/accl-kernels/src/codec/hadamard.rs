@@ -1,16 +1,18 @@
-//! Max-min of what a randomized Hadamard rotation makes of each bucket: its error hardly depends on how values are distributed.
+//! Max-min of what a randomized Hadamard rotation makes of each bucket: its error hardly depends on how values are
+//! distributed.
 //!
-//! A full bucket x of n elements becomes y = H D x, with D the signs below and H the Hadamard matrix of n rows over sqrt(n), rows in
-//! natural order: the product of a rotation and reflections, so that its transpose is its inverse. y is encoded as
-//! [`super::max_min`] does it, decoded to float32 and rotated back: x = D H y. What is behind the last full bucket is not rotated.
-//! A slice is encoded in parts of as many buckets as have 4,096 elements, at least one; the parts follow each other.
+//! A full bucket x of n elements becomes y = H D x, with D the signs below and H the Hadamard matrix of n rows over
+//! sqrt(n), rows in natural order: the product of a rotation and reflections, so that its transpose is its inverse. y
+//! is encoded as [`super::max_min`] does it, decoded to float32 and rotated back: x = D H y. What is behind the last
+//! full bucket is not rotated. A slice is encoded in parts of as many buckets as have 4,096 elements, at least one;
+//! the parts follow each other.
 //!
 //! # Arithmetic
-//! In float32, each operation rounded: elements are multiplied by the sign over sqrt(n), rounded; then pairs whose indices differ
-//! in bit 0 alone become sum and difference, then those of bit 1, and so on. Back, the pairs come first.
-//! The sign of an element is the highest bit of the hash of its index in its bucket below: whoever decodes knows it.
-//! A bucket whose rotated values are not below 2^112 in magnitude is one that the metadata cannot hold, so that rotating back
-//! never overflows.
+//! In float32, each operation rounded: elements are multiplied by the sign over sqrt(n), rounded; then pairs whose
+//! indices differ in bit 0 alone become sum and difference, then those of bit 1, and so on. Back, the pairs come
+//! first. The sign of an element is the highest bit of the hash of its index in its bucket below: whoever decodes
+//! knows it. A bucket whose rotated values are not below 2^112 in magnitude is one that the metadata cannot hold, so
+//! that rotating back never overflows.
 //!
 //! The rotation: Suresh et al., Distributed mean estimation with limited communication, 2017.
 
@@ -119,8 +121,8 @@ fn pairs(values: &mut [f32]) {
     }
 }
 
-/// Sums of neighbours, then their differences: bit 0 of an index becomes the highest, so that four times make a round. Compilers
-/// find vectors for this order.
+/// Sums of neighbours, then their differences: bit 0 of an index becomes the highest, so that four times make a
+/// round. Compilers find vectors for this order.
 #[inline(always)]
 fn neighbours(row: &[f32; ROW_OF]) -> [f32; ROW_OF] {
     let mut result = [0.0; ROW_OF];

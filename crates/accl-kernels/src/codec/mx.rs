@@ -3,9 +3,10 @@
 //! The format is that of [`super::scaled`], without groups. A scale is one byte, e8m0: 2^(byte - 127), and NaN is 255.
 //!
 //! # Arithmetic
-//! The exponent of a scale is that of the greatest magnitude, rounded down, less that of the largest number: byte = the exponent of
-//! max |x| as float32 has it - 8 (e4m3), 15 (e5m2) or 2 (e2m1), at least 0. The greatest elements may so be above the largest
-//! number, and become it. Blocks with nothing above 2^-127 lose more the smaller they are: their scale would have to be smaller.
+//! The exponent of a scale is that of the greatest magnitude, rounded down, less that of the largest number: byte =
+//! the exponent of max |x| as float32 has it - 8 (e4m3), 15 (e5m2) or 2 (e2m1), at least 0. The greatest elements may
+//! so be above the largest number, and become it. Blocks with nothing above 2^-127 lose more the smaller they are:
+//! their scale would have to be smaller.
 
 use super::scaled::{Scaled, Scaling, is_finite};
 use super::small_float::SmallFloat;

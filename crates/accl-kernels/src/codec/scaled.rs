@@ -10,9 +10,9 @@
 //! in little-endian order.
 //!
 //! # Arithmetic
-//! All in float32, each operation rounded: an element is its block's scale times the small number nearest to x * (1 / scale).
-//! Scales have so few significant bits that the product is exact, unless it is below the normal numbers; and none is so large
-//! that a decoded value could overflow: a bucket of finite values is never spoilt.
+//! All in float32, each operation rounded: an element is its block's scale times the small number nearest to x * (1 /
+//! scale). Scales have so few significant bits that the product is exact, unless it is below the normal numbers; and
+//! none is so large that a decoded value could overflow: a bucket of finite values is never spoilt.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -46,8 +46,8 @@ pub(super) trait Scaling: Send + Sync + 'static {
     /// Elements that share a scale of their own, and the bytes of that; (a block, 0) without one.
     const GROUP: (usize, usize) = (Self::BLOCK, 0);
 
-    /// Writes the scales of blocks, and that of their group, and finds what to multiply values with: from the bits of the
-    /// greatest magnitudes. A block that is not finite gets scales that decode to NaN.
+    /// Writes the scales of blocks, and that of their group, and finds what to multiply values with: from the bits of
+    /// the greatest magnitudes. A block that is not finite gets scales that decode to NaN.
     fn place(greatest: &[u32], group: &mut [u8], scales: &mut [u8], factors: &mut [f32]);
 
     /// The reverse: what decoded elements are multiplied with. Any bytes will do.

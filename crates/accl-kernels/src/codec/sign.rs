@@ -9,12 +9,13 @@
 //! in little-endian order. Zeros of both signs count as positive.
 //!
 //! # Arithmetic
-//! The mean is found in float64, each operation rounded: of 16 sums, the n-th is that of |x| of the elements n, n + 16, ... in
-//! their order; then those from 8 on are added to those below, those from 4 on, and so forth; the sum is divided by the number of
-//! elements and rounded to float32, and that to 16-bit metadata. A decoded value is the mean or its opposite.
+//! The mean is found in float64, each operation rounded: of 16 sums, the n-th is that of |x| of the elements n, n +
+//! 16, ... in their order; then those from 8 on are added to those below, those from 4 on, and so forth; the sum is
+//! divided by the number of elements and rounded to float32, and that to 16-bit metadata. A decoded value is the mean
+//! or its opposite.
 //!
-//! It loses a third of what it encodes (of Gaussian values, 1 - 2 / pi), always in the same way: it is of use only where that is
-//! added to what is encoded next, as in Seide et al., 1-Bit Stochastic Gradient Descent, 2014.
+//! It loses a third of what it encodes (of Gaussian values, 1 - 2 / pi), always in the same way: it is of use only
+//! where that is added to what is encoded next, as in Seide et al., 1-Bit Stochastic Gradient Descent, 2014.
 
 use std::mem::MaybeUninit;
 use std::sync::Arc;
@@ -145,7 +146,8 @@ impl Sign {
         if mean.is_finite() { Ok(mean) } else { Err(Spoilt { not_finite: 0, too_large: 1 }) }
     }
 
-    /// Calls `each` with the first element, the number of elements, the codes and the mean of every piece, in their order.
+    /// Calls `each` with the first element, the number of elements, the codes and the mean of every piece, in their
+    /// order.
     fn decode_pieces(&self, src: &[u8], count: usize, mut each: impl FnMut(usize, usize, &[u8], f32)) {
         let meta = self.settings.meta;
         let [codes_at, codes_end, end] = self.layout(count);

@@ -1,7 +1,8 @@
-//! Floating-point numbers of 8 and 4 bits: their values, and the nearest of them to a float32; by blocks that share a scale.
+//! Floating-point numbers of 8 and 4 bits: their values, and the nearest of them to a float32; by blocks that share a
+//! scale.
 //!
-//! A code has the sign in its highest bit, then exponent and mantissa, as the OCP specifications of 8-bit floating point (2023)
-//! and of microscaling formats (2023) lay them out.
+//! A code has the sign in its highest bit, then exponent and mantissa, as the OCP specifications of 8-bit floating
+//! point (2023) and of microscaling formats (2023) lay them out.
 //!
 //! | format | exponent, mantissa | bias | smallest | smallest normal | largest |
 //! |---|---|---|---|---|---|
@@ -9,8 +10,9 @@
 //! | e5m2 | 5, 2 | 15 | 2^-16 | 2^-14 | 57,344, code 0x7b |
 //! | e2m1 | 2, 1 | 1 | 0.5 | 1 | 6, code 0x7 |
 //!
-//! Numbers are rounded to nearest even, those below the smallest normal one, too; what lies beyond the largest becomes it.
-//! Codes above that of the largest (NaN, and the infinities of e5m2) are never made, and all decode to NaN.
+//! Numbers are rounded to nearest even, those below the smallest normal one, too; what lies beyond the largest
+//! becomes it. Codes above that of the largest (NaN, and the infinities of e5m2) are never made, and all decode to
+//! NaN.
 
 use std::mem::MaybeUninit;
 
@@ -95,8 +97,8 @@ pub(super) fn from_e4m3(code: u8) -> f32 {
     value::<E4m3>(code)
 }
 
-/// What the sum of a number and 2^(its exponent + 23 - mantissa bits) has in its lowest bits is that number, in steps of the
-/// format, rounded to nearest even. Steps carry over into the exponent by themselves.
+/// What the sum of a number and 2^(its exponent + 23 - mantissa bits) has in its lowest bits is that number, in steps
+/// of the format, rounded to nearest even. Steps carry over into the exponent by themselves.
 #[inline(always)]
 fn code<F: Format>(value: f32) -> u32 {
     let bits = value.to_bits();

@@ -1,18 +1,19 @@
 //! The elements of greatest magnitude of each bucket, by index and value; all others become zero.
 //!
-//! Of a bucket of n elements the ceil(n / 2^bits) of greatest magnitude are kept, the first of those that are equal. Encoded, a
-//! slice is
+//! Of a bucket of n elements the ceil(n / 2^bits) of greatest magnitude are kept, the first of those that are equal.
+//! Encoded, a slice is
 //! ```text
 //! values   of what is kept, bucket by bucket and in the order of indices, in the metadata's type, rounded to nearest even
 //! indices  of the same elements in their buckets, 16 bits each
 //! zeros    up to a multiple of 8
 //! ```
-//! in little-endian order. Where a bucket is not finite, or has a kept value that the metadata cannot hold, all its values are NaN,
-//! its indices 0, 1 and so on; a bucket whose first value is NaN decodes to NaN in all elements. Indices that are not above the one
-//! before, or that the bucket has not got, are passed over.
+//! in little-endian order. Where a bucket is not finite, or has a kept value that the metadata cannot hold, all its
+//! values are NaN, its indices 0, 1 and so on; a bucket whose first value is NaN decodes to NaN in all elements.
+//! Indices that are not above the one before, or that the bucket has not got, are passed over.
 //!
-//! It loses most of what it encodes, and is of use only where that is added to what is encoded next: Stich et al., Sparsified SGD
-//! with memory, 2018. (By buckets rather than over all of a tensor, so that sizes and indices depend on counts alone.)
+//! It loses most of what it encodes, and is of use only where that is added to what is encoded next: Stich et al.,
+//! Sparsified SGD with memory, 2018. (By buckets rather than over all of a tensor, so that sizes and indices depend
+//! on counts alone.)
 
 use std::mem::MaybeUninit;
 use std::sync::Arc;
@@ -115,8 +116,8 @@ impl TopK {
         Ok(())
     }
 
-    /// Calls `each` with the first element and the number of elements of every bucket, and its kept ones: indices and values, or
-    /// `None` if it is NaN.
+    /// Calls `each` with the first element and the number of elements of every bucket, and its kept ones: indices and
+    /// values, or `None` if it is NaN.
     fn decode_buckets(&self, src: &[u8], count: usize, mut each: impl FnMut(usize, usize, Option<Kept<'_>>)) {
         let layout = self.layout(count);
         assert_eq!(src.len(), layout.end, "what {count} elements become");
