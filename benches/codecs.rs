@@ -1,6 +1,7 @@
 //! Codecs: elements per second, next to a copy of the same float32 (encoding) and to `y += x` (decoding).
 //!
-//! Arguments: words of which one must be part of `isa/codec/bits/bucket/dtype/what/place`, and `--json`.
+//! Arguments: words of which one must be part of `isa/codec/bits/bucket/dtype/what/place`, and `--json`. Bits and
+//! bucket are `-` where a codec has no choice of them.
 
 use std::hint::black_box;
 use std::process::ExitCode;
@@ -12,7 +13,7 @@ use accl_benches::place::Place;
 use accl_benches::plain_loops::PlainLoops;
 use accl_benches::sweep::{self, Sweep};
 use accl_benches::turns::beside;
-use accl_kernels::codec::{CODECS, Codec, Noise, Rounding, Row, Settings, Slice};
+use accl_kernels::codec::{CODECS, Codec, Noise, Rounding, Row, Setting, Settings, Slice};
 use accl_kernels::{Isa, available_isas};
 use accl_types::Dtype;
 
@@ -68,8 +69,9 @@ impl Buffers {
 struct Case {
     isa: Isa,
     codec: &'static Row,
-    bits: u8,
-    bucket: u32,
+    /// If there is a choice of them.
+    bits: Option<u8>,
+    bucket: Option<u32>,
     dtype: Dtype,
     what: What,
     place: Place,
@@ -78,7 +80,19 @@ struct Case {
 impl Case {
     fn id(&self) -> String {
         let Case { isa, codec, bits, bucket, dtype, what, place } = self;
+        let bits = bits.map_or("-".to_owned(), |bits| bits.to_string());
+        let bucket = bucket.map_or("-".to_owned(), |bucket| bucket.to_string());
         format!("{isa}/{}/{bits}/{bucket}/{dtype}/{}/{}", codec.name, what.name(), place.name())
+    }
+
+    fn settings(&self) -> Settings {
+        let usual = Settings::default();
+        Settings {
+            bits: self.bits.unwrap_or(usual.bits),
+            bucket: self.bucket.unwrap_or(usual.bucket),
+            rounding: self.what.rounding(),
+            ..usual
+        }
     }
 
     fn to_json(&self, rate: f64, reference: f64, share: f64) -> serde_json::Value {
@@ -97,23 +111,35 @@ impl Case {
     }
 }
 
-/// Every combination; the moderate set has the best instruction set, the usual bucket and half of the widths.
+/// Every combination that a codec has a choice of; the moderate set has the best instruction set, the usual bucket
+/// and half of the widths.
 fn cases(sweep: Sweep) -> Vec<Case> {
     let isas = available_isas();
     let mut cases = Vec::new();
     for &isa in sweep.pick(&isas[isas.len() - 1..], &isas[..]) {
         for codec in CODECS {
-            for &bits in sweep.pick(&[8, 4, 2, 1][..], &[8, 7, 6, 5, 4, 3, 2, 1][..]) {
-                for &bucket in sweep.pick(&[512][..], &[64, 128, 512, 1024, 8192][..]) {
+            let bits = sweep.pick(&[8, 4, 2, 1][..], &[8, 7, 6, 5, 4, 3, 2, 1][..]);
+            for bits in choices(codec, Setting::Bits, bits) {
+                let buckets = sweep.pick(&[512][..], &[64, 128, 512, 1024, 8192][..]);
+                for bucket in choices(codec, Setting::Bucket, buckets) {
                     for dtype in [Dtype::F32, Dtype::BF16, Dtype::F16] {
                         let of = |what, place| Case { isa, codec, bits, bucket, dtype, what, place };
-                        cases.extend(What::ALL.into_iter().flat_map(|what| Place::ALL.map(|place| of(what, place))));
+                        let whats = What::ALL
+                            .into_iter()
+                            .filter(|what| *what != What::EncodeDrawn || codec.has(Setting::Rounding));
+                        cases.extend(whats.flat_map(|what| Place::ALL.map(|place| of(what, place))));
                     }
                 }
             }
         }
     }
+    cases.retain(|case| case.codec.build_with_isa(&case.settings(), case.isa).is_ok());
     cases
+}
+
+/// Values of a setting, or none of them.
+fn choices<T: Copy>(codec: &Row, setting: Setting, values: &[T]) -> Vec<Option<T>> {
+    if codec.has(setting) { values.iter().copied().map(Some).collect() } else { vec![None] }
 }
 
 fn main() -> ExitCode {
@@ -136,9 +162,8 @@ fn main() -> ExitCode {
 
 /// Elements per nanosecond of a case and of its reference, and how many times the one is of the other.
 fn measure(buffers: &mut Buffers, case: &Case) -> (f64, f64, f64) {
-    let Case { isa, bits, bucket, dtype, what, place, .. } = *case;
-    let settings = Settings { bits, bucket, rounding: what.rounding(), ..Settings::default() };
-    let codec = case.codec.build_with_isa(&settings, isa).unwrap_or_else(|error| panic!("{error}"));
+    let Case { isa, dtype, what, place, .. } = *case;
+    let codec = case.codec.build_with_isa(&case.settings(), isa).unwrap_or_else(|error| panic!("{error}"));
     let plain = PlainLoops::of(isa);
     let count = place.bytes() / 4;
     let found = beside(

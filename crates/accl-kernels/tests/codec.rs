@@ -5,59 +5,15 @@ mod common;
 use accl_kernels::codec::{Codec, Noise, Rounding, Settings, Slice, Spoilt, codec};
 use accl_kernels::{Isa, available_isas};
 use accl_types::{Dtype, ErrorKind};
-use common::{Buffer, Random};
+use common::Random;
+use common::codecs::{
+    FLOATS, alike, bytes_of, data, data_values, decode, encode, from_f32, through, to_f32, values_of,
+};
 use proptest::prelude::*;
 use std::sync::{Arc, OnceLock};
 
-const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
-
 fn max_min(settings: Settings, isa: Isa) -> Arc<dyn Codec> {
     codec("maxmin").unwrap().build_with_isa(&settings, isa).unwrap()
-}
-
-fn to_f32(dtype: Dtype, bytes: &[u8]) -> f32 {
-    match dtype {
-        Dtype::F16 => half::f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
-        Dtype::BF16 => half::bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
-        _ => f32::from_le_bytes(bytes.try_into().unwrap()),
-    }
-}
-
-fn from_f32(dtype: Dtype, value: f32) -> Vec<u8> {
-    match dtype {
-        Dtype::F16 => half::f16::from_f32(value).to_le_bytes().to_vec(),
-        Dtype::BF16 => half::bf16::from_f32(value).to_le_bytes().to_vec(),
-        _ => value.to_le_bytes().to_vec(),
-    }
-}
-
-fn bytes_of(dtype: Dtype, values: &[f32]) -> Vec<u8> {
-    values.iter().flat_map(|&value| from_f32(dtype, value)).collect()
-}
-
-fn values_of(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
-    bytes.chunks_exact(dtype.size_bytes()).map(|bytes| to_f32(dtype, bytes)).collect()
-}
-
-fn encode(codec: &dyn Codec, dtype: Dtype, src: &[u8], first: u64, noise: Noise) -> (Vec<u8>, Spoilt) {
-    let count = src.len() / dtype.size_bytes();
-    // Neither the one nor the other is aligned, and what was there before is seen if it stays.
-    let src = Buffer::new(src, 3);
-    let room = codec.encoded_bytes(dtype, count);
-    let mut dst = vec![0xa5; room + 5];
-    // SAFETY: the buffer has the elements.
-    let spoilt =
-        unsafe { codec.encode(&mut dst[5..], Slice { src: src.ptr(), dtype, tensor: dtype, count, first }, noise) };
-    (dst.split_off(5), spoilt)
-}
-
-fn decode(codec: &dyn Codec, dtype: Dtype, encoded: &[u8], count: usize) -> Vec<u8> {
-    let src = Buffer::new(encoded, 1);
-    let dst = Buffer::new(&vec![0xa5; count * dtype.size_bytes()], 2);
-    // SAFETY: the buffer has room for the elements.
-    unsafe { codec.decode(dst.ptr(), dtype, src.bytes(), dtype, count) };
-    dst.check_guards();
-    dst.bytes().to_vec()
 }
 
 /// Every finite value of a 16-bit type, in order.
@@ -150,27 +106,6 @@ fn settings() -> impl Strategy<Value = Settings> {
 /// Counts around everything that has a size.
 fn count(bucket: usize, kind: usize) -> usize {
     [0, 1, 7, 8, 9, 15, 16, 17, bucket - 1, bucket, bucket + 1, 3 * bucket + 5][kind % 12]
-}
-
-/// Values of one size, of many, of one sign, and all alike.
-fn data(dtype: Dtype, count: usize, kind: u64, random: &mut Random) -> Vec<u8> {
-    bytes_of(dtype, &data_values(count, kind, random))
-}
-
-fn data_values(count: usize, kind: u64, random: &mut Random) -> Vec<f32> {
-    let scale = 10f32.powi(random.below(7) as i32 - 4);
-    (0..count)
-        .map(|_| {
-            let unit = (random.next() >> 40) as f32 / (1 << 24) as f32;
-            match kind % 5 {
-                0 => (unit - 0.5) * scale,
-                1 => unit * scale,
-                2 => -unit * scale - 3.0,
-                3 => scale,
-                _ => (unit - 0.5) * 10f32.powi(random.below(9) as i32 - 5),
-            }
-        })
-        .collect()
 }
 
 proptest! {
@@ -503,25 +438,6 @@ fn what_has_no_meaning_is_refused_by_name() {
     );
 }
 
-/// Encoded and decoded values of a codec on every instruction set, which must be the same.
-fn through(name: &str, settings: &Settings, dtype: Dtype, src: &[u8], noise: Noise) -> (Vec<u8>, Vec<f32>, Spoilt) {
-    let count = src.len() / dtype.size_bytes();
-    let mut first = None;
-    for isa in available_isas() {
-        let codec = codec(name).unwrap().build_with_isa(settings, isa).unwrap();
-        let (encoded, spoilt) = encode(&*codec, dtype, src, 0, noise);
-        let decoded = values_of(dtype, &decode(&*codec, dtype, &encoded, count));
-        let mut sums = vec![0.0; count];
-        codec.decode_add(&mut sums, &encoded, dtype);
-        let found = (encoded, decoded, sums, spoilt);
-        let same = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(&a, &b)| alike(a, b));
-        let (encoded, decoded, sums, spoilt) = first.get_or_insert_with(|| found.clone());
-        assert!(*encoded == found.0 && same(decoded, &found.1) && same(sums, &found.2) && *spoilt == found.3, "{isa}");
-    }
-    let (encoded, decoded, _, spoilt) = first.unwrap();
-    (encoded, decoded, spoilt)
-}
-
 #[test]
 fn absmax_has_the_format_that_it_describes() {
     // Units 0.5 and 2, of three bits: levels from -3 to 3, codes from 0 to 6.
@@ -605,9 +521,4 @@ proptest! {
             }
         }
     }
-}
-
-/// The same bits, or both NaN.
-fn alike(a: f32, b: f32) -> bool {
-    a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan()
 }

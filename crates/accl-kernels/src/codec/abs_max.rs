@@ -11,13 +11,14 @@
 
 use super::loops::Range;
 use super::uniform::{Placed, Scheme, Uniform, smallest_normal, toward};
-use super::{Row, Settings, Spoilt};
+use super::{Row, Setting, Settings, Spoilt};
 use crate::reduce::float16::Toward;
 
 pub(super) const ROW: Row = Row {
     name: AbsMax::NAME,
     description: "levels evenly on both sides of zero, up to the greatest magnitude of a bucket, 2 to 8 bits",
-    has_settings: true,
+    settings: &Setting::ALL,
+    needs_feedback: false,
     build: Uniform::<AbsMax>::build,
 };
 

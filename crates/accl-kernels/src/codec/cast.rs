@@ -20,7 +20,7 @@ pub(super) const BF16: Row = row("bf16", "bfloat16", |_, isa| cast("bf16", Some(
 pub(super) const FP16: Row = row("fp16", "float16", |_, isa| cast("fp16", Some(Dtype::F16), isa));
 
 const fn row(name: &'static str, description: &'static str, build: Build) -> Row {
-    Row { name, description, has_settings: false, build }
+    Row { name, description, settings: &[], needs_feedback: false, build }
 }
 
 /// Elements lie at multiples of so many bytes in any of the types.

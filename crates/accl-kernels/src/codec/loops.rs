@@ -3,7 +3,10 @@
 
 use std::mem::MaybeUninit;
 
+pub(crate) use super::hadamard::{rotate, rotate_back};
 use super::noise::Noise;
+pub(crate) use super::sign::{LANES as SIGN_LANES, add_signed_values, magnitude_sums, signed_values, signs};
+pub(crate) use super::small_float::{Blocks, add_small_values, magnitudes, small_codes, small_values};
 use crate::reduce::float16;
 
 /// Elements that are handled side by side; the order of comparisons depends on it and on nothing else.
@@ -290,6 +293,9 @@ pub(crate) fn narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most
 /// Rounds to a 16-bit type; what is greater than the last argument becomes it.
 type Narrow = unsafe fn(&mut [MaybeUninit<[u8; 2]>], &[f32], f32);
 
+/// Writes the values of codes of blocks, from the blocks' scales.
+type SmallValues = unsafe fn(&mut [MaybeUninit<f32>], &[u8], &[f32], Blocks);
+
 /// The loops as one instruction set has them.
 #[derive(Clone, Copy)]
 pub(crate) struct Loops {
@@ -300,6 +306,16 @@ pub(crate) struct Loops {
     pub(crate) unpack: unsafe fn(&mut [u8], &[u8], u8),
     pub(crate) values: unsafe fn(&mut [MaybeUninit<f32>], &[u8], f32, f32),
     pub(crate) add_values: unsafe fn(&mut [f32], &[u8], f32, f32),
+    pub(crate) magnitude_sums: unsafe fn(&mut [f64; SIGN_LANES], &[f32]),
+    pub(crate) signs: unsafe fn(&mut [u8], &[f32]),
+    pub(crate) signed_values: unsafe fn(&mut [MaybeUninit<f32>], &[u8], f32),
+    pub(crate) add_signed_values: unsafe fn(&mut [f32], &[u8], f32),
+    pub(crate) magnitudes: unsafe fn(&mut [u32], &[f32], usize),
+    pub(crate) small_codes: unsafe fn(&mut [u8], &[f32], &[f32], Blocks),
+    pub(crate) small_values: SmallValues,
+    pub(crate) add_small_values: unsafe fn(&mut [f32], &[u8], &[f32], Blocks),
+    pub(crate) rotate: unsafe fn(&mut [f32], &[f32]),
+    pub(crate) rotate_back: unsafe fn(&mut [f32], &[f32]),
     pub(crate) widen_f16: unsafe fn(&mut [f32], &[[u8; 2]]),
     pub(crate) widen_bf16: unsafe fn(&mut [f32], &[[u8; 2]]),
     pub(crate) narrow_f16: Narrow,
@@ -310,7 +326,7 @@ pub(crate) struct Loops {
 macro_rules! codec_loops {
     ($(#[$feature:meta])*) => {
         const LOOPS: $crate::codec::loops::Loops = {
-            use $crate::codec::loops::{self, Grid, Loops, Range};
+            use $crate::codec::loops::{self, Blocks, Grid, Loops, Range, SIGN_LANES};
             use $crate::codec::Noise;
             use std::mem::MaybeUninit;
 
@@ -322,6 +338,16 @@ macro_rules! codec_loops {
                 unpack(codes: &mut [u8], src: &[u8], bits: u8) -> ();
                 values(dst: &mut [MaybeUninit<f32>], codes: &[u8], unit: f32, min: f32) -> ();
                 add_values(sums: &mut [f32], codes: &[u8], unit: f32, min: f32) -> ();
+                magnitude_sums(sums: &mut [f64; SIGN_LANES], values: &[f32]) -> ();
+                signs(codes: &mut [u8], values: &[f32]) -> ();
+                signed_values(dst: &mut [MaybeUninit<f32>], packed: &[u8], mean: f32) -> ();
+                add_signed_values(sums: &mut [f32], packed: &[u8], mean: f32) -> ();
+                magnitudes(greatest: &mut [u32], values: &[f32], elements: usize) -> ();
+                small_codes(codes: &mut [u8], values: &[f32], factors: &[f32], blocks: Blocks) -> ();
+                small_values(dst: &mut [MaybeUninit<f32>], codes: &[u8], scales: &[f32], blocks: Blocks) -> ();
+                add_small_values(sums: &mut [f32], codes: &[u8], scales: &[f32], blocks: Blocks) -> ();
+                rotate(values: &mut [f32], signs: &[f32]) -> ();
+                rotate_back(values: &mut [f32], signs: &[f32]) -> ();
                 widen_f16(dst: &mut [f32], src: &[[u8; 2]]) -> ();
                 widen_bf16(dst: &mut [f32], src: &[[u8; 2]]) -> ();
                 narrow_f16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most: f32) -> ();

@@ -12,13 +12,14 @@
 
 use super::loops::Range;
 use super::uniform::{Placed, Scheme, Uniform, smallest_normal, toward};
-use super::{Row, Settings, Spoilt};
+use super::{Row, Setting, Settings, Spoilt};
 use crate::reduce::float16::Toward;
 
 pub(super) const ROW: Row = Row {
     name: MaxMin::NAME,
     description: "levels evenly between the least and the greatest value of a bucket, 1 to 8 bits",
-    has_settings: true,
+    settings: &Setting::ALL,
+    needs_feedback: false,
     build: Uniform::<MaxMin>::build,
 };
 

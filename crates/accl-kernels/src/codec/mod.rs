@@ -16,12 +16,20 @@ mod abs_max;
 pub(crate) mod avx2;
 mod cast;
 mod floats;
+mod fp8;
+mod hadamard;
 pub(crate) mod loops;
 mod max_min;
+mod mx;
 mod noise;
+mod nvfp4;
 mod pieces;
+mod scaled;
+mod sign;
+mod small_float;
 mod summary;
 mod text;
+mod top_k;
 mod uniform;
 
 use std::fmt;
@@ -48,7 +56,7 @@ pub enum Rounding {
 /// What is chosen about a codec. What a codec has no use for is left out of account.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Settings {
-    /// Bits of a code, 1 to 8.
+    /// Bits of a code, 1 to 8; of `topk`, that one in 2^bits is kept.
     pub bits: u8,
     /// Elements that share their metadata: 8 to 8,192, a multiple of 8.
     pub bucket: u32,
@@ -58,6 +66,38 @@ pub struct Settings {
     pub rounding: Rounding,
     /// Whether elements behind the last full bucket travel as they are.
     pub skip_incomplete: bool,
+}
+
+/// One of the [`Settings`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Setting {
+    /// [`Settings::bits`].
+    Bits,
+    /// [`Settings::bucket`].
+    Bucket,
+    /// [`Settings::meta`].
+    Meta,
+    /// [`Settings::rounding`].
+    Rounding,
+    /// [`Settings::skip_incomplete`].
+    SkipIncomplete,
+}
+
+impl Setting {
+    /// All of them.
+    pub const ALL: [Setting; 5] =
+        [Setting::Bits, Setting::Bucket, Setting::Meta, Setting::Rounding, Setting::SkipIncomplete];
+
+    /// As in texts.
+    pub fn name(self) -> &'static str {
+        match self {
+            Setting::Bits => "bits",
+            Setting::Bucket => "bucket",
+            Setting::Meta => "meta",
+            Setting::Rounding => "rounding",
+            Setting::SkipIncomplete => "skip_incomplete",
+        }
+    }
 }
 
 impl Default for Settings {
@@ -158,14 +198,21 @@ pub struct Row {
     pub name: &'static str,
     /// What it does, in a line.
     pub description: &'static str,
-    /// Whether it has a choice of bits, bucket, metadata and rounding.
-    pub has_settings: bool,
+    /// What there is a choice of; other settings mean nothing to it.
+    pub settings: &'static [Setting],
+    /// Whether it is of use only where what it loses is added to what is encoded next.
+    pub needs_feedback: bool,
     build: Build,
 }
 
 type Build = fn(&Settings, Isa) -> Result<Arc<dyn Codec>>;
 
 impl Row {
+    /// Whether there is a choice of this.
+    pub fn has(&self, setting: Setting) -> bool {
+        self.settings.contains(&setting)
+    }
+
     /// The codec with these settings.
     ///
     /// # Errors
@@ -184,7 +231,22 @@ impl Row {
 }
 
 /// All codecs.
-pub const CODECS: &[Row] = &[cast::RAW, cast::BF16, cast::FP16, max_min::ROW, abs_max::ROW];
+pub const CODECS: &[Row] = &[
+    cast::RAW,
+    cast::BF16,
+    cast::FP16,
+    max_min::ROW,
+    abs_max::ROW,
+    sign::ROW,
+    fp8::E4M3,
+    fp8::E5M2,
+    mx::MXFP8,
+    mx::MXFP8_E5M2,
+    mx::MXFP4,
+    nvfp4::ROW,
+    hadamard::ROW,
+    top_k::ROW,
+];
 
 /// The codec of this name.
 ///

@@ -4,7 +4,7 @@ use std::fmt;
 
 use accl_types::Dtype;
 
-use super::{CODECS, Rounding, Settings};
+use super::{CODECS, Rounding, Row, Setting, Settings};
 
 /// Which codec with which settings, in 24 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -14,15 +14,25 @@ impl Summary {
     /// Bits that are used.
     pub const BITS: u32 = 24;
 
-    /// Of the codec of this name; without settings, it has none.
+    /// Of the codec of this name; what it has no choice of is left out.
     pub(super) fn new(name: &str, settings: Option<&Settings>) -> Self {
-        let row = CODECS.iter().position(|row| row.name == name).unwrap_or(CODECS.len()) as u32;
-        let Some(&Settings { bits, bucket, meta, rounding, skip_incomplete }) = settings else { return Self(row) };
+        let index = CODECS.iter().position(|row| row.name == name).unwrap_or(CODECS.len());
+        let (Some(row), Some(settings)) = (CODECS.get(index), settings) else { return Self(index as u32) };
+        let Settings { bits, bucket, meta, rounding, skip_incomplete } = *settings;
         let meta = META.iter().position(|dtype| *dtype == meta).unwrap_or(0) as u32;
         let rounding = ROUNDING.iter().position(|other| *other == rounding).unwrap_or(0) as u32;
-        let fields = [(row, 4), (u32::from(bits), 4), (bucket / 8, 11), (meta, 2), (rounding, 2)];
-        let packed = fields.iter().rev().fold(u32::from(skip_incomplete), |word, (value, width)| word << width | value);
-        Self(packed)
+        let fields = [
+            (Setting::Bits, u32::from(bits)),
+            (Setting::Bucket, bucket / 8),
+            (Setting::Meta, meta),
+            (Setting::Rounding, rounding),
+            (Setting::SkipIncomplete, u32::from(skip_incomplete)),
+        ];
+        let packed = fields
+            .into_iter()
+            .rev()
+            .fold(0, |word, (setting, value)| word << width(setting) | if row.has(setting) { value } else { 0 });
+        Self(packed << ROW_BITS | index as u32)
     }
 
     /// The word.
@@ -30,9 +40,27 @@ impl Summary {
         self.0
     }
 
+    /// The codec's row, if this version knows it.
+    pub fn row(self) -> Option<&'static Row> {
+        CODECS.get((self.0 & ((1 << ROW_BITS) - 1)) as usize)
+    }
+
     /// From a word; what is in its higher bits is left out of account.
     pub fn from_word(word: u32) -> Self {
         Self(word & ((1 << Self::BITS) - 1))
+    }
+}
+
+/// Bits of the number of a row.
+const ROW_BITS: u32 = 4;
+
+/// Bits of a setting.
+fn width(setting: Setting) -> u32 {
+    match setting {
+        Setting::Bits => 4,
+        Setting::Bucket => 11,
+        Setting::Meta | Setting::Rounding => 2,
+        Setting::SkipIncomplete => 1,
     }
 }
 
@@ -42,26 +70,30 @@ const ROUNDING: [Rounding; 2] = [Rounding::Nearest, Rounding::Stochastic];
 
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut word = self.0;
-        let mut field = |width: u32| {
-            let value = word & ((1 << width) - 1);
-            word >>= width;
-            value as usize
-        };
-        let Some(row) = CODECS.get(field(4)) else { return f.write_str("a codec that this version does not know") };
-        let (bits, bucket, meta, rounding, skip) = (field(4), 8 * field(11), field(2), field(2), field(1));
+        let Some(row) = self.row() else { return f.write_str("a codec that this version does not know") };
         f.write_str(row.name)?;
-        if bits == 0 {
-            return Ok(());
+        let mut word = self.0 >> ROW_BITS;
+        for setting in Setting::ALL {
+            let value = (word & ((1 << width(setting)) - 1)) as usize;
+            word >>= width(setting);
+            match setting {
+                _ if !row.has(setting) => {}
+                Setting::Bits => write!(f, ":{value}")?,
+                Setting::Bucket => write!(f, ",bucket={}", 8 * value)?,
+                Setting::Meta => write!(f, ",meta={}", META.get(value).map_or("unknown", |dtype| dtype.name()))?,
+                Setting::Rounding => {
+                    let name = match ROUNDING.get(value) {
+                        Some(Rounding::Nearest) => "nearest",
+                        Some(Rounding::Stochastic) => "stochastic",
+                        None => "unknown",
+                    };
+                    write!(f, ",rounding={name}")?;
+                }
+                Setting::SkipIncomplete if value == 0 => {}
+                Setting::SkipIncomplete => f.write_str(",skip_incomplete")?,
+            }
         }
-        let rounding = match ROUNDING.get(rounding) {
-            Some(Rounding::Nearest) => "nearest",
-            Some(Rounding::Stochastic) => "stochastic",
-            None => "unknown",
-        };
-        let meta = META.get(meta).map_or("unknown", |dtype| dtype.name());
-        write!(f, ":{bits},bucket={bucket},meta={meta},rounding={rounding}")?;
-        if skip == 1 { f.write_str(",skip_incomplete") } else { Ok(()) }
+        Ok(())
     }
 }
 
@@ -86,6 +118,7 @@ mod tests {
 
     #[test]
     fn the_table_fits_its_field() {
-        assert!(CODECS.len() < 16);
+        assert!(CODECS.len() < 1 << ROW_BITS);
+        assert_eq!(ROW_BITS + Setting::ALL.into_iter().map(width).sum::<u32>(), Summary::BITS);
     }
 }

@@ -5,12 +5,10 @@ use std::sync::Arc;
 use accl_types::{Error, Result, nearest};
 
 use super::summary::META;
-use super::{Codec, Rounding, Settings, codec};
+use super::{Codec, Rounding, Setting, Settings, codec};
 
 /// Below so many bits, what is rounded to the nearest is biased too much to be left so unless it is asked for.
 const NEAREST_FROM_BITS: u8 = 4;
-
-const KEYS: [&str; 4] = ["bucket", "meta", "rounding", "skip_incomplete"];
 
 /// The codec that a text names: its name, `:` and the bits where it has a choice of them, then settings with `,` between.
 ///
@@ -25,17 +23,25 @@ pub fn parse(text: &str) -> Result<Arc<dyn Codec>> {
     let row = codec(name)?;
     let wrong = |why: String| Error::configuration(format!("codec `{text}`: {why}"));
     let mut settings = Settings::default();
-    if row.has_settings {
+    if row.has(Setting::Bits) {
         let bits = bits.ok_or_else(|| wrong(format!("expected the number of bits, as in `{name}:4`")))?;
         settings.bits = bits.parse().map_err(|_| wrong(format!("bits is `{bits}`; expected a number")))?;
     } else if bits.is_some() {
         return Err(wrong(format!("{name} has no choice of bits")));
     }
+    let keys = || row.settings.iter().filter(|setting| **setting != Setting::Bits).map(|setting| setting.name());
     let mut rounding = None;
     for part in parts {
         let (key, value) = part.split_once('=').map_or((part, None), |(key, value)| (key, Some(value)));
-        if !row.has_settings {
+        if row.settings.is_empty() {
             return Err(wrong(format!("{name} has no settings")));
+        }
+        if !keys().any(|known| known == key) {
+            let hint = nearest(key, keys()).map_or(String::new(), |known| format!("; did you mean `{known}`?"));
+            return Err(wrong(format!(
+                "unknown setting `{part}`; {name} has {}{hint}",
+                keys().collect::<Vec<_>>().join(", ")
+            )));
         }
         match (key, value) {
             ("bucket", Some(value)) => {
@@ -54,10 +60,8 @@ pub fn parse(text: &str) -> Result<Arc<dyn Codec>> {
                 return Err(wrong(format!("rounding is `{value}`; expected nearest or stochastic")));
             }
             ("skip_incomplete", None) => settings.skip_incomplete = true,
-            _ => {
-                let hint = nearest(key, KEYS).map_or(String::new(), |known| format!("; did you mean `{known}`?"));
-                return Err(wrong(format!("unknown setting `{part}`; expected {}{hint}", KEYS.join(", "))));
-            }
+            ("skip_incomplete", Some(_)) => return Err(wrong("skip_incomplete has no value".to_owned())),
+            _ => return Err(wrong(format!("{key} has no value; expected `{key}=` and one"))),
         }
     }
     let usual = if settings.bits < NEAREST_FROM_BITS { Rounding::Stochastic } else { Rounding::Nearest };
@@ -75,6 +79,12 @@ mod tests {
             ("raw", "raw"),
             ("bf16", "bf16"),
             ("absmax:8", "absmax:8,bucket=512,meta=float32,rounding=nearest"),
+            ("sign", "sign,bucket=512,meta=float32"),
+            ("sign,meta=bfloat16,bucket=64", "sign,bucket=64,meta=bfloat16"),
+            ("hadamard:2,bucket=1024", "hadamard:2,bucket=1024,meta=float32,rounding=stochastic"),
+            ("e5m2", "e5m2"),
+            ("mxfp8_e5m2", "mxfp8_e5m2"),
+            ("nvfp4", "nvfp4"),
             ("maxmin:4", "maxmin:4,bucket=512,meta=float32,rounding=nearest"),
             ("maxmin:3", "maxmin:3,bucket=512,meta=float32,rounding=stochastic"),
             ("maxmin:2, bucket=64 ,rounding=nearest", "maxmin:2,bucket=64,meta=float32,rounding=nearest"),
@@ -101,8 +111,15 @@ mod tests {
             ("maxmin:4,bucket=big", "bucket is `big`; expected a number of elements"),
             ("maxmin:4,meta=int8", "meta is `int8`; expected float32, float16 or bfloat16"),
             ("maxmin:4,rounding=up", "rounding is `up`; expected nearest or stochastic"),
-            ("maxmin:4,bukket=8", "unknown setting `bukket=8`; expected bucket, meta, rounding, skip_incomplete"),
+            ("maxmin:4,bukket=8", "unknown setting `bukket=8`; maxmin has bucket, meta, rounding, skip_incomplete"),
             ("maxmin:4,bukket=8", "did you mean `bucket`?"),
+            ("maxmin:4,bucket", "bucket has no value; expected `bucket=` and one"),
+            ("maxmin:4,skip_incomplete=1", "skip_incomplete has no value"),
+            ("sign:1", "sign has no choice of bits"),
+            ("sign,rounding=nearest", "unknown setting `rounding=nearest`; sign has bucket, meta"),
+            ("sign,bucket=12", "codec sign: bucket is 12; expected a multiple of 8 from 8 to 8192"),
+            ("hadamard", "expected the number of bits, as in `hadamard:4`"),
+            ("mxfp8,bucket=32", "mxfp8 has no settings"),
             ("bf16:4", "bf16 has no choice of bits"),
             ("raw,bucket=8", "raw has no settings"),
             ("maxmum:4", "unknown codec `maxmum`; expected one of raw, bf16, fp16, maxmin, absmax"),

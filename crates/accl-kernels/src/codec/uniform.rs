@@ -58,6 +58,25 @@ pub(super) struct Uniform<S> {
     scheme: PhantomData<S>,
 }
 
+/// # Errors
+/// `Configuration` if buckets cannot be so large.
+pub(super) fn check_bucket(codec: &str, bucket: u32) -> Result<()> {
+    if (8..=MOST_BUCKET).contains(&bucket) && bucket.is_multiple_of(8) {
+        return Ok(());
+    }
+    let expected = format!("expected a multiple of 8 from 8 to {MOST_BUCKET}");
+    Err(Error::configuration(format!("codec {codec}: bucket is {bucket}; {expected}")))
+}
+
+/// # Errors
+/// `Configuration` if metadata cannot be of this type.
+pub(super) fn check_meta(codec: &str, meta: Dtype) -> Result<()> {
+    if encodes(meta) {
+        return Ok(());
+    }
+    Err(Error::configuration(format!("codec {codec}: meta is {meta}; expected float32, float16 or bfloat16")))
+}
+
 /// Where the parts of an encoded slice lie, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Layout {
@@ -130,16 +149,12 @@ impl<S: Scheme> Uniform<S> {
     pub(super) fn build(settings: &Settings, isa: Isa) -> Result<Arc<dyn Codec>> {
         isa.check_available()?;
         let Settings { bits, bucket, meta, .. } = *settings;
-        let wrong = |why: String| Err(Error::configuration(format!("codec {}: {why}", S::NAME)));
         if !(S::LEAST_BITS..=8).contains(&bits) {
-            return wrong(format!("bits is {bits}; expected {} to 8", S::LEAST_BITS));
+            let (name, least) = (S::NAME, S::LEAST_BITS);
+            return Err(Error::configuration(format!("codec {name}: bits is {bits}; expected {least} to 8")));
         }
-        if !(8..=MOST_BUCKET).contains(&bucket) || bucket % 8 != 0 {
-            return wrong(format!("bucket is {bucket}; expected a multiple of 8 from 8 to {MOST_BUCKET}"));
-        }
-        if !encodes(meta) {
-            return wrong(format!("meta is {meta}; expected float32, float16 or bfloat16"));
-        }
+        check_bucket(S::NAME, bucket)?;
+        check_meta(S::NAME, meta)?;
         Ok(Arc::new(Self { settings: *settings, loops: arch::loops(isa), scheme: PhantomData }))
     }
 

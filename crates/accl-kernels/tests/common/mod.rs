@@ -1,6 +1,8 @@
 //! Seeded data and misaligned buffers for the kernel tests.
 #![allow(dead_code)] // each test binary uses its part
 
+pub mod codecs;
+
 use accl_types::Dtype;
 
 /// A generator of splitmix64: the same seed gives the same data.

@@ -1,0 +1,52 @@
+//! 8-bit floating point in blocks of 256 with a float32 scale, as training in fp8 has it.
+//!
+//! The format is that of [`super::scaled`], without groups.
+//!
+//! # Arithmetic
+//! scale = max |x| / largest, without the lowest 4 of its 24 significant bits, so that its product with an element is
+//! exact and not above max |x| but for a rounding of the quotient; at least the smallest normal number of float32.
+//! The greatest element may so be above the largest number by one in 2^19, and becomes it.
+
+use super::scaled::{Scaled, Scaling, is_finite};
+use super::small_float::SmallFloat;
+use super::{Build, Row};
+
+pub(super) const E4M3: Row =
+    row(Fp8::<false>::NAME, "e4m3 floats, in blocks of 256 with a float32 scale", Scaled::<Fp8<false>>::build);
+
+pub(super) const E5M2: Row =
+    row(Fp8::<true>::NAME, "e5m2 floats, in blocks of 256 with a float32 scale", Scaled::<Fp8<true>>::build);
+
+const fn row(name: &'static str, description: &'static str, build: Build) -> Row {
+    Row { name, description, settings: &[], needs_feedback: false, build }
+}
+
+/// Lowest bits of a float32 that a scale has not got.
+const UNUSED_BITS: u32 = (1 << 4) - 1;
+
+/// With five bits of exponent, or four.
+struct Fp8<const FIVE: bool>;
+
+impl<const FIVE: bool> Scaling for Fp8<FIVE> {
+    const NAME: &'static str = if FIVE { "e5m2" } else { "e4m3" };
+    const FLOAT: SmallFloat = if FIVE { SmallFloat::E5m2 } else { SmallFloat::E4m3 };
+    const BLOCK: usize = 256;
+    const SCALE_BYTES: usize = 4;
+
+    fn place(greatest: &[u32], _: &mut [u8], scales: &mut [u8], factors: &mut [f32]) {
+        for ((&greatest, bytes), factor) in greatest.iter().zip(scales.chunks_exact_mut(4)).zip(factors) {
+            let quotient = f32::from_bits(greatest) / Self::FLOAT.largest();
+            let scale = f32::from_bits(quotient.to_bits() & !UNUSED_BITS).max(f32::MIN_POSITIVE);
+            let scale = if is_finite(greatest) { scale } else { f32::NAN };
+            bytes.copy_from_slice(&scale.to_le_bytes());
+            *factor = 1.0 / scale;
+        }
+    }
+
+    fn scales(_: &[u8], scales: &[u8], of_blocks: &mut [f32]) {
+        for (scale, bytes) in of_blocks.iter_mut().zip(scales.chunks_exact(4)) {
+            let read = bytes.try_into().map_or(f32::NAN, f32::from_le_bytes);
+            *scale = if read.is_nan() { f32::NAN } else { read };
+        }
+    }
+}

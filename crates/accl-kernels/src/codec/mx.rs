@@ -1,0 +1,74 @@
+//! Microscaling formats (OCP, version 1.0, 2023): blocks of 32 with a power of two as their scale.
+//!
+//! The format is that of [`super::scaled`], without groups. A scale is one byte, e8m0: 2^(byte - 127), and NaN is 255.
+//!
+//! # Arithmetic
+//! The exponent of a scale is that of the greatest magnitude, rounded down, less that of the largest number: byte =
+//! the exponent of max |x| as float32 has it - 8 (e4m3), 15 (e5m2) or 2 (e2m1), at least 0. The greatest elements may
+//! so be above the largest number, and become it. Blocks with nothing above 2^-127 lose more the smaller they are:
+//! their scale would have to be smaller.
+
+use super::scaled::{Scaled, Scaling, is_finite};
+use super::small_float::SmallFloat;
+use super::{Build, Row};
+
+pub(super) const MXFP8: Row =
+    row(Mxfp8::NAME, "e4m3 floats, in blocks of 32 with a power of two (OCP MX)", Scaled::<Mxfp8>::build);
+
+pub(super) const MXFP8_E5M2: Row =
+    row(Mxfp8E5m2::NAME, "e5m2 floats, in blocks of 32 with a power of two (OCP MX)", Scaled::<Mxfp8E5m2>::build);
+
+pub(super) const MXFP4: Row =
+    row(Mxfp4::NAME, "e2m1 floats, in blocks of 32 with a power of two (OCP MX)", Scaled::<Mxfp4>::build);
+
+const fn row(name: &'static str, description: &'static str, build: Build) -> Row {
+    Row { name, description, settings: &[], needs_feedback: false, build }
+}
+
+/// The scale that decodes to NaN.
+const NAN: u8 = 0xff;
+
+/// Declares a format: its name, the numbers, and the exponent of the largest of them.
+macro_rules! format {
+    ($type:ident, $name:literal, $float:ident, $exponent:literal) => {
+        struct $type;
+
+        impl Scaling for $type {
+            const NAME: &'static str = $name;
+            const FLOAT: SmallFloat = SmallFloat::$float;
+            const BLOCK: usize = 32;
+            const SCALE_BYTES: usize = 1;
+
+            fn place(greatest: &[u32], _: &mut [u8], scales: &mut [u8], factors: &mut [f32]) {
+                place(greatest, scales, factors, $exponent);
+            }
+
+            fn scales(_: &[u8], scales: &[u8], of_blocks: &mut [f32]) {
+                for (scale, &byte) in of_blocks.iter_mut().zip(scales) {
+                    *scale = power(byte);
+                }
+            }
+        }
+    };
+}
+
+format!(Mxfp8, "mxfp8", E4m3, 8);
+format!(Mxfp8E5m2, "mxfp8_e5m2", E5m2, 15);
+format!(Mxfp4, "mxfp4", E2m1, 2);
+
+fn place(greatest: &[u32], scales: &mut [u8], factors: &mut [f32], exponent: u32) {
+    for ((&greatest, scale), factor) in greatest.iter().zip(scales).zip(factors) {
+        let byte = (greatest >> 23).saturating_sub(exponent);
+        *scale = if is_finite(greatest) { byte as u8 } else { NAN };
+        // 2^(127 - byte); a byte is never so large that this is not normal.
+        *factor = f32::from_bits((254 - byte) << 23);
+    }
+}
+
+/// The number that a scale is.
+fn power(byte: u8) -> f32 {
+    let power = f32::from_bits(u32::from(byte) << 23);
+    // 2^-127 is below the normal numbers.
+    let power = if byte == 0 { f32::MIN_POSITIVE / 2.0 } else { power };
+    if byte == NAN { f32::NAN } else { power }
+}

@@ -1,0 +1,65 @@
+//! NVFP4: e2m1 floats in blocks of 16 with an e4m3 scale, and a float32 scale for each group of blocks.
+//!
+//! The format is that of [`super::scaled`]. A group is 2,048 elements. Elsewhere the float32 scale is a tensor's;
+//! here it must be found from what is encoded together, wherever a tensor is cut into tiles and ranks' parts, and all
+//! of it must be in one tile. 2,048 divides a tile and all buckets of powers of two meet it or are met by it, so that
+//! other codecs can be the other way's of the same tensor; its scale takes a sixty-fourth of a bit of each element.
+//! Smaller groups do not lose by it: they leave the blocks' scales more of their range.
+//!
+//! # Arithmetic
+//! * group = max |x| of its finite blocks / (6 * 448), without the lowest 6 of its 24 significant bits; at least
+//!   2^-117, so that no product below is smaller than what float32 has;
+//! * block = max |x| * (1 / (6 * group)), to the nearest e4m3, at least the smallest of them, 2^-9, so that no block is
+//!   without numbers; scale = block * group, which is exact;
+//! * a block that is not finite has the scale NaN, 0x7f.
+
+use super::Row;
+use super::scaled::{Scaled, Scaling, is_finite};
+use super::small_float::{SmallFloat, from_e4m3, to_e4m3};
+
+pub(super) const ROW: Row = Row {
+    name: Nvfp4::NAME,
+    description: "e2m1 floats, in blocks of 16 with an e4m3 scale, and a float32 scale for each 2,048",
+    settings: &[],
+    needs_feedback: false,
+    build: Scaled::<Nvfp4>::build,
+};
+
+struct Nvfp4;
+
+/// Lowest bits of a float32 that a group's scale has not got.
+const UNUSED_BITS: u32 = (1 << 6) - 1;
+/// 2^-117.
+const LEAST_GROUP: f32 = f32::from_bits((127 - 117) << 23);
+const NAN: u8 = 0x7f;
+
+impl Scaling for Nvfp4 {
+    const NAME: &'static str = "nvfp4";
+    const FLOAT: SmallFloat = SmallFloat::E2m1;
+    const BLOCK: usize = 16;
+    const SCALE_BYTES: usize = 1;
+    const GROUP: (usize, usize) = (2048, 4);
+
+    fn place(greatest: &[u32], group: &mut [u8], scales: &mut [u8], factors: &mut [f32]) {
+        let most = greatest.iter().map(|&bits| if is_finite(bits) { bits } else { 0 }).fold(0, u32::max);
+        let largest = Self::FLOAT.largest() * SmallFloat::E4m3.largest();
+        let quotient = f32::from_bits(most) / largest;
+        let scale = f32::from_bits(quotient.to_bits() & !UNUSED_BITS).max(LEAST_GROUP);
+        group.copy_from_slice(&scale.to_le_bytes());
+        let inverse = 1.0 / (Self::FLOAT.largest() * scale);
+        for ((&greatest, byte), factor) in greatest.iter().zip(scales).zip(factors) {
+            let of_block = if is_finite(greatest) { f32::from_bits(greatest) } else { 0.0 };
+            let code = to_e4m3(of_block * inverse).max(1);
+            *byte = if is_finite(greatest) { code } else { NAN };
+            *factor = 1.0 / (from_e4m3(code) * scale);
+        }
+    }
+
+    fn scales(group: &[u8], scales: &[u8], of_blocks: &mut [f32]) {
+        let group = group.try_into().map_or(f32::NAN, f32::from_le_bytes);
+        let group = if group.is_nan() { f32::NAN } else { group };
+        for (scale, &byte) in of_blocks.iter_mut().zip(scales) {
+            *scale = from_e4m3(byte) * group;
+        }
+    }
+}

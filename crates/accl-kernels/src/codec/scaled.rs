@@ -1,0 +1,223 @@
+//! Codecs whose elements are small floating-point numbers, in blocks that share a scale: what they have in common.
+//!
+//! Encoded, a slice is
+//! ```text
+//! groups   for each group of blocks: its own scale, where the format has one
+//! scales   one for each block
+//! codes    those of `small_float.rs`, the first in the lowest bits
+//! zeros    up to a multiple of 8
+//! ```
+//! in little-endian order.
+//!
+//! # Arithmetic
+//! All in float32, each operation rounded: an element is its block's scale times the small number nearest to x * (1 /
+//! scale). Scales have so few significant bits that the product is exact, unless it is below the normal numbers; and
+//! none is so large that a decoded value could overflow: a bucket of finite values is never spoilt.
+
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
+use std::sync::Arc;
+
+use accl_types::{Dtype, Result};
+
+use super::loops::Loops;
+use super::pieces::{Beyond, PIECE, place};
+use super::small_float::{Blocks, SmallFloat};
+use super::{Codec, Noise, Settings, Slice, Spoilt, Summary};
+use crate::arch::{self, Isa};
+use crate::float_env::DefaultFloatEnv;
+
+const ALIGN_BYTES: usize = 8;
+
+/// Most elements and blocks that are looked at together.
+const MOST_SPAN: usize = 2048;
+const MOST_BLOCKS: usize = MOST_SPAN / 16;
+
+/// How blocks get their scales: what a codec of this family decides.
+pub(super) trait Scaling: Send + Sync + 'static {
+    /// The name in the table of codecs.
+    const NAME: &'static str;
+    /// What elements become.
+    const FLOAT: SmallFloat;
+    /// Elements of a block: 16, 32 or 256.
+    const BLOCK: usize;
+    /// Bytes of a block's scale.
+    const SCALE_BYTES: usize;
+    /// Elements that share a scale of their own, and the bytes of that; (a block, 0) without one.
+    const GROUP: (usize, usize) = (Self::BLOCK, 0);
+
+    /// Writes the scales of blocks, and that of their group, and finds what to multiply values with: from the bits of
+    /// the greatest magnitudes. A block that is not finite gets scales that decode to NaN.
+    fn place(greatest: &[u32], group: &mut [u8], scales: &mut [u8], factors: &mut [f32]);
+
+    /// The reverse: what decoded elements are multiplied with. Any bytes will do.
+    fn scales(group: &[u8], scales: &[u8], of_blocks: &mut [f32]);
+}
+
+/// Whether the bits of the greatest magnitude are those of a finite number.
+pub(super) fn is_finite(greatest: u32) -> bool {
+    greatest < 0x7f80_0000
+}
+
+/// A codec of this family.
+pub(super) struct Scaled<S> {
+    loops: &'static Loops,
+    scaling: PhantomData<S>,
+}
+
+/// Where the parts of an encoded slice lie, in bytes.
+struct Layout {
+    scales_at: usize,
+    codes_at: usize,
+    codes_end: usize,
+    end: usize,
+}
+
+impl<S: Scaling> Scaled<S> {
+    const BITS: usize = S::FLOAT.bits() as usize;
+    const BLOCKS: Blocks = Blocks { float: S::FLOAT, elements: S::BLOCK };
+    /// Elements that are worked on together: a group, or as many blocks as make a piece.
+    const SPAN: usize = if S::GROUP.1 == 0 { PIECE } else { S::GROUP.0 };
+
+    pub(super) fn build(_: &Settings, isa: Isa) -> Result<Arc<dyn Codec>> {
+        const { assert!(Self::SPAN <= MOST_SPAN && Self::SPAN.is_multiple_of(PIECE) && PIECE.is_multiple_of(S::BLOCK)) };
+        isa.check_available()?;
+        Ok(Arc::new(Self { loops: arch::loops(isa), scaling: PhantomData }))
+    }
+
+    fn layout(count: usize) -> Layout {
+        let scales_at = S::GROUP.1 * count.div_ceil(S::GROUP.0);
+        let codes_at = scales_at + S::SCALE_BYTES * count.div_ceil(S::BLOCK);
+        let codes_end = codes_at + (count * Self::BITS).div_ceil(8);
+        Layout { scales_at, codes_at, codes_end, end: codes_end.next_multiple_of(ALIGN_BYTES) }
+    }
+
+    /// Bytes of the group's scale of the span that begins with this element.
+    fn group_bytes(start: usize) -> std::ops::Range<usize> {
+        let at = start / S::GROUP.0 * S::GROUP.1;
+        at..at + S::GROUP.1
+    }
+
+    /// Calls `each` with the first element, the codes and the blocks' scales of every piece, in their order.
+    fn decode_pieces(&self, src: &[u8], count: usize, mut each: impl FnMut(usize, &[u8], &[f32])) {
+        let layout = Self::layout(count);
+        assert_eq!(src.len(), layout.end, "what {count} elements become");
+        let (mut room, mut of_blocks) = ([0; PIECE], [0.0; MOST_BLOCKS]);
+        let scales = src[layout.scales_at..layout.codes_at].chunks(Self::SPAN / S::BLOCK * S::SCALE_BYTES);
+        let codes = src[layout.codes_at..layout.codes_end].chunks(Self::SPAN * Self::BITS / 8);
+        for (start, (scales, codes)) in (0..count).step_by(Self::SPAN).zip(scales.zip(codes)) {
+            let of_blocks = &mut of_blocks[..scales.len() / S::SCALE_BYTES];
+            S::scales(&src[Self::group_bytes(start)], scales, of_blocks);
+            let end = count.min(start + Self::SPAN);
+            let pieces = codes.chunks(PIECE * Self::BITS / 8).zip(of_blocks.chunks(PIECE / S::BLOCK));
+            for (start, (packed, of_blocks)) in (start..end).step_by(PIECE).zip(pieces) {
+                let elements = PIECE.min(end - start);
+                if Self::BITS == 8 {
+                    each(start, packed, of_blocks);
+                    continue;
+                }
+                let codes = &mut room[..elements.next_multiple_of(8)];
+                // SAFETY: the instruction set was checked when `self` was made.
+                unsafe { (self.loops.unpack)(codes, packed, Self::BITS as u8) };
+                each(start, &codes[..elements], of_blocks);
+            }
+        }
+    }
+
+    /// Writes the codes of a span.
+    ///
+    /// # Safety
+    /// As for [`Slice::piece`].
+    unsafe fn encode_span(&self, packed: &mut [u8], span: Slice, values: &mut [f32; PIECE], factors: &[f32]) {
+        let Loops { small_codes, pack, .. } = *self.loops;
+        let pieces = packed.chunks_mut(PIECE * Self::BITS / 8).zip(factors.chunks(PIECE / S::BLOCK));
+        for (start, (packed, factors)) in (0..span.count).step_by(PIECE).zip(pieces) {
+            // SAFETY: the caller's promise; the instruction set was checked when `self` was made.
+            unsafe {
+                let values = span.piece(values, start, self.loops);
+                if Self::BITS == 8 {
+                    small_codes(packed, values, factors, Self::BLOCKS);
+                } else {
+                    let mut codes = [0; PIECE];
+                    small_codes(&mut codes[..values.len()], values, factors, Self::BLOCKS);
+                    pack(packed, &codes[..values.len().next_multiple_of(8)], Self::BITS as u8);
+                }
+            }
+        }
+    }
+}
+
+impl<S: Scaling> Codec for Scaled<S> {
+    fn summary(&self) -> Summary {
+        Summary::new(S::NAME, None)
+    }
+
+    fn grain(&self) -> usize {
+        S::GROUP.0
+    }
+
+    fn encoded_bytes(&self, _: Dtype, count: usize) -> usize {
+        Self::layout(count).end
+    }
+
+    unsafe fn encode(&self, dst: &mut [u8], slice: Slice, _: Noise) -> Spoilt {
+        let _env = DefaultFloatEnv::enter();
+        let layout = Self::layout(slice.count);
+        assert_eq!(dst.len(), layout.end, "room for what {} elements become", slice.count);
+        let (groups, rest) = dst.split_at_mut(layout.scales_at);
+        let (scales, rest) = rest.split_at_mut(layout.codes_at - layout.scales_at);
+        let (codes, zeros) = rest.split_at_mut(layout.codes_end - layout.codes_at);
+        zeros.fill(0);
+        let mut spoilt = Spoilt::default();
+        let mut room = [0.0; PIECE];
+        let (mut greatest, mut factors) = ([0; MOST_BLOCKS], [0.0; MOST_BLOCKS]);
+        let scales = scales.chunks_mut(Self::SPAN / S::BLOCK * S::SCALE_BYTES);
+        let codes = codes.chunks_mut(Self::SPAN * Self::BITS / 8);
+        for (start, (scales, codes)) in (0..slice.count).step_by(Self::SPAN).zip(scales.zip(codes)) {
+            let span = slice.part(start, Self::SPAN.min(slice.count - start));
+            let greatest = &mut greatest[..span.count.div_ceil(S::BLOCK)];
+            let factors = &mut factors[..greatest.len()];
+            for (start, greatest) in (0..span.count).step_by(PIECE).zip(greatest.chunks_mut(PIECE / S::BLOCK)) {
+                // SAFETY: the caller's promise; the instruction set was checked when `self` was made.
+                unsafe { (self.loops.magnitudes)(greatest, span.piece(&mut room, start, self.loops), S::BLOCK) };
+            }
+            S::place(greatest, &mut groups[Self::group_bytes(start)], scales, factors);
+            // SAFETY: as above.
+            unsafe { self.encode_span(codes, span, &mut room, factors) };
+            if greatest.iter().all(|&greatest| is_finite(greatest)) {
+                continue;
+            }
+            for (_, codes) in
+                greatest.iter().zip(codes.chunks_mut(S::BLOCK * Self::BITS / 8)).filter(|(most, _)| !is_finite(**most))
+            {
+                codes.fill(0);
+                spoilt.not_finite += 1;
+            }
+        }
+        spoilt
+    }
+
+    unsafe fn decode(&self, dst: *mut u8, into: Dtype, src: &[u8], _: Dtype, count: usize) {
+        let _env = DefaultFloatEnv::enter();
+        let mut room = [MaybeUninit::uninit(); PIECE];
+        self.decode_pieces(src, count, |start, codes, scales| {
+            let dst = dst.wrapping_add(start * into.size_bytes());
+            // SAFETY: the caller's promise: these are elements of the result.
+            unsafe {
+                place(dst, (into, Beyond::Largest), codes.len(), &mut room, self.loops, |values| {
+                    (self.loops.small_values)(values, codes, scales, Self::BLOCKS)
+                })
+            };
+        });
+    }
+
+    fn decode_add(&self, sums: &mut [f32], src: &[u8], _: Dtype) {
+        let _env = DefaultFloatEnv::enter();
+        self.decode_pieces(src, sums.len(), |start, codes, scales| {
+            // SAFETY: the instruction set was checked when `self` was made.
+            unsafe {
+                (self.loops.add_small_values)(&mut sums[start..start + codes.len()], codes, scales, Self::BLOCKS)
+            };
+        });
+    }
+}

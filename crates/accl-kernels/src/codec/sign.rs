@@ -1,0 +1,239 @@
+//! Signs, and the mean magnitude of each bucket: one bit an element.
+//!
+//! Encoded, a slice is
+//! ```text
+//! meta     for each bucket: the mean magnitude, rounded to nearest even
+//! codes    1 for what is below zero, else 0; the first in the lowest bit
+//! zeros    up to a multiple of 8
+//! ```
+//! in little-endian order. Zeros of both signs count as positive.
+//!
+//! # Arithmetic
+//! The mean is found in float64, each operation rounded: of 16 sums, the n-th is that of |x| of the elements n, n +
+//! 16, ... in their order; then those from 8 on are added to those below, those from 4 on, and so forth; the sum is
+//! divided by the number of elements and rounded to float32, and that to 16-bit metadata. A decoded value is the mean
+//! or its opposite.
+//!
+//! It loses a third of what it encodes (of Gaussian values, 1 - 2 / pi), always in the same way: it is of use only
+//! where that is added to what is encoded next, as in Seide et al., 1-Bit Stochastic Gradient Descent, 2014.
+
+use std::mem::MaybeUninit;
+use std::sync::Arc;
+
+use accl_types::{Dtype, Result};
+
+use super::loops::Loops;
+use super::pieces::{Beyond, PIECE, place, read, write};
+use super::uniform::{check_bucket, check_meta};
+use super::{Codec, Noise, Row, Setting, Settings, Slice, Spoilt, Summary};
+use crate::arch::{self, Isa};
+use crate::float_env::DefaultFloatEnv;
+
+pub(super) const ROW: Row = Row {
+    name: "sign",
+    description: "signs, and the mean magnitude of a bucket; for error feedback",
+    settings: &[Setting::Bucket, Setting::Meta],
+    needs_feedback: true,
+    build,
+};
+
+const ALIGN_BYTES: usize = 8;
+/// Elements that share a byte.
+const SHARE: usize = 8;
+/// Sums that are added up side by side.
+pub(crate) const LANES: usize = 16;
+
+struct Sign {
+    settings: Settings,
+    loops: &'static Loops,
+}
+
+fn build(settings: &Settings, isa: Isa) -> Result<Arc<dyn Codec>> {
+    isa.check_available()?;
+    check_bucket(ROW.name, settings.bucket)?;
+    check_meta(ROW.name, settings.meta)?;
+    Ok(Arc::new(Sign { settings: *settings, loops: arch::loops(isa) }))
+}
+
+/// Adds magnitudes to the sums, the first to the first.
+#[inline(always)]
+pub(crate) fn magnitude_sums(sums: &mut [f64; LANES], values: &[f32]) {
+    let mut lanes = *sums;
+    let mut groups = values.chunks_exact(LANES);
+    for group in groups.by_ref() {
+        for (lane, value) in lanes.iter_mut().zip(group) {
+            *lane += f64::from(value.abs());
+        }
+    }
+    for (lane, value) in lanes.iter_mut().zip(groups.remainder()) {
+        *lane += f64::from(value.abs());
+    }
+    *sums = lanes;
+}
+
+#[inline(always)]
+pub(crate) fn signs(codes: &mut [u8], values: &[f32]) {
+    for (code, &value) in codes.iter_mut().zip(values) {
+        *code = u8::from(value < 0.0);
+    }
+}
+
+/// The value of the element whose code is at this bit.
+#[inline(always)]
+fn signed(mean: u32, byte: u8, bit: usize) -> f32 {
+    f32::from_bits(mean ^ (u32::from(byte) << (31 - bit) & 0x8000_0000))
+}
+
+/// The values of codes that are not unpacked.
+#[inline(always)]
+pub(crate) fn signed_values(dst: &mut [MaybeUninit<f32>], packed: &[u8], mean: f32) {
+    let mean = mean.to_bits();
+    for (values, &byte) in dst.chunks_mut(SHARE).zip(packed) {
+        match <&mut [MaybeUninit<f32>; SHARE]>::try_from(&mut *values) {
+            Ok(values) => (0..SHARE).for_each(|bit| _ = values[bit].write(signed(mean, byte, bit))),
+            Err(_) => values.iter_mut().enumerate().for_each(|(bit, value)| _ = value.write(signed(mean, byte, bit))),
+        }
+    }
+}
+
+/// Adds what [`signed_values`] writes.
+#[inline(always)]
+pub(crate) fn add_signed_values(sums: &mut [f32], packed: &[u8], mean: f32) {
+    let mean = mean.to_bits();
+    for (sums, &byte) in sums.chunks_mut(SHARE).zip(packed) {
+        match <&mut [f32; SHARE]>::try_from(&mut *sums) {
+            Ok(sums) => (0..SHARE).for_each(|bit| sums[bit] += signed(mean, byte, bit)),
+            Err(_) => sums.iter_mut().enumerate().for_each(|(bit, sum)| *sum += signed(mean, byte, bit)),
+        }
+    }
+}
+
+impl Sign {
+    fn bucket(&self) -> usize {
+        self.settings.bucket as usize
+    }
+
+    /// Where codes begin, where they end, and where all ends, in bytes.
+    fn layout(&self, count: usize) -> [usize; 3] {
+        let codes_at = self.settings.meta.size_bytes() * count.div_ceil(self.bucket());
+        let codes_end = codes_at + count.div_ceil(SHARE);
+        [codes_at, codes_end, codes_end.next_multiple_of(ALIGN_BYTES)]
+    }
+
+    /// The mean magnitude of a bucket, as the metadata has it, or what the bucket is counted as.
+    ///
+    /// # Safety
+    /// As for [`Slice::piece`].
+    unsafe fn mean(&self, bucket: Slice, room: &mut [f32; PIECE]) -> std::result::Result<f32, Spoilt> {
+        let mut sums = [0.0; LANES];
+        for start in (0..bucket.count).step_by(PIECE) {
+            // SAFETY: the caller's promise; the instruction set was checked when `self` was made.
+            unsafe { (self.loops.magnitude_sums)(&mut sums, bucket.piece(room, start, self.loops)) };
+        }
+        let mut half = LANES / 2;
+        while half > 0 {
+            (0..half).for_each(|lane| sums[lane] += sums[lane + half]);
+            half /= 2;
+        }
+        if !sums[0].is_finite() {
+            return Err(Spoilt { not_finite: 1, too_large: 0 });
+        }
+        let mean = (sums[0] / bucket.count as f64) as f32;
+        let mut bytes = [0; 4];
+        let bytes = &mut bytes[..self.settings.meta.size_bytes()];
+        write(self.settings.meta, bytes, mean);
+        let mean = read(self.settings.meta, bytes);
+        if mean.is_finite() { Ok(mean) } else { Err(Spoilt { not_finite: 0, too_large: 1 }) }
+    }
+
+    /// Calls `each` with the first element, the number of elements, the codes and the mean of every piece, in their
+    /// order.
+    fn decode_pieces(&self, src: &[u8], count: usize, mut each: impl FnMut(usize, usize, &[u8], f32)) {
+        let meta = self.settings.meta;
+        let [codes_at, codes_end, end] = self.layout(count);
+        assert_eq!(src.len(), end, "what {count} elements become");
+        let buckets = src[codes_at..codes_end].chunks(self.bucket() / SHARE);
+        let means = src[..codes_at].chunks_exact(meta.size_bytes());
+        for (begin, (codes, mean)) in (0..count).step_by(self.bucket()).zip(buckets.zip(means)) {
+            let mean = read(meta, mean);
+            let mean = if mean.is_nan() { f32::NAN } else { mean };
+            let end = count.min(begin + self.bucket());
+            for (start, codes) in (begin..end).step_by(PIECE).zip(codes.chunks(PIECE / SHARE)) {
+                each(start, PIECE.min(end - start), codes, mean);
+            }
+        }
+    }
+}
+
+impl Codec for Sign {
+    fn summary(&self) -> Summary {
+        Summary::new(ROW.name, Some(&self.settings))
+    }
+
+    fn grain(&self) -> usize {
+        self.bucket()
+    }
+
+    fn encoded_bytes(&self, _: Dtype, count: usize) -> usize {
+        let [_, _, end] = self.layout(count);
+        end
+    }
+
+    unsafe fn encode(&self, dst: &mut [u8], slice: Slice, _: Noise) -> Spoilt {
+        let _env = DefaultFloatEnv::enter();
+        let count = slice.count;
+        let [codes_at, codes_end, end] = self.layout(count);
+        assert_eq!(dst.len(), end, "room for what {count} elements become");
+        let (means, rest) = dst.split_at_mut(codes_at);
+        let (codes, zeros) = rest.split_at_mut(codes_end - codes_at);
+        zeros.fill(0);
+        let mut spoilt = Spoilt::default();
+        let (mut room, mut unpacked) = ([0.0; PIECE], [0; PIECE]);
+        let means = means.chunks_exact_mut(self.settings.meta.size_bytes());
+        let buckets = codes.chunks_mut(self.bucket() / SHARE);
+        for (begin, (codes, mean_at)) in (0..count).step_by(self.bucket()).zip(buckets.zip(means)) {
+            let bucket = slice.part(begin, self.bucket().min(count - begin));
+            // SAFETY: the caller's promise: these are elements of the slice.
+            let mean = unsafe { self.mean(bucket, &mut room) };
+            write(self.settings.meta, mean_at, mean.unwrap_or(f32::NAN));
+            if let Err(this_one) = mean {
+                spoilt += this_one;
+                codes.fill(0);
+                continue;
+            }
+            for (start, codes) in (0..bucket.count).step_by(PIECE).zip(codes.chunks_mut(PIECE / SHARE)) {
+                // SAFETY: as above; the instruction set was checked when `self` was made.
+                unsafe {
+                    let values = bucket.piece(&mut room, start, self.loops);
+                    let whole = values.len().next_multiple_of(SHARE);
+                    unpacked[values.len()..whole].fill(0);
+                    (self.loops.signs)(&mut unpacked[..values.len()], values);
+                    (self.loops.pack)(codes, &unpacked[..whole], 1);
+                }
+            }
+        }
+        spoilt
+    }
+
+    unsafe fn decode(&self, dst: *mut u8, into: Dtype, src: &[u8], _: Dtype, count: usize) {
+        let _env = DefaultFloatEnv::enter();
+        let mut room = [MaybeUninit::uninit(); PIECE];
+        self.decode_pieces(src, count, |start, elements, codes, mean| {
+            let dst = dst.wrapping_add(start * into.size_bytes());
+            // SAFETY: the caller's promise: these are elements of the result.
+            unsafe {
+                place(dst, (into, Beyond::Largest), elements, &mut room, self.loops, |values| {
+                    (self.loops.signed_values)(values, codes, mean)
+                })
+            };
+        });
+    }
+
+    fn decode_add(&self, sums: &mut [f32], src: &[u8], _: Dtype) {
+        let _env = DefaultFloatEnv::enter();
+        self.decode_pieces(src, sums.len(), |start, elements, codes, mean| {
+            // SAFETY: the instruction set was checked when `self` was made.
+            unsafe { (self.loops.add_signed_values)(&mut sums[start..start + elements], codes, mean) };
+        });
+    }
+}

@@ -1,0 +1,225 @@
+//! The elements of greatest magnitude of each bucket, by index and value; all others become zero.
+//!
+//! Of a bucket of n elements the ceil(n / 2^bits) of greatest magnitude are kept, the first of those that are equal.
+//! Encoded, a slice is
+//! ```text
+//! values   of what is kept, bucket by bucket and in the order of indices, in the metadata's type, rounded to nearest even
+//! indices  of the same elements in their buckets, 16 bits each
+//! zeros    up to a multiple of 8
+//! ```
+//! in little-endian order. Where a bucket is not finite, or has a kept value that the metadata cannot hold, all its
+//! values are NaN, its indices 0, 1 and so on; a bucket whose first value is NaN decodes to NaN in all elements.
+//! Indices that are not above the one before, or that the bucket has not got, are passed over.
+//!
+//! It loses most of what it encodes, and is of use only where that is added to what is encoded next: Stich et al.,
+//! Sparsified SGD with memory, 2018. (By buckets rather than over all of a tensor, so that sizes and indices depend
+//! on counts alone.)
+
+use std::mem::MaybeUninit;
+use std::sync::Arc;
+
+use accl_types::{Dtype, Error, Result};
+
+use super::loops::Loops;
+use super::pieces::{Beyond, PIECE, place, read, write};
+use super::uniform::{check_bucket, check_meta};
+use super::{Codec, Noise, Row, Setting, Settings, Slice, Spoilt, Summary};
+use crate::arch::{self, Isa};
+use crate::float_env::DefaultFloatEnv;
+
+pub(super) const ROW: Row = Row {
+    name: "topk",
+    description: "the greatest of each bucket, one in 2^bits, 1 to 8 bits; for error feedback",
+    settings: &[Setting::Bits, Setting::Bucket, Setting::Meta],
+    needs_feedback: true,
+    build,
+};
+
+const ALIGN_BYTES: usize = 8;
+const INDEX_BYTES: usize = 2;
+const INDEX_BITS: u32 = 16;
+
+/// Indices and values.
+type Kept<'a> = &'a mut dyn Iterator<Item = (usize, f32)>;
+
+struct TopK {
+    settings: Settings,
+    loops: &'static Loops,
+}
+
+/// Where indices begin, where they end, and where all ends, in bytes.
+struct Layout {
+    indices_at: usize,
+    indices_end: usize,
+    end: usize,
+}
+
+fn build(settings: &Settings, isa: Isa) -> Result<Arc<dyn Codec>> {
+    isa.check_available()?;
+    let bits = settings.bits;
+    if !(1..=8).contains(&bits) {
+        return Err(Error::configuration(format!("codec {}: bits is {bits}; expected 1 to 8", ROW.name)));
+    }
+    check_bucket(ROW.name, settings.bucket)?;
+    check_meta(ROW.name, settings.meta)?;
+    Ok(Arc::new(TopK { settings: *settings, loops: arch::loops(isa) }))
+}
+
+impl TopK {
+    fn bucket(&self) -> usize {
+        self.settings.bucket as usize
+    }
+
+    /// How many of a bucket's elements are kept.
+    fn kept(&self, elements: usize) -> usize {
+        elements.div_ceil(1 << self.settings.bits)
+    }
+
+    fn layout(&self, count: usize) -> Layout {
+        let kept = count / self.bucket() * self.kept(self.bucket()) + self.kept(count % self.bucket());
+        let indices_at = kept * self.settings.meta.size_bytes();
+        let indices_end = indices_at + kept * INDEX_BYTES;
+        Layout { indices_at, indices_end, end: indices_end.next_multiple_of(ALIGN_BYTES) }
+    }
+
+    /// Writes what is kept of a bucket, unless it is to become NaN; `keys` is room for the bucket.
+    fn encode_bucket(
+        &self,
+        values: &mut [u8],
+        indices: &mut [u8],
+        bucket: &[f32],
+        keys: &mut Vec<u64>,
+    ) -> std::result::Result<(), Spoilt> {
+        // By magnitude, and of equal ones the later the less: no two are alike.
+        keys.clear();
+        keys.extend(bucket.iter().enumerate().map(|(index, value)| {
+            u64::from(value.to_bits() & 0x7fff_ffff) << INDEX_BITS | (u64::from(u16::MAX) - index as u64)
+        }));
+        let kept = self.kept(bucket.len());
+        let (_, &mut least, _) = keys.select_nth_unstable(bucket.len() - kept);
+        if keys.iter().any(|key| key >> INDEX_BITS >= 0x7f80_0000) {
+            return Err(Spoilt { not_finite: 1, too_large: 0 });
+        }
+        let meta = self.settings.meta;
+        let places = values.chunks_exact_mut(meta.size_bytes()).zip(indices.chunks_exact_mut(INDEX_BYTES));
+        keys.retain(|&key| key >= least);
+        let at = |key: u64| u16::MAX - key as u16;
+        keys.sort_unstable_by_key(|&key| at(key));
+        for ((value_at, index_at), &key) in places.zip(&*keys) {
+            let index = at(key);
+            write(meta, value_at, bucket[usize::from(index)]);
+            index_at.copy_from_slice(&index.to_le_bytes());
+            if !read(meta, value_at).is_finite() {
+                return Err(Spoilt { not_finite: 0, too_large: 1 });
+            }
+        }
+        Ok(())
+    }
+
+    /// Calls `each` with the first element and the number of elements of every bucket, and its kept ones: indices and
+    /// values, or `None` if it is NaN.
+    fn decode_buckets(&self, src: &[u8], count: usize, mut each: impl FnMut(usize, usize, Option<Kept<'_>>)) {
+        let layout = self.layout(count);
+        assert_eq!(src.len(), layout.end, "what {count} elements become");
+        let meta = self.settings.meta;
+        let kept = self.kept(self.bucket());
+        let values = src[..layout.indices_at].chunks(kept * meta.size_bytes());
+        let indices = src[layout.indices_at..layout.indices_end].chunks(kept * INDEX_BYTES);
+        for (start, (values, indices)) in (0..count).step_by(self.bucket()).zip(values.zip(indices)) {
+            let elements = self.bucket().min(count - start);
+            let mut values = values.chunks_exact(meta.size_bytes()).map(|bytes| read(meta, bytes)).peekable();
+            if values.peek().is_some_and(|value| value.is_nan()) {
+                each(start, elements, None);
+                continue;
+            }
+            let indices =
+                indices.chunks_exact(INDEX_BYTES).map(|bytes| usize::from(u16::from_le_bytes([bytes[0], bytes[1]])));
+            let canonical = |value: f32| if value.is_nan() { f32::NAN } else { value };
+            let mut least = 0;
+            let mut kept = indices.zip(values.map(canonical)).filter(|&(index, _)| {
+                let is_sound = (least..elements).contains(&index);
+                least = if is_sound { index + 1 } else { least };
+                is_sound
+            });
+            each(start, elements, Some(&mut kept));
+        }
+    }
+}
+
+impl Codec for TopK {
+    fn summary(&self) -> Summary {
+        Summary::new(ROW.name, Some(&self.settings))
+    }
+
+    fn grain(&self) -> usize {
+        self.bucket()
+    }
+
+    fn encoded_bytes(&self, _: Dtype, count: usize) -> usize {
+        self.layout(count).end
+    }
+
+    unsafe fn encode(&self, dst: &mut [u8], slice: Slice, _: Noise) -> Spoilt {
+        let _env = DefaultFloatEnv::enter();
+        let count = slice.count;
+        let layout = self.layout(count);
+        assert_eq!(dst.len(), layout.end, "room for what {count} elements become");
+        let (values, rest) = dst.split_at_mut(layout.indices_at);
+        let (indices, zeros) = rest.split_at_mut(layout.indices_end - layout.indices_at);
+        zeros.fill(0);
+        let (meta, kept) = (self.settings.meta, self.kept(self.bucket()));
+        let mut spoilt = Spoilt::default();
+        let mut room = [0.0; PIECE];
+        let (mut bucket, mut keys) =
+            (vec![0.0; self.bucket().min(count)], Vec::with_capacity(self.bucket().min(count)));
+        let places = values.chunks_mut(kept * meta.size_bytes()).zip(indices.chunks_mut(kept * INDEX_BYTES));
+        for (start, (values, indices)) in (0..count).step_by(self.bucket()).zip(places) {
+            let part = slice.part(start, self.bucket().min(count - start));
+            let bucket = &mut bucket[..part.count];
+            for (start, to) in (0..part.count).step_by(PIECE).zip(bucket.chunks_mut(PIECE)) {
+                // SAFETY: the caller's promise: these are elements of the slice; the instruction set was checked.
+                to.copy_from_slice(unsafe { part.piece(&mut room, start, self.loops) });
+            }
+            if let Err(this_one) = self.encode_bucket(values, indices, bucket, &mut keys) {
+                spoilt += this_one;
+                values.chunks_exact_mut(meta.size_bytes()).for_each(|value| write(meta, value, f32::NAN));
+                let places = indices.chunks_exact_mut(INDEX_BYTES);
+                places.zip(0u16..).for_each(|(to, index)| to.copy_from_slice(&index.to_le_bytes()));
+            }
+        }
+        spoilt
+    }
+
+    unsafe fn decode(&self, dst: *mut u8, into: Dtype, src: &[u8], _: Dtype, count: usize) {
+        let _env = DefaultFloatEnv::enter();
+        let mut room = [MaybeUninit::uninit(); PIECE];
+        let mut bucket = vec![0.0; self.bucket().min(count)];
+        self.decode_buckets(src, count, |start, elements, kept| {
+            let bucket = &mut bucket[..elements];
+            bucket.fill(if kept.is_some() { 0.0 } else { f32::NAN });
+            for (index, value) in kept.into_iter().flatten() {
+                bucket[index] = value;
+            }
+            for (start, values) in (start..).step_by(PIECE).zip(bucket.chunks(PIECE)) {
+                let dst = dst.wrapping_add(start * into.size_bytes());
+                // SAFETY: the caller's promise: these are elements of the result.
+                unsafe {
+                    place(dst, (into, Beyond::Largest), values.len(), &mut room, self.loops, |to| {
+                        to.iter_mut().zip(values).for_each(|(to, &value)| _ = to.write(value));
+                    });
+                }
+            }
+        });
+    }
+
+    fn decode_add(&self, sums: &mut [f32], src: &[u8], _: Dtype) {
+        let _env = DefaultFloatEnv::enter();
+        self.decode_buckets(src, sums.len(), |start, elements, kept| {
+            let sums = &mut sums[start..start + elements];
+            match kept {
+                Some(kept) => kept.for_each(|(index, value)| sums[index] += value),
+                None => sums.fill(f32::NAN),
+            }
+        });
+    }
+}
