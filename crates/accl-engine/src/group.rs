@@ -186,7 +186,8 @@ impl Group {
                 let mut local = Local::new(buffers, shape.reducer);
                 if let Some(encoding) = desc.encoding(self.world) {
                     let has_checksums = group.has_checksums(hands.net);
-                    local = local.encoding(Coder::new(encoding, desc, self.global_rank, self.world, has_checksums));
+                    let ranks = (self.global_rank, self.rank);
+                    local = local.encoding(Coder::new(encoding, desc, ranks, self.world, has_checksums));
                 }
                 group.start(Run::new(call.clone(), &shape, local, &[], deadline), hands);
                 Ok(call)

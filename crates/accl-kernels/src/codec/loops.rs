@@ -3,7 +3,7 @@
 
 use std::mem::MaybeUninit;
 
-use super::noise::Noise;
+use super::noise::Draws;
 use crate::reduce::float16;
 
 /// Elements that are handled side by side; the order of comparisons depends on it and on nothing else.
@@ -109,13 +109,13 @@ pub(crate) fn levels(codes: &mut [u8], values: &[f32], grid: &Grid) {
 }
 
 /// As [`levels`], to one of the two next to it by a draw from 0 to 255; `first` is the index of the first element, a
-/// multiple of 8.
+/// multiple of 8, to which the draws were turned.
 #[inline(always)]
-pub(crate) fn levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, noise: Noise, first: u64) {
+pub(crate) fn levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, draws: &Draws, first: u64) {
     for (part, (codes, values)) in codes.chunks_mut(DRAWS).zip(values.chunks(DRAWS)).enumerate() {
-        let mut draws = [0; DRAWS];
-        noise.fill(&mut draws[..values.len().next_multiple_of(8)], first + (part * DRAWS) as u64);
-        for ((code, &value), &draw) in codes.iter_mut().zip(values).zip(&draws) {
+        let mut drawn_here = [0; DRAWS];
+        draws.fill(&mut drawn_here[..values.len().next_multiple_of(8)], first + (part * DRAWS) as u64);
+        for ((code, &value), &draw) in codes.iter_mut().zip(values).zip(&drawn_here) {
             *code = drawn(value, grid, draw);
         }
     }
@@ -295,7 +295,7 @@ type Narrow = unsafe fn(&mut [MaybeUninit<[u8; 2]>], &[f32], f32);
 pub(crate) struct Loops {
     pub(crate) range: unsafe fn(&[f32]) -> Range,
     pub(crate) levels: unsafe fn(&mut [u8], &[f32], &Grid),
-    pub(crate) levels_drawn: unsafe fn(&mut [u8], &[f32], &Grid, Noise, u64),
+    pub(crate) levels_drawn: unsafe fn(&mut [u8], &[f32], &Grid, &Draws, u64),
     pub(crate) pack: unsafe fn(&mut [u8], &[u8], u8),
     pub(crate) unpack: unsafe fn(&mut [u8], &[u8], u8),
     pub(crate) values: unsafe fn(&mut [MaybeUninit<f32>], &[u8], f32, f32),
@@ -311,13 +311,13 @@ macro_rules! codec_loops {
     ($(#[$feature:meta])*) => {
         const LOOPS: $crate::codec::loops::Loops = {
             use $crate::codec::loops::{self, Grid, Loops, Range};
-            use $crate::codec::Noise;
+            use $crate::codec::noise::Draws;
             use std::mem::MaybeUninit;
 
             codec_loops! { @ [$(#[$feature])*]
                 range(values: &[f32]) -> Range;
                 levels(codes: &mut [u8], values: &[f32], grid: &Grid) -> ();
-                levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, noise: Noise, first: u64) -> ();
+                levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, draws: &Draws, first: u64) -> ();
                 pack(dst: &mut [u8], codes: &[u8], bits: u8) -> ();
                 unpack(codes: &mut [u8], src: &[u8], bits: u8) -> ();
                 values(dst: &mut [MaybeUninit<f32>], codes: &[u8], unit: f32, min: f32) -> ();

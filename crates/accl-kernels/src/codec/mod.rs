@@ -18,7 +18,7 @@ mod cast;
 mod floats;
 pub(crate) mod loops;
 mod max_min;
-mod noise;
+pub(crate) mod noise;
 mod pieces;
 mod summary;
 mod text;
@@ -43,6 +43,9 @@ pub enum Rounding {
     Nearest,
     /// One of the two at random, so that the mean of many is the value (to 1/512 of a level).
     Stochastic,
+    /// As stochastic, but of ranks whose values are added up, one rounds up where another rounds down: see
+    /// [`Noise::among`]. Stochastic where nothing is said of other ranks.
+    Correlated,
 }
 
 /// What is chosen about a codec. What a codec has no use for is left out of account.
