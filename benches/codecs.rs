@@ -23,25 +23,32 @@ enum What {
     Encode,
     /// With stochastic rounding.
     EncodeDrawn,
+    /// With correlated rounding among eight ranks.
+    EncodeAmong,
     Decode,
     /// Into sums in float32.
     DecodeAdd,
 }
 
 impl What {
-    const ALL: [What; 4] = [What::Encode, What::EncodeDrawn, What::Decode, What::DecodeAdd];
+    const ALL: [What; 5] = [What::Encode, What::EncodeDrawn, What::EncodeAmong, What::Decode, What::DecodeAdd];
 
     fn name(self) -> &'static str {
         match self {
             What::Encode => "encode",
             What::EncodeDrawn => "encode_stochastic",
+            What::EncodeAmong => "encode_correlated",
             What::Decode => "decode",
             What::DecodeAdd => "decode_add",
         }
     }
 
     fn rounding(self) -> Rounding {
-        if self == What::EncodeDrawn { Rounding::Stochastic } else { Rounding::Nearest }
+        match self {
+            What::EncodeDrawn => Rounding::Stochastic,
+            What::EncodeAmong => Rounding::Correlated,
+            What::Encode | What::Decode | What::DecodeAdd => Rounding::Nearest,
+        }
     }
 }
 
@@ -178,7 +185,7 @@ fn measure(buffers: &mut Buffers, case: &Case) -> (f64, f64, f64) {
 fn reference(buffers: &mut Buffers, plain: &PlainLoops, what: What, count: usize) {
     let (y, x) = (&mut buffers.others[..count], black_box(&buffers.floats[..count]));
     match what {
-        What::Encode | What::EncodeDrawn => y.copy_from_slice(x),
+        What::Encode | What::EncodeDrawn | What::EncodeAmong => y.copy_from_slice(x),
         What::Decode | What::DecodeAdd => plain.add(y, x),
     }
 }
@@ -188,9 +195,9 @@ fn subject(buffers: &mut Buffers, codec: &Arc<dyn Codec>, what: What, dtype: Dty
     let encoded = &mut buffers.encoded[..codec.encoded_bytes(dtype, count)];
     let others = &mut buffers.others[..count];
     match what {
-        What::Encode | What::EncodeDrawn => {
+        What::Encode | What::EncodeDrawn | What::EncodeAmong => {
             // SAFETY: as many elements of up to four bytes are there, and nobody writes them.
-            let _ = black_box(unsafe { codec.encode(encoded, slice, Noise::keyed(&[1])) });
+            let _ = black_box(unsafe { codec.encode(encoded, slice, Noise::keyed(&[1]).among(&[1], 3, 8)) });
         }
         // SAFETY: there is room for as many elements of four bytes, and nobody else uses it.
         What::Decode => unsafe { codec.decode(others.as_mut_ptr().cast(), dtype, black_box(encoded), dtype, count) },

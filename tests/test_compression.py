@@ -190,7 +190,7 @@ WRONG = {
     "maxmin:four": "bits is `four`; expected a number",
     "maxmin:4,bucket=0": "bucket is 0; expected a multiple of 8 from 8 to 8192",
     "maxmin:4,bucket=7": "bucket is 7",
-    "maxmin:4,rounding=up": "rounding is `up`; expected nearest or stochastic",
+    "maxmin:4,rounding=up": "rounding is `up`; expected nearest, stochastic or correlated",
     "maxmin:4,bukket=8": "did you mean `bucket`",
     "int4": "unknown codec `int4`",
 }

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use accl_kernels::codec::{Floats, Noise, Slice};
 use accl_schedule::{Finish, Role, Tile};
-use accl_types::{Dtype, ReduceOp};
+use accl_types::{Dtype, Rank, ReduceOp};
 use smallvec::SmallVec;
 
 use crate::audit::{Audit, Sample, Watch};
@@ -89,6 +89,8 @@ pub(crate) struct Coder {
     step: u64,
     /// In the job.
     rank: u64,
+    /// This rank in the group, and its size, where contributions are added up.
+    among: Option<(u32, u32)>,
     /// What finished sums are divided by.
     divisor: Option<f32>,
     has_checksums: bool,
@@ -103,13 +105,20 @@ pub(crate) struct Coder {
 }
 
 impl Coder {
-    pub(crate) fn new(encoding: &Encoding, desc: &CallDesc, rank: u64, world: u32, has_checksums: bool) -> Self {
+    pub(crate) fn new(
+        encoding: &Encoding,
+        desc: &CallDesc,
+        (rank, rank_in_group): (u64, Rank),
+        world: u32,
+        has_checksums: bool,
+    ) -> Self {
         Self {
             codecs: encoding.codecs.clone(),
             dtype: desc.dtype,
             seed: encoding.seed,
             step: encoding.step,
             rank,
+            among: desc.collective.reduces().then_some((rank_in_group.0, world)),
             divisor: (desc.collective.reduces() && desc.op == ReduceOp::Avg).then_some(world as f32),
             has_checksums,
             floats: Floats::default(),
@@ -288,13 +297,18 @@ impl Coder {
         let codec = self.codecs.codec(code.role, tile.piece);
         let id = self.codecs.tensor(tile.piece).id;
         let words = [self.seed, self.step, id, u64::from(tile.block), u64::from(pass), self.rank];
+        let mut noise = Noise::keyed(&words);
+        // Contributions meet those of all other ranks in one sum. How often sums were encoded before differs between ranks.
+        if let (0, Some((rank, world))) = (pass, self.among) {
+            noise = noise.among(&words[..4], rank, world);
+        }
         let slice = Slice { src, dtype, tensor: self.dtype, count: tile.elems as usize, first: tile.first };
         let dst = buffers.address(&code.region.at(start));
         // SAFETY: the bytes of a version are written once, by the operation that makes it, and read by those that wait for it;
         // the elements stay readable until the call ends.
         let dst = unsafe { std::slice::from_raw_parts_mut(dst, len) };
         // SAFETY: as above.
-        let spoilt = unsafe { codec.encode(&mut dst[TILE_HEADER_BYTES..], slice, Noise::keyed(&words)) };
+        let spoilt = unsafe { codec.encode(&mut dst[TILE_HEADER_BYTES..], slice, noise) };
         self.head(code.role, tile).seal(dst);
         if let Some(row) = self.watch.as_mut().and_then(|watch| watch.row(tile.piece)) {
             row.spoilt += spoilt;

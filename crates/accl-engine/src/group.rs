@@ -195,7 +195,8 @@ impl Group {
                 let deadline = deadline(desc, group, hands.now);
                 let coder = desc.encoding(self.world).map(|encoding| {
                     let has_checksums = group.has_checksums(hands.net);
-                    let coder = Coder::new(encoding, desc, self.global_rank, self.world, has_checksums);
+                    let ranks = (self.global_rank, self.rank);
+                    let coder = Coder::new(encoding, desc, ranks, self.world, has_checksums);
                     match &encoding.audit {
                         Some(audit) => coder.watched(audit, sample, &buffers),
                         None => coder,

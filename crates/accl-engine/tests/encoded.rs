@@ -15,6 +15,8 @@ use accl_transport::{Faults, Faulty};
 use accl_types::{Collective, Dtype, ErrorKind, ReduceOp};
 use common::{all_reduce, bits_of, blocks, both_ways, data, encoded, encoding, max_min, options, raw, rows, tensor};
 
+const ROUNDINGS: [Rounding; 3] = [Rounding::Nearest, Rounding::Stochastic, Rounding::Correlated];
+
 /// Sizes around buckets and tiles, and below the world.
 const SIZES: [usize; 9] = [0, 1, 5, 8, 63, 64, 65, 1000, 40_007];
 
@@ -28,7 +30,7 @@ fn all_ranks_end_with_the_same_bits_near_the_exact_sum() {
             World::new(options(&hosts, "all_reduce", algorithm)).run("g", |member| {
                 for (index, &count) in SIZES.iter().enumerate() {
                     for bits in 1..=8 {
-                        let rounding = [Rounding::Nearest, Rounding::Stochastic][(index + usize::from(bits)) % 2];
+                        let rounding = ROUNDINGS[(index + usize::from(bits)) % 3];
                         let encoding = encoding(vec![both_ways(max_min(bits, 64, rounding), 5)]);
                         let mut mine = data(member.rank, count, 1);
                         all_reduce(&member, &mut mine, ReduceOp::Sum, &encoding);
@@ -55,11 +57,21 @@ fn all_ranks_end_with_the_same_bits_near_the_exact_sum() {
 }
 
 /// What a tile decodes to when `rank` encodes it. Tensors here are smaller than a tile.
-fn decoded(codec: &dyn Codec, values: &[f32], first: usize, rank: usize, pass: u64, id: u64) -> Vec<f32> {
+fn decoded(
+    codec: &dyn Codec,
+    values: &[f32],
+    first: usize,
+    (rank, world): (usize, usize),
+    pass: u64,
+    id: u64,
+) -> Vec<f32> {
     let mut bytes = vec![0; codec.encoded_bytes(Dtype::F32, values.len())];
     let src = values.as_ptr().cast();
     let slice = Slice { src, dtype: Dtype::F32, tensor: Dtype::F32, count: values.len(), first: first as u64 };
-    let noise = Noise::keyed(&[11, 3, id, 0, pass, rank as u64]);
+    let mut noise = Noise::keyed(&[11, 3, id, 0, pass, rank as u64]);
+    if pass == 0 {
+        noise = noise.among(&[11, 3, id, 0], rank as u32, world as u32);
+    }
     let mut result = vec![0.0; values.len()];
     // SAFETY: the slice is `values`; there is room for as many.
     unsafe {
@@ -73,7 +85,7 @@ fn decoded(codec: &dyn Codec, values: &[f32], first: usize, rank: usize, pass: u
 fn owners_add_in_the_order_of_ranks_and_decode_their_own_bytes() {
     const COUNT: usize = 1000;
     for world in 2..=5usize {
-        for rounding in [Rounding::Nearest, Rounding::Stochastic] {
+        for rounding in ROUNDINGS {
             let codec = max_min(4, 64, rounding);
             let encoding = encoding(vec![both_ways(codec.clone(), 9)]);
             let hosts = vec![0; world];
@@ -97,7 +109,7 @@ fn owners_add_in_the_order_of_ranks_and_decode_their_own_bytes() {
                     let theirs = &data(rank, COUNT, 2)[start..end];
                     let theirs = match rank == owner {
                         true => theirs.to_vec(),
-                        false => decoded(&*codec, theirs, start, rank, 0, 9),
+                        false => decoded(&*codec, theirs, start, (rank, world), 0, 9),
                     };
                     match rank {
                         0 => sum = theirs,
@@ -105,12 +117,60 @@ fn owners_add_in_the_order_of_ranks_and_decode_their_own_bytes() {
                     }
                 }
                 sum.iter_mut().for_each(|sum| *sum /= world as f32);
-                expected.extend(decoded(&*codec, &sum, start, owner, 1, 9));
+                expected.extend(decoded(&*codec, &sum, start, (owner, world), 1, 9));
             }
             for result in results {
                 assert_eq!(bits_of(&result), bits_of(&expected), "{world} ranks, {rounding:?}");
             }
         }
+    }
+}
+
+/// Four ranks with the same values.
+#[test]
+fn gradients_that_are_alike_lose_less_with_correlated_rounding() {
+    const COUNT: usize = 40_007;
+    let alike = data(0, COUNT, 8);
+    for (algorithm, passes) in [("direct", 1), ("direct_two_phase", 2)] {
+        let error = |rounding| {
+            // What is lost on the way back would hide what is lost on the way there.
+            let codecs = TensorCodecs { inner: raw(), up: max_min(4, 512, rounding), down: raw(), id: 2 };
+            let codecs = if passes == 1 { both_ways(max_min(4, 512, rounding), 2) } else { codecs };
+            let results = World::new(options(&[0; 4], "all_reduce", algorithm)).run("g", |member| {
+                let mut mine = alike.clone();
+                all_reduce(&member, &mut mine, ReduceOp::Avg, &encoding(vec![codecs.clone()]));
+                mine
+            });
+            results.iter().for_each(|result| assert_eq!(bits_of(result), bits_of(&results[0])));
+            let square = |(a, b): (&f32, &f32)| f64::from(a - b).powi(2);
+            results[0].iter().zip(&alike).map(square).sum::<f64>() / COUNT as f64
+        };
+        let (stochastic, correlated) = (error(Rounding::Stochastic), error(Rounding::Correlated));
+        // In units of a step's square over 16, an encoding alone loses 1/6 on average. Four that are independent lose 4/6, four that
+        // lie evenly 1/6. With two phases the owner's own values are not encoded: three lose 3/6, and evenly 1/6 (1 - 2/4) + 1/6.
+        let expected = if passes == 1 { 4.0 } else { 2.0 };
+        let found = stochastic / correlated;
+        assert!((found / expected - 1.0).abs() < 0.05, "{algorithm}: {found} times less, expected {expected}");
+    }
+}
+
+/// What is gathered is not added up: there is nothing that ranks could balance.
+#[test]
+fn what_is_not_added_up_is_rounded_the_same_with_stochastic_and_correlated_rounding() {
+    for collective in [Collective::AllGather, Collective::ReduceScatter] {
+        let of = |rounding| {
+            let encoding = encoding(vec![both_ways(max_min(4, 64, rounding), 5)]);
+            World::new(options(&[0; 3], collective.name(), "direct")).run("g", |member| {
+                let (short, long) = (data(member.rank, 1000, 3), data(member.rank, 3000, 3));
+                let gathers = collective == Collective::AllGather;
+                let (one, three) = (blocks(&short, &[1000]), blocks(&long, &[1000; 3]));
+                let (inputs, outputs) = if gathers { (one, three) } else { (three, one) };
+                member.call(encoded(collective, inputs, outputs, &encoding)).unwrap();
+                if gathers { bits_of(&long) } else { bits_of(&short) }
+            })
+        };
+        let is_same = of(Rounding::Stochastic) == of(Rounding::Correlated);
+        assert_eq!(is_same, collective == Collective::AllGather, "{collective}");
     }
 }
 

@@ -129,15 +129,17 @@ proptest! {
 
     #[test]
     fn decoding_is_within_the_bound_and_the_same_on_every_isa(
-        mut settings in settings(), stochastic: bool, dtype in 0usize..3, kind in 0usize..12, seed: u64,
+        mut settings in settings(), rounding in 0usize..3, dtype in 0usize..3, kind in 0usize..12, seed: u64,
     ) {
         let dtype = FLOATS[dtype];
-        settings.rounding = if stochastic { Rounding::Stochastic } else { Rounding::Nearest };
+        settings.rounding = [Rounding::Nearest, Rounding::Stochastic, Rounding::Correlated][rounding];
         let mut random = Random(seed);
         let count = count(settings.bucket as usize, kind);
         let src = data(dtype, count, seed, &mut random);
-        let noise = Noise::keyed(&[seed]);
-        let first = u64::from(settings.bucket) * random.below(1000);
+        let world = [1, 2, 3, 8, 127, 128, 129, 300][random.below(8) as usize];
+        let noise = Noise::keyed(&[seed]).among(&[seed], random.below(world.into()) as u32, world);
+        // Also around the ends of blocks of permutations, and of the parts of the counter.
+        let first = u64::from(settings.bucket) * (random.below(1000) + [0, (1 << 34) / u64::from(settings.bucket) - 1][random.below(2) as usize]);
         let mut of_first_isa = None;
         for isa in available_isas() {
             let codec = max_min(settings, isa);
@@ -164,7 +166,7 @@ proptest! {
                 Dtype::BF16 => most.max(unit) * 2f32.powi(-8),
                 _ => 0.0,
             };
-            let levels = if stochastic { 1.0 } else { 0.5 };
+            let levels = if settings.rounding == Rounding::Nearest { 0.5 } else { 1.0 };
             let bound = unit * levels + most * 2f32.powi(-20) + half_ulp;
             for (before, after) in before.iter().zip(after) {
                 prop_assert!((before - after).abs() <= bound, "{} became {}, bound {}", before, after, bound);
@@ -330,6 +332,127 @@ fn stochastic_rounding_is_unbiased_and_independent() {
     assert!(mean.abs() < 4.0 * (variance / all).sqrt() + 1e-4, "{mean}");
     let correlation = crossed / squares;
     assert!(correlation.abs() < 4.0 / all.sqrt(), "{correlation}");
+}
+
+/// What the ranks' values decode to, a call after another.
+fn of_ranks(codec: &dyn Codec, ranks: &[Vec<f32>], step: u64) -> Vec<Vec<f32>> {
+    let world = ranks.len() as u32;
+    let of_rank = |(rank, values): (u32, &Vec<f32>)| {
+        let noise = Noise::keyed(&[step, rank.into()]).among(&[step], rank, world);
+        let (encoded, _) = encode(codec, Dtype::F32, &bytes_of(Dtype::F32, values), 0, noise);
+        values_of(Dtype::F32, &decode(codec, Dtype::F32, &encoded, values.len()))
+    };
+    (0..).zip(ranks).map(of_rank).collect()
+}
+
+/// Each rank alone is rounded as with stochastic rounding; between ranks, errors balance each other.
+#[test]
+#[cfg(not(miri))]
+fn correlated_rounding_is_unbiased_on_each_rank_and_errors_of_two_ranks_are_opposed() {
+    const COUNT: usize = 1 << 11;
+    const STEPS: u64 = 1 << 9;
+    let settings = Settings { bits: 4, rounding: Rounding::Correlated, ..Settings::default() };
+    let mut random = Random(17);
+    let mut values: Vec<f32> = (0..COUNT).map(|_| (random.next() >> 40) as f32 / (1 << 24) as f32 * 15.0).collect();
+    // Every bucket has the grid of the whole numbers from 0 to 15.
+    values.chunks_mut(512).for_each(|bucket| (bucket[0], bucket[1], bucket[2]) = (0.0, 15.0, 7.0));
+    let fractions = || values.iter().map(|value| f64::from(value.fract()));
+    let variance = fractions().map(|f| f * (1.0 - f)).sum::<f64>() / COUNT as f64;
+    for isa in available_isas() {
+        let codec = max_min(settings, isa);
+        for world in [2, 5] {
+            let ranks = vec![values.clone(); world];
+            let (mut sums, mut squares, mut crossed) = (vec![vec![0.0; COUNT]; world], vec![0.0; world], 0.0);
+            for step in 0..STEPS {
+                let decoded = of_ranks(&*codec, &ranks, step);
+                let error = |rank: usize, at: usize| f64::from(decoded[rank][at]) - f64::from(values[at]);
+                for rank in 0..world {
+                    for at in 0..COUNT {
+                        let error = error(rank, at);
+                        assert!(error.abs() < 1.0 && (values[at].fract() != 0.0 || error == 0.0));
+                        sums[rank][at] += error;
+                        squares[rank] += error * error;
+                    }
+                }
+                crossed += (0..COUNT).map(|at| error(0, at) * error(world - 1, at)).sum::<f64>();
+            }
+            let (steps, all) = (STEPS as f64, STEPS as f64 * COUNT as f64);
+            for (rank, sums) in sums.iter().enumerate() {
+                let measured = squares[rank] / all;
+                assert!(
+                    (measured / variance - 1.0).abs() < 0.02,
+                    "{isa}, rank {rank} of {world}: {measured} for {variance}"
+                );
+                // As for stochastic rounding, which see.
+                let worst = sums.iter().map(|sum| (sum / steps).abs()).fold(0.0, f64::max);
+                assert!(worst <= 5.0 / (2.0 * steps.sqrt()) + 1.0 / 512.0, "{isa}, rank {rank} of {world}: {worst}");
+                let mean = sums.iter().sum::<f64>() / all;
+                assert!(mean.abs() < 4.0 * (variance / all).sqrt() + 1e-4, "{isa}, rank {rank} of {world}: {mean}");
+            }
+            // Two ranks of n round f n up between them, and none of both if f n is below one: the covariance of two is
+            // (r (1 - r) - n f (1 - f)) / (n (n - 1)) with r the fraction of f n, as the variance of all is r (1 - r).
+            let n = world as f64;
+            let of_all = fractions().map(|f| (n * f).fract()).map(|r| r * (1.0 - r)).sum::<f64>() / COUNT as f64;
+            let covariance = (of_all - n * variance) / (n * (n - 1.0));
+            let found = crossed / all;
+            assert!((found / covariance - 1.0).abs() < 0.05, "{isa}, {world} ranks: {found} for {covariance}");
+        }
+    }
+}
+
+/// Relative squared error of a sum that each of 8 ranks encoded once, at 4 bits: Gaussian values whose ranks have this
+/// correlation, and the same range in every bucket. Correlated rounding as measured elsewhere.
+#[test]
+#[cfg(not(miri))]
+fn sums_of_correlated_rounding_have_the_error_that_they_should_have() {
+    const COUNT: usize = 1 << 17;
+    const WORLD: usize = 8;
+    let mut random = Random(4321);
+    let mut uniform = || ((random.next() >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
+    let mut gaussian = || (-2.0 * uniform().ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos();
+    for (correlation, want, at_least) in [(1.0f64, 4.32e-4, 5.0), (0.95, 2.42e-3, 1.5), (0.0, 2.21e-2, 1.5)] {
+        let common: Vec<f64> = (0..COUNT).map(|_| gaussian()).collect();
+        let mut of_rank = || -> Vec<f32> {
+            let own = (1.0 - correlation).sqrt();
+            common.iter().map(|common| (correlation.sqrt() * common + own * gaussian()) as f32).collect()
+        };
+        let mut ranks: Vec<Vec<f32>> = (0..WORLD).map(|_| of_rank()).collect();
+        for bucket in (0..COUNT).step_by(512) {
+            let all = || ranks.iter().flat_map(|values| &values[bucket..bucket + 512]).copied();
+            let (least, most) = (all().fold(f32::INFINITY, f32::min), all().fold(f32::NEG_INFINITY, f32::max));
+            ranks.iter_mut().for_each(|values| (values[bucket], values[bucket + 1]) = (least, most));
+        }
+        let error = |rounding| {
+            let codec = max_min(Settings { bits: 4, rounding, ..Settings::default() }, Isa::best());
+            let decoded = of_ranks(&*codec, &ranks, 1);
+            let sum = |ranks: &[Vec<f32>], at: usize| ranks.iter().map(|values| f64::from(values[at])).sum::<f64>();
+            let (mut off, mut all) = (0.0, 0.0);
+            for at in (0..COUNT).filter(|at| at % 512 > 1) {
+                let exact = sum(&ranks, at);
+                off += (sum(&decoded, at) - exact).powi(2);
+                all += exact.powi(2);
+            }
+            off / all
+        };
+        let (correlated, stochastic) = (error(Rounding::Correlated), error(Rounding::Stochastic));
+        assert!((correlated / want - 1.0).abs() < 0.15, "at {correlation}: {correlated:.3e}, expected {want:.3e}");
+        assert!(stochastic > at_least * correlated, "at {correlation}: {stochastic:.3e} and {correlated:.3e}");
+    }
+}
+
+/// Without other ranks there is nothing to balance.
+#[test]
+fn correlated_rounding_of_a_rank_alone_is_stochastic() {
+    let src = bytes_of(Dtype::F32, &data_values(5000, 0, &mut Random(3)));
+    let encoded = |rounding, noise| {
+        encode(&*max_min(Settings { rounding, ..Settings::default() }, Isa::best()), Dtype::F32, &src, 512, noise).0
+    };
+    let noise = Noise::keyed(&[1, 2]);
+    let stochastic = encoded(Rounding::Stochastic, noise);
+    assert_eq!(encoded(Rounding::Correlated, noise), stochastic);
+    assert_eq!(encoded(Rounding::Correlated, noise.among(&[1], 0, 1)), stochastic);
+    assert_eq!(encoded(Rounding::Stochastic, noise.among(&[1], 0, 2)), stochastic);
+    assert_ne!(encoded(Rounding::Correlated, noise.among(&[1], 0, 2)), stochastic);
 }
 
 #[test]

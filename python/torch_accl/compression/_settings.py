@@ -27,7 +27,7 @@ class Compression:
     A codec is a text: `raw`, `bf16`, `fp16`, `maxmin:BITS` or `absmax:BITS`, the latter two with settings after it, as in
     `maxmin:4,bucket=128,meta=float16,rounding=stochastic`. Bits are 1 to 8 (`absmax` 2 to 8); a bucket is 8 to 8,192 elements, a multiple of 8
     (default 512), that share a minimum and a step in `meta` (float32, float16 or bfloat16); rounding is `nearest` from 4 bits
-    on and `stochastic` below, unless it is given.
+    on and `stochastic` below, unless it is given; `correlated` is stochastic with errors that balance between ranks.
 
     Attributes:
         codec: of all tensors that are not treated otherwise; `ACCL_CODEC` where it is left out, else `maxmin:4`. With `"auto"` each

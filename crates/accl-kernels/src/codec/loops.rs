@@ -4,7 +4,7 @@
 use std::mem::MaybeUninit;
 
 pub(crate) use super::hadamard::{rotate, rotate_back};
-use super::noise::Noise;
+use super::noise::Draws;
 pub(crate) use super::sign::{LANES as SIGN_LANES, add_signed_values, magnitude_sums, signed_values, signs};
 pub(crate) use super::small_float::{Blocks, add_small_values, magnitudes, small_codes, small_values};
 use crate::reduce::float16;
@@ -112,13 +112,13 @@ pub(crate) fn levels(codes: &mut [u8], values: &[f32], grid: &Grid) {
 }
 
 /// As [`levels`], to one of the two next to it by a draw from 0 to 255; `first` is the index of the first element, a
-/// multiple of 8.
+/// multiple of 8, to which the draws were turned.
 #[inline(always)]
-pub(crate) fn levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, noise: Noise, first: u64) {
+pub(crate) fn levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, draws: &Draws, first: u64) {
     for (part, (codes, values)) in codes.chunks_mut(DRAWS).zip(values.chunks(DRAWS)).enumerate() {
-        let mut draws = [0; DRAWS];
-        noise.fill(&mut draws[..values.len().next_multiple_of(8)], first + (part * DRAWS) as u64);
-        for ((code, &value), &draw) in codes.iter_mut().zip(values).zip(&draws) {
+        let mut drawn_here = [0; DRAWS];
+        draws.fill(&mut drawn_here[..values.len().next_multiple_of(8)], first + (part * DRAWS) as u64);
+        for ((code, &value), &draw) in codes.iter_mut().zip(values).zip(&drawn_here) {
             *code = drawn(value, grid, draw);
         }
     }
@@ -301,7 +301,7 @@ type SmallValues = unsafe fn(&mut [MaybeUninit<f32>], &[u8], &[f32], Blocks);
 pub(crate) struct Loops {
     pub(crate) range: unsafe fn(&[f32]) -> Range,
     pub(crate) levels: unsafe fn(&mut [u8], &[f32], &Grid),
-    pub(crate) levels_drawn: unsafe fn(&mut [u8], &[f32], &Grid, Noise, u64),
+    pub(crate) levels_drawn: unsafe fn(&mut [u8], &[f32], &Grid, &Draws, u64),
     pub(crate) pack: unsafe fn(&mut [u8], &[u8], u8),
     pub(crate) unpack: unsafe fn(&mut [u8], &[u8], u8),
     pub(crate) values: unsafe fn(&mut [MaybeUninit<f32>], &[u8], f32, f32),
@@ -327,13 +327,13 @@ macro_rules! codec_loops {
     ($(#[$feature:meta])*) => {
         const LOOPS: $crate::codec::loops::Loops = {
             use $crate::codec::loops::{self, Blocks, Grid, Loops, Range, SIGN_LANES};
-            use $crate::codec::Noise;
+            use $crate::codec::noise::Draws;
             use std::mem::MaybeUninit;
 
             codec_loops! { @ [$(#[$feature])*]
                 range(values: &[f32]) -> Range;
                 levels(codes: &mut [u8], values: &[f32], grid: &Grid) -> ();
-                levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, noise: Noise, first: u64) -> ();
+                levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, draws: &Draws, first: u64) -> ();
                 pack(dst: &mut [u8], codes: &[u8], bits: u8) -> ();
                 unpack(codes: &mut [u8], src: &[u8], bits: u8) -> ();
                 values(dst: &mut [MaybeUninit<f32>], codes: &[u8], unit: f32, min: f32) -> ();

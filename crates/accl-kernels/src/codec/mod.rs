@@ -21,7 +21,7 @@ mod hadamard;
 pub(crate) mod loops;
 mod max_min;
 mod mx;
-mod noise;
+pub(crate) mod noise;
 mod nvfp4;
 mod pieces;
 mod scaled;
@@ -51,6 +51,9 @@ pub enum Rounding {
     Nearest,
     /// One of the two at random, so that the mean of many is the value (to 1/512 of a level).
     Stochastic,
+    /// As stochastic, but of ranks whose values are added up, one rounds up where another rounds down: see
+    /// [`Noise::among`]. Stochastic where nothing is said of other ranks.
+    Correlated,
 }
 
 /// What is chosen about a codec. What a codec has no use for is left out of account.

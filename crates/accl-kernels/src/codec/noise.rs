@@ -1,4 +1,15 @@
-//! Random numbers without a state: a hash of a key and a counter.
+//! Random numbers without a state: a hash of a key and a counter; and how ranks share them out among themselves.
+//!
+//! # Draws among ranks
+//! Where several ranks encode values that are added up, their draws can be made to lie evenly over their range: those of
+//! one element fall into as many strata as there are ranks, each into another. With `p` the stratum of a rank and `u` a
+//! number from 0 to 255 of its own, its draw is floor((256 p + u) / ranks): alone it is as uniform as `u`. Which stratum
+//! is whose is the same on all ranks. Of every [`BLOCK`] elements of a tensor, each has one of [`TABLE`] permutations of the
+//! ranks, which are shuffled for the block: every two ranks have every two strata equally often. On top of that, strata
+//! are rotated by one of as many amounts for each element: a rank that has low ones in most of the permutations would
+//! otherwise round too much of a block down.
+
+use super::Rounding;
 
 /// The key of one encoding's random numbers.
 ///
@@ -6,6 +17,22 @@
 /// encoding unlike all others: a seed, the step, the tensor, the round of the algorithm and the rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Noise {
+    own: Stream,
+    among: Option<Among>,
+}
+
+/// A rank among those whose encodings are added up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Among {
+    /// The same on all of them.
+    shared: u64,
+    rank: u32,
+    world: u32,
+}
+
+/// Random bytes of one key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Stream {
     /// Added to the counter, and mixed in between the two multiplications.
     key: [u32; 2],
 }
@@ -15,27 +42,58 @@ pub(crate) const SHARE: usize = 4;
 /// Of the hash (constants: Mueller, Wellons, "Prospecting for hash functions").
 pub(crate) const FACTORS: [u32; 2] = [0x7feb_352d, 0x846c_a68b];
 
+/// Elements that have the same permutations to choose from, counted from a tensor's first one: so many that shuffling
+/// takes little time beside encoding them.
+const BLOCK: u64 = 1 << 14;
+/// Permutations of a block.
+pub(crate) const TABLE: usize = 16;
+/// Most ranks: draws are calculated in 64 bits, 56 of them behind the point.
+const MOST_RANKS: u32 = 1 << 24;
+/// Most ranks whose draws are quotients of 16 bits, see [`Narrow`].
+const MOST_NARROW: u32 = 128;
+
+/// The steps of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+fn hashed(parts: &[u64]) -> u64 {
+    parts.iter().fold(0, |state: u64, &part| {
+        let mut z = (state ^ part).wrapping_add(0x9e37_79b9_7f4a_7c15);
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    })
+}
+
 impl Noise {
     /// A key from whatever distinguishes an encoding; the order matters.
     pub fn keyed(parts: &[u64]) -> Self {
-        // The steps of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
-        let key = parts.iter().fold(0, |state: u64, &part| {
-            let mut z = (state ^ part).wrapping_add(0x9e37_79b9_7f4a_7c15);
-            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            z ^ (z >> 31)
-        });
-        Self { key: [key as u32, (key >> 32) as u32] }
+        Self { own: Stream::new(hashed(parts)), among: None }
+    }
+
+    /// The same among the `world` encodings of values that are added up: what correlated rounding needs, and without which
+    /// it is stochastic. `shared` is what distinguishes them from others, the same for all of them; `rank` tells one from the
+    /// other. The key itself must differ between ranks.
+    ///
+    /// # Panics
+    /// Panics unless `rank` is below `world`, and `world` at most 2^24.
+    pub fn among(self, shared: &[u64], rank: u32, world: u32) -> Self {
+        assert!(rank < world && world <= MOST_RANKS, "rank {rank} of {world}, at most {MOST_RANKS}");
+        let among = Among { shared: hashed(shared), rank, world };
+        Self { among: (world > 1).then_some(among), ..self }
     }
 
     /// The key as a number, as good as drawn.
     pub fn word(self) -> u64 {
-        u64::from(self.key[1]) << 32 | u64::from(self.key[0])
+        u64::from(self.own.key[1]) << 32 | u64::from(self.own.key[0])
+    }
+}
+
+impl Stream {
+    fn new(key: u64) -> Self {
+        Self { key: [key as u32, (key >> 32) as u32] }
     }
 
     /// The draws from 0 to 255 for the elements of a tensor from `first` on, which is a multiple of 8, as is their number.
     #[inline(always)]
-    pub(crate) fn fill(self, draws: &mut [u8], first: u64) {
+    fn fill(self, draws: &mut [u8], first: u64) {
         let counter = first / SHARE as u64;
         // Tensors of more elements than the counter has values have another key for each further part.
         let until_next = (1 << 32) - (counter & 0xffff_ffff);
@@ -60,21 +118,145 @@ impl Noise {
     fn fill_part(self, draws: &mut [u8], counter: u64) {
         let Some((start, k1)) = self.start(counter, draws.len() / SHARE) else { return };
         for (index, four) in draws.chunks_exact_mut(SHARE).enumerate() {
-            let mut x = start.wrapping_add(index as u32);
-            x = (x ^ x >> 16).wrapping_mul(FACTORS[0]);
-            x = (x ^ x >> 15 ^ k1).wrapping_mul(FACTORS[1]);
-            four.copy_from_slice(&(x ^ x >> 16).to_le_bytes());
+            four.copy_from_slice(&mixed(start.wrapping_add(index as u32), k1).to_le_bytes());
         }
+    }
+}
+
+#[inline(always)]
+fn mixed(counter: u32, k1: u32) -> u32 {
+    let x = (counter ^ counter >> 16).wrapping_mul(FACTORS[0]);
+    let x = (x ^ x >> 15 ^ k1).wrapping_mul(FACTORS[1]);
+    x ^ x >> 16
+}
+
+/// The draws of one encoding.
+#[derive(Debug)]
+pub(crate) struct Draws {
+    pub(crate) own: Stream,
+    among: Option<Among>,
+    /// Of the block at hand.
+    pub(crate) strata: Option<Strata>,
+}
+
+impl Draws {
+    pub(crate) fn new(noise: Noise, rounding: Rounding) -> Self {
+        let among = noise.among.filter(|_| rounding == Rounding::Correlated);
+        Self { own: noise.own, among, strata: None }
+    }
+
+    /// Turns to the element at `first`, and says for how many from there on draws can be had.
+    pub(crate) fn turn_to(&mut self, first: u64) -> usize {
+        let Some(among) = self.among else { return usize::MAX };
+        let block = first / BLOCK;
+        if self.strata.as_ref().is_none_or(|strata| strata.block != block) {
+            self.strata = Some(Strata::new(among, block));
+        }
+        (BLOCK - first % BLOCK) as usize
+    }
+
+    /// As [`Stream::fill`], for elements that were turned to.
+    #[inline(always)]
+    pub(crate) fn fill(&self, draws: &mut [u8], first: u64) {
+        self.own.fill(draws, first);
+        if let Some(strata) = &self.strata {
+            strata.spread(draws, first);
+        }
+    }
+}
+
+/// The strata of a rank in a block of elements.
+#[derive(Debug)]
+pub(crate) struct Strata {
+    world: u32,
+    block: u64,
+    /// Picks for each element one of the permutations with its lower half, and one of the rotations with its upper one.
+    pub(crate) picks: Stream,
+    /// The rank's stratum in each permutation.
+    of_rank: [u32; TABLE],
+    /// 2^56 / world, rounded up: so little that the highest byte of a product is the quotient.
+    step: u64,
+    pub(crate) narrow: Option<Narrow>,
+}
+
+/// The same for vectors, in a world of 2 to [`MOST_NARROW`] ranks: `(n * factor) >> 16 >> shift` is n / world for every n
+/// that is less than 256 world.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Narrow {
+    pub(crate) of_rank: [u8; TABLE],
+    pub(crate) rotations: [u8; TABLE],
+    pub(crate) world: u8,
+    pub(crate) factor: u16,
+    pub(crate) shift: u8,
+}
+
+impl Strata {
+    fn new(Among { shared, rank, world }: Among, block: u64) -> Self {
+        let Stream { key: [k0, k1] } = Stream::new(hashed(&[shared, block]));
+        // Where the rank is carried by the swaps of a shuffle, of all permutations side by side: a place that was swapped with
+        // is final, since the next are below it.
+        let mut of_rank = [rank; TABLE];
+        for place in (1..world).rev() {
+            for (at, stratum) in of_rank.iter_mut().enumerate() {
+                let random = mixed(k0.wrapping_add(place * TABLE as u32 + at as u32), k1);
+                let other = ((u64::from(random) * u64::from(place + 1)) >> 32) as u32;
+                let is_other = if *stratum == other { place } else { *stratum };
+                *stratum = if *stratum == place { other } else { is_other };
+            }
+        }
+        let narrow = (world <= MOST_NARROW).then(|| Narrow::new(of_rank, world));
+        let step = (1u64 << 56).div_ceil(u64::from(world));
+        Self { world, block, picks: Stream::new(shared), of_rank, step, narrow }
+    }
+
+    /// Puts draws into the rank's strata.
+    #[inline(always)]
+    fn spread(&self, draws: &mut [u8], first: u64) {
+        const PART: usize = 64;
+        for (draws, first) in draws.chunks_mut(PART).zip((first..).step_by(PART)) {
+            let mut picks = [0; PART];
+            self.picks.fill(&mut picks[..draws.len()], first);
+            for (draw, pick) in draws.iter_mut().zip(picks) {
+                let n = u64::from(self.stratum(pick)) << 8 | u64::from(*draw);
+                *draw = (n.wrapping_mul(self.step) >> 56) as u8;
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn stratum(&self, pick: u8) -> u32 {
+        let stratum = self.of_rank[usize::from(pick) % TABLE] + rotation(self.world, usize::from(pick) / TABLE);
+        if stratum < self.world { stratum } else { stratum - self.world }
+    }
+}
+
+/// One of [`TABLE`] rotations of so many strata.
+#[inline(always)]
+fn rotation(world: u32, index: usize) -> u32 {
+    world * index as u32 / TABLE as u32
+}
+
+impl Narrow {
+    fn new(of_rank: [u32; TABLE], world: u32) -> Self {
+        // The greatest of which the factor has 16 bits; what it is too great by is less than world / 2^(16 + shift), and n times
+        // that less than 1 / world.
+        let shift = world.next_power_of_two().ilog2() - 1;
+        let factor = (1u32 << (16 + shift)).div_ceil(world) as u16;
+        let rotations = std::array::from_fn(|index| rotation(world, index) as u8);
+        let of_rank = of_rank.map(|stratum| stratum as u8);
+        Self { of_rank, rotations, world: world as u8, factor, shift: shift as u8 }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
     use super::*;
 
     #[test]
     fn draws_depend_on_the_element_and_not_on_where_a_slice_begins() {
-        let noise = Noise::keyed(&[1, 2, 3]);
+        let noise = Stream::new(hashed(&[1, 2, 3]));
         // Within a part of the counter, and over its end.
         for first in [1 << 40, (1 << 34) - 64] {
             let mut all = [0; 256];
@@ -95,7 +277,7 @@ mod tests {
         const COUNT: usize = 1 << 20;
         let draws = |parts: &[u64]| {
             let mut draws = vec![0u8; COUNT];
-            Noise::keyed(parts).fill(&mut draws, 0);
+            Noise::keyed(parts).own.fill(&mut draws, 0);
             draws
         };
         let (a, b) = (draws(&[7, 0]), draws(&[7, 1]));
@@ -112,6 +294,162 @@ mod tests {
                 let covariance: f64 = pairs.map(|(&x, &y)| centred(x) * centred(y)).sum();
                 let correlation = covariance / (COUNT as f64 * (65536.0 - 1.0) / 12.0);
                 assert!(correlation.abs() < 5.0 / (COUNT as f64).sqrt(), "shift {shift}: {correlation}");
+            }
+        }
+    }
+
+    const WORLDS: [u32; 22] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 64, 127, 128, 129, 300];
+
+    fn draws(rank: u32, world: u32, shared: u64) -> Draws {
+        Draws::new(Noise::keyed(&[shared, rank.into()]).among(&[shared], rank, world), Rounding::Correlated)
+    }
+
+    /// The stratum of each rank for each of `count` elements.
+    fn strata(world: u32, shared: u64, first: u64, count: usize) -> Vec<Vec<u32>> {
+        let of_rank = |rank| {
+            let mut draws = draws(rank, world, shared);
+            assert!(draws.turn_to(first) >= count);
+            let Some(strata) = draws.strata else { return vec![0; count] };
+            let mut picks = vec![0; count];
+            strata.picks.fill(&mut picks, first);
+            picks.into_iter().map(|pick| strata.stratum(pick)).collect()
+        };
+        (0..world).map(of_rank).collect()
+    }
+
+    #[test]
+    fn a_draw_in_a_random_stratum_is_exactly_uniform() {
+        for world in WORLDS.into_iter().skip(1) {
+            let Some(mut strata) = ({
+                let mut draws = draws(0, world, 1);
+                draws.turn_to(0);
+                draws.strata
+            }) else {
+                panic!("{world} ranks have strata");
+            };
+            let mut found = [0; 256];
+            for stratum in 0..world {
+                strata.of_rank = [stratum; TABLE];
+                let (mut draws, mut picks) = (Vec::from_iter(0..=255), [0; 256]);
+                strata.spread(&mut draws, 0);
+                strata.picks.fill(&mut picks, 0);
+                for (u, (&draw, pick)) in (0..).zip(draws.iter().zip(picks)) {
+                    let n = 256 * strata.stratum(pick) + u;
+                    assert_eq!(u32::from(draw), n / world, "{n} by {world}");
+                    if let Some(Narrow { factor, shift, .. }) = strata.narrow {
+                        assert_eq!((n * u32::from(factor)) >> 16 >> shift, n / world, "{n} by {world}, narrow");
+                    }
+                    found[usize::from(draw)] += 1;
+                }
+            }
+            // Every stratum was had with every u, since rotations only exchange them.
+            assert_eq!(found, [world; 256], "{world} ranks");
+            assert_eq!(strata.narrow.is_some(), world <= MOST_NARROW);
+        }
+        // The most there can be, where the product has its most bits.
+        let among = Among { shared: 0, rank: MOST_RANKS - 1, world: MOST_RANKS };
+        let step = (1u64 << 56).div_ceil(u64::from(among.world));
+        for n in [0, 1, (1 << 24) - 1, 1 << 24, (1 << 32) - 1] {
+            assert_eq!((n * step) >> 56, n / u64::from(among.world));
+        }
+    }
+
+    #[test]
+    fn ranks_have_different_strata_at_every_element() {
+        for world in WORLDS {
+            for first in [0, 5 * BLOCK + 512] {
+                let strata = strata(world, 7, first, 512);
+                for element in 0..512 {
+                    let mut of_element: Vec<u32> = strata.iter().map(|of_rank| of_rank[element]).collect();
+                    of_element.sort_unstable();
+                    assert!(of_element.into_iter().eq(0..world), "{world} ranks, element {element}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    #[cfg(not(miri))]
+    fn every_two_ranks_have_every_two_strata_equally_often() {
+        // Of each permutation once, since elements of one permutation do not differ.
+        const BLOCKS: u64 = 4000;
+        for world in [2, 3, 5, 8, 17] {
+            let tables: Vec<Vec<[u32; TABLE]>> = (0..world)
+                .map(|rank| {
+                    let mut draws = draws(rank, world, 3);
+                    let table = |block| {
+                        draws.turn_to(block * BLOCK);
+                        draws.strata.as_ref().map_or([0; TABLE], |strata| strata.of_rank)
+                    };
+                    (0..BLOCKS).map(table).collect()
+                })
+                .collect();
+            for (a, b) in [(0, 1), (1, 0), (0, world - 1), (world / 2, world - 1)].into_iter().filter(|(a, b)| a != b) {
+                let mut found = vec![0.0; (world * world) as usize];
+                let pairs = tables[a as usize].iter().flatten().zip(tables[b as usize].iter().flatten());
+                pairs.for_each(|(a, b)| found[(a * world + b) as usize] += 1.0);
+                let pairs = f64::from(world * (world - 1));
+                let expected = (BLOCKS * TABLE as u64) as f64 / pairs;
+                let of_two = |(at, count): (usize, &f64)| {
+                    let is_one = at as u32 / world == at as u32 % world;
+                    assert!(!is_one || *count == 0.0);
+                    if is_one { 0.0 } else { (count - expected).powi(2) / expected }
+                };
+                let chi2: f64 = found.iter().enumerate().map(of_two).sum();
+                // Of one degree of freedom less than there are pairs; five deviations.
+                let limit = 5.0 * (2.0 * (pairs - 1.0)).sqrt();
+                assert!((chi2 - (pairs - 1.0)).abs() < limit, "ranks {a} and {b} of {world}: {chi2} of {pairs}");
+            }
+        }
+    }
+
+    #[test]
+    fn elements_of_a_block_have_all_of_its_permutations_and_blocks_have_others() {
+        // The distances of three ranks tell permutations apart, and their strata rotations, too.
+        let of_block = |block| {
+            let strata = strata(300, 9, block * BLOCK, 4096);
+            let pairs = |rank: usize| strata[0].iter().zip(&strata[rank]);
+            let distances = |rank| -> Vec<u32> { pairs(rank).map(|(a, b)| (a + 300 - b) % 300).collect() };
+            let permutations: HashSet<_> = distances(1).into_iter().zip(distances(2)).collect();
+            let picks: HashSet<_> = pairs(1).zip(&strata[2]).collect();
+            (permutations, picks.len())
+        };
+        let (of_first, _) = of_block(0);
+        for block in 0..8 {
+            let (permutations, picks) = of_block(block);
+            assert_eq!((permutations.len(), picks), (TABLE, TABLE * TABLE), "block {block}");
+            assert!(block == 0 || permutations.is_disjoint(&of_first), "block {block}");
+        }
+    }
+
+    /// Over a block the strata of each rank have nearly the mean of all, whatever the permutations.
+    #[test]
+    #[cfg(not(miri))]
+    fn no_rank_has_mostly_low_strata_in_a_block() {
+        for world in [2, 3, 5, 8, 17, 300] {
+            for block in 0..8 {
+                for (rank, strata) in strata(world, 13, block * BLOCK, BLOCK as usize).iter().enumerate() {
+                    let sum: u64 = strata.iter().copied().map(u64::from).sum();
+                    let mean = (sum as f64 / strata.len() as f64 + 0.5) / f64::from(world);
+                    // 1/32 of a stratum's distance from where an even rotation would be, over 16 permutations, and the spread of
+                    // the elements: five deviations of 0.29 / 128, and as much again.
+                    assert!((mean - 0.5).abs() < 0.025, "rank {rank} of {world}, block {block}: {mean}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn spread_draws_depend_on_the_element_and_not_on_where_a_slice_begins() {
+        for world in [3, 300] {
+            let mut draws = draws(2, world, 5);
+            let mut all = [0; 512];
+            assert_eq!(draws.turn_to(BLOCK + 1024), BLOCK as usize - 1024);
+            draws.fill(&mut all, BLOCK + 1024);
+            for (start, len) in [(0, 8), (8, 200), (72, 64), (504, 8)] {
+                let mut part = vec![0; len];
+                draws.fill(&mut part, BLOCK + 1024 + start as u64);
+                assert_eq!(part, all[start..start + len]);
             }
         }
     }

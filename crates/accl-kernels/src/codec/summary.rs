@@ -66,7 +66,7 @@ fn width(setting: Setting) -> u32 {
 
 /// Types of metadata, by their numbers.
 pub(super) const META: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
-const ROUNDING: [Rounding; 2] = [Rounding::Nearest, Rounding::Stochastic];
+const ROUNDING: [Rounding; 3] = [Rounding::Nearest, Rounding::Stochastic, Rounding::Correlated];
 
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -85,6 +85,7 @@ impl fmt::Display for Summary {
                     let name = match ROUNDING.get(value) {
                         Some(Rounding::Nearest) => "nearest",
                         Some(Rounding::Stochastic) => "stochastic",
+                        Some(Rounding::Correlated) => "correlated",
                         None => "unknown",
                     };
                     write!(f, ",rounding={name}")?;
@@ -113,6 +114,8 @@ mod tests {
         assert_eq!(text(&settings), "maxmin:8,bucket=8192,meta=bfloat16,rounding=nearest");
         let settings = Settings { rounding: Rounding::Stochastic, skip_incomplete: true, ..settings };
         assert_eq!(text(&settings), "maxmin:8,bucket=8192,meta=bfloat16,rounding=stochastic,skip_incomplete");
+        let settings = Settings { rounding: Rounding::Correlated, skip_incomplete: false, ..settings };
+        assert_eq!(text(&settings), "maxmin:8,bucket=8192,meta=bfloat16,rounding=correlated");
         assert_eq!(Summary::new("raw", None).to_string(), "raw");
     }
 

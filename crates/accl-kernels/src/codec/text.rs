@@ -56,8 +56,9 @@ pub fn parse(text: &str) -> Result<Arc<dyn Codec>> {
             }
             ("rounding", Some("nearest")) => rounding = Some(Rounding::Nearest),
             ("rounding", Some("stochastic")) => rounding = Some(Rounding::Stochastic),
+            ("rounding", Some("correlated")) => rounding = Some(Rounding::Correlated),
             ("rounding", Some(value)) => {
-                return Err(wrong(format!("rounding is `{value}`; expected nearest or stochastic")));
+                return Err(wrong(format!("rounding is `{value}`; expected nearest, stochastic or correlated")));
             }
             ("skip_incomplete", None) => settings.skip_incomplete = true,
             ("skip_incomplete", Some(_)) => return Err(wrong("skip_incomplete has no value".to_owned())),
@@ -88,6 +89,7 @@ mod tests {
             ("maxmin:4", "maxmin:4,bucket=512,meta=float32,rounding=nearest"),
             ("maxmin:3", "maxmin:3,bucket=512,meta=float32,rounding=stochastic"),
             ("maxmin:2, bucket=64 ,rounding=nearest", "maxmin:2,bucket=64,meta=float32,rounding=nearest"),
+            ("absmax:2,rounding=correlated", "absmax:2,bucket=512,meta=float32,rounding=correlated"),
             (
                 "maxmin:8,meta=bfloat16,rounding=stochastic,bucket=8192,skip_incomplete",
                 "maxmin:8,bucket=8192,meta=bfloat16,rounding=stochastic,skip_incomplete",
@@ -110,7 +112,7 @@ mod tests {
             ("maxmin:4,bucket=7", "bucket is 7; expected a multiple of 8 from 8 to 8192"),
             ("maxmin:4,bucket=big", "bucket is `big`; expected a number of elements"),
             ("maxmin:4,meta=int8", "meta is `int8`; expected float32, float16 or bfloat16"),
-            ("maxmin:4,rounding=up", "rounding is `up`; expected nearest or stochastic"),
+            ("maxmin:4,rounding=up", "rounding is `up`; expected nearest, stochastic or correlated"),
             ("maxmin:4,bukket=8", "unknown setting `bukket=8`; maxmin has bucket, meta, rounding, skip_incomplete"),
             ("maxmin:4,bukket=8", "did you mean `bucket`?"),
             ("maxmin:4,bucket", "bucket has no value; expected `bucket=` and one"),

@@ -14,6 +14,7 @@
 //! All in float32, each operation rounded, with L the highest level:
 //! * s = (x - min) * (1 / unit);
 //! * nearest: level = nearest-even(s); stochastic: level = (nearest-even(256 s) + u) >> 8 with u from 0 to 255; at most L;
+//! * correlated: as stochastic, with the draws of [`super::noise`] among ranks in place of u;
 //! * a decoded value is min + unit * level, fused.
 
 use std::marker::PhantomData;
@@ -23,6 +24,7 @@ use std::sync::Arc;
 use accl_types::{Dtype, Error, Result};
 
 use super::loops::{Grid, Loops, Range};
+use super::noise::Draws;
 use super::pieces::{Beyond, PIECE, add, convert, place, read, write};
 use super::{Codec, Noise, Rounding, Settings, Slice, Spoilt, Summary, encodes};
 use crate::arch::{self, Isa};
@@ -205,7 +207,7 @@ impl<S: Scheme> Uniform<S> {
         bucket: Slice,
         room: &mut Room,
         (grid, halves): (&Grid, bool),
-        noise: Noise,
+        draws: &mut Draws,
     ) {
         let Loops { levels, levels_drawn, pack, .. } = *self.loops;
         for (start, packed) in (0..bucket.count).step_by(PIECE).zip(packed.chunks_mut(self.code_bytes(PIECE))) {
@@ -223,8 +225,14 @@ impl<S: Scheme> Uniform<S> {
                 }
                 match self.settings.rounding {
                     Rounding::Nearest => levels(&mut room.codes[..count], values, grid),
-                    Rounding::Stochastic => {
-                        levels_drawn(&mut room.codes[..count], values, grid, noise, bucket.first + start as u64);
+                    Rounding::Stochastic | Rounding::Correlated => {
+                        let mut done = 0;
+                        while done < count {
+                            let first = bucket.first + (start + done) as u64;
+                            let end = count.min(done.saturating_add(draws.turn_to(first)));
+                            levels_drawn(&mut room.codes[done..end], &values[done..end], grid, draws, first);
+                            done = end;
+                        }
                     }
                 }
                 pack(packed, &room.codes[..whole], self.settings.bits);
@@ -283,6 +291,7 @@ impl<S: Scheme> Codec for Uniform<S> {
         let metas = metas.chunks_exact_mut(self.meta_bytes());
         let mut spoilt = Spoilt::default();
         let mut room = Room::new();
+        let mut draws = Draws::new(noise, self.settings.rounding);
         for ((packed, pair), begin) in
             codes.chunks_mut(self.code_bytes(self.bucket())).zip(metas).zip((0..layout.coded).step_by(self.bucket()))
         {
@@ -292,7 +301,7 @@ impl<S: Scheme> Codec for Uniform<S> {
             let (unit, min) = match placed {
                 Ok(Placed { unit, min, grid, halves }) => {
                     // SAFETY: as above.
-                    unsafe { self.encode_bucket(packed, bucket, &mut room, (&grid, halves), noise) };
+                    unsafe { self.encode_bucket(packed, bucket, &mut room, (&grid, halves), &mut draws) };
                     (unit, min)
                 }
                 Err(this_one) => {
