@@ -137,12 +137,19 @@ def nmse(found: torch.Tensor, exact: torch.Tensor) -> float:
     return ((found.double() - wide).square().sum() / wide.square().sum()).item()
 
 
-def error_once(codec: str, shapes: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> list[float]:
-    """The error of one encoding of each shape; every rank of the group sends one of them. The same on all ranks."""
-    own = shapes[dist.get_group_rank(group or dist.group.WORLD, dist.get_rank())]
+def of_all(own: float, group: dist.ProcessGroup | None = None) -> list[float]:
+    """A figure of each rank, on all of them."""
+    told = torch.empty(dist.get_world_size(group), dtype=torch.float64)
+    dist.all_gather_into_tensor(told, torch.tensor([own], dtype=torch.float64), group)
+    return told.tolist()
+
+
+def error_once(codec: str, own: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[float]:
+    """The error of one encoding of each rank's values, as the rank itself decodes them; all ranks decode the same."""
     output = torch.empty(dist.get_world_size(group) * len(own))
     all_gather_quantized(output, own, group, compression=codec, step=0)
-    return [nmse(part, shape) for part, shape in zip(output.split(len(own)), shapes)]
+    place = dist.get_group_rank(group or dist.group.WORLD, dist.get_rank())
+    return of_all(nmse(output.split(len(own))[place], own), group)
 
 
 def stochastic_variance(values: torch.Tensor, bits: int, bucket: int) -> float:
@@ -231,12 +238,10 @@ def measure(rank: int, world: int, tick: Callable[[int, int], None]) -> dict[str
                 found[kind][sum_key(*what)] = error_of_sum(
                     once_codec(bits, SUM_BUCKET, rounding), correlation, group=group
                 )
-        elif kind == "variance":
-            if rank == 0:
-                codec = once_codec(*what, "stochastic")
-                found[kind][codec] = [stochastic_variance(shape, *what) for shape in shapes]
+        elif rank < len(shapes) and kind == "variance":
+            found[kind][once_codec(*what, "stochastic")] = of_all(stochastic_variance(shapes[rank], *what), few)
         elif rank < len(shapes):
-            found[kind][what] = error_once(what, shapes, few)
+            found[kind][what] = error_once(what, shapes[rank], few)
     tick(len(wanted), len(wanted))
     dist.barrier()
     return found
