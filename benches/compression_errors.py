@@ -37,7 +37,7 @@ from .peers.tables import Table
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs" / "compression"
 NAME = "errors"
-COMMAND = "python -m benches.compression_errors --write-docs"
+COMMAND = "make codec-errors ARGS=--write-docs"
 TIMEOUT_S = 120
 
 SAMPLES = 1 << 20

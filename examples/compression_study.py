@@ -47,14 +47,15 @@ from study_report import JUDGED, Found, draw, tables
 from benches import blocks
 from benches.peers import machine
 
-SEEDS = 5
+SEEDS, QUICK_SEEDS = 5, 2
+QUICK_SHARE = 0.05
 # What may be sent is then the same on every machine; otherwise a cost model would choose, by the speed of this one.
 ALGORITHM = "all_reduce=direct_two_phase"
 POINTS = 40
 TIMEOUT_S = 120
 DOCS = ROOT / "docs" / "compression"
 NAME = "study"
-COMMAND = "python examples/compression_study.py --write-docs"
+COMMAND = "make study ARGS=--write-docs"
 ALT = "Losses on the way, and differences from float32 at the end"
 
 
@@ -224,10 +225,10 @@ def run(place: Any, store: Any, asked: argparse.Namespace, settings: Sequence[Se
         timeout=timedelta(seconds=TIMEOUT_S),
         pg_options=Options(algorithm=ALGORITHM),
     )
-    seeds, share = (2, 0.05) if asked.quick else (SEEDS, 1.0)
+    share = QUICK_SHARE if asked.quick else 1.0
     results = kept(asked.out)
-    for task, runs in study(place.rank, asked.models, settings, seeds, share):
-        own = {"seeds": seeds, "steps": steps_of(task, share), "data": task.data().description, "runs": runs}
+    for task, runs in study(place.rank, asked.models, settings, asked.seeds, share):
+        own = {"seeds": asked.seeds, "steps": steps_of(task, share), "data": task.data().description, "runs": runs}
         results["models"][task.name] = facts | own
         if place.rank == 0:
             # After each model, so that a run that is ended has not been in vain.
@@ -298,6 +299,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--models", type=chosen, default=list(TASKS), metavar="A,B", help="only these: " + ", ".join(BY_NAME)
     )
+    parser.add_argument("--seeds", type=int, metavar="N", help=f"runs of each setting, at least 2 (default: {SEEDS})")
     parser.add_argument("--quick", action="store_true", help="two seeds and a twentieth of the steps; judges nothing")
     parser.add_argument("--out", type=Path, help="folder of the picture and the figures as JSON (default: demo-output)")
     parser.add_argument(
@@ -307,6 +309,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     asked = parser.parse_args(given)
     if asked.write_docs and (asked.quick or asked.out):
         parser.error("--write-docs goes with neither --quick nor --out")
+    asked.seeds = (QUICK_SEEDS if asked.quick else SEEDS) if asked.seeds is None else asked.seeds
+    if asked.seeds < 2:
+        parser.error("--seeds: differences have no spread with less than 2")
     asked.out = DOCS if asked.write_docs else asked.out or Path("demo-output")
     if asked.page_only:
         asked.models = [task for task in asked.models if task.name in kept(asked.out)["models"]]

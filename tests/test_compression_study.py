@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import compression_study as study
-from study_plan import SETTINGS
+from study_plan import BY_NAME, SETTINGS
 from study_report import Found, verdict
 
 from benches import blocks
@@ -63,6 +63,19 @@ def test_a_sum_loses_what_its_algorithm_must(rank, world):
                     value = errors.error_of_sum(codec, correlation, FEWER, group)
                     found["sum"][errors.sum_key(bits, correlation, ranks, algorithm, rounding)] = value
     assert_met(errors.checks(found), {2: 5, 4: 5, 8: 15}[world])
+
+
+@on_ranks(study.RANKS, deadline=DEADLINE, env={"ACCL_ALGORITHM": study.ALGORITHM})
+def test_two_bits_change_how_the_digits_end_and_error_feedback_undoes_it(rank, world):
+    losses = {}
+    for name in ("float32", "2 bits", "2 bits, error feedback"):
+        run = study.train(BY_NAME["digits"], BY_SETTING[name], seed=0, steps=400)
+        assert run["same_weights"]
+        losses[name] = run["loss"]
+    exact, without, feedback = losses.values()
+    assert abs(without - exact) >= 3e-4, losses
+    # With error feedback a seed is off by up to 2e-4, as it is with other roundings of float32; without by 1.5e-3.
+    assert abs(feedback - exact) <= abs(without - exact) / 3, losses
 
 
 def test_an_error_that_is_not_what_it_must_be_is_a_miss():
@@ -132,7 +145,12 @@ def test_ranks_that_end_with_different_weights_fail_the_study():
 
 
 @pytest.mark.parametrize(
-    "given, said", [(["--models", "digit"], "unknown model `digit`"), (["--quick", "--write-docs"], "--quick")]
+    "given, said",
+    [
+        (["--models", "digit"], "unknown model `digit`"),
+        (["--quick", "--write-docs"], "--quick"),
+        (["--seeds", "1"], "less than 2"),
+    ],
 )
 def test_wrong_arguments_of_the_study_are_one_sentence(capsys, given, said):
     with pytest.raises(SystemExit) as ended:
