@@ -60,7 +60,7 @@ ONCE = {
     ("Laplace", 512): (12.8, 0.811, 0.131, 2.84e-2, 6.66e-3, 1.61e-3, 9.84e-5),
     ("Laplace", 1024): (16.4, 1.05, 0.161, 3.51e-2, 8.23e-3, 1.99e-3, 1.21e-4),
 }
-# By codec, of the first two shapes. Of mixed scales nothing is expected: a few rows of the largest scale make most of the sum of
+# By codec, of the first two shapes; a build need not have all. Of mixed scales nothing is expected: a few rows of the largest scale make most of the sum of
 # squares, and two draws of the scales differ by 5 %.
 FORMATS = {
     "bf16": (2.8e-6, 2.7e-6),
@@ -70,6 +70,12 @@ FORMATS = {
     "absmax:4,bucket=128": (1.37e-2, 2.57e-2),
     "absmax:4,bucket=512": (1.81e-2, 3.96e-2),
     "absmax:8,bucket=128": (4.2e-5, 8.0e-5),
+    "mxfp4": (1.32e-2, 1.61e-2),
+    "nvfp4": (9.0e-3, 8.6e-3),
+    "hadamard:4,bucket=1024": (1.57e-2, 1.57e-2),
+    "hadamard:2,bucket=1024,rounding=nearest": (0.400, 0.399),
+    "mxfp8": (8.6e-4, 1.0e-3),
+    "e4m3": (6.8e-4, 6.5e-4),
 }
 WITHIN = 0.05
 RATIO, VARIANCE = "stochastic over nearest", "beside its variance"
@@ -315,7 +321,8 @@ def tables(results: dict[str, Any]) -> list[str]:
         "",
         *ratio_table(found).lines(),
         "",
-        f"All codecs; mixed scales are Gaussian values in rows of {ROW}, of which each has a log-normal scale of its own:",
+        f"All codecs, with their defaults (below 4 bits these round stochastically); mixed scales are Gaussian values in rows of {ROW}, "
+        "of which each has a log-normal scale of its own, and are shown only:",
         "",
         *format_table(results).lines(),
         "",
