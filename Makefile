@@ -9,7 +9,7 @@ ARGS ?=
 export TORCH PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test wheel test-torch test-peers bench bench-peers clean
+.PHONY: help demo study codec-errors test wheel test-torch test-peers bench bench-peers clean
 
 help: ## list the targets
 	@echo "make TARGET [TORCH=2.15.0] [PYTHON=python3] [ARGS='...']"
@@ -17,6 +17,12 @@ help: ## list the targets
 
 demo: ## train on digits over accl and over gloo, in two processes, and compare
 	@.ci/demo $(ARGS)
+
+study: ## train small models with compressed gradients, and compare their losses with float32's; ARGS='--quick'
+	@.ci/study $(ARGS)
+
+codec-errors: ## what each codec loses, alone and in sums, beside what it must
+	@.ci/codec_errors $(ARGS)
 
 test: ## every check and test, cheap ones first
 	@.ci/test

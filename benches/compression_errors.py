@@ -1,0 +1,468 @@
+"""What codecs lose: of one encoding, and of sums of several ranks, beside what they must.
+
+    python -m benches.compression_errors
+
+Error is the squared error over the squared sum of what was sent, of a million random numbers. What it must be was measured with
+other implementations of the same arithmetic; the exit status is 1 when something is further from that than its tolerance.
+Owns the numbers and the tables; calls are made between processes of this machine, as users make them. Looks at no time.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before numpy and torch are loaded: ranks share the machine, and are forked from this process.
+os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch_accl import Options, _native
+from torch_accl.cli.bench.processes import Failed, run_ranks
+from torch_accl.compression import all_gather_quantized, all_reduce_quantized
+
+from . import blocks
+from .peers import machine
+from .peers.tables import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs" / "compression"
+NAME = "errors"
+COMMAND = "make codec-errors ARGS=--write-docs"
+TIMEOUT_S = 120
+
+SAMPLES = 1 << 20
+SEED = 12345
+SHAPES = ("Gaussian", "Laplace", "mixed scales")
+ROW = 256
+
+BITS = range(1, 9)
+BUCKETS = (64, 128, 512, 1024, 2048, 8192)
+# By shape and bucket, of 1, 2, 3, 4, 5, 6 and 8 bits, rounded to nearest.
+ONCE_BITS = (1, 2, 3, 4, 5, 6, 8)
+ONCE = {
+    ("Gaussian", 64): (2.74, 0.203, 3.70e-2, 8.05e-3, 1.88e-3, 4.57e-4, 2.78e-5),
+    ("Gaussian", 128): (3.56, 0.250, 4.57e-2, 9.94e-3, 2.33e-3, 5.64e-4, 3.44e-5),
+    ("Gaussian", 512): (5.38, 0.348, 6.32e-2, 1.375e-2, 3.23e-3, 7.82e-4, 4.76e-5),
+    ("Gaussian", 1024): (6.31, 0.398, 7.20e-2, 1.57e-2, 3.67e-3, 8.86e-4, 5.42e-5),
+    ("Gaussian", 2048): (7.28, 0.451, 8.08e-2, 1.76e-2, 4.11e-3, 9.96e-4, 6.08e-5),
+    ("Gaussian", 8192): (9.32, 0.564, 9.84e-2, 2.15e-2, 5.02e-3, 1.22e-3, 7.39e-5),
+    ("Laplace", 128): (6.86, 0.443, 7.79e-2, 1.70e-2, 3.97e-3, 9.61e-4, 5.87e-5),
+    ("Laplace", 512): (12.8, 0.811, 0.131, 2.84e-2, 6.66e-3, 1.61e-3, 9.84e-5),
+    ("Laplace", 1024): (16.4, 1.05, 0.161, 3.51e-2, 8.23e-3, 1.99e-3, 1.21e-4),
+}
+# By codec, of the first two shapes; a build need not have all. Of mixed scales nothing is expected: a few rows of the largest scale make most of the sum of
+# squares, and two draws of the scales differ by 5 %.
+FORMATS = {
+    "bf16": (2.8e-6, 2.7e-6),
+    "maxmin:4,bucket=64,meta=float16": (8.05e-3, 1.23e-2),
+    "maxmin:4,bucket=128,meta=float16": (9.94e-3, 1.70e-2),
+    "absmax:4,bucket=32": (9.4e-3, 1.47e-2),
+    "absmax:4,bucket=128": (1.37e-2, 2.57e-2),
+    "absmax:4,bucket=512": (1.81e-2, 3.96e-2),
+    "absmax:8,bucket=128": (4.2e-5, 8.0e-5),
+    "mxfp4": (1.32e-2, 1.61e-2),
+    "nvfp4": (9.0e-3, 8.6e-3),
+    "hadamard:4,bucket=1024": (1.57e-2, 1.57e-2),
+    "hadamard:2,bucket=1024,rounding=nearest": (0.400, 0.399),
+    "mxfp8": (8.6e-4, 1.0e-3),
+    "e4m3": (6.8e-4, 6.5e-4),
+}
+WITHIN = 0.05
+RATIO, VARIANCE = "stochastic over nearest", "beside its variance"
+# Of the ratio of stochastic rounding to nearest, where `ONCE` has a row: twice from 3 bits on. With 2 bits many values are near a
+# level, and nearest is not what it is for values that lie anywhere between two; with larger buckets of Laplace still more so.
+TWICE = (2.0 * 0.98, 2.0 * 1.02)
+TWO_BITS = (1.8, 2.02)
+# Of stochastic rounding, beside its variance with these very numbers.
+OF_VARIANCE = 0.02
+
+WORLDS = (2, 4, 8)
+SUM_BUCKET = 512
+# Of all_reduce; what takes each algorithm's part in `SUMS`, by its place there.
+ALGORITHMS = ("direct_two_phase", "ring", "rabenseifner", "double_binary_tree", "direct")
+# By bits, correlation between ranks, and ranks: two phases, ring, a binomial tree's partial sums (halving has the same), one
+# shot; then two phases with stochastic rounding. In a double binary tree sums take another way, and nothing is expected.
+SUMS = {
+    (4, 0.0, 2): (2.07e-2, 2.08e-2, 2.07e-2, None, 1.38e-2, 4.2e-2),
+    (4, 0.0, 4): (2.42e-2, 3.50e-2, 2.76e-2, None, 1.38e-2, 4.9e-2),
+    (4, 0.0, 8): (2.59e-2, 6.38e-2, 3.49e-2, None, 1.38e-2, 5.2e-2),
+    (4, 0.5, 2): (None,) * 6,
+    (4, 0.5, 4): (None,) * 6,
+    (4, 0.5, 8): (1.66e-2, 4.75e-2, 2.17e-2, None, 3.1e-3, 3.3e-2),
+    (8, 0.0, 2): (None,) * 6,
+    (8, 0.0, 4): (None,) * 6,
+    (8, 0.0, 8): (8.9e-5, 2.1e-4, 1.2e-4, None, 4.8e-5, 1.8e-4),
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """A figure and the range in which it must be."""
+
+    label: str
+    value: float
+    least: float
+    most: float
+
+    @property
+    def is_met(self) -> bool:
+        """Never for what is no number."""
+        return self.least <= self.value <= self.most
+
+    def __str__(self) -> str:
+        return f"{self.label}: {self.value:.4g}, expected {self.least:.4g} to {self.most:.4g}"
+
+
+def near(label: str, value: float, expected: float, within: float = WITHIN) -> Check:
+    """A figure that must be near another."""
+    return Check(label, value, expected * (1 - within), expected * (1 + within))
+
+
+def samples(count: int = SAMPLES) -> list[torch.Tensor]:
+    """Random numbers of each shape: with mixed scales, rows of Gaussian values of which each has a scale of its own."""
+    random = np.random.default_rng(SEED)
+    found = [random.standard_normal(count), random.laplace(size=count)]
+    scales = random.lognormal(sigma=1.5, size=(-(-count // ROW), 1))
+    found.append((random.standard_normal((len(scales), ROW)) * scales).ravel()[:count])
+    return [torch.from_numpy(values.astype(np.float32)) for values in found]
+
+
+def nmse(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Squared error over the squared sum."""
+    wide = exact.double()
+    return ((found.double() - wide).square().sum() / wide.square().sum()).item()
+
+
+def of_all(own: float, group: dist.ProcessGroup | None = None) -> list[float]:
+    """A figure of each rank, on all of them."""
+    told = torch.empty(dist.get_world_size(group), dtype=torch.float64)
+    dist.all_gather_into_tensor(told, torch.tensor([own], dtype=torch.float64), group)
+    return told.tolist()
+
+
+def error_once(codec: str, own: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[float]:
+    """The error of one encoding of each rank's values, as the rank itself decodes them; all ranks decode the same."""
+    output = torch.empty(dist.get_world_size(group) * len(own))
+    all_gather_quantized(output, own, group, compression=codec, step=0)
+    place = dist.get_group_rank(group or dist.group.WORLD, dist.get_rank())
+    return of_all(nmse(output.split(len(own))[place], own), group)
+
+
+def stochastic_variance(values: torch.Tensor, bits: int, bucket: int) -> float:
+    """The error that stochastic rounding has on average: a value between two levels goes to each with the other's share."""
+    rows = values.double().view(-1, bucket)
+    least = rows.amin(1, keepdim=True)
+    unit = (rows.amax(1, keepdim=True) - least) / (2**bits - 1)
+    part = ((rows - least) / unit).frac()
+    return ((unit.square() * part * (1 - part)).sum() / rows.square().sum()).item()
+
+
+def error_of_sum(codec: str, correlation: float, count: int = SAMPLES, group: dist.ProcessGroup | None = None) -> float:
+    """The error of an all_reduce of Gaussian values that are correlated between ranks. The same on all ranks."""
+    shared, own = (np.random.default_rng([SEED, place]).standard_normal(count) for place in (0, 1 + dist.get_rank()))
+    mine = torch.from_numpy((correlation**0.5 * shared + (1 - correlation) ** 0.5 * own).astype(np.float32))
+    exact = mine.double()
+    # float64 travels as it is.
+    dist.all_reduce(exact, group=group)
+    all_reduce_quantized(mine, group=group, compression=codec, step=0)
+    return nmse(mine, exact)
+
+
+def once_codec(bits: int, bucket: int, rounding: str) -> str:
+    """The codec of a cell of the table of one encoding."""
+    return f"maxmin:{bits},bucket={bucket},rounding={rounding}"
+
+
+def listed() -> list[str]:
+    """Every codec of this build, by its usual settings, those with bits at 2, 4 and 8; then those that figures are known of."""
+    found = [codec for row in _native.codecs() for codec in variants(row["name"])]
+    return list(dict.fromkeys([*found, *filter(is_known, FORMATS)]))
+
+
+def variants(name: str) -> list[str]:
+    """A codec as a setting, with bits where it needs them."""
+    return [name] if is_known(name) else [codec for bits in (2, 4, 8) if is_known(codec := f"{name}:{bits}")]
+
+
+def is_known(codec: str) -> bool:
+    """Whether this build accepts it."""
+    try:
+        _native.check_codec(codec)
+    except ValueError:
+        return False
+    return True
+
+
+def bits_of(codec: str) -> float:
+    """Bits that travel for an element of a large tensor, headers included."""
+    codecs = _native.Codecs([("raw", codec, codec, 0)])
+    return 8 * codecs.encoded_bytes(0, "float32", SAMPLES)[0] / SAMPLES
+
+
+def calls() -> Iterator[tuple[str, Any]]:
+    """What is measured, in the order in which it is kept: kind and arguments."""
+    for bucket in BUCKETS:
+        for bits in BITS:
+            for rounding in ("nearest", "stochastic"):
+                yield "once", once_codec(bits, bucket, rounding)
+            yield "variance", (bits, bucket)
+    for codec in listed():
+        yield "format", codec
+    for bits, correlation, world in SUMS:
+        for algorithm in ALGORITHMS:
+            yield "sum", (bits, correlation, world, algorithm, "nearest")
+        yield "sum", (bits, correlation, world, ALGORITHMS[0], "stochastic")
+
+
+def measure(rank: int, world: int, tick: Callable[[int, int], None]) -> dict[str, Any]:
+    """All figures, by kind; on ranks that take no part in a call, what is missing is empty."""
+    shapes = samples()
+    few = dist.new_group(list(range(len(shapes))))
+    groups = {
+        (size, algorithm): dist.new_group(list(range(size)), pg_options=Options(algorithm=[f"all_reduce={algorithm}"]))
+        for size in WORLDS
+        for algorithm in ALGORITHMS
+    }
+    found: dict[str, Any] = {"once": {}, "variance": {}, "format": {}, "sum": {}}
+    wanted = list(calls())
+    for done, (kind, what) in enumerate(wanted):
+        tick(done, len(wanted))
+        if kind == "sum":
+            bits, correlation, size, algorithm, rounding = what
+            if rank < size:
+                group = groups[size, algorithm]
+                found[kind][sum_key(*what)] = error_of_sum(
+                    once_codec(bits, SUM_BUCKET, rounding), correlation, group=group
+                )
+        elif rank < len(shapes) and kind == "variance":
+            found[kind][once_codec(*what, "stochastic")] = of_all(stochastic_variance(shapes[rank], *what), few)
+        elif rank < len(shapes):
+            found[kind][what] = error_once(what, shapes[rank], few)
+    tick(len(wanted), len(wanted))
+    dist.barrier()
+    return found
+
+
+def sum_key(bits: int, correlation: float, world: int, algorithm: str, rounding: str) -> str:
+    """The name of a sum in the file of results."""
+    return f"{bits} bits, correlation {correlation:g}, {world} ranks, {algorithm}, {rounding}"
+
+
+def checks(found: dict[str, Any]) -> list[Check]:
+    """Everything that must hold, of what was measured."""
+    made = []
+    for (shape, bucket), row in ONCE.items():
+        for bits, expected in zip(ONCE_BITS, row):
+            codec = once_codec(bits, bucket, "nearest")
+            if codec in found["once"]:
+                made.append(near(f"{shape}, {codec}", found["once"][codec][SHAPES.index(shape)], expected))
+    for bits, bucket, shape, ratio in ratios(found):
+        if bits > 1 and (shape, bucket) in ONCE:
+            limits = TWO_BITS if bits == 2 else TWICE
+            made.append(Check(f"{shape}, {bits} bits, bucket {bucket}, {RATIO}", ratio, *limits))
+    for codec, row in found["variance"].items():
+        for shape, value, expected in list(zip(SHAPES, found["once"][codec], row))[:2]:
+            made.append(near(f"{shape}, {codec}, {VARIANCE}", value, expected, OF_VARIANCE))
+    for codec, row in FORMATS.items():
+        for shape, value, expected in zip(SHAPES, found["format"].get(codec, ()), row):
+            made.append(near(f"{shape}, {codec}", value, expected))
+    for (bits, correlation, world), row in SUMS.items():
+        roundings = [*((algorithm, "nearest") for algorithm in ALGORITHMS), (ALGORITHMS[0], "stochastic")]
+        for (algorithm, rounding), expected in zip(roundings, row):
+            key = sum_key(bits, correlation, world, algorithm, rounding)
+            if expected is not None and key in found["sum"]:
+                made.append(near(key, found["sum"][key], expected))
+    return made
+
+
+def ratios(found: dict[str, Any]) -> Iterator[tuple[int, int, str, float]]:
+    """Bits, bucket and shape, and how many times the error of rounding to nearest stochastic rounding has."""
+    for bucket in BUCKETS:
+        for bits in BITS:
+            nearest, stochastic = (
+                found["once"].get(once_codec(bits, bucket, how)) for how in ("nearest", "stochastic")
+            )
+            if nearest and stochastic:
+                # Gaussian and Laplace; scales that differ do not matter to a ratio.
+                for shape, above, below in list(zip(SHAPES, stochastic, nearest))[:2]:
+                    yield bits, bucket, shape, above / below
+
+
+def tables(results: dict[str, Any]) -> list[str]:
+    """The results as Markdown."""
+    found = results["figures"]
+    made = checks(found)
+    missed = [check for check in made if not check.is_met]
+    furthest = max(abs(2 * check.value / (check.least + check.most) - 1) for check in made if is_of_others(check))
+    return [
+        f"Error is squared error over squared sum, here of {SAMPLES:,} numbers in float32, seed {SEED}. {len(made) - len(missed)} of "
+        f"{len(made)} figures are where they must be: within {WITHIN:.0%} of those that are known of other implementations of this "
+        f"arithmetic (the furthest is {furthest:.1%} off); stochastic rounding within {OF_VARIANCE:.0%} of its variance with these "
+        "numbers, and beside rounding to nearest, in the rows that others have figures of, at 2.0 within 2 % from 3 bits on and "
+        f"at {TWO_BITS[0]} to {TWO_BITS[1]} with 2 bits.",
+        "",
+        *(f"* **missed**: {check}" for check in missed),
+        *([""] if missed else []),
+        "One encoding by `maxmin`, rounded to nearest:",
+        "",
+        *once_table(found).lines(),
+        "",
+        "Stochastic rounding, times that:",
+        "",
+        *ratio_table(found).lines(),
+        "",
+        f"All codecs, with their defaults (below 4 bits these round stochastically); mixed scales are Gaussian values in rows of {ROW}, "
+        "of which each has a log-normal scale of its own, and are shown only:",
+        "",
+        *format_table(results).lines(),
+        "",
+        f"Sums of Gaussian values by all_reduce with `maxmin`, buckets of {SUM_BUCKET}; ranks' values are correlated or not:",
+        "",
+        *sum_table(found).lines(),
+        "",
+        f"Figures: {results['date']}, commit {results['commit']}, {results['processor']}.",
+    ]
+
+
+def is_of_others(check: Check) -> bool:
+    """Whether what is expected is a figure that others had."""
+    return not check.label.endswith((RATIO, VARIANCE))
+
+
+def once_table(found: dict[str, Any]) -> Table:
+    """A row for each shape and bucket."""
+    table = Table(("", *(f"{bits} bits" if bits > 1 else "1 bit" for bits in BITS)))
+    for place, shape in enumerate(SHAPES[:2]):
+        for bucket in BUCKETS:
+            row = [found["once"][once_codec(bits, bucket, "nearest")][place] for bits in BITS]
+            table.row(f"{shape}, bucket {bucket}", map(short, row))
+    return table
+
+
+def ratio_table(found: dict[str, Any]) -> Table:
+    """As ranges over buckets."""
+    table = Table(("", *(f"{bits} bits" if bits > 1 else "1 bit" for bits in BITS)))
+    for shape in SHAPES[:2]:
+        columns = [[one[3] for one in ratios(found) if (one[0], one[2]) == (bits, shape)] for bits in BITS]
+        table.row(f"{shape}, buckets 64 to 8192", (f"{min(column):.2f} to {max(column):.2f}" for column in columns))
+    return table
+
+
+def format_table(results: dict[str, Any]) -> Table:
+    """A row for each codec, the fewest bits first."""
+    table = Table(("", "bits an element", *SHAPES))
+    found, bits = results["figures"]["format"], results["bits"]
+    for codec in sorted(found, key=lambda codec: (bits[codec], codec)):
+        table.row(f"`{codec}`", [f"{bits[codec]:.2f}", *map(short, found[codec])])
+    return table
+
+
+def sum_table(found: dict[str, Any]) -> Table:
+    """A row for bits, correlation and ranks."""
+    table = Table(("", *(f"`{algorithm}`" for algorithm in ALGORITHMS), f"`{ALGORITHMS[0]}`, stochastic"))
+    for bits, correlation, world in SUMS:
+        keys = [sum_key(bits, correlation, world, algorithm, "nearest") for algorithm in ALGORITHMS]
+        keys.append(sum_key(bits, correlation, world, ALGORITHMS[0], "stochastic"))
+        row = [short(found["sum"][key]) for key in keys]
+        table.row(f"{bits} bits, correlation {correlation:g}, {world} ranks", row)
+    return table
+
+
+def short(value: float) -> str:
+    """Three digits, as a power of ten where they are small."""
+    return f"{value:.3g}" if value == 0 or value >= 0.1 else f"{value:.2e}".replace("e-0", "e-")
+
+
+def finish(results: dict[str, Any], asked: argparse.Namespace) -> int:
+    """Writes the figures and perhaps the page, prints the tables; the exit status."""
+    asked.out.mkdir(parents=True, exist_ok=True)
+    (asked.out / f"{NAME}.json").write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+    lines = tables(results)
+    print("\n".join(lines))
+    if asked.write_docs:
+        blocks.write(DOCS.with_suffix(".md"), NAME, COMMAND, lines)
+    missed = [check for check in checks(results["figures"]) if not check.is_met]
+    for check in missed:
+        print(f"missed: {check}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+def run(place: Any, store: Any, asked: argparse.Namespace) -> int:
+    """What a rank does; the exit status, and on rank 0 all that is written."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "accl",
+        store=dist.PrefixStore("errors", store),
+        rank=place.rank,
+        world_size=place.world,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    with_bar = place.rank == 0 and sys.stderr.isatty()
+    figures = measure(place.rank, place.world, bar if with_bar else lambda done, total: None)
+    dist.destroy_process_group()
+    if place.rank != 0:
+        return 0
+    facts = {
+        "format": 1,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": machine.commit(),
+        "processor": machine.facts()["processor"],
+        "bits": {codec: bits_of(codec) for codec in figures["format"]},
+    }
+    return finish(facts | {"figures": figures}, asked)
+
+
+def bar(done: int, total: int) -> None:
+    """How far it is, on a line of its own."""
+    print(f"\r{done} of {total} calls" + ("\n" if done == total else ""), end="", file=sys.stderr, flush=True)
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benches.compression_errors",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, help="folder of the figures as JSON (default: demo-output)")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="write them to docs/compression, and the page's tables"
+    )
+    parser.add_argument(
+        "--page-only", action="store_true", help="measure nothing, write from the figures that are there"
+    )
+    asked = parser.parse_args(given)
+    if asked.write_docs and asked.out:
+        parser.error("--write-docs does not go with --out")
+    asked.out = DOCS if asked.write_docs else asked.out or Path("demo-output")
+    if asked.page_only and not (asked.out / f"{NAME}.json").exists():
+        parser.error(f"there is no {asked.out / NAME}.json yet")
+    return asked
+
+
+def main() -> int:
+    """Measures, or writes again what there is; 1 when something is not where it must be."""
+    asked = arguments()
+    if asked.page_only:
+        return finish(json.loads((asked.out / f"{NAME}.json").read_text()), asked)
+    try:
+        return run_ranks(max(WORLDS), TIMEOUT_S, lambda place, store: run(place, store, asked))
+    except Failed as error:
+        print(f"compression_errors: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

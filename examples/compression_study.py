@@ -1,0 +1,353 @@
+#!/usr/bin/env python3
+"""What compressed gradients do to training: small models, several settings, the same seeds for all of them.
+
+    python examples/compression_study.py
+
+Trains each model in four processes with DistributedDataParallel over accl, once for each setting and seed. With one seed
+all settings have the same initial weights and batches, so that what is compared is the difference in final loss, pair by
+pair. The data are on the machine: handwritten digits that scikit-learn brings, and the sources of Python's own library.
+The exit status is 1 when a setting that must not change the loss does; `--help` says what is judged. `study_plan.py` has
+the models and settings, `study_report.py` the verdicts.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before numpy and torch are loaded: four ranks share the machine, and processes are forked from this one.
+os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
+
+import argparse
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch_accl import Options, _native, compression
+from torch_accl.cli.bench.processes import Failed, run_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+from study_plan import BY_NAME, RANKS, SETTINGS, TASKS, Setting, Task
+from study_report import JUDGED, Found, draw, tables
+
+from benches import blocks
+from benches.peers import machine
+
+SEEDS, QUICK_SEEDS = 5, 2
+QUICK_SHARE = 0.05
+# What may be sent is then the same on every machine; otherwise a cost model would choose, by the speed of this one.
+ALGORITHM = "all_reduce=direct_two_phase"
+POINTS = 40
+TIMEOUT_S = 120
+DOCS = ROOT / "docs" / "compression"
+NAME = "study"
+COMMAND = "make study ARGS=--write-docs"
+ALT = "Losses on the way, and differences from float32 at the end"
+
+
+def batches(rows: int, batch: int, steps: int, seed: int) -> Tensor:
+    """Which rows each step takes: whole passes in a new order each, without what does not fill a step."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = rows // batch * batch
+    passes = [torch.randperm(rows, generator=generator)[:whole] for _ in range(math.ceil(steps * batch / whole))]
+    return torch.cat(passes)[: steps * batch].view(steps, batch)
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, reduction: str = "mean") -> tuple[Tensor, Tensor]:
+    """Cross entropy, and the scores."""
+    scores = model(inputs)
+    return functional.cross_entropy(scores.flatten(0, -2), targets.flatten(), reduction=reduction), scores
+
+
+def train(
+    task: Task, setting: Setting, seed: int, steps: int, tick: Callable[[float], None] = lambda loss: None
+) -> dict[str, Any]:
+    """Trains once on the ranks of the default group; the figures are the same on all of them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    data = task.data()
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(task.model())
+    state = None
+    if settings := setting.compression(seed):
+        state = compression.State(settings, model)
+        model.register_comm_hook(state, compression.ddp_hook)
+    optimizer = task.optimizer(model.parameters())
+    began, losses = time.perf_counter(), []
+    for rows in batches(len(data.targets), task.batch * world, steps, seed):
+        own = rows[rank::world]
+        loss, _ = loss_of(model, data.inputs[own], data.targets[own])
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        tick(losses[-1])
+    seconds = time.perf_counter() - began
+    final, _ = evaluate(model.module, data.inputs, data.targets)
+    held, accuracy = evaluate(model.module, data.held_inputs, data.held_targets)
+    return {
+        "setting": setting.name,
+        "seed": seed,
+        "loss": finite(final),
+        "held_out_loss": finite(held),
+        "held_out_accuracy": accuracy,
+        "fewer_bytes": state.traffic.ratio if state else 1.0,
+        "same_weights": same_on_all(model),
+        "curve": [finite(value) for value in curve(losses)],
+        "seconds": round(seconds, 2),
+    }
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[float, float]:
+    """Mean loss and share of right answers; each rank takes its part of the rows."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sums = torch.zeros(3, dtype=torch.float64)
+    for rows in torch.arange(len(inputs))[rank::world].split(256):
+        loss, scores = loss_of(model, inputs[rows], targets[rows], reduction="sum")
+        right = (scores.argmax(-1) == targets[rows]).sum()
+        sums += torch.tensor([loss.item(), right.item(), targets[rows].numel()], dtype=torch.float64)
+    dist.all_reduce(sums)
+    return (sums[0] / sums[2]).item(), (sums[1] / sums[2]).item()
+
+
+def curve(losses: list[float]) -> list[float]:
+    """The training loss over all ranks, as means of some steps each."""
+    found = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(found)
+    parts = (found / dist.get_world_size()).tensor_split(min(POINTS, len(losses)))
+    return [part.mean().item() for part in parts]
+
+
+def same_on_all(model: nn.Module) -> bool:
+    """Whether all ranks have the same bits."""
+    mine = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).view(torch.int32)
+    rows = mine.new_empty(dist.get_world_size() * len(mine))
+    dist.all_gather_into_tensor(rows, mine)
+    return all(torch.equal(row, mine) for row in rows.split(len(mine)))
+
+
+def finite(value: float) -> float | None:
+    """JSON has no infinity: None for a loss that is none any more."""
+    return value if math.isfinite(value) else None
+
+
+def offered(settings: Sequence[Setting] = SETTINGS) -> tuple[list[Setting], list[str]]:
+    """The settings that this build has, and why it lacks the others."""
+    known = {row["name"] for row in _native.codecs()}
+    found, reasons = [], []
+    for setting in settings:
+        codec = (setting.codec or "raw").partition(":")[0]
+        if codec not in known:
+            reasons.append(f"{setting.name}: this build has no codec `{codec}`")
+            continue
+        try:
+            setting.compression(0)
+        except ValueError as error:
+            reasons.append(f"{setting.name}: refused, {error}")
+            continue
+        found.append(setting)
+    return found, reasons
+
+
+class Watch:
+    """The progress, on standard error: a bar on a terminal, else a line for each run. Silent but on rank 0."""
+
+    def __init__(self, rank: int, steps: int) -> None:
+        console = Console(stderr=True)
+        self.is_on, self.is_bar = rank == 0, rank == 0 and console.is_terminal
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        self.bar = Progress(*columns, console=console, disable=not self.is_bar)
+        self.task = self.bar.add_task("", total=steps)
+        self.words = ""
+
+    def begin(self, words: str) -> None:
+        """A run begins."""
+        self.words = words
+
+    def tick(self, loss: float) -> None:
+        """A step is done."""
+        if self.is_bar:
+            self.bar.update(self.task, advance=1, description=f"{self.words}, loss {loss:.4f}")
+
+    def end(self, run: dict[str, Any]) -> None:
+        """A run is done."""
+        if self.is_on and not self.is_bar:
+            loss = "lost" if run["loss"] is None else f"{run['loss']:.6f}"
+            print(f"{self.words}: loss {loss}, {run['seconds']:.1f} s", file=sys.stderr, flush=True)
+
+
+def study(
+    rank: int, tasks: Sequence[Task], settings: Sequence[Setting], seeds: int, share: float
+) -> Iterator[tuple[Task, list[dict[str, Any]]]]:
+    """Trains everything that is wanted on the ranks of the default group; each model with its runs."""
+    steps = {task.name: steps_of(task, share) for task in tasks}
+    watch = Watch(rank, sum(steps.values()) * len(settings) * seeds)
+    with watch.bar:
+        for task in tasks:
+            runs = []
+            for seed in range(seeds):
+                for setting in settings:
+                    watch.begin(f"{task.name}, {setting.name}, seed {seed}")
+                    runs.append(train(task, setting, seed, steps[task.name], watch.tick))
+                    watch.end(runs[-1])
+            yield task, runs
+
+
+def steps_of(task: Task, share: float) -> int:
+    """Steps of a run that is cut to a share of them."""
+    return max(2, round(task.steps * share))
+
+
+def run(place: Any, store: Any, asked: argparse.Namespace, settings: Sequence[Setting], facts: dict[str, Any]) -> int:
+    """What a rank does; the exit status, and on rank 0 all that is written."""
+    torch.set_num_threads(1)
+    # The same program in every run: differences in the weights are then the setting's.
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group(
+        "accl",
+        store=dist.PrefixStore("study", store),
+        rank=place.rank,
+        world_size=place.world,
+        timeout=timedelta(seconds=TIMEOUT_S),
+        pg_options=Options(algorithm=ALGORITHM),
+    )
+    share = QUICK_SHARE if asked.quick else 1.0
+    results = kept(asked.out)
+    for task, runs in study(place.rank, asked.models, settings, asked.seeds, share):
+        own = {"seeds": asked.seeds, "steps": steps_of(task, share), "data": task.data().description, "runs": runs}
+        results["models"][task.name] = facts | own
+        if place.rank == 0:
+            # After each model, so that a run that is ended has not been in vain.
+            save(results, asked.out)
+    dist.destroy_process_group()
+    return finish(results, asked) if place.rank == 0 else 0
+
+
+def facts(missing: list[str]) -> dict[str, Any]:
+    """What figures depend on."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": machine.commit(),
+        "torch": torch.__version__,
+        "processor": machine.facts()["processor"],
+        "missing": missing,
+    }
+
+
+def kept(folder: Path) -> dict[str, Any]:
+    """The results of an earlier run; models that are not trained this time stay as they are."""
+    file = folder / f"{NAME}.json"
+    return json.loads(file.read_text()) if file.exists() else {"format": 1, "models": {}}
+
+
+def save(results: dict[str, Any], folder: Path) -> None:
+    """Writes the figures; a run is a line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(results, indent=1, allow_nan=False)
+    text = re.sub(r"\{[^{}]*\}", lambda inner: re.sub(r"\n\s*", " ", inner[0]), text)
+    (folder / f"{NAME}.json").write_text(text + "\n")
+
+
+def block(results: dict[str, Any]) -> list[str]:
+    """What the page has of them."""
+    return [*tables(results), "", f"![{ALT}]({DOCS.name}/{NAME}.svg)"]
+
+
+def finish(results: dict[str, Any], asked: argparse.Namespace) -> int:
+    """Writes the picture and perhaps the page, prints the tables; the exit status."""
+    picture = asked.out / f"{NAME}.svg"
+    draw(results, picture)
+    print("\n".join(tables(results)))
+    if asked.write_docs:
+        blocks.write(DOCS.with_suffix(".md"), NAME, COMMAND, block(results))
+    print(f"picture: {picture}")
+    if asked.quick:
+        # So few steps and seeds say nothing about a loss; that ranks agree must hold.
+        print("nothing is judged after so few steps")
+    complaints = [
+        complaint
+        for task in asked.models
+        for complaint in Found(results["models"][task.name]).complaints(
+            task.title, judges=task.judged and not asked.quick
+        )
+    ]
+    for complaint in complaints:
+        print(complaint, file=sys.stderr)
+    return 1 if complaints else 0
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    words, _, description = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=words + description, epilog=JUDGED, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", type=chosen, default=list(TASKS), metavar="A,B", help="only these: " + ", ".join(BY_NAME)
+    )
+    parser.add_argument("--seeds", type=int, metavar="N", help=f"runs of each setting, at least 2 (default: {SEEDS})")
+    parser.add_argument("--quick", action="store_true", help="two seeds and a twentieth of the steps; judges nothing")
+    parser.add_argument("--out", type=Path, help="folder of the picture and the figures as JSON (default: demo-output)")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="write both to docs/compression, and the page's tables"
+    )
+    parser.add_argument("--page-only", action="store_true", help="train nothing, write from the figures that are there")
+    asked = parser.parse_args(given)
+    if asked.write_docs and (asked.quick or asked.out):
+        parser.error("--write-docs goes with neither --quick nor --out")
+    asked.seeds = (QUICK_SEEDS if asked.quick else SEEDS) if asked.seeds is None else asked.seeds
+    if asked.seeds < 2:
+        parser.error("--seeds: differences have no spread with less than 2")
+    asked.out = DOCS if asked.write_docs else asked.out or Path("demo-output")
+    if asked.page_only:
+        asked.models = [task for task in asked.models if task.name in kept(asked.out)["models"]]
+        if not asked.models:
+            parser.error(f"{asked.out / NAME}.json has no such figures yet")
+    return asked
+
+
+def chosen(text: str) -> list[Task]:
+    """Models by name."""
+    for name in text.split(","):
+        if name not in BY_NAME:
+            raise argparse.ArgumentTypeError(f"unknown model `{name}`; expected some of {', '.join(BY_NAME)}")
+    return [BY_NAME[name] for name in text.split(",")]
+
+
+def main() -> int:
+    """Trains, or writes again what there is; 1 when something that must hold does not."""
+    asked = arguments()
+    if asked.page_only:
+        return finish(kept(asked.out), asked)
+    settings, missing = offered()
+    for reason in missing:
+        print(f"left out: {reason}", file=sys.stderr)
+    # Loaded here, once: ranks are forked from this process.
+    for task in asked.models:
+        task.data()
+    known = facts(missing)
+    try:
+        return run_ranks(RANKS, TIMEOUT_S, lambda place, store: run(place, store, asked, settings, known))
+    except Failed as error:
+        print(f"compression_study: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
