@@ -1,17 +1,24 @@
-//! The loops of `loops.rs` for which the compiler makes worse vectors than these: floats to bytes.
+//! The loops of `loops.rs` for which the compiler makes worse vectors than these: from floats to packed codes and back
+//! without a detour by way of memory.
 
 use std::arch::x86_64::{
-    __m256, __m256i, _MM_HINT_T0, _mm_cvtsi32_si128, _mm_loadl_epi64, _mm_loadu_si128, _mm_prefetch, _mm256_add_epi8,
-    _mm256_add_epi16, _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256, _mm256_broadcastsi128_si256,
-    _mm256_castps_si256, _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_min_epu8,
-    _mm256_min_ps, _mm256_mul_ps, _mm256_mulhi_epu16, _mm256_mullo_epi32, _mm256_packus_epi16, _mm256_packus_epi32,
-    _mm256_permutevar8x32_epi32, _mm256_set1_epi8, _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps,
-    _mm256_setr_epi32, _mm256_shuffle_epi8, _mm256_srl_epi16, _mm256_srli_epi16, _mm256_srli_epi32, _mm256_storeu_ps,
-    _mm256_storeu_si256, _mm256_sub_epi8, _mm256_sub_ps, _mm256_unpackhi_epi8, _mm256_unpacklo_epi8, _mm256_xor_si256,
+    __m256, __m256i, _CMP_UNORD_Q, _MM_HINT_T0, _mm_cvtsi32_si128, _mm_cvtss_f32, _mm_loadl_epi64, _mm_loadu_si128,
+    _mm_min_ps, _mm_movehl_ps, _mm_prefetch, _mm_shuffle_ps, _mm_storeu_si128, _mm256_add_epi8, _mm256_add_epi16,
+    _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256, _mm256_broadcastq_epi64, _mm256_broadcastsi128_si256,
+    _mm256_castps256_ps128, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32,
+    _mm256_cvtps_epi32, _mm256_extractf128_ps, _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_loadu_ps,
+    _mm256_loadu_si256, _mm256_madd_epi16, _mm256_maddubs_epi16, _mm256_max_ps, _mm256_min_epu8, _mm256_min_ps,
+    _mm256_movemask_epi8, _mm256_movemask_ps, _mm256_mul_ps, _mm256_mulhi_epu16, _mm256_mullo_epi32, _mm256_or_si256,
+    _mm256_packus_epi16, _mm256_packus_epi32, _mm256_permute4x64_epi64, _mm256_permutevar8x32_epi32, _mm256_set1_epi8,
+    _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32, _mm256_shuffle_epi8, _mm256_slli_epi16,
+    _mm256_sllv_epi32, _mm256_srl_epi16, _mm256_srl_epi64, _mm256_srli_epi16, _mm256_srli_epi32, _mm256_srlv_epi32,
+    _mm256_storeu_ps, _mm256_storeu_si256, _mm256_sub_epi8, _mm256_sub_ps, _mm256_unpackhi_epi8, _mm256_unpacklo_epi8,
+    _mm256_xor_si256,
 };
+use std::hint::black_box;
 use std::mem::MaybeUninit;
 
-use super::loops::{self, Grid, Loops, ROUNDS};
+use super::loops::{self, Grid, Loops, Range};
 use super::noise::{Draws, FACTORS, Narrow, SHARE, Stream};
 
 /// Elements that make a vector of codes.
@@ -19,7 +26,7 @@ const GROUP: usize = 32;
 
 /// The loops of an instruction set that has AVX2 and FMA, with these in place of its own.
 pub(crate) const fn with_vectors(loops: Loops) -> Loops {
-    Loops { levels, levels_drawn, add_values, values, ..loops }
+    Loops { range, encode, encode_drawn, decode, decode_add, ..loops }
 }
 
 /// Asks for memory that is needed soon, while there is something to calculate: so many bytes behind the group.
@@ -36,70 +43,194 @@ const BUCKETS_AHEAD: usize = 4096;
 /// What is decoded comes line by line.
 const LINES_AHEAD: usize = 1024;
 
-/// As [`loops::levels`].
-#[target_feature(enable = "avx2")]
-pub(crate) fn levels(codes: &mut [u8], values: &[f32], grid: &Grid) {
-    let low = _mm256_set1_epi32(0xff);
-    let mut groups = codes.chunks_exact_mut(GROUP);
-    let mut many = values.chunks_exact(GROUP);
-    for (codes, values) in groups.by_ref().zip(many.by_ref()) {
-        ask_ahead::<BUCKETS_AHEAD>(values);
-        let mut parts = [_mm256_set1_epi32(0); 4];
-        for (part, values) in parts.iter_mut().zip(values.chunks_exact(8)) {
-            let rounded = _mm256_add_ps(scaled(values, grid), _mm256_set1_ps(ROUNDS));
-            *part = _mm256_and_si256(_mm256_castps_si256(rounded), low);
-        }
-        let [a, b, c, d] = parts;
-        store(codes, _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d)));
+/// As [`loops::range`], but for the sign of a zero, which nothing depends on.
+#[target_feature(enable = "avx2,fma")]
+pub(crate) fn range(values: &[f32]) -> Range {
+    let mut groups = values.chunks_exact(GROUP);
+    let rest = groups.remainder();
+    if groups.len() == 0 {
+        return loops::range(values);
     }
-    loops::levels(groups.into_remainder(), many.remainder(), grid);
+    let (mut min, mut max) = ([_mm256_set1_ps(f32::INFINITY); 4], [_mm256_set1_ps(f32::NEG_INFINITY); 4]);
+    // Products with zero: those of a NaN and of an infinity are NaN, and remain.
+    let mut zeros = [_mm256_set1_ps(0.0); 4];
+    for group in groups.by_ref() {
+        for (part, values) in group.chunks_exact(8).enumerate() {
+            let values = load(values);
+            min[part] = _mm256_min_ps(min[part], values);
+            max[part] = _mm256_max_ps(max[part], values);
+            zeros[part] = _mm256_fmadd_ps(values, _mm256_set1_ps(0.0), zeros[part]);
+        }
+    }
+    let min = _mm256_min_ps(_mm256_min_ps(min[0], min[1]), _mm256_min_ps(min[2], min[3]));
+    let max = _mm256_max_ps(_mm256_max_ps(max[0], max[1]), _mm256_max_ps(max[2], max[3]));
+    let zeros = _mm256_add_ps(_mm256_add_ps(zeros[0], zeros[1]), _mm256_add_ps(zeros[2], zeros[3]));
+    let finite = _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(zeros, zeros)) == 0;
+    let all = Range { min: least(min), max: -least(_mm256_sub_ps(_mm256_set1_ps(0.0), max)), finite };
+    if rest.is_empty() { all } else { all.joined(loops::range(rest)) }
 }
 
-/// As [`loops::levels_drawn`], in words of 16 bits, which hold 256 times a level and a draw together.
+/// The least of eight numbers.
+#[inline]
 #[target_feature(enable = "avx2")]
-pub(crate) fn levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, draws: &Draws, first: u64) {
-    let own = Counters::new(draws.own, first, codes.len());
-    match (own, &draws.strata) {
-        (Some(own), None) => levels_drawn_from(Alone(own), codes, values, grid, draws, first),
-        (Some(own), Some(strata)) => match (strata.narrow, Counters::new(strata.picks, first, codes.len())) {
-            (Some(narrow), Some(picks)) => {
-                levels_drawn_from(Among { own, picks, narrow }, codes, values, grid, draws, first);
-            }
-            _ => loops::levels_drawn(codes, values, grid, draws, first),
-        },
-        (None, _) => loops::levels_drawn(codes, values, grid, draws, first),
-    }
+fn least(values: __m256) -> f32 {
+    let four = _mm_min_ps(_mm256_castps256_ps128(values), _mm256_extractf128_ps::<1>(values));
+    let two = _mm_min_ps(four, _mm_movehl_ps(four, four));
+    _mm_cvtss_f32(_mm_min_ps(two, _mm_shuffle_ps::<1>(two, two)))
+}
+
+/// Calls `$function::<BITS>` with the number of bits that is only known now.
+macro_rules! by_bits {
+    ($function:ident($($argument:expr),*), $bits:ident) => {
+        match $bits {
+            1 => $function::<1>($($argument),*),
+            2 => $function::<2>($($argument),*),
+            3 => $function::<3>($($argument),*),
+            4 => $function::<4>($($argument),*),
+            5 => $function::<5>($($argument),*),
+            6 => $function::<6>($($argument),*),
+            7 => $function::<7>($($argument),*),
+            _ => $function::<8>($($argument),*),
+        }
+    };
+}
+
+/// As [`loops::encode`].
+#[target_feature(enable = "avx2")]
+pub(crate) fn encode(dst: &mut [u8], values: &[f32], grid: &Grid, bits: u8) {
+    by_bits!(encode_by(dst, values, grid), bits);
 }
 
 #[inline]
 #[target_feature(enable = "avx2")]
-fn levels_drawn_from(
-    mut source: impl Source,
-    codes: &mut [u8],
-    values: &[f32],
-    grid: &Grid,
-    draws: &Draws,
-    first: u64,
-) {
-    let low = _mm256_set1_epi32(0xffff);
-    let whole = codes.len() / GROUP * GROUP;
-    let (codes, codes_left) = codes.split_at_mut(whole);
-    let (values, values_left) = values.split_at(whole);
-    for (codes, values) in codes.chunks_exact_mut(GROUP).zip(values.chunks_exact(GROUP)) {
+fn encode_by<const BITS: usize>(dst: &mut [u8], values: &[f32], grid: &Grid) {
+    let whole = values.len() / GROUP;
+    let (values, values_left) = values.split_at(whole * GROUP);
+    for (group, values) in values.chunks_exact(GROUP).enumerate() {
         ask_ahead::<BUCKETS_AHEAD>(values);
         let mut parts = [_mm256_set1_epi32(0); 4];
         for (part, values) in parts.iter_mut().zip(values.chunks_exact(8)) {
-            let fine = _mm256_mul_ps(scaled(values, grid), _mm256_set1_ps(256.0));
-            *part = _mm256_and_si256(_mm256_castps_si256(_mm256_add_ps(fine, _mm256_set1_ps(ROUNDS))), low);
+            // To nearest even: the mode that the callers have set.
+            *part = _mm256_cvtps_epi32(scaled(values, grid));
+        }
+        let [a, b, c, d] = parts;
+        let codes = _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d));
+        pack::<BITS>(&mut dst[group * 4 * BITS..], ordered(codes));
+    }
+    loops::encode(&mut dst[whole * 4 * BITS..], values_left, grid, BITS as u8);
+}
+
+/// As [`loops::encode_drawn`], in words of 16 bits, which hold 256 times a level and a draw together.
+#[target_feature(enable = "avx2")]
+pub(crate) fn encode_drawn(dst: &mut [u8], values: &[f32], grid: &Grid, bits: u8, draws: &Draws, first: u64) {
+    let Some(own) = Counters::new(draws.own, first, values.len()) else {
+        return loops::encode_drawn(dst, values, grid, bits, draws, first);
+    };
+    // As good as a multiplication of the result, except where it leaves the range of float32.
+    let fine = Grid { min: grid.min, inverse: 256.0 * grid.inverse, top: 256.0 * grid.top };
+    if fine.inverse.is_infinite() {
+        return loops::encode_drawn(dst, values, grid, bits, draws, first);
+    }
+    let whole = values.len() / GROUP * GROUP;
+    let (grouped, left) = values.split_at(whole);
+    match &draws.strata {
+        None => by_bits!(encode_from(Alone(own), dst, grouped, &fine), bits),
+        Some(strata) => match (strata.narrow, Counters::new(strata.picks, first, values.len())) {
+            (Some(narrow), Some(picks)) => {
+                by_bits!(encode_from(Among { own, picks, narrow }, dst, grouped, &fine), bits)
+            }
+            _ => return loops::encode_drawn(dst, values, grid, bits, draws, first),
+        },
+    }
+    loops::encode_drawn(&mut dst[whole / 8 * usize::from(bits)..], left, grid, bits, draws, first + whole as u64);
+}
+
+/// Encodes whole groups.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn encode_from<const BITS: usize>(mut source: impl Source, dst: &mut [u8], values: &[f32], fine: &Grid) {
+    for (group, values) in values.chunks_exact(GROUP).enumerate() {
+        ask_ahead::<BUCKETS_AHEAD>(values);
+        let mut parts = [_mm256_set1_epi32(0); 4];
+        for (part, values) in parts.iter_mut().zip(values.chunks_exact(8)) {
+            *part = _mm256_cvtps_epi32(scaled(values, fine));
         }
         let [a, b, c, d] = parts;
         // SAFETY: this function has the instruction set.
         let [lower, upper] = unsafe { source.next() };
         let lower = _mm256_add_epi16(_mm256_packus_epi32(a, b), lower);
         let upper = _mm256_add_epi16(_mm256_packus_epi32(c, d), upper);
-        store(codes, _mm256_packus_epi16(_mm256_srli_epi16::<8>(lower), _mm256_srli_epi16::<8>(upper)));
+        let codes = _mm256_packus_epi16(_mm256_srli_epi16::<8>(lower), _mm256_srli_epi16::<8>(upper));
+        pack::<BITS>(&mut dst[group * 4 * BITS..], ordered(codes));
     }
-    loops::levels_drawn(codes_left, values_left, grid, draws, first + whole as u64);
+}
+
+/// Writes 32 codes as `BITS` bits each, and perhaps anything behind them.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn pack<const BITS: usize>(dst: &mut [u8], codes: __m256i) {
+    if BITS == 1 {
+        let bits = _mm256_movemask_epi8(_mm256_slli_epi16::<7>(codes));
+        dst[..4].copy_from_slice(&bits.to_le_bytes());
+        return;
+    }
+    if BITS == 8 {
+        // SAFETY: the slice has room for 32 bytes.
+        unsafe { _mm256_storeu_si256(dst[..GROUP].as_mut_ptr().cast(), codes) };
+        return;
+    }
+    // Two, then four, then eight codes move together in words of 16, 32 and 64 bits. A factor of 2^7 would be negative.
+    let pairs = if BITS < 7 {
+        _mm256_maddubs_epi16(codes, _mm256_set1_epi16(1 | 1 << (8 + BITS)))
+    } else {
+        let upper = _mm256_srli_epi16::<1>(_mm256_and_si256(codes, _mm256_set1_epi16(0x7f00)));
+        _mm256_or_si256(_mm256_and_si256(codes, _mm256_set1_epi16(0xff)), upper)
+    };
+    if BITS == 4 {
+        let bytes = _mm256_permute4x64_epi64::<0b1000>(_mm256_packus_epi16(pairs, pairs));
+        // SAFETY: the slice has room for 16 bytes.
+        unsafe { _mm_storeu_si128(dst[..GROUP / 2].as_mut_ptr().cast(), _mm256_castsi256_si128(bytes)) };
+        return;
+    }
+    let fours = _mm256_madd_epi16(pairs, _mm256_set1_epi32(1 | 1 << (16 + 2 * BITS)));
+    let free = 32 - 4 * BITS as i32;
+    let upper_parts = _mm256_sllv_epi32(fours, _mm256_setr_epi32(free, 0, free, 0, free, 0, free, 0));
+    let eights = _mm256_srl_epi64(upper_parts, _mm_cvtsi32_si128(free));
+    // Their bytes follow each other, in each half.
+    const FROM: [[i8; 16]; 9] = bytes_of_words();
+    // SAFETY: a row of the table has 16 bytes.
+    let from = _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(FROM[BITS].as_ptr().cast()) });
+    let bytes = _mm256_shuffle_epi8(eights, from);
+    let halves = [_mm256_castsi256_si128(bytes), _mm256_extracti128_si256::<1>(bytes)];
+    if dst.len() >= 2 * BITS + 16 {
+        // SAFETY: there are 16 bytes behind the one address and behind the other.
+        unsafe {
+            _mm_storeu_si128(dst.as_mut_ptr().cast(), halves[0]);
+            _mm_storeu_si128(dst.as_mut_ptr().add(2 * BITS).cast(), halves[1]);
+        }
+    } else {
+        for (dst, half) in dst.chunks_exact_mut(2 * BITS).zip(halves) {
+            let mut bytes = [0u8; 16];
+            // SAFETY: there are 16 bytes.
+            unsafe { _mm_storeu_si128(bytes.as_mut_ptr().cast(), half) };
+            dst.copy_from_slice(&bytes[..2 * BITS]);
+        }
+    }
+}
+
+/// For each number of bits, where the lowest bytes of two words of 64 bits are, as many of each; and zeros.
+const fn bytes_of_words() -> [[i8; 16]; 9] {
+    let mut all = [[-1; 16]; 9];
+    let mut bits = 1;
+    while bits <= 8 {
+        let mut byte = 0;
+        while byte < 2 * bits {
+            all[bits][byte] = (byte / bits * 8 + byte % bits) as i8;
+            byte += 1;
+        }
+        bits += 1;
+    }
+    all
 }
 
 /// Draws for a group after the other.
@@ -145,8 +276,10 @@ impl Source for Among {
         // What is less than the world wraps around and is the lesser.
         let strata = _mm256_min_epu8(strata, _mm256_sub_epi8(strata, _mm256_set1_epi8(world as i8)));
         let draws = self.own.next();
+        // The compiler would widen a factor that it knows to be the same each time, and multiply in 32 bits.
+        let factor = black_box(_mm256_set1_epi16(factor as i16));
         [_mm256_unpacklo_epi8(draws, strata), _mm256_unpackhi_epi8(draws, strata)].map(|words| {
-            let quotient = _mm256_mulhi_epu16(words, _mm256_set1_epi16(factor as i16));
+            let quotient = _mm256_mulhi_epu16(words, factor);
             _mm256_srl_epi16(quotient, _mm_cvtsi32_si128(shift.into()))
         })
     }
@@ -163,17 +296,17 @@ impl Counters {
     #[target_feature(enable = "avx2")]
     fn new(stream: Stream, first: u64, elements: usize) -> Option<Self> {
         let (start, mixed_in) = stream.start(first / SHARE as u64, elements / SHARE)?;
-        let counters = _mm256_add_epi32(_mm256_set1_epi32(start as i32), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+        // In the order in which packing leaves the values: fours of even places, then fours of odd ones.
+        let counters = _mm256_add_epi32(_mm256_set1_epi32(start as i32), _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
         Some(Self { counters, mixed_in })
     }
 
-    /// In the order in which packing leaves the values: fours of even places, then fours of odd ones.
     #[inline]
     #[target_feature(enable = "avx2")]
     fn next(&mut self) -> __m256i {
-        let bytes = hash(self.counters, self.mixed_in);
-        self.counters = _mm256_add_epi32(self.counters, _mm256_set1_epi32(8));
-        _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7))
+        let counters = self.counters;
+        self.counters = _mm256_add_epi32(counters, _mm256_set1_epi32(8));
+        hash(counters, self.mixed_in)
     }
 }
 
@@ -189,63 +322,139 @@ fn hash(counters: __m256i, mixed_in: u32) -> __m256i {
     _mm256_xor_si256(x, _mm256_srli_epi32::<16>(x))
 }
 
-/// As [`loops::add_values`].
+/// As [`loops::decode_add`].
 #[target_feature(enable = "avx2,fma")]
-pub(crate) fn add_values(sums: &mut [f32], codes: &[u8], unit: f32, min: f32) {
-    let mut groups = sums.chunks_exact_mut(GROUP);
-    let mut codes = codes.chunks_exact(GROUP);
-    for (sums, codes) in groups.by_ref().zip(codes.by_ref()) {
-        ask_ahead::<LINES_AHEAD>(sums);
-        for (sums, codes) in sums.chunks_exact_mut(8).zip(codes.chunks_exact(8)) {
-            // SAFETY: eight of each are there.
-            unsafe {
-                let value = decoded(codes, unit, min);
-                _mm256_storeu_ps(sums.as_mut_ptr(), _mm256_add_ps(_mm256_loadu_ps(sums.as_ptr()), value));
-            }
-        }
-    }
-    loops::add_values(groups.into_remainder(), codes.remainder(), unit, min);
+pub(crate) fn decode_add(sums: &mut [f32], src: &[u8], bits: u8, unit: f32, min: f32) {
+    by_bits!(decode_add_by(sums, src, unit, min), bits);
 }
 
-/// As [`loops::values`].
-#[target_feature(enable = "avx2,fma")]
-pub(crate) fn values(dst: &mut [MaybeUninit<f32>], codes: &[u8], unit: f32, min: f32) {
-    let mut groups = dst.chunks_exact_mut(8);
-    let mut codes = codes.chunks_exact(8);
-    for (dst, codes) in groups.by_ref().zip(codes.by_ref()) {
-        // SAFETY: there are eight codes, and room for eight values.
-        unsafe { _mm256_storeu_ps(dst.as_mut_ptr().cast(), decoded(codes, unit, min)) };
-    }
-    loops::values(groups.into_remainder(), codes.remainder(), unit, min);
-}
-
-/// The values of eight codes.
-///
-/// # Safety
-/// Eight codes are there.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn decoded(codes: &[u8], unit: f32, min: f32) -> __m256 {
-    // SAFETY: the caller's promise.
-    let levels = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(unsafe { _mm_loadl_epi64(codes.as_ptr().cast()) }));
-    _mm256_fmadd_ps(_mm256_set1_ps(unit), levels, _mm256_set1_ps(min))
+fn decode_add_by<const BITS: usize>(sums: &mut [f32], src: &[u8], unit: f32, min: f32) {
+    let mut groups = sums.chunks_exact_mut(GROUP);
+    let (packed, packed_left) = src.split_at(groups.len() * 4 * BITS);
+    for (sums, at) in groups.by_ref().zip((0..).step_by(4 * BITS)) {
+        ask_ahead::<LINES_AHEAD>(sums);
+        let mut room = [0; ROOM];
+        let packed = readable::<BITS>(packed, at, &mut room);
+        for (sums, at) in sums.chunks_exact_mut(8).zip((0..).step_by(BITS)) {
+            let sum = _mm256_add_ps(load(sums), decoded::<BITS>(&packed[at..], unit, min));
+            // SAFETY: there are eight sums.
+            unsafe { _mm256_storeu_ps(sums.as_mut_ptr(), sum) };
+        }
+    }
+    loops::decode_add(groups.into_remainder(), packed_left, BITS as u8, unit, min);
+}
+
+/// As [`loops::decode`].
+#[target_feature(enable = "avx2,fma")]
+pub(crate) fn decode(dst: &mut [MaybeUninit<f32>], src: &[u8], bits: u8, unit: f32, min: f32) {
+    by_bits!(decode_by(dst, src, unit, min), bits);
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+fn decode_by<const BITS: usize>(dst: &mut [MaybeUninit<f32>], src: &[u8], unit: f32, min: f32) {
+    let mut groups = dst.chunks_exact_mut(GROUP);
+    let (packed, packed_left) = src.split_at(groups.len() * 4 * BITS);
+    for (dst, at) in groups.by_ref().zip((0..).step_by(4 * BITS)) {
+        let mut room = [0; ROOM];
+        let packed = readable::<BITS>(packed, at, &mut room);
+        for (dst, at) in dst.chunks_exact_mut(8).zip((0..).step_by(BITS)) {
+            let values = decoded::<BITS>(&packed[at..], unit, min);
+            // SAFETY: there is room for eight values.
+            unsafe { _mm256_storeu_ps(dst.as_mut_ptr().cast(), values) };
+        }
+    }
+    loops::decode(groups.into_remainder(), packed_left, BITS as u8, unit, min);
+}
+
+/// Bytes of a group, of which eight can be read from where the last eight codes begin.
+const ROOM: usize = 32;
+
+/// The codes of the group at `at`: where they are, or in `room`.
+#[inline(always)]
+fn readable<'a, const BITS: usize>(packed: &'a [u8], at: usize, room: &'a mut [u8; ROOM]) -> &'a [u8] {
+    if let Some(bytes) = packed.get(at..at + 3 * BITS + 8) {
+        return bytes;
+    }
+    room[..4 * BITS].copy_from_slice(&packed[at..at + 4 * BITS]);
+    room
+}
+
+/// The values of the first eight codes.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+fn decoded<const BITS: usize>(src: &[u8], unit: f32, min: f32) -> __m256 {
+    const { assert!(BITS <= 8) };
+    // SAFETY: the slice has eight bytes.
+    let word = unsafe { _mm_loadl_epi64(src[..8].as_ptr().cast()) };
+    let levels = if BITS == 8 {
+        _mm256_cvtepu8_epi32(word)
+    } else {
+        // The two bytes that a code lies in, moved down by as many bits as it begins at.
+        const FROM: [[i8; 32]; 8] = bytes_of_codes();
+        const BY: [[i32; 8]; 8] = first_bits();
+        // SAFETY: a row of each table has 32 bytes.
+        let [from, by] =
+            unsafe { [_mm256_loadu_si256(FROM[BITS].as_ptr().cast()), _mm256_loadu_si256(BY[BITS].as_ptr().cast())] };
+        let pairs = _mm256_shuffle_epi8(_mm256_broadcastq_epi64(word), from);
+        _mm256_and_si256(_mm256_srlv_epi32(pairs, by), _mm256_set1_epi32((1 << BITS) - 1))
+    };
+    _mm256_fmadd_ps(_mm256_set1_ps(unit), _mm256_cvtepi32_ps(levels), _mm256_set1_ps(min))
+}
+
+/// For each number of bits, the bytes that each of eight codes lies in, as words of 32 bits.
+const fn bytes_of_codes() -> [[i8; 32]; 8] {
+    let mut all = [[-1; 32]; 8];
+    let mut bits = 1;
+    while bits < 8 {
+        let mut code = 0;
+        while code < 8 {
+            let byte = code * bits / 8;
+            all[bits][4 * code] = byte as i8;
+            all[bits][4 * code + 1] = byte as i8 + 1;
+            code += 1;
+        }
+        bits += 1;
+    }
+    all
+}
+
+/// For each number of bits, at which bit of its first byte each of eight codes begins.
+const fn first_bits() -> [[i32; 8]; 8] {
+    let mut all = [[0; 8]; 8];
+    let mut bits = 1;
+    while bits < 8 {
+        let mut code = 0;
+        while code < 8 {
+            all[bits][code] = (code * bits % 8) as i32;
+            code += 1;
+        }
+        bits += 1;
+    }
+    all
 }
 
 /// Eight values on the grid, as in `loops.rs`: the second operand of a minimum is what remains where they are equal.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn scaled(values: &[f32], grid: &Grid) -> __m256 {
-    // SAFETY: the callers hand over eight values.
-    let values = unsafe { _mm256_loadu_ps(values.as_ptr()) };
-    let scaled = _mm256_mul_ps(_mm256_sub_ps(values, _mm256_set1_ps(grid.min)), _mm256_set1_ps(grid.inverse));
-    _mm256_min_ps(scaled, _mm256_set1_ps(grid.top))
+    let above = _mm256_sub_ps(load(values), _mm256_set1_ps(grid.min));
+    _mm256_min_ps(_mm256_mul_ps(above, _mm256_set1_ps(grid.inverse)), _mm256_set1_ps(grid.top))
+}
+
+/// The first eight values.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn load(values: &[f32]) -> __m256 {
+    // SAFETY: the slice has eight values.
+    unsafe { _mm256_loadu_ps(values[..8].as_ptr()) }
 }
 
 /// Packing works within halves of a vector: what it leaves are fours, out of order.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn store(codes: &mut [u8], packed: __m256i) {
-    let ordered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    // SAFETY: the callers hand over room for a group.
-    unsafe { _mm256_storeu_si256(codes.as_mut_ptr().cast(), ordered) };
+fn ordered(packed: __m256i) -> __m256i {
+    _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7))
 }

@@ -1,5 +1,6 @@
-//! The loops that codecs are made of, each written once and inlined into a function per instruction set. They work on
-//! slices of float32 and of codes, one byte each, which stay in the L1 cache between one loop and the next.
+//! The loops that codecs are made of, each written once and inlined into a function per instruction set. From
+//! float32 to packed codes and back; codes of one byte each, in between, stay in the L1 cache. Where an instruction set has
+//! loops of its own (`avx2.rs`), these are what they must equal, and they do what is left over.
 
 use std::mem::MaybeUninit;
 
@@ -12,12 +13,12 @@ use crate::reduce::float16;
 /// Elements that are handled side by side; the order of comparisons depends on it and on nothing else.
 const LANES: usize = 32;
 
-/// Random numbers that are made at a time.
-const DRAWS: usize = 512;
+/// Codes that are made before they are packed, and random numbers for them.
+const CODES: usize = 512;
 
 /// 2^23: the sum of it and a smaller number that is not negative has the number, rounded to nearest even, in its lowest
 /// bits.
-pub(super) const ROUNDS: f32 = 8_388_608.0;
+const ROUNDS: f32 = 8_388_608.0;
 
 /// What is known of the values of a bucket.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -103,21 +104,68 @@ impl Lanes {
     }
 }
 
+/// Codes of the values' levels, to nearest even, `bits` of each.
+#[inline(always)]
+pub(crate) fn encode(dst: &mut [u8], values: &[f32], grid: &Grid, bits: u8) {
+    in_pieces(dst, values, bits, |codes, values, _| levels(codes, values, grid));
+}
+
+/// As [`encode`], to one of the two levels next to each value by a draw from 0 to 255; `first` is the index of the first
+/// element, a multiple of 8, to which the draws were turned.
+#[inline(always)]
+pub(crate) fn encode_drawn(dst: &mut [u8], values: &[f32], grid: &Grid, bits: u8, draws: &Draws, first: u64) {
+    in_pieces(dst, values, bits, |codes, values, start| levels_drawn(codes, values, grid, draws, first + start as u64));
+}
+
+/// Packs the codes that `make` makes of values, with the index of the first of them.
+#[inline(always)]
+fn in_pieces(dst: &mut [u8], values: &[f32], bits: u8, mut make: impl FnMut(&mut [u8], &[f32], usize)) {
+    let pieces = dst.chunks_mut(CODES / 8 * usize::from(bits)).zip(values.chunks(CODES));
+    for (start, (dst, values)) in (0..).step_by(CODES).zip(pieces) {
+        let mut codes = [0; CODES];
+        make(&mut codes[..values.len()], values, start);
+        pack(dst, &codes[..values.len().next_multiple_of(8)], bits);
+    }
+}
+
+/// The values of codes of `bits` bits.
+#[inline(always)]
+pub(crate) fn decode(dst: &mut [MaybeUninit<f32>], src: &[u8], bits: u8, unit: f32, min: f32) {
+    for (dst, src) in dst.chunks_mut(CODES).zip(src.chunks(CODES / 8 * usize::from(bits))) {
+        let mut codes = [0; CODES];
+        unpack(&mut codes[..dst.len().next_multiple_of(8)], src, bits);
+        for (value, &code) in dst.iter_mut().zip(&codes) {
+            value.write(unit.mul_add(f32::from(code), min));
+        }
+    }
+}
+
+/// Adds the values of codes of `bits` bits.
+#[inline(always)]
+pub(crate) fn decode_add(sums: &mut [f32], src: &[u8], bits: u8, unit: f32, min: f32) {
+    for (sums, src) in sums.chunks_mut(CODES).zip(src.chunks(CODES / 8 * usize::from(bits))) {
+        let mut codes = [0; CODES];
+        unpack(&mut codes[..sums.len().next_multiple_of(8)], src, bits);
+        for (sum, &code) in sums.iter_mut().zip(&codes) {
+            *sum += unit.mul_add(f32::from(code), min);
+        }
+    }
+}
+
 /// The level of each value, to nearest even.
 #[inline(always)]
-pub(crate) fn levels(codes: &mut [u8], values: &[f32], grid: &Grid) {
+fn levels(codes: &mut [u8], values: &[f32], grid: &Grid) {
     for (code, &value) in codes.iter_mut().zip(values) {
         *code = (scaled(value, grid) + ROUNDS).to_bits() as u8;
     }
 }
 
-/// As [`levels`], to one of the two next to it by a draw from 0 to 255; `first` is the index of the first element, a
-/// multiple of 8, to which the draws were turned.
+/// As [`levels`], see [`encode_drawn`].
 #[inline(always)]
-pub(crate) fn levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, draws: &Draws, first: u64) {
-    for (part, (codes, values)) in codes.chunks_mut(DRAWS).zip(values.chunks(DRAWS)).enumerate() {
-        let mut drawn_here = [0; DRAWS];
-        draws.fill(&mut drawn_here[..values.len().next_multiple_of(8)], first + (part * DRAWS) as u64);
+fn levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, draws: &Draws, first: u64) {
+    for (part, (codes, values)) in codes.chunks_mut(CODES).zip(values.chunks(CODES)).enumerate() {
+        let mut drawn_here = [0; CODES];
+        draws.fill(&mut drawn_here[..values.len().next_multiple_of(8)], first + (part * CODES) as u64);
         for ((code, &value), &draw) in codes.iter_mut().zip(values).zip(&drawn_here) {
             *code = drawn(value, grid, draw);
         }
@@ -136,22 +184,6 @@ fn drawn(value: f32, grid: &Grid, draw: u8) -> u8 {
 fn scaled(value: f32, grid: &Grid) -> f32 {
     let scaled = (value - grid.min) * grid.inverse;
     if scaled < grid.top { scaled } else { grid.top }
-}
-
-/// The values of codes.
-#[inline(always)]
-pub(crate) fn values(dst: &mut [MaybeUninit<f32>], codes: &[u8], unit: f32, min: f32) {
-    for (value, &code) in dst.iter_mut().zip(codes) {
-        value.write(unit.mul_add(f32::from(code), min));
-    }
-}
-
-/// Adds the values of codes.
-#[inline(always)]
-pub(crate) fn add_values(sums: &mut [f32], codes: &[u8], unit: f32, min: f32) {
-    for (sum, &code) in sums.iter_mut().zip(codes) {
-        *sum += unit.mul_add(f32::from(code), min);
-    }
 }
 
 /// The lowest `bits` of each `lane` bits of a word.
@@ -295,17 +327,19 @@ type Narrow = unsafe fn(&mut [MaybeUninit<[u8; 2]>], &[f32], f32);
 
 /// Writes the values of codes of blocks, from the blocks' scales.
 type SmallValues = unsafe fn(&mut [MaybeUninit<f32>], &[u8], &[f32], Blocks);
+/// Values of codes: (dst, codes, bits of each, unit, min).
+type Decode = unsafe fn(&mut [MaybeUninit<f32>], &[u8], u8, f32, f32);
 
 /// The loops as one instruction set has them.
 #[derive(Clone, Copy)]
 pub(crate) struct Loops {
     pub(crate) range: unsafe fn(&[f32]) -> Range,
-    pub(crate) levels: unsafe fn(&mut [u8], &[f32], &Grid),
-    pub(crate) levels_drawn: unsafe fn(&mut [u8], &[f32], &Grid, &Draws, u64),
+    pub(crate) encode: unsafe fn(&mut [u8], &[f32], &Grid, u8),
+    pub(crate) encode_drawn: unsafe fn(&mut [u8], &[f32], &Grid, u8, &Draws, u64),
+    pub(crate) decode: Decode,
+    pub(crate) decode_add: unsafe fn(&mut [f32], &[u8], u8, f32, f32),
     pub(crate) pack: unsafe fn(&mut [u8], &[u8], u8),
     pub(crate) unpack: unsafe fn(&mut [u8], &[u8], u8),
-    pub(crate) values: unsafe fn(&mut [MaybeUninit<f32>], &[u8], f32, f32),
-    pub(crate) add_values: unsafe fn(&mut [f32], &[u8], f32, f32),
     pub(crate) magnitude_sums: unsafe fn(&mut [f64; SIGN_LANES], &[f32]),
     pub(crate) signs: unsafe fn(&mut [u8], &[f32]),
     pub(crate) signed_values: unsafe fn(&mut [MaybeUninit<f32>], &[u8], f32),
@@ -332,12 +366,14 @@ macro_rules! codec_loops {
 
             codec_loops! { @ [$(#[$feature])*]
                 range(values: &[f32]) -> Range;
-                levels(codes: &mut [u8], values: &[f32], grid: &Grid) -> ();
-                levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, draws: &Draws, first: u64) -> ();
+                encode(dst: &mut [u8], values: &[f32], grid: &Grid, bits: u8) -> ();
+                encode_drawn(
+                    dst: &mut [u8], values: &[f32], grid: &Grid, bits: u8, draws: &Draws, first: u64
+                ) -> ();
+                decode(dst: &mut [MaybeUninit<f32>], src: &[u8], bits: u8, unit: f32, min: f32) -> ();
+                decode_add(sums: &mut [f32], src: &[u8], bits: u8, unit: f32, min: f32) -> ();
                 pack(dst: &mut [u8], codes: &[u8], bits: u8) -> ();
                 unpack(codes: &mut [u8], src: &[u8], bits: u8) -> ();
-                values(dst: &mut [MaybeUninit<f32>], codes: &[u8], unit: f32, min: f32) -> ();
-                add_values(sums: &mut [f32], codes: &[u8], unit: f32, min: f32) -> ();
                 magnitude_sums(sums: &mut [f64; SIGN_LANES], values: &[f32]) -> ();
                 signs(codes: &mut [u8], values: &[f32]) -> ();
                 signed_values(dst: &mut [MaybeUninit<f32>], packed: &[u8], mean: f32) -> ();

@@ -19,6 +19,7 @@
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
+use std::ops;
 use std::sync::Arc;
 
 use accl_types::{Dtype, Error, Result};
@@ -89,18 +90,6 @@ struct Layout {
     tail_at: usize,
     tail_end: usize,
     end: usize,
-}
-
-/// Room for a piece.
-struct Room {
-    values: [f32; PIECE],
-    codes: [u8; PIECE],
-}
-
-impl Room {
-    fn new() -> Self {
-        Self { values: [0.0; PIECE], codes: [0; PIECE] }
-    }
 }
 
 /// A value of the metadata's type that is not above, or not below, the given one. float32 is as it is.
@@ -205,45 +194,42 @@ impl<S: Scheme> Uniform<S> {
         &self,
         packed: &mut [u8],
         bucket: Slice,
-        room: &mut Room,
+        room: &mut [f32; PIECE],
         (grid, halves): (&Grid, bool),
         draws: &mut Draws,
     ) {
-        let Loops { levels, levels_drawn, pack, .. } = *self.loops;
+        let bits = self.settings.bits;
         for (start, packed) in (0..bucket.count).step_by(PIECE).zip(packed.chunks_mut(self.code_bytes(PIECE))) {
             let count = PIECE.min(bucket.count - start);
-            let whole = count.next_multiple_of(8);
-            room.codes[count..whole].fill(0);
             let mut halved;
             // SAFETY: the caller's promise; the instruction set was checked when `self` was made.
             unsafe {
-                let mut values = bucket.piece(&mut room.values, start, self.loops);
+                let mut values = bucket.piece(room, start, self.loops);
                 if halves {
                     halved = [0.0; PIECE];
                     values.iter().zip(&mut halved).for_each(|(value, half)| *half = value / 2.0);
                     values = &halved[..count];
                 }
                 match self.settings.rounding {
-                    Rounding::Nearest => levels(&mut room.codes[..count], values, grid),
+                    Rounding::Nearest => (self.loops.encode)(packed, values, grid, bits),
                     Rounding::Stochastic | Rounding::Correlated => {
                         let mut done = 0;
                         while done < count {
                             let first = bucket.first + (start + done) as u64;
                             let end = count.min(done.saturating_add(draws.turn_to(first)));
-                            levels_drawn(&mut room.codes[done..end], &values[done..end], grid, draws, first);
+                            let packed = &mut packed[self.code_bytes(done)..self.code_bytes(end)];
+                            (self.loops.encode_drawn)(packed, &values[done..end], grid, bits, draws, first);
                             done = end;
                         }
                     }
                 }
-                pack(packed, &room.codes[..whole], self.settings.bits);
             }
         }
     }
 
-    /// Calls `each` with the first element, the codes, unit and min of every piece, in their order.
-    fn decode_pieces(&self, src: &[u8], layout: &Layout, mut each: impl FnMut(usize, &[u8], f32, f32)) {
+    /// Calls `each` with the elements, the packed codes, unit and min of every piece, in their order.
+    fn decode_pieces(&self, src: &[u8], layout: &Layout, mut each: impl FnMut(ops::Range<usize>, &[u8], f32, f32)) {
         let meta = self.settings.meta;
-        let mut codes = [0; PIECE];
         let buckets = src[layout.codes_at..layout.codes_end].chunks(self.code_bytes(self.bucket()));
         let metas = src[..layout.codes_at].chunks_exact(self.meta_bytes());
         for ((bucket, pair), begin) in buckets.zip(metas).zip((0..layout.coded).step_by(self.bucket())) {
@@ -256,11 +242,7 @@ impl<S: Scheme> Uniform<S> {
             }
             let end = layout.coded.min(begin + self.bucket());
             for (start, packed) in (begin..end).step_by(PIECE).zip(bucket.chunks(self.code_bytes(PIECE))) {
-                let count = PIECE.min(end - start);
-                let codes = &mut codes[..count.next_multiple_of(8)];
-                // SAFETY: the instruction set was checked when `self` was made.
-                unsafe { (self.loops.unpack)(codes, packed, self.settings.bits) };
-                each(start, &codes[..count], unit, min);
+                each(start..end.min(start + PIECE), packed, unit, min);
             }
         }
     }
@@ -290,14 +272,14 @@ impl<S: Scheme> Codec for Uniform<S> {
         zeros.fill(0);
         let metas = metas.chunks_exact_mut(self.meta_bytes());
         let mut spoilt = Spoilt::default();
-        let mut room = Room::new();
+        let mut room = [0.0; PIECE];
         let mut draws = Draws::new(noise, self.settings.rounding);
         for ((packed, pair), begin) in
             codes.chunks_mut(self.code_bytes(self.bucket())).zip(metas).zip((0..layout.coded).step_by(self.bucket()))
         {
             let bucket = slice.part(begin, self.bucket().min(layout.coded - begin));
             // SAFETY: the caller's promise: these are elements of the slice.
-            let placed = self.place(unsafe { self.range(bucket, &mut room.values) });
+            let placed = self.place(unsafe { self.range(bucket, &mut room) });
             let (unit, min) = match placed {
                 Ok(Placed { unit, min, grid, halves }) => {
                     // SAFETY: as above.
@@ -328,12 +310,12 @@ impl<S: Scheme> Codec for Uniform<S> {
         let layout = self.layout(tensor, count);
         assert_eq!(src.len(), layout.end, "what {count} elements become");
         let mut room = [MaybeUninit::uninit(); PIECE];
-        self.decode_pieces(src, &layout, |start, codes, unit, min| {
-            let dst = dst.wrapping_add(start * into.size_bytes());
+        self.decode_pieces(src, &layout, |elements, packed, unit, min| {
+            let dst = dst.wrapping_add(elements.start * into.size_bytes());
             // SAFETY: the caller's promise: these are elements of the result.
             unsafe {
-                place(dst, (into, Beyond::Largest), codes.len(), &mut room, self.loops, |values| {
-                    (self.loops.values)(values, codes, unit, min)
+                place(dst, (into, Beyond::Largest), elements.len(), &mut room, self.loops, |values| {
+                    (self.loops.decode)(values, packed, self.settings.bits, unit, min)
                 })
             };
         });
@@ -347,9 +329,9 @@ impl<S: Scheme> Codec for Uniform<S> {
         let _env = DefaultFloatEnv::enter();
         let layout = self.layout(tensor, sums.len());
         assert_eq!(src.len(), layout.end, "what {} elements become", sums.len());
-        self.decode_pieces(src, &layout, |start, codes, unit, min| {
+        self.decode_pieces(src, &layout, |elements, packed, unit, min| {
             // SAFETY: the instruction set was checked when `self` was made.
-            unsafe { (self.loops.add_values)(&mut sums[start..start + codes.len()], codes, unit, min) };
+            unsafe { (self.loops.decode_add)(&mut sums[elements], packed, self.settings.bits, unit, min) };
         });
         add(&mut sums[layout.coded..], &src[layout.tail_at..layout.tail_end], tensor, self.loops);
     }
