@@ -213,7 +213,7 @@ def _checked(saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _is_coarse(codec: str) -> bool:
     """Whether sums lose so much on their way back that it is carried over, too."""
-    return codec.startswith(("maxmin:1,", "maxmin:2,", "absmax:2,"))
+    return codec.startswith(("maxmin:1,", "maxmin:2,", "absmax:2,", "hadamard:1,", "hadamard:2,", "sign,", "topk:"))
 
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
