@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch_accl import compression
+from torch_accl import _native, compression
 from torch_accl.compression import Compression
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -634,6 +634,34 @@ def test_error_feedback_with_one_bit_is_refused():
         Compression(**given)
         with pytest.raises(ValueError, match="error_feedback: with maxmin:1 it diverges"):
             Compression(**given, error_feedback=True)
+
+
+def test_error_feedback_with_one_bit_of_a_rotation_is_refused():
+    with pytest.raises(ValueError, match="error_feedback: with hadamard:1 it diverges"):
+        Compression("hadamard:1", error_feedback=True)
+
+
+LOSSY = ({"codec": "sign"}, {"down": "sign,bucket=64"}, {"inner": "topk:5"}, {"layers": {"head": "topk:2"}})
+
+
+@pytest.mark.parametrize("given", LOSSY, ids=["codec", "down", "inner", "layers"])
+def test_what_needs_error_feedback_is_refused_by_hooks_without_it(given):
+    with pytest.raises(ValueError, match=r"(sign|topk:\d),bucket=\d+,meta=float32 loses .* give error_feedback=True"):
+        Compression(**given)
+    Compression(**given, error_feedback=True)
+
+
+@on_ranks(3, fresh=True)
+def test_a_single_call_takes_every_codec_and_all_ranks_end_alike(rank, world):
+    parts = [contribution(r) for r in range(world)]
+    exact = torch.stack(parts).double().sum(0)
+    for row in _native.codecs():
+        codec = f"{row['name']}:4" if "bits" in row["settings"] else row["name"]
+        result = parts[rank].clone()
+        compression.all_reduce_quantized(result, compression=codec)
+        # Less than nothing at all; twice what four bits lose, as shares of squares.
+        limit = 1.0 if row["needs_feedback"] else 0.3
+        assert same_on_all(result) and error(result, exact) < limit, codec
 
 
 FSDP = {

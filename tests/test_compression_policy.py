@@ -267,12 +267,43 @@ def test_parts_of_fsdp2_are_measured(rank, world):
     assert rows["first.weight"].bits == pytest.approx(5, abs=0.1)
 
 
+@on_ranks(2, fresh=True)
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD"])
+def test_one_bit_with_error_feedback_under_adam_is_a_warning(rank, world, kind):
+    ddp, _ = compressed(Compression("sign,bucket=64", error_feedback=True))
+    other = torch.optim.Adam(model().parameters(), lr=0.01)
+    optimizer = getattr(torch.optim, kind)(ddp.parameters(), lr=0.01)
+    told = []
+    for step in range(3):
+        gradients(rank, ddp, step)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            other.step()
+            optimizer.step()
+        told += [str(warning.message) for warning in caught]
+    assert len(told) == (kind != "SGD"), told
+    assert all(f"meets {kind}" in message and "1-bit Adam, which is not offered" in message for message in told)
+
+
+@on_ranks(2)
+def test_a_codec_that_loses_more_than_there_is_is_a_warning(rank, world):
+    with pytest.warns(UserWarning, match="maxmin:1,.* likely to diverge"):
+        compression.State(Compression("maxmin:4", layers={"first": "maxmin:1"}), model())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compression.State(Compression("maxmin:2"), model())
+
+
 @pytest.mark.parametrize(
     ("codec", "expected"),
     [
         ("maxmin:2,bucket=64,meta=float32,rounding=nearest", "maxmin:3,bucket=64,meta=float32,rounding=nearest"),
         ("absmax:7,bucket=8", "absmax:8,bucket=8"),
         ("maxmin:8,bucket=64", "bf16"),
+        ("sign,bucket=64,meta=float32", "maxmin:2,bucket=64,meta=float32"),
+        ("topk:5,bucket=512", "topk:4,bucket=512"),
+        ("topk:1,bucket=512", "bf16"),
+        ("mxfp4", "bf16"),
         ("bf16", "bf16"),
         ("raw", "raw"),
     ],

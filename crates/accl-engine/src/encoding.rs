@@ -246,9 +246,16 @@ impl Usual {
     /// From a group's settings; `None`: such calls are not encoded.
     ///
     /// # Errors
-    /// `Configuration` for what is no codec, whether or not it is used.
+    /// `Configuration` for what is no codec, whether or not it is used, and for one that needs error feedback: a call that
+    /// does not say how it is encoded has none.
     pub(crate) fn of(config: &Config) -> Result<Option<Self>> {
         let codec = codec::parse(&config.codec)?;
+        if config.compress_all && codec.summary().row().is_some_and(|row| row.needs_feedback) {
+            return Err(Error::configuration(format!(
+                "compression: {codec:?} is of use only with error feedback, which ordinary calls have not got; take another \
+                 codec, or leave scope at hooks"
+            )));
+        }
         let raw = codec::parse("raw")?;
         let usual = Self { codec, raw, known: Mutex::default(), steps: AtomicU64::new(0) };
         Ok(config.compress_all.then_some(usual))
@@ -358,6 +365,9 @@ impl TileHead {
     /// # Errors
     /// What is wrong with it, in words.
     pub(crate) fn check(self, tile: &[u8]) -> std::result::Result<(), String> {
+        if tile.len() < TILE_HEADER_BYTES {
+            return Err(format!("it has {} bytes, and a header alone has {TILE_HEADER_BYTES}", tile.len()));
+        }
         let word = |at: usize| u32::from_le_bytes([tile[at], tile[at + 1], tile[at + 2], tile[at + 3]]);
         let (magic, flags) = (word(0) as u16, (word(0) >> 16) as u16);
         if magic != MAGIC {
@@ -459,6 +469,45 @@ mod tests {
             wrong[bit / 8] ^= 1 << (bit % 8);
             assert!(head.check(&wrong).is_err(), "bit {bit}");
         }
+    }
+
+    /// Random bytes, and sound tiles with some bytes changed or cut off: whoever gets them sees it, and goes on.
+    #[test]
+    fn whatever_comes_is_looked_at_and_only_a_sound_tile_is_taken() {
+        let mut state = 1u64;
+        let mut below = |limit: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as usize % limit
+        };
+        let (head, sound) = sealed(true);
+        for turn in 0..20_000 {
+            let mut tile =
+                if turn % 2 == 0 { sound.clone() } else { (0..below(300)).map(|_| below(256) as u8).collect() };
+            if turn % 4 == 0 {
+                tile.truncate(below(tile.len()));
+            } else {
+                for _ in 0..below(4).min(tile.len()) {
+                    let at = below(tile.len());
+                    tile[at] = [0, 0xff, below(256) as u8][below(3)];
+                }
+            }
+            assert_eq!(head.check(&tile).is_ok(), tile == sound, "turn {turn}: {tile:?}");
+        }
+    }
+
+    #[test]
+    fn a_codec_that_needs_error_feedback_is_not_for_all_calls_of_a_group() {
+        let of = |codec: &str, compress_all| {
+            let config = Config { codec: codec.to_owned(), compress_all, ..Config::default() };
+            Usual::of(&config).map(|usual| usual.is_some())
+        };
+        assert!(!of("sign", false).unwrap() && of("mxfp4", true).unwrap());
+        let error = of("sign,bucket=64", true).unwrap_err();
+        assert!(
+            error.message.contains("sign,bucket=64,meta=float32 is of use only with error feedback"),
+            "{}",
+            error.message
+        );
     }
 
     #[test]

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _world
 
 from .. import _native
 from ._scope import accl_backend, accl_group, encoded, exact
-from ._settings import AUTO, RAW, Compression, default_codec, tensor_id
+from ._settings import AUTO, RAW, Compression, default_codec, needs_feedback, tensor_id
 
 __all__ = ["all_gather_quantized", "all_reduce_quantized", "all_to_all_quantized", "reduce_scatter_quantized"]
 
@@ -38,7 +38,8 @@ def all_reduce_quantized(
         group: None is the default group; its backend must be accl.
         async_op: return a Work at once instead of waiting.
         compression: a codec such as `"maxmin:4"`, or a `Compression`, of which codec, up, down, inner and seed count. None is
-            that of the group's `Options`, else that of `ACCL_CODEC`, else `maxmin:4`.
+            that of the group's `Options`, else that of `ACCL_CODEC`, else `maxmin:4`. Nothing is carried over from call to
+            call: with `"sign"` and `"topk:BITS"`, that is for the caller to do.
         key: a name for the tensor: those with different names have different random numbers.
         step: a number that no other call on this key has; None counts the calls of this process.
 
@@ -149,7 +150,8 @@ def _scope(
 
 @lru_cache(maxsize=64)
 def _settings(codec: str) -> Compression:
-    return Compression(codec)
+    # What a single call loses is its caller's matter, also with a codec that hooks refuse without error feedback.
+    return Compression(codec, error_feedback=isinstance(codec, str) and needs_feedback(codec))
 
 
 @lru_cache(maxsize=1024)

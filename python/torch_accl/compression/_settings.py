@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from .. import _native
 
-__all__ = ["AUTO", "RAW", "Codec", "Compression", "default_codec", "finer", "fits", "tensor_id"]
+__all__ = ["AUTO", "RAW", "Codec", "Compression", "default_codec", "finer", "fits", "needs_feedback", "tensor_id"]
 
 RAW = "raw"
 AUTO = "auto"
@@ -24,10 +24,12 @@ Codec = tuple[str, str, str]
 class Compression:
     """How gradients are compressed.
 
-    A codec is a text: `raw`, `bf16`, `fp16`, `maxmin:BITS` or `absmax:BITS`, the latter two with settings after it, as in
-    `maxmin:4,bucket=128,meta=float16,rounding=stochastic`. Bits are 1 to 8 (`absmax` 2 to 8); a bucket is 8 to 8,192 elements, a multiple of 8
-    (default 512), that share a minimum and a step in `meta` (float32, float16 or bfloat16); rounding is `nearest` from 4 bits
-    on and `stochastic` below, unless it is given; `correlated` is stochastic with errors that balance between ranks.
+    A codec is a text: `raw`, `bf16`, `fp16`, `e4m3`, `e5m2`, `mxfp8`, `mxfp8_e5m2`, `mxfp4`, `nvfp4`, `sign`, `topk:BITS`,
+    `maxmin:BITS`, `absmax:BITS` or `hadamard:BITS`, the last five with settings after it, as in
+    `maxmin:4,bucket=128,meta=float16,rounding=stochastic`. Bits are 1 to 8 (`absmax` 2 to 8); a bucket is 8 to 8,192 elements, a
+    multiple of 8 (`hadamard`: a power of two from 64 on; default 512), that share a minimum and a step in `meta` (float32, float16
+    or bfloat16); rounding is `nearest` from 4 bits on and `stochastic` below, unless it is given; `correlated` is stochastic with
+    errors that balance between ranks. `sign` and `topk` (which keeps one in 2^BITS elements) have `bucket` and `meta`.
 
     Attributes:
         codec: of all tensors that are not treated otherwise; `ACCL_CODEC` where it is left out, else `maxmin:4`. With `"auto"` each
@@ -53,7 +55,8 @@ class Compression:
 
     Raises:
         ValueError: a codec has no such setting; the message says what is accepted. Or error feedback was asked for with
-            `maxmin:1`, whose error is larger than what it encodes, so that what is carried over grows without end.
+            `maxmin:1` or `hadamard:1`, whose error is larger than what it encodes, so that what is carried over grows without
+            end. Or it was not asked for with `sign` or `topk`, which always lose a third of a gradient and more.
     """
 
     codec: str = field(default_factory=lambda: default_codec())
@@ -97,11 +100,23 @@ class Compression:
             raise ValueError(f"seed is {self.seed!r}; expected an integer from 0 to 2^64 - 1")
 
         codecs = [self.codec, self.up, self.down, *self.layers.values()]
-        if self.error_feedback and any(codec is not None and codec.startswith("maxmin:1,") for codec in codecs):
+        for name in ("maxmin", "hadamard"):
+            if self.error_feedback and any(codec is not None and codec.startswith(f"{name}:1,") for codec in codecs):
+                raise ValueError(
+                    f"error_feedback: with {name}:1 it diverges, since an encoding of one bit loses more than there was; "
+                    f"take {name}:2 or more"
+                )
+        lossy = [codec for codec in (*codecs, self.inner) if codec is not None and needs_feedback(codec)]
+        if lossy and not self.error_feedback:
             raise ValueError(
-                "error_feedback: with maxmin:1 it diverges, since an encoding of one bit loses more than there was; "
-                "take maxmin:2 or more"
+                f"{lossy[0]} loses a third of a gradient and more, always in the same way: give error_feedback=True, which adds "
+                "what was lost to the next one, or take a codec of 2 bits or more"
             )
+
+    def codecs(self) -> list[str]:
+        """All that some parameter may take."""
+        codecs = [self.up or self.codec, self.down or self.codec, *self.layers.values()]
+        return list(dict.fromkeys(codec for codec in codecs if codec != AUTO))
 
     def codec_of(self, name: str, elements: int, dimensions: int) -> Codec | None:
         """The codecs of a parameter; None if it travels as it is."""
@@ -127,11 +142,16 @@ class Compression:
 
 
 def finer(codec: str) -> str:
-    """The codec that loses less: a bit more of the same, or 16 bits."""
-    head, _, rest = codec.partition(",")
+    """The codec that loses less: a bit more of the same, else 16 bits."""
+    head, comma, rest = codec.partition(",")
     name, _, bits = head.partition(":")
-    if bits and int(bits) < 8:
-        return f"{name}:{int(bits) + 1},{rest}" if rest else f"{name}:{int(bits) + 1}"
+    if name == "sign":
+        return f"maxmin:2{comma}{rest}"
+    if name == "topk" and int(bits) > 1:
+        # One in 2^bits is kept.
+        return f"topk:{int(bits) - 1}{comma}{rest}"
+    if name != "topk" and bits and int(bits) < 8:
+        return f"{name}:{int(bits) + 1}{comma}{rest}"
     return codec if codec == RAW else "bf16"
 
 
@@ -144,6 +164,13 @@ def default_codec() -> str:
 def _default_codec(_said: str | None) -> str:
     # The table reads all variables, which takes longer than a small call: what this one says is kept.
     return next(row["value"] for row in _native.config_rows() if row["option"] == "compression")
+
+
+def needs_feedback(codec: str) -> bool:
+    """Whether a codec is of use only where what it loses is added to what is encoded next."""
+    return codec.split(",")[0].split(":")[0].strip() in {
+        row["name"] for row in _native.codecs() if row["needs_feedback"]
+    }
 
 
 def fits(pattern: str, name: str) -> bool:

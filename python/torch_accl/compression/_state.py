@@ -17,6 +17,7 @@ from .. import _native
 from ._agreement import check_settings, reduced
 from ._auto import Choice, choose
 from ._measures import Measures, Totals, table
+from ._optimizers import watch_for_adam
 from ._scope import Addresses, accl_group, encoded
 from ._settings import AUTO, RAW, Codec, Compression, finer, tensor_id
 
@@ -112,6 +113,15 @@ class State:
         self._choices: dict[str, Choice] = {}
         self._times: dict[str, float] = {}
         self._is_checked = False
+        for codec in compression.codecs():
+            if codec.startswith(("maxmin:1,", "hadamard:1,")):
+                warnings.warn(
+                    f"compression: {codec} loses more of a gradient than there is, and training with it is likely to diverge; take "
+                    "maxmin:2, or sign with error_feedback=True",
+                    stacklevel=2,
+                )
+            if codec.startswith("sign,") and compression.error_feedback:
+                watch_for_adam(self._parameters, codec)
         for key in compression.unmatched(self._names.values()):
             warnings.warn(f"compression: {key!r} fits no parameter of the model", stacklevel=2)
 
@@ -417,7 +427,7 @@ def _checked(saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _is_coarse(codec: str) -> bool:
     """Whether sums lose so much on their way back that it is carried over, too."""
-    return codec.startswith(("maxmin:1,", "maxmin:2,", "absmax:2,"))
+    return codec.startswith(("maxmin:1,", "maxmin:2,", "absmax:2,", "hadamard:1,", "hadamard:2,", "sign,", "topk:"))
 
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")

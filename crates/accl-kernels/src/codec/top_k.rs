@@ -3,7 +3,7 @@
 //! Of a bucket of n elements the ceil(n / 2^bits) of greatest magnitude are kept, the first of those that are equal.
 //! Encoded, a slice is
 //! ```text
-//! values   of what is kept, bucket by bucket and in the order of indices, in the metadata's type, rounded to nearest even
+//! values   of what is kept, by buckets and in the order of indices, in the metadata's type, rounded to nearest even
 //! indices  of the same elements in their buckets, 16 bits each
 //! zeros    up to a multiple of 8
 //! ```

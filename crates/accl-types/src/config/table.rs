@@ -204,7 +204,7 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Group,
         agreed: true,
         default: "maxmin:4",
-        accepted: "a codec: raw, bf16, fp16, maxmin:BITS or absmax:BITS, with settings such as maxmin:4,bucket=128,rounding=stochastic",
+        accepted: "a codec: raw, bf16, fp16, maxmin:BITS, absmax:BITS, hadamard:BITS, topk:BITS, sign, e4m3, e5m2, mxfp8, mxfp8_e5m2, mxfp4 or nvfp4, with settings such as maxmin:4,bucket=128,rounding=stochastic",
         effect: "What `torch_accl.compression` encodes with where nothing else is said; by itself it compresses nothing.",
         set: |c, v| {
             if v.is_empty() {

@@ -1,0 +1,35 @@
+"""A warning for optimizers that do not go well with gradients of one bit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+__all__ = ["watch_for_adam"]
+
+_ADAMS = tuple(
+    getattr(torch.optim, name) for name in ("Adam", "AdamW", "Adamax", "NAdam", "RAdam") if hasattr(torch.optim, name)
+)
+
+
+def watch_for_adam(parameters: Iterable[torch.Tensor], codec: str) -> None:
+    """Warns if the optimizer that steps these parameters first is a kind of Adam."""
+    # Only their identity is kept, and no longer than until that step.
+    wanted = {id(parameter) for parameter in parameters}
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if wanted.isdisjoint(id(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+            return
+        handle.remove()
+        if isinstance(optimizer, _ADAMS):
+            warnings.warn(
+                f"compression: {codec} with error feedback meets {type(optimizer).__name__}, whose second moments are then those of "
+                "what is left of gradients. This is not 1-bit Adam, which is not offered: take SGD with momentum, or 4 bits and more",
+                stacklevel=3,
+            )
+
+    handle = register_optimizer_step_pre_hook(before_step)
