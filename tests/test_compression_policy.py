@@ -224,7 +224,8 @@ def test_auto_measures_times_and_chooses_nothing_that_is_not_worth_it(rank, worl
     found = _auto._times(["raw", "maxmin:4,bucket=128"], torch.float32, dist.group.WORLD)
     assert same_on_all(found) and all(0.01 < nanos < 1e4 for nanos in found.values())
     gradient = {"w": torch.randn(5000, generator=torch.Generator().manual_seed(rank))}
-    same = dict.fromkeys(["raw", "bf16", "maxmin:8,bucket=512", "maxmin:4,bucket=128"], 7.0)
+    codecs = ["raw", "bf16", "maxmin:8,bucket=512", "maxmin:4,bucket=128"]
+    same = {(torch.float32, codec): 7.0 for codec in codecs}
     choice = _auto.choose(["w"], gradient, Compression("auto"), dist.group.WORLD, same)
     assert choice["w"].codec == "raw"
 

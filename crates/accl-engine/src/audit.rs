@@ -129,8 +129,8 @@ impl Sample {
         let outputs: Vec<TensorDesc> = desc.outputs.iter().map(|_| room()).collect::<Result<_>>()?;
         // A rank's part may be reduced in place; then the additional tensor is, too.
         let is_in_place = |block: &[TensorDesc]| {
-            let first = |block: &[TensorDesc]| block.first().map(|tensor| tensor.ptr);
-            first(block) == first(desc.outputs.pieces())
+            let mut pairs = block.iter().zip(desc.outputs.pieces());
+            pairs.any(|(input, output)| input.count_elems() > 0 && input.ptr == output.ptr)
         };
         let input = |block: &[TensorDesc]| match outputs.first() {
             Some(output) if is_in_place(block) => Ok(output.clone()),

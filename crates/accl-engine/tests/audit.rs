@@ -119,6 +119,24 @@ fn parts_that_are_scattered_are_compared_by_their_owner() {
 }
 
 #[test]
+fn a_tensor_without_elements_beside_others_changes_nothing() {
+    const COUNT: usize = 20_000;
+    World::new(options(&[0; 2], "reduce_scatter", "direct")).run("g", |member| {
+        let codecs = (1..=2).map(|id| both_ways(max_min(4, 64, Rounding::Nearest), id)).collect();
+        let (encoding, ledger) = audited(codecs, 1);
+        let (values, own) = (data(member.rank, 2 * COUNT, 2), vec![0.0f32; COUNT]);
+        let nothing = || TensorDesc::dense(std::ptr::null_mut(), Dtype::F32, 0);
+        let block = |values: &[f32]| [nothing(), tensor(values, Dtype::F32)];
+        let inputs = values.chunks(COUNT).map(block).collect();
+        let desc = encoded(Collective::ReduceScatter, inputs, [block(&own)].into_iter().collect(), &encoding);
+        member.call(desc).unwrap();
+        let exact = &exact_sum(2, 2 * COUNT, 2)[member.rank * COUNT..][..COUNT];
+        let (estimate, error) = (relative(&ledger.read()[1]), error_of(&own, exact));
+        assert!((estimate / error - 1.0).abs() < 0.1, "{estimate} for {error}");
+    });
+}
+
+#[test]
 fn about_one_element_in_so_many_is_compared_of_tensors_of_any_size() {
     World::new(options(&[0; 2], "all_reduce", "direct_two_phase")).run("g", |member| {
         let compared = |count: usize, one_in: u64, step: u64| {

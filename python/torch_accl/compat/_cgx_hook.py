@@ -110,6 +110,7 @@ class CGXState(State):
         dtype: torch.dtype,
         step: int,
         contributions: Callable[[], Sequence[torch.Tensor]],
+        group: dist.ProcessGroup,
         blocks: int = 1,
     ) -> Plan:
         """How the gradients of the bucket that the hook has now are encoded."""

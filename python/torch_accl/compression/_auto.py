@@ -64,19 +64,19 @@ def choose(
     gradients: Mapping[str, torch.Tensor],
     compression: Compression,
     group: dist.ProcessGroup,
-    times: dict[str, float],
+    times: dict[tuple[torch.dtype, str], float],
 ) -> dict[str, Choice]:
     """The choice for the waiting ones of these parameters, whose gradients (contributions of this rank) make up a call.
 
-    `times` of codecs are measured if there are none yet. Parameters whose gradients are zeros or not finite are left out: what
+    `times` of types and codecs are measured if there are none yet. Parameters whose gradients are zeros or not finite are left out: what
     is to be chosen for them is not known yet.
     """
     dtype = next(iter(gradients.values())).dtype
     candidates = [RAW, *_candidates(dtype, compression.error_budget, group)]
-    untimed = [codec for codec in candidates if codec not in times]
+    untimed = [codec for codec in candidates if (dtype, codec) not in times]
     if untimed:
-        times.update(_times(untimed, dtype, group))
-    known = {codec: times[codec] for codec in candidates}
+        times.update(((dtype, codec), nanos) for codec, nanos in _times(untimed, dtype, group).items())
+    known = {codec: times[dtype, codec] for codec in candidates}
     choices = {}
     for name, errors in zip(gradients, _errors(waiting, gradients, candidates, group), strict=True):
         if name in waiting and all(map(math.isfinite, errors)):

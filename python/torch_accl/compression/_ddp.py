@@ -29,7 +29,8 @@ def ddp_hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torc
     if buffer.is_sparse:
         return _mean_of_sparse(state, buffer)
     parameters, gradients = bucket.parameters(), bucket.gradients()
-    plan = state.plan(parameters, [gradient.numel() for gradient in gradients], buffer.dtype, step, lambda: gradients)
+    elements = [gradient.numel() for gradient in gradients]
+    plan = state.plan(parameters, elements, buffer.dtype, step, lambda: gradients, state.process_group)
     is_on = state.is_on(plan, step)
     state.count(plan, is_on)
     options = dist.AllreduceCoalescedOptions()

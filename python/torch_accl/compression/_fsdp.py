@@ -67,7 +67,7 @@ def _reduce_scatter(state: State, module: str, group: Any) -> object:
             parameters = [param.sharded_param for param in params]
             step = state.next_call(module)
             inputs = list(input_tensor.view(group.size(), -1).split(shards, dim=1))
-            plan = state.plan(parameters, shards, output_tensor.dtype, step, lambda: inputs, group.size())
+            plan = state.plan(parameters, shards, output_tensor.dtype, step, lambda: inputs, group, group.size())
             is_on = state.is_on(plan, step)
             state.count(plan, is_on)
             if not is_on:

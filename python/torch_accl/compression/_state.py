@@ -111,7 +111,7 @@ class State:
         # Codecs of parameters that were decided on while training went on, and why.
         self._decided: dict[str, Codec | None] = {}
         self._choices: dict[str, Choice] = {}
-        self._times: dict[str, float] = {}
+        self._times: dict[tuple[torch.dtype, str], float] = {}
         self._is_checked = False
         for codec in compression.codecs():
             if codec.startswith(("maxmin:1,", "hadamard:1,")):
@@ -243,19 +243,20 @@ class State:
         dtype: torch.dtype,
         step: int,
         contributions: Callable[[], Sequence[torch.Tensor]],
+        group: dist.ProcessGroup,
         blocks: int = 1,
     ) -> Plan:
         """How gradients of these parameters are encoded, of which each block of a call has so many elements each.
 
-        Every so many calls it looks at what was measured, which is a call of its own: all ranks must plan the same. With
-        `codec="auto"`, `contributions` are what the choice is made by.
+        The first time, and then every so many calls, ranks of the group settle what they have to, which are calls of their own:
+        all of them must plan the same. With `codec="auto"`, `contributions` are what the choice is made by.
         """
         if not self._is_checked:
-            check_settings(self.compression, self.process_group)
+            check_settings(self.compression, group)
             self._is_checked = True
         key = (dtype, blocks, *map(id, parameters), *elements)
         plan = self._plans.get(key)
-        if plan is not None and plan.calls and plan.calls % LOOK_EVERY == 0 and self._is_changed_by_look(plan):
+        if plan is not None and plan.calls and plan.calls % LOOK_EVERY == 0 and self._is_changed_by_look(plan, group):
             self._keep_figures([key])
             plan = None
         if self.compression.codec == AUTO and step >= self.compression.start_step and _is_float(dtype):
@@ -264,7 +265,7 @@ class State:
             if waiting and (step - self.compression.start_step) % LOOK_EVERY == 0:
                 names = map(self.name_of, parameters)
                 gradients = dict(zip(names, contributions(), strict=True))
-                self._choices.update(choose(waiting, gradients, self.compression, self.process_group, self._times))
+                self._choices.update(choose(waiting, gradients, self.compression, group, self._times))
                 self._keep_figures([key])
                 plan = None
         if plan is None:
@@ -311,7 +312,7 @@ class State:
         codec = self.compression.codec_of(name, parameter.numel(), parameter.dim())
         return codec is not None and codec[1] == AUTO and name not in self._choices
 
-    def _is_changed_by_look(self, plan: Plan) -> bool:
+    def _is_changed_by_look(self, plan: Plan, group: dist.ProcessGroup) -> bool:
         """Looks at what was measured since the last time, and decides by figures of all ranks together."""
         limit = self.compression.error_limit
         if plan.ledger is None or (limit is None and not self.compression.error_feedback):
@@ -321,7 +322,7 @@ class State:
         plan.looked_at = now
         rows = [[row.error, row.square, row.carried, row.carried_calls] for row in since]
         changed = False
-        for name, codec, sums in zip(plan.names, plan.chosen, reduced(rows, self.process_group), strict=True):
+        for name, codec, sums in zip(plan.names, plan.chosen, reduced(rows, group), strict=True):
             error, square, carried, calls = sums
             if codec is None:
                 continue
