@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .contenders import BY_NAME, CASTS, CODECS, FORCED
+from .contenders import BY_NAME, CASTS, CODECS, FORCED, HOOKS
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).resolve().parent / "ranks"
@@ -296,5 +296,5 @@ MAKERS: dict[str, Callable[[Workshop], None]] = {
     "noop_yielding": make_noop,
     "deepspeed": make_deepspeed,
     **{f"accl_{choice}": make_accl_torch for choice in (*FORCED, *CODECS)},
-    **{f"gloo_{cast}": make_gloo for cast in CASTS},
+    **{f"gloo_{smaller}": make_gloo for smaller in (*CASTS, *HOOKS)},
 }

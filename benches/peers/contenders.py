@@ -78,6 +78,11 @@ def with_codec(backend: str, codec: str, note: str) -> Contender:
 # For the section that compares them, coarser and coarser.
 CODECS = ("bf16", "maxmin:8", "maxmin:4", "maxmin:2")
 CASTS = ("fp16", "bf16")
+# What else torch has a hook for.
+HOOKS = {
+    "int8": "what torch's `quantization_pertensor_hook` does: all_gather of bytes, one scale a tensor",
+    "powersgd": "torch's `powerSGD_hook`, rank 1 as is its default, on one matrix",
+}
 
 # For sections that compare algorithms.
 FORCED = ("two_level", "recursive_doubling", "ring")
@@ -146,10 +151,7 @@ CONTENDERS = (
     *map(with_algorithm, FORCED),
     *(with_codec("accl", codec, "`all_reduce_quantized`") for codec in CODECS),
     *(with_codec("gloo", cast, f"what torch's `{cast}_compress_hook` does with a bucket") for cast in CASTS),
-    with_codec(
-        "gloo", "int8", "what torch's `quantization_pertensor_hook` does: all_gather of bytes, one scale a tensor"
-    ),
-    with_codec("gloo", "powersgd", "torch's `powerSGD_hook`, rank 1 as is its default, on one matrix"),
+    *(with_codec("gloo", hook, note) for hook, note in HOOKS.items()),
 )
 
 BY_NAME = {contender.name: contender for contender in CONTENDERS}

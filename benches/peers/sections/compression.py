@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..contenders import BY_NAME, CASTS, CODECS, title_of
+from ..contenders import BY_NAME, CASTS, CODECS, HOOKS, title_of
 from ..report import Bench, Figures, Section, as_rows, cells_of
 from ..tables import Bar, Table, ratio
 
@@ -16,7 +16,7 @@ CELLS = cells_of("all_reduce", (256 << 10, 25 << 20))
 LARGE = CELLS[-1]
 RAW = "accl_torch"
 COMPRESSED = tuple(f"accl_{codec}" for codec in CODECS)
-GLOO = ("gloo", *(f"gloo_{cast}" for cast in CASTS), "gloo_int8", "gloo_powersgd")
+GLOO = ("gloo", *(f"gloo_{smaller}" for smaller in (*CASTS, *HOOKS)))
 # Of these, those whose result is near the sum, whatever the tensor.
 NEAR = GLOO[:-1]
 GOODPUT_TURNS = 3
