@@ -21,8 +21,9 @@ from pathlib import Path
 from types import ModuleType
 
 PR_SET_PDEATHSIG = 1
-# Of a result that is right only nearly, to what it should be: the coarsest that is measured has a quarter of it.
-LARGEST_ERROR = 0.5
+# Of a result that is right only nearly, to what it should be: the coarsest codec that is measured has a quarter of it. A matrix of
+# rank 1 has of these tensors the mean and little more.
+LARGEST_ERROR, LARGEST_OF_RANK_1 = 0.5, 0.6
 # What gloo's messages are cast to.
 CASTS = {"fp16": "float16", "bf16": "bfloat16"}
 
@@ -76,8 +77,8 @@ class Member:
 
     # Whether results are left as they should be.
     computes = True
-    # Whether they are so only nearly.
-    loses = False
+    # By what they are so only nearly, if they are.
+    loses = ""
     version = ""
 
     def __init__(self, folder: Path, rank: int, ranks: int, libraries: Path) -> None:
@@ -146,7 +147,7 @@ class Member:
         for output, expected in tensors.expected(name):
             if self.loses:
                 error = float((output.float() - expected.float()).norm() / expected.float().norm())
-                if not error < LARGEST_ERROR:
+                if not error < (LARGEST_OF_RANK_1 if self.loses == "powersgd" else LARGEST_ERROR):
                     return f"wrong {name}: its error is {error:.2g} times what it should be"
                 continue
             wrong = torch.nonzero(output.float() != expected.float())
@@ -226,7 +227,7 @@ class Distributed(Member):
 
         self.dist = dist
         backend, _, self.codec = backend.partition("+")
-        self.backend, self.loses = backend, bool(self.codec)
+        self.backend, self.loses = backend, self.codec
         # Every collective needs the other ranks of the core: at least so often it changes hands.
         self.yields = backend == "noop_yielding"
         if self.yields:
