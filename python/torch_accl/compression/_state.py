@@ -57,6 +57,8 @@ class Plan:
     residuals: Addresses | None = None
     losses: tuple[torch.Tensor, ...] = ()
     ledger: _native.Ledger | None = None
+    # Whether codecs of some are still to be chosen.
+    is_waiting: bool = False
     # Compressed calls, and what was measured until the last look at it.
     calls: int = 0
     looked_at: list[Totals] = field(default_factory=list)
@@ -259,10 +261,11 @@ class State:
         if plan is not None and plan.calls and plan.calls % LOOK_EVERY == 0 and self._is_changed_by_look(plan, group):
             self._keep_figures([key])
             plan = None
-        if self.compression.codec == AUTO and step >= self.compression.start_step and _is_float(dtype):
+        # Gradients that tell nothing (all zeros) are not looked at every time.
+        is_due = step >= self.compression.start_step and (step - self.compression.start_step) % LOOK_EVERY == 0
+        if is_due and self.compression.codec == AUTO and (plan is None or plan.is_waiting) and _is_float(dtype):
             waiting = [self.name_of(parameter) for parameter in parameters if self._awaits_choice(parameter)]
-            # Gradients that tell nothing (all zeros) are not looked at every time.
-            if waiting and (step - self.compression.start_step) % LOOK_EVERY == 0:
+            if waiting:
                 names = map(self.name_of, parameters)
                 gradients = dict(zip(names, contributions(), strict=True))
                 self._choices.update(choose(waiting, gradients, self.compression, group, self._times))
@@ -309,6 +312,8 @@ class State:
 
     def _awaits_choice(self, parameter: torch.Tensor) -> bool:
         name = self.name_of(parameter)
+        if self.compression.codec != AUTO:
+            return False
         codec = self.compression.codec_of(name, parameter.numel(), parameter.dim())
         return codec is not None and codec[1] == AUTO and name not in self._choices
 
@@ -358,7 +363,7 @@ class State:
         names = [self.name_of(parameter) for parameter in parameters]
         chosen = [self._codec(parameter) for parameter in parameters]
         raw = [blocks * count * dtype.itemsize for count in elements]
-        plan = Plan(names, chosen, raw, raw)
+        plan = Plan(names, chosen, raw, raw, is_waiting=any(map(self._awaits_choice, parameters)))
         if not _is_float(dtype) or not any(chosen):
             return plan
         ids = [tensor_id(name) for name in names]
