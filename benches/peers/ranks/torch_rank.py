@@ -228,6 +228,8 @@ class Distributed(Member):
         self.dist = dist
         backend, _, self.codec = backend.partition("+")
         self.backend, self.loses = backend, self.codec
+        # Of PowerSGD, by the number of elements.
+        self.states: dict[int, object] = {}
         # Every collective needs the other ranks of the core: at least so often it changes hands.
         self.yields = backend == "noop_yielding"
         if self.yields:
@@ -322,8 +324,11 @@ class Distributed(Member):
 
         count = whole.numel()
         rows = next(rows for rows in range(max(int(count**0.5), 1), 0, -1) if count % rows == 0)
-        state = hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
         bucket = Bucket(whole, whole.view(rows, -1))
+        is_new = count not in self.states
+        if is_new:
+            self.states[count] = hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        state = self.states[count]
 
         def call() -> None:
             hooks.powerSGD_hook(state, bucket).wait()
@@ -331,7 +336,7 @@ class Distributed(Member):
             whole.mul_(self.ranks)
 
         # The first two are plain.
-        for _ in range(2):
+        for _ in range(2 * is_new):
             call()
         return call
 

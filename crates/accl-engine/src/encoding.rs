@@ -33,6 +33,9 @@ use crate::sync::Mutex;
 /// Most elements of a tile: its float32 sums stay in the second-level cache beside what they are made of.
 pub const TILE_ELEMS: u64 = 16_384;
 
+/// As that, of the tensor that travels raw beside others: as the last one of a call it is waited for alone.
+const RAW_TILE_ELEMS: u64 = 1024;
+
 /// Bytes of a tile's header.
 pub const TILE_HEADER_BYTES: usize = 16;
 
@@ -78,7 +81,8 @@ pub struct Codecs {
     settings: Vec<[u32; 3]>,
     text: String,
     hash: u64,
-    /// The same with one more tensor, which travels raw.
+    /// The last tensor was added by [`Codecs::with_raw_tensor`].
+    has_raw: bool,
     with_raw: OnceLock<Arc<Codecs>>,
 }
 
@@ -103,6 +107,10 @@ impl Codecs {
     /// # Errors
     /// `Configuration` if there is none, or if the buckets of one tensor's codecs do not fit a tile together.
     pub fn new(tensors: Vec<TensorCodecs>) -> Result<Arc<Self>> {
+        Self::made(tensors, false)
+    }
+
+    fn made(tensors: Vec<TensorCodecs>, has_raw: bool) -> Result<Arc<Self>> {
         if tensors.is_empty() {
             return Err(Error::configuration("an encoding needs the codecs of at least one tensor"));
         }
@@ -122,7 +130,7 @@ impl Codecs {
         let settings = tensors.iter().map(|tensor| ROLES.map(|role| of(tensor.of(role)))).collect();
         let text = describe(&tensors);
         let hash = hash_text(&text);
-        Ok(Arc::new(Self { tensors, settings, text, hash, with_raw: OnceLock::new() }))
+        Ok(Arc::new(Self { tensors, settings, text, hash, has_raw, with_raw: OnceLock::new() }))
     }
 
     /// The settings in words, the same for equal ones.
@@ -137,7 +145,7 @@ impl Codecs {
         }
         let raw = codec::parse("raw")?;
         let raw = TensorCodecs { inner: raw.clone(), up: raw.clone(), down: raw, id: 0 };
-        let made = Self::new(self.tensors.iter().cloned().chain([raw]).collect())?;
+        let made = Self::made(self.tensors.iter().cloned().chain([raw]).collect(), true)?;
         Ok(self.with_raw.get_or_init(|| made).clone())
     }
 
@@ -323,7 +331,9 @@ impl Coding for TypedCodecs {
     }
 
     fn tile(&self, piece: u32) -> u64 {
-        TILE_ELEMS - TILE_ELEMS % self.grain(piece)
+        let is_raw = self.codecs.has_raw && piece as usize + 1 == self.codecs.tensors();
+        let most = if is_raw { RAW_TILE_ELEMS } else { TILE_ELEMS };
+        most - most % self.grain(piece)
     }
 
     fn tile_bytes(&self, role: Role, piece: u32, elems: u64) -> u64 {
