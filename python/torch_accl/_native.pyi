@@ -182,7 +182,7 @@ def check_codec(text: str) -> str:
     """A codec's settings with all that was left out; raises ValueError for what is none."""
 
 def codecs() -> list[dict[str, Any]]:
-    """The rows of the table of codecs: `name`, `description`, `has_settings`, `settings` (their names), `needs_feedback`."""
+    """The rows of the table of codecs: `name`, `description`, `settings` (their names), `needs_feedback`."""
 
 def _bridged_functions() -> list[str]: ...
 def _panic_for_test(name: str) -> None: ...

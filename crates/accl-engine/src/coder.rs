@@ -99,8 +99,6 @@ pub(crate) struct Coder {
     sums: Vec<f32>,
     /// What a tile decodes to, where that is compared with the sums.
     decoded: Vec<f32>,
-    /// The caller's tensors of a block: there may be one more, see `audit`.
-    tensors: usize,
     watch: Option<Watch>,
 }
 
@@ -125,15 +123,14 @@ impl Coder {
             residuals: encoding.residuals.clone(),
             sums: Vec::new(),
             decoded: Vec::new(),
-            tensors: encoding.codecs.tensors(),
             watch: None,
         }
     }
 
     /// The same for a call that is measured, and has one more tensor if there is a sample.
     pub(crate) fn watched(self, audit: &Audit, sample: Option<Sample>, buffers: &Buffers) -> Self {
-        let tensors = self.tensors - usize::from(sample.is_some());
-        Self { tensors, watch: Some(Watch::begin(audit, sample, tensors, buffers)), ..self }
+        let watch = Watch::begin(audit, sample, self.codecs.given(), buffers);
+        Self { watch: Some(watch), ..self }
     }
 
     /// Enters what was measured, when the call is done.
@@ -257,11 +254,11 @@ impl Coder {
         let residuals = self.residuals.as_ref()?;
         let tile = &code.tiles[index];
         // The sample has none.
-        if tile.piece as usize >= self.tensors {
+        if tile.piece as usize >= self.codecs.given() {
             return None;
         }
         let base = match (op.pass, op.finish) {
-            (0, _) => residuals.contributions.get(tile.block as usize * self.tensors + tile.piece as usize),
+            (0, _) => residuals.contributions.get(tile.block as usize * self.codecs.given() + tile.piece as usize),
             (_, Finish::Yes) => residuals.sums.get(tile.piece as usize),
             (_, Finish::No) => None,
         };

@@ -149,6 +149,11 @@ impl Codecs {
         Ok(self.with_raw.get_or_init(|| made).clone())
     }
 
+    /// As [`Codecs::tensors`], without the one that was added.
+    pub(crate) fn given(&self) -> usize {
+        self.tensors.len() - usize::from(self.has_raw)
+    }
+
     /// Number of tensors of a block.
     pub fn tensors(&self) -> usize {
         self.tensors.len()
@@ -331,8 +336,7 @@ impl Coding for TypedCodecs {
     }
 
     fn tile(&self, piece: u32) -> u64 {
-        let is_raw = self.codecs.has_raw && piece as usize + 1 == self.codecs.tensors();
-        let most = if is_raw { RAW_TILE_ELEMS } else { TILE_ELEMS };
+        let most = if piece as usize >= self.codecs.given() { RAW_TILE_ELEMS } else { TILE_ELEMS };
         most - most % self.grain(piece)
     }
 

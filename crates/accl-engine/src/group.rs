@@ -127,10 +127,10 @@ impl Group {
 
     /// As [`Group::start`], with what is measured of the call.
     fn start_measured(&self, desc: &CallDesc) -> Result<Arc<Call>> {
-        match desc.encoding(self.world).map(|encoding| Sample::beside(desc, encoding)) {
-            Some(Ok(Some((desc, sample)))) => self.start(&desc, Some(sample)),
-            Some(Err(error)) => Err(error.of(desc.collective)),
-            Some(Ok(None)) | None => self.start(desc, None),
+        let sampled = desc.encoding(self.world).map(|encoding| Sample::beside(desc, encoding)).transpose();
+        match sampled.map_err(|error| error.of(desc.collective))?.flatten() {
+            Some((desc, sample)) => self.start(&desc, Some(sample)),
+            None => self.start(desc, None),
         }
     }
 

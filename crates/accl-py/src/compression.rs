@@ -170,7 +170,6 @@ fn codecs(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
         let dict = PyDict::new(py);
         dict.set_item("name", row.name)?;
         dict.set_item("description", row.description)?;
-        dict.set_item("has_settings", !row.settings.is_empty())?;
         dict.set_item("needs_feedback", row.needs_feedback)?;
         dict.set_item("settings", row.settings.iter().map(|setting| setting.name()).collect::<Vec<_>>())?;
         Ok(dict)

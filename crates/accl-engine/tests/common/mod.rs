@@ -7,29 +7,13 @@ use accl_engine::codec::{Codec, Rounding, Settings, codec};
 use accl_engine::encoding::{Codecs, Encoding, TensorCodecs};
 use accl_engine::{ALGORITHMS, Blocks, CallDesc, Mode, TensorDesc};
 use accl_schedule::{Encodes, Topology};
-use accl_testkit::{Member, WorldOptions};
+use accl_testkit::{Member, Rng, WorldOptions};
 use accl_types::{Collective, Dtype, ReduceOp};
 
-/// A generator of splitmix64.
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// From -1 to 1.
-    pub fn float(&mut self) -> f32 {
-        (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
-    }
-}
-
+/// From -1 to 1.
 pub fn data(rank: usize, count: usize, seed: u64) -> Vec<f32> {
-    let mut random = Random(seed << 8 | rank as u64);
-    (0..count).map(|_| random.float()).collect()
+    let mut rng = Rng::new(seed << 8 | rank as u64);
+    (0..count).map(|_| (rng.next_u64() >> 40) as f32 / (1 << 23) as f32 - 1.0).collect()
 }
 
 pub fn max_min(bits: u8, bucket: u32, rounding: Rounding) -> Arc<dyn Codec> {

@@ -9,19 +9,15 @@ use accl_types::{Dtype, Result};
 
 use super::loops::Loops;
 use super::pieces::{add, convert};
-use super::{Build, Codec, Noise, Row, Slice, Spoilt, Summary};
+use super::{Codec, Noise, Row, Slice, Spoilt, Summary};
 use crate::arch::{self, Isa};
 use crate::float_env::DefaultFloatEnv;
 
-pub(super) const RAW: Row = row("raw", "elements as they are", |_, isa| cast("raw", None, isa));
+pub(super) const RAW: Row = Row::plain("raw", "elements as they are", |_, isa| cast("raw", None, isa));
 
-pub(super) const BF16: Row = row("bf16", "bfloat16", |_, isa| cast("bf16", Some(Dtype::BF16), isa));
+pub(super) const BF16: Row = Row::plain("bf16", "bfloat16", |_, isa| cast("bf16", Some(Dtype::BF16), isa));
 
-pub(super) const FP16: Row = row("fp16", "float16", |_, isa| cast("fp16", Some(Dtype::F16), isa));
-
-const fn row(name: &'static str, description: &'static str, build: Build) -> Row {
-    Row { name, description, settings: &[], needs_feedback: false, build }
-}
+pub(super) const FP16: Row = Row::plain("fp16", "float16", |_, isa| cast("fp16", Some(Dtype::F16), isa));
 
 /// Elements lie at multiples of so many bytes in any of the types.
 const ALIGN_BYTES: usize = 8;

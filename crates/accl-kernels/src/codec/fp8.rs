@@ -7,19 +7,15 @@
 //! exact and not above max |x| but for a rounding of the quotient; at least the smallest normal number of float32.
 //! The greatest element may so be above the largest number by one in 2^19, and becomes it.
 
+use super::Row;
 use super::scaled::{Scaled, Scaling, is_finite};
 use super::small_float::SmallFloat;
-use super::{Build, Row};
 
 pub(super) const E4M3: Row =
-    row(Fp8::<false>::NAME, "e4m3 floats, in blocks of 256 with a float32 scale", Scaled::<Fp8<false>>::build);
+    Row::plain(Fp8::<false>::NAME, "e4m3 floats, in blocks of 256 with a float32 scale", Scaled::<Fp8<false>>::build);
 
 pub(super) const E5M2: Row =
-    row(Fp8::<true>::NAME, "e5m2 floats, in blocks of 256 with a float32 scale", Scaled::<Fp8<true>>::build);
-
-const fn row(name: &'static str, description: &'static str, build: Build) -> Row {
-    Row { name, description, settings: &[], needs_feedback: false, build }
-}
+    Row::plain(Fp8::<true>::NAME, "e5m2 floats, in blocks of 256 with a float32 scale", Scaled::<Fp8<true>>::build);
 
 /// Lowest bits of a float32 that a scale has not got.
 const UNUSED_BITS: u32 = (1 << 4) - 1;

@@ -16,14 +16,13 @@
 //!
 //! The rotation: Suresh et al., Distributed mean estimation with limited communication, 2017.
 
-use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use accl_types::{Dtype, Error, Result};
 
 use super::loops::Loops;
-use super::noise::FACTORS;
-use super::pieces::{Beyond, PIECE, place};
+use super::noise::mixed;
+use super::pieces::{Beyond, PIECE, convert, write_values};
 use super::{Codec, Noise, Row, Setting, Settings, Slice, Spoilt, Summary, max_min};
 use crate::arch::{self, Isa};
 use crate::float_env::DefaultFloatEnv;
@@ -40,6 +39,8 @@ const LEAST_BUCKET: u32 = 64;
 const MOST_BUCKET: u32 = 8192;
 /// Elements of a part, unless a bucket has more.
 const PART: usize = 4096;
+/// Added to indices, so that what is hashed is not 0, whose hash is 0.
+const AWAY_FROM_0: u32 = 0x9e37_79b9;
 /// Rotated values are below it: 2^112, which is far less than what 2^13 of them could overflow with.
 const LIMIT: f32 = f32::from_bits((127 + 112) << 23);
 
@@ -61,16 +62,9 @@ fn build(settings: &Settings, isa: Isa) -> Result<Arc<dyn Codec>> {
     }
     let inner = max_min::ROW.build_with_isa(settings, isa)?;
     let factor = (1.0 / f64::from(bucket).sqrt()) as f32;
-    let signs = (0..bucket).map(|index| if hash(index) >> 31 == 0 { factor } else { -factor }).collect();
+    let is_negative = |index: u32| mixed(index.wrapping_add(AWAY_FROM_0), 0) >> 31 == 1;
+    let signs = (0..bucket).map(|index| if is_negative(index) { -factor } else { factor }).collect();
     Ok(Arc::new(Hadamard { settings: *settings, inner, signs, loops: arch::loops(isa) }))
-}
-
-/// The hash of `noise.rs`, of an index; the constant keeps that of 0 from being 0.
-fn hash(index: u32) -> u32 {
-    let x = index.wrapping_add(0x9e37_79b9);
-    let x = (x ^ x >> 16).wrapping_mul(FACTORS[0]);
-    let x = (x ^ x >> 15).wrapping_mul(FACTORS[1]);
-    x ^ x >> 16
 }
 
 /// Elements that are paired within each other first: a multiple of a vector.
@@ -149,10 +143,8 @@ impl Hadamard {
     unsafe fn rotated(&self, values: &mut [f32], slice: Slice) -> Spoilt {
         let Loops { rotate, range, .. } = *self.loops;
         let mut room = [0.0; PIECE];
-        for (start, values) in (0..slice.count).step_by(PIECE).zip(values.chunks_mut(PIECE)) {
-            // SAFETY: the caller's promise.
-            values.copy_from_slice(unsafe { slice.piece(&mut room, start, self.loops) });
-        }
+        // SAFETY: the caller's promise; there is a value for each element.
+        unsafe { convert(values.as_mut_ptr().cast(), Dtype::F32, slice, self.loops) };
         let mut too_large = 0;
         for (start, bucket) in (0..).step_by(self.bucket()).zip(values.chunks_exact_mut(self.bucket())) {
             // SAFETY: the instruction set was checked when `self` was made.
@@ -233,7 +225,6 @@ impl Codec for Hadamard {
 
     unsafe fn decode(&self, dst: *mut u8, into: Dtype, src: &[u8], tensor: Dtype, count: usize) {
         let _env = DefaultFloatEnv::enter();
-        let mut room = [MaybeUninit::uninit(); PIECE];
         self.decode_parts(src, tensor, count, |start, values| {
             // What travelled as it is stays so, infinities too.
             let raw = if self.settings.skip_incomplete { values.len() % self.bucket() } else { 0 };
@@ -241,15 +232,9 @@ impl Codec for Hadamard {
             for (start, values, beyond) in
                 [(start, coded, Beyond::Largest), (start + coded.len(), raw, Beyond::Infinite)]
             {
-                for (start, values) in (start..).step_by(PIECE).zip(values.chunks(PIECE)) {
-                    let dst = dst.wrapping_add(start * into.size_bytes());
-                    // SAFETY: the caller's promise: these are elements of the result.
-                    unsafe {
-                        place(dst, (into, beyond), values.len(), &mut room, self.loops, |to| {
-                            to.iter_mut().zip(values).for_each(|(to, &value)| _ = to.write(value));
-                        });
-                    }
-                }
+                let dst = dst.wrapping_add(start * into.size_bytes());
+                // SAFETY: the caller's promise: these are elements of the result.
+                unsafe { write_values(dst, (into, beyond), values, self.loops) };
             }
         });
     }

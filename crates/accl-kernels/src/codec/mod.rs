@@ -211,6 +211,11 @@ pub struct Row {
 type Build = fn(&Settings, Isa) -> Result<Arc<dyn Codec>>;
 
 impl Row {
+    /// One that has no settings.
+    const fn plain(name: &'static str, description: &'static str, build: Build) -> Self {
+        Self { name, description, settings: &[], needs_feedback: false, build }
+    }
+
     /// Whether there is a choice of this.
     pub fn has(&self, setting: Setting) -> bool {
         self.settings.contains(&setting)

@@ -8,22 +8,21 @@
 //! so be above the largest number, and become it. Blocks with nothing above 2^-127 lose more the smaller they are:
 //! their scale would have to be smaller.
 
+use super::Row;
 use super::scaled::{Scaled, Scaling, is_finite};
 use super::small_float::SmallFloat;
-use super::{Build, Row};
 
 pub(super) const MXFP8: Row =
-    row(Mxfp8::NAME, "e4m3 floats, in blocks of 32 with a power of two (OCP MX)", Scaled::<Mxfp8>::build);
+    Row::plain(Mxfp8::NAME, "e4m3 floats, in blocks of 32 with a power of two (OCP MX)", Scaled::<Mxfp8>::build);
 
-pub(super) const MXFP8_E5M2: Row =
-    row(Mxfp8E5m2::NAME, "e5m2 floats, in blocks of 32 with a power of two (OCP MX)", Scaled::<Mxfp8E5m2>::build);
+pub(super) const MXFP8_E5M2: Row = Row::plain(
+    Mxfp8E5m2::NAME,
+    "e5m2 floats, in blocks of 32 with a power of two (OCP MX)",
+    Scaled::<Mxfp8E5m2>::build,
+);
 
 pub(super) const MXFP4: Row =
-    row(Mxfp4::NAME, "e2m1 floats, in blocks of 32 with a power of two (OCP MX)", Scaled::<Mxfp4>::build);
-
-const fn row(name: &'static str, description: &'static str, build: Build) -> Row {
-    Row { name, description, settings: &[], needs_feedback: false, build }
-}
+    Row::plain(Mxfp4::NAME, "e2m1 floats, in blocks of 32 with a power of two (OCP MX)", Scaled::<Mxfp4>::build);
 
 /// The scale that decodes to NaN.
 const NAN: u8 = 0xff;

@@ -123,8 +123,9 @@ impl Stream {
     }
 }
 
+/// The hash of a counter, with what is mixed in.
 #[inline(always)]
-fn mixed(counter: u32, k1: u32) -> u32 {
+pub(super) fn mixed(counter: u32, k1: u32) -> u32 {
     let x = (counter ^ counter >> 16).wrapping_mul(FACTORS[0]);
     let x = (x ^ x >> 15 ^ k1).wrapping_mul(FACTORS[1]);
     x ^ x >> 16

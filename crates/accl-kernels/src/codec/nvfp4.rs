@@ -17,13 +17,11 @@ use super::Row;
 use super::scaled::{Scaled, Scaling, is_finite};
 use super::small_float::{SmallFloat, from_e4m3, to_e4m3};
 
-pub(super) const ROW: Row = Row {
-    name: Nvfp4::NAME,
-    description: "e2m1 floats, in blocks of 16 with an e4m3 scale, and a float32 scale for each 2,048",
-    settings: &[],
-    needs_feedback: false,
-    build: Scaled::<Nvfp4>::build,
-};
+pub(super) const ROW: Row = Row::plain(
+    Nvfp4::NAME,
+    "e2m1 floats, in blocks of 16 with an e4m3 scale, and a float32 scale for each 2,048",
+    Scaled::<Nvfp4>::build,
+);
 
 struct Nvfp4;
 

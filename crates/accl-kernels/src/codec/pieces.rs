@@ -94,13 +94,24 @@ pub(super) unsafe fn convert(dst: *mut u8, into: Dtype, slice: Slice, loops: &Lo
         return unsafe { slice.src.copy_to_nonoverlapping(dst, slice.count * into.size_bytes()) };
     }
     let mut room = [0.0; PIECE];
-    let mut narrow = [MaybeUninit::uninit(); PIECE];
     for start in (0..slice.count).step_by(PIECE) {
+        let dst = dst.wrapping_add(start * into.size_bytes());
+        // SAFETY: the caller's promise.
+        unsafe { write_values(dst, (into, Beyond::Infinite), slice.piece(&mut room, start, loops), loops) };
+    }
+}
+
+/// Makes elements of `dtype` at `dst` of values.
+///
+/// # Safety
+/// `dst` has room for as many elements, and nobody else uses it meanwhile; `loops` are of an instruction set that is there.
+pub(super) unsafe fn write_values(dst: *mut u8, (dtype, beyond): (Dtype, Beyond), values: &[f32], loops: &Loops) {
+    let mut room = [MaybeUninit::uninit(); PIECE];
+    for (start, values) in (0..).step_by(PIECE).zip(values.chunks(PIECE)) {
+        let dst = dst.wrapping_add(start * dtype.size_bytes());
         // SAFETY: the caller's promise.
         unsafe {
-            let values = slice.piece(&mut room, start, loops);
-            let dst = dst.wrapping_add(start * into.size_bytes());
-            place(dst, (into, Beyond::Infinite), values.len(), &mut narrow, loops, |to| {
+            place(dst, (dtype, beyond), values.len(), &mut room, loops, |to| {
                 to.iter_mut().zip(values).for_each(|(to, &value)| _ = to.write(value));
             });
         }

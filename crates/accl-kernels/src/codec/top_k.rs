@@ -15,13 +15,12 @@
 //! Sparsified SGD with memory, 2018. (By buckets rather than over all of a tensor, so that sizes and indices depend
 //! on counts alone.)
 
-use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use accl_types::{Dtype, Error, Result};
 
 use super::loops::Loops;
-use super::pieces::{Beyond, PIECE, place, read, write};
+use super::pieces::{Beyond, convert, read, write, write_values};
 use super::uniform::{check_bucket, check_meta};
 use super::{Codec, Noise, Row, Setting, Settings, Slice, Spoilt, Summary};
 use crate::arch::{self, Isa};
@@ -169,17 +168,14 @@ impl Codec for TopK {
         zeros.fill(0);
         let (meta, kept) = (self.settings.meta, self.kept(self.bucket()));
         let mut spoilt = Spoilt::default();
-        let mut room = [0.0; PIECE];
         let (mut bucket, mut keys) =
             (vec![0.0; self.bucket().min(count)], Vec::with_capacity(self.bucket().min(count)));
         let places = values.chunks_mut(kept * meta.size_bytes()).zip(indices.chunks_mut(kept * INDEX_BYTES));
         for (start, (values, indices)) in (0..count).step_by(self.bucket()).zip(places) {
             let part = slice.part(start, self.bucket().min(count - start));
             let bucket = &mut bucket[..part.count];
-            for (start, to) in (0..part.count).step_by(PIECE).zip(bucket.chunks_mut(PIECE)) {
-                // SAFETY: the caller's promise: these are elements of the slice; the instruction set was checked.
-                to.copy_from_slice(unsafe { part.piece(&mut room, start, self.loops) });
-            }
+            // SAFETY: the caller's promise: these are elements of the slice; the instruction set was checked.
+            unsafe { convert(bucket.as_mut_ptr().cast(), Dtype::F32, part, self.loops) };
             if let Err(this_one) = self.encode_bucket(values, indices, bucket, &mut keys) {
                 spoilt += this_one;
                 values.chunks_exact_mut(meta.size_bytes()).for_each(|value| write(meta, value, f32::NAN));
@@ -192,7 +188,6 @@ impl Codec for TopK {
 
     unsafe fn decode(&self, dst: *mut u8, into: Dtype, src: &[u8], _: Dtype, count: usize) {
         let _env = DefaultFloatEnv::enter();
-        let mut room = [MaybeUninit::uninit(); PIECE];
         let mut bucket = vec![0.0; self.bucket().min(count)];
         self.decode_buckets(src, count, |start, elements, kept| {
             let bucket = &mut bucket[..elements];
@@ -200,15 +195,9 @@ impl Codec for TopK {
             for (index, value) in kept.into_iter().flatten() {
                 bucket[index] = value;
             }
-            for (start, values) in (start..).step_by(PIECE).zip(bucket.chunks(PIECE)) {
-                let dst = dst.wrapping_add(start * into.size_bytes());
-                // SAFETY: the caller's promise: these are elements of the result.
-                unsafe {
-                    place(dst, (into, Beyond::Largest), values.len(), &mut room, self.loops, |to| {
-                        to.iter_mut().zip(values).for_each(|(to, &value)| _ = to.write(value));
-                    });
-                }
-            }
+            let dst = dst.wrapping_add(start * into.size_bytes());
+            // SAFETY: the caller's promise: these are elements of the result.
+            unsafe { write_values(dst, (into, Beyond::Largest), bucket, self.loops) };
         });
     }
 
