@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch._C._distributed_c10d import Work
 
 from .. import _native
 from .._register import connect, options_of, settle_cgx
-from ..compression._scope import encoded, is_said
+from ..compression._scope import FLOATS, Coded, accl_backend, codecs_of, encoded, is_said
 from ..compression._settings import RAW
 from ..compression._state import State
 from ._cgx_layers import Layer, Registry, Unclear
@@ -38,26 +37,18 @@ from ._cgx_variables import (
 )
 
 __all__ = [
-    "FLOATS",
     "LEAST_ELEMENTS",
     "CGXProcessGroup",
-    "Coded",
-    "codecs_of",
     "coded",
     "create_group",
     "is_exact",
     "registry",
 ]
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
 # CGX sent all_reduces of fewer elements as they are, whatever was registered.
 LEAST_ELEMENTS = 16
 
 registry = Registry()
-
-# The codecs of one tensor, and its number, which nothing depends on: rounding is to the nearest level.
-Coded = tuple[str, str, str, int]
 
 
 def create_group(group: Any, pg_options: _native.BackendOptions | None) -> dist.ProcessGroup:
@@ -84,7 +75,7 @@ def is_exact(settings: GroupSettings, group: dist.ProcessGroup) -> bool:
 
 
 def coded(layer: Layer, dtype: torch.dtype, now: CallSettings, settings: GroupSettings) -> Coded:
-    """The codecs of a layer of a group that compresses."""
+    """The codecs of a layer of a group that compresses. Nothing depends on its number: rounding is to the nearest level."""
     bits = now.bits if layer.bits is None else layer.bits
     if bits >= RAW_FROM_BITS or layer.numel <= settings.minimal_size:
         return (RAW, RAW, RAW, 0)
@@ -228,15 +219,9 @@ for _name in [
         setattr(_WorkOfWhole, _name, _of_work(_name))
 
 
-@lru_cache(maxsize=1024)
-def codecs_of(coded: tuple[Coded, ...]) -> _native.Codecs:
-    """The engine's codecs of the tensors of a call."""
-    return _native.Codecs(list(coded))
-
-
 def _is_on_one_host(group: dist.ProcessGroup) -> bool:
     """Whether all ranks of a group share a host. Collective."""
-    said = group._get_backend(torch.device("cpu")).options.settings.get("host_id") or os.environ.get("ACCL_HOST_ID")
+    said = accl_backend(group).options.settings.get("host_id") or os.environ.get("ACCL_HOST_ID")
     name = said or _native.host_facts()["host_id"]
     mine = torch.tensor([int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])])
     hosts = [torch.empty_like(mine) for _ in range(group.size())]

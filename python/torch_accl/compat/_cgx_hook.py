@@ -8,7 +8,7 @@ The annotations of the hook are objects: DistributedDataParallel compares them.
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ..compression import Compression, ddp_hook
+from ..compression._scope import FLOATS, Coded
 from ..compression._settings import RAW
-from ..compression._state import Plan, State
-from ._cgx_group import FLOATS, LEAST_ELEMENTS, CGXProcessGroup, Coded, codecs_of, coded, is_exact, registry
+from ..compression._state import Plan, State, plan_of
+from ._cgx_group import LEAST_ELEMENTS, CGXProcessGroup, coded, is_exact, registry
 from ._cgx_layers import Layer, check_bits, check_index
 from ._cgx_variables import MOST_BITS, CallSettings, GroupSettings, check_bucket_size
 
@@ -103,16 +104,7 @@ class CGXState(State):
         """
         self._change(bucket_idx, layer_idx, bucket_size=check_bucket_size("bucket_size", bucket_size))
 
-    def plan(
-        self,
-        parameters: Sequence[torch.Tensor],
-        elements: Sequence[int],
-        dtype: torch.dtype,
-        step: int,
-        contributions: Callable[[], Sequence[torch.Tensor]],
-        group: dist.ProcessGroup,
-        blocks: int = 1,
-    ) -> Plan:
+    def plan(self, parameters: Sequence[torch.Tensor], elements: Sequence[int], dtype: torch.dtype, *_: object) -> Plan:
         """How the gradients of the bucket that the hook has now are encoded."""
         now = CallSettings.now()
         if self._is_exact or dtype not in FLOATS or sum(elements) < LEAST_ELEMENTS:
@@ -187,11 +179,5 @@ states: "weakref.WeakSet[CGXState]" = weakref.WeakSet()
 
 @lru_cache(maxsize=1024)
 def _plan(layers: tuple[Coded, ...], elements: tuple[int, ...], dtype: torch.dtype) -> Plan:
-    raw = [count * dtype.itemsize for count in elements]
     chosen = [None if codecs[1] == RAW else codecs[:3] for codecs in layers]
-    if not any(chosen):
-        return Plan([], chosen, raw, raw)
-    codecs = codecs_of(layers)
-    kind = str(dtype).removeprefix("torch.")
-    sent = [codecs.encoded_bytes(position, kind, count)[0] for position, count in enumerate(elements)]
-    return Plan([], chosen, raw, sent, codecs)
+    return plan_of([], chosen, [number for *_, number in layers], elements, dtype)

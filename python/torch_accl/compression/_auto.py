@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .. import _native
 from ._agreement import reduced
-from ._scope import accl_backend, encoded, exact
+from ._scope import accl_backend, codecs_of, encoded, exact
 from ._settings import RAW, Compression, tensor_id
 
 __all__ = ["Choice", "choose"]
@@ -144,6 +143,6 @@ def _add(
     """Adds up the tensors of all ranks, in place, by a codec each."""
     options = dist.AllreduceCoalescedOptions()
     options.asyncOp = True
-    made = _native.Codecs([(RAW, codec, codec, id) for codec, id in zip(codecs, ids, strict=True)])
+    made = codecs_of(tuple((RAW, codec, codec, id) for codec, id in zip(codecs, ids, strict=True)))
     with exact() if set(codecs) == {RAW} else encoded(made, 0, step):
         group.allreduce_coalesced(tensors, options).wait()

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from .. import _native
-from ._scope import accl_backend, accl_group, encoded, exact
+from ._scope import accl_backend, accl_group, codecs_of, encoded, exact
 from ._settings import AUTO, RAW, Compression, default_codec, needs_feedback, tensor_id
 
 __all__ = ["all_gather_quantized", "all_reduce_quantized", "all_to_all_quantized", "reduce_scatter_quantized"]
@@ -144,7 +143,7 @@ def _scope(
     if tensor.is_complex() or tensor.layout is not torch.strided:
         # torch makes calls on tensors of float32 of these, which the engine cannot tell from others.
         return exact()
-    codecs = _codecs(settings.usual or (RAW, RAW, RAW), tensor_id(key))
+    codecs = codecs_of(((*(settings.usual or (RAW, RAW, RAW)), tensor_id(key)),))
     return encoded(codecs, settings.seed, next(_steps) if step is None else step)
 
 
@@ -152,8 +151,3 @@ def _scope(
 def _settings(codec: str) -> Compression:
     # What a single call loses is its caller's matter, also with a codec that hooks refuse without error feedback.
     return Compression(codec, error_feedback=isinstance(codec, str) and needs_feedback(codec))
-
-
-@lru_cache(maxsize=1024)
-def _codecs(codec: tuple[str, str, str], tensor: int) -> _native.Codecs:
-    return _native.Codecs([(*codec, tensor)])

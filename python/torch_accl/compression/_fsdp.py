@@ -66,8 +66,11 @@ def _reduce_scatter(state: State, module: str, group: Any) -> object:
             check_row(shards, output_tensor.numel())
             parameters = [param.sharded_param for param in params]
             step = state.next_call(module)
-            inputs = list(input_tensor.view(group.size(), -1).split(shards, dim=1))
-            plan = state.plan(parameters, shards, output_tensor.dtype, step, lambda: inputs, group, group.size())
+
+            def inputs() -> list[torch.Tensor]:
+                return list(input_tensor.view(group.size(), -1).split(shards, dim=1))
+
+            plan = state.plan(parameters, shards, output_tensor.dtype, step, inputs, group, group.size())
             is_on = state.is_on(plan, step)
             state.count(plan, is_on)
             if not is_on:
@@ -79,7 +82,7 @@ def _reduce_scatter(state: State, module: str, group: Any) -> object:
             options.asyncOp = async_op
             with state.encoded(plan, step):
                 # A blocking call is done by now, and has no Work.
-                work = group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
+                work = group.reduce_scatter_tensor_coalesced(outputs, inputs(), options)
             if work is not None and plan.losses:
                 # Its future keeps what is carried over until the call is done.
                 work.get_future().then(lambda future, losses=plan.losses: None)

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 
 from .. import _native
 
-__all__ = ["Addresses", "accl_backend", "accl_group", "encoded", "exact", "is_said"]
+__all__ = ["FLOATS", "Addresses", "Coded", "accl_backend", "accl_group", "codecs_of", "encoded", "exact", "is_said"]
 
+
+# What is encoded; all else travels as it is.
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 # Addresses of what is carried over: of contributions, and of sums.
 Addresses = tuple[list[int], list[int]]
+
+# The codecs of one tensor (inside hosts, of parts of sums, of results), and what tells its random numbers from others'.
+Coded = tuple[str, str, str, int]
+
+
+@lru_cache(maxsize=1024)
+def codecs_of(tensors: tuple[Coded, ...]) -> _native.Codecs:
+    """The engine's codecs of the tensors of a call."""
+    return _native.Codecs(list(tensors))
 
 
 @contextmanager

@@ -11,7 +11,18 @@ from functools import lru_cache
 
 from .. import _native
 
-__all__ = ["AUTO", "RAW", "Codec", "Compression", "default_codec", "finer", "fits", "needs_feedback", "tensor_id"]
+__all__ = [
+    "AUTO",
+    "RAW",
+    "Codec",
+    "Compression",
+    "default_codec",
+    "finer",
+    "fits",
+    "loses_more_than_there_is",
+    "needs_feedback",
+    "tensor_id",
+]
 
 RAW = "raw"
 AUTO = "auto"
@@ -100,8 +111,9 @@ class Compression:
             raise ValueError(f"seed is {self.seed!r}; expected an integer from 0 to 2^64 - 1")
 
         codecs = [self.codec, self.up, self.down, *self.layers.values()]
-        for name in ("maxmin", "hadamard"):
-            if self.error_feedback and any(codec is not None and codec.startswith(f"{name}:1,") for codec in codecs):
+        for codec in codecs:
+            if self.error_feedback and codec is not None and loses_more_than_there_is(codec):
+                name = codec.partition(":")[0]
                 raise ValueError(
                     f"error_feedback: with {name}:1 it diverges, since an encoding of one bit loses more than there was; "
                     f"take {name}:2 or more"
@@ -171,6 +183,11 @@ def needs_feedback(codec: str) -> bool:
     return codec.split(",")[0].split(":")[0].strip() in {
         row["name"] for row in _native.codecs() if row["needs_feedback"]
     }
+
+
+def loses_more_than_there_is(codec: str) -> bool:
+    """Whether the error of a codec is larger than what it encodes."""
+    return codec.startswith(("maxmin:1,", "hadamard:1,"))
 
 
 def fits(pattern: str, name: str) -> bool:

@@ -18,10 +18,10 @@ from ._agreement import check_settings, reduced
 from ._auto import Choice, choose
 from ._measures import Measures, Totals, table
 from ._optimizers import watch_for_adam
-from ._scope import Addresses, accl_group, encoded
-from ._settings import AUTO, RAW, Codec, Compression, finer, tensor_id
+from ._scope import FLOATS, Addresses, accl_group, codecs_of, encoded
+from ._settings import AUTO, RAW, Codec, Compression, finer, loses_more_than_there_is, tensor_id
 
-__all__ = ["Plan", "State", "Traffic", "names_of"]
+__all__ = ["Plan", "State", "Traffic", "names_of", "plan_of"]
 
 # Calls of a plan between two looks at what was measured; all ranks look at the same ones.
 LOOK_EVERY = 100
@@ -116,7 +116,7 @@ class State:
         self._times: dict[tuple[torch.dtype, str], float] = {}
         self._is_checked = False
         for codec in compression.codecs():
-            if codec.startswith(("maxmin:1,", "hadamard:1,")):
+            if loses_more_than_there_is(codec):
                 warnings.warn(
                     f"compression: {codec} loses more of a gradient than there is, and training with it is likely to diverge; take "
                     "maxmin:2, or sign with error_feedback=True",
@@ -263,7 +263,7 @@ class State:
             plan = None
         # Gradients that tell nothing (all zeros) are not looked at every time.
         is_due = step >= self.compression.start_step and (step - self.compression.start_step) % LOOK_EVERY == 0
-        if is_due and self.compression.codec == AUTO and (plan is None or plan.is_waiting) and _is_float(dtype):
+        if is_due and self.compression.codec == AUTO and (plan is None or plan.is_waiting) and dtype in FLOATS:
             waiting = [self.name_of(parameter) for parameter in parameters if self._awaits_choice(parameter)]
             if waiting:
                 names = map(self.name_of, parameters)
@@ -361,16 +361,11 @@ class State:
         self, parameters: Sequence[torch.Tensor], elements: Sequence[int], dtype: torch.dtype, blocks: int
     ) -> Plan:
         names = [self.name_of(parameter) for parameter in parameters]
-        chosen = [self._codec(parameter) for parameter in parameters]
-        raw = [blocks * count * dtype.itemsize for count in elements]
-        plan = Plan(names, chosen, raw, raw, is_waiting=any(map(self._awaits_choice, parameters)))
-        if not _is_float(dtype) or not any(chosen):
+        chosen = [self._codec(parameter) if dtype in FLOATS else None for parameter in parameters]
+        plan = plan_of(names, chosen, [tensor_id(name) for name in names], elements, dtype, blocks)
+        plan.is_waiting = any(map(self._awaits_choice, parameters))
+        if plan.codecs is None:
             return plan
-        ids = [tensor_id(name) for name in names]
-        plan.codecs = _native.Codecs([(*(codec or (RAW, RAW, RAW)), id) for codec, id in zip(chosen, ids, strict=True)])
-        kind = str(dtype).removeprefix("torch.")
-        sent = [plan.codecs.encoded_bytes(position, kind, count)[0] for position, count in enumerate(elements)]
-        plan.sent_bytes = [blocks * size for size in sent]
         plan.ledger = _native.Ledger(len(names))
         plan.looked_at = [Totals()] * len(names)
         if self.compression.error_feedback:
@@ -395,6 +390,24 @@ class State:
         plan.losses = tuple(losses)
 
 
+def plan_of(
+    names: list[str],
+    chosen: list[Codec | None],
+    ids: Sequence[int],
+    elements: Sequence[int],
+    dtype: torch.dtype,
+    blocks: int = 1,
+) -> Plan:
+    """How tensors are encoded by these codecs, of which each of so many blocks has so many elements each."""
+    raw = [blocks * count * dtype.itemsize for count in elements]
+    if not any(chosen):
+        return Plan(names, chosen, raw, raw)
+    codecs = codecs_of(tuple((*(codec or (RAW, RAW, RAW)), id) for codec, id in zip(chosen, ids, strict=True)))
+    kind = str(dtype).removeprefix("torch.")
+    sent = [blocks * codecs.encoded_bytes(position, kind, count)[0] for position, count in enumerate(elements)]
+    return Plan(names, chosen, raw, sent, codecs)
+
+
 # Of a parameter: what was measured, and bytes of its compressed gradients before and after.
 _Figures = tuple[Totals, int, int]
 
@@ -407,10 +420,6 @@ def _add_figures(figures: dict[str, _Figures], plan: Plan) -> None:
             sums = sums.plus(totals)
             raw, sent = raw + totals.calls * plan.raw_bytes[index], sent + totals.calls * plan.sent_bytes[index]
         figures[name] = sums, raw, sent
-
-
-def _is_float(dtype: torch.dtype) -> bool:
-    return dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _loss(losses: dict[str, torch.Tensor], name: str, blocks: int, elements: int) -> torch.Tensor:
