@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch_accl
 from support import BACKEND, init_group, on_ranks, run_script
+from support.training import Model, contribution, error, same_on_all
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,29 +48,9 @@ def in_cgx_group(body):
     return with_group
 
 
-def contribution(rank, count=5003, dtype=torch.float32):
-    return torch.randn(count, generator=torch.Generator().manual_seed(rank)).to(dtype)
-
-
 def exact_sum(world, count=5003, dtype=torch.float32):
     """As accl adds without compression."""
-    return sum(contribution(other, count, dtype).double() for other in range(world))
-
-
-def same_on_all(*tensors):
-    """Whether all ranks have the same bits."""
-    for tensor in tensors:
-        mine = tensor.detach().contiguous().view(torch.uint8).view(-1)
-        rows = mine.new_empty(dist.get_world_size(), mine.numel())
-        dist.all_gather_into_tensor(rows.view(-1), mine)
-        if not all(torch.equal(row, mine) for row in rows):
-            return False
-    return True
-
-
-def error(result, exact):
-    """Norm of the error over that of the exact result."""
-    return ((result.double() - exact.double()).norm() / exact.double().norm()).item()
+    return sum(contribution(other, count).to(dtype).double() for other in range(world))
 
 
 def summed(tensor, **how):
@@ -145,7 +126,7 @@ def test_variables_are_read_at_every_call(rank, world):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_encoding_is_to_the_nearest_level_with_metadata_of_the_tensors_type(rank, world, dtype):
     other = dist.new_group(backend="accl")
-    tensor = contribution(rank, dtype=dtype)
+    tensor = contribution(rank).to(dtype)
     kind = str(dtype).removeprefix("torch.")
     for bits in (1, 2, 4, 8):
         os.environ[BITS] = str(bits)
@@ -503,7 +484,7 @@ def test_registered_layers_have_bits_and_buckets_of_their_own(rank, world, dtype
     counts = (1000, 40, 2000, 16, 3000)
     for index, (count, bits) in enumerate(zip(counts, (2, 32, 0, 4, 4), strict=True)):
         cgx.register_layer(0, index, count, bits, 64 if index == 4 else 512)
-    tensor = contribution(rank, sum(counts), dtype)
+    tensor = contribution(rank, sum(counts)).to(dtype)
     kind = str(dtype).removeprefix("torch.")
     codecs = (f"maxmin:2,meta={kind}", "raw", f"maxmin:8,meta={kind}", "raw", f"maxmin:4,bucket=64,meta={kind}")
     codecs = [codec if codec == "raw" else f"{codec},rounding=nearest" for codec in codecs]
@@ -525,7 +506,7 @@ def test_registered_layers_have_bits_and_buckets_of_their_own(rank, world, dtype
     assert torch.equal(summed(tensor).split(counts)[0], expected()[0])
     # What is no bucket is exact, however many elements it has.
     for count in (1000, 5003, 16, 10**5):
-        foreign = contribution(rank, count, dtype)
+        foreign = contribution(rank, count).to(dtype)
         assert torch.equal(summed(foreign), summed(foreign, group=other))
     # The same in a tensor that cannot be cut.
     strided = torch.zeros(sum(counts), 2, dtype=dtype)
@@ -553,20 +534,6 @@ def test_a_size_that_two_buckets_have_is_exact_unless_they_are_alike(rank, world
 
 
 # Models by name.
-
-
-class Model(nn.Module):
-    """Two layers that are large enough to be compressed, and small ones that are not."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(48, 96)
-        self.norm = nn.LayerNorm(96)
-        self.down = nn.Linear(96, 48)
-        self.head = nn.Linear(48, 5)
-
-    def forward(self, x):
-        return self.head(torch.relu(self.down(self.norm(torch.relu(self.up(x))))))
 
 
 def made(seed=7, **options):

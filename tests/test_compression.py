@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch_accl
 from support import init_group, on_ranks
+from support.training import Model, contribution, error, same_on_all
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -24,26 +25,6 @@ CODECS = (
     "maxmin:2,bucket=64",
     "maxmin:8,meta=float16,skip_incomplete",
 )
-
-
-def contribution(rank, count=5003, seed=0):
-    return torch.randn(count, generator=torch.Generator().manual_seed(100 * seed + rank))
-
-
-def same_on_all(*tensors):
-    """Whether all ranks have the same bits."""
-    for tensor in tensors:
-        mine = tensor.detach().contiguous().view(torch.uint8)
-        rows = mine.new_empty(dist.get_world_size(), mine.numel())
-        dist.all_gather_into_tensor(rows.view(-1), mine.view(-1))
-        if not all(torch.equal(row, mine.view(-1)) for row in rows):
-            return False
-    return True
-
-
-def error(result, exact):
-    """Norm of the error over that of the exact result."""
-    return ((result.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
 # Twice what one encoding of Gaussian data has, and that of rounding to the type.
@@ -347,20 +328,6 @@ def test_a_wrong_option_is_refused():
         torch_accl.Options(compression=4)
     with pytest.raises(ValueError, match="scope: value `most` is not accepted; expected hooks or all"):
         torch_accl.Options(scope="most")
-
-
-class Model(nn.Module):
-    """Two layers that are large enough to be compressed, and small ones that are not."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(48, 96)
-        self.norm = nn.LayerNorm(96)
-        self.down = nn.Linear(96, 48)
-        self.head = nn.Linear(48, 5)
-
-    def forward(self, x):
-        return self.head(torch.relu(self.down(self.norm(torch.relu(self.up(x))))))
 
 
 def batch(rank, step):

@@ -1,6 +1,6 @@
 """One of two ranks that reduce a gradient by turns in two ways, as a hook of DistributedDataParallel does: audited and not, by
-the codec that `auto` chooses and raw. Started as `policy.py FOLDER TRANSPORT RANK`; FOLDER is where the ranks meet. The first
-one prints one JSON object.
+the codec that `auto` chooses and raw. Started as `policy.py FOLDER TRANSPORT RANK PORT`; FOLDER is where the ranks meet, and PORT is
+not needed. Prints one JSON object, the same on both ranks.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ def main() -> None:
     )
     found = {str(4 * side * side): measure(torch, side, rounds) for side, rounds in SIDES.items()}
     dist.destroy_process_group()
-    if rank == 0:
-        print(json.dumps(found))
+    print(json.dumps(found))
 
 
 def measure(torch, side: int, rounds: int) -> dict[str, object]:
@@ -69,23 +68,13 @@ def measure(torch, side: int, rounds: int) -> dict[str, object]:
 
 def reduction(torch, settings, buffer: object, side: int) -> tuple[object, Callable[[], object]]:
     """What reduces a gradient that lies in the buffer, and its state."""
+    from bucket import Bucket
     from torch_accl import compression
 
     model = torch.nn.Linear(side, side, bias=False)
     state = compression.State(settings, model)
     bucket = Bucket(buffer, buffer.view(side, side), model.weight)
     return state, lambda: compression.ddp_hook(state, bucket).wait()
-
-
-class Bucket:
-    """What the hook asks of a bucket with one gradient."""
-
-    def __init__(self, buffer: object, gradient: object, parameter: object) -> None:
-        self.buffer = lambda: buffer
-        self.gradients = lambda: [gradient]
-        self.parameters = lambda: [parameter]
-        self.index = lambda: 0
-        self.is_last = lambda: True
 
 
 def turns(torch, reduces: dict[str, Callable[[], object]], rounds: int) -> list[float]:

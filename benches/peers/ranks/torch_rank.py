@@ -320,6 +320,7 @@ class Distributed(Member):
 
     def power_sgd(self, whole: object) -> Call:
         """Torch's hook on a bucket of one matrix, as nearly square as the number of elements allows."""
+        from bucket import Bucket
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 
         count = whole.numel()
@@ -342,16 +343,6 @@ class Distributed(Member):
 
     def close(self) -> None:
         self.dist.destroy_process_group()
-
-
-class Bucket:
-    """What a hook of DistributedDataParallel asks of a bucket with one gradient."""
-
-    def __init__(self, buffer: object, gradient: object) -> None:
-        self.buffer = lambda: buffer
-        self.gradients = lambda: [gradient]
-        self.index = lambda: 0
-        self.is_last = lambda: True
 
 
 class DeepSpeed(Member):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +11,7 @@ from ..contenders import title_of
 from ..fleet import HERE, Host
 from ..report import Bench, Section
 from ..tables import Bar, Table, size_name
+from .costs import answers_of
 
 PROGRAM = SOURCES / "policy.py"
 RANKS = 2
@@ -44,25 +42,11 @@ def collect(bench: Bench) -> dict[str, Any]:
 def start(python: str, transport: str, hosts: Sequence[Host]) -> dict[str, Any]:
     """By size in bytes, what the ranks have measured."""
     with tempfile.TemporaryDirectory(prefix="accl-peers-policy-") as folder:
-        processes = [
-            subprocess.Popen(
-                hosts[rank % len(hosts)].command([python, str(PROGRAM), folder, transport, str(rank)]),
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            for rank in range(RANKS)
-        ]
-        try:
-            answers = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
-            return json.loads(answers[0])
-        except (subprocess.TimeoutExpired, ValueError):
-            raise Unavailable("a rank has failed") from None
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+        command = [python, str(PROGRAM), folder, transport]
+        found = answers_of(command, RANKS, {"OMP_NUM_THREADS": "1"}, hosts, LIMIT_S)
+    if not all(found):
+        raise Unavailable("a rank has failed")
+    return found[0]
 
 
 def tables(data: dict[str, Any]) -> list[Table]:

@@ -7,11 +7,12 @@ import os
 import socket
 import statistics
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ..fleet import HERE, Host
 from ..report import Bench, Section
 from ..tables import Bar, Table, plain
 
@@ -42,13 +43,25 @@ def collect(bench: Bench) -> dict[str, Any]:
 
 
 def start(command: list[str], ranks: int, environment: Mapping[str, str] = MappingProxyType({})) -> dict[str, float]:
-    """Runs the ranks of one start, each as `command RANK PORT`; by measure the slowest rank's."""
+    """Runs the ranks of one start; by measure the slowest rank's."""
+    answers = answers_of(command, ranks, environment)
+    return {name: max(answer[name] for answer in answers) for name in answers[0] if all(name in one for one in answers)}
+
+
+def answers_of(
+    command: list[str],
+    ranks: int,
+    environment: Mapping[str, str],
+    hosts: Sequence[Host] = HERE,
+    limit_s: float = LIMIT_S,
+) -> list[dict[str, Any]]:
+    """Runs the ranks of one start, each as `command RANK PORT`, and returns what each has printed; nothing if it failed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     processes = [
         subprocess.Popen(
-            [*command, str(rank), port],
+            hosts[rank * len(hosts) // ranks].command([*command, str(rank), port]),
             env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -57,12 +70,11 @@ def start(command: list[str], ranks: int, environment: Mapping[str, str] = Mappi
         for rank in range(ranks)
     ]
     try:
-        answers = [json.loads(process.communicate(timeout=LIMIT_S)[0] or "{}") for process in processes]
+        return [json.loads(process.communicate(timeout=limit_s)[0] or "{}") for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    return {name: max(answer[name] for answer in answers) for name in answers[0] if all(name in one for one in answers)}
 
 
 def merged(starts: list[dict[str, float]]) -> dict[str, float]:

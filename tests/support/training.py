@@ -1,0 +1,39 @@
+"""Tensors and a model for tests of compression, and how results of ranks are compared."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def contribution(rank, count=5003, seed=0):
+    return torch.randn(count, generator=torch.Generator().manual_seed(100 * seed + rank))
+
+
+def same_on_all(*tensors):
+    """Whether all ranks have the same bits."""
+    for tensor in tensors:
+        mine = tensor.detach().contiguous().view(torch.uint8)
+        rows = mine.new_empty(dist.get_world_size(), mine.numel())
+        dist.all_gather_into_tensor(rows.view(-1), mine.view(-1))
+        if not all(torch.equal(row, mine.view(-1)) for row in rows):
+            return False
+    return True
+
+
+def error(result, exact):
+    """Norm of the error over that of the exact result."""
+    return ((result.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+class Model(nn.Module):
+    """Two layers that are large enough to be compressed, and small ones that are not."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(48, 96)
+        self.norm = nn.LayerNorm(96)
+        self.down = nn.Linear(96, 48)
+        self.head = nn.Linear(48, 5)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.down(self.norm(torch.relu(self.up(x))))))
