@@ -49,6 +49,7 @@ impl Scheme for AbsMax {
         2.0 * Self::reach(bits)
     }
 
+    #[inline]
     fn place(settings: &Settings, range: Range) -> Result<Placed, Spoilt> {
         let (top, meta) = (Self::top(settings.bits), settings.meta);
         let most = range.max.max(-range.min);

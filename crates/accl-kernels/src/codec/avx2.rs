@@ -16,9 +16,10 @@ use std::arch::x86_64::{
     _mm256_xor_si256,
 };
 use std::hint::black_box;
-use std::mem::MaybeUninit;
+use std::mem::{self, MaybeUninit};
+use std::slice;
 
-use super::loops::{self, Grid, Loops, Range};
+use super::loops::{self, Buckets, Grid, Loops, Range, Scale};
 use super::noise::{Draws, FACTORS, Narrow, SHARE, Stream};
 
 /// Elements that make a vector of codes.
@@ -26,7 +27,7 @@ const GROUP: usize = 32;
 
 /// The loops of an instruction set that has AVX2 and FMA, with these in place of its own.
 pub(crate) const fn with_vectors(loops: Loops) -> Loops {
-    Loops { range, encode, encode_drawn, decode, decode_add, ..loops }
+    Loops { range, ranges, encode, encode_drawn, decode, decode_add, ..loops }
 }
 
 /// Asks for memory that is needed soon, while there is something to calculate: so many bytes behind the group.
@@ -38,8 +39,8 @@ fn ask_ahead<const BYTES: usize>(group: &[f32]) {
     }
 }
 
-/// Two buckets of the usual size: the range of a bucket is found without a pause, before its levels are.
-const BUCKETS_AHEAD: usize = 4096;
+/// Three buckets of the usual size: ranges are found without a pause, one bucket before levels are.
+const BUCKETS_AHEAD: usize = 6144;
 /// What is decoded comes line by line.
 const LINES_AHEAD: usize = 1024;
 
@@ -70,6 +71,14 @@ pub(crate) fn range(values: &[f32]) -> Range {
     if rest.is_empty() { all } else { all.joined(loops::range(rest)) }
 }
 
+/// As [`loops::ranges`].
+#[target_feature(enable = "avx2,fma")]
+pub(crate) fn ranges(ranges: &mut [Range], values: &[f32], bucket: usize) {
+    for (index, to) in ranges.iter_mut().enumerate() {
+        *to = range(&values[index * bucket..values.len().min((index + 1) * bucket)]);
+    }
+}
+
 /// The least of eight numbers.
 #[inline]
 #[target_feature(enable = "avx2")]
@@ -97,71 +106,91 @@ macro_rules! by_bits {
 
 /// As [`loops::encode`].
 #[target_feature(enable = "avx2")]
-pub(crate) fn encode(dst: &mut [u8], values: &[f32], grid: &Grid, bits: u8) {
-    by_bits!(encode_by(dst, values, grid), bits);
+pub(crate) fn encode(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>) {
+    let bits = grids.bits;
+    by_bits!(encode_by(dst, values, grids), bits);
 }
 
-#[inline]
+#[inline(never)]
 #[target_feature(enable = "avx2")]
-fn encode_by<const BITS: usize>(dst: &mut [u8], values: &[f32], grid: &Grid) {
-    let whole = values.len() / GROUP;
-    let (values, values_left) = values.split_at(whole * GROUP);
-    for (group, values) in values.chunks_exact(GROUP).enumerate() {
-        ask_ahead::<BUCKETS_AHEAD>(values);
-        let mut parts = [_mm256_set1_epi32(0); 4];
-        for (part, values) in parts.iter_mut().zip(values.chunks_exact(8)) {
-            // To nearest even: the mode that the callers have set.
-            *part = _mm256_cvtps_epi32(scaled(values, grid));
+fn encode_by<const BITS: usize>(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>) {
+    for (&grid, elements, bytes) in grids.each(values.len()) {
+        let (dst, values) = (&mut dst[bytes], &values[elements]);
+        let mut groups = values.chunks_exact(GROUP);
+        let whole = groups.len();
+        for (values, at) in groups.by_ref().zip((0..).step_by(4 * BITS)) {
+            ask_ahead::<BUCKETS_AHEAD>(values);
+            let [a, b, c, d] = levels(values, &grid);
+            let codes = _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d));
+            pack::<BITS>(&mut dst[at..], ordered(codes));
         }
-        let [a, b, c, d] = parts;
-        let codes = _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d));
-        pack::<BITS>(&mut dst[group * 4 * BITS..], ordered(codes));
+        let left = groups.remainder();
+        if !left.is_empty() {
+            encode_left(&mut dst[whole * 4 * BITS..], left, Buckets { of: &[grid], ..grids });
+        }
     }
-    loops::encode(&mut dst[whole * 4 * BITS..], values_left, grid, BITS as u8);
+}
+
+/// What is less than a group. Compiled alone, it takes no registers from the loop.
+#[inline(never)]
+#[target_feature(enable = "avx2")]
+fn encode_left(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>) {
+    loops::encode(dst, values, grids);
 }
 
 /// As [`loops::encode_drawn`], in words of 16 bits, which hold 256 times a level and a draw together.
 #[target_feature(enable = "avx2")]
-pub(crate) fn encode_drawn(dst: &mut [u8], values: &[f32], grid: &Grid, bits: u8, draws: &Draws, first: u64) {
-    let Some(own) = Counters::new(draws.own, first, values.len()) else {
-        return loops::encode_drawn(dst, values, grid, bits, draws, first);
+pub(crate) fn encode_drawn(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>, draws: &Draws, first: u64) {
+    let bits = grids.bits;
+    // Groups of one bucket follow those of another.
+    let follow = grids.bucket.is_multiple_of(GROUP) || grids.of.len() == 1;
+    // 256 times the inverse is as good as a multiplication of the result, except where it leaves the range of float32.
+    let is_plain = follow && grids.of.iter().all(|grid| (256.0 * grid.inverse).is_finite());
+    let Some(own) = Counters::new(draws.own, first, values.len()).filter(|_| is_plain) else {
+        return loops::encode_drawn(dst, values, grids, draws, first);
     };
-    // As good as a multiplication of the result, except where it leaves the range of float32.
-    let fine = Grid { min: grid.min, inverse: 256.0 * grid.inverse, top: 256.0 * grid.top };
-    if fine.inverse.is_infinite() {
-        return loops::encode_drawn(dst, values, grid, bits, draws, first);
-    }
-    let whole = values.len() / GROUP * GROUP;
-    let (grouped, left) = values.split_at(whole);
     match &draws.strata {
-        None => by_bits!(encode_from(Alone(own), dst, grouped, &fine), bits),
+        None => by_bits!(encode_from(Alone(own), dst, values, grids), bits),
         Some(strata) => match (strata.narrow, Counters::new(strata.picks, first, values.len())) {
             (Some(narrow), Some(picks)) => {
-                by_bits!(encode_from(Among { own, picks, narrow }, dst, grouped, &fine), bits)
+                by_bits!(encode_from(Among { own, picks, narrow }, dst, values, grids), bits)
             }
-            _ => return loops::encode_drawn(dst, values, grid, bits, draws, first),
+            _ => return loops::encode_drawn(dst, values, grids, draws, first),
         },
     }
-    loops::encode_drawn(&mut dst[whole / 8 * usize::from(bits)..], left, grid, bits, draws, first + whole as u64);
+    let whole = values.len() / GROUP * GROUP;
+    if let (true, Some(grid)) = (whole < values.len(), grids.of.last()) {
+        let grids = Buckets { of: slice::from_ref(grid), ..grids };
+        loops::encode_drawn(
+            &mut dst[whole / 8 * usize::from(bits)..],
+            &values[whole..],
+            grids,
+            draws,
+            first + whole as u64,
+        );
+    }
 }
 
 /// Encodes whole groups.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn encode_from<const BITS: usize>(mut source: impl Source, dst: &mut [u8], values: &[f32], fine: &Grid) {
-    for (group, values) in values.chunks_exact(GROUP).enumerate() {
-        ask_ahead::<BUCKETS_AHEAD>(values);
-        let mut parts = [_mm256_set1_epi32(0); 4];
-        for (part, values) in parts.iter_mut().zip(values.chunks_exact(8)) {
-            *part = _mm256_cvtps_epi32(scaled(values, fine));
+fn encode_from<const BITS: usize>(mut source: impl Source, dst: &mut [u8], values: &[f32], grids: Buckets<Grid>) {
+    // SAFETY: this function has the instruction set.
+    let mut draws = unsafe { source.next() };
+    for (grid, elements, bytes) in grids.each(values.len()) {
+        let (dst, values) = (&mut dst[bytes], &values[elements]);
+        let fine = Grid { min: grid.min, inverse: 256.0 * grid.inverse, top: 256.0 * grid.top };
+        for (values, at) in values.chunks_exact(GROUP).zip((0..).step_by(4 * BITS)) {
+            ask_ahead::<BUCKETS_AHEAD>(values);
+            let [a, b, c, d] = levels(values, &fine);
+            // Those of the next group are begun: a hash takes as long as the rest, and nothing of this group waits for it.
+            // SAFETY: this function has the instruction set.
+            let [lower, upper] = mem::replace(&mut draws, unsafe { source.next() });
+            let lower = _mm256_add_epi16(_mm256_packus_epi32(a, b), lower);
+            let upper = _mm256_add_epi16(_mm256_packus_epi32(c, d), upper);
+            let codes = _mm256_packus_epi16(_mm256_srli_epi16::<8>(lower), _mm256_srli_epi16::<8>(upper));
+            pack::<BITS>(&mut dst[at..], ordered(codes));
         }
-        let [a, b, c, d] = parts;
-        // SAFETY: this function has the instruction set.
-        let [lower, upper] = unsafe { source.next() };
-        let lower = _mm256_add_epi16(_mm256_packus_epi32(a, b), lower);
-        let upper = _mm256_add_epi16(_mm256_packus_epi32(c, d), upper);
-        let codes = _mm256_packus_epi16(_mm256_srli_epi16::<8>(lower), _mm256_srli_epi16::<8>(upper));
-        pack::<BITS>(&mut dst[group * 4 * BITS..], ordered(codes));
     }
 }
 
@@ -324,49 +353,65 @@ fn hash(counters: __m256i, mixed_in: u32) -> __m256i {
 
 /// As [`loops::decode_add`].
 #[target_feature(enable = "avx2,fma")]
-pub(crate) fn decode_add(sums: &mut [f32], src: &[u8], bits: u8, unit: f32, min: f32) {
-    by_bits!(decode_add_by(sums, src, unit, min), bits);
+pub(crate) fn decode_add(sums: &mut [f32], src: &[u8], scales: Buckets<Scale>) {
+    let bits = scales.bits;
+    by_bits!(decode_add_by(sums, src, scales), bits);
 }
 
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-fn decode_add_by<const BITS: usize>(sums: &mut [f32], src: &[u8], unit: f32, min: f32) {
-    let mut groups = sums.chunks_exact_mut(GROUP);
-    let (packed, packed_left) = src.split_at(groups.len() * 4 * BITS);
-    for (sums, at) in groups.by_ref().zip((0..).step_by(4 * BITS)) {
-        ask_ahead::<LINES_AHEAD>(sums);
-        let mut room = [0; ROOM];
-        let packed = readable::<BITS>(packed, at, &mut room);
-        for (sums, at) in sums.chunks_exact_mut(8).zip((0..).step_by(BITS)) {
-            let sum = _mm256_add_ps(load(sums), decoded::<BITS>(&packed[at..], unit, min));
-            // SAFETY: there are eight sums.
-            unsafe { _mm256_storeu_ps(sums.as_mut_ptr(), sum) };
+fn decode_add_by<const BITS: usize>(sums: &mut [f32], src: &[u8], scales: Buckets<Scale>) {
+    for (scale, elements, bytes) in scales.each(sums.len()) {
+        let (sums, src) = (&mut sums[elements], &src[bytes]);
+        let Scale { unit, min } = *scale;
+        let mut groups = sums.chunks_exact_mut(GROUP);
+        let (packed, packed_left) = src.split_at(groups.len() * 4 * BITS);
+        for (sums, at) in groups.by_ref().zip((0..).step_by(4 * BITS)) {
+            ask_ahead::<LINES_AHEAD>(sums);
+            let mut room = [0; ROOM];
+            let packed = readable::<BITS>(packed, at, &mut room);
+            for (sums, at) in sums.chunks_exact_mut(8).zip((0..).step_by(BITS)) {
+                let sum = _mm256_add_ps(load(sums), decoded::<BITS>(&packed[at..], unit, min));
+                // SAFETY: there are eight sums.
+                unsafe { _mm256_storeu_ps(sums.as_mut_ptr(), sum) };
+            }
+        }
+        let left = groups.into_remainder();
+        if !left.is_empty() {
+            loops::decode_add(left, packed_left, Buckets { of: slice::from_ref(scale), ..scales });
         }
     }
-    loops::decode_add(groups.into_remainder(), packed_left, BITS as u8, unit, min);
 }
 
 /// As [`loops::decode`].
 #[target_feature(enable = "avx2,fma")]
-pub(crate) fn decode(dst: &mut [MaybeUninit<f32>], src: &[u8], bits: u8, unit: f32, min: f32) {
-    by_bits!(decode_by(dst, src, unit, min), bits);
+pub(crate) fn decode(dst: &mut [MaybeUninit<f32>], src: &[u8], scales: Buckets<Scale>) {
+    let bits = scales.bits;
+    by_bits!(decode_by(dst, src, scales), bits);
 }
 
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-fn decode_by<const BITS: usize>(dst: &mut [MaybeUninit<f32>], src: &[u8], unit: f32, min: f32) {
-    let mut groups = dst.chunks_exact_mut(GROUP);
-    let (packed, packed_left) = src.split_at(groups.len() * 4 * BITS);
-    for (dst, at) in groups.by_ref().zip((0..).step_by(4 * BITS)) {
-        let mut room = [0; ROOM];
-        let packed = readable::<BITS>(packed, at, &mut room);
-        for (dst, at) in dst.chunks_exact_mut(8).zip((0..).step_by(BITS)) {
-            let values = decoded::<BITS>(&packed[at..], unit, min);
-            // SAFETY: there is room for eight values.
-            unsafe { _mm256_storeu_ps(dst.as_mut_ptr().cast(), values) };
+fn decode_by<const BITS: usize>(dst: &mut [MaybeUninit<f32>], src: &[u8], scales: Buckets<Scale>) {
+    for (scale, elements, bytes) in scales.each(dst.len()) {
+        let (dst, src) = (&mut dst[elements], &src[bytes]);
+        let Scale { unit, min } = *scale;
+        let mut groups = dst.chunks_exact_mut(GROUP);
+        let (packed, packed_left) = src.split_at(groups.len() * 4 * BITS);
+        for (dst, at) in groups.by_ref().zip((0..).step_by(4 * BITS)) {
+            let mut room = [0; ROOM];
+            let packed = readable::<BITS>(packed, at, &mut room);
+            for (dst, at) in dst.chunks_exact_mut(8).zip((0..).step_by(BITS)) {
+                let values = decoded::<BITS>(&packed[at..], unit, min);
+                // SAFETY: there is room for eight values.
+                unsafe { _mm256_storeu_ps(dst.as_mut_ptr().cast(), values) };
+            }
+        }
+        let left = groups.into_remainder();
+        if !left.is_empty() {
+            loops::decode(left, packed_left, Buckets { of: slice::from_ref(scale), ..scales });
         }
     }
-    loops::decode(groups.into_remainder(), packed_left, BITS as u8, unit, min);
 }
 
 /// Bytes of a group, of which eight can be read from where the last eight codes begin.
@@ -436,12 +481,17 @@ const fn first_bits() -> [[i32; 8]; 8] {
     all
 }
 
-/// Eight values on the grid, as in `loops.rs`: the second operand of a minimum is what remains where they are equal.
+/// The levels of a group, to nearest even: the mode that the callers have set. None is above the top: what the three
+/// roundings before this one add is far less than half a level.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn scaled(values: &[f32], grid: &Grid) -> __m256 {
-    let above = _mm256_sub_ps(load(values), _mm256_set1_ps(grid.min));
-    _mm256_min_ps(_mm256_mul_ps(above, _mm256_set1_ps(grid.inverse)), _mm256_set1_ps(grid.top))
+fn levels(values: &[f32], grid: &Grid) -> [__m256i; 4] {
+    let mut parts = [_mm256_set1_epi32(0); 4];
+    for (part, values) in parts.iter_mut().zip(values.chunks_exact(8)) {
+        let above = _mm256_sub_ps(load(values), _mm256_set1_ps(grid.min));
+        *part = _mm256_cvtps_epi32(_mm256_mul_ps(above, _mm256_set1_ps(grid.inverse)));
+    }
+    parts
 }
 
 /// The first eight values.

@@ -3,6 +3,7 @@
 //! loops of its own (`avx2.rs`), these are what they must equal, and they do what is left over.
 
 use std::mem::MaybeUninit;
+use std::ops;
 
 pub(crate) use super::hadamard::{rotate, rotate_back};
 use super::noise::Draws;
@@ -36,6 +37,37 @@ pub(crate) struct Grid {
     pub(crate) inverse: f32,
     /// The highest level.
     pub(crate) top: f32,
+}
+
+/// A level's value is `min + unit * level`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Scale {
+    pub(crate) unit: f32,
+    pub(crate) min: f32,
+}
+
+/// What is known of buckets that follow each other, all of `bucket` elements but perhaps the last.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Buckets<'a, T> {
+    pub(crate) of: &'a [T],
+    pub(crate) bucket: usize,
+    /// Of a code.
+    pub(crate) bits: u8,
+}
+
+/// One of them: its elements, and the bytes of its codes.
+pub(crate) type Bucket<'a, T> = (&'a T, ops::Range<usize>, ops::Range<usize>);
+
+impl<'a, T> Buckets<'a, T> {
+    /// Each of the buckets of so many elements. It does not divide: a call may be for one bucket.
+    #[inline(always)]
+    pub(crate) fn each(self, elements: usize) -> impl Iterator<Item = Bucket<'a, T>> {
+        let bytes = move |elements: usize| (elements * usize::from(self.bits)).div_ceil(8);
+        self.of.iter().enumerate().map(move |(index, of)| {
+            let (start, end) = (index * self.bucket, elements.min((index + 1) * self.bucket));
+            (of, start..end, bytes(start)..bytes(end))
+        })
+    }
 }
 
 impl Range {
@@ -73,6 +105,14 @@ pub(crate) fn range(values: &[f32]) -> Range {
     Range { min: lanes.min[0], max: lanes.max[0], finite: lanes.bits[0] < 0x7f80_0000 }
 }
 
+/// That of each bucket.
+#[inline(always)]
+pub(crate) fn ranges(ranges: &mut [Range], values: &[f32], bucket: usize) {
+    for (index, to) in ranges.iter_mut().enumerate() {
+        *to = range(&values[index * bucket..values.len().min((index + 1) * bucket)]);
+    }
+}
+
 struct Lanes {
     min: [f32; LANES],
     max: [f32; LANES],
@@ -104,17 +144,24 @@ impl Lanes {
     }
 }
 
-/// Codes of the values' levels, to nearest even, `bits` of each.
+/// Codes of the values' levels, to nearest even.
 #[inline(always)]
-pub(crate) fn encode(dst: &mut [u8], values: &[f32], grid: &Grid, bits: u8) {
-    in_pieces(dst, values, bits, |codes, values, _| levels(codes, values, grid));
+pub(crate) fn encode(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>) {
+    for (grid, elements, bytes) in grids.each(values.len()) {
+        in_pieces(&mut dst[bytes], &values[elements], grids.bits, |codes, values, _| levels(codes, values, grid));
+    }
 }
 
 /// As [`encode`], to one of the two levels next to each value by a draw from 0 to 255; `first` is the index of the first
 /// element, a multiple of 8, to which the draws were turned.
 #[inline(always)]
-pub(crate) fn encode_drawn(dst: &mut [u8], values: &[f32], grid: &Grid, bits: u8, draws: &Draws, first: u64) {
-    in_pieces(dst, values, bits, |codes, values, start| levels_drawn(codes, values, grid, draws, first + start as u64));
+pub(crate) fn encode_drawn(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>, draws: &Draws, first: u64) {
+    for (grid, elements, bytes) in grids.each(values.len()) {
+        let first = first + elements.start as u64;
+        in_pieces(&mut dst[bytes], &values[elements], grids.bits, |codes, values, start| {
+            levels_drawn(codes, values, grid, draws, first + start as u64)
+        });
+    }
 }
 
 /// Packs the codes that `make` makes of values, with the index of the first of them.
@@ -128,26 +175,32 @@ fn in_pieces(dst: &mut [u8], values: &[f32], bits: u8, mut make: impl FnMut(&mut
     }
 }
 
-/// The values of codes of `bits` bits.
+/// The values of codes.
 #[inline(always)]
-pub(crate) fn decode(dst: &mut [MaybeUninit<f32>], src: &[u8], bits: u8, unit: f32, min: f32) {
-    for (dst, src) in dst.chunks_mut(CODES).zip(src.chunks(CODES / 8 * usize::from(bits))) {
-        let mut codes = [0; CODES];
-        unpack(&mut codes[..dst.len().next_multiple_of(8)], src, bits);
-        for (value, &code) in dst.iter_mut().zip(&codes) {
-            value.write(unit.mul_add(f32::from(code), min));
+pub(crate) fn decode(dst: &mut [MaybeUninit<f32>], src: &[u8], scales: Buckets<Scale>) {
+    for (scale, elements, bytes) in scales.each(dst.len()) {
+        let (dst, src) = (&mut dst[elements], &src[bytes]);
+        for (dst, src) in dst.chunks_mut(CODES).zip(src.chunks(CODES / 8 * usize::from(scales.bits))) {
+            let mut codes = [0; CODES];
+            unpack(&mut codes[..dst.len().next_multiple_of(8)], src, scales.bits);
+            for (value, &code) in dst.iter_mut().zip(&codes) {
+                value.write(scale.unit.mul_add(f32::from(code), scale.min));
+            }
         }
     }
 }
 
-/// Adds the values of codes of `bits` bits.
+/// Adds the values of codes.
 #[inline(always)]
-pub(crate) fn decode_add(sums: &mut [f32], src: &[u8], bits: u8, unit: f32, min: f32) {
-    for (sums, src) in sums.chunks_mut(CODES).zip(src.chunks(CODES / 8 * usize::from(bits))) {
-        let mut codes = [0; CODES];
-        unpack(&mut codes[..sums.len().next_multiple_of(8)], src, bits);
-        for (sum, &code) in sums.iter_mut().zip(&codes) {
-            *sum += unit.mul_add(f32::from(code), min);
+pub(crate) fn decode_add(sums: &mut [f32], src: &[u8], scales: Buckets<Scale>) {
+    for (scale, elements, bytes) in scales.each(sums.len()) {
+        let (sums, src) = (&mut sums[elements], &src[bytes]);
+        for (sums, src) in sums.chunks_mut(CODES).zip(src.chunks(CODES / 8 * usize::from(scales.bits))) {
+            let mut codes = [0; CODES];
+            unpack(&mut codes[..sums.len().next_multiple_of(8)], src, scales.bits);
+            for (sum, &code) in sums.iter_mut().zip(&codes) {
+                *sum += scale.unit.mul_add(f32::from(code), scale.min);
+            }
         }
     }
 }
@@ -327,17 +380,16 @@ type Narrow = unsafe fn(&mut [MaybeUninit<[u8; 2]>], &[f32], f32);
 
 /// Writes the values of codes of blocks, from the blocks' scales.
 type SmallValues = unsafe fn(&mut [MaybeUninit<f32>], &[u8], &[f32], Blocks);
-/// Values of codes: (dst, codes, bits of each, unit, min).
-type Decode = unsafe fn(&mut [MaybeUninit<f32>], &[u8], u8, f32, f32);
 
 /// The loops as one instruction set has them.
 #[derive(Clone, Copy)]
 pub(crate) struct Loops {
     pub(crate) range: unsafe fn(&[f32]) -> Range,
-    pub(crate) encode: unsafe fn(&mut [u8], &[f32], &Grid, u8),
-    pub(crate) encode_drawn: unsafe fn(&mut [u8], &[f32], &Grid, u8, &Draws, u64),
-    pub(crate) decode: Decode,
-    pub(crate) decode_add: unsafe fn(&mut [f32], &[u8], u8, f32, f32),
+    pub(crate) ranges: unsafe fn(&mut [Range], &[f32], usize),
+    pub(crate) encode: unsafe fn(&mut [u8], &[f32], Buckets<Grid>),
+    pub(crate) encode_drawn: unsafe fn(&mut [u8], &[f32], Buckets<Grid>, &Draws, u64),
+    pub(crate) decode: unsafe fn(&mut [MaybeUninit<f32>], &[u8], Buckets<Scale>),
+    pub(crate) decode_add: unsafe fn(&mut [f32], &[u8], Buckets<Scale>),
     pub(crate) pack: unsafe fn(&mut [u8], &[u8], u8),
     pub(crate) unpack: unsafe fn(&mut [u8], &[u8], u8),
     pub(crate) magnitude_sums: unsafe fn(&mut [f64; SIGN_LANES], &[f32]),
@@ -360,18 +412,17 @@ pub(crate) struct Loops {
 macro_rules! codec_loops {
     ($(#[$feature:meta])*) => {
         const LOOPS: $crate::codec::loops::Loops = {
-            use $crate::codec::loops::{self, Blocks, Grid, Loops, Range, SIGN_LANES};
+            use $crate::codec::loops::{self, Blocks, Buckets, Grid, Loops, Range, SIGN_LANES, Scale};
             use $crate::codec::noise::Draws;
             use std::mem::MaybeUninit;
 
             codec_loops! { @ [$(#[$feature])*]
                 range(values: &[f32]) -> Range;
-                encode(dst: &mut [u8], values: &[f32], grid: &Grid, bits: u8) -> ();
-                encode_drawn(
-                    dst: &mut [u8], values: &[f32], grid: &Grid, bits: u8, draws: &Draws, first: u64
-                ) -> ();
-                decode(dst: &mut [MaybeUninit<f32>], src: &[u8], bits: u8, unit: f32, min: f32) -> ();
-                decode_add(sums: &mut [f32], src: &[u8], bits: u8, unit: f32, min: f32) -> ();
+                ranges(ranges: &mut [Range], values: &[f32], bucket: usize) -> ();
+                encode(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>) -> ();
+                encode_drawn(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>, draws: &Draws, first: u64) -> ();
+                decode(dst: &mut [MaybeUninit<f32>], src: &[u8], scales: Buckets<Scale>) -> ();
+                decode_add(sums: &mut [f32], src: &[u8], scales: Buckets<Scale>) -> ();
                 pack(dst: &mut [u8], codes: &[u8], bits: u8) -> ();
                 unpack(codes: &mut [u8], src: &[u8], bits: u8) -> ();
                 magnitude_sums(sums: &mut [f64; SIGN_LANES], values: &[f32]) -> ();

@@ -34,6 +34,7 @@ impl Scheme for MaxMin {
         ((1u32 << bits) - 1) as f32
     }
 
+    #[inline]
     fn place(settings: &Settings, range: Range) -> Result<Placed, Spoilt> {
         let (top, meta) = (Self::top(settings.bits), settings.meta);
         // No -0, which would decode to another zero than the +0 of a neighbour.

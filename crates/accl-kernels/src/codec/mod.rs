@@ -188,6 +188,7 @@ pub struct Slice {
 
 impl Slice {
     /// `count` of its elements, from the one at `start` on.
+    #[inline]
     pub(crate) fn part(self, start: usize, count: usize) -> Self {
         let src = self.src.wrapping_add(start * self.dtype.size_bytes());
         Self { src, count, first: self.first + start as u64, ..self }

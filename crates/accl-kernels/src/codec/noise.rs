@@ -147,6 +147,7 @@ impl Draws {
     }
 
     /// Turns to the element at `first`, and says for how many from there on draws can be had.
+    #[inline]
     pub(crate) fn turn_to(&mut self, first: u64) -> usize {
         let Some(among) = self.among else { return usize::MAX };
         let block = first / BLOCK;

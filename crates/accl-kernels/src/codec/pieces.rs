@@ -13,21 +13,34 @@ use crate::reduce::float16;
 pub(super) const PIECE: usize = 512;
 
 impl Slice {
-    /// The elements from `start` on, a piece at most, in float32: where they are, or in `room`.
+    /// The elements where they are, if they are float32 and aligned.
+    ///
+    /// # Safety
+    /// As for [`Slice::piece`].
+    #[inline]
+    pub(super) unsafe fn in_place<'a>(&self) -> Option<&'a [f32]> {
+        let is_float32 = !matches!(self.dtype, Dtype::F16 | Dtype::BF16) && self.src.cast::<f32>().is_aligned();
+        // SAFETY: the caller's promise.
+        is_float32.then(|| unsafe { slice::from_raw_parts(self.src.cast(), self.count) })
+    }
+
+    /// The elements from `start` on, as many as there is room for, in float32: where they are, or in `room`.
     ///
     /// # Safety
     /// The elements may be read, and are written by nobody meanwhile; `loops` are of an instruction set that is there.
-    pub(super) unsafe fn piece<'a>(&self, room: &'a mut [f32; PIECE], start: usize, loops: &Loops) -> &'a [f32] {
-        let count = PIECE.min(self.count - start);
-        let src = self.src.wrapping_add(start * self.dtype.size_bytes());
-        let room = &mut room[..count];
+    #[inline]
+    pub(super) unsafe fn piece<'a>(&self, room: &'a mut [f32], start: usize, loops: &Loops) -> &'a [f32] {
+        let part = self.part(start, room.len().min(self.count - start));
+        let room = &mut room[..part.count];
         // SAFETY: the caller's promise; pairs of bytes want no alignment, and float32 is used in place where it has it.
         unsafe {
+            if let Some(values) = part.in_place() {
+                return values;
+            }
             match self.dtype {
-                Dtype::F16 => (loops.widen_f16)(room, slice::from_raw_parts(src.cast(), count)),
-                Dtype::BF16 => (loops.widen_bf16)(room, slice::from_raw_parts(src.cast(), count)),
-                _ if src.cast::<f32>().is_aligned() => return slice::from_raw_parts(src.cast(), count),
-                _ => src.copy_to_nonoverlapping(room.as_mut_ptr().cast(), size_of_val(room)),
+                Dtype::F16 => (loops.widen_f16)(room, slice::from_raw_parts(part.src.cast(), part.count)),
+                Dtype::BF16 => (loops.widen_bf16)(room, slice::from_raw_parts(part.src.cast(), part.count)),
+                _ => part.src.copy_to_nonoverlapping(room.as_mut_ptr().cast(), size_of_val(room)),
             }
         }
         room
@@ -52,13 +65,13 @@ impl Beyond {
 /// Makes elements of `dtype` at `dst` of the float32 that `make` writes.
 ///
 /// # Safety
-/// `dst` has room for `count` elements, at most `PIECE`, and nobody else uses it meanwhile; `make` fills all of what it is
+/// `dst` has room for `count` elements, at most as many as there is room for, and nobody else uses it meanwhile; `make` fills all of what it is
 /// given; `loops` are of an instruction set that is there.
 pub(super) unsafe fn place(
     dst: *mut u8,
     (dtype, beyond): (Dtype, Beyond),
     count: usize,
-    room: &mut [MaybeUninit<f32>; PIECE],
+    room: &mut [MaybeUninit<f32>],
     loops: &Loops,
     make: impl FnOnce(&mut [MaybeUninit<f32>]),
 ) {
@@ -140,6 +153,7 @@ pub(super) unsafe fn add_slice(sums: &mut [f32], slice: Slice, loops: &Loops) {
 }
 
 /// An element of a slice's or the metadata's type.
+#[inline]
 pub(super) fn read(dtype: Dtype, bytes: &[u8]) -> f32 {
     match (dtype, bytes) {
         (Dtype::F16, &[a, b]) => float16::widen_f16(u16::from_le_bytes([a, b])),
@@ -150,6 +164,7 @@ pub(super) fn read(dtype: Dtype, bytes: &[u8]) -> f32 {
 }
 
 /// The reverse, for values that the type has.
+#[inline]
 pub(super) fn write(meta: Dtype, bytes: &mut [u8], value: f32) {
     match meta {
         Dtype::F16 => bytes.copy_from_slice(&float16::narrow_f16(value).to_le_bytes()),

@@ -18,13 +18,13 @@
 //! * a decoded value is min + unit * level, fused.
 
 use std::marker::PhantomData;
-use std::mem::MaybeUninit;
+use std::mem::{self, MaybeUninit};
 use std::ops;
 use std::sync::Arc;
 
 use accl_types::{Dtype, Error, Result};
 
-use super::loops::{Grid, Loops, Range};
+use super::loops::{Buckets, Grid, Loops, Range, Scale};
 use super::noise::Draws;
 use super::pieces::{Beyond, PIECE, add, convert, place, read, write};
 use super::{Codec, Noise, Rounding, Settings, Slice, Spoilt, Summary, encodes};
@@ -32,8 +32,15 @@ use crate::arch::{self, Isa};
 use crate::float_env::DefaultFloatEnv;
 use crate::reduce::float16::{self, Toward};
 
-const MOST_BUCKET: u32 = 8192;
+const LEAST_BUCKET: usize = 8;
+const MOST_BUCKET: usize = 8192;
 const ALIGN_BYTES: usize = 8;
+
+/// Elements of whole buckets that are encoded together, or of a part of a greater one: few, since memory rests while levels
+/// are found.
+const SPAN: usize = PIECE;
+/// The same for decoding, which does not.
+const RUN: usize = 2048;
 
 /// Where the levels of a bucket lie: what a codec of this family decides.
 pub(super) trait Scheme: Send + Sync + 'static {
@@ -54,6 +61,23 @@ pub(super) trait Scheme: Send + Sync + 'static {
     fn min_of(unit: f32, bits: u8) -> f32;
 }
 
+/// What is found out about a span of buckets.
+#[derive(Clone, Copy)]
+struct Found {
+    ranges: [Range; SPAN / LEAST_BUCKET],
+    grids: [Grid; SPAN / LEAST_BUCKET],
+    /// Where they are not used in place.
+    values: [f32; SPAN],
+}
+
+impl Found {
+    const EMPTY: Found = Found {
+        ranges: [Range::NEUTRAL; SPAN / LEAST_BUCKET],
+        grids: [Grid { min: 0.0, inverse: 0.0, top: 0.0 }; SPAN / LEAST_BUCKET],
+        values: [0.0; SPAN],
+    };
+}
+
 /// A codec with evenly spaced levels in each bucket.
 pub(super) struct Uniform<S> {
     settings: Settings,
@@ -64,10 +88,10 @@ pub(super) struct Uniform<S> {
 /// # Errors
 /// `Configuration` if buckets cannot be so large.
 pub(super) fn check_bucket(codec: &str, bucket: u32) -> Result<()> {
-    if (8..=MOST_BUCKET).contains(&bucket) && bucket.is_multiple_of(8) {
+    if (LEAST_BUCKET..=MOST_BUCKET).contains(&(bucket as usize)) && bucket.is_multiple_of(8) {
         return Ok(());
     }
-    let expected = format!("expected a multiple of 8 from 8 to {MOST_BUCKET}");
+    let expected = format!("expected a multiple of 8 from {LEAST_BUCKET} to {MOST_BUCKET}");
     Err(Error::configuration(format!("codec {codec}: bucket is {bucket}; {expected}")))
 }
 
@@ -93,6 +117,7 @@ struct Layout {
 }
 
 /// A value of the metadata's type that is not above, or not below, the given one. float32 is as it is.
+#[inline]
 pub(super) fn toward(meta: Dtype, value: f32, side: Toward) -> f32 {
     match meta {
         Dtype::F16 => float16::widen_f16(float16::narrow_f16_toward(value, side)),
@@ -101,6 +126,7 @@ pub(super) fn toward(meta: Dtype, value: f32, side: Toward) -> f32 {
     }
 }
 
+#[inline]
 pub(super) fn smallest_normal(meta: Dtype) -> f32 {
     match meta {
         Dtype::F16 => float16::F16_SMALLEST_NORMAL,
@@ -121,11 +147,13 @@ pub(super) struct Placed {
 
 impl Placed {
     /// All values are `min`.
+    #[inline]
     pub(super) fn constant(min: f32, top: f32) -> Self {
         Self { unit: 0.0, min, grid: Grid { min, inverse: 0.0, top }, halves: false }
     }
 
     /// Levels from `min` on, `unit` apart, if what they decode to is finite.
+    #[inline]
     pub(super) fn new(unit: f32, min: f32, top: f32, halves: bool) -> std::result::Result<Self, Spoilt> {
         let highest = f64::from(unit) * f64::from(top) + f64::from(min);
         if !min.is_finite() || !(highest as f32).is_finite() {
@@ -172,18 +200,93 @@ impl<S: Scheme> Uniform<S> {
         (elements * usize::from(self.settings.bits)).div_ceil(8)
     }
 
-    /// # Safety
-    /// As for [`Slice::piece`].
-    unsafe fn range(&self, bucket: Slice, room: &mut [f32; PIECE]) -> Range {
-        (0..bucket.count).step_by(PIECE).fold(Range::NEUTRAL, |all, start| {
-            // SAFETY: the caller's promise.
-            all.joined(unsafe { (self.loops.range)(bucket.piece(room, start, self.loops)) })
-        })
+    /// Elements of the whole buckets among `most` of them, but of one at least.
+    fn whole(&self, most: usize) -> usize {
+        self.bucket() * (most / self.bucket()).max(1)
     }
 
     /// Or what the bucket is counted as.
+    #[inline]
     fn place(&self, range: Range) -> std::result::Result<Placed, Spoilt> {
         if range.finite { S::place(&self.settings, range) } else { Err(Spoilt { not_finite: 1, too_large: 0 }) }
+    }
+
+    #[inline]
+    fn write_meta(&self, meta: &mut [u8], unit: f32, min: f32) {
+        let (unit_at, min_at) = meta.split_at_mut(self.settings.meta.size_bytes());
+        write(self.settings.meta, unit_at, unit);
+        if !min_at.is_empty() {
+            write(self.settings.meta, min_at, min);
+        }
+    }
+
+    /// Reads a span.
+    ///
+    /// # Safety
+    /// As for [`Slice::piece`].
+    #[inline]
+    unsafe fn read(&self, span: Slice, found: &mut Found) {
+        let Found { ranges, values, .. } = found;
+        // SAFETY: the caller's promise; the instruction set was checked when `self` was made.
+        unsafe {
+            if span.count <= SPAN {
+                let ranges = &mut ranges[..span.count.div_ceil(self.bucket())];
+                return (self.loops.ranges)(ranges, span.piece(values, 0, self.loops), self.bucket());
+            }
+            ranges[0] = (0..span.count).step_by(SPAN).fold(Range::NEUTRAL, |all, start| {
+                all.joined((self.loops.range)(span.piece(values, start, self.loops)))
+            });
+        }
+    }
+
+    /// Writes the metadata of a span, and finds its grids; or says that its buckets must be encoded each on its own.
+    #[inline]
+    fn place_all(&self, metas: &mut [u8], found: &mut Found) -> bool {
+        let mut are_plain = true;
+        for (index, at) in (0..metas.len()).step_by(self.meta_bytes()).enumerate() {
+            match self.place(found.ranges[index]) {
+                Ok(placed) => {
+                    found.grids[index] = placed.grid;
+                    are_plain &= !placed.halves;
+                    self.write_meta(&mut metas[at..at + self.meta_bytes()], placed.unit, placed.min);
+                }
+                Err(_) => are_plain = false,
+            }
+        }
+        are_plain
+    }
+
+    /// Writes metadata and codes of buckets, each on its own, with whatever is unusual about it.
+    ///
+    /// # Safety
+    /// As for [`Slice::piece`].
+    #[inline(never)]
+    unsafe fn encode_each(
+        &self,
+        metas: &mut [u8],
+        codes: &mut [u8],
+        span: Slice,
+        found: &mut Found,
+        draws: &mut Draws,
+    ) -> Spoilt {
+        let mut spoilt = Spoilt::default();
+        let buckets = metas.chunks_exact_mut(self.meta_bytes()).zip(codes.chunks_mut(self.code_bytes(self.bucket())));
+        for (((meta, codes), &range), begin) in buckets.zip(&found.ranges).zip((0..).step_by(self.bucket())) {
+            let bucket = span.part(begin, self.bucket().min(span.count - begin));
+            match self.place(range) {
+                Ok(placed) => {
+                    self.write_meta(meta, placed.unit, placed.min);
+                    // SAFETY: the caller's promise.
+                    unsafe { self.encode_bucket(codes, bucket, &placed, &mut found.values, draws) };
+                }
+                Err(this_one) => {
+                    self.write_meta(meta, f32::NAN, f32::NAN);
+                    codes.fill(0);
+                    spoilt += this_one;
+                }
+            }
+        }
+        spoilt
     }
 
     /// Writes the codes of a bucket.
@@ -192,57 +295,62 @@ impl<S: Scheme> Uniform<S> {
     /// As for [`Slice::piece`].
     unsafe fn encode_bucket(
         &self,
-        packed: &mut [u8],
+        codes: &mut [u8],
         bucket: Slice,
-        room: &mut [f32; PIECE],
-        (grid, halves): (&Grid, bool),
+        placed: &Placed,
+        room: &mut [f32; SPAN],
         draws: &mut Draws,
     ) {
-        let bits = self.settings.bits;
-        for (start, packed) in (0..bucket.count).step_by(PIECE).zip(packed.chunks_mut(self.code_bytes(PIECE))) {
-            let count = PIECE.min(bucket.count - start);
+        let grids = Buckets { of: &[placed.grid], bucket: bucket.count.next_multiple_of(8), bits: self.settings.bits };
+        let mut start = 0;
+        while start < bucket.count {
+            let first = bucket.first + start as u64;
+            let piece = bucket.part(start, draws.turn_to(first).min(bucket.count - start));
             let mut halved;
             // SAFETY: the caller's promise; the instruction set was checked when `self` was made.
             unsafe {
-                let mut values = bucket.piece(room, start, self.loops);
-                if halves {
-                    halved = [0.0; PIECE];
+                let mut values = piece.piece(room, 0, self.loops);
+                let codes = &mut codes[self.code_bytes(start)..self.code_bytes(start + values.len())];
+                start += values.len();
+                if placed.halves {
+                    halved = [0.0; SPAN];
                     values.iter().zip(&mut halved).for_each(|(value, half)| *half = value / 2.0);
-                    values = &halved[..count];
+                    values = &halved[..values.len()];
                 }
                 match self.settings.rounding {
-                    Rounding::Nearest => (self.loops.encode)(packed, values, grid, bits),
+                    Rounding::Nearest => (self.loops.encode)(codes, values, grids),
                     Rounding::Stochastic | Rounding::Correlated => {
-                        let mut done = 0;
-                        while done < count {
-                            let first = bucket.first + (start + done) as u64;
-                            let end = count.min(done.saturating_add(draws.turn_to(first)));
-                            let packed = &mut packed[self.code_bytes(done)..self.code_bytes(end)];
-                            (self.loops.encode_drawn)(packed, &values[done..end], grid, bits, draws, first);
-                            done = end;
-                        }
+                        (self.loops.encode_drawn)(codes, values, grids, draws, first)
                     }
                 }
             }
         }
     }
 
-    /// Calls `each` with the elements, the packed codes, unit and min of every piece, in their order.
-    fn decode_pieces(&self, src: &[u8], layout: &Layout, mut each: impl FnMut(ops::Range<usize>, &[u8], f32, f32)) {
-        let meta = self.settings.meta;
-        let buckets = src[layout.codes_at..layout.codes_end].chunks(self.code_bytes(self.bucket()));
-        let metas = src[..layout.codes_at].chunks_exact(self.meta_bytes());
-        for ((bucket, pair), begin) in buckets.zip(metas).zip((0..layout.coded).step_by(self.bucket())) {
-            let (unit, min) = pair.split_at(meta.size_bytes());
-            let mut unit = read(meta, unit);
-            let mut min = if min.is_empty() { S::min_of(unit, self.settings.bits) } else { read(meta, min) };
-            if unit.is_nan() || min.is_nan() {
+    /// Calls `each` with the elements, the packed codes and the scales of every run of buckets, in their order.
+    fn decode_runs(&self, src: &[u8], layout: &Layout, mut each: impl FnMut(ops::Range<usize>, &[u8], Buckets<Scale>)) {
+        let Settings { bits, meta, .. } = self.settings;
+        let (run, bucket) = (self.whole(RUN), self.bucket());
+        let mut room = [Scale { unit: 0.0, min: 0.0 }; RUN / LEAST_BUCKET];
+        let codes = src[layout.codes_at..layout.codes_end].chunks(self.code_bytes(run));
+        let metas = src[..layout.codes_at].chunks(self.meta_bytes() * (run / bucket));
+        for ((codes, metas), begin) in codes.zip(metas).zip((0..layout.coded).step_by(run)) {
+            let mut buckets = 0;
+            while let Some(pair) = metas.get(buckets * self.meta_bytes()..(buckets + 1) * self.meta_bytes()) {
+                let (unit, min) = pair.split_at(meta.size_bytes());
+                let unit = read(meta, unit);
+                let min = if min.is_empty() { S::min_of(unit, bits) } else { read(meta, min) };
                 // Whatever NaN came: one is like another.
-                (unit, min) = (f32::NAN, f32::NAN);
+                let is_nan = unit.is_nan() || min.is_nan();
+                room[buckets] = if is_nan { Scale { unit: f32::NAN, min: f32::NAN } } else { Scale { unit, min } };
+                buckets += 1;
             }
-            let end = layout.coded.min(begin + self.bucket());
-            for (start, packed) in (begin..end).step_by(PIECE).zip(bucket.chunks(self.code_bytes(PIECE))) {
-                each(start..end.min(start + PIECE), packed, unit, min);
+            let end = layout.coded.min(begin + run);
+            // More than one piece is part of one bucket.
+            for start in (begin..end).step_by(RUN) {
+                let (start, end) = (start, end.min(start + RUN));
+                let codes = &codes[self.code_bytes(start - begin)..self.code_bytes(end - begin)];
+                each(start..end, codes, Buckets { of: &room[..buckets], bucket, bits });
             }
         }
     }
@@ -270,33 +378,41 @@ impl<S: Scheme> Codec for Uniform<S> {
         let (codes, tail) = rest.split_at_mut(layout.tail_at - layout.codes_at);
         let (codes, zeros) = codes.split_at_mut(layout.codes_end - layout.codes_at);
         zeros.fill(0);
-        let metas = metas.chunks_exact_mut(self.meta_bytes());
         let mut spoilt = Spoilt::default();
-        let mut room = [0.0; PIECE];
         let mut draws = Draws::new(noise, self.settings.rounding);
-        for ((packed, pair), begin) in
-            codes.chunks_mut(self.code_bytes(self.bucket())).zip(metas).zip((0..layout.coded).step_by(self.bucket()))
-        {
-            let bucket = slice.part(begin, self.bucket().min(layout.coded - begin));
-            // SAFETY: the caller's promise: these are elements of the slice.
-            let placed = self.place(unsafe { self.range(bucket, &mut room) });
-            let (unit, min) = match placed {
-                Ok(Placed { unit, min, grid, halves }) => {
-                    // SAFETY: as above.
-                    unsafe { self.encode_bucket(packed, bucket, &mut room, (&grid, halves), &mut draws) };
-                    (unit, min)
-                }
-                Err(this_one) => {
-                    spoilt += this_one;
-                    packed.fill(0);
-                    (f32::NAN, f32::NAN)
-                }
-            };
-            let (unit_at, min_at) = pair.split_at_mut(self.settings.meta.size_bytes());
-            write(self.settings.meta, unit_at, unit);
-            if !min_at.is_empty() {
-                write(self.settings.meta, min_at, min);
+        let (span, bucket, bits) = (self.whole(SPAN), self.bucket(), self.settings.bits);
+        let span_at = |begin: usize| slice.part(begin, span.min(layout.coded - begin));
+        let mut found = [Found::EMPTY; 2];
+        let [now, next] = &mut found;
+        let (mut now, mut next) = (now, next);
+        let metas = metas.chunks_mut(self.meta_bytes() * (span / bucket));
+        for ((metas, codes), begin) in metas.zip(codes.chunks_mut(self.code_bytes(span))).zip((0..).step_by(span)) {
+            let (here, end) = (span_at(begin), begin + span);
+            if begin == 0 || span > SPAN {
+                // SAFETY: the caller's promise: these are elements of the slice.
+                unsafe { self.read(here, now) };
             }
+            let are_plain = self.place_all(metas, now) && draws.turn_to(here.first) >= here.count;
+            // SAFETY: as above; the instruction set was checked when `self` was made.
+            unsafe {
+                // A processor reads while it divides.
+                if span <= SPAN && end < layout.coded {
+                    self.read(span_at(end), next);
+                }
+                if are_plain && here.count <= SPAN {
+                    let values = here.in_place().unwrap_or(&now.values[..here.count]);
+                    let grids = Buckets { of: &now.grids[..here.count.div_ceil(bucket)], bucket, bits };
+                    match self.settings.rounding {
+                        Rounding::Nearest => (self.loops.encode)(codes, values, grids),
+                        Rounding::Stochastic | Rounding::Correlated => {
+                            (self.loops.encode_drawn)(codes, values, grids, &draws, here.first)
+                        }
+                    }
+                } else {
+                    spoilt += self.encode_each(metas, codes, here, now, &mut draws);
+                }
+            }
+            mem::swap(&mut now, &mut next);
         }
         let (tail, zeros) = tail.split_at_mut(layout.tail_end - layout.tail_at);
         zeros.fill(0);
@@ -309,13 +425,13 @@ impl<S: Scheme> Codec for Uniform<S> {
         let _env = DefaultFloatEnv::enter();
         let layout = self.layout(tensor, count);
         assert_eq!(src.len(), layout.end, "what {count} elements become");
-        let mut room = [MaybeUninit::uninit(); PIECE];
-        self.decode_pieces(src, &layout, |elements, packed, unit, min| {
+        let mut room = [MaybeUninit::uninit(); RUN];
+        self.decode_runs(src, &layout, |elements, codes, scales| {
             let dst = dst.wrapping_add(elements.start * into.size_bytes());
             // SAFETY: the caller's promise: these are elements of the result.
             unsafe {
                 place(dst, (into, Beyond::Largest), elements.len(), &mut room, self.loops, |values| {
-                    (self.loops.decode)(values, packed, self.settings.bits, unit, min)
+                    (self.loops.decode)(values, codes, scales)
                 })
             };
         });
@@ -329,9 +445,9 @@ impl<S: Scheme> Codec for Uniform<S> {
         let _env = DefaultFloatEnv::enter();
         let layout = self.layout(tensor, sums.len());
         assert_eq!(src.len(), layout.end, "what {} elements become", sums.len());
-        self.decode_pieces(src, &layout, |elements, packed, unit, min| {
+        self.decode_runs(src, &layout, |elements, codes, scales| {
             // SAFETY: the instruction set was checked when `self` was made.
-            unsafe { (self.loops.decode_add)(&mut sums[elements], packed, self.settings.bits, unit, min) };
+            unsafe { (self.loops.decode_add)(&mut sums[elements], codes, scales) };
         });
         add(&mut sums[layout.coded..], &src[layout.tail_at..layout.tail_end], tensor, self.loops);
     }
