@@ -26,6 +26,7 @@ from .._register import connect, options_of, settle_cgx
 from ..compression._scope import FLOATS, Coded, accl_backend, codecs_of, encoded, is_said
 from ..compression._settings import RAW
 from ..compression._state import State
+from ..compression._work import WorkAround
 from ._cgx_layers import Layer, Registry, Unclear
 from ._cgx_variables import (
     DEFAULT_BUCKET_SIZE,
@@ -171,18 +172,19 @@ class CGXProcessGroup(dist.ProcessGroup):
             )
 
 
-class _WorkOfWhole(Work):
+class _WorkOfWhole(WorkAround):
     """A call that was made in parts, as one on the whole tensor: only its result differs."""
 
     def __init__(self, work: Work, tensors: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._work = work
+        super().__init__(work)
         self._tensors = tensors
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """As `Work.get_future`."""
         return self._work.get_future().then(self._whole)
 
     def result(self) -> list[torch.Tensor]:
+        """As `Work.result`."""
         self._work.result()
         return self._tensors
 
@@ -190,33 +192,6 @@ class _WorkOfWhole(Work):
         # An error of the call is raised here.
         future.value()
         return self._tensors
-
-
-def _of_work(name: str) -> Any:
-    def method(self: _WorkOfWhole, *arguments: Any, **named: Any) -> Any:
-        return getattr(self._work, name)(*arguments, **named)
-
-    method.__name__ = name
-    method.__doc__ = f"As `Work.{name}`."
-    return method
-
-
-for _name in [
-    "wait",
-    "is_completed",
-    "is_success",
-    "exception",
-    "synchronize",
-    "source_rank",
-    "_source_rank",
-    "get_future_result",
-    "_get_duration",
-    "_get_op_type",
-    "_get_sequence_number",
-    "block_current_stream",
-]:
-    if hasattr(Work, _name):
-        setattr(_WorkOfWhole, _name, _of_work(_name))
 
 
 def _is_on_one_host(group: dist.ProcessGroup) -> bool:

@@ -15,17 +15,21 @@ from ._calls import all_gather_quantized, all_reduce_quantized, all_to_all_quant
 from ._ddp import ddp_hook
 from ._fsdp import apply_fsdp2
 from ._measures import Measures
+from ._reproducible import Reproducible, all_reduce_reproducible, reproducible_hook
 from ._settings import Compression
 from ._state import State
 
 __all__ = [
     "Compression",
     "Measures",
+    "Reproducible",
     "State",
     "all_gather_quantized",
     "all_reduce_quantized",
+    "all_reduce_reproducible",
     "all_to_all_quantized",
     "apply_fsdp2",
     "ddp_hook",
     "reduce_scatter_quantized",
+    "reproducible_hook",
 ]

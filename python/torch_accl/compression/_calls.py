@@ -112,6 +112,23 @@ def all_to_all_quantized(
         return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
 
 
+def checked_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group of a call on the tensor.
+
+    Raises:
+        ValueError: the tensor is not on the CPU.
+        RuntimeError: the group has another backend than accl, or the call is inside torch's coalescing manager.
+    """
+    if tensor.device.type != "cpu":
+        raise ValueError(f"only tensors on the CPU are compressed, and this one is on {tensor.device}")
+    found = accl_group(group)
+    if found in _world.pg_coalesce_state:
+        raise RuntimeError(
+            "calls inside torch's coalescing manager are made when it ends, by one codec for all; call outside of it"
+        )
+    return found
+
+
 def _scope(
     tensor: torch.Tensor,
     group: dist.ProcessGroup | None,
@@ -122,13 +139,7 @@ def _scope(
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         # The call itself says that this rank takes no part.
         return nullcontext()
-    if tensor.device.type != "cpu":
-        raise ValueError(f"only tensors on the CPU are compressed, and this one is on {tensor.device}")
-    found = accl_group(group)
-    if found in _world.pg_coalesce_state:
-        raise RuntimeError(
-            "calls inside torch's coalescing manager are made when it ends, by one codec for all; call outside of it"
-        )
+    found = checked_group(tensor, group)
     if not isinstance(key, str):
         raise ValueError(f"key is {key!r}; expected a name")
     if step is not None and (type(step) is not int or not 0 <= step < 1 << 64):

@@ -1,0 +1,236 @@
+"""Sums that do not depend on how they are made: of integers, after ranks have agreed on their scale.
+
+For each bucket, ranks first agree on the greatest magnitude that any of them has: an exact MAX. Each rank then sends its
+elements as integers, `round(x / unit)`, and these are added up exactly. Units are such that no sum leaves the integers' type:
+`unit = greatest / top` with `top` the greatest number of the type over the number of ranks, at most 2^22. An element of the
+result is its integer times the unit. Integers may be added in any order: the same contributions have the same sum with every
+algorithm, on any number of hosts, whichever rank has which of them.
+
+It is the shared-scale sum of Mishchenko et al., IntSGD: Adaptive Floatless Compression of Stochastic Gradients, 2021, with a scale
+for each bucket, and rounding to nearest in place of random rounding.
+
+Arithmetic is torch's on the values in float32: a quotient, rounded to nearest even; back, the unit (of means: over the number of
+ranks) times the integer, rounded; in float64 with 32 bits. A unit is at least 2^-100, so that denormal numbers, which a
+process may have been told to flush, become 0 everywhere.
+
+Annotations are objects: DistributedDataParallel compares those of its hook.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ._calls import checked_group
+from ._scope import FLOATS, exact
+from ._work import WorkWithEnd
+
+__all__ = ["Reproducible", "all_reduce_reproducible", "reproducible_hook"]
+
+_LEAST_UNIT = 2.0**-100
+_INFINITY_BITS = 0x7F80_0000
+_TYPES = {8: torch.int8, 16: torch.int16, 32: torch.int32}
+# What float32 rounds to integers exactly, with room.
+_MOST_LEVELS = 1 << 22
+# Elements of temporary tensors: they stay in the cache.
+_BLOCK = 1 << 15
+
+
+@dataclass(frozen=True)
+class Reproducible:
+    """How reproducible sums are made; the same on all ranks, who compare it at each call.
+
+    Args:
+        bits: of an element as it travels: 8, 16 or 32. With 8, a rank of 4 has 31 levels on each side of zero, one of 16 has 7.
+        bucket: elements that share a unit, a multiple of 8 from 8 to 8,192. Buckets begin at the first element of each tensor.
+        process_group: that of `reproducible_hook`; None is the default group.
+
+    Raises:
+        ValueError: other bits or buckets.
+    """
+
+    bits: int = 8
+    bucket: int = 512
+    process_group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.bits) is not int or self.bits not in _TYPES:
+            raise ValueError(f"bits is {self.bits!r}; expected 8, 16 or 32")
+        if type(self.bucket) is not int or not 8 <= self.bucket <= 8192 or self.bucket % 8:
+            raise ValueError(f"bucket is {self.bucket!r}; expected a multiple of 8 from 8 to 8192")
+
+    def _top(self, world: int) -> int:
+        """The greatest level of a rank.
+
+        Raises:
+            ValueError: the sum of so many ranks does not fit.
+        """
+        top = torch.iinfo(_TYPES[self.bits]).max // world
+        if top == 0:
+            raise ValueError(f"bits is {self.bits}; a sum of {world} ranks needs more")
+        return min(top, _MOST_LEVELS)
+
+
+def all_reduce_reproducible(
+    tensor: torch.Tensor,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    bits: int = 8,
+    bucket: int = 512,
+) -> dist.Work | None:
+    """As `torch.distributed.all_reduce`, of integers: the same bits whatever the algorithm, the hosts and the order of ranks.
+
+    An element of a sum differs from the exact one by at most ranks / 2 units of its bucket, a unit being the greatest magnitude
+    on any rank over `(2^(bits - 1) - 1) // ranks`, and by its rounding. A bucket with a NaN or an infinity on any rank is NaN on all. With
+    one rank the call is exact.
+
+    Args:
+        tensor: float32, float16 or bfloat16 on the CPU, of any shape; it is overwritten with the result.
+        op: SUM or AVG.
+        group: None is the default group; its backend must be accl.
+        async_op: return a Work when ranks have agreed on their units, instead of waiting for sums.
+        bits: of an element as it travels, see `Reproducible`.
+        bucket: as for `Reproducible`.
+
+    Returns:
+        A Work with `async_op`, else None.
+
+    Raises:
+        ValueError: a tensor, an operator, bits or a bucket that it does not take.
+        RuntimeError: the group has another backend, ranks have different settings, or what `all_reduce` raises.
+    """
+    settings = Reproducible(bits, bucket)
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise ValueError(f"reproducible sums are SUM or AVG, and this is {op}; others do not depend on an order")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        # The call itself says that this rank takes no part.
+        return dist.all_reduce(tensor, op, group, async_op)
+    found = checked_group(tensor, group)
+    call = _Sum([tensor], op == dist.ReduceOp.AVG, found, settings)
+    if found.size() == 1:
+        with exact():
+            return dist.all_reduce(tensor, op, group, async_op)
+    work = call.start()
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def reproducible_hook(state: Reproducible, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages a bucket of gradients reproducibly, for `DistributedDataParallel.register_comm_hook(Reproducible(), reproducible_hook)`.
+
+    Each gradient has buckets of its own: averages do not depend on how the model's gradients are put together either.
+    """
+    buffer = bucket.buffer()
+    group = checked_group(buffer, state.process_group)
+    if group.size() == 1:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(buffer)
+        return future
+    # Of a sparse gradient the buffer is all there is.
+    work = _Sum([buffer] if buffer.is_sparse else bucket.gradients(), True, group, state).start()
+    return work.get_future().then(lambda future: _after(future, buffer))
+
+
+def _after(future: torch.futures.Future[list[torch.Tensor]], buffer: torch.Tensor) -> torch.Tensor:
+    # An error of the call is raised here, and reaches the backward pass.
+    future.value()
+    return buffer
+
+
+class _Sum:
+    """One call: the tensors one after the other, each in rows of a bucket."""
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], is_mean: bool, group: dist.ProcessGroup, settings: Reproducible
+    ) -> None:
+        for tensor in tensors:
+            if tensor.dtype not in FLOATS or tensor.layout is not torch.strided:
+                raise ValueError(
+                    f"reproducible sums are of dense float32, float16 and bfloat16, and this is {tensor.dtype} "
+                    f"({str(tensor.layout).removeprefix('torch.')})"
+                )
+        self.tensors = list(tensors)
+        # A copy of what is not contiguous.
+        self.flat = [tensor.detach().reshape(-1) for tensor in tensors]
+        self.divisor = group.size() if is_mean else 1
+        self.group = group
+        self.settings = settings
+        self._room = torch.empty(max(_BLOCK, settings.bucket))
+        self.units = torch.empty(0)
+        self.levels = torch.empty(0)
+
+    def start(self) -> WorkWithEnd:
+        """Agrees on units, and starts the sum."""
+        bucket = self.settings.bucket
+        elements = sum(flat.numel() for flat in self.flat)
+        self.units = self._units(sum(-(-flat.numel() // bucket) for flat in self.flat))
+        self.levels = torch.empty(elements, dtype=_TYPES[self.settings.bits])
+        is_finite = bool(self.units.isfinite().all())
+        for values, buckets, elements in self._rows():
+            units = self.units[buckets, None]
+            scaled = torch.div(values, units, out=self._room_of(values)).round_()
+            if not is_finite:
+                # Nothing of a bucket that becomes NaN is sent.
+                scaled.masked_fill_(~units.isfinite(), 0)
+            self.levels[elements].view_as(values).copy_(scaled)
+        with exact():
+            work = dist.all_reduce(self.levels, dist.ReduceOp.SUM, self.group, async_op=True)
+        return WorkWithEnd(work, self._end)
+
+    def _units(self, buckets: int) -> torch.Tensor:
+        settings, top = self.settings, self.settings._top(self.group.size())
+        # Magnitudes have the order of their bits, infinity and NaN above all; and what tells whether settings are the same.
+        agreed = torch.empty(buckets + 4, dtype=torch.int32)
+        said = [settings.bits, -settings.bits, settings.bucket, -settings.bucket]
+        agreed[buckets:] = torch.tensor(said, dtype=torch.int32)
+        greatest = agreed[:buckets].view(torch.float32)
+        for values, here, _ in self._rows():
+            torch.amax(self._room_of(values).copy_(values).abs_(), 1, out=greatest[here])
+        with exact():
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, self.group)
+        most = agreed[buckets:].tolist()
+        if most != said:
+            spread = [(name, -most[at + 1], most[at]) for name, at in (("bits", 0), ("bucket", 2))]
+            ranges = [f"{name} from {low} to {high}" for name, low, high in spread if low < high]
+            raise RuntimeError(
+                f"reproducible sum: rank {self.group.rank()} cannot go on, since ranks have different settings: {' and '.join(ranges)}; "
+                "give all ranks the same"
+            )
+        is_finite = agreed[:buckets] < _INFINITY_BITS
+        units = (greatest / top).clamp_(min=_LEAST_UNIT)
+        return units.where(is_finite, torch.tensor(torch.nan))
+
+    def _room_of(self, values: torch.Tensor) -> torch.Tensor:
+        return self._room[: values.numel()].view_as(values)
+
+    def _rows(self) -> Iterator[tuple[torch.Tensor, slice, slice]]:
+        """Some buckets after the other: a matrix of which each row is one, which they are, and which elements of all."""
+        bucket = self.settings.bucket
+        most = max(1, _BLOCK // bucket)
+        first, start = 0, 0
+        for flat in self.flat:
+            whole = flat.numel() // bucket
+            blocks = [(at, min(most, whole - at), bucket) for at in range(0, whole, most)]
+            if flat.numel() > whole * bucket:
+                blocks.append((whole, 1, flat.numel() - whole * bucket))
+            for at, rows, columns in blocks:
+                values = flat[at * bucket : at * bucket + rows * columns]
+                elements = slice(start + at * bucket, start + at * bucket + rows * columns)
+                yield values.view(rows, columns), slice(first + at, first + at + rows), elements
+            first += -(-flat.numel() // bucket)
+            start += flat.numel()
+
+    def _end(self) -> list[torch.Tensor]:
+        # An integer of 16 bits is exact in float32.
+        scale = (self.units.double() if self.settings.bits == 32 else self.units) / self.divisor
+        for values, buckets, elements in self._rows():
+            torch.mul(self.levels[elements].view_as(values), scale[buckets, None], out=values)
+        for tensor, flat in zip(self.tensors, self.flat, strict=True):
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(flat.view(tensor.shape))
+        return self.tensors
