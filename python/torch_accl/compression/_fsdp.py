@@ -73,7 +73,9 @@ def _reduce_scatter(state: State, module: str, group: Any) -> object:
                 return list(input_tensor.view(group.size(), -1).split(shards, dim=1))
 
             plan = state.plan(parameters, shards, output_tensor.dtype, step, inputs, group, group.size())
-            outputs = list(output_tensor.split(shards))
+            # Of all calls, and laid out once; torch's own takes the whole.
+            is_whole = len(plan.parts) == 1 and not plan.is_encoded
+            blocks, outputs = ([], []) if is_whole else (inputs(), list(output_tensor.split(shards)))
             options = dist.ReduceScatterOptions()
             options.reduceOp = op
             # Several calls are under way together, whoever waits for them.
@@ -85,7 +87,7 @@ def _reduce_scatter(state: State, module: str, group: Any) -> object:
                         output_tensor, input_tensor, group, op, async_op
                     )
                 own = part.tensors
-                return group.reduce_scatter_tensor_coalesced(outputs[own], inputs()[own], options)
+                return group.reduce_scatter_tensor_coalesced(outputs[own], blocks[own], options)
 
             works = state.send(plan, step, call)
             if len(plan.parts) == 1:
