@@ -153,3 +153,11 @@ def test_being_measured_changes_no_bit(rank, world):
         dist.all_reduce(expected)
     compression.all_reduce_quantized(tensor, compression=Compression(codec, seed=7, audit=0), step=5, key="k")
     assert torch.equal(tensor, expected) and rows()["all_reduce", "k"].codec_seconds > 0
+
+
+@on_ranks(2, fresh=True)
+def test_ranks_that_do_not_audit_alike_get_an_error(rank, world):
+    settings = Compression("maxmin:4", audit=1024) if rank else "maxmin:4"
+    with pytest.raises(dist.DistError, match=r"ranks disagree on call \d+: rank \d called all_reduce"):
+        compression.all_reduce_quantized(contribution(rank), compression=settings)
+    assert compression.call_measures() == []
