@@ -361,6 +361,7 @@ def test_variables_that_mean_nothing_here_are_a_warning_and_never_wrong_sums(ran
         CGX_INNER_COMMUNICATOR_TYPE="SHM",
         CGX_INNER_REDUCTION_TYPE="SRA",
         CGX_INTRA_COMPRESS="1",
+        CGX_FUSION_BUFFER_SIZE_MB="1",
         COMMUNICATOR_TYPE="SHM",
     )
     assert said == [] and torch.equal(tensor, compressed)
@@ -368,20 +369,24 @@ def test_variables_that_mean_nothing_here_are_a_warning_and_never_wrong_sums(ran
         CGX_INNER_COMMUNICATOR_TYPE="MPI",
         CGX_CROSS_COMMUNICATOR_TYPE="NCCL",
         CGX_CROSS_REDUCTION_TYPE="SRA",
-        CGX_FUSION_BUFFER_SIZE_MB="1",
         CGX_INTRA_BROADCAST="0",
         CGX_REMOTE_BUF_COMPRESSION="1",
         COMMUNICATOR_TYPE="P2P",
     )
     assert torch.equal(tensor, compressed)
     assert len(said) == (1 if rank == 0 else 0)
-    for name in ("INNER_COMMUNICATOR_TYPE=MPI", "CROSS_COMMUNICATOR_TYPE=NCCL", "SIZE_MB=1", " COMMUNICATOR_TYPE=P2P"):
+    for name in (
+        "INNER_COMMUNICATOR_TYPE=MPI",
+        "CROSS_COMMUNICATOR_TYPE=NCCL",
+        "COMPRESSION=1",
+        " COMMUNICATOR_TYPE=P2P",
+    ):
         assert rank != 0 or name in said[0]
     rows = {
         "CGX_COMPRESSION_FAKE_RATIO": ("0.5", "wrong on purpose"),
         "CGX_DEBUG_ALL_TO_ALL_REDUCTION": ("1", "ACCL_ALGORITHM=all_reduce=direct"),
         "CGX_COMPRESSION_QUANTISATION_BITS": ("8", f"did you mean {BITS}"),
-        "CGX_FUSION_BUFFER_SIZE_MB": ("64", "has no effect here"),
+        "CGX_REMOTE_BUF_COMPRESSION": ("1", "has no effect here"),
     }
     for name, (value, part) in rows.items():
         said, tensor = warned(**{name: value})

@@ -23,10 +23,11 @@ from torch._C._distributed_c10d import Work
 
 from .. import _native
 from .._register import connect, options_of, settle_cgx
+from ..compression._plans import cut
 from ..compression._scope import FLOATS, Coded, accl_backend, codecs_of, encoded, is_said
 from ..compression._settings import RAW
 from ..compression._state import State
-from ..compression._work import WorkAround
+from ..compression._together import WorkOfSeveral
 from ._cgx_layers import Layer, Registry, Unclear
 from ._cgx_variables import (
     DEFAULT_BUCKET_SIZE,
@@ -110,20 +111,23 @@ class CGXProcessGroup(dist.ProcessGroup):
         layers = self._layers(tensors, getattr(options, "reduceOp", options))
         if layers is None:
             return super().allreduce(*arguments, **named)
-        codecs = codecs_of(tuple(codecs for _, codecs in layers))
         if len(layers) == 1:
-            with encoded(codecs, 0, 0):
+            with encoded(codecs_of((layers[0][1],)), 0, 0):
                 return super().allreduce(*arguments, **named)
         parts = list(tensors[0].detach().view(-1).split([numel for numel, _ in layers]))
+        cuts = cut([part.nbytes for part in parts], self.settings.fusion_bytes)
         coalesced = dist.AllreduceCoalescedOptions()
         coalesced.reduceOp = dist.ReduceOp.SUM
-        coalesced.asyncOp = getattr(options, "asyncOp", True)
+        # Several calls are under way together; torch waits for the Work of a blocking one.
+        coalesced.asyncOp = getattr(options, "asyncOp", True) or len(cuts) > 1
         timeout = getattr(options, "timeout", given.get("timeout"))
         if timeout is not None:
             coalesced.timeout = timeout
-        with encoded(codecs, 0, 0):
-            work = super().allreduce_coalesced(parts, coalesced)
-        return None if work is None else _WorkOfWhole(work, tensors)
+        works = []
+        for own in cuts:
+            with encoded(codecs_of(tuple(codecs for _, codecs in layers[own])), 0, 0):
+                works.append(super().allreduce_coalesced(parts[own], coalesced))
+        return None if works[0] is None else WorkOfSeveral(works, tensors)
 
     def _layers(self, tensors: list[torch.Tensor], op: Any) -> list[tuple[int, Coded]] | None:
         """The parts of a call and their codecs; None if it travels as it is."""
@@ -170,28 +174,6 @@ class CGXProcessGroup(dist.ProcessGroup):
                 "ddp.register_comm_hook(CGXState(None), cgx_hook), and register_model(model) for names",
                 stacklevel=2,
             )
-
-
-class _WorkOfWhole(WorkAround):
-    """A call that was made in parts, as one on the whole tensor: only its result differs."""
-
-    def __init__(self, work: Work, tensors: list[torch.Tensor]) -> None:
-        super().__init__(work)
-        self._tensors = tensors
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """As `Work.get_future`."""
-        return self._work.get_future().then(self._whole)
-
-    def result(self) -> list[torch.Tensor]:
-        """As `Work.result`."""
-        self._work.result()
-        return self._tensors
-
-    def _whole(self, future: torch.futures.Future[list[torch.Tensor]]) -> list[torch.Tensor]:
-        # An error of the call is raised here.
-        future.value()
-        return self._tensors
 
 
 def _is_on_one_host(group: dist.ProcessGroup) -> bool:

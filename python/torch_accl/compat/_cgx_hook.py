@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ..compression import Compression, ddp_hook
+from ..compression._plans import Plan, plan_of
 from ..compression._scope import FLOATS, Coded
 from ..compression._settings import RAW
-from ..compression._state import Plan, State, plan_of
+from ..compression._state import State
 from ._cgx_group import LEAST_ELEMENTS, CGXProcessGroup, coded, is_exact, registry
 from ._cgx_layers import Layer, check_bits, check_index
 from ._cgx_variables import MOST_BITS, CallSettings, GroupSettings, check_bucket_size
@@ -108,9 +109,10 @@ class CGXState(State):
         """How the gradients of the bucket that the hook has now are encoded."""
         now = CallSettings.now()
         if self._is_exact or dtype not in FLOATS or sum(elements) < LEAST_ELEMENTS:
-            return _plan((), tuple(elements), dtype)
+            return _plan((), tuple(elements), dtype, self._settings.fusion_bytes)
         layers = self._layers(self._index, parameters)
-        return _plan(tuple(coded(layer, dtype, now, self._settings) for layer in layers), tuple(elements), dtype)
+        codecs = tuple(coded(layer, dtype, now, self._settings) for layer in layers)
+        return _plan(codecs, tuple(elements), dtype, self._settings.fusion_bytes)
 
     def see(self, bucket: dist.GradBucket) -> None:
         """Takes notice of a bucket that is about to be reduced."""
@@ -178,6 +180,6 @@ states: "weakref.WeakSet[CGXState]" = weakref.WeakSet()
 
 
 @lru_cache(maxsize=1024)
-def _plan(layers: tuple[Coded, ...], elements: tuple[int, ...], dtype: torch.dtype) -> Plan:
+def _plan(layers: tuple[Coded, ...], elements: tuple[int, ...], dtype: torch.dtype, most_bytes: int) -> Plan:
     chosen = [None if codecs[1] == RAW else codecs[:3] for codecs in layers]
-    return plan_of([], chosen, [number for *_, number in layers], elements, dtype)
+    return plan_of([], chosen, [number for *_, number in layers], elements, dtype, most_bytes=most_bytes)

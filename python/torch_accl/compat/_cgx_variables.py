@@ -42,6 +42,8 @@ RAW_FROM_BITS = 9
 MOST_BITS = 32
 DEFAULT_BUCKET_SIZE = 512
 DEFAULT_MINIMAL_SIZE = 16
+DEFAULT_FUSION_MIB = 64
+LEAST_FUSION_BYTES = 2048
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,14 @@ class GroupSettings:
         inside_hosts: whether what ranks of one host exchange is compressed.
         is_dummy: whether nothing is compressed at all.
         algorithm: what `ACCL_ALGORITHM` is to be unless it is given; None leaves the choice to the engine.
+        fusion_bytes: most bytes of layers that travel in one call; a larger one has a call of its own.
     """
 
     minimal_size: int = DEFAULT_MINIMAL_SIZE
     inside_hosts: bool = True
     is_dummy: bool = False
     algorithm: str | None = None
+    fusion_bytes: int = DEFAULT_FUSION_MIB << 20
 
     @staticmethod
     def now() -> GroupSettings:
@@ -110,7 +114,7 @@ class GroupSettings:
         _one_of(INNER_COMMUNICATOR, ("MPI", "SHM", "NCCL"))
         _one_of(CROSS_COMMUNICATOR, ("MPI", "SHM", "NCCL"))
         _one_of(OLD_COMMUNICATOR, ("MPI", "SHM", "NCCL", "P2P"))
-        _optional(FUSION_BUFFER, 0, "a size in MiB")
+        fusion_mib = _optional(FUSION_BUFFER, 0, "a size in MiB")
         for name in (INTRA_BROADCAST, REMOTE_BUFFERS, ALL_TO_ALL):
             _switch(name, False)
         _ratio()
@@ -120,6 +124,7 @@ class GroupSettings:
             inside_hosts=_switch(INTRA_COMPRESS, True),
             is_dummy=_switch(DUMMY, False),
             algorithm="all_reduce=ring" if inner == "Ring" else None,
+            fusion_bytes=max((DEFAULT_FUSION_MIB if fusion_mib is None else fusion_mib) << 20, LEAST_FUSION_BYTES),
         )
 
 
@@ -131,14 +136,13 @@ def warn_of_what_differs() -> None:
         CROSS_COMMUNICATOR: _text(CROSS_COMMUNICATOR) is not None,
         INTRA_BROADCAST: _text(INTRA_BROADCAST) is not None,
         CROSS_REDUCTION: _text(CROSS_REDUCTION) is not None,
-        FUSION_BUFFER: _text(FUSION_BUFFER) is not None,
         REMOTE_BUFFERS: _switch(REMOTE_BUFFERS, False),
     }
     if named := [f"{name}={_text(name)}" for name, is_idle in idle.items() if is_idle]:
         _warn(
             f"{', '.join(named)} {'has' if len(named) == 1 else 'have'} no effect here: ranks of a host share memory and hosts "
-            "are connected by TCP (ACCL_TRANSPORTS), algorithms are chosen by size (ACCL_ALGORITHM), and calls of any size are "
-            "sent in tiles as they are encoded"
+            "are connected by TCP (ACCL_TRANSPORTS), algorithms are chosen by size (ACCL_ALGORITHM), and what is encoded is sent "
+            "in tiles at once"
         )
     if _ratio() < 1:
         _warn(

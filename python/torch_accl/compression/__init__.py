@@ -11,6 +11,7 @@ infinity on any rank is NaN on all, so that a gradient scaler sees it. Integers,
 travel as they are. `docs/compression.md` says when it pays.
 """
 
+from ._call_measures import CallMeasures, call_measures, call_summary
 from ._calls import all_gather_quantized, all_reduce_quantized, all_to_all_quantized, reduce_scatter_quantized
 from ._ddp import ddp_hook
 from ._fsdp import apply_fsdp2
@@ -20,6 +21,7 @@ from ._settings import Compression
 from ._state import State
 
 __all__ = [
+    "CallMeasures",
     "Compression",
     "Measures",
     "Reproducible",
@@ -29,6 +31,8 @@ __all__ = [
     "all_reduce_reproducible",
     "all_to_all_quantized",
     "apply_fsdp2",
+    "call_measures",
+    "call_summary",
     "ddp_hook",
     "reduce_scatter_quantized",
     "reproducible_hook",

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ._agreement import reduced
+from ._plans import cut
 from ._scope import accl_backend, codecs_of, encoded, exact
 from ._settings import RAW, Compression, tensor_id
 
@@ -77,7 +78,8 @@ def choose(
         times.update(((dtype, codec), nanos) for codec, nanos in _times(untimed, dtype, group).items())
     known = {codec: times[dtype, codec] for codec in candidates}
     choices = {}
-    for name, errors in zip(gradients, _errors(waiting, gradients, candidates, group), strict=True):
+    measured = _errors(waiting, gradients, candidates, compression.fusion_bytes, group)
+    for name, errors in zip(gradients, measured, strict=True):
         if name in waiting and all(map(math.isfinite, errors)):
             by_codec = dict(zip(candidates, errors, strict=True))
             within = [codec for codec in candidates if by_codec[codec] <= compression.error_budget]
@@ -121,16 +123,20 @@ def _times(codecs: Sequence[str], dtype: torch.dtype, group: dist.ProcessGroup) 
 
 
 def _errors(
-    waiting: Collection[str], gradients: Mapping[str, torch.Tensor], codecs: Sequence[str], group: dist.ProcessGroup
+    waiting: Collection[str],
+    gradients: Mapping[str, torch.Tensor],
+    codecs: Sequence[str],
+    most_bytes: int | None,
+    group: dist.ProcessGroup,
 ) -> list[list[float]]:
     """Of each gradient and codec, squared error of the sum by its square; an infinity where there is no such number."""
     ids = [tensor_id(name) for name in gradients]
     exact_sums = [gradient.detach().clone() for gradient in gradients.values()]
-    _add(exact_sums, [RAW] * len(ids), ids, 0, group)
+    _add(exact_sums, [RAW] * len(ids), ids, 0, group, most_bytes)
     rows: list[list[float]] = [[] for _ in ids]
     for codec in codecs:
         sums = [gradient.detach().clone() for gradient in gradients.values()]
-        _add(sums, [codec if name in waiting else RAW for name in gradients], ids, 0, group)
+        _add(sums, [codec if name in waiting else RAW for name in gradients], ids, 0, group, most_bytes)
         for row, found, wanted in zip(rows, sums, exact_sums, strict=True):
             error = (found.double() - wanted.double()).square().sum() / wanted.double().square().sum()
             row.append(error.nan_to_num(nan=math.inf).item())
@@ -138,11 +144,19 @@ def _errors(
 
 
 def _add(
-    tensors: list[torch.Tensor], codecs: Sequence[str], ids: Sequence[int], step: int, group: dist.ProcessGroup
+    tensors: list[torch.Tensor],
+    codecs: Sequence[str],
+    ids: Sequence[int],
+    step: int,
+    group: dist.ProcessGroup,
+    most_bytes: int | None = None,
 ) -> None:
-    """Adds up the tensors of all ranks, in place, by a codec each."""
+    """Adds up the tensors of all ranks, in place, by a codec each, in calls of at most so many bytes."""
     options = dist.AllreduceCoalescedOptions()
     options.asyncOp = True
-    made = codecs_of(tuple((RAW, codec, codec, id) for codec, id in zip(codecs, ids, strict=True)))
-    with exact() if set(codecs) == {RAW} else encoded(made, 0, step):
-        group.allreduce_coalesced(tensors, options).wait()
+    is_raw = set(codecs) == {RAW}
+    for own in cut([tensor.nbytes for tensor in tensors], most_bytes):
+        coded = zip(codecs[own], ids[own], strict=True)
+        made = codecs_of(tuple((RAW, codec, codec, id) for codec, id in coded))
+        with exact() if is_raw else encoded(made, 0, step):
+            group.allreduce_coalesced(tensors[own], options).wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
@@ -10,12 +11,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from ._scope import accl_backend, accl_group, codecs_of, encoded, exact
+from .. import _native
+from ._call_measures import row_of
+from ._scope import FLOATS, accl_backend, accl_group, codecs_of, encoded, exact
 from ._settings import AUTO, RAW, Compression, default_codec, needs_feedback, tensor_id
 
 __all__ = ["all_gather_quantized", "all_reduce_quantized", "all_to_all_quantized", "reduce_scatter_quantized"]
 
 _steps = itertools.count()
+
+# Operators whose results may be compressed.
+_SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
 
 
 def all_reduce_quantized(
@@ -36,10 +42,12 @@ def all_reduce_quantized(
         op: how contributions are combined.
         group: None is the default group; its backend must be accl.
         async_op: return a Work at once instead of waiting.
-        compression: a codec such as `"maxmin:4"`, or a `Compression`, of which codec, up, down, inner and seed count. None is
-            that of the group's `Options`, else that of `ACCL_CODEC`, else `maxmin:4`. Nothing is carried over from call to
-            call: with `"sign"` and `"topk:BITS"`, that is for the caller to do.
-        key: a name for the tensor: those with different names have different random numbers.
+        compression: a codec such as `"maxmin:4"`, or a `Compression`, of which codec, up, down, inner, seed and audit count; a
+            codec alone has no audit. All ranks must give the same. None is that of the group's `Options`, else that of
+            `ACCL_CODEC`, else `maxmin:4`. Nothing is carried over from call to call: with `"sign"` and `"topk:BITS"`, that is
+            for the caller to do.
+        key: a name for the tensor: those with different names have different random numbers, and figures of their own
+            (`call_measures`).
         step: a number that no other call on this key has; None counts the calls of this process.
 
     Returns:
@@ -49,7 +57,7 @@ def all_reduce_quantized(
         ValueError: no such codec, key or step, or a tensor that is not on the CPU.
         RuntimeError: the group has another backend, or what `all_reduce` raises.
     """
-    with _scope(tensor, group, compression, key, step):
+    with _scope("all_reduce", tensor, lambda _: (tensor.numel(),), group, compression, key, step, op):
         return dist.all_reduce(tensor, op, group, async_op)
 
 
@@ -69,7 +77,11 @@ def reduce_scatter_quantized(
     Arguments and errors are those of `all_reduce_quantized`; shapes are those of `reduce_scatter_tensor`. Buckets begin at
     the first element of each rank's part.
     """
-    with _scope(output, group, compression, key, step):
+
+    def sizes(world: int) -> tuple[int, ...]:
+        return (output.numel(),) * world
+
+    with _scope("reduce_scatter", output, sizes, group, compression, key, step, op):
         return dist.reduce_scatter_tensor(output, input, op, group, async_op)
 
 
@@ -88,7 +100,7 @@ def all_gather_quantized(
     Every rank, the sender too, gets what the bytes decode to: all have the same values. Arguments and errors are those of
     `all_reduce_quantized`.
     """
-    with _scope(output, group, compression, key, step):
+    with _scope("all_gather", output, lambda _: (input.numel(),), group, compression, key, step):
         return dist.all_gather_into_tensor(output, input, group, async_op)
 
 
@@ -108,7 +120,13 @@ def all_to_all_quantized(
 
     Arguments and errors are those of `all_reduce_quantized`.
     """
-    with _scope(output, group, compression, key, step):
+
+    def sizes(world: int) -> tuple[int, ...]:
+        counts = input_split_sizes or [input.shape[0] // world] * world
+        others = (count for rank, count in enumerate(counts) if rank != dist.get_rank(group))
+        return tuple(count * (input.numel() // input.shape[0]) for count in others if count)
+
+    with _scope("all_to_all", output, sizes, group, compression, key, step):
         return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
 
 
@@ -130,12 +148,16 @@ def checked_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> dist
 
 
 def _scope(
+    collective: str,
     tensor: torch.Tensor,
+    sizes: Callable[[int], tuple[int, ...]],
     group: dist.ProcessGroup | None,
     compression: str | Compression | None,
     key: str,
     step: int | None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> AbstractContextManager[None]:
+    """How a call is encoded and measured, of which this rank sends tensors of these `sizes`, in elements, in a world of so many."""
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         # The call itself says that this rank takes no part.
         return nullcontext()
@@ -146,7 +168,10 @@ def _scope(
         raise ValueError(f"step is {step!r}; expected an integer from 0 to 2^64 - 1")
     if compression is None:
         compression = accl_backend(found).options.settings.get("compression") or default_codec()
-    settings = compression if isinstance(compression, Compression) else _settings(compression)
+    if isinstance(compression, Compression):
+        settings, one_in = compression, compression.audit
+    else:
+        settings, one_in = _settings(compression), 0
     if settings.codec == AUTO:
         raise ValueError(
             'codec="auto" is chosen by what a model\'s gradients are like, for ddp_hook and apply_fsdp2; name a codec here'
@@ -155,7 +180,34 @@ def _scope(
         # torch makes calls on tensors of float32 of these, which the engine cannot tell from others.
         return exact()
     codecs = codecs_of(((*(settings.usual or (RAW, RAW, RAW)), tensor_id(key)),))
-    return encoded(codecs, settings.seed, next(_steps) if step is None else step)
+    number = next(_steps) if step is None else step
+    is_sum_of_floats = tensor.dtype in FLOATS and any(op == known for known in _SUMS)
+    if settings.usual is None or not is_sum_of_floats or found.size() == 1:
+        return encoded(codecs, settings.seed, number)
+    row, is_part = row_of(found, collective, key), collective in ("all_reduce", "reduce_scatter")
+    _, up, down = settings.usual
+    encoding = _native.Encoding(codecs, settings.seed, number, None, row.ledger, one_in)
+    return _Measured(
+        encoding, lambda: row.enter(codecs, up if is_part else down, sizes(found.size()), tensor.dtype, is_part)
+    )
+
+
+class _Measured:
+    """As `encoded`, but that a call that was made is entered. A generator would take as long as the rest of a small call."""
+
+    __slots__ = ("_before", "_encoding", "_enter")
+
+    def __init__(self, encoding: _native.Encoding, enter: Callable[[], None]) -> None:
+        self._encoding = encoding
+        self._enter = enter
+
+    def __enter__(self) -> None:
+        self._before = _native.encode_calls(self._encoding)
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        _native.encode_calls(self._before)
+        if error is None:
+            self._enter()
 
 
 @lru_cache(maxsize=64)

@@ -6,8 +6,10 @@ Its annotations are objects: DistributedDataParallel compares them.
 import torch
 import torch.distributed as dist
 
+from ._plans import Part
 from ._scope import exact
 from ._state import State
+from ._together import future_of
 
 __all__ = ["ddp_hook"]
 
@@ -31,19 +33,15 @@ def ddp_hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torc
     parameters, gradients = bucket.parameters(), bucket.gradients()
     elements = [gradient.numel() for gradient in gradients]
     plan = state.plan(parameters, elements, buffer.dtype, step, lambda: gradients, state.process_group)
-    is_on = state.is_on(plan, step)
-    state.count(plan, is_on)
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp = dist.ReduceOp.AVG
     options.asyncOp = True
-    if is_on:
-        with state.encoded(plan, step):
-            work = state.process_group.allreduce_coalesced(gradients, options)
-    else:
-        with exact():
-            work = state.process_group.allreduce_coalesced([buffer], options)
-    # The work keeps its future until it is done, and that what is carried over: whoever lets go of the state meanwhile.
-    return work.get_future().then(lambda future, losses=plan.losses: _result(future, buffer))
+
+    def call(part: Part, is_encoded: bool) -> dist.Work:
+        tensors = gradients[part.tensors] if is_encoded else [buffer[part.elements]]
+        return state.process_group.allreduce_coalesced(tensors, options)
+
+    return future_of(state.send(plan, step, call), lambda: buffer)
 
 
 def _mean_of_sparse(state: State, gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -53,10 +51,4 @@ def _mean_of_sparse(state: State, gradient: torch.Tensor) -> torch.futures.Futur
     mean = gradient / state.world
     with exact():
         work = state.process_group.allreduce([mean], options)
-    return work.get_future().then(lambda future: _result(future, mean))
-
-
-def _result(future: torch.futures.Future, buffer: torch.Tensor) -> torch.Tensor:
-    # An error of the call is raised here, and reaches the backward pass.
-    future.value()
-    return buffer
+    return future_of([work], lambda: mean)

@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._scope import accl_group, exact
+from ._plans import Part
+from ._scope import accl_group
 from ._state import State
+from ._together import WorkOfSeveral
 
 __all__ = ["apply_fsdp2"]
 
@@ -50,7 +52,7 @@ def _reduce_scatter(state: State, module: str, group: Any) -> object:
     laid_out = _Row(group)
 
     class CompressedReduceScatter(DefaultReduceScatter):
-        """Each rank's row is cut into the shards of the module's parameters, which are tensors of one call."""
+        """Each rank's row is cut into the shards of the module's parameters, which are tensors of a call."""
 
         def __call__(
             self,
@@ -71,22 +73,30 @@ def _reduce_scatter(state: State, module: str, group: Any) -> object:
                 return list(input_tensor.view(group.size(), -1).split(shards, dim=1))
 
             plan = state.plan(parameters, shards, output_tensor.dtype, step, inputs, group, group.size())
-            is_on = state.is_on(plan, step)
-            state.count(plan, is_on)
-            if not is_on:
-                with exact():
-                    return super().__call__(output_tensor, input_tensor, group, op, async_op)
-            outputs = list(output_tensor.split(shards))
+            # Of all calls, and laid out once; torch's own takes the whole.
+            is_whole = len(plan.parts) == 1 and not plan.is_encoded
+            blocks, outputs = ([], []) if is_whole else (inputs(), list(output_tensor.split(shards)))
             options = dist.ReduceScatterOptions()
             options.reduceOp = op
-            options.asyncOp = async_op
-            with state.encoded(plan, step):
-                # A blocking call is done by now, and has no Work.
-                work = group.reduce_scatter_tensor_coalesced(outputs, inputs(), options)
-            if work is not None and plan.losses:
-                # Its future keeps what is carried over until the call is done.
-                work.get_future().then(lambda future, losses=plan.losses: None)
-            return work
+            # Several calls are under way together, whoever waits for them.
+            options.asyncOp = async_op or len(plan.parts) > 1
+
+            def call(part: Part, is_encoded: bool) -> dist.Work | None:
+                if not is_encoded and len(plan.parts) == 1:
+                    return super(CompressedReduceScatter, self).__call__(
+                        output_tensor, input_tensor, group, op, async_op
+                    )
+                own = part.tensors
+                return group.reduce_scatter_tensor_coalesced(outputs[own], blocks[own], options)
+
+            works = state.send(plan, step, call)
+            if len(plan.parts) == 1:
+                return works[0] if works else None
+            work = WorkOfSeveral(works, [output_tensor])
+            if async_op:
+                return work
+            work.wait()
+            return None
 
     return CompressedReduceScatter()
 

@@ -1,9 +1,10 @@
-"""What compression did to each parameter, measured while training goes on."""
+"""What compression did to each parameter, or to each kind of explicit call, measured on the way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from .. import _native
 
@@ -75,8 +76,9 @@ class Totals:
         return self.carried / self.carried_calls if self.carried_calls else None
 
 
-_COLUMNS = {
-    "parameter": lambda row: row.name,
+_NAMES: Mapping[str, Callable[[Any], str]] = {"parameter": lambda row: row.name}
+
+_COLUMNS: Mapping[str, Callable[[Any], str]] = {
     "codec": lambda row: (row.codec or "raw").partition(",")[0],
     "calls": lambda row: f"{row.calls}",
     "bits": lambda row: f"{row.bits:.2f}" if row.calls else "",
@@ -89,11 +91,15 @@ _COLUMNS = {
 }
 
 
-def table(rows: Iterable[Measures]) -> str:
-    """The rows for a person to read; `error` is the squared error by the square."""
-    lines = [list(_COLUMNS), *([show(row) for show in _COLUMNS.values()] for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
+def table(rows: Iterable[Any], names: Mapping[str, Callable[[Any], str]] = _NAMES) -> str:
+    """The rows for a person to read, with columns that name them; `error` is the squared error by the square."""
+    columns = {**names, **_COLUMNS}
+    lines = [list(columns), *([show(row) for show in columns.values()] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
+    texts = len(names) + 1
     return "\n".join(
-        "  ".join(cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(cells))
+        "  ".join(
+            cell.ljust(width) if column < texts else cell.rjust(width) for column, (cell, width) in enumerate(cells)
+        )
         for cells in (zip(line, widths, strict=True) for line in lines)
     )

@@ -180,7 +180,7 @@ class _Sum:
             self.levels[elements].view_as(values).copy_(scaled)
         with exact():
             work = dist.all_reduce(self.levels, dist.ReduceOp.SUM, self.group, async_op=True)
-        return WorkWithEnd(work, self._end)
+        return WorkWithEnd(work, self.tensors, self._end)
 
     def _units(self, buckets: int) -> torch.Tensor:
         settings, top = self.settings, self.settings._top(self.group.size())
@@ -225,7 +225,7 @@ class _Sum:
             first += -(-flat.numel() // bucket)
             start += flat.numel()
 
-    def _end(self) -> list[torch.Tensor]:
+    def _end(self) -> None:
         # An integer of 16 bits is exact in float32.
         scale = (self.units.double() if self.settings.bits == 32 else self.units) / self.divisor
         for values, buckets, elements in self._rows():
@@ -233,4 +233,3 @@ class _Sum:
         for tensor, flat in zip(self.tensors, self.flat, strict=True):
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(flat.view(tensor.shape))
-        return self.tensors

@@ -63,6 +63,8 @@ class Compression:
         audit: about one element in so many travels uncompressed, too, so that the error of sums is known; 0: none.
         start_step: steps that go uncompressed first.
         seed: what random numbers are made from, together with step, tensor, rank and element.
+        fusion_bytes: gradients that a hook hands over together travel in calls of at most so many bytes of gradients, one queued
+            after the other (a positive multiple of 4). A larger one has a call of its own: none is cut. None: in one call.
 
     Raises:
         ValueError: a codec has no such setting; the message says what is accepted. Or error feedback was asked for with
@@ -84,6 +86,7 @@ class Compression:
     audit: int = 1024
     start_step: int = 0
     seed: int = 0
+    fusion_bytes: int | None = None
 
     def __post_init__(self) -> None:
         canonical = {"inner": _checked("inner", self.inner)}
@@ -97,6 +100,11 @@ class Compression:
             object.__setattr__(self, name, value)
         for name in ("min_elements", "start_step", "audit"):
             _check_count(name, getattr(self, name))
+        bound = self.fusion_bytes
+        if bound is not None and (type(bound) is not int or bound <= 0 or bound % 4):
+            raise ValueError(
+                f"fusion_bytes is {bound!r}; expected None or a positive multiple of 4, in bytes of gradients"
+            )
         _check_positive("error_budget", self.error_budget)
         if self.error_limit is not None:
             _check_positive("error_limit", self.error_limit)

@@ -5,23 +5,24 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import Work
 
 from .. import _native
 from ._agreement import check_settings, reduced
 from ._auto import Choice, choose
 from ._measures import Measures, Totals, table
 from ._optimizers import watch_for_adam
-from ._scope import FLOATS, Addresses, accl_group, codecs_of, encoded
+from ._plans import Part, Plan, plan_of
+from ._scope import FLOATS, accl_group, encoded, exact
 from ._settings import AUTO, RAW, Codec, Compression, finer, loses_more_than_there_is, tensor_id
 
-__all__ = ["Plan", "State", "Traffic", "names_of", "plan_of"]
+__all__ = ["State", "Traffic", "names_of"]
 
 # Calls of a plan between two looks at what was measured; all ranks look at the same ones.
 LOOK_EVERY = 100
@@ -41,31 +42,6 @@ class Traffic:
     def ratio(self) -> float:
         """How many times fewer bytes were sent; 1.0 before the first call."""
         return self.raw / self.sent if self.sent else 1.0
-
-
-@dataclass
-class Plan:
-    """How the tensors of one call are encoded; without codecs they travel as they are."""
-
-    names: list[str]
-    chosen: list[Codec | None]
-    # Bytes of each tensor of a call: as it is, and as it is sent to be added up.
-    raw_bytes: list[int]
-    sent_bytes: list[int]
-    codecs: _native.Codecs | None = None
-    # Addresses of what is carried over, with error feedback, and the tensors that are there.
-    residuals: Addresses | None = None
-    losses: tuple[torch.Tensor, ...] = ()
-    ledger: _native.Ledger | None = None
-    # Whether codecs of some are still to be chosen.
-    is_waiting: bool = False
-    # Compressed calls, and what was measured until the last look at it.
-    calls: int = 0
-    looked_at: list[Totals] = field(default_factory=list)
-
-    def totals(self) -> list[Totals]:
-        """What was measured of each tensor."""
-        return [Totals().plus(measured) for measured in self.ledger.read()] if self.ledger else []
 
 
 class State:
@@ -275,11 +251,31 @@ class State:
             plan = self._plans[key] = self._make_plan(parameters, elements, dtype, blocks)
         return plan
 
-    def encoded(self, plan: Plan, step: int) -> AbstractContextManager[None]:
-        """Calls inside are encoded as planned, and measured."""
-        plan.calls += 1
+    def send(self, plan: Plan, step: int, call: Callable[[Part, bool], Work | None]) -> list[Work]:
+        """Makes the calls of a plan one after the other, without waiting for any, and adds them to the traffic.
+
+        `call` makes that of a part and is told whether it is encoded. Blocking calls are done by now and have no Work.
+        """
         compression = self.compression
-        return encoded(plan.codecs, compression.seed, step, plan.residuals, plan.ledger, compression.audit)
+        is_encoded = plan.is_encoded and step >= compression.start_step
+        plan.calls += is_encoded
+        raw = sum(plan.raw_bytes)
+        self.traffic.raw += raw
+        self.traffic.sent += sum(plan.sent_bytes) if is_encoded else raw
+        works = []
+        for part in plan.parts:
+            if is_encoded:
+                with encoded(part.codecs, compression.seed, step, part.residuals, part.ledger, compression.audit):
+                    work = call(part, True)
+            else:
+                with exact():
+                    work = call(part, False)
+            if work is not None:
+                works.append(work)
+                if is_encoded and part.losses:
+                    # The future keeps what is carried over until the call is done: whoever lets go of the state meanwhile.
+                    work.get_future().then(lambda future, losses=part.losses: None)
+        return works
 
     def next_call(self, module: str) -> int:
         """The number of a module's call, from 0."""
@@ -287,16 +283,6 @@ class State:
         self._calls[module] = call + 1
         self.step = max(self.step, call + 1)
         return call
-
-    def count(self, plan: Plan, is_encoded: bool) -> None:
-        """Adds a call to the traffic."""
-        raw = sum(plan.raw_bytes)
-        self.traffic.raw += raw
-        self.traffic.sent += sum(plan.sent_bytes) if is_encoded else raw
-
-    def is_on(self, plan: Plan, step: int) -> bool:
-        """Whether a call of this step is encoded."""
-        return plan.codecs is not None and step >= self.compression.start_step
 
     # ---- decisions
 
@@ -320,7 +306,7 @@ class State:
     def _is_changed_by_look(self, plan: Plan, group: dist.ProcessGroup) -> bool:
         """Looks at what was measured since the last time, and decides by figures of all ranks together."""
         limit = self.compression.error_limit
-        if plan.ledger is None or (limit is None and not self.compression.error_feedback):
+        if not plan.is_encoded or (limit is None and not self.compression.error_feedback):
             return False
         now = plan.totals()
         since = [new.plus(old, -1) for new, old in zip(now, plan.looked_at, strict=True)]
@@ -362,50 +348,35 @@ class State:
     ) -> Plan:
         names = [self.name_of(parameter) for parameter in parameters]
         chosen = [self._codec(parameter) if dtype in FLOATS else None for parameter in parameters]
-        plan = plan_of(names, chosen, [tensor_id(name) for name in names], elements, dtype, blocks)
+        ids = [tensor_id(name) for name in names]
+        plan = plan_of(names, chosen, ids, elements, dtype, blocks, self.compression.fusion_bytes)
         plan.is_waiting = any(map(self._awaits_choice, parameters))
-        if plan.codecs is None:
+        if not plan.is_encoded:
             return plan
-        plan.ledger = _native.Ledger(len(names))
+        for part in plan.parts:
+            part.ledger = _native.Ledger(len(names[part.tensors]))
+            if self.compression.error_feedback:
+                self._carry_over(part, plan, elements, blocks)
         plan.looked_at = [Totals()] * len(names)
-        if self.compression.error_feedback:
-            self._carry_over(plan, elements, blocks)
         return plan
 
-    def _carry_over(self, plan: Plan, elements: Sequence[int], blocks: int) -> None:
+    def _carry_over(self, part: Part, plan: Plan, elements: Sequence[int], blocks: int) -> None:
         rows, sums, losses = [], [], []
-        for name, codec, count in zip(plan.names, plan.chosen, elements, strict=True):
+        own = part.tensors
+        for name, codec, count in zip(plan.names[own], plan.chosen[own], elements[own], strict=True):
             row, of_sum = [0] * blocks, 0
             if codec is not None:
                 loss = _loss(self._losses, name, blocks, count)
                 losses.append(loss)
-                row = [part.data_ptr() for part in loss]
+                row = [block.data_ptr() for block in loss]
                 if blocks == 1 and _is_coarse(codec[2]):
                     loss = _loss(self._losses_of_sums, name, 1, count)
                     losses.append(loss)
                     of_sum = loss.data_ptr()
             rows.append(row)
             sums.append(of_sum)
-        plan.residuals = [row[block] for block in range(blocks) for row in rows], sums
-        plan.losses = tuple(losses)
-
-
-def plan_of(
-    names: list[str],
-    chosen: list[Codec | None],
-    ids: Sequence[int],
-    elements: Sequence[int],
-    dtype: torch.dtype,
-    blocks: int = 1,
-) -> Plan:
-    """How tensors are encoded by these codecs, of which each of so many blocks has so many elements each."""
-    raw = [blocks * count * dtype.itemsize for count in elements]
-    if not any(chosen):
-        return Plan(names, chosen, raw, raw)
-    codecs = codecs_of(tuple((*(codec or (RAW, RAW, RAW)), id) for codec, id in zip(chosen, ids, strict=True)))
-    kind = str(dtype).removeprefix("torch.")
-    sent = [blocks * codecs.encoded_bytes(position, kind, count)[0] for position, count in enumerate(elements)]
-    return Plan(names, chosen, raw, sent, codecs)
+        part.residuals = [row[block] for block in range(blocks) for row in rows], sums
+        part.losses = tuple(losses)
 
 
 # Of a parameter: what was measured, and bytes of its compressed gradients before and after.

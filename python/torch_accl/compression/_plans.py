@@ -1,0 +1,98 @@
+"""How the tensors that a hook hands over are encoded, and which of them travel together.
+
+Owns plans and how they are cut into calls. Which codec a parameter has, and what is carried over of it, is said by `_state.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .. import _native
+from ._measures import Totals
+from ._scope import Addresses, codecs_of
+from ._settings import RAW, Codec
+
+__all__ = ["Part", "Plan", "cut", "plan_of"]
+
+
+@dataclass
+class Part:
+    """Tensors of a plan, one after the other, that travel in a call."""
+
+    tensors: slice
+    # Their elements, of those of a block.
+    elements: slice
+    codecs: _native.Codecs | None = None
+    # Addresses of what is carried over, with error feedback, and the tensors that are there.
+    residuals: Addresses | None = None
+    losses: tuple[torch.Tensor, ...] = ()
+    ledger: _native.Ledger | None = None
+
+
+@dataclass
+class Plan:
+    """How the tensors that a hook hands over at once are encoded; without codecs they travel as they are."""
+
+    names: list[str]
+    chosen: list[Codec | None]
+    # Bytes of each tensor of a call: as it is, and as it is sent to be added up.
+    raw_bytes: list[int]
+    sent_bytes: list[int]
+    parts: tuple[Part, ...]
+    # Whether codecs of some are still to be chosen.
+    is_waiting: bool = False
+    # How often its tensors were sent compressed, and what was measured until the last look at it.
+    calls: int = 0
+    looked_at: list[Totals] = field(default_factory=list)
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether any tensor is; then all are sent by codecs, those that travel as they are by `raw`."""
+        return any(self.chosen)
+
+    def totals(self) -> list[Totals]:
+        """What was measured of each tensor."""
+        ledgers = [part.ledger for part in self.parts if part.ledger is not None]
+        return [Totals().plus(measured) for ledger in ledgers for measured in ledger.read()]
+
+
+def plan_of(
+    names: list[str],
+    chosen: list[Codec | None],
+    ids: Sequence[int],
+    elements: Sequence[int],
+    dtype: torch.dtype,
+    blocks: int = 1,
+    most_bytes: int | None = None,
+) -> Plan:
+    """How tensors are encoded by these codecs, of which each of so many blocks has so many elements each, and which travel in
+    calls of at most so many bytes."""
+    raw = [blocks * count * dtype.itemsize for count in elements]
+    parts, sent = [], []
+    for tensors in cut(raw, most_bytes):
+        first = sum(elements[: tensors.start])
+        part = Part(tensors, slice(first, first + sum(elements[tensors])))
+        if any(chosen):
+            coded = zip(chosen[tensors], ids[tensors], strict=True)
+            part.codecs = codecs_of(tuple((*(codec or (RAW, RAW, RAW)), id) for codec, id in coded))
+            kind = str(dtype).removeprefix("torch.")
+            counts = enumerate(elements[tensors])
+            sent += [blocks * part.codecs.encoded_bytes(place, kind, count)[0] for place, count in counts]
+        parts.append(part)
+    return Plan(names, chosen, raw, sent or raw, tuple(parts))
+
+
+def cut(sizes: Sequence[int], most: int | None) -> list[slice]:
+    """Tensors of these sizes in calls of at most `most` (None: in one); one that is larger has a call of its own."""
+    if most is None:
+        return [slice(0, len(sizes))]
+    parts, first, room = [], 0, most
+    for position, size in enumerate(sizes):
+        if size > room and position > first:
+            parts.append(slice(first, position))
+            first, room = position, most
+        room -= size
+    return [*parts, slice(first, len(sizes))]

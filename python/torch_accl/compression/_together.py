@@ -1,0 +1,120 @@
+"""Calls that were made one after the other for tensors that belong together: they are done when all are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch._C._distributed_c10d import Work
+
+__all__ = ["WorkOfSeveral", "future_of"]
+
+Result = TypeVar("Result")
+
+# torch's word for a wait without end.
+_FOREVER = timedelta(0)
+
+
+def future_of(works: Sequence[Work], result: Callable[[], Result]) -> torch.futures.Future[Result]:
+    """What there is when all of them are done; the first error, in their order, if there was any."""
+    if len(works) == 1:
+        return works[0].get_future().then(lambda future: _checked([_error(future)], result))
+    # `collect_all` ends with the first error, when others are still writing to their tensors: errors go as values.
+    ended = torch.futures.collect_all([work.get_future().then(_error) for work in works])
+    return ended.then(lambda future: _checked((each.value() for each in future.value()), result))
+
+
+class WorkOfSeveral(Work):
+    """Several calls as one. What is said of a single one (`_get_sequence_number`) is that of the last.
+
+    Args:
+        works: of the calls, in the order in which they were made.
+        tensors: what they have together as their result.
+    """
+
+    def __init__(self, works: Sequence[Work], tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._works = tuple(works)
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+        """Waits for all of them, and raises the first error: after that, none writes to its tensors any more."""
+        end = time.monotonic() + timeout.total_seconds()
+        errors = []
+        for work in self._works:
+            left = timedelta(seconds=max(end - time.monotonic(), 1e-3)) if timeout > _FOREVER else timeout
+            try:
+                work.wait(left)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return True
+
+    def synchronize(self) -> None:
+        """As `Work.synchronize`, of all."""
+        for work in self._works:
+            work.synchronize()
+
+    def is_completed(self) -> bool:
+        """Whether all are done."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether all are done without an error."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Any:
+        """The first error."""
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """The tensors, when all are done."""
+        return future_of(self._works, lambda: self._tensors)
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors."""
+        for work in self._works:
+            work.result()
+        return self._tensors
+
+
+def _of_last(name: str) -> Any:
+    def method(self: WorkOfSeveral, *arguments: Any, **named: Any) -> Any:
+        return getattr(self._works[-1], name)(*arguments, **named)
+
+    method.__name__ = name
+    method.__doc__ = f"As `Work.{name}`."
+    return method
+
+
+for _name in [
+    "source_rank",
+    "_source_rank",
+    "get_future_result",
+    "_get_duration",
+    "_get_op_type",
+    "_get_sequence_number",
+    "block_current_stream",
+]:
+    if hasattr(Work, _name):
+        setattr(WorkOfSeveral, _name, _of_last(_name))
+
+
+def _error(future: torch.futures.Future[Any]) -> Exception | None:
+    try:
+        future.value()
+    except Exception as error:
+        return error
+    return None
+
+
+def _checked(errors: Iterable[Exception | None], result: Callable[[], Result]) -> Result:
+    # It is raised in the future's callback, and so reaches who waits for it, such as the backward pass.
+    for error in errors:
+        if error is not None:
+            raise error
+    return result()
