@@ -12,7 +12,7 @@ from support import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch_accl import compression
+from torch_accl import _native, compression
 from torch_accl.compression import Compression, _auto, _settings, _state
 
 
@@ -86,6 +86,19 @@ def test_the_error_of_each_parameter_is_told(rank, world):
     table = state.summary().splitlines()
     assert table[0].split()[:4] == ["parameter", "codec", "calls", "bits"] and len(table) == 5
     assert re.search(r"second.weight +maxmin:2 +10 +3.0", table[3])
+
+
+@pytest.mark.parametrize(
+    ("codec", "one_in"),
+    [("maxmin:8", 1024), ("maxmin:4,bucket=512", 1940), ("maxmin:2,bucket=512", 3765), ("bf16", 1024)],
+)
+def test_the_usual_audit_is_a_small_part_of_elements_and_of_bytes(codec, one_in):
+    count = 1 << 20
+    sent, _ = _native.Codecs([("raw", codec, codec, 0)]).encoded_bytes(0, "float32", count)
+    usual = Compression(codec).one_in(4 * count, sent)
+    assert usual == pytest.approx(one_in, rel=0.005)
+    assert 4 * count / usual <= sent / 250
+    assert [Compression(codec, audit=audit).one_in(4 * count, sent) for audit in (7, 0)] == [7, 0]
 
 
 @on_ranks(2, fresh=True)

@@ -169,9 +169,9 @@ def _scope(
     if compression is None:
         compression = accl_backend(found).options.settings.get("compression") or default_codec()
     if isinstance(compression, Compression):
-        settings, one_in = compression, compression.audit
+        settings, is_audited = compression, True
     else:
-        settings, one_in = _settings(compression), 0
+        settings, is_audited = _settings(compression), False
     if settings.codec == AUTO:
         raise ValueError(
             'codec="auto" is chosen by what a model\'s gradients are like, for ddp_hook and apply_fsdp2; name a codec here'
@@ -186,10 +186,18 @@ def _scope(
         return encoded(codecs, settings.seed, number)
     row, is_part = row_of(found, collective, key), collective in ("all_reduce", "reduce_scatter")
     _, up, down = settings.usual
+    one_in = settings.one_in(*_bytes_of(codecs, tensor.dtype)) if is_audited else 0
     encoding = _native.Encoding(codecs, settings.seed, number, None, row.ledger, one_in)
     return _Measured(
         encoding, lambda: row.enter(codecs, up if is_part else down, sizes(found.size()), tensor.dtype, is_part)
     )
+
+
+@lru_cache(maxsize=1024)
+def _bytes_of(codecs: _native.Codecs, dtype: torch.dtype) -> tuple[int, int]:
+    """Of many elements: as they are, and encoded."""
+    elements = 1 << 20
+    return elements * dtype.itemsize, codecs.encoded_bytes(0, str(dtype).removeprefix("torch."), elements)[0]
 
 
 class _Measured:

@@ -31,6 +31,11 @@ AUTO = "auto"
 Codec = tuple[str, str, str]
 
 
+# The usual audit: of elements, and most of the bytes.
+_ONE_IN = 1024
+_PART = 250
+
+
 @dataclass(frozen=True)
 class Compression:
     """How gradients are compressed.
@@ -60,7 +65,8 @@ class Compression:
         error_budget: with `"auto"`, most that the squared error of a sum by its square may be; beyond 0.05, 2 bits are tried too.
         error_limit: squared error of sums by their square, mean of 100 steps, beyond which a parameter travels as it is from then
             on, with a warning; None: it is only reported (`State.measures`).
-        audit: about one element in so many travels uncompressed, too, so that the error of sums is known; 0: none.
+        audit: about one element in so many travels uncompressed, too, so that the error of sums is known; 0: none; None: one in
+            1,024, and fewer where they would be more than 1/250 of the bytes (with 4 bits one in 1,940).
         start_step: steps that go uncompressed first.
         seed: what random numbers are made from, together with step, tensor, rank and element.
         fusion_bytes: gradients that a hook hands over together travel in calls of at most so many bytes of gradients, one queued
@@ -83,7 +89,7 @@ class Compression:
     error_feedback: bool = False
     error_budget: float = 0.05
     error_limit: float | None = None
-    audit: int = 1024
+    audit: int | None = None
     start_step: int = 0
     seed: int = 0
     fusion_bytes: int | None = None
@@ -98,8 +104,10 @@ class Compression:
         canonical["exclude"] = _patterns(self.exclude)
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
-        for name in ("min_elements", "start_step", "audit"):
+        for name in ("min_elements", "start_step"):
             _check_count(name, getattr(self, name))
+        if self.audit is not None:
+            _check_count("audit", self.audit)
         bound = self.fusion_bytes
         if bound is not None and (type(bound) is not int or bound <= 0 or bound % 4):
             raise ValueError(
@@ -109,7 +117,7 @@ class Compression:
         if self.error_limit is not None:
             _check_positive("error_limit", self.error_limit)
             if self.audit == 0:
-                raise ValueError("error_limit: the error of sums is not known with audit=0; take its default, 1024")
+                raise ValueError("error_limit: the error of sums is not known with audit=0; leave it out")
         if self.codec == AUTO and (self.up, self.down) != (None, None):
             raise ValueError('codec="auto" chooses codecs of both ways: leave up and down out')
         for name in ("one_dimensional", "error_feedback"):
@@ -148,6 +156,10 @@ class Compression:
         if elements < self.min_elements or (dimensions < 2 and not self.one_dimensional):
             return None
         return self.usual
+
+    def one_in(self, raw_bytes: int, sent_bytes: int) -> int:
+        """The audit of a call that sends so many bytes in place of so many."""
+        return max(_ONE_IN, -(-_PART * raw_bytes // sent_bytes)) if self.audit is None else self.audit
 
     @property
     def usual(self) -> Codec | None:

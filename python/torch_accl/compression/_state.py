@@ -259,13 +259,14 @@ class State:
         compression = self.compression
         is_encoded = plan.is_encoded and step >= compression.start_step
         plan.calls += is_encoded
-        raw = sum(plan.raw_bytes)
+        raw, sent = sum(plan.raw_bytes), sum(plan.sent_bytes)
         self.traffic.raw += raw
-        self.traffic.sent += sum(plan.sent_bytes) if is_encoded else raw
+        self.traffic.sent += sent if is_encoded else raw
+        one_in = compression.one_in(raw, sent) if sent else 0
         works = []
         for part in plan.parts:
             if is_encoded:
-                with encoded(part.codecs, compression.seed, step, part.residuals, part.ledger, compression.audit):
+                with encoded(part.codecs, compression.seed, step, part.residuals, part.ledger, one_in):
                     work = call(part, True)
             else:
                 with exact():
