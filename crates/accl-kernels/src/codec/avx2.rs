@@ -12,8 +12,8 @@ use std::arch::x86_64::{
     _mm256_packus_epi16, _mm256_packus_epi32, _mm256_permute4x64_epi64, _mm256_permutevar8x32_epi32, _mm256_set1_epi8,
     _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32, _mm256_shuffle_epi8, _mm256_slli_epi16,
     _mm256_sllv_epi32, _mm256_srl_epi16, _mm256_srl_epi64, _mm256_srli_epi16, _mm256_srli_epi32, _mm256_srlv_epi32,
-    _mm256_storeu_ps, _mm256_storeu_si256, _mm256_sub_epi8, _mm256_sub_ps, _mm256_unpackhi_epi8, _mm256_unpacklo_epi8,
-    _mm256_xor_si256,
+    _mm256_storeu_ps, _mm256_storeu_si256, _mm256_sub_epi8, _mm256_sub_ps, _mm256_testz_si256, _mm256_unpackhi_epi8,
+    _mm256_unpacklo_epi8, _mm256_xor_si256,
 };
 use std::hint::black_box;
 use std::mem::{self, MaybeUninit};
@@ -198,6 +198,12 @@ fn encode_from<const BITS: usize>(mut source: impl Source, dst: &mut [u8], value
 #[inline]
 #[target_feature(enable = "avx2")]
 fn pack<const BITS: usize>(dst: &mut [u8], codes: __m256i) {
+    // A greater one would spoil its neighbours.
+    debug_assert_eq!(
+        _mm256_testz_si256(codes, _mm256_set1_epi8(!(0xffu8 >> (8 - BITS)) as i8)),
+        1,
+        "codes of {BITS} bits"
+    );
     if BITS == 1 {
         let bits = _mm256_movemask_epi8(_mm256_slli_epi16::<7>(codes));
         dst[..4].copy_from_slice(&bits.to_le_bytes());
