@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 import torch_accl
 from support import init_group, on_ranks
-from support.training import Model, contribution, error, same_on_all
+from support.training import Model, batch, contribution, error, same_on_all, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch_accl import _native, compression
 from torch_accl.compression import Compression
@@ -328,21 +327,6 @@ def test_a_wrong_option_is_refused():
         torch_accl.Options(compression=4)
     with pytest.raises(ValueError, match="scope: value `most` is not accepted; expected hooks or all"):
         torch_accl.Options(scope="most")
-
-
-def batch(rank, step):
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    return torch.randn(8, 48, generator=generator), torch.randn(8, 5, generator=generator)
-
-
-def train(rank, model, steps=4):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step in range(steps):
-        inputs, targets = batch(rank, step)
-        optimizer.zero_grad()
-        (model(inputs) - targets).square().mean().backward()
-        optimizer.step()
-    return [p.full_tensor() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()]
 
 
 def models(count=1):

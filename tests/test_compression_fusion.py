@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import BACKEND, init_group, on_ranks
-from support.training import Model, contribution, error, same_on_all
+from support.training import Model, batch, contribution, error, same_on_all, train
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch_accl import compression
 from torch_accl.compat import cgx
@@ -28,21 +27,6 @@ MATRIX = 4 * 48 * 96
 # part that is goes by the call's size, as does the choice of an algorithm.
 SAME_ALGORITHM = {"ACCL_ALGORITHM": "all_reduce=direct,reduce_scatter=direct"}
 CODEC = "maxmin:2,bucket=64,rounding=stochastic"
-
-
-def batch(rank, step):
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    return torch.randn(8, 48, generator=generator), torch.randn(8, 5, generator=generator)
-
-
-def train(rank, model, steps=4):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step in range(steps):
-        inputs, targets = batch(rank, step)
-        optimizer.zero_grad()
-        (model(inputs) - targets).square().mean().backward()
-        optimizer.step()
-    return [p.full_tensor() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()]
 
 
 def net():

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 def contribution(rank, count=5003, seed=0):
@@ -37,3 +38,20 @@ class Model(nn.Module):
 
     def forward(self, x):
         return self.head(torch.relu(self.down(self.norm(torch.relu(self.up(x))))))
+
+
+def batch(rank, step):
+    """Inputs and targets of a rank's model."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(8, 48, generator=generator), torch.randn(8, 5, generator=generator)
+
+
+def train(rank, model, steps=4):
+    """Whole parameters after some steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(steps):
+        inputs, targets = batch(rank, step)
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()]
