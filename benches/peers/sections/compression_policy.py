@@ -67,7 +67,8 @@ SECTION = Section(
     text=(
         "Two ranks reduce one float32 gradient by `compression.ddp_hook`, in two ways by turns; a figure is the median of the rounds' "
         "ratios, of which each is that of the slower rank's times. Audited: `maxmin:4`, with one element in 1,940 compared with the "
-        'exact sum (at most 1/250 of the bytes) and without; bar: at most 1 % longer. Auto: time uncompressed over that with what `Compression("auto")` has '
+        "exact sum (at most 1/250 of the bytes) and without; bar: at most 1 % longer. Auto: time uncompressed over that with what "
+        '`Compression("auto")` has '
         "chosen; bar: at least 0.97."
     ),
     collect=collect,

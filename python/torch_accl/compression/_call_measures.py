@@ -19,7 +19,7 @@ from .. import _native
 from ._measures import Totals, table
 from ._scope import accl_group
 
-__all__ = ["MOST_ROWS", "CallMeasures", "Row", "call_measures", "call_summary", "row_of"]
+__all__ = ["MOST_ROWS", "CallMeasures", "Row", "call_measures", "call_summary", "row_of", "totals"]
 
 # Rows of a group.
 MOST_ROWS = 1024
@@ -77,7 +77,7 @@ class Row:
 
     def enter(self, codecs: _native.Codecs, codec: str, sizes: tuple[int, ...], dtype: torch.dtype, up: bool) -> None:
         """A call was made that sends tensors of so many elements, encoded as parts of sums or as results."""
-        elements, sent = _totals(codecs, dtype, sizes, up)
+        elements, sent = totals(codecs, dtype, sizes, up)
         with _lock:
             self.codec = codec
             self.calls += 1
@@ -131,7 +131,7 @@ def call_summary(group: dist.ProcessGroup | None = None) -> str:
 
 def _measures(collective: str, key: str, row: Row) -> CallMeasures:
     [measured] = row.ledger.read()
-    totals = Totals().plus(measured)
+    since = Totals().plus(measured)
     return CallMeasures(
         collective=collective,
         key=key,
@@ -140,16 +140,16 @@ def _measures(collective: str, key: str, row: Row) -> CallMeasures:
         bits=8 * row.sent_bytes / row.elements if row.elements else 0.0,
         raw_bytes=row.raw_bytes,
         sent_bytes=row.sent_bytes,
-        error=totals.relative_error,
-        compared=totals.compared,
-        not_finite=totals.not_finite,
-        too_large=totals.too_large,
-        codec_seconds=totals.nanos / 1e9,
+        error=since.relative_error,
+        compared=since.compared,
+        not_finite=since.not_finite,
+        too_large=since.too_large,
+        codec_seconds=since.nanos / 1e9,
     )
 
 
 @lru_cache(maxsize=1024)
-def _totals(codecs: _native.Codecs, dtype: torch.dtype, sizes: tuple[int, ...], up: bool) -> tuple[int, int]:
+def totals(codecs: _native.Codecs, dtype: torch.dtype, sizes: tuple[int, ...], up: bool) -> tuple[int, int]:
     """Elements of tensors, and bytes that they become as parts of sums, or as results."""
     kind, way = str(dtype).removeprefix("torch."), 0 if up else 1
     return sum(sizes), sum(codecs.encoded_bytes(0, kind, size)[way] for size in sizes)

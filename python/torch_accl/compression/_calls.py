@@ -12,13 +12,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from .. import _native
-from ._call_measures import row_of
+from ._call_measures import row_of, totals
 from ._scope import FLOATS, accl_backend, accl_group, codecs_of, encoded, exact
 from ._settings import AUTO, RAW, Compression, default_codec, needs_feedback, tensor_id
 
 __all__ = ["all_gather_quantized", "all_reduce_quantized", "all_to_all_quantized", "reduce_scatter_quantized"]
 
 _steps = itertools.count()
+# Elements that tell the bits of each.
+_MANY = 1 << 20
 
 # Operators whose results may be compressed.
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
@@ -186,18 +188,14 @@ def _scope(
         return encoded(codecs, settings.seed, number)
     row, is_part = row_of(found, collective, key), collective in ("all_reduce", "reduce_scatter")
     _, up, down = settings.usual
-    one_in = settings.one_in(*_bytes_of(codecs, tensor.dtype)) if is_audited else 0
+    one_in = 0
+    if is_audited:
+        elements, sent = totals(codecs, tensor.dtype, (_MANY,), True)
+        one_in = settings.one_in(elements * tensor.dtype.itemsize, sent)
     encoding = _native.Encoding(codecs, settings.seed, number, None, row.ledger, one_in)
     return _Measured(
         encoding, lambda: row.enter(codecs, up if is_part else down, sizes(found.size()), tensor.dtype, is_part)
     )
-
-
-@lru_cache(maxsize=1024)
-def _bytes_of(codecs: _native.Codecs, dtype: torch.dtype) -> tuple[int, int]:
-    """Of many elements: as they are, and encoded."""
-    elements = 1 << 20
-    return elements * dtype.itemsize, codecs.encoded_bytes(0, str(dtype).removeprefix("torch."), elements)[0]
 
 
 class _Measured:

@@ -179,7 +179,7 @@ fn encode_from<const BITS: usize>(mut source: impl Source, dst: &mut [u8], value
     let mut draws = unsafe { source.next() };
     for (grid, elements, bytes) in grids.each(values.len()) {
         let (dst, values) = (&mut dst[bytes], &values[elements]);
-        let fine = Grid { min: grid.min, inverse: 256.0 * grid.inverse, top: 256.0 * grid.top };
+        let fine = Grid { inverse: 256.0 * grid.inverse, ..*grid };
         for (values, at) in values.chunks_exact(GROUP).zip((0..).step_by(4 * BITS)) {
             ask_ahead::<BUCKETS_AHEAD>(values);
             let [a, b, c, d] = levels(values, &fine);

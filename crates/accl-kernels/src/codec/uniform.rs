@@ -220,6 +220,20 @@ impl<S: Scheme> Uniform<S> {
         }
     }
 
+    /// Writes codes of values, of which the first is at `first`, to which the draws were turned.
+    #[inline]
+    fn write_codes(&self, codes: &mut [u8], values: &[f32], grids: Buckets<Grid>, draws: &Draws, first: u64) {
+        // SAFETY: the instruction set was checked when `self` was made.
+        unsafe {
+            match self.settings.rounding {
+                Rounding::Nearest => (self.loops.encode)(codes, values, grids),
+                Rounding::Stochastic | Rounding::Correlated => {
+                    (self.loops.encode_drawn)(codes, values, grids, draws, first)
+                }
+            }
+        }
+    }
+
     /// Reads a span.
     ///
     /// # Safety
@@ -317,12 +331,7 @@ impl<S: Scheme> Uniform<S> {
                     values.iter().zip(&mut halved).for_each(|(value, half)| *half = value / 2.0);
                     values = &halved[..values.len()];
                 }
-                match self.settings.rounding {
-                    Rounding::Nearest => (self.loops.encode)(codes, values, grids),
-                    Rounding::Stochastic | Rounding::Correlated => {
-                        (self.loops.encode_drawn)(codes, values, grids, draws, first)
-                    }
-                }
+                self.write_codes(codes, values, grids, draws, first);
             }
         }
     }
@@ -402,12 +411,7 @@ impl<S: Scheme> Codec for Uniform<S> {
                 if are_plain && here.count <= SPAN {
                     let values = here.in_place().unwrap_or(&now.values[..here.count]);
                     let grids = Buckets { of: &now.grids[..here.count.div_ceil(bucket)], bucket, bits };
-                    match self.settings.rounding {
-                        Rounding::Nearest => (self.loops.encode)(codes, values, grids),
-                        Rounding::Stochastic | Rounding::Correlated => {
-                            (self.loops.encode_drawn)(codes, values, grids, &draws, here.first)
-                        }
-                    }
+                    self.write_codes(codes, values, grids, &draws, here.first);
                 } else {
                     spoilt += self.encode_each(metas, codes, here, now, &mut draws);
                 }
