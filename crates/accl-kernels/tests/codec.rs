@@ -219,6 +219,33 @@ fn a_bucket_that_is_not_finite_becomes_nan_and_leaves_the_others_alone() {
     }
 }
 
+/// Vectors compare bits, as numbers with a sign and as others without one.
+#[test]
+fn ranges_are_those_of_all_values_whatever_their_signs() {
+    let signs: [fn(f32) -> f32; 4] =
+        [|value| value, |value| -value, |value| if value % 2.0 == 0.0 { value } else { -value }, |value| value * -0.0];
+    let infinity = f32::INFINITY;
+    let decisive = [1e4, -1e4, 0.25, -0.25, 0.0, -0.0, f32::NAN, -f32::NAN, infinity, -infinity];
+    for (bucket, sign) in [32u32, 64, 104].into_iter().flat_map(|bucket| signs.map(|sign| (bucket, sign))) {
+        let usual: Vec<f32> = (0..bucket).map(|i| sign((1 + i * 37 % bucket) as f32)).collect();
+        let settings = Settings { bits: 8, bucket, ..Settings::default() };
+        let codecs = available_isas().into_iter().map(|isa| (isa, max_min(settings, isa))).collect::<Vec<_>>();
+        for place in (0..usual.len()).step_by(if cfg!(miri) { 31 } else { 1 }) {
+            for value in decisive {
+                let mut values = usual.clone();
+                values[place] = value;
+                let src = bytes_of(Dtype::F32, &values);
+                let want = value.is_finite().then(|| oracle(&settings, Dtype::F32, &src));
+                for (isa, codec) in &codecs {
+                    let (got, spoilt) = encode(&**codec, Dtype::F32, &src, 0, Noise::keyed(&[]));
+                    assert_eq!(spoilt.not_finite, usize::from(want.is_none()), "{isa}, {value} at {place} of {bucket}");
+                    assert!(want.as_ref().is_none_or(|want| *want == got), "{isa}, {value} at {place} of {bucket}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn spoilt_buckets_among_many_small_ones_leave_the_others_alone() {
     const COUNT: usize = 3000;

@@ -2,7 +2,7 @@
 
 use super::avx2::Avx2;
 use super::{Arch, Isa, ReduceKernels, Row, ScaleKernel, arch};
-use crate::codec::avx2::with_vectors;
+use crate::codec::avx512::with_vectors;
 use crate::codec::loops::codec_loops;
 use crate::reduce::lanes::{FloatLanes, Lanes, LastOn, OpOn};
 use crate::reduce::{loops, select};

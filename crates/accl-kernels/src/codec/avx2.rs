@@ -2,17 +2,17 @@
 //! without a detour by way of memory.
 
 use std::arch::x86_64::{
-    __m256, __m256i, _CMP_UNORD_Q, _MM_HINT_T0, _mm_cvtsi32_si128, _mm_cvtss_f32, _mm_loadl_epi64, _mm_loadu_si128,
-    _mm_min_ps, _mm_movehl_ps, _mm_prefetch, _mm_shuffle_ps, _mm_storeu_si128, _mm256_add_epi8, _mm256_add_epi16,
-    _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256, _mm256_broadcastq_epi64, _mm256_broadcastsi128_si256,
-    _mm256_castps256_ps128, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32,
-    _mm256_cvtps_epi32, _mm256_extractf128_ps, _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_loadu_ps,
-    _mm256_loadu_si256, _mm256_madd_epi16, _mm256_maddubs_epi16, _mm256_max_ps, _mm256_min_epu8, _mm256_min_ps,
-    _mm256_movemask_epi8, _mm256_movemask_ps, _mm256_mul_ps, _mm256_mulhi_epu16, _mm256_mullo_epi32, _mm256_or_si256,
-    _mm256_packus_epi16, _mm256_packus_epi32, _mm256_permute4x64_epi64, _mm256_permutevar8x32_epi32, _mm256_set1_epi8,
-    _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32, _mm256_shuffle_epi8, _mm256_slli_epi16,
-    _mm256_sllv_epi32, _mm256_srl_epi16, _mm256_srl_epi64, _mm256_srli_epi16, _mm256_srli_epi32, _mm256_srlv_epi32,
-    _mm256_storeu_ps, _mm256_storeu_si256, _mm256_sub_epi8, _mm256_sub_ps, _mm256_testz_si256, _mm256_unpackhi_epi8,
+    __m256, __m256i, _MM_HINT_T0, _mm_cvtsi32_si128, _mm_cvtsi128_si32, _mm_loadl_epi64, _mm_loadu_si128,
+    _mm_max_epi32, _mm_prefetch, _mm_shuffle_epi32, _mm_storeu_si128, _mm_unpackhi_epi64, _mm256_add_epi8,
+    _mm256_add_epi16, _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256, _mm256_broadcastq_epi64,
+    _mm256_broadcastsi128_si256, _mm256_castps_si256, _mm256_castsi256_si128, _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32,
+    _mm256_cvtps_epi32, _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_loadu_si256,
+    _mm256_madd_epi16, _mm256_maddubs_epi16, _mm256_max_epi32, _mm256_max_epu32, _mm256_min_epu8, _mm256_min_epu32,
+    _mm256_movemask_epi8, _mm256_mul_ps, _mm256_mulhi_epu16, _mm256_mullo_epi32, _mm256_or_si256, _mm256_packus_epi16,
+    _mm256_packus_epi32, _mm256_permute4x64_epi64, _mm256_permutevar8x32_epi32, _mm256_set1_epi8, _mm256_set1_epi16,
+    _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32, _mm256_shuffle_epi8, _mm256_slli_epi16, _mm256_sllv_epi32,
+    _mm256_srl_epi16, _mm256_srl_epi64, _mm256_srli_epi16, _mm256_srli_epi32, _mm256_srlv_epi32, _mm256_storeu_ps,
+    _mm256_storeu_si256, _mm256_sub_epi8, _mm256_sub_ps, _mm256_testz_si256, _mm256_unpackhi_epi8,
     _mm256_unpacklo_epi8, _mm256_xor_si256,
 };
 use std::hint::black_box;
@@ -24,51 +24,92 @@ use super::noise::{Draws, FACTORS, Narrow, SHARE, Stream};
 
 /// Elements that make a vector of codes.
 const GROUP: usize = 32;
+/// Cache lines of a group.
+const LINES: usize = 2;
 
 /// The loops of an instruction set that has AVX2 and FMA, with these in place of its own.
 pub(crate) const fn with_vectors(loops: Loops) -> Loops {
     Loops { range, ranges, encode, encode_drawn, decode, decode_add, ..loops }
 }
 
-/// Asks for memory that is needed soon, while there is something to calculate: so many bytes behind the group.
+/// Asks for memory that is needed soon, while there is something to calculate: so many cache lines, so many bytes
+/// behind the group.
 #[inline(always)]
-fn ask_ahead<const BYTES: usize>(group: &[f32]) {
-    for line in 0..2 {
+pub(super) fn ask_ahead<const BYTES: usize, const LINES: usize>(group: &[f32]) {
+    for line in 0..LINES {
         // SAFETY: an address is only a hint to a prefetch.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(group.as_ptr().wrapping_byte_add(BYTES + 64 * line).cast()) };
     }
 }
 
 /// Three buckets of the usual size: ranges are found without a pause, one bucket before levels are.
-const BUCKETS_AHEAD: usize = 6144;
+pub(super) const BUCKETS_AHEAD: usize = 6144;
 /// What is decoded comes line by line.
-const LINES_AHEAD: usize = 1024;
+pub(super) const LINES_AHEAD: usize = 1024;
+
+/// The greatest of the bits of a bucket's values, as signed and as unsigned numbers.
+///
+/// Of floats of one sign the greater bits are the greater magnitude. Signed, those that are not negative come last, so
+/// that the greatest bits are the greatest value's; unsigned, the negative ones do, and they are the least value's. Bits
+/// of NaN and infinities are beyond those of all others of their sign. So two comparisons find all of a range.
+pub(super) struct Greatest {
+    pub(super) signed: i32,
+    pub(super) unsigned: u32,
+}
+
+impl Greatest {
+    /// The range, for values of one sign by means of the `least` of their bits.
+    #[inline(always)]
+    pub(super) fn range(self, least: impl FnOnce() -> u32) -> Range {
+        let (max, min) = (self.signed as u32, self.unsigned);
+        let finite = f32::from_bits(max).is_finite() && f32::from_bits(min).is_finite();
+        let (are_negative, have_negative) = (self.signed < 0, (min as i32) < 0);
+        let (min, max) = if have_negative && !are_negative {
+            (min, max)
+        } else {
+            let least = least();
+            if are_negative { (min, least) } else { (least, max) }
+        };
+        Range { min: f32::from_bits(min), max: f32::from_bits(max), finite }
+    }
+}
 
 /// As [`loops::range`], but for the sign of a zero, which nothing depends on.
 #[target_feature(enable = "avx2,fma")]
-pub(crate) fn range(values: &[f32]) -> Range {
+pub(super) fn range(values: &[f32]) -> Range {
     let mut groups = values.chunks_exact(GROUP);
     let rest = groups.remainder();
     if groups.len() == 0 {
         return loops::range(values);
     }
-    let (mut min, mut max) = ([_mm256_set1_ps(f32::INFINITY); 4], [_mm256_set1_ps(f32::NEG_INFINITY); 4]);
-    // Products with zero: those of a NaN and of an infinity are NaN, and remain.
-    let mut zeros = [_mm256_set1_ps(0.0); 4];
+    let (mut signed, mut unsigned) = ([_mm256_set1_epi32(i32::MIN); 4], [_mm256_set1_epi32(0); 4]);
     for group in groups.by_ref() {
         for (part, values) in group.chunks_exact(8).enumerate() {
-            let values = load(values);
-            min[part] = _mm256_min_ps(min[part], values);
-            max[part] = _mm256_max_ps(max[part], values);
-            zeros[part] = _mm256_fmadd_ps(values, _mm256_set1_ps(0.0), zeros[part]);
+            let bits = _mm256_castps_si256(load(values));
+            signed[part] = _mm256_max_epi32(signed[part], bits);
+            unsigned[part] = _mm256_max_epu32(unsigned[part], bits);
         }
     }
-    let min = _mm256_min_ps(_mm256_min_ps(min[0], min[1]), _mm256_min_ps(min[2], min[3]));
-    let max = _mm256_max_ps(_mm256_max_ps(max[0], max[1]), _mm256_max_ps(max[2], max[3]));
-    let zeros = _mm256_add_ps(_mm256_add_ps(zeros[0], zeros[1]), _mm256_add_ps(zeros[2], zeros[3]));
-    let finite = _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(zeros, zeros)) == 0;
-    let all = Range { min: least(min), max: -least(_mm256_sub_ps(_mm256_set1_ps(0.0), max)), finite };
+    let [a, b, c, d] = signed;
+    let signed = greatest(_mm256_max_epi32(_mm256_max_epi32(a, b), _mm256_max_epi32(c, d)));
+    let [a, b, c, d] = unsigned;
+    let unsigned = _mm256_max_epu32(_mm256_max_epu32(a, b), _mm256_max_epu32(c, d));
+    // In the order of signed numbers.
+    let unsigned = greatest(_mm256_xor_si256(unsigned, _mm256_set1_epi32(i32::MIN))) ^ i32::MIN;
+    let all = Greatest { signed, unsigned: unsigned as u32 }.range(|| least_bits(&values[..values.len() - rest.len()]));
     if rest.is_empty() { all } else { all.joined(loops::range(rest)) }
+}
+
+/// The least of the values' bits.
+#[inline(never)]
+#[target_feature(enable = "avx2,fma")]
+fn least_bits(values: &[f32]) -> u32 {
+    let mut least = _mm256_set1_epi32(-1);
+    for values in values.chunks_exact(8) {
+        least = _mm256_min_epu32(least, _mm256_castps_si256(load(values)));
+    }
+    // The least is the complement of the greatest complement: all bits over, but in the order of signed numbers.
+    !(greatest(_mm256_xor_si256(least, _mm256_set1_epi32(i32::MAX))) ^ i32::MIN) as u32
 }
 
 /// As [`loops::ranges`].
@@ -79,13 +120,13 @@ pub(crate) fn ranges(ranges: &mut [Range], values: &[f32], bucket: usize) {
     }
 }
 
-/// The least of eight numbers.
+/// The greatest of eight numbers.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn least(values: __m256) -> f32 {
-    let four = _mm_min_ps(_mm256_castps256_ps128(values), _mm256_extractf128_ps::<1>(values));
-    let two = _mm_min_ps(four, _mm_movehl_ps(four, four));
-    _mm_cvtss_f32(_mm_min_ps(two, _mm_shuffle_ps::<1>(two, two)))
+fn greatest(numbers: __m256i) -> i32 {
+    let four = _mm_max_epi32(_mm256_castsi256_si128(numbers), _mm256_extracti128_si256::<1>(numbers));
+    let two = _mm_max_epi32(four, _mm_unpackhi_epi64(four, four));
+    _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32::<1>(two)))
 }
 
 /// Calls `$function::<BITS>` with the number of bits that is only known now.
@@ -103,6 +144,7 @@ macro_rules! by_bits {
         }
     };
 }
+pub(super) use by_bits;
 
 /// As [`loops::encode`].
 #[target_feature(enable = "avx2")]
@@ -119,7 +161,7 @@ fn encode_by<const BITS: usize>(dst: &mut [u8], values: &[f32], grids: Buckets<G
         let mut groups = values.chunks_exact(GROUP);
         let whole = groups.len();
         for (values, at) in groups.by_ref().zip((0..).step_by(4 * BITS)) {
-            ask_ahead::<BUCKETS_AHEAD>(values);
+            ask_ahead::<BUCKETS_AHEAD, LINES>(values);
             let [a, b, c, d] = levels(values, &grid);
             let codes = _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d));
             pack::<BITS>(&mut dst[at..], ordered(codes));
@@ -181,7 +223,7 @@ fn encode_from<const BITS: usize>(mut source: impl Source, dst: &mut [u8], value
         let (dst, values) = (&mut dst[bytes], &values[elements]);
         let fine = Grid { inverse: 256.0 * grid.inverse, ..*grid };
         for (values, at) in values.chunks_exact(GROUP).zip((0..).step_by(4 * BITS)) {
-            ask_ahead::<BUCKETS_AHEAD>(values);
+            ask_ahead::<BUCKETS_AHEAD, LINES>(values);
             let [a, b, c, d] = levels(values, &fine);
             // Those of the next group are begun: a hash takes as long as the rest, and nothing of this group waits for it.
             // SAFETY: this function has the instruction set.
@@ -254,7 +296,7 @@ fn pack<const BITS: usize>(dst: &mut [u8], codes: __m256i) {
 }
 
 /// For each number of bits, where the lowest bytes of two words of 64 bits are, as many of each; and zeros.
-const fn bytes_of_words() -> [[i8; 16]; 9] {
+pub(super) const fn bytes_of_words() -> [[i8; 16]; 9] {
     let mut all = [[-1; 16]; 9];
     let mut bits = 1;
     while bits <= 8 {
@@ -373,7 +415,7 @@ fn decode_add_by<const BITS: usize>(sums: &mut [f32], src: &[u8], scales: Bucket
         let mut groups = sums.chunks_exact_mut(GROUP);
         let (packed, packed_left) = src.split_at(groups.len() * 4 * BITS);
         for (sums, at) in groups.by_ref().zip((0..).step_by(4 * BITS)) {
-            ask_ahead::<LINES_AHEAD>(sums);
+            ask_ahead::<LINES_AHEAD, LINES>(sums);
             let mut room = [0; ROOM];
             let packed = readable::<BITS>(packed, at, &mut room);
             for (sums, at) in sums.chunks_exact_mut(8).zip((0..).step_by(BITS)) {
@@ -445,7 +487,7 @@ fn decoded<const BITS: usize>(src: &[u8], unit: f32, min: f32) -> __m256 {
     } else {
         // The two bytes that a code lies in, moved down by as many bits as it begins at.
         const FROM: [[i8; 32]; 8] = bytes_of_codes();
-        const BY: [[i32; 8]; 8] = first_bits();
+        const BY: [[u32; 8]; 8] = bits_of_codes();
         // SAFETY: a row of each table has 32 bytes.
         let [from, by] =
             unsafe { [_mm256_loadu_si256(FROM[BITS].as_ptr().cast()), _mm256_loadu_si256(BY[BITS].as_ptr().cast())] };
@@ -472,14 +514,14 @@ const fn bytes_of_codes() -> [[i8; 32]; 8] {
     all
 }
 
-/// For each number of bits, at which bit of its first byte each of eight codes begins.
-const fn first_bits() -> [[i32; 8]; 8] {
-    let mut all = [[0; 8]; 8];
+/// For each number of bits, at which bit of its first byte each of so many codes begins.
+pub(super) const fn bits_of_codes<const CODES: usize>() -> [[u32; CODES]; 8] {
+    let mut all = [[0; CODES]; 8];
     let mut bits = 1;
     while bits < 8 {
         let mut code = 0;
-        while code < 8 {
-            all[bits][code] = (code * bits % 8) as i32;
+        while code < CODES {
+            all[bits][code] = (code * bits % 8) as u32;
             code += 1;
         }
         bits += 1;

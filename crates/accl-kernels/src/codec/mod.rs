@@ -14,6 +14,9 @@
 mod abs_max;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
+#[cfg(all(target_arch = "x86_64", accl_avx512))]
+#[expect(clippy::incompatible_msrv, reason = "build.rs leaves it out where the compiler is older")]
+pub(crate) mod avx512;
 mod cast;
 mod floats;
 mod fp8;
