@@ -2,77 +2,38 @@
 //! without a detour by way of memory.
 
 use std::arch::x86_64::{
-    __m256, __m256i, _MM_HINT_T0, _mm_cvtsi32_si128, _mm_cvtsi128_si32, _mm_loadl_epi64, _mm_loadu_si128,
-    _mm_max_epi32, _mm_prefetch, _mm_shuffle_epi32, _mm_storeu_si128, _mm_unpackhi_epi64, _mm256_add_epi8,
-    _mm256_add_epi16, _mm256_add_epi32, _mm256_add_ps, _mm256_and_si256, _mm256_broadcastq_epi64,
-    _mm256_broadcastsi128_si256, _mm256_castps_si256, _mm256_castsi256_si128, _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32,
-    _mm256_cvtps_epi32, _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_loadu_si256,
-    _mm256_madd_epi16, _mm256_maddubs_epi16, _mm256_max_epi32, _mm256_max_epu32, _mm256_min_epu8, _mm256_min_epu32,
-    _mm256_movemask_epi8, _mm256_mul_ps, _mm256_mulhi_epu16, _mm256_mullo_epi32, _mm256_or_si256, _mm256_packus_epi16,
-    _mm256_packus_epi32, _mm256_permute4x64_epi64, _mm256_permutevar8x32_epi32, _mm256_set1_epi8, _mm256_set1_epi16,
-    _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32, _mm256_shuffle_epi8, _mm256_slli_epi16, _mm256_sllv_epi32,
-    _mm256_srl_epi16, _mm256_srl_epi64, _mm256_srli_epi16, _mm256_srli_epi32, _mm256_srlv_epi32, _mm256_storeu_ps,
-    _mm256_storeu_si256, _mm256_sub_epi8, _mm256_sub_ps, _mm256_testz_si256, _mm256_unpackhi_epi8,
-    _mm256_unpacklo_epi8, _mm256_xor_si256,
+    __m256, __m256i, _mm_cvtsi32_si128, _mm_cvtsi128_si32, _mm_loadl_epi64, _mm_loadu_si128, _mm_max_epi32,
+    _mm_shuffle_epi32, _mm_storeu_si128, _mm_unpackhi_epi64, _mm256_add_epi8, _mm256_add_epi16, _mm256_add_epi32,
+    _mm256_add_ps, _mm256_and_si256, _mm256_broadcastq_epi64, _mm256_broadcastsi128_si256, _mm256_castps_si256,
+    _mm256_castsi256_si128, _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32, _mm256_cvtps_epi32, _mm256_extracti128_si256,
+    _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_madd_epi16, _mm256_maddubs_epi16, _mm256_max_epi32,
+    _mm256_max_epu32, _mm256_min_epu8, _mm256_min_epu32, _mm256_movemask_epi8, _mm256_mul_ps, _mm256_mulhi_epu16,
+    _mm256_mullo_epi32, _mm256_or_si256, _mm256_packus_epi16, _mm256_packus_epi32, _mm256_permute4x64_epi64,
+    _mm256_permutevar8x32_epi32, _mm256_set1_epi8, _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps,
+    _mm256_setr_epi32, _mm256_shuffle_epi8, _mm256_slli_epi16, _mm256_sllv_epi32, _mm256_srl_epi16, _mm256_srl_epi64,
+    _mm256_srli_epi16, _mm256_srli_epi32, _mm256_srlv_epi32, _mm256_storeu_ps, _mm256_storeu_si256, _mm256_sub_epi8,
+    _mm256_sub_ps, _mm256_testz_si256, _mm256_unpackhi_epi8, _mm256_unpacklo_epi8, _mm256_xor_si256,
 };
 use std::hint::black_box;
 use std::mem::{self, MaybeUninit};
 use std::slice;
 
+use super::groups::{
+    BUCKETS_AHEAD, Greatest, LINES_AHEAD, Source, ask_ahead, bits_of_codes, by_bits, bytes_of_words, groups,
+};
 use super::loops::{self, Buckets, Grid, Loops, Range, Scale};
 use super::noise::{Draws, FACTORS, Narrow, SHARE, Stream};
 
 /// Elements that make a vector of codes.
 const GROUP: usize = 32;
-/// Cache lines of a group.
-const LINES: usize = 2;
+/// Those of a vector of floats.
+const LANES: usize = 8;
 
-/// The loops of an instruction set that has AVX2 and FMA, with these in place of its own.
-pub(crate) const fn with_vectors(loops: Loops) -> Loops {
-    Loops { range, ranges, encode, encode_drawn, decode, decode_add, ..loops }
-}
-
-/// Asks for memory that is needed soon, while there is something to calculate: so many cache lines, so many bytes
-/// behind the group.
-#[inline(always)]
-pub(super) fn ask_ahead<const BYTES: usize, const LINES: usize>(group: &[f32]) {
-    for line in 0..LINES {
-        // SAFETY: an address is only a hint to a prefetch.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(group.as_ptr().wrapping_byte_add(BYTES + 64 * line).cast()) };
-    }
-}
-
-/// Three buckets of the usual size: ranges are found without a pause, one bucket before levels are.
-pub(super) const BUCKETS_AHEAD: usize = 6144;
-/// What is decoded comes line by line.
-pub(super) const LINES_AHEAD: usize = 1024;
-
-/// The greatest of the bits of a bucket's values, as signed and as unsigned numbers.
-///
-/// Of floats of one sign the greater bits are the greater magnitude. Signed, those that are not negative come last, so
-/// that the greatest bits are the greatest value's; unsigned, the negative ones do, and they are the least value's. Bits
-/// of NaN and infinities are beyond those of all others of their sign. So two comparisons find all of a range.
-pub(super) struct Greatest {
-    pub(super) signed: i32,
-    pub(super) unsigned: u32,
-}
-
-impl Greatest {
-    /// The range, for values of one sign by means of the `least` of their bits.
-    #[inline(always)]
-    pub(super) fn range(self, least: impl FnOnce() -> u32) -> Range {
-        let (max, min) = (self.signed as u32, self.unsigned);
-        let finite = f32::from_bits(max).is_finite() && f32::from_bits(min).is_finite();
-        let (are_negative, have_negative) = (self.signed < 0, (min as i32) < 0);
-        let (min, max) = if have_negative && !are_negative {
-            (min, max)
-        } else {
-            let least = least();
-            if are_negative { (min, least) } else { (least, max) }
-        };
-        Range { min: f32::from_bits(min), max: f32::from_bits(max), finite }
-    }
-}
+groups!(
+    loops,
+    __m256i,
+    #[target_feature(enable = "avx2,fma")]
+);
 
 /// As [`loops::range`], but for the sign of a zero, which nothing depends on.
 #[target_feature(enable = "avx2,fma")]
@@ -112,14 +73,6 @@ fn least_bits(values: &[f32]) -> u32 {
     !(greatest(_mm256_xor_si256(least, _mm256_set1_epi32(i32::MAX))) ^ i32::MIN) as u32
 }
 
-/// As [`loops::ranges`].
-#[target_feature(enable = "avx2,fma")]
-pub(crate) fn ranges(ranges: &mut [Range], values: &[f32], bucket: usize) {
-    for (index, to) in ranges.iter_mut().enumerate() {
-        *to = range(&values[index * bucket..values.len().min((index + 1) * bucket)]);
-    }
-}
-
 /// The greatest of eight numbers.
 #[inline]
 #[target_feature(enable = "avx2")]
@@ -127,113 +80,6 @@ fn greatest(numbers: __m256i) -> i32 {
     let four = _mm_max_epi32(_mm256_castsi256_si128(numbers), _mm256_extracti128_si256::<1>(numbers));
     let two = _mm_max_epi32(four, _mm_unpackhi_epi64(four, four));
     _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32::<1>(two)))
-}
-
-/// Calls `$function::<BITS>` with the number of bits that is only known now.
-macro_rules! by_bits {
-    ($function:ident($($argument:expr),*), $bits:ident) => {
-        match $bits {
-            1 => $function::<1>($($argument),*),
-            2 => $function::<2>($($argument),*),
-            3 => $function::<3>($($argument),*),
-            4 => $function::<4>($($argument),*),
-            5 => $function::<5>($($argument),*),
-            6 => $function::<6>($($argument),*),
-            7 => $function::<7>($($argument),*),
-            _ => $function::<8>($($argument),*),
-        }
-    };
-}
-pub(super) use by_bits;
-
-/// As [`loops::encode`].
-#[target_feature(enable = "avx2")]
-pub(crate) fn encode(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>) {
-    let bits = grids.bits;
-    by_bits!(encode_by(dst, values, grids), bits);
-}
-
-#[inline(never)]
-#[target_feature(enable = "avx2")]
-fn encode_by<const BITS: usize>(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>) {
-    for (&grid, elements, bytes) in grids.each(values.len()) {
-        let (dst, values) = (&mut dst[bytes], &values[elements]);
-        let mut groups = values.chunks_exact(GROUP);
-        let whole = groups.len();
-        for (values, at) in groups.by_ref().zip((0..).step_by(4 * BITS)) {
-            ask_ahead::<BUCKETS_AHEAD, LINES>(values);
-            let [a, b, c, d] = levels(values, &grid);
-            let codes = _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d));
-            pack::<BITS>(&mut dst[at..], ordered(codes));
-        }
-        let left = groups.remainder();
-        if !left.is_empty() {
-            encode_left(&mut dst[whole * 4 * BITS..], left, Buckets { of: &[grid], ..grids });
-        }
-    }
-}
-
-/// What is less than a group. Compiled alone, it takes no registers from the loop.
-#[inline(never)]
-#[target_feature(enable = "avx2")]
-fn encode_left(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>) {
-    loops::encode(dst, values, grids);
-}
-
-/// As [`loops::encode_drawn`], in words of 16 bits, which hold 256 times a level and a draw together.
-#[target_feature(enable = "avx2")]
-pub(crate) fn encode_drawn(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>, draws: &Draws, first: u64) {
-    let bits = grids.bits;
-    // Groups of one bucket follow those of another.
-    let follow = grids.bucket.is_multiple_of(GROUP) || grids.of.len() == 1;
-    // 256 times the inverse is as good as a multiplication of the result, except where it leaves the range of float32.
-    let is_plain = follow && grids.of.iter().all(|grid| (256.0 * grid.inverse).is_finite());
-    let Some(own) = Counters::new(draws.own, first, values.len()).filter(|_| is_plain) else {
-        return loops::encode_drawn(dst, values, grids, draws, first);
-    };
-    match &draws.strata {
-        None => by_bits!(encode_from(Alone(own), dst, values, grids), bits),
-        Some(strata) => match (strata.narrow, Counters::new(strata.picks, first, values.len())) {
-            (Some(narrow), Some(picks)) => {
-                by_bits!(encode_from(Among { own, picks, narrow }, dst, values, grids), bits)
-            }
-            _ => return loops::encode_drawn(dst, values, grids, draws, first),
-        },
-    }
-    let whole = values.len() / GROUP * GROUP;
-    if let (true, Some(grid)) = (whole < values.len(), grids.of.last()) {
-        let grids = Buckets { of: slice::from_ref(grid), ..grids };
-        loops::encode_drawn(
-            &mut dst[whole / 8 * usize::from(bits)..],
-            &values[whole..],
-            grids,
-            draws,
-            first + whole as u64,
-        );
-    }
-}
-
-/// Encodes whole groups.
-#[inline]
-#[target_feature(enable = "avx2")]
-fn encode_from<const BITS: usize>(mut source: impl Source, dst: &mut [u8], values: &[f32], grids: Buckets<Grid>) {
-    // SAFETY: this function has the instruction set.
-    let mut draws = unsafe { source.next() };
-    for (grid, elements, bytes) in grids.each(values.len()) {
-        let (dst, values) = (&mut dst[bytes], &values[elements]);
-        let fine = Grid { inverse: 256.0 * grid.inverse, ..*grid };
-        for (values, at) in values.chunks_exact(GROUP).zip((0..).step_by(4 * BITS)) {
-            ask_ahead::<BUCKETS_AHEAD, LINES>(values);
-            let [a, b, c, d] = levels(values, &fine);
-            // Those of the next group are begun: a hash takes as long as the rest, and nothing of this group waits for it.
-            // SAFETY: this function has the instruction set.
-            let [lower, upper] = mem::replace(&mut draws, unsafe { source.next() });
-            let lower = _mm256_add_epi16(_mm256_packus_epi32(a, b), lower);
-            let upper = _mm256_add_epi16(_mm256_packus_epi32(c, d), upper);
-            let codes = _mm256_packus_epi16(_mm256_srli_epi16::<8>(lower), _mm256_srli_epi16::<8>(upper));
-            pack::<BITS>(&mut dst[at..], ordered(codes));
-        }
-    }
 }
 
 /// Writes 32 codes as `BITS` bits each, and perhaps anything behind them.
@@ -295,34 +141,12 @@ fn pack<const BITS: usize>(dst: &mut [u8], codes: __m256i) {
     }
 }
 
-/// For each number of bits, where the lowest bytes of two words of 64 bits are, as many of each; and zeros.
-pub(super) const fn bytes_of_words() -> [[i8; 16]; 9] {
-    let mut all = [[-1; 16]; 9];
-    let mut bits = 1;
-    while bits <= 8 {
-        let mut byte = 0;
-        while byte < 2 * bits {
-            all[bits][byte] = (byte / bits * 8 + byte % bits) as i8;
-            byte += 1;
-        }
-        bits += 1;
-    }
-    all
-}
-
-/// Draws for a group after the other.
-trait Source {
-    /// In words of 16 bits, in the order in which packing leaves the values.
-    ///
-    /// # Safety
-    /// AVX2 is there.
-    unsafe fn next(&mut self) -> [__m256i; 2];
-}
-
 /// Those of a stream as they are.
 struct Alone(Counters);
 
 impl Source for Alone {
+    type Vector = __m256i;
+
     #[inline]
     #[target_feature(enable = "avx2")]
     unsafe fn next(&mut self) -> [__m256i; 2] {
@@ -339,6 +163,8 @@ struct Among {
 }
 
 impl Source for Among {
+    type Vector = __m256i;
+
     #[inline]
     #[target_feature(enable = "avx2")]
     unsafe fn next(&mut self) -> [__m256i; 2] {
@@ -399,102 +225,56 @@ fn hash(counters: __m256i, mixed_in: u32) -> __m256i {
     _mm256_xor_si256(x, _mm256_srli_epi32::<16>(x))
 }
 
-/// As [`loops::decode_add`].
-#[target_feature(enable = "avx2,fma")]
-pub(crate) fn decode_add(sums: &mut [f32], src: &[u8], scales: Buckets<Scale>) {
-    let bits = scales.bits;
-    by_bits!(decode_add_by(sums, src, scales), bits);
-}
+/// The values of the levels of a bucket.
+#[derive(Clone, Copy)]
+struct Values<const BITS: usize>(Scale);
 
-#[inline]
-#[target_feature(enable = "avx2,fma")]
-fn decode_add_by<const BITS: usize>(sums: &mut [f32], src: &[u8], scales: Buckets<Scale>) {
-    for (scale, elements, bytes) in scales.each(sums.len()) {
-        let (sums, src) = (&mut sums[elements], &src[bytes]);
-        let Scale { unit, min } = *scale;
-        let mut groups = sums.chunks_exact_mut(GROUP);
-        let (packed, packed_left) = src.split_at(groups.len() * 4 * BITS);
-        for (sums, at) in groups.by_ref().zip((0..).step_by(4 * BITS)) {
-            ask_ahead::<LINES_AHEAD, LINES>(sums);
-            let mut room = [0; ROOM];
-            let packed = readable::<BITS>(packed, at, &mut room);
-            for (sums, at) in sums.chunks_exact_mut(8).zip((0..).step_by(BITS)) {
-                let sum = _mm256_add_ps(load(sums), decoded::<BITS>(&packed[at..], unit, min));
-                // SAFETY: there are eight sums.
-                unsafe { _mm256_storeu_ps(sums.as_mut_ptr(), sum) };
-            }
-        }
-        let left = groups.into_remainder();
-        if !left.is_empty() {
-            loops::decode_add(left, packed_left, Buckets { of: slice::from_ref(scale), ..scales });
-        }
+impl<const BITS: usize> Values<BITS> {
+    #[inline(always)]
+    fn new(scale: Scale) -> Self {
+        Self(scale)
     }
-}
 
-/// As [`loops::decode`].
-#[target_feature(enable = "avx2,fma")]
-pub(crate) fn decode(dst: &mut [MaybeUninit<f32>], src: &[u8], scales: Buckets<Scale>) {
-    let bits = scales.bits;
-    by_bits!(decode_by(dst, src, scales), bits);
-}
-
-#[inline]
-#[target_feature(enable = "avx2,fma")]
-fn decode_by<const BITS: usize>(dst: &mut [MaybeUninit<f32>], src: &[u8], scales: Buckets<Scale>) {
-    for (scale, elements, bytes) in scales.each(dst.len()) {
-        let (dst, src) = (&mut dst[elements], &src[bytes]);
-        let Scale { unit, min } = *scale;
-        let mut groups = dst.chunks_exact_mut(GROUP);
-        let (packed, packed_left) = src.split_at(groups.len() * 4 * BITS);
-        for (dst, at) in groups.by_ref().zip((0..).step_by(4 * BITS)) {
-            let mut room = [0; ROOM];
-            let packed = readable::<BITS>(packed, at, &mut room);
-            for (dst, at) in dst.chunks_exact_mut(8).zip((0..).step_by(BITS)) {
-                let values = decoded::<BITS>(&packed[at..], unit, min);
-                // SAFETY: there is room for eight values.
-                unsafe { _mm256_storeu_ps(dst.as_mut_ptr().cast(), values) };
-            }
-        }
-        let left = groups.into_remainder();
-        if !left.is_empty() {
-            loops::decode(left, packed_left, Buckets { of: slice::from_ref(scale), ..scales });
-        }
+    /// Adds those of the first eight codes.
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    fn add_to(self, sums: &mut [f32], src: &[u8]) {
+        let sums = &mut sums[..LANES];
+        // SAFETY: there are eight sums.
+        unsafe { _mm256_storeu_ps(sums.as_mut_ptr(), _mm256_add_ps(load(sums), self.of(src))) };
     }
-}
 
-/// Bytes of a group, of which eight can be read from where the last eight codes begin.
-const ROOM: usize = 32;
-
-/// The codes of the group at `at`: where they are, or in `room`.
-#[inline(always)]
-fn readable<'a, const BITS: usize>(packed: &'a [u8], at: usize, room: &'a mut [u8; ROOM]) -> &'a [u8] {
-    if let Some(bytes) = packed.get(at..at + 3 * BITS + 8) {
-        return bytes;
+    /// Writes those of the first eight codes.
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    fn write_to(self, dst: &mut [MaybeUninit<f32>], src: &[u8]) {
+        // SAFETY: there is room for eight values.
+        unsafe { _mm256_storeu_ps(dst[..LANES].as_mut_ptr().cast(), self.of(src)) };
     }
-    room[..4 * BITS].copy_from_slice(&packed[at..at + 4 * BITS]);
-    room
-}
 
-/// The values of the first eight codes.
-#[inline]
-#[target_feature(enable = "avx2,fma")]
-fn decoded<const BITS: usize>(src: &[u8], unit: f32, min: f32) -> __m256 {
-    const { assert!(BITS <= 8) };
-    // SAFETY: the slice has eight bytes.
-    let word = unsafe { _mm_loadl_epi64(src[..8].as_ptr().cast()) };
-    let levels = if BITS == 8 {
-        _mm256_cvtepu8_epi32(word)
-    } else {
-        // The two bytes that a code lies in, moved down by as many bits as it begins at.
-        const FROM: [[i8; 32]; 8] = bytes_of_codes();
-        const BY: [[u32; 8]; 8] = bits_of_codes();
-        // SAFETY: a row of each table has 32 bytes.
-        let [from, by] =
-            unsafe { [_mm256_loadu_si256(FROM[BITS].as_ptr().cast()), _mm256_loadu_si256(BY[BITS].as_ptr().cast())] };
-        let pairs = _mm256_shuffle_epi8(_mm256_broadcastq_epi64(word), from);
-        _mm256_and_si256(_mm256_srlv_epi32(pairs, by), _mm256_set1_epi32((1 << BITS) - 1))
-    };
-    _mm256_fmadd_ps(_mm256_set1_ps(unit), _mm256_cvtepi32_ps(levels), _mm256_set1_ps(min))
+    /// Those of the first eight codes.
+    #[inline]
+    #[target_feature(enable = "avx2,fma")]
+    fn of(self, src: &[u8]) -> __m256 {
+        const { assert!(BITS <= 8) };
+        // SAFETY: the slice has eight bytes.
+        let word = unsafe { _mm_loadl_epi64(src[..8].as_ptr().cast()) };
+        let levels = if BITS == 8 {
+            _mm256_cvtepu8_epi32(word)
+        } else {
+            // The two bytes that a code lies in, moved down by as many bits as it begins at.
+            const FROM: [[i8; 32]; 8] = bytes_of_codes();
+            const BY: [[u32; 8]; 8] = bits_of_codes();
+            // SAFETY: a row of each table has 32 bytes.
+            let [from, by] = unsafe {
+                [_mm256_loadu_si256(FROM[BITS].as_ptr().cast()), _mm256_loadu_si256(BY[BITS].as_ptr().cast())]
+            };
+            let pairs = _mm256_shuffle_epi8(_mm256_broadcastq_epi64(word), from);
+            _mm256_and_si256(_mm256_srlv_epi32(pairs, by), _mm256_set1_epi32((1 << BITS) - 1))
+        };
+        let Scale { unit, min } = self.0;
+        _mm256_fmadd_ps(_mm256_set1_ps(unit), _mm256_cvtepi32_ps(levels), _mm256_set1_ps(min))
+    }
 }
 
 /// For each number of bits, the bytes that each of eight codes lies in, as words of 32 bits.
@@ -514,21 +294,6 @@ const fn bytes_of_codes() -> [[i8; 32]; 8] {
     all
 }
 
-/// For each number of bits, at which bit of its first byte each of so many codes begins.
-pub(super) const fn bits_of_codes<const CODES: usize>() -> [[u32; CODES]; 8] {
-    let mut all = [[0; CODES]; 8];
-    let mut bits = 1;
-    while bits < 8 {
-        let mut code = 0;
-        while code < CODES {
-            all[bits][code] = (code * bits % 8) as u32;
-            code += 1;
-        }
-        bits += 1;
-    }
-    all
-}
-
 /// The levels of a group, to nearest even: the mode that the callers have set. None is above the top: what the three
 /// roundings before this one add is far less than half a level.
 #[inline]
@@ -540,6 +305,22 @@ fn levels(values: &[f32], grid: &Grid) -> [__m256i; 4] {
         *part = _mm256_cvtps_epi32(_mm256_mul_ps(above, _mm256_set1_ps(grid.inverse)));
     }
     parts
+}
+
+/// The codes of levels.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn codes([a, b, c, d]: [__m256i; 4]) -> __m256i {
+    ordered(_mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d)))
+}
+
+/// The codes of 256 times levels and draws together.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn with_draws([a, b, c, d]: [__m256i; 4], [lower, upper]: [__m256i; 2]) -> __m256i {
+    let lower = _mm256_add_epi16(_mm256_packus_epi32(a, b), lower);
+    let upper = _mm256_add_epi16(_mm256_packus_epi32(c, d), upper);
+    ordered(_mm256_packus_epi16(_mm256_srli_epi16::<8>(lower), _mm256_srli_epi16::<8>(upper)))
 }
 
 /// The first eight values.

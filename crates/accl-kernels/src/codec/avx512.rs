@@ -19,19 +19,23 @@ use std::hint::black_box;
 use std::mem::{self, MaybeUninit};
 use std::slice;
 
-use super::avx2::{self, BUCKETS_AHEAD, Greatest, LINES_AHEAD, ask_ahead, bits_of_codes, by_bits, bytes_of_words};
+use super::avx2;
+use super::groups::{
+    BUCKETS_AHEAD, Greatest, LINES_AHEAD, Source, ask_ahead, bits_of_codes, by_bits, bytes_of_words, groups,
+};
 use super::loops::{Buckets, Grid, Loops, Range, Scale};
 use super::noise::{Draws, FACTORS, Narrow, SHARE, Stream};
 
 /// Elements that make a vector of codes.
 const GROUP: usize = 64;
-/// Cache lines of a group.
-const LINES: usize = 4;
+/// Those of a vector of floats.
+const LANES: usize = 16;
 
-/// The loops of an instruction set that has AVX-512 F, BW, DQ and VL besides AVX2 and FMA, with these in place of its own.
-pub(crate) const fn with_vectors(loops: Loops) -> Loops {
-    Loops { range, ranges, encode, encode_drawn, decode, decode_add, ..loops }
-}
+groups!(
+    avx2,
+    __m512i,
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+);
 
 /// As [`avx2::range`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
@@ -66,92 +70,6 @@ fn least_bits(values: &[f32]) -> u32 {
         least = _mm512_min_epu32(least, _mm512_castps_si512(load(values)));
     }
     _mm512_reduce_min_epu32(least)
-}
-
-/// As [`avx2::ranges`].
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-fn ranges(ranges: &mut [Range], values: &[f32], bucket: usize) {
-    for (index, to) in ranges.iter_mut().enumerate() {
-        *to = range(&values[index * bucket..values.len().min((index + 1) * bucket)]);
-    }
-}
-
-/// As [`avx2::encode`].
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-fn encode(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>) {
-    if grids.bucket < GROUP {
-        return avx2::encode(dst, values, grids);
-    }
-    let bits = grids.bits;
-    by_bits!(encode_by(dst, values, grids), bits);
-}
-
-#[inline(never)]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-fn encode_by<const BITS: usize>(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>) {
-    for (&grid, elements, bytes) in grids.each(values.len()) {
-        let (dst, values) = (&mut dst[bytes], &values[elements]);
-        let mut groups = values.chunks_exact(GROUP);
-        let whole = groups.len();
-        for (values, at) in groups.by_ref().zip((0..).step_by(8 * BITS)) {
-            ask_ahead::<BUCKETS_AHEAD, LINES>(values);
-            let [a, b, c, d] = levels(values, &grid);
-            let codes = _mm512_packus_epi16(_mm512_packus_epi32(a, b), _mm512_packus_epi32(c, d));
-            pack::<BITS>(&mut dst[at..], ordered(codes));
-        }
-        let left = groups.remainder();
-        if !left.is_empty() {
-            avx2::encode(&mut dst[whole * 8 * BITS..], left, Buckets { of: &[grid], ..grids });
-        }
-    }
-}
-
-/// As [`avx2::encode_drawn`].
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-fn encode_drawn(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>, draws: &Draws, first: u64) {
-    let bits = grids.bits;
-    let follow = grids.bucket.is_multiple_of(GROUP) || grids.of.len() == 1;
-    let is_plain = follow && grids.of.iter().all(|grid| (256.0 * grid.inverse).is_finite());
-    let Some(own) = Counters::new(draws.own, first, values.len()).filter(|_| is_plain) else {
-        return avx2::encode_drawn(dst, values, grids, draws, first);
-    };
-    match &draws.strata {
-        None => by_bits!(encode_from(Alone(own), dst, values, grids), bits),
-        Some(strata) => match (strata.narrow, Counters::new(strata.picks, first, values.len())) {
-            (Some(narrow), Some(picks)) => {
-                by_bits!(encode_from(Among { own, picks, narrow }, dst, values, grids), bits)
-            }
-            _ => return avx2::encode_drawn(dst, values, grids, draws, first),
-        },
-    }
-    let whole = values.len() / GROUP * GROUP;
-    if let (true, Some(grid)) = (whole < values.len(), grids.of.last()) {
-        let (dst, values) = (&mut dst[whole / 8 * usize::from(bits)..], &values[whole..]);
-        let grids = Buckets { of: slice::from_ref(grid), ..grids };
-        avx2::encode_drawn(dst, values, grids, draws, first + whole as u64);
-    }
-}
-
-/// Encodes whole groups.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-fn encode_from<const BITS: usize>(mut source: impl Source, dst: &mut [u8], values: &[f32], grids: Buckets<Grid>) {
-    // SAFETY: this function has the instruction set.
-    let mut draws = unsafe { source.next() };
-    for (grid, elements, bytes) in grids.each(values.len()) {
-        let (dst, values) = (&mut dst[bytes], &values[elements]);
-        let fine = Grid { inverse: 256.0 * grid.inverse, ..*grid };
-        for (values, at) in values.chunks_exact(GROUP).zip((0..).step_by(8 * BITS)) {
-            ask_ahead::<BUCKETS_AHEAD, LINES>(values);
-            let [a, b, c, d] = levels(values, &fine);
-            // SAFETY: this function has the instruction set.
-            let [lower, upper] = mem::replace(&mut draws, unsafe { source.next() });
-            let lower = _mm512_add_epi16(_mm512_packus_epi32(a, b), lower);
-            let upper = _mm512_add_epi16(_mm512_packus_epi32(c, d), upper);
-            let codes = _mm512_packus_epi16(_mm512_srli_epi16::<8>(lower), _mm512_srli_epi16::<8>(upper));
-            pack::<BITS>(&mut dst[at..], ordered(codes));
-        }
-    }
 }
 
 /// Writes 64 codes as `BITS` bits each, and perhaps anything behind them.
@@ -234,19 +152,12 @@ const fn words_of_quarters() -> [[u16; 32]; 9] {
     all
 }
 
-/// Draws for a group after the other.
-trait Source {
-    /// In words of 16 bits, in the order in which packing leaves the values.
-    ///
-    /// # Safety
-    /// AVX-512 F and BW are there.
-    unsafe fn next(&mut self) -> [__m512i; 2];
-}
-
 /// Those of a stream as they are.
 struct Alone(Counters);
 
 impl Source for Alone {
+    type Vector = __m512i;
+
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
     unsafe fn next(&mut self) -> [__m512i; 2] {
@@ -263,6 +174,8 @@ struct Among {
 }
 
 impl Source for Among {
+    type Vector = __m512i;
+
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
     unsafe fn next(&mut self) -> [__m512i; 2] {
@@ -323,87 +236,6 @@ fn hash(counters: __m512i, mixed_in: u32) -> __m512i {
     _mm512_xor_si512(x, _mm512_srli_epi32::<16>(x))
 }
 
-/// As [`avx2::decode_add`].
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-fn decode_add(sums: &mut [f32], src: &[u8], scales: Buckets<Scale>) {
-    if scales.bucket < GROUP {
-        return avx2::decode_add(sums, src, scales);
-    }
-    let bits = scales.bits;
-    by_bits!(decode_add_by(sums, src, scales), bits);
-}
-
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-fn decode_add_by<const BITS: usize>(sums: &mut [f32], src: &[u8], scales: Buckets<Scale>) {
-    for (scale, elements, bytes) in scales.each(sums.len()) {
-        let (sums, src) = (&mut sums[elements], &src[bytes]);
-        let values = Values::<BITS>::new(*scale);
-        let mut groups = sums.chunks_exact_mut(GROUP);
-        let (packed, packed_left) = src.split_at(groups.len() * 8 * BITS);
-        for (sums, at) in groups.by_ref().zip((0..).step_by(8 * BITS)) {
-            ask_ahead::<LINES_AHEAD, LINES>(sums);
-            let mut room = [0; ROOM];
-            let packed = readable::<BITS>(packed, at, &mut room);
-            for (sums, at) in sums.chunks_exact_mut(16).zip((0..).step_by(2 * BITS)) {
-                let sum = _mm512_add_ps(load(sums), values.of(&packed[at..]));
-                // SAFETY: there are sixteen sums.
-                unsafe { _mm512_storeu_ps(sums.as_mut_ptr(), sum) };
-            }
-        }
-        let left = groups.into_remainder();
-        if !left.is_empty() {
-            avx2::decode_add(left, packed_left, Buckets { of: slice::from_ref(scale), ..scales });
-        }
-    }
-}
-
-/// As [`avx2::decode`].
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-fn decode(dst: &mut [MaybeUninit<f32>], src: &[u8], scales: Buckets<Scale>) {
-    if scales.bucket < GROUP {
-        return avx2::decode(dst, src, scales);
-    }
-    let bits = scales.bits;
-    by_bits!(decode_by(dst, src, scales), bits);
-}
-
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-fn decode_by<const BITS: usize>(dst: &mut [MaybeUninit<f32>], src: &[u8], scales: Buckets<Scale>) {
-    for (scale, elements, bytes) in scales.each(dst.len()) {
-        let (dst, src) = (&mut dst[elements], &src[bytes]);
-        let values = Values::<BITS>::new(*scale);
-        let mut groups = dst.chunks_exact_mut(GROUP);
-        let (packed, packed_left) = src.split_at(groups.len() * 8 * BITS);
-        for (dst, at) in groups.by_ref().zip((0..).step_by(8 * BITS)) {
-            let mut room = [0; ROOM];
-            let packed = readable::<BITS>(packed, at, &mut room);
-            for (dst, at) in dst.chunks_exact_mut(16).zip((0..).step_by(2 * BITS)) {
-                // SAFETY: there is room for sixteen values.
-                unsafe { _mm512_storeu_ps(dst.as_mut_ptr().cast(), values.of(&packed[at..])) };
-            }
-        }
-        let left = groups.into_remainder();
-        if !left.is_empty() {
-            avx2::decode(left, packed_left, Buckets { of: slice::from_ref(scale), ..scales });
-        }
-    }
-}
-
-/// Bytes of a group, of which sixteen can be read from where the last sixteen codes begin.
-const ROOM: usize = 64;
-
-/// The codes of the group at `at`: where they are, or in `room`.
-#[inline(always)]
-fn readable<'a, const BITS: usize>(packed: &'a [u8], at: usize, room: &'a mut [u8; ROOM]) -> &'a [u8] {
-    if let Some(bytes) = packed.get(at..at + 6 * BITS + 16) {
-        return bytes;
-    }
-    room[..8 * BITS].copy_from_slice(&packed[at..at + 8 * BITS]);
-    room
-}
-
 /// The values of the levels of a bucket.
 #[derive(Clone, Copy)]
 struct Values<const BITS: usize> {
@@ -427,6 +259,23 @@ impl<const BITS: usize> Values<BITS> {
             _mm512_fmadd_ps(unit, _mm512_cvtepi32_ps(levels), min)
         });
         Self { unit, min, table }
+    }
+
+    /// Adds those of the first sixteen codes.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+    fn add_to(&self, sums: &mut [f32], src: &[u8]) {
+        let sums = &mut sums[..LANES];
+        // SAFETY: there are sixteen sums.
+        unsafe { _mm512_storeu_ps(sums.as_mut_ptr(), _mm512_add_ps(load(sums), self.of(src))) };
+    }
+
+    /// Writes those of the first sixteen codes.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+    fn write_to(&self, dst: &mut [MaybeUninit<f32>], src: &[u8]) {
+        // SAFETY: there is room for sixteen values.
+        unsafe { _mm512_storeu_ps(dst[..LANES].as_mut_ptr().cast(), self.of(src)) };
     }
 
     /// Those of the first sixteen codes.
@@ -487,6 +336,22 @@ fn levels(values: &[f32], grid: &Grid) -> [__m512i; 4] {
         *part = _mm512_cvtps_epi32(_mm512_mul_ps(above, _mm512_set1_ps(grid.inverse)));
     }
     parts
+}
+
+/// The codes of levels.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+fn codes([a, b, c, d]: [__m512i; 4]) -> __m512i {
+    ordered(_mm512_packus_epi16(_mm512_packus_epi32(a, b), _mm512_packus_epi32(c, d)))
+}
+
+/// The codes of 256 times levels and draws together.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+fn with_draws([a, b, c, d]: [__m512i; 4], [lower, upper]: [__m512i; 2]) -> __m512i {
+    let lower = _mm512_add_epi16(_mm512_packus_epi32(a, b), lower);
+    let upper = _mm512_add_epi16(_mm512_packus_epi32(c, d), upper);
+    ordered(_mm512_packus_epi16(_mm512_srli_epi16::<8>(lower), _mm512_srli_epi16::<8>(upper)))
 }
 
 /// The first sixteen values.

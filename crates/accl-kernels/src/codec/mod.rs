@@ -20,6 +20,8 @@ pub(crate) mod avx512;
 mod cast;
 mod floats;
 mod fp8;
+#[cfg(target_arch = "x86_64")]
+mod groups;
 mod hadamard;
 pub(crate) mod loops;
 mod max_min;
