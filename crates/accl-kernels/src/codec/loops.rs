@@ -339,16 +339,23 @@ pub(crate) fn unpack(codes: &mut [u8], src: &[u8], bits: u8) {
 }
 
 #[inline(always)]
-pub(crate) fn widen_f16(dst: &mut [f32], src: &[[u8; 2]]) {
-    for (value, &bytes) in dst.iter_mut().zip(src) {
-        *value = float16::widen_f16(u16::from_ne_bytes(bytes));
+pub(crate) fn add_values(sums: &mut [f32], values: &[f32]) {
+    for (sum, value) in sums.iter_mut().zip(values) {
+        *sum += value;
     }
 }
 
 #[inline(always)]
-pub(crate) fn widen_bf16(dst: &mut [f32], src: &[[u8; 2]]) {
+pub(crate) fn widen_f16(dst: &mut [MaybeUninit<f32>], src: &[[u8; 2]]) {
     for (value, &bytes) in dst.iter_mut().zip(src) {
-        *value = float16::widen_bf16(u16::from_ne_bytes(bytes));
+        value.write(float16::widen_f16(u16::from_ne_bytes(bytes)));
+    }
+}
+
+#[inline(always)]
+pub(crate) fn widen_bf16(dst: &mut [MaybeUninit<f32>], src: &[[u8; 2]]) {
+    for (value, &bytes) in dst.iter_mut().zip(src) {
+        value.write(float16::widen_bf16(u16::from_ne_bytes(bytes)));
     }
 }
 
@@ -374,6 +381,9 @@ pub(crate) fn narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most
         bytes.write(float16::narrow_bf16(at_most(value, most)).to_ne_bytes());
     }
 }
+
+/// Makes float32 of a 16-bit type.
+type Widen = unsafe fn(&mut [MaybeUninit<f32>], &[[u8; 2]]);
 
 /// Rounds to a 16-bit type; what is greater than the last argument becomes it.
 type Narrow = unsafe fn(&mut [MaybeUninit<[u8; 2]>], &[f32], f32);
@@ -402,8 +412,9 @@ pub(crate) struct Loops {
     pub(crate) add_small_values: unsafe fn(&mut [f32], &[u8], &[f32], Blocks),
     pub(crate) rotate: unsafe fn(&mut [f32], &[f32]),
     pub(crate) rotate_back: unsafe fn(&mut [f32], &[f32]),
-    pub(crate) widen_f16: unsafe fn(&mut [f32], &[[u8; 2]]),
-    pub(crate) widen_bf16: unsafe fn(&mut [f32], &[[u8; 2]]),
+    pub(crate) add_values: unsafe fn(&mut [f32], &[f32]),
+    pub(crate) widen_f16: Widen,
+    pub(crate) widen_bf16: Widen,
     pub(crate) narrow_f16: Narrow,
     pub(crate) narrow_bf16: Narrow,
 }
@@ -435,8 +446,9 @@ macro_rules! codec_loops {
                 add_small_values(sums: &mut [f32], codes: &[u8], scales: &[f32], blocks: Blocks) -> ();
                 rotate(values: &mut [f32], signs: &[f32]) -> ();
                 rotate_back(values: &mut [f32], signs: &[f32]) -> ();
-                widen_f16(dst: &mut [f32], src: &[[u8; 2]]) -> ();
-                widen_bf16(dst: &mut [f32], src: &[[u8; 2]]) -> ();
+                add_values(sums: &mut [f32], values: &[f32]) -> ();
+                widen_f16(dst: &mut [MaybeUninit<f32>], src: &[[u8; 2]]) -> ();
+                widen_bf16(dst: &mut [MaybeUninit<f32>], src: &[[u8; 2]]) -> ();
                 narrow_f16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most: f32) -> ();
                 narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most: f32) -> ();
             }

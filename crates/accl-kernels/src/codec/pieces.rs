@@ -32,18 +32,31 @@ impl Slice {
     pub(super) unsafe fn piece<'a>(&self, room: &'a mut [f32], start: usize, loops: &Loops) -> &'a [f32] {
         let part = self.part(start, room.len().min(self.count - start));
         let room = &mut room[..part.count];
-        // SAFETY: the caller's promise; pairs of bytes want no alignment, and float32 is used in place where it has it.
+        // SAFETY: the caller's promise; what is behind the room's address is only written to, with floats.
         unsafe {
             if let Some(values) = part.in_place() {
                 return values;
             }
-            match self.dtype {
-                Dtype::F16 => (loops.widen_f16)(room, slice::from_raw_parts(part.src.cast(), part.count)),
-                Dtype::BF16 => (loops.widen_bf16)(room, slice::from_raw_parts(part.src.cast(), part.count)),
-                _ => part.src.copy_to_nonoverlapping(room.as_mut_ptr().cast(), size_of_val(room)),
-            }
+            part.widen(slice::from_raw_parts_mut(room.as_mut_ptr().cast(), room.len()), loops);
         }
         room
+    }
+
+    /// Writes the elements as float32, of which there is room for as many.
+    ///
+    /// # Safety
+    /// As for [`Slice::piece`].
+    #[inline]
+    unsafe fn widen(&self, dst: &mut [MaybeUninit<f32>], loops: &Loops) {
+        debug_assert_eq!(dst.len(), self.count);
+        // SAFETY: the caller's promise; pairs of bytes want no alignment.
+        unsafe {
+            match self.dtype {
+                Dtype::F16 => (loops.widen_f16)(dst, slice::from_raw_parts(self.src.cast(), self.count)),
+                Dtype::BF16 => (loops.widen_bf16)(dst, slice::from_raw_parts(self.src.cast(), self.count)),
+                _ => self.src.copy_to_nonoverlapping(dst.as_mut_ptr().cast(), size_of_val(dst)),
+            }
+        }
     }
 }
 
@@ -82,18 +95,7 @@ pub(super) unsafe fn place(
         }
         let room = &mut room[..count];
         make(room);
-        let values = slice::from_raw_parts(room.as_ptr().cast::<f32>(), count);
-        match dtype {
-            Dtype::F16 => {
-                let most = beyond.most(float16::F16_MAX);
-                (loops.narrow_f16)(slice::from_raw_parts_mut(dst.cast(), count), values, most);
-            }
-            Dtype::BF16 => {
-                let most = beyond.most(float16::BF16_MAX);
-                (loops.narrow_bf16)(slice::from_raw_parts_mut(dst.cast(), count), values, most);
-            }
-            _ => values.as_ptr().cast::<u8>().copy_to_nonoverlapping(dst, size_of_val(values)),
-        }
+        write_values(dst, (dtype, beyond), slice::from_raw_parts(room.as_ptr().cast(), count), loops);
     }
 }
 
@@ -106,11 +108,16 @@ pub(super) unsafe fn convert(dst: *mut u8, into: Dtype, slice: Slice, loops: &Lo
         // SAFETY: the caller's promise.
         return unsafe { slice.src.copy_to_nonoverlapping(dst, slice.count * into.size_bytes()) };
     }
-    let mut room = [0.0; PIECE];
-    for start in (0..slice.count).step_by(PIECE) {
-        let dst = dst.wrapping_add(start * into.size_bytes());
-        // SAFETY: the caller's promise.
-        unsafe { write_values(dst, (into, Beyond::Infinite), slice.piece(&mut room, start, loops), loops) };
+    // SAFETY: the caller's promise; float32 is made in place where it is aligned.
+    unsafe {
+        if into == Dtype::F32 && dst.cast::<f32>().is_aligned() {
+            return slice.widen(slice::from_raw_parts_mut(dst.cast(), slice.count), loops);
+        }
+        let mut room = [0.0; PIECE];
+        for start in (0..slice.count).step_by(PIECE) {
+            let dst = dst.wrapping_add(start * into.size_bytes());
+            write_values(dst, (into, Beyond::Infinite), slice.piece(&mut room, start, loops), loops);
+        }
     }
 }
 
@@ -119,14 +126,18 @@ pub(super) unsafe fn convert(dst: *mut u8, into: Dtype, slice: Slice, loops: &Lo
 /// # Safety
 /// `dst` has room for as many elements, and nobody else uses it meanwhile; `loops` are of an instruction set that is there.
 pub(super) unsafe fn write_values(dst: *mut u8, (dtype, beyond): (Dtype, Beyond), values: &[f32], loops: &Loops) {
-    let mut room = [MaybeUninit::uninit(); PIECE];
-    for (start, values) in (0..).step_by(PIECE).zip(values.chunks(PIECE)) {
-        let dst = dst.wrapping_add(start * dtype.size_bytes());
-        // SAFETY: the caller's promise.
-        unsafe {
-            place(dst, (dtype, beyond), values.len(), &mut room, loops, |to| {
-                to.iter_mut().zip(values).for_each(|(to, &value)| _ = to.write(value));
-            });
+    // SAFETY: the caller's promise; pairs of bytes want no alignment.
+    unsafe {
+        match dtype {
+            Dtype::F16 => {
+                let most = beyond.most(float16::F16_MAX);
+                (loops.narrow_f16)(slice::from_raw_parts_mut(dst.cast(), values.len()), values, most);
+            }
+            Dtype::BF16 => {
+                let most = beyond.most(float16::BF16_MAX);
+                (loops.narrow_bf16)(slice::from_raw_parts_mut(dst.cast(), values.len()), values, most);
+            }
+            _ => values.as_ptr().cast::<u8>().copy_to_nonoverlapping(dst, size_of_val(values)),
         }
     }
 }
@@ -146,9 +157,8 @@ pub(super) fn add(sums: &mut [f32], src: &[u8], dtype: Dtype, loops: &Loops) {
 pub(super) unsafe fn add_slice(sums: &mut [f32], slice: Slice, loops: &Loops) {
     let mut room = [0.0; PIECE];
     for (start, sums) in (0..).step_by(PIECE).zip(sums.chunks_mut(PIECE)) {
-        // SAFETY: the caller's promise.
-        let values = unsafe { slice.piece(&mut room, start, loops) };
-        sums.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
+        // SAFETY: the caller's promise: `loops` are of an instruction set that is there, too.
+        unsafe { (loops.add_values)(sums, slice.piece(&mut room, start, loops)) };
     }
 }
 
