@@ -185,7 +185,13 @@ def draw(results: dict[str, Any], target: Path) -> None:
             below.errorbar(place, one.mean, 2 * one.error, fmt="_", markersize=14, color=colours[name], capsize=5)
         quarter = statistics.stdev(found.values(EXACT, "loss")) / 4
         below.axhspan(-quarter, quarter, color="0.85", zorder=0)
-        below.set_xticks(range(len(others)), [name.replace(", ", ",\n") for name in others], rotation=30)
+        below.set_xticks(
+            range(len(others)),
+            [name.replace(", ", ",\n") for name in others],
+            rotation=40,
+            ha="right",
+            rotation_mode="anchor",
+        )
         # A setting that is far off must not hide the others.
         below.set_yscale("symlog", linthresh=max(4 * quarter, 1e-9))
         below.set(ylabel="final loss beside float32, same seed")
