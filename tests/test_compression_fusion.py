@@ -339,12 +339,15 @@ def test_registered_layers_are_summed_in_calls_of_any_size(rank, world):
 
 
 @on_ranks(2, fresh=True, init=False, env={BITS: "4"})
-def test_ranks_with_different_buffers_of_cgx_get_an_error(rank, world):
+def test_ranks_with_different_buffers_of_cgx_are_both_named(rank, world):
     os.environ[FUSION] = "0" if rank else "64"
-    init_group("cgx")
-    model = DistributedDataParallel(net())
-    model.register_comm_hook(cgx.CGXState(), cgx.cgx_hook)
-    begin = time.monotonic()
-    with pytest.raises(RuntimeError, match="rank"):
-        train(rank, model, steps=1)
-    assert time.monotonic() - begin < 20
+    has = [f"rank {rank} has fusion_bytes={size} \\({FUSION}\\)" for rank, size in enumerate((64 << 20, 2048))]
+    for backend in ("cgx", "accl"):
+        init_group(backend)
+        model = DistributedDataParallel(net())
+        model.register_comm_hook(cgx.CGXState(), cgx.cgx_hook)
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match=f"{has[0]}, and {has[1]}; give all ranks the same"):
+            train(rank, model, steps=1)
+        assert time.monotonic() - begin < 20
+        dist.destroy_process_group()

@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ..compression import Compression, ddp_hook
+from ..compression._agreement import check_settings
 from ..compression._plans import Plan, plan_of
 from ..compression._scope import FLOATS, Coded
 from ..compression._settings import RAW
 from ..compression._state import State
 from ._cgx_group import LEAST_ELEMENTS, CGXProcessGroup, coded, is_exact, registry
 from ._cgx_layers import Layer, check_bits, check_index
-from ._cgx_variables import MOST_BITS, CallSettings, GroupSettings, check_bucket_size
+from ._cgx_variables import MOST_BITS, VARIABLES, CallSettings, GroupSettings, check_bucket_size
 
 __all__ = ["CGXState", "cgx_hook", "states"]
 
@@ -106,7 +107,10 @@ class CGXState(State):
         self._change(bucket_idx, layer_idx, bucket_size=check_bucket_size("bucket_size", bucket_size))
 
     def plan(self, parameters: Sequence[torch.Tensor], elements: Sequence[int], dtype: torch.dtype, *_: object) -> Plan:
-        """How the gradients of the bucket that the hook has now are encoded."""
+        """How the gradients of the bucket that the hook has now are encoded. The first time, ranks compare their settings."""
+        if not self._is_checked:
+            check_settings(self._settings, self.process_group, VARIABLES)
+            self._is_checked = True
         now = CallSettings.now()
         if self._is_exact or dtype not in FLOATS or sum(elements) < LEAST_ELEMENTS:
             return _plan((), tuple(elements), dtype, self._settings.fusion_bytes)

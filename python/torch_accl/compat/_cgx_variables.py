@@ -128,6 +128,16 @@ class GroupSettings:
         )
 
 
+# Which variable says what of `GroupSettings`.
+VARIABLES = {
+    "minimal_size": MINIMAL_SIZE,
+    "inside_hosts": INTRA_COMPRESS,
+    "is_dummy": DUMMY,
+    "algorithm": INNER_REDUCTION,
+    "fusion_bytes": FUSION_BUFFER,
+}
+
+
 def warn_of_what_differs() -> None:
     """Says which variables have no effect or another one than they had, a warning for each cause."""
     idle = {

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ._scope import exact
-from ._settings import Compression
 
 __all__ = ["check_settings", "reduced"]
 
@@ -25,13 +25,13 @@ def reduced(
     return numbers.tolist()
 
 
-def check_settings(compression: Compression, group: dist.ProcessGroup) -> None:
-    """Compares the settings of all ranks.
+def check_settings(settings: Any, group: dist.ProcessGroup, variables: Mapping[str, str] | None = None) -> None:
+    """Compares a dataclass of settings over all ranks. `variables` are those of the environment that say them, by setting.
 
     Raises:
         RuntimeError: they differ; on all ranks, with those of two.
     """
-    text = repr(compression)
+    text = repr(settings)
     hashed = zlib.crc32(text.encode())
     [[most, least]] = reduced([[hashed, -hashed]], group, dist.ReduceOp.MAX)
     if most == -least:
@@ -39,11 +39,12 @@ def check_settings(compression: Compression, group: dist.ProcessGroup) -> None:
     rows: list[dict[str, str]] = [{}] * group.size()
     with exact():
         dist.all_gather_object(
-            rows, {field.name: repr(getattr(compression, field.name)) for field in fields(compression)}, group
+            rows, {field.name: repr(getattr(settings, field.name)) for field in fields(settings)}, group
         )
     other = next(rank for rank, theirs in enumerate(rows) if theirs != rows[0])
     names = [name for name, value in rows[0].items() if rows[other].get(name) != value]
-    has = [", ".join(f"{name}={rows[rank].get(name)}" for name in names) for rank in (0, other)]
+    by = {name: f" ({variable})" for name, variable in (variables or {}).items()}
+    has = [", ".join(f"{name}={rows[rank].get(name)}{by.get(name, '')}" for name in names) for rank in (0, other)]
     raise RuntimeError(
         f"compression: rank {group.rank()} cannot go on, since ranks have different settings: rank 0 has {has[0]}, and rank {other} "
         f"has {has[1]}; give all ranks the same"
