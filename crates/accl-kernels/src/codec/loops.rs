@@ -1,6 +1,6 @@
 //! The loops that codecs are made of, each written once and inlined into a function per instruction set. From
 //! float32 to packed codes and back; codes of one byte each, in between, stay in the L1 cache. Where an instruction set has
-//! loops of its own (`avx2.rs`), these are what they must equal, and they do what is left over.
+//! loops of its own (`groups.rs`), these are what they must equal, and they do what is left over.
 
 use std::mem::MaybeUninit;
 use std::ops;
