@@ -20,9 +20,7 @@ use std::mem::{self, MaybeUninit};
 use std::slice;
 
 use super::avx2;
-use super::groups::{
-    BUCKETS_AHEAD, Greatest, LINES_AHEAD, Source, ask_ahead, bits_of_codes, by_bits, bytes_of_words, groups,
-};
+use super::groups::{Greatest, Source, ask_ahead, bits_of_codes, by_bits, bytes_of_words, groups};
 use super::loops::{Buckets, Grid, Loops, Range, Scale};
 use super::noise::{Draws, FACTORS, Narrow, SHARE, Stream};
 

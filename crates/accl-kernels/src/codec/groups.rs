@@ -4,20 +4,18 @@ use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 
 use super::loops::Range;
 
-/// Asks for memory that is needed soon, while there is something to calculate: so many cache lines, so many bytes
-/// behind the group.
+/// How far ahead memory is asked for, in bytes: three buckets of the usual size, since ranges are found without a pause, one
+/// bucket before levels are. Sums that are added to want it no nearer.
+const AHEAD: usize = 6144;
+
+/// Asks for memory that is needed soon, while there is something to calculate: so many cache lines behind the group.
 #[inline(always)]
-pub(super) fn ask_ahead<const BYTES: usize, const LINES: usize>(group: &[f32]) {
+pub(super) fn ask_ahead<const LINES: usize>(group: &[f32]) {
     for line in 0..LINES {
         // SAFETY: an address is only a hint to a prefetch.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(group.as_ptr().wrapping_byte_add(BYTES + 64 * line).cast()) };
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(group.as_ptr().wrapping_byte_add(AHEAD + 64 * line).cast()) };
     }
 }
-
-/// Three buckets of the usual size: ranges are found without a pause, one bucket before levels are.
-pub(super) const BUCKETS_AHEAD: usize = 6144;
-/// What is decoded comes line by line.
-pub(super) const LINES_AHEAD: usize = 1024;
 
 /// The greatest of the bits of a bucket's values, as signed and as unsigned numbers.
 ///
@@ -114,7 +112,7 @@ macro_rules! groups {
                 let mut groups = values.chunks_exact(GROUP);
                 let whole = groups.len();
                 for (values, at) in groups.by_ref().zip((0..).step_by(GROUP / 8 * BITS)) {
-                    ask_ahead::<BUCKETS_AHEAD, LINES>(values);
+                    ask_ahead::<LINES>(values);
                     pack::<BITS>(&mut dst[at..], codes(levels(values, &grid)));
                 }
                 let left = groups.remainder();
@@ -174,7 +172,7 @@ macro_rules! groups {
                 let (dst, values) = (&mut dst[bytes], &values[elements]);
                 let fine = Grid { inverse: 256.0 * grid.inverse, ..*grid };
                 for (values, at) in values.chunks_exact(GROUP).zip((0..).step_by(GROUP / 8 * BITS)) {
-                    ask_ahead::<BUCKETS_AHEAD, LINES>(values);
+                    ask_ahead::<LINES>(values);
                     let levels = levels(values, &fine);
                     // Those of the next group are begun: a hash takes as long as the rest, and nothing of this group waits for
                     // it.
@@ -202,7 +200,7 @@ macro_rules! groups {
                 let mut groups = sums.chunks_exact_mut(GROUP);
                 let (packed, packed_left) = src.split_at(groups.len() * GROUP / 8 * BITS);
                 for (sums, at) in groups.by_ref().zip((0..).step_by(GROUP / 8 * BITS)) {
-                    ask_ahead::<LINES_AHEAD, LINES>(sums);
+                    ask_ahead::<LINES>(sums);
                     let mut room = [0; GROUP];
                     let packed = readable::<BITS>(packed, at, &mut room);
                     for (sums, at) in sums.chunks_exact_mut(LANES).zip((0..).step_by(LANES / 8 * BITS)) {
