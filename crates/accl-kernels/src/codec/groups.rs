@@ -5,10 +5,10 @@ use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 use super::loops::Range;
 
 /// How far ahead memory is asked for, in bytes: three buckets of the usual size, since ranges are found without a pause, one
-/// bucket before levels are. Sums that are added to want it no nearer.
+/// bucket before levels are. Sums that are added to want it as far, too.
 const AHEAD: usize = 6144;
 
-/// Asks for memory that is needed soon, while there is something to calculate: so many cache lines behind the group.
+/// Asks for as many cache lines as a group has that are needed soon, while there is something to calculate.
 #[inline(always)]
 pub(super) fn ask_ahead<const LINES: usize>(group: &[f32]) {
     for line in 0..LINES {
@@ -55,32 +55,15 @@ pub(super) trait Source {
     unsafe fn next(&mut self) -> [Self::Vector; 2];
 }
 
-/// Calls `$function::<BITS>` with the number of bits that is only known now.
-macro_rules! by_bits {
-    ($function:ident($($argument:expr),*), $bits:expr) => {
-        match $bits {
-            1 => $function::<1>($($argument),*),
-            2 => $function::<2>($($argument),*),
-            3 => $function::<3>($($argument),*),
-            4 => $function::<4>($($argument),*),
-            5 => $function::<5>($($argument),*),
-            6 => $function::<6>($($argument),*),
-            7 => $function::<7>($($argument),*),
-            _ => $function::<8>($($argument),*),
-        }
-    };
-}
-pub(super) use by_bits;
-
 /// Defines `with_vectors` and the loops that it puts in place of others, each compiled with `$feature`. Where there is no
-/// whole group, `$narrower` does it. The module has
+/// whole group, `$narrower` does it. `$floats` and `$vector` are vectors of floats and of integers. The module has
 /// * `GROUP`, the elements of a group, and `LANES`, those of a vector;
-/// * `range` of the elements of a bucket;
-/// * `levels` of a group, the vector of `codes` that they are, by themselves or `with_draws`, and `pack`, which writes it;
-/// * `Counters` and the [`Source`]s of draws, `Alone` and `Among`;
+/// * instructions, named without their width;
+/// * `pack`, which writes the codes of a group, and `ordered`, which undoes what packing within quarters of 16 bytes does to
+///   their order;
 /// * `Values`, those of the levels of a bucket.
 macro_rules! groups {
-    ($narrower:ident, $vector:ty, #[$feature:meta]) => {
+    ($narrower:ident, $floats:ty, $vector:ty, #[$feature:meta]) => {
         /// The loops of this instruction set, with these in place of its own.
         pub(crate) const fn with_vectors(loops: Loops) -> Loops {
             Loops { range, ranges, encode, encode_drawn, decode, decode_add, ..loops }
@@ -88,6 +71,41 @@ macro_rules! groups {
 
         /// Cache lines of a group.
         const LINES: usize = GROUP / 16;
+
+        /// As [`loops::range`](super::loops::range), but for the sign of a zero, which nothing depends on.
+        #[$feature]
+        pub(super) fn range(values: &[f32]) -> Range {
+            let mut groups = values.chunks_exact(GROUP);
+            let rest = groups.remainder();
+            if groups.len() == 0 {
+                return $narrower::range(values);
+            }
+            let (mut signed, mut unsigned) = ([set1_epi32(i32::MIN); 4], [set1_epi32(0); 4]);
+            for group in groups.by_ref() {
+                for (part, values) in group.chunks_exact(LANES).enumerate() {
+                    let bits = castps_si(load(values));
+                    signed[part] = max_epi32(signed[part], bits);
+                    unsigned[part] = max_epu32(unsigned[part], bits);
+                }
+            }
+            let [a, b, c, d] = signed;
+            let signed = reduce_max_epi32(max_epi32(max_epi32(a, b), max_epi32(c, d)));
+            let [a, b, c, d] = unsigned;
+            let unsigned = reduce_max_epu32(max_epu32(max_epu32(a, b), max_epu32(c, d)));
+            let all = Greatest { signed, unsigned }.range(|| least_bits(&values[..values.len() - rest.len()]));
+            if rest.is_empty() { all } else { all.joined($narrower::range(rest)) }
+        }
+
+        /// The least of the values' bits.
+        #[inline(never)]
+        #[$feature]
+        fn least_bits(values: &[f32]) -> u32 {
+            let mut least = set1_epi32(-1);
+            for values in values.chunks_exact(LANES) {
+                least = min_epu32(least, castps_si(load(values)));
+            }
+            reduce_min_epu32(least)
+        }
 
         #[$feature]
         pub(super) fn ranges(ranges: &mut [Range], values: &[f32], bucket: usize) {
@@ -129,7 +147,7 @@ macro_rules! groups {
             $narrower::encode(dst, values, grids);
         }
 
-        /// In words of 16 bits, which hold 256 times a level and a draw together.
+        /// Codes are found in words of 16 bits, which hold 256 times a level and a draw together.
         #[$feature]
         pub(super) fn encode_drawn(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>, draws: &Draws, first: u64) {
             let bits = grids.bits;
@@ -244,6 +262,171 @@ macro_rules! groups {
             }
         }
 
+        /// The levels of a group, to nearest even: the mode that the callers have set. None is above the top: what the three
+        /// roundings before this one add is far less than half a level.
+        #[inline]
+        #[$feature]
+        fn levels(values: &[f32], grid: &Grid) -> [$vector; 4] {
+            let mut parts = [set1_epi32(0); 4];
+            for (part, values) in parts.iter_mut().zip(values.chunks_exact(LANES)) {
+                let above = sub_ps(load(values), set1_ps(grid.min));
+                *part = cvtps_epi32(mul_ps(above, set1_ps(grid.inverse)));
+            }
+            parts
+        }
+
+        /// The codes of levels.
+        #[inline]
+        #[$feature]
+        fn codes([a, b, c, d]: [$vector; 4]) -> $vector {
+            ordered(packus_epi16(packus_epi32(a, b), packus_epi32(c, d)))
+        }
+
+        /// The codes of 256 times levels and draws together.
+        #[inline]
+        #[$feature]
+        fn with_draws([a, b, c, d]: [$vector; 4], [lower, upper]: [$vector; 2]) -> $vector {
+            let (lower, upper) = (add_epi16(packus_epi32(a, b), lower), add_epi16(packus_epi32(c, d), upper));
+            ordered(packus_epi16(srli_epi16::<8>(lower), srli_epi16::<8>(upper)))
+        }
+
+        /// Two codes in each word of 16 bits. A factor of 2^7 would be negative.
+        #[inline]
+        #[$feature]
+        fn pairs<const BITS: usize>(codes: $vector) -> $vector {
+            if BITS < 7 {
+                return maddubs_epi16(codes, set1_epi16(1 | 1 << (8 + BITS)));
+            }
+            let upper = srli_epi16::<1>(and_si(codes, set1_epi16(0x7f00)));
+            or_si(and_si(codes, set1_epi16(0xff)), upper)
+        }
+
+        /// Four codes in each word of 32 bits.
+        #[inline]
+        #[$feature]
+        fn fours<const BITS: usize>(pairs: $vector) -> $vector {
+            madd_epi16(pairs, set1_epi32(1 | 1 << (16 + 2 * BITS)))
+        }
+
+        /// Eight codes in each word of 64 bits.
+        #[inline]
+        #[$feature]
+        fn eights<const BITS: usize>(fours: $vector) -> $vector {
+            let free = 32 - 4 * BITS as i32;
+            srl_epi64(sllv_epi32(fours, set1_epi64(free.into())), _mm_cvtsi32_si128(free))
+        }
+
+        /// Those of a stream as they are.
+        struct Alone(Counters);
+
+        impl Source for Alone {
+            type Vector = $vector;
+
+            #[inline]
+            #[$feature]
+            unsafe fn next(&mut self) -> [$vector; 2] {
+                let (draws, zero) = (self.0.next(), set1_epi32(0));
+                [unpacklo_epi8(draws, zero), unpackhi_epi8(draws, zero)]
+            }
+        }
+
+        /// Those of a stream in the strata of a rank.
+        struct Among {
+            own: Counters,
+            picks: Counters,
+            narrow: Narrow,
+        }
+
+        impl Source for Among {
+            type Vector = $vector;
+
+            #[inline]
+            #[$feature]
+            unsafe fn next(&mut self) -> [$vector; 2] {
+                let Narrow { of_rank, rotations, world, factor, shift } = self.narrow;
+                let (picks, half) = (self.picks.next(), set1_epi8(0xf));
+                // SAFETY: each table has 16 bytes.
+                let [strata, rotations] =
+                    [of_rank, rotations].map(|table| broadcast_128(unsafe { _mm_loadu_si128(table.as_ptr().cast()) }));
+                let strata = shuffle_epi8(strata, and_si(picks, half));
+                let rotations = shuffle_epi8(rotations, and_si(srli_epi16::<4>(picks), half));
+                let strata = add_epi8(strata, rotations);
+                // What is less than the world wraps around and is the lesser.
+                let strata = min_epu8(strata, sub_epi8(strata, set1_epi8(world as i8)));
+                let draws = self.own.next();
+                // The compiler would widen a factor that it knows to be the same each time, and multiply in 32 bits.
+                let factor = black_box(set1_epi16(factor as i16));
+                [unpacklo_epi8(draws, strata), unpackhi_epi8(draws, strata)]
+                    .map(|words| srl_epi16(mulhi_epu16(words, factor), _mm_cvtsi32_si128(shift.into())))
+            }
+        }
+
+        /// Random bytes of a stream, for a group of elements after the other.
+        struct Counters {
+            counters: $vector,
+            mixed_in: u32,
+        }
+
+        impl Counters {
+            #[inline]
+            #[$feature]
+            fn new(stream: Stream, first: u64, elements: usize) -> Option<Self> {
+                let (start, mixed_in) = stream.start(first / SHARE as u64, elements / SHARE)?;
+                // In the order in which packing leaves the values.
+                const ORDER: [i32; LANES] = fours_in_quarters();
+                // SAFETY: the table is as long as a vector.
+                let order = unsafe { loadu_si(ORDER.as_ptr().cast()) };
+                Some(Self { counters: add_epi32(set1_epi32(start as i32), order), mixed_in })
+            }
+
+            #[inline]
+            #[$feature]
+            fn next(&mut self) -> $vector {
+                let counters = self.counters;
+                self.counters = add_epi32(counters, set1_epi32(LANES as i32));
+                hash(counters, self.mixed_in)
+            }
+        }
+
+        /// As in `noise.rs`, of a vector of counters.
+        #[inline]
+        #[$feature]
+        fn hash(counters: $vector, mixed_in: u32) -> $vector {
+            let [first, second] = FACTORS.map(|factor| factor as i32);
+            let x = xor_si(counters, srli_epi32::<16>(counters));
+            let x = mullo_epi32(x, set1_epi32(first));
+            let x = xor_si(x, srli_epi32::<15>(x));
+            let x = mullo_epi32(xor_si(x, set1_epi32(mixed_in as i32)), set1_epi32(second));
+            xor_si(x, srli_epi32::<16>(x))
+        }
+
+        impl<const BITS: usize> Values<BITS> {
+            /// Adds those of the first codes, as many as a vector has, to sums.
+            #[inline]
+            #[$feature]
+            fn add_to(self, sums: &mut [f32], src: &[u8]) {
+                let sums = &mut sums[..LANES];
+                // SAFETY: there are as many sums.
+                unsafe { storeu_ps(sums.as_mut_ptr(), add_ps(load(sums), self.of(src))) };
+            }
+
+            /// Writes those of the first codes.
+            #[inline]
+            #[$feature]
+            fn write_to(self, dst: &mut [MaybeUninit<f32>], src: &[u8]) {
+                // SAFETY: there is room for a vector.
+                unsafe { storeu_ps(dst[..LANES].as_mut_ptr().cast(), self.of(src)) };
+            }
+        }
+
+        /// The first values.
+        #[inline]
+        #[$feature]
+        fn load(values: &[f32]) -> $floats {
+            // SAFETY: the slice has a vector of them.
+            unsafe { loadu_ps(values[..LANES].as_ptr()) }
+        }
+
         /// The codes of the group at `at`, with as many bytes as a vector's from where its last codes begin: where they are,
         /// or in `room`.
         #[inline(always)]
@@ -286,4 +469,32 @@ pub(super) const fn bits_of_codes<const CODES: usize>() -> [[u32; CODES]; 8] {
         bits += 1;
     }
     all
+}
+
+/// For each number of bits, the bytes that each of so many codes lies in, as words of 32 bits: four times as many bytes.
+pub(super) const fn bytes_of_codes<const BYTES: usize>() -> [[i8; BYTES]; 8] {
+    let mut all = [[-1; BYTES]; 8];
+    let mut bits = 1;
+    while bits < 8 {
+        let mut code = 0;
+        while 4 * code < BYTES {
+            let byte = code * bits / 8;
+            all[bits][4 * code] = byte as i8;
+            all[bits][4 * code + 1] = byte as i8 + 1;
+            code += 1;
+        }
+        bits += 1;
+    }
+    all
+}
+
+/// The fours of a group in the order in which packing four vectors leaves them: of each vector one in each 16 bytes.
+pub(super) const fn fours_in_quarters<const LANES: usize>() -> [i32; LANES] {
+    let mut order = [0; LANES];
+    let mut at = 0;
+    while at < LANES {
+        order[at] = (at % 4 * (LANES / 4) + at / 4) as i32;
+        at += 1;
+    }
+    order
 }

@@ -312,21 +312,22 @@ fn unpack_by<const BITS: usize>(codes: &mut [u8], src: &[u8]) {
     }
 }
 
-/// Calls `$loop::<BITS>` with the number of bits that is only known now.
+/// Calls `$function::<BITS>` with the number of bits that is only known now.
 macro_rules! by_bits {
-    ($loop:ident($dst:ident, $src:ident), $bits:ident) => {
+    ($function:ident($($argument:expr),*), $bits:expr) => {
         match $bits {
-            1 => $loop::<1>($dst, $src),
-            2 => $loop::<2>($dst, $src),
-            3 => $loop::<3>($dst, $src),
-            4 => $loop::<4>($dst, $src),
-            5 => $loop::<5>($dst, $src),
-            6 => $loop::<6>($dst, $src),
-            7 => $loop::<7>($dst, $src),
-            _ => $loop::<8>($dst, $src),
+            1 => $function::<1>($($argument),*),
+            2 => $function::<2>($($argument),*),
+            3 => $function::<3>($($argument),*),
+            4 => $function::<4>($($argument),*),
+            5 => $function::<5>($($argument),*),
+            6 => $function::<6>($($argument),*),
+            7 => $function::<7>($($argument),*),
+            _ => $function::<8>($($argument),*),
         }
     };
 }
+pub(crate) use by_bits;
 
 #[inline(always)]
 pub(crate) fn pack(dst: &mut [u8], codes: &[u8], bits: u8) {
