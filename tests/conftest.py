@@ -7,6 +7,8 @@ from pathlib import Path
 # Ranks are forked from this process: it must have one thread, and ranks share two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TORCH_NUM_THREADS", "1")
+# Without it the machine at hand would choose the algorithms. A test that is about calibrations says so and sets its own.
+os.environ.setdefault("ACCL_CALIBRATION", "off")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
@@ -25,7 +27,7 @@ def pytest_configure(config):
 
 
 def pytest_report_header():
-    return f"accl tests: backend {runner.BACKEND}"
+    return f"accl tests: backend {runner.BACKEND}, calibration {os.environ['ACCL_CALIBRATION']}"
 
 
 def pytest_collection_modifyitems(items):

@@ -29,6 +29,8 @@ def main() -> int:
     # Ranks share the cores of one machine. Set before torch is loaded, here and in every child.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, "1")
+    # Nor does the machine at hand choose the algorithms, unless a calibration is named.
+    os.environ.setdefault("ACCL_CALIBRATION", "off")
     if len(args.world) == 1:
         return _one_world(args, args.world[0])
     extra = ["--baseline", args.baseline, *_as(args.alias), *(["--store-baseline"] if args.store_baseline else [])]
