@@ -108,6 +108,37 @@ def test_info_measures_once_and_says_from_where(tmp_path):
     assert "calibration" in accl("info", **env).stdout
 
 
+# As an earlier version kept it after a measurement that contradicted itself.
+DEGENERATE = "shm_call_ps = 0\ntcp_latency_ps = 0\nswitch_ps = 369800\n"
+
+
+def test_a_degenerate_cache_is_measured_anew_once(tmp_path):
+    env = {"ACCL_CALIBRATION": "auto", "XDG_CACHE_HOME": str(tmp_path)}
+    accl("info", "--calibrate", **env)
+    (cache,) = (tmp_path / "torch-accl").iterdir()
+    cache.write_text(DEGENERATE)
+    first = accl("info", "--json", **env)
+    constants = json.loads(first.stdout)["calibration"]["constants"]
+    assert constants["shm_call_ps"] > 0 and constants["tcp_latency_ps"] > 0
+    kept = cache.read_text()
+    if kept == DEGENERATE:
+        # A machine too busy to be measured takes built-in constants in the place of those, and says so.
+        assert "no machine has shm_call_ps and tcp_latency_ps of 0" in first.stderr
+    else:
+        assert json.loads(accl("info", "--json", **env).stdout)["calibration"]["constants"] == constants
+        assert cache.read_text() == kept
+
+
+def test_a_degenerate_file_that_the_user_named_is_taken_as_it_is_and_told(tmp_path):
+    (tmp_path / "machine.txt").write_text(DEGENERATE)
+    ended = accl("info", "--json", ACCL_CALIBRATION=str(tmp_path / "machine.txt"))
+    constants = json.loads(ended.stdout)["calibration"]["constants"]
+    assert constants["shm_call_ps"] == constants["tcp_latency_ps"] == 0 and constants["switch_ps"] == 369800
+    assert (tmp_path / "machine.txt").read_text() == DEGENERATE
+    assert "machine.txt: no machine has shm_call_ps and tcp_latency_ps of 0" in ended.stderr
+    assert "`accl info --calibrate` measures anew" in ended.stderr
+
+
 def test_info_overwrites_a_cache_that_is_garbage_and_measures_anew_when_asked(tmp_path):
     env = {"ACCL_CALIBRATION": str(tmp_path / "machine.txt")}
     (tmp_path / "machine.txt").write_text("garbage")

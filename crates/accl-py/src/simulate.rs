@@ -6,6 +6,8 @@ use accl_types::{Collective, Error};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::log;
+
 /// A network between hosts: picoseconds for a KiB of a host's connection, and for the way.
 type Link = (u64, u64);
 
@@ -27,7 +29,7 @@ fn simulate<'py>(
         .ok_or_else(|| refused(Error::invalid_argument(format!("`{collective}` is no collective"))))?;
     let mut constants: Machine = match machine_file {
         Some(path) => machine::read_machine(path).map_err(refused)?,
-        None => py.detach(|| machine::find(&config)).machine,
+        None => py.detach(|| log::during(config.log, || machine::find(&config))).machine,
     };
     if let Some((sent_ps_per_kib, latency_ps)) = link {
         constants.network.sent_ps_per_kib = sent_ps_per_kib;
@@ -56,7 +58,8 @@ fn simulate<'py>(
 #[pyfunction]
 fn calibration(py: Python<'_>, anew: bool) -> PyResult<Bound<'_, PyDict>> {
     let config = accl_engine::config_from_environment().map_err(refused)?;
-    let found = py.detach(|| if anew { machine::calibrate(&config) } else { Ok(machine::find(&config)) });
+    let find = || if anew { machine::calibrate(&config) } else { Ok(machine::find(&config)) };
+    let found = py.detach(|| log::during(config.log, find));
     let found = found.map_err(refused)?;
     let constants = PyDict::new(py);
     for constant in accl_engine::CONSTANTS {

@@ -35,8 +35,7 @@ type Cores = (Option<usize>, Option<usize>);
 ///
 /// # Errors
 /// When a world of two threads cannot be made, or the machine is too busy.
-pub(super) fn measure(patience: Duration) -> Result<Times> {
-    let until = Instant::now() + patience;
+pub(super) fn measure(until: Instant) -> Result<Times> {
     // On a thread of its own: pinning must not stay with the caller, and a caller that is pinned to one core has
     // others beside it.
     let measuring = || {

@@ -9,18 +9,24 @@ mod measure;
 
 use std::fmt;
 use std::path::PathBuf;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use accl_schedule::cost::Machine;
 use accl_types::config::{Calibration, Config};
 use accl_types::{Error, Result};
 
+use self::fit::Fitted;
 use crate::env::cache_home;
 
+/// How long may be measured, and how often while times contradict the model.
+struct Patience {
+    time: Duration,
+    attempts: u32,
+}
+
 /// A machine on which this is not enough is too busy for a measurement that somebody waits for without having asked.
-const PATIENCE: Duration = Duration::from_millis(600);
-/// For one that was asked for.
-const MORE_PATIENCE: Duration = Duration::from_secs(10);
+const UNASKED: Patience = Patience { time: Duration::from_millis(600), attempts: 3 };
+const ASKED: Patience = Patience { time: Duration::from_secs(10), attempts: 8 };
 
 /// Where constants came from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -67,28 +73,58 @@ impl Calibrated {
 }
 
 /// The constants that the settings ask for: those that lie in the cache, else measured now and kept there. What cannot
-/// be read, measured or kept is a warning; there is always an answer.
+/// be read, measured or kept is a warning, and so are constants that no machine has; there is always an answer.
 pub fn find(config: &Config) -> Calibrated {
     let (path, of_user) = match &config.calibration {
         Calibration::Off => return Calibrated::built_in(),
         Calibration::Auto => (cache_home().map(|home| cache::path_in(&home)), false),
         Calibration::File(path) => (Some(PathBuf::from(path)), true),
     };
+    find_at(path, of_user, &|| measured(&UNASKED))
+}
+
+fn find_at(path: Option<PathBuf>, of_user: bool, measure: &dyn Fn() -> Result<Fitted>) -> Calibrated {
+    let mut degenerate = None;
     if let Some(path) = &path {
         match cache::read(path) {
-            Ok(Some(machine)) => return Calibrated::in_file(path.clone(), machine),
+            Ok(Some(machine)) => {
+                let names = machine.impossible();
+                if names.is_empty() {
+                    return Calibrated::in_file(path.clone(), machine);
+                }
+                if of_user {
+                    // A file that the user named is taken as it is, and not overwritten: it may be meant so.
+                    tracing::warn!(
+                        "{}: no machine has {} of 0, so the algorithms that are chosen may be slow ones; \
+                         `accl info --calibrate` measures anew",
+                        path.display(),
+                        listed(&names)
+                    );
+                    return Calibrated::in_file(path.clone(), machine);
+                }
+                tracing::info!("{}: no machine has {} of 0; measured anew", path.display(), listed(&names));
+                degenerate = Some(machine);
+            }
             Ok(None) => {}
             Err(why) if of_user => {
-                // A file that the user named is not overwritten: it may be something else.
                 tracing::warn!("{why}; the built-in constants are used: correct ACCL_CALIBRATION or remove the file");
                 return Calibrated::built_in();
             }
             Err(why) => tracing::warn!("{why}; it is written anew"),
         }
     }
-    match measure_and_keep(path, PATIENCE) {
-        Ok(found) => found,
-        Err(error) => {
+    match (measure().map(|fitted| keep(path.clone(), &fitted)), degenerate, path) {
+        (Ok(found), ..) => found,
+        (Err(error), Some(machine), Some(path)) => {
+            tracing::warn!(
+                "{}: no machine has {} of 0, and the machine was not calibrated anew: {error}; built-in constants take \
+                 their place",
+                path.display(),
+                listed(&machine.impossible())
+            );
+            Calibrated::in_file(path, machine.made_possible())
+        }
+        (Err(error), ..) => {
             tracing::warn!("the machine was not calibrated: {error}; the built-in constants are used");
             Calibrated::built_in()
         }
@@ -107,7 +143,7 @@ pub fn calibrate(config: &Config) -> Result<Calibrated> {
             return Err(Error::configuration("ACCL_CALIBRATION=off: nothing is measured; take the setting back"));
         }
     };
-    measure_and_keep(path, MORE_PATIENCE)
+    measured(&ASKED).map(|fitted| keep(path, &fitted))
 }
 
 /// Measures and keeps nothing.
@@ -115,11 +151,12 @@ pub fn calibrate(config: &Config) -> Result<Calibrated> {
 /// # Errors
 /// As [`calibrate`].
 pub fn measure() -> Result<Machine> {
-    measured(MORE_PATIENCE)
+    measured(&ASKED).map(|fitted| fitted.machine)
 }
 
-fn measured(patience: Duration) -> Result<Machine> {
-    measure::measure(patience).map(|times| fit::fit(&times))
+fn measured(patience: &Patience) -> Result<Fitted> {
+    let until = Instant::now() + patience.time;
+    fit::settle(patience.attempts, || measure::measure(until))
 }
 
 /// The constants in a file, as a user named it.
@@ -142,18 +179,115 @@ pub fn read_text(text: &str) -> Result<Machine> {
     cache::parse(text).map_err(Error::configuration)
 }
 
-fn measure_and_keep(path: Option<PathBuf>, patience: Duration) -> Result<Calibrated> {
-    let machine = measured(patience)?;
+/// Keeps what was measured, and tells what is wrong with it.
+fn keep(path: Option<PathBuf>, fitted: &Fitted) -> Calibrated {
+    let Fitted { machine, at_bounds } = fitted;
     tracing::info!(%machine, "calibrated");
-    let measured = Calibrated { machine, source: Source::Measured, age: None };
-    let Some(path) = path else { return Ok(measured) };
-    match cache::write(&path, &machine) {
-        Ok(()) => Ok(Calibrated::in_file(path, machine)),
+    if !at_bounds.is_empty() {
+        tracing::warn!(
+            "the measurements of this machine contradict each other about {}, also when made again; the nearest that can be \
+             is used, and the algorithms that are chosen may be slow ones: `accl info --calibrate` measures anew, best \
+             while nothing else runs",
+            listed(at_bounds)
+        );
+    }
+    let measured = Calibrated { machine: *machine, source: Source::Measured, age: None };
+    let Some(path) = path else { return measured };
+    match cache::write(&path, machine) {
+        Ok(()) => Calibrated::in_file(path, *machine),
         Err(why) => {
             tracing::warn!(
                 "{why}; every start measures anew until ACCL_CALIBRATION names a file that can be written, or is `off`"
             );
-            Ok(measured)
+            measured
         }
+    }
+}
+
+/// Names in a sentence.
+fn listed(names: &[&str]) -> String {
+    match names {
+        [] => String::new(),
+        [name] => (*name).to_owned(),
+        [others @ .., last] => format!("{} and {last}", others.join(", ")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    const DEGENERATE: &str = "shm_call_ps = 0\ntcp_latency_ps = 0\nswitch_ps = 77\n";
+
+    /// A path of this test's own with this text, whose folder goes with it.
+    struct Kept(PathBuf);
+
+    impl Kept {
+        fn new(name: &str, text: &str) -> Self {
+            let folder = std::env::temp_dir().join(format!("accl-machine-{}-{name}", std::process::id()));
+            std::fs::create_dir_all(&folder).unwrap();
+            std::fs::write(folder.join("machine.txt"), text).unwrap();
+            Self(folder)
+        }
+
+        fn path(&self) -> PathBuf {
+            self.0.join("machine.txt")
+        }
+
+        fn text(&self) -> String {
+            std::fs::read_to_string(self.path()).unwrap()
+        }
+    }
+
+    impl Drop for Kept {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    fn fitted() -> Fitted {
+        Fitted { machine: Machine { switch_ps: 4_444_444, ..Machine::default() }, at_bounds: vec!["shm_call_ps"] }
+    }
+
+    #[test]
+    fn a_degenerate_cache_is_measured_anew_once() {
+        let kept = Kept::new("once", DEGENERATE);
+        let measured = Cell::new(0);
+        let measure = || {
+            measured.set(measured.get() + 1);
+            Ok(fitted())
+        };
+        for _ in 0..3 {
+            let found = find_at(Some(kept.path()), false, &measure);
+            assert_eq!((found.machine, found.source), (fitted().machine, Source::File(kept.path())));
+        }
+        assert_eq!(measured.get(), 1);
+        assert_eq!(cache::parse(&kept.text()), Ok(fitted().machine));
+    }
+
+    #[test]
+    fn a_degenerate_cache_of_a_busy_machine_is_used_where_it_can_be_true() {
+        let kept = Kept::new("busy", DEGENERATE);
+        let found = find_at(Some(kept.path()), false, &|| Err(Error::timeout("it is too busy")));
+        assert_eq!(found.machine, Machine { switch_ps: 77, ..Machine::default() });
+        // The next start measures.
+        assert_eq!(kept.text(), DEGENERATE);
+    }
+
+    #[test]
+    fn a_degenerate_file_that_the_user_named_is_taken_as_it_is() {
+        let kept = Kept::new("named", DEGENERATE);
+        let found = find_at(Some(kept.path()), true, &|| unreachable!("it is measured"));
+        assert_eq!((found.machine.shm.call_ps, found.machine.tcp.latency_ps), (0, 0));
+        assert_eq!((found.source, kept.text()), (Source::File(kept.path()), DEGENERATE.to_owned()));
+    }
+
+    #[test]
+    fn names_make_a_sentence() {
+        assert_eq!(listed(&["a"]), "a");
+        assert_eq!(listed(&["a", "b"]), "a and b");
+        assert_eq!(listed(&["a", "b", "c"]), "a, b and c");
     }
 }

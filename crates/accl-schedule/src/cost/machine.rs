@@ -95,6 +95,8 @@ pub struct Constant {
     pub name: &'static str,
     /// What it says.
     pub effect: &'static str,
+    /// The least that a machine can have. What takes no time at all was not measured.
+    pub least: u64,
     /// Where it stands.
     pub at: fn(&mut Machine) -> &mut [u64],
 }
@@ -104,87 +106,109 @@ pub const CONSTANTS: &[Constant] = &[
     Constant {
         name: "shm_call_ps",
         effect: "a call over shared memory by itself",
+        least: 1,
         at: |m| std::slice::from_mut(&mut m.shm.call_ps),
     },
     Constant {
         name: "shm_frame_ps",
         effect: "a frame through shared memory without its bytes, at either end",
+        least: 1,
         at: |m| std::slice::from_mut(&mut m.shm.frame_ps),
     },
     Constant {
         name: "shm_latency_ps",
         effect: "until a frame in shared memory is seen",
+        least: 1,
         at: |m| std::slice::from_mut(&mut m.shm.latency_ps),
     },
     Constant {
         name: "shm_sent_ps_per_kib",
         effect: "moving bytes from a tensor to shared memory",
+        least: 1,
         at: |m| &mut m.shm.sent_ps_per_kib,
     },
     Constant {
         name: "shm_received_ps_per_kib",
         effect: "moving bytes from shared memory to a tensor",
+        least: 1,
         at: |m| &mut m.shm.received_ps_per_kib,
     },
     Constant {
         name: "tcp_call_ps",
         effect: "a call over sockets by itself",
+        least: 1,
         at: |m| std::slice::from_mut(&mut m.tcp.call_ps),
     },
     Constant {
         name: "tcp_frame_ps",
         effect: "a frame through a socket without its bytes, at either end",
+        least: 1,
         at: |m| std::slice::from_mut(&mut m.tcp.frame_ps),
     },
     Constant {
         name: "tcp_latency_ps",
         effect: "until a frame in a socket of this host is seen",
+        least: 1,
         at: |m| std::slice::from_mut(&mut m.tcp.latency_ps),
     },
     Constant {
         name: "tcp_sent_ps_per_kib",
         effect: "moving bytes from a tensor to a socket",
+        least: 1,
         at: |m| &mut m.tcp.sent_ps_per_kib,
     },
     Constant {
         name: "tcp_received_ps_per_kib",
         effect: "moving bytes from a socket to a tensor",
+        least: 1,
         at: |m| &mut m.tcp.received_ps_per_kib,
     },
     Constant {
         name: "network_latency_ps",
         effect: "one way between hosts, besides the software of sockets",
+        least: 0,
         at: |m| std::slice::from_mut(&mut m.network.latency_ps),
     },
     Constant {
         name: "network_sent_ps_per_kib",
         effect: "a host's connection to the others, in one direction",
+        least: 1,
         at: |m| std::slice::from_mut(&mut m.network.sent_ps_per_kib),
     },
     Constant {
         name: "reduced_ps_per_kib",
         effect: "reducing what arrived instead of copying it: the difference",
+        least: 0,
         at: |m| &mut m.reduced_ps_per_kib,
     },
-    Constant { name: "copied_ps_per_kib", effect: "copying from tensor to tensor", at: |m| &mut m.copied_ps_per_kib },
+    Constant {
+        name: "copied_ps_per_kib",
+        effect: "copying from tensor to tensor",
+        least: 1,
+        at: |m| &mut m.copied_ps_per_kib,
+    },
     Constant {
         name: "block_ps",
         effect: "each tensor of a call that has one for each rank",
+        least: 0,
         at: |m| std::slice::from_mut(&mut m.block_ps),
     },
     Constant {
         name: "switch_ps",
         effect: "giving a core to another rank",
+        least: 1,
         at: |m| std::slice::from_mut(&mut m.switch_ps),
     },
     Constant {
         name: "crowding_per_mille",
         effect: "thousandths by which bytes take longer for each further peer at once",
+        least: 0,
         at: |m| std::slice::from_mut(&mut m.crowding_per_mille),
     },
     Constant {
         name: "memory_cores",
         effect: "cores that move memory as fast as the host can",
+        least: 1,
         at: |m| std::slice::from_mut(&mut m.memory_cores),
     },
 ];
@@ -196,6 +220,25 @@ impl Machine {
     /// The values of a constant.
     pub fn values(&self, constant: &Constant) -> Vec<u64> {
         (constant.at)(&mut self.clone()).to_vec()
+    }
+
+    /// The names of constants that are less than any machine can have.
+    pub fn impossible(&self) -> Vec<&'static str> {
+        let is_below = |constant: &&Constant| self.values(constant).iter().any(|&value| value < constant.least);
+        CONSTANTS.iter().filter(is_below).map(|constant| constant.name).collect()
+    }
+
+    /// The built-in constants in the place of those that are [impossible](Self::impossible).
+    #[must_use]
+    pub fn made_possible(mut self) -> Self {
+        let mut built_in = Self::default();
+        for constant in CONSTANTS {
+            let values = (constant.at)(&mut self);
+            if values.iter().any(|&value| value < constant.least) {
+                values.copy_from_slice((constant.at)(&mut built_in));
+            }
+        }
+        self.smoothed()
     }
 
     /// Larger calls have no lower rates, so that more bytes never take less time. Of two that contradict each other the
@@ -293,6 +336,23 @@ mod tests {
             let error = text.parse::<Machine>().unwrap_err();
             assert!(error.contains(named), "{error}");
         }
+    }
+
+    #[test]
+    fn what_takes_no_time_is_impossible_and_the_built_in_constant_is_not() {
+        let built_in = Machine::default();
+        assert_eq!(built_in.impossible(), Vec::<&str>::new());
+        assert_eq!(built_in.made_possible(), built_in);
+        let machine: Machine = "shm_call_ps=0 tcp_latency_ps=0 copied_ps_per_kib=0,1,2,3,4 switch_ps=7 block_ps=0 \
+                                reduced_ps_per_kib=0,0,0,0,0"
+            .parse()
+            .unwrap();
+        assert_eq!(machine.impossible(), ["shm_call_ps", "tcp_latency_ps", "copied_ps_per_kib"]);
+        let possible = machine.made_possible();
+        assert_eq!(possible.impossible(), Vec::<&str>::new());
+        assert_eq!((possible.shm.call_ps, possible.switch_ps), (built_in.shm.call_ps, 7));
+        assert_eq!(possible.copied_ps_per_kib, built_in.copied_ps_per_kib);
+        assert_eq!((possible.block_ps, possible.reduced_ps_per_kib), (0, [0; SIZES.len()]));
     }
 
     #[test]
