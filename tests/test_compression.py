@@ -542,7 +542,9 @@ def test_error_feedback_brings_two_bits_nearer_to_plain_training(rank, world):
     assert found[True] < found[False] / 1.5, found
 
 
-@on_ranks(2, fresh=True)
+# Bit for bit with `direct`: DistributedDataParallel orders its first bucket otherwise than later ones, and other algorithms cut
+# where the order says.
+@on_ranks(2, fresh=True, env={"ACCL_ALGORITHM": "all_reduce=direct"})
 def test_a_state_that_was_saved_goes_on_as_if_it_had_not_been(rank, world):
     settings = Compression("maxmin:2,bucket=64", error_feedback=True)
     through, _ = compressed_ddp(settings, models())

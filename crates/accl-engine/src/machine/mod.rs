@@ -185,9 +185,8 @@ fn keep(path: Option<PathBuf>, fitted: &Fitted) -> Calibrated {
     tracing::info!(%machine, "calibrated");
     if !at_bounds.is_empty() {
         tracing::warn!(
-            "the measurements of this machine contradict each other about {}, also when made again; the nearest that can be \
-             is used, and the algorithms that are chosen may be slow ones: `accl info --calibrate` measures anew, best \
-             while nothing else runs",
+            "what calls took on this machine contradicts itself about {}, also when measured again; the nearest that can \
+             be is kept. If the machine was busy, slow algorithms may be chosen: `accl info --calibrate` measures anew",
             listed(at_bounds)
         );
     }

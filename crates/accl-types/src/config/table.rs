@@ -194,7 +194,7 @@ pub const ROWS: &[Row] = &[
         agreed: false,
         default: "auto",
         accepted: "auto, off, or the path of a file (with a `/`)",
-        effect: "Where the constants come from by which algorithms are chosen: `auto` measures them once per machine, in about a tenth of a second, and keeps them in `$XDG_CACHE_HOME/torch-accl` or `~/.cache/torch-accl`; a path names another place; `off` takes built-in ones. Those of rank 0 count for all ranks of a group.",
+        effect: "Where the constants come from by which algorithms are chosen: `auto` measures them once per machine, in one to three tenths of a second, and keeps them in `$XDG_CACHE_HOME/torch-accl` or `~/.cache/torch-accl`; a path names another place; `off` takes built-in ones. Those of rank 0 count for all ranks of a group.",
         set: |c, v| parse::calibration(v).map(|x| c.calibration = x),
         show: |c| parse::show_calibration(&c.calibration).to_owned(),
     },
