@@ -82,6 +82,7 @@ class CGXState(State):
         self._changes: dict[int, dict[str, int | None]] = {}
         self._kept: dict[int, torch.Tensor] = {}
         self._index = 0
+        self._is_checked = False
         self._warned: set[int] = set()
         states.add(self)
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ._plans import Part
-from ._scope import exact
+from ._scope import check_device, exact
 from ._state import State
 from ._together import future_of
 
@@ -21,9 +21,10 @@ def ddp_hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torc
     order of buckets and their making anew do not matter; several models have a state each.
 
     Raises:
-        RuntimeError: a parameter came into the model after the state was made.
+        RuntimeError: a parameter came into the model after the state was made, or gradients are not on the CPU.
     """
     buffer = bucket.buffer()
+    check_device(buffer.device, state.process_group)
     if bucket.is_last():
         step, state.step = state.step, state.step + 1
     else:

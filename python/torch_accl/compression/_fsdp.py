@@ -1,4 +1,12 @@
-"""Compression of the reduce_scatter of FSDP2 (`torch.distributed.fsdp.fully_shard`)."""
+"""Compression of what FSDP2 sends of gradients (`torch.distributed.fsdp.fully_shard`, and `replicate`, which is made of it).
+
+Gradients go two ways there: a reduce_scatter among the ranks that share a model, for which torch takes one of ours, and with
+replicas of it an all_reduce of each shard between them, for which it has no hook. But the same object allocates the
+row of gradients that is reduced: ours is of a class of tensors that torch asks (`__torch_function__`) when
+`torch.distributed.all_reduce` is called with it. In all else the row is a plain tensor, and so is what is made from it.
+
+Owns both calls. What it must know of torch's inside is in `_torch_names.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,121 +16,179 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
 
-from ._plans import Part
-from ._scope import accl_group
-from ._state import State
+from ._plans import Part, Plan
+from ._scope import accl_group, check_device
+from ._state import REPLICAS, State
 from ._together import WorkOfSeveral
+from ._torch_names import Rows, asks_torch_function, parameter_groups, replicas_of
 
 __all__ = ["apply_fsdp2"]
 
 
 def apply_fsdp2(model: nn.Module, state: State) -> None:
-    """Lets every FSDP2 module in `model` reduce its gradients compressed.
+    """Lets every FSDP2 module in `model` reduce its gradients compressed, also between replicas.
 
     Args:
-        model: a module to which `fully_shard` was applied, as were its parts perhaps.
-        state: made of the same model, after `fully_shard`.
+        model: a module to which `fully_shard` or FSDP2's `replicate` was applied, as were its parts perhaps.
+        state: made of the same model, after that.
 
-    Supports SUM, AVG and PREMUL_SUM. Parameters that the state leaves out travel as they are, in the same call.
+    Supports SUM, AVG and PREMUL_SUM. Parameters that the state leaves out travel as they are, in the same call. On a mesh with replicas both
+    calls are compressed: the reduce_scatter, and the all_reduce of shards between replicas, which has rows of its own in
+    `State.measures`.
 
     Raises:
-        RuntimeError: this torch has no `set_custom_reduce_scatter`, or nothing in the model is sharded.
+        RuntimeError: nothing in the model is sharded or replicated by FSDP2; a module of it has several meshes, or a group of another
+            backend than accl or another device than the CPU; or this torch lacks what is needed, which the message names.
     """
     try:
         from torch.distributed.fsdp import FSDPModule
     except ImportError:
         raise RuntimeError("this version of torch has no FSDP2") from None
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not modules:
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise RuntimeError("nothing in the model is sharded by FSDP2; call fully_shard first")
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise RuntimeError(
             "this version of torch does not let FSDP2 have a reduce_scatter of our own; 2.9 and newer do"
         )
-    for name, module in model.named_modules():
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        if group is not None:
-            module.set_custom_reduce_scatter(_reduce_scatter(state, name, group))
+    found = list(parameter_groups(model))
+    # Nothing is changed where something is refused.
+    for name, module, groups in found:
+        if len(groups) > 1:
+            raise RuntimeError(
+                f"apply_fsdp2: parameters of module {name!r} are sharded over {len(groups)} meshes, and torch lets such a module have no "
+                "reduce_scatter of its own; give parts with another mesh a fully_shard of their own"
+            )
+        _check_groups(name, module, groups[0])
+    for name, module, [group] in found:
+        module.set_custom_reduce_scatter(_Reduction(state, name, group))
 
 
-def _reduce_scatter(state: State, module: str, group: Any) -> object:
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-
-    laid_out = _Row(group)
-
-    class CompressedReduceScatter(DefaultReduceScatter):
-        """Each rank's row is cut into the shards of the module's parameters, which are tensors of a call."""
-
-        def __call__(
-            self,
-            output_tensor: torch.Tensor,
-            input_tensor: torch.Tensor,
-            group: dist.ProcessGroup,
-            op: dist.ReduceOp.RedOpType,
-            async_op: bool = False,
-        ) -> dist.Work | None:
-            accl_group(group)
-            params = laid_out.parameters()
-            shards = [param.padded_sharded_param_size.numel() for param in params]
-            check_row(shards, output_tensor.numel())
-            parameters = [param.sharded_param for param in params]
-            step = state.next_call(module)
-
-            def inputs() -> list[torch.Tensor]:
-                return list(input_tensor.view(group.size(), -1).split(shards, dim=1))
-
-            plan = state.plan(parameters, shards, output_tensor.dtype, step, inputs, group, group.size())
-            # Of all calls, and laid out once; torch's own takes the whole.
-            is_whole = len(plan.parts) == 1 and not plan.is_encoded
-            blocks, outputs = ([], []) if is_whole else (inputs(), list(output_tensor.split(shards)))
-            options = dist.ReduceScatterOptions()
-            options.reduceOp = op
-            # Several calls are under way together, whoever waits for them.
-            options.asyncOp = async_op or len(plan.parts) > 1
-
-            def call(part: Part, is_encoded: bool) -> dist.Work | None:
-                if not is_encoded and len(plan.parts) == 1:
-                    return super(CompressedReduceScatter, self).__call__(
-                        output_tensor, input_tensor, group, op, async_op
-                    )
-                own = part.tensors
-                return group.reduce_scatter_tensor_coalesced(outputs[own], blocks[own], options)
-
-            works = state.send(plan, step, call)
-            if len(plan.parts) == 1:
-                return works[0] if works else None
-            work = WorkOfSeveral(works, [output_tensor])
-            if async_op:
-                return work
-            work.wait()
-            return None
-
-    return CompressedReduceScatter()
+def _check_groups(name: str, module: nn.Module, group: Any) -> None:
+    """Refuses what would travel as it is."""
+    replicas = replicas_of(group)
+    if replicas is not None:
+        accl_group(replicas)
+        if not asks_torch_function():
+            raise RuntimeError(
+                f"apply_fsdp2: gradients of module {name!r} are all-reduced between replicas, and torch.distributed.all_reduce of torch "
+                f"{torch.__version__} does not ask __torch_function__, without which that call cannot be compressed; take torch 2.13 "
+                "to 2.15, or train without apply_fsdp2"
+            )
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            # Parameters that are offloaded are not where their gradients are reduced.
+            mesh = parameter.device_mesh
+            check_device(torch.device(mesh.device_type), mesh.get_group(0))
 
 
-class _Row:
-    """The parameters of a module whose gradients are in a rank's row, in their order there."""
+class _Reduction:
+    """What torch takes for the reduce_scatter of a module (its interface is `Comm` and `ReduceScatter` of FSDP2)."""
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._last: list[Any] | None = None
-        prepare = getattr(group, "_prepare_reduce_scatter_inputs", None)
-        if prepare is None:
-            return
+    def __init__(self, state: State, module: str, group: Any) -> None:
+        self._state = state
+        self._module = module
+        self._rows = Rows(group)
+        replicas = replicas_of(group)
+        self._has_replicas = replicas is not None and replicas.size() > 1
 
-        # What torch is about to lay out, it says here.
-        def prepared(params: list[Any], gradients: list[torch.Tensor], world: int) -> Any:
-            self._last = list(params)
-            return prepare(params, gradients, world)
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for gradients of all ranks, or for a row of them. With replicas it knows its all_reduce."""
+        row = torch.empty(*size, dtype=dtype, device=device)
+        if not self._has_replicas:
+            return row
+        row = row.as_subclass(_RowOfReplica)
+        row.between_replicas = self._all_reduce
+        return row
 
-        group._prepare_reduce_scatter_inputs = prepared
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """The reduce_scatter: each rank's row is cut into the shards of the module's parameters, which are tensors of a call."""
+        output_tensor, input_tensor = _plain(output_tensor), _plain(input_tensor)
+        check_device(output_tensor.device, accl_group(group))
+        parameters, shards = self._rows.last()
+        check_row(shards, output_tensor.numel())
+        step = self._state.next_call(self._module)
 
-    def parameters(self) -> list[Any]:
-        """Of the call that is being made; of an older torch, all that are trained."""
-        if self._last is not None:
-            return self._last
-        return [param for param in self._group.fsdp_params if param.sharded_param.requires_grad]
+        def inputs() -> list[torch.Tensor]:
+            return list(input_tensor.view(group.size(), -1).split(shards, dim=1))
+
+        plan = self._state.plan(parameters, shards, output_tensor.dtype, step, inputs, group, group.size())
+        # Of all calls, and laid out once; torch's own takes the whole.
+        is_whole = len(plan.parts) == 1 and not plan.is_encoded
+        blocks, outputs = ([], []) if is_whole else (inputs(), list(output_tensor.split(shards)))
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = op
+        # Several calls are under way together, whoever waits for them.
+        options.asyncOp = async_op or len(plan.parts) > 1
+
+        def call(part: Part, is_encoded: bool) -> dist.Work | None:
+            if not is_encoded and len(plan.parts) == 1:
+                return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+            own = part.tensors
+            return group.reduce_scatter_tensor_coalesced(outputs[own], blocks[own], options)
+
+        return _ended(plan, self._state.send(plan, step, call), output_tensor, async_op)
+
+    def _all_reduce(
+        self, row: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
+        """The all_reduce of this rank's shards between replicas: shards are the tensors of a call."""
+        check_device(row.device, accl_group(group))
+        parameters, shards = self._rows.last()
+        check_row(shards, row.numel())
+        step = self._state.next_call(self._module + REPLICAS)
+        tensors = list(row.view(-1).split(shards))
+        plan = self._state.plan(parameters, shards, row.dtype, step, lambda: tensors, group, leg=REPLICAS)
+        options = dist.AllreduceCoalescedOptions()
+        options.reduceOp = op
+        options.asyncOp = async_op or len(plan.parts) > 1
+
+        def call(part: Part, is_encoded: bool) -> dist.Work | None:
+            if not is_encoded and len(plan.parts) == 1:
+                return dist.all_reduce(row, op, group, async_op)
+            return group.allreduce_coalesced(tensors[part.tensors], options)
+
+        return _ended(plan, self._state.send(plan, step, call), row, async_op)
+
+
+class _RowOfReplica(torch.Tensor):
+    """A row that leaves the first all_reduce to `between_replicas`: what a hook of the user sends after it is not ours."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is distributed_c10d.all_reduce and args and isinstance(args[0], cls):
+                between_replicas = args[0].__dict__.pop("between_replicas", None)
+                if between_replicas is not None:
+                    return between_replicas(_plain(args[0]), **kwargs)
+            return func(*args, **kwargs)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a plain tensor."""
+    return tensor.as_subclass(torch.Tensor)
+
+
+def _ended(plan: Plan, works: list[dist.Work], result: torch.Tensor, async_op: bool) -> dist.Work | None:
+    if len(plan.parts) == 1:
+        return works[0] if works else None
+    work = WorkOfSeveral(works, [result])
+    if async_op:
+        return work
+    work.wait()
+    return None
 
 
 def check_row(shards: Sequence[int], elements: int) -> None:

@@ -11,7 +11,18 @@ import torch.distributed as dist
 
 from .. import _native
 
-__all__ = ["FLOATS", "Addresses", "Coded", "accl_backend", "accl_group", "codecs_of", "encoded", "exact", "is_said"]
+__all__ = [
+    "FLOATS",
+    "Addresses",
+    "Coded",
+    "accl_backend",
+    "accl_group",
+    "check_device",
+    "codecs_of",
+    "encoded",
+    "exact",
+    "is_said",
+]
 
 
 # What is encoded; all else travels as it is.
@@ -80,6 +91,24 @@ def accl_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             "make it with init_process_group('accl') or new_group(backend='accl')"
         )
     return found
+
+
+def check_device(device: torch.device, group: dist.ProcessGroup) -> None:
+    """Whether gradients on such a device are compressed.
+
+    Raises:
+        RuntimeError: they are not, since another backend of the group reduces them, or none.
+    """
+    if device.type == "cpu":
+        return
+    try:
+        other = f"the group reduces with {group._get_backend(device).name()}"
+    except RuntimeError:
+        other = "the group has no backend for"
+    raise RuntimeError(
+        f"compression is of gradients on the CPU, and these are on {device}, which {other}: they would travel as they are; train on "
+        "the CPU, or leave compression out"
+    )
 
 
 def accl_backend(group: dist.ProcessGroup) -> _native.Backend:

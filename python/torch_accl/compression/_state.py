@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -19,10 +21,13 @@ from ._auto import Choice, choose
 from ._measures import Measures, Totals, table
 from ._optimizers import watch_for_adam
 from ._plans import Part, Plan, plan_of
-from ._scope import FLOATS, accl_group, encoded, exact
+from ._scope import FLOATS, accl_group, check_device, encoded, exact
 from ._settings import AUTO, RAW, Codec, Compression, finer, loses_more_than_there_is, tensor_id
 
-__all__ = ["State", "Traffic", "names_of"]
+__all__ = ["REPLICAS", "State", "Traffic", "names_of"]
+
+# After the names of parameters and modules: what is said of shards on their way between replicas (FSDP2).
+REPLICAS = " (replicas)"
 
 # Calls of a plan between two looks at what was measured; all ranks look at the same ones.
 LOOK_EVERY = 100
@@ -78,10 +83,14 @@ class State:
         self._names = names_of(model)
         # The names are by identity: parameters must live as long.
         self._parameters = list(model.parameters())
+        for parameter in self._parameters:
+            # One on meta has no memory yet.
+            if not parameter.is_meta:
+                check_device(parameter.device, self.process_group)
         self._plans: dict[tuple[object, ...], Plan] = {}
         # Figures of plans that were replaced, by name.
         self._past: dict[str, _Figures] = {}
-        # By name: float32 of what was lost of contributions, and of sums.
+        # By name, and of shards between replicas by name and `REPLICAS`: float32 of what was lost of contributions, and of sums.
         self._losses: dict[str, torch.Tensor] = {}
         self._losses_of_sums: dict[str, torch.Tensor] = {}
         # Of FSDP2: calls of each module.
@@ -89,8 +98,10 @@ class State:
         # Codecs of parameters that were decided on while training went on, and why.
         self._decided: dict[str, Codec | None] = {}
         self._choices: dict[str, Choice] = {}
-        self._times: dict[tuple[torch.dtype, str], float] = {}
-        self._is_checked = False
+        # Of gradients, and of shards between replicas: these are other groups.
+        self._times: dict[str, dict[tuple[torch.dtype, str], float]] = {"": {}, REPLICAS: {}}
+        # Groups whose ranks have compared their settings.
+        self._checked: WeakSet[dist.ProcessGroup] = WeakSet()
         for codec in compression.codecs():
             if loses_more_than_there_is(codec):
                 warnings.warn(
@@ -114,21 +125,22 @@ class State:
         raise KeyError(name)
 
     def measures(self) -> list[Measures]:
-        """Figures of each parameter that went through, in the order of the model's. They are those of this rank, but for the
-        error of sums, which with DistributedDataParallel is the same on all."""
+        """Figures of each parameter that went through, in the order of the model's; those of its shards between replicas are a
+        row of their own. They are those of this rank, but for the error of sums, which with DistributedDataParallel is the same on
+        all."""
         sums = dict(self._past)
         for plan in self._plans.values():
             _add_figures(sums, plan)
         rows = []
-        for parameter in self._parameters:
-            name = self._names[id(parameter)]
-            if name not in sums:
+        for parameter, leg in itertools.product(self._parameters, ("", REPLICAS)):
+            label = self._names[id(parameter)] + leg
+            if label not in sums:
                 continue
-            totals, raw, sent = sums[name]
-            codec = self._codec(parameter)
+            totals, raw, sent = sums[label]
+            codec = self._codec(parameter, leg)
             rows.append(
                 Measures(
-                    name=name,
+                    name=label,
                     codec=None if codec is None else codec[1],
                     calls=totals.calls,
                     bits=8 * parameter.element_size() * sent / raw if raw else 0.0,
@@ -154,8 +166,8 @@ class State:
             return f"codec={self.compression.codec!r}: nothing was chosen"
         if not self._choices:
             return f"nothing is chosen before the first gradients, at step {self.compression.start_step}"
-        names = [self._names[id(parameter)] for parameter in self._parameters]
-        return "\n".join(f"{name}: {self._choices[name].explain()}" for name in names if name in self._choices)
+        labels = [self._names[id(parameter)] + leg for parameter in self._parameters for leg in ("", REPLICAS)]
+        return "\n".join(f"{label}: {self._choices[label].explain()}" for label in labels if label in self._choices)
 
     def rescale(self, factor: float) -> None:
         """Multiplies what is carried over: call it with the ratio of the new loss scale to the old one when that changes.
@@ -223,16 +235,18 @@ class State:
         contributions: Callable[[], Sequence[torch.Tensor]],
         group: dist.ProcessGroup,
         blocks: int = 1,
+        leg: str = "",
     ) -> Plan:
-        """How gradients of these parameters are encoded, of which each block of a call has so many elements each.
+        """How gradients of these parameters are encoded, of which each block of a call has so many elements each. `leg` is
+        `REPLICAS` of shards between replicas: what is decided, measured and carried over of these is their own.
 
         The first time, and then every so many calls, ranks of the group settle what they have to, which are calls of their own:
         all of them must plan the same. With `codec="auto"`, `contributions` are what the choice is made by.
         """
-        if not self._is_checked:
+        if group not in self._checked:
             check_settings(self.compression, group)
-            self._is_checked = True
-        key = (dtype, blocks, *map(id, parameters), *elements)
+            self._checked.add(group)
+        key = (leg, dtype, blocks, *map(id, parameters), *elements)
         plan = self._plans.get(key)
         if plan is not None and plan.calls and plan.calls % LOOK_EVERY == 0 and self._is_changed_by_look(plan, group):
             self._keep_figures([key])
@@ -240,15 +254,15 @@ class State:
         # Gradients that tell nothing (all zeros) are not looked at every time.
         is_due = step >= self.compression.start_step and (step - self.compression.start_step) % LOOK_EVERY == 0
         if is_due and self.compression.codec == AUTO and (plan is None or plan.is_waiting) and dtype in FLOATS:
-            waiting = [self.name_of(parameter) for parameter in parameters if self._awaits_choice(parameter)]
+            waiting = [self.name_of(parameter) + leg for parameter in parameters if self._awaits_choice(parameter, leg)]
             if waiting:
-                names = map(self.name_of, parameters)
-                gradients = dict(zip(names, contributions(), strict=True))
-                self._choices.update(choose(waiting, gradients, self.compression, group, self._times))
+                labels = [self.name_of(parameter) + leg for parameter in parameters]
+                gradients = dict(zip(labels, contributions(), strict=True))
+                self._choices.update(choose(waiting, gradients, self.compression, group, self._times[leg]))
                 self._keep_figures([key])
                 plan = None
         if plan is None:
-            plan = self._plans[key] = self._make_plan(parameters, elements, dtype, blocks)
+            plan = self._plans[key] = self._make_plan(parameters, elements, dtype, blocks, leg)
         return plan
 
     def send(self, plan: Plan, step: int, call: Callable[[Part, bool], Work | None]) -> list[Work]:
@@ -287,22 +301,22 @@ class State:
 
     # ---- decisions
 
-    def _codec(self, parameter: torch.Tensor) -> Codec | None:
+    def _codec(self, parameter: torch.Tensor, leg: str = "") -> Codec | None:
         name = self.name_of(parameter)
-        if name in self._decided:
-            return self._decided[name]
+        if name + leg in self._decided:
+            return self._decided[name + leg]
         codec = self.compression.codec_of(name, parameter.numel(), parameter.dim())
         if codec is None or codec[1] != AUTO:
             return codec
-        choice = self._choices.get(name)
+        choice = self._choices.get(name + leg)
         return None if choice is None or choice.codec == RAW else (codec[0], choice.codec, choice.codec)
 
-    def _awaits_choice(self, parameter: torch.Tensor) -> bool:
+    def _awaits_choice(self, parameter: torch.Tensor, leg: str) -> bool:
         name = self.name_of(parameter)
         if self.compression.codec != AUTO:
             return False
         codec = self.compression.codec_of(name, parameter.numel(), parameter.dim())
-        return codec is not None and codec[1] == AUTO and name not in self._choices
+        return codec is not None and codec[1] == AUTO and name + leg not in self._choices
 
     def _is_changed_by_look(self, plan: Plan, group: dist.ProcessGroup) -> bool:
         """Looks at what was measured since the last time, and decides by figures of all ranks together."""
@@ -345,13 +359,13 @@ class State:
     # ---- plans
 
     def _make_plan(
-        self, parameters: Sequence[torch.Tensor], elements: Sequence[int], dtype: torch.dtype, blocks: int
+        self, parameters: Sequence[torch.Tensor], elements: Sequence[int], dtype: torch.dtype, blocks: int, leg: str
     ) -> Plan:
-        names = [self.name_of(parameter) for parameter in parameters]
-        chosen = [self._codec(parameter) if dtype in FLOATS else None for parameter in parameters]
+        names = [self.name_of(parameter) + leg for parameter in parameters]
+        chosen = [self._codec(parameter, leg) if dtype in FLOATS else None for parameter in parameters]
         ids = [tensor_id(name) for name in names]
         plan = plan_of(names, chosen, ids, elements, dtype, blocks, self.compression.fusion_bytes)
-        plan.is_waiting = any(map(self._awaits_choice, parameters))
+        plan.is_waiting = any(self._awaits_choice(parameter, leg) for parameter in parameters)
         if not plan.is_encoded:
             return plan
         for part in plan.parts:
