@@ -269,6 +269,12 @@ impl Coder {
     /// Encodes the sums with what was lost before, and keeps what is lost now.
     fn encode_with(&mut self, buffers: &Buffers, op: &Combination, (code, index): (&Coded, usize), residual: *mut u8) {
         let count = code.tiles[index].elems as usize;
+        // A sum of zeros may be of a tensor that no rank has used: who asked for it throws it away. What is carried over waits.
+        if op.pass > 0 && self.sums[..count].iter().all(|sum| *sum == 0.0) {
+            let sums = self.sums.as_ptr().cast_mut().cast();
+            self.encode(buffers, code, index, sums, Dtype::F32, op.pass);
+            return;
+        }
         let is_watched = op.pass == 0 && self.watch.is_some();
         let gradient = if is_watched { self.floats.squares(&self.sums[..count]) } else { 0.0 };
         // SAFETY: there is a float32 for each element of the tensor, by the contract of `Residuals`.

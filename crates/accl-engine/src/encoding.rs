@@ -204,7 +204,7 @@ impl Codecs {
 pub struct Residuals {
     /// Of this rank's contributions: of each tensor of each block, one block after the other.
     pub contributions: Vec<usize>,
-    /// Of sums that this rank finishes, of each tensor; empty for none.
+    /// Of sums that this rank finishes, of each tensor; empty for none. A tile whose sum is all zeros is sent so, and its part waits.
     pub sums: Vec<usize>,
 }
 

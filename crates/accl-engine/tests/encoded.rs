@@ -512,6 +512,26 @@ fn what_an_encoding_loses_is_added_to_the_next_one() {
 }
 
 #[test]
+fn a_sum_of_zeros_spends_nothing_of_what_is_carried_over() {
+    let encoding = encoding(vec![both_ways(max_min(2, 64, Rounding::Nearest), 1)]);
+    World::new(options(&[0; 2], "all_reduce", "direct_two_phase")).run("g", |member| {
+        let of_sums = vec![0.5f32; 1000];
+        let mut encoding = encoding.clone();
+        encoding.residuals =
+            Some(Arc::new(Residuals { contributions: vec![0], sums: vec![of_sums.as_ptr() as usize] }));
+        let mut mine = vec![0.0; 1000];
+        all_reduce(&member, &mut mine, ReduceOp::Sum, &encoding);
+        assert!(mine.iter().all(|value| *value == 0.0));
+        assert!(of_sums.iter().all(|kept| *kept == 0.5));
+        // Of ones, each rank spends what is of its part: both parts of the result have it.
+        let mut mine = vec![1.0; 1000];
+        all_reduce(&member, &mut mine, ReduceOp::Sum, &encoding);
+        assert!(mine.iter().all(|value| *value == 2.5), "{mine:?}");
+        assert_eq!(of_sums.iter().filter(|kept| **kept == 0.0).count(), if member.rank == 0 { 512 } else { 488 });
+    });
+}
+
+#[test]
 fn a_spoilt_bucket_is_not_carried_over() {
     let encoding = encoding(vec![both_ways(max_min(4, 64, Rounding::Nearest), 1)]);
     World::new(options(&[0; 2], "all_reduce", "direct_two_phase")).run("g", |member| {

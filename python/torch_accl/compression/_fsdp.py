@@ -136,7 +136,7 @@ class _Reduction:
             own = part.tensors
             return group.reduce_scatter_tensor_coalesced(outputs[own], blocks[own], options)
 
-        return _ended(plan, self._state.send(plan, step, call), output_tensor, async_op)
+        return _ended(plan, self._state.send(plan, step, call, op, group.size()), output_tensor, async_op)
 
     def _all_reduce(
         self, row: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, async_op: bool
@@ -157,7 +157,7 @@ class _Reduction:
                 return dist.all_reduce(row, op, group, async_op)
             return group.allreduce_coalesced(tensors[part.tensors], options)
 
-        return _ended(plan, self._state.send(plan, step, call), row, async_op)
+        return _ended(plan, self._state.send(plan, step, call, op, group.size()), row, async_op)
 
 
 class _RowOfReplica(torch.Tensor):

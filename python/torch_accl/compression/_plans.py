@@ -5,7 +5,7 @@ Owns plans and how they are cut into calls. Which codec a parameter has, and wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -47,6 +47,10 @@ class Plan:
     # How often its tensors were sent compressed, and what was measured until the last look at it.
     calls: int = 0
     looked_at: list[Totals] = field(default_factory=list)
+    # This rank's gradients of the call that is about to be made.
+    contributions: Callable[[], Sequence[torch.Tensor]] | None = None
+    # Places of tensors that have carried over what their encodings have no place for.
+    owed: list[int] = field(default_factory=list)
 
     @property
     def is_encoded(self) -> bool:

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import Work
 from .. import _native
 from ._agreement import check_settings, reduced
 from ._auto import Choice, choose
+from ._feedback import give_back, of_used
 from ._measures import Measures, Totals, table
 from ._optimizers import watch_for_adam
 from ._plans import Part, Plan, plan_of
@@ -263,14 +264,29 @@ class State:
                 plan = None
         if plan is None:
             plan = self._plans[key] = self._make_plan(parameters, elements, dtype, blocks, leg)
+        plan.contributions = contributions
         return plan
 
-    def send(self, plan: Plan, step: int, call: Callable[[Part, bool], Work | None]) -> list[Work]:
+    def send(
+        self,
+        plan: Plan,
+        step: int,
+        call: Callable[[Part, bool], Work | None],
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG,
+        ranks: int | None = None,
+    ) -> list[Work]:
         """Makes the calls of a plan one after the other, without waiting for any, and adds them to the traffic.
 
-        `call` makes that of a part and is told whether it is encoded. Blocking calls are done by now and have no Work.
+        `call` makes that of a part and is told whether it is encoded. Blocking calls are done by now and have no Work. `op` is
+        what they make of contributions of so many `ranks`; None: of all.
         """
         compression = self.compression
+        # Not kept: gradients end with the call.
+        contributions, plan.contributions = plan.contributions, None
+        gradients: Sequence[torch.Tensor] = ()
+        if contributions is not None and compression.error_feedback and step >= compression.start_step:
+            gradients = contributions() if plan.is_encoded or plan.owed else ()
+            give_back(plan, gradients, self._losses, self._losses_of_sums, op, ranks or self.world)
         is_encoded = plan.is_encoded and step >= compression.start_step
         plan.calls += is_encoded
         raw, sent = sum(plan.raw_bytes), sum(plan.sent_bytes)
@@ -280,7 +296,8 @@ class State:
         works = []
         for part in plan.parts:
             if is_encoded:
-                with encoded(part.codecs, compression.seed, step, part.residuals, part.ledger, one_in):
+                residuals = part.residuals and of_used(part.residuals, gradients[part.tensors])
+                with encoded(part.codecs, compression.seed, step, residuals, part.ledger, one_in):
                     work = call(part, True)
             else:
                 with exact():
@@ -367,13 +384,30 @@ class State:
         plan = plan_of(names, chosen, ids, elements, dtype, blocks, self.compression.fusion_bytes)
         plan.is_waiting = any(self._awaits_choice(parameter, leg) for parameter in parameters)
         if not plan.is_encoded:
+            plan.owed = self._owed(plan, elements, blocks)
             return plan
         for part in plan.parts:
             part.ledger = _native.Ledger(len(names[part.tensors]))
             if self.compression.error_feedback:
                 self._carry_over(part, plan, elements, blocks)
+        plan.owed = self._owed(plan, elements, blocks)
         plan.looked_at = [Totals()] * len(names)
         return plan
+
+    def _owed(self, plan: Plan, elements: Sequence[int], blocks: int) -> list[int]:
+        """Which tensors have carried over what their encodings have no place for: of all that travel as they are now, of sums those
+        that are encoded more finely."""
+        owed = []
+        for place, (name, codec, count) in enumerate(zip(plan.names, plan.chosen, elements, strict=True)):
+            has_place = codec is not None and blocks == 1 and _is_coarse(codec[2])
+            kept = [losses for losses in (self._losses, self._losses_of_sums) if name in losses]
+            if codec is None:
+                owed += [place] * bool(kept)
+            elif name in self._losses_of_sums and not has_place:
+                owed.append(place)
+            for losses in kept:
+                _loss(losses, name, blocks, count)
+        return owed
 
     def _carry_over(self, part: Part, plan: Plan, elements: Sequence[int], blocks: int) -> None:
         rows, sums, losses = [], [], []
