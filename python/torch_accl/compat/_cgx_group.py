@@ -28,9 +28,11 @@ from ..compression._scope import FLOATS, Coded, accl_backend, codecs_of, encoded
 from ..compression._settings import RAW
 from ..compression._state import State
 from ..compression._together import WorkOfSeveral
+from ._cgx_agreement import check_same
 from ._cgx_layers import Layer, Registry, Unclear
 from ._cgx_variables import (
     DEFAULT_BUCKET_SIZE,
+    INNER_REDUCTION,
     RAW_FROM_BITS,
     CallSettings,
     GroupSettings,
@@ -58,6 +60,7 @@ def create_group(group: Any, pg_options: _native.BackendOptions | None) -> dist.
 
     Raises:
         ValueError: a variable of CGX is not what is expected.
+        RuntimeError: ranks have different variables.
     """
     settle_cgx()
     settings = GroupSettings.now()
@@ -68,11 +71,19 @@ def create_group(group: Any, pg_options: _native.BackendOptions | None) -> dist.
         given = options.settings.get("algorithm") or os.environ.get("ACCL_ALGORITHM", "")
         # The last that fits a call wins: what was said in accl's own terms does.
         options.settings = {**options.settings, "algorithm": ",".join(filter(None, (settings.algorithm, given)))}
-    return CGXProcessGroup(group, connect(group, options), settings)
+    try:
+        backend = connect(group, options)
+    except ValueError as error:
+        # When ranks meet, they compare what accl calls it.
+        if "all_reduce=ring" not in str(error):
+            raise
+        raise ValueError(f"{error} ({INNER_REDUCTION}=Ring stands for algorithm=all_reduce=ring)") from None
+    return CGXProcessGroup(group, backend, settings)
 
 
 def is_exact(settings: GroupSettings, group: dist.ProcessGroup) -> bool:
-    """Whether nothing is compressed in a group. Collective where what ranks of one host exchange is not."""
+    """Whether nothing is compressed in a group. Collective where what ranks of one host exchange is not compressed: ranks have
+    compared their settings before."""
     return settings.is_dummy or (not settings.inside_hosts and _is_on_one_host(group))
 
 
@@ -98,8 +109,11 @@ class CGXProcessGroup(dist.ProcessGroup):
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
         self.settings = settings
-        self.is_exact = is_exact(settings, self)
         self._warned: set[str] = set()
+        # Ranks compare their settings first: what else they exchange here depends on these.
+        self.is_exact = True
+        check_same(settings.said(), self)
+        self.is_exact = is_exact(settings, self)
 
     def allreduce(self, *arguments: Any, **named: Any) -> Work | None:
         """As that of every group, compressed if it is to be."""

@@ -17,14 +17,23 @@ import torch.distributed as dist
 from torch import nn
 
 from ..compression import Compression, ddp_hook
-from ..compression._agreement import check_settings
 from ..compression._plans import Plan, plan_of
 from ..compression._scope import FLOATS, Coded
 from ..compression._settings import RAW
 from ..compression._state import State
+from ._cgx_agreement import Said, check_same
 from ._cgx_group import LEAST_ELEMENTS, CGXProcessGroup, coded, is_exact, registry
 from ._cgx_layers import Layer, check_bits, check_index
-from ._cgx_variables import MOST_BITS, VARIABLES, CallSettings, GroupSettings, check_bucket_size
+from ._cgx_variables import (
+    BITS,
+    BUCKET_SIZE,
+    MINIMAL_SIZE,
+    MOST_BITS,
+    SKIP_INCOMPLETE,
+    CallSettings,
+    GroupSettings,
+    check_bucket_size,
+)
 
 __all__ = ["CGXState", "cgx_hook", "states"]
 
@@ -74,8 +83,10 @@ class CGXState(State):
         super().__init__(Compression(RAW), nn.Module(), process_group)
         is_of_cgx = isinstance(self.process_group, CGXProcessGroup)
         self._settings = self.process_group.settings if is_of_cgx else GroupSettings.now()
-        self._is_exact = self.process_group.is_exact if is_of_cgx else is_exact(self._settings, self.process_group)
+        # A group of accl finds out when ranks have compared their settings.
+        self._is_exact = is_of_cgx and self.process_group.is_exact
         self._least = max(least, self._settings.minimal_size)
+        self._layer_min_size = least
         # The parameters of each bucket of the last backward pass.
         self._buckets: dict[int, tuple[torch.Tensor, ...]] = {}
         # What setters have said, by identity of a parameter that the buckets keep.
@@ -110,7 +121,9 @@ class CGXState(State):
     def plan(self, parameters: Sequence[torch.Tensor], elements: Sequence[int], dtype: torch.dtype, *_: object) -> Plan:
         """How the gradients of the bucket that the hook has now are encoded. The first time, ranks compare their settings."""
         if not self._is_checked:
-            check_settings(self._settings, self.process_group, VARIABLES)
+            check_same(self._said(), self.process_group)
+            if not isinstance(self.process_group, CGXProcessGroup):
+                self._is_exact = is_exact(self._settings, self.process_group)
             self._is_checked = True
         now = CallSettings.now()
         if self._is_exact or dtype not in FLOATS or sum(elements) < LEAST_ELEMENTS:
@@ -125,6 +138,27 @@ class CGXState(State):
         self._buckets[self._index] = tuple(bucket.parameters())
         if bucket.is_last():
             self._buckets = {index: kept for index, kept in self._buckets.items() if index <= self._index}
+
+    def _said(self) -> dict[str, Said]:
+        """What counts for gradients at this call, and what says so."""
+        now, said = CallSettings.now(), {}
+        if not isinstance(self.process_group, CGXProcessGroup):
+            said = self._settings.said()
+            # It names the algorithm of groups of the name cgx only.
+            del said["algorithm"], said["minimal_size"]
+        bits = f"compression_params bits={self._bits}" if self._bits else f"{BITS}={now.bits}"
+        said["bits"] = Said(str(self._bits or now.bits), bits)
+        size = self._bucket_size or now.bucket_size or DEFAULT_BUCKET_SIZE
+        variable = f"{BUCKET_SIZE}={size}"
+        said["bucket_size"] = Said(
+            str(size), f"compression_params bucket_size={size}" if self._bucket_size else variable
+        )
+        said["skip_incomplete"] = Said(str(now.skip_incomplete), f"{SKIP_INCOMPLETE}={int(now.skip_incomplete)}")
+        is_own = self._layer_min_size >= self._settings.minimal_size
+        said["layer_min_size"] = Said(
+            str(self._least), f"layer_min_size={self._least}" if is_own else f"{MINIMAL_SIZE}={self._least}"
+        )
+        return said
 
     def _layers(self, index: int, parameters: Sequence[torch.Tensor]) -> tuple[Layer, ...]:
         registered = self._registered(index, parameters)

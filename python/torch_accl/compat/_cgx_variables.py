@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from .. import _native
+from ._cgx_agreement import Said
 
 __all__ = ["RAW_FROM_BITS", "CallSettings", "GroupSettings", "check_bucket_size", "codec_text"]
 
@@ -127,15 +128,16 @@ class GroupSettings:
             fusion_bytes=max((DEFAULT_FUSION_MIB if fusion_mib is None else fusion_mib) << 20, LEAST_FUSION_BYTES),
         )
 
-
-# Which variable says what of `GroupSettings`.
-VARIABLES = {
-    "minimal_size": MINIMAL_SIZE,
-    "inside_hosts": INTRA_COMPRESS,
-    "is_dummy": DUMMY,
-    "algorithm": INNER_REDUCTION,
-    "fusion_bytes": FUSION_BUFFER,
-}
+    def said(self) -> dict[str, Said]:
+        """The settings by name, as the variables say them or would say them, in their units."""
+        values = {
+            "minimal_size": (MINIMAL_SIZE, self.minimal_size),
+            "inside_hosts": (INTRA_COMPRESS, int(self.inside_hosts)),
+            "is_dummy": (DUMMY, int(self.is_dummy)),
+            "algorithm": (INNER_REDUCTION, "SRA" if self.algorithm is None else "Ring"),
+            "fusion_bytes": (FUSION_BUFFER, self.fusion_bytes >> 20),
+        }
+        return {name: Said(str(value), f"{variable}={value}") for name, (variable, value) in values.items()}
 
 
 def warn_of_what_differs() -> None:

@@ -1,0 +1,66 @@
+"""Whether ranks have the same settings, told in the words that they were given in: a variable and its value, or an argument.
+
+Works on a group that is being made, which torch does not know yet: it calls the group itself.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..compression._scope import exact
+
+__all__ = ["Said", "check_same"]
+
+
+class Said(NamedTuple):
+    """A setting.
+
+    Attributes:
+        value: what counts.
+        text: what says so, such as `CGX_INTRA_COMPRESS=1`.
+    """
+
+    value: str
+    text: str
+
+
+def check_same(settings: Mapping[str, Said], group: dist.ProcessGroup) -> None:
+    """Compares settings, by name, over all ranks of a group. Collective.
+
+    Raises:
+        RuntimeError: they differ; on all ranks, with those of two.
+    """
+    if group.size() == 1:
+        return
+    hashed = zlib.crc32(json.dumps({name: said.value for name, said in settings.items()}).encode())
+    text = json.dumps(settings).encode()
+    most = torch.tensor([hashed, -hashed, len(text)], dtype=torch.int64)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    options.asyncOp = True
+    with exact():
+        group.allreduce([most], options).wait()
+    if most[0] == -most[1]:
+        return
+    mine = torch.zeros(int(most[2]), dtype=torch.uint8)
+    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rows = [torch.empty_like(mine) for _ in range(group.size())]
+    with exact():
+        group.allgather([rows], [mine]).wait()
+    ranks = [
+        {name: Said(*said) for name, said in json.loads(bytes(row.tolist()).rstrip(b"\0")).items()} for row in rows
+    ]
+    values = [{name: said.value for name, said in rank.items()} for rank in ranks]
+    other = next(rank for rank, theirs in enumerate(values) if theirs != values[0])
+    names = [name for name in ranks[0] if values[0][name] != values[other].get(name)]
+    has = [", ".join(ranks[rank][name].text for name in names) for rank in (0, other)]
+    raise RuntimeError(
+        f"cgx: rank {group.rank()} cannot go on, since ranks have different settings: rank 0 has {has[0]}, and rank {other} has {has[1]}; "
+        "give all ranks the same"
+    )
