@@ -23,30 +23,36 @@ class Name:
     """An attribute of an object of torch.
 
     Attributes:
-        of: whose it is: an FSDP2 `module`, its `state`, a `group` of parameters of the state, a `param` of the group, or the `mesh`
-            of a group that has replicas.
+        of: whose it is: an FSDP2 `module`, its `state`, a `group` of parameters of the state, a `param` of the group that was gathered once, or
+            the `mesh` of a group that has replicas.
         name: of the attribute.
-        since: the first version of torch that has it, of those that are served.
+        versions: of torch that have it, of those that are served.
         use: what it is for.
     """
 
     of: str
     name: str
-    since: tuple[int, int]
+    versions: tuple[str, ...]
     use: str
 
 
+_ALL = ("2.13", "2.14", "2.15")
+
 NAMES = (
-    Name("module", "_get_fsdp_state", (2, 13), "the state of a module"),
-    Name("state", "_fsdp_param_groups", (2, 13), "the groups of parameters that are reduced together"),
-    Name("group", "fsdp_params", (2, 13), "the parameters of a group"),
-    Name("group", "mesh_info", (2, 13), "the mesh of a group"),
-    Name(
-        "group", "_prepare_reduce_scatter_inputs", (2, 15), "which parameters a row has; before, all that are trained"
-    ),
-    Name("mesh", "replicate_process_group", (2, 13), "the group of replicas"),
-    Name("param", "sharded_param", (2, 13), "the parameter as the model has it"),
-    Name("param", "padded_sharded_param_size", (2, 13), "its part of a row"),
+    Name("module", "_get_fsdp_state", _ALL, "the state of a module"),
+    Name("state", "_fsdp_param_groups", _ALL, "the groups of parameters that are reduced together"),
+    Name("group", "fsdp_params", _ALL, "the parameters of a group"),
+    Name("group", "mesh_info", _ALL, "the mesh of a group"),
+    Name("mesh", "replicate_process_group", _ALL, "the group of replicas"),
+    Name("param", "sharded_param", _ALL, "the parameter as the model has it"),
+    Name("param", "padded_sharded_param_size", _ALL, "its part of a row"),
+    # Which parameters a row has: 2.15 hands them to the first, and before it is told by the others.
+    Name("group", "_prepare_reduce_scatter_inputs", ("2.15",), "what is laid out in a row"),
+    Name("group", "post_backward", _ALL, "when a row is about to be laid out"),
+    Name("group", "reduce_scatter_unused_params", _ALL, "whether zeros are laid out, too"),
+    Name("param", "_unsharded_param", _ALL, "whether it was gathered"),
+    Name("param", "unsharded_param", _ALL, "its gradient"),
+    Name("param", "unsharded_accumulated_grad", _ALL, "its gradient of passes that were not reduced"),
 )
 
 
@@ -95,6 +101,7 @@ class Rows:
         self._last: list[Any] | None = None
         prepare: Callable[..., Any] | None = getattr(group, "_prepare_reduce_scatter_inputs", None)
         if prepare is None:
+            self._look_before_the_call()
             return
 
         # What torch is about to lay out, it says here.
@@ -104,13 +111,35 @@ class Rows:
 
         group._prepare_reduce_scatter_inputs = prepared
 
+    def _look_before_the_call(self) -> None:
+        """Of torch before 2.15: what it will lay out is what has a gradient when the backward pass of the module ends."""
+        group, post_backward = self._group, _get(self._group, "post_backward")
+
+        def looked(*unused: Any) -> None:
+            with_zeros = _get(group, "reduce_scatter_unused_params")
+            self._last = [param for param in _get(group, "fsdp_params") if _is_reduced(param, with_zeros)]
+            post_backward(*unused)
+
+        group.post_backward = looked
+
     def last(self) -> tuple[list[torch.Tensor], list[int]]:
-        """Of the row that is being reduced, parameters and elements; of an older torch, all that are trained."""
+        """Of the row that is being reduced, parameters and elements; where torch has not said, all that are trained."""
         params = self._last
         if params is None:
             params = [param for param in _get(self._group, "fsdp_params") if _get(param, "sharded_param").requires_grad]
         shards = [_get(param, "padded_sharded_param_size").numel() for param in params]
         return [_get(param, "sharded_param") for param in params], shards
+
+
+def _is_reduced(param: Any, with_zeros: bool) -> bool:
+    """Whether FSDP2 of torch before 2.15 reduces a gradient of this parameter in the call that comes next."""
+    # Only what was gathered has it.
+    if not hasattr(param, "_unsharded_param"):
+        return False
+    unsharded = _get(param, "unsharded_param")
+    if _get(param, "unsharded_accumulated_grad") is not None or unsharded.grad is not None:
+        return True
+    return with_zeros and unsharded.requires_grad
 
 
 def _get(thing: Any, name: str) -> Any:
