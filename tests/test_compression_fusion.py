@@ -45,13 +45,13 @@ def watched(state):
     """Of each call of the state: bytes of its tensors, how many they are, whether it was encoded."""
     made, send = [], state.send
 
-    def sending(plan, step, call):
+    def sending(plan, step, call, *rest):
         def recorded(part, is_encoded):
             sizes = plan.raw_bytes[part.tensors]
             made.append((sum(sizes), len(sizes), is_encoded))
             return call(part, is_encoded)
 
-        return send(plan, step, recorded)
+        return send(plan, step, recorded, *rest)
 
     state.send = sending
     return made
