@@ -1,5 +1,8 @@
 """Compression of what FSDP2 sends between replicas, and what it needs of torch's inside."""
 
+import ast
+import inspect
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +13,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch_accl import compression
-from torch_accl.compression import Compression, _torch_names
+from torch_accl.compression import Compression, _fsdp, _torch_names
 
 
 def made(apply, **options):
@@ -262,6 +265,8 @@ def test_names_of_torch_that_are_not_public_are_those_of_the_table(rank, world):
             "group": group,
             "mesh": group.mesh_info,
             "param": group.fsdp_params[0],
+            "process_group": dist.group.WORLD,
+            "torch._C": torch._C,
         }
         for row in _torch_names.NAMES:
             assert hasattr(things[row.of], row.name) == (versions.NAME in row.versions), row
@@ -269,3 +274,15 @@ def test_names_of_torch_that_are_not_public_are_those_of_the_table(rank, world):
     # What is public is there, too.
     for name in ("set_custom_reduce_scatter", "set_all_reduce_hook", "set_requires_all_reduce"):
         assert hasattr(sharded, name)
+
+
+def test_no_other_name_of_torch_is_used_that_is_not_public():
+    known = {row.name for row in _torch_names.NAMES}
+    for module in (_fsdp, _torch_names):
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            names = [node.attr] if isinstance(node, ast.Attribute) else []
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("torch"):
+                names = [*node.module.split("."), *(alias.name for alias in node.names)]
+            own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+            found = {name for name in names if name.startswith("_") and not name.startswith("__") and not own}
+            assert found - {"_C"} <= known, (module.__name__, found)

@@ -200,6 +200,6 @@ def check_row(shards: Sequence[int], elements: int) -> None:
     if sum(shards) != elements:
         raise RuntimeError(
             f"the shards of a module's parameters have {sum(shards)} elements ({', '.join(map(str, shards))}), and a rank's "
-            f"row of the reduce_scatter has {elements}: either some of them had no gradient in this backward pass, or this version "
+            f"row of gradients has {elements}: either some of them had no gradient in this backward pass, or this version "
             "of torch lays gradients out in a way that torch_accl does not know; use all parameters, or train without apply_fsdp2"
         )

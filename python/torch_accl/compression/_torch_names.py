@@ -23,8 +23,8 @@ class Name:
     """An attribute of an object of torch.
 
     Attributes:
-        of: whose it is: an FSDP2 `module`, its `state`, a `group` of parameters of the state, a `param` of the group that was gathered once, or
-            the `mesh` of a group that has replicas.
+        of: whose it is: an FSDP2 `module`, its `state`, a `group` of parameters of the state, a `param` of the group that was gathered once,
+            the `mesh` of a group that has replicas, a `process_group`, or `torch._C`.
         name: of the attribute.
         versions: of torch that have it, of those that are served.
         use: what it is for.
@@ -53,6 +53,9 @@ NAMES = (
     Name("param", "_unsharded_param", _ALL, "whether it was gathered"),
     Name("param", "unsharded_param", _ALL, "its gradient"),
     Name("param", "unsharded_accumulated_grad", _ALL, "its gradient of passes that were not reduced"),
+    # Said in torch's notes on extending it, all the same.
+    Name("torch._C", "DisableTorchFunctionSubclass", _ALL, "a row is a plain tensor but for its all_reduce"),
+    Name("process_group", "_get_backend", _ALL, "whether a device has the accl backend"),
 )
 
 
