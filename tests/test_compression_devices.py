@@ -73,7 +73,7 @@ def test_rows_of_fsdp2_on_another_device_are_refused(rank, world):
     ):
         with pytest.raises(RuntimeError, match=TOLD):
             call()
-    assert state.traffic.raw == 0 and not state.state_dict()["calls"]
+    assert state.traffic.raw == 0 and not state._calls
 
 
 @on_ranks(2, fresh=True)

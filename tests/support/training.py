@@ -55,3 +55,17 @@ def train(rank, model, steps=4):
         (model(inputs) - targets).square().mean().backward()
         optimizer.step()
     return [p.full_tensor() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()]
+
+
+def carried_over(state):
+    """What a state of compression carries over now: of contributions, and of sums, by name."""
+    return {
+        "losses": {name: loss.clone() for name, loss in state._losses.items()},
+        "losses_of_sums": {name: loss.clone() for name, loss in state._losses_of_sums.items()},
+    }
+
+
+def decide(state, codecs):
+    """Lets a state of compression treat parameters so from now on, as it does itself where measures say so."""
+    state._decided.update(codecs)
+    state._keep_figures(state._plans)
