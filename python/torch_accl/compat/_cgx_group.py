@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
 from .. import _native
+from .._gate import minor_of
 from .._register import connect, options_of, settle_cgx
 from ..compression._plans import cut
 from ..compression._scope import FLOATS, Coded, accl_backend, codecs_of, encoded, is_said
@@ -53,6 +54,9 @@ __all__ = [
 LEAST_ELEMENTS = 16
 
 registry = Registry()
+
+# Before 2.14 torch makes what derives from a group in Python without a store only.
+_TAKES_STORE = tuple(map(int, minor_of(torch.__version__).split("."))) >= (2, 14)
 
 
 def create_group(group: Any, pg_options: _native.BackendOptions | None) -> dist.ProcessGroup:
@@ -105,7 +109,11 @@ class CGXProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(self, group: Any, backend: _native.Backend, settings: GroupSettings) -> None:
-        super().__init__(group.store, group.group_rank, group.group_size)
+        if _TAKES_STORE:
+            super().__init__(group.store, group.group_rank, group.group_size)
+        else:
+            super().__init__(group.group_rank, group.group_size)
+        self._store = group.store
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
         self.settings = settings
@@ -114,6 +122,22 @@ class CGXProcessGroup(dist.ProcessGroup):
         self.is_exact = True
         check_same(settings.said(), self)
         self.is_exact = is_exact(settings, self)
+
+    def get_group_store(self) -> dist.Store:
+        """As that of every group, also where torch does not keep the store itself."""
+        return self._store
+
+    def split_group(self, *arguments: Any, **named: Any) -> dist.ProcessGroup | None:
+        """As that of every group.
+
+        Raises:
+            NotImplementedError: torch before 2.14, whose own needs the store.
+        """
+        if not _TAKES_STORE:
+            raise NotImplementedError(
+                f"cgx: with torch {torch.__version__} groups of this name cannot be split; make one with new_group"
+            )
+        return super().split_group(*arguments, **named)
 
     def allreduce(self, *arguments: Any, **named: Any) -> Work | None:
         """As that of every group, compressed if it is to be."""
