@@ -9,7 +9,7 @@ ARGS ?=
 export TORCH PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study codec-errors test wheel test-torch test-peers bench bench-peers clean
+.PHONY: help demo study codec-errors test wheel sdist test-torch test-peers bench bench-peers clean
 
 help: ## list the targets
 	@echo "make TARGET [TORCH=2.15.0] [PYTHON=python3] [ARGS='...']"
@@ -30,6 +30,10 @@ test: ## every check and test, cheap ones first
 wheel: ## build the release wheel for TORCH into dist/
 	@.ci/tools
 	@.ci/wheel
+
+sdist: ## make the source distribution, build a wheel of it elsewhere, install that and use it
+	@.ci/tools
+	@.ci/sdist --whole
 
 test-torch: ## wheel, tests and peers suite on each torch that is built for; ARGS='2.13.0' for one
 	@.ci/test_torch $(ARGS)

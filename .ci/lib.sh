@@ -7,7 +7,7 @@ ROOT=$PWD
 TORCH=${TORCH:-2.15.0}
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-$ROOT/.venv}
-# What we build for, oldest first; CI itself runs the default only.
+# What we build for, oldest first; CI runs the default, and a part of the tests with one of the others in turn.
 TORCHES=(2.13.0 2.14.1 2.15.0)
 # Accepts 2.15 as well as 2.15.0; a wheel serves one minor.
 TORCH_MINOR=$(cut -d. -f1,2 <<<"$TORCH")
@@ -37,7 +37,7 @@ key() {
 
 # Hash of the contents and names of all files below the given paths, leaving out what builds, Python and editors drop there.
 tree_hash() {
-  find "$@" -type f -not -path '*/__pycache__/*' -not -name '*.so' -not -name '*~' -not -name _build_info.py -print0 | LC_ALL=C sort -z |
+  find "$@" -type f -not -path '*/__pycache__/*' -not -name '*.so' -not -name '*~' -print0 | LC_ALL=C sort -z |
     xargs -0 -r sha256sum | sha256sum | cut -d' ' -f1
 }
 

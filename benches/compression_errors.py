@@ -27,8 +27,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch_accl import Options, _native
-from torch_accl.cli.bench.processes import Failed, run_ranks
 from torch_accl.compression import all_gather_quantized, all_reduce_quantized
+from torch_accl_cli.bench.processes import Failed, run_ranks
 
 from . import blocks
 from .peers import machine

@@ -48,6 +48,8 @@ PYBIND11_DECLARE_HOLDER_TYPE(T, accl::NoGilPtr<T>, true)
 
 namespace accl {
 
+rust::Str bridge::built_with() noexcept { return ACCL_BUILT_WITH; }
+
 bool bridge::define_classes(std::size_t module_address) noexcept {
   HANDLE_TH_ERRORS
   auto module = py::reinterpret_borrow<py::module_>(reinterpret_cast<PyObject*>(module_address));

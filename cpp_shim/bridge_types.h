@@ -39,6 +39,7 @@ bool arrive(Arrival& arrival) noexcept;
 
 bool python_interrupted() noexcept;
 
+rust::Str built_with() noexcept;
 bool define_classes(std::size_t module) noexcept;
 std::size_t create_backend(const Runtime& runtime, std::size_t store, std::int32_t rank, std::int32_t world,
                            std::size_t options) noexcept;

@@ -15,6 +15,9 @@
 #error "torch_accl needs torch 2.13 or newer"
 #endif
 
+// What the headers say of the torch and the pybind11 that a module is compiled for, a line each.
+#define ACCL_BUILT_WITH TORCH_VERSION "\n" PYBIND11_INTERNALS_ID
+
 #if ACCL_TORCH_AT_LEAST(2, 14)
 // `Backend::Options::clone`, `Work::getTimeout`, and `get_error` and timing bound on the base class.
 #define ACCL_OVERRIDE_2_14 override

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch_accl import Options, _native, compression
-from torch_accl.cli.bench.processes import Failed, run_ranks
+from torch_accl_cli.bench.processes import Failed, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.oracle import offered
 
-BENCH = [sys.executable, "-m", "torch_accl.cli", "bench"]
+BENCH = [sys.executable, "-m", "torch_accl_cli", "bench"]
 BRIEF = ["--iterations", "3", "--alternations", "2", "--warmup", "1"]
 TIMEOUT_S = 90
 # Enough for the ranks to be in the middle of it when they are disturbed.
@@ -134,7 +134,7 @@ def test_a_wrong_result_is_counted_and_is_status_1():
     spoil = """
         import sys
         from torch_accl import cli
-        from torch_accl.cli.bench import measure
+        from torch_accl_cli.bench import measure
 
         call = measure.ThroughTorch.call
 
@@ -172,7 +172,7 @@ COMPUTED = [
 
 @pytest.mark.parametrize("op, dtype", COMPUTED)
 def test_the_check_accepts_the_right_reduction_and_counts_a_wrong_element(op, dtype):
-    from torch_accl.cli.bench.cases import Prepared, cases
+    from torch_accl_cli.bench.cases import Prepared, cases
 
     for world in (1, 2, 3, 7):
         (case,) = cases(["all_reduce"], [611 * getattr(torch, dtype).itemsize], [dtype], [op], world)
@@ -189,7 +189,7 @@ def test_the_check_accepts_the_right_reduction_and_counts_a_wrong_element(op, dt
 
 
 def test_the_check_notices_blocks_that_change_places():
-    from torch_accl.cli.bench.cases import Prepared, cases
+    from torch_accl_cli.bench.cases import Prepared, cases
 
     world = 3
     for name in ("all_gather", "all_to_all"):
@@ -294,7 +294,7 @@ def test_an_algorithm_that_these_ranks_cannot_run_is_refused():
 
 def test_torchruns_ranks_are_used_and_only_rank_0_prints():
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = run([*launcher, "-m", "torch_accl.cli", "bench", "--sizes", "4", "--against", "gloo", *BRIEF])
+    ended = run([*launcher, "-m", "torch_accl_cli", "bench", "--sizes", "4", "--against", "gloo", *BRIEF])
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("# 2 ranks") == 1
     assert len(rows(ended.stdout)) == 1

@@ -10,7 +10,7 @@ from support import BACKEND
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
-ACCL = [sys.executable, "-m", "torch_accl.cli"]
+ACCL = [sys.executable, "-m", "torch_accl_cli"]
 TIMEOUT_S = 60
 
 

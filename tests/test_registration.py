@@ -1,9 +1,11 @@
 """How the backend is found, and how it refuses a torch that it was not built for."""
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
+from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.metadata import distribution, entry_points
 from pathlib import Path
 
@@ -192,10 +194,172 @@ def test_every_build_of_the_right_minor_version_is_taken(suffix):
         spec = importlib.util.spec_from_file_location("gate", {str(found("torch_accl/_gate.py"))!r})
         gate = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(gate)
-        print(gate.refusal({NAME + ".0" + suffix!r}, {NAME!r}))
+        print(gate.refusal({NAME + ".0" + suffix!r}, [{NAME!r}]))
         """
     )
     assert result.stdout == "None\n", result.stderr
+
+
+def native() -> Path:
+    """The native module of this torch."""
+    return found(f"torch_accl/_native_torch_{NAME.replace('.', '_')}{EXTENSION_SUFFIXES[0]}")
+
+
+@pytest.fixture
+def source_tree(tmp_path):
+    """The package as an editable installation has it: its sources, with the native modules that were built there beside them."""
+    package = tmp_path / "torch_accl"
+    shutil.copytree(
+        found("torch_accl/__init__.py").parent, package, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
+    return package
+
+
+def imported_from(tree: Path, before: str = "") -> str:
+    """What the import of the package in `tree` says, and whether its native module makes classes of torch's."""
+    result = plain_python(
+        f"""
+        import sys, torch
+        sys.path.insert(0, {str(tree.parent)!r})
+        {before}
+        try:
+            import torch_accl
+        except ImportError as error:
+            print(error)
+        else:
+            from torch_accl import _native
+            print(_native.__file__, _native.built_for()["torch"], _native.Backend.__mro__[1].__name__)
+        """
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+OTHER = "2.13" if NAME != "2.13" else "2.14"
+
+
+def test_the_native_module_has_the_name_of_its_torch():
+    assert native().exists()
+    assert [file.name for file in native().parent.glob("*.so")] == [native().name]
+
+
+def test_of_modules_for_several_torches_in_one_folder_that_of_the_running_one_is_taken(source_tree):
+    shutil.copy(native(), source_tree)
+    # What was built last, and what an older release would have left: neither is looked at.
+    for name in (f"_native_torch_{OTHER.replace('.', '_')}", "_native_torch_9_9", "_native"):
+        (source_tree / f"{name}{EXTENSION_SUFFIXES[0]}").write_bytes(b"not a library")
+    said = imported_from(source_tree)
+    assert said.startswith(f"{source_tree / native().name} {NAME}.") and said.endswith(" Backend"), said
+
+
+def test_a_source_tree_that_was_built_for_another_torch_is_refused_by_name(source_tree):
+    shutil.copy(native(), source_tree / native().name.replace(NAME.replace(".", "_"), OTHER.replace(".", "_")))
+    said = imported_from(source_tree)
+    assert f"built for torch {OTHER}, but torch {NAME}." in said and f"TORCH={NAME}" in said, said
+
+
+def test_a_module_for_another_torch_under_the_name_of_this_one_is_refused_before_it_is_used(source_tree):
+    shutil.copy(native(), source_tree / native().name.replace(NAME.replace(".", "_"), "9_9"))
+    said = imported_from(source_tree, before='torch.__version__ = "9.9.1"')
+    assert "_native_torch_9_9" in said, said
+    assert f"was built for torch {NAME}." in said and "but torch 9.9.1 is running" in said and "TORCH=9.9" in said, said
+
+
+def test_a_module_of_another_abi_is_refused_before_it_is_used(source_tree):
+    shutil.copy(native(), source_tree)
+    said = imported_from(source_tree, before="torch._C._GLIBCXX_USE_CXX11_ABI = not torch._C._GLIBCXX_USE_CXX11_ABI")
+    assert native().name in said and "C++ ABI" in said, said
+
+
+def test_a_module_that_does_not_load_is_named(source_tree):
+    (source_tree / native().name).write_bytes(b"not a library")
+    said = imported_from(source_tree)
+    assert said.startswith(f"{native().name} does not load with torch {NAME}."), said
+
+
+def test_a_source_tree_that_was_not_built_says_how(source_tree):
+    said = imported_from(source_tree)
+    assert "was not built" in said and f"TORCH={NAME} pip install ." in said, said
+
+
+def test_a_source_tree_that_was_built_for_another_python_is_refused(source_tree):
+    (source_tree / f"_native_torch_{NAME.replace('.', '_')}.cpython-27-x86_64-linux-gnu.so").touch()
+    said = imported_from(source_tree)
+    assert "another Python" in said and "cpython-27" in said and EXTENSION_SUFFIXES[0] in said, said
+
+
+def test_a_module_that_is_not_filled_has_nothing_of_torch():
+    result = plain_python(
+        f"""
+        import torch
+        from importlib.machinery import ExtensionFileLoader
+        from importlib.util import module_from_spec, spec_from_loader
+        loader = ExtensionFileLoader("torch_accl._native", {str(native())!r})
+        module = module_from_spec(spec_from_loader("torch_accl._native", loader))
+        loader.exec_module(module)
+        facts = module.built_for()
+        print(sorted(facts), facts["torch"] == torch.__version__.split("+")[0], module._finds_pybind11())
+        print([name for name in dir(module) if isinstance(getattr(module, name), type)])
+        """
+    )
+    assert result.stdout.splitlines() == ["['cxx11_abi', 'pybind11', 'torch', 'version'] True True", "[]"], (
+        result.stderr
+    )
+
+
+def command(*arguments: str, before: str = "") -> subprocess.CompletedProcess:
+    """`accl` as its entry point starts it, after `before`; then whether torch was loaded."""
+    return plain_python(
+        f"""
+        import sys
+        {before}
+        from importlib.metadata import entry_points
+        (accl,) = entry_points(group="console_scripts", name="accl")
+        sys.argv[1:] = {list(arguments)!r}
+        try:
+            status = accl.load()()
+        except SystemExit as ended:
+            status = ended.code
+        print("torch" in sys.modules, file=sys.stderr)
+        sys.exit(status)
+        """
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["config", "--help"], ["bench", "--help"], ["bench", "--ranks", "two"], ["what"], []],
+    ids=" ".join,
+)
+def test_help_and_usage_errors_of_the_command_load_no_torch(arguments):
+    ended = command(*arguments)
+    assert ended.returncode == (0 if "--help" in arguments else 2), ended.stderr
+    assert ended.stderr.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["info"], ["config"], ["algorithms"], ["bench"], ["simulate", "--ranks", "2"]], ids=" ".join
+)
+@pytest.mark.parametrize(
+    ("before", "shown"),
+    [
+        ("import torch; torch.__version__ = '2.11.0'", f"built for torch {NAME}, but torch 2.11.0 is running"),
+        ("sys.modules['torch'] = None", f"no torch is installed for {sys.executable}; torch_accl needs torch {NAME}"),
+    ],
+    ids=["refused", "missing"],
+)
+def test_a_command_with_a_torch_that_is(before, shown, arguments):
+    ended = command(*arguments, before=before)
+    sentence, _ = ended.stderr.splitlines()
+    assert ended.returncode == 1 and not ended.stdout
+    assert sentence.startswith(f"accl {arguments[0]}: ") and shown in sentence, sentence
+
+
+def test_a_torch_whose_libraries_are_missing_is_one_sentence_of_the_command(tmp_path):
+    (tmp_path / "torch.py").write_text("raise OSError('libgomp.so.1: cannot open shared object file')")
+    ended = command("info", before=f"sys.path.insert(0, {str(tmp_path)!r})")
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[0] == "accl info: libgomp.so.1: cannot open shared object file"
 
 
 AUTOLOAD = """
@@ -340,11 +504,9 @@ def test_a_panic_in_any_bridged_function_is_an_error_and_not_the_end():
 
 
 def test_the_command_lists_settings_algorithms_and_facts():
-    command = found("torch_accl/cli/__init__.py")
-    assert command.exists()
     printed = in_one_process(
         """
-        from torch_accl import cli
+        import torch_accl_cli as cli
         for arguments in (["config"], ["algorithms"], ["info"], ["config", "--json"]):
             assert cli.main(arguments) == 0
         """

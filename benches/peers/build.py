@@ -56,7 +56,7 @@ class Workshop:
     def accl(self) -> list[str]:
         """Our own command, from the installed wheel."""
         make_accl_torch(self)
-        return [sys.executable, "-m", "torch_accl.cli"]
+        return [sys.executable, "-m", "torch_accl_cli"]
 
     def prepare(self, wanted: Iterable[str]) -> None:
         """Makes the rank programs of the contenders, or notes why one is missing."""

@@ -1,18 +1,19 @@
 //! Compiles the C++ shim against the torch of the interpreter that the module is built for.
 //!
-//! Asks that interpreter for torch's version, headers and libraries, refuses a torch minor other than the one asked for,
-//! and writes `python/torch_accl/_build_info.py`, which the version gate reads before the native module is loaded.
+//! Asks that interpreter for torch's version, headers and libraries, and refuses a torch minor other than the one asked for.
+//! The module states what it was built for (`src/built.rs`); nothing is written outside of the build's own folder, so that
+//! builds for several torches can share a source tree.
 
 #![allow(clippy::disallowed_methods, reason = "what cargo and the build say is no setting of the product")]
 
+use std::env;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::{env, fs};
 
 /// The torch minor that is built for unless `TORCH` names another.
 const DEFAULT_TORCH: &str = "2.15";
 
-/// Prints, one a line: version, C++ ABI, CPython's include directory, torch's include directories, torch's library directory.
+/// Prints, one a line: version, the file that states it, C++ ABI, CPython's include directory, torch's include directories, torch's library directory.
 const PROBE: &str = "
 import sysconfig
 try:
@@ -21,6 +22,7 @@ try:
 except ImportError as error:
     raise SystemExit(f'torch cannot be imported: {error}')
 print(torch.__version__)
+print(torch.version.__file__)
 print(int(torch._C._GLIBCXX_USE_CXX11_ABI))
 print(sysconfig.get_path('include'))
 print(';'.join(cpp_extension.include_paths()))
@@ -32,8 +34,7 @@ const SOURCES: &[&str] = &["backend.cpp", "binding.cpp", "view_bits.cpp", "work.
 fn main() {
     let root = Path::new(&variable("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the repository's root");
     let shim = root.join("cpp_shim");
-    let info = root.join("python/torch_accl/_build_info.py");
-    for path in [Path::new("src/bridge.rs"), Path::new("build.rs"), &shim, &info] {
+    for path in [Path::new("src/bridge.rs"), Path::new("build.rs"), &shim] {
         println!("cargo::rerun-if-changed={}", path.display());
     }
     for name in ["TORCH", "PYO3_PYTHON"] {
@@ -43,8 +44,10 @@ fn main() {
     let torch = Torch::probe();
     let minor = torch.minor();
     torch.refuse_unless_wanted(&minor);
-    write_build_info(&info, &minor);
+    // Another torch installed in its place is another set of headers.
+    println!("cargo::rerun-if-changed={}", torch.version_file);
     println!("cargo::rustc-env=ACCL_BUILT_FOR_TORCH={minor}");
+    println!("cargo::rustc-env=ACCL_BUILT_WITH_CXX11_ABI={}", torch.cxx11_abi);
     compile(&shim, &torch);
     println!("cargo::rustc-link-search=native={}", torch.libraries.display());
     // Named one by one: the module must list what it needs, since torch's libraries are loaded privately. No rpath:
@@ -83,6 +86,7 @@ fn compile(shim: &Path, torch: &Torch) {
 /// What the interpreter says about its torch.
 struct Torch {
     version: String,
+    version_file: String,
     cxx11_abi: String,
     python_include: String,
     includes: Vec<String>,
@@ -105,6 +109,7 @@ impl Torch {
         let mut next = || lines.next().expect("one line for each question of the probe");
         Self {
             version: next(),
+            version_file: next(),
             cxx11_abi: next(),
             python_include: next(),
             includes: next().split(';').map(str::to_owned).collect(),
@@ -134,18 +139,6 @@ fn wanted() -> String {
 
 fn minor_of(version: &str) -> String {
     version.split('.').take(2).collect::<Vec<_>>().join(".")
-}
-
-/// Written only when it changes, so that it does not look new to the next build.
-fn write_build_info(path: &Path, minor: &str) {
-    let text = format!(
-        "\"\"\"Written by the build; read by the version gate before the native module is loaded.\"\"\"\n\n\
-         BUILT_FOR_TORCH = \"{minor}\"\nVERSION = \"{}\"\n",
-        variable("CARGO_PKG_VERSION")
-    );
-    if fs::read_to_string(path).ok().as_deref() != Some(&text) {
-        fs::write(path, text).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-    }
 }
 
 fn variable(name: &str) -> String {

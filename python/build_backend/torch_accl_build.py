@@ -1,17 +1,21 @@
 """PEP 517 build backend: maturin, and the one torch minor that a wheel serves.
 
 The environment variable TORCH (2.15 or 2.15.0; default below) names the torch to build for. This wrapper asks for it as a
-build requirement, and writes it into the wheel: `Requires-Dist`, and the entry point by which that torch finds backends.
-Everything else is maturin's. Tried first and rejected: a generated pyproject.toml, which a second build could overwrite.
+build requirement, and writes it into the wheel: `Requires-Dist`, the entry point by which that torch finds backends, and
+the name of the native module's file, which the version gate (`torch_accl/_gate.py`) goes by. Everything else is maturin's.
+Tried first and rejected: a generated pyproject.toml, which a second build could overwrite.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import fcntl
 import hashlib
 import os
+import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +26,8 @@ SETUPTOOLS = "setuptools>=77.0.3"
 # The first torch that finds backends by their own entry points.
 FIRST_WITH_ENTRY_POINTS = (2, 14)
 
-# Written into the source tree by the build of the native module.
-BUILD_INFO = "torch_accl/_build_info.py"
+# Native modules in a wheel or in the source tree: maturin's own name for the one it has built, and ours for any torch.
+NATIVE = re.compile(r"torch_accl/_native(_torch_\d+_\d+)?(\.[^/]*\.so)")
 
 Settings = Mapping[str, Any] | None
 
@@ -73,9 +77,10 @@ def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata
     """PEP 517 hook."""
     import maturin
 
-    # The given metadata is adapted already, and maturin checks it against its own.
-    name = maturin.build_wheel(wheel_directory, config_settings, None)
-    adapt_wheel(Path(wheel_directory) / name, torch_minor())
+    with alone():
+        # The given metadata is adapted already, and maturin checks it against its own.
+        name = maturin.build_wheel(wheel_directory, config_settings, None)
+        adapt_wheel(Path(wheel_directory) / name, torch_minor())
     return name
 
 
@@ -85,8 +90,10 @@ def build_editable(
     """PEP 660 hook."""
     import maturin
 
-    name = maturin.build_editable(wheel_directory, config_settings, None)
-    adapt_wheel(Path(wheel_directory) / name, torch_minor())
+    with alone():
+        name = maturin.build_editable(wheel_directory, config_settings, None)
+        adapt_wheel(Path(wheel_directory) / name, torch_minor())
+        adapt_tree(Path("python"), torch_minor())
     return name
 
 
@@ -97,27 +104,62 @@ def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
     return maturin.build_sdist(sdist_directory, config_settings)
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Lets one build of this source tree run at a time: all leave their module under one name before it gets its own."""
+    tree = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(tree, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(tree)
+
+
+def adapt_tree(python: Path, minor: str) -> None:
+    """Gives the module that an editable build has left in the source tree the name of its torch; others stay beside it."""
+    for path in (python / "torch_accl").glob("_native.*.so"):
+        refuse_other_module(path.name, path.read_bytes(), minor)
+        path.replace(path.with_name(native_name(path.name, minor)))
+
+
+def native_name(name: str, minor: str) -> str:
+    """The name of a native module's file, for one torch minor."""
+    return re.sub(r"_native\.", f"_native_torch_{minor.replace('.', '_')}.", name)
+
+
+def refuse_other_module(name: str, data: bytes, minor: str) -> None:
+    """Ends the build when a native module says that it was built for another torch."""
+    if f"native module of torch_accl, built for torch {minor}.".encode() not in data:
+        raise SystemExit(f"{name} was not built for torch {minor}: another build wrote it meanwhile; build again")
+
+
 def adapt_wheel(path: Path, minor: str) -> None:
-    """Rewrites the wheel's metadata for one torch minor, with their lines in RECORD."""
+    """Rewrites the wheel for one torch minor: metadata and the native module's name, with their lines in RECORD."""
     adapted = path.with_suffix(".adapted")
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(adapted, "w", zipfile.ZIP_DEFLATED) as new:
         changed: dict[str, bytes] = {}
+        renamed: dict[str, str] = {}
+        left_out: set[str] = set()
         record = next(name for name in old.namelist() if name.endswith(".dist-info/RECORD"))
         for item in old.infolist():
             if item.filename == record:
                 continue
             data = old.read(item)
-            if item.filename == BUILD_INFO and f'"{minor}"' not in data.decode():
-                raise SystemExit(
-                    f"{item.filename} is not of torch {minor}: another build wrote it meanwhile; build again"
-                )
+            if native := NATIVE.fullmatch(item.filename):
+                if native[1] is not None:
+                    # Of an editable installation in this source tree, perhaps for another torch.
+                    left_out.add(item.filename)
+                    continue
+                refuse_other_module(item.filename, data, minor)
+                renamed[item.filename] = item.filename = native_name(item.filename, minor)
             if ".dist-info/" in item.filename:
                 adapted_data = adapt(item.filename.rsplit("/", 1)[1], data, minor)
                 if adapted_data != data:
                     data = changed[item.filename] = adapted_data
             new.writestr(item, data)
         lines = old.read(record).decode().splitlines()
-        new.writestr(old.getinfo(record), "".join(_record_line(line, changed) + "\n" for line in lines))
+        kept = (line for line in lines if line.split(",", 1)[0] not in left_out)
+        new.writestr(old.getinfo(record), "".join(_record_line(line, changed, renamed) + "\n" for line in kept))
     adapted.replace(path)
 
 
@@ -134,12 +176,13 @@ def adapt(name: str, data: bytes, minor: str) -> bytes:
     return data
 
 
-def _record_line(line: str, changed: dict[str, bytes]) -> str:
-    data = changed.get(line.split(",", 1)[0])
+def _record_line(line: str, changed: dict[str, bytes], renamed: dict[str, str]) -> str:
+    name, _, rest = line.partition(",")
+    data = changed.get(name)
     if data is None:
-        return line
+        return f"{renamed.get(name, name)},{rest}"
     digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-    return f"{line.split(',', 1)[0]},sha256={digest},{len(data)}"
+    return f"{name},sha256={digest},{len(data)}"
 
 
 def _requested_torch() -> str:

@@ -1,41 +1,123 @@
-"""Refuses a torch that this build was not made for, before the native module is loaded.
+"""Chooses the native module that was built for the running torch, and refuses a torch that none was built for.
 
 c10d's classes change their layout with every minor version of torch. A module built for another one may load and then
-call the wrong function, so the versions are compared by name and not by trying.
+call the wrong function, so the versions are compared by name and not by trying. Twice: each module has the torch's minor
+version in its file's name, so that those of several torches can lie in one folder; and what a module says of itself is
+compared before it makes the first class that derives from one of torch's.
 """
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-def refuse_other_torch() -> None:
-    """Raises ImportError unless torch's minor version is the one this build is for."""
-    try:
-        from ._build_info import BUILT_FOR_TORCH
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "torch_accl was not built: this is its source folder. Install it with `pip install .` or `make wheel`"
-        ) from error
-    import torch
+# The name by which everybody imports the module, whatever the name of its file.
+_MODULE = f"{__package__}._native"
+_HERE = Path(__file__).parent
+# `_native_torch_2_15.cpython-311-x86_64-linux-gnu.so`: torch's minor version, and the interpreter's own suffix.
+_FILE = re.compile(r"_native_torch_(\d+)_(\d+)(\..+)")
+_SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
 
-    why = refusal(torch.__version__, BUILT_FOR_TORCH)
+
+def load_native() -> ModuleType:
+    """The native module of the running torch; also as `torch_accl._native` from now on.
+
+    Raises:
+        ImportError: no module fits the running torch, torch is missing, or it has no torch.distributed.
+    """
+    if _MODULE in sys.modules:
+        return sys.modules[_MODULE]
+    torch = _import_torch()
+    why = refusal(torch.__version__, built(_HERE))
     if why is not None:
         raise ImportError(why)
     if not torch.distributed.is_available():
         raise ImportError("this torch was built without torch.distributed, which torch_accl extends")
+    path = _HERE / f"_native_torch_{minor_of(torch.__version__).replace('.', '_')}{_SUFFIX}"
+    loader = importlib.machinery.ExtensionFileLoader(_MODULE, str(path))
+    spec = importlib.util.spec_from_file_location(_MODULE, path, loader=loader)
+    assert spec is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        raise ImportError(f"{path.name} does not load with torch {torch.__version__}: {error}") from error
+    why = difference(module.built_for(), torch, module._finds_pybind11())
+    if why is not None:
+        raise ImportError(f"{path} {why}; {_remedy(minor_of(torch.__version__))}")
+    module._define()
+    sys.modules[_MODULE] = module
+    return module
 
 
-def refusal(running: str, built_for: str) -> str | None:
-    """Why a build for `built_for` cannot run with torch `running`, or None when it can."""
+def built(folder: Path) -> list[str]:
+    """The torch minors that a folder has modules for which this interpreter can load, oldest first."""
+    found = [match for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))]
+    minors = sorted((int(match[1]), int(match[2])) for match in found if match[3] == _SUFFIX)
+    if found and not minors:
+        others = ", ".join(sorted(match[0] for match in found))
+        raise ImportError(f"torch_accl was built for another Python: here is {others}, and this one loads *{_SUFFIX}")
+    return [f"{major}.{minor}" for major, minor in minors]
+
+
+def refusal(running: str, built_for: list[str]) -> str | None:
+    """Why builds for `built_for` cannot run with torch `running`, or None when one can."""
     minor = minor_of(running)
-    if minor == built_for:
+    if minor in built_for:
         return None
+    if not built_for:
+        return (
+            f"torch_accl was not built: this is its source folder. Install it with `TORCH={minor} pip install .` or "
+            f"`make wheel TORCH={minor}`"
+        )
     return (
-        f"torch_accl was built for torch {built_for}, but torch {running} is running. Either install the torch it was "
-        f"built for (pip install 'torch=={built_for}.*'), or rebuild it for this one (TORCH={minor} pip install . or "
-        f"make wheel TORCH={minor} in its source folder)"
+        f"torch_accl was built for torch {' and '.join(built_for)}, but torch {running} is running. Either install the "
+        f"torch it was built for (pip install 'torch=={built_for[-1]}.*'), or {_remedy(minor)}"
     )
+
+
+def difference(built_for: Mapping[str, Any], torch: Any, finds_pybind11: bool) -> str | None:
+    """In what a module differs from the running torch by what it says of itself, or None when it fits."""
+    if minor_of(built_for["torch"]) != minor_of(torch.__version__):
+        return f"was built for torch {built_for['torch']}, whatever its name says, but torch {torch.__version__} is running"
+    if built_for["cxx11_abi"] != bool(torch._C._GLIBCXX_USE_CXX11_ABI):
+        kinds = {True: "new", False: "old"}
+        return (
+            f"uses the {kinds[built_for['cxx11_abi']]} C++ ABI of the standard library, but this torch {torch.__version__} "
+            f"the {kinds[not built_for['cxx11_abi']]} one"
+        )
+    if not finds_pybind11:
+        return (
+            f"was built with {built_for['pybind11'].strip('_')}, but this torch {torch.__version__} with another pybind11 or "
+            "compiler"
+        )
+    return None
 
 
 def minor_of(version: str) -> str:
     """`2.15` of `2.15.0+cpu` or `2.15.0a0+git1234`."""
     return ".".join(str(version).split("+", 1)[0].split(".")[:2])
+
+
+def _remedy(minor: str) -> str:
+    return f"rebuild it for this one (TORCH={minor} pip install . or make wheel TORCH={minor} in its source folder)"
+
+
+def _import_torch() -> Any:
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        minors = built(_HERE)
+        wanted = f"torch {minors[-1]}: pip install 'torch=={minors[-1]}.*'" if minors else "torch"
+        raise ImportError(
+            f"no torch is installed for {sys.executable}; torch_accl needs {wanted}", name="torch"
+        ) from None
+    return torch

@@ -62,8 +62,8 @@ class Runtime:
     def shutdown(self) -> None:
         """Says goodbye to all peers and stops the threads. Bounded, silent, any number of times."""
 
-def built_for_torch() -> str:
-    """The torch minor version this module was built for, such as `2.15`."""
+def built_for() -> dict[str, Any]:
+    """What the module was built for: `version` of this package, `torch` as its headers say, `cxx11_abi`, `pybind11`."""
 
 def config_rows() -> list[dict[str, Any]]:
     """The rows of the configuration table, with the values that the environment gives."""

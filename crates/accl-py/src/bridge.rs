@@ -256,6 +256,8 @@ pub mod ffi {
         /// Runs Python's signal handlers on Python's main thread; true when one raised.
         fn python_interrupted() -> bool;
 
+        /// The torch and the pybind11 that the shim was compiled for, a line each. Needs nothing of torch.
+        fn built_with() -> &'static str;
         /// Adds the shim's classes to the module at this address.
         fn define_classes(module: usize) -> bool;
         /// A backend as a new Python reference; 0 with a Python error set.

@@ -4,6 +4,7 @@
 //! come from torch through the shim and the functions of `bridge`. Read `bridge.rs` first.
 
 mod bridge;
+mod built;
 mod codes;
 mod compression;
 mod group;
@@ -55,12 +56,6 @@ impl Runtime {
     }
 }
 
-/// The torch minor version this module was built for, such as `2.15`.
-#[pyfunction]
-fn built_for_torch() -> &'static str {
-    env!("ACCL_BUILT_FOR_TORCH")
-}
-
 /// The names of all functions that C++ calls across the bridge.
 #[pyfunction]
 fn _bridged_functions() -> Vec<&'static str> {
@@ -76,17 +71,26 @@ fn _panic_for_test(name: &str) -> PyResult<()> {
     Err(pyo3::exceptions::PyValueError::new_err(format!("no bridged function is called {name}")))
 }
 
-/// The native module of torch_accl.
-#[pymodule]
-fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+/// Fills the module. Not done when it is loaded: the first class derives from one of torch's, and by then the version gate
+/// must have compared what `built_for` says with the running torch. To be called once.
+#[pyfunction]
+#[pyo3(pass_module)]
+fn _define(module: &Bound<'_, PyModule>) -> PyResult<()> {
     if !ffi::define_classes(module.as_ptr() as usize) {
         return Err(PyErr::fetch(module.py()));
     }
     module.add_class::<Runtime>()?;
-    module.add_function(wrap_pyfunction!(built_for_torch, module)?)?;
     module.add_function(wrap_pyfunction!(_bridged_functions, module)?)?;
     module.add_function(wrap_pyfunction!(_panic_for_test, module)?)?;
     info::add_functions(module)?;
     compression::add_functions(module)?;
     simulate::add_functions(module)
+}
+
+// The build backend looks for this sentence in the file, to know which torch a module is for without loading it.
+#[pymodule]
+#[doc = concat!("The native module of torch_accl, built for torch ", env!("ACCL_BUILT_FOR_TORCH"), ".")]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    built::add_functions(module)?;
+    module.add_function(wrap_pyfunction!(_define, module)?)
 }

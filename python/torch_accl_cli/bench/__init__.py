@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from .._package import load_native
 from .._wrong import WrongInput
 
 NAME = "bench"
@@ -82,6 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Runs the bench: as a rank, where a launcher started this process, else with ranks of its own."""
+    # What is imported next imports torch, which may be missing or refused.
+    load_native()
     from .place import meet, place_given
     from .processes import Failed, run_ranks, said_by
     from .rank import run_rank

@@ -71,8 +71,7 @@ def wanted(given: argparse.Namespace) -> Wanted:
         WrongInput: the first thing that is wrong.
     """
     import torch
-
-    from ... import _native
+    from torch_accl import _native
 
     collectives = _collectives(given.collectives)
     try:
@@ -208,7 +207,7 @@ def _peers(text: str | None) -> list[str]:
 
 
 def _codecs(texts: list[str]) -> list[str]:
-    from ... import _native
+    from torch_accl import _native
 
     for text in texts:
         try:
@@ -249,7 +248,7 @@ def _available_memory() -> int:
 
 
 def _ports() -> int:
-    from ... import _native
+    from torch_accl import _native
 
     given = next(row["value"] for row in _native.config_rows() if row["name"] == "ACCL_PORT_RANGE")
     text = given or Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()

@@ -1,7 +1,8 @@
 """The `accl` command: reads the command line and hands over to one file per command.
 
 A command is a module with `NAME`, `SUMMARY`, `add_arguments(parser)` and `run(given)`, which returns the exit status, and
-one line in `COMMANDS`. What it imports at its top must be light: help and usage errors wait for nothing.
+one line in `COMMANDS`. What it imports at its top must be light, and nothing of torch: help and usage errors wait for nothing,
+and work with a torch that is refused. What needs the package asks `_package.load_native()` for it first.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from . import algorithms, bench, config, info, simulate
+from ._package import CannotLoad
 from ._wrong import WrongInput
 
 COMMANDS = (config, algorithms, info, bench, simulate)
@@ -26,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except WrongInput as error:
         print(f"accl {given.command}: {error}", file=sys.stderr)
         return 2
+    except CannotLoad as error:
+        print(f"accl {given.command}: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         # Who read the output has seen enough; Python would say more when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

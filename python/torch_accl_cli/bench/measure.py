@@ -13,9 +13,9 @@ from statistics import median
 from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch_accl import _native
+from torch_accl.compression._scope import encoded
 
-from ... import _native
-from ...compression._scope import encoded
 from .cases import Prepared
 from .processes import Failed
 from .team import Team

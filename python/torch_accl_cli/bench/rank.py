@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import torch
+from torch_accl import __version__
 
-from ..._build_info import VERSION
 from .cases import Case, Prepared
 from .measure import Compressed, Contestant, InEngine, ThroughTorch, backend_of, measure
 from .place import Place
@@ -71,7 +71,7 @@ class _Field:
         """Who is timed in a case, accl first."""
         if not self._wanted.try_all:
             return list(self._own)
-        from ... import _native
+        from torch_accl import _native
 
         collective = prepared.case.collective.name
         names = [row["name"] for row in _native.algorithms() if row["collective"] == collective]
@@ -116,7 +116,7 @@ def _preface(wanted: Wanted, seats: list[dict[str, Any]]) -> list[str]:
     pinned = "one core each" if all(len(seat["cores"]) == 1 for seat in seats) else "not pinned"
     through = "in the engine, without torch" if wanted.engine else "through torch"
     return [
-        f"# torch-accl {VERSION}, torch {torch.__version__}; {facts['cpu']}, {facts['kernel']}",
+        f"# torch-accl {__version__}, torch {torch.__version__}; {facts['cpu']}, {facts['kernel']}",
         f"# {len(seats)} rank{'s' if len(seats) > 1 else ''}, {pinned}, on {', '.join(hosts)}; accl {through}; median of {wanted.alternations} rounds",
     ]
 
@@ -125,7 +125,7 @@ def _document(wanted: Wanted, seats: list[dict[str, Any]], cells: list[Cell]) ->
     return {
         "format": 1,
         "machine": machine(),
-        "versions": {"torch_accl": VERSION, "torch": torch.__version__},
+        "versions": {"torch_accl": __version__, "torch": torch.__version__},
         "ranks": seats,
         "settings": {
             "through": "engine" if wanted.engine else "torch",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
+from ._package import load_native
 from ._sizes import parse_sizes, show_size
 from ._wrong import WrongInput, nearest
 
@@ -62,18 +62,14 @@ def run(given: argparse.Namespace) -> int:
     sizes = parse_sizes(given.sizes)
     link = None if given.link is None else _link(given.link)
     figure = _figure(given.plot)
-    try:
-        from .. import _native
-    except ImportError as error:
-        print(f"accl: {error}", file=sys.stderr)
-        return 1
-    known = list(dict.fromkeys(row["collective"] for row in _native.algorithms()))
+    native = load_native()
+    known = list(dict.fromkeys(row["collective"] for row in native.algorithms()))
     world = {"ranks": given.ranks, "ranks_per_host": per_host, "cores_per_host": cores}
     found = {}
     try:
         for name in _collectives(given.collective, known):
             of = [0] if name == "barrier" else sizes
-            found[name] = _native.simulate(name, of, (given.ranks, per_host, cores), link, given.machine)
+            found[name] = native.simulate(name, of, (given.ranks, per_host, cores), link, given.machine)
     except (ValueError, OverflowError) as error:
         raise WrongInput(str(error)) from None
     if figure is not None:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ._package import load_native
+
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Adds the argument `--json`."""
@@ -16,13 +18,9 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def print_found(given: argparse.Namespace, collect: Callable[[Any], Any], show: Callable[[Any], str]) -> int:
     """Prints what `collect` finds in the native module, as JSON or as `show` puts it; returns the exit status."""
+    native = load_native()
     try:
-        from .. import _native
-    except ImportError as error:
-        print(f"accl: {error}", file=sys.stderr)
-        return 1
-    try:
-        found = collect(_native)
+        found = collect(native)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

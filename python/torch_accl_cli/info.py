@@ -28,11 +28,10 @@ def facts(native: Any, calibrate: bool) -> dict[str, Any]:
 
     import torch
 
-    from .._build_info import BUILT_FOR_TORCH, VERSION
-
+    built_for = native.built_for()
     return {
-        "torch_accl": VERSION,
-        "built_for_torch": BUILT_FOR_TORCH,
+        "torch_accl": built_for["version"],
+        "built_for_torch": ".".join(built_for["torch"].split(".")[:2]),
         "torch": torch.__version__,
         "python": platform.python_version(),
         **native.host_facts(),

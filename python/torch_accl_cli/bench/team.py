@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch_accl import Options
 
-from ..._options import Options
 from .._wrong import WrongInput
 from .place import Place
 from .wanted import Wanted, check_pin

@@ -1,0 +1,10 @@
+"""`python -m torch_accl.cli` is the `accl` command, which is in `torch_accl_cli`."""
+
+import sys
+
+from torch_accl_cli import main
+
+__all__ = ["main"]
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,0 @@
-"""`python -m torch_accl.cli` is the `accl` command."""
-
-import sys
-
-from . import main
-
-sys.exit(main())
