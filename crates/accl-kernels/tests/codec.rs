@@ -91,7 +91,7 @@ fn the_golden_vector() {
 fn settings() -> impl Strategy<Value = Settings> {
     (
         1u8..=8,
-        prop::sample::select(vec![8u32, 16, 40, 64, 512, 520, 1024, 8192]),
+        prop::sample::select(vec![8u32, 16, 32, 40, 64, 96, 104, 512, 520, 1024, 8192]),
         prop::sample::select(FLOATS.to_vec()),
         any::<bool>(),
     )
@@ -246,11 +246,46 @@ fn ranges_are_those_of_all_values_whatever_their_signs() {
     }
 }
 
+/// The range of a bucket is found while the one before is encoded: several in a row, at the sizes between those of vectors.
+#[test]
+fn several_buckets_have_a_range_each() {
+    let decisive = [1e4, -1e4, 0.25, -0.25, f32::NAN, f32::NEG_INFINITY];
+    for (bucket, bits) in [32u32, 96, 104].into_iter().flat_map(|bucket| [1u8, 3, 4, 8].map(|bits| (bucket, bits))) {
+        let buckets = 5;
+        let settings = Settings { bits, bucket, ..Settings::default() };
+        let codecs = available_isas().into_iter().map(|isa| (isa, max_min(settings, isa))).collect::<Vec<_>>();
+        // Each bucket has a size of its own, so that a range that is a neighbour's is seen.
+        let usual: Vec<f32> = (0..buckets * bucket)
+            .map(|i| (1 + i * 37 % bucket) as f32 * [1.0, -30.0, 0.1, 7.0, -0.5][(i / bucket) as usize])
+            .collect();
+        for place in (0..usual.len()).step_by(if cfg!(miri) { 101 } else { 7 }) {
+            for value in decisive {
+                let mut values = usual.clone();
+                values[place] = value;
+                let src = bytes_of(Dtype::F32, &values);
+                let want = value.is_finite().then(|| oracle(&settings, Dtype::F32, &src));
+                for (isa, codec) in &codecs {
+                    let told = format!("{isa}, {bits} bits, {value} at {place}, buckets of {bucket}");
+                    let (got, spoilt) = encode(&**codec, Dtype::F32, &src, 0, Noise::keyed(&[]));
+                    assert_eq!(spoilt.not_finite, usize::from(want.is_none()), "{told}");
+                    assert!(want.as_ref().is_none_or(|want| *want == got), "{told}");
+                    let decoded = values_of(Dtype::F32, &decode(&**codec, Dtype::F32, &got, values.len()));
+                    let spoilt = place / bucket as usize;
+                    for (at, decoded) in decoded.iter().enumerate() {
+                        let is_nan = want.is_none() && at / bucket as usize == spoilt;
+                        assert_eq!(decoded.is_nan(), is_nan, "{told}, element {at}");
+                    }
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn spoilt_buckets_among_many_small_ones_leave_the_others_alone() {
     const COUNT: usize = 3000;
     let bad = [3, 700, 2047, 2048, 2999];
-    for (bucket, rounding, isa) in [8u32, 24, 40, 64].into_iter().flat_map(|bucket| {
+    for (bucket, rounding, isa) in [8u32, 24, 32, 40, 64, 96, 104].into_iter().flat_map(|bucket| {
         let roundings = [Rounding::Nearest, Rounding::Stochastic, Rounding::Correlated].into_iter();
         roundings.flat_map(move |rounding| available_isas().into_iter().map(move |isa| (bucket, rounding, isa)))
     }) {

@@ -730,6 +730,29 @@ fn a_thread_that_flushes_denormals_gets_the_same_from_every_codec() {
     }
 }
 
+/// A tensor without elements has no memory either, and torch then gives the address 0.
+#[test]
+fn no_elements_at_no_address_are_nothing_to_every_codec() {
+    for row in CODECS {
+        let settings = Settings { bits: 8, ..Settings::default() };
+        for (dtype, isa) in
+            FLOATS.into_iter().flat_map(|dtype| available_isas().into_iter().map(move |isa| (dtype, isa)))
+        {
+            let codec = row.build_with_isa(&settings, isa).unwrap();
+            let mut encoded = vec![0; codec.encoded_bytes(dtype, 0)];
+            for given in [dtype, Dtype::F32] {
+                let slice = Slice { src: std::ptr::null(), dtype: given, tensor: dtype, count: 0, first: 0 };
+                // SAFETY: there are no elements.
+                let spoilt = unsafe { codec.encode(&mut encoded, slice, Noise::keyed(&[])) };
+                assert_eq!(spoilt, Spoilt::default(), "{}", row.name);
+                // SAFETY: as above.
+                unsafe { codec.decode(std::ptr::null_mut(), given, &encoded, dtype, 0) };
+            }
+            codec.decode_add(&mut [], &encoded, dtype);
+        }
+    }
+}
+
 #[test]
 fn small_floats_beyond_the_range_of_a_16_bit_type_become_its_largest() {
     // A scale that is rounded up may decode to more than what was encoded: only of bytes that come from elsewhere,

@@ -97,7 +97,8 @@ fn pack<const BITS: usize>(dst: &mut [u8], codes: __m512i) {
     }
 }
 
-/// For each number of bits, where as many words of each quarter of a vector are; then any.
+/// For each number of bits: the places of as many words of each quarter of a vector, one quarter after the other. What is behind
+/// them is not stored, and is the first word of the vector, which any other would do for.
 const fn words_of_quarters() -> [[u16; 32]; 9] {
     let mut all = [[0; 32]; 9];
     let mut bits = 1;

@@ -8,11 +8,12 @@ use super::loops::Range;
 /// bucket before levels are. Sums that are added to want it as far, too.
 const AHEAD: usize = 6144;
 
-/// Asks for as many cache lines as a group has that are needed soon, while there is something to calculate.
+/// Asks for `LINES` cache lines, as many as a group has: those that are [`AHEAD`] of this one, while it is calculated with. They may
+/// be behind the end of the slice.
 #[inline(always)]
 pub(super) fn ask_ahead<const LINES: usize>(group: &[f32]) {
     for line in 0..LINES {
-        // SAFETY: an address is only a hint to a prefetch.
+        // SAFETY: an address is only a hint to a prefetch, which reads nothing from it and never faults.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(group.as_ptr().wrapping_byte_add(AHEAD + 64 * line).cast()) };
     }
 }

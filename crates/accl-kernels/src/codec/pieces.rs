@@ -42,10 +42,10 @@ impl Slice {
         room
     }
 
-    /// Writes the elements as float32, of which there is room for as many.
+    /// Writes the elements as float32.
     ///
     /// # Safety
-    /// As for [`Slice::piece`].
+    /// As for [`Slice::piece`]; `dst` has room for exactly as many elements as there are: all of it is written, and no more are read.
     #[inline]
     unsafe fn widen(&self, dst: &mut [MaybeUninit<f32>], loops: &Loops) {
         debug_assert_eq!(dst.len(), self.count);
@@ -104,6 +104,10 @@ pub(super) unsafe fn place(
 /// # Safety
 /// As for [`Slice::piece`]; `dst` has room for the elements, and nobody else uses it meanwhile.
 pub(super) unsafe fn convert(dst: *mut u8, into: Dtype, slice: Slice, loops: &Loops) {
+    // Memory for nothing may be at the address 0, where no slice may be.
+    if slice.count == 0 {
+        return;
+    }
     if into == slice.dtype {
         // SAFETY: the caller's promise.
         return unsafe { slice.src.copy_to_nonoverlapping(dst, slice.count * into.size_bytes()) };
