@@ -251,7 +251,7 @@ pub(crate) struct Usual {
     raw: Arc<dyn Codec>,
     /// By the number of a call's tensors.
     known: Mutex<HashMap<usize, Arc<Codecs>>>,
-    /// Calls so far.
+    /// Calls so far that were not refused.
     steps: AtomicU64,
 }
 
@@ -311,9 +311,15 @@ impl Usual {
         Ok(CallDesc { encoding: encoding.into(), ..desc.clone() })
     }
 
-    /// The number of a call that is about to be made.
+    /// The number of a call that is about to be made. It is the same on all ranks, who count what they have made ([`Usual::count`]):
+    /// calls of a group come one after the other.
     pub(crate) fn next_step(&self) -> u64 {
-        self.steps.fetch_add(1, Ordering::Relaxed)
+        self.steps.load(Ordering::Relaxed)
+    }
+
+    /// A call was made.
+    pub(crate) fn count(&self) {
+        self.steps.fetch_add(1, Ordering::Relaxed);
     }
 }
 

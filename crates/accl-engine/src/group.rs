@@ -122,7 +122,12 @@ impl Group {
     }
 
     fn submit_ref(&self, desc: &CallDesc) -> Result<Arc<Call>> {
-        self.with_usual(desc, Usual::next_step, |desc| self.start_measured(desc)).map_err(|error| self.placed(error))
+        let started = self.with_usual(desc, Usual::next_step, |desc| self.start_measured(desc));
+        // One that was refused has no number: the other ranks may have made theirs.
+        if let (Ok(_), Some(usual)) = (&started, self.usual.as_ref().filter(|usual| usual.is_for(desc, self.world))) {
+            usual.count();
+        }
+        started.map_err(|error| self.placed(error))
     }
 
     /// As [`Group::start`], with what is measured of the call.

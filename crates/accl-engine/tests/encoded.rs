@@ -365,6 +365,33 @@ fn what_cannot_be_encoded_travels_as_it_is() {
     });
 }
 
+/// Random numbers go by the number of a call: those that were refused on one rank have none, or ranks would not share them.
+#[test]
+fn a_call_that_one_rank_was_refused_does_not_count_where_all_calls_are_encoded() {
+    let results = |is_refused: bool| {
+        let options = WorldOptions::new(2)
+            .with("compression", "maxmin:3,rounding=stochastic")
+            .with("scope", "all")
+            .with("algorithm", "all_reduce=direct_two_phase");
+        World::new(options).run("g", |member| {
+            if is_refused && member.rank == 1 {
+                let mut output = vec![0.0f32; 5000];
+                let error = member.all_gather(&data(1, 5000, 2), &mut output, &[5000]).unwrap_err();
+                assert_eq!(error.kind, ErrorKind::InvalidArgument);
+            }
+            let mut found = Vec::new();
+            for _ in 0..2 {
+                let mut mine = data(member.rank, 5000, 1);
+                member.all_reduce(&mut mine, ReduceOp::Sum).unwrap();
+                found.push(bits_of(&mine));
+            }
+            assert_ne!(found[0], found[1], "each call has numbers of its own");
+            found
+        })
+    };
+    assert_eq!(results(true), results(false));
+}
+
 #[test]
 fn ranks_that_compress_differently_are_both_named() {
     for (other, expected) in [
