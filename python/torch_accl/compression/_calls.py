@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -13,12 +13,12 @@ from torch.distributed.distributed_c10d import _world
 
 from .. import _native
 from ._call_measures import row_of, totals
-from ._scope import FLOATS, accl_backend, accl_group, codecs_of, encoded, exact
+from ._scope import FLOATS, accl_group, codec_of_group, codecs_of, exact
 from ._settings import AUTO, RAW, Compression, default_codec, needs_feedback, tensor_id
+from ._steps import steps
 
 __all__ = ["all_gather_quantized", "all_reduce_quantized", "all_to_all_quantized", "reduce_scatter_quantized"]
 
-_steps = itertools.count()
 # Elements that tell the bits of each.
 _MANY = 1 << 20
 
@@ -50,14 +50,16 @@ def all_reduce_quantized(
             for the caller to do.
         key: a name for the tensor: those with different names have different random numbers, and figures of their own
             (`call_measures`).
-        step: a number that no other call on this key has; None counts the calls of this process.
+        step: a number that no other call on this key has; None counts the calls on this key in this group that were given none,
+            from 0. A call that is refused does not count.
 
     Returns:
         A Work with `async_op`, else None.
 
     Raises:
         ValueError: no such codec, key or step, or a tensor that is not on the CPU.
-        RuntimeError: the group has another backend, or what `all_reduce` raises.
+        RuntimeError: the group has another backend, the call is inside torch's coalescing manager, whose block it then ends, or what
+            `all_reduce` raises.
     """
     with _scope("all_reduce", tensor, lambda _: (tensor.numel(),), group, compression, key, step, op):
         return dist.all_reduce(tensor, op, group, async_op)
@@ -139,14 +141,31 @@ def checked_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> dist
         ValueError: the tensor is not on the CPU.
         RuntimeError: the group has another backend than accl, or the call is inside torch's coalescing manager.
     """
+    refuse_coalescing(group)
     if tensor.device.type != "cpu":
         raise ValueError(f"only tensors on the CPU are compressed, and this one is on {tensor.device}")
-    found = accl_group(group)
-    if found in _world.pg_coalesce_state:
-        raise RuntimeError(
-            "calls inside torch's coalescing manager are made when it ends, by one codec for all; call outside of it"
-        )
-    return found
+    return accl_group(group)
+
+
+def refuse_coalescing(group: dist.ProcessGroup | None) -> None:
+    """Refuses a call inside torch's coalescing manager, before anything else is looked at.
+
+    torch keeps a list for each group that is being coalesced, and takes it away at the end of the block only: left there by an
+    error, it would swallow every later call of the group. So it is taken away here, and the block must end.
+
+    Raises:
+        RuntimeError: the call is inside of such a block.
+    """
+    found = dist.group.WORLD if group is None else group
+    if found not in _world.pg_coalesce_state:
+        return
+    del _world.pg_coalesce_state[found]
+    # With a device, the group collects works as well. There may be no such block: that is what it says then.
+    with contextlib.suppress(RuntimeError, ValueError):
+        found._end_coalescing(torch.device("cpu"))
+    raise RuntimeError(
+        "calls inside torch's coalescing manager are made when it ends, by one codec for all; call outside of it. The block ends here"
+    )
 
 
 def _scope(
@@ -169,9 +188,9 @@ def _scope(
     if step is not None and (type(step) is not int or not 0 <= step < 1 << 64):
         raise ValueError(f"step is {step!r}; expected an integer from 0 to 2^64 - 1")
     if compression is None:
-        compression = accl_backend(found).options.settings.get("compression") or default_codec()
+        compression = codec_of_group(found) or default_codec()
     if isinstance(compression, Compression):
-        settings, is_audited = compression, True
+        settings, is_audited = compression.of_group(codec_of_group(found)), True
     else:
         settings, is_audited = _settings(compression), False
     if settings.codec == AUTO:
@@ -182,10 +201,15 @@ def _scope(
         # torch makes calls on tensors of float32 of these, which the engine cannot tell from others.
         return exact()
     codecs = codecs_of(((*(settings.usual or (RAW, RAW, RAW)), tensor_id(key)),))
-    number = next(_steps) if step is None else step
+    number = steps.of(found, key) if step is None else step
+
+    def counted() -> None:
+        if step is None:
+            steps.count(found, key)
+
     is_sum_of_floats = tensor.dtype in FLOATS and any(op == known for known in _SUMS)
     if settings.usual is None or not is_sum_of_floats or found.size() == 1:
-        return encoded(codecs, settings.seed, number)
+        return _Made(_native.Encoding(codecs, settings.seed, number), counted)
     row, is_part = row_of(found, collective, key), collective in ("all_reduce", "reduce_scatter")
     _, up, down = settings.usual
     one_in = 0
@@ -193,19 +217,22 @@ def _scope(
         elements, sent = totals(codecs, tensor.dtype, (_MANY,), True)
         one_in = settings.one_in(elements * tensor.dtype.itemsize, sent)
     encoding = _native.Encoding(codecs, settings.seed, number, None, row.ledger, one_in)
-    return _Measured(
-        encoding, lambda: row.enter(codecs, up if is_part else down, sizes(found.size()), tensor.dtype, is_part)
-    )
+
+    def made() -> None:
+        counted()
+        row.enter(codecs, up if is_part else down, sizes(found.size()), tensor.dtype, is_part)
+
+    return _Made(encoding, made)
 
 
-class _Measured:
-    """As `encoded`, but that a call that was made is entered. A generator would take as long as the rest of a small call."""
+class _Made:
+    """As `encoded`, but that a call that was made is told. A generator would take as long as the rest of a small call."""
 
-    __slots__ = ("_before", "_encoding", "_enter")
+    __slots__ = ("_before", "_encoding", "_made")
 
-    def __init__(self, encoding: _native.Encoding, enter: Callable[[], None]) -> None:
+    def __init__(self, encoding: _native.Encoding, made: Callable[[], None]) -> None:
         self._encoding = encoding
-        self._enter = enter
+        self._made = made
 
     def __enter__(self) -> None:
         self._before = _native.encode_calls(self._encoding)
@@ -213,7 +240,7 @@ class _Measured:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         _native.encode_calls(self._before)
         if error is None:
-            self._enter()
+            self._made()
 
 
 @lru_cache(maxsize=64)

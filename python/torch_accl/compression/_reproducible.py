@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ._calls import checked_group
+from ._calls import checked_group, refuse_coalescing
 from ._scope import FLOATS, exact
 from ._work import WorkWithEnd
 
@@ -102,6 +102,7 @@ def all_reduce_reproducible(
         ValueError: a tensor, an operator, bits or a bucket that it does not take.
         RuntimeError: the group has another backend, ranks have different settings, or what `all_reduce` raises.
     """
+    refuse_coalescing(group)
     settings = Reproducible(bits, bucket)
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         raise ValueError(f"reproducible sums are SUM or AVG, and this is {op}; others do not depend on an order")

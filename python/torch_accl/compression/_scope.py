@@ -18,6 +18,7 @@ __all__ = [
     "accl_backend",
     "accl_group",
     "check_device",
+    "codec_of_group",
     "codecs_of",
     "encoded",
     "exact",
@@ -109,6 +110,11 @@ def check_device(device: torch.device, group: dist.ProcessGroup) -> None:
         f"compression is of gradients on the CPU, and these are on {device}, which {other}: they would travel as they are; train on "
         "the CPU, or leave compression out"
     )
+
+
+def codec_of_group(group: dist.ProcessGroup) -> str | None:
+    """The codec that the `Options` of a group name, if they name one."""
+    return accl_backend(group).options.settings.get("compression")
 
 
 def accl_backend(group: dist.ProcessGroup) -> _native.Backend:

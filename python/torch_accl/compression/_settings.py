@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
@@ -36,6 +36,12 @@ _ONE_IN = 1024
 _PART = 250
 
 
+class _Unsaid(str):
+    """A codec that nobody has given: a group may have another one that is meant."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class Compression:
     """How gradients are compressed.
@@ -48,9 +54,10 @@ class Compression:
     errors that balance between ranks. `sign` and `topk` (which keeps one in 2^BITS elements) have `bucket` and `meta`.
 
     Attributes:
-        codec: of all tensors that are not treated otherwise; `ACCL_CODEC` where it is left out, else `maxmin:4`. With `"auto"` each
-            parameter gets the fastest one of raw, bf16, 8 and 4 bits whose error is within `error_budget`, which is measured
-            with its first compressed gradient and kept (for DistributedDataParallel and FSDP2; `State.explain` tells).
+        codec: of all tensors that are not treated otherwise. Where it is left out, that of the group's `Options`, else that of
+            `ACCL_CODEC`, else `maxmin:4`. With `"auto"` each parameter gets the fastest one of raw, bf16, 8 and 4 bits whose error is
+            within `error_budget`, which is measured with its first compressed gradient and kept (for DistributedDataParallel and
+            FSDP2; `State.explain` tells).
         up: of parts of a sum on their way to who adds them up; None takes `codec`.
         down: of results on their way back; None takes `codec`.
         inner: of parts of a sum between ranks of one host, where an algorithm composes over hosts.
@@ -78,7 +85,7 @@ class Compression:
             end. Or it was not asked for with `sign` or `topk`, which always lose a third of a gradient and more.
     """
 
-    codec: str = field(default_factory=lambda: default_codec())
+    codec: str = field(default_factory=lambda: _Unsaid(default_codec()))
     up: str | None = None
     down: str | None = None
     inner: str = RAW
@@ -97,6 +104,8 @@ class Compression:
     def __post_init__(self) -> None:
         canonical = {"inner": _checked("inner", self.inner)}
         canonical["codec"] = self.codec if self.codec == AUTO else _checked("codec", self.codec)
+        if isinstance(self.codec, _Unsaid):
+            canonical["codec"] = _Unsaid(canonical["codec"])
         canonical |= {
             name: _checked(name, codec) for name in ("up", "down") if (codec := getattr(self, name)) is not None
         }
@@ -140,6 +149,10 @@ class Compression:
                 f"{lossy[0]} loses a third of a gradient and more, always in the same way: give error_feedback=True, which adds "
                 "what was lost to the next one, or take a codec of 2 bits or more"
             )
+
+    def of_group(self, codec: str | None) -> Compression:
+        """These settings in a group whose `Options` name a codec, or none: it is meant where none was given here."""
+        return self if codec is None or not isinstance(self.codec, _Unsaid) else replace(self, codec=codec)
 
     def codecs(self) -> list[str]:
         """All that some parameter may take."""

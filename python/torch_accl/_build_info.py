@@ -1,0 +1,4 @@
+"""Written by the build; read by the version gate before the native module is loaded."""
+
+BUILT_FOR_TORCH = "2.15"
+VERSION = "0.1.0"
