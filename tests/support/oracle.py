@@ -28,6 +28,7 @@ def offered() -> list[tuple[str, str]]:
     pairs = [(op, dtype) for dtype in FLOATS for op in OPS_OF_REALS]
     pairs += [(op, dtype) for dtype in COMPLEX for op in ("SUM", "AVG")]
     pairs += [(op, dtype) for dtype in ["bool", *INTEGERS] for op in ("SUM", "PRODUCT", "MIN", "MAX", *OPS_OF_BITS)]
+    pairs += [("AVG", dtype) for dtype in INTEGERS]
     return pairs
 
 
@@ -97,6 +98,11 @@ def expected_reduction(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
             return (total / len(tensors)).to(dtype)
         combine = {"SUM": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum}[op]
         return functools.reduce(combine, wide).to(dtype)
+    if op == "AVG":
+        # The sum wraps as SUM does, and the quotient goes towards zero, as NCCL has it; Python's own integers are exact.
+        total = expected_reduction(tensors, "SUM").numpy()
+        quotients = [abs(int(x)) // len(tensors) * (1 if x >= 0 else -1) for x in total.flat]
+        return torch.from_numpy(np.asarray(quotients, dtype=total.dtype).reshape(total.shape))
     table = _NUMPY_BOOL if dtype == torch.bool else _NUMPY
     with np.errstate(over="ignore"):
         return torch.from_numpy(np.asarray(functools.reduce(table[op], [t.numpy() for t in tensors])))

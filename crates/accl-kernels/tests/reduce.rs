@@ -232,6 +232,39 @@ fn every_sixteen_bit_pattern_gives_the_same_bits_on_every_isa() {
 }
 
 #[test]
+fn the_average_of_integers_is_the_sum_divided_towards_zero() {
+    macro_rules! check {
+        ($type:ty, $dtype:expr) => {
+            // Every remainder, the ends of the range, and sums that wrap: as SUM does, before the division.
+            let ends = [<$type>::MIN, <$type>::MIN + 1, <$type>::MAX - 1, <$type>::MAX];
+            let small = (0..100).map(|i| <$type>::MIN.wrapping_add(i).wrapping_mul(3)).chain(0..100);
+            let a: Vec<$type> = small.chain(ends).chain(ends).collect();
+            let b: Vec<$type> = a.iter().rev().copied().collect();
+            for (isa, world) in available_isas().into_iter().flat_map(|isa| [1, 2, 3, 7, 200, 70_000].map(|n| (isa, n)))
+            {
+                let mut dst: Vec<$type> = vec![0; a.len()];
+                let reducer = Reducer::with_isa(ReduceOp::Avg, $dtype, world, isa).unwrap();
+                let (to, x, y) = (dst.as_mut_ptr().cast(), a.as_ptr().cast(), b.as_ptr().cast());
+                // SAFETY: all have the same length, and are apart.
+                unsafe { reducer.pair(to, x, y, a.len(), Finish::Yes) };
+                for ((&a, &b), &got) in a.iter().zip(&b).zip(&dst) {
+                    let want = i128::from(a.wrapping_add(b)) / i128::from(world);
+                    assert_eq!(i128::from(got), want, "({a} + {b}) / {world} of {} on {isa}", $dtype);
+                }
+            }
+        };
+    }
+    check!(u8, Dtype::U8);
+    check!(i8, Dtype::I8);
+    check!(u16, Dtype::U16);
+    check!(i16, Dtype::I16);
+    check!(u32, Dtype::U32);
+    check!(i32, Dtype::I32);
+    check!(u64, Dtype::U64);
+    check!(i64, Dtype::I64);
+}
+
+#[test]
 fn average_divides_before_it_rounds() {
     // In float16 the sum overflows; its half does not.
     let big = [half::f16::MAX.to_bits(); 11];
@@ -252,7 +285,8 @@ fn what_is_offered_follows_the_class_of_the_dtype() {
     for &op in ReduceOp::ALL {
         for &dtype in Dtype::ALL {
             let want = match dtype.class() {
-                DtypeClass::Bool | DtypeClass::Integer => !matches!(op, ReduceOp::Avg | ReduceOp::PremulSum),
+                DtypeClass::Bool => !matches!(op, ReduceOp::Avg | ReduceOp::PremulSum),
+                DtypeClass::Integer => op != ReduceOp::PremulSum,
                 DtypeClass::Float16 | DtypeClass::Float => {
                     !matches!(op, ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor)
                 }
@@ -271,10 +305,11 @@ fn what_is_offered_follows_the_class_of_the_dtype() {
 
 #[test]
 fn a_refusal_names_the_operator_the_dtype_and_what_is_accepted() {
-    let error = Reducer::new(ReduceOp::Avg, Dtype::I32, 2).unwrap_err();
+    let error = Reducer::new(ReduceOp::Avg, Dtype::Bool, 2).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Unsupported);
     assert_eq!(
         error.message,
-        "reduce operator AVG is not supported for int32; it takes float16, bfloat16, float32, float64, complex64, complex128"
+        "reduce operator AVG is not supported for bool; it takes uint8, int8, uint16, int16, uint32, int32, uint64, int64, \
+         float16, bfloat16, float32, float64, complex64, complex128"
     );
 }

@@ -225,7 +225,10 @@ class Prepared:
             case "sum":
                 return _narrow(wide.sum(0), dtype)
             case "avg":
-                return _narrow(wide.sum(0) / self.world, dtype)
+                if dtype.is_floating_point or dtype.is_complex:
+                    return _narrow(wide.sum(0) / self.world, dtype)
+                # The sum wraps, and what is behind the point is dropped.
+                return torch.div(_narrow(wide.sum(0), dtype).long(), self.world, rounding_mode="trunc").to(dtype)
             case "product":
                 return _narrow(wide.prod(0), dtype)
             case "min":
@@ -246,7 +249,7 @@ class Prepared:
     def _differing(self, found: torch.Tensor, period: torch.Tensor, first: int) -> int:
         """Elements of `found` other than those of the endless `period` from element `first` on."""
         period = period.roll(-(first % len(period)))
-        if self.case.op == "avg":
+        if self.case.op == "avg" and (found.is_floating_point() or found.is_complex()):
             # A mean may be rounded twice, once in the type of the sum.
             close = torch.finfo(found.dtype).eps
             return _count(found, period, lambda a, b: ~torch.isclose(a, b, rtol=close, atol=0.0))

@@ -79,6 +79,12 @@ pub(crate) trait FloatReg: ArithReg + OrderReg {
     fn mul_scalar(self, factor: f64) -> Self;
 }
 
+/// What integers have besides: division by the world size.
+pub(crate) trait IntegerReg: ArithReg + OrderReg {
+    /// Towards zero.
+    fn div_whole(self, divisor: f64) -> Self;
+}
+
 /// Elements that are added and multiplied.
 pub(crate) trait ArithLanes: Lanes<Reg: ArithReg, Tail: Lanes<Reg: ArithReg>> {}
 impl<V: Lanes<Reg: ArithReg, Tail: Lanes<Reg: ArithReg>>> ArithLanes for V {}
@@ -86,6 +92,10 @@ impl<V: Lanes<Reg: ArithReg, Tail: Lanes<Reg: ArithReg>>> ArithLanes for V {}
 /// Elements that are ordered.
 pub(crate) trait OrderLanes: Lanes<Reg: OrderReg, Tail: Lanes<Reg: OrderReg>> {}
 impl<V: Lanes<Reg: OrderReg, Tail: Lanes<Reg: OrderReg>>> OrderLanes for V {}
+
+/// Elements that are added, ordered and divided as integers.
+pub(crate) trait IntegerLanes: Lanes<Reg: IntegerReg, Tail: Lanes<Reg: IntegerReg>> {}
+impl<V: Lanes<Reg: IntegerReg, Tail: Lanes<Reg: IntegerReg>>> IntegerLanes for V {}
 
 /// Elements that are added, ordered and divided as floats.
 pub(crate) trait FloatLanes: Lanes<Reg: FloatReg, Tail: Lanes<Reg: FloatReg>> {}
@@ -148,6 +158,15 @@ impl<R: FloatReg> Last<R> for Divide {
     #[inline(always)]
     fn finish(value: R, world: f64) -> R {
         value.div_scalar(world)
+    }
+}
+
+/// AVG of integers: the sum is divided by the world size, and what is behind the point is dropped, as NCCL does.
+pub(crate) struct DivideWhole;
+impl<R: IntegerReg> Last<R> for DivideWhole {
+    #[inline(always)]
+    fn finish(value: R, world: f64) -> R {
+        value.div_whole(world)
     }
 }
 
@@ -275,6 +294,16 @@ by_register! {
     BitReg: and or xor;
 }
 
+impl<R: IntegerReg, const N: usize> IntegerReg for Regs<R, N> {
+    #[inline(always)]
+    fn div_whole(mut self, divisor: f64) -> Self {
+        for one in &mut self.0 {
+            *one = one.div_whole(divisor);
+        }
+        self
+    }
+}
+
 impl<R: FloatReg, const N: usize> FloatReg for Regs<R, N> {
     #[inline(always)]
     fn div_scalar(mut self, divisor: f64) -> Self {
@@ -326,6 +355,27 @@ macro_rules! integers {
 }
 
 integers!(u8 u16 u32 u64 i8 i16 i32 i64);
+
+macro_rules! divide_whole {
+    ($($int:ty)*, $value:ident / $divisor:ident => $result:expr) => {
+        $(
+            impl IntegerReg for $int {
+                #[inline(always)]
+                fn div_whole(self, $divisor: f64) -> Self {
+                    let $value = self;
+                    $result as $int
+                }
+            }
+        )*
+    };
+}
+
+// Vectors divide floats. A quotient that is no whole number is at least one part in the dividend away from the next one,
+// which is far more than a float64 rounds a dividend of 32 bits by: the truncated quotient is exact.
+divide_whole!(u8 u16 u32 i8 i16 i32, value / divisor => (f64::from(value) / divisor));
+// The world size is 32 bits wide and at least 1, so neither conversion nor division can go wrong.
+divide_whole!(u64, value / divisor => (value / (divisor as u64)));
+divide_whole!(i64, value / divisor => (value / (divisor as i64)));
 
 impl BitReg for u8 {
     #[inline(always)]

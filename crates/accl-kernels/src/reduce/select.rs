@@ -3,7 +3,7 @@
 use accl_types::{Dtype, ReduceOp};
 
 use super::lanes::{
-    And, ArithLanes, Bool, Divide, FloatLanes, Group, Keep, Max, Min, Or, OrderLanes, Product, Sum, Xor,
+    And, ArithLanes, Bool, Divide, DivideWhole, FloatLanes, Group, IntegerLanes, Keep, Max, Min, Or, Product, Sum, Xor,
 };
 use crate::arch::{Arch, ReduceKernels, ScaleKernel};
 
@@ -92,9 +92,13 @@ fn boolean<A: Arch>(op: ReduceOp) -> Option<Selected> {
 }
 
 /// `U` is the unsigned type of the same width, for what does not depend on the sign.
-fn integer<A: Arch, T: OrderLanes, U: ArithLanes>(op: ReduceOp) -> Option<Selected> {
+fn integer<A: Arch, T: IntegerLanes, U: ArithLanes>(op: ReduceOp) -> Option<Selected> {
     match op {
         ReduceOp::Sum => Some(same(A::reduce_kernels::<U, Sum, Keep>())),
+        ReduceOp::Avg => Some(Selected {
+            keep: A::reduce_kernels::<U, Sum, Keep>(),
+            last: A::reduce_kernels::<T, Sum, DivideWhole>(),
+        }),
         ReduceOp::Product => Some(same(A::reduce_kernels::<U, Product, Keep>())),
         ReduceOp::Min => Some(same(A::reduce_kernels::<T, Min, Keep>())),
         ReduceOp::Max => Some(same(A::reduce_kernels::<T, Max, Keep>())),
@@ -102,7 +106,7 @@ fn integer<A: Arch, T: OrderLanes, U: ArithLanes>(op: ReduceOp) -> Option<Select
         ReduceOp::Band => Some(same(A::reduce_kernels::<Line1<u8>, And, Keep>())),
         ReduceOp::Bor => Some(same(A::reduce_kernels::<Line1<u8>, Or, Keep>())),
         ReduceOp::Bxor => Some(same(A::reduce_kernels::<Line1<u8>, Xor, Keep>())),
-        ReduceOp::Avg | ReduceOp::PremulSum => None,
+        ReduceOp::PremulSum => None,
     }
 }
 

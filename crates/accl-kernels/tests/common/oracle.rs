@@ -10,9 +10,16 @@ pub fn reduce(op: ReduceOp, dtype: Dtype, operands: &[&[u8]], divisor: Option<u3
         };
     }
     macro_rules! integer {
-        ($type:ty) => {
-            read!($type).reduce(|a, b| integer(op, a.into(), b.into()) as $type).unwrap().to_le_bytes().to_vec()
-        };
+        ($type:ty) => {{
+            let value = read!($type).reduce(|a, b| integer(op, a.into(), b.into()) as $type).unwrap();
+            match divisor {
+                // Towards zero, of a sum that has wrapped as SUM does.
+                Some(world) if op == ReduceOp::Avg => (i128::from(value) / i128::from(world)) as $type,
+                _ => value,
+            }
+            .to_le_bytes()
+            .to_vec()
+        }};
     }
     macro_rules! float16 {
         ($type:ty) => {{
@@ -61,14 +68,14 @@ fn boolean(op: ReduceOp, a: bool, b: bool) -> bool {
 /// In 128 bits; the caller's cast wraps. Only a product of two 64-bit numbers could overflow.
 fn integer(op: ReduceOp, a: i128, b: i128) -> i128 {
     match op {
-        ReduceOp::Sum => a + b,
+        ReduceOp::Sum | ReduceOp::Avg => a + b,
         ReduceOp::Product => a.wrapping_mul(b),
         ReduceOp::Min => a.min(b),
         ReduceOp::Max => a.max(b),
         ReduceOp::Band => a & b,
         ReduceOp::Bor => a | b,
         ReduceOp::Bxor => a ^ b,
-        ReduceOp::Avg | ReduceOp::PremulSum => unreachable!(),
+        ReduceOp::PremulSum => unreachable!(),
     }
 }
 
