@@ -1,9 +1,12 @@
 """reduce and reduce_scatter: operators, dtypes, roots, uneven and coalesced forms; inputs stay as they were."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
-from support import bytes_equal, contributions, expected_reduction, on_ranks, premul_sum, reduce_op
+from support import bytes_equal, contributions, expected_reduction, noise, on_ranks, premul_sum, reduce_op
 from support.oracle import offered
 
 COUNT = 1009
@@ -29,6 +32,31 @@ def test_every_rank_can_be_the_root_of_a_reduce(rank, world, count):
         dist.reduce(result, root)
         if rank == root:
             assert bytes_equal(result, expected_reduction(tensors, "SUM"))
+
+
+@on_ranks(3, 4)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rows_that_collect_add_16_bit_floats_in_float32_by_rank_and_round_once(rank, world, dtype):
+    import torch_accl
+
+    rows = "all_reduce=direct_two_phase_collected", "reduce_scatter=direct_collected", "reduce=flat_collected"
+    group = dist.new_group(pg_options=torch_accl.Options(algorithm=list(rows)))
+    # 1,009 elements leave parts of unequal size, 20,000 are several of them a segment.
+    for count, (op, divisor) in itertools.product((3, 1009, 20_000), (("SUM", 1), ("AVG", world))):
+        tensors = noise(world, world * count, dtype)
+        total = functools.reduce(torch.add, [tensor.float() for tensor in tensors]) / divisor
+        expected = total.to(tensors[0].dtype)
+        whole, at_root = tensors[rank].clone(), tensors[rank].clone()
+        dist.all_reduce(whole, reduce_op(op), group)
+        assert bytes_equal(whole, expected)
+        for root in range(world):
+            at_root.copy_(tensors[rank])
+            dist.reduce(at_root, root, reduce_op(op), group)
+            assert rank != root or bytes_equal(at_root, expected)
+        block = torch.empty(count, dtype=whole.dtype)
+        dist.reduce_scatter_tensor(block, tensors[rank], reduce_op(op), group)
+        assert bytes_equal(block, expected[rank * count : (rank + 1) * count])
+    dist.destroy_process_group(group)
 
 
 @on_ranks(2, 3)

@@ -289,6 +289,8 @@ pub(crate) struct PlanKey {
     pub(crate) outputs: Vec<Vec<Elems>>,
     /// Of an encoded call.
     pub(crate) codecs: Option<TypedCodecs>,
+    /// Whether each reduction rounds: its type is narrower than the arithmetic.
+    pub(crate) rounds: bool,
 }
 
 impl PlanKey {
@@ -337,6 +339,7 @@ impl Plans {
         let bytes = key.size_bytes(world);
         let algorithm = match encoded {
             true => self.chooser.choose_encoded(key.collective, bytes, key.equal_blocks)?,
+            false if key.rounds => self.chooser.choose_narrow(key.collective, bytes, key.equal_blocks)?,
             false => self.chooser.choose(key.collective, bytes, key.equal_blocks)?,
         };
         let request = Request { collective: key.collective, world, rank: self.rank, root: key.root, topology };

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use accl_kernels::Reducer;
 use accl_transport::frame::{Header, Signature};
-use accl_types::{Collective, Dtype, Elems, Error, Rank, ReduceOp, Result};
+use accl_types::{Collective, Dtype, DtypeClass, Elems, Error, Rank, ReduceOp, Result};
 use smallvec::SmallVec;
 
 use crate::buffers::block_elems;
@@ -149,6 +149,7 @@ impl Shapes {
             inputs,
             outputs,
             codecs: codecs.clone().map(|codecs| TypedCodecs { codecs, dtype: desc.dtype }),
+            rounds: reduces && desc.dtype.class() == DtypeClass::Float16 && rounds(desc.op),
         };
         check_kept_block(desc.collective, &plan_key, rank)?;
         let plan = plans.get(&plan_key)?;
@@ -172,6 +173,14 @@ impl Shapes {
 /// Factors are applied while the buffers are prepared; what remains is a sum.
 fn kernel_op(op: ReduceOp) -> ReduceOp {
     if op == ReduceOp::PremulSum { ReduceOp::Sum } else { op }
+}
+
+/// Whether the result of two operands is in general none of the numbers that a type has.
+fn rounds(op: ReduceOp) -> bool {
+    match op {
+        ReduceOp::Sum | ReduceOp::Avg | ReduceOp::Product | ReduceOp::PremulSum => true,
+        ReduceOp::Min | ReduceOp::Max | ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => false,
+    }
 }
 
 /// Whether every rank knows from its own arguments that all blocks are equal.

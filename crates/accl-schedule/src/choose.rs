@@ -9,13 +9,19 @@ use std::cell::OnceCell;
 use accl_types::config::AlgorithmRule;
 use accl_types::{Collective, Error, Result, nearest};
 
-use crate::algorithms::{ALGORITHMS, Algorithm, Encodes, find};
+use crate::algorithms::{ALGORITHMS, Algorithm, Encodes, Sums, find};
 use crate::cost::{Cost, Machine, Near, Placement, Prices};
 use crate::topology::Topology;
 
 /// In worlds up to this one an all_to_all talks to all others at once. Its sizes differ from rank to rank and must not
 /// enter the choice.
 const DIRECT_WORLD: u32 = 16;
+
+/// Sums of types that are narrower than their arithmetic are rounded once in worlds and for buffers up to these,
+const TOGETHER_WORLD: u32 = 8;
+const TOGETHER_BYTES: u64 = 64 << 10;
+/// where that is predicted to take at most so many parts in ten of the least time.
+const TOGETHER_TENTHS: u64 = 12;
 
 /// What the choice of one group goes by, besides the call.
 #[derive(Clone, Copy, Debug)]
@@ -73,6 +79,27 @@ impl Chooser {
     /// have no schedules.
     pub fn choose(&self, collective: Collective, bytes: u64, equal_blocks: bool) -> Result<&'static Algorithm> {
         self.choose_among(collective, bytes, equal_blocks, |_| true)
+    }
+
+    /// As [`Chooser::choose`], for a sum or product of a type that is narrower than its arithmetic, as 16-bit floats are: for small
+    /// buffers in small worlds a row that adds up [`Sums::Together`] is taken, if it takes little more time than the fastest.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn choose_narrow(&self, collective: Collective, bytes: u64, equal_blocks: bool) -> Result<&'static Algorithm> {
+        let fastest = self.choose(collective, bytes, equal_blocks)?;
+        // Two contributions are rounded once whatever is taken; a rule is an order.
+        let is_small = (3..=TOGETHER_WORLD).contains(&self.topology.world()) && bytes <= TOGETHER_BYTES;
+        if !is_small || fastest.sums == Sums::Together || self.by_rule(collective, bytes)?.is_some() {
+            return Ok(fastest);
+        }
+        let times: Vec<_> = self.predict(collective, bytes, equal_blocks).collect();
+        let least = times.iter().map(|&(_, time_ps)| time_ps).min().unwrap_or(0);
+        let together = times.into_iter().filter(|(row, _)| row.sums == Sums::Together);
+        let affordable = together
+            .min_by_key(|&(_, time_ps)| time_ps)
+            .filter(|&(_, time_ps)| u128::from(time_ps) * 10 <= u128::from(least) * u128::from(TOGETHER_TENTHS));
+        Ok(affordable.map_or(fastest, |(row, _)| row))
     }
 
     /// As [`Chooser::choose`], for a call whose messages are encoded; `bytes` is the size of what that makes of the buffer. Rows
@@ -177,6 +204,7 @@ fn check_applies(row: &'static Algorithm, equal_blocks: bool, topology: &Topolog
 
 /// The rule in words, for the page of algorithms.
 pub(crate) fn choice_text() -> String {
+    let (together_kib, over, tenths) = (TOGETHER_BYTES >> 10, TOGETHER_TENTHS / 10, TOGETHER_TENTHS % 10);
     format!(
         "An override that fits the call, else the algorithm whose predicted time is the least. The prediction adds up what the
 algorithm's file counts (messages of the busiest rank, their bytes, the longest chain, what crosses between hosts) with
@@ -188,6 +216,9 @@ are left out: the choice is that of the built-in constants, one host and a core 
 Two things are not left to the prediction. An all_to_all takes `direct` for up to {DIRECT_WORLD} ranks and `pairwise` above: its
 sizes differ from rank to rank, and so may not enter the choice. What needs blocks of equal size is taken only where all
 ranks know that they are; a rank that gives splits to an all_to_all cannot, so its `bruck` runs only when asked for.
+
+Small sums and products of float16 and bfloat16 (at most {together_kib} KiB, 3 to {TOGETHER_WORLD} ranks) take a row that adds up together, and so
+rounds once, if its predicted time is at most {over}.{tenths} times the least.
 
 `accl simulate` prints the prediction for every algorithm, and what is taken, for a world of any size.
 "
@@ -334,6 +365,48 @@ mod tests {
             let hosts = Topology::new((0..world).map(|rank| rank / on_each).collect());
             let chosen = chooser(&hosts, &[]).choose(Collective::AllReduce, bytes, true).unwrap();
             assert_eq!(chosen.name, "two_level", "{bytes} bytes, {world} ranks");
+        }
+    }
+
+    #[test]
+    fn small_sums_that_round_are_made_together_where_that_is_affordable() {
+        let sums = [Collective::AllReduce, Collective::ReduceScatter, Collective::Reduce];
+        for (world, collective) in (3..=8).flat_map(|world| sums.map(|collective| (world, collective))) {
+            let chooser = chooser(&Topology::flat(world), &[]);
+            for bytes in [2, 400, 1 << 12, 1 << 16, (1 << 16) + 1, 1 << 24] {
+                let time = |row: &Algorithm| {
+                    chooser.predict(collective, bytes, true).find(|(other, _)| other.id == row.id).unwrap().1
+                };
+                let (fastest, narrow) = (
+                    chooser.choose(collective, bytes, true).unwrap(),
+                    chooser.choose_narrow(collective, bytes, true).unwrap(),
+                );
+                assert!(time(narrow) * 10 <= time(fastest) * 12, "{collective} {world} {bytes}");
+                if bytes > 1 << 16 {
+                    assert_eq!(narrow.name, fastest.name);
+                }
+                let rows = chooser.predict(collective, bytes, true).filter(|(row, _)| row.sums == Sums::Together);
+                let together = rows.map(|(_, time)| time).min().unwrap();
+                let affordable = bytes <= 1 << 16 && together * 10 <= time(fastest) * 12;
+                assert!(narrow.sums == Sums::Together || !affordable, "{collective} {world} {bytes}");
+            }
+        }
+        // An override is an order.
+        let rules = [rule(Collective::AllReduce, "recursive_doubling", 0, u64::MAX)];
+        let ordered = chooser(&Topology::flat(4), &rules);
+        assert_eq!(ordered.choose_narrow(Collective::AllReduce, 64, true).unwrap().name, "recursive_doubling");
+    }
+
+    #[test]
+    fn rows_that_collect_are_taken_only_for_sums_that_round() {
+        for (world, topology) in
+            [2, 3, 4, 8, 16].into_iter().flat_map(|world| topologies(world).map(|hosts| (world, hosts)))
+        {
+            let chooser = chooser(&topology, &[]);
+            for (collective, bytes) in collectives().flat_map(|collective| SIZES.map(|bytes| (collective, bytes))) {
+                let row = chooser.choose(collective, bytes, true).unwrap();
+                assert!(!row.name.ends_with("_collected"), "{collective} {world} {bytes}: {}", row.name);
+            }
         }
     }
 

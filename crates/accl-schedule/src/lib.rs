@@ -17,7 +17,7 @@ pub mod patterns;
 pub mod program;
 mod topology;
 
-pub use algorithms::{ALGORITHMS, Algorithm, Encodes, Fraction};
+pub use algorithms::{ALGORITHMS, Algorithm, Encodes, Fraction, Sums};
 pub use choose::{Basis, Chooser, check_rules};
 pub use encode::encodes;
 pub use ir::{Action, Buf, ChunkRange, Code, Division, Finish, Order, Request, Role, Schedule, Span};

@@ -36,6 +36,7 @@ struct Counted {
     uplink_bytes: u64,
     copied: u64,
     operands: u32,
+    operand_bytes: u64,
 }
 
 fn count(row: &Algorithm, topology: &Topology) -> Counted {
@@ -79,7 +80,10 @@ fn count(row: &Algorithm, topology: &Topology) -> Counted {
                     work.reduced_bytes += layout.bytes(dst);
                 }
                 OpKind::Copy { dst, .. } => copied += layout.bytes(dst),
-                OpKind::Reduce { srcs, .. } => counted.operands = counted.operands.max(srcs.len() as u32),
+                OpKind::Reduce { dst, srcs, .. } => {
+                    counted.operands = counted.operands.max(srcs.len() as u32);
+                    counted.operand_bytes = counted.operand_bytes.max(layout.bytes(dst));
+                }
                 OpKind::Combine { .. } => unreachable!("no plain program encodes"),
             }
         }
@@ -174,6 +178,7 @@ fn check(row: &Algorithm, topology: &Topology) -> Result<(), String> {
 
     alike("bytes copied", cost.copied.of_bytes(BYTES), counted.copied)?;
     alike("operands", cost.operands.into(), counted.operands.into())?;
+    alike("bytes of an operand", cost.operand.of_bytes(BYTES), counted.operand_bytes)?;
     let chain: u32 = cost.phases.iter().map(|phase| phase.chain.sum()).sum();
     let steps = (row.steps)(world, topology);
     // Between hosts the path with most hops between them is stated, which need not be the longest.

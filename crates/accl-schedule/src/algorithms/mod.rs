@@ -28,6 +28,8 @@ pub struct Algorithm {
     pub needs_equal_blocks: bool,
     /// Whether its messages can be encoded.
     pub encodes: Encodes,
+    /// How contributions are added up.
+    pub sums: Sums,
     /// Longest chain of messages.
     pub steps: fn(u32, &Topology) -> u32,
     /// Bytes that the busiest rank sends or receives, whichever is more, as a fraction of the largest buffer of the call.
@@ -49,6 +51,15 @@ impl Algorithm {
     pub fn composes_over_hosts(&self) -> bool {
         !self.requires.is_empty()
     }
+}
+
+/// How contributions are added up, which says how often a sum is rounded in a type that is narrower than the arithmetic.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sums {
+    /// One after the other as they arrive, or in parts by several ranks: each addition rounds. Also of rows that add nothing.
+    InTurn,
+    /// All at once, in the order of ranks, by a rank that has collected them: the sum is rounded once.
+    Together,
 }
 
 /// What becomes of an element when messages are encoded.
@@ -149,6 +160,7 @@ table! {
         double_binary_tree,
         two_level,
         circulant,
+        direct_two_phase_collected,
     ]
     reduce_scatter: [
         direct,
@@ -156,6 +168,7 @@ table! {
         ring,
         two_level,
         circulant,
+        direct_collected,
     ]
     all_gather: [
         direct,
@@ -173,6 +186,7 @@ table! {
         flat,
         binomial,
         chain,
+        flat_collected,
     ]
     gather: [
         flat,
@@ -206,7 +220,7 @@ pub fn by_id(id: u8) -> Option<&'static Algorithm> {
 pub mod prelude {
     pub use accl_types::{Collective, Rank};
 
-    pub use super::{Algorithm, Encodes, Fraction};
+    pub use super::{Algorithm, Encodes, Fraction, Sums};
     pub use crate::cost::{Among, Arriving, Cost, Phase};
     pub use crate::patterns::{Strip, Team, ceil_log2, floor_log2, floor_power_of_two};
     pub use crate::{Buf, Division, Finish, Order, Request, Schedule, Span, Topology};

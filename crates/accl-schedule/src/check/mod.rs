@@ -15,7 +15,7 @@ use std::fmt;
 
 use accl_types::{Collective, Rank};
 
-use crate::algorithms::{Algorithm, Fraction};
+use crate::algorithms::{Algorithm, Fraction, Sums};
 use crate::ir::{Request, Schedule};
 use crate::program::{OpKind, Places, Program};
 use crate::topology::Topology;
@@ -71,6 +71,8 @@ pub struct Report {
     pub bytes: Fraction,
     /// How often an element is encoded at most; 0 for programs that are not encoded.
     pub encodings: u32,
+    /// How often the sum of a type that is narrower than the arithmetic is rounded at most.
+    pub roundings: u32,
 }
 
 /// Why a schedule is refused: rank, operation and reason.
@@ -108,12 +110,25 @@ pub fn check_algorithm(row: &Algorithm, root: Rank, topology: &Topology) -> Resu
     let blocks = if row.needs_equal_blocks { BlockSizes::Equal } else { BlockSizes::Different };
     let case = Case { collective: row.collective, world, root, topology, blocks };
     let report = check_programs(&case, &case.programs(row.build))?;
-    let documented = Report { steps: (row.steps)(world, topology), bytes: (row.bytes)(world, topology), encodings: 0 };
+    let documented = Report {
+        steps: (row.steps)(world, topology),
+        bytes: (row.bytes)(world, topology),
+        encodings: 0,
+        roundings: report.roundings,
+    };
     // With hosts of different sizes a row that composes over hosts documents the worst that can happen.
     let bound = !row.requires.is_empty() && topology.smallest_host() < topology.largest_host();
     let as_documented =
         if bound { report.steps <= documented.steps && report.bytes <= documented.bytes } else { report == documented };
-    if as_documented { Ok(report) } else { Err(Violation::new(format!("costs {report:?}, documented {documented:?}"))) }
+    if !as_documented {
+        return Err(Violation::new(format!("costs {report:?}, documented {documented:?}")));
+    }
+    match row.sums {
+        Sums::Together if report.roundings > 1 => {
+            Err(Violation::new(format!("rounds {} times where it says that it adds up together", report.roundings)))
+        }
+        Sums::Together | Sums::InTurn => Ok(report),
+    }
 }
 
 /// Checks the programs of all ranks of one call.
@@ -132,15 +147,17 @@ pub fn check_programs(case: &Case, programs: &[Program]) -> Result<Report, Viola
     let graph = order::Graph::new(case, programs)?;
     graph.check_rendezvous(programs)?;
     let sequence = graph.sequence(programs)?;
-    let mut encodings = 0;
+    let mut changes = values::Changes::default();
     for apart in [true, false] {
         let places = |rank: u32| match apart {
             true => Places::separate(),
             false => places(case, rank, &programs[rank as usize]),
         };
-        encodings = encodings.max(values::check_values(case, programs, &graph, &sequence, &places)?);
+        changes = changes.max(values::check_values(case, programs, &graph, &sequence, &places)?);
     }
-    Ok(Report { steps: graph.longest_chain(programs, &sequence), bytes: model::busiest(case, programs), encodings })
+    let values::Changes { encodings, roundings } = changes;
+    let steps = graph.longest_chain(programs, &sequence);
+    Ok(Report { steps, bytes: model::busiest(case, programs), encodings, roundings })
 }
 
 /// Checks what can be seen without the whole world: the programs of some ranks, each alone and the messages among them.

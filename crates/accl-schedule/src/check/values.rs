@@ -13,6 +13,21 @@ use super::{Case, Violation};
 use crate::ir::{Buf, Finish, Order, Span};
 use crate::program::{OpKind, Places, Program};
 
+/// What becomes of an element at most on its way to an output.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Changes {
+    /// How often it is encoded.
+    pub(super) encodings: u32,
+    /// How many reductions it goes through one after the other: after each, a type narrower than the arithmetic is rounded.
+    pub(super) roundings: u32,
+}
+
+impl Changes {
+    pub(super) fn max(self, other: Changes) -> Changes {
+        Changes { encodings: self.encodings.max(other.encodings), roundings: self.roundings.max(other.roundings) }
+    }
+}
+
 /// An expression.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Node {
@@ -32,6 +47,8 @@ struct Pool {
     lowest: Vec<u32>,
     /// How often each was encoded on the way, at most.
     encodings: Vec<u32>,
+    /// How many reductions each went through one after the other, at most.
+    roundings: Vec<u32>,
     numbers: HashMap<Node, u32>,
 }
 
@@ -54,10 +71,18 @@ impl Pool {
                 operands.iter().map(|&operand| self.encodings[operand as usize]).max().unwrap_or(0)
             }
         };
+        let roundings = match &node {
+            Node::Leaf { .. } => 0,
+            Node::Encoded { value, .. } => self.roundings[*value as usize],
+            Node::Reduction { operands, .. } => {
+                operands.iter().map(|&operand| self.roundings[operand as usize]).max().unwrap_or(0) + 1
+            }
+        };
         let number = self.nodes.len() as u32;
         self.nodes.push(node.clone());
         self.lowest.push(lowest);
         self.encodings.push(encodings);
+        self.roundings.push(roundings);
         self.numbers.insert(node, number);
         number
     }
@@ -142,14 +167,14 @@ impl Memory {
 }
 
 /// Runs all operations in an order that respects dependencies and looks at what `Out` holds in the end. That any such
-/// order gives the same is what the checks of hazards prove. Returns how often an element is encoded at most.
+/// order gives the same is what the checks of hazards prove.
 pub(super) fn check_values(
     case: &Case,
     programs: &[Program],
     graph: &Graph,
     sequence: &[u32],
     places: &dyn Fn(u32) -> Places,
-) -> Result<u32, Violation> {
+) -> Result<Changes, Violation> {
     let mut pool = Pool::default();
     let mut memories: Vec<Memory> =
         (0..case.world).map(|rank| initial(case, rank, &programs[rank as usize], places(rank), &mut pool)).collect();
@@ -212,11 +237,11 @@ pub(super) fn check_values(
         };
         run().map_err(|why: Violation| why.at(rank as u32, index, kind))?;
     }
-    let encodings = check_outputs(case, programs, &pool, &mut memories)?;
+    let changes = check_outputs(case, programs, &pool, &mut memories)?;
     if case.collective == Collective::Barrier {
         check_barrier(case, programs, graph, sequence)?;
     }
-    Ok(encodings)
+    Ok(changes)
 }
 
 fn initial(case: &Case, rank: u32, program: &Program, places: Places, pool: &mut Pool) -> Memory {
@@ -233,8 +258,13 @@ fn initial(case: &Case, rank: u32, program: &Program, places: Places, pool: &mut
     memory
 }
 
-fn check_outputs(case: &Case, programs: &[Program], pool: &Pool, memories: &mut [Memory]) -> Result<u32, Violation> {
-    let mut encodings = 0;
+fn check_outputs(
+    case: &Case,
+    programs: &[Program],
+    pool: &Pool,
+    memories: &mut [Memory],
+) -> Result<Changes, Violation> {
+    let mut changes = Changes::default();
     // The expression that reduces each chunk: found once, then the same on all ranks.
     let mut reductions: HashMap<u32, u32> = HashMap::new();
     // What each rank's contribution has become.
@@ -244,7 +274,8 @@ fn check_outputs(case: &Case, programs: &[Program], pool: &Pool, memories: &mut 
         for chunk in 0..program.out_division.chunks(blocks) {
             let place = |why: &str| Violation::new(format!("chunk {chunk} of the output of rank {rank}: {why}"));
             let number = memory.at(Buf::Out, chunk).ok_or_else(|| place("never written"))?;
-            encodings = encodings.max(pool.encodings[number as usize]);
+            changes.encodings = changes.encodings.max(pool.encodings[number as usize]);
+            changes.roundings = changes.roundings.max(pool.roundings[number as usize]);
             match wanted(case, rank, program, chunk) {
                 Wanted::Original { rank: from, chunk: of } => {
                     let leaf = match pool.nodes[number as usize] {
@@ -270,7 +301,7 @@ fn check_outputs(case: &Case, programs: &[Program], pool: &Pool, memories: &mut 
             }
         }
     }
-    Ok(encodings)
+    Ok(changes)
 }
 
 /// When a rank is through, every rank has begun: all have sent something that led here.

@@ -137,6 +137,12 @@ impl Phase {
         Phase { chain, times: 1, sends, recvs, part, arriving, all, swaps: false }
     }
 
+    /// The same where what arrives is written into place, to be reduced later.
+    #[must_use]
+    pub fn copied(self) -> Phase {
+        Phase { arriving: Arriving::Copied, ..self }
+    }
+
     /// Messages of the busiest rank in all: sent and received.
     pub fn messages(&self) -> (u32, u32) {
         (self.times * self.sends.sum(), self.times * self.recvs.sum())
@@ -150,8 +156,10 @@ pub struct Cost {
     pub phases: Vec<Phase>,
     /// Bytes that a rank copies within itself, as a fraction of the largest buffer.
     pub copied: Fraction,
-    /// Operands of a reduction of a rank's own of the whole buffer; 0: there is none.
+    /// Operands of a reduction of a rank's own; 0: there is none.
     pub operands: u32,
+    /// Size of each as a fraction of the largest buffer.
+    pub operand: Fraction,
 }
 
 impl Cost {
@@ -170,6 +178,12 @@ impl Cost {
     /// The same with a reduction of so many whole buffers.
     #[must_use]
     pub fn reduces(self, operands: u32) -> Cost {
-        Cost { operands, ..self }
+        self.reduces_part(operands, Fraction::WHOLE)
+    }
+
+    /// The same with a reduction of so many operands of this part of the largest buffer.
+    #[must_use]
+    pub fn reduces_part(self, operands: u32, operand: Fraction) -> Cost {
+        Cost { operands, operand, ..self }
     }
 }

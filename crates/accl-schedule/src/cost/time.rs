@@ -101,7 +101,7 @@ impl Prices {
         let (copied, reduced) = (rate_of(&self.machine.copied_ps_per_kib), rate_of(&self.machine.reduced_ps_per_kib));
         // The first operand is copied to the result, as it were; each further one is read and added.
         let operands = u128::from(cost.operands.saturating_sub(1));
-        let summed = per_kib(copied + reduced, bytes) * operands;
+        let summed = per_kib(copied + reduced, cost.operand.of_bytes(bytes)) * operands;
         let copied = per_kib(copied, cost.copied.of_bytes(bytes));
         let alone = (copied + summed) * u128::from(self.ranks_per_core());
         let call = u128::from(call) + u128::from(self.machine.block_ps) * u128::from(self.blocks(collective));

@@ -4,7 +4,7 @@
 //! Block b belongs to member b; only the first `owners` members own one, so that members without a block can take part.
 
 use super::Team;
-use crate::ir::{Finish, Order, Schedule, Span};
+use crate::ir::{Buf, Finish, Order, Schedule, Span};
 
 /// Owner b ends with block b, reduced, in `acc(b)`. Contributions are in `src`, which is not written. Operands are
 /// combined in the order in which the staggered sends arrive.
@@ -30,6 +30,26 @@ pub fn reduce_scatter(
             schedule.recv_reduce(team.rank(from), acc(index), local, order, finish);
         }
     }
+}
+
+/// As [`reduce_scatter`] among members that each own a block, but for when it adds: an owner collects the contributions in
+/// scratch that has the size of chunk `like`, and adds them in the order of members. At least two members.
+pub fn reduce_scatter_collected(
+    schedule: &mut Schedule,
+    team: &Team,
+    src: impl Fn(u32) -> Span,
+    like: (Buf, u32),
+    out: Span,
+) {
+    let mut operands = vec![src(team.index()); team.size() as usize];
+    for step in 1..team.size() {
+        let (to, from) = (team.after(step), team.before(step));
+        let slot = Span::chunk(Buf::Scratch, schedule.scratch_like(like.0, like.1));
+        schedule.send(team.rank(to), src(to));
+        schedule.recv(team.rank(from), slot.clone());
+        operands[from as usize] = slot;
+    }
+    schedule.reduce(out, operands, Finish::Yes);
 }
 
 /// Every member ends with the blocks of all owners in `at`; an owner's own is given by `own`.

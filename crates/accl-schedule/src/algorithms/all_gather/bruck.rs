@@ -15,6 +15,7 @@ pub const ROW: Algorithm = Algorithm {
     requires: "",
     needs_equal_blocks: false,
     encodes: Encodes::Twice,
+    sums: Sums::InTurn,
     steps: |n, _| bruck::steps(n),
     bytes: |n, _| Fraction::new(n - 1, n),
     steps_formula: "floor(log2 n), + 1 for n > 3p/2",

@@ -15,6 +15,7 @@ pub const ROW: Algorithm = Algorithm {
     requires: "",
     needs_equal_blocks: false,
     encodes: Encodes::Often,
+    sums: Sums::InTurn,
     steps: |n, _| circulant::chain(n) + bruck::steps(n),
     bytes: |n, _| Fraction::new(2 * (n - 1), n),
     steps_formula: "2 log2 n; at most 2 ceil(log2 n) where n is no power of two",

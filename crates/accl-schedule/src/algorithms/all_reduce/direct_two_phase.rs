@@ -15,6 +15,7 @@ pub const ROW: Algorithm = Algorithm {
     requires: "",
     needs_equal_blocks: false,
     encodes: Encodes::Twice,
+    sums: Sums::InTurn,
     steps: |n, _| if n > 1 { 2 } else { 0 },
     bytes: |n, _| Fraction::new(2 * (n - 1), n),
     steps_formula: "2",

@@ -17,6 +17,7 @@ pub const ROW: Algorithm = Algorithm {
     requires: "",
     needs_equal_blocks: false,
     encodes: Encodes::Often,
+    sums: Sums::InTurn,
     steps: |n, _| 2 * floor_log2(n),
     bytes: |n, _| match n {
         1 => Fraction::new(0, 1),

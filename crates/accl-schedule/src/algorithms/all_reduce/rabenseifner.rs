@@ -17,6 +17,7 @@ pub const ROW: Algorithm = Algorithm {
     requires: "",
     needs_equal_blocks: false,
     encodes: Encodes::Often,
+    sums: Sums::InTurn,
     steps: |n, _| 2 * floor_log2(n) + if n.is_power_of_two() { 0 } else { 2 },
     bytes: |n, _| {
         let p = floor_power_of_two(n);

@@ -15,6 +15,7 @@ pub const ROW: Algorithm = Algorithm {
     requires: "",
     needs_equal_blocks: false,
     encodes: Encodes::Often,
+    sums: Sums::InTurn,
     steps: |n, _| 2 * (n - 1),
     bytes: |n, _| Fraction::new(2 * (n - 1), n),
     steps_formula: "2(n-1)",

@@ -17,6 +17,7 @@ pub const ROW: Algorithm = Algorithm {
     requires: "at least two hosts",
     needs_equal_blocks: false,
     encodes: Encodes::Twice,
+    sums: Sums::InTurn,
     steps: |_, topology| {
         let hosts = topology.host_count();
         let inside = if topology.largest_host() > 1 { 2 } else { 0 };

@@ -15,6 +15,7 @@ pub const ROW: Algorithm = Algorithm {
     requires: "",
     needs_equal_blocks: true,
     encodes: Encodes::Twice,
+    sums: Sums::InTurn,
     steps: |n, _| bruck::steps(n),
     bytes: |n, _| Fraction::new((1..n).map(u32::count_ones).sum(), n),
     steps_formula: "floor(log2 n), + 1 for n > 3p/2",

@@ -14,6 +14,7 @@ pub const ROW: Algorithm = Algorithm {
     requires: "",
     needs_equal_blocks: false,
     encodes: Encodes::No,
+    sums: Sums::InTurn,
     steps: |n, _| ceil_log2(n),
     bytes: |_, _| Fraction::new(0, 1),
     steps_formula: "ceil(log2 n)",

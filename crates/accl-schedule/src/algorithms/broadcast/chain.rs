@@ -13,6 +13,7 @@ pub const ROW: Algorithm = Algorithm {
     requires: "",
     needs_equal_blocks: false,
     encodes: Encodes::No,
+    sums: Sums::InTurn,
     steps: |n, _| n - 1,
     bytes: |n, _| Fraction::new((n - 1).min(1), 1),
     steps_formula: "n-1, overlapped",

@@ -16,6 +16,7 @@ pub const ROW: Algorithm = Algorithm {
     requires: "at least two hosts",
     needs_equal_blocks: false,
     encodes: Encodes::No,
+    sums: Sums::InTurn,
     steps: |_, topology| floor_log2(topology.host_count()) + u32::from(topology.largest_host() > 1),
     bytes: |_, topology| Fraction::new(ceil_log2(topology.host_count()) + topology.largest_host() - 1, 1),
     steps_formula: "floor(log2 h) + 1; at most, for hosts of different sizes",

@@ -15,6 +15,7 @@ pub const ROW: Algorithm = Algorithm {
     requires: "",
     needs_equal_blocks: true,
     encodes: Encodes::No,
+    sums: Sums::InTurn,
     steps: |n, _| floor_log2(n),
     bytes: |n, _| Fraction::new(n - 1, n),
     steps_formula: "floor(log2 n)",

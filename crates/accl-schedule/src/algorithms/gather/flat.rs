@@ -14,6 +14,7 @@ pub const ROW: Algorithm = Algorithm {
     requires: "",
     needs_equal_blocks: false,
     encodes: Encodes::No,
+    sums: Sums::InTurn,
     steps: |n, _| u32::from(n > 1),
     bytes: |n, _| Fraction::new(n - 1, n),
     steps_formula: "1",

@@ -15,6 +15,7 @@ pub const ROW: Algorithm = Algorithm {
     requires: "",
     needs_equal_blocks: false,
     encodes: Encodes::No,
+    sums: Sums::InTurn,
     steps: |n, _| floor_log2(n),
     bytes: |n, _| Fraction::new(ceil_log2(n), 1),
     steps_formula: "floor(log2 n)",

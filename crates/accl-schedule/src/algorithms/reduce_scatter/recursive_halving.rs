@@ -19,6 +19,7 @@ pub const ROW: Algorithm = Algorithm {
     requires: "",
     needs_equal_blocks: false,
     encodes: Encodes::Often,
+    sums: Sums::InTurn,
     steps: |n, _| floor_log2(n) + added_steps(n),
     bytes: busiest,
     steps_formula: "log2 n; floor(log2 n) + 1 for p < n <= 3p/2, + 2 above",

@@ -14,6 +14,7 @@ pub const ROW: Algorithm = Algorithm {
     requires: "",
     needs_equal_blocks: false,
     encodes: Encodes::Often,
+    sums: Sums::InTurn,
     steps: |n, _| n - 1,
     bytes: |n, _| Fraction::new(n - 1, n),
     steps_formula: "n-1",

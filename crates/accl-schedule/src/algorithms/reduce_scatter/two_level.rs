@@ -17,6 +17,7 @@ pub const ROW: Algorithm = Algorithm {
     requires: "at least two hosts",
     needs_equal_blocks: false,
     encodes: Encodes::Twice,
+    sums: Sums::InTurn,
     steps: |_, topology| hosts::steps(topology),
     bytes: |_, topology| hosts::bytes(topology),
     steps_formula: "1 + log2 h, or 1 + h-1 where h is no power of two; 1 more for hosts of different sizes",
