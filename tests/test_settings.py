@@ -41,6 +41,14 @@ def test_an_unknown_variable_is_refused_with_the_nearest_name(name, value, neare
     assert kind == "ValueError" and name in sentence and f"did you mean {nearest}?" in sentence, sentence
 
 
+def test_a_variable_of_another_project_is_a_warning_and_no_error():
+    env = {"ACCL_DEVICE_ID": "0", "ACCL_PROFILER_OUTPUT_DIR": "/tmp"}
+    outcomes = run_ranks(lambda rank: None, 2, env=env)
+    check(outcomes)
+    for name in env:
+        assert [name in outcome.output for outcome in outcomes] == [True, False], outcomes
+
+
 WRONG = [
     ("ACCL_PORT_RANGE", "port_range", "9-5"),
     ("ACCL_PORT_RANGE", "port_range", "70000-80000"),

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use accl_types::Result;
-use accl_types::config::{Config, PREFIX};
+use accl_types::config::{Config, PREFIX, foreign};
 
 /// The user's directory for caches; none where there is neither of the variables that say so.
 pub(crate) fn cache_home() -> Option<PathBuf> {
@@ -17,12 +17,22 @@ pub(crate) fn cache_home() -> Option<PathBuf> {
 /// # Errors
 /// `Configuration` for an unknown `ACCL_*` variable or a value that is not accepted.
 pub fn config_from_environment() -> Result<Config> {
+    Config::from_variables(variables())
+}
+
+/// Variables in this process's environment that begin as ours do and belong to others: name and owner.
+pub fn foreign_variables() -> Vec<(String, &'static str)> {
+    let mut found: Vec<_> =
+        variables().filter_map(|(name, _)| foreign(&name).map(|foreign| (name, foreign.owner))).collect();
+    found.sort_unstable();
+    found
+}
+
+fn variables() -> impl Iterator<Item = (String, String)> {
     #[expect(clippy::disallowed_methods, reason = "the one reader of the environment")]
     let variables = std::env::vars_os();
-    Config::from_variables(
-        variables
-            .filter_map(|(name, value)| Some((name.into_string().ok()?, value.to_string_lossy().into_owned())))
-            // Names under this prefix steer our own test-suite and are not settings of the product.
-            .filter(|(name, _)| name.starts_with(PREFIX) && !name.starts_with("ACCL_TEST_")),
-    )
+    variables
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.to_string_lossy().into_owned())))
+        // Names under this prefix steer our own test-suite and are not settings of the product.
+        .filter(|(name, _)| name.starts_with(PREFIX) && !name.starts_with("ACCL_TEST_"))
 }

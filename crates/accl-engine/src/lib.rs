@@ -37,7 +37,7 @@ mod sync;
 pub use call::{Call, Waited};
 pub use desc::{Blocks, CallDesc, Mode, TensorDesc};
 pub use engine::Engine;
-pub use env::config_from_environment;
+pub use env::{config_from_environment, foreign_variables};
 pub use group::{Group, GroupSpec, Ran};
 pub use store::{MemoryStore, Store};
 

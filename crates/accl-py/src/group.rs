@@ -35,14 +35,14 @@ struct Slot {
 }
 
 impl Slot {
-    fn engine_of_this_process(&mut self, config: &Config) -> Arc<Engine> {
+    fn engine_of_this_process(&mut self, config: &Config, rank: u32) -> Arc<Engine> {
         let pid = std::process::id();
         if self.pid != pid {
             // The parent's engine stays as it is: its threads and connections are not here.
             std::mem::forget(self.engine.take());
             *self = Self { pid, ..Self::default() };
         }
-        self.engine.get_or_insert_with(|| open(config.clone())).clone()
+        self.engine.get_or_insert_with(|| open(config.clone(), rank)).clone()
     }
 }
 
@@ -59,7 +59,7 @@ impl Runtime {
 
     /// Makes a group in the process's engine. An engine that has made none binds nobody to its settings.
     fn create(&self, config: Config, args: &GroupArgs, store: &ffi::StoreRef) -> Result<Inner> {
-        let engine = self.slot().engine_of_this_process(&config);
+        let engine = self.slot().engine_of_this_process(&config, args.rank);
         let made = create(engine, config, args, store);
         let mut slot = self.slot();
         if let Ok(made) = &made {
@@ -74,8 +74,12 @@ impl Runtime {
 }
 
 /// A new engine, and its log.
-fn open(config: Config) -> Arc<Engine> {
+fn open(config: Config, rank: u32) -> Arc<Engine> {
     log::follow(config.log);
+    // Launchers give all ranks the same variables, and one of them says so.
+    for (name, owner) in accl_engine::foreign_variables().into_iter().filter(|_| rank == 0) {
+        tracing::warn!("{name} is no setting of torch-accl and has no effect on it: it belongs to {owner}");
+    }
     Engine::new(config)
 }
 

@@ -6,7 +6,7 @@
 mod parse;
 mod table;
 
-pub use table::{ROWS, Row, Scope};
+pub use table::{FOREIGN, Foreign, ROWS, Row, Scope, foreign};
 
 use crate::{Collective, Error, Result, nearest};
 
@@ -143,14 +143,15 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Parses `pairs` of variable names and values over the defaults. Names without our prefix are ignored.
+    /// Parses `pairs` of variable names and values over the defaults. Names without our prefix are ignored, and those that
+    /// are [`foreign`].
     ///
     /// # Errors
     /// `Configuration` for an unknown `ACCL_*` name (with the nearest known one) or a value that is not accepted.
     pub fn from_variables<N: AsRef<str>, V: AsRef<str>>(pairs: impl IntoIterator<Item = (N, V)>) -> Result<Self> {
         let mut config = Self::default();
         for (name, value) in pairs {
-            if name.as_ref().starts_with(PREFIX) {
+            if name.as_ref().starts_with(PREFIX) && foreign(name.as_ref()).is_none() {
                 config.set_variable(name.as_ref(), value.as_ref())?;
             }
         }
@@ -215,7 +216,8 @@ pub fn environment_page() -> String {
         "# Settings\n\n\
          Generated from the table in `crates/accl-types/src/config/table.rs`; do not edit.\n\n\
          Every setting but those without a variable is an environment variable and an argument of `torch_accl.Options`,\n\
-         which is passed as `pg_options`; the argument wins. An unknown `ACCL_*` variable is an error. *Process* settings are fixed by the\n\
+         which is passed as `pg_options`; the argument wins. An unknown `ACCL_*` variable is an error, since it is\n\
+         probably a typing mistake; those that other projects are known to use are listed below. *Process* settings are fixed by the\n\
          first group of a process; *group* settings may differ from group to group. Settings marked *agreed* must be the\n\
          same on all ranks of a group; a difference is an error that names both values.\n\n\
          | variable | option | scope | default | accepted | effect |\n|---|---|---|---|---|---|\n",
@@ -234,6 +236,15 @@ pub fn environment_page() -> String {
             row.accepted.replace('|', "\\|"),
             row.effect
         ));
+    }
+    page.push_str(
+        "\n## Names of others\n\n\
+         These begin as ours do and belong to somebody else. They have no effect here: rank 0 warns of those that are set, and\n\
+         the group is made. `*` stands for anything.\n\n\
+         | variable | belongs to |\n|---|---|\n",
+    );
+    for foreign in FOREIGN {
+        page.push_str(&format!("| `{}` | {} |\n", foreign.name, foreign.owner));
     }
     page
 }
@@ -287,6 +298,20 @@ mod tests {
     #[test]
     fn names_of_others_are_ignored() {
         assert_eq!(Config::from_variables([("CCL_LOG", "nonsense"), ("PATH", "")]).unwrap(), Config::default());
+    }
+
+    #[test]
+    fn known_names_of_others_are_ignored_and_mistyped_ones_are_not() {
+        for name in ["ACCL_DEVICE_ID", "ACCL_DEBUG", "ACCL_C4_STATS_MODE", "ACCL_PROFILER_OUTPUT_DIR"] {
+            assert_eq!(Config::from_variables([(name, "1")]).unwrap(), Config::default());
+            assert!(foreign(name).is_some(), "{name}");
+        }
+        for name in ["ACCL_DEVICE_IDS", "ACCL_DEBU", "ACCL_PROFILE", "ACCL_LOGS"] {
+            Config::from_variables([(name, "1")]).unwrap_err();
+        }
+        for row in ROWS {
+            assert!(foreign(row.name).is_none(), "{} is ours", row.name);
+        }
     }
 
     #[test]

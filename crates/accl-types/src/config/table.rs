@@ -1,4 +1,5 @@
-//! The rows. Adding a setting is one row here and one field in [`super::Config`].
+//! The rows. Adding a setting is one row here and one field in [`super::Config`]. Also the variables of others that begin
+//! as ours do.
 
 use super::Config;
 use super::parse;
@@ -238,3 +239,54 @@ pub const ROWS: &[Row] = &[
         show: |c| u8::from(c.timing).to_string(),
     },
 ];
+
+/// A variable that begins as ours do and belongs to another project.
+pub struct Foreign {
+    /// Its name; a `*` at the end stands for anything.
+    pub name: &'static str,
+    /// Whose it is, and what for.
+    pub owner: &'static str,
+}
+
+impl Foreign {
+    fn is(&self, name: &str) -> bool {
+        self.name.strip_suffix('*').map_or(self.name == name, |start| name.starts_with(start))
+    }
+}
+
+const FPGA: &str = "ACCL, collectives on FPGAs, and its process group for PyTorch";
+const GPU_NETWORK: &str = "ACCL, a communication library for GPU clusters that builds on NCCL's interface";
+const GPU_TRANSFER: &str = "ACCL's RDMA transport for GPU clusters (barex)";
+const EXPERTS: &str = "ACCL's kernels for expert parallelism";
+
+/// Names that others use. A name that is neither here nor a setting is taken for a typing mistake.
+pub const FOREIGN: &[Foreign] = &[
+    Foreign { name: "ACCL_COMMS", owner: FPGA },
+    Foreign { name: "ACCL_DEBUG", owner: FPGA },
+    Foreign { name: "ACCL_DEVICE_ID", owner: FPGA },
+    Foreign { name: "ACCL_NP", owner: FPGA },
+    Foreign { name: "ACCL_SCRIPT", owner: FPGA },
+    Foreign { name: "ACCL_SIM", owner: FPGA },
+    Foreign { name: "ACCL_SIM_START_PORT", owner: FPGA },
+    Foreign { name: "ACCL_C4_*", owner: GPU_NETWORK },
+    Foreign { name: "ACCL_IB_*", owner: GPU_NETWORK },
+    Foreign { name: "ACCL_LOAD_BALANCE", owner: GPU_NETWORK },
+    Foreign { name: "ACCL_LOG_TIME", owner: GPU_NETWORK },
+    Foreign { name: "ACCL_TOPO_FIX", owner: GPU_NETWORK },
+    Foreign { name: "ACCL_MAX_PORT", owner: GPU_TRANSFER },
+    Foreign { name: "ACCL_MAX_USER_MR_GB", owner: GPU_TRANSFER },
+    Foreign { name: "ACCL_MIN_PORT", owner: GPU_TRANSFER },
+    Foreign { name: "ACCL_NIC_GPU_AFFINITY", owner: GPU_TRANSFER },
+    Foreign { name: "ACCL_USE_CPU", owner: GPU_TRANSFER },
+    Foreign { name: "ACCL_EP_*", owner: EXPERTS },
+    Foreign { name: "ACCL_FP8_CAST_LEVEL", owner: EXPERTS },
+    Foreign { name: "ACCL_LOW_LATENCY_OPTIMIZE", owner: EXPERTS },
+    Foreign { name: "ACCL_NORMAL_MODE", owner: EXPERTS },
+    Foreign { name: "ACCL_PROFILER_*", owner: "the ACCL profiler plug-in of RCCL" },
+];
+
+/// The project that a variable belongs to, if it is known and not this one.
+pub fn foreign(name: &str) -> Option<&'static Foreign> {
+    let is_ours = ROWS.iter().any(|row| row.is_variable() && row.name == name);
+    FOREIGN.iter().find(|foreign| !is_ours && foreign.is(name))
+}
