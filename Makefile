@@ -9,7 +9,7 @@ ARGS ?=
 export TORCH PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study codec-errors test wheel sdist test-torch test-peers bench bench-peers clean
+.PHONY: help demo study codec-errors test wheel sdist test-torch test-peers test-elastic bench bench-peers clean
 
 help: ## list the targets
 	@echo "make TARGET [TORCH=2.15.0] [PYTHON=python3] [ARGS='...']"
@@ -43,6 +43,12 @@ test-peers: ## PyTorch's own distributed suite at worlds 2, 3 and 4, next to a f
 	@.ci/venv build test
 	@.ci/install
 	@.ci/peers --world 2,3,4 --baseline run $(ARGS)
+
+test-elastic: ## ranks that die at every moment of making groups, over every store and kind of launcher
+	@.ci/tools
+	@.ci/venv build test
+	@.ci/install
+	@ACCL_TEST_ELASTIC=all .ci/pytest tests/test_elastic.py $(ARGS)
 
 bench: ## the microbenchmarks
 	@.ci/tools

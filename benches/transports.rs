@@ -157,10 +157,8 @@ impl Wire {
         let store = place.store()?;
         let keys = [place.rank, 1 - place.rank].map(|rank| format!("card/{rank}"));
         store.set(&keys[0], endpoint.card().to_text().as_bytes())?;
-        if !store.wait(&keys, DEADLINE)? {
-            return Err(Error::timeout("the other side did not come"));
-        }
-        let peer = Card::from_text(&String::from_utf8_lossy(&store.get(&keys[1])?))?;
+        let peer = store.wait(&keys[1], DEADLINE)?.ok_or_else(|| Error::timeout("the other side did not come"))?;
+        let peer = Card::from_text(&String::from_utf8_lossy(&peer))?;
         let links = endpoint.connect(&[peer], Instant::now() + DEADLINE, &mut || false);
         let link = links.map_err(|failed| failed.error)?.pop().ok_or_else(|| Error::internal("no link was made"))?;
         for fd in link.fds() {

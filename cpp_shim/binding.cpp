@@ -97,22 +97,32 @@ std::size_t bridge::create_backend(const Runtime& runtime, std::size_t store_add
 
 // --- the store; what it throws crosses as text and becomes a rendezvous error ---
 
-void bridge::store_set(const StoreRef& store, rust::Str key, rust::Slice<const std::uint8_t> value) {
-  store.store->set(std::string(key), std::vector<std::uint8_t>(value.begin(), value.end()));
+static std::vector<std::uint8_t> bytes_of(bridge::Bytes value) { return {value.begin(), value.end()}; }
+
+static rust::Vec<std::uint8_t> to_rust(const std::vector<std::uint8_t>& bytes) {
+  rust::Vec<std::uint8_t> value;
+  for (const std::uint8_t byte : bytes) value.push_back(byte);
+  return value;
+}
+
+void bridge::store_set(const StoreRef& store, rust::Str key, Bytes value) {
+  store.store->set(std::string(key), bytes_of(value));
 }
 
 rust::Vec<std::uint8_t> bridge::store_get(const StoreRef& store, rust::Str key) {
-  rust::Vec<std::uint8_t> value;
-  for (const std::uint8_t byte : store.store->get(std::string(key))) value.push_back(byte);
-  return value;
+  return to_rust(store.store->get(std::string(key)));
+}
+
+rust::Vec<std::uint8_t> bridge::store_compare_set(const StoreRef& store, rust::Str key, Bytes expected, Bytes desired) {
+  return to_rust(store.store->compareSet(std::string(key), bytes_of(expected), bytes_of(desired)));
 }
 
 std::int64_t bridge::store_add(const StoreRef& store, rust::Str key, std::int64_t delta) {
   return store.store->add(std::string(key), delta);
 }
 
-bool bridge::store_check(const StoreRef& store, rust::Slice<const rust::String> keys) {
-  return store.store->check(std::vector<std::string>(keys.begin(), keys.end()));
-}
+bool bridge::store_check(const StoreRef& store, rust::Str key) { return store.store->check({std::string(key)}); }
+
+bool bridge::store_delete(const StoreRef& store, rust::Str key) { return store.store->deleteKey(std::string(key)); }
 
 }  // namespace accl

@@ -14,10 +14,13 @@ struct Runtime;
 
 // A c10d store, used while a group is made.
 class StoreRef;
-void store_set(const StoreRef& store, rust::Str key, rust::Slice<const std::uint8_t> value);
+using Bytes = rust::Slice<const std::uint8_t>;
+void store_set(const StoreRef& store, rust::Str key, Bytes value);
 rust::Vec<std::uint8_t> store_get(const StoreRef& store, rust::Str key);
+rust::Vec<std::uint8_t> store_compare_set(const StoreRef& store, rust::Str key, Bytes expected, Bytes desired);
 std::int64_t store_add(const StoreRef& store, rust::Str key, std::int64_t delta);
-bool store_check(const StoreRef& store, rust::Slice<const rust::String> keys);
+bool store_check(const StoreRef& store, rust::Str key);
+bool store_delete(const StoreRef& store, rust::Str key);
 
 // A body that makes several calls and waits for them. Run once, by one thread, and destroyed by that thread: it must not
 // hold the last reference to a tensor that Python may know.

@@ -11,6 +11,7 @@ _UNKNOWN_DTYPES = r"(?<![a-z])(int16|uint16|uint32|uint64|float8_\w+)(?!\w)"
 GLOO = [
     ("^test_(arguments|disagreement|lost_peers)", "", "has other classes and sentences, hangs, or ends the process"),
     ("^test_exit.*(ctrl_c|leaving|uncaught)", "", "aborts now and then, and does not look for signals"),
+    ("^test_elastic", "", "takes what dead ranks left for living ones"),
     ("detailed_debugging$", "", "ends with a segmentation fault there"),
     ("^test_soup", "", "uses the tensors of other ranks as scratch"),
     (

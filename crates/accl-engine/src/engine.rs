@@ -19,13 +19,14 @@ use crate::core::Core;
 use crate::cores::Cores;
 use crate::drive::Drive;
 use crate::encoding::Usual;
+use crate::env::launch_label;
 use crate::group::{Group, GroupSpec};
 use crate::hash::hash_words;
 use crate::machine;
 use crate::members::Members;
 use crate::net::PeerId;
 use crate::plan::Plans;
-use crate::rendezvous::{GroupCard, meet};
+use crate::rendezvous::{GroupCard, Meeting, Outcome};
 use crate::state::GroupState;
 use crate::store::Store;
 use crate::sync::Mutex;
@@ -47,6 +48,8 @@ pub struct Engine {
     /// In some group the ranks of this host are more than their cores.
     pub(crate) shares_cores: AtomicBool,
     groups_made: AtomicU64,
+    /// The group of the whole job, whose ranks the others are numbered by.
+    job: Mutex<Option<Job>>,
     /// The machine's constants, found when they are first needed.
     machine: OnceLock<Machine>,
     /// How often this process had been forked when the engine was made: in a later child it is dead.
@@ -60,6 +63,20 @@ pub(crate) struct Parts {
     pub(crate) poller: Poller,
     pub(crate) waker: Arc<Waker>,
     endpoint: Mutex<Endpoint>,
+}
+
+/// Who is who in the job.
+struct Job {
+    group: u64,
+    /// The processes by rank.
+    processes: Vec<[u8; 16]>,
+}
+
+/// What all ranks have before a group is made.
+struct Prepared {
+    state: GroupState,
+    cards: Vec<GroupCard>,
+    usual: Option<Usual>,
 }
 
 impl Engine {
@@ -77,6 +94,7 @@ impl Engine {
             drive: Drive::default(),
             shares_cores: AtomicBool::new(false),
             groups_made: AtomicU64::new(0),
+            job: Mutex::new(None),
             machine: OnceLock::new(),
             born: accl_transport::fork_generation(),
             me: me.clone(),
@@ -126,27 +144,33 @@ impl Engine {
         let machine = (spec.rank == Rank(0)).then(|| self.machine(spec));
         let (agreed, cores) = (spec.config.agreed_text(), Cores::of_this_process());
         let mine = GroupCard { counter, agreed, cores, machine, card };
-        let cards = meet(spec, &mine, store, deadline, interrupt)?;
-        let hosts = host_indices(&cards);
-        let topology = Topology::new(hosts.clone());
-        // The same on all ranks, since they agreed on the rules.
-        accl_schedule::check_rules(&topology, &spec.config.algorithm)?;
-        let usual = Usual::of(&spec.config)?;
-        let id = group_id(&cards);
-        let peers = self.connect(parts, spec, &mine, &cards, deadline, interrupt);
-        let peers = peers.inspect_err(|_| self.with_core(|core| core.remove_group(id)))?;
+        let label = launch_label();
+        let mut meeting = Meeting::new(spec, store, &mine, &label, deadline);
+        let members = self.known_members(spec);
+        let mut look = || {
+            if interrupt() {
+                return Err(Error::aborted("interrupted while the group was being made"));
+            }
+            self.look_for_lost(&members)
+        };
+        let Prepared { state, cards, usual } = match self.meet(parts, spec, &mut meeting, deadline, &mut look) {
+            Ok(prepared) => prepared,
+            Err(error) => {
+                meeting.give_up(&error);
+                return Err(error);
+            }
+        };
+        drop(meeting);
 
-        let here = hosts[spec.rank.index()];
-        let neighbours = cards.iter().zip(&hosts).filter(|(_, host)| **host == here).map(|(card, _)| &card.cores);
+        let here = &cards[spec.rank.index()].card.host_id;
+        let neighbours = cards.iter().filter(|card| card.card.host_id == *here).map(|card| &card.cores);
         if Cores::are_shared(neighbours) {
             self.shares_cores.store(true, Ordering::Relaxed);
         }
-        let name: Arc<str> = spec.name.as_str().into();
-        let members = Members::new(peers, spec.config.eager_bytes);
-        let chooser = chooser(topology, spec, &cards, self.core.lock().segment);
-        let plans = Plans::new(chooser, spec.rank);
-        let mut state = GroupState::new(id, name.clone(), spec.rank, spec.timeout, members, plans);
-        state.timing = spec.config.timing;
+        let (id, name) = (state.id, state.name.clone());
+        if spec.global_ranks.is_empty() {
+            *self.job.lock() = Some(Job { group: id, processes: cards.iter().map(|card| card.card.uuid).collect() });
+        }
         let now = Instant::now();
         self.with_core(|core| {
             for (rank, card) in cards.iter().enumerate() {
@@ -162,6 +186,88 @@ impl Engine {
             core.add_group(state, now);
         });
         Ok(Group::new(self.clone(), id, name, spec, usual))
+    }
+
+    /// Meets the others until all ranks, in one session, have what the group needs.
+    fn meet(
+        &self,
+        parts: &Parts,
+        spec: &GroupSpec,
+        meeting: &mut Meeting<'_>,
+        deadline: Instant,
+        look: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Prepared> {
+        loop {
+            let cards = meeting.gather(look)?;
+            let id = group_id(meeting.session(), &cards);
+            let made = self.prepare(parts, spec, meeting, id, &cards, deadline, look).and_then(|prepared| {
+                let Some((state, usual)) = prepared else { return Ok(None) };
+                match meeting.confirm(look)? {
+                    Outcome::Made => Ok(Some((state, usual))),
+                    Outcome::Moved => Ok(None),
+                }
+            });
+            match made {
+                Ok(Some((state, usual))) => return Ok(Prepared { state, cards, usual }),
+                Ok(None) => {}
+                Err(error) => {
+                    self.with_core(|core| core.remove_group(id));
+                    return Err(error);
+                }
+            }
+        }
+    }
+
+    /// Connects, and makes all that may fail on one rank alone. `None` when the session is over.
+    #[expect(clippy::too_many_arguments, reason = "all of a group that is being made")]
+    fn prepare(
+        &self,
+        parts: &Parts,
+        spec: &GroupSpec,
+        meeting: &mut Meeting<'_>,
+        id: u64,
+        cards: &[GroupCard],
+        deadline: Instant,
+        look: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Option<(GroupState, Option<Usual>)>> {
+        let topology = Topology::new(host_indices(cards));
+        // The same on all ranks, since they agreed on the rules.
+        accl_schedule::check_rules(&topology, &spec.config.algorithm)?;
+        let usual = Usual::of(&spec.config)?;
+        let Some(peers) = self.connect(parts, spec, meeting, cards, deadline, look)? else { return Ok(None) };
+        let members = Members::new(peers, spec.config.eager_bytes);
+        let chooser = chooser(topology, spec, cards, self.core.lock().segment);
+        let plans = Plans::new(chooser, spec.rank);
+        let mut state = GroupState::new(id, spec.name.as_str().into(), spec.rank, spec.timeout, members, plans);
+        state.timing = spec.config.timing;
+        Ok(Some((state, usual)))
+    }
+
+    /// The processes of a sub-group's ranks, as the group of the job knows them; empty for other groups.
+    fn known_members(&self, spec: &GroupSpec) -> Vec<(Rank, [u8; 16])> {
+        let job = self.job.lock();
+        let Some(job) = job.as_ref().filter(|job| self.with_core(|core| core.groups.contains_key(&job.group))) else {
+            return Vec::new();
+        };
+        let process = |&global: &u64| job.processes.get(usize::try_from(global).ok()?).copied();
+        let known = spec.global_ranks.iter().enumerate();
+        known.filter_map(|(rank, global)| Some((Rank(rank as u32), process(global)?))).collect()
+    }
+
+    /// A member of the job that has gone does not come to make a sub-group.
+    fn look_for_lost(&self, members: &[(Rank, [u8; 16])]) -> Result<()> {
+        if members.is_empty() {
+            return Ok(());
+        }
+        self.with_core(|core| {
+            let now = Instant::now();
+            core.pass_whole(now);
+            core.check(now);
+            let lost = members.iter().find_map(|(rank, uuid)| Some((*rank, core.net.gone(uuid)?)));
+            let Some((rank, peer)) = lost else { return Ok(()) };
+            let text = format!("rank {rank} ({}) has left while the group was being made", core.net.place(peer));
+            Err(Error::peer_lost(text).with_peer(rank))
+        })
     }
 
     /// The constants by which a group chooses whose first rank this is.
@@ -205,40 +311,47 @@ impl Engine {
         self.parts.get().ok_or_else(|| Error::internal("the endpoint was not kept"))
     }
 
+    /// Links to all ranks; `None` when the session is over.
     fn connect(
         &self,
         parts: &Parts,
         spec: &GroupSpec,
-        mine: &GroupCard,
+        meeting: &mut Meeting<'_>,
         cards: &[GroupCard],
         deadline: Instant,
-        interrupt: &mut dyn FnMut() -> bool,
-    ) -> Result<Vec<PeerId>> {
+        look: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Option<Vec<PeerId>>> {
+        let mine = &cards[spec.rank.index()].card;
         loop {
             // Another thread may connect to the same peers: what is missing is asked anew each time, and under the lock
             // that is held until the new links are in place.
             let mut endpoint = parts.endpoint.lock();
-            let missing: Vec<usize> = self.with_core(|core| {
+            let found: Vec<Option<PeerId>> = self.with_core(|core| {
                 // A peer that went and came back has a link that is dead and does not know it yet.
                 core.pass_whole(Instant::now());
                 core.check(Instant::now());
-                (0..cards.len()).filter(|&rank| core.net.find(&cards[rank].card).is_none()).collect()
+                cards.iter().map(|card| core.net.find(&card.card)).collect()
             });
+            let missing: Vec<usize> = (0..cards.len()).filter(|&rank| found[rank].is_none()).collect();
             if missing.is_empty() {
-                break;
+                return Ok(Some(found.into_iter().flatten().collect()));
             }
-            if let Some(own) = missing.iter().copied().find(|&rank| cards[rank].card.uuid == mine.card.uuid) {
+            if let Some(own) = missing.iter().copied().find(|&rank| cards[rank].card.uuid == mine.uuid) {
                 if own != spec.rank.index() {
                     return Err(Error::rendezvous(format!("ranks {own} and {} are the same process", spec.rank)));
                 }
                 let payload = self.config.segment_bytes as usize + accl_transport::frame::OVERHEAD_BYTES;
                 let link = accl_transport::loopback::self_link(payload, parts.waker.clone());
-                self.with_core(|core| core.add_link(mine.card.clone(), Box::new(link), &parts.poller))?;
+                self.with_core(|core| core.add_link(mine.clone(), Box::new(link), &parts.poller))?;
                 continue;
             }
             let wanted: Vec<_> = missing.iter().map(|&rank| cards[rank].card.clone()).collect();
             let slice = deadline.min(Instant::now() + CONNECT_SLICE);
-            let result = endpoint.connect(&wanted, slice, interrupt);
+            let mut seen = None;
+            let result = endpoint.connect(&wanted, slice, &mut || {
+                seen = look().err();
+                seen.is_some()
+            });
             for warning in endpoint.take_warnings() {
                 tracing::warn!("{warning}");
             }
@@ -251,11 +364,19 @@ impl Engine {
                         })?;
                     }
                 }
-                // Other threads that make groups have a turn.
-                Err(failed) if failed.error.kind == ErrorKind::Timeout && Instant::now() < deadline => {
-                    parking_lot::MutexGuard::unlock_fair(endpoint);
-                }
                 Err(failed) => {
+                    // Other threads that make groups have a turn.
+                    parking_lot::MutexGuard::unlock_fair(endpoint);
+                    if let Some(error) = seen {
+                        return Err(error);
+                    }
+                    if failed.error.kind == ErrorKind::Timeout && Instant::now() < deadline {
+                        // A rank may have been replaced or given up.
+                        if !meeting.goes_on()? {
+                            return Ok(None);
+                        }
+                        continue;
+                    }
                     let who: Vec<String> = failed
                         .missing
                         .iter()
@@ -268,14 +389,6 @@ impl Engine {
                 }
             }
         }
-        self.with_core(|core| {
-            cards
-                .iter()
-                .map(|card| {
-                    core.net.find(&card.card).ok_or_else(|| Error::peer_lost(format!("{} left", card.card.place())))
-                })
-                .collect()
-        })
     }
 
     /// This process as its peers see it.
@@ -383,13 +496,14 @@ fn chooser(topology: Topology, spec: &GroupSpec, cards: &[GroupCard], segment_by
     Chooser::new(topology, spec.config.algorithm.clone(), &basis)
 }
 
-/// Identity of the group, the same on all ranks: no two groups have the same processes with the same counters.
-fn group_id(cards: &[GroupCard]) -> u64 {
+/// Identity of the group, the same on all ranks: no two groups have the same session, processes and counters.
+fn group_id(session: &str, cards: &[GroupCard]) -> u64 {
     let words = cards.iter().flat_map(|card| {
         let (high, low) = card.card.uuid.split_at(8);
         let word = |bytes: &[u8]| bytes.iter().fold(0, |word, &byte| word << 8 | u64::from(byte));
         [word(high), word(low), card.counter]
     });
+    let words = session.bytes().map(u64::from).chain(words);
     // 0 means the process as a whole.
     hash_words(words).max(1)
 }

@@ -5,11 +5,28 @@ use std::path::PathBuf;
 use accl_types::Result;
 use accl_types::config::{Config, PREFIX, foreign};
 
+/// Characters of a launcher's name that are used.
+const MAX_LABEL_PART: usize = 40;
+
 /// The user's directory for caches; none where there is neither of the variables that say so.
 pub(crate) fn cache_home() -> Option<PathBuf> {
     #[expect(clippy::disallowed_methods, reason = "the one reader of the environment")]
     let variable = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     variable("XDG_CACHE_HOME").or_else(|| variable("HOME").map(|home| home.join(".cache")))
+}
+
+/// What an elastic launcher calls this start of the job, as a prefix of names: `run.attempt.`, or nothing.
+///
+/// For whoever looks at names. It is no identity: launchers of two hosts count their restarts each for itself, and ranks
+/// of several jobs may make a group together.
+pub(crate) fn launch_label() -> String {
+    #[expect(clippy::disallowed_methods, reason = "the one reader of the environment")]
+    let variable = |name| std::env::var(name).ok();
+    let part = |name| {
+        let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+        variable(name).map(|text| text.chars().filter(|&c| plain(c)).take(MAX_LABEL_PART).collect::<String>() + ".")
+    };
+    ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"].into_iter().filter_map(part).collect()
 }
 
 /// The settings that this process's environment gives.

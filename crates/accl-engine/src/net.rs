@@ -308,6 +308,14 @@ impl Net {
         }
     }
 
+    /// The process with this identity, if it was a peer and has gone.
+    pub(crate) fn gone(&self, uuid: &[u8; 16]) -> Option<PeerId> {
+        if self.by_uuid.contains_key(uuid) {
+            return None;
+        }
+        self.ids().find(|id| self.peer(*id).card.uuid == *uuid)
+    }
+
     /// Who a peer process is, for messages: `host worker-3, pid 4711`.
     pub(crate) fn place(&self, id: PeerId) -> String {
         let card = &self.peer(id).card;

@@ -242,8 +242,10 @@ pub mod ffi {
         type StoreRef;
         fn store_set(store: &StoreRef, key: &str, value: &[u8]) -> Result<()>;
         fn store_get(store: &StoreRef, key: &str) -> Result<Vec<u8>>;
+        fn store_compare_set(store: &StoreRef, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>>;
         fn store_add(store: &StoreRef, key: &str, delta: i64) -> Result<i64>;
-        fn store_check(store: &StoreRef, keys: &[String]) -> Result<bool>;
+        fn store_check(store: &StoreRef, key: &str) -> Result<bool>;
+        fn store_delete(store: &StoreRef, key: &str) -> Result<bool>;
 
         /// A body that makes several calls and waits for them, run on a completion thread.
         type Body;

@@ -258,7 +258,7 @@ fn create(engine: Arc<Engine>, config: Config, args: &GroupArgs, store: &ffi::St
         master: address_of(args.master),
         global_ranks: args.global_ranks.to_vec(),
     };
-    let group = engine.create_group(spec, &TorchStore(store), &mut ffi::python_interrupted)?;
+    let group = engine.create_group(spec, &TorchStore::new(store), &mut ffi::python_interrupted)?;
     Ok(Inner { engine, group })
 }
 

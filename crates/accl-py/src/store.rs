@@ -1,52 +1,56 @@
 //! The engine's view of a c10d store.
 
-use std::time::{Duration, Instant};
+use std::cell::Cell;
 
 use accl_engine::Store;
 use accl_types::{Error, Result};
 
 use crate::bridge::ffi;
 
-/// Between two questions to the store.
-const SHORTEST_PAUSE: Duration = Duration::from_millis(1);
-const LONGEST_PAUSE: Duration = Duration::from_millis(20);
+/// What no key holds: compared with whatever is there, it reads that or says that nothing is.
+const NOTHING: &[u8] = b"accl: nothing";
 
 /// A c10d store that the shim holds; used on the thread that makes the group and only until the group is made.
-pub(crate) struct TorchStore<'a>(pub(crate) &'a ffi::StoreRef);
+pub(crate) struct TorchStore<'a> {
+    store: &'a ffi::StoreRef,
+    /// Stores that users write in Python may lack it.
+    lacks_compare_set: Cell<bool>,
+}
+
+impl<'a> TorchStore<'a> {
+    pub(crate) fn new(store: &'a ffi::StoreRef) -> Self {
+        Self { store, lacks_compare_set: Cell::new(false) }
+    }
+}
 
 impl Store for TorchStore<'_> {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        ffi::store_set(self.0, key, value).map_err(rendezvous)
+        ffi::store_set(self.store, key, value).map_err(rendezvous)
     }
 
-    fn get(&self, key: &str) -> Result<Vec<u8>> {
-        ffi::store_get(self.0, key).map_err(rendezvous)
-    }
-
-    /// Asks again and again: a TCPStore that waits in vain for the short time the engine allows (it looks for signals in
-    /// between) prints two warnings each time.
-    fn wait(&self, keys: &[String], timeout: Duration) -> Result<bool> {
-        let start = Instant::now();
-        let mut pause = SHORTEST_PAUSE;
-        loop {
-            if self.check(keys)? {
-                return Ok(true);
+    /// c10d's own `get` waits for a key that is not there, with the store's only connection. A comparison with what is
+    /// certainly not there changes nothing, returns at once, and cannot come between a question and a deletion.
+    fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        if !self.lacks_compare_set.get() {
+            match ffi::store_compare_set(self.store, key, NOTHING, NOTHING) {
+                Ok(value) => return Ok(Some(value).filter(|value| !value.is_empty() && value != NOTHING)),
+                // Should it be the connection that fails, the next question says so.
+                Err(_) => self.lacks_compare_set.set(true),
             }
-            let left = timeout.saturating_sub(start.elapsed());
-            if left.is_zero() {
-                return Ok(false);
-            }
-            std::thread::sleep(pause.min(left));
-            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+        match ffi::store_check(self.store, key).map_err(rendezvous)? {
+            true => ffi::store_get(self.store, key).map(Some).map_err(rendezvous),
+            false => Ok(None),
         }
     }
 
     fn add(&self, key: &str, delta: i64) -> Result<i64> {
-        ffi::store_add(self.0, key, delta).map_err(rendezvous)
+        ffi::store_add(self.store, key, delta).map_err(rendezvous)
     }
 
-    fn check(&self, keys: &[String]) -> Result<bool> {
-        ffi::store_check(self.0, keys).map_err(rendezvous)
+    /// Some stores cannot.
+    fn delete(&self, key: &str) -> Result<bool> {
+        Ok(ffi::store_delete(self.store, key).unwrap_or(false))
     }
 }
 

@@ -52,7 +52,8 @@ fn blocks<T: Element>(base: *mut T, counts: &[usize]) -> Blocks {
 }
 
 impl Member {
-    pub(crate) fn new(group: Arc<Group>) -> Self {
+    /// A rank of this group.
+    pub fn new(group: Arc<Group>) -> Self {
         let (rank, world) = (group.rank() as usize, group.world() as usize);
         Self { group, rank, world }
     }

@@ -1,8 +1,8 @@
 //! A store in a directory, shared by processes of one host that start without one in common.
 //!
 //! A key is a file: written aside and renamed, so that a reader sees all of a value or nothing. Counters are changed
-//! under a file lock, which the kernel releases when its holder dies. Waiting polls; rendezvous is rare. Owns no life
-//! time: who makes the directory removes it.
+//! under a file lock, which the kernel releases when its holder dies. Owns no life time: who makes the directory removes
+//! it.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -51,6 +51,24 @@ impl DirStore {
         &self.dir
     }
 
+    /// A value as soon as it is there; `None` when it has not come in this time. Polls.
+    ///
+    /// # Errors
+    /// `Rendezvous` when it cannot be read.
+    pub fn wait(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            if let Some(value) = self.get(key)? {
+                return Ok(Some(value));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            std::thread::sleep(left.min(POLL));
+        }
+    }
+
     fn path(&self, key: &str) -> PathBuf {
         self.dir.join(file_name(&format!("{}{key}", self.prefix)))
     }
@@ -67,22 +85,12 @@ impl Store for DirStore {
         self.write(&self.path(key), value)
     }
 
-    fn get(&self, key: &str) -> Result<Vec<u8>> {
+    fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
         let path = self.path(key);
-        fs::read(&path).map_err(|why| failed("read", &path, &why))
-    }
-
-    fn wait(&self, keys: &[String], timeout: Duration) -> Result<bool> {
-        let deadline = Instant::now() + timeout;
-        loop {
-            if self.check(keys)? {
-                return Ok(true);
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Ok(false);
-            }
-            std::thread::sleep(left.min(POLL));
+        match fs::read(&path) {
+            Ok(value) => Ok(Some(value)),
+            Err(why) if why.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(why) => Err(failed("read", &path, &why)),
         }
     }
 
@@ -103,8 +111,13 @@ impl Store for DirStore {
         Ok(value)
     }
 
-    fn check(&self, keys: &[String]) -> Result<bool> {
-        Ok(keys.iter().all(|key| self.path(key).exists()))
+    fn delete(&self, key: &str) -> Result<bool> {
+        let path = self.path(key);
+        match fs::remove_file(&path) {
+            Ok(()) => Ok(true),
+            Err(why) if why.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(why) => Err(failed("deleted", &path, &why)),
+        }
     }
 }
 
@@ -154,20 +167,21 @@ mod tests {
             }
         });
         assert_eq!(store.0.add("n/one", 0).unwrap(), 200);
-        assert_eq!(store.0.get("n/one").unwrap(), b"200");
+        assert_eq!(store.0.get("n/one").unwrap().unwrap(), b"200");
     }
 
     #[test]
     fn a_waiter_sees_what_another_one_sets_and_gives_up_in_time() {
         let store = Dir::new("wait");
-        let keys = ["a".to_owned(), "b".to_owned()];
         store.0.set("a", b"1").unwrap();
-        assert!(!store.0.wait(&keys, Duration::from_millis(2)).unwrap());
+        assert_eq!(store.0.wait("b", Duration::from_millis(2)).unwrap(), None);
         std::thread::scope(|scope| {
             scope.spawn(|| store.0.set("b", b"").unwrap());
-            assert!(store.0.wait(&keys, Duration::from_secs(30)).unwrap());
+            assert_eq!(store.0.wait("b", Duration::from_secs(30)).unwrap().unwrap(), b"");
         });
-        assert_eq!(store.0.get("b").unwrap(), b"");
+        assert_eq!(store.0.wait("a", Duration::ZERO).unwrap().unwrap(), b"1");
+        assert!(store.0.delete("a").unwrap() && !store.0.delete("a").unwrap());
+        assert_eq!(store.0.get("a").unwrap(), None);
     }
 
     #[test]
@@ -178,9 +192,9 @@ mod tests {
             store.0.set(key, key.as_bytes()).unwrap();
         }
         for key in keys {
-            assert_eq!(store.0.get(key).unwrap(), key.as_bytes(), "{key}");
+            assert_eq!(store.0.get(key).unwrap().unwrap(), key.as_bytes(), "{key}");
         }
-        assert_eq!(store.0.prefixed("x").get("y").unwrap(), b"x/y");
-        assert!(store.0.get("absent").is_err());
+        assert_eq!(store.0.prefixed("x").get("y").unwrap().unwrap(), b"x/y");
+        assert_eq!(store.0.get("absent").unwrap(), None);
     }
 }

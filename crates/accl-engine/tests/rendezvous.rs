@@ -1,0 +1,510 @@
+//! Groups are made over a store that outlives the ranks: whoever dies, whenever, the next attempt forms, and nobody waits
+//! for a rank that has given up.
+//!
+//! Ranks are threads with an engine each. A rank dies between two questions to its store: its engine goes without a word.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use accl_engine::{Engine, Group, GroupSpec, MemoryStore, Store};
+use accl_testkit::{Member, Rng};
+use accl_types::config::{Calibration, Config};
+use accl_types::{Error, ErrorKind, Rank, ReduceOp, Result};
+
+const WORLD: u32 = 3;
+/// From the start of the last process until all train.
+const SOON: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(30);
+/// The groups that each rank makes.
+const MAKINGS: usize = 3;
+
+/// What ends a rank, as its store sees it.
+#[derive(Default)]
+struct Life {
+    /// Kinds of questions asked so far, by group; a question that is repeated counts once.
+    asked: Mutex<BTreeSet<String>>,
+    /// Dies of the question that would be the n-th kind, before it is answered.
+    dies_at: Option<usize>,
+    dead: AtomicBool,
+}
+
+impl Life {
+    fn until(dies_at: Option<usize>) -> Arc<Self> {
+        Arc::new(Self { dies_at, ..Self::default() })
+    }
+
+    fn is_dead(&self) -> bool {
+        self.dead.load(Ordering::SeqCst)
+    }
+}
+
+/// A rank's connection to the store, which ends with the rank.
+struct Mortal {
+    store: MemoryStore,
+    group: &'static str,
+    life: Arc<Life>,
+}
+
+impl Mortal {
+    fn live(&self, what: &str, key: &str) -> Result<()> {
+        // Sessions have other names each time.
+        let key: Vec<&str> = key.split('/').enumerate().filter(|(i, _)| *i != 2).map(|(_, part)| part).collect();
+        let mut asked = self.life.asked.lock().unwrap();
+        asked.insert(format!("{} {what} {}", self.group, key.join("/")));
+        if self.life.dies_at.is_some_and(|moment| asked.len() > moment) {
+            self.life.dead.store(true, Ordering::SeqCst);
+        }
+        if self.life.is_dead() { Err(Error::rendezvous("this rank is dead")) } else { Ok(()) }
+    }
+}
+
+impl Store for Mortal {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.live("set", key)?;
+        self.store.set(key, value)
+    }
+
+    fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        self.live("get", key)?;
+        self.store.get(key)
+    }
+
+    fn add(&self, key: &str, delta: i64) -> Result<i64> {
+        self.live("add", key)?;
+        self.store.add(key, delta)
+    }
+
+    fn delete(&self, key: &str) -> Result<bool> {
+        self.live("delete", key)?;
+        self.store.delete(key)
+    }
+}
+
+fn engine() -> Arc<Engine> {
+    Engine::new(Config { calibration: Calibration::Off, ..Config::default() })
+}
+
+fn spec(name: &str, rank: u32, world: u32, global_ranks: &[u64]) -> GroupSpec {
+    GroupSpec {
+        name: name.to_owned(),
+        rank: Rank(rank),
+        world,
+        timeout: TIMEOUT,
+        config: Config { calibration: Calibration::Off, ..Config::default() },
+        master: None,
+        global_ranks: global_ranks.to_vec(),
+    }
+}
+
+/// What a rank's process does: makes the group of the job, one of the same ranks, and one of two disjoint ones with one
+/// name, and trains in each.
+fn process(rank: u32, store: &MemoryStore, life: &Arc<Life>) -> Result<()> {
+    let engine = engine();
+    let result = train(&engine, rank, store, life);
+    if !life.is_dead() {
+        engine.shutdown();
+    }
+    result
+}
+
+fn train(engine: &Arc<Engine>, rank: u32, store: &MemoryStore, life: &Arc<Life>) -> Result<()> {
+    let make = |name: &'static str, rank, world, global_ranks: &[u64]| -> Result<Member> {
+        let store = Mortal { store: store.prefixed(name), group: name, life: life.clone() };
+        let made = engine.create_group(spec(name, rank, world, global_ranks), &store, &mut || life.is_dead())?;
+        if life.is_dead() { Err(Error::aborted("dead")) } else { Ok(Member::new(made)) }
+    };
+    let sum = |member: &Member| -> Result<()> {
+        let mut data = [1.0_f32; 8];
+        member.all_reduce(&mut data, ReduceOp::Sum)?;
+        assert_eq!(data, [member.world as f32; 8]);
+        Ok(())
+    };
+    let job = make("0", rank, WORLD, &[])?;
+    sum(&job)?;
+    let all = make("1", rank, WORLD, &[0, 1, 2])?;
+    sum(&all)?;
+    let part = if rank == 2 { make("2", 0, 1, &[2])? } else { make("2", rank, 2, &[0, 1])? };
+    sum(&part)?;
+    job.barrier()
+}
+
+/// Which ranks a launcher restarts together.
+#[derive(Clone, Copy, Debug)]
+enum Agents {
+    One,
+    /// Ranks 0 and 1, and rank 2: each launcher sees to its own.
+    Two,
+}
+
+impl Agents {
+    fn mates(self, rank: u32) -> std::ops::Range<u32> {
+        match self {
+            Agents::One => 0..WORLD,
+            Agents::Two if rank < 2 => 0..2,
+            Agents::Two => 2..3,
+        }
+    }
+}
+
+/// Launchers: start all ranks, and again those of a launcher one of whose ranks has ended badly.
+struct Launcher<'scope, 'env> {
+    scope: &'scope std::thread::Scope<'scope, 'env>,
+    store: &'env MemoryStore,
+    ended: Sender<(u32, u32, Result<()>)>,
+    heard: Receiver<(u32, u32, Result<()>)>,
+    lives: Vec<Arc<Life>>,
+    /// How often each rank was started.
+    starts: Vec<u32>,
+    running: Vec<bool>,
+    done: Vec<bool>,
+    last_start: Instant,
+    errors: Vec<String>,
+}
+
+impl Launcher<'_, '_> {
+    fn start(&mut self, rank: u32, dies_at: Option<usize>) {
+        let (life, store, ended) = (Life::until(dies_at), self.store, self.ended.clone());
+        let index = rank as usize;
+        self.lives[index] = life.clone();
+        self.starts[index] += 1;
+        (self.running[index], self.done[index]) = (true, false);
+        self.last_start = Instant::now();
+        let start = self.starts[index];
+        self.scope.spawn(move || ended.send((rank, start, process(rank, store, &life))));
+    }
+
+    /// The end of some rank's process.
+    fn hear(&mut self, what: &str) -> (u32, Result<()>) {
+        let (rank, start, result) =
+            self.heard.recv_timeout(TIMEOUT / 2).unwrap_or_else(|_| panic!("{what}: stuck; {:#?}", self.errors));
+        assert_eq!(start, self.starts[rank as usize]);
+        self.running[rank as usize] = false;
+        if let Err(error) = &result {
+            let dead = if self.lives[rank as usize].is_dead() { " (dead)" } else { "" };
+            self.errors.push(format!("rank {rank}, start {start}{dead}: {error}"));
+        }
+        (rank, result)
+    }
+}
+
+/// Ranks die at these moments of their first and second lives; in the end all train, soon after the last start.
+fn survive(agents: Agents, deaths: &[(u32, usize)]) {
+    let store = MemoryStore::default();
+    let what = format!("{agents:?}, {deaths:?}");
+    let alive = Life::until(None);
+    std::thread::scope(|scope| {
+        let (ended, heard) = mpsc::channel();
+        let world = WORLD as usize;
+        let mut launcher = Launcher {
+            scope,
+            store: &store,
+            ended,
+            heard,
+            lives: vec![alive.clone(); world],
+            starts: vec![0; world],
+            running: vec![false; world],
+            done: vec![false; world],
+            last_start: Instant::now(),
+            errors: Vec::new(),
+        };
+        let dies_at = |rank: u32, life: u32| {
+            let mine = deaths.iter().enumerate().find(|(index, (victim, _))| *victim == rank && *index as u32 == life);
+            mine.map(|(_, (_, moment))| *moment)
+        };
+        (0..WORLD).for_each(|rank| launcher.start(rank, dies_at(rank, 0)));
+        while !launcher.done.iter().all(|done| *done) {
+            let (rank, result) = launcher.hear(&what);
+            launcher.done[rank as usize] = result.is_ok();
+            let mut broken: Vec<u32> = result.err().map(|_| rank).into_iter().collect();
+            while let Some(rank) = broken.pop() {
+                // As torchrun does: first all of the old are ended.
+                let mates = agents.mates(rank);
+                mates.clone().for_each(|mate| launcher.lives[mate as usize].dead.store(true, Ordering::SeqCst));
+                while mates.clone().any(|mate| launcher.running[mate as usize]) {
+                    let (other, result) = launcher.hear(&what);
+                    launcher.done[other as usize] = result.is_ok();
+                    broken.extend(result.err().filter(|_| !mates.contains(&other)).map(|_| other));
+                }
+                for mate in mates {
+                    let life = launcher.starts[mate as usize];
+                    assert!(life < 8, "{what}: {:#?}", launcher.errors);
+                    launcher.start(mate, dies_at(mate, life));
+                }
+            }
+        }
+        let took = launcher.last_start.elapsed();
+        assert!(took < SOON, "{what}: {took:?} after the last start; {:#?}", launcher.errors);
+    });
+    // Who dies while it cleans up leaves what it was about to delete, as do those who then wait for it to count itself out.
+    let left = store.keys();
+    assert!(left.len() <= 3 * deaths.len(), "{what}: {left:#?}");
+}
+
+/// How many kinds of questions a rank asks, more or less: later moments never come.
+fn moments() -> usize {
+    let store = MemoryStore::default();
+    let lives: Vec<_> = (0..WORLD).map(|_| Life::until(None)).collect();
+    std::thread::scope(|scope| {
+        for (rank, life) in lives.iter().enumerate() {
+            let store = &store;
+            scope.spawn(move || process(rank as u32, store, life).unwrap());
+        }
+    });
+    assert_eq!(store.keys(), Vec::<String>::new());
+    let most = lives.iter().map(|life| life.asked.lock().unwrap().len()).max().unwrap();
+    assert!(most > 5 * MAKINGS, "{most}");
+    most
+}
+
+#[test]
+fn a_rank_that_dies_at_any_moment_does_not_keep_the_next_attempt_from_forming() {
+    for moment in 0..=moments() {
+        for victim in 0..WORLD {
+            survive(Agents::One, &[(victim, moment)]);
+        }
+    }
+}
+
+#[test]
+fn ranks_of_another_launcher_meet_those_that_were_restarted() {
+    for moment in 0..=moments() {
+        for victim in 0..WORLD {
+            survive(Agents::Two, &[(victim, moment)]);
+        }
+    }
+}
+
+#[test]
+fn a_second_death_in_the_second_attempt_is_survived_as_well() {
+    let moments = moments() as u64;
+    for seed in 0..40 {
+        let mut rng = Rng::new(seed);
+        let agents = if rng.below(2) == 0 { Agents::One } else { Agents::Two };
+        let deaths = [0, 1].map(|_| (rng.below(WORLD.into()) as u32, rng.below(moments) as usize));
+        survive(agents, &deaths);
+    }
+}
+
+#[test]
+fn groups_leave_no_keys() {
+    let store = MemoryStore::default();
+    std::thread::scope(|scope| {
+        for rank in 0..WORLD {
+            let store = &store;
+            scope.spawn(move || {
+                let engine = engine();
+                for round in 0..20 {
+                    // Again and again under one name, and under others.
+                    for name in ["again", &format!("once-{round}")] {
+                        let store = store.prefixed(name);
+                        let group = engine.create_group(spec(name, rank, WORLD, &[]), &store, &mut || false).unwrap();
+                        Member::new(group).barrier().unwrap();
+                    }
+                }
+                engine.shutdown();
+            });
+        }
+    });
+    assert_eq!(store.keys(), Vec::<String>::new());
+}
+
+/// Makes a group of three over stores of the test's choice; the results by rank, and how long each took.
+fn make<S: Store>(store: impl Fn(u32) -> S + Sync) -> Vec<(Result<Arc<Group>>, Duration)> {
+    let make = |rank| {
+        let engine = engine();
+        let began = Instant::now();
+        let made = engine.create_group(spec("g", rank, WORLD, &[]), &store(rank), &mut || false);
+        let took = began.elapsed();
+        if made.is_err() {
+            engine.shutdown();
+        }
+        (made, took)
+    };
+    let make = &make;
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..WORLD).map(|rank| scope.spawn(move || make(rank))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// A store that counts and may refuse one question of its rank.
+struct Counting<'a> {
+    store: MemoryStore,
+    asked: &'a Mutex<Vec<String>>,
+    refuses: Option<&'static str>,
+}
+
+impl Counting<'_> {
+    fn ask(&self, what: &str, key: &str) -> Result<()> {
+        let question = format!("{what} {key}");
+        let refused = self.refuses.is_some_and(|word| question.starts_with("add") && question.ends_with(word));
+        let mut asked = self.asked.lock().unwrap();
+        let is_first = !asked.contains(&question);
+        asked.push(question);
+        if refused && is_first { Err(Error::exhausted("no memory for that")) } else { Ok(()) }
+    }
+}
+
+impl Store for Counting<'_> {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.ask("set", key)?;
+        self.store.set(key, value)
+    }
+
+    fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        self.ask("get", key)?;
+        self.store.get(key)
+    }
+
+    fn add(&self, key: &str, delta: i64) -> Result<i64> {
+        self.ask("add", key)?;
+        self.store.add(key, delta)
+    }
+
+    fn delete(&self, key: &str) -> Result<bool> {
+        self.ask("delete", key)?;
+        self.store.delete(key)
+    }
+}
+
+#[test]
+fn a_rank_that_fails_after_the_meeting_tells_the_others_at_once() {
+    for victim in 0..WORLD {
+        let (store, asked) = (MemoryStore::default(), [0, 1, 2].map(|_| Mutex::default()));
+        let results = make(|rank| Counting {
+            store: store.clone(),
+            asked: &asked[rank as usize],
+            refuses: (rank == victim).then_some("/ready"),
+        });
+        for (rank, (result, took)) in results.into_iter().enumerate() {
+            let Err(error) = result else { panic!("rank {rank} has made a group without rank {victim}") };
+            assert_eq!(error.kind, ErrorKind::Exhausted, "{error}");
+            assert!(error.message.contains("no memory for that"), "{error}");
+            if rank as u32 != victim {
+                assert!(error.message.contains(&format!("rank {victim} could not make the group")), "{error}");
+            }
+            assert!(took < SOON, "rank {rank} waited {took:?}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_is_interrupted_while_it_waits_tells_the_others_at_once() {
+    for victim in 0..2 {
+        let store = MemoryStore::default();
+        std::thread::scope(|scope| {
+            for rank in 0..2 {
+                let store = &store;
+                scope.spawn(move || {
+                    let engine = engine();
+                    let began = Instant::now();
+                    // The third rank does not come. The interrupt comes when the other one has met the victim.
+                    let mut interrupt = || rank == victim && store.keys().iter().any(|key| key.ends_with("card/1"));
+                    let spec = spec("g", rank, WORLD, &[]);
+                    let Err(error) = engine.create_group(spec, store, &mut interrupt) else { panic!("made") };
+                    assert!(error.message.contains("interrupted"), "{error}");
+                    assert!(rank == victim || error.message.contains(&format!("rank {victim} could")), "{error}");
+                    assert!(began.elapsed() < SOON);
+                    engine.shutdown();
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn missing_ranks_are_named_by_all_who_came() {
+    let store = MemoryStore::default();
+    for present in [vec![0_u32, 2], vec![1, 2]] {
+        std::thread::scope(|scope| {
+            for &rank in &present {
+                let (store, present) = (&store, &present);
+                scope.spawn(move || {
+                    let engine = engine();
+                    let mut spec = spec("g", rank, WORLD, &[]);
+                    spec.timeout = Duration::from_millis(300);
+                    let Err(error) = engine.create_group(spec, store, &mut || false) else { panic!("made") };
+                    let missing = 1 - present[0];
+                    let sentence = format!("1 of 3 ranks are missing: {missing}");
+                    assert!(error.message.contains(&sentence) && error.kind == ErrorKind::Timeout, "{error}");
+                    assert!(error.message.contains("Timed out waiting "), "{error}");
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn of_two_processes_with_one_rank_one_is_told_so() {
+    for twice in 0..WORLD {
+        let store = MemoryStore::default();
+        let mut ranks: Vec<u32> = (0..WORLD).collect();
+        ranks.push(twice);
+        let make = |rank| {
+            let engine = engine();
+            let mut spec = spec("g", rank, WORLD, &[]);
+            spec.timeout = Duration::from_secs(3);
+            let made = engine.create_group(spec, &store, &mut || false);
+            (made, engine)
+        };
+        let make = &make;
+        let errors: Vec<Error> = std::thread::scope(|scope| {
+            let threads: Vec<_> = ranks.iter().map(|&rank| scope.spawn(move || make(rank))).collect();
+            let results: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+            results.into_iter().filter_map(|(made, _)| made.err()).collect()
+        });
+        let [error] = errors.as_slice() else { panic!("rank {twice} twice: {errors:#?}") };
+        assert!(error.message.contains("is taken"), "{error}");
+    }
+}
+
+#[test]
+fn threads_that_make_groups_over_the_same_keys_take_turns() {
+    let store = MemoryStore::default();
+    let sums: Vec<f32> = std::thread::scope(|scope| {
+        let engines = [engine(), engine()];
+        let threads: Vec<_> = (0..8)
+            .map(|index| {
+                let (engine, store) = (engines[index % 2].clone(), &store);
+                scope.spawn(move || {
+                    let rank = (index % 2) as u32;
+                    let group = engine.create_group(spec("same", rank, 2, &[]), store, &mut || false).unwrap();
+                    let mut data = [1.0_f32];
+                    Member::new(group).all_reduce(&mut data, ReduceOp::Sum).unwrap();
+                    data[0]
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert_eq!(sums, [2.0; 8]);
+    assert_eq!(store.keys(), Vec::<String>::new());
+}
+
+#[test]
+fn a_rank_that_waits_asks_little() {
+    let (store, asked) = (MemoryStore::default(), [0, 1, 2].map(|_| Mutex::default()));
+    std::thread::scope(|scope| {
+        for rank in 0..WORLD {
+            let (store, asked) = (&store, &asked);
+            scope.spawn(move || {
+                if rank == 2 {
+                    // What the others ask meanwhile is what is counted.
+                    std::thread::sleep(Duration::from_secs(1));
+                }
+                let engine = engine();
+                let store = Counting { store: store.clone(), asked: &asked[rank as usize], refuses: None };
+                engine.create_group(spec("g", rank, WORLD, &[]), &store, &mut || false).unwrap();
+            });
+        }
+    });
+    for asked in asked {
+        // A pause is an eighth of the time waited, from 50 us to 100 ms: some 8 (1 + ln(1 s / 0.4 ms)) = 70 looks, at each
+        // of which the leader asks three questions.
+        let count = asked.lock().unwrap().len();
+        assert!(count < 280, "{count} questions in a second");
+    }
+}

@@ -1,0 +1,139 @@
+"""Launchers in small: ranks that are forked over a store which outlives them, die at a chosen moment, and are started anew.
+
+`survive` is one case; what a rank does is in `train`. Moments are counted in the questions that a rank asks its store, so
+that a case is the same on every machine.
+"""
+
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from multiprocessing.connection import wait
+
+import torch
+import torch.distributed as dist
+
+from .mortal import TIMEOUT, Death, Mortal
+from .runner import BACKEND, RankProcess, _attempt
+
+WORLD = 3
+# From the start of the last process until all ranks train.
+SOON = 5.0
+
+# The kinds of launchers: which ranks are on which, and whether one that restarts makes the others restart.
+LAUNCHERS = {
+    "one": ([[0, 1, 2]], False),
+    "two-static": ([[0, 1], [2]], False),
+    "two-c10d": ([[0, 1], [2]], True),
+}
+
+
+def train(rank: int, store: dist.Store) -> int:
+    """What each rank does: the job's group, a sub-group of all, one of two; the number of keys that are left."""
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=WORLD, timeout=TIMEOUT)
+    assert _sum() == WORLD
+    everybody = dist.new_group(list(range(WORLD)))
+    assert _sum(everybody) == WORLD
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        assert _sum(pair) == 2
+    dist.barrier()
+    return store.num_keys()
+
+
+def _sum(group=None) -> float:
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=group)
+    return ones.item()
+
+
+class _Surviving:
+    """The store's server in a process of its own, as a launcher has it; or a file."""
+
+    def __init__(self, kind: str):
+        self.kind, self.server = kind, None
+        if kind == "file":
+            self.path = tempfile.mktemp(prefix="accl-store-")
+            return
+        read, write = os.pipe()
+        self.server = os.fork()
+        if self.server == 0:
+            with contextlib.suppress(BaseException):
+                store = dist.TCPStore("127.0.0.1", 0, None, True, TIMEOUT, wait_for_workers=False)
+                os.write(write, store.port.to_bytes(2, "little"))
+                signal.pause()
+            os._exit(0)
+        os.close(write)
+        self.port = int.from_bytes(os.read(read, 2), "little")
+        os.close(read)
+
+    def store(self) -> dist.Store:
+        if self.kind == "file":
+            return dist.FileStore(self.path, WORLD)
+        return dist.TCPStore("127.0.0.1", self.port, None, False, TIMEOUT, wait_for_workers=False)
+
+    def close(self):
+        if self.server is not None:
+            os.kill(self.server, signal.SIGKILL)
+            os.waitpid(self.server, 0)
+        elif os.path.exists(self.path):
+            os.unlink(self.path)
+
+
+def survive(launchers: str, death: Death, store: str = "tcp"):
+    """Starts the ranks and restarts them as launchers do until all have trained; fails when that is not soon."""
+    agents, restarts_all = LAUNCHERS[launchers]
+    agents = [[rank for agent in agents for rank in agent]] if restarts_all else agents
+    surviving = _Surviving(store)
+    ranks: dict[int, RankProcess] = {}
+    told: dict[int, tuple] = {}
+    story = []
+    last_start = 0.0
+
+    def start(rank: int, mortal: bool):
+        def serve(pipe):
+            own = surviving.store()
+            pipe.send(_attempt(train, {"rank": rank, "store": Mortal(own, death) if mortal else own}))
+            # Until the launcher has heard all: who goes may be missed.
+            with contextlib.suppress(EOFError):
+                pipe.recv()
+            return 0
+
+        nonlocal last_start
+        ranks[rank] = RankProcess(rank, WORLD, surviving, serve)
+        last_start = time.monotonic()
+
+    try:
+        for rank in range(WORLD):
+            start(rank, rank == death.rank)
+        while len(told) < WORLD:
+            waiting = {process.pipe: rank for rank, process in ranks.items() if rank not in told}
+            ready = wait(list(waiting), timeout=max(0.0, last_start + SOON - time.monotonic()))
+            if not ready:
+                for process in ranks.values():
+                    process.stacks()
+                time.sleep(0.5)
+                stuck = "\n".join(f"rank {rank}: {ranks[rank].output()}" for rank in waiting.values())
+                raise AssertionError(f"{death}: no group {SOON} s after the last start; {story}\n{stuck}")
+            rank = waiting[ready[0]]
+            try:
+                status, value, trace = ready[0].recv()
+            except (EOFError, ConnectionResetError):
+                status, value, trace = "died", None, ""
+            story.append((rank, status, trace[-300:]))
+            if status == "ok":
+                told[rank] = value
+                continue
+            mates = next(agent for agent in agents if rank in agent)
+            for mate in mates:
+                ranks[mate].kill()
+                told.pop(mate, None)
+            for mate in mates:
+                start(mate, False)
+            assert len(story) < 20, story
+        return list(told.values())
+    finally:
+        for process in ranks.values():
+            process.kill()
+        surviving.close()

@@ -1,0 +1,135 @@
+"""Elastic restarts: ranks die while groups are made over a store that outlives them, and the next attempt trains.
+
+`ACCL_TEST_ELASTIC=all .ci/pytest tests/test_elastic.py` runs every rank, moment, group, store and kind of launcher; without
+it a subset is run in which each pair of these occurs.
+"""
+
+import itertools
+import os
+import random
+import re
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from support import BACKEND
+from support.elastic import LAUNCHERS, WORLD, Death, survive
+from support.scripts import free_port
+
+# More kinds of questions than a rank asks for a group: the last moments never come.
+MOMENTS = 14
+STORES = ["tcp", "file"]
+# The job's own group, and one of the same ranks.
+GROUPS = ["0", "1"]
+
+EVERYTHING = list(itertools.product(LAUNCHERS, range(WORLD), GROUPS, STORES, range(MOMENTS)))
+
+
+def _pairwise(cases):
+    """A subset in which each pair of two values of a case occurs that occurs in some case."""
+    pairs = [{(i, case[i], j, case[j]) for i, j in itertools.combinations(range(len(case)), 2)} for case in cases]
+    wanted, chosen = set().union(*pairs), []
+    order = list(range(len(cases)))
+    random.Random(1).shuffle(order)
+    while wanted:
+        best = max(order, key=lambda index: len(pairs[index] & wanted))
+        wanted -= pairs[best]
+        chosen.append(best)
+    return [cases[index] for index in sorted(chosen)]
+
+
+ALL = os.environ.get("ACCL_TEST_ELASTIC") == "all"
+CASES = EVERYTHING if ALL else _pairwise(EVERYTHING)
+
+
+@pytest.mark.parametrize(("launchers", "rank", "group", "store", "moment"), CASES)
+def test_a_rank_that_dies_does_not_keep_the_next_attempt_from_forming(launchers, rank, group, store, moment):
+    survive(launchers, Death(rank, group, moment), store)
+
+
+WORKER = """
+    import os, sys, time
+    sys.path.insert(0, os.environ["SUPPORT"])
+    import torch
+    import torch.distributed as dist
+    from mortal import Death, Mortal
+
+    rank, world, notes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["NOTES"]
+    is_first = not os.path.exists(notes + "/died")
+    store, _, _ = next(dist.rendezvous("env://"))
+    if rank == 1 and is_first:
+        open(notes + "/died", "w").close()
+        moment = int(os.environ["MOMENT"])
+        if moment == 0:
+            sys.exit(3)
+        store = Mortal(store, Death(1, "0", moment))
+    start = time.time()
+    dist.init_process_group(os.environ["BACKEND"], store=store, rank=rank, world_size=world)
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        dist.all_reduce(ones, group=pair)
+    dist.barrier()
+    print(f"TRAINED {rank} {ones.item()} {start} {time.time()}", flush=True)
+    dist.destroy_process_group()
+"""
+
+
+def _torchrun(tmp_path, moment, *, nodes, **options):
+    """Runs the worker on `nodes` launchers; what the ranks of the attempt that trained have printed."""
+    script = tmp_path / "worker.py"
+    script.write_text(textwrap.dedent(WORKER))
+    support = os.path.join(os.path.dirname(os.path.abspath(__file__)), "support")
+    own = {"SUPPORT": support, "BACKEND": BACKEND, "NOTES": str(tmp_path), "MOMENT": str(moment)}
+    env = {**os.environ, **own, "OMP_NUM_THREADS": "1"}
+    launchers = []
+    for node in range(nodes):
+        own = {"max_restarts": 2, **options, **({"node_rank": node} if "master_port" in options else {})}
+        arguments = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", *arguments, str(script)]
+        with open(tmp_path / f"node{node}", "w") as log:
+            launchers.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+    end = time.monotonic() + 110
+    try:
+        codes = [launcher.wait(max(1, end - time.monotonic())) for launcher in launchers]
+    except subprocess.TimeoutExpired:
+        codes = []
+    finally:
+        for launcher in launchers:
+            launcher.terminate()
+            launcher.wait(60)
+    text = "".join((tmp_path / f"node{node}").read_text() for node in range(nodes))
+    assert codes == [0] * nodes, text[-6000:]
+    trained = re.findall(r"TRAINED (\d) (\S+) (\S+) (\S+)", text)
+    starts, ends = [float(line[2]) for line in trained], [float(line[3]) for line in trained]
+    assert max(ends) - max(starts) < 5, trained
+    return sorted((int(rank), float(value)) for rank, value, *_ in trained)
+
+
+# With real launchers most of the time goes into starting torch. One that leaves before init is among the cases above.
+@pytest.mark.parametrize("moment", [0, 3] if ALL else [3], ids=["before", "during"] if ALL else ["during"])
+def test_torchrun_restarts_when_a_rank_leaves_before_or_during_init(tmp_path, moment):
+    got = _torchrun(tmp_path, moment, nodes=1, nproc_per_node=3, master_port=free_port())
+    assert got == [(0, 6.0), (1, 6.0), (2, 3.0)]
+
+
+@pytest.mark.parametrize("how", ["static", "c10d"])
+def test_two_torchruns_restart_when_a_rank_of_one_dies_during_init(tmp_path, how):
+    port = free_port()
+    options = (
+        {"master_addr": "127.0.0.1", "master_port": port}
+        if how == "static"
+        else {"rdzv_backend": "c10d", "rdzv_endpoint": f"127.0.0.1:{port}", "rdzv_id": "elastic"}
+    )
+    got = _torchrun(tmp_path, 3, nodes=2, nproc_per_node=1, **options)
+    assert got == [(0, 4.0), (1, 4.0)]
+
+
+@pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+def test_makings_leave_no_keys_in_the_store():
+    # Those of torch and of the launcher's clients stay: a few, however many groups there were.
+    few = max(survive("one", Death(0, "none", 0)))
+    assert few < 6, few
