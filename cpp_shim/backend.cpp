@@ -57,7 +57,7 @@ c10::intrusive_ptr<AcclWork> AcclBackend::make_work(const Event& event, const Re
 
 bool AcclBackend::wants_work(bool async_op) const {
   // While torch compiles a graph it keeps the works of all calls.
-  return async_op || in_flight_->batch() != nullptr || c10d::allow_inflight_collective_as_graph_input();
+  return async_op || in_flight_->in_batch() || c10d::allow_inflight_collective_as_graph_input();
 }
 
 c10::intrusive_ptr<Recorded> AcclBackend::record(const Event& event) const {
@@ -67,37 +67,57 @@ c10::intrusive_ptr<Recorded> AcclBackend::record(const Event& event) const {
 
 AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Results& results, bool async_op) {
   if (!wants_work(async_op)) {
-    const auto recorded = record(event);
-    call_without_gil(*group_->group, call.finish());
-    return {};
+    return complete(event, call.args.timeout_ms, [&] { call_without_gil(*group_->group, call.finish()); });
   }
   auto work = make_work(event, results);
   auto& flight = work->flight();
+  if (in_flight_->is_extended()) call.args.timeout_ms = extended_ms(call.args.timeout_ms, flight->key);
   if (call.args.timeout_ms >= 0) flight->timeout = std::chrono::milliseconds(call.args.timeout_ms);
   flight->keep_memory();
   begun(work, bridge::group_submit(*group_->group, call.finish(), *flight->ticket), async_op);
   return work;
 }
 
+template <class Blocking>
+AcclBackend::WorkPtr AcclBackend::complete(const Event& event, int64_t& timeout_ms, Blocking blocking) {
+  const auto recorded = record(event);
+  std::optional<uint64_t> key;
+  if (in_flight_->is_extended()) timeout_ms = extended_ms(timeout_ms, key.emplace(in_flight_->next_key()));
+  try {
+    blocking();
+  } catch (const std::exception&) {
+    if (key) in_flight_->expire(*key);
+    tell_of_failure();
+    throw;
+  }
+  if (key) in_flight_->expire(*key);
+  return {};
+}
+
+int64_t AcclBackend::extended_ms(int64_t timeout_ms, uint64_t key) const {
+  return (timeout_ms >= 0 ? timeout_ms : options_->timeout.count()) + in_flight_->extension(key).count();
+}
+
+void AcclBackend::tell_of_failure() const noexcept {
+  if (in_flight_->abort_hooks().any() && !is_ok(bridge::group_first_error(*group_->group))) in_flight_->run_abort_hooks();
+}
+
 void AcclBackend::begun(const c10::intrusive_ptr<AcclWork>& work, const bridge::Status& status, bool async_op) {
   if (!is_ok(status)) {
     work->settle_here();
+    tell_of_failure();
     throw_status(status);
   }
   in_flight_->add(work->flight());
   in_flight_->drain(8);
-  if (auto* works = in_flight_->batch()) {
-    works->push_back(work);
-  } else if (!async_op) {
-    work->wait();
-  }
+  if (!in_flight_->collect(work) && !async_op) work->wait();
 }
 
 // --- collectives ---
 
 AcclBackend::WorkPtr AcclBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   const Check check("broadcast");
-  check.root(opts.rootRank, size_, opts.rootTensor);
+  check.root(opts.rootRank, size_, opts.rootTensor, tensors);
   Call call(Collective::Broadcast, "broadcast");
   call.outputs.block(check.single(tensors));
   call.args.root = static_cast<uint32_t>(opts.rootRank);
@@ -107,7 +127,7 @@ AcclBackend::WorkPtr AcclBackend::broadcast(Tensors& tensors, const c10d::Broadc
 
 AcclBackend::WorkPtr AcclBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   const Check check("all_reduce");
-  c10d::assertSingleElement(check.fail(), tensors);
+  check.one_tensor(tensors);
   if (tensors[0].layout() == at::kSparse) return reduce_sparse(tensors[0], opts);
   Call call(Collective::AllReduce, "all_reduce");
   call.outputs.block(check.single(tensors));
@@ -134,7 +154,7 @@ AcclBackend::WorkPtr AcclBackend::allreduce_coalesced(Tensors& tensors, const c1
 
 AcclBackend::WorkPtr AcclBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   const Check check("reduce");
-  check.root(opts.rootRank, size_, opts.rootTensor);
+  check.root(opts.rootRank, size_, opts.rootTensor, tensors);
   Call call(Collective::Reduce, "reduce");
   call.outputs.block(check.single(tensors));
   call.reduce(opts.reduceOp);
@@ -145,8 +165,10 @@ AcclBackend::WorkPtr AcclBackend::reduce(Tensors& tensors, const c10d::ReduceOpt
 
 AcclBackend::WorkPtr AcclBackend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
   const Check check("all_gather");
+  c10d::assertNonEmptyInputTensorList(check.fail(), inputs.size());
   const auto& input = check.single_input(inputs);
-  c10d::assertGatherOutputTensorList(check.fail(), outputs, size_);
+  check.that(outputs.size() == 1, "requires input/output tensor lists to have the same length");
+  check.output_list(outputs[0], size_);
   check.memory(outputs[0]);
   check.same_type(input, outputs[0]);
   check.same_count(input, outputs[0], rank_);
@@ -230,6 +252,28 @@ AcclBackend::WorkPtr AcclBackend::gather(TensorLists& outputs, Tensors& inputs, 
   call.args.root = static_cast<uint32_t>(opts.rootRank);
   call.timeout(opts.timeout);
   return run(call, {OpType::GATHER, "accl:gather", inputs, inputs}, outputs, opts.asyncOp);
+}
+
+AcclBackend::WorkPtr AcclBackend::gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) {
+  const Check check("gather");
+  check.root(opts.rootRank, size_);
+  check.memory(input);
+  Call call(Collective::Gather, "gather");
+  call.inputs.block(input);
+  const bool is_root = rank_ == opts.rootRank;
+  if (is_root) {
+    check.memory(output);
+    check.flat(output, input, size_, "output tensor must have the same type as input tensor",
+               "output tensor size must be equal to world_size times input tensor size");
+    for (int rank = 0; rank < size_; ++rank) {
+      call.outputs.open_block();
+      call.outputs.part(output, rank, size_);
+    }
+  }
+  call.args.root = static_cast<uint32_t>(opts.rootRank);
+  call.timeout(opts.timeout);
+  // Elsewhere the output is an empty placeholder that nobody writes.
+  return run(call, {OpType::GATHER, "accl:gather", input, input}, is_root ? Results(output) : Results(), opts.asyncOp);
 }
 
 AcclBackend::WorkPtr AcclBackend::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& opts) {
@@ -398,16 +442,13 @@ AcclBackend::WorkPtr AcclBackend::reduce_sparse(const at::Tensor& tensor, const 
   // What the result replaces lives on: it may be the last reference to what Python knows.
   const Tensors replaced{tensor._indices(), tensor._values()};
   const Event event{OpType::_ALLREDUCE_SPARSE, "accl:sparse_all_reduce", tensors, replaced};
-  const int64_t timeout_ms = opts.timeout == c10d::kUnsetTimeout ? -1 : opts.timeout.count();
-  auto body = std::make_unique<SparseSum>(group_, tensor, rank_, size_, first.value, timeout_ms);
-  if (!wants_work(opts.asyncOp)) {
-    const auto recorded = record(event);
-    run_without_gil(std::move(body));
-    return {};
-  }
+  int64_t timeout_ms = opts.timeout == c10d::kUnsetTimeout ? -1 : opts.timeout.count();
+  const auto body = [&] { return std::make_unique<SparseSum>(group_, tensor, rank_, size_, first.value, timeout_ms); };
+  if (!wants_work(opts.asyncOp)) return complete(event, timeout_ms, [&] { run_without_gil(body()); });
   auto work = make_work(event, tensors);
   work->flight()->seq = first.value;
-  begun(work, bridge::group_spawn(*group_->group, std::move(body), *work->flight()->ticket), opts.asyncOp);
+  if (in_flight_->is_extended()) timeout_ms = extended_ms(timeout_ms, work->flight()->key);
+  begun(work, bridge::group_spawn(*group_->group, body(), *work->flight()->ticket), opts.asyncOp);
   return work;
 }
 
@@ -415,10 +456,8 @@ AcclBackend::WorkPtr AcclBackend::reduce_sparse(const at::Tensor& tensor, const 
 
 void AcclBackend::startCoalescing() { in_flight_->begin_batch(); }
 
+// Without a beginning there is nothing to wait for: torch's own code ends what an abort has already ended.
 AcclBackend::WorkPtr AcclBackend::endCoalescing() {
-  if (in_flight_->batch() == nullptr) {
-    refuse(bridge::Kind::InvalidArgument, "end_coalescing", "start_coalescing was not called");
-  }
   return c10::make_intrusive<CoalescedWork>(rank_, in_flight_->end_batch());
 }
 
@@ -455,6 +494,7 @@ AcclBackend::AcclBackend(const bridge::Runtime* runtime, const AcclBackend* besi
 AcclBackend::~AcclBackend() {
   // Calls in flight fail here: nothing may write to a tensor that the list lets go. Who asks learns it from the work.
   bridge::group_shutdown(*group_->group);
+  in_flight_->drop_batches();
   in_flight_->drain(std::numeric_limits<size_t>::max());
 }
 
@@ -526,13 +566,19 @@ c10d::ErrorType AcclBackend::getError() {
 }
 
 void AcclBackend::abort() {
-  in_flight_->drop_batches();
+  // Hooks write down what is still open: what has ended is told of first.
+  if (in_flight_->abort_hooks().any()) {
+    in_flight_->drain(std::numeric_limits<size_t>::max());
+    in_flight_->run_abort_hooks();
+  }
   throw_unless_ok(bridge::group_abort(*group_->group, "abort() was called"));
 }
 
 void AcclBackend::shutdown() {
-  in_flight_->drop_batches();
-  throw_unless_ok(bridge::group_shutdown(*group_->group));
+  const auto status = bridge::group_shutdown(*group_->group);
+  if (is_ok(status)) return;
+  finish_destroy();
+  throw_status(status);
 }
 
 std::string AcclBackend::describe() const {

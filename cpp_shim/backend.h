@@ -57,6 +57,7 @@ class AcclBackend : public c10d::Backend {
   WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
   WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
+  WorkPtr gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) ACCL_OVERRIDE_2_15;
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& opts) override;
   WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& opts) override;
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override;
@@ -74,7 +75,9 @@ class AcclBackend : public c10d::Backend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
 
-  bool supportsCoalescing() const override { return true; }
+  // No: torch forgets to end what an operation that raises has left begun, and then drops later calls. Without it a batch
+  // of torch's is one work for each operation, which is how they run here anyway. Who calls start and end gets one work.
+  bool supportsCoalescing() const override { return false; }
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
 
@@ -85,6 +88,17 @@ class AcclBackend : public c10d::Backend {
                                     const int& rank, const int& size) override;
 
   void setTimeout(std::chrono::milliseconds timeout) override;
+  void addEphemeralTimeout(const std::chrono::milliseconds& timeout) ACCL_OVERRIDE_2_15 { in_flight_->extend(timeout); }
+
+  bool supportsAbortHooks() const ACCL_OVERRIDE_2_15 { return true; }
+  void registerAbortHook(int64_t id, AbortHook hook) ACCL_OVERRIDE_2_15 { in_flight_->abort_hooks().set(id, std::move(hook)); }
+  void unregisterAbortHook(int64_t id) ACCL_OVERRIDE_2_15 { in_flight_->abort_hooks().erase(id); }
+  bool supportsCompletionHooks() const ACCL_OVERRIDE_2_15 { return true; }
+  void registerCompletionHook(int64_t id, CompletionHook hook) ACCL_OVERRIDE_2_15 {
+    in_flight_->completion_hooks().set(id, std::move(hook));
+  }
+  void unregisterCompletionHook(int64_t id) ACCL_OVERRIDE_2_15 { in_flight_->completion_hooks().erase(id); }
+
   void enableCollectivesTiming() override;
   c10d::ErrorType getError() override;
   void abort() override;
@@ -123,6 +137,13 @@ class AcclBackend : public c10d::Backend {
   // Null while nobody profiles.
   c10::intrusive_ptr<Recorded> record(const Event& event) const;
   c10::intrusive_ptr<AcclWork> make_work(const Event& event, const Results& results) const;
+  // Its own timeout and what it gets on top, for a call with this key.
+  int64_t extended_ms(int64_t timeout_ms, uint64_t key) const;
+  // Makes a call that has no work.
+  template <class Blocking>
+  WorkPtr complete(const Event& event, int64_t& timeout_ms, Blocking blocking);
+  // Runs the abort hooks if the group has failed.
+  void tell_of_failure() const noexcept;
   // What follows a submission, which may have failed.
   void begun(const c10::intrusive_ptr<AcclWork>& work, const bridge::Status& status, bool async_op);
   WorkPtr reduce_sparse(const at::Tensor& tensor, const c10d::AllreduceOptions& opts);

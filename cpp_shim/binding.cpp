@@ -62,6 +62,7 @@ bool bridge::define_classes(std::size_t module_address) noexcept {
 
   py::class_<AcclBackend, c10d::Backend, NoGilPtr<AcclBackend>> backend(module, "Backend");
   backend.def_property_readonly("options", [](AcclBackend& self) { return self.getBackendOptions(); })
+      .def("_set_default_timeout", &AcclBackend::setTimeout, py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
       .def("describe", &AcclBackend::describe)
       .def("first_error", &AcclBackend::first_error)
       .def("algorithm_of", &AcclBackend::algorithm_of, py::arg("collective"), py::arg("inputs"), py::arg("outputs"),
@@ -73,7 +74,6 @@ bool bridge::define_classes(std::size_t module_address) noexcept {
   backend.def("get_error", &AcclBackend::getError)
       .def("_enable_collectives_timing", &AcclBackend::enableCollectivesTiming);
 #endif
-  install_view_kernels();
   return true;
   END_HANDLE_TH_ERRORS_RET(false)
 }
@@ -84,6 +84,7 @@ std::size_t bridge::create_backend(const Runtime& runtime, std::size_t store_add
   const auto object = [](std::size_t address) { return py::handle(reinterpret_cast<PyObject*>(address)); };
   auto store = py::cast<c10::intrusive_ptr<c10d::Store>>(object(store_address));
   auto options = py::cast<c10::intrusive_ptr<AcclOptions>>(object(options_address));
+  install_view_kernels();
   c10::intrusive_ptr<c10d::Backend> backend;
   {
     // torch does not release it around the creator, and other threads may be needed for the others to come.

@@ -31,8 +31,13 @@ class Check {
     for (size_t i = 0; i < tensors.size(); ++i) one(tensors[i], i);
   }
 
-  const at::Tensor& single(at::TensorList tensors) const {
+  void one_tensor(at::TensorList tensors) const {
+    c10d::assertNonEmpty(fail(), tensors);
     c10d::assertSingleElement(fail(), tensors);
+  }
+
+  const at::Tensor& single(at::TensorList tensors) const {
+    one_tensor(tensors);
     memory(tensors);
     return tensors[0];
   }
@@ -103,9 +108,17 @@ class Check {
 
   void root(int64_t rank, int64_t world) const { c10d::assertRootRank(fail(), rank, world); }
 
-  void root(int64_t rank, int64_t world, int64_t tensor) const {
+  void root(int64_t rank, int64_t world, int64_t tensor, at::TensorList tensors) const {
     root(rank, world);
-    c10d::assertRootTensor(fail(), tensor, 1);
+    c10d::assertRootTensor(fail(), tensor, static_cast<int64_t>(tensors.size()));
+  }
+
+  // The outputs of an all_gather, in gloo's words.
+  void output_list(at::TensorList outputs, int world) const {
+    if (outputs.size() == static_cast<size_t>(world)) return;
+    refuse(bridge::Kind::InvalidArgument, call_,
+           "invalid output tensor list at index 0 (expected length " + std::to_string(world) + ", got " +
+               std::to_string(outputs.size()) + ")");
   }
 
   void splits(const std::vector<int64_t>& sizes, const at::Tensor& tensor, int world) const {

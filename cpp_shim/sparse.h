@@ -61,10 +61,12 @@ class SparseSum final : public bridge::Body {
     const auto joined = at::_sparse_coo_tensor_unsafe(at::cat(all_indices, 1), at::cat(all_values, 0), mine.sizes(),
                                                       mine.options());
     const auto total = joined.coalesce();
-    // Not through an operator: that would change the tensor's version and its gradient's history.
+    // Not through an operator: that would change the history of the tensor's gradient.
     auto* impl = static_cast<at::SparseTensorImpl*>(tensor_.unsafeGetTensorImpl());
     impl->set_indices_and_values_unsafe(total.indices(), total.values());
     impl->set_coalesced(true);
+    // Other indices and values than autograd may have saved. An inference tensor has no version.
+    if (!tensor_.is_inference()) impl->bump_version();
   }
 
   std::vector<at::Tensor> gather_facts(const at::Tensor& mine) {

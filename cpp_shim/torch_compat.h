@@ -5,6 +5,9 @@
 
 #include <torch/version.h>
 
+#include <functional>
+#include <optional>
+
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 // Compared as a pair, so that 3.0 is newer than 2.9.
@@ -30,3 +33,23 @@
 #define ACCL_BASE_BINDS_ERROR_AND_TIMING 0
 #define ACCL_CASES_OF_NEWER_SCALAR_TYPES
 #endif
+
+namespace accl {
+
+// What torch is told of ends; before 2.15 nobody registers the second.
+using AbortHook = std::function<void()>;
+#if ACCL_TORCH_AT_LEAST(2, 15)
+#define ACCL_OVERRIDE_2_15 override
+using c10d::CompletionHook;
+using c10d::CompletionHookArgs;
+#else
+// Some of these methods came with 2.14: there they override without the word.
+#define ACCL_OVERRIDE_2_15
+struct CompletionHookArgs {
+  uint64_t completionKey = 0;
+  std::optional<float> duration_ms;
+};
+using CompletionHook = std::function<void(const CompletionHookArgs&)>;
+#endif
+
+}  // namespace accl

@@ -82,6 +82,8 @@ void install() {
 }  // namespace
 
 void install_view_kernels() {
+  const auto op = c10::Dispatcher::singleton().findSchema({"c10d::allreduce_", ""});
+  if (op && op->hasKernelForDispatchKey(c10::DispatchKey::Conjugate)) return;
   install<c10::DispatchKey::Conjugate>();
   install<c10::DispatchKey::Negative>();
 }

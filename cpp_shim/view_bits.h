@@ -3,7 +3,7 @@
 
 namespace accl {
 
-// Installs the kernels that let them through; once, when the module is loaded.
+// Installs the kernels that let them through, if they are not there: a process without a group of ours is as torch made it.
 void install_view_kernels();
 
 }  // namespace accl

@@ -4,6 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <new>
 
 #include <ATen/record_function.h>
@@ -30,7 +31,20 @@ class OutOfResources final : public std::bad_alloc {
 
 }  // namespace
 
-void throw_status(const bridge::Status& status) {
+namespace {
+
+bool python_is_up() { return Py_IsInitialized() != 0 && Py_IsFinalizing() == 0; }
+
+// A class of the Python package: what is refused is a RuntimeError, too, as with gloo, and no class of C++ is both.
+void throw_python(const char* name, const std::string& message) {
+  if (!python_is_up()) return;
+  py::gil_scoped_acquire gil;
+  const py::object type = py::module_::import("torch_accl._errors").attr(name);
+  PyErr_SetString(type.ptr(), message.c_str());
+  throw py::error_already_set();
+}
+
+[[noreturn]] void throw_native(const bridge::Status& status) {
   const std::string message(status.message);
   switch (status.kind) {
     case Kind::InvalidArgument:
@@ -52,10 +66,18 @@ void throw_status(const bridge::Status& status) {
   C10_THROW_ERROR(DistBackendError, message);
 }
 
+}  // namespace
+
+void throw_status(const bridge::Status& status) {
+  if (status.kind == Kind::InvalidArgument) throw_python("InvalidArgumentError", std::string(status.message));
+  if (status.kind == Kind::InvalidType) throw_python("InvalidTypeError", std::string(status.message));
+  throw_native(status);
+}
+
 std::exception_ptr to_exception(const bridge::Status& status) {
   if (is_ok(status)) return nullptr;
   try {
-    throw_status(status);
+    throw_native(status);
   } catch (...) {
     return std::current_exception();
   }
@@ -86,16 +108,29 @@ bridge::Status current_exception_status() noexcept {
 
 // --- Python ---
 
-namespace {
-
-bool python_is_up() { return Py_IsInitialized() != 0 && Py_IsFinalizing() == 0; }
-
-}  // namespace
-
 void throw_python_error_if_set() {
   if (!python_is_up()) return;
   py::gil_scoped_acquire gil;
   if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+}
+
+void finish_destroy() noexcept {
+  if (!python_is_up()) return;
+  py::gil_scoped_acquire gil;
+  try {
+    py::module_::import("torch_accl._register").attr("finish_destroy")();
+  } catch (const std::exception& thrown) {
+    TORCH_WARN_ONCE("accl: torch could not forget a group that was destroyed: ", thrown.what());
+  }
+}
+
+void note_on_python_error(const bridge::Status& status) {
+  if (!python_is_up()) return;
+  py::gil_scoped_acquire gil;
+  if (PyErr_Occurred() == nullptr) return;
+  py::error_already_set raised;
+  raised.value().attr("add_note")(std::string(status.message));
+  raised.restore();
 }
 
 void throw_unless_done(const bridge::Waited& waited) {
@@ -125,7 +160,9 @@ auto without_gil(Work work) {
 }  // namespace
 
 void call_without_gil(const bridge::Group& group, const bridge::CallArgs& args) {
-  throw_unless_done(without_gil([&] { return bridge::group_call(group, args); }));
+  const auto waited = without_gil([&] { return bridge::group_call(group, args); });
+  if (waited.how == Outcome::Interrupted) note_on_python_error(waited.status);
+  throw_unless_done(waited);
 }
 
 bridge::Waited wait_without_gil(const bridge::Ticket& ticket, std::chrono::milliseconds timeout) {
@@ -226,7 +263,11 @@ void InFlight::drain(size_t budget) {
         ++cursor_;
         continue;
       }
-      if (mine) claimed.push_back(flight.get());
+      if (mine) {
+        claimed.push_back(flight.get());
+        // Here, since it leaves the list: nobody may hand it to a completion thread any more, which has only its address.
+        flight->closed = true;
+      }
       leaving.push_back(std::move(flight));
       flight = std::move(flights_.back());
       flights_.pop_back();
@@ -239,7 +280,9 @@ void InFlight::settle(Flight& flight) noexcept {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     flight.closed = true;
+    if (flight.future) settlers_.push_back(::pthread_self());
   }
+  if (completion_hooks_.any() || abort_hooks_.any()) tell_hooks(flight);
   // Once closed, nobody changes the future; it is used where it lies, so that this thread holds no reference of its own.
   if (flight.future) {
     try {
@@ -248,13 +291,131 @@ void InFlight::settle(Flight& flight) noexcept {
     } catch (const std::exception& thrown) {
       TORCH_WARN_ONCE("accl: a callback of a future raised: ", thrown.what());
     }
+    std::lock_guard<std::mutex> lock(mutex_);
+    settlers_.erase(std::find(settlers_.rbegin(), settlers_.rend(), ::pthread_self()).base() - 1);
   }
   if (flight.end_event) {
     flight.end_event();
     flight.end_event = nullptr;
   }
-  // The last touch: from here on another thread may free the flight.
-  flight.state.store(Flight::kSettled, std::memory_order_release);
+  if (is_extended()) expire(flight.key);
+  // The last touch: from here on another thread may free the flight. In one order with the count of waiters: either they
+  // see the state, or they are seen here.
+  flight.state.store(Flight::kSettled, std::memory_order_seq_cst);
+  if (waiters_.load(std::memory_order_seq_cst) == 0) return;
+  // Under the lock, or it could fall between a waiter's look and its sleep.
+  std::lock_guard<std::mutex> lock(mutex_);
+  settled_.notify_all();
+}
+
+bool InFlight::is_settler() const {
+  return std::find(settlers_.begin(), settlers_.end(), ::pthread_self()) != settlers_.end();
+}
+
+bool InFlight::try_settle(Flight& flight) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    // For its own callbacks a call is over: they would wait for themselves.
+    if (is_settler()) return true;
+    // The completion thread runs callbacks, unless there was none.
+    if ((flight.future && flight.watched) || !flight.claim()) return flight.settled();
+    flight.closed = true;
+  }
+  settle(flight);
+  return true;
+}
+
+void InFlight::await_settled(const Flight& flight, std::chrono::steady_clock::time_point deadline) {
+  using Clock = std::chrono::steady_clock;
+  constexpr std::chrono::milliseconds kSignalCheck{50};
+  const auto begun = Clock::now();
+  const auto how = without_gil([&] {
+    std::unique_lock<std::mutex> lock(mutex_);
+    // Callbacks of several calls may wait for these calls in turn; for them the outputs are enough.
+    if (is_settler()) return Outcome::Done;
+    waiters_.fetch_add(1, std::memory_order_seq_cst);
+    auto how = Outcome::Done;
+    while (!flight.settled()) {
+      if (Clock::now() >= deadline) {
+        how = Outcome::Running;
+        break;
+      }
+      settled_.wait_until(lock, std::min(deadline, Clock::now() + kSignalCheck));
+      lock.unlock();
+      const bool raised = bridge::python_interrupted();
+      lock.lock();
+      if (raised) {
+        how = Outcome::Interrupted;
+        break;
+      }
+    }
+    waiters_.fetch_sub(1, std::memory_order_relaxed);
+    return how;
+  });
+  if (how == Outcome::Interrupted) throw_python_error_if_set();
+  if (how == Outcome::Done || flight.settled()) return;
+  const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begun).count();
+  throw_status({Kind::Timeout,
+                "accl: wait: Timed out waiting " + std::to_string(waited) +
+                    "ms for a callback of this call's future; the call itself is over",
+                -1, -1});
+}
+
+// --- hooks ---
+
+void InFlight::tell_hooks(const Flight& flight) noexcept {
+  const auto report = bridge::ticket_report(*flight.ticket);
+  if (!is_ok(report.status)) return run_abort_hooks();
+  if (report.value < -1) return;  // it failed alone
+  CompletionHookArgs ended;
+  ended.completionKey = flight.key;
+  if (report.value >= 0) ended.duration_ms = static_cast<float>(report.value) / 1e6F;
+  without_gil([&] {
+    for (const auto& hook : completion_hooks_.all()) {
+      try {
+        (*hook)(ended);
+      } catch (const std::exception& thrown) {
+        TORCH_WARN_ONCE("accl: a completion hook raised: ", thrown.what());
+      }
+    }
+  });
+}
+
+void InFlight::run_abort_hooks() noexcept {
+  without_gil([&] {
+    for (const auto& hook : abort_hooks_.all()) {
+      try {
+        (*hook)();
+      } catch (const std::exception& thrown) {
+        TORCH_WARN_ONCE("accl: an abort hook raised: ", thrown.what());
+      }
+    }
+  });
+}
+
+// --- ephemeral timeouts ---
+
+void InFlight::extend(std::chrono::milliseconds added) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  extensions_.push_back({added, std::nullopt});
+  extended_.store(true, std::memory_order_relaxed);
+}
+
+std::chrono::milliseconds InFlight::extension(uint64_t key) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::chrono::milliseconds sum{0};
+  for (auto& one : extensions_) {
+    if (!one.first) one.first = key;
+    sum += one.added;
+  }
+  return sum;
+}
+
+void InFlight::expire(uint64_t key) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  extensions_.erase(std::remove_if(extensions_.begin(), extensions_.end(), [&](const auto& one) { return one.first == key; }),
+                    extensions_.end());
+  extended_.store(!extensions_.empty(), std::memory_order_relaxed);
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> InFlight::future_of(const std::shared_ptr<Flight>& flight) {
@@ -295,11 +456,21 @@ void InFlight::watch(const std::shared_ptr<Flight>& flight) {
   throw_status(status);
 }
 
-std::vector<c10::intrusive_ptr<AcclWork>>* InFlight::batch() {
-  if (batch_count_.load(std::memory_order_acquire) == 0) return nullptr;
+// --- batches ---
+
+bool InFlight::in_batch() {
+  if (batch_count_.load(std::memory_order_acquire) == 0) return false;
+  std::lock_guard<std::mutex> lock(mutex_);
+  return batches_.count(::pthread_self()) != 0;
+}
+
+bool InFlight::collect(const c10::intrusive_ptr<AcclWork>& work) {
+  if (batch_count_.load(std::memory_order_acquire) == 0) return false;
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = batches_.find(::pthread_self());
-  return found == batches_.end() ? nullptr : &found->second;
+  if (found == batches_.end()) return false;
+  found->second.push_back(work);
+  return true;
 }
 
 void InFlight::begin_batch() {
@@ -350,6 +521,7 @@ AcclWork::AcclWork(int rank, c10d::OpType type, const char* title, const std::op
                    std::shared_ptr<InFlight> home, Outputs outputs)
     : Work(rank, type, title, profiled), home_(std::move(home)), flight_(std::make_shared<Flight>()) {
   flight_->outputs = std::move(outputs);
+  flight_->key = home_->next_key();
   // The flight outlives a handle that was dropped, and its event must be closed all the same.
   flight_->end_event = std::exchange(recordFunctionEndCallback_, nullptr);
 }
@@ -368,8 +540,9 @@ AcclWork::~AcclWork() {
 bool AcclWork::isCompleted() {
   if (flight_->settled()) return true;
   if (bridge::ticket_poll(*flight_->ticket).how == Outcome::Running) return false;
+  const bool settled = home_->try_settle(*flight_);
   home_->drain(8);
-  return true;
+  return settled;
 }
 
 bool AcclWork::isSuccess() const { return flight_->ended() && exception() == nullptr; }
@@ -391,14 +564,20 @@ Tensors AcclWork::result() {
 }
 
 bool AcclWork::wait(std::chrono::milliseconds timeout) {
+  using Clock = std::chrono::steady_clock;
   if (!flight_->settled()) {
+    const auto begun = timeout == kNoTimeout ? Clock::time_point() : Clock::now();
     const auto waited = wait_without_gil(*flight_->ticket, timeout);
     // The call may run on: the wait's own time has passed, a signal handler raised, or the wait itself broke.
     if (waited.how == Outcome::Interrupted || !flight_->ended()) throw_unless_done(waited);
-    if (flight_->claim()) home_->settle(*flight_);
+    if (flight_->claim()) {
+      home_->settle(*flight_);
+    } else if (!flight_->settled()) {
+      home_->await_settled(*flight_, timeout == kNoTimeout ? Clock::now() + flight_->timeout : begun + timeout);
+    }
     home_->drain(8);
   }
-  if (const auto error = flight_->error()) std::rethrow_exception(error);
+  throw_unless_ok(bridge::ticket_error(*flight_->ticket));
   return true;
 }
 

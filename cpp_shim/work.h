@@ -8,6 +8,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <condition_variable>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -18,6 +19,7 @@
 
 #include "describe.h"
 #include "errors.h"
+#include "hooks.h"
 #include "torch_compat.h"
 
 namespace accl {
@@ -68,6 +70,7 @@ struct Flight {
   void keep_memory();
 
   rust::Box<bridge::Ticket> ticket;
+  uint64_t key = 0;        // names the call to completion hooks
   int64_t seq = -1;        // where the ticket knows none
   Outputs outputs;
   Tensors kept;  // what else must live until the end
@@ -89,31 +92,66 @@ class AcclWork;
 class InFlight : public std::enable_shared_from_this<InFlight> {
  public:
   void add(std::shared_ptr<Flight> flight);
+  // Never used twice in a group.
+  uint64_t next_key() { return keys_.fetch_add(1, std::memory_order_relaxed); }
   // Completes what has ended and drops what is settled, looking at no more than `budget` flights.
   void drain(size_t budget);
   // Completes a flight that this thread has claimed.
   void settle(Flight& flight) noexcept;
+  // Completes a flight that has ended, unless that could run callbacks of others; says whether it is settled. Never waits.
+  bool try_settle(Flight& flight);
+  // Waits for another thread to settle the flight, without the GIL.
+  void await_settled(const Flight& flight, std::chrono::steady_clock::time_point deadline);
   c10::intrusive_ptr<c10::ivalue::Future> future_of(const std::shared_ptr<Flight>& flight);
   // Lets a completion thread complete the flight, unless one will already.
   void watch(const std::shared_ptr<Flight>& flight);
-  // The works that this thread collects between start and end of coalescing, or null.
-  std::vector<c10::intrusive_ptr<AcclWork>>* batch();
+
+  // Whether this thread is between start and end of coalescing,
+  bool in_batch();
+  // and if so, keeps the work for the end.
+  bool collect(const c10::intrusive_ptr<AcclWork>& work);
   void begin_batch();
   std::vector<c10::intrusive_ptr<AcclWork>> end_batch();
-  // What was begun and never ended.
+  // What was begun and never ended, when nobody can end it any more: its works hold this list.
   void drop_batches();
+
+  // Ephemeral timeouts: what a call gets on top of its timeout, until the first call made after `extend` has ended.
+  void extend(std::chrono::milliseconds added);
+  bool is_extended() const { return extended_.load(std::memory_order_relaxed); }
+  std::chrono::milliseconds extension(uint64_t key);
+  void expire(uint64_t key);
+
+  Hooks<CompletionHook>& completion_hooks() { return completion_hooks_; }
+  Hooks<AbortHook>& abort_hooks() { return abort_hooks_; }
+  void run_abort_hooks() noexcept;
   // Drains on Python's main thread, soon; false when Python has no room for that now.
   bool schedule_drain() noexcept;
 
  private:
   friend struct FlightArrival;
   static int drain_now(void* list) noexcept;
+  // Whether this thread is inside a callback of a flight of this list. Under the lock.
+  bool is_settler() const;
+  void tell_hooks(const Flight& flight) noexcept;
+
+  struct Extension {
+    std::chrono::milliseconds added;
+    std::optional<uint64_t> first;  // the call that it ends with
+  };
 
   std::mutex mutex_;
+  std::condition_variable settled_;
+  std::atomic<uint32_t> waiters_{0};
+  std::vector<pthread_t> settlers_;  // threads inside callbacks
+  std::atomic<uint64_t> keys_{0};
+  std::vector<Extension> extensions_;
+  std::atomic<bool> extended_{false};
+  Hooks<CompletionHook> completion_hooks_{mutex_};
+  Hooks<AbortHook> abort_hooks_{mutex_};
   std::vector<std::shared_ptr<Flight>> flights_;
   size_t cursor_ = 0;
   std::atomic<bool> scheduled_{false};
-  // By thread; each touches its own only.
+  // By thread.
   std::map<pthread_t, std::vector<c10::intrusive_ptr<AcclWork>>> batches_;
   std::atomic<size_t> batch_count_{0};
 };
@@ -136,6 +174,7 @@ class AcclWork : public c10d::Work {
   float getDuration() const override;
   uint64_t getSequencenumber() const override;
   std::chrono::milliseconds getTimeout() const ACCL_OVERRIDE_2_14 { return flight_->timeout; }
+  uint64_t getCompletionKey() const ACCL_OVERRIDE_2_15 { return flight_->key; }
 
   const std::shared_ptr<Flight>& flight() const { return flight_; }
   // Ends a call that was never started.
@@ -172,7 +211,7 @@ class Recorded final : public c10d::Work {
   ~Recorded() override { finish(); }
 };
 
-// Working and waiting in the caller's thread, without the GIL. But for the second they throw when the call did not end well.
+// Working and waiting in the caller's thread, without the GIL. But for `wait` they throw when the call did not end well.
 void call_without_gil(const bridge::Group& group, const bridge::CallArgs& args);
 bridge::Waited wait_without_gil(const bridge::Ticket& ticket, std::chrono::milliseconds timeout);
 void monitored_barrier_without_gil(const bridge::Group& group, std::chrono::milliseconds timeout, bool wait_all);

@@ -9,6 +9,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TORCH_NUM_THREADS", "1")
 # Without it the machine at hand would choose the algorithms. A test that is about calibrations says so and sets its own.
 os.environ.setdefault("ACCL_CALIBRATION", "off")
+# At a process's first failure torch would write the flight recorder's stacks with their symbols, which takes seconds.
+os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "0")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest

@@ -204,8 +204,6 @@ def test_a_tensor_that_stands_twice_in_a_coalesced_call_is_summed_as_often_as_by
 def batch_of(*calls):
     """The work of several calls made as one batch."""
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    if not backend.supports_coalescing:
-        pytest.skip("this backend has no batches")
     backend._start_coalescing()
     for call in calls:
         call()

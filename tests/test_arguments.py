@@ -1,5 +1,7 @@
 """Wrong arguments: each is refused by the call with its class and sentence, on one rank alone, and the group works on."""
 
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,10 @@ def resized(count, nbytes):
     tensor = torch.ones(count)
     tensor.untyped_storage().resize_(nbytes)
     return tensor
+
+
+def backend():
+    return dist.group.WORLD._get_backend(torch.device("cpu"))
 
 
 def wrong(world):
@@ -130,6 +136,33 @@ def wrong(world):
             ValueError,
             "all_reduce.*type",
         ),
+        # Of an empty list the backend hears only when it is asked itself: torch picks the backend by the first tensor.
+        "no_tensor": (lambda: backend().allreduce([]), ValueError, "all_reduce.*requires non-empty tensor list"),
+        "no_coalesced_tensor": (
+            lambda: backend().allreduce_coalesced([]),
+            ValueError,
+            "all_reduce.*requires non-empty tensor list",
+        ),
+        "no_input": (
+            lambda: backend().allgather([parts], []),
+            ValueError,
+            "all_gather.*requires non-empty input tensor list",
+        ),
+        "no_output_list": (
+            lambda: group.allgather([], [ONES]),
+            ValueError,
+            "all_gather.*requires input/output tensor lists to have the same length",
+        ),
+        "output_list": (
+            lambda: group.allgather([parts + parts], [ONES]),
+            ValueError,
+            f"all_gather.*invalid output tensor list at index 0 .expected length {world}, got {2 * world}",
+        ),
+        "no_root_tensor": (
+            lambda: backend().broadcast([], dist.BroadcastOptions()),
+            ValueError,
+            "broadcast.*invalid root tensor: 0",
+        ),
         "two_tensors": (lambda: group.allreduce([ONES, ONES]), ValueError, "all_reduce.*single"),
         "other_device_in_a_list": (
             lambda: dist.all_gather([meta] * world, ONES),
@@ -160,11 +193,33 @@ def test_a_wrong_argument_is_refused_by_the_call_and_the_group_works_on(rank, wo
     call, kind, sentence = wrong(world)[case]
     # Only one rank is wrong: had its call been numbered, the sums below would not match.
     if rank == world - 1:
-        with pytest.raises(kind, match=sentence):
+        with pytest.raises(kind, match=sentence) as caught:
             call()
+        # gloo has no other class for arguments, so scripts catch it.
+        assert isinstance(caught.value, RuntimeError)
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     assert (tensor == world).all()
+
+
+@on_ranks(2)
+def test_a_refused_argument_has_one_class_for_those_who_catch_gloos_and_those_who_catch_pythons(rank, world):
+    import torch_accl
+    from torch.distributed import _functional_collectives as functional
+
+    tensor = torch.ones(world * 2 + 1)
+    with pytest.raises(torch_accl.InvalidArgumentError) as caught:
+        dist.all_to_all_single(torch.ones_like(tensor), tensor)
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, RuntimeError)
+    assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
+    # The same through the operators that compiled graphs call.
+    with pytest.raises(RuntimeError) as caught:
+        functional.wait_tensor(functional.all_to_all_single(tensor, [1] * (world + 1), [1] * world, dist.group.WORLD))
+    assert isinstance(caught.value, ValueError)
+    with pytest.raises(torch_accl.InvalidTypeError) as caught:
+        dist.all_gather([torch.ones(3, device="meta")] * world, ONES)
+    assert isinstance(caught.value, TypeError) and isinstance(caught.value, RuntimeError)
+    dist.barrier()
 
 
 @on_ranks(2, 3)

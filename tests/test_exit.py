@@ -7,6 +7,7 @@ import time
 
 import pytest
 from support import BACKEND, run_script, start_script
+from support.accelerators import accelerator  # noqa: F401  each test runs twice
 from support.versions import MONITORED_BARRIER
 
 HEAD = f"""
@@ -104,6 +105,37 @@ except KeyboardInterrupt:
     os.kill(second.pid, signal.SIGKILL)
     second.wait()
     assert elapsed < 0.2
+
+
+def test_ctrl_c_inside_a_blocking_call_says_that_the_group_has_ended():
+    code = (
+        HEAD
+        + """
+import traceback
+print("ready", flush=True)
+try:
+    dist.all_reduce(tensor) if rank == 0 else dist.recv(tensor, 0)
+except KeyboardInterrupt as error:
+    print("NOTE", getattr(error, "__notes__", None), flush=True)
+except RuntimeError as error:
+    print("NOTE", error, flush=True)
+try:
+    dist.all_reduce(tensor)
+except RuntimeError as error:
+    print("NEXT", error, flush=True)
+os._exit(0)
+"""
+    )
+    first, second = start_script(code, world=2)
+    for script in (first, second):
+        script.wait_for("ready")
+    time.sleep(0.3)
+    os.kill(first.pid, signal.SIGINT)
+    for script in (first, second):
+        assert script.wait(15) == 0, script.stderr
+        said = dict(line.split(" ", 1) for line in script.stdout.splitlines() if line.startswith(("NOTE", "NEXT")))
+        for text in said.values():
+            assert "interrupted" in text and "blocking call" in text and "new group" in text, script.stdout
 
 
 def test_ctrl_c_ends_an_init_that_waits_for_others():

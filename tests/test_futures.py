@@ -1,6 +1,8 @@
 """The future of a call: its value, `then` from any thread, and callbacks that submit and block."""
 
 import threading
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -180,3 +182,112 @@ def test_works_with_callbacks_and_works_with_waits_mix(rank, world):
         dist.all_reduce(b, async_op=True).wait()
         total.append(chained.wait())
     assert total == [2.0] * 50
+
+
+def slow_callback(seen, entered, release):
+    def callback(future):
+        entered.set()
+        release.wait(LIMIT)
+        seen.append("callback")
+
+    return callback
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("late", [True, False])
+def test_wait_returns_after_the_callbacks_ran(rank, world, late):
+    for count in (1, 4099, 100_003):
+        seen = []
+        dist.barrier()
+        if rank == 1 and late:
+            time.sleep(0.05)
+        work = dist.all_reduce(torch.ones(count), async_op=True)
+        work.get_future().then(lambda future, seen=seen: (time.sleep(0.05), seen.append("callback")))
+        work.wait()
+        assert seen == ["callback"]
+
+
+@on_ranks(2)
+def test_a_work_is_not_completed_before_its_callbacks_ran_and_asking_does_not_wait(rank, world):
+    seen, entered, release = [], threading.Event(), threading.Event()
+    # Attached before the call can be done, so that it is not this thread that runs it.
+    work = dist.irecv(torch.zeros(3), 1 - rank, tag=78)
+    work.get_future().then(slow_callback(seen, entered, release))
+    dist.barrier()
+    dist.send(torch.ones(3), 1 - rank, tag=78)
+    assert entered.wait(LIMIT)
+    start = time.monotonic()
+    assert not any(work.is_completed() for _ in range(50))
+    assert time.monotonic() - start < 1
+    # The wait's own time passes as ever, and the call may be waited for again.
+    with pytest.raises(dist.DistBackendError, match="(?i)timed out.*callback"):
+        work.wait(timedelta(milliseconds=100))
+    assert seen == []
+    release.set()
+    work.wait()
+    assert seen == ["callback"] and work.is_completed() and work.is_success()
+
+
+@on_ranks(2)
+def test_a_callback_may_wait_for_its_own_work(rank, world):
+    tensor = torch.ones(3)
+    work = dist.irecv(tensor, 1 - rank, tag=79)
+    answers = []
+
+    def callback(future):
+        answers.extend([work.is_completed(), work.wait(), work.is_success()])
+        return True
+
+    chained = work.get_future().then(callback)
+    dist.barrier()
+    dist.send(torch.full((3,), 7.0), 1 - rank, tag=79)
+    assert chained.wait() is True
+    assert answers == [True] * 3 and tensor.tolist() == [7.0] * 3
+
+
+@on_ranks(2)
+def test_callbacks_may_wait_for_each_others_works(rank, world):
+    tensors = [torch.zeros(3) for _ in range(2)]
+    works = [dist.irecv(tensor, 1 - rank, tag=80 + i) for i, tensor in enumerate(tensors)]
+    both = threading.Barrier(2)
+
+    def callback(other):
+        def run(future):
+            both.wait(LIMIT)
+            return works[other].wait()
+
+        return run
+
+    chained = [works[i].get_future().then(callback(1 - i)) for i in range(2)]
+    dist.barrier()
+    for i in range(2):
+        dist.send(torch.ones(3), 1 - rank, tag=80 + i)
+    assert [future.wait() for future in chained] == [True, True]
+
+
+@on_ranks(2)
+def test_a_future_asked_for_while_its_call_ends_is_completed_once(rank, world):
+    # The flight leaves the list of those in flight at that moment.
+    stop, failures = threading.Event(), []
+    works = []
+
+    def ask():
+        while not stop.is_set():
+            for work in works[-8:]:
+                try:
+                    work.get_future().wait()
+                except BaseException as error:
+                    failures.append(error)
+                    stop.set()
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    [thread.start() for thread in threads]
+    for i in range(1500):
+        works.append(dist.all_reduce(torch.ones(1 + i % 7), async_op=True))
+        if len(works) > 32:
+            del works[:16]
+    stop.set()
+    [thread.join(LIMIT) for thread in threads]
+    for work in works:
+        work.wait()
+    assert not failures and not any(thread.is_alive() for thread in threads)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import BACKEND, init_group, on_ranks
+from support.accelerators import accelerator  # noqa: F401  each test runs twice
 from support.versions import needs, set_timeout
 from torch._C._distributed_c10d import ErrorType
 
@@ -229,6 +230,124 @@ def test_the_process_is_healthy_after_abort_process_group(rank, world):
     sums()
 
 
+@on_ranks(1, 2, fresh=True)
+@pytest.mark.parametrize("in_batch", [False, True])
+def test_abort_process_group_forgets_all_groups_whatever_else_is_open(rank, world, in_batch):
+    groups = [dist.new_group() for _ in range(2)]
+    for group in groups:
+        sums(group)
+    dist.barrier()
+    if in_batch:
+        for group in (dist.group.WORLD, *groups):
+            backend_of(group)._start_coalescing()
+    dist.distributed_c10d._abort_process_group()
+    assert not dist.is_initialized()
+    init_group()
+    sums()
+    sums(dist.new_group())
+
+
+@on_ranks(2)
+def test_abort_while_another_thread_is_in_a_batch_is_aborted_there(rank, world):
+    group = dist.new_group()
+    dist.barrier()
+    opened, aborted, errors = threading.Event(), threading.Event(), []
+
+    def batch():
+        backend = backend_of(group)
+        backend._start_coalescing()
+        dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        opened.set()
+        aborted.wait(10)
+        try:
+            dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        except dist.DistBackendError as error:
+            errors.append(str(error))
+        work = backend._end_coalescing()
+        try:
+            work.wait()
+        except dist.DistBackendError as error:
+            errors.append(str(error))
+
+    if rank == 0:
+        thread = threading.Thread(target=batch)
+        thread.start()
+        assert opened.wait(10)
+        backend_of(group).abort()
+        aborted.set()
+        thread.join(10)
+        assert not thread.is_alive() and len(errors) == 2 and all("abort" in error for error in errors), errors
+    dist.barrier()
+    sums()
+
+
+@on_ranks(2)
+def test_aborts_and_batches_of_many_threads_end_in_errors_and_not_in_a_crash(rank, world):
+    # The list of a batch lies where another thread's abort could free it.
+    for _ in range(20):
+        group = dist.new_group()
+        dist.barrier()
+        stop = threading.Event()
+
+        def batches(group=group, stop=stop):
+            backend = backend_of(group)
+            while not stop.is_set():
+                backend._start_coalescing()
+                try:
+                    for _ in range(3):
+                        dist.all_reduce(torch.ones(3), group=group, async_op=True)
+                except dist.DistBackendError:
+                    stop.set()
+                try:
+                    backend._end_coalescing().wait()
+                except dist.DistBackendError:
+                    stop.set()
+
+        threads = [threading.Thread(target=batches) for _ in range(3)]
+        [thread.start() for thread in threads]
+        time.sleep(0.003)
+        backend_of(group).abort()
+        [thread.join(15) for thread in threads]
+        assert not any(thread.is_alive() for thread in threads)
+    dist.barrier()
+    sums()
+
+
+@on_ranks(1)
+def test_an_end_of_coalescing_without_a_beginning_is_an_empty_work(rank, world):
+    work = backend_of()._end_coalescing()
+    assert work.is_completed() and work.is_success() and work.wait() is True and work.result() == []
+    assert work.get_future().wait() == []
+
+
+@on_ranks(2, fresh=True)
+@pytest.mark.parametrize("which", ["world", "world_by_name", "group"])
+def test_after_a_destroy_that_reports_a_disagreement_a_group_can_be_made(rank, world, which):
+    group = dist.new_group() if which == "group" else None
+    named = dist.group.WORLD if which == "world_by_name" else group
+    dist.barrier(group)
+    # The root of a broadcast is through before the other rank can disagree.
+    if rank == 0:
+        dist.broadcast(torch.ones(5), 0, group=group)
+        end = time.monotonic() + 10
+        while not backend_of(group).first_error() and time.monotonic() < end:
+            time.sleep(0.01)
+        with pytest.raises(dist.DistBackendError, match="5"):
+            dist.destroy_process_group(named)
+    else:
+        with pytest.raises(dist.DistBackendError):
+            dist.broadcast(torch.ones(6), 0, group=group)
+        dist.destroy_process_group(named)
+    if which == "group":
+        assert group not in dist.distributed_c10d._world.pg_map
+        dist.barrier()
+        sums(dist.new_group())
+        dist.destroy_process_group()
+    assert not dist.is_initialized()
+    init_group()
+    sums()
+
+
 @on_ranks(1, 2, fresh=True, init=False, store="tcp")
 @pytest.mark.parametrize("store", ["own_prefix", "same_keys"])
 def test_destroy_and_init_may_be_repeated(rank, world, store):
@@ -290,6 +409,52 @@ def test_a_group_can_be_split(rank, world):
     group.allreduce([tensor]).wait()
     assert (tensor == len(mine)).all()
     sums()
+
+
+@needs("split_group without an accelerator")
+@on_ranks(2, 3)
+def test_split_group_makes_a_group_of_ours_on_the_cpu(rank, world):
+    evens, odds = [r for r in range(world) if r % 2 == 0], [r for r in range(world) if r % 2]
+    group = dist.split_group(split_ranks=[evens, odds], timeout=timedelta(seconds=7), group_desc="halves")
+    mine = evens if rank % 2 == 0 else odds
+    assert dist.get_process_group_ranks(group) == mine and dist.get_backend(group) == BACKEND
+    assert backend_of(group).options._timeout == timedelta(seconds=7)
+    sums(group, len(mine))
+    # The parent keeps its own timeout and works on, and the child goes through the tables of torch.
+    assert backend_of().options._timeout == timedelta(seconds=20)
+    sums()
+    dist.destroy_process_group(group)
+
+
+@needs("ephemeral timeouts")
+@on_ranks(2)
+@pytest.mark.parametrize("blocking", [True, False])
+def test_an_ephemeral_timeout_holds_until_the_first_call_after_it_is_over(rank, world, blocking):
+    group = dist.new_group(timeout=timedelta(milliseconds=300))
+    dist.barrier()
+    group._add_ephemeral_timeout(timedelta(seconds=10))
+    group._add_ephemeral_timeout(timedelta(seconds=5))
+    if rank == 1:
+        time.sleep(0.6)
+    work = dist.all_reduce(torch.ones(3), group=group, async_op=not blocking)
+    if not blocking:
+        assert work.timeout == timedelta(milliseconds=15_300)
+        second = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        # On the late rank the first may be over by now.
+        assert rank == 1 or second.timeout == timedelta(milliseconds=15_300)
+        work.wait()
+        second.wait()
+    third = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    assert third.timeout == timedelta(milliseconds=300)
+    third.wait()
+    dist.barrier()
+
+
+@on_ranks(1)
+def test_the_name_that_gloo_has_for_set_timeout_works(rank, world):
+    group = dist.new_group()
+    backend_of(group)._set_default_timeout(timedelta(seconds=3))
+    assert backend_of(group).options._timeout == timedelta(seconds=3)
 
 
 @on_ranks(2)

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from support import bytes_equal, contribution, contributions, on_ranks
 from support.oracle import MOVED
+from support.versions import needs
 
 COUNTS = [0, 1, 2, 3, 63, 65, 16_385, 262_147]
 
@@ -159,4 +160,36 @@ def test_packed_types_travel_as_bytes(rank, world, dtype):
     assert torch.equal(got, sent)
     with pytest.raises(NotImplementedError, match="is not defined for"):
         dist.all_reduce(got.view(getattr(torch, dtype)))
+    dist.barrier()
+
+
+@needs("gather_single")
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("dtype", ["float32", "int16", "bool"])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_gather_single_brings_all_blocks_to_the_root_in_one_tensor(rank, world, dtype, async_op):
+    for root in range(world):
+        sent = contributions(world, 1009, dtype, seed=root)
+        output = torch.empty(1009 * world, dtype=sent[0].dtype) if rank == root else None
+        work = dist.gather_single(sent[rank], output, dst=root, async_op=async_op)
+        if async_op:
+            work.wait()
+        if rank == root:
+            assert bytes_equal(output, torch.cat(sent))
+
+
+@needs("gather_single")
+@on_ranks(2)
+def test_gather_single_takes_strided_and_stacked_outputs_and_refuses_other_sizes(rank, world):
+    sent = [torch.full((3, 4), float(r)) for r in range(world)]
+    output = torch.zeros(3 * world, 8)[:, ::2]
+    dist.gather_single(sent[rank], output if rank == 0 else None)
+    stacked = torch.zeros(world, 3, 4)
+    dist.gather_single(sent[rank], stacked if rank == 0 else None)
+    if rank == 0:
+        assert torch.equal(output, torch.cat(sent)) and torch.equal(stacked, torch.stack(sent))
+        with pytest.raises(ValueError, match="gather.*size"):
+            dist.gather_single(torch.ones(3), torch.ones(3 * world + 1))
+    value = dist.gather_single(sent[rank], output if rank == 0 else None, async_op=True).get_future().wait()
+    assert len(value) == (1 if rank == 0 else 0)
     dist.barrier()

@@ -226,8 +226,24 @@ def test_ranks_of_a_subgroup_are_given_as_global_ranks(rank, world):
 
 
 @on_ranks(2)
-def test_a_batch_is_one_work_where_the_backend_coalesces(rank, world):
-    coalesces = dist.group.WORLD._get_backend(torch.device("cpu")).supports_coalescing
+def test_an_operation_that_raises_in_a_batch_leaves_the_group_as_it_was(rank, world):
+    bad = dist.P2POp(dist.irecv, torch.ones(1).expand(4), 1 - rank)
+    for operations in ([bad], [dist.P2POp(dist.isend, torch.ones(2), 1 - rank, tag=9), bad]):
+        with pytest.raises((ValueError, RuntimeError)):
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        # The state that torch keeps of a batch made this return at once, with nothing done.
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [world] * 3
+    dist.recv(torch.zeros(2), 1 - rank, tag=9)
+    parts = torch.zeros(world)
+    dist.all_gather_single(parts, torch.full((1,), float(rank)))
+    assert parts.tolist() == [0.0, 1.0]
+
+
+@on_ranks(2)
+def test_a_batch_has_one_work_for_each_operation(rank, world):
     tensors = [torch.zeros(10) for _ in range(3)]
     works = dist.batch_isend_irecv(
         [
@@ -235,7 +251,7 @@ def test_a_batch_is_one_work_where_the_backend_coalesces(rank, world):
             for i, tensor in enumerate(tensors)
         ]
     )
-    assert len(works) == (1 if coalesces else 3)
+    assert len(works) == 3
     for work in works:
         work.wait()
 
@@ -253,8 +269,6 @@ def test_a_batch_may_list_its_receives_first_on_one_rank_and_its_sends_first_on_
 @on_ranks(2)
 @pytest.mark.parametrize("pairs", [1, 3])
 def test_calls_between_start_and_end_of_coalescing_are_all_done_by_its_end(rank, world, pairs):
-    if not dist.group.WORLD._get_backend(torch.device("cpu")).supports_coalescing:
-        pytest.skip("the backend does not coalesce")
     sent = [torch.full((1000,), float(10 * rank + i)) for i in range(pairs)]
     received = [torch.zeros(1000) for _ in range(pairs)]
     with dist._coalescing_manager(device=torch.device("cpu")):

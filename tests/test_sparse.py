@@ -65,3 +65,14 @@ def test_other_operators_on_sparse_tensors_are_refused_and_the_group_works_on(ra
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [world] * 3
+
+
+@on_ranks(1, 2)
+def test_a_sparse_result_has_another_version(rank, world):
+    # Its indices and values are other tensors than those that autograd may have saved.
+    result = rows_of(rank, 3)
+    before = result._version
+    dist.all_reduce(result)
+    assert result._version > before
+    with torch.inference_mode():
+        dist.all_reduce(rows_of(rank, 3))

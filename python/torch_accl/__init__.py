@@ -8,7 +8,8 @@ from ._gate import load_native
 
 _native = load_native()
 
-from ._options import Options  # noqa: E402  the gate comes first
+from ._errors import InvalidArgumentError, InvalidTypeError  # noqa: E402  the gate comes first
+from ._options import Options  # noqa: E402
 from ._register import register  # noqa: E402
 
 register()
@@ -16,4 +17,4 @@ register()
 Backend = _native.Backend
 __version__: str = _native.built_for()["version"]
 
-__all__ = ["Backend", "Options", "__version__", "register"]
+__all__ = ["Backend", "InvalidArgumentError", "InvalidTypeError", "Options", "__version__", "register"]

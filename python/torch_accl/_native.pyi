@@ -1,5 +1,6 @@
 """Types of the native module."""
 
+from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,9 @@ class Backend(_TorchBackend):
 
     @property
     def options(self) -> BackendOptions: ...
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        """As `set_timeout`, by the name that gloo's backend has."""
+
     def describe(self) -> str:
         """Facts about the group, one a line."""
 

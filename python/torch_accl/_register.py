@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
+import sys
 import warnings
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch._C._distributed_c10d import Backend
 from . import _native
 from ._options import Options
 
-__all__ = ["NAME", "create_backend", "register"]
+__all__ = ["NAME", "create_backend", "finish_destroy", "register"]
 
 NAME = "accl"
 
@@ -63,6 +65,25 @@ def options_of(group: Any, pg_options: _native.BackendOptions | None) -> _native
 def connect(group: Any, options: _native.BackendOptions) -> _native.Backend:
     """Makes one rank's backend of a group; blocks until all ranks are connected."""
     return _runtime.create_backend(group.store, group.group_rank, group.group_size, options)
+
+
+def finish_destroy() -> None:
+    """Ends the `destroy_process_group` that this thread is in, whose `shutdown` is about to raise.
+
+    torch forgets its groups after the last shutdown. One that raises would leave it with groups that are gone, and the next
+    `init_process_group` would be refused. A group reports once, so the inner call gets to the end.
+    """
+    code = inspect.unwrap(dist.destroy_process_group).__code__
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    # Otherwise `shutdown` was called by itself, which takes no group away from torch.
+    if frame is None:
+        return
+    try:
+        dist.destroy_process_group(frame.f_locals["group"])
+    except dist.DistBackendError as another:
+        warnings.warn(f"another group reported, too: {another}", stacklevel=2)
 
 
 def settle_cgx() -> None:

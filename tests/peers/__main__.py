@@ -31,6 +31,7 @@ def main() -> int:
         os.environ.setdefault(name, "1")
     # Nor does the machine at hand choose the algorithms, unless a calibration is named.
     os.environ.setdefault("ACCL_CALIBRATION", "off")
+    os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "0")
     if len(args.world) == 1:
         return _one_world(args, args.world[0])
     extra = ["--baseline", args.baseline, *_as(args.alias), *(["--store-baseline"] if args.store_baseline else [])]

@@ -107,6 +107,14 @@ class Seat:
 
 _seat: Seat | None = None
 
+# Whether ranks see a torch without any accelerator, see `accelerators.py`; set in the pytest process.
+is_cpu_build = False
+_current_accelerator = torch.accelerator.current_accelerator
+
+
+def _build_as(cpu: bool):
+    torch.accelerator.current_accelerator = (lambda check_available=False: None) if cpu else _current_accelerator
+
 
 def init_group(backend: str | None = None, **options) -> None:
     """Makes the default group of this rank; may be called again after a destroy, over the same store."""
@@ -264,7 +272,7 @@ class Pool:
     def run(self, key: tuple[str, str], arguments: list[dict], deadline: float) -> list[Outcome]:
         for process, own in zip(self.ranks, arguments, strict=True):
             process.clear_output()
-            process.pipe.send((key, own))
+            process.pipe.send((key, own, is_cpu_build))
         return _collect(self.ranks, deadline)
 
     def close(self):
@@ -285,10 +293,11 @@ def close_pools():
 def _serve_pool(pipe: Connection) -> int:
     while True:
         try:
-            (module, name), arguments = pipe.recv()
+            (module, name), arguments, cpu = pipe.recv()
         except EOFError:
             return 0
         body = functools.reduce(getattr, name.split("."), sys.modules[module]).body
+        _build_as(cpu)
         pipe.send(_attempt(functools.partial(_in_pool, body), arguments))
 
 
@@ -338,6 +347,7 @@ def run_ranks(body, world, arguments=None, *, init=True, deadline=DEADLINE, stor
 
 def _in_fresh(body, arguments, init, env):
     os.environ.update(env)
+    _build_as(is_cpu_build)
     if init:
         init_group()
     value = body(_seat.rank, **arguments)

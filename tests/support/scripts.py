@@ -122,6 +122,10 @@ def close_scripts():
         _the_zygote = None
 
 
+# Run before the code of every script, on its first line; see `accelerators.py`.
+prelude = ""
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
@@ -137,7 +141,12 @@ def start_script(code: str, world: int = 1, env: dict | None = None, limits: dic
     for rank in range(world):
         own = {key: value[rank] if isinstance(value, list) else value for key, value in (env or {}).items()}
         variables = {**shared, "RANK": rank, "LOCAL_RANK": rank, **own}
-        request = {"code": code, "rank": rank, "env": {k: str(v) for k, v in variables.items()}, "limits": limits or {}}
+        request = {
+            "code": prelude + code,
+            "rank": rank,
+            "env": {k: str(v) for k, v in variables.items()},
+            "limits": limits or {},
+        }
         scripts.append(_zygote().start(request))
     return scripts
 

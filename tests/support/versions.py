@@ -17,6 +17,11 @@ NAME = ".".join(map(str, MINOR))
 _FIRST_WITH = {
     "numbers of works": ((2, 14), "Work binds no _get_sequence_number"),
     "numbers of plug-in groups": ((2, 14), "ProcessGroup refuses sequence numbers to plug-ins"),
+    "split_group without an accelerator": ((2, 15), "split_group demands an accelerator"),
+    "ephemeral timeouts": ((2, 14), "torch gives ephemeral timeouts to gloo and nccl by class"),
+    "gather_single": ((2, 14), "there is no gather_single"),
+    "abort hooks": ((2, 15), "plug-ins cannot say that they have abort hooks"),
+    "completion hooks": ((2, 15), "there are no completion hooks"),
     "supports_window": ((2, 14), "Backend has no windows"),
     "supports_reconfigure": ((2, 14), "Backend cannot be reconfigured"),
 }

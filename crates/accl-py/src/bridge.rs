@@ -228,6 +228,7 @@ pub mod ffi {
         fn ticket_poll(ticket: &Ticket) -> Waited;
         fn ticket_wait(ticket: &Ticket, timeout_ms: i64) -> Waited;
         fn ticket_error(ticket: &Ticket) -> Status;
+        fn ticket_report(ticket: &Ticket) -> Numbered;
         fn ticket_abort(ticket: &Ticket, reason: &str) -> Status;
         fn ticket_seq(ticket: &Ticket) -> Numbered;
         fn ticket_source(ticket: &Ticket) -> Numbered;
@@ -274,8 +275,8 @@ use crate::group::{
 };
 use crate::repeat::{collective_code, group_algorithm, group_repeat};
 use crate::ticket::{
-    ticket_abort, ticket_done, ticket_error, ticket_nanos, ticket_poll, ticket_seq, ticket_source, ticket_wait,
-    ticket_when_done,
+    ticket_abort, ticket_done, ticket_error, ticket_nanos, ticket_poll, ticket_report, ticket_seq, ticket_source,
+    ticket_wait, ticket_when_done,
 };
 
 // SAFETY: a body is handed over whole and run by one thread; it holds tensors and a raw group reference that the shim

@@ -40,6 +40,7 @@ pub(crate) const BRIDGED: &[&str] = &[
     "ticket_poll",
     "ticket_wait",
     "ticket_error",
+    "ticket_report",
     "ticket_abort",
     "ticket_seq",
     "ticket_source",

@@ -5,8 +5,9 @@ use accl_types::{Error, ErrorKind};
 use crate::bridge::ffi::{Described, Kind, Numbered, Outcome, Status, Waited};
 use crate::guard::FromError;
 
-/// Why a call is left that nothing is wrong with.
-pub(crate) const INTERRUPTED: &str = "interrupted by a signal handler of Python";
+/// Why a call is left that nothing is wrong with. A note of the exception that the handler raised, and what peers are told.
+pub(crate) const INTERRUPTED: &str = "interrupted by a signal handler of Python (such as that of Ctrl-C) inside a blocking call, \
+    which ends its group on all ranks; make a new group, or wait for a call made with async_op=True, which may be interrupted";
 
 impl Status {
     /// Success.

@@ -15,6 +15,9 @@ use crate::guard::{FromError, bridged};
 /// How often a waiter looks for Python signals.
 const SIGNAL_CHECK: Duration = Duration::from_millis(50);
 
+/// Instead of nanoseconds: the call failed and its group did not.
+const FAILED_ALONE: i64 = -2;
+
 /// Pause before an arrival tries again.
 const AGAIN: Duration = Duration::from_millis(2);
 
@@ -171,6 +174,15 @@ fn done(is_done: bool) -> Waited {
     Waited::plain(if is_done { Outcome::Done } else { Outcome::Running })
 }
 
+/// From submission to the last byte, or -1 when that was not recorded.
+fn nanos(flight: &Flight) -> i64 {
+    let duration = match flight {
+        Flight::Call(call) => call.duration(),
+        Flight::None | Flight::Task(_) => None,
+    };
+    duration.map_or(-1, |duration| i64::try_from(duration.as_nanos()).unwrap_or(i64::MAX))
+}
+
 fn empty() -> Error {
     Error::internal("a call was used before it was submitted")
 }
@@ -218,6 +230,20 @@ bridged! {
         Ok(error.map_or_else(Status::ok, Status::from_error))
     }
 
+    /// What hooks are told of a call that has ended: its nanoseconds, or -1 when they were not recorded; -2 when it failed
+    /// and its group works on; else the cause that its group failed with.
+    fn ticket_report(ticket: &Ticket) -> Numbered {
+        let failed = match &ticket.flight {
+            Flight::None => return Ok(Numbered::of(FAILED_ALONE)),
+            Flight::Call(call) => call.error().is_some(),
+            Flight::Task(task) => task.outcome().is_some_and(|ended| ended.is_err()),
+        };
+        if failed {
+            return ticket.group.as_ref().and_then(|group| group.error()).map_or(Ok(Numbered::of(FAILED_ALONE)), Err);
+        }
+        Ok(Numbered::of(nanos(&ticket.flight)))
+    }
+
     /// Aborts the call's group.
     fn ticket_abort(ticket: &Ticket, reason: &str) -> Status {
         ticket.group.as_ref().ok_or_else(empty)?.abort(reason);
@@ -244,12 +270,10 @@ bridged! {
 
     /// From submission to the last byte in nanoseconds, or -1 when that was not recorded.
     fn ticket_nanos(ticket: &Ticket) -> Numbered {
-        let duration = match &ticket.flight {
-            Flight::None => return Err(empty()),
-            Flight::Call(call) => call.duration(),
-            Flight::Task(_) => None,
-        };
-        Ok(Numbered::of(duration.map_or(-1, |duration| i64::try_from(duration.as_nanos()).unwrap_or(i64::MAX))))
+        match &ticket.flight {
+            Flight::None => Err(empty()),
+            flight @ (Flight::Call(_) | Flight::Task(_)) => Ok(Numbered::of(nanos(flight))),
+        }
     }
 
     /// Lets a completion thread complete the call once it has ended.

@@ -1,0 +1,52 @@
+// Functions that torch registers to be told of ends, by id.
+//
+// Called without the lock: a hook may wait for the thread that is just removing it. Functions are held by pointer, since
+// copying or dropping one may take the GIL.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace accl {
+
+template <class Hook>
+class Hooks {
+ public:
+  explicit Hooks(std::mutex& mutex) : mutex_(mutex) {}
+
+  void set(int64_t id, Hook hook) {
+    auto held = std::make_shared<const Hook>(std::move(hook));
+    std::lock_guard<std::mutex> lock(mutex_);
+    hooks_[id].swap(held);
+    any_.store(true, std::memory_order_release);
+  }
+
+  void erase(int64_t id) {
+    std::shared_ptr<const Hook> dropped;
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = hooks_.find(id);
+    if (found == hooks_.end()) return;
+    dropped.swap(found->second);
+    hooks_.erase(found);
+    any_.store(!hooks_.empty(), std::memory_order_release);
+  }
+
+  bool any() const { return any_.load(std::memory_order_acquire); }
+
+  std::vector<std::shared_ptr<const Hook>> all() const {
+    std::vector<std::shared_ptr<const Hook>> found;
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [id, hook] : hooks_) found.push_back(hook);
+    return found;
+  }
+
+ private:
+  std::mutex& mutex_;
+  std::map<int64_t, std::shared_ptr<const Hook>> hooks_;
+  std::atomic<bool> any_{false};
+};
+
+}  // namespace accl

@@ -1,0 +1,176 @@
+"""What torch is told of ends: abort hooks, completion hooks, and the flight recorder that lives on both."""
+
+import json
+import os
+import pickle
+import tempfile
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import on_ranks
+from support.versions import needs
+from torch._C import _distributed_c10d as c10d
+
+CPU = torch.device("cpu")
+
+
+def until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def hooked(timeout=timedelta(milliseconds=300)):
+    """A group and the list of what its abort hook saw."""
+    group = dist.new_group(timeout=timeout)
+    dist.barrier()
+    seen = []
+    group.register_abort_hook(7, lambda: seen.append(threading.get_ident()))
+    return group, seen
+
+
+@needs("abort hooks")
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["blocking", "wait", "poll", "sparse"])
+def test_abort_hooks_run_before_a_call_that_timed_out_raises(rank, world, how):
+    group, seen = hooked()
+    assert group.supports_abort_hooks
+    if rank == 0:
+        if how == "blocking":
+            with pytest.raises(dist.DistBackendError, match="(?i)timed out"):
+                dist.all_reduce(torch.ones(3), group=group)
+        elif how == "sparse":
+            with pytest.raises(dist.DistBackendError, match="(?i)timed out"):
+                dist.all_reduce(torch.ones(3).to_sparse(), group=group)
+        else:
+            work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+            if how == "poll":
+                assert until(work.is_completed)
+            else:
+                with pytest.raises(dist.DistBackendError, match="(?i)timed out"):
+                    work.wait()
+        assert seen
+    dist.barrier()
+
+
+@needs("abort hooks")
+@on_ranks(2)
+def test_abort_hooks_run_on_abort_and_not_once_they_are_taken_back(rank, world):
+    group, seen = hooked()
+    backend = group._get_backend(CPU)
+    group.register_abort_hook(8, lambda: seen.append("second"))
+    group.unregister_abort_hook(8)
+    group.unregister_abort_hook(99)
+    if rank == 0:
+        backend.abort()
+        assert seen and "second" not in seen
+    dist.barrier()
+
+
+@needs("abort hooks")
+@on_ranks(2)
+def test_abort_hooks_leave_refused_arguments_expired_waits_and_the_end_alone(rank, world):
+    group, seen = hooked(timedelta(seconds=20))
+    with pytest.raises(ValueError):
+        dist.broadcast(torch.ones(3), 99, group=group)
+    work = dist.irecv(torch.zeros(3), 1 - rank, group=group)
+    with pytest.raises(dist.DistBackendError):
+        work.wait(timedelta(milliseconds=50))
+    dist.barrier()
+    dist.send(torch.ones(3), 1 - rank, group=group)
+    work.wait()
+    dist.destroy_process_group(group)
+    assert not seen
+
+
+@needs("abort hooks")
+@on_ranks(2)
+def test_an_abort_hook_that_raises_hides_no_error(rank, world):
+    group, _ = hooked()
+
+    def fail():
+        raise ValueError("told so")
+
+    group.register_abort_hook(9, fail)
+    if rank == 0:
+        with pytest.raises(dist.DistBackendError, match="(?i)timed out"):
+            dist.all_reduce(torch.ones(3), group=group)
+    dist.barrier()
+
+
+def trace(group=None):
+    """The flight recorder's entries of calls of accl, oldest first."""
+    entries = json.loads(c10d._dump_fr_trace_json(backend="accl")).get("entries", [])
+    name = (group or dist.group.WORLD).group_name
+    return [entry for entry in entries if entry["process_group"][0] == name]
+
+
+@needs("completion hooks")
+@on_ranks(2)
+def test_the_flight_recorder_tells_what_is_over_from_what_is_not(rank, world):
+    group = dist.new_group()
+    assert group.supports_completion_hooks
+    done = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    done.wait()
+    polled = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    assert until(polled.is_completed)
+    future = dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future()
+    future.wait()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(3), group=group, async_op=True)  # dropped
+    dist.barrier(group)
+    hung = dist.irecv(torch.zeros(3), 1 - rank, group=group, tag=5)
+    assert until(lambda: [e["state"] for e in trace(group)[:6]] == ["completed"] * 6), trace(group)
+    assert trace(group)[-1]["state"] != "completed"
+    dist.barrier()
+    dist.send(torch.ones(3), 1 - rank, group=group, tag=5)
+    hung.wait()
+    assert any(entry["state"] == "completed" for entry in trace(group)[7:])
+
+
+@needs("completion hooks")
+@on_ranks(2)
+def test_the_flight_recorder_never_calls_a_failed_call_completed_and_knows_durations(rank, world):
+    group = dist.new_group(timeout=timedelta(milliseconds=300))
+    group._get_backend(CPU)._enable_collectives_timing()
+    dist.barrier()
+    dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
+    (entry,) = trace(group)
+    assert entry["state"] == "completed" and entry["duration_ms"] > 0
+    dist.barrier()
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        with pytest.raises(dist.DistBackendError):
+            work.wait()
+        assert work.is_completed() and not work.is_success()
+        assert trace(group)[-1]["state"] != "completed"
+    dist.barrier()
+
+
+@needs("abort hooks")
+@on_ranks(2, fresh=True)
+def test_a_call_that_times_out_leaves_a_dump_of_the_flight_recorder(rank, world):
+    path = os.path.join(tempfile.gettempdir(), f"accl-dump-{os.getpid()}-")
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = path
+    os.environ["TORCH_FR_DUMP_ON_TIMEOUT"] = "1"
+    group = dist.new_group(timeout=timedelta(milliseconds=300))
+    dist.barrier()
+    file = f"{path}{rank}"
+    try:
+        if rank == 0:
+            with pytest.raises(dist.DistBackendError):
+                dist.all_reduce(torch.ones(3), group=group)
+            with open(file, "rb") as dump:
+                entries = pickle.load(dump)["entries"]
+            assert entries[-1]["profiling_name"] == "accl:all_reduce" and entries[-1]["state"] != "completed"
+    finally:
+        if os.path.exists(file):
+            os.unlink(file)
+    dist.barrier()
