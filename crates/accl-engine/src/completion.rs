@@ -1,40 +1,77 @@
 //! Threads that run what callers attached to a call: `when_done` callbacks and blocking bodies.
 //!
-//! A job may submit calls and wait for them, so a new thread starts when every thread is inside a job; idle threads
-//! retire. Owns the threads; knows nothing of calls. Read [`CompletionPool`] first.
+//! A job may submit calls and wait for them, and may wait for another job. So a few threads take jobs at once, and one
+//! more joins them whenever the queue stands still; idle threads retire. Posting starts no thread, because the engine
+//! posts under its lock: as long as jobs are announced or queued, one thread is outside of all jobs, and that one
+//! watches the queue and starts others. Owns the threads; knows nothing of calls. Read [`CompletionPool`] first.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use accl_types::{Error, Result};
 
 use crate::signals;
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// How long an idle thread stays.
 const IDLE: Duration = Duration::from_secs(10);
+/// Jobs that run at once without a wait: most are short, and more threads would only wait for the interpreter's lock.
+const AT_ONCE: usize = 3;
+/// A queue from which nothing was taken for so long stands still: the jobs that run may wait for one that is queued.
+const STANDSTILL: Duration = Duration::from_millis(5);
+/// With each so many threads a standstill takes `STANDSTILL` longer to be one: jobs of which so many did not help are
+/// slow rather than stuck.
+const THREADS_PER_STEP: u32 = 16;
 
 type Job = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
 struct State {
-    jobs: VecDeque<Job>,
+    /// With the time at which each was posted.
+    jobs: VecDeque<(Instant, Job)>,
+    /// When the last job was taken.
+    taken: Option<Instant>,
     /// Announced and not yet posted.
     expected: usize,
-    idle: usize,
+    /// Threads that are alive or about to be.
     threads: usize,
+    /// Those of them that are inside a job.
+    busy: usize,
     stopping: bool,
 }
 
-/// A pool that grows when all its threads are busy.
+impl State {
+    /// Threads outside of all jobs.
+    fn free(&self) -> usize {
+        self.threads - self.busy
+    }
+
+    /// When a free thread may take the oldest job; `None` without a job.
+    fn take_at(&self) -> Option<Instant> {
+        let (posted, _) = self.jobs.front()?;
+        // Another free thread goes on watching.
+        if self.busy < AT_ONCE || self.free() > 1 {
+            return Some(*posted);
+        }
+        let still_since = self.taken.map_or(*posted, |taken| taken.max(*posted));
+        Some(still_since + STANDSTILL * (1 + self.threads as u32 / THREADS_PER_STEP))
+    }
+
+    /// Whether somebody must watch the queue and nobody does.
+    fn lacks_watcher(&self) -> bool {
+        self.free() == 0 && !self.stopping && (self.expected > 0 || !self.jobs.is_empty())
+    }
+}
+
+/// A pool that grows when its jobs stand still.
 #[derive(Clone, Default)]
 pub(crate) struct CompletionPool {
     shared: Arc<(Mutex<State>, Condvar)>,
 }
 
 impl CompletionPool {
-    /// Announces one job: from now on there is a thread that can run it.
+    /// Announces one job: from now on there is a thread that sees to it. May start one, so no lock is held here.
     ///
     /// # Errors
     /// `Exhausted` when the system gives no thread; `Aborted` when the pool was stopped.
@@ -43,14 +80,17 @@ impl CompletionPool {
         if state.stopping {
             return Err(Error::aborted("the engine was shut down"));
         }
-        if state.threads == 0 && !self.start_thread(&mut state) {
+        state.expected += 1;
+        let mut state = self.see_to_watcher(state);
+        // Where the system has no thread left, the job waits for one that exists.
+        if state.threads == 0 {
+            state.expected -= 1;
             return Err(Error::exhausted("no thread for completions; raise the limit of processes (`ulimit -u`)"));
         }
-        state.expected += 1;
         Ok(())
     }
 
-    /// Runs an announced job on a completion thread, or drops it when the pool was stopped.
+    /// Runs an announced job on a completion thread, or drops it when the pool was stopped. Starts no thread.
     pub(crate) fn post(&self, job: Job) {
         let (state, wake) = &*self.shared;
         let mut state = state.lock();
@@ -58,19 +98,26 @@ impl CompletionPool {
         if state.stopping {
             return;
         }
-        state.jobs.push_back(job);
-        // One idle thread per queued job, or a job could wait behind one that blocks on it. Where the system has no
-        // thread left, it waits for one that exists.
-        if state.idle >= state.jobs.len() || !self.start_thread(&mut state) {
-            wake.notify_one();
-        }
+        state.jobs.push_back((Instant::now(), job));
+        wake.notify_one();
     }
 
-    fn start_thread(&self, state: &mut State) -> bool {
-        let pool = self.clone();
-        let spawned = std::thread::Builder::new().name("accl-complete".into()).spawn(move || pool.work());
-        state.threads += usize::from(spawned.is_ok());
-        spawned.is_ok()
+    /// Starts a thread if nobody watches the queue; without the lock while the system makes it.
+    fn see_to_watcher<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        if !state.lacks_watcher() {
+            return state;
+        }
+        // It counts as free from here on, so that others do not start one, too.
+        state.threads += 1;
+        MutexGuard::unlocked(&mut state, || {
+            let pool = self.clone();
+            let spawned = std::thread::Builder::new().name("accl-complete".into()).spawn(move || pool.work());
+            if spawned.is_err() {
+                self.shared.0.lock().threads -= 1;
+                self.shared.1.notify_all();
+            }
+        });
+        state
     }
 
     /// Lets the threads finish what they are doing and end; queued jobs are dropped. Waits at most `patience`.
@@ -89,21 +136,28 @@ impl CompletionPool {
         signals::block_all();
         let (state, wake) = &*self.shared;
         let mut guard = state.lock();
-        loop {
-            if let Some(job) = guard.jobs.pop_front() {
-                drop(guard);
+        while !guard.stopping {
+            let now = Instant::now();
+            let take_at = guard.take_at();
+            if take_at.is_some_and(|at| at <= now)
+                && let Some((_, job)) = guard.jobs.pop_front()
+            {
+                guard.taken = Some(now);
+                guard.busy += 1;
+                if !guard.jobs.is_empty() {
+                    // Somebody who sleeps without a limit may be the only one left to watch.
+                    wake.notify_one();
+                }
+                let guard_after = self.see_to_watcher(guard);
+                drop(guard_after);
                 // A callback that panics ends only itself: the bridge turns panics into errors before they get here.
                 let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(job));
                 guard = state.lock();
+                guard.busy -= 1;
                 continue;
             }
-            if guard.stopping {
-                break;
-            }
-            guard.idle += 1;
-            let timed_out = wake.wait_for(&mut guard, IDLE).timed_out();
-            guard.idle -= 1;
-            let is_needed = guard.expected > 0 && guard.threads == 1;
+            let timed_out = wake.wait_until(&mut guard, take_at.unwrap_or(now + IDLE)).timed_out();
+            let is_needed = guard.free() == 1 && guard.expected > 0;
             if timed_out && guard.jobs.is_empty() && !is_needed {
                 break;
             }
