@@ -9,6 +9,10 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawF
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use rustix::io::Errno;
+
+use crate::descriptors::raise_limit;
+
 /// How often this process is a forked child of one that used this crate; 0 in the original.
 #[inline]
 pub fn fork_generation() -> u64 {
@@ -29,9 +33,14 @@ pub(crate) struct Fd {
 }
 
 impl Fd {
-    /// Makes a descriptor and registers it; no fork can happen in between.
-    pub(crate) fn adopt<E>(make: impl FnOnce() -> Result<OwnedFd, E>) -> Result<Fd, E> {
-        without_forks(|registry| make().map(|fd| registry.adopt(fd)))
+    /// Makes a descriptor and registers it; no fork can happen in between. Where the limit of descriptors is in the way,
+    /// it is raised as far as it can be.
+    pub(crate) fn adopt(make: impl Fn() -> Result<OwnedFd, Errno>) -> Result<Fd, Errno> {
+        let adopted = || without_forks(|registry| make().map(|fd| registry.adopt(fd)));
+        match adopted() {
+            Err(Errno::MFILE) if raise_limit() => adopted(),
+            result => result,
+        }
     }
 
     /// Whether the descriptor is still ours, that is, whether this is the process that made it.

@@ -5,6 +5,7 @@
 //! engine sends; links treat it as opaque bytes.
 
 mod card;
+mod descriptors;
 mod endpoint;
 mod faulty;
 mod fork;

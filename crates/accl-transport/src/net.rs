@@ -8,6 +8,7 @@ use std::os::fd::OwnedFd;
 
 use accl_types::config::IfnameFilter;
 use accl_types::{Error, Result};
+use rustix::io::Errno;
 use socket2::{Domain, Protocol, SockAddr, Socket, Type};
 
 use crate::fork::Fd;
@@ -133,14 +134,15 @@ pub(crate) fn listen(range: Option<(u16, u16)>, salt: u32) -> Result<(Fd, u16, F
     for i in 0..count {
         let port = first + ((salt % count + i) % count) as u16;
         for families in [Families::Both, Families::V4Only] {
-            match Fd::adopt(|| listener(port, families)) {
+            let listen = || listener(port, families).map_err(|why| Errno::from_io_error(&why).unwrap_or(Errno::IO));
+            match Fd::adopt(listen) {
                 Ok(fd) => {
                     let bound = local_port(&fd)?;
                     return Ok((fd, bound, families));
                 }
                 // Taken for one family is taken.
-                Err(why) if why.kind() == std::io::ErrorKind::AddrInUse => {
-                    refused = why.to_string();
+                Err(Errno::ADDRINUSE) => {
+                    refused = Errno::ADDRINUSE.to_string();
                     break;
                 }
                 Err(why) => refused = why.to_string(),

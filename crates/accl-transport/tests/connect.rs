@@ -13,6 +13,7 @@ use accl_types::ErrorKind;
 use accl_types::config::IfnameFilter;
 use common::{Host, connected, deadline, settings, within_limit};
 use proptest::prelude::*;
+use rustix::process::{Resource, Rlimit};
 
 const BOTH: &[&str] = &["shm", "tcp"];
 
@@ -259,6 +260,30 @@ fn strangers_at_the_listener_disturb_nobody() {
         let before = Instant::now();
         connect_by(caller, callee, &card);
         assert!(before.elapsed() < Duration::from_secs(5), "{:?}", before.elapsed());
+    });
+}
+
+#[test]
+fn a_flood_of_strangers_drops_no_connection_that_was_promised_a_link() {
+    within_limit(|| {
+        let limit = rustix::process::getrlimit(Resource::Nofile);
+        rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).unwrap();
+        let (mut caller, mut callee) = caller_and_callee(&settings(&["tcp"]));
+        let (card, back) = (callee.card(), caller.card());
+        let soon = || Instant::now() + Duration::from_millis(100);
+        // The hello is sent, then answered; the caller does not look at the answer for now.
+        assert!(caller.endpoint.connect(std::slice::from_ref(&card), soon(), &mut || false).is_err());
+        assert!(callee.endpoint.connect(std::slice::from_ref(&back), soon(), &mut || false).is_err());
+        let address = SocketAddr::from(([127, 0, 0, 1], card.addresses[0].port()));
+        let mut strangers: Vec<TcpStream> = (0..1200).map(|_| TcpStream::connect(address).unwrap()).collect();
+        strangers[0].set_nonblocking(true).unwrap();
+        // More than are borne with: the first of them is dropped.
+        let end = deadline();
+        while !matches!(strangers[0].read(&mut [0; 1]), Ok(0)) {
+            assert!(Instant::now() < end, "nobody was dropped");
+            assert!(callee.endpoint.connect(std::slice::from_ref(&back), soon(), &mut || false).is_err());
+        }
+        let _link = connect_by(caller, callee, &card);
     });
 }
 

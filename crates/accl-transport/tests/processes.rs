@@ -5,6 +5,7 @@
 mod common;
 
 use std::io::{BufRead, BufReader, Lines, Write};
+use std::os::fd::AsFd;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -123,6 +124,8 @@ fn child() {
         "file size limit" => with_little_memory(100 << 10),
         "smaller file size limit" => with_little_memory(1 << 20),
         "no descriptors" => without_descriptors(),
+        "low limit" => with_a_low_limit(),
+        "stranger" => as_a_stranger(),
         "another user" => as_another_user(),
         "no network" => without_network(),
         "leak check" => count_descriptors(),
@@ -188,12 +191,63 @@ fn without_descriptors() {
     say(&format!("CARD {}", host.card().to_text()));
     // The parent is in the queue before this process looks.
     listen();
-    let soon = Instant::now() + Duration::from_millis(300);
-    let error = host.endpoint.connect(std::slice::from_ref(&parent), soon, &mut || false).err().unwrap();
-    say(&format!("ERROR {}", error.error.message));
+    let mut warnings = Vec::new();
+    let mut error = String::new();
+    for _ in 0..3 {
+        let soon = Instant::now() + Duration::from_millis(100);
+        let failed = host.endpoint.connect(std::slice::from_ref(&parent), soon, &mut || false).err().unwrap();
+        error = failed.error.message;
+        warnings.extend(host.endpoint.take_warnings());
+    }
+    say(&format!("ERROR {error}"));
+    say(&format!("WARNINGS {} {warnings:?}", warnings.len()));
     drop(hoard);
     let link = host.connect(&[parent]).unwrap().remove(0);
     say(&format!("LINK {}", link.describe()));
+    listen();
+}
+
+/// Has fewer descriptors than it needs until the soft limit is raised.
+fn with_a_low_limit() {
+    let parent = Card::from_text(&listen().unwrap()).unwrap();
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    let mut hosts: Vec<Host> = (0..8).map(|_| Host::new(settings(BOTH))).collect();
+    let low = Some(open_descriptors() as u64 + 2);
+    rustix::process::setrlimit(Resource::Nofile, Rlimit { current: low, maximum: limit.maximum }).unwrap();
+    let cards: Vec<String> = hosts.iter().map(|host| host.card().to_text()).collect();
+    say(&format!("CARDS {}", cards.join("|")));
+    let _links: Vec<_> = hosts.iter_mut().map(|host| host.connect(std::slice::from_ref(&parent)).unwrap()).collect();
+    let warnings: Vec<String> = hosts.iter_mut().flat_map(|host| host.endpoint.take_warnings()).collect();
+    say(&format!("WARNINGS {warnings:?}"));
+    let raised = rustix::process::getrlimit(Resource::Nofile);
+    say(&format!("RAISED {}", raised.current == limit.maximum));
+    listen();
+}
+
+/// Sends descriptors to the parent's socket, as another user.
+fn as_a_stranger() {
+    let parent = Card::from_text(&listen().unwrap()).unwrap();
+    rustix::thread::set_thread_uid(rustix::process::Uid::from_raw(65534)).unwrap();
+    let (_read, write) = rustix::pipe::pipe().unwrap();
+    let socket = {
+        use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
+        let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+        let address = SocketAddrUnix::new_abstract_name(parent.unix_name.as_bytes()).unwrap();
+        rustix::net::connect(&socket, &address).unwrap();
+        socket
+    };
+    let mut hello = b"\x7faccl>\r\n".to_vec();
+    hello.extend(accl_transport::PROTOCOL_VERSION.to_le_bytes());
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = rustix::net::SendAncillaryBuffer::new(&mut space);
+    let fds = [write.as_fd()];
+    assert!(control.push(rustix::net::SendAncillaryMessage::ScmRights(&fds)));
+    let flags = rustix::net::SendFlags::empty();
+    rustix::net::sendmsg(&socket, &[std::io::IoSlice::new(&hello)], &mut control, flags).unwrap();
+    say(&format!("SENT {}", rustix::fs::fstat(&write).unwrap().st_ino));
+    let mut reply = Vec::new();
+    std::io::Read::read_to_end(&mut std::fs::File::from(socket), &mut reply).unwrap_or_default();
+    say(&format!("REPLY {}", String::from_utf8_lossy(&reply).replace(['\n', '\r'], " ")));
     listen();
 }
 
@@ -391,8 +445,47 @@ fn without_descriptors_the_error_names_the_remedy_and_the_next_attempt_works() {
         process.tell("go");
         let error = process.hear("ERROR");
         assert!(error.contains("ulimit -n") || error.contains("no connection from it yet"), "{error}");
+        let warnings = process.hear("WARNINGS");
+        assert!(
+            warnings.starts_with("1 ") && warnings.contains("ulimit -Hn"),
+            "told once, with the remedy: {warnings}"
+        );
         process.hear("LINK");
         thread.join().unwrap();
+    });
+}
+
+#[test]
+fn a_low_limit_of_descriptors_is_raised_when_links_need_more() {
+    within_limit(|| {
+        let mut process = Process::start("low limit");
+        let mut host = Host::new(settings(BOTH));
+        process.tell(&host.card().to_text());
+        let cards: Vec<Card> = process.hear("CARDS").split('|').map(|text| Card::from_text(text).unwrap()).collect();
+        let _links = host.connect(&cards).unwrap();
+        assert_eq!(process.hear("WARNINGS"), "[]");
+        assert_eq!(process.hear("RAISED"), "true");
+    });
+}
+
+#[test]
+fn a_stranger_cannot_make_this_process_hold_descriptors() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root can start a process of another user");
+        return;
+    }
+    within_limit(|| {
+        let mut process = Process::start("stranger");
+        let (mut host, absent) = (Host::new(settings(&["shm"])), Host::new(settings(&["shm"])));
+        process.tell(&host.card().to_text());
+        let pipe = format!("pipe:[{}]", process.hear("SENT"));
+        let soon = Instant::now() + Duration::from_millis(300);
+        assert!(host.endpoint.connect(&[absent.card()], soon, &mut || false).is_err());
+        let held = std::fs::read_dir("/proc/self/fd").unwrap();
+        let held = held.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
+        assert!(!held.into_iter().any(|target| target.to_string_lossy() == pipe), "{pipe} is open here");
+        let reply = process.hear("REPLY");
+        assert!(reply.contains("it belongs to user"), "{reply:?}");
     });
 }
 

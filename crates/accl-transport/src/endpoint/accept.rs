@@ -33,6 +33,8 @@ pub(super) struct Incoming {
     stream: Stream,
     transport: u8,
     since: Instant,
+    /// It may be read from: over shared memory that can bring descriptors, so it needs the right user.
+    is_known: bool,
     promised: Option<Promised>,
 }
 
@@ -58,7 +60,10 @@ pub(super) fn accept(listener: &Fd, transport: u8, now: Instant) -> Result<Optio
         rustix::net::accept_with(listener, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC)
     };
     match Fd::adopt(make) {
-        Ok(socket) => Ok(Some(Incoming { stream: Stream::new(socket), transport, since: now, promised: None })),
+        Ok(socket) => {
+            let stream = Stream::new(socket);
+            Ok(Some(Incoming { stream, transport, since: now, is_known: false, promised: None }))
+        }
         Err(Errno::AGAIN) => Ok(None),
         // Errors of the connection that was queued, not of the listener.
         Err(Errno::CONNABORTED | Errno::INTR | Errno::PROTO | Errno::PERM | Errno::NETDOWN | Errno::HOSTUNREACH) => {
@@ -83,11 +88,22 @@ impl Incoming {
         }
     }
 
+    /// Whether it has shown that it is a peer.
+    pub(super) fn is_promised(&self) -> bool {
+        self.promised.is_some()
+    }
+
     fn limit(&self) -> Duration {
         if self.promised.is_some() { CONFIRM_TIME } else { HELLO_TIME }
     }
 
     fn greet(mut self, me: &Identity) -> Result<Step, String> {
+        if !self.is_known {
+            if let Some(why) = self.is_refused(me)? {
+                return self.refuse(0, me, why);
+            }
+            self.is_known = true;
+        }
         let hello = match self.stream.read::<HELLO_BYTES>()? {
             Some(bytes) => Hello::parse(&bytes).map(Some),
             None => Hello::check_prefix(self.stream.prefix()).map(|()| None),
@@ -100,6 +116,15 @@ impl Incoming {
                 self.refuse(0, me, format!("it has protocol version {PROTOCOL_VERSION}, this process {version}"))
             }
         }
+    }
+
+    /// Why nothing of this connection is read, if so: the kernel hands over descriptors with the first bytes.
+    fn is_refused(&self, me: &Identity) -> Result<Option<String>, String> {
+        if self.transport != SHM {
+            return Ok(None);
+        }
+        let uid = peer_uid(&self.stream.socket)?;
+        Ok((uid != me.uid).then(|| format!("it belongs to user {}, this process to user {uid}", me.uid)))
     }
 
     fn answer(mut self, hello: &Hello, me: &Identity) -> Result<Step, String> {
@@ -133,10 +158,6 @@ impl Incoming {
     fn take_shared(&mut self, hello: &Hello, me: &Identity) -> Result<Option<(Region, Fd)>, String> {
         if self.transport != SHM {
             return Ok(None);
-        }
-        let uid = peer_uid(&self.stream.socket)?;
-        if uid != me.uid {
-            return Err(format!("it belongs to user {}, this process to user {uid}", me.uid));
         }
         let fds = std::mem::take(&mut self.stream.fds);
         let Ok([memory, event]) = <[Fd; 2]>::try_from(fds) else {

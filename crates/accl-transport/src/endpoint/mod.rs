@@ -19,13 +19,14 @@ use std::time::{Duration, Instant};
 
 use accl_types::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::card::hex;
 use crate::fork::Fd;
 use crate::loopback;
 use crate::shm::budget::Budget;
-use crate::{Card, Link, PROTOCOL_VERSION, Settings, TRANSPORTS, Waker, host, net};
+use crate::{Card, Link, PROTOCOL_VERSION, Settings, TRANSPORTS, Waker, descriptors, host, net};
 
 use accept::{Incoming, Step};
 use dial::Dial;
@@ -38,6 +39,10 @@ const TCP: u8 = 1;
 const TURN: Duration = Duration::from_millis(50);
 /// An effort to reach a peer that nobody has asked for this long is given up.
 const FORGOTTEN: Duration = Duration::from_secs(10);
+/// Descriptors of a link over shared memory: its socket, the peer's event and the peer's process.
+const FDS_OF_SHM: usize = 3;
+/// Descriptors that are needed besides those of links: connections under way, and what else the process does meanwhile.
+const SPARE_FDS: usize = 16;
 /// Connections that have not introduced themselves; the oldest goes when there are more.
 const MAX_STRANGERS: usize = 1024;
 /// Connections taken from a listener in one turn, so that a flood does not hold up the rest.
@@ -198,6 +203,7 @@ impl Endpoint {
     ) -> std::result::Result<Vec<Box<dyn Link>>, ConnectError> {
         self.check_cards(peers)?;
         self.drop_departed();
+        self.make_room(peers);
         let mut links: Vec<Option<Box<dyn Link>>> = peers.iter().map(|_| None).collect();
         let begin = Instant::now();
         for (index, peer) in peers.iter().enumerate() {
@@ -239,6 +245,18 @@ impl Endpoint {
     /// Fallbacks since the last call, one sentence each with its remedy.
     pub fn take_warnings(&mut self) -> Vec<String> {
         self.warnings.take()
+    }
+
+    /// Sees to it that there are descriptors for links to all peers, or warns.
+    fn make_room(&mut self, peers: &[Card]) {
+        let fds = |peer: &Card| {
+            let is_near = dial::ways(&self.card, peer).contains(&dial::Way::Shm);
+            if is_near { FDS_OF_SHM } else { 1 }
+        };
+        let missing = peers.iter().filter(|peer| peer.uuid != self.me.uuid && !self.kept.contains_key(&peer.uuid));
+        if let Err(why) = descriptors::make_room(missing.map(fds).sum::<usize>() + SPARE_FDS) {
+            self.warnings.no_descriptors(&why);
+        }
     }
 
     /// What no waiting can help.
@@ -295,20 +313,19 @@ impl Endpoint {
                 match accept::accept(listener, *transport, now) {
                     Ok(Some(incoming)) => self.incoming.push(incoming),
                     Ok(None) => break,
-                    Err(_) => {
+                    Err(why) => {
+                        // Out of descriptors as a rule. Whoever waits in the queue stays there.
                         self.starved = true;
-                        // Out of descriptors as a rule. Whoever waits in the queue stays there; somebody who has not
-                        // introduced himself makes room.
-                        if !self.incoming.is_empty() {
-                            self.incoming.remove(0);
+                        match why {
+                            Errno::MFILE => self.warnings.no_descriptors("all that are allowed are open"),
+                            Errno::NFILE => self.warnings.no_files_on_host(),
+                            _ => {}
                         }
                         break;
                     }
                 }
             }
         }
-        let surplus = self.incoming.len().saturating_sub(MAX_STRANGERS);
-        self.incoming.drain(..surplus);
         for incoming in std::mem::take(&mut self.incoming) {
             match incoming.poll(&self.me, now) {
                 Step::Wait(incoming) => self.incoming.push(incoming),
@@ -319,6 +336,20 @@ impl Endpoint {
                 Step::Drop => {}
             }
         }
+        self.drop_strangers();
+    }
+
+    /// Makes room when there are too many connections, or no descriptor for the next. Only those go that have had a look
+    /// at what they sent and have not introduced themselves, the oldest first: a peer that was promised a link relies on
+    /// it.
+    fn drop_strangers(&mut self) {
+        let strangers = self.incoming.iter().filter(|incoming| !incoming.is_promised()).count();
+        let mut surplus = strangers.saturating_sub(MAX_STRANGERS).max(usize::from(self.starved));
+        self.incoming.retain(|incoming| {
+            let goes = surplus > 0 && !incoming.is_promised();
+            surplus -= usize::from(goes);
+            !goes
+        });
     }
 
     /// Drops kept links whose peer has gone since an earlier call: it will make another or be reported as missing. A

@@ -83,7 +83,9 @@ fn receive(socket: &Fd, room: &mut [u8], fds: &mut Vec<Fd>) -> Result<usize, Err
         let count = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(room)], &mut control, flags)?.bytes;
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(rights) = message {
-                fds.extend(rights.map(|fd| registry.adopt(fd)));
+                // Those that are too many are closed at once.
+                let room = MAX_FDS.saturating_sub(fds.len());
+                fds.extend(rights.take(room).map(|fd| registry.adopt(fd)));
             }
         }
         Ok(count)

@@ -9,6 +9,7 @@ pub(super) struct Warnings {
     untold: Vec<String>,
     smaller_rings: bool,
     no_shared_memory: bool,
+    no_descriptors: bool,
 }
 
 impl Warnings {
@@ -22,6 +23,25 @@ impl Warnings {
                 "tcp is used instead of shared memory, which costs speed: no Unix socket: {why}; \
                  ACCL_TRANSPORTS=tcp silences this"
             ));
+        }
+    }
+
+    pub(super) fn no_descriptors(&mut self, why: &str) {
+        if !std::mem::replace(&mut self.no_descriptors, true) {
+            self.untold.push(format!(
+                "connections to peers wait for descriptors: {why}; raise the hard limit of descriptors (`ulimit -Hn`) \
+                 before the job starts, or use ACCL_TRANSPORTS=tcp, which takes one for each peer where shared memory \
+                 takes three"
+            ));
+        }
+    }
+
+    pub(super) fn no_files_on_host(&mut self) {
+        if !std::mem::replace(&mut self.no_descriptors, true) {
+            self.untold.push(
+                "connections to peers wait, because this host has no file left to open; raise its sysctl fs.file-max"
+                    .to_owned(),
+            );
         }
     }
 
