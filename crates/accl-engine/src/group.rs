@@ -456,7 +456,11 @@ impl Drop for Group {
     }
 }
 
+/// Private messages have none: whoever made them waits no longer than it wants, and takes them back.
 fn deadline(desc: &CallDesc, group: &GroupState, now: Instant) -> Option<Instant> {
+    if desc.tag >= PRIVATE_TAGS {
+        return None;
+    }
     now.checked_add(desc.timeout.unwrap_or(group.timeout))
 }
 

@@ -12,14 +12,13 @@ use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, Result};
 
 use crate::call::{Call, Waited};
 use crate::desc::{Blocks, CallDesc, Mode, TensorDesc};
+use crate::engine::far;
 use crate::group::Group;
 use crate::p2p::PRIVATE_TAGS;
 
 const TAG_NOTE: u32 = PRIVATE_TAGS;
 const TAG_RELEASED: u32 = 0xC000_0000;
 const TAG_NUMBER: u32 = 0x3FFF_FFFF;
-/// Room above the caller's own deadline for the messages that serve it: the wait ends first.
-const SLACK: Duration = Duration::from_secs(3600);
 
 /// What a rank tells rank 0, in the word that goes with a message: its number, and whether it arrived or withdraws.
 const ARRIVED: u64 = 1 << 32;
@@ -48,7 +47,7 @@ impl Group {
         wait_all: bool,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<()> {
-        let deadline = Instant::now() + timeout;
+        let deadline = Instant::now().checked_add(timeout).unwrap_or_else(far);
         if self.rank != Rank(0) {
             return self.arrive(timeout, deadline, interrupt);
         }
@@ -172,13 +171,12 @@ impl Group {
         )))
     }
 
-    /// Starts an empty message. A send needs nothing of its receiver, and nobody waits for it.
+    /// Starts an empty message, without a deadline of its own. A send needs nothing of its receiver, and nobody waits for it.
     fn message(&self, collective: Collective, peer: Rank, tag: u32, note: u64) -> Result<Arc<Call>> {
         let mut desc = CallDesc::new(collective, Dtype::U8);
         desc.peer = Some(peer);
         desc.tag = tag;
         desc.note = note;
-        desc.timeout = Some(SLACK);
         let tensor = Blocks::of(TensorDesc::dense(std::ptr::null_mut(), Dtype::U8, 0));
         if collective == Collective::Send {
             desc.inputs = tensor;
@@ -211,5 +209,70 @@ impl Group {
             drop(message.call.finish(hands.now, Some(call.placed(Error::timeout("given up")))));
             true
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use accl_transport::frame::OVERHEAD_BYTES;
+    use accl_transport::loopback::{self, Capacity};
+    use accl_types::config::{Calibration, Config};
+
+    use super::*;
+    use crate::{Engine, GroupSpec, MemoryStore};
+
+    /// A group of two ranks of this process.
+    fn pair() -> [(Arc<Engine>, Arc<Group>); 2] {
+        let config = Config { calibration: Calibration::Off, ..Config::default() };
+        let engines = [(); 2].map(|()| Engine::new(config.clone()));
+        let [a, b] = &engines;
+        let frame_bytes = config.segment_bytes as usize + OVERHEAD_BYTES;
+        let (left, right) = loopback::pair(frame_bytes, Capacity::Frames(64), a.waker().unwrap(), b.waker().unwrap());
+        a.adopt_link(b.card().unwrap(), Box::new(left)).unwrap();
+        b.adopt_link(a.card().unwrap(), Box::new(right)).unwrap();
+        let store = MemoryStore::default();
+        let group = |rank: u32| {
+            let spec = GroupSpec {
+                name: "g".to_owned(),
+                rank: Rank(rank),
+                world: 2,
+                timeout: Duration::from_secs(30),
+                config: config.clone(),
+                master: None,
+                global_ranks: Vec::new(),
+            };
+            engines[rank as usize].create_group(spec, &store, &mut || false).unwrap()
+        };
+        let [first, second] = std::thread::scope(|scope| {
+            [0, 1].map(|rank| scope.spawn(move || group(rank))).map(|thread| thread.join().unwrap())
+        });
+        let [a, b] = engines;
+        [(a, first), (b, second)]
+    }
+
+    #[test]
+    fn a_barrier_of_many_hours_gives_the_driver_no_moment_at_which_to_look() {
+        for timeout in [Duration::from_secs(5 * 3600), Duration::MAX] {
+            let ranks = pair();
+            let is_enough = AtomicBool::new(false);
+            let patience = Instant::now() + Duration::from_secs(20);
+            for (engine, group) in &ranks {
+                is_enough.store(false, Ordering::SeqCst);
+                let mut interrupt = || is_enough.load(Ordering::SeqCst) || Instant::now() > patience;
+                std::thread::scope(|scope| {
+                    scope.spawn(|| group.monitored_barrier(timeout, false, &mut interrupt).unwrap_err());
+                    while group.with_state(|group, _| group.is_idle()).unwrap() {
+                        assert!(Instant::now() < patience, "the barrier has begun");
+                        std::thread::yield_now();
+                    }
+                    // A moment that has passed and does not go away would keep the driver from sleeping.
+                    let look_at = engine.with_core(|core| core.next_deadline());
+                    is_enough.store(true, Ordering::SeqCst);
+                    assert_eq!(look_at, None, "with {timeout:?}");
+                });
+            }
+        }
     }
 }

@@ -42,6 +42,9 @@ pub(crate) fn wake_fd(fd: BorrowedFd<'_>) {
     let _ = rustix::io::retry_on_intr(|| rustix::io::write(fd, &1u64.to_ne_bytes()));
 }
 
+/// Kernels refuse to count more than a few weeks of milliseconds, and a refusal does not sleep.
+const LONGEST_SLEEP: Duration = Duration::from_secs(24 * 3600);
+
 /// Where this process sleeps. One thread waits at a time; adding and waking may be done by others meanwhile.
 #[derive(Debug)]
 pub struct Poller {
@@ -80,10 +83,9 @@ impl Poller {
     /// # Errors
     /// `Internal` when the kernel refuses to wait.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<()> {
-        let timeout = timeout.map(|t| Timespec {
-            tv_sec: i64::try_from(t.as_secs()).unwrap_or(i64::MAX),
-            tv_nsec: i64::from(t.subsec_nanos()),
-        });
+        let timeout = timeout
+            .map(|t| t.min(LONGEST_SLEEP))
+            .map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
         let mut events = [const { std::mem::MaybeUninit::uninit() }; 64];
         match epoll::wait(&self.epoll, &mut events, timeout.as_ref()) {
             Ok(_) | Err(Errno::INTR) => Ok(()),

@@ -3,6 +3,7 @@
 mod common;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use accl_transport::{Faults, Faulty, HEAD_BYTES, Link, Poller, Trace, Traced, loopback};
@@ -323,4 +324,31 @@ fn one_bit_of_one_long_payload_is_flipped() {
         }
         b.release();
     }
+}
+
+#[test]
+fn a_sleep_of_weeks_is_a_sleep() {
+    within_limit(|| {
+        let poller = Arc::new(Poller::new().unwrap());
+        // What was there when the descriptor was added.
+        poller.wait(Some(Duration::ZERO)).unwrap();
+        let (waker, is_woken) = (poller.waker(), Arc::new(AtomicBool::new(false)));
+        for weeks in [1, 10, 1000, u64::MAX / (7 * 24 * 3600)] {
+            is_woken.store(false, Ordering::SeqCst);
+            let (waker, woken) = (Arc::clone(&waker), Arc::clone(&is_woken));
+            let thread = std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_millis(50));
+                woken.store(true, Ordering::SeqCst);
+                waker.wake();
+            });
+            // A few early ends are allowed.
+            let mut sleeps = 0;
+            while !is_woken.load(Ordering::SeqCst) {
+                poller.wait(Some(Duration::from_secs(weeks * 7 * 24 * 3600))).unwrap();
+                sleeps += 1;
+            }
+            assert!(sleeps < 10, "{sleeps} sleeps of {weeks} weeks");
+            thread.join().unwrap();
+        }
+    });
 }
