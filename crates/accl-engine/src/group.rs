@@ -337,6 +337,11 @@ impl Group {
         self.with_state(|group, _| group.next_seq).unwrap_or(0)
     }
 
+    /// How often a point-to-point message was looked at so far: what those that are outstanding cost. For tests.
+    pub fn message_steps(&self) -> u64 {
+        self.with_state(|group, _| group.p2p.steps()).unwrap_or(0)
+    }
+
     /// This process's rank.
     pub fn rank(&self) -> u32 {
         self.rank.0

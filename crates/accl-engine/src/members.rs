@@ -9,6 +9,12 @@ use accl_types::Rank;
 
 use crate::net::{Net, PeerId};
 
+/// What a message counts against the window beyond its payload: about what its receiver keeps to remember it, so that
+/// messages of few bytes, or of none, have a limit, too.
+const MESSAGE_BYTES: u64 = 128;
+/// Messages that fit into a window besides as many bytes as were set.
+const FREE_MESSAGES: u64 = 16;
+
 struct Member {
     peer: PeerId,
     /// Bytes that may still be sent ahead of the receiver's calls.
@@ -28,7 +34,9 @@ pub(crate) struct Members {
 }
 
 impl Members {
-    pub(crate) fn new(peers: Vec<PeerId>, window: u64) -> Self {
+    /// `eager_bytes`: how far to be ahead of each rank; 0 is not at all.
+    pub(crate) fn new(peers: Vec<PeerId>, eager_bytes: u64) -> Self {
+        let window = if eager_bytes == 0 { 0 } else { eager_bytes + FREE_MESSAGES * MESSAGE_BYTES };
         let by_peer = peers.iter().enumerate().map(|(rank, &peer)| (peer, Rank(rank as u32))).collect();
         let member = |peer| Member { peer, eager_left: window, owed: 0, last_seq: None, left: false };
         Self { members: peers.into_iter().map(member).collect(), by_peer, window }
@@ -52,14 +60,16 @@ impl Members {
         self.by_peer.get(&peer).copied()
     }
 
+    /// Whether a message of so many bytes may be sent ahead of the receiver's call.
     #[inline]
-    pub(crate) fn eager_left(&self, rank: Rank) -> u64 {
-        self.members[rank.index()].eager_left
+    pub(crate) fn has_eager_room(&self, rank: Rank, bytes: u64) -> bool {
+        self.members[rank.index()].eager_left >= bytes + MESSAGE_BYTES
     }
 
+    /// Counts a message that is sent ahead.
     #[inline]
     pub(crate) fn take_eager(&mut self, rank: Rank, bytes: u64) {
-        self.members[rank.index()].eager_left -= bytes;
+        self.members[rank.index()].eager_left -= bytes + MESSAGE_BYTES;
     }
 
     /// The peer gave back what it consumed.
@@ -69,12 +79,12 @@ impl Members {
         member.eager_left = member.eager_left.saturating_add(bytes).min(window);
     }
 
-    /// Gives consumed bytes back to their sender, in batches of half a window.
+    /// Gives a message that was sent ahead and is consumed back to its sender, in batches of half a window.
     pub(crate) fn give_eager_back(&mut self, rank: Rank, bytes: u64, group: u64, net: &mut Net) {
         let half = self.window / 2;
         let member = &mut self.members[rank.index()];
-        member.owed += bytes;
-        if member.owed > 0 && member.owed >= half {
+        member.owed += bytes + MESSAGE_BYTES;
+        if member.owed >= half {
             let mut header = Header::new(Kind::Window);
             header.group = group;
             header.value = std::mem::take(&mut member.owed);

@@ -70,8 +70,10 @@ struct OpState {
     stash: VecDeque<Vec<u8>>,
     /// Bytes of the first stashed segment that are placed already.
     stash_used: usize,
-    /// Of a receive: eager bytes to be given back once they are placed.
-    eager: u64,
+    /// Of a receive: eager bytes to be given back once they are placed, if any came.
+    eager: Option<u64>,
+    /// Of a send: the window had room for it, or its receiver has agreed to it. An empty one is over then.
+    admitted: bool,
 }
 
 /// Bytes that have just come for a receive and lie in their frame still; the receive counts them as done.
@@ -248,12 +250,16 @@ impl Run {
             if limit < first {
                 return;
             }
-            let eager = env.members.eager_left(to) >= first;
-            let n = if eager { first } else { 0 };
+            let is_eager = env.members.has_eager_room(to, first);
+            let n = if is_eager { first } else { 0 };
+            // Without room in the window an empty message, too, waits for its receiver.
+            self.ops[op as usize].admitted = is_eager;
             if !self.send_frame(op, (src, to), Kind::Begin, n, fresh, env) {
                 return;
             }
-            env.members.take_eager(to, n);
+            if is_eager {
+                env.members.take_eager(to, n);
+            }
             let state = &mut self.ops[op as usize];
             state.begun = true;
             state.granted = state.granted.max(n);
@@ -261,7 +267,9 @@ impl Run {
         loop {
             let state = &self.ops[op as usize];
             if state.done == total {
-                self.complete(op);
+                if total > 0 || state.admitted {
+                    self.complete(op);
+                }
                 return;
             }
             let allowed = limit.min(state.granted);
@@ -296,8 +304,9 @@ impl Run {
         env: &mut RunEnv<'_>,
     ) -> bool {
         let done = self.ops[op as usize].done;
+        let wants_grant = done + n < src.len || (src.len == 0 && !self.ops[op as usize].admitted);
         // A message of one frame has its signature in the header.
-        let whole = self.whole.filter(|_| kind == Kind::Begin && n == src.len);
+        let whole = self.whole.filter(|_| kind == Kind::Begin && !wants_grant);
         let signature_len = if kind == Kind::Begin && whole.is_none() { SIGNATURE_BYTES } else { 0 };
         let Some(place) = env.net.reserve(env.members.peer(to), signature_len + n as usize) else {
             if !self.stalled.contains(&op) {
@@ -307,7 +316,7 @@ impl Run {
         };
         let mut header = whole.unwrap_or_else(|| {
             let mut header = Header::new(kind);
-            header.flags = if done + n < src.len { WANTS_GRANT } else { 0 };
+            header.flags = if wants_grant { WANTS_GRANT } else { 0 };
             header.value = src.len;
             header
         });
@@ -358,6 +367,7 @@ impl Run {
         if let Some(op) = self.plan.send(to, edge) {
             let state = &mut self.ops[op as usize];
             state.granted = state.granted.max(value);
+            state.admitted = true;
             self.queue(op);
         }
     }
@@ -389,8 +399,8 @@ impl Run {
         }
         if header.kind == Kind::Begin {
             state.begun = true;
-            state.eager = payload.len() as u64;
             state.grant_wanted = header.flags & WANTS_GRANT != 0;
+            state.eager = (!payload.is_empty() || !state.grant_wanted).then_some(payload.len() as u64);
         }
         state.arrived += payload.len() as u64;
         let at = state.done;
@@ -455,12 +465,16 @@ impl Run {
         let total = self.plan.ops[op as usize].total;
         let limit = self.limit(op);
         let state = &mut self.ops[op as usize];
-        if state.begun && state.eager > 0 && state.done >= state.eager {
-            env.members.give_eager_back(from, std::mem::take(&mut state.eager), self.call.group_id, env.net);
+        if let Some(eager) = state.eager.take_if(|eager| state.done >= *eager) {
+            env.members.give_eager_back(from, eager, self.call.group_id, env.net);
         }
         if state.begun && state.done == total {
             if !state.complete {
+                let is_awaited = total == 0 && state.grant_wanted;
                 self.complete(op);
+                if is_awaited {
+                    self.send_grant(op, from, 0, env);
+                }
             }
             return;
         }
@@ -475,13 +489,17 @@ impl Run {
         let worth = grant == total || grant >= state.granted + env.segment;
         if grant > state.granted && grant > state.arrived && worth {
             state.granted = grant;
-            let mut header = Header::new(Kind::Grant);
-            header.group = self.call.group_id;
-            header.seq = self.call.seq;
-            header.edge = self.plan.ops[op as usize].edge;
-            header.value = grant;
-            env.net.send_control(env.members.peer(from), header, &[]);
+            self.send_grant(op, from, grant, env);
         }
+    }
+
+    fn send_grant(&self, op: u32, from: Rank, value: u64, env: &mut RunEnv<'_>) {
+        let mut header = Header::new(Kind::Grant);
+        header.group = self.call.group_id;
+        header.seq = self.call.seq;
+        header.edge = self.plan.ops[op as usize].edge;
+        header.value = value;
+        env.net.send_control(env.members.peer(from), header, &[]);
     }
 
     // ---- local work

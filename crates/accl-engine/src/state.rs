@@ -19,7 +19,7 @@ use crate::history::History;
 use crate::local::Local;
 use crate::members::Members;
 use crate::net::{Gone, Net};
-use crate::p2p::{Message, P2p};
+use crate::p2p::{FromAny, Message, P2p};
 use crate::plan::Plans;
 use crate::run::{INQUIRY, Run, RunEnv};
 use crate::shape::{Shape, Shapes};
@@ -170,7 +170,7 @@ impl GroupState {
     /// The earliest deadline of a call in flight.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let runs = self.runs.values().filter_map(|run| [run.deadline, run.inquire_at].into_iter().flatten().min());
-        runs.chain(self.p2p.messages().filter_map(|message| message.deadline)).chain(self.begin_by()).min()
+        runs.chain(self.p2p.next_deadline()).chain(self.begin_by()).min()
     }
 
     /// When calls that have not begun do so at the latest.
@@ -480,7 +480,7 @@ impl GroupState {
                 moved = true;
             }
         }
-        if !self.p2p.is_idle() || self.p2p.is_busy() {
+        if !self.p2p.is_idle() {
             moved |= self.p2p.advance(&mut env!(self, hands));
         }
         for message in self.p2p.take_done() {
@@ -517,7 +517,7 @@ impl GroupState {
     /// Fails private messages whose peer has gone: whoever made them goes on without.
     fn check_private(&mut self, hands: &mut Hands<'_>) {
         let gone = |rank: Rank| self.members.has_left(rank) || hands.net.peer(self.members.peer(rank)).gone.is_some();
-        for message in self.p2p.take_unbegun(|message| message.is_private && message.peer.is_some_and(gone)) {
+        for message in self.p2p.take_private(gone) {
             let who = message.peer.map(|rank| self.members.describe(rank, hands.net)).unwrap_or_default();
             end(&message.call, Some(message.call.placed(Error::peer_lost(format!("{who} has left")))), hands);
         }
@@ -528,7 +528,7 @@ impl GroupState {
         let (call, deadline, awaited) = match self.runs.values().find(|run| late(run.deadline)) {
             Some(run) => (&run.call, run.deadline, run.awaited()),
             None => {
-                let message = self.p2p.messages().find(|message| !message.is_private && late(message.deadline))?;
+                let message = self.p2p.overdue(hands.now)?;
                 (&message.call, message.deadline, message.peer.into_iter().collect())
             }
         };
@@ -542,8 +542,7 @@ impl GroupState {
         if let Some(run) = self.runs.get(&call.seq).filter(|run| std::ptr::eq(&*run.call, call)) {
             return run.awaited();
         }
-        let message = self.p2p.messages().find(|message| std::ptr::eq(&*message.call, call));
-        message.and_then(|message| message.peer).into_iter().collect()
+        self.p2p.peer_of(call).flatten().into_iter().collect()
     }
 
     pub(crate) fn timeout_text(&self, call: &Call, awaited: &[Rank], waited: Duration, net: &Net) -> String {
@@ -580,11 +579,8 @@ impl GroupState {
             }
             // A call that needs nothing more of the rank may end well; one that does fails, and tells all others.
             let any_run = self.runs.values().find(|run| run.needs(rank)).map(|run| &run.call);
-            let any_message = || {
-                let needs =
-                    |m: &&Message| !m.is_private && (m.peer == Some(rank) || (m.peer.is_none() && lost.is_some()));
-                self.p2p.messages().find(needs).map(|m| &m.call)
-            };
+            let from_any = if lost.is_some() { FromAny::Counts } else { FromAny::DoesNot };
+            let any_message = || self.p2p.needs(rank, from_any).map(|message| &message.call);
             let Some(call) = any_run.or_else(any_message) else { continue };
             let who = self.members.describe(rank, hands.net);
             let text = match lost {
@@ -653,7 +649,7 @@ impl GroupState {
     /// Says goodbye to all ranks; what is still in flight fails.
     pub(crate) fn leave(&mut self, hands: &mut Hands<'_>) {
         // Messages of ours that nobody took; who made them has gone on.
-        for message in self.p2p.take_unbegun(|message| message.is_private) {
+        for message in self.p2p.take_private(|_| true) {
             end(&message.call, Some(message.call.placed(Error::aborted("the group was destroyed"))), hands);
         }
         let in_flight = !self.is_idle();

@@ -83,7 +83,7 @@ impl Straight<'_> {
 
     #[inline]
     fn send(&self, op: &PlanOp, src: &Region, to: Rank, env: &mut RunEnv<'_>) -> bool {
-        if env.members.eager_left(to) < op.total {
+        if !env.members.has_eager_room(to, op.total) {
             return false;
         }
         let peer = env.members.peer(to);

@@ -1,10 +1,11 @@
 //! Point-to-point: matching by peer and tag, any source, oneself, many outstanding.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use accl_engine::Waited;
-use accl_testkit::{Fabric, Rng, World, WorldOptions, finish};
-use accl_types::{ErrorKind, ReduceOp};
+use accl_engine::{Blocks, Call, CallDesc, Mode, Waited};
+use accl_testkit::{Fabric, Member, Rng, World, WorldOptions, calls, finish};
+use accl_types::{Collective, Dtype, ErrorKind, ReduceOp};
 
 fn cramped(world: u32) -> WorldOptions {
     WorldOptions::new(world).over(Fabric::Loopback(2)).with("segment_bytes", "1KiB").with("eager_bytes", "2KiB")
@@ -153,4 +154,132 @@ fn a_wait_that_times_out_leaves_the_receive_running() {
             finish(&member.post_send(&filled(5, 10), 0, 0).unwrap()).unwrap();
         }
     });
+}
+
+/// How often messages are looked at, of `count` sends that all wait for their receives, in both ranks together.
+fn steps_of(count: usize, order: Order) -> u64 {
+    // Without a window every message waits for its receiver; with room no pass tries in vain.
+    let options = WorldOptions::new(2).over(Fabric::Loopback(1 << 20)).with("eager_bytes", "0");
+    let steps = World::new(options.timeout(Duration::from_secs(120))).run("g", |member| {
+        let data: Vec<[i64; 1]> = (0..count as i64).map(|tag| [tag]).collect();
+        if member.rank == 0 {
+            if order == Order::ReceivesFirst {
+                member.barrier().unwrap();
+            }
+            let sends: Vec<_> =
+                data.iter().zip(0..).map(|(data, tag)| member.post_send(data, 1, tag).unwrap()).collect();
+            if order != Order::ReceivesFirst {
+                member.barrier().unwrap();
+            }
+            sends.iter().for_each(|call| finish(call).unwrap());
+        } else {
+            if order != Order::ReceivesFirst {
+                member.barrier().unwrap();
+            }
+            let mut got = vec![[-1_i64]; count];
+            let mut receives: Vec<_> = got.iter_mut().zip(0_u32..).collect();
+            if order != Order::AsSent {
+                receives.reverse();
+            }
+            let receives: Vec<_> =
+                receives.into_iter().map(|(got, tag)| member.post_recv(got, Some(0), tag).unwrap()).collect();
+            if order == Order::ReceivesFirst {
+                member.barrier().unwrap();
+            }
+            receives.iter().for_each(|call| finish(call).unwrap());
+            assert_eq!(got, data);
+        }
+        member.group.message_steps()
+    });
+    steps.iter().sum()
+}
+
+/// When and in which order the receives of outstanding sends are posted.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Order {
+    AsSent,
+    Reversed,
+    ReceivesFirst,
+}
+
+#[test]
+fn outstanding_messages_cost_steps_in_proportion_to_their_number() {
+    for order in [Order::AsSent, Order::Reversed, Order::ReceivesFirst] {
+        let (few, many) = (steps_of(1_000, order), steps_of(10_000, order));
+        println!("{order:?}: {few} steps for 1,000 messages, {many} for 10,000");
+        assert!(many <= 12 * few, "{order:?}: {few} steps for 1,000 messages, {many} for 10,000");
+    }
+}
+
+/// Posts `CROWD` calls on rank 0 that rank 1 does not take yet; how many of them are over nevertheless.
+fn over_before_they_are_taken(post: impl Fn(&Member, usize) -> Arc<Call> + Sync) -> usize {
+    let options = WorldOptions::new(2).over(Fabric::Loopback(1 << 20)).with("eager_bytes", "16KiB");
+    let posted = std::sync::Barrier::new(2);
+    let over = World::new(options.timeout(Duration::from_secs(60))).run("g", |member| {
+        if member.rank == 1 {
+            posted.wait();
+        }
+        let calls: Vec<_> = (0..CROWD).map(|index| post(&member, index)).collect();
+        let over = calls.iter().filter(|call| call.is_done()).count();
+        if member.rank == 0 {
+            posted.wait();
+        }
+        calls.iter().for_each(|call| finish(call).unwrap());
+        over
+    });
+    over[0]
+}
+
+const CROWD: usize = 3000;
+
+#[test]
+fn a_sender_cannot_be_any_number_of_empty_messages_ahead() {
+    let over = over_before_they_are_taken(|member, _| match member.rank {
+        0 => member.post_send::<u8>(&[], 1, 5).unwrap(),
+        _ => member.post_recv::<u8>(&mut [], Some(0), 5).unwrap(),
+    });
+    assert!((1..=200).contains(&over), "{over} of {CROWD} were over with a window of 16 KiB");
+}
+
+#[test]
+fn a_sender_cannot_be_any_number_of_tiny_messages_ahead() {
+    let over = over_before_they_are_taken(|member, index| match member.rank {
+        // They outlive their calls.
+        0 => member.post_send(Box::leak(Box::new([index as u8])), 1, 5).unwrap(),
+        _ => member.post_recv(Box::leak(Box::new([0_u8])), Some(0), 5).unwrap(),
+    });
+    assert!((1..=200).contains(&over), "{over} of {CROWD} were over with a window of 16 KiB");
+}
+
+#[test]
+fn a_root_cannot_be_any_number_of_empty_broadcasts_ahead() {
+    let over = over_before_they_are_taken(|member, _| {
+        let mut desc = CallDesc::new(Collective::Broadcast, Dtype::U8);
+        desc.outputs = Blocks::of(calls::write::<u8>(&mut []));
+        desc.mode = Mode::Async;
+        member.group.submit(desc).unwrap()
+    });
+    assert!((1..=200).contains(&over), "{over} of {CROWD} were over with a window of 16 KiB");
+}
+
+#[test]
+fn collectives_go_on_while_a_window_is_full_of_empty_messages() {
+    for eager in ["0", "1KiB"] {
+        let options = WorldOptions::new(3).over(Fabric::Shm).with("eager_bytes", eager);
+        World::new(options.timeout(Duration::from_secs(60))).run("g", |member| {
+            let next = (member.rank as u32 + 1) % 3;
+            let sends: Vec<_> = (0..500).map(|_| member.post_send::<u8>(&[], next, 1).unwrap()).collect();
+            for count in [0, 1, 5000] {
+                let mut data = vec![1.0_f32; count];
+                member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+                assert!(data.iter().all(|&x| x == 3.0));
+                member.barrier().unwrap();
+            }
+            let from = (member.rank as u32 + 2) % 3;
+            for _ in 0..500 {
+                finish(&member.post_recv::<u8>(&mut [], Some(from), 1).unwrap()).unwrap();
+            }
+            sends.iter().for_each(|call| finish(call).unwrap());
+        });
+    }
 }

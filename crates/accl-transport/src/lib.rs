@@ -32,7 +32,7 @@ pub use settings::Settings;
 pub use traced::{Trace, Traced};
 
 /// Version of the handshake and of the rings. Endpoints of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u32 = 2;
+pub const PROTOCOL_VERSION: u32 = 3;
 
 /// A row of [`TRANSPORTS`].
 #[derive(Debug)]

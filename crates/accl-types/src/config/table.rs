@@ -151,7 +151,7 @@ pub const ROWS: &[Row] = &[
         agreed: true,
         default: "256KiB",
         accepted: "a size from 0 to 64MiB, as bytes or with KiB, MiB, GiB",
-        effect: "How many bytes a sender may be ahead of the receiver's matching call, per group and peer.",
+        effect: "How many bytes a sender may be ahead of the receiver's matching call, per group and peer; a message counts 128 more than it holds.",
         set: |c, v| parse::size(v, 0, 64 << 20).map(|x| c.eager_bytes = x),
         show: |c| parse::show_size(c.eager_bytes),
     },
