@@ -29,6 +29,8 @@ const MIN_HELD_BYTES: usize = 2 << 10;
 const MAX_ROUNDS: usize = 1000;
 /// Calls that may end one after the other without a look at the links.
 const MAX_SILENT: u32 = 16;
+/// Looks at the links before a sleeping driver is woken to look itself.
+const ROUNDS_OF_RELIEF: u32 = 4;
 /// Bytes of frames kept for groups that are being made on this rank.
 const MAX_ORPHAN_BYTES: usize = 64 << 20;
 
@@ -75,6 +77,19 @@ pub(crate) struct Core {
     idle: u32,
     /// Until when the driver is parked in the poller, if it is.
     pub(crate) parked: Option<Instant>,
+    /// Threads that look at the links again and again while it is.
+    watchers: u32,
+}
+
+/// What becomes of a parked driver when the last thread that looked at the links in its place looks no more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Relief {
+    /// It sleeps on, and peers wake it.
+    SleepsOn,
+    /// Calls may have ended meanwhile: a driver that waits for one must look.
+    MayBeOver,
+    /// It must look again.
+    Wake,
 }
 
 /// A frame of a group that is being made on this rank.
@@ -107,6 +122,7 @@ impl Core {
             pool,
             segment,
             parked: None,
+            watchers: 0,
         }
     }
 
@@ -182,6 +198,42 @@ impl Core {
     /// Whether the parked driver must look again: a call has an earlier deadline, or waits for room.
     pub(crate) fn must_wake_driver(&self, deadline: Option<Instant>) -> bool {
         self.parked.is_some_and(|until| self.net.is_room_wanted() || deadline.is_some_and(|deadline| deadline < until))
+    }
+
+    /// A thread begins to look at the links in a loop. If a driver sleeps meanwhile, peers need not wake it, and
+    /// [`Core::unwatch`] must follow: `true`.
+    pub(crate) fn watch(&mut self) -> bool {
+        let is_parked = self.parked.is_some();
+        if is_parked {
+            if self.watchers == 0 {
+                self.net.suspend_park();
+            }
+            self.watchers += 1;
+        }
+        is_parked
+    }
+
+    /// The end of a [`Core::watch`]. Every call whose number was taken has been started by now: frames are handled here.
+    pub(crate) fn unwatch(&mut self, now: Instant) -> Relief {
+        self.watchers -= 1;
+        if self.parked.is_none() || self.watchers > 0 {
+            return Relief::SleepsOn;
+        }
+        let mut relief = Relief::SleepsOn;
+        for _ in 0..ROUNDS_OF_RELIEF {
+            if !self.net.resume_park() {
+                return relief;
+            }
+            // As a rule a fast peer has begun the next call.
+            self.net.suspend_park();
+            let departures = self.net.departures();
+            self.pass_whole(now);
+            if self.net.departures() != departures {
+                return Relief::Wake;
+            }
+            relief = Relief::MayBeOver;
+        }
+        Relief::Wake
     }
 
     /// One pass: takes frames off links, advances calls, sends what can be sent. Returns whether anything moved.

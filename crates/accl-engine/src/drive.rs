@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use accl_types::Error;
 
 use crate::call::{Bell, Call, Waited};
+use crate::core::Relief;
 use crate::desc::Mode;
 use crate::engine::{Engine, far};
 use crate::signals;
@@ -46,6 +47,8 @@ pub(crate) struct Drive {
     waits: AtomicU64,
     /// Length of a waiter's tick in milliseconds; 0: none.
     tick_ms: AtomicU64,
+    /// How often a driver has slept in the poller.
+    parks: AtomicU64,
 }
 
 impl Default for Drive {
@@ -55,6 +58,7 @@ impl Default for Drive {
             background: Condvar::new(),
             waits: AtomicU64::new(1),
             tick_ms: AtomicU64::new(TICK_MS),
+            parks: AtomicU64::new(0),
         }
     }
 }
@@ -77,6 +81,11 @@ impl Engine {
     /// tests.
     pub fn without_tick(&self) {
         self.drive.tick_ms.store(0, Ordering::Relaxed);
+    }
+
+    /// How often a thread of this engine has slept in the poller. For tests.
+    pub fn parks(&self) -> u64 {
+        self.drive.parks.load(Ordering::Relaxed)
     }
 
     // ---- passes
@@ -182,11 +191,14 @@ impl Engine {
         let start = Instant::now();
         let mut looks = 0_u32;
         let mut unsent = false;
+        // A driver that sleeps meanwhile need not be woken for what is seen here.
+        let mut watch = Watch { engine: self, is_on: false };
         loop {
             let now = Instant::now();
             if let Some(mut core) = self.core.try_lock() {
+                watch.is_on = watch.is_on || core.watch();
                 let moved = core.pass(now);
-                let wake = core.must_wake_driver(None);
+                let wake = !watch.is_on && core.must_wake_driver(None);
                 unsent = core.net.has_unsent();
                 drop(core);
                 if moved {
@@ -203,6 +215,11 @@ impl Engine {
                 return Some(outcome);
             }
             if now.duration_since(start) >= budget || until.is_some_and(|until| now >= until) {
+                drop(watch);
+                // Nobody has told a sleeping driver of this call's deadline: until now this thread looked after it.
+                if self.with_core(|core| core.must_wake_driver(core.next_deadline())) {
+                    self.wake_driver_if(true);
+                }
                 return None;
             }
             looks += 1;
@@ -288,6 +305,7 @@ impl Engine {
             until
         };
         // A failure to wait shows as a loop that does not sleep; deadlines still end it.
+        self.drive.parks.fetch_add(1, Ordering::Relaxed);
         let _ = parts.poller.wait(until.map(|until| until.saturating_duration_since(now)));
         let mut core = self.core.lock();
         core.parked = None;
@@ -416,6 +434,15 @@ impl Engine {
         }
     }
 
+    /// After the end of a [`Core::watch`], without the lock.
+    pub(crate) fn relieve(&self, relief: Relief) {
+        match relief {
+            Relief::SleepsOn => {}
+            Relief::MayBeOver => self.wake_driver_if(false),
+            Relief::Wake => self.wake_driver_if(true),
+        }
+    }
+
     /// Asks the background thread to end.
     pub(crate) fn stop_background(&self) {
         self.drive.turn.lock().stopping = true;
@@ -429,6 +456,21 @@ impl Engine {
         if turn.background_started {
             let running = |turn: &mut Turn| !turn.background_stopped;
             self.drive.background.wait_while_for(&mut turn, running, patience);
+        }
+    }
+}
+
+/// A thread's looking at the links in place of a driver that sleeps.
+struct Watch<'a> {
+    engine: &'a Engine,
+    is_on: bool,
+}
+
+impl Drop for Watch<'_> {
+    fn drop(&mut self) {
+        if self.is_on {
+            let relief = self.engine.with_core(|core| core.unwatch(Instant::now()));
+            self.engine.relieve(relief);
         }
     }
 }

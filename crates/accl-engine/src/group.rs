@@ -16,15 +16,14 @@ use crate::audit::Sample;
 use crate::buffers::Buffers;
 use crate::call::{Call, CallPlace};
 use crate::coder::Coder;
-use crate::core::Core;
-use crate::desc::CallDesc;
+use crate::core::{Core, Relief};
+use crate::desc::{CallDesc, Mode};
 use crate::encoding::Usual;
 use crate::engine::Engine;
 use crate::local::Local;
 use crate::p2p::{Message, PRIVATE_TAGS};
 use crate::run::{INQUIRE_AFTER, Run};
 use crate::state::{GroupState, Hands, RanStraight, Stopped, Tell};
-use crate::sync::MutexGuard;
 
 /// What a group is made from.
 #[derive(Clone, Debug)]
@@ -108,15 +107,23 @@ impl Group {
         }
         let patience = self.engine.straight_patience();
         let mut core = self.engine.core.lock();
-        match core.guarded(|core| core.run_straight(self.id, desc, patience)) {
-            Ok(Some(RanStraight::Done { seq, .. })) => Ok(Ran::Done(seq)),
-            Ok(Some(RanStraight::Stopped(stopped))) => {
-                self.go_on(core, desc, *stopped).map(Ran::Pending).map_err(|error| self.placed(error))
+        let is_watch = core.watch();
+        let ran = core.guarded(|core| core.run_straight(self.id, desc, patience));
+        // What stopped halfway goes on before anybody takes another frame.
+        let ran = ran.map(|ran| match ran {
+            Some(RanStraight::Done { seq, .. }) => Some(Ok(seq)),
+            Some(RanStraight::Stopped(stopped)) => Some(Err(self.go_on(&mut core, desc, *stopped))),
+            None => None,
+        });
+        let relief = if is_watch { core.unwatch(Instant::now()) } else { Relief::SleepsOn };
+        drop(core);
+        self.engine.relieve(relief);
+        match ran {
+            Ok(Some(Ok(seq))) => Ok(Ran::Done(seq)),
+            Ok(Some(Err(launched))) => {
+                self.launched(desc, launched).map(Ran::Pending).map_err(|error| self.placed(error))
             }
-            Ok(None) => {
-                drop(core);
-                self.submit_ref(desc).map(Ran::Pending)
-            }
+            Ok(None) => self.submit_ref(desc).map(Ran::Pending),
             Err(error) => Err(self.placed(error.of(desc.collective))),
         }
     }
@@ -157,15 +164,13 @@ impl Group {
     }
 
     /// Puts a call that stopped on the short way into the group.
-    fn go_on(&self, mut core: MutexGuard<'_, Core>, desc: &CallDesc, stopped: Stopped) -> Result<Arc<Call>> {
-        let launched = self.launch(&mut core, desc, |group, hands| {
+    fn go_on(&self, core: &mut Core, desc: &CallDesc, stopped: Stopped) -> Result<(Arc<Call>, bool)> {
+        self.launch(core, desc, |group, hands| {
             let call = self.call(desc, stopped.seq, group, hands.now);
             let deadline = deadline(desc, group, hands.now);
             group.start(stopped.into_run(call.clone(), deadline), hands);
             Ok(call)
-        });
-        drop(core);
-        self.launched(desc, launched)
+        })
     }
 
     fn start(&self, desc: &CallDesc, sample: Option<Sample>) -> Result<Arc<Call>> {
@@ -230,8 +235,9 @@ impl Group {
             let started = core.with_group(self.id, now, |group, hands| {
                 let call = start(group, hands)?;
                 group.advance(hands);
-                let look_by = deadline(desc, group, now).map(|deadline| deadline.min(now + INQUIRE_AFTER));
-                Ok((call, look_by.into_iter().chain(group.begin_by()).min()))
+                let inquire_at = (!desc.collective.is_point_to_point()).then(|| now + INQUIRE_AFTER);
+                let look_by = deadline(desc, group, now).into_iter().chain(inquire_at).chain(group.begin_by());
+                Ok((call, look_by.min()))
             });
             core.net.flush_all();
             started
@@ -240,7 +246,13 @@ impl Group {
         if call.is_done() {
             core.ended_at_once();
         }
-        Ok((call, core.must_wake_driver(look_by)))
+        let wake = match desc.mode {
+            _ if call.is_done() => core.must_wake_driver(None),
+            Mode::Async => core.must_wake_driver(look_by),
+            // Its caller looks after it first, and wakes the driver when it goes to sleep.
+            Mode::Blocking => false,
+        };
+        Ok((call, wake))
     }
 
     /// What follows a launch, without the lock.

@@ -72,6 +72,8 @@ pub(crate) struct Net {
     retired: Option<Box<dyn Link>>,
     /// Some send found no room since the last [`Net::prepare_park`].
     room_wanted: bool,
+    /// Peers that have gone so far.
+    departures: u64,
 }
 
 impl Net {
@@ -269,7 +271,8 @@ impl Net {
     /// Records that a peer has gone and drops its link.
     pub(crate) fn mark_gone(&mut self, id: PeerId, error: Error) {
         let peer = self.peer_mut(id);
-        if peer.gone.is_none() {
+        let is_new = peer.gone.is_none();
+        if is_new {
             peer.gone = Some(if peer.said_goodbye { Gone::Left } else { Gone::Lost(error) });
         }
         let link = peer.link.take();
@@ -282,6 +285,12 @@ impl Net {
         if self.by_uuid.get(&uuid) == Some(&id) {
             self.by_uuid.remove(&uuid);
         }
+        self.departures += u64::from(is_new);
+    }
+
+    /// How many peers have gone so far.
+    pub(crate) fn departures(&self) -> u64 {
+        self.departures
     }
 
     /// Publishes "parked" on all links. `true`: something came up meanwhile.
@@ -292,6 +301,26 @@ impl Net {
             let wants_room = std::mem::take(&mut peer.wants_room) || !peer.outbox.is_empty();
             if let Some(link) = peer.link.as_mut() {
                 ready |= link.prepare_park(wants_room);
+            }
+        }
+        ready
+    }
+
+    /// A thread looks at all links while the driver sleeps: see [`Link::suspend_park`].
+    pub(crate) fn suspend_park(&mut self) {
+        for link in self.peers.iter_mut().filter_map(|peer| peer.link.as_mut()) {
+            link.suspend_park();
+        }
+    }
+
+    /// It looks no more: see [`Link::resume_park`]. `true`: something came up meanwhile.
+    pub(crate) fn resume_park(&mut self) -> bool {
+        let mut ready = false;
+        self.room_wanted = false;
+        for peer in &mut self.peers {
+            let wants_room = std::mem::take(&mut peer.wants_room) || !peer.outbox.is_empty();
+            if let Some(link) = peer.link.as_mut() {
+                ready |= link.resume_park(wants_room);
             }
         }
         ready

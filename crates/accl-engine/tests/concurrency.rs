@@ -212,3 +212,46 @@ fn callbacks_may_submit_and_wait() {
         finish(&call).unwrap();
     });
 }
+
+#[test]
+fn small_blocking_calls_beside_a_pending_receive_wake_no_background_thread() {
+    const CALLS: u64 = 2000;
+    for count in [1, 2000] {
+        // Whoever waits looks for as long as it takes, so that nobody has a reason to sleep.
+        let world = World::new(
+            WorldOptions::new(2).over(Fabric::Shm).with("spin_us", "1000000").timeout(Duration::from_secs(120)),
+        );
+        let parks = || world.engines.iter().map(|engine| engine.parks()).collect::<Vec<_>>();
+        let begun = std::sync::Barrier::new(2);
+        let slept = world.run("g", |member| {
+            let (mut data, mut got) = (vec![1.0_f32; count], [0_i64]);
+            let other = 1 - member.rank as u32;
+            let receive = member.post_recv(&mut got, Some(other), 1).unwrap();
+            for _ in 0..10 {
+                member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+            }
+            // The background thread looks after the receive from here on.
+            let patience = Instant::now() + Duration::from_secs(20);
+            while parks().contains(&0) {
+                assert!(Instant::now() < patience, "nobody looks after the receive");
+                std::thread::yield_now();
+            }
+            begun.wait();
+            let before = world.engines[member.rank].parks();
+            for _ in 0..CALLS {
+                data.fill(1.0);
+                member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+                assert!(data.iter().all(|&x| x == 2.0));
+            }
+            begun.wait();
+            let slept = world.engines[member.rank].parks() - before;
+            let send = member.post_send(&[7 + member.rank as i64], other, 1).unwrap();
+            finish(&receive).unwrap();
+            finish(&send).unwrap();
+            assert_eq!(got, [7 + i64::from(other)]);
+            slept
+        });
+        println!("{CALLS} calls of {count} elements: the background threads slept {slept:?} times");
+        assert!(slept.iter().all(|&slept| slept <= CALLS / 20), "{CALLS} calls of {count} elements: {slept:?}");
+    }
+}

@@ -98,6 +98,16 @@ pub unsafe trait Link: Send {
     /// Takes "parked" back.
     fn unpark(&mut self);
 
+    /// While a caller of [`Link::prepare_park`] sleeps, another thread begins to look at the link again and again: where
+    /// it can be helped, the peer wakes nobody meanwhile.
+    fn suspend_park(&mut self) {}
+
+    /// The other thread looks no more: publishes "parked" again, and "waits for room" if that was published before or is
+    /// asked now, then looks once more. `true`: something came up, or the sleeper must be woken to publish it.
+    fn resume_park(&mut self, wants_room: bool) -> bool {
+        wants_room
+    }
+
     /// What the [`crate::Poller`] must watch, edge-triggered. The same for the life of the link.
     fn fds(&self) -> Vec<BorrowedFd<'_>>;
 
@@ -172,6 +182,14 @@ unsafe impl Link for Box<dyn Link> {
 
     fn unpark(&mut self) {
         (**self).unpark();
+    }
+
+    fn suspend_park(&mut self) {
+        (**self).suspend_park();
+    }
+
+    fn resume_park(&mut self, wants_room: bool) -> bool {
+        (**self).resume_park(wants_room)
     }
 
     fn fds(&self) -> Vec<BorrowedFd<'_>> {

@@ -38,6 +38,7 @@ pub fn pair(
         peer: Arc::clone(&sides[1 - me]),
         reserved: None,
         peeked: None,
+        waits_for_room: false,
         spare: Vec::new(),
         told: false,
     };
@@ -57,6 +58,7 @@ pub fn self_link(max_payload_bytes: usize, waker: Arc<Waker>) -> LoopbackLink {
         peer: side,
         reserved: None,
         peeked: None,
+        waits_for_room: false,
         spare: Vec::new(),
         told: false,
     }
@@ -142,6 +144,8 @@ pub struct LoopbackLink {
     peer: Arc<Side>,
     reserved: Option<Parcel>,
     peeked: Option<Parcel>,
+    /// The last park was for room, too.
+    waits_for_room: bool,
     /// Frames to be used again: a steady exchange allocates nothing.
     spare: Vec<Parcel>,
     /// The end was returned to the caller: it is no longer a reason to stay awake.
@@ -156,6 +160,23 @@ impl LoopbackLink {
             Capacity::Unbounded => true,
             Capacity::Frames(limit) => self.out.lock().len() < limit,
         }
+    }
+
+    /// Publishes that this side sleeps. `true`: what it sleeps for is there already.
+    fn announce(&mut self, wants_room: bool) -> bool {
+        self.waits_for_room = wants_room;
+        self.me.parked.store(true, Ordering::Relaxed);
+        self.me.wants_room.store(wants_room, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        self.peeked.is_some()
+            || !self.inn.lock().is_empty()
+            || (self.inn.closed.load(Ordering::Acquire) && !self.told)
+            || (wants_room && (self.has_room() || self.out.deaf.load(Ordering::Acquire)))
+    }
+
+    fn retract(&self) {
+        self.me.parked.store(false, Ordering::Relaxed);
+        self.me.wants_room.store(false, Ordering::Relaxed);
     }
 
     fn is_ended(&self) -> bool {
@@ -219,18 +240,19 @@ unsafe impl Link for LoopbackLink {
     }
 
     fn prepare_park(&mut self, wants_room: bool) -> bool {
-        self.me.parked.store(true, Ordering::Relaxed);
-        self.me.wants_room.store(wants_room, Ordering::Relaxed);
-        fence(Ordering::SeqCst);
-        self.peeked.is_some()
-            || !self.inn.lock().is_empty()
-            || (self.inn.closed.load(Ordering::Acquire) && !self.told)
-            || (wants_room && (self.has_room() || self.out.deaf.load(Ordering::Acquire)))
+        self.announce(wants_room)
     }
 
     fn unpark(&mut self) {
-        self.me.parked.store(false, Ordering::Relaxed);
-        self.me.wants_room.store(false, Ordering::Relaxed);
+        self.retract();
+    }
+
+    fn suspend_park(&mut self) {
+        self.retract();
+    }
+
+    fn resume_park(&mut self, wants_room: bool) -> bool {
+        self.announce(wants_room || self.waits_for_room)
     }
 
     fn fds(&self) -> Vec<BorrowedFd<'_>> {

@@ -102,6 +102,14 @@ unsafe impl<L: Link> Link for Traced<L> {
         self.link.unpark();
     }
 
+    fn suspend_park(&mut self) {
+        self.link.suspend_park();
+    }
+
+    fn resume_park(&mut self, wants_room: bool) -> bool {
+        self.link.resume_park(wants_room)
+    }
+
     fn fds(&self) -> Vec<BorrowedFd<'_>> {
         self.link.fds()
     }

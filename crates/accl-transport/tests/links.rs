@@ -352,3 +352,51 @@ fn a_sleep_of_weeks_is_a_sleep() {
         }
     });
 }
+
+#[test]
+fn a_sleep_that_was_suspended_misses_nothing() {
+    for kind in ["shm", "shm in small rings", "loopback"] {
+        within_limit(move || {
+            let (mut a, mut b) = pair(kind);
+            assert!(!a.link.prepare_park(false), "{kind}");
+            // A frame that came while another thread looked is found when that thread looks no more.
+            a.link.suspend_park();
+            b.send(b"meanwhile");
+            assert!(a.link.resume_park(false), "{kind}");
+            assert_eq!(a.try_receive().unwrap().unwrap(), b"meanwhile", "{kind}");
+            // One that comes later wakes the sleeper.
+            a.link.suspend_park();
+            assert!(!a.link.resume_park(false), "{kind}");
+            let sender = std::thread::spawn(move || {
+                b.send(b"later");
+                b
+            });
+            let before = Instant::now();
+            while a.link.peek().unwrap().is_none() {
+                a.poller.wait(Some(Duration::from_secs(15))).unwrap();
+                assert!(before.elapsed() < Duration::from_secs(10), "nobody woke {kind}");
+            }
+            a.link.release();
+            a.link.unpark();
+            // Room that is wanted while another thread looked wakes it, too.
+            let mut b = sender.join().unwrap();
+            let frame = vec![1; a.link.max_payload_bytes()];
+            while a.try_send(&frame).unwrap() {}
+            assert!(!a.link.prepare_park(false), "{kind}");
+            a.link.suspend_park();
+            assert!(!a.try_send(&frame).unwrap());
+            assert!(!a.link.resume_park(true), "{kind}");
+            let receiver = std::thread::spawn(move || {
+                b.receive().unwrap();
+                b
+            });
+            a.poller.wait(Some(Duration::from_secs(15))).unwrap();
+            while !a.link.resume_park(true) {
+                a.poller.wait(Some(Duration::from_secs(15))).unwrap();
+                assert!(before.elapsed() < Duration::from_secs(20), "nobody woke {kind} for room");
+            }
+            a.link.unpark();
+            drop(receiver.join().unwrap());
+        });
+    }
+}

@@ -47,6 +47,8 @@ pub(crate) struct ShmLink {
     peer: String,
     /// Length of the shortest payload that found no room since the last park.
     refused_bytes: Option<usize>,
+    /// What the last park announced.
+    announced: u32,
     /// The caller has seen the frame that the reader stands at.
     shown: bool,
     closed: bool,
@@ -70,6 +72,7 @@ impl ShmLink {
             max_payload_bytes,
             peer,
             refused_bytes: None,
+            announced: DATA,
             shown: false,
             closed: false,
             lost: None,
@@ -130,6 +133,14 @@ impl ShmLink {
         } else if hung_up {
             self.fail(Error::peer_lost(format!("{} has closed the link or died", self.peer)));
         }
+    }
+
+    /// Publishes what this side sleeps for. `true`: there is some already.
+    fn announce(&mut self, what: u32) -> bool {
+        self.announced = what;
+        self.region.side(self.side).announce(what);
+        let wanted = self.refused_bytes.unwrap_or(self.max_payload_bytes);
+        self.reader.poll() != Ok(false) || (what & ROOM != 0 && self.writer.would_fit(wanted) != Ok(false))
     }
 
     fn is_at_end(&self) -> bool {
@@ -215,9 +226,7 @@ unsafe impl Link for ShmLink {
         if self.guard_fork().is_err() {
             return true;
         }
-        self.region.side(self.side).announce(if wants_room { DATA | ROOM } else { DATA });
-        let wanted = self.refused_bytes.unwrap_or(self.max_payload_bytes);
-        if self.reader.poll() != Ok(false) || (wants_room && self.writer.would_fit(wanted) != Ok(false)) {
+        if self.announce(if wants_room { DATA | ROOM } else { DATA }) {
             return true;
         }
         // The edge of a hang-up may have been reported already, and then it would not end the sleep.
@@ -230,6 +239,18 @@ unsafe impl Link for ShmLink {
         if self.socket.is_ours() {
             self.region.side(self.side).retract();
         }
+    }
+
+    fn suspend_park(&mut self) {
+        if self.socket.is_ours() {
+            self.region.side(self.side).retract();
+        }
+    }
+
+    fn resume_park(&mut self, wants_room: bool) -> bool {
+        // The edge of a hang-up reaches the sleeper by itself, so the kernel need not be asked here.
+        let what = if wants_room { self.announced | ROOM } else { self.announced };
+        self.guard_fork().is_err() || self.announce(what) || (self.lost.is_some() && !self.told)
     }
 
     fn fds(&self) -> Vec<BorrowedFd<'_>> {
