@@ -89,10 +89,6 @@ pub(crate) trait IntegerReg: ArithReg + OrderReg {
 pub(crate) trait ArithLanes: Lanes<Reg: ArithReg, Tail: Lanes<Reg: ArithReg>> {}
 impl<V: Lanes<Reg: ArithReg, Tail: Lanes<Reg: ArithReg>>> ArithLanes for V {}
 
-/// Elements that are ordered.
-pub(crate) trait OrderLanes: Lanes<Reg: OrderReg, Tail: Lanes<Reg: OrderReg>> {}
-impl<V: Lanes<Reg: OrderReg, Tail: Lanes<Reg: OrderReg>>> OrderLanes for V {}
-
 /// Elements that are added, ordered and divided as integers.
 pub(crate) trait IntegerLanes: Lanes<Reg: IntegerReg, Tail: Lanes<Reg: IntegerReg>> {}
 impl<V: Lanes<Reg: IntegerReg, Tail: Lanes<Reg: IntegerReg>>> IntegerLanes for V {}
