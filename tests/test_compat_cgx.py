@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch_accl
 from support import BACKEND, init_group, on_ranks, run_script
 from support.training import Model, contribution, error, same_on_all
+from support.versions import MINOR, NAME
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
@@ -66,6 +67,22 @@ def encoded_with(codec, tensor, group):
     # What is audited travels, too, and would make it another size of call.
     compression.all_reduce_quantized(tensor, group=group, compression=Compression(codec, inner=codec, audit=0))
     return tensor
+
+
+@cgx_ranks(2)
+def test_a_group_keeps_its_store_and_splits_or_says_that_this_torch_cannot(rank, world):
+    group = dist.group.WORLD
+    store = group.get_group_store()
+    store.set(f"of {rank}", "here")
+    assert store.get(f"of {1 - rank}") == b"here"
+    if MINOR < (2, 14):
+        with pytest.raises(NotImplementedError, match=f"torch {NAME}.*make one with new_group"):
+            group.split_group([0, 1])
+        return
+    whole = group.split_group([0, 1])
+    tensor = torch.ones(8)
+    whole.allreduce([tensor]).wait()
+    assert tensor.tolist() == [2.0] * 8
 
 
 # CGX's own tests: exact where it is, and its bound where it is not.
