@@ -199,7 +199,7 @@ def test_auto_takes_what_is_fastest_within_the_budget_and_stays_with_it(rank, wo
     }
     measured = []
 
-    def measure(codecs, dtype, group):
+    def measure(codecs, size, dtype, group):
         measured.append(list(codecs))
         return {codec: times[codec] for codec in codecs}
 
@@ -228,19 +228,56 @@ def test_auto_takes_what_is_fastest_within_the_budget_and_stays_with_it(rank, wo
         again = compressed(Compression("auto", error_budget=budget, start_step=2))[1]
         again.load_state_dict(saved)
         assert again.codec_of("first.weight") == chosen and again.explain() == state.explain()
-    # Once for each state, not for each bucket or step; two bits only where the budget was raised.
+    # Once for each state and size of calls, not for each bucket or step; two bits only where the budget was raised.
     assert [len(codecs) for codecs in measured] == [4, 4, 4, 4, 5]
 
 
 @on_ranks(2, fresh=True, env=TCP)
 def test_auto_measures_times_and_chooses_nothing_that_is_not_worth_it(rank, world):
-    found = _auto._times(["raw", "maxmin:4,bucket=128"], torch.float32, dist.group.WORLD)
+    found = _auto._times(["raw", "maxmin:4,bucket=128"], 4096, torch.float32, dist.group.WORLD)
     assert same_on_all(found) and all(0.01 < nanos < 1e4 for nanos in found.values())
     gradient = {"w": torch.randn(5000, generator=torch.Generator().manual_seed(rank))}
     codecs = ["raw", "bf16", "maxmin:8,bucket=512", "maxmin:4,bucket=128"]
-    same = {(torch.float32, codec): 7.0 for codec in codecs}
+    same = {(4096, torch.float32, codec): 7.0 for codec in codecs}
     choice = _auto.choose(["w"], gradient, Compression("auto"), dist.group.WORLD, same)
     assert choice["w"].codec == "raw"
+
+
+@pytest.mark.parametrize(
+    ("elements", "most_bytes", "timed"),
+    [
+        ([1], None, 1 << 12),
+        ([3000, 2000], None, 1 << 12),
+        ([10_000], None, 1 << 14),
+        ([40_000, 60_000], None, 1 << 16),
+        ([300_000], None, 1 << 18),
+        ([300_000], 40_000, 1 << 18),
+        ([10_000] * 40, 40_000, 1 << 14),
+        ([10_000_000], None, 1 << 20),
+    ],
+)
+def test_auto_times_calls_of_about_the_size_that_it_decides_about(elements, most_bytes, timed):
+    for dtype in (torch.float32, torch.bfloat16):
+        bound = most_bytes and most_bytes * dtype.itemsize // 4
+        assert _auto.timed_elements([count * dtype.itemsize for count in elements], dtype, bound) == timed
+
+
+@on_ranks(2, fresh=True, env=TCP)
+def test_auto_chooses_for_small_and_for_large_calls_by_their_own_times(rank, world, monkeypatch):
+    # What packs bits pays where bytes count, and not where it is latency.
+    asked = []
+
+    def measure(codecs, size, dtype, group):
+        asked.append(size)
+        return {codec: 2.0 if (codec == "raw") == (size > 1 << 14) else 1.0 for codec in codecs}
+
+    monkeypatch.setattr(_auto, "_times", measure)
+    times = {}
+    for count, is_large in ((4096, False), (1 << 20, True), (4100, False)):
+        gradient = {"w": torch.randn(count, generator=torch.Generator().manual_seed(rank))}
+        choice = _auto.choose(["w"], gradient, Compression("auto"), dist.group.WORLD, times)
+        assert (choice["w"].codec != "raw") == is_large
+    assert asked == [1 << 12, 1 << 20]
 
 
 @on_ranks(2, fresh=True)
@@ -255,7 +292,7 @@ def test_auto_packs_no_bits_in_shared_memory(rank, world):
 def test_auto_waits_for_gradients_that_tell_something(rank, world, monkeypatch):
     monkeypatch.setattr(_state, "LOOK_EVERY", 3)
     monkeypatch.setattr(
-        _auto, "_times", lambda codecs, dtype, group: {codec: len(codecs) - index for index, codec in enumerate(codecs)}
+        _auto, "_times", lambda codecs, *_: {codec: len(codecs) - index for index, codec in enumerate(codecs)}
     )
     ddp, state = compressed(Compression("auto"))
     first = ddp.module.first.weight

@@ -134,6 +134,8 @@ class CGXState(State):
 
     def see(self, bucket: dist.GradBucket) -> None:
         """Takes notice of a bucket that is about to be reduced."""
+        # A copy is in use from its first gradients on: that of an averaged model is never.
+        states.add(self)
         self._index = bucket.index()
         self._buckets[self._index] = tuple(bucket.parameters())
         if bucket.is_last():
@@ -159,6 +161,22 @@ class CGXState(State):
             str(self._least), f"layer_min_size={self._least}" if is_own else f"{MINIMAL_SIZE}={self._least}"
         )
         return said
+
+    def _portable(self) -> dict[str, object]:
+        # By parameter: a copy has others.
+        changes = [(parameter, dict(self._changes[key])) for key, parameter in self._kept.items()]
+        return {
+            **super()._portable(),
+            "_changes": changes,
+            "_kept": None,
+            "_warned": set(self._warned),
+            "_is_checked": False,
+        }
+
+    def _restore(self, parts: Mapping[str, object]) -> None:
+        super()._restore(parts)
+        self._kept = {id(parameter): parameter for parameter, _ in parts["_changes"]}
+        self._changes = {id(parameter): changes for parameter, changes in parts["_changes"]}
 
     def _layers(self, index: int, parameters: Sequence[torch.Tensor]) -> tuple[Layer, ...]:
         registered = self._registered(index, parameters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -12,7 +12,10 @@ import torch.distributed as dist
 
 from ._scope import exact
 
-__all__ = ["check_settings", "reduced"]
+__all__ = ["Progress", "check_progress", "check_settings", "reduced"]
+
+# Ranks that a message names.
+_MOST_NAMED = 8
 
 
 def reduced(
@@ -49,3 +52,74 @@ def check_settings(settings: Any, group: dist.ProcessGroup, variables: Mapping[s
         f"compression: rank {group.rank()} cannot go on, since ranks have different settings: rank 0 has {has[0]}, and rank {other} "
         f"has {has[1]}; give all ranks the same"
     )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a rank is, and whose saved state it goes on from.
+
+    Attributes:
+        rank: in the group of its state.
+        step: of the call that is about to be made.
+        version: of the format of what was loaded; 0 for nothing.
+        carried_by: the rank that carried over what was loaded; None of none, or if it is not known.
+        carried_at: the step of that.
+    """
+
+    rank: int
+    step: int
+    version: int = 0
+    carried_by: int | None = None
+    carried_at: int | None = None
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """What is the same on all ranks."""
+        return self.step, self.version, -1 if self.carried_at is None else self.carried_at
+
+    @property
+    def is_of_another(self) -> bool:
+        """Whether it carries over what is another rank's."""
+        return self.carried_by not in (None, self.rank)
+
+
+def check_progress(mine: Progress, group: dist.ProcessGroup) -> None:
+    """Compares over all ranks whether each goes on from a state of its own, all from the same step.
+
+    Raises:
+        RuntimeError: they do not; on all ranks, with the numbers of those that differ.
+    """
+    numbers = [*mine.numbers, *(-number for number in mine.numbers), int(mine.is_of_another)]
+    [[*most, is_of_another]] = reduced([numbers], group, dist.ReduceOp.MAX)
+    if not is_of_another and most[:3] == [-number for number in most[3:]]:
+        return
+    rows: list[Any] = [None] * group.size()
+    with exact():
+        dist.all_gather_object(rows, (mine.rank, mine.step, mine.version, mine.carried_by, mine.carried_at), group)
+    all_ranks = [Progress(*row) for row in rows]
+    wrong = [
+        f"rank {each.rank} loaded what rank {each.carried_by} carried over" for each in all_ranks if each.is_of_another
+    ]
+    if wrong:
+        cause = _some(wrong) + "; a sum would have it as often as it was loaded"
+    else:
+        first = all_ranks[0]
+        other = next(each for each in all_ranks if each.numbers != first.numbers)
+        cause = f"{_described(first, other)}, and {_described(other, first)}"
+    raise RuntimeError(
+        f"compression: rank {mine.rank} cannot go on, since {cause}; save and load the state on each rank for itself, at the same step, or "
+        "give it to torch.distributed.checkpoint"
+    )
+
+
+def _described(one: Progress, other: Progress) -> str:
+    if one.step != other.step:
+        return f"rank {one.rank} is at step {one.step}"
+    if one.version != other.version:
+        return f"rank {one.rank} loaded " + (f"a state of version {one.version}" if one.version else "no state")
+    return f"rank {one.rank} carries over " + ("nothing" if one.carried_at is None else f"from step {one.carried_at}")
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = len(texts) - _MOST_NAMED
+    return ", ".join(texts[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -31,9 +31,13 @@ _USUAL_BUDGET = 0.05
 # A codec must save so much of the time to be worth its error.
 _WORTH = 0.95
 
-# Elements of a timed call, and rounds of them.
-_TIMED = 1 << 20
+# Elements of a timed call: the nearest of these to those of the call that is decided about. Beyond the greatest, time grows with
+# elements, and below the least it is latency.
+_TIMED = tuple(1 << bits for bits in range(12, 21, 2))
+# Rounds of them: of the large ones, and of those whose time is shorter than what comes between.
 _ROUNDS = 7
+_ROUNDS_OF_SMALL = 21
+_SMALL = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -64,19 +68,20 @@ def choose(
     gradients: Mapping[str, torch.Tensor],
     compression: Compression,
     group: dist.ProcessGroup,
-    times: dict[tuple[torch.dtype, str], float],
+    times: dict[tuple[int, torch.dtype, str], float],
 ) -> dict[str, Choice]:
     """The choice for the waiting ones of these parameters, whose gradients (contributions of this rank) make up a call.
 
-    `times` of types and codecs are measured if there are none yet. Parameters whose gradients are zeros or not finite are left out: what
+    `times` of calls of about as many elements, by type and codec, are measured if there are none yet. Parameters whose gradients are zeros or not finite are left out: what
     is to be chosen for them is not known yet.
     """
     dtype = next(iter(gradients.values())).dtype
     candidates = [RAW, *_candidates(dtype, compression.error_budget, group)]
-    untimed = [codec for codec in candidates if (dtype, codec) not in times]
+    size = timed_elements([gradient.nbytes for gradient in gradients.values()], dtype, compression.fusion_bytes)
+    untimed = [codec for codec in candidates if (size, dtype, codec) not in times]
     if untimed:
-        times.update(((dtype, codec), nanos) for codec, nanos in _times(untimed, dtype, group).items())
-    known = {codec: times[dtype, codec] for codec in candidates}
+        times.update(((size, dtype, codec), nanos) for codec, nanos in _times(untimed, size, dtype, group).items())
+    known = {codec: times[size, dtype, codec] for codec in candidates}
     choices = {}
     measured = _errors(waiting, gradients, candidates, compression.fusion_bytes, group)
     for name, errors in zip(gradients, measured, strict=True):
@@ -105,11 +110,17 @@ def _is_near(group: dist.ProcessGroup) -> bool:
     return all(": shm" in line for line in links)
 
 
-def _times(codecs: Sequence[str], dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, float]:
-    """Nanoseconds for each element of a call by each codec: medians of calls by turns."""
-    numbers = torch.randn(_TIMED, generator=torch.Generator().manual_seed(1)).to(dtype)
+def timed_elements(sizes: Sequence[int], dtype: torch.dtype, most_bytes: int | None) -> int:
+    """How many elements a call is timed with, to decide about tensors of these sizes in calls of at most so many bytes."""
+    largest = max(sum(sizes[own]) for own in cut(sizes, most_bytes)) / dtype.itemsize
+    return min(_TIMED, key=lambda elements: abs(math.log2(elements) - math.log2(max(largest, 1))))
+
+
+def _times(codecs: Sequence[str], size: int, dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, float]:
+    """Nanoseconds for each element of a call of so many by each codec: medians of calls by turns."""
+    numbers = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype)
     seconds: dict[str, list[float]] = {codec: [] for codec in codecs}
-    for turn in range(_ROUNDS + 1):
+    for turn in range((_ROUNDS if size > _SMALL else _ROUNDS_OF_SMALL) + 1):
         for codec in codecs:
             tensor = numbers.clone()
             with exact():
@@ -119,7 +130,7 @@ def _times(codecs: Sequence[str], dtype: torch.dtype, group: dist.ProcessGroup) 
             if turn > 0:
                 seconds[codec].append(time.perf_counter() - begin)
     [medians] = reduced([[statistics.median(taken) for taken in seconds.values()]], group, dist.ReduceOp.MAX)
-    return {codec: 1e9 * median / _TIMED for codec, median in zip(codecs, medians, strict=True)}
+    return {codec: 1e9 * median / size for codec, median in zip(codecs, medians, strict=True)}
 
 
 def _errors(

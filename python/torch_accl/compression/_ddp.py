@@ -20,9 +20,14 @@ def ddp_hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torc
     For `DistributedDataParallel.register_comm_hook(state, ddp_hook)`. It knows gradients by their parameters, so that the
     order of buckets and their making anew do not matter; several models have a state each.
 
+    Where DistributedDataParallel's reducer is the one in Python (`torch._dynamo.config.optimize_ddp = "python_reducer"`), it hands over
+    gradients one by one, and each is a call of its own.
+
     Raises:
         RuntimeError: a parameter came into the model after the state was made, or gradients are not on the CPU.
     """
+    if isinstance(bucket, tuple):
+        return _mean_of_one(state, *bucket)
     buffer = bucket.buffer()
     check_device(buffer.device, state.process_group)
     if bucket.is_last():
@@ -43,6 +48,32 @@ def ddp_hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torc
         return state.process_group.allreduce_coalesced(tensors, options)
 
     return future_of(state.send(plan, step, call), lambda: buffer)
+
+
+# The compiler makes one graph of the backward pass and of hooks, and a call of ours is nothing that it can look into.
+@torch._disable_dynamo
+def _mean_of_one(state: State, gradient: torch.Tensor, parameter: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Averages a gradient where it is: nobody waits for the future."""
+    check_device(gradient.device, state.process_group)
+    step = state.next_call(state.name_of(parameter))
+    if gradient.is_sparse:
+        gradient.copy_(_mean_of_sparse(state, gradient).wait())
+        works = []
+    else:
+        plan = state.plan(
+            [parameter], [gradient.numel()], gradient.dtype, step, lambda: [gradient], state.process_group
+        )
+        options = dist.AllreduceCoalescedOptions()
+        options.reduceOp = dist.ReduceOp.AVG
+        options.asyncOp = True
+        works = state.send(
+            plan, step, lambda part, is_encoded: state.process_group.allreduce_coalesced([gradient], options)
+        )
+    for work in works:
+        work.wait()
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(gradient)
+    return future
 
 
 def _mean_of_sparse(state: State, gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -51,6 +51,8 @@ class Plan:
     contributions: Callable[[], Sequence[torch.Tensor]] | None = None
     # Places of tensors that have carried over what their encodings have no place for.
     owed: list[int] = field(default_factory=list)
+    # Bytes of an element as it is.
+    item_bytes: int = 4
 
     @property
     def is_encoded(self) -> bool:
@@ -86,7 +88,7 @@ def plan_of(
             counts = enumerate(elements[tensors])
             sent += [blocks * part.codecs.encoded_bytes(place, kind, count)[0] for place, count in counts]
         parts.append(part)
-    return Plan(names, chosen, raw, sent or raw, tuple(parts))
+    return Plan(names, chosen, raw, sent or raw, tuple(parts), item_bytes=dtype.itemsize)
 
 
 def cut(sizes: Sequence[int], most: int | None) -> list[slice]:

@@ -6,7 +6,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -16,13 +16,15 @@ from torch import nn
 from torch._C._distributed_c10d import Work
 
 from .. import _native
-from ._agreement import check_settings, reduced
+from ._agreement import Progress, check_progress, check_settings, reduced
 from ._auto import Choice, choose
 from ._feedback import give_back, of_used
 from ._measures import Measures, Totals, table
+from ._of_group import OfGroup, group_of
 from ._optimizers import watch_for_adam
 from ._plans import Part, Plan, plan_of
-from ._scope import FLOATS, accl_group, check_device, encoded, exact
+from ._saved import Saved
+from ._scope import FLOATS, check_device, codec_of_group, encoded, exact
 from ._settings import AUTO, RAW, Codec, Compression, finer, loses_more_than_there_is, tensor_id
 
 __all__ = ["REPLICAS", "State", "Traffic", "names_of"]
@@ -50,35 +52,57 @@ class Traffic:
         return self.raw / self.sent if self.sent else 1.0
 
 
-class State:
+class State(OfGroup):
     """The state of `ddp_hook` or of `apply_fsdp2`, for one model.
 
     Args:
-        compression: what is compressed and how; the same on all ranks.
+        compression: what is compressed and how; the same on all ranks. None, or a `Compression` that names no codec, takes that of
+            the group's `Options`.
         model: the model, wrapped or not; its parameters must not change afterwards.
-        process_group: the group of the gradients; None is the default group. Its backend must be accl.
+        process_group: the group of the gradients; its backend must be accl. With a model that is wrapped in
+            DistributedDataParallel it is the wrapper's, and may be left out. Without one, None is the default group.
+        scaler: a gradient scaler (`torch.amp.GradScaler`), whose scale is read once a step: what is carried over follows it.
 
     Attributes:
         world: ranks of the group.
+        rank: this rank's number in it.
         step: how many times all gradients went through, or those of the module of FSDP2 that had most.
         traffic: bytes before and after.
 
-    A key of `layers` or `exclude` that fits no parameter is a warning. At the first call ranks compare their settings: where
-    they differ, all of them raise a RuntimeError that names both.
+    A key of `layers` or `exclude` that fits no parameter is a warning. At the first call ranks compare their settings and steps, and
+    whose saved state each has loaded: where these do not go together, all of them raise a RuntimeError that names ranks.
+
+    It can be pickled and copied, as a model with a hook is by `torch.save(ddp)`, `copy.deepcopy` and
+    `torch.optim.swa_utils.AveragedModel`. A copy in the process is of the same group; a file has no group and no scaler in it.
+
+    Raises:
+        TypeError: an argument is not what is expected.
+        ValueError: `process_group` is not that of the model.
+        RuntimeError: there is no group, its backend is another, or a parameter is not on the CPU.
     """
 
     # From the first one on, calls that are not those of hooks are nobody's gradients (see `compat.cgx`).
     is_any_made: ClassVar[bool] = False
 
     def __init__(
-        self, compression: Compression, model: nn.Module, process_group: dist.ProcessGroup | None = None
+        self,
+        compression: Compression | None = None,
+        model: nn.Module | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        scaler: Any = None,
     ) -> None:
-        if not isinstance(compression, Compression):
+        if compression is not None and not isinstance(compression, Compression):
             raise TypeError(f"compression must be a Compression, not {type(compression).__name__}")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
+            raise TypeError(f"scaler must have get_scale, as torch.amp.GradScaler has, not {type(scaler).__name__}")
+        super().__init__(group_of(model, process_group))
+        compression = (compression or Compression()).of_group(codec_of_group(self.process_group))
         self.compression = compression
-        self.process_group = accl_group(process_group)
+        self.scaler = scaler
         State.is_any_made = True
-        self.world = self.process_group.size()
         self.step = 0
         self.traffic = Traffic()
         self._names = names_of(model)
@@ -99,10 +123,15 @@ class State:
         # Codecs of parameters that were decided on while training went on, and why.
         self._decided: dict[str, Codec | None] = {}
         self._choices: dict[str, Choice] = {}
-        # Of gradients, and of shards between replicas: these are other groups.
-        self._times: dict[str, dict[tuple[torch.dtype, str], float]] = {"": {}, REPLICAS: {}}
+        # Of gradients, and of shards between replicas, whose groups are others: by elements of a call, type and codec.
+        self._times: dict[str, dict[tuple[int, torch.dtype, str], float]] = {"": {}, REPLICAS: {}}
         # Groups whose ranks have compared their settings.
         self._checked: WeakSet[dist.ProcessGroup] = WeakSet()
+        # Of what was loaded.
+        self._loaded: Saved | None = None
+        # Of the gradient scaler, and the step that it was read at.
+        self._scale: float | None = None
+        self._scale_read_at: int | None = None
         for codec in compression.codecs():
             if loses_more_than_there_is(codec):
                 warnings.warn(
@@ -137,14 +166,14 @@ class State:
             label = self._names[id(parameter)] + leg
             if label not in sums:
                 continue
-            totals, raw, sent = sums[label]
+            totals, raw, sent, elements = sums[label]
             codec = self._codec(parameter, leg)
             rows.append(
                 Measures(
                     name=label,
                     codec=None if codec is None else codec[1],
                     calls=totals.calls,
-                    bits=8 * parameter.element_size() * sent / raw if raw else 0.0,
+                    bits=8 * sent / elements if elements else 0.0,
                     raw_bytes=raw,
                     sent_bytes=sent,
                     error=totals.relative_error,
@@ -183,33 +212,78 @@ class State:
                 loss.mul_(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Step, what was decided, and what this rank carries over: to be saved by each rank for itself."""
-        return {
-            "step": self.step,
-            "world": self.world,
-            "calls": dict(self._calls),
-            "losses": {name: loss.clone() for name, loss in self._losses.items()},
-            "losses_of_sums": {name: loss.clone() for name, loss in self._losses_of_sums.items()},
-            "decided": dict(self._decided),
-            "choices": {name: asdict(choice) for name, choice in self._choices.items()},
-        }
+        """Step, what was decided, and what this rank carries over: to be saved by each rank for itself, or by
+        `torch.distributed.checkpoint`, which keeps that of all ranks."""
+        return Saved(
+            world=self.world,
+            step=self.step,
+            calls=self._calls,
+            decided=self._decided,
+            choices=self._choices,
+            scale=self._scale,
+            losses=self._losses,
+            losses_of_sums=self._losses_of_sums,
+            rank=self.rank,
+        ).written()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict` of the same rank. Of another number of ranks, nothing is carried over, with a warning."""
-        self.step, self._calls = saved["step"], dict(saved["calls"])
+        """Goes on from a `state_dict` of the same rank. Of another number of ranks, nothing is carried over, with a warning.
+
+        All ranks load one, or none does: at the next gradients they compare whose it was and of which step.
+
+        Raises:
+            ValueError: it is of a newer version of torch_accl.
+        """
+        read = Saved.read(saved, self.process_group.rank())
+        self.step, self._calls = read.step, read.calls
         self._keep_figures(self._plans)
         self._losses, self._losses_of_sums = {}, {}
-        self._decided = {name: None if codec is None else tuple(codec) for name, codec in saved["decided"].items()}
-        self._choices = {name: Choice(**choice) for name, choice in saved["choices"].items()}
-        if saved["world"] != self.world:
-            if saved["losses"]:
-                warnings.warn(
-                    f"compression: what {saved['world']} ranks carried over cannot be shared out among {self.world}: "
-                    "error feedback begins anew",
-                    stacklevel=2,
-                )
+        self._decided, self._choices, self._scale, self._scale_read_at = read.decided, read.choices, read.scale, None
+        self._checked = WeakSet()
+        if read.world != self.world:
+            self._loaded = replace(read, losses={}, losses_of_sums={}, rank=None, carried_at=None)
+            if read.losses:
+                _warn_of_world(read.world, self.world)
             return
-        self._losses, self._losses_of_sums = _checked(saved["losses"]), _checked(saved["losses_of_sums"])
+        self._loaded = replace(read, losses={}, losses_of_sums={})
+        self._losses, self._losses_of_sums = read.losses, read.losses_of_sums
+
+    def _portable(self) -> dict[str, Any]:
+        past = dict(self._past)
+        for plan in self._plans.values():
+            _add_figures(past, plan)
+        # It is a rank's own, also for who takes it from a file.
+        loaded = Saved(self.world, self.step, {}, {}, {}, None, rank=self.rank, carried_at=self.step)
+        return {
+            **super()._portable(),
+            "traffic": replace(self.traffic),
+            "scaler": None,
+            "_names": [self._names[id(parameter)] for parameter in self._parameters],
+            "_past": past,
+            "_plans": {},
+            "_losses": {name: loss.clone() for name, loss in self._losses.items()},
+            "_losses_of_sums": {name: loss.clone() for name, loss in self._losses_of_sums.items()},
+            "_checked": None,
+            "_loaded": loaded if self._losses else None,
+        }
+
+    def _restore(self, parts: Mapping[str, Any]) -> None:
+        State.is_any_made = True
+        super()._restore(parts)
+        # Parameters of a copy are others.
+        self._names = {id(parameter): name for parameter, name in zip(self._parameters, parts["_names"], strict=True)}
+        self._checked = WeakSet()
+
+    def _with_group(self, parts: Mapping[str, Any]) -> OfGroup:
+        made = super()._with_group(parts)
+        made.scaler = self.scaler
+        return made
+
+    def _leave(self, before: int, now: int) -> None:
+        if self._losses:
+            _warn_of_world(before, now)
+        self._keep_figures(self._plans)
+        self._losses, self._losses_of_sums, self._loaded = {}, {}, None
 
     # ---- for hooks
 
@@ -246,7 +320,9 @@ class State:
         """
         if group not in self._checked:
             check_settings(self.compression, group)
+            check_progress(self._progress(step), group)
             self._checked.add(group)
+        self.see_scale(step)
         key = (leg, dtype, blocks, *map(id, parameters), *elements)
         plan = self._plans.get(key)
         if plan is not None and plan.calls and plan.calls % LOOK_EVERY == 0 and self._is_changed_by_look(plan, group):
@@ -315,6 +391,25 @@ class State:
         self._calls[module] = call + 1
         self.step = max(self.step, call + 1)
         return call
+
+    def see_scale(self, step: int) -> None:
+        """Reads the scale of the gradient scaler, once for each step: what is carried over is of gradients of that scale."""
+        if self.scaler is None or step == self._scale_read_at:
+            return
+        self._scale_read_at = step
+        scale = float(self.scaler.get_scale())
+        # Beyond these, gradients are zeros or not finite, and the scaler is about to find another one.
+        if 0 < scale < math.inf:
+            if self._scale is not None and scale != self._scale:
+                self.rescale(scale / self._scale)
+            self._scale = scale
+
+    def _progress(self, step: int) -> Progress:
+        # What comes from a file finds its group, and what rank it is there, at its first gradients.
+        rank, loaded = self.process_group.rank(), self._loaded
+        if loaded is None:
+            return Progress(rank, step)
+        return Progress(rank, step, loaded.version, loaded.rank, loaded.carried_at)
 
     # ---- decisions
 
@@ -428,18 +523,19 @@ class State:
         part.losses = tuple(losses)
 
 
-# Of a parameter: what was measured, and bytes of its compressed gradients before and after.
-_Figures = tuple[Totals, int, int]
+# Of a parameter: what was measured, bytes of its compressed gradients before and after, and their elements.
+_Figures = tuple[Totals, int, int, int]
 
 
 def _add_figures(figures: dict[str, _Figures], plan: Plan) -> None:
     """Adds those of a plan's calls, by name; a tensor that travels as it is has none."""
     for index, (name, codec, totals) in enumerate(zip(plan.names, plan.chosen, plan.totals(), strict=False)):
-        sums, raw, sent = figures.get(name, (Totals(), 0, 0))
+        sums, raw, sent, elements = figures.get(name, (Totals(), 0, 0, 0))
         if codec is not None:
             sums = sums.plus(totals)
             raw, sent = raw + totals.calls * plan.raw_bytes[index], sent + totals.calls * plan.sent_bytes[index]
-        figures[name] = sums, raw, sent
+            elements += totals.calls * (plan.raw_bytes[index] // plan.item_bytes)
+        figures[name] = sums, raw, sent, elements
 
 
 def _loss(losses: dict[str, torch.Tensor], name: str, blocks: int, elements: int) -> torch.Tensor:
@@ -455,9 +551,11 @@ def _loss(losses: dict[str, torch.Tensor], name: str, blocks: int, elements: int
     return loss
 
 
-def _checked(saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of what was saved, as the engine needs them."""
-    return {name: loss.detach().to("cpu", torch.float32, copy=True).contiguous() for name, loss in saved.items()}
+def _warn_of_world(before: int, now: int) -> None:
+    warnings.warn(
+        f"compression: what {before} ranks carried over cannot be shared out among {now}: error feedback begins anew",
+        stacklevel=3,
+    )
 
 
 def _is_coarse(codec: str) -> bool:

@@ -1,0 +1,129 @@
+"""The group that a state is for, and copies of a state, which cannot take a group with them everywhere.
+
+Owns which group it is and when it is found, pickling and copying. What else a state consists of says the class that is made from
+this one (`_state.py`), by `_portable` and `_restore`.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ._scope import accl_group
+
+__all__ = ["OfGroup", "group_of"]
+
+
+class OfGroup:
+    """Something that belongs to a group.
+
+    Attributes:
+        world: ranks of the group.
+        rank: this rank's number in it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group: dist.ProcessGroup | None = accl_group(group)
+        self._is_of_default_group = self._group is dist.group.WORLD
+        self.world: int = self._group.size()
+        self.rank: int = self._group.rank()
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group of the gradients. What was pickled has none: it takes the default group if that was its group, else it must be
+        told one by setting this.
+
+        Raises:
+            RuntimeError: it was not told, or the group's backend is not accl.
+        """
+        if self._group is None:
+            if not self._is_of_default_group:
+                raise RuntimeError(
+                    f"compression: this state comes from a file, where it was for a group of {self.world} ranks that is not the default "
+                    "group; set its process_group to that group"
+                )
+            self.process_group = accl_group(None)
+        assert self._group is not None, "set above"
+        return self._group
+
+    @process_group.setter
+    def process_group(self, group: dist.ProcessGroup | None) -> None:
+        found = accl_group(group)
+        world, rank = found.size(), found.rank()
+        if world != self.world:
+            self._leave(self.world, world)
+        self._group = found
+        self._is_of_default_group = found is dist.group.WORLD
+        self.world, self.rank = world, rank
+
+    def __getstate__(self) -> dict[str, Any]:
+        warnings.warn(
+            "compression: process_group is not saved with a state (nor is a gradient scaler). What is loaded takes the default group "
+            "if the state was for that; else set process_group",
+            stacklevel=2,
+        )
+        return self._portable()
+
+    def __setstate__(self, saved: Mapping[str, Any]) -> None:
+        self._restore(saved)
+
+    def __copy__(self) -> OfGroup:
+        return self._with_group({name: _shallow(value) for name, value in self._portable().items()})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OfGroup:
+        # A group is not copied: the copy is of the same ranks.
+        return self._with_group(copy.deepcopy(self._portable(), memo))
+
+    def _with_group(self, parts: Mapping[str, Any]) -> OfGroup:
+        made = type(self).__new__(type(self))
+        made._restore(parts)
+        made._group = self._group
+        return made
+
+    def _portable(self) -> dict[str, Any]:
+        """What a copy is made of: nothing that belongs to this process only."""
+        return {**self.__dict__, "_group": None}
+
+    def _restore(self, parts: Mapping[str, Any]) -> None:
+        """Becomes what `_portable` said."""
+        self.__dict__.update(parts)
+
+    def _leave(self, before: int, now: int) -> None:
+        """The group is of another number of ranks from now on."""
+
+
+def group_of(model: nn.Module, given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group of a model that is wrapped in DistributedDataParallel, else the one that was given.
+
+    Raises:
+        ValueError: they are not the same, or parts of the model have different groups.
+    """
+    found: list[dist.ProcessGroup] = []
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel) and module.process_group not in found:
+            found.append(module.process_group)
+    if len(found) > 1:
+        raise ValueError(
+            f"compression: parts of the model are wrapped in DistributedDataParallel for different groups: {_ranks(found[0])} and "
+            f"{_ranks(found[1])}; make a state for each part"
+        )
+    if found and given is not None and given is not found[0]:
+        raise ValueError(
+            f"compression: the model is wrapped in DistributedDataParallel of {_ranks(found[0])}, and process_group has {_ranks(given)}; "
+            "leave process_group out"
+        )
+    return found[0] if found else given
+
+
+def _ranks(group: dist.ProcessGroup) -> str:
+    return f"ranks {', '.join(map(str, dist.get_process_group_ranks(group)))}"
+
+
+def _shallow(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, (dict, list, set)) else value
