@@ -83,7 +83,7 @@ def train(
     model = DistributedDataParallel(task.model())
     state = None
     if settings := setting.compression(seed):
-        state = compression.State(settings, model)
+        state = compression.CompressionState(settings, model)
         model.register_comm_hook(state, compression.ddp_hook)
     optimizer = task.optimizer(model.parameters())
     began, losses = time.perf_counter(), []

@@ -232,7 +232,7 @@ def test_what_a_caller_says_of_compression_counts(rank, world):
     expected = contribution(rank)
     compression.all_reduce_quantized(expected, compression="maxmin:8", group=other)
     assert torch.equal(tensor, expected)
-    compression.State(Compression(), nn.Linear(2, 2))
+    compression.CompressionState(Compression(), nn.Linear(2, 2))
     # A hook of torch_accl's own is a hook, too.
     assert torch.equal(summed(contribution(rank)), summed(contribution(rank), group=other))
 
@@ -284,7 +284,9 @@ def test_fsdp2_device_meshes_and_object_collectives_run_on_it(rank, world):
         torch.manual_seed(7)
         model = fully_shard(Model(), mesh=init_device_mesh("cpu", (world,)))
         if hooked_too:
-            compression.apply_fsdp2(model, compression.State(Compression("maxmin:8", min_elements=64), model))
+            compression.apply_fsdp2(
+                model, compression.CompressionState(Compression("maxmin:8", min_elements=64), model)
+            )
         model(torch.full((4, 48), float(rank + 1))).square().sum().backward()
         found.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
     assert 0 < error(found[1]["up.weight"], found[0]["up.weight"]) < 0.03
@@ -824,7 +826,7 @@ def test_a_wrong_state_is_refused(rank, world):
     with pytest.raises(RuntimeError, match="this one has gloo"):
         cgx.CGXState(dist.new_group(backend="gloo"))
     # A state that was not made leaves calls as they were.
-    assert not compression.State.is_any_made
+    assert not compression.CompressionState.is_any_made
 
 
 # Without the facade.

@@ -339,7 +339,7 @@ def models(count=1):
 
 def compressed_ddp(settings, model, **options):
     ddp = DistributedDataParallel(model, **options)
-    state = compression.State(settings, ddp)
+    state = compression.CompressionState(settings, ddp)
     ddp.register_comm_hook(state, compression.ddp_hook)
     return ddp, state
 
@@ -418,11 +418,11 @@ def test_layers_are_chosen_by_name(rank, world):
 @on_ranks(2)
 def test_a_name_that_fits_nothing_is_a_warning(rank, world):
     with pytest.warns(UserWarning, match="'haed' fits no parameter") as caught:
-        compression.State(Compression(layers={"haed": "raw", "head": "raw"}, exclude=["norm"]), models())
+        compression.CompressionState(Compression(layers={"haed": "raw", "head": "raw"}, exclude=["norm"]), models())
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        compression.State(Compression(exclude=["*.bias"]), models())
+        compression.CompressionState(Compression(exclude=["*.bias"]), models())
 
 
 class Sparse(nn.Module):
@@ -444,7 +444,7 @@ def test_sparse_gradients_travel_as_they_are(rank, world):
         torch.manual_seed(7)
         ddp = DistributedDataParallel(Sparse())
         if hooked:
-            ddp.register_comm_hook(compression.State(Compression("raw"), ddp), compression.ddp_hook)
+            ddp.register_comm_hook(compression.CompressionState(Compression("raw"), ddp), compression.ddp_hook)
         found.append(train(rank, ddp, steps=2))
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
 
@@ -466,7 +466,7 @@ def test_hooks_say_what_travels_as_it_is_also_where_all_calls_are_compressed(ran
     exact = train(rank, DistributedDataParallel(models()))
     group = dist.new_group(pg_options=torch_accl.Options(compression="maxmin:2", scope="all"))
     ddp = DistributedDataParallel(models(), process_group=group)
-    state = compression.State(Compression("maxmin:2", start_step=4), ddp, group)
+    state = compression.CompressionState(Compression("maxmin:2", start_step=4), ddp, group)
     ddp.register_comm_hook(state, compression.ddp_hook)
     assert all(torch.equal(a, b) for a, b in zip(train(rank, ddp), exact, strict=True))
 
@@ -523,11 +523,11 @@ def test_ranks_whose_hooks_differ_are_told_in_the_backward_pass(rank, world):
 @on_ranks(2, fresh=True)
 def test_a_parameter_that_came_later_is_an_error(rank, world):
     model = models()
-    state = compression.State(Compression(), model)
+    state = compression.CompressionState(Compression(), model)
     model.down = nn.Linear(96, 48)
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(state, compression.ddp_hook)
-    with pytest.raises(RuntimeError, match=r"shape \((48|48, 96)\).*make a new State"):
+    with pytest.raises(RuntimeError, match=r"shape \((48|48, 96)\).*make a new one"):
         train(rank, ddp, steps=1)
 
 
@@ -645,7 +645,7 @@ def test_fsdp2_trains_near_plain_training(rank, world, options):
     exact = train(rank, sharded(FSDP[options]))
     model = sharded(FSDP[options])
     settings = Compression("maxmin:8,bucket=64", min_elements=64, error_feedback=options == "plain")
-    state = compression.State(settings, model)
+    state = compression.CompressionState(settings, model)
     compression.apply_fsdp2(model, state)
     weights = train(rank, model)
     assert same_on_all(*weights)
@@ -676,7 +676,7 @@ def test_fsdp2_rows_have_the_parameters_that_torch_puts_there(rank, world):
         torch.manual_seed(7)
         model = fully_shard(Partly())
         if settings is not None:
-            compression.apply_fsdp2(model, compression.State(settings, model))
+            compression.apply_fsdp2(model, compression.CompressionState(settings, model))
         inputs, targets = batch(rank, 0)
         (model(inputs) - targets).square().mean().backward()
         found.append({name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None})
@@ -688,7 +688,7 @@ def test_fsdp2_rows_have_the_parameters_that_torch_puts_there(rank, world):
 
 
 def compressed_fsdp2(settings, model):
-    state = compression.State(settings, model)
+    state = compression.CompressionState(settings, model)
     compression.apply_fsdp2(model, state)
     return model, state
 
@@ -751,7 +751,9 @@ def test_fsdp2_sums_gradients_over_steps_that_are_not_reduced(rank, world):
 def test_a_state_of_fsdp2_goes_on_where_it_was(rank, world):
     def made():
         model = sharded({})
-        state = compression.State(Compression("maxmin:4,bucket=64", min_elements=64, error_feedback=True), model)
+        state = compression.CompressionState(
+            Compression("maxmin:4,bucket=64", min_elements=64, error_feedback=True), model
+        )
         compression.apply_fsdp2(model, state)
         return model, state
 
@@ -767,7 +769,7 @@ def test_a_state_of_fsdp2_goes_on_where_it_was(rank, world):
 
 @on_ranks(2, fresh=True)
 def test_what_is_not_sharded_is_refused(rank, world):
-    state = compression.State(Compression(), models())
+    state = compression.CompressionState(Compression(), models())
     with pytest.raises(RuntimeError, match="call fully_shard first"):
         compression.apply_fsdp2(models(), state)
 

@@ -41,11 +41,11 @@ def test_the_reducer_in_python_hands_over_gradients_one_by_one(rank, world, back
     settings = Compression("maxmin:4,bucket=64", error_feedback=True, exclude=["head"])
     plain = steps(rank, DistributedDataParallel(model()))
     usual = DistributedDataParallel(model())
-    usual.register_comm_hook(compression.State(settings, usual), compression.ddp_hook)
+    usual.register_comm_hook(compression.CompressionState(settings, usual), compression.ddp_hook)
     usual = steps(rank, usual)
     with torch._dynamo.config.patch(optimize_ddp="python_reducer", compiled_autograd=backend is not None):
         ddp = DistributedDataParallel(model())
-        state = compression.State(settings, ddp)
+        state = compression.CompressionState(settings, ddp)
         ddp.register_comm_hook(state, compression.ddp_hook)
         # The backward pass is compiled where it is part of what is compiled.
         run = forward_and_backward if backend is None else torch.compile(forward_and_backward, backend=backend)

@@ -38,7 +38,7 @@ def mixed_group():
 @pytest.mark.parametrize("kind", ["state", "cgx"])
 def test_a_bucket_of_ddp_on_another_device_is_refused(rank, world, kind):
     group = mixed_group()
-    state = compression.State(Compression("maxmin:4"), Model(), group) if kind == "state" else cgx.CGXState(group)
+    state = compression.CompressionState(Compression("maxmin:4"), Model(), group) if kind == "state" else cgx.CGXState(group)
     hook = compression.ddp_hook if kind == "state" else cgx.cgx_hook
     with pytest.raises(RuntimeError, match=TOLD):
         hook(state, bucket_of(elsewhere(5000)))
@@ -52,10 +52,10 @@ def test_a_model_on_another_device_is_refused_where_the_state_is_made(rank, worl
     with FakeTensorMode():
         model = nn.Linear(64, 64, device="cuda")
     with pytest.raises(RuntimeError, match=TOLD):
-        compression.State(Compression("maxmin:4"), model, mixed_group())
+        compression.CompressionState(Compression("maxmin:4"), model, mixed_group())
     with pytest.raises(RuntimeError, match="on cuda:0, which the group has no backend for"):
-        compression.State(Compression("maxmin:4"), model, dist.new_group(backend="cpu:accl"))
-    compression.State(Compression("maxmin:4"), nn.Linear(64, 64, device="meta"))
+        compression.CompressionState(Compression("maxmin:4"), model, dist.new_group(backend="cpu:accl"))
+    compression.CompressionState(Compression("maxmin:4"), nn.Linear(64, 64, device="meta"))
 
 
 @on_ranks(2, fresh=True)
@@ -64,7 +64,7 @@ def test_rows_of_fsdp2_on_another_device_are_refused(rank, world):
     from torch_accl.compression._torch_names import parameter_groups
 
     model, group = fully_shard(Model()), mixed_group()
-    state = compression.State(Compression("maxmin:4"), model)
+    state = compression.CompressionState(Compression("maxmin:4"), model)
     [(name, _, [parameters])] = parameter_groups(model)
     reduction = _Reduction(state, name, parameters)
     for call in (
@@ -79,7 +79,7 @@ def test_rows_of_fsdp2_on_another_device_are_refused(rank, world):
 @on_ranks(2, fresh=True)
 def test_a_model_that_is_sharded_over_other_devices_is_refused_by_apply_fsdp2(rank, world):
     model = fully_shard(Model(), mesh=init_device_mesh("cpu", (world,)))
-    state = compression.State(Compression("maxmin:4"), model)
+    state = compression.CompressionState(Compression("maxmin:4"), model)
     # With parameters offloaded to the CPU, only their mesh tells where gradients are reduced.
     mesh = next(model.parameters()).device_mesh
     mesh._device_type = "cuda"
@@ -95,7 +95,7 @@ def test_buckets_on_the_cpu_of_a_group_with_several_backends_are_compressed(rank
     group = mixed_group()
     torch.manual_seed(7)
     ddp = DistributedDataParallel(Model(), process_group=group)
-    state = compression.State(Compression("maxmin:4"), ddp, group)
+    state = compression.CompressionState(Compression("maxmin:4"), ddp, group)
     ddp.register_comm_hook(state, compression.ddp_hook)
     ddp(torch.ones(2, 48)).sum().backward()
     assert state.traffic.ratio > 2

@@ -77,7 +77,7 @@ class Book:
 
 def hooked(settings=SETTINGS, **options):
     ddp = DistributedDataParallel(made(), **options)
-    state = compression.State(settings, ddp)
+    state = compression.CompressionState(settings, ddp)
     ddp.register_comm_hook(state, compression.ddp_hook)
     return ddp, state
 
@@ -194,7 +194,7 @@ def test_shards_of_fsdp2_that_fall_back_to_raw_get_what_was_carried_over(rank, w
         return model.weight.grad.full_tensor().double()
 
     plain, coarse = net(), net()
-    state = compression.State(SETTINGS, coarse)
+    state = compression.CompressionState(SETTINGS, coarse)
     compression.apply_fsdp2(coarse, state)
     exact, found = torch.zeros(64, 48).double(), torch.zeros(64, 48).double()
     for step in range(4):

@@ -29,7 +29,7 @@ def mesh_of(replicas, shards):
 
 
 def compressed(settings, model):
-    state = compression.State(settings, model)
+    state = compression.CompressionState(settings, model)
     compression.apply_fsdp2(model, state)
     return model, state
 
@@ -210,7 +210,7 @@ def test_ranks_of_replicas_with_different_settings_are_told(rank, world):
 @on_ranks(2, fresh=True)
 def test_a_torch_without_a_way_to_the_all_reduce_is_refused(rank, world):
     model = made(fully_shard, mesh=mesh_of(2, 1))
-    state = compression.State(SETTINGS, model)
+    state = compression.CompressionState(SETTINGS, model)
     plain = dist.all_reduce
 
     def takes_tensors_only(tensor, *_, **__):
@@ -236,7 +236,7 @@ def test_replicas_of_another_backend_are_refused(rank, world):
     mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu")
     model = made(replicate, mesh=mesh)
     with pytest.raises(RuntimeError, match="needs a group of the accl backend, and this one has gloo"):
-        compression.apply_fsdp2(model, compression.State(SETTINGS, model))
+        compression.apply_fsdp2(model, compression.CompressionState(SETTINGS, model))
 
 
 @on_ranks(2, fresh=True)
@@ -249,7 +249,7 @@ def test_a_module_whose_parameters_have_several_meshes_is_refused(rank, world):
     own = set(model.up.parameters())
     fully_shard(model, shard_placement_fn=lambda p: ShardPlacementResult(None, other) if p in own else None)
     with pytest.raises(RuntimeError, match=r"module '' are sharded over 2 meshes, .* a fully_shard of their own"):
-        compression.apply_fsdp2(model, compression.State(SETTINGS, model))
+        compression.apply_fsdp2(model, compression.CompressionState(SETTINGS, model))
 
 
 @on_ranks(1, fresh=True)

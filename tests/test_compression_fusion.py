@@ -36,7 +36,7 @@ def net():
 
 def ddp(settings, **options):
     model = DistributedDataParallel(net(), **options)
-    state = compression.State(settings, model)
+    state = compression.CompressionState(settings, model)
     model.register_comm_hook(state, compression.ddp_hook)
     return model, state, watched(state)
 
@@ -222,7 +222,7 @@ def test_fsdp2_has_the_same_bits_in_calls_of_any_size(rank, world, feedback):
     expected = None
     for bound in (None, 1 << 20, 2048, 4):
         model = fully_shard(net())
-        state = compression.State(
+        state = compression.CompressionState(
             Compression(CODEC, min_elements=64, error_feedback=feedback, start_step=1, fusion_bytes=bound), model
         )
         compression.apply_fsdp2(model, state)

@@ -35,7 +35,7 @@ def model():
 
 def compressed(settings, net=None):
     ddp = DistributedDataParallel(net or model())
-    state = compression.State(settings, ddp)
+    state = compression.CompressionState(settings, ddp)
     ddp.register_comm_hook(state, compression.ddp_hook)
     return ddp, state
 
@@ -309,7 +309,7 @@ def test_parts_of_fsdp2_are_measured(rank, world):
     mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
     net = model()
     fully_shard(net, mesh=mesh)
-    state = compression.State(Compression("maxmin:4,bucket=64", audit=4), net)
+    state = compression.CompressionState(Compression("maxmin:4,bucket=64", audit=4), net)
     compression.apply_fsdp2(net, state)
     for step in range(3):
         net(torch.randn(8, 64, generator=torch.Generator().manual_seed(step + 10 * rank))).square().mean().backward()
@@ -339,10 +339,10 @@ def test_one_bit_with_error_feedback_under_adam_is_a_warning(rank, world, kind):
 @on_ranks(2)
 def test_a_codec_that_loses_more_than_there_is_is_a_warning(rank, world):
     with pytest.warns(UserWarning, match="maxmin:1,.* likely to diverge"):
-        compression.State(Compression("maxmin:4", layers={"first": "maxmin:1"}), model())
+        compression.CompressionState(Compression("maxmin:4", layers={"first": "maxmin:1"}), model())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        compression.State(Compression("maxmin:2"), model())
+        compression.CompressionState(Compression("maxmin:2"), model())
 
 
 @pytest.mark.parametrize(

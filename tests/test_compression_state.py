@@ -34,7 +34,7 @@ def model(seed=7):
 
 def compressed(settings, net=None, wrapper=None, **options):
     ddp = DistributedDataParallel(net or model(), **(wrapper or {}))
-    state = compression.State(settings, ddp, **options)
+    state = compression.CompressionState(settings, ddp, **options)
     ddp.register_comm_hook(state, compression.ddp_hook)
     return ddp, state
 
@@ -72,7 +72,7 @@ class One(nn.Module):
 def test_gradients_of_a_model_of_a_subgroup_are_averaged_over_it(rank, world):
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     net = DistributedDataParallel(One(), process_group=pair)
-    state = compression.State(Compression("maxmin:8"), net)
+    state = compression.CompressionState(Compression("maxmin:8"), net)
     net.register_comm_hook(state, compression.ddp_hook)
     net(torch.full((64, 64), float(rank))).backward()
     assert torch.equal(net.module.weight.grad, torch.full((64, 64), 0.5 if rank < 2 else 2.5))
@@ -83,25 +83,25 @@ def test_gradients_of_a_model_of_a_subgroup_are_averaged_over_it(rank, world):
 def test_a_group_that_is_not_that_of_the_model_is_refused(rank, world):
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     net = DistributedDataParallel(One(), process_group=pair)
-    assert compression.State(Compression(), net, pair).process_group is pair
+    assert compression.CompressionState(Compression(), net, pair).process_group is pair
     with pytest.raises(ValueError, match="DistributedDataParallel of ranks .* and process_group has ranks"):
-        compression.State(Compression(), net, dist.group.WORLD)
+        compression.CompressionState(Compression(), net, dist.group.WORLD)
     # Inside of something else, too.
-    assert compression.State(Compression(), nn.Sequential(net)).process_group is pair
+    assert compression.CompressionState(Compression(), nn.Sequential(net)).process_group is pair
     both = nn.ModuleList([net, DistributedDataParallel(One())])
     for given in (None, pair):
         with pytest.raises(ValueError, match="make a state for each"):
-            compression.State(Compression(), both, given)
+            compression.CompressionState(Compression(), both, given)
     # torch's convention.
-    assert compression.State(Compression(), One()).process_group is dist.group.WORLD
-    assert compression.State(Compression(), One(), pair).process_group is pair
+    assert compression.CompressionState(Compression(), One()).process_group is dist.group.WORLD
+    assert compression.CompressionState(Compression(), One(), pair).process_group is pair
 
 
 @on_ranks(2, fresh=True)
 def test_a_model_of_another_backend_is_refused_when_the_state_is_made(rank, world):
     net = DistributedDataParallel(One(), process_group=dist.new_group(backend="gloo"))
     with pytest.raises(RuntimeError, match="needs a group of the accl backend, and this one has gloo"):
-        compression.State(Compression(), net)
+        compression.CompressionState(Compression(), net)
 
 
 @on_ranks(1, fresh=True)
@@ -113,9 +113,9 @@ def test_parameters_on_another_device_are_refused_when_the_state_is_made(rank, w
     with pytest.raises(
         RuntimeError, match=r"gradients on the CPU, and these are on cuda:0, which the group has no backend for"
     ):
-        compression.State(Compression(), net)
+        compression.CompressionState(Compression(), net)
     # What has no memory yet may get it on the CPU.
-    compression.State(Compression(), nn.Linear(8, 8, device="meta"))
+    compression.CompressionState(Compression(), nn.Linear(8, 8, device="meta"))
 
 
 # ---- saved states
@@ -228,7 +228,7 @@ def sharded(seed=7):
     for layer in (net.up, net.down):
         fully_shard(layer)
     net = fully_shard(net)
-    state = compression.State(Compression("maxmin:2,bucket=64", min_elements=64, error_feedback=True), net)
+    state = compression.CompressionState(Compression("maxmin:2,bucket=64", min_elements=64, error_feedback=True), net)
     compression.apply_fsdp2(net, state)
     return net, state
 
@@ -316,7 +316,7 @@ def test_a_copy_in_the_process_keeps_its_group_and_what_comes_from_a_file_is_tol
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     other = dist.new_group(backend="gloo")
     net = DistributedDataParallel(model(), process_group=pair)
-    state = compression.State(FEEDBACK, net)
+    state = compression.CompressionState(FEEDBACK, net)
     net.register_comm_hook(state, compression.ddp_hook)
     steps(rank, net, range(2))
     for copied in (copy.copy(state), copy.deepcopy(state)):
@@ -379,19 +379,19 @@ def test_a_hook_that_names_no_codec_takes_that_of_its_group(rank, world):
     group = dist.new_group(pg_options=torch_accl.Options(compression="maxmin:8,bucket=64"))
     net = DistributedDataParallel(model(), process_group=group)
     for given in (None, Compression(), Compression(error_feedback=True)):
-        state = compression.State(given, net)
+        state = compression.CompressionState(given, net)
         assert state.codec_of("up.weight").startswith("maxmin:8,bucket=64,"), given
         assert state.compression.error_feedback == (given is not None and given.error_feedback)
-    assert compression.State(model=net).codec_of("up.weight").startswith("maxmin:8,bucket=64,")
-    assert compression.State(Compression("maxmin:3"), net).codec_of("up.weight").startswith("maxmin:3,")
+    assert compression.CompressionState(model=net).codec_of("up.weight").startswith("maxmin:8,bucket=64,")
+    assert compression.CompressionState(Compression("maxmin:3"), net).codec_of("up.weight").startswith("maxmin:3,")
     # Of a group that says nothing: the variable.
-    assert compression.State(None, model()).codec_of("up.weight").startswith("maxmin:6,")
+    assert compression.CompressionState(None, model()).codec_of("up.weight").startswith("maxmin:6,")
     # Explicit calls alike.
     tensor = torch.linspace(-1, 1, 5000)
     compression.all_reduce_quantized(tensor, group=group, compression=Compression(audit=16), key="k")
     assert compression.call_measures(group)[0].codec.startswith("maxmin:8,bucket=64,")
     with pytest.raises(TypeError, match="model"):
-        compression.State(Compression())
+        compression.CompressionState(Compression())
 
 
 @on_ranks(2, fresh=True)
@@ -421,7 +421,7 @@ def test_what_is_carried_over_follows_the_scale_of_a_gradient_scaler(rank, world
             net, state = compressed(FEEDBACK, scaler=scaler)
         else:
             net = fully_shard(model())
-            state = compression.State(FEEDBACK, net, scaler=scaler)
+            state = compression.CompressionState(FEEDBACK, net, scaler=scaler)
             compression.apply_fsdp2(net, state)
         for step in range(4):
             if scaler is not None:
@@ -442,7 +442,7 @@ def test_what_is_carried_over_follows_the_scale_of_a_gradient_scaler(rank, world
     plain = losses(trained([1.0] * 4, None))
     assert all(torch.equal(loss, 4.0 * plain[name]) for name, loss in losses(found).items())
     # Of what is loaded the scale is known.
-    again = compression.State(FEEDBACK, model(), scaler=scaler)
+    again = compression.CompressionState(FEEDBACK, model(), scaler=scaler)
     again.load_state_dict(found.state_dict())
     scaler.scale = 16.0
     again.see_scale(again.step)
@@ -452,10 +452,10 @@ def test_what_is_carried_over_follows_the_scale_of_a_gradient_scaler(rank, world
 @on_ranks(1, fresh=True)
 def test_a_gradient_scaler_of_torch_is_taken_and_other_things_are_not(rank, world):
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    state = compression.State(FEEDBACK, model(), scaler=scaler)
+    state = compression.CompressionState(FEEDBACK, model(), scaler=scaler)
     assert state.scaler is scaler and copy.deepcopy(state).scaler is scaler
     with pytest.raises(TypeError, match="scaler must have get_scale, as torch.amp.GradScaler has, not float"):
-        compression.State(FEEDBACK, model(), scaler=4.0)
+        compression.CompressionState(FEEDBACK, model(), scaler=4.0)
 
 
 # ---- figures
@@ -464,10 +464,30 @@ def test_a_gradient_scaler_of_torch_is_taken_and_other_things_are_not(rank, worl
 @on_ranks(2, fresh=True)
 def test_bits_are_of_the_type_that_travels(rank, world):
     net = fully_shard(model(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16))
-    state = compression.State(Compression("maxmin:8,bucket=64,meta=bfloat16", min_elements=64), net)
+    state = compression.CompressionState(Compression("maxmin:8,bucket=64,meta=bfloat16", min_elements=64), net)
     compression.apply_fsdp2(net, state)
     train(rank, net, steps=2)
     [row] = [row for row in state.measures() if row.name == "up.weight"]
     # 8, and 32 for each 64, and a header of 16 bytes for each rank's part.
     assert row.bits == pytest.approx(8.5, abs=0.2)
     assert row.raw_bytes == 2 * 2 * 48 * 96
+
+
+# ---- names
+
+
+def test_the_old_name_of_the_state_works_and_is_a_warning():
+    with pytest.warns(DeprecationWarning, match=r"compression\.State is called compression\.CompressionState"):
+        assert compression.State is compression.CompressionState
+    with pytest.raises(AttributeError, match="has no attribute 'Statement'"):
+        _ = compression.Statement
+    assert not hasattr(compression, "no_such_name")
+
+
+@on_ranks(1, fresh=True)
+def test_a_state_that_was_pickled_by_its_old_name_is_loaded(rank, world):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        text = pickle.dumps(compression.CompressionState(FEEDBACK, model()), protocol=0)
+    old_text = text.replace(b"_state\nCompressionState\n", b"_state\nState\n")
+    assert old_text != text and pickle.loads(old_text).codec_of("up.weight").startswith("maxmin:2")

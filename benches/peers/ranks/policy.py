@@ -72,7 +72,7 @@ def reduction(torch, settings, buffer: object, side: int) -> tuple[object, Calla
     from torch_accl import compression
 
     model = torch.nn.Linear(side, side, bias=False)
-    state = compression.State(settings, model)
+    state = compression.CompressionState(settings, model)
     bucket = Bucket(buffer, buffer.view(side, side), model.weight)
     return state, lambda: compression.ddp_hook(state, bucket).wait()
 

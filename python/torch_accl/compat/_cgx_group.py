@@ -27,7 +27,7 @@ from .._register import connect, options_of, settle_cgx
 from ..compression._plans import cut
 from ..compression._scope import FLOATS, Coded, accl_backend, codecs_of, encoded, is_said
 from ..compression._settings import RAW
-from ..compression._state import State
+from ..compression._state import CompressionState
 from ..compression._together import WorkOfSeveral
 from ._cgx_agreement import check_same
 from ._cgx_layers import Layer, Registry, Unclear
@@ -176,7 +176,7 @@ class CGXProcessGroup(dist.ProcessGroup):
             return None
         # A complex tensor comes as its real view.
         is_complex = tensor._base is not None and tensor._base.is_complex()
-        if is_complex or tensor.numel() < LEAST_ELEMENTS or is_said() or State.is_any_made:
+        if is_complex or tensor.numel() < LEAST_ELEMENTS or is_said() or CompressionState.is_any_made:
             return None
         now = CallSettings.now()
         layers = self._layers_of(tensor, now)

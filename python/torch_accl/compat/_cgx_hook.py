@@ -20,7 +20,7 @@ from ..compression import Compression, ddp_hook
 from ..compression._plans import Plan, plan_of
 from ..compression._scope import FLOATS, Coded
 from ..compression._settings import RAW
-from ..compression._state import State
+from ..compression._state import CompressionState
 from ._cgx_agreement import Said, check_same
 from ._cgx_group import LEAST_ELEMENTS, CGXProcessGroup, coded, is_exact, registry
 from ._cgx_layers import Layer, check_bits, check_index
@@ -44,7 +44,7 @@ DEFAULT_BUCKET_SIZE = 1024
 SETTLED = 2
 
 
-class CGXState(State):
+class CGXState(CompressionState):
     """The state of `cgx_hook`, for one model.
 
     Args:

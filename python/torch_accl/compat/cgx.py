@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..compression._state import State
+from ..compression._state import CompressionState
 from ._cgx_group import create_group
 from ._cgx_group import registry as _registry
 from ._cgx_hook import CGXState, cgx_hook
@@ -143,7 +143,7 @@ def reset() -> None:
     """Forgets what was registered, and that there were hooks. Hooks that are in use go on."""
     _registry.clear()
     _states.clear()
-    State.is_any_made = False
+    CompressionState.is_any_made = False
 
 
 def _is_changed(bucket_idx: int, layer_idx: int, **changes: int | None) -> bool:

@@ -1,15 +1,18 @@
 """Compressed gradients: collectives whose messages have 1 to 8 bits an element instead of 16 or 32.
 
-What compresses is chosen call by call: the hook of DistributedDataParallel (`State`, `ddp_hook`), that of FSDP2
+What compresses is chosen call by call: the hook of DistributedDataParallel (`CompressionState`, `ddp_hook`), that of FSDP2
 (`apply_fsdp2`), and the explicit calls (`all_reduce_quantized` and its kin). Every other call stays exact.
 
-    state = compression.State(compression.Compression("maxmin:4"), model)
+    state = compression.CompressionState(compression.Compression("maxmin:4"), model)
     model.register_comm_hook(state, compression.ddp_hook)
 
 All ranks end every call with the same bits. Sums are made in float32, in the order of ranks. A bucket with a NaN or an
 infinity on any rank is NaN on all, so that a gradient scaler sees it. Integers, float64 and operators other than sums
 travel as they are. `docs/compression.md` says when it pays.
 """
+
+import warnings
+from typing import Any
 
 from ._call_measures import CallMeasures, call_measures, call_summary
 from ._calls import all_gather_quantized, all_reduce_quantized, all_to_all_quantized, reduce_scatter_quantized
@@ -18,14 +21,14 @@ from ._fsdp import apply_fsdp2
 from ._measures import Measures
 from ._reproducible import Reproducible, all_reduce_reproducible, reproducible_hook
 from ._settings import Compression
-from ._state import State
+from ._state import CompressionState
 
 __all__ = [
     "CallMeasures",
     "Compression",
+    "CompressionState",
     "Measures",
     "Reproducible",
-    "State",
     "all_gather_quantized",
     "all_reduce_quantized",
     "all_reduce_reproducible",
@@ -37,3 +40,10 @@ __all__ = [
     "reduce_scatter_quantized",
     "reproducible_hook",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "State":
+        warnings.warn("compression.State is called compression.CompressionState", DeprecationWarning, stacklevel=2)
+        return CompressionState
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,7 +35,7 @@ class CallMeasures:
         codec: of the messages that ranks contribute, in the last call.
         calls: compressed calls that were made.
         bits: bits for each element that was sent, metadata included.
-        raw_bytes: bytes of what this rank contributed, as `State.traffic` counts them; of an all_to_all, what it sends to others.
+        raw_bytes: bytes of what this rank contributed, as `CompressionState.traffic` counts them; of an all_to_all, what it sends to others.
         sent_bytes: bytes that they became.
         error: squared error of sums by their square, of the elements that were compared with exact sums; None of none: calls
             without `Compression(audit=...)`, and those that do not add up. That of a scattered sum is of this rank's part.

@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 from ._plans import Part
 from ._scope import check_device, exact
-from ._state import State
+from ._state import CompressionState
 from ._together import future_of
 
 __all__ = ["ddp_hook"]
 
 
-def ddp_hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def ddp_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages a bucket of gradients, those compressed that the state says.
 
     For `DistributedDataParallel.register_comm_hook(state, ddp_hook)`. It knows gradients by their parameters, so that the
@@ -52,7 +52,9 @@ def ddp_hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torc
 
 # The compiler makes one graph of the backward pass and of hooks, and a call of ours is nothing that it can look into.
 @torch._disable_dynamo
-def _mean_of_one(state: State, gradient: torch.Tensor, parameter: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+def _mean_of_one(
+    state: CompressionState, gradient: torch.Tensor, parameter: torch.Tensor
+) -> torch.futures.Future[torch.Tensor]:
     """Averages a gradient where it is: nobody waits for the future."""
     check_device(gradient.device, state.process_group)
     step = state.next_call(state.name_of(parameter))
@@ -76,7 +78,7 @@ def _mean_of_one(state: State, gradient: torch.Tensor, parameter: torch.Tensor) 
     return future
 
 
-def _mean_of_sparse(state: State, gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+def _mean_of_sparse(state: CompressionState, gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     """The gradient of an embedding with `sparse=True`, which travels as it is."""
     options = dist.AllreduceOptions()
     options.asyncOp = True

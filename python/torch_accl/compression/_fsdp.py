@@ -21,14 +21,14 @@ from torch.distributed.tensor import DTensor
 
 from ._plans import Part, Plan
 from ._scope import accl_group, check_device
-from ._state import REPLICAS, State
+from ._state import REPLICAS, CompressionState
 from ._together import WorkOfSeveral
 from ._torch_names import Rows, asks_torch_function, parameter_groups, replicas_of
 
 __all__ = ["apply_fsdp2"]
 
 
-def apply_fsdp2(model: nn.Module, state: State) -> None:
+def apply_fsdp2(model: nn.Module, state: CompressionState) -> None:
     """Lets every FSDP2 module in `model` reduce its gradients compressed, also between replicas.
 
     Args:
@@ -37,7 +37,7 @@ def apply_fsdp2(model: nn.Module, state: State) -> None:
 
     Supports SUM, AVG and PREMUL_SUM. Parameters that the state leaves out travel as they are, in the same call. On a mesh with replicas both
     calls are compressed: the reduce_scatter, and the all_reduce of shards between replicas, which has rows of its own in
-    `State.measures`.
+    `CompressionState.measures`.
 
     Raises:
         RuntimeError: nothing in the model is sharded or replicated by FSDP2; a module of it has several meshes, or a group of another
@@ -87,7 +87,7 @@ def _check_groups(name: str, module: nn.Module, group: Any) -> None:
 class _Reduction:
     """What torch takes for the reduce_scatter of a module (its interface is `Comm` and `ReduceScatter` of FSDP2)."""
 
-    def __init__(self, state: State, module: str, group: Any) -> None:
+    def __init__(self, state: CompressionState, module: str, group: Any) -> None:
         self._state = state
         self._module = module
         self._rows = Rows(group)

@@ -57,7 +57,7 @@ class Compression:
         codec: of all tensors that are not treated otherwise. Where it is left out, that of the group's `Options`, else that of
             `ACCL_CODEC`, else `maxmin:4`. With `"auto"` each parameter gets the fastest one of raw, bf16, 8 and 4 bits whose error is
             within `error_budget`, which is measured with its first compressed gradient and kept (for DistributedDataParallel and
-            FSDP2; `State.explain` tells).
+            FSDP2; `CompressionState.explain` tells).
         up: of parts of a sum on their way to who adds them up; None takes `codec`.
         down: of results on their way back; None takes `codec`.
         inner: of parts of a sum between ranks of one host, where an algorithm composes over hosts.
@@ -71,7 +71,7 @@ class Compression:
             at 2 and 3 bits, with `rounding=nearest`: stochastic rounding loses twice as much.
         error_budget: with `"auto"`, most that the squared error of a sum by its square may be; beyond 0.05, 2 bits are tried too.
         error_limit: squared error of sums by their square, mean of 100 steps, beyond which a parameter travels as it is from then
-            on, with a warning; None: it is only reported (`State.measures`).
+            on, with a warning; None: it is only reported (`CompressionState.measures`).
         audit: about one element in so many travels uncompressed, too, so that the error of sums is known; 0: none; None: one in
             1,024, and fewer where they would be more than 1/250 of the bytes (with 4 bits one in 1,940).
         start_step: steps that go uncompressed first.

@@ -27,7 +27,7 @@ from ._saved import Saved
 from ._scope import FLOATS, check_device, codec_of_group, encoded, exact
 from ._settings import AUTO, RAW, Codec, Compression, finer, loses_more_than_there_is, tensor_id
 
-__all__ = ["REPLICAS", "State", "Traffic", "names_of"]
+__all__ = ["REPLICAS", "CompressionState", "Traffic", "names_of"]
 
 # After the names of parameters and modules: what is said of shards on their way between replicas (FSDP2).
 REPLICAS = " (replicas)"
@@ -52,7 +52,7 @@ class Traffic:
         return self.raw / self.sent if self.sent else 1.0
 
 
-class State(OfGroup):
+class CompressionState(OfGroup):
     """The state of `ddp_hook` or of `apply_fsdp2`, for one model.
 
     Args:
@@ -102,7 +102,7 @@ class State(OfGroup):
         compression = (compression or Compression()).of_group(codec_of_group(self.process_group))
         self.compression = compression
         self.scaler = scaler
-        State.is_any_made = True
+        CompressionState.is_any_made = True
         self.step = 0
         self.traffic = Traffic()
         self._names = names_of(model)
@@ -268,7 +268,7 @@ class State(OfGroup):
         }
 
     def _restore(self, parts: Mapping[str, Any]) -> None:
-        State.is_any_made = True
+        CompressionState.is_any_made = True
         super()._restore(parts)
         # Parameters of a copy are others.
         self._names = {id(parameter): name for parameter, name in zip(self._parameters, parts["_names"], strict=True)}
@@ -298,7 +298,7 @@ class State(OfGroup):
         except KeyError:
             raise RuntimeError(
                 f"a gradient belongs to a parameter of shape {tuple(parameter.shape)} that the model did not have when its "
-                "compression.State was made; make a new State after changing the model"
+                "compression.CompressionState was made; make a new one after changing the model"
             ) from None
 
     def plan(
@@ -523,6 +523,10 @@ class State(OfGroup):
         part.losses = tuple(losses)
 
 
+# As it was called first: what was written then may name it.
+State = CompressionState
+
+
 # Of a parameter: what was measured, bytes of its compressed gradients before and after, and their elements.
 _Figures = tuple[Totals, int, int, int]
 
@@ -546,7 +550,7 @@ def _loss(losses: dict[str, torch.Tensor], name: str, blocks: int, elements: int
     if loss.shape != (blocks, elements):
         raise RuntimeError(
             f"compression: what was carried over of {name} is for {tuple(loss.shape)} elements, and its gradient has "
-            f"{(blocks, elements)} now; load a state of the same model and kind of parallelism, or make a new State"
+            f"{(blocks, elements)} now; load a state of the same model and kind of parallelism, or make a new one"
         )
     return loss
 
