@@ -260,7 +260,7 @@ def test_without_a_group_it_is_said_how_to_make_one(rank, world):
 
 @on_ranks(3)
 def test_a_group_may_compress_all_its_calls(rank, world):
-    group = dist.new_group(pg_options=torch_accl.Options(compression="maxmin:8", scope="all"))
+    group = dist.new_group(pg_options=torch_accl.Options(compression="maxmin:8", compressed_calls="all"))
     exact = sum(contribution(other).double() for other in range(world))
     tensor = contribution(rank)
     dist.all_reduce(tensor, group=group)
@@ -289,7 +289,7 @@ def test_a_group_may_compress_all_its_calls(rank, world):
 @on_ranks(2)
 @pytest.mark.parametrize("async_op", [False, True])
 def test_sparse_tensors_stay_exact_in_a_group_that_compresses_all(rank, world, async_op):
-    group = dist.new_group(pg_options=torch_accl.Options(compression="maxmin:2", scope="all"))
+    group = dist.new_group(pg_options=torch_accl.Options(compression="maxmin:2", compressed_calls="all"))
     total = (contribution(0, 2000) + contribution(1, 2000)).diag()
     sparse = contribution(rank, 2000).diag().to_sparse()
     work = dist.all_reduce(sparse, group=group, async_op=async_op)
@@ -325,8 +325,8 @@ def test_a_wrong_option_is_refused():
         torch_accl.Options(compression="maxmin:0")
     with pytest.raises(ValueError, match="expected a codec such as 'maxmin:4'"):
         torch_accl.Options(compression=4)
-    with pytest.raises(ValueError, match="scope: value `most` is not accepted; expected hooks or all"):
-        torch_accl.Options(scope="most")
+    with pytest.raises(ValueError, match="compressed_calls: value `most` is not accepted; expected hooks or all"):
+        torch_accl.Options(compressed_calls="most")
 
 
 def models(count=1):
@@ -464,7 +464,7 @@ def test_an_unused_layer_is_no_error_where_ddp_looks_for_it(rank, world):
 @on_ranks(2, fresh=True)
 def test_hooks_say_what_travels_as_it_is_also_where_all_calls_are_compressed(rank, world):
     exact = train(rank, DistributedDataParallel(models()))
-    group = dist.new_group(pg_options=torch_accl.Options(compression="maxmin:2", scope="all"))
+    group = dist.new_group(pg_options=torch_accl.Options(compression="maxmin:2", compressed_calls="all"))
     ddp = DistributedDataParallel(models(), process_group=group)
     state = compression.CompressionState(Compression("maxmin:2", start_step=4), ddp, group)
     ddp.register_comm_hook(state, compression.ddp_hook)

@@ -476,6 +476,17 @@ def test_bits_are_of_the_type_that_travels(rank, world):
 # ---- names
 
 
+def test_the_old_name_of_compressed_calls_works_and_is_a_warning():
+    with pytest.warns(
+        DeprecationWarning, match=r"Options\(scope=\.\.\.\) is called Options\(compressed_calls=\.\.\.\)"
+    ):
+        options = torch_accl.Options(compression="maxmin:8", scope="all")
+    assert options.settings == torch_accl.Options(compression="maxmin:8", compressed_calls="all").settings
+    assert "compressed_calls='all'" in repr(options)
+    with pytest.raises(ValueError, match="old name of compressed_calls; give one of them"):
+        torch_accl.Options(scope="all", compressed_calls="all")
+
+
 def test_the_old_name_of_the_state_works_and_is_a_warning():
     with pytest.warns(DeprecationWarning, match=r"compression\.State is called compression\.CompressionState"):
         assert compression.State is compression.CompressionState

@@ -96,7 +96,7 @@ def test_a_key_that_was_forgotten_does_not_begin_anew(rank, world, monkeypatch):
 
 @on_ranks(2, fresh=True)
 def test_a_refused_call_does_not_count_where_all_calls_are_compressed(rank, world):
-    options = torch_accl.Options(compression="maxmin:4,rounding=stochastic", scope="all")
+    options = torch_accl.Options(compression="maxmin:4,rounding=stochastic", compressed_calls="all")
     groups = [dist.new_group(pg_options=options) for _ in range(2)]
     if rank == 1:
         for wrong in (

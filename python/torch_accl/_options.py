@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,8 @@ class Options(_native.BackendOptions):
 
     Each argument has the name and the meaning of an `ACCL_*` variable (`accl config` lists them) and wins over it. What is
     left out comes from the environment. Sizes are bytes or text such as `"64KiB"`. `compression` is a codec such as
-    `"maxmin:4"` (`ACCL_CODEC`); `scope="all"` compresses ordinary calls with it, and has no variable.
+    `"maxmin:4"` (`ACCL_CODEC`); `compressed_calls="all"` compresses ordinary calls with it, and has no
+    variable; `scope` is its old name.
 
     Raises:
         ValueError: a value is not accepted; the message says what is.
@@ -42,9 +44,17 @@ class Options(_native.BackendOptions):
         calibration: str | None = None,
         timing: bool | None = None,
         compression: str | None = None,
+        compressed_calls: str | None = None,
         scope: str | None = None,
     ) -> None:
         super().__init__()
+        if scope is not None:
+            if compressed_calls is not None:
+                raise ValueError("scope is the old name of compressed_calls; give one of them")
+            warnings.warn(
+                "Options(scope=...) is called Options(compressed_calls=...)", DeprecationWarning, stacklevel=2
+            )
+            compressed_calls = scope
         given: dict[str, Any] = {
             "log": log,
             "socket_ifname": socket_ifname,
@@ -61,7 +71,7 @@ class Options(_native.BackendOptions):
             "calibration": calibration,
             "timing": timing,
             "compression": _codec(compression),
-            "scope": scope,
+            "compressed_calls": compressed_calls,
         }
         settings = {name: _text(value) for name, value in given.items() if value is not None}
         for name, text in settings.items():

@@ -266,7 +266,7 @@ impl Usual {
         if config.compress_all && codec.summary().row().is_some_and(|row| row.needs_feedback) {
             return Err(Error::configuration(format!(
                 "compression: {codec:?} is of use only with error feedback, which ordinary calls have not got; take another \
-                 codec, or leave scope at hooks"
+                 codec, or leave compressed_calls at hooks"
             )));
         }
         let raw = codec::parse("raw")?;

@@ -371,7 +371,7 @@ fn a_call_that_one_rank_was_refused_does_not_count_where_all_calls_are_encoded()
     let results = |is_refused: bool| {
         let options = WorldOptions::new(2)
             .with("compression", "maxmin:3,rounding=stochastic")
-            .with("scope", "all")
+            .with("compressed_calls", "all")
             .with("algorithm", "all_reduce=direct_two_phase");
         World::new(options).run("g", |member| {
             if is_refused && member.rank == 1 {

@@ -2,7 +2,7 @@
 
 Owns what happens to an all_reduce that nobody has said anything about. It has to be decided call by call, since scripts change
 the variables between calls, and for the calls that DistributedDataParallel makes in C++, too. The settings of an engine's group
-(`Options(scope="all")`) are fixed when it is made, and what is said of a thread is said of all groups. So the group is a
+(`Options(compressed_calls="all")`) are fixed when it is made, and what is said of a thread is said of all groups. So the group is a
 `ProcessGroup` in Python, which torch calls from both sides: its `allreduce` looks at the settings, says how the call is encoded
 (`compression._scope`), and goes on as that of every group, whose backend is accl's. Everything else is inherited.
 

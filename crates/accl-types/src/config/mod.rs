@@ -107,7 +107,7 @@ pub struct Config {
     pub timing: bool,
     /// `ACCL_CODEC`: what compressed calls encode with where nothing else is said.
     pub codec: String,
-    /// The option `scope`: ordinary calls are compressed, too.
+    /// The option `compressed_calls`: ordinary calls are compressed, too.
     pub compress_all: bool,
 }
 
@@ -280,7 +280,7 @@ mod tests {
         ] {
             config.set_variable(name, value).unwrap();
         }
-        config.set_option("scope", "all").unwrap();
+        config.set_option("compressed_calls", "all").unwrap();
         for row in ROWS {
             let mut again = Config::default();
             (row.set)(&mut again, &(row.show)(&config)).unwrap();
@@ -337,12 +337,13 @@ mod tests {
 
     #[test]
     fn no_variable_compresses_ordinary_calls() {
-        let error = Config::from_variables([("ACCL_SCOPE", "all")]).unwrap_err();
-        assert!(
-            error.message.contains("unknown setting") && !error.message.contains("known settings: ACCL_SCOPE"),
-            "{error}"
-        );
-        Config::default().set_option("scope", "most").unwrap_err();
+        for name in ["ACCL_COMPRESSED_CALLS", "ACCL_SCOPE"] {
+            let error = Config::from_variables([(name, "all")]).unwrap_err();
+            assert!(error.message.contains("unknown setting"), "{error}");
+            let known = error.message.split_once("known settings:").map(|(_, known)| known);
+            assert!(known.is_some_and(|known| !known.contains(name)), "{error}");
+        }
+        Config::default().set_option("compressed_calls", "most").unwrap_err();
     }
 
     #[test]

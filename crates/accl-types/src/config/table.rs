@@ -38,7 +38,7 @@ pub struct Row {
 impl Row {
     /// Whether the environment may set it. What changes the result of an ordinary call is for the program to say.
     pub fn is_variable(&self) -> bool {
-        self.option != "scope"
+        self.option != "compressed_calls"
     }
 }
 
@@ -217,8 +217,8 @@ pub const ROWS: &[Row] = &[
         show: |c| c.codec.clone(),
     },
     Row {
-        name: "ACCL_SCOPE",
-        option: "scope",
+        name: "ACCL_COMPRESSED_CALLS",
+        option: "compressed_calls",
         scope: Scope::Group,
         agreed: true,
         default: "hooks",
