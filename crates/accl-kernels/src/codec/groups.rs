@@ -346,9 +346,10 @@ macro_rules! groups {
             unsafe fn next(&mut self) -> [$vector; 2] {
                 let Narrow { of_rank, rotations, world, factor, shift } = self.narrow;
                 let (picks, half) = (self.picks.next(), set1_epi8(0xf));
-                // SAFETY: each table has 16 bytes.
-                let [strata, rotations] =
-                    [of_rank, rotations].map(|table| broadcast_128(unsafe { _mm_loadu_si128(table.as_ptr().cast()) }));
+                let [strata, rotations] = [of_rank, rotations].map(|table| {
+                    // SAFETY: each table has 16 bytes.
+                    broadcast_128(unsafe { _mm_loadu_si128(table.as_ptr().cast()) })
+                });
                 let strata = shuffle_epi8(strata, and_si(picks, half));
                 let rotations = shuffle_epi8(rotations, and_si(srli_epi16::<4>(picks), half));
                 let strata = add_epi8(strata, rotations);
