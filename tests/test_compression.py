@@ -571,7 +571,8 @@ def test_a_state_that_was_saved_goes_on_as_if_it_had_not_been(rank, world):
     steps(first, optimizer, range(3))
     saved = state.state_dict()
     assert saved["step"] == 3 and set(carried(saved)) == {"up.weight", "down.weight"}
-    assert all(loss.abs().sum() > 0 for loss in carried(saved).values())
+    # What a rank adds up itself is not encoded, and may be all of a layer.
+    assert any(loss.abs().sum() > 0 for loss in carried(saved).values())
     second, state = compressed_ddp(settings, models(), **fixed)
     second.load_state_dict(first.state_dict())
     state.load_state_dict(saved)
