@@ -436,19 +436,26 @@ AcclBackend::WorkPtr AcclBackend::reduce_sparse(const at::Tensor& tensor, const 
   if (opts.reduceOp.op_ != c10d::ReduceOp::SUM) {
     refuse(bridge::Kind::Unsupported, "all_reduce", "sparse tensors are only reduced with SUM");
   }
-  const auto first = bridge::group_reserve(*group_->group, SparseSum::kCalls);
-  throw_unless_ok(first.status);
   const Tensors tensors{tensor};
   // What the result replaces lives on: it may be the last reference to what Python knows.
   const Tensors replaced{tensor._indices(), tensor._values()};
   const Event event{OpType::_ALLREDUCE_SPARSE, "accl:sparse_all_reduce", tensors, replaced};
   int64_t timeout_ms = opts.timeout == c10d::kUnsetTimeout ? -1 : opts.timeout.count();
-  const auto body = [&] { return std::make_unique<SparseSum>(group_, tensor, rank_, size_, first.value, timeout_ms); };
-  if (!wants_work(opts.asyncOp)) return complete(event, timeout_ms, [&] { run_without_gil(body()); });
+  // A number is taken last of all that may throw: the other ranks wait for calls with these numbers.
+  if (!wants_work(opts.asyncOp)) {
+    return complete(event, timeout_ms, [&] {
+      auto body = std::make_unique<SparseSum>(group_, tensor, rank_, size_, timeout_ms);
+      body->reserve();
+      run_without_gil(std::move(body));
+    });
+  }
   auto work = make_work(event, tensors);
-  work->flight()->seq = first.value;
   if (in_flight_->is_extended()) timeout_ms = extended_ms(timeout_ms, work->flight()->key);
-  begun(work, bridge::group_spawn(*group_->group, body(), *work->flight()->ticket), opts.asyncOp);
+  auto body = std::make_unique<SparseSum>(group_, tensor, rank_, size_, timeout_ms);
+  work->flight()->seq = body->reserve();
+  const auto spawned = bridge::group_spawn(*group_->group, std::move(body), *work->flight()->ticket);
+  if (!is_ok(spawned)) bridge::group_abandon(*group_->group, work->flight()->seq, SparseSum::kCalls, spawned);
+  begun(work, spawned, opts.asyncOp);
   return work;
 }
 
@@ -493,7 +500,7 @@ AcclBackend::AcclBackend(const bridge::Runtime* runtime, const AcclBackend* besi
 
 AcclBackend::~AcclBackend() {
   // Calls in flight fail here: nothing may write to a tensor that the list lets go. Who asks learns it from the work.
-  bridge::group_shutdown(*group_->group);
+  bridge::group_shutdown(*group_->group, false);
   in_flight_->drop_batches();
   in_flight_->drain(std::numeric_limits<size_t>::max());
 }
@@ -575,7 +582,7 @@ void AcclBackend::abort() {
 }
 
 void AcclBackend::shutdown() {
-  const auto status = bridge::group_shutdown(*group_->group);
+  const auto status = shutdown_without_gil(*group_->group);
   if (is_ok(status)) return;
   finish_destroy();
   throw_status(status);

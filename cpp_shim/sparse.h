@@ -1,7 +1,8 @@
 // Sum of sparse tensors over all ranks: indices and values are gathered, joined and coalesced.
 //
 // Runs on a completion thread, or in the thread of a blocking call. Its calls have numbers reserved at submission, so that
-// they keep their place among the group's other calls.
+// they keep their place among the group's other calls; when this rank cannot make them all, the group learns of it, since
+// the other ranks wait for them.
 #pragma once
 
 #include <memory>
@@ -19,10 +20,31 @@ class SparseSum final : public bridge::Body {
   // Number of calls it makes.
   static constexpr uint64_t kCalls = 3;
 
-  SparseSum(std::shared_ptr<GroupHandle> group, at::Tensor tensor, int rank, int world, int64_t first_seq, int64_t timeout_ms)
-      : group_(std::move(group)), tensor_(std::move(tensor)), rank_(rank), world_(world), seq_(first_seq), timeout_ms_(timeout_ms) {}
+  SparseSum(std::shared_ptr<GroupHandle> group, at::Tensor tensor, int rank, int world, int64_t timeout_ms)
+      : group_(std::move(group)), tensor_(std::move(tensor)), rank_(rank), world_(world), timeout_ms_(timeout_ms) {}
+
+  // Takes the numbers of its calls; the first of them.
+  int64_t reserve() {
+    const auto first = bridge::group_reserve(*group_->group, kCalls);
+    throw_unless_ok(first.status);
+    return first_ = seq_ = first.value;
+  }
 
   bridge::Status run() noexcept override {
+    auto status = sum_or_status();
+    if (!is_ok(status)) bridge::group_abandon(*group_->group, first_, kCalls, status);
+    return status;
+  }
+
+ private:
+  struct Failed {
+    bridge::Status status;
+  };
+
+  // Count of entries, number of sparse dimensions, number of dimensions, then the sizes.
+  static constexpr int64_t kFacts = 3 + 64;
+
+  bridge::Status sum_or_status() noexcept {
     try {
       const at::NoGradGuard no_grad;
       sum();
@@ -33,14 +55,6 @@ class SparseSum final : public bridge::Body {
     }
     return {bridge::Kind::Ok, {}, -1, -1};
   }
-
- private:
-  struct Failed {
-    bridge::Status status;
-  };
-
-  // Count of entries, number of sparse dimensions, number of dimensions, then the sizes.
-  static constexpr int64_t kFacts = 3 + 64;
 
   void sum() {
     const auto mine = tensor_.coalesce();
@@ -109,7 +123,8 @@ class SparseSum final : public bridge::Body {
   at::Tensor tensor_;
   int rank_;
   int world_;
-  int64_t seq_;
+  int64_t first_ = -1;
+  int64_t seq_ = -1;
   int64_t timeout_ms_;
 };
 

@@ -179,6 +179,12 @@ void run_without_gil(std::unique_ptr<bridge::Body> body) {
   throw_unless_ok(status);
 }
 
+bridge::Status shutdown_without_gil(const bridge::Group& group) {
+  auto status = without_gil([&] { return bridge::group_shutdown(group, true); });
+  throw_python_error_if_set();
+  return status;
+}
+
 bridge::Status bridge::run_body(std::unique_ptr<Body> body) noexcept { return body->run(); }
 
 // --- outputs ---

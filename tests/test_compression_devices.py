@@ -38,7 +38,11 @@ def mixed_group():
 @pytest.mark.parametrize("kind", ["state", "cgx"])
 def test_a_bucket_of_ddp_on_another_device_is_refused(rank, world, kind):
     group = mixed_group()
-    state = compression.CompressionState(Compression("maxmin:4"), Model(), group) if kind == "state" else cgx.CGXState(group)
+    state = (
+        compression.CompressionState(Compression("maxmin:4"), Model(), group)
+        if kind == "state"
+        else cgx.CGXState(group)
+    )
     hook = compression.ddp_hook if kind == "state" else cgx.cgx_hook
     with pytest.raises(RuntimeError, match=TOLD):
         hook(state, bucket_of(elsewhere(5000)))

@@ -1,11 +1,14 @@
 """How a process ends: without destroy, with calls in flight, on errors, and by Ctrl-C."""
 
+import multiprocessing
 import os
 import re
 import signal
 import time
 
 import pytest
+import torch
+import torch.distributed as dist
 from support import BACKEND, run_script, start_script
 from support.accelerators import accelerator  # noqa: F401  each test runs twice
 from support.versions import MONITORED_BARRIER
@@ -188,3 +191,60 @@ dist.barrier()
         assert script.wait() == 0, script.stderr
         assert "sum 4.0" in script.stdout
     assert "interrupted" in first.stdout
+
+
+def give(meet, end, count, size):
+    os.environ.update(ACCL_TRANSPORTS="tcp", ACCL_EAGER_BYTES="64MiB")
+    dist.init_process_group(BACKEND, init_method=f"file://{meet}", rank=0, world_size=2)
+    if end == "count":
+        fitting, data = 0, torch.zeros(size, dtype=torch.uint8)
+        while dist.isend(data, 1).is_completed():
+            fitting += 1
+        meet.with_suffix(".fitting").write_text(str(fitting))
+        os._exit(0)
+    for number in range(count):
+        dist.send(torch.full((size,), number, dtype=torch.uint8), 1)
+    if end == "destroy":
+        dist.destroy_process_group()
+
+
+def take(meet, late, count, size):
+    os.environ.update(ACCL_TRANSPORTS="tcp", ACCL_EAGER_BYTES="64MiB")
+    dist.init_process_group(BACKEND, init_method=f"file://{meet}", rank=1, world_size=2)
+    time.sleep(late)
+    for number in range(count):
+        tensor = torch.zeros(size, dtype=torch.uint8)
+        dist.recv(tensor, 0)
+        assert (tensor == number).all(), number
+    dist.destroy_process_group()
+
+
+def give_and_take(meet, end, late, count, size):
+    """The exit codes of two children of multiprocessing, which leave by `os._exit`."""
+    fork = multiprocessing.get_context("fork")
+    children = [
+        fork.Process(target=give, args=(meet, end, count, size)),
+        fork.Process(target=take, args=(meet, late, count, size)),
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(40)
+        child.kill()
+    return [child.exitcode for child in children]
+
+
+@pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+@pytest.mark.parametrize("end", ["destroy", "return"])
+def test_what_a_child_has_sent_arrives_although_it_ends_20_times_of_20(end, tmp_path):
+    codes = [give_and_take(tmp_path / f"meet{run}", end, 0, 1, 64 << 20) for run in range(20)]
+    assert codes == [[0, 0]] * 20
+
+
+@pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+@pytest.mark.parametrize("end", ["destroy", "return"])
+def test_what_a_child_has_sent_waits_for_a_receiver_that_comes_4_s_late(end, tmp_path):
+    # So much that a part of it waits in the child's own buffer, and no more: the sends are done long before the receiver comes.
+    assert give_and_take(tmp_path / "first", "count", 1, 0, 60_000) == [0, 0]
+    fitting = int((tmp_path / "first.fitting").read_text())
+    assert give_and_take(tmp_path / "second", end, 4, fitting - 1, 60_000) == [0, 0]

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from support import BACKEND, init_group, run_ranks
+from support import BACKEND, init_group, namespaces, run_ranks, start_script
 from support.runner import check
 
 TRANSPORTS = ["shm", "tcp"]
@@ -305,3 +305,113 @@ def test_a_forked_child_may_make_groups_of_its_own():
         return text
 
     assert check(run_ranks(body, 2)) == ["[1.0, 1.0, 1.0]"] * 2
+
+
+@pytest.mark.parametrize("_", range(5))
+def test_a_polled_call_over_tcp_fails_at_once_with_its_killed_peer(_):
+    def body(rank):
+        dist.all_reduce(torch.ones(3))
+        work = dist.irecv(torch.ones(3), 1 - rank) if rank == 0 else None
+        dist.barrier()
+        if rank == 1:
+            time.sleep(0.2)
+            die()
+
+        def poll():
+            while not work.is_completed():
+                pass
+            work.wait()
+
+        return errors_of(poll)
+
+    outcomes = run_ranks(body, 2, env={"ACCL_TRANSPORTS": "tcp"})
+    ((kind, message, seconds),) = survivors(outcomes, 1)
+    assert kind == "DistNetworkError" and "rank 1" in message and seconds < 3
+
+
+VANISHES = """
+import os, time, torch, torch.distributed as dist
+from datetime import timedelta
+rank = int(os.environ["RANK"])
+dist.init_process_group("accl", init_method="file://" + os.environ["MEET"], rank=rank, world_size=2, timeout=timedelta(minutes=5))
+short = dist.new_group(timeout=timedelta(seconds=6))
+dist.barrier()
+dist.barrier(short)
+print("ready", flush=True)
+if rank == 1:
+    time.sleep(60)
+while not os.path.exists(os.environ["MEET"] + "-cut"):
+    time.sleep(0.01)
+start = time.monotonic()
+long, brief = dist.all_reduce(torch.ones(1000), async_op=True), dist.all_reduce(torch.ones(3), group=short, async_op=True)
+for work in (brief, long):
+    try:
+        work.wait()
+    except Exception as error:
+        print(type(error).__name__, round(time.monotonic() - start, 1), error, flush=True)
+start = time.monotonic()
+dist.destroy_process_group()
+print("destroyed", time.monotonic() - start, flush=True)
+"""
+
+
+@pytest.mark.skipif(BACKEND != "accl", reason="gloo waits for its timeout")
+def test_a_host_that_vanishes_is_found_by_the_least_deadline_on_its_link(tmp_path):
+    """What is under way to it is repeated by the system for a quarter of an hour, and the other call may take 5 minutes."""
+    if reason := namespaces.lacking():
+        pytest.skip(reason)
+    with namespaces.hosts(2) as hosts:
+        meet = tmp_path / "meet"
+        code = f"import os\nexec([{hosts.enter(0)!r}, {hosts.enter(1)!r}][int(os.environ['RANK'])])\n" + VANISHES
+        env = {"MEET": meet, "ACCL_TRANSPORTS": "tcp", "ACCL_HOST_ID": ["a", "b"]}
+        first, second = start_script(code, world=2, env=env)
+        for script in (first, second):
+            script.wait_for("ready")
+        hosts.vanish(1)
+        (tmp_path / "meet-cut").touch()
+        try:
+            first.wait(40)
+        finally:
+            os.kill(second.pid, signal.SIGKILL)
+            second.wait()
+    brief, long, destroyed = first.stdout.splitlines()[1:]
+    for line in (brief, long):
+        kind, seconds, message = line.split(" ", 2)
+        assert kind in ("DistNetworkError", "DistBackendError") and float(seconds) < 12, line
+        assert "rank 1" in message, line
+    assert long.startswith("DistNetworkError") and "has not answered" in long, long
+    assert float(destroyed.split()[1]) < 10, destroyed
+
+
+@pytest.mark.skipif(BACKEND != "accl", reason="about windows of this package")
+def test_a_stopped_rank_whose_window_is_closed_is_not_lost():
+    def body(rank):
+        short = dist.new_group(timeout=timedelta(seconds=3))
+        pids = [None, None]
+        dist.all_gather_object(pids, os.getpid())
+        dist.barrier()
+        message = torch.full((60_000,), 7, dtype=torch.uint8)
+        if rank == 1:
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(8)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            for _ in range(400):
+                got = torch.zeros_like(message)
+                dist.recv(got, 0)
+                assert torch.equal(got, message)
+            result = None
+        else:
+            while open(f"/proc/{pids[1]}/stat").read().rpartition(")")[2].split()[0] != "T":
+                time.sleep(0.01)
+            sends = [dist.isend(message, 1) for _ in range(400)]
+            result = errors_of(lambda: dist.all_reduce(torch.ones(3), group=short))
+            for send in sends:
+                send.wait()
+        dist.barrier()
+        return result
+
+    (kind, message, seconds), _ = check(run_ranks(body, 2, env={"ACCL_TRANSPORTS": "tcp", "ACCL_EAGER_BYTES": "64MiB"}))
+    assert kind == "DistBackendError" and "rank 1" in message and 2.9 < seconds < 6

@@ -1,9 +1,14 @@
 """all_reduce of sparse COO tensors on CPU, as DDP calls it for sparse embeddings; sizes may differ between ranks."""
 
+import resource
+import time
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
-from support import on_ranks
+from support import BACKEND, on_ranks, run_ranks
+from support.runner import check
 
 
 def rows_of(rank, count, width=3, total=50, dtype=torch.float32, seed=0):
@@ -76,3 +81,54 @@ def test_a_sparse_result_has_another_version(rank, world):
     assert result._version > before
     with torch.inference_mode():
         dist.all_reduce(rows_of(rank, 3))
+
+
+def error_of_sum(rank, tensor, how):
+    """The message of the error that the sum ends with, and how long it took; then every call of the group is refused."""
+    start = time.monotonic()
+    with pytest.raises((RuntimeError, MemoryError)) as raised:
+        if how == "blocking":
+            dist.all_reduce(tensor)
+        else:
+            dist.all_reduce(tensor, async_op=True).wait()
+    seconds = time.monotonic() - start
+    with pytest.raises((RuntimeError, MemoryError)):
+        dist.barrier()
+    return str(raised.value), seconds
+
+
+@pytest.mark.skipif(BACKEND != "accl", reason="gloo waits for its timeout")
+@pytest.mark.parametrize("how", ["blocking", "async"])
+def test_a_sparse_sum_for_which_one_rank_has_no_memory_ends_on_all_ranks(how):
+    def body(rank):
+        dist.barrier()
+        if rank == 0:
+            tensor = torch.sparse_coo_tensor([[0]], torch.ones(1, 100_000_000), (1, 100_000_000))
+        else:
+            tensor = torch.sparse_coo_tensor(
+                torch.empty((1, 0), dtype=torch.long), torch.empty(0, 100_000_000), (1, 100_000_000)
+            )
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + (200 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        return error_of_sum(rank, tensor, how)
+
+    (told, seconds), (message, _) = check(run_ranks(body, 2))
+    assert "memory" in message and "memory" in told and "rank 1" in told, (told, message)
+    assert seconds < 8
+
+
+@pytest.mark.skipif(BACKEND != "accl", reason="panics of the native module")
+@pytest.mark.parametrize(("how", "function"), [("async", "group_spawn"), ("blocking", "group_call")])
+def test_a_sparse_sum_that_does_not_begin_on_one_rank_ends_on_all_ranks(how, function):
+    from torch_accl import _native
+
+    def body(rank):
+        dist.barrier()
+        if rank == 1:
+            _native._panic_for_test(function)
+        return error_of_sum(rank, rows_of(rank, 5), how)
+
+    for message, seconds in check(run_ranks(body, 3)):
+        assert f"panic in {function}" in message, message
+        assert seconds < 8

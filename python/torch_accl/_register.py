@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import multiprocessing
+import multiprocessing.util
 import os
 import sys
+import threading
 import warnings
 from typing import Any
 
@@ -23,6 +26,9 @@ NAME = "accl"
 AnyOptions = Backend.Options
 
 _runtime = _native.Runtime()
+
+# The child of multiprocessing whose end is seen to.
+_ending_in: list[int] = []
 
 # Whether somebody who sets variables of torch_cgx knows by now what they do here. Once for a process.
 _knows_of_cgx: list[bool] = []
@@ -64,6 +70,7 @@ def options_of(group: Any, pg_options: _native.BackendOptions | None) -> _native
 
 def connect(group: Any, options: _native.BackendOptions) -> _native.Backend:
     """Makes one rank's backend of a group; blocks until all ranks are connected."""
+    _end_with_child()
     return _runtime.create_backend(group.store, group.group_rank, group.group_size, options)
 
 
@@ -101,6 +108,30 @@ def _warn_of_cgx() -> None:
             "use `from torch_accl.compat import cgx` and init_process_group('cgx'); or see torch_accl.compression",
             stacklevel=2,
         )
+
+
+def _end_with_child() -> None:
+    """Sees to the end of a child of multiprocessing, which may leave by `os._exit` and run no `atexit` hook."""
+    if multiprocessing.parent_process() is not None and _ending_in[:] != [os.getpid()]:
+        _ending_in[:] = [os.getpid()]
+        # After all others: they may use a group. Those of a parent are not inherited.
+        multiprocessing.util.Finalize(None, _end_of_child, exitpriority=-(1 << 30))
+
+
+def _end_of_child() -> None:
+    """Ends the engine when nothing of the child's program runs any more: multiprocessing awaits its threads after this."""
+    running = [each for each in threading.enumerate() if each is not threading.current_thread() and not each.daemon]
+    if not running:
+        _runtime.shutdown()
+        return
+
+    def end() -> None:
+        for thread in running:
+            thread.join()
+        _runtime.shutdown()
+
+    # Not here: threads of a pool end only when Python tells them, which comes next. It awaits this one, too.
+    threading.Thread(target=end, name="accl-end").start()
 
 
 # A process may end without destroy_process_group: the peers learn of it at once, and no thread of ours outlives Python.

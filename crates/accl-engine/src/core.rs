@@ -3,10 +3,11 @@
 //! Owns taking frames off links and finding their group. Who may run a pass is decided in `engine`; nothing here blocks
 //! or sleeps. Read [`Core::pass`] first.
 
+use std::any::Any;
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use accl_transport::frame::{Header, Kind};
 use accl_transport::{Card, Link, Poller};
@@ -31,6 +32,11 @@ const MAX_ROUNDS: usize = 1000;
 const MAX_SILENT: u32 = 16;
 /// Looks at the links before a sleeping driver is woken to look itself.
 const ROUNDS_OF_RELIEF: u32 = 4;
+/// A host that has not answered for so long has vanished, as long as nobody's deadline is shorter: what keep-alive allows
+/// a link on which nothing is under way.
+const VANISHED: Duration = Duration::from_secs(30);
+/// How often silent hosts are looked for.
+const LOOK_FOR_SILENCE: Duration = Duration::from_secs(1);
 /// Bytes of frames kept for groups that are being made on this rank.
 const MAX_ORPHAN_BYTES: usize = 64 << 20;
 
@@ -71,6 +77,8 @@ pub(crate) struct Core {
     pub(crate) segment: u64,
     /// Announcements that a group has failed, to be handled at the end of a pass.
     causes: Vec<(PeerId, Header, Vec<u8>)>,
+    /// Groups that a rank has left since the last look for absentees.
+    left: Vec<u64>,
     /// Calls in a row that ended when they were made: nobody has looked at the links meanwhile.
     silent: u32,
     /// Passes in a row in which nothing moved.
@@ -79,6 +87,8 @@ pub(crate) struct Core {
     pub(crate) parked: Option<Instant>,
     /// Threads that look at the links again and again while it is.
     watchers: u32,
+    /// When silent hosts are looked for again.
+    silence_at: Option<Instant>,
 }
 
 /// What becomes of a parked driver when the last thread that looked at the links in its place looks no more.
@@ -116,6 +126,7 @@ impl Core {
             orphan_bytes: 0,
             overrun: HashSet::new(),
             causes: Vec::new(),
+            left: Vec::new(),
             silent: 0,
             idle: 0,
             ended: HashSet::new(),
@@ -123,6 +134,7 @@ impl Core {
             segment,
             parked: None,
             watchers: 0,
+            silence_at: None,
         }
     }
 
@@ -167,6 +179,8 @@ impl Core {
                 }
             });
         }
+        // A rank may have gone while the group was being made.
+        self.with_group(id, now, |group, hands| group.note_absentees(hands.net));
         if !is_complete {
             let error = Error::exhausted(format!(
                 "more than {} MiB came for groups that were being made here; let all ranks make a group before they use it",
@@ -195,6 +209,34 @@ impl Core {
         self.active.iter().filter_map(|id| self.groups.get(id)?.next_deadline()).min()
     }
 
+    /// When the driver has to look for silent hosts, if there is anything that they should answer.
+    pub(crate) fn next_look_for_silence(&self) -> Option<Instant> {
+        self.silence_at.filter(|_| self.net.awaits_answers())
+    }
+
+    /// Gives up peers whose host has vanished. The system would go on repeating what is under way for a quarter of an hour;
+    /// no call on the link waits for so long.
+    fn look_for_silence(&mut self, now: Instant) {
+        let is_late = || self.next_deadline().is_some_and(|deadline| deadline <= now);
+        if self.silence_at.is_some_and(|at| now < at) && !is_late() {
+            return;
+        }
+        self.silence_at = now.checked_add(LOOK_FOR_SILENCE);
+        for id in self.net.ids() {
+            let Some(silence) = self.net.look_for_answers(id) else { continue };
+            let allowed = self.active.iter().filter_map(|group| self.groups.get(group)?.least_allowance(id)).min();
+            if silence >= allowed.unwrap_or(VANISHED).min(VANISHED) {
+                let error = Error::peer_lost(format!(
+                    "{}: its host has not answered for {} ms, although what it was sent was repeated; look at the network \
+                     between the hosts",
+                    self.net.describe(id),
+                    silence.as_millis()
+                ));
+                self.net.mark_gone(id, error);
+            }
+        }
+    }
+
     /// Whether the parked driver must look again: a call has an earlier deadline, or waits for room.
     pub(crate) fn must_wake_driver(&self, deadline: Option<Instant>) -> bool {
         self.parked.is_some_and(|until| self.net.is_room_wanted() || deadline.is_some_and(|deadline| deadline < until))
@@ -206,7 +248,7 @@ impl Core {
         let is_parked = self.parked.is_some();
         if is_parked {
             if self.watchers == 0 {
-                self.net.suspend_park();
+                let _ = self.guarded(|core| core.net.suspend_park());
             }
             self.watchers += 1;
         }
@@ -219,6 +261,11 @@ impl Core {
         if self.parked.is_none() || self.watchers > 0 {
             return Relief::SleepsOn;
         }
+        self.guarded(|core| core.resume_parked(now)).unwrap_or(Relief::Wake)
+    }
+
+    /// Lets a parked driver be woken by its peers again.
+    fn resume_parked(&mut self, now: Instant) -> Relief {
         let mut relief = Relief::SleepsOn;
         for _ in 0..ROUNDS_OF_RELIEF {
             if !self.net.resume_park() {
@@ -246,16 +293,30 @@ impl Core {
 
     /// Runs `work`; when it panics, all groups fail.
     pub(crate) fn guarded<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> Result<R> {
-        catch_unwind(AssertUnwindSafe(|| work(self))).map_err(|panic| {
-            let said = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-            let said = said.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
-            let error = Error::internal(format!("panic while making progress: {said}; please report it"));
-            let now = Instant::now();
-            for id in self.groups.keys().copied().collect::<Vec<_>>() {
-                self.with_group(id, now, |group, hands| group.fail(error.clone(), hands, Tell::Peers));
+        catch_unwind(AssertUnwindSafe(|| work(self))).map_err(|panic| self.fail_all(&*panic))
+    }
+
+    /// Fails all groups after a panic. What panicked may do so again: that neither leaves here nor keeps anybody busy.
+    pub(crate) fn fail_all(&mut self, panic: &(dyn Any + Send)) -> Error {
+        let said = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        let said = said.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+        let error = Error::internal(format!("panic while making progress: {said}; please report it"));
+        let now = Instant::now();
+        for id in self.groups.keys().copied().collect::<Vec<_>>() {
+            let mut fail = |tell| {
+                let failing = || self.with_group(id, now, |group, hands| group.fail(error.clone(), hands, tell));
+                catch_unwind(AssertUnwindSafe(failing)).is_ok()
+            };
+            let _ = fail(Tell::Peers) || fail(Tell::Nobody);
+        }
+        self.active.clear();
+        // The pass that ended here would have sent what the peers are told.
+        for id in self.net.ids() {
+            if catch_unwind(AssertUnwindSafe(|| self.net.flush(id))).is_err() {
+                self.net.mark_gone(id, error.clone());
             }
-            error
-        })
+        }
+        error
     }
 
     /// After a call that was over when it was made: now and then looks at the links, or a rank that only sends would
@@ -285,6 +346,8 @@ impl Core {
         }
         moved |= self.advance(now);
         moved |= self.net.flush_all();
+        // Nobody else may learn of it: what woke who is parked is gone with the link, and who polls looks at nothing else.
+        moved |= self.look_for_absentees(now);
         self.idle = if moved { 0 } else { self.idle.saturating_add(1) };
         moved
     }
@@ -332,9 +395,27 @@ impl Core {
                 self.net.mark_gone(id, error);
             }
         }
+        self.look_for_silence(now);
+        self.look_for_absentees(now);
         for id in self.active.clone() {
             self.with_group(id, now, GroupState::check);
         }
+    }
+
+    /// When somebody went: fails the calls that need who is not there any more. Returns whether anybody went.
+    fn look_for_absentees(&mut self, now: Instant) -> bool {
+        let left = std::mem::take(&mut self.left);
+        let concerned = if self.net.take_departures() { self.groups.keys().copied().collect() } else { left };
+        for &id in &concerned {
+            self.with_group(id, now, |group, hands| {
+                group.note_absentees(hands.net);
+                group.check(hands);
+            });
+        }
+        if !concerned.is_empty() {
+            self.net.flush_all();
+        }
+        !concerned.is_empty()
     }
 
     fn drain(&mut self, id: PeerId, now: Instant) -> bool {
@@ -387,6 +468,9 @@ impl Core {
                 group.on_frame(from, header, payload, hands);
             }
         });
+        if known.is_some() && header.kind == Kind::Goodbye {
+            self.left.push(header.group);
+        }
         if known.is_none() && !self.ended.contains(&header.group) {
             let orphan = Orphan { peer, header: *header, payload: payload.to_vec() };
             if self.orphan_bytes + orphan.bytes() <= MAX_ORPHAN_BYTES {

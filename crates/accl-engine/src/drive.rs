@@ -5,8 +5,9 @@
 //! appoints a sleeper, or the background thread if there is work. So nobody sleeps without a driver. Read
 //! [`Engine::wait`] first.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use accl_types::Error;
@@ -15,6 +16,7 @@ use crate::call::{Bell, Call, Waited};
 use crate::core::Relief;
 use crate::desc::Mode;
 use crate::engine::{Engine, far};
+use crate::net::Mark;
 use crate::signals;
 use crate::straight::Patience;
 use crate::sync::{Condvar, Mutex};
@@ -28,6 +30,10 @@ const SPIN_SHARED_CORE: Duration = Duration::from_micros(100);
 /// Passes without news before a yield when ranks share cores: who waits here keeps another rank from sending.
 const PASSES_BEFORE_YIELD: u32 = 2;
 
+/// Between looks at whether the peers have what they were sent.
+const FIRST_PAUSE: Duration = Duration::from_micros(50);
+const LONGEST_PAUSE: Duration = Duration::from_millis(5);
+
 /// Looks of a call on the short way when every rank has a core of its own: a few microseconds.
 const STRAIGHT_LOOKS: u32 = 300;
 /// When ranks share cores: looks before each yield, which are far cheaper than a pass, and yields.
@@ -40,13 +46,31 @@ struct Waiter(u64);
 
 const BACKGROUND: Waiter = Waiter(0);
 
+/// How a wait for the delivery of what was sent ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Delivery {
+    Complete,
+    /// The time is up.
+    Late,
+    /// The interrupt hook asked to stop.
+    Interrupted,
+}
+
+/// How a stint of the background thread ended.
+enum Stint {
+    /// Somebody else drives, or there is nothing to do.
+    Over,
+    /// The engine ends.
+    Last,
+}
+
 /// The election's state; the engine has one.
 pub(crate) struct Drive {
     turn: Mutex<Turn>,
     background: Condvar,
     waits: AtomicU64,
-    /// Length of a waiter's tick in milliseconds; 0: none.
-    tick_ms: AtomicU64,
+    /// Nobody wakes for a periodic look.
+    without_tick: AtomicBool,
     /// How often a driver has slept in the poller.
     parks: AtomicU64,
 }
@@ -57,7 +81,7 @@ impl Default for Drive {
             turn: Mutex::default(),
             background: Condvar::new(),
             waits: AtomicU64::new(1),
-            tick_ms: AtomicU64::new(TICK_MS),
+            without_tick: AtomicBool::new(false),
             parks: AtomicU64::new(0),
         }
     }
@@ -77,10 +101,14 @@ struct Turn {
 }
 
 impl Engine {
-    /// Switches the waiters' periodic look at signals off: without it a lost wake-up is a hang and not a delay. For
-    /// tests.
+    /// Switches the periodic looks off, a waiter's at signals and the driver's at silent hosts: without them a lost wake-up
+    /// is a hang and not a delay. For tests.
     pub fn without_tick(&self) {
-        self.drive.tick_ms.store(0, Ordering::Relaxed);
+        self.drive.without_tick.store(true, Ordering::Relaxed);
+    }
+
+    fn ticks(&self) -> bool {
+        !self.drive.without_tick.load(Ordering::Relaxed)
     }
 
     /// How often a thread of this engine has slept in the poller. For tests.
@@ -145,6 +173,43 @@ impl Engine {
     }
 
     // ---- waiting
+
+    /// Waits until the peers' hosts have what was sent to them, at most until then. An acknowledgement is no event, so this
+    /// looks again and again; mostly there is nothing to wait for.
+    pub(crate) fn await_delivery(
+        &self,
+        mut marks: Vec<Mark>,
+        until: Instant,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Delivery {
+        let mut pause = FIRST_PAUSE;
+        let mut asked = Instant::now();
+        loop {
+            let now = Instant::now();
+            // What the peers send meanwhile is taken off the links, or the end of this process would reset them.
+            let Some(mut core) = self.core.try_lock_until(until) else { return Delivery::Late };
+            let looked = core.guarded(|core| {
+                core.pass_whole(now);
+                core.check(now);
+                marks.retain(|mark| !core.net.is_delivered(mark));
+            });
+            drop(core);
+            if marks.is_empty() || looked.is_err() {
+                return Delivery::Complete;
+            }
+            if now >= until {
+                return Delivery::Late;
+            }
+            if now.duration_since(asked) >= Duration::from_millis(TICK_MS) {
+                asked = now;
+                if interrupt() {
+                    return Delivery::Interrupted;
+                }
+            }
+            std::thread::sleep(pause.min(until - now));
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
 
     pub(crate) fn wait(
         self: &Arc<Self>,
@@ -250,16 +315,14 @@ impl Engine {
             }
             if asked.is_none_or(|asked| now.duration_since(asked) >= Duration::from_millis(TICK_MS)) {
                 asked = Some(now);
-                // The hook may wait for the interpreter's lock, or make calls and wait for them: others drive meanwhile.
-                self.pass_turn_on(me);
+                // The hook may wait for the interpreter's lock, or make calls and wait for them: others drive meanwhile,
+                // and nobody appoints who cannot come.
+                self.stand_aside(me);
                 if interrupt() {
                     return Waited::Interrupted;
                 }
             }
-            let tick = match self.drive.tick_ms.load(Ordering::Relaxed) {
-                0 => None,
-                ms => Some(now + Duration::from_millis(ms)),
-            };
+            let tick = self.ticks().then(|| now + Duration::from_millis(TICK_MS));
             let slice = [until, tick].into_iter().flatten().min();
             if self.take_turn(me, call) {
                 self.park(Some(call), slice);
@@ -283,36 +346,37 @@ impl Engine {
     fn park(&self, call: Option<&Call>, until: Option<Instant>) {
         let Some(parts) = self.parts.get() else { return };
         let now = Instant::now();
-        let until = {
-            let mut core = self.core.lock();
+        let prepared = self.core.lock().guarded(|core| {
             if core.pass(now) || core.pass_whole(now) {
-                return;
+                return None;
             }
             core.check(now);
             if call.is_some_and(Call::is_done) || (call.is_none() && !core.has_work()) {
-                return;
+                return None;
             }
             // Everything that could be done without the peers has been: what is left waits for frames or for room.
             if core.net.prepare_park() {
                 core.net.unpark();
-                return;
+                return None;
             }
-            let until = match (until, core.next_deadline()) {
-                (Some(a), Some(b)) => Some(a.min(b)),
-                (a, b) => a.or(b),
-            };
+            let silence = core.next_look_for_silence().filter(|_| self.ticks());
+            let until = until.into_iter().chain(core.next_deadline()).chain(silence).min();
             core.parked = Some(until.unwrap_or_else(far));
-            until
-        };
+            Some(until)
+        });
+        // After a panic every call has failed, and whoever waits looks for what became of its own.
+        let Ok(Some(until)) = prepared else { return };
         // A failure to wait shows as a loop that does not sleep; deadlines still end it.
         self.drive.parks.fetch_add(1, Ordering::Relaxed);
         let _ = parts.poller.wait(until.map(|until| until.saturating_duration_since(now)));
         let mut core = self.core.lock();
         core.parked = None;
-        core.net.unpark();
-        let now = Instant::now();
-        core.pass(now);
-        core.check(now);
+        let _ = core.guarded(|core| {
+            core.net.unpark();
+            let now = Instant::now();
+            core.pass(now);
+            core.check(now);
+        });
     }
 
     // ---- the election
@@ -347,9 +411,13 @@ impl Engine {
         }
     }
 
-    /// Lets somebody else drive while this waiter, if it is the driver, does something else.
-    fn pass_turn_on(&self, me: Waiter) {
-        if self.drive.turn.lock().driver == Some(me) {
+    /// Takes a waiter out of the election while it does something else.
+    fn stand_aside(&self, me: Waiter) {
+        let takes_part = {
+            let turn = self.drive.turn.lock();
+            turn.driver == Some(me) || turn.sleepers.iter().any(|(waiter, _)| *waiter == me)
+        };
+        if takes_part {
             self.leave_turn(me);
         }
     }
@@ -387,39 +455,58 @@ impl Engine {
         }
     }
 
+    /// The background thread. Panics are caught where they arise, and all calls fail; should one get here all the same,
+    /// the thread must live on, since no other looks at the deadlines of calls that nobody waits for.
     fn background(&self) {
         loop {
-            {
-                let mut turn = self.drive.turn.lock();
-                while !turn.stopping && (turn.driver.is_some() || !turn.background_wanted) {
-                    self.drive.background.wait(&mut turn);
-                }
-                if turn.stopping {
-                    turn.background_stopped = true;
-                    self.drive.background.notify_all();
-                    return;
-                }
-                turn.driver = Some(BACKGROUND);
-            }
-            loop {
-                self.park(None, None);
-                let has_work = self.with_core(|core| core.has_work());
-                let mut turn = self.drive.turn.lock();
-                if !has_work || turn.stopping || !turn.sleepers.is_empty() {
-                    turn.driver = None;
-                    turn.background_wanted = false;
-                    turn.appoint();
-                    break;
-                }
-            }
-            // A call that came in between found a driver and relied on it.
-            if self.with_core(|core| core.has_work()) {
-                let mut turn = self.drive.turn.lock();
-                if turn.driver.is_none() && turn.sleepers.is_empty() {
-                    turn.background_wanted = true;
+            match catch_unwind(AssertUnwindSafe(|| self.background_turn())) {
+                Ok(Stint::Over) => {}
+                Ok(Stint::Last) => return,
+                Err(panic) => {
+                    self.with_core(|core| core.fail_all(&*panic));
+                    let mut turn = self.drive.turn.lock();
+                    if turn.driver == Some(BACKGROUND) {
+                        turn.driver = None;
+                        turn.appoint();
+                    }
                 }
             }
         }
+    }
+
+    /// Waits until the background thread is wanted, and drives until it is not.
+    fn background_turn(&self) -> Stint {
+        {
+            let mut turn = self.drive.turn.lock();
+            while !turn.stopping && (turn.driver.is_some() || !turn.background_wanted) {
+                self.drive.background.wait(&mut turn);
+            }
+            if turn.stopping {
+                turn.background_stopped = true;
+                self.drive.background.notify_all();
+                return Stint::Last;
+            }
+            turn.driver = Some(BACKGROUND);
+        }
+        loop {
+            self.park(None, None);
+            let has_work = self.with_core(|core| core.has_work());
+            let mut turn = self.drive.turn.lock();
+            if !has_work || turn.stopping || !turn.sleepers.is_empty() {
+                turn.driver = None;
+                turn.background_wanted = false;
+                turn.appoint();
+                break;
+            }
+        }
+        // A call that came in between found a driver and relied on it.
+        if self.with_core(|core| core.has_work()) {
+            let mut turn = self.drive.turn.lock();
+            if turn.driver.is_none() && turn.sleepers.is_empty() {
+                turn.background_wanted = true;
+            }
+        }
+        Stint::Over
     }
 
     /// After another thread's pass: the driver must not sleep on when its call may have ended, or when it `must` look.

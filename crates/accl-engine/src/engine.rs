@@ -17,14 +17,14 @@ use accl_types::{Error, ErrorKind, Rank, Result};
 use crate::completion::CompletionPool;
 use crate::core::Core;
 use crate::cores::Cores;
-use crate::drive::Drive;
+use crate::drive::{Delivery, Drive};
 use crate::encoding::Usual;
 use crate::env::launch_label;
 use crate::group::{Group, GroupSpec};
 use crate::hash::hash_words;
 use crate::machine;
 use crate::members::Members;
-use crate::net::PeerId;
+use crate::net::{Mark, PeerId};
 use crate::plan::Plans;
 use crate::rendezvous::{GroupCard, Meeting, Outcome};
 use crate::state::GroupState;
@@ -33,8 +33,12 @@ use crate::sync::Mutex;
 
 /// How long connecting holds the endpoint before other threads that make groups have a turn.
 const CONNECT_SLICE: Duration = Duration::from_millis(200);
-/// How long the end of a process waits for bytes that its peers have yet to take.
-const LAST_BYTES: Duration = Duration::from_secs(2);
+/// How long the end of a group or of the process waits until the peers' hosts have what calls that are done have sent, and
+/// how long when calls have failed anyway.
+pub(crate) const LAST_BYTES: Duration = Duration::from_secs(30);
+pub(crate) const LAST_BYTES_FAILED: Duration = Duration::from_secs(2);
+/// How long the end of the process waits for room for its goodbyes.
+const LAST_GOODBYES: Duration = Duration::from_secs(2);
 
 /// One per process in production; several in one process in tests.
 pub struct Engine {
@@ -442,18 +446,26 @@ impl Engine {
         let Some(parts) = self.parts.get() else { return };
         while Instant::now() < deadline {
             let Some(mut core) = self.core.try_lock_until(deadline) else { return };
-            core.net.flush_all();
-            let unsent = core.net.has_unsent();
+            let unsent = core.guarded(|core| {
+                core.net.flush_all();
+                core.net.has_unsent()
+            });
             drop(core);
-            if !unsent {
+            if unsent != Ok(true) {
                 return;
             }
             let _ = parts.poller.wait(Some(Duration::from_millis(10)));
         }
     }
 
-    /// Ends everything in bounded time: groups fail, peers are told, threads stop. For the end of the process.
+    /// Ends everything in bounded time: groups fail, peers are told and get what was sent to them, threads stop. For the end of
+    /// the process.
     pub fn shutdown(&self) {
+        self.shutdown_unless(&mut || false);
+    }
+
+    /// As [`Engine::shutdown`]; the wait for the peers ends when `interrupt` returns true.
+    pub fn shutdown_unless(&self, interrupt: &mut dyn FnMut() -> bool) {
         if self.is_forked() {
             return;
         }
@@ -461,15 +473,27 @@ impl Engine {
         let now = Instant::now();
         if let Some(mut core) = self.core.try_lock_for(Duration::from_secs(1)) {
             let ids: Vec<u64> = core.groups.keys().copied().collect();
-            for id in ids {
-                core.with_group(id, now, |group, hands| group.leave(hands));
-                core.remove_group(id);
+            let has_failed = core.groups.values().any(|group| group.poison().is_some());
+            let sent: Vec<Mark> = core.net.ids().map(|id| core.net.mark(id)).collect();
+            let _ = core.guarded(|core| {
+                for id in ids {
+                    core.with_group(id, now, |group, hands| group.leave(hands));
+                    core.remove_group(id);
+                }
+                core.say_goodbye();
+            });
+            drop(core);
+            let patience = if has_failed { LAST_BYTES_FAILED } else { LAST_BYTES };
+            if self.await_delivery(sent, now + patience, interrupt) == Delivery::Late {
+                tracing::warn!(
+                    "the process ends, and {} ms later a peer has not yet taken what calls that are done have sent to it",
+                    patience.as_millis()
+                );
             }
-            core.say_goodbye();
         }
-        self.send_the_rest(now + LAST_BYTES);
+        self.send_the_rest(Instant::now() + LAST_GOODBYES);
         if let Some(mut core) = self.core.try_lock_for(Duration::from_secs(1)) {
-            core.net.close_all();
+            let _ = core.guarded(|core| core.net.close_all());
         }
         self.pool.stop(Duration::from_secs(1));
         self.await_background(Duration::from_secs(1));

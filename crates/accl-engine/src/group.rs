@@ -4,6 +4,7 @@
 //! Read [`Group::submit`] first.
 
 use std::net::IpAddr;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -18,9 +19,11 @@ use crate::call::{Call, CallPlace};
 use crate::coder::Coder;
 use crate::core::{Core, Relief};
 use crate::desc::{CallDesc, Mode};
+use crate::drive::Delivery;
 use crate::encoding::Usual;
-use crate::engine::Engine;
+use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED};
 use crate::local::Local;
+use crate::net::Mark;
 use crate::p2p::{Message, PRIVATE_TAGS};
 use crate::run::{INQUIRE_AFTER, Run};
 use crate::state::{GroupState, Hands, RanStraight, Stopped, Tell};
@@ -50,6 +53,15 @@ pub enum Ran {
     Done(u64),
     /// It has begun; wait for it.
     Pending(Arc<Call>),
+}
+
+/// What remains of a group that was left.
+struct Left {
+    unsaid: Option<Error>,
+    /// What its calls rely on.
+    sent: Vec<Mark>,
+    /// How long to wait for its delivery.
+    patience: Duration,
 }
 
 /// A set of ranks that make calls together. Dropping it leaves the group.
@@ -235,6 +247,7 @@ impl Group {
             let started = core.with_group(self.id, now, |group, hands| {
                 let call = start(group, hands)?;
                 group.advance(hands);
+                group.check_absentees(hands);
                 let inquire_at = (!desc.collective.is_point_to_point()).then(|| now + INQUIRE_AFTER);
                 let look_by = deadline(desc, group, now).into_iter().chain(inquire_at).chain(group.begin_by());
                 Ok((call, look_by.min()))
@@ -344,6 +357,15 @@ impl Group {
         })?
     }
 
+    /// Gives up calls whose numbers were reserved, after an error that keeps this rank from making them. The group fails with
+    /// it, unless all of them were made: the other ranks would wait for the rest.
+    pub fn abandon_seqs(&self, seqs: Range<u64>, why: &Error) {
+        if self.with_state(|group, hands| group.abandon_seqs(seqs, why, hands)).is_ok() {
+            self.engine.flush();
+            self.engine.kick();
+        }
+    }
+
     /// Number of the next collective.
     pub fn next_seq(&self) -> u64 {
         self.with_state(|group, _| group.next_seq).unwrap_or(0)
@@ -409,28 +431,68 @@ impl Group {
 
     /// Leaves the group: calls in flight fail, the other ranks are told. Again and again is fine.
     ///
+    /// Waits until the other ranks' hosts have what calls that are done have sent, in bounded time: the process may end right
+    /// after, and what it buffers would go with it.
+    ///
     /// # Errors
     /// A disagreement about calls that ended before it could be seen, when no later call could say so.
     pub fn shutdown(&self) -> Result<()> {
+        self.shutdown_unless(&mut || false)
+    }
+
+    /// As [`Group::shutdown`]; the wait ends when `interrupt` returns true. It is called about every 50 ms.
+    ///
+    /// # Errors
+    /// As [`Group::shutdown`].
+    pub fn shutdown_unless(&self, interrupt: &mut dyn FnMut() -> bool) -> Result<()> {
+        let Some(Left { unsaid, sent, patience }) = self.leave_at_once() else { return Ok(()) };
+        let until = Instant::now() + patience;
+        match self.engine.await_delivery(sent, until, interrupt) {
+            Delivery::Complete | Delivery::Interrupted => {}
+            Delivery::Late => tracing::warn!(
+                group = &*self.name,
+                "destroyed, and {} ms later another rank has not yet taken what calls that are done have sent to it; it is \
+                 lost if this process ends before that rank receives it",
+                patience.as_millis()
+            ),
+        }
+        unsaid.map_or(Ok(()), Err)
+    }
+
+    /// As [`Group::shutdown`], without waiting for anybody.
+    ///
+    /// # Errors
+    /// As [`Group::shutdown`].
+    pub fn leave(&self) -> Result<()> {
+        self.leave_at_once().and_then(|left| left.unsaid).map_or(Ok(()), Err)
+    }
+
+    /// `None`: it was left before.
+    fn leave_at_once(&self) -> Option<Left> {
         if self.closed.swap(true, Ordering::AcqRel) || self.engine.is_forked() {
-            return Ok(());
+            return None;
         }
         // One look at the links: a disagreement that calls could not see may lie there.
         self.engine.pass_now();
         let now = Instant::now();
         // At once, or a call made in between would be forgotten with the group.
-        let unsaid = self.engine.with_core(|core| {
-            let unsaid = core.with_group(self.id, now, |group, hands| {
-                let unsaid = group.unsaid();
-                group.leave(hands);
-                unsaid
+        let left = self.engine.with_core(|core| {
+            let left = core.guarded(|core| {
+                core.with_group(self.id, now, |group, hands| {
+                    let patience = if group.poison().is_some() { LAST_BYTES_FAILED } else { LAST_BYTES };
+                    // Without the goodbyes: who waits for them would wait for ranks that have no need of them.
+                    let sent = group.marks(hands.net);
+                    let left = Left { unsaid: group.unsaid(), sent, patience: patience.min(group.timeout) };
+                    group.leave(hands);
+                    left
+                })
             });
             core.remove_group(self.id);
-            unsaid.flatten()
+            left
         });
         self.engine.flush();
         self.engine.kick();
-        unsaid.map_or(Ok(()), Err)
+        left.ok().flatten()
     }
 
     pub(crate) fn with_state<R>(&self, f: impl FnOnce(&mut GroupState, &mut Hands<'_>) -> R) -> Result<R> {
@@ -468,8 +530,8 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // A cause that nobody asked for has nowhere to go.
-        let _ = self.shutdown();
+        // A cause that nobody asked for has nowhere to go, and who drops a group does not expect to wait.
+        let _ = self.leave();
     }
 }
 

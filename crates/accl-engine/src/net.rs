@@ -5,9 +5,10 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::ptr::NonNull;
+use std::time::Duration;
 
 use accl_transport::frame::Header;
-use accl_transport::{Card, Frame, HEAD_BYTES, Link, Place, Poller};
+use accl_transport::{Answers, Card, Frame, HEAD_BYTES, Link, Place, Poller};
 use accl_types::{Error, Result};
 
 /// Index of a peer process in [`Net`].
@@ -35,6 +36,15 @@ pub(crate) struct Peer {
     wants_room: bool,
     /// Bytes are buffered in this process that the peer has not been sent yet.
     unsent: bool,
+    /// For how long its host has not answered, when that was last looked at.
+    pub(crate) silent_for: Option<Duration>,
+}
+
+/// How much of what this process sent to a peer its calls rely on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Mark {
+    peer: PeerId,
+    position: u64,
 }
 
 /// A frame that lies in a link, without the borrow.
@@ -74,6 +84,8 @@ pub(crate) struct Net {
     room_wanted: bool,
     /// Peers that have gone so far.
     departures: u64,
+    /// As `departures`, when absentees were last looked for.
+    departures_seen: u64,
 }
 
 impl Net {
@@ -97,6 +109,7 @@ impl Net {
             gone: None,
             wants_room: false,
             unsent: false,
+            silent_for: None,
         });
         Ok(id)
     }
@@ -260,6 +273,31 @@ impl Net {
         self.peers.iter().any(|peer| peer.unsent)
     }
 
+    /// What was sent to a peer until now.
+    pub(crate) fn mark(&self, peer: PeerId) -> Mark {
+        Mark { peer, position: self.peer(peer).link.as_ref().map_or(0, |link| link.position()) }
+    }
+
+    /// Whether the peer's host has what was sent until then, or never will.
+    pub(crate) fn is_delivered(&mut self, mark: &Mark) -> bool {
+        self.link(mark.peer).is_none_or(|link| link.is_delivered(mark.position))
+    }
+
+    /// Whether any peer's host has yet to acknowledge something.
+    pub(crate) fn awaits_answers(&self) -> bool {
+        self.peers.iter().filter_map(|peer| peer.link.as_ref()).any(|link| link.awaits_answer())
+    }
+
+    /// For how long the peer's host has not answered, if it should have.
+    pub(crate) fn look_for_answers(&mut self, id: PeerId) -> Option<Duration> {
+        let silent_for = match self.link(id).map(Link::answers) {
+            Some(Answers::Overdue(since)) => Some(since),
+            Some(Answers::Complete | Answers::Awaited) | None => None,
+        };
+        self.peer_mut(id).silent_for = silent_for;
+        silent_for
+    }
+
     /// Looks whether the peer is still there; the error says how it went.
     pub(crate) fn check(&mut self, id: PeerId) -> Result<()> {
         match self.link(id) {
@@ -268,7 +306,7 @@ impl Net {
         }
     }
 
-    /// Records that a peer has gone and drops its link.
+    /// Records that a peer has gone and drops its link. Calls that need it are failed by who looks for departures.
     pub(crate) fn mark_gone(&mut self, id: PeerId, error: Error) {
         let peer = self.peer_mut(id);
         let is_new = peer.gone.is_none();
@@ -291,6 +329,11 @@ impl Net {
     /// How many peers have gone so far.
     pub(crate) fn departures(&self) -> u64 {
         self.departures
+    }
+
+    /// Whether a peer has gone since this was last asked.
+    pub(crate) fn take_departures(&mut self) -> bool {
+        std::mem::replace(&mut self.departures_seen, self.departures) != self.departures
     }
 
     /// Publishes "parked" on all links. `true`: something came up meanwhile.
@@ -361,6 +404,10 @@ impl Net {
         for link in self.peers.iter_mut().filter_map(|peer| peer.link.as_mut()) {
             let _ = link.flush();
             link.close();
+            // A socket that ends with unread bytes resets the connection, which takes back what is under way.
+            while let Ok(Some(_)) = link.peek() {
+                link.release();
+            }
         }
     }
 }

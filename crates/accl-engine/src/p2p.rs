@@ -494,7 +494,7 @@ impl P2p {
     }
 
     /// The messages in flight, one after the other.
-    fn messages(&self) -> impl Iterator<Item = &Message> {
+    pub(crate) fn messages(&self) -> impl Iterator<Item = &Message> {
         let of_peers = self.peers.iter().flat_map(|peer| {
             let sending = peer.unbegun.iter().chain(peer.begun.values()).map(|sending| &sending.message);
             sending.chain(peer.receiving.values().map(|receiving| &receiving.message))

@@ -4,6 +4,7 @@
 //! `group`, frames are taken off links in `core`. Read [`GroupState`] first.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,7 +19,7 @@ use crate::encoding::Codecs;
 use crate::history::History;
 use crate::local::Local;
 use crate::members::Members;
-use crate::net::{Gone, Net};
+use crate::net::{Gone, Mark, Net, PeerId};
 use crate::p2p::{FromAny, Message, P2p};
 use crate::plan::Plans;
 use crate::run::{INQUIRY, Run, RunEnv};
@@ -78,6 +79,8 @@ pub(crate) struct GroupState {
     pub(crate) code_rooms: Rooms,
     /// A call has raised the cause, so that destroy need not.
     cause_was_raised: bool,
+    /// Some rank has left or is lost.
+    has_absentees: bool,
 }
 
 /// How far a call got on the short way.
@@ -150,6 +153,7 @@ impl GroupState {
             scratch: Storage::default(),
             code_rooms: Rooms::default(),
             cause_was_raised: false,
+            has_absentees: false,
         }
     }
 
@@ -173,6 +177,14 @@ impl GroupState {
         runs.chain(self.p2p.next_deadline()).chain(self.begin_by()).min()
     }
 
+    /// The shortest time that a call in flight was given, if a peer is in this group.
+    pub(crate) fn least_allowance(&self, peer: PeerId) -> Option<Duration> {
+        self.members.rank_of(peer)?;
+        let runs = self.runs.values().map(|run| (&run.call, run.deadline));
+        let calls = runs.chain(self.p2p.messages().map(|message| (&message.call, message.deadline)));
+        calls.filter_map(|(call, deadline)| Some(deadline?.saturating_duration_since(call.started))).min()
+    }
+
     /// When calls that have not begun do so at the latest.
     pub(crate) fn begin_by(&self) -> Option<Instant> {
         self.withholds.then(|| self.moved_at + STANDSTILL)
@@ -186,6 +198,15 @@ impl GroupState {
         self.next_seq += count;
         self.reserved.extend(first..self.next_seq);
         first
+    }
+
+    /// See [`crate::Group::abandon_seqs`].
+    pub(crate) fn abandon_seqs(&mut self, seqs: Range<u64>, why: &Error, hands: &mut Hands<'_>) {
+        let unused: Vec<u64> = self.reserved.range(seqs).copied().collect();
+        let Some(first) = unused.first() else { return };
+        let error = Error::new(why.kind, format!("call {first} could not be made on this rank: {}", why.message));
+        self.reserved.retain(|seq| !unused.contains(seq));
+        self.fail(self.placed(error), hands, Tell::Peers);
     }
 
     /// The number of a collective that is being made.
@@ -514,6 +535,19 @@ impl GroupState {
         }
     }
 
+    /// Looks which ranks are there.
+    pub(crate) fn note_absentees(&mut self, net: &Net) {
+        let is_absent = |rank: Rank| self.members.has_left(rank) || net.peer(self.members.peer(rank)).gone.is_some();
+        self.has_absentees = self.members.ranks().any(is_absent);
+    }
+
+    /// As [`GroupState::check`], for a call that has just been made: who went before is in nobody's news.
+    pub(crate) fn check_absentees(&mut self, hands: &mut Hands<'_>) {
+        if self.has_absentees {
+            self.check(hands);
+        }
+    }
+
     /// Fails private messages whose peer has gone: whoever made them goes on without.
     fn check_private(&mut self, hands: &mut Hands<'_>) {
         let gone = |rank: Rank| self.members.has_left(rank) || hands.net.peer(self.members.peer(rank)).gone.is_some();
@@ -553,6 +587,9 @@ impl GroupState {
         for (index, &rank) in awaited.iter().filter(|&&rank| rank != self.rank).take(8).enumerate() {
             text.push_str(if index == 0 { " ; missing: " } else { ", " });
             text.push_str(&self.members.describe(rank, net));
+            if let Some(silence) = net.peer(self.members.peer(rank)).silent_for {
+                text.push_str(&format!(" whose host has not answered for {} ms", silence.as_millis()));
+            }
             if !call.collective.is_point_to_point() {
                 match self.members.last_seq(rank) {
                     Some(seq) if seq >= call.seq => text.push_str(" which is in this call"),
@@ -644,6 +681,11 @@ impl GroupState {
             error = error.of(collective);
         }
         Some(error)
+    }
+
+    /// What was sent to the other ranks until now.
+    pub(crate) fn marks(&self, net: &Net) -> Vec<Mark> {
+        self.members.ranks().map(|rank| net.mark(self.members.peer(rank))).collect()
     }
 
     /// Says goodbye to all ranks; what is still in flight fails.

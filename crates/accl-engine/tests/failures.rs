@@ -502,3 +502,143 @@ fn what_a_finished_call_left_behind_is_sent() {
         last.iter().for_each(|send| finish(send).unwrap());
     });
 }
+
+/// Whoever polls may be the first to see that a peer has gone, and takes the news from the one who sleeps.
+#[test]
+fn a_polled_call_fails_with_its_peer_at_once() {
+    let (world, rig) = World::rigged(options(2, Fabric::Loopback(16)).timeout(Duration::from_secs(60)));
+    let groups = world.run("g", |member| member);
+    let mut got = [0_u8; 4];
+    let call = groups[0].post_recv(&mut got, Some(1), 0).unwrap();
+    let patience = Instant::now() + Duration::from_secs(10);
+    while !rig.is_parked() {
+        assert!(Instant::now() < patience, "the background thread does not sleep");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    rig.lose();
+    assert!(call.test(), "the pass that found the peer gone left the call running");
+    let error = call.error().unwrap();
+    assert_eq!(error.kind, ErrorKind::PeerLost, "{error}");
+    assert!(error.to_string().contains("rank 1"), "{error}");
+}
+
+/// As above, with a call that is made when its peer has gone already, while somebody sleeps for another call.
+#[test]
+fn a_call_made_after_its_peer_went_fails_at_once() {
+    let world = World::new(options(3, Fabric::Tcp).timeout(Duration::from_secs(60)));
+    let groups = world.run("g", |member| member);
+    let pair = world.run_ranks("pair", &[0, 1], |member| member);
+    let mut got = [0_u8; 4];
+    let waiting = pair[0].post_recv(&mut got, Some(1), 0).unwrap();
+    world.engines[2].shutdown();
+    let patience = Instant::now() + Duration::from_secs(10);
+    while !groups[0].group.describe().contains("no link") {
+        assert!(Instant::now() < patience, "nobody sees that rank 2 has gone");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let began = Instant::now();
+    let call = groups[0].post_recv::<u8>(&mut [], Some(2), 0).unwrap();
+    while !call.is_done() {
+        assert!(began.elapsed() < Duration::from_secs(5), "the call to a rank that has gone runs on");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(call.error().unwrap().kind, ErrorKind::PeerLost);
+    finish(&pair[1].post_send(&[1_u8; 4], 0, 0).unwrap()).unwrap();
+    finish(&waiting).unwrap();
+}
+
+/// A waiter whose hook waits for the interpreter's lock cannot drive, and others must not rely on it.
+#[test]
+fn calls_end_although_another_waiters_hook_takes_its_time() {
+    let world = World::new(options(2, Fabric::Shm));
+    let groups = world.run("g", |member| member);
+    let (me, other) = (&groups[0], &groups[1]);
+    let began = Instant::now();
+    let (asleep, is_asleep) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let wait_for = |tag: u32| {
+            scope.spawn(move || {
+                let mut got = [0_u8; 1];
+                finish(&me.post_recv(&mut got, Some(1), tag).unwrap()).unwrap();
+                assert_eq!(got, [tag as u8]);
+                began.elapsed()
+            })
+        };
+        let first = wait_for(1);
+        // The first drives by now, and the one with the hook is the oldest that sleeps.
+        std::thread::sleep(Duration::from_millis(50));
+        let third = scope.spawn(move || {
+            let call = me.post_recv(&mut [0_u8; 1], Some(1), 3).unwrap();
+            let mut asked = 0;
+            let waited = call.wait(Some(Duration::from_secs(20)), &mut || {
+                asked += 1;
+                match asked {
+                    1 => asleep.send(()).unwrap(),
+                    2 => std::thread::sleep(Duration::from_secs(2)),
+                    _ => {}
+                }
+                false
+            });
+            assert_eq!(waited, Waited::Done);
+        });
+        is_asleep.recv_timeout(Duration::from_secs(10)).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+        let second = wait_for(2);
+        for (tag, at) in [(1, 200), (2, 400)] {
+            std::thread::sleep(Duration::from_millis(at).saturating_sub(began.elapsed()));
+            finish(&other.post_send(&[tag as u8], 0, tag).unwrap()).unwrap();
+        }
+        for (tag, thread) in [(1, first), (2, second)] {
+            let took = thread.join().unwrap();
+            assert!(took < Duration::from_millis(900), "receive {tag} was done after {took:?}");
+        }
+        finish(&other.post_send(&[3_u8], 0, 3).unwrap()).unwrap();
+        third.join().unwrap();
+    });
+}
+
+/// A rank that has taken numbers for calls and cannot make them keeps nobody waiting.
+#[test]
+fn numbers_that_are_given_up_fail_the_group_on_all_ranks() {
+    for &fabric in FABRICS {
+        let taken = std::sync::Barrier::new(3);
+        let errors = World::new(options(3, fabric)).run("g", |member| {
+            let first = member.group.reserve_seqs(3).unwrap();
+            taken.wait();
+            let began = Instant::now();
+            if member.rank == 1 {
+                member.group.abandon_seqs(first..first + 3, &Error::exhausted("no memory for the test"));
+                return error_of(member.barrier());
+            }
+            let mut data = [1.0_f32; 4];
+            let mut desc = member.all_reduce_desc(&mut data, ReduceOp::Sum, accl_engine::Mode::Async);
+            desc.seq = Some(first);
+            let error = error_of(member.group.submit(desc).and_then(|call| finish(&call)));
+            assert!(began.elapsed() < Duration::from_secs(10), "{fabric:?}: told after {:?}", began.elapsed());
+            error
+        });
+        for (rank, error) in errors.iter().enumerate() {
+            let text = error.to_string();
+            assert!(
+                text.contains("no memory for the test") && (rank == 1 || text.contains("rank 1")),
+                "{fabric:?}: {text}"
+            );
+            assert!(matches!(error.kind, ErrorKind::Exhausted | ErrorKind::Aborted), "{fabric:?}: {text}");
+        }
+    }
+}
+
+/// Numbers of calls that were made are not given up by whoever gives up the rest.
+#[test]
+fn numbers_of_calls_that_were_made_are_not_given_up() {
+    World::new(options(2, Fabric::Shm)).run("g", |member| {
+        let first = member.group.reserve_seqs(1).unwrap();
+        let mut data = [1.0_f32; 4];
+        let mut desc = member.all_reduce_desc(&mut data, ReduceOp::Sum, accl_engine::Mode::Async);
+        desc.seq = Some(first);
+        let call = member.group.submit(desc).unwrap();
+        finish(&call).unwrap();
+        member.group.abandon_seqs(first..first + 1, &Error::exhausted("after the call"));
+        member.barrier().unwrap();
+    });
+}

@@ -1,112 +1,140 @@
 //! A panic inside the engine is an internal error on every rank, and nobody waits for what it left undone.
 
-use std::os::fd::BorrowedFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use accl_engine::Mode;
-use accl_testkit::{Member, World, WorldOptions, finish};
-use accl_transport::loopback::{Capacity, LoopbackLink, pair};
-use accl_transport::{Frame, Link, Place};
-use accl_types::{ErrorKind, ReduceOp, Result};
+use accl_engine::{Call, Mode};
+use accl_testkit::{EXPLODES, Member, Rig, Step, World, WorldOptions, finish};
+use accl_types::{Error, ErrorKind, ReduceOp, Result};
 
-/// A link that panics once when it is told to.
-struct Explosive {
-    link: LoopbackLink,
-    armed: Arc<AtomicBool>,
+/// Longer than anything here takes, and shorter than the deadline of a call.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// What every look at the links, and every sleep, does with a link.
+const STEPS: [Step; 4] = [Step::Peek, Step::CheckPeer, Step::PreparePark, Step::Unpark];
+
+fn options(timeout: Duration) -> WorldOptions {
+    WorldOptions::new(2).timeout(timeout)
 }
 
-// SAFETY: the link inside keeps the promise.
-unsafe impl Link for Explosive {
-    fn max_payload_bytes(&self) -> usize {
-        self.link.max_payload_bytes()
+/// Waits for the end of a call without making any progress.
+fn watch(call: &Call) -> Result<()> {
+    let began = Instant::now();
+    while !call.is_done() {
+        if began.elapsed() > PATIENCE {
+            return Err(Error::timeout("nobody ended the call"));
+        }
+        std::thread::sleep(Duration::from_millis(1));
     }
-    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
-        self.link.try_reserve(payload_bytes)
-    }
-    fn commit(&mut self) {
-        self.link.commit();
-    }
-    fn peek(&mut self) -> Result<Option<Frame<'_>>> {
-        assert!(!self.armed.swap(false, Ordering::SeqCst), "the test's link explodes");
-        self.link.peek()
-    }
-    fn release(&mut self) {
-        self.link.release();
-    }
-    fn flush(&mut self) -> Result<bool> {
-        self.link.flush()
-    }
-    fn prepare_park(&mut self, wants_room: bool) -> bool {
-        self.link.prepare_park(wants_room)
-    }
-    fn unpark(&mut self) {
-        self.link.unpark();
-    }
-    fn fds(&self) -> Vec<BorrowedFd<'_>> {
-        self.link.fds()
-    }
-    fn check_peer(&mut self) -> Result<()> {
-        self.link.check_peer()
-    }
-    fn close(&mut self) {
-        self.link.close();
-    }
-    fn transport(&self) -> &'static str {
-        self.link.transport()
-    }
-    fn describe(&self) -> String {
-        self.link.describe()
-    }
+    call.error().map_or(Ok(()), Err)
 }
 
-fn explode(call: impl Fn(&Member) -> Result<()> + Sync) {
-    let world = World::new(WorldOptions { adopt: false, ..WorldOptions::new(2).timeout(Duration::from_secs(5)) });
-    let (a, b) = (&world.engines[0], &world.engines[1]);
-    let (left, right) = pair(65536 + 256, Capacity::Frames(16), a.waker().unwrap(), b.waker().unwrap());
-    let armed = Arc::new(AtomicBool::new(false));
+fn expect_explosion(error: &Error, step: Step) {
+    assert_eq!(error.kind, ErrorKind::Internal, "{step:?}: {error}");
+    assert!(error.to_string().contains(EXPLODES), "{step:?}: {error}");
+}
+
+fn explode(step: Step, call: impl Fn(&Member) -> Result<()> + Sync) {
+    let (world, rig) = World::rigged(options(Duration::from_secs(30)));
     let started = AtomicBool::new(false);
-    a.adopt_link(b.card().unwrap(), Box::new(Explosive { link: left, armed: armed.clone() })).unwrap();
-    b.adopt_link(a.card().unwrap(), Box::new(right)).unwrap();
     let errors = world.run("g", |member| {
         member.barrier().unwrap();
-        // Rank 0's next look at its link explodes, and what it needs of rank 1 comes after.
+        // Rank 0's next step of this kind explodes, and what it needs of rank 1 comes after.
         if member.rank == 0 {
-            armed.store(true, Ordering::SeqCst);
+            rig.explode_at(step);
             started.store(true, Ordering::SeqCst);
-        } else {
-            while !started.load(Ordering::SeqCst) {
-                std::thread::yield_now();
-            }
+            return call(&member);
         }
+        while !started.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
+        // Steps on the way to a sleep come only when there is something to wait for.
+        std::thread::sleep(Duration::from_millis(100));
         call(&member)
     });
-    let error = errors[0].as_ref().expect_err("the call must fail where the link explodes");
-    assert_eq!(error.kind, ErrorKind::Internal, "{error}");
-    assert!(error.to_string().contains("the test's link explodes"), "{error}");
+    expect_explosion(errors[0].as_ref().expect_err("the call must fail where the link explodes"), step);
     // The other rank may have had all it needed before; otherwise it must not wait for ever. One that comes late is refused,
     // and told why.
     if let Err(error) = &errors[1] {
-        let is_late = error.kind == ErrorKind::Aborted && error.to_string().contains("the test's link explodes");
+        let is_late = error.kind == ErrorKind::Aborted && error.to_string().contains(EXPLODES);
         let kinds = [ErrorKind::Internal, ErrorKind::Timeout, ErrorKind::PeerLost];
-        assert!(is_late || kinds.contains(&error.kind), "{:?}: {error}", error.kind);
+        assert!(is_late || kinds.contains(&error.kind), "{step:?}, {:?}: {error}", error.kind);
     }
 }
 
 #[test]
 fn a_panic_under_a_waiter_is_an_internal_error() {
-    explode(|member| member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Sum));
+    for step in STEPS {
+        explode(step, |member| member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Sum));
+    }
 }
 
 #[test]
 fn a_panic_under_the_background_thread_is_an_internal_error() {
-    explode(|member| {
+    for step in STEPS {
+        explode(step, |member| {
+            let mut data = [1.0_f32; 4];
+            let call = member.group.submit(member.all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Async))?;
+            let ended = watch(&call);
+            // The call writes into `data` until it ends.
+            finish(&call).and(ended)
+        });
+    }
+}
+
+/// A call of rank 0 that rank 1 never makes, left to the background thread: its deadline ends it.
+fn expect_deadlines(world: &World, step: Step) {
+    let groups = world.run("later", |member| member);
+    let mut data = [1.0_f32; 4];
+    let desc = groups[0].all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Async);
+    let call = groups[0].group.submit(desc).unwrap();
+    let error = watch(&call).unwrap_err();
+    assert!(
+        call.is_done() && error.message.contains("all_reduce"),
+        "{step:?}: deadlines are looked at no more: {error}"
+    );
+    assert_eq!(error.kind, ErrorKind::Timeout, "{step:?}: {error}");
+}
+
+#[test]
+fn deadlines_are_looked_at_after_a_panic_under_the_background_thread() {
+    for step in STEPS {
+        let (world, rig) = World::rigged(options(Duration::from_millis(300)));
+        let groups = world.run("g", |member| member);
+        rig.explode_at(step);
         let mut data = [1.0_f32; 4];
-        let call = member.group.submit(member.all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Async))?;
-        while !call.is_done() {
-            std::thread::yield_now();
-        }
-        finish(&call)
-    });
+        let desc = groups[0].all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Async);
+        let call = groups[0].group.submit(desc).unwrap();
+        expect_explosion(&watch(&call).unwrap_err(), step);
+        expect_deadlines(&world, step);
+    }
+}
+
+/// Telling the peers of the panic panics as well.
+#[test]
+fn a_link_that_always_panics_ends_its_calls_and_not_the_background_thread() {
+    for step in [Step::Peek, Step::Reserve, Step::PreparePark] {
+        let (world, rig) = World::rigged(options(Duration::from_secs(30)));
+        let groups = world.run("g", |member| member);
+        let mut never = [0_u8; 4];
+        let call = groups[0].post_recv(&mut never, Some(1), 0).unwrap();
+        await_parked(&rig);
+        rig.explode_always_at(step);
+        // A barrier of the other rank wakes the background thread; the answer needs a place in the link.
+        let other = groups[1].post_recv(&mut [0_u8; 4], Some(0), 1).unwrap();
+        let send = groups[1].post_send(&[7_u8; 8], 0, 0).unwrap();
+        let error = watch(&call).unwrap_err();
+        assert!(call.is_done(), "{step:?}: {error}");
+        let kinds = [ErrorKind::Internal, ErrorKind::Mismatch];
+        assert!(kinds.contains(&error.kind), "{step:?}: {error}");
+        groups[1].group.abort("the test is over");
+        drop((other, send));
+    }
+}
+
+fn await_parked(rig: &Rig) {
+    let began = Instant::now();
+    while !rig.is_parked() {
+        assert!(began.elapsed() < PATIENCE, "the background thread does not sleep");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }

@@ -153,6 +153,15 @@ bridged! {
         Ok(Numbered::of(group.group()?.reserve_seqs(count)? as i64))
     }
 
+    /// Gives up reserved numbers, as far as they were not used, because of an error.
+    fn group_abandon(group: &Group, first: i64, count: u64, why: &Status) -> Status {
+        let first = u64::try_from(first).map_err(|_| Error::internal("a number that was not reserved was given up"))?;
+        if let Some(error) = why.to_error() {
+            group.group()?.abandon_seqs(first..first + count, &error);
+        }
+        Ok(Status::ok())
+    }
+
     /// The number that the next call will have.
     fn group_next_seq(group: &Group) -> Numbered {
         Ok(Numbered::of(group.group()?.next_seq() as i64))
@@ -177,9 +186,12 @@ bridged! {
         Ok(Status::ok())
     }
 
-    /// Leaves the group. Fails only to tell of a disagreement that no call could tell: who leaves needs no group.
-    fn group_shutdown(group: &Group) -> Status {
-        match group.group()?.shutdown() {
+    /// Leaves the group, and waits if asked until the other ranks have what calls that are done have sent. Python's signal
+    /// handlers run meanwhile. Fails only to tell of a disagreement that no call could tell: who leaves needs no group.
+    fn group_shutdown(group: &Group, wait: bool) -> Status {
+        let group = group.group()?;
+        let left = if wait { group.shutdown_unless(&mut ffi::python_interrupted) } else { group.leave() };
+        match left {
             Err(error) if error.kind == ErrorKind::Mismatch => Err(error),
             Ok(()) | Err(_) => Ok(Status::ok()),
         }

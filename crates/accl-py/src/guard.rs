@@ -25,6 +25,7 @@ pub(crate) const BRIDGED: &[&str] = &[
     "group_submit",
     "group_spawn",
     "group_reserve",
+    "group_abandon",
     "group_next_seq",
     "group_monitored_barrier",
     "group_abort",

@@ -48,11 +48,14 @@ impl Runtime {
         unsafe { Bound::from_owned_ptr_or_err(store.py(), address as *mut pyo3::ffi::PyObject) }
     }
 
-    /// Says goodbye to all peers and stops the threads. Bounded; silent; any number of times.
-    fn shutdown(&self, py: Python<'_>) {
+    /// Says goodbye to all peers, waits until they have what was sent to them, and stops the threads. Bounded; any number of
+    /// times.
+    fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
         if let Some(engine) = self.inner.engine() {
-            py.detach(|| engine.shutdown());
+            py.detach(|| engine.shutdown_unless(&mut ffi::python_interrupted));
         }
+        // A signal handler that raised ends the wait and not the shutdown.
+        PyErr::take(py).map_or(Ok(()), Err)
     }
 }
 

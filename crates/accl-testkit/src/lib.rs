@@ -1,15 +1,17 @@
 //! A whole world in one process, with the code that runs in production: one engine per rank, threads as ranks.
 //!
-//! Owns the store in a directory, the worlds over loopback, shared memory and tcp, and short forms of the
-//! calls. For tests and benches only. Read [`World`] first.
+//! Owns the store in a directory, the worlds over loopback, shared memory and tcp, links that fail when a test wants it,
+//! and short forms of the calls. For tests and benches only. Read [`World`] first.
 
 pub mod calls;
 mod dir_store;
+mod rigged;
 mod world;
 
 pub use accl_engine::MemoryStore;
 pub use calls::{Element, Member, finish, finish_ran};
 pub use dir_store::DirStore;
+pub use rigged::{EXPLODES, Rig, Rigged, Step};
 pub use world::{Fabric, World, WorldOptions};
 
 /// A small generator of reproducible numbers (xorshift64*); the seed belongs into failure messages.

@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use accl_engine::{Engine, Group, GroupSpec};
 use accl_transport::frame::OVERHEAD_BYTES;
-use accl_transport::loopback::{self, Capacity};
+use accl_transport::loopback::{self, Capacity, LoopbackLink};
 use accl_types::Rank;
 use accl_types::config::{Calibration, Config};
 
-use crate::{Member, MemoryStore};
+use crate::{Member, MemoryStore, Rig, Rigged};
 
 /// What connects the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,15 +121,34 @@ impl World {
     }
 
     fn connect_loopback(&self, frames: usize) {
-        let frame_bytes = self.options.config.segment_bytes as usize + OVERHEAD_BYTES;
         for (index, a) in self.engines.iter().enumerate() {
             for b in &self.engines[index + 1..] {
-                let wakers = (a.waker().unwrap_or_else(give_up), b.waker().unwrap_or_else(give_up));
-                let (left, right) = loopback::pair(frame_bytes, Capacity::Frames(frames), wakers.0, wakers.1);
+                let (left, right) = self.loopback_pair(a, b, frames);
                 a.adopt_link(b.card().unwrap_or_else(give_up), Box::new(left)).unwrap_or_else(give_up);
                 b.adopt_link(a.card().unwrap_or_else(give_up), Box::new(right)).unwrap_or_else(give_up);
             }
         }
+    }
+
+    /// Two ranks, and a hand on the first one's end of the link between them.
+    ///
+    /// # Panics
+    /// As [`World::new`].
+    pub fn rigged(options: WorldOptions) -> (Self, Arc<Rig>) {
+        let world = Self::new(WorldOptions { adopt: false, ..options });
+        let rig = Arc::new(Rig::default());
+        let (a, b) = (&world.engines[0], &world.engines[1]);
+        let (left, right) = world.loopback_pair(a, b, 16);
+        let left = Rigged::new(left, rig.clone());
+        a.adopt_link(b.card().unwrap_or_else(give_up), Box::new(left)).unwrap_or_else(give_up);
+        b.adopt_link(a.card().unwrap_or_else(give_up), Box::new(right)).unwrap_or_else(give_up);
+        (world, rig)
+    }
+
+    fn loopback_pair(&self, a: &Engine, b: &Engine, frames: usize) -> (LoopbackLink, LoopbackLink) {
+        let frame_bytes = self.options.config.segment_bytes as usize + OVERHEAD_BYTES;
+        let wakers = (a.waker().unwrap_or_else(give_up), b.waker().unwrap_or_else(give_up));
+        loopback::pair(frame_bytes, Capacity::Frames(frames), wakers.0, wakers.1)
     }
 
     /// Makes a group over all ranks and runs `body` on a thread per rank; returns the results in rank order.

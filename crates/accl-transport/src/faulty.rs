@@ -4,7 +4,7 @@ use std::os::fd::BorrowedFd;
 
 use accl_types::{Error, Result};
 
-use crate::{Frame, Link, Place};
+use crate::{Answers, Frame, Link, Place};
 
 /// What goes wrong.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -190,6 +190,22 @@ unsafe impl<L: Link> Link for Faulty<L> {
         if let Some(link) = &mut self.link {
             link.close();
         }
+    }
+
+    fn position(&self) -> u64 {
+        self.link.as_ref().map_or(0, Link::position)
+    }
+
+    fn is_delivered(&mut self, position: u64) -> bool {
+        self.link.as_mut().is_none_or(|link| link.is_delivered(position))
+    }
+
+    fn awaits_answer(&self) -> bool {
+        self.link.as_ref().is_some_and(Link::awaits_answer)
+    }
+
+    fn answers(&mut self) -> Answers {
+        self.link.as_mut().map_or(Answers::Complete, Link::answers)
     }
 
     fn transport(&self) -> &'static str {

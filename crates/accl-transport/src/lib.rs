@@ -26,7 +26,7 @@ pub use card::Card;
 pub use endpoint::{ConnectError, Endpoint, Missing};
 pub use faulty::{Faults, Faulty};
 pub use fork::{fork_generation, forked};
-pub use link::{Frame, HEAD_BYTES, Link, Place};
+pub use link::{Answers, Frame, HEAD_BYTES, Link, Place};
 pub use poller::{Poller, Waker};
 pub use settings::Settings;
 pub use traced::{Trace, Traced};

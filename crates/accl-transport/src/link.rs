@@ -1,6 +1,7 @@
 //! The interface between the engine and every transport. Owns no implementation. Read [`Link`] first.
 
 use std::os::fd::BorrowedFd;
+use std::time::Duration;
 
 use accl_types::Result;
 
@@ -40,6 +41,17 @@ pub struct Place<'a> {
     pub head: &'a mut [u8; HEAD_BYTES],
     /// As in [`Frame`].
     pub payload: &'a mut [u8],
+}
+
+/// What the peer's host has said to what it was sent. A process that is stopped has a host that answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answers {
+    /// It has everything.
+    Complete,
+    /// Something is under way.
+    Awaited,
+    /// Something was repeated several times, and nothing has come from the host for so long.
+    Overdue(Duration),
 }
 
 /// The first-in-first-out path between two processes, shared by all groups. Carries opaque frames both ways.
@@ -119,6 +131,28 @@ pub unsafe trait Link: Send {
 
     /// Says that nothing more will be sent: flushes, then half-closes. What the peer sent can still be read.
     fn close(&mut self);
+
+    /// How many bytes were committed so far, for [`Link::is_delivered`].
+    fn position(&self) -> u64 {
+        0
+    }
+
+    /// Whether the peer's host has everything up to this position, so that it survives the end of this process; also when
+    /// the link is broken and nothing more can arrive.
+    fn is_delivered(&mut self, position: u64) -> bool {
+        let _ = position;
+        true
+    }
+
+    /// Whether a look at [`Link::answers`] may find more than [`Answers::Complete`]. Costs nothing.
+    fn awaits_answer(&self) -> bool {
+        false
+    }
+
+    /// Asks what the peer's host has answered. A host that has vanished is found here long before the system gives up.
+    fn answers(&mut self) -> Answers {
+        Answers::Complete
+    }
 
     /// As [`Link::commit`], but the peer is woken by the next [`Link::wake_peer`] only: several steps need one look at
     /// whether it sleeps.
@@ -202,6 +236,22 @@ unsafe impl Link for Box<dyn Link> {
 
     fn close(&mut self) {
         (**self).close();
+    }
+
+    fn position(&self) -> u64 {
+        (**self).position()
+    }
+
+    fn is_delivered(&mut self, position: u64) -> bool {
+        (**self).is_delivered(position)
+    }
+
+    fn awaits_answer(&self) -> bool {
+        (**self).awaits_answer()
+    }
+
+    fn answers(&mut self) -> Answers {
+        (**self).answers()
     }
 
     fn commit_quietly(&mut self) {

@@ -1,10 +1,12 @@
 //! Frames over one TCP connection: a word with the payload's length before each, padded to 8 bytes.
 //!
-//! Owns the buffers of both directions and the half-close; connecting is done in `endpoint`. The kernel wakes a parked
+//! Owns the buffers of both directions, the half-close, and what the peer's host has acknowledged; connecting is done in
+//! `endpoint`. The kernel wakes a parked
 //! side by itself, so there are no flags: parking only makes sure that no edge can have been missed, which is so
 //! once a read and a write have been refused.
 
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::time::Duration;
 
 use accl_types::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -12,7 +14,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown};
 
 use crate::fork::Fd;
-use crate::{Frame, HEAD_BYTES, Link, Place};
+use crate::{Answers, Frame, HEAD_BYTES, Link, Place};
 
 /// What is collected before it must go out, besides one frame.
 const BUFFER_BYTES: usize = 256 << 10;
@@ -24,6 +26,9 @@ const PAYLOAD_AT: usize = WORD + HEAD_BYTES;
 /// How long a dropped link tries to get rid of its last frames: so many times so long.
 const LINGER_STEPS: u32 = 10;
 const LINGER_STEP: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+
+/// How often the system has repeated something in vain before that counts as silence: one packet may be lost.
+const REPEATS: u8 = 3;
 
 /// Bytes of a frame on the wire.
 const fn record_bytes(payload_bytes: usize) -> usize {
@@ -118,6 +123,10 @@ pub(crate) struct TcpLink {
     /// Length of the shortest payload that found no room since the last park.
     refused_bytes: Option<usize>,
     closing: Closing,
+    /// Bytes of all frames that were committed.
+    committed: u64,
+    /// Something was handed to the system since the peer's host was last seen to have everything.
+    awaits_answer: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,6 +155,8 @@ impl TcpLink {
             told: false,
             refused_bytes: None,
             closing: Closing::Open,
+            committed: 0,
+            awaits_answer: false,
         }
     }
 
@@ -162,7 +173,10 @@ impl TcpLink {
         while self.out.len() > 0 && self.deaf.is_none() {
             let bytes = &self.out.bytes()[self.out.start..self.out.end];
             match rustix::net::send(&self.socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
-                Ok(sent) => self.out.start += sent,
+                Ok(sent) => {
+                    self.out.start += sent;
+                    self.awaits_answer = true;
+                }
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return,
                 Err(why) => {
@@ -234,6 +248,30 @@ impl TcpLink {
         self.out.len() <= BUFFER_BYTES && self.out.has_room(record_bytes(payload_bytes))
     }
 
+    /// Bytes that the system holds and the peer's host has not acknowledged.
+    fn unacknowledged(&self) -> u64 {
+        let mut bytes: libc::c_int = 0;
+        // SAFETY: the request stores one `int` where the pointer says, and the descriptor is ours.
+        let result = unsafe { libc::ioctl(self.socket.as_fd().as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+        let bytes = if result == 0 { u64::try_from(bytes).unwrap_or(0) } else { 0 };
+        // The end of the stream counts as a byte.
+        bytes.saturating_sub(u64::from(self.closing == Closing::Done))
+    }
+
+    /// How often the system has repeated what is under way, or asked for room, since the host last answered; and when it
+    /// last did.
+    fn repeats(&self) -> Option<(u8, Duration)> {
+        // SAFETY: the struct is plain integers, of which zero is a value.
+        let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
+        let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
+        let fd = self.socket.as_fd().as_raw_fd();
+        // SAFETY: the kernel stores at most `len` bytes into `info`, and any bytes are valid there.
+        let result =
+            unsafe { libc::getsockopt(fd, libc::IPPROTO_TCP, libc::TCP_INFO, (&raw mut info).cast(), &mut len) };
+        let repeats = info.tcpi_retransmits.max(info.tcpi_probes);
+        (result == 0).then(|| (repeats, Duration::from_millis(u64::from(info.tcpi_last_ack_recv))))
+    }
+
     fn report_end(&mut self) -> Result<()> {
         let Some(ended) = &self.ended else { return Ok(()) };
         self.told = true;
@@ -280,6 +318,7 @@ unsafe impl Link for TcpLink {
         let (from, to) = (self.out.end + PAYLOAD_AT + len, self.out.end + record_bytes(len));
         self.out.bytes_mut()[from..to].fill(0);
         self.out.end = to;
+        self.committed += record_bytes(len) as u64;
         if self.out.len() >= EAGER_BYTES && self.guard_fork().is_ok() {
             self.push();
         }
@@ -344,6 +383,37 @@ unsafe impl Link for TcpLink {
             self.reserved = None;
             self.closing = Closing::Wanted;
             self.push();
+        }
+    }
+
+    fn position(&self) -> u64 {
+        self.committed
+    }
+
+    fn is_delivered(&mut self, position: u64) -> bool {
+        if self.deaf.is_some() || self.guard_fork().is_err() {
+            return true;
+        }
+        self.push();
+        self.committed - self.out.len() as u64 >= position + self.unacknowledged()
+    }
+
+    fn awaits_answer(&self) -> bool {
+        self.awaits_answer
+    }
+
+    fn answers(&mut self) -> Answers {
+        if !self.awaits_answer || self.guard_fork().is_err() {
+            return Answers::Complete;
+        }
+        if self.unacknowledged() == 0 && self.out.len() == 0 {
+            self.awaits_answer = false;
+            return Answers::Complete;
+        }
+        match self.repeats() {
+            // A window that is closed is asked for again and again; a host that is there answers that.
+            Some((repeats, since)) if repeats >= REPEATS => Answers::Overdue(since),
+            Some(_) | None => Answers::Awaited,
         }
     }
 

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use accl_types::Result;
 
-use crate::{Frame, HEAD_BYTES, Link, Place};
+use crate::{Answers, Frame, HEAD_BYTES, Link, Place};
 
 /// Counters, readable from any thread while the link is used. Any number of links may share one.
 #[derive(Debug, Default)]
@@ -120,6 +120,22 @@ unsafe impl<L: Link> Link for Traced<L> {
 
     fn close(&mut self) {
         self.link.close();
+    }
+
+    fn position(&self) -> u64 {
+        self.link.position()
+    }
+
+    fn is_delivered(&mut self, position: u64) -> bool {
+        self.link.is_delivered(position)
+    }
+
+    fn awaits_answer(&self) -> bool {
+        self.link.awaits_answer()
+    }
+
+    fn answers(&mut self) -> Answers {
+        self.link.answers()
     }
 
     fn transport(&self) -> &'static str {

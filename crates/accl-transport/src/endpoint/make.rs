@@ -25,7 +25,8 @@ pub(super) fn shm_link(
     Box::new(ShmLink::new(Parts { region, side, socket, peer_event, peer_process, max_payload_bytes, peer }))
 }
 
-/// Keep-alive finds a host that vanished within half a minute.
+/// Keep-alive finds within half a minute that a host vanished while nothing was under way to it. Otherwise the system repeats
+/// what is under way for a quarter of an hour and sends no probes of keep-alive: see `Link::answers`.
 pub(super) fn tcp_link(socket: Fd, max_payload_bytes: usize, peer: &str) -> Box<dyn Link> {
     // These options make the link better but are not needed for it to work.
     let _ = sockopt::set_tcp_nodelay(&socket, true);

@@ -1,0 +1,171 @@
+//! A link that does at a moment of the test's choosing what links rarely do: it panics in one of its functions, or loses
+//! its peer without an event that would wake anybody.
+//!
+//! Owns no bytes: those are the loopback link's inside. Read [`Rig`] first.
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+
+use accl_transport::loopback::LoopbackLink;
+use accl_transport::{Answers, Frame, Link, Place};
+use accl_types::{Error, Result};
+
+/// What a rigged link says when it panics.
+pub const EXPLODES: &str = "the test's link explodes";
+
+/// A function of a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Step {
+    /// [`Link::try_reserve`]
+    Reserve = 1,
+    /// [`Link::peek`]
+    Peek,
+    /// [`Link::prepare_park`]
+    PreparePark,
+    /// [`Link::unpark`]
+    Unpark,
+    /// [`Link::check_peer`]
+    CheckPeer,
+}
+
+/// The test's hand on its link.
+#[derive(Debug, Default)]
+pub struct Rig {
+    trap: AtomicU8,
+    /// The trap springs again and again.
+    for_ever: AtomicBool,
+    lost: AtomicBool,
+    parked: AtomicBool,
+}
+
+impl Rig {
+    /// The next use of this function panics.
+    pub fn explode_at(&self, step: Step) {
+        self.trap.store(step as u8, Ordering::SeqCst);
+    }
+
+    /// Every use of this function panics from now on.
+    pub fn explode_always_at(&self, step: Step) {
+        self.for_ever.store(true, Ordering::SeqCst);
+        self.explode_at(step);
+    }
+
+    /// From now on the peer is gone for whoever looks. Nobody is woken.
+    pub fn lose(&self) {
+        self.lost.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether the engine sleeps, or is about to: it has announced that and not taken it back.
+    pub fn is_parked(&self) -> bool {
+        self.parked.load(Ordering::SeqCst)
+    }
+
+    fn step(&self, step: Step) {
+        let springs = match self.for_ever.load(Ordering::SeqCst) {
+            true => self.trap.load(Ordering::SeqCst) == step as u8,
+            false => self.trap.compare_exchange(step as u8, 0, Ordering::SeqCst, Ordering::SeqCst).is_ok(),
+        };
+        assert!(!springs, "{EXPLODES}");
+    }
+
+    fn look(&self) -> Result<()> {
+        if self.lost.load(Ordering::SeqCst) { Err(Error::peer_lost("lost on purpose")) } else { Ok(()) }
+    }
+}
+
+/// A loopback link with a [`Rig`].
+#[derive(Debug)]
+pub struct Rigged {
+    link: LoopbackLink,
+    rig: Arc<Rig>,
+}
+
+impl Rigged {
+    /// `link`, in the hand of `rig`.
+    pub fn new(link: LoopbackLink, rig: Arc<Rig>) -> Self {
+        Self { link, rig }
+    }
+}
+
+// SAFETY: the link inside keeps the promise.
+unsafe impl Link for Rigged {
+    fn max_payload_bytes(&self) -> usize {
+        self.link.max_payload_bytes()
+    }
+
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
+        self.rig.step(Step::Reserve);
+        self.link.try_reserve(payload_bytes)
+    }
+
+    fn commit(&mut self) {
+        self.link.commit();
+    }
+
+    fn peek(&mut self) -> Result<Option<Frame<'_>>> {
+        self.rig.step(Step::Peek);
+        self.rig.look()?;
+        self.link.peek()
+    }
+
+    fn release(&mut self) {
+        self.link.release();
+    }
+
+    fn flush(&mut self) -> Result<bool> {
+        self.link.flush()
+    }
+
+    fn prepare_park(&mut self, wants_room: bool) -> bool {
+        self.rig.step(Step::PreparePark);
+        let has_news = self.link.prepare_park(wants_room);
+        self.rig.parked.store(!has_news, Ordering::SeqCst);
+        has_news
+    }
+
+    fn unpark(&mut self) {
+        self.rig.step(Step::Unpark);
+        self.rig.parked.store(false, Ordering::SeqCst);
+        self.link.unpark();
+    }
+
+    fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        self.link.fds()
+    }
+
+    fn check_peer(&mut self) -> Result<()> {
+        self.rig.step(Step::CheckPeer);
+        self.rig.look()?;
+        self.link.check_peer()
+    }
+
+    fn close(&mut self) {
+        self.link.close();
+    }
+
+    fn position(&self) -> u64 {
+        self.link.position()
+    }
+
+    fn is_delivered(&mut self, position: u64) -> bool {
+        self.link.is_delivered(position)
+    }
+
+    fn awaits_answer(&self) -> bool {
+        self.link.awaits_answer()
+    }
+
+    fn answers(&mut self) -> Answers {
+        self.link.answers()
+    }
+
+    fn transport(&self) -> &'static str {
+        self.link.transport()
+    }
+
+    fn describe(&self) -> String {
+        self.link.describe()
+    }
+}
