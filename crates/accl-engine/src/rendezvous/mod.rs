@@ -185,13 +185,15 @@ impl<'a> Meeting<'a> {
         };
         let pace = Pace::new();
         let is_last = self.store.add(&ready(&self.place, &session), 1)? == i64::from(self.spec.world);
-        while !is_last {
-            match self.standing(&session)? {
+        let mut standing = if is_last { Standing::Over(Why::Complete) } else { self.standing(&session)? };
+        loop {
+            match standing {
                 Standing::Over(Why::Complete) => break,
                 Standing::Over(why) => return self.leave(why).map(|()| Outcome::Moved),
                 Standing::Open if Instant::now() >= self.deadline + GRACE => return Err(self.unconnected()),
                 Standing::Open => self.pause(&pace, look)?,
             }
+            standing = self.standing(&session)?;
         }
         self.concluded = true;
         self.clean_up(&session).unwrap_or_else(|why| tracing::debug!("keys stay in the store: {why}"));
