@@ -303,7 +303,11 @@ impl<'a> Meeting<'a> {
 
     /// One look at the notice, and what follows from it. The roster when it is there and has this rank.
     fn follow(&mut self) -> Result<Option<Vec<GroupCard>>> {
-        let notice = self.notice()?.filter(|notice| notice.phase != Phase::Over);
+        let notice = self.notice()?;
+        if notice.is_none() && self.session.is_some() {
+            return Err(self.made_without());
+        }
+        let notice = notice.filter(|notice| notice.phase != Phase::Over);
         if let Some(mine) = self.session.clone()
             && notice.as_ref().is_none_or(|notice| notice.session != mine)
         {
@@ -337,6 +341,9 @@ impl<'a> Meeting<'a> {
 
     fn read_roster(&mut self, session: &str) -> Result<Option<Vec<GroupCard>>> {
         let Some(text) = self.text(&roster(&self.place, session))? else {
+            if self.session.as_deref() == Some(session) {
+                return Err(self.made_without());
+            }
             // Everybody in it has gone on.
             self.leave_session(session);
             return Ok(None);
@@ -505,6 +512,15 @@ impl<'a> Meeting<'a> {
             "rank {} is taken by another process, {place}; give every process a rank of its own",
             self.spec.rank
         ))
+    }
+
+    /// The notice and the roster go with the group made only. It was made although this rank had answered: another process
+    /// with its rank confirmed after that.
+    fn made_without(&mut self) -> Error {
+        if let Some(session) = self.session.clone() {
+            self.leave_session(&session);
+        }
+        self.taken("which is in the group")
     }
 
     fn unconnected(&self) -> Error {
