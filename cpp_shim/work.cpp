@@ -371,7 +371,7 @@ void InFlight::await_settled(const Flight& flight, std::chrono::steady_clock::ti
 
 void InFlight::tell_hooks(const Flight& flight) noexcept {
   const auto report = bridge::ticket_report(*flight.ticket);
-  if (!is_ok(report.status)) return run_abort_hooks();
+  if (!is_ok(report.status)) return tell_of_failure(report.status.kind);
   if (report.value < -1) return;  // it failed alone
   CompletionHookArgs ended;
   ended.completionKey = flight.key;
@@ -397,6 +397,31 @@ void InFlight::run_abort_hooks() noexcept {
       }
     }
   });
+}
+
+struct AbortHooksRun final : bridge::Body {
+  explicit AbortHooksRun(std::shared_ptr<InFlight> home) : home(std::move(home)) {}
+
+  bridge::Status run() noexcept override {
+    home->run_abort_hooks();
+    home->telling_.store(false);
+    return {Kind::Ok, {}, -1, -1};
+  }
+
+  std::shared_ptr<InFlight> home;
+};
+
+void InFlight::tell_of_failure(Kind kind) noexcept {
+  // torch's flight recorder takes seconds to look up symbols: no more than a timeout has taken already, but far longer than
+  // it takes to see that a peer has died.
+  if (kind == Kind::Timeout) return run_abort_hooks();
+  if (telling_.exchange(true)) return;
+  try {
+    if (spawn_ && spawn_(std::make_unique<AbortHooksRun>(shared_from_this()))) return;
+  } catch (const std::exception& thrown) {
+    TORCH_WARN_ONCE("accl: abort hooks were not run: ", thrown.what());
+  }
+  telling_.store(false);
 }
 
 // --- ephemeral timeouts ---

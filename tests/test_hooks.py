@@ -92,6 +92,31 @@ def test_abort_hooks_leave_refused_arguments_expired_waits_and_the_end_alone(ran
 
 @needs("abort hooks")
 @on_ranks(2)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_abort_hook_that_takes_long_keeps_no_disagreement_waiting(rank, world, is_async):
+    # torch's flight recorder takes seconds where a lost peer is known in milliseconds.
+    group, _ = hooked(timedelta(seconds=20))
+    begun, go_on, over = threading.Event(), threading.Event(), threading.Event()
+
+    def slow():
+        begun.set()
+        go_on.wait(20)
+        over.set()
+
+    group.register_abort_hook(10, slow)
+    op = dist.ReduceOp.SUM if rank == 0 else dist.ReduceOp.MAX
+    with pytest.raises(RuntimeError, match="disagree"):
+        work = dist.all_reduce(torch.ones(3), op, group=group, async_op=is_async)
+        if is_async:
+            work.wait()
+    assert not over.is_set() and begun.wait(10)
+    go_on.set()
+    assert over.wait(10)
+    dist.barrier()
+
+
+@needs("abort hooks")
+@on_ranks(2)
 def test_an_abort_hook_that_raises_hides_no_error(rank, world):
     group, _ = hooked()
 
