@@ -100,8 +100,7 @@ int64_t AcclBackend::extended_ms(int64_t timeout_ms, uint64_t key) const {
 
 void AcclBackend::tell_of_failure() const noexcept {
   if (!in_flight_->abort_hooks().any()) return;
-  const auto error = bridge::group_first_error(*group_->group);
-  if (!is_ok(error)) in_flight_->tell_of_failure(error.kind);
+  if (bridge::group_first_error(*group_->group).kind == bridge::Kind::Timeout) in_flight_->run_abort_hooks();
 }
 
 void AcclBackend::begun(const c10::intrusive_ptr<AcclWork>& work, const bridge::Status& status, bool async_op) {
@@ -497,10 +496,6 @@ AcclBackend::AcclBackend(const bridge::Runtime* runtime, const AcclBackend* besi
     throw_python_error_if_set();
     throw_status(status);
   }
-  in_flight_->set_spawn([group = group_](std::unique_ptr<bridge::Body> body) {
-    auto ticket = bridge::new_ticket();
-    return is_ok(bridge::group_spawn(*group->group, std::move(body), *ticket));
-  });
   init();
 }
 
@@ -579,11 +574,6 @@ c10d::ErrorType AcclBackend::getError() {
 }
 
 void AcclBackend::abort() {
-  // Hooks write down what is still open: what has ended is told of first.
-  if (in_flight_->abort_hooks().any()) {
-    in_flight_->drain(std::numeric_limits<size_t>::max());
-    in_flight_->run_abort_hooks();
-  }
   throw_unless_ok(bridge::group_abort(*group_->group, "abort() was called"));
 }
 

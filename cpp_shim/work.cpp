@@ -286,7 +286,8 @@ void InFlight::settle(Flight& flight) noexcept {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     flight.closed = true;
-    if (flight.future) settlers_.push_back(::pthread_self());
+    // For hooks and callbacks of this call it is over.
+    settlers_.push_back(::pthread_self());
   }
   if (completion_hooks_.any() || abort_hooks_.any()) tell_hooks(flight);
   // Once closed, nobody changes the future; it is used where it lies, so that this thread holds no reference of its own.
@@ -297,6 +298,8 @@ void InFlight::settle(Flight& flight) noexcept {
     } catch (const std::exception& thrown) {
       TORCH_WARN_ONCE("accl: a callback of a future raised: ", thrown.what());
     }
+  }
+  {
     std::lock_guard<std::mutex> lock(mutex_);
     settlers_.erase(std::find(settlers_.rbegin(), settlers_.rend(), ::pthread_self()).base() - 1);
   }
@@ -371,7 +374,10 @@ void InFlight::await_settled(const Flight& flight, std::chrono::steady_clock::ti
 
 void InFlight::tell_hooks(const Flight& flight) noexcept {
   const auto report = bridge::ticket_report(*flight.ticket);
-  if (!is_ok(report.status)) return tell_of_failure(report.status.kind);
+  if (!is_ok(report.status)) {
+    if (report.status.kind == Kind::Timeout) run_abort_hooks();
+    return;
+  }
   if (report.value < -1) return;  // it failed alone
   CompletionHookArgs ended;
   ended.completionKey = flight.key;
@@ -397,31 +403,6 @@ void InFlight::run_abort_hooks() noexcept {
       }
     }
   });
-}
-
-struct AbortHooksRun final : bridge::Body {
-  explicit AbortHooksRun(std::shared_ptr<InFlight> home) : home(std::move(home)) {}
-
-  bridge::Status run() noexcept override {
-    home->run_abort_hooks();
-    home->telling_.store(false);
-    return {Kind::Ok, {}, -1, -1};
-  }
-
-  std::shared_ptr<InFlight> home;
-};
-
-void InFlight::tell_of_failure(Kind kind) noexcept {
-  // torch's flight recorder takes seconds to look up symbols: no more than a timeout has taken already, but far longer than
-  // it takes to see that a peer has died.
-  if (kind == Kind::Timeout) return run_abort_hooks();
-  if (telling_.exchange(true)) return;
-  try {
-    if (spawn_ && spawn_(std::make_unique<AbortHooksRun>(shared_from_this()))) return;
-  } catch (const std::exception& thrown) {
-    TORCH_WARN_ONCE("accl: abort hooks were not run: ", thrown.what());
-  }
-  telling_.store(false);
 }
 
 // --- ephemeral timeouts ---

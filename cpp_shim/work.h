@@ -124,17 +124,11 @@ class InFlight : public std::enable_shared_from_this<InFlight> {
   Hooks<CompletionHook>& completion_hooks() { return completion_hooks_; }
   Hooks<AbortHook>& abort_hooks() { return abort_hooks_; }
   void run_abort_hooks() noexcept;
-  // After an error of this kind: before a timeout is raised, and on a completion thread for others, which are raised at once.
-  void tell_of_failure(bridge::Kind kind) noexcept;
-  // What runs a body on a completion thread, as long as there is a group; false when there is no thread for it.
-  using Spawn = std::function<bool(std::unique_ptr<bridge::Body>)>;
-  void set_spawn(Spawn spawn) { spawn_ = std::move(spawn); }
   // Drains on Python's main thread, soon; false when Python has no room for that now.
   bool schedule_drain() noexcept;
 
  private:
   friend struct FlightArrival;
-  friend struct AbortHooksRun;
   static int drain_now(void* list) noexcept;
   // Whether this thread is inside a callback of a flight of this list. Under the lock.
   bool is_settler() const;
@@ -154,8 +148,6 @@ class InFlight : public std::enable_shared_from_this<InFlight> {
   std::atomic<bool> extended_{false};
   Hooks<CompletionHook> completion_hooks_{mutex_};
   Hooks<AbortHook> abort_hooks_{mutex_};
-  Spawn spawn_;                       // set once, before the first call
-  std::atomic<bool> telling_{false};  // a completion thread runs the abort hooks
   std::vector<std::shared_ptr<Flight>> flights_;
   size_t cursor_ = 0;
   std::atomic<bool> scheduled_{false};

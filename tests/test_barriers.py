@@ -22,6 +22,25 @@ def test_nobody_leaves_a_barrier_before_the_last_has_entered(rank, world):
         assert time.monotonic() - start >= 0.09
 
 
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("how", ["blocking", "wait", "future"])
+def test_a_barrier_comes_after_earlier_asynchronous_calls_of_the_group(rank, world, how):
+    for count in (10, 1000, 100_000):
+        for _ in range(10):
+            tensors = [torch.full((count,), float(i)) for i in range(16)]
+            works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+            if how == "blocking":
+                dist.barrier()
+            elif how == "wait":
+                dist.barrier(async_op=True).wait()
+            else:
+                dist.barrier(async_op=True).get_future().wait()
+            wrong = [i for i, tensor in enumerate(tensors) if (tensor != i * world).any()]
+            assert not wrong, (count, wrong)
+            for work in works:
+                work.wait()
+
+
 @on_ranks(2, 3)
 def test_an_asynchronous_barrier_completes_after_the_last_has_entered(rank, world):
     dist.barrier()

@@ -242,7 +242,8 @@ impl GroupState {
         segment: u64,
     ) -> Option<RanStraight> {
         let is_quiet = self.poison.is_none() && self.runs.is_empty() && self.early.is_empty() && !self.timing;
-        if !is_quiet || !self.is_near(net) {
+        let waits_for_reserved = desc.collective == Collective::Barrier && !self.reserved.is_empty();
+        if !is_quiet || waits_for_reserved || !self.is_near(net) {
             return None;
         }
         let shape = self.shapes.find(desc, self.members.world())?;
@@ -474,11 +475,21 @@ impl GroupState {
         let mut ended: Vec<u64> = Vec::new();
         let at_once = self.at_once(hands);
         let mut before = 0;
+        let mut are_all_complete = true;
+        // Calls with these numbers are under way, although they are yet to be made here.
+        let first_reserved = self.reserved.first().copied();
         self.withholds = false;
         for (&seq, run) in &mut self.runs {
+            // What a rank has begun before a barrier is done when the barrier is, on every rank.
+            let is_last_to_come = are_all_complete && first_reserved.is_none_or(|first| first > seq);
+            if run.call.collective == Collective::Barrier && !is_last_to_come {
+                are_all_complete = false;
+                continue;
+            }
             // One that another rank has made begin goes on.
             if before > at_once && !run.begun {
                 self.withholds = true;
+                are_all_complete = false;
                 continue;
             }
             if run.is_busy() {
@@ -487,6 +498,7 @@ impl GroupState {
             if run.is_complete() {
                 ended.push(seq);
             } else {
+                are_all_complete = false;
                 before += run.plan.work;
             }
         }

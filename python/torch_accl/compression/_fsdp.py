@@ -139,10 +139,15 @@ class _Reduction:
         return _ended(plan, self._state.send(plan, step, call, op, group.size()), output_tensor, async_op)
 
     def _all_reduce(
-        self, row: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, async_op: bool
+        self,
+        row: torch.Tensor,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
     ) -> dist.Work | None:
         """The all_reduce of this rank's shards between replicas: shards are the tensors of a call."""
-        check_device(row.device, accl_group(group))
+        group = accl_group(group)
+        check_device(row.device, group)
         parameters, shards = self._rows.last()
         check_row(shards, row.numel())
         step = self._state.next_call(self._module + REPLICAS)
@@ -172,7 +177,7 @@ class _RowOfReplica(torch.Tensor):
             if func is distributed_c10d.all_reduce and args and isinstance(args[0], cls):
                 between_replicas = args[0].__dict__.pop("between_replicas", None)
                 if between_replicas is not None:
-                    return between_replicas(_plain(args[0]), **kwargs)
+                    return between_replicas(_plain(args[0]), *args[1:], **kwargs)
             return func(*args, **kwargs)
 
 

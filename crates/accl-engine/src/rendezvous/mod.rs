@@ -446,7 +446,9 @@ impl<'a> Meeting<'a> {
             self.store.delete(&roster(&self.place, session))?;
             self.store.delete(&ready(&self.place, session))?;
         }
-        if rank == 0 && !self.store.delete(&self.notice_key())? {
+        // It may be another leader's by now, if this one was stopped for long.
+        let is_ours = rank == 0 && self.notice()?.is_some_and(|notice| notice.session == session);
+        if is_ours && !self.store.delete(&self.notice_key())? {
             // Or the next making of this process would wait for this one to end.
             self.say(session, Phase::Over)?;
         }
