@@ -73,7 +73,8 @@ WORKER = """
     if rank < 2:
         dist.all_reduce(ones, group=pair)
     dist.barrier()
-    print(f"TRAINED {rank} {ones.item()} {start} {time.time()}", flush=True)
+    # In one piece: ranks share the launcher's output.
+    print(f"TRAINED {rank} {ones.item()} {start:.3f} {time.time():.3f}\n", end="", flush=True)
     dist.destroy_process_group()
 """
 
@@ -103,9 +104,10 @@ def _torchrun(tmp_path, moment, *, nodes, **options):
             launcher.wait(60)
     text = "".join((tmp_path / f"node{node}").read_text() for node in range(nodes))
     assert codes == [0] * nodes, text[-6000:]
-    trained = re.findall(r"TRAINED (\d) (\S+) (\S+) (\S+)", text)
+    trained = re.findall(r"TRAINED (\d) (\d+\.\d+) (\d+\.\d+) (\d+\.\d+)", text)
     starts, ends = [float(line[2]) for line in trained], [float(line[3]) for line in trained]
-    assert max(ends) - max(starts) < 5, trained
+    # Five seconds where nothing else runs; in any case far from every deadline.
+    assert max(ends) - max(starts) < 20, trained
     return sorted((int(rank), float(value)) for rank, value, *_ in trained)
 
 
