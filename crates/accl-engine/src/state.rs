@@ -475,21 +475,18 @@ impl GroupState {
         let mut ended: Vec<u64> = Vec::new();
         let at_once = self.at_once(hands);
         let mut before = 0;
-        let mut are_all_complete = true;
         // Calls with these numbers are under way, although they are yet to be made here.
         let first_reserved = self.reserved.first().copied();
         self.withholds = false;
-        for (&seq, run) in &mut self.runs {
+        for (index, (&seq, run)) in self.runs.iter_mut().enumerate() {
             // What a rank has begun before a barrier is done when the barrier is, on every rank.
-            let is_last_to_come = are_all_complete && first_reserved.is_none_or(|first| first > seq);
-            if run.call.collective == Collective::Barrier && !is_last_to_come {
-                are_all_complete = false;
+            let awaits_earlier = ended.len() < index || first_reserved.is_some_and(|first| first < seq);
+            if run.call.collective == Collective::Barrier && awaits_earlier {
                 continue;
             }
             // One that another rank has made begin goes on.
             if before > at_once && !run.begun {
                 self.withholds = true;
-                are_all_complete = false;
                 continue;
             }
             if run.is_busy() {
@@ -498,7 +495,6 @@ impl GroupState {
             if run.is_complete() {
                 ended.push(seq);
             } else {
-                are_all_complete = false;
                 before += run.plan.work;
             }
         }
