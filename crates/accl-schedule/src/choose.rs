@@ -88,18 +88,18 @@ impl Chooser {
     /// As above.
     pub fn choose_narrow(&self, collective: Collective, bytes: u64, equal_blocks: bool) -> Result<&'static Algorithm> {
         let fastest = self.choose(collective, bytes, equal_blocks)?;
-        // Two contributions are rounded once whatever is taken; a rule is an order.
-        let is_small = (3..=TOGETHER_WORLD).contains(&self.topology.world()) && bytes <= TOGETHER_BYTES;
-        if !is_small || fastest.sums == Sums::Together || self.by_rule(collective, bytes)?.is_some() {
+        // Two contributions are rounded once whatever is taken.
+        if !(3..=TOGETHER_WORLD).contains(&self.topology.world()) || bytes > TOGETHER_BYTES {
             return Ok(fastest);
         }
-        let times: Vec<_> = self.predict(collective, bytes, equal_blocks).collect();
-        let least = times.iter().map(|&(_, time_ps)| time_ps).min().unwrap_or(0);
-        let together = times.into_iter().filter(|(row, _)| row.sums == Sums::Together);
-        let affordable = together
-            .min_by_key(|&(_, time_ps)| time_ps)
-            .filter(|&(_, time_ps)| u128::from(time_ps) * 10 <= u128::from(least) * u128::from(TOGETHER_TENTHS));
-        Ok(affordable.map_or(fastest, |(row, _)| row))
+        // A rule names the same row here.
+        let together = self.choose_among(collective, bytes, equal_blocks, |row| row.sums == Sums::Together)?;
+        let time_ps = |wanted: &Algorithm| {
+            let found = self.predict(collective, bytes, equal_blocks).find(|(row, _)| row.id == wanted.id);
+            found.map_or(0, |(_, time_ps)| u128::from(time_ps))
+        };
+        let is_affordable = time_ps(together) * 10 <= time_ps(fastest) * u128::from(TOGETHER_TENTHS);
+        Ok(if is_affordable { together } else { fastest })
     }
 
     /// As [`Chooser::choose`], for a call whose messages are encoded; `bytes` is the size of what that makes of the buffer. Rows
