@@ -283,13 +283,16 @@ void InFlight::drain(size_t budget) {
 }
 
 void InFlight::settle(Flight& flight) noexcept {
+  const bool has_hooks = completion_hooks_.any() || abort_hooks_.any();
+  bool calls_out = has_hooks;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     flight.closed = true;
+    calls_out = calls_out || flight.future;
     // For hooks and callbacks of this call it is over.
-    settlers_.push_back(::pthread_self());
+    if (calls_out) settlers_.push_back(::pthread_self());
   }
-  if (completion_hooks_.any() || abort_hooks_.any()) tell_hooks(flight);
+  if (has_hooks) tell_hooks(flight);
   // Once closed, nobody changes the future; it is used where it lies, so that this thread holds no reference of its own.
   if (flight.future) {
     try {
@@ -299,7 +302,7 @@ void InFlight::settle(Flight& flight) noexcept {
       TORCH_WARN_ONCE("accl: a callback of a future raised: ", thrown.what());
     }
   }
-  {
+  if (calls_out) {
     std::lock_guard<std::mutex> lock(mutex_);
     settlers_.erase(std::find(settlers_.rbegin(), settlers_.rend(), ::pthread_self()).base() - 1);
   }
