@@ -144,7 +144,7 @@ AcclBackend::WorkPtr AcclBackend::allreduce_sparse(Tensors& tensors, const c10d:
 AcclBackend::WorkPtr AcclBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
   const Check check("all_reduce");
   check.list(tensors);
-  check.same_type(tensors[0], tensors);
+  check.one_type(tensors);
   Call call(Collective::AllReduce, "all_reduce");
   call.outputs.open_block();
   for (const auto& tensor : tensors) call.outputs.piece(tensor);

@@ -64,6 +64,16 @@ class Check {
     for (size_t i = 0; i < tensors.size(); ++i) c10d::assertTypeMatch(fail(), expected.options(), tensors, i);
   }
 
+  // The tensors of a call that makes one of them, in gloo's words.
+  void one_type(at::TensorList tensors) const {
+    for (const auto& tensor : tensors) {
+      if (tensor.scalar_type() == tensors[0].scalar_type()) continue;
+      refuse(bridge::Kind::InvalidArgument, call_,
+             "tensors must all have the same type (found " + std::string(c10::toString(tensors[0].scalar_type())) + " and " +
+                 c10::toString(tensor.scalar_type()) + ")");
+    }
+  }
+
   void same_type_and_size(const at::Tensor& expected, at::TensorList tensors) const {
     c10d::assertTypeAndSizesMatch(fail(), tensors, expected.options(), expected.sizes());
   }
@@ -79,9 +89,13 @@ class Check {
     that(many.numel() == one.numel() * world, size_text);
   }
 
-  // Output `index` of a coalesced all_gather.
+  // Output `index` of a coalesced all_gather, in gloo's words.
   void same_output(const at::Tensor& input, const at::Tensor& output, size_t index) const {
-    that(output.scalar_type() == input.scalar_type(), "output tensor must have the same type as input tensor");
+    if (output.scalar_type() != input.scalar_type()) {
+      refuse(bridge::Kind::InvalidArgument, call_,
+             "invalid tensor type at index " + std::to_string(index) + " (expected " + c10::toString(input.scalar_type()) +
+                 ", got " + c10::toString(output.scalar_type()) + ")");
+    }
     if (output.sizes() != input.sizes()) {
       refuse(bridge::Kind::InvalidArgument, call_,
              "invalid size of output tensor at index " + std::to_string(index) + " (expected length " +

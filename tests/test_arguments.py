@@ -134,7 +134,12 @@ def wrong(world):
         "coalesced_dtypes": (
             lambda: dist.group.WORLD.allreduce_coalesced([ONES, OTHER]),
             ValueError,
-            "all_reduce.*type",
+            "all_reduce.*tensors must all have the same type",
+        ),
+        "coalesced_outputs_dtype": (
+            lambda: backend().allgather_coalesced([[OTHER] for _ in range(world)], [ONES]),
+            ValueError,
+            "all_gather.*invalid tensor type at index 0",
         ),
         # Of an empty list the backend hears only when it is asked itself: torch picks the backend by the first tensor.
         "no_tensor": (lambda: backend().allreduce([]), ValueError, "all_reduce.*requires non-empty tensor list"),

@@ -71,6 +71,68 @@ for _ in range(1000):
     assert first.exitcode == 1 and "rank 1" in first.stderr, first.stderr
 
 
+# What arrives only after all ranks have attached something to it, so that a completion thread runs that.
+LATE = """
+def later(count):
+    works = [dist.irecv(torch.ones(1), 1 - rank) for _ in range(count)]
+    return [work.get_future() for work in works]
+
+def serve(count):
+    dist.barrier()
+    for _ in range(count):
+        dist.send(torch.ones(1), 1 - rank)
+"""
+
+
+def test_a_callback_that_outlives_the_group_ends_before_the_process():
+    """It ran into the end of the interpreter, which aborted the process, and its future never got its value."""
+    code = (
+        HEAD
+        + LATE
+        + """
+def slow(future):
+    for _ in range(50):
+        time.sleep(0.05)
+    print("ran", flush=True)
+
+first, *others = later(9)
+kept = [first.then(slow)] + [other.then(lambda _: time.sleep(0.5)) for other in others]
+kept[-1].then(lambda _: print("too", flush=True))
+serve(9)
+for other in others:
+    other.wait()
+print("ends", flush=True)
+dist.destroy_process_group()
+"""
+    )
+    for script in run_script(code, world=2):
+        assert script.exitcode == 0 and script.stderr == "", script.stderr
+        assert sorted(script.stdout.split()) == ["ends", "ran", "too"]
+        assert script.stdout.startswith("ends")
+
+
+def test_ctrl_c_ends_the_wait_for_a_callback_at_the_end_of_the_process():
+    code = (
+        HEAD
+        + LATE
+        + """
+kept = [future.then(lambda _: time.sleep(25)) for future in later(1)]
+serve(1)
+print("ends", flush=True)
+"""
+    )
+    scripts = start_script(code, world=2)
+    for script in scripts:
+        script.wait_for("ends")
+    time.sleep(0.5)
+    for script in scripts:
+        assert script.exitcode is None
+        os.kill(script.pid, signal.SIGINT)
+    for script in scripts:
+        # Well before the callback ends. The code may be any: Python ends while a thread runs Python.
+        script.wait(10)
+
+
 WAITING = {
     "a_blocking_call": "dist.all_reduce(tensor)",
     "a_blocking_large_call": "dist.all_reduce(torch.ones(1 << 22))",

@@ -23,6 +23,8 @@ const STANDSTILL: Duration = Duration::from_millis(5);
 /// With each so many threads a standstill takes `STANDSTILL` longer to be one: jobs of which so many did not help are
 /// slow rather than stuck.
 const THREADS_PER_STEP: u32 = 16;
+/// How often a wait for jobs asks whether to go on.
+const ASK_INTERRUPT: Duration = Duration::from_millis(50);
 
 type Job = Box<dyn FnOnce() + Send>;
 
@@ -64,10 +66,19 @@ impl State {
     }
 }
 
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    /// For the threads: there is a job, one less is announced, or the end has come.
+    wake: Condvar,
+    /// For who waits for them: no job is left, or no thread.
+    quiet: Condvar,
+}
+
 /// A pool that grows when its jobs stand still.
 #[derive(Clone, Default)]
 pub(crate) struct CompletionPool {
-    shared: Arc<(Mutex<State>, Condvar)>,
+    shared: Arc<Shared>,
 }
 
 impl CompletionPool {
@@ -76,7 +87,7 @@ impl CompletionPool {
     /// # Errors
     /// `Exhausted` when the system gives no thread; `Aborted` when the pool was stopped.
     pub(crate) fn expect(&self) -> Result<()> {
-        let mut state = self.shared.0.lock();
+        let mut state = self.shared.state.lock();
         if state.stopping {
             return Err(Error::aborted("the engine was shut down"));
         }
@@ -92,7 +103,7 @@ impl CompletionPool {
 
     /// Runs an announced job on a completion thread, or drops it when the pool was stopped. Starts no thread.
     pub(crate) fn post(&self, job: Job) {
-        let (state, wake) = &*self.shared;
+        let Shared { state, wake, .. } = &*self.shared;
         let mut state = state.lock();
         state.expected = state.expected.saturating_sub(1);
         if state.stopping {
@@ -113,28 +124,48 @@ impl CompletionPool {
             let pool = self.clone();
             let spawned = std::thread::Builder::new().name("accl-complete".into()).spawn(move || pool.work());
             if spawned.is_err() {
-                self.shared.0.lock().threads -= 1;
-                self.shared.1.notify_all();
+                self.shared.state.lock().threads -= 1;
+                self.shared.wake.notify_all();
+                self.shared.quiet.notify_all();
             }
         });
         state
     }
 
+    /// Waits until every job that was posted has run, at most until then, and returns how many have not. Ends early
+    /// when `interrupt`, which is asked about every 50 ms and without the lock, returns true.
+    pub(crate) fn drain(&self, until: Instant, interrupt: &mut dyn FnMut() -> bool) -> usize {
+        let Shared { state, quiet, .. } = &*self.shared;
+        let mut state = state.lock();
+        loop {
+            let left = state.jobs.len() + state.busy;
+            let now = Instant::now();
+            if left == 0 || now >= until {
+                return left;
+            }
+            let asked_at = until.min(now + ASK_INTERRUPT);
+            while state.jobs.len() + state.busy > 0 && !quiet.wait_until(&mut state, asked_at).timed_out() {}
+            if MutexGuard::unlocked(&mut state, &mut *interrupt) {
+                return state.jobs.len() + state.busy;
+            }
+        }
+    }
+
     /// Lets the threads finish what they are doing and end; queued jobs are dropped. Waits at most `patience`.
     pub(crate) fn stop(&self, patience: Duration) {
-        let (state, wake) = &*self.shared;
+        let Shared { state, wake, quiet } = &*self.shared;
         let mut state = state.lock();
         state.stopping = true;
         let dropped = std::mem::take(&mut state.jobs);
         wake.notify_all();
-        wake.wait_while_for(&mut state, |state| state.threads > 0, patience);
+        quiet.wait_while_for(&mut state, |state| state.threads > 0, patience);
         drop(state);
         drop(dropped);
     }
 
     fn work(&self) {
         signals::block_all();
-        let (state, wake) = &*self.shared;
+        let Shared { state, wake, quiet } = &*self.shared;
         let mut guard = state.lock();
         while !guard.stopping {
             let now = Instant::now();
@@ -154,6 +185,9 @@ impl CompletionPool {
                 let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(job));
                 guard = state.lock();
                 guard.busy -= 1;
+                if guard.busy == 0 && guard.jobs.is_empty() {
+                    quiet.notify_all();
+                }
                 continue;
             }
             let timed_out = wake.wait_until(&mut guard, take_at.unwrap_or(now + IDLE)).timed_out();
@@ -163,7 +197,9 @@ impl CompletionPool {
             }
         }
         guard.threads -= 1;
-        wake.notify_all();
+        if guard.threads == 0 {
+            quiet.notify_all();
+        }
     }
 }
 
@@ -190,6 +226,38 @@ mod tests {
         let (sender, receiver) = mpsc::channel();
         post_chain(&pool, 16, sender);
         assert_eq!(receiver.recv_timeout(Duration::from_secs(20)), Ok(16));
+        pool.stop(Duration::from_secs(5));
+    }
+
+    #[test]
+    fn draining_waits_for_the_jobs_that_run_and_those_that_are_queued() {
+        let pool = CompletionPool::default();
+        let (sender, receiver) = mpsc::channel();
+        // More than run at once.
+        for _ in 0..AT_ONCE + 2 {
+            let sender = sender.clone();
+            pool.expect().unwrap();
+            pool.post(Box::new(move || {
+                std::thread::sleep(Duration::from_millis(60));
+                sender.send(()).unwrap();
+            }));
+        }
+        let soon = Instant::now() + Duration::from_secs(20);
+        assert_eq!(pool.drain(soon, &mut || false), 0);
+        assert_eq!(receiver.try_iter().count(), AT_ONCE + 2);
+        pool.stop(Duration::from_secs(5));
+    }
+
+    #[test]
+    fn draining_ends_at_its_limit_and_when_it_is_interrupted() {
+        let pool = CompletionPool::default();
+        let (release, held) = mpsc::channel::<()>();
+        pool.expect().unwrap();
+        pool.post(Box::new(move || drop(held.recv_timeout(Duration::from_secs(20)))));
+        assert_eq!(pool.drain(Instant::now() + Duration::from_millis(20), &mut || false), 1);
+        assert_eq!(pool.drain(Instant::now() + Duration::from_secs(20), &mut || true), 1);
+        drop(release);
+        assert_eq!(pool.drain(Instant::now() + Duration::from_secs(20), &mut || false), 0);
         pool.stop(Duration::from_secs(5));
     }
 

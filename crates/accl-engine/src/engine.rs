@@ -39,6 +39,8 @@ pub(crate) const LAST_BYTES: Duration = Duration::from_secs(30);
 pub(crate) const LAST_BYTES_FAILED: Duration = Duration::from_secs(2);
 /// How long the end of the process waits for room for its goodbyes.
 const LAST_GOODBYES: Duration = Duration::from_secs(2);
+/// How long it waits for callbacks that run.
+const LAST_CALLBACKS: Duration = Duration::from_secs(30);
 
 /// One per process in production; several in one process in tests.
 pub struct Engine {
@@ -494,6 +496,14 @@ impl Engine {
         self.send_the_rest(Instant::now() + LAST_GOODBYES);
         if let Some(mut core) = self.core.try_lock_for(Duration::from_secs(1)) {
             let _ = core.guarded(|core| core.net.close_all());
+        }
+        // What runs there may be code of the caller, which must not go on in an interpreter that ends.
+        let left = self.pool.drain(Instant::now() + LAST_CALLBACKS, interrupt);
+        if left > 0 {
+            tracing::warn!(
+                "the process ends while {left} callbacks of calls have not ended; wait for their futures before the end, since \
+                 a callback that still runs when Python ends can abort the process"
+            );
         }
         self.pool.stop(Duration::from_secs(1));
         self.await_background(Duration::from_secs(1));
