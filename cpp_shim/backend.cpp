@@ -455,7 +455,7 @@ AcclBackend::WorkPtr AcclBackend::reduce_sparse(const at::Tensor& tensor, const 
   auto body = std::make_unique<SparseSum>(group_, tensor, rank_, size_, timeout_ms);
   work->flight()->seq = body->reserve();
   const auto spawned = bridge::group_spawn(*group_->group, std::move(body), *work->flight()->ticket);
-  if (!is_ok(spawned)) bridge::group_abandon(*group_->group, work->flight()->seq, SparseSum::kCalls, spawned);
+  if (!is_ok(spawned)) bridge::group_conclude(*group_->group, work->flight()->seq, SparseSum::kCalls, spawned);
   begun(work, spawned, opts.asyncOp);
   return work;
 }

@@ -1,8 +1,8 @@
 // Sum of sparse tensors over all ranks: indices and values are gathered, joined and coalesced.
 //
 // Runs on a completion thread, or in the thread of a blocking call. Its calls have numbers reserved at submission, so that
-// they keep their place among the group's other calls; when this rank cannot make them all, the group learns of it, since
-// the other ranks wait for them.
+// they keep their place among the group's other calls; a later barrier waits for the end. When this rank cannot make them
+// all, the group learns of it, since the other ranks wait for them.
 #pragma once
 
 #include <memory>
@@ -32,7 +32,7 @@ class SparseSum final : public bridge::Body {
 
   bridge::Status run() noexcept override {
     auto status = sum_or_status();
-    if (!is_ok(status)) bridge::group_abandon(*group_->group, first_, kCalls, status);
+    bridge::group_conclude(*group_->group, first_, kCalls, status);
     return status;
   }
 

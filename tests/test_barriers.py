@@ -42,6 +42,17 @@ def test_a_barrier_comes_after_earlier_asynchronous_calls_of_the_group(rank, wor
 
 
 @on_ranks(2, 3)
+def test_a_barrier_comes_after_earlier_asynchronous_sums_of_sparse_tensors(rank, world):
+    for _ in range(20):
+        rows = torch.arange(500) * 2 + rank
+        tensor = torch.sparse_coo_tensor(rows[None], torch.ones(500, 64), (2000, 64))
+        work = dist.all_reduce(tensor, async_op=True)
+        dist.barrier()
+        assert tensor.is_coalesced() and float(tensor.values().sum()) == 500 * 64 * world
+        work.wait()
+
+
+@on_ranks(2, 3)
 def test_an_asynchronous_barrier_completes_after_the_last_has_entered(rank, world):
     dist.barrier()
     if rank == 0:

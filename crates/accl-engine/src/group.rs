@@ -346,7 +346,8 @@ impl Group {
         named.map_err(|error| self.placed(error.of(desc.collective)))
     }
 
-    /// Takes `count` consecutive numbers for collectives that are submitted later with [`CallDesc::seq`].
+    /// Takes `count` consecutive numbers for collectives that are submitted later with [`CallDesc::seq`]. A barrier that is made
+    /// after this is not over before [`Group::conclude_seqs`].
     ///
     /// # Errors
     /// `Aborted` when the group failed or was destroyed.
@@ -357,10 +358,10 @@ impl Group {
         })?
     }
 
-    /// Gives up calls whose numbers were reserved, after an error that keeps this rank from making them. The group fails with
-    /// it, unless all of them were made: the other ranks would wait for the rest.
-    pub fn abandon_seqs(&self, seqs: Range<u64>, why: &Error) {
-        if self.with_state(|group, hands| group.abandon_seqs(seqs, why, hands)).is_ok() {
+    /// Ends what numbers were reserved for. After an error that kept this rank from making all of the calls the group fails
+    /// with it: the other ranks would wait for the rest.
+    pub fn conclude_seqs(&self, seqs: Range<u64>, failed: Option<&Error>) {
+        if self.with_state(|group, hands| group.conclude_seqs(seqs, failed, hands)).is_ok() {
             self.engine.flush();
             self.engine.kick();
         }

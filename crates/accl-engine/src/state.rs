@@ -64,6 +64,8 @@ pub(crate) struct GroupState {
     pub(crate) next_seq: u64,
     /// Numbers given out for calls that are made later.
     reserved: BTreeSet<u64>,
+    /// First numbers of operations of several calls that have not been concluded.
+    composed: BTreeSet<u64>,
     /// Number of the next point-to-point call, for messages only.
     pub(crate) next_p2p: u64,
     pub(crate) next_monitored: u32,
@@ -144,6 +146,7 @@ impl GroupState {
             latest: None,
             next_seq: 0,
             reserved: BTreeSet::new(),
+            composed: BTreeSet::new(),
             next_p2p: 0,
             next_monitored: 0,
             poison: None,
@@ -192,16 +195,20 @@ impl GroupState {
 
     // ---- submission
 
-    /// Takes `count` numbers for calls to be made later, each with `take_seq(Some(..))`.
+    /// Takes `count` numbers for calls to be made later, each with `take_seq(Some(..))`. Barriers that come after wait until
+    /// they are concluded.
     pub(crate) fn reserve_seqs(&mut self, count: u64) -> u64 {
         let first = self.next_seq;
         self.next_seq += count;
         self.reserved.extend(first..self.next_seq);
+        self.composed.insert(first);
         first
     }
 
-    /// See [`crate::Group::abandon_seqs`].
-    pub(crate) fn abandon_seqs(&mut self, seqs: Range<u64>, why: &Error, hands: &mut Hands<'_>) {
+    /// See [`crate::Group::conclude_seqs`].
+    pub(crate) fn conclude_seqs(&mut self, seqs: Range<u64>, failed: Option<&Error>, hands: &mut Hands<'_>) {
+        self.composed.remove(&seqs.start);
+        let Some(why) = failed else { return };
         let unused: Vec<u64> = self.reserved.range(seqs).copied().collect();
         let Some(first) = unused.first() else { return };
         let error = Error::new(why.kind, format!("call {first} could not be made on this rank: {}", why.message));
@@ -242,8 +249,8 @@ impl GroupState {
         segment: u64,
     ) -> Option<RanStraight> {
         let is_quiet = self.poison.is_none() && self.runs.is_empty() && self.early.is_empty() && !self.timing;
-        let waits_for_reserved = desc.collective == Collective::Barrier && !self.reserved.is_empty();
-        if !is_quiet || waits_for_reserved || !self.is_near(net) {
+        let waits_for_composed = desc.collective == Collective::Barrier && !self.composed.is_empty();
+        if !is_quiet || waits_for_composed || !self.is_near(net) {
             return None;
         }
         let shape = self.shapes.find(desc, self.members.world())?;
@@ -424,8 +431,9 @@ impl GroupState {
                 run.on_grant(from, header.edge, header.value);
                 return Ok(());
             }
-            // What it sends goes first: it may send from where the data is to be placed.
-            if !run.begun {
+            // What it sends goes first: it may send from where the data is to be placed. A barrier has no data, and may have to
+            // wait for earlier calls.
+            if !run.begun && run.call.collective != Collective::Barrier {
                 run.advance(&mut env!(self, hands));
             }
             self.moved_at = hands.now;
@@ -475,12 +483,12 @@ impl GroupState {
         let mut ended: Vec<u64> = Vec::new();
         let at_once = self.at_once(hands);
         let mut before = 0;
-        // Calls with these numbers are under way, although they are yet to be made here.
-        let first_reserved = self.reserved.first().copied();
+        // An operation of several calls is under way before it has made them and after.
+        let first_composed = self.composed.first().copied();
         self.withholds = false;
         for (index, (&seq, run)) in self.runs.iter_mut().enumerate() {
             // What a rank has begun before a barrier is done when the barrier is, on every rank.
-            let awaits_earlier = ended.len() < index || first_reserved.is_some_and(|first| first < seq);
+            let awaits_earlier = ended.len() < index || first_composed.is_some_and(|first| first < seq);
             if run.call.collective == Collective::Barrier && awaits_earlier {
                 continue;
             }

@@ -1,5 +1,6 @@
 //! What goes wrong is an error on every rank that names the culprit, never a hang and never a wrong number.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use accl_engine::{Blocks, CallDesc, Waited};
@@ -607,7 +608,7 @@ fn numbers_that_are_given_up_fail_the_group_on_all_ranks() {
             taken.wait();
             let began = Instant::now();
             if member.rank == 1 {
-                member.group.abandon_seqs(first..first + 3, &Error::exhausted("no memory for the test"));
+                member.group.conclude_seqs(first..first + 3, Some(&Error::exhausted("no memory for the test")));
                 return error_of(member.barrier());
             }
             let mut data = [1.0_f32; 4];
@@ -628,6 +629,37 @@ fn numbers_that_are_given_up_fail_the_group_on_all_ranks() {
     }
 }
 
+/// What a rank still does after its calls, before it concludes the numbers, belongs to them.
+#[test]
+fn a_barrier_waits_for_numbers_that_are_not_concluded() {
+    for &fabric in FABRICS {
+        let concluded = AtomicBool::new(false);
+        World::new(options(2, fabric)).run("g", |member| {
+            if member.rank == 1 {
+                let first = member.group.reserve_seqs(1).unwrap();
+                assert_eq!(first, 0);
+                let mut data = [1.0_f32; 4];
+                let mut desc = member.all_reduce_desc(&mut data, ReduceOp::Sum, accl_engine::Mode::Async);
+                desc.seq = Some(first);
+                finish(&member.group.submit(desc).unwrap()).unwrap();
+                std::thread::scope(|scope| {
+                    scope.spawn(|| {
+                        // What the other rank sends for its barrier arrives meanwhile.
+                        std::thread::sleep(Duration::from_millis(200));
+                        concluded.store(true, Ordering::SeqCst);
+                        member.group.conclude_seqs(first..first + 1, None);
+                    });
+                    member.barrier().unwrap();
+                });
+            } else {
+                member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Sum).unwrap();
+                member.barrier().unwrap();
+            }
+            assert!(concluded.load(Ordering::SeqCst), "{fabric:?}: rank {} was let through", member.rank);
+        });
+    }
+}
+
 /// Numbers of calls that were made are not given up by whoever gives up the rest.
 #[test]
 fn numbers_of_calls_that_were_made_are_not_given_up() {
@@ -638,7 +670,7 @@ fn numbers_of_calls_that_were_made_are_not_given_up() {
         desc.seq = Some(first);
         let call = member.group.submit(desc).unwrap();
         finish(&call).unwrap();
-        member.group.abandon_seqs(first..first + 1, &Error::exhausted("after the call"));
+        member.group.conclude_seqs(first..first + 1, Some(&Error::exhausted("after the call")));
         member.barrier().unwrap();
     });
 }

@@ -212,7 +212,7 @@ pub mod ffi {
         fn group_submit(group: &Group, args: &CallArgs, ticket: &mut Ticket) -> Status;
         fn group_spawn(group: &Group, body: UniquePtr<Body>, ticket: &mut Ticket) -> Status;
         fn group_reserve(group: &Group, count: u64) -> Numbered;
-        fn group_abandon(group: &Group, first: i64, count: u64, why: &Status) -> Status;
+        fn group_conclude(group: &Group, first: i64, count: u64, outcome: &Status) -> Status;
         fn group_next_seq(group: &Group) -> Numbered;
         fn group_monitored_barrier(group: &Group, timeout_ms: i64, wait_all: bool) -> Waited;
         fn group_abort(group: &Group, reason: &str) -> Status;
@@ -270,7 +270,7 @@ pub mod ffi {
 }
 
 use crate::group::{
-    group_abandon, group_abort, group_call, group_create, group_create_beside, group_describe, group_enable_timing,
+    group_abort, group_call, group_conclude, group_create, group_create_beside, group_describe, group_enable_timing,
     group_first_error, group_monitored_barrier, group_next_seq, group_reserve, group_set_timeout, group_shutdown,
     group_spawn, group_submit,
 };

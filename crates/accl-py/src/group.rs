@@ -153,12 +153,10 @@ bridged! {
         Ok(Numbered::of(group.group()?.reserve_seqs(count)? as i64))
     }
 
-    /// Gives up reserved numbers, as far as they were not used, because of an error.
-    fn group_abandon(group: &Group, first: i64, count: u64, why: &Status) -> Status {
+    /// Ends what numbers were reserved for, well or with an error.
+    fn group_conclude(group: &Group, first: i64, count: u64, outcome: &Status) -> Status {
         let first = u64::try_from(first).map_err(|_| Error::internal("a number that was not reserved was given up"))?;
-        if let Some(error) = why.to_error() {
-            group.group()?.abandon_seqs(first..first + count, &error);
-        }
+        group.group()?.conclude_seqs(first..first + count, outcome.to_error().as_ref());
         Ok(Status::ok())
     }
 

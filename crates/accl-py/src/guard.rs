@@ -25,7 +25,7 @@ pub(crate) const BRIDGED: &[&str] = &[
     "group_submit",
     "group_spawn",
     "group_reserve",
-    "group_abandon",
+    "group_conclude",
     "group_next_seq",
     "group_monitored_barrier",
     "group_abort",
