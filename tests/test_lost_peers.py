@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from datetime import timedelta
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from support import BACKEND, init_group, namespaces, run_ranks, start_script
 from support.runner import check
+from support.versions import monitored_barrier
 
 TRANSPORTS = ["shm", "tcp"]
 
@@ -102,6 +104,29 @@ def test_a_rank_killed_in_the_middle_of_a_large_call_is_named(transport):
     outcomes = run_ranks(body, 2, env={"ACCL_TRANSPORTS": transport})
     ((kind, message, seconds),) = survivors(outcomes, 1)
     assert kind == "DistNetworkError" and "rank 1" in message and seconds < 20
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("wait_all_ranks", [False, True])
+@pytest.mark.parametrize("moment", ["before", "while_it_waits"])
+def test_a_monitored_barrier_names_a_rank_that_was_killed(moment, wait_all_ranks, transport):
+    """It passed when the rank had arrived before it died."""
+
+    def body(rank):
+        dist.barrier()
+        if rank == 1:
+            if moment == "before":
+                die()
+            threading.Timer(0.3, die).start()
+        if rank == 2 and moment == "while_it_waits":
+            time.sleep(1)
+        return errors_of(lambda: monitored_barrier(timeout=timedelta(seconds=8), wait_all_ranks=wait_all_ranks))
+
+    outcomes = run_ranks(body, 3, env={"ACCL_TRANSPORTS": transport})
+    (_, named, seconds), (_, told, _) = survivors(outcomes, 1)
+    assert "Rank 1 failed to pass monitoredBarrier" in named and str(outcomes[1].pid) in named, named
+    assert "check rank 0 logs" in told, told
+    assert seconds < 4 and "Rank 2" not in named
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

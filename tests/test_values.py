@@ -226,6 +226,77 @@ def test_the_imaginary_part_of_a_conjugate_is_a_negative_strided_view(rank, worl
     assert bytes_equal(own.real.clone(), tensors[rank].real.clone())
 
 
+def interleaved(world, width=1):
+    """A matrix, and its columns in blocks of `width`: they share no element, and lie between each other."""
+    matrix = torch.full((5, world * width), -1.0)
+    return matrix, list(matrix.split(width, 1))
+
+
+COLUMNS = ["all_gather", "gather", "all_to_all", "all_gather_into_tensor", "all_to_all_single", "coalesced", "in_place"]
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("width", [1, 67])
+@pytest.mark.parametrize("how", COLUMNS)
+def test_outputs_may_be_columns_of_one_matrix(rank, world, how, width):
+    """They were refused, because their addresses lie between each other's."""
+    matrix, columns = interleaved(world, width)
+    own = torch.full((5, width), float(rank))
+    expected = torch.arange(world).float().repeat_interleave(width).expand(5, -1)
+    if how == "all_gather":
+        dist.all_gather(columns, own)
+    elif how == "gather":
+        dist.gather(own, columns if rank == 0 else None, dst=0)
+        expected = expected if rank == 0 else torch.full_like(matrix, -1)
+    elif how == "all_to_all":
+        dist.all_to_all(columns, [own + 10 * to for to in range(world)])
+        expected = expected + 10 * rank
+    elif how == "all_gather_into_tensor":
+        dist.all_gather_into_tensor(matrix.t(), own.t())
+    elif how == "all_to_all_single":
+        dist.all_to_all_single(matrix.t(), own.t().repeat(world, 1))
+    elif how == "coalesced":
+        for column in columns:
+            column.fill_(rank)
+        with dist._coalescing_manager():
+            for column in columns:
+                dist.all_reduce(column)
+        expected = torch.full_like(matrix, sum(range(world)))
+    else:
+        # What is sent is one of the outputs.
+        columns[rank].copy_(own)
+        dist.all_gather(columns, columns[rank])
+    assert bytes_equal(matrix, expected.contiguous())
+
+
+@on_ranks(2)
+def test_what_is_sent_may_lie_between_the_outputs(rank, world):
+    matrix, (*outputs, _) = interleaved(world + 1)
+    matrix[:, -1] = torch.arange(5.0) + 10 * rank
+    dist.all_gather(outputs, matrix[:, -1:])
+    assert bytes_equal(matrix[:, :world].contiguous(), torch.arange(5.0)[:, None] + 10 * torch.arange(float(world)))
+    assert bytes_equal(matrix[:, -1].contiguous(), torch.arange(5.0) + 10 * rank)
+    # An output between others that is also the input of another rank's block.
+    matrix, columns = interleaved(world)
+    matrix.copy_(torch.arange(5.0)[:, None] + 10 * rank + 100 * torch.arange(float(world)))
+    dist.all_to_all(columns, list(reversed(columns)))
+    sent = [torch.arange(5.0) + 10 * of + 100 * (world - 1 - rank) for of in range(world)]
+    assert bytes_equal(matrix, torch.stack(sent, 1))
+
+
+@on_ranks(2)
+def test_outputs_that_have_one_element_in_common_are_refused(rank, world):
+    room = torch.zeros(40)
+    rows, sent = room.as_strided((5, 3), (7, 1)), [torch.ones(15 if rank == 0 else 6) for _ in range(world)]
+    # It has the last element of the third row.
+    with pytest.raises(ValueError, match="share memory"):
+        dist.all_to_all([rows, room.as_strided((2, 3), (7, 1), 16)], sent)
+    # It lies between rows.
+    between = room.as_strided((2, 3), (7, 1), 17)
+    dist.all_to_all([rows, between], sent)
+    assert (rows == 1).all() and (between == 1).all() and room.sum() == 21
+
+
 @on_ranks(1, 2)
 def test_a_tensor_may_begin_anywhere_in_its_storage(rank, world):
     tensors = contributions(world, 1010, "float16")

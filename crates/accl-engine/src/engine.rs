@@ -26,7 +26,7 @@ use crate::machine;
 use crate::members::Members;
 use crate::net::{Mark, PeerId};
 use crate::plan::Plans;
-use crate::rendezvous::{GroupCard, Meeting, Outcome};
+use crate::rendezvous::{GroupCard, Makings, Meeting, Outcome};
 use crate::state::GroupState;
 use crate::store::Store;
 use crate::sync::Mutex;
@@ -54,6 +54,7 @@ pub struct Engine {
     /// In some group the ranks of this host are more than their cores.
     pub(crate) shares_cores: AtomicBool,
     groups_made: AtomicU64,
+    makings: Makings,
     /// The group of the whole job, whose ranks the others are numbered by.
     job: Mutex<Option<Job>>,
     /// The machine's constants, found when they are first needed.
@@ -100,6 +101,7 @@ impl Engine {
             drive: Drive::default(),
             shares_cores: AtomicBool::new(false),
             groups_made: AtomicU64::new(0),
+            makings: Makings::default(),
             job: Mutex::new(None),
             machine: OnceLock::new(),
             born: accl_transport::fork_generation(),
@@ -151,7 +153,7 @@ impl Engine {
         let (agreed, cores) = (spec.config.agreed_text(), Cores::of_this_process());
         let mine = GroupCard { counter, agreed, cores, machine, card };
         let label = launch_label();
-        let mut meeting = Meeting::new(spec, store, &mine, &label, deadline);
+        let mut meeting = Meeting::new(spec, store, &mine, &label, &self.makings, deadline);
         let members = self.known_members(spec);
         let mut look = || {
             if interrupt() {

@@ -109,6 +109,11 @@ impl Members {
         self.members[rank.index()].left
     }
 
+    /// Whether nothing more comes from a rank: it has left the group, or its process has gone.
+    pub(crate) fn is_absent(&self, rank: Rank, net: &Net) -> bool {
+        self.has_left(rank) || net.peer(self.peer(rank)).gone.is_some()
+    }
+
     /// `rank 1 (host a, pid 7)`
     pub(crate) fn describe(&self, rank: Rank, net: &Net) -> String {
         format!("rank {rank} ({})", net.place(self.peer(rank)))

@@ -3,7 +3,8 @@
 //! Runs over empty point-to-point messages on tags that no user can give: they need no grant, and no memory that a rank
 //! which gives up would have to keep. A rank says that it arrived, with a number of
 //! its own; rank 0 releases it by that number. A rank that gives up withdraws, so that what it said is not taken for
-//! its arrival at a later barrier. A failure leaves the group usable.
+//! its arrival at a later barrier. A rank whose process has gone is missing, also when it had arrived. A failure leaves the
+//! group usable.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -25,7 +26,7 @@ const ARRIVED: u64 = 1 << 32;
 const WITHDRAWN: u64 = 2 << 32;
 
 /// What rank 0 knows of a rank.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 enum Presence {
     /// It has said nothing in this barrier.
     Unheard,
@@ -33,6 +34,8 @@ enum Presence {
     Waiting(u32),
     /// It was here and has given up since: late for a release, but not missing.
     GaveUp,
+    /// Nothing more comes from it, for this reason.
+    Gone(String),
 }
 
 impl Group {
@@ -52,12 +55,12 @@ impl Group {
             return self.arrive(timeout, deadline, interrupt);
         }
         let present = self.call_roll(timeout, deadline, wait_all, interrupt)?;
-        let ranks_that = |wanted: fn(Presence) -> bool| -> Vec<u32> {
-            (1..).zip(&present).filter(|(_, presence)| wanted(**presence)).map(|(rank, _)| rank).collect()
+        let ranks_that = |wanted: fn(&Presence) -> bool| -> Vec<u32> {
+            (1..).zip(&present).filter(|(_, presence)| wanted(presence)).map(|(rank, _)| rank).collect()
         };
-        let mut missing = ranks_that(|presence| presence == Presence::Unheard);
+        let mut missing = ranks_that(|presence| matches!(presence, Presence::Unheard | Presence::Gone(_)));
         if missing.is_empty() {
-            missing = ranks_that(|presence| presence == Presence::GaveUp);
+            missing = ranks_that(|presence| *presence == Presence::GaveUp);
         }
         if !wait_all {
             missing.truncate(1);
@@ -65,11 +68,16 @@ impl Group {
         if !missing.is_empty() {
             let names: Vec<String> = missing.iter().map(u32::to_string).collect();
             let ranks = if wait_all && names.len() > 1 { "Ranks" } else { "Rank" };
-            let text = if timeout.is_zero() {
+            let mut text = if timeout.is_zero() {
                 "Rank 0 timed out in monitoredBarrier after 0ms: it allows no time for the others to arrive".to_owned()
             } else {
                 format!("{ranks} {} failed to pass monitoredBarrier in {} ms", names.join(", "), timeout.as_millis())
             };
+            for rank in missing {
+                if let Some(Presence::Gone(why)) = present.get(rank as usize - 1) {
+                    text += &format!("; {why}");
+                }
+            }
             return Err(self.placed(Error::timeout(text)));
         }
         for (rank, presence) in (1..).map(Rank).zip(present) {
@@ -103,13 +111,16 @@ impl Group {
             if *presence == Presence::Unheard {
                 self.hear(rank, presence, deadline, interrupt)?;
             }
-            if *presence == Presence::Unheard && !wait_all {
+            if matches!(presence, Presence::Unheard | Presence::Gone(_)) && !wait_all {
                 break;
             }
         }
-        // Those that came first may have given up while others were waited for.
+        // Those that came first may have given up or died while others were waited for.
         for (rank, presence) in (1..).map(Rank).zip(&mut present) {
             self.hear_queued(rank, presence)?;
+            if let Some(why) = self.with_state(|group, hands| group.absence(rank, hands.net))? {
+                *presence = Presence::Gone(why);
+            }
         }
         Ok(present)
     }
@@ -136,7 +147,7 @@ impl Group {
             Ok(true) => *presence = Presence::GaveUp,
             Ok(false) => {}
             // A rank that has gone is as missing as one that is late.
-            Err(error) if error.kind == ErrorKind::PeerLost => {}
+            Err(error) if error.kind == ErrorKind::PeerLost => *presence = Presence::Gone(error.message),
             Err(error) => return Err(error),
         }
         Ok(())

@@ -553,8 +553,7 @@ impl GroupState {
 
     /// Looks which ranks are there.
     pub(crate) fn note_absentees(&mut self, net: &Net) {
-        let is_absent = |rank: Rank| self.members.has_left(rank) || net.peer(self.members.peer(rank)).gone.is_some();
-        self.has_absentees = self.members.ranks().any(is_absent);
+        self.has_absentees = self.members.ranks().any(|rank| self.members.is_absent(rank, net));
     }
 
     /// As [`GroupState::check`], for a call that has just been made: who went before is in nobody's news.
@@ -566,11 +565,27 @@ impl GroupState {
 
     /// Fails private messages whose peer has gone: whoever made them goes on without.
     fn check_private(&mut self, hands: &mut Hands<'_>) {
-        let gone = |rank: Rank| self.members.has_left(rank) || hands.net.peer(self.members.peer(rank)).gone.is_some();
-        for message in self.p2p.take_private(gone) {
-            let who = message.peer.map(|rank| self.members.describe(rank, hands.net)).unwrap_or_default();
-            end(&message.call, Some(message.call.placed(Error::peer_lost(format!("{who} has left")))), hands);
+        let (members, net) = (&self.members, &*hands.net);
+        for message in self.p2p.take_private(|rank| members.is_absent(rank, net)) {
+            let why = message.peer.and_then(|rank| self.absence(rank, hands.net)).unwrap_or_default();
+            end(&message.call, Some(message.call.placed(Error::peer_lost(why))), hands);
         }
+    }
+
+    /// Why nothing more comes from a rank; `None` while it is there.
+    pub(crate) fn absence(&self, rank: Rank, net: &Net) -> Option<String> {
+        if !self.members.is_absent(rank, net) {
+            return None;
+        }
+        let who = self.members.describe(rank, net);
+        Some(match &net.peer(self.members.peer(rank)).gone {
+            Some(Gone::Lost(error)) if !self.members.has_left(rank) => {
+                format!("{who} is lost: {}; see that rank's own output for the reason", error.message)
+            }
+            Some(Gone::Lost(_) | Gone::Left) | None => {
+                format!("{who} has left the group and takes part in no further call")
+            }
+        })
     }
 
     fn overdue(&self, hands: &Hands<'_>) -> Option<Error> {
@@ -621,26 +636,18 @@ impl GroupState {
     /// An error when a rank that a call in flight needs is not there any more.
     fn departed(&self, hands: &Hands<'_>) -> Option<Error> {
         for rank in self.members.ranks() {
-            let peer = hands.net.peer(self.members.peer(rank));
-            let left = self.members.has_left(rank) || matches!(peer.gone, Some(Gone::Left));
-            let lost = match &peer.gone {
-                Some(Gone::Lost(error)) if !self.members.has_left(rank) => Some(error),
-                Some(Gone::Lost(_) | Gone::Left) | None => None,
-            };
-            if !left && lost.is_none() {
+            if !self.members.is_absent(rank, hands.net) {
                 continue;
             }
+            let is_lost = matches!(hands.net.peer(self.members.peer(rank)).gone, Some(Gone::Lost(_)))
+                && !self.members.has_left(rank);
             // A call that needs nothing more of the rank may end well; one that does fails, and tells all others.
             let any_run = self.runs.values().find(|run| run.needs(rank)).map(|run| &run.call);
-            let from_any = if lost.is_some() { FromAny::Counts } else { FromAny::DoesNot };
+            let from_any = if is_lost { FromAny::Counts } else { FromAny::DoesNot };
             let any_message = || self.p2p.needs(rank, from_any).map(|message| &message.call);
             let Some(call) = any_run.or_else(any_message) else { continue };
-            let who = self.members.describe(rank, hands.net);
-            let text = match lost {
-                Some(error) => format!("{who} is lost: {}; see that rank's own output for the reason", error.message),
-                None => format!("{who} has left the group and takes part in no further call"),
-            };
-            return Some(call.placed(Error::peer_lost(text).with_peer(rank)));
+            let why = self.absence(rank, hands.net).unwrap_or_default();
+            return Some(call.placed(Error::peer_lost(why).with_peer(rank)));
         }
         None
     }

@@ -11,7 +11,7 @@
 //! **Sessions.** Rank 0 *leads*. It makes up a name that nobody had before (its process's random identity and a counter)
 //! and says it in the *notice*, the one key with a fixed name. A rank answers by writing its card under the session's
 //! name. Who answers has read a name that is fresh, so it lived when the session began. When all have answered the leader
-//! writes the *roster* of all cards. A rank goes by a roster only if its own card of this very making is in it: then the
+//! writes the *roster* of all cards; the notice is not written again, since another leader may have put its own there. A rank goes by a roster only if its own card of this very making is in it: then the
 //! leader lived after the answer. What earlier processes left has another session's name, or lacks the reader.
 //!
 //! **The end is agreed, too.** Ranks that have the roster connect, and then count themselves in at the key `ready`. The
@@ -34,21 +34,23 @@
 //! A member of the job's own group that is seen to have gone, on a link that exists already, ends the making of a
 //! sub-group at once: it will not come back into this job.
 //!
-//! **Several at once.** Makings by threads of one process over the same keys take turns: the leader waits until its
-//! other session is over. A second living process with the same rank is found out when it stands in this rank's place
-//! twice, since the second session began after this process was there.
+//! **Several at once.** Threads of one process may make groups over the same keys: those that lead take turns, and one that
+//! answers in another's place waits for the next session. A second living process with the same rank is found out when it stands in this rank's place
+//! twice, since the second session began after this process was there. One that comes after the group was made hears
+//! nothing: it may as well be the first of the next attempt, and waits for the others of it until its deadline.
 //!
 //! **Cost.** The leader reads one card a rank and writes the roster; every other rank asks a constant number of
-//! questions. Who waits asks for one small value, in pauses that grow with the time waited, so that a long wait costs ten
+//! questions. Who waits asks for two small values, in pauses that grow with the time waited, so that a long wait costs ten
 //! questions a second.
 //!
-//! **Nothing is left.** With the group made, each deletes its own card and counts itself out at `ready`; the last deletes
-//! that and the roster, and the leader its notice. Sessions that ended early are named in the next notices, and the leader
-//! whose group is made deletes what is left of them: then nobody looks at them any more.
+//! **Nothing is left.** With the group made, the leader deletes its notice, each its own card, and counts itself out at
+//! `ready`; the last deletes that and the roster. Sessions that ended early are named in the next notices, and the leader
+//! whose group is made deletes what is left of them. Who is still in one of them sees that the notice is another one's.
 
 mod texts;
 
 use std::collections::HashSet;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use accl_transport::frame::Cause;
@@ -57,6 +59,7 @@ use accl_types::{Error, Result};
 use crate::group::GroupSpec;
 use crate::hash::hash_words;
 use crate::store::Store;
+use crate::sync::Mutex;
 
 pub(crate) use texts::GroupCard;
 use texts::{Notice, Phase, Why, roster_from_text, roster_to_text, settings_differ};
@@ -79,6 +82,15 @@ pub(crate) enum Outcome {
     Moved,
 }
 
+/// What the makings of one process know of each other.
+#[derive(Default)]
+pub(crate) struct Makings {
+    /// How many groups this process has confirmed.
+    confirmed: AtomicU64,
+    /// Names and keys of the groups that a thread leads just now.
+    led: Mutex<HashSet<String>>,
+}
+
 /// The making of one group by one rank. Whoever drops it without [`Meeting::conclude`] has given up, which tells the
 /// others.
 pub(crate) struct Meeting<'a> {
@@ -93,6 +105,11 @@ pub(crate) struct Meeting<'a> {
     session: Option<String>,
     /// How many sessions this rank has led.
     led: u64,
+    makings: &'a Makings,
+    /// How many groups this process had confirmed when this rank answered.
+    confirmed_before: u64,
+    /// What this rank leads, in `makings`.
+    leads: Option<String>,
     /// Sessions that are over for this rank.
     past: HashSet<String>,
     /// Of the leader: sessions to clean up after, and their worlds.
@@ -115,6 +132,7 @@ impl<'a> Meeting<'a> {
         store: &'a dyn Store,
         mine: &'a GroupCard,
         label: &'a str,
+        makings: &'a Makings,
         deadline: Instant,
     ) -> Self {
         let now = Instant::now();
@@ -127,6 +145,9 @@ impl<'a> Meeting<'a> {
             place: format!("accl/{:016x}", hash_words(spec.global_ranks.iter().copied())),
             session: None,
             led: 0,
+            makings,
+            confirmed_before: 0,
+            leads: None,
             past: HashSet::new(),
             earlier: Vec::new(),
             beaten_by: Vec::new(),
@@ -168,7 +189,7 @@ impl<'a> Meeting<'a> {
     /// The cause of a rank that gave up; `Rendezvous`.
     pub(crate) fn goes_on(&mut self) -> Result<bool> {
         let Some(session) = self.session.clone() else { return Ok(true) };
-        match self.standing(&session)? {
+        match self.standing_of_mine(&session)? {
             Standing::Open | Standing::Over(Why::Complete) => Ok(true),
             Standing::Over(why) => self.leave(why).map(|()| false),
         }
@@ -184,6 +205,7 @@ impl<'a> Meeting<'a> {
             return Ok(Outcome::Made);
         };
         let pace = Pace::new();
+        self.makings.confirmed.fetch_add(1, Ordering::SeqCst);
         let is_last = self.store.add(&ready(&self.place, &session), 1)? == i64::from(self.spec.world);
         let mut standing = if is_last { Standing::Over(Why::Complete) } else { self.standing(&session)? };
         loop {
@@ -193,7 +215,7 @@ impl<'a> Meeting<'a> {
                 Standing::Open if Instant::now() >= self.deadline + GRACE => return Err(self.unconnected()),
                 Standing::Open => self.pause(&pace, look)?,
             }
-            standing = self.standing(&session)?;
+            standing = if pace.is_long() { self.standing_of_mine(&session)? } else { self.standing(&session)? };
         }
         self.concluded = true;
         self.clean_up(&session).unwrap_or_else(|why| tracing::debug!("keys stay in the store: {why}"));
@@ -209,7 +231,8 @@ impl<'a> Meeting<'a> {
 
     fn lead(&mut self, look: &mut dyn FnMut() -> Result<()>) -> Result<Vec<GroupCard>> {
         if self.led == 0 {
-            self.take_over(look)?;
+            self.await_turn(look)?;
+            self.take_over()?;
         }
         loop {
             let uuid = u128::from_be_bytes(self.mine.card.uuid);
@@ -218,26 +241,21 @@ impl<'a> Meeting<'a> {
             self.session = Some(session.clone());
             self.say(&session, Phase::Gathering)?;
             if let Some(cards) = self.collect(&session, look)? {
+                // The notice stays as it is: by now it may be another leader's.
                 self.store.set(&roster(&self.place, &session), roster_to_text(&cards).as_bytes())?;
-                self.say(&session, Phase::Published)?;
                 return Ok(cards);
             }
         }
     }
 
-    /// Ends what an earlier leader left. Another making of this very process has its turn first.
-    fn take_over(&mut self, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+    /// Waits until no other thread of this process leads over the same keys: their notices would stand in each other's place.
+    fn await_turn(&mut self, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         let pace = Pace::new();
+        let what = format!("{} {}", self.spec.name, self.place);
         loop {
-            // What makes no sense is written over.
-            let notice = self.text(&self.notice_key())?.and_then(|text| Notice::from_text(&text).ok());
-            let Some(notice) = notice else { return Ok(()) };
-            let is_other_turn = notice.uuid == self.mine.card.uuid && notice.phase != Phase::Over;
-            if !is_other_turn {
-                self.earlier.extend(notice.earlier);
-                self.earlier.push((notice.session.clone(), notice.world));
-                let why = Why::Taken(self.mine.card.place());
-                return self.end(&notice.session, i64::from(notice.world), &why);
+            if self.makings.led.lock().insert(what.clone()) {
+                self.leads = Some(what);
+                return Ok(());
             }
             if Instant::now() >= self.deadline {
                 let text = "another thread of this process still makes a group over the same store and name";
@@ -245,6 +263,17 @@ impl<'a> Meeting<'a> {
             }
             self.pause(&pace, look)?;
         }
+    }
+
+    /// Ends what an earlier leader left.
+    fn take_over(&mut self) -> Result<()> {
+        // What makes no sense is written over.
+        let notice = self.text(&self.notice_key())?.and_then(|text| Notice::from_text(&text).ok());
+        let Some(notice) = notice else { return Ok(()) };
+        self.earlier.extend(notice.earlier);
+        self.earlier.push((notice.session.clone(), notice.world));
+        let why = Why::Taken(self.mine.card.place());
+        self.end(&notice.session, i64::from(notice.world), &why)
     }
 
     fn say(&self, session: &str, phase: Phase) -> Result<()> {
@@ -305,7 +334,7 @@ impl<'a> Meeting<'a> {
     fn follow(&mut self) -> Result<Option<Vec<GroupCard>>> {
         let notice = self.notice()?;
         if notice.is_none() && self.session.is_some() {
-            return Err(self.made_without());
+            return self.made_without();
         }
         let notice = notice.filter(|notice| notice.phase != Phase::Over);
         if let Some(mine) = self.session.clone()
@@ -327,28 +356,26 @@ impl<'a> Meeting<'a> {
         if self.past.contains(&notice.session) {
             return Ok(None);
         }
-        match (notice.phase, &self.session) {
-            (Phase::Gathering, None) => {
-                self.store
-                    .set(&card(&self.place, &notice.session, self.spec.rank.0), self.mine.to_text().as_bytes())?;
-                self.session = Some(notice.session);
-                Ok(None)
-            }
-            (Phase::Gathering, Some(_)) | (Phase::Over, _) => Ok(None),
-            (Phase::Published, _) => self.read_roster(&notice.session),
+        if let Some(text) = self.text(&roster(&self.place, &notice.session))? {
+            return self.read_roster(&notice.session, &text);
         }
+        if self.session.is_none() {
+            // Why an earlier attempt failed is not why this one does; its leader may have died without a word.
+            if let Standing::Over(_) = self.standing(&notice.session)? {
+                self.past.insert(notice.session);
+                return Ok(None);
+            }
+            let key = card(&self.place, &notice.session, self.spec.rank.0);
+            self.confirmed_before = self.makings.confirmed.load(Ordering::SeqCst);
+            // Before the store is asked: the others hear of it also if that fails.
+            self.session = Some(notice.session);
+            self.store.set(&key, self.mine.to_text().as_bytes())?;
+        }
+        Ok(None)
     }
 
-    fn read_roster(&mut self, session: &str) -> Result<Option<Vec<GroupCard>>> {
-        let Some(text) = self.text(&roster(&self.place, session))? else {
-            if self.session.as_deref() == Some(session) {
-                return Err(self.made_without());
-            }
-            // Everybody in it has gone on.
-            self.leave_session(session);
-            return Ok(None);
-        };
-        let cards = roster_from_text(&text)?;
+    fn read_roster(&mut self, session: &str, text: &str) -> Result<Option<Vec<GroupCard>>> {
+        let cards = roster_from_text(text)?;
         let Some(place) = cards.get(self.spec.rank.index()).filter(|_| cards.len() == self.spec.world as usize) else {
             return Err(Error::rendezvous(format!("a roster of {} ranks for {}", cards.len(), self.spec.world)));
         };
@@ -384,6 +411,26 @@ impl<'a> Meeting<'a> {
         // It was written before the count was changed.
         let why = self.store.get(&why_key(&self.place, session))?;
         Ok(Standing::Over(why.map_or(Ok(Why::Moved), |why| Why::from_bytes(&why))?))
+    }
+
+    /// As [`Meeting::standing`], for the session of this rank: a leader that replaced it and made its group has cleaned up, and
+    /// then only the notice tells.
+    fn standing_of_mine(&self, session: &str) -> Result<Standing> {
+        let standing = self.standing(session)?;
+        if !matches!(standing, Standing::Open) {
+            return Ok(standing);
+        }
+        let notice = self.notice()?;
+        if notice.as_ref().is_some_and(|notice| notice.session == session) {
+            return Ok(Standing::Open);
+        }
+        // The notice goes also when this session has come to its end.
+        let standing = self.standing(session)?;
+        if !matches!(standing, Standing::Open) {
+            return Ok(standing);
+        }
+        let place = notice.map_or_else(|| "which is in the group".to_owned(), |notice| notice.place);
+        Ok(Standing::Over(Why::Taken(place)))
     }
 
     /// Ends a session unless it is over.
@@ -430,7 +477,7 @@ impl<'a> Meeting<'a> {
         }
     }
 
-    /// With the group made. Who dies in here leaves little: the notice goes last, and by it the next leader finds the rest.
+    /// With the group made. Who dies in here leaves a few keys that nobody looks at.
     fn clean_up(&mut self, session: &str) -> Result<()> {
         let (rank, world) = (self.spec.rank.0, self.spec.world);
         for (session, world) in std::mem::take(&mut self.earlier) {
@@ -439,18 +486,19 @@ impl<'a> Meeting<'a> {
                 self.store.delete(&card(&self.place, &session, rank))?;
             }
         }
+        // Before the roster: who finds the notice and no roster answers. It may be another leader's by now, if this one was
+        // stopped for long.
+        let is_ours = rank == 0 && self.notice()?.is_some_and(|notice| notice.session == session);
+        if is_ours && !self.store.delete(&self.notice_key())? {
+            // Or the next making of this process would wait for this one to end.
+            self.say(session, Phase::Over)?;
+        }
         if rank != 0 {
             self.store.delete(&card(&self.place, session, rank))?;
         }
         if self.store.add(&ready(&self.place, session), 1)? == 2 * i64::from(world) {
             self.store.delete(&roster(&self.place, session))?;
             self.store.delete(&ready(&self.place, session))?;
-        }
-        // It may be another leader's by now, if this one was stopped for long.
-        let is_ours = rank == 0 && self.notice()?.is_some_and(|notice| notice.session == session);
-        if is_ours && !self.store.delete(&self.notice_key())? {
-            // Or the next making of this process would wait for this one to end.
-            self.say(session, Phase::Over)?;
         }
         Ok(())
     }
@@ -516,13 +564,17 @@ impl<'a> Meeting<'a> {
         ))
     }
 
-    /// The notice and the roster go with the group made only. It was made although this rank had answered: another process
-    /// with its rank confirmed after that.
-    fn made_without(&mut self) -> Error {
+    /// The notice goes with the group made only. It was made although this rank had answered: another one with its rank
+    /// confirmed after that.
+    fn made_without<T>(&mut self) -> Result<Option<T>> {
         if let Some(session) = self.session.clone() {
             self.leave_session(&session);
         }
-        self.taken("which is in the group")
+        // It was a thread of this process, as it seems, and this one's turn comes.
+        if self.makings.confirmed.load(Ordering::SeqCst) != self.confirmed_before {
+            return Ok(None);
+        }
+        Err(self.taken("which is in the group"))
     }
 
     fn unconnected(&self) -> Error {
@@ -538,8 +590,15 @@ impl<'a> Meeting<'a> {
             None => *rank == 0,
         };
         let missing: Vec<String> = (0..world).filter(is_missing).map(|rank| rank.to_string()).collect();
+        if missing.is_empty() {
+            // The last card came between the last look and this one.
+            return self.timed_out("the group to be complete: the last rank came only when the time was up; raise the timeout");
+        }
         let what = format!("the group to be complete: {} of {world} ranks are missing: ", missing.len());
         let mut what = what + &missing.join(", ");
+        if mine == 0 && missing.len() + 1 == world as usize {
+            what += " (they have not come; or the group is made already and another process has rank 0, too)";
+        }
         if session.is_none() {
             what += &format!(
                 " (the others wait for it; or the group is made already and another process has rank {mine}, too)"
@@ -564,6 +623,9 @@ impl Drop for Meeting<'_> {
         let text = "its making ended without a reason".to_owned();
         let cause = Cause { kind: accl_types::ErrorKind::Internal, origin: self.spec.rank, text };
         self.end_with(&Why::Failed(cause));
+        if let Some(what) = self.leads.take() {
+            self.makings.led.lock().remove(&what);
+        }
     }
 }
 
@@ -594,6 +656,11 @@ struct Pace(Instant);
 impl Pace {
     fn new() -> Self {
         Self(Instant::now())
+    }
+
+    /// Whether the wait has lasted for so long that a question more does not count.
+    fn is_long(&self) -> bool {
+        self.0.elapsed() >= LOOK
     }
 
     fn pause(&self) {

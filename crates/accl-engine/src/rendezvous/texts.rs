@@ -85,17 +85,15 @@ pub(super) fn roster_from_text(mut text: &str) -> Result<Vec<GroupCard>> {
 /// What the leader says of its session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// It collects cards.
+    /// It collects cards, or has the roster.
     Gathering,
-    /// The roster is there.
-    Published,
     /// The making has failed; nobody leads.
     Over,
 }
 
 impl Phase {
     const ALL: &'static [(Phase, &'static str)] =
-        &[(Phase::Gathering, "gathering"), (Phase::Published, "published"), (Phase::Over, "over")];
+        &[(Phase::Gathering, "gathering"), (Phase::Over, "over")];
 }
 
 /// Where the others find the leader's session. Everything of a session lies under keys with its name.
