@@ -111,6 +111,48 @@ dist.destroy_process_group()
         assert script.stdout.startswith("ends")
 
 
+@pytest.mark.parametrize("end", ["dist.destroy_process_group()", "pass", "sys.exit(0)"])
+def test_a_rank_that_ends_lets_its_asynchronous_calls_end(end):
+    """The others' calls failed, although this rank had made them."""
+    code = (
+        HEAD
+        + f"""
+dist.barrier()
+if rank == 1:
+    time.sleep(0.5)
+    dist.all_reduce(tensor.fill_(1))
+    print(float(tensor.sum()), flush=True)
+else:
+    work = dist.all_reduce(tensor.fill_(1), async_op=True)
+    work.get_future().then(lambda _: print(float(tensor.sum()), flush=True))
+{end}
+"""
+    )
+    for script in run_script(code, world=2):
+        assert script.exitcode == 0 and script.stdout.split() == ["2000.0"], (script.stdout, script.stderr)
+
+
+def test_a_rank_that_ends_by_an_error_does_not_wait_for_its_asynchronous_calls():
+    code = (
+        HEAD
+        + """
+dist.barrier()
+if rank == 0:
+    dist.all_reduce(tensor, async_op=True)
+    raise ValueError("told so")
+start = time.monotonic()
+try:
+    dist.recv(tensor, 0)
+except RuntimeError:
+    print(time.monotonic() - start, flush=True)
+os._exit(0)
+"""
+    )
+    first, second = run_script(code, world=2)
+    assert first.exitcode == 1 and "told so" in first.stderr
+    assert float(second.stdout.split()[-1]) < 5
+
+
 def test_ctrl_c_ends_the_wait_for_a_callback_at_the_end_of_the_process():
     code = (
         HEAD

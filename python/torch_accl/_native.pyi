@@ -63,7 +63,7 @@ class Runtime:
     def create_backend(self, store: dist.Store, rank: int, size: int, options: BackendOptions) -> Backend:
         """Makes a backend: collective over all ranks; blocks until they are connected or the timeout passed."""
 
-    def shutdown(self) -> None:
+    def shutdown(self, await_calls: bool = False) -> None:
         """Says goodbye to all peers and stops the threads. Bounded, silent, any number of times."""
 
 def built_for() -> dict[str, Any]:

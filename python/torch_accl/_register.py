@@ -110,6 +110,11 @@ def _warn_of_cgx() -> None:
         )
 
 
+def _end() -> None:
+    """Ends the engine. Calls in flight may end well first, unless the program ends by an error: others may wait for it."""
+    _runtime.shutdown(await_calls=getattr(sys, "last_value", None) is None)
+
+
 def _end_with_child() -> None:
     """Sees to the end of a child of multiprocessing, which may leave by `os._exit` and run no `atexit` hook."""
     if multiprocessing.parent_process() is not None and _ending_in[:] != [os.getpid()]:
@@ -122,17 +127,17 @@ def _end_of_child() -> None:
     """Ends the engine when nothing of the child's program runs any more: multiprocessing awaits its threads after this."""
     running = [each for each in threading.enumerate() if each is not threading.current_thread() and not each.daemon]
     if not running:
-        _runtime.shutdown()
+        _end()
         return
 
     def end() -> None:
         for thread in running:
             thread.join()
-        _runtime.shutdown()
+        _end()
 
     # Not here: threads of a pool end only when Python tells them, which comes next. It awaits this one, too.
     threading.Thread(target=end, name="accl-end").start()
 
 
 # A process may end without destroy_process_group: the peers learn of it at once, and no thread of ours outlives Python.
-atexit.register(_runtime.shutdown)
+atexit.register(_end)

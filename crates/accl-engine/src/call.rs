@@ -38,6 +38,8 @@ pub struct Call {
     pub(crate) collective: Collective,
     pub(crate) seq: u64,
     pub(crate) started: Instant,
+    /// Whether its caller went on and waits later, or never.
+    pub(crate) is_async: bool,
     timed: bool,
     state: AtomicU8,
     source: AtomicU32,
@@ -78,6 +80,7 @@ pub(crate) struct CallPlace {
     pub rank: Rank,
     pub collective: Collective,
     pub seq: u64,
+    pub is_async: bool,
     pub timed: bool,
 }
 
@@ -91,6 +94,7 @@ impl Call {
             collective: place.collective,
             seq: place.seq,
             started: now,
+            is_async: place.is_async,
             timed: place.timed,
             state: AtomicU8::new(RUNNING),
             source: AtomicU32::new(NO_SOURCE),

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use accl_types::Error;
 
 use crate::call::{Bell, Call, Waited};
-use crate::core::Relief;
+use crate::core::{Core, Relief};
 use crate::desc::Mode;
 use crate::engine::{Engine, far};
 use crate::net::Mark;
@@ -182,6 +182,28 @@ impl Engine {
         until: Instant,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Delivery {
+        self.await_all(until, interrupt, |core| {
+            marks.retain(|mark| !core.net.is_delivered(mark));
+            marks.is_empty()
+        })
+    }
+
+    /// Waits until the collectives of these groups that were made asynchronously are over, at most until then.
+    pub(crate) fn await_calls(&self, groups: &[u64], until: Instant, interrupt: &mut dyn FnMut() -> bool) {
+        let is_over = |core: &mut Core| {
+            let mut groups = groups.iter().filter_map(|id| core.groups.get(id));
+            !groups.any(|group| group.has_async_calls())
+        };
+        self.await_all(until, interrupt, is_over);
+    }
+
+    /// Makes progress until it is over, until then, or until the interrupt.
+    fn await_all(
+        &self,
+        until: Instant,
+        interrupt: &mut dyn FnMut() -> bool,
+        mut is_over: impl FnMut(&mut Core) -> bool,
+    ) -> Delivery {
         let mut pause = FIRST_PAUSE;
         let mut asked = Instant::now();
         loop {
@@ -191,10 +213,10 @@ impl Engine {
             let looked = core.guarded(|core| {
                 core.pass_whole(now);
                 core.check(now);
-                marks.retain(|mark| !core.net.is_delivered(mark));
+                is_over(core)
             });
             drop(core);
-            if marks.is_empty() || looked.is_err() {
+            if !matches!(looked, Ok(false)) {
                 return Delivery::Complete;
             }
             if now >= until {

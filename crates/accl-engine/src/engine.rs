@@ -37,6 +37,8 @@ const CONNECT_SLICE: Duration = Duration::from_millis(200);
 /// how long when calls have failed anyway.
 pub(crate) const LAST_BYTES: Duration = Duration::from_secs(30);
 pub(crate) const LAST_BYTES_FAILED: Duration = Duration::from_secs(2);
+/// How long the end of a group or of the process waits for collectives that were made asynchronously.
+pub(crate) const LAST_CALLS: Duration = Duration::from_secs(30);
 /// How long the end of the process waits for room for its goodbyes.
 const LAST_GOODBYES: Duration = Duration::from_secs(2);
 /// How long it waits for callbacks that run.
@@ -465,13 +467,20 @@ impl Engine {
     /// Ends everything in bounded time: groups fail, peers are told and get what was sent to them, threads stop. For the end of
     /// the process.
     pub fn shutdown(&self) {
-        self.shutdown_unless(&mut || false);
+        self.shutdown_unless(false, &mut || false);
     }
 
-    /// As [`Engine::shutdown`]; the wait for the peers ends when `interrupt` returns true.
-    pub fn shutdown_unless(&self, interrupt: &mut dyn FnMut() -> bool) {
+    /// As [`Engine::shutdown`]; each wait ends when `interrupt` returns true. With `await_calls` collectives that were made
+    /// asynchronously have half a minute to end well.
+    pub fn shutdown_unless(&self, await_calls: bool, interrupt: &mut dyn FnMut() -> bool) {
         if self.is_forked() {
             return;
+        }
+        if await_calls {
+            let groups =
+                self.core.try_lock_for(Duration::from_secs(1)).map(|core| core.groups.keys().copied().collect());
+            let groups: Vec<u64> = groups.unwrap_or_default();
+            self.await_calls(&groups, Instant::now() + LAST_CALLS, interrupt);
         }
         self.stop_background();
         let now = Instant::now();

@@ -21,7 +21,7 @@ use crate::core::{Core, Relief};
 use crate::desc::{CallDesc, Mode};
 use crate::drive::Delivery;
 use crate::encoding::Usual;
-use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED};
+use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED, LAST_CALLS};
 use crate::local::Local;
 use crate::net::Mark;
 use crate::p2p::{Message, PRIVATE_TAGS};
@@ -322,6 +322,7 @@ impl Group {
             rank: self.rank,
             collective: desc.collective,
             seq,
+            is_async: desc.mode == Mode::Async,
             timed: group.timing,
         };
         Call::new(place, now)
@@ -430,9 +431,10 @@ impl Group {
         }
     }
 
-    /// Leaves the group: calls in flight fail, the other ranks are told. Again and again is fine.
+    /// Leaves the group; the other ranks are told. Again and again is fine.
     ///
-    /// Waits until the other ranks' hosts have what calls that are done have sent, in bounded time: the process may end right
+    /// Waits, at most half a minute, until collectives that were made asynchronously are done: the other ranks may be about to
+    /// make them. Other calls in flight fail. Then waits until the other ranks' hosts have what calls that are done have sent, in bounded time: the process may end right
     /// after, and what it buffers would go with it.
     ///
     /// # Errors
@@ -446,6 +448,10 @@ impl Group {
     /// # Errors
     /// As [`Group::shutdown`].
     pub fn shutdown_unless(&self, interrupt: &mut dyn FnMut() -> bool) -> Result<()> {
+        if !self.closed.load(Ordering::Acquire) && !self.engine.is_forked() {
+            let until = Instant::now() + self.with_state(|group, _| group.timeout).unwrap_or_default().min(LAST_CALLS);
+            self.engine.await_calls(&[self.id], until, interrupt);
+        }
         let Some(Left { unsaid, sent, patience }) = self.leave_at_once() else { return Ok(()) };
         let until = Instant::now() + patience;
         match self.engine.await_delivery(sent, until, interrupt) {

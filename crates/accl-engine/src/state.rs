@@ -616,7 +616,7 @@ impl GroupState {
             text.push_str(" from any rank: nobody sent with this tag");
         }
         for (index, &rank) in awaited.iter().filter(|&&rank| rank != self.rank).take(8).enumerate() {
-            text.push_str(if index == 0 { " ; missing: " } else { ", " });
+            text.push_str(if index == 0 { "; missing: " } else { ", " });
             text.push_str(&self.members.describe(rank, net));
             if let Some(silence) = net.peer(self.members.peer(rank)).silent_for {
                 text.push_str(&format!(" whose host has not answered for {} ms", silence.as_millis()));
@@ -650,6 +650,11 @@ impl GroupState {
             return Some(call.placed(Error::peer_lost(why).with_peer(rank)));
         }
         None
+    }
+
+    /// Whether a collective is in flight whose caller has gone on.
+    pub(crate) fn has_async_calls(&self) -> bool {
+        !self.composed.is_empty() && self.poison.is_none() || self.runs.values().any(|run| run.call.is_async)
     }
 
     // ---- the end

@@ -49,10 +49,11 @@ impl Runtime {
     }
 
     /// Says goodbye to all peers, waits until they have what was sent to them, and stops the threads. Bounded; any number of
-    /// times.
-    fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
+    /// times. Before that, with `await_calls`, waits for asynchronous collectives.
+    #[pyo3(signature = (await_calls = false))]
+    fn shutdown(&self, py: Python<'_>, await_calls: bool) -> PyResult<()> {
         if let Some(engine) = self.inner.engine() {
-            py.detach(|| engine.shutdown_unless(&mut ffi::python_interrupted));
+            py.detach(|| engine.shutdown_unless(await_calls, &mut ffi::python_interrupted));
         }
         // A signal handler that raised ends the wait and not the shutdown.
         PyErr::take(py).map_or(Ok(()), Err)

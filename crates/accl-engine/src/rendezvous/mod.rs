@@ -592,7 +592,9 @@ impl<'a> Meeting<'a> {
         let missing: Vec<String> = (0..world).filter(is_missing).map(|rank| rank.to_string()).collect();
         if missing.is_empty() {
             // The last card came between the last look and this one.
-            return self.timed_out("the group to be complete: the last rank came only when the time was up; raise the timeout");
+            return self.timed_out(
+                "the group to be complete: the last rank came only when the time was up; raise the timeout",
+            );
         }
         let what = format!("the group to be complete: {} of {world} ranks are missing: ", missing.len());
         let mut what = what + &missing.join(", ");

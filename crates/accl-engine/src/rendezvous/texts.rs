@@ -92,8 +92,7 @@ pub(super) enum Phase {
 }
 
 impl Phase {
-    const ALL: &'static [(Phase, &'static str)] =
-        &[(Phase::Gathering, "gathering"), (Phase::Over, "over")];
+    const ALL: &'static [(Phase, &'static str)] = &[(Phase::Gathering, "gathering"), (Phase::Over, "over")];
 }
 
 /// Where the others find the leader's session. Everything of a session lies under keys with its name.
