@@ -112,7 +112,9 @@ def _warn_of_cgx() -> None:
 
 def _end() -> None:
     """Ends the engine. Calls in flight may end well first, unless the program ends by an error: others may wait for it."""
-    _runtime.shutdown(await_calls=getattr(sys, "last_value", None) is None)
+    # A child of multiprocessing comes here while its error is on the way.
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    _runtime.shutdown(await_calls=error is None or isinstance(error, SystemExit))
 
 
 def _end_with_child() -> None:

@@ -46,6 +46,15 @@ struct Waiter(u64);
 
 const BACKGROUND: Waiter = Waiter(0);
 
+/// An interrupt that stays: who asked once for the end does not wait again.
+pub(crate) fn lasting(interrupt: &mut dyn FnMut() -> bool) -> impl FnMut() -> bool {
+    let mut is_interrupted = false;
+    move || {
+        is_interrupted = is_interrupted || interrupt();
+        is_interrupted
+    }
+}
+
 /// How a wait for the delivery of what was sent ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Delivery {

@@ -17,7 +17,7 @@ use accl_types::{Error, ErrorKind, Rank, Result};
 use crate::completion::CompletionPool;
 use crate::core::Core;
 use crate::cores::Cores;
-use crate::drive::{Delivery, Drive};
+use crate::drive::{Delivery, Drive, lasting};
 use crate::encoding::Usual;
 use crate::env::launch_label;
 use crate::group::{Group, GroupSpec};
@@ -476,6 +476,7 @@ impl Engine {
         if self.is_forked() {
             return;
         }
+        let interrupt = &mut lasting(interrupt);
         if await_calls {
             let groups =
                 self.core.try_lock_for(Duration::from_secs(1)).map(|core| core.groups.keys().copied().collect());

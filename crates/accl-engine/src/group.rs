@@ -19,7 +19,7 @@ use crate::call::{Call, CallPlace};
 use crate::coder::Coder;
 use crate::core::{Core, Relief};
 use crate::desc::{CallDesc, Mode};
-use crate::drive::Delivery;
+use crate::drive::{Delivery, lasting};
 use crate::encoding::Usual;
 use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED, LAST_CALLS};
 use crate::local::Local;
@@ -448,6 +448,7 @@ impl Group {
     /// # Errors
     /// As [`Group::shutdown`].
     pub fn shutdown_unless(&self, interrupt: &mut dyn FnMut() -> bool) -> Result<()> {
+        let interrupt = &mut lasting(interrupt);
         if !self.closed.load(Ordering::Acquire) && !self.engine.is_forked() {
             let until = Instant::now() + self.with_state(|group, _| group.timeout).unwrap_or_default().min(LAST_CALLS);
             self.engine.await_calls(&[self.id], until, interrupt);
