@@ -32,8 +32,8 @@ class SparseSum final : public bridge::Body {
 
   bridge::Status run() noexcept override {
     auto status = sum_or_status();
-    bridge::group_conclude(*group_->group, first_, kCalls, status);
-    return status;
+    auto concluded = bridge::group_conclude(*group_->group, first_, kCalls, status);
+    return is_ok(status) ? concluded : status;
   }
 
  private:

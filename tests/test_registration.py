@@ -494,7 +494,6 @@ for name in _native._bridged_functions():
 
 # What torch calls where nothing can be raised, or what only its background work calls.
 SILENT = {
-    "group_abandon",
     "group_shutdown",
     "group_first_error",
     "ticket_done",

@@ -18,7 +18,8 @@ from .mortal import TIMEOUT, Death, Mortal
 from .runner import BACKEND, RankProcess, _attempt
 
 WORLD = 3
-# From the start of the last process until all ranks train.
+# From the last process's connection to the store until all ranks train. (A client of a TCPStore asks for the name of its
+# server's address first, which takes seconds where a name server does not answer.)
 SOON = 5.0
 
 # The kinds of launchers: which ranks are on which, and whether one that restarts makes the others restart.
@@ -88,39 +89,47 @@ def survive(launchers: str, death: Death, store: str = "tcp"):
     surviving = _Surviving(store)
     ranks: dict[int, RankProcess] = {}
     told: dict[int, tuple] = {}
+    connecting: set[int] = set()
     story = []
-    last_start = 0.0
+    last_change = 0.0
 
     def start(rank: int, mortal: bool):
         def serve(pipe):
             own = surviving.store()
+            pipe.send(("connected", None, ""))
             pipe.send(_attempt(train, {"rank": rank, "store": Mortal(own, death) if mortal else own}))
             # Until the launcher has heard all: who goes may be missed.
             with contextlib.suppress(EOFError):
                 pipe.recv()
             return 0
 
-        nonlocal last_start
+        nonlocal last_change
+        connecting.add(rank)
         ranks[rank] = RankProcess(rank, WORLD, surviving, serve)
-        last_start = time.monotonic()
+        last_change = time.monotonic()
 
     try:
         for rank in range(WORLD):
             start(rank, rank == death.rank)
         while len(told) < WORLD:
             waiting = {process.pipe: rank for rank, process in ranks.items() if rank not in told}
-            ready = wait(list(waiting), timeout=max(0.0, last_start + SOON - time.monotonic()))
+            patience = 60.0 if connecting else SOON
+            ready = wait(list(waiting), timeout=max(0.0, last_change + patience - time.monotonic()))
             if not ready:
                 for process in ranks.values():
                     process.stacks()
                 time.sleep(0.5)
                 stuck = "\n".join(f"rank {rank}: {ranks[rank].output()}" for rank in waiting.values())
-                raise AssertionError(f"{death}: no group {SOON} s after the last start; {story}\n{stuck}")
+                raise AssertionError(f"{death}: no group {patience} s after the last change; {story}\n{stuck}")
             rank = waiting[ready[0]]
             try:
                 status, value, trace = ready[0].recv()
             except (EOFError, ConnectionResetError):
                 status, value, trace = "died", None, ""
+            connecting.discard(rank)
+            if status == "connected":
+                last_change = time.monotonic()
+                continue
             story.append((rank, status, trace[-300:]))
             if status == "ok":
                 told[rank] = value

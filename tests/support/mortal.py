@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import signal
 from datetime import timedelta
 
@@ -29,8 +30,9 @@ class Mortal(dist.Store):
     def _live(self, what: str, key: str):
         # Of names that are made up on the spot only the length counts.
         kind = (what, *(part if len(part) < 24 else "-" for part in key.split("/")))
-        # torch names the groups of a job by numbers; their keys begin so.
-        if key.startswith(f"{self.death.group}/"):
+        # torch names the groups of a job by numbers: their keys begin with 0//, 0//1//, 0//2//.
+        names = re.match(r"\d+(//\d+)*(?=/)", key)
+        if names and names[0].split("//")[-1] == self.death.group:
             self.asked.add(kind)
             if len(self.asked) > self.death.moment:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -70,6 +72,9 @@ class Mortal(dist.Store):
     def delete_key(self, key):
         self._live("delete_key", key)
         return self.store.delete_key(key)
+
+    # torch's trampoline for stores that are written in Python looks for the C++ name.
+    deleteKey = delete_key
 
     def num_keys(self):
         return self.store.num_keys()
