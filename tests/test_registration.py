@@ -460,6 +460,7 @@ def actions(group):
     yield lambda: keep(dist.all_reduce(tensor, group=group, async_op=True))
     yield lambda: (works[-1].wait(), works[-1]._get_duration())
     yield lambda: dist.all_reduce(torch.eye(3).to_sparse(), group=group, async_op=True).wait()
+    yield lambda: dist.all_reduce(torch.eye(3).to_sparse(), group=group)
     yield lambda: group.monitored_barrier(timedelta(seconds=5))
     yield lambda: backend._get_sequence_number_for_group()
     yield lambda: backend.set_timeout(timedelta(seconds=5))

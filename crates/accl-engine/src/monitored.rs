@@ -3,8 +3,8 @@
 //! Runs over empty point-to-point messages on tags that no user can give: they need no grant, and no memory that a rank
 //! which gives up would have to keep. A rank says that it arrived, with a number of
 //! its own; rank 0 releases it by that number. A rank that gives up withdraws, so that what it said is not taken for
-//! its arrival at a later barrier. A rank whose process has gone is missing, also when it had arrived. A failure leaves the
-//! group usable.
+//! its arrival at a later barrier. A rank whose process has gone is missing, also when it had arrived, unless it gave up
+//! before. A failure leaves the group usable.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -115,10 +115,12 @@ impl Group {
                 break;
             }
         }
-        // Those that came first may have given up or died while others were waited for.
+        // Those that came first may have given up or died while others were waited for. Who gave up may go.
         for (rank, presence) in (1..).map(Rank).zip(&mut present) {
             self.hear_queued(rank, presence)?;
-            if let Some(why) = self.with_state(|group, hands| group.absence(rank, hands.net))? {
+            if *presence != Presence::GaveUp
+                && let Some(why) = self.with_state(|group, hands| group.absence(rank, hands.net))?
+            {
                 *presence = Presence::Gone(why);
             }
         }
