@@ -117,10 +117,10 @@ impl Group {
         }
         // Those that came first may have given up or died while others were waited for. Who gave up may go.
         for (rank, presence) in (1..).map(Rank).zip(&mut present) {
+            // Asked for first: nothing comes from it after that.
+            let absence = self.with_state(|group, hands| group.absence(rank, hands.net))?;
             self.hear_queued(rank, presence)?;
-            if *presence != Presence::GaveUp
-                && let Some(why) = self.with_state(|group, hands| group.absence(rank, hands.net))?
-            {
+            if let Some(why) = absence.filter(|_| *presence != Presence::GaveUp) {
                 *presence = Presence::Gone(why);
             }
         }
@@ -202,25 +202,25 @@ impl Group {
 
     /// Waits for a message; gives it up and says `false` when the time is up.
     fn settle(&self, call: &Call, left: Duration, interrupt: &mut dyn FnMut() -> bool) -> Result<bool> {
-        let outcome = call.wait(Some(left), interrupt);
+        let outcome = match call.wait(Some(left), interrupt) {
+            // What came in the last moment counts.
+            gave_up @ (Waited::TimedOut(_) | Waited::Interrupted) => self.take_back(call)?.unwrap_or(gave_up),
+            ended => ended,
+        };
         match outcome {
             Waited::Done => Ok(true),
             Waited::Failed(error) => Err(error),
-            // What came in the last moment counts.
-            Waited::TimedOut(_) => Ok(!self.cancel(call)?),
-            Waited::Interrupted => {
-                self.cancel(call)?;
-                Err(self.placed(Error::aborted("interrupted in monitored_barrier")))
-            }
+            Waited::TimedOut(_) => Ok(false),
+            Waited::Interrupted => Err(self.placed(Error::aborted("interrupted in monitored_barrier"))),
         }
     }
 
-    /// Takes a receive back; `false` when it was done already.
-    fn cancel(&self, call: &Call) -> Result<bool> {
+    /// Takes a receive back, or says how it has ended.
+    fn take_back(&self, call: &Call) -> Result<Option<Waited>> {
         self.with_state(|group, hands| {
-            let Some(message) = group.p2p.cancel(call) else { return false };
+            let Some(message) = group.p2p.cancel(call) else { return call.outcome() };
             drop(message.call.finish(hands.now, Some(call.placed(Error::timeout("given up")))));
-            true
+            None
         })
     }
 }
@@ -263,6 +263,17 @@ mod tests {
         });
         let [a, b] = engines;
         [(a, first), (b, second)]
+    }
+
+    #[test]
+    fn who_hears_of_a_rank_0_that_left_when_its_time_is_up_has_not_passed() {
+        let [(left, _), (_, second)] = pair();
+        let call = second.message(Collective::Recv, Rank(0), TAG_RELEASED | 1, 0).unwrap();
+        left.shutdown();
+        assert!(matches!(call.wait(None, &mut || false), Waited::Failed(_)));
+        // As if the end had come between the deadline and this.
+        let outcome = second.take_back(&call).unwrap();
+        assert!(matches!(&outcome, Some(Waited::Failed(error)) if error.kind == ErrorKind::PeerLost), "{outcome:?}");
     }
 
     #[test]
