@@ -2,44 +2,35 @@
 //!
 //! Knows no torch, Python, MPI or device. Read [`Engine`], then [`Group::submit`] and [`Group::run`], then [`Call`].
 
-pub mod audit;
-mod buffers;
+mod api;
 mod call;
-mod coder;
 mod completion;
-mod core;
-mod cores;
-mod desc;
-mod drive;
-pub mod encoding;
+mod driver;
 mod engine;
 mod env;
+mod exec;
 mod group;
 mod hash;
-mod history;
-mod local;
 pub mod machine;
-mod members;
-mod monitored;
-mod net;
-mod p2p;
+mod memory;
+mod peers;
 mod plan;
-mod rendezvous;
-mod run;
-mod shape;
+mod session;
 mod signals;
 pub mod simulate;
-mod state;
-mod store;
-mod straight;
 mod sync;
+mod time;
 
-pub use call::{Call, Waited};
-pub use desc::{Blocks, CallDesc, Mode, TensorDesc};
+pub use api::call::{Call, Waited};
+pub use api::group::{Group, Ran};
+pub use api::spec::GroupSpec;
+pub use call::{
+    Audit, Codecs, Encoded, Encoding, ErrorStats, Measured, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs,
+};
+pub use call::{Blocks, CallDesc, Mode, TensorDesc};
 pub use engine::Engine;
 pub use env::{config_from_environment, foreign_variables};
-pub use group::{Group, GroupSpec, Ran};
-pub use store::{MemoryStore, Store};
+pub use session::store::{MemoryStore, Store};
 
 // What the layers below offer, for listings: those above see only this crate.
 pub use accl_kernels::{codec, describe_isa, supports};

@@ -4,18 +4,18 @@ mod common;
 
 use std::sync::Arc;
 
-use accl_engine::audit::{Audit, Ledger, Measured};
 use accl_engine::codec::{Rounding, Settings, Spoilt, codec};
-use accl_engine::encoding::{Encoding, Residuals, TensorCodecs};
+use accl_engine::{Audit, ErrorStats, Measured};
 use accl_engine::{Blocks, TensorDesc};
+use accl_engine::{Encoding, Residuals, TensorCodecs};
 use accl_testkit::World;
 use accl_types::{Collective, Dtype, ReduceOp};
 use common::{all_reduce, blocks, both_ways, data, encoded, encoding, max_min, options, raw, rows, tensor};
 
-fn audited(tensors: Vec<TensorCodecs>, one_in: u64) -> (Encoding, Arc<Ledger>) {
-    let ledger = Ledger::new(tensors.len());
-    let audit = Some(Audit { ledger: ledger.clone(), one_in });
-    (Encoding { audit, ..encoding(tensors) }, ledger)
+fn audited(tensors: Vec<TensorCodecs>, one_in: u64) -> (Encoding, Arc<ErrorStats>) {
+    let stats = ErrorStats::new(tensors.len());
+    let audit = Some(Audit { stats: stats.clone(), one_in });
+    (Encoding { audit, ..encoding(tensors) }, stats)
 }
 
 fn relative(row: &Measured) -> f64 {
@@ -46,12 +46,12 @@ fn the_error_of_sums_is_found() {
         for algorithm in rows(Collective::AllReduce, &hosts) {
             for op in [ReduceOp::Sum, ReduceOp::Avg] {
                 let found = World::new(options(&hosts, "all_reduce", algorithm)).run("g", |member| {
-                    let (encoding, ledger) = audited(vec![both_ways(max_min(4, 64, Rounding::Stochastic), 5)], 2);
+                    let (encoding, stats) = audited(vec![both_ways(max_min(4, 64, Rounding::Stochastic), 5)], 2);
                     let mut mine = data(member.rank, COUNT, 1);
                     all_reduce(&member, &mut mine, op, &encoding);
                     let by = if op == ReduceOp::Avg { world as f64 } else { 1.0 };
                     let exact: Vec<f64> = exact_sum(world, COUNT, 1).iter().map(|sum| sum / by).collect();
-                    let [row] = ledger.read()[..] else { panic!("one tensor") };
+                    let [row] = stats.read()[..] else { panic!("one tensor") };
                     assert_eq!(row.calls, 1);
                     assert!(row.nanos > 0);
                     // Of half of the elements, with some twice.
@@ -75,12 +75,12 @@ fn each_tensor_of_a_call_has_figures_of_its_own() {
         vec![both_ways(exact, 1), both_ways(two, 2), both_ways(eight, 3)]
     };
     World::new(options(&[0; 3], "all_reduce", "direct_two_phase")).run("g", |member| {
-        let (encoding, ledger) = audited(codecs(), 1);
+        let (encoding, stats) = audited(codecs(), 1);
         let tensors: Vec<Vec<f32>> = (0..3).map(|seed| data(member.rank, COUNT, seed)).collect();
         let outputs: Blocks =
             [tensors.iter().map(|values| tensor(values, Dtype::F32)).collect::<Vec<_>>()].into_iter().collect();
         member.call(encoded(Collective::AllReduce, Blocks::default(), outputs, &encoding)).unwrap();
-        for ((row, values), seed) in ledger.read().iter().zip(&tensors).zip(0..) {
+        for ((row, values), seed) in stats.read().iter().zip(&tensors).zip(0..) {
             assert!(row.compared as usize > COUNT / 2);
             let error = error_of(values, &exact_sum(3, COUNT, seed));
             if seed == 0 {
@@ -98,7 +98,7 @@ fn parts_that_are_scattered_are_compared_by_their_owner() {
     for (strided, in_place) in [(false, false), (true, false), (false, true)] {
         for algorithm in rows(Collective::ReduceScatter, &[0; 3]) {
             World::new(options(&[0; 3], "reduce_scatter", algorithm)).run("g", |member| {
-                let (encoding, ledger) = audited(vec![both_ways(max_min(4, 64, Rounding::Nearest), 5)], 1);
+                let (encoding, stats) = audited(vec![both_ways(max_min(4, 64, Rounding::Nearest), 5)], 1);
                 let values = data(member.rank, 3 * COUNT, 2);
                 let apart: Vec<f32> = values.iter().flat_map(|&value| [value, f32::NAN]).collect();
                 let own = vec![0.0f32; COUNT];
@@ -111,7 +111,7 @@ fn parts_that_are_scattered_are_compared_by_their_owner() {
                 let outputs = Blocks::of(tensor(own, Dtype::F32));
                 member.call(encoded(Collective::ReduceScatter, inputs, outputs, &encoding)).unwrap();
                 let exact = &exact_sum(3, 3 * COUNT, 2)[member.rank * COUNT..][..COUNT];
-                let (estimate, error) = (relative(&ledger.read()[0]), error_of(own, exact));
+                let (estimate, error) = (relative(&stats.read()[0]), error_of(own, exact));
                 assert!((estimate / error - 1.0).abs() < 0.1, "{algorithm}: {estimate} for {error}");
             });
         }
@@ -123,7 +123,7 @@ fn a_tensor_without_elements_beside_others_changes_nothing() {
     const COUNT: usize = 20_000;
     World::new(options(&[0; 2], "reduce_scatter", "direct")).run("g", |member| {
         let codecs = (1..=2).map(|id| both_ways(max_min(4, 64, Rounding::Nearest), id)).collect();
-        let (encoding, ledger) = audited(codecs, 1);
+        let (encoding, stats) = audited(codecs, 1);
         let (values, own) = (data(member.rank, 2 * COUNT, 2), vec![0.0f32; COUNT]);
         let nothing = || TensorDesc::dense(std::ptr::null_mut(), Dtype::F32, 0);
         let block = |values: &[f32]| [nothing(), tensor(values, Dtype::F32)];
@@ -131,7 +131,7 @@ fn a_tensor_without_elements_beside_others_changes_nothing() {
         let desc = encoded(Collective::ReduceScatter, inputs, [block(&own)].into_iter().collect(), &encoding);
         member.call(desc).unwrap();
         let exact = &exact_sum(2, 2 * COUNT, 2)[member.rank * COUNT..][..COUNT];
-        let (estimate, error) = (relative(&ledger.read()[1]), error_of(&own, exact));
+        let (estimate, error) = (relative(&stats.read()[1]), error_of(&own, exact));
         assert!((estimate / error - 1.0).abs() < 0.1, "{estimate} for {error}");
     });
 }
@@ -140,12 +140,12 @@ fn a_tensor_without_elements_beside_others_changes_nothing() {
 fn about_one_element_in_so_many_is_compared_of_tensors_of_any_size() {
     World::new(options(&[0; 2], "all_reduce", "direct_two_phase")).run("g", |member| {
         let compared = |count: usize, one_in: u64, step: u64| {
-            let (mut encoding, ledger) = audited(vec![both_ways(max_min(4, 64, Rounding::Nearest), 5)], one_in);
+            let (mut encoding, stats) = audited(vec![both_ways(max_min(4, 64, Rounding::Nearest), 5)], one_in);
             encoding.step = step;
             let mut mine = data(member.rank, count, 1);
             all_reduce(&member, &mut mine, ReduceOp::Sum, &encoding);
-            assert_eq!(ledger.read()[0].calls, 1);
-            ledger.read()[0]
+            assert_eq!(stats.read()[0].calls, 1);
+            stats.read()[0]
         };
         for (count, most) in [(1, 1), (300, 8), (40_000, 40), (262_144, 256), (1_000_000, 4 * 248)] {
             // A run that meets the end of its tensor is shorter.
@@ -170,7 +170,7 @@ fn what_is_carried_over_is_set_beside_the_gradient() {
             if collective == Collective::AllReduce { "direct_two_phase" } else { "direct" },
         ))
         .run("g", |member| {
-            let (mut encoding, ledger) = audited(vec![both_ways(max_min(2, 64, Rounding::Nearest), 1)], 1024);
+            let (mut encoding, stats) = audited(vec![both_ways(max_min(2, 64, Rounding::Nearest), 1)], 1024);
             let blocks_of = if collective == Collective::AllReduce { 1 } else { 2 };
             let kept = vec![0.0f32; COUNT * blocks_of];
             let contributions = (0..blocks_of).map(|block| kept[block * COUNT..].as_ptr() as usize).collect();
@@ -195,7 +195,7 @@ fn what_is_carried_over_is_set_beside_the_gradient() {
                 member.call(desc).unwrap();
                 expected += (squares(&kept) / gradient).sqrt();
             }
-            let row = ledger.read()[0];
+            let row = stats.read()[0];
             assert_eq!(row.carried_calls, 5);
             // A rank's own part is not encoded on its way to itself: it carries nothing of it, and it is not counted.
             assert!((row.carried / expected / 2f64.sqrt() - 1.0).abs() < 0.02, "{} for {expected}", row.carried);
@@ -208,7 +208,7 @@ fn buckets_that_could_not_be_encoded_are_counted_by_their_reason() {
     let settings = Settings { bits: 8, bucket: 64, meta: Dtype::F16, ..Settings::default() };
     let codec = codec("maxmin").unwrap().build(&settings).unwrap();
     World::new(options(&[0; 2], "all_reduce", "direct_two_phase")).run("g", |member| {
-        let (encoding, ledger) = audited(vec![both_ways(codec.clone(), 1)], 64);
+        let (encoding, stats) = audited(vec![both_ways(codec.clone(), 1)], 64);
         let mut mine = data(member.rank, 1024, 1);
         if member.rank == 0 {
             // Both in the half that is sent to rank 1; float16 metadata cannot hold the second.
@@ -220,7 +220,7 @@ fn buckets_that_could_not_be_encoded_are_counted_by_their_reason() {
             // Of the sums two buckets are NaN.
             _ => Spoilt { not_finite: 2, too_large: 0 },
         };
-        let row = ledger.read()[0];
+        let row = stats.read()[0];
         assert_eq!(row.spoilt, expected);
         // Elements of such buckets have no error.
         assert!(row.compared == 16 && row.error.is_finite() && relative(&row) < 1e-4, "{row:?}");

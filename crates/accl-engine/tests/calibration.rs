@@ -46,7 +46,7 @@ fn with_ranks<R: Send>(configs: &[Config], body: impl Fn(Result<Arc<Group>>) -> 
     let store = MemoryStore::default();
     let world = configs.len() as u32;
     let run = |rank: u32, config: &Config| {
-        let engine = Engine::new(config.clone());
+        let engine = Engine::calibrated(config.clone());
         let spec = GroupSpec {
             name: "test".to_owned(),
             rank: Rank(rank),

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use accl_engine::codec::{Codec, Noise, Rounding, Slice};
-use accl_engine::encoding::{Encoded, Residuals, TensorCodecs};
 use accl_engine::{ALGORITHMS, Blocks, CallDesc, Mode};
+use accl_engine::{Encoded, Residuals, TensorCodecs};
 use accl_testkit::{Fabric, World, WorldOptions};
 use accl_transport::frame::OVERHEAD_BYTES;
 use accl_transport::loopback::{self, Capacity};

@@ -1,6 +1,5 @@
 //! Point-to-point: matching by peer and tag, any source, oneself, many outstanding.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use accl_engine::{Blocks, Call, CallDesc, Mode, Waited};
@@ -212,7 +211,7 @@ fn outstanding_messages_cost_steps_in_proportion_to_their_number() {
 }
 
 /// Posts `CROWD` calls on rank 0 that rank 1 does not take yet; how many of them are over nevertheless.
-fn over_before_they_are_taken(post: impl Fn(&Member, usize) -> Arc<Call> + Sync) -> usize {
+fn over_before_they_are_taken(post: impl Fn(&Member, usize) -> Call + Sync) -> usize {
     let options = WorldOptions::new(2).over(Fabric::Loopback(1 << 20)).with("eager_bytes", "16KiB");
     let posted = std::sync::Barrier::new(2);
     let over = World::new(options.timeout(Duration::from_secs(60))).run("g", |member| {

@@ -7,9 +7,10 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use accl_engine::audit::{self, Audit};
 use accl_engine::codec::{self, CODECS, Codec};
-use accl_engine::encoding::{Codecs as EngineCodecs, Encoded, Encoding, Residuals, TensorCodecs};
+use accl_engine::{
+    Audit, Codecs as EngineCodecs, Encoded, Encoding, ErrorStats, Measured as EngineMeasured, Residuals, TensorCodecs,
+};
 use accl_types::{Dtype, Error};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -31,7 +32,7 @@ struct PyEncoding {
 
 #[pymethods]
 impl PyEncoding {
-    /// `residuals` are addresses of float32, see `accl_engine::encoding::Residuals`. With a ledger the call is measured, and one
+    /// `residuals` are addresses of float32, see `accl_engine::Residuals`. With a ledger the call is measured, and one
     /// element in `one_in` compared with the exact sum.
     #[new]
     #[pyo3(signature = (codecs, seed=0, step=0, residuals=None, ledger=None, one_in=0))]
@@ -44,7 +45,7 @@ impl PyEncoding {
         one_in: u64,
     ) -> Self {
         let residuals = residuals.map(|(contributions, sums)| Arc::new(Residuals { contributions, sums }));
-        let audit = ledger.map(|ledger| Audit { ledger: ledger.inner.clone(), one_in });
+        let audit = ledger.map(|ledger| Audit { stats: ledger.inner.clone(), one_in });
         Self { inner: Encoded::As(Encoding { codecs: codecs.inner.clone(), seed, step, residuals, audit }) }
     }
 
@@ -58,14 +59,14 @@ impl PyEncoding {
 /// What was measured of the tensors of one kind of call, added up over calls that are done.
 #[pyclass(frozen, module = "torch_accl._native")]
 struct Ledger {
-    inner: Arc<audit::Ledger>,
+    inner: Arc<ErrorStats>,
 }
 
 #[pymethods]
 impl Ledger {
     #[new]
     fn new(tensors: usize) -> Self {
-        Self { inner: audit::Ledger::new(tensors) }
+        Self { inner: ErrorStats::new(tensors) }
     }
 
     /// What was measured of each tensor.
@@ -74,7 +75,7 @@ impl Ledger {
     }
 }
 
-/// What was measured of a tensor, see `accl_engine::audit::Measured`.
+/// What was measured of a tensor, see `accl_engine::Measured`.
 #[pyclass(frozen, get_all, module = "torch_accl._native")]
 struct Measured {
     calls: u64,
@@ -88,9 +89,9 @@ struct Measured {
     nanos: u64,
 }
 
-impl From<audit::Measured> for Measured {
-    fn from(measured: audit::Measured) -> Self {
-        let audit::Measured { calls, compared, error, square, carried_calls, carried, spoilt, nanos } = measured;
+impl From<EngineMeasured> for Measured {
+    fn from(measured: EngineMeasured) -> Self {
+        let EngineMeasured { calls, compared, error, square, carried_calls, carried, spoilt, nanos } = measured;
         let (not_finite, too_large) = (spoilt.not_finite, spoilt.too_large);
         Self { calls, compared, error, square, carried_calls, carried, not_finite, too_large, nanos }
     }

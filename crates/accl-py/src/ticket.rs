@@ -32,7 +32,7 @@ pub struct Ticket {
 enum Flight {
     #[default]
     None,
-    Call(Arc<Call>),
+    Call(Call),
     Task(Arc<Task>),
 }
 
@@ -43,7 +43,7 @@ pub(crate) fn new_ticket() -> Box<Ticket> {
 
 impl Ticket {
     /// Fills the ticket with an engine call.
-    pub(crate) fn set_call(&mut self, group: Arc<accl_engine::Group>, call: Arc<Call>) {
+    pub(crate) fn set_call(&mut self, group: Arc<accl_engine::Group>, call: Call) {
         self.group = Some(group);
         self.flight = Flight::Call(call);
     }

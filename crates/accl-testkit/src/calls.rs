@@ -194,7 +194,7 @@ impl Member {
     ///
     /// # Errors
     /// What submission says.
-    pub fn post_send<T: Element>(&self, data: &[T], to: u32, tag: u32) -> Result<Arc<Call>> {
+    pub fn post_send<T: Element>(&self, data: &[T], to: u32, tag: u32) -> Result<Call> {
         let mut desc = CallDesc::new(Collective::Send, T::DTYPE);
         desc.peer = Some(Rank(to));
         desc.tag = tag;
@@ -207,7 +207,7 @@ impl Member {
     ///
     /// # Errors
     /// What submission says.
-    pub fn post_recv<T: Element>(&self, data: &mut [T], from: Option<u32>, tag: u32) -> Result<Arc<Call>> {
+    pub fn post_recv<T: Element>(&self, data: &mut [T], from: Option<u32>, tag: u32) -> Result<Call> {
         let mut desc = CallDesc::new(Collective::Recv, T::DTYPE);
         desc.peer = from.map(Rank);
         desc.tag = tag;

@@ -108,7 +108,7 @@ impl World {
                 if let Some(host) = options.hosts.get(rank) {
                     config.set_option("host_id", host).unwrap_or_else(give_up);
                 }
-                Engine::new(config)
+                Engine::calibrated(config)
             })
             .collect();
         let world = Self { options, engines, store: MemoryStore::default() };

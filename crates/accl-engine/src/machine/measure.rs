@@ -6,18 +6,19 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use accl_schedule::cost::SIZES;
+use accl_schedule::cost::{Machine, SIZES};
 use accl_types::config::{Calibration, Config};
 use accl_types::{Collective, Dtype, Error, Rank, Result};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-use crate::call::Waited;
-use crate::desc::{Blocks, CallDesc, TensorDesc};
+use crate::api::call::Waited;
+use crate::api::group::{Group, Ran};
+use crate::api::spec::GroupSpec;
+use crate::call::{Blocks, CallDesc, TensorDesc};
 use crate::engine::Engine;
-use crate::group::{Group, GroupSpec, Ran};
 use crate::machine::fit::{LinkTimes, SEGMENT, Times};
+use crate::session::store::MemoryStore;
 use crate::signals;
-use crate::store::MemoryStore;
 
 /// Deadline of a call that hangs for another reason.
 const TIMEOUT: Duration = Duration::from_secs(5);
@@ -191,7 +192,7 @@ impl Member {
              all_gather=direct,broadcast=flat"
         );
         config.set_option("algorithm", &rules)?;
-        let engine = Engine::new(config.clone());
+        let engine = Engine::new(config.clone(), |_| Machine::default());
         let spec = GroupSpec {
             name: "calibration".to_owned(),
             rank: Rank(rank),

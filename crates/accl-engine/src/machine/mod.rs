@@ -9,6 +9,7 @@ mod measure;
 
 use std::fmt;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use accl_schedule::cost::Machine;
@@ -16,6 +17,7 @@ use accl_types::config::{Calibration, Config};
 use accl_types::{Error, Result};
 
 use self::fit::Fitted;
+use crate::engine::Engine;
 use crate::env::cache_home;
 
 /// How long may be measured, and how often while times contradict the model.
@@ -69,6 +71,13 @@ impl Calibrated {
         let written = std::fs::metadata(&path).and_then(|facts| facts.modified()).ok();
         let age = written.and_then(|written| SystemTime::now().duration_since(written).ok());
         Self { machine, source: Source::File(path), age }
+    }
+}
+
+impl Engine {
+    /// An engine that chooses algorithms by the constants of this machine, see [`find`].
+    pub fn calibrated(config: Config) -> Arc<Self> {
+        Self::new(config, |config| find(config).machine)
     }
 }
 

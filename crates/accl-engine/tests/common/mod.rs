@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use accl_engine::codec::{Codec, Rounding, Settings, codec};
-use accl_engine::encoding::{Codecs, Encoding, TensorCodecs};
 use accl_engine::{ALGORITHMS, Blocks, CallDesc, Mode, TensorDesc};
+use accl_engine::{Codecs, Encoding, TensorCodecs};
 use accl_schedule::{Encodes, Topology};
 use accl_testkit::{Member, Rng, WorldOptions};
 use accl_types::{Collective, Dtype, ReduceOp};

@@ -1,0 +1,107 @@
+//! A call in flight as its caller holds it: waiting, its end, what is to be run then.
+//!
+//! Owns nothing but the way to the driver; the state is in `call::state`, waiting in `driver`. Read [`Call`] first.
+
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use accl_types::{Error, Result};
+
+use crate::call::state::{CallState, Outcome};
+use crate::driver::{Driver, WaitEnd};
+
+/// How a wait ended.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Waited {
+    /// The outputs are written.
+    Done,
+    /// The call failed; no thread touches its tensors any more.
+    Failed(Error),
+    /// The wait's own timeout passed; the call runs on.
+    TimedOut(Error),
+    /// The interrupt hook asked to stop; the call runs on.
+    Interrupted,
+}
+
+impl From<Outcome> for Waited {
+    fn from(outcome: Outcome) -> Self {
+        match outcome {
+            Outcome::Done => Waited::Done,
+            Outcome::Failed(error) => Waited::Failed(error),
+        }
+    }
+}
+
+/// A call in flight. Dropping it does not cancel the call.
+#[derive(Clone)]
+pub struct Call {
+    pub(crate) state: Arc<CallState>,
+    pub(crate) driver: Weak<Driver>,
+}
+
+impl Call {
+    /// Whether the call is done or failed. Neither blocks nor makes progress.
+    pub fn is_done(&self) -> bool {
+        self.state.is_done()
+    }
+
+    /// Makes one pass of progress, then says whether the call is done or failed.
+    pub fn test(&self) -> bool {
+        if !self.is_done()
+            && let Some(driver) = self.driver.upgrade()
+            && !driver.is_forked()
+        {
+            driver.try_pass();
+        }
+        self.is_done()
+    }
+
+    /// Waits until the call is done, failed, `timeout` passed or `interrupt` returned true.
+    ///
+    /// `interrupt` is called on this thread about every 50 ms while it waits, and when a signal arrived.
+    pub fn wait(&self, timeout: Option<Duration>, interrupt: &mut dyn FnMut() -> bool) -> Waited {
+        let Some(driver) = self.driver.upgrade() else {
+            let ended = || Waited::Failed(self.state.placed(Error::aborted("the engine has ended")));
+            return self.state.outcome().map_or_else(ended, Waited::from);
+        };
+        match driver.wait(&self.state, timeout, interrupt) {
+            WaitEnd::Over(outcome) => outcome.into(),
+            WaitEnd::TimedOut(error) => Waited::TimedOut(error),
+            WaitEnd::Interrupted => Waited::Interrupted,
+        }
+    }
+
+    /// The error of a failed call.
+    pub fn error(&self) -> Option<Error> {
+        self.state.error()
+    }
+
+    /// The call's number in its group.
+    pub fn seq(&self) -> u64 {
+        self.state.seq
+    }
+
+    /// Where a receive's data came from, once that is known.
+    pub fn source_rank(&self) -> Option<u32> {
+        self.state.source_rank()
+    }
+
+    /// From submission to the last byte; `None` while it runs or when timing is off.
+    pub fn duration(&self) -> Option<Duration> {
+        self.state.duration()
+    }
+
+    /// Runs `f` on a completion thread once the call is done or failed; at once if it is. One per call.
+    ///
+    /// # Errors
+    /// `Exhausted` when the system has no thread for it; `Aborted` when the engine has ended.
+    pub fn when_done(&self, f: Box<dyn FnOnce() + Send>) -> Result<()> {
+        let ended = || Error::aborted("the engine has ended");
+        let driver = self.driver.upgrade().ok_or_else(ended)?;
+        driver.completions().expect()?;
+        if let Some(f) = self.state.keep_callback(f) {
+            driver.completions().post(f);
+        }
+        Ok(())
+    }
+}

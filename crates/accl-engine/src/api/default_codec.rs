@@ -1,0 +1,116 @@
+//! What a group does with calls that do not say whether they are encoded.
+//!
+//! Owns the choice of calls, the codecs of each number of tensors and the count of steps. Read [`DefaultCodec`] first.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use accl_kernels::codec::{self, Codec};
+use accl_types::config::Config;
+use accl_types::{Collective, Error, Result};
+
+use crate::call::{CallDesc, Codecs, Encoded, Encoding, TensorCodecs, TensorDesc, is_encoded};
+use crate::sync::Mutex;
+
+/// Blocks with fewer elements travel as they are in groups that encode all calls.
+const LEAST_ELEMS: u64 = 1024;
+
+/// What a group does with calls that do not say whether they are encoded.
+#[derive(Debug)]
+pub(crate) struct DefaultCodec {
+    codec: Arc<dyn Codec>,
+    raw: Arc<dyn Codec>,
+    /// By the number of a call's tensors.
+    known: Mutex<HashMap<usize, Arc<Codecs>>>,
+    /// Calls so far that were not refused.
+    steps: AtomicU64,
+}
+
+impl DefaultCodec {
+    /// From a group's settings; `None`: such calls are not encoded.
+    ///
+    /// # Errors
+    /// `Configuration` for what is no codec, whether or not it is used, and for one that needs error feedback: a call that
+    /// does not say how it is encoded has none.
+    pub(crate) fn of(config: &Config) -> Result<Option<Self>> {
+        let codec = codec::parse(&config.codec)?;
+        if config.compress_all && codec.summary().row().is_some_and(|row| row.needs_feedback) {
+            return Err(Error::configuration(format!(
+                "compression: {codec:?} is of use only with error feedback, which ordinary calls have not got; take another \
+                 codec, or leave compressed_calls at hooks"
+            )));
+        }
+        let raw = codec::parse("raw")?;
+        let usual = Self { codec, raw, known: Mutex::default(), steps: AtomicU64::new(0) };
+        Ok(config.compress_all.then_some(usual))
+    }
+
+    /// Whether such a call is encoded: all ranks find the same from its description.
+    pub(crate) fn is_for(&self, desc: &CallDesc, world: u32) -> bool {
+        let is_small = |block: &[TensorDesc]| block.iter().map(TensorDesc::count_elems).sum::<u64>() < LEAST_ELEMS;
+        let mut blocks = desc.inputs.iter().chain(desc.outputs.iter());
+        // Of an all_to_all no rank knows whether the others gave it in the same way. Calls with reserved numbers are parts of
+        // others, such as sums of sparse tensors, which travel as they are.
+        matches!(desc.encoding, Encoded::Usual)
+            && desc.seq.is_none()
+            && desc.collective != Collective::AllToAll
+            && is_encoded(desc.collective, desc.dtype, desc.op, world)
+            && desc.inputs.pieces().iter().chain(desc.outputs.pieces()).all(|piece| piece.dtype == desc.dtype)
+            && !blocks.any(is_small)
+    }
+
+    /// The same call, encoded.
+    ///
+    /// # Errors
+    /// Those of [`Codecs::new`].
+    pub(crate) fn encoded(&self, desc: &CallDesc, step: u64) -> Result<CallDesc> {
+        let tensors = desc.outputs.get(0).map_or(1, <[TensorDesc]>::len);
+        let known = self.known.lock().get(&tensors).cloned();
+        let codecs = match known {
+            Some(codecs) => codecs,
+            None => {
+                let of = |id| {
+                    let (up, down) = (self.codec.clone(), self.codec.clone());
+                    TensorCodecs { inner: self.raw.clone(), up, down, id }
+                };
+                let codecs = Codecs::new((0..tensors as u64).map(of).collect())?;
+                self.known.lock().insert(tensors, codecs.clone());
+                codecs
+            }
+        };
+        let encoding = Encoding { codecs, seed: 0, step, residuals: None, audit: None };
+        Ok(CallDesc { encoding: encoding.into(), ..desc.clone() })
+    }
+
+    /// The number of a call that is about to be made. It is the same on all ranks, who count what they have made ([`DefaultCodec::count`]):
+    /// calls of a group come one after the other.
+    pub(crate) fn next_step(&self) -> u64 {
+        self.steps.load(Ordering::Relaxed)
+    }
+
+    /// A call was made.
+    pub(crate) fn count(&self) {
+        self.steps.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_codec_that_needs_error_feedback_is_not_for_all_calls_of_a_group() {
+        let of = |codec: &str, compress_all| {
+            let config = Config { codec: codec.to_owned(), compress_all, ..Config::default() };
+            DefaultCodec::of(&config).map(|usual| usual.is_some())
+        };
+        assert!(!of("sign", false).unwrap() && of("mxfp4", true).unwrap());
+        let error = of("sign,bucket=64", true).unwrap_err();
+        assert!(
+            error.message.contains("sign,bucket=64,meta=float32 is of use only with error feedback"),
+            "{}",
+            error.message
+        );
+    }
+}

@@ -1,0 +1,304 @@
+//! Monitored barrier: rank 0 hears from every rank, and says which did not come.
+//!
+//! Runs over empty point-to-point messages on tags that no user can give: they need no grant, and no memory that a rank
+//! which gives up would have to keep. A rank says that it arrived, with a number of
+//! its own; rank 0 releases it by that number. A rank that gives up withdraws, so that what it said is not taken for
+//! its arrival at a later barrier. A rank whose process has gone is missing, also when it had arrived, unless it gave up
+//! before. A failure leaves the group usable.
+
+use std::time::{Duration, Instant};
+
+use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, Result};
+
+use super::call::{Call, Waited};
+use super::group::Group;
+use crate::call::{Blocks, CallDesc, Mode, TensorDesc};
+use crate::exec::PRIVATE_TAGS;
+use crate::time::far;
+
+const TAG_NOTE: u32 = PRIVATE_TAGS;
+const TAG_RELEASED: u32 = 0xC000_0000;
+const TAG_NUMBER: u32 = 0x3FFF_FFFF;
+
+/// What a rank tells rank 0, in the word that goes with a message: its number, and whether it arrived or withdraws.
+const ARRIVED: u64 = 1 << 32;
+const WITHDRAWN: u64 = 2 << 32;
+
+/// What rank 0 knows of a rank.
+#[derive(Clone, PartialEq, Eq)]
+enum Presence {
+    /// It has said nothing in this barrier.
+    Unheard,
+    /// It waits under this number.
+    Waiting(u32),
+    /// It was here and has given up since: late for a release, but not missing.
+    GaveUp,
+    /// Nothing more comes from it, for this reason.
+    Gone(String),
+}
+
+impl Group {
+    /// Waits until all ranks have entered. Rank 0 finds out who is missing: the first in rank order, or all of them
+    /// with `wait_all`.
+    ///
+    /// # Errors
+    /// `Timeout` naming the missing ranks on rank 0, and rank 0 elsewhere; `Aborted` when interrupted.
+    pub fn monitored_barrier(
+        &self,
+        timeout: Duration,
+        wait_all: bool,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<()> {
+        let deadline = Instant::now().checked_add(timeout).unwrap_or_else(far);
+        if self.rank != Rank(0) {
+            return self.arrive(timeout, deadline, interrupt);
+        }
+        let present = self.call_roll(timeout, deadline, wait_all, interrupt)?;
+        let ranks_that = |wanted: fn(&Presence) -> bool| -> Vec<u32> {
+            (1..).zip(&present).filter(|(_, presence)| wanted(presence)).map(|(rank, _)| rank).collect()
+        };
+        let mut missing = ranks_that(|presence| matches!(presence, Presence::Unheard | Presence::Gone(_)));
+        if missing.is_empty() {
+            missing = ranks_that(|presence| *presence == Presence::GaveUp);
+        }
+        if !wait_all {
+            missing.truncate(1);
+        }
+        if !missing.is_empty() {
+            let names: Vec<String> = missing.iter().map(u32::to_string).collect();
+            let ranks = if wait_all && names.len() > 1 { "Ranks" } else { "Rank" };
+            let mut text = if timeout.is_zero() {
+                "Rank 0 timed out in monitoredBarrier after 0ms: it allows no time for the others to arrive".to_owned()
+            } else {
+                format!("{ranks} {} failed to pass monitoredBarrier in {} ms", names.join(", "), timeout.as_millis())
+            };
+            for rank in missing {
+                if let Some(Presence::Gone(why)) = present.get(rank as usize - 1) {
+                    text += &format!("; {why}");
+                }
+            }
+            return Err(self.placed(Error::timeout(text)));
+        }
+        for (rank, presence) in (1..).map(Rank).zip(present) {
+            if let Presence::Waiting(number) = presence {
+                self.message(Collective::Send, rank, TAG_RELEASED | number, 0)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Hears ranks 1, 2, ...: all of them, or up to the first that is missing.
+    fn call_roll(
+        &self,
+        timeout: Duration,
+        deadline: Instant,
+        wait_all: bool,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<Presence>> {
+        let mut present = vec![Presence::Unheard; self.world.saturating_sub(1) as usize];
+        if timeout.is_zero() {
+            return Ok(present);
+        }
+        // What lies there from earlier barriers: whoever gave up then has not come to this one.
+        for (rank, presence) in (1..).map(Rank).zip(&mut present) {
+            self.hear_queued(rank, presence)?;
+            if *presence == Presence::GaveUp {
+                *presence = Presence::Unheard;
+            }
+        }
+        for (rank, presence) in (1..).map(Rank).zip(&mut present) {
+            if *presence == Presence::Unheard {
+                self.hear(rank, presence, deadline, interrupt)?;
+            }
+            if matches!(presence, Presence::Unheard | Presence::Gone(_)) && !wait_all {
+                break;
+            }
+        }
+        // Those that came first may have given up or died while others were waited for. Who gave up may go.
+        for (rank, presence) in (1..).map(Rank).zip(&mut present) {
+            // Asked for first: nothing comes from it after that.
+            let absence = self.with_state(|group, context| group.absence(rank, context.net))?;
+            self.hear_queued(rank, presence)?;
+            if let Some(why) = absence.filter(|_| *presence != Presence::GaveUp) {
+                *presence = Presence::Gone(why);
+            }
+        }
+        Ok(present)
+    }
+
+    /// Takes the notes of a rank that lie there.
+    fn hear_queued(&self, rank: Rank, presence: &mut Presence) -> Result<()> {
+        while self.with_state(|group, _| group.p2p.has_unexpected(rank, TAG_NOTE))? {
+            self.hear(rank, presence, Instant::now(), &mut || false)?;
+        }
+        Ok(())
+    }
+
+    /// Takes one note of a rank, waiting for it until the deadline.
+    fn hear(
+        &self,
+        rank: Rank,
+        presence: &mut Presence,
+        deadline: Instant,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<()> {
+        let call = self.message(Collective::Recv, rank, TAG_NOTE, 0)?;
+        match self.settle(&call, deadline.saturating_duration_since(Instant::now()), interrupt) {
+            Ok(true) if call.state.note() & ARRIVED != 0 => *presence = Presence::Waiting(call.state.note() as u32),
+            Ok(true) => *presence = Presence::GaveUp,
+            Ok(false) => {}
+            // A rank that has gone is as missing as one that is late.
+            Err(error) if error.kind == ErrorKind::PeerLost => *presence = Presence::Gone(error.message),
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+
+    fn arrive(&self, timeout: Duration, deadline: Instant, interrupt: &mut dyn FnMut() -> bool) -> Result<()> {
+        let number = self.with_state(|group, _| {
+            group.next_monitored = group.next_monitored.wrapping_add(1) & TAG_NUMBER;
+            group.next_monitored
+        })?;
+        self.message(Collective::Send, Rank(0), TAG_NOTE, ARRIVED | u64::from(number))?;
+        let call = self.message(Collective::Recv, Rank(0), TAG_RELEASED | number, 0)?;
+        let left = deadline.saturating_duration_since(Instant::now());
+        let settled = self.settle(&call, left, interrupt);
+        if settled != Ok(true) {
+            // It came to nothing when the group or rank 0 has gone.
+            let _ = self.message(Collective::Send, Rank(0), TAG_NOTE, WITHDRAWN | u64::from(number));
+        }
+        let (kind, why) = match settled {
+            Ok(true) => return Ok(()),
+            Ok(false) => (ErrorKind::Timeout, format!("it did not answer within {} ms", timeout.as_millis())),
+            Err(error) if error.kind == ErrorKind::PeerLost => (error.kind, error.message),
+            Err(error) => return Err(error),
+        };
+        Err(self.placed(Error::new(
+            kind,
+            format!(
+                "Rank {} successfully reached monitoredBarrier, but received errors while waiting for send/recv from \
+                 rank 0. Please check rank 0 logs for faulty rank: {why}",
+                self.rank
+            ),
+        )))
+    }
+
+    /// Starts an empty message, without a deadline of its own. A send needs nothing of its receiver, and nobody waits for it.
+    fn message(&self, collective: Collective, peer: Rank, tag: u32, note: u64) -> Result<Call> {
+        let mut desc = CallDesc::new(collective, Dtype::U8);
+        desc.peer = Some(peer);
+        desc.tag = tag;
+        desc.note = note;
+        let tensor = Blocks::of(TensorDesc::dense(std::ptr::null_mut(), Dtype::U8, 0));
+        if collective == Collective::Send {
+            desc.inputs = tensor;
+            desc.mode = Mode::Async;
+        } else {
+            desc.outputs = tensor;
+        }
+        self.submit(desc)
+    }
+
+    /// Waits for a message; gives it up and says `false` when the time is up.
+    fn settle(&self, call: &Call, left: Duration, interrupt: &mut dyn FnMut() -> bool) -> Result<bool> {
+        let outcome = match call.wait(Some(left), interrupt) {
+            // What came in the last moment counts.
+            gave_up @ (Waited::TimedOut(_) | Waited::Interrupted) => self.take_back(call)?.unwrap_or(gave_up),
+            ended => ended,
+        };
+        match outcome {
+            Waited::Done => Ok(true),
+            Waited::Failed(error) => Err(error),
+            Waited::TimedOut(_) => Ok(false),
+            Waited::Interrupted => Err(self.placed(Error::aborted("interrupted in monitored_barrier"))),
+        }
+    }
+
+    /// Takes a receive back, or says how it has ended.
+    fn take_back(&self, call: &Call) -> Result<Option<Waited>> {
+        self.with_state(|group, context| {
+            let Some(message) = group.p2p.cancel(&call.state) else { return call.state.outcome().map(Waited::from) };
+            drop(message.call.finish(context.now, Some(call.state.placed(Error::timeout("given up")))));
+            None
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use accl_schedule::cost::Machine;
+
+    use accl_transport::frame::OVERHEAD_BYTES;
+    use accl_transport::loopback::{self, Capacity};
+    use accl_types::config::{Calibration, Config};
+
+    use super::*;
+    use crate::{Engine, GroupSpec, MemoryStore};
+
+    /// A group of two ranks of this process.
+    fn pair() -> [(Arc<Engine>, Arc<Group>); 2] {
+        let config = Config { calibration: Calibration::Off, ..Config::default() };
+        let engines = [(); 2].map(|()| Engine::new(config.clone(), |_| Machine::default()));
+        let [a, b] = &engines;
+        let frame_bytes = config.segment_bytes as usize + OVERHEAD_BYTES;
+        let (left, right) = loopback::pair(frame_bytes, Capacity::Frames(64), a.waker().unwrap(), b.waker().unwrap());
+        a.adopt_link(b.card().unwrap(), Box::new(left)).unwrap();
+        b.adopt_link(a.card().unwrap(), Box::new(right)).unwrap();
+        let store = MemoryStore::default();
+        let group = |rank: u32| {
+            let spec = GroupSpec {
+                name: "g".to_owned(),
+                rank: Rank(rank),
+                world: 2,
+                timeout: Duration::from_secs(30),
+                config: config.clone(),
+                master: None,
+                global_ranks: Vec::new(),
+            };
+            engines[rank as usize].create_group(spec, &store, &mut || false).unwrap()
+        };
+        let [first, second] = std::thread::scope(|scope| {
+            [0, 1].map(|rank| scope.spawn(move || group(rank))).map(|thread| thread.join().unwrap())
+        });
+        let [a, b] = engines;
+        [(a, first), (b, second)]
+    }
+
+    #[test]
+    fn who_hears_of_a_rank_0_that_left_when_its_time_is_up_has_not_passed() {
+        let [(left, _), (_, second)] = pair();
+        let call = second.message(Collective::Recv, Rank(0), TAG_RELEASED | 1, 0).unwrap();
+        left.shutdown();
+        assert!(matches!(call.wait(None, &mut || false), Waited::Failed(_)));
+        // As if the end had come between the deadline and this.
+        let outcome = second.take_back(&call).unwrap();
+        assert!(matches!(&outcome, Some(Waited::Failed(error)) if error.kind == ErrorKind::PeerLost), "{outcome:?}");
+    }
+
+    #[test]
+    fn a_barrier_of_many_hours_gives_the_driver_no_moment_at_which_to_look() {
+        for timeout in [Duration::from_secs(5 * 3600), Duration::MAX] {
+            let ranks = pair();
+            let is_enough = AtomicBool::new(false);
+            let patience = Instant::now() + Duration::from_secs(20);
+            for (engine, group) in &ranks {
+                is_enough.store(false, Ordering::SeqCst);
+                let mut interrupt = || is_enough.load(Ordering::SeqCst) || Instant::now() > patience;
+                std::thread::scope(|scope| {
+                    scope.spawn(|| group.monitored_barrier(timeout, false, &mut interrupt).unwrap_err());
+                    while group.with_state(|group, _| group.is_idle()).unwrap() {
+                        assert!(Instant::now() < patience, "the barrier has begun");
+                        std::thread::yield_now();
+                    }
+                    // A moment that has passed and does not go away would keep the driver from sleeping.
+                    let look_at = engine.driver.with_core(|core| core.next_deadline());
+                    is_enough.store(true, Ordering::SeqCst);
+                    assert_eq!(look_at, None, "with {timeout:?}");
+                });
+            }
+        }
+    }
+}

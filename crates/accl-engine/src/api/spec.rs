@@ -1,0 +1,26 @@
+//! What a group is made from.
+
+use std::net::IpAddr;
+use std::time::Duration;
+
+use accl_types::Rank;
+use accl_types::config::Config;
+
+/// What a group is made from.
+#[derive(Clone, Debug)]
+pub struct GroupSpec {
+    /// Name for messages.
+    pub name: String,
+    /// This process's rank.
+    pub rank: Rank,
+    /// Number of ranks.
+    pub world: u32,
+    /// How long a call may take, and the making of the group.
+    pub timeout: Duration,
+    /// Settings; those of process scope must equal the first group's.
+    pub config: Config,
+    /// Address of the store's master, if known: the interface with the route to it is offered to peers first.
+    pub master: Option<IpAddr>,
+    /// Ranks in the job of this group's ranks, for messages; may be empty.
+    pub global_ranks: Vec<u64>,
+}

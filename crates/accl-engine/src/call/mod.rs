@@ -1,0 +1,15 @@
+//! Calls as data: tensors, encodings, descriptions, and what is counted of them.
+
+pub(crate) mod desc;
+pub(crate) mod encoding;
+pub(crate) mod error_stats;
+pub(crate) mod state;
+pub(crate) mod tensor;
+
+pub use desc::{CallDesc, Mode};
+pub use encoding::{Codecs, Encoded, Encoding, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs};
+pub use error_stats::{Audit, ErrorStats, Measured};
+pub use tensor::{Blocks, TensorDesc};
+
+pub(crate) use encoding::{TypedCodecs, is_encoded};
+pub(crate) use state::{CallPlace, CallState, Callback, Notifier, Outcome};

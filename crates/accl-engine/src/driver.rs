@@ -1,0 +1,735 @@
+//! Who makes progress: waiting, the election of a driver, the background thread.
+//!
+//! Progress is one pass over the core under its lock. Whoever submits makes one; whoever waits spins over it a while.
+//! Then one thread, the *driver*, parks in the poller, while others sleep on their calls; when the driver leaves, it
+//! elects a sleeper, or the background thread if there is work. So nobody sleeps without a driver. Read
+//! [`Driver::wait`] first.
+
+use std::ops::{Deref, DerefMut};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+use accl_transport::{Poller, Waker};
+use accl_types::Error;
+
+use crate::call::{CallState, Notifier, Outcome};
+use crate::completion::CompletionPool;
+use crate::exec::SpinLimit;
+use crate::group::{Core, Relief};
+use crate::peers::Mark;
+use crate::signals;
+use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::time::far;
+
+/// How often a waiter looks for signals, in milliseconds.
+const TICK_MS: u64 = 50;
+/// Spinning when every rank of the host has a core of its own.
+const SPIN_OWN_CORE: Duration = Duration::from_micros(200);
+/// Yielding when ranks share cores: each look gives the core away, so more of them cost nobody anything.
+const SPIN_SHARED_CORE: Duration = Duration::from_micros(100);
+/// Passes without news before a yield when ranks share cores: who waits here keeps another rank from sending.
+const PASSES_BEFORE_YIELD: u32 = 2;
+
+/// Between looks at whether the peers have what they were sent.
+const FIRST_PAUSE: Duration = Duration::from_micros(50);
+const LONGEST_PAUSE: Duration = Duration::from_millis(5);
+
+/// Looks of a call on the fast path when every rank has a core of its own: a few microseconds.
+const FAST_PATH_SPINS: u32 = 300;
+/// When ranks share cores: looks before each yield, which are far cheaper than a pass, and yields.
+const FAST_PATH_SPINS_SHARED: u32 = 20;
+const FAST_PATH_YIELDS: u32 = 8;
+
+/// One stay of a thread in a wait, or the background thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Waiter(u64);
+
+const BACKGROUND: Waiter = Waiter(0);
+
+/// An interrupt that stays: who asked once for the end does not wait again.
+pub(crate) fn lasting(interrupt: &mut dyn FnMut() -> bool) -> impl FnMut() -> bool {
+    let mut is_interrupted = false;
+    move || {
+        is_interrupted = is_interrupted || interrupt();
+        is_interrupted
+    }
+}
+
+/// How a wait for the delivery of what was sent ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Delivery {
+    Complete,
+    /// The time is up.
+    Late,
+    /// The interrupt hook asked to stop.
+    Interrupted,
+}
+
+/// How a stint of the background thread ended.
+enum Stint {
+    /// Somebody else drives, or there is nothing to do.
+    Over,
+    /// The engine ends.
+    Last,
+}
+
+/// How a wait for a call ended.
+pub(crate) enum WaitEnd {
+    /// With the call.
+    Over(Outcome),
+    /// The wait's own timeout passed; the call runs on.
+    TimedOut(Error),
+    /// The interrupt hook asked to stop; the call runs on.
+    Interrupted,
+}
+
+/// What drives the protocol of one process: its lock, its poller, its threads.
+pub(crate) struct Driver {
+    core: Mutex<Core>,
+    /// From the first group on.
+    polling: OnceLock<Polling>,
+    pool: CompletionPool,
+    /// How long a wait spins, if that was set.
+    spin: Option<Duration>,
+    /// In some group the ranks of this host are more than their cores.
+    shares_cores: AtomicBool,
+    election: Mutex<Election>,
+    background: Condvar,
+    waits: AtomicU64,
+    /// Nobody wakes for a periodic look.
+    without_tick: AtomicBool,
+    /// How often a driver has slept in the poller.
+    parks: AtomicU64,
+    /// How often this process had been forked when this was made: in a later child it is dead.
+    born: u64,
+    /// For the background thread.
+    me: Weak<Driver>,
+}
+
+/// What a driver sleeps in, and what wakes it.
+pub(crate) struct Polling {
+    pub(crate) poller: Poller,
+    pub(crate) waker: Arc<Waker>,
+}
+
+/// The core under its lock. When that is given back, callbacks of calls that have ended go to their threads.
+pub(crate) struct Locked<'a> {
+    core: Option<MutexGuard<'a, Core>>,
+    pool: &'a CompletionPool,
+}
+
+impl Deref for Locked<'_> {
+    type Target = Core;
+
+    #[inline]
+    fn deref(&self) -> &Core {
+        let Some(core) = &self.core else { unreachable!("only the end takes it away") };
+        core
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut Core {
+        let Some(core) = &mut self.core else { unreachable!("only the end takes it away") };
+        core
+    }
+}
+
+impl Drop for Locked<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        let Some(mut core) = self.core.take() else { return };
+        let completed = core.take_completed();
+        drop(core);
+        for callback in completed {
+            self.pool.post(callback);
+        }
+    }
+}
+
+/// Who drives, and who could.
+#[derive(Default)]
+struct Election {
+    /// Who is parked in the poller, or about to be.
+    driver: Option<Waiter>,
+    /// Who sleeps on a call, oldest first, and how to wake it.
+    sleepers: Vec<(Waiter, Arc<Notifier>)>,
+    background_started: bool,
+    /// The background thread is asked to drive.
+    background_wanted: bool,
+    background_stopped: bool,
+    stopping: bool,
+}
+
+impl Driver {
+    /// Without threads, descriptors or memory. Segments have `segment` bytes; `spin_us` limits how long a wait spins.
+    pub(crate) fn new(segment: u64, spin_us: Option<u64>) -> Arc<Self> {
+        Arc::new_cyclic(|me| Self {
+            core: Mutex::new(Core::new(segment)),
+            polling: OnceLock::new(),
+            pool: CompletionPool::default(),
+            spin: spin_us.map(Duration::from_micros),
+            shares_cores: AtomicBool::new(false),
+            election: Mutex::default(),
+            background: Condvar::new(),
+            waits: AtomicU64::new(1),
+            without_tick: AtomicBool::new(false),
+            parks: AtomicU64::new(0),
+            born: accl_transport::fork_generation(),
+            me: me.clone(),
+        })
+    }
+
+    /// Whether this process is a forked child of the one that made this.
+    pub(crate) fn is_forked(&self) -> bool {
+        self.born != accl_transport::fork_generation()
+    }
+
+    // ---- the lock
+
+    /// The core, as soon as nobody else has it.
+    #[inline]
+    pub(crate) fn lock(&self) -> Locked<'_> {
+        Locked { core: Some(self.core.lock()), pool: &self.pool }
+    }
+
+    fn try_lock(&self) -> Option<Locked<'_>> {
+        self.core.try_lock().map(|core| Locked { core: Some(core), pool: &self.pool })
+    }
+
+    /// The core, unless another thread has it until then.
+    pub(crate) fn try_lock_until(&self, until: Instant) -> Option<Locked<'_>> {
+        self.core.try_lock_until(until).map(|core| Locked { core: Some(core), pool: &self.pool })
+    }
+
+    /// Runs `f` under the lock.
+    pub(crate) fn with_core<R>(&self, f: impl FnOnce(&mut Core) -> R) -> R {
+        f(&mut self.lock())
+    }
+
+    pub(crate) fn completions(&self) -> &CompletionPool {
+        &self.pool
+    }
+
+    /// What it sleeps in; `None` before the first group.
+    pub(crate) fn polling(&self) -> Option<&Polling> {
+        self.polling.get()
+    }
+
+    /// Gives it something to sleep in, once.
+    pub(crate) fn set_polling(&self, polling: Polling) {
+        let _ = self.polling.set(polling);
+    }
+
+    /// Ranks of this host must share cores from now on.
+    pub(crate) fn share_cores(&self) {
+        self.shares_cores.store(true, Ordering::Relaxed);
+    }
+
+    /// Switches the periodic looks off, a waiter's at signals and the driver's at silent hosts: without them a lost wake-up
+    /// is a hang and not a delay. For tests.
+    pub(crate) fn without_tick(&self) {
+        self.without_tick.store(true, Ordering::Relaxed);
+    }
+
+    fn ticks(&self) -> bool {
+        !self.without_tick.load(Ordering::Relaxed)
+    }
+
+    /// How often a thread of this engine has slept in the poller. For tests.
+    pub(crate) fn parks(&self) -> u64 {
+        self.parks.load(Ordering::Relaxed)
+    }
+
+    // ---- passes
+
+    /// One pass, waiting for the lock.
+    pub(crate) fn pass_now(&self) {
+        let mut core = self.lock();
+        core.pass_whole(Instant::now());
+        let wake = core.must_wake_driver(None);
+        drop(core);
+        self.wake_driver_if(wake);
+    }
+
+    /// One pass unless somebody else is at it.
+    pub(crate) fn try_pass(&self) {
+        let Some(mut core) = self.try_lock() else { return };
+        let moved = core.pass(Instant::now());
+        let wake = core.must_wake_driver(None);
+        let unsent = core.net.has_unsent();
+        drop(core);
+        if moved || wake {
+            self.wake_driver_if(wake);
+        }
+        if unsent {
+            self.ensure_driver();
+        }
+    }
+
+    /// After a submission: one pass for an asynchronous call, and a driver if there is none.
+    pub(crate) fn submitted(&self, call: &CallState) {
+        if call.is_async && !call.is_done() {
+            self.try_pass();
+        }
+        // A waiter drives for its own call; nobody does for an asynchronous one, or for bytes that the kernel did not
+        // take and whose call is done.
+        if (call.is_done() || call.is_async) && self.with_core(|core| core.has_work()) {
+            self.ensure_driver();
+        }
+    }
+
+    /// Sends what is buffered; what the kernel does not take now is left to a driver.
+    pub(crate) fn flush(&self) {
+        let unsent = self.with_core(|core| {
+            core.net.flush_all();
+            core.net.has_unsent()
+        });
+        if unsent {
+            self.ensure_driver();
+        }
+    }
+
+    /// Wakes the driver so that it looks at everything anew.
+    pub(crate) fn kick(&self) {
+        if let Some(polling) = self.polling.get() {
+            polling.waker.wake();
+        }
+    }
+
+    // ---- waiting
+
+    /// Waits until the peers' hosts have what was sent to them, at most until then. An acknowledgement is no event, so this
+    /// looks again and again; mostly there is nothing to wait for.
+    pub(crate) fn await_delivery(
+        &self,
+        mut marks: Vec<Mark>,
+        until: Instant,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Delivery {
+        self.await_all(until, interrupt, |core| {
+            marks.retain(|mark| !core.net.is_delivered(mark));
+            marks.is_empty()
+        })
+    }
+
+    /// Waits until the collectives of these groups that were made asynchronously are over, at most until then.
+    pub(crate) fn await_calls(&self, groups: &[u64], until: Instant, interrupt: &mut dyn FnMut() -> bool) {
+        let is_over = |core: &mut Core| {
+            let mut groups = groups.iter().filter_map(|id| core.groups.get(id));
+            !groups.any(|group| group.has_async_calls())
+        };
+        self.await_all(until, interrupt, is_over);
+    }
+
+    /// Makes progress until it is over, until then, or until the interrupt.
+    fn await_all(
+        &self,
+        until: Instant,
+        interrupt: &mut dyn FnMut() -> bool,
+        mut is_over: impl FnMut(&mut Core) -> bool,
+    ) -> Delivery {
+        let mut pause = FIRST_PAUSE;
+        let mut asked = Instant::now();
+        loop {
+            let now = Instant::now();
+            // What the peers send meanwhile is taken off the links, or the end of this process would reset them.
+            let Some(mut core) = self.try_lock_until(until) else { return Delivery::Late };
+            let looked = core.guarded(|core| {
+                core.pass_whole(now);
+                core.check(now);
+                is_over(core)
+            });
+            drop(core);
+            if !matches!(looked, Ok(false)) {
+                return Delivery::Complete;
+            }
+            if now >= until {
+                return Delivery::Late;
+            }
+            if now.duration_since(asked) >= Duration::from_millis(TICK_MS) {
+                asked = now;
+                if interrupt() {
+                    return Delivery::Interrupted;
+                }
+            }
+            std::thread::sleep(pause.min(until - now));
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    pub(crate) fn wait(
+        self: &Arc<Self>,
+        call: &CallState,
+        timeout: Option<Duration>,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> WaitEnd {
+        if let Some(outcome) = call.outcome() {
+            return WaitEnd::Over(outcome);
+        }
+        if self.is_forked() {
+            let forked = Error::aborted("the call was made before this process was forked");
+            return WaitEnd::Over(Outcome::Failed(call.placed(forked)));
+        }
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        if let Some(outcome) = self.spin(call, until) {
+            return WaitEnd::Over(outcome);
+        }
+        let stay = WaiterGuard { driver: self, me: Waiter(self.waits.fetch_add(1, Ordering::Relaxed)) };
+        self.wait_slowly(stay.me, call, timeout, until, interrupt)
+    }
+
+    /// Whether ranks of this host must share cores.
+    fn shares_cores(&self) -> bool {
+        self.shares_cores.load(Ordering::Relaxed)
+    }
+
+    /// How long a call on the fast path looks for a frame. It holds the lock, so not for long.
+    pub(crate) fn spin_limit(&self) -> SpinLimit {
+        match self.spin {
+            Some(spin) if spin.is_zero() => SpinLimit { spins: 0, yields: 0 },
+            _ if self.shares_cores() => SpinLimit { spins: FAST_PATH_SPINS_SHARED, yields: FAST_PATH_YIELDS },
+            _ => SpinLimit { spins: FAST_PATH_SPINS, yields: 0 },
+        }
+    }
+
+    /// Looks again and again for a short while.
+    fn spin(&self, call: &CallState, until: Option<Instant>) -> Option<Outcome> {
+        let shared = self.shares_cores();
+        let budget = match self.spin {
+            Some(spin) => spin,
+            None if shared => SPIN_SHARED_CORE,
+            None => SPIN_OWN_CORE,
+        };
+        let start = Instant::now();
+        let mut looks = 0_u32;
+        let mut unsent = false;
+        // A driver that sleeps meanwhile need not be woken for what is seen here.
+        let mut watch = Watch { driver: self, is_on: false };
+        loop {
+            let now = Instant::now();
+            if let Some(mut core) = self.try_lock() {
+                watch.is_on = watch.is_on || core.watch();
+                let moved = core.pass(now);
+                let wake = !watch.is_on && core.must_wake_driver(None);
+                unsent = core.net.has_unsent();
+                drop(core);
+                if moved {
+                    looks = 0;
+                }
+                if moved || wake {
+                    self.wake_driver_if(wake);
+                }
+            }
+            if let Some(outcome) = call.outcome() {
+                if unsent {
+                    self.ensure_driver();
+                }
+                return Some(outcome);
+            }
+            if now.duration_since(start) >= budget || until.is_some_and(|until| now >= until) {
+                drop(watch);
+                // Nobody has told a sleeping driver of this call's deadline: until now this thread looked after it.
+                if self.with_core(|core| core.must_wake_driver(core.next_deadline())) {
+                    self.wake_driver_if(true);
+                }
+                return None;
+            }
+            looks += 1;
+            if shared && looks > PASSES_BEFORE_YIELD {
+                std::thread::yield_now();
+            } else {
+                std::hint::spin_loop();
+            }
+        }
+    }
+
+    fn wait_slowly(
+        &self,
+        me: Waiter,
+        call: &CallState,
+        timeout: Option<Duration>,
+        until: Option<Instant>,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> WaitEnd {
+        let mut asked: Option<Instant> = None;
+        loop {
+            if let Some(outcome) = call.outcome() {
+                return WaitEnd::Over(outcome);
+            }
+            let now = Instant::now();
+            if until.is_some_and(|until| now >= until) {
+                return WaitEnd::TimedOut(self.wait_timed_out(call, timeout.unwrap_or_default(), now));
+            }
+            if asked.is_none_or(|asked| now.duration_since(asked) >= Duration::from_millis(TICK_MS)) {
+                asked = Some(now);
+                // The hook may wait for the interpreter's lock, or make calls and wait for them: others drive meanwhile,
+                // and nobody appoints who cannot come.
+                self.stand_aside(me);
+                if interrupt() {
+                    return WaitEnd::Interrupted;
+                }
+            }
+            let tick = self.ticks().then(|| now + Duration::from_millis(TICK_MS));
+            let slice = [until, tick].into_iter().flatten().min();
+            if self.take_turn(me, call) {
+                self.park(Some(call), slice);
+            } else {
+                call.sleep_until(slice);
+            }
+        }
+    }
+
+    fn wait_timed_out(&self, call: &CallState, timeout: Duration, now: Instant) -> Error {
+        let text = self.with_core(|core| {
+            core.with_group(call.group_id, now, |group, hands| {
+                let awaited = group.awaited(call);
+                group.timeout_text(call, &awaited, timeout, hands.net)
+            })
+        });
+        call.placed(Error::timeout(text.unwrap_or_else(|| format!("Timed out waiting {}ms", timeout.as_millis()))))
+    }
+
+    /// Parks in the poller once, with a pass before and after. Only the driver calls this.
+    fn park(&self, call: Option<&CallState>, until: Option<Instant>) {
+        let Some(polling) = self.polling.get() else { return };
+        let now = Instant::now();
+        let prepared = self.lock().guarded(|core| {
+            if core.pass(now) || core.pass_whole(now) {
+                return None;
+            }
+            core.check(now);
+            if call.is_some_and(CallState::is_done) || (call.is_none() && !core.has_work()) {
+                return None;
+            }
+            // Everything that could be done without the peers has been: what is left waits for frames or for room.
+            if core.net.prepare_park() {
+                core.net.unpark();
+                return None;
+            }
+            let silence = core.next_look_for_silence().filter(|_| self.ticks());
+            let until = until.into_iter().chain(core.next_deadline()).chain(silence).min();
+            core.parked = Some(until.unwrap_or_else(far));
+            Some(until)
+        });
+        // After a panic every call has failed, and whoever waits looks for what became of its own.
+        let Ok(Some(until)) = prepared else { return };
+        // A failure to wait shows as a loop that does not sleep; deadlines still end it.
+        self.parks.fetch_add(1, Ordering::Relaxed);
+        let _ = polling.poller.wait(until.map(|until| until.saturating_duration_since(now)));
+        let mut core = self.lock();
+        core.parked = None;
+        let _ = core.guarded(|core| {
+            core.net.unpark();
+            let now = Instant::now();
+            core.pass(now);
+            core.check(now);
+        });
+    }
+
+    // ---- the election
+
+    /// Makes a waiter the driver, or puts it on the list of sleepers.
+    fn take_turn(&self, me: Waiter, call: &CallState) -> bool {
+        let mut election = self.election.lock();
+        if election.driver.is_some_and(|driver| driver != me) {
+            if !election.sleepers.iter().any(|(waiter, _)| *waiter == me) {
+                election.sleepers.push((me, call.notifier()));
+            }
+            return false;
+        }
+        election.driver = Some(me);
+        election.sleepers.retain(|(waiter, _)| *waiter != me);
+        true
+    }
+
+    /// Ends a waiter's part in the election; somebody else drives if there is need.
+    fn leave_turn(&self, me: Waiter) {
+        let mut election = self.election.lock();
+        election.sleepers.retain(|(waiter, _)| *waiter != me);
+        if election.driver.is_some_and(|driver| driver != me) {
+            return;
+        }
+        // Also when nobody drives: this waiter may have been appointed and have ended before it took its election.
+        election.driver = None;
+        election.elect();
+        drop(election);
+        if self.with_core(|core| core.has_work()) {
+            self.ensure_driver();
+        }
+    }
+
+    /// Takes a waiter out of the election while it does something else.
+    fn stand_aside(&self, me: Waiter) {
+        let takes_part = {
+            let election = self.election.lock();
+            election.driver == Some(me) || election.sleepers.iter().any(|(waiter, _)| *waiter == me)
+        };
+        if takes_part {
+            self.leave_turn(me);
+        }
+    }
+
+    /// Sees to it that somebody makes progress while nobody waits.
+    fn ensure_driver(&self) {
+        let mut election = self.election.lock();
+        if election.driver.is_some() || election.stopping {
+            return;
+        }
+        if !election.sleepers.is_empty() {
+            election.elect();
+            return;
+        }
+        election.background_wanted = true;
+        if election.background_started {
+            self.background.notify_all();
+            return;
+        }
+        election.background_started = true;
+        drop(election);
+        self.start_background();
+    }
+
+    fn start_background(&self) {
+        let me = self.me.clone();
+        let spawned = std::thread::Builder::new().name("accl-progress".into()).spawn(move || {
+            signals::block_all();
+            if let Some(driver) = me.upgrade() {
+                driver.background();
+            }
+        });
+        if spawned.is_err() {
+            self.election.lock().background_started = false;
+        }
+    }
+
+    /// The background thread. Panics are caught where they arise, and all calls fail; should one get here all the same,
+    /// the thread must live on, since no other looks at the deadlines of calls that nobody waits for.
+    fn background(&self) {
+        loop {
+            match catch_unwind(AssertUnwindSafe(|| self.background_turn())) {
+                Ok(Stint::Over) => {}
+                Ok(Stint::Last) => return,
+                Err(panic) => {
+                    self.with_core(|core| core.fail_all(&*panic));
+                    let mut election = self.election.lock();
+                    if election.driver == Some(BACKGROUND) {
+                        election.driver = None;
+                        election.elect();
+                    }
+                }
+            }
+        }
+    }
+
+    /// Waits until the background thread is wanted, and drives until it is not.
+    fn background_turn(&self) -> Stint {
+        {
+            let mut election = self.election.lock();
+            while !election.stopping && (election.driver.is_some() || !election.background_wanted) {
+                self.background.wait(&mut election);
+            }
+            if election.stopping {
+                election.background_stopped = true;
+                self.background.notify_all();
+                return Stint::Last;
+            }
+            election.driver = Some(BACKGROUND);
+        }
+        loop {
+            self.park(None, None);
+            let has_work = self.with_core(|core| core.has_work());
+            let mut election = self.election.lock();
+            if !has_work || election.stopping || !election.sleepers.is_empty() {
+                election.driver = None;
+                election.background_wanted = false;
+                election.elect();
+                break;
+            }
+        }
+        // A call that came in between found a driver and relied on it.
+        if self.with_core(|core| core.has_work()) {
+            let mut election = self.election.lock();
+            if election.driver.is_none() && election.sleepers.is_empty() {
+                election.background_wanted = true;
+            }
+        }
+        Stint::Over
+    }
+
+    /// After another thread's pass: the driver must not sleep on when its call may have ended, or when it `must` look.
+    fn wake_driver_if(&self, must: bool) {
+        // A driver that is not parked yet looks once more before it parks, and at least once a tick.
+        let election = if must { Some(self.election.lock()) } else { self.election.try_lock() };
+        let Some(election) = election else { return };
+        // The background thread waits for no call of its own.
+        if election.driver.is_some_and(|driver| must || driver != BACKGROUND) {
+            drop(election);
+            self.kick();
+        }
+    }
+
+    /// After the end of a [`Core::watch`], without the lock.
+    pub(crate) fn relieve(&self, relief: Relief) {
+        match relief {
+            Relief::SleepsOn => {}
+            Relief::MayBeOver => self.wake_driver_if(false),
+            Relief::Wake => self.wake_driver_if(true),
+        }
+    }
+
+    /// Asks the background thread to end.
+    pub(crate) fn stop_background(&self) {
+        self.election.lock().stopping = true;
+        self.background.notify_all();
+        self.kick();
+    }
+
+    /// Waits until the background thread has ended, at most for `patience`.
+    pub(crate) fn await_background(&self, patience: Duration) {
+        let mut election = self.election.lock();
+        if election.background_started {
+            let running = |election: &mut Election| !election.background_stopped;
+            self.background.wait_while_for(&mut election, running, patience);
+        }
+    }
+}
+
+/// A thread's looking at the links in place of a driver that sleeps.
+struct Watch<'a> {
+    driver: &'a Driver,
+    is_on: bool,
+}
+
+impl Drop for Watch<'_> {
+    fn drop(&mut self) {
+        if self.is_on {
+            let relief = self.driver.with_core(|core| core.unwatch(Instant::now()));
+            self.driver.relieve(relief);
+        }
+    }
+}
+
+/// A waiter's part in the election; it ends with the wait, also when an interrupt hook panics.
+struct WaiterGuard<'a> {
+    driver: &'a Driver,
+    me: Waiter,
+}
+
+impl Drop for WaiterGuard<'_> {
+    fn drop(&mut self) {
+        self.driver.leave_turn(self.me);
+    }
+}
+
+impl Election {
+    /// Wakes the oldest sleeper to drive.
+    fn elect(&self) {
+        if let Some((_, notifier)) = self.sleepers.first() {
+            notifier.notify();
+        }
+    }
+}

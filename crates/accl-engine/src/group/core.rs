@@ -1,0 +1,503 @@
+//! What the engine's lock protects: the net, the groups, and one pass of progress over them.
+//!
+//! Owns taking frames off links and finding their group. Who may run a pass is decided in `driver`; nothing here blocks
+//! or sleeps. Read [`Core::pass`] first.
+
+use std::any::Any;
+use std::collections::{HashMap, HashSet};
+use std::hash::{BuildHasherDefault, Hasher};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+
+use accl_transport::frame::{Header, Kind};
+use accl_transport::{Card, Link, Poller};
+use accl_types::{Error, Result};
+
+use super::context::Context;
+use super::state::{FastPathEnd, GroupState, Tell};
+use crate::call::{CallDesc, Callback};
+use crate::exec::SpinLimit;
+use crate::hash::hash_words;
+use crate::peers::{Net, PeerId};
+
+/// Frames taken off one link before the others have their turn.
+const FRAMES_PER_TURN: usize = 32;
+/// A frame of a call that has yet to be made here stays on its link for this many passes in which nothing moves, when it
+/// has this many bytes: the call is likely to come soon, and takes it from there without a copy.
+const PASSES_HELD: u32 = 32;
+const MIN_HELD_BYTES: usize = 2 << 10;
+/// Looks at all links before the end of a group is heeded: peers that go on sending must not put it off for ever.
+const MAX_ROUNDS: usize = 1000;
+/// Calls that may end one after the other without a look at the links.
+const MAX_SILENT: u32 = 16;
+/// Looks at the links before a sleeping driver is woken to look itself.
+const ROUNDS_OF_RELIEF: u32 = 4;
+/// A host that has not answered for so long has vanished, as long as nobody's deadline is shorter: what keep-alive allows
+/// a link on which nothing is under way.
+const VANISHED: Duration = Duration::from_secs(30);
+/// How often silent hosts are looked for.
+const LOOK_FOR_SILENCE: Duration = Duration::from_secs(1);
+/// Bytes of frames kept for groups that are being made on this rank.
+const MAX_ORPHAN_BYTES: usize = 64 << 20;
+
+/// Group numbers are hashes already.
+type ById = BuildHasherDefault<IdHasher>;
+
+/// Takes a number for its own hash.
+#[derive(Default)]
+pub(crate) struct IdHasher(u64);
+
+impl Hasher for IdHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        self.0 = hash_words([self.0].into_iter().chain(bytes.iter().map(|&byte| u64::from(byte))));
+    }
+
+    fn write_u64(&mut self, id: u64) {
+        self.0 = id;
+    }
+}
+
+pub(crate) struct Core {
+    pub(crate) net: Net,
+    pub(crate) groups: HashMap<u64, GroupState, ById>,
+    /// Groups with calls in flight.
+    active: Vec<u64>,
+    /// Frames of groups that do not exist here yet.
+    orphans: HashMap<u64, Vec<Orphan>>,
+    orphan_bytes: usize,
+    /// Groups of which frames were dropped because there were too many.
+    overrun: HashSet<u64>,
+    /// Groups that were destroyed here: what still comes for them is dropped.
+    ended: HashSet<u64>,
+    /// Callbacks of calls that have ended, for the driver.
+    completed: Vec<Callback>,
+    pub(crate) segment: u64,
+    /// Announcements that a group has failed, to be handled at the end of a pass.
+    causes: Vec<(PeerId, Header, Vec<u8>)>,
+    /// Groups that a rank has left since the last look for absentees.
+    left: Vec<u64>,
+    /// Calls in a row that ended when they were made: nobody has looked at the links meanwhile.
+    silent: u32,
+    /// Passes in a row in which nothing moved.
+    idle: u32,
+    /// Until when the driver is parked in the poller, if it is.
+    pub(crate) parked: Option<Instant>,
+    /// Threads that look at the links again and again while it is.
+    watchers: u32,
+    /// When silent hosts are looked for again.
+    silence_at: Option<Instant>,
+}
+
+/// What becomes of a parked driver when the last thread that looked at the links in its place looks no more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Relief {
+    /// It sleeps on, and peers wake it.
+    SleepsOn,
+    /// Calls may have ended meanwhile: a driver that waits for one must look.
+    MayBeOver,
+    /// It must look again.
+    Wake,
+}
+
+/// A frame of a group that is being made on this rank.
+struct Orphan {
+    peer: PeerId,
+    header: Header,
+    payload: Vec<u8>,
+}
+
+impl Orphan {
+    /// Memory that it takes, roughly.
+    fn bytes(&self) -> usize {
+        size_of::<Self>() + self.payload.len()
+    }
+}
+
+impl Core {
+    pub(crate) fn new(segment: u64) -> Self {
+        Self {
+            net: Net::default(),
+            groups: HashMap::default(),
+            active: Vec::new(),
+            orphans: HashMap::new(),
+            orphan_bytes: 0,
+            overrun: HashSet::new(),
+            causes: Vec::new(),
+            left: Vec::new(),
+            silent: 0,
+            idle: 0,
+            ended: HashSet::new(),
+            completed: Vec::new(),
+            segment,
+            parked: None,
+            watchers: 0,
+            silence_at: None,
+        }
+    }
+
+    /// Runs `f` on a group with what it needs.
+    pub(crate) fn with_group<R>(
+        &mut self,
+        id: u64,
+        now: Instant,
+        f: impl FnOnce(&mut GroupState, &mut Context<'_>) -> R,
+    ) -> Option<R> {
+        let group = self.groups.get_mut(&id)?;
+        let mut context = Context { net: &mut self.net, completed: &mut self.completed, segment: self.segment, now };
+        let result = f(group, &mut context);
+        if !group.is_idle() && !self.active.contains(&id) {
+            self.active.push(id);
+        }
+        Some(result)
+    }
+
+    /// Runs a call on the fast path, as far as that goes. `None`: not at all.
+    #[inline]
+    pub(crate) fn run_fast_path(&mut self, id: u64, desc: &CallDesc, patience: SpinLimit) -> Option<FastPathEnd> {
+        let group = self.groups.get_mut(&id)?;
+        let ran = group.run_fast_path(desc, patience, &mut self.net, self.segment);
+        if let Some(FastPathEnd::Done { heard: false, .. }) = ran {
+            self.ended_at_once();
+        }
+        ran
+    }
+
+    /// Adds a group and context it the frames that came before it.
+    pub(crate) fn add_group(&mut self, group: GroupState, now: Instant) {
+        let id = group.id;
+        self.groups.insert(id, group);
+        let orphans = self.orphans.remove(&id).unwrap_or_default();
+        self.orphan_bytes -= orphans.iter().map(Orphan::bytes).sum::<usize>();
+        let is_complete = !self.overrun.remove(&id);
+        for Orphan { peer, header, payload } in orphans {
+            self.with_group(id, now, |group, context| {
+                if let Some(from) = group.members.rank_of(peer) {
+                    group.on_frame(from, &header, &payload, context);
+                }
+            });
+        }
+        // A rank may have gone while the group was being made.
+        self.with_group(id, now, |group, context| group.note_absentees(context.net));
+        if !is_complete {
+            let error = Error::exhausted(format!(
+                "more than {} MiB came for groups that were being made here; let all ranks make a group before they use it",
+                MAX_ORPHAN_BYTES >> 20
+            ));
+            self.with_group(id, now, |group, context| group.fail(group.placed(error), context, Tell::Peers));
+        }
+    }
+
+    /// Forgets a group, or one whose making failed: what still comes for it is dropped.
+    pub(crate) fn remove_group(&mut self, id: u64) {
+        self.groups.remove(&id);
+        self.active.retain(|active| *active != id);
+        let orphans = self.orphans.remove(&id).unwrap_or_default();
+        self.orphan_bytes -= orphans.iter().map(|orphan| orphan.bytes()).sum::<usize>();
+        self.ended.insert(id);
+    }
+
+    /// Callbacks of calls that have ended since this was asked last.
+    pub(crate) fn take_completed(&mut self) -> Vec<Callback> {
+        std::mem::take(&mut self.completed)
+    }
+
+    /// Whether any call is in flight, or bytes of an ended one have yet to leave.
+    pub(crate) fn has_work(&self) -> bool {
+        !self.active.is_empty() || self.net.has_unsent()
+    }
+
+    /// The earliest deadline of any call in flight.
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
+        self.active.iter().filter_map(|id| self.groups.get(id)?.next_deadline()).min()
+    }
+
+    /// When the driver has to look for silent hosts, if there is anything that they should answer.
+    pub(crate) fn next_look_for_silence(&self) -> Option<Instant> {
+        self.silence_at.filter(|_| self.net.awaits_answers())
+    }
+
+    /// Gives up peers whose host has vanished. The system would go on repeating what is under way for a quarter of an hour;
+    /// no call on the link waits for so long.
+    fn look_for_silence(&mut self, now: Instant) {
+        let is_late = || self.next_deadline().is_some_and(|deadline| deadline <= now);
+        if self.silence_at.is_some_and(|at| now < at) && !is_late() {
+            return;
+        }
+        self.silence_at = now.checked_add(LOOK_FOR_SILENCE);
+        for id in self.net.ids() {
+            let Some(silence) = self.net.look_for_answers(id) else { continue };
+            let allowed = self.active.iter().filter_map(|group| self.groups.get(group)?.least_allowance(id)).min();
+            if silence >= allowed.unwrap_or(VANISHED).min(VANISHED) {
+                let error = Error::peer_lost(format!(
+                    "{}: its host has not answered for {} ms, although what it was sent was repeated; look at the network \
+                     between the hosts",
+                    self.net.describe(id),
+                    silence.as_millis()
+                ));
+                self.net.mark_gone(id, error);
+            }
+        }
+    }
+
+    /// Whether the parked driver must look again: a call has an earlier deadline, or waits for room.
+    pub(crate) fn must_wake_driver(&self, deadline: Option<Instant>) -> bool {
+        self.parked.is_some_and(|until| self.net.is_room_wanted() || deadline.is_some_and(|deadline| deadline < until))
+    }
+
+    /// A thread begins to look at the links in a loop. If a driver sleeps meanwhile, peers need not wake it, and
+    /// [`Core::unwatch`] must follow: `true`.
+    pub(crate) fn watch(&mut self) -> bool {
+        let is_parked = self.parked.is_some();
+        if is_parked {
+            if self.watchers == 0 {
+                let _ = self.guarded(|core| core.net.suspend_park());
+            }
+            self.watchers += 1;
+        }
+        is_parked
+    }
+
+    /// The end of a [`Core::watch`]. Every call whose number was taken has been started by now: frames are handled here.
+    pub(crate) fn unwatch(&mut self, now: Instant) -> Relief {
+        self.watchers -= 1;
+        if self.parked.is_none() || self.watchers > 0 {
+            return Relief::SleepsOn;
+        }
+        self.guarded(|core| core.resume_parked(now)).unwrap_or(Relief::Wake)
+    }
+
+    /// Lets a parked driver be woken by its peers again.
+    fn resume_parked(&mut self, now: Instant) -> Relief {
+        let mut relief = Relief::SleepsOn;
+        for _ in 0..ROUNDS_OF_RELIEF {
+            if !self.net.resume_park() {
+                return relief;
+            }
+            // As a rule a fast peer has begun the next call.
+            self.net.suspend_park();
+            let departures = self.net.departures();
+            self.pass_whole(now);
+            if self.net.departures() != departures {
+                return Relief::Wake;
+            }
+            relief = Relief::MayBeOver;
+        }
+        Relief::Wake
+    }
+
+    /// One pass: takes frames off links, advances calls, sends what can be sent. Returns whether anything moved.
+    ///
+    /// A panic in it is a defect of ours. Whoever happens to drive must not die of it, and others must not wait for what
+    /// it left undone: all groups fail.
+    pub(crate) fn pass(&mut self, now: Instant) -> bool {
+        self.guarded(|core| core.pass_unguarded(now)).unwrap_or(true)
+    }
+
+    /// Runs `work`; when it panics, all groups fail.
+    pub(crate) fn guarded<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> Result<R> {
+        catch_unwind(AssertUnwindSafe(|| work(self))).map_err(|panic| self.fail_all(&*panic))
+    }
+
+    /// Fails all groups after a panic. What panicked may do so again: that neither leaves here nor keeps anybody busy.
+    pub(crate) fn fail_all(&mut self, panic: &(dyn Any + Send)) -> Error {
+        let said = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        let said = said.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+        let error = Error::internal(format!("panic while making progress: {said}; please report it"));
+        let now = Instant::now();
+        for id in self.groups.keys().copied().collect::<Vec<_>>() {
+            let mut fail = |tell| {
+                let failing = || self.with_group(id, now, |group, context| group.fail(error.clone(), context, tell));
+                catch_unwind(AssertUnwindSafe(failing)).is_ok()
+            };
+            let _ = fail(Tell::Peers) || fail(Tell::Nobody);
+        }
+        self.active.clear();
+        // The pass that ended here would have sent what the peers are told.
+        for id in self.net.ids() {
+            if catch_unwind(AssertUnwindSafe(|| self.net.flush(id))).is_err() {
+                self.net.mark_gone(id, error.clone());
+            }
+        }
+        error
+    }
+
+    /// After a call that was over when it was made: now and then looks at the links, or a rank that only sends would
+    /// learn of nothing.
+    pub(crate) fn ended_at_once(&mut self) {
+        self.silent += 1;
+        if self.silent >= MAX_SILENT {
+            self.silent = 0;
+            self.pass_whole(Instant::now());
+        }
+    }
+
+    /// As [`Core::pass`], and leaves no frame on a link: for whoever will not look again soon.
+    pub(crate) fn pass_whole(&mut self, now: Instant) -> bool {
+        self.idle = PASSES_HELD;
+        self.pass(now)
+    }
+
+    fn pass_unguarded(&mut self, now: Instant) -> bool {
+        let mut moved = false;
+        for id in self.net.ids() {
+            moved |= self.drain(id, now);
+        }
+        if !self.causes.is_empty() {
+            self.heed_causes(now);
+            moved = true;
+        }
+        moved |= self.advance(now);
+        moved |= self.net.flush_all();
+        // Nobody else may learn of it: what woke who is parked is gone with the link, and who polls looks at nothing else.
+        moved |= self.look_for_absentees(now);
+        self.idle = if moved { 0 } else { self.idle.saturating_add(1) };
+        moved
+    }
+
+    /// Fails groups whose end was announced, after everything that had arrived before is handled: a rank tells of the end
+    /// on its own link, and what completes a call may lie on another.
+    fn heed_causes(&mut self, now: Instant) {
+        self.idle = PASSES_HELD;
+        for _ in 0..MAX_ROUNDS {
+            let mut moved = false;
+            for id in self.net.ids() {
+                moved |= self.drain(id, now);
+            }
+            if !moved {
+                break;
+            }
+        }
+        for (peer, header, payload) in std::mem::take(&mut self.causes) {
+            self.with_group(header.group, now, |group, context| {
+                if let Some(from) = group.members.rank_of(peer) {
+                    group.on_frame(from, &header, &payload, context);
+                }
+            });
+        }
+    }
+
+    /// Advances the calls of active groups, without looking at links.
+    pub(crate) fn advance(&mut self, now: Instant) -> bool {
+        let mut moved = false;
+        let groups = &mut self.groups;
+        let (net, completed, segment) = (&mut self.net, &mut self.completed, self.segment);
+        self.active.retain(|id| {
+            let Some(group) = groups.get_mut(id) else { return false };
+            let mut context = Context { net: &mut *net, completed: &mut *completed, segment, now };
+            moved |= group.advance(&mut context);
+            !group.is_idle()
+        });
+        moved
+    }
+
+    /// Fails calls whose deadline passed or whose peers have gone. Done now and then, and before parking.
+    pub(crate) fn check(&mut self, now: Instant) {
+        for id in self.net.ids() {
+            if let Err(error) = self.net.check(id) {
+                self.net.mark_gone(id, error);
+            }
+        }
+        self.look_for_silence(now);
+        self.look_for_absentees(now);
+        for id in self.active.clone() {
+            self.with_group(id, now, GroupState::check);
+        }
+    }
+
+    /// When somebody went: fails the calls that need who is not there any more. Returns whether anybody went.
+    fn look_for_absentees(&mut self, now: Instant) -> bool {
+        let left = std::mem::take(&mut self.left);
+        let concerned = if self.net.take_departures() { self.groups.keys().copied().collect() } else { left };
+        for &id in &concerned {
+            self.with_group(id, now, |group, context| {
+                group.note_absentees(context.net);
+                group.check(context);
+            });
+        }
+        if !concerned.is_empty() {
+            self.net.flush_all();
+        }
+        !concerned.is_empty()
+    }
+
+    fn drain(&mut self, id: PeerId, now: Instant) -> bool {
+        let mut moved = false;
+        for _ in 0..FRAMES_PER_TURN {
+            let frame = match self.net.begin_frame(id) {
+                Ok(Some(frame)) => frame,
+                Ok(None) => break,
+                Err(error) => {
+                    self.net.mark_gone(id, error);
+                    return true;
+                }
+            };
+            // SAFETY: used up to `end_frame` only.
+            let frame = unsafe { frame.get() };
+            match Header::parse(frame.head) {
+                Ok(header) if self.is_held(&header, frame.payload) => {
+                    self.net.leave_frame();
+                    break;
+                }
+                Ok(header) => self.on_frame(id, &header, frame.payload, now),
+                Err(error) => self.net.mark_gone(id, error),
+            }
+            self.net.end_frame(id);
+            moved = true;
+        }
+        moved
+    }
+
+    /// Whether a frame stays on its link for now.
+    fn is_held(&self, header: &Header, payload: &[u8]) -> bool {
+        payload.len() >= MIN_HELD_BYTES
+            && self.idle < PASSES_HELD
+            && self.groups.get(&header.group).is_some_and(|group| group.is_early(header))
+    }
+
+    fn on_frame(&mut self, peer: PeerId, header: &Header, payload: &[u8], now: Instant) {
+        if header.group == 0 {
+            if header.kind == Kind::Goodbye {
+                self.net.peer_mut(peer).said_goodbye = true;
+            }
+            return;
+        }
+        if header.kind == Kind::Cause && self.groups.contains_key(&header.group) {
+            self.causes.push((peer, *header, payload.to_vec()));
+            return;
+        }
+        let known = self.with_group(header.group, now, |group, context| {
+            if let Some(from) = group.members.rank_of(peer) {
+                group.on_frame(from, header, payload, context);
+            }
+        });
+        if known.is_some() && header.kind == Kind::Goodbye {
+            self.left.push(header.group);
+        }
+        if known.is_none() && !self.ended.contains(&header.group) {
+            let orphan = Orphan { peer, header: *header, payload: payload.to_vec() };
+            if self.orphan_bytes + orphan.bytes() <= MAX_ORPHAN_BYTES {
+                self.orphan_bytes += orphan.bytes();
+                self.orphans.entry(header.group).or_default().push(orphan);
+            } else {
+                self.overrun.insert(header.group);
+            }
+        }
+    }
+
+    /// Says goodbye to every peer.
+    pub(crate) fn say_goodbye(&mut self) {
+        for id in self.net.ids() {
+            self.net.send_control(id, Header::new(Kind::Goodbye), &[]);
+            self.net.flush(id);
+        }
+    }
+
+    /// Has the poller watch a new link and adds it.
+    pub(crate) fn add_link(&mut self, card: Card, link: Box<dyn Link>, poller: &Poller) -> Result<PeerId> {
+        self.net.add(card, link, poller)
+    }
+}

@@ -1,0 +1,10 @@
+//! Groups inside the engine: their state, and what the engine's lock protects.
+
+pub(crate) mod context;
+pub(crate) mod core;
+pub(crate) mod history;
+pub(crate) mod state;
+
+pub(crate) use context::Context;
+pub(crate) use core::{Core, Relief};
+pub(crate) use state::{FastPathEnd, GroupState, Stopped, Tell};

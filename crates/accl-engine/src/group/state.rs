@@ -1,0 +1,732 @@
+//! One group inside the engine: its calls in flight, early frames, signatures, and its end.
+//!
+//! Everything here runs under the driver's lock. Owns the numbering of calls and the poison; the caller's side is in
+//! `api::group`, frames are taken off links in `core`. Read [`GroupState`] first.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use accl_transport::frame::{CHECKS_SIGNATURES, Cause, Header, Kind, Signature};
+use accl_types::{Collective, Error, ErrorKind, Rank, Result, Seq};
+
+use super::context::Context;
+use super::history::History;
+use crate::call::{CallDesc, CallState};
+use crate::exec::{FastPath, FromAny, INQUIRY, Message, P2p, Run, RunContext, SpinLimit};
+use crate::memory::{BufferPool, Compute, Storage};
+use crate::peers::{Gone, Mark, Members, Net, PeerId};
+use crate::plan::signature::disagreement;
+use crate::plan::{Plans, Shape, Shapes};
+
+/// A call begins once the earlier ones in flight have no more than this left to do, in bytes of all their operations:
+/// their tensors share the cache then, and none of them waits for the others' turns. Within a host the links need no more
+/// to be busy; between hosts a lot must be under way.
+const AT_ONCE_NEAR: u64 = 64 << 10;
+const AT_ONCE_FAR: u64 = 8 << 20;
+/// It begins anyway when the group has stood still for so long: another rank may wait for it first.
+const STANDSTILL: Duration = Duration::from_millis(1);
+
+/// A frame of a call that this rank has not made yet.
+struct Early {
+    from: Rank,
+    header: Header,
+    signature: Option<Signature>,
+    data: Vec<u8>,
+}
+
+pub(crate) struct GroupState {
+    pub(crate) id: u64,
+    pub(crate) name: Arc<str>,
+    pub(crate) rank: Rank,
+    pub(crate) timeout: Duration,
+    pub(crate) timing: bool,
+    pub(crate) members: Members,
+    pub(crate) shapes: Shapes,
+    pub(crate) plans: Plans,
+    pub(crate) p2p: P2p,
+    runs: BTreeMap<u64, Run>,
+    /// When a call in flight last moved, and whether one has yet to begin.
+    moved_at: Instant,
+    withholds: bool,
+    early: BTreeMap<u64, Vec<Early>>,
+    history: History,
+    /// Of the call that `history` has had last, if it took the fast path.
+    latest: Option<Arc<Shape>>,
+    /// Number of the next collective.
+    pub(crate) next_seq: u64,
+    /// Numbers given out for calls that are made later.
+    reserved: BTreeSet<u64>,
+    /// First numbers of operations of several calls that have not been concluded.
+    composed: BTreeSet<u64>,
+    /// Number of the next point-to-point call, for messages only.
+    pub(crate) next_p2p: u64,
+    pub(crate) next_monitored: u32,
+    /// The first cause, once there is one.
+    poison: Option<Error>,
+    /// The rank that told the first cause, if it did not begin here.
+    heard_from: Option<Rank>,
+    /// See `is_near`.
+    near: Option<bool>,
+    /// Of calls on the fast path, one after the other.
+    compute: Compute,
+    scratch: Storage,
+    pub(crate) code_pool: BufferPool,
+    /// A call has raised the cause, so that destroy need not.
+    cause_was_raised: bool,
+    /// Some rank has left or is lost.
+    has_absentees: bool,
+}
+
+/// How far a call got on the fast path.
+pub(crate) enum FastPathEnd {
+    /// It is done; it has `heard` from another rank unless it only sends.
+    Done { seq: u64, heard: bool },
+    /// A run must go on.
+    Stopped(Box<Stopped>),
+}
+
+/// A call that stopped on the fast path.
+pub(crate) struct Stopped {
+    shape: Arc<Shape>,
+    compute: Compute,
+    pub(crate) seq: u64,
+    /// How many operations of the plan's order for the fast path are done.
+    finished: usize,
+}
+
+impl Stopped {
+    /// The run that goes on.
+    pub(crate) fn into_run(self, call: Arc<CallState>, deadline: Option<Instant>) -> Run {
+        let order = self.shape.plan.fast_path.as_deref().unwrap_or_default();
+        Run::new(call, &self.shape, self.compute, order.get(..self.finished).unwrap_or_default(), deadline)
+    }
+}
+
+/// Splits a group into what a run needs and the run's own container.
+macro_rules! env {
+    ($group:expr, $context:expr) => {
+        RunContext { net: &mut *$context.net, members: &mut $group.members, segment: $context.segment }
+    };
+}
+
+impl GroupState {
+    pub(crate) fn new(id: u64, name: Arc<str>, rank: Rank, timeout: Duration, members: Members, plans: Plans) -> Self {
+        let world = members.world();
+        Self {
+            id,
+            name,
+            rank,
+            timing: false,
+            timeout,
+            members,
+            shapes: Shapes::default(),
+            plans,
+            p2p: P2p::new(world),
+            runs: BTreeMap::new(),
+            moved_at: Instant::now(),
+            withholds: false,
+            early: BTreeMap::new(),
+            history: History::default(),
+            latest: None,
+            next_seq: 0,
+            reserved: BTreeSet::new(),
+            composed: BTreeSet::new(),
+            next_p2p: 0,
+            next_monitored: 0,
+            poison: None,
+            heard_from: None,
+            near: None,
+            compute: Compute::default(),
+            scratch: Storage::default(),
+            code_pool: BufferPool::default(),
+            cause_was_raised: false,
+            has_absentees: false,
+        }
+    }
+
+    pub(crate) fn poison(&self) -> Option<&Error> {
+        self.poison.as_ref()
+    }
+
+    /// An error with this group's place.
+    pub(crate) fn placed(&self, error: Error) -> Error {
+        error.in_group(&self.name).on_rank(self.rank)
+    }
+
+    /// No call in flight.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.runs.is_empty() && self.p2p.is_idle()
+    }
+
+    /// The earliest deadline of a call in flight.
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
+        let runs = self.runs.values().filter_map(|run| [run.deadline, run.inquire_at].into_iter().flatten().min());
+        runs.chain(self.p2p.next_deadline()).chain(self.begin_by()).min()
+    }
+
+    /// The shortest time that a call in flight was given, if a peer is in this group.
+    pub(crate) fn least_allowance(&self, peer: PeerId) -> Option<Duration> {
+        self.members.rank_of(peer)?;
+        let runs = self.runs.values().map(|run| (&run.call, run.deadline));
+        let calls = runs.chain(self.p2p.messages().map(|message| (&message.call, message.deadline)));
+        calls.filter_map(|(call, deadline)| Some(deadline?.saturating_duration_since(call.started))).min()
+    }
+
+    /// When calls that have not begun do so at the latest.
+    pub(crate) fn begin_by(&self) -> Option<Instant> {
+        self.withholds.then(|| self.moved_at + STANDSTILL)
+    }
+
+    // ---- submission
+
+    /// Takes `count` numbers for calls to be made later, each with `take_seq(Some(..))`. Barriers that come after wait until
+    /// they are concluded.
+    pub(crate) fn reserve_seqs(&mut self, count: u64) -> u64 {
+        let first = self.next_seq;
+        self.next_seq += count;
+        self.reserved.extend(first..self.next_seq);
+        self.composed.insert(first);
+        first
+    }
+
+    /// See [`crate::Group::conclude_seqs`].
+    pub(crate) fn conclude_seqs(&mut self, seqs: Range<u64>, failed: Option<&Error>, context: &mut Context<'_>) {
+        self.composed.remove(&seqs.start);
+        let Some(why) = failed else { return };
+        let unused: Vec<u64> = self.reserved.range(seqs).copied().collect();
+        let Some(first) = unused.first() else { return };
+        let error = Error::new(why.kind, format!("call {first} could not be made on this rank: {}", why.message));
+        self.reserved.retain(|seq| !unused.contains(seq));
+        self.fail(self.placed(error), context, Tell::Peers);
+    }
+
+    /// The number of a collective that is being made.
+    pub(crate) fn take_seq(&mut self, reserved: Option<u64>) -> Result<u64> {
+        match reserved {
+            Some(seq) if self.reserved.remove(&seq) => Ok(seq),
+            Some(seq) => Err(Error::internal(format!("call number {seq} was not reserved"))),
+            None => {
+                self.next_seq += 1;
+                Ok(self.next_seq - 1)
+            }
+        }
+    }
+
+    /// Whether all ranks' links can be looked at without a system call; decided with the first call that asks.
+    fn is_near(&mut self, net: &Net) -> bool {
+        *self
+            .near
+            .get_or_insert_with(|| self.members.ranks().all(|rank| net.is_cheap_to_look_at(self.members.peer(rank))))
+    }
+
+    /// Whether tiles travel with checksums: unless all ranks share memory.
+    pub(crate) fn has_checksums(&mut self, net: &Net) -> bool {
+        !self.is_near(net)
+    }
+
+    /// Runs a call on the fast path, as far as that goes. `None`: not at all, and nothing was done.
+    pub(crate) fn run_fast_path(
+        &mut self,
+        desc: &CallDesc,
+        spin_limit: SpinLimit,
+        net: &mut Net,
+        segment: u64,
+    ) -> Option<FastPathEnd> {
+        let is_quiet = self.poison.is_none() && self.runs.is_empty() && self.early.is_empty() && !self.timing;
+        let waits_for_composed = desc.collective == Collective::Barrier && !self.composed.is_empty();
+        if !is_quiet || waits_for_composed || !self.is_near(net) {
+            return None;
+        }
+        let shape = self.shapes.find(desc, self.members.world())?;
+        let order = shape.plan.fast_path.as_deref().filter(|_| shape.plan.longest <= segment)?;
+        let header = shape.whole?;
+        // What is unusual about the tensors, or wrong with them, is left to the ordinary way.
+        if !self.compute.take_addresses(desc, self.rank, shape.reducer) {
+            return None;
+        }
+        if shape.plan.scratch_bytes > 0 {
+            self.scratch.grow(shape.plan.scratch_bytes as usize).ok()?;
+            self.compute.buffers_mut().borrow_scratch(&mut self.scratch);
+        }
+        let seq = self.next_seq;
+        self.next_seq += 1;
+        let header = if CHECKS_SIGNATURES { header } else { Header::new(Kind::Whole) };
+        let head = Header { group: self.id, seq, ..header }.to_bytes();
+        let fast_path = FastPath { plan: &shape.plan, compute: &self.compute, head, group: self.id, seq, spin_limit };
+        let finished = fast_path.go(order, &mut RunContext { net, members: &mut self.members, segment });
+        if finished == order.len() {
+            let heard = shape.plan.hears;
+            // Equal shapes have equal signatures, and to compare addresses is quicker.
+            let is_alike = self.latest.as_ref().is_some_and(|latest| Arc::ptr_eq(latest, shape));
+            if !(is_alike && self.history.add_alike(seq)) {
+                self.history.add(seq, &shape.signature);
+                self.latest = Some(shape.clone());
+            }
+            return Some(FastPathEnd::Done { seq, heard });
+        }
+        let mut compute = std::mem::take(&mut self.compute);
+        if shape.plan.scratch_bytes > 0 {
+            compute.buffers_mut().own_scratch(std::mem::take(&mut self.scratch));
+        }
+        Some(FastPathEnd::Stopped(Box::new(Stopped { shape: shape.clone(), compute, finished, seq })))
+    }
+
+    /// Starts a collective: context it the frames that came before it and makes a first pass.
+    pub(crate) fn start(&mut self, mut run: Run, context: &mut Context<'_>) {
+        let seq = run.call.seq;
+        self.history.add(seq, &run.signature);
+        self.latest = None;
+        let early = self.early.remove(&seq).unwrap_or_default();
+        let mut failure = None;
+        for frame in early {
+            if let Some(theirs) = frame.signature.filter(|theirs| *theirs != run.signature) {
+                failure = Some(disagreement(seq, (self.rank, &run.signature), (frame.from, &theirs)));
+                break;
+            }
+            let result = if frame.header.edge == INQUIRY {
+                Ok(())
+            } else if frame.header.kind == Kind::Grant {
+                run.on_grant(frame.from, frame.header.edge, frame.header.value);
+                Ok(())
+            } else {
+                run.on_data(frame.from, &frame.header, &frame.data, &mut env!(self, context))
+            };
+            if let Err(error) = result {
+                failure = Some(error.with_peer(frame.from));
+                break;
+            }
+        }
+        let call = run.call.clone();
+        if self.runs.is_empty() {
+            self.moved_at = context.now;
+        }
+        self.runs.insert(seq, run);
+        if let Some(error) = failure {
+            self.fail(call.placed(error), context, Tell::Peers);
+        }
+    }
+
+    /// Starts a send or receive.
+    pub(crate) fn start_message(&mut self, message: Message, to: Option<Rank>, context: &mut Context<'_>) {
+        let call = message.call.clone();
+        let result = match to {
+            Some(to) => {
+                self.p2p.post_send(message, to);
+                Ok(())
+            }
+            None => self.p2p.post_receive(message, &mut env!(self, context)),
+        };
+        if let Err(error) = result {
+            self.fail(call.placed(error), context, Tell::Peers);
+        }
+    }
+
+    // ---- frames
+
+    /// Whether the call has yet to be made on this rank.
+    fn is_to_come(&self, seq: u64) -> bool {
+        seq >= self.next_seq || self.reserved.contains(&seq)
+    }
+
+    /// Whether a frame is of a call that has yet to be made here, so that it would have to be copied aside.
+    pub(crate) fn is_early(&self, header: &Header) -> bool {
+        matches!(header.kind, Kind::Begin | Kind::Whole) && self.poison.is_none() && self.is_to_come(header.seq)
+    }
+
+    /// Handles a frame of this group.
+    pub(crate) fn on_frame(&mut self, from: Rank, header: &Header, payload: &[u8], context: &mut Context<'_>) {
+        if self.poison.is_some() {
+            return;
+        }
+        if let Err(error) = self.dispatch(from, header, payload, context) {
+            let error = error.with_peer(from);
+            let error = match self.runs.get(&header.seq) {
+                Some(run) if matches!(header.kind, Kind::Begin | Kind::Whole | Kind::Data | Kind::Grant) => {
+                    run.call.placed(error)
+                }
+                _ => self.placed(error),
+            };
+            self.fail(error, context, Tell::Peers);
+        }
+    }
+
+    fn dispatch(&mut self, from: Rank, header: &Header, payload: &[u8], context: &mut Context<'_>) -> Result<()> {
+        match header.kind {
+            Kind::Begin => {
+                let (signature, data) = Signature::parse(payload)?;
+                self.members.saw(from, header.seq);
+                self.on_run_frame(from, header, CHECKS_SIGNATURES.then_some(signature), data, context)
+            }
+            Kind::Whole => {
+                self.members.saw(from, header.seq);
+                let begin = Header { kind: Kind::Begin, value: payload.len() as u64, ..*header };
+                self.on_run_frame(from, &begin, CHECKS_SIGNATURES.then(|| header.whole_signature()), payload, context)
+            }
+            Kind::Data | Kind::Grant => self.on_run_frame(from, header, None, payload, context),
+            Kind::Window => {
+                self.members.on_window(from, header.value);
+                Ok(())
+            }
+            Kind::Cause => {
+                let cause = Cause::parse(payload)?;
+                // What came before it may complete calls: they ended well.
+                self.advance(context);
+                let report = format!("rank {} reported: ", cause.origin);
+                // Another rank may pass on what it heard.
+                let text = if cause.text.contains(&report) { cause.text } else { report + &cause.text };
+                let error = Error::new(cause.kind, text);
+                self.fail(self.placed(error.with_peer(cause.origin)), context, Tell::Nobody);
+                Ok(())
+            }
+            Kind::Goodbye => {
+                self.members.set_left(from);
+                Ok(())
+            }
+            Kind::P2pBegin => {
+                let (signature, data) = Signature::parse(payload)?;
+                self.p2p.on_begin(from, header, signature, data, &mut env!(self, context))
+            }
+            Kind::P2pData => self.p2p.on_data(from, header.seq, payload, &mut env!(self, context)),
+            Kind::P2pGrant => {
+                self.p2p.on_grant(from, header.seq, header.value);
+                Ok(())
+            }
+        }
+    }
+
+    fn on_run_frame(
+        &mut self,
+        from: Rank,
+        header: &Header,
+        signature: Option<Signature>,
+        data: &[u8],
+        context: &mut Context<'_>,
+    ) -> Result<()> {
+        let seq = header.seq;
+        if let Some(run) = self.runs.get_mut(&seq) {
+            if let Some(theirs) = signature.filter(|theirs| *theirs != run.signature) {
+                let mine = run.signature;
+                return Err(disagreement(seq, (self.rank, &mine), (from, &theirs)));
+            }
+            if header.edge == INQUIRY {
+                return Ok(());
+            }
+            if header.kind == Kind::Grant {
+                run.on_grant(from, header.edge, header.value);
+                return Ok(());
+            }
+            // What it sends goes first: it may send from where the data is to be placed. A barrier has no data, and may have to
+            // wait for earlier calls.
+            if !run.begun && run.call.collective != Collective::Barrier {
+                run.advance(&mut env!(self, context));
+            }
+            self.moved_at = context.now;
+            return run.on_data(from, header, data, &mut env!(self, context));
+        }
+        if self.is_to_come(seq) {
+            // The rest of a message is sent only when it was granted.
+            if header.kind == Kind::Data {
+                return Err(Error::protocol(format!("rank {from} sent part of call {seq}, which has not begun")));
+            }
+            self.early.entry(seq).or_default().push(Early { from, header: *header, signature, data: data.to_vec() });
+            return Ok(());
+        }
+        match signature {
+            // A grant for a send that is over, or the rest of a message whose beginning was complained about.
+            None => Ok(()),
+            // This rank's part is over, so it needed nothing from the sender: their calls differ.
+            Some(theirs) => {
+                let mine = self.history.signature(seq);
+                if header.edge == INQUIRY && mine.is_none_or(|mine| mine == theirs) {
+                    return Ok(());
+                }
+                Err(disagreement(seq, (self.rank, &mine.unwrap_or(theirs)), (from, &theirs)))
+            }
+        }
+    }
+
+    // ---- progress
+
+    /// Advances the calls in flight, early ones first, and ends those that are complete. Returns whether anything moved.
+    pub(crate) fn advance(&mut self, context: &mut Context<'_>) -> bool {
+        let mut moved = false;
+        let mut ended: Vec<u64> = Vec::new();
+        let at_once = self.at_once(context);
+        let mut before = 0;
+        // An operation of several calls is under way before it has made them and after.
+        let first_composed = self.composed.first().copied();
+        self.withholds = false;
+        for (index, (&seq, run)) in self.runs.iter_mut().enumerate() {
+            // What a rank has begun before a barrier is done when the barrier is, on every rank.
+            let awaits_earlier = ended.len() < index || first_composed.is_some_and(|first| first < seq);
+            if run.call.collective == Collective::Barrier && awaits_earlier {
+                continue;
+            }
+            // One that another rank has made begin goes on.
+            if before > at_once && !run.begun {
+                self.withholds = true;
+                continue;
+            }
+            if run.is_busy() {
+                moved |= run.advance(&mut env!(self, context));
+            }
+            if run.is_complete() {
+                ended.push(seq);
+            } else {
+                before += run.plan.work;
+            }
+        }
+        if moved {
+            self.moved_at = context.now;
+        }
+        for seq in ended {
+            if let Some(mut run) = self.runs.remove(&seq) {
+                run.end();
+                self.code_pool.give(run.take_codes());
+                end(&run.call, None, context);
+                moved = true;
+            }
+        }
+        if !self.p2p.is_idle() {
+            moved |= self.p2p.advance(&mut env!(self, context));
+        }
+        for message in self.p2p.take_done() {
+            end(&message.call, None, context);
+            moved = true;
+        }
+        moved
+    }
+
+    /// How much the calls in flight may have left to do while others begin.
+    fn at_once(&mut self, context: &Context<'_>) -> u64 {
+        let stands_still = context.now >= self.moved_at + STANDSTILL;
+        match self.is_near(context.net) {
+            _ if stands_still => u64::MAX,
+            true => AT_ONCE_NEAR,
+            false => AT_ONCE_FAR,
+        }
+    }
+
+    /// Fails the group when a call's deadline passed or a rank that a call needs has gone.
+    pub(crate) fn check(&mut self, context: &mut Context<'_>) {
+        if self.poison.is_some() || self.is_idle() {
+            return;
+        }
+        self.check_private(context);
+        for run in self.runs.values_mut().filter(|run| run.inquire_at.is_some_and(|at| at <= context.now)) {
+            run.inquire(&mut env!(self, context));
+        }
+        if let Some(error) = self.overdue(context).or_else(|| self.departed(context)) {
+            self.fail(error, context, Tell::Peers);
+        }
+    }
+
+    /// Looks which ranks are there.
+    pub(crate) fn note_absentees(&mut self, net: &Net) {
+        self.has_absentees = self.members.ranks().any(|rank| self.members.is_absent(rank, net));
+    }
+
+    /// As [`GroupState::check`], for a call that has just been made: who went before is in nobody's news.
+    pub(crate) fn check_absentees(&mut self, context: &mut Context<'_>) {
+        if self.has_absentees {
+            self.check(context);
+        }
+    }
+
+    /// Fails private messages whose peer has gone: whoever made them goes on without.
+    fn check_private(&mut self, context: &mut Context<'_>) {
+        let (members, net) = (&self.members, &*context.net);
+        for message in self.p2p.take_private(|rank| members.is_absent(rank, net)) {
+            let why = message.peer.and_then(|rank| self.absence(rank, context.net)).unwrap_or_default();
+            end(&message.call, Some(message.call.placed(Error::peer_lost(why))), context);
+        }
+    }
+
+    /// Why nothing more comes from a rank; `None` while it is there.
+    pub(crate) fn absence(&self, rank: Rank, net: &Net) -> Option<String> {
+        if !self.members.is_absent(rank, net) {
+            return None;
+        }
+        let who = self.members.describe(rank, net);
+        Some(match &net.peer(self.members.peer(rank)).gone {
+            Some(Gone::Lost(error)) if !self.members.has_left(rank) => {
+                format!("{who} is lost: {}; see that rank's own output for the reason", error.message)
+            }
+            Some(Gone::Lost(_) | Gone::Left) | None => {
+                format!("{who} has left the group and takes part in no further call")
+            }
+        })
+    }
+
+    fn overdue(&self, context: &Context<'_>) -> Option<Error> {
+        let late = |deadline: Option<Instant>| deadline.is_some_and(|deadline| deadline <= context.now);
+        let (call, deadline, awaited) = match self.runs.values().find(|run| late(run.deadline)) {
+            Some(run) => (&run.call, run.deadline, run.awaited()),
+            None => {
+                let message = self.p2p.overdue(context.now)?;
+                (&message.call, message.deadline, message.peer.into_iter().collect())
+            }
+        };
+        // The time that was allowed, not the moment at which somebody looked.
+        let allowed = deadline.unwrap_or(context.now).saturating_duration_since(call.started);
+        Some(call.placed(Error::timeout(self.timeout_text(call, &awaited, allowed, context.net))))
+    }
+
+    /// The ranks that a call in flight waits for.
+    pub(crate) fn awaited(&self, call: &CallState) -> Vec<Rank> {
+        if let Some(run) = self.runs.get(&call.seq).filter(|run| std::ptr::eq(&*run.call, call)) {
+            return run.awaited();
+        }
+        self.p2p.peer_of(call).flatten().into_iter().collect()
+    }
+
+    pub(crate) fn timeout_text(&self, call: &CallState, awaited: &[Rank], waited: Duration, net: &Net) -> String {
+        let mut text = format!("Timed out waiting {}ms for {}", waited.as_millis(), call.collective);
+        if awaited.is_empty() {
+            text.push_str(" from any rank: nobody sent with this tag");
+        }
+        for (index, &rank) in awaited.iter().filter(|&&rank| rank != self.rank).take(8).enumerate() {
+            text.push_str(if index == 0 { "; missing: " } else { ", " });
+            text.push_str(&self.members.describe(rank, net));
+            if let Some(silence) = net.peer(self.members.peer(rank)).silent_for {
+                text.push_str(&format!(" whose host has not answered for {} ms", silence.as_millis()));
+            }
+            if !call.collective.is_point_to_point() {
+                match self.members.last_seq(rank) {
+                    Some(seq) if seq >= call.seq => text.push_str(" which is in this call"),
+                    Some(seq) => text.push_str(&format!(" whose last call seen here was seq {seq}")),
+                    None => text.push_str(" which has made no call on this group seen here"),
+                }
+            }
+        }
+        text.push_str("; look whether these ranks are stuck or skip the call, or raise the timeout");
+        text
+    }
+
+    /// An error when a rank that a call in flight needs is not there any more.
+    fn departed(&self, context: &Context<'_>) -> Option<Error> {
+        for rank in self.members.ranks() {
+            if !self.members.is_absent(rank, context.net) {
+                continue;
+            }
+            let is_lost = matches!(context.net.peer(self.members.peer(rank)).gone, Some(Gone::Lost(_)))
+                && !self.members.has_left(rank);
+            // A call that needs nothing more of the rank may end well; one that does fails, and tells all others.
+            let any_run = self.runs.values().find(|run| run.needs(rank)).map(|run| &run.call);
+            let from_any = if is_lost { FromAny::Counts } else { FromAny::DoesNot };
+            let any_message = || self.p2p.needs(rank, from_any).map(|message| &message.call);
+            let Some(call) = any_run.or_else(any_message) else { continue };
+            let why = self.absence(rank, context.net).unwrap_or_default();
+            return Some(call.placed(Error::peer_lost(why).with_peer(rank)));
+        }
+        None
+    }
+
+    /// Whether a collective is in flight whose caller has gone on.
+    pub(crate) fn has_async_calls(&self) -> bool {
+        !self.composed.is_empty() && self.poison.is_none() || self.runs.values().any(|run| run.call.is_async)
+    }
+
+    // ---- the end
+
+    /// Ends the group with its first cause: every call in flight fails, and the peers are told if it began here.
+    pub(crate) fn fail(&mut self, error: Error, context: &mut Context<'_>, tell: Tell) {
+        if self.poison.is_some() {
+            return;
+        }
+        match tell {
+            Tell::Peers => self.tell_cause(self.rank, &error, context),
+            Tell::Nobody => self.heard_from = error.context.peer,
+        }
+        self.poison = Some(error.clone());
+        self.early.clear();
+        let runs = std::mem::take(&mut self.runs).into_values().map(|run| run.call.clone());
+        let calls: Vec<Arc<CallState>> = runs.chain(self.p2p.take_all().into_iter().map(|m| m.call)).collect();
+        self.cause_was_raised |= !calls.is_empty();
+        for call in calls {
+            let is_own = error.context.seq == Some(Seq(call.seq)) && error.context.collective == Some(call.collective);
+            let own = if is_own { error.clone() } else { call.placed(Error::new(error.kind, brief(&error))) };
+            end(&call, Some(own), context);
+        }
+    }
+
+    fn tell_cause(&self, origin: Rank, error: &Error, context: &mut Context<'_>) {
+        let cause = Cause { kind: error.kind, origin, text: brief(error) }.to_bytes(1024);
+        let mut header = Header::new(Kind::Cause);
+        header.group = self.id;
+        for rank in self.members.ranks().filter(|&rank| rank != self.rank) {
+            context.net.send_control(self.members.peer(rank), header, &cause);
+        }
+    }
+
+    /// A disagreement about calls of this rank that no call of it could raise any more.
+    pub(crate) fn unsaid(&self) -> Option<Error> {
+        let unsaid = !self.cause_was_raised && self.next_seq + self.next_p2p > 0;
+        self.poison.clone().filter(|cause| unsaid && cause.kind == ErrorKind::Mismatch)
+    }
+
+    /// The error for calls made after the group failed.
+    pub(crate) fn aborted(&mut self, collective: Option<Collective>) -> Option<Error> {
+        let cause = self.poison.as_ref()?;
+        self.cause_was_raised = true;
+        let mut error = Error::aborted(format!(
+            "the group failed earlier and takes no more calls; destroy it and make a new one. First cause: {}",
+            brief(cause)
+        ))
+        .in_group(&self.name)
+        .on_rank(self.rank);
+        if let Some(collective) = collective {
+            error = error.of(collective);
+        }
+        Some(error)
+    }
+
+    /// What was sent to the other ranks until now.
+    pub(crate) fn marks(&self, net: &Net) -> Vec<Mark> {
+        self.members.ranks().map(|rank| net.mark(self.members.peer(rank))).collect()
+    }
+
+    /// Says goodbye to all ranks; what is still in flight fails.
+    pub(crate) fn leave(&mut self, context: &mut Context<'_>) {
+        // Messages of ours that nobody took; who made them has gone on.
+        for message in self.p2p.take_private(|_| true) {
+            end(&message.call, Some(message.call.placed(Error::aborted("the group was destroyed"))), context);
+        }
+        let in_flight = !self.is_idle();
+        if in_flight {
+            let error = Error::aborted("the group was destroyed while calls were in flight");
+            self.fail(self.placed(error), context, Tell::Peers);
+        }
+        // A rank that has yet to hear of the cause from its origin would take the goodbye for it.
+        if let (Some(origin), Some(cause)) = (self.heard_from, &self.poison) {
+            self.tell_cause(origin, cause, context);
+        }
+        let mut header = Header::new(Kind::Goodbye);
+        header.group = self.id;
+        for rank in self.members.ranks().filter(|&rank| rank != self.rank) {
+            context.net.send_control(self.members.peer(rank), header, &[]);
+        }
+    }
+}
+
+/// Whether the other ranks have yet to learn of a failure.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Tell {
+    Peers,
+    Nobody,
+}
+
+fn end(call: &CallState, error: Option<Error>, context: &mut Context<'_>) {
+    context.completed.extend(call.finish(context.now, error));
+}
+
+/// The text of an error with its call, but without rank and group: those of whoever quotes it come before.
+fn brief(error: &Error) -> String {
+    match (error.context.collective, error.context.seq) {
+        (Some(collective), Some(seq)) => format!("{collective} seq {seq}: {}", error.message),
+        (Some(collective), None) => format!("{collective}: {}", error.message),
+        (None, _) => error.message.clone(),
+    }
+}

@@ -1,0 +1,220 @@
+//! The memory of one call: base addresses of its pieces, staging for tensors that are not plain, scratch.
+//!
+//! Owns packing before and unpacking after a call. Which bytes of a piece belong to which chunk is the layout's matter.
+//! Read [`Buffers`] first.
+
+use accl_schedule::{Buf, Extent};
+use accl_types::{Collective, Error, ReduceOp, Result};
+use smallvec::SmallVec;
+
+use super::overlap::{inputs_need_copy, outputs_are_entangled, outputs_share_elements, refuse_self_overlap};
+use super::storage::Storage;
+use crate::call::{CallDesc, TensorDesc};
+
+type Bases = SmallVec<[*mut u8; 4]>;
+
+/// Base addresses and owned memory of a call in flight.
+///
+/// The addresses come from the caller's descriptors; the contract of `Group::submit` keeps them valid until the call ends.
+#[derive(Default)]
+pub(crate) struct Buffers {
+    inputs: Bases,
+    outputs: Bases,
+    scratch: Option<Storage>,
+    scratch_base: Option<*mut u8>,
+    codes: Option<Storage>,
+    codes_base: Option<*mut u8>,
+    /// Outputs to be unpacked when the call is done: the tensor and where its dense copy lies.
+    staged: Vec<(TensorDesc, *mut u8)>,
+    _staging: Vec<Storage>,
+}
+
+// SAFETY: the addresses are used by one thread at a time, under the engine's lock, and stay valid by the contract above.
+unsafe impl Send for Buffers {}
+
+impl Buffers {
+    /// Prepares the memory of `desc` for rank `rank`: packs what is not plain, stages inputs that overlap outputs,
+    /// multiplies by the factor of `PREMUL_SUM`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for outputs that share memory with themselves or, unless the call works in place, with each
+    /// other; `Exhausted` without memory for staging.
+    pub(crate) fn prepare(desc: &CallDesc, rank: usize) -> Result<Self> {
+        let mut buffers = Self::default();
+        if desc.uses_tensors_as_they_are() && buffers.take_addresses(desc, rank) {
+            return Ok(buffers);
+        }
+        let in_place = desc.inputs.is_empty();
+        let premul = desc.collective.reduces() && desc.op == ReduceOp::PremulSum;
+        let shared = outputs_are_entangled(&desc.outputs) && outputs_share_elements(&desc.outputs)?;
+        if shared && !in_place {
+            return Err(Error::invalid_argument("two output tensors share memory; give each its own"));
+        }
+        for tensor in desc.outputs.pieces() {
+            refuse_self_overlap(tensor)?;
+            // In place, the outputs hold the contribution and are packed with their contents. Where two of them share
+            // memory, every rank writes the same into both.
+            let base =
+                if tensor.is_plain() && !shared { tensor.ptr } else { buffers.stage_output(tensor, in_place)? };
+            buffers.outputs.push(base);
+        }
+        if in_place {
+            buffers.prepare_in_place(desc, premul)?;
+            return Ok(buffers);
+        }
+        let overlap = inputs_need_copy(desc, rank);
+        for tensor in desc.inputs.pieces() {
+            let base =
+                if tensor.is_plain() && !overlap && !premul { tensor.ptr } else { buffers.stage_input(tensor)? };
+            if premul {
+                // SAFETY: `base` is staging of this many elements, made just now; source and destination are the same.
+                unsafe { accl_kernels::scale(desc.dtype, base, base, tensor.count_elems() as usize, desc.factor)? };
+            }
+            buffers.inputs.push(base);
+        }
+        Ok(buffers)
+    }
+
+    /// As [`Buffers::prepare`], for a call that uses its tensors as they are. `false`: they overlap, and it needs more than
+    /// their addresses.
+    #[inline]
+    pub(crate) fn take_addresses(&mut self, desc: &CallDesc, rank: usize) -> bool {
+        if let Some(tensor) = desc.alone().filter(|_| desc.collective == Collective::AllReduce) {
+            for bases in [&mut self.inputs, &mut self.outputs] {
+                bases.clear();
+                bases.push(tensor.ptr);
+            }
+            return true;
+        }
+        let in_place = desc.inputs.is_empty();
+        if outputs_are_entangled(&desc.outputs) || !in_place && inputs_need_copy(desc, rank) {
+            return false;
+        }
+        let contributes = matches!(desc.collective, Collective::AllReduce | Collective::Reduce);
+        let inputs = if in_place && contributes { &desc.outputs } else { &desc.inputs };
+        self.inputs.clear();
+        self.inputs.extend(inputs.pieces().iter().map(|tensor| tensor.ptr));
+        self.outputs.clear();
+        self.outputs.extend(desc.outputs.pieces().iter().map(|tensor| tensor.ptr));
+        true
+    }
+
+    /// Calls that work in place: all_reduce and reduce contribute what the output holds, a broadcast has no input.
+    fn prepare_in_place(&mut self, desc: &CallDesc, premul: bool) -> Result<()> {
+        match desc.collective {
+            Collective::AllReduce => self.inputs = self.outputs.clone(),
+            Collective::Reduce => {
+                // Off the root the tensor is only read: a factor must not show in it.
+                self.inputs = self.outputs.clone();
+                if premul {
+                    self.inputs.clear();
+                    for tensor in desc.outputs.pieces() {
+                        let base = self.stage_input(tensor)?;
+                        self.inputs.push(base);
+                    }
+                }
+            }
+            Collective::Broadcast
+            | Collective::ReduceScatter
+            | Collective::AllGather
+            | Collective::Gather
+            | Collective::Scatter
+            | Collective::AllToAll
+            | Collective::Barrier
+            | Collective::Send
+            | Collective::Recv => {}
+        }
+        if premul {
+            for (base, tensor) in self.inputs.iter().zip(desc.outputs.pieces()) {
+                // SAFETY: `base` is the plain tensor or its staging, of this many elements; in place.
+                unsafe { accl_kernels::scale(desc.dtype, *base, *base, tensor.count_elems() as usize, desc.factor)? };
+            }
+        }
+        Ok(())
+    }
+
+    fn stage_input(&mut self, tensor: &TensorDesc) -> Result<*mut u8> {
+        let base = self.storage(tensor)?;
+        // SAFETY: `base` has room for the tensor's elements; the tensor is readable by the contract of `submit`.
+        unsafe { accl_kernels::pack(base, &tensor.view(&mut [0; 2])) };
+        Ok(base)
+    }
+
+    fn stage_output(&mut self, tensor: &TensorDesc, with_contents: bool) -> Result<*mut u8> {
+        let base = if with_contents { self.stage_input(tensor)? } else { self.storage(tensor)? };
+        self.staged.push((tensor.clone(), base));
+        Ok(base)
+    }
+
+    fn storage(&mut self, tensor: &TensorDesc) -> Result<*mut u8> {
+        let mut storage = Storage::new(tensor.len_bytes() as usize)?;
+        let base = storage.ptr();
+        self._staging.push(storage);
+        Ok(base)
+    }
+
+    /// Forgets staged outputs of a rank that only contributes: nothing is written back.
+    pub(crate) fn discard_outputs(&mut self) {
+        self.staged.clear();
+    }
+
+    /// Adds the call's scratch memory.
+    pub(crate) fn add_scratch(&mut self, len_bytes: u64) -> Result<()> {
+        if len_bytes > 0 {
+            let mut storage = Storage::new(len_bytes as usize)?;
+            self.scratch_base = Some(storage.ptr());
+            self.scratch = Some(storage);
+        }
+        Ok(())
+    }
+
+    /// Lets the call use memory that stays where it is until [`Buffers::own_scratch`] or the call's end.
+    pub(crate) fn borrow_scratch(&mut self, scratch: &mut Storage) {
+        self.scratch_base = Some(scratch.ptr());
+    }
+
+    /// Takes over the memory that was borrowed.
+    pub(crate) fn own_scratch(&mut self, scratch: Storage) {
+        self.scratch = Some(scratch);
+    }
+
+    /// Adds the room for encoded chunks.
+    pub(crate) fn add_codes(&mut self, mut storage: Storage) {
+        self.codes_base = Some(storage.ptr());
+        self.codes = Some(storage);
+    }
+
+    /// Gives that room back, for another call.
+    pub(crate) fn take_codes(&mut self) -> Option<Storage> {
+        self.codes_base = None;
+        self.codes.take()
+    }
+
+    /// The address of an extent's first byte.
+    #[inline]
+    pub(crate) fn address(&self, extent: &Extent) -> *mut u8 {
+        let base = match extent.buf {
+            Buf::In => self.inputs[extent.piece as usize],
+            Buf::Out => self.outputs[extent.piece as usize],
+            Buf::Scratch => self.scratch_base.unwrap_or(std::ptr::null_mut()),
+            Buf::Code => self.codes_base.unwrap_or(std::ptr::null_mut()),
+        };
+        base.wrapping_add(extent.offset as usize)
+    }
+
+    pub(crate) fn input(&self, piece: usize) -> *mut u8 {
+        self.inputs[piece]
+    }
+
+    pub(crate) fn output(&self, piece: usize) -> *mut u8 {
+        self.outputs[piece]
+    }
+
+    /// Writes staged outputs back into their tensors.
+    pub(crate) fn unpack(&mut self) {
+        for (tensor, base) in self.staged.drain(..) {
+            // SAFETY: `base` holds the dense elements of this tensor; the tensor is writable until the call ends.
+            unsafe { accl_kernels::unpack(&tensor.view(&mut [0; 2]), base) };
+        }
+    }
+}

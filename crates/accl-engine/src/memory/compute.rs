@@ -1,0 +1,213 @@
+//! The part of a call that this rank does by itself: moving and reducing bytes between tensors, scratch and frames.
+//!
+//! Owns the access to the caller's memory while a call runs. Knows operations by their regions; when each is due is
+//! decided by the executor.
+
+use std::ops::Range;
+
+use accl_kernels::Reducer;
+use accl_schedule::{Finish, Order};
+use accl_types::Rank;
+use smallvec::SmallVec;
+
+use super::buffers::Buffers;
+use super::coder::Coder;
+use crate::call::CallDesc;
+use crate::plan::{Coded, Combination, PlanOpKind, Region};
+
+/// Memory and arithmetic of one call.
+#[derive(Default)]
+pub(crate) struct Compute {
+    buffers: Buffers,
+    /// With the size of an element; none for calls that only move data.
+    reducer: Option<(Reducer, usize)>,
+    /// Of an encoded call.
+    coder: Option<Box<Coder>>,
+}
+
+impl Compute {
+    /// `reducer` comes with the size of an element.
+    pub(crate) fn new(buffers: Buffers, reducer: Option<(Reducer, usize)>) -> Self {
+        Self { buffers, reducer, coder: None }
+    }
+
+    /// The same for a call that is encoded.
+    pub(crate) fn encoding(self, coder: Coder) -> Self {
+        Self { coder: Some(Box::new(coder)), ..self }
+    }
+
+    /// Makes `n` tiles of a combination, from tile `at` on.
+    pub(crate) fn combine(&mut self, op: &Combination, at: u64, n: u64) {
+        let Some(coder) = &mut self.coder else { unreachable!("an encoded call has a coder") };
+        for tile in at..at + n {
+            coder.combine(&self.buffers, op, tile as usize);
+        }
+    }
+
+    /// Looks at tiles that have come.
+    ///
+    /// # Errors
+    /// What is wrong with the first bad one.
+    pub(crate) fn check_tiles(&self, coded: &Coded, tiles: Range<u64>) -> Result<(), String> {
+        let Some(coder) = &self.coder else { unreachable!("an encoded call has a coder") };
+        coder.check(&self.buffers, coded, tiles)
+    }
+
+    /// Enters what was measured of an encoded call that is done.
+    pub(crate) fn end(&mut self) {
+        if let Some(coder) = &mut self.coder {
+            coder.end(&self.buffers);
+        }
+    }
+
+    /// As [`Compute::new`] with the addresses of the call's tensors; `false` where they do not suffice.
+    #[inline]
+    pub(crate) fn take_addresses(&mut self, desc: &CallDesc, rank: Rank, reducer: Option<(Reducer, usize)>) -> bool {
+        self.reducer = reducer;
+        self.buffers.take_addresses(desc, rank.index())
+    }
+
+    /// Bytes of one element; 1 for calls that only move data.
+    pub(crate) fn elem_bytes(&self) -> usize {
+        self.reducer.as_ref().map_or(1, |(_, elem)| *elem)
+    }
+
+    /// Memory of the call, to be changed before it begins.
+    pub(crate) fn buffers_mut(&mut self) -> &mut Buffers {
+        &mut self.buffers
+    }
+
+    /// Writes staged outputs back. The last thing that touches the caller's memory.
+    pub(crate) fn unpack(&mut self) {
+        self.buffers.unpack();
+    }
+
+    /// Fills `payload` from a region, starting at its byte `at`.
+    #[inline]
+    pub(crate) fn read(&self, src: &Region, mut at: u64, mut payload: &mut [u8]) {
+        while !payload.is_empty() {
+            let extent = src.at(at);
+            let len = (extent.len as usize).min(payload.len());
+            let (head, tail) = payload.split_at_mut(len);
+            // SAFETY: the extent lies in a piece that the caller keeps readable until the call ends, and `len` is at
+            // most what is left of it; `head` is frame memory and overlaps no tensor.
+            unsafe { accl_kernels::copy(head.as_mut_ptr(), self.buffers.address(&extent), len) };
+            payload = tail;
+            at += len as u64;
+        }
+    }
+
+    /// Writes or reduces what a receive got into place, at its byte `at`.
+    #[inline]
+    pub(crate) fn place(&self, op: &PlanOpKind, at: u64, payload: &[u8]) {
+        match op {
+            PlanOpKind::Recv { dst, .. } => self.write(dst, at, payload),
+            PlanOpKind::RecvReduce { dst, local, order, finish, .. } => {
+                self.reduce_incoming(dst, local, *order, *finish, at, payload);
+            }
+            PlanOpKind::Send { .. } | PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) => {
+                unreachable!("only receives have payload to place")
+            }
+        }
+    }
+
+    /// Does `n` bytes of an operation without a peer, from its byte `at` on.
+    #[inline]
+    pub(crate) fn execute(&self, op: &PlanOpKind, at: u64, n: u64) {
+        match op {
+            PlanOpKind::Copy { dst, src } => self.copy(dst, src, at, n),
+            PlanOpKind::Reduce { dst, srcs, finish } => self.reduce(dst, srcs, *finish, at, n),
+            PlanOpKind::Send { .. }
+            | PlanOpKind::Recv { .. }
+            | PlanOpKind::RecvReduce { .. }
+            | PlanOpKind::Combine(_) => {
+                unreachable!("an operation with a peer or of tiles is no work by bytes")
+            }
+        }
+    }
+
+    fn write(&self, dst: &Region, mut at: u64, mut payload: &[u8]) {
+        while !payload.is_empty() {
+            let extent = dst.at(at);
+            let len = (extent.len as usize).min(payload.len());
+            // SAFETY: the extent lies in a piece that the caller keeps writable until the call ends; `payload` is link
+            // memory or a copy, apart from all tensors.
+            unsafe { accl_kernels::copy(self.buffers.address(&extent), payload.as_ptr(), len) };
+            payload = &payload[len..];
+            at += len as u64;
+        }
+    }
+
+    fn reduce_incoming(
+        &self,
+        dst: &Region,
+        local: &Region,
+        order: Order,
+        finish: Finish,
+        mut at: u64,
+        mut payload: &[u8],
+    ) {
+        let Some((reducer, elem)) = &self.reducer else { unreachable!("a reduction has a reducer") };
+        while !payload.is_empty() {
+            let (to, mine) = (dst.at(at), local.at(at));
+            let len = (to.len.min(mine.len) as usize).min(payload.len());
+            let (to, mine) = (self.buffers.address(&to), self.buffers.address(&mine));
+            let (a, b) = match order {
+                Order::IncomingFirst => (payload.as_ptr(), mine.cast_const()),
+                Order::LocalFirst => (mine.cast_const(), payload.as_ptr()),
+            };
+            // SAFETY: both extents hold at least `len` bytes in pieces that stay valid until the call ends; chunks and
+            // segments are whole elements; `to` equals `mine` or lies apart from it by the schedule's checker.
+            unsafe { reducer.pair(to, a, b, len / elem, kernel_finish(finish)) };
+            payload = &payload[len..];
+            at += len as u64;
+        }
+    }
+
+    fn copy(&self, dst: &Region, src: &Region, mut at: u64, n: u64) {
+        let end = at + n;
+        while at < end {
+            let (to, from) = (dst.at(at), src.at(at));
+            let len = to.len.min(from.len).min(end - at);
+            let (from, to, n) = (self.buffers.address(&from), self.buffers.address(&to), len as usize);
+            // SAFETY: both extents hold `len` bytes that stay valid until the call ends; where they overlap, the copy that
+            // allows it is taken.
+            unsafe {
+                if from.addr().abs_diff(to.addr()) < n {
+                    std::ptr::copy(from, to, n);
+                } else {
+                    accl_kernels::copy(to, from, n);
+                }
+            }
+            at += len;
+        }
+    }
+
+    fn reduce(&self, dst: &Region, srcs: &[Region], finish: Finish, mut at: u64, n: u64) {
+        let Some((reducer, elem)) = &self.reducer else { unreachable!("a reduction has a reducer") };
+        let end = at + n;
+        while at < end {
+            let to = dst.at(at);
+            let mut len = to.len.min(end - at);
+            let mut operands: SmallVec<[*const u8; 16]> = SmallVec::with_capacity(srcs.len());
+            for src in srcs {
+                let extent = src.at(at);
+                len = len.min(extent.len);
+                operands.push(self.buffers.address(&extent));
+            }
+            // SAFETY: every operand and the result hold `len` bytes that stay valid until the call ends; the result is
+            // one of the operands or apart from them by the schedule's checker.
+            unsafe {
+                reducer.many(self.buffers.address(&to), &operands, len as usize / elem, kernel_finish(finish));
+            }
+            at += len;
+        }
+    }
+}
+
+fn kernel_finish(finish: Finish) -> accl_kernels::Finish {
+    match finish {
+        Finish::No => accl_kernels::Finish::No,
+        Finish::Yes => accl_kernels::Finish::Yes,
+    }
+}

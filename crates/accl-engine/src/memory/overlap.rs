@@ -1,0 +1,218 @@
+//! Which tensors of a call share memory.
+//!
+//! Owns the questions only; what follows from an answer is decided in `buffers`. Read [`outputs_are_entangled`] first.
+
+use accl_types::{Collective, Error, Result};
+
+use crate::call::{Blocks, CallDesc, TensorDesc};
+
+/// An expanded output has several elements at one address: what it would hold afterwards is undefined.
+pub(crate) fn refuse_self_overlap(tensor: &TensorDesc) -> Result<()> {
+    if tensor.is_expanded() {
+        return Err(Error::invalid_argument(
+            "an output tensor has several elements at one address (it was expanded); give a tensor of its own, for instance tensor.clone()",
+        ));
+    }
+    Ok(())
+}
+
+/// Whether the memory of two outputs is not one after the other: they share elements, or lie between each other as the columns of
+/// a matrix do.
+#[inline]
+pub(crate) fn outputs_are_entangled(outputs: &Blocks) -> bool {
+    outputs.pieces().len() > 1 && several_are_entangled(outputs)
+}
+
+fn several_are_entangled(outputs: &Blocks) -> bool {
+    let bounds = || outputs.pieces().iter().map(TensorDesc::bounds).filter(|(start, end)| start < end);
+    // Most often they follow each other.
+    let mut end_of_last = 0;
+    if bounds().all(|(start, end)| start >= std::mem::replace(&mut end_of_last, end)) {
+        return false;
+    }
+    let mut sorted: Vec<_> = bounds().collect();
+    sorted.sort_unstable();
+    sorted.windows(2).any(|pair| pair[1].0 < pair[0].1)
+}
+
+/// Whether an element of an output is also one of another, or twice in one. Looks at every element of those that are entangled.
+pub(crate) fn outputs_share_elements(outputs: &Blocks) -> Result<bool> {
+    let mut pieces: Vec<_> = outputs.pieces().iter().map(|tensor| (tensor.bounds(), tensor)).collect();
+    pieces.retain(|((start, end), _)| start < end);
+    pieces.sort_unstable_by_key(|(bounds, _)| *bounds);
+    let mut rest = &pieces[..];
+    while let Some(((start, mut end), first)) = rest.first().copied() {
+        let mut count = 1;
+        while let Some(((_, next_end), _)) = rest.get(count).filter(|((next, _), _)| *next < end) {
+            end = end.max(*next_end);
+            count += 1;
+        }
+        let (cluster, others) = rest.split_at(count);
+        rest = others;
+        let size = first.dtype.size_bytes();
+        // Tensors of one type that do not even lie on one grid are not worth more.
+        if cluster.iter().any(|((at, _), _)| (at - start) % size != 0) {
+            return Ok(true);
+        }
+        if count > 1 {
+            let mut seen = Marks::new((end - start) / size)?;
+            if cluster.iter().any(|(_, tensor)| !seen.add(tensor, start)) {
+                return Ok(true);
+            }
+        }
+    }
+    Ok(false)
+}
+
+/// One bit for each place where an element can be.
+struct Marks(Vec<u64>);
+
+impl Marks {
+    fn new(places: usize) -> Result<Self> {
+        let words = places.div_ceil(64);
+        let mut marks = Vec::new();
+        marks.try_reserve_exact(words).map_err(|_| {
+            Error::exhausted("no memory to see whether output tensors that lie between each other share elements")
+        })?;
+        marks.resize(words, 0);
+        Ok(Self(marks))
+    }
+
+    /// Marks the elements of a tensor, counted from `origin`; `false` when one was marked.
+    fn add(&mut self, tensor: &TensorDesc, origin: usize) -> bool {
+        let mut dense = [0; 2];
+        let view = tensor.view(&mut dense);
+        let first = (tensor.ptr as usize - origin) / tensor.dtype.size_bytes();
+        let (Some((&inner, sizes)), Some((&step, strides))) = (view.sizes.split_last(), view.strides.split_last())
+        else {
+            return self.run(first, 1, 1);
+        };
+        let mut index = vec![0; sizes.len()];
+        loop {
+            let offset: i64 = index.iter().zip(strides).map(|(&at, &stride)| at * stride).sum();
+            if !self.run(first + offset as usize, inner as usize, step as usize) {
+                return false;
+            }
+            // The next one, as an odometer counts.
+            let Some(dim) = (0..sizes.len()).rev().find(|&dim| index[dim] + 1 < sizes[dim]) else { return true };
+            index[dim] += 1;
+            index[dim + 1..].fill(0);
+        }
+    }
+
+    fn run(&mut self, first: usize, count: usize, step: usize) -> bool {
+        if step == 1 {
+            return self.dense_run(first, first + count);
+        }
+        (0..count).all(|index| {
+            let place = first + index * step;
+            let (word, bit) = (&mut self.0[place / 64], 1 << (place % 64));
+            std::mem::replace(word, *word | bit) & bit == 0
+        })
+    }
+
+    fn dense_run(&mut self, mut first: usize, end: usize) -> bool {
+        while first < end {
+            let count = (64 - first % 64).min(end - first);
+            let (word, bits) = (&mut self.0[first / 64], u64::MAX >> (64 - count) << (first % 64));
+            if std::mem::replace(word, *word | bits) & bits != 0 {
+                return false;
+            }
+            first += count;
+        }
+        true
+    }
+}
+
+/// Whether inputs share memory with outputs in another way than the schedules allow.
+pub(crate) fn inputs_need_copy(desc: &CallDesc, rank: usize) -> bool {
+    // Most often they are not even near each other.
+    let span = |blocks: &Blocks| {
+        let bounds = blocks.pieces().iter().map(TensorDesc::bounds).filter(|(start, end)| start < end);
+        bounds.fold((usize::MAX, 0), |(low, high), (start, end)| (low.min(start), high.max(end)))
+    };
+    let (inputs, outputs) = (span(&desc.inputs), span(&desc.outputs));
+    if inputs.1 <= outputs.0 || outputs.1 <= inputs.0 {
+        return false;
+    }
+    // The allowed way: the one block that stands alone is this rank's block on the other side.
+    let same = |alone: &[TensorDesc], block: &[TensorDesc]| {
+        alone.len() == block.len()
+            && alone.iter().zip(block).all(|(a, b)| a.ptr == b.ptr && a.is_plain() && b.is_plain())
+    };
+    let own_block_shared = match desc.collective {
+        Collective::AllGather | Collective::Gather => {
+            desc.outputs.get(rank).is_some_and(|block| same(desc.inputs.pieces(), block))
+        }
+        Collective::ReduceScatter | Collective::Scatter => {
+            desc.inputs.get(rank).is_some_and(|block| same(desc.outputs.pieces(), block))
+        }
+        Collective::AllReduce
+        | Collective::Broadcast
+        | Collective::Reduce
+        | Collective::AllToAll
+        | Collective::Barrier
+        | Collective::Send
+        | Collective::Recv => false,
+    };
+    let bounds = |blocks: &Blocks, skip: Option<usize>| -> Vec<(usize, usize)> {
+        let kept = blocks.iter().enumerate().filter(|(index, _)| Some(*index) != skip).flat_map(|(_, block)| block);
+        kept.map(TensorDesc::bounds).filter(|(start, end)| start < end).collect()
+    };
+    // Of a shared pair the side in the list is left out: its other blocks must still be apart from the lone block.
+    let many_is_output = matches!(desc.collective, Collective::AllGather | Collective::Gather);
+    let skip = own_block_shared.then_some(rank);
+    let inputs = bounds(&desc.inputs, if many_is_output { None } else { skip });
+    let mut outputs = bounds(&desc.outputs, if many_is_output { skip } else { None });
+    outputs.sort_unstable();
+    // Outputs may lie between each other: each counts as far as those before it reach.
+    let mut reach = 0;
+    for (_, end) in &mut outputs {
+        reach = reach.max(*end);
+        *end = reach;
+    }
+    inputs.iter().any(|&(start, end)| {
+        let before = outputs.partition_point(|&(out_start, _)| out_start < end);
+        before > 0 && outputs[before - 1].1 > start
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use accl_types::Dtype;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Sizes and strides of a tensor, where it begins in a room, and its type's size.
+    fn tensors() -> impl Strategy<Value = Vec<(Vec<i64>, Vec<i64>, usize)>> {
+        let tensor = (1_usize..4).prop_flat_map(|dims| {
+            (prop::collection::vec(1_i64..6, dims), prop::collection::vec(1_i64..130, dims), 0_usize..300)
+        });
+        prop::collection::vec(tensor, 2..4)
+    }
+
+    proptest! {
+        #[test]
+        fn tensors_share_elements_if_an_address_is_found_twice(tensors in tensors()) {
+            let base = 4096 as *mut f32;
+            let mut outputs = Blocks::default();
+            let mut seen = HashSet::new();
+            let mut is_shared = false;
+            for (sizes, strides, at) in &tensors {
+                let start = base.wrapping_add(*at);
+                outputs.push([TensorDesc::strided(start.cast(), Dtype::F32, sizes, strides).unwrap()]);
+                let mut offsets = vec![0_i64];
+                for (&size, &stride) in sizes.iter().zip(strides) {
+                    offsets = offsets.iter().flat_map(|&at| (0..size).map(move |index| at + index * stride)).collect();
+                }
+                // One that has an element twice says so only where it is looked at.
+                prop_assume!(offsets.iter().collect::<HashSet<_>>().len() == offsets.len());
+                is_shared |= offsets.iter().any(|&offset| !seen.insert(*at as i64 + offset));
+            }
+            prop_assert_eq!(outputs_are_entangled(&outputs) && outputs_share_elements(&outputs).unwrap(), is_shared);
+        }
+    }
+}

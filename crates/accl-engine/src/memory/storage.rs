@@ -1,0 +1,73 @@
+//! Memory of our own: aligned, counted, kept for reuse.
+//!
+//! Owns allocation for staging, scratch and encoded chunks. Read [`Storage`] first.
+
+use accl_types::{Error, Result};
+
+/// Memory with the alignment of a cache line.
+#[derive(Default)]
+pub(crate) struct Storage {
+    words: Vec<Line>,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+impl Storage {
+    pub(crate) fn new(len_bytes: usize) -> Result<Self> {
+        let lines = len_bytes.div_ceil(64);
+        let mut words = Vec::new();
+        words
+            .try_reserve_exact(lines)
+            .map_err(|_| Error::exhausted(format!("no memory for a staging buffer of {len_bytes} bytes")))?;
+        // Zeroed, so that what lies between pieces is never a stranger's data.
+        words.resize(lines, Line([0; 64]));
+        Ok(Self { words })
+    }
+
+    pub(crate) fn ptr(&mut self) -> *mut u8 {
+        self.words.as_mut_ptr().cast()
+    }
+
+    pub(crate) fn len_bytes(&self) -> usize {
+        self.words.len() * 64
+    }
+
+    /// Makes room for `len_bytes`; what was in it is lost.
+    pub(crate) fn grow(&mut self, len_bytes: usize) -> Result<()> {
+        if self.len_bytes() < len_bytes {
+            *self = Self::new(len_bytes)?;
+        }
+        Ok(())
+    }
+}
+
+/// BufferPool for encoded chunks between calls: calls of one kind need the same again and again, and new memory is slow.
+#[derive(Default)]
+pub(crate) struct BufferPool(Vec<Storage>);
+
+/// Most buffers that are kept.
+const MAX_KEPT: usize = 8;
+
+impl BufferPool {
+    /// One of at least `len_bytes`: the smallest that fits, or a new one.
+    pub(crate) fn take(&mut self, len_bytes: usize) -> Result<Storage> {
+        let fitting = self.0.iter().enumerate().filter(|(_, room)| room.len_bytes() >= len_bytes);
+        match fitting.min_by_key(|(_, room)| room.len_bytes()).map(|(index, _)| index) {
+            Some(index) => Ok(self.0.swap_remove(index)),
+            None => Storage::new(len_bytes),
+        }
+    }
+
+    /// Keeps a buffer for later calls; the largest ones, if there are many.
+    pub(crate) fn give(&mut self, room: Option<Storage>) {
+        self.0.extend(room);
+        if self.0.len() > MAX_KEPT {
+            let smallest = self.0.iter().enumerate().min_by_key(|(_, room)| room.len_bytes());
+            if let Some((index, _)) = smallest {
+                self.0.swap_remove(index);
+            }
+        }
+    }
+}

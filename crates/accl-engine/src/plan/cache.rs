@@ -1,0 +1,107 @@
+//! The plans of a group, by what they depend on, and the choice of an algorithm.
+//!
+//! Read [`Plans`] first.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use accl_schedule::{CallShape, Chooser, Coding, Request, Role};
+use accl_types::{Collective, Elems, Rank, Result};
+
+use super::build::Plan;
+use crate::call::TypedCodecs;
+
+/// Plans kept per group; beyond, the cache starts anew (a program that never repeats a shape gains nothing from it).
+const MAX_PLANS: usize = 256;
+
+/// What plans depend on; equal keys give equal plans.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub(crate) struct PlanKey {
+    pub(crate) collective: Collective,
+    pub(crate) root: Rank,
+    pub(crate) elem_bytes: u64,
+    pub(crate) equal_blocks: bool,
+    pub(crate) inputs: Vec<Vec<Elems>>,
+    pub(crate) outputs: Vec<Vec<Elems>>,
+    /// Of an encoded call.
+    pub(crate) codecs: Option<TypedCodecs>,
+    /// Whether each reduction rounds: its type is narrower than the arithmetic.
+    pub(crate) rounds: bool,
+}
+
+impl PlanKey {
+    /// The size that the choice of algorithm goes by, the same on all ranks: the whole buffer of one rank.
+    pub(crate) fn size_bytes(&self, world: u32) -> u64 {
+        let bytes = |(position, elems): (u32, &Elems)| match &self.codecs {
+            Some(codecs) => codecs.piece_bytes(Role::Down, position, elems.0),
+            None => elems.0 * self.elem_bytes,
+        };
+        let total = |blocks: &Vec<Vec<Elems>>| blocks.iter().flat_map(|block| (0..).zip(block)).map(bytes).sum::<u64>();
+        match self.collective {
+            Collective::AllReduce | Collective::Broadcast | Collective::Reduce => total(&self.outputs),
+            Collective::ReduceScatter => total(&self.inputs),
+            Collective::AllGather => total(&self.outputs),
+            Collective::Gather => total(&self.inputs) * u64::from(world),
+            Collective::Scatter => total(&self.outputs) * u64::from(world),
+            // With splits the sizes differ from rank to rank: none is known to all.
+            Collective::AllToAll | Collective::Barrier | Collective::Send | Collective::Recv => 0,
+        }
+    }
+}
+
+/// The plans of one group.
+pub(crate) struct Plans {
+    cache: HashMap<PlanKey, Arc<Plan>>,
+    chooser: Chooser,
+    rank: Rank,
+}
+
+impl Plans {
+    pub(crate) fn new(chooser: Chooser, rank: Rank) -> Self {
+        Self { cache: HashMap::new(), chooser, rank }
+    }
+
+    /// The plan for `key`, cached or made.
+    ///
+    /// # Errors
+    /// `Configuration` when an override names an algorithm that does not fit.
+    pub(crate) fn get(&mut self, key: &PlanKey) -> Result<Arc<Plan>> {
+        if let Some(plan) = self.cache.get(key) {
+            return Ok(plan.clone());
+        }
+        let topology = self.chooser.topology();
+        let world = topology.world();
+        let encoded = key.codecs.is_some();
+        let bytes = key.size_bytes(world);
+        let algorithm = match encoded {
+            true => self.chooser.choose_encoded(key.collective, bytes, key.equal_blocks)?,
+            false if key.rounds => self.chooser.choose_narrow(key.collective, bytes, key.equal_blocks)?,
+            false => self.chooser.choose(key.collective, bytes, key.equal_blocks)?,
+        };
+        let request = Request { collective: key.collective, world, rank: self.rank, root: key.root, topology };
+        let mut program = (algorithm.build)(&request).lower(&request);
+        if encoded {
+            program = program.encoded(algorithm, &request);
+        }
+        let shape = CallShape {
+            elem_bytes: key.elem_bytes,
+            in_blocks: &key.inputs,
+            out_blocks: &key.outputs,
+            coding: key.codecs.as_ref().map(|codecs| codecs as &dyn Coding),
+        };
+        let plan = Arc::new(Plan::new(algorithm, &program, &shape, world));
+        tracing::info!(
+            collective = key.collective.name(),
+            algorithm = algorithm.name,
+            bytes = key.size_bytes(world),
+            world,
+            codecs = key.codecs.as_ref().map(|typed| typed.codecs.text()),
+            "algorithm chosen"
+        );
+        if self.cache.len() >= MAX_PLANS {
+            self.cache.clear();
+        }
+        self.cache.insert(key.clone(), plan.clone());
+        Ok(plan)
+    }
+}

@@ -1,0 +1,16 @@
+//! Plans: what is the same for all calls of one shape, computed once and cached.
+
+pub(crate) mod build;
+pub(crate) mod cache;
+pub(crate) mod encoded;
+pub(crate) mod op;
+pub(crate) mod region;
+pub(crate) mod shape;
+pub(crate) mod signature;
+
+pub(crate) use build::Plan;
+pub(crate) use cache::Plans;
+pub(crate) use encoded::{Coded, Combination, Operand};
+pub(crate) use op::{PlanOp, PlanOpKind};
+pub(crate) use region::Region;
+pub(crate) use shape::{Shape, Shapes};

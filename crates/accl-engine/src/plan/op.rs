@@ -1,0 +1,47 @@
+//! The operations of a plan.
+//!
+//! Read [`PlanOp`] first.
+
+use accl_schedule::{Finish, Order};
+use accl_types::Rank;
+use smallvec::SmallVec;
+
+use super::encoded::{Coded, Combination};
+use super::region::Region;
+
+/// An operation with its bytes.
+#[derive(Debug)]
+pub(crate) enum PlanOpKind {
+    Send { src: Region, to: Rank },
+    Recv { dst: Region, from: Rank },
+    RecvReduce { dst: Region, local: Region, from: Rank, order: Order, finish: Finish },
+    Copy { dst: Region, src: Region },
+    Reduce { dst: Region, srcs: Vec<Region>, finish: Finish },
+    Combine(Box<Combination>),
+}
+
+#[derive(Debug)]
+pub(crate) struct PlanOp {
+    pub(crate) kind: PlanOpKind,
+    /// Payload length in bytes; number of tiles of a combination.
+    pub(crate) total: u64,
+    /// Of a message that is an encoded chunk: its tiles.
+    pub(crate) coded: Option<Box<Coded>>,
+    pub(crate) edge: u32,
+    /// (operation, whether byte k may follow byte k)
+    pub(crate) deps: SmallVec<[(u32, bool); 4]>,
+    /// Operations that wait for this one.
+    pub(crate) dependents: SmallVec<[u32; 4]>,
+}
+
+impl PlanOp {
+    /// How far `later`, which streams behind this one, may go when this one has done so much: a combination goes by tiles,
+    /// a message by bytes.
+    pub(crate) fn reach(&self, done: u64, later: &PlanOp) -> u64 {
+        match (&self.coded, &later.coded) {
+            (Some(message), None) => message.tiles_in(done),
+            (None, Some(message)) => message.bytes_of(done),
+            (Some(_), Some(_)) | (None, None) => done,
+        }
+    }
+}

@@ -1,0 +1,41 @@
+//! Payloads as byte ranges of a call's buffers.
+//!
+//! Knows no addresses. Read [`Region`] first.
+
+use accl_schedule::{Extent, Extents, Layout, Span};
+use smallvec::SmallVec;
+
+/// A payload as byte ranges, with the position of each in the payload.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Region {
+    extents: Extents,
+    /// Position of each extent in the payload.
+    starts: SmallVec<[u64; 1]>,
+    /// Length of the payload.
+    pub(crate) len: u64,
+}
+
+impl Region {
+    pub(super) fn new(layout: &Layout, span: &Span) -> Self {
+        let mut region = Region { extents: layout.extents(span), ..Region::default() };
+        for extent in &region.extents {
+            region.starts.push(region.len);
+            region.len += extent.len;
+        }
+        region
+    }
+
+    /// The contiguous range at payload position `at`: its first byte as an extent that ends with the range.
+    #[inline]
+    pub(crate) fn at(&self, at: u64) -> Extent {
+        let index = if self.extents.len() == 1 { 0 } else { self.starts.partition_point(|&start| start <= at) - 1 };
+        let extent = self.extents[index];
+        let skip = at - self.starts[index];
+        Extent { offset: extent.offset + skip, len: extent.len - skip, ..extent }
+    }
+
+    /// Whether both payloads are the same bytes of the same buffer.
+    pub(super) fn is_same(&self, other: &Region) -> bool {
+        self.extents == other.extents
+    }
+}

@@ -1,0 +1,343 @@
+//! The making of groups: meeting the other ranks, connecting to them, choosing the rules that all ranks share.
+//!
+//! Owns the order of these steps and what becomes of a group whose making fails. Read [`Engine::create_group`] first.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use accl_schedule::cost::{Machine, Near, Placement};
+use accl_schedule::{Basis, Chooser, Topology};
+use accl_types::config::Config;
+use accl_types::{Error, ErrorKind, Rank, Result};
+
+use super::cores::Cores;
+use super::rendezvous::{GroupCard, Meeting, Outcome};
+use super::store::Store;
+use crate::api::default_codec::DefaultCodec;
+use crate::api::group::Group;
+use crate::api::spec::GroupSpec;
+use crate::engine::{Engine, Job, Parts};
+use crate::env::launch_label;
+use crate::group::GroupState;
+use crate::hash::hash_words;
+use crate::peers::{Members, PeerId};
+use crate::plan::Plans;
+use crate::time::far;
+
+/// How long connecting holds the endpoint before other threads that make groups have a turn.
+const CONNECT_SLICE: Duration = Duration::from_millis(200);
+
+/// What all ranks have before a group is made.
+struct Prepared {
+    state: GroupState,
+    cards: Vec<GroupCard>,
+    default_codec: Option<DefaultCodec>,
+}
+
+impl Engine {
+    /// Makes a group: meets the other ranks in the store, connects to those not yet connected.
+    ///
+    /// # Errors
+    /// `Timeout` listing the missing ranks, `Configuration`, `Rendezvous`, `Network`; `Aborted` when interrupted or in a
+    /// forked child.
+    pub fn create_group(
+        self: &Arc<Self>,
+        spec: GroupSpec,
+        store: &dyn Store,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<Arc<Group>> {
+        self.make_group(&spec, store, interrupt).map_err(|error| error.in_group(&spec.name).on_rank(spec.rank))
+    }
+
+    fn make_group(
+        self: &Arc<Self>,
+        spec: &GroupSpec,
+        store: &dyn Store,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<Arc<Group>> {
+        if spec.rank.0 >= spec.world {
+            return Err(Error::invalid_argument(format!("rank {} does not fit a world of {}", spec.rank, spec.world)));
+        }
+        self.check_process_settings(&spec.config)?;
+        let deadline = Instant::now().checked_add(spec.timeout).unwrap_or_else(far);
+        let parts = self.parts(spec.master)?;
+        let card = parts.endpoint.lock().card().clone();
+        let counter = self.groups_made.fetch_add(1, Ordering::Relaxed);
+        let machine = (spec.rank == Rank(0)).then(|| self.machine(spec));
+        let (agreed, cores) = (spec.config.agreed_text(), Cores::of_this_process());
+        let mine = GroupCard { counter, agreed, cores, machine, card };
+        let label = launch_label();
+        let mut meeting = Meeting::new(spec, store, &mine, &label, &self.makings, deadline);
+        let members = self.known_members(spec);
+        let mut look = || {
+            if interrupt() {
+                return Err(Error::aborted("interrupted while the group was being made"));
+            }
+            self.look_for_lost(&members)
+        };
+        let Prepared { state, cards, default_codec } = match self.meet(parts, spec, &mut meeting, deadline, &mut look) {
+            Ok(prepared) => prepared,
+            Err(error) => {
+                meeting.give_up(&error);
+                return Err(error);
+            }
+        };
+        drop(meeting);
+
+        let here = &cards[spec.rank.index()].card.host_id;
+        let neighbours = cards.iter().filter(|card| card.card.host_id == *here).map(|card| &card.cores);
+        if Cores::are_shared(neighbours) {
+            self.driver.share_cores();
+        }
+        let (id, name) = (state.id, state.name.clone());
+        if spec.global_ranks.is_empty() {
+            *self.job.lock() = Some(Job { group: id, processes: cards.iter().map(|card| card.card.uuid).collect() });
+        }
+        let now = Instant::now();
+        self.driver.with_core(|core| {
+            for (rank, card) in cards.iter().enumerate() {
+                tracing::info!(
+                    group = spec.name,
+                    rank,
+                    host = card.card.hostname,
+                    pid = card.card.pid,
+                    link = core.net.describe(state.members.peer(Rank(rank as u32))),
+                    "connected"
+                );
+            }
+            core.add_group(state, now);
+        });
+        Ok(Group::new(self.clone(), id, name, spec, default_codec))
+    }
+
+    /// Meets the others until all ranks, in one session, have what the group needs.
+    fn meet(
+        &self,
+        parts: Parts<'_>,
+        spec: &GroupSpec,
+        meeting: &mut Meeting<'_>,
+        deadline: Instant,
+        look: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Prepared> {
+        loop {
+            let cards = meeting.gather(look)?;
+            let id = group_id(meeting.session(), &cards);
+            let made = self.prepare(parts, spec, meeting, id, &cards, deadline, look).and_then(|prepared| {
+                let Some((state, default_codec)) = prepared else { return Ok(None) };
+                match meeting.confirm(look)? {
+                    Outcome::Made => Ok(Some((state, default_codec))),
+                    Outcome::Moved => Ok(None),
+                }
+            });
+            match made {
+                Ok(Some((state, default_codec))) => return Ok(Prepared { state, cards, default_codec }),
+                Ok(None) => {}
+                Err(error) => {
+                    self.driver.with_core(|core| core.remove_group(id));
+                    return Err(error);
+                }
+            }
+        }
+    }
+
+    /// Connects, and makes all that may fail on one rank alone. `None` when the session is over.
+    #[expect(clippy::too_many_arguments, reason = "all of a group that is being made")]
+    fn prepare(
+        &self,
+        parts: Parts<'_>,
+        spec: &GroupSpec,
+        meeting: &mut Meeting<'_>,
+        id: u64,
+        cards: &[GroupCard],
+        deadline: Instant,
+        look: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Option<(GroupState, Option<DefaultCodec>)>> {
+        let topology = Topology::new(host_indices(cards));
+        // The same on all ranks, since they agreed on the rules.
+        accl_schedule::check_rules(&topology, &spec.config.algorithm)?;
+        let default_codec = DefaultCodec::of(&spec.config)?;
+        let Some(peers) = self.connect(parts, spec, meeting, cards, deadline, look)? else { return Ok(None) };
+        let members = Members::new(peers, spec.config.eager_bytes);
+        let chooser = chooser(topology, spec, cards, self.driver.with_core(|core| core.segment));
+        let plans = Plans::new(chooser, spec.rank);
+        let mut state = GroupState::new(id, spec.name.as_str().into(), spec.rank, spec.timeout, members, plans);
+        state.timing = spec.config.timing;
+        Ok(Some((state, default_codec)))
+    }
+
+    /// The processes of a sub-group's ranks, as the group of the job knows them; empty for other groups.
+    fn known_members(&self, spec: &GroupSpec) -> Vec<(Rank, [u8; 16])> {
+        let job = self.job.lock();
+        let Some(job) = job.as_ref().filter(|job| self.driver.with_core(|core| core.groups.contains_key(&job.group)))
+        else {
+            return Vec::new();
+        };
+        let process = |&global: &u64| job.processes.get(usize::try_from(global).ok()?).copied();
+        let known = spec.global_ranks.iter().enumerate();
+        known.filter_map(|(rank, global)| Some((Rank(rank as u32), process(global)?))).collect()
+    }
+
+    /// A member of the job that has gone does not come to make a sub-group.
+    fn look_for_lost(&self, members: &[(Rank, [u8; 16])]) -> Result<()> {
+        if members.is_empty() {
+            return Ok(());
+        }
+        self.driver.with_core(|core| {
+            let now = Instant::now();
+            core.pass_whole(now);
+            core.check(now);
+            let lost = members.iter().find_map(|(rank, uuid)| Some((*rank, core.net.gone(uuid)?)));
+            let Some((rank, peer)) = lost else { return Ok(()) };
+            let text = format!("rank {rank} ({}) has left while the group was being made", core.net.place(peer));
+            Err(Error::peer_lost(text).with_peer(rank))
+        })
+    }
+
+    /// The constants by which a group chooses whose first rank this is.
+    fn machine(&self, spec: &GroupSpec) -> Machine {
+        if spec.world == 1 || spec.config.deterministic {
+            return Machine::default();
+        }
+        *self.machine.get_or_init(|| (self.find_machine)(&self.config))
+    }
+
+    fn check_process_settings(&self, config: &Config) -> Result<()> {
+        let Some((row, mine, theirs)) = self.config.process_differences(config).into_iter().next() else {
+            return Ok(());
+        };
+        Err(Error::configuration(format!(
+            "{}: this process already runs with `{mine}` and cannot change to `{theirs}`; give the first group of the \
+             process this option",
+            row.option
+        )))
+    }
+
+    /// Links to all ranks; `None` when the session is over.
+    fn connect(
+        &self,
+        parts: Parts<'_>,
+        spec: &GroupSpec,
+        meeting: &mut Meeting<'_>,
+        cards: &[GroupCard],
+        deadline: Instant,
+        look: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Option<Vec<PeerId>>> {
+        let mine = &cards[spec.rank.index()].card;
+        loop {
+            // Another thread may connect to the same peers: what is missing is asked anew each time, and under the lock
+            // that is held until the new links are in place.
+            let mut endpoint = parts.endpoint.lock();
+            let found: Vec<Option<PeerId>> = self.driver.with_core(|core| {
+                // A peer that went and came back has a link that is dead and does not know it yet.
+                core.pass_whole(Instant::now());
+                core.check(Instant::now());
+                cards.iter().map(|card| core.net.find(&card.card)).collect()
+            });
+            let missing: Vec<usize> = (0..cards.len()).filter(|&rank| found[rank].is_none()).collect();
+            if missing.is_empty() {
+                return Ok(Some(found.into_iter().flatten().collect()));
+            }
+            if let Some(own) = missing.iter().copied().find(|&rank| cards[rank].card.uuid == mine.uuid) {
+                if own != spec.rank.index() {
+                    return Err(Error::rendezvous(format!("ranks {own} and {} are the same process", spec.rank)));
+                }
+                let payload = self.config.segment_bytes as usize + accl_transport::frame::OVERHEAD_BYTES;
+                let link = accl_transport::loopback::self_link(payload, parts.waker.clone());
+                self.driver.with_core(|core| core.add_link(mine.clone(), Box::new(link), parts.poller))?;
+                continue;
+            }
+            let wanted: Vec<_> = missing.iter().map(|&rank| cards[rank].card.clone()).collect();
+            let slice = deadline.min(Instant::now() + CONNECT_SLICE);
+            let mut seen = None;
+            let result = endpoint.connect(&wanted, slice, &mut || {
+                seen = look().err();
+                seen.is_some()
+            });
+            for warning in endpoint.take_warnings() {
+                tracing::warn!("{warning}");
+            }
+            match result {
+                Ok(links) => {
+                    for (card, link) in wanted.into_iter().zip(links) {
+                        self.driver.with_core(|core| match core.net.find(&card) {
+                            Some(id) => Ok(id),
+                            None => core.add_link(card, link, parts.poller),
+                        })?;
+                    }
+                }
+                Err(failed) => {
+                    // Other threads that make groups have a turn.
+                    parking_lot::MutexGuard::unlock_fair(endpoint);
+                    if let Some(error) = seen {
+                        return Err(error);
+                    }
+                    if failed.error.kind == ErrorKind::Timeout && Instant::now() < deadline {
+                        // A rank may have been replaced or given up.
+                        if !meeting.goes_on()? {
+                            return Ok(None);
+                        }
+                        continue;
+                    }
+                    let who: Vec<String> = failed
+                        .missing
+                        .iter()
+                        .map(|m| {
+                            let rank = missing[m.index];
+                            format!("rank {rank} ({}): {}", cards[rank].card.place(), m.why)
+                        })
+                        .collect();
+                    return Err(Error::new(failed.error.kind, format!("{}; {}", failed.error.message, who.join("; "))));
+                }
+            }
+        }
+    }
+}
+
+/// The choice of algorithms, from what all ranks know alike: the cards and the settings that they agreed on.
+fn chooser(topology: Topology, spec: &GroupSpec, cards: &[GroupCard], segment_bytes: u64) -> Chooser {
+    // The host that is worst off for cores stands for all.
+    let cores_of = |host: u32| {
+        let here = topology.ranks_of(host).iter().map(|&rank| &cards[rank as usize].cores);
+        Cores::in_all(here).max(1) as u32
+    };
+    let largest = topology.largest_host();
+    let full = (0..topology.host_count()).filter(|&host| topology.ranks_of(host).len() as u32 == largest);
+    let cores = full.map(cores_of).min().unwrap_or(1);
+    let near = Near::of(&spec.config);
+    let machine = cards.first().and_then(|card| card.machine).unwrap_or_default();
+    let basis = Basis {
+        machine,
+        placement: Placement { near, cores, segment_bytes },
+        deterministic: spec.config.deterministic,
+    };
+    Chooser::new(topology, spec.config.algorithm.clone(), &basis)
+}
+
+/// Identity of the group, the same on all ranks: no two groups have the same session, processes and counters.
+fn group_id(session: &str, cards: &[GroupCard]) -> u64 {
+    let words = cards.iter().flat_map(|card| {
+        let (high, low) = card.card.uuid.split_at(8);
+        let word = |bytes: &[u8]| bytes.iter().fold(0, |word, &byte| word << 8 | u64::from(byte));
+        [word(high), word(low), card.counter]
+    });
+    let words = session.bytes().map(u64::from).chain(words);
+    // 0 means the process as a whole.
+    hash_words(words).max(1)
+}
+
+/// For each rank the number of its host, hosts numbered by first appearance.
+fn host_indices(cards: &[GroupCard]) -> Vec<u32> {
+    let mut hosts: Vec<&str> = Vec::new();
+    cards
+        .iter()
+        .map(|card| {
+            let id = card.card.host_id.as_str();
+            let known = hosts.iter().position(|host| *host == id).unwrap_or_else(|| {
+                hosts.push(id);
+                hosts.len() - 1
+            });
+            known as u32
+        })
+        .collect()
+}

@@ -1,0 +1,251 @@
+//! What ranks write into the store while a group is made, as text: a rank's card, the roster of all cards, the leader's
+//! notice, and why a session is over.
+//!
+//! Owns the text forms, which must survive arbitrary input, since the store is shared with others. When each is written
+//! and read is said in the parent module.
+
+use accl_schedule::cost::Machine;
+use accl_transport::Card;
+use accl_transport::frame::Cause;
+use accl_types::{Error, Result};
+
+use crate::session::cores::Cores;
+
+/// First line of a rank's card; another text is another version.
+const CARD_MAGIC: &str = "accl-group 3";
+/// First line of the leader's notice.
+const NOTICE_MAGIC: &str = "accl-leader 1";
+/// Most earlier sessions that a notice names: what is beyond stays in the store.
+const MAX_EARLIER: usize = 64;
+
+/// What a rank publishes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct GroupCard {
+    /// How many groups the process made before: tells groups of the same processes apart.
+    pub(crate) counter: u64,
+    /// Everything the ranks must agree on.
+    pub(crate) agreed: String,
+    /// The cores that it may use.
+    pub(crate) cores: Cores,
+    /// Of the first rank the constants by which all choose algorithms.
+    pub(crate) machine: Option<Machine>,
+    /// Its endpoint.
+    pub(crate) card: Card,
+}
+
+impl GroupCard {
+    pub(super) fn to_text(&self) -> String {
+        let machine = self.machine.map_or_else(String::new, |machine| machine.to_string());
+        format!("{CARD_MAGIC}\n{}\n{}\n{}\n{machine}\n{}", self.counter, self.agreed, self.cores, self.card.to_text())
+    }
+
+    pub(super) fn from_text(text: &str) -> Result<Self> {
+        let broken =
+            |what: &str| Error::rendezvous(format!("the store holds something that is no rank's card: {what}"));
+        let mut lines = text.splitn(6, '\n');
+        if lines.next() != Some(CARD_MAGIC) {
+            return Err(broken(OTHER_VERSION));
+        }
+        let counter = lines.next().and_then(|line| line.parse().ok()).ok_or_else(|| broken("no counter"))?;
+        let agreed = lines.next().ok_or_else(|| broken("no settings"))?.to_owned();
+        let cores = lines.next().and_then(|line| line.parse().ok()).ok_or_else(|| broken("no cores"))?;
+        let machine = match lines.next().ok_or_else(|| broken("no constants"))? {
+            "" => None,
+            text => Some(text.parse().map_err(|why: String| broken(&why))?),
+        };
+        let card = Card::from_text(lines.next().ok_or_else(|| broken("no address"))?)?;
+        Ok(Self { counter, agreed, cores, machine, card })
+    }
+
+    /// Whether this is the card of the same process for the same making of a group.
+    pub(super) fn is_same_making(&self, other: &Self) -> bool {
+        self.card.uuid == other.card.uuid && self.counter == other.counter
+    }
+}
+
+const OTHER_VERSION: &str = "another version of torch-accl? install the same one on all hosts";
+
+/// All ranks' cards in rank order, each behind its length.
+pub(super) fn roster_to_text(cards: &[GroupCard]) -> String {
+    cards.iter().map(GroupCard::to_text).map(|text| format!("{}\n{text}\n", text.len())).collect()
+}
+
+pub(super) fn roster_from_text(mut text: &str) -> Result<Vec<GroupCard>> {
+    let broken = || Error::rendezvous("the store holds something that is no roster of ranks");
+    let mut cards = Vec::new();
+    while !text.is_empty() {
+        let (len, rest) = text.split_once('\n').ok_or_else(broken)?;
+        let len: usize = len.parse().map_err(|_| broken())?;
+        cards.push(GroupCard::from_text(rest.get(..len).ok_or_else(broken)?)?);
+        text = rest[len..].strip_prefix('\n').ok_or_else(broken)?;
+    }
+    Ok(cards)
+}
+
+/// What the leader says of its session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// It collects cards, or has the roster.
+    Gathering,
+    /// The making has failed; nobody leads.
+    Over,
+}
+
+impl Phase {
+    const ALL: &'static [(Phase, &'static str)] = &[(Phase::Gathering, "gathering"), (Phase::Over, "over")];
+}
+
+/// Where the others find the leader's session. Everything of a session lies under keys with its name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Notice {
+    pub(super) session: String,
+    pub(super) world: u32,
+    pub(super) phase: Phase,
+    /// The leader's process, and the same in words.
+    pub(super) uuid: [u8; 16],
+    pub(super) place: String,
+    /// Sessions before it that nobody has cleaned up after, and their worlds.
+    pub(super) earlier: Vec<(String, u32)>,
+}
+
+impl Notice {
+    pub(super) fn to_text(&self) -> String {
+        let phase = Phase::ALL.iter().find(|(phase, _)| *phase == self.phase).map_or("", |(_, name)| *name);
+        let uuid = u128::from_be_bytes(self.uuid);
+        let earlier = self.earlier.iter().rev().take(MAX_EARLIER).rev();
+        let earlier: String = earlier.map(|(session, world)| format!("\n{world} {session}")).collect();
+        format!("{NOTICE_MAGIC}\n{}\n{}\n{phase}\n{uuid:032x} {}{earlier}", self.session, self.world, self.place)
+    }
+
+    pub(super) fn from_text(text: &str) -> Result<Self> {
+        let broken =
+            |what: &str| Error::rendezvous(format!("the store holds something that is no leader's notice: {what}"));
+        let mut lines = text.split('\n');
+        if lines.next() != Some(NOTICE_MAGIC) {
+            return Err(broken(OTHER_VERSION));
+        }
+        let session = lines.next().ok_or_else(|| broken("no session"))?.to_owned();
+        let world = lines.next().and_then(|line| line.parse().ok()).ok_or_else(|| broken("no world"))?;
+        let phase = lines.next().and_then(|line| Phase::ALL.iter().find(|(_, name)| *name == line));
+        let phase = phase.ok_or_else(|| broken("no phase"))?.0;
+        let (uuid, place) = lines.next().and_then(|line| line.split_once(' ')).ok_or_else(|| broken("no process"))?;
+        let uuid = u128::from_str_radix(uuid, 16).map_err(|_| broken("no process"))?.to_be_bytes();
+        let place = place.to_owned();
+        let earlier = lines
+            .map(|line| {
+                line.split_once(' ').and_then(|(world, session)| Some((session.to_owned(), world.parse().ok()?)))
+            })
+            .collect::<Option<_>>()
+            .ok_or_else(|| broken("no earlier session"))?;
+        Ok(Self { session, world, phase, uuid, place, earlier })
+    }
+}
+
+/// Why a session is over before its group was made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Why {
+    /// A rank was replaced: whoever is alive meets again in another session.
+    Moved,
+    /// Another process leads, at this place.
+    Taken(String),
+    /// A rank could not make the group.
+    Failed(Cause),
+    /// It is not: the group is made.
+    Complete,
+}
+
+impl Why {
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
+        match self {
+            Why::Moved => b"moved ".to_vec(),
+            Why::Taken(place) => format!("taken {place}").into_bytes(),
+            Why::Failed(cause) => [&b"failed "[..], cause.to_bytes(16 << 10).as_slice()].concat(),
+            Why::Complete => b"complete ".to_vec(),
+        }
+    }
+
+    pub(super) fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        let space = bytes.iter().position(|&byte| byte == b' ').unwrap_or(bytes.len());
+        let (word, rest) = (&bytes[..space], bytes.get(space + 1..).unwrap_or_default());
+        match word {
+            b"moved" => Ok(Why::Moved),
+            b"taken" => Ok(Why::Taken(String::from_utf8_lossy(rest).into_owned())),
+            b"failed" => Cause::parse(rest).map(Why::Failed),
+            b"complete" => Ok(Why::Complete),
+            _ => Err(Error::rendezvous("the store holds something that is no reason of ours")),
+        }
+    }
+}
+
+/// What makes settings differ, as an error.
+pub(super) fn settings_differ(mine: &GroupCard, other: &GroupCard, my_rank: u32, rank: usize) -> Error {
+    let words = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
+    let (mine, other) = (words(&mine.agreed), words(&other.agreed));
+    let differing: Vec<String> = mine
+        .iter()
+        .zip(&other)
+        .filter(|(a, b)| a != b)
+        .map(|(a, b)| format!("rank {my_rank} has {a}, rank {rank} has {b}"))
+        .collect();
+    let detail = if differing.is_empty() { "the lists of settings differ".to_owned() } else { differing.join("; ") };
+    Error::configuration(format!(
+        "the ranks' settings disagree: {detail}; give all ranks the same environment and options"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use accl_types::{ErrorKind, Rank};
+    use proptest::prelude::*;
+
+    fn card(counter: u64, agreed: &str) -> GroupCard {
+        let card = Card {
+            version: 1,
+            uuid: [7; 16],
+            pid: 1,
+            uid: 2,
+            hostname: "a b".to_owned(),
+            host_id: "h".to_owned(),
+            addresses: Vec::new(),
+            unix_name: String::new(),
+            transports: vec!["shm".to_owned()],
+        };
+        GroupCard { counter, agreed: agreed.to_owned(), cores: Cores::of_this_process(), machine: None, card }
+    }
+
+    proptest! {
+        #[test]
+        fn texts_come_back_as_they_went(
+            counter: u64, agreed in "[ -~]{0,40}", session in "[ -~]{1,40}", world: u32, uuid: [u8; 16],
+            earlier in proptest::collection::vec(("[ -~]{1,20}", any::<u32>()), 0..5), place in "[ -~]{0,30}",
+        ) {
+            let cards = vec![card(counter, &agreed), card(3, "")];
+            prop_assert_eq!(roster_from_text(&roster_to_text(&cards)).unwrap(), cards);
+            for &(phase, _) in Phase::ALL {
+                let notice = Notice { session: session.clone(), world, phase, uuid, place: place.clone(), earlier: earlier.clone() };
+                prop_assert_eq!(Notice::from_text(&notice.to_text()).unwrap(), notice);
+            }
+            let cause = Cause { kind: ErrorKind::Network, origin: Rank(world), text: place.clone() };
+            for why in [Why::Moved, Why::Complete, Why::Taken(place), Why::Failed(cause)] {
+                prop_assert_eq!(Why::from_bytes(&why.to_bytes()).unwrap(), why);
+            }
+        }
+
+        #[test]
+        fn anything_else_is_refused_without_a_panic(text: String, bytes: Vec<u8>) {
+            prop_assert!(Notice::from_text(&text).is_err());
+            prop_assert!(text.is_empty() || roster_from_text(&text).is_err());
+            prop_assert!(GroupCard::from_text(&text).is_err());
+            let _ = Why::from_bytes(&bytes);
+        }
+
+        #[test]
+        fn a_damaged_roster_does_not_panic(at in any::<prop::sample::Index>(), with: char, cut: bool) {
+            let mut text: Vec<char> = roster_to_text(&[card(1, "a=b"), card(2, "")]).chars().collect();
+            let at = at.index(text.len());
+            if cut { text.truncate(at) } else { text[at] = with }
+            let _ = roster_from_text(&text.into_iter().collect::<String>());
+        }
+    }
+}
