@@ -64,6 +64,30 @@ class Layers(unittest.TestCase):
         text = "use std::time::Instant;\n// std::env is fine in a comment\n#[cfg(test)]\nmod t { use std::env; }\n"
         self.assertEqual(len(list(layers.impure_lines(text, "lib.rs"))), 1)
 
+    def circles(self, **files: str) -> list[str]:
+        modules = {tuple(name.split("_")) if name != "lib" else (): text for name, text in files.items()}
+        return list(layers.circles("accl-x", layers.imports_of(modules)))
+
+    def test_a_circle_of_files_is_found_through_groups_names_passed_on_and_paths_in_code(self) -> None:
+        [circle] = self.circles(a="use crate::{b::B, c};", b="fn f() { crate::a::g() }", c="")
+        self.assertIn("circle: a, b", circle)
+        passed_on = {"lib": "mod a; mod b; pub use b::B;", "a": "use crate::B;", "b": "use super::a::A;"}
+        self.assertEqual(len(self.circles(**passed_on)), 1)
+        table = {"t": "mod row; const ROWS: &[u8] = &[row::ROW];", "t_row": "use super::Kind;"}
+        self.assertEqual(len(self.circles(**table)), 1)
+
+    def test_files_without_a_circle_are_accepted(self) -> None:
+        self.assertEqual(self.circles(a="use crate::b::B;", b="use std::fmt;", lib="mod a; mod b; pub use a::A;"), [])
+        self.assertEqual(self.circles(t="mod row; pub use kind::Kind;", t_row="use super::Kind;", t_kind=""), [])
+
+    def test_the_protocol_may_not_name_its_driver(self) -> None:
+        run = "use crate::plan::Plan;\nuse crate::driver::Driver;"
+        modules = {("exec", "run"): run, ("plan",): "", ("driver",): ""}
+        [climb] = layers.climbs("accl-engine", layers.imports_of(modules))
+        self.assertIn("exec/run imports driver", climb)
+        upwards = {("plan",): "use crate::exec::run::Run;", ("exec", "run"): ""}
+        self.assertEqual(len(list(layers.climbs("accl-engine", layers.imports_of(upwards)))), 1)
+
 
 class Shim(unittest.TestCase):
     def breaches(self, code: str, name: str = "cpp_shim/a.cpp") -> str:

@@ -21,12 +21,14 @@ mod arch;
 pub mod codec;
 mod copy;
 mod float_env;
+mod isa;
 mod reduce;
 mod scale;
 mod strided;
 
-pub use arch::{Isa, available_isas, describe_isa};
+pub use arch::{available_isas, describe_isa};
 pub use copy::copy;
+pub use isa::Isa;
 pub use reduce::{Finish, Reducer, supports};
 pub use scale::{scale, scale_with_isa};
 pub use strided::{StridedView, pack, unpack};

@@ -2,8 +2,9 @@
 
 use accl_types::{Dtype, Error, Result};
 
-use crate::arch::{self, Isa};
+use crate::arch;
 use crate::float_env::DefaultFloatEnv;
+use crate::isa::Isa;
 
 /// dst\[i\] = src\[i\] * factor for `count` elements, on the best instruction set of this machine.
 ///

@@ -4,7 +4,7 @@
 //! same arguments, so the constants of the [`Machine`] must be the same on all of them; how they come to be is the
 //! engine's affair. What a row costs is in its file. Read [`Chooser::choose`] first.
 
-use std::cell::OnceCell;
+use std::sync::OnceLock;
 
 use accl_types::config::AlgorithmRule;
 use accl_types::{Collective, Error, Result, nearest};
@@ -42,7 +42,7 @@ pub struct Chooser {
     /// By which costs are counted.
     seen: Topology,
     prices: Prices,
-    costs: [OnceCell<Vec<(&'static Algorithm, Cost)>>; Collective::ALL.len()],
+    costs: [OnceLock<Vec<(&'static Algorithm, Cost)>>; Collective::ALL.len()],
 }
 
 impl Chooser {

@@ -31,8 +31,9 @@ pub use poller::{Poller, Waker};
 pub use settings::Settings;
 pub use traced::{Trace, Traced};
 
-/// Version of the handshake and of the rings. Endpoints of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u32 = 3;
+/// Version of all that processes say to each other: handshake, rings, frames, signatures, tiles, rank cards, the numbers of
+/// algorithms and codecs. Processes of different versions refuse each other, and each error has both versions.
+pub const PROTOCOL_VERSION: u32 = 4;
 
 /// A row of [`TRANSPORTS`].
 #[derive(Debug)]

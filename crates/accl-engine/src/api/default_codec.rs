@@ -35,7 +35,7 @@ impl DefaultCodec {
     /// does not say how it is encoded has none.
     pub(crate) fn of(config: &Config) -> Result<Option<Self>> {
         let codec = codec::parse(&config.codec)?;
-        if config.compress_all && codec.summary().row().is_some_and(|row| row.needs_feedback) {
+        if config.compress_all && codec.summary().row().needs_feedback {
             return Err(Error::configuration(format!(
                 "compression: {codec:?} is of use only with error feedback, which ordinary calls have not got; take another \
                  codec, or leave compressed_calls at hooks"

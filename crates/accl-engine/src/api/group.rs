@@ -21,6 +21,7 @@ use crate::exec::{INQUIRE_AFTER, Message, PRIVATE_TAGS, Run};
 use crate::group::{Context, Core, FastPathEnd, GroupState, Relief, Stopped, Tell};
 use crate::memory::{Buffers, Coder, Compute, Sample};
 use crate::peers::Mark;
+use crate::plan::{Planner, Planning};
 
 /// What became of a call whose caller waits.
 pub enum Ran {
@@ -50,6 +51,7 @@ pub struct Group {
     global_rank: u64,
     /// See [`DefaultCodec`].
     default_codec: Option<DefaultCodec>,
+    planning: Planning,
     closed: AtomicBool,
 }
 
@@ -60,10 +62,21 @@ impl Group {
         name: Arc<str>,
         spec: &GroupSpec,
         default_codec: Option<DefaultCodec>,
+        planner: Planner,
     ) -> Arc<Self> {
         let (rank, world) = (spec.rank, spec.world);
         let global_rank = spec.global_ranks.get(rank.index()).copied().unwrap_or(u64::from(rank.0));
-        Arc::new(Self { engine, id, name, rank, world, global_rank, default_codec, closed: AtomicBool::new(false) })
+        Arc::new(Self {
+            engine,
+            id,
+            name,
+            rank,
+            world,
+            global_rank,
+            default_codec,
+            planning: Planning::new(planner),
+            closed: AtomicBool::new(false),
+        })
     }
 
     /// Starts a call. Its tensors must stay valid and untouched until the call is done or failed.
@@ -89,13 +102,13 @@ impl Group {
             && !self.is_encoded_by_default(desc)
             && !self.engine.is_forked()
             && !self.closed.load(Ordering::Acquire);
-        if !goes {
+        let Some(shape) = goes.then(|| self.planning.find(desc)).flatten() else {
             return self.submit_ref(desc).map(Ran::Pending);
-        }
+        };
         let spin_limit = self.engine.driver.spin_limit();
         let mut core = self.engine.driver.lock();
         let is_watch = core.watch();
-        let ran = core.guarded(|core| core.run_fast_path(self.id, desc, spin_limit));
+        let ran = core.guarded(|core| core.run_fast_path(self.id, desc, &shape, spin_limit));
         // What stopped halfway goes on before anybody takes another frame.
         let ran = ran.map(|ran| match ran {
             Some(FastPathEnd::Done { seq, .. }) => Some(Ok(seq)),
@@ -166,13 +179,13 @@ impl Group {
         self.check_usable(desc.collective)?;
         desc.check(self.world)?;
         let placed = |error: Error| error.of(desc.collective);
-        // All reasons to refuse the call come first: preparing its memory may change it.
-        let shape = self.with_state(|group, _| match group.aborted(Some(desc.collective)) {
-            Some(error) => Err(error),
-            None if desc.collective.is_point_to_point() => Ok(None),
-            None => group.shapes.get(desc, self.rank, self.world, &mut group.plans).map(Some),
-        });
-        let shape = shape.map_err(|error| error.of(desc.collective))?.map_err(placed)?;
+        // All reasons to refuse the call come first: preparing its memory may change it, or take long.
+        if !desc.uses_tensors_as_they_are() {
+            let aborted = self.with_state(|group, _| group.aborted(Some(desc.collective))).map_err(placed)?;
+            aborted.map_or(Ok(()), Err)?;
+        }
+        let shape =
+            if desc.collective.is_point_to_point() { None } else { Some(self.planning.get(desc).map_err(placed)?) };
         let mut buffers = Buffers::prepare(desc, self.rank.index()).map_err(placed)?;
         if desc.collective == Collective::Reduce && self.rank != desc.root {
             buffers.discard_outputs();
@@ -310,15 +323,7 @@ impl Group {
     /// As [`Group::submit`] for a description that it refuses; `Unsupported` for point-to-point calls, which have none.
     pub fn algorithm_of(&self, desc: &CallDesc) -> Result<&'static str> {
         let named = desc.check(self.world).and_then(|()| {
-            self.with_default_codec(
-                desc,
-                |_| 0,
-                |desc| {
-                    let shape =
-                        self.with_state(|group, _| group.shapes.get(desc, self.rank, self.world, &mut group.plans))?;
-                    Ok(shape?.plan.algorithm.name)
-                },
-            )
+            self.with_default_codec(desc, |_| 0, |desc| Ok(self.planning.get(desc)?.plan.algorithm.name))
         });
         named.map_err(|error| self.placed(error.of(desc.collective)))
     }
@@ -532,4 +537,41 @@ fn forked() -> Error {
         "this process was forked from the one that made the group, and a group does not survive a fork; make a group of \
          its own in the child, or start the child with spawn",
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use accl_schedule::cost::Machine;
+    use accl_types::Dtype;
+    use accl_types::config::Config;
+
+    use super::*;
+    use crate::session::store::MemoryStore;
+
+    #[test]
+    fn a_plan_is_made_while_another_thread_has_the_drivers_lock() {
+        let config = Config::default();
+        let engine = Engine::new(config.clone(), |_| Machine::default());
+        let spec = GroupSpec {
+            name: "g".to_owned(),
+            rank: Rank(0),
+            world: 1,
+            timeout: Duration::from_secs(30),
+            config,
+            master: None,
+            global_ranks: Vec::new(),
+        };
+        let group = engine.create_group(spec, &MemoryStore::default(), &mut || false).unwrap();
+        let (sender, made) = mpsc::channel();
+        let held = engine.driver.lock();
+        let planner = std::thread::spawn({
+            let group = group.clone();
+            move || sender.send(group.algorithm_of(&CallDesc::new(Collective::Barrier, Dtype::U8))).unwrap()
+        });
+        assert!(made.recv_timeout(Duration::from_secs(20)).unwrap().is_ok());
+        drop(held);
+        planner.join().unwrap();
+    }
 }

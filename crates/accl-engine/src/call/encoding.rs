@@ -148,7 +148,7 @@ impl Codecs {
     /// What ranks compare with every call; never 0. It names the settings of the first tensor, and has part of a hash of all.
     pub(crate) fn word(&self) -> u64 {
         let [up, down] = [Role::Up, Role::Down].map(|role| u64::from(self.codec(role, 0).summary().word()));
-        let hash = u64::from(fold(self.hash) as u16 | 1);
+        let hash = u64::from(fold(self.hash) | 1);
         hash << (2 * Summary::BITS) | down << Summary::BITS | up
     }
 
@@ -157,8 +157,10 @@ impl Codecs {
         if word == 0 {
             return "no codec".to_owned();
         }
-        let [up, down] = [word, word >> Summary::BITS].map(|word| Summary::from_word(word as u32));
-        if up == down { format!("{up}") } else { format!("{up} up and {down} down") }
+        let unknown = || "a codec that this version does not know".to_owned();
+        let describe = |word: u64| codec::from_word(word as u32).map_or_else(unknown, |summary| summary.to_string());
+        let [up, down] = [word, word >> Summary::BITS].map(describe);
+        if up == down { up } else { format!("{up} up and {down} down") }
     }
 
     pub(crate) fn tensor(&self, position: u32) -> &TensorCodecs {

@@ -7,6 +7,7 @@ use std::any::Any;
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use accl_transport::frame::{Header, Kind};
@@ -19,6 +20,7 @@ use crate::call::{CallDesc, Callback};
 use crate::exec::SpinLimit;
 use crate::hash::hash_words;
 use crate::peers::{Net, PeerId};
+use crate::plan::Shape;
 
 /// Frames taken off one link before the others have their turn.
 const FRAMES_PER_TURN: usize = 32;
@@ -157,16 +159,22 @@ impl Core {
 
     /// Runs a call on the fast path, as far as that goes. `None`: not at all.
     #[inline]
-    pub(crate) fn run_fast_path(&mut self, id: u64, desc: &CallDesc, patience: SpinLimit) -> Option<FastPathEnd> {
+    pub(crate) fn run_fast_path(
+        &mut self,
+        id: u64,
+        desc: &CallDesc,
+        shape: &Arc<Shape>,
+        spin_limit: SpinLimit,
+    ) -> Option<FastPathEnd> {
         let group = self.groups.get_mut(&id)?;
-        let ran = group.run_fast_path(desc, patience, &mut self.net, self.segment);
+        let ran = group.run_fast_path(desc, shape, spin_limit, &mut self.net, self.segment);
         if let Some(FastPathEnd::Done { heard: false, .. }) = ran {
             self.ended_at_once();
         }
         ran
     }
 
-    /// Adds a group and context it the frames that came before it.
+    /// Adds a group and hands it the frames that came before it.
     pub(crate) fn add_group(&mut self, group: GroupState, now: Instant) {
         let id = group.id;
         self.groups.insert(id, group);

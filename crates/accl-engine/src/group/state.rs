@@ -17,8 +17,8 @@ use crate::call::{CallDesc, CallState};
 use crate::exec::{FastPath, FromAny, INQUIRY, Message, P2p, Run, RunContext, SpinLimit};
 use crate::memory::{BufferPool, Compute, Storage};
 use crate::peers::{Gone, Mark, Members, Net, PeerId};
+use crate::plan::Shape;
 use crate::plan::signature::disagreement;
-use crate::plan::{Plans, Shape, Shapes};
 
 /// A call begins once the earlier ones in flight have no more than this left to do, in bytes of all their operations:
 /// their tensors share the cache then, and none of them waits for the others' turns. Within a host the links need no more
@@ -43,8 +43,6 @@ pub(crate) struct GroupState {
     pub(crate) timeout: Duration,
     pub(crate) timing: bool,
     pub(crate) members: Members,
-    pub(crate) shapes: Shapes,
-    pub(crate) plans: Plans,
     pub(crate) p2p: P2p,
     runs: BTreeMap<u64, Run>,
     /// When a call in flight last moved, and whether one has yet to begin.
@@ -112,7 +110,7 @@ macro_rules! env {
 }
 
 impl GroupState {
-    pub(crate) fn new(id: u64, name: Arc<str>, rank: Rank, timeout: Duration, members: Members, plans: Plans) -> Self {
+    pub(crate) fn new(id: u64, name: Arc<str>, rank: Rank, timeout: Duration, members: Members) -> Self {
         let world = members.world();
         Self {
             id,
@@ -121,8 +119,6 @@ impl GroupState {
             timing: false,
             timeout,
             members,
-            shapes: Shapes::default(),
-            plans,
             p2p: P2p::new(world),
             runs: BTreeMap::new(),
             moved_at: Instant::now(),
@@ -230,6 +226,7 @@ impl GroupState {
     pub(crate) fn run_fast_path(
         &mut self,
         desc: &CallDesc,
+        shape: &Arc<Shape>,
         spin_limit: SpinLimit,
         net: &mut Net,
         segment: u64,
@@ -239,7 +236,6 @@ impl GroupState {
         if !is_quiet || waits_for_composed || !self.is_near(net) {
             return None;
         }
-        let shape = self.shapes.find(desc, self.members.world())?;
         let order = shape.plan.fast_path.as_deref().filter(|_| shape.plan.longest <= segment)?;
         let header = shape.whole?;
         // What is unusual about the tensors, or wrong with them, is left to the ordinary way.
@@ -273,7 +269,7 @@ impl GroupState {
         Some(FastPathEnd::Stopped(Box::new(Stopped { shape: shape.clone(), compute, finished, seq })))
     }
 
-    /// Starts a collective: context it the frames that came before it and makes a first pass.
+    /// Starts a collective: hands it the frames that came before it and makes a first pass.
     pub(crate) fn start(&mut self, mut run: Run, context: &mut Context<'_>) {
         let seq = run.call.seq;
         self.history.add(seq, &run.signature);

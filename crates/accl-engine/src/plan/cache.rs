@@ -1,6 +1,6 @@
-//! The plans of a group, by what they depend on, and the choice of an algorithm.
+//! The making of plans and the choice of an algorithm; the plans of a group, by what they depend on.
 //!
-//! Read [`Plans`] first.
+//! Read [`Planner`] first.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -49,26 +49,30 @@ impl PlanKey {
     }
 }
 
-/// The plans of one group.
-pub(crate) struct Plans {
-    cache: HashMap<PlanKey, Arc<Plan>>,
+/// Makes the plans of one group.
+pub(crate) struct Planner {
     chooser: Chooser,
     rank: Rank,
 }
 
-impl Plans {
+impl Planner {
     pub(crate) fn new(chooser: Chooser, rank: Rank) -> Self {
-        Self { cache: HashMap::new(), chooser, rank }
+        Self { chooser, rank }
     }
 
-    /// The plan for `key`, cached or made.
+    pub(crate) fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    pub(crate) fn world(&self) -> u32 {
+        self.chooser.topology().world()
+    }
+
+    /// The plan for `key`. That takes time: no lock should be held.
     ///
     /// # Errors
     /// `Configuration` when an override names an algorithm that does not fit.
-    pub(crate) fn get(&mut self, key: &PlanKey) -> Result<Arc<Plan>> {
-        if let Some(plan) = self.cache.get(key) {
-            return Ok(plan.clone());
-        }
+    pub(crate) fn plan(&self, key: &PlanKey) -> Result<Arc<Plan>> {
         let topology = self.chooser.topology();
         let world = topology.world();
         let encoded = key.codecs.is_some();
@@ -93,15 +97,28 @@ impl Plans {
         tracing::info!(
             collective = key.collective.name(),
             algorithm = algorithm.name,
-            bytes = key.size_bytes(world),
+            bytes,
             world,
             codecs = key.codecs.as_ref().map(|typed| typed.codecs.text()),
             "algorithm chosen"
         );
-        if self.cache.len() >= MAX_PLANS {
-            self.cache.clear();
-        }
-        self.cache.insert(key.clone(), plan.clone());
         Ok(plan)
+    }
+}
+
+/// Plans that were made, by what they depend on.
+#[derive(Default)]
+pub(crate) struct Plans(HashMap<PlanKey, Arc<Plan>>);
+
+impl Plans {
+    pub(crate) fn get(&self, key: &PlanKey) -> Option<Arc<Plan>> {
+        self.0.get(key).cloned()
+    }
+
+    pub(crate) fn keep(&mut self, key: PlanKey, plan: Arc<Plan>) {
+        if self.0.len() >= MAX_PLANS {
+            self.0.clear();
+        }
+        self.0.insert(key, plan);
     }
 }

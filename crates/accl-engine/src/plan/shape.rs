@@ -1,7 +1,8 @@
 //! Shapes of calls that a group has met: what follows from a shape alone is worked out once.
 //!
 //! Owns the list of the latest shapes and the signature of a call. Plans are made and kept in `cache`, which several
-//! shapes share (a sum and a maximum of equal size have one plan). Read [`Shapes::find`] first.
+//! shapes share (a sum and a maximum of equal size have one plan). Read [`Planning::get`]
+//! first.
 
 use std::sync::Arc;
 
@@ -11,9 +12,10 @@ use accl_types::{Collective, Dtype, DtypeClass, Elems, Error, Rank, ReduceOp, Re
 use smallvec::SmallVec;
 
 use super::build::Plan;
-use super::cache::{PlanKey, Plans};
+use super::cache::{PlanKey, Planner, Plans};
 use super::signature::signature;
 use crate::call::{Blocks, CallDesc, Codecs, TensorDesc, TypedCodecs};
+use crate::sync::Mutex;
 
 /// Shapes kept; a step of training repeats few.
 const MAX_SHAPES: usize = 16;
@@ -107,7 +109,7 @@ impl Key {
 
 /// The latest shapes of one group.
 #[derive(Default)]
-pub(crate) struct Shapes {
+struct Shapes {
     /// Sorted by use, roughly: a hit moves one place to the front.
     shapes: Vec<Arc<Shape>>,
 }
@@ -115,7 +117,7 @@ pub(crate) struct Shapes {
 impl Shapes {
     /// The shape of this call, if it is among the latest. A call of a known shape needs no check of its arguments.
     #[inline]
-    pub(crate) fn find(&mut self, desc: &CallDesc, world: u32) -> Option<&Arc<Shape>> {
+    fn find(&mut self, desc: &CallDesc, world: u32) -> Option<&Arc<Shape>> {
         let index = self.shapes.iter().position(|shape| shape.key.fits(desc, world))?;
         if index > 0 {
             self.shapes.swap(index - 1, index);
@@ -123,49 +125,91 @@ impl Shapes {
         self.shapes.get(index.saturating_sub(1))
     }
 
+    /// Keeps a shape.
+    fn keep(&mut self, shape: Arc<Shape>) {
+        if self.shapes.len() >= MAX_SHAPES {
+            self.shapes.pop();
+        }
+        self.shapes.push(shape);
+    }
+}
+
+/// The shapes and plans of one group, and how more of them are made. Any thread may ask; nobody waits for a plan that another
+/// thread makes.
+pub(crate) struct Planning {
+    planner: Planner,
+    made: Mutex<Made>,
+}
+
+#[derive(Default)]
+struct Made {
+    shapes: Shapes,
+    plans: Plans,
+}
+
+impl Planning {
+    pub(crate) fn new(planner: Planner) -> Self {
+        Self { planner, made: Mutex::default() }
+    }
+
+    /// The shape of this call, if it is among the latest. A call of a known shape needs no check of its arguments.
+    #[inline]
+    pub(crate) fn find(&self, desc: &CallDesc) -> Option<Arc<Shape>> {
+        self.made.lock().shapes.find(desc, self.planner.world()).cloned()
+    }
+
     /// The shape of a checked call, kept from now on.
     ///
     /// # Errors
-    /// `InvalidArgument` when the block that a rank keeps differs in size; those of the plan and of the reducer.
-    pub(crate) fn get(&mut self, desc: &CallDesc, rank: Rank, world: u32, plans: &mut Plans) -> Result<Arc<Shape>> {
-        if let Some(shape) = self.find(desc, world) {
-            return Ok(shape.clone());
+    /// `InvalidArgument` when the block that a rank keeps differs in size; those of the planner and of the reducer.
+    pub(crate) fn get(&self, desc: &CallDesc) -> Result<Arc<Shape>> {
+        if let Some(shape) = self.find(desc) {
+            return Ok(shape);
         }
+        let (rank, world) = (self.planner.rank(), self.planner.world());
         let reduces = desc.collective.reduces();
         let codecs = desc.encoding(world).map(|encoding| encoding.codecs.clone());
         let elem = if reduces || codecs.is_some() { desc.dtype.size_bytes() } else { 1 };
-        let outputs = block_elems(&desc.outputs, elem as u64);
-        let in_place = desc.inputs.is_empty();
-        let inputs = match desc.collective {
-            Collective::AllReduce | Collective::Reduce if in_place => outputs.clone(),
-            _ => block_elems(&desc.inputs, elem as u64),
-        };
-        let plan_key = PlanKey {
-            collective: desc.collective,
-            root: desc.root,
-            elem_bytes: elem as u64,
-            equal_blocks: equal_blocks(desc, &inputs, &outputs),
-            inputs,
-            outputs,
-            codecs: codecs.clone().map(|codecs| TypedCodecs { codecs, dtype: desc.dtype }),
-            rounds: reduces && desc.dtype.class() == DtypeClass::Float16 && rounds(desc.op),
-        };
-        check_kept_block(desc.collective, &plan_key, rank)?;
-        let plan = plans.get(&plan_key)?;
+        let key = plan_key(desc, elem, codecs.clone());
+        check_kept_block(desc.collective, &key, rank)?;
         // What is encoded is added up in float32, whatever its type.
         let reducer = if reduces && codecs.is_none() {
             Some((Reducer::new(kernel_op(desc.op), desc.dtype, world)?, elem))
         } else {
             None
         };
-        let signature = signature(desc, &plan_key, plan.algorithm.id);
+        let known = self.made.lock().plans.get(&key);
+        let plan = match known {
+            Some(plan) => plan,
+            None => self.planner.plan(&key)?,
+        };
+        let signature = signature(desc, &key, plan.algorithm.id);
         let whole = Header::whole(&signature);
-        let shape = Arc::new(Shape { key: Key::of(desc, world), plan, signature, whole, reducer });
-        if self.shapes.len() >= MAX_SHAPES {
-            self.shapes.pop();
-        }
-        self.shapes.push(shape.clone());
+        let shape = Arc::new(Shape { key: Key::of(desc, world), plan: plan.clone(), signature, whole, reducer });
+        let mut made = self.made.lock();
+        made.plans.keep(key, plan);
+        made.shapes.keep(shape.clone());
         Ok(shape)
+    }
+}
+
+/// What the plan of a call depends on; `elem` is the size of what is counted in.
+fn plan_key(desc: &CallDesc, elem: usize, codecs: Option<Arc<Codecs>>) -> PlanKey {
+    let outputs = block_elems(&desc.outputs, elem as u64);
+    let in_place = desc.inputs.is_empty();
+    let inputs = match desc.collective {
+        Collective::AllReduce | Collective::Reduce if in_place => outputs.clone(),
+        _ => block_elems(&desc.inputs, elem as u64),
+    };
+    PlanKey {
+        collective: desc.collective,
+        root: desc.root,
+        elem_bytes: elem as u64,
+        equal_blocks: equal_blocks(desc, &inputs, &outputs),
+        inputs,
+        outputs,
+        codecs: codecs.map(|codecs| TypedCodecs { codecs, dtype: desc.dtype }),
+        rounds: desc.collective.reduces() && desc.dtype.class() == DtypeClass::Float16 && rounds(desc.op),
     }
 }
 

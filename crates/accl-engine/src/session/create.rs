@@ -22,7 +22,7 @@ use crate::env::launch_label;
 use crate::group::GroupState;
 use crate::hash::hash_words;
 use crate::peers::{Members, PeerId};
-use crate::plan::Plans;
+use crate::plan::Planner;
 use crate::time::far;
 
 /// How long connecting holds the endpoint before other threads that make groups have a turn.
@@ -32,7 +32,13 @@ const CONNECT_SLICE: Duration = Duration::from_millis(200);
 struct Prepared {
     state: GroupState,
     cards: Vec<GroupCard>,
+    rules: Rules,
+}
+
+/// What a group's handle goes by.
+struct Rules {
     default_codec: Option<DefaultCodec>,
+    planner: Planner,
 }
 
 impl Engine {
@@ -76,7 +82,7 @@ impl Engine {
             }
             self.look_for_lost(&members)
         };
-        let Prepared { state, cards, default_codec } = match self.meet(parts, spec, &mut meeting, deadline, &mut look) {
+        let Prepared { state, cards, rules } = match self.meet(parts, spec, &mut meeting, deadline, &mut look) {
             Ok(prepared) => prepared,
             Err(error) => {
                 meeting.give_up(&error);
@@ -108,7 +114,7 @@ impl Engine {
             }
             core.add_group(state, now);
         });
-        Ok(Group::new(self.clone(), id, name, spec, default_codec))
+        Ok(Group::new(self.clone(), id, name, spec, rules.default_codec, rules.planner))
     }
 
     /// Meets the others until all ranks, in one session, have what the group needs.
@@ -124,14 +130,14 @@ impl Engine {
             let cards = meeting.gather(look)?;
             let id = group_id(meeting.session(), &cards);
             let made = self.prepare(parts, spec, meeting, id, &cards, deadline, look).and_then(|prepared| {
-                let Some((state, default_codec)) = prepared else { return Ok(None) };
+                let Some((state, rules)) = prepared else { return Ok(None) };
                 match meeting.confirm(look)? {
-                    Outcome::Made => Ok(Some((state, default_codec))),
+                    Outcome::Made => Ok(Some((state, rules))),
                     Outcome::Moved => Ok(None),
                 }
             });
             match made {
-                Ok(Some((state, default_codec))) => return Ok(Prepared { state, cards, default_codec }),
+                Ok(Some((state, rules))) => return Ok(Prepared { state, cards, rules }),
                 Ok(None) => {}
                 Err(error) => {
                     self.driver.with_core(|core| core.remove_group(id));
@@ -152,7 +158,7 @@ impl Engine {
         cards: &[GroupCard],
         deadline: Instant,
         look: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<Option<(GroupState, Option<DefaultCodec>)>> {
+    ) -> Result<Option<(GroupState, Rules)>> {
         let topology = Topology::new(host_indices(cards));
         // The same on all ranks, since they agreed on the rules.
         accl_schedule::check_rules(&topology, &spec.config.algorithm)?;
@@ -160,10 +166,10 @@ impl Engine {
         let Some(peers) = self.connect(parts, spec, meeting, cards, deadline, look)? else { return Ok(None) };
         let members = Members::new(peers, spec.config.eager_bytes);
         let chooser = chooser(topology, spec, cards, self.driver.with_core(|core| core.segment));
-        let plans = Plans::new(chooser, spec.rank);
-        let mut state = GroupState::new(id, spec.name.as_str().into(), spec.rank, spec.timeout, members, plans);
+        let planner = Planner::new(chooser, spec.rank);
+        let mut state = GroupState::new(id, spec.name.as_str().into(), spec.rank, spec.timeout, members);
         state.timing = spec.config.timing;
-        Ok(Some((state, default_codec)))
+        Ok(Some((state, Rules { default_codec, planner })))
     }
 
     /// The processes of a sub-group's ranks, as the group of the job knows them; empty for other groups.

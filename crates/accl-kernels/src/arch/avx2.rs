@@ -14,9 +14,10 @@ use std::arch::x86_64::{
 };
 use std::marker::PhantomData;
 
-use super::{Arch, Isa, ReduceKernels, Row, ScaleKernel, arch};
+use super::row::{Row, arch};
 use crate::codec::avx2::with_vectors;
 use crate::codec::loops::codec_loops;
+use crate::isa::{Arch, Isa, ReduceKernels, ScaleKernel};
 use crate::reduce::lanes::{ArithReg, Bf16, Complex, FloatLanes, FloatReg, Group, Lanes, LastOn, OpOn, OrderReg, Regs};
 use crate::reduce::{loops, select};
 

@@ -1,9 +1,10 @@
 //! AVX-512: 64-byte vectors of integers. Floats are as with AVX2.
 
 use super::avx2::Avx2;
-use super::{Arch, Isa, ReduceKernels, Row, ScaleKernel, arch};
+use super::row::{Row, arch};
 use crate::codec::avx512::with_vectors;
 use crate::codec::loops::codec_loops;
+use crate::isa::{Arch, Isa, ReduceKernels, ScaleKernel};
 use crate::reduce::lanes::{FloatLanes, Lanes, LastOn, OpOn};
 use crate::reduce::{loops, select};
 

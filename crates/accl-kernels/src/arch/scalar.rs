@@ -1,7 +1,8 @@
 //! The loops as the compiler makes them for any processor of the target. This is what Miri sees.
 
-use super::{Arch, Isa, ReduceKernels, Row, ScaleKernel, arch};
+use super::row::{Row, arch};
 use crate::codec::loops::codec_loops;
+use crate::isa::{Arch, Isa, ReduceKernels, ScaleKernel};
 use crate::reduce::lanes::{Bf16x2, Complex, F16, FloatLanes, Lanes, LastOn, OpOn};
 use crate::reduce::{loops, select};
 

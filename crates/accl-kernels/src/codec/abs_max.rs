@@ -10,12 +10,14 @@
 //! It is the symmetric quantization of integer inference, as in Jacob et al., 2018, by buckets.
 
 use super::loops::Range;
+use super::settings::{Setting, Settings};
+use super::traits::{Row, Spoilt};
 use super::uniform::{Placed, Scheme, Uniform, smallest_normal, toward};
-use super::{Row, Setting, Settings, Spoilt};
 use crate::reduce::float16::Toward;
 
 pub(super) const ROW: Row = Row {
-    name: AbsMax::NAME,
+    id: 4,
+    name: "absmax",
     description: "levels evenly on both sides of zero, up to the greatest magnitude of a bucket, 2 to 8 bits",
     settings: &Setting::ALL,
     needs_feedback: false,
@@ -41,7 +43,7 @@ fn with_short_mantissa(value: f32) -> f32 {
 }
 
 impl Scheme for AbsMax {
-    const NAME: &'static str = "absmax";
+    const ROW: &'static Row = &ROW;
     const LEAST_BITS: u8 = 2;
     const META: usize = 1;
 

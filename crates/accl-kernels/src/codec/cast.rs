@@ -8,16 +8,19 @@ use std::sync::Arc;
 use accl_types::{Dtype, Result};
 
 use super::loops::Loops;
+use super::noise::Noise;
 use super::pieces::{add, convert};
-use super::{Codec, Noise, Row, Slice, Spoilt, Summary};
-use crate::arch::{self, Isa};
+use super::settings::Settings;
+use super::traits::{Codec, Row, Slice, Spoilt, Summary};
+use crate::arch;
 use crate::float_env::DefaultFloatEnv;
+use crate::isa::Isa;
 
-pub(super) const RAW: Row = Row::plain("raw", "elements as they are", |_, isa| cast("raw", None, isa));
+pub(super) const RAW: Row = Row::plain(0, "raw", "elements as they are", |_, isa| cast(&RAW, None, isa));
 
-pub(super) const BF16: Row = Row::plain("bf16", "bfloat16", |_, isa| cast("bf16", Some(Dtype::BF16), isa));
+pub(super) const BF16: Row = Row::plain(1, "bf16", "bfloat16", |_, isa| cast(&BF16, Some(Dtype::BF16), isa));
 
-pub(super) const FP16: Row = Row::plain("fp16", "float16", |_, isa| cast("fp16", Some(Dtype::F16), isa));
+pub(super) const FP16: Row = Row::plain(2, "fp16", "float16", |_, isa| cast(&FP16, Some(Dtype::F16), isa));
 
 /// Elements lie at multiples of so many bytes in any of the types.
 const ALIGN_BYTES: usize = 8;
@@ -25,15 +28,15 @@ const ALIGN_BYTES: usize = 8;
 const GRAIN: usize = 16;
 
 struct Cast {
-    name: &'static str,
+    row: &'static Row,
     /// What elements travel as, unless as they are.
     wire: Option<Dtype>,
     loops: &'static Loops,
 }
 
-fn cast(name: &'static str, wire: Option<Dtype>, isa: Isa) -> Result<Arc<dyn Codec>> {
+fn cast(row: &'static Row, wire: Option<Dtype>, isa: Isa) -> Result<Arc<dyn Codec>> {
     isa.check_available()?;
-    Ok(Arc::new(Cast { name, wire, loops: arch::loops(isa) }))
+    Ok(Arc::new(Cast { row, wire, loops: arch::loops(isa) }))
 }
 
 impl Cast {
@@ -50,7 +53,7 @@ impl Cast {
 
 impl Codec for Cast {
     fn summary(&self) -> Summary {
-        Summary::new(self.name, None)
+        Summary::new(self.row, Settings::default())
     }
 
     fn grain(&self) -> usize {

@@ -2,11 +2,12 @@
 
 use accl_types::Dtype;
 
-use super::Slice;
 use super::loops::Loops;
 use super::pieces::{add_slice, convert};
-use crate::arch::{self, Isa};
+use super::traits::Slice;
+use crate::arch;
 use crate::float_env::DefaultFloatEnv;
+use crate::isa::Isa;
 
 /// The least numbers that round to an infinity.
 const F16_OVERFLOWS: f32 = 65_520.0;

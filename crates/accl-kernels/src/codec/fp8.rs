@@ -7,15 +7,15 @@
 //! exact and not above max |x| but for a rounding of the quotient; at least the smallest normal number of float32.
 //! The greatest element may so be above the largest number by one in 2^19, and becomes it.
 
-use super::Row;
 use super::scaled::{Scaled, Scaling, is_finite};
 use super::small_float::SmallFloat;
+use super::traits::Row;
 
 pub(super) const E4M3: Row =
-    Row::plain(Fp8::<false>::NAME, "e4m3 floats, in blocks of 256 with a float32 scale", Scaled::<Fp8<false>>::build);
+    Row::plain(6, "e4m3", "e4m3 floats, in blocks of 256 with a float32 scale", Scaled::<Fp8<false>>::build);
 
 pub(super) const E5M2: Row =
-    Row::plain(Fp8::<true>::NAME, "e5m2 floats, in blocks of 256 with a float32 scale", Scaled::<Fp8<true>>::build);
+    Row::plain(7, "e5m2", "e5m2 floats, in blocks of 256 with a float32 scale", Scaled::<Fp8<true>>::build);
 
 /// Lowest bits of a float32 that a scale has not got.
 const UNUSED_BITS: u32 = (1 << 4) - 1;
@@ -24,7 +24,7 @@ const UNUSED_BITS: u32 = (1 << 4) - 1;
 struct Fp8<const FIVE: bool>;
 
 impl<const FIVE: bool> Scaling for Fp8<FIVE> {
-    const NAME: &'static str = if FIVE { "e5m2" } else { "e4m3" };
+    const ROW: &'static Row = if FIVE { &E5M2 } else { &E4M3 };
     const FLOAT: SmallFloat = if FIVE { SmallFloat::E5m2 } else { SmallFloat::E4m3 };
     const BLOCK: usize = 256;
     const SCALE_BYTES: usize = 4;

@@ -5,9 +5,9 @@
 use std::mem::MaybeUninit;
 use std::ops;
 
-pub(crate) use super::hadamard::{rotate, rotate_back};
 use super::noise::Draws;
-pub(crate) use super::sign::{LANES as SIGN_LANES, add_signed_values, magnitude_sums, signed_values, signs};
+pub(crate) use super::rotation::{rotate, rotate_back};
+pub(crate) use super::sign_loops::{LANES as SIGN_LANES, add_signed_values, magnitude_sums, signed_values, signs};
 pub(crate) use super::small_float::{Blocks, add_small_values, magnitudes, small_codes, small_values};
 use crate::reduce::float16;
 

@@ -11,12 +11,14 @@
 //! a norm.
 
 use super::loops::Range;
+use super::settings::{Setting, Settings};
+use super::traits::{Row, Spoilt};
 use super::uniform::{Placed, Scheme, Uniform, smallest_normal, toward};
-use super::{Row, Setting, Settings, Spoilt};
 use crate::reduce::float16::Toward;
 
 pub(super) const ROW: Row = Row {
-    name: MaxMin::NAME,
+    id: 3,
+    name: "maxmin",
     description: "levels evenly between the least and the greatest value of a bucket, 1 to 8 bits",
     settings: &Setting::ALL,
     needs_feedback: false,
@@ -26,7 +28,7 @@ pub(super) const ROW: Row = Row {
 struct MaxMin;
 
 impl Scheme for MaxMin {
-    const NAME: &'static str = "maxmin";
+    const ROW: &'static Row = &ROW;
     const LEAST_BITS: u8 = 1;
     const META: usize = 2;
 

@@ -8,32 +8,33 @@
 //! so be above the largest number, and become it. Blocks with nothing above 2^-127 lose more the smaller they are:
 //! their scale would have to be smaller.
 
-use super::Row;
 use super::scaled::{Scaled, Scaling, is_finite};
 use super::small_float::SmallFloat;
+use super::traits::Row;
 
 pub(super) const MXFP8: Row =
-    Row::plain(Mxfp8::NAME, "e4m3 floats, in blocks of 32 with a power of two (OCP MX)", Scaled::<Mxfp8>::build);
+    Row::plain(8, "mxfp8", "e4m3 floats, in blocks of 32 with a power of two (OCP MX)", Scaled::<Mxfp8>::build);
 
 pub(super) const MXFP8_E5M2: Row = Row::plain(
-    Mxfp8E5m2::NAME,
+    9,
+    "mxfp8_e5m2",
     "e5m2 floats, in blocks of 32 with a power of two (OCP MX)",
     Scaled::<Mxfp8E5m2>::build,
 );
 
 pub(super) const MXFP4: Row =
-    Row::plain(Mxfp4::NAME, "e2m1 floats, in blocks of 32 with a power of two (OCP MX)", Scaled::<Mxfp4>::build);
+    Row::plain(10, "mxfp4", "e2m1 floats, in blocks of 32 with a power of two (OCP MX)", Scaled::<Mxfp4>::build);
 
 /// The scale that decodes to NaN.
 const NAN: u8 = 0xff;
 
-/// Declares a format: its name, the numbers, and the exponent of the largest of them.
+/// Declares a format: its row, the numbers, and the exponent of the largest of them.
 macro_rules! format {
-    ($type:ident, $name:literal, $float:ident, $exponent:literal) => {
+    ($type:ident, $row:ident, $float:ident, $exponent:literal) => {
         struct $type;
 
         impl Scaling for $type {
-            const NAME: &'static str = $name;
+            const ROW: &'static Row = &$row;
             const FLOAT: SmallFloat = SmallFloat::$float;
             const BLOCK: usize = 32;
             const SCALE_BYTES: usize = 1;
@@ -51,9 +52,9 @@ macro_rules! format {
     };
 }
 
-format!(Mxfp8, "mxfp8", E4m3, 8);
-format!(Mxfp8E5m2, "mxfp8_e5m2", E5m2, 15);
-format!(Mxfp4, "mxfp4", E2m1, 2);
+format!(Mxfp8, MXFP8, E4m3, 8);
+format!(Mxfp8E5m2, MXFP8_E5M2, E5m2, 15);
+format!(Mxfp4, MXFP4, E2m1, 2);
 
 fn place(greatest: &[u32], scales: &mut [u8], factors: &mut [f32], exponent: u32) {
     for ((&greatest, scale), factor) in greatest.iter().zip(scales).zip(factors) {

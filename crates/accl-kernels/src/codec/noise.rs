@@ -9,7 +9,7 @@
 //! are rotated by one of as many amounts for each element: a rank that has low ones in most of the permutations would
 //! otherwise round too much of a block down.
 
-use super::Rounding;
+use super::settings::Rounding;
 
 /// The key of one encoding's random numbers.
 ///

@@ -13,12 +13,13 @@
 //!   without numbers; scale = block * group, which is exact;
 //! * a block that is not finite has the scale NaN, 0x7f.
 
-use super::Row;
 use super::scaled::{Scaled, Scaling, is_finite};
 use super::small_float::{SmallFloat, from_e4m3, to_e4m3};
+use super::traits::Row;
 
 pub(super) const ROW: Row = Row::plain(
-    Nvfp4::NAME,
+    11,
+    "nvfp4",
     "e2m1 floats, in blocks of 16 with an e4m3 scale, and a float32 scale for each 2,048",
     Scaled::<Nvfp4>::build,
 );
@@ -32,7 +33,7 @@ const LEAST_GROUP: f32 = f32::from_bits((127 - 117) << 23);
 const NAN: u8 = 0x7f;
 
 impl Scaling for Nvfp4 {
-    const NAME: &'static str = "nvfp4";
+    const ROW: &'static Row = &ROW;
     const FLOAT: SmallFloat = SmallFloat::E2m1;
     const BLOCK: usize = 16;
     const SCALE_BYTES: usize = 1;

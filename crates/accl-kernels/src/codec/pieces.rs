@@ -5,8 +5,8 @@ use std::slice;
 
 use accl_types::Dtype;
 
-use super::Slice;
 use super::loops::Loops;
+use super::traits::Slice;
 use crate::reduce::float16;
 
 /// Elements that are worked on at a time. Their values and codes stay in the L1 cache.

@@ -21,11 +21,14 @@ use std::sync::Arc;
 use accl_types::{Dtype, Result};
 
 use super::loops::Loops;
+use super::noise::Noise;
 use super::pieces::{Beyond, PIECE, place};
+use super::settings::Settings;
 use super::small_float::{Blocks, SmallFloat};
-use super::{Codec, Noise, Settings, Slice, Spoilt, Summary};
-use crate::arch::{self, Isa};
+use super::traits::{Codec, Row, Slice, Spoilt, Summary};
+use crate::arch;
 use crate::float_env::DefaultFloatEnv;
+use crate::isa::Isa;
 
 const ALIGN_BYTES: usize = 8;
 
@@ -36,7 +39,7 @@ const MOST_BLOCKS: usize = MOST_SPAN / 16;
 /// How blocks get their scales: what a codec of this family decides.
 pub(super) trait Scaling: Send + Sync + 'static {
     /// The name in the table of codecs.
-    const NAME: &'static str;
+    const ROW: &'static Row;
     /// What elements become.
     const FLOAT: SmallFloat;
     /// Elements of a block: 16, 32 or 256.
@@ -149,7 +152,7 @@ impl<S: Scaling> Scaled<S> {
 
 impl<S: Scaling> Codec for Scaled<S> {
     fn summary(&self) -> Summary {
-        Summary::new(S::NAME, None)
+        Summary::new(S::ROW, Settings::default())
     }
 
     fn grain(&self) -> usize {

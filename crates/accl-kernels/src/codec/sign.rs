@@ -23,13 +23,18 @@ use std::sync::Arc;
 use accl_types::{Dtype, Result};
 
 use super::loops::Loops;
+use super::noise::Noise;
 use super::pieces::{Beyond, PIECE, place, read, write};
+use super::settings::{Setting, Settings};
+use super::sign_loops::{LANES, SHARE};
+use super::traits::{Codec, Row, Slice, Spoilt, Summary};
 use super::uniform::{check_bucket, check_meta};
-use super::{Codec, Noise, Row, Setting, Settings, Slice, Spoilt, Summary};
-use crate::arch::{self, Isa};
+use crate::arch;
 use crate::float_env::DefaultFloatEnv;
+use crate::isa::Isa;
 
 pub(super) const ROW: Row = Row {
+    id: 5,
     name: "sign",
     description: "signs, and the mean magnitude of a bucket; for error feedback",
     settings: &[Setting::Bucket, Setting::Meta],
@@ -38,11 +43,6 @@ pub(super) const ROW: Row = Row {
 };
 
 const ALIGN_BYTES: usize = 8;
-/// Elements that share a byte.
-const SHARE: usize = 8;
-/// Sums that are added up side by side.
-pub(crate) const LANES: usize = 16;
-
 struct Sign {
     settings: Settings,
     loops: &'static Loops,
@@ -53,59 +53,6 @@ fn build(settings: &Settings, isa: Isa) -> Result<Arc<dyn Codec>> {
     check_bucket(ROW.name, settings.bucket)?;
     check_meta(ROW.name, settings.meta)?;
     Ok(Arc::new(Sign { settings: *settings, loops: arch::loops(isa) }))
-}
-
-/// Adds magnitudes to the sums, the first to the first.
-#[inline(always)]
-pub(crate) fn magnitude_sums(sums: &mut [f64; LANES], values: &[f32]) {
-    let mut lanes = *sums;
-    let mut groups = values.chunks_exact(LANES);
-    for group in groups.by_ref() {
-        for (lane, value) in lanes.iter_mut().zip(group) {
-            *lane += f64::from(value.abs());
-        }
-    }
-    for (lane, value) in lanes.iter_mut().zip(groups.remainder()) {
-        *lane += f64::from(value.abs());
-    }
-    *sums = lanes;
-}
-
-#[inline(always)]
-pub(crate) fn signs(codes: &mut [u8], values: &[f32]) {
-    for (code, &value) in codes.iter_mut().zip(values) {
-        *code = u8::from(value < 0.0);
-    }
-}
-
-/// The value of the element whose code is at this bit.
-#[inline(always)]
-fn signed(mean: u32, byte: u8, bit: usize) -> f32 {
-    f32::from_bits(mean ^ (u32::from(byte) << (31 - bit) & 0x8000_0000))
-}
-
-/// The values of codes that are not unpacked.
-#[inline(always)]
-pub(crate) fn signed_values(dst: &mut [MaybeUninit<f32>], packed: &[u8], mean: f32) {
-    let mean = mean.to_bits();
-    for (values, &byte) in dst.chunks_mut(SHARE).zip(packed) {
-        match <&mut [MaybeUninit<f32>; SHARE]>::try_from(&mut *values) {
-            Ok(values) => (0..SHARE).for_each(|bit| _ = values[bit].write(signed(mean, byte, bit))),
-            Err(_) => values.iter_mut().enumerate().for_each(|(bit, value)| _ = value.write(signed(mean, byte, bit))),
-        }
-    }
-}
-
-/// Adds what [`signed_values`] writes.
-#[inline(always)]
-pub(crate) fn add_signed_values(sums: &mut [f32], packed: &[u8], mean: f32) {
-    let mean = mean.to_bits();
-    for (sums, &byte) in sums.chunks_mut(SHARE).zip(packed) {
-        match <&mut [f32; SHARE]>::try_from(&mut *sums) {
-            Ok(sums) => (0..SHARE).for_each(|bit| sums[bit] += signed(mean, byte, bit)),
-            Err(_) => sums.iter_mut().enumerate().for_each(|(bit, sum)| *sum += signed(mean, byte, bit)),
-        }
-    }
 }
 
 impl Sign {
@@ -167,7 +114,7 @@ impl Sign {
 
 impl Codec for Sign {
     fn summary(&self) -> Summary {
-        Summary::new(ROW.name, Some(&self.settings))
+        Summary::new(&ROW, self.settings)
     }
 
     fn grain(&self) -> usize {

@@ -1,26 +1,27 @@
 //! Codecs as users write them: `bf16`, `maxmin:4`, `maxmin:4,bucket=128,rounding=stochastic`.
 
-use std::sync::Arc;
-
 use accl_types::{Error, Result, nearest};
 
-use super::summary::META;
-use super::{Codec, Rounding, Setting, Settings, codec};
+use super::settings::{META, ROUNDING, Rounding, Setting, Settings};
+use super::traits::Row;
 
 /// Below so many bits, what is rounded to the nearest is biased too much to be left so unless it is asked for.
 const NEAREST_FROM_BITS: u8 = 4;
 
-/// The codec that a text names: its name, `:` and the bits where it has a choice of them, then settings with `,` between.
-///
-/// Left out, settings are those of [`Settings::default`], with stochastic rounding below four bits.
+/// The name in a text.
+pub(super) fn name(text: &str) -> &str {
+    let head = text.split(',').next().unwrap_or_default().trim();
+    head.split_once(':').map_or(head, |(name, _)| name)
+}
+
+/// The settings in a text, for a codec of this row.
 ///
 /// # Errors
-/// `Configuration` for an unknown codec or setting, with the nearest known one, and for a value that is not accepted.
-pub fn parse(text: &str) -> Result<Arc<dyn Codec>> {
+/// `Configuration` for an unknown setting, with the nearest known one, and for a value that is not accepted.
+pub(super) fn settings(text: &str, row: &Row) -> Result<Settings> {
     let mut parts = text.split(',').map(str::trim);
-    let head = parts.next().unwrap_or_default();
-    let (name, bits) = head.split_once(':').map_or((head, None), |(name, bits)| (name, Some(bits)));
-    let row = codec(name)?;
+    let bits = parts.next().and_then(|head| head.split_once(':')).map(|(_, bits)| bits);
+    let name = row.name;
     let wrong = |why: String| Error::configuration(format!("codec `{text}`: {why}"));
     let mut settings = Settings::default();
     if row.has(Setting::Bits) {
@@ -54,11 +55,10 @@ pub fn parse(text: &str) -> Result<Arc<dyn Codec>> {
                 let one_of = || wrong(format!("meta is `{value}`; expected float32, float16 or bfloat16"));
                 settings.meta = *meta.ok_or_else(one_of)?;
             }
-            ("rounding", Some("nearest")) => rounding = Some(Rounding::Nearest),
-            ("rounding", Some("stochastic")) => rounding = Some(Rounding::Stochastic),
-            ("rounding", Some("correlated")) => rounding = Some(Rounding::Correlated),
             ("rounding", Some(value)) => {
-                return Err(wrong(format!("rounding is `{value}`; expected nearest, stochastic or correlated")));
+                let known = ROUNDING.iter().find(|(name, _)| *name == value);
+                let one_of = || wrong(format!("rounding is `{value}`; expected nearest, stochastic or correlated"));
+                rounding = Some(known.ok_or_else(one_of)?.1);
             }
             ("skip_incomplete", None) => settings.skip_incomplete = true,
             ("skip_incomplete", Some(_)) => return Err(wrong("skip_incomplete has no value".to_owned())),
@@ -67,11 +67,12 @@ pub fn parse(text: &str) -> Result<Arc<dyn Codec>> {
     }
     let usual = if settings.bits < NEAREST_FROM_BITS { Rounding::Stochastic } else { Rounding::Nearest };
     settings.rounding = rounding.unwrap_or(usual);
-    row.build(&settings)
+    Ok(settings)
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::parse;
     use super::*;
 
     #[test]

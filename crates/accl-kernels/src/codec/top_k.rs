@@ -20,13 +20,17 @@ use std::sync::Arc;
 use accl_types::{Dtype, Error, Result};
 
 use super::loops::Loops;
+use super::noise::Noise;
 use super::pieces::{Beyond, convert, read, write, write_values};
+use super::settings::{Setting, Settings};
+use super::traits::{Codec, Row, Slice, Spoilt, Summary};
 use super::uniform::{check_bucket, check_meta};
-use super::{Codec, Noise, Row, Setting, Settings, Slice, Spoilt, Summary};
-use crate::arch::{self, Isa};
+use crate::arch;
 use crate::float_env::DefaultFloatEnv;
+use crate::isa::Isa;
 
 pub(super) const ROW: Row = Row {
+    id: 13,
     name: "topk",
     description: "the greatest of each bucket, one in 2^bits, 1 to 8 bits; for error feedback",
     settings: &[Setting::Bits, Setting::Bucket, Setting::Meta],
@@ -147,7 +151,7 @@ impl TopK {
 
 impl Codec for TopK {
     fn summary(&self) -> Summary {
-        Summary::new(ROW.name, Some(&self.settings))
+        Summary::new(&ROW, self.settings)
     }
 
     fn grain(&self) -> usize {

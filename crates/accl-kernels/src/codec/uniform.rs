@@ -26,10 +26,13 @@ use accl_types::{Dtype, Error, Result};
 
 use super::loops::{Buckets, Grid, Loops, Range, Scale};
 use super::noise::Draws;
+use super::noise::Noise;
 use super::pieces::{Beyond, PIECE, add, convert, place, read, write};
-use super::{Codec, Noise, Rounding, Settings, Slice, Spoilt, Summary, encodes};
-use crate::arch::{self, Isa};
+use super::settings::{Rounding, Settings};
+use super::traits::{Codec, Row, Slice, Spoilt, Summary, encodes};
+use crate::arch;
 use crate::float_env::DefaultFloatEnv;
+use crate::isa::Isa;
 use crate::reduce::float16::{self, Toward};
 
 const LEAST_BUCKET: usize = 8;
@@ -45,7 +48,7 @@ const RUN: usize = 2048;
 /// Where the levels of a bucket lie: what a codec of this family decides.
 pub(super) trait Scheme: Send + Sync + 'static {
     /// The name in the table of codecs.
-    const NAME: &'static str;
+    const ROW: &'static Row;
     /// Fewest bits of a code.
     const LEAST_BITS: u8;
     /// Values of metadata for each bucket: unit, and min if there are two.
@@ -169,11 +172,11 @@ impl<S: Scheme> Uniform<S> {
         isa.check_available()?;
         let Settings { bits, bucket, meta, .. } = *settings;
         if !(S::LEAST_BITS..=8).contains(&bits) {
-            let (name, least) = (S::NAME, S::LEAST_BITS);
+            let (name, least) = (S::ROW.name, S::LEAST_BITS);
             return Err(Error::configuration(format!("codec {name}: bits is {bits}; expected {least} to 8")));
         }
-        check_bucket(S::NAME, bucket)?;
-        check_meta(S::NAME, meta)?;
+        check_bucket(S::ROW.name, bucket)?;
+        check_meta(S::ROW.name, meta)?;
         Ok(Arc::new(Self { settings: *settings, loops: arch::loops(isa), scheme: PhantomData }))
     }
 
@@ -367,7 +370,7 @@ impl<S: Scheme> Uniform<S> {
 
 impl<S: Scheme> Codec for Uniform<S> {
     fn summary(&self) -> Summary {
-        Summary::new(S::NAME, Some(&self.settings))
+        Summary::new(S::ROW, self.settings)
     }
 
     fn grain(&self) -> usize {

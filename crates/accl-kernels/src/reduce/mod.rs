@@ -10,8 +10,9 @@ use std::fmt;
 
 use accl_types::{Dtype, DtypeClass, Error, ReduceOp, Result};
 
-use crate::arch::{self, Isa};
+use crate::arch;
 use crate::float_env::DefaultFloatEnv;
+use crate::isa::{Isa, ReduceKernels};
 use select::Selected;
 
 /// Whether this is the last operation on the elements: AVG divides there, before it rounds.
@@ -110,7 +111,7 @@ impl Reducer {
         unsafe { (self.kernels(finish).many)(dst, srcs, len_bytes, self.world) };
     }
 
-    fn kernels(&self, finish: Finish) -> &arch::ReduceKernels {
+    fn kernels(&self, finish: Finish) -> &ReduceKernels {
         match finish {
             Finish::No => &self.kernels.keep,
             Finish::Yes => &self.kernels.last,

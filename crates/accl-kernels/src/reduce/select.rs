@@ -5,7 +5,7 @@ use accl_types::{Dtype, ReduceOp};
 use super::lanes::{
     And, ArithLanes, Bool, Divide, DivideWhole, FloatLanes, Group, IntegerLanes, Keep, Max, Min, Or, Product, Sum, Xor,
 };
-use crate::arch::{Arch, ReduceKernels, ScaleKernel};
+use crate::isa::{Arch, ReduceKernels, ScaleKernel};
 
 /// The kernels of one operator and dtype.
 #[derive(Clone, Copy)]

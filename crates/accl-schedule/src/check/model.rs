@@ -4,7 +4,7 @@
 
 use accl_types::Collective;
 
-use super::{BlockSizes, Case, Violation};
+use super::case::{BlockSizes, Case, Violation};
 use crate::algorithms::Fraction;
 use crate::ir::{Buf, Division, Role, Span};
 use crate::program::{OpKind, Program};

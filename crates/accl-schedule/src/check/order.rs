@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 
+use super::case::{Case, Violation};
 use super::model::{Size, wire_sizes};
-use super::{Case, Violation};
 use crate::ir::{Buf, Role};
 use crate::program::{OpKind, Places, Program};
 

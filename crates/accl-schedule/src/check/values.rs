@@ -7,9 +7,9 @@ use std::collections::{HashMap, HashSet};
 use accl_types::Collective;
 use smallvec::{SmallVec, smallvec};
 
+use super::case::{Case, Violation};
 use super::model::{Wanted, block_counts, chunk_counts, wanted};
 use super::order::Graph;
-use super::{Case, Violation};
 use crate::ir::{Buf, Finish, Order, Span};
 use crate::program::{OpKind, Places, Program};
 

@@ -3,28 +3,7 @@
 //! Owns the vocabulary in which an algorithm file states its cost. Knows no bytes and no time. Read [`Phase`] first.
 
 use crate::algorithms::Fraction;
-use crate::cost::reach::{Among, Reach};
-
-/// Of messages, or of steps: how many stay on their host and how many leave it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Ends {
-    /// Between ranks of one host.
-    pub near: u32,
-    /// Between hosts.
-    pub far: u32,
-}
-
-impl Ends {
-    /// Both together.
-    pub fn sum(self) -> u32 {
-        self.near + self.far
-    }
-
-    /// So many, all of them between hosts if any message of the phase is.
-    pub(super) fn of(count: u32, reach: Reach) -> Ends {
-        if reach.far > 0 { Ends { near: 0, far: count } } else { Ends { near: count, far: 0 } }
-    }
-}
+use crate::cost::reach::{Among, Ends, Reach};
 
 /// What becomes of the bytes that arrive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -10,7 +10,7 @@ mod machine;
 mod reach;
 mod time;
 
-pub use counts::{Arriving, Cost, Ends, Phase};
+pub use counts::{Arriving, Cost, Phase};
 pub use machine::{CONSTANTS, Constant, Link, Machine, Network, Rates, SIZES};
-pub use reach::{Among, Reach};
+pub use reach::{Among, Ends, Reach};
 pub use time::{Near, Placement, Prices};

@@ -2,7 +2,6 @@
 //!
 //! Read [`Among`] first.
 
-use crate::cost::counts::Ends;
 use crate::topology::Topology;
 
 /// Messages of all ranks.
@@ -27,6 +26,27 @@ impl Reach {
     pub fn times(self, times: u32) -> Reach {
         let times = u64::from(times);
         Reach { near: self.near * times, far: self.far * times, uplink: self.uplink * times }
+    }
+}
+
+/// Of messages, or of steps: how many stay on their host and how many leave it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Ends {
+    /// Between ranks of one host.
+    pub near: u32,
+    /// Between hosts.
+    pub far: u32,
+}
+
+impl Ends {
+    /// Both together.
+    pub fn sum(self) -> u32 {
+        self.near + self.far
+    }
+
+    /// So many, all of them between hosts if any message of the phase is.
+    pub(super) fn of(count: u32, reach: Reach) -> Ends {
+        if reach.far > 0 { Ends { near: 0, far: count } } else { Ends { near: count, far: 0 } }
     }
 }
 

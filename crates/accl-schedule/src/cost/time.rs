@@ -7,8 +7,9 @@
 use accl_types::Collective;
 use accl_types::config::Config;
 
-use crate::cost::counts::{Arriving, Cost, Ends, Phase};
+use crate::cost::counts::{Arriving, Cost, Phase};
 use crate::cost::machine::{Link, Machine, SIZES, rate};
+use crate::cost::reach::Ends;
 use crate::topology::Topology;
 
 /// What was just touched lies as near as buffers of this size do.

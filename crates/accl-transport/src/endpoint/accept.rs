@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
+use super::identity::{Identity, SHM};
 use super::make::{shm_link, tcp_link};
 use super::stream::{Stream, peer_uid};
 use super::wire::{CONFIRM_BYTES, HELLO_BYTES, Hello, Refusal, Reply, confirm_bytes};
-use super::{Identity, SHM};
 use crate::fork::Fd;
 use crate::shm::region::{Region, region_bytes};
 use crate::{Link, PROTOCOL_VERSION};

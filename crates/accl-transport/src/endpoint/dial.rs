@@ -12,14 +12,15 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
+use super::identity::{Identity, SHM, TCP};
 use super::make::{shm_link, tcp_link};
 use super::stream::{Stream, peer_uid};
+use super::warnings::Trouble;
 use super::wire::{Hello, REPLY_BYTES, Refusal, Reply, confirm_bytes};
-use super::{Identity, SHM, TCP};
 use crate::fork::Fd;
 use crate::shm::budget::Budget;
 use crate::shm::region::{Region, region_bytes, ring_bytes_for};
-use crate::{Card, Link, Settings};
+use crate::{Card, Link, PROTOCOL_VERSION, Settings};
 
 /// An address that has not answered on the level of TCP for so long gets company by the next one.
 const SLOW_CONNECT: Duration = Duration::from_millis(300);
@@ -46,15 +47,6 @@ pub(super) struct Dial {
     why: String,
     /// Why shared memory was given up or made smaller, if it was.
     shm_trouble: Option<Trouble>,
-}
-
-/// A fallback that costs speed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Trouble {
-    /// Rings of fewer bytes than configured.
-    SmallerRings(usize, String),
-    /// No shared memory at all.
-    NoSharedMemory(String),
 }
 
 struct Attempt {
@@ -289,7 +281,7 @@ impl Attempt {
         let Some(bytes) = self.stream.read::<REPLY_BYTES>()? else { return Ok(Outcome::Wait(self)) };
         let reply = Reply::parse(&bytes).map_err(|refusal| match refusal {
             Refusal::Stranger => "something else answers there".to_owned(),
-            Refusal::Version(version) => format!("it has protocol version {version}, this process another"),
+            Refusal::Version(version) => format!("it has protocol version {version}, this process {PROTOCOL_VERSION}"),
         })?;
         if !reply.refused.is_empty() {
             return Err(reply.refused);

@@ -5,6 +5,7 @@
 
 mod accept;
 mod dial;
+mod identity;
 mod make;
 mod stream;
 mod warnings;
@@ -14,7 +15,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use accl_types::{Error, Result};
@@ -30,11 +31,9 @@ use crate::{Card, Link, PROTOCOL_VERSION, Settings, TRANSPORTS, Waker, descripto
 
 use accept::{Incoming, Step};
 use dial::Dial;
+use identity::{Identity, SHM, TCP};
 use warnings::Warnings;
 
-/// Code of a transport in the handshake: its place in [`TRANSPORTS`].
-const SHM: u8 = 0;
-const TCP: u8 = 1;
 /// How often `interrupted` is asked.
 const TURN: Duration = Duration::from_millis(50);
 /// An effort to reach a peer that nobody has asked for this long is given up.
@@ -66,24 +65,6 @@ pub struct ConnectError {
     pub error: Error,
     /// Every peer without a link. Links that were made are kept for the next attempt.
     pub missing: Vec<Missing>,
-}
-
-/// What both halves of the handshake need to know of this process.
-pub(crate) struct Identity {
-    uuid: [u8; 16],
-    uid: u32,
-    host_id: String,
-    hostname: String,
-    max_payload_bytes: usize,
-    waker: Arc<Waker>,
-    nonces: AtomicU64,
-}
-
-impl Identity {
-    /// A number that this process has not used in a handshake before.
-    fn nonce(&self) -> u64 {
-        self.nonces.fetch_add(1, Ordering::Relaxed)
-    }
 }
 
 /// This process as its peers see it: one listening port, one Unix socket, one identity.

@@ -1,7 +1,15 @@
 //! Fallbacks that cost speed, told once each: what holds for one peer of this host holds for all.
 
-use super::dial::Trouble;
 use crate::Card;
+
+/// A fallback that costs speed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Trouble {
+    /// Rings of fewer bytes than configured.
+    SmallerRings(usize, String),
+    /// No shared memory at all.
+    NoSharedMemory(String),
+}
 
 /// What has been told and what is still to be told.
 #[derive(Debug, Default)]

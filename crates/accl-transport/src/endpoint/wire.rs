@@ -157,8 +157,15 @@ fn text(bytes: &[u8]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::net::SocketAddr;
+
+    use accl_types::{ErrorKind, Rank};
     use proptest::prelude::*;
+
+    use super::*;
+    use crate::Card;
+    use crate::card::hex;
+    use crate::frame::{Cause, Header, Kind, Signature};
 
     proptest! {
         #[test]
@@ -177,6 +184,51 @@ mod tests {
             let ours = bytes.iter().zip(HELLO_MARK).all(|(a, b)| a == b);
             prop_assert_eq!(Hello::check_prefix(&bytes).is_err(), !ours);
         }
+    }
+
+    /// If this fails, [`PROTOCOL_VERSION`] must be raised; the snapshot of the version before goes.
+    #[test]
+    fn the_handshake_and_the_frames_are_those_of_their_version() {
+        let hello = Hello {
+            transport: 1,
+            from: *b"identity-of-mine",
+            to: *b"and-that-of-ours",
+            nonce: 0x0102_0304_0506_0708,
+            pid: 4711,
+            max_payload_bytes: 65792,
+            ring_bytes: 1 << 20,
+            hostname: "node3".to_owned(),
+        };
+        let reply = Reply { nonce: 1, own_nonce: 2, max_payload_bytes: 3, refused: "no".to_owned() };
+        let signature =
+            Signature { collective: 1, dtype: 2, op: 3, algorithm: 4, root: 5, count: 6, shape_hash: 7, reserved: 8 };
+        let cause = Cause { kind: ErrorKind::Mismatch, origin: Rank(3), text: "why".to_owned() };
+        let mut lines = vec![
+            format!("hello {}", hex(&hello.to_bytes())),
+            format!("reply {}", hex(&reply.to_bytes())),
+            format!("confirm {}", hex(&confirm_bytes(9))),
+            format!("signature {}", hex(&signature.to_bytes())),
+            format!("cause {}", hex(&cause.to_bytes(64))),
+        ];
+        for &kind in Kind::ALL {
+            let header = Header { kind, flags: 1, root: 2, group: 3, seq: 4, edge: 5, tag: 6, value: 7 };
+            lines.push(format!("{kind:?} {}", hex(&header.to_bytes())));
+        }
+        let whole = Header::whole(&Signature { reserved: 0, ..signature });
+        lines.push(format!("whole {}", whole.map_or_else(String::new, |header| hex(&header.to_bytes()))));
+        let card = Card {
+            version: PROTOCOL_VERSION,
+            uuid: *b"identity-of-mine",
+            pid: 4711,
+            uid: 1000,
+            hostname: "node3".to_owned(),
+            host_id: "a host".to_owned(),
+            addresses: vec![SocketAddr::from(([10, 0, 0, 1], 4000))],
+            unix_name: "accl-1".to_owned(),
+            transports: vec!["shm".to_owned(), "tcp".to_owned()],
+        };
+        lines.push(card.to_text());
+        insta::assert_snapshot!(format!("protocol_version_{PROTOCOL_VERSION}"), lines.join("\n"));
     }
 
     #[test]

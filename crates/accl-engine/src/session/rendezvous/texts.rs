@@ -5,16 +5,16 @@
 //! and read is said in the parent module.
 
 use accl_schedule::cost::Machine;
-use accl_transport::Card;
 use accl_transport::frame::Cause;
+use accl_transport::{Card, PROTOCOL_VERSION};
 use accl_types::{Error, Result};
 
 use crate::session::cores::Cores;
 
-/// First line of a rank's card; another text is another version.
-const CARD_MAGIC: &str = "accl-group 3";
-/// First line of the leader's notice.
-const NOTICE_MAGIC: &str = "accl-leader 1";
+/// What the first line of a rank's card begins with; its version follows.
+const CARD_MAGIC: &str = "accl-group";
+/// As that, of the leader's notice.
+const NOTICE_MAGIC: &str = "accl-leader";
 /// Most earlier sessions that a notice names: what is beyond stays in the store.
 const MAX_EARLIER: usize = 64;
 
@@ -36,16 +36,20 @@ pub(crate) struct GroupCard {
 impl GroupCard {
     pub(super) fn to_text(&self) -> String {
         let machine = self.machine.map_or_else(String::new, |machine| machine.to_string());
-        format!("{CARD_MAGIC}\n{}\n{}\n{}\n{machine}\n{}", self.counter, self.agreed, self.cores, self.card.to_text())
+        format!(
+            "{CARD_MAGIC} {PROTOCOL_VERSION}\n{}\n{}\n{}\n{machine}\n{}",
+            self.counter,
+            self.agreed,
+            self.cores,
+            self.card.to_text()
+        )
     }
 
     pub(super) fn from_text(text: &str) -> Result<Self> {
         let broken =
             |what: &str| Error::rendezvous(format!("the store holds something that is no rank's card: {what}"));
         let mut lines = text.splitn(6, '\n');
-        if lines.next() != Some(CARD_MAGIC) {
-            return Err(broken(OTHER_VERSION));
-        }
+        check_version(lines.next(), CARD_MAGIC).map_err(|why| broken(&why))?;
         let counter = lines.next().and_then(|line| line.parse().ok()).ok_or_else(|| broken("no counter"))?;
         let agreed = lines.next().ok_or_else(|| broken("no settings"))?.to_owned();
         let cores = lines.next().and_then(|line| line.parse().ok()).ok_or_else(|| broken("no cores"))?;
@@ -63,7 +67,18 @@ impl GroupCard {
     }
 }
 
-const OTHER_VERSION: &str = "another version of torch-accl? install the same one on all hosts";
+/// Whether a text begins as one of this version does; why not, in words.
+fn check_version(line: Option<&str>, magic: &str) -> std::result::Result<(), String> {
+    let version =
+        line.and_then(|line| line.strip_prefix(magic)?.strip_prefix(' ')).ok_or("it begins in another way")?;
+    if version.parse() == Ok(PROTOCOL_VERSION) {
+        return Ok(());
+    }
+    Err(format!(
+        "its protocol version is {version}, and that of this process {PROTOCOL_VERSION}; install the same version of torch-accl \
+         on all hosts"
+    ))
+}
 
 /// All ranks' cards in rank order, each behind its length.
 pub(super) fn roster_to_text(cards: &[GroupCard]) -> String {
@@ -114,16 +129,17 @@ impl Notice {
         let uuid = u128::from_be_bytes(self.uuid);
         let earlier = self.earlier.iter().rev().take(MAX_EARLIER).rev();
         let earlier: String = earlier.map(|(session, world)| format!("\n{world} {session}")).collect();
-        format!("{NOTICE_MAGIC}\n{}\n{}\n{phase}\n{uuid:032x} {}{earlier}", self.session, self.world, self.place)
+        format!(
+            "{NOTICE_MAGIC} {PROTOCOL_VERSION}\n{}\n{}\n{phase}\n{uuid:032x} {}{earlier}",
+            self.session, self.world, self.place
+        )
     }
 
     pub(super) fn from_text(text: &str) -> Result<Self> {
         let broken =
             |what: &str| Error::rendezvous(format!("the store holds something that is no leader's notice: {what}"));
         let mut lines = text.split('\n');
-        if lines.next() != Some(NOTICE_MAGIC) {
-            return Err(broken(OTHER_VERSION));
-        }
+        check_version(lines.next(), NOTICE_MAGIC).map_err(|why| broken(&why))?;
         let session = lines.next().ok_or_else(|| broken("no session"))?.to_owned();
         let world = lines.next().and_then(|line| line.parse().ok()).ok_or_else(|| broken("no world"))?;
         let phase = lines.next().and_then(|line| Phase::ALL.iter().find(|(_, name)| *name == line));
@@ -195,9 +211,15 @@ pub(super) fn settings_differ(mine: &GroupCard, other: &GroupCard, my_rank: u32,
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use accl_kernels::codec;
+    use accl_schedule::ALGORITHMS;
+    use accl_types::config::Config;
     use accl_types::{ErrorKind, Rank};
     use proptest::prelude::*;
+
+    use super::*;
+    use crate::call::TILE_HEADER_BYTES;
+    use crate::memory::tile::TileHead;
 
     fn card(counter: u64, agreed: &str) -> GroupCard {
         let card = Card {
@@ -247,5 +269,49 @@ mod tests {
             if cut { text.truncate(at) } else { text[at] = with }
             let _ = roster_from_text(&text.into_iter().collect::<String>());
         }
+    }
+
+    /// If this fails, `PROTOCOL_VERSION` must be raised; the snapshot of the version before goes.
+    #[test]
+    fn what_ranks_say_to_each_other_is_that_of_its_version() {
+        let agreed = Config::default().agreed_text();
+        let machine = Some(Machine::default());
+        let cores = "0-3,8/2".parse().unwrap();
+        let card = GroupCard { machine, cores, ..card(7, &agreed) };
+        let cause = Cause { kind: ErrorKind::Network, origin: Rank(2), text: "why".to_owned() };
+        let earlier = vec![("before".to_owned(), 3)];
+        let notice = Notice {
+            session: "run.0.session".to_owned(),
+            world: 4,
+            phase: Phase::Gathering,
+            uuid: [7; 16],
+            place: "a b pid 1".to_owned(),
+            earlier,
+        };
+        let mut lines = vec![roster_to_text(&[card]), notice.to_text()];
+        for why in [Why::Moved, Why::Complete, Why::Taken("there".to_owned()), Why::Failed(cause)] {
+            lines.push(format!("why {:?}", String::from_utf8_lossy(&why.to_bytes())));
+        }
+        for has_checksum in [false, true] {
+            let mut tile: Vec<u8> = (0..TILE_HEADER_BYTES as u8 + 8).collect();
+            TileHead { elems: 1000, settings: 77, has_checksum }.seal(&mut tile);
+            lines.push(format!("tile {tile:?}"));
+        }
+        lines.extend(ALGORITHMS.iter().map(|row| format!("algorithm {} {} {}", row.collective, row.id, row.name)));
+        lines.extend(codec::CODECS.iter().map(|row| format!("codec {} {}", row.id, row.name)));
+        let word = |text: &str| codec::parse(text).unwrap().summary().word();
+        for text in ["raw", "maxmin:3,bucket=128,meta=bfloat16,rounding=correlated,skip_incomplete", "topk:6"] {
+            lines.push(format!("summary {:#010x} {text}", word(text)));
+        }
+        insta::assert_snapshot!(format!("protocol_version_{PROTOCOL_VERSION}"), lines.join("\n"));
+    }
+
+    #[test]
+    fn a_card_of_another_version_is_refused_with_both_versions() {
+        let text = card(1, "").to_text().replacen(&format!("accl-group {PROTOCOL_VERSION}"), "accl-group 999", 1);
+        let message = GroupCard::from_text(&text).unwrap_err().message;
+        assert!(message.contains("version is 999") && message.contains(&PROTOCOL_VERSION.to_string()), "{message}");
+        let notice = Notice::from_text("accl-leader 2\n").unwrap_err().message;
+        assert!(notice.contains("version is 2,"), "{notice}");
     }
 }

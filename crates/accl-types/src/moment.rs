@@ -1,0 +1,75 @@
+//! Moments of a clock that somebody else reads.
+
+use std::ops::{Add, Sub};
+use std::time::Duration;
+
+/// A moment, in nanoseconds since an origin that all moments of one clock share.
+///
+/// What takes moments reads no clock: it runs on any, also on one that a test sets.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Moment(u64);
+
+impl Moment {
+    /// So late that nobody waits for it.
+    pub const FAR: Moment = Moment(u64::MAX);
+
+    /// So many nanoseconds after the origin.
+    pub const fn from_nanos(nanos: u64) -> Self {
+        Self(nanos)
+    }
+
+    /// Nanoseconds since the origin.
+    pub const fn nanos(self) -> u64 {
+        self.0
+    }
+
+    /// The moment so much later; [`Moment::FAR`] where there is none.
+    #[must_use]
+    pub fn after(self, wait: Duration) -> Self {
+        let nanos = u64::try_from(wait.as_nanos()).unwrap_or(u64::MAX);
+        Self(self.0.saturating_add(nanos))
+    }
+
+    /// The time since an earlier moment; none since a later one.
+    pub fn since(self, earlier: Moment) -> Duration {
+        Duration::from_nanos(self.0.saturating_sub(earlier.0))
+    }
+}
+
+/// As [`Moment::after`].
+impl Add<Duration> for Moment {
+    type Output = Moment;
+
+    fn add(self, wait: Duration) -> Moment {
+        self.after(wait)
+    }
+}
+
+/// As [`Moment::since`].
+impl Sub for Moment {
+    type Output = Duration;
+
+    fn sub(self, earlier: Moment) -> Duration {
+        self.since(earlier)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_wait_leads_beyond_the_last_moment() {
+        let now = Moment::from_nanos(5);
+        assert_eq!(now + Duration::from_nanos(3), Moment::from_nanos(8));
+        assert_eq!(now + Duration::MAX, Moment::FAR);
+        assert_eq!(Moment::FAR + Duration::from_secs(1), Moment::FAR);
+    }
+
+    #[test]
+    fn no_time_has_passed_since_a_later_moment() {
+        let (early, late) = (Moment::from_nanos(2), Moment::from_nanos(9));
+        assert_eq!(late - early, Duration::from_nanos(7));
+        assert_eq!(early - late, Duration::ZERO);
+    }
+}
