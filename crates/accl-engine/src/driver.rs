@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use accl_transport::{Poller, Waker};
 use accl_types::Error;
 
-use crate::call::{CallState, Notifier, Outcome};
+use crate::call::{CallState, Callback, Notifier, Outcome};
 use crate::completion::CompletionPool;
 use crate::exec::SpinLimit;
 use crate::group::{Core, Relief};
@@ -123,7 +123,7 @@ pub(crate) struct Locked<'a> {
 impl Deref for Locked<'_> {
     type Target = Core;
 
-    #[inline]
+    #[inline(always)]
     fn deref(&self) -> &Core {
         let Some(core) = &self.core else { unreachable!("only the end takes it away") };
         core
@@ -131,7 +131,7 @@ impl Deref for Locked<'_> {
 }
 
 impl DerefMut for Locked<'_> {
-    #[inline]
+    #[inline(always)]
     fn deref_mut(&mut self) -> &mut Core {
         let Some(core) = &mut self.core else { unreachable!("only the end takes it away") };
         core
@@ -139,11 +139,20 @@ impl DerefMut for Locked<'_> {
 }
 
 impl Drop for Locked<'_> {
-    #[inline]
+    #[inline(always)]
     fn drop(&mut self) {
-        let Some(mut core) = self.core.take() else { return };
-        let completed = core.take_completed();
-        drop(core);
+        if self.has_completed() {
+            self.post_completed();
+        }
+    }
+}
+
+impl Locked<'_> {
+    /// Gives the lock back, and has the callbacks run.
+    #[cold]
+    fn post_completed(&mut self) {
+        let completed = self.take_completed();
+        self.core = None;
         for callback in completed {
             self.pool.post(callback);
         }
@@ -194,6 +203,21 @@ impl Driver {
     #[inline]
     pub(crate) fn lock(&self) -> Locked<'_> {
         Locked { core: Some(self.core.lock()), pool: &self.pool }
+    }
+
+    /// As [`Driver::lock`], for the fast path: the caller takes what has completed and gives it to [`Driver::post`] once it has
+    /// given the lock back.
+    #[inline]
+    pub(crate) fn lock_briefly(&self) -> MutexGuard<'_, Core> {
+        self.core.lock()
+    }
+
+    /// Has callbacks run, without the lock.
+    #[inline]
+    pub(crate) fn post(&self, completed: Vec<Callback>) {
+        for callback in completed {
+            self.pool.post(callback);
+        }
     }
 
     fn try_lock(&self) -> Option<Locked<'_>> {

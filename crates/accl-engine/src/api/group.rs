@@ -15,7 +15,7 @@ use super::call::Call;
 use super::default_codec::DefaultCodec;
 use super::spec::GroupSpec;
 use crate::call::{CallDesc, CallPlace, CallState, Mode};
-use crate::driver::{Delivery, lasting};
+use crate::driver::{Delivery, Driver, lasting};
 use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED, LAST_CALLS};
 use crate::exec::{INQUIRE_AFTER, Message, PRIVATE_TAGS, Run};
 use crate::group::{Context, Core, FastPathEnd, GroupState, Relief, Stopped, Tell};
@@ -42,7 +42,9 @@ struct Left {
 
 /// A set of ranks that make calls together. Dropping it leaves the group.
 pub struct Group {
-    pub(crate) engine: Arc<Engine>,
+    /// Its endpoint and settings stay as long as the group.
+    _engine: Arc<Engine>,
+    pub(crate) driver: Arc<Driver>,
     pub(crate) id: u64,
     pub(crate) name: Arc<str>,
     pub(crate) rank: Rank,
@@ -66,8 +68,10 @@ impl Group {
     ) -> Arc<Self> {
         let (rank, world) = (spec.rank, spec.world);
         let global_rank = spec.global_ranks.get(rank.index()).copied().unwrap_or(u64::from(rank.0));
+        let driver = engine.driver.clone();
         Arc::new(Self {
-            engine,
+            _engine: engine,
+            driver,
             id,
             name,
             rank,
@@ -100,15 +104,15 @@ impl Group {
     pub fn run(&self, desc: &CallDesc) -> Result<Ran> {
         let goes = desc.may_take_fast_path()
             && !self.is_encoded_by_default(desc)
-            && !self.engine.is_forked()
+            && !self.driver.is_forked()
             && !self.closed.load(Ordering::Acquire);
-        let Some(shape) = goes.then(|| self.planning.find(desc)).flatten() else {
+        if !goes {
             return self.submit_ref(desc).map(Ran::Pending);
-        };
-        let spin_limit = self.engine.driver.spin_limit();
-        let mut core = self.engine.driver.lock();
+        }
+        let spin_limit = self.driver.spin_limit();
+        let mut core = self.driver.lock_briefly();
         let is_watch = core.watch();
-        let ran = core.guarded(|core| core.run_fast_path(self.id, desc, &shape, spin_limit));
+        let ran = core.guarded(|core| core.run_fast_path(self.id, desc, spin_limit));
         // What stopped halfway goes on before anybody takes another frame.
         let ran = ran.map(|ran| match ran {
             Some(FastPathEnd::Done { seq, .. }) => Some(Ok(seq)),
@@ -116,8 +120,10 @@ impl Group {
             None => None,
         });
         let relief = if is_watch { core.unwatch(Instant::now()) } else { Relief::SleepsOn };
+        let completed = core.take_completed();
         drop(core);
-        self.engine.driver.relieve(relief);
+        self.driver.post(completed);
+        self.driver.relieve(relief);
         match ran {
             Ok(Some(Ok(seq))) => Ok(Ran::Done(seq)),
             Ok(Some(Err(launched))) => {
@@ -193,7 +199,7 @@ impl Group {
         if let Some(shape) = &shape {
             buffers.add_scratch(shape.plan.scratch_bytes).map_err(placed)?;
         }
-        let launched = self.engine.driver.with_core(|core| {
+        let launched = self.driver.with_core(|core| {
             self.launch(core, desc, |group, context| {
                 if let Some(error) = group.aborted(Some(desc.collective)) {
                     return Err(error);
@@ -202,6 +208,7 @@ impl Group {
                 if shape.plan.code_bytes > 0 {
                     buffers.add_codes(group.code_pool.take(shape.plan.code_bytes as usize)?);
                 }
+                group.keep_shape(desc, &shape);
                 let seq = group.take_seq(desc.seq)?;
                 let call = self.call(desc, seq, group, context.now);
                 let deadline = deadline(desc, group, context.now);
@@ -262,10 +269,10 @@ impl Group {
     fn launched(&self, desc: &CallDesc, launched: Result<(Arc<CallState>, bool)>) -> Result<Call> {
         let (call, wake) = launched.map_err(|error| error.of(desc.collective))?;
         if wake {
-            self.engine.driver.kick();
+            self.driver.kick();
         }
-        self.engine.driver.submitted(&call);
-        Ok(Call { state: call, driver: Arc::downgrade(&self.engine.driver) })
+        self.driver.submitted(&call);
+        Ok(Call { state: call, driver: Arc::downgrade(&self.driver) })
     }
 
     fn start_message(
@@ -344,8 +351,8 @@ impl Group {
     /// with it: the other ranks would wait for the rest.
     pub fn conclude_seqs(&self, seqs: Range<u64>, failed: Option<&Error>) {
         if self.with_state(|group, context| group.conclude_seqs(seqs, failed, context)).is_ok() {
-            self.engine.driver.flush();
-            self.engine.driver.kick();
+            self.driver.flush();
+            self.driver.kick();
         }
     }
 
@@ -407,8 +414,8 @@ impl Group {
     pub fn abort(&self, reason: &str) {
         let error = Error::aborted(format!("abort was called: {reason}")).in_group(&self.name).on_rank(self.rank);
         if self.with_state(|group, context| group.fail(error, context, Tell::Peers)).is_ok() {
-            self.engine.driver.flush();
-            self.engine.driver.kick();
+            self.driver.flush();
+            self.driver.kick();
         }
     }
 
@@ -430,13 +437,13 @@ impl Group {
     /// As [`Group::shutdown`].
     pub fn shutdown_unless(&self, interrupt: &mut dyn FnMut() -> bool) -> Result<()> {
         let interrupt = &mut lasting(interrupt);
-        if !self.closed.load(Ordering::Acquire) && !self.engine.is_forked() {
+        if !self.closed.load(Ordering::Acquire) && !self.driver.is_forked() {
             let until = Instant::now() + self.with_state(|group, _| group.timeout).unwrap_or_default().min(LAST_CALLS);
-            self.engine.driver.await_calls(&[self.id], until, interrupt);
+            self.driver.await_calls(&[self.id], until, interrupt);
         }
         let Some(Left { unsaid, sent, patience }) = self.leave_at_once() else { return Ok(()) };
         let until = Instant::now() + patience;
-        match self.engine.driver.await_delivery(sent, until, interrupt) {
+        match self.driver.await_delivery(sent, until, interrupt) {
             Delivery::Complete | Delivery::Interrupted => {}
             Delivery::Late => tracing::warn!(
                 group = &*self.name,
@@ -458,14 +465,14 @@ impl Group {
 
     /// `None`: it was left before.
     fn leave_at_once(&self) -> Option<Left> {
-        if self.closed.swap(true, Ordering::AcqRel) || self.engine.is_forked() {
+        if self.closed.swap(true, Ordering::AcqRel) || self.driver.is_forked() {
             return None;
         }
         // One look at the links: a disagreement that calls could not see may lie there.
-        self.engine.driver.pass_now();
+        self.driver.pass_now();
         let now = Instant::now();
         // At once, or a call made in between would be forgotten with the group.
-        let left = self.engine.driver.with_core(|core| {
+        let left = self.driver.with_core(|core| {
             let left = core.guarded(|core| {
                 core.with_group(self.id, now, |group, context| {
                     let patience = if group.poison().is_some() { LAST_BYTES_FAILED } else { LAST_BYTES };
@@ -479,22 +486,22 @@ impl Group {
             core.remove_group(self.id);
             left
         });
-        self.engine.driver.flush();
-        self.engine.driver.kick();
+        self.driver.flush();
+        self.driver.kick();
         left.ok().flatten()
     }
 
     pub(crate) fn with_state<R>(&self, f: impl FnOnce(&mut GroupState, &mut Context<'_>) -> R) -> Result<R> {
         // The lock may have been held by another thread when the process forked.
-        if self.engine.is_forked() {
+        if self.driver.is_forked() {
             return Err(self.placed(forked()));
         }
         let now = Instant::now();
-        self.engine.driver.with_core(|core| core.with_group(self.id, now, f)).ok_or_else(|| self.destroyed(None))
+        self.driver.with_core(|core| core.with_group(self.id, now, f)).ok_or_else(|| self.destroyed(None))
     }
 
     fn check_usable(&self, collective: Collective) -> Result<()> {
-        if self.engine.is_forked() {
+        if self.driver.is_forked() {
             return Err(forked().of(collective));
         }
         if self.closed.load(Ordering::Acquire) {

@@ -7,7 +7,6 @@ use std::any::Any;
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use accl_transport::frame::{Header, Kind};
@@ -20,7 +19,6 @@ use crate::call::{CallDesc, Callback};
 use crate::exec::SpinLimit;
 use crate::hash::hash_words;
 use crate::peers::{Net, PeerId};
-use crate::plan::Shape;
 
 /// Frames taken off one link before the others have their turn.
 const FRAMES_PER_TURN: usize = 32;
@@ -159,15 +157,9 @@ impl Core {
 
     /// Runs a call on the fast path, as far as that goes. `None`: not at all.
     #[inline]
-    pub(crate) fn run_fast_path(
-        &mut self,
-        id: u64,
-        desc: &CallDesc,
-        shape: &Arc<Shape>,
-        spin_limit: SpinLimit,
-    ) -> Option<FastPathEnd> {
+    pub(crate) fn run_fast_path(&mut self, id: u64, desc: &CallDesc, spin_limit: SpinLimit) -> Option<FastPathEnd> {
         let group = self.groups.get_mut(&id)?;
-        let ran = group.run_fast_path(desc, shape, spin_limit, &mut self.net, self.segment);
+        let ran = group.run_fast_path(desc, spin_limit, &mut self.net, self.segment);
         if let Some(FastPathEnd::Done { heard: false, .. }) = ran {
             self.ended_at_once();
         }
@@ -206,6 +198,12 @@ impl Core {
         let orphans = self.orphans.remove(&id).unwrap_or_default();
         self.orphan_bytes -= orphans.iter().map(|orphan| orphan.bytes()).sum::<usize>();
         self.ended.insert(id);
+    }
+
+    /// Whether callbacks wait for [`Core::take_completed`].
+    #[inline]
+    pub(crate) fn has_completed(&self) -> bool {
+        !self.completed.is_empty()
     }
 
     /// Callbacks of calls that have ended since this was asked last.

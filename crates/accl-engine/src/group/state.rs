@@ -17,8 +17,8 @@ use crate::call::{CallDesc, CallState};
 use crate::exec::{FastPath, FromAny, INQUIRY, Message, P2p, Run, RunContext, SpinLimit};
 use crate::memory::{BufferPool, Compute, Storage};
 use crate::peers::{Gone, Mark, Members, Net, PeerId};
-use crate::plan::Shape;
 use crate::plan::signature::disagreement;
+use crate::plan::{Shape, Shapes};
 
 /// A call begins once the earlier ones in flight have no more than this left to do, in bytes of all their operations:
 /// their tensors share the cache then, and none of them waits for the others' turns. Within a host the links need no more
@@ -44,6 +44,8 @@ pub(crate) struct GroupState {
     pub(crate) timing: bool,
     pub(crate) members: Members,
     pub(crate) p2p: P2p,
+    /// The latest of those that may take the fast path.
+    fast_shapes: Shapes,
     runs: BTreeMap<u64, Run>,
     /// When a call in flight last moved, and whether one has yet to begin.
     moved_at: Instant,
@@ -120,6 +122,7 @@ impl GroupState {
             timeout,
             members,
             p2p: P2p::new(world),
+            fast_shapes: Shapes::default(),
             runs: BTreeMap::new(),
             moved_at: Instant::now(),
             withholds: false,
@@ -226,7 +229,6 @@ impl GroupState {
     pub(crate) fn run_fast_path(
         &mut self,
         desc: &CallDesc,
-        shape: &Arc<Shape>,
         spin_limit: SpinLimit,
         net: &mut Net,
         segment: u64,
@@ -236,6 +238,7 @@ impl GroupState {
         if !is_quiet || waits_for_composed || !self.is_near(net) {
             return None;
         }
+        let shape = self.fast_shapes.find(desc, self.members.world())?;
         let order = shape.plan.fast_path.as_deref().filter(|_| shape.plan.longest <= segment)?;
         let header = shape.whole?;
         // What is unusual about the tensors, or wrong with them, is left to the ordinary way.
@@ -267,6 +270,13 @@ impl GroupState {
             compute.buffers_mut().own_scratch(std::mem::take(&mut self.scratch));
         }
         Some(FastPathEnd::Stopped(Box::new(Stopped { shape: shape.clone(), compute, finished, seq })))
+    }
+
+    /// Calls of this description may take the fast path from now on, if any of this shape may.
+    pub(crate) fn keep_shape(&mut self, desc: &CallDesc, shape: &Arc<Shape>) {
+        if shape.plan.fast_path.is_some() && self.fast_shapes.find(desc, self.members.world()).is_none() {
+            self.fast_shapes.keep(shape.clone());
+        }
     }
 
     /// Starts a collective: hands it the frames that came before it and makes a first pass.

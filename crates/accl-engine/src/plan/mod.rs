@@ -13,4 +13,4 @@ pub(crate) use cache::Planner;
 pub(crate) use encoded::{Coded, Combination, Operand};
 pub(crate) use op::{PlanOp, PlanOpKind};
 pub(crate) use region::Region;
-pub(crate) use shape::{Planning, Shape};
+pub(crate) use shape::{Planning, Shape, Shapes};

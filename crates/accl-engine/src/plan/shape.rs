@@ -109,7 +109,7 @@ impl Key {
 
 /// The latest shapes of one group.
 #[derive(Default)]
-struct Shapes {
+pub(crate) struct Shapes {
     /// Sorted by use, roughly: a hit moves one place to the front.
     shapes: Vec<Arc<Shape>>,
 }
@@ -117,7 +117,7 @@ struct Shapes {
 impl Shapes {
     /// The shape of this call, if it is among the latest. A call of a known shape needs no check of its arguments.
     #[inline]
-    fn find(&mut self, desc: &CallDesc, world: u32) -> Option<&Arc<Shape>> {
+    pub(crate) fn find(&mut self, desc: &CallDesc, world: u32) -> Option<&Arc<Shape>> {
         let index = self.shapes.iter().position(|shape| shape.key.fits(desc, world))?;
         if index > 0 {
             self.shapes.swap(index - 1, index);
@@ -125,8 +125,8 @@ impl Shapes {
         self.shapes.get(index.saturating_sub(1))
     }
 
-    /// Keeps a shape.
-    fn keep(&mut self, shape: Arc<Shape>) {
+    /// Keeps a shape that has not been found.
+    pub(crate) fn keep(&mut self, shape: Arc<Shape>) {
         if self.shapes.len() >= MAX_SHAPES {
             self.shapes.pop();
         }

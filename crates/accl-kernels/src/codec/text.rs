@@ -73,7 +73,6 @@ pub(super) fn settings(text: &str, row: &Row) -> Result<Settings> {
 #[cfg(test)]
 mod tests {
     use super::super::parse;
-    use super::*;
 
     #[test]
     fn settings_come_back_as_they_were_written() {
