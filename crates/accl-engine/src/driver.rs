@@ -9,10 +9,10 @@ use std::ops::{Deref, DerefMut};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use accl_transport::{Poller, Waker};
-use accl_types::Error;
+use accl_types::{Error, Moment};
 
 use crate::call::{CallState, Callback, Notifier, Outcome};
 use crate::completion::CompletionPool;
@@ -21,7 +21,7 @@ use crate::group::{Core, Relief};
 use crate::peers::Mark;
 use crate::signals;
 use crate::sync::{Condvar, Mutex, MutexGuard};
-use crate::time::far;
+use crate::time;
 
 /// How often a waiter looks for signals, in milliseconds.
 const TICK_MS: u64 = 50;
@@ -177,7 +177,7 @@ impl Driver {
     /// Without threads, descriptors or memory. Segments have `segment` bytes; `spin_us` limits how long a wait spins.
     pub(crate) fn new(segment: u64, spin_us: Option<u64>) -> Arc<Self> {
         Arc::new_cyclic(|me| Self {
-            core: Mutex::new(Core::new(segment)),
+            core: Mutex::new(Core::new(segment, time::now)),
             polling: OnceLock::new(),
             pool: CompletionPool::default(),
             spin: spin_us.map(Duration::from_micros),
@@ -225,8 +225,8 @@ impl Driver {
     }
 
     /// The core, unless another thread has it until then.
-    pub(crate) fn try_lock_until(&self, until: Instant) -> Option<Locked<'_>> {
-        self.core.try_lock_until(until).map(|core| Locked { core: Some(core), pool: &self.pool })
+    pub(crate) fn try_lock_until(&self, until: Moment) -> Option<Locked<'_>> {
+        self.core.try_lock_for(until.since(time::now())).map(|core| Locked { core: Some(core), pool: &self.pool })
     }
 
     /// Runs `f` under the lock.
@@ -273,7 +273,7 @@ impl Driver {
     /// One pass, waiting for the lock.
     pub(crate) fn pass_now(&self) {
         let mut core = self.lock();
-        core.pass_whole(Instant::now());
+        core.pass_whole(time::now());
         let wake = core.must_wake_driver(None);
         drop(core);
         self.wake_driver_if(wake);
@@ -282,7 +282,7 @@ impl Driver {
     /// One pass unless somebody else is at it.
     pub(crate) fn try_pass(&self) {
         let Some(mut core) = self.try_lock() else { return };
-        let moved = core.pass(Instant::now());
+        let moved = core.pass(time::now());
         let wake = core.must_wake_driver(None);
         let unsent = core.net.has_unsent();
         drop(core);
@@ -331,7 +331,7 @@ impl Driver {
     pub(crate) fn await_delivery(
         &self,
         mut marks: Vec<Mark>,
-        until: Instant,
+        until: Moment,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Delivery {
         self.await_all(until, interrupt, |core| {
@@ -341,7 +341,7 @@ impl Driver {
     }
 
     /// Waits until the collectives of these groups that were made asynchronously are over, at most until then.
-    pub(crate) fn await_calls(&self, groups: &[u64], until: Instant, interrupt: &mut dyn FnMut() -> bool) {
+    pub(crate) fn await_calls(&self, groups: &[u64], until: Moment, interrupt: &mut dyn FnMut() -> bool) {
         let is_over = |core: &mut Core| {
             let mut groups = groups.iter().filter_map(|id| core.groups.get(id));
             !groups.any(|group| group.has_async_calls())
@@ -352,14 +352,14 @@ impl Driver {
     /// Makes progress until it is over, until then, or until the interrupt.
     fn await_all(
         &self,
-        until: Instant,
+        until: Moment,
         interrupt: &mut dyn FnMut() -> bool,
         mut is_over: impl FnMut(&mut Core) -> bool,
     ) -> Delivery {
         let mut pause = FIRST_PAUSE;
-        let mut asked = Instant::now();
+        let mut asked = time::now();
         loop {
-            let now = Instant::now();
+            let now = time::now();
             // What the peers send meanwhile is taken off the links, or the end of this process would reset them.
             let Some(mut core) = self.try_lock_until(until) else { return Delivery::Late };
             let looked = core.guarded(|core| {
@@ -374,7 +374,7 @@ impl Driver {
             if now >= until {
                 return Delivery::Late;
             }
-            if now.duration_since(asked) >= Duration::from_millis(TICK_MS) {
+            if now.since(asked) >= Duration::from_millis(TICK_MS) {
                 asked = now;
                 if interrupt() {
                     return Delivery::Interrupted;
@@ -398,7 +398,7 @@ impl Driver {
             let forked = Error::aborted("the call was made before this process was forked");
             return WaitEnd::Over(Outcome::Failed(call.placed(forked)));
         }
-        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let until = timeout.map(|timeout| time::now() + timeout);
         if let Some(outcome) = self.spin(call, until) {
             return WaitEnd::Over(outcome);
         }
@@ -414,27 +414,29 @@ impl Driver {
     /// How long a call on the fast path looks for a frame. It holds the lock, so not for long.
     pub(crate) fn spin_limit(&self) -> SpinLimit {
         match self.spin {
-            Some(spin) if spin.is_zero() => SpinLimit { spins: 0, yields: 0 },
-            _ if self.shares_cores() => SpinLimit { spins: FAST_PATH_SPINS_SHARED, yields: FAST_PATH_YIELDS },
-            _ => SpinLimit { spins: FAST_PATH_SPINS, yields: 0 },
+            Some(spin) if spin.is_zero() => SpinLimit { spins: 0, yields: 0, yield_now: std::thread::yield_now },
+            _ if self.shares_cores() => {
+                SpinLimit { spins: FAST_PATH_SPINS_SHARED, yields: FAST_PATH_YIELDS, yield_now: std::thread::yield_now }
+            }
+            _ => SpinLimit { spins: FAST_PATH_SPINS, yields: 0, yield_now: std::thread::yield_now },
         }
     }
 
     /// Looks again and again for a short while.
-    fn spin(&self, call: &CallState, until: Option<Instant>) -> Option<Outcome> {
+    fn spin(&self, call: &CallState, until: Option<Moment>) -> Option<Outcome> {
         let shared = self.shares_cores();
         let budget = match self.spin {
             Some(spin) => spin,
             None if shared => SPIN_SHARED_CORE,
             None => SPIN_OWN_CORE,
         };
-        let start = Instant::now();
+        let start = time::now();
         let mut looks = 0_u32;
         let mut unsent = false;
         // A driver that sleeps meanwhile need not be woken for what is seen here.
         let mut watch = Watch { driver: self, is_on: false };
         loop {
-            let now = Instant::now();
+            let now = time::now();
             if let Some(mut core) = self.try_lock() {
                 watch.is_on = watch.is_on || core.watch();
                 let moved = core.pass(now);
@@ -454,7 +456,7 @@ impl Driver {
                 }
                 return Some(outcome);
             }
-            if now.duration_since(start) >= budget || until.is_some_and(|until| now >= until) {
+            if now.since(start) >= budget || until.is_some_and(|until| now >= until) {
                 drop(watch);
                 // Nobody has told a sleeping driver of this call's deadline: until now this thread looked after it.
                 if self.with_core(|core| core.must_wake_driver(core.next_deadline())) {
@@ -476,19 +478,19 @@ impl Driver {
         me: Waiter,
         call: &CallState,
         timeout: Option<Duration>,
-        until: Option<Instant>,
+        until: Option<Moment>,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> WaitEnd {
-        let mut asked: Option<Instant> = None;
+        let mut asked: Option<Moment> = None;
         loop {
             if let Some(outcome) = call.outcome() {
                 return WaitEnd::Over(outcome);
             }
-            let now = Instant::now();
+            let now = time::now();
             if until.is_some_and(|until| now >= until) {
                 return WaitEnd::TimedOut(self.wait_timed_out(call, timeout.unwrap_or_default(), now));
             }
-            if asked.is_none_or(|asked| now.duration_since(asked) >= Duration::from_millis(TICK_MS)) {
+            if asked.is_none_or(|asked| now.since(asked) >= Duration::from_millis(TICK_MS)) {
                 asked = Some(now);
                 // The hook may wait for the interpreter's lock, or make calls and wait for them: others drive meanwhile,
                 // and nobody appoints who cannot come.
@@ -502,12 +504,12 @@ impl Driver {
             if self.take_turn(me, call) {
                 self.park(Some(call), slice);
             } else {
-                call.sleep_until(slice);
+                call.sleep(slice.map(|slice| slice - time::now()));
             }
         }
     }
 
-    fn wait_timed_out(&self, call: &CallState, timeout: Duration, now: Instant) -> Error {
+    fn wait_timed_out(&self, call: &CallState, timeout: Duration, now: Moment) -> Error {
         let text = self.with_core(|core| {
             core.with_group(call.group_id, now, |group, hands| {
                 let awaited = group.awaited(call);
@@ -518,9 +520,9 @@ impl Driver {
     }
 
     /// Parks in the poller once, with a pass before and after. Only the driver calls this.
-    fn park(&self, call: Option<&CallState>, until: Option<Instant>) {
+    fn park(&self, call: Option<&CallState>, until: Option<Moment>) {
         let Some(polling) = self.polling.get() else { return };
-        let now = Instant::now();
+        let now = time::now();
         let prepared = self.lock().guarded(|core| {
             if core.pass(now) || core.pass_whole(now) {
                 return None;
@@ -536,19 +538,19 @@ impl Driver {
             }
             let silence = core.next_look_for_silence().filter(|_| self.ticks());
             let until = until.into_iter().chain(core.next_deadline()).chain(silence).min();
-            core.parked = Some(until.unwrap_or_else(far));
+            core.parked = Some(until.unwrap_or(Moment::FAR));
             Some(until)
         });
         // After a panic every call has failed, and whoever waits looks for what became of its own.
         let Ok(Some(until)) = prepared else { return };
         // A failure to wait shows as a loop that does not sleep; deadlines still end it.
         self.parks.fetch_add(1, Ordering::Relaxed);
-        let _ = polling.poller.wait(until.map(|until| until.saturating_duration_since(now)));
+        let _ = polling.poller.wait(until.map(|until| until.since(now)));
         let mut core = self.lock();
         core.parked = None;
         let _ = core.guarded(|core| {
             core.net.unpark();
-            let now = Instant::now();
+            let now = time::now();
             core.pass(now);
             core.check(now);
         });
@@ -731,7 +733,7 @@ struct Watch<'a> {
 impl Drop for Watch<'_> {
     fn drop(&mut self) {
         if self.is_on {
-            let relief = self.driver.with_core(|core| core.unwatch(Instant::now()));
+            let relief = self.driver.with_core(|core| core.unwatch(time::now()));
             self.driver.relieve(relief);
         }
     }

@@ -11,12 +11,13 @@ use std::time::{Duration, Instant};
 use accl_schedule::cost::Machine;
 use accl_transport::{Card, Endpoint, Link, Poller, Settings, Waker};
 use accl_types::config::Config;
-use accl_types::{Error, Result};
+use accl_types::{Error, Moment, Result};
 
 use crate::driver::{Delivery, Driver, Polling, lasting};
 use crate::peers::Mark;
 use crate::session::rendezvous::Makings;
 use crate::sync::Mutex;
+use crate::time;
 
 /// How long the end of a group or of the process waits until the peers' hosts have what calls that are done have sent, and
 /// how long when calls have failed anyway.
@@ -168,9 +169,9 @@ impl Engine {
     }
 
     /// Waits until everything has left this process: calls that were done relied on it.
-    fn send_the_rest(&self, deadline: Instant) {
+    fn send_the_rest(&self, deadline: Moment) {
         let Some(polling) = self.driver.polling() else { return };
-        while Instant::now() < deadline {
+        while time::now() < deadline {
             let Some(mut core) = self.driver.try_lock_until(deadline) else { return };
             let unsent = core.guarded(|core| {
                 core.net.flush_all();
@@ -198,16 +199,14 @@ impl Engine {
         }
         let interrupt = &mut lasting(interrupt);
         if await_calls {
-            let groups = self
-                .driver
-                .try_lock_until(Instant::now() + LOCK_AT_END)
-                .map(|core| core.groups.keys().copied().collect());
+            let groups =
+                self.driver.try_lock_until(time::now() + LOCK_AT_END).map(|core| core.groups.keys().copied().collect());
             let groups: Vec<u64> = groups.unwrap_or_default();
-            self.driver.await_calls(&groups, Instant::now() + LAST_CALLS, interrupt);
+            self.driver.await_calls(&groups, time::now() + LAST_CALLS, interrupt);
         }
         self.driver.stop_background();
-        let now = Instant::now();
-        if let Some(mut core) = self.driver.try_lock_until(Instant::now() + LOCK_AT_END) {
+        let now = time::now();
+        if let Some(mut core) = self.driver.try_lock_until(time::now() + LOCK_AT_END) {
             let ids: Vec<u64> = core.groups.keys().copied().collect();
             let has_failed = core.groups.values().any(|group| group.poison().is_some());
             let sent: Vec<Mark> = core.net.ids().map(|id| core.net.mark(id)).collect();
@@ -227,8 +226,8 @@ impl Engine {
                 );
             }
         }
-        self.send_the_rest(Instant::now() + LAST_GOODBYES);
-        if let Some(mut core) = self.driver.try_lock_until(Instant::now() + LOCK_AT_END) {
+        self.send_the_rest(time::now() + LAST_GOODBYES);
+        if let Some(mut core) = self.driver.try_lock_until(time::now() + LOCK_AT_END) {
             let _ = core.guarded(|core| core.net.close_all());
         }
         // What runs there may be code of the caller, which must not go on in an interpreter that ends.

@@ -6,13 +6,14 @@
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use accl_transport::frame::Signature;
-use accl_types::{Collective, Error, Rank, Result};
+use accl_types::{Collective, Error, Moment, Rank, Result};
 
 use super::call::Call;
 use super::default_codec::DefaultCodec;
+use super::planning::Planning;
 use super::spec::GroupSpec;
 use crate::call::{CallDesc, CallPlace, CallState, Mode};
 use crate::driver::{Delivery, Driver, lasting};
@@ -21,7 +22,8 @@ use crate::exec::{INQUIRE_AFTER, Message, PRIVATE_TAGS, Run};
 use crate::group::{Context, Core, FastPathEnd, GroupState, Relief, Stopped, Tell};
 use crate::memory::{Buffers, Coder, Compute, Sample};
 use crate::peers::Mark;
-use crate::plan::{Planner, Planning};
+use crate::plan::Planner;
+use crate::time;
 
 /// What became of a call whose caller waits.
 pub enum Ran {
@@ -119,7 +121,7 @@ impl Group {
             Some(FastPathEnd::Stopped(stopped)) => Some(Err(self.go_on(&mut core, desc, *stopped))),
             None => None,
         });
-        let relief = if is_watch { core.unwatch(Instant::now()) } else { Relief::SleepsOn };
+        let relief = if is_watch { core.unwatch(time::now()) } else { Relief::SleepsOn };
         let completed = core.take_completed();
         drop(core);
         self.driver.post(completed);
@@ -215,7 +217,7 @@ impl Group {
                 let coder = desc.encoding(self.world).map(|encoding| {
                     let has_checksums = group.has_checksums(context.net);
                     let ranks = (self.global_rank, self.rank);
-                    let coder = Coder::new(encoding, desc, ranks, self.world, has_checksums);
+                    let coder = Coder::new(encoding, desc, ranks, self.world, has_checksums, time::now);
                     match &encoding.audit {
                         Some(audit) => coder.probed(audit, sample, &buffers),
                         None => coder,
@@ -239,7 +241,7 @@ impl Group {
         desc: &CallDesc,
         start: impl FnOnce(&mut GroupState, &mut Context<'_>) -> Result<Arc<CallState>>,
     ) -> Result<(Arc<CallState>, bool)> {
-        let now = Instant::now();
+        let now = time::now();
         let started = core.guarded(|core| {
             let started = core.with_group(self.id, now, |group, context| {
                 let call = start(group, context)?;
@@ -311,7 +313,7 @@ impl Group {
         Ok(call)
     }
 
-    fn call(&self, desc: &CallDesc, seq: u64, group: &GroupState, now: Instant) -> Arc<CallState> {
+    fn call(&self, desc: &CallDesc, seq: u64, group: &GroupState, now: Moment) -> Arc<CallState> {
         let place = CallPlace {
             group_id: self.id,
             group: self.name.clone(),
@@ -438,11 +440,11 @@ impl Group {
     pub fn shutdown_unless(&self, interrupt: &mut dyn FnMut() -> bool) -> Result<()> {
         let interrupt = &mut lasting(interrupt);
         if !self.closed.load(Ordering::Acquire) && !self.driver.is_forked() {
-            let until = Instant::now() + self.with_state(|group, _| group.timeout).unwrap_or_default().min(LAST_CALLS);
+            let until = time::now() + self.with_state(|group, _| group.timeout).unwrap_or_default().min(LAST_CALLS);
             self.driver.await_calls(&[self.id], until, interrupt);
         }
         let Some(Left { unsaid, sent, patience }) = self.leave_at_once() else { return Ok(()) };
-        let until = Instant::now() + patience;
+        let until = time::now() + patience;
         match self.driver.await_delivery(sent, until, interrupt) {
             Delivery::Complete | Delivery::Interrupted => {}
             Delivery::Late => tracing::warn!(
@@ -470,7 +472,7 @@ impl Group {
         }
         // One look at the links: a disagreement that calls could not see may lie there.
         self.driver.pass_now();
-        let now = Instant::now();
+        let now = time::now();
         // At once, or a call made in between would be forgotten with the group.
         let left = self.driver.with_core(|core| {
             let left = core.guarded(|core| {
@@ -496,7 +498,7 @@ impl Group {
         if self.driver.is_forked() {
             return Err(self.placed(forked()));
         }
-        let now = Instant::now();
+        let now = time::now();
         self.driver.with_core(|core| core.with_group(self.id, now, f)).ok_or_else(|| self.destroyed(None))
     }
 
@@ -532,11 +534,11 @@ impl Drop for Group {
 }
 
 /// Private messages have none: whoever made them waits no longer than it wants, and takes them back.
-fn deadline(desc: &CallDesc, group: &GroupState, now: Instant) -> Option<Instant> {
+fn deadline(desc: &CallDesc, group: &GroupState, now: Moment) -> Option<Moment> {
     if desc.tag >= PRIVATE_TAGS {
         return None;
     }
-    now.checked_add(desc.timeout.unwrap_or(group.timeout))
+    Some(now + desc.timeout.unwrap_or(group.timeout))
 }
 
 fn forked() -> Error {

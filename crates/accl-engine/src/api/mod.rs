@@ -4,4 +4,5 @@ pub(crate) mod call;
 pub(crate) mod default_codec;
 pub(crate) mod group;
 pub(crate) mod monitored;
+pub(crate) mod planning;
 pub(crate) mod spec;

@@ -5,9 +5,9 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use accl_types::{Collective, Error, Rank, Seq};
+use accl_types::{Collective, Error, Moment, Rank, Seq};
 
 use crate::sync::{Condvar, Mutex};
 
@@ -31,7 +31,7 @@ pub(crate) enum Outcome {
 /// A call in flight. Shared between the handle and whoever works on it.
 pub(crate) struct CallState {
     pub(crate) place: CallPlace,
-    pub(crate) started: Instant,
+    pub(crate) started: Moment,
     state: AtomicU8,
     source: AtomicU32,
     /// The word that came with a message.
@@ -48,7 +48,7 @@ pub(crate) struct Notifier {
 }
 
 impl Notifier {
-    /// Wakes whoever sleeps in [`CallState::sleep_until`].
+    /// Wakes whoever sleeps in [`CallState::sleep`].
     pub(crate) fn notify(&self) {
         self.inner.lock().notified = true;
         self.changed.notify_all();
@@ -84,7 +84,7 @@ impl std::ops::Deref for CallState {
 }
 
 impl CallState {
-    pub(crate) fn new(place: CallPlace, now: Instant) -> Arc<Self> {
+    pub(crate) fn new(place: CallPlace, now: Moment) -> Arc<Self> {
         Arc::new(Self {
             place,
             started: now,
@@ -146,8 +146,8 @@ impl CallState {
     /// Ends the call. Called once, by whoever works on it; from here on nobody but the caller touches the
     /// call's tensors. Returns the callback to be run.
     #[must_use]
-    pub(crate) fn finish(&self, now: Instant, error: Option<Error>) -> Option<Callback> {
-        let nanos = now.saturating_duration_since(self.started).as_nanos().max(1);
+    pub(crate) fn finish(&self, now: Moment, error: Option<Error>) -> Option<Callback> {
+        let nanos = now.since(self.started).as_nanos().max(1);
         self.duration_ns.store(u64::try_from(nanos).unwrap_or(u64::MAX), Ordering::Relaxed);
         let mut inner = self.notifier.inner.lock();
         let state = if error.is_some() { FAILED } else { DONE };
@@ -170,12 +170,12 @@ impl CallState {
         }
     }
 
-    /// Sleeps until the call ends, somebody notifies, or `until`.
-    pub(crate) fn sleep_until(&self, until: Option<Instant>) {
+    /// Sleeps until the call ends or somebody notifies, at most for so long.
+    pub(crate) fn sleep(&self, at_most: Option<Duration>) {
         let mut inner = self.notifier.inner.lock();
         if !inner.notified && !self.is_done() {
-            match until {
-                Some(until) => drop(self.notifier.changed.wait_until(&mut inner, until)),
+            match at_most {
+                Some(at_most) => drop(self.notifier.changed.wait_for(&mut inner, at_most)),
                 None => self.notifier.changed.wait(&mut inner),
             }
         }

@@ -18,4 +18,6 @@ pub(crate) struct SpinLimit {
     pub(crate) spins: u32,
     /// How often to give the core away, and look as often again.
     pub(crate) yields: u32,
+    /// Gives it away.
+    pub(crate) yield_now: fn(),
 }

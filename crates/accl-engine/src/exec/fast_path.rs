@@ -48,7 +48,7 @@ impl FastPath<'_> {
             self.wake_peers(env);
         }
         (0..self.spin_limit.yields).any(|_| {
-            std::thread::yield_now();
+            (self.spin_limit.yield_now)();
             env.net.await_frame(peer, self.spin_limit.spins).is_some()
         })
     }

@@ -7,10 +7,9 @@ use std::cell::Cell;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
-use std::time::Instant;
 
 use accl_transport::frame::{Header, Kind, SIGNATURE_BYTES, Signature, WANTS_GRANT};
-use accl_types::{Dtype, Error, Rank, Result};
+use accl_types::{Dtype, Error, Moment, Rank, Result};
 use smallvec::SmallVec;
 
 use super::context::RunContext;
@@ -20,7 +19,7 @@ use crate::memory::Buffers;
 /// A send or receive in flight.
 pub(crate) struct Message {
     pub(crate) call: Arc<CallState>,
-    pub(crate) deadline: Option<Instant>,
+    pub(crate) deadline: Option<Moment>,
     /// The other side; `None` while a receive from any source is not matched.
     pub(crate) peer: Option<Rank>,
     pub(crate) tag: u32,
@@ -105,7 +104,7 @@ pub(crate) struct P2p {
     /// The other side of every message in flight, by the number of its call.
     calls: BTreeMap<u64, Option<Rank>>,
     /// Of messages that are not private.
-    deadlines: BTreeSet<(Instant, u64)>,
+    deadlines: BTreeSet<(Moment, u64)>,
     /// Receives from any source in flight, that nothing has matched yet.
     from_any: usize,
     /// Orders given out.
@@ -180,12 +179,12 @@ impl P2p {
     }
 
     /// The earliest deadline. Private messages have none: whoever made them waits no longer than it wants.
-    pub(crate) fn next_deadline(&self) -> Option<Instant> {
+    pub(crate) fn next_deadline(&self) -> Option<Moment> {
         self.deadlines.first().map(|&(deadline, _)| deadline)
     }
 
     /// A message whose deadline has passed.
-    pub(crate) fn overdue(&self, now: Instant) -> Option<&Message> {
+    pub(crate) fn overdue(&self, now: Moment) -> Option<&Message> {
         let &(_, seq) = self.deadlines.first().filter(|(deadline, _)| *deadline <= now)?;
         self.messages().find(|message| message.call.seq == seq)
     }

@@ -10,10 +10,10 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use accl_transport::frame::{Header, Kind, SIGNATURE_BYTES, Signature, WANTS_GRANT};
-use accl_types::{Error, Rank, Result};
+use accl_types::{Error, Moment, Rank, Result};
 
 use super::context::RunContext;
 use crate::call::CallState;
@@ -87,9 +87,9 @@ pub(crate) struct Run {
     pub(crate) signature: Signature,
     /// See [`Shape`].
     whole: Option<Header>,
-    pub(crate) deadline: Option<Instant>,
+    pub(crate) deadline: Option<Moment>,
     /// When to ask silent ranks what they are doing.
-    pub(crate) inquire_at: Option<Instant>,
+    pub(crate) inquire_at: Option<Moment>,
     compute: Compute,
     ops: Vec<OpState>,
     remaining: usize,
@@ -107,7 +107,7 @@ impl Run {
         shape: &Shape,
         compute: Compute,
         finished: &[u32],
-        deadline: Option<Instant>,
+        deadline: Option<Moment>,
     ) -> Self {
         let (plan, signature) = (shape.plan.clone(), shape.signature);
         let mut ops: Vec<OpState> = plan.ops.iter().map(|_| OpState::default()).collect();
@@ -117,7 +117,7 @@ impl Run {
             (state.begun, state.complete) = (true, true);
         }
         let remaining = ops.len() - finished.len();
-        let inquire_at = call.started.checked_add(INQUIRE_AFTER);
+        let inquire_at = Some(call.started + INQUIRE_AFTER);
         let mut run = Self {
             call,
             plan,

@@ -2,7 +2,7 @@
 //!
 //! Owns nothing. Read [`Context`] first.
 
-use std::time::Instant;
+use accl_types::Moment;
 
 use crate::call::Callback;
 use crate::peers::Net;
@@ -13,5 +13,5 @@ pub(crate) struct Context<'a> {
     /// Callbacks of calls that have ended: the driver has them run, without its lock.
     pub(crate) completed: &'a mut Vec<Callback>,
     pub(crate) segment: u64,
-    pub(crate) now: Instant,
+    pub(crate) now: Moment,
 }

@@ -7,11 +7,11 @@ use std::any::Any;
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use accl_transport::frame::{Header, Kind};
 use accl_transport::{Card, Link, Poller};
-use accl_types::{Error, Result};
+use accl_types::{Error, Moment, Result};
 
 use super::context::Context;
 use super::state::{FastPathEnd, GroupState, Tell};
@@ -76,6 +76,8 @@ pub(crate) struct Core {
     /// Callbacks of calls that have ended, for the driver.
     completed: Vec<Callback>,
     pub(crate) segment: u64,
+    /// For what happens without a moment at hand.
+    clock: fn() -> Moment,
     /// Announcements that a group has failed, to be handled at the end of a pass.
     causes: Vec<(PeerId, Header, Vec<u8>)>,
     /// Groups that a rank has left since the last look for absentees.
@@ -85,11 +87,11 @@ pub(crate) struct Core {
     /// Passes in a row in which nothing moved.
     idle: u32,
     /// Until when the driver is parked in the poller, if it is.
-    pub(crate) parked: Option<Instant>,
+    pub(crate) parked: Option<Moment>,
     /// Threads that look at the links again and again while it is.
     watchers: u32,
     /// When silent hosts are looked for again.
-    silence_at: Option<Instant>,
+    silence_at: Option<Moment>,
 }
 
 /// What becomes of a parked driver when the last thread that looked at the links in its place looks no more.
@@ -118,7 +120,7 @@ impl Orphan {
 }
 
 impl Core {
-    pub(crate) fn new(segment: u64) -> Self {
+    pub(crate) fn new(segment: u64, clock: fn() -> Moment) -> Self {
         Self {
             net: Net::default(),
             groups: HashMap::default(),
@@ -132,6 +134,7 @@ impl Core {
             idle: 0,
             ended: HashSet::new(),
             completed: Vec::new(),
+            clock,
             segment,
             parked: None,
             watchers: 0,
@@ -143,7 +146,7 @@ impl Core {
     pub(crate) fn with_group<R>(
         &mut self,
         id: u64,
-        now: Instant,
+        now: Moment,
         f: impl FnOnce(&mut GroupState, &mut Context<'_>) -> R,
     ) -> Option<R> {
         let group = self.groups.get_mut(&id)?;
@@ -167,7 +170,7 @@ impl Core {
     }
 
     /// Adds a group and hands it the frames that came before it.
-    pub(crate) fn add_group(&mut self, group: GroupState, now: Instant) {
+    pub(crate) fn add_group(&mut self, group: GroupState, now: Moment) {
         let id = group.id;
         self.groups.insert(id, group);
         let orphans = self.orphans.remove(&id).unwrap_or_default();
@@ -217,23 +220,23 @@ impl Core {
     }
 
     /// The earliest deadline of any call in flight.
-    pub(crate) fn next_deadline(&self) -> Option<Instant> {
+    pub(crate) fn next_deadline(&self) -> Option<Moment> {
         self.active.iter().filter_map(|id| self.groups.get(id)?.next_deadline()).min()
     }
 
     /// When the driver has to look for silent hosts, if there is anything that they should answer.
-    pub(crate) fn next_look_for_silence(&self) -> Option<Instant> {
+    pub(crate) fn next_look_for_silence(&self) -> Option<Moment> {
         self.silence_at.filter(|_| self.net.awaits_answers())
     }
 
     /// Gives up peers whose host has vanished. The system would go on repeating what is under way for a quarter of an hour;
     /// no call on the link waits for so long.
-    fn look_for_silence(&mut self, now: Instant) {
+    fn look_for_silence(&mut self, now: Moment) {
         let is_late = || self.next_deadline().is_some_and(|deadline| deadline <= now);
         if self.silence_at.is_some_and(|at| now < at) && !is_late() {
             return;
         }
-        self.silence_at = now.checked_add(LOOK_FOR_SILENCE);
+        self.silence_at = Some(now + LOOK_FOR_SILENCE);
         for id in self.net.ids() {
             let Some(silence) = self.net.look_for_answers(id) else { continue };
             let allowed = self.active.iter().filter_map(|group| self.groups.get(group)?.least_allowance(id)).min();
@@ -250,7 +253,7 @@ impl Core {
     }
 
     /// Whether the parked driver must look again: a call has an earlier deadline, or waits for room.
-    pub(crate) fn must_wake_driver(&self, deadline: Option<Instant>) -> bool {
+    pub(crate) fn must_wake_driver(&self, deadline: Option<Moment>) -> bool {
         self.parked.is_some_and(|until| self.net.is_room_wanted() || deadline.is_some_and(|deadline| deadline < until))
     }
 
@@ -268,7 +271,7 @@ impl Core {
     }
 
     /// The end of a [`Core::watch`]. Every call whose number was taken has been started by now: frames are handled here.
-    pub(crate) fn unwatch(&mut self, now: Instant) -> Relief {
+    pub(crate) fn unwatch(&mut self, now: Moment) -> Relief {
         self.watchers -= 1;
         if self.parked.is_none() || self.watchers > 0 {
             return Relief::SleepsOn;
@@ -277,7 +280,7 @@ impl Core {
     }
 
     /// Lets a parked driver be woken by its peers again.
-    fn resume_parked(&mut self, now: Instant) -> Relief {
+    fn resume_parked(&mut self, now: Moment) -> Relief {
         let mut relief = Relief::SleepsOn;
         for _ in 0..ROUNDS_OF_RELIEF {
             if !self.net.resume_park() {
@@ -299,7 +302,7 @@ impl Core {
     ///
     /// A panic in it is a defect of ours. Whoever happens to drive must not die of it, and others must not wait for what
     /// it left undone: all groups fail.
-    pub(crate) fn pass(&mut self, now: Instant) -> bool {
+    pub(crate) fn pass(&mut self, now: Moment) -> bool {
         self.guarded(|core| core.pass_unguarded(now)).unwrap_or(true)
     }
 
@@ -313,7 +316,7 @@ impl Core {
         let said = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
         let said = said.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
         let error = Error::internal(format!("panic while making progress: {said}; please report it"));
-        let now = Instant::now();
+        let now = (self.clock)();
         for id in self.groups.keys().copied().collect::<Vec<_>>() {
             let mut fail = |tell| {
                 let failing = || self.with_group(id, now, |group, context| group.fail(error.clone(), context, tell));
@@ -337,17 +340,17 @@ impl Core {
         self.silent += 1;
         if self.silent >= MAX_SILENT {
             self.silent = 0;
-            self.pass_whole(Instant::now());
+            self.pass_whole((self.clock)());
         }
     }
 
     /// As [`Core::pass`], and leaves no frame on a link: for whoever will not look again soon.
-    pub(crate) fn pass_whole(&mut self, now: Instant) -> bool {
+    pub(crate) fn pass_whole(&mut self, now: Moment) -> bool {
         self.idle = PASSES_HELD;
         self.pass(now)
     }
 
-    fn pass_unguarded(&mut self, now: Instant) -> bool {
+    fn pass_unguarded(&mut self, now: Moment) -> bool {
         let mut moved = false;
         for id in self.net.ids() {
             moved |= self.drain(id, now);
@@ -366,7 +369,7 @@ impl Core {
 
     /// Fails groups whose end was announced, after everything that had arrived before is handled: a rank tells of the end
     /// on its own link, and what completes a call may lie on another.
-    fn heed_causes(&mut self, now: Instant) {
+    fn heed_causes(&mut self, now: Moment) {
         self.idle = PASSES_HELD;
         for _ in 0..MAX_ROUNDS {
             let mut moved = false;
@@ -387,7 +390,7 @@ impl Core {
     }
 
     /// Advances the calls of active groups, without looking at links.
-    pub(crate) fn advance(&mut self, now: Instant) -> bool {
+    pub(crate) fn advance(&mut self, now: Moment) -> bool {
         let mut moved = false;
         let groups = &mut self.groups;
         let (net, completed, segment) = (&mut self.net, &mut self.completed, self.segment);
@@ -401,7 +404,7 @@ impl Core {
     }
 
     /// Fails calls whose deadline passed or whose peers have gone. Done now and then, and before parking.
-    pub(crate) fn check(&mut self, now: Instant) {
+    pub(crate) fn check(&mut self, now: Moment) {
         for id in self.net.ids() {
             if let Err(error) = self.net.check(id) {
                 self.net.mark_gone(id, error);
@@ -415,7 +418,7 @@ impl Core {
     }
 
     /// When somebody went: fails the calls that need who is not there any more. Returns whether anybody went.
-    fn look_for_absentees(&mut self, now: Instant) -> bool {
+    fn look_for_absentees(&mut self, now: Moment) -> bool {
         let left = std::mem::take(&mut self.left);
         let concerned = if self.net.take_departures() { self.groups.keys().copied().collect() } else { left };
         for &id in &concerned {
@@ -430,7 +433,7 @@ impl Core {
         !concerned.is_empty()
     }
 
-    fn drain(&mut self, id: PeerId, now: Instant) -> bool {
+    fn drain(&mut self, id: PeerId, now: Moment) -> bool {
         let mut moved = false;
         for _ in 0..FRAMES_PER_TURN {
             let frame = match self.net.begin_frame(id) {
@@ -464,7 +467,7 @@ impl Core {
             && self.groups.get(&header.group).is_some_and(|group| group.is_early(header))
     }
 
-    fn on_frame(&mut self, peer: PeerId, header: &Header, payload: &[u8], now: Instant) {
+    fn on_frame(&mut self, peer: PeerId, header: &Header, payload: &[u8], now: Moment) {
         if header.group == 0 {
             if header.kind == Kind::Goodbye {
                 self.net.peer_mut(peer).said_goodbye = true;

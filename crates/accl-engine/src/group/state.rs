@@ -6,10 +6,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use accl_transport::frame::{CHECKS_SIGNATURES, Cause, Header, Kind, Signature};
-use accl_types::{Collective, Error, ErrorKind, Rank, Result, Seq};
+use accl_types::{Collective, Error, ErrorKind, Moment, Rank, Result, Seq};
 
 use super::context::Context;
 use super::history::History;
@@ -48,7 +48,7 @@ pub(crate) struct GroupState {
     fast_shapes: Shapes,
     runs: BTreeMap<u64, Run>,
     /// When a call in flight last moved, and whether one has yet to begin.
-    moved_at: Instant,
+    moved_at: Moment,
     withholds: bool,
     early: BTreeMap<u64, Vec<Early>>,
     history: History,
@@ -98,7 +98,7 @@ pub(crate) struct Stopped {
 
 impl Stopped {
     /// The run that goes on.
-    pub(crate) fn into_run(self, call: Arc<CallState>, deadline: Option<Instant>) -> Run {
+    pub(crate) fn into_run(self, call: Arc<CallState>, deadline: Option<Moment>) -> Run {
         let order = self.shape.plan.fast_path.as_deref().unwrap_or_default();
         Run::new(call, &self.shape, self.compute, order.get(..self.finished).unwrap_or_default(), deadline)
     }
@@ -124,7 +124,7 @@ impl GroupState {
             p2p: P2p::new(world),
             fast_shapes: Shapes::default(),
             runs: BTreeMap::new(),
-            moved_at: Instant::now(),
+            moved_at: Moment::default(),
             withholds: false,
             early: BTreeMap::new(),
             history: History::default(),
@@ -160,7 +160,7 @@ impl GroupState {
     }
 
     /// The earliest deadline of a call in flight.
-    pub(crate) fn next_deadline(&self) -> Option<Instant> {
+    pub(crate) fn next_deadline(&self) -> Option<Moment> {
         let runs = self.runs.values().filter_map(|run| [run.deadline, run.inquire_at].into_iter().flatten().min());
         runs.chain(self.p2p.next_deadline()).chain(self.begin_by()).min()
     }
@@ -170,11 +170,11 @@ impl GroupState {
         self.members.rank_of(peer)?;
         let runs = self.runs.values().map(|run| (&run.call, run.deadline));
         let calls = runs.chain(self.p2p.messages().map(|message| (&message.call, message.deadline)));
-        calls.filter_map(|(call, deadline)| Some(deadline?.saturating_duration_since(call.started))).min()
+        calls.filter_map(|(call, deadline)| Some(deadline?.since(call.started))).min()
     }
 
     /// When calls that have not begun do so at the latest.
-    pub(crate) fn begin_by(&self) -> Option<Instant> {
+    pub(crate) fn begin_by(&self) -> Option<Moment> {
         self.withholds.then(|| self.moved_at + STANDSTILL)
     }
 
@@ -567,7 +567,7 @@ impl GroupState {
     }
 
     fn overdue(&self, context: &Context<'_>) -> Option<Error> {
-        let late = |deadline: Option<Instant>| deadline.is_some_and(|deadline| deadline <= context.now);
+        let late = |deadline: Option<Moment>| deadline.is_some_and(|deadline| deadline <= context.now);
         let (call, deadline, awaited) = match self.runs.values().find(|run| late(run.deadline)) {
             Some(run) => (&run.call, run.deadline, run.awaited()),
             None => {
@@ -576,7 +576,7 @@ impl GroupState {
             }
         };
         // The time that was allowed, not the moment at which somebody looked.
-        let allowed = deadline.unwrap_or(context.now).saturating_duration_since(call.started);
+        let allowed = deadline.unwrap_or(context.now).since(call.started);
         Some(call.placed(Error::timeout(self.timeout_text(call, &awaited, allowed, context.net))))
     }
 

@@ -93,16 +93,7 @@ impl Planner {
             out_blocks: &key.outputs,
             coding: key.codecs.as_ref().map(|codecs| codecs as &dyn Coding),
         };
-        let plan = Arc::new(Plan::new(algorithm, &program, &shape, world));
-        tracing::info!(
-            collective = key.collective.name(),
-            algorithm = algorithm.name,
-            bytes,
-            world,
-            codecs = key.codecs.as_ref().map(|typed| typed.codecs.text()),
-            "algorithm chosen"
-        );
-        Ok(plan)
+        Ok(Arc::new(Plan::new(algorithm, &program, &shape, world)))
     }
 }
 

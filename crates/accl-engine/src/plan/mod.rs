@@ -9,8 +9,8 @@ pub(crate) mod shape;
 pub(crate) mod signature;
 
 pub(crate) use build::Plan;
-pub(crate) use cache::Planner;
+pub(crate) use cache::{Planner, Plans};
 pub(crate) use encoded::{Coded, Combination, Operand};
 pub(crate) use op::{PlanOp, PlanOpKind};
 pub(crate) use region::Region;
-pub(crate) use shape::{Planning, Shape, Shapes};
+pub(crate) use shape::{Draft, Shape, Shapes};

@@ -1,8 +1,8 @@
 //! Shapes of calls that a group has met: what follows from a shape alone is worked out once.
 //!
 //! Owns the list of the latest shapes and the signature of a call. Plans are made and kept in `cache`, which several
-//! shapes share (a sum and a maximum of equal size have one plan). Read [`Planning::get`]
-//! first.
+//! shapes share (a sum and a maximum of equal size have one plan). Read [`Shapes::find`] first,
+//! then [`Draft`].
 
 use std::sync::Arc;
 
@@ -12,10 +12,9 @@ use accl_types::{Collective, Dtype, DtypeClass, Elems, Error, Rank, ReduceOp, Re
 use smallvec::SmallVec;
 
 use super::build::Plan;
-use super::cache::{PlanKey, Planner, Plans};
+use super::cache::PlanKey;
 use super::signature::signature;
 use crate::call::{Blocks, CallDesc, Codecs, TensorDesc, TypedCodecs};
-use crate::sync::Mutex;
 
 /// Shapes kept; a step of training repeats few.
 const MAX_SHAPES: usize = 16;
@@ -134,62 +133,39 @@ impl Shapes {
     }
 }
 
-/// The shapes and plans of one group, and how more of them are made. Any thread may ask; nobody waits for a plan that another
-/// thread makes.
-pub(crate) struct Planning {
-    planner: Planner,
-    made: Mutex<Made>,
+/// What is known of a call before it has a plan.
+pub(crate) struct Draft {
+    /// What the plan depends on.
+    pub(crate) plan_key: PlanKey,
+    reducer: Option<(Reducer, usize)>,
 }
 
-#[derive(Default)]
-struct Made {
-    shapes: Shapes,
-    plans: Plans,
-}
-
-impl Planning {
-    pub(crate) fn new(planner: Planner) -> Self {
-        Self { planner, made: Mutex::default() }
-    }
-
-    /// The shape of this call, if it is among the latest. A call of a known shape needs no check of its arguments.
-    #[inline]
-    pub(crate) fn find(&self, desc: &CallDesc) -> Option<Arc<Shape>> {
-        self.made.lock().shapes.find(desc, self.planner.world()).cloned()
-    }
-
-    /// The shape of a checked call, kept from now on.
+impl Draft {
+    /// Of a checked call.
     ///
     /// # Errors
-    /// `InvalidArgument` when the block that a rank keeps differs in size; those of the planner and of the reducer.
-    pub(crate) fn get(&self, desc: &CallDesc) -> Result<Arc<Shape>> {
-        if let Some(shape) = self.find(desc) {
-            return Ok(shape);
-        }
-        let (rank, world) = (self.planner.rank(), self.planner.world());
+    /// `InvalidArgument` when the block that a rank keeps differs in size; those of the reducer.
+    pub(crate) fn new(desc: &CallDesc, rank: Rank, world: u32) -> Result<Self> {
         let reduces = desc.collective.reduces();
         let codecs = desc.encoding(world).map(|encoding| encoding.codecs.clone());
         let elem = if reduces || codecs.is_some() { desc.dtype.size_bytes() } else { 1 };
-        let key = plan_key(desc, elem, codecs.clone());
-        check_kept_block(desc.collective, &key, rank)?;
+        let is_encoded = codecs.is_some();
+        let plan_key = plan_key(desc, elem, codecs);
+        check_kept_block(desc.collective, &plan_key, rank)?;
         // What is encoded is added up in float32, whatever its type.
-        let reducer = if reduces && codecs.is_none() {
+        let reducer = if reduces && !is_encoded {
             Some((Reducer::new(kernel_op(desc.op), desc.dtype, world)?, elem))
         } else {
             None
         };
-        let known = self.made.lock().plans.get(&key);
-        let plan = match known {
-            Some(plan) => plan,
-            None => self.planner.plan(&key)?,
-        };
-        let signature = signature(desc, &key, plan.algorithm.id);
+        Ok(Self { plan_key, reducer })
+    }
+
+    /// The shape, with the plan of its key.
+    pub(crate) fn with_plan(&self, desc: &CallDesc, world: u32, plan: Arc<Plan>) -> Shape {
+        let signature = signature(desc, &self.plan_key, plan.algorithm.id);
         let whole = Header::whole(&signature);
-        let shape = Arc::new(Shape { key: Key::of(desc, world), plan: plan.clone(), signature, whole, reducer });
-        let mut made = self.made.lock();
-        made.plans.keep(key, plan);
-        made.shapes.keep(shape.clone());
-        Ok(shape)
+        Shape { key: Key::of(desc, world), plan, signature, whole, reducer: self.reducer }
     }
 }
 

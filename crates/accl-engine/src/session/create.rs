@@ -23,7 +23,7 @@ use crate::group::GroupState;
 use crate::hash::hash_words;
 use crate::peers::{Members, PeerId};
 use crate::plan::Planner;
-use crate::time::far;
+use crate::time::{self, far};
 
 /// How long connecting holds the endpoint before other threads that make groups have a turn.
 const CONNECT_SLICE: Duration = Duration::from_millis(200);
@@ -100,7 +100,7 @@ impl Engine {
         if spec.global_ranks.is_empty() {
             *self.job.lock() = Some(Job { group: id, processes: cards.iter().map(|card| card.card.uuid).collect() });
         }
-        let now = Instant::now();
+        let now = time::now();
         self.driver.with_core(|core| {
             for (rank, card) in cards.iter().enumerate() {
                 tracing::info!(
@@ -190,7 +190,7 @@ impl Engine {
             return Ok(());
         }
         self.driver.with_core(|core| {
-            let now = Instant::now();
+            let now = time::now();
             core.pass_whole(now);
             core.check(now);
             let lost = members.iter().find_map(|(rank, uuid)| Some((*rank, core.net.gone(uuid)?)));
@@ -236,8 +236,8 @@ impl Engine {
             let mut endpoint = parts.endpoint.lock();
             let found: Vec<Option<PeerId>> = self.driver.with_core(|core| {
                 // A peer that went and came back has a link that is dead and does not know it yet.
-                core.pass_whole(Instant::now());
-                core.check(Instant::now());
+                core.pass_whole(time::now());
+                core.check(time::now());
                 cards.iter().map(|card| core.net.find(&card.card)).collect()
             });
             let missing: Vec<usize> = (0..cards.len()).filter(|&rank| found[rank].is_none()).collect();

@@ -1,0 +1,63 @@
+//! The shapes and plans of one group, for any thread.
+//!
+//! Owns the lock over both, which nobody holds while a plan is made. Read [`Planning::get`] first.
+
+use std::sync::Arc;
+
+use accl_types::Result;
+
+use crate::call::CallDesc;
+use crate::plan::{Draft, Planner, Plans, Shape, Shapes};
+use crate::sync::Mutex;
+
+/// The shapes and plans of one group, and how more of them are made.
+pub(crate) struct Planning {
+    planner: Planner,
+    made: Mutex<Made>,
+}
+
+#[derive(Default)]
+struct Made {
+    shapes: Shapes,
+    plans: Plans,
+}
+
+impl Planning {
+    pub(crate) fn new(planner: Planner) -> Self {
+        Self { planner, made: Mutex::default() }
+    }
+
+    /// The shape of a checked call, kept from now on.
+    ///
+    /// # Errors
+    /// Those of [`Draft::new`] and of [`Planner::plan`].
+    pub(crate) fn get(&self, desc: &CallDesc) -> Result<Arc<Shape>> {
+        let (rank, world) = (self.planner.rank(), self.planner.world());
+        if let Some(shape) = self.made.lock().shapes.find(desc, world) {
+            return Ok(shape.clone());
+        }
+        let draft = Draft::new(desc, rank, world)?;
+        let key = &draft.plan_key;
+        let known = self.made.lock().plans.get(key);
+        let plan = match known {
+            Some(plan) => plan,
+            None => {
+                let plan = self.planner.plan(key)?;
+                tracing::info!(
+                    collective = key.collective.name(),
+                    algorithm = plan.algorithm.name,
+                    bytes = key.size_bytes(world),
+                    world,
+                    codecs = key.codecs.as_ref().map(|typed| typed.codecs.text()),
+                    "algorithm chosen"
+                );
+                plan
+            }
+        };
+        let shape = Arc::new(draft.with_plan(desc, world, plan.clone()));
+        let mut made = self.made.lock();
+        made.plans.keep(draft.plan_key, plan);
+        made.shapes.keep(shape.clone());
+        Ok(shape)
+    }
+}
