@@ -222,7 +222,7 @@ bridged! {
 pub(crate) fn complete(group: &accl_engine::Group, desc: &CallDesc) -> Result<Waited> {
     let call = match group.run(desc)? {
         Ran::Done(_) => return Ok(Waited::plain(Outcome::Done)),
-        Ran::Pending(call) => call,
+        Ran::Pending(call) => *call,
     };
     let leaving = Leaving { group, call: &call };
     let waited = call.wait(None, &mut ffi::python_interrupted);

@@ -29,8 +29,12 @@ use crate::time;
 pub enum Ran {
     /// It is done; this was its number.
     Done(u64),
-    /// It has begun; wait for it.
-    Pending(Call),
+    /// It has begun; wait for it. In a box: what is returned fits two words, which the fast path writes and its caller reads.
+    Pending(Box<Call>),
+}
+
+fn pending(call: Call) -> Ran {
+    Ran::Pending(Box::new(call))
 }
 
 /// What remains of a group that was left.
@@ -109,7 +113,7 @@ impl Group {
             && !self.driver.is_forked()
             && !self.closed.load(Ordering::Acquire);
         if !goes {
-            return self.submit_ref(desc).map(Ran::Pending);
+            return self.submit_ref(desc).map(pending);
         }
         let spin_limit = self.driver.spin_limit();
         let mut core = self.driver.lock_briefly();
@@ -128,10 +132,8 @@ impl Group {
         self.driver.relieve(relief);
         match ran {
             Ok(Some(Ok(seq))) => Ok(Ran::Done(seq)),
-            Ok(Some(Err(launched))) => {
-                self.launched(desc, launched).map(Ran::Pending).map_err(|error| self.placed(error))
-            }
-            Ok(None) => self.submit_ref(desc).map(Ran::Pending),
+            Ok(Some(Err(launched))) => self.launched(desc, launched).map(pending).map_err(|error| self.placed(error)),
+            Ok(None) => self.submit_ref(desc).map(pending),
             Err(error) => Err(self.placed(error.of(desc.collective))),
         }
     }

@@ -281,7 +281,7 @@ impl Member {
     fn call(&self, desc: &CallDesc) -> Result<()> {
         let call = match self.group.run(desc)? {
             Ran::Done(_) => return Ok(()),
-            Ran::Pending(call) => call,
+            Ran::Pending(call) => *call,
         };
         match call.wait(None, &mut || false) {
             Waited::Done => Ok(()),
