@@ -1,12 +1,13 @@
 //! Threads that run what callers attached to a call: `when_done` callbacks and blocking bodies.
 //!
 //! A job may submit calls and wait for them, and may wait for another job. So a few threads take jobs at once, and one
-//! more joins them whenever the queue stands still; idle threads retire. Posting starts no thread, because the engine
-//! posts under its lock: as long as jobs are announced or queued, one thread is outside of all jobs, and that one
+//! more joins them whenever the queue stands still; idle threads retire. Posting starts no thread, because whoever
+//! posts makes progress for others: as long as jobs are announced or queued, one thread is outside of all jobs, and that one
 //! watches the queue and starts others. Owns the threads; knows nothing of calls. Read [`CompletionPool`] first.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use accl_types::{Error, Result};
@@ -69,6 +70,8 @@ impl State {
 #[derive(Default)]
 struct Shared {
     state: Mutex<State>,
+    /// Jobs that somebody is about to post.
+    on_their_way: AtomicUsize,
     /// For the threads: there is a job, one less is announced, or the end has come.
     wake: Condvar,
     /// For who waits for them: no job is left, or no thread.
@@ -113,6 +116,24 @@ impl CompletionPool {
         wake.notify_one();
     }
 
+    /// So many announced jobs will be posted at once with [`CompletionPool::post_held`]: [`CompletionPool::drain`] waits for them,
+    /// too. For who posts only after it has given a lock back that the end of the process takes first.
+    pub(crate) fn hold(&self, count: usize) {
+        self.shared.on_their_way.fetch_add(count, Ordering::SeqCst);
+    }
+
+    /// Posts jobs that were held.
+    pub(crate) fn post_held(&self, jobs: Vec<Job>) {
+        for job in jobs {
+            self.post(job);
+            self.shared.on_their_way.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    fn left(&self, state: &State) -> usize {
+        state.jobs.len() + state.busy + self.shared.on_their_way.load(Ordering::SeqCst)
+    }
+
     /// Starts a thread if nobody watches the queue; without the lock while the system makes it.
     fn see_to_watcher<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
         if !state.lacks_watcher() {
@@ -138,22 +159,22 @@ impl CompletionPool {
         let Shared { state, quiet, .. } = &*self.shared;
         let mut state = state.lock();
         loop {
-            let left = state.jobs.len() + state.busy;
+            let left = self.left(&state);
             let now = Instant::now();
             if left == 0 || now >= until {
                 return left;
             }
             let asked_at = until.min(now + ASK_INTERRUPT);
-            while state.jobs.len() + state.busy > 0 && !quiet.wait_until(&mut state, asked_at).timed_out() {}
+            while self.left(&state) > 0 && !quiet.wait_until(&mut state, asked_at).timed_out() {}
             if MutexGuard::unlocked(&mut state, &mut *interrupt) {
-                return state.jobs.len() + state.busy;
+                return self.left(&state);
             }
         }
     }
 
     /// Lets the threads finish what they are doing and end; queued jobs are dropped. Waits at most `patience`.
     pub(crate) fn stop(&self, patience: Duration) {
-        let Shared { state, wake, quiet } = &*self.shared;
+        let Shared { state, wake, quiet, .. } = &*self.shared;
         let mut state = state.lock();
         state.stopping = true;
         let dropped = std::mem::take(&mut state.jobs);
@@ -165,7 +186,7 @@ impl CompletionPool {
 
     fn work(&self) {
         signals::block_all();
-        let Shared { state, wake, quiet } = &*self.shared;
+        let Shared { state, wake, quiet, .. } = &*self.shared;
         let mut guard = state.lock();
         while !guard.stopping {
             let now = Instant::now();
@@ -258,6 +279,26 @@ mod tests {
         assert_eq!(pool.drain(Instant::now() + Duration::from_secs(20), &mut || true), 1);
         drop(release);
         assert_eq!(pool.drain(Instant::now() + Duration::from_secs(20), &mut || false), 0);
+        pool.stop(Duration::from_secs(5));
+    }
+
+    #[test]
+    fn draining_waits_for_jobs_that_somebody_is_about_to_post() {
+        let pool = CompletionPool::default();
+        pool.expect().unwrap();
+        pool.hold(1);
+        assert_eq!(pool.drain(Instant::now() + Duration::from_millis(20), &mut || false), 1);
+        let (sender, receiver) = mpsc::channel();
+        let poster = std::thread::spawn({
+            let pool = pool.clone();
+            move || {
+                std::thread::sleep(Duration::from_millis(60));
+                pool.post_held(vec![Box::new(move || sender.send(()).unwrap())]);
+            }
+        });
+        assert_eq!(pool.drain(Instant::now() + Duration::from_secs(20), &mut || false), 0);
+        assert_eq!(receiver.try_iter().count(), 1);
+        poster.join().unwrap();
         pool.stop(Duration::from_secs(5));
     }
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 use accl_transport::{Poller, Waker};
 use accl_types::{Error, Moment};
 
-use crate::call::{CallState, Callback, Notifier, Outcome};
+use crate::call::{CallState, Notifier, Outcome};
 use crate::completion::CompletionPool;
 use crate::exec::SpinLimit;
 use crate::group::{Core, Relief};
@@ -152,10 +152,9 @@ impl Locked<'_> {
     #[cold]
     fn post_completed(&mut self) {
         let completed = self.take_completed();
+        self.pool.hold(completed.len());
         self.core = None;
-        for callback in completed {
-            self.pool.post(callback);
-        }
+        self.pool.post_held(completed);
     }
 }
 
@@ -205,18 +204,17 @@ impl Driver {
         Locked { core: Some(self.core.lock()), pool: &self.pool }
     }
 
-    /// As [`Driver::lock`], for the fast path: the caller takes what has completed and gives it to [`Driver::post`] once it has
-    /// given the lock back.
+    /// As [`Driver::lock`], for the fast path: to be given back by [`Driver::unlock`].
     #[inline]
     pub(crate) fn lock_briefly(&self) -> MutexGuard<'_, Core> {
         self.core.lock()
     }
 
-    /// Has callbacks run, without the lock.
+    /// Gives the lock back, and has callbacks of calls that have ended run.
     #[inline]
-    pub(crate) fn post(&self, completed: Vec<Callback>) {
-        for callback in completed {
-            self.pool.post(callback);
+    pub(crate) fn unlock(&self, core: MutexGuard<'_, Core>) {
+        if core.has_completed() {
+            drop(Locked { core: Some(core), pool: &self.pool });
         }
     }
 
@@ -493,7 +491,7 @@ impl Driver {
             if asked.is_none_or(|asked| now.since(asked) >= Duration::from_millis(TICK_MS)) {
                 asked = Some(now);
                 // The hook may wait for the interpreter's lock, or make calls and wait for them: others drive meanwhile,
-                // and nobody appoints who cannot come.
+                // and nobody elects who cannot come.
                 self.stand_aside(me);
                 if interrupt() {
                     return WaitEnd::Interrupted;
@@ -511,9 +509,9 @@ impl Driver {
 
     fn wait_timed_out(&self, call: &CallState, timeout: Duration, now: Moment) -> Error {
         let text = self.with_core(|core| {
-            core.with_group(call.group_id, now, |group, hands| {
+            core.with_group(call.group_id, now, |group, context| {
                 let awaited = group.awaited(call);
-                group.timeout_text(call, &awaited, timeout, hands.net)
+                group.timeout_text(call, &awaited, timeout, context.net)
             })
         });
         call.placed(Error::timeout(text.unwrap_or_else(|| format!("Timed out waiting {}ms", timeout.as_millis()))))
@@ -579,7 +577,7 @@ impl Driver {
         if election.driver.is_some_and(|driver| driver != me) {
             return;
         }
-        // Also when nobody drives: this waiter may have been appointed and have ended before it took its election.
+        // Also when nobody drives: this waiter may have been elected and have ended before it took its turn.
         election.driver = None;
         election.elect();
         drop(election);

@@ -1,4 +1,4 @@
-//! The clock that the engine hands to its protocol.
+//! The clock that the engine hands to its protocol, and what the rest of it waits until.
 
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ pub(crate) fn now() -> Moment {
     Moment::default() + ORIGIN.elapsed()
 }
 
-/// So late that nobody waits for it.
+/// As [`Moment::FAR`], for what waits by the system's clock.
 pub(crate) fn far() -> Instant {
     Instant::now() + Duration::from_secs(365 * 24 * 3600)
 }

@@ -22,7 +22,7 @@ use crate::exec::{INQUIRE_AFTER, Message, PRIVATE_TAGS, Run};
 use crate::group::{Context, Core, FastPathEnd, GroupState, Relief, Stopped, Tell};
 use crate::memory::{Buffers, Coder, Compute, Sample};
 use crate::peers::Mark;
-use crate::plan::Planner;
+use crate::plan::{Planner, Shape};
 use crate::time;
 
 /// What became of a call whose caller waits.
@@ -126,9 +126,7 @@ impl Group {
             None => None,
         });
         let relief = if is_watch { core.unwatch(time::now()) } else { Relief::SleepsOn };
-        let completed = core.take_completed();
-        drop(core);
-        self.driver.post(completed);
+        self.driver.unlock(core);
         self.driver.relieve(relief);
         match ran {
             Ok(Some(Ok(seq))) => Ok(Ran::Done(seq)),
@@ -189,20 +187,13 @@ impl Group {
         self.check_usable(desc.collective)?;
         desc.check(self.world)?;
         let placed = |error: Error| error.of(desc.collective);
-        // All reasons to refuse the call come first: preparing its memory may change it, or take long.
+        // All reasons to refuse the call come first where preparing its memory may change it.
         if !desc.uses_tensors_as_they_are() {
-            let aborted = self.with_state(|group, _| group.aborted(Some(desc.collective))).map_err(placed)?;
-            aborted.map_or(Ok(()), Err)?;
+            self.refuse_if_aborted(desc.collective)?;
         }
-        let shape =
-            if desc.collective.is_point_to_point() { None } else { Some(self.planning.get(desc).map_err(placed)?) };
-        let mut buffers = Buffers::prepare(desc, self.rank.index()).map_err(placed)?;
-        if desc.collective == Collective::Reduce && self.rank != desc.root {
-            buffers.discard_outputs();
-        }
-        if let Some(shape) = &shape {
-            buffers.add_scratch(shape.plan.scratch_bytes).map_err(placed)?;
-        }
+        let prepared = self.prepare(desc).map_err(placed);
+        // That the group has failed says more than what is wrong with a call that it would not take anyway.
+        let (shape, mut buffers) = prepared.or_else(|error| self.refuse_if_aborted(desc.collective).and(Err(error)))?;
         let launched = self.driver.with_core(|core| {
             self.launch(core, desc, |group, context| {
                 if let Some(error) = group.aborted(Some(desc.collective)) {
@@ -234,6 +225,24 @@ impl Group {
             })
         });
         self.launched(desc, launched)
+    }
+
+    /// The shape of a checked call, if it is a collective, and its memory.
+    fn prepare(&self, desc: &CallDesc) -> Result<(Option<Arc<Shape>>, Buffers)> {
+        let shape = if desc.collective.is_point_to_point() { None } else { Some(self.planning.get(desc)?) };
+        let mut buffers = Buffers::prepare(desc, self.rank.index())?;
+        if desc.collective == Collective::Reduce && self.rank != desc.root {
+            buffers.discard_outputs();
+        }
+        if let Some(shape) = &shape {
+            buffers.add_scratch(shape.plan.scratch_bytes)?;
+        }
+        Ok((shape, buffers))
+    }
+
+    fn refuse_if_aborted(&self, collective: Collective) -> Result<()> {
+        let aborted = self.with_state(|group, _| group.aborted(Some(collective)));
+        aborted.map_err(|error| error.of(collective))?.map_or(Ok(()), Err)
     }
 
     /// Puts a call into the group and does all that can be done at once. Says also whether the driver must be woken.
@@ -333,7 +342,8 @@ impl Group {
     /// # Errors
     /// As [`Group::submit`] for a description that it refuses; `Unsupported` for point-to-point calls, which have none.
     pub fn algorithm_of(&self, desc: &CallDesc) -> Result<&'static str> {
-        let named = desc.check(self.world).and_then(|()| {
+        let usable = self.check_usable(desc.collective);
+        let named = usable.and_then(|()| desc.check(self.world)).and_then(|()| {
             self.with_default_codec(desc, |_| 0, |desc| Ok(self.planning.get(desc)?.plan.algorithm.name))
         });
         named.map_err(|error| self.placed(error.of(desc.collective)))

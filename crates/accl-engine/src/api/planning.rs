@@ -56,6 +56,10 @@ impl Planning {
         };
         let shape = Arc::new(draft.with_plan(desc, world, plan.clone()));
         let mut made = self.made.lock();
+        // Another thread may have made it meanwhile.
+        if let Some(shape) = made.shapes.find(desc, world) {
+            return Ok(shape.clone());
+        }
         made.plans.keep(draft.plan_key, plan);
         made.shapes.keep(shape.clone());
         Ok(shape)

@@ -148,8 +148,9 @@ impl Codecs {
     /// What ranks compare with every call; never 0. It names the settings of the first tensor, and has part of a hash of all.
     pub(crate) fn word(&self) -> u64 {
         let [up, down] = [Role::Up, Role::Down].map(|role| u64::from(self.codec(role, 0).summary().word()));
-        let hash = u64::from(fold(self.hash) | 1);
-        hash << (2 * Summary::BITS) | down << Summary::BITS | up
+        // As many bits of the hash as there is room for.
+        let word = u64::from(fold(self.hash)) << (2 * Summary::BITS) | down << Summary::BITS | up;
+        if word == 0 { 1 << (2 * Summary::BITS) } else { word }
     }
 
     /// What a word says: of the first tensor, where there are several.

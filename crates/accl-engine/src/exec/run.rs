@@ -20,7 +20,7 @@ use crate::call::CallState;
 use crate::memory::{Compute, Storage};
 use crate::plan::{Plan, PlanOpKind, Region, Shape};
 
-/// Compute work done per step, so that receiving and sending alternate with it. In bytes.
+/// Local work done per step, so that receiving and sending alternate with it. In bytes.
 const LOCAL_STEP: u64 = 256 << 10;
 
 /// As `LOCAL_STEP`, in tiles.
@@ -168,7 +168,7 @@ impl Run {
             self.queue(op);
         }
         let mut progressed = false;
-        // Compute work is cut into steps: what an operation queues again waits for the next pass, so that frames are
+        // Local work is cut into steps: what an operation queues again waits for the next pass, so that frames are
         // taken off the links in between.
         for _ in 0..self.work.len().max(64) {
             let Some(op) = self.work.pop_front() else { break };

@@ -1,4 +1,4 @@
-//! What the engine's lock protects: the net, the groups, and one pass of progress over them.
+//! What the driver's lock protects: the net, the groups, and one pass of progress over them.
 //!
 //! Owns taking frames off links and finding their group. Who may run a pass is decided in `driver`; nothing here blocks
 //! or sleeps. Read [`Core::pass`] first.

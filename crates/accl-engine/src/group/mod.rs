@@ -1,4 +1,4 @@
-//! Groups inside the engine: their state, and what the engine's lock protects.
+//! Groups inside the engine: their state, and what the driver's lock protects.
 
 pub(crate) mod context;
 pub(crate) mod core;

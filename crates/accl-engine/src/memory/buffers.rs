@@ -29,7 +29,7 @@ pub(crate) struct Buffers {
     _staging: Vec<Storage>,
 }
 
-// SAFETY: the addresses are used by one thread at a time, under the engine's lock, and stay valid by the contract above.
+// SAFETY: the addresses are used by one thread at a time, under the driver's lock, and stay valid by the contract above.
 unsafe impl Send for Buffers {}
 
 impl Buffers {

@@ -26,6 +26,7 @@ const RUN: u64 = 256;
 /// Runs are of multiples of so many elements, and begin at such.
 const GRAIN: u64 = 8;
 
+/// Elements that travel raw: `len` from `first` on of the tensor at `position` of a block.
 #[derive(Clone, Copy, Debug)]
 struct Pick {
     position: usize,

@@ -34,7 +34,7 @@ impl Storage {
         self.words.len() * 64
     }
 
-    /// Makes room for `len_bytes`; what was in it is lost.
+    /// Makes buffer for `len_bytes`; what was in it is lost.
     pub(crate) fn grow(&mut self, len_bytes: usize) -> Result<()> {
         if self.len_bytes() < len_bytes {
             *self = Self::new(len_bytes)?;
@@ -43,7 +43,7 @@ impl Storage {
     }
 }
 
-/// BufferPool for encoded chunks between calls: calls of one kind need the same again and again, and new memory is slow.
+/// Buffers for encoded chunks between calls: calls of one kind need the same again and again, and new memory is slow.
 #[derive(Default)]
 pub(crate) struct BufferPool(Vec<Storage>);
 
@@ -53,18 +53,18 @@ const MAX_KEPT: usize = 8;
 impl BufferPool {
     /// One of at least `len_bytes`: the smallest that fits, or a new one.
     pub(crate) fn take(&mut self, len_bytes: usize) -> Result<Storage> {
-        let fitting = self.0.iter().enumerate().filter(|(_, room)| room.len_bytes() >= len_bytes);
-        match fitting.min_by_key(|(_, room)| room.len_bytes()).map(|(index, _)| index) {
+        let fitting = self.0.iter().enumerate().filter(|(_, buffer)| buffer.len_bytes() >= len_bytes);
+        match fitting.min_by_key(|(_, buffer)| buffer.len_bytes()).map(|(index, _)| index) {
             Some(index) => Ok(self.0.swap_remove(index)),
             None => Storage::new(len_bytes),
         }
     }
 
     /// Keeps a buffer for later calls; the largest ones, if there are many.
-    pub(crate) fn give(&mut self, room: Option<Storage>) {
-        self.0.extend(room);
+    pub(crate) fn give(&mut self, buffer: Option<Storage>) {
+        self.0.extend(buffer);
         if self.0.len() > MAX_KEPT {
-            let smallest = self.0.iter().enumerate().min_by_key(|(_, room)| room.len_bytes());
+            let smallest = self.0.iter().enumerate().min_by_key(|(_, buffer)| buffer.len_bytes());
             if let Some((index, _)) = smallest {
                 self.0.swap_remove(index);
             }

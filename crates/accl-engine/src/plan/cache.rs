@@ -107,7 +107,7 @@ impl Plans {
     }
 
     pub(crate) fn keep(&mut self, key: PlanKey, plan: Arc<Plan>) {
-        if self.0.len() >= MAX_PLANS {
+        if self.0.len() >= MAX_PLANS && !self.0.contains_key(&key) {
             self.0.clear();
         }
         self.0.insert(key, plan);

@@ -1,4 +1,4 @@
-//! Plans: what is the same for all calls of one shape, computed once and cached.
+//! Plans: what is the same for all calls of one shape, worked out once and kept.
 
 pub(crate) mod build;
 pub(crate) mod cache;

@@ -1,8 +1,7 @@
 //! Shapes of calls that a group has met: what follows from a shape alone is worked out once.
 //!
-//! Owns the list of the latest shapes and the signature of a call. Plans are made and kept in `cache`, which several
-//! shapes share (a sum and a maximum of equal size have one plan). Read [`Shapes::find`] first,
-//! then [`Draft`].
+//! Owns the list of the latest shapes and the signature of a call. Plans are made in `cache`; several shapes may share
+//! one (a sum and a maximum of equal size do). Read [`Shapes::find`] first, then [`Draft`].
 
 use std::sync::Arc;
 

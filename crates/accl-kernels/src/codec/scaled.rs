@@ -38,7 +38,7 @@ const MOST_BLOCKS: usize = MOST_SPAN / 16;
 
 /// How blocks get their scales: what a codec of this family decides.
 pub(super) trait Scaling: Send + Sync + 'static {
-    /// The name in the table of codecs.
+    /// The row in the table of codecs.
     const ROW: &'static Row;
     /// What elements become.
     const FLOAT: SmallFloat;

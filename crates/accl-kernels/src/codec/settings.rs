@@ -10,7 +10,7 @@ pub enum Rounding {
     /// One of the two at random, so that the mean of many is the value (to 1/512 of a level).
     Stochastic,
     /// As stochastic, but of ranks whose values are added up, one rounds up where another rounds down: see
-    /// [`Noise::among`]. Stochastic where nothing is said of other ranks.
+    /// [`super::Noise::among`]. Stochastic where nothing is said of other ranks.
     Correlated,
 }
 

@@ -47,7 +47,7 @@ const RUN: usize = 2048;
 
 /// Where the levels of a bucket lie: what a codec of this family decides.
 pub(super) trait Scheme: Send + Sync + 'static {
-    /// The name in the table of codecs.
+    /// The row in the table of codecs.
     const ROW: &'static Row;
     /// Fewest bits of a code.
     const LEAST_BITS: u8;

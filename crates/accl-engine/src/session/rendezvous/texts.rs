@@ -14,7 +14,7 @@ use crate::session::cores::Cores;
 /// What the first line of a rank's card begins with; its version follows.
 const CARD_MAGIC: &str = "accl-group";
 /// As that, of the leader's notice.
-const NOTICE_MAGIC: &str = "accl-leader";
+const NOTICE_MAGIC: &str = "accl-notice";
 /// Most earlier sessions that a notice names: what is beyond stays in the store.
 const MAX_EARLIER: usize = 64;
 
@@ -311,7 +311,7 @@ mod tests {
         let text = card(1, "").to_text().replacen(&format!("accl-group {PROTOCOL_VERSION}"), "accl-group 999", 1);
         let message = GroupCard::from_text(&text).unwrap_err().message;
         assert!(message.contains("version is 999") && message.contains(&PROTOCOL_VERSION.to_string()), "{message}");
-        let notice = Notice::from_text("accl-leader 2\n").unwrap_err().message;
+        let notice = Notice::from_text("accl-notice 2\n").unwrap_err().message;
         assert!(notice.contains("version is 2,"), "{notice}");
     }
 }
