@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_accl
-from support import init_group, on_ranks
+from support import gloo_group, init_group, on_ranks
 from support.training import Model, batch, contribution, error, same_on_all, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -224,7 +224,7 @@ def test_a_rank_that_does_not_compress_is_named(rank, world):
 
 @on_ranks(2)
 def test_a_group_of_another_backend_is_refused(rank, world):
-    group = dist.new_group(backend="gloo")
+    group = gloo_group()
     with pytest.raises(RuntimeError, match="needs a group of the accl backend, and this one has gloo"):
         compression.all_reduce_quantized(torch.ones(4), group=group)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch_accl
-from support import BACKEND, init_group, on_ranks
+from support import BACKEND, gloo_group, init_group, on_ranks
 from support.training import Model, batch, same_on_all, train
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -99,7 +99,7 @@ def test_a_group_that_is_not_that_of_the_model_is_refused(rank, world):
 
 @on_ranks(2, fresh=True)
 def test_a_model_of_another_backend_is_refused_when_the_state_is_made(rank, world):
-    net = DistributedDataParallel(One(), process_group=dist.new_group(backend="gloo"))
+    net = DistributedDataParallel(One(), process_group=gloo_group())
     with pytest.raises(RuntimeError, match="needs a group of the accl backend, and this one has gloo"):
         compression.CompressionState(Compression(), net)
 
@@ -314,7 +314,7 @@ def test_deep_copies_and_averaged_models_of_a_model_with_a_hook_work(rank, world
 @on_ranks(4, fresh=True)
 def test_a_copy_in_the_process_keeps_its_group_and_what_comes_from_a_file_is_told_one(rank, world):
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    other = dist.new_group(backend="gloo")
+    other = gloo_group()
     net = DistributedDataParallel(model(), process_group=pair)
     state = compression.CompressionState(FEEDBACK, net)
     net.register_comm_hook(state, compression.ddp_hook)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from support import BACKEND, init_group, on_ranks
+from support import BACKEND, gloo_group, init_group, on_ranks
 from support.consumers import same_as_gloo
 from torch.distributed.nn import functional as differentiable
 
@@ -159,7 +159,7 @@ def test_groups_of_several_devices_send_cpu_tensors_to_the_backend(rank, world, 
 @on_ranks(2, fresh=True, init=False)
 def test_a_group_of_the_backend_and_one_of_gloo_live_side_by_side(rank, world):
     init_group()
-    other = dist.new_group(backend="gloo")
+    other = gloo_group()
     for _ in range(20):
         a, b = torch.ones(1000), torch.ones(1000)
         first, second = dist.all_reduce(a, async_op=True), dist.all_reduce(b, group=other, async_op=True)

@@ -13,7 +13,7 @@ from .oracle import (
     premul_sum,
     reduce_op,
 )
-from .runner import BACKEND, GROUP_TIMEOUT, Outcome, init_group, on_ranks, run_ranks
+from .runner import BACKEND, GROUP_TIMEOUT, Outcome, gloo_group, init_group, on_ranks, run_ranks
 from .scripts import run_script, start_script
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "contribution",
     "contributions",
     "expected_reduction",
+    "gloo_group",
     "init_group",
     "noise",
     "on_ranks",

@@ -129,6 +129,14 @@ def init_group(backend: str | None = None, **options) -> None:
     dist.init_process_group(backend or BACKEND, **options)
 
 
+def gloo_group() -> dist.ProcessGroup:
+    """A group of gloo's beside the default one. Ranks of gloo connect with each other for as long as one of them makes it: who
+    ends before takes it from the others, and so nobody goes on until all have it."""
+    group = dist.new_group(backend="gloo")
+    dist.barrier()
+    return group
+
+
 class RankProcess:
     """One forked rank with a pipe for jobs and results and a file for what it prints."""
 
