@@ -14,7 +14,7 @@ use std::time::Duration;
 use accl_transport::{Poller, Waker};
 use accl_types::{Error, Moment};
 
-use crate::call::{CallState, Notifier, Outcome};
+use crate::call::{CallState, Notifier, Waited};
 use crate::completion::CompletionPool;
 use crate::exec::SpinLimit;
 use crate::group::{Core, Relief};
@@ -73,16 +73,6 @@ enum Stint {
     Over,
     /// The engine ends.
     Last,
-}
-
-/// How a wait for a call ended.
-pub(crate) enum WaitEnd {
-    /// With the call.
-    Over(Outcome),
-    /// The wait's own timeout passed; the call runs on.
-    TimedOut(Error),
-    /// The interrupt hook asked to stop; the call runs on.
-    Interrupted,
 }
 
 /// What drives the protocol of one process: its lock, its poller, its threads.
@@ -388,17 +378,17 @@ impl Driver {
         call: &CallState,
         timeout: Option<Duration>,
         interrupt: &mut dyn FnMut() -> bool,
-    ) -> WaitEnd {
+    ) -> Waited {
         if let Some(outcome) = call.outcome() {
-            return WaitEnd::Over(outcome);
+            return outcome;
         }
         if self.is_forked() {
             let forked = Error::aborted("the call was made before this process was forked");
-            return WaitEnd::Over(Outcome::Failed(call.placed(forked)));
+            return Waited::Failed(call.placed(forked));
         }
         let until = timeout.map(|timeout| time::now() + timeout);
         if let Some(outcome) = self.spin(call, until) {
-            return WaitEnd::Over(outcome);
+            return outcome;
         }
         let stay = WaiterGuard { driver: self, me: Waiter(self.waits.fetch_add(1, Ordering::Relaxed)) };
         self.wait_slowly(stay.me, call, timeout, until, interrupt)
@@ -421,7 +411,7 @@ impl Driver {
     }
 
     /// Looks again and again for a short while.
-    fn spin(&self, call: &CallState, until: Option<Moment>) -> Option<Outcome> {
+    fn spin(&self, call: &CallState, until: Option<Moment>) -> Option<Waited> {
         let shared = self.shares_cores();
         let budget = match self.spin {
             Some(spin) => spin,
@@ -478,15 +468,15 @@ impl Driver {
         timeout: Option<Duration>,
         until: Option<Moment>,
         interrupt: &mut dyn FnMut() -> bool,
-    ) -> WaitEnd {
+    ) -> Waited {
         let mut asked: Option<Moment> = None;
         loop {
             if let Some(outcome) = call.outcome() {
-                return WaitEnd::Over(outcome);
+                return outcome;
             }
             let now = time::now();
             if until.is_some_and(|until| now >= until) {
-                return WaitEnd::TimedOut(self.wait_timed_out(call, timeout.unwrap_or_default(), now));
+                return Waited::TimedOut(self.wait_timed_out(call, timeout.unwrap_or_default(), now));
             }
             if asked.is_none_or(|asked| now.since(asked) >= Duration::from_millis(TICK_MS)) {
                 asked = Some(now);
@@ -494,7 +484,7 @@ impl Driver {
                 // and nobody elects who cannot come.
                 self.stand_aside(me);
                 if interrupt() {
-                    return WaitEnd::Interrupted;
+                    return Waited::Interrupted;
                 }
             }
             let tick = self.ticks().then(|| now + Duration::from_millis(TICK_MS));

@@ -21,13 +21,13 @@ pub mod simulate;
 mod sync;
 mod time;
 
-pub use api::call::{Call, Waited};
+pub use api::call::Call;
 pub use api::group::{Group, Ran};
 pub use api::spec::GroupSpec;
 pub use call::{
     Audit, Codecs, Encoded, Encoding, ErrorStats, Measured, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs,
 };
-pub use call::{Blocks, CallDesc, Mode, TensorDesc};
+pub use call::{Blocks, CallDesc, Mode, TensorDesc, Waited};
 pub use engine::Engine;
 pub use env::{config_from_environment, foreign_variables};
 pub use session::store::{MemoryStore, Store};

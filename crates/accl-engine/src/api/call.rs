@@ -7,30 +7,8 @@ use std::time::Duration;
 
 use accl_types::{Error, Result};
 
-use crate::call::state::{CallState, Outcome};
-use crate::driver::{Driver, WaitEnd};
-
-/// How a wait ended.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Waited {
-    /// The outputs are written.
-    Done,
-    /// The call failed; no thread touches its tensors any more.
-    Failed(Error),
-    /// The wait's own timeout passed; the call runs on.
-    TimedOut(Error),
-    /// The interrupt hook asked to stop; the call runs on.
-    Interrupted,
-}
-
-impl From<Outcome> for Waited {
-    fn from(outcome: Outcome) -> Self {
-        match outcome {
-            Outcome::Done => Waited::Done,
-            Outcome::Failed(error) => Waited::Failed(error),
-        }
-    }
-}
+use crate::call::{CallState, Waited};
+use crate::driver::Driver;
 
 /// A call in flight. Dropping it does not cancel the call.
 #[derive(Clone)]
@@ -60,14 +38,12 @@ impl Call {
     ///
     /// `interrupt` is called on this thread about every 50 ms while it waits, and when a signal arrived.
     pub fn wait(&self, timeout: Option<Duration>, interrupt: &mut dyn FnMut() -> bool) -> Waited {
-        let Some(driver) = self.driver.upgrade() else {
-            let ended = || Waited::Failed(self.state.placed(Error::aborted("the engine has ended")));
-            return self.state.outcome().map_or_else(ended, Waited::from);
-        };
-        match driver.wait(&self.state, timeout, interrupt) {
-            WaitEnd::Over(outcome) => outcome.into(),
-            WaitEnd::TimedOut(error) => Waited::TimedOut(error),
-            WaitEnd::Interrupted => Waited::Interrupted,
+        match self.driver.upgrade() {
+            Some(driver) => driver.wait(&self.state, timeout, interrupt),
+            None => {
+                let ended = || Waited::Failed(self.state.placed(Error::aborted("the engine has ended")));
+                self.state.outcome().unwrap_or_else(ended)
+            }
         }
     }
 

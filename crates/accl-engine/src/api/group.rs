@@ -203,7 +203,9 @@ impl Group {
                 if shape.plan.code_bytes > 0 {
                     buffers.add_codes(group.code_pool.take(shape.plan.code_bytes as usize)?);
                 }
-                group.keep_shape(desc, &shape);
+                if desc.may_take_fast_path() {
+                    group.keep_shape(desc, &shape);
+                }
                 let seq = group.take_seq(desc.seq)?;
                 let call = self.call(desc, seq, group, context.now);
                 let deadline = deadline(desc, group, context.now);
@@ -436,8 +438,8 @@ impl Group {
     /// Leaves the group; the other ranks are told. Again and again is fine.
     ///
     /// Waits, at most half a minute, until collectives that were made asynchronously are done: the other ranks may be about to
-    /// make them. Other calls in flight fail. Then waits until the other ranks' hosts have what calls that are done have sent, in bounded time: the process may end right
-    /// after, and what it buffers would go with it.
+    /// make them. Other calls in flight fail. Then waits until the other ranks' hosts have what calls that are done have sent,
+    /// in bounded time: the process may end right after, and what it buffers would go with it.
     ///
     /// # Errors
     /// A disagreement about calls that ended before it could be seen, when no later call could say so.

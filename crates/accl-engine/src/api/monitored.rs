@@ -1,20 +1,20 @@
 //! Monitored barrier: rank 0 hears from every rank, and says which did not come.
 //!
 //! Runs over empty point-to-point messages on tags that no user can give: they need no grant, and no memory that a rank
-//! which gives up would have to keep. A rank says that it arrived, with a number of
-//! its own; rank 0 releases it by that number. A rank that gives up withdraws, so that what it said is not taken for
-//! its arrival at a later barrier. A rank whose process has gone is missing, also when it had arrived, unless it gave up
-//! before. A failure leaves the group usable.
+//! which gives up would have to keep. A rank says that it arrived, with a number of its own; rank 0 releases it by that
+//! number. A rank that gives up withdraws, so that what it said is not taken for its arrival at a later barrier. A rank
+//! whose process has gone is missing, also when it had arrived, unless it gave up before. A failure leaves the group
+//! usable.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, Result};
+use accl_types::{Collective, Dtype, Error, ErrorKind, Moment, Rank, Result};
 
-use super::call::{Call, Waited};
+use super::call::Call;
 use super::group::Group;
-use crate::call::{Blocks, CallDesc, Mode, TensorDesc};
+use crate::call::{Blocks, CallDesc, Mode, TensorDesc, Waited};
 use crate::exec::PRIVATE_TAGS;
-use crate::time::far;
+use crate::time;
 
 const TAG_NOTE: u32 = PRIVATE_TAGS;
 const TAG_RELEASED: u32 = 0xC000_0000;
@@ -49,7 +49,7 @@ impl Group {
         wait_all: bool,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<()> {
-        let deadline = Instant::now().checked_add(timeout).unwrap_or_else(far);
+        let deadline = time::now() + timeout;
         if self.rank != Rank(0) {
             return self.arrive(timeout, deadline, interrupt);
         }
@@ -91,7 +91,7 @@ impl Group {
     fn call_roll(
         &self,
         timeout: Duration,
-        deadline: Instant,
+        deadline: Moment,
         wait_all: bool,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Presence>> {
@@ -129,7 +129,7 @@ impl Group {
     /// Takes the notes of a rank that lie there.
     fn hear_queued(&self, rank: Rank, presence: &mut Presence) -> Result<()> {
         while self.with_state(|group, _| group.p2p.has_unexpected(rank, TAG_NOTE))? {
-            self.hear(rank, presence, Instant::now(), &mut || false)?;
+            self.hear(rank, presence, time::now(), &mut || false)?;
         }
         Ok(())
     }
@@ -139,11 +139,11 @@ impl Group {
         &self,
         rank: Rank,
         presence: &mut Presence,
-        deadline: Instant,
+        deadline: Moment,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<()> {
         let call = self.message(Collective::Recv, rank, TAG_NOTE, 0)?;
-        match self.settle(&call, deadline.saturating_duration_since(Instant::now()), interrupt) {
+        match self.settle(&call, deadline - time::now(), interrupt) {
             Ok(true) if call.state.note() & ARRIVED != 0 => *presence = Presence::Waiting(call.state.note() as u32),
             Ok(true) => *presence = Presence::GaveUp,
             Ok(false) => {}
@@ -154,14 +154,14 @@ impl Group {
         Ok(())
     }
 
-    fn arrive(&self, timeout: Duration, deadline: Instant, interrupt: &mut dyn FnMut() -> bool) -> Result<()> {
+    fn arrive(&self, timeout: Duration, deadline: Moment, interrupt: &mut dyn FnMut() -> bool) -> Result<()> {
         let number = self.with_state(|group, _| {
             group.next_monitored = group.next_monitored.wrapping_add(1) & TAG_NUMBER;
             group.next_monitored
         })?;
         self.message(Collective::Send, Rank(0), TAG_NOTE, ARRIVED | u64::from(number))?;
         let call = self.message(Collective::Recv, Rank(0), TAG_RELEASED | number, 0)?;
-        let left = deadline.saturating_duration_since(Instant::now());
+        let left = deadline - time::now();
         let settled = self.settle(&call, left, interrupt);
         if settled != Ok(true) {
             // It came to nothing when the group or rank 0 has gone.
@@ -217,7 +217,7 @@ impl Group {
     /// Takes a receive back, or says how it has ended.
     fn take_back(&self, call: &Call) -> Result<Option<Waited>> {
         self.with_state(|group, context| {
-            let Some(message) = group.p2p.cancel(&call.state) else { return call.state.outcome().map(Waited::from) };
+            let Some(message) = group.p2p.cancel(&call.state) else { return call.state.outcome() };
             drop(message.call.finish(context.now, Some(call.state.placed(Error::timeout("given up")))));
             None
         })
@@ -228,9 +228,9 @@ impl Group {
 mod tests {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicBool, Ordering};
+    use std::time::Instant;
 
     use accl_schedule::cost::Machine;
-
     use accl_transport::frame::OVERHEAD_BYTES;
     use accl_transport::loopback::{self, Capacity};
     use accl_types::config::{Calibration, Config};

@@ -9,7 +9,8 @@ pub(crate) mod tensor;
 pub use desc::{CallDesc, Mode};
 pub use encoding::{Codecs, Encoded, Encoding, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs};
 pub use error_stats::{Audit, ErrorStats, Measured};
+pub use state::Waited;
 pub use tensor::{Blocks, TensorDesc};
 
 pub(crate) use encoding::{TypedCodecs, is_encoded};
-pub(crate) use state::{CallPlace, CallState, Callback, Notifier, Outcome};
+pub(crate) use state::{CallPlace, CallState, Callback, Notifier};

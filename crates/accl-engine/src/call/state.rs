@@ -19,13 +19,17 @@ const NO_SOURCE: u32 = u32::MAX;
 /// What a caller has run when its call has ended.
 pub(crate) type Callback = Box<dyn FnOnce() + Send>;
 
-/// How a call ended.
+/// How a wait ended.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Outcome {
+pub enum Waited {
     /// The outputs are written.
     Done,
-    /// No thread touches its tensors any more.
+    /// The call failed; no thread touches its tensors any more.
     Failed(Error),
+    /// The wait's own timeout passed; the call runs on.
+    TimedOut(Error),
+    /// The interrupt hook asked to stop; the call runs on.
+    Interrupted,
 }
 
 /// A call in flight. Shared between the handle and whoever works on it.
@@ -159,13 +163,13 @@ impl CallState {
     }
 
     /// How the call ended, or `None` while it runs.
-    pub(crate) fn outcome(&self) -> Option<Outcome> {
+    pub(crate) fn outcome(&self) -> Option<Waited> {
         match self.state.load(Ordering::Acquire) {
             RUNNING => None,
-            DONE => Some(Outcome::Done),
+            DONE => Some(Waited::Done),
             _ => {
                 let error = self.notifier.inner.lock().error.clone();
-                Some(Outcome::Failed(error.unwrap_or_else(|| Error::internal("a call failed without a cause"))))
+                Some(Waited::Failed(error.unwrap_or_else(|| Error::internal("a call failed without a cause"))))
             }
         }
     }

@@ -11,10 +11,9 @@ use accl_types::config::{Calibration, Config};
 use accl_types::{Collective, Dtype, Error, Rank, Result};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-use crate::api::call::Waited;
 use crate::api::group::{Group, Ran};
 use crate::api::spec::GroupSpec;
-use crate::call::{Blocks, CallDesc, TensorDesc};
+use crate::call::{Blocks, CallDesc, TensorDesc, Waited};
 use crate::engine::Engine;
 use crate::machine::fit::{LinkTimes, SEGMENT, Times};
 use crate::session::store::MemoryStore;
