@@ -511,37 +511,12 @@ impl Driver {
     fn park(&self, call: Option<&CallState>, until: Option<Moment>) {
         let Some(polling) = self.polling.get() else { return };
         let now = time::now();
-        let prepared = self.lock().guarded(|core| {
-            if core.pass(now) || core.pass_whole(now) {
-                return None;
-            }
-            core.check(now);
-            if call.is_some_and(CallState::is_done) || (call.is_none() && !core.has_work()) {
-                return None;
-            }
-            // Everything that could be done without the peers has been: what is left waits for frames or for room.
-            if core.net.prepare_park() {
-                core.net.unpark();
-                return None;
-            }
-            let silence = core.next_look_for_silence().filter(|_| self.ticks());
-            let until = until.into_iter().chain(core.next_deadline()).chain(silence).min();
-            core.parked = Some(until.unwrap_or(Moment::FAR));
-            Some(until)
-        });
         // After a panic every call has failed, and whoever waits looks for what became of its own.
-        let Ok(Some(until)) = prepared else { return };
+        let Ok(Some(until)) = self.lock().park(call, until, self.ticks(), now) else { return };
         // A failure to wait shows as a loop that does not sleep; deadlines still end it.
         self.parks.fetch_add(1, Ordering::Relaxed);
-        let _ = polling.poller.wait(until.map(|until| until.since(now)));
-        let mut core = self.lock();
-        core.parked = None;
-        let _ = core.guarded(|core| {
-            core.net.unpark();
-            let now = time::now();
-            core.pass(now);
-            core.check(now);
-        });
+        let _ = polling.poller.wait((until != Moment::FAR).then(|| until.since(now)));
+        self.lock().unpark(time::now());
     }
 
     // ---- the election

@@ -8,21 +8,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use accl_transport::frame::Signature;
-use accl_types::{Collective, Error, Moment, Rank, Result};
+use accl_types::{Collective, Error, Rank, Result};
 
 use super::call::Call;
 use super::default_codec::DefaultCodec;
 use super::planning::Planning;
 use super::spec::GroupSpec;
-use crate::call::{CallDesc, CallPlace, CallState, Mode};
+use crate::call::CallDesc;
 use crate::driver::{Delivery, Driver, lasting};
 use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED, LAST_CALLS};
-use crate::exec::{INQUIRE_AFTER, Message, PRIVATE_TAGS, Run};
-use crate::group::{Context, Core, FastPathEnd, GroupState, Relief, Stopped, Tell};
-use crate::memory::{Buffers, Coder, Compute, Sample};
-use crate::peers::Mark;
-use crate::plan::{Planner, Shape};
+use crate::group::{Caller, Context, Departure, FastPathEnd, GroupState, Launched, Prepared, Relief, Tell};
+use crate::memory::Sample;
+use crate::plan::Planner;
 use crate::time;
 
 /// What became of a call whose caller waits.
@@ -37,26 +34,12 @@ fn pending(call: Call) -> Ran {
     Ran::Pending(Box::new(call))
 }
 
-/// What remains of a group that was left.
-struct Left {
-    unsaid: Option<Error>,
-    /// What its calls rely on.
-    sent: Vec<Mark>,
-    /// How long to wait for its delivery.
-    patience: Duration,
-}
-
 /// A set of ranks that make calls together. Dropping it leaves the group.
 pub struct Group {
     /// Its endpoint and settings stay as long as the group.
     _engine: Arc<Engine>,
     pub(crate) driver: Arc<Driver>,
-    pub(crate) id: u64,
-    pub(crate) name: Arc<str>,
-    pub(crate) rank: Rank,
-    pub(crate) world: u32,
-    /// Its rank in the job, for random numbers: ranks of different groups have different ones.
-    global_rank: u64,
+    pub(crate) caller: Caller,
     /// See [`DefaultCodec`].
     default_codec: Option<DefaultCodec>,
     planning: Planning,
@@ -78,11 +61,7 @@ impl Group {
         Arc::new(Self {
             _engine: engine,
             driver,
-            id,
-            name,
-            rank,
-            world,
-            global_rank,
+            caller: Caller { group: id, name, rank, world, global_rank },
             default_codec,
             planning: Planning::new(planner),
             closed: AtomicBool::new(false),
@@ -118,11 +97,13 @@ impl Group {
         let spin_limit = self.driver.spin_limit();
         let mut core = self.driver.lock_briefly();
         let is_watch = core.watch();
-        let ran = core.guarded(|core| core.run_fast_path(self.id, desc, spin_limit));
+        let ran = core.guarded(|core| core.run_fast_path(self.caller.group, desc, spin_limit));
         // What stopped halfway goes on before anybody takes another frame.
         let ran = ran.map(|ran| match ran {
             Some(FastPathEnd::Done { seq, .. }) => Some(Ok(seq)),
-            Some(FastPathEnd::Stopped(stopped)) => Some(Err(self.go_on(&mut core, desc, *stopped))),
+            Some(FastPathEnd::Stopped(stopped)) => {
+                Some(Err(self.caller.resume(&mut core, desc, *stopped, time::now())))
+            }
             None => None,
         });
         let relief = if is_watch { core.unwatch(time::now()) } else { Relief::SleepsOn };
@@ -140,7 +121,7 @@ impl Group {
         let started = self.with_default_codec(desc, DefaultCodec::next_step, |desc| self.start_measured(desc));
         // One that was refused has no number: the other ranks may have made theirs.
         if let (Ok(_), Some(codec)) =
-            (&started, self.default_codec.as_ref().filter(|codec| codec.is_for(desc, self.world)))
+            (&started, self.default_codec.as_ref().filter(|codec| codec.is_for(desc, self.caller.world)))
         {
             codec.count();
         }
@@ -149,7 +130,7 @@ impl Group {
 
     /// As [`Group::start`], with what is measured of the call.
     fn start_measured(&self, desc: &CallDesc) -> Result<Call> {
-        let sampled = desc.encoding(self.world).map(|encoding| Sample::beside(desc, encoding)).transpose();
+        let sampled = desc.encoding(self.caller.world).map(|encoding| Sample::beside(desc, encoding)).transpose();
         match sampled.map_err(|error| error.of(desc.collective))?.flatten() {
             Some((desc, sample)) => self.start(&desc, Some(sample)),
             None => self.start(desc, None),
@@ -157,7 +138,7 @@ impl Group {
     }
 
     fn is_encoded_by_default(&self, desc: &CallDesc) -> bool {
-        self.default_codec.as_ref().is_some_and(|codec| codec.is_for(desc, self.world))
+        self.default_codec.as_ref().is_some_and(|codec| codec.is_for(desc, self.caller.world))
     }
 
     /// Passes the call on, encoded if that is the default in this group.
@@ -168,24 +149,14 @@ impl Group {
         then: impl FnOnce(&CallDesc) -> Result<R>,
     ) -> Result<R> {
         match &self.default_codec {
-            Some(codec) if codec.is_for(desc, self.world) => then(&codec.encoded(desc, step(codec))?),
+            Some(codec) if codec.is_for(desc, self.caller.world) => then(&codec.encoded(desc, step(codec))?),
             Some(_) | None => then(desc),
         }
     }
 
-    /// Puts a call that stopped on the fast path into the group.
-    fn go_on(&self, core: &mut Core, desc: &CallDesc, stopped: Stopped) -> Result<(Arc<CallState>, bool)> {
-        self.launch(core, desc, |group, context| {
-            let call = self.call(desc, stopped.seq, group, context.now);
-            let deadline = deadline(desc, group, context.now);
-            group.start(stopped.into_run(call.clone(), deadline), context);
-            Ok(call)
-        })
-    }
-
     fn start(&self, desc: &CallDesc, sample: Option<Sample>) -> Result<Call> {
         self.check_usable(desc.collective)?;
-        desc.check(self.world)?;
+        desc.check(self.caller.world)?;
         let placed = |error: Error| error.of(desc.collective);
         // All reasons to refuse the call come first where preparing its memory may change it.
         if !desc.uses_tensors_as_they_are() {
@@ -193,53 +164,15 @@ impl Group {
         }
         let prepared = self.prepare(desc).map_err(placed);
         // That the group has failed says more than what is wrong with a call that it would not take anyway.
-        let (shape, mut buffers) = prepared.or_else(|error| self.refuse_if_aborted(desc.collective).and(Err(error)))?;
-        let launched = self.driver.with_core(|core| {
-            self.launch(core, desc, |group, context| {
-                if let Some(error) = group.aborted(Some(desc.collective)) {
-                    return Err(error);
-                }
-                let Some(shape) = shape else { return self.start_message(desc, buffers, group, context) };
-                if shape.plan.code_bytes > 0 {
-                    buffers.add_codes(group.code_pool.take(shape.plan.code_bytes as usize)?);
-                }
-                if desc.may_take_fast_path() {
-                    group.keep_shape(desc, &shape);
-                }
-                let seq = group.take_seq(desc.seq)?;
-                let call = self.call(desc, seq, group, context.now);
-                let deadline = deadline(desc, group, context.now);
-                let coder = desc.encoding(self.world).map(|encoding| {
-                    let has_checksums = group.has_checksums(context.net);
-                    let ranks = (self.global_rank, self.rank);
-                    let coder = Coder::new(encoding, desc, ranks, self.world, has_checksums, time::now);
-                    match &encoding.audit {
-                        Some(audit) => coder.probed(audit, sample, &buffers),
-                        None => coder,
-                    }
-                });
-                let mut compute = Compute::new(buffers, shape.reducer);
-                if let Some(coder) = coder {
-                    compute = compute.encoding(coder);
-                }
-                group.start(Run::new(call.clone(), &shape, compute, &[], deadline), context);
-                Ok(call)
-            })
-        });
+        let prepared = prepared.or_else(|error| self.refuse_if_aborted(desc.collective).and(Err(error)))?;
+        let launched = self.driver.with_core(|core| self.caller.start(core, desc, prepared, sample, time::now()));
         self.launched(desc, launched)
     }
 
-    /// The shape of a checked call, if it is a collective, and its memory.
-    fn prepare(&self, desc: &CallDesc) -> Result<(Option<Arc<Shape>>, Buffers)> {
-        let shape = if desc.collective.is_point_to_point() { None } else { Some(self.planning.get(desc)?) };
-        let mut buffers = Buffers::prepare(desc, self.rank.index())?;
-        if desc.collective == Collective::Reduce && self.rank != desc.root {
-            buffers.discard_outputs();
-        }
-        if let Some(shape) = &shape {
-            buffers.add_scratch(shape.plan.scratch_bytes)?;
-        }
-        Ok((shape, buffers))
+    /// The shape and the memory of a checked call.
+    fn prepare(&self, desc: &CallDesc) -> Result<Prepared> {
+        let shape = (!desc.collective.is_point_to_point()).then(|| self.planning.get(desc)).transpose()?;
+        self.caller.prepare(desc, shape)
     }
 
     fn refuse_if_aborted(&self, collective: Collective) -> Result<()> {
@@ -247,96 +180,14 @@ impl Group {
         aborted.map_err(|error| error.of(collective))?.map_or(Ok(()), Err)
     }
 
-    /// Puts a call into the group and does all that can be done at once. Says also whether the driver must be woken.
-    fn launch(
-        &self,
-        core: &mut Core,
-        desc: &CallDesc,
-        start: impl FnOnce(&mut GroupState, &mut Context<'_>) -> Result<Arc<CallState>>,
-    ) -> Result<(Arc<CallState>, bool)> {
-        let now = time::now();
-        let started = core.guarded(|core| {
-            let started = core.with_group(self.id, now, |group, context| {
-                let call = start(group, context)?;
-                group.advance(context);
-                group.check_absentees(context);
-                let inquire_at = (!desc.collective.is_point_to_point()).then(|| now + INQUIRE_AFTER);
-                let look_by = deadline(desc, group, now).into_iter().chain(inquire_at).chain(group.begin_by());
-                Ok((call, look_by.min()))
-            });
-            core.net.flush_all();
-            started
-        })?;
-        let (call, look_by) = started.unwrap_or_else(|| Err(self.destroyed(Some(desc.collective))))?;
-        if call.is_done() {
-            core.ended_at_once();
-        }
-        let wake = match desc.mode {
-            _ if call.is_done() => core.must_wake_driver(None),
-            Mode::Async => core.must_wake_driver(look_by),
-            // Its caller looks after it first, and wakes the driver when it goes to sleep.
-            Mode::Blocking => false,
-        };
-        Ok((call, wake))
-    }
-
     /// What follows a launch, without the lock.
-    fn launched(&self, desc: &CallDesc, launched: Result<(Arc<CallState>, bool)>) -> Result<Call> {
-        let (call, wake) = launched.map_err(|error| error.of(desc.collective))?;
-        if wake {
+    fn launched(&self, desc: &CallDesc, launched: Result<Launched>) -> Result<Call> {
+        let Launched { call, wakes_driver } = launched.map_err(|error| error.of(desc.collective))?;
+        if wakes_driver {
             self.driver.kick();
         }
         self.driver.submitted(&call);
         Ok(Call { state: call, driver: Arc::downgrade(&self.driver) })
-    }
-
-    fn start_message(
-        &self,
-        desc: &CallDesc,
-        buffers: Buffers,
-        group: &mut GroupState,
-        context: &mut Context<'_>,
-    ) -> Result<Arc<CallState>> {
-        let blocks = if desc.collective == Collective::Send { &desc.inputs } else { &desc.outputs };
-        let [tensor] = blocks.pieces() else {
-            return Err(Error::invalid_argument("a message has one tensor"));
-        };
-        let count = tensor.count_elems();
-        let signature = Signature {
-            collective: desc.collective as u8,
-            dtype: tensor.dtype as u8,
-            count,
-            reserved: desc.note,
-            ..Signature::default()
-        };
-        let call = self.call(desc, group.next_p2p, group, context.now);
-        group.next_p2p += 1;
-        let message = Message {
-            call: call.clone(),
-            deadline: deadline(desc, group, context.now),
-            peer: desc.peer,
-            tag: desc.tag,
-            signature,
-            buffers,
-            total: tensor.len_bytes(),
-            is_private: desc.tag >= PRIVATE_TAGS,
-        };
-        let to = if desc.collective == Collective::Send { desc.peer } else { None };
-        group.start_message(message, to, context);
-        Ok(call)
-    }
-
-    fn call(&self, desc: &CallDesc, seq: u64, group: &GroupState, now: Moment) -> Arc<CallState> {
-        let place = CallPlace {
-            group_id: self.id,
-            group: self.name.clone(),
-            rank: self.rank,
-            collective: desc.collective,
-            seq,
-            is_async: desc.mode == Mode::Async,
-            timed: group.timing,
-        };
-        CallState::new(place, now)
     }
 
     /// The name of the algorithm that such a collective takes in this group. Makes no call and consumes no number.
@@ -345,7 +196,7 @@ impl Group {
     /// As [`Group::submit`] for a description that it refuses; `Unsupported` for point-to-point calls, which have none.
     pub fn algorithm_of(&self, desc: &CallDesc) -> Result<&'static str> {
         let usable = self.check_usable(desc.collective);
-        let named = usable.and_then(|()| desc.check(self.world)).and_then(|()| {
+        let named = usable.and_then(|()| desc.check(self.caller.world)).and_then(|()| {
             self.with_default_codec(desc, |_| 0, |desc| Ok(self.planning.get(desc)?.plan.algorithm.name))
         });
         named.map_err(|error| self.placed(error.of(desc.collective)))
@@ -384,22 +235,22 @@ impl Group {
 
     /// This process's rank.
     pub fn rank(&self) -> u32 {
-        self.rank.0
+        self.caller.rank.0
     }
 
     /// Number of ranks.
     pub fn world(&self) -> u32 {
-        self.world
+        self.caller.world
     }
 
     /// Name for messages.
     pub fn name(&self) -> &str {
-        &self.name
+        &self.caller.name
     }
 
     /// For a person: name, rank and world, then a line for each other rank with its process and the link to it.
     pub fn describe(&self) -> String {
-        let head = format!("group {}\nrank {}\nworld {}\n", self.name, self.rank, self.world);
+        let head = format!("group {}\nrank {}\nworld {}\n", self.caller.name, self.caller.rank, self.caller.world);
         let links = self.with_state(|group, context| {
             let others = group.members.ranks().filter(|&rank| rank != group.rank);
             let line = |rank: Rank| {
@@ -428,7 +279,7 @@ impl Group {
 
     /// Ends the group here and on all ranks: calls in flight fail at once, later ones are refused. Any thread may.
     pub fn abort(&self, reason: &str) {
-        let error = Error::aborted(format!("abort was called: {reason}")).in_group(&self.name).on_rank(self.rank);
+        let error = self.placed(Error::aborted(format!("abort was called: {reason}")));
         if self.with_state(|group, context| group.fail(error, context, Tell::Peers)).is_ok() {
             self.driver.flush();
             self.driver.kick();
@@ -455,14 +306,15 @@ impl Group {
         let interrupt = &mut lasting(interrupt);
         if !self.closed.load(Ordering::Acquire) && !self.driver.is_forked() {
             let until = time::now() + self.with_state(|group, _| group.timeout).unwrap_or_default().min(LAST_CALLS);
-            self.driver.await_calls(&[self.id], until, interrupt);
+            self.driver.await_calls(&[self.caller.group], until, interrupt);
         }
-        let Some(Left { unsaid, sent, patience }) = self.leave_at_once() else { return Ok(()) };
+        let Some(Departure { unsaid, sent, has_failed, timeout }) = self.leave_at_once() else { return Ok(()) };
+        let patience = if has_failed { LAST_BYTES_FAILED } else { LAST_BYTES }.min(timeout);
         let until = time::now() + patience;
         match self.driver.await_delivery(sent, until, interrupt) {
             Delivery::Complete | Delivery::Interrupted => {}
             Delivery::Late => tracing::warn!(
-                group = &*self.name,
+                group = &*self.caller.name,
                 "destroyed, and {} ms later another rank has not yet taken what calls that are done have sent to it; it is \
                  lost if this process ends before that rank receives it",
                 patience.as_millis()
@@ -476,35 +328,20 @@ impl Group {
     /// # Errors
     /// As [`Group::shutdown`].
     pub fn leave(&self) -> Result<()> {
-        self.leave_at_once().and_then(|left| left.unsaid).map_or(Ok(()), Err)
+        self.leave_at_once().and_then(|departure| departure.unsaid).map_or(Ok(()), Err)
     }
 
     /// `None`: it was left before.
-    fn leave_at_once(&self) -> Option<Left> {
+    fn leave_at_once(&self) -> Option<Departure> {
         if self.closed.swap(true, Ordering::AcqRel) || self.driver.is_forked() {
             return None;
         }
         // One look at the links: a disagreement that calls could not see may lie there.
         self.driver.pass_now();
-        let now = time::now();
-        // At once, or a call made in between would be forgotten with the group.
-        let left = self.driver.with_core(|core| {
-            let left = core.guarded(|core| {
-                core.with_group(self.id, now, |group, context| {
-                    let patience = if group.poison().is_some() { LAST_BYTES_FAILED } else { LAST_BYTES };
-                    // Without the goodbyes: who waits for them would wait for ranks that have no need of them.
-                    let sent = group.marks(context.net);
-                    let left = Left { unsaid: group.unsaid(), sent, patience: patience.min(group.timeout) };
-                    group.leave(context);
-                    left
-                })
-            });
-            core.remove_group(self.id);
-            left
-        });
+        let departure = self.driver.with_core(|core| core.leave_group(self.caller.group, time::now()));
         self.driver.flush();
         self.driver.kick();
-        left.ok().flatten()
+        departure
     }
 
     pub(crate) fn with_state<R>(&self, f: impl FnOnce(&mut GroupState, &mut Context<'_>) -> R) -> Result<R> {
@@ -513,7 +350,9 @@ impl Group {
             return Err(self.placed(forked()));
         }
         let now = time::now();
-        self.driver.with_core(|core| core.with_group(self.id, now, f)).ok_or_else(|| self.destroyed(None))
+        self.driver
+            .with_core(|core| core.with_group(self.caller.group, now, f))
+            .ok_or_else(|| self.caller.destroyed(None))
     }
 
     fn check_usable(&self, collective: Collective) -> Result<()> {
@@ -521,22 +360,14 @@ impl Group {
             return Err(forked().of(collective));
         }
         if self.closed.load(Ordering::Acquire) {
-            return Err(self.destroyed(Some(collective)));
+            return Err(self.caller.destroyed(Some(collective)));
         }
         Ok(())
     }
 
-    fn destroyed(&self, collective: Option<Collective>) -> Error {
-        let error = Error::aborted("the group was destroyed; make a new one").in_group(&self.name).on_rank(self.rank);
-        match collective {
-            Some(collective) => error.of(collective),
-            None => error,
-        }
-    }
-
     /// An error with this group's place.
     pub(crate) fn placed(&self, error: Error) -> Error {
-        error.in_group(&self.name).on_rank(self.rank)
+        self.caller.placed(error)
     }
 }
 
@@ -545,14 +376,6 @@ impl Drop for Group {
         // A cause that nobody asked for has nowhere to go, and who drops a group does not expect to wait.
         let _ = self.leave();
     }
-}
-
-/// Private messages have none: whoever made them waits no longer than it wants, and takes them back.
-fn deadline(desc: &CallDesc, group: &GroupState, now: Moment) -> Option<Moment> {
-    if desc.tag >= PRIVATE_TAGS {
-        return None;
-    }
-    Some(now + desc.timeout.unwrap_or(group.timeout))
 }
 
 fn forked() -> Error {

@@ -50,7 +50,7 @@ impl Group {
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<()> {
         let deadline = time::now() + timeout;
-        if self.rank != Rank(0) {
+        if self.caller.rank != Rank(0) {
             return self.arrive(timeout, deadline, interrupt);
         }
         let present = self.call_roll(timeout, deadline, wait_all, interrupt)?;
@@ -95,7 +95,7 @@ impl Group {
         wait_all: bool,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Presence>> {
-        let mut present = vec![Presence::Unheard; self.world.saturating_sub(1) as usize];
+        let mut present = vec![Presence::Unheard; self.caller.world.saturating_sub(1) as usize];
         if timeout.is_zero() {
             return Ok(present);
         }
@@ -178,7 +178,7 @@ impl Group {
             format!(
                 "Rank {} successfully reached monitoredBarrier, but received errors while waiting for send/recv from \
                  rank 0. Please check rank 0 logs for faulty rank: {why}",
-                self.rank
+                self.caller.rank
             ),
         )))
     }

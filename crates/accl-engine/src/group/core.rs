@@ -14,8 +14,8 @@ use accl_transport::{Card, Link, Poller};
 use accl_types::{Error, Moment, Result};
 
 use super::context::Context;
-use super::state::{FastPathEnd, GroupState, Tell};
-use crate::call::{CallDesc, Callback};
+use super::state::{Departure, FastPathEnd, GroupState, Tell};
+use crate::call::{CallDesc, CallState, Callback};
 use crate::exec::SpinLimit;
 use crate::hash::hash_words;
 use crate::peers::{Net, PeerId};
@@ -87,7 +87,7 @@ pub(crate) struct Core {
     /// Passes in a row in which nothing moved.
     idle: u32,
     /// Until when the driver is parked in the poller, if it is.
-    pub(crate) parked: Option<Moment>,
+    parked: Option<Moment>,
     /// Threads that look at the links again and again while it is.
     watchers: u32,
     /// When silent hosts are looked for again.
@@ -140,6 +140,11 @@ impl Core {
             watchers: 0,
             silence_at: None,
         }
+    }
+
+    /// For what happens without a moment at hand.
+    pub(crate) fn clock(&self) -> fn() -> Moment {
+        self.clock
     }
 
     /// Runs `f` on a group with what it needs.
@@ -201,6 +206,13 @@ impl Core {
         let orphans = self.orphans.remove(&id).unwrap_or_default();
         self.orphan_bytes -= orphans.iter().map(|orphan| orphan.bytes()).sum::<usize>();
         self.ended.insert(id);
+    }
+
+    /// Leaves a group, and forgets it: nobody can make a call in between. `None`: there is none, or it is lost to a panic.
+    pub(crate) fn leave_group(&mut self, id: u64, now: Moment) -> Option<Departure> {
+        let departure = self.guarded(|core| core.with_group(id, now, GroupState::depart));
+        self.remove_group(id);
+        departure.ok().flatten()
     }
 
     /// Whether callbacks wait for [`Core::take_completed`].
@@ -342,6 +354,50 @@ impl Core {
             self.silent = 0;
             self.pass_whole((self.clock)());
         }
+    }
+
+    /// A driver is about to sleep until news come, at most until then; with what it waits for, if that is a call. Does what can be
+    /// done before, and says until when to sleep ([`Moment::FAR`]: until something comes): [`Core::unpark`] must follow. `None`:
+    /// something has moved, or nothing is left to sleep for. Without `ticks` silent hosts are not looked for.
+    ///
+    /// # Errors
+    /// As [`Core::guarded`]: every call has failed.
+    pub(crate) fn park(
+        &mut self,
+        call: Option<&CallState>,
+        until: Option<Moment>,
+        ticks: bool,
+        now: Moment,
+    ) -> Result<Option<Moment>> {
+        self.guarded(|core| {
+            if core.pass(now) || core.pass_whole(now) {
+                return None;
+            }
+            core.check(now);
+            if call.is_some_and(CallState::is_done) || (call.is_none() && !core.has_work()) {
+                return None;
+            }
+            // Everything that could be done without the peers has been: what is left waits for frames or for room.
+            if core.net.prepare_park() {
+                core.net.unpark();
+                return None;
+            }
+            let silence = core.next_look_for_silence().filter(|_| ticks);
+            let until = until.into_iter().chain(core.next_deadline()).chain(silence).min().unwrap_or(Moment::FAR);
+            core.parked = Some(until);
+            Some(until)
+        })
+    }
+
+    /// The driver sleeps no more.
+    pub(crate) fn unpark(&mut self, now: Moment) {
+        self.parked = None;
+        // After a panic every call has failed, and whoever waits looks for what became of its own.
+        let _ = self.guarded(|core| {
+            core.net.unpark();
+            core.pass(now);
+            core.check(now);
+        });
     }
 
     /// As [`Core::pass`], and leaves no frame on a link: for whoever will not look again soon.

@@ -668,7 +668,7 @@ impl GroupState {
     }
 
     /// A disagreement about calls of this rank that no call of it could raise any more.
-    pub(crate) fn unsaid(&self) -> Option<Error> {
+    fn unsaid(&self) -> Option<Error> {
         let unsaid = !self.cause_was_raised && self.next_seq + self.next_p2p > 0;
         self.poison.clone().filter(|cause| unsaid && cause.kind == ErrorKind::Mismatch)
     }
@@ -690,8 +690,21 @@ impl GroupState {
     }
 
     /// What was sent to the other ranks until now.
-    pub(crate) fn marks(&self, net: &Net) -> Vec<Mark> {
+    fn marks(&self, net: &Net) -> Vec<Mark> {
         self.members.ranks().map(|rank| net.mark(self.members.peer(rank))).collect()
+    }
+
+    /// As [`GroupState::leave`]; says what remains to be done without the group.
+    pub(super) fn depart(&mut self, context: &mut Context<'_>) -> Departure {
+        let departure = Departure {
+            has_failed: self.poison.is_some(),
+            // Without the goodbyes: who waits for them would wait for ranks that have no need of them.
+            sent: self.marks(context.net),
+            unsaid: self.unsaid(),
+            timeout: self.timeout,
+        };
+        self.leave(context);
+        departure
     }
 
     /// Says goodbye to all ranks; what is still in flight fails.
@@ -715,6 +728,18 @@ impl GroupState {
             context.net.send_control(self.members.peer(rank), header, &[]);
         }
     }
+}
+
+/// What remains of a group that a rank has left.
+pub(crate) struct Departure {
+    /// A disagreement that no call could raise.
+    pub(crate) unsaid: Option<Error>,
+    /// What its calls rely on.
+    pub(crate) sent: Vec<Mark>,
+    /// It failed before.
+    pub(crate) has_failed: bool,
+    /// The deadline of its calls.
+    pub(crate) timeout: Duration,
 }
 
 /// Whether the other ranks have yet to learn of a failure.
