@@ -12,7 +12,7 @@ use accl_benches::process::{Place, Ranks, started_as_rank};
 use accl_benches::sweep::{self, Sweep};
 use accl_engine::Store;
 use accl_transport::loopback::{self, Capacity};
-use accl_transport::{Card, Endpoint, Link, Poller, Settings};
+use accl_transport::{Card, Endpoint, Link, Poller, Settings, Watched};
 use accl_types::config::Config;
 use accl_types::{Error, Result};
 use criterion::{BenchmarkId, Criterion, Throughput};
@@ -133,7 +133,7 @@ fn serve_process(place: &Place) -> Result<()> {
 /// A link with what is needed to wait for it.
 struct Wire {
     poller: Poller,
-    link: Box<dyn Link>,
+    link: Box<dyn Watched>,
     // Keeps the listeners as long as the link.
     _endpoint: Option<Endpoint>,
     outgoing: Vec<u8>,
@@ -141,7 +141,7 @@ struct Wire {
 }
 
 impl Wire {
-    fn new(poller: Poller, link: Box<dyn Link>) -> Self {
+    fn new(poller: Poller, link: Box<dyn Watched>) -> Self {
         Self { poller, link, _endpoint: None, outgoing: vec![1; MAX_FRAME], incoming: vec![2; MAX_FRAME] }
     }
 
@@ -161,9 +161,7 @@ impl Wire {
         let peer = Card::from_text(&String::from_utf8_lossy(&peer))?;
         let links = endpoint.connect(&[peer], Instant::now() + DEADLINE, &mut || false);
         let link = links.map_err(|failed| failed.error)?.pop().ok_or_else(|| Error::internal("no link was made"))?;
-        for fd in link.fds() {
-            poller.add(fd)?;
-        }
+        poller.watch(&link)?;
         Ok(Self { _endpoint: Some(endpoint), ..Self::new(poller, link) })
     }
 

@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use accl_schedule::cost::Machine;
-use accl_transport::{Card, Endpoint, Link, Poller, Settings, Waker};
+use accl_transport::{Card, Endpoint, Poller, Settings, Waker, Watched};
 use accl_types::config::Config;
 use accl_types::{Error, Moment, Result};
 
@@ -145,9 +145,11 @@ impl Engine {
     ///
     /// # Errors
     /// `Exhausted` when its descriptors cannot be watched.
-    pub fn adopt_link(&self, card: Card, link: Box<dyn Link>) -> Result<()> {
+    pub fn adopt_link(&self, card: Card, link: Box<dyn Watched>) -> Result<()> {
         let parts = self.parts(None)?;
-        self.driver.with_core(|core| core.add_link(card, link, parts.poller)).map(drop)
+        parts.poller.watch(&link)?;
+        self.driver.with_core(|core| core.net.add(card, link));
+        Ok(())
     }
 
     /// What ends a wait of this engine: for links made by other means than the endpoint.

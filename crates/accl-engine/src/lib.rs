@@ -37,3 +37,6 @@ pub use accl_kernels::{codec, describe_isa, supports};
 pub use accl_schedule::cost::{CONSTANTS, Machine};
 pub use accl_schedule::{ALGORITHMS, Algorithm};
 pub use accl_transport::{Card, TRANSPORTS, Transport};
+
+#[cfg(test)]
+mod simulated;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use accl_transport::loopback::LoopbackLink;
-use accl_transport::{Answers, Frame, Link, Place};
+use accl_transport::{Answers, Frame, Link, Place, Watched};
 use accl_types::{Error, Result};
 
 /// What a rigged link says when it panics.
@@ -131,10 +131,6 @@ unsafe impl Link for Rigged {
         self.link.unpark();
     }
 
-    fn fds(&self) -> Vec<BorrowedFd<'_>> {
-        self.link.fds()
-    }
-
     fn check_peer(&mut self) -> Result<()> {
         self.rig.step(Step::CheckPeer);
         self.rig.look()?;
@@ -167,5 +163,11 @@ unsafe impl Link for Rigged {
 
     fn describe(&self) -> String {
         self.link.describe()
+    }
+}
+
+impl Watched for Rigged {
+    fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        self.link.fds()
     }
 }

@@ -4,7 +4,7 @@ use std::os::fd::BorrowedFd;
 
 use accl_types::{Error, Result};
 
-use crate::{Answers, Frame, Link, Place};
+use crate::{Answers, Frame, Link, Place, Watched};
 
 /// What goes wrong.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -177,10 +177,6 @@ unsafe impl<L: Link> Link for Faulty<L> {
         }
     }
 
-    fn fds(&self) -> Vec<BorrowedFd<'_>> {
-        self.link.as_ref().map(Link::fds).unwrap_or_default()
-    }
-
     fn check_peer(&mut self) -> Result<()> {
         let broken = self.broken();
         self.link.as_mut().map_or(Err(broken), Link::check_peer)
@@ -214,5 +210,11 @@ unsafe impl<L: Link> Link for Faulty<L> {
 
     fn describe(&self) -> String {
         self.link.as_ref().map_or_else(|| "broken on purpose".to_owned(), Link::describe)
+    }
+}
+
+impl<L: Watched> Watched for Faulty<L> {
+    fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        self.link.as_ref().map(Watched::fds).unwrap_or_default()
     }
 }

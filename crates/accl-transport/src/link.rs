@@ -1,6 +1,5 @@
 //! The interface between the engine and every transport. Owns no implementation. Read [`Link`] first.
 
-use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use accl_types::Result;
@@ -120,9 +119,6 @@ pub unsafe trait Link: Send {
         wants_room
     }
 
-    /// What the [`crate::Poller`] must watch, edge-triggered. The same for the life of the link.
-    fn fds(&self) -> Vec<BorrowedFd<'_>>;
-
     /// Looks whether the peer is still there; called now and then while spinning.
     ///
     /// # Errors
@@ -181,7 +177,7 @@ pub unsafe trait Link: Send {
 }
 
 // SAFETY: the link inside keeps the promise.
-unsafe impl Link for Box<dyn Link> {
+unsafe impl<L: Link + ?Sized> Link for Box<L> {
     fn max_payload_bytes(&self) -> usize {
         (**self).max_payload_bytes()
     }
@@ -224,10 +220,6 @@ unsafe impl Link for Box<dyn Link> {
 
     fn resume_park(&mut self, wants_room: bool) -> bool {
         (**self).resume_park(wants_room)
-    }
-
-    fn fds(&self) -> Vec<BorrowedFd<'_>> {
-        (**self).fds()
     }
 
     fn check_peer(&mut self) -> Result<()> {

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use accl_types::{Error, Result};
 
-use crate::{Frame, HEAD_BYTES, Link, Place, Waker};
+use crate::{Frame, HEAD_BYTES, Link, Place, Waker, Watched};
 
 /// How much one direction holds before its sender finds no room.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -255,10 +255,6 @@ unsafe impl Link for LoopbackLink {
         self.announce(wants_room || self.waits_for_room)
     }
 
-    fn fds(&self) -> Vec<BorrowedFd<'_>> {
-        Vec::new()
-    }
-
     fn check_peer(&mut self) -> Result<()> {
         if !self.is_ended() {
             return Ok(());
@@ -282,6 +278,12 @@ unsafe impl Link for LoopbackLink {
 
     fn describe(&self) -> String {
         "loopback".to_owned()
+    }
+}
+
+impl Watched for LoopbackLink {
+    fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        Vec::new()
     }
 }
 

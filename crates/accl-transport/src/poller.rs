@@ -13,6 +13,7 @@ use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 use rustix::io::Errno;
 
 use crate::fork::Fd;
+use crate::link::Link;
 
 /// The event descriptor of this process. Any thread may wake; peers hold a copy of the descriptor.
 #[derive(Debug)]
@@ -45,6 +46,18 @@ pub(crate) fn wake_fd(fd: BorrowedFd<'_>) {
 /// Kernels refuse to count more than a few weeks of milliseconds, and a refusal does not sleep.
 const LONGEST_SLEEP: Duration = Duration::from_secs(24 * 3600);
 
+/// A link whose events a [`Poller`] sees.
+pub trait Watched: Link {
+    /// What the poller must watch, edge-triggered. The same for the life of the link.
+    fn fds(&self) -> Vec<BorrowedFd<'_>>;
+}
+
+impl<L: Watched + ?Sized> Watched for Box<L> {
+    fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        (**self).fds()
+    }
+}
+
 /// Where this process sleeps. One thread waits at a time; adding and waking may be done by others meanwhile.
 #[derive(Debug)]
 pub struct Poller {
@@ -63,6 +76,14 @@ impl Poller {
         let poller = Poller { epoll, waker: Arc::new(Waker { fd: event }) };
         poller.add(poller.waker.as_fd())?;
         Ok(poller)
+    }
+
+    /// Watches a link.
+    ///
+    /// # Errors
+    /// As [`Poller::add`].
+    pub fn watch(&self, link: &dyn Watched) -> Result<()> {
+        link.fds().into_iter().try_for_each(|fd| self.add(fd))
     }
 
     /// Watches `fd`, edge-triggered, for bytes, room and hang-up. It is forgotten when the descriptor is closed.

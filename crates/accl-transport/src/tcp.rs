@@ -14,7 +14,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown};
 
 use crate::fork::Fd;
-use crate::{Answers, Frame, HEAD_BYTES, Link, Place};
+use crate::{Answers, Frame, HEAD_BYTES, Link, Place, Watched};
 
 /// What is collected before it must go out, besides one frame.
 const BUFFER_BYTES: usize = 256 << 10;
@@ -369,10 +369,6 @@ unsafe impl Link for TcpLink {
         self.refused_bytes = None;
     }
 
-    fn fds(&self) -> Vec<BorrowedFd<'_>> {
-        vec![self.socket.as_fd()]
-    }
-
     fn check_peer(&mut self) -> Result<()> {
         self.guard_fork()?;
         if self.poll_frame()? { Ok(()) } else { self.report_end() }
@@ -423,6 +419,12 @@ unsafe impl Link for TcpLink {
 
     fn describe(&self) -> String {
         format!("tcp {}", self.place)
+    }
+}
+
+impl Watched for TcpLink {
+    fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        vec![self.socket.as_fd()]
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use accl_types::Result;
 
-use crate::{Answers, Frame, HEAD_BYTES, Link, Place};
+use crate::{Answers, Frame, HEAD_BYTES, Link, Place, Watched};
 
 /// Counters, readable from any thread while the link is used. Any number of links may share one.
 #[derive(Debug, Default)]
@@ -110,10 +110,6 @@ unsafe impl<L: Link> Link for Traced<L> {
         self.link.resume_park(wants_room)
     }
 
-    fn fds(&self) -> Vec<BorrowedFd<'_>> {
-        self.link.fds()
-    }
-
     fn check_peer(&mut self) -> Result<()> {
         self.link.check_peer()
     }
@@ -144,5 +140,11 @@ unsafe impl<L: Link> Link for Traced<L> {
 
     fn describe(&self) -> String {
         self.link.describe()
+    }
+}
+
+impl<L: Watched> Watched for Traced<L> {
+    fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        self.link.fds()
     }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use accl_transport::{Card, Endpoint, Link, PROTOCOL_VERSION, Poller, Settings};
+use accl_transport::{Card, Endpoint, Link, PROTOCOL_VERSION, Poller, Settings, Watched};
 use accl_types::ErrorKind;
 use accl_types::config::IfnameFilter;
 use common::{Host, connected, deadline, settings, within_limit};
@@ -24,7 +24,7 @@ fn caller_and_callee(settings: &Settings) -> (Host, Host) {
 }
 
 /// Connects the caller by what `card` says and the callee in its thread.
-fn connect_by(mut caller: Host, mut callee: Host, card: &Card) -> Box<dyn Link> {
+fn connect_by(mut caller: Host, mut callee: Host, card: &Card) -> Box<dyn Watched> {
     let caller_card = caller.card();
     let thread = std::thread::spawn(move || {
         let links = callee.connect(&[caller_card]).unwrap();

@@ -9,7 +9,7 @@ use std::os::fd::AsFd;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use accl_transport::{Card, Link, Settings};
+use accl_transport::{Card, Link, Settings, Watched};
 use accl_types::ErrorKind;
 use common::{Host, Node, frames, settings, within_limit};
 use rustix::process::{Resource, Rlimit};
@@ -68,10 +68,8 @@ impl Drop for Process {
     }
 }
 
-fn node(host: Host, link: Box<dyn Link>) -> Node {
-    for fd in link.fds() {
-        host.poller.add(fd).unwrap();
-    }
+fn node(host: Host, link: Box<dyn Watched>) -> Node {
+    host.poller.watch(&link).unwrap();
     Node { poller: host.poller.into(), link, warnings: Vec::new() }
 }
 

@@ -10,7 +10,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use accl_transport::frame::{Header, Kind};
-use accl_transport::{Card, Link, Poller};
 use accl_types::{Error, Moment, Result};
 
 use super::context::Context;
@@ -561,8 +560,20 @@ impl Core {
         }
     }
 
-    /// Has the poller watch a new link and adds it.
-    pub(crate) fn add_link(&mut self, card: Card, link: Box<dyn Link>, poller: &Poller) -> Result<PeerId> {
-        self.net.add(card, link, poller)
+    /// What is there although no call is in flight.
+    #[cfg(test)]
+    pub(crate) fn residue(&self) -> Vec<String> {
+        let counts = [
+            ("active groups", self.active.len()),
+            ("frames of groups that are not there", self.orphans.values().map(Vec::len).sum()),
+            ("bytes of such frames", self.orphan_bytes),
+            ("announcements", self.causes.len()),
+            ("callbacks", self.completed.len()),
+            ("control frames", self.net.queued()),
+            ("peers with unsent bytes", usize::from(self.net.has_unsent())),
+            ("threads that look", self.watchers as usize),
+        ];
+        let own = counts.into_iter().filter(|(_, count)| *count > 0).map(|(what, count)| format!("{count} {what}"));
+        own.chain(self.groups.values().flat_map(GroupState::residue)).collect()
     }
 }

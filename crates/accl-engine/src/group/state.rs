@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use accl_transport::frame::{CHECKS_SIGNATURES, Cause, Header, Kind, Signature};
+use accl_transport::frame::{CHECKS_SIGNATURES, Cause, Header, Kind, OVERHEAD_BYTES, Signature};
 use accl_types::{Collective, Error, ErrorKind, Moment, Rank, Result, Seq};
 
 use super::context::Context;
@@ -27,6 +27,9 @@ const AT_ONCE_NEAR: u64 = 64 << 10;
 const AT_ONCE_FAR: u64 = 8 << 20;
 /// It begins anyway when the group has stood still for so long: another rank may wait for it first.
 const STANDSTILL: Duration = Duration::from_millis(1);
+
+/// Most bytes of an announcement that the group has failed.
+const MAX_CAUSE_BYTES: usize = 1024;
 
 /// A frame of a call that this rank has not made yet.
 struct Early {
@@ -383,7 +386,7 @@ impl GroupState {
                 // Another rank may pass on what it heard.
                 let text = if cause.text.contains(&report) { cause.text } else { report + &cause.text };
                 let error = Error::new(cause.kind, text);
-                self.fail(self.placed(error.with_peer(cause.origin)), context, Tell::Nobody);
+                self.fail(self.placed(error.with_peer(cause.origin)), context, Tell::Neighbours);
                 Ok(())
             }
             Kind::Goodbye => {
@@ -613,6 +616,11 @@ impl GroupState {
 
     /// An error when a rank that a call in flight needs is not there any more.
     fn departed(&self, context: &Context<'_>) -> Option<Error> {
+        if !self.has_absentees {
+            return None;
+        }
+        let mut others = self.members.ranks().filter(|&rank| rank != self.rank);
+        let is_alone = others.all(|rank| self.members.is_absent(rank, context.net));
         for rank in self.members.ranks() {
             if !self.members.is_absent(rank, context.net) {
                 continue;
@@ -621,7 +629,8 @@ impl GroupState {
                 && !self.members.has_left(rank);
             // A call that needs nothing more of the rank may end well; one that does fails, and tells all others.
             let any_run = self.runs.values().find(|run| run.needs(rank)).map(|run| &run.call);
-            let from_any = if is_lost { FromAny::Counts } else { FromAny::DoesNot };
+            // A message from any rank may come from another one, while there is one that has not left.
+            let from_any = if is_lost || is_alone { FromAny::Counts } else { FromAny::DoesNot };
             let any_message = || self.p2p.needs(rank, from_any).map(|message| &message.call);
             let Some(call) = any_run.or_else(any_message) else { continue };
             let why = self.absence(rank, context.net).unwrap_or_default();
@@ -643,8 +652,14 @@ impl GroupState {
             return;
         }
         match tell {
-            Tell::Peers => self.tell_cause(self.rank, &error, context),
-            Tell::Nobody => self.heard_from = error.context.peer,
+            Tell::Peers => self.tell_cause(self.members.ranks(), self.rank, &error, context),
+            Tell::Neighbours => {
+                self.heard_from = error.context.peer;
+                // Whoever saw it first tells everybody, and may not reach everybody: a link between two ranks can break alone.
+                let origin = error.context.peer.unwrap_or(self.rank);
+                self.tell_cause(self.members.neighbours(self.rank), origin, &error, context);
+            }
+            Tell::Nobody => {}
         }
         self.poison = Some(error.clone());
         self.early.clear();
@@ -658,11 +673,13 @@ impl GroupState {
         }
     }
 
-    fn tell_cause(&self, origin: Rank, error: &Error, context: &mut Context<'_>) {
-        let cause = Cause { kind: error.kind, origin, text: brief(error) }.to_bytes(1024);
+    /// Tells ranks of the first cause, but for this one and the one that it came from.
+    fn tell_cause(&self, ranks: impl Iterator<Item = Rank>, origin: Rank, error: &Error, context: &mut Context<'_>) {
+        let most = MAX_CAUSE_BYTES.min(context.segment as usize + OVERHEAD_BYTES);
+        let cause = Cause { kind: error.kind, origin, text: brief(error) }.to_bytes(most);
         let mut header = Header::new(Kind::Cause);
         header.group = self.id;
-        for rank in self.members.ranks().filter(|&rank| rank != self.rank) {
+        for rank in ranks.filter(|&rank| rank != self.rank && rank != origin) {
             context.net.send_control(self.members.peer(rank), header, &cause);
         }
     }
@@ -687,6 +704,19 @@ impl GroupState {
             error = error.of(collective);
         }
         Some(error)
+    }
+
+    /// As [`super::core::Core::residue`].
+    #[cfg(test)]
+    pub(crate) fn residue(&self) -> Vec<String> {
+        let counts = [
+            ("calls", self.runs.len()),
+            ("calls that others have begun", self.early.len()),
+            ("messages", self.p2p.messages().count()),
+            ("reserved numbers", self.reserved.len()),
+        ];
+        let left = counts.into_iter().filter(|(_, count)| *count > 0);
+        left.map(|(what, count)| format!("{count} {what} of group {}", self.name)).collect()
     }
 
     /// What was sent to the other ranks until now.
@@ -720,7 +750,7 @@ impl GroupState {
         }
         // A rank that has yet to hear of the cause from its origin would take the goodbye for it.
         if let (Some(origin), Some(cause)) = (self.heard_from, &self.poison) {
-            self.tell_cause(origin, cause, context);
+            self.tell_cause(self.members.ranks(), origin, cause, context);
         }
         let mut header = Header::new(Kind::Goodbye);
         header.group = self.id;
@@ -745,7 +775,10 @@ pub(crate) struct Departure {
 /// Whether the other ranks have yet to learn of a failure.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Tell {
+    /// All of them: it began here.
     Peers,
+    /// Those that pass it on: another rank tells all of them.
+    Neighbours,
     Nobody,
 }
 

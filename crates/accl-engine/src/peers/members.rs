@@ -50,6 +50,18 @@ impl Members {
         (0..self.world()).map(Rank)
     }
 
+    /// The ranks a power of two before and behind a rank: what each rank passes on to its own reaches all of them within a
+    /// logarithm of their number, also when some of the links between them are broken.
+    pub(crate) fn neighbours(&self, rank: Rank) -> impl Iterator<Item = Rank> + use<> {
+        let world = self.world();
+        let steps = (0..u32::BITS).map(|bit| 1 << bit).take_while(move |&step| step < world);
+        let mut ranks: Vec<Rank> =
+            steps.flat_map(|step| [Rank((rank.0 + step) % world), Rank((rank.0 + world - step) % world)]).collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        ranks.into_iter()
+    }
+
     #[inline]
     pub(crate) fn peer(&self, rank: Rank) -> PeerId {
         self.members[rank.index()].peer
@@ -90,6 +102,13 @@ impl Members {
             header.value = std::mem::take(&mut member.owed);
             net.send_control(member.peer, header, &[]);
         }
+    }
+
+    /// What may still be sent ahead of a rank, what is owed to it, and the window, in bytes.
+    #[cfg(test)]
+    pub(crate) fn credit(&self, rank: Rank) -> (u64, u64, u64) {
+        let member = &self.members[rank.index()];
+        (member.eager_left, member.owed, self.window)
     }
 
     pub(crate) fn saw(&mut self, rank: Rank, seq: u64) {

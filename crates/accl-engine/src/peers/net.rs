@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use std::time::Duration;
 
 use accl_transport::frame::Header;
-use accl_transport::{Answers, Card, Frame, HEAD_BYTES, Link, Place, Poller};
+use accl_transport::{Answers, Card, Frame, HEAD_BYTES, Link, Place};
 use accl_types::{Error, Result};
 
 /// Index of a peer process in [`Net`].
@@ -94,11 +94,8 @@ impl Net {
         self.by_uuid.get(&card.uuid).copied().filter(|id| self.peer(*id).gone.is_none())
     }
 
-    /// Adds a peer and has its descriptors watched.
-    pub(crate) fn add(&mut self, card: Card, link: Box<dyn Link>, poller: &Poller) -> Result<PeerId> {
-        for fd in link.fds() {
-            poller.add(fd)?;
-        }
+    /// Adds a peer. What its link waits for is watched already.
+    pub(crate) fn add(&mut self, card: Card, link: Box<dyn Link>) -> PeerId {
         let id = PeerId(self.peers.len() as u32);
         self.by_uuid.insert(card.uuid, id);
         self.peers.push(Peer {
@@ -111,7 +108,7 @@ impl Net {
             unsent: false,
             silent_for: None,
         });
-        Ok(id)
+        id
     }
 
     pub(crate) fn ids(&self) -> impl Iterator<Item = PeerId> + use<> {
@@ -257,6 +254,12 @@ impl Net {
         // An error shows again in `check` or `peek`, where it is handled; nothing more can be sent then.
         peer.unsent = !link.flush().unwrap_or(true) || !peer.outbox.is_empty();
         moved
+    }
+
+    /// Control frames that have found no room.
+    #[cfg(test)]
+    pub(crate) fn queued(&self) -> usize {
+        self.peers.iter().map(|peer| peer.outbox.len()).sum()
     }
 
     /// Flushes all peers.

@@ -250,7 +250,8 @@ impl Engine {
                 }
                 let payload = self.config.segment_bytes as usize + accl_transport::frame::OVERHEAD_BYTES;
                 let link = accl_transport::loopback::self_link(payload, parts.waker.clone());
-                self.driver.with_core(|core| core.add_link(mine.clone(), Box::new(link), parts.poller))?;
+                parts.poller.watch(&link)?;
+                self.driver.with_core(|core| core.net.add(mine.clone(), Box::new(link)));
                 continue;
             }
             let wanted: Vec<_> = missing.iter().map(|&rank| cards[rank].card.clone()).collect();
@@ -266,10 +267,12 @@ impl Engine {
             match result {
                 Ok(links) => {
                     for (card, link) in wanted.into_iter().zip(links) {
-                        self.driver.with_core(|core| match core.net.find(&card) {
-                            Some(id) => Ok(id),
-                            None => core.add_link(card, link, parts.poller),
-                        })?;
+                        parts.poller.watch(&link)?;
+                        self.driver.with_core(|core| {
+                            if core.net.find(&card).is_none() {
+                                core.net.add(card, link);
+                            }
+                        });
                     }
                 }
                 Err(failed) => {

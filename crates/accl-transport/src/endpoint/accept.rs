@@ -15,7 +15,7 @@ use super::stream::{Stream, peer_uid};
 use super::wire::{CONFIRM_BYTES, HELLO_BYTES, Hello, Refusal, Reply, confirm_bytes};
 use crate::fork::Fd;
 use crate::shm::region::{Region, region_bytes};
-use crate::{Link, PROTOCOL_VERSION};
+use crate::{PROTOCOL_VERSION, Watched};
 
 /// A silent connection is dropped after this long.
 const HELLO_TIME: Duration = Duration::from_secs(10);
@@ -25,7 +25,7 @@ const CONFIRM_TIME: Duration = Duration::from_secs(60);
 /// A link made by a peer, and the peer's identity.
 pub(super) struct Accepted {
     pub(super) from: [u8; 16],
-    pub(super) link: Box<dyn Link>,
+    pub(super) link: Box<dyn Watched>,
 }
 
 /// A connection whose handshake is under way.
@@ -189,7 +189,7 @@ impl Incoming {
         };
         let Promised { from, max_payload_bytes, peer, shared, .. } = promised;
         let socket = self.stream.socket;
-        let link: Box<dyn Link> = match shared {
+        let link: Box<dyn Watched> = match shared {
             Some((region, event)) => shm_link(region, 1, socket, event, max_payload_bytes, peer),
             None => tcp_link(socket, max_payload_bytes, &peer),
         };

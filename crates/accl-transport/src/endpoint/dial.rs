@@ -20,7 +20,7 @@ use super::wire::{Hello, REPLY_BYTES, Refusal, Reply, confirm_bytes};
 use crate::fork::Fd;
 use crate::shm::budget::Budget;
 use crate::shm::region::{Region, region_bytes, ring_bytes_for};
-use crate::{Card, Link, PROTOCOL_VERSION, Settings};
+use crate::{Card, PROTOCOL_VERSION, Settings, Watched};
 
 /// An address that has not answered on the level of TCP for so long gets company by the next one.
 const SLOW_CONNECT: Duration = Duration::from_millis(300);
@@ -66,7 +66,7 @@ enum Stage {
 
 enum Outcome {
     Wait(Attempt),
-    Done(Box<dyn Link>),
+    Done(Box<dyn Watched>),
 }
 
 /// The ways from one process to another, in the order in which the first is to try them.
@@ -125,7 +125,7 @@ impl Dial {
         settings: &Settings,
         budget: &Budget,
         now: Instant,
-    ) -> Option<(Box<dyn Link>, Option<Trouble>)> {
+    ) -> Option<(Box<dyn Watched>, Option<Trouble>)> {
         for attempt in std::mem::take(&mut self.attempts) {
             let way = attempt.way;
             match attempt.poll(card, me, settings) {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use rustix::net::{SocketAddrAny, getpeername, getsockname, sockopt};
 
 use super::stream::peer_process;
-use crate::Link;
+use crate::Watched;
 use crate::fork::Fd;
 use crate::shm::region::Region;
 use crate::shm::{Parts, ShmLink};
@@ -20,14 +20,14 @@ pub(super) fn shm_link(
     peer_event: Fd,
     max_payload_bytes: usize,
     peer: String,
-) -> Box<dyn Link> {
+) -> Box<dyn Watched> {
     let peer_process = peer_process(&socket);
     Box::new(ShmLink::new(Parts { region, side, socket, peer_event, peer_process, max_payload_bytes, peer }))
 }
 
 /// Keep-alive finds within half a minute that a host vanished while nothing was under way to it. Otherwise the system repeats
 /// what is under way for a quarter of an hour and sends no probes of keep-alive: see `Link::answers`.
-pub(super) fn tcp_link(socket: Fd, max_payload_bytes: usize, peer: &str) -> Box<dyn Link> {
+pub(super) fn tcp_link(socket: Fd, max_payload_bytes: usize, peer: &str) -> Box<dyn Watched> {
     // These options make the link better but are not needed for it to work.
     let _ = sockopt::set_tcp_nodelay(&socket, true);
     let _ = sockopt::set_socket_keepalive(&socket, true);

@@ -27,7 +27,7 @@ use crate::card::hex;
 use crate::fork::Fd;
 use crate::loopback;
 use crate::shm::budget::Budget;
-use crate::{Card, Link, PROTOCOL_VERSION, Settings, TRANSPORTS, Waker, descriptors, host, net};
+use crate::{Card, PROTOCOL_VERSION, Settings, TRANSPORTS, Waker, Watched, descriptors, host, net};
 
 use accept::{Incoming, Step};
 use dial::Dial;
@@ -79,7 +79,7 @@ pub struct Endpoint {
     /// Efforts to reach peers, by their identity. They go on with the next call that asks for the same peer.
     dials: HashMap<[u8; 16], Dial>,
     /// Links that are not asked for yet, by the peer's identity.
-    kept: HashMap<[u8; 16], Box<dyn Link>>,
+    kept: HashMap<[u8; 16], Box<dyn Watched>>,
     /// Why kept links were dropped.
     departed: HashMap<[u8; 16], String>,
     /// The last accept found no descriptor: the queue is left alone for a turn.
@@ -181,11 +181,11 @@ impl Endpoint {
         peers: &[Card],
         deadline: Instant,
         interrupted: &mut dyn FnMut() -> bool,
-    ) -> std::result::Result<Vec<Box<dyn Link>>, ConnectError> {
+    ) -> std::result::Result<Vec<Box<dyn Watched>>, ConnectError> {
         self.check_cards(peers)?;
         self.drop_departed();
         self.make_room(peers);
-        let mut links: Vec<Option<Box<dyn Link>>> = peers.iter().map(|_| None).collect();
+        let mut links: Vec<Option<Box<dyn Watched>>> = peers.iter().map(|_| None).collect();
         let begin = Instant::now();
         for (index, peer) in peers.iter().enumerate() {
             if peer.uuid == self.me.uuid {
@@ -347,13 +347,13 @@ impl Endpoint {
     }
 
     /// Moves kept links to where they are asked for.
-    fn take_kept(&mut self, peers: &[Card], links: &mut [Option<Box<dyn Link>>]) {
+    fn take_kept(&mut self, peers: &[Card], links: &mut [Option<Box<dyn Watched>>]) {
         for (peer, place) in peers.iter().zip(links).filter(|(_, place)| place.is_none()) {
             *place = self.kept.remove(&peer.uuid);
         }
     }
 
-    fn make_outgoing(&mut self, peers: &[Card], links: &mut [Option<Box<dyn Link>>], now: Instant) {
+    fn make_outgoing(&mut self, peers: &[Card], links: &mut [Option<Box<dyn Watched>>], now: Instant) {
         for (peer, place) in peers.iter().zip(links).filter(|(_, place)| place.is_none()) {
             let Some(dial) = self.dials.get_mut(&peer.uuid) else { continue };
             if let Some((link, trouble)) = dial.poll(peer, &self.me, &self.settings, &self.budget, now) {
@@ -366,7 +366,7 @@ impl Endpoint {
         }
     }
 
-    fn give_up(&mut self, mut error: Error, peers: &[Card], links: Vec<Option<Box<dyn Link>>>) -> ConnectError {
+    fn give_up(&mut self, mut error: Error, peers: &[Card], links: Vec<Option<Box<dyn Watched>>>) -> ConnectError {
         let mut missing = Vec::new();
         for (index, link) in links.into_iter().enumerate() {
             match link {

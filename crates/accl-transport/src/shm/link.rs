@@ -15,7 +15,7 @@ use crate::fork::Fd;
 use crate::poller::wake_fd;
 use crate::ring::park::{DATA, ROOM};
 use crate::ring::{Corrupt, Reader, Writer};
-use crate::{Frame, Link, Place};
+use crate::{Frame, Link, Place, Watched};
 
 /// What the handshake has gathered.
 pub(crate) struct Parts {
@@ -253,10 +253,6 @@ unsafe impl Link for ShmLink {
         self.guard_fork().is_err() || self.announce(what) || (self.lost.is_some() && !self.told)
     }
 
-    fn fds(&self) -> Vec<BorrowedFd<'_>> {
-        std::iter::once(self.socket.as_fd()).chain(self.peer_process.as_ref().map(AsFd::as_fd)).collect()
-    }
-
     fn check_peer(&mut self) -> Result<()> {
         self.guard_fork()?;
         self.look_for_death();
@@ -303,5 +299,11 @@ unsafe impl Link for ShmLink {
 
     fn describe(&self) -> String {
         format!("shm, {} KiB rings, {}", self.region.ring_bytes() / 1024, self.peer)
+    }
+}
+
+impl Watched for ShmLink {
+    fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        std::iter::once(self.socket.as_fd()).chain(self.peer_process.as_ref().map(AsFd::as_fd)).collect()
     }
 }

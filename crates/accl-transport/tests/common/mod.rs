@@ -6,7 +6,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use accl_transport::loopback::{self, Capacity};
-use accl_transport::{Card, ConnectError, Endpoint, HEAD_BYTES, Link, Poller, Settings};
+use accl_transport::{Card, ConnectError, Endpoint, HEAD_BYTES, Link, Poller, Settings, Watched};
 use accl_types::Error;
 
 /// No test takes longer; a lost wake-up shows as this.
@@ -51,7 +51,7 @@ impl Host {
         self.endpoint.card().clone()
     }
 
-    pub fn connect(&mut self, peers: &[Card]) -> Result<Vec<Box<dyn Link>>, ConnectError> {
+    pub fn connect(&mut self, peers: &[Card]) -> Result<Vec<Box<dyn Watched>>, ConnectError> {
         self.endpoint.connect(peers, deadline(), &mut || false)
     }
 }
@@ -59,7 +59,7 @@ impl Host {
 /// One end of a link and the poller it parks on.
 pub struct Node {
     pub poller: Arc<Poller>,
-    pub link: Box<dyn Link>,
+    pub link: Box<dyn Watched>,
     pub warnings: Vec<String>,
 }
 
@@ -73,12 +73,10 @@ pub fn connected(a: Settings, b: Settings) -> (Node, Node) {
     });
     let links_a = a.connect(&[card_b]).unwrap();
     let (b, links_b) = thread.join().unwrap();
-    let node = |host: Host, links: Vec<Box<dyn Link>>| {
+    let node = |host: Host, links: Vec<Box<dyn Watched>>| {
         let Host { poller, mut endpoint } = host;
         let link = links.into_iter().next().unwrap();
-        for fd in link.fds() {
-            poller.add(fd).unwrap();
-        }
+        poller.watch(&link).unwrap();
         Node { poller: Arc::new(poller), link, warnings: endpoint.take_warnings() }
     };
     (node(a, links_a), node(b, links_b))

@@ -1,0 +1,94 @@
+//! The virtual clock of a simulated world, and what is to happen in it when.
+//!
+//! Owns time and the order of events: those of one moment happen in the order in which they were entered. Read [`Agenda`] first.
+
+use std::cell::Cell;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use accl_types::Moment;
+
+/// What a look at a link costs a thread that gives its core away, in nanoseconds.
+const YIELD: u64 = 500;
+
+thread_local! {
+    static NOW: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Now, in the world that this thread simulates.
+pub(super) fn now() -> Moment {
+    Moment::from_nanos(nanos())
+}
+
+/// As [`now`], in nanoseconds since the beginning of the world.
+pub(super) fn nanos() -> u64 {
+    NOW.get()
+}
+
+/// A new world begins.
+pub(super) fn reset() {
+    NOW.set(0);
+}
+
+/// It is at least so late.
+pub(super) fn reach(nanos: u64) {
+    NOW.set(NOW.get().max(nanos));
+}
+
+/// Time passes while a thread waits for a frame on the fast path.
+pub(super) fn yield_now() {
+    reach(nanos() + YIELD);
+}
+
+/// What happens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Event {
+    /// A thread goes on.
+    Run { process: usize, thread: usize },
+    /// Somebody in the process takes over the driving.
+    Drive { process: usize },
+    /// Something came up for which the process would be woken.
+    Ring { process: usize },
+    /// The time of a sleep in the poller is up.
+    TimeIsUp { process: usize, sleep: u64 },
+    /// Something reaches one end of a wire.
+    Arrive { wire: usize, end: usize, is_quiet: bool },
+    /// Something goes wrong.
+    Fault { index: usize },
+}
+
+/// What is to happen when.
+#[derive(Debug, Default)]
+pub(super) struct Agenda {
+    events: BinaryHeap<Reverse<(u64, u64, Event)>>,
+    entered: u64,
+    /// Entries that are no [`Event::TimeIsUp`]: while there are any, the world moves by itself.
+    busy: usize,
+}
+
+impl Agenda {
+    /// Enters an event for so many nanoseconds from now.
+    pub(super) fn enter(&mut self, wait: u64, event: Event) {
+        self.enter_at(nanos().saturating_add(wait), event);
+    }
+
+    /// As [`Agenda::enter`], at a moment.
+    pub(super) fn enter_at(&mut self, at: u64, event: Event) {
+        self.busy += usize::from(!matches!(event, Event::TimeIsUp { .. }));
+        self.events.push(Reverse((at, self.entered, event)));
+        self.entered += 1;
+    }
+
+    /// The next event; the clock is there.
+    pub(super) fn next(&mut self) -> Option<Event> {
+        let Reverse((at, _, event)) = self.events.pop()?;
+        self.busy -= usize::from(!matches!(event, Event::TimeIsUp { .. }));
+        reach(at);
+        Some(event)
+    }
+
+    /// Whether nothing will happen but the ends of sleeps.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.busy == 0
+    }
+}

@@ -1,0 +1,905 @@
+//! One history of a simulated world, from its first event to its last, and what must hold in all of them.
+//!
+//! Owns the processes: the threads that make calls and wait, who drives, and what a sleep in the poller is. The protocol that they
+//! run is the engine's own; only the lock, the threads and the poller are played here, in the way of `driver`. Read [`run`] first.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use accl_schedule::cost::{Machine, Near, Placement};
+use accl_schedule::{Basis, Chooser, Topology};
+use accl_transport::Card;
+use accl_types::{Collective, Error, ErrorKind, Moment, Rank};
+
+use super::clock::{self, Agenda, Event};
+use super::link::{SimulatedLink, Wire};
+use super::oracle::Tensors;
+use super::scenario::{Fault, Scenario, Step, TIMEOUT_MS};
+use crate::api::planning::Planning;
+use crate::call::{CallDesc, CallState, Codecs, Encoding, Mode, TensorCodecs, Waited};
+use crate::exec::SpinLimit;
+use crate::group::{Caller, Core, FastPathEnd, GroupState, Launched, Relief, Tell};
+use crate::peers::Members;
+use crate::plan::Planner;
+
+/// What a pass takes, in nanoseconds.
+const PASS: u64 = 300;
+/// A world in which more happens than this does not end.
+const MOST_EVENTS: u64 = 3_000_000;
+/// A call may end so much later than its deadline: somebody is in the middle of something.
+const SLACK: Duration = Duration::from_millis(3);
+const TIMEOUT: Duration = Duration::from_millis(TIMEOUT_MS);
+
+/// What was wrong in a history.
+pub(super) type Violation = String;
+
+/// What a history has seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Seen {
+    pub(super) events: u64,
+    pub(super) done: u64,
+    pub(super) failed: u64,
+    /// Calls that were over on the fast path.
+    pub(super) fast: u64,
+    pub(super) sleeps: u64,
+    /// Of all results, errors and times.
+    pub(super) hash: u64,
+}
+
+/// A call that was made.
+struct Made {
+    /// `None`: it was over when it had been made, or refused.
+    call: Option<Arc<CallState>>,
+    refused: Option<Error>,
+    tensors: Tensors,
+    is_ended: bool,
+}
+
+impl Made {
+    fn outcome(&self) -> Option<Result<(), Error>> {
+        match (&self.refused, &self.call) {
+            (Some(error), _) => Some(Err(error.clone())),
+            (None, None) => Some(Ok(())),
+            (None, Some(call)) => call.outcome().map(|outcome| match outcome {
+                Waited::Failed(error) => Err(error),
+                _ => Ok(()),
+            }),
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Running,
+    /// It waits for a call, and looks itself so many times more.
+    Spinning {
+        item: usize,
+        left: u32,
+        watches: bool,
+    },
+    Asleep {
+        item: usize,
+    },
+    Over,
+}
+
+struct Thread {
+    steps: Vec<Step>,
+    at: usize,
+    state: State,
+    /// It has been late for this call.
+    was_late: Option<usize>,
+}
+
+struct Member {
+    caller: Caller,
+    planning: Planning,
+    has_left: bool,
+}
+
+struct Process {
+    /// `None`: it is dead, or has ended.
+    core: Option<Core>,
+    threads: Vec<Thread>,
+    members: BTreeMap<usize, Member>,
+    /// Something came up since the last sleep in the poller.
+    rung: bool,
+    /// The sleep in the poller: its number, and whether who sleeps waits for a call.
+    sleep: Option<(u64, bool)>,
+    sleeps: u64,
+    is_about_to_drive: bool,
+    peers: Vec<Option<crate::peers::PeerId>>,
+}
+
+struct World<'a> {
+    scenario: &'a Scenario,
+    agenda: Arc<Mutex<Agenda>>,
+    wires: Vec<Arc<Mutex<Wire>>>,
+    processes: Vec<Process>,
+    made: BTreeMap<(usize, usize), Made>,
+    faults: Vec<Fault>,
+    /// Faults that have come to pass.
+    struck: BTreeSet<usize>,
+    seen: Seen,
+    /// Bits of encoded results.
+    bits: BTreeMap<usize, Vec<Vec<u64>>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs the history of a scenario.
+///
+/// # Errors
+/// What must hold in all histories and does not in this one.
+pub(super) fn run(scenario: &Scenario) -> Result<Seen, Violation> {
+    clock::reset();
+    let mut world = World::new(scenario);
+    world.go()?;
+    world.check_rest()?;
+    world.end()?;
+    world.check_calls()?;
+    Ok(world.seen)
+}
+
+impl<'a> World<'a> {
+    fn new(scenario: &'a Scenario) -> Self {
+        let agenda: Arc<Mutex<Agenda>> = Arc::default();
+        let faults: Vec<Fault> = scenario.faults().cloned().collect();
+        let flips = |wire: usize| {
+            faults.iter().find_map(|fault| match fault {
+                Fault::Flip { wire: at, flip } if *at == wire => Some(*flip),
+                _ => None,
+            })
+        };
+        let wires = scenario.wires.iter().enumerate().map(|(index, (ends, spec))| {
+            let mut spec = spec.clone();
+            spec.flip = flips(index);
+            Wire::new(index, *ends, spec, &agenda)
+        });
+        let wires: Vec<_> = wires.collect();
+        let mut processes: Vec<Process> =
+            scenario.steps.iter().map(|threads| Process::new(scenario, threads)).collect();
+        for (process, host) in processes.iter_mut().enumerate() {
+            let payload = scenario.segment as usize + accl_transport::frame::OVERHEAD_BYTES;
+            let Some(core) = &mut host.core else { continue };
+            for (wire, (ends, _)) in wires.iter().zip(&scenario.wires) {
+                if let Some(end) = ends.iter().position(|&at| at == process) {
+                    let link = Box::new(SimulatedLink::new(wire, end));
+                    host.peers[ends[1 - end]] = Some(core.net.add(card(ends[1 - end]), link));
+                }
+            }
+            let waker = crate::simulated::idle_waker();
+            let own = accl_transport::loopback::self_link(payload, waker);
+            host.peers[process] = Some(core.net.add(card(process), Box::new(own)));
+        }
+        let (made, struck) = (BTreeMap::new(), BTreeSet::new());
+        let seen = Seen::default();
+        Self { scenario, agenda, wires, processes, made, faults, struck, seen, bits: BTreeMap::new() }
+    }
+
+    fn enter(&self, wait: u64, event: Event) {
+        lock(&self.agenda).enter(wait, event);
+    }
+
+    // ---- the history
+
+    fn go(&mut self) -> Result<(), Violation> {
+        for (process, host) in self.processes.iter().enumerate() {
+            (0..host.threads.len()).for_each(|thread| self.enter(0, Event::Run { process, thread }));
+        }
+        for (index, fault) in self.faults.iter().enumerate() {
+            if let Fault::Kill { at, .. } | Fault::Cut { at, .. } | Fault::Vanish { at, .. } | Fault::Stall { at, .. } =
+                fault
+            {
+                self.enter(*at, Event::Fault { index });
+            }
+        }
+        self.go_on(|world| world.is_at_rest())
+    }
+
+    /// Until that is so.
+    fn go_on(&mut self, is_over: impl Fn(&Self) -> bool) -> Result<(), Violation> {
+        while !is_over(self) {
+            let next = lock(&self.agenda).next();
+            let Some(event) = next else {
+                return Err(format!("nothing will ever happen again, and calls are in flight: {}", self.unfinished()));
+            };
+            self.seen.events += 1;
+            if self.seen.events > MOST_EVENTS {
+                return Err(format!("the world does not come to rest: {}", self.unfinished()));
+            }
+            if std::env::var_os("ACCL_WORLD_TRACE").is_some() {
+                println!("{} {event:?}", clock::nanos());
+            }
+            self.happen(event)?;
+        }
+        Ok(())
+    }
+
+    fn happen(&mut self, event: Event) -> Result<(), Violation> {
+        match event {
+            Event::Run { process, thread } => self.run_thread(process, thread)?,
+            Event::Drive { process } => self.drive(process),
+            Event::Ring { process } => self.ring(process),
+            Event::TimeIsUp { process, sleep } => {
+                if self.processes[process].sleep.is_some_and(|(number, _)| number == sleep) {
+                    self.check_progress(process)?;
+                    self.wake(process);
+                }
+            }
+            Event::Arrive { wire, end, is_quiet } => lock(&self.wires[wire]).on_arrival(end, is_quiet),
+            Event::Fault { index } => self.strike(index),
+        }
+        if let Event::Run { process, .. }
+        | Event::Drive { process }
+        | Event::Ring { process }
+        | Event::TimeIsUp { process, .. } = event
+        {
+            self.settle(process);
+            self.note_ends(process)?;
+        }
+        Ok(())
+    }
+
+    /// Every call has ended, every thread has nothing left to do, and nothing is under way.
+    fn is_at_rest(&self) -> bool {
+        lock(&self.agenda).is_quiet()
+            && self.living().all(|(_, host)| host.threads.iter().all(|thread| thread.state == State::Over))
+            && self.living().all(|(process, _)| self.calls_of(process).all(|(_, made)| made.outcome().is_some()))
+    }
+
+    fn living(&self) -> impl Iterator<Item = (usize, &Process)> {
+        self.processes.iter().enumerate().filter(|(_, host)| host.core.is_some())
+    }
+
+    fn calls_of(&self, process: usize) -> impl Iterator<Item = (usize, &Made)> {
+        let calls = self.made.iter().filter(move |((_, by), _)| *by == process);
+        calls.map(|((item, _), made)| (*item, made))
+    }
+
+    fn unfinished(&self) -> String {
+        let calls = self.living().flat_map(|(process, _)| {
+            let open = self.calls_of(process).filter(|(_, made)| made.outcome().is_none());
+            open.map(move |(item, _)| format!("process {process} item {item}"))
+        });
+        let threads = self.living().map(|(process, host)| {
+            let states: Vec<State> = host.threads.iter().map(|thread| thread.state).collect();
+            format!("process {process} {states:?} sleep {:?}", host.sleep)
+        });
+        let now = clock::nanos();
+        format!("{}; {} at {now}", calls.collect::<Vec<_>>().join(", "), threads.collect::<Vec<_>>().join(", "))
+    }
+
+    // ---- faults
+
+    fn strike(&mut self, index: usize) {
+        self.struck.insert(index);
+        match self.faults[index].clone() {
+            Fault::Kill { process, .. } => self.kill(process),
+            Fault::Cut { wire, .. } => lock(&self.wires[wire]).cut(),
+            Fault::Stall { wire, end, wait, .. } => lock(&self.wires[wire]).stall(end, wait),
+            Fault::Vanish { process, .. } => {
+                for (wire, (ends, _)) in self.wires.iter().zip(&self.scenario.wires) {
+                    if ends.contains(&process) {
+                        lock(wire).fall_silent();
+                    }
+                }
+                self.kill(process);
+            }
+            Fault::Flip { .. }
+            | Fault::Disagree { .. }
+            | Fault::Late { .. }
+            | Fault::Abort { .. }
+            | Fault::Leave { .. } => {}
+        }
+    }
+
+    fn kill(&mut self, process: usize) {
+        let host = &mut self.processes[process];
+        host.core = None;
+        host.sleep = None;
+        host.threads.iter_mut().for_each(|thread| thread.state = State::Over);
+    }
+
+    /// What goes wrong with a rank's call, if anything does.
+    fn fault_of(&mut self, item: usize, rank: usize) -> Option<Fault> {
+        let at = |fault: &Fault| match fault {
+            Fault::Disagree { item, rank }
+            | Fault::Late { item, rank, .. }
+            | Fault::Abort { item, rank }
+            | Fault::Leave { item, rank } => Some((*item, *rank)),
+            _ => None,
+        };
+        let index = self.faults.iter().position(|fault| at(fault) == Some((item, rank)))?;
+        self.struck.insert(index);
+        Some(self.faults[index].clone())
+    }
+
+    // ---- threads
+
+    fn run_thread(&mut self, process: usize, thread: usize) -> Result<(), Violation> {
+        if self.processes[process].core.is_none() {
+            return Ok(());
+        }
+        match self.processes[process].threads[thread].state {
+            State::Running => self.step(process, thread),
+            State::Spinning { item, left, watches } => {
+                self.spin(process, thread, item, left, watches);
+                Ok(())
+            }
+            State::Asleep { item } => {
+                if self.is_over(item, process) {
+                    self.resume(process, thread);
+                }
+                Ok(())
+            }
+            State::Over => Ok(()),
+        }
+    }
+
+    fn is_over(&self, item: usize, process: usize) -> bool {
+        self.made.get(&(item, process)).is_none_or(|made| made.outcome().is_some())
+    }
+
+    fn resume(&mut self, process: usize, thread: usize) {
+        self.processes[process].threads[thread].state = State::Running;
+        self.enter(100, Event::Run { process, thread });
+    }
+
+    fn step(&mut self, process: usize, thread: usize) -> Result<(), Violation> {
+        let this = &mut self.processes[process].threads[thread];
+        let Some(&step) = this.steps.get(this.at) else {
+            this.state = State::Over;
+            return Ok(());
+        };
+        this.at += 1;
+        match step {
+            Step::Compute(nanos) => self.enter(nanos, Event::Run { process, thread }),
+            Step::Make(group) => {
+                self.make_group(process, group);
+                self.enter(1000, Event::Run { process, thread });
+            }
+            Step::Call(item) => self.make_call(process, thread, item)?,
+            Step::Wait(item) => {
+                let left = self.scenario.spins;
+                self.processes[process].threads[thread].state = State::Spinning { item, left, watches: false };
+                self.enter(0, Event::Run { process, thread });
+            }
+            Step::Leave(group) => {
+                self.leave(process, group);
+                self.enter(1000, Event::Run { process, thread });
+            }
+        }
+        Ok(())
+    }
+
+    /// As a wait that looks itself for a while.
+    fn spin(&mut self, process: usize, thread: usize, item: usize, left: u32, mut watches: bool) {
+        let is_over = self.is_over(item, process);
+        let Some(core) = &mut self.processes[process].core else { return };
+        if is_over || left == 0 {
+            let relief = if watches { core.unwatch(clock::now()) } else { Relief::SleepsOn };
+            let must = !is_over && core.must_wake_driver(core.next_deadline());
+            self.relieve(process, relief);
+            if must {
+                self.kick(process);
+            }
+            if is_over {
+                self.resume(process, thread);
+            } else {
+                self.processes[process].threads[thread].state = State::Asleep { item };
+            }
+            return;
+        }
+        watches = watches || core.watch();
+        core.pass(clock::now());
+        if !watches && core.must_wake_driver(None) {
+            self.kick(process);
+        }
+        self.processes[process].threads[thread].state = State::Spinning { item, left: left - 1, watches };
+        self.enter(PASS, Event::Run { process, thread });
+    }
+
+    fn make_group(&mut self, process: usize, index: usize) {
+        let spec = &self.scenario.groups[index];
+        let Some(rank) = spec.rank_of(process) else { return };
+        let host = &mut self.processes[process];
+        let peers = spec.members.iter().map(|&member| host.peers[member].expect("all are connected")).collect();
+        let Some(core) = &mut host.core else { return };
+        let (id, name) = (index as u64 + 1, Arc::from(format!("g{index}")));
+        let rank = Rank(rank as u32);
+        let mut state = GroupState::new(id, Arc::clone(&name), rank, TIMEOUT, Members::new(peers, spec.eager_bytes));
+        state.timing = self.scenario.seed.is_multiple_of(3);
+        core.add_group(state, clock::now());
+        let placement = Placement { near: Near::Shm, cores: 8, segment_bytes: self.scenario.segment };
+        let basis = Basis { machine: Machine::default(), placement, deterministic: false };
+        let chooser = Chooser::new(Topology::new(spec.hosts.clone()), spec.rules.clone(), &basis);
+        let world = spec.members.len() as u32;
+        let caller = Caller { group: id, name, rank, world, global_rank: process as u64 };
+        let member = Member { caller, planning: Planning::new(Planner::new(chooser, rank)), has_left: false };
+        host.members.insert(index, member);
+    }
+
+    fn leave(&mut self, process: usize, group: usize) {
+        let host = &mut self.processes[process];
+        let (Some(core), Some(member)) = (&mut host.core, host.members.get_mut(&group)) else { return };
+        if std::mem::replace(&mut member.has_left, true) {
+            return;
+        }
+        core.pass_whole(clock::now());
+        let _ = core.leave_group(member.caller.group, clock::now());
+        core.net.flush_all();
+        self.kick(process);
+    }
+
+    fn make_call(&mut self, process: usize, thread: usize, index: usize) -> Result<(), Violation> {
+        let item = &self.scenario.items[index];
+        let Some(rank) = self.scenario.groups[item.group].rank_of(process) else { return Ok(()) };
+        let fault = self.fault_of(index, rank);
+        let this = &mut self.processes[process].threads[thread];
+        if let Some(Fault::Late { wait, .. }) = fault
+            && this.was_late != Some(index)
+        {
+            this.was_late = Some(index);
+            this.at -= 1;
+            self.enter(wait, Event::Run { process, thread });
+            return Ok(());
+        }
+        match fault {
+            Some(Fault::Abort { .. }) => self.abort(process, item.group),
+            Some(Fault::Leave { .. }) => self.leave(process, item.group),
+            _ => {}
+        }
+        let odd = matches!(fault, Some(Fault::Disagree { .. }));
+        let world = self.scenario.groups[item.group].members.len();
+        let (tensors, inputs, outputs) = Tensors::new(index, item, rank, world, odd);
+        let mut desc = CallDesc::new(item.collective, item.dtype);
+        (desc.inputs, desc.outputs, desc.op) = (inputs, outputs, item.op);
+        desc.root = Rank(item.root as u32);
+        desc.equal_blocks =
+            item.is_equal && !matches!(item.collective, Collective::ReduceScatter | Collective::AllGather);
+        desc.mode = if item.is_async[rank] { Mode::Async } else { Mode::Blocking };
+        if item.is_message() {
+            let sends = rank == item.ends.0;
+            desc.collective = if sends { Collective::Send } else { Collective::Recv };
+            let peer = if sends { item.ends.1 } else { item.ends.0 };
+            desc.peer = (sends || !item.is_from_any).then_some(Rank(peer as u32));
+            desc.tag = item.tag;
+        } else if !item.collective.is_rooted() {
+            desc.root = Rank(0);
+        }
+        if let Some(codec) = item.codec {
+            desc.encoding = encoding(codec, index as u64).into();
+        }
+        let made = self.submit(process, item.group, &desc);
+        let (call, refused) = match made {
+            Ok(call) => (call, None),
+            Err(error) => (None, Some(error)),
+        };
+        self.made.insert((index, process), Made { call, refused, tensors, is_ended: false });
+        self.enter(500, Event::Run { process, thread });
+        Ok(())
+    }
+
+    /// As `Group::run` and `Group::submit` do it.
+    fn submit(&mut self, process: usize, group: usize, desc: &CallDesc) -> Result<Option<Arc<CallState>>, Error> {
+        let host = &mut self.processes[process];
+        let (Some(core), Some(member)) = (&mut host.core, host.members.get(&group)) else {
+            return Err(Error::internal("a call without its group"));
+        };
+        if member.has_left {
+            return Err(member.caller.destroyed(Some(desc.collective)));
+        }
+        if desc.may_take_fast_path() {
+            let draws = self.seen.events;
+            let spin_limit =
+                SpinLimit { spins: 1 + (draws % 3) as u32, yields: (draws % 5) as u32, yield_now: clock::yield_now };
+            let watches = core.watch();
+            let ran = core.guarded(|core| core.run_fast_path(member.caller.group, desc, spin_limit))?;
+            let ran = ran.map(|end| match end {
+                FastPathEnd::Done { .. } => Ok(None),
+                FastPathEnd::Stopped(stopped) => member.caller.resume(core, desc, *stopped, clock::now()).map(Some),
+            });
+            let relief = if watches { core.unwatch(clock::now()) } else { Relief::SleepsOn };
+            self.relieve(process, relief);
+            match ran {
+                Some(Ok(None)) => {
+                    self.seen.fast += 1;
+                    return Ok(None);
+                }
+                Some(Ok(Some(launched))) => return Ok(Some(self.launched(process, launched))),
+                Some(Err(error)) => return Err(error),
+                None => {}
+            }
+        }
+        let host = &mut self.processes[process];
+        let (Some(core), Some(member)) = (&mut host.core, host.members.get(&group)) else {
+            return Err(Error::internal("a call without its group"));
+        };
+        desc.check(member.caller.world)?;
+        let shape = (!desc.collective.is_point_to_point()).then(|| member.planning.get(desc)).transpose()?;
+        let prepared = member.caller.prepare(desc, shape)?;
+        let launched = member.caller.start(core, desc, prepared, None, clock::now())?;
+        Ok(Some(self.launched(process, launched)))
+    }
+
+    fn launched(&mut self, process: usize, launched: Launched) -> Arc<CallState> {
+        let Launched { call, wakes_driver } = launched;
+        if wakes_driver {
+            self.kick(process);
+        }
+        if call.is_async
+            && !call.is_done()
+            && let Some(core) = &mut self.processes[process].core
+        {
+            core.pass(clock::now());
+            if core.must_wake_driver(None) {
+                self.kick(process);
+            }
+        }
+        call
+    }
+
+    fn abort(&mut self, process: usize, group: usize) {
+        let host = &mut self.processes[process];
+        let (Some(core), Some(member)) = (&mut host.core, host.members.get(&group)) else { return };
+        let error = member.caller.placed(Error::aborted("abort was called: by the world"));
+        core.with_group(member.caller.group, clock::now(), |group, context| group.fail(error, context, Tell::Peers));
+        core.net.flush_all();
+        self.kick(process);
+    }
+
+    // ---- driving
+
+    fn kick(&mut self, process: usize) {
+        self.enter(200, Event::Ring { process });
+    }
+
+    fn relieve(&mut self, process: usize, relief: Relief) {
+        let waits_for_call = self.processes[process].sleep.is_some_and(|(_, waits)| waits);
+        match relief {
+            Relief::SleepsOn => {}
+            Relief::MayBeOver if !waits_for_call => {}
+            Relief::MayBeOver | Relief::Wake => self.kick(process),
+        }
+    }
+
+    /// Whoever sleeps in the poller wakes, or the next one to do so does at once.
+    fn ring(&mut self, process: usize) {
+        self.processes[process].rung = true;
+        if self.processes[process].sleep.is_some() {
+            self.wake(process);
+        }
+    }
+
+    fn wake(&mut self, process: usize) {
+        let host = &mut self.processes[process];
+        (host.rung, host.sleep) = (false, None);
+        if let Some(core) = &mut host.core {
+            core.unpark(clock::now());
+        }
+    }
+
+    /// A thread that waits, or the background thread, parks in the poller.
+    fn drive(&mut self, process: usize) {
+        let host = &mut self.processes[process];
+        host.is_about_to_drive = false;
+        if host.sleep.is_some() {
+            return;
+        }
+        let asleep = host.threads.iter().find_map(|thread| match thread.state {
+            State::Asleep { item } => self.made.get(&(item, process)).and_then(|made| made.call.clone()),
+            _ => None,
+        });
+        let Some(core) = &mut host.core else { return };
+        let parked = core.park(asleep.as_deref(), None, true, clock::now());
+        if std::env::var_os("ACCL_WORLD_TRACE").is_some() {
+            println!("drive {process} {parked:?} work {} residue {:?}", core.has_work(), core.residue());
+        }
+        let Ok(Some(until)) = parked else { return };
+        host.sleeps += 1;
+        self.seen.sleeps += 1;
+        host.sleep = Some((host.sleeps, asleep.is_some()));
+        if host.rung {
+            self.wake(process);
+        } else if until != Moment::FAR {
+            let event = Event::TimeIsUp { process, sleep: host.sleeps };
+            lock(&self.agenda).enter_at(until.nanos(), event);
+        }
+    }
+
+    /// Whoever sleeps on a call that is over goes on, and somebody drives while there is need.
+    fn settle(&mut self, process: usize) {
+        let host = &mut self.processes[process];
+        let Some(core) = &mut host.core else { return };
+        drop(core.take_completed());
+        let has_work = core.has_work();
+        let mut waits = false;
+        for thread in 0..self.processes[process].threads.len() {
+            let State::Asleep { item } = self.processes[process].threads[thread].state else { continue };
+            if self.is_over(item, process) {
+                self.resume(process, thread);
+            } else {
+                waits = true;
+            }
+        }
+        let host = &mut self.processes[process];
+        if (has_work || waits) && host.sleep.is_none() && !host.is_about_to_drive {
+            host.is_about_to_drive = true;
+            self.enter(PASS, Event::Drive { process });
+        }
+    }
+
+    // ---- what must hold
+
+    /// Whether anything but time has gone wrong, or could have.
+    fn is_well(&self) -> bool {
+        self.faults.is_empty()
+    }
+
+    fn has_flips(&self) -> bool {
+        self.faults.iter().any(|fault| matches!(fault, Fault::Flip { .. }))
+    }
+
+    /// In a world that is well, calls do not wait for time to pass: somebody was not told of something.
+    fn check_progress(&self, process: usize) -> Result<(), Violation> {
+        if !self.is_well() || !lock(&self.agenda).is_quiet() {
+            return Ok(());
+        }
+        // Calls that are held back begin after a while in any case.
+        let begins =
+            |core: &Core| core.groups.values().any(|group| group.begin_by().is_some_and(|at| at <= clock::now()));
+        let is_over = self.living().all(|(by, _)| self.calls_of(by).all(|(_, made)| made.outcome().is_some()));
+        match &self.processes[process].core {
+            Some(core) if !begins(core) && !is_over => {
+                Err(format!("only a timer makes the world go on: {}", self.unfinished()))
+            }
+            Some(_) | None => Ok(()),
+        }
+    }
+
+    /// Looks at the calls of a process that have just ended.
+    fn note_ends(&mut self, process: usize) -> Result<(), Violation> {
+        let (is_well, has_flips) = (self.is_well(), self.has_flips());
+        let group_of = |item: usize| self.scenario.items[item].group;
+        for (&(item, by), made) in &mut self.made {
+            if by != process || made.is_ended {
+                continue;
+            }
+            let Some(outcome) = made.outcome() else { continue };
+            made.is_ended = true;
+            made.tensors.end();
+            let place = || format!("item {item} on process {process} (group {})", group_of(item));
+            match &outcome {
+                Ok(()) if !has_flips => {
+                    self.seen.done += 1;
+                    if let Some(wrong) = made.tensors.wrong_result() {
+                        return Err(format!("{} is done, but {wrong}", place()));
+                    }
+                    if self.scenario.items[item].codec.is_some() {
+                        let bits = made.tensors.bits();
+                        if *self.bits.entry(item).or_insert_with(|| bits.clone()) != bits {
+                            return Err(format!("{} ended with other bits than on another rank", place()));
+                        }
+                    }
+                }
+                Ok(()) => self.seen.done += 1,
+                Err(error) => {
+                    self.seen.failed += 1;
+                    if is_well {
+                        return Err(format!("{} failed in a world that is well: {error}", place()));
+                    }
+                    if error.kind == ErrorKind::Internal {
+                        return Err(format!("{} failed of a defect: {error}", place()));
+                    }
+                }
+            }
+            if let Some(call) = &made.call {
+                let took = clock::now().since(call.started);
+                if took > TIMEOUT + SLACK {
+                    return Err(format!("{} ended after {took:?}: {outcome:?}", place()));
+                }
+            }
+            let words = [item as u64, process as u64, clock::nanos(), u64::from(outcome.is_ok()), self.seen.hash];
+            self.seen.hash = crate::hash::hash_words(words);
+        }
+        Ok(())
+    }
+
+    /// Who has no call in flight looks at its links when it makes the next one: until then what has come for it lies there.
+    fn read_the_rest(&mut self) -> Result<(), Violation> {
+        for _ in 0..1000 {
+            let mut moved = false;
+            for process in 0..self.processes.len() {
+                if let Some(core) = &mut self.processes[process].core {
+                    moved |= core.pass_whole(clock::now());
+                    self.settle(process);
+                    self.note_ends(process)?;
+                }
+            }
+            self.go_on(|world| lock(&world.agenda).is_quiet())?;
+            if !moved {
+                return Ok(());
+            }
+        }
+        Err("the processes never stop talking to each other".to_owned())
+    }
+
+    /// When all have ended: nothing is left over, and a failure has reached everybody.
+    fn check_rest(&mut self) -> Result<(), Violation> {
+        self.read_the_rest()?;
+        for (process, host) in self.living() {
+            let Some(core) = &host.core else { continue };
+            if self.is_well() {
+                let left = core.residue();
+                if !left.is_empty() {
+                    return Err(format!("process {process} has left over: {}", left.join(", ")));
+                }
+            }
+        }
+        if self.is_well() {
+            self.check_credits()?;
+        }
+        self.check_causes()
+    }
+
+    fn state(&self, process: usize, group: usize) -> Option<&GroupState> {
+        let host = &self.processes[process];
+        host.core.as_ref()?.groups.get(&host.members.get(&group)?.caller.group)
+    }
+
+    /// What one may send ahead and what the other has yet to give back make up the window.
+    fn check_credits(&self) -> Result<(), Violation> {
+        for (index, group) in self.scenario.groups.iter().enumerate() {
+            for (a, &mine) in group.members.iter().enumerate() {
+                for (b, &theirs) in group.members.iter().enumerate() {
+                    let (Some(mine), Some(theirs)) = (self.state(mine, index), self.state(theirs, index)) else {
+                        continue;
+                    };
+                    let (left, _, window) = mine.members.credit(Rank(b as u32));
+                    let (_, owed, _) = theirs.members.credit(Rank(a as u32));
+                    if a != b && left + owed != window {
+                        return Err(format!(
+                            "in group {index} rank {a} may send {left} bytes ahead to {b}, which owes {owed} of {window}"
+                        ));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A group that has failed has failed on all ranks that are still in it, for a reason that has come to pass.
+    fn check_causes(&self) -> Result<(), Violation> {
+        if self.has_flips() {
+            return Ok(());
+        }
+        for (index, group) in self.scenario.groups.iter().enumerate() {
+            let states: Vec<(usize, &GroupState)> =
+                group.members.iter().filter_map(|&member| Some((member, self.state(member, index)?))).collect();
+            let failed: Vec<(usize, &Error)> =
+                states.iter().filter_map(|(member, state)| Some((*member, state.poison()?))).collect();
+            let Some((_, first)) = failed.first() else { continue };
+            let (may, is_alone) = self.may_fail_of(index);
+            if let Some((member, error)) = failed.iter().find(|(_, error)| !may.contains(&error.kind)) {
+                return Err(format!("group {index} failed on process {member} of what did not happen: {error}"));
+            }
+            // A rank that is cut off hears of nothing.
+            let is_cut = self.faults.iter().any(|fault| matches!(fault, Fault::Cut { .. } | Fault::Stall { .. }));
+            if let Some((member, _)) = states.iter().find(|(_, state)| state.poison().is_none() && !is_cut) {
+                return Err(format!("group {index} has failed, and process {member} does not know: {first}"));
+            }
+            if let Some((member, other)) = failed.iter().find(|(_, error)| is_alone && error.kind != first.kind) {
+                return Err(format!(
+                    "process {member} says that group {index} failed of another cause: {first}; {other}"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// The kinds of errors that a group may have failed of, and whether one fault alone concerns it.
+    fn may_fail_of(&self, group: usize) -> (Vec<ErrorKind>, bool) {
+        let spec = &self.scenario.groups[group];
+        let mut kinds: Vec<ErrorKind> = Vec::new();
+        let mut count = 0;
+        for (index, fault) in self.faults.iter().enumerate() {
+            let may: &[ErrorKind] = match fault {
+                Fault::Kill { process, .. } if spec.members.contains(process) => &[ErrorKind::PeerLost],
+                Fault::Vanish { process, .. } if spec.members.contains(process) => {
+                    &[ErrorKind::PeerLost, ErrorKind::Timeout]
+                }
+                Fault::Cut { wire, .. }
+                    if self.scenario.wires[*wire].0.iter().all(|end| spec.members.contains(end)) =>
+                {
+                    &[ErrorKind::PeerLost]
+                }
+                // Whoever waits in another group is late in this one.
+                Fault::Stall { .. } | Fault::Late { .. } | Fault::Vanish { .. } => &[ErrorKind::Timeout],
+                // So it is with a rank that waits until it hears that it has disagreed.
+                Fault::Disagree { item, .. } if self.scenario.items[*item].group == group => {
+                    &[ErrorKind::Mismatch, ErrorKind::Protocol, ErrorKind::Timeout]
+                }
+                Fault::Abort { item, .. } if self.scenario.items[*item].group == group => &[ErrorKind::Aborted],
+                // A message from any rank may still come from another one.
+                Fault::Leave { item, .. } if self.scenario.items[*item].group == group => {
+                    &[ErrorKind::Aborted, ErrorKind::PeerLost, ErrorKind::Timeout]
+                }
+                _ => &[],
+            };
+            if self.struck.contains(&index) || matches!(fault, Fault::Late { .. } | Fault::Stall { .. }) {
+                count += usize::from(!may.is_empty());
+                kinds.extend(may);
+            }
+        }
+        let is_alone = count == 1 && kinds.len() == 1;
+        (kinds, is_alone)
+    }
+
+    /// All processes end, one after the other.
+    fn end(&mut self) -> Result<(), Violation> {
+        for process in 0..self.processes.len() {
+            for group in 0..self.scenario.groups.len() {
+                self.leave(process, group);
+            }
+            let Some(core) = &mut self.processes[process].core else { continue };
+            let _ = core.guarded(|core| {
+                core.say_goodbye();
+                core.net.close_all();
+            });
+            self.kill(process);
+        }
+        self.go_on(|world| lock(&world.agenda).is_quiet())
+    }
+
+    /// Nobody has written where nobody may.
+    fn check_calls(&mut self) -> Result<(), Violation> {
+        for (&(item, process), made) in &mut self.made {
+            if let Some(trespass) = made.tensors.trespass() {
+                return Err(format!("item {item} on process {process}: {trespass}"));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Process {
+    fn new(scenario: &Scenario, threads: &[Vec<Step>]) -> Self {
+        let thread = |steps: &Vec<Step>| Thread { steps: steps.clone(), at: 0, state: State::Running, was_late: None };
+        Self {
+            core: Some(Core::new(scenario.segment, clock::now)),
+            threads: threads.iter().map(thread).collect(),
+            members: BTreeMap::new(),
+            rung: false,
+            sleep: None,
+            sleeps: 0,
+            is_about_to_drive: false,
+            peers: vec![None; scenario.processes],
+        }
+    }
+}
+
+fn card(process: usize) -> Card {
+    Card {
+        version: accl_transport::PROTOCOL_VERSION,
+        uuid: [process as u8; 16],
+        pid: process as u32,
+        uid: 0,
+        hostname: format!("process-{process}"),
+        host_id: "simulated".to_owned(),
+        addresses: Vec::new(),
+        unix_name: String::new(),
+        transports: Vec::new(),
+    }
+}
+
+fn encoding(text: &str, id: u64) -> Encoding {
+    let codec = accl_kernels::codec::parse(text).unwrap_or_else(|error| panic!("{text}: {error}"));
+    let raw = accl_kernels::codec::parse("raw").unwrap_or_else(|error| panic!("raw: {error}"));
+    let codecs = Codecs::new(vec![TensorCodecs { inner: raw, up: codec.clone(), down: codec, id }]);
+    let codecs = codecs.unwrap_or_else(|error| panic!("{text}: {error}"));
+    Encoding { codecs, seed: 5, step: id, residuals: None, audit: None }
+}

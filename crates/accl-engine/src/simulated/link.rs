@@ -1,0 +1,532 @@
+//! Links of a simulated world: they delay, stall, refuse, flip bits, break and fall silent as their wire is told.
+//!
+//! Owns the frames that are under way. A *ring* behaves as a link over shared memory does: what is committed is there soon, and the
+//! peer is woken if it has said that it sleeps. A *stream* behaves as TCP does: what is committed leaves with a flush as far as there
+//! is a window, and every arrival is an event. Read [`SimulatedLink`] first.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use accl_testkit::Rng;
+use accl_transport::{Answers, Frame, HEAD_BYTES, Link, Place};
+use accl_types::{Error, Result};
+
+use super::clock::{self, Agenda, Event};
+
+/// A host is overdue when something was under way for so long, in nanoseconds.
+const OVERDUE: u64 = 200_000_000;
+
+/// How a wire carries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Carrier {
+    /// Room for so many frames each way.
+    Ring { frames: usize },
+    /// So many bytes are kept before a flush, and so many are under way.
+    Stream { kept: usize, window: usize },
+}
+
+/// A bit that changes on its way.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Flip {
+    pub(super) end: usize,
+    /// The frame, counted from the first that the end commits.
+    pub(super) frame: u64,
+    /// Counted from the first of the head.
+    pub(super) bit: u64,
+}
+
+/// What a wire is made with.
+#[derive(Clone, Debug)]
+pub(super) struct WireSpec {
+    pub(super) carrier: Carrier,
+    pub(super) max_payload_bytes: usize,
+    /// A frame takes from `least` to `most` nanoseconds.
+    pub(super) least: u64,
+    pub(super) most: u64,
+    pub(super) seed: u64,
+    pub(super) flip: Option<Flip>,
+}
+
+/// A frame under way; the payload in words, so that it is aligned.
+#[derive(Debug)]
+struct Parcel {
+    head: [u8; HEAD_BYTES],
+    words: Vec<u64>,
+    len: usize,
+    /// When it arrives.
+    at: u64,
+}
+
+impl Parcel {
+    fn with_room(len: usize) -> Self {
+        // What a sender does not write is not what it wrote before.
+        Self { words: vec![0xabab_abab_abab_abab; len.div_ceil(8)], len, head: [0; HEAD_BYTES], at: 0 }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: the words are initialised, any bytes are bytes, and `len` is at most eight for each word.
+        unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast(), self.len) }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `bytes`, any bytes are a word, and the borrow is exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), self.len) }
+    }
+
+    fn flip(&mut self, bit: u64) {
+        let bits = 8 * (HEAD_BYTES + self.len) as u64;
+        let bit = (bit % bits) as usize;
+        match bit / 8 {
+            byte @ 0..HEAD_BYTES => self.head[byte] ^= 1 << (bit % 8),
+            byte => self.bytes_mut()[byte - HEAD_BYTES] ^= 1 << (bit % 8),
+        }
+    }
+}
+
+/// One end of a wire, and what it has sent.
+#[derive(Debug, Default)]
+struct End {
+    process: usize,
+    /// Committed, and not yet flushed.
+    kept: VecDeque<Parcel>,
+    under_way: VecDeque<Parcel>,
+    committed: u64,
+    /// It has said that it sleeps.
+    parked: bool,
+    wants_room: bool,
+    /// It sends no more.
+    closed: bool,
+    /// It takes no more.
+    gone: bool,
+    /// Nothing that it sends arrives before.
+    stalled_until: u64,
+}
+
+impl End {
+    fn kept_bytes(&self) -> usize {
+        self.kept.iter().map(|parcel| parcel.len).sum()
+    }
+
+    fn bytes_under_way(&self) -> usize {
+        self.under_way.iter().map(|parcel| parcel.len + 1).sum()
+    }
+}
+
+/// What lies between two processes.
+#[derive(Debug)]
+pub(super) struct Wire {
+    index: usize,
+    spec: WireSpec,
+    ends: [End; 2],
+    rng: Rng,
+    /// Since when it is cut.
+    cut_at: Option<u64>,
+    /// Since when nothing arrives, and nobody says so.
+    silent_since: Option<u64>,
+    agenda: Arc<Mutex<Agenda>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Wire {
+    pub(super) fn new(
+        index: usize,
+        processes: [usize; 2],
+        spec: WireSpec,
+        agenda: &Arc<Mutex<Agenda>>,
+    ) -> Arc<Mutex<Self>> {
+        let ends = processes.map(|process| End { process, ..End::default() });
+        let rng = Rng::new(spec.seed);
+        let (cut_at, silent_since) = (None, None);
+        Arc::new(Mutex::new(Self { index, spec, ends, rng, cut_at, silent_since, agenda: agenda.clone() }))
+    }
+
+    fn is_ring(&self) -> bool {
+        matches!(self.spec.carrier, Carrier::Ring { .. })
+    }
+
+    fn latency(&mut self) -> u64 {
+        self.spec.least + self.rng.below(self.spec.most - self.spec.least + 1)
+    }
+
+    fn enter(&self, wait: u64, event: Event) {
+        lock(&self.agenda).enter(wait, event);
+    }
+
+    fn ring(&mut self, end: usize) {
+        let (wait, process) = (self.latency(), self.ends[end].process);
+        self.enter(wait, Event::Ring { process });
+    }
+
+    /// Something that was sent has reached an end.
+    pub(super) fn on_arrival(&mut self, end: usize, is_quiet: bool) {
+        let hears = !self.is_ring() || (self.ends[end].parked && !is_quiet);
+        if hears && !self.is_silent() {
+            let process = self.ends[end].process;
+            self.enter(0, Event::Ring { process });
+        }
+    }
+
+    /// Both ends lose it.
+    pub(super) fn cut(&mut self) {
+        self.cut_at.get_or_insert(clock::nanos());
+        (0..2).for_each(|end| self.ring(end));
+    }
+
+    /// Nothing arrives any more.
+    pub(super) fn fall_silent(&mut self) {
+        self.silent_since.get_or_insert(clock::nanos());
+    }
+
+    /// What an end sends arrives so much later at the earliest.
+    pub(super) fn stall(&mut self, end: usize, wait: u64) {
+        let until = clock::nanos() + wait;
+        self.ends[end].stalled_until = self.ends[end].stalled_until.max(until);
+    }
+
+    fn is_silent(&self) -> bool {
+        self.silent_since.is_some()
+    }
+
+    fn is_cut(&self) -> bool {
+        self.cut_at.is_some()
+    }
+
+    /// Whether a frame that arrives then can be read now.
+    fn has_arrived(&self, at: u64) -> bool {
+        at <= clock::nanos()
+            && self.cut_at.is_none_or(|cut| at <= cut)
+            && self.silent_since.is_none_or(|since| at <= since)
+    }
+
+    /// Puts a frame on its way.
+    fn carry(&mut self, from: usize, mut parcel: Parcel, is_quiet: bool) {
+        let wait = self.latency();
+        let before = self.ends[from].under_way.back().map_or(0, |last| last.at);
+        parcel.at = (clock::nanos() + wait).max(before).max(self.ends[from].stalled_until);
+        let at = parcel.at;
+        self.ends[from].under_way.push_back(parcel);
+        lock(&self.agenda).enter_at(at, Event::Arrive { wire: self.index, end: 1 - from, is_quiet });
+    }
+
+    fn room_for(&self, end: usize) -> bool {
+        let mine = &self.ends[end];
+        match self.spec.carrier {
+            Carrier::Ring { frames } => mine.under_way.len() < frames,
+            Carrier::Stream { kept, .. } => mine.kept_bytes() <= kept,
+        }
+    }
+
+    /// Whether what an end sends goes anywhere, as far as it knows.
+    fn takes_more(&self, end: usize) -> bool {
+        !self.is_cut() && !self.ends[end].closed && (!self.ends[1 - end].gone || self.is_silent())
+    }
+
+    fn has_window(&self, end: usize) -> bool {
+        match self.spec.carrier {
+            Carrier::Ring { .. } => true,
+            Carrier::Stream { window, .. } => self.ends[end].bytes_under_way() < window,
+        }
+    }
+
+    fn flush(&mut self, end: usize) {
+        while self.has_window(end)
+            && let Some(parcel) = self.ends[end].kept.pop_front()
+        {
+            self.carry(end, parcel, false);
+        }
+    }
+
+    fn is_readable(&self, end: usize) -> bool {
+        self.ends[1 - end].under_way.front().is_some_and(|parcel| self.has_arrived(parcel.at))
+    }
+
+    fn end_of(&self, end: usize) -> Option<Error> {
+        let theirs = &self.ends[1 - end];
+        if self.is_readable(end) {
+            return None;
+        }
+        if self.is_cut() {
+            return Some(Error::peer_lost("the simulated link was cut"));
+        }
+        let is_closed = theirs.closed && theirs.under_way.is_empty() && theirs.kept.is_empty() && !self.is_silent();
+        is_closed.then(|| Error::peer_lost("the simulated link was closed by its peer"))
+    }
+
+    fn oldest(&self, end: usize) -> Option<u64> {
+        let mine = &self.ends[end];
+        let late = mine.under_way.iter().find(|parcel| !self.has_arrived(parcel.at)).map(|parcel| parcel.at);
+        late.or_else(|| (!mine.kept.is_empty()).then(clock::nanos))
+    }
+}
+
+/// One end of a [`Wire`].
+#[derive(Debug)]
+pub(super) struct SimulatedLink {
+    wire: Arc<Mutex<Wire>>,
+    end: usize,
+    reserved: Option<Parcel>,
+    peeked: Option<Parcel>,
+    waits_for_room: bool,
+    /// What was given quietly since the last wake.
+    is_owed_wake: bool,
+    /// The end was returned to the caller.
+    told: bool,
+}
+
+impl SimulatedLink {
+    pub(super) fn new(wire: &Arc<Mutex<Wire>>, end: usize) -> Self {
+        let wire = wire.clone();
+        Self { wire, end, reserved: None, peeked: None, waits_for_room: false, is_owed_wake: false, told: false }
+    }
+
+    fn send(&mut self, is_quiet: bool) {
+        let Some(mut parcel) = self.reserved.take() else { return };
+        let mut wire = lock(&self.wire);
+        let end = self.end;
+        if let Some(flip) = wire.spec.flip.filter(|flip| flip.end == end && flip.frame == wire.ends[end].committed) {
+            parcel.flip(flip.bit);
+        }
+        wire.ends[end].committed += 1;
+        if wire.is_ring() {
+            wire.carry(end, parcel, is_quiet);
+        } else {
+            wire.ends[end].kept.push_back(parcel);
+        }
+    }
+
+    fn take(&mut self, is_quiet: bool) {
+        if self.peeked.take().is_none() {
+            return;
+        }
+        let mut wire = lock(&self.wire);
+        let peer = 1 - self.end;
+        let wakes = match wire.spec.carrier {
+            Carrier::Ring { .. } => wire.ends[peer].wants_room && !is_quiet,
+            Carrier::Stream { .. } => !wire.ends[peer].kept.is_empty() && !wire.is_silent(),
+        };
+        if wakes {
+            wire.ring(peer);
+        }
+    }
+
+    fn announce(&mut self, wants_room: bool) -> bool {
+        self.waits_for_room = wants_room;
+        let mut wire = lock(&self.wire);
+        let end = self.end;
+        if !wire.is_ring() {
+            wire.flush(end);
+        }
+        wire.ends[end].parked = true;
+        wire.ends[end].wants_room = wants_room;
+        let has_end = wire.end_of(end).is_some() && !self.told;
+        self.peeked.is_some()
+            || wire.is_readable(end)
+            || has_end
+            || (wants_room && wire.takes_more(end) && wire.room_for(end))
+    }
+
+    fn retract(&mut self) {
+        let mut wire = lock(&self.wire);
+        let end = self.end;
+        wire.ends[end].parked = false;
+        wire.ends[end].wants_room = false;
+    }
+
+    fn look_for_end(&mut self) -> Result<()> {
+        if self.peeked.is_some() {
+            return Ok(());
+        }
+        match lock(&self.wire).end_of(self.end) {
+            Some(error) => {
+                self.told = true;
+                Err(error)
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+// SAFETY: a peeked and a reserved frame are owned by the link, each in memory of its own.
+unsafe impl Link for SimulatedLink {
+    fn max_payload_bytes(&self) -> usize {
+        lock(&self.wire).spec.max_payload_bytes
+    }
+
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
+        {
+            let wire = lock(&self.wire);
+            if payload_bytes > wire.spec.max_payload_bytes {
+                return Err(Error::internal(format!("a payload of {payload_bytes} bytes is too long")));
+            }
+            if !wire.takes_more(self.end) {
+                return Err(Error::peer_lost("the simulated link takes no more"));
+            }
+            if !wire.room_for(self.end) {
+                return Ok(None);
+            }
+        }
+        let parcel = self.reserved.insert(Parcel::with_room(payload_bytes));
+        let len = parcel.len;
+        // SAFETY: as in `bytes_mut`; head and payload are different memory of one parcel, which is borrowed exclusively.
+        let payload = unsafe { std::slice::from_raw_parts_mut(parcel.words.as_mut_ptr().cast(), len) };
+        Ok(Some(Place { head: &mut parcel.head, payload }))
+    }
+
+    fn commit(&mut self) {
+        self.send(false);
+    }
+
+    fn peek(&mut self) -> Result<Option<Frame<'_>>> {
+        if self.peeked.is_none() {
+            let mut wire = lock(&self.wire);
+            if wire.is_readable(self.end) {
+                self.peeked = wire.ends[1 - self.end].under_way.pop_front();
+            }
+        }
+        self.look_for_end()?;
+        Ok(self.peeked.as_ref().map(|parcel| Frame { head: &parcel.head, payload: parcel.bytes() }))
+    }
+
+    fn release(&mut self) {
+        self.take(false);
+    }
+
+    fn flush(&mut self) -> Result<bool> {
+        let mut wire = lock(&self.wire);
+        wire.flush(self.end);
+        if wire.is_cut() {
+            return Err(Error::peer_lost("the simulated link was cut"));
+        }
+        Ok(wire.ends[self.end].kept.is_empty())
+    }
+
+    fn prepare_park(&mut self, wants_room: bool) -> bool {
+        self.announce(wants_room)
+    }
+
+    fn unpark(&mut self) {
+        self.retract();
+    }
+
+    fn suspend_park(&mut self) {
+        if lock(&self.wire).is_ring() {
+            self.retract();
+        }
+    }
+
+    fn resume_park(&mut self, wants_room: bool) -> bool {
+        if !lock(&self.wire).is_ring() {
+            return wants_room;
+        }
+        self.announce(wants_room || self.waits_for_room)
+    }
+
+    fn check_peer(&mut self) -> Result<()> {
+        self.look_for_end()
+    }
+
+    fn close(&mut self) {
+        let mut wire = lock(&self.wire);
+        let end = self.end;
+        wire.flush(end);
+        wire.ends[end].closed = true;
+        let wait = wire.latency();
+        let last = wire.ends[end].under_way.back().map_or(0, |parcel| parcel.at);
+        let at = last.max(clock::nanos() + wait);
+        let process = wire.ends[1 - end].process;
+        // Both kinds see the end of their peer by an event of the system.
+        if !wire.is_silent() {
+            lock(&wire.agenda).enter_at(at, Event::Ring { process });
+        }
+    }
+
+    fn position(&self) -> u64 {
+        lock(&self.wire).ends[self.end].committed
+    }
+
+    fn is_delivered(&mut self, position: u64) -> bool {
+        let wire = lock(&self.wire);
+        let mine = &wire.ends[self.end];
+        let late = mine.under_way.iter().filter(|parcel| !wire.has_arrived(parcel.at)).count() + mine.kept.len();
+        wire.is_ring() || wire.is_cut() || mine.committed - late as u64 >= position
+    }
+
+    fn awaits_answer(&self) -> bool {
+        let wire = lock(&self.wire);
+        !wire.is_ring() && wire.oldest(self.end).is_some()
+    }
+
+    fn answers(&mut self) -> Answers {
+        let wire = lock(&self.wire);
+        if wire.is_ring() {
+            return Answers::Complete;
+        }
+        let Some(oldest) = wire.oldest(self.end) else { return Answers::Complete };
+        let since = clock::nanos().saturating_sub(oldest);
+        if wire.is_silent() && since > OVERDUE {
+            Answers::Overdue(Duration::from_nanos(since))
+        } else {
+            Answers::Awaited
+        }
+    }
+
+    fn commit_quietly(&mut self) {
+        self.is_owed_wake = true;
+        self.send(true);
+    }
+
+    fn release_quietly(&mut self) {
+        self.is_owed_wake = true;
+        self.take(true);
+    }
+
+    fn wake_peer(&mut self) {
+        if !std::mem::take(&mut self.is_owed_wake) {
+            return;
+        }
+        let mut wire = lock(&self.wire);
+        if !wire.is_ring() {
+            return;
+        }
+        let peer = 1 - self.end;
+        if wire.ends[peer].wants_room {
+            wire.ring(peer);
+        }
+        // What is seen by then would have been seen at once if it took no time to get there.
+        let last = wire.ends[self.end].under_way.back().map_or(0, |parcel| parcel.at).max(clock::nanos());
+        lock(&wire.agenda).enter_at(last, Event::Arrive { wire: wire.index, end: peer, is_quiet: false });
+    }
+
+    fn is_cheap_to_look_at(&self) -> bool {
+        lock(&self.wire).is_ring()
+    }
+
+    fn transport(&self) -> &'static str {
+        if lock(&self.wire).is_ring() { "ring" } else { "stream" }
+    }
+
+    fn describe(&self) -> String {
+        format!("simulated {}", self.transport())
+    }
+}
+
+impl Drop for SimulatedLink {
+    fn drop(&mut self) {
+        self.reserved = None;
+        {
+            let mut wire = lock(&self.wire);
+            wire.ends[self.end].gone = true;
+            // What the process had not given to the system goes with it, unless it has closed in good order.
+            if !wire.ends[self.end].closed {
+                wire.ends[self.end].kept.clear();
+            }
+        }
+        if !lock(&self.wire).ends[self.end].closed {
+            self.close();
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! A simulated world: the protocol of many processes in one thread, on a virtual clock, over links that fail by a seed.
+//!
+//! One seed is one history. Every history must hold what `history` lists, whatever is drawn: calls end by their deadlines, results
+//! are right and the same on all ranks, failures reach everybody, and nothing is left over. A seed that fails is made smaller and
+//! printed with what replays it. Owns the drawing of seeds and the search for the smallest failure; read [`history::run`] first.
+
+mod clock;
+mod history;
+mod link;
+mod oracle;
+mod scenario;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, LazyLock};
+use std::time::{Duration, Instant};
+
+use accl_transport::{Poller, Waker};
+
+use history::{Seen, Violation};
+use scenario::Scenario;
+
+/// Links of a process to itself name a waker; nobody sleeps on it here.
+fn idle_waker() -> Arc<Waker> {
+    static POLLER: LazyLock<Poller> = LazyLock::new(|| Poller::new().unwrap_or_else(|error| panic!("{error}")));
+    POLLER.waker()
+}
+
+/// As [`history::run`]; a panic of the world itself counts as what is wrong.
+fn run(scenario: &Scenario) -> Result<Seen, Violation> {
+    catch_unwind(AssertUnwindSafe(|| history::run(scenario))).unwrap_or_else(|panic| {
+        let said = panic.downcast_ref::<String>().cloned();
+        let said = said.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
+        Err(format!("a panic: {}", said.unwrap_or_default()))
+    })
+}
+
+/// Leaves out calls and faults as long as something goes wrong without them, too.
+fn shrink(scenario: &Scenario, mut violation: Violation) -> (Scenario, Violation) {
+    let mut smallest = scenario.clone();
+    let mut chunk = scenario.parts().max(1);
+    while chunk > 0 {
+        let left: Vec<usize> = (0..scenario.parts()).filter(|part| !smallest.without.contains(part)).collect();
+        let mut is_smaller = false;
+        for parts in left.chunks(chunk) {
+            let without: Vec<usize> = smallest.without.iter().chain(parts).copied().collect();
+            let candidate = scenario.without(&without);
+            if let Err(why) = run(&candidate) {
+                (smallest, violation, is_smaller) = (candidate, why, true);
+            }
+        }
+        if !is_smaller {
+            chunk /= 2;
+        }
+    }
+    (smallest, violation)
+}
+
+/// A failure with what replays it.
+fn report(scenario: &Scenario, violation: Violation) -> String {
+    let (smallest, violation) = shrink(scenario, violation);
+    let without: Vec<String> = smallest.without.iter().map(usize::to_string).collect();
+    let items: Vec<String> = (0..smallest.items.len())
+        .filter(|&item| smallest.has_item(item))
+        .map(|item| format!("  item {item}: {:?}", smallest.items[item]))
+        .collect();
+    let used: Vec<_> =
+        (0..smallest.items.len()).filter(|&item| smallest.has_item(item)).map(|item| &smallest.items[item]).collect();
+    let groups = smallest.groups.iter().enumerate().filter(|(group, _)| used.iter().any(|item| item.group == *group));
+    let groups: Vec<String> = groups
+        .map(|(index, group)| {
+            let is_used = |rule: &&accl_types::config::AlgorithmRule| {
+                used.iter().any(|item| item.group == index && item.collective == rule.collective)
+            };
+            let rules =
+                group.rules.iter().filter(is_used).map(|rule| format!("{}={}", rule.collective, rule.algorithm));
+            let rules: Vec<String> = rules.collect();
+            let (members, hosts, eager) = (&group.members, &group.hosts, group.eager_bytes);
+            format!("  group {index}: processes {members:?}, hosts {hosts:?}, eager {eager}, {}", rules.join(", "))
+        })
+        .collect();
+    format!(
+        "seed {}: {violation}\nreplay it with ACCL_WORLD_SEED={} ACCL_WORLD_WITHOUT={} cargo nextest run -p accl-engine \
+         simulated::replay --run-ignored all\n{} processes, segments of {} bytes, {} looks, faults {:?}\ngroups\n{}\nitems\n{}",
+        smallest.seed,
+        smallest.seed,
+        without.join(","),
+        smallest.processes,
+        smallest.segment,
+        smallest.spins,
+        smallest.faults().collect::<Vec<_>>(),
+        groups.join("\n"),
+        items.join("\n")
+    )
+}
+
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name)
+        .ok()
+        .map(|text| text.parse().unwrap_or_else(|_| panic!("{name} must be a number, not `{text}`")))
+}
+
+/// Histories of one seed after the other, for so long.
+fn search(first: u64, time: Duration) -> (u64, Seen) {
+    let begin = Instant::now();
+    let mut all = Seen::default();
+    let mut seed = first;
+    while begin.elapsed() < time {
+        let scenario = Scenario::draw(seed);
+        match run(&scenario) {
+            Ok(seen) => {
+                all.events += seen.events;
+                all.done += seen.done;
+                all.failed += seen.failed;
+                all.fast += seen.fast;
+                all.sleeps += seen.sleeps;
+            }
+            Err(violation) => panic!("{}", report(&scenario, violation)),
+        }
+        seed += 1;
+    }
+    (seed - first, all)
+}
+
+/// `ACCL_WORLD_SECONDS` sets for how long, and `ACCL_WORLD_SEED` the first seed.
+#[test]
+fn what_must_hold_holds_in_every_history() {
+    let seconds = number("ACCL_WORLD_SECONDS").unwrap_or(60);
+    let first = number("ACCL_WORLD_SEED").unwrap_or(1);
+    let (worlds, seen) = search(first, Duration::from_secs(seconds));
+    println!("{worlds} worlds from seed {first} on in {seconds} s: {seen:?}");
+    assert!(seen.done > 0 && seen.failed > 0 && seen.fast > 0 && seen.sleeps > 0, "{seen:?}");
+}
+
+#[test]
+fn one_seed_is_one_history() {
+    for seed in 1..40 {
+        let scenario = Scenario::draw(seed);
+        assert_eq!(run(&scenario), run(&scenario), "seed {seed}");
+    }
+}
+
+/// Runs one world, as a failure names it.
+#[test]
+#[ignore = "needs ACCL_WORLD_SEED"]
+fn replay() {
+    let seed = number("ACCL_WORLD_SEED").expect("ACCL_WORLD_SEED names the world");
+    let without = std::env::var("ACCL_WORLD_WITHOUT").unwrap_or_default();
+    let without: Vec<usize> = without.split(',').filter_map(|part| part.parse().ok()).collect();
+    let scenario = Scenario::draw(seed).without(&without);
+    if let Err(violation) = run(&scenario) {
+        panic!("{violation}\n{scenario:#?}");
+    }
+}

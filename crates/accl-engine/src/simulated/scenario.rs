@@ -1,0 +1,409 @@
+//! What happens in a simulated world, as data: its processes, links and groups, the calls that its ranks make, and what goes wrong.
+//!
+//! Owns the drawing of all that from a seed, and what can be left out of it to make a failure smaller. Read [`Scenario::draw`] first.
+
+use accl_schedule::{ALGORITHMS, Encodes, Topology};
+use accl_testkit::Rng;
+use accl_types::config::AlgorithmRule;
+use accl_types::{Collective, Dtype, ReduceOp};
+
+use super::link::{Carrier, Flip, WireSpec};
+
+/// Deadline of calls, in milliseconds.
+pub(super) const TIMEOUT_MS: u64 = 1000;
+/// A rank that is late is so by up to so many nanoseconds.
+const MOST_LATE: u64 = 2_500_000_000;
+
+const REDUCED: [Collective; 3] = [Collective::AllReduce, Collective::Reduce, Collective::ReduceScatter];
+const MOVED: [Collective; 5] =
+    [Collective::Broadcast, Collective::AllGather, Collective::Gather, Collective::Scatter, Collective::AllToAll];
+const DTYPES: [Dtype; 7] = [Dtype::F32, Dtype::I64, Dtype::U8, Dtype::I32, Dtype::F64, Dtype::BF16, Dtype::I16];
+const CODECS: [&str; 4] = ["maxmin:4,bucket=64", "maxmin:8,bucket=64", "bf16", "maxmin:2,bucket=64"];
+
+/// A group, by its processes in rank order.
+#[derive(Clone, Debug)]
+pub(super) struct GroupSpec {
+    pub(super) members: Vec<usize>,
+    /// Hosts by rank, as algorithms see them.
+    pub(super) hosts: Vec<u32>,
+    pub(super) rules: Vec<AlgorithmRule>,
+    pub(super) eager_bytes: u64,
+    /// Which of its processes' threads makes its calls.
+    pub(super) thread: usize,
+}
+
+impl GroupSpec {
+    pub(super) fn rank_of(&self, process: usize) -> Option<usize> {
+        self.members.iter().position(|&member| member == process)
+    }
+}
+
+/// A call that all ranks of a group make, or a message between two of them.
+#[derive(Clone, Debug)]
+pub(super) struct Item {
+    pub(super) group: usize,
+    pub(super) collective: Collective,
+    pub(super) dtype: Dtype,
+    pub(super) op: ReduceOp,
+    pub(super) root: usize,
+    /// Elements of each piece of a block; of each block where blocks differ.
+    pub(super) counts: Vec<usize>,
+    /// Blocks of equal size.
+    pub(super) is_equal: bool,
+    pub(super) codec: Option<&'static str>,
+    /// Elements lie so far apart.
+    pub(super) step: usize,
+    /// Of a message: sender and receiver, by rank.
+    pub(super) ends: (usize, usize),
+    pub(super) tag: u32,
+    pub(super) is_from_any: bool,
+    /// By rank: whether its caller goes on.
+    pub(super) is_async: Vec<bool>,
+}
+
+impl Item {
+    pub(super) fn is_message(&self) -> bool {
+        self.collective == Collective::Send
+    }
+}
+
+/// What a thread does next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    Make(usize),
+    Call(usize),
+    Wait(usize),
+    /// Something else for so many nanoseconds.
+    Compute(u64),
+    Leave(usize),
+}
+
+/// What goes wrong.
+#[derive(Clone, Debug)]
+pub(super) enum Fault {
+    /// A process dies at that moment.
+    Kill { process: usize, at: u64 },
+    /// The wire between two processes is cut.
+    Cut { wire: usize, at: u64 },
+    /// A host vanishes: nothing comes from it, and nobody says so.
+    Vanish { process: usize, at: u64 },
+    /// What one end sends is held up.
+    Stall { wire: usize, end: usize, at: u64, wait: u64 },
+    /// A bit flips.
+    Flip { wire: usize, flip: Flip },
+    /// A rank makes another call than the others.
+    Disagree { item: usize, rank: usize },
+    /// A rank comes late to a call.
+    Late { item: usize, rank: usize, wait: u64 },
+    /// A rank ends the group instead of making a call.
+    Abort { item: usize, rank: usize },
+    /// A rank leaves the group instead of making a call.
+    Leave { item: usize, rank: usize },
+}
+
+/// A world and its history, but for what follows from both.
+#[derive(Clone, Debug)]
+pub(super) struct Scenario {
+    pub(super) seed: u64,
+    pub(super) processes: usize,
+    pub(super) threads: usize,
+    pub(super) segment: u64,
+    pub(super) wires: Vec<([usize; 2], WireSpec)>,
+    pub(super) groups: Vec<GroupSpec>,
+    pub(super) items: Vec<Item>,
+    /// By process and thread.
+    pub(super) steps: Vec<Vec<Vec<Step>>>,
+    pub(super) faults: Vec<Fault>,
+    /// Looks of a thread that waits before it sleeps.
+    pub(super) spins: u32,
+    /// What was left out, for messages.
+    pub(super) without: Vec<usize>,
+}
+
+impl Scenario {
+    /// The world of a seed.
+    pub(super) fn draw(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x5eed);
+        for _ in 0..8 {
+            rng.next_u64();
+        }
+        let processes = match rng.below(10) {
+            0..=3 => 2,
+            4..=6 => 3 + rng.below(2) as usize,
+            7..=8 => 5 + rng.below(2) as usize,
+            _ => 7 + rng.below(3) as usize,
+        };
+        let threads = 1 + usize::from(rng.below(4) == 0);
+        let segment = 64 << rng.below(6);
+        // All over rings, all over streams, or both by host.
+        let style = rng.below(4);
+        let hosts: Vec<u32> = match style {
+            0 | 1 => vec![0; processes],
+            2 => (0..processes as u32).collect(),
+            _ => (0..processes).map(|_| rng.below(3) as u32).collect(),
+        };
+        let mut wires = Vec::new();
+        for a in 0..processes {
+            for b in a + 1..processes {
+                let carrier = match hosts[a] == hosts[b] && style != 1 {
+                    true => Carrier::Ring { frames: [1, 2, 4, 32][rng.below(4) as usize] },
+                    false => Carrier::Stream {
+                        kept: [0, 300, 5000][rng.below(3) as usize],
+                        window: [1, 500, 20_000][rng.below(3) as usize],
+                    },
+                };
+                let least = [50, 1000, 20_000][rng.below(3) as usize];
+                let most = least + [0, 500, 100_000][rng.below(3) as usize];
+                let spec = WireSpec {
+                    carrier,
+                    max_payload_bytes: segment as usize + accl_transport::frame::OVERHEAD_BYTES,
+                    least,
+                    most,
+                    seed: rng.next_u64(),
+                    flip: None,
+                };
+                wires.push(([a, b], spec));
+            }
+        }
+        let groups: Vec<GroupSpec> =
+            (0..1 + rng.below(3)).map(|index| draw_group(&mut rng, index, processes, threads, &hosts)).collect();
+        let mut items: Vec<Item> = Vec::new();
+        for _ in 0..1 + rng.below(20) {
+            let group = rng.below(groups.len() as u64) as usize;
+            let tag = items.len() as u32;
+            items.push(draw_item(&mut rng, group, &groups[group], segment, tag));
+        }
+        let mut scenario = Self {
+            seed,
+            processes,
+            threads,
+            segment,
+            wires,
+            groups,
+            items,
+            steps: Vec::new(),
+            faults: Vec::new(),
+            spins: [0, 1, 3, 10][rng.below(4) as usize],
+            without: Vec::new(),
+        };
+        // Two in five worlds are well.
+        if rng.below(5) > 1 {
+            for _ in 0..1 + rng.below(2) * rng.below(2) {
+                let fault = scenario.draw_fault(&mut rng);
+                scenario.faults.push(fault);
+            }
+        }
+        scenario.steps = scenario.draw_steps();
+        scenario
+    }
+
+    /// Number of parts that [`Scenario::without`] takes out: items, then faults.
+    pub(super) fn parts(&self) -> usize {
+        self.items.len() + self.faults.len()
+    }
+
+    /// The same world with fewer calls and faults.
+    pub(super) fn without(&self, parts: &[usize]) -> Self {
+        let mut smaller = self.clone();
+        smaller.without = parts.to_vec();
+        smaller.steps = smaller.draw_steps();
+        smaller
+    }
+
+    pub(super) fn has_item(&self, item: usize) -> bool {
+        !self.without.contains(&item)
+    }
+
+    /// The faults that are not left out.
+    pub(super) fn faults(&self) -> impl Iterator<Item = &Fault> {
+        let first = self.items.len();
+        self.faults
+            .iter()
+            .enumerate()
+            .filter(move |(index, _)| !self.without.contains(&(first + index)))
+            .map(|(_, f)| f)
+    }
+
+    fn draw_fault(&self, rng: &mut Rng) -> Fault {
+        // Most calls are over within a few milliseconds.
+        let at = 1 << rng.below(24);
+        let at = at + rng.below(at);
+        let process = rng.below(self.processes as u64) as usize;
+        let wire = rng.below(self.wires.len() as u64) as usize;
+        let end = rng.below(2) as usize;
+        let item = rng.below(self.items.len() as u64) as usize;
+        let rank = match self.items[item].is_message() {
+            true => [self.items[item].ends.0, self.items[item].ends.1][end],
+            false => rng.below(self.groups[self.items[item].group].members.len() as u64) as usize,
+        };
+        match rng.below(14) {
+            0..=2 => Fault::Kill { process, at },
+            3..=4 => Fault::Cut { wire, at },
+            5 => Fault::Vanish { process, at },
+            6 => Fault::Stall { wire, end, at, wait: 1 << rng.below(27) },
+            7..=9 => Fault::Flip { wire, flip: Flip { end, frame: rng.below(40), bit: rng.next_u64() } },
+            10 | 11 => Fault::Disagree { item, rank },
+            12 => Fault::Late { item, rank, wait: rng.below(MOST_LATE) },
+            _ if rng.below(2) == 0 => Fault::Abort { item, rank },
+            _ => Fault::Leave { item, rank },
+        }
+    }
+
+    /// What each thread does. All calls stand in one order, and every thread makes those of its groups in it; so nobody waits for
+    /// ever, whatever is waited for when. Each process draws for itself: what is left out does not change the others.
+    fn draw_steps(&self) -> Vec<Vec<Vec<Step>>> {
+        let of = |process: usize, thread: usize| {
+            let mut rng = Rng::new(self.seed ^ ((process * 7 + thread) as u64 + 1) << 20);
+            self.steps_of(process, thread, &mut rng)
+        };
+        (0..self.processes).map(|process| (0..self.threads).map(|thread| of(process, thread)).collect()).collect()
+    }
+
+    fn steps_of(&self, process: usize, thread: usize, rng: &mut Rng) -> Vec<Step> {
+        let mut steps = vec![Step::Compute(rng.below(50_000))];
+        let mut made = vec![false; self.groups.len()];
+        let mut waits: Vec<usize> = Vec::new();
+        let pace = [0, 1000, 100_000][rng.below(3) as usize];
+        for (index, item) in self.items.iter().enumerate() {
+            let group = &self.groups[item.group];
+            let draws = [rng.below(3), rng.below(2), rng.below(4), rng.next_u64(), rng.next_u64()];
+            let Some(rank) = group.rank_of(process).filter(|_| group.thread == thread && self.has_item(index)) else {
+                continue;
+            };
+            if !std::mem::replace(&mut made[item.group], true) {
+                steps.push(Step::Make(item.group));
+            }
+            if item.is_message() && item.ends.0 != rank && item.ends.1 != rank {
+                continue;
+            }
+            if draws[0] == 0 && pace > 0 {
+                steps.push(Step::Compute(draws[3] % pace));
+            }
+            steps.push(Step::Call(index));
+            if item.is_async[rank] {
+                waits.push(index);
+            } else {
+                steps.push(Step::Wait(index));
+            }
+            if draws[2] == 0 && !waits.is_empty() {
+                steps.push(Step::Wait(waits.swap_remove(draws[4] as usize % waits.len())));
+            }
+        }
+        // Groups that it makes no call in are made all the same.
+        for (index, group) in self.groups.iter().enumerate() {
+            if !made[index] && group.thread == thread && group.rank_of(process).is_some() {
+                steps.push(Step::Make(index));
+            }
+        }
+        // Some are never waited for.
+        while waits.len() > rng.below(3) as usize {
+            let at = rng.below(waits.len() as u64) as usize;
+            steps.push(Step::Wait(waits.swap_remove(at)));
+        }
+        if waits.is_empty() && self.faults.is_empty() && rng.below(3) == 0 {
+            let mine =
+                |group: &usize| self.groups[*group].thread == thread && self.groups[*group].rank_of(process).is_some();
+            steps.extend((0..self.groups.len()).filter(mine).map(Step::Leave));
+        }
+        steps
+    }
+}
+
+fn draw_group(rng: &mut Rng, index: u64, processes: usize, threads: usize, hosts: &[u32]) -> GroupSpec {
+    let mut members: Vec<usize> = (0..processes).collect();
+    if index > 0 {
+        for at in (1..members.len()).rev() {
+            members.swap(at, rng.below(at as u64 + 1) as usize);
+        }
+        members.truncate((1 + rng.below(processes as u64) as usize).max(2));
+    }
+    let mut seen: Vec<u32> = Vec::new();
+    let numbered = members.iter().map(|&member| {
+        let host = hosts[member];
+        seen.iter().position(|&known| known == host).unwrap_or_else(|| {
+            seen.push(host);
+            seen.len() - 1
+        }) as u32
+    });
+    let hosts: Vec<u32> = numbered.collect();
+    let topology = Topology::new(hosts.clone());
+    let world = members.len() as u32;
+    let mut rules = Vec::new();
+    for &collective in Collective::ALL.iter().filter(|collective| !collective.is_point_to_point()) {
+        let fits = |row: &&accl_schedule::Algorithm| {
+            row.collective == collective && (row.applies)(world, &topology) && !row.needs_equal_blocks
+        };
+        let rows: Vec<&str> = ALGORITHMS.iter().filter(fits).map(|row| row.name).collect();
+        if rng.below(4) > 0
+            && let Some(name) = rows.get(rng.below(rows.len().max(1) as u64) as usize)
+        {
+            let algorithm = (*name).to_owned();
+            rules.push(AlgorithmRule { collective, algorithm, min_bytes: 0, max_bytes: u64::MAX });
+        }
+    }
+    let eager_bytes = [0, 200, 4096, 65_536][rng.below(4) as usize];
+    GroupSpec { members, hosts, rules, eager_bytes, thread: rng.below(threads as u64) as usize }
+}
+
+fn draw_item(rng: &mut Rng, index: usize, group: &GroupSpec, segment: u64, tag: u32) -> Item {
+    let world = group.members.len();
+    let collective = match rng.below(12) {
+        0..=3 => Collective::AllReduce,
+        4..=5 => REDUCED[1 + rng.below(2) as usize],
+        6..=8 => MOVED[rng.below(MOVED.len() as u64) as usize],
+        9 => Collective::Barrier,
+        _ => Collective::Send,
+    };
+    let dtype = DTYPES[rng.below(DTYPES.len() as u64) as usize];
+    let is_integer = matches!(dtype, Dtype::I64 | Dtype::U8 | Dtype::I32 | Dtype::I16);
+    let op = match rng.below(6) {
+        0 => ReduceOp::Max,
+        1 => ReduceOp::Min,
+        2 if is_integer => ReduceOp::Bxor,
+        3 if is_integer => ReduceOp::Band,
+        _ => ReduceOp::Sum,
+    };
+    let most = (3 * segment as usize) / dtype.size_bytes();
+    let count = |rng: &mut Rng| match rng.below(6) {
+        0 => 0,
+        1 => 1,
+        2 => rng.below(9) as usize,
+        3 | 4 => rng.below(most as u64 + 1) as usize,
+        _ => rng.below(4 * most as u64 + 1) as usize,
+    };
+    let is_equal = collective != Collective::AllToAll || rng.below(2) == 0;
+    let counts: Vec<usize> = match collective {
+        Collective::ReduceScatter | Collective::AllGather => (0..world).map(|_| count(rng)).collect(),
+        Collective::AllToAll if !is_equal => (0..world * world).map(|_| count(rng).min(most)).collect(),
+        Collective::AllReduce | Collective::Broadcast if rng.below(4) == 0 => (0..2).map(|_| count(rng)).collect(),
+        _ => vec![count(rng)],
+    };
+    let may_encode =
+        collective == Collective::AllReduce && dtype == Dtype::F32 && op == ReduceOp::Sum && counts.len() == 1;
+    let topology = Topology::new(group.hosts.clone());
+    let encodes = |rule: &AlgorithmRule| {
+        let row = ALGORITHMS.iter().find(|row| row.collective == collective && row.name == rule.algorithm);
+        row.is_some_and(|row| row.encodes != Encodes::No && (row.applies)(world as u32, &topology))
+    };
+    let has_row = group.rules.iter().filter(|rule| rule.collective == collective).all(encodes);
+    let codec = (may_encode && has_row && rng.below(2) == 0).then(|| CODECS[rng.below(4) as usize]);
+    let from = rng.below(world as u64) as usize;
+    let is_from_any = rng.below(4) == 0;
+    let to = (from + 1 + rng.below(world as u64 - 1) as usize) % world;
+    Item {
+        group: index,
+        collective,
+        dtype,
+        op,
+        root: rng.below(world as u64) as usize,
+        counts,
+        is_equal,
+        codec,
+        step: if rng.below(8) == 0 && codec.is_none() { 2 } else { 1 },
+        ends: (from, to),
+        // Several messages have one tag, but those that may come from any rank.
+        tag: if is_from_any || rng.below(2) == 0 { 100 + tag } else { 7 },
+        is_from_any,
+        is_async: (0..world).map(|_| rng.below(2) == 0).collect(),
+    }
+}
