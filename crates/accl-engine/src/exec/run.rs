@@ -420,6 +420,9 @@ impl Run {
             for &dependent in dependents {
                 self.queue(dependent);
             }
+        } else if self.plan.ops[op as usize].coded.is_some() {
+            // Bytes of encoded chunks are written once, and so can be placed when they come; here they would go unchecked.
+            return Err(Error::internal("an encoded message came before it could be placed"));
         } else {
             state.stash.push_back(payload.to_vec());
             self.queue(op);

@@ -4,6 +4,7 @@
 //! run is the engine's own; only the lock, the threads and the poller are played here, in the way of `driver`. Read [`run`] first.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -54,6 +55,8 @@ struct Made {
     refused: Option<Error>,
     tensors: Tensors,
     is_ended: bool,
+    /// How often the callback of its end has run.
+    callbacks: Arc<AtomicUsize>,
 }
 
 impl Made {
@@ -123,7 +126,7 @@ struct World<'a> {
     struck: BTreeSet<usize>,
     seen: Seen,
     /// Bits of encoded results.
-    bits: BTreeMap<usize, Vec<Vec<u64>>>,
+    bits: Bits,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -135,13 +138,26 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// # Errors
 /// What must hold in all histories and does not in this one.
 pub(super) fn run(scenario: &Scenario) -> Result<Seen, Violation> {
+    let is_well = scenario.faults().next().is_none();
+    let has_codecs = scenario.items.iter().any(|item| item.codec.is_some());
+    // What encoded calls end with depends on nothing but what they are given.
+    let bits =
+        if is_well || !has_codecs { BTreeMap::new() } else { play(&scenario.without_faults(), BTreeMap::new())?.1 };
+    play(scenario, bits).map(|(seen, _)| seen)
+}
+
+type Bits = BTreeMap<usize, Vec<Vec<u64>>>;
+
+/// As [`run`]; encoded results must have these bits, and those of others are returned.
+fn play(scenario: &Scenario, bits: Bits) -> Result<(Seen, Bits), Violation> {
     clock::reset();
     let mut world = World::new(scenario);
+    world.bits = bits;
     world.go()?;
     world.check_rest()?;
     world.end()?;
     world.check_calls()?;
-    Ok(world.seen)
+    Ok((world.seen, world.bits))
 }
 
 impl<'a> World<'a> {
@@ -479,7 +495,15 @@ impl<'a> World<'a> {
             Ok(call) => (call, None),
             Err(error) => (None, Some(error)),
         };
-        self.made.insert((index, process), Made { call, refused, tensors, is_ended: false });
+        let callbacks: Arc<AtomicUsize> = Arc::default();
+        if let Some(call) = &call {
+            let counter = callbacks.clone();
+            let callback = Box::new(move || drop(counter.fetch_add(1, Ordering::Relaxed)));
+            if let Some(callback) = call.keep_callback(callback) {
+                callback();
+            }
+        }
+        self.made.insert((index, process), Made { call, refused, tensors, is_ended: false, callbacks });
         self.enter(500, Event::Run { process, thread });
         Ok(())
     }
@@ -615,7 +639,7 @@ impl<'a> World<'a> {
     fn settle(&mut self, process: usize) {
         let host = &mut self.processes[process];
         let Some(core) = &mut host.core else { return };
-        drop(core.take_completed());
+        core.take_completed().into_iter().for_each(|callback| callback());
         let has_work = core.has_work();
         let mut waits = false;
         for thread in 0..self.processes[process].threads.len() {
@@ -664,6 +688,7 @@ impl<'a> World<'a> {
     /// Looks at the calls of a process that have just ended.
     fn note_ends(&mut self, process: usize) -> Result<(), Violation> {
         let (is_well, has_flips) = (self.is_well(), self.has_flips());
+        let mut barriers = Vec::new();
         let group_of = |item: usize| self.scenario.items[item].group;
         for (&(item, by), made) in &mut self.made {
             if by != process || made.is_ended {
@@ -673,8 +698,9 @@ impl<'a> World<'a> {
             made.is_ended = true;
             made.tensors.end();
             let place = || format!("item {item} on process {process} (group {})", group_of(item));
+            let is_sealed = self.scenario.is_sealed(item);
             match &outcome {
-                Ok(()) if !has_flips => {
+                Ok(()) if !has_flips || is_sealed => {
                     self.seen.done += 1;
                     if let Some(wrong) = made.tensors.wrong_result() {
                         return Err(format!("{} is done, but {wrong}", place()));
@@ -703,10 +729,28 @@ impl<'a> World<'a> {
                     return Err(format!("{} ended after {took:?}: {outcome:?}", place()));
                 }
             }
+            if outcome.is_ok() && self.scenario.items[item].collective == Collective::Barrier {
+                barriers.push(item);
+            }
             let words = [item as u64, process as u64, clock::nanos(), u64::from(outcome.is_ok()), self.seen.hash];
             self.seen.hash = crate::hash::hash_words(words);
         }
-        Ok(())
+        barriers.into_iter().try_for_each(|item| self.check_barrier(item))
+    }
+
+    /// What any rank has begun before a barrier is over when the barrier is, on every rank.
+    fn check_barrier(&self, barrier: usize) -> Result<(), Violation> {
+        let group = self.scenario.items[barrier].group;
+        let is_before = |item: usize| {
+            let earlier = &self.scenario.items[item];
+            item < barrier && earlier.group == group && !earlier.is_message()
+        };
+        let open = self.made.iter().find(|((item, process), made)| {
+            is_before(*item) && made.outcome().is_none() && self.processes[*process].core.is_some()
+        });
+        open.map_or(Ok(()), |((item, process), _)| {
+            Err(format!("barrier {barrier} is over, and item {item} before it is in flight on process {process}"))
+        })
     }
 
     /// Who has no call in flight looks at its links when it makes the next one: until then what has come for it lies there.
@@ -858,6 +902,14 @@ impl<'a> World<'a> {
     /// Nobody has written where nobody may.
     fn check_calls(&mut self) -> Result<(), Violation> {
         for (&(item, process), made) in &mut self.made {
+            // Those of calls that were in flight when their process died are dropped with it.
+            let callbacks = made.callbacks.load(Ordering::Relaxed);
+            let wanted = usize::from(made.call.is_some() && made.is_ended);
+            if callbacks != wanted {
+                return Err(format!(
+                    "item {item} on process {process} has told of its end {callbacks} times, not {wanted}"
+                ));
+            }
             if let Some(trespass) = made.tensors.trespass() {
                 return Err(format!("item {item} on process {process}: {trespass}"));
             }

@@ -210,6 +210,13 @@ impl Scenario {
         smaller
     }
 
+    /// The same world, well.
+    pub(super) fn without_faults(&self) -> Self {
+        let first = self.items.len();
+        let faults = first..first + self.faults.len();
+        self.without(&self.without.iter().copied().chain(faults).collect::<Vec<_>>())
+    }
+
     pub(super) fn has_item(&self, item: usize) -> bool {
         !self.without.contains(&item)
     }
@@ -222,6 +229,15 @@ impl Scenario {
             .enumerate()
             .filter(move |(index, _)| !self.without.contains(&(first + index)))
             .map(|(_, f)| f)
+    }
+
+    /// Whether what a call sends is checked by its receivers: its tensors are encoded, and no ranks share memory.
+    pub(super) fn is_sealed(&self, item: usize) -> bool {
+        let item = &self.items[item];
+        let members = &self.groups[item.group].members;
+        let is_between = |ends: &[usize; 2]| ends.iter().all(|end| members.contains(end));
+        let is_stream = |spec: &WireSpec| matches!(spec.carrier, Carrier::Stream { .. });
+        item.codec.is_some() && self.wires.iter().all(|(ends, spec)| !is_between(ends) || is_stream(spec))
     }
 
     fn draw_fault(&self, rng: &mut Rng) -> Fault {
@@ -287,6 +303,14 @@ impl Scenario {
             }
             if draws[2] == 0 && !waits.is_empty() {
                 steps.push(Step::Wait(waits.swap_remove(draws[4] as usize % waits.len())));
+            }
+            let is_last = self.items[index + 1..].iter().all(|later| later.group != item.group);
+            if is_last && draws[2] < 2 {
+                let (mine, others): (Vec<usize>, Vec<usize>) =
+                    waits.into_iter().partition(|&waited| self.items[waited].group == item.group);
+                steps.extend(mine.into_iter().map(Step::Wait));
+                steps.push(Step::Leave(item.group));
+                waits = others;
             }
         }
         // Groups that it makes no call in are made all the same.
@@ -354,9 +378,11 @@ fn draw_item(rng: &mut Rng, index: usize, group: &GroupSpec, segment: u64, tag: 
         9 => Collective::Barrier,
         _ => Collective::Send,
     };
-    let dtype = DTYPES[rng.below(DTYPES.len() as u64) as usize];
+    let is_encoded = collective == Collective::AllReduce && rng.below(3) == 0;
+    let dtype = if is_encoded { Dtype::F32 } else { DTYPES[rng.below(DTYPES.len() as u64) as usize] };
     let is_integer = matches!(dtype, Dtype::I64 | Dtype::U8 | Dtype::I32 | Dtype::I16);
     let op = match rng.below(6) {
+        _ if is_encoded => ReduceOp::Sum,
         0 => ReduceOp::Max,
         1 => ReduceOp::Min,
         2 if is_integer => ReduceOp::Bxor,
@@ -375,7 +401,9 @@ fn draw_item(rng: &mut Rng, index: usize, group: &GroupSpec, segment: u64, tag: 
     let counts: Vec<usize> = match collective {
         Collective::ReduceScatter | Collective::AllGather => (0..world).map(|_| count(rng)).collect(),
         Collective::AllToAll if !is_equal => (0..world * world).map(|_| count(rng).min(most)).collect(),
-        Collective::AllReduce | Collective::Broadcast if rng.below(4) == 0 => (0..2).map(|_| count(rng)).collect(),
+        Collective::AllReduce | Collective::Broadcast if !is_encoded && rng.below(4) == 0 => {
+            (0..2).map(|_| count(rng)).collect()
+        }
         _ => vec![count(rng)],
     };
     let may_encode =
@@ -386,7 +414,7 @@ fn draw_item(rng: &mut Rng, index: usize, group: &GroupSpec, segment: u64, tag: 
         row.is_some_and(|row| row.encodes != Encodes::No && (row.applies)(world as u32, &topology))
     };
     let has_row = group.rules.iter().filter(|rule| rule.collective == collective).all(encodes);
-    let codec = (may_encode && has_row && rng.below(2) == 0).then(|| CODECS[rng.below(4) as usize]);
+    let codec = (is_encoded && has_row).then(|| CODECS[rng.below(4) as usize]);
     let from = rng.below(world as u64) as usize;
     let is_from_any = rng.below(4) == 0;
     let to = (from + 1 + rng.below(world as u64 - 1) as usize) % world;
