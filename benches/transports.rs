@@ -160,8 +160,9 @@ impl Wire {
         let peer = store.wait(&keys[1], DEADLINE)?.ok_or_else(|| Error::timeout("the other side did not come"))?;
         let peer = Card::from_text(&String::from_utf8_lossy(&peer))?;
         let links = endpoint.connect(&[peer], Instant::now() + DEADLINE, &mut || false);
-        let link = links.map_err(|failed| failed.error)?.pop().ok_or_else(|| Error::internal("no link was made"))?;
-        poller.watch(&link)?;
+        let mut link =
+            links.map_err(|failed| failed.error)?.pop().ok_or_else(|| Error::internal("no link was made"))?;
+        poller.watch(&mut link)?;
         Ok(Self { _endpoint: Some(endpoint), ..Self::new(poller, link) })
     }
 

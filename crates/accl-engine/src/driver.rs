@@ -13,12 +13,13 @@ use std::time::Duration;
 
 use accl_transport::{Poller, Waker};
 use accl_types::{Error, Moment};
+use smallvec::SmallVec;
 
 use crate::call::{CallState, Notifier, Waited};
 use crate::completion::CompletionPool;
 use crate::exec::SpinLimit;
 use crate::group::{Core, Relief};
-use crate::peers::Mark;
+use crate::peers::{Mark, PeerId};
 use crate::signals;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::time;
@@ -31,6 +32,9 @@ const SPIN_OWN_CORE: Duration = Duration::from_micros(200);
 const SPIN_SHARED_CORE: Duration = Duration::from_micros(100);
 /// Passes without news before a yield when ranks share cores: who waits here keeps another rank from sending.
 const PASSES_BEFORE_YIELD: u32 = 2;
+
+/// Passes of a thread that waits before it asks for news of links that its call does not need.
+const ROUNDS_BEFORE_LOOK: u32 = 16;
 
 /// Between looks at whether the peers have what they were sent.
 const FIRST_PAUSE: Duration = Duration::from_micros(50);
@@ -258,18 +262,41 @@ impl Driver {
 
     // ---- passes
 
+    /// Asks the system what has come, for the passes that follow: of a link of which nobody has seen an event they do not look
+    /// at the socket. A driver that sleeps hears of it itself, and its news would be taken from it here.
+    fn look(&self, core: &Core) {
+        if core.net.has_streams() {
+            self.ask(core);
+        }
+    }
+
+    /// As [`Driver::look`], also for links whose frames are seen without the system, but not their ends.
+    fn ask(&self, core: &Core) {
+        if !core.is_parked()
+            && let Some(polling) = self.polling.get()
+        {
+            // A failure to look leaves the news where they are.
+            let _ = polling.poller.look();
+        }
+    }
+
     /// One pass, waiting for the lock.
     pub(crate) fn pass_now(&self) {
         let mut core = self.lock();
+        self.look(&core);
         core.pass_whole(time::now());
         let wake = core.must_wake_driver(None);
         drop(core);
         self.wake_driver_if(wake);
     }
 
-    /// One pass unless somebody else is at it.
-    pub(crate) fn try_pass(&self) {
+    /// One pass unless somebody else is at it; also for who asks for a call again and again.
+    pub(crate) fn try_pass(&self, call: Option<&CallState>) {
         let Some(mut core) = self.try_lock() else { return };
+        match call.map(|call| core.streams_of(call)).filter(|streams| !streams.is_empty()) {
+            Some(streams) => streams.into_iter().for_each(|peer| core.net.look_again(peer)),
+            None => self.look(&core),
+        }
         let moved = core.pass(time::now());
         let wake = core.must_wake_driver(None);
         let unsent = core.net.has_unsent();
@@ -285,7 +312,10 @@ impl Driver {
     /// After a submission: one pass for an asynchronous call, and a driver if there is none.
     pub(crate) fn submitted(&self, call: &CallState) {
         if call.is_async && !call.is_done() {
-            self.try_pass();
+            self.try_pass(None);
+        }
+        if call.is_done() && self.with_core(Core::take_owed_look) {
+            self.pass_now();
         }
         // A waiter drives for its own call; nobody does for an asynchronous one, or for bytes that the kernel did not
         // take and whose call is done.
@@ -350,6 +380,8 @@ impl Driver {
             let now = time::now();
             // What the peers send meanwhile is taken off the links, or the end of this process would reset them.
             let Some(mut core) = self.try_lock_until(until) else { return Delivery::Late };
+            // Ends of links of any kind are looked for.
+            self.ask(&core);
             let looked = core.guarded(|core| {
                 core.pass_whole(now);
                 core.check(now);
@@ -423,10 +455,17 @@ impl Driver {
         let mut unsent = false;
         // A driver that sleeps meanwhile need not be woken for what is seen here.
         let mut watch = Watch { driver: self, is_on: false };
-        loop {
+        let mut streams = None;
+        for round in 0_u32.. {
             let now = time::now();
             if let Some(mut core) = self.try_lock() {
                 watch.is_on = watch.is_on || core.watch();
+                let streams: &SmallVec<[PeerId; 4]> = streams.get_or_insert_with(|| core.streams_of(call));
+                streams.iter().for_each(|&peer| core.net.look_again(peer));
+                // The others' news can wait a little.
+                if streams.is_empty() || round % ROUNDS_BEFORE_LOOK == ROUNDS_BEFORE_LOOK - 1 {
+                    self.look(&core);
+                }
                 let moved = core.pass(now);
                 let wake = !watch.is_on && core.must_wake_driver(None);
                 unsent = core.net.has_unsent();
@@ -459,6 +498,7 @@ impl Driver {
                 std::hint::spin_loop();
             }
         }
+        None
     }
 
     fn wait_slowly(

@@ -145,9 +145,9 @@ impl Engine {
     ///
     /// # Errors
     /// `Exhausted` when its descriptors cannot be watched.
-    pub fn adopt_link(&self, card: Card, link: Box<dyn Watched>) -> Result<()> {
+    pub fn adopt_link(&self, card: Card, mut link: Box<dyn Watched>) -> Result<()> {
         let parts = self.parts(None)?;
-        parts.poller.watch(&link)?;
+        parts.poller.watch(&mut link)?;
         self.driver.with_core(|core| core.net.add(card, link));
         Ok(())
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use accl_transport::loopback::LoopbackLink;
-use accl_transport::{Answers, Frame, Link, Place, Watched};
+use accl_transport::{Answers, Frame, Link, News, Place, Watched};
 use accl_types::{Error, Result};
 
 /// What a rigged link says when it panics.
@@ -157,6 +157,10 @@ unsafe impl Link for Rigged {
         self.link.answers()
     }
 
+    fn look_again(&mut self) {
+        self.link.look_again();
+    }
+
     fn transport(&self) -> &'static str {
         self.link.transport()
     }
@@ -169,5 +173,9 @@ unsafe impl Link for Rigged {
 impl Watched for Rigged {
     fn fds(&self) -> Vec<BorrowedFd<'_>> {
         self.link.fds()
+    }
+
+    fn set_news(&mut self, news: News) {
+        self.link.set_news(news);
     }
 }

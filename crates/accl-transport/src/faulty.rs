@@ -4,7 +4,7 @@ use std::os::fd::BorrowedFd;
 
 use accl_types::{Error, Result};
 
-use crate::{Answers, Frame, Link, Place, Watched};
+use crate::{Answers, Frame, Link, News, Place, Watched};
 
 /// What goes wrong.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -204,6 +204,12 @@ unsafe impl<L: Link> Link for Faulty<L> {
         self.link.as_mut().map_or(Answers::Complete, Link::answers)
     }
 
+    fn look_again(&mut self) {
+        if let Some(link) = &mut self.link {
+            link.look_again();
+        }
+    }
+
     fn transport(&self) -> &'static str {
         self.name
     }
@@ -216,5 +222,11 @@ unsafe impl<L: Link> Link for Faulty<L> {
 impl<L: Watched> Watched for Faulty<L> {
     fn fds(&self) -> Vec<BorrowedFd<'_>> {
         self.link.as_ref().map(Watched::fds).unwrap_or_default()
+    }
+
+    fn set_news(&mut self, news: News) {
+        if let Some(link) = &mut self.link {
+            link.set_news(news);
+        }
     }
 }

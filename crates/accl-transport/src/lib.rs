@@ -27,7 +27,7 @@ pub use endpoint::{ConnectError, Endpoint, Missing};
 pub use faulty::{Faults, Faulty};
 pub use fork::{fork_generation, forked};
 pub use link::{Answers, Frame, HEAD_BYTES, Link, Place};
-pub use poller::{Poller, Waker, Watched};
+pub use poller::{News, Poller, Waker, Watched};
 pub use settings::Settings;
 pub use traced::{Trace, Traced};
 

@@ -87,7 +87,12 @@ pub unsafe trait Link: Send {
     /// # Errors
     /// As [`Link::peek`].
     fn await_frame(&mut self, looks: u32) -> Result<Option<Frame<'_>>> {
-        look_until(looks, || !matches!(self.peek(), Ok(None)));
+        let mut look = || {
+            self.look_again();
+            !matches!(self.peek(), Ok(None))
+        };
+        look_until(looks, &mut look);
+        look();
         self.peek()
     }
 
@@ -168,6 +173,9 @@ pub unsafe trait Link: Send {
     fn is_cheap_to_look_at(&self) -> bool {
         false
     }
+
+    /// The next look asks the system what has come, even if nobody has seen an event: for who expects something here.
+    fn look_again(&mut self) {}
 
     /// Name of the transport's table row.
     fn transport(&self) -> &'static str;
@@ -260,6 +268,10 @@ unsafe impl<L: Link + ?Sized> Link for Box<L> {
 
     fn is_cheap_to_look_at(&self) -> bool {
         (**self).is_cheap_to_look_at()
+    }
+
+    fn look_again(&mut self) {
+        (**self).look_again();
     }
 
     fn transport(&self) -> &'static str {

@@ -5,7 +5,8 @@
 //! never read. Owns no decision about when to park. Read [`Poller::wait`] first.
 
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use accl_types::{Error, Result};
@@ -43,18 +44,88 @@ pub(crate) fn wake_fd(fd: BorrowedFd<'_>) {
     let _ = rustix::io::retry_on_intr(|| rustix::io::write(fd, &1u64.to_ne_bytes()));
 }
 
+/// The token of descriptors that are no link's.
+const NOBODY: u64 = u64::MAX;
+
 /// Kernels refuse to count more than a few weeks of milliseconds, and a refusal does not sleep.
 const LONGEST_SLEEP: Duration = Duration::from_secs(24 * 3600);
+
+/// Something has happened to a link since it was last looked at.
+const HAPPENED: u8 = 1;
+/// Its peer has hung up, or it is broken: that stays.
+const HUNG_UP: u8 = 2;
+
+/// What a [`Poller`] has seen of one link: a link that has read all that there was need not ask the system again before.
+#[derive(Clone, Debug, Default)]
+pub struct News(Arc<AtomicU8>);
+
+impl News {
+    /// Whether something has happened since this was last asked.
+    pub(crate) fn take(&self) -> bool {
+        // Acquire: what is read from the system after this is at least as new as the event.
+        self.0.load(Ordering::Relaxed) & HAPPENED != 0 && self.0.fetch_and(!HAPPENED, Ordering::Acquire) & HAPPENED != 0
+    }
+
+    /// Whether the end of the link has been seen.
+    pub(crate) fn has_hung_up(&self) -> bool {
+        self.0.load(Ordering::Relaxed) & HUNG_UP != 0
+    }
+}
 
 /// A link whose events a [`Poller`] sees.
 pub trait Watched: Link {
     /// What the poller must watch, edge-triggered. The same for the life of the link.
     fn fds(&self) -> Vec<BorrowedFd<'_>>;
+
+    /// From now on a poller watches these, and says here what it has seen. A link that is not told looks for itself.
+    fn set_news(&mut self, news: News) {
+        let _ = news;
+    }
 }
 
 impl<L: Watched + ?Sized> Watched for Box<L> {
     fn fds(&self) -> Vec<BorrowedFd<'_>> {
         (**self).fds()
+    }
+
+    fn set_news(&mut self, news: News) {
+        (**self).set_news(news);
+    }
+}
+
+/// Where the news of a token go.
+#[derive(Debug, Default)]
+struct Places {
+    by_token: Vec<Weak<AtomicU8>>,
+    free: Vec<usize>,
+    /// How many there may be before those of links that have gone are looked for.
+    sweep_at: usize,
+}
+
+impl Places {
+    fn add(&mut self, news: &News) -> u64 {
+        if self.free.is_empty() && self.by_token.len() >= self.sweep_at {
+            self.free = (0..self.by_token.len()).filter(|&token| self.by_token[token].strong_count() == 0).collect();
+            self.sweep_at = 2 * (self.by_token.len() - self.free.len()).max(8);
+        }
+        let place = Arc::downgrade(&news.0);
+        match self.free.pop() {
+            Some(token) => {
+                self.by_token[token] = place;
+                token as u64
+            }
+            None => {
+                self.by_token.push(place);
+                self.by_token.len() as u64 - 1
+            }
+        }
+    }
+
+    fn enter(&self, token: u64, what: u8) {
+        let place = usize::try_from(token).ok().and_then(|token| self.by_token.get(token)?.upgrade());
+        if let Some(place) = place {
+            place.fetch_or(what, Ordering::Release);
+        }
     }
 }
 
@@ -63,6 +134,7 @@ impl<L: Watched + ?Sized> Watched for Box<L> {
 pub struct Poller {
     epoll: Fd,
     waker: Arc<Waker>,
+    places: Mutex<Places>,
 }
 
 impl Poller {
@@ -73,17 +145,25 @@ impl Poller {
     pub fn new() -> Result<Poller> {
         let epoll = Fd::adopt(|| epoll::create(epoll::CreateFlags::CLOEXEC)).map_err(no_descriptor)?;
         let event = Fd::adopt(|| eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)).map_err(no_descriptor)?;
-        let poller = Poller { epoll, waker: Arc::new(Waker { fd: event }) };
+        let poller = Poller { epoll, waker: Arc::new(Waker { fd: event }), places: Mutex::default() };
         poller.add(poller.waker.as_fd())?;
         Ok(poller)
     }
 
-    /// Watches a link.
+    /// Watches a link, and tells it what it sees.
     ///
     /// # Errors
     /// As [`Poller::add`].
-    pub fn watch(&self, link: &dyn Watched) -> Result<()> {
-        link.fds().into_iter().try_for_each(|fd| self.add(fd))
+    pub fn watch(&self, link: &mut dyn Watched) -> Result<()> {
+        let news = News::default();
+        let token = self.places().add(&news);
+        link.fds().into_iter().try_for_each(|fd| self.add_as(fd, token))?;
+        link.set_news(news);
+        Ok(())
+    }
+
+    fn places(&self) -> MutexGuard<'_, Places> {
+        self.places.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Watches `fd`, edge-triggered, for bytes, room and hang-up. It is forgotten when the descriptor is closed.
@@ -91,8 +171,12 @@ impl Poller {
     /// # Errors
     /// `Exhausted` when the kernel refuses; adding twice is fine.
     pub fn add(&self, fd: BorrowedFd<'_>) -> Result<()> {
+        self.add_as(fd, NOBODY)
+    }
+
+    fn add_as(&self, fd: BorrowedFd<'_>, token: u64) -> Result<()> {
         let flags = epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
-        match epoll::add(&self.epoll, fd, epoll::EventData::new_u64(0), flags) {
+        match epoll::add(&self.epoll, fd, epoll::EventData::new_u64(token), flags) {
             Ok(()) | Err(Errno::EXIST) => Ok(()),
             Err(why) => Err(Error::exhausted(format!("a descriptor cannot be watched: {why}"))),
         }
@@ -108,10 +192,31 @@ impl Poller {
             .map(|t| t.min(LONGEST_SLEEP))
             .map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
         let mut events = [const { std::mem::MaybeUninit::uninit() }; 64];
-        match epoll::wait(&self.epoll, &mut events, timeout.as_ref()) {
-            Ok(_) | Err(Errno::INTR) => Ok(()),
-            Err(why) => Err(Error::internal(format!("waiting for events failed: {why}"))),
+        let (events, _) = match epoll::wait(&self.epoll, &mut events, timeout.as_ref()) {
+            Ok(events) => events,
+            Err(Errno::INTR) => return Ok(()),
+            Err(why) => return Err(Error::internal(format!("waiting for events failed: {why}"))),
+        };
+        let is_of_link = |event: &&mut epoll::Event| event.data.u64() != NOBODY;
+        let mut events = events.iter_mut().filter(is_of_link).peekable();
+        if events.peek().is_some() {
+            let places = self.places();
+            for event in events {
+                let ends = epoll::EventFlags::RDHUP | epoll::EventFlags::HUP | epoll::EventFlags::ERR;
+                let flags = event.flags;
+                let end = if flags.intersects(ends) { HUNG_UP } else { 0 };
+                places.enter(event.data.u64(), HAPPENED | end);
+            }
         }
+        Ok(())
+    }
+
+    /// As [`Poller::wait`], without sleeping.
+    ///
+    /// # Errors
+    /// As [`Poller::wait`].
+    pub fn look(&self) -> Result<()> {
+        self.wait(Some(Duration::ZERO))
     }
 
     /// The handle that ends a wait.

@@ -14,7 +14,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown};
 
 use crate::fork::Fd;
-use crate::{Answers, Frame, HEAD_BYTES, Link, Place, Watched};
+use crate::{Answers, Frame, HEAD_BYTES, Link, News, Place, Watched};
 
 /// What is collected before it must go out, besides one frame.
 const BUFFER_BYTES: usize = 256 << 10;
@@ -127,6 +127,10 @@ pub(crate) struct TcpLink {
     committed: u64,
     /// Something was handed to the system since the peer's host was last seen to have everything.
     awaits_answer: bool,
+    /// What a poller has seen, if one watches.
+    news: Option<News>,
+    /// The socket had no more when it was last read.
+    is_empty: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -157,7 +161,18 @@ impl TcpLink {
             closing: Closing::Open,
             committed: 0,
             awaits_answer: false,
+            news: None,
+            is_empty: false,
         }
+    }
+
+    /// Whether the socket holds nothing, as far as the poller has seen: an event follows whatever comes after it was read.
+    fn is_known_empty(&mut self) -> bool {
+        let Some(news) = &self.news else { return false };
+        if news.take() {
+            self.is_empty = false;
+        }
+        self.is_empty && !news.has_hung_up()
     }
 
     fn guard_fork(&self) -> Result<()> {
@@ -198,6 +213,9 @@ impl TcpLink {
         if self.ended.is_some() {
             return Ok(false);
         }
+        if self.is_known_empty() {
+            return Ok(false);
+        }
         self.fill();
         self.parse()
     }
@@ -225,6 +243,7 @@ impl TcpLink {
         // Less than one frame is buffered when more is read, so there is room for the rest of it.
         self.inn.make_room(record_bytes(self.max_payload_bytes));
         let end = self.inn.end;
+        let asked = self.inn.capacity() - end;
         let read = loop {
             let room = &mut self.inn.bytes_mut()[end..];
             match rustix::net::recv(&self.socket, room, RecvFlags::DONTWAIT) {
@@ -237,8 +256,12 @@ impl TcpLink {
                 let inside = if self.inn.len() > 0 { " in the middle of a frame" } else { "" };
                 self.ended = Some(self.lost(&format!("the peer has closed the connection{inside}")));
             }
-            Ok((count, _)) => self.inn.end += count,
-            Err(Errno::AGAIN) => {}
+            Ok((count, _)) => {
+                self.inn.end += count;
+                // A hang-up that came with the last bytes has been seen by the poller, too, or will be.
+                self.is_empty = count < asked;
+            }
+            Err(Errno::AGAIN) => self.is_empty = true,
             Err(why) => self.ended = Some(self.lost(&format!("receiving failed: {why}"))),
         }
     }
@@ -413,6 +436,10 @@ unsafe impl Link for TcpLink {
         }
     }
 
+    fn look_again(&mut self) {
+        self.is_empty = false;
+    }
+
     fn transport(&self) -> &'static str {
         "tcp"
     }
@@ -425,6 +452,10 @@ unsafe impl Link for TcpLink {
 impl Watched for TcpLink {
     fn fds(&self) -> Vec<BorrowedFd<'_>> {
         vec![self.socket.as_fd()]
+    }
+
+    fn set_news(&mut self, news: News) {
+        self.news = Some(news);
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use accl_types::Result;
 
-use crate::{Answers, Frame, HEAD_BYTES, Link, Place, Watched};
+use crate::{Answers, Frame, HEAD_BYTES, Link, News, Place, Watched};
 
 /// Counters, readable from any thread while the link is used. Any number of links may share one.
 #[derive(Debug, Default)]
@@ -134,6 +134,10 @@ unsafe impl<L: Link> Link for Traced<L> {
         self.link.answers()
     }
 
+    fn look_again(&mut self) {
+        self.link.look_again();
+    }
+
     fn transport(&self) -> &'static str {
         self.link.transport()
     }
@@ -146,5 +150,9 @@ unsafe impl<L: Link> Link for Traced<L> {
 impl<L: Watched> Watched for Traced<L> {
     fn fds(&self) -> Vec<BorrowedFd<'_>> {
         self.link.fds()
+    }
+
+    fn set_news(&mut self, news: News) {
+        self.link.set_news(news);
     }
 }

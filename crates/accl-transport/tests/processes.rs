@@ -68,8 +68,8 @@ impl Drop for Process {
     }
 }
 
-fn node(host: Host, link: Box<dyn Watched>) -> Node {
-    host.poller.watch(&link).unwrap();
+fn node(host: Host, mut link: Box<dyn Watched>) -> Node {
+    host.poller.watch(&mut link).unwrap();
     Node { poller: host.poller.into(), link, warnings: Vec::new() }
 }
 

@@ -29,7 +29,7 @@ impl Call {
             && let Some(driver) = self.driver.upgrade()
             && !driver.is_forked()
         {
-            driver.try_pass();
+            driver.try_pass(Some(&self.state));
         }
         self.is_done()
     }

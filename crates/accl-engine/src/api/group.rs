@@ -156,7 +156,7 @@ impl Group {
 
     fn start(&self, desc: &CallDesc, sample: Option<Sample>) -> Result<Call> {
         self.check_usable(desc.collective)?;
-        desc.check(self.caller.world)?;
+        desc.check(self.caller.rank, self.caller.world)?;
         let placed = |error: Error| error.of(desc.collective);
         // All reasons to refuse the call come first where preparing its memory may change it.
         if !desc.uses_tensors_as_they_are() {
@@ -196,7 +196,7 @@ impl Group {
     /// As [`Group::submit`] for a description that it refuses; `Unsupported` for point-to-point calls, which have none.
     pub fn algorithm_of(&self, desc: &CallDesc) -> Result<&'static str> {
         let usable = self.check_usable(desc.collective);
-        let named = usable.and_then(|()| desc.check(self.caller.world)).and_then(|()| {
+        let named = usable.and_then(|()| desc.check(self.caller.rank, self.caller.world)).and_then(|()| {
             self.with_default_codec(desc, |_| 0, |desc| Ok(self.planning.get(desc)?.plan.algorithm.name))
         });
         named.map_err(|error| self.placed(error.of(desc.collective)))

@@ -106,14 +106,14 @@ impl CallDesc {
             && self.inputs.pieces().iter().chain(self.outputs.pieces()).all(TensorDesc::is_plain)
     }
 
-    /// Checks the description against the group's size.
+    /// Checks the description of a call that `rank` makes in a group of `world` ranks.
     ///
     /// # Errors
     /// `InvalidArgument` for ranks, block counts and sizes that do not fit, and for mixed dtypes where they must
     /// agree; `Unsupported` for an operator that the dtype does not have.
-    pub fn check(&self, world: u32) -> Result<()> {
+    pub fn check(&self, rank: Rank, world: u32) -> Result<()> {
         self.check_ranks(world)?;
-        self.check_blocks(world)?;
+        self.check_blocks(rank, world)?;
         if self.collective.reduces() {
             self.check_reduction()?;
         }
@@ -159,26 +159,23 @@ impl CallDesc {
         Ok(())
     }
 
-    fn check_blocks(&self, world: u32) -> Result<()> {
+    fn check_blocks(&self, rank: Rank, world: u32) -> Result<()> {
         let world = world as usize;
-        // Expected numbers of (input, output) blocks; `usize::MAX` marks "root only".
-        const ROOT: usize = usize::MAX;
+        let at_root = if rank == self.root { world } else { 0 };
+        // Expected numbers of (input, output) blocks.
         let (inputs, outputs) = match self.collective {
             Collective::AllReduce | Collective::Broadcast | Collective::Reduce => (0, 1),
             Collective::ReduceScatter => (world, 1),
             Collective::AllGather => (1, world),
-            Collective::Gather => (1, ROOT),
-            Collective::Scatter => (ROOT, 1),
+            Collective::Gather => (1, at_root),
+            Collective::Scatter => (at_root, 1),
             Collective::AllToAll => (world, world),
             Collective::Barrier => (0, 0),
             Collective::Send => (1, 0),
             Collective::Recv => (0, 1),
         };
         for (what, blocks, expected) in [("input", &self.inputs, inputs), ("output", &self.outputs, outputs)] {
-            let fits =
-                if expected == ROOT { blocks.is_empty() || blocks.len() == world } else { blocks.len() == expected };
-            if !fits {
-                let expected = if expected == ROOT { world } else { expected };
+            if blocks.len() != expected {
                 return Err(Error::invalid_argument(format!(
                     "{} {what} tensors were given where {expected} are needed",
                     blocks.len()

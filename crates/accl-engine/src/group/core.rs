@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use accl_transport::frame::{Header, Kind};
 use accl_types::{Error, Moment, Result};
+use smallvec::SmallVec;
 
 use super::context::Context;
 use super::state::{Departure, FastPathEnd, GroupState, Tell};
@@ -83,6 +84,8 @@ pub(crate) struct Core {
     left: Vec<u64>,
     /// Calls in a row that ended when they were made: nobody has looked at the links meanwhile.
     silent: u32,
+    /// See [`Core::take_owed_look`].
+    owes_look: bool,
     /// Passes in a row in which nothing moved.
     idle: u32,
     /// Until when the driver is parked in the poller, if it is.
@@ -130,6 +133,7 @@ impl Core {
             causes: Vec::new(),
             left: Vec::new(),
             silent: 0,
+            owes_look: false,
             idle: 0,
             ended: HashSet::new(),
             completed: Vec::new(),
@@ -351,8 +355,28 @@ impl Core {
         self.silent += 1;
         if self.silent >= MAX_SILENT {
             self.silent = 0;
+            self.owes_look = self.net.has_streams();
             self.pass_whole((self.clock)());
         }
+    }
+
+    /// Whether somebody should ask the system for news: calls end one after the other when they are made, and nobody waits.
+    pub(crate) fn take_owed_look(&mut self) -> bool {
+        std::mem::take(&mut self.owes_look)
+    }
+
+    /// Whether a driver sleeps in the poller.
+    pub(crate) fn is_parked(&self) -> bool {
+        self.parked.is_some()
+    }
+
+    /// The peers of a call in flight whose links must be asked for news by whoever waits for it and does not sleep.
+    pub(crate) fn streams_of(&self, call: &CallState) -> SmallVec<[PeerId; 4]> {
+        if !self.net.has_streams() {
+            return SmallVec::new();
+        }
+        let peers = self.groups.get(&call.group_id).map(|group| group.peers_of(call)).unwrap_or_default();
+        peers.into_iter().filter(|&peer| !self.net.is_cheap_to_look_at(peer)).collect()
     }
 
     /// A driver is about to sleep until news come, at most until then; with what it waits for, if that is a call. Does what can be

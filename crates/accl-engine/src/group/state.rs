@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use accl_transport::frame::{CHECKS_SIGNATURES, Cause, Header, Kind, OVERHEAD_BYTES, Signature};
 use accl_types::{Collective, Error, ErrorKind, Moment, Rank, Result, Seq};
+use smallvec::SmallVec;
 
 use super::context::Context;
 use super::history::History;
@@ -589,6 +590,15 @@ impl GroupState {
             return run.awaited();
         }
         self.p2p.peer_of(call).flatten().into_iter().collect()
+    }
+
+    /// The peers that a call in flight sends to or receives from, as far as they are known.
+    pub(super) fn peers_of(&self, call: &CallState) -> SmallVec<[PeerId; 4]> {
+        if call.collective.is_point_to_point() {
+            return self.p2p.peer_of(call).flatten().into_iter().map(|rank| self.members.peer(rank)).collect();
+        }
+        let run = self.runs.get(&call.seq);
+        run.into_iter().flat_map(|run| &run.plan.peers).map(|&rank| self.members.peer(rank)).collect()
     }
 
     pub(crate) fn timeout_text(&self, call: &CallState, awaited: &[Rank], waited: Duration, net: &Net) -> String {

@@ -86,6 +86,8 @@ pub(crate) struct Net {
     departures: u64,
     /// As `departures`, when absentees were last looked for.
     departures_seen: u64,
+    /// Links whose look asks the system, unless it is known that nothing has come.
+    streams: usize,
 }
 
 impl Net {
@@ -97,6 +99,7 @@ impl Net {
     /// Adds a peer. What its link waits for is watched already.
     pub(crate) fn add(&mut self, card: Card, link: Box<dyn Link>) -> PeerId {
         let id = PeerId(self.peers.len() as u32);
+        self.streams += usize::from(!link.is_cheap_to_look_at());
         self.by_uuid.insert(card.uuid, id);
         self.peers.push(Peer {
             link: Some(link),
@@ -178,6 +181,23 @@ impl Net {
     /// Whether a look at this peer's link costs no system call.
     pub(crate) fn is_cheap_to_look_at(&self, id: PeerId) -> bool {
         self.peer(id).link.as_ref().is_some_and(|link| link.is_cheap_to_look_at())
+    }
+
+    /// Whether the system must be asked for news of some links.
+    pub(crate) fn has_streams(&self) -> bool {
+        self.streams > 0
+    }
+
+    /// The next look at this peer's link asks the system, whatever is known.
+    pub(crate) fn look_again(&mut self, id: PeerId) {
+        if let Some(link) = self.link(id) {
+            link.look_again();
+        }
+    }
+
+    /// As [`Net::look_again`], of all peers: a system call for each of them follows.
+    pub(crate) fn look_again_everywhere(&mut self) {
+        self.peers.iter_mut().filter_map(|peer| peer.link.as_mut()).for_each(|link| link.look_again());
     }
 
     /// The next frame, if it comes while this looks for it up to `looks` times. Errors are left to a pass.
@@ -317,9 +337,11 @@ impl Net {
             peer.gone = Some(if peer.said_goodbye { Gone::Left } else { Gone::Lost(error) });
         }
         let link = peer.link.take();
+        let is_stream = link.as_ref().is_some_and(|link| !link.is_cheap_to_look_at());
         peer.unsent = false;
         peer.outbox.clear();
         let uuid = peer.card.uuid;
+        self.streams -= usize::from(is_stream);
         if self.handling == Some(id) {
             self.retired = link;
         }

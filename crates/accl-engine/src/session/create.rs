@@ -191,6 +191,7 @@ impl Engine {
         }
         self.driver.with_core(|core| {
             let now = time::now();
+            core.net.look_again_everywhere();
             core.pass_whole(now);
             core.check(now);
             let lost = members.iter().find_map(|(rank, uuid)| Some((*rank, core.net.gone(uuid)?)));
@@ -236,6 +237,7 @@ impl Engine {
             let mut endpoint = parts.endpoint.lock();
             let found: Vec<Option<PeerId>> = self.driver.with_core(|core| {
                 // A peer that went and came back has a link that is dead and does not know it yet.
+                core.net.look_again_everywhere();
                 core.pass_whole(time::now());
                 core.check(time::now());
                 cards.iter().map(|card| core.net.find(&card.card)).collect()
@@ -249,8 +251,8 @@ impl Engine {
                     return Err(Error::rendezvous(format!("ranks {own} and {} are the same process", spec.rank)));
                 }
                 let payload = self.config.segment_bytes as usize + accl_transport::frame::OVERHEAD_BYTES;
-                let link = accl_transport::loopback::self_link(payload, parts.waker.clone());
-                parts.poller.watch(&link)?;
+                let mut link = accl_transport::loopback::self_link(payload, parts.waker.clone());
+                parts.poller.watch(&mut link)?;
                 self.driver.with_core(|core| core.net.add(mine.clone(), Box::new(link)));
                 continue;
             }
@@ -266,8 +268,8 @@ impl Engine {
             }
             match result {
                 Ok(links) => {
-                    for (card, link) in wanted.into_iter().zip(links) {
-                        parts.poller.watch(&link)?;
+                    for (card, mut link) in wanted.into_iter().zip(links) {
+                        parts.poller.watch(&mut link)?;
                         self.driver.with_core(|core| {
                             if core.net.find(&card).is_none() {
                                 core.net.add(card, link);

@@ -53,6 +53,8 @@ pub(super) enum Event {
     TimeIsUp { process: usize, sleep: u64 },
     /// Something reaches one end of a wire.
     Arrive { wire: usize, end: usize, is_quiet: bool },
+    /// One end of a wire learns that the other is closed.
+    Ended { wire: usize, end: usize, process: usize },
     /// Something goes wrong.
     Fault { index: usize },
 }

@@ -11,12 +11,12 @@ use std::time::Duration;
 use accl_schedule::cost::{Machine, Near, Placement};
 use accl_schedule::{Basis, Chooser, Topology};
 use accl_transport::Card;
-use accl_types::{Collective, Error, ErrorKind, Moment, Rank};
+use accl_types::{Collective, Dtype, Error, ErrorKind, Moment, Rank, ReduceOp};
 
 use super::clock::{self, Agenda, Event};
 use super::link::{SimulatedLink, Wire};
 use super::oracle::Tensors;
-use super::scenario::{Fault, Scenario, Step, TIMEOUT_MS};
+use super::scenario::{Fault, Matter, Scenario, Step, TIMEOUT_MS};
 use crate::api::planning::Planning;
 use crate::call::{CallDesc, CallState, Codecs, Encoding, Mode, TensorCodecs, Waited};
 use crate::exec::SpinLimit;
@@ -55,6 +55,8 @@ struct Made {
     refused: Option<Error>,
     tensors: Tensors,
     is_ended: bool,
+    /// Its rank makes another call than the others.
+    is_odd: bool,
     /// How often the callback of its end has run.
     callbacks: Arc<AtomicUsize>,
 }
@@ -247,11 +249,16 @@ impl<'a> World<'a> {
                 }
             }
             Event::Arrive { wire, end, is_quiet } => lock(&self.wires[wire]).on_arrival(end, is_quiet),
+            Event::Ended { wire, end, process } => {
+                lock(&self.wires[wire]).on_end(end);
+                self.ring(process);
+            }
             Event::Fault { index } => self.strike(index),
         }
         if let Event::Run { process, .. }
         | Event::Drive { process }
         | Event::Ring { process }
+        | Event::Ended { process, .. }
         | Event::TimeIsUp { process, .. } = event
         {
             self.settle(process);
@@ -323,7 +330,7 @@ impl<'a> World<'a> {
     /// What goes wrong with a rank's call, if anything does.
     fn fault_of(&mut self, item: usize, rank: usize) -> Option<Fault> {
         let at = |fault: &Fault| match fault {
-            Fault::Disagree { item, rank }
+            Fault::Disagree { item, rank, .. }
             | Fault::Late { item, rank, .. }
             | Fault::Abort { item, rank }
             | Fault::Leave { item, rank } => Some((*item, *rank)),
@@ -411,6 +418,12 @@ impl<'a> World<'a> {
             return;
         }
         watches = watches || core.watch();
+        let call = self.made.get(&(item, process)).and_then(|made| made.call.as_ref());
+        let streams = call.map(|call| core.streams_of(call)).unwrap_or_default();
+        streams.iter().for_each(|&peer| core.net.look_again(peer));
+        if streams.is_empty() && !core.is_parked() {
+            ask(&self.wires, process);
+        }
         core.pass(clock::now());
         if !watches && core.must_wake_driver(None) {
             self.kick(process);
@@ -445,6 +458,9 @@ impl<'a> World<'a> {
         if std::mem::replace(&mut member.has_left, true) {
             return;
         }
+        if !core.is_parked() {
+            ask(&self.wires, process);
+        }
         core.pass_whole(clock::now());
         let _ = core.leave_group(member.caller.group, clock::now());
         core.net.flush_all();
@@ -469,9 +485,12 @@ impl<'a> World<'a> {
             Some(Fault::Leave { .. }) => self.leave(process, item.group),
             _ => {}
         }
-        let odd = matches!(fault, Some(Fault::Disagree { .. }));
+        let odd = match fault {
+            Some(Fault::Disagree { on, .. }) => Some(on),
+            _ => None,
+        };
         let world = self.scenario.groups[item.group].members.len();
-        let (tensors, inputs, outputs) = Tensors::new(index, item, rank, world, odd);
+        let (tensors, inputs, outputs) = Tensors::new(index, item, rank, world, odd == Some(Matter::Count));
         let mut desc = CallDesc::new(item.collective, item.dtype);
         (desc.inputs, desc.outputs, desc.op) = (inputs, outputs, item.op);
         desc.root = Rank(item.root as u32);
@@ -487,23 +506,45 @@ impl<'a> World<'a> {
         } else if !item.collective.is_rooted() {
             desc.root = Rank(0);
         }
-        if let Some(codec) = item.codec {
+        match odd {
+            Some(Matter::Operator) => desc.op = if desc.op == ReduceOp::Sum { ReduceOp::Max } else { ReduceOp::Sum },
+            Some(Matter::Root) if item.collective.is_rooted() => {
+                desc.root = Rank((item.root as u32 + 1) % world as u32)
+            }
+            Some(Matter::Collective) if !item.is_message() => {
+                desc = CallDesc::new(Collective::Barrier, Dtype::U8);
+                desc.mode = if item.is_async[rank] { Mode::Async } else { Mode::Blocking };
+            }
+            Some(_) | None => {}
+        }
+        if let Some(codec) = item.codec.filter(|_| desc.collective == item.collective) {
             desc.encoding = encoding(codec, index as u64).into();
         }
         let made = self.submit(process, item.group, &desc);
         let (call, refused) = match made {
             Ok(call) => (call, None),
-            Err(error) => (None, Some(error)),
+            Err(error) => {
+                // A refused call has no number: what follows would be taken for it. Its program ends there.
+                if odd.is_some() && error.kind != ErrorKind::Aborted {
+                    self.abort(process, item.group);
+                }
+                (None, Some(error))
+            }
         };
         let callbacks: Arc<AtomicUsize> = Arc::default();
         if let Some(call) = &call {
             let counter = callbacks.clone();
-            let callback = Box::new(move || drop(counter.fetch_add(1, Ordering::Relaxed)));
+            let callback = Box::new(move || {
+                counter.fetch_add(1, Ordering::Relaxed);
+            });
             if let Some(callback) = call.keep_callback(callback) {
                 callback();
             }
         }
-        self.made.insert((index, process), Made { call, refused, tensors, is_ended: false, callbacks });
+        self.made.insert(
+            (index, process),
+            Made { call, refused, tensors, is_ended: false, is_odd: odd.is_some(), callbacks },
+        );
         self.enter(500, Event::Run { process, thread });
         Ok(())
     }
@@ -543,7 +584,7 @@ impl<'a> World<'a> {
         let (Some(core), Some(member)) = (&mut host.core, host.members.get(&group)) else {
             return Err(Error::internal("a call without its group"));
         };
-        desc.check(member.caller.world)?;
+        desc.check(member.caller.rank, member.caller.world)?;
         let shape = (!desc.collective.is_point_to_point()).then(|| member.planning.get(desc)).transpose()?;
         let prepared = member.caller.prepare(desc, shape)?;
         let launched = member.caller.start(core, desc, prepared, None, clock::now())?;
@@ -559,10 +600,22 @@ impl<'a> World<'a> {
             && !call.is_done()
             && let Some(core) = &mut self.processes[process].core
         {
+            if !core.is_parked() {
+                ask(&self.wires, process);
+            }
             core.pass(clock::now());
             if core.must_wake_driver(None) {
                 self.kick(process);
             }
+        }
+        if call.is_done()
+            && let Some(core) = &mut self.processes[process].core
+            && core.take_owed_look()
+        {
+            if !core.is_parked() {
+                ask(&self.wires, process);
+            }
+            core.pass_whole(clock::now());
         }
         call
     }
@@ -602,6 +655,7 @@ impl<'a> World<'a> {
     fn wake(&mut self, process: usize) {
         let host = &mut self.processes[process];
         (host.rung, host.sleep) = (false, None);
+        ask(&self.wires, process);
         if let Some(core) = &mut host.core {
             core.unpark(clock::now());
         }
@@ -700,6 +754,7 @@ impl<'a> World<'a> {
             let place = || format!("item {item} on process {process} (group {})", group_of(item));
             let is_sealed = self.scenario.is_sealed(item);
             match &outcome {
+                Ok(()) if made.is_odd => self.seen.done += 1,
                 Ok(()) if !has_flips || is_sealed => {
                     self.seen.done += 1;
                     if let Some(wrong) = made.tensors.wrong_result() {
@@ -759,6 +814,9 @@ impl<'a> World<'a> {
             let mut moved = false;
             for process in 0..self.processes.len() {
                 if let Some(core) = &mut self.processes[process].core {
+                    if !core.is_parked() {
+                        ask(&self.wires, process);
+                    }
                     moved |= core.pass_whole(clock::now());
                     self.settle(process);
                     self.note_ends(process)?;
@@ -863,10 +921,14 @@ impl<'a> World<'a> {
                 }
                 // Whoever waits in another group is late in this one.
                 Fault::Stall { .. } | Fault::Late { .. } | Fault::Vanish { .. } => &[ErrorKind::Timeout],
-                // So it is with a rank that waits until it hears that it has disagreed.
-                Fault::Disagree { item, .. } if self.scenario.items[*item].group == group => {
-                    &[ErrorKind::Mismatch, ErrorKind::Protocol, ErrorKind::Timeout]
-                }
+                // A rank that needs nothing from the one that disagrees may have left the group meanwhile.
+                Fault::Disagree { item, .. } if self.scenario.items[*item].group == group => &[
+                    ErrorKind::Mismatch,
+                    ErrorKind::Protocol,
+                    ErrorKind::Timeout,
+                    ErrorKind::PeerLost,
+                    ErrorKind::Aborted,
+                ],
                 Fault::Abort { item, .. } if self.scenario.items[*item].group == group => &[ErrorKind::Aborted],
                 // A message from any rank may still come from another one.
                 Fault::Leave { item, .. } if self.scenario.items[*item].group == group => {
@@ -932,6 +994,11 @@ impl Process {
             peers: vec![None; scenario.processes],
         }
     }
+}
+
+/// As `Poller::look`.
+fn ask(wires: &[Arc<Mutex<Wire>>], process: usize) {
+    wires.iter().for_each(|wire| lock(wire).ask(process));
 }
 
 fn card(process: usize) -> Card {

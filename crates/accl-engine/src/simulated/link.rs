@@ -101,6 +101,12 @@ struct End {
     gone: bool,
     /// Nothing that it sends arrives before.
     stalled_until: u64,
+    /// Something has happened that its process has not asked for.
+    has_event: bool,
+    /// As `News`: its process has asked since, and the link has not looked.
+    has_news: bool,
+    /// The last look found nothing.
+    is_empty: bool,
 }
 
 impl End {
@@ -157,17 +163,41 @@ impl Wire {
     }
 
     fn ring(&mut self, end: usize) {
+        self.ends[end].has_event = true;
         let (wait, process) = (self.latency(), self.ends[end].process);
         self.enter(wait, Event::Ring { process });
+    }
+
+    /// The system has noticed that the other end is closed.
+    pub(super) fn on_end(&mut self, end: usize) {
+        self.ends[end].has_event = true;
     }
 
     /// Something that was sent has reached an end.
     pub(super) fn on_arrival(&mut self, end: usize, is_quiet: bool) {
         let hears = !self.is_ring() || (self.ends[end].parked && !is_quiet);
         if hears && !self.is_silent() {
+            self.ends[end].has_event = true;
             let process = self.ends[end].process;
             self.enter(0, Event::Ring { process });
         }
+    }
+
+    /// A process asks the system for its news.
+    pub(super) fn ask(&mut self, process: usize) {
+        for end in self.ends.iter_mut().filter(|end| end.process == process) {
+            end.has_news |= std::mem::take(&mut end.has_event);
+        }
+    }
+
+    /// Whether a look is known to find nothing: the system has said of nothing since the last.
+    fn is_known_empty(&mut self, end: usize) -> bool {
+        let is_stream = !self.is_ring();
+        let end = &mut self.ends[end];
+        if std::mem::take(&mut end.has_news) {
+            end.is_empty = false;
+        }
+        is_stream && end.is_empty
     }
 
     /// Both ends lose it.
@@ -322,11 +352,13 @@ impl SimulatedLink {
         }
         wire.ends[end].parked = true;
         wire.ends[end].wants_room = wants_room;
-        let has_end = wire.end_of(end).is_some() && !self.told;
-        self.peeked.is_some()
-            || wire.is_readable(end)
-            || has_end
-            || (wants_room && wire.takes_more(end) && wire.room_for(end))
+        let looks = !wire.is_known_empty(end);
+        let has_end = looks && wire.end_of(end).is_some() && !self.told;
+        let has_frame = looks && wire.is_readable(end);
+        if looks {
+            wire.ends[end].is_empty = !has_frame && !has_end;
+        }
+        self.peeked.is_some() || has_frame || has_end || (wants_room && wire.takes_more(end) && wire.room_for(end))
     }
 
     fn retract(&mut self) {
@@ -340,12 +372,19 @@ impl SimulatedLink {
         if self.peeked.is_some() {
             return Ok(());
         }
-        match lock(&self.wire).end_of(self.end) {
+        let mut wire = lock(&self.wire);
+        if wire.is_known_empty(self.end) {
+            return Ok(());
+        }
+        match wire.end_of(self.end) {
             Some(error) => {
                 self.told = true;
                 Err(error)
             }
-            None => Ok(()),
+            None => {
+                wire.ends[self.end].is_empty = !wire.is_readable(self.end);
+                Ok(())
+            }
         }
     }
 }
@@ -383,7 +422,7 @@ unsafe impl Link for SimulatedLink {
     fn peek(&mut self) -> Result<Option<Frame<'_>>> {
         if self.peeked.is_none() {
             let mut wire = lock(&self.wire);
-            if wire.is_readable(self.end) {
+            if !wire.is_known_empty(self.end) && wire.is_readable(self.end) {
                 self.peeked = wire.ends[1 - self.end].under_way.pop_front();
             }
         }
@@ -440,7 +479,7 @@ unsafe impl Link for SimulatedLink {
         let process = wire.ends[1 - end].process;
         // Both kinds see the end of their peer by an event of the system.
         if !wire.is_silent() {
-            lock(&wire.agenda).enter_at(at, Event::Ring { process });
+            lock(&wire.agenda).enter_at(at, Event::Ended { wire: wire.index, end: 1 - end, process });
         }
     }
 
@@ -503,6 +542,10 @@ unsafe impl Link for SimulatedLink {
 
     fn is_cheap_to_look_at(&self) -> bool {
         lock(&self.wire).is_ring()
+    }
+
+    fn look_again(&mut self) {
+        lock(&self.wire).ends[self.end].is_empty = false;
     }
 
     fn transport(&self) -> &'static str {

@@ -78,6 +78,15 @@ pub(super) enum Step {
     Leave(usize),
 }
 
+/// What ranks disagree on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Matter {
+    Count,
+    Operator,
+    Root,
+    Collective,
+}
+
 /// What goes wrong.
 #[derive(Clone, Debug)]
 pub(super) enum Fault {
@@ -92,7 +101,7 @@ pub(super) enum Fault {
     /// A bit flips.
     Flip { wire: usize, flip: Flip },
     /// A rank makes another call than the others.
-    Disagree { item: usize, rank: usize },
+    Disagree { item: usize, rank: usize, on: Matter },
     /// A rank comes late to a call.
     Late { item: usize, rank: usize, wait: u64 },
     /// A rank ends the group instead of making a call.
@@ -172,6 +181,14 @@ impl Scenario {
             let group = rng.below(groups.len() as u64) as usize;
             let tag = items.len() as u32;
             items.push(draw_item(&mut rng, group, &groups[group], segment, tag));
+            // Programs repeat themselves, and what is small and met before takes the fast path.
+            if rng.below(3) == 0 {
+                let mut again = items[items.len() - 1].clone();
+                again.counts.iter_mut().for_each(|count| *count %= 20);
+                again.is_async.iter_mut().for_each(|is_async| *is_async = false);
+                let times = 1 + rng.below(6) as usize;
+                items.extend((0..times).map(|_| again.clone()));
+            }
         }
         let mut scenario = Self {
             seed,
@@ -258,7 +275,10 @@ impl Scenario {
             5 => Fault::Vanish { process, at },
             6 => Fault::Stall { wire, end, at, wait: 1 << rng.below(27) },
             7..=9 => Fault::Flip { wire, flip: Flip { end, frame: rng.below(40), bit: rng.next_u64() } },
-            10 | 11 => Fault::Disagree { item, rank },
+            10 | 11 => {
+                let matters = [Matter::Count, Matter::Operator, Matter::Root, Matter::Collective];
+                Fault::Disagree { item, rank, on: matters[rng.below(4) as usize] }
+            }
             12 => Fault::Late { item, rank, wait: rng.below(MOST_LATE) },
             _ if rng.below(2) == 0 => Fault::Abort { item, rank },
             _ => Fault::Leave { item, rank },
@@ -406,8 +426,6 @@ fn draw_item(rng: &mut Rng, index: usize, group: &GroupSpec, segment: u64, tag: 
         }
         _ => vec![count(rng)],
     };
-    let may_encode =
-        collective == Collective::AllReduce && dtype == Dtype::F32 && op == ReduceOp::Sum && counts.len() == 1;
     let topology = Topology::new(group.hosts.clone());
     let encodes = |rule: &AlgorithmRule| {
         let row = ALGORITHMS.iter().find(|row| row.collective == collective && row.name == rule.algorithm);

@@ -15,7 +15,7 @@ use crate::fork::Fd;
 use crate::poller::wake_fd;
 use crate::ring::park::{DATA, ROOM};
 use crate::ring::{Corrupt, Reader, Writer};
-use crate::{Frame, Link, Place, Watched};
+use crate::{Frame, Link, News, Place, Watched};
 
 /// What the handshake has gathered.
 pub(crate) struct Parts {
@@ -55,6 +55,10 @@ pub(crate) struct ShmLink {
     lost: Option<Error>,
     /// The loss was returned to the caller: it is no longer a reason to stay awake.
     told: bool,
+    /// What a poller has seen, if one watches.
+    news: Option<News>,
+    /// The kernel was asked for the peer's end.
+    has_asked: bool,
 }
 
 impl ShmLink {
@@ -77,6 +81,8 @@ impl ShmLink {
             closed: false,
             lost: None,
             told: false,
+            news: None,
+            has_asked: false,
         }
     }
 
@@ -117,6 +123,15 @@ impl ShmLink {
         if self.lost.is_some() {
             return;
         }
+        // Once nothing was found, an event comes before anything is.
+        if let Some(news) = &self.news
+            && self.has_asked
+            && !news.take()
+            && !news.has_hung_up()
+        {
+            return;
+        }
+        self.has_asked = true;
         let events = PollFlags::IN | PollFlags::RDHUP;
         let mut fds = [PollFd::new(&self.socket, events), PollFd::new(&self.socket, PollFlags::empty())];
         if let Some(process) = &self.peer_process {
@@ -293,6 +308,10 @@ unsafe impl Link for ShmLink {
         true
     }
 
+    fn look_again(&mut self) {
+        self.has_asked = false;
+    }
+
     fn transport(&self) -> &'static str {
         "shm"
     }
@@ -305,5 +324,9 @@ unsafe impl Link for ShmLink {
 impl Watched for ShmLink {
     fn fds(&self) -> Vec<BorrowedFd<'_>> {
         std::iter::once(self.socket.as_fd()).chain(self.peer_process.as_ref().map(AsFd::as_fd)).collect()
+    }
+
+    fn set_news(&mut self, news: News) {
+        self.news = Some(news);
     }
 }

@@ -75,8 +75,8 @@ pub fn connected(a: Settings, b: Settings) -> (Node, Node) {
     let (b, links_b) = thread.join().unwrap();
     let node = |host: Host, links: Vec<Box<dyn Watched>>| {
         let Host { poller, mut endpoint } = host;
-        let link = links.into_iter().next().unwrap();
-        poller.watch(&link).unwrap();
+        let mut link = links.into_iter().next().unwrap();
+        poller.watch(&mut link).unwrap();
         Node { poller: Arc::new(poller), link, warnings: endpoint.take_warnings() }
     };
     (node(a, links_a), node(b, links_b))
