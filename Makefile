@@ -4,12 +4,14 @@
 TORCH ?= 2.15.0
 # The interpreter that .venv is made from.
 PYTHON ?= python3
+# How long fuzz-world searches.
+HOURS ?= 1
 # Passed on by the targets that take arguments, for example: make bench ARGS='all_reduce/ring'
 ARGS ?=
 export TORCH PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study codec-errors test wheel sdist test-torch test-peers test-elastic bench bench-peers clean
+.PHONY: help demo study codec-errors test wheel sdist test-torch test-peers test-elastic fuzz-world mutants bench bench-peers clean
 
 help: ## list the targets
 	@echo "make TARGET [TORCH=2.15.0] [PYTHON=python3] [ARGS='...']"
@@ -49,6 +51,12 @@ test-elastic: ## ranks that die at every moment of making groups, over every sto
 	@.ci/venv build test
 	@.ci/install
 	@ACCL_TEST_ELASTIC=all .ci/pytest tests/test_elastic.py $(ARGS)
+
+fuzz-world: ## simulated worlds of random seeds for HOURS=1, on every core
+	@HOURS=$(HOURS) .ci/fuzz_world
+
+mutants: ## plant defects in the engine, and show that the simulated world finds each of them; ARGS='--list'
+	@.ci/mutants $(ARGS)
 
 bench: ## the microbenchmarks
 	@.ci/tools

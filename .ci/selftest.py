@@ -33,10 +33,26 @@ def script(name: str) -> ModuleType:
 
 layers = script("check_layers")
 shim = script("check_shim")
+planter = script("mutants")
 
 
 def package(name: str, *dependencies: tuple[str, str | None]) -> dict[str, Any]:
     return {"name": name, "dependencies": [{"name": target, "kind": kind} for target, kind in dependencies]}
+
+
+class Mutants(unittest.TestCase):
+    def test_every_defect_can_be_planted(self) -> None:
+        mutants = planter.mutants()
+        self.assertGreaterEqual(len(mutants), 20)
+        self.assertEqual(len({mutant["name"] for mutant in mutants}), len(mutants))
+        for mutant in mutants:
+            sound = (HERE.parent / mutant["file"]).read_text()
+            self.assertNotEqual(planter.planted(sound, mutant), sound)
+
+    def test_a_place_that_has_gone_is_named(self) -> None:
+        mutant = {"name": "lost", "file": "a.rs", "old": "not there", "new": ""}
+        with self.assertRaisesRegex(ValueError, "lost: its text stands 0 times in a.rs"):
+            planter.planted("fn main() {}", mutant)
 
 
 class Layers(unittest.TestCase):

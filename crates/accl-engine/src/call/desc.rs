@@ -228,3 +228,21 @@ impl CallDesc {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_root_without_room_for_what_it_gathers_is_refused() {
+        let mut value = [0_u8; 4];
+        let mut tensor = || TensorDesc::dense(value.as_mut_ptr(), Dtype::U8, 4);
+        let mut desc = CallDesc::new(Collective::Gather, Dtype::U8);
+        desc.inputs = Blocks::of(tensor());
+        assert!(desc.check(Rank(1), 2).is_ok());
+        assert_eq!(desc.check(Rank(0), 2).unwrap_err().kind, accl_types::ErrorKind::InvalidArgument);
+        desc.outputs = [[tensor()], [tensor()]].into_iter().collect();
+        assert!(desc.check(Rank(0), 2).is_ok());
+        assert_eq!(desc.check(Rank(1), 2).unwrap_err().kind, accl_types::ErrorKind::InvalidArgument);
+    }
+}

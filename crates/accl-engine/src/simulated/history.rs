@@ -148,6 +148,15 @@ pub(super) fn run(scenario: &Scenario) -> Result<Seen, Violation> {
     play(scenario, bits).map(|(seen, _)| seen)
 }
 
+/// How each call ended, by item and process.
+pub(super) fn outcomes(scenario: &Scenario) -> Result<BTreeMap<(usize, usize), Result<(), ErrorKind>>, Violation> {
+    clock::reset();
+    let mut world = World::new(scenario);
+    world.go()?;
+    let ends = world.made.iter().filter_map(|(&call, made)| Some((call, made.outcome()?.map_err(|error| error.kind))));
+    Ok(ends.collect())
+}
+
 type Bits = BTreeMap<usize, Vec<Vec<u64>>>;
 
 /// As [`run`]; encoded results must have these bits, and those of others are returned.

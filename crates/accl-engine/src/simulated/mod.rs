@@ -15,9 +15,10 @@ use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use accl_transport::{Poller, Waker};
+use accl_types::ErrorKind;
 
 use history::{Seen, Violation};
-use scenario::Scenario;
+use scenario::{Fault, IsFromAny, Scenario};
 
 /// Links of a process to itself name a waker; nobody sleeps on it here.
 fn idle_waker() -> Arc<Waker> {
@@ -124,7 +125,7 @@ fn search(first: u64, time: Duration) -> (u64, Seen) {
 /// `ACCL_WORLD_SECONDS` sets for how long, and `ACCL_WORLD_SEED` the first seed.
 #[test]
 fn what_must_hold_holds_in_every_history() {
-    let seconds = number("ACCL_WORLD_SECONDS").unwrap_or(60);
+    let seconds = number("ACCL_WORLD_SECONDS").unwrap_or(120);
     let first = number("ACCL_WORLD_SEED").unwrap_or(1);
     let (worlds, seen) = search(first, Duration::from_secs(seconds));
     println!("{worlds} worlds from seed {first} on in {seconds} s: {seen:?}");
@@ -137,6 +138,23 @@ fn one_seed_is_one_history() {
         let scenario = Scenario::draw(seed);
         assert_eq!(run(&scenario), run(&scenario), "seed {seed}");
     }
+}
+
+#[test]
+fn a_failure_reaches_a_rank_whose_link_to_who_saw_it_is_broken() {
+    // Rank 0 takes a message from any rank, and so needs rank 1. Rank 2 waits for rank 0, which tells it of the failure, and rank 1
+    // for rank 2 alone.
+    let messages = [(3, 0, IsFromAny::Yes), (0, 2, IsFromAny::No), (2, 1, IsFromAny::No)];
+    let faults = [Fault::Cut { wire: 0, at: 50_000 }, Fault::Late { item: 0, rank: 3, wait: 300_000_000 }];
+    let outcomes = history::outcomes(&Scenario::of_messages(4, &messages, &faults)).unwrap();
+    assert_eq!(outcomes[&(2, 1)], Err(ErrorKind::PeerLost));
+}
+
+#[test]
+fn a_receive_from_any_rank_ends_when_all_others_have_left() {
+    let faults = [Fault::Leave { item: 0, rank: 1 }];
+    let outcomes = history::outcomes(&Scenario::of_messages(2, &[(1, 0, IsFromAny::Yes)], &faults)).unwrap();
+    assert_eq!(outcomes[&(0, 0)], Err(ErrorKind::PeerLost));
 }
 
 /// Runs one world, as a failure names it.

@@ -78,6 +78,13 @@ pub(super) enum Step {
     Leave(usize),
 }
 
+/// Whether a receive takes a message from any rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum IsFromAny {
+    Yes,
+    No,
+}
+
 /// What ranks disagree on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Matter {
@@ -212,6 +219,63 @@ impl Scenario {
         }
         scenario.steps = scenario.draw_steps();
         scenario
+    }
+
+    /// A world of a test: one group of all processes over streams, messages from one rank to another in this order, and these
+    /// faults. Everybody waits for each of its own.
+    pub(super) fn of_messages(processes: usize, messages: &[(usize, usize, IsFromAny)], faults: &[Fault]) -> Self {
+        let pairs = (0..processes).flat_map(|a| (a + 1..processes).map(move |b| [a, b]));
+        let spec = WireSpec {
+            carrier: Carrier::Stream { kept: 5000, window: 20_000 },
+            max_payload_bytes: 1024 + accl_transport::frame::OVERHEAD_BYTES,
+            least: 1000,
+            most: 1000,
+            seed: 1,
+            flip: None,
+        };
+        let group = GroupSpec {
+            members: (0..processes).collect(),
+            hosts: (0..processes as u32).collect(),
+            rules: Vec::new(),
+            eager_bytes: 4096,
+            thread: 0,
+        };
+        let item = |(tag, &(from, to, is_from_any)): (u32, &(usize, usize, IsFromAny))| Item {
+            group: 0,
+            collective: Collective::Send,
+            dtype: Dtype::I32,
+            op: ReduceOp::Sum,
+            root: 0,
+            counts: vec![3],
+            is_equal: true,
+            codec: None,
+            step: 1,
+            ends: (from, to),
+            tag,
+            is_from_any: is_from_any == IsFromAny::Yes,
+            is_async: vec![false; processes],
+        };
+        let items: Vec<Item> = (0..).zip(messages).map(item).collect();
+        let mine = |process: usize| {
+            (0..).zip(&items).filter(move |(_, item)| item.ends.0 == process || item.ends.1 == process)
+        };
+        let steps_of = |process: usize| {
+            let calls = mine(process).flat_map(|(index, _)| [Step::Call(index), Step::Wait(index)]);
+            vec![std::iter::once(Step::Make(0)).chain(calls).collect()]
+        };
+        Self {
+            seed: 1,
+            processes,
+            threads: 1,
+            segment: 1024,
+            wires: pairs.map(|pair| (pair, spec.clone())).collect(),
+            groups: vec![group],
+            steps: (0..processes).map(steps_of).collect(),
+            items,
+            faults: faults.to_vec(),
+            spins: 0,
+            without: Vec::new(),
+        }
     }
 
     /// Number of parts that [`Scenario::without`] takes out: items, then faults.
