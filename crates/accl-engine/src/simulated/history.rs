@@ -238,7 +238,7 @@ impl<'a> World<'a> {
             if self.seen.events > MOST_EVENTS {
                 return Err(format!("the world does not come to rest: {}", self.unfinished()));
             }
-            if std::env::var_os("ACCL_WORLD_TRACE").is_some() {
+            if std::env::var_os("WORLD_TRACE").is_some() {
                 println!("{} {event:?}", clock::nanos());
             }
             self.happen(event)?;
@@ -683,7 +683,7 @@ impl<'a> World<'a> {
         });
         let Some(core) = &mut host.core else { return };
         let parked = core.park(asleep.as_deref(), None, true, clock::now());
-        if std::env::var_os("ACCL_WORLD_TRACE").is_some() {
+        if std::env::var_os("WORLD_TRACE").is_some() {
             println!("drive {process} {parked:?} work {} residue {:?}", core.has_work(), core.residue());
         }
         let Ok(Some(until)) = parked else { return };

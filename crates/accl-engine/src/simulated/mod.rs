@@ -80,7 +80,7 @@ fn report(scenario: &Scenario, violation: Violation) -> String {
         })
         .collect();
     format!(
-        "seed {}: {violation}\nreplay it with ACCL_WORLD_SEED={} ACCL_WORLD_WITHOUT={} cargo nextest run -p accl-engine \
+        "seed {}: {violation}\nreplay it with WORLD_SEED={} WORLD_WITHOUT={} cargo nextest run -p accl-engine \
          simulated::replay --run-ignored all\n{} processes, segments of {} bytes, {} looks, faults {:?}\ngroups\n{}\nitems\n{}",
         smallest.seed,
         smallest.seed,
@@ -122,11 +122,11 @@ fn search(first: u64, time: Duration) -> (u64, Seen) {
     (seed - first, all)
 }
 
-/// `ACCL_WORLD_SECONDS` sets for how long, and `ACCL_WORLD_SEED` the first seed.
+/// `WORLD_SECONDS` sets for how long, and `WORLD_SEED` the first seed.
 #[test]
 fn what_must_hold_holds_in_every_history() {
-    let seconds = number("ACCL_WORLD_SECONDS").unwrap_or(120);
-    let first = number("ACCL_WORLD_SEED").unwrap_or(1);
+    let seconds = number("WORLD_SECONDS").unwrap_or(120);
+    let first = number("WORLD_SEED").unwrap_or(1);
     let (worlds, seen) = search(first, Duration::from_secs(seconds));
     println!("{worlds} worlds from seed {first} on in {seconds} s: {seen:?}");
     assert!(seen.done > 0 && seen.failed > 0 && seen.fast > 0 && seen.sleeps > 0, "{seen:?}");
@@ -159,10 +159,10 @@ fn a_receive_from_any_rank_ends_when_all_others_have_left() {
 
 /// Runs one world, as a failure names it.
 #[test]
-#[ignore = "needs ACCL_WORLD_SEED"]
+#[ignore = "needs WORLD_SEED"]
 fn replay() {
-    let seed = number("ACCL_WORLD_SEED").expect("ACCL_WORLD_SEED names the world");
-    let without = std::env::var("ACCL_WORLD_WITHOUT").unwrap_or_default();
+    let seed = number("WORLD_SEED").expect("WORLD_SEED names the world");
+    let without = std::env::var("WORLD_WITHOUT").unwrap_or_default();
     let without: Vec<usize> = without.split(',').filter_map(|part| part.parse().ok()).collect();
     let scenario = Scenario::draw(seed).without(&without);
     if let Err(violation) = run(&scenario) {
