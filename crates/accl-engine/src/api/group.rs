@@ -225,7 +225,7 @@ impl Group {
 
     /// Number of the next collective.
     pub fn next_seq(&self) -> u64 {
-        self.with_state(|group, _| group.next_seq).unwrap_or(0)
+        self.with_state(|group, _| group.next_seq()).unwrap_or(0)
     }
 
     /// How often a point-to-point message was looked at so far: what those that are outstanding cost. For tests.

@@ -14,6 +14,7 @@ use accl_types::{Error, Moment, Result};
 use smallvec::SmallVec;
 
 use super::context::Context;
+use super::inbox::{Early, Lobby, MAX_LOBBY_BYTES};
 use super::state::{Departure, FastPathEnd, GroupState, Tell};
 use crate::call::{CallDesc, CallState, Callback};
 use crate::exec::SpinLimit;
@@ -37,8 +38,6 @@ const ROUNDS_OF_RELIEF: u32 = 4;
 const VANISHED: Duration = Duration::from_secs(30);
 /// How often silent hosts are looked for.
 const LOOK_FOR_SILENCE: Duration = Duration::from_secs(1);
-/// Bytes of frames kept for groups that are being made on this rank.
-const MAX_ORPHAN_BYTES: usize = 64 << 20;
 
 /// Group numbers are hashes already.
 type ById = BuildHasherDefault<IdHasher>;
@@ -67,10 +66,7 @@ pub(crate) struct Core {
     /// Groups with calls in flight.
     active: Vec<u64>,
     /// Frames of groups that do not exist here yet.
-    orphans: HashMap<u64, Vec<Orphan>>,
-    orphan_bytes: usize,
-    /// Groups of which frames were dropped because there were too many.
-    overrun: HashSet<u64>,
+    lobby: Lobby,
     /// Groups that were destroyed here: what still comes for them is dropped.
     ended: HashSet<u64>,
     /// Callbacks of calls that have ended, for the driver.
@@ -107,29 +103,13 @@ pub(crate) enum Relief {
     Wake,
 }
 
-/// A frame of a group that is being made on this rank.
-struct Orphan {
-    peer: PeerId,
-    header: Header,
-    payload: Vec<u8>,
-}
-
-impl Orphan {
-    /// Memory that it takes, roughly.
-    fn bytes(&self) -> usize {
-        size_of::<Self>() + self.payload.len()
-    }
-}
-
 impl Core {
     pub(crate) fn new(segment: u64, clock: fn() -> Moment) -> Self {
         Self {
             net: Net::default(),
             groups: HashMap::default(),
             active: Vec::new(),
-            orphans: HashMap::new(),
-            orphan_bytes: 0,
-            overrun: HashSet::new(),
+            lobby: Lobby::default(),
             causes: Vec::new(),
             left: Vec::new(),
             silent: 0,
@@ -181,10 +161,8 @@ impl Core {
     pub(crate) fn add_group(&mut self, group: GroupState, now: Moment) {
         let id = group.id;
         self.groups.insert(id, group);
-        let orphans = self.orphans.remove(&id).unwrap_or_default();
-        self.orphan_bytes -= orphans.iter().map(Orphan::bytes).sum::<usize>();
-        let is_complete = !self.overrun.remove(&id);
-        for Orphan { peer, header, payload } in orphans {
+        let (early, is_complete) = self.lobby.take(id);
+        for Early { peer, header, payload } in early {
             self.with_group(id, now, |group, context| {
                 if let Some(from) = group.members.rank_of(peer) {
                     group.on_frame(from, &header, &payload, context);
@@ -196,7 +174,7 @@ impl Core {
         if !is_complete {
             let error = Error::exhausted(format!(
                 "more than {} MiB came for groups that were being made here; let all ranks make a group before they use it",
-                MAX_ORPHAN_BYTES >> 20
+                MAX_LOBBY_BYTES >> 20
             ));
             self.with_group(id, now, |group, context| group.fail(group.placed(error), context, Tell::Peers));
         }
@@ -206,8 +184,7 @@ impl Core {
     pub(crate) fn remove_group(&mut self, id: u64) {
         self.groups.remove(&id);
         self.active.retain(|active| *active != id);
-        let orphans = self.orphans.remove(&id).unwrap_or_default();
-        self.orphan_bytes -= orphans.iter().map(|orphan| orphan.bytes()).sum::<usize>();
+        self.lobby.take(id);
         self.ended.insert(id);
     }
 
@@ -566,13 +543,7 @@ impl Core {
             self.left.push(header.group);
         }
         if known.is_none() && !self.ended.contains(&header.group) {
-            let orphan = Orphan { peer, header: *header, payload: payload.to_vec() };
-            if self.orphan_bytes + orphan.bytes() <= MAX_ORPHAN_BYTES {
-                self.orphan_bytes += orphan.bytes();
-                self.orphans.entry(header.group).or_default().push(orphan);
-            } else {
-                self.overrun.insert(header.group);
-            }
+            self.lobby.push(header.group, Early { peer, header: *header, payload: payload.to_vec() });
         }
     }
 
@@ -589,8 +560,8 @@ impl Core {
     pub(crate) fn residue(&self) -> Vec<String> {
         let counts = [
             ("active groups", self.active.len()),
-            ("frames of groups that are not there", self.orphans.values().map(Vec::len).sum()),
-            ("bytes of such frames", self.orphan_bytes),
+            ("frames of groups that are not there", self.lobby.kept().0),
+            ("bytes of such frames", self.lobby.kept().1),
             ("announcements", self.causes.len()),
             ("callbacks", self.completed.len()),
             ("control frames", self.net.queued()),

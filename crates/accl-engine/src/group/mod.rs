@@ -1,8 +1,12 @@
 //! Groups inside the engine: their state, and what the driver's lock protects.
 
+mod admission;
 pub(crate) mod context;
 pub(crate) mod core;
+mod failure;
 pub(crate) mod history;
+mod inbox;
+mod sequence;
 pub(crate) mod state;
 pub(crate) mod submit;
 

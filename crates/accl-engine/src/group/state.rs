@@ -1,19 +1,23 @@
 //! One group inside the engine: its calls in flight, early frames, signatures, and its end.
 //!
-//! Everything here runs under the driver's lock. Owns the numbering of calls and the poison; the caller's side is in
+//! Everything here runs under the driver's lock. Composed of `sequence`, `inbox`, `admission` and `failure`; the caller's side is in
 //! `api::group`, frames are taken off links in `core`. Read [`GroupState`] first.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use accl_transport::frame::{CHECKS_SIGNATURES, Cause, Header, Kind, OVERHEAD_BYTES, Signature};
-use accl_types::{Collective, Error, ErrorKind, Moment, Rank, Result, Seq};
+use accl_types::{Collective, Error, Moment, Rank, Result, Seq};
 use smallvec::SmallVec;
 
+use super::admission::Admission;
 use super::context::Context;
+use super::failure::Failure;
 use super::history::History;
+use super::inbox::{Inbox, Unexpected};
+use super::sequence::Sequence;
 use crate::call::{CallDesc, CallState};
 use crate::exec::{FastPath, FromAny, INQUIRY, Message, P2p, Run, RunContext, SpinLimit};
 use crate::memory::{BufferPool, Compute, Storage};
@@ -21,24 +25,8 @@ use crate::peers::{Gone, Mark, Members, Net, PeerId};
 use crate::plan::signature::disagreement;
 use crate::plan::{Shape, Shapes};
 
-/// A call begins once the earlier ones in flight have no more than this left to do, in bytes of all their operations:
-/// their tensors share the cache then, and none of them waits for the others' turns. Within a host the links need no more
-/// to be busy; between hosts a lot must be under way.
-const AT_ONCE_NEAR: u64 = 64 << 10;
-const AT_ONCE_FAR: u64 = 8 << 20;
-/// It begins anyway when the group has stood still for so long: another rank may wait for it first.
-const STANDSTILL: Duration = Duration::from_millis(1);
-
 /// Most bytes of an announcement that the group has failed.
 const MAX_CAUSE_BYTES: usize = 1024;
-
-/// A frame of a call that this rank has not made yet.
-struct Early {
-    from: Rank,
-    header: Header,
-    signature: Option<Signature>,
-    data: Vec<u8>,
-}
 
 pub(crate) struct GroupState {
     pub(crate) id: u64,
@@ -51,34 +39,22 @@ pub(crate) struct GroupState {
     /// The latest of those that may take the fast path.
     fast_shapes: Shapes,
     runs: BTreeMap<u64, Run>,
-    /// When a call in flight last moved, and whether one has yet to begin.
-    moved_at: Moment,
-    withholds: bool,
-    early: BTreeMap<u64, Vec<Early>>,
+    admission: Admission,
+    inbox: Inbox,
     history: History,
     /// Of the call that `history` has had last, if it took the fast path.
     latest: Option<Arc<Shape>>,
-    /// Number of the next collective.
-    pub(crate) next_seq: u64,
-    /// Numbers given out for calls that are made later.
-    reserved: BTreeSet<u64>,
-    /// First numbers of operations of several calls that have not been concluded.
-    composed: BTreeSet<u64>,
+    sequence: Sequence,
     /// Number of the next point-to-point call, for messages only.
     pub(crate) next_p2p: u64,
     pub(crate) next_monitored: u32,
-    /// The first cause, once there is one.
-    poison: Option<Error>,
-    /// The rank that told the first cause, if it did not begin here.
-    heard_from: Option<Rank>,
+    failure: Failure,
     /// See `is_near`.
     near: Option<bool>,
     /// Of calls on the fast path, one after the other.
     compute: Compute,
     scratch: Storage,
     pub(crate) code_pool: BufferPool,
-    /// A call has raised the cause, so that destroy need not.
-    cause_was_raised: bool,
     /// Some rank has left or is lost.
     has_absentees: bool,
 }
@@ -128,29 +104,25 @@ impl GroupState {
             p2p: P2p::new(world),
             fast_shapes: Shapes::default(),
             runs: BTreeMap::new(),
-            moved_at: Moment::default(),
-            withholds: false,
-            early: BTreeMap::new(),
+            admission: Admission::default(),
+            inbox: Inbox::default(),
             history: History::default(),
             latest: None,
-            next_seq: 0,
-            reserved: BTreeSet::new(),
-            composed: BTreeSet::new(),
+            sequence: Sequence::default(),
             next_p2p: 0,
             next_monitored: 0,
-            poison: None,
-            heard_from: None,
+            failure: Failure::default(),
             near: None,
             compute: Compute::default(),
             scratch: Storage::default(),
             code_pool: BufferPool::default(),
-            cause_was_raised: false,
             has_absentees: false,
         }
     }
 
+    /// Why the group takes no more calls, if it does not.
     pub(crate) fn poison(&self) -> Option<&Error> {
-        self.poison.as_ref()
+        self.failure.cause()
     }
 
     /// An error with this group's place.
@@ -179,7 +151,7 @@ impl GroupState {
 
     /// When calls that have not begun do so at the latest.
     pub(crate) fn begin_by(&self) -> Option<Moment> {
-        self.withholds.then(|| self.moved_at + STANDSTILL)
+        self.admission.begin_by()
     }
 
     // ---- submission
@@ -187,33 +159,27 @@ impl GroupState {
     /// Takes `count` numbers for calls to be made later, each with `take_seq(Some(..))`. Barriers that come after wait until
     /// they are concluded.
     pub(crate) fn reserve_seqs(&mut self, count: u64) -> u64 {
-        let first = self.next_seq;
-        self.next_seq += count;
-        self.reserved.extend(first..self.next_seq);
-        self.composed.insert(first);
-        first
+        self.sequence.reserve(count)
+    }
+
+    /// Number of the next collective.
+    pub(crate) fn next_seq(&self) -> u64 {
+        self.sequence.next()
     }
 
     /// See [`crate::Group::conclude_seqs`].
     pub(crate) fn conclude_seqs(&mut self, seqs: Range<u64>, failed: Option<&Error>, context: &mut Context<'_>) {
-        self.composed.remove(&seqs.start);
-        let Some(why) = failed else { return };
-        let unused: Vec<u64> = self.reserved.range(seqs).copied().collect();
-        let Some(first) = unused.first() else { return };
+        let unused = self.sequence.conclude(seqs, failed.is_some());
+        let (Some(why), Some(first)) = (failed, unused) else { return };
         let error = Error::new(why.kind, format!("call {first} could not be made on this rank: {}", why.message));
-        self.reserved.retain(|seq| !unused.contains(seq));
         self.fail(self.placed(error), context, Tell::Peers);
     }
 
     /// The number of a collective that is being made.
     pub(crate) fn take_seq(&mut self, reserved: Option<u64>) -> Result<u64> {
         match reserved {
-            Some(seq) if self.reserved.remove(&seq) => Ok(seq),
-            Some(seq) => Err(Error::internal(format!("call number {seq} was not reserved"))),
-            None => {
-                self.next_seq += 1;
-                Ok(self.next_seq - 1)
-            }
+            Some(seq) => self.sequence.take_reserved(seq),
+            None => Ok(self.sequence.take()),
         }
     }
 
@@ -237,8 +203,8 @@ impl GroupState {
         net: &mut Net,
         segment: u64,
     ) -> Option<FastPathEnd> {
-        let is_quiet = self.poison.is_none() && self.runs.is_empty() && self.early.is_empty() && !self.timing;
-        let waits_for_composed = desc.collective == Collective::Barrier && !self.composed.is_empty();
+        let is_quiet = !self.failure.has_come() && self.runs.is_empty() && self.inbox.is_empty() && !self.timing;
+        let waits_for_composed = desc.collective == Collective::Barrier && self.sequence.has_composed();
         if !is_quiet || waits_for_composed || !self.is_near(net) {
             return None;
         }
@@ -253,8 +219,7 @@ impl GroupState {
             self.scratch.grow(shape.plan.scratch_bytes as usize).ok()?;
             self.compute.buffers_mut().borrow_scratch(&mut self.scratch);
         }
-        let seq = self.next_seq;
-        self.next_seq += 1;
+        let seq = self.sequence.take();
         let header = if CHECKS_SIGNATURES { header } else { Header::new(Kind::Whole) };
         let head = Header { group: self.id, seq, ..header }.to_bytes();
         let fast_path = FastPath { plan: &shape.plan, compute: &self.compute, head, group: self.id, seq, spin_limit };
@@ -288,9 +253,9 @@ impl GroupState {
         let seq = run.call.seq;
         self.history.add(seq, &run.signature);
         self.latest = None;
-        let early = self.early.remove(&seq).unwrap_or_default();
+        let unexpected = self.inbox.take(seq);
         let mut failure = None;
-        for frame in early {
+        for frame in unexpected {
             if let Some(theirs) = frame.signature.filter(|theirs| *theirs != run.signature) {
                 failure = Some(disagreement(seq, (self.rank, &run.signature), (frame.from, &theirs)));
                 break;
@@ -310,7 +275,7 @@ impl GroupState {
         }
         let call = run.call.clone();
         if self.runs.is_empty() {
-            self.moved_at = context.now;
+            self.admission.note_move(context.now);
         }
         self.runs.insert(seq, run);
         if let Some(error) = failure {
@@ -335,19 +300,16 @@ impl GroupState {
 
     // ---- frames
 
-    /// Whether the call has yet to be made on this rank.
-    fn is_to_come(&self, seq: u64) -> bool {
-        seq >= self.next_seq || self.reserved.contains(&seq)
-    }
-
     /// Whether a frame is of a call that has yet to be made here, so that it would have to be copied aside.
     pub(crate) fn is_early(&self, header: &Header) -> bool {
-        matches!(header.kind, Kind::Begin | Kind::Whole) && self.poison.is_none() && self.is_to_come(header.seq)
+        matches!(header.kind, Kind::Begin | Kind::Whole)
+            && !self.failure.has_come()
+            && self.sequence.is_to_come(header.seq)
     }
 
     /// Handles a frame of this group.
     pub(crate) fn on_frame(&mut self, from: Rank, header: &Header, payload: &[u8], context: &mut Context<'_>) {
-        if self.poison.is_some() {
+        if self.failure.has_come() {
             return;
         }
         if let Err(error) = self.dispatch(from, header, payload, context) {
@@ -432,15 +394,15 @@ impl GroupState {
             if !run.begun && run.call.collective != Collective::Barrier {
                 run.advance(&mut env!(self, context));
             }
-            self.moved_at = context.now;
+            self.admission.note_move(context.now);
             return run.on_data(from, header, data, &mut env!(self, context));
         }
-        if self.is_to_come(seq) {
+        if self.sequence.is_to_come(seq) {
             // The rest of a message is sent only when it was granted.
             if header.kind == Kind::Data {
                 return Err(Error::protocol(format!("rank {from} sent part of call {seq}, which has not begun")));
             }
-            self.early.entry(seq).or_default().push(Early { from, header: *header, signature, data: data.to_vec() });
+            self.inbox.push(Unexpected { from, header: *header, signature, data: data.to_vec() });
             return Ok(());
         }
         match signature {
@@ -463,20 +425,20 @@ impl GroupState {
     pub(crate) fn advance(&mut self, context: &mut Context<'_>) -> bool {
         let mut moved = false;
         let mut ended: Vec<u64> = Vec::new();
-        let at_once = self.at_once(context);
+        let is_near = self.is_near(context.net);
+        let at_once = self.admission.limit(context.now, is_near);
         let mut before = 0;
         // An operation of several calls is under way before it has made them and after.
-        let first_composed = self.composed.first().copied();
-        self.withholds = false;
+        let mut withholds = false;
         for (index, (&seq, run)) in self.runs.iter_mut().enumerate() {
             // What a rank has begun before a barrier is done when the barrier is, on every rank.
-            let awaits_earlier = ended.len() < index || first_composed.is_some_and(|first| first < seq);
+            let awaits_earlier = ended.len() < index || self.sequence.has_composed_before(seq);
             if run.call.collective == Collective::Barrier && awaits_earlier {
                 continue;
             }
             // One that another rank has made begin goes on.
             if before > at_once && !run.begun {
-                self.withholds = true;
+                withholds = true;
                 continue;
             }
             if run.is_busy() {
@@ -488,8 +450,9 @@ impl GroupState {
                 before += run.plan.work;
             }
         }
+        self.admission.set_withholds(withholds);
         if moved {
-            self.moved_at = context.now;
+            self.admission.note_move(context.now);
         }
         for seq in ended {
             if let Some(mut run) = self.runs.remove(&seq) {
@@ -509,19 +472,9 @@ impl GroupState {
         moved
     }
 
-    /// How much the calls in flight may have left to do while others begin.
-    fn at_once(&mut self, context: &Context<'_>) -> u64 {
-        let stands_still = context.now >= self.moved_at + STANDSTILL;
-        match self.is_near(context.net) {
-            _ if stands_still => u64::MAX,
-            true => AT_ONCE_NEAR,
-            false => AT_ONCE_FAR,
-        }
-    }
-
     /// Fails the group when a call's deadline passed or a rank that a call needs has gone.
     pub(crate) fn check(&mut self, context: &mut Context<'_>) {
-        if self.poison.is_some() || self.is_idle() {
+        if self.failure.has_come() || self.is_idle() {
             return;
         }
         self.check_private(context);
@@ -651,31 +604,33 @@ impl GroupState {
 
     /// Whether a collective is in flight whose caller has gone on.
     pub(crate) fn has_async_calls(&self) -> bool {
-        !self.composed.is_empty() && self.poison.is_none() || self.runs.values().any(|run| run.call.is_async)
+        self.sequence.has_composed() && !self.failure.has_come() || self.runs.values().any(|run| run.call.is_async)
     }
 
     // ---- the end
 
     /// Ends the group with its first cause: every call in flight fails, and the peers are told if it began here.
     pub(crate) fn fail(&mut self, error: Error, context: &mut Context<'_>, tell: Tell) {
-        if self.poison.is_some() {
+        if self.failure.has_come() {
             return;
         }
         match tell {
             Tell::Peers => self.tell_cause(self.members.ranks(), self.rank, &error, context),
             Tell::Neighbours => {
-                self.heard_from = error.context.peer;
                 // Whoever saw it first tells everybody, and may not reach everybody: a link between two ranks can break alone.
                 let origin = error.context.peer.unwrap_or(self.rank);
                 self.tell_cause(self.members.neighbours(self.rank), origin, &error, context);
             }
             Tell::Nobody => {}
         }
-        self.poison = Some(error.clone());
-        self.early.clear();
+        let announced_by = error.context.peer.filter(|_| tell == Tell::Neighbours);
+        self.failure.set(error.clone(), announced_by);
+        self.inbox.clear();
         let runs = std::mem::take(&mut self.runs).into_values().map(|run| run.call.clone());
         let calls: Vec<Arc<CallState>> = runs.chain(self.p2p.take_all().into_iter().map(|m| m.call)).collect();
-        self.cause_was_raised |= !calls.is_empty();
+        if !calls.is_empty() {
+            self.failure.raise();
+        }
         for call in calls {
             let is_own = error.context.seq == Some(Seq(call.seq)) && error.context.collective == Some(call.collective);
             let own = if is_own { error.clone() } else { call.placed(Error::new(error.kind, brief(&error))) };
@@ -696,14 +651,13 @@ impl GroupState {
 
     /// A disagreement about calls of this rank that no call of it could raise any more.
     fn unsaid(&self) -> Option<Error> {
-        let unsaid = !self.cause_was_raised && self.next_seq + self.next_p2p > 0;
-        self.poison.clone().filter(|cause| unsaid && cause.kind == ErrorKind::Mismatch)
+        let has_made_calls = self.sequence.next() + self.next_p2p > 0;
+        self.failure.unreported_mismatch().filter(|_| has_made_calls).cloned()
     }
 
     /// The error for calls made after the group failed.
     pub(crate) fn aborted(&mut self, collective: Option<Collective>) -> Option<Error> {
-        let cause = self.poison.as_ref()?;
-        self.cause_was_raised = true;
+        let cause = self.failure.raise()?;
         let mut error = Error::aborted(format!(
             "the group failed earlier and takes no more calls; destroy it and make a new one. First cause: {}",
             brief(cause)
@@ -721,9 +675,9 @@ impl GroupState {
     pub(crate) fn residue(&self) -> Vec<String> {
         let counts = [
             ("calls", self.runs.len()),
-            ("calls that others have begun", self.early.len()),
+            ("calls that others have begun", self.inbox.calls()),
             ("messages", self.p2p.messages().count()),
-            ("reserved numbers", self.reserved.len()),
+            ("reserved numbers", self.sequence.promised()),
         ];
         let left = counts.into_iter().filter(|(_, count)| *count > 0);
         left.map(|(what, count)| format!("{count} {what} of group {}", self.name)).collect()
@@ -737,7 +691,7 @@ impl GroupState {
     /// As [`GroupState::leave`]; says what remains to be done without the group.
     pub(super) fn depart(&mut self, context: &mut Context<'_>) -> Departure {
         let departure = Departure {
-            has_failed: self.poison.is_some(),
+            has_failed: self.failure.has_come(),
             // Without the goodbyes: who waits for them would wait for ranks that have no need of them.
             sent: self.marks(context.net),
             unsaid: self.unsaid(),
@@ -759,7 +713,7 @@ impl GroupState {
             self.fail(self.placed(error), context, Tell::Peers);
         }
         // A rank that has yet to hear of the cause from its origin would take the goodbye for it.
-        if let (Some(origin), Some(cause)) = (self.heard_from, &self.poison) {
+        if let Some((origin, cause)) = self.failure.announcement() {
             self.tell_cause(self.members.ranks(), origin, cause, context);
         }
         let mut header = Header::new(Kind::Goodbye);

@@ -114,6 +114,12 @@ impl Net {
         id
     }
 
+    /// A peer without a link, for tests.
+    #[cfg(test)]
+    pub(crate) fn add_stranger(&mut self) -> PeerId {
+        PeerId(self.peers.len() as u32)
+    }
+
     pub(crate) fn ids(&self) -> impl Iterator<Item = PeerId> + use<> {
         (0..self.peers.len() as u32).map(PeerId)
     }

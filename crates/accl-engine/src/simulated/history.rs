@@ -14,7 +14,7 @@ use accl_transport::Card;
 use accl_types::{Collective, Dtype, Error, ErrorKind, Moment, Rank, ReduceOp};
 
 use super::clock::{self, Agenda, Event};
-use super::link::{SimulatedLink, Wire};
+use super::link::{SimulatedLink, Wire, self_link};
 use super::oracle::Tensors;
 use super::scenario::{Fault, Matter, Scenario, Step, TIMEOUT_MS};
 use crate::api::planning::Planning;
@@ -148,8 +148,11 @@ pub(super) fn run(scenario: &Scenario) -> Result<Seen, Violation> {
     play(scenario, bits).map(|(seen, _)| seen)
 }
 
-/// How each call ended, by item and process.
-pub(super) fn outcomes(scenario: &Scenario) -> Result<BTreeMap<(usize, usize), Result<(), ErrorKind>>, Violation> {
+/// How calls ended, by item and process.
+pub(super) type Outcomes = BTreeMap<(usize, usize), Result<(), ErrorKind>>;
+
+/// How each call of a scenario ended.
+pub(super) fn outcomes(scenario: &Scenario) -> Result<Outcomes, Violation> {
     clock::reset();
     let mut world = World::new(scenario);
     world.go()?;
@@ -198,8 +201,7 @@ impl<'a> World<'a> {
                     host.peers[ends[1 - end]] = Some(core.net.add(card(ends[1 - end]), link));
                 }
             }
-            let waker = crate::simulated::idle_waker();
-            let own = accl_transport::loopback::self_link(payload, waker);
+            let own = self_link(payload);
             host.peers[process] = Some(core.net.add(card(process), Box::new(own)));
         }
         let (made, struck) = (BTreeMap::new(), BTreeSet::new());
@@ -238,7 +240,7 @@ impl<'a> World<'a> {
             if self.seen.events > MOST_EVENTS {
                 return Err(format!("the world does not come to rest: {}", self.unfinished()));
             }
-            if std::env::var_os("WORLD_TRACE").is_some() {
+            if self.scenario.traces {
                 println!("{} {event:?}", clock::nanos());
             }
             self.happen(event)?;
@@ -683,7 +685,7 @@ impl<'a> World<'a> {
         });
         let Some(core) = &mut host.core else { return };
         let parked = core.park(asleep.as_deref(), None, true, clock::now());
-        if std::env::var_os("WORLD_TRACE").is_some() {
+        if self.scenario.traces {
             println!("drive {process} {parked:?} work {} residue {:?}", core.has_work(), core.residue());
         }
         let Ok(Some(until)) = parked else { return };

@@ -5,17 +5,24 @@
 //! is a window, and every arrival is an event. Read [`SimulatedLink`] first.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use accl_testkit::Rng;
-use accl_transport::{Answers, Frame, HEAD_BYTES, Link, Place};
+use accl_transport::loopback::{self, LoopbackLink};
+use accl_transport::{Answers, Frame, HEAD_BYTES, Link, Place, Poller};
 use accl_types::{Error, Result};
 
 use super::clock::{self, Agenda, Event};
 
 /// A host is overdue when something was under way for so long, in nanoseconds.
 const OVERDUE: u64 = 200_000_000;
+
+/// A process's link to itself. It names a waker, as it does outside; nobody sleeps on that here.
+pub(super) fn self_link(max_payload_bytes: usize) -> LoopbackLink {
+    static POLLER: LazyLock<Poller> = LazyLock::new(|| Poller::new().unwrap_or_else(|error| panic!("{error}")));
+    loopback::self_link(max_payload_bytes, POLLER.waker())
+}
 
 /// How a wire carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

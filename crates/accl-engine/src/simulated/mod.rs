@@ -11,20 +11,12 @@ mod oracle;
 mod scenario;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
-use accl_transport::{Poller, Waker};
 use accl_types::ErrorKind;
 
 use history::{Seen, Violation};
 use scenario::{Fault, IsFromAny, Scenario};
-
-/// Links of a process to itself name a waker; nobody sleeps on it here.
-fn idle_waker() -> Arc<Waker> {
-    static POLLER: LazyLock<Poller> = LazyLock::new(|| Poller::new().unwrap_or_else(|error| panic!("{error}")));
-    POLLER.waker()
-}
 
 /// As [`history::run`]; a panic of the world itself counts as what is wrong.
 fn run(scenario: &Scenario) -> Result<Seen, Violation> {
@@ -94,10 +86,14 @@ fn report(scenario: &Scenario, violation: Violation) -> String {
     )
 }
 
+/// What the search is told.
+#[expect(clippy::disallowed_methods, reason = "no setting, but an argument of a test")]
+fn argument(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
 fn number(name: &str) -> Option<u64> {
-    std::env::var(name)
-        .ok()
-        .map(|text| text.parse().unwrap_or_else(|_| panic!("{name} must be a number, not `{text}`")))
+    argument(name).map(|text| text.parse().unwrap_or_else(|_| panic!("{name} must be a number, not `{text}`")))
 }
 
 /// Histories of one seed after the other, for so long.
@@ -162,9 +158,10 @@ fn a_receive_from_any_rank_ends_when_all_others_have_left() {
 #[ignore = "needs WORLD_SEED"]
 fn replay() {
     let seed = number("WORLD_SEED").expect("WORLD_SEED names the world");
-    let without = std::env::var("WORLD_WITHOUT").unwrap_or_default();
+    let without = argument("WORLD_WITHOUT").unwrap_or_default();
     let without: Vec<usize> = without.split(',').filter_map(|part| part.parse().ok()).collect();
-    let scenario = Scenario::draw(seed).without(&without);
+    let mut scenario = Scenario::draw(seed).without(&without);
+    scenario.traces = argument("WORLD_TRACE").is_some();
     if let Err(violation) = run(&scenario) {
         panic!("{violation}\n{scenario:#?}");
     }

@@ -134,6 +134,8 @@ pub(super) struct Scenario {
     pub(super) spins: u32,
     /// What was left out, for messages.
     pub(super) without: Vec<usize>,
+    /// Each event is printed.
+    pub(super) traces: bool,
 }
 
 impl Scenario {
@@ -209,6 +211,7 @@ impl Scenario {
             faults: Vec::new(),
             spins: [0, 1, 3, 10][rng.below(4) as usize],
             without: Vec::new(),
+            traces: false,
         };
         // Two in five worlds are well.
         if rng.below(5) > 1 {
@@ -275,6 +278,7 @@ impl Scenario {
             faults: faults.to_vec(),
             spins: 0,
             without: Vec::new(),
+            traces: false,
         }
     }
 

@@ -1,0 +1,78 @@
+//! Why a group takes no more calls, who said so, and whether its caller knows.
+//!
+//! Owns the first cause: whatever goes wrong later does not replace it. Who is told is decided in `state`. Read [`Failure`] first.
+
+use accl_types::{Error, ErrorKind, Rank};
+
+/// What became of one group, if it has failed.
+#[derive(Default)]
+pub(super) struct Failure {
+    cause: Option<Error>,
+    /// The rank that announced the cause, if it did not begin here.
+    announced_by: Option<Rank>,
+    /// A call has raised the cause.
+    was_raised: bool,
+}
+
+impl Failure {
+    #[inline]
+    pub(super) fn cause(&self) -> Option<&Error> {
+        self.cause.as_ref()
+    }
+
+    #[inline]
+    pub(super) fn has_come(&self) -> bool {
+        self.cause.is_some()
+    }
+
+    /// Keeps the first cause; with the rank that announced it, unless it began here.
+    pub(super) fn set(&mut self, cause: Error, announced_by: Option<Rank>) {
+        if self.cause.is_none() {
+            (self.cause, self.announced_by) = (Some(cause), announced_by);
+        }
+    }
+
+    /// The cause and the rank that announced it.
+    pub(super) fn announcement(&self) -> Option<(Rank, &Error)> {
+        Some((self.announced_by?, self.cause.as_ref()?))
+    }
+
+    /// A call raises it.
+    pub(super) fn raise(&mut self) -> Option<&Error> {
+        self.was_raised |= self.cause.is_some();
+        self.cause.as_ref()
+    }
+
+    /// A disagreement that no call has raised.
+    pub(super) fn unreported_mismatch(&self) -> Option<&Error> {
+        self.cause.as_ref().filter(|cause| !self.was_raised && cause.kind == ErrorKind::Mismatch)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_cause_stays() {
+        let mut failure = Failure::default();
+        assert!(!failure.has_come() && failure.raise().is_none());
+        failure.set(Error::timeout("first"), Some(Rank(3)));
+        failure.set(Error::mismatch("second"), None);
+        assert_eq!(failure.cause(), Some(&Error::timeout("first")));
+        assert_eq!(failure.announcement(), Some((Rank(3), &Error::timeout("first"))));
+        assert_eq!(failure.unreported_mismatch(), None);
+    }
+
+    #[test]
+    fn a_disagreement_is_unreported_until_a_call_has_raised_it() {
+        let mut failure = Failure::default();
+        // To ask a sound group raises nothing.
+        failure.raise();
+        failure.set(Error::mismatch("counts differ"), None);
+        assert_eq!(failure.announcement(), None);
+        assert_eq!(failure.unreported_mismatch(), Some(&Error::mismatch("counts differ")));
+        assert!(failure.raise().is_some());
+        assert_eq!(failure.unreported_mismatch(), None);
+    }
+}
