@@ -7,7 +7,7 @@
 
 use std::ops::{Deref, DerefMut};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
@@ -92,6 +92,8 @@ pub(crate) struct Driver {
     election: Mutex<Election>,
     background: Condvar,
     waits: AtomicU64,
+    /// How often somebody has asked whether a call is done.
+    tests: AtomicU32,
     /// Nobody wakes for a periodic look.
     without_tick: AtomicBool,
     /// How often a driver has slept in the poller.
@@ -178,6 +180,7 @@ impl Driver {
             election: Mutex::default(),
             background: Condvar::new(),
             waits: AtomicU64::new(1),
+            tests: AtomicU32::new(0),
             without_tick: AtomicBool::new(false),
             parks: AtomicU64::new(0),
             born: accl_transport::fork_generation(),
@@ -264,7 +267,7 @@ impl Driver {
 
     /// Asks the system what has come, for the passes that follow: of a link of which nobody has seen an event they do not look
     /// at the socket. A driver that sleeps hears of it itself, and its news would be taken from it here.
-    fn look(&self, core: &Core) {
+    pub(crate) fn look(&self, core: &Core) {
         if core.net.has_streams() {
             self.ask(core);
         }
@@ -294,7 +297,12 @@ impl Driver {
     pub(crate) fn try_pass(&self, call: Option<&CallState>) {
         let Some(mut core) = self.try_lock() else { return };
         match call.map(|call| core.streams_of(call)).filter(|streams| !streams.is_empty()) {
-            Some(streams) => streams.into_iter().for_each(|peer| core.net.look_again(peer)),
+            Some(streams) => {
+                streams.into_iter().for_each(|peer| core.net.look_again(peer));
+                if self.tests.fetch_add(1, Ordering::Relaxed).is_multiple_of(ROUNDS_BEFORE_LOOK) {
+                    self.look(&core);
+                }
+            }
             None => self.look(&core),
         }
         let moved = core.pass(time::now());
@@ -552,7 +560,14 @@ impl Driver {
         let Some(polling) = self.polling.get() else { return };
         let now = time::now();
         // After a panic every call has failed, and whoever waits looks for what became of its own.
-        let Ok(Some(until)) = self.lock().park(call, until, self.ticks(), now) else { return };
+        let mut core = self.lock();
+        let Ok(parked) = core.park(call, until, self.ticks(), now) else { return };
+        let Some(until) = parked else {
+            // While calls have work of their own nobody sleeps in the poller, and links would have no news.
+            self.look(&core);
+            return;
+        };
+        drop(core);
         // A failure to wait shows as a loop that does not sleep; deadlines still end it.
         self.parks.fetch_add(1, Ordering::Relaxed);
         let _ = polling.poller.wait((until != Moment::FAR).then(|| until.since(now)));

@@ -147,9 +147,12 @@ impl Engine {
     /// `Exhausted` when its descriptors cannot be watched.
     pub fn adopt_link(&self, card: Card, mut link: Box<dyn Watched>) -> Result<()> {
         let parts = self.parts(None)?;
-        parts.poller.watch(&mut link)?;
-        self.driver.with_core(|core| core.net.add(card, link));
-        Ok(())
+        // Under the lock: a driver that the first event wakes must find the link.
+        self.driver.with_core(|core| {
+            parts.poller.watch(&mut link)?;
+            core.net.add(card, link);
+            Ok(())
+        })
     }
 
     /// What ends a wait of this engine: for links made by other means than the endpoint.

@@ -192,7 +192,12 @@ impl Poller {
             .map(|t| t.min(LONGEST_SLEEP))
             .map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
         let mut events = [const { std::mem::MaybeUninit::uninit() }; 64];
-        let (events, _) = match epoll::wait(&self.epoll, &mut events, timeout.as_ref()) {
+        let mut waited = epoll::wait(&self.epoll, &mut events, timeout.as_ref());
+        // A signal may end a wait although there are events, which must not be overlooked by who looks at a deadline next.
+        if matches!(waited, Err(Errno::INTR)) {
+            waited = epoll::wait(&self.epoll, &mut events, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+        }
+        let (events, _) = match waited {
             Ok(events) => events,
             Err(Errno::INTR) => return Ok(()),
             Err(why) => return Err(Error::internal(format!("waiting for events failed: {why}"))),

@@ -106,6 +106,10 @@ impl Group {
             }
             None => None,
         });
+        if core.take_owed_look() {
+            self.driver.look(&core);
+            core.pass_whole(time::now());
+        }
         let relief = if is_watch { core.unwatch(time::now()) } else { Relief::SleepsOn };
         self.driver.unlock(core);
         self.driver.relieve(relief);
@@ -337,6 +341,7 @@ impl Group {
             return None;
         }
         // One look at the links: a disagreement that calls could not see may lie there.
+        self.driver.with_core(|core| core.look_again_at(self.caller.group));
         self.driver.pass_now();
         let departure = self.driver.with_core(|core| core.leave_group(self.caller.group, time::now()));
         self.driver.flush();

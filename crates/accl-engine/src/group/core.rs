@@ -178,6 +178,15 @@ impl Core {
             ));
             self.with_group(id, now, |group, context| group.fail(group.placed(error), context, Tell::Peers));
         }
+        self.net.flush_all();
+    }
+
+    /// The links of a group's ranks are asked for news by the next pass.
+    pub(crate) fn look_again_at(&mut self, group: u64) {
+        let Some(group) = self.groups.get(&group) else { return };
+        for rank in group.members.ranks() {
+            self.net.look_again(group.members.peer(rank));
+        }
     }
 
     /// Forgets a group, or one whose making failed: what still comes for it is dropped.
@@ -427,6 +436,7 @@ impl Core {
     /// on its own link, and what completes a call may lie on another.
     fn heed_causes(&mut self, now: Moment) {
         self.idle = PASSES_HELD;
+        self.net.look_again_everywhere();
         for _ in 0..MAX_ROUNDS {
             let mut moved = false;
             for id in self.net.ids() {

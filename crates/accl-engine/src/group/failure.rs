@@ -2,7 +2,9 @@
 //!
 //! Owns the first cause: whatever goes wrong later does not replace it. Who is told is decided in `state`. Read [`Failure`] first.
 
-use accl_types::{Error, ErrorKind, Rank};
+use std::time::Duration;
+
+use accl_types::{Error, ErrorKind, Moment, Rank};
 
 /// What became of one group, if it has failed.
 #[derive(Default)]
@@ -12,7 +14,13 @@ pub(super) struct Failure {
     announced_by: Option<Rank>,
     /// A call has raised the cause.
     was_raised: bool,
+    /// What another rank has passed on, and when it counts although the rank that announced it has not said so itself.
+    rumour: Option<(Error, Rank, Moment)>,
 }
+
+/// How long the rank that announced a failure has to say so itself, after another one has passed it on: what it sent before may
+/// complete calls.
+const GRACE: Duration = Duration::from_millis(50);
 
 impl Failure {
     #[inline]
@@ -23,6 +31,21 @@ impl Failure {
     #[inline]
     pub(super) fn has_come(&self) -> bool {
         self.cause.is_some()
+    }
+
+    /// Another rank has passed on what `origin` announced.
+    pub(super) fn hear(&mut self, cause: Error, origin: Rank, now: Moment) {
+        self.rumour.get_or_insert((cause, origin, now + GRACE));
+    }
+
+    /// When what was passed on counts.
+    pub(super) fn due(&self) -> Option<Moment> {
+        self.rumour.as_ref().filter(|_| self.cause.is_none()).map(|(_, _, due)| *due)
+    }
+
+    /// What was passed on, once it counts: the time is up, or nothing more comes from the rank that announced it.
+    pub(super) fn take_rumour(&mut self, now: Moment, is_absent: impl FnOnce(Rank) -> bool) -> Option<Error> {
+        self.rumour.take_if(|(_, origin, due)| now >= *due || is_absent(*origin)).map(|(cause, _, _)| cause)
     }
 
     /// Keeps the first cause; with the rank that announced it, unless it began here.
@@ -62,6 +85,24 @@ mod tests {
         assert_eq!(failure.cause(), Some(&Error::timeout("first")));
         assert_eq!(failure.announcement(), Some((Rank(3), &Error::timeout("first"))));
         assert_eq!(failure.unreported_mismatch(), None);
+    }
+
+    #[test]
+    fn what_is_passed_on_counts_when_its_origin_is_gone_or_says_nothing() {
+        let (origin, start) = (Rank(2), Moment::from_nanos(7));
+        let mut failure = Failure::default();
+        failure.hear(Error::timeout("late"), origin, start);
+        failure.hear(Error::timeout("again"), Rank(3), start + GRACE);
+        assert_eq!(failure.due(), Some(start + GRACE));
+        assert_eq!(failure.take_rumour(start, |rank| rank != origin), None);
+        assert_eq!(failure.take_rumour(start, |rank| rank == origin), Some(Error::timeout("late")));
+        assert_eq!(failure.due(), None);
+        failure.hear(Error::timeout("late"), origin, start);
+        assert_eq!(failure.take_rumour(start + GRACE, |_| false), Some(Error::timeout("late")));
+        // The origin's own word makes it superfluous.
+        failure.hear(Error::timeout("late"), origin, start);
+        failure.set(Error::timeout("late"), Some(origin));
+        assert_eq!(failure.due(), None);
     }
 
     #[test]

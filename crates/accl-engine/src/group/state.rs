@@ -138,7 +138,7 @@ impl GroupState {
     /// The earliest deadline of a call in flight.
     pub(crate) fn next_deadline(&self) -> Option<Moment> {
         let runs = self.runs.values().filter_map(|run| [run.deadline, run.inquire_at].into_iter().flatten().min());
-        runs.chain(self.p2p.next_deadline()).chain(self.begin_by()).min()
+        runs.chain(self.p2p.next_deadline()).chain(self.begin_by()).chain(self.failure.due()).min()
     }
 
     /// The shortest time that a call in flight was given, if a peer is in this group.
@@ -349,7 +349,13 @@ impl GroupState {
                 // Another rank may pass on what it heard.
                 let text = if cause.text.contains(&report) { cause.text } else { report + &cause.text };
                 let error = Error::new(cause.kind, text);
-                self.fail(self.placed(error.with_peer(cause.origin)), context, Tell::Neighbours);
+                let error = self.placed(error.with_peer(cause.origin));
+                let is_first_hand = from == cause.origin || cause.origin.0 >= self.members.world();
+                if is_first_hand || self.is_idle() || self.members.is_absent(cause.origin, context.net) {
+                    self.fail(error, context, Tell::Neighbours);
+                } else {
+                    self.failure.hear(error, cause.origin, context.now);
+                }
                 Ok(())
             }
             Kind::Goodbye => {
@@ -477,12 +483,21 @@ impl GroupState {
         if self.failure.has_come() || self.is_idle() {
             return;
         }
+        let (members, net) = (&self.members, &*context.net);
+        if let Some(error) = self.failure.take_rumour(context.now, |origin| members.is_absent(origin, net)) {
+            self.fail(error, context, Tell::Neighbours);
+            return;
+        }
         self.check_private(context);
         for run in self.runs.values_mut().filter(|run| run.inquire_at.is_some_and(|at| at <= context.now)) {
             run.inquire(&mut env!(self, context));
         }
         if let Some(error) = self.overdue(context).or_else(|| self.departed(context)) {
-            self.fail(error, context, Tell::Peers);
+            // What was passed on came first: who has left may have done so because of it.
+            match self.failure.take_rumour(context.now, |_| true) {
+                Some(first) => self.fail(first, context, Tell::Neighbours),
+                None => self.fail(error, context, Tell::Peers),
+            }
         }
     }
 

@@ -435,6 +435,7 @@ impl Net {
         for link in self.peers.iter_mut().filter_map(|peer| peer.link.as_mut()) {
             let _ = link.flush();
             link.close();
+            link.look_again();
             // A socket that ends with unread bytes resets the connection, which takes back what is under way.
             while let Ok(Some(_)) = link.peek() {
                 link.release();

@@ -252,8 +252,11 @@ impl Engine {
                 }
                 let payload = self.config.segment_bytes as usize + accl_transport::frame::OVERHEAD_BYTES;
                 let mut link = accl_transport::loopback::self_link(payload, parts.waker.clone());
-                parts.poller.watch(&mut link)?;
-                self.driver.with_core(|core| core.net.add(mine.clone(), Box::new(link)));
+                self.driver.with_core(|core| {
+                    parts.poller.watch(&mut link)?;
+                    core.net.add(mine.clone(), Box::new(link));
+                    Ok::<_, Error>(())
+                })?;
                 continue;
             }
             let wanted: Vec<_> = missing.iter().map(|&rank| cards[rank].card.clone()).collect();
@@ -269,12 +272,14 @@ impl Engine {
             match result {
                 Ok(links) => {
                     for (card, mut link) in wanted.into_iter().zip(links) {
-                        parts.poller.watch(&mut link)?;
+                        // Under the lock: a driver that the first event wakes must find the link.
                         self.driver.with_core(|core| {
                             if core.net.find(&card).is_none() {
+                                parts.poller.watch(&mut link)?;
                                 core.net.add(card, link);
                             }
-                        });
+                            Ok::<_, Error>(())
+                        })?;
                     }
                 }
                 Err(failed) => {

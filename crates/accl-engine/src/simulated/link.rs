@@ -199,12 +199,14 @@ impl Wire {
 
     /// Whether a look is known to find nothing: the system has said of nothing since the last.
     fn is_known_empty(&mut self, end: usize) -> bool {
-        let is_stream = !self.is_ring();
+        if self.is_ring() {
+            return false;
+        }
         let end = &mut self.ends[end];
         if std::mem::take(&mut end.has_news) {
             end.is_empty = false;
         }
-        is_stream && end.is_empty
+        end.is_empty
     }
 
     /// Both ends lose it.
@@ -293,6 +295,11 @@ impl Wire {
         is_closed.then(|| Error::peer_lost("the simulated link was closed by its peer"))
     }
 
+    /// Whether the system knows that nothing more comes, whatever has come already.
+    fn has_ended(&self, end: usize) -> bool {
+        self.is_cut() || (self.ends[1 - end].closed && !self.is_silent())
+    }
+
     fn oldest(&self, end: usize) -> Option<u64> {
         let mine = &self.ends[end];
         let late = mine.under_way.iter().find(|parcel| !self.has_arrived(parcel.at)).map(|parcel| parcel.at);
@@ -312,12 +319,25 @@ pub(super) struct SimulatedLink {
     is_owed_wake: bool,
     /// The end was returned to the caller.
     told: bool,
+    /// Of a ring, whose frames are seen without the system but not its end: the system was asked, and has said so.
+    has_asked: bool,
+    sees_end: bool,
 }
 
 impl SimulatedLink {
     pub(super) fn new(wire: &Arc<Mutex<Wire>>, end: usize) -> Self {
         let wire = wire.clone();
-        Self { wire, end, reserved: None, peeked: None, waits_for_room: false, is_owed_wake: false, told: false }
+        Self {
+            wire,
+            end,
+            reserved: None,
+            peeked: None,
+            waits_for_room: false,
+            is_owed_wake: false,
+            told: false,
+            has_asked: false,
+            sees_end: false,
+        }
     }
 
     fn send(&mut self, is_quiet: bool) {
@@ -352,6 +372,7 @@ impl SimulatedLink {
 
     fn announce(&mut self, wants_room: bool) -> bool {
         self.waits_for_room = wants_room;
+        self.ask_for_end();
         let mut wire = lock(&self.wire);
         let end = self.end;
         if !wire.is_ring() {
@@ -360,7 +381,8 @@ impl SimulatedLink {
         wire.ends[end].parked = true;
         wire.ends[end].wants_room = wants_room;
         let looks = !wire.is_known_empty(end);
-        let has_end = looks && wire.end_of(end).is_some() && !self.told;
+        let knows_end = self.sees_end || !wire.is_ring();
+        let has_end = looks && knows_end && wire.end_of(end).is_some() && !self.told;
         let has_frame = looks && wire.is_readable(end);
         if looks {
             wire.ends[end].is_empty = !has_frame && !has_end;
@@ -375,11 +397,26 @@ impl SimulatedLink {
         wire.ends[end].wants_room = false;
     }
 
+    /// As a link over shared memory asks for its peer's death: not again before something has happened.
+    fn ask_for_end(&mut self) {
+        let mut wire = lock(&self.wire);
+        let has_news = std::mem::take(&mut wire.ends[self.end].has_news);
+        if wire.is_ring() && (has_news || !self.has_asked) {
+            self.has_asked = true;
+            self.sees_end = self.sees_end || wire.has_ended(self.end);
+        } else {
+            wire.ends[self.end].has_news = has_news;
+        }
+    }
+
     fn look_for_end(&mut self) -> Result<()> {
         if self.peeked.is_some() {
             return Ok(());
         }
         let mut wire = lock(&self.wire);
+        if wire.is_ring() && !self.sees_end {
+            return Ok(());
+        }
         if wire.is_known_empty(self.end) {
             return Ok(());
         }
@@ -472,6 +509,7 @@ unsafe impl Link for SimulatedLink {
     }
 
     fn check_peer(&mut self) -> Result<()> {
+        self.ask_for_end();
         self.look_for_end()
     }
 
@@ -552,6 +590,7 @@ unsafe impl Link for SimulatedLink {
     }
 
     fn look_again(&mut self) {
+        self.has_asked = false;
         lock(&self.wire).ends[self.end].is_empty = false;
     }
 

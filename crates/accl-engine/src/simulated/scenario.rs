@@ -151,7 +151,7 @@ impl Scenario {
             7..=8 => 5 + rng.below(2) as usize,
             _ => 7 + rng.below(3) as usize,
         };
-        let threads = 1 + usize::from(rng.below(4) == 0);
+        let threads = 1 + rng.below(2) as usize;
         let segment = 64 << rng.below(6);
         // All over rings, all over streams, or both by host.
         let style = rng.below(4);
@@ -164,7 +164,7 @@ impl Scenario {
         for a in 0..processes {
             for b in a + 1..processes {
                 let carrier = match hosts[a] == hosts[b] && style != 1 {
-                    true => Carrier::Ring { frames: [1, 2, 4, 32][rng.below(4) as usize] },
+                    true => Carrier::Ring { frames: [1, 1, 2, 32][rng.below(4) as usize] },
                     false => Carrier::Stream {
                         kept: [0, 300, 5000][rng.below(3) as usize],
                         window: [1, 500, 20_000][rng.below(3) as usize],
@@ -213,8 +213,8 @@ impl Scenario {
             without: Vec::new(),
             traces: false,
         };
-        // Two in five worlds are well.
-        if rng.below(5) > 1 {
+        // Half of the worlds are well.
+        if rng.below(2) == 0 {
             for _ in 0..1 + rng.below(2) * rng.below(2) {
                 let fault = scenario.draw_fault(&mut rng);
                 scenario.faults.push(fault);
