@@ -106,7 +106,8 @@ pub unsafe trait Link: Send {
     /// `PeerLost` or `Network` when the link is broken.
     fn flush(&mut self) -> Result<bool>;
 
-    /// Publishes "parked" (and, if asked, "waits for room"), then looks once more. `true`: something came up, do not
+    /// Publishes "parked" (and, if asked, "waits for room"), then looks once more, unless an event that ends the sleep would come
+    /// before anything that is to be found. `true`: something came up, do not
     /// sleep. Either way [`Link::unpark`] follows. A loss that was returned already is nothing new, so that a lost link
     /// that is still in the caller's list keeps nobody awake.
     fn prepare_park(&mut self, wants_room: bool) -> bool;
@@ -124,7 +125,8 @@ pub unsafe trait Link: Send {
         wants_room
     }
 
-    /// Looks whether the peer is still there; called now and then while spinning.
+    /// Looks whether the peer is still there, unless it was when this was last asked and the poller has seen nothing since; called
+    /// now and then while spinning.
     ///
     /// # Errors
     /// `PeerLost` when it is gone and everything it sent was read.
@@ -169,7 +171,7 @@ pub unsafe trait Link: Send {
     /// Wakes the peer if it is parked and was given anything quietly.
     fn wake_peer(&mut self) {}
 
-    /// Whether a [`Link::peek`] that finds nothing costs no system call.
+    /// Whether frames are seen without the system: no [`Link::peek`] that finds nothing costs a system call.
     fn is_cheap_to_look_at(&self) -> bool {
         false
     }

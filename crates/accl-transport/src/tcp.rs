@@ -1,9 +1,9 @@
 //! Frames over one TCP connection: a word with the payload's length before each, padded to 8 bytes.
 //!
 //! Owns the buffers of both directions, the half-close, and what the peer's host has acknowledged; connecting is done in
-//! `endpoint`. The kernel wakes a parked
-//! side by itself, so there are no flags: parking only makes sure that no edge can have been missed, which is so
-//! once a read and a write have been refused.
+//! `endpoint`. The kernel wakes a parked side by itself, so there are no flags: parking only makes sure that no edge can have been
+//! missed, which is so once a read and a write have been refused. A socket that was read empty is not read again before the
+//! poller has seen an event of it, unless somebody expects one.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::time::Duration;
@@ -378,8 +378,8 @@ unsafe impl Link for TcpLink {
         }
         let was_deaf = self.deaf.is_some();
         self.push();
-        // A read that found less than the buffer has room for has emptied the socket: whatever comes next is an edge.
-        // One that filled the buffer has brought a whole frame.
+        // A read that found less than the buffer has room for has emptied the socket: whatever comes next is an edge, which ends
+        // the sleep that follows if nobody has seen it yet. One that filled the buffer has brought a whole frame.
         let news = self.poll_frame() != Ok(false)
             || (self.ended.is_some() && !self.told)
             || (self.deaf.is_some() && !was_deaf);
