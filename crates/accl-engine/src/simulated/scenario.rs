@@ -190,11 +190,13 @@ impl Scenario {
             let group = rng.below(groups.len() as u64) as usize;
             let tag = items.len() as u32;
             items.push(draw_item(&mut rng, group, &groups[group], segment, tag));
-            // Programs repeat themselves, and what is small and met before takes the fast path.
+            // Programs repeat themselves; what is small, waited for and met before takes the fast path, and what nobody waits for
+            // fills the links.
             if rng.below(3) == 0 {
                 let mut again = items[items.len() - 1].clone();
                 again.counts.iter_mut().for_each(|count| *count %= 20);
-                again.is_async.iter_mut().for_each(|is_async| *is_async = false);
+                let are_async = rng.below(2) == 0;
+                again.is_async.iter_mut().for_each(|is_async| *is_async = are_async);
                 let times = 1 + rng.below(6) as usize;
                 items.extend((0..times).map(|_| again.clone()));
             }
