@@ -935,8 +935,6 @@ impl<'a> World<'a> {
                 {
                     &[ErrorKind::PeerLost]
                 }
-                // Whoever waits in another group is late in this one.
-                Fault::Stall { .. } | Fault::Late { .. } | Fault::Vanish { .. } => &[ErrorKind::Timeout],
                 // A rank that needs nothing from the one that disagrees may have left the group meanwhile.
                 Fault::Disagree { item, .. } if self.scenario.items[*item].group == group => &[
                     ErrorKind::Mismatch,
@@ -950,7 +948,13 @@ impl<'a> World<'a> {
                 Fault::Leave { item, .. } if self.scenario.items[*item].group == group => {
                     &[ErrorKind::Aborted, ErrorKind::PeerLost, ErrorKind::Timeout]
                 }
-                _ => &[],
+                // Whoever waits in another group until its deadline is late in this one.
+                Fault::Stall { .. }
+                | Fault::Late { .. }
+                | Fault::Vanish { .. }
+                | Fault::Disagree { .. }
+                | Fault::Leave { .. } => &[ErrorKind::Timeout],
+                Fault::Kill { .. } | Fault::Cut { .. } | Fault::Abort { .. } | Fault::Flip { .. } => &[],
             };
             if self.struck.contains(&index) || matches!(fault, Fault::Late { .. } | Fault::Stall { .. }) {
                 count += usize::from(!may.is_empty());
