@@ -166,9 +166,10 @@ proptest! {
             }
             let (unit, _) = grid(&settings, before);
             let most = before.iter().fold(0f32, |most, value| most.max(value.abs()));
+            // The grid goes up to a level beyond the values.
             let half_ulp = match dtype {
-                Dtype::F16 => most.max(unit) * 2f32.powi(-11) + 2f32.powi(-25),
-                Dtype::BF16 => most.max(unit) * 2f32.powi(-8),
+                Dtype::F16 => (most + unit) * 2f32.powi(-11) + 2f32.powi(-25),
+                Dtype::BF16 => (most + unit) * 2f32.powi(-8),
                 _ => 0.0,
             };
             let levels = if settings.rounding == Rounding::Nearest { 0.5 } else { 1.0 };
