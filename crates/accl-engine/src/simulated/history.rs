@@ -4,8 +4,8 @@
 //! run is the engine's own; only the lock, the threads and the poller are played here, in the way of `driver`. Read [`run`] first.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use accl_schedule::cost::{Machine, Near, Placement};
@@ -23,6 +23,7 @@ use crate::exec::SpinLimit;
 use crate::group::{Caller, Core, FastPathEnd, GroupState, Launched, Relief, Tell};
 use crate::peers::Members;
 use crate::plan::Planner;
+use crate::sync::Mutex;
 
 /// What a pass takes, in nanoseconds.
 const PASS: u64 = 300;
@@ -131,10 +132,6 @@ struct World<'a> {
     bits: Bits,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Runs the history of a scenario.
 ///
 /// # Errors
@@ -210,7 +207,7 @@ impl<'a> World<'a> {
     }
 
     fn enter(&self, wait: u64, event: Event) {
-        lock(&self.agenda).enter(wait, event);
+        self.agenda.lock().enter(wait, event);
     }
 
     // ---- the history
@@ -232,7 +229,7 @@ impl<'a> World<'a> {
     /// Until that is so.
     fn go_on(&mut self, is_over: impl Fn(&Self) -> bool) -> Result<(), Violation> {
         while !is_over(self) {
-            let next = lock(&self.agenda).next();
+            let next = self.agenda.lock().next();
             let Some(event) = next else {
                 return Err(format!("nothing will ever happen again, and calls are in flight: {}", self.unfinished()));
             };
@@ -259,9 +256,9 @@ impl<'a> World<'a> {
                     self.wake(process);
                 }
             }
-            Event::Arrive { wire, end, is_quiet } => lock(&self.wires[wire]).on_arrival(end, is_quiet),
+            Event::Arrive { wire, end, is_quiet } => self.wires[wire].lock().on_arrival(end, is_quiet),
             Event::Ended { wire, end, process } => {
-                lock(&self.wires[wire]).on_end(end);
+                self.wires[wire].lock().on_end(end);
                 self.ring(process);
             }
             Event::Fault { index } => self.strike(index),
@@ -280,7 +277,7 @@ impl<'a> World<'a> {
 
     /// Every call has ended, every thread has nothing left to do, and nothing is under way.
     fn is_at_rest(&self) -> bool {
-        lock(&self.agenda).is_quiet()
+        self.agenda.lock().is_quiet()
             && self.living().all(|(_, host)| host.threads.iter().all(|thread| thread.state == State::Over))
             && self.living().all(|(process, _)| self.calls_of(process).all(|(_, made)| made.outcome().is_some()))
     }
@@ -313,12 +310,12 @@ impl<'a> World<'a> {
         self.struck.insert(index);
         match self.faults[index].clone() {
             Fault::Kill { process, .. } => self.kill(process),
-            Fault::Cut { wire, .. } => lock(&self.wires[wire]).cut(),
-            Fault::Stall { wire, end, wait, .. } => lock(&self.wires[wire]).stall(end, wait),
+            Fault::Cut { wire, .. } => self.wires[wire].lock().cut(),
+            Fault::Stall { wire, end, wait, .. } => self.wires[wire].lock().stall(end, wait),
             Fault::Vanish { process, .. } => {
                 for (wire, (ends, _)) in self.wires.iter().zip(&self.scenario.wires) {
                     if ends.contains(&process) {
-                        lock(wire).fall_silent();
+                        wire.lock().fall_silent();
                     }
                 }
                 self.kill(process);
@@ -641,7 +638,7 @@ impl<'a> World<'a> {
         let host = &mut self.processes[process];
         if host.core.as_ref().is_some_and(|core| !core.is_parked()) {
             host.rung = false;
-            self.wires.iter().for_each(|wire| lock(wire).ask(process));
+            self.wires.iter().for_each(|wire| wire.lock().ask(process));
         }
     }
 
@@ -669,7 +666,7 @@ impl<'a> World<'a> {
     fn wake(&mut self, process: usize) {
         let host = &mut self.processes[process];
         (host.rung, host.sleep) = (false, None);
-        self.wires.iter().for_each(|wire| lock(wire).ask(process));
+        self.wires.iter().for_each(|wire| wire.lock().ask(process));
         if let Some(core) = &mut host.core {
             core.unpark(clock::now());
         }
@@ -703,7 +700,7 @@ impl<'a> World<'a> {
             self.wake(process);
         } else if until != Moment::FAR {
             let event = Event::TimeIsUp { process, sleep: host.sleeps };
-            lock(&self.agenda).enter_at(until.nanos(), event);
+            self.agenda.lock().enter_at(until.nanos(), event);
         }
     }
 
@@ -742,7 +739,7 @@ impl<'a> World<'a> {
 
     /// In a world that is well, calls do not wait for time to pass: somebody was not told of something.
     fn check_progress(&self, process: usize) -> Result<(), Violation> {
-        if !self.is_well() || !lock(&self.agenda).is_quiet() {
+        if !self.is_well() || !self.agenda.lock().is_quiet() {
             return Ok(());
         }
         // Calls that are held back begin after a while in any case.
@@ -838,7 +835,7 @@ impl<'a> World<'a> {
                     self.note_ends(process)?;
                 }
             }
-            self.go_on(|world| lock(&world.agenda).is_quiet())?;
+            self.go_on(|world| world.agenda.lock().is_quiet())?;
             if !moved {
                 return Ok(());
             }
@@ -978,7 +975,7 @@ impl<'a> World<'a> {
             });
             self.kill(process);
         }
-        self.go_on(|world| lock(&world.agenda).is_quiet())
+        self.go_on(|world| world.agenda.lock().is_quiet())
     }
 
     /// Nobody has written where nobody may.

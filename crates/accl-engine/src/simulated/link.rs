@@ -5,7 +5,7 @@
 //! is a window, and every arrival is an event. Read [`SimulatedLink`] first.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use accl_testkit::Rng;
@@ -14,6 +14,7 @@ use accl_transport::{Answers, Frame, HEAD_BYTES, Link, Place, Poller};
 use accl_types::{Error, Result};
 
 use super::clock::{self, Agenda, Event};
+use crate::sync::Mutex;
 
 /// A host is overdue when something was under way for so long, in nanoseconds.
 const OVERDUE: u64 = 200_000_000;
@@ -76,9 +77,10 @@ impl Parcel {
         unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast(), self.len) }
     }
 
-    fn bytes_mut(&mut self) -> &mut [u8] {
+    fn place(&mut self) -> Place<'_> {
         // SAFETY: as in `bytes`, any bytes are a word, and the borrow is exclusive.
-        unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), self.len) }
+        let payload = unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), self.len) };
+        Place { head: &mut self.head, payload }
     }
 
     fn flip(&mut self, bit: u64) {
@@ -86,7 +88,7 @@ impl Parcel {
         let bit = (bit % bits) as usize;
         match bit / 8 {
             byte @ 0..HEAD_BYTES => self.head[byte] ^= 1 << (bit % 8),
-            byte => self.bytes_mut()[byte - HEAD_BYTES] ^= 1 << (bit % 8),
+            byte => self.place().payload[byte - HEAD_BYTES] ^= 1 << (bit % 8),
         }
     }
 }
@@ -140,10 +142,6 @@ pub(super) struct Wire {
     agenda: Arc<Mutex<Agenda>>,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Wire {
     pub(super) fn new(
         index: usize,
@@ -166,7 +164,7 @@ impl Wire {
     }
 
     fn enter(&self, wait: u64, event: Event) {
-        lock(&self.agenda).enter(wait, event);
+        self.agenda.lock().enter(wait, event);
     }
 
     fn ring(&mut self, end: usize) {
@@ -248,7 +246,7 @@ impl Wire {
         parcel.at = (clock::nanos() + wait).max(before).max(self.ends[from].stalled_until);
         let at = parcel.at;
         self.ends[from].under_way.push_back(parcel);
-        lock(&self.agenda).enter_at(at, Event::Arrive { wire: self.index, end: 1 - from, is_quiet });
+        self.agenda.lock().enter_at(at, Event::Arrive { wire: self.index, end: 1 - from, is_quiet });
     }
 
     fn room_for(&self, end: usize) -> bool {
@@ -342,7 +340,7 @@ impl SimulatedLink {
 
     fn send(&mut self, is_quiet: bool) {
         let Some(mut parcel) = self.reserved.take() else { return };
-        let mut wire = lock(&self.wire);
+        let mut wire = self.wire.lock();
         let end = self.end;
         if let Some(flip) = wire.spec.flip.filter(|flip| flip.end == end && flip.frame == wire.ends[end].committed) {
             parcel.flip(flip.bit);
@@ -359,7 +357,7 @@ impl SimulatedLink {
         if self.peeked.take().is_none() {
             return;
         }
-        let mut wire = lock(&self.wire);
+        let mut wire = self.wire.lock();
         let peer = 1 - self.end;
         let wakes = match wire.spec.carrier {
             Carrier::Ring { .. } => wire.ends[peer].wants_room && !is_quiet,
@@ -373,7 +371,7 @@ impl SimulatedLink {
     fn announce(&mut self, wants_room: bool) -> bool {
         self.waits_for_room = wants_room;
         self.ask_for_end();
-        let mut wire = lock(&self.wire);
+        let mut wire = self.wire.lock();
         let end = self.end;
         if !wire.is_ring() {
             wire.flush(end);
@@ -391,7 +389,7 @@ impl SimulatedLink {
     }
 
     fn retract(&mut self) {
-        let mut wire = lock(&self.wire);
+        let mut wire = self.wire.lock();
         let end = self.end;
         wire.ends[end].parked = false;
         wire.ends[end].wants_room = false;
@@ -399,7 +397,7 @@ impl SimulatedLink {
 
     /// As a link over shared memory asks for its peer's death: not again before something has happened.
     fn ask_for_end(&mut self) {
-        let mut wire = lock(&self.wire);
+        let mut wire = self.wire.lock();
         let has_news = std::mem::take(&mut wire.ends[self.end].has_news);
         if wire.is_ring() && (has_news || !self.has_asked) {
             self.has_asked = true;
@@ -413,7 +411,7 @@ impl SimulatedLink {
         if self.peeked.is_some() {
             return Ok(());
         }
-        let mut wire = lock(&self.wire);
+        let mut wire = self.wire.lock();
         if wire.is_ring() && !self.sees_end {
             return Ok(());
         }
@@ -436,12 +434,12 @@ impl SimulatedLink {
 // SAFETY: a peeked and a reserved frame are owned by the link, each in memory of its own.
 unsafe impl Link for SimulatedLink {
     fn max_payload_bytes(&self) -> usize {
-        lock(&self.wire).spec.max_payload_bytes
+        self.wire.lock().spec.max_payload_bytes
     }
 
     fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
         {
-            let wire = lock(&self.wire);
+            let wire = self.wire.lock();
             if payload_bytes > wire.spec.max_payload_bytes {
                 return Err(Error::internal(format!("a payload of {payload_bytes} bytes is too long")));
             }
@@ -452,11 +450,7 @@ unsafe impl Link for SimulatedLink {
                 return Ok(None);
             }
         }
-        let parcel = self.reserved.insert(Parcel::with_room(payload_bytes));
-        let len = parcel.len;
-        // SAFETY: as in `bytes_mut`; head and payload are different memory of one parcel, which is borrowed exclusively.
-        let payload = unsafe { std::slice::from_raw_parts_mut(parcel.words.as_mut_ptr().cast(), len) };
-        Ok(Some(Place { head: &mut parcel.head, payload }))
+        Ok(Some(self.reserved.insert(Parcel::with_room(payload_bytes)).place()))
     }
 
     fn commit(&mut self) {
@@ -465,7 +459,7 @@ unsafe impl Link for SimulatedLink {
 
     fn peek(&mut self) -> Result<Option<Frame<'_>>> {
         if self.peeked.is_none() {
-            let mut wire = lock(&self.wire);
+            let mut wire = self.wire.lock();
             if !wire.is_known_empty(self.end) && wire.is_readable(self.end) {
                 self.peeked = wire.ends[1 - self.end].under_way.pop_front();
             }
@@ -479,7 +473,7 @@ unsafe impl Link for SimulatedLink {
     }
 
     fn flush(&mut self) -> Result<bool> {
-        let mut wire = lock(&self.wire);
+        let mut wire = self.wire.lock();
         wire.flush(self.end);
         if wire.is_cut() {
             return Err(Error::peer_lost("the simulated link was cut"));
@@ -496,13 +490,13 @@ unsafe impl Link for SimulatedLink {
     }
 
     fn suspend_park(&mut self) {
-        if lock(&self.wire).is_ring() {
+        if self.wire.lock().is_ring() {
             self.retract();
         }
     }
 
     fn resume_park(&mut self, wants_room: bool) -> bool {
-        if !lock(&self.wire).is_ring() {
+        if !self.wire.lock().is_ring() {
             return wants_room;
         }
         self.announce(wants_room || self.waits_for_room)
@@ -514,7 +508,7 @@ unsafe impl Link for SimulatedLink {
     }
 
     fn close(&mut self) {
-        let mut wire = lock(&self.wire);
+        let mut wire = self.wire.lock();
         let end = self.end;
         wire.flush(end);
         wire.ends[end].closed = true;
@@ -524,28 +518,28 @@ unsafe impl Link for SimulatedLink {
         let process = wire.ends[1 - end].process;
         // Both kinds see the end of their peer by an event of the system.
         if !wire.is_silent() {
-            lock(&wire.agenda).enter_at(at, Event::Ended { wire: wire.index, end: 1 - end, process });
+            wire.agenda.lock().enter_at(at, Event::Ended { wire: wire.index, end: 1 - end, process });
         }
     }
 
     fn position(&self) -> u64 {
-        lock(&self.wire).ends[self.end].committed
+        self.wire.lock().ends[self.end].committed
     }
 
     fn is_delivered(&mut self, position: u64) -> bool {
-        let wire = lock(&self.wire);
+        let wire = self.wire.lock();
         let mine = &wire.ends[self.end];
         let late = mine.under_way.iter().filter(|parcel| !wire.has_arrived(parcel.at)).count() + mine.kept.len();
         wire.is_ring() || wire.is_cut() || mine.committed - late as u64 >= position
     }
 
     fn awaits_answer(&self) -> bool {
-        let wire = lock(&self.wire);
+        let wire = self.wire.lock();
         !wire.is_ring() && wire.oldest(self.end).is_some()
     }
 
     fn answers(&mut self) -> Answers {
-        let wire = lock(&self.wire);
+        let wire = self.wire.lock();
         if wire.is_ring() {
             return Answers::Complete;
         }
@@ -572,7 +566,7 @@ unsafe impl Link for SimulatedLink {
         if !std::mem::take(&mut self.is_owed_wake) {
             return;
         }
-        let mut wire = lock(&self.wire);
+        let mut wire = self.wire.lock();
         if !wire.is_ring() {
             return;
         }
@@ -582,20 +576,20 @@ unsafe impl Link for SimulatedLink {
         }
         // What is seen by then would have been seen at once if it took no time to get there.
         let last = wire.ends[self.end].under_way.back().map_or(0, |parcel| parcel.at).max(clock::nanos());
-        lock(&wire.agenda).enter_at(last, Event::Arrive { wire: wire.index, end: peer, is_quiet: false });
+        wire.agenda.lock().enter_at(last, Event::Arrive { wire: wire.index, end: peer, is_quiet: false });
     }
 
     fn is_cheap_to_look_at(&self) -> bool {
-        lock(&self.wire).is_ring()
+        self.wire.lock().is_ring()
     }
 
     fn look_again(&mut self) {
         self.has_asked = false;
-        lock(&self.wire).ends[self.end].is_empty = false;
+        self.wire.lock().ends[self.end].is_empty = false;
     }
 
     fn transport(&self) -> &'static str {
-        if lock(&self.wire).is_ring() { "ring" } else { "stream" }
+        if self.wire.lock().is_ring() { "ring" } else { "stream" }
     }
 
     fn describe(&self) -> String {
@@ -607,14 +601,14 @@ impl Drop for SimulatedLink {
     fn drop(&mut self) {
         self.reserved = None;
         {
-            let mut wire = lock(&self.wire);
+            let mut wire = self.wire.lock();
             wire.ends[self.end].gone = true;
             // What the process had not given to the system goes with it, unless it has closed in good order.
             if !wire.ends[self.end].closed {
                 wire.ends[self.end].kept.clear();
             }
         }
-        if !lock(&self.wire).ends[self.end].closed {
+        if !self.wire.lock().ends[self.end].closed {
             self.close();
         }
     }
