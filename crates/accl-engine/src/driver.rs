@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-use accl_transport::{Poller, Waker};
+use accl_transport::{Poller, Waker, Watched};
 use accl_types::{Error, Moment};
 use smallvec::SmallVec;
 
@@ -23,6 +23,7 @@ use crate::peers::{Mark, PeerId};
 use crate::signals;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::time;
+use crate::wanted::WantedLinks;
 
 /// How often a waiter looks for signals, in milliseconds.
 const TICK_MS: u64 = 50;
@@ -85,6 +86,7 @@ pub(crate) struct Driver {
     /// From the first group on.
     polling: OnceLock<Polling>,
     pool: CompletionPool,
+    wanted: WantedLinks,
     /// How long a wait spins, if that was set.
     spin: Option<Duration>,
     /// In some group the ranks of this host are more than their cores.
@@ -98,6 +100,8 @@ pub(crate) struct Driver {
     without_tick: AtomicBool,
     /// How often a driver has slept in the poller.
     parks: AtomicU64,
+    /// How often somebody has asked it for news without sleeping.
+    looks: AtomicU64,
     /// How often this process had been forked when this was made: in a later child it is dead.
     born: u64,
     /// For the background thread.
@@ -110,10 +114,11 @@ pub(crate) struct Polling {
     pub(crate) waker: Arc<Waker>,
 }
 
-/// The core under its lock. When that is given back, callbacks of calls that have ended go to their threads.
+/// The core under its lock. When that is given back, callbacks of calls that have ended go to their threads, and wishes for links
+/// to the one that makes them.
 pub(crate) struct Locked<'a> {
     core: Option<MutexGuard<'a, Core>>,
-    pool: &'a CompletionPool,
+    driver: &'a Driver,
 }
 
 impl Deref for Locked<'_> {
@@ -137,20 +142,24 @@ impl DerefMut for Locked<'_> {
 impl Drop for Locked<'_> {
     #[inline(always)]
     fn drop(&mut self) {
-        if self.has_completed() {
-            self.post_completed();
+        if self.has_errands() {
+            self.run_errands();
         }
     }
 }
 
 impl Locked<'_> {
-    /// Gives the lock back, and has the callbacks run.
+    /// Gives the lock back, has the callbacks run and the links made.
     #[cold]
-    fn post_completed(&mut self) {
+    fn run_errands(&mut self) {
         let completed = self.take_completed();
-        self.pool.hold(completed.len());
+        let wanted = self.net.take_wanted();
+        self.driver.pool.hold(completed.len());
         self.core = None;
-        self.pool.post_held(completed);
+        self.driver.pool.post_held(completed);
+        if !wanted.is_empty() {
+            self.driver.wanted.add(wanted);
+        }
     }
 }
 
@@ -175,6 +184,7 @@ impl Driver {
             core: Mutex::new(Core::new(segment, time::now)),
             polling: OnceLock::new(),
             pool: CompletionPool::default(),
+            wanted: WantedLinks::default(),
             spin: spin_us.map(Duration::from_micros),
             shares_cores: AtomicBool::new(false),
             election: Mutex::default(),
@@ -183,6 +193,7 @@ impl Driver {
             tests: AtomicU32::new(0),
             without_tick: AtomicBool::new(false),
             parks: AtomicU64::new(0),
+            looks: AtomicU64::new(0),
             born: accl_transport::fork_generation(),
             me: me.clone(),
         })
@@ -198,7 +209,7 @@ impl Driver {
     /// The core, as soon as nobody else has it.
     #[inline]
     pub(crate) fn lock(&self) -> Locked<'_> {
-        Locked { core: Some(self.core.lock()), pool: &self.pool }
+        Locked { core: Some(self.core.lock()), driver: self }
     }
 
     /// As [`Driver::lock`], for the fast path: to be given back by [`Driver::unlock`].
@@ -207,21 +218,21 @@ impl Driver {
         self.core.lock()
     }
 
-    /// Gives the lock back, and has callbacks of calls that have ended run.
+    /// Gives the lock back, as the end of a [`Locked`] does.
     #[inline]
     pub(crate) fn unlock(&self, core: MutexGuard<'_, Core>) {
-        if core.has_completed() {
-            drop(Locked { core: Some(core), pool: &self.pool });
+        if core.has_errands() {
+            drop(Locked { core: Some(core), driver: self });
         }
     }
 
     fn try_lock(&self) -> Option<Locked<'_>> {
-        self.core.try_lock().map(|core| Locked { core: Some(core), pool: &self.pool })
+        self.core.try_lock().map(|core| Locked { core: Some(core), driver: self })
     }
 
     /// The core, unless another thread has it until then.
     pub(crate) fn try_lock_until(&self, until: Moment) -> Option<Locked<'_>> {
-        self.core.try_lock_for(until.since(time::now())).map(|core| Locked { core: Some(core), pool: &self.pool })
+        self.core.try_lock_for(until.since(time::now())).map(|core| Locked { core: Some(core), driver: self })
     }
 
     /// Runs `f` under the lock.
@@ -231,6 +242,56 @@ impl Driver {
 
     pub(crate) fn completions(&self) -> &CompletionPool {
         &self.pool
+    }
+
+    // ---- links
+
+    /// Links that calls want.
+    pub(crate) fn wanted(&self) -> &WantedLinks {
+        &self.wanted
+    }
+
+    /// Gives a peer that waits for its link the one that `take` takes. `false`: nobody here waits for one.
+    pub(crate) fn attach(&self, uuid: &[u8; 16], take: impl FnOnce() -> Option<Box<dyn Watched>>) -> bool {
+        let Some(polling) = self.polling.get() else { return false };
+        let has_taken = self.with_core(|core| {
+            let Some(id) = core.net.find(uuid).filter(|&id| core.net.is_unlinked(id)) else { return false };
+            let Some(mut link) = take() else { return false };
+            tracing::debug!(peer = core.net.place(id), link = link.describe(), "linked");
+            // Under the lock: a driver that the first event wakes must find the link.
+            match polling.poller.watch(&mut link) {
+                Ok(()) => core.attach(id, link, time::now()),
+                Err(error) => core.lose(id, error, time::now()),
+            }
+            true
+        });
+        if has_taken {
+            self.after_links();
+        }
+        has_taken
+    }
+
+    /// A peer cannot be reached.
+    pub(crate) fn lose(&self, uuid: &[u8; 16], error: Error) {
+        self.with_core(|core| {
+            if let Some(id) = core.net.find(uuid) {
+                core.lose(id, error, time::now());
+            }
+        });
+        self.after_links();
+    }
+
+    /// Whether a peer has a link that lives, as far as the system knows.
+    pub(crate) fn has_live_link(&self, uuid: &[u8; 16]) -> bool {
+        self.with_core(|core| core.has_live_link(uuid, time::now()))
+    }
+
+    /// A driver that sleeps has not said so on a new link, and whoever waits for a call may find it over.
+    fn after_links(&self) {
+        self.wake_driver_if(true);
+        if self.with_core(|core| core.has_work()) {
+            self.ensure_driver();
+        }
     }
 
     /// What it sleeps in; `None` before the first group.
@@ -263,6 +324,11 @@ impl Driver {
         self.parks.load(Ordering::Relaxed)
     }
 
+    /// How often somebody has asked the poller for news without sleeping.
+    pub(crate) fn looks(&self) -> u64 {
+        self.looks.load(Ordering::Relaxed)
+    }
+
     // ---- passes
 
     /// Asks the system what has come, for the passes that follow: of a link of which nobody has seen an event they do not look
@@ -278,6 +344,7 @@ impl Driver {
         if !core.is_parked()
             && let Some(polling) = self.polling.get()
         {
+            self.looks.fetch_add(1, Ordering::Relaxed);
             // A failure to look leaves the news where they are.
             let _ = polling.poller.look();
         }
@@ -463,18 +530,25 @@ impl Driver {
         let mut unsent = false;
         // A driver that sleeps meanwhile need not be woken for what is seen here.
         let mut watch = Watch { driver: self, is_on: false };
-        let mut streams = None;
+        let mut needed = None;
         for round in 0_u32.. {
             let now = time::now();
             if let Some(mut core) = self.try_lock() {
                 watch.is_on = watch.is_on || core.watch();
-                let streams: &SmallVec<[PeerId; 4]> = streams.get_or_insert_with(|| core.streams_of(call));
+                let (peers, streams): &(SmallVec<[PeerId; 4]>, SmallVec<[PeerId; 4]>) =
+                    needed.get_or_insert_with(|| {
+                        let peers = core.peers_of(call);
+                        let streams = core.streams_among(&peers);
+                        (peers, streams)
+                    });
                 streams.iter().for_each(|&peer| core.net.look_again(peer));
                 // The others' news can wait a little.
-                if streams.is_empty() || round % ROUNDS_BEFORE_LOOK == ROUNDS_BEFORE_LOOK - 1 {
+                let is_others_turn = round % ROUNDS_BEFORE_LOOK == ROUNDS_BEFORE_LOOK - 1;
+                if streams.is_empty() || is_others_turn {
                     self.look(&core);
                 }
-                let moved = core.pass(now);
+                let looks_at_all = peers.is_empty() || is_others_turn || !core.net.has_many_links();
+                let moved = if looks_at_all { core.pass(now) } else { core.pass_at(peers, now) };
                 let wake = !watch.is_on && core.must_wake_driver(None);
                 unsent = core.net.has_unsent();
                 drop(core);

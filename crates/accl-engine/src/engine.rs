@@ -15,6 +15,7 @@ use accl_types::{Error, Moment, Result};
 
 use crate::driver::{Delivery, Driver, Polling, lasting};
 use crate::peers::Mark;
+use crate::session::connector::Connector;
 use crate::session::rendezvous::Makings;
 use crate::sync::Mutex;
 use crate::time;
@@ -29,14 +30,16 @@ pub(crate) const LAST_CALLS: Duration = Duration::from_secs(30);
 const LAST_GOODBYES: Duration = Duration::from_secs(2);
 /// How long it waits for a thread that holds the driver's lock.
 const LOCK_AT_END: Duration = Duration::from_secs(1);
+/// How long it waits for the thread that makes links.
+const LAST_CONNECTIONS: Duration = Duration::from_secs(1);
 /// How long it waits for callbacks that run.
 const LAST_CALLBACKS: Duration = Duration::from_secs(30);
 
 /// One per process in production; several in one process in tests.
 pub struct Engine {
     pub(crate) driver: Arc<Driver>,
-    /// Makes links; from the first group on.
-    endpoint: OnceLock<Mutex<Endpoint>>,
+    /// How peers reach this process, and what makes links; from the first group on.
+    connecting: OnceLock<(Card, Connector)>,
     opening: Mutex<()>,
     /// Settings of process scope, fixed by the first group.
     pub(crate) config: Config,
@@ -55,7 +58,8 @@ pub struct Engine {
 pub(crate) struct Parts<'a> {
     pub(crate) poller: &'a Poller,
     pub(crate) waker: &'a Arc<Waker>,
-    pub(crate) endpoint: &'a Mutex<Endpoint>,
+    pub(crate) card: &'a Card,
+    pub(crate) connector: &'a Connector,
 }
 
 /// Who is who in the job.
@@ -73,7 +77,7 @@ impl Engine {
         let segment = (config.segment_bytes / 64 * 64).max(64);
         Arc::new(Self {
             driver: Driver::new(segment, config.spin_us),
-            endpoint: OnceLock::new(),
+            connecting: OnceLock::new(),
             opening: Mutex::new(()),
             config,
             groups_made: AtomicU64::new(0),
@@ -123,14 +127,15 @@ impl Engine {
             settings.master = master;
             let endpoint = Endpoint::new(settings, waker.clone())?;
             self.driver.set_polling(Polling { poller, waker });
-            let _ = self.endpoint.set(Mutex::new(endpoint));
+            let card = endpoint.card().clone();
+            let _ = self.connecting.set((card, Connector::new(endpoint, &self.driver)?));
         }
         self.opened().ok_or_else(|| Error::internal("the endpoint was not kept"))
     }
 
     fn opened(&self) -> Option<Parts<'_>> {
-        let (endpoint, Polling { poller, waker }) = (self.endpoint.get()?, self.driver.polling()?);
-        Some(Parts { poller, waker, endpoint })
+        let ((card, connector), Polling { poller, waker }) = (self.connecting.get()?, self.driver.polling()?);
+        Some(Parts { poller, waker, card, connector })
     }
 
     /// This process as its peers see it.
@@ -138,7 +143,7 @@ impl Engine {
     /// # Errors
     /// As [`Engine::create_group`], when the endpoint cannot be opened.
     pub fn card(&self) -> Result<Card> {
-        Ok(self.parts(None)?.endpoint.lock().card().clone())
+        Ok(self.parts(None)?.card.clone())
     }
 
     /// Takes a link to a peer that was made by other means than the endpoint; groups made later use it.
@@ -150,7 +155,7 @@ impl Engine {
         // Under the lock: a driver that the first event wakes must find the link.
         self.driver.with_core(|core| {
             parts.poller.watch(&mut link)?;
-            core.net.add(card, link);
+            core.net.add(&card, link);
             Ok(())
         })
     }
@@ -161,6 +166,17 @@ impl Engine {
     /// As [`Engine::card`].
     pub fn waker(&self) -> Result<Arc<Waker>> {
         Ok(self.parts(None)?.waker.clone())
+    }
+
+    /// Ends all links and takes no more, without a word to anybody, as the system does when a process dies. For tests.
+    pub fn vanish(&self) {
+        if let Some((_, connector)) = self.connecting.get() {
+            connector.stop(LAST_CONNECTIONS);
+        }
+        let dead = Error::internal("this engine has vanished");
+        self.driver.with_core(|core| {
+            core.net.linked_now().into_iter().for_each(|id| core.net.mark_gone(id, dead.clone()));
+        });
     }
 
     /// Runs `body` on a thread that may block on calls.
@@ -210,11 +226,14 @@ impl Engine {
             self.driver.await_calls(&groups, time::now() + LAST_CALLS, interrupt);
         }
         self.driver.stop_background();
+        if let Some((_, connector)) = self.connecting.get() {
+            connector.stop(LAST_CONNECTIONS);
+        }
         let now = time::now();
         if let Some(mut core) = self.driver.try_lock_until(time::now() + LOCK_AT_END) {
             let ids: Vec<u64> = core.groups.keys().copied().collect();
             let has_failed = core.groups.values().any(|group| group.poison().is_some());
-            let sent: Vec<Mark> = core.net.ids().map(|id| core.net.mark(id)).collect();
+            let sent: Vec<Mark> = core.net.linked_now().into_iter().map(|id| core.net.mark(id)).collect();
             let _ = core.guarded(|core| {
                 for id in ids {
                     core.with_group(id, now, |group, context| group.leave(context));
@@ -245,5 +264,14 @@ impl Engine {
         }
         self.driver.completions().stop(Duration::from_secs(1));
         self.driver.await_background(Duration::from_secs(1));
+    }
+}
+
+impl Drop for Engine {
+    /// Without its groups nobody can make a call, and whoever drives for peers alone would do so for ever.
+    fn drop(&mut self) {
+        if !self.is_forked() {
+            self.driver.stop_background();
+        }
     }
 }

@@ -20,9 +20,11 @@ mod signals;
 pub mod simulate;
 mod sync;
 mod time;
+mod wanted;
 
 pub use api::call::Call;
 pub use api::group::{Group, Ran};
+pub use api::snapshot::{CallSnapshot, GroupSnapshot, PeerSnapshot, Snapshot};
 pub use api::spec::GroupSpec;
 pub use call::{
     Audit, Codecs, Encoded, Encoding, ErrorStats, Measured, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs,
@@ -30,6 +32,8 @@ pub use call::{
 pub use call::{Blocks, CallDesc, Mode, TensorDesc, Waited};
 pub use engine::Engine;
 pub use env::{config_from_environment, foreign_variables};
+pub use group::Work;
+pub use peers::Traffic;
 pub use session::store::{MemoryStore, Store};
 
 // What the layers below offer, for listings: those above see only this crate.

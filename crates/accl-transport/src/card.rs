@@ -15,7 +15,7 @@ const MAX_TEXT_BYTES: usize = 64 << 10;
 pub struct Card {
     /// [`crate::PROTOCOL_VERSION`] of the process.
     pub version: u32,
-    /// Random identity of the endpoint; the smaller one of a pair connects. Knowing it is what admits a connection.
+    /// Random identity of the endpoint; the smaller one of a pair has precedence. Knowing it is what admits a connection.
     pub uuid: [u8; 16],
     /// Process id in its own namespace.
     pub pid: u32,

@@ -43,6 +43,9 @@ pub enum Kind {
     /// As [`Kind::Begin`], of a message that is whole in this frame: the signature is in the header and not in the
     /// payload, so that a tiny message takes as little as a link can move.
     Whole = 10,
+    /// A greeting, first on a new link: the groups in which the sender has the receiver, as [`Groups`], the last with [`LAST`]. It
+    /// is answered for those that the receiver has left, by a [`Kind::Goodbye`], or that have failed, by a [`Kind::Cause`].
+    Groups = 11,
 }
 
 impl Kind {
@@ -58,11 +61,42 @@ impl Kind {
         Kind::P2pData,
         Kind::P2pGrant,
         Kind::Whole,
+        Kind::Groups,
     ];
 
     /// The kind with this code, or `None`.
     pub fn from_code(code: u8) -> Option<Kind> {
         Self::ALL.get(usize::from(code).wrapping_sub(1)).copied()
+    }
+}
+
+/// The payload of a [`Kind::Groups`]: numbers of groups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Groups<'a>(&'a [u8]);
+
+impl<'a> Groups<'a> {
+    /// The payloads that name all these groups, each of at most so many bytes; one that names none if there are none.
+    pub fn payloads(groups: &[u64], most_bytes: usize) -> impl Iterator<Item = Vec<u8>> {
+        let many = (most_bytes / size_of::<u64>()).max(1);
+        let chunks = groups.chunks(many).chain(groups.is_empty().then_some(groups));
+        chunks.map(|chunk| chunk.iter().flat_map(|group| group.to_le_bytes()).collect())
+    }
+
+    /// Takes a payload apart.
+    ///
+    /// # Errors
+    /// `Protocol` when it is not whole.
+    pub fn parse(payload: &'a [u8]) -> Result<Self> {
+        if !payload.len().is_multiple_of(size_of::<u64>()) {
+            return Err(Error::protocol(format!("{} bytes cannot be numbers of groups", payload.len())));
+        }
+        Ok(Self(payload))
+    }
+
+    /// The groups, in the order in which they were named.
+    pub fn iter(self) -> impl Iterator<Item = u64> + use<'a> {
+        let (numbers, _) = self.0.as_chunks::<8>();
+        numbers.iter().map(|bytes| u64::from_le_bytes(*bytes))
     }
 }
 
@@ -360,7 +394,7 @@ mod tests {
     #[test]
     fn every_code_leads_back_to_its_kind() {
         for code in 0..=255u8 {
-            let expected = (1..=10).contains(&code);
+            let expected = (1..=11).contains(&code);
             assert_eq!(Kind::from_code(code).map(|kind| kind as u8), expected.then_some(code));
         }
     }

@@ -1,7 +1,7 @@
 //! Frames between processes: shared memory, TCP, and loopback for tests.
 //!
 //! Owns connecting ([`Endpoint`]), carrying ([`Link`]) and sleeping ([`Poller`]); knows nothing of calls, groups or
-//! ranks, and never blocks except in [`Endpoint::connect`] and [`Poller::wait`]. [`frame`] is the codec of what the
+//! ranks, and never blocks except in [`Endpoint::sleep`], [`Endpoint::connect`] and [`Poller::wait`]. [`frame`] is the codec of what the
 //! engine sends; links treat it as opaque bytes.
 
 mod card;
@@ -23,7 +23,7 @@ mod tcp;
 mod traced;
 
 pub use card::Card;
-pub use endpoint::{ConnectError, Endpoint, Missing};
+pub use endpoint::{ConnectError, Endpoint, Missing, Wanted, check_peers, shares_memory};
 pub use faulty::{Faults, Faulty};
 pub use fork::{fork_generation, forked};
 pub use link::{Answers, Frame, HEAD_BYTES, Link, Place};
@@ -33,7 +33,7 @@ pub use traced::{Trace, Traced};
 
 /// Version of all that processes say to each other: handshake, rings, frames, signatures, tiles, rank cards, the numbers of
 /// algorithms and codecs. Processes of different versions refuse each other, and each error has both versions.
-pub const PROTOCOL_VERSION: u32 = 4;
+pub const PROTOCOL_VERSION: u32 = 5;
 
 /// A row of [`TRANSPORTS`].
 #[derive(Debug)]

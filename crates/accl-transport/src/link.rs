@@ -179,6 +179,11 @@ pub unsafe trait Link: Send {
     /// The next look asks the system what has come, even if nobody has seen an event: for who expects something here.
     fn look_again(&mut self) {}
 
+    /// System calls made for this link so far, as far as the transport counts them.
+    fn system_calls(&self) -> u64 {
+        0
+    }
+
     /// Name of the transport's table row.
     fn transport(&self) -> &'static str;
 
@@ -274,6 +279,10 @@ unsafe impl<L: Link + ?Sized> Link for Box<L> {
 
     fn look_again(&mut self) {
         (**self).look_again();
+    }
+
+    fn system_calls(&self) -> u64 {
+        (**self).system_calls()
     }
 
     fn transport(&self) -> &'static str {

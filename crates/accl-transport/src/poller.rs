@@ -23,6 +23,20 @@ pub struct Waker {
 }
 
 impl Waker {
+    /// One that nobody has written to.
+    ///
+    /// # Errors
+    /// `Exhausted` when there is no descriptor left.
+    pub fn new() -> Result<Waker> {
+        let fd = Fd::adopt(|| eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)).map_err(no_descriptor)?;
+        Ok(Waker { fd })
+    }
+
+    /// Forgets what was written: for who sleeps until there is something, and not in a [`Poller`].
+    pub fn clear(&self) {
+        let _ = rustix::io::retry_on_intr(|| rustix::io::read(&self.fd, &mut [0; 8]));
+    }
+
     /// Ends the current [`Poller::wait`], or the next one if nobody waits.
     pub fn wake(&self) {
         // In a forked child the number may belong to another file.
@@ -144,8 +158,7 @@ impl Poller {
     /// `Exhausted` when there is no descriptor left.
     pub fn new() -> Result<Poller> {
         let epoll = Fd::adopt(|| epoll::create(epoll::CreateFlags::CLOEXEC)).map_err(no_descriptor)?;
-        let event = Fd::adopt(|| eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)).map_err(no_descriptor)?;
-        let poller = Poller { epoll, waker: Arc::new(Waker { fd: event }), places: Mutex::default() };
+        let poller = Poller { epoll, waker: Arc::new(Waker::new()?), places: Mutex::default() };
         poller.add(poller.waker.as_fd())?;
         Ok(poller)
     }

@@ -5,6 +5,7 @@
 //! missed, which is so once a read and a write have been refused. A socket that was read empty is not read again before the
 //! poller has seen an event of it, unless somebody expects one.
 
+use std::cell::Cell;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::time::Duration;
 
@@ -131,6 +132,7 @@ pub(crate) struct TcpLink {
     news: Option<News>,
     /// The socket had no more when it was last read.
     is_empty: bool,
+    system_calls: Cell<u64>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -163,6 +165,7 @@ impl TcpLink {
             awaits_answer: false,
             news: None,
             is_empty: false,
+            system_calls: Cell::new(0),
         }
     }
 
@@ -187,6 +190,7 @@ impl TcpLink {
     fn push(&mut self) {
         while self.out.len() > 0 && self.deaf.is_none() {
             let bytes = &self.out.bytes()[self.out.start..self.out.end];
+            self.system_calls.set(self.system_calls.get() + 1);
             match rustix::net::send(&self.socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
                 Ok(sent) => {
                     self.out.start += sent;
@@ -246,6 +250,7 @@ impl TcpLink {
         let asked = self.inn.capacity() - end;
         let read = loop {
             let room = &mut self.inn.bytes_mut()[end..];
+            self.system_calls.set(self.system_calls.get() + 1);
             match rustix::net::recv(&self.socket, room, RecvFlags::DONTWAIT) {
                 Err(Errno::INTR) => {}
                 other => break other,
@@ -438,6 +443,10 @@ unsafe impl Link for TcpLink {
 
     fn look_again(&mut self) {
         self.is_empty = false;
+    }
+
+    fn system_calls(&self) -> u64 {
+        self.system_calls.get()
     }
 
     fn transport(&self) -> &'static str {

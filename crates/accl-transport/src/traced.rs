@@ -138,6 +138,10 @@ unsafe impl<L: Link> Link for Traced<L> {
         self.link.look_again();
     }
 
+    fn system_calls(&self) -> u64 {
+        self.link.system_calls()
+    }
+
     fn transport(&self) -> &'static str {
         self.link.transport()
     }

@@ -5,4 +5,5 @@ pub(crate) mod default_codec;
 pub(crate) mod group;
 pub(crate) mod monitored;
 pub(crate) mod planning;
+pub(crate) mod snapshot;
 pub(crate) mod spec;

@@ -103,6 +103,7 @@ impl FastPath<'_> {
             return false;
         }
         env.net.release_quietly(peer);
+        env.net.count_received(peer, op.total as usize);
         env.members.saw(from, self.seq);
         env.members.give_eager_back(from, op.total, self.group, env.net);
         true

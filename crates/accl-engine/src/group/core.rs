@@ -4,18 +4,20 @@
 //! or sleeps. Read [`Core::pass`] first.
 
 use std::any::Any;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use accl_transport::frame::{Header, Kind};
+use accl_transport::Link;
+use accl_transport::frame::{Groups, Header, Kind, LAST, OVERHEAD_BYTES};
 use accl_types::{Error, Moment, Result};
 use smallvec::SmallVec;
 
 use super::context::Context;
+use super::ended::Ended;
 use super::inbox::{Early, Lobby, MAX_LOBBY_BYTES};
-use super::state::{Departure, FastPathEnd, GroupState, Tell};
+use super::state::{Departure, FastPathEnd, GroupState, Tell, cause_bytes};
 use crate::call::{CallDesc, CallState, Callback};
 use crate::exec::SpinLimit;
 use crate::hash::hash_words;
@@ -67,8 +69,10 @@ pub(crate) struct Core {
     active: Vec<u64>,
     /// Frames of groups that do not exist here yet.
     lobby: Lobby,
+    /// Groups that are being made here, with their peers.
+    expected: HashMap<u64, Vec<PeerId>, ById>,
     /// Groups that were destroyed here: what still comes for them is dropped.
-    ended: HashSet<u64>,
+    ended: Ended,
     /// Callbacks of calls that have ended, for the driver.
     completed: Vec<Callback>,
     pub(crate) segment: u64,
@@ -90,6 +94,16 @@ pub(crate) struct Core {
     watchers: u32,
     /// When silent hosts are looked for again.
     silence_at: Option<Moment>,
+    pub(crate) work: Work,
+}
+
+/// What progress has cost so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Work {
+    /// Passes over the links.
+    pub passes: u64,
+    /// Links that these have looked at.
+    pub links_looked_at: u64,
 }
 
 /// What becomes of a parked driver when the last thread that looked at the links in its place looks no more.
@@ -110,18 +124,20 @@ impl Core {
             groups: HashMap::default(),
             active: Vec::new(),
             lobby: Lobby::default(),
+            expected: HashMap::default(),
             causes: Vec::new(),
             left: Vec::new(),
             silent: 0,
             owes_look: false,
             idle: 0,
-            ended: HashSet::new(),
+            ended: Ended::default(),
             completed: Vec::new(),
             clock,
             segment,
             parked: None,
             watchers: 0,
             silence_at: None,
+            work: Work::default(),
         }
     }
 
@@ -157,9 +173,16 @@ impl Core {
         ran
     }
 
+    /// A group of these peers will be added, or removed. To be said before any rank can have made it: a peer that leaves it when
+    /// there is no link yet is asked about it when there is one.
+    pub(crate) fn expect_group(&mut self, id: u64, peers: Vec<PeerId>) {
+        self.expected.insert(id, peers);
+    }
+
     /// Adds a group and hands it the frames that came before it.
     pub(crate) fn add_group(&mut self, group: GroupState, now: Moment) {
         let id = group.id;
+        self.expected.remove(&id);
         self.groups.insert(id, group);
         let (early, is_complete) = self.lobby.take(id);
         for Early { peer, header, payload } in early {
@@ -191,10 +214,12 @@ impl Core {
 
     /// Forgets a group, or one whose making failed: what still comes for it is dropped.
     pub(crate) fn remove_group(&mut self, id: u64) {
-        self.groups.remove(&id);
+        let group = self.groups.remove(&id);
+        self.expected.remove(&id);
         self.active.retain(|active| *active != id);
         self.lobby.take(id);
-        self.ended.insert(id);
+        let most = cause_bytes(self.segment);
+        self.ended.add(id, group.and_then(|group| Some(group.cause_to_tell(most)?.1)));
     }
 
     /// Leaves a group, and forgets it: nobody can make a call in between. `None`: there is none, or it is lost to a panic.
@@ -204,10 +229,10 @@ impl Core {
         departure.ok().flatten()
     }
 
-    /// Whether callbacks wait for [`Core::take_completed`].
+    /// Whether callbacks wait for [`Core::take_completed`], or links for whoever makes them.
     #[inline]
-    pub(crate) fn has_completed(&self) -> bool {
-        !self.completed.is_empty()
+    pub(crate) fn has_errands(&self) -> bool {
+        !self.completed.is_empty() || self.net.has_wanted()
     }
 
     /// Callbacks of calls that have ended since this was asked last.
@@ -215,9 +240,69 @@ impl Core {
         std::mem::take(&mut self.completed)
     }
 
-    /// Whether any call is in flight, or bytes of an ended one have yet to leave.
+    // ---- links
+
+    /// Gives a peer the link that was made to it. The driver, if it sleeps, must look again: it has said so on no such link.
+    pub(crate) fn attach(&mut self, id: PeerId, link: Box<dyn Link>, now: Moment) {
+        let _ = self.guarded(|core| {
+            core.net.attach(id, link);
+            core.net.await_greeting(id);
+            let expected = core.expected.iter().filter(|(_, peers)| peers.contains(&id)).map(|(group, _)| *group);
+            let made = core.groups.values_mut().filter_map(|group| group.note_link(id));
+            let shared: Vec<u64> = made.chain(expected).collect();
+            // Each side may have left groups, or seen them fail, when there was no link to say so.
+            let mut payloads = Groups::payloads(&shared, core.segment as usize + OVERHEAD_BYTES).peekable();
+            while let Some(payload) = payloads.next() {
+                let flags = if payloads.peek().is_none() { LAST } else { 0 };
+                core.net.send_control(id, Header { flags, ..Header::new(Kind::Groups) }, &payload);
+            }
+            core.pass_whole(now);
+        });
+    }
+
+    /// A peer without a link cannot be reached: whatever needs it fails.
+    pub(crate) fn lose(&mut self, id: PeerId, error: Error, now: Moment) {
+        if self.net.is_unlinked(id) {
+            self.net.mark_gone(id, error);
+            let _ = self.guarded(|core| core.look_for_absentees(now));
+        }
+    }
+
+    /// Whether a peer has a link that lives, as far as the system knows.
+    pub(crate) fn has_live_link(&mut self, uuid: &[u8; 16], now: Moment) -> bool {
+        let Some(id) = self.net.find(uuid).filter(|&id| self.net.is_linked(id)) else { return false };
+        self.net.look_again(id);
+        let checked = self.guarded(|core| {
+            // Its end is seen after all that came before.
+            core.pass_whole(now);
+            core.net.check(id)
+        });
+        if let Ok(Err(error)) = checked {
+            self.net.mark_gone(id, error);
+            let _ = self.guarded(|core| core.look_for_absentees(now));
+        }
+        self.net.is_linked(id)
+    }
+
+    /// Tells a rank that has just linked to this one what it has missed.
+    fn answer_groups(&mut self, id: PeerId, payload: &[u8], now: Moment) -> Result<()> {
+        for group in Groups::parse(payload)?.iter() {
+            let header = |kind| Header { group, ..Header::new(kind) };
+            if let Some(cause) = self.ended.cause(group) {
+                if let Some(cause) = cause {
+                    self.net.send_control(id, header(Kind::Cause), cause);
+                }
+                self.net.send_control(id, header(Kind::Goodbye), &[]);
+            } else {
+                self.with_group(group, now, |group, context| group.tell_of_failure(id, context));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether any call is in flight, bytes of an ended one have yet to leave, or a new link's peer has yet to greet.
     pub(crate) fn has_work(&self) -> bool {
-        !self.active.is_empty() || self.net.has_unsent()
+        !self.active.is_empty() || self.net.has_unsent() || self.net.awaits_greeting()
     }
 
     /// The earliest deadline of any call in flight.
@@ -238,7 +323,7 @@ impl Core {
             return;
         }
         self.silence_at = Some(now + LOOK_FOR_SILENCE);
-        for id in self.net.ids() {
+        for id in self.net.linked_now() {
             let Some(silence) = self.net.look_for_answers(id) else { continue };
             let allowed = self.active.iter().filter_map(|group| self.groups.get(group)?.least_allowance(id)).min();
             if silence >= allowed.unwrap_or(VANISHED).min(VANISHED) {
@@ -307,6 +392,17 @@ impl Core {
         self.guarded(|core| core.pass_unguarded(now)).unwrap_or(true)
     }
 
+    /// As [`Core::pass`], of the links to these peers alone: for who waits for a call and looks again and again. The others must have
+    /// their turn now and then.
+    pub(crate) fn pass_at(&mut self, peers: &[PeerId], now: Moment) -> bool {
+        self.guarded(|core| {
+            core.work.passes += 1;
+            let moved = peers.iter().fold(false, |moved, &peer| core.drain(peer, now) | moved);
+            core.end_pass(moved, now)
+        })
+        .unwrap_or(true)
+    }
+
     /// Runs `work`; when it panics, all groups fail.
     pub(crate) fn guarded<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> Result<R> {
         catch_unwind(AssertUnwindSafe(|| work(self))).map_err(|panic| self.fail_all(&*panic))
@@ -327,10 +423,8 @@ impl Core {
         }
         self.active.clear();
         // The pass that ended here would have sent what the peers are told.
-        for id in self.net.ids() {
-            if catch_unwind(AssertUnwindSafe(|| self.net.flush(id))).is_err() {
-                self.net.mark_gone(id, error.clone());
-            }
+        while let Err(id) = self.net.flush_guarded() {
+            self.net.mark_gone(id, error.clone());
         }
         error
     }
@@ -361,8 +455,17 @@ impl Core {
         if !self.net.has_streams() {
             return SmallVec::new();
         }
-        let peers = self.groups.get(&call.group_id).map(|group| group.peers_of(call)).unwrap_or_default();
-        peers.into_iter().filter(|&peer| !self.net.is_cheap_to_look_at(peer)).collect()
+        self.streams_among(&self.peers_of(call))
+    }
+
+    /// The peers that a call in flight sends to or receives from, as far as they are known.
+    pub(crate) fn peers_of(&self, call: &CallState) -> SmallVec<[PeerId; 4]> {
+        self.groups.get(&call.group_id).map(|group| group.peers_of(call)).unwrap_or_default()
+    }
+
+    /// Those of these peers whose links are asked for news by a system call.
+    pub(crate) fn streams_among(&self, peers: &[PeerId]) -> SmallVec<[PeerId; 4]> {
+        peers.iter().copied().filter(|&peer| !self.net.is_cheap_to_look_at(peer)).collect()
     }
 
     /// A driver is about to sleep until news come, at most until then; with what it waits for, if that is a call. Does what can be
@@ -416,10 +519,13 @@ impl Core {
     }
 
     fn pass_unguarded(&mut self, now: Moment) -> bool {
-        let mut moved = false;
-        for id in self.net.ids() {
-            moved |= self.drain(id, now);
-        }
+        self.work.passes += 1;
+        let moved = self.drain_all(now);
+        self.end_pass(moved, now)
+    }
+
+    /// What follows when frames were taken off links.
+    fn end_pass(&mut self, mut moved: bool, now: Moment) -> bool {
         if !self.causes.is_empty() {
             self.heed_causes(now);
             moved = true;
@@ -438,11 +544,7 @@ impl Core {
         self.idle = PASSES_HELD;
         self.net.look_again_everywhere();
         for _ in 0..MAX_ROUNDS {
-            let mut moved = false;
-            for id in self.net.ids() {
-                moved |= self.drain(id, now);
-            }
-            if !moved {
+            if !self.drain_all(now) {
                 break;
             }
         }
@@ -471,9 +573,11 @@ impl Core {
 
     /// Fails calls whose deadline passed or whose peers have gone. Done now and then, and before parking.
     pub(crate) fn check(&mut self, now: Moment) {
-        for id in self.net.ids() {
-            if let Err(error) = self.net.check(id) {
-                self.net.mark_gone(id, error);
+        let mut index = 0;
+        while let Some(id) = self.net.linked(index) {
+            match self.net.check(id) {
+                Ok(()) => index += 1,
+                Err(error) => self.net.mark_gone(id, error),
             }
         }
         self.look_for_silence(now);
@@ -499,7 +603,19 @@ impl Core {
         !concerned.is_empty()
     }
 
+    fn drain_all(&mut self, now: Moment) -> bool {
+        let mut moved = false;
+        let mut index = 0;
+        while let Some(id) = self.net.linked(index) {
+            moved |= self.drain(id, now);
+            // When it has gone another may stand in its place.
+            index += usize::from(self.net.linked(index) == Some(id));
+        }
+        moved
+    }
+
     fn drain(&mut self, id: PeerId, now: Moment) -> bool {
+        self.work.links_looked_at += 1;
         let mut moved = false;
         for _ in 0..FRAMES_PER_TURN {
             let frame = match self.net.begin_frame(id) {
@@ -512,6 +628,7 @@ impl Core {
             };
             // SAFETY: used up to `end_frame` only.
             let frame = unsafe { frame.get() };
+            let payload_bytes = frame.payload.len();
             match Header::parse(frame.head) {
                 Ok(header) if self.is_held(&header, frame.payload) => {
                     self.net.leave_frame();
@@ -520,6 +637,7 @@ impl Core {
                 Ok(header) => self.on_frame(id, &header, frame.payload, now),
                 Err(error) => self.net.mark_gone(id, error),
             }
+            self.net.count_received(id, payload_bytes);
             self.net.end_frame(id);
             moved = true;
         }
@@ -535,8 +653,17 @@ impl Core {
 
     fn on_frame(&mut self, peer: PeerId, header: &Header, payload: &[u8], now: Moment) {
         if header.group == 0 {
-            if header.kind == Kind::Goodbye {
-                self.net.peer_mut(peer).said_goodbye = true;
+            match header.kind {
+                Kind::Goodbye => self.net.peer_mut(peer).said_goodbye = true,
+                Kind::Groups => {
+                    if header.flags & LAST != 0 {
+                        self.net.end_greeting(peer);
+                    }
+                    if let Err(error) = self.answer_groups(peer, payload, now) {
+                        self.net.mark_gone(peer, error);
+                    }
+                }
+                _ => {}
             }
             return;
         }
@@ -552,17 +679,17 @@ impl Core {
         if known.is_some() && header.kind == Kind::Goodbye {
             self.left.push(header.group);
         }
-        if known.is_none() && !self.ended.contains(&header.group) {
+        if known.is_none() && !self.ended.contains(header.group) {
             self.lobby.push(header.group, Early { peer, header: *header, payload: payload.to_vec() });
         }
     }
 
     /// Says goodbye to every peer.
     pub(crate) fn say_goodbye(&mut self) {
-        for id in self.net.ids() {
+        for id in self.net.linked_now() {
             self.net.send_control(id, Header::new(Kind::Goodbye), &[]);
-            self.net.flush(id);
         }
+        self.net.flush_all();
     }
 
     /// What is there although no call is in flight.
@@ -572,10 +699,12 @@ impl Core {
             ("active groups", self.active.len()),
             ("frames of groups that are not there", self.lobby.kept().0),
             ("bytes of such frames", self.lobby.kept().1),
+            ("groups that are being made", self.expected.len()),
             ("announcements", self.causes.len()),
             ("callbacks", self.completed.len()),
             ("control frames", self.net.queued()),
             ("peers with unsent bytes", usize::from(self.net.has_unsent())),
+            ("peers that have yet to greet", usize::from(self.net.awaits_greeting())),
             ("threads that look", self.watchers as usize),
         ];
         let own = counts.into_iter().filter(|(_, count)| *count > 0).map(|(what, count)| format!("{count} {what}"));

@@ -3,6 +3,7 @@
 mod admission;
 pub(crate) mod context;
 pub(crate) mod core;
+mod ended;
 mod failure;
 pub(crate) mod history;
 mod inbox;
@@ -11,6 +12,7 @@ pub(crate) mod state;
 pub(crate) mod submit;
 
 pub(crate) use context::Context;
+pub use core::Work;
 pub(crate) use core::{Core, Relief};
 pub(crate) use state::{Departure, FastPathEnd, GroupState, Tell};
 pub(crate) use submit::{Caller, Launched, Prepared};

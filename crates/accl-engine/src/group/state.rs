@@ -57,6 +57,7 @@ pub(crate) struct GroupState {
     pub(crate) code_pool: BufferPool,
     /// Some rank has left or is lost.
     has_absentees: bool,
+    calls_failed: u64,
 }
 
 /// How far a call got on the fast path.
@@ -117,6 +118,7 @@ impl GroupState {
             scratch: Storage::default(),
             code_pool: BufferPool::default(),
             has_absentees: false,
+            calls_failed: 0,
         }
     }
 
@@ -183,7 +185,8 @@ impl GroupState {
         }
     }
 
-    /// Whether all ranks' links can be looked at without a system call; decided with the first call that asks.
+    /// Whether all ranks' links can be looked at without a system call, as far as they are known; decided with the first call that
+    /// asks, and again when there is another link.
     fn is_near(&mut self, net: &Net) -> bool {
         *self
             .near
@@ -274,6 +277,9 @@ impl GroupState {
             }
         }
         let call = run.call.clone();
+        if context.net.has_unlinked() {
+            run.plan.peers.iter().for_each(|&rank| context.net.want(self.members.peer(rank)));
+        }
         if self.runs.is_empty() {
             self.admission.note_move(context.now);
         }
@@ -286,6 +292,14 @@ impl GroupState {
     /// Starts a send or receive.
     pub(crate) fn start_message(&mut self, message: Message, to: Option<Rank>, context: &mut Context<'_>) {
         let call = message.call.clone();
+        match message.peer {
+            Some(rank) => context.net.want(self.members.peer(rank)),
+            // Any rank may send, and when all others have left none will.
+            None if context.net.has_unlinked() => {
+                self.members.ranks().for_each(|rank| context.net.want(self.members.peer(rank)));
+            }
+            None => {}
+        }
         let result = match to {
             Some(to) => {
                 self.p2p.post_send(message, to);
@@ -371,6 +385,8 @@ impl GroupState {
                 self.p2p.on_grant(from, header.seq, header.value);
                 Ok(())
             }
+            // Of no group alone.
+            Kind::Groups => Err(Error::protocol("a frame that names groups came for one of them")),
         }
     }
 
@@ -501,6 +517,29 @@ impl GroupState {
         }
     }
 
+    /// A peer has a link from now on: the group's number, if the peer is in it.
+    pub(super) fn note_link(&mut self, peer: PeerId) -> Option<u64> {
+        self.members.rank_of(peer)?;
+        self.near = None;
+        Some(self.id)
+    }
+
+    /// Tells a peer of the first cause, if there is one.
+    pub(super) fn tell_of_failure(&self, peer: PeerId, context: &mut Context<'_>) {
+        if let Some((origin, cause)) = self.cause_to_tell(cause_bytes(context.segment))
+            && self.members.rank_of(peer) != Some(origin)
+        {
+            context.net.send_control(peer, Header { group: self.id, ..Header::new(Kind::Cause) }, &cause);
+        }
+    }
+
+    /// The rank that the first cause comes from, and the payload that says so.
+    pub(super) fn cause_to_tell(&self, most: usize) -> Option<(Rank, Box<[u8]>)> {
+        let error = self.failure.cause()?;
+        let origin = self.failure.announcement().map_or(self.rank, |(origin, _)| origin);
+        Some((origin, Cause { kind: error.kind, origin, text: brief(error) }.to_bytes(most).into()))
+    }
+
     /// Looks which ranks are there.
     pub(crate) fn note_absentees(&mut self, net: &Net) {
         self.has_absentees = self.members.ranks().any(|rank| self.members.is_absent(rank, net));
@@ -550,6 +589,18 @@ impl GroupState {
         // The time that was allowed, not the moment at which somebody looked.
         let allowed = deadline.unwrap_or(context.now).since(call.started);
         Some(call.placed(Error::timeout(self.timeout_text(call, &awaited, allowed, context.net))))
+    }
+
+    /// Collectives and messages that were made here, and how many of them have failed.
+    pub(crate) fn counts(&self) -> (u64, u64, u64) {
+        (self.sequence.next(), self.next_p2p, self.calls_failed)
+    }
+
+    /// The calls in flight, with the ranks that they wait for.
+    pub(crate) fn in_flight(&self) -> Vec<(Arc<CallState>, Vec<Rank>)> {
+        let runs = self.runs.values().map(|run| (run.call.clone(), run.awaited()));
+        let messages = self.p2p.messages().map(|message| (message.call.clone(), message.peer.into_iter().collect()));
+        runs.chain(messages).collect()
     }
 
     /// The ranks that a call in flight waits for.
@@ -646,6 +697,7 @@ impl GroupState {
         if !calls.is_empty() {
             self.failure.raise();
         }
+        self.calls_failed += calls.len() as u64;
         for call in calls {
             let is_own = error.context.seq == Some(Seq(call.seq)) && error.context.collective == Some(call.collective);
             let own = if is_own { error.clone() } else { call.placed(Error::new(error.kind, brief(&error))) };
@@ -655,12 +707,13 @@ impl GroupState {
 
     /// Tells ranks of the first cause, but for this one and the one that it came from.
     fn tell_cause(&self, ranks: impl Iterator<Item = Rank>, origin: Rank, error: &Error, context: &mut Context<'_>) {
-        let most = MAX_CAUSE_BYTES.min(context.segment as usize + OVERHEAD_BYTES);
+        let most = cause_bytes(context.segment);
         let cause = Cause { kind: error.kind, origin, text: brief(error) }.to_bytes(most);
         let mut header = Header::new(Kind::Cause);
         header.group = self.id;
         for rank in ranks.filter(|&rank| rank != self.rank && rank != origin) {
-            context.net.send_control(self.members.peer(rank), header, &cause);
+            // A rank without a link hears of it from its neighbours, or when it makes one.
+            context.net.send_if_linked(self.members.peer(rank), header, &cause);
         }
     }
 
@@ -734,9 +787,14 @@ impl GroupState {
         let mut header = Header::new(Kind::Goodbye);
         header.group = self.id;
         for rank in self.members.ranks().filter(|&rank| rank != self.rank) {
-            context.net.send_control(self.members.peer(rank), header, &[]);
+            context.net.send_if_linked(self.members.peer(rank), header, &[]);
         }
     }
+}
+
+/// Most bytes of an announcement where segments have so many.
+pub(super) fn cause_bytes(segment: u64) -> usize {
+    MAX_CAUSE_BYTES.min(segment as usize + OVERHEAD_BYTES)
 }
 
 /// What remains of a group that a rank has left.

@@ -26,6 +26,17 @@ struct Member {
     left: bool,
 }
 
+/// The ranks a power of two before and behind a rank, without itself: they are linked from the beginning. What each rank passes
+/// on to its own reaches all of them within a logarithm of their number, also when some of the links between them are broken.
+pub(crate) fn neighbours(rank: Rank, world: u32) -> impl Iterator<Item = Rank> + use<> {
+    let steps = (0..u32::BITS).map(|bit| 1 << bit).take_while(move |&step| step < world);
+    let mut ranks: Vec<Rank> =
+        steps.flat_map(|step| [Rank((rank.0 + step) % world), Rank((rank.0 + world - step) % world)]).collect();
+    ranks.sort_unstable();
+    ranks.dedup();
+    ranks.into_iter()
+}
+
 /// The ranks of one group.
 pub(crate) struct Members {
     members: Vec<Member>,
@@ -50,16 +61,9 @@ impl Members {
         (0..self.world()).map(Rank)
     }
 
-    /// The ranks a power of two before and behind a rank: what each rank passes on to its own reaches all of them within a
-    /// logarithm of their number, also when some of the links between them are broken.
+    /// See [`neighbours`].
     pub(crate) fn neighbours(&self, rank: Rank) -> impl Iterator<Item = Rank> + use<> {
-        let world = self.world();
-        let steps = (0..u32::BITS).map(|bit| 1 << bit).take_while(move |&step| step < world);
-        let mut ranks: Vec<Rank> =
-            steps.flat_map(|step| [Rank((rank.0 + step) % world), Rank((rank.0 + world - step) % world)]).collect();
-        ranks.sort_unstable();
-        ranks.dedup();
-        ranks.into_iter()
+        neighbours(rank, self.world())
     }
 
     #[inline]

@@ -3,5 +3,6 @@
 pub(crate) mod members;
 pub(crate) mod net;
 
-pub(crate) use members::Members;
+pub(crate) use members::{Members, neighbours};
+pub use net::Traffic;
 pub(crate) use net::{Gone, Mark, Net, PeerId};

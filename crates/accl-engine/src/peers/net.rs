@@ -1,15 +1,19 @@
-//! The peers of this process: one link each, shared by all groups.
+//! The peers of this process: one link each, shared by all groups, from when somebody first wants it.
 //!
-//! Owns links, the queue of control frames that found no room, and the record of who is gone. Knows no calls. Read
-//! [`Net`] first.
+//! Owns links, the queue of control frames that found no room, which links are wanted, and the record of who is gone. Makes no
+//! link, and knows no calls. Read [`Net`] first.
 
 use std::collections::{HashMap, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 use std::time::Duration;
 
 use accl_transport::frame::Header;
 use accl_transport::{Answers, Card, Frame, HEAD_BYTES, Link, Place};
 use accl_types::{Error, Result};
+
+/// So many links are looked at in no time.
+const MANY_LINKS: usize = 8;
 
 /// Index of a peer process in [`Net`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -25,8 +29,14 @@ pub(crate) enum Gone {
 }
 
 pub(crate) struct Peer {
-    /// `None` after it has gone.
+    /// `None` before it is made, and after the peer has gone.
     link: Option<Box<dyn Link>>,
+    /// The link has been asked for.
+    is_wanted: bool,
+    /// It has yet to say in which groups it has this process: see [`Net::await_greeting`].
+    is_to_greet: bool,
+    /// A link to it will cost no system call to look at, as far as its card says.
+    shares_memory: bool,
     /// Control frames for which there was no room, oldest first.
     outbox: VecDeque<([u8; HEAD_BYTES], Vec<u8>)>,
     pub(crate) card: Card,
@@ -34,10 +44,28 @@ pub(crate) struct Peer {
     pub(crate) gone: Option<Gone>,
     /// A send found no room since the last pass.
     wants_room: bool,
-    /// Bytes are buffered in this process that the peer has not been sent yet.
-    unsent: bool,
+    /// It is among those that a flush looks at.
+    is_dirty: bool,
     /// For how long its host has not answered, when that was last looked at.
     pub(crate) silent_for: Option<Duration>,
+    /// Payload bytes of the place that was reserved last.
+    reserved: u64,
+    pub(crate) traffic: Traffic,
+}
+
+/// What has gone to and come from one peer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Frames sent.
+    pub frames_sent: u64,
+    /// Payload bytes of those.
+    pub bytes_sent: u64,
+    /// Frames received.
+    pub frames_received: u64,
+    /// Payload bytes of those.
+    pub bytes_received: u64,
+    /// How often a frame found no room.
+    pub stalls: u64,
 }
 
 /// How much of what this process sent to a peer its calls rely on.
@@ -76,6 +104,16 @@ impl RawFrame {
 #[derive(Default)]
 pub(crate) struct Net {
     peers: Vec<Peer>,
+    /// Those with links.
+    linked: Vec<PeerId>,
+    /// Those without that have not gone.
+    unlinked: usize,
+    /// Those whose links have been asked for since whoever makes them was told.
+    wanted: Vec<PeerId>,
+    /// Those whose greeting is awaited.
+    to_greet: usize,
+    /// Those that were given something since the last flush, or have not taken all of it.
+    dirty: Vec<PeerId>,
     by_uuid: HashMap<[u8; 16], PeerId>,
     /// The peer of which a frame is being handled, and its link if it was given up meanwhile: the frame lies in it.
     handling: Option<PeerId>,
@@ -92,25 +130,107 @@ pub(crate) struct Net {
 
 impl Net {
     /// The peer with this identity, unless it has gone.
-    pub(crate) fn find(&self, card: &Card) -> Option<PeerId> {
-        self.by_uuid.get(&card.uuid).copied().filter(|id| self.peer(*id).gone.is_none())
+    pub(crate) fn find(&self, uuid: &[u8; 16]) -> Option<PeerId> {
+        self.by_uuid.get(uuid).copied()
     }
 
-    /// Adds a peer. What its link waits for is watched already.
-    pub(crate) fn add(&mut self, card: Card, link: Box<dyn Link>) -> PeerId {
+    /// The peer with this card, which need not have a link yet. `shares_memory`: one to it will be over shared memory.
+    pub(crate) fn introduce(&mut self, card: &Card, shares_memory: bool) -> PeerId {
+        if let Some(id) = self.find(&card.uuid) {
+            return id;
+        }
         let id = PeerId(self.peers.len() as u32);
-        self.streams += usize::from(!link.is_cheap_to_look_at());
         self.by_uuid.insert(card.uuid, id);
+        self.unlinked += 1;
         self.peers.push(Peer {
-            link: Some(link),
+            link: None,
+            is_wanted: false,
+            is_to_greet: false,
+            shares_memory,
             outbox: VecDeque::new(),
-            card,
+            card: card.clone(),
             said_goodbye: false,
             gone: None,
             wants_room: false,
-            unsent: false,
+            is_dirty: false,
             silent_for: None,
+            reserved: 0,
+            traffic: Traffic::default(),
         });
+        id
+    }
+
+    /// Gives a peer its link, unless it has one or has gone. What the link waits for is watched already.
+    pub(crate) fn attach(&mut self, id: PeerId, link: Box<dyn Link>) {
+        let peer = &mut self.peers[id.0 as usize];
+        if peer.link.is_some() || peer.gone.is_some() {
+            return;
+        }
+        self.streams += usize::from(!link.is_cheap_to_look_at());
+        self.unlinked -= 1;
+        peer.link = Some(link);
+        self.linked.push(id);
+        // Control frames may have waited for it.
+        self.note_dirty(id);
+    }
+
+    /// Whether a peer has a link.
+    pub(crate) fn is_linked(&self, id: PeerId) -> bool {
+        self.peer(id).link.is_some()
+    }
+
+    /// Whether a peer may get a link yet.
+    pub(crate) fn is_unlinked(&self, id: PeerId) -> bool {
+        let peer = self.peer(id);
+        peer.link.is_none() && peer.gone.is_none()
+    }
+
+    /// Whether there are peers that may get a link yet.
+    #[inline]
+    pub(crate) fn has_unlinked(&self) -> bool {
+        self.unlinked > 0
+    }
+
+    /// A peer with a new link is about to greet: this process may have nothing else to do, and looks for it all the same.
+    pub(crate) fn await_greeting(&mut self, id: PeerId) {
+        if self.is_linked(id) {
+            self.to_greet += usize::from(!std::mem::replace(&mut self.peer_mut(id).is_to_greet, true));
+        }
+    }
+
+    /// A peer has greeted.
+    pub(crate) fn end_greeting(&mut self, id: PeerId) {
+        self.to_greet -= usize::from(std::mem::take(&mut self.peer_mut(id).is_to_greet));
+    }
+
+    /// Whether some peer's greeting is awaited.
+    pub(crate) fn awaits_greeting(&self) -> bool {
+        self.to_greet > 0
+    }
+
+    /// Asks for a link to a peer, unless there is one: whoever waits for a peer learns of its end on their link.
+    pub(crate) fn want(&mut self, id: PeerId) {
+        if self.is_unlinked(id) && !std::mem::replace(&mut self.peer_mut(id).is_wanted, true) {
+            self.wanted.push(id);
+        }
+    }
+
+    /// Whether links have been asked for since [`Net::take_wanted`].
+    #[inline]
+    pub(crate) fn has_wanted(&self) -> bool {
+        !self.wanted.is_empty()
+    }
+
+    /// Cards of the peers whose links have been asked for since this was last asked.
+    pub(crate) fn take_wanted(&mut self) -> Vec<Card> {
+        std::mem::take(&mut self.wanted).into_iter().map(|id| self.peer(id).card.clone()).collect()
+    }
+
+    /// Adds a peer with its link. What that waits for is watched already.
+    pub(crate) fn add(&mut self, card: &Card, link: Box<dyn Link>) -> PeerId {
+        let shares_memory = link.is_cheap_to_look_at();
+        let id = self.introduce(card, shares_memory);
+        self.attach(id, link);
         id
     }
 
@@ -120,8 +240,20 @@ impl Net {
         PeerId(self.peers.len() as u32)
     }
 
-    pub(crate) fn ids(&self) -> impl Iterator<Item = PeerId> + use<> {
-        (0..self.peers.len() as u32).map(PeerId)
+    /// The peers with links, one by one from 0: while they are looked at, some may go and others take their numbers.
+    #[inline]
+    pub(crate) fn linked(&self, index: usize) -> Option<PeerId> {
+        self.linked.get(index).copied()
+    }
+
+    /// Whether a look at all links costs more than one at those that a call needs, by much.
+    pub(crate) fn has_many_links(&self) -> bool {
+        self.linked.len() > MANY_LINKS
+    }
+
+    /// As [`Net::linked`], all that there are now.
+    pub(crate) fn linked_now(&self) -> Vec<PeerId> {
+        self.linked.clone()
     }
 
     pub(crate) fn peer(&self, id: PeerId) -> &Peer {
@@ -130,6 +262,21 @@ impl Net {
 
     pub(crate) fn peer_mut(&mut self, id: PeerId) -> &mut Peer {
         &mut self.peers[id.0 as usize]
+    }
+
+    fn note_dirty(&mut self, id: PeerId) {
+        if !std::mem::replace(&mut self.peer_mut(id).is_dirty, true) {
+            self.dirty.push(id);
+        }
+    }
+
+    /// What is done to every link.
+    fn each_link(&mut self, mut f: impl FnMut(&mut (dyn Link + 'static))) {
+        for id in &self.linked {
+            if let Some(link) = &mut self.peers[id.0 as usize].link {
+                f(&mut **link);
+            }
+        }
     }
 
     #[inline]
@@ -161,15 +308,23 @@ impl Net {
         self.release(id);
     }
 
-    /// A place for a frame with a payload of so many bytes, or `None` when there is no room now or the peer has gone.
+    /// A place for a frame with a payload of so many bytes, or `None` when there is no room now, no link yet, or the peer has
+    /// gone.
     #[inline]
     pub(crate) fn reserve(&mut self, id: PeerId, payload_bytes: usize) -> Option<Place<'_>> {
+        if self.has_unlinked() {
+            self.want(id);
+        }
         let peer = &mut self.peers[id.0 as usize];
         let link = peer.link.as_deref_mut()?;
         // A broken link is noticed by `check`; here it only has no room.
         match link.try_reserve(payload_bytes) {
-            Ok(Some(place)) => Some(place),
+            Ok(Some(place)) => {
+                peer.reserved = payload_bytes as u64;
+                Some(place)
+            }
             Ok(None) | Err(_) => {
+                peer.traffic.stalls += 1;
                 peer.wants_room = true;
                 self.room_wanted = true;
                 None
@@ -181,12 +336,33 @@ impl Net {
     pub(crate) fn commit(&mut self, id: PeerId) {
         if let Some(link) = self.link(id) {
             link.commit();
+            self.count_sent(id);
+            self.note_dirty(id);
         }
     }
 
-    /// Whether a look at this peer's link costs no system call.
+    #[inline]
+    fn count_sent(&mut self, id: PeerId) {
+        let peer = self.peer_mut(id);
+        peer.traffic.frames_sent += 1;
+        peer.traffic.bytes_sent += peer.reserved;
+    }
+
+    /// A frame with so many bytes has come from a peer.
+    #[inline]
+    pub(crate) fn count_received(&mut self, id: PeerId, payload_bytes: usize) {
+        let traffic = &mut self.peer_mut(id).traffic;
+        traffic.frames_received += 1;
+        traffic.bytes_received += payload_bytes as u64;
+    }
+
+    /// Whether a look at this peer's link costs no system call, or will cost none.
     pub(crate) fn is_cheap_to_look_at(&self, id: PeerId) -> bool {
-        self.peer(id).link.as_ref().is_some_and(|link| link.is_cheap_to_look_at())
+        let peer = self.peer(id);
+        match &peer.link {
+            Some(link) => link.is_cheap_to_look_at(),
+            None => peer.shares_memory && peer.gone.is_none(),
+        }
     }
 
     /// Whether the system must be asked for news of some links.
@@ -203,7 +379,7 @@ impl Net {
 
     /// As [`Net::look_again`], of all peers: a system call for each of them follows.
     pub(crate) fn look_again_everywhere(&mut self) {
-        self.peers.iter_mut().filter_map(|peer| peer.link.as_mut()).for_each(|link| link.look_again());
+        self.each_link(|link| link.look_again());
     }
 
     /// The next frame, if it comes while this looks for it up to `looks` times. Errors are left to a pass.
@@ -212,11 +388,12 @@ impl Net {
         self.link(id)?.await_frame(looks).ok()?
     }
 
-    /// As [`Net::commit`]; [`Net::wake`] follows soon.
+    /// As [`Net::commit`], for links that send without a flush; [`Net::wake`] follows soon.
     #[inline]
     pub(crate) fn commit_quietly(&mut self, id: PeerId) {
         if let Some(link) = self.link(id) {
             link.commit_quietly();
+            self.count_sent(id);
         }
     }
 
@@ -249,6 +426,7 @@ impl Net {
         if self.peer(id).gone.is_some() {
             return;
         }
+        self.want(id);
         if self.peer(id).outbox.is_empty()
             && let Some(place) = self.reserve(id, payload.len())
         {
@@ -258,12 +436,20 @@ impl Net {
             return;
         }
         self.peer_mut(id).outbox.push_back((header.to_bytes(), payload.to_vec()));
+        self.note_dirty(id);
     }
 
-    /// Sends queued control frames and pushes buffered bytes. Returns whether a frame left the queue.
-    pub(crate) fn flush(&mut self, id: PeerId) -> bool {
+    /// As [`Net::send_control`], unless there is no link: whoever makes one is told then.
+    pub(crate) fn send_if_linked(&mut self, id: PeerId, header: Header, payload: &[u8]) {
+        if self.is_linked(id) {
+            self.send_control(id, header, payload);
+        }
+    }
+
+    /// Sends queued control frames and pushes buffered bytes. Returns whether a frame left the queue, and whether nothing is left.
+    fn flush(&mut self, id: PeerId) -> (bool, bool) {
         let peer = &mut self.peers[id.0 as usize];
-        let Some(link) = peer.link.as_mut() else { return false };
+        let Some(link) = peer.link.as_mut() else { return (false, peer.outbox.is_empty()) };
         let mut moved = false;
         while let Some((head, payload)) = peer.outbox.front() {
             let Ok(Some(place)) = link.try_reserve(payload.len()) else {
@@ -273,13 +459,14 @@ impl Net {
             };
             *place.head = *head;
             place.payload.copy_from_slice(payload);
+            peer.traffic.frames_sent += 1;
+            peer.traffic.bytes_sent += payload.len() as u64;
             link.commit();
             peer.outbox.pop_front();
             moved = true;
         }
         // An error shows again in `check` or `peek`, where it is handled; nothing more can be sent then.
-        peer.unsent = !link.flush().unwrap_or(true) || !peer.outbox.is_empty();
-        moved
+        (moved, link.flush().unwrap_or(true) && peer.outbox.is_empty())
     }
 
     /// Control frames that have found no room.
@@ -288,18 +475,34 @@ impl Net {
         self.peers.iter().map(|peer| peer.outbox.len()).sum()
     }
 
-    /// Flushes all peers.
+    /// Sends queued control frames and pushes buffered bytes of all peers. Returns whether a frame left a queue.
     pub(crate) fn flush_all(&mut self) -> bool {
         let mut moved = false;
-        for id in self.ids() {
-            moved |= self.flush(id);
+        let mut index = 0;
+        while let Some(&id) = self.dirty.get(index) {
+            let (has_moved, is_clean) = self.flush(id);
+            moved |= has_moved;
+            if is_clean {
+                self.peer_mut(id).is_dirty = false;
+                self.dirty.swap_remove(index);
+            } else {
+                index += 1;
+            }
         }
         moved
     }
 
+    /// As [`Net::flush_all`], after a panic: the peer of which one of its own comes.
+    pub(crate) fn flush_guarded(&mut self) -> std::result::Result<(), PeerId> {
+        for id in self.dirty.clone() {
+            catch_unwind(AssertUnwindSafe(|| self.flush(id))).map_err(|_| id)?;
+        }
+        Ok(())
+    }
+
     /// Whether bytes of calls that may be done already have yet to leave this process.
     pub(crate) fn has_unsent(&self) -> bool {
-        self.peers.iter().any(|peer| peer.unsent)
+        !self.dirty.is_empty()
     }
 
     /// What was sent to a peer until now.
@@ -314,7 +517,8 @@ impl Net {
 
     /// Whether any peer's host has yet to acknowledge something.
     pub(crate) fn awaits_answers(&self) -> bool {
-        self.peers.iter().filter_map(|peer| peer.link.as_ref()).any(|link| link.awaits_answer())
+        let links = self.linked.iter().filter_map(|&id| self.peer(id).link.as_ref());
+        links.into_iter().any(|link| link.awaits_answer())
     }
 
     /// For how long the peer's host has not answered, if it should have.
@@ -337,17 +541,23 @@ impl Net {
 
     /// Records that a peer has gone and drops its link. Calls that need it are failed by who looks for departures.
     pub(crate) fn mark_gone(&mut self, id: PeerId, error: Error) {
+        self.unlinked -= usize::from(self.is_unlinked(id));
+        self.end_greeting(id);
         let peer = self.peer_mut(id);
         let is_new = peer.gone.is_none();
         if is_new {
             peer.gone = Some(if peer.said_goodbye { Gone::Left } else { Gone::Lost(error) });
         }
         let link = peer.link.take();
-        let is_stream = link.as_ref().is_some_and(|link| !link.is_cheap_to_look_at());
-        peer.unsent = false;
         peer.outbox.clear();
         let uuid = peer.card.uuid;
-        self.streams -= usize::from(is_stream);
+        if std::mem::take(&mut peer.is_dirty) {
+            self.dirty.retain(|&dirty| dirty != id);
+        }
+        if let Some(link) = &link {
+            self.streams -= usize::from(!link.is_cheap_to_look_at());
+            self.linked.retain(|&linked| linked != id);
+        }
         if self.handling == Some(id) {
             self.retired = link;
         }
@@ -369,32 +579,28 @@ impl Net {
 
     /// Publishes "parked" on all links. `true`: something came up meanwhile.
     pub(crate) fn prepare_park(&mut self) -> bool {
-        let mut ready = false;
-        self.room_wanted = false;
-        for peer in &mut self.peers {
-            let wants_room = std::mem::take(&mut peer.wants_room) || !peer.outbox.is_empty();
-            if let Some(link) = peer.link.as_mut() {
-                ready |= link.prepare_park(wants_room);
-            }
-        }
-        ready
+        self.announce(|link, wants_room| link.prepare_park(wants_room))
     }
 
     /// A thread looks at all links while the driver sleeps: see [`Link::suspend_park`].
     pub(crate) fn suspend_park(&mut self) {
-        for link in self.peers.iter_mut().filter_map(|peer| peer.link.as_mut()) {
-            link.suspend_park();
-        }
+        self.each_link(|link| link.suspend_park());
     }
 
     /// It looks no more: see [`Link::resume_park`]. `true`: something came up meanwhile.
     pub(crate) fn resume_park(&mut self) -> bool {
+        self.announce(|link, wants_room| link.resume_park(wants_room))
+    }
+
+    /// Tells every link that the driver sleeps, with whether somebody waits for room on it.
+    fn announce(&mut self, announce: impl Fn(&mut dyn Link, bool) -> bool) -> bool {
         let mut ready = false;
         self.room_wanted = false;
-        for peer in &mut self.peers {
+        for id in &self.linked {
+            let peer = &mut self.peers[id.0 as usize];
             let wants_room = std::mem::take(&mut peer.wants_room) || !peer.outbox.is_empty();
-            if let Some(link) = peer.link.as_mut() {
-                ready |= link.resume_park(wants_room);
+            if let Some(link) = &mut peer.link {
+                ready |= announce(&mut **link, wants_room);
             }
         }
         ready
@@ -406,9 +612,7 @@ impl Net {
     }
 
     pub(crate) fn unpark(&mut self) {
-        for link in self.peers.iter_mut().filter_map(|peer| peer.link.as_mut()) {
-            link.unpark();
-        }
+        self.each_link(|link| link.unpark());
     }
 
     /// The process with this identity, if it was a peer and has gone.
@@ -416,7 +620,16 @@ impl Net {
         if self.by_uuid.contains_key(uuid) {
             return None;
         }
-        self.ids().find(|id| self.peer(*id).card.uuid == *uuid)
+        let is_it = |peer: &Peer| peer.card.uuid == *uuid;
+        self.peers.iter().rposition(is_it).map(|index| PeerId(index as u32))
+    }
+
+    /// Why a peer has gone, if it has.
+    pub(crate) fn why_gone(&self, id: PeerId) -> Option<String> {
+        match self.peer(id).gone.as_ref()? {
+            Gone::Left => Some("it has left".to_owned()),
+            Gone::Lost(error) => Some(error.message.clone()),
+        }
     }
 
     /// Who a peer process is, for messages: `host worker-3, pid 4711`.
@@ -427,12 +640,24 @@ impl Net {
 
     /// Transport and addresses of a peer's link.
     pub(crate) fn describe(&self, id: PeerId) -> String {
-        self.peer(id).link.as_ref().map_or_else(|| "no link".to_owned(), |link| link.describe())
+        let peer = self.peer(id);
+        let without = if peer.gone.is_some() { "no link" } else { "no link yet" };
+        peer.link.as_ref().map_or_else(|| without.to_owned(), |link| link.describe())
+    }
+
+    /// The transport and addresses of a peer's link, if it has one, and the system calls made for it.
+    pub(crate) fn link_of(&self, id: PeerId) -> Option<(String, u64)> {
+        self.peer(id).link.as_ref().map(|link| (link.describe(), link.system_calls()))
+    }
+
+    /// All peers that there have been.
+    pub(crate) fn all(&self) -> impl Iterator<Item = PeerId> + use<> {
+        (0..self.peers.len() as u32).map(PeerId)
     }
 
     /// Says that nothing more will be sent to anybody.
     pub(crate) fn close_all(&mut self) {
-        for link in self.peers.iter_mut().filter_map(|peer| peer.link.as_mut()) {
+        self.each_link(|link| {
             let _ = link.flush();
             link.close();
             link.look_again();
@@ -440,6 +665,6 @@ impl Net {
             while let Ok(Some(_)) = link.peek() {
                 link.release();
             }
-        }
+        });
     }
 }

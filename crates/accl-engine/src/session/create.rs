@@ -2,14 +2,16 @@
 //!
 //! Owns the order of these steps and what becomes of a group whose making fails. Read [`Engine::create_group`] first.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use accl_schedule::cost::{Machine, Near, Placement};
 use accl_schedule::{Basis, Chooser, Topology};
+use accl_transport::Card;
 use accl_types::config::Config;
-use accl_types::{Error, ErrorKind, Rank, Result};
+use accl_types::{Error, Rank, Result};
 
 use super::cores::Cores;
 use super::rendezvous::{GroupCard, Meeting, Outcome};
@@ -21,12 +23,15 @@ use crate::engine::{Engine, Job, Parts};
 use crate::env::launch_label;
 use crate::group::GroupState;
 use crate::hash::hash_words;
-use crate::peers::{Members, PeerId};
+use crate::peers::{Members, PeerId, neighbours};
 use crate::plan::Planner;
 use crate::time::{self, far};
 
-/// How long connecting holds the endpoint before other threads that make groups have a turn.
+/// How often a rank that waits for links looks whether it was interrupted, and whether the others go on.
+const CONNECT_TICK: Duration = Duration::from_millis(50);
 const CONNECT_SLICE: Duration = Duration::from_millis(200);
+/// Missing links that are spelled out in a message.
+const MAX_LISTED: usize = 8;
 
 /// What all ranks have before a group is made.
 struct Prepared {
@@ -42,7 +47,8 @@ struct Rules {
 }
 
 impl Engine {
-    /// Makes a group: meets the other ranks in the store, connects to those not yet connected.
+    /// Makes a group: meets the other ranks in the store, connects to its neighbours among them. Links to the others are made when
+    /// a call first needs them.
     ///
     /// # Errors
     /// `Timeout` listing the missing ranks, `Configuration`, `Rendezvous`, `Network`; `Aborted` when interrupted or in a
@@ -68,7 +74,11 @@ impl Engine {
         self.check_process_settings(&spec.config)?;
         let deadline = Instant::now().checked_add(spec.timeout).unwrap_or_else(far);
         let parts = self.parts(spec.master)?;
-        let card = parts.endpoint.lock().card().clone();
+        let card = parts.card.clone();
+        if spec.world > 1 {
+            // From now on peers may connect: they know this process by its card.
+            parts.connector.start()?;
+        }
         let counter = self.groups_made.fetch_add(1, Ordering::Relaxed);
         let machine = (spec.rank == Rank(0)).then(|| self.machine(spec));
         let (agreed, cores) = (spec.config.agreed_text(), Cores::of_this_process());
@@ -76,6 +86,7 @@ impl Engine {
         let label = launch_label();
         let mut meeting = Meeting::new(spec, store, &mine, &label, &self.makings, deadline);
         let members = self.known_members(spec);
+        self.want_neighbours(&members, spec);
         let mut look = || {
             if interrupt() {
                 return Err(Error::aborted("interrupted while the group was being made"));
@@ -103,6 +114,9 @@ impl Engine {
         let now = time::now();
         self.driver.with_core(|core| {
             for (rank, card) in cards.iter().enumerate() {
+                if !core.net.is_linked(state.members.peer(Rank(rank as u32))) {
+                    continue;
+                }
                 tracing::info!(
                     group = spec.name,
                     rank,
@@ -138,7 +152,7 @@ impl Engine {
             });
             match made {
                 Ok(Some((state, rules))) => return Ok(Prepared { state, cards, rules }),
-                Ok(None) => {}
+                Ok(None) => self.driver.with_core(|core| core.remove_group(id)),
                 Err(error) => {
                     self.driver.with_core(|core| core.remove_group(id));
                     return Err(error);
@@ -164,6 +178,7 @@ impl Engine {
         accl_schedule::check_rules(&topology, &spec.config.algorithm)?;
         let default_codec = DefaultCodec::of(&spec.config)?;
         let Some(peers) = self.connect(parts, spec, meeting, cards, deadline, look)? else { return Ok(None) };
+        self.driver.with_core(|core| core.expect_group(id, peers.clone()));
         let members = Members::new(peers, spec.config.eager_bytes);
         let chooser = chooser(topology, spec, cards, self.driver.with_core(|core| core.segment));
         let planner = Planner::new(chooser, spec.rank);
@@ -182,6 +197,18 @@ impl Engine {
         let process = |&global: &u64| job.processes.get(usize::try_from(global).ok()?).copied();
         let known = spec.global_ranks.iter().enumerate();
         known.filter_map(|(rank, global)| Some((Rank(rank as u32), process(global)?))).collect()
+    }
+
+    /// Begins to link to neighbours that are known from the job: one that has gone is found before it could come.
+    fn want_neighbours(&self, members: &[(Rank, [u8; 16])], spec: &GroupSpec) {
+        let near: HashSet<Rank> = neighbours(spec.rank, spec.world).collect();
+        self.driver.with_core(|core| {
+            let peers =
+                members.iter().filter(|(rank, _)| near.contains(rank)).filter_map(|(_, uuid)| core.net.find(uuid));
+            for peer in peers.collect::<Vec<_>>() {
+                core.net.want(peer);
+            }
+        });
     }
 
     /// A member of the job that has gone does not come to make a sub-group.
@@ -220,7 +247,8 @@ impl Engine {
         )))
     }
 
-    /// Links to all ranks; `None` when the session is over.
+    /// The peers of all ranks, with links to those that this rank is to be linked to from the beginning; `None` when the session
+    /// is over. Links to the others are made when they are wanted.
     fn connect(
         &self,
         parts: Parts<'_>,
@@ -230,83 +258,87 @@ impl Engine {
         deadline: Instant,
         look: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Option<Vec<PeerId>>> {
-        let mine = &cards[spec.rank.index()].card;
-        loop {
-            // Another thread may connect to the same peers: what is missing is asked anew each time, and under the lock
-            // that is held until the new links are in place.
-            let mut endpoint = parts.endpoint.lock();
-            let found: Vec<Option<PeerId>> = self.driver.with_core(|core| {
-                // A peer that went and came back has a link that is dead and does not know it yet.
-                core.net.look_again_everywhere();
-                core.pass_whole(time::now());
-                core.check(time::now());
-                cards.iter().map(|card| core.net.find(&card.card)).collect()
-            });
-            let missing: Vec<usize> = (0..cards.len()).filter(|&rank| found[rank].is_none()).collect();
-            if missing.is_empty() {
-                return Ok(Some(found.into_iter().flatten().collect()));
+        let own = spec.rank.index();
+        if let Some(rank) = (0..cards.len()).find(|&rank| rank != own && cards[rank].card.uuid == parts.card.uuid) {
+            return Err(Error::rendezvous(format!("ranks {rank} and {} are the same process", spec.rank)));
+        }
+        let others: Vec<Card> = cards.iter().map(|card| card.card.clone()).collect();
+        accl_transport::check_peers(parts.card, &others).map_err(|failed| failed.error)?;
+        let peers = self.introduce(parts, &others, own)?;
+        let neighbours: Vec<Rank> = neighbours(spec.rank, spec.world).collect();
+        let missing = || -> Vec<Rank> {
+            self.driver.with_core(|core| {
+                neighbours.iter().copied().filter(|rank| !core.net.is_linked(peers[rank.index()])).collect()
+            })
+        };
+        parts.connector.hand_over();
+        let first = missing();
+        if first.is_empty() {
+            return Ok(Some(peers));
+        }
+        parts.connector.want(first.iter().map(|rank| others[rank.index()].clone()).collect());
+        let mut asked = Instant::now();
+        let outcome = loop {
+            parts.connector.await_change(CONNECT_TICK, || missing().is_empty());
+            if missing().is_empty() {
+                break Ok(Some(()));
             }
-            if let Some(own) = missing.iter().copied().find(|&rank| cards[rank].card.uuid == mine.uuid) {
-                if own != spec.rank.index() {
-                    return Err(Error::rendezvous(format!("ranks {own} and {} are the same process", spec.rank)));
+            if let Err(error) = look() {
+                break Err(error);
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                break Err(self.unlinked(parts, &missing(), &peers, cards));
+            }
+            // A rank may have been replaced or given up.
+            if now.saturating_duration_since(asked) >= CONNECT_SLICE {
+                asked = now;
+                match meeting.goes_on() {
+                    Ok(true) => {}
+                    Ok(false) => break Ok(None),
+                    Err(error) => break Err(error),
                 }
+            }
+        };
+        parts.connector.forget(first.iter().map(|rank| others[rank.index()].uuid).collect());
+        outcome.map(|linked| linked.map(|()| peers))
+    }
+
+    /// Makes all ranks' processes peers of this one.
+    fn introduce(&self, parts: Parts<'_>, cards: &[Card], own: usize) -> Result<Vec<PeerId>> {
+        self.driver.with_core(|core| {
+            // A peer that went and came back has a link that is dead and does not know it yet.
+            core.net.look_again_everywhere();
+            core.pass_whole(time::now());
+            core.check(time::now());
+            let introduce = |card: &Card| core.net.introduce(card, accl_transport::shares_memory(parts.card, card));
+            let peers: Vec<PeerId> = cards.iter().map(introduce).collect();
+            if core.net.is_unlinked(peers[own]) {
                 let payload = self.config.segment_bytes as usize + accl_transport::frame::OVERHEAD_BYTES;
                 let mut link = accl_transport::loopback::self_link(payload, parts.waker.clone());
-                self.driver.with_core(|core| {
-                    parts.poller.watch(&mut link)?;
-                    core.net.add(mine.clone(), Box::new(link));
-                    Ok::<_, Error>(())
-                })?;
-                continue;
+                parts.poller.watch(&mut link)?;
+                core.net.attach(peers[own], Box::new(link));
             }
-            let wanted: Vec<_> = missing.iter().map(|&rank| cards[rank].card.clone()).collect();
-            let slice = deadline.min(Instant::now() + CONNECT_SLICE);
-            let mut seen = None;
-            let result = endpoint.connect(&wanted, slice, &mut || {
-                seen = look().err();
-                seen.is_some()
-            });
-            for warning in endpoint.take_warnings() {
-                tracing::warn!("{warning}");
-            }
-            match result {
-                Ok(links) => {
-                    for (card, mut link) in wanted.into_iter().zip(links) {
-                        // Under the lock: a driver that the first event wakes must find the link.
-                        self.driver.with_core(|core| {
-                            if core.net.find(&card).is_none() {
-                                parts.poller.watch(&mut link)?;
-                                core.net.add(card, link);
-                            }
-                            Ok::<_, Error>(())
-                        })?;
-                    }
-                }
-                Err(failed) => {
-                    // Other threads that make groups have a turn.
-                    parking_lot::MutexGuard::unlock_fair(endpoint);
-                    if let Some(error) = seen {
-                        return Err(error);
-                    }
-                    if failed.error.kind == ErrorKind::Timeout && Instant::now() < deadline {
-                        // A rank may have been replaced or given up.
-                        if !meeting.goes_on()? {
-                            return Ok(None);
-                        }
-                        continue;
-                    }
-                    let who: Vec<String> = failed
-                        .missing
-                        .iter()
-                        .map(|m| {
-                            let rank = missing[m.index];
-                            format!("rank {rank} ({}): {}", cards[rank].card.place(), m.why)
-                        })
-                        .collect();
-                    return Err(Error::new(failed.error.kind, format!("{}; {}", failed.error.message, who.join("; "))));
-                }
-            }
-        }
+            Ok(peers)
+        })
+    }
+
+    /// The error when links are missing and the time is up.
+    fn unlinked(&self, parts: Parts<'_>, missing: &[Rank], peers: &[PeerId], cards: &[GroupCard]) -> Error {
+        let why = |rank: &Rank| {
+            let card = &cards[rank.index()].card;
+            let gone = self.driver.with_core(|core| core.net.why_gone(peers[rank.index()]));
+            let why = gone.unwrap_or_else(|| parts.connector.why_not(&card.uuid));
+            format!("rank {rank} ({}): {why}", card.place())
+        };
+        let listed: Vec<String> = missing.iter().take(MAX_LISTED).map(why).collect();
+        let more = if missing.len() > MAX_LISTED { "; ..." } else { "" };
+        Error::timeout(format!(
+            "the deadline passed; {} of {} peers have no link: {}{more}",
+            missing.len(),
+            cards.len() - 1,
+            listed.join("; ")
+        ))
     }
 }
 

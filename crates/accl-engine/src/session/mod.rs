@@ -1,5 +1,6 @@
 //! How ranks come to be a group.
 
+pub(crate) mod connector;
 pub(crate) mod cores;
 pub(crate) mod create;
 pub(crate) mod rendezvous;

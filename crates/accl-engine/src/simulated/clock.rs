@@ -57,6 +57,12 @@ pub(super) enum Event {
     Ended { wire: usize, end: usize, process: usize },
     /// Something goes wrong.
     Fault { index: usize },
+    /// A process tries to make a link.
+    Dial { wire: usize, process: usize },
+    /// One end of a wire becomes a link of its process.
+    Attach { wire: usize, end: usize },
+    /// A process learns that another cannot be reached.
+    Refused { process: usize, peer: usize },
 }
 
 /// What is to happen when.

@@ -16,12 +16,12 @@ use accl_types::{Collective, Dtype, Error, ErrorKind, Moment, Rank, ReduceOp};
 use super::clock::{self, Agenda, Event};
 use super::link::{SimulatedLink, Wire, self_link};
 use super::oracle::Tensors;
-use super::scenario::{Fault, Matter, Scenario, Step, TIMEOUT_MS};
+use super::scenario::{Fault, Linking, Matter, Scenario, Step, TIMEOUT_MS};
 use crate::api::planning::Planning;
 use crate::call::{CallDesc, CallState, Codecs, Encoding, Mode, TensorCodecs, Waited};
 use crate::exec::SpinLimit;
 use crate::group::{Caller, Core, FastPathEnd, GroupState, Launched, Relief, Tell};
-use crate::peers::Members;
+use crate::peers::{Members, neighbours};
 use crate::plan::Planner;
 use crate::sync::Mutex;
 
@@ -122,6 +122,10 @@ struct World<'a> {
     scenario: &'a Scenario,
     agenda: Arc<Mutex<Agenda>>,
     wires: Vec<Arc<Mutex<Wire>>>,
+    /// Wires of which links were made, or are being made.
+    dialled: BTreeSet<usize>,
+    /// Ends of wires that their processes have yet to be given, by wire and end.
+    pending: BTreeMap<(usize, usize), SimulatedLink>,
     processes: Vec<Process>,
     made: BTreeMap<(usize, usize), Made>,
     faults: Vec<Fault>,
@@ -194,16 +198,24 @@ impl<'a> World<'a> {
             let Some(core) = &mut host.core else { continue };
             for (wire, (ends, _)) in wires.iter().zip(&scenario.wires) {
                 if let Some(end) = ends.iter().position(|&at| at == process) {
-                    let link = Box::new(SimulatedLink::new(wire, end));
-                    host.peers[ends[1 - end]] = Some(core.net.add(card(ends[1 - end]), link));
+                    let peer = core.net.introduce(&card(ends[1 - end]), wire.lock().is_ring());
+                    if scenario.linking == Linking::AtFirst {
+                        core.net.attach(peer, Box::new(SimulatedLink::new(wire, end)));
+                    }
+                    host.peers[ends[1 - end]] = Some(peer);
                 }
             }
             let own = self_link(payload);
-            host.peers[process] = Some(core.net.add(card(process), Box::new(own)));
+            host.peers[process] = Some(core.net.add(&card(process), Box::new(own)));
+            // Nobody has made a group before all have met for it.
+            for (index, spec) in (1..).zip(&scenario.groups).filter(|(_, spec)| spec.rank_of(process).is_some()) {
+                core.expect_group(index, spec.members.iter().filter_map(|&member| host.peers[member]).collect());
+            }
         }
         let (made, struck) = (BTreeMap::new(), BTreeSet::new());
-        let seen = Seen::default();
-        Self { scenario, agenda, wires, processes, made, faults, struck, seen, bits: BTreeMap::new() }
+        let (dialled, pending) = (BTreeSet::new(), BTreeMap::new());
+        let (seen, bits) = (Seen::default(), BTreeMap::new());
+        Self { scenario, agenda, wires, dialled, pending, processes, made, faults, struck, seen, bits }
     }
 
     fn enter(&self, wait: u64, event: Event) {
@@ -262,8 +274,17 @@ impl<'a> World<'a> {
                 self.ring(process);
             }
             Event::Fault { index } => self.strike(index),
+            Event::Dial { wire, process } => self.dial(wire, process),
+            Event::Attach { wire, end } => {
+                self.attach(wire, end);
+                let process = self.scenario.wires[wire].0[end];
+                self.settle(process);
+                self.note_ends(process)?;
+            }
+            Event::Refused { process, peer } => self.refuse(process, peer),
         }
         if let Event::Run { process, .. }
+        | Event::Refused { process, .. }
         | Event::Drive { process }
         | Event::Ring { process }
         | Event::Ended { process, .. }
@@ -333,6 +354,8 @@ impl<'a> World<'a> {
         host.core = None;
         host.sleep = None;
         host.threads.iter_mut().for_each(|thread| thread.state = State::Over);
+        let wires = &self.scenario.wires;
+        self.pending.retain(|&(wire, end), _| wires[wire].0[end] != process);
     }
 
     /// What goes wrong with a rank's call, if anything does.
@@ -347,6 +370,83 @@ impl<'a> World<'a> {
         let index = self.faults.iter().position(|fault| at(fault) == Some((item, rank)))?;
         self.struck.insert(index);
         Some(self.faults[index].clone())
+    }
+
+    // ---- links
+
+    fn wire_between(&self, one: usize, other: usize) -> Option<usize> {
+        self.scenario.wires.iter().position(|(ends, _)| ends.contains(&one) && ends.contains(&other) && one != other)
+    }
+
+    /// As `session::connector` makes a link that a process wants.
+    fn dial(&mut self, wire: usize, process: usize) {
+        if self.dialled.contains(&wire) || self.processes[process].core.is_none() {
+            return;
+        }
+        let ends = self.scenario.wires[wire].0;
+        let peer = if ends[0] == process { ends[1] } else { ends[0] };
+        let latency = self.wires[wire].lock().latency();
+        if self.wires[wire].lock().is_silent() {
+            // No answer comes before anybody's deadline.
+        } else if self.processes[peer].core.is_none() || self.wires[wire].lock().is_cut() {
+            self.enter(latency, Event::Refused { process, peer });
+        } else {
+            self.connect(wire);
+            for end in 0..2 {
+                let wait = self.wires[wire].lock().latency();
+                self.enter(wait, Event::Attach { wire, end });
+            }
+        }
+    }
+
+    /// Makes both ends of a wire.
+    fn connect(&mut self, wire: usize) {
+        self.dialled.insert(wire);
+        for end in 0..2 {
+            self.pending.insert((wire, end), SimulatedLink::new(&self.wires[wire], end));
+        }
+    }
+
+    /// Gives an end of a wire to its process.
+    fn attach(&mut self, wire: usize, end: usize) {
+        let ends = self.scenario.wires[wire].0;
+        let Some(link) = self.pending.remove(&(wire, end)) else { return };
+        let host = &mut self.processes[ends[end]];
+        if let (Some(core), Some(peer)) = (&mut host.core, host.peers[ends[1 - end]]) {
+            core.attach(peer, Box::new(link), clock::now());
+            self.kick(ends[end]);
+        }
+    }
+
+    fn refuse(&mut self, process: usize, peer: usize) {
+        let host = &mut self.processes[process];
+        if let (Some(core), Some(peer)) = (&mut host.core, host.peers[peer]) {
+            core.lose(peer, Error::peer_lost("its process has ended"), clock::now());
+            self.kick(process);
+        }
+    }
+
+    /// Makes the links that a rank has from the beginning.
+    fn link_neighbours(&mut self, process: usize, group: usize) {
+        let spec = &self.scenario.groups[group];
+        let Some(rank) = spec.rank_of(process) else { return };
+        for neighbour in neighbours(Rank(rank as u32), spec.members.len() as u32) {
+            let Some(wire) = self.wire_between(process, spec.members[neighbour.index()]) else { continue };
+            match self.scenario.linking {
+                Linking::AtFirst => {}
+                Linking::Late => self.enter(0, Event::Dial { wire, process }),
+                Linking::WithGroups if self.dialled.contains(&wire) => (0..2).for_each(|end| self.attach(wire, end)),
+                Linking::WithGroups => {
+                    let peer = spec.members[neighbour.index()];
+                    if self.processes[peer].core.is_none() || self.wires[wire].lock().is_cut() {
+                        self.refuse(process, peer);
+                    } else if !self.wires[wire].lock().is_silent() {
+                        self.connect(wire);
+                        (0..2).for_each(|end| self.attach(wire, end));
+                    }
+                }
+            }
+        }
     }
 
     // ---- threads
@@ -442,10 +542,11 @@ impl<'a> World<'a> {
     }
 
     fn make_group(&mut self, process: usize, index: usize) {
+        self.link_neighbours(process, index);
         let spec = &self.scenario.groups[index];
         let Some(rank) = spec.rank_of(process) else { return };
         let host = &mut self.processes[process];
-        let peers = spec.members.iter().map(|&member| host.peers[member].expect("all are connected")).collect();
+        let peers = spec.members.iter().map(|&member| host.peers[member].expect("all are introduced")).collect();
         let Some(core) = &mut host.core else { return };
         let (id, name) = (index as u64 + 1, Arc::from(format!("g{index}")));
         let rank = Rank(rank as u32);
@@ -709,6 +810,13 @@ impl<'a> World<'a> {
         let host = &mut self.processes[process];
         let Some(core) = &mut host.core else { return };
         core.take_completed().into_iter().for_each(|callback| callback());
+        let wanted = core.net.take_wanted();
+        for card in wanted {
+            if let Some(wire) = self.wire_between(process, usize::from(card.uuid[0])) {
+                self.enter(0, Event::Dial { wire, process });
+            }
+        }
+        let Some(core) = &mut self.processes[process].core else { return };
         let has_work = core.has_work();
         let mut waits = false;
         for thread in 0..self.processes[process].threads.len() {

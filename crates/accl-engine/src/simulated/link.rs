@@ -155,11 +155,11 @@ impl Wire {
         Arc::new(Mutex::new(Self { index, spec, ends, rng, cut_at, silent_since, agenda: agenda.clone() }))
     }
 
-    fn is_ring(&self) -> bool {
+    pub(super) fn is_ring(&self) -> bool {
         matches!(self.spec.carrier, Carrier::Ring { .. })
     }
 
-    fn latency(&mut self) -> u64 {
+    pub(super) fn latency(&mut self) -> u64 {
         self.spec.least + self.rng.below(self.spec.most - self.spec.least + 1)
     }
 
@@ -224,11 +224,11 @@ impl Wire {
         self.ends[end].stalled_until = self.ends[end].stalled_until.max(until);
     }
 
-    fn is_silent(&self) -> bool {
+    pub(super) fn is_silent(&self) -> bool {
         self.silent_since.is_some()
     }
 
-    fn is_cut(&self) -> bool {
+    pub(super) fn is_cut(&self) -> bool {
         self.cut_at.is_some()
     }
 

@@ -67,6 +67,17 @@ impl Item {
     }
 }
 
+/// When processes get links to each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Linking {
+    /// All to all, before anything happens.
+    AtFirst,
+    /// To the neighbours in a group when it is made, to others when they are first needed.
+    WithGroups,
+    /// As [`Linking::WithGroups`], and a group does not wait for its links.
+    Late,
+}
+
 /// What a thread does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
@@ -130,6 +141,7 @@ pub(super) struct Scenario {
     /// By process and thread.
     pub(super) steps: Vec<Vec<Vec<Step>>>,
     pub(super) faults: Vec<Fault>,
+    pub(super) linking: Linking,
     /// Looks of a thread that waits before it sleeps.
     pub(super) spins: u32,
     /// What was left out, for messages.
@@ -211,6 +223,7 @@ impl Scenario {
             items,
             steps: Vec::new(),
             faults: Vec::new(),
+            linking: [Linking::AtFirst, Linking::WithGroups, Linking::Late][rng.below(3) as usize],
             spins: [0, 1, 3, 10][rng.below(4) as usize],
             without: Vec::new(),
             traces: false,
@@ -278,6 +291,7 @@ impl Scenario {
             steps: (0..processes).map(steps_of).collect(),
             items,
             faults: faults.to_vec(),
+            linking: Linking::AtFirst,
             spins: 0,
             without: Vec::new(),
             traces: false,

@@ -12,7 +12,7 @@ use rustix::net::SocketFlags;
 use super::identity::{Identity, SHM};
 use super::make::{shm_link, tcp_link};
 use super::stream::{Stream, peer_uid};
-use super::wire::{CONFIRM_BYTES, HELLO_BYTES, Hello, Refusal, Reply, confirm_bytes};
+use super::wire::{CONFIRM_BYTES, HELLO_BYTES, Hello, Refusal, Reply, Verdict, confirm_bytes};
 use crate::fork::Fd;
 use crate::shm::region::{Region, region_bytes};
 use crate::{PROTOCOL_VERSION, Watched};
@@ -78,8 +78,9 @@ impl Incoming {
         &self.stream.socket
     }
 
-    pub(super) fn poll(self, me: &Identity, now: Instant) -> Step {
-        let step = if self.promised.is_some() { self.conclude() } else { self.greet(me) };
+    /// One look at what has come. `is_crossing` says whether a peer that greets has a link already, or is to wait for ours.
+    pub(super) fn poll(self, me: &Identity, now: Instant, is_crossing: &mut dyn FnMut([u8; 16]) -> bool) -> Step {
+        let step = if self.promised.is_some() { self.conclude() } else { self.greet(me, is_crossing) };
         match step {
             Ok(Step::Wait(this)) if now.saturating_duration_since(this.since) > this.limit() => Step::Drop,
             Ok(step) => step,
@@ -88,7 +89,11 @@ impl Incoming {
         }
     }
 
-    /// Whether it has shown that it is a peer.
+    /// The peer that was promised a link: it has shown who it is.
+    pub(super) fn promised_to(&self) -> Option<[u8; 16]> {
+        self.promised.as_ref().map(|promised| promised.from)
+    }
+
     pub(super) fn is_promised(&self) -> bool {
         self.promised.is_some()
     }
@@ -97,10 +102,10 @@ impl Incoming {
         if self.promised.is_some() { CONFIRM_TIME } else { HELLO_TIME }
     }
 
-    fn greet(mut self, me: &Identity) -> Result<Step, String> {
+    fn greet(mut self, me: &Identity, is_crossing: &mut dyn FnMut([u8; 16]) -> bool) -> Result<Step, String> {
         if !self.is_known {
             if let Some(why) = self.is_refused(me)? {
-                return self.refuse(0, me, why);
+                return self.refuse(Verdict::Refused, 0, me, why);
             }
             self.is_known = true;
         }
@@ -110,11 +115,14 @@ impl Incoming {
         };
         match hello {
             Ok(None) => Ok(Step::Wait(self)),
-            Ok(Some(hello)) => self.answer(&hello, me),
+            Ok(Some(hello)) => self.answer(&hello, me, is_crossing),
             Err(Refusal::Stranger) => Err("a stranger".to_owned()),
-            Err(Refusal::Version(version)) => {
-                self.refuse(0, me, format!("it has protocol version {PROTOCOL_VERSION}, this process {version}"))
-            }
+            Err(Refusal::Version(version)) => self.refuse(
+                Verdict::Refused,
+                0,
+                me,
+                format!("it has protocol version {PROTOCOL_VERSION}, this process {version}"),
+            ),
         }
     }
 
@@ -127,24 +135,33 @@ impl Incoming {
         Ok((uid != me.uid).then(|| format!("it belongs to user {}, this process to user {uid}", me.uid)))
     }
 
-    fn answer(mut self, hello: &Hello, me: &Identity) -> Result<Step, String> {
+    fn answer(
+        mut self,
+        hello: &Hello,
+        me: &Identity,
+        is_crossing: &mut dyn FnMut([u8; 16]) -> bool,
+    ) -> Result<Step, String> {
         if hello.to != me.uuid {
-            return self.refuse(hello.nonce, me, "another process listens there".to_owned());
+            return self.refuse(Verdict::NotHere, hello.nonce, me, "another process listens there".to_owned());
         }
-        if hello.transport != self.transport || hello.from >= me.uuid {
-            return self.refuse(hello.nonce, me, "the handshake makes no sense there".to_owned());
+        if hello.transport != self.transport || hello.from == me.uuid {
+            return self.refuse(Verdict::Refused, hello.nonce, me, "the handshake makes no sense there".to_owned());
+        }
+        if is_crossing(hello.from) {
+            return self.refuse(Verdict::Crossing, hello.nonce, me, "it connects itself".to_owned());
         }
         let shared = match self.take_shared(hello, me) {
             Ok(shared) => shared,
-            Err(why) => return self.refuse(hello.nonce, me, why),
+            Err(why) => return self.refuse(Verdict::Refused, hello.nonce, me, why),
         };
         let own_nonce = me.nonce();
         let max_payload_bytes = me.max_payload_bytes.min(hello.max_payload_bytes as usize);
         let reply = Reply {
+            verdict: Verdict::Accepted,
             nonce: hello.nonce,
             own_nonce,
             max_payload_bytes: max_payload_bytes as u32,
-            refused: String::new(),
+            why: String::new(),
         };
         let waker = me.waker.as_fd();
         let fds = if shared.is_some() { std::slice::from_ref(&waker) } else { &[] };
@@ -171,13 +188,14 @@ impl Incoming {
         {
             return Err(format!("rings of {ring_bytes} bytes cannot be used"));
         }
-        let region = Region::open(memory.as_fd(), ring_bytes)
+        let region = Region::open(memory.as_fd(), ring_bytes, &me.budget)
             .map_err(|why| format!("{} bytes of shared memory: {why}", region_bytes(ring_bytes)))?;
         Ok(Some((region, event)))
     }
 
-    fn refuse(self, nonce: u64, me: &Identity, why: String) -> Result<Step, String> {
-        let reply = Reply { nonce, own_nonce: 0, max_payload_bytes: me.max_payload_bytes as u32, refused: why.clone() };
+    fn refuse(self, verdict: Verdict, nonce: u64, me: &Identity, why: String) -> Result<Step, String> {
+        let max_payload_bytes = me.max_payload_bytes as u32;
+        let reply = Reply { verdict, nonce, own_nonce: 0, max_payload_bytes, why: why.clone() };
         self.stream.write(&reply.to_bytes(), &[])?;
         Err(why)
     }

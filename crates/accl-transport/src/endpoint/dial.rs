@@ -2,7 +2,7 @@
 //!
 //! Owns the connecting half of the handshake and the order of attempts: transports as configured; shared memory is
 //! waited for as long as the peer is silent; the addresses of tcp are tried one after the other, and a slow one does
-//! not hold up the next. Time comes as `now`.
+//! not hold up the next. Knows when a peer cannot be reached. Time comes as `now`.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -16,10 +16,10 @@ use super::identity::{Identity, SHM, TCP};
 use super::make::{shm_link, tcp_link};
 use super::stream::{Stream, peer_uid};
 use super::warnings::Trouble;
-use super::wire::{Hello, REPLY_BYTES, Refusal, Reply, confirm_bytes};
+use super::wire::{Hello, REPLY_BYTES, Refusal, Reply, Verdict, confirm_bytes};
 use crate::fork::Fd;
 use crate::shm::budget::Budget;
-use crate::shm::region::{Region, region_bytes, ring_bytes_for};
+use crate::shm::region::{Region, ring_bytes_for};
 use crate::{Card, PROTOCOL_VERSION, Settings, Watched};
 
 /// An address that has not answered on the level of TCP for so long gets company by the next one.
@@ -28,6 +28,11 @@ const SLOW_CONNECT: Duration = Duration::from_millis(300);
 const SLOW_REPLY: Duration = Duration::from_secs(2);
 /// Pause before all ways are tried again.
 const RETRY: Duration = Duration::from_millis(200);
+/// A peer whose host refuses all ways, this many times in a row, has ended.
+const ROUNDS_REFUSED: u32 = 2;
+/// A peer of which nobody knows anything for so long cannot be reached: as long as a link on which nothing is under way
+/// lives after its host has vanished.
+const GIVE_UP: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {
@@ -35,14 +40,32 @@ pub(super) enum Way {
     Tcp(SocketAddr),
 }
 
+/// What a look at the efforts to reach a peer has brought.
+pub(super) enum Progress {
+    Waits,
+    /// A link, and what went wrong before.
+    Done(Box<dyn Watched>, Option<Trouble>),
+    /// There is no use in going on, for this reason.
+    Unreachable(String),
+}
+
 /// The efforts to reach one peer.
 pub(super) struct Dial {
+    peer: Card,
     ways: Vec<Way>,
     left: VecDeque<Way>,
     attempts: Vec<Attempt>,
+    /// Nothing is tried before.
     retry_at: Option<Instant>,
-    /// When a call last asked for this peer.
-    pub(super) asked: Instant,
+    since: Instant,
+    /// When somebody last asked for this peer; `None`: it is wanted until it is reached or known not to be.
+    pub(super) asked: Option<Instant>,
+    /// It is not given up because nothing comes from there.
+    pub(super) is_patient: bool,
+    /// In this round some way was refused, and none failed in a way that may pass.
+    is_refused: bool,
+    /// Rounds in a row of which that is so.
+    rounds_refused: u32,
     /// The last refusal, for the list of the missing.
     why: String,
     /// Why shared memory was given up or made smaller, if it was.
@@ -69,6 +92,30 @@ enum Outcome {
     Done(Box<dyn Watched>),
 }
 
+/// Why an attempt has failed.
+enum Failed {
+    /// The peer has a link to us, or makes one.
+    Crossing,
+    /// Nobody, or somebody else, listens there.
+    Refused(String),
+    /// What may pass.
+    Other(String),
+}
+
+impl From<String> for Failed {
+    fn from(why: String) -> Self {
+        Self::Other(why)
+    }
+}
+
+impl Failed {
+    /// Of a system call that connects.
+    fn of_connecting(why: Errno) -> Self {
+        let text = format!("no connection: {why}");
+        if why == Errno::CONNREFUSED { Self::Refused(text) } else { Self::Other(text) }
+    }
+}
+
 /// The ways from one process to another, in the order in which the first is to try them.
 pub(super) fn ways(from: &Card, to: &Card) -> Vec<Way> {
     let same_host = to.host_id == from.host_id;
@@ -87,17 +134,27 @@ pub(super) fn ways(from: &Card, to: &Card) -> Vec<Way> {
 }
 
 impl Dial {
-    pub(super) fn new(from: &Card, to: &Card) -> Dial {
-        let ways = ways(from, to);
+    /// Efforts that begin after `head_start`: the peer may connect itself before.
+    pub(super) fn new(from: &Card, peer: &Card, now: Instant, head_start: Duration) -> Dial {
+        let ways = ways(from, peer);
         Dial {
+            peer: peer.clone(),
             left: ways.iter().copied().collect(),
             ways,
             attempts: Vec::new(),
-            retry_at: None,
-            asked: Instant::now(),
+            retry_at: Some(now + head_start),
+            since: now,
+            asked: None,
+            is_patient: false,
+            is_refused: false,
+            rounds_refused: 0,
             why: String::new(),
             shm_trouble: None,
         }
+    }
+
+    pub(super) fn peer(&self) -> &Card {
+        &self.peer
     }
 
     /// Why there is no link yet, for the list of the missing.
@@ -109,7 +166,7 @@ impl Dial {
         });
         let refused = (!self.why.is_empty()).then(|| self.why.clone());
         let all: Vec<String> = waiting.chain(refused).collect();
-        if all.is_empty() { "not tried yet".to_owned() } else { all.join(", ") }
+        if all.is_empty() { "no connection from it yet".to_owned() } else { all.join(", ") }
     }
 
     /// The sockets to watch, and whether for becoming writable.
@@ -117,18 +174,24 @@ impl Dial {
         self.attempts.iter().map(|a| (&a.stream.socket, a.stage == Stage::Connecting))
     }
 
-    /// One look at everything that is under way; starts what is due. Returns a link and what went wrong before.
-    pub(super) fn poll(
-        &mut self,
-        card: &Card,
-        me: &Identity,
-        settings: &Settings,
-        budget: &Budget,
-        now: Instant,
-    ) -> Option<(Box<dyn Watched>, Option<Trouble>)> {
+    /// Whether the peer has a greeting of ours, or will have one, whatever happens.
+    pub(super) fn has_greeted(&self) -> bool {
+        self.attempts.iter().any(|attempt| attempt.stage == Stage::Greeted)
+    }
+
+    /// The peer connects itself: nothing is tried for a while.
+    pub(super) fn stand_back(&mut self, now: Instant) {
+        self.attempts.clear();
+        self.left = self.ways.iter().copied().collect();
+        self.retry_at = Some(now + RETRY);
+        (self.is_refused, self.rounds_refused) = (false, 0);
+    }
+
+    /// One look at everything that is under way; starts what is due.
+    pub(super) fn poll(&mut self, me: &Identity, settings: &Settings, now: Instant) -> Progress {
         for attempt in std::mem::take(&mut self.attempts) {
             let way = attempt.way;
-            match attempt.poll(card, me, settings) {
+            match attempt.poll(&self.peer, me, settings) {
                 Ok(Outcome::Wait(attempt)) => self.attempts.push(attempt),
                 Ok(Outcome::Done(link)) => {
                     let trouble = match self.shm_trouble.take() {
@@ -136,35 +199,57 @@ impl Dial {
                         Some(Trouble::NoSharedMemory(_)) if way == Way::Shm => None,
                         trouble => trouble,
                     };
-                    return Some((link, trouble));
+                    return Progress::Done(link, trouble);
+                }
+                Err(Failed::Crossing) => {
+                    self.stand_back(now);
+                    return Progress::Waits;
                 }
                 Err(why) => self.note(way, why),
             }
         }
-        self.start_what_is_due(card, me, settings, budget, now);
-        None
+        self.start_what_is_due(me, settings, now);
+        if self.rounds_refused >= ROUNDS_REFUSED {
+            return Progress::Unreachable(format!("its process has ended: {}", self.why));
+        }
+        if !self.is_patient && !self.has_greeted() && now.saturating_duration_since(self.since) >= GIVE_UP {
+            return Progress::Unreachable(format!("no link to it within {} s: {}", GIVE_UP.as_secs(), self.state()));
+        }
+        Progress::Waits
     }
 
-    fn note(&mut self, way: Way, why: String) {
+    fn note(&mut self, way: Way, why: Failed) {
+        let text = match why {
+            Failed::Refused(why) => {
+                self.is_refused = true;
+                why
+            }
+            Failed::Other(why) => why,
+            Failed::Crossing => return,
+        };
         match way {
             Way::Shm => {
-                self.why = format!("shared memory: {why}");
-                self.shm_trouble = Some(Trouble::NoSharedMemory(why));
+                self.why = format!("shared memory: {text}");
+                self.shm_trouble = Some(Trouble::NoSharedMemory(text));
             }
-            Way::Tcp(address) => self.why = format!("{why} ({address})"),
+            Way::Tcp(address) => self.why = format!("{text} ({address})"),
         }
     }
 
-    fn start_what_is_due(&mut self, card: &Card, me: &Identity, settings: &Settings, budget: &Budget, now: Instant) {
+    fn start_what_is_due(&mut self, me: &Identity, settings: &Settings, now: Instant) {
+        if self.retry_at.is_some_and(|at| now < at) {
+            return;
+        }
+        self.retry_at = None;
         while self.attempts.last().is_none_or(|newest| newest.is_slow(now)) {
             let Some(way) = self.left.pop_front() else {
                 if self.attempts.is_empty() {
-                    self.wait_and_start_over(now);
+                    self.end_round(now);
                 }
                 return;
             };
             let started = match way {
-                Way::Shm => self.start_shm(card, me, settings, budget, now),
+                Way::Shm => self.start_shm(me, settings, now),
                 Way::Tcp(address) => start_tcp(address, me, now),
             };
             match started {
@@ -174,38 +259,27 @@ impl Dial {
         }
     }
 
-    fn wait_and_start_over(&mut self, now: Instant) {
-        match self.retry_at {
-            None => self.retry_at = Some(now + RETRY),
-            Some(at) if at <= now => {
-                self.retry_at = None;
-                self.left.extend(&self.ways);
-            }
-            Some(_) => {}
-        }
+    /// All ways have failed: they are tried again after a pause.
+    fn end_round(&mut self, now: Instant) {
+        self.rounds_refused = if std::mem::take(&mut self.is_refused) { self.rounds_refused + 1 } else { 0 };
+        self.retry_at = Some(now + RETRY);
+        self.left.extend(&self.ways);
     }
 
-    fn start_shm(
-        &mut self,
-        card: &Card,
-        me: &Identity,
-        settings: &Settings,
-        budget: &Budget,
-        now: Instant,
-    ) -> Result<Attempt, String> {
-        let socket = connect_unix(&card.unix_name)?;
+    fn start_shm(&mut self, me: &Identity, settings: &Settings, now: Instant) -> Result<Attempt, Failed> {
+        let socket = connect_unix(&self.peer.unix_name)?;
         let uid = peer_uid(&socket)?;
         if uid != me.uid {
-            return Err(format!("it belongs to user {uid}, this process to user {}", me.uid));
+            return Err(Failed::Other(format!("it belongs to user {uid}, this process to user {}", me.uid)));
         }
         let wanted = ring_bytes_for(settings.ring_bytes, settings.max_payload_bytes());
-        let (region, memory, refused) = create_region(wanted, settings, budget)?;
+        let (region, memory, refused) = create_region(wanted, settings, &me.budget)?;
         if let Some(why) = refused {
             self.shm_trouble = Some(Trouble::SmallerRings(region.ring_bytes(), why));
         }
         let stream = Stream::new(socket);
         let nonce = me.nonce();
-        let hello = me.hello(SHM, card.uuid, nonce, region.ring_bytes() as u64);
+        let hello = me.hello(SHM, self.peer.uuid, nonce, region.ring_bytes() as u64);
         stream.write(&hello.to_bytes(), &[memory.as_fd(), me.waker.as_fd()])?;
         Ok(Attempt { way: Way::Shm, stream, stage: Stage::Greeted, since: now, nonce, region: Some(region) })
     }
@@ -217,8 +291,7 @@ fn create_region(wanted: usize, settings: &Settings, budget: &Budget) -> Result<
     let mut refused = None;
     let mut ring_bytes = wanted;
     loop {
-        let created = budget.reserve(region_bytes(ring_bytes) as u64).and_then(|r| Region::create(ring_bytes, r));
-        match created {
+        match Region::create(ring_bytes, budget) {
             Ok((region, memory)) => return Ok((region, memory, refused)),
             Err(why) if ring_bytes <= least => return Err(refused.unwrap_or(why)),
             Err(why) => {
@@ -229,23 +302,23 @@ fn create_region(wanted: usize, settings: &Settings, budget: &Budget) -> Result<
     }
 }
 
-fn connect_unix(name: &str) -> Result<Fd, String> {
+fn connect_unix(name: &str) -> Result<Fd, Failed> {
     let address =
         SocketAddrUnix::new_abstract_name(name.as_bytes()).map_err(|why| format!("its socket's name: {why}"))?;
     let socket = new_socket(AddressFamily::UNIX)?;
     rustix::net::connect(&socket, &address).map_err(|why| match why {
-        Errno::AGAIN => "its queue of connections is full".to_owned(),
-        why => format!("no connection to its socket: {why}"),
+        Errno::AGAIN => Failed::Other("its queue of connections is full".to_owned()),
+        why => Failed::of_connecting(why),
     })?;
     Ok(socket)
 }
 
-fn start_tcp(address: SocketAddr, me: &Identity, now: Instant) -> Result<Attempt, String> {
+fn start_tcp(address: SocketAddr, me: &Identity, now: Instant) -> Result<Attempt, Failed> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let socket = new_socket(family)?;
     match rustix::net::connect(&socket, &address) {
         Ok(()) | Err(Errno::INPROGRESS | Errno::INTR) => {}
-        Err(why) => return Err(format!("no connection: {why}")),
+        Err(why) => return Err(Failed::of_connecting(why)),
     }
     let stream = Stream::new(socket);
     let way = Way::Tcp(address);
@@ -270,7 +343,7 @@ impl Attempt {
         now.saturating_duration_since(self.since) >= limit
     }
 
-    fn poll(mut self, card: &Card, me: &Identity, settings: &Settings) -> Result<Outcome, String> {
+    fn poll(mut self, card: &Card, me: &Identity, settings: &Settings) -> Result<Outcome, Failed> {
         if self.stage == Stage::Connecting {
             if !self.is_connected()? {
                 return Ok(Outcome::Wait(self));
@@ -283,15 +356,18 @@ impl Attempt {
             Refusal::Stranger => "something else answers there".to_owned(),
             Refusal::Version(version) => format!("it has protocol version {version}, this process {PROTOCOL_VERSION}"),
         })?;
-        if !reply.refused.is_empty() {
-            return Err(reply.refused);
+        match reply.verdict {
+            Verdict::Accepted => {}
+            Verdict::Refused => return Err(Failed::Other(reply.why)),
+            Verdict::Crossing => return Err(Failed::Crossing),
+            Verdict::NotHere => return Err(Failed::Refused(reply.why)),
         }
         let max_payload_bytes = reply.max_payload_bytes as usize;
         if reply.nonce != self.nonce || max_payload_bytes > settings.max_payload_bytes() {
-            return Err("its reply makes no sense".to_owned());
+            return Err(Failed::Other("its reply makes no sense".to_owned()));
         }
         let event = match (&self.region, std::mem::take(&mut self.stream.fds).pop()) {
-            (Some(_), None) => return Err("its event descriptor did not arrive".to_owned()),
+            (Some(_), None) => return Err(Failed::Other("its event descriptor did not arrive".to_owned())),
             (_, event) => event,
         };
         self.stream.write(&confirm_bytes(reply.own_nonce), &[])?;
@@ -302,10 +378,10 @@ impl Attempt {
         }))
     }
 
-    fn is_connected(&self) -> Result<bool, String> {
+    fn is_connected(&self) -> Result<bool, Failed> {
         match sockopt::socket_error(&self.stream.socket) {
             Ok(Ok(())) => Ok(rustix::net::getpeername(&self.stream.socket).is_ok()),
-            Ok(Err(why)) | Err(why) => Err(format!("no connection: {why}")),
+            Ok(Err(why)) | Err(why) => Err(Failed::of_connecting(why)),
         }
     }
 }

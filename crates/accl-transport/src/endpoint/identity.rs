@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::Waker;
+use crate::shm::budget::Budget;
 
 /// Code of a transport in the handshake: its place in [`crate::TRANSPORTS`].
 pub(super) const SHM: u8 = 0;
@@ -18,6 +19,8 @@ pub(super) struct Identity {
     pub(super) max_payload_bytes: usize,
     pub(super) waker: Arc<Waker>,
     pub(super) nonces: AtomicU64,
+    /// Of shared memory.
+    pub(super) budget: Budget,
 }
 
 impl Identity {

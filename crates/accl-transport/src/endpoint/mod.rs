@@ -1,7 +1,11 @@
 //! Connecting to peers: listeners, the handshake, and the choice of transport for each pair.
 //!
 //! Owns the identity of this process and everything until a link exists; links carry on alone. [`accept`] and [`dial`]
-//! have the two halves of the handshake, [`wire`] its bytes. Read [`Endpoint::connect`] first.
+//! have the two halves of the handshake, [`wire`] its bytes. Read [`Endpoint::want`] and [`Endpoint::turn`] first.
+//!
+//! **One link a pair.** Either of two peers may connect, also both at once. Then the effort of the smaller identity counts:
+//! it refuses the other's greeting once its own is out, and the larger gives its effort up when it is greeted. Who has promised
+//! a link to a peer, or has one, starts nothing.
 
 mod accept;
 mod dial;
@@ -11,9 +15,10 @@ mod stream;
 mod warnings;
 mod wire;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
@@ -30,12 +35,14 @@ use crate::shm::budget::Budget;
 use crate::{Card, PROTOCOL_VERSION, Settings, TRANSPORTS, Waker, Watched, descriptors, host, net};
 
 use accept::{Incoming, Step};
-use dial::Dial;
+use dial::{Dial, Progress};
 use identity::{Identity, SHM, TCP};
 use warnings::Warnings;
 
-/// How often `interrupted` is asked.
+/// How often `interrupted` is asked, and the longest sleep while anything is under way.
 const TURN: Duration = Duration::from_millis(50);
+/// What the smaller identity has in advance when both sides want the link.
+const HEAD_START: Duration = Duration::from_millis(500);
 /// An effort to reach a peer that nobody has asked for this long is given up.
 const FORGOTTEN: Duration = Duration::from_secs(10);
 /// Descriptors of a link over shared memory: its socket, the peer's event and the peer's process.
@@ -58,6 +65,16 @@ pub struct Missing {
     pub why: String,
 }
 
+/// Who wants a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wanted {
+    /// This process does, and the peer may not know.
+    Here,
+    /// Both sides do: the larger identity lets the smaller one connect, unless that does not come. A peer of which nothing is
+    /// known may be late, and is not given up.
+    OnBothSides,
+}
+
 /// Why [`Endpoint::connect`] gave up.
 #[derive(Clone, Debug)]
 pub struct ConnectError {
@@ -72,12 +89,15 @@ pub struct Endpoint {
     me: Identity,
     card: Card,
     settings: Settings,
-    budget: Budget,
     /// With the code of its transport.
     listeners: Vec<(u8, Fd)>,
     incoming: Vec<Incoming>,
-    /// Efforts to reach peers, by their identity. They go on with the next call that asks for the same peer.
+    /// Efforts to reach peers, by their identity.
     dials: HashMap<[u8; 16], Dial>,
+    /// Peers that were given up, and why, until somebody asks.
+    unreachable: Vec<(Card, Error)>,
+    /// Descriptors of links that are wanted since there was last looked whether so many are allowed.
+    unchecked_fds: usize,
     /// Links that are not asked for yet, by the peer's identity.
     kept: HashMap<[u8; 16], Box<dyn Watched>>,
     /// Why kept links were dropped.
@@ -111,6 +131,7 @@ impl Endpoint {
             hostname: host::hostname(),
             max_payload_bytes: settings.max_payload_bytes(),
             waker,
+            budget: Budget::new(settings.shm_limit),
             nonces: AtomicU64::new(u64::from_le_bytes(std::array::from_fn(|i| uuid[i] ^ uuid[i + 8]))),
         };
         let mut listeners = Vec::new();
@@ -151,13 +172,14 @@ impl Endpoint {
             transports: settings.transports.clone(),
         };
         Ok(Endpoint {
-            budget: Budget::new(settings.shm_limit),
             me,
             card,
             settings,
             listeners,
             incoming: Vec::new(),
             dials: HashMap::new(),
+            unreachable: Vec::new(),
+            unchecked_fds: 0,
             kept: HashMap::new(),
             departed: HashMap::new(),
             starved: false,
@@ -168,6 +190,74 @@ impl Endpoint {
     /// What to publish in the store.
     pub fn card(&self) -> &Card {
         &self.card
+    }
+
+    /// Begins to make a link to a peer; [`Endpoint::turn`] goes on with it until [`Endpoint::take_link`] or
+    /// [`Endpoint::take_unreachable`] has it. A peer that is wanted already, or has connected, is left as it is.
+    pub fn want(&mut self, peer: &Card, wanted: Wanted, now: Instant) {
+        let is_patient = wanted == Wanted::OnBothSides;
+        if let Some(dial) = self.dials.get_mut(&peer.uuid) {
+            dial.is_patient |= is_patient;
+            return;
+        }
+        if self.kept.contains_key(&peer.uuid) || peer.uuid == self.me.uuid {
+            return;
+        }
+        self.unchecked_fds += self.fds_for(peer);
+        if self.unchecked_fds > SPARE_FDS {
+            let fds = std::mem::take(&mut self.unchecked_fds);
+            self.check_room(fds);
+        }
+        let head_start = if is_patient && peer.uuid < self.me.uuid { HEAD_START } else { Duration::ZERO };
+        let mut dial = Dial::new(&self.card, peer, now, head_start);
+        dial.is_patient = is_patient;
+        self.dials.insert(peer.uuid, dial);
+    }
+
+    /// Who wanted a link on both sides waits for it no more: an effort that leads nowhere is given up after a while, as one that
+    /// is wanted here alone.
+    pub fn lose_patience(&mut self, peer: &[u8; 16]) {
+        if let Some(dial) = self.dials.get_mut(peer) {
+            dial.is_patient = false;
+        }
+    }
+
+    /// One look at everything that is under way; never blocks. `is_linked` says whether a peer has a link that was taken and
+    /// lives.
+    pub fn turn(&mut self, now: Instant, is_linked: &mut dyn FnMut(&[u8; 16]) -> bool) {
+        self.take_incoming(now, is_linked);
+        self.go_on_dialling(now);
+    }
+
+    /// The peers to which there are links that nobody has taken.
+    pub fn reached(&self) -> impl Iterator<Item = [u8; 16]> {
+        self.kept.keys().copied()
+    }
+
+    /// A link that was made, by either side.
+    pub fn take_link(&mut self, peer: &[u8; 16]) -> Option<Box<dyn Watched>> {
+        let link = self.kept.remove(peer)?;
+        // Whoever wanted one has it.
+        self.dials.remove(peer);
+        Some(link)
+    }
+
+    /// Wanted peers to which there will be no link, and why: their process has ended, or none of their ways leads there.
+    pub fn take_unreachable(&mut self) -> Vec<(Card, Error)> {
+        std::mem::take(&mut self.unreachable)
+    }
+
+    /// Why a wanted peer has no link yet, as a clause: `no answer from 10.0.0.2:4000 yet`.
+    pub fn why_not(&self, peer: &Card) -> String {
+        self.dials.get(&peer.uuid).map_or_else(|| self.silence(peer).to_owned(), Dial::state)
+    }
+
+    /// Sleeps until something has come for [`Endpoint::turn`], `wake` is written to, or the time is up (`None`: for ever, but
+    /// never long while a link is being made).
+    pub fn sleep(&self, wake: &Waker, at_most: Option<Duration>) {
+        let is_busy = self.starved || !self.dials.is_empty() || !self.incoming.is_empty();
+        let at_most = if is_busy { Some(at_most.unwrap_or(TURN).min(TURN)) } else { at_most };
+        self.sleep_on(Some(wake.as_fd()), at_most);
     }
 
     /// Links to all `peers`, in their order, made by connecting and accepting at once; the smaller identity of a pair
@@ -182,7 +272,7 @@ impl Endpoint {
         deadline: Instant,
         interrupted: &mut dyn FnMut() -> bool,
     ) -> std::result::Result<Vec<Box<dyn Watched>>, ConnectError> {
-        self.check_cards(peers)?;
+        check_peers(&self.card, peers)?;
         self.drop_departed();
         self.make_room(peers);
         let mut links: Vec<Option<Box<dyn Watched>>> = peers.iter().map(|_| None).collect();
@@ -192,17 +282,20 @@ impl Endpoint {
                 links[index] =
                     Some(Box::new(loopback::self_link(self.me.max_payload_bytes, Arc::clone(&self.me.waker))));
             } else if peer.uuid > self.me.uuid && !self.kept.contains_key(&peer.uuid) {
-                let dial = self.dials.entry(peer.uuid).or_insert_with(|| Dial::new(&self.card, peer));
-                dial.asked = begin;
+                let new = || Dial::new(&self.card, peer, begin, Duration::ZERO);
+                self.dials.entry(peer.uuid).or_insert_with(new).asked = Some(begin);
             }
         }
-        self.dials.retain(|_, dial| begin.saturating_duration_since(dial.asked) < FORGOTTEN);
+        let is_forgotten =
+            |dial: &Dial| dial.asked.is_some_and(|asked| begin.saturating_duration_since(asked) >= FORGOTTEN);
+        self.dials.retain(|_, dial| !is_forgotten(dial));
         let mut asked = begin;
         loop {
             let now = Instant::now();
-            self.take_incoming(now);
-            self.take_kept(peers, &mut links);
-            self.make_outgoing(peers, &mut links, now);
+            self.turn(now, &mut |_| false);
+            for (peer, place) in peers.iter().zip(&mut links).filter(|(_, place)| place.is_none()) {
+                *place = self.take_link(&peer.uuid);
+            }
             if links.iter().all(Option::is_some) {
                 return Ok(links.into_iter().flatten().collect());
             }
@@ -219,7 +312,7 @@ impl Endpoint {
             if let Some(error) = error {
                 return Err(self.give_up(error, peers, links));
             }
-            self.sleep(begin, TURN.min(deadline.saturating_duration_since(now)));
+            self.sleep_on(None, Some(TURN.min(deadline.saturating_duration_since(now))));
         }
     }
 
@@ -230,64 +323,24 @@ impl Endpoint {
 
     /// Sees to it that there are descriptors for links to all peers, or warns.
     fn make_room(&mut self, peers: &[Card]) {
-        let fds = |peer: &Card| {
-            let is_near = dial::ways(&self.card, peer).contains(&dial::Way::Shm);
-            if is_near { FDS_OF_SHM } else { 1 }
-        };
         let missing = peers.iter().filter(|peer| peer.uuid != self.me.uuid && !self.kept.contains_key(&peer.uuid));
-        if let Err(why) = descriptors::make_room(missing.map(fds).sum::<usize>() + SPARE_FDS) {
+        let fds = missing.map(|peer| self.fds_for(peer)).sum::<usize>();
+        self.check_room(fds);
+    }
+
+    fn check_room(&mut self, fds: usize) {
+        if let Err(why) = descriptors::make_room(fds + SPARE_FDS) {
             self.warnings.no_descriptors(&why);
         }
     }
 
-    /// What no waiting can help.
-    fn check_cards(&self, peers: &[Card]) -> std::result::Result<(), ConnectError> {
-        let mut missing = Vec::new();
-        for (index, peer) in peers.iter().enumerate() {
-            if peer.version != PROTOCOL_VERSION {
-                missing.push(Missing { index, why: format!("it has protocol version {}", peer.version) });
-            } else if peers[..index].iter().any(|earlier| earlier.uuid == peer.uuid) {
-                let error = Error::invalid_argument(format!("the card of {} stands twice in the list", peer.place()));
-                let missing = vec![Missing { index, why: error.message.clone() }];
-                return Err(ConnectError { error, missing });
-            }
-        }
-        let Some(first) = missing.first().map(|m| &peers[m.index]) else { return self.check_ways(peers) };
-        let error = Error::mismatch(format!(
-            "{} has protocol version {}, this process {PROTOCOL_VERSION}; install the same torch-accl everywhere",
-            first.place(),
-            first.version
-        ));
-        Err(ConnectError { error, missing })
-    }
-
-    /// Whether some transport leads to every peer, whoever of the two connects.
-    fn check_ways(&self, peers: &[Card]) -> std::result::Result<(), ConnectError> {
-        let apart = |peer: &Card| {
-            let (from, to) = if self.me.uuid < peer.uuid { (&self.card, peer) } else { (peer, &self.card) };
-            peer.uuid != self.me.uuid && dial::ways(from, to).is_empty()
-        };
-        let missing: Vec<Missing> = peers
-            .iter()
-            .enumerate()
-            .filter(|(_, peer)| apart(peer))
-            .map(|(index, peer)| {
-                let (mine, theirs) = (self.card.transports.join(","), peer.transports.join(","));
-                Missing { index, why: format!("no transport leads there: it uses {theirs}, this process {mine}") }
-            })
-            .collect();
-        let Some(first) = missing.first() else { return Ok(()) };
-        let error = Error::configuration(format!(
-            "{}: {}; shm needs one host and one user, tcp an address that the other can reach (ACCL_TRANSPORTS, \
-             ACCL_SOCKET_IFNAME)",
-            peers[first.index].place(),
-            first.why
-        ));
-        Err(ConnectError { error, missing })
+    /// Descriptors of a link to a peer.
+    fn fds_for(&self, peer: &Card) -> usize {
+        if dial::ways(&self.card, peer).contains(&dial::Way::Shm) { FDS_OF_SHM } else { 1 }
     }
 
     /// Accepts what is queued and moves every handshake on.
-    fn take_incoming(&mut self, now: Instant) {
+    fn take_incoming(&mut self, now: Instant, is_linked: &mut dyn FnMut(&[u8; 16]) -> bool) {
         self.starved = false;
         for (transport, listener) in &self.listeners {
             for _ in 0..MAX_ACCEPTS {
@@ -307,15 +360,31 @@ impl Endpoint {
                 }
             }
         }
-        for incoming in std::mem::take(&mut self.incoming) {
-            match incoming.poll(&self.me, now) {
-                Step::Wait(incoming) => self.incoming.push(incoming),
-                Step::Done(accepted) => {
-                    self.departed.remove(&accepted.from);
-                    self.kept.insert(accepted.from, accepted.link);
-                }
+        let Self { me, dials, kept, departed, incoming, .. } = self;
+        let mut is_crossing = |from: [u8; 16]| {
+            // One that its peer has given up makes room for the next.
+            let has_link = kept.get_mut(&from).is_some_and(|link| link.check_peer().is_ok());
+            if has_link || is_linked(&from) {
+                return true;
+            }
+            let Some(dial) = dials.get_mut(&from) else { return false };
+            let mine_counts = me.uuid < from && dial.has_greeted();
+            if !mine_counts {
+                dial.stand_back(now);
+            }
+            mine_counts
+        };
+        let mut done = Vec::new();
+        for handshake in std::mem::take(incoming) {
+            match handshake.poll(me, now, &mut is_crossing) {
+                Step::Wait(handshake) => incoming.push(handshake),
+                Step::Done(accepted) => done.push(accepted),
                 Step::Drop => {}
             }
+        }
+        for accepted in done {
+            departed.remove(&accepted.from);
+            kept.insert(accepted.from, accepted.link);
         }
         self.drop_strangers();
     }
@@ -346,24 +415,37 @@ impl Endpoint {
         });
     }
 
-    /// Moves kept links to where they are asked for.
-    fn take_kept(&mut self, peers: &[Card], links: &mut [Option<Box<dyn Watched>>]) {
-        for (peer, place) in peers.iter().zip(links).filter(|(_, place)| place.is_none()) {
-            *place = self.kept.remove(&peer.uuid);
+    /// Moves the efforts to reach peers on.
+    fn go_on_dialling(&mut self, now: Instant) {
+        if self.dials.is_empty() {
+            return;
         }
-    }
-
-    fn make_outgoing(&mut self, peers: &[Card], links: &mut [Option<Box<dyn Watched>>], now: Instant) {
-        for (peer, place) in peers.iter().zip(links).filter(|(_, place)| place.is_none()) {
-            let Some(dial) = self.dials.get_mut(&peer.uuid) else { continue };
-            if let Some((link, trouble)) = dial.poll(peer, &self.me, &self.settings, &self.budget, now) {
-                *place = Some(link);
-                self.dials.remove(&peer.uuid);
-                if let Some(trouble) = trouble {
-                    self.warnings.add(&trouble, peer);
+        let promised: HashSet<[u8; 16]> = self.incoming.iter().filter_map(Incoming::promised_to).collect();
+        let Self { me, settings, dials, kept, warnings, unreachable, .. } = self;
+        dials.retain(|uuid, dial| {
+            if kept.contains_key(uuid) {
+                return false;
+            }
+            if promised.contains(uuid) {
+                return true;
+            }
+            match dial.poll(me, settings, now) {
+                Progress::Waits => true,
+                Progress::Done(link, trouble) => {
+                    kept.insert(*uuid, link);
+                    if let Some(trouble) = trouble {
+                        warnings.add(&trouble, dial.peer());
+                    }
+                    false
+                }
+                // Who asks again and again has a deadline.
+                Progress::Unreachable(_) if dial.asked.is_some() => true,
+                Progress::Unreachable(why) => {
+                    unreachable.push((dial.peer().clone(), Error::peer_lost(why)));
+                    false
                 }
             }
-        }
+        });
     }
 
     fn give_up(&mut self, mut error: Error, peers: &[Card], links: Vec<Option<Box<dyn Watched>>>) -> ConnectError {
@@ -375,9 +457,7 @@ impl Endpoint {
                 }
                 Some(_) => {}
                 None => {
-                    let dial = self.dials.get(&peers[index].uuid);
-                    let why = dial.map_or_else(|| self.silence(&peers[index]).to_owned(), Dial::state);
-                    missing.push(Missing { index, why });
+                    missing.push(Missing { index, why: self.why_not(&peers[index]) });
                 }
             }
         }
@@ -405,22 +485,76 @@ impl Endpoint {
         }
     }
 
-    /// Until something moves of what was asked for at `begin`.
-    fn sleep(&self, begin: Instant, at_most: Duration) {
+    /// Until something moves.
+    fn sleep_on(&self, wake: Option<BorrowedFd<'_>>, at_most: Option<Duration>) {
         let queues = if self.starved { &[][..] } else { &self.listeners };
         let listening = queues.iter().map(|(_, fd)| PollFd::new(fd, PollFlags::IN));
         let greeting = self.incoming.iter().map(|i| PollFd::new(i.socket(), PollFlags::IN));
         let calling = self
             .dials
             .values()
-            .filter(|dial| dial.asked == begin)
             .flat_map(Dial::sockets)
             .map(|(fd, connecting)| PollFd::new(fd, if connecting { PollFlags::OUT } else { PollFlags::IN }));
-        let mut fds: Vec<_> = listening.chain(greeting).chain(calling).collect();
-        let timeout = Timespec { tv_sec: 0, tv_nsec: i64::from(at_most.subsec_nanos()) };
+        let wake = wake.map(|wake| PollFd::from_borrowed_fd(wake, PollFlags::IN));
+        let mut fds: Vec<_> = listening.chain(greeting).chain(calling).chain(wake).collect();
+        let timeout = at_most.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
         // A signal ends the sleep early, which is as well.
-        let _ = poll(&mut fds, Some(&timeout));
+        let _ = poll(&mut fds, timeout.as_ref());
     }
+}
+
+/// Whether a link between two processes is over shared memory, unless that is refused when it is made.
+pub fn shares_memory(one: &Card, other: &Card) -> bool {
+    dial::ways(one, other).first() == Some(&dial::Way::Shm)
+}
+
+/// Whether a process can have links to all `peers`, as far as their cards say.
+///
+/// # Errors
+/// What no waiting can help: `Mismatch` for another protocol version, `InvalidArgument` for a card that stands twice in the list,
+/// `Configuration` for peers to which no transport leads, whoever of the two connects.
+pub fn check_peers(me: &Card, peers: &[Card]) -> std::result::Result<(), ConnectError> {
+    let mut missing = Vec::new();
+    let mut seen = HashSet::new();
+    for (index, peer) in peers.iter().enumerate() {
+        if peer.version != PROTOCOL_VERSION {
+            missing.push(Missing { index, why: format!("it has protocol version {}", peer.version) });
+        } else if !seen.insert(peer.uuid) {
+            let error = Error::invalid_argument(format!("the card of {} stands twice in the list", peer.place()));
+            let missing = vec![Missing { index, why: error.message.clone() }];
+            return Err(ConnectError { error, missing });
+        }
+    }
+    let Some(first) = missing.first().map(|m| &peers[m.index]) else { return check_ways(me, peers) };
+    let error = Error::mismatch(format!(
+        "{} has protocol version {}, this process {PROTOCOL_VERSION}; install the same torch-accl everywhere",
+        first.place(),
+        first.version
+    ));
+    Err(ConnectError { error, missing })
+}
+
+/// Whether some transport leads to every peer, whoever of the two connects.
+fn check_ways(me: &Card, peers: &[Card]) -> std::result::Result<(), ConnectError> {
+    let is_apart =
+        |peer: &Card| peer.uuid != me.uuid && dial::ways(me, peer).is_empty() && dial::ways(peer, me).is_empty();
+    let missing: Vec<Missing> = peers
+        .iter()
+        .enumerate()
+        .filter(|(_, peer)| is_apart(peer))
+        .map(|(index, peer)| {
+            let (mine, theirs) = (me.transports.join(","), peer.transports.join(","));
+            Missing { index, why: format!("no transport leads there: it uses {theirs}, this process {mine}") }
+        })
+        .collect();
+    let Some(first) = missing.first() else { return Ok(()) };
+    let error = Error::configuration(format!(
+        "{}: {}; shm needs one host and one user, tcp an address that the other can reach (ACCL_TRANSPORTS, \
+         ACCL_SOCKET_IFNAME)",
+        peers[first.index].place(),
+        first.why
+    ));
+    Err(ConnectError { error, missing })
 }
 
 fn listen_unix(name: &str) -> std::result::Result<Fd, rustix::io::Errno> {

@@ -75,41 +75,61 @@ impl Hello {
     }
 }
 
+/// What the accepting side says to a hello.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    Accepted,
+    /// For the reason that the text gives.
+    Refused,
+    /// There is a link already, or one is being made in the other direction.
+    Crossing,
+    /// Another process listens there.
+    NotHere,
+}
+
+impl Verdict {
+    /// Every verdict, in code order.
+    const ALL: [Verdict; 4] = [Verdict::Accepted, Verdict::Refused, Verdict::Crossing, Verdict::NotHere];
+
+    /// Whatever a later version has is a refusal.
+    fn from_code(code: u8) -> Verdict {
+        Self::ALL.get(usize::from(code)).copied().unwrap_or(Verdict::Refused)
+    }
+}
+
 /// The answer of the accepting side.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Reply {
+    pub(super) verdict: Verdict,
     /// Of the hello.
     pub(super) nonce: u64,
     /// To be confirmed.
     pub(super) own_nonce: u64,
     pub(super) max_payload_bytes: u32,
     /// Why not, or empty.
-    pub(super) refused: String,
+    pub(super) why: String,
 }
 
 impl Reply {
     pub(super) fn to_bytes(&self) -> [u8; REPLY_BYTES] {
         let mut out = [0; REPLY_BYTES];
         start(&mut out, REPLY_MARK);
-        out[12] = u8::from(!self.refused.is_empty());
+        out[12] = self.verdict as u8;
         out[16..24].copy_from_slice(&self.nonce.to_le_bytes());
         out[24..32].copy_from_slice(&self.own_nonce.to_le_bytes());
         out[32..36].copy_from_slice(&self.max_payload_bytes.to_le_bytes());
-        put_text(&mut out[REPLY_TEXT_AT..], &self.refused);
+        put_text(&mut out[REPLY_TEXT_AT..], &self.why);
         out
     }
 
     pub(super) fn parse(bytes: &[u8; REPLY_BYTES]) -> Result<Reply, Refusal> {
         check_start(bytes, REPLY_MARK)?;
-        let mut refused = text(&bytes[REPLY_TEXT_AT..]);
-        if bytes[12] != 0 && refused.is_empty() {
-            refused = "refused".to_owned();
-        }
         Ok(Reply {
+            verdict: Verdict::from_code(bytes[12]),
             nonce: u64::from_le_bytes(array(bytes, 16)),
             own_nonce: u64::from_le_bytes(array(bytes, 24)),
             max_payload_bytes: u32::from_le_bytes(array(bytes, 32)),
-            refused,
+            why: text(&bytes[REPLY_TEXT_AT..]),
         })
     }
 }
@@ -171,11 +191,11 @@ mod tests {
         #[test]
         fn messages_come_back_as_they_went(
             transport: u8, from: [u8; 16], to: [u8; 16], nonce: u64, pid: u32, max_payload_bytes: u32, ring_bytes: u64,
-            hostname in "[a-z]{0,50}", refused in "[ -~]{0,150}", own_nonce: u64,
+            hostname in "[a-z]{0,50}", why in "[ -~]{0,150}", own_nonce: u64, code in 0..4u8,
         ) {
             let hello = Hello { transport, from, to, nonce, pid, max_payload_bytes, ring_bytes, hostname };
             prop_assert_eq!(Hello::parse(&hello.to_bytes()).unwrap(), hello);
-            let reply = Reply { nonce, own_nonce, max_payload_bytes, refused };
+            let reply = Reply { verdict: Verdict::from_code(code), nonce, own_nonce, max_payload_bytes, why };
             prop_assert_eq!(Reply::parse(&reply.to_bytes()).unwrap(), reply);
         }
 
@@ -199,13 +219,15 @@ mod tests {
             ring_bytes: 1 << 20,
             hostname: "node3".to_owned(),
         };
-        let reply = Reply { nonce: 1, own_nonce: 2, max_payload_bytes: 3, refused: "no".to_owned() };
+        let reply =
+            Reply { verdict: Verdict::Refused, nonce: 1, own_nonce: 2, max_payload_bytes: 3, why: "no".to_owned() };
         let signature =
             Signature { collective: 1, dtype: 2, op: 3, algorithm: 4, root: 5, count: 6, shape_hash: 7, reserved: 8 };
         let cause = Cause { kind: ErrorKind::Mismatch, origin: Rank(3), text: "why".to_owned() };
         let mut lines = vec![
             format!("hello {}", hex(&hello.to_bytes())),
             format!("reply {}", hex(&reply.to_bytes())),
+            format!("verdicts {}", Verdict::ALL.map(|verdict| format!("{verdict:?} {}", verdict as u8)).join(", ")),
             format!("confirm {}", hex(&confirm_bytes(9))),
             format!("signature {}", hex(&signature.to_bytes())),
             format!("cause {}", hex(&cause.to_bytes(64))),
@@ -233,10 +255,10 @@ mod tests {
 
     #[test]
     fn long_texts_are_cut_between_characters() {
-        let refused = "ü".repeat(200);
-        let reply = Reply { nonce: 1, own_nonce: 2, max_payload_bytes: 3, refused };
-        let cut = Reply::parse(&reply.to_bytes()).unwrap().refused;
-        assert!(!cut.is_empty() && reply.refused.starts_with(&cut));
+        let why = "ü".repeat(200);
+        let reply = Reply { verdict: Verdict::Refused, nonce: 1, own_nonce: 2, max_payload_bytes: 3, why };
+        let cut = Reply::parse(&reply.to_bytes()).unwrap().why;
+        assert!(!cut.is_empty() && reply.why.starts_with(&cut));
     }
 
     #[test]

@@ -17,6 +17,7 @@ struct Checked {
     counters: Counters,
     base: *mut u8,
     lines: Vec<UnsafeCell<()>>,
+    window_lines: usize,
     words: Vec<AtomicU64>,
     sides: [SideState; 2],
     events: [Event; 2],
@@ -64,6 +65,9 @@ unsafe impl Memory for Shared {
     fn data_bytes(&self) -> usize {
         (self.0.lines.len() - self.slot_count()) * LINE
     }
+    fn window_bytes(&self) -> usize {
+        self.0.window_lines * LINE
+    }
     fn word(&self, slot: usize) -> &AtomicU64 {
         &self.0.words[slot]
     }
@@ -75,12 +79,13 @@ unsafe impl Memory for Shared {
     }
 }
 
-fn checked(slot_count: usize, data_lines: usize) -> Shared {
+fn checked(slot_count: usize, data_lines: usize, window_lines: usize) -> Shared {
     let lines = vec![Line64([0xee; LINE]); slot_count + data_lines].into_boxed_slice();
     Shared(Arc::new(Checked {
         counters: Counters::new(),
         lines: (0..lines.len()).map(|_| UnsafeCell::new(())).collect(),
         base: Box::into_raw(lines).cast(),
+        window_lines,
         // Apart from the bytes: loom's atomics cannot lie among them.
         words: (0..slot_count).map(|_| AtomicU64::new(0)).collect(),
         sides: [SideState::new(), SideState::new()],
@@ -132,10 +137,21 @@ fn receive(shared: &Shared, reader: &mut Reader<Shared>, value: u8, len: usize) 
 }
 
 fn exchange(slot_count: usize, data_lines: usize, lens: &'static [usize], preemptions: Option<usize>) {
+    exchange_growing(slot_count, data_lines, data_lines, lens, preemptions);
+}
+
+/// With a ring that begins with a part of its data.
+fn exchange_growing(
+    slot_count: usize,
+    data_lines: usize,
+    window_lines: usize,
+    lens: &'static [usize],
+    preemptions: Option<usize>,
+) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = preemptions;
     model.check(move || {
-        let shared = checked(slot_count, data_lines);
+        let shared = checked(slot_count, data_lines, window_lines);
         let for_reader = shared.clone();
         let thread = loom::thread::spawn(move || {
             let mut reader = Reader::new(for_reader.clone(), 100);
@@ -172,4 +188,10 @@ fn loom_a_writer_without_room_is_woken() {
 fn loom_frames_that_wrap_are_whole_and_never_missed() {
     // 2 lines, none, 1 line, then 2 lines: the last does not fit before the end of 4 and wraps.
     exchange(2, 4, &[100, 8, 60, 100], Some(2));
+}
+
+#[test]
+fn loom_a_ring_grows_while_frames_are_under_way() {
+    // From one line to four: the second frame lies behind the first, the third may have to wait, and the fourth wraps.
+    exchange_growing(4, 4, 1, &[60, 100, 60, 100], Some(2));
 }

@@ -5,7 +5,11 @@
 //! The slots are few and used in turn, so they stay in the caches of both sides: a reader that waits looks at the very line
 //! in which the next frame will be, and for a tiny frame one line moves from core to core. Longer payloads lie in the
 //! *data*, one behind the other, each contiguous: where the rest of the data is too short for one, both sides go on at
-//! the start. Nothing here calls the system or allocates. Read [`Writer`] and [`Reader`] first.
+//! the start. Nothing here calls the system or allocates, but for [`Memory::grow`]. Read [`Writer`] and [`Reader`] first.
+//!
+//! **A ring grows with its use.** Both sides begin with a *window* at the start of the data. A writer that finds no room makes it
+//! larger, while the bytes that are under way lie in one piece before its place: then all that is new lies behind them. Each frame's
+//! word says how often the window has grown, so the reader follows with the very frame from which on it counts.
 
 #[cfg(all(test, loom))]
 mod loom_tests;
@@ -25,6 +29,12 @@ const HEAD_AT: usize = 8;
 /// Where a tiny payload lies in a slot, and how long it may be.
 const TINY_AT: usize = HEAD_AT + HEAD_BYTES;
 pub(crate) const TINY_BYTES: usize = LINE - TINY_AT;
+/// Bits of a word that are a payload's length; four more say how often the window has grown.
+const LEN_BITS: u32 = 28;
+/// The longest payload.
+pub(crate) const MAX_PAYLOAD_BYTES: usize = (1 << LEN_BITS) - 1;
+/// How much larger a window grows at once, as a shift.
+const GROWTH: u32 = 2;
 
 /// The counter of one direction, alone on two cache lines (prefetchers fetch pairs).
 #[repr(C)]
@@ -51,7 +61,8 @@ pub(crate) struct Apart<T>(pub(crate) T);
 ///
 /// # Safety
 /// `slots` points to `slot_count` lines, a power of two and at most [`SLOTS`], of which the first words are 0 at the
-/// beginning; `data` points to `data_bytes` bytes, a positive multiple of [`LINE`]. Both are aligned to [`LINE`], valid
+/// beginning; `data` points to `data_bytes` bytes, a positive multiple of [`LINE`], of which the writer may touch the first
+/// `window_bytes`, and those that `grow` has agreed to. Both are aligned to [`LINE`], valid
 /// as long as `self` lives and always at the same place. Besides one [`Writer`] and one [`Reader`] over the same counter
 /// nobody touches them.
 pub(crate) unsafe trait Memory {
@@ -68,6 +79,14 @@ pub(crate) unsafe trait Memory {
     fn data(&self) -> *mut u8;
     /// Their number.
     fn data_bytes(&self) -> usize;
+    /// As many of them are the window at the beginning: a positive multiple of [`LINE`].
+    fn window_bytes(&self) -> usize {
+        self.data_bytes()
+    }
+    /// Sees to it that the data from one offset to another can be written. `false`: it stays as it is.
+    fn grow(&self, _from: usize, _to: usize) -> bool {
+        true
+    }
     /// The word at the start of a slot.
     #[inline(always)]
     fn word(&self, slot: usize) -> &AtomicU64 {
@@ -115,9 +134,8 @@ impl Cursor {
     fn fit(self, need: usize, data_bytes: usize) -> (usize, Cursor) {
         let to_end = data_bytes - self.offset;
         let (at, left_out) = if need <= to_end { (self.offset, 0) } else { (0, to_end) };
-        let end = at + need;
-        let offset = if end == data_bytes { 0 } else { end };
-        (at, Cursor { count: self.count + (left_out + need) as u64, offset })
+        // At the very end it stays there: the window may grow behind it.
+        (at, Cursor { count: self.count + (left_out + need) as u64, offset: at + need })
     }
 }
 
@@ -128,13 +146,30 @@ struct Found {
     at: usize,
     len: usize,
     next: Cursor,
+    window: Window,
+}
+
+/// How much of the data is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Window {
+    bytes: usize,
+    /// How often it has grown.
+    level: u32,
+}
+
+impl Window {
+    fn new(memory: &impl Memory, level: u32) -> Window {
+        let shift = (GROWTH * level).min(usize::BITS - 1);
+        let grown = memory.window_bytes().checked_shl(shift).filter(|grown| grown >> shift == memory.window_bytes());
+        Window { bytes: grown.unwrap_or(usize::MAX).min(memory.data_bytes()), level }
+    }
 }
 
 /// The word that announces frame number `count` (from 0). Numbers return only after 2^32 frames, and then in another
 /// frame's slot long overwritten, so a word that is not the expected one is the previous frame's.
 #[inline]
-fn word_of(count: u64, payload_bytes: usize) -> u64 {
-    (count + 1) << 32 | payload_bytes as u64
+fn word_of(count: u64, payload_bytes: usize, level: u32) -> u64 {
+    (count + 1) << 32 | u64::from(level) << LEN_BITS | payload_bytes as u64
 }
 
 /// The side that puts frames in.
@@ -144,6 +179,9 @@ pub(crate) struct Writer<M> {
     /// Frames so far.
     count: u64,
     place: Cursor,
+    window: Window,
+    /// There was no memory for a larger window.
+    is_refused: bool,
     /// The reader's counter when it was last looked at. Looking again costs a cache miss, so only when room is short.
     taken: u64,
     /// Bytes of the data that went with those frames.
@@ -157,7 +195,18 @@ impl<M: Memory> Writer<M> {
     /// A writer over a fresh ring.
     pub(crate) fn new(memory: M) -> Self {
         assert!(memory.slot_count().is_power_of_two() && memory.slot_count() <= SLOTS, "see Memory");
-        Self { memory, count: 0, place: Cursor::START, taken: 0, freed: 0, ends: [0; SLOTS], reserved: None }
+        let window = Window::new(&memory, 0);
+        Self {
+            memory,
+            count: 0,
+            place: Cursor::START,
+            window,
+            is_refused: false,
+            taken: 0,
+            freed: 0,
+            ends: [0; SLOTS],
+            reserved: None,
+        }
     }
 
     #[inline]
@@ -169,12 +218,50 @@ impl<M: Memory> Writer<M> {
     /// longest.
     #[inline]
     pub(crate) fn reserve(&mut self, len: usize) -> Result<bool, Corrupt> {
-        let (at, next) = self.place.fit(data_bytes(len), self.memory.data_bytes());
-        if !self.has_room(next)? {
-            return Ok(false);
+        while !self.find_room(len)? {
+            if !self.grow() {
+                return Ok(false);
+            }
         }
-        self.reserved = Some(Found { slot: self.slot(self.count), at, len, next });
         Ok(true)
+    }
+
+    /// Reserves a place in the window as it is.
+    #[inline]
+    fn find_room(&mut self, len: usize) -> Result<bool, Corrupt> {
+        let need = data_bytes(len);
+        let (at, next) = self.place.fit(need, self.window.bytes);
+        let has_room = self.has_room(need, next)?;
+        if has_room {
+            self.reserved = Some(Found { slot: self.slot(self.count), at, len, next, window: self.window });
+        }
+        Ok(has_room)
+    }
+
+    /// Bytes of the data that are used by now, of all that there are.
+    pub(crate) fn window_bytes(&self) -> (usize, usize) {
+        (self.window.bytes, self.memory.data_bytes())
+    }
+
+    /// Whether a larger window may help, and can be had as far as is known.
+    fn may_grow(&self) -> bool {
+        // What is under way ends at this side's place, and does not go round the window's end.
+        let in_one_piece = self.place.count - self.freed <= self.place.offset as u64;
+        let has_slot = self.count - self.taken < self.memory.slot_count() as u64;
+        in_one_piece && has_slot && !self.is_refused && self.window.bytes < self.memory.data_bytes()
+    }
+
+    #[cold]
+    fn grow(&mut self) -> bool {
+        if !self.may_grow() {
+            return false;
+        }
+        let larger = Window::new(&self.memory, self.window.level + 1);
+        self.is_refused = !self.memory.grow(self.window.bytes, larger.bytes);
+        if !self.is_refused {
+            self.window = larger;
+        }
+        !self.is_refused
     }
 
     /// The reserved place.
@@ -194,9 +281,9 @@ impl<M: Memory> Writer<M> {
     /// Publishes the reserved frame; `false` without one.
     #[inline]
     pub(crate) fn commit(&mut self) -> bool {
-        let Some(Found { slot, len, next, .. }) = self.reserved.take() else { return false };
+        let Some(Found { slot, len, next, window, .. }) = self.reserved.take() else { return false };
         // Release: whoever sees the word sees the frame.
-        self.memory.word(slot).store(word_of(self.count, len), Ordering::Release);
+        self.memory.word(slot).store(word_of(self.count, len, window.level), Ordering::Release);
         self.ends[slot] = next.count;
         self.place = next;
         self.count += 1;
@@ -205,14 +292,15 @@ impl<M: Memory> Writer<M> {
 
     /// Whether a frame with a payload of `len` bytes would find room now.
     pub(crate) fn would_fit(&mut self, len: usize) -> Result<bool, Corrupt> {
-        let (_, next) = self.place.fit(data_bytes(len), self.memory.data_bytes());
-        self.has_room(next)
+        let need = data_bytes(len);
+        let (_, next) = self.place.fit(need, self.window.bytes);
+        Ok(self.has_room(need, next)? || self.may_grow())
     }
 
     /// Whether a slot is free and all data before `next`.
     #[inline]
-    fn has_room(&mut self, next: Cursor) -> Result<bool, Corrupt> {
-        if self.fits(next) {
+    fn has_room(&mut self, need: usize, next: Cursor) -> Result<bool, Corrupt> {
+        if self.fits(need, next) {
             return Ok(true);
         }
         // Acquire: the reader has finished with all these frames before we write there.
@@ -224,13 +312,14 @@ impl<M: Memory> Writer<M> {
             self.taken = taken;
             self.freed = self.ends[self.slot(taken - 1)];
         }
-        Ok(self.fits(next))
+        Ok(self.fits(need, next))
     }
 
     #[inline]
-    fn fits(&self, next: Cursor) -> bool {
+    fn fits(&self, need: usize, next: Cursor) -> bool {
         self.count - self.taken < self.memory.slot_count() as u64
-            && next.count - self.freed <= self.memory.data_bytes() as u64
+            && next.count - self.freed <= self.window.bytes as u64
+            && need <= self.window.bytes
     }
 }
 
@@ -242,13 +331,15 @@ pub(crate) struct Reader<M> {
     /// Frames given back so far.
     count: u64,
     place: Cursor,
+    window: Window,
     peeked: Option<Found>,
 }
 
 impl<M: Memory> Reader<M> {
     /// A reader over a fresh ring. Longer payloads than `max_payload_bytes` count as corruption.
     pub(crate) fn new(memory: M, max_payload_bytes: usize) -> Self {
-        Self { memory, max_payload_bytes, count: 0, place: Cursor::START, peeked: None }
+        let window = Window::new(&memory, 0);
+        Self { memory, max_payload_bytes, count: 0, place: Cursor::START, window, peeked: None }
     }
 
     /// Looks for a frame.
@@ -286,9 +377,9 @@ impl<M: Memory> Reader<M> {
     /// Gives the peeked frame's place back; `false` without one.
     #[inline]
     pub(crate) fn release(&mut self) -> bool {
-        let Some(Found { slot, at, len, next }) = self.peeked.take() else { return false };
+        let Some(Found { slot, at, len, next, window }) = self.peeked.take() else { return false };
         self.memory.note_read(slot, at, len);
-        self.place = next;
+        (self.place, self.window) = (next, window);
         self.count += 1;
         // Release: our reads of the frame are done before the writer, which acquires this count, writes there.
         self.memory.counters().taken.0.store(self.count, Ordering::Release);
@@ -303,15 +394,24 @@ impl<M: Memory> Reader<M> {
         let slot = self.count as usize & (slot_count - 1);
         // Acquire: pairs with `commit`.
         let word = self.memory.word(slot).load(Ordering::Acquire);
-        if word >> 32 != word_of(self.count, 0) >> 32 {
+        if word >> 32 != word_of(self.count, 0, 0) >> 32 {
             return self.check_previous(word).map(|()| None);
         }
-        let len = word as u32 as usize;
-        if len > self.max_payload_bytes {
+        let (level, len) = (word as u32 >> LEN_BITS, word as usize & MAX_PAYLOAD_BYTES);
+        let window = if level == self.window.level { self.window } else { self.follow(level)? };
+        let need = data_bytes(len);
+        if len > self.max_payload_bytes || need > window.bytes {
             return Err(Corrupt);
         }
-        let (at, next) = self.place.fit(data_bytes(len), self.memory.data_bytes());
-        Ok(Some(Found { slot, at, len, next }))
+        let (at, next) = self.place.fit(need, window.bytes);
+        Ok(Some(Found { slot, at, len, next, window }))
+    }
+
+    /// The window of a frame that was written after it had grown.
+    #[cold]
+    fn follow(&self, level: u32) -> Result<Window, Corrupt> {
+        let window = Window::new(&self.memory, level);
+        if level > self.window.level && window.bytes > self.window.bytes { Ok(window) } else { Err(Corrupt) }
     }
 
     /// A slot without news holds the word of the frame that was in it before.
@@ -324,6 +424,6 @@ impl<M: Memory> Reader<M> {
     #[inline]
     fn previous(&self) -> u64 {
         let previous = self.count.checked_sub(self.memory.slot_count() as u64);
-        previous.map_or(0, |previous| word_of(previous, 0) >> 32)
+        previous.map_or(0, |previous| word_of(previous, 0, 0) >> 32)
     }
 }

@@ -13,6 +13,9 @@ struct Heap {
     base: *mut u8,
     slot_count: usize,
     data_bytes: usize,
+    window_bytes: usize,
+    /// It grows no further than that.
+    most_bytes: usize,
 }
 
 // SAFETY: the ring protocol keeps the writer's and the reader's bytes apart.
@@ -41,19 +44,31 @@ unsafe impl Memory for Shared {
     fn data_bytes(&self) -> usize {
         self.0.data_bytes
     }
+    fn window_bytes(&self) -> usize {
+        self.0.window_bytes
+    }
+    fn grow(&self, _from: usize, to: usize) -> bool {
+        to <= self.0.most_bytes
+    }
 }
 
-fn memory(slot_count: usize, data_bytes: usize) -> Shared {
+fn memory(slot_count: usize, data_bytes: usize, window_bytes: usize, most_bytes: usize) -> Shared {
     let mut lines: Vec<Line64> = (0..slot_count + data_bytes / LINE).map(|_| Line64([0xee; LINE])).collect();
     for slot in &mut lines[..slot_count] {
         *slot = Line64([0; LINE]);
     }
     let base = lines.as_mut_ptr().cast();
-    Shared(Arc::new(Heap { counters: Counters::new(), lines: lines.into(), base, slot_count, data_bytes }))
+    let (counters, lines) = (Counters::new(), lines.into());
+    Shared(Arc::new(Heap { counters, lines, base, slot_count, data_bytes, window_bytes, most_bytes }))
 }
 
 fn ring(slots: usize, bytes: usize, longest: usize) -> (Writer<Shared>, Reader<Shared>, Shared) {
-    let memory = memory(slots, bytes);
+    growing(slots, bytes, bytes, longest)
+}
+
+/// A ring that begins with a part of its data.
+fn growing(slots: usize, bytes: usize, window: usize, longest: usize) -> (Writer<Shared>, Reader<Shared>, Shared) {
+    let memory = memory(slots, bytes, window, bytes);
     (Writer::new(memory.clone()), Reader::new(memory.clone(), longest), memory)
 }
 
@@ -154,12 +169,13 @@ fn wrong_counters_and_words_are_corruption_and_not_a_crash() {
             memory.word(frames as usize % 4).store(word, Ordering::Release);
             reader.poll()
         };
-        assert_eq!(found(word_of(frames, 100)), Ok(true));
-        assert_eq!(found(word_of(frames, 101)), Err(Corrupt), "longer than any payload");
-        assert_eq!(found(word_of(frames, u32::MAX as usize)), Err(Corrupt));
-        assert_eq!(found(word_of(frames + 1, 5)), Err(Corrupt), "a frame out of turn");
+        assert_eq!(found(word_of(frames, 100, 0)), Ok(true));
+        assert_eq!(found(word_of(frames, 101, 0)), Err(Corrupt), "longer than any payload");
+        assert_eq!(found(word_of(frames, MAX_PAYLOAD_BYTES, 0)), Err(Corrupt));
+        assert_eq!(found(word_of(frames, 100, 1)), Err(Corrupt), "a window larger than the data");
+        assert_eq!(found(word_of(frames + 1, 5, 0)), Err(Corrupt), "a frame out of turn");
         assert_eq!(found(u64::MAX), Err(Corrupt));
-        assert_eq!(found(if frames == 0 { 0 } else { word_of(frames - 4, 1) }), Ok(false), "the previous one");
+        assert_eq!(found(if frames == 0 { 0 } else { word_of(frames - 4, 1, 0) }), Ok(false), "the previous one");
     }
 
     for taken in [2, u64::MAX] {
@@ -178,7 +194,7 @@ fn numbers_return_without_harm() {
     memory.counters().taken.0.store(start, Ordering::Release);
     for slot in 0..4 {
         let previous = start - 4 + (slot + 4 - start % 4) % 4;
-        memory.word((previous % 4) as usize).store(word_of(previous, 1), Ordering::Release);
+        memory.word((previous % 4) as usize).store(word_of(previous, 1, 0), Ordering::Release);
     }
     for i in 0..20 {
         put(&mut writer, i, &pattern(i, 50)).unwrap();
@@ -193,9 +209,18 @@ proptest! {
         lens in proptest::collection::vec(prop_oneof![0usize..20, 0usize..700], 1..60),
         slots in 0u32..5,
         lines in 0usize..30,
+        // How much of it is there at the beginning, and how much there can be.
+        window in 1usize..60,
+        most in 0usize..60,
         writes in proptest::collection::vec(any::<bool>(), 200),
     ) {
-        let (mut writer, mut reader, _) = ring(1 << slots, min_data_bytes(700) + lines * LINE, 700);
+        let bytes = min_data_bytes(700) + lines * LINE;
+        let window = (window * LINE).min(bytes);
+        // What the longest payload needs can be had; of the rest it may be refused.
+        let most = if most * LINE < min_data_bytes(700) { bytes } else { most * LINE };
+        let most = if window << (2 * GROWTH) < min_data_bytes(700) { bytes } else { most };
+        let memory = memory(1 << slots, bytes, window, most.max(window << (2 * GROWTH)));
+        let (mut writer, mut reader) = (Writer::new(memory.clone()), Reader::new(memory, 700));
         let (mut sent, mut received) = (0, 0);
         let mut turns = writes.into_iter();
         while received < lens.len() {
@@ -203,8 +228,9 @@ proptest! {
             if write && sent < lens.len() {
                 let fits = writer.would_fit(lens[sent]).unwrap();
                 let put = put(&mut writer, sent, &pattern(sent, lens[sent]));
-                prop_assert_eq!(fits, put.is_some());
-                if fits {
+                // Who is told of no room sleeps until the reader has moved.
+                prop_assert!(fits || put.is_none());
+                if put.is_some() {
                     sent += 1;
                     continue;
                 }
@@ -221,9 +247,69 @@ proptest! {
 }
 
 #[test]
+fn a_ring_grows_when_there_is_no_room_and_the_reader_follows() {
+    let (mut writer, mut reader, _) = growing(16, 16 * 1024, 256, 4096);
+    assert_eq!(writer.window_bytes(), (256, 16 * 1024));
+    put(&mut writer, 0, &pattern(0, 200)).unwrap();
+    assert_eq!(writer.window_bytes().0, 256);
+    // Behind what is under way, in the part that is new.
+    put(&mut writer, 1, &pattern(1, 700)).unwrap();
+    assert_eq!(writer.window_bytes().0, 1024);
+    put(&mut writer, 2, &pattern(2, 4096)).unwrap();
+    assert_eq!(writer.window_bytes().0, 16 * 1024);
+    for (seed, len) in [(0, 200), (1, 700), (2, 4096)] {
+        assert_eq!(take(&mut reader, seed), Some(pattern(seed, len)));
+    }
+    // And goes round it.
+    for i in 3..40 {
+        put(&mut writer, i, &pattern(i, 3000)).unwrap();
+        assert_eq!(take(&mut reader, i), Some(pattern(i, 3000)));
+    }
+}
+
+#[test]
+fn a_ring_does_not_grow_while_what_is_under_way_goes_round_its_end() {
+    let (mut writer, mut reader, _) = growing(16, 4096, 256, 256);
+    put(&mut writer, 0, &pattern(0, 128)).unwrap();
+    put(&mut writer, 1, &pattern(1, 64)).unwrap();
+    take(&mut reader, 0).unwrap();
+    // It does not fit before the end.
+    put(&mut writer, 2, &pattern(2, 100)).unwrap();
+    assert!(!writer.would_fit(200).unwrap() && put(&mut writer, 3, &pattern(3, 200)).is_none());
+    assert_eq!(writer.window_bytes().0, 256);
+    for (seed, len) in [(1, 64), (2, 100)] {
+        assert_eq!(take(&mut reader, seed), Some(pattern(seed, len)));
+    }
+    assert!(writer.would_fit(200).unwrap());
+    for (seed, len) in [(3, 200), (4, 256)] {
+        put(&mut writer, seed, &pattern(seed, len)).unwrap();
+    }
+    assert_eq!(writer.window_bytes().0, 1024);
+    for (seed, len) in [(3, 200), (4, 256)] {
+        assert_eq!(take(&mut reader, seed), Some(pattern(seed, len)));
+    }
+}
+
+#[test]
+fn a_ring_that_gets_no_more_memory_goes_on_as_it_is_and_is_not_asked_again() {
+    let memory = memory(4, 4096, 256, 256);
+    let (mut writer, mut reader) = (Writer::new(memory.clone()), Reader::new(memory, 100));
+    for i in 0..20 {
+        put(&mut writer, i, &pattern(i, 100)).unwrap();
+        put(&mut writer, i, &pattern(i, 100)).unwrap();
+        assert!(put(&mut writer, i, &pattern(i, 100)).is_none());
+        // Or whoever waits for room would not sleep.
+        assert!(!writer.would_fit(100).unwrap());
+        take(&mut reader, i).unwrap();
+        take(&mut reader, i).unwrap();
+    }
+    assert_eq!(writer.window_bytes(), (256, 4096));
+}
+
+#[test]
 fn two_threads_exchange_frames_through_a_small_ring() {
     const FRAMES: usize = 20_000;
-    let (mut writer, mut reader, memory) = ring(8, min_data_bytes(500), 500);
+    let (mut writer, mut reader, memory) = growing(8, 4 * min_data_bytes(500), min_data_bytes(500) / 4, 500);
     let payload = |i: usize| vec![i as u8; (i * 97) % 501];
     let sender = std::thread::spawn(move || {
         for i in 0..FRAMES {
@@ -243,7 +329,7 @@ fn two_threads_exchange_frames_through_a_small_ring() {
     }
     sender.join().unwrap();
     // The lines are owned here to the end.
-    assert_eq!(line_count(&memory), 8 + min_data_bytes(500) / LINE);
+    assert_eq!(line_count(&memory), 8 + 4 * min_data_bytes(500) / LINE);
 }
 
 fn line_count(memory: &Shared) -> usize {

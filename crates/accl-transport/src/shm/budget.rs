@@ -52,6 +52,13 @@ impl Budget {
     }
 }
 
+impl Budget {
+    /// Whether the machine and the control groups have room for `bytes` of what was reserved.
+    pub(crate) fn has_room(&self, bytes: u64) -> bool {
+        tightest(&self.root).is_none_or(|(_, room)| room >= bytes)
+    }
+}
+
 impl Drop for Reserved {
     fn drop(&mut self) {
         self.used.fetch_sub(self.bytes, Ordering::Relaxed);

@@ -1,0 +1,149 @@
+//! What an engine is doing and has done, at one moment, as plain data: for people, tools and tests.
+//!
+//! Owns the form of what is shown; what is counted is counted where it happens. Read [`Snapshot`] first.
+
+use std::time::Duration;
+
+use accl_types::Collective;
+
+use crate::driver::Driver;
+use crate::engine::Engine;
+use crate::group::{Core, GroupState, Work};
+use crate::peers::{Gone, PeerId, Traffic};
+use crate::time;
+
+use super::group::Group;
+
+/// What an engine is doing and has done.
+#[derive(Clone, Debug)]
+pub struct Snapshot {
+    /// What progress has cost.
+    pub work: Work,
+    /// How often a thread has slept until news came.
+    pub parks: u64,
+    /// How often one has asked the system for news without sleeping.
+    pub looks: u64,
+    /// Processes that this one has been in a group with: all, or those of one group by rank.
+    pub peers: Vec<PeerSnapshot>,
+    /// Groups that this process is in: all, or the one that was asked.
+    pub groups: Vec<GroupSnapshot>,
+}
+
+/// A peer process.
+#[derive(Clone, Debug)]
+pub struct PeerSnapshot {
+    /// Its rank in the group that was asked; `None` when the engine was.
+    pub rank: Option<u32>,
+    /// `host worker-3, pid 4711`.
+    pub place: String,
+    /// Transport and addresses of the link to it; `None` before it is made, and after the peer has gone.
+    pub link: Option<String>,
+    /// Why nothing more comes from it, once that is so.
+    pub gone: Option<String>,
+    /// What has gone there and come from there.
+    pub traffic: Traffic,
+    /// System calls made for its link.
+    pub system_calls: u64,
+}
+
+/// A group.
+#[derive(Clone, Debug)]
+pub struct GroupSnapshot {
+    /// Its name for messages.
+    pub name: String,
+    /// This process's rank.
+    pub rank: u32,
+    /// Number of ranks.
+    pub world: u32,
+    /// Collectives that were made here.
+    pub collectives: u64,
+    /// Messages that were made here, sends and receives.
+    pub messages: u64,
+    /// How many of all these have failed.
+    pub failed: u64,
+    /// Why the group takes no more calls, if it does not.
+    pub failure: Option<String>,
+    /// Calls that have been made and are not done.
+    pub in_flight: Vec<CallSnapshot>,
+}
+
+/// A call in flight.
+#[derive(Clone, Debug)]
+pub struct CallSnapshot {
+    /// What it does.
+    pub collective: Collective,
+    /// Its number in the group.
+    pub seq: u64,
+    /// For how long it has been in flight.
+    pub age: Duration,
+    /// The ranks that it waits for; none if it waits for any, or for its turn.
+    pub awaits: Vec<u32>,
+}
+
+impl Snapshot {
+    /// System calls for links and for news. Those for memory and threads are not among them.
+    pub fn system_calls(&self) -> u64 {
+        self.parks + self.looks + self.peers.iter().map(|peer| peer.system_calls).sum::<u64>()
+    }
+
+    fn new(driver: &Driver, peers: Vec<PeerSnapshot>, groups: Vec<GroupSnapshot>, work: Work) -> Self {
+        Self { work, parks: driver.parks(), looks: driver.looks(), peers, groups }
+    }
+}
+
+impl Engine {
+    /// What this process is doing and has done, in all its groups. It takes the lock of the engine for as long as it takes to
+    /// write this down, which grows with the number of peers and groups.
+    pub fn snapshot(&self) -> Snapshot {
+        self.driver.with_core(|core| {
+            let peers = core.net.all().map(|id| peer(core, id, None)).collect();
+            let groups = core.groups.values().map(group).collect();
+            Snapshot::new(&self.driver, peers, groups, core.work)
+        })
+    }
+}
+
+impl Group {
+    /// As [`Engine::snapshot`], of this group and its ranks. After the group has been left, of nothing.
+    pub fn snapshot(&self) -> Snapshot {
+        self.driver.with_core(|core| {
+            let state = core.groups.get(&self.caller.group);
+            let ranks =
+                state.into_iter().flat_map(|state| state.members.ranks().map(|rank| (rank, state.members.peer(rank))));
+            let peers = ranks.map(|(rank, id)| peer(core, id, Some(rank.0))).collect();
+            Snapshot::new(&self.driver, peers, state.map(group).into_iter().collect(), core.work)
+        })
+    }
+}
+
+fn peer(core: &Core, id: PeerId, rank: Option<u32>) -> PeerSnapshot {
+    let peer = core.net.peer(id);
+    let gone = peer.gone.as_ref().map(|gone| match gone {
+        Gone::Left => "it has left".to_owned(),
+        Gone::Lost(error) => error.message.clone(),
+    });
+    let (link, system_calls) = core.net.link_of(id).unzip();
+    let (place, traffic, system_calls) = (core.net.place(id), peer.traffic, system_calls.unwrap_or_default());
+    PeerSnapshot { rank, place, link, gone, traffic, system_calls }
+}
+
+fn group(state: &GroupState) -> GroupSnapshot {
+    let now = time::now();
+    let (collectives, messages, failed) = state.counts();
+    let in_flight = state.in_flight().into_iter().map(|(call, awaits)| CallSnapshot {
+        collective: call.collective,
+        seq: call.seq,
+        age: now.since(call.started),
+        awaits: awaits.into_iter().map(|rank| rank.0).collect(),
+    });
+    GroupSnapshot {
+        name: state.name.to_string(),
+        rank: state.rank.0,
+        world: state.members.world(),
+        collectives,
+        messages,
+        failed,
+        failure: state.poison().map(ToString::to_string),
+        in_flight: in_flight.collect(),
+    }
+}

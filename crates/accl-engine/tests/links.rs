@@ -1,0 +1,253 @@
+//! Links are made when they are first needed, and what no link tells comes all the same: deaths, departures, failures.
+
+use std::time::{Duration, Instant};
+
+use accl_testkit::{Fabric, Member, World, WorldOptions, finish};
+use accl_types::{Error, ErrorKind, ReduceOp};
+
+const FABRICS: [Fabric; 2] = [Fabric::Shm, Fabric::Tcp];
+/// In a world of so many rank 0 is not linked to these from the beginning.
+const WORLD: u32 = 32;
+const STRANGERS: [u32; 4] = [3, 5, 17, 29];
+/// Far shorter than any deadline here.
+const SOON: Duration = Duration::from_secs(1);
+
+fn world(world: u32, fabric: Fabric) -> World {
+    World::new(WorldOptions::new(world).over(fabric).timeout(Duration::from_secs(30)))
+}
+
+fn links(member: &Member) -> usize {
+    let snapshot = member.group.snapshot();
+    snapshot.peers.iter().filter(|peer| peer.link.is_some() && peer.rank != Some(member.rank as u32)).count()
+}
+
+fn send(member: &Member, to: u32, value: i32) -> accl_types::Result<()> {
+    finish(&member.post_send(&[value], to, 7)?)
+}
+
+fn receive(member: &Member, from: u32) -> accl_types::Result<i32> {
+    let mut data = [0_i32];
+    finish(&member.post_recv(&mut data, Some(from), 7)?)?;
+    Ok(data[0])
+}
+
+fn sum_ones(member: &Member) -> accl_types::Result<()> {
+    let mut data = [1.0_f32; 3];
+    member.all_reduce(&mut data, ReduceOp::Sum)?;
+    assert_eq!(data, [member.world as f32; 3]);
+    Ok(())
+}
+
+fn error_of<T>(result: accl_types::Result<T>, what: &str) -> Error {
+    match result {
+        Ok(_) => panic!("{what} must fail"),
+        Err(error) => error,
+    }
+}
+
+#[test]
+fn a_rank_begins_with_links_to_its_neighbours_and_makes_others_when_it_needs_them() {
+    for fabric in FABRICS {
+        let counted = std::sync::Barrier::new(WORLD as usize);
+        let counts = world(WORLD, fabric).run("g", |member| {
+            let before = links(&member);
+            counted.wait();
+            // Nobody else has to do anything for it.
+            if member.rank == 0 {
+                STRANGERS.iter().for_each(|&rank| send(&member, rank, 40 + rank as i32).unwrap());
+            } else if STRANGERS.contains(&(member.rank as u32)) {
+                assert_eq!(receive(&member, 0).unwrap(), 40 + member.rank as i32);
+            }
+            let after = links(&member);
+            member.barrier().unwrap();
+            (before, after)
+        });
+        for (rank, (before, after)) in counts.into_iter().enumerate() {
+            let rank = rank as u32;
+            // 1, 2, 4, 8 before and behind, and 16.
+            assert_eq!(before, 9, "rank {rank} over {fabric:?}");
+            let more = if rank == 0 { STRANGERS.len() } else { usize::from(STRANGERS.contains(&rank)) };
+            assert_eq!(after, before + more, "rank {rank} over {fabric:?}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_makes_no_call_is_linked_to_all_the_same() {
+    for fabric in FABRICS {
+        let world = world(8, fabric);
+        let sent = std::sync::Barrier::new(2);
+        world.run("g", |member| match member.rank {
+            // 3 is no neighbour of 0.
+            0 => {
+                send(&member, 3, 5).unwrap();
+                sent.wait();
+            }
+            3 => {
+                sent.wait();
+                assert_eq!(receive(&member, 0).unwrap(), 5);
+            }
+            _ => {}
+        });
+    }
+}
+
+#[test]
+fn two_that_link_to_each_other_at_once_get_one_link() {
+    for fabric in FABRICS {
+        for round in 0..10 {
+            let counts = world(12, fabric).run("g", |member| {
+                let world = member.world as u32;
+                let mine = [member.rank as i32];
+                let mut slots = vec![[-1_i32]; world as usize];
+                let sends = (0..world).map(|peer| member.post_send(&mine, peer, peer).unwrap());
+                let sends: Vec<_> = sends.collect();
+                let receives = slots
+                    .iter_mut()
+                    .zip(0..)
+                    .map(|(slot, peer)| member.post_recv(slot, Some(peer), member.rank as u32).unwrap());
+                let receives: Vec<_> = receives.collect();
+                sends.iter().chain(&receives).for_each(|call| finish(call).unwrap());
+                let outputs: Vec<i32> = slots.iter().map(|slot| slot[0]).collect();
+                assert_eq!(outputs, (0..world as i32).collect::<Vec<_>>(), "round {round}");
+                sum_ones(&member).unwrap();
+                links(&member)
+            });
+            assert!(counts.iter().all(|&count| count == 11), "round {round} over {fabric:?}: {counts:?}");
+        }
+    }
+}
+
+#[test]
+fn the_death_of_a_rank_reaches_who_was_never_linked_to_it() {
+    for fabric in FABRICS {
+        let world = world(WORLD, fabric);
+        let dead = std::sync::Barrier::new(WORLD as usize);
+        world.run("g", |member| {
+            match member.rank {
+                0 => send(&member, 1, 1).unwrap(),
+                1 => assert_eq!(receive(&member, 0).unwrap(), 1),
+                17 => world.engines[17].vanish(),
+                _ => {}
+            }
+            dead.wait();
+            if member.rank == 17 {
+                return;
+            }
+            let begin = Instant::now();
+            let error = error_of(sum_ones(&member), "a call that needs a dead rank");
+            let took = begin.elapsed();
+            assert!(took < SOON, "rank {} over {fabric:?}: {took:?}: {error}", member.rank);
+            assert_eq!(error.kind, ErrorKind::PeerLost, "{error}");
+            assert!(error.to_string().contains("rank 17"), "{error}");
+        });
+    }
+}
+
+#[test]
+fn a_call_with_a_dead_rank_that_it_was_never_linked_to_fails_at_once() {
+    for fabric in FABRICS {
+        for receives in [false, true] {
+            let world = world(WORLD, fabric);
+            let dead = std::sync::Barrier::new(WORLD as usize);
+            world.run("g", |member| {
+                if member.rank == 17 {
+                    world.engines[17].vanish();
+                }
+                dead.wait();
+                // 12 apart.
+                if member.rank == 5 {
+                    let begin = Instant::now();
+                    let result = if receives { receive(&member, 17).map(drop) } else { send(&member, 17, 1) };
+                    let error = error_of(result, "a message");
+                    assert!(begin.elapsed() < SOON, "{:?}: {error}", begin.elapsed());
+                    assert_eq!(error.kind, ErrorKind::PeerLost, "{error}");
+                    let text = error.to_string();
+                    assert!(text.contains("rank 17") && text.contains("its process has ended"), "{text}");
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_left_the_group_before_anybody_was_linked_to_it_has_left() {
+    for fabric in FABRICS {
+        let world = world(8, fabric);
+        let left = std::sync::Barrier::new(8);
+        world.run("g", |member| {
+            if member.rank == 3 {
+                member.group.shutdown().unwrap();
+            }
+            left.wait();
+            if member.rank == 0 {
+                let begin = Instant::now();
+                let error = error_of(receive(&member, 3), "a receive from who has left");
+                assert!(begin.elapsed() < SOON, "{:?}: {error}", begin.elapsed());
+                assert_eq!(error.kind, ErrorKind::PeerLost, "{error}");
+                assert!(error.to_string().contains("rank 3") && error.to_string().contains("has left"), "{error}");
+            }
+            left.wait();
+        });
+    }
+}
+
+#[test]
+fn who_links_to_a_rank_that_failed_learns_the_cause() {
+    for fabric in FABRICS {
+        // Two of them: the others hear of nothing from each other.
+        let world = world(8, fabric);
+        let failed = std::sync::Barrier::new(8);
+        let causes = world.run("g", |member| {
+            if member.rank == 3 {
+                member.group.abort("the third had enough");
+                // And it goes.
+                member.group.shutdown().unwrap();
+            }
+            failed.wait();
+            let error = if member.rank == 3 { None } else { Some(error_of(receive(&member, 3), "a receive")) };
+            failed.wait();
+            error.map(|error| error.to_string())
+        });
+        for (rank, cause) in causes.into_iter().enumerate().filter_map(|(rank, cause)| Some((rank, cause?))) {
+            assert!(cause.contains("the third had enough"), "rank {rank} over {fabric:?}: {cause}");
+        }
+    }
+}
+
+#[test]
+fn a_receive_from_any_rank_fails_when_a_rank_dies_that_nobody_was_linked_to() {
+    let world = world(8, Fabric::Tcp);
+    let dead = std::sync::Barrier::new(8);
+    world.run("g", |member| {
+        if member.rank == 3 {
+            world.engines[3].vanish();
+        }
+        dead.wait();
+        if member.rank == 0 {
+            let mut data = [0_i32];
+            let begin = Instant::now();
+            let error = error_of(finish(&member.post_recv(&mut data, None, 7).unwrap()), "a receive from any rank");
+            assert!(begin.elapsed() < SOON && error.to_string().contains("rank 3"), "{:?}: {error}", begin.elapsed());
+        }
+        dead.wait();
+    });
+}
+
+#[test]
+fn rings_begin_small_and_grow_with_what_goes_through_them() {
+    let world = world(2, Fabric::Shm);
+    world.run("g", |member| {
+        let ring = || {
+            let snapshot = member.group.snapshot();
+            let peer = snapshot.peers.iter().find(|peer| peer.rank == Some(1 - member.rank as u32)).unwrap();
+            peer.link.clone().unwrap()
+        };
+        sum_ones(&member).unwrap();
+        assert!(ring().contains("ring of 16 KiB that grows to 1024 KiB"), "{}", ring());
+        let mut data = vec![1.0_f32; 4 << 20];
+        member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+        assert!(data.iter().all(|&x| x == 2.0));
+        assert!(ring().contains("ring of 1024 KiB that grows to 1024 KiB"), "{}", ring());
+    });
+}
