@@ -4,7 +4,6 @@
 //! a group of two among them, a sleep of one of the two, and a call of all. Prints Markdown. Arguments: `TRANSPORT/RANKS` such as
 //! `tcp/32`, any number of them; none means all.
 
-use std::fmt::Write as _;
 use std::fs;
 use std::time::{Duration, Instant};
 
@@ -25,42 +24,45 @@ const PARKS: u32 = 50;
 fn main() {
     let arguments = Arguments::of_process();
     let (ranks, groups) = if sweep::is_test() { (&RANKS[..2], &GROUPS[..1]) } else { (RANKS, GROUPS) };
-    println!("| ranks | links of a rank | descriptors | shared memory | other memory | forms in | first all_reduce |");
-    println!("|---|---:|---:|---:|---:|---:|---:|");
     let mut calls = String::new();
+    println!("{FORMS_HEAD}");
     for &(name, fabric) in FABRICS {
         for &ranks in ranks.iter().filter(|ranks| arguments.want(&format!("{name}/{ranks}"))) {
-            row(name, fabric, ranks, 1, &mut calls);
+            calls += &row(name, fabric, ranks);
         }
     }
-    println!("\n{CALLS_HEAD}{calls}");
-    let mut calls = String::new();
+    println!("\n{}{calls}", calls_head("ranks"));
     if arguments.want("groups") {
+        let mut calls = String::new();
         for &(name, fabric) in FABRICS {
             for &groups in groups {
-                row_of_calls(
-                    &format!("{name}, {groups} groups"),
-                    &mut calls,
-                    &world(fabric, RANKS_WITH_GROUPS),
-                    groups,
-                );
+                let busy = world(fabric, RANKS_WITH_GROUPS, None);
+                calls += &row_of_calls(&format!("{name}, {groups}"), fabric, busy, RANKS_WITH_GROUPS, groups);
             }
         }
-        println!("{CALLS_HEAD}{calls}");
+        println!("{}{calls}", calls_head("groups of two"));
     }
 }
 
-const CALLS_HEAD: &str = "| ranks | system calls a call | links looked at | frames sent | bytes sent | system calls a sleep | \
-                          links looked at |\n|---|---:|---:|---:|---:|---:|---:|\n";
+const FORMS_HEAD: &str = "| ranks | links of a rank | descriptors | shared memory | other memory | forms in | first all_reduce |\n\
+                          |---|---:|---:|---:|---:|---:|---:|";
 
-fn world(fabric: Fabric, ranks: u32) -> World {
-    World::new(WorldOptions::new(ranks).over(fabric).timeout(Duration::from_secs(300)))
+fn calls_head(first: &str) -> String {
+    format!(
+        "| {first} | system calls a call | links looked at | frames sent | bytes sent | system calls a sleep | links looked at \
+         |\n|---|---:|---:|---:|---:|---:|---:|\n"
+    )
+}
+
+fn world(fabric: Fabric, ranks: u32, spin_us: Option<&str>) -> World {
+    let options = WorldOptions::new(ranks).over(fabric).timeout(Duration::from_secs(300));
+    World::new(spin_us.into_iter().fold(options, |options, spin_us| options.with("spin_us", spin_us)))
 }
 
 /// One world: what it takes, as a line that is printed, and what calls cost, for the second table.
-fn row(name: &str, fabric: Fabric, ranks: u32, groups: usize, calls: &mut String) {
+fn row(name: &str, fabric: Fabric, ranks: u32) -> String {
     let before = Usage::now();
-    let world = world(fabric, ranks);
+    let world = world(fabric, ranks, None);
     let begin = Instant::now();
     let job = world.run("job", |member| member);
     let formed = begin.elapsed();
@@ -69,10 +71,11 @@ fn row(name: &str, fabric: Fabric, ranks: u32, groups: usize, calls: &mut String
     let begin = Instant::now();
     together(&job, |member| {
         let mut data = [1.0_f32];
-        member.all_reduce(&mut data, ReduceOp::Sum).unwrap_or_else(|error| panic!("{error}"));
+        must(member.all_reduce(&mut data, ReduceOp::Sum));
         assert_eq!(data, [ranks as f32]);
     });
     let first = begin.elapsed();
+    drop(job);
     let share = |total: f64| total / f64::from(ranks);
     println!(
         "| {name}, {ranks} | {links} | {:.1} | {:.0} KiB | {:.0} KiB | {:.0} ms | {:.1} ms |",
@@ -82,48 +85,60 @@ fn row(name: &str, fabric: Fabric, ranks: u32, groups: usize, calls: &mut String
         formed.as_secs_f64() * 1e3,
         first.as_secs_f64() * 1e3,
     );
-    row_of_calls(&format!("{name}, {ranks}"), calls, &world, groups);
+    row_of_calls(&format!("{name}, {ranks}"), fabric, world, ranks, 1)
 }
 
-/// What calls of a group of two cost in a world in which there are so many such groups.
-fn row_of_calls(name: &str, calls: &mut String, world: &World, groups: usize) {
-    let all: Vec<Vec<Member>> =
-        (0..groups).map(|index| world.run_ranks(&format!("pair {index}"), &[0, 1], |member| member)).collect();
-    let Some(pair) = all.last() else { return };
-    let sum = |member: &Member, calls: u32| {
-        for _ in 0..calls {
-            let mut data = [1.0_f32];
-            member.all_reduce(&mut data, ReduceOp::Sum).unwrap_or_else(|error| panic!("{error}"));
-        }
-    };
-    together(pair, |member| sum(member, CALLS / 10));
-    let before = world.engines[0].snapshot();
-    together(pair, |member| sum(member, CALLS));
-    let after = world.engines[0].snapshot();
-    let call = Cost::between(&before, &after).share(CALLS);
+/// What calls of a group of two cost in a world in which there are so many such groups, and a sleep of one of the two in a world
+/// that is alike, but in which nobody looks again and again before.
+fn row_of_calls(name: &str, fabric: Fabric, busy: World, ranks: u32, groups: usize) -> String {
+    let pairs = pairs_among(&busy, groups);
+    let Some(pair) = pairs.last() else { return String::new() };
+    together(pair, |member| sums(member, CALLS / 10));
+    let before = busy.engines[0].snapshot();
+    together(pair, |member| sums(member, CALLS));
+    let call = Cost::between(&before, &busy.engines[0].snapshot()).share(u64::from(CALLS));
+    drop(pairs);
+    // Both at once would need too many descriptors.
+    drop(busy);
 
-    let before = world.engines[0].snapshot();
+    let sleepy = world(fabric, ranks, Some("0"));
+    let _job = sleepy.run("job", |member| member);
+    let pairs = pairs_among(&sleepy, groups);
+    let Some(pair) = pairs.last() else { return String::new() };
+    let before = sleepy.engines[0].snapshot();
     together(pair, |member| {
         for _ in 0..PARKS {
             let mut data = [0_u8; 4];
             if member.rank == 0 {
-                member
-                    .post_recv(&mut data, Some(1), 1)
-                    .and_then(|call| finish(&call))
-                    .unwrap_or_else(|e| panic!("{e}"));
+                must(member.post_recv(&mut data, Some(1), 1).and_then(|call| finish(&call)));
             } else {
                 std::thread::sleep(Duration::from_millis(2));
-                member.post_send(&data, 0, 1).and_then(|call| finish(&call)).unwrap_or_else(|e| panic!("{e}"));
+                must(member.post_send(&data, 0, 1).and_then(|call| finish(&call)));
             }
         }
     });
-    let after = world.engines[0].snapshot();
-    let sleep = Cost::between(&before, &after).share((after.parks - before.parks).max(1) as u32);
-    let _ = writeln!(
-        calls,
-        "| {name} | {:.2} | {:.1} | {:.2} | {:.0} | {:.1} | {:.1} |",
+    let after = sleepy.engines[0].snapshot();
+    let sleep = Cost::between(&before, &after).share((after.parks - before.parks).max(1));
+    format!(
+        "| {name} | {:.2} | {:.1} | {:.2} | {:.0} | {:.1} | {:.1} |\n",
         call.system_calls, call.links, call.frames, call.bytes, sleep.system_calls, sleep.links
-    );
+    )
+}
+
+/// So many groups of ranks 0 and 1.
+fn pairs_among(world: &World, groups: usize) -> Vec<Vec<Member>> {
+    (0..groups).map(|index| world.run_ranks(&format!("pair {index}"), &[0, 1], |member| member)).collect()
+}
+
+fn sums(member: &Member, calls: u32) {
+    for _ in 0..calls {
+        let mut data = [1.0_f32];
+        must(member.all_reduce(&mut data, ReduceOp::Sum));
+    }
+}
+
+fn must(done: accl_types::Result<()>) {
+    done.unwrap_or_else(|error| panic!("{error}"));
 }
 
 fn together(members: &[Member], body: impl Fn(&Member) + Sync) {
@@ -149,8 +164,8 @@ impl Cost {
         }
     }
 
-    fn share(self, count: u32) -> Self {
-        let share = |total: f64| total / f64::from(count);
+    fn share(self, count: u64) -> Self {
+        let share = |total: f64| total / count as f64;
         let Self { system_calls, links, frames, bytes } = self;
         Self { system_calls: share(system_calls), links: share(links), frames: share(frames), bytes: share(bytes) }
     }

@@ -397,6 +397,11 @@ void AcclBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_a
   monitored_barrier_without_gil(*group_->group, timeout, wait_all_ranks);
 }
 
+void AcclBackend::eagerConnectSingleDevice(at::Device) {
+  in_flight_->drain(8);
+  connect_all_without_gil(*group_->group);
+}
+
 // --- point-to-point ---
 
 AcclBackend::WorkPtr AcclBackend::send(Tensors& tensors, int dst, int tag) {

@@ -71,6 +71,9 @@ class AcclBackend : public c10d::Backend {
   WorkPtr barrier(const c10d::BarrierOptions& opts) override;
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
+  // Links are made when calls need them; who wants them now has them now.
+  void eagerConnectSingleDevice(at::Device device) override;
+
   // Numbers start at 0 on every rank; there is nothing to agree on.
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;

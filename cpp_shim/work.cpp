@@ -173,6 +173,10 @@ void monitored_barrier_without_gil(const bridge::Group& group, std::chrono::mill
   throw_unless_done(without_gil([&] { return bridge::group_monitored_barrier(group, timeout.count(), wait_all); }));
 }
 
+void connect_all_without_gil(const bridge::Group& group) {
+  throw_unless_done(without_gil([&] { return bridge::group_connect_all(group); }));
+}
+
 void run_without_gil(std::unique_ptr<bridge::Body> body) {
   const auto status = without_gil([&] { return bridge::run_body(std::move(body)); });
   throw_python_error_if_set();

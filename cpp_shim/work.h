@@ -215,6 +215,7 @@ class Recorded final : public c10d::Work {
 void call_without_gil(const bridge::Group& group, const bridge::CallArgs& args);
 bridge::Waited wait_without_gil(const bridge::Ticket& ticket, std::chrono::milliseconds timeout);
 void monitored_barrier_without_gil(const bridge::Group& group, std::chrono::milliseconds timeout, bool wait_all);
+void connect_all_without_gil(const bridge::Group& group);
 void run_without_gil(std::unique_ptr<bridge::Body> body);
 bridge::Status shutdown_without_gil(const bridge::Group& group);
 

@@ -52,6 +52,30 @@ def test_a_group_describes_its_links(transport):
     assert len(lines) == 4 and lines[3].startswith("rank 1 (host ") and f"pid {second}): {transport}" in lines[3], text
 
 
+def test_links_are_made_when_they_are_needed_or_all_at_once_when_asked():
+    def unlinked(rank):
+        text = dist.group.WORLD._get_backend(torch.device("cpu")).describe()
+        return [int(re.match(r"rank (\d+)", line)[1]) for line in text.splitlines()[3:] if line.endswith("no link yet")]
+
+    def body(rank):
+        # 6 ranks: 1 and 2 before and behind, and 4, are the neighbours.
+        first = unlinked(rank)
+        dist.monitored_barrier()
+        if rank == 1:
+            dist.group.WORLD._get_backend(torch.device("cpu")).eager_connect_single_device(torch.device("cpu"))
+            assert unlinked(rank) == []
+        dist.monitored_barrier()
+        if rank == 2:
+            dist.send(torch.full((3,), 7.0), 5)
+        elif rank == 5:
+            received = torch.zeros(3)
+            dist.recv(received, 2)
+            assert received.tolist() == [7.0] * 3
+        return first
+
+    assert check(run_ranks(body, 6)) == [[(rank + 3) % 6] for rank in range(6)]
+
+
 def medley(rank, world):
     """A bit of everything, checked; returns a digest of the rounded results."""
     digest = hashlib.sha256()

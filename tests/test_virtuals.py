@@ -32,7 +32,7 @@ BACKEND = {
     "alltoall_base": OURS,
     "barrier": OURS,
     "broadcast": OURS,
-    "eagerConnectSingleDevice": "does nothing: all ranks are connected when the group has been made",
+    "eagerConnectSingleDevice": OURS,
     "enableCollectivesTiming": OURS,
     "endCoalescing": OURS,
     "endTimeEstimate": "refuses: no estimates of times through torch; `accl simulate` has them",

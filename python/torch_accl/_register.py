@@ -69,7 +69,7 @@ def options_of(group: Any, pg_options: _native.BackendOptions | None) -> _native
 
 
 def connect(group: Any, options: _native.BackendOptions) -> _native.Backend:
-    """Makes one rank's backend of a group; blocks until all ranks are connected."""
+    """Makes one rank's backend of a group; blocks until all ranks have met."""
     _end_with_child()
     return _runtime.create_backend(group.store, group.group_rank, group.group_size, options)
 

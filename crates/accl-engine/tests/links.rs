@@ -251,3 +251,49 @@ fn rings_begin_small_and_grow_with_what_goes_through_them() {
         assert!(ring().contains("ring of 1024 KiB that grows to 1024 KiB"), "{}", ring());
     });
 }
+
+#[test]
+fn who_connects_to_all_has_all_links_whether_the_others_do_so_or_not() {
+    for fabric in FABRICS {
+        for all_do in [false, true] {
+            let counted = std::sync::Barrier::new(WORLD as usize);
+            let counts = world(WORLD, fabric).run("g", |member| {
+                if member.rank == 0 || all_do {
+                    member.group.connect_all(&mut || false).unwrap();
+                    assert_eq!(links(&member), 31);
+                }
+                counted.wait();
+                let count = links(&member);
+                sum_ones(&member).unwrap();
+                count
+            });
+            assert_eq!(counts[0], 31);
+            assert!(!all_do || counts.iter().all(|&count| count == 31), "{counts:?}");
+        }
+    }
+}
+
+#[test]
+fn who_connects_to_all_learns_which_rank_cannot_be_reached() {
+    for fabric in FABRICS {
+        let world = world(WORLD, fabric);
+        let dead = std::sync::Barrier::new(WORLD as usize);
+        world.run("g", |member| {
+            if member.rank == 17 {
+                world.engines[17].vanish();
+            }
+            dead.wait();
+            if member.rank == 0 {
+                let begin = Instant::now();
+                let error = error_of(member.group.connect_all(&mut || false), "a link to a dead rank");
+                assert!(begin.elapsed() < SOON, "{fabric:?}: {:?}", begin.elapsed());
+                assert_eq!(error.kind, ErrorKind::PeerLost, "{error}");
+                assert!(error.to_string().contains("rank 17"), "{error}");
+                // Those that are there are.
+                send(&member, 3, 9).unwrap();
+            } else if member.rank == 3 {
+                assert_eq!(receive(&member, 0).unwrap(), 9);
+            }
+        });
+    }
+}

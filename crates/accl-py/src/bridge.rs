@@ -215,6 +215,7 @@ pub mod ffi {
         fn group_conclude(group: &Group, first: i64, count: u64, outcome: &Status) -> Status;
         fn group_next_seq(group: &Group) -> Numbered;
         fn group_monitored_barrier(group: &Group, timeout_ms: i64, wait_all: bool) -> Waited;
+        fn group_connect_all(group: &Group) -> Waited;
         fn group_abort(group: &Group, reason: &str) -> Status;
         fn group_shutdown(group: &Group, wait: bool) -> Status;
         fn group_set_timeout(group: &Group, timeout_ms: i64) -> Status;
@@ -270,7 +271,7 @@ pub mod ffi {
 }
 
 use crate::group::{
-    group_abort, group_call, group_conclude, group_create, group_create_beside, group_describe, group_enable_timing,
+    group_abort, group_call, group_conclude, group_connect_all, group_create, group_create_beside, group_describe, group_enable_timing,
     group_first_error, group_monitored_barrier, group_next_seq, group_reserve, group_set_timeout, group_shutdown,
     group_spawn, group_submit,
 };

@@ -178,6 +178,19 @@ bridged! {
         result.map(|()| Waited::plain(Outcome::Done))
     }
 
+    /// Makes links to all ranks. Blocks; Python's signal handlers run meanwhile.
+    fn group_connect_all(group: &Group) -> Waited {
+        let mut interrupted = false;
+        let result = group.group()?.connect_all(&mut || {
+            interrupted |= ffi::python_interrupted();
+            interrupted
+        });
+        if interrupted {
+            return Ok(Waited::interrupted());
+        }
+        result.map(|()| Waited::plain(Outcome::Done))
+    }
+
     /// Fails all calls of the group, now and later.
     fn group_abort(group: &Group, reason: &str) -> Status {
         group.group()?.abort(reason);

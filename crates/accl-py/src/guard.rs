@@ -28,6 +28,7 @@ pub(crate) const BRIDGED: &[&str] = &[
     "group_conclude",
     "group_next_seq",
     "group_monitored_barrier",
+    "group_connect_all",
     "group_abort",
     "group_shutdown",
     "group_set_timeout",

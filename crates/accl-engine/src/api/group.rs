@@ -37,7 +37,7 @@ fn pending(call: Call) -> Ran {
 /// A set of ranks that make calls together. Dropping it leaves the group.
 pub struct Group {
     /// Its endpoint and settings stay as long as the group.
-    _engine: Arc<Engine>,
+    pub(crate) engine: Arc<Engine>,
     pub(crate) driver: Arc<Driver>,
     pub(crate) caller: Caller,
     /// See [`DefaultCodec`].
@@ -59,7 +59,7 @@ impl Group {
         let global_rank = spec.global_ranks.get(rank.index()).copied().unwrap_or(u64::from(rank.0));
         let driver = engine.driver.clone();
         Arc::new(Self {
-            _engine: engine,
+            engine,
             driver,
             caller: Caller { group: id, name, rank, world, global_rank },
             default_codec,

@@ -1,6 +1,7 @@
 //! What the layer above holds: groups, calls in flight, and what both are made from.
 
 pub(crate) mod call;
+mod connect;
 pub(crate) mod default_codec;
 pub(crate) mod group;
 pub(crate) mod monitored;

@@ -1,0 +1,79 @@
+//! Links to all ranks of a group at once, for who wants to know early that they can reach each other.
+//!
+//! Owns the waiting; links are made by `session::connector`, as those that a call wants. Read [`Group::connect_all`] first.
+
+use std::time::Duration;
+
+use accl_types::{Error, Rank, Result};
+
+use super::group::Group;
+use crate::time;
+
+/// How often `interrupt` is asked.
+const TICK: Duration = Duration::from_millis(50);
+/// Missing links that are spelled out in a message.
+const MAX_LISTED: usize = 8;
+
+impl Group {
+    /// Makes the links of this rank that are not there yet, all at once; calls make those that they need, one by one. The
+    /// other ranks need not do so. A failure leaves the group usable.
+    ///
+    /// # Errors
+    /// `PeerLost` naming a rank that cannot be reached, `Timeout` after the group's timeout, naming those without a link;
+    /// `Aborted` when the group failed or was destroyed, or `interrupt` returned true. It is called about every 50 ms.
+    pub fn connect_all(&self, interrupt: &mut dyn FnMut() -> bool) -> Result<()> {
+        let timeout = self.with_state(|group, context| {
+            if let Some(error) = group.aborted(None) {
+                return Err(error);
+            }
+            group.members.ranks().for_each(|rank| context.net.want(group.members.peer(rank)));
+            Ok(group.timeout)
+        })??;
+        let deadline = time::now() + timeout;
+        let connector = self.engine.parts(None)?.connector;
+        loop {
+            if self.missing_links()?.is_empty() {
+                return Ok(());
+            }
+            let is_over = || self.missing_links().map_or(true, |missing| missing.is_empty());
+            connector.await_change(TICK, is_over);
+            if interrupt() {
+                return Err(self.placed(Error::aborted("interrupted while links were made")));
+            }
+            if time::now() >= deadline {
+                return Err(self.placed(self.unlinked(timeout, &self.missing_links()?)));
+            }
+        }
+    }
+
+    /// The ranks that have no link yet.
+    fn missing_links(&self) -> Result<Vec<Rank>> {
+        self.with_state(|group, context| {
+            if let Some(error) = group.aborted(None) {
+                return Err(error);
+            }
+            let peer = |rank: Rank| group.members.peer(rank);
+            let lost = group.members.ranks().find_map(|rank| Some((rank, context.net.why_gone(peer(rank))?)));
+            if let Some((rank, why)) = lost {
+                let text = format!("no link to {}: {why}", group.members.describe(rank, context.net));
+                return Err(self.placed(Error::peer_lost(text).with_peer(rank)));
+            }
+            Ok(group.members.ranks().filter(|&rank| !context.net.is_linked(peer(rank))).collect())
+        })?
+    }
+
+    fn unlinked(&self, timeout: Duration, missing: &[Rank]) -> Error {
+        let listed = self.with_state(|group, context| {
+            let name = |&rank: &Rank| group.members.describe(rank, context.net);
+            missing.iter().take(MAX_LISTED).map(name).collect::<Vec<_>>().join("; ")
+        });
+        let more = if missing.len() > MAX_LISTED { "; ..." } else { "" };
+        Error::timeout(format!(
+            "after {} ms {} of {} ranks have no link to this one: {}{more}; look at the network between the hosts",
+            timeout.as_millis(),
+            missing.len(),
+            self.caller.world - 1,
+            listed.unwrap_or_default()
+        ))
+    }
+}
