@@ -271,9 +271,9 @@ pub mod ffi {
 }
 
 use crate::group::{
-    group_abort, group_call, group_conclude, group_connect_all, group_create, group_create_beside, group_describe, group_enable_timing,
-    group_first_error, group_monitored_barrier, group_next_seq, group_reserve, group_set_timeout, group_shutdown,
-    group_spawn, group_submit,
+    group_abort, group_call, group_conclude, group_connect_all, group_create, group_create_beside, group_describe,
+    group_enable_timing, group_first_error, group_monitored_barrier, group_next_seq, group_reserve, group_set_timeout,
+    group_shutdown, group_spawn, group_submit,
 };
 use crate::repeat::{collective_code, group_algorithm, group_repeat};
 use crate::ticket::{
