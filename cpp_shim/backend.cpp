@@ -595,6 +595,12 @@ std::string AcclBackend::describe() const {
   return std::string(described.text);
 }
 
+std::string AcclBackend::snapshot() const {
+  const auto described = bridge::group_snapshot(*group_->group);
+  throw_unless_ok(described.status);
+  return std::string(described.text);
+}
+
 std::string AcclBackend::first_error() const { return std::string(bridge::group_first_error(*group_->group).message); }
 
 std::string AcclBackend::algorithm_of(const std::string& collective, const Tensors& inputs, const Tensors& outputs,

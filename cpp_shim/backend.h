@@ -113,6 +113,8 @@ class AcclBackend : public c10d::Backend {
 
   // Facts about the group, one a line.
   std::string describe() const;
+  // What the group is doing and has done, as JSON.
+  std::string snapshot() const;
   // The sentence of the cause that poisoned the group, or empty.
   std::string first_error() const;
 

@@ -64,6 +64,7 @@ bool bridge::define_classes(std::size_t module_address) noexcept {
   backend.def_property_readonly("options", [](AcclBackend& self) { return self.getBackendOptions(); })
       .def("_set_default_timeout", &AcclBackend::setTimeout, py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
       .def("describe", &AcclBackend::describe)
+      .def("snapshot", [](const AcclBackend& self) { return py::module_::import("json").attr("loads")(self.snapshot()); })
       .def("first_error", &AcclBackend::first_error)
       .def("algorithm_of", &AcclBackend::algorithm_of, py::arg("collective"), py::arg("inputs"), py::arg("outputs"),
            py::arg("op"), py::arg("root"), py::call_guard<py::gil_scoped_release>())

@@ -26,6 +26,14 @@ class Backend(_TorchBackend):
     def describe(self) -> str:
         """Facts about the group, one a line."""
 
+    def snapshot(self) -> dict[str, Any]:
+        """What the group is doing and has done; `docs/torch.md` lists the fields. Costs what it takes to write them down.
+
+        `group`: calls made and failed, bytes, waits, calls in flight with the ranks that they wait for. `ranks`: for each rank its
+        process, its link, and what went there. `process`: what progress has cost in all groups of the process. Empty of a group
+        that has been destroyed: `group` is None.
+        """
+
     def first_error(self) -> str:
         """The sentence of the cause that made the group unusable, or an empty string."""
 

@@ -11,14 +11,15 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-use accl_transport::{Poller, Waker, Watched};
+use accl_transport::{Card, Poller, Stance, Traced, Waker, Watched};
 use accl_types::{Error, Moment};
 use smallvec::SmallVec;
 
 use crate::call::{CallState, Notifier, Waited};
 use crate::completion::CompletionPool;
+use crate::events;
 use crate::exec::SpinLimit;
-use crate::group::{Core, Relief};
+use crate::group::{Completed, Core, Fate, Relief};
 use crate::peers::{Mark, PeerId};
 use crate::signals;
 use crate::sync::{Condvar, Mutex, MutexGuard};
@@ -152,13 +153,14 @@ impl Locked<'_> {
     /// Gives the lock back, has the callbacks run and the links made.
     #[cold]
     fn run_errands(&mut self) {
-        let completed = self.take_completed();
-        let wanted = self.net.take_wanted();
-        self.driver.pool.hold(completed.len());
+        let Completed { callbacks, calls, .. } = self.take_completed();
+        let (wanted, notes) = (self.net.take_wanted(), self.net.take_notes());
+        self.driver.pool.hold(callbacks.len());
         self.core = None;
-        self.driver.pool.post_held(completed);
-        if !wanted.is_empty() {
-            self.driver.wanted.add(wanted);
+        self.driver.pool.post_held(callbacks);
+        calls.iter().for_each(|call| events::ended(call));
+        if !wanted.is_empty() || !notes.is_empty() {
+            self.driver.wanted.add(wanted, notes);
         }
     }
 }
@@ -257,7 +259,11 @@ impl Driver {
         let has_taken = self.with_core(|core| {
             let Some(id) = core.net.find(uuid).filter(|&id| core.net.is_unlinked(id)) else { return false };
             let Some(mut link) = take() else { return false };
-            tracing::debug!(peer = core.net.place(id), link = link.describe(), "linked");
+            let peer = core.net.place(id);
+            tracing::debug!(peer, link = link.describe(), "linked");
+            if events::follows_frames() {
+                link = Box::new(Traced::new(link, events::of_frames(peer)));
+            }
             // Under the lock: a driver that the first event wakes must find the link.
             match polling.poller.watch(&mut link) {
                 Ok(()) => core.attach(id, link, time::now()),
@@ -281,9 +287,44 @@ impl Driver {
         self.after_links();
     }
 
-    /// Whether a peer has a link that lives, as far as the system knows.
-    pub(crate) fn has_live_link(&self, uuid: &[u8; 16]) -> bool {
-        self.with_core(|core| core.has_live_link(uuid, time::now()))
+    /// What is thought of a peer that greets.
+    pub(crate) fn stance_to(&self, uuid: &[u8; 16]) -> Stance {
+        let stance = self.with_core(|core| core.stance_to(uuid, time::now()));
+        if stance == Stance::Linked {
+            // The look may have taken what a sleeper was to be woken by.
+            self.wake_driver_if(true);
+        }
+        stance
+    }
+
+    /// Those of these peers that have no link and have not gone.
+    pub(crate) fn still_unlinked(&self, cards: Vec<Card>) -> Vec<Card> {
+        self.with_core(|core| {
+            let is_unlinked = |card: &Card| core.net.find(&card.uuid).is_none_or(|id| core.net.is_unlinked(id));
+            cards.into_iter().filter(is_unlinked).collect()
+        })
+    }
+
+    /// A process without a link has ended in good order.
+    pub(crate) fn depart(&self, uuid: &[u8; 16]) {
+        self.with_core(|core| {
+            if let Some(id) = core.net.find(uuid) {
+                core.depart(id, time::now());
+            }
+        });
+        self.after_links();
+    }
+
+    /// See [`Core::on_note`].
+    pub(crate) fn on_note(&self, from: &[u8; 16], note: &[u8]) -> Fate {
+        let answer = self.with_core(|core| core.on_note(from, note, time::now()));
+        self.after_links();
+        answer
+    }
+
+    /// Whether a process was a peer and has gone, and is none again.
+    pub(crate) fn has_gone(&self, uuid: &[u8; 16]) -> bool {
+        self.with_core(|core| core.net.gone(uuid).is_some())
     }
 
     /// A driver that sleeps has not said so on a new link, and whoever waits for a call may find it over.
@@ -437,7 +478,7 @@ impl Driver {
     pub(crate) fn await_calls(&self, groups: &[u64], until: Moment, interrupt: &mut dyn FnMut() -> bool) {
         let is_over = |core: &mut Core| {
             let mut groups = groups.iter().filter_map(|id| core.groups.get(id));
-            !groups.any(|group| group.has_async_calls())
+            !groups.any(|group| group.has_async_calls(&core.net))
         };
         self.await_all(until, interrupt, is_over);
     }
@@ -493,12 +534,14 @@ impl Driver {
             let forked = Error::aborted("the call was made before this process was forked");
             return Waited::Failed(call.placed(forked));
         }
-        let until = timeout.map(|timeout| time::now() + timeout);
-        if let Some(outcome) = self.spin(call, until) {
-            return outcome;
-        }
-        let stay = WaiterGuard { driver: self, me: Waiter(self.waits.fetch_add(1, Ordering::Relaxed)) };
-        self.wait_slowly(stay.me, call, timeout, until, interrupt)
+        let begin = time::now();
+        let until = timeout.map(|timeout| begin + timeout);
+        let waited = self.spin(call, until).unwrap_or_else(|| {
+            let stay = WaiterGuard { driver: self, me: Waiter(self.waits.fetch_add(1, Ordering::Relaxed)) };
+            self.wait_slowly(stay.me, call, timeout, until, interrupt)
+        });
+        call.waits.add(time::now().since(begin));
+        waited
     }
 
     /// Whether ranks of this host must share cores.

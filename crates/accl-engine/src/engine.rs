@@ -179,6 +179,11 @@ impl Engine {
         });
     }
 
+    /// Takes a peer without a link for gone, as when nothing has been heard of it for long. For tests.
+    pub fn give_up(&self, peer: &Card) {
+        self.driver.lose(&peer.uuid, Error::peer_lost("no link to it within 30 s"));
+    }
+
     /// Runs `body` on a thread that may block on calls.
     ///
     /// # Errors

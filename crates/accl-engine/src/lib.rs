@@ -8,6 +8,7 @@ mod completion;
 mod driver;
 mod engine;
 mod env;
+mod events;
 mod exec;
 mod group;
 mod hash;

@@ -297,3 +297,152 @@ fn who_connects_to_all_learns_which_rank_cannot_be_reached() {
         });
     }
 }
+
+// ---- what readers of the code found
+
+#[test]
+fn an_abort_reaches_a_rank_that_waits_although_all_between_them_compute() {
+    for fabric in FABRICS {
+        let done = std::sync::Barrier::new(8);
+        let world = world(8, fabric);
+        world.run("g", |member| {
+            match member.rank {
+                0 => {
+                    std::thread::sleep(Duration::from_millis(200));
+                    member.group.abort("enough");
+                }
+                // No neighbour of 0, and waits for one that is none either and computes.
+                3 => {
+                    let begin = Instant::now();
+                    let error = error_of(receive(&member, 5), "a receive in a group that was aborted");
+                    assert!(begin.elapsed() < 2 * SOON, "{fabric:?}: {:?}", begin.elapsed());
+                    let text = error.to_string();
+                    assert!(text.contains("rank 0 reported") && text.contains("enough"), "{text}");
+                }
+                _ => {}
+            }
+            done.wait();
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_left_in_good_order_and_ended_is_no_loss_to_who_was_never_linked_to_it() {
+    for fabric in FABRICS {
+        let world = world(8, fabric);
+        let left = std::sync::Barrier::new(8);
+        world.run("g", |member| {
+            if member.rank == 3 {
+                member.group.shutdown().unwrap();
+                world.engines[3].shutdown();
+            }
+            left.wait();
+            match member.rank {
+                0 => {
+                    let mut data = [0_i32];
+                    finish(&member.post_recv(&mut data, None, 7).unwrap()).unwrap();
+                    assert_eq!(data, [5]);
+                }
+                1 => {
+                    // Long after it is known that 3 cannot be reached.
+                    std::thread::sleep(2 * SOON);
+                    send(&member, 0, 5).unwrap();
+                }
+                _ => {}
+            }
+            left.wait();
+        });
+    }
+}
+
+#[test]
+fn a_send_that_nobody_waits_for_arrives_although_its_rank_leaves_at_once() {
+    for fabric in FABRICS {
+        let left = std::sync::Barrier::new(8);
+        world(8, fabric).run("g", |member| {
+            let data = [5_i32];
+            if member.rank == 0 {
+                let call = member.post_send(&data, 3, 7).unwrap();
+                member.group.shutdown().unwrap();
+                finish(&call).unwrap();
+            } else if member.rank == 3 {
+                assert_eq!(receive(&member, 0).unwrap(), 5);
+            }
+            left.wait();
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_another_has_given_up_learns_of_it_when_it_links() {
+    for fabric in FABRICS {
+        let world = world(8, fabric);
+        let given_up = std::sync::Barrier::new(8);
+        world.run("g", |member| {
+            if member.rank == 0 {
+                world.engines[0].give_up(&world.engines[3].card().unwrap());
+            }
+            given_up.wait();
+            if member.rank == 3 {
+                let begin = Instant::now();
+                let error = error_of(send(&member, 0, 5).and_then(|()| receive(&member, 0)), "a call with 0");
+                assert!(begin.elapsed() < 2 * SOON, "{fabric:?}: {:?}: {error}", begin.elapsed());
+                assert_eq!(error.kind, ErrorKind::PeerLost, "{error}");
+                assert!(error.to_string().contains("it has given this process up"), "{error}");
+            }
+            given_up.wait();
+        });
+        // In a group that is made anew they are peers again.
+        world.run("h", |member| {
+            if member.rank == 3 {
+                send(&member, 0, 6).unwrap();
+            } else if member.rank == 0 {
+                assert_eq!(receive(&member, 3).unwrap(), 6);
+            }
+            sum_ones(&member).unwrap();
+        });
+    }
+}
+
+/// How often the threads that make links have gone to sleep so far.
+fn sleeps_of_connectors() -> u64 {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let of_task = |task: std::io::Result<std::fs::DirEntry>| {
+        let status = std::fs::read_to_string(task.ok()?.path().join("status")).ok()?;
+        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+        (field("Name:")? == "accl-connect").then(|| field("voluntary_ctxt_switches:")?.parse::<u64>().ok())?
+    };
+    tasks.filter_map(of_task).sum()
+}
+
+#[test]
+fn once_all_are_linked_the_threads_that_make_links_sleep() {
+    for fabric in FABRICS {
+        let step = std::sync::Barrier::new(12);
+        world(12, fabric).run("g", |member| {
+            let world = member.world as u32;
+            let mine = [member.rank as i32];
+            // Calls want links while they are made from the other side.
+            for apart in [3, 5, 6, 7, 9] {
+                std::thread::sleep(Duration::from_micros(300 * (member.rank as u64 * 7 % 5)));
+                let mut theirs = [0_i32];
+                let send = member.post_send(&mine, (member.rank as u32 + apart) % world, apart).unwrap();
+                let from = (member.rank as u32 + world - apart) % world;
+                finish(&member.post_recv(&mut theirs, Some(from), apart).unwrap()).unwrap();
+                finish(&send).unwrap();
+            }
+            step.wait();
+            // A head start, a promise or a greeting may be under way.
+            std::thread::sleep(SOON);
+            step.wait();
+            if member.rank == 0 {
+                let before = sleeps_of_connectors();
+                std::thread::sleep(SOON);
+                let after = sleeps_of_connectors();
+                // Other tests of this program run in processes of their own.
+                assert_eq!(after - before, 0, "{fabric:?}");
+            }
+            step.wait();
+        });
+    }
+}

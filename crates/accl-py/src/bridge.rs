@@ -222,6 +222,7 @@ pub mod ffi {
         fn group_enable_timing(group: &Group) -> Status;
         fn group_first_error(group: &Group) -> Status;
         fn group_describe(group: &Group) -> Described;
+        fn group_snapshot(group: &Group) -> Described;
         fn group_algorithm(group: &Group, args: &CallArgs) -> Described;
         fn group_repeat(group: &Group, args: &CallArgs, samples: u32, calls: u32, fenced: bool) -> Repeated;
         fn collective_code(name: &str) -> Numbered;
@@ -273,7 +274,7 @@ pub mod ffi {
 use crate::group::{
     group_abort, group_call, group_conclude, group_connect_all, group_create, group_create_beside, group_describe,
     group_enable_timing, group_first_error, group_monitored_barrier, group_next_seq, group_reserve, group_set_timeout,
-    group_shutdown, group_spawn, group_submit,
+    group_shutdown, group_snapshot, group_spawn, group_submit,
 };
 use crate::repeat::{collective_code, group_algorithm, group_repeat};
 use crate::ticket::{

@@ -229,6 +229,11 @@ bridged! {
     fn group_describe(group: &Group) -> Described {
         Ok(Described { text: group.group()?.describe(), status: Status::ok() })
     }
+
+    /// What the group is doing and has done, as JSON.
+    fn group_snapshot(group: &Group) -> Described {
+        Ok(Described { text: snapshot::to_json(&group.group()?.snapshot()), status: Status::ok() })
+    }
 }
 
 /// Makes a call and waits for it, as [`group_call`].

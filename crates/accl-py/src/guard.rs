@@ -35,6 +35,7 @@ pub(crate) const BRIDGED: &[&str] = &[
     "group_enable_timing",
     "group_first_error",
     "group_describe",
+    "group_snapshot",
     "group_algorithm",
     "group_repeat",
     "collective_code",

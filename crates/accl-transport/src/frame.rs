@@ -46,6 +46,8 @@ pub enum Kind {
     /// A greeting, first on a new link: the groups in which the sender has the receiver, as [`Groups`], the last with [`LAST`]. It
     /// is answered for those that the receiver has left, by a [`Kind::Goodbye`], or that have failed, by a [`Kind::Cause`].
     Groups = 11,
+    /// A question, in a note and never on a link: what has become of the process whose identity is the payload.
+    Fate = 12,
 }
 
 impl Kind {
@@ -62,7 +64,18 @@ impl Kind {
         Kind::P2pGrant,
         Kind::Whole,
         Kind::Groups,
+        Kind::Fate,
     ];
+
+    /// Whether a frame of this kind carries bytes of a call, or begins one that has none.
+    pub fn carries_data(self) -> bool {
+        match self {
+            Kind::Begin | Kind::Data | Kind::P2pBegin | Kind::P2pData | Kind::Whole => true,
+            Kind::Grant | Kind::Window | Kind::Cause | Kind::Goodbye | Kind::P2pGrant | Kind::Groups | Kind::Fate => {
+                false
+            }
+        }
+    }
 
     /// The kind with this code, or `None`.
     pub fn from_code(code: u8) -> Option<Kind> {
@@ -394,7 +407,7 @@ mod tests {
     #[test]
     fn every_code_leads_back_to_its_kind() {
         for code in 0..=255u8 {
-            let expected = (1..=11).contains(&code);
+            let expected = (1..=12).contains(&code);
             assert_eq!(Kind::from_code(code).map(|kind| kind as u8), expected.then_some(code));
         }
     }

@@ -23,17 +23,19 @@ mod tcp;
 mod traced;
 
 pub use card::Card;
-pub use endpoint::{ConnectError, Endpoint, Missing, Wanted, check_peers, shares_memory};
+pub use endpoint::{
+    ConnectError, Endpoint, Host, MAX_NOTE_BYTES, Missing, Stance, Unreachable, Wanted, check_peers, shares_memory,
+};
 pub use faulty::{Faults, Faulty};
 pub use fork::{fork_generation, forked};
 pub use link::{Answers, Frame, HEAD_BYTES, Link, Place};
 pub use poller::{News, Poller, Waker, Watched};
 pub use settings::Settings;
-pub use traced::{Trace, Traced};
+pub use traced::{Tell, Traced, Way};
 
 /// Version of all that processes say to each other: handshake, rings, frames, signatures, tiles, rank cards, the numbers of
 /// algorithms and codecs. Processes of different versions refuse each other, and each error has both versions.
-pub const PROTOCOL_VERSION: u32 = 5;
+pub const PROTOCOL_VERSION: u32 = 6;
 
 /// A row of [`TRANSPORTS`].
 #[derive(Debug)]

@@ -1,57 +1,43 @@
-//! A link that counts what passes. For tests and for the figures of a run.
+//! A link that tells of each frame that passes, for who follows the protocol step by step.
+//!
+//! Owns no text: what is done with a frame's head is handed in. Links are not wrapped unless somebody follows them.
 
 use std::os::fd::BorrowedFd;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::ptr::NonNull;
 
 use accl_types::Result;
 
 use crate::{Answers, Frame, HEAD_BYTES, Link, News, Place, Watched};
 
-/// Counters, readable from any thread while the link is used. Any number of links may share one.
-#[derive(Debug, Default)]
-pub struct Trace {
-    frames_sent: AtomicU64,
-    bytes_sent: AtomicU64,
-    frames_received: AtomicU64,
-    bytes_received: AtomicU64,
+/// Which way a frame goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// To the peer: it was committed.
+    Out,
+    /// From the peer: it is looked at for the first time.
+    In,
 }
 
-impl Trace {
-    /// Frames that were committed.
-    pub fn frames_sent(&self) -> u64 {
-        self.frames_sent.load(Ordering::Relaxed)
-    }
+/// Is told of a frame by its head, and how many bytes of payload it has.
+pub type Tell = Box<dyn FnMut(Way, &[u8; HEAD_BYTES], usize) + Send>;
 
-    /// Their bytes.
-    pub fn bytes_sent(&self) -> u64 {
-        self.bytes_sent.load(Ordering::Relaxed)
-    }
-
-    /// Frames that were released.
-    pub fn frames_received(&self) -> u64 {
-        self.frames_received.load(Ordering::Relaxed)
-    }
-
-    /// Their bytes.
-    pub fn bytes_received(&self) -> u64 {
-        self.bytes_received.load(Ordering::Relaxed)
-    }
-}
-
-/// Wraps any link with a [`Trace`].
-#[derive(Debug)]
+/// Wraps any link.
 pub struct Traced<L> {
     link: L,
-    trace: Arc<Trace>,
-    reserved: Option<u64>,
-    peeked: Option<u64>,
+    tell: Tell,
+    /// Where the head of the reserved frame is, and the frame's payload bytes.
+    reserved: Option<(NonNull<[u8; HEAD_BYTES]>, usize)>,
+    /// The frame that is looked at has been told.
+    is_told: bool,
 }
 
+// SAFETY: the pointer is into memory of the link, which may be sent, and is used through `&mut self` alone.
+unsafe impl<L: Send> Send for Traced<L> {}
+
 impl<L: Link> Traced<L> {
-    /// `link`, counted in `trace`.
-    pub fn new(link: L, trace: Arc<Trace>) -> Self {
-        Self { link, trace, reserved: None, peeked: None }
+    /// `link`, of which `tell` is told.
+    pub fn new(link: L, tell: Tell) -> Self {
+        Self { link, tell, reserved: None, is_told: false }
     }
 }
 
@@ -62,31 +48,32 @@ unsafe impl<L: Link> Link for Traced<L> {
     }
 
     fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
-        let place = self.link.try_reserve(payload_bytes)?;
-        self.reserved = place.as_ref().map(|place| (HEAD_BYTES + place.payload.len()) as u64);
-        Ok(place)
+        self.reserved = None;
+        let Some(place) = self.link.try_reserve(payload_bytes)? else { return Ok(None) };
+        self.reserved = Some((NonNull::from(&mut *place.head), payload_bytes));
+        Ok(Some(place))
     }
 
     fn commit(&mut self) {
-        if let Some(bytes) = self.reserved.take() {
-            // Relaxed: mere figures.
-            self.trace.frames_sent.fetch_add(1, Ordering::Relaxed);
-            self.trace.bytes_sent.fetch_add(bytes, Ordering::Relaxed);
+        if let Some((head, bytes)) = self.reserved.take() {
+            // SAFETY: a reserved place stays until it is committed, which comes next, and nobody else writes it meanwhile.
+            (self.tell)(Way::Out, unsafe { head.as_ref() }, bytes);
         }
         self.link.commit();
     }
 
     fn peek(&mut self) -> Result<Option<Frame<'_>>> {
         let frame = self.link.peek()?;
-        self.peeked = frame.map(|frame| (HEAD_BYTES + frame.payload.len()) as u64);
+        if let Some(frame) = frame
+            && !std::mem::replace(&mut self.is_told, true)
+        {
+            (self.tell)(Way::In, frame.head, frame.payload.len());
+        }
         Ok(frame)
     }
 
     fn release(&mut self) {
-        if let Some(bytes) = self.peeked.take() {
-            self.trace.frames_received.fetch_add(1, Ordering::Relaxed);
-            self.trace.bytes_received.fetch_add(bytes, Ordering::Relaxed);
-        }
+        self.is_told = false;
         self.link.release();
     }
 
@@ -132,6 +119,10 @@ unsafe impl<L: Link> Link for Traced<L> {
 
     fn answers(&mut self) -> Answers {
         self.link.answers()
+    }
+
+    fn is_cheap_to_look_at(&self) -> bool {
+        self.link.is_cheap_to_look_at()
     }
 
     fn look_again(&mut self) {

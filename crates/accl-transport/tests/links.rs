@@ -2,11 +2,11 @@
 
 mod common;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use accl_transport::{Faults, Faulty, HEAD_BYTES, Link, Poller, Trace, Traced, loopback};
+use accl_transport::{Faults, Faulty, HEAD_BYTES, Link, Poller, Tell, Traced, Way, loopback};
 use accl_types::ErrorKind;
 use common::{KINDS, Node, frames, pair, within_limit};
 use proptest::prelude::*;
@@ -296,17 +296,23 @@ fn faults_repeat_and_break_the_link_for_both() {
 }
 
 #[test]
-fn a_trace_counts_frames_and_bytes() {
+fn who_follows_a_link_is_told_of_each_frame_once() {
     within_limit(|| {
-        let (a, mut b) = pair("shm");
-        let trace = Arc::new(Trace::default());
-        let mut a = Node { link: Box::new(Traced::new(a.link, Arc::clone(&trace))), ..a };
-        a.send(&[1; 10]);
-        a.send(&[1; 5]);
-        b.send(&[2; 7]);
-        assert_eq!(a.receive().unwrap().len(), 7);
-        assert_eq!((trace.frames_sent(), trace.bytes_sent()), (2, 15 + 2 * HEAD_BYTES as u64));
-        assert_eq!((trace.frames_received(), trace.bytes_received()), (1, 7 + HEAD_BYTES as u64));
+        for fabric in ["shm", "tcp", "loopback"] {
+            let (a, mut b) = pair(fabric);
+            let told = Arc::new(Mutex::new(Vec::new()));
+            let telling = told.clone();
+            let tell: Tell = Box::new(move |way, head, bytes| telling.lock().unwrap().push((way, head[0], bytes)));
+            let mut a = Node { link: Box::new(Traced::new(a.link, tell)), ..a };
+            a.send(&[1; 10]);
+            // What is given up is no frame.
+            drop(a.link.try_reserve(3).unwrap());
+            a.send(&[1; 5]);
+            b.send(&[2; 7]);
+            assert_eq!(a.receive().unwrap().len(), 7);
+            let heads: Vec<_> = told.lock().unwrap().iter().map(|&(way, _, bytes)| (way, bytes)).collect();
+            assert_eq!(heads, [(Way::Out, 10), (Way::Out, 5), (Way::In, 7)], "{fabric}");
+        }
     });
 }
 

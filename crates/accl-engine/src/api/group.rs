@@ -17,6 +17,7 @@ use super::spec::GroupSpec;
 use crate::call::CallDesc;
 use crate::driver::{Delivery, Driver, lasting};
 use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED, LAST_CALLS};
+use crate::events;
 use crate::group::{Caller, Context, Departure, FastPathEnd, GroupState, Launched, Prepared, Relief, Tell};
 use crate::memory::Sample;
 use crate::plan::Planner;
@@ -95,6 +96,7 @@ impl Group {
             return self.submit_ref(desc).map(pending);
         }
         let spin_limit = self.driver.spin_limit();
+        let begin = events::follows_calls().then(time::now);
         let mut core = self.driver.lock_briefly();
         let is_watch = core.watch();
         let ran = core.guarded(|core| core.run_fast_path(self.caller.group, desc, spin_limit));
@@ -114,8 +116,16 @@ impl Group {
         self.driver.unlock(core);
         self.driver.relieve(relief);
         match ran {
-            Ok(Some(Ok(seq))) => Ok(Ran::Done(seq)),
-            Ok(Some(Err(launched))) => self.launched(desc, launched).map(pending).map_err(|error| self.placed(error)),
+            Ok(Some(Ok(seq))) => {
+                if let Some(begin) = begin {
+                    let (took, bytes) = (time::now().since(begin), desc.bytes());
+                    events::ended_at_once(self.name(), self.caller.rank.0, desc.collective, seq, bytes, took);
+                }
+                Ok(Ran::Done(seq))
+            }
+            Ok(Some(Err(launched))) => {
+                self.launched(desc, None, launched).map(pending).map_err(|error| self.placed(error))
+            }
             Ok(None) => self.submit_ref(desc).map(pending),
             Err(error) => Err(self.placed(error.of(desc.collective))),
         }
@@ -169,8 +179,9 @@ impl Group {
         let prepared = self.prepare(desc).map_err(placed);
         // That the group has failed says more than what is wrong with a call that it would not take anyway.
         let prepared = prepared.or_else(|error| self.refuse_if_aborted(desc.collective).and(Err(error)))?;
+        let algorithm = prepared.algorithm();
         let launched = self.driver.with_core(|core| self.caller.start(core, desc, prepared, sample, time::now()));
-        self.launched(desc, launched)
+        self.launched(desc, algorithm, launched)
     }
 
     /// The shape and the memory of a checked call.
@@ -185,8 +196,11 @@ impl Group {
     }
 
     /// What follows a launch, without the lock.
-    fn launched(&self, desc: &CallDesc, launched: Result<Launched>) -> Result<Call> {
+    fn launched(&self, desc: &CallDesc, algorithm: Option<&'static str>, launched: Result<Launched>) -> Result<Call> {
         let Launched { call, wakes_driver } = launched.map_err(|error| error.of(desc.collective))?;
+        if events::follows_calls() {
+            events::begun(&call, desc, algorithm);
+        }
         if wakes_driver {
             self.driver.kick();
         }

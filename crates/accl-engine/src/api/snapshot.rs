@@ -40,8 +40,10 @@ pub struct PeerSnapshot {
     pub link: Option<String>,
     /// Why nothing more comes from it, once that is so.
     pub gone: Option<String>,
-    /// What has gone there and come from there.
+    /// What has gone there and come from there over its link, for all groups.
     pub traffic: Traffic,
+    /// As much of that as carries data of calls of the group that was asked; `None` when the engine was.
+    pub of_group: Option<Traffic>,
     /// System calls made for its link.
     pub system_calls: u64,
 }
@@ -61,6 +63,12 @@ pub struct GroupSnapshot {
     pub messages: u64,
     /// How many of all these have failed.
     pub failed: u64,
+    /// What its calls have sent and received, with all ranks.
+    pub traffic: Traffic,
+    /// How often a caller has waited for a call that was not done when it was made.
+    pub waits: u64,
+    /// How long all these waits took.
+    pub waited: Duration,
     /// Why the group takes no more calls, if it does not.
     pub failure: Option<String>,
     /// Calls that have been made and are not done.
@@ -96,7 +104,7 @@ impl Engine {
     /// write this down, which grows with the number of peers and groups.
     pub fn snapshot(&self) -> Snapshot {
         self.driver.with_core(|core| {
-            let peers = core.net.all().map(|id| peer(core, id, None)).collect();
+            let peers = core.net.all().map(|id| peer(core, id)).collect();
             let groups = core.groups.values().map(group).collect();
             Snapshot::new(&self.driver, peers, groups, core.work)
         })
@@ -108,15 +116,20 @@ impl Group {
     pub fn snapshot(&self) -> Snapshot {
         self.driver.with_core(|core| {
             let state = core.groups.get(&self.caller.group);
-            let ranks =
-                state.into_iter().flat_map(|state| state.members.ranks().map(|rank| (rank, state.members.peer(rank))));
-            let peers = ranks.map(|(rank, id)| peer(core, id, Some(rank.0))).collect();
+            let peers = state.into_iter().flat_map(|state| {
+                state.members.ranks().map(|rank| PeerSnapshot {
+                    rank: Some(rank.0),
+                    of_group: Some(state.members.traffic(rank)),
+                    ..peer(core, state.members.peer(rank))
+                })
+            });
+            let peers = peers.collect();
             Snapshot::new(&self.driver, peers, state.map(group).into_iter().collect(), core.work)
         })
     }
 }
 
-fn peer(core: &Core, id: PeerId, rank: Option<u32>) -> PeerSnapshot {
+fn peer(core: &Core, id: PeerId) -> PeerSnapshot {
     let peer = core.net.peer(id);
     let gone = peer.gone.as_ref().map(|gone| match gone {
         Gone::Left => "it has left".to_owned(),
@@ -124,7 +137,7 @@ fn peer(core: &Core, id: PeerId, rank: Option<u32>) -> PeerSnapshot {
     });
     let (link, system_calls) = core.net.link_of(id).unzip();
     let (place, traffic, system_calls) = (core.net.place(id), peer.traffic, system_calls.unwrap_or_default());
-    PeerSnapshot { rank, place, link, gone, traffic, system_calls }
+    PeerSnapshot { rank: None, place, link, gone, traffic, of_group: None, system_calls }
 }
 
 fn group(state: &GroupState) -> GroupSnapshot {
@@ -136,7 +149,12 @@ fn group(state: &GroupState) -> GroupSnapshot {
         age: now.since(call.started),
         awaits: awaits.into_iter().map(|rank| rank.0).collect(),
     });
+    let ranks = state.members.ranks().map(|rank| state.members.traffic(rank));
+    let (waits, waited) = state.waits.total();
     GroupSnapshot {
+        traffic: ranks.fold(Traffic::default(), Traffic::plus),
+        waits,
+        waited,
         name: state.name.to_string(),
         rank: state.rank.0,
         world: state.members.world(),

@@ -75,6 +75,12 @@ impl CallDesc {
         }
     }
 
+    /// Bytes of the larger side: of all that goes in, or all that comes out.
+    pub(crate) fn bytes(&self) -> u64 {
+        let total = |blocks: &Blocks| blocks.pieces().iter().map(TensorDesc::len_bytes).sum::<u64>();
+        total(&self.inputs).max(total(&self.outputs))
+    }
+
     /// Whether the call may take the fast path: its caller waits, and it is nothing unusual.
     #[inline]
     pub(crate) fn may_take_fast_path(&self) -> bool {

@@ -5,6 +5,7 @@ pub(crate) mod encoding;
 pub(crate) mod error_stats;
 pub(crate) mod state;
 pub(crate) mod tensor;
+mod waits;
 
 pub use desc::{CallDesc, Mode};
 pub use encoding::{Codecs, Encoded, Encoding, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs};
@@ -14,3 +15,4 @@ pub use tensor::{Blocks, TensorDesc};
 
 pub(crate) use encoding::{TypedCodecs, is_encoded};
 pub(crate) use state::{CallPlace, CallState, Callback, Notifier};
+pub(crate) use waits::Waits;

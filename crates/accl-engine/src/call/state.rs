@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use accl_types::{Collective, Error, Moment, Rank, Seq};
 
+use super::waits::Waits;
 use crate::sync::{Condvar, Mutex};
 
 const RUNNING: u8 = 0;
@@ -77,6 +78,8 @@ pub(crate) struct CallPlace {
     /// Whether its caller went on and waits later, or never.
     pub(crate) is_async: bool,
     pub(crate) timed: bool,
+    /// Of the group.
+    pub(crate) waits: Arc<Waits>,
 }
 
 impl std::ops::Deref for CallState {
@@ -120,6 +123,11 @@ impl CallState {
     pub(crate) fn duration(&self) -> Option<Duration> {
         let nanos = self.duration_ns.load(Ordering::Relaxed);
         (self.timed && nanos > 0).then(|| Duration::from_nanos(nanos))
+    }
+
+    /// From submission to the last byte, once it has ended.
+    pub(crate) fn elapsed(&self) -> Duration {
+        Duration::from_nanos(self.duration_ns.load(Ordering::Relaxed))
     }
 
     /// Keeps a callback for the end; gives it back when the call has ended.

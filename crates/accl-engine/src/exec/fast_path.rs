@@ -83,6 +83,7 @@ impl FastPath<'_> {
         self.compute.read(src, 0, place.payload);
         env.net.commit_quietly(peer);
         env.members.take_eager(to, op.total);
+        env.members.note_sent(to, op.total);
         true
     }
 
@@ -104,6 +105,7 @@ impl FastPath<'_> {
         }
         env.net.release_quietly(peer);
         env.net.count_received(peer, op.total as usize);
+        env.members.note_received(from, op.total);
         env.members.saw(from, self.seq);
         env.members.give_eager_back(from, op.total, self.group, env.net);
         true

@@ -492,6 +492,12 @@ impl P2p {
         self.peers[from.index()].unexpected.contains_key(&tag)
     }
 
+    /// Whether a send to such a rank has not begun.
+    pub(crate) fn has_sends_to(&self, is_meant: impl Fn(Rank) -> bool) -> bool {
+        let mut ranks = (0..).map(Rank).zip(&self.peers);
+        ranks.any(|(rank, peer)| !peer.unbegun.is_empty() && is_meant(rank))
+    }
+
     /// The messages in flight, one after the other.
     pub(crate) fn messages(&self) -> impl Iterator<Item = &Message> {
         let of_peers = self.peers.iter().flat_map(|peer| {
@@ -552,7 +558,10 @@ fn continue_send(sending: &mut Sending, to: Rank, env: &mut RunContext<'_>) -> b
 fn send_frame(sending: &mut Sending, to: Rank, kind: Kind, n: u64, env: &mut RunContext<'_>) -> bool {
     let peer = env.members.peer(to);
     let signature_len = if kind == Kind::P2pBegin { SIGNATURE_BYTES } else { 0 };
-    let Some(place) = env.net.reserve(peer, signature_len + n as usize) else { return false };
+    let Some(place) = env.net.reserve(peer, signature_len + n as usize) else {
+        env.members.note_stall(to);
+        return false;
+    };
     let message = &sending.message;
     let mut header = Header::new(kind);
     let is_over = sending.admitted && sending.sent + n == message.total;
@@ -574,6 +583,7 @@ fn send_frame(sending: &mut Sending, to: Rank, kind: Kind, n: u64, env: &mut Run
         unsafe { accl_kernels::copy(payload.as_mut_ptr(), from, n as usize) };
     }
     env.net.commit(peer);
+    env.members.note_sent(to, signature_len as u64 + n);
     sending.sent += n;
     true
 }

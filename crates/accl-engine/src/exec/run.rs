@@ -302,6 +302,7 @@ impl Run {
             if !self.stalled.contains(&op) {
                 self.stalled.push(op);
             }
+            env.members.note_stall(to);
             return false;
         };
         let mut header = whole.unwrap_or_else(|| {
@@ -323,6 +324,7 @@ impl Run {
             None => self.compute.read(src, done, data),
         }
         env.net.commit(env.members.peer(to));
+        env.members.note_sent(to, signature_len as u64 + n);
         self.ops[op as usize].done += n;
         true
     }

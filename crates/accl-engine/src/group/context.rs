@@ -4,14 +4,14 @@
 
 use accl_types::Moment;
 
-use crate::call::Callback;
+use super::completed::Completed;
 use crate::peers::Net;
 
 /// What the engine provides to a group while it works.
 pub(crate) struct Context<'a> {
     pub(crate) net: &'a mut Net,
-    /// Callbacks of calls that have ended: the driver has them run, without its lock.
-    pub(crate) completed: &'a mut Vec<Callback>,
+    /// Calls that have ended: the driver tells of them, without its lock.
+    pub(crate) completed: &'a mut Completed,
     pub(crate) segment: u64,
     pub(crate) now: Moment,
 }

@@ -9,19 +9,20 @@ use std::hash::{BuildHasherDefault, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use accl_transport::Link;
 use accl_transport::frame::{Groups, Header, Kind, LAST, OVERHEAD_BYTES};
+use accl_transport::{Card, Link, Stance};
 use accl_types::{Error, Moment, Result};
 use smallvec::SmallVec;
 
+use super::completed::Completed;
 use super::context::Context;
 use super::ended::Ended;
 use super::inbox::{Early, Lobby, MAX_LOBBY_BYTES};
 use super::state::{Departure, FastPathEnd, GroupState, Tell, cause_bytes};
-use crate::call::{CallDesc, CallState, Callback};
+use crate::call::{CallDesc, CallState};
 use crate::exec::SpinLimit;
 use crate::hash::hash_words;
-use crate::peers::{Net, PeerId};
+use crate::peers::{Gone, Net, PeerId};
 
 /// Frames taken off one link before the others have their turn.
 const FRAMES_PER_TURN: usize = 32;
@@ -40,6 +41,8 @@ const ROUNDS_OF_RELIEF: u32 = 4;
 const VANISHED: Duration = Duration::from_secs(30);
 /// How often silent hosts are looked for.
 const LOOK_FOR_SILENCE: Duration = Duration::from_secs(1);
+/// So many are asked what has become of a peer.
+const MAX_WITNESSES: usize = 4;
 
 /// Group numbers are hashes already.
 type ById = BuildHasherDefault<IdHasher>;
@@ -73,8 +76,8 @@ pub(crate) struct Core {
     expected: HashMap<u64, Vec<PeerId>, ById>,
     /// Groups that were destroyed here: what still comes for them is dropped.
     ended: Ended,
-    /// Callbacks of calls that have ended, for the driver.
-    completed: Vec<Callback>,
+    /// Calls that have ended, for the driver.
+    completed: Completed,
     pub(crate) segment: u64,
     /// For what happens without a moment at hand.
     clock: fn() -> Moment,
@@ -106,6 +109,38 @@ pub struct Work {
     pub links_looked_at: u64,
 }
 
+/// What has become of a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fate {
+    /// It said goodbye, and went.
+    Left,
+    /// It went without a word.
+    Lost,
+    /// It is linked here.
+    Here,
+    /// It never was, or nothing was asked.
+    Unknown,
+}
+
+impl Fate {
+    const ALL: [Fate; 4] = [Fate::Left, Fate::Lost, Fate::Here, Fate::Unknown];
+
+    /// As it goes into an answer.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Fate::Left => "left",
+            Fate::Lost => "lost",
+            Fate::Here => "here",
+            Fate::Unknown => "unknown",
+        }
+    }
+
+    /// What an answer says.
+    pub(crate) fn of(name: &str) -> Self {
+        Self::ALL.into_iter().find(|fate| fate.name() == name).unwrap_or(Fate::Unknown)
+    }
+}
+
 /// What becomes of a parked driver when the last thread that looked at the links in its place looks no more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Relief {
@@ -131,7 +166,7 @@ impl Core {
             owes_look: false,
             idle: 0,
             ended: Ended::default(),
-            completed: Vec::new(),
+            completed: Completed::default(),
             clock,
             segment,
             parked: None,
@@ -156,7 +191,7 @@ impl Core {
         let group = self.groups.get_mut(&id)?;
         let mut context = Context { net: &mut self.net, completed: &mut self.completed, segment: self.segment, now };
         let result = f(group, &mut context);
-        if !group.is_idle() && !self.active.contains(&id) {
+        if !group.is_idle() && !group.set_listed(true) {
             self.active.push(id);
         }
         Some(result)
@@ -176,7 +211,23 @@ impl Core {
     /// A group of these peers will be added, or removed. To be said before any rank can have made it: a peer that leaves it when
     /// there is no link yet is asked about it when there is one.
     pub(crate) fn expect_group(&mut self, id: u64, peers: Vec<PeerId>) {
+        for &peer in &peers {
+            // Its end of the link may not be there yet, and what it says until then goes nowhere. Who has greeted has its end.
+            if self.net.awaits_greeting_of(peer) {
+                self.ask_about(peer, &[id], 0);
+            }
+        }
         self.expected.insert(id, peers);
+        self.net.flush_all();
+    }
+
+    /// Asks a peer with a link what has become of groups; `last` goes with the last frame.
+    fn ask_about(&mut self, id: PeerId, groups: &[u64], last: u8) {
+        let mut payloads = Groups::payloads(groups, self.segment as usize + OVERHEAD_BYTES).peekable();
+        while let Some(payload) = payloads.next() {
+            let flags = if payloads.peek().is_none() { last } else { 0 };
+            self.net.send_control(id, Header { flags, ..Header::new(Kind::Groups) }, &payload);
+        }
     }
 
     /// Adds a group and hands it the frames that came before it.
@@ -229,15 +280,20 @@ impl Core {
         departure.ok().flatten()
     }
 
-    /// Whether callbacks wait for [`Core::take_completed`], or links for whoever makes them.
+    /// Whether ended calls wait for [`Core::take_completed`], or links for whoever makes them.
     #[inline]
     pub(crate) fn has_errands(&self) -> bool {
         !self.completed.is_empty() || self.net.has_wanted()
     }
 
-    /// Callbacks of calls that have ended since this was asked last.
-    pub(crate) fn take_completed(&mut self) -> Vec<Callback> {
-        std::mem::take(&mut self.completed)
+    /// What is to be told of calls that have ended since this was asked last.
+    pub(crate) fn take_completed(&mut self) -> Completed {
+        self.completed.take()
+    }
+
+    /// Somebody follows calls: see [`Completed::calls`].
+    pub(crate) fn follow_calls(&mut self) {
+        self.completed.follow();
     }
 
     // ---- links
@@ -251,11 +307,7 @@ impl Core {
             let made = core.groups.values_mut().filter_map(|group| group.note_link(id));
             let shared: Vec<u64> = made.chain(expected).collect();
             // Each side may have left groups, or seen them fail, when there was no link to say so.
-            let mut payloads = Groups::payloads(&shared, core.segment as usize + OVERHEAD_BYTES).peekable();
-            while let Some(payload) = payloads.next() {
-                let flags = if payloads.peek().is_none() { LAST } else { 0 };
-                core.net.send_control(id, Header { flags, ..Header::new(Kind::Groups) }, &payload);
-            }
+            core.ask_about(id, &shared, LAST);
             core.pass_whole(now);
         });
     }
@@ -268,9 +320,24 @@ impl Core {
         }
     }
 
-    /// Whether a peer has a link that lives, as far as the system knows.
-    pub(crate) fn has_live_link(&mut self, uuid: &[u8; 16], now: Moment) -> bool {
-        let Some(id) = self.net.find(uuid).filter(|&id| self.net.is_linked(id)) else { return false };
+    /// What is thought of a peer that greets: whether it has a link that lives, as far as the system knows.
+    pub(crate) fn stance_to(&mut self, uuid: &[u8; 16], now: Moment) -> Stance {
+        let Some(id) = self.net.find(uuid) else {
+            // What it says of the groups of before would be dropped, and it would wait for answers.
+            return if self.net.gone(uuid).is_some() { Stance::GivenUp } else { Stance::Unlinked };
+        };
+        if !self.net.is_linked(id) {
+            return Stance::Unlinked;
+        }
+        self.look_at(id, now);
+        match self.net.is_linked(id) {
+            true => Stance::Linked,
+            false => Stance::GivenUp,
+        }
+    }
+
+    /// Sees to it that everything a peer has sent is handled, its end included.
+    fn look_at(&mut self, id: PeerId, now: Moment) {
         self.net.look_again(id);
         let checked = self.guarded(|core| {
             // Its end is seen after all that came before.
@@ -281,7 +348,74 @@ impl Core {
             self.net.mark_gone(id, error);
             let _ = self.guarded(|core| core.look_for_absentees(now));
         }
-        self.net.is_linked(id)
+    }
+
+    /// A process without a link has ended, and had said goodbye to others before.
+    pub(crate) fn depart(&mut self, id: PeerId, now: Moment) {
+        if self.net.is_unlinked(id) {
+            self.net.peer_mut(id).said_goodbye = true;
+            self.lose(id, Error::peer_lost("it has left"), now);
+        }
+    }
+
+    /// Processes that know better than this one what has become of a peer: its neighbours in groups of both, which have been linked
+    /// to it from the beginning.
+    pub(crate) fn witnesses(&self, uuid: &[u8; 16]) -> Vec<Card> {
+        let Some(id) = self.net.find(uuid) else { return Vec::new() };
+        let mut found: Vec<PeerId> = Vec::new();
+        for group in self.groups.values() {
+            let Some(rank) = group.members.rank_of(id) else { continue };
+            let near = group.members.neighbours(rank).filter(|&rank| rank != group.rank);
+            let there = near.filter(|&rank| !group.members.is_absent(rank, &self.net));
+            for peer in there.map(|rank| group.members.peer(rank)) {
+                if !found.contains(&peer) {
+                    found.push(peer);
+                }
+            }
+            if found.len() >= MAX_WITNESSES {
+                break;
+            }
+        }
+        found.into_iter().take(MAX_WITNESSES).map(|id| self.net.peer(id).card.clone()).collect()
+    }
+
+    /// Whether a process should still be sent a note that a group has failed.
+    pub(crate) fn is_note_needed(&self, uuid: &[u8; 16], group: u64) -> bool {
+        let Some(id) = self.net.find(uuid) else { return false };
+        self.groups.get(&group).is_none_or(|group| group.may_not_know(id, &self.net))
+    }
+
+    /// Handles a frame that has come besides the links, and answers it.
+    pub(crate) fn on_note(&mut self, from: &[u8; 16], note: &[u8], now: Moment) -> Fate {
+        let Some((head, payload)) = note.split_first_chunk() else { return Fate::Unknown };
+        let Ok(header) = Header::parse(head) else { return Fate::Unknown };
+        match (header.kind, self.net.find(from)) {
+            (Kind::Cause, Some(id)) => {
+                let _ = self.guarded(|core| {
+                    core.on_frame(id, &header, payload, now);
+                    core.pass_whole(now);
+                });
+                Fate::Unknown
+            }
+            (Kind::Fate, _) => payload.try_into().map_or(Fate::Unknown, |uuid: &[u8; 16]| self.fate(uuid, now)),
+            _ => Fate::Unknown,
+        }
+    }
+
+    /// What has become of a process, as far as is known here.
+    fn fate(&mut self, uuid: &[u8; 16], now: Moment) -> Fate {
+        let linked = self.net.find(uuid).filter(|&id| self.net.is_linked(id));
+        if let Some(id) = linked {
+            self.look_at(id, now);
+            if self.net.is_linked(id) {
+                return Fate::Here;
+            }
+        }
+        match self.net.gone(uuid).and_then(|id| self.net.peer(id).gone.as_ref()) {
+            Some(Gone::Left) => Fate::Left,
+            Some(Gone::Lost(_)) => Fate::Lost,
+            None => Fate::Unknown,
+        }
     }
 
     /// Tells a rank that has just linked to this one what it has missed.
@@ -292,6 +426,9 @@ impl Core {
                 if let Some(cause) = cause {
                     self.net.send_control(id, header(Kind::Cause), cause);
                 }
+                self.net.send_control(id, header(Kind::Goodbye), &[]);
+            } else if self.groups.get(&group).is_some_and(|group| group.members.rank_of(id).is_none()) {
+                // It was given up here, and is a peer again in another group.
                 self.net.send_control(id, header(Kind::Goodbye), &[]);
             } else {
                 self.with_group(group, now, |group, context| group.tell_of_failure(id, context));
@@ -421,7 +558,11 @@ impl Core {
             };
             let _ = fail(Tell::Peers) || fail(Tell::Nobody);
         }
-        self.active.clear();
+        for id in std::mem::take(&mut self.active) {
+            if let Some(group) = self.groups.get_mut(&id) {
+                group.set_listed(false);
+            }
+        }
         // The pass that ended here would have sent what the peers are told.
         while let Err(id) = self.net.flush_guarded() {
             self.net.mark_gone(id, error.clone());
@@ -566,6 +707,7 @@ impl Core {
             let Some(group) = groups.get_mut(id) else { return false };
             let mut context = Context { net: &mut *net, completed: &mut *completed, segment, now };
             moved |= group.advance(&mut context);
+            group.set_listed(!group.is_idle());
             !group.is_idle()
         });
         moved
@@ -701,7 +843,7 @@ impl Core {
             ("bytes of such frames", self.lobby.kept().1),
             ("groups that are being made", self.expected.len()),
             ("announcements", self.causes.len()),
-            ("callbacks", self.completed.len()),
+            ("callbacks", self.completed.callbacks.len()),
             ("control frames", self.net.queued()),
             ("peers with unsent bytes", usize::from(self.net.has_unsent())),
             ("peers that have yet to greet", usize::from(self.net.awaits_greeting())),

@@ -1,6 +1,7 @@
 //! Groups inside the engine: their state, and what the driver's lock protects.
 
 mod admission;
+mod completed;
 pub(crate) mod context;
 pub(crate) mod core;
 mod ended;
@@ -11,8 +12,9 @@ mod sequence;
 pub(crate) mod state;
 pub(crate) mod submit;
 
+pub(crate) use completed::Completed;
 pub(crate) use context::Context;
 pub use core::Work;
-pub(crate) use core::{Core, Relief};
+pub(crate) use core::{Core, Fate, Relief};
 pub(crate) use state::{Departure, FastPathEnd, GroupState, Tell};
 pub(crate) use submit::{Caller, Launched, Prepared};

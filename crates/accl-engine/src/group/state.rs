@@ -18,7 +18,7 @@ use super::failure::Failure;
 use super::history::History;
 use super::inbox::{Inbox, Unexpected};
 use super::sequence::Sequence;
-use crate::call::{CallDesc, CallState};
+use crate::call::{CallDesc, CallState, Waits};
 use crate::exec::{FastPath, FromAny, INQUIRY, Message, P2p, Run, RunContext, SpinLimit};
 use crate::memory::{BufferPool, Compute, Storage};
 use crate::peers::{Gone, Mark, Members, Net, PeerId};
@@ -55,9 +55,13 @@ pub(crate) struct GroupState {
     compute: Compute,
     scratch: Storage,
     pub(crate) code_pool: BufferPool,
+    /// It is in the list of those that a pass advances.
+    is_listed: bool,
     /// Some rank has left or is lost.
     has_absentees: bool,
     calls_failed: u64,
+    /// Of its callers.
+    pub(crate) waits: Arc<Waits>,
 }
 
 /// How far a call got on the fast path.
@@ -117,8 +121,10 @@ impl GroupState {
             compute: Compute::default(),
             scratch: Storage::default(),
             code_pool: BufferPool::default(),
+            is_listed: false,
             has_absentees: false,
             calls_failed: 0,
+            waits: Arc::default(),
         }
     }
 
@@ -135,6 +141,11 @@ impl GroupState {
     /// No call in flight.
     pub(crate) fn is_idle(&self) -> bool {
         self.runs.is_empty() && self.p2p.is_idle()
+    }
+
+    /// Whether it is in the list of those that a pass advances; says so from now on.
+    pub(super) fn set_listed(&mut self, is_listed: bool) -> bool {
+        std::mem::replace(&mut self.is_listed, is_listed)
     }
 
     /// The earliest deadline of a call in flight.
@@ -323,6 +334,12 @@ impl GroupState {
 
     /// Handles a frame of this group.
     pub(crate) fn on_frame(&mut self, from: Rank, header: &Header, payload: &[u8], context: &mut Context<'_>) {
+        if header.kind.carries_data() {
+            self.members.note_received(from, payload.len() as u64);
+        }
+        if header.kind == Kind::Cause {
+            self.members.set_knows(from);
+        }
         if self.failure.has_come() {
             return;
         }
@@ -386,7 +403,7 @@ impl GroupState {
                 Ok(())
             }
             // Of no group alone.
-            Kind::Groups => Err(Error::protocol("a frame that names groups came for one of them")),
+            Kind::Groups | Kind::Fate => Err(Error::protocol("a frame of no group came for one")),
         }
     }
 
@@ -480,7 +497,7 @@ impl GroupState {
             if let Some(mut run) = self.runs.remove(&seq) {
                 run.end();
                 self.code_pool.give(run.take_codes());
-                end(&run.call, None, context);
+                context.completed.end(&run.call, None, context.now);
                 moved = true;
             }
         }
@@ -488,7 +505,7 @@ impl GroupState {
             moved |= self.p2p.advance(&mut env!(self, context));
         }
         for message in self.p2p.take_done() {
-            end(&message.call, None, context);
+            context.completed.end(&message.call, None, context.now);
             moved = true;
         }
         moved
@@ -557,7 +574,8 @@ impl GroupState {
         let (members, net) = (&self.members, &*context.net);
         for message in self.p2p.take_private(|rank| members.is_absent(rank, net)) {
             let why = message.peer.and_then(|rank| self.absence(rank, context.net)).unwrap_or_default();
-            end(&message.call, Some(message.call.placed(Error::peer_lost(why))), context);
+            let error = message.call.placed(Error::peer_lost(why));
+            context.completed.end(&message.call, Some(error), context.now);
         }
     }
 
@@ -668,8 +686,12 @@ impl GroupState {
         None
     }
 
-    /// Whether a collective is in flight whose caller has gone on.
-    pub(crate) fn has_async_calls(&self) -> bool {
+    /// Whether a call is in flight whose caller has gone on and relies on it: a collective, or a send for which there is no link yet.
+    /// Where there is one a small message is on its way when the send has been made.
+    pub(crate) fn has_async_calls(&self, net: &Net) -> bool {
+        if !self.failure.has_come() && self.p2p.has_sends_to(|rank| net.is_unlinked(self.members.peer(rank))) {
+            return true;
+        }
         self.sequence.has_composed() && !self.failure.has_come() || self.runs.values().any(|run| run.call.is_async)
     }
 
@@ -681,11 +703,15 @@ impl GroupState {
             return;
         }
         match tell {
-            Tell::Peers => self.tell_cause(self.members.ranks(), self.rank, &error, context),
+            Tell::Peers => {
+                self.tell_cause(self.members.ranks(), self.rank, &error, context);
+                self.note_cause(self.rank, &error, context);
+            }
             Tell::Neighbours => {
                 // Whoever saw it first tells everybody, and may not reach everybody: a link between two ranks can break alone.
                 let origin = error.context.peer.unwrap_or(self.rank);
                 self.tell_cause(self.members.neighbours(self.rank), origin, &error, context);
+                self.note_cause(origin, &error, context);
             }
             Tell::Nobody => {}
         }
@@ -701,7 +727,7 @@ impl GroupState {
         for call in calls {
             let is_own = error.context.seq == Some(Seq(call.seq)) && error.context.collective == Some(call.collective);
             let own = if is_own { error.clone() } else { call.placed(Error::new(error.kind, brief(&error))) };
-            end(&call, Some(own), context);
+            context.completed.end(&call, Some(own), context.now);
         }
     }
 
@@ -715,6 +741,23 @@ impl GroupState {
             // A rank without a link hears of it from its neighbours, or when it makes one.
             context.net.send_if_linked(self.members.peer(rank), header, &cause);
         }
+    }
+
+    /// Tells neighbours of the first cause in a way that reaches those who look at no link, too, unless they speak of it before. They
+    /// do the same, so ranks that wait hear of it although those between them and its origin compute.
+    fn note_cause(&self, origin: Rank, error: &Error, context: &mut Context<'_>) {
+        let most = cause_bytes(context.segment);
+        let cause = Cause { kind: error.kind, origin, text: brief(error) }.to_bytes(most);
+        let header = Header { group: self.id, ..Header::new(Kind::Cause) };
+        for rank in self.members.neighbours(self.rank).filter(|&rank| rank != self.rank && rank != origin) {
+            context.net.note(self.members.peer(rank), header, &cause);
+        }
+    }
+
+    /// Whether a peer has yet to hear that this group has failed, as far as is known here.
+    pub(super) fn may_not_know(&self, peer: PeerId, net: &Net) -> bool {
+        let rank = self.members.rank_of(peer);
+        rank.is_some_and(|rank| !self.members.knows(rank) && !self.members.is_absent(rank, net))
     }
 
     /// A disagreement about calls of this rank that no call of it could raise any more.
@@ -773,7 +816,8 @@ impl GroupState {
     pub(crate) fn leave(&mut self, context: &mut Context<'_>) {
         // Messages of ours that nobody took; who made them has gone on.
         for message in self.p2p.take_private(|_| true) {
-            end(&message.call, Some(message.call.placed(Error::aborted("the group was destroyed"))), context);
+            let error = message.call.placed(Error::aborted("the group was destroyed"));
+            context.completed.end(&message.call, Some(error), context.now);
         }
         let in_flight = !self.is_idle();
         if in_flight {
@@ -817,10 +861,6 @@ pub(crate) enum Tell {
     /// Those that pass it on: another rank tells all of them.
     Neighbours,
     Nobody,
-}
-
-fn end(call: &CallState, error: Option<Error>, context: &mut Context<'_>) {
-    context.completed.extend(call.finish(context.now, error));
 }
 
 /// The text of an error with its call, but without rank and group: those of whoever quotes it come before.

@@ -34,6 +34,13 @@ pub(crate) struct Prepared {
     buffers: Buffers,
 }
 
+impl Prepared {
+    /// The name of a collective's algorithm.
+    pub(crate) fn algorithm(&self) -> Option<&'static str> {
+        self.shape.as_ref().map(|shape| shape.plan.algorithm.name)
+    }
+}
+
 /// A call that has begun.
 pub(crate) struct Launched {
     pub(crate) call: Arc<CallState>,
@@ -194,6 +201,7 @@ impl Caller {
             seq,
             is_async: desc.mode == Mode::Async,
             timed: group.timing,
+            waits: group.waits.clone(),
         };
         CallState::new(place, now)
     }

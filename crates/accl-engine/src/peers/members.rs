@@ -1,6 +1,6 @@
 //! The ranks of a group: which peer process each is, how far we may be ahead of it, whether it has left.
 //!
-//! Owns the eager windows. Read [`Members`] first.
+//! Owns the eager windows, and what the group's calls have sent to each rank. Read [`Members`] first.
 
 use std::collections::HashMap;
 
@@ -8,6 +8,7 @@ use accl_transport::frame::{Header, Kind};
 use accl_types::Rank;
 
 use super::net::{Net, PeerId};
+use super::traffic::Traffic;
 
 /// What a message counts against the window beyond its payload: about what its receiver keeps to remember it, so that
 /// messages of few bytes, or of none, have a limit, too.
@@ -24,6 +25,10 @@ struct Member {
     /// Number of the last call that the rank was seen to take part in.
     last_seq: Option<u64>,
     left: bool,
+    /// It has spoken of the group's failure.
+    knows: bool,
+    /// Of frames that carry data of this group's calls: grants and other control frames are counted with the link alone.
+    traffic: Traffic,
 }
 
 /// The ranks a power of two before and behind a rank, without itself: they are linked from the beginning. What each rank passes
@@ -49,7 +54,15 @@ impl Members {
     pub(crate) fn new(peers: Vec<PeerId>, eager_bytes: u64) -> Self {
         let window = if eager_bytes == 0 { 0 } else { eager_bytes + FREE_MESSAGES * MESSAGE_BYTES };
         let by_peer = peers.iter().enumerate().map(|(rank, &peer)| (peer, Rank(rank as u32))).collect();
-        let member = |peer| Member { peer, eager_left: window, owed: 0, last_seq: None, left: false };
+        let member = |peer| Member {
+            peer,
+            eager_left: window,
+            owed: 0,
+            last_seq: None,
+            left: false,
+            knows: false,
+            traffic: Traffic::default(),
+        };
         Self { members: peers.into_iter().map(member).collect(), by_peer, window }
     }
 
@@ -108,6 +121,28 @@ impl Members {
         }
     }
 
+    /// A frame of a call was sent to a rank.
+    #[inline]
+    pub(crate) fn note_sent(&mut self, rank: Rank, payload_bytes: u64) {
+        self.members[rank.index()].traffic.add_sent(payload_bytes);
+    }
+
+    /// One has come from a rank.
+    #[inline]
+    pub(crate) fn note_received(&mut self, rank: Rank, payload_bytes: u64) {
+        self.members[rank.index()].traffic.add_received(payload_bytes);
+    }
+
+    /// A frame of a call found no room, or no link yet.
+    pub(crate) fn note_stall(&mut self, rank: Rank) {
+        self.members[rank.index()].traffic.stalls += 1;
+    }
+
+    /// What has gone to a rank and come from there for this group.
+    pub(crate) fn traffic(&self, rank: Rank) -> Traffic {
+        self.members[rank.index()].traffic
+    }
+
     /// What may still be sent ahead of a rank, what is owed to it, and the window, in bytes.
     #[cfg(test)]
     pub(crate) fn credit(&self, rank: Rank) -> (u64, u64, u64) {
@@ -126,6 +161,15 @@ impl Members {
 
     pub(crate) fn set_left(&mut self, rank: Rank) {
         self.members[rank.index()].left = true;
+    }
+
+    /// A rank has spoken of the group's failure.
+    pub(crate) fn set_knows(&mut self, rank: Rank) {
+        self.members[rank.index()].knows = true;
+    }
+
+    pub(crate) fn knows(&self, rank: Rank) -> bool {
+        self.members[rank.index()].knows
     }
 
     pub(crate) fn has_left(&self, rank: Rank) -> bool {

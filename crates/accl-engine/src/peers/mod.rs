@@ -2,7 +2,8 @@
 
 pub(crate) mod members;
 pub(crate) mod net;
+mod traffic;
 
 pub(crate) use members::{Members, neighbours};
-pub use net::Traffic;
-pub(crate) use net::{Gone, Mark, Net, PeerId};
+pub(crate) use net::{Gone, Mark, Net, Note, PeerId};
+pub use traffic::Traffic;

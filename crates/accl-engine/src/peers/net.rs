@@ -12,6 +12,8 @@ use accl_transport::frame::Header;
 use accl_transport::{Answers, Card, Frame, HEAD_BYTES, Link, Place};
 use accl_types::{Error, Result};
 
+use super::traffic::Traffic;
+
 /// So many links are looked at in no time.
 const MANY_LINKS: usize = 8;
 
@@ -53,21 +55,6 @@ pub(crate) struct Peer {
     pub(crate) traffic: Traffic,
 }
 
-/// What has gone to and come from one peer.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Traffic {
-    /// Frames sent.
-    pub frames_sent: u64,
-    /// Payload bytes of those.
-    pub bytes_sent: u64,
-    /// Frames received.
-    pub frames_received: u64,
-    /// Payload bytes of those.
-    pub bytes_received: u64,
-    /// How often a frame found no room.
-    pub stalls: u64,
-}
-
 /// How much of what this process sent to a peer its calls rely on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mark {
@@ -100,6 +87,14 @@ impl RawFrame {
     }
 }
 
+/// A frame that is sent besides the link, to a process that may not look at it.
+pub(crate) struct Note {
+    pub(crate) to: Card,
+    pub(crate) group: u64,
+    /// Head and payload.
+    pub(crate) bytes: Vec<u8>,
+}
+
 /// All peers of this process.
 #[derive(Default)]
 pub(crate) struct Net {
@@ -110,6 +105,8 @@ pub(crate) struct Net {
     unlinked: usize,
     /// Those whose links have been asked for since whoever makes them was told.
     wanted: Vec<PeerId>,
+    /// Frames for peers that may look at no link, since whoever sends them was told.
+    notes: Vec<Note>,
     /// Those whose greeting is awaited.
     to_greet: usize,
     /// Those that were given something since the last flush, or have not taken all of it.
@@ -203,6 +200,11 @@ impl Net {
         self.to_greet -= usize::from(std::mem::take(&mut self.peer_mut(id).is_to_greet));
     }
 
+    /// Whether this peer's greeting is.
+    pub(crate) fn awaits_greeting_of(&self, id: PeerId) -> bool {
+        self.peer(id).is_to_greet
+    }
+
     /// Whether some peer's greeting is awaited.
     pub(crate) fn awaits_greeting(&self) -> bool {
         self.to_greet > 0
@@ -215,10 +217,25 @@ impl Net {
         }
     }
 
-    /// Whether links have been asked for since [`Net::take_wanted`].
+    /// Whether links have been asked for since [`Net::take_wanted`], or notes since [`Net::take_notes`].
     #[inline]
     pub(crate) fn has_wanted(&self) -> bool {
-        !self.wanted.is_empty()
+        !self.wanted.is_empty() || !self.notes.is_empty()
+    }
+
+    /// Has a frame sent besides the link.
+    pub(crate) fn note(&mut self, id: PeerId, header: Header, payload: &[u8]) {
+        let peer = self.peer(id);
+        if peer.gone.is_none() {
+            let bytes = [&header.to_bytes()[..], payload].concat();
+            let note = Note { to: peer.card.clone(), group: header.group, bytes };
+            self.notes.push(note);
+        }
+    }
+
+    /// What is to be sent besides the links.
+    pub(crate) fn take_notes(&mut self) -> Vec<Note> {
+        std::mem::take(&mut self.notes)
     }
 
     /// Cards of the peers whose links have been asked for since this was last asked.
@@ -344,16 +361,13 @@ impl Net {
     #[inline]
     fn count_sent(&mut self, id: PeerId) {
         let peer = self.peer_mut(id);
-        peer.traffic.frames_sent += 1;
-        peer.traffic.bytes_sent += peer.reserved;
+        peer.traffic.add_sent(peer.reserved);
     }
 
     /// A frame with so many bytes has come from a peer.
     #[inline]
     pub(crate) fn count_received(&mut self, id: PeerId, payload_bytes: usize) {
-        let traffic = &mut self.peer_mut(id).traffic;
-        traffic.frames_received += 1;
-        traffic.bytes_received += payload_bytes as u64;
+        self.peer_mut(id).traffic.add_received(payload_bytes as u64);
     }
 
     /// Whether a look at this peer's link costs no system call, or will cost none.
@@ -459,8 +473,7 @@ impl Net {
             };
             *place.head = *head;
             place.payload.copy_from_slice(payload);
-            peer.traffic.frames_sent += 1;
-            peer.traffic.bytes_sent += payload.len() as u64;
+            peer.traffic.add_sent(payload.len() as u64);
             link.commit();
             peer.outbox.pop_front();
             moved = true;

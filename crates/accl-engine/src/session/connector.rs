@@ -3,17 +3,26 @@
 //! Owns the endpoint, and the way of a link from there to the peers under the driver's lock. It sleeps until somebody connects or
 //! a link is wanted, and answers peers also while nobody here makes a call. Read [`Connector`] first, then [`Work::turn`].
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use accl_transport::{Card, Endpoint, Waker, Wanted};
+use accl_transport::frame::{Header, Kind};
+use accl_transport::{Card, Endpoint, Host, Stance, Unreachable, Waker, Wanted};
 use accl_types::{Error, Result};
 
 use crate::driver::Driver;
+use crate::group::Fate;
+use crate::peers::Note;
 use crate::signals;
 use crate::sync::{Condvar, Mutex};
+
+/// A note goes out after so long: a rank that is awake hears of a failure on its links, and says so on them.
+const NOTE_DELAY: Duration = Duration::from_millis(100);
+/// Others are asked again after so long what has become of a peer that some have a link to, and so often.
+const ROUND: Duration = Duration::from_millis(200);
+const MAX_ROUNDS: u32 = 10;
 
 /// The identity of a peer process.
 type Uuid = [u8; 16];
@@ -41,6 +50,8 @@ struct State {
     why_not: HashMap<Uuid, String>,
     is_running: bool,
     is_stopping: bool,
+    /// Why there is no thread any more, after a panic.
+    failure: Option<Error>,
 }
 
 enum Request {
@@ -67,11 +78,11 @@ impl Connector {
     /// Starts the thread, once.
     ///
     /// # Errors
-    /// `Exhausted` when the system has no thread for it.
+    /// `Exhausted` when the system has no thread for it, `Internal` when it has ended by a panic.
     pub(crate) fn start(&self) -> Result<()> {
         let mut place = self.endpoint.lock();
         if place.is_none() {
-            return Ok(());
+            return self.shared.state.lock().failure.clone().map_or(Ok(()), Err);
         }
         // What moves into a thread that the system refuses is lost: it is taken there.
         let handed_over = Arc::new(Mutex::new(place.take()));
@@ -81,7 +92,7 @@ impl Connector {
             signals::block_all();
             let endpoint = endpoint.lock().take();
             if let Some(endpoint) = endpoint {
-                Work { endpoint, driver, shared: shared.clone(), awaited: HashMap::new() }.run();
+                Work::new(endpoint, driver, shared.clone()).run();
             }
             shared.state.lock().is_running = false;
             shared.changed.notify_all();
@@ -143,8 +154,10 @@ impl Connector {
 
 impl Drop for Connector {
     fn drop(&mut self) {
-        // In a forked child there is no thread, and the descriptor may be another file's.
-        self.shared.state.lock().is_stopping = true;
+        // In a forked child there is no thread, the descriptor may be another file's, and another thread may have had the lock.
+        if let Some(mut state) = self.shared.state.try_lock() {
+            state.is_stopping = true;
+        }
         self.shared.waker.wake();
     }
 }
@@ -156,9 +169,41 @@ struct Work {
     shared: Arc<Shared>,
     /// Peers that groups wait for, and how many do.
     awaited: HashMap<Uuid, (Card, usize)>,
+    /// Notes that are sent unless their receivers speak first, in the order of when.
+    notes: VecDeque<(Instant, Note)>,
+    /// Peers that cannot be reached, of which others are asked.
+    inquests: HashMap<Uuid, Inquest>,
+    /// Questions under way, and whom they are about.
+    questions: HashMap<u64, Uuid>,
+    numbers: u64,
+}
+
+/// What is being found out of a peer that has ended: whether it had said goodbye.
+struct Inquest {
+    error: Error,
+    /// Answers that are awaited.
+    open: usize,
+    /// Somebody has a link to it: it may be about to end.
+    is_somewhere: bool,
+    rounds: u32,
+    /// When others are asked again.
+    again_at: Option<Instant>,
 }
 
 impl Work {
+    fn new(endpoint: Endpoint, driver: Weak<Driver>, shared: Arc<Shared>) -> Self {
+        Self {
+            endpoint,
+            driver,
+            shared,
+            awaited: HashMap::new(),
+            notes: VecDeque::new(),
+            inquests: HashMap::new(),
+            questions: HashMap::new(),
+            numbers: 0,
+        }
+    }
+
     fn run(mut self) {
         while let Some(driver) = self.driver.upgrade() {
             self.shared.waker.clear();
@@ -172,43 +217,69 @@ impl Work {
             let turned = catch_unwind(AssertUnwindSafe(|| self.turn(&driver, requests)));
             if let Err(panic) = turned {
                 // Nobody else could make links, and calls would wait for them until their deadline.
-                driver.with_core(|core| core.fail_all(&*panic));
+                let error = driver.with_core(|core| core.fail_all(&*panic));
+                self.shared.state.lock().failure = Some(error);
                 return;
             }
             drop(driver);
-            self.endpoint.sleep(&self.shared.waker, None);
+            self.endpoint.sleep(&self.shared.waker, self.next_turn());
         }
+    }
+
+    /// How long there is nothing to do but what comes.
+    fn next_turn(&self) -> Option<Duration> {
+        let note = self.notes.front().map(|(due, _)| *due);
+        let again = self.inquests.values().filter_map(|inquest| inquest.again_at).min();
+        let next = note.into_iter().chain(again).min()?;
+        Some(next.saturating_duration_since(Instant::now()))
     }
 
     /// Begins what is wanted, looks at what is under way, and gives links that were made to their peers.
     fn turn(&mut self, driver: &Arc<Driver>, requests: Vec<Request>) {
         let now = Instant::now();
-        for card in driver.wanted().take() {
+        let (wanted, notes) = driver.wanted().take();
+        // Links come to their peers on this thread alone: those without stay so for now.
+        for card in driver.still_unlinked(wanted) {
             self.endpoint.want(&card, Wanted::Here, now);
         }
+        self.notes.extend(notes.into_iter().map(|note| (now + NOTE_DELAY, note)));
         let mut has_changed = !requests.is_empty();
         for request in requests {
             match request {
                 Request::Want(cards) => {
-                    for card in cards {
+                    for card in &cards {
+                        self.awaited.entry(card.uuid).or_insert_with(|| (card.clone(), 0)).1 += 1;
+                    }
+                    for card in driver.still_unlinked(cards) {
                         self.endpoint.want(&card, Wanted::OnBothSides, now);
-                        self.awaited.entry(card.uuid).or_insert_with(|| (card, 0)).1 += 1;
                     }
                 }
                 Request::Forget(peers) => peers.iter().for_each(|peer| self.forget(peer)),
                 Request::HandOver => {}
             }
         }
-        self.endpoint.turn(now, &mut |uuid| driver.has_live_link(uuid));
+        self.send_notes(driver, now);
+        self.endpoint.turn(now, &mut Answers(driver));
         let reached: Vec<Uuid> = self.endpoint.reached().collect();
         for uuid in reached {
             let endpoint = &mut self.endpoint;
-            has_changed |= driver.attach(&uuid, || endpoint.take_link(&uuid));
+            if driver.attach(&uuid, || endpoint.take_link(&uuid)) {
+                has_changed = true;
+            } else if driver.has_gone(&uuid) {
+                // It was given up while the link was made, and is to learn of that.
+                self.endpoint.drop_link(&uuid);
+            }
         }
-        for (card, error) in self.endpoint.take_unreachable() {
-            driver.lose(&card.uuid, error);
-            has_changed = true;
+        for Unreachable { peer, error, has_ended } in self.endpoint.take_unreachable() {
+            if has_ended {
+                let inquest = Inquest { error, open: 0, is_somewhere: false, rounds: 0, again_at: Some(now) };
+                self.inquests.insert(peer.uuid, inquest);
+            } else {
+                driver.lose(&peer.uuid, error);
+                has_changed = true;
+            }
         }
+        has_changed |= self.inquire(driver, now);
         for warning in self.endpoint.take_warnings() {
             tracing::warn!("{warning}");
         }
@@ -219,6 +290,65 @@ impl Work {
         }
     }
 
+    /// Sends the notes that are due, to those who have not spoken.
+    fn send_notes(&mut self, driver: &Driver, now: Instant) {
+        while let Some((_, note)) = self.notes.pop_front_if(|(due, _)| *due <= now) {
+            if driver.with_core(|core| core.is_note_needed(&note.to.uuid, note.group)) {
+                self.numbers += 1;
+                self.endpoint.send_note(&note.to, &note.bytes, self.numbers, now);
+            }
+        }
+    }
+
+    /// Asks others what has become of peers that cannot be reached: who has left in good order is no loss. Returns whether it is
+    /// known of any.
+    fn inquire(&mut self, driver: &Arc<Driver>, now: Instant) -> bool {
+        let mut known = Vec::new();
+        for (number, reply) in self.endpoint.take_replies() {
+            let Some(uuid) = self.questions.remove(&number) else { continue };
+            let Some(inquest) = self.inquests.get_mut(&uuid) else { continue };
+            inquest.open -= 1;
+            match reply.map_or(Fate::Unknown, |answer| Fate::of(&answer)) {
+                fate @ (Fate::Left | Fate::Lost) => known.push((uuid, fate)),
+                Fate::Here => inquest.is_somewhere = true,
+                Fate::Unknown => {}
+            }
+            if inquest.open == 0 {
+                if std::mem::take(&mut inquest.is_somewhere) && inquest.rounds < MAX_ROUNDS {
+                    inquest.again_at = Some(now + ROUND);
+                } else {
+                    known.push((uuid, Fate::Unknown));
+                }
+            }
+        }
+        for (uuid, inquest) in &mut self.inquests {
+            if inquest.again_at.take_if(|at| *at <= now).is_none() {
+                continue;
+            }
+            let witnesses = driver.with_core(|core| core.witnesses(uuid));
+            inquest.rounds += 1;
+            inquest.open = witnesses.len();
+            let question = [&Header::new(Kind::Fate).to_bytes()[..], uuid].concat();
+            for witness in &witnesses {
+                self.numbers += 1;
+                self.questions.insert(self.numbers, *uuid);
+                self.endpoint.send_note(witness, &question, self.numbers, now);
+            }
+            if witnesses.is_empty() {
+                known.push((*uuid, Fate::Unknown));
+            }
+        }
+        let has_changed = !known.is_empty();
+        for (uuid, fate) in known {
+            let Some(Inquest { error, .. }) = self.inquests.remove(&uuid) else { continue };
+            match fate {
+                Fate::Left => driver.depart(&uuid),
+                Fate::Lost | Fate::Here | Fate::Unknown => driver.lose(&uuid, error),
+            }
+        }
+        has_changed
+    }
+
     fn forget(&mut self, peer: &Uuid) {
         if let Some((_, count)) = self.awaited.get_mut(peer) {
             *count -= 1;
@@ -227,5 +357,18 @@ impl Work {
                 self.endpoint.lose_patience(peer);
             }
         }
+    }
+}
+
+/// What this process says to those that connect.
+struct Answers<'a>(&'a Arc<Driver>);
+
+impl Host for Answers<'_> {
+    fn stance_to(&mut self, peer: &Uuid) -> Stance {
+        self.0.stance_to(peer)
+    }
+
+    fn on_note(&mut self, from: &Uuid, note: &[u8]) -> String {
+        self.0.on_note(from, note).name().to_owned()
     }
 }

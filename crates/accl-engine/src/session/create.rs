@@ -21,6 +21,7 @@ use crate::api::group::Group;
 use crate::api::spec::GroupSpec;
 use crate::engine::{Engine, Job, Parts};
 use crate::env::launch_label;
+use crate::events;
 use crate::group::GroupState;
 use crate::hash::hash_words;
 use crate::peers::{Members, PeerId, neighbours};
@@ -125,6 +126,9 @@ impl Engine {
                     link = core.net.describe(state.members.peer(Rank(rank as u32))),
                     "connected"
                 );
+            }
+            if events::follows_calls() {
+                core.follow_calls();
             }
             core.add_group(state, now);
         });

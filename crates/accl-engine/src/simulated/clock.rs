@@ -63,6 +63,8 @@ pub(super) enum Event {
     Attach { wire: usize, end: usize },
     /// A process learns that another cannot be reached.
     Refused { process: usize, peer: usize },
+    /// A note is due.
+    Note { index: usize },
 }
 
 /// What is to happen when.

@@ -21,7 +21,7 @@ use crate::api::planning::Planning;
 use crate::call::{CallDesc, CallState, Codecs, Encoding, Mode, TensorCodecs, Waited};
 use crate::exec::SpinLimit;
 use crate::group::{Caller, Core, FastPathEnd, GroupState, Launched, Relief, Tell};
-use crate::peers::{Members, neighbours};
+use crate::peers::{Members, Note, neighbours};
 use crate::plan::Planner;
 use crate::sync::Mutex;
 
@@ -29,6 +29,8 @@ use crate::sync::Mutex;
 const PASS: u64 = 300;
 /// A world in which more happens than this does not end.
 const MOST_EVENTS: u64 = 500_000;
+/// As in `session::connector`, in nanoseconds.
+const NOTE_DELAY: u64 = 100_000_000;
 /// A call may end so much later than its deadline: somebody is in the middle of something.
 const SLACK: Duration = Duration::from_millis(3);
 const TIMEOUT: Duration = Duration::from_millis(TIMEOUT_MS);
@@ -126,6 +128,8 @@ struct World<'a> {
     dialled: BTreeSet<usize>,
     /// Ends of wires that their processes have yet to be given, by wire and end.
     pending: BTreeMap<(usize, usize), SimulatedLink>,
+    /// Notes that were written, with the process of each.
+    notes: Vec<(usize, Note)>,
     processes: Vec<Process>,
     made: BTreeMap<(usize, usize), Made>,
     faults: Vec<Fault>,
@@ -215,7 +219,20 @@ impl<'a> World<'a> {
         let (made, struck) = (BTreeMap::new(), BTreeSet::new());
         let (dialled, pending) = (BTreeSet::new(), BTreeMap::new());
         let (seen, bits) = (Seen::default(), BTreeMap::new());
-        Self { scenario, agenda, wires, dialled, pending, processes, made, faults, struck, seen, bits }
+        Self {
+            scenario,
+            agenda,
+            wires,
+            dialled,
+            pending,
+            notes: Vec::new(),
+            processes,
+            made,
+            faults,
+            struck,
+            seen,
+            bits,
+        }
     }
 
     fn enter(&self, wait: u64, event: Event) {
@@ -282,6 +299,7 @@ impl<'a> World<'a> {
                 self.note_ends(process)?;
             }
             Event::Refused { process, peer } => self.refuse(process, peer),
+            Event::Note { index } => self.deliver(index)?,
         }
         if let Event::Run { process, .. }
         | Event::Refused { process, .. }
@@ -397,6 +415,27 @@ impl<'a> World<'a> {
                 self.enter(wait, Event::Attach { wire, end });
             }
         }
+    }
+
+    /// As `session::connector` sends a note, and the one of its receiver takes it.
+    fn deliver(&mut self, index: usize) -> Result<(), Violation> {
+        let (from, note) = &self.notes[index];
+        let (from, to) = (*from, usize::from(note.to.uuid[0]));
+        let is_reached = self.wire_between(from, to).is_some_and(|wire| {
+            let wire = self.wires[wire].lock();
+            !wire.is_cut() && !wire.is_silent()
+        });
+        let sender = self.processes[from].core.as_ref();
+        if !is_reached || !sender.is_some_and(|core| core.is_note_needed(&note.to.uuid, note.group)) {
+            return Ok(());
+        }
+        if let Some(core) = &mut self.processes[to].core {
+            core.on_note(&card(from).uuid, &note.bytes, clock::now());
+            self.kick(to);
+            self.settle(to);
+            self.note_ends(to)?;
+        }
+        Ok(())
     }
 
     /// Makes both ends of a wire.
@@ -809,8 +848,12 @@ impl<'a> World<'a> {
     fn settle(&mut self, process: usize) {
         let host = &mut self.processes[process];
         let Some(core) = &mut host.core else { return };
-        core.take_completed().into_iter().for_each(|callback| callback());
-        let wanted = core.net.take_wanted();
+        core.take_completed().callbacks.into_iter().for_each(|callback| callback());
+        let (wanted, notes) = (core.net.take_wanted(), core.net.take_notes());
+        for note in notes {
+            self.notes.push((process, note));
+            self.enter(NOTE_DELAY, Event::Note { index: self.notes.len() - 1 });
+        }
         for card in wanted {
             if let Some(wire) = self.wire_between(process, usize::from(card.uuid[0])) {
                 self.enter(0, Event::Dial { wire, process });

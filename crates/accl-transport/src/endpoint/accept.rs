@@ -12,7 +12,7 @@ use rustix::net::SocketFlags;
 use super::identity::{Identity, SHM};
 use super::make::{shm_link, tcp_link};
 use super::stream::{Stream, peer_uid};
-use super::wire::{CONFIRM_BYTES, HELLO_BYTES, Hello, Refusal, Reply, Verdict, confirm_bytes};
+use super::wire::{CONFIRM_BYTES, HELLO_BYTES, Hello, NOTE_BYTES, Note, Refusal, Reply, Verdict, confirm_bytes};
 use crate::fork::Fd;
 use crate::shm::region::{Region, region_bytes};
 use crate::{PROTOCOL_VERSION, Watched};
@@ -21,6 +21,28 @@ use crate::{PROTOCOL_VERSION, Watched};
 const HELLO_TIME: Duration = Duration::from_secs(10);
 /// A peer that has our reply confirms at once, unless it is stopped.
 const CONFIRM_TIME: Duration = Duration::from_secs(60);
+
+/// What answers those that connect.
+pub trait Host {
+    /// What is thought of a peer that greets, as far as links count that were taken.
+    fn stance_to(&mut self, peer: &[u8; 16]) -> Stance;
+
+    /// The answer to a note, in at most 150 bytes; see [`super::Endpoint::send_note`].
+    fn on_note(&mut self, from: &[u8; 16], note: &[u8]) -> String;
+}
+
+/// What this process thinks of a peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stance {
+    /// There is no link to it, and one may be made.
+    Unlinked,
+    /// There is one, which lives as far as is known.
+    Linked,
+    /// It is to wait for the one that is being made.
+    Crossing,
+    /// It has gone, and nothing is wanted of it any more.
+    GivenUp,
+}
 
 /// A link made by a peer, and the peer's identity.
 pub(super) struct Accepted {
@@ -35,6 +57,8 @@ pub(super) struct Incoming {
     since: Instant,
     /// It may be read from: over shared memory that can bring descriptors, so it needs the right user.
     is_known: bool,
+    /// The first bytes of a note.
+    begun: Option<[u8; HELLO_BYTES]>,
     promised: Option<Promised>,
 }
 
@@ -62,7 +86,7 @@ pub(super) fn accept(listener: &Fd, transport: u8, now: Instant) -> Result<Optio
     match Fd::adopt(make) {
         Ok(socket) => {
             let stream = Stream::new(socket);
-            Ok(Some(Incoming { stream, transport, since: now, is_known: false, promised: None }))
+            Ok(Some(Incoming { stream, transport, since: now, is_known: false, begun: None, promised: None }))
         }
         Err(Errno::AGAIN) => Ok(None),
         // Errors of the connection that was queued, not of the listener.
@@ -78,9 +102,9 @@ impl Incoming {
         &self.stream.socket
     }
 
-    /// One look at what has come. `is_crossing` says whether a peer that greets has a link already, or is to wait for ours.
-    pub(super) fn poll(self, me: &Identity, now: Instant, is_crossing: &mut dyn FnMut([u8; 16]) -> bool) -> Step {
-        let step = if self.promised.is_some() { self.conclude() } else { self.greet(me, is_crossing) };
+    /// One look at what has come.
+    pub(super) fn poll(self, me: &Identity, now: Instant, host: &mut dyn Host) -> Step {
+        let step = if self.promised.is_some() { self.conclude() } else { self.greet(me, host) };
         match step {
             Ok(Step::Wait(this)) if now.saturating_duration_since(this.since) > this.limit() => Step::Drop,
             Ok(step) => step,
@@ -102,20 +126,26 @@ impl Incoming {
         if self.promised.is_some() { CONFIRM_TIME } else { HELLO_TIME }
     }
 
-    fn greet(mut self, me: &Identity, is_crossing: &mut dyn FnMut([u8; 16]) -> bool) -> Result<Step, String> {
+    fn greet(mut self, me: &Identity, host: &mut dyn Host) -> Result<Step, String> {
         if !self.is_known {
             if let Some(why) = self.is_refused(me)? {
                 return self.refuse(Verdict::Refused, 0, me, why);
             }
             self.is_known = true;
         }
+        if let Some(first) = self.begun {
+            return self.read_note(&first, me, host);
+        }
+        let is_note = |bytes: &[u8]| Note::check_prefix(bytes).is_ok();
         let hello = match self.stream.read::<HELLO_BYTES>()? {
+            Some(first) if is_note(&first) => return self.read_note(&first, me, host),
             Some(bytes) => Hello::parse(&bytes).map(Some),
+            None if is_note(self.stream.prefix()) => Ok(None),
             None => Hello::check_prefix(self.stream.prefix()).map(|()| None),
         };
         match hello {
             Ok(None) => Ok(Step::Wait(self)),
-            Ok(Some(hello)) => self.answer(&hello, me, is_crossing),
+            Ok(Some(hello)) => self.answer(&hello, me, host),
             Err(Refusal::Stranger) => Err("a stranger".to_owned()),
             Err(Refusal::Version(version)) => self.refuse(
                 Verdict::Refused,
@@ -124,6 +154,23 @@ impl Incoming {
                 format!("it has protocol version {PROTOCOL_VERSION}, this process {version}"),
             ),
         }
+    }
+
+    /// Answers a note once it is there, and is done.
+    fn read_note(mut self, first: &[u8; HELLO_BYTES], me: &Identity, host: &mut dyn Host) -> Result<Step, String> {
+        let Some(rest) = self.stream.read::<{ NOTE_BYTES - HELLO_BYTES }>()? else {
+            self.begun = Some(*first);
+            return Ok(Step::Wait(self));
+        };
+        let mut bytes = [0; NOTE_BYTES];
+        bytes[..HELLO_BYTES].copy_from_slice(first);
+        bytes[HELLO_BYTES..].copy_from_slice(&rest);
+        let note = Note::parse(&bytes).map_err(|_| "a stranger".to_owned())?;
+        if note.to != me.uuid {
+            return self.refuse(Verdict::NotHere, 0, me, "another process listens there".to_owned());
+        }
+        let answer = host.on_note(&note.from, &note.text);
+        self.refuse(Verdict::Accepted, 0, me, answer)
     }
 
     /// Why nothing of this connection is read, if so: the kernel hands over descriptors with the first bytes.
@@ -135,20 +182,21 @@ impl Incoming {
         Ok((uid != me.uid).then(|| format!("it belongs to user {}, this process to user {uid}", me.uid)))
     }
 
-    fn answer(
-        mut self,
-        hello: &Hello,
-        me: &Identity,
-        is_crossing: &mut dyn FnMut([u8; 16]) -> bool,
-    ) -> Result<Step, String> {
+    fn answer(mut self, hello: &Hello, me: &Identity, host: &mut dyn Host) -> Result<Step, String> {
         if hello.to != me.uuid {
             return self.refuse(Verdict::NotHere, hello.nonce, me, "another process listens there".to_owned());
         }
         if hello.transport != self.transport || hello.from == me.uuid {
             return self.refuse(Verdict::Refused, hello.nonce, me, "the handshake makes no sense there".to_owned());
         }
-        if is_crossing(hello.from) {
-            return self.refuse(Verdict::Crossing, hello.nonce, me, "it connects itself".to_owned());
+        match host.stance_to(&hello.from) {
+            Stance::Unlinked => {}
+            Stance::Linked | Stance::Crossing => {
+                return self.refuse(Verdict::Crossing, hello.nonce, me, "it connects itself".to_owned());
+            }
+            Stance::GivenUp => {
+                return self.refuse(Verdict::GivenUp, hello.nonce, me, "it has given this process up".to_owned());
+            }
         }
         let shared = match self.take_shared(hello, me) {
             Ok(shared) => shared,
@@ -193,6 +241,7 @@ impl Incoming {
         Ok(Some((region, event)))
     }
 
+    /// The only answer to this connection.
     fn refuse(self, verdict: Verdict, nonce: u64, me: &Identity, why: String) -> Result<Step, String> {
         let max_payload_bytes = me.max_payload_bytes as u32;
         let reply = Reply { verdict, nonce, own_nonce: 0, max_payload_bytes, why: why.clone() };

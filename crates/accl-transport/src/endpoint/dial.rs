@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
 use super::identity::{Identity, SHM, TCP};
-use super::make::{shm_link, tcp_link};
+use super::make::{keep_alive, shm_link, tcp_link};
 use super::stream::{Stream, peer_uid};
 use super::warnings::Trouble;
 use super::wire::{Hello, REPLY_BYTES, Refusal, Reply, Verdict, confirm_bytes};
@@ -45,8 +45,11 @@ pub(super) enum Progress {
     Waits,
     /// A link, and what went wrong before.
     Done(Box<dyn Watched>, Option<Trouble>),
-    /// There is no use in going on, for this reason.
-    Unreachable(String),
+    /// There is no use in going on, for this reason; nobody listens there any more, or somebody may.
+    Unreachable {
+        why: String,
+        has_ended: bool,
+    },
 }
 
 /// The efforts to reach one peer.
@@ -62,8 +65,10 @@ pub(super) struct Dial {
     pub(super) asked: Option<Instant>,
     /// It is not given up because nothing comes from there.
     pub(super) is_patient: bool,
-    /// In this round some way was refused, and none failed in a way that may pass.
+    /// In this round some way was refused.
     is_refused: bool,
+    /// And some failed in a way that may pass.
+    may_pass: bool,
     /// Rounds in a row of which that is so.
     rounds_refused: u32,
     /// The last refusal, for the list of the missing.
@@ -93,9 +98,11 @@ enum Outcome {
 }
 
 /// Why an attempt has failed.
-enum Failed {
+pub(super) enum Failed {
     /// The peer has a link to us, or makes one.
     Crossing,
+    /// The peer takes this process for gone.
+    GivenUp(String),
     /// Nobody, or somebody else, listens there.
     Refused(String),
     /// What may pass.
@@ -109,6 +116,14 @@ impl From<String> for Failed {
 }
 
 impl Failed {
+    /// As a clause.
+    pub(super) fn text(self) -> String {
+        match self {
+            Self::Crossing => "it connects itself".to_owned(),
+            Self::GivenUp(why) | Self::Refused(why) | Self::Other(why) => why,
+        }
+    }
+
     /// Of a system call that connects.
     fn of_connecting(why: Errno) -> Self {
         let text = format!("no connection: {why}");
@@ -147,6 +162,7 @@ impl Dial {
             asked: None,
             is_patient: false,
             is_refused: false,
+            may_pass: false,
             rounds_refused: 0,
             why: String::new(),
             shm_trouble: None,
@@ -184,7 +200,9 @@ impl Dial {
         self.attempts.clear();
         self.left = self.ways.iter().copied().collect();
         self.retry_at = Some(now + RETRY);
-        (self.is_refused, self.rounds_refused) = (false, 0);
+        // It lives.
+        self.since = now;
+        (self.is_refused, self.may_pass, self.rounds_refused) = (false, false, 0);
     }
 
     /// One look at everything that is under way; starts what is due.
@@ -205,15 +223,21 @@ impl Dial {
                     self.stand_back(now);
                     return Progress::Waits;
                 }
+                // In a group that is being made it takes this process for new before long.
+                Err(Failed::GivenUp(why)) if !self.is_patient => {
+                    return Progress::Unreachable { why, has_ended: false };
+                }
+                Err(Failed::GivenUp(why)) => self.note(way, Failed::Other(why)),
                 Err(why) => self.note(way, why),
             }
         }
         self.start_what_is_due(me, settings, now);
         if self.rounds_refused >= ROUNDS_REFUSED {
-            return Progress::Unreachable(format!("its process has ended: {}", self.why));
+            return Progress::Unreachable { why: format!("its process has ended: {}", self.why), has_ended: true };
         }
         if !self.is_patient && !self.has_greeted() && now.saturating_duration_since(self.since) >= GIVE_UP {
-            return Progress::Unreachable(format!("no link to it within {} s: {}", GIVE_UP.as_secs(), self.state()));
+            let why = format!("no link to it within {} s: {}", GIVE_UP.as_secs(), self.state());
+            return Progress::Unreachable { why, has_ended: false };
         }
         Progress::Waits
     }
@@ -224,8 +248,11 @@ impl Dial {
                 self.is_refused = true;
                 why
             }
-            Failed::Other(why) => why,
-            Failed::Crossing => return,
+            Failed::Other(why) => {
+                self.may_pass = true;
+                why
+            }
+            Failed::Crossing | Failed::GivenUp(_) => return,
         };
         match way {
             Way::Shm => {
@@ -261,7 +288,8 @@ impl Dial {
 
     /// All ways have failed: they are tried again after a pause.
     fn end_round(&mut self, now: Instant) {
-        self.rounds_refused = if std::mem::take(&mut self.is_refused) { self.rounds_refused + 1 } else { 0 };
+        let (is_refused, may_pass) = (std::mem::take(&mut self.is_refused), std::mem::take(&mut self.may_pass));
+        self.rounds_refused = if is_refused && !may_pass { self.rounds_refused + 1 } else { 0 };
         self.retry_at = Some(now + RETRY);
         self.left.extend(&self.ways);
     }
@@ -302,7 +330,7 @@ fn create_region(wanted: usize, settings: &Settings, budget: &Budget) -> Result<
     }
 }
 
-fn connect_unix(name: &str) -> Result<Fd, Failed> {
+pub(super) fn connect_unix(name: &str) -> Result<Fd, Failed> {
     let address =
         SocketAddrUnix::new_abstract_name(name.as_bytes()).map_err(|why| format!("its socket's name: {why}"))?;
     let socket = new_socket(AddressFamily::UNIX)?;
@@ -314,15 +342,29 @@ fn connect_unix(name: &str) -> Result<Fd, Failed> {
 }
 
 fn start_tcp(address: SocketAddr, me: &Identity, now: Instant) -> Result<Attempt, Failed> {
+    let stream = Stream::new(connect_tcp(address)?);
+    let way = Way::Tcp(address);
+    Ok(Attempt { way, stream, stage: Stage::Connecting, since: now, nonce: me.nonce(), region: None })
+}
+
+/// Begins to connect; see [`is_connected`].
+pub(super) fn connect_tcp(address: SocketAddr) -> Result<Fd, Failed> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let socket = new_socket(family)?;
+    keep_alive(&socket);
     match rustix::net::connect(&socket, &address) {
         Ok(()) | Err(Errno::INPROGRESS | Errno::INTR) => {}
         Err(why) => return Err(Failed::of_connecting(why)),
     }
-    let stream = Stream::new(socket);
-    let way = Way::Tcp(address);
-    Ok(Attempt { way, stream, stage: Stage::Connecting, since: now, nonce: me.nonce(), region: None })
+    Ok(socket)
+}
+
+/// Whether a socket that connects has done so.
+pub(super) fn is_connected(socket: &Fd) -> Result<bool, Failed> {
+    match sockopt::socket_error(socket) {
+        Ok(Ok(())) => Ok(rustix::net::getpeername(socket).is_ok()),
+        Ok(Err(why)) | Err(why) => Err(Failed::of_connecting(why)),
+    }
 }
 
 fn new_socket(family: AddressFamily) -> Result<Fd, String> {
@@ -345,7 +387,7 @@ impl Attempt {
 
     fn poll(mut self, card: &Card, me: &Identity, settings: &Settings) -> Result<Outcome, Failed> {
         if self.stage == Stage::Connecting {
-            if !self.is_connected()? {
+            if !is_connected(&self.stream.socket)? {
                 return Ok(Outcome::Wait(self));
             }
             self.stream.write(&me.hello(TCP, card.uuid, self.nonce, 0).to_bytes(), &[])?;
@@ -361,6 +403,7 @@ impl Attempt {
             Verdict::Refused => return Err(Failed::Other(reply.why)),
             Verdict::Crossing => return Err(Failed::Crossing),
             Verdict::NotHere => return Err(Failed::Refused(reply.why)),
+            Verdict::GivenUp => return Err(Failed::GivenUp(reply.why)),
         }
         let max_payload_bytes = reply.max_payload_bytes as usize;
         if reply.nonce != self.nonce || max_payload_bytes > settings.max_payload_bytes() {
@@ -377,13 +420,6 @@ impl Attempt {
             (Some(_), None) | (None, _) => tcp_link(socket, max_payload_bytes, &peer),
         }))
     }
-
-    fn is_connected(&self) -> Result<bool, Failed> {
-        match sockopt::socket_error(&self.stream.socket) {
-            Ok(Ok(())) => Ok(rustix::net::getpeername(&self.stream.socket).is_ok()),
-            Ok(Err(why)) | Err(why) => Err(Failed::of_connecting(why)),
-        }
-    }
 }
 
 impl Identity {
@@ -399,5 +435,55 @@ impl Identity {
             ring_bytes,
             hostname: self.hostname.clone(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WAY: Way = Way::Tcp(SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 1));
+
+    fn dial(now: Instant) -> Dial {
+        let card = |uuid| Card {
+            version: PROTOCOL_VERSION,
+            uuid: [uuid; 16],
+            pid: 1,
+            uid: 2,
+            hostname: "host".to_owned(),
+            host_id: "host".to_owned(),
+            addresses: Vec::new(),
+            unix_name: String::new(),
+            transports: vec!["tcp".to_owned()],
+        };
+        Dial::new(&card(1), &card(2), now, Duration::ZERO)
+    }
+
+    fn round(dial: &mut Dial, failures: impl IntoIterator<Item = Failed>, now: Instant) -> u32 {
+        failures.into_iter().for_each(|why| dial.note(WAY, why));
+        dial.end_round(now);
+        dial.rounds_refused
+    }
+
+    #[test]
+    fn a_peer_of_which_one_way_is_refused_and_another_may_do_has_not_ended() {
+        let now = Instant::now();
+        let refused = || Failed::Refused("refused".to_owned());
+        let passing = || Failed::Other("no route".to_owned());
+        let mut dial = dial(now);
+        assert_eq!(round(&mut dial, [refused(), passing()], now), 0);
+        assert_eq!(round(&mut dial, [passing(), refused()], now), 0);
+        assert_eq!(round(&mut dial, [refused(), refused()], now), 1);
+        assert_eq!(round(&mut dial, [refused(), passing()], now), 0);
+        assert_eq!(round(&mut dial, [refused()], now), 1);
+        assert_eq!(round(&mut dial, [refused()], now), ROUNDS_REFUSED);
+    }
+
+    #[test]
+    fn an_effort_that_stood_back_for_its_peer_has_its_time_again() {
+        let begin = Instant::now();
+        let mut dial = dial(begin);
+        dial.stand_back(begin + 2 * GIVE_UP);
+        assert_eq!(dial.since, begin + 2 * GIVE_UP);
     }
 }

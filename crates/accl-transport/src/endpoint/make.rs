@@ -25,15 +25,19 @@ pub(super) fn shm_link(
     Box::new(ShmLink::new(Parts { region, side, socket, peer_event, peer_process, max_payload_bytes, peer }))
 }
 
-/// Keep-alive finds within half a minute that a host vanished while nothing was under way to it. Otherwise the system repeats
-/// what is under way for a quarter of an hour and sends no probes of keep-alive: see `Link::answers`.
-pub(super) fn tcp_link(socket: Fd, max_payload_bytes: usize, peer: &str) -> Box<dyn Watched> {
+/// Keep-alive finds within half a minute that a host vanished while nothing was under way to it, also during the handshake.
+/// Otherwise the system repeats what is under way for a quarter of an hour and sends no probes of keep-alive: see `Link::answers`.
+pub(super) fn keep_alive(socket: &Fd) {
     // These options make the link better but are not needed for it to work.
+    let _ = sockopt::set_socket_keepalive(socket, true);
+    let _ = sockopt::set_tcp_keepidle(socket, Duration::from_secs(10));
+    let _ = sockopt::set_tcp_keepintvl(socket, Duration::from_secs(5));
+    let _ = sockopt::set_tcp_keepcnt(socket, 4);
+}
+
+pub(super) fn tcp_link(socket: Fd, max_payload_bytes: usize, peer: &str) -> Box<dyn Watched> {
     let _ = sockopt::set_tcp_nodelay(&socket, true);
-    let _ = sockopt::set_socket_keepalive(&socket, true);
-    let _ = sockopt::set_tcp_keepidle(&socket, Duration::from_secs(10));
-    let _ = sockopt::set_tcp_keepintvl(&socket, Duration::from_secs(5));
-    let _ = sockopt::set_tcp_keepcnt(&socket, 4);
+    keep_alive(&socket);
     let remote = getpeername(&socket).ok().flatten();
     let place = format!("{} -> {} ({peer})", show(getsockname(&socket).ok()), show(remote));
     Box::new(TcpLink::new(socket, max_payload_bytes, place))

@@ -11,6 +11,7 @@ mod accept;
 mod dial;
 mod identity;
 mod make;
+mod note;
 mod stream;
 mod warnings;
 mod wire;
@@ -34,10 +35,13 @@ use crate::loopback;
 use crate::shm::budget::Budget;
 use crate::{Card, PROTOCOL_VERSION, Settings, TRANSPORTS, Waker, Watched, descriptors, host, net};
 
+pub use accept::{Host, Stance};
 use accept::{Incoming, Step};
 use dial::{Dial, Progress};
 use identity::{Identity, SHM, TCP};
+use note::Letter;
 use warnings::Warnings;
+pub use wire::MAX_NOTE_BYTES;
 
 /// How often `interrupted` is asked, and the longest sleep while anything is under way.
 const TURN: Duration = Duration::from_millis(50);
@@ -63,6 +67,17 @@ pub struct Missing {
     pub index: usize,
     /// Why, as a clause: `no connection from it yet`, `connection refused (10.0.0.2:4000)`.
     pub why: String,
+}
+
+/// A peer to which there will be no link.
+#[derive(Clone, Debug)]
+pub struct Unreachable {
+    /// Who it is.
+    pub peer: Card,
+    /// Why not.
+    pub error: Error,
+    /// Nobody listens there any more: its process is ending, or has ended.
+    pub has_ended: bool,
 }
 
 /// Who wants a link.
@@ -94,8 +109,11 @@ pub struct Endpoint {
     incoming: Vec<Incoming>,
     /// Efforts to reach peers, by their identity.
     dials: HashMap<[u8; 16], Dial>,
+    /// Notes under way, and what came of others: by the number that their sender gave.
+    letters: Vec<Letter>,
+    replies: Vec<(u64, std::result::Result<String, String>)>,
     /// Peers that were given up, and why, until somebody asks.
-    unreachable: Vec<(Card, Error)>,
+    unreachable: Vec<Unreachable>,
     /// Descriptors of links that are wanted since there was last looked whether so many are allowed.
     unchecked_fds: usize,
     /// Links that are not asked for yet, by the peer's identity.
@@ -178,6 +196,8 @@ impl Endpoint {
             listeners,
             incoming: Vec::new(),
             dials: HashMap::new(),
+            letters: Vec::new(),
+            replies: Vec::new(),
             unreachable: Vec::new(),
             unchecked_fds: 0,
             kept: HashMap::new(),
@@ -222,11 +242,18 @@ impl Endpoint {
         }
     }
 
-    /// One look at everything that is under way; never blocks. `is_linked` says whether a peer has a link that was taken and
-    /// lives.
-    pub fn turn(&mut self, now: Instant, is_linked: &mut dyn FnMut(&[u8; 16]) -> bool) {
-        self.take_incoming(now, is_linked);
+    /// One look at everything that is under way; never blocks. `host` answers those that connect.
+    pub fn turn(&mut self, now: Instant, host: &mut dyn Host) {
+        self.take_incoming(now, host);
         self.go_on_dialling(now);
+        let Self { me, letters, replies, .. } = self;
+        letters.retain_mut(|letter| match letter.poll(me, now) {
+            Some(reply) => {
+                replies.push((letter.token, reply));
+                false
+            }
+            None => true,
+        });
     }
 
     /// The peers to which there are links that nobody has taken.
@@ -242,8 +269,24 @@ impl Endpoint {
         Some(link)
     }
 
+    /// Begins to send a note to a process that may look at no link: it is answered by whoever makes links there. What comes of it is
+    /// in [`Endpoint::take_replies`] under this number. A note has at most [`MAX_NOTE_BYTES`].
+    pub fn send_note(&mut self, peer: &Card, note: &[u8], number: u64, now: Instant) {
+        self.letters.push(Letter::new(&self.card, peer, note, number, now));
+    }
+
+    /// The answers to notes that have come, or why there will be none.
+    pub fn take_replies(&mut self) -> Vec<(u64, std::result::Result<String, String>)> {
+        std::mem::take(&mut self.replies)
+    }
+
+    /// Ends a link that nobody is going to take, and its peer learns of it.
+    pub fn drop_link(&mut self, peer: &[u8; 16]) {
+        self.kept.remove(peer);
+    }
+
     /// Wanted peers to which there will be no link, and why: their process has ended, or none of their ways leads there.
-    pub fn take_unreachable(&mut self) -> Vec<(Card, Error)> {
+    pub fn take_unreachable(&mut self) -> Vec<Unreachable> {
         std::mem::take(&mut self.unreachable)
     }
 
@@ -255,7 +298,8 @@ impl Endpoint {
     /// Sleeps until something has come for [`Endpoint::turn`], `wake` is written to, or the time is up (`None`: for ever, but
     /// never long while a link is being made).
     pub fn sleep(&self, wake: &Waker, at_most: Option<Duration>) {
-        let is_busy = self.starved || !self.dials.is_empty() || !self.incoming.is_empty();
+        let is_under_way = !self.dials.is_empty() || !self.incoming.is_empty() || !self.letters.is_empty();
+        let is_busy = self.starved || is_under_way;
         let at_most = if is_busy { Some(at_most.unwrap_or(TURN).min(TURN)) } else { at_most };
         self.sleep_on(Some(wake.as_fd()), at_most);
     }
@@ -292,7 +336,7 @@ impl Endpoint {
         let mut asked = begin;
         loop {
             let now = Instant::now();
-            self.turn(now, &mut |_| false);
+            self.turn(now, &mut Alone);
             for (peer, place) in peers.iter().zip(&mut links).filter(|(_, place)| place.is_none()) {
                 *place = self.take_link(&peer.uuid);
             }
@@ -340,7 +384,7 @@ impl Endpoint {
     }
 
     /// Accepts what is queued and moves every handshake on.
-    fn take_incoming(&mut self, now: Instant, is_linked: &mut dyn FnMut(&[u8; 16]) -> bool) {
+    fn take_incoming(&mut self, now: Instant, host: &mut dyn Host) {
         self.starved = false;
         for (transport, listener) in &self.listeners {
             for _ in 0..MAX_ACCEPTS {
@@ -361,30 +405,18 @@ impl Endpoint {
             }
         }
         let Self { me, dials, kept, departed, incoming, .. } = self;
-        let mut is_crossing = |from: [u8; 16]| {
-            // One that its peer has given up makes room for the next.
-            let has_link = kept.get_mut(&from).is_some_and(|link| link.check_peer().is_ok());
-            if has_link || is_linked(&from) {
-                return true;
-            }
-            let Some(dial) = dials.get_mut(&from) else { return false };
-            let mine_counts = me.uuid < from && dial.has_greeted();
-            if !mine_counts {
-                dial.stand_back(now);
-            }
-            mine_counts
-        };
-        let mut done = Vec::new();
-        for handshake in std::mem::take(incoming) {
-            match handshake.poll(me, now, &mut is_crossing) {
+        // Those that were promised a link come first: whether they have it matters to those that greet.
+        let (promised, greeting): (Vec<_>, Vec<_>) =
+            std::mem::take(incoming).into_iter().partition(Incoming::is_promised);
+        for handshake in promised.into_iter().chain(greeting) {
+            match handshake.poll(me, now, &mut Doorkeeper { me: &me.uuid, now, dials, kept, host }) {
                 Step::Wait(handshake) => incoming.push(handshake),
-                Step::Done(accepted) => done.push(accepted),
+                Step::Done(accepted) => {
+                    departed.remove(&accepted.from);
+                    kept.insert(accepted.from, accepted.link);
+                }
                 Step::Drop => {}
             }
-        }
-        for accepted in done {
-            departed.remove(&accepted.from);
-            kept.insert(accepted.from, accepted.link);
         }
         self.drop_strangers();
     }
@@ -439,9 +471,13 @@ impl Endpoint {
                     false
                 }
                 // Who asks again and again has a deadline.
-                Progress::Unreachable(_) if dial.asked.is_some() => true,
-                Progress::Unreachable(why) => {
-                    unreachable.push((dial.peer().clone(), Error::peer_lost(why)));
+                Progress::Unreachable { .. } if dial.asked.is_some() => true,
+                Progress::Unreachable { why, has_ended } => {
+                    unreachable.push(Unreachable {
+                        peer: dial.peer().clone(),
+                        error: Error::peer_lost(why),
+                        has_ended,
+                    });
                     false
                 }
             }
@@ -494,12 +530,58 @@ impl Endpoint {
             .dials
             .values()
             .flat_map(Dial::sockets)
+            .chain(self.letters.iter().filter_map(Letter::socket))
             .map(|(fd, connecting)| PollFd::new(fd, if connecting { PollFlags::OUT } else { PollFlags::IN }));
         let wake = wake.map(|wake| PollFd::from_borrowed_fd(wake, PollFlags::IN));
         let mut fds: Vec<_> = listening.chain(greeting).chain(calling).chain(wake).collect();
         let timeout = at_most.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
         // A signal ends the sleep early, which is as well.
         let _ = poll(&mut fds, timeout.as_ref());
+    }
+}
+
+/// What answers those that connect, with what an endpoint knows besides.
+struct Doorkeeper<'a> {
+    me: &'a [u8; 16],
+    now: Instant,
+    dials: &'a mut HashMap<[u8; 16], Dial>,
+    kept: &'a mut HashMap<[u8; 16], Box<dyn Watched>>,
+    host: &'a mut dyn Host,
+}
+
+impl Host for Doorkeeper<'_> {
+    fn stance_to(&mut self, from: &[u8; 16]) -> Stance {
+        // One that its peer has given up makes room for the next.
+        if self.kept.get_mut(from).is_some_and(|link| link.check_peer().is_ok()) {
+            return Stance::Linked;
+        }
+        match self.host.stance_to(from) {
+            Stance::Unlinked => {}
+            other => return other,
+        }
+        let Some(dial) = self.dials.get_mut(from) else { return Stance::Unlinked };
+        if self.me < from && dial.has_greeted() {
+            return Stance::Crossing;
+        }
+        dial.stand_back(self.now);
+        Stance::Unlinked
+    }
+
+    fn on_note(&mut self, from: &[u8; 16], note: &[u8]) -> String {
+        self.host.on_note(from, note)
+    }
+}
+
+/// What answers in [`Endpoint::connect`]: links were not taken, and nobody has anything to say.
+struct Alone;
+
+impl Host for Alone {
+    fn stance_to(&mut self, _peer: &[u8; 16]) -> Stance {
+        Stance::Unlinked
+    }
+
+    fn on_note(&mut self, _from: &[u8; 16], _note: &[u8]) -> String {
+        String::new()
     }
 }
 

@@ -9,13 +9,19 @@ use crate::PROTOCOL_VERSION;
 pub(super) const HELLO_BYTES: usize = 128;
 pub(super) const REPLY_BYTES: usize = 192;
 pub(super) const CONFIRM_BYTES: usize = 24;
+/// Begins as a hello does, so that as many bytes of either can be read.
+pub(super) const NOTE_BYTES: usize = 1280;
+/// Most bytes that a note says.
+pub const MAX_NOTE_BYTES: usize = NOTE_BYTES - NOTE_TEXT_AT;
 
 const HELLO_MARK: &[u8; 8] = b"\x7faccl>\r\n";
 const REPLY_MARK: &[u8; 8] = b"\x7faccl<\r\n";
 const CONFIRM_MARK: &[u8; 8] = b"\x7faccl!\r\n";
+const NOTE_MARK: &[u8; 8] = b"\x7faccl?\r\n";
 const VERSIONED_BYTES: usize = 12;
 const HELLO_NAME_AT: usize = 72;
 const REPLY_TEXT_AT: usize = 40;
+const NOTE_TEXT_AT: usize = 48;
 
 /// What can be wrong with received bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -75,6 +81,41 @@ impl Hello {
     }
 }
 
+/// A message to a process that may look at no link, answered by a [`Reply`] whose text is the answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Note {
+    pub(super) from: [u8; 16],
+    /// As in [`Hello`].
+    pub(super) to: [u8; 16],
+    /// What it says: at most [`MAX_NOTE_BYTES`], and the rest is cut.
+    pub(super) text: Vec<u8>,
+}
+
+impl Note {
+    pub(super) fn to_bytes(&self) -> [u8; NOTE_BYTES] {
+        let mut out = [0; NOTE_BYTES];
+        start(&mut out, NOTE_MARK);
+        let len = self.text.len().min(MAX_NOTE_BYTES);
+        out[12..14].copy_from_slice(&(len as u16).to_le_bytes());
+        out[16..32].copy_from_slice(&self.from);
+        out[32..48].copy_from_slice(&self.to);
+        out[NOTE_TEXT_AT..NOTE_TEXT_AT + len].copy_from_slice(&self.text[..len]);
+        out
+    }
+
+    pub(super) fn parse(bytes: &[u8; NOTE_BYTES]) -> Result<Note, Refusal> {
+        check_start(bytes, NOTE_MARK)?;
+        let len = usize::from(u16::from_le_bytes(array(bytes, 12))).min(MAX_NOTE_BYTES);
+        let text = bytes[NOTE_TEXT_AT..NOTE_TEXT_AT + len].to_vec();
+        Ok(Note { from: array(bytes, 16), to: array(bytes, 32), text })
+    }
+
+    /// As [`Hello::check_prefix`].
+    pub(super) fn check_prefix(bytes: &[u8]) -> Result<(), Refusal> {
+        check_start(bytes, NOTE_MARK)
+    }
+}
+
 /// What the accepting side says to a hello.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
@@ -85,11 +126,14 @@ pub(super) enum Verdict {
     Crossing,
     /// Another process listens there.
     NotHere,
+    /// It takes the process that greets for gone, and goes on without it.
+    GivenUp,
 }
 
 impl Verdict {
     /// Every verdict, in code order.
-    const ALL: [Verdict; 4] = [Verdict::Accepted, Verdict::Refused, Verdict::Crossing, Verdict::NotHere];
+    const ALL: [Verdict; 5] =
+        [Verdict::Accepted, Verdict::Refused, Verdict::Crossing, Verdict::NotHere, Verdict::GivenUp];
 
     /// Whatever a later version has is a refusal.
     fn from_code(code: u8) -> Verdict {
@@ -191,10 +235,12 @@ mod tests {
         #[test]
         fn messages_come_back_as_they_went(
             transport: u8, from: [u8; 16], to: [u8; 16], nonce: u64, pid: u32, max_payload_bytes: u32, ring_bytes: u64,
-            hostname in "[a-z]{0,50}", why in "[ -~]{0,150}", own_nonce: u64, code in 0..4u8,
+            hostname in "[a-z]{0,50}", why in "[ -~]{0,150}", own_nonce: u64, code in 0..5u8,
         ) {
             let hello = Hello { transport, from, to, nonce, pid, max_payload_bytes, ring_bytes, hostname };
             prop_assert_eq!(Hello::parse(&hello.to_bytes()).unwrap(), hello);
+            let note = Note { from, to, text: why.clone().into_bytes() };
+            prop_assert_eq!(Note::parse(&note.to_bytes()).unwrap(), note);
             let reply = Reply { verdict: Verdict::from_code(code), nonce, own_nonce, max_payload_bytes, why };
             prop_assert_eq!(Reply::parse(&reply.to_bytes()).unwrap(), reply);
         }
@@ -229,6 +275,7 @@ mod tests {
             format!("reply {}", hex(&reply.to_bytes())),
             format!("verdicts {}", Verdict::ALL.map(|verdict| format!("{verdict:?} {}", verdict as u8)).join(", ")),
             format!("confirm {}", hex(&confirm_bytes(9))),
+            format!("note {}", hex(&Note { from: hello.from, to: hello.to, text: b"why".to_vec() }.to_bytes()[..64])),
             format!("signature {}", hex(&signature.to_bytes())),
             format!("cause {}", hex(&cause.to_bytes(64))),
         ];

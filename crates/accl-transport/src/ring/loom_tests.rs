@@ -159,7 +159,7 @@ fn exchange_growing(
                 receive(&for_reader, &mut reader, i as u8, len);
             }
         });
-        let mut writer = Writer::new(shared.clone());
+        let mut writer = Writer::new(shared.clone(), 100);
         for (i, &len) in lens.iter().enumerate() {
             send(&shared, &mut writer, i as u8, len);
         }

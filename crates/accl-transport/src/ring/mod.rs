@@ -35,6 +35,8 @@ const LEN_BITS: u32 = 28;
 pub(crate) const MAX_PAYLOAD_BYTES: usize = (1 << LEN_BITS) - 1;
 /// How much larger a window grows at once, as a shift.
 const GROWTH: u32 = 2;
+/// A larger window that was refused is asked for again after so many frames.
+const FRAMES_TO_ASK_AGAIN: u64 = 1024;
 
 /// The counter of one direction, alone on two cache lines (prefetchers fetch pairs).
 #[repr(C)]
@@ -84,7 +86,7 @@ pub(crate) unsafe trait Memory {
         self.data_bytes()
     }
     /// Sees to it that the data from one offset to another can be written. `false`: it stays as it is.
-    fn grow(&self, _from: usize, _to: usize) -> bool {
+    fn grow(&self, _from: usize, _to: usize, _demand: Demand) -> bool {
         true
     }
     /// The word at the start of a slot.
@@ -102,9 +104,23 @@ pub(crate) unsafe trait Memory {
     fn note_read(&self, _slot: usize, _at: usize, _len: usize) {}
 }
 
-/// The other side left the counter or a word in a state that the protocol excludes.
+/// Why a ring can be used no more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Corrupt;
+pub(crate) enum Broken {
+    /// The other side left the counter or a word in a state that the protocol excludes.
+    Corrupt,
+    /// The system has no memory for as much of it as the longest payload needs.
+    Exhausted,
+}
+
+/// How much depends on a larger window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Demand {
+    /// The longest payload would not always find room without.
+    Needed,
+    /// More would be under way at a time.
+    Wished,
+}
 
 /// Bytes of the data that a payload takes up.
 #[inline]
@@ -180,8 +196,10 @@ pub(crate) struct Writer<M> {
     count: u64,
     place: Cursor,
     window: Window,
-    /// There was no memory for a larger window.
-    is_refused: bool,
+    /// As large a window is always had, or the ring is of no use.
+    least_bytes: usize,
+    /// Frames so far when there was no memory to spare for a larger window.
+    refused_at: Option<u64>,
     /// The reader's counter when it was last looked at. Looking again costs a cache miss, so only when room is short.
     taken: u64,
     /// Bytes of the data that went with those frames.
@@ -192,8 +210,8 @@ pub(crate) struct Writer<M> {
 }
 
 impl<M: Memory> Writer<M> {
-    /// A writer over a fresh ring.
-    pub(crate) fn new(memory: M) -> Self {
+    /// A writer over a fresh ring, of payloads up to `max_payload_bytes`.
+    pub(crate) fn new(memory: M, max_payload_bytes: usize) -> Self {
         assert!(memory.slot_count().is_power_of_two() && memory.slot_count() <= SLOTS, "see Memory");
         let window = Window::new(&memory, 0);
         Self {
@@ -201,7 +219,8 @@ impl<M: Memory> Writer<M> {
             count: 0,
             place: Cursor::START,
             window,
-            is_refused: false,
+            least_bytes: min_data_bytes(max_payload_bytes),
+            refused_at: None,
             taken: 0,
             freed: 0,
             ends: [0; SLOTS],
@@ -217,9 +236,9 @@ impl<M: Memory> Writer<M> {
     /// Finds a place for a frame with a payload of `len` bytes; the caller has checked that `len` is at most the ring's
     /// longest.
     #[inline]
-    pub(crate) fn reserve(&mut self, len: usize) -> Result<bool, Corrupt> {
+    pub(crate) fn reserve(&mut self, len: usize) -> Result<bool, Broken> {
         while !self.find_room(len)? {
-            if !self.grow() {
+            if !self.grow()? {
                 return Ok(false);
             }
         }
@@ -228,7 +247,7 @@ impl<M: Memory> Writer<M> {
 
     /// Reserves a place in the window as it is.
     #[inline]
-    fn find_room(&mut self, len: usize) -> Result<bool, Corrupt> {
+    fn find_room(&mut self, len: usize) -> Result<bool, Broken> {
         let need = data_bytes(len);
         let (at, next) = self.place.fit(need, self.window.bytes);
         let has_room = self.has_room(need, next)?;
@@ -248,20 +267,28 @@ impl<M: Memory> Writer<M> {
         // What is under way ends at this side's place, and does not go round the window's end.
         let in_one_piece = self.place.count - self.freed <= self.place.offset as u64;
         let has_slot = self.count - self.taken < self.memory.slot_count() as u64;
-        in_one_piece && has_slot && !self.is_refused && self.window.bytes < self.memory.data_bytes()
+        let may_ask = self.refused_at.is_none_or(|refused_at| self.count - refused_at >= FRAMES_TO_ASK_AGAIN);
+        in_one_piece && has_slot && may_ask && self.window.bytes < self.memory.data_bytes()
     }
 
     #[cold]
-    fn grow(&mut self) -> bool {
+    fn grow(&mut self) -> Result<bool, Broken> {
         if !self.may_grow() {
-            return false;
+            return Ok(false);
         }
         let larger = Window::new(&self.memory, self.window.level + 1);
-        self.is_refused = !self.memory.grow(self.window.bytes, larger.bytes);
-        if !self.is_refused {
+        let demand = if self.window.bytes < self.least_bytes { Demand::Needed } else { Demand::Wished };
+        if self.memory.grow(self.window.bytes, larger.bytes, demand) {
             self.window = larger;
+            return Ok(true);
         }
-        !self.is_refused
+        match demand {
+            Demand::Needed => Err(Broken::Exhausted),
+            Demand::Wished => {
+                self.refused_at = Some(self.count);
+                Ok(false)
+            }
+        }
     }
 
     /// The reserved place.
@@ -291,7 +318,7 @@ impl<M: Memory> Writer<M> {
     }
 
     /// Whether a frame with a payload of `len` bytes would find room now.
-    pub(crate) fn would_fit(&mut self, len: usize) -> Result<bool, Corrupt> {
+    pub(crate) fn would_fit(&mut self, len: usize) -> Result<bool, Broken> {
         let need = data_bytes(len);
         let (_, next) = self.place.fit(need, self.window.bytes);
         Ok(self.has_room(need, next)? || self.may_grow())
@@ -299,14 +326,14 @@ impl<M: Memory> Writer<M> {
 
     /// Whether a slot is free and all data before `next`.
     #[inline]
-    fn has_room(&mut self, need: usize, next: Cursor) -> Result<bool, Corrupt> {
+    fn has_room(&mut self, need: usize, next: Cursor) -> Result<bool, Broken> {
         if self.fits(need, next) {
             return Ok(true);
         }
         // Acquire: the reader has finished with all these frames before we write there.
         let taken = self.memory.counters().taken.0.load(Ordering::Acquire);
         if taken < self.taken || taken > self.count {
-            return Err(Corrupt);
+            return Err(Broken::Corrupt);
         }
         if taken > self.taken {
             self.taken = taken;
@@ -344,7 +371,7 @@ impl<M: Memory> Reader<M> {
 
     /// Looks for a frame.
     #[inline]
-    pub(crate) fn poll(&mut self) -> Result<bool, Corrupt> {
+    pub(crate) fn poll(&mut self) -> Result<bool, Broken> {
         if self.peeked.is_none() {
             self.peeked = self.find()?;
         }
@@ -389,7 +416,7 @@ impl<M: Memory> Reader<M> {
     /// Everything is checked here, because the other process may be broken: a wrong length must not lead us out of
     /// the data.
     #[inline]
-    fn find(&self) -> Result<Option<Found>, Corrupt> {
+    fn find(&self) -> Result<Option<Found>, Broken> {
         let slot_count = self.memory.slot_count();
         let slot = self.count as usize & (slot_count - 1);
         // Acquire: pairs with `commit`.
@@ -401,7 +428,7 @@ impl<M: Memory> Reader<M> {
         let window = if level == self.window.level { self.window } else { self.follow(level)? };
         let need = data_bytes(len);
         if len > self.max_payload_bytes || need > window.bytes {
-            return Err(Corrupt);
+            return Err(Broken::Corrupt);
         }
         let (at, next) = self.place.fit(need, window.bytes);
         Ok(Some(Found { slot, at, len, next, window }))
@@ -409,15 +436,15 @@ impl<M: Memory> Reader<M> {
 
     /// The window of a frame that was written after it had grown.
     #[cold]
-    fn follow(&self, level: u32) -> Result<Window, Corrupt> {
+    fn follow(&self, level: u32) -> Result<Window, Broken> {
         let window = Window::new(&self.memory, level);
-        if level > self.window.level && window.bytes > self.window.bytes { Ok(window) } else { Err(Corrupt) }
+        if level > self.window.level && window.bytes > self.window.bytes { Ok(window) } else { Err(Broken::Corrupt) }
     }
 
     /// A slot without news holds the word of the frame that was in it before.
     #[inline]
-    fn check_previous(&self, word: u64) -> Result<(), Corrupt> {
-        if word >> 32 == self.previous() { Ok(()) } else { Err(Corrupt) }
+    fn check_previous(&self, word: u64) -> Result<(), Broken> {
+        if word >> 32 == self.previous() { Ok(()) } else { Err(Broken::Corrupt) }
     }
 
     /// The number in the word of the frame that was in the next frame's slot before; 0 without one.

@@ -16,6 +16,8 @@ struct Heap {
     window_bytes: usize,
     /// It grows no further than that.
     most_bytes: usize,
+    /// And what the longest payload needs.
+    gives_what_is_needed: bool,
 }
 
 // SAFETY: the ring protocol keeps the writer's and the reader's bytes apart.
@@ -47,19 +49,39 @@ unsafe impl Memory for Shared {
     fn window_bytes(&self) -> usize {
         self.0.window_bytes
     }
-    fn grow(&self, _from: usize, to: usize) -> bool {
-        to <= self.0.most_bytes
+    fn grow(&self, _from: usize, to: usize, demand: Demand) -> bool {
+        to <= self.0.most_bytes || (demand == Demand::Needed && self.0.gives_what_is_needed)
     }
 }
 
+/// With a window at the beginning, and so many bytes that can be had besides what is needed.
 fn memory(slot_count: usize, data_bytes: usize, window_bytes: usize, most_bytes: usize) -> Shared {
+    heap(slot_count, data_bytes, window_bytes, most_bytes, true)
+}
+
+fn heap(
+    slot_count: usize,
+    data_bytes: usize,
+    window_bytes: usize,
+    most_bytes: usize,
+    gives_what_is_needed: bool,
+) -> Shared {
     let mut lines: Vec<Line64> = (0..slot_count + data_bytes / LINE).map(|_| Line64([0xee; LINE])).collect();
     for slot in &mut lines[..slot_count] {
         *slot = Line64([0; LINE]);
     }
     let base = lines.as_mut_ptr().cast();
     let (counters, lines) = (Counters::new(), lines.into());
-    Shared(Arc::new(Heap { counters, lines, base, slot_count, data_bytes, window_bytes, most_bytes }))
+    Shared(Arc::new(Heap {
+        counters,
+        lines,
+        base,
+        slot_count,
+        data_bytes,
+        window_bytes,
+        most_bytes,
+        gives_what_is_needed,
+    }))
 }
 
 fn ring(slots: usize, bytes: usize, longest: usize) -> (Writer<Shared>, Reader<Shared>, Shared) {
@@ -69,7 +91,7 @@ fn ring(slots: usize, bytes: usize, longest: usize) -> (Writer<Shared>, Reader<S
 /// A ring that begins with a part of its data.
 fn growing(slots: usize, bytes: usize, window: usize, longest: usize) -> (Writer<Shared>, Reader<Shared>, Shared) {
     let memory = memory(slots, bytes, window, bytes);
-    (Writer::new(memory.clone()), Reader::new(memory.clone(), longest), memory)
+    (Writer::new(memory.clone(), longest), Reader::new(memory.clone(), longest), memory)
 }
 
 fn head(seed: usize) -> [u8; HEAD_BYTES] {
@@ -170,11 +192,11 @@ fn wrong_counters_and_words_are_corruption_and_not_a_crash() {
             reader.poll()
         };
         assert_eq!(found(word_of(frames, 100, 0)), Ok(true));
-        assert_eq!(found(word_of(frames, 101, 0)), Err(Corrupt), "longer than any payload");
-        assert_eq!(found(word_of(frames, MAX_PAYLOAD_BYTES, 0)), Err(Corrupt));
-        assert_eq!(found(word_of(frames, 100, 1)), Err(Corrupt), "a window larger than the data");
-        assert_eq!(found(word_of(frames + 1, 5, 0)), Err(Corrupt), "a frame out of turn");
-        assert_eq!(found(u64::MAX), Err(Corrupt));
+        assert_eq!(found(word_of(frames, 101, 0)), Err(Broken::Corrupt), "longer than any payload");
+        assert_eq!(found(word_of(frames, MAX_PAYLOAD_BYTES, 0)), Err(Broken::Corrupt));
+        assert_eq!(found(word_of(frames, 100, 1)), Err(Broken::Corrupt), "a window larger than the data");
+        assert_eq!(found(word_of(frames + 1, 5, 0)), Err(Broken::Corrupt), "a frame out of turn");
+        assert_eq!(found(u64::MAX), Err(Broken::Corrupt));
         assert_eq!(found(if frames == 0 { 0 } else { word_of(frames - 4, 1, 0) }), Ok(false), "the previous one");
     }
 
@@ -182,7 +204,7 @@ fn wrong_counters_and_words_are_corruption_and_not_a_crash() {
         let (mut writer, _, memory) = ring(1, 1024, 100);
         put(&mut writer, 0, &[]).unwrap();
         memory.counters().taken.0.store(taken, Ordering::Release);
-        assert_eq!(writer.reserve(1), Err(Corrupt), "more taken than put in was believed");
+        assert_eq!(writer.reserve(1), Err(Broken::Corrupt), "more taken than put in was believed");
     }
 }
 
@@ -217,10 +239,8 @@ proptest! {
         let bytes = min_data_bytes(700) + lines * LINE;
         let window = (window * LINE).min(bytes);
         // What the longest payload needs can be had; of the rest it may be refused.
-        let most = if most * LINE < min_data_bytes(700) { bytes } else { most * LINE };
-        let most = if window << (2 * GROWTH) < min_data_bytes(700) { bytes } else { most };
-        let memory = memory(1 << slots, bytes, window, most.max(window << (2 * GROWTH)));
-        let (mut writer, mut reader) = (Writer::new(memory.clone()), Reader::new(memory, 700));
+        let memory = memory(1 << slots, bytes, window, most * LINE);
+        let (mut writer, mut reader) = (Writer::new(memory.clone(), 700), Reader::new(memory, 700));
         let (mut sent, mut received) = (0, 0);
         let mut turns = writes.into_iter();
         while received < lens.len() {
@@ -291,9 +311,9 @@ fn a_ring_does_not_grow_while_what_is_under_way_goes_round_its_end() {
 }
 
 #[test]
-fn a_ring_that_gets_no_more_memory_goes_on_as_it_is_and_is_not_asked_again() {
+fn a_ring_that_gets_no_more_memory_goes_on_as_it_is_and_asks_again_much_later() {
     let memory = memory(4, 4096, 256, 256);
-    let (mut writer, mut reader) = (Writer::new(memory.clone()), Reader::new(memory, 100));
+    let (mut writer, mut reader) = (Writer::new(memory.clone(), 100), Reader::new(memory.clone(), 100));
     for i in 0..20 {
         put(&mut writer, i, &pattern(i, 100)).unwrap();
         put(&mut writer, i, &pattern(i, 100)).unwrap();
@@ -304,6 +324,35 @@ fn a_ring_that_gets_no_more_memory_goes_on_as_it_is_and_is_not_asked_again() {
         take(&mut reader, i).unwrap();
     }
     assert_eq!(writer.window_bytes(), (256, 4096));
+    for i in 0..FRAMES_TO_ASK_AGAIN as usize {
+        put(&mut writer, i, &pattern(i, 100)).unwrap();
+        take(&mut reader, i).unwrap();
+    }
+    put(&mut writer, 0, &pattern(0, 100)).unwrap();
+    put(&mut writer, 1, &pattern(1, 100)).unwrap();
+    assert!(writer.would_fit(100).unwrap(), "it may be asked again");
+    assert!(put(&mut writer, 2, &pattern(2, 100)).is_none());
+}
+
+#[test]
+fn the_longest_payload_goes_through_a_ring_that_gets_no_more_memory_than_it_needs() {
+    // Twice the longest: else a place in the second half would leave no room for it.
+    let (bytes, longest) = (16 * 4096, 4096);
+    let memory = memory(4, bytes, 1024, 0);
+    let (mut writer, mut reader) = (Writer::new(memory.clone(), longest), Reader::new(memory, longest));
+    for (i, len) in [10, 600, 3000, 4096, 4096, 200, 4096].into_iter().enumerate() {
+        put(&mut writer, i, &pattern(i, len)).unwrap();
+        assert_eq!(take(&mut reader, i), Some(pattern(i, len)));
+    }
+    assert!(writer.window_bytes().0 < bytes);
+}
+
+#[test]
+fn a_ring_that_does_not_get_what_it_needs_is_an_error() {
+    let memory = heap(4, 16 * 4096, 1024, 0, false);
+    let mut writer = Writer::new(memory, 4096);
+    put(&mut writer, 0, &pattern(0, 900)).unwrap();
+    assert_eq!(writer.reserve(4096), Err(Broken::Exhausted));
 }
 
 #[test]

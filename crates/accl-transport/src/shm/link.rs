@@ -15,7 +15,7 @@ use super::region::{Direction, Region};
 use crate::fork::Fd;
 use crate::poller::wake_fd;
 use crate::ring::park::{DATA, ROOM};
-use crate::ring::{Corrupt, Reader, Writer};
+use crate::ring::{Broken, Reader, Writer};
 use crate::{Frame, Link, News, Place, Watched};
 
 /// What the handshake has gathered.
@@ -68,7 +68,7 @@ impl ShmLink {
         let Parts { region, side, socket, peer_event, peer_process, max_payload_bytes, peer } = parts;
         let region = Arc::new(region);
         ShmLink {
-            writer: Writer::new(Direction::new(&region, side)),
+            writer: Writer::new(Direction::new(&region, side), max_payload_bytes),
             reader: Reader::new(Direction::new(&region, 1 - side), max_payload_bytes),
             region,
             side,
@@ -107,9 +107,16 @@ impl ShmLink {
         Err(lost.clone())
     }
 
-    fn corrupt(&mut self, _: Corrupt) -> Error {
+    fn broken(&mut self, why: Broken) -> Error {
         self.told = true;
-        self.fail(Error::protocol(format!("the ring of {} holds what cannot be a frame", self.peer)))
+        self.fail(match why {
+            Broken::Corrupt => Error::protocol(format!("the ring of {} holds what cannot be a frame", self.peer)),
+            Broken::Exhausted => Error::exhausted(format!(
+                "no memory for the ring to {}, which is as small as segments allow; free some, or set ACCL_SEGMENT_BYTES lower \
+                 or ACCL_TRANSPORTS=tcp",
+                self.peer
+            )),
+        })
     }
 
     #[inline]
@@ -200,7 +207,7 @@ unsafe impl Link for ShmLink {
                     Some(self.refused_bytes.map_or(payload_bytes, |shorter| shorter.min(payload_bytes)));
                 Ok(None)
             }
-            Err(corrupt) => Err(self.corrupt(corrupt)),
+            Err(why) => Err(self.broken(why)),
         }
     }
 
@@ -221,7 +228,7 @@ unsafe impl Link for ShmLink {
                 Ok(self.reader.frame())
             }
             Ok(false) => self.report_loss().map(|()| None),
-            Err(corrupt) => Err(self.corrupt(corrupt)),
+            Err(why) => Err(self.broken(why)),
         }
     }
 
@@ -279,7 +286,7 @@ unsafe impl Link for ShmLink {
         match (&self.lost, self.reader.poll()) {
             (None, _) | (Some(_), Ok(true)) => Ok(()),
             (Some(_), Ok(false)) => self.report_loss(),
-            (Some(_), Err(corrupt)) => Err(self.corrupt(corrupt)),
+            (Some(_), Err(why)) => Err(self.broken(why)),
         }
     }
 

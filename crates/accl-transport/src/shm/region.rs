@@ -16,7 +16,7 @@ use rustix::process::Resource;
 use super::budget::{Budget, Reserved};
 use crate::fork::Fd;
 use crate::ring::park::SideState;
-use crate::ring::{Apart, Counters, LINE, Memory, SLOTS, min_data_bytes};
+use crate::ring::{Apart, Counters, Demand, LINE, Memory, SLOTS, min_data_bytes};
 
 const PAGE: usize = 4096;
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
@@ -208,16 +208,15 @@ unsafe impl Memory for Direction {
     fn window_bytes(&self) -> usize {
         self.region.window_bytes()
     }
-    fn grow(&self, from: usize, to: usize) -> bool {
+    fn grow(&self, from: usize, to: usize, demand: Demand) -> bool {
         let at = self.region.data_at(self.direction);
-        // The kernel kills where a control group has no room, so that is looked up before.
-        let has_room = self.region.budget.has_room((to - from) as u64);
-        has_room
-            && match self.region.populate(at + from, at + to) {
-                Ok(()) => true,
-                // A kernel that cannot: all was there when the memory was mapped.
-                Err(why) => why == Errno::INVAL,
-            }
+        // What can be done without leaves some memory to others.
+        let may = demand == Demand::Needed || self.region.budget.has_room((to - from) as u64);
+        may && match self.region.populate(at + from, at + to) {
+            Ok(()) => true,
+            // A kernel that cannot: all was there when the memory was mapped.
+            Err(why) => why == Errno::INVAL,
+        }
     }
 }
 

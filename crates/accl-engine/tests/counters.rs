@@ -1,0 +1,72 @@
+//! What a snapshot counts: by group, by peer, and what callers have waited.
+
+use std::time::Duration;
+
+use accl_engine::Traffic;
+use accl_testkit::{Fabric, Member, World, WorldOptions, finish};
+use accl_types::ReduceOp;
+
+const FABRICS: [Fabric; 3] = [Fabric::Shm, Fabric::Tcp, Fabric::Loopback(64)];
+
+fn with_peer(member: &Member, rank: u32) -> Traffic {
+    let snapshot = member.group.snapshot();
+    snapshot.peers.iter().find(|peer| peer.rank == Some(rank)).and_then(|peer| peer.of_group).unwrap()
+}
+
+#[test]
+fn what_one_rank_has_sent_for_a_group_the_other_has_received() {
+    for fabric in FABRICS {
+        let world = World::new(WorldOptions::new(3).over(fabric));
+        let sums = |member: Member, calls: usize, count: usize| {
+            for _ in 0..calls {
+                let mut data = vec![1.0_f32; count];
+                member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+            }
+            member.barrier().unwrap();
+            member
+        };
+        // Small ones take the fast path over shared memory, the others do not.
+        let small = world.run("small", |member| sums(member, 10, 3));
+        let large = world.run("large", |member| sums(member, 5, 100_000));
+        for (group, least) in [(&small, 10 * 3 * 4), (&large, 5 * 100_000 * 4)] {
+            let mut sent = 0;
+            for (one, other) in [(0, 1), (1, 2), (2, 0)] {
+                let (there, back) = (with_peer(&group[one], other as u32), with_peer(&group[other], one as u32));
+                let (sent_there, came_back) =
+                    ((there.frames_sent, there.bytes_sent), (back.frames_received, back.bytes_received));
+                assert_eq!(sent_there, came_back, "{fabric:?} {there:?} {back:?}");
+                sent += there.bytes_sent + with_peer(&group[other], one as u32).bytes_sent;
+            }
+            assert!(sent >= least * 2, "{fabric:?}: {sent} of {least}");
+        }
+        let snapshot = small[0].group.snapshot();
+        let [group] = &snapshot.groups[..] else { panic!("a snapshot of a group has that group") };
+        assert_eq!((group.collectives, group.messages, group.failed), (11, 0, 0));
+        let ranks = snapshot.peers.iter().filter_map(|peer| peer.of_group).fold(Traffic::default(), Traffic::plus);
+        assert_eq!(group.traffic, ranks);
+        // The link has carried both groups.
+        let link = snapshot.peers.iter().find(|peer| peer.rank == Some(1)).unwrap().traffic;
+        assert!(link.bytes_sent >= with_peer(&small[0], 1).bytes_sent + with_peer(&large[0], 1).bytes_sent);
+    }
+}
+
+#[test]
+fn a_wait_is_counted_with_its_time() {
+    const LATE: Duration = Duration::from_millis(50);
+    let world = World::new(WorldOptions::new(2).over(Fabric::Shm));
+    let group = world.run("g", |member| {
+        let mut data = [0_u8; 4];
+        if member.rank == 0 {
+            finish(&member.post_recv(&mut data, Some(1), 1).unwrap()).unwrap();
+        } else {
+            std::thread::sleep(LATE);
+            finish(&member.post_send(&data, 0, 1).unwrap()).unwrap();
+        }
+        member
+    });
+    let snapshot = group[0].group.snapshot();
+    assert_eq!((snapshot.groups[0].waits, snapshot.groups[0].messages), (1, 1));
+    // It began to wait after the other had begun to sleep, by not much.
+    assert!(snapshot.groups[0].waited > LATE / 10, "{:?}", snapshot.groups[0].waited);
+    assert_eq!(group[1].group.snapshot().groups[0].waits, 0);
+}

@@ -1,0 +1,68 @@
+//! A snapshot of a group as JSON, which the shim hands to Python's reader.
+//!
+//! Owns the names of its fields. Times are in seconds, sizes in bytes.
+
+use accl_engine::{CallSnapshot, GroupSnapshot, PeerSnapshot, Snapshot, Traffic};
+use serde_json::{Value, json};
+
+/// Of one group: what has become of its calls, and a list of its ranks.
+pub(crate) fn to_json(snapshot: &Snapshot) -> String {
+    let group = snapshot.groups.first().map_or(Value::Null, group);
+    let peers: Vec<Value> = snapshot.peers.iter().map(peer).collect();
+    let work = json!({
+        "passes": snapshot.work.passes,
+        "links_looked_at": snapshot.work.links_looked_at,
+        "parks": snapshot.parks,
+        "looks": snapshot.looks,
+        "system_calls": snapshot.system_calls(),
+    });
+    json!({ "group": group, "ranks": peers, "process": work }).to_string()
+}
+
+fn group(group: &GroupSnapshot) -> Value {
+    let in_flight: Vec<Value> = group.in_flight.iter().map(call).collect();
+    json!({
+        "name": group.name,
+        "rank": group.rank,
+        "world": group.world,
+        "collectives": group.collectives,
+        "messages": group.messages,
+        "failed": group.failed,
+        "failure": group.failure,
+        "waits": group.waits,
+        "waited_s": group.waited.as_secs_f64(),
+        "traffic": traffic(&group.traffic),
+        "in_flight": in_flight,
+    })
+}
+
+fn call(call: &CallSnapshot) -> Value {
+    json!({
+        "collective": call.collective.name(),
+        "seq": call.seq,
+        "age_s": call.age.as_secs_f64(),
+        "awaits": call.awaits,
+    })
+}
+
+fn peer(peer: &PeerSnapshot) -> Value {
+    json!({
+        "rank": peer.rank,
+        "place": peer.place,
+        "link": peer.link,
+        "gone": peer.gone,
+        "traffic": peer.of_group.as_ref().map(traffic),
+        "link_traffic": traffic(&peer.traffic),
+        "system_calls": peer.system_calls,
+    })
+}
+
+fn traffic(traffic: &Traffic) -> Value {
+    json!({
+        "frames_sent": traffic.frames_sent,
+        "bytes_sent": traffic.bytes_sent,
+        "frames_received": traffic.frames_received,
+        "bytes_received": traffic.bytes_received,
+        "stalls": traffic.stalls,
+    })
+}

@@ -1,0 +1,109 @@
+//! Notes: short messages that reach a process whose threads look at no link, over a connection of their own.
+//!
+//! Owns the sending half; what a note says is the matter of who sends and who answers it. Whoever makes links answers notes, too, so they
+//! arrive while a process does nothing else. Read [`Letter`] first.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use super::dial::{Failed, Way, connect_tcp, connect_unix, is_connected, ways};
+use super::identity::Identity;
+use super::stream::{Stream, peer_uid};
+use super::wire::{Note, REPLY_BYTES, Reply, Verdict};
+use crate::Card;
+use crate::fork::Fd;
+
+/// A note that has not been answered by then is given up.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// A note under way.
+pub(super) struct Letter {
+    pub(super) token: u64,
+    note: Note,
+    unix_name: String,
+    left: VecDeque<Way>,
+    attempt: Option<Attempt>,
+    until: Instant,
+    why: String,
+}
+
+struct Attempt {
+    stream: Stream,
+    /// It has been written.
+    is_sent: bool,
+}
+
+impl Letter {
+    pub(super) fn new(from: &Card, to: &Card, text: &[u8], token: u64, now: Instant) -> Self {
+        Self {
+            token,
+            note: Note { from: from.uuid, to: to.uuid, text: text.to_vec() },
+            unix_name: to.unix_name.clone(),
+            left: ways(from, to).into(),
+            attempt: None,
+            until: now + PATIENCE,
+            why: "no transport leads there".to_owned(),
+        }
+    }
+
+    /// One look: the answer, or why there will be none.
+    pub(super) fn poll(&mut self, me: &Identity, now: Instant) -> Option<Result<String, String>> {
+        loop {
+            let Some(attempt) = &mut self.attempt else {
+                let Some(way) = self.left.pop_front() else { return Some(Err(std::mem::take(&mut self.why))) };
+                match self.connect(way, me) {
+                    Ok(stream) => self.attempt = Some(Attempt { stream, is_sent: false }),
+                    Err(why) => self.why = why.text(),
+                }
+                continue;
+            };
+            match attempt.poll(&self.note) {
+                Ok(None) if now >= self.until => return Some(Err("it does not answer".to_owned())),
+                Ok(None) => return None,
+                Ok(Some(answer)) => return Some(Ok(answer)),
+                Err(why) => {
+                    self.why = why.text();
+                    self.attempt = None;
+                }
+            }
+        }
+    }
+
+    /// What to watch, and whether for becoming writable.
+    pub(super) fn socket(&self) -> Option<(&Fd, bool)> {
+        self.attempt.as_ref().map(|attempt| (&attempt.stream.socket, !attempt.is_sent))
+    }
+
+    fn connect(&self, way: Way, me: &Identity) -> Result<Stream, Failed> {
+        let socket = match way {
+            Way::Shm => {
+                let socket = connect_unix(&self.unix_name)?;
+                let uid = peer_uid(&socket)?;
+                if uid != me.uid {
+                    return Err(Failed::Other(format!("it belongs to user {uid}, this process to user {}", me.uid)));
+                }
+                socket
+            }
+            Way::Tcp(address) => connect_tcp(address)?,
+        };
+        Ok(Stream::new(socket))
+    }
+}
+
+impl Attempt {
+    fn poll(&mut self, note: &Note) -> Result<Option<String>, Failed> {
+        if !self.is_sent {
+            if !is_connected(&self.stream.socket)? {
+                return Ok(None);
+            }
+            self.stream.write(&note.to_bytes(), &[])?;
+            self.is_sent = true;
+        }
+        let Some(bytes) = self.stream.read::<REPLY_BYTES>()? else { return Ok(None) };
+        match Reply::parse(&bytes) {
+            Ok(Reply { verdict: Verdict::Accepted, why, .. }) => Ok(Some(why)),
+            Ok(Reply { why, .. }) => Err(Failed::Refused(why)),
+            Err(_) => Err(Failed::Other("something else answers there".to_owned())),
+        }
+    }
+}
