@@ -7,8 +7,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from support import BACKEND, init_group, on_ranks
+from support import BACKEND, init_group, on_ranks, run_ranks
 from support.accelerators import accelerator  # noqa: F401  each test runs twice
+from support.runner import check
 from support.versions import needs, set_timeout
 from torch._C._distributed_c10d import ErrorType
 
@@ -524,3 +525,43 @@ def test_buffers_that_the_backend_allocates_can_be_sent(rank, world):
 def test_an_optional_feature_answers_and_does_not_crash(rank, name):
     feature = getattr(backend_of(), name)
     assert (feature() if callable(feature) else feature) in (True, False)
+
+
+def test_a_snapshot_says_what_the_calls_of_a_group_have_sent_and_waited_for():
+    def body(rank):
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        dist.all_reduce(torch.ones(10_000))
+        dist.barrier()
+        before = backend.snapshot()
+        if rank == 0:
+            work = dist.irecv(torch.ones(5), 1)
+            late = backend.snapshot()["group"]["in_flight"]
+            dist.send(torch.ones(1), 1)
+            work.wait()
+        else:
+            dist.recv(torch.ones(1), 0)
+            dist.send(torch.ones(5), 0)
+            late = []
+        after = backend.snapshot()
+        dist.barrier()
+        return before, late, after
+
+    (before, late, after), (before_there, _, after_there) = check(run_ranks(body, 2))
+    assert [(call["collective"], call["awaits"]) for call in late] == [("recv", [1])] and late[0]["age_s"] >= 0
+    assert before["group"]["collectives"] >= 2 and before["group"]["failed"] == 0
+    there, back = before["ranks"][1]["traffic"], before_there["ranks"][0]["traffic"]
+    assert (there["frames_sent"], there["bytes_sent"]) == (back["frames_received"], back["bytes_received"])
+    assert after["group"]["messages"] == after_there["group"]["messages"] == 2
+    assert after["ranks"][1]["traffic"]["bytes_sent"] > there["bytes_sent"]
+    assert after["ranks"][1]["link"] and after["ranks"][1]["gone"] is None
+    assert after["process"]["passes"] > 0
+    assert after["group"]["waited_s"] >= before["group"]["waited_s"]
+
+
+def test_a_snapshot_after_the_end_has_no_group():
+    def body(rank):
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        dist.destroy_process_group()
+        return backend.snapshot()
+
+    assert [(found["group"], found["ranks"]) for found in check(run_ranks(body, 2))] == [(None, [])] * 2

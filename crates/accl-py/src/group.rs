@@ -15,6 +15,7 @@ use crate::bridge::ffi::{self, CallArgs, Described, GroupArgs, Numbered, Outcome
 use crate::compression;
 use crate::guard::{FromError, bridged};
 use crate::log;
+use crate::snapshot;
 use crate::status::INTERRUPTED;
 use crate::store::TorchStore;
 use crate::ticket::Ticket;

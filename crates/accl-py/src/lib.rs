@@ -13,6 +13,7 @@ mod info;
 mod log;
 mod repeat;
 mod simulate;
+mod snapshot;
 mod status;
 mod store;
 mod ticket;

@@ -104,7 +104,8 @@ impl Group {
         let ran = ran.map(|ran| match ran {
             Some(FastPathEnd::Done { seq, .. }) => Some(Ok(seq)),
             Some(FastPathEnd::Stopped(stopped)) => {
-                Some(Err(self.caller.resume(&mut core, desc, *stopped, time::now())))
+                let algorithm = stopped.algorithm();
+                Some(Err((algorithm, self.caller.resume(&mut core, desc, *stopped, time::now()))))
             }
             None => None,
         });
@@ -123,8 +124,8 @@ impl Group {
                 }
                 Ok(Ran::Done(seq))
             }
-            Ok(Some(Err(launched))) => {
-                self.launched(desc, None, launched).map(pending).map_err(|error| self.placed(error))
+            Ok(Some(Err((algorithm, launched)))) => {
+                self.launched(desc, Some(algorithm), launched).map(pending).map_err(|error| self.placed(error))
             }
             Ok(None) => self.submit_ref(desc).map(pending),
             Err(error) => Err(self.placed(error.of(desc.collective))),

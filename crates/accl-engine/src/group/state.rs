@@ -82,6 +82,11 @@ pub(crate) struct Stopped {
 }
 
 impl Stopped {
+    /// The name of its algorithm.
+    pub(crate) fn algorithm(&self) -> &'static str {
+        self.shape.plan.algorithm.name
+    }
+
     /// The run that goes on.
     pub(crate) fn into_run(self, call: Arc<CallState>, deadline: Option<Moment>) -> Run {
         let order = self.shape.plan.fast_path.as_deref().unwrap_or_default();
