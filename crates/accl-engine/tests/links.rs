@@ -446,3 +446,31 @@ fn once_all_are_linked_the_threads_that_make_links_sleep() {
         });
     }
 }
+
+#[test]
+fn ranks_that_left_in_good_order_are_no_loss_although_those_who_could_say_so_have_left_too() {
+    for fabric in FABRICS {
+        let world = world(12, fabric);
+        let left = std::sync::Barrier::new(12);
+        world.run("g", |member| {
+            if !matches!(member.rank, 0 | 11) {
+                member.group.shutdown().unwrap();
+                world.engines[member.rank].shutdown();
+            }
+            left.wait();
+            match member.rank {
+                0 => {
+                    let mut data = [0_i32];
+                    finish(&member.post_recv(&mut data, None, 7).unwrap()).unwrap();
+                    assert_eq!(data, [5]);
+                }
+                11 => {
+                    std::thread::sleep(2 * SOON);
+                    send(&member, 0, 5).unwrap();
+                }
+                _ => {}
+            }
+            left.wait();
+        });
+    }
+}

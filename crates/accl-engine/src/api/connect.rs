@@ -64,12 +64,15 @@ impl Group {
 
     fn unlinked(&self, timeout: Duration, missing: &[Rank]) -> Error {
         let listed = self.with_state(|group, context| {
-            let name = |&rank: &Rank| group.members.describe(rank, context.net);
+            let name = |&rank: &Rank| {
+                let why = context.net.trouble(group.members.peer(rank)).unwrap_or("no connection from it yet");
+                format!("{}: {why}", group.members.describe(rank, context.net))
+            };
             missing.iter().take(MAX_LISTED).map(name).collect::<Vec<_>>().join("; ")
         });
         let more = if missing.len() > MAX_LISTED { "; ..." } else { "" };
         Error::timeout(format!(
-            "after {} ms {} of {} ranks have no link to this one: {}{more}; look at the network between the hosts",
+            "after {} ms {} of {} ranks have no link to this one: {}{more}",
             timeout.as_millis(),
             missing.len(),
             self.caller.world - 1,

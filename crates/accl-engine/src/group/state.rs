@@ -651,6 +651,9 @@ impl GroupState {
         for (index, &rank) in awaited.iter().filter(|&&rank| rank != self.rank).take(8).enumerate() {
             text.push_str(if index == 0 { "; missing: " } else { ", " });
             text.push_str(&self.members.describe(rank, net));
+            if let Some(why) = net.trouble(self.members.peer(rank)) {
+                text.push_str(&format!(" to which there is no link yet: {why}"));
+            }
             if let Some(silence) = net.peer(self.members.peer(rank)).silent_for {
                 text.push_str(&format!(" whose host has not answered for {} ms", silence.as_millis()));
             }

@@ -35,6 +35,8 @@ pub(crate) struct Peer {
     link: Option<Box<dyn Link>>,
     /// The link has been asked for.
     is_wanted: bool,
+    /// Why that takes long.
+    trouble: Option<String>,
     /// It has yet to say in which groups it has this process: see [`Net::await_greeting`].
     is_to_greet: bool,
     /// A link to it will cost no system call to look at, as far as its card says.
@@ -142,6 +144,7 @@ impl Net {
         self.peers.push(Peer {
             link: None,
             is_wanted: false,
+            trouble: None,
             is_to_greet: false,
             shares_memory,
             outbox: VecDeque::new(),
@@ -208,6 +211,18 @@ impl Net {
     /// Whether some peer's greeting is awaited.
     pub(crate) fn awaits_greeting(&self) -> bool {
         self.to_greet > 0
+    }
+
+    /// Why a peer that is wanted has no link yet.
+    pub(crate) fn set_trouble(&mut self, uuid: &[u8; 16], why: &str) {
+        if let Some(id) = self.find(uuid) {
+            self.peer_mut(id).trouble = Some(why.to_owned());
+        }
+    }
+
+    /// Why a peer that may get a link has none, if that takes long.
+    pub(crate) fn trouble(&self, id: PeerId) -> Option<&str> {
+        self.peer(id).trouble.as_deref().filter(|_| self.is_unlinked(id))
     }
 
     /// Asks for a link to a peer, unless there is one: whoever waits for a peer learns of its end on their link.

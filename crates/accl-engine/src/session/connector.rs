@@ -176,6 +176,8 @@ struct Work {
     /// Questions under way, and whom they are about.
     questions: HashMap<u64, Uuid>,
     numbers: u64,
+    /// What has been said of peers that are hard to reach.
+    troubles: HashMap<Uuid, String>,
 }
 
 /// What is being found out of a peer that has ended: whether it had said goodbye.
@@ -201,6 +203,7 @@ impl Work {
             inquests: HashMap::new(),
             questions: HashMap::new(),
             numbers: 0,
+            troubles: HashMap::new(),
         }
     }
 
@@ -280,6 +283,15 @@ impl Work {
             }
         }
         has_changed |= self.inquire(driver, now);
+        let troubles: HashMap<Uuid, String> = self.endpoint.troubles(now).collect();
+        if troubles != self.troubles {
+            driver.with_core(|core| {
+                for (uuid, why) in troubles.iter().filter(|(uuid, why)| self.troubles.get(*uuid) != Some(*why)) {
+                    core.net.set_trouble(uuid, why);
+                }
+            });
+            self.troubles = troubles;
+        }
         for warning in self.endpoint.take_warnings() {
             tracing::warn!("{warning}");
         }
@@ -317,7 +329,9 @@ impl Work {
                 if std::mem::take(&mut inquest.is_somewhere) && inquest.rounds < MAX_ROUNDS {
                     inquest.again_at = Some(now + ROUND);
                 } else {
-                    known.push((uuid, Fate::Unknown));
+                    // Those who could know are gone, too: a job that ends, as a rule.
+                    let is_ending = inquest.rounds < MAX_ROUNDS;
+                    known.push((uuid, if is_ending { Fate::Left } else { Fate::Lost }));
                 }
             }
         }
@@ -335,7 +349,7 @@ impl Work {
                 self.endpoint.send_note(witness, &question, self.numbers, now);
             }
             if witnesses.is_empty() {
-                known.push((*uuid, Fate::Unknown));
+                known.push((*uuid, Fate::Left));
             }
         }
         let has_changed = !known.is_empty();

@@ -24,7 +24,7 @@ use crate::env::launch_label;
 use crate::events;
 use crate::group::GroupState;
 use crate::hash::hash_words;
-use crate::peers::{Members, PeerId, neighbours};
+use crate::peers::{Gone, Members, PeerId, neighbours};
 use crate::plan::Planner;
 use crate::time::{self, far};
 
@@ -227,7 +227,11 @@ impl Engine {
             core.check(now);
             let lost = members.iter().find_map(|(rank, uuid)| Some((*rank, core.net.gone(uuid)?)));
             let Some((rank, peer)) = lost else { return Ok(()) };
-            let text = format!("rank {rank} ({}) has left while the group was being made", core.net.place(peer));
+            let how = match &core.net.peer(peer).gone {
+                Some(Gone::Lost(error)) => format!("is lost: {}", error.message),
+                Some(Gone::Left) | None => "has left".to_owned(),
+            };
+            let text = format!("while the group was being made rank {rank} ({}) {how}", core.net.place(peer));
             Err(Error::peer_lost(text).with_peer(rank))
         })
     }

@@ -26,6 +26,8 @@ use crate::{Card, PROTOCOL_VERSION, Settings, Watched};
 const SLOW_CONNECT: Duration = Duration::from_millis(300);
 /// The same for a connection whose other side is silent: as a rule the peer is only late.
 const SLOW_REPLY: Duration = Duration::from_secs(2);
+/// An effort that has taken so long is worth a word.
+const SLOW: Duration = Duration::from_millis(500);
 /// Pause before all ways are tried again.
 const RETRY: Duration = Duration::from_millis(200);
 /// A peer whose host refuses all ways, this many times in a row, has ended.
@@ -60,6 +62,8 @@ pub(super) struct Dial {
     attempts: Vec<Attempt>,
     /// Nothing is tried before.
     retry_at: Option<Instant>,
+    begin: Instant,
+    /// Since when it is clear that the peer could be reached.
     since: Instant,
     /// When somebody last asked for this peer; `None`: it is wanted until it is reached or known not to be.
     pub(super) asked: Option<Instant>,
@@ -105,6 +109,8 @@ pub(super) enum Failed {
     GivenUp(String),
     /// Nobody, or somebody else, listens there.
     Refused(String),
+    /// This process has no descriptor or memory for it.
+    Exhausted(String),
     /// What may pass.
     Other(String),
 }
@@ -120,7 +126,7 @@ impl Failed {
     pub(super) fn text(self) -> String {
         match self {
             Self::Crossing => "it connects itself".to_owned(),
-            Self::GivenUp(why) | Self::Refused(why) | Self::Other(why) => why,
+            Self::GivenUp(why) | Self::Refused(why) | Self::Exhausted(why) | Self::Other(why) => why,
         }
     }
 
@@ -158,6 +164,7 @@ impl Dial {
             ways,
             attempts: Vec::new(),
             retry_at: Some(now + head_start),
+            begin: now,
             since: now,
             asked: None,
             is_patient: false,
@@ -183,6 +190,11 @@ impl Dial {
         let refused = (!self.why.is_empty()).then(|| self.why.clone());
         let all: Vec<String> = waiting.chain(refused).collect();
         if all.is_empty() { "no connection from it yet".to_owned() } else { all.join(", ") }
+    }
+
+    /// Why there is no link although there has been time for one; see [`Dial::state`].
+    pub(super) fn trouble(&self, now: Instant) -> Option<String> {
+        (now.saturating_duration_since(self.begin) >= SLOW).then(|| self.state())
     }
 
     /// The sockets to watch, and whether for becoming writable.
@@ -227,8 +239,8 @@ impl Dial {
                 Err(Failed::GivenUp(why)) if !self.is_patient => {
                     return Progress::Unreachable { why, has_ended: false };
                 }
-                Err(Failed::GivenUp(why)) => self.note(way, Failed::Other(why)),
-                Err(why) => self.note(way, why),
+                Err(Failed::GivenUp(why)) => self.note(way, Failed::Other(why), now),
+                Err(why) => self.note(way, why, now),
             }
         }
         self.start_what_is_due(me, settings, now);
@@ -242,7 +254,7 @@ impl Dial {
         Progress::Waits
     }
 
-    fn note(&mut self, way: Way, why: Failed) {
+    fn note(&mut self, way: Way, why: Failed, now: Instant) {
         let text = match why {
             Failed::Refused(why) => {
                 self.is_refused = true;
@@ -250,6 +262,11 @@ impl Dial {
             }
             Failed::Other(why) => {
                 self.may_pass = true;
+                why
+            }
+            Failed::Exhausted(why) => {
+                // That says nothing of the peer, which has its time when there is room.
+                (self.may_pass, self.since) = (true, now);
                 why
             }
             Failed::Crossing | Failed::GivenUp(_) => return,
@@ -281,7 +298,7 @@ impl Dial {
             };
             match started {
                 Ok(attempt) => self.attempts.push(attempt),
-                Err(why) => self.note(way, why),
+                Err(why) => self.note(way, why, now),
             }
         }
     }
@@ -367,11 +384,17 @@ pub(super) fn is_connected(socket: &Fd) -> Result<bool, Failed> {
     }
 }
 
-fn new_socket(family: AddressFamily) -> Result<Fd, String> {
+fn new_socket(family: AddressFamily) -> Result<Fd, Failed> {
     let make = || -> Result<OwnedFd, Errno> {
         rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC, None)
     };
-    Fd::adopt(make).map_err(|why| format!("no socket: {why}"))
+    Fd::adopt(make).map_err(|why| match why {
+        Errno::MFILE | Errno::NFILE => {
+            Failed::Exhausted(format!("no socket: {why}; raise the limit of this process with `ulimit -n`"))
+        }
+        Errno::NOMEM | Errno::NOBUFS => Failed::Exhausted(format!("no socket: {why}")),
+        why => Failed::Other(format!("no socket: {why}")),
+    })
 }
 
 impl Attempt {
@@ -460,7 +483,7 @@ mod tests {
     }
 
     fn round(dial: &mut Dial, failures: impl IntoIterator<Item = Failed>, now: Instant) -> u32 {
-        failures.into_iter().for_each(|why| dial.note(WAY, why));
+        failures.into_iter().for_each(|why| dial.note(WAY, why, now));
         dial.end_round(now);
         dial.rounds_refused
     }
@@ -477,6 +500,16 @@ mod tests {
         assert_eq!(round(&mut dial, [refused(), passing()], now), 0);
         assert_eq!(round(&mut dial, [refused()], now), 1);
         assert_eq!(round(&mut dial, [refused()], now), ROUNDS_REFUSED);
+    }
+
+    #[test]
+    fn a_shortage_of_this_process_is_no_fault_of_the_peer() {
+        let begin = Instant::now();
+        let mut dial = dial(begin);
+        dial.note(WAY, Failed::Exhausted("no socket".to_owned()), begin + 2 * GIVE_UP);
+        assert_eq!((round(&mut dial, [], begin), dial.since), (0, begin + 2 * GIVE_UP));
+        assert_eq!(dial.trouble(begin), None);
+        assert_eq!(dial.trouble(begin + SLOW).unwrap(), "no socket (127.0.0.1:1)");
     }
 
     #[test]

@@ -295,6 +295,11 @@ impl Endpoint {
         self.dials.get(&peer.uuid).map_or_else(|| self.silence(peer).to_owned(), Dial::state)
     }
 
+    /// Peers that are wanted and have no link although there has been time for one, and why.
+    pub fn troubles(&self, now: Instant) -> impl Iterator<Item = ([u8; 16], String)> {
+        self.dials.iter().filter_map(move |(uuid, dial)| Some((*uuid, dial.trouble(now)?)))
+    }
+
     /// Sleeps until something has come for [`Endpoint::turn`], `wake` is written to, or the time is up (`None`: for ever, but
     /// never long while a link is being made).
     pub fn sleep(&self, wake: &Waker, at_most: Option<Duration>) {
