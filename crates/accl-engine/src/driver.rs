@@ -154,7 +154,7 @@ impl Locked<'_> {
     #[cold]
     fn run_errands(&mut self) {
         let Completed { callbacks, calls, .. } = self.take_completed();
-        let (wanted, notes) = (self.net.take_wanted(), self.net.take_notes());
+        let (wanted, notes) = self.net.take_wanted();
         self.driver.pool.hold(callbacks.len());
         self.core = None;
         self.driver.pool.post_held(callbacks);

@@ -24,6 +24,7 @@ pub(crate) fn follows_frames() -> bool {
 }
 
 /// A call has begun; with the algorithm of a collective.
+#[cold]
 pub(crate) fn begun(call: &CallState, desc: &CallDesc, algorithm: Option<&str>) {
     tracing::debug!(
         group = &*call.group,
@@ -38,6 +39,7 @@ pub(crate) fn begun(call: &CallState, desc: &CallDesc, algorithm: Option<&str>) 
 }
 
 /// A call has ended.
+#[cold]
 pub(crate) fn ended(call: &CallState) {
     tracing::debug!(
         group = &*call.group,
@@ -52,6 +54,7 @@ pub(crate) fn ended(call: &CallState) {
 }
 
 /// A call has begun and ended on the fast path.
+#[cold]
 pub(crate) fn ended_at_once(group: &str, rank: u32, collective: Collective, seq: u64, bytes: u64, took: Duration) {
     tracing::debug!(
         group,

@@ -2,14 +2,15 @@
 //!
 //! Owns the form of what is shown; what is counted is counted where it happens. Read [`Snapshot`] first.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
-use accl_types::Collective;
+use accl_types::{Collective, Rank};
 
 use crate::driver::Driver;
 use crate::engine::Engine;
 use crate::group::{Core, GroupState, Work};
-use crate::peers::{Gone, PeerId, Traffic};
+use crate::peers::{Gone, Members, PeerId, Traffic};
 use crate::time;
 
 use super::group::Group;
@@ -104,7 +105,8 @@ impl Engine {
     /// write this down, which grows with the number of peers and groups.
     pub fn snapshot(&self) -> Snapshot {
         self.driver.with_core(|core| {
-            let peers = core.net.all().map(|id| peer(core, id)).collect();
+            let of_groups = traffic_of_groups(core);
+            let peers = core.net.all().map(|id| peer(core, id, &of_groups)).collect();
             let groups = core.groups.values().map(group).collect();
             Snapshot::new(&self.driver, peers, groups, core.work)
         })
@@ -115,28 +117,43 @@ impl Group {
     /// As [`Engine::snapshot`], of this group and its ranks. After the group has been left, of nothing.
     pub fn snapshot(&self) -> Snapshot {
         self.driver.with_core(|core| {
+            let core = &*core;
             let state = core.groups.get(&self.caller.group);
-            let peers = state.into_iter().flat_map(|state| {
-                state.members.ranks().map(|rank| PeerSnapshot {
-                    rank: Some(rank.0),
-                    of_group: Some(state.members.traffic(rank)),
-                    ..peer(core, state.members.peer(rank))
-                })
-            });
+            let of_groups = traffic_of_groups(core);
+            let of_rank = |members: &Members, rank: Rank| PeerSnapshot {
+                rank: Some(rank.0),
+                of_group: Some(members.traffic(rank)),
+                ..peer(core, members.peer(rank), &of_groups)
+            };
+            let members = state.map(|state| &state.members);
+            let peers = members.into_iter().flat_map(|members| members.ranks().map(|rank| of_rank(members, rank)));
             let peers = peers.collect();
             Snapshot::new(&self.driver, peers, state.map(group).into_iter().collect(), core.work)
         })
     }
 }
 
-fn peer(core: &Core, id: PeerId) -> PeerSnapshot {
+/// By peer, what the calls of all groups that there are have sent and received.
+fn traffic_of_groups(core: &Core) -> HashMap<PeerId, Traffic> {
+    let mut found: HashMap<PeerId, Traffic> = HashMap::new();
+    for members in core.groups.values().map(|group| &group.members) {
+        for rank in members.ranks() {
+            let total = found.entry(members.peer(rank)).or_default();
+            *total = total.plus(members.traffic(rank));
+        }
+    }
+    found
+}
+
+fn peer(core: &Core, id: PeerId, of_groups: &HashMap<PeerId, Traffic>) -> PeerSnapshot {
     let peer = core.net.peer(id);
     let gone = peer.gone.as_ref().map(|gone| match gone {
         Gone::Left => "it has left".to_owned(),
         Gone::Lost(error) => error.message.clone(),
     });
     let (link, system_calls) = core.net.link_of(id).unzip();
-    let (place, traffic, system_calls) = (core.net.place(id), peer.traffic, system_calls.unwrap_or_default());
+    let traffic = peer.traffic.plus(of_groups.get(&id).copied().unwrap_or_default());
+    let (place, system_calls) = (core.net.place(id), system_calls.unwrap_or_default());
     PeerSnapshot { rank: None, place, link, gone, traffic, of_group: None, system_calls }
 }
 

@@ -104,7 +104,6 @@ impl FastPath<'_> {
             return false;
         }
         env.net.release_quietly(peer);
-        env.net.count_received(peer, op.total as usize);
         env.members.note_received(from, op.total);
         env.members.saw(from, self.seq);
         env.members.give_eager_back(from, op.total, self.group, env.net);

@@ -16,6 +16,8 @@ pub(crate) struct Completed {
     /// To be told of, if somebody follows calls.
     pub(crate) calls: Vec<Arc<CallState>>,
     is_followed: bool,
+    /// There is something in one of the lists.
+    has_any: bool,
 }
 
 impl Completed {
@@ -24,8 +26,9 @@ impl Completed {
         self.is_followed = true;
     }
 
+    #[inline]
     pub(super) fn is_empty(&self) -> bool {
-        self.callbacks.is_empty() && self.calls.is_empty()
+        !self.has_any
     }
 
     /// Ends a call.
@@ -34,6 +37,7 @@ impl Completed {
         if self.is_followed {
             self.calls.push(call.clone());
         }
+        self.has_any = !self.callbacks.is_empty() || !self.calls.is_empty();
     }
 
     /// All that there is; it stays followed.

@@ -269,6 +269,9 @@ impl Core {
         self.expected.remove(&id);
         self.active.retain(|active| *active != id);
         self.lobby.take(id);
+        if let Some(members) = group.as_ref().map(|group| &group.members) {
+            members.ranks().for_each(|rank| self.net.add_traffic(members.peer(rank), members.traffic(rank)));
+        }
         let most = cause_bytes(self.segment);
         self.ended.add(id, group.and_then(|group| Some(group.cause_to_tell(most)?.1)));
     }
@@ -776,10 +779,15 @@ impl Core {
                     self.net.leave_frame();
                     break;
                 }
-                Ok(header) => self.on_frame(id, &header, frame.payload, now),
+                Ok(header) => {
+                    self.on_frame(id, &header, frame.payload, now);
+                    // Groups count what is of their calls.
+                    if !header.kind.carries_data() {
+                        self.net.count_received(id, payload_bytes);
+                    }
+                }
                 Err(error) => self.net.mark_gone(id, error),
             }
-            self.net.count_received(id, payload_bytes);
             self.net.end_frame(id);
             moved = true;
         }

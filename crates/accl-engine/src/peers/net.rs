@@ -52,8 +52,7 @@ pub(crate) struct Peer {
     is_dirty: bool,
     /// For how long its host has not answered, when that was last looked at.
     pub(crate) silent_for: Option<Duration>,
-    /// Payload bytes of the place that was reserved last.
-    reserved: u64,
+    /// Of control frames, and of groups that have ended; those that there are count their own.
     pub(crate) traffic: Traffic,
 }
 
@@ -105,7 +104,9 @@ pub(crate) struct Net {
     linked: Vec<PeerId>,
     /// Those without that have not gone.
     unlinked: usize,
-    /// Those whose links have been asked for since whoever makes them was told.
+    /// Links or notes have been asked for since whoever makes them was told.
+    has_wanted: bool,
+    /// Those whose links have been.
     wanted: Vec<PeerId>,
     /// Frames for peers that may look at no link, since whoever sends them was told.
     notes: Vec<Note>,
@@ -154,7 +155,6 @@ impl Net {
             wants_room: false,
             is_dirty: false,
             silent_for: None,
-            reserved: 0,
             traffic: Traffic::default(),
         });
         id
@@ -226,16 +226,18 @@ impl Net {
     }
 
     /// Asks for a link to a peer, unless there is one: whoever waits for a peer learns of its end on their link.
+    #[cold]
     pub(crate) fn want(&mut self, id: PeerId) {
         if self.is_unlinked(id) && !std::mem::replace(&mut self.peer_mut(id).is_wanted, true) {
             self.wanted.push(id);
+            self.has_wanted = true;
         }
     }
 
-    /// Whether links have been asked for since [`Net::take_wanted`], or notes since [`Net::take_notes`].
+    /// Whether there is something for [`Net::take_wanted`].
     #[inline]
     pub(crate) fn has_wanted(&self) -> bool {
-        !self.wanted.is_empty() || !self.notes.is_empty()
+        self.has_wanted
     }
 
     /// Has a frame sent besides the link.
@@ -245,17 +247,15 @@ impl Net {
             let bytes = [&header.to_bytes()[..], payload].concat();
             let note = Note { to: peer.card.clone(), group: header.group, bytes };
             self.notes.push(note);
+            self.has_wanted = true;
         }
     }
 
-    /// What is to be sent besides the links.
-    pub(crate) fn take_notes(&mut self) -> Vec<Note> {
-        std::mem::take(&mut self.notes)
-    }
-
-    /// Cards of the peers whose links have been asked for since this was last asked.
-    pub(crate) fn take_wanted(&mut self) -> Vec<Card> {
-        std::mem::take(&mut self.wanted).into_iter().map(|id| self.peer(id).card.clone()).collect()
+    /// Cards of the peers whose links have been asked for since this was last asked, and what is to be sent besides the links.
+    pub(crate) fn take_wanted(&mut self) -> (Vec<Card>, Vec<Note>) {
+        self.has_wanted = false;
+        let wanted = std::mem::take(&mut self.wanted).into_iter().map(|id| self.peer(id).card.clone()).collect();
+        (wanted, std::mem::take(&mut self.notes))
     }
 
     /// Adds a peer with its link. What that waits for is watched already.
@@ -342,7 +342,7 @@ impl Net {
 
     /// A place for a frame with a payload of so many bytes, or `None` when there is no room now, no link yet, or the peer has
     /// gone.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn reserve(&mut self, id: PeerId, payload_bytes: usize) -> Option<Place<'_>> {
         if self.has_unlinked() {
             self.want(id);
@@ -351,12 +351,8 @@ impl Net {
         let link = peer.link.as_deref_mut()?;
         // A broken link is noticed by `check`; here it only has no room.
         match link.try_reserve(payload_bytes) {
-            Ok(Some(place)) => {
-                peer.reserved = payload_bytes as u64;
-                Some(place)
-            }
+            Ok(Some(place)) => Some(place),
             Ok(None) | Err(_) => {
-                peer.traffic.stalls += 1;
                 peer.wants_room = true;
                 self.room_wanted = true;
                 None
@@ -368,19 +364,17 @@ impl Net {
     pub(crate) fn commit(&mut self, id: PeerId) {
         if let Some(link) = self.link(id) {
             link.commit();
-            self.count_sent(id);
             self.note_dirty(id);
         }
     }
 
-    #[inline]
-    fn count_sent(&mut self, id: PeerId) {
-        let peer = self.peer_mut(id);
-        peer.traffic.add_sent(peer.reserved);
+    /// What calls of a group that has ended have sent and received.
+    pub(crate) fn add_traffic(&mut self, id: PeerId, traffic: Traffic) {
+        let total = &mut self.peer_mut(id).traffic;
+        *total = total.plus(traffic);
     }
 
-    /// A frame with so many bytes has come from a peer.
-    #[inline]
+    /// A frame that is of no group's calls has come from a peer.
     pub(crate) fn count_received(&mut self, id: PeerId, payload_bytes: usize) {
         self.peer_mut(id).traffic.add_received(payload_bytes as u64);
     }
@@ -422,7 +416,6 @@ impl Net {
     pub(crate) fn commit_quietly(&mut self, id: PeerId) {
         if let Some(link) = self.link(id) {
             link.commit_quietly();
-            self.count_sent(id);
         }
     }
 
@@ -462,8 +455,10 @@ impl Net {
             header.emit(place.head);
             place.payload.copy_from_slice(payload);
             self.commit(id);
+            self.peer_mut(id).traffic.add_sent(payload.len() as u64);
             return;
         }
+        self.peer_mut(id).traffic.stalls += 1;
         self.peer_mut(id).outbox.push_back((header.to_bytes(), payload.to_vec()));
         self.note_dirty(id);
     }

@@ -304,7 +304,8 @@ impl Work {
 
     /// Sends the notes that are due, to those who have not spoken.
     fn send_notes(&mut self, driver: &Driver, now: Instant) {
-        while let Some((_, note)) = self.notes.pop_front_if(|(due, _)| *due <= now) {
+        while self.notes.front().is_some_and(|(due, _)| *due <= now) {
+            let Some((_, note)) = self.notes.pop_front() else { return };
             if driver.with_core(|core| core.is_note_needed(&note.to.uuid, note.group)) {
                 self.numbers += 1;
                 self.endpoint.send_note(&note.to, &note.bytes, self.numbers, now);

@@ -849,7 +849,7 @@ impl<'a> World<'a> {
         let host = &mut self.processes[process];
         let Some(core) = &mut host.core else { return };
         core.take_completed().callbacks.into_iter().for_each(|callback| callback());
-        let (wanted, notes) = (core.net.take_wanted(), core.net.take_notes());
+        let (wanted, notes) = core.net.take_wanted();
         for note in notes {
             self.notes.push((process, note));
             self.enter(NOTE_DELAY, Event::Note { index: self.notes.len() - 1 });

@@ -58,7 +58,7 @@ pub(super) struct Incoming {
     /// It may be read from: over shared memory that can bring descriptors, so it needs the right user.
     is_known: bool,
     /// The first bytes of a note.
-    begun: Option<[u8; HELLO_BYTES]>,
+    begun: Option<Box<[u8; HELLO_BYTES]>>,
     promised: Option<Promised>,
 }
 
@@ -73,7 +73,7 @@ struct Promised {
 
 /// What a look at a connection has brought.
 pub(super) enum Step {
-    Wait(Incoming),
+    Wait(Box<Incoming>),
     Drop,
     Done(Accepted),
 }
@@ -133,7 +133,7 @@ impl Incoming {
             }
             self.is_known = true;
         }
-        if let Some(first) = self.begun {
+        if let Some(first) = self.begun.take() {
             return self.read_note(&first, me, host);
         }
         let is_note = |bytes: &[u8]| Note::check_prefix(bytes).is_ok();
@@ -144,7 +144,7 @@ impl Incoming {
             None => Hello::check_prefix(self.stream.prefix()).map(|()| None),
         };
         match hello {
-            Ok(None) => Ok(Step::Wait(self)),
+            Ok(None) => Ok(Step::Wait(Box::new(self))),
             Ok(Some(hello)) => self.answer(&hello, me, host),
             Err(Refusal::Stranger) => Err("a stranger".to_owned()),
             Err(Refusal::Version(version)) => self.refuse(
@@ -159,8 +159,8 @@ impl Incoming {
     /// Answers a note once it is there, and is done.
     fn read_note(mut self, first: &[u8; HELLO_BYTES], me: &Identity, host: &mut dyn Host) -> Result<Step, String> {
         let Some(rest) = self.stream.read::<{ NOTE_BYTES - HELLO_BYTES }>()? else {
-            self.begun = Some(*first);
-            return Ok(Step::Wait(self));
+            self.begun = Some(Box::new(*first));
+            return Ok(Step::Wait(Box::new(self)));
         };
         let mut bytes = [0; NOTE_BYTES];
         bytes[..HELLO_BYTES].copy_from_slice(first);
@@ -250,7 +250,7 @@ impl Incoming {
     }
 
     fn conclude(mut self) -> Result<Step, String> {
-        let Some(bytes) = self.stream.read::<CONFIRM_BYTES>()? else { return Ok(Step::Wait(self)) };
+        let Some(bytes) = self.stream.read::<CONFIRM_BYTES>()? else { return Ok(Step::Wait(Box::new(self))) };
         let Some(promised) = self.promised.filter(|p| bytes == confirm_bytes(p.own_nonce)) else {
             return Err("the confirmation is wrong".to_owned());
         };

@@ -415,7 +415,7 @@ impl Endpoint {
             std::mem::take(incoming).into_iter().partition(Incoming::is_promised);
         for handshake in promised.into_iter().chain(greeting) {
             match handshake.poll(me, now, &mut Doorkeeper { me: &me.uuid, now, dials, kept, host }) {
-                Step::Wait(handshake) => incoming.push(handshake),
+                Step::Wait(handshake) => incoming.push(*handshake),
                 Step::Done(accepted) => {
                     departed.remove(&accepted.from);
                     kept.insert(accepted.from, accepted.link);

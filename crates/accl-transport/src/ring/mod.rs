@@ -162,7 +162,6 @@ struct Found {
     at: usize,
     len: usize,
     next: Cursor,
-    window: Window,
 }
 
 /// How much of the data is used.
@@ -252,7 +251,7 @@ impl<M: Memory> Writer<M> {
         let (at, next) = self.place.fit(need, self.window.bytes);
         let has_room = self.has_room(need, next)?;
         if has_room {
-            self.reserved = Some(Found { slot: self.slot(self.count), at, len, next, window: self.window });
+            self.reserved = Some(Found { slot: self.slot(self.count), at, len, next });
         }
         Ok(has_room)
     }
@@ -308,9 +307,9 @@ impl<M: Memory> Writer<M> {
     /// Publishes the reserved frame; `false` without one.
     #[inline]
     pub(crate) fn commit(&mut self) -> bool {
-        let Some(Found { slot, len, next, window, .. }) = self.reserved.take() else { return false };
+        let Some(Found { slot, len, next, .. }) = self.reserved.take() else { return false };
         // Release: whoever sees the word sees the frame.
-        self.memory.word(slot).store(word_of(self.count, len, window.level), Ordering::Release);
+        self.memory.word(slot).store(word_of(self.count, len, self.window.level), Ordering::Release);
         self.ends[slot] = next.count;
         self.place = next;
         self.count += 1;
@@ -370,7 +369,7 @@ impl<M: Memory> Reader<M> {
     }
 
     /// Looks for a frame.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn poll(&mut self) -> Result<bool, Broken> {
         if self.peeked.is_none() {
             self.peeked = self.find()?;
@@ -404,9 +403,9 @@ impl<M: Memory> Reader<M> {
     /// Gives the peeked frame's place back; `false` without one.
     #[inline]
     pub(crate) fn release(&mut self) -> bool {
-        let Some(Found { slot, at, len, next, window }) = self.peeked.take() else { return false };
+        let Some(Found { slot, at, len, next }) = self.peeked.take() else { return false };
         self.memory.note_read(slot, at, len);
-        (self.place, self.window) = (next, window);
+        self.place = next;
         self.count += 1;
         // Release: our reads of the frame are done before the writer, which acquires this count, writes there.
         self.memory.counters().taken.0.store(self.count, Ordering::Release);
@@ -415,8 +414,8 @@ impl<M: Memory> Reader<M> {
 
     /// Everything is checked here, because the other process may be broken: a wrong length must not lead us out of
     /// the data.
-    #[inline]
-    fn find(&self) -> Result<Option<Found>, Broken> {
+    #[inline(always)]
+    fn find(&mut self) -> Result<Option<Found>, Broken> {
         let slot_count = self.memory.slot_count();
         let slot = self.count as usize & (slot_count - 1);
         // Acquire: pairs with `commit`.
@@ -425,13 +424,15 @@ impl<M: Memory> Reader<M> {
             return self.check_previous(word).map(|()| None);
         }
         let (level, len) = (word as u32 >> LEN_BITS, word as usize & MAX_PAYLOAD_BYTES);
-        let window = if level == self.window.level { self.window } else { self.follow(level)? };
+        if level != self.window.level {
+            self.window = self.follow(level)?;
+        }
         let need = data_bytes(len);
-        if len > self.max_payload_bytes || need > window.bytes {
+        if len > self.max_payload_bytes || need > self.window.bytes {
             return Err(Broken::Corrupt);
         }
-        let (at, next) = self.place.fit(need, window.bytes);
-        Ok(Some(Found { slot, at, len, next, window }))
+        let (at, next) = self.place.fit(need, self.window.bytes);
+        Ok(Some(Found { slot, at, len, next }))
     }
 
     /// The window of a frame that was written after it had grown.
