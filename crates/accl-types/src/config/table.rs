@@ -54,7 +54,7 @@ pub const ROWS: &[Row] = &[
         agreed: false,
         default: "warn",
         accepted: "one of off, warn, info, debug, trace",
-        effect: "What is told on standard error; `info` names the transport, address and algorithm chosen.",
+        effect: "What is told on standard error; `info` names the transport, address and algorithm chosen, `debug` follows calls, `trace` their frames.",
         set: |c, v| parse::log_level(v).map(|x| c.log = x),
         show: |c| parse::show_log_level(c.log).to_owned(),
     },
