@@ -147,3 +147,35 @@ def test_info_overwrites_a_cache_that_is_garbage_and_measures_anew_when_asked(tm
     assert json.loads(anew)["calibration"]["source"] == str(tmp_path / "machine.txt")
     refused = accl("info", "--calibrate", status=1)
     assert "ACCL_CALIBRATION=off" in refused.stderr
+
+
+@pytest.mark.parametrize("connect_all", [False, True])
+def test_info_under_a_launcher_shows_the_ranks_their_links_and_what_they_would_choose(connect_all):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "6"]
+    asked = ["--connect-all"] if connect_all else []
+
+    def ended(*more):
+        command = [*launcher, "-m", "torch_accl_cli", "info", *asked, *more]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    job = json.loads(ended("--json"))
+    assert [rank["rank"] for rank in job["ranks"]] == list(range(6)) and len(
+        {rank["pid"] for rank in job["ranks"]}
+    ) == 6
+    unlinked = [[link["rank"] for link in rank["links"] if link["link"] is None] for rank in job["ranks"]]
+    # Without, the barrier may have made some more.
+    assert (
+        unlinked == [[]] * 6 if connect_all else all(far in ([], [(rank + 3) % 6]) for rank, far in enumerate(unlinked))
+    )
+    links = [link["link"] for rank in job["ranks"] for link in rank["links"] if link["link"] is not None]
+    assert links and all(link.startswith(("shm", "tcp")) for link in links)
+    known = {row["name"] for row in json.loads(accl("algorithms", "--json").stdout)}
+    assert len(job["algorithms"]) == 5
+    assert all(name in known for chosen in job["algorithms"].values() for name in chosen.values())
+    shown = ended()
+    assert shown.count("6 ranks, started by torchrun") == 1 and "all_to_all" in shown
+
+
+def test_connect_all_needs_a_launcher():
+    ended = accl("info", "--connect-all", status=2)
+    assert "torchrun" in ended.stderr and len(ended.stderr.splitlines()) == 1

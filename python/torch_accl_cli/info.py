@@ -1,25 +1,68 @@
-"""`accl info`: facts about this installation and this machine."""
+"""`accl info`: facts about this installation and this machine; under a launcher, about the ranks that it started."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from typing import Any
 
 from ._listing import add_json, print_found
+from ._package import load_native
+from ._wrong import WrongInput
 
 NAME = "info"
 SUMMARY = "versions and what this machine offers"
 
+_DESCRIPTION = """\
+Versions, what a process of this machine would offer its peers, and the constants by which it would choose. Under torchrun, mpirun
+or srun: the ranks that it started, the links between them, and the algorithms that calls of float32 would take."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
+    parser.description = _DESCRIPTION
     add_json(parser)
     parser.add_argument("--calibrate", action="store_true", help="measure the constants of the cost model anew")
+    parser.add_argument(
+        "--connect-all",
+        action="store_true",
+        help="under a launcher, make the links between all ranks; a group begins with some, and calls make others",
+    )
 
 
 def run(given: argparse.Namespace) -> int:
     """Prints the facts."""
+    # What is imported next imports torch, which may be missing or refused.
+    load_native()
+    from .bench.place import place_given
+
+    place = place_given()
+    if place is not None and place.world > 1 and not given.calibrate:
+        return _run_in_job(given, place)
+    if given.connect_all:
+        raise WrongInput("--connect-all is for ranks that torchrun, mpirun or srun has started")
     return print_found(given, lambda native: facts(native, given.calibrate), _show)
+
+
+def _run_in_job(given: argparse.Namespace, place: Any) -> int:
+    """As a rank of a job, of which rank 0 prints."""
+    from . import _job
+    from .bench.processes import said_by
+
+    try:
+        job = _job.find(place, given.connect_all)
+    except WrongInput:
+        # All ranks find the same; one of them says so.
+        if place.rank != 0:
+            return 2
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        print(f"accl info: rank {place.rank}: {said_by(error)}", file=sys.stderr)
+        return 1
+    if place.rank == 0:
+        print(json.dumps(job, indent=2) if given.json else _job.show(job))
+    return 0
 
 
 def facts(native: Any, calibrate: bool) -> dict[str, Any]:

@@ -1,0 +1,127 @@
+"""What `accl info` finds where a launcher has started several of it: the ranks of the job, their links, and what they would choose.
+
+Owns the meeting and the tables; what a link is comes from the backend's snapshot. Read `find` first.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .bench.cases import Prepared, cases
+from .bench.place import Place, meet
+
+TIMEOUT_S = 60
+COLLECTIVES = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
+SIZES = [4, 4 << 10, 64 << 10, 1 << 20, 16 << 20]
+
+
+def find(place: Place, connect_all: bool) -> dict[str, Any]:
+    """The facts of all ranks, on rank 0; the others get a part of them. Collective over all ranks.
+
+    Raises:
+        WrongInput: nothing says where rank 0 is.
+        RuntimeError, ValueError: as `init_process_group`.
+    """
+    store = meet(place, TIMEOUT_S)
+    dist.init_process_group(
+        "accl",
+        store=dist.PrefixStore("info", store),
+        rank=place.rank,
+        world_size=place.world,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    if connect_all:
+        backend.eager_connect_single_device(torch.device("cpu"))
+    # Nobody counts before all are connected, nor leaves before all have been counted.
+    dist.barrier()
+    ranks: list[Any] = [None] * place.world
+    dist.all_gather_object(ranks, _of_this_rank(place, backend.snapshot()))
+    choices = _choices(backend, place) if place.rank == 0 else {}
+    dist.destroy_process_group()
+    # Rank 0 may own the store, and leaves last.
+    if place.rank == 0:
+        store.wait([f"gone/{rank}" for rank in range(1, place.world)])
+    else:
+        store.set(f"gone/{place.rank}", "")
+    return {"launcher": place.launcher, "world": place.world, "ranks": ranks, "algorithms": choices}
+
+
+def show(job: dict[str, Any]) -> str:
+    """The facts as tables."""
+    ranks = [
+        [
+            str(one["rank"]),
+            one["host"],
+            str(one["pid"]),
+            str(one["cores"]),
+            _summary(one["links"]),
+            f"{one['shared_memory_kib']} KiB",
+        ]
+        for one in job["ranks"]
+    ]
+    sizes = [_size(size) for size in SIZES]
+    choices = [[name, *chosen.values()] for name, chosen in job["algorithms"].items()]
+    return "\n".join(
+        [
+            f"{job['world']} ranks, started by {job['launcher']}",
+            "",
+            *_table(["rank", "host", "pid", "cores", "links", "shared memory"], ranks),
+            "",
+            *_table(["algorithm of", *sizes], choices),
+        ]
+    )
+
+
+def _of_this_rank(place: Place, snapshot: dict[str, Any]) -> dict[str, Any]:
+    others = [one for one in snapshot["ranks"] if one["rank"] != place.rank]
+    return {
+        "rank": place.rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "cores": len(os.sched_getaffinity(0)),
+        "links": [{"rank": one["rank"], "link": one["link"]} for one in others],
+        "shared_memory_kib": _shared_kib(),
+    }
+
+
+def _choices(backend: Any, place: Place) -> dict[str, dict[str, str]]:
+    """By collective and size in bytes: what a call of float32 takes."""
+    found: dict[str, dict[str, str]] = {}
+    for case in cases(COLLECTIVES, SIZES, ["float32"], ["sum"], place.world):
+        name = backend.algorithm_of(**Prepared(case, place.rank, place.world).in_engine())
+        found.setdefault(case.collective.name, {})[str(case.size_bytes)] = name
+    return found
+
+
+def _shared_kib() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssShmem:"):
+            return int(line.split()[1])
+    return 0
+
+
+def _summary(links: list[dict[str, Any]]) -> str:
+    """`shm 3, tcp 4, none yet 1`"""
+    kinds = collections.Counter(link["link"].split()[0].rstrip(",") if link["link"] else "none yet" for link in links)
+    return ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
+
+
+def _size(size: int) -> str:
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size // unit} {name}"
+    return f"{size} B"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [head, *rows]]
