@@ -476,10 +476,18 @@ impl Net {
         let Some(link) = peer.link.as_mut() else { return (false, peer.outbox.is_empty()) };
         let mut moved = false;
         while let Some((head, payload)) = peer.outbox.front() {
-            let Ok(Some(place)) = link.try_reserve(payload.len()) else {
-                peer.wants_room = true;
-                self.room_wanted = true;
-                break;
+            let place = match link.try_reserve(payload.len()) {
+                Ok(Some(place)) => place,
+                Ok(None) => {
+                    peer.wants_room = true;
+                    self.room_wanted = true;
+                    break;
+                }
+                // Broken or closed: it takes nothing any more.
+                Err(_) => {
+                    peer.outbox.clear();
+                    break;
+                }
             };
             *place.head = *head;
             place.payload.copy_from_slice(payload);

@@ -1,7 +1,9 @@
 //! The thread that makes links: those that calls and groups of this process want, and those that peers want.
 //!
-//! Owns the endpoint, and the way of a link from there to the peers under the driver's lock. It sleeps until somebody connects or
-//! a link is wanted, and answers peers also while nobody here makes a call. Read [`Connector`] first, then [`Work::turn`].
+//! Owns the endpoint, the way of a link from there to the peers under the driver's lock, and what is said to peers besides links: notes
+//! that a group has failed, for ranks that look at no link, and questions what has become of a peer that cannot be reached. It
+//! sleeps until somebody connects or a link is wanted, and answers peers also while nobody here makes a call. Read [`Connector`]
+//! first, then [`Work::turn`].
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
