@@ -1,5 +1,6 @@
 """Settings by environment and by Options: what is refused, with which sentence, and that the argument wins."""
 
+import inspect
 import re
 import socket
 from datetime import timedelta
@@ -231,3 +232,12 @@ def test_a_later_group_may_not_change_what_is_fixed_for_the_process():
 
     for sentence in check(run_ranks(body, 2, init=False)):
         assert "ring_bytes" in sentence and "256KiB" in sentence and "512KiB" in sentence, sentence
+
+
+def test_every_setting_is_an_option_and_every_option_a_setting():
+    import torch_accl
+
+    parameters = set(inspect.signature(torch_accl.Options.__init__).parameters) - {"self"}
+    options = {row["option"] for row in torch_accl._native.config_rows()}
+    # The deadline is torch's own, and `scope` the older name of `compressed_calls`.
+    assert parameters - {"timeout", "scope"} == options
