@@ -465,6 +465,8 @@ def actions(group):
     yield lambda: backend._get_sequence_number_for_group()
     yield lambda: backend.set_timeout(timedelta(seconds=5))
     yield lambda: (backend.get_error(), backend.first_error(), backend.describe())
+    yield lambda: backend.snapshot()
+    yield lambda: backend.eager_connect_single_device(torch.device("cpu"))
     yield lambda: backend.algorithm_of("all_reduce", [], [tensor], dist.ReduceOp.SUM, 0)
     yield lambda: backend.time_calls("all_reduce", [], [tensor], dist.ReduceOp.SUM, 0, 1, 1, True)
     yield lambda: group.split_group([0])
