@@ -559,7 +559,7 @@ impl GroupState {
     pub(super) fn cause_to_tell(&self, most: usize) -> Option<(Rank, Box<[u8]>)> {
         let error = self.failure.cause()?;
         let origin = self.failure.announcement().map_or(self.rank, |(origin, _)| origin);
-        Some((origin, Cause { kind: error.kind, origin, text: brief(error) }.to_bytes(most).into()))
+        Some((origin, announcement(origin, error, most).into()))
     }
 
     /// Looks which ranks are there.
@@ -741,10 +741,8 @@ impl GroupState {
 
     /// Tells ranks of the first cause, but for this one and the one that it came from.
     fn tell_cause(&self, ranks: impl Iterator<Item = Rank>, origin: Rank, error: &Error, context: &mut Context<'_>) {
-        let most = cause_bytes(context.segment);
-        let cause = Cause { kind: error.kind, origin, text: brief(error) }.to_bytes(most);
-        let mut header = Header::new(Kind::Cause);
-        header.group = self.id;
+        let cause = announcement(origin, error, cause_bytes(context.segment));
+        let header = Header { group: self.id, ..Header::new(Kind::Cause) };
         for rank in ranks.filter(|&rank| rank != self.rank && rank != origin) {
             // A rank without a link hears of it from its neighbours, or when it makes one.
             context.net.send_if_linked(self.members.peer(rank), header, &cause);
@@ -754,8 +752,7 @@ impl GroupState {
     /// Tells neighbours of the first cause in a way that reaches those who look at no link, too, unless they speak of it before. They
     /// do the same, so ranks that wait hear of it although those between them and its origin compute.
     fn note_cause(&self, origin: Rank, error: &Error, context: &mut Context<'_>) {
-        let most = cause_bytes(context.segment);
-        let cause = Cause { kind: error.kind, origin, text: brief(error) }.to_bytes(most);
+        let cause = announcement(origin, error, cause_bytes(context.segment));
         let header = Header { group: self.id, ..Header::new(Kind::Cause) };
         for rank in self.members.neighbours(self.rank).filter(|&rank| rank != self.rank && rank != origin) {
             context.net.note(self.members.peer(rank), header, &cause);
@@ -842,6 +839,11 @@ impl GroupState {
             context.net.send_if_linked(self.members.peer(rank), header, &[]);
         }
     }
+}
+
+/// The payload that says that a group has failed, and why.
+fn announcement(origin: Rank, error: &Error, most: usize) -> Vec<u8> {
+    Cause { kind: error.kind, origin, text: brief(error) }.to_bytes(most)
 }
 
 /// Most bytes of an announcement where segments have so many.

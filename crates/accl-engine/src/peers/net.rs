@@ -548,8 +548,7 @@ impl Net {
 
     /// Whether any peer's host has yet to acknowledge something.
     pub(crate) fn awaits_answers(&self) -> bool {
-        let links = self.linked.iter().filter_map(|&id| self.peer(id).link.as_ref());
-        links.into_iter().any(|link| link.awaits_answer())
+        self.linked.iter().filter_map(|&id| self.peer(id).link.as_ref()).any(|link| link.awaits_answer())
     }
 
     /// For how long the peer's host has not answered, if it should have.
