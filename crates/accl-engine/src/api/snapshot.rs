@@ -10,7 +10,7 @@ use accl_types::{Collective, Rank};
 use crate::driver::Driver;
 use crate::engine::Engine;
 use crate::group::{Core, GroupState, Work};
-use crate::peers::{Gone, Members, PeerId, Traffic};
+use crate::peers::{Members, PeerId, Traffic};
 use crate::time;
 
 use super::group::Group;
@@ -114,8 +114,12 @@ impl Engine {
 }
 
 impl Group {
-    /// As [`Engine::snapshot`], of this group and its ranks. After the group has been left, of nothing.
+    /// As [`Engine::snapshot`], of this group and its ranks. After the group has been left, and in a forked child, of nothing.
     pub fn snapshot(&self) -> Snapshot {
+        // The lock may have been held by another thread when the process forked.
+        if self.driver.is_forked() {
+            return Snapshot::new(&self.driver, Vec::new(), Vec::new(), Work::default());
+        }
         self.driver.with_core(|core| {
             let core = &*core;
             let state = core.groups.get(&self.caller.group);
@@ -147,13 +151,9 @@ fn traffic_of_groups(core: &Core) -> HashMap<PeerId, Traffic> {
 
 fn peer(core: &Core, id: PeerId, of_groups: &HashMap<PeerId, Traffic>) -> PeerSnapshot {
     let peer = core.net.peer(id);
-    let gone = peer.gone.as_ref().map(|gone| match gone {
-        Gone::Left => "it has left".to_owned(),
-        Gone::Lost(error) => error.message.clone(),
-    });
     let (link, system_calls) = core.net.link_of(id).unzip();
     let traffic = peer.traffic.plus(of_groups.get(&id).copied().unwrap_or_default());
-    let (place, system_calls) = (core.net.place(id), system_calls.unwrap_or_default());
+    let (place, gone, system_calls) = (core.net.place(id), core.net.why_gone(id), system_calls.unwrap_or_default());
     PeerSnapshot { rank: None, place, link, gone, traffic, of_group: None, system_calls }
 }
 
