@@ -34,7 +34,9 @@ pub(crate) fn launch_label() -> String {
 /// # Errors
 /// `Configuration` for an unknown `ACCL_*` variable or a value that is not accepted.
 pub fn config_from_environment() -> Result<Config> {
-    Config::from_variables(variables())
+    let config = Config::from_variables(variables())?;
+    accl_transport::named(&config.transports, "ACCL_TRANSPORTS")?;
+    Ok(config)
 }
 
 /// Variables in this process's environment that begin as ours do and belong to others: name and owner.

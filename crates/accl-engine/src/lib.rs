@@ -17,6 +17,7 @@ mod memory;
 mod peers;
 mod plan;
 mod session;
+mod settings;
 mod signals;
 pub mod simulate;
 mod sync;
@@ -36,12 +37,13 @@ pub use env::{config_from_environment, foreign_variables};
 pub use group::Work;
 pub use peers::Traffic;
 pub use session::store::{MemoryStore, Store};
+pub use settings::set_option;
 
 // What the layers below offer, for listings: those above see only this crate.
 pub use accl_kernels::{codec, describe_isa, supports};
 pub use accl_schedule::cost::{CONSTANTS, Machine};
 pub use accl_schedule::{ALGORITHMS, Algorithm};
-pub use accl_transport::{Card, TRANSPORTS, Transport};
+pub use accl_transport::{Card, Transport, transports};
 
 #[cfg(test)]
 mod simulated;

@@ -2,10 +2,12 @@
 //!
 //! The choice is the one that a group makes. Read [`Scenario`] first.
 
-use accl_schedule::cost::{Machine, Near, Placement};
+use accl_schedule::cost::{Machine, Placement};
 use accl_schedule::{Basis, Chooser, Topology};
 use accl_types::config::Config;
 use accl_types::{Collective, Error, Result};
+
+use crate::settings::near_of;
 
 /// More ranks than this are no world of ours.
 pub const MAX_RANKS: u32 = 1 << 17;
@@ -51,7 +53,7 @@ pub fn simulate(scenario: &Scenario, collective: Collective, sizes: &[u64]) -> R
     }
     let topology = Topology::new((0..ranks).map(|rank| rank / ranks_per_host).collect());
     accl_schedule::check_rules(&topology, &scenario.config.algorithm)?;
-    let near = Near::of(&scenario.config);
+    let near = near_of(&scenario.config);
     let placement = Placement { near, cores: cores_per_host, segment_bytes: scenario.config.segment_bytes };
     let basis = Basis { machine: scenario.machine, placement, deterministic: scenario.config.deterministic };
     let chooser = Chooser::new(topology, scenario.config.algorithm.clone(), &basis);

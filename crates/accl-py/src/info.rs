@@ -83,7 +83,7 @@ fn host_facts(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
 /// Refuses an option that the table does not have, or a value that it does not accept.
 #[pyfunction]
 fn check_option(option: &str, value: &str) -> PyResult<()> {
-    Config::default().set_option(option, value).map_err(refused)
+    accl_engine::set_option(&mut Config::default(), option, value).map_err(refused)
 }
 
 fn refused(error: Error) -> PyErr {

@@ -27,7 +27,7 @@ pub fn forked() -> bool {
 /// An owned descriptor that is closed in forked children. There it stays as a husk: dropping it does nothing, since
 /// its number may belong to somebody else by then.
 #[derive(Debug)]
-pub(crate) struct Fd {
+pub struct Fd {
     raw: ManuallyDrop<OwnedFd>,
     generation: u64,
 }
@@ -35,7 +35,10 @@ pub(crate) struct Fd {
 impl Fd {
     /// Makes a descriptor and registers it; no fork can happen in between. Where the limit of descriptors is in the way,
     /// it is raised as far as it can be.
-    pub(crate) fn adopt(make: impl Fn() -> Result<OwnedFd, Errno>) -> Result<Fd, Errno> {
+    ///
+    /// # Errors
+    /// Those of `make`.
+    pub fn adopt(make: impl Fn() -> Result<OwnedFd, Errno>) -> Result<Fd, Errno> {
         let adopted = || without_forks(|registry| make().map(|fd| registry.adopt(fd)));
         match adopted() {
             Err(Errno::MFILE) if raise_limit() => adopted(),
@@ -45,7 +48,7 @@ impl Fd {
 
     /// Whether the descriptor is still ours, that is, whether this is the process that made it.
     #[inline]
-    pub(crate) fn is_ours(&self) -> bool {
+    pub fn is_ours(&self) -> bool {
         self.generation == fork_generation()
     }
 }

@@ -179,6 +179,12 @@ pub unsafe trait Link: Send {
     /// The next look asks the system what has come, even if nobody has seen an event: for who expects something here.
     fn look_again(&mut self) {}
 
+    /// How long a sleeper may leave the link alone: `None` when an event ends its sleep as soon as there is something to find. Asked
+    /// after each [`Link::prepare_park`].
+    fn poll_interval(&self) -> Option<Duration> {
+        None
+    }
+
     /// System calls made for this link so far, as far as the transport counts them.
     fn system_calls(&self) -> u64 {
         0
@@ -279,6 +285,10 @@ unsafe impl<L: Link + ?Sized> Link for Box<L> {
 
     fn look_again(&mut self) {
         (**self).look_again();
+    }
+
+    fn poll_interval(&self) -> Option<Duration> {
+        (**self).poll_interval()
     }
 
     fn system_calls(&self) -> u64 {

@@ -4,6 +4,7 @@
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
+use std::time::Duration;
 
 use accl_types::Result;
 
@@ -127,6 +128,10 @@ unsafe impl<L: Link> Link for Traced<L> {
 
     fn look_again(&mut self) {
         self.link.look_again();
+    }
+
+    fn poll_interval(&self) -> Option<Duration> {
+        self.link.poll_interval()
     }
 
     fn system_calls(&self) -> u64 {

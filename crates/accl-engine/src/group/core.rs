@@ -639,7 +639,9 @@ impl Core {
                 return None;
             }
             let silence = core.next_look_for_silence().filter(|_| ticks);
-            let until = until.into_iter().chain(core.next_deadline()).chain(silence).min().unwrap_or(Moment::FAR);
+            let look = core.net.poll_interval().map(|interval| now + interval);
+            let deadline = core.next_deadline();
+            let until = until.into_iter().chain(deadline).chain(silence).chain(look).min().unwrap_or(Moment::FAR);
             core.parked = Some(until);
             Some(until)
         })

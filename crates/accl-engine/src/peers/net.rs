@@ -126,6 +126,8 @@ pub(crate) struct Net {
     departures_seen: u64,
     /// Links whose look asks the system, unless it is known that nothing has come.
     streams: usize,
+    /// How long the links may be left alone, as they were last told that the driver sleeps: `None` when events tell of everything.
+    poll_interval: Option<Duration>,
 }
 
 impl Net {
@@ -626,14 +628,21 @@ impl Net {
     fn announce(&mut self, announce: impl Fn(&mut dyn Link, bool) -> bool) -> bool {
         let mut ready = false;
         self.room_wanted = false;
+        self.poll_interval = None;
         for id in &self.linked {
             let peer = &mut self.peers[id.0 as usize];
             let wants_room = std::mem::take(&mut peer.wants_room) || !peer.outbox.is_empty();
             if let Some(link) = &mut peer.link {
                 ready |= announce(&mut **link, wants_room);
+                self.poll_interval = self.poll_interval.into_iter().chain(link.poll_interval()).min();
             }
         }
         ready
+    }
+
+    /// How long a sleeper may leave the links alone, after [`Net::prepare_park`].
+    pub(crate) fn poll_interval(&self) -> Option<Duration> {
+        self.poll_interval
     }
 
     /// Whether a parked driver does not know yet that somebody waits for room.

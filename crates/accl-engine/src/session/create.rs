@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use accl_schedule::cost::{Machine, Near, Placement};
+use accl_schedule::cost::{Machine, Placement};
 use accl_schedule::{Basis, Chooser, Topology};
 use accl_transport::Card;
 use accl_types::config::Config;
@@ -26,6 +26,7 @@ use crate::group::GroupState;
 use crate::hash::hash_words;
 use crate::peers::{Gone, Members, PeerId, neighbours};
 use crate::plan::Planner;
+use crate::settings::near_of;
 use crate::time::{self, far};
 
 /// How often a rank that waits for links looks whether it was interrupted, and whether the others go on.
@@ -319,7 +320,10 @@ impl Engine {
             core.net.look_again_everywhere();
             core.pass_whole(time::now());
             core.check(time::now());
-            let introduce = |card: &Card| core.net.introduce(card, accl_transport::shares_memory(parts.card, card));
+            let introduce = |card: &Card| {
+                let likely = accl_transport::likely_transport(parts.card, card);
+                core.net.introduce(card, likely.is_some_and(|row| row.is_cheap_to_look_at))
+            };
             let peers: Vec<PeerId> = cards.iter().map(introduce).collect();
             if core.net.is_unlinked(peers[own]) {
                 let payload = self.config.segment_bytes as usize + accl_transport::frame::OVERHEAD_BYTES;
@@ -360,7 +364,7 @@ fn chooser(topology: Topology, spec: &GroupSpec, cards: &[GroupCard], segment_by
     let largest = topology.largest_host();
     let full = (0..topology.host_count()).filter(|&host| topology.ranks_of(host).len() as u32 == largest);
     let cores = full.map(cores_of).min().unwrap_or(1);
-    let near = Near::of(&spec.config);
+    let near = near_of(&spec.config);
     let machine = cards.first().and_then(|card| card.machine).unwrap_or_default();
     let basis = Basis {
         machine,

@@ -5,7 +5,6 @@
 //! Read [`Prices::time_ps`] first.
 
 use accl_types::Collective;
-use accl_types::config::Config;
 
 use crate::cost::counts::{Arriving, Cost, Phase};
 use crate::cost::machine::{Link, Machine, SIZES, rate};
@@ -20,23 +19,13 @@ const WAIT_PER_STEP: u128 = 3;
 const WAIT_PER_MESSAGE: u128 = 1;
 const WAIT_UNIT: u128 = 5;
 
-/// What connects ranks of one host.
+/// What connects ranks of one host, as far as its costs go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Near {
-    /// Shared memory.
+    /// Shared memory, or what costs as much.
     Shm,
-    /// Sockets.
+    /// Sockets, or what costs as much.
     Tcp,
-}
-
-impl Near {
-    /// What the settings try first.
-    pub fn of(config: &Config) -> Near {
-        match config.transports.first().map(String::as_str) {
-            Some("tcp") => Near::Tcp,
-            Some(_) | None => Near::Shm,
-        }
-    }
 }
 
 /// Where ranks run, as far as it matters.

@@ -3,18 +3,19 @@
 //! Owns the accepting half of the handshake. A stranger (port scanner, browser) is dropped at its first wrong byte or
 //! after a while, and disturbs nobody.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
-use super::identity::{Identity, SHM};
-use super::make::{shm_link, tcp_link};
-use super::stream::{Stream, peer_uid};
-use super::wire::{CONFIRM_BYTES, HELLO_BYTES, Hello, NOTE_BYTES, Note, Refusal, Reply, Verdict, confirm_bytes};
+use super::identity::Identity;
+use super::stream::Stream;
+use super::way::keep_alive;
+use super::wire::{CONFIRM_BYTES, GREETING_BYTES, Hello, Note, Refusal, Reply, Verdict, confirm_bytes};
+use crate::credentials::peer_uid;
 use crate::fork::Fd;
-use crate::shm::region::{Region, region_bytes};
+use crate::transport::{Agreed, Carrier, HalfLink, PeerAddress};
 use crate::{PROTOCOL_VERSION, Watched};
 
 /// A silent connection is dropped after this long.
@@ -27,7 +28,7 @@ pub trait Host {
     /// What is thought of a peer that greets, as far as links count that were taken.
     fn stance_to(&mut self, peer: &[u8; 16]) -> Stance;
 
-    /// The answer to a note, in at most 150 bytes; see [`super::Endpoint::send_note`].
+    /// The answer to a note, in at most [`super::MAX_ANSWER_BYTES`]; see [`super::Endpoint::send_note`].
     fn on_note(&mut self, from: &[u8; 16], note: &[u8]) -> String;
 }
 
@@ -53,12 +54,10 @@ pub(super) struct Accepted {
 /// A connection whose handshake is under way.
 pub(super) struct Incoming {
     stream: Stream,
-    transport: u8,
+    carrier: Carrier,
     since: Instant,
-    /// It may be read from: over shared memory that can bring descriptors, so it needs the right user.
+    /// It may be read from: over a Unix socket that can bring descriptors, so it needs the right user.
     is_known: bool,
-    /// The first bytes of a note.
-    begun: Option<Box<[u8; HELLO_BYTES]>>,
     promised: Option<Promised>,
 }
 
@@ -68,7 +67,7 @@ struct Promised {
     own_nonce: u64,
     max_payload_bytes: usize,
     peer: String,
-    shared: Option<(Region, Fd)>,
+    half: Box<dyn HalfLink>,
 }
 
 /// What a look at a connection has brought.
@@ -79,14 +78,17 @@ pub(super) enum Step {
 }
 
 /// One connection from a listener's queue.
-pub(super) fn accept(listener: &Fd, transport: u8, now: Instant) -> Result<Option<Incoming>, Errno> {
+pub(super) fn accept(listener: &Fd, carrier: Carrier, now: Instant) -> Result<Option<Incoming>, Errno> {
     let make = || -> Result<OwnedFd, Errno> {
         rustix::net::accept_with(listener, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC)
     };
     match Fd::adopt(make) {
         Ok(socket) => {
+            if carrier == Carrier::Tcp {
+                keep_alive(&socket);
+            }
             let stream = Stream::new(socket);
-            Ok(Some(Incoming { stream, transport, since: now, is_known: false, begun: None, promised: None }))
+            Ok(Some(Incoming { stream, carrier, since: now, is_known: false, promised: None }))
         }
         Err(Errno::AGAIN) => Ok(None),
         // Errors of the connection that was queued, not of the listener.
@@ -133,15 +135,13 @@ impl Incoming {
             }
             self.is_known = true;
         }
-        if let Some(first) = self.begun.take() {
-            return self.read_note(&first, me, host);
-        }
         let is_note = |bytes: &[u8]| Note::check_prefix(bytes).is_ok();
-        let hello = match self.stream.read::<HELLO_BYTES>()? {
-            Some(first) if is_note(&first) => return self.read_note(&first, me, host),
-            Some(bytes) => Hello::parse(&bytes).map(Some),
-            None if is_note(self.stream.prefix()) => Ok(None),
-            None => Hello::check_prefix(self.stream.prefix()).map(|()| None),
+        let hello = match self.stream.read::<GREETING_BYTES>() {
+            Ok(Some(bytes)) if is_note(&bytes) => return self.answer_note(&bytes, me, host),
+            Ok(Some(bytes)) => Hello::parse(&bytes).map(Some),
+            Ok(None) if is_note(self.stream.prefix()) => Ok(None),
+            Ok(None) => Hello::check_prefix(self.stream.prefix()).map(|()| None),
+            Err(why) => return Err(why),
         };
         match hello {
             Ok(None) => Ok(Step::Wait(Box::new(self))),
@@ -156,16 +156,9 @@ impl Incoming {
         }
     }
 
-    /// Answers a note once it is there, and is done.
-    fn read_note(mut self, first: &[u8; HELLO_BYTES], me: &Identity, host: &mut dyn Host) -> Result<Step, String> {
-        let Some(rest) = self.stream.read::<{ NOTE_BYTES - HELLO_BYTES }>()? else {
-            self.begun = Some(Box::new(*first));
-            return Ok(Step::Wait(Box::new(self)));
-        };
-        let mut bytes = [0; NOTE_BYTES];
-        bytes[..HELLO_BYTES].copy_from_slice(first);
-        bytes[HELLO_BYTES..].copy_from_slice(&rest);
-        let note = Note::parse(&bytes).map_err(|_| "a stranger".to_owned())?;
+    /// Answers a note, and is done.
+    fn answer_note(self, bytes: &[u8; GREETING_BYTES], me: &Identity, host: &mut dyn Host) -> Result<Step, String> {
+        let note = Note::parse(bytes).map_err(|_| "a stranger".to_owned())?;
         if note.to != me.uuid {
             return self.refuse(Verdict::NotHere, 0, me, "another process listens there".to_owned());
         }
@@ -175,7 +168,7 @@ impl Incoming {
 
     /// Why nothing of this connection is read, if so: the kernel hands over descriptors with the first bytes.
     fn is_refused(&self, me: &Identity) -> Result<Option<String>, String> {
-        if self.transport != SHM {
+        if self.carrier != Carrier::Unix {
             return Ok(None);
         }
         let uid = peer_uid(&self.stream.socket)?;
@@ -186,9 +179,10 @@ impl Incoming {
         if hello.to != me.uuid {
             return self.refuse(Verdict::NotHere, hello.nonce, me, "another process listens there".to_owned());
         }
-        if hello.transport != self.transport || hello.from == me.uuid {
+        let opened = me.provider(&hello.transport).filter(|opened| opened.row.carrier == self.carrier);
+        let Some(opened) = opened.filter(|_| hello.from != me.uuid) else {
             return self.refuse(Verdict::Refused, hello.nonce, me, "the handshake makes no sense there".to_owned());
-        }
+        };
         match host.stance_to(&hello.from) {
             Stance::Unlinked => {}
             Stance::Linked | Stance::Crossing => {
@@ -198,53 +192,33 @@ impl Incoming {
                 return self.refuse(Verdict::GivenUp, hello.nonce, me, "it has given this process up".to_owned());
             }
         }
-        let shared = match self.take_shared(hello, me) {
-            Ok(shared) => shared,
+        let max_payload_bytes = me.max_payload_bytes.min(hello.max_payload_bytes as usize);
+        let descriptors = std::mem::take(&mut self.stream.fds);
+        let address = PeerAddress { bytes: hello.address.clone(), descriptors };
+        let mut half = match opened.provider.accept(address, max_payload_bytes) {
+            Ok(half) => half,
             Err(why) => return self.refuse(Verdict::Refused, hello.nonce, me, why),
         };
         let own_nonce = me.nonce();
-        let max_payload_bytes = me.max_payload_bytes.min(hello.max_payload_bytes as usize);
+        let address = half.address();
         let reply = Reply {
             verdict: Verdict::Accepted,
             nonce: hello.nonce,
             own_nonce,
             max_payload_bytes: max_payload_bytes as u32,
-            why: String::new(),
+            body: address.bytes,
         };
-        let waker = me.waker.as_fd();
-        let fds = if shared.is_some() { std::slice::from_ref(&waker) } else { &[] };
-        self.stream.write(&reply.to_bytes(), fds)?;
+        self.stream.write(&reply.to_bytes(), &address.descriptors)?;
+        half.forget_address();
         let peer = format!("{} pid {}", hello.hostname, hello.pid);
-        self.promised = Some(Promised { from: hello.from, own_nonce, max_payload_bytes, peer, shared });
+        self.promised = Some(Promised { from: hello.from, own_nonce, max_payload_bytes, peer, half });
         self.conclude()
-    }
-
-    /// The memory and the event descriptor that come with a shared-memory hello.
-    fn take_shared(&mut self, hello: &Hello, me: &Identity) -> Result<Option<(Region, Fd)>, String> {
-        if self.transport != SHM {
-            return Ok(None);
-        }
-        let fds = std::mem::take(&mut self.stream.fds);
-        let Ok([memory, event]) = <[Fd; 2]>::try_from(fds) else {
-            return Err("the descriptors did not arrive".to_owned());
-        };
-        let longest = me.max_payload_bytes.min(hello.max_payload_bytes as usize);
-        let ring_bytes = usize::try_from(hello.ring_bytes).unwrap_or(usize::MAX);
-        if ring_bytes < crate::ring::min_data_bytes(longest)
-            || ring_bytes > usize::MAX / 4
-            || !ring_bytes.is_multiple_of(4096)
-        {
-            return Err(format!("rings of {ring_bytes} bytes cannot be used"));
-        }
-        let region = Region::open(memory.as_fd(), ring_bytes, &me.budget)
-            .map_err(|why| format!("{} bytes of shared memory: {why}", region_bytes(ring_bytes)))?;
-        Ok(Some((region, event)))
     }
 
     /// The only answer to this connection.
     fn refuse(self, verdict: Verdict, nonce: u64, me: &Identity, why: String) -> Result<Step, String> {
         let max_payload_bytes = me.max_payload_bytes as u32;
-        let reply = Reply { verdict, nonce, own_nonce: 0, max_payload_bytes, why: why.clone() };
+        let reply = Reply { verdict, nonce, own_nonce: 0, max_payload_bytes, body: why.clone().into_bytes() };
         self.stream.write(&reply.to_bytes(), &[])?;
         Err(why)
     }
@@ -254,12 +228,8 @@ impl Incoming {
         let Some(promised) = self.promised.filter(|p| bytes == confirm_bytes(p.own_nonce)) else {
             return Err("the confirmation is wrong".to_owned());
         };
-        let Promised { from, max_payload_bytes, peer, shared, .. } = promised;
-        let socket = self.stream.socket;
-        let link: Box<dyn Watched> = match shared {
-            Some((region, event)) => shm_link(region, 1, socket, event, max_payload_bytes, peer),
-            None => tcp_link(socket, max_payload_bytes, &peer),
-        };
+        let Promised { from, max_payload_bytes, peer, half, .. } = promised;
+        let link = half.finish(Agreed { socket: self.stream.socket, max_payload_bytes, peer })?;
         Ok(Step::Done(Accepted { from, link }))
     }
 }

@@ -1,25 +1,19 @@
 //! Connections that we make: for one peer, all ways to reach it, until one of them leads to a link.
 //!
-//! Owns the connecting half of the handshake and the order of attempts: transports as configured; shared memory is
+//! Owns the connecting half of the handshake and the order of attempts: transports as configured; a Unix socket is
 //! waited for as long as the peer is silent; the addresses of tcp are tried one after the other, and a slow one does
 //! not hold up the next. Knows when a peer cannot be reached. Time comes as `now`.
 
 use std::collections::VecDeque;
-use std::net::SocketAddr;
-use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
-
-use super::identity::{Identity, SHM, TCP};
-use super::make::{keep_alive, shm_link, tcp_link};
-use super::stream::{Stream, peer_uid};
+use super::identity::Identity;
+use super::stream::Stream;
 use super::warnings::Trouble;
+use super::way::{Destination, Failed, Way, is_connected, ways};
 use super::wire::{Hello, REPLY_BYTES, Refusal, Reply, Verdict, confirm_bytes};
 use crate::fork::Fd;
-use crate::shm::budget::Budget;
-use crate::shm::region::{Region, ring_bytes_for};
+use crate::transport::{Agreed, HalfLink, PeerAddress};
 use crate::{Card, PROTOCOL_VERSION, Settings, Watched};
 
 /// An address that has not answered on the level of TCP for so long gets company by the next one.
@@ -36,17 +30,11 @@ const ROUNDS_REFUSED: u32 = 2;
 /// lives after its host has vanished.
 const GIVE_UP: Duration = Duration::from_secs(30);
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
-    Shm,
-    Tcp(SocketAddr),
-}
-
 /// What a look at the efforts to reach a peer has brought.
 pub(super) enum Progress {
     Waits,
-    /// A link, and what went wrong before.
-    Done(Box<dyn Watched>, Option<Trouble>),
+    /// A link, and what was not as wanted.
+    Done(Box<dyn Watched>, Vec<Trouble>),
     /// There is no use in going on, for this reason; nobody listens there any more, or somebody may.
     Unreachable {
         why: String,
@@ -77,8 +65,8 @@ pub(super) struct Dial {
     rounds_refused: u32,
     /// The last refusal, for the list of the missing.
     why: String,
-    /// Why shared memory was given up or made smaller, if it was.
-    shm_trouble: Option<Trouble>,
+    /// The first transport that was given up, and why, if one was.
+    given_up: Option<(&'static str, String)>,
 }
 
 struct Attempt {
@@ -87,7 +75,8 @@ struct Attempt {
     stage: Stage,
     since: Instant,
     nonce: u64,
-    region: Option<Region>,
+    /// From the greeting on.
+    half: Option<Box<dyn HalfLink>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,60 +87,7 @@ enum Stage {
 
 enum Outcome {
     Wait(Attempt),
-    Done(Box<dyn Watched>),
-}
-
-/// Why an attempt has failed.
-pub(super) enum Failed {
-    /// The peer has a link to us, or makes one.
-    Crossing,
-    /// The peer takes this process for gone.
-    GivenUp(String),
-    /// Nobody, or somebody else, listens there.
-    Refused(String),
-    /// This process has no descriptor or memory for it.
-    Exhausted(String),
-    /// What may pass.
-    Other(String),
-}
-
-impl From<String> for Failed {
-    fn from(why: String) -> Self {
-        Self::Other(why)
-    }
-}
-
-impl Failed {
-    /// As a clause.
-    pub(super) fn text(self) -> String {
-        match self {
-            Self::Crossing => "it connects itself".to_owned(),
-            Self::GivenUp(why) | Self::Refused(why) | Self::Exhausted(why) | Self::Other(why) => why,
-        }
-    }
-
-    /// Of a system call that connects.
-    fn of_connecting(why: Errno) -> Self {
-        let text = format!("no connection: {why}");
-        if why == Errno::CONNREFUSED { Self::Refused(text) } else { Self::Other(text) }
-    }
-}
-
-/// The ways from one process to another, in the order in which the first is to try them.
-pub(super) fn ways(from: &Card, to: &Card) -> Vec<Way> {
-    let same_host = to.host_id == from.host_id;
-    let mut ways = Vec::new();
-    for name in from.transports.iter().filter(|name| to.transports.contains(name)) {
-        if name == "shm" && same_host && to.uid == from.uid && !to.unix_name.is_empty() {
-            ways.push(Way::Shm);
-        } else if name == "tcp" {
-            // On one host loopback is always up; for another host it would be somebody else.
-            let loopback = to.addresses.iter().filter(|a| same_host && a.ip().is_loopback());
-            let outside = to.addresses.iter().filter(|a| !a.ip().is_loopback());
-            ways.extend(loopback.chain(outside).map(|&address| Way::Tcp(address)));
-        }
-    }
-    ways
+    Done(Box<dyn Watched>, Option<Trouble>),
 }
 
 impl Dial {
@@ -172,7 +108,7 @@ impl Dial {
             may_pass: false,
             rounds_refused: 0,
             why: String::new(),
-            shm_trouble: None,
+            given_up: None,
         }
     }
 
@@ -182,10 +118,10 @@ impl Dial {
 
     /// Why there is no link yet, for the list of the missing.
     pub(super) fn state(&self) -> String {
-        let waiting = self.attempts.iter().map(|attempt| match (attempt.way, attempt.stage) {
-            (Way::Tcp(address), Stage::Connecting) => format!("no answer from {address} yet"),
-            (Way::Tcp(address), Stage::Greeted) => format!("connected to {address}, but it does not answer yet"),
-            (Way::Shm, _) => "connected, but it does not answer yet".to_owned(),
+        let waiting = self.attempts.iter().map(|attempt| match (attempt.way.to, attempt.stage) {
+            (Destination::Tcp(address), Stage::Connecting) => format!("no answer from {address} yet"),
+            (Destination::Tcp(address), Stage::Greeted) => format!("connected to {address}, but it does not answer yet"),
+            (Destination::Unix, _) => "connected, but it does not answer yet".to_owned(),
         });
         let refused = (!self.why.is_empty()).then(|| self.why.clone());
         let all: Vec<String> = waiting.chain(refused).collect();
@@ -223,13 +159,11 @@ impl Dial {
             let way = attempt.way;
             match attempt.poll(&self.peer, me, settings) {
                 Ok(Outcome::Wait(attempt)) => self.attempts.push(attempt),
-                Ok(Outcome::Done(link)) => {
-                    let trouble = match self.shm_trouble.take() {
-                        // Not worth a word when shared memory works after all.
-                        Some(Trouble::NoSharedMemory(_)) if way == Way::Shm => None,
-                        trouble => trouble,
-                    };
-                    return Progress::Done(link, trouble);
+                Ok(Outcome::Done(link, compromise)) => {
+                    // What was given up for a moment and works after all is not worth a word.
+                    let fallback = self.given_up.take().filter(|(name, _)| *name != way.row.name);
+                    let fallback = fallback.map(|(name, why)| Trouble::Fallback(name, why, way.row.name));
+                    return Progress::Done(link, compromise.into_iter().chain(fallback).collect());
                 }
                 Err(Failed::Crossing) => {
                     self.stand_back(now);
@@ -243,7 +177,7 @@ impl Dial {
                 Err(why) => self.note(way, why, now),
             }
         }
-        self.start_what_is_due(me, settings, now);
+        self.start_what_is_due(me, now);
         if self.rounds_refused >= ROUNDS_REFUSED {
             return Progress::Unreachable { why: format!("its process has ended: {}", self.why), has_ended: true };
         }
@@ -271,16 +205,17 @@ impl Dial {
             }
             Failed::Crossing | Failed::GivenUp(_) => return,
         };
-        match way {
-            Way::Shm => {
-                self.why = format!("shared memory: {text}");
-                self.shm_trouble = Some(Trouble::NoSharedMemory(text));
-            }
-            Way::Tcp(address) => self.why = format!("{text} ({address})"),
+        self.why = match way.to {
+            Destination::Unix => format!("{}: {text}", way.row.name),
+            Destination::Tcp(address) => format!("{text} ({address})"),
+        };
+        // The next transport is tried, if there is one.
+        if !self.left.is_empty() && self.left.iter().all(|left| left.row.name != way.row.name) {
+            self.given_up = Some((way.row.name, text));
         }
     }
 
-    fn start_what_is_due(&mut self, me: &Identity, settings: &Settings, now: Instant) {
+    fn start_what_is_due(&mut self, me: &Identity, now: Instant) {
         if self.retry_at.is_some_and(|at| now < at) {
             return;
         }
@@ -292,11 +227,7 @@ impl Dial {
                 }
                 return;
             };
-            let started = match way {
-                Way::Shm => self.start_shm(me, settings, now),
-                Way::Tcp(address) => start_tcp(address, me, now),
-            };
-            match started {
+            match self.start(way, me, now) {
                 Ok(attempt) => self.attempts.push(attempt),
                 Err(why) => self.note(way, why, now),
             }
@@ -311,101 +242,41 @@ impl Dial {
         self.left.extend(&self.ways);
     }
 
-    fn start_shm(&mut self, me: &Identity, settings: &Settings, now: Instant) -> Result<Attempt, Failed> {
-        let socket = connect_unix(&self.peer.unix_name)?;
-        let uid = peer_uid(&socket)?;
-        if uid != me.uid {
-            return Err(Failed::Other(format!("it belongs to user {uid}, this process to user {}", me.uid)));
+    /// Begins to connect, and greets at once where that does not take time.
+    fn start(&self, way: Way, me: &Identity, now: Instant) -> Result<Attempt, Failed> {
+        let stream = Stream::new(way.to.connect(&self.peer)?);
+        let mut attempt = Attempt { way, stream, stage: Stage::Connecting, since: now, nonce: me.nonce(), half: None };
+        if way.to == Destination::Unix {
+            attempt.greet(&self.peer, me)?;
         }
-        let wanted = ring_bytes_for(settings.ring_bytes, settings.max_payload_bytes());
-        let (region, memory, refused) = create_region(wanted, settings, &me.budget)?;
-        if let Some(why) = refused {
-            self.shm_trouble = Some(Trouble::SmallerRings(region.ring_bytes(), why));
-        }
-        let stream = Stream::new(socket);
-        let nonce = me.nonce();
-        let hello = me.hello(SHM, self.peer.uuid, nonce, region.ring_bytes() as u64);
-        stream.write(&hello.to_bytes(), &[memory.as_fd(), me.waker.as_fd()])?;
-        Ok(Attempt { way: Way::Shm, stream, stage: Stage::Greeted, since: now, nonce, region: Some(region) })
+        Ok(attempt)
     }
-}
-
-/// The largest region that is granted, halving from `wanted` to what the longest frame needs, and why it is not larger.
-fn create_region(wanted: usize, settings: &Settings, budget: &Budget) -> Result<(Region, Fd, Option<String>), String> {
-    let least = ring_bytes_for(0, settings.max_payload_bytes());
-    let mut refused = None;
-    let mut ring_bytes = wanted;
-    loop {
-        match Region::create(ring_bytes, budget) {
-            Ok((region, memory)) => return Ok((region, memory, refused)),
-            Err(why) if ring_bytes <= least => return Err(refused.unwrap_or(why)),
-            Err(why) => {
-                refused.get_or_insert(why);
-                ring_bytes = ring_bytes_for(ring_bytes as u64 / 2, settings.max_payload_bytes());
-            }
-        }
-    }
-}
-
-pub(super) fn connect_unix(name: &str) -> Result<Fd, Failed> {
-    let address =
-        SocketAddrUnix::new_abstract_name(name.as_bytes()).map_err(|why| format!("its socket's name: {why}"))?;
-    let socket = new_socket(AddressFamily::UNIX)?;
-    rustix::net::connect(&socket, &address).map_err(|why| match why {
-        Errno::AGAIN => Failed::Other("its queue of connections is full".to_owned()),
-        why => Failed::of_connecting(why),
-    })?;
-    Ok(socket)
-}
-
-fn start_tcp(address: SocketAddr, me: &Identity, now: Instant) -> Result<Attempt, Failed> {
-    let stream = Stream::new(connect_tcp(address)?);
-    let way = Way::Tcp(address);
-    Ok(Attempt { way, stream, stage: Stage::Connecting, since: now, nonce: me.nonce(), region: None })
-}
-
-/// Begins to connect; see [`is_connected`].
-pub(super) fn connect_tcp(address: SocketAddr) -> Result<Fd, Failed> {
-    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-    let socket = new_socket(family)?;
-    keep_alive(&socket);
-    match rustix::net::connect(&socket, &address) {
-        Ok(()) | Err(Errno::INPROGRESS | Errno::INTR) => {}
-        Err(why) => return Err(Failed::of_connecting(why)),
-    }
-    Ok(socket)
-}
-
-/// Whether a socket that connects has done so.
-pub(super) fn is_connected(socket: &Fd) -> Result<bool, Failed> {
-    match sockopt::socket_error(socket) {
-        Ok(Ok(())) => Ok(rustix::net::getpeername(socket).is_ok()),
-        Ok(Err(why)) | Err(why) => Err(Failed::of_connecting(why)),
-    }
-}
-
-fn new_socket(family: AddressFamily) -> Result<Fd, Failed> {
-    let make = || -> Result<OwnedFd, Errno> {
-        rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC, None)
-    };
-    Fd::adopt(make).map_err(|why| match why {
-        Errno::MFILE | Errno::NFILE => {
-            Failed::Exhausted(format!("no socket: {why}; raise the limit of this process with `ulimit -n`"))
-        }
-        Errno::NOMEM | Errno::NOBUFS => Failed::Exhausted(format!("no socket: {why}")),
-        why => Failed::Other(format!("no socket: {why}")),
-    })
 }
 
 impl Attempt {
     fn is_slow(&self, now: Instant) -> bool {
-        let limit = match (self.way, self.stage) {
+        let limit = match (self.way.to, self.stage) {
             // The name of the Unix socket is unique and cannot lead to anybody else.
-            (Way::Shm, _) => return false,
-            (Way::Tcp(_), Stage::Connecting) => SLOW_CONNECT,
-            (Way::Tcp(_), Stage::Greeted) => SLOW_REPLY,
+            (Destination::Unix, _) => return false,
+            (Destination::Tcp(_), Stage::Connecting) => SLOW_CONNECT,
+            (Destination::Tcp(_), Stage::Greeted) => SLOW_REPLY,
         };
         now.saturating_duration_since(self.since) >= limit
+    }
+
+    /// Says hello, with this side's half of the link.
+    fn greet(&mut self, peer: &Card, me: &Identity) -> Result<(), Failed> {
+        self.way.to.check_peer(&self.stream.socket, me.uid)?;
+        let name = self.way.row.name;
+        let opened = me.provider(name).ok_or_else(|| format!("this process does not use {name}"))?;
+        let mut half = opened.provider.offer()?;
+        let address = half.address();
+        let hello = me.hello(name, peer.uuid, self.nonce, address.bytes);
+        self.stream.write(&hello.to_bytes(), &address.descriptors)?;
+        half.forget_address();
+        self.half = Some(half);
+        self.stage = Stage::Greeted;
+        Ok(())
     }
 
     fn poll(mut self, card: &Card, me: &Identity, settings: &Settings) -> Result<Outcome, Failed> {
@@ -413,59 +284,70 @@ impl Attempt {
             if !is_connected(&self.stream.socket)? {
                 return Ok(Outcome::Wait(self));
             }
-            self.stream.write(&me.hello(TCP, card.uuid, self.nonce, 0).to_bytes(), &[])?;
-            self.stage = Stage::Greeted;
+            self.greet(card, me)?;
         }
-        let Some(bytes) = self.stream.read::<REPLY_BYTES>()? else { return Ok(Outcome::Wait(self)) };
-        let reply = Reply::parse(&bytes).map_err(|refusal| match refusal {
-            Refusal::Stranger => "something else answers there".to_owned(),
-            Refusal::Version(version) => format!("it has protocol version {version}, this process {PROTOCOL_VERSION}"),
-        })?;
+        let read = self.stream.read::<REPLY_BYTES>();
+        // A refusal of another version may be shorter.
+        Reply::check_prefix(self.stream.prefix()).map_err(|refusal| explain(&refusal))?;
+        let Some(bytes) = read? else { return Ok(Outcome::Wait(self)) };
+        let reply = Reply::parse(&bytes).map_err(|refusal| explain(&refusal))?;
         match reply.verdict {
             Verdict::Accepted => {}
-            Verdict::Refused => return Err(Failed::Other(reply.why)),
+            Verdict::Refused => return Err(Failed::Other(reply.text())),
             Verdict::Crossing => return Err(Failed::Crossing),
-            Verdict::NotHere => return Err(Failed::Refused(reply.why)),
-            Verdict::GivenUp => return Err(Failed::GivenUp(reply.why)),
+            Verdict::NotHere => return Err(Failed::Refused(reply.text())),
+            Verdict::GivenUp => return Err(Failed::GivenUp(reply.text())),
         }
         let max_payload_bytes = reply.max_payload_bytes as usize;
-        if reply.nonce != self.nonce || max_payload_bytes > settings.max_payload_bytes() {
+        let Some(mut half) = self.half.take_if(|_| {
+            reply.nonce == self.nonce && max_payload_bytes <= settings.max_payload_bytes()
+        }) else {
             return Err(Failed::Other("its reply makes no sense".to_owned()));
-        }
-        let event = match (&self.region, std::mem::take(&mut self.stream.fds).pop()) {
-            (Some(_), None) => return Err(Failed::Other("its event descriptor did not arrive".to_owned())),
-            (_, event) => event,
         };
+        let descriptors = std::mem::take(&mut self.stream.fds);
+        half.take_answer(PeerAddress { bytes: reply.body, descriptors }, max_payload_bytes)?;
         self.stream.write(&confirm_bytes(reply.own_nonce), &[])?;
-        let (peer, socket) = (card.place(), self.stream.socket);
-        Ok(Outcome::Done(match (self.region, event) {
-            (Some(region), Some(event)) => shm_link(region, 0, socket, event, max_payload_bytes, peer),
-            (Some(_), None) | (None, _) => tcp_link(socket, max_payload_bytes, &peer),
-        }))
+        let compromise = half.compromise().map(|(what, why)| Trouble::Compromise(self.way.row.name, what, why));
+        let agreed = Agreed { socket: self.stream.socket, max_payload_bytes, peer: card.place() };
+        Ok(Outcome::Done(half.finish(agreed)?, compromise))
+    }
+}
+
+/// Why what came is no reply.
+fn explain(refusal: &Refusal) -> String {
+    match refusal {
+        Refusal::Stranger => "something else answers there".to_owned(),
+        Refusal::Version(version) => format!("it has protocol version {version}, this process {PROTOCOL_VERSION}"),
     }
 }
 
 impl Identity {
     /// The hello of this process.
-    fn hello(&self, transport: u8, to: [u8; 16], nonce: u64, ring_bytes: u64) -> Hello {
+    fn hello(&self, transport: &str, to: [u8; 16], nonce: u64, address: Vec<u8>) -> Hello {
         Hello {
-            transport,
+            transport: transport.to_owned(),
             from: self.uuid,
             to,
             nonce,
             pid: std::process::id(),
             max_payload_bytes: self.max_payload_bytes as u32,
-            ring_bytes,
             hostname: self.hostname.clone(),
+            address,
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::net::{Ipv4Addr, SocketAddr};
 
-    const WAY: Way = Way::Tcp(SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 1));
+    use super::*;
+    use crate::rows;
+
+    fn way() -> Way {
+        let to = Destination::Tcp(SocketAddr::from((Ipv4Addr::LOCALHOST, 1)));
+        Way { row: rows::find("tcp").unwrap(), to }
+    }
 
     fn dial(now: Instant) -> Dial {
         let card = |uuid| Card {
@@ -483,7 +365,7 @@ mod tests {
     }
 
     fn round(dial: &mut Dial, failures: impl IntoIterator<Item = Failed>, now: Instant) -> u32 {
-        failures.into_iter().for_each(|why| dial.note(WAY, why, now));
+        failures.into_iter().for_each(|why| dial.note(way(), why, now));
         dial.end_round(now);
         dial.rounds_refused
     }
@@ -506,7 +388,7 @@ mod tests {
     fn a_shortage_of_this_process_is_no_fault_of_the_peer() {
         let begin = Instant::now();
         let mut dial = dial(begin);
-        dial.note(WAY, Failed::Exhausted("no socket".to_owned()), begin + 2 * GIVE_UP);
+        dial.note(way(), Failed::Exhausted("no socket".to_owned()), begin + 2 * GIVE_UP);
         assert_eq!((round(&mut dial, [], begin), dial.since), (0, begin + 2 * GIVE_UP));
         assert_eq!(dial.trouble(begin), None);
         assert_eq!(dial.trouble(begin + SLOW).unwrap(), "no socket (127.0.0.1:1)");

@@ -10,10 +10,10 @@
 mod accept;
 mod dial;
 mod identity;
-mod make;
 mod note;
 mod stream;
 mod warnings;
+mod way;
 mod wire;
 
 use std::collections::{HashMap, HashSet};
@@ -32,16 +32,17 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use crate::card::hex;
 use crate::fork::Fd;
 use crate::loopback;
-use crate::shm::budget::Budget;
-use crate::{Card, PROTOCOL_VERSION, Settings, TRANSPORTS, Waker, Watched, descriptors, host, net};
+use crate::transport::{Carrier, Local, Transport};
+use crate::{Card, PROTOCOL_VERSION, Settings, Waker, Watched, descriptors, host, net, rows};
 
 pub use accept::{Host, Stance};
 use accept::{Incoming, Step};
 use dial::{Dial, Progress};
-use identity::{Identity, SHM, TCP};
+use identity::{Identity, Opened};
 use note::Letter;
 use warnings::Warnings;
-pub use wire::MAX_NOTE_BYTES;
+use way::ways;
+pub use wire::{MAX_ANSWER_BYTES, MAX_NOTE_BYTES};
 
 /// How often `interrupted` is asked, and the longest sleep while anything is under way.
 const TURN: Duration = Duration::from_millis(50);
@@ -49,8 +50,6 @@ const TURN: Duration = Duration::from_millis(50);
 const HEAD_START: Duration = Duration::from_millis(500);
 /// An effort to reach a peer that nobody has asked for this long is given up.
 const FORGOTTEN: Duration = Duration::from_secs(10);
-/// Descriptors of a link over shared memory: its socket, the peer's event and the peer's process.
-const FDS_OF_SHM: usize = 3;
 /// Descriptors that are needed besides those of links: connections under way, and what else the process does meanwhile.
 const SPARE_FDS: usize = 16;
 /// Connections that have not introduced themselves; the oldest goes when there are more.
@@ -102,10 +101,10 @@ pub struct ConnectError {
 /// This process as its peers see it: one listening port, one Unix socket, one identity.
 pub struct Endpoint {
     me: Identity,
+    waker: Arc<Waker>,
     card: Card,
     settings: Settings,
-    /// With the code of its transport.
-    listeners: Vec<(u8, Fd)>,
+    listeners: Vec<(Carrier, Fd)>,
     incoming: Vec<Incoming>,
     /// Efforts to reach peers, by their identity.
     dials: HashMap<[u8; 16], Dial>,
@@ -137,44 +136,43 @@ impl Endpoint {
     /// # Errors
     /// `Configuration` when no interface or port fits the settings; `Network` or `Exhausted` when the system refuses.
     pub fn new(settings: Settings, waker: Arc<Waker>) -> Result<Endpoint> {
-        if settings.transports.is_empty() {
-            return Err(Error::configuration("ACCL_TRANSPORTS: the list is empty; expected some of shm, tcp"));
-        }
-        let uses = |name: &str| settings.transports.iter().any(|t| t == name);
+        let rows = rows::named(&settings.transports, "ACCL_TRANSPORTS")?;
         let uuid = host::random_uuid().map_err(Error::network)?;
+        let local = Local { settings: &settings, waker: &waker };
         let me = Identity {
             uuid,
             uid: rustix::process::geteuid().as_raw(),
             host_id: settings.host_id.clone().unwrap_or_else(host::host_id),
             hostname: host::hostname(),
             max_payload_bytes: settings.max_payload_bytes(),
-            waker,
-            budget: Budget::new(settings.shm_limit),
             nonces: AtomicU64::new(u64::from_le_bytes(std::array::from_fn(|i| uuid[i] ^ uuid[i + 8]))),
+            transports: rows.into_iter().map(|row| Opened { row, provider: (row.open)(&local) }).collect(),
         };
+        let (over_unix, over_tcp) = (me.names_over(Carrier::Unix), me.names_over(Carrier::Tcp));
         let mut listeners = Vec::new();
         let mut warnings = Warnings::default();
         let mut unix_name = String::new();
-        if uses("shm") {
+        if !over_unix.is_empty() {
             // A name of its own: the identity proper is the secret that admits connections.
             let name = format!("accl-{}", hex(&host::random_uuid().map_err(Error::network)?));
             match listen_unix(&name) {
                 Ok(fd) => {
-                    listeners.push((SHM, fd));
+                    listeners.push((Carrier::Unix, fd));
                     unix_name = name;
                 }
-                Err(why) if uses("tcp") => {
-                    warnings.no_unix_socket(&why.to_string());
+                Err(why) if !over_tcp.is_empty() => warnings.no_unix_socket(&over_unix, &over_tcp, &why.to_string()),
+                Err(why) => {
+                    let names = over_unix.join(",");
+                    return Err(Error::network(format!("no Unix socket, which {names} needs: {why}")));
                 }
-                Err(why) => return Err(Error::network(format!("no Unix socket for shared memory: {why}"))),
             }
         }
         let mut addresses = Vec::new();
-        if uses("tcp") {
+        if !over_tcp.is_empty() {
             let route = settings.master.and_then(net::route_to);
             let offered = net::choose(&net::interfaces()?, &settings.socket_ifname, route)?;
             let (fd, port, families) = net::listen(settings.port_range, std::process::id())?;
-            listeners.push((TCP, fd));
+            listeners.push((Carrier::Tcp, fd));
             let reachable = |ip: &std::net::IpAddr| ip.is_ipv4() || families == net::Families::Both;
             addresses = offered.into_iter().filter(reachable).map(|ip| SocketAddr::new(ip, port)).collect();
         }
@@ -191,6 +189,7 @@ impl Endpoint {
         };
         Ok(Endpoint {
             me,
+            waker,
             card,
             settings,
             listeners,
@@ -329,7 +328,7 @@ impl Endpoint {
         for (index, peer) in peers.iter().enumerate() {
             if peer.uuid == self.me.uuid {
                 links[index] =
-                    Some(Box::new(loopback::self_link(self.me.max_payload_bytes, Arc::clone(&self.me.waker))));
+                    Some(Box::new(loopback::self_link(self.me.max_payload_bytes, Arc::clone(&self.waker))));
             } else if peer.uuid > self.me.uuid && !self.kept.contains_key(&peer.uuid) {
                 let new = || Dial::new(&self.card, peer, begin, Duration::ZERO);
                 self.dials.entry(peer.uuid).or_insert_with(new).asked = Some(begin);
@@ -385,15 +384,15 @@ impl Endpoint {
 
     /// Descriptors of a link to a peer.
     fn fds_for(&self, peer: &Card) -> usize {
-        if dial::ways(&self.card, peer).contains(&dial::Way::Shm) { FDS_OF_SHM } else { 1 }
+        ways(&self.card, peer).iter().map(|way| way.row.descriptors).max().unwrap_or(1)
     }
 
     /// Accepts what is queued and moves every handshake on.
     fn take_incoming(&mut self, now: Instant, host: &mut dyn Host) {
         self.starved = false;
-        for (transport, listener) in &self.listeners {
+        for (carrier, listener) in &self.listeners {
             for _ in 0..MAX_ACCEPTS {
-                match accept::accept(listener, *transport, now) {
+                match accept::accept(listener, *carrier, now) {
                     Ok(Some(incoming)) => self.incoming.push(incoming),
                     Ok(None) => break,
                     Err(why) => {
@@ -468,11 +467,9 @@ impl Endpoint {
             }
             match dial.poll(me, settings, now) {
                 Progress::Waits => true,
-                Progress::Done(link, trouble) => {
+                Progress::Done(link, troubles) => {
                     kept.insert(*uuid, link);
-                    if let Some(trouble) = trouble {
-                        warnings.add(&trouble, dial.peer());
-                    }
+                    troubles.iter().for_each(|trouble| warnings.add(trouble, dial.peer()));
                     false
                 }
                 // Who asks again and again has a deadline.
@@ -590,9 +587,9 @@ impl Host for Alone {
     }
 }
 
-/// Whether a link between two processes is over shared memory, unless that is refused when it is made.
-pub fn shares_memory(one: &Card, other: &Card) -> bool {
-    dial::ways(one, other).first() == Some(&dial::Way::Shm)
+/// The transport of a link between two processes, unless that is refused when it is made.
+pub fn likely_transport(one: &Card, other: &Card) -> Option<&'static Transport> {
+    ways(one, other).first().map(|way| way.row)
 }
 
 /// Whether a process can have links to all `peers`, as far as their cards say.
@@ -624,7 +621,7 @@ pub fn check_peers(me: &Card, peers: &[Card]) -> std::result::Result<(), Connect
 /// Whether some transport leads to every peer, whoever of the two connects.
 fn check_ways(me: &Card, peers: &[Card]) -> std::result::Result<(), ConnectError> {
     let is_apart =
-        |peer: &Card| peer.uuid != me.uuid && dial::ways(me, peer).is_empty() && dial::ways(peer, me).is_empty();
+        |peer: &Card| peer.uuid != me.uuid && ways(me, peer).is_empty() && ways(peer, me).is_empty();
     let missing: Vec<Missing> = peers
         .iter()
         .enumerate()
@@ -653,5 +650,3 @@ fn listen_unix(name: &str) -> std::result::Result<Fd, rustix::io::Errno> {
     rustix::net::listen(&fd, 4096)?;
     Ok(fd)
 }
-
-const _: () = assert!(TRANSPORTS.len() == 2);

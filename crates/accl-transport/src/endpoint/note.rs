@@ -6,9 +6,9 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use super::dial::{Failed, Way, connect_tcp, connect_unix, is_connected, ways};
 use super::identity::Identity;
-use super::stream::{Stream, peer_uid};
+use super::stream::Stream;
+use super::way::{Destination, Failed, is_connected, ways};
 use super::wire::{Note, REPLY_BYTES, Reply, Verdict};
 use crate::Card;
 use crate::fork::Fd;
@@ -20,8 +20,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub(super) struct Letter {
     pub(super) token: u64,
     note: Note,
-    unix_name: String,
-    left: VecDeque<Way>,
+    to: Card,
+    left: VecDeque<Destination>,
     attempt: Option<Attempt>,
     until: Instant,
     why: String,
@@ -35,11 +35,18 @@ struct Attempt {
 
 impl Letter {
     pub(super) fn new(from: &Card, to: &Card, text: &[u8], token: u64, now: Instant) -> Self {
+        // Several transports may begin over one carrier.
+        let mut left = VecDeque::new();
+        for way in ways(from, to) {
+            if !left.contains(&way.to) {
+                left.push_back(way.to);
+            }
+        }
         Self {
             token,
             note: Note { from: from.uuid, to: to.uuid, text: text.to_vec() },
-            unix_name: to.unix_name.clone(),
-            left: ways(from, to).into(),
+            to: to.clone(),
+            left,
             attempt: None,
             until: now + PATIENCE,
             why: "no transport leads there".to_owned(),
@@ -50,8 +57,8 @@ impl Letter {
     pub(super) fn poll(&mut self, me: &Identity, now: Instant) -> Option<Result<String, String>> {
         loop {
             let Some(attempt) = &mut self.attempt else {
-                let Some(way) = self.left.pop_front() else { return Some(Err(std::mem::take(&mut self.why))) };
-                match self.connect(way, me) {
+                let Some(destination) = self.left.pop_front() else { return Some(Err(std::mem::take(&mut self.why))) };
+                match self.connect(destination, me) {
                     Ok(stream) => self.attempt = Some(Attempt { stream, is_sent: false }),
                     Err(why) => self.why = why.text(),
                 }
@@ -74,18 +81,9 @@ impl Letter {
         self.attempt.as_ref().map(|attempt| (&attempt.stream.socket, !attempt.is_sent))
     }
 
-    fn connect(&self, way: Way, me: &Identity) -> Result<Stream, Failed> {
-        let socket = match way {
-            Way::Shm => {
-                let socket = connect_unix(&self.unix_name)?;
-                let uid = peer_uid(&socket)?;
-                if uid != me.uid {
-                    return Err(Failed::Other(format!("it belongs to user {uid}, this process to user {}", me.uid)));
-                }
-                socket
-            }
-            Way::Tcp(address) => connect_tcp(address)?,
-        };
+    fn connect(&self, destination: Destination, me: &Identity) -> Result<Stream, Failed> {
+        let socket = destination.connect(&self.to)?;
+        destination.check_peer(&socket, me.uid)?;
         Ok(Stream::new(socket))
     }
 }
@@ -101,8 +99,8 @@ impl Attempt {
         }
         let Some(bytes) = self.stream.read::<REPLY_BYTES>()? else { return Ok(None) };
         match Reply::parse(&bytes) {
-            Ok(Reply { verdict: Verdict::Accepted, why, .. }) => Ok(Some(why)),
-            Ok(Reply { why, .. }) => Err(Failed::Refused(why)),
+            Ok(reply) if reply.verdict == Verdict::Accepted => Ok(Some(reply.text())),
+            Ok(reply) => Err(Failed::Refused(reply.text())),
             Err(_) => Err(Failed::Other("something else answers there".to_owned())),
         }
     }

@@ -1,22 +1,24 @@
 //! Fallbacks that cost speed, told once each: what holds for one peer of this host holds for all.
 
+use std::collections::HashSet;
+
 use crate::Card;
 
 /// A fallback that costs speed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Trouble {
-    /// Rings of fewer bytes than configured.
-    SmallerRings(usize, String),
-    /// No shared memory at all.
-    NoSharedMemory(String),
+    /// A link that is not as configured: which transport, what about it, and why.
+    Compromise(&'static str, String, String),
+    /// No link over the first transport, for this reason, but over the second.
+    Fallback(&'static str, String, &'static str),
 }
 
 /// What has been told and what is still to be told.
 #[derive(Debug, Default)]
 pub(super) struct Warnings {
     untold: Vec<String>,
-    smaller_rings: bool,
-    no_shared_memory: bool,
+    compromises: HashSet<&'static str>,
+    fallbacks: HashSet<&'static str>,
     no_descriptors: bool,
 }
 
@@ -25,13 +27,13 @@ impl Warnings {
         std::mem::take(&mut self.untold)
     }
 
-    pub(super) fn no_unix_socket(&mut self, why: &str) {
-        if !std::mem::replace(&mut self.no_shared_memory, true) {
-            self.untold.push(format!(
-                "tcp is used instead of shared memory, which costs speed: no Unix socket: {why}; \
-                 ACCL_TRANSPORTS=tcp silences this"
-            ));
-        }
+    /// The transports in `lost` cannot be used, and those in `left` are.
+    pub(super) fn no_unix_socket(&mut self, lost: &[&'static str], left: &[&'static str], why: &str) {
+        self.fallbacks.extend(lost);
+        let (lost, left) = (lost.join(","), left.join(","));
+        self.untold.push(format!(
+            "{left} is used instead of {lost}, which costs speed: no Unix socket: {why}; ACCL_TRANSPORTS={left} silences this"
+        ));
     }
 
     pub(super) fn no_descriptors(&mut self, why: &str) {
@@ -56,20 +58,16 @@ impl Warnings {
     pub(super) fn add(&mut self, trouble: &Trouble, peer: &Card) {
         let peer = peer.place();
         match trouble {
-            Trouble::SmallerRings(bytes, why) => {
-                if !std::mem::replace(&mut self.smaller_rings, true) {
-                    self.untold.push(format!(
-                        "rings of {} KiB instead of ACCL_RING_BYTES are used with {peer} (and maybe others), which \
-                         costs bandwidth: {why}",
-                        bytes / 1024
-                    ));
+            Trouble::Compromise(transport, what, why) => {
+                if self.compromises.insert(transport) {
+                    self.untold.push(format!("{what} with {peer} (and maybe others), which costs bandwidth: {why}"));
                 }
             }
-            Trouble::NoSharedMemory(why) => {
-                if !std::mem::replace(&mut self.no_shared_memory, true) {
+            Trouble::Fallback(wanted, why, used) => {
+                if self.fallbacks.insert(wanted) {
                     self.untold.push(format!(
-                        "tcp is used instead of shared memory with {peer} (and maybe others), which costs speed: {why}; \
-                         ACCL_TRANSPORTS=tcp silences this"
+                        "{used} is used instead of {wanted} with {peer} (and maybe others), which costs speed: {why}; \
+                         ACCL_TRANSPORTS={used} silences this"
                     ));
                 }
             }

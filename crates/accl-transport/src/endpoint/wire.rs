@@ -1,27 +1,36 @@
-//! The messages of the handshake: hello, reply, confirm, each of fixed length.
+//! The messages of the handshake: hello or note, reply, confirm, each of fixed length.
 //!
 //! A pure codec. The connecting side says hello, the accepting one replies, and only with the confirmation does the
 //! link exist for the latter: a side that gave up in between has left nothing behind. The first twelve bytes (mark and
 //! version) stay the same in all versions. What a stranger sends is refused at its first wrong byte.
 
 use crate::PROTOCOL_VERSION;
+use crate::transport::{MAX_ADDRESS_BYTES, MAX_NAME_BYTES};
 
-pub(super) const HELLO_BYTES: usize = 128;
-pub(super) const REPLY_BYTES: usize = 192;
+/// Of a hello and of a note: who accepts does not know which of them comes. It fits into one packet of most networks.
+pub(super) const GREETING_BYTES: usize = 1280;
+pub(super) const REPLY_BYTES: usize = 1280;
 pub(super) const CONFIRM_BYTES: usize = 24;
-/// Begins as a hello does, so that as many bytes of either can be read.
-pub(super) const NOTE_BYTES: usize = 1280;
 /// Most bytes that a note says.
-pub const MAX_NOTE_BYTES: usize = NOTE_BYTES - NOTE_TEXT_AT;
+pub const MAX_NOTE_BYTES: usize = GREETING_BYTES - NOTE_TEXT_AT;
+/// Most bytes that a reply says.
+pub const MAX_ANSWER_BYTES: usize = REPLY_BYTES - REPLY_BODY_AT;
 
 const HELLO_MARK: &[u8; 8] = b"\x7faccl>\r\n";
 const REPLY_MARK: &[u8; 8] = b"\x7faccl<\r\n";
 const CONFIRM_MARK: &[u8; 8] = b"\x7faccl!\r\n";
 const NOTE_MARK: &[u8; 8] = b"\x7faccl?\r\n";
 const VERSIONED_BYTES: usize = 12;
-const HELLO_NAME_AT: usize = 72;
-const REPLY_TEXT_AT: usize = 40;
+/// Of what has any number of bytes at the end of a message.
+const LEN_AT: usize = 12;
+const HELLO_TRANSPORT_AT: usize = 64;
+const HELLO_NAME_AT: usize = HELLO_TRANSPORT_AT + 1 + MAX_NAME_BYTES;
+const HELLO_ADDRESS_AT: usize = 256;
+const REPLY_BODY_AT: usize = 40;
 const NOTE_TEXT_AT: usize = 48;
+
+const _: () = assert!(HELLO_ADDRESS_AT + MAX_ADDRESS_BYTES <= GREETING_BYTES);
+const _: () = assert!(MAX_ADDRESS_BYTES <= MAX_ANSWER_BYTES);
 
 /// What can be wrong with received bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,43 +44,45 @@ pub(super) enum Refusal {
 /// The first message of the connecting side.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
-    pub(super) transport: u8,
+    /// Name of the row.
+    pub(super) transport: String,
     pub(super) from: [u8; 16],
     /// The identity that was read in the store; nobody else knows it.
     pub(super) to: [u8; 16],
     pub(super) nonce: u64,
     pub(super) pid: u32,
     pub(super) max_payload_bytes: u32,
-    pub(super) ring_bytes: u64,
     pub(super) hostname: String,
+    /// At most [`MAX_ADDRESS_BYTES`], and the rest is cut.
+    pub(super) address: Vec<u8>,
 }
 
 impl Hello {
-    pub(super) fn to_bytes(&self) -> [u8; HELLO_BYTES] {
-        let mut out = [0; HELLO_BYTES];
+    pub(super) fn to_bytes(&self) -> [u8; GREETING_BYTES] {
+        let mut out = [0; GREETING_BYTES];
         start(&mut out, HELLO_MARK);
-        out[12] = self.transport;
         out[16..32].copy_from_slice(&self.from);
         out[32..48].copy_from_slice(&self.to);
         out[48..56].copy_from_slice(&self.nonce.to_le_bytes());
         out[56..60].copy_from_slice(&self.pid.to_le_bytes());
         out[60..64].copy_from_slice(&self.max_payload_bytes.to_le_bytes());
-        out[64..72].copy_from_slice(&self.ring_bytes.to_le_bytes());
-        put_text(&mut out[HELLO_NAME_AT..], &self.hostname);
+        put_text(&mut out[HELLO_TRANSPORT_AT..HELLO_NAME_AT], &self.transport);
+        put_text(&mut out[HELLO_NAME_AT..HELLO_ADDRESS_AT], &self.hostname);
+        put_body(&mut out, HELLO_ADDRESS_AT, &self.address);
         out
     }
 
-    pub(super) fn parse(bytes: &[u8; HELLO_BYTES]) -> Result<Hello, Refusal> {
+    pub(super) fn parse(bytes: &[u8; GREETING_BYTES]) -> Result<Hello, Refusal> {
         check_start(bytes, HELLO_MARK)?;
         Ok(Hello {
-            transport: bytes[12],
+            transport: text(&bytes[HELLO_TRANSPORT_AT..HELLO_NAME_AT]),
             from: array(bytes, 16),
             to: array(bytes, 32),
             nonce: u64::from_le_bytes(array(bytes, 48)),
             pid: u32::from_le_bytes(array(bytes, 56)),
             max_payload_bytes: u32::from_le_bytes(array(bytes, 60)),
-            ring_bytes: u64::from_le_bytes(array(bytes, 64)),
-            hostname: text(&bytes[HELLO_NAME_AT..]),
+            hostname: text(&bytes[HELLO_NAME_AT..HELLO_ADDRESS_AT]),
+            address: body(bytes, HELLO_ADDRESS_AT),
         })
     }
 
@@ -92,22 +103,18 @@ pub(super) struct Note {
 }
 
 impl Note {
-    pub(super) fn to_bytes(&self) -> [u8; NOTE_BYTES] {
-        let mut out = [0; NOTE_BYTES];
+    pub(super) fn to_bytes(&self) -> [u8; GREETING_BYTES] {
+        let mut out = [0; GREETING_BYTES];
         start(&mut out, NOTE_MARK);
-        let len = self.text.len().min(MAX_NOTE_BYTES);
-        out[12..14].copy_from_slice(&(len as u16).to_le_bytes());
         out[16..32].copy_from_slice(&self.from);
         out[32..48].copy_from_slice(&self.to);
-        out[NOTE_TEXT_AT..NOTE_TEXT_AT + len].copy_from_slice(&self.text[..len]);
+        put_body(&mut out, NOTE_TEXT_AT, &self.text);
         out
     }
 
-    pub(super) fn parse(bytes: &[u8; NOTE_BYTES]) -> Result<Note, Refusal> {
+    pub(super) fn parse(bytes: &[u8; GREETING_BYTES]) -> Result<Note, Refusal> {
         check_start(bytes, NOTE_MARK)?;
-        let len = usize::from(u16::from_le_bytes(array(bytes, 12))).min(MAX_NOTE_BYTES);
-        let text = bytes[NOTE_TEXT_AT..NOTE_TEXT_AT + len].to_vec();
-        Ok(Note { from: array(bytes, 16), to: array(bytes, 32), text })
+        Ok(Note { from: array(bytes, 16), to: array(bytes, 32), text: body(bytes, NOTE_TEXT_AT) })
     }
 
     /// As [`Hello::check_prefix`].
@@ -150,31 +157,41 @@ pub(super) struct Reply {
     /// To be confirmed.
     pub(super) own_nonce: u64,
     pub(super) max_payload_bytes: u32,
-    /// Why not, or empty.
-    pub(super) why: String,
+    /// The address of the half that accepts, the answer to a note, or why not: at most [`MAX_ANSWER_BYTES`], and the rest is cut.
+    pub(super) body: Vec<u8>,
 }
 
 impl Reply {
     pub(super) fn to_bytes(&self) -> [u8; REPLY_BYTES] {
         let mut out = [0; REPLY_BYTES];
         start(&mut out, REPLY_MARK);
-        out[12] = self.verdict as u8;
+        out[14] = self.verdict as u8;
         out[16..24].copy_from_slice(&self.nonce.to_le_bytes());
         out[24..32].copy_from_slice(&self.own_nonce.to_le_bytes());
         out[32..36].copy_from_slice(&self.max_payload_bytes.to_le_bytes());
-        put_text(&mut out[REPLY_TEXT_AT..], &self.why);
+        put_body(&mut out, REPLY_BODY_AT, &self.body);
         out
     }
 
     pub(super) fn parse(bytes: &[u8; REPLY_BYTES]) -> Result<Reply, Refusal> {
         check_start(bytes, REPLY_MARK)?;
         Ok(Reply {
-            verdict: Verdict::from_code(bytes[12]),
+            verdict: Verdict::from_code(bytes[14]),
             nonce: u64::from_le_bytes(array(bytes, 16)),
             own_nonce: u64::from_le_bytes(array(bytes, 24)),
             max_payload_bytes: u32::from_le_bytes(array(bytes, 32)),
-            why: text(&bytes[REPLY_TEXT_AT..]),
+            body: body(bytes, REPLY_BODY_AT),
         })
+    }
+
+    /// Looks at the first bytes of a reply that has not arrived whole.
+    pub(super) fn check_prefix(bytes: &[u8]) -> Result<(), Refusal> {
+        check_start(bytes, REPLY_MARK)
+    }
+
+    /// The answer, or why not.
+    pub(super) fn text(&self) -> String {
+        String::from_utf8_lossy(&self.body).into_owned()
     }
 }
 
@@ -206,6 +223,18 @@ fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     std::array::from_fn(|i| bytes[at + i])
 }
 
+/// What has any number of bytes, cut to what fits.
+fn put_body(out: &mut [u8], at: usize, body: &[u8]) {
+    let len = body.len().min(out.len() - at);
+    out[LEN_AT..LEN_AT + 2].copy_from_slice(&(len as u16).to_le_bytes());
+    out[at..at + len].copy_from_slice(&body[..len]);
+}
+
+fn body(bytes: &[u8], at: usize) -> Vec<u8> {
+    let len = usize::from(u16::from_le_bytes(array(bytes, LEN_AT))).min(bytes.len() - at);
+    bytes[at..at + len].to_vec()
+}
+
 /// A text with its length in the first byte, cut at a character boundary to what fits.
 fn put_text(out: &mut [u8], text: &str) {
     let room = (out.len() - 1).min(usize::from(u8::MAX)).min(text.len());
@@ -234,14 +263,16 @@ mod tests {
     proptest! {
         #[test]
         fn messages_come_back_as_they_went(
-            transport: u8, from: [u8; 16], to: [u8; 16], nonce: u64, pid: u32, max_payload_bytes: u32, ring_bytes: u64,
-            hostname in "[a-z]{0,50}", why in "[ -~]{0,150}", own_nonce: u64, code in 0..5u8,
+            transport in "[a-z0-9_]{1,31}", from: [u8; 16], to: [u8; 16], nonce: u64, pid: u32, max_payload_bytes: u32,
+            hostname in "[a-z]{0,150}", address in proptest::collection::vec(any::<u8>(), 0..=MAX_ADDRESS_BYTES),
+            own_nonce: u64, code in 0..5u8,
         ) {
-            let hello = Hello { transport, from, to, nonce, pid, max_payload_bytes, ring_bytes, hostname };
-            prop_assert_eq!(Hello::parse(&hello.to_bytes()).unwrap(), hello);
-            let note = Note { from, to, text: why.clone().into_bytes() };
+            let body = address.clone();
+            let note = Note { from, to, text: body.clone() };
             prop_assert_eq!(Note::parse(&note.to_bytes()).unwrap(), note);
-            let reply = Reply { verdict: Verdict::from_code(code), nonce, own_nonce, max_payload_bytes, why };
+            let hello = Hello { transport, from, to, nonce, pid, max_payload_bytes, hostname, address };
+            prop_assert_eq!(Hello::parse(&hello.to_bytes()).unwrap(), hello);
+            let reply = Reply { verdict: Verdict::from_code(code), nonce, own_nonce, max_payload_bytes, body };
             prop_assert_eq!(Reply::parse(&reply.to_bytes()).unwrap(), reply);
         }
 
@@ -256,23 +287,23 @@ mod tests {
     #[test]
     fn the_handshake_and_the_frames_are_those_of_their_version() {
         let hello = Hello {
-            transport: 1,
+            transport: "shm".to_owned(),
             from: *b"identity-of-mine",
             to: *b"and-that-of-ours",
             nonce: 0x0102_0304_0506_0708,
             pid: 4711,
             max_payload_bytes: 65792,
-            ring_bytes: 1 << 20,
             hostname: "node3".to_owned(),
+            address: vec![1, 2, 3],
         };
         let reply =
-            Reply { verdict: Verdict::Refused, nonce: 1, own_nonce: 2, max_payload_bytes: 3, why: "no".to_owned() };
+            Reply { verdict: Verdict::Refused, nonce: 1, own_nonce: 2, max_payload_bytes: 3, body: b"no".to_vec() };
         let signature =
             Signature { collective: 1, dtype: 2, op: 3, algorithm: 4, root: 5, count: 6, shape_hash: 7, reserved: 8 };
         let cause = Cause { kind: ErrorKind::Mismatch, origin: Rank(3), text: "why".to_owned() };
         let mut lines = vec![
-            format!("hello {}", hex(&hello.to_bytes())),
-            format!("reply {}", hex(&reply.to_bytes())),
+            format!("hello {}", hex(&hello.to_bytes()[..HELLO_ADDRESS_AT + 8])),
+            format!("reply {}", hex(&reply.to_bytes()[..REPLY_BODY_AT + 8])),
             format!("verdicts {}", Verdict::ALL.map(|verdict| format!("{verdict:?} {}", verdict as u8)).join(", ")),
             format!("confirm {}", hex(&confirm_bytes(9))),
             format!("note {}", hex(&Note { from: hello.from, to: hello.to, text: b"why".to_vec() }.to_bytes()[..64])),
@@ -302,10 +333,9 @@ mod tests {
 
     #[test]
     fn long_texts_are_cut_between_characters() {
-        let why = "ü".repeat(200);
-        let reply = Reply { verdict: Verdict::Refused, nonce: 1, own_nonce: 2, max_payload_bytes: 3, why };
-        let cut = Reply::parse(&reply.to_bytes()).unwrap().why;
-        assert!(!cut.is_empty() && reply.why.starts_with(&cut));
+        let mut out = [0; 100];
+        put_text(&mut out, &"ü".repeat(200));
+        assert_eq!(text(&out), "ü".repeat(49));
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::fork::Fd;
 use crate::ring::park::SideState;
 use crate::ring::{Apart, Counters, Demand, LINE, Memory, SLOTS, min_data_bytes};
 
-const PAGE: usize = 4096;
+pub(super) const PAGE: usize = 4096;
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 /// The first page. All zero is the state at the start.

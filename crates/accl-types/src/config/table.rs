@@ -42,9 +42,6 @@ impl Row {
     }
 }
 
-/// Names that `ACCL_TRANSPORTS` accepts. `accl-transport` tests that its table has the same.
-pub const TRANSPORT_NAMES: &[&str] = &["shm", "tcp"];
-
 /// Every setting.
 pub const ROWS: &[Row] = &[
     Row {
@@ -89,9 +86,9 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Process,
         agreed: true,
         default: "shm,tcp",
-        accepted: "a comma-separated list out of shm, tcp",
+        accepted: "a comma-separated list out of shm, tcp and the transports that were registered",
         effect: "Transports in the order in which they are tried for a pair of ranks.",
-        set: |c, v| parse::names(v, TRANSPORT_NAMES).map(|x| c.transports = x),
+        set: |c, v| parse::names(v).map(|x| c.transports = x),
         show: |c| c.transports.join(","),
     },
     Row {

@@ -1,0 +1,126 @@
+//! The transport `pipe`: a pipe each way between processes of one host. Who connects makes both and sends their far ends over the
+//! carrier's socket, which nobody needs afterwards.
+//!
+//! A process that does not ignore SIGPIPE would die of its peer's death; Rust and Python ignore it.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+
+use accl_transport::transport::{
+    Address, Agreed, Carrier, HalfLink, Local, PeerAddress, Provider, Transport,
+};
+use accl_transport::{ByteStream, Fd, StreamLink, Watched};
+use rustix::io::{Errno, read, write};
+use rustix::pipe::{PipeFlags, pipe_with};
+
+pub(super) const ROW: Transport = Transport {
+    name: "pipe",
+    about: "a pipe each way between processes of one host",
+    carrier: Carrier::Unix,
+    descriptors: 2,
+    is_cheap_to_look_at: false,
+    open: &|_: &Local<'_>| Box::new(Pipes),
+};
+
+struct Pipes;
+
+impl Provider for Pipes {
+    fn offer(&self) -> Result<Box<dyn HalfLink>, String> {
+        let (inbound, peers_outbound) = pipe()?;
+        let (peers_inbound, outbound) = pipe()?;
+        Ok(Box::new(Half { inbound, outbound, for_peer: vec![peers_inbound, peers_outbound] }))
+    }
+
+    fn accept(&self, peer: PeerAddress, _max_payload_bytes: usize) -> Result<Box<dyn HalfLink>, String> {
+        let Ok([inbound, outbound]) = <[Fd; 2]>::try_from(peer.descriptors) else {
+            return Err("the pipes did not arrive".to_owned());
+        };
+        Ok(Box::new(Half { inbound, outbound, for_peer: Vec::new() }))
+    }
+}
+
+/// Both ends of a new pipe: that which is read, and that which is written.
+fn pipe() -> Result<(Fd, Fd), String> {
+    let failed = |why: Errno| format!("no pipe: {why}");
+    let (read_end, write_end) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).map_err(failed)?;
+    let keep = |end: &dyn AsFd| Fd::adopt(|| rustix::io::fcntl_dupfd_cloexec(end.as_fd(), 3)).map_err(failed);
+    Ok((keep(&read_end)?, keep(&write_end)?))
+}
+
+struct Half {
+    inbound: Fd,
+    outbound: Fd,
+    for_peer: Vec<Fd>,
+}
+
+impl HalfLink for Half {
+    fn address(&self) -> Address<'_> {
+        Address { bytes: Vec::new(), descriptors: self.for_peer.iter().map(AsFd::as_fd).collect() }
+    }
+
+    /// While this process has them open, too, no pipe would end with the peer.
+    fn forget_address(&mut self) {
+        self.for_peer.clear();
+    }
+
+    fn take_answer(&mut self, _peer: PeerAddress, _max_payload_bytes: usize) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn finish(self: Box<Self>, agreed: Agreed) -> Result<Box<dyn Watched>, String> {
+        let Half { inbound, outbound, .. } = *self;
+        let stream = Pipe { inbound, outbound: Some(outbound), peer: agreed.peer };
+        Ok(Box::new(StreamLink::new(stream, agreed.max_payload_bytes)))
+    }
+}
+
+/// A pipe each way.
+#[derive(Debug)]
+struct Pipe {
+    inbound: Fd,
+    outbound: Option<Fd>,
+    peer: String,
+}
+
+impl ByteStream for Pipe {
+    fn send(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let outbound = self.outbound.as_ref().ok_or(io::ErrorKind::BrokenPipe)?;
+        Ok(write(outbound, bytes)?)
+    }
+
+    fn receive(&mut self, room: &mut [u8]) -> io::Result<usize> {
+        let mut received = 0;
+        // A pipe gives its pages one by one, and so less than it has.
+        while received < room.len() {
+            match read(&self.inbound, &mut room[received..]) {
+                Ok(0) if received > 0 => break,
+                Ok(0) => return Ok(0),
+                Ok(count) => received += count,
+                Err(Errno::INTR) => {}
+                Err(_) if received > 0 => break,
+                Err(why) => return Err(why.into()),
+            }
+        }
+        Ok(received)
+    }
+
+    fn shut_down(&mut self) {
+        self.outbound = None;
+    }
+
+    fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        std::iter::once(self.inbound.as_fd()).chain(self.outbound.as_ref().map(AsFd::as_fd)).collect()
+    }
+
+    fn is_ours(&self) -> bool {
+        self.inbound.is_ours()
+    }
+
+    fn transport(&self) -> &'static str {
+        ROW.name
+    }
+
+    fn describe(&self) -> &str {
+        &self.peer
+    }
+}

@@ -1,0 +1,159 @@
+//! The transport `sealed`: records over the carrier's TCP connection, each of which can be read only when it is whole, as encryption
+//! has it. What stands in for a cipher is an exclusive or: this is about what is held back on both sides, and not about secrets.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+
+use accl_transport::transport::{
+    Address, Agreed, Carrier, HalfLink, Local, PeerAddress, Provider, Transport,
+};
+use accl_transport::{ByteStream, Fd, StreamLink, Watched};
+use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
+
+pub(super) const ROW: Transport = Transport {
+    name: "sealed",
+    about: "records over TCP, each readable when it is whole, as with encryption",
+    carrier: Carrier::Tcp,
+    descriptors: 1,
+    is_cheap_to_look_at: false,
+    open: &|_: &Local<'_>| Box::new(Sealing),
+};
+
+/// Most bytes of a record, as in TLS.
+const RECORD_BYTES: usize = 16 << 10;
+/// Its length, before it.
+const PREFIX_BYTES: usize = 2;
+const KEY: u8 = 0x5a;
+
+struct Sealing;
+
+impl Provider for Sealing {
+    fn offer(&self) -> Result<Box<dyn HalfLink>, String> {
+        Ok(Box::new(Sealing))
+    }
+
+    fn accept(&self, _peer: PeerAddress, _max_payload_bytes: usize) -> Result<Box<dyn HalfLink>, String> {
+        Ok(Box::new(Sealing))
+    }
+}
+
+impl HalfLink for Sealing {
+    fn address(&self) -> Address<'_> {
+        Address::default()
+    }
+
+    fn take_answer(&mut self, _peer: PeerAddress, _max_payload_bytes: usize) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn finish(self: Box<Self>, agreed: Agreed) -> Result<Box<dyn Watched>, String> {
+        let stream = Sealed {
+            socket: agreed.socket,
+            peer: agreed.peer,
+            held_back: Vec::new(),
+            arrived: Vec::new(),
+            opened: Vec::new(),
+            read: 0,
+        };
+        Ok(Box::new(StreamLink::new(stream, agreed.max_payload_bytes)))
+    }
+}
+
+/// A connection that carries records.
+#[derive(Debug)]
+struct Sealed {
+    socket: Fd,
+    peer: String,
+    /// Sealed bytes that the socket has not taken.
+    held_back: Vec<u8>,
+    /// Bytes of records that are not whole.
+    arrived: Vec<u8>,
+    /// What was in the last whole records, and how much of it has been read.
+    opened: Vec<u8>,
+    read: usize,
+}
+
+impl Sealed {
+    /// Opens the records that are whole.
+    fn open(&mut self) {
+        let mut at = 0;
+        while let Some((prefix, rest)) = self.arrived[at..].split_first_chunk::<PREFIX_BYTES>() {
+            let Some(record) = rest.get(..usize::from(u16::from_le_bytes(*prefix))) else { break };
+            self.opened.extend(record.iter().map(|byte| byte ^ KEY));
+            at += PREFIX_BYTES + record.len();
+        }
+        self.arrived.drain(..at);
+    }
+}
+
+impl ByteStream for Sealed {
+    fn send(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if !self.flush()? {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        let record = &bytes[..bytes.len().min(RECORD_BYTES)];
+        self.held_back.extend((record.len() as u16).to_le_bytes());
+        self.held_back.extend(record.iter().map(|byte| byte ^ KEY));
+        Ok(record.len())
+    }
+
+    fn flush(&mut self) -> io::Result<bool> {
+        while !self.held_back.is_empty() {
+            match send(&self.socket, &self.held_back, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+                Ok(sent) => drop(self.held_back.drain(..sent)),
+                Err(rustix::io::Errno::AGAIN) => return Ok(false),
+                Err(why) => return Err(why.into()),
+            }
+        }
+        Ok(true)
+    }
+
+    fn receive(&mut self, room: &mut [u8]) -> io::Result<usize> {
+        let mut bytes = [0; RECORD_BYTES];
+        while self.opened.len() - self.read < room.len() {
+            match recv(&self.socket, &mut bytes[..], RecvFlags::DONTWAIT) {
+                Ok((0, _)) if !self.arrived.is_empty() => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok((0, _)) => break,
+                Ok((count, _)) => {
+                    self.arrived.extend_from_slice(&bytes[..count]);
+                    self.open();
+                }
+                Err(rustix::io::Errno::INTR) => {}
+                Err(_) if self.read < self.opened.len() => break,
+                Err(why) => return Err(why.into()),
+            }
+        }
+        let count = room.len().min(self.opened.len() - self.read);
+        room[..count].copy_from_slice(&self.opened[self.read..self.read + count]);
+        self.read += count;
+        if self.read == self.opened.len() {
+            self.opened.clear();
+            self.read = 0;
+        }
+        Ok(count)
+    }
+
+    fn shut_down(&mut self) {
+        let _ = shutdown(&self.socket, Shutdown::Write);
+    }
+
+    fn unacknowledged(&self) -> u64 {
+        self.held_back.len() as u64
+    }
+
+    fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        vec![self.socket.as_fd()]
+    }
+
+    fn is_ours(&self) -> bool {
+        self.socket.is_ours()
+    }
+
+    fn transport(&self) -> &'static str {
+        ROW.name
+    }
+
+    fn describe(&self) -> &str {
+        &self.peer
+    }
+}

@@ -1,0 +1,635 @@
+//! Transports from other packages: a table of C functions that is handed in while the process runs.
+//!
+//! Owns the link over such a table, and what a peer's death means there: the carrier's socket tells of it, and what is under way besides
+//! gets some time. The table is described in `accl_transport.h`, which is installed with the Python package. Read [`TransportV1`] first.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::os::fd::{AsFd, BorrowedFd, RawFd};
+use std::ptr::NonNull;
+use std::time::{Duration, Instant};
+
+use accl_types::{Error, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{RecvFlags, Shutdown};
+
+use crate::fork::Fd;
+use crate::transport::{
+    Address, Agreed, Carrier, HalfLink, Local, MAX_ADDRESS_BYTES, PeerAddress, Provider, Transport,
+};
+use crate::{Frame, HEAD_BYTES, Link, News, Place, Watched, rows};
+
+/// The version of [`TransportV1`].
+pub const TRANSPORT_ABI: u32 = 1;
+
+const OK: c_int = 0;
+const AGAIN: c_int = 1;
+const ENDED: c_int = -1;
+const ONE_HOST: u64 = 1;
+const IN_MEMORY: u64 = 2;
+/// Most descriptors of one link.
+const MAX_DESCRIPTORS: usize = 8;
+/// A frame may be under way for so long after the carrier has ended, and is looked for so often.
+const LAST_FRAMES: Duration = Duration::from_secs(1);
+const LAST_FRAMES_INTERVAL: Duration = Duration::from_millis(50);
+/// How long a dropped link tries to get rid of its last frames: so many times so long.
+const LINGER_STEPS: u32 = 10;
+const LINGER_STEP: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+
+/// `accl_transport_v1` of `accl_transport.h`, field by field.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[expect(missing_docs, reason = "the header describes each field")]
+pub struct TransportV1 {
+    pub abi: u32,
+    pub size: u32,
+    pub name: *const c_char,
+    pub about: *const c_char,
+    pub flags: u64,
+    pub poll_interval_us: u64,
+    pub context: *mut c_void,
+    pub open: Option<
+        unsafe extern "C" fn(
+            *mut c_void,
+            usize,
+            *const c_void,
+            usize,
+            *mut *mut c_void,
+            *mut c_void,
+            *mut usize,
+        ) -> c_int,
+    >,
+    pub connect: Option<unsafe extern "C" fn(*mut c_void, *const c_void, usize, usize) -> c_int>,
+    pub reserve: Option<unsafe extern "C" fn(*mut c_void, usize, *mut *mut c_void, *mut *mut c_void) -> c_int>,
+    pub commit: Option<unsafe extern "C" fn(*mut c_void)>,
+    pub peek:
+        Option<unsafe extern "C" fn(*mut c_void, *mut *const c_void, *mut *const c_void, *mut usize) -> c_int>,
+    pub release: Option<unsafe extern "C" fn(*mut c_void)>,
+    pub progress: Option<unsafe extern "C" fn(*mut c_void) -> c_int>,
+    pub descriptors: Option<unsafe extern "C" fn(*mut c_void, *mut c_int, usize) -> usize>,
+    pub error: Option<unsafe extern "C" fn(*mut c_void) -> *const c_char>,
+    pub close: Option<unsafe extern "C" fn(*mut c_void)>,
+    pub destroy: Option<unsafe extern "C" fn(*mut c_void)>,
+}
+
+/// A checked table: what must be there is.
+struct Table {
+    name: &'static str,
+    flags: u64,
+    poll_interval: Option<Duration>,
+    context: *mut c_void,
+    open: unsafe extern "C" fn(
+        *mut c_void,
+        usize,
+        *const c_void,
+        usize,
+        *mut *mut c_void,
+        *mut c_void,
+        *mut usize,
+    ) -> c_int,
+    connect: unsafe extern "C" fn(*mut c_void, *const c_void, usize, usize) -> c_int,
+    reserve: unsafe extern "C" fn(*mut c_void, usize, *mut *mut c_void, *mut *mut c_void) -> c_int,
+    commit: unsafe extern "C" fn(*mut c_void),
+    peek: unsafe extern "C" fn(*mut c_void, *mut *const c_void, *mut *const c_void, *mut usize) -> c_int,
+    release: unsafe extern "C" fn(*mut c_void),
+    progress: unsafe extern "C" fn(*mut c_void) -> c_int,
+    descriptors: Option<unsafe extern "C" fn(*mut c_void, *mut c_int, usize) -> usize>,
+    error: Option<unsafe extern "C" fn(*mut c_void) -> *const c_char>,
+    close: unsafe extern "C" fn(*mut c_void),
+    destroy: unsafe extern "C" fn(*mut c_void),
+}
+
+// SAFETY: functions and constants; `context` is for the table's own functions, which any thread may call.
+unsafe impl Send for Table {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Table {}
+
+/// Adds the transport that a table describes; see [`rows::register`].
+///
+/// # Errors
+/// `InvalidArgument` for another version, for a table that lacks something, and as [`rows::register`].
+///
+/// # Safety
+/// `table` points to an `accl_transport_v1` that keeps the promises of its header, or at least to its first 8 bytes with another version
+/// or size in them.
+pub unsafe fn register_table(table: *const TransportV1) -> Result<&'static Transport> {
+    let Some(table) = NonNull::new(table.cast_mut()) else {
+        return Err(Error::invalid_argument("the table of a transport is at address 0"));
+    };
+    // SAFETY: these two fields are there in every version.
+    let (abi, size) = unsafe { ((*table.as_ptr()).abi, (*table.as_ptr()).size as usize) };
+    if abi != TRANSPORT_ABI || size < size_of::<TransportV1>() {
+        return Err(Error::invalid_argument(format!(
+            "the table of a transport has version {abi} and {size} bytes, this torch-accl takes version {TRANSPORT_ABI} of {} bytes; build \
+             the transport with the accl_transport.h of this version",
+            size_of::<TransportV1>()
+        )));
+    }
+    // SAFETY: its version and size say that all of it is there.
+    let table = unsafe { table.as_ptr().read() };
+    // SAFETY: the header wants a string in each.
+    let (name, about) = unsafe { (text_of(table.name, "name")?, text_of(table.about, "about")?) };
+    let lacks = |what: &str| Error::invalid_argument(format!("the table of transport `{name}` has no {what}"));
+    let checked: &'static Table = Box::leak(Box::new(Table {
+        name,
+        flags: table.flags,
+        poll_interval: (table.poll_interval_us > 0).then(|| Duration::from_micros(table.poll_interval_us)),
+        context: table.context,
+        open: table.open.ok_or_else(|| lacks("open"))?,
+        connect: table.connect.ok_or_else(|| lacks("connect"))?,
+        reserve: table.reserve.ok_or_else(|| lacks("reserve"))?,
+        commit: table.commit.ok_or_else(|| lacks("commit"))?,
+        peek: table.peek.ok_or_else(|| lacks("peek"))?,
+        release: table.release.ok_or_else(|| lacks("release"))?,
+        progress: table.progress.ok_or_else(|| lacks("progress"))?,
+        descriptors: table.descriptors,
+        error: table.error,
+        close: table.close.ok_or_else(|| lacks("close"))?,
+        destroy: table.destroy.ok_or_else(|| lacks("destroy"))?,
+    }));
+    if checked.descriptors.is_none() && checked.poll_interval.is_none() {
+        return Err(lacks("descriptors and no poll_interval_us, so nothing would end a sleep"));
+    }
+    rows::register(Transport {
+        name,
+        about,
+        carrier: if table.flags & ONE_HOST != 0 { Carrier::Unix } else { Carrier::Tcp },
+        descriptors: 1 + if checked.descriptors.is_some() { 2 } else { 0 },
+        is_cheap_to_look_at: table.flags & IN_MEMORY != 0,
+        open: Box::leak(Box::new(move |local: &Local<'_>| -> Box<dyn Provider> {
+            Box::new(Plugin { table: checked, max_payload_bytes: local.settings.max_payload_bytes() })
+        })),
+    })
+}
+
+/// A copy of a string of the table, for the life of the process.
+///
+/// # Safety
+/// `text` is null or a C string.
+unsafe fn text_of(text: *const c_char, what: &str) -> Result<&'static str> {
+    if text.is_null() {
+        return Err(Error::invalid_argument(format!("the table of a transport has no {what}")));
+    }
+    // SAFETY: it is not null, so it is a C string.
+    let text = unsafe { CStr::from_ptr(text) };
+    Ok(Box::leak(text.to_string_lossy().into_owned().into_boxed_str()))
+}
+
+struct Plugin {
+    table: &'static Table,
+    max_payload_bytes: usize,
+}
+
+impl Plugin {
+    fn open(&self, max_payload_bytes: usize, peer: Option<&[u8]>) -> std::result::Result<Box<dyn HalfLink>, String> {
+        let mut address = vec![0; MAX_ADDRESS_BYTES];
+        let mut address_bytes = address.len();
+        let mut link = std::ptr::null_mut();
+        let (peer, peer_bytes) = peer.map_or((std::ptr::null(), 0), |peer| (peer.as_ptr(), peer.len()));
+        // SAFETY: the header promises this of `open`; all pointers are to memory of the lengths that go with them.
+        let opened = unsafe {
+            (self.table.open)(
+                self.table.context,
+                max_payload_bytes,
+                peer.cast(),
+                peer_bytes,
+                &raw mut link,
+                address.as_mut_ptr().cast(),
+                &raw mut address_bytes,
+            )
+        };
+        if opened != OK {
+            return Err(self.table.why(std::ptr::null_mut()));
+        }
+        let handle = Handle { table: self.table, link, generation: crate::fork_generation() };
+        if address_bytes > MAX_ADDRESS_BYTES {
+            return Err(format!("transport {} has an address of {address_bytes} bytes", self.table.name));
+        }
+        address.truncate(address_bytes);
+        Ok(Box::new(Half { handle, address }))
+    }
+}
+
+impl Provider for Plugin {
+    fn offer(&self) -> std::result::Result<Box<dyn HalfLink>, String> {
+        self.open(self.max_payload_bytes, None)
+    }
+
+    fn accept(
+        &self,
+        peer: PeerAddress,
+        max_payload_bytes: usize,
+    ) -> std::result::Result<Box<dyn HalfLink>, String> {
+        self.open(max_payload_bytes, Some(&peer.bytes))
+    }
+}
+
+impl Table {
+    /// Why the last function failed.
+    fn why(&self, link: *mut c_void) -> String {
+        let text = match self.error {
+            // SAFETY: the header promises a string or null.
+            Some(error) => unsafe { error(link) },
+            None => std::ptr::null(),
+        };
+        if text.is_null() {
+            return format!("transport {} gives no reason", self.name);
+        }
+        // SAFETY: it is not null, so it is a C string that stays until the next call.
+        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+    }
+}
+
+/// A link of the table, destroyed in the end.
+struct Handle {
+    table: &'static Table,
+    link: *mut c_void,
+    generation: u64,
+}
+
+// SAFETY: the header allows any thread, one at a time.
+unsafe impl Send for Handle {}
+
+impl Handle {
+    fn why(&self) -> String {
+        self.table.why(self.link)
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        // What a forked child has a copy of is its parent's.
+        if self.generation == crate::fork_generation() {
+            // SAFETY: `open` made it, and this is its only owner.
+            unsafe { (self.table.destroy)(self.link) };
+        }
+    }
+}
+
+struct Half {
+    handle: Handle,
+    address: Vec<u8>,
+}
+
+impl HalfLink for Half {
+    fn address(&self) -> Address<'_> {
+        Address { bytes: self.address.clone(), descriptors: Vec::new() }
+    }
+
+    fn take_answer(&mut self, peer: PeerAddress, max_payload_bytes: usize) -> std::result::Result<(), String> {
+        let Handle { table, link, .. } = self.handle;
+        // SAFETY: the header promises this of `connect`; the bytes are as many as it is told.
+        let connected = unsafe { (table.connect)(link, peer.bytes.as_ptr().cast(), peer.bytes.len(), max_payload_bytes) };
+        if connected == OK { Ok(()) } else { Err(self.handle.why()) }
+    }
+
+    fn finish(self: Box<Self>, agreed: Agreed) -> std::result::Result<Box<dyn Watched>, String> {
+        Ok(Box::new(PluginLink::new(self.handle, agreed)))
+    }
+}
+
+/// One end of a link over a table.
+struct PluginLink {
+    handle: Handle,
+    /// The carrier's: nothing is sent over it, and its end tells of the peer's.
+    socket: Fd,
+    fds: Vec<RawFd>,
+    max_payload_bytes: usize,
+    peer: String,
+    is_reserved: bool,
+    shown: bool,
+    closed: bool,
+    /// The link is over, and why.
+    lost: Option<Error>,
+    /// The loss was returned to the caller: it is no longer a reason to stay awake.
+    told: bool,
+    /// Since when the carrier is known to have ended.
+    hung_up: Option<Instant>,
+    /// Length of the shortest payload that found no room since the last park.
+    refused_bytes: Option<usize>,
+    news: Option<News>,
+    /// There was no frame when it was last looked for.
+    is_empty: bool,
+    /// The system was asked for the carrier's end.
+    has_asked: bool,
+}
+
+impl PluginLink {
+    fn new(handle: Handle, agreed: Agreed) -> PluginLink {
+        let Agreed { socket, max_payload_bytes, peer } = agreed;
+        let mut fds = vec![-1; MAX_DESCRIPTORS];
+        let count = match handle.table.descriptors {
+            // SAFETY: there is room for as many as it is told.
+            Some(descriptors) => unsafe { descriptors(handle.link, fds.as_mut_ptr(), fds.len()) },
+            None => 0,
+        };
+        fds.truncate(count.min(MAX_DESCRIPTORS));
+        fds.retain(|&fd| fd >= 0);
+        PluginLink {
+            handle,
+            socket,
+            fds,
+            max_payload_bytes,
+            peer,
+            is_reserved: false,
+            shown: false,
+            closed: false,
+            lost: None,
+            told: false,
+            hung_up: None,
+            refused_bytes: None,
+            news: None,
+            is_empty: false,
+            has_asked: false,
+        }
+    }
+
+    fn guard_fork(&self) -> Result<()> {
+        if self.socket.is_ours() { Ok(()) } else { Err(Error::internal("the link belongs to the parent process")) }
+    }
+
+    fn error_of(&self, result: c_int) -> Error {
+        if result == ENDED {
+            Error::peer_lost(format!("{} has closed the link or died", self.peer))
+        } else {
+            Error::network(format!("{} with {}: {}", self.handle.table.name, self.peer, self.handle.why()))
+        }
+    }
+
+    /// The first error stays.
+    fn fail(&mut self, error: Error) -> Error {
+        self.lost.get_or_insert(error).clone()
+    }
+
+    fn report_loss(&mut self) -> Result<()> {
+        let Some(lost) = &self.lost else { return Ok(()) };
+        self.told = true;
+        Err(lost.clone())
+    }
+
+    /// Whether nothing can have come since it was last looked for, as far as the poller has seen.
+    fn is_known_empty(&mut self) -> bool {
+        let Some(news) = &self.news else { return false };
+        if self.handle.table.poll_interval.is_some() || self.handle.table.flags & IN_MEMORY != 0 {
+            return false;
+        }
+        if news.take() {
+            (self.is_empty, self.has_asked) = (false, false);
+        }
+        self.is_empty && self.hung_up.is_none() && !news.has_hung_up()
+    }
+
+    /// The next frame.
+    fn look(&mut self) -> Option<(NonNull<[u8; HEAD_BYTES]>, NonNull<[u8]>)> {
+        if self.is_known_empty() {
+            return None;
+        }
+        let (mut head, mut payload, mut bytes) = (std::ptr::null(), std::ptr::null(), 0);
+        let Handle { table, link, .. } = self.handle;
+        // SAFETY: the header promises this of `peek`.
+        let found = unsafe { (table.peek)(link, &raw mut head, &raw mut payload, &raw mut bytes) };
+        match found {
+            OK => {
+                let fits = bytes <= self.max_payload_bytes;
+                let frame = parts(head.cast_mut(), payload.cast_mut(), bytes).filter(|_| fits);
+                if frame.is_none() {
+                    let why = format!("{} with {}: what came cannot be a frame", self.handle.table.name, self.peer);
+                    self.fail(Error::protocol(why));
+                }
+                frame
+            }
+            AGAIN => {
+                self.is_empty = true;
+                None
+            }
+            over => {
+                let error = self.error_of(over);
+                self.fail(error);
+                None
+            }
+        }
+    }
+
+    /// Asks the system, without blocking, whether the carrier has ended, and decides what that means.
+    fn look_for_death(&mut self) {
+        if self.lost.is_some() {
+            return;
+        }
+        if self.hung_up.is_none() && !self.has_asked {
+            self.has_asked = true;
+            let mut fds = [PollFd::new(&self.socket, PollFlags::IN | PollFlags::RDHUP)];
+            let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+            if matches!(poll(&mut fds, Some(&now)), Ok(1..)) && self.is_at_end() {
+                self.hung_up = Some(Instant::now());
+            }
+        }
+        if self.hung_up.is_some_and(|since| since.elapsed() >= LAST_FRAMES) && self.look().is_none() {
+            self.fail(Error::peer_lost(format!("{} has closed the link or died", self.peer)));
+        }
+    }
+
+    fn is_at_end(&self) -> bool {
+        let mut byte = [0; 1];
+        match rustix::net::recv(&self.socket, &mut byte[..], RecvFlags::DONTWAIT) {
+            Ok((0, _)) => true,
+            // Nobody writes here after the handshake; bytes that come nevertheless mean nothing.
+            Ok(_) => false,
+            Err(why) => why != rustix::io::Errno::AGAIN && why != rustix::io::Errno::INTR,
+        }
+    }
+
+    fn progress(&mut self) -> bool {
+        // SAFETY: the header promises this of `progress`.
+        match unsafe { (self.handle.table.progress)(self.handle.link) } {
+            OK => true,
+            AGAIN => false,
+            over => {
+                let error = self.error_of(over);
+                self.fail(error);
+                true
+            }
+        }
+    }
+
+    /// A place for a frame: its head and its payload.
+    fn reserve(&mut self, payload_bytes: usize) -> Result<Option<(NonNull<[u8; HEAD_BYTES]>, NonNull<[u8]>)>> {
+        let (mut head, mut payload) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let Handle { table, link, .. } = self.handle;
+        // SAFETY: the header promises this of `reserve`.
+        match unsafe { (table.reserve)(link, payload_bytes, &raw mut head, &raw mut payload) } {
+            OK => {
+                let Some(place) = parts(head, payload, payload_bytes) else {
+                    let why = format!("{} has reserved what is no place for a frame", table.name);
+                    return Err(self.fail(Error::internal(why)));
+                };
+                self.is_reserved = true;
+                Ok(Some(place))
+            }
+            AGAIN => Ok(None),
+            over => {
+                let error = self.error_of(over);
+                Err(self.fail(error))
+            }
+        }
+    }
+}
+
+/// Head and payload where a table says that they are, unless they cannot be there.
+fn parts(head: *mut c_void, payload: *mut c_void, bytes: usize) -> Option<(NonNull<[u8; HEAD_BYTES]>, NonNull<[u8]>)> {
+    let payload = if bytes == 0 { NonNull::<u64>::dangling() } else { NonNull::new(payload.cast())? };
+    let payload = payload.is_aligned().then(|| NonNull::slice_from_raw_parts(payload.cast(), bytes))?;
+    Some((NonNull::new(head.cast())?, payload))
+}
+
+// SAFETY: the header promises that frames and places stay; sending does not touch the one, nor receiving the other.
+unsafe impl Link for PluginLink {
+    fn max_payload_bytes(&self) -> usize {
+        self.max_payload_bytes
+    }
+
+    fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
+        self.guard_fork()?;
+        if let Some(lost) = &self.lost {
+            return Err(lost.clone());
+        }
+        if self.closed || payload_bytes > self.max_payload_bytes {
+            return Err(Error::internal(format!(
+                "a payload of {payload_bytes} bytes on a link that takes {} and is {}",
+                self.max_payload_bytes,
+                if self.closed { "closed" } else { "open" }
+            )));
+        }
+        let mut place = self.reserve(payload_bytes)?;
+        if place.is_none() {
+            self.progress();
+            place = self.reserve(payload_bytes)?;
+        }
+        let Some((mut head, mut payload)) = place else {
+            self.refused_bytes = Some(self.refused_bytes.map_or(payload_bytes, |shorter| shorter.min(payload_bytes)));
+            return Ok(None);
+        };
+        // SAFETY: the header promises that both are ours, in these lengths, until the frame is committed or given up, for which the
+        // borrow of the link has to end.
+        Ok(Some(unsafe { Place { head: head.as_mut(), payload: payload.as_mut() } }))
+    }
+
+    fn commit(&mut self) {
+        if std::mem::take(&mut self.is_reserved) && self.guard_fork().is_ok() {
+            // SAFETY: a frame is reserved.
+            unsafe { (self.handle.table.commit)(self.handle.link) };
+        }
+    }
+
+    fn peek(&mut self) -> Result<Option<Frame<'_>>> {
+        self.guard_fork()?;
+        let Some((head, payload)) = self.look() else { return self.report_loss().map(|()| None) };
+        self.shown = true;
+        // SAFETY: the header promises that both stay unchanged until the frame is released.
+        Ok(Some(unsafe { Frame { head: head.as_ref(), payload: payload.as_ref() } }))
+    }
+
+    fn release(&mut self) {
+        if std::mem::take(&mut self.shown) && self.guard_fork().is_ok() {
+            // SAFETY: a frame is shown.
+            unsafe { (self.handle.table.release)(self.handle.link) };
+        }
+    }
+
+    fn flush(&mut self) -> Result<bool> {
+        self.guard_fork()?;
+        let is_done = self.lost.is_some() || self.progress();
+        self.lost.clone().map_or(Ok(is_done), Err)
+    }
+
+    fn prepare_park(&mut self, wants_room: bool) -> bool {
+        if self.guard_fork().is_err() {
+            return true;
+        }
+        let had_failed = self.lost.is_some();
+        if !had_failed {
+            self.progress();
+        }
+        let has_frame = self.look().is_some();
+        self.look_for_death();
+        if has_frame || (self.lost.is_some() && !self.told && !had_failed) {
+            return true;
+        }
+        let wanted = self.refused_bytes.unwrap_or(self.max_payload_bytes);
+        let has_room = wants_room && self.lost.is_none() && !self.closed && matches!(self.reserve(wanted), Ok(Some(_)));
+        // It was to see whether there is room: whoever wants the place asks for it.
+        self.is_reserved = false;
+        has_room
+    }
+
+    fn unpark(&mut self) {
+        self.refused_bytes = None;
+    }
+
+    fn check_peer(&mut self) -> Result<()> {
+        self.guard_fork()?;
+        self.look_for_death();
+        if self.look().is_some() { Ok(()) } else { self.report_loss() }
+    }
+
+    fn close(&mut self) {
+        if !self.closed && self.guard_fork().is_ok() {
+            self.closed = true;
+            self.progress();
+            // SAFETY: the header promises this of `close`.
+            unsafe { (self.handle.table.close)(self.handle.link) };
+            let _ = rustix::net::shutdown(&self.socket, Shutdown::Write);
+        }
+    }
+
+    /// By the table's word, which is about all frames and not about some.
+    fn is_delivered(&mut self, _position: u64) -> bool {
+        self.lost.is_some() || self.guard_fork().is_err() || self.progress()
+    }
+
+    fn is_cheap_to_look_at(&self) -> bool {
+        self.handle.table.flags & IN_MEMORY != 0
+    }
+
+    fn look_again(&mut self) {
+        (self.is_empty, self.has_asked) = (false, false);
+    }
+
+    fn poll_interval(&self) -> Option<Duration> {
+        let last_frames = (self.hung_up.is_some() && self.lost.is_none()).then_some(LAST_FRAMES_INTERVAL);
+        last_frames.or(self.handle.table.poll_interval)
+    }
+
+    fn transport(&self) -> &'static str {
+        self.handle.table.name
+    }
+
+    fn describe(&self) -> String {
+        format!("{}, {}", self.handle.table.name, self.peer)
+    }
+}
+
+impl Drop for PluginLink {
+    fn drop(&mut self) {
+        self.close();
+        for _ in 0..LINGER_STEPS {
+            // Whoever has gone reads nothing more.
+            if self.guard_fork().is_err() || self.lost.is_some() || self.hung_up.is_some() || self.progress() {
+                break;
+            }
+            let fds = self.fds();
+            let mut fds: Vec<_> = fds.iter().map(|fd| PollFd::new(fd, PollFlags::OUT)).collect();
+            let _ = poll(&mut fds[1..], Some(&LINGER_STEP));
+        }
+    }
+}
+
+impl Watched for PluginLink {
+    fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        // SAFETY: the header promises that these stay open until the link is destroyed.
+        let theirs = self.fds.iter().map(|&fd| unsafe { BorrowedFd::borrow_raw(fd) });
+        std::iter::once(self.socket.as_fd()).chain(theirs).collect()
+    }
+
+    fn set_news(&mut self, news: News) {
+        self.news = Some(news);
+    }
+}

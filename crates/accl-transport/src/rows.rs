@@ -1,0 +1,98 @@
+//! The table of transports: those of this crate, and those that were handed in while the process runs.
+//!
+//! Owns the table; what a row is stands in [`crate::transport`].
+
+use std::sync::{PoisonError, RwLock};
+
+use accl_types::{Error, Result};
+
+use crate::transport::{MAX_NAME_BYTES, Transport};
+use crate::{shm, tcp};
+
+/// The transports of this crate, in the order of preference.
+pub const TRANSPORTS: &[Transport] = &[shm::ROW, tcp::ROW];
+
+/// Those that were handed in. They are few, and stay for the life of the process: links name them.
+static REGISTERED: RwLock<Vec<&'static Transport>> = RwLock::new(Vec::new());
+
+/// Adds a transport that `ACCL_TRANSPORTS` may then name. Every process of a job must do so before its first group.
+///
+/// # Errors
+/// `InvalidArgument` when the name is taken or is none.
+pub fn register(transport: Transport) -> Result<&'static Transport> {
+    let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+    let name = transport.name;
+    if name.is_empty() || name.len() > MAX_NAME_BYTES || !name.chars().all(is_name) {
+        return Err(Error::invalid_argument(format!(
+            "`{}` cannot name a transport: use up to {MAX_NAME_BYTES} small letters, digits and _",
+            name.escape_default()
+        )));
+    }
+    let mut registered = REGISTERED.write().unwrap_or_else(PoisonError::into_inner);
+    if TRANSPORTS.iter().chain(registered.iter().copied()).any(|row| row.name == name) {
+        return Err(Error::invalid_argument(format!("there is a transport `{name}` already")));
+    }
+    let row: &'static Transport = Box::leak(Box::new(transport));
+    registered.push(row);
+    Ok(row)
+}
+
+/// Every transport, those of this crate first.
+pub fn transports() -> Vec<&'static Transport> {
+    let registered = REGISTERED.read().unwrap_or_else(PoisonError::into_inner);
+    TRANSPORTS.iter().chain(registered.iter().copied()).collect()
+}
+
+/// The transport with this name.
+pub fn find(name: &str) -> Option<&'static Transport> {
+    // Without the table of those that were handed in as long as there is no need.
+    TRANSPORTS.iter().find(|row| row.name == name).or_else(|| transports().into_iter().find(|row| row.name == name))
+}
+
+/// The transports that a setting names, in its order. `setting` is for messages.
+///
+/// # Errors
+/// `Configuration` when there is none of a name, or no name.
+pub fn named(names: &[String], setting: &str) -> Result<Vec<&'static Transport>> {
+    let refuse = |why: String| {
+        let known: Vec<&str> = transports().iter().map(|row| row.name).collect();
+        let expected = format!("expected a comma-separated list out of {}", known.join(", "));
+        let value = names.join(",");
+        Error::configuration(format!("{setting}: value `{value}` is not accepted ({why}); {expected}"))
+    };
+    if names.is_empty() {
+        return Err(refuse("the list is empty".to_owned()));
+    }
+    names.iter().map(|name| find(name).ok_or_else(|| refuse(format!("there is no transport `{name}`")))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Settings;
+
+    #[test]
+    fn the_default_tries_every_transport_in_the_order_of_the_table() {
+        let names: Vec<_> = TRANSPORTS.iter().map(|row| row.name).collect();
+        assert_eq!(Settings::default().transports, names);
+        let setting = accl_types::config::ROWS.iter().find(|row| row.name == "ACCL_TRANSPORTS").unwrap();
+        assert!(setting.accepted.contains(&names.join(", ")), "{}", setting.accepted);
+    }
+
+    #[test]
+    fn what_cannot_be_a_row_is_refused() {
+        for name in ["", "Shm", "carrier-pigeon", "shm", "a name of more than thirty-one bytes"] {
+            let why = register(Transport { name, ..shm::ROW }).unwrap_err();
+            assert!(why.message.contains(name), "{why}");
+        }
+        assert_eq!(transports().len(), TRANSPORTS.len());
+    }
+
+    #[test]
+    fn a_name_without_a_transport_is_refused_with_those_that_there_are() {
+        let names = ["tcp", "udp"].map(str::to_owned);
+        let why = named(&names, "ACCL_TRANSPORTS").unwrap_err();
+        assert!(why.message.contains("`udp`") && why.message.contains("shm, tcp"), "{why}");
+        assert_eq!(named(&names[..1], "ACCL_TRANSPORTS").unwrap()[0].name, "tcp");
+    }
+}

@@ -1,0 +1,144 @@
+//! The transport `shm`: who connects creates the memory and sends its descriptor, who accepts maps it, and each has the other's event
+//! descriptor.
+//!
+//! Owns the making of links, and the budget of one endpoint.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use super::budget::Budget;
+use super::link::{Parts, ShmLink};
+use super::region::{PAGE, Region, region_bytes, ring_bytes_for};
+use crate::credentials::peer_process;
+use crate::fork::Fd;
+use crate::transport::{Address, Agreed, Carrier, HalfLink, Local, PeerAddress, Provider, Transport};
+use crate::{Waker, Watched, ring};
+
+pub(crate) const ROW: Transport = Transport {
+    name: "shm",
+    about: "rings in shared memory between processes of one host and user",
+    carrier: Carrier::Unix,
+    // Its socket, the peer's event and the peer's process.
+    descriptors: 3,
+    is_cheap_to_look_at: true,
+    open: &|local: &Local<'_>| Box::new(Shm::new(local)),
+};
+
+/// Of the process that created the memory, and of the one that mapped it.
+const CREATOR: usize = 0;
+const GUEST: usize = 1;
+
+const NO_EVENT: &str = "its event descriptor did not arrive";
+
+struct Shm {
+    ring_bytes: u64,
+    max_payload_bytes: usize,
+    waker: Arc<Waker>,
+    budget: Budget,
+}
+
+impl Shm {
+    fn new(local: &Local<'_>) -> Shm {
+        Shm {
+            ring_bytes: local.settings.ring_bytes,
+            max_payload_bytes: local.settings.max_payload_bytes(),
+            waker: Arc::clone(local.waker),
+            budget: Budget::new(local.settings.shm_limit),
+        }
+    }
+}
+
+impl Provider for Shm {
+    fn offer(&self) -> Result<Box<dyn HalfLink>, String> {
+        let wanted = ring_bytes_for(self.ring_bytes, self.max_payload_bytes);
+        let (region, memory, refused) = create_region(wanted, self.max_payload_bytes, &self.budget)?;
+        let waker = Arc::clone(&self.waker);
+        Ok(Box::new(Half { region, side: CREATOR, memory: Some(memory), waker, peer_event: None, refused }))
+    }
+
+    fn accept(&self, peer: PeerAddress, max_payload_bytes: usize) -> Result<Box<dyn HalfLink>, String> {
+        let Ok([memory, event]) = <[Fd; 2]>::try_from(peer.descriptors) else {
+            return Err("the descriptors did not arrive".to_owned());
+        };
+        let ring_bytes = <[u8; 8]>::try_from(&peer.bytes[..]).map_or(u64::MAX, u64::from_le_bytes);
+        let ring_bytes = usize::try_from(ring_bytes).unwrap_or(usize::MAX);
+        if ring_bytes < ring::min_data_bytes(max_payload_bytes)
+            || ring_bytes > usize::MAX / 4
+            || !ring_bytes.is_multiple_of(PAGE)
+        {
+            return Err(format!("rings of {ring_bytes} bytes cannot be used"));
+        }
+        let region = Region::open(memory.as_fd(), ring_bytes, &self.budget)
+            .map_err(|why| format!("{} bytes of shared memory: {why}", region_bytes(ring_bytes)))?;
+        let waker = Arc::clone(&self.waker);
+        Ok(Box::new(Half { region, side: GUEST, memory: None, waker, peer_event: Some(event), refused: None }))
+    }
+}
+
+/// The largest region that is granted, halving from `wanted` to what the longest frame needs, and why it is not larger.
+fn create_region(
+    wanted: usize,
+    max_payload_bytes: usize,
+    budget: &Budget,
+) -> Result<(Region, Fd, Option<String>), String> {
+    let least = ring_bytes_for(0, max_payload_bytes);
+    let mut refused = None;
+    let mut ring_bytes = wanted;
+    loop {
+        match Region::create(ring_bytes, budget) {
+            Ok((region, memory)) => return Ok((region, memory, refused)),
+            Err(why) if ring_bytes <= least => return Err(refused.unwrap_or(why)),
+            Err(why) => {
+                refused.get_or_insert(why);
+                ring_bytes = ring_bytes_for(ring_bytes as u64 / 2, max_payload_bytes);
+            }
+        }
+    }
+}
+
+struct Half {
+    region: Region,
+    side: usize,
+    /// For the guest.
+    memory: Option<Fd>,
+    waker: Arc<Waker>,
+    /// The guest has it from the beginning, the creator with the answer.
+    peer_event: Option<Fd>,
+    /// Why the rings are smaller than configured, if they are.
+    refused: Option<String>,
+}
+
+impl HalfLink for Half {
+    fn address(&self) -> Address<'_> {
+        match &self.memory {
+            Some(memory) => Address {
+                bytes: (self.region.ring_bytes() as u64).to_le_bytes().to_vec(),
+                descriptors: vec![memory.as_fd(), self.waker.as_fd()],
+            },
+            None => Address { bytes: Vec::new(), descriptors: vec![self.waker.as_fd()] },
+        }
+    }
+
+    fn forget_address(&mut self) {
+        self.memory = None;
+    }
+
+    fn take_answer(&mut self, mut peer: PeerAddress, _max_payload_bytes: usize) -> Result<(), String> {
+        self.peer_event = peer.descriptors.pop();
+        if self.peer_event.is_some() { Ok(()) } else { Err(NO_EVENT.to_owned()) }
+    }
+
+    fn compromise(&self) -> Option<(String, String)> {
+        let why = self.refused.clone()?;
+        let kib = self.region.ring_bytes() / 1024;
+        Some((format!("rings of {kib} KiB instead of ACCL_RING_BYTES are used"), why))
+    }
+
+    fn finish(self: Box<Self>, agreed: Agreed) -> Result<Box<dyn Watched>, String> {
+        let Agreed { socket, max_payload_bytes, peer } = agreed;
+        let peer_process = peer_process(&socket);
+        let Half { region, side, peer_event, .. } = *self;
+        let peer_event = peer_event.ok_or(NO_EVENT)?;
+        Ok(Box::new(ShmLink::new(Parts { region, side, socket, peer_event, peer_process, max_payload_bytes, peer })))
+    }
+}

@@ -1,0 +1,101 @@
+/*
+ * A transport for torch-accl from another package: a table of C functions, handed in with torch_accl.register_transport() before
+ * the first process group, and chosen with ACCL_TRANSPORTS like any other.
+ *
+ * How a link is made. The two processes meet over a TCP connection (over a Unix socket with ACCL_TRANSPORT_ONE_HOST). Who connects
+ * calls open() without a peer and sends the address that it gets. Who accepts calls open() with that address and sends its own back.
+ * Then who connected calls connect() with it. The connection stays open besides the link and tells of the peer's death.
+ *
+ * Rules. The functions of a link are called by one thread at a time, by any thread, and never in a forked child. None may block, call
+ * Python, or throw. Frames arrive whole, once and in order. Nothing is called for a link after destroy(). The table, and the library
+ * that it is in, stay until the process ends.
+ */
+#ifndef ACCL_TRANSPORT_H
+#define ACCL_TRANSPORT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define ACCL_TRANSPORT_ABI 1
+/* Bytes of a frame's head. */
+#define ACCL_TRANSPORT_HEAD_BYTES 40
+/* Most bytes of an address. */
+#define ACCL_TRANSPORT_ADDRESS_BYTES 1024
+
+/* What functions return. */
+#define ACCL_TRANSPORT_OK 0
+/* There is nothing, or no room, now. */
+#define ACCL_TRANSPORT_AGAIN 1
+/* The peer has closed its side, or is gone, and everything that it sent was read. It is returned again from then on. */
+#define ACCL_TRANSPORT_ENDED (-1)
+/* The link is broken; error() says why. It is returned again from then on. */
+#define ACCL_TRANSPORT_FAILED (-2)
+
+/* Flags. */
+/* Only between processes of one host and user. */
+#define ACCL_TRANSPORT_ONE_HOST 1u
+/* Looking for a frame takes no system call. Calls look at such links often, and are planned with the costs of shared memory. */
+#define ACCL_TRANSPORT_IN_MEMORY 2u
+
+typedef struct accl_transport_v1 {
+  /* ACCL_TRANSPORT_ABI. */
+  uint32_t abi;
+  /* sizeof(accl_transport_v1). */
+  uint32_t size;
+  /* Its name in ACCL_TRANSPORTS: up to 31 small letters, digits and '_'. */
+  const char *name;
+  /* One sentence for people. */
+  const char *about;
+  uint64_t flags;
+  /* How long a sleeping process may leave a link alone, in microseconds; 0 when its descriptors tell of everything. */
+  uint64_t poll_interval_us;
+  /* For open(). */
+  void *context;
+
+  /*
+   * Makes one side of a link, and writes its address: *address_bytes is the room at first, and the length then. Payloads will have at
+   * most max_payload_bytes. peer is NULL on the side that connects, where connect() follows. ACCL_TRANSPORT_FAILED refuses: the next
+   * transport is tried.
+   */
+  int (*open)(void *context, size_t max_payload_bytes, const void *peer, size_t peer_bytes, void **link, void *address,
+              size_t *address_bytes);
+  /* Gives a link its peer. Payloads will have at most max_payload_bytes, which may be less than before. */
+  int (*connect)(void *link, const void *peer, size_t peer_bytes, size_t max_payload_bytes);
+  /*
+   * A place for one frame, the payload aligned to 8 bytes: OK, AGAIN without room, ENDED or FAILED. It stays until commit() or the next
+   * reserve(), which gives it up.
+   */
+  int (*reserve)(void *link, size_t payload_bytes, void **head, void **payload);
+  /* Publishes the frame. It may leave the process with the next progress() only. */
+  void (*commit)(void *link);
+  /*
+   * The next frame, the payload aligned to 8 bytes, the same one until release(): OK, AGAIN, ENDED or FAILED. It stays unchanged until
+   * release() or destroy(), whatever is sent meanwhile.
+   */
+  int (*peek)(void *link, const void **head, const void **payload, size_t *payload_bytes);
+  void (*release)(void *link);
+  /*
+   * Moves things on. OK: the peer will get everything that was committed even if this process ends now. AGAIN: something is under way.
+   */
+  int (*progress)(void *link);
+  /*
+   * Descriptors to watch, edge-triggered, for bytes, room and hang-up; the same for the life of the link. Returns how many, at most room.
+   * When peek() or reserve() has returned AGAIN, an edge follows as soon as it would not. May be NULL.
+   */
+  size_t (*descriptors)(void *link, int *fds, size_t room);
+  /* Why the last function returned FAILED, or NULL; stays until the next call. link is NULL after open(). May be NULL. */
+  const char *(*error)(void *link);
+  /* Nothing more will be sent: the peer reads ENDED behind what was. What the peer sends can still be read. */
+  void (*close)(void *link);
+  void (*destroy)(void *link);
+} accl_transport_v1;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
