@@ -1,7 +1,7 @@
 //! Every algorithm of the table moves real bytes through whole worlds in one process, against oracles.
 
 use accl_schedule::{ALGORITHMS, Algorithm, Topology};
-use accl_testkit::{Fabric, Member, World, WorldOptions};
+use accl_testkit::{Fabric, TOYS, Member, World, WorldOptions};
 use accl_types::{Collective, ReduceOp};
 
 const WORLDS: &[u32] = &[1, 2, 3, 4, 5, 8];
@@ -146,6 +146,15 @@ macro_rules! every_algorithm {
         mod tcp {
             use super::*;
             $(#[test] fn $test() { run_all(Collective::$collective, |options| options.over(Fabric::Tcp), &[2, 3]); })*
+        }
+        /// Those of which nothing in the engine knows.
+        mod toys {
+            use super::*;
+            $(#[test] fn $test() {
+                for name in TOYS {
+                    run_all(Collective::$collective, |options| options.over(Fabric::Toy(name)), &[3]);
+                }
+            })*
         }
     };
 }

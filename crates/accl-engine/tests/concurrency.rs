@@ -6,7 +6,14 @@ use accl_engine::{Blocks, CallDesc, Mode};
 use accl_testkit::{Fabric, Member, Rng, World, WorldOptions, calls, finish};
 use accl_types::{Collective, Dtype, Rank, ReduceOp};
 
-const FABRICS: &[Fabric] = &[Fabric::Loopback(3), Fabric::Shm, Fabric::Tcp];
+const FABRICS: &[Fabric] = &[
+    Fabric::Loopback(3),
+    Fabric::Shm,
+    Fabric::Tcp,
+    Fabric::Toy("pipe"),
+    Fabric::Toy("sealed"),
+    Fabric::Toy("datagrams"),
+];
 
 fn world(size: u32, fabric: Fabric) -> World {
     let options = WorldOptions::new(size).over(fabric).with("segment_bytes", "1KiB").timeout(Duration::from_secs(30));

@@ -9,7 +9,7 @@ use accl_transport::loopback::{self, Capacity, LoopbackLink};
 use accl_types::Rank;
 use accl_types::config::{Calibration, Config};
 
-use crate::{Member, MemoryStore, Rig, Rigged};
+use crate::{Member, MemoryStore, Rig, Rigged, register_toys};
 
 /// What connects the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +20,8 @@ pub enum Fabric {
     Shm,
     /// Sockets.
     Tcp,
+    /// One of [`crate::TOYS`].
+    Toy(&'static str),
 }
 
 /// How a world is made.
@@ -98,6 +100,10 @@ impl World {
             Fabric::Loopback(_) => None,
             Fabric::Shm => Some("shm"),
             Fabric::Tcp => Some("tcp"),
+            Fabric::Toy(name) => {
+                register_toys();
+                Some(name)
+            }
         };
         if let Some(transports) = transports {
             config.set_option("transports", transports).unwrap_or_else(give_up);

@@ -6,8 +6,8 @@
  * calls open() without a peer and sends the address that it gets. Who accepts calls open() with that address and sends its own back.
  * Then who connected calls connect() with it. The connection stays open besides the link and tells of the peer's death.
  *
- * Rules. The functions of a link are called by one thread at a time, by any thread, and never in a forked child. None may block, call
- * Python, or throw. Frames arrive whole, once and in order. Nothing is called for a link after destroy(). The table, and the library
+ * Rules. The functions of a link are called by one thread at a time, by any thread, and never in a forked child: descriptors that one
+ * inherits are the transport's to close there. None may block, call Python, or throw. Frames arrive whole, once and in order. Nothing is called for a link after destroy(). The table, and the library
  * that it is in, stay until the process ends.
  */
 #ifndef ACCL_TRANSPORT_H
