@@ -11,10 +11,20 @@ _native = load_native()
 from ._errors import InvalidArgumentError, InvalidTypeError  # noqa: E402  the gate comes first
 from ._options import Options  # noqa: E402
 from ._register import register  # noqa: E402
+from ._transports import get_include, register_transport  # noqa: E402
 
 register()
 
 Backend = _native.Backend
 __version__: str = _native.built_for()["version"]
 
-__all__ = ["Backend", "InvalidArgumentError", "InvalidTypeError", "Options", "__version__", "register"]
+__all__ = [
+    "Backend",
+    "InvalidArgumentError",
+    "InvalidTypeError",
+    "Options",
+    "__version__",
+    "get_include",
+    "register",
+    "register_transport",
+]

@@ -109,6 +109,9 @@ def calibration(anew: bool) -> dict[str, Any]:
 def check_option(option: str, value: str) -> None:
     """Raises ValueError for an unknown option or a value that is not accepted."""
 
+def register_transport(table: Any) -> str:
+    """Adds a transport; see `torch_accl.register_transport`."""
+
 class Codecs:
     """The codecs of a call's tensors: of each, those inside hosts, of parts of sums and of results, and a number that
     tells its random numbers from those of others. Raises ValueError for what is no codec."""

@@ -43,7 +43,7 @@ pub use settings::set_option;
 pub use accl_kernels::{codec, describe_isa, supports};
 pub use accl_schedule::cost::{CONSTANTS, Machine};
 pub use accl_schedule::{ALGORITHMS, Algorithm};
-pub use accl_transport::{Card, Transport, transports};
+pub use accl_transport::{Card, Transport, TransportV1, register_table, transports};
 
 #[cfg(test)]
 mod simulated;

@@ -1,7 +1,7 @@
 //! Every algorithm of the table moves real bytes through whole worlds in one process, against oracles.
 
 use accl_schedule::{ALGORITHMS, Algorithm, Topology};
-use accl_testkit::{Fabric, TOYS, Member, World, WorldOptions};
+use accl_testkit::{Fabric, Member, World, WorldOptions, every_transport};
 use accl_types::{Collective, ReduceOp};
 
 const WORLDS: &[u32] = &[1, 2, 3, 4, 5, 8];
@@ -148,11 +148,11 @@ macro_rules! every_algorithm {
             $(#[test] fn $test() { run_all(Collective::$collective, |options| options.over(Fabric::Tcp), &[2, 3]); })*
         }
         /// Those of which nothing in the engine knows.
-        mod toys {
+        mod other_transports {
             use super::*;
             $(#[test] fn $test() {
-                for name in TOYS {
-                    run_all(Collective::$collective, |options| options.over(Fabric::Toy(name)), &[3]);
+                for name in every_transport().into_iter().filter(|name| !["shm", "tcp"].contains(name)) {
+                    run_all(Collective::$collective, |options| options.over(Fabric::Over(name)), &[3]);
                 }
             })*
         }

@@ -3,17 +3,12 @@
 use std::time::{Duration, Instant};
 
 use accl_engine::{Blocks, CallDesc, Mode};
-use accl_testkit::{Fabric, Member, Rng, World, WorldOptions, calls, finish};
+use accl_testkit::{Fabric, Member, Rng, World, WorldOptions, calls, every_transport, finish};
 use accl_types::{Collective, Dtype, Rank, ReduceOp};
 
-const FABRICS: &[Fabric] = &[
-    Fabric::Loopback(3),
-    Fabric::Shm,
-    Fabric::Tcp,
-    Fabric::Toy("pipe"),
-    Fabric::Toy("sealed"),
-    Fabric::Toy("datagrams"),
-];
+fn fabrics() -> impl Iterator<Item = Fabric> {
+    every_transport().into_iter().map(Fabric::Over).chain([Fabric::Loopback(3)])
+}
 
 fn world(size: u32, fabric: Fabric) -> World {
     let options = WorldOptions::new(size).over(fabric).with("segment_bytes", "1KiB").timeout(Duration::from_secs(30));
@@ -30,7 +25,7 @@ fn sum_ones(member: &Member, count: usize) {
 
 #[test]
 fn threads_on_groups_of_their_own_do_not_disturb_each_other() {
-    for &fabric in FABRICS {
+    for fabric in fabrics() {
         let world = world(2, fabric);
         std::thread::scope(|scope| {
             for thread in 0..4 {
@@ -50,7 +45,7 @@ fn threads_on_groups_of_their_own_do_not_disturb_each_other() {
 
 #[test]
 fn calls_on_several_groups_may_be_issued_in_different_orders() {
-    for &fabric in FABRICS {
+    for fabric in fabrics() {
         let world = world(3, fabric);
         // Each rank holds the same four groups, and goes through them in an order of its own.
         let groups: Vec<Vec<Member>> = (0..4).map(|g| world.run(&format!("g{g}"), |member| member)).collect();
@@ -77,7 +72,7 @@ fn calls_on_several_groups_may_be_issued_in_different_orders() {
 
 #[test]
 fn asynchronous_calls_end_although_nobody_waits() {
-    for &fabric in FABRICS {
+    for fabric in fabrics() {
         world(2, fabric).run("g", |member| {
             for count in [1, 5000, 100_000] {
                 let mut data = vec![1.0_f32; count];
@@ -96,7 +91,7 @@ fn asynchronous_calls_end_although_nobody_waits() {
 
 #[test]
 fn many_calls_of_all_sizes_are_outstanding_together() {
-    for &fabric in FABRICS {
+    for fabric in fabrics() {
         // Whole segments, so that frames which come before their call are left on the link for a while.
         let world = World::new(WorldOptions::new(3).over(fabric).timeout(Duration::from_secs(30)));
         world.engines.iter().for_each(|engine| engine.without_tick());
@@ -124,7 +119,7 @@ fn many_calls_of_all_sizes_are_outstanding_together() {
 
 #[test]
 fn a_call_begins_although_an_earlier_one_waits_for_it() {
-    for &fabric in FABRICS {
+    for fabric in fabrics() {
         let world = world(2, fabric);
         world.run("g", |member| {
             let first = member.group.reserve_seqs(2).unwrap();
@@ -150,7 +145,7 @@ fn a_call_begins_although_an_earlier_one_waits_for_it() {
 
 #[test]
 fn frames_of_a_call_that_is_not_made_yet_hold_nothing_up() {
-    for &fabric in FABRICS {
+    for fabric in fabrics() {
         let world = World::new(WorldOptions::new(2).over(fabric).timeout(Duration::from_secs(30)));
         world.engines.iter().for_each(|engine| engine.without_tick());
         let [early, late] = ["early", "late"].map(|name| world.run(name, |member| member));
@@ -177,7 +172,7 @@ fn frames_of_a_call_that_is_not_made_yet_hold_nothing_up() {
 
 #[test]
 fn a_late_rank_wakes_a_parked_one() {
-    for &fabric in FABRICS {
+    for fabric in fabrics() {
         world(2, fabric).run("g", |member| {
             for round in 0..30 {
                 if round % 2 == member.rank {

@@ -17,6 +17,7 @@ mod snapshot;
 mod status;
 mod store;
 mod ticket;
+mod transports;
 
 use pyo3::prelude::*;
 
@@ -88,6 +89,7 @@ fn _define(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(_bridged_functions, module)?)?;
     module.add_function(wrap_pyfunction!(_panic_for_test, module)?)?;
     info::add_functions(module)?;
+    transports::add_functions(module)?;
     compression::add_functions(module)?;
     simulate::add_functions(module)
 }

@@ -9,7 +9,7 @@ use accl_transport::loopback::{self, Capacity, LoopbackLink};
 use accl_types::Rank;
 use accl_types::config::{Calibration, Config};
 
-use crate::{Member, MemoryStore, Rig, Rigged, register_toys};
+use crate::{Member, MemoryStore, Rig, Rigged, every_transport};
 
 /// What connects the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,8 +20,8 @@ pub enum Fabric {
     Shm,
     /// Sockets.
     Tcp,
-    /// One of [`crate::TOYS`].
-    Toy(&'static str),
+    /// One of [`every_transport`].
+    Over(&'static str),
 }
 
 /// How a world is made.
@@ -100,10 +100,7 @@ impl World {
             Fabric::Loopback(_) => None,
             Fabric::Shm => Some("shm"),
             Fabric::Tcp => Some("tcp"),
-            Fabric::Toy(name) => {
-                register_toys();
-                Some(name)
-            }
+            Fabric::Over(name) => every_transport().into_iter().find(|&known| known == name),
         };
         if let Some(transports) = transports {
             config.set_option("transports", transports).unwrap_or_else(give_up);

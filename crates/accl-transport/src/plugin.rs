@@ -26,7 +26,9 @@ const AGAIN: c_int = 1;
 const ENDED: c_int = -1;
 const ONE_HOST: u64 = 1;
 const IN_MEMORY: u64 = 2;
-/// Most descriptors of one link.
+/// What a link is taken to keep open, besides the carrier's socket a few of its own.
+const USUAL_DESCRIPTORS: usize = 3;
+/// Most descriptors of one link that are watched.
 const MAX_DESCRIPTORS: usize = 8;
 /// A frame may be under way for so long after the carrier has ended, and is looked for so often.
 const LAST_FRAMES: Duration = Duration::from_secs(1);
@@ -153,7 +155,7 @@ pub unsafe fn register_table(table: *const TransportV1) -> Result<&'static Trans
         name,
         about,
         carrier: if table.flags & ONE_HOST != 0 { Carrier::Unix } else { Carrier::Tcp },
-        descriptors: 1 + if checked.descriptors.is_some() { 2 } else { 0 },
+        descriptors: USUAL_DESCRIPTORS,
         is_cheap_to_look_at: table.flags & IN_MEMORY != 0,
         open: Box::leak(Box::new(move |local: &Local<'_>| -> Box<dyn Provider> {
             Box::new(Plugin { table: checked, max_payload_bytes: local.settings.max_payload_bytes() })
@@ -238,6 +240,9 @@ impl Table {
         unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     }
 }
+
+/// Where the head and the payload of a frame are.
+type Parts = (NonNull<[u8; HEAD_BYTES]>, NonNull<[u8]>);
 
 /// A link of the table, destroyed in the end.
 struct Handle {
@@ -366,20 +371,25 @@ impl PluginLink {
         Err(lost.clone())
     }
 
-    /// Whether nothing can have come since it was last looked for, as far as the poller has seen.
-    fn is_known_empty(&mut self) -> bool {
-        let Some(news) = &self.news else { return false };
-        if self.handle.table.poll_interval.is_some() || self.handle.table.flags & IN_MEMORY != 0 {
-            return false;
-        }
-        if news.take() {
+    /// Takes notice of what the poller has seen; without one, anything may have happened.
+    fn hear_news(&mut self) {
+        if self.news.as_ref().is_none_or(|news| news.take() || news.has_hung_up()) {
             (self.is_empty, self.has_asked) = (false, false);
         }
-        self.is_empty && self.hung_up.is_none() && !news.has_hung_up()
+    }
+
+    /// Whether nothing can have come since it was last looked for.
+    fn is_known_empty(&mut self) -> bool {
+        let Table { poll_interval, flags, .. } = self.handle.table;
+        if poll_interval.is_some() || flags & IN_MEMORY != 0 {
+            return false;
+        }
+        self.hear_news();
+        self.is_empty && self.hung_up.is_none()
     }
 
     /// The next frame.
-    fn look(&mut self) -> Option<(NonNull<[u8; HEAD_BYTES]>, NonNull<[u8]>)> {
+    fn look(&mut self) -> Option<Parts> {
         if self.is_known_empty() {
             return None;
         }
@@ -414,6 +424,7 @@ impl PluginLink {
         if self.lost.is_some() {
             return;
         }
+        self.hear_news();
         if self.hung_up.is_none() && !self.has_asked {
             self.has_asked = true;
             let mut fds = [PollFd::new(&self.socket, PollFlags::IN | PollFlags::RDHUP)];
@@ -451,7 +462,7 @@ impl PluginLink {
     }
 
     /// A place for a frame: its head and its payload.
-    fn reserve(&mut self, payload_bytes: usize) -> Result<Option<(NonNull<[u8; HEAD_BYTES]>, NonNull<[u8]>)>> {
+    fn reserve(&mut self, payload_bytes: usize) -> Result<Option<Parts>> {
         let (mut head, mut payload) = (std::ptr::null_mut(), std::ptr::null_mut());
         let Handle { table, link, .. } = self.handle;
         // SAFETY: the header promises this of `reserve`.
@@ -474,7 +485,7 @@ impl PluginLink {
 }
 
 /// Head and payload where a table says that they are, unless they cannot be there.
-fn parts(head: *mut c_void, payload: *mut c_void, bytes: usize) -> Option<(NonNull<[u8; HEAD_BYTES]>, NonNull<[u8]>)> {
+fn parts(head: *mut c_void, payload: *mut c_void, bytes: usize) -> Option<Parts> {
     let payload = if bytes == 0 { NonNull::<u64>::dangling() } else { NonNull::new(payload.cast())? };
     let payload = payload.is_aligned().then(|| NonNull::slice_from_raw_parts(payload.cast(), bytes))?;
     Some((NonNull::new(head.cast())?, payload))
@@ -631,5 +642,52 @@ impl Watched for PluginLink {
 
     fn set_news(&mut self, news: News) {
         self.news = Some(news);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use accl_types::ErrorKind;
+
+    use super::*;
+
+    fn empty() -> TransportV1 {
+        TransportV1 {
+            abi: TRANSPORT_ABI,
+            size: size_of::<TransportV1>() as u32,
+            name: c"empty".as_ptr(),
+            about: c"nothing".as_ptr(),
+            flags: 0,
+            poll_interval_us: 1,
+            context: std::ptr::null_mut(),
+            open: None,
+            connect: None,
+            reserve: None,
+            commit: None,
+            peek: None,
+            release: None,
+            progress: None,
+            descriptors: None,
+            error: None,
+            close: None,
+            destroy: None,
+        }
+    }
+
+    fn refused(table: &TransportV1) -> String {
+        // SAFETY: what is null is refused before anything is called.
+        let why = unsafe { register_table(table) }.unwrap_err();
+        assert_eq!(why.kind, ErrorKind::InvalidArgument);
+        why.message
+    }
+
+    #[test]
+    fn a_table_of_another_version_or_with_holes_is_refused_by_what_is_wrong() {
+        assert!(refused(&TransportV1 { abi: 2, ..empty() }).contains("has version 2"));
+        assert!(refused(&TransportV1 { size: 16, ..empty() }).contains("and 16 bytes, this torch-accl takes version 1"));
+        assert!(refused(&TransportV1 { name: std::ptr::null(), ..empty() }).contains("no name"));
+        assert!(refused(&empty()).contains("`empty` has no open"));
+        // SAFETY: a null table is refused.
+        assert!(unsafe { register_table(std::ptr::null()) }.unwrap_err().message.contains("address 0"));
     }
 }

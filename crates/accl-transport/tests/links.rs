@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use accl_transport::{Faults, Faulty, HEAD_BYTES, Link, Poller, Tell, Traced, Way, loopback};
 use accl_types::ErrorKind;
-use common::{KINDS, Node, frames, pair, within_limit};
+use common::{Node, frames, kinds, pair, within_limit};
 use proptest::prelude::*;
 
 fn for_every_kind(body: fn(&'static str, Node, Node)) {
-    for &kind in KINDS {
+    for kind in kinds() {
         within_limit(move || {
             let (a, b) = pair(kind);
             body(kind, a, b);
@@ -240,14 +240,14 @@ fn a_quarter_of_a_gigabyte_passes_in_time() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn any_sequence_of_lengths_arrives(lens in proptest::collection::vec(0usize..2000, 1..80), kind in 0..KINDS.len()) {
+    fn any_sequence_of_lengths_arrives(lens in proptest::collection::vec(0usize..2000, 1..80), kind in 0..kinds().len()) {
         within_limit(move || {
-            let (mut a, mut b) = pair(KINDS[kind]);
+            let (mut a, mut b) = pair(kinds()[kind]);
             let sent: Vec<Vec<u8>> = lens.iter().enumerate().map(|(i, &len)| vec![i as u8; len]).collect();
             let expected = sent.clone();
             let thread = std::thread::spawn(move || { a.exchange(&sent, 0); a });
             for (i, frame) in expected.iter().enumerate() {
-                assert!(&b.receive().unwrap() == frame, "frame {i} of {lens:?} over {}", KINDS[kind]);
+                assert!(&b.receive().unwrap() == frame, "frame {i} of {lens:?} over {}", kinds()[kind]);
             }
             thread.join().unwrap();
         });

@@ -9,15 +9,13 @@ use std::os::fd::AsFd;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use accl_testkit::register_toys;
+use accl_testkit::every_transport;
 use accl_transport::{Card, Link, Settings, Watched};
 use accl_types::ErrorKind;
 use common::{Host, Node, frames, settings, within_limit};
 use rustix::process::{Resource, Rlimit};
 
 const BOTH: &[&str] = &["shm", "tcp"];
-/// With those that exist to be tried.
-const EVERY: &[&str] = &["shm", "tcp", "pipe", "sealed", "datagrams"];
 
 /// A child process that has published its card.
 struct Process {
@@ -78,7 +76,7 @@ fn node(host: Host, mut link: Box<dyn Watched>) -> Node {
 
 /// Plays `part` with a child over `transport`.
 fn with_child(part: &str, transport: &str) -> (Node, Process) {
-    register_toys();
+    every_transport();
     let mut process = Process::start(part);
     process.tell(transport);
     let mut host = Host::new(settings(&[transport]));
@@ -137,7 +135,7 @@ fn child() {
 
 /// Connects to the parent as it says.
 fn play(body: impl FnOnce(Node)) {
-    register_toys();
+    every_transport();
     let transport = listen().unwrap();
     let mut host = Host::new(settings(&[&transport]));
     say(&format!("CARD {}", host.card().to_text()));
@@ -275,9 +273,9 @@ fn open_descriptors() -> usize {
 }
 
 fn count_descriptors() {
-    register_toys();
+    every_transport();
     let before = open_descriptors();
-    for name in EVERY {
+    for name in every_transport() {
         let (a, b) = common::connected(settings(&[name]), settings(&[name]));
         say(&format!("USED {}", open_descriptors() - before));
         drop((a, b));
@@ -331,7 +329,7 @@ fn fork_and_die(mut node: Node) {
 
 #[test]
 fn frames_pass_between_processes_in_order() {
-    for transport in EVERY {
+    for transport in every_transport() {
         within_limit(move || {
             let (mut node, process) = with_child("echo", transport);
             let sent = frames(7, 500, node.link.max_payload_bytes());
@@ -347,7 +345,7 @@ fn frames_pass_between_processes_in_order() {
 
 #[test]
 fn a_killed_process_is_noticed_after_what_it_had_sent() {
-    for transport in EVERY {
+    for transport in every_transport() {
         within_limit(move || {
             let (mut node, mut process) = with_child("send and hang", transport);
             process.hear("SENT");
@@ -364,7 +362,7 @@ fn a_killed_process_is_noticed_after_what_it_had_sent() {
 
 #[test]
 fn a_sleeper_is_woken_by_the_death_of_its_peer() {
-    for transport in EVERY {
+    for transport in every_transport() {
         within_limit(move || {
             let (mut node, mut process) = with_child("send and hang", transport);
             for _ in 0..5 {
@@ -518,8 +516,7 @@ fn links_cost_few_descriptors_and_leave_none() {
     within_limit(|| {
         let mut process = Process::start("leak check");
         // Both sides live in the one process: poller with epoll and event, endpoints are dropped by then.
-        register_toys();
-        for name in EVERY {
+        for name in every_transport() {
             let used: usize = process.hear("USED").parse().unwrap();
             let most = 2 * (2 + accl_transport::find(name).unwrap().descriptors);
             assert!(used <= most, "{used} descriptors over {name}");

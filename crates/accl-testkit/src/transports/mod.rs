@@ -8,21 +8,18 @@ mod sealed;
 
 use std::sync::Once;
 
-use accl_transport::{Transport, TransportV1, register, register_table};
+use accl_transport::{Transport, TransportV1, register, register_table, transports};
 
 unsafe extern "C" {
     /// In `examples/transport/datagrams.c`.
     safe fn datagrams_transport() -> *const TransportV1;
 }
 
-/// Names of the transports of this folder.
-pub const TOYS: &[&str] = &["pipe", "sealed", "datagrams"];
-
-/// Adds them to the table, once.
+/// Names of all transports, with those of this folder.
 ///
 /// # Panics
-/// Panics when one is refused: a test cannot go on.
-pub fn register_toys() {
+/// Panics when one of them is refused: a test cannot go on.
+pub fn every_transport() -> Vec<&'static str> {
     static DONE: Once = Once::new();
     DONE.call_once(|| {
         let add = |row: Transport| register(row).unwrap_or_else(|why| panic!("{why}"));
@@ -30,5 +27,12 @@ pub fn register_toys() {
         add(sealed::ROW);
         // SAFETY: the example keeps what its header promises, or the tests show it.
         unsafe { register_table(datagrams_transport()) }.unwrap_or_else(|why| panic!("{why}"));
+        // The same without descriptors, as hardware has it that raises no event.
+        // SAFETY: as above; and the function returns the address of a table.
+        let polled = unsafe { *datagrams_transport() };
+        let polled = TransportV1 { name: c"polled".as_ptr(), descriptors: None, poll_interval_us: 500, ..polled };
+        // SAFETY: as above.
+        unsafe { register_table(&raw const polled) }.unwrap_or_else(|why| panic!("{why}"));
     });
+    transports().iter().map(|row| row.name).collect()
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use accl_testkit::register_toys;
+use accl_testkit::every_transport;
 use accl_transport::loopback::{self, Capacity};
 use accl_transport::{Card, ConnectError, Endpoint, HEAD_BYTES, Link, Poller, Settings, Watched};
 use accl_types::Error;
@@ -83,16 +83,14 @@ pub fn connected(a: Settings, b: Settings) -> (Node, Node) {
     (node(a, links_a), node(b, links_b))
 }
 
-/// The kinds of links, all with the same longest frame.
-pub const KINDS: &[&str] = &["shm", "shm in small rings", "tcp", "loopback", "pipe", "sealed", "datagrams"];
+/// The kinds of links, all with the same longest frame: those of every transport, and some more.
+pub fn kinds() -> Vec<&'static str> {
+    every_transport().into_iter().chain(["shm in small rings", "loopback"]).collect()
+}
 
 pub fn pair(kind: &str) -> (Node, Node) {
     match kind {
-        "shm" | "tcp" => connected(settings(&[kind]), settings(&[kind])),
-        "pipe" | "sealed" | "datagrams" => {
-            register_toys();
-            connected(settings(&[kind]), settings(&[kind]))
-        }
+
         "shm in small rings" => {
             let small = Settings { ring_bytes: 1, ..settings(&["shm"]) };
             connected(small.clone(), small)
@@ -106,7 +104,7 @@ pub fn pair(kind: &str) -> (Node, Node) {
                 |poller, link: loopback::LoopbackLink| Node { poller, link: Box::new(link), warnings: Vec::new() };
             (node(p, a), node(q, b))
         }
-        other => panic!("unknown kind {other}"),
+        transport => connected(settings(&[transport]), settings(&[transport])),
     }
 }
 
