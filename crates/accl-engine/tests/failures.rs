@@ -4,10 +4,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use accl_engine::{Blocks, CallDesc, Waited};
-use accl_testkit::{Fabric, Member, World, WorldOptions, calls, finish};
+use accl_testkit::{Fabric, Member, World, WorldOptions, calls, every_transport, finish};
 use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, ReduceOp};
 
-const FABRICS: &[Fabric] = &[Fabric::Loopback(4), Fabric::Shm, Fabric::Tcp];
+fn fabrics() -> impl Iterator<Item = Fabric> {
+    every_transport().into_iter().map(Fabric::Over).chain([Fabric::Loopback(4)])
+}
 
 fn options(world: u32, fabric: Fabric) -> WorldOptions {
     WorldOptions::new(world).over(fabric).timeout(Duration::from_secs(20))
@@ -19,7 +21,7 @@ fn error_of(result: accl_types::Result<()>) -> Error {
 
 /// Runs calls that differ from rank to rank; every rank must learn of the disagreement at once or by its next call.
 fn disagree(name: &str, world: u32, call: impl Fn(&Member) -> accl_types::Result<()> + Sync, words: &[&str]) {
-    for &fabric in FABRICS {
+    for fabric in fabrics() {
         let errors = World::new(options(world, fabric)).run("g", |member| match call(&member) {
             Err(error) => error,
             // A call that ended early learns of it with the next.
@@ -118,7 +120,7 @@ fn a_message_of_another_size_is_named_on_both_sides() {
 
 #[test]
 fn a_missing_rank_is_named_when_the_time_is_up() {
-    for &fabric in FABRICS {
+    for fabric in fabrics() {
         let options = options(3, fabric).timeout(Duration::from_millis(300));
         let errors = World::new(options).run("g", |member| {
             if member.rank == 2 {
@@ -169,7 +171,7 @@ fn a_refused_call_consumes_no_number() {
 
 #[test]
 fn abort_ends_a_wait_in_another_thread_and_on_other_ranks() {
-    for &fabric in FABRICS {
+    for fabric in fabrics() {
         let errors = World::new(options(2, fabric)).run("g", |member| {
             if member.rank == 0 {
                 let mut data = [1.0_f32; 4];
@@ -194,7 +196,7 @@ fn abort_ends_a_wait_in_another_thread_and_on_other_ranks() {
 
 #[test]
 fn a_rank_that_left_is_named() {
-    for &fabric in FABRICS {
+    for fabric in fabrics() {
         World::new(options(3, fabric)).run("g", |member| {
             member.barrier().unwrap();
             if member.rank == 2 {
@@ -374,7 +376,7 @@ fn a_monitored_barrier_with_a_rank_that_left_fails_alone() {
 /// Rank 0's broadcast ends before rank 1 makes another call, and rank 0 makes no further one.
 #[test]
 fn a_disagreement_that_no_call_could_raise_is_raised_by_destroy() {
-    for &fabric in FABRICS {
+    for fabric in fabrics() {
         let turn = std::sync::Barrier::new(2);
         World::new(options(2, fabric)).run("g", |member| {
             if member.rank == 0 {
@@ -601,7 +603,7 @@ fn calls_end_although_another_waiters_hook_takes_its_time() {
 /// A rank that has taken numbers for calls and cannot make them keeps nobody waiting.
 #[test]
 fn numbers_that_are_given_up_fail_the_group_on_all_ranks() {
-    for &fabric in FABRICS {
+    for fabric in fabrics() {
         let taken = std::sync::Barrier::new(3);
         let errors = World::new(options(3, fabric)).run("g", |member| {
             let first = member.group.reserve_seqs(3).unwrap();
@@ -632,7 +634,7 @@ fn numbers_that_are_given_up_fail_the_group_on_all_ranks() {
 /// What a rank still does after its calls, before it concludes the numbers, belongs to them.
 #[test]
 fn a_barrier_waits_for_numbers_that_are_not_concluded() {
-    for &fabric in FABRICS {
+    for fabric in fabrics() {
         let concluded = AtomicBool::new(false);
         World::new(options(2, fabric)).run("g", |member| {
             if member.rank == 1 {

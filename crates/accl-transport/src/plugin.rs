@@ -63,8 +63,7 @@ pub struct TransportV1 {
     pub connect: Option<unsafe extern "C" fn(*mut c_void, *const c_void, usize, usize) -> c_int>,
     pub reserve: Option<unsafe extern "C" fn(*mut c_void, usize, *mut *mut c_void, *mut *mut c_void) -> c_int>,
     pub commit: Option<unsafe extern "C" fn(*mut c_void)>,
-    pub peek:
-        Option<unsafe extern "C" fn(*mut c_void, *mut *const c_void, *mut *const c_void, *mut usize) -> c_int>,
+    pub peek: Option<unsafe extern "C" fn(*mut c_void, *mut *const c_void, *mut *const c_void, *mut usize) -> c_int>,
     pub release: Option<unsafe extern "C" fn(*mut c_void)>,
     pub progress: Option<unsafe extern "C" fn(*mut c_void) -> c_int>,
     pub descriptors: Option<unsafe extern "C" fn(*mut c_void, *mut c_int, usize) -> usize>,
@@ -216,11 +215,7 @@ impl Provider for Plugin {
         self.open(self.max_payload_bytes, None)
     }
 
-    fn accept(
-        &self,
-        peer: PeerAddress,
-        max_payload_bytes: usize,
-    ) -> std::result::Result<Box<dyn HalfLink>, String> {
+    fn accept(&self, peer: PeerAddress, max_payload_bytes: usize) -> std::result::Result<Box<dyn HalfLink>, String> {
         self.open(max_payload_bytes, Some(&peer.bytes))
     }
 }
@@ -283,7 +278,8 @@ impl HalfLink for Half {
     fn take_answer(&mut self, peer: PeerAddress, max_payload_bytes: usize) -> std::result::Result<(), String> {
         let Handle { table, link, .. } = self.handle;
         // SAFETY: the header promises this of `connect`; the bytes are as many as it is told.
-        let connected = unsafe { (table.connect)(link, peer.bytes.as_ptr().cast(), peer.bytes.len(), max_payload_bytes) };
+        let connected =
+            unsafe { (table.connect)(link, peer.bytes.as_ptr().cast(), peer.bytes.len(), max_payload_bytes) };
         if connected == OK { Ok(()) } else { Err(self.handle.why()) }
     }
 
@@ -684,7 +680,9 @@ mod tests {
     #[test]
     fn a_table_of_another_version_or_with_holes_is_refused_by_what_is_wrong() {
         assert!(refused(&TransportV1 { abi: 2, ..empty() }).contains("has version 2"));
-        assert!(refused(&TransportV1 { size: 16, ..empty() }).contains("and 16 bytes, this torch-accl takes version 1"));
+        assert!(
+            refused(&TransportV1 { size: 16, ..empty() }).contains("and 16 bytes, this torch-accl takes version 1")
+        );
         assert!(refused(&TransportV1 { name: std::ptr::null(), ..empty() }).contains("no name"));
         assert!(refused(&empty()).contains("`empty` has no open"));
         // SAFETY: a null table is refused.

@@ -4,9 +4,7 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 
-use accl_transport::transport::{
-    Address, Agreed, Carrier, HalfLink, Local, PeerAddress, Provider, Transport,
-};
+use accl_transport::transport::{Address, Agreed, Carrier, HalfLink, Local, PeerAddress, Provider, Transport};
 use accl_transport::{ByteStream, Fd, StreamLink, Watched};
 use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
 

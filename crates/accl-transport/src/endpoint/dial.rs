@@ -120,7 +120,9 @@ impl Dial {
     pub(super) fn state(&self) -> String {
         let waiting = self.attempts.iter().map(|attempt| match (attempt.way.to, attempt.stage) {
             (Destination::Tcp(address), Stage::Connecting) => format!("no answer from {address} yet"),
-            (Destination::Tcp(address), Stage::Greeted) => format!("connected to {address}, but it does not answer yet"),
+            (Destination::Tcp(address), Stage::Greeted) => {
+                format!("connected to {address}, but it does not answer yet")
+            }
             (Destination::Unix, _) => "connected, but it does not answer yet".to_owned(),
         });
         let refused = (!self.why.is_empty()).then(|| self.why.clone());
@@ -299,9 +301,9 @@ impl Attempt {
             Verdict::GivenUp => return Err(Failed::GivenUp(reply.text())),
         }
         let max_payload_bytes = reply.max_payload_bytes as usize;
-        let Some(mut half) = self.half.take_if(|_| {
-            reply.nonce == self.nonce && max_payload_bytes <= settings.max_payload_bytes()
-        }) else {
+        let Some(mut half) =
+            self.half.take_if(|_| reply.nonce == self.nonce && max_payload_bytes <= settings.max_payload_bytes())
+        else {
             return Err(Failed::Other("its reply makes no sense".to_owned()));
         };
         let descriptors = std::mem::take(&mut self.stream.fds);

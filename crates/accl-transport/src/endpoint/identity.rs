@@ -35,6 +35,11 @@ impl Identity {
 
     /// Names of the transports in use that begin over this carrier.
     pub(super) fn names_over(&self, carrier: Carrier) -> Vec<&'static str> {
-        self.transports.iter().map(|opened| opened.row).filter(|row| row.carrier == carrier).map(|row| row.name).collect()
+        self.transports
+            .iter()
+            .map(|opened| opened.row)
+            .filter(|row| row.carrier == carrier)
+            .map(|row| row.name)
+            .collect()
     }
 }

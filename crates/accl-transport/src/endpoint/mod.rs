@@ -327,8 +327,7 @@ impl Endpoint {
         let begin = Instant::now();
         for (index, peer) in peers.iter().enumerate() {
             if peer.uuid == self.me.uuid {
-                links[index] =
-                    Some(Box::new(loopback::self_link(self.me.max_payload_bytes, Arc::clone(&self.waker))));
+                links[index] = Some(Box::new(loopback::self_link(self.me.max_payload_bytes, Arc::clone(&self.waker))));
             } else if peer.uuid > self.me.uuid && !self.kept.contains_key(&peer.uuid) {
                 let new = || Dial::new(&self.card, peer, begin, Duration::ZERO);
                 self.dials.entry(peer.uuid).or_insert_with(new).asked = Some(begin);
@@ -620,8 +619,7 @@ pub fn check_peers(me: &Card, peers: &[Card]) -> std::result::Result<(), Connect
 
 /// Whether some transport leads to every peer, whoever of the two connects.
 fn check_ways(me: &Card, peers: &[Card]) -> std::result::Result<(), ConnectError> {
-    let is_apart =
-        |peer: &Card| peer.uuid != me.uuid && ways(me, peer).is_empty() && ways(peer, me).is_empty();
+    let is_apart = |peer: &Card| peer.uuid != me.uuid && ways(me, peer).is_empty() && ways(peer, me).is_empty();
     let missing: Vec<Missing> = peers
         .iter()
         .enumerate()

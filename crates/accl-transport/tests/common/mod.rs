@@ -90,7 +90,6 @@ pub fn kinds() -> Vec<&'static str> {
 
 pub fn pair(kind: &str) -> (Node, Node) {
     match kind {
-
         "shm in small rings" => {
             let small = Settings { ring_bytes: 1, ..settings(&["shm"]) };
             connected(small.clone(), small)
