@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import sys
+import tempfile
 import unittest
 from pathlib import Path
 from types import ModuleType
@@ -75,6 +76,24 @@ class Layers(unittest.TestCase):
 
     def test_an_unknown_crate_is_refused(self) -> None:
         self.assertEqual(len(list(layers.arrows([package("accl-new")]))), 1)
+
+    def test_unsafe_code_stands_where_the_table_has_it_and_nowhere_else(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "src"
+            source.mkdir()
+            (source / "lib.rs").write_text("#![forbid(unsafe_code)]\n")
+            crate = {"name": "accl-new", "manifest_path": str(Path(folder) / "Cargo.toml")}
+            self.assertEqual(list(layers.unsafe_places([crate])), [])
+            (source / "new.rs").write_text("// unsafe in a comment\nfn f() { unsafe { g() } }\n")
+            self.assertRegex("\n".join(layers.unsafe_places([crate])), r"^accl-new/src/new.rs: unsafe code outside")
+            (source / "lib.rs").write_text("")
+            (source / "new.rs").write_text("")
+            self.assertRegex("\n".join(layers.unsafe_places([crate])), r"lib.rs lacks #!\[forbid")
+            layers.MAY_BE_UNSAFE["accl-new"] = {"new"}
+            try:
+                self.assertRegex("\n".join(layers.unsafe_places([crate])), r"new has no unsafe code; take it out")
+            finally:
+                del layers.MAY_BE_UNSAFE["accl-new"]
 
     def test_a_clock_in_a_pure_crate_is_refused_outside_tests(self) -> None:
         text = "use std::time::Instant;\n// std::env is fine in a comment\n#[cfg(test)]\nmod t { use std::env; }\n"

@@ -10,11 +10,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use accl_types::{Error, Result};
+use accl_wire::Link;
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 use rustix::io::Errno;
 
 use crate::fork::Fd;
-use crate::link::Link;
 
 /// The event descriptor of this process. Any thread may wake; peers hold a copy of the descriptor.
 #[derive(Debug)]

@@ -3,8 +3,8 @@
 use std::net::IpAddr;
 
 use accl_types::config::{Config, IfnameFilter};
+use accl_wire::frame;
 
-use crate::frame;
 
 /// The part of [`Config`] that concerns transports. All ranks must agree on `transports` and `segment_bytes`.
 #[derive(Clone, Debug)]

@@ -253,12 +253,12 @@ mod tests {
     use std::net::SocketAddr;
 
     use accl_types::{ErrorKind, Rank};
+    use accl_wire::frame::{Cause, Header, Kind, Signature};
     use proptest::prelude::*;
 
     use super::*;
     use crate::Card;
     use crate::card::hex;
-    use crate::frame::{Cause, Header, Kind, Signature};
 
     proptest! {
         #[test]

@@ -17,7 +17,7 @@ pub(crate) mod park;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
-use crate::link::{Frame, HEAD_BYTES, Place, look_until};
+use accl_wire::{Frame, HEAD_BYTES, Place, look_until};
 use crate::sync::{AtomicU64, Ordering};
 
 /// Grain of the ring. Two payloads never share a cache line, so that writing one does not disturb reading another.

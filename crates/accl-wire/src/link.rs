@@ -9,7 +9,7 @@ const HASTY_LOOKS: u32 = 16;
 
 /// Looks until something is there, but for the last of `looks`, which the caller makes itself.
 #[inline]
-pub(crate) fn look_until(looks: u32, mut is_there: impl FnMut() -> bool) {
+pub fn look_until(looks: u32, mut is_there: impl FnMut() -> bool) {
     for look in 1..looks {
         if is_there() {
             break;
@@ -62,6 +62,7 @@ pub enum Answers {
 /// A peeked frame stays where it is, unchanged, until [`Link::release`] or the end of the link, whatever else is done with
 /// it meanwhile; a reserved place until [`Link::commit`] or the next [`Link::try_reserve`]. The engine handles a frame while
 /// it sends over the same link.
+#[expect(unsafe_code, reason = "whoever uses a link reads where it says that a frame is")]
 pub unsafe trait Link: Send {
     /// Most bytes of one payload: at least the configured segment plus [`crate::frame::OVERHEAD_BYTES`].
     fn max_payload_bytes(&self) -> usize;
@@ -198,6 +199,7 @@ pub unsafe trait Link: Send {
 }
 
 // SAFETY: the link inside keeps the promise.
+#[expect(unsafe_code, reason = "as the trait")]
 unsafe impl<L: Link + ?Sized> Link for Box<L> {
     fn max_payload_bytes(&self) -> usize {
         (**self).max_payload_bytes()
