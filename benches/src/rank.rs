@@ -102,7 +102,7 @@ impl Member {
         let mut config = config_from_environment()?;
         config.set_option("transports", &place.transport)?;
         // Before pinning: the engine counts the cores that it may use, and one core would mean that ranks share it.
-        let engine = Engine::calibrated(config);
+        let engine = accl_calibrate::engine(config);
         let pinned = Pinned::new(place.rank as usize, place.ranks as usize, &cores);
         let store = place.store()?;
         let (rank, ranks) = (place.rank, place.ranks);

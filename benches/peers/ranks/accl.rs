@@ -123,7 +123,7 @@ fn serve(place: &Place<'_>) -> Result<()> {
     // Before the ranks meet, so that the driver can end them should they never do.
     answer(&format!("pid {} {}", place.rank, std::process::id()))?;
 
-    let engine = Engine::calibrated(config_from_environment()?);
+    let engine = accl_calibrate::engine(config_from_environment()?);
     let spec = GroupSpec {
         name: "peers".to_owned(),
         rank: Rank(place.rank),

@@ -9,7 +9,7 @@ use accl_types::config::{Config, PREFIX, foreign};
 const MAX_LABEL_PART: usize = 40;
 
 /// The user's directory for caches; none where there is neither of the variables that say so.
-pub(crate) fn cache_home() -> Option<PathBuf> {
+pub fn cache_home() -> Option<PathBuf> {
     #[expect(clippy::disallowed_methods, reason = "the one reader of the environment")]
     let variable = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     variable("XDG_CACHE_HOME").or_else(|| variable("HOME").map(|home| home.join(".cache")))

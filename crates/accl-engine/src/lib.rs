@@ -12,7 +12,6 @@ mod events;
 mod exec;
 mod group;
 mod hash;
-pub mod machine;
 mod memory;
 mod peers;
 mod plan;
@@ -33,11 +32,12 @@ pub use call::{
 };
 pub use call::{Blocks, CallDesc, Mode, TensorDesc, Waited};
 pub use engine::Engine;
-pub use env::{config_from_environment, foreign_variables};
+pub use env::{cache_home, config_from_environment, foreign_variables};
 pub use group::Work;
 pub use peers::Traffic;
 pub use session::store::{MemoryStore, Store};
 pub use settings::set_option;
+pub use signals::block_all as block_signals;
 
 // What the layers below offer, for listings: those above see only this crate.
 pub use accl_kernels::{codec, describe_isa, supports};

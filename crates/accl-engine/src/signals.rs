@@ -1,7 +1,7 @@
 //! Native threads take no signals: Python's handlers belong to its main thread.
 
-/// Blocks every signal on the calling thread.
-pub(crate) fn block_all() {
+/// Blocks every signal on the calling thread: a native thread that is not Python's begins with this.
+pub fn block_all() {
     // SAFETY: `set` is filled by sigfillset before it is read; the old mask is not asked for.
     unsafe {
         let mut set = std::mem::zeroed::<libc::sigset_t>();

@@ -81,7 +81,7 @@ fn post_chain(engine: &Arc<Engine>, depth: usize) -> mpsc::Receiver<()> {
 #[test]
 fn jobs_that_all_wait_for_the_last_in_the_queue_end() {
     let _alone = alone();
-    let engine = Engine::calibrated(Config::default());
+    let engine = accl_calibrate::engine(Config::default());
     post_chain(&engine, 40).recv_timeout(PATIENCE).unwrap();
     engine.shutdown();
 }

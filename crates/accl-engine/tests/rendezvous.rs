@@ -84,7 +84,7 @@ impl Store for Mortal {
 }
 
 fn engine() -> Arc<Engine> {
-    Engine::calibrated(Config { calibration: Calibration::Off, ..Config::default() })
+    accl_calibrate::engine(Config { calibration: Calibration::Off, ..Config::default() })
 }
 
 fn spec(name: &str, rank: u32, world: u32, global_ranks: &[u64]) -> GroupSpec {

@@ -81,7 +81,7 @@ fn open(config: Config, rank: u32) -> Arc<Engine> {
     for (name, owner) in accl_engine::foreign_variables().into_iter().filter(|_| rank == 0) {
         tracing::warn!("{name} is no setting of torch-accl and has no effect on it: it belongs to {owner}");
     }
-    Engine::calibrated(config)
+    accl_calibrate::engine(config)
 }
 
 /// A group, empty until [`group_create`] filled it.

@@ -70,7 +70,7 @@ fn dtypes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
 #[pyfunction]
 fn host_facts(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let config = accl_engine::config_from_environment().map_err(refused)?;
-    let card = Engine::calibrated(config).card().map_err(refused)?;
+    let card = accl_calibrate::engine(config).card().map_err(refused)?;
     let dict = PyDict::new(py);
     dict.set_item("hostname", card.hostname)?;
     dict.set_item("host_id", card.host_id)?;

@@ -1,7 +1,7 @@
 //! What `accl simulate` prints, as Python values.
 
+use accl_engine::Machine;
 use accl_engine::simulate::{Scenario, simulate as predict};
-use accl_engine::{Machine, machine};
 use accl_types::{Collective, Error};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -28,8 +28,8 @@ fn simulate<'py>(
         .find(|known| known.name() == collective)
         .ok_or_else(|| refused(Error::invalid_argument(format!("`{collective}` is no collective"))))?;
     let mut constants: Machine = match machine_file {
-        Some(path) => machine::read_machine(path).map_err(refused)?,
-        None => py.detach(|| log::during(config.log, || machine::find(&config))).machine,
+        Some(path) => accl_calibrate::read_machine(path).map_err(refused)?,
+        None => py.detach(|| log::during(config.log, || accl_calibrate::find(&config))).machine,
     };
     if let Some((sent_ps_per_kib, latency_ps)) = link {
         constants.network.sent_ps_per_kib = sent_ps_per_kib;
@@ -58,7 +58,7 @@ fn simulate<'py>(
 #[pyfunction]
 fn calibration(py: Python<'_>, anew: bool) -> PyResult<Bound<'_, PyDict>> {
     let config = accl_engine::config_from_environment().map_err(refused)?;
-    let find = || if anew { machine::calibrate(&config) } else { Ok(machine::find(&config)) };
+    let find = || if anew { accl_calibrate::calibrate(&config) } else { Ok(accl_calibrate::find(&config)) };
     let found = py.detach(|| log::during(config.log, find));
     let found = found.map_err(refused)?;
     let constants = PyDict::new(py);

@@ -111,7 +111,7 @@ impl World {
                 if let Some(host) = options.hosts.get(rank) {
                     config.set_option("host_id", host).unwrap_or_else(give_up);
                 }
-                Engine::calibrated(config)
+                accl_calibrate::engine(config)
             })
             .collect();
         let world = Self { options, engines, store: MemoryStore::default() };

@@ -5,7 +5,6 @@ use std::net::IpAddr;
 use accl_types::config::{Config, IfnameFilter};
 use accl_wire::frame;
 
-
 /// The part of [`Config`] that concerns transports. All ranks must agree on `transports` and `segment_bytes`.
 #[derive(Clone, Debug)]
 pub struct Settings {

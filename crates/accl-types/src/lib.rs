@@ -9,6 +9,7 @@ mod collective;
 pub mod config;
 mod dtype;
 mod error;
+pub mod hash;
 mod moment;
 mod nearest;
 mod reduce_op;

@@ -17,8 +17,8 @@ pub(crate) mod park;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
-use accl_wire::{Frame, HEAD_BYTES, Place, look_until};
 use crate::sync::{AtomicU64, Ordering};
+use accl_wire::{Frame, HEAD_BYTES, Place, look_until};
 
 /// Grain of the ring. Two payloads never share a cache line, so that writing one does not disturb reading another.
 pub(crate) const LINE: usize = 64;

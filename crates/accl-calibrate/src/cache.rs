@@ -8,8 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use accl_schedule::cost::{CONSTANTS, Machine, SIZES};
-
-use crate::hash::hash_words;
+use accl_types::hash::hash_words;
 
 /// No file of ours is longer; what is longer is something else.
 const MAX_BYTES: u64 = 64 << 10;

@@ -1,7 +1,9 @@
 //! The constants of this machine for the cost model: where they come from.
 //!
 //! They are measured once, with the engine's own calls between two threads (`measure`, `fit`), and kept in a file
-//! (`cache`). Only the first rank of a group needs them: the others use its own. Read [`find`] first.
+//! (`cache`). Only the first rank of a group needs them: the others use its own. Owns no part of the engine: it is called as anybody
+//! calls it, and is handed the constants as data. Read [`find`] first.
+#![forbid(unsafe_code)]
 
 mod cache;
 mod fit;
@@ -12,13 +14,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
+use accl_engine::{Engine, cache_home};
 use accl_schedule::cost::Machine;
 use accl_types::config::{Calibration, Config};
 use accl_types::{Error, Result};
 
 use self::fit::Fitted;
-use crate::engine::Engine;
-use crate::env::cache_home;
 
 /// How long may be measured, and how often while times contradict the model.
 struct Patience {
@@ -74,11 +75,9 @@ impl Calibrated {
     }
 }
 
-impl Engine {
-    /// An engine that chooses algorithms by the constants of this machine, see [`find`].
-    pub fn calibrated(config: Config) -> Arc<Self> {
-        Self::new(config, |config| find(config).machine)
-    }
+/// An engine that chooses algorithms by the constants of this machine, see [`find`].
+pub fn engine(config: Config) -> Arc<Engine> {
+    Engine::new(config, |config| find(config).machine)
 }
 
 /// The constants that the settings ask for: those that lie in the cache, else measured now and kept there. What cannot

@@ -6,18 +6,13 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use accl_engine::{Blocks, CallDesc, Engine, Group, GroupSpec, MemoryStore, Ran, TensorDesc, Waited, block_signals};
 use accl_schedule::cost::{Machine, SIZES};
 use accl_types::config::{Calibration, Config};
 use accl_types::{Collective, Dtype, Error, Rank, Result};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-use crate::api::group::{Group, Ran};
-use crate::api::spec::GroupSpec;
-use crate::call::{Blocks, CallDesc, TensorDesc, Waited};
-use crate::engine::Engine;
-use crate::machine::fit::{LinkTimes, SEGMENT, Times};
-use crate::session::store::MemoryStore;
-use crate::signals;
+use crate::fit::{LinkTimes, SEGMENT, Times};
 
 /// Deadline of a call that hangs for another reason.
 const TIMEOUT: Duration = Duration::from_secs(5);
@@ -177,7 +172,7 @@ struct Member {
 impl Member {
     /// On a thread of ours.
     fn join(rank: u32, core: Option<usize>, transport: &str, store: &MemoryStore) -> Result<Self> {
-        signals::block_all();
+        block_signals();
         if let Some(core) = core {
             let mut one = CpuSet::new();
             one.set(core);

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use accl_engine::{Engine, Group, GroupSpec, MemoryStore, machine};
+use accl_engine::{Engine, Group, GroupSpec, MemoryStore};
 use accl_schedule::cost::{Machine, Near, Placement};
 use accl_schedule::{Basis, Chooser, Topology};
 use accl_testkit::{Member, finish_ran};
@@ -46,7 +46,7 @@ fn with_ranks<R: Send>(configs: &[Config], body: impl Fn(Result<Arc<Group>>) -> 
     let store = MemoryStore::default();
     let world = configs.len() as u32;
     let run = |rank: u32, config: &Config| {
-        let engine = Engine::calibrated(config.clone());
+        let engine = accl_calibrate::engine(config.clone());
         let spec = GroupSpec {
             name: "test".to_owned(),
             rank: Rank(rank),
@@ -68,7 +68,7 @@ fn with_ranks<R: Send>(configs: &[Config], body: impl Fn(Result<Arc<Group>>) -> 
 }
 
 fn choice(text: &str, bytes: u64) -> &'static str {
-    let machine: Machine = machine::read_text(text).unwrap();
+    let machine: Machine = accl_calibrate::read_text(text).unwrap();
     let placement = Placement { near: Near::Shm, cores: 64, segment_bytes: 64 << 10 };
     let basis = Basis { machine, placement, deterministic: false };
     Chooser::new(Topology::flat(WORLD), Vec::new(), &basis).choose(Collective::AllReduce, bytes, true).unwrap().name
@@ -112,14 +112,14 @@ fn a_file_that_is_missing_is_measured_once_and_then_found() {
     let folder = Folder::new("missing");
     let path = folder.0.join("below/machine.txt");
     let config = Config { calibration: Calibration::File(path.to_str().unwrap().to_owned()), ..Config::default() };
-    let first = machine::find(&config);
+    let first = accl_calibrate::find(&config);
     // A machine too busy to be measured takes the built-in constants and keeps nothing.
-    if first.source == machine::Source::BuiltIn {
+    if first.source == accl_calibrate::Source::BuiltIn {
         assert!(!path.exists());
         return;
     }
-    assert_eq!(first.source, machine::Source::File(path.clone()));
-    let second = machine::find(&config);
+    assert_eq!(first.source, accl_calibrate::Source::File(path.clone()));
+    let second = accl_calibrate::find(&config);
     assert_eq!((second.machine, &second.source), (first.machine, &first.source));
     assert!(second.age.is_some_and(|age| age < Duration::from_secs(600)));
 }
@@ -128,8 +128,8 @@ fn a_file_that_is_missing_is_measured_once_and_then_found() {
 fn garbage_that_the_user_named_is_left_alone() {
     let folder = Folder::new("garbage");
     let config = folder.config("notes", "buy milk\n");
-    let found = machine::find(&config);
-    assert_eq!((found.machine, found.source), (Machine::default(), machine::Source::BuiltIn));
+    let found = accl_calibrate::find(&config);
+    assert_eq!((found.machine, found.source), (Machine::default(), accl_calibrate::Source::BuiltIn));
     assert_eq!(std::fs::read_to_string(folder.0.join("notes")).unwrap(), "buy milk\n");
 }
 
@@ -139,6 +139,10 @@ fn a_place_that_cannot_be_written_gives_constants_all_the_same() {
     let config = folder.config("file", "shm_call_ps = 1");
     let below = folder.0.join("file/machine.txt");
     let config = Config { calibration: Calibration::File(below.to_str().unwrap().to_owned()), ..config };
-    let found = machine::find(&config);
-    assert!(matches!(found.source, machine::Source::Measured | machine::Source::BuiltIn), "{:?}", found.source);
+    let found = accl_calibrate::find(&config);
+    assert!(
+        matches!(found.source, accl_calibrate::Source::Measured | accl_calibrate::Source::BuiltIn),
+        "{:?}",
+        found.source
+    );
 }
