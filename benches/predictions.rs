@@ -12,7 +12,7 @@ use accl_benches::process::started_as_rank;
 use accl_benches::rank::{Member, Order, Verify};
 use accl_benches::sweep;
 use accl_benches::world::World;
-use accl_engine::{config_from_environment, machine};
+use accl_engine::config_from_environment;
 use accl_schedule::cost::{Near, Placement};
 use accl_schedule::{Algorithm, Basis, Chooser, Topology};
 use accl_types::{Collective, Result};
@@ -83,7 +83,7 @@ fn place(transport: &str, ranks: u32) -> Result<()> {
     );
     for &collective in COLLECTIVES {
         let began = Instant::now();
-        let machine = machine::measure()?;
+        let machine = accl_calibrate::measure()?;
         println!("# calibrated in {:.0} ms: {machine}", began.elapsed().as_secs_f64() * 1e3);
         let basis = Basis { machine, placement, deterministic: false };
         let chooser = Chooser::new(Topology::flat(ranks), Vec::new(), &basis);

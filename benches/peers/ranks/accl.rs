@@ -13,7 +13,7 @@ use std::thread::yield_now;
 use std::time::Duration;
 
 use accl_benches::cases::{COLLECTIVES, Case, Tensors};
-use accl_engine::{CallDesc, Engine, Group, GroupSpec, Mode, config_from_environment};
+use accl_engine::{CallDesc, Group, GroupSpec, Mode, config_from_environment};
 use accl_testkit::{DirStore, finish_ran};
 use accl_types::{Collective, Dtype, Error, Rank, Result};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
