@@ -1,6 +1,5 @@
 //! What `accl config`, `accl algorithms` and `accl info` print, and what `accl bench` may be asked for, as Python values.
 
-use accl_engine::Engine;
 use accl_types::config::{Config, ROWS, Scope};
 use accl_types::{Dtype, Error, ReduceOp};
 use pyo3::prelude::*;
