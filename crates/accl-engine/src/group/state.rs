@@ -19,7 +19,7 @@ use super::history::History;
 use super::inbox::{Inbox, Unexpected};
 use super::sequence::Sequence;
 use crate::call::{CallDesc, CallState, Waits};
-use crate::exec::{FastPath, FromAny, INQUIRY, Message, P2p, Run, RunContext, SpinLimit};
+use crate::exec::{FastPath, FromAny, Message, P2p, PROBE, Run, RunContext, SpinLimit};
 use crate::memory::{BufferPool, Compute, Storage};
 use crate::peers::{Gone, Mark, Members, Net, PeerId};
 use crate::plan::signature::disagreement;
@@ -155,7 +155,7 @@ impl GroupState {
 
     /// The earliest deadline of a call in flight.
     pub(crate) fn next_deadline(&self) -> Option<Moment> {
-        let runs = self.runs.values().filter_map(|run| [run.deadline, run.inquire_at].into_iter().flatten().min());
+        let runs = self.runs.values().filter_map(|run| [run.deadline, run.probe_at].into_iter().flatten().min());
         runs.chain(self.p2p.next_deadline()).chain(self.begin_by()).chain(self.failure.due()).min()
     }
 
@@ -279,7 +279,7 @@ impl GroupState {
                 failure = Some(disagreement(seq, (self.rank, &run.signature), (frame.from, &theirs)));
                 break;
             }
-            let result = if frame.header.edge == INQUIRY {
+            let result = if frame.header.edge == PROBE {
                 Ok(())
             } else if frame.header.kind == Kind::Grant {
                 run.on_grant(frame.from, frame.header.edge, frame.header.value);
@@ -426,7 +426,7 @@ impl GroupState {
                 let mine = run.signature;
                 return Err(disagreement(seq, (self.rank, &mine), (from, &theirs)));
             }
-            if header.edge == INQUIRY {
+            if header.edge == PROBE {
                 return Ok(());
             }
             if header.kind == Kind::Grant {
@@ -455,7 +455,7 @@ impl GroupState {
             // This rank's part is over, so it needed nothing from the sender: their calls differ.
             Some(theirs) => {
                 let mine = self.history.signature(seq);
-                if header.edge == INQUIRY && mine.is_none_or(|mine| mine == theirs) {
+                if header.edge == PROBE && mine.is_none_or(|mine| mine == theirs) {
                     return Ok(());
                 }
                 Err(disagreement(seq, (self.rank, &mine.unwrap_or(theirs)), (from, &theirs)))
@@ -527,8 +527,8 @@ impl GroupState {
             return;
         }
         self.check_private(context);
-        for run in self.runs.values_mut().filter(|run| run.inquire_at.is_some_and(|at| at <= context.now)) {
-            run.inquire(&mut env!(self, context));
+        for run in self.runs.values_mut().filter(|run| run.probe_at.is_some_and(|at| at <= context.now)) {
+            run.probe(&mut env!(self, context));
         }
         if let Some(error) = self.overdue(context).or_else(|| self.departed(context)) {
             // What was passed on came first: who has left may have done so because of it.

@@ -12,7 +12,7 @@ use super::context::Context;
 use super::core::Core;
 use super::state::{GroupState, Stopped};
 use crate::call::{CallDesc, CallPlace, CallState, Mode};
-use crate::exec::{INQUIRE_AFTER, Message, PRIVATE_TAGS, Run};
+use crate::exec::{Message, PRIVATE_TAGS, PROBE_AFTER, Run};
 use crate::memory::{Buffers, Coder, Compute, Sample};
 use crate::plan::Shape;
 
@@ -136,8 +136,8 @@ impl Caller {
                 let call = start(group, context)?;
                 group.advance(context);
                 group.check_absentees(context);
-                let inquire_at = (!desc.collective.is_point_to_point()).then(|| now + INQUIRE_AFTER);
-                let look_by = deadline(desc, group, now).into_iter().chain(inquire_at).chain(group.begin_by());
+                let probe_at = (!desc.collective.is_point_to_point()).then(|| now + PROBE_AFTER);
+                let look_by = deadline(desc, group, now).into_iter().chain(probe_at).chain(group.begin_by());
                 Ok((call, look_by.min()))
             });
             core.net.flush_all();
