@@ -64,7 +64,9 @@ impl FastPath<'_> {
                     self.compute.execute(&op.kind, 0, op.total);
                     true
                 }
-                PlanOpKind::Combine(_) => unreachable!("an encoded call has no fast path"),
+                PlanOpKind::Combine(_) | PlanOpKind::External(_) => {
+                    unreachable!("an encoded or staged call has no fast path")
+                }
             };
             if !done {
                 return position;

@@ -2,7 +2,7 @@
 //!
 //! Runs the operations of a plan over links and memory, a segment at a time, never blocking. Owns the progress of each
 //! operation by its dependencies, and the placing of bytes; how a message flows is the matter of `transfer`, and which call a
-//! frame belongs to is found by `group`. Read [`Run`] first.
+//! frame belongs to is found by `group`. When external operations may begin is told in `externals`. Read [`Run`] first.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,10 +12,11 @@ use accl_transport::frame::{Header, Kind, Signature, WANTS_GRANT};
 use accl_types::{Error, Moment, Rank, Result};
 
 use super::context::{RunContext, flags};
+use super::externals::{Agreement, Externals};
 use super::transfer::{Arrival, Early, Excess, Fragment, Incoming, Outgoing, Part, Window};
-use crate::call::CallState;
+use crate::call::{CallState, Wake};
 use crate::memory::{Compute, Storage};
-use crate::plan::{Plan, PlanOp, PlanOpKind, Region, Shape};
+use crate::plan::{ExternalStep, Plan, PlanOp, PlanOpKind, Region, Shape};
 
 /// Local work done per step, so that receiving and sending alternate with it. In bytes.
 const LOCAL_STEP: u64 = 256 << 10;
@@ -45,9 +46,22 @@ fn corrupted(from: Rank, why: &str) -> Error {
     ))
 }
 
+/// Shows a rank the signature of a call of this one; [`WANTS_GRANT`] asks for an answer.
+fn send_probe((group, seq): (u64, u64), signature: &Signature, to: Rank, flags: u8, env: &mut RunContext<'_>) {
+    let header = Header { flags, group, seq, edge: PROBE, ..Header::new(Kind::Begin) };
+    env.net.send_control(env.members.peer(to), header, &signature.to_bytes());
+}
+
+/// Answers a probe for a call that is over here, and had this signature.
+pub(crate) fn answer_probe(probe: &Header, signature: &Signature, to: Rank, env: &mut RunContext<'_>) {
+    if probe.flags & WANTS_GRANT != 0 {
+        send_probe((probe.group, probe.seq), signature, to, 0, env);
+    }
+}
+
 /// How far one operation is.
 enum Progress {
-    /// It has no peer. In bytes, or tiles of a combination.
+    /// It has no peer. In bytes, or tiles of a combination; an external one has none.
     Local {
         done: u64,
     },
@@ -70,7 +84,7 @@ impl Progress {
                     false => Incoming::new(op.total, window, early),
                 })
             }
-            PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) => {
+            PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) | PlanOpKind::External(_) => {
                 Self::Local { done: if is_over { op.total } else { 0 } }
             }
         }
@@ -100,7 +114,9 @@ impl OpState {
     fn outgoing(&mut self) -> &mut Outgoing {
         match &mut self.progress {
             Progress::Send(outgoing) => outgoing,
-            Progress::Receive(_) | Progress::Local { .. } => unreachable!("only a send has an outgoing message"),
+            Progress::Receive(_) | Progress::Local { .. } => {
+                unreachable!("only a send has an outgoing message")
+            }
         }
     }
 
@@ -108,7 +124,9 @@ impl OpState {
     fn incoming(&mut self) -> &mut Incoming {
         match &mut self.progress {
             Progress::Receive(incoming) => incoming,
-            Progress::Send(_) | Progress::Local { .. } => unreachable!("only a receive has an incoming message"),
+            Progress::Send(_) | Progress::Local { .. } => {
+                unreachable!("only a receive has an incoming message")
+            }
         }
     }
 }
@@ -138,6 +156,7 @@ pub(crate) struct Run {
     work: VecDeque<u32>,
     /// Sends that found no room.
     stalled: Vec<u32>,
+    externals: Externals,
 }
 
 impl Run {
@@ -161,6 +180,7 @@ impl Run {
         }
         let remaining = ops.len() - finished.len();
         let probe_at = Some(call.started + PROBE_AFTER);
+        let externals = Externals::new(&plan.external_peers);
         let mut run = Self {
             call,
             plan,
@@ -174,6 +194,7 @@ impl Run {
             begun: false,
             work: VecDeque::new(),
             stalled: Vec::new(),
+            externals,
         };
         for op in 0..run.ops.len() as u32 {
             run.queue(op);
@@ -187,7 +208,7 @@ impl Run {
 
     /// Whether there is something to try: new work, or a send that waits for room.
     pub(crate) fn is_busy(&self) -> bool {
-        !self.work.is_empty() || !self.stalled.is_empty()
+        !self.work.is_empty() || !self.stalled.is_empty() || self.externals.has_ended()
     }
 
     /// Takes back the room for encoded chunks.
@@ -209,6 +230,9 @@ impl Run {
         stalled.sort_unstable_by(|a, b| b.cmp(a));
         for op in stalled.drain(..) {
             self.queue(op);
+        }
+        if self.externals.has_ended() {
+            self.externals.ended().into_iter().for_each(|op| self.queue(op));
         }
         let mut progressed = false;
         // Local work is cut into steps: what an operation queues again waits for the next pass, so that frames are
@@ -257,6 +281,7 @@ impl Run {
             PlanOpKind::Send { src, to } => self.step_send(op, src, *to, fresh, env),
             PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => self.step_receive(op, *from, env),
             PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) => self.step_local(op),
+            PlanOpKind::External(step) => self.step_external(op, *step, env),
         }
         let state = &self.ops[op as usize];
         let progressed = (state.progress.done(), state.complete) != before;
@@ -390,7 +415,10 @@ impl Run {
             return Err(Error::protocol(format!("rank {from} sent part of an element in message {}", header.edge)));
         }
         let part = match header.kind {
-            Kind::Begin => Part::First { wants_grant: header.flags & WANTS_GRANT != 0 },
+            Kind::Begin => {
+                self.note_agreement(from);
+                Part::First { wants_grant: header.flags & WANTS_GRANT != 0 }
+            }
             _ => Part::Next,
         };
         let limit = self.limit(op);
@@ -449,7 +477,8 @@ impl Run {
         let state = &mut self.ops[op as usize];
         let incoming = state.incoming();
         let (credit, grant) = (incoming.due_credit(), incoming.due_grant(limit, env.segment, ahead));
-        let completes = incoming.is_complete() && !state.complete;
+        // Also an empty message is over only when what comes before it is.
+        let completes = incoming.is_complete() && limit.is_some() && !state.complete;
         if let Some(credit) = credit {
             env.members.return_credit(from, credit, self.call.group_id, env.net);
         }
@@ -498,19 +527,77 @@ impl Run {
         }
     }
 
+    // ---- external operations
+
+    /// Whom the end of an external operation wakes.
+    pub(crate) fn set_wake(&mut self, wake: Wake) {
+        self.externals.set_wake(wake);
+    }
+
+    fn step_external(&mut self, op: u32, step: ExternalStep, env: &mut RunContext<'_>) {
+        if !self.externals.has_begun(op) {
+            if self.limit(op).is_none() {
+                return;
+            }
+            match self.externals.agreement(op) {
+                Agreement::Reached => {}
+                Agreement::Awaited => return,
+                Agreement::Asks(ranks) => {
+                    return ranks.iter().for_each(|&rank| self.send_probe(rank, WANTS_GRANT, env));
+                }
+            }
+            let compute = &mut self.compute;
+            if !self.externals.begin(op, step, |wake| compute.begin_external(step, wake)) {
+                return self.complete(op);
+            }
+        }
+        if self.externals.settle(op) {
+            self.complete(op);
+        }
+    }
+
+    /// A frame with this call's signature has come from a rank.
+    fn note_agreement(&mut self, from: Rank) {
+        self.externals.note_agreement(from).into_iter().for_each(|op| self.queue(op));
+    }
+
+    /// Why the call cannot go on, if an external operation has failed.
+    pub(crate) fn take_failure(&mut self) -> Option<Error> {
+        self.externals.take_failure()
+    }
+
+    /// Asks the external operations that are under way to stop. Returns whether there are any.
+    pub(crate) fn cancel_externals(&self) -> bool {
+        self.externals.cancel();
+        self.external_under_way().is_some()
+    }
+
+    /// For messages: an external operation that has not ended.
+    pub(crate) fn external_under_way(&self) -> Option<String> {
+        self.externals.under_way()
+    }
+
     // ---- waiting
 
     /// Shows this call's signature to the ranks that it has heard nothing of. They may be in another call that sends
     /// nothing to this rank (two roots that wait for each other): then they find that they disagree.
     pub(crate) fn probe(&mut self, env: &mut RunContext<'_>) {
         self.probe_at = None;
-        let mut header = Header::new(Kind::Begin);
-        header.group = self.call.group_id;
-        header.seq = self.call.seq;
-        header.edge = PROBE;
         for rank in self.awaited() {
-            env.net.send_control(env.members.peer(rank), header, &self.signature.to_bytes());
+            self.send_probe(rank, 0, env);
         }
+    }
+
+    /// A rank shows its signature, which is this call's. Where it cannot go on without an answer it gets one.
+    pub(crate) fn on_probe(&mut self, from: Rank, header: &Header, env: &mut RunContext<'_>) {
+        self.note_agreement(from);
+        if header.flags & WANTS_GRANT != 0 {
+            self.send_probe(from, 0, env);
+        }
+    }
+
+    fn send_probe(&self, to: Rank, flags: u8, env: &mut RunContext<'_>) {
+        send_probe((self.call.group_id, self.call.seq), &self.signature, to, flags, env);
     }
 
     // ---- for messages
@@ -526,7 +613,10 @@ impl Run {
             .filter_map(|(op, _)| match &op.kind {
                 PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => Some(*from),
                 PlanOpKind::Send { to, .. } => Some(*to),
-                PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) => None,
+                PlanOpKind::Copy { .. }
+                | PlanOpKind::Reduce { .. }
+                | PlanOpKind::Combine(_)
+                | PlanOpKind::External(_) => None,
             })
             .collect();
         ranks.sort_unstable();
@@ -542,7 +632,9 @@ impl Run {
                 *from == peer && !matches!(&state.progress, Progress::Receive(incoming) if incoming.has_arrived())
             }
             PlanOpKind::Send { to, .. } => *to == peer && !state.complete,
-            PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) => false,
+            PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) | PlanOpKind::External(_) => {
+                false
+            }
         })
     }
 }

@@ -10,6 +10,7 @@ pub(crate) mod history;
 mod inbox;
 mod sequence;
 pub(crate) mod state;
+pub(crate) mod stopping;
 pub(crate) mod submit;
 
 pub(crate) use completed::Completed;

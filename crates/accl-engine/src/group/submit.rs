@@ -77,6 +77,7 @@ impl Caller {
         now: Moment,
     ) -> Result<Launched> {
         let clock = core.clock();
+        let wake = desc.staging.is_some().then(|| core.wake().clone());
         let Prepared { shape, mut buffers } = prepared;
         self.launch(core, desc, now, |group, context| {
             if let Some(error) = group.aborted(Some(desc.collective)) {
@@ -105,7 +106,11 @@ impl Caller {
             if let Some(coder) = coder {
                 compute = compute.encoding(coder);
             }
-            group.start(Run::new(call.clone(), &shape, compute, &[], deadline), context);
+            let mut run = Run::new(call.clone(), &shape, compute, &[], deadline);
+            if let Some(wake) = wake {
+                run.set_wake(wake);
+            }
+            group.start(run, context);
             Ok(call)
         })
     }
