@@ -288,6 +288,17 @@ fn an_abort_waits_for_the_external_operation_under_way() {
 }
 
 #[test]
+fn who_leaves_the_group_waits_for_the_external_operation_under_way() {
+    let leave = |member: &Member| match member.rank {
+        0 => drop(member.group.leave()),
+        _ => drop(take_part(member)),
+    };
+    let error = fails_under_way(2, leave, PATIENCE);
+    assert_eq!(error.kind, ErrorKind::Aborted, "{error}");
+    assert!(error.to_string().contains("the group was destroyed while calls were in flight"), "{error}");
+}
+
+#[test]
 fn a_deadline_waits_for_the_external_operation_under_way_and_names_it() {
     let late = |member: &Member| {
         if member.rank != 0 {

@@ -244,7 +244,7 @@ impl GroupState {
         let fast_path = FastPath { plan: &shape.plan, compute: &self.compute, head, group: self.id, seq, spin_limit };
         let finished = fast_path.go(order, &mut RunContext { net, members: &mut self.members, segment });
         if finished == order.len() {
-            let heard = shape.plan.hears;
+            let heard = shape.plan.has_receives;
             // Equal shapes have equal signatures, and to compare addresses is quicker.
             let is_alike = self.latest.as_ref().is_some_and(|latest| Arc::ptr_eq(latest, shape));
             if !(is_alike && self.history.add_alike(seq)) {

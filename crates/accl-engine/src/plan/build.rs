@@ -54,7 +54,7 @@ pub(crate) struct Plan {
     /// An order in which the operations can be run one after the other: what needs no peer as early as possible.
     pub(crate) fast_path: Option<Box<[u32]>>,
     /// Whether anything is received.
-    pub(crate) hears: bool,
+    pub(crate) has_receives: bool,
     /// The ranks that something goes to or comes from.
     pub(crate) peers: SmallVec<[Rank; 4]>,
     /// Of a plan with external operations: the ranks whose part in the call must be known to agree before one begins.
@@ -199,7 +199,7 @@ impl Plan {
             ops,
             scratch_bytes: layout.scratch_bytes(),
             code_bytes: layout.code_bytes(),
-            hears: !receives.is_empty(),
+            has_receives: !receives.is_empty(),
             receives: EdgeIndex::new(world, receives),
             sends: EdgeIndex::new(world, sends),
         }
