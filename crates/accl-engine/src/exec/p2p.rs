@@ -14,7 +14,7 @@ use accl_types::{Dtype, Error, Moment, Rank, Result};
 use smallvec::SmallVec;
 
 use super::context::{RunContext, flags};
-use super::transfer::{Arrival, Early, Excess, Fragment, Incoming, Outgoing, Part, Window};
+use super::transfer::{Ahead, Arrival, Excess, Fragment, Incoming, Outgoing, Part, Window};
 use crate::call::CallState;
 use crate::memory::Buffers;
 
@@ -302,7 +302,7 @@ impl P2p {
         self.leave(&message);
         message.peer = Some(from);
         self.enter(&message);
-        let incoming = Incoming::new(message.total, message.window(), Early::Refused);
+        let incoming = Incoming::new(message.total, message.window(), Ahead::Refused);
         self.peers[from.index()].receiving.insert(header.seq, Receiving { message, incoming });
         Ok(())
     }

@@ -13,7 +13,7 @@ use accl_types::{Error, Moment, Rank, Result};
 
 use super::context::{RunContext, flags};
 use super::externals::{Agreement, Externals};
-use super::transfer::{Arrival, Early, Excess, Fragment, Incoming, Outgoing, Part, Window};
+use super::transfer::{Ahead, Arrival, Excess, Fragment, Incoming, Outgoing, Part, Window};
 use crate::call::{CallState, Wake};
 use crate::memory::{Compute, Storage};
 use crate::plan::{ExternalStep, Plan, PlanOp, PlanOpKind, Region, Shape};
@@ -78,10 +78,10 @@ impl Progress {
             PlanOpKind::Send { .. } if is_over => Self::Send(Outgoing::finished(op.total, window)),
             PlanOpKind::Send { .. } => Self::Send(Outgoing::new(op.total, window)),
             PlanOpKind::Recv { .. } | PlanOpKind::RecvReduce { .. } => {
-                let early = if op.coded.is_some() { Early::Refused } else { Early::Kept };
+                let ahead = if op.coded.is_some() { Ahead::Refused } else { Ahead::Kept };
                 Self::Receive(match is_over {
-                    true => Incoming::finished(op.total, window, early),
-                    false => Incoming::new(op.total, window, early),
+                    true => Incoming::finished(op.total, window, ahead),
+                    false => Incoming::new(op.total, window, ahead),
                 })
             }
             PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) | PlanOpKind::External(_) => {

@@ -23,7 +23,7 @@ pub(crate) enum Window {
 
 /// What becomes of bytes that come before they can be placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Early {
+pub(crate) enum Ahead {
     /// They are copied, and placed later.
     Kept,
     /// They are refused. A plan places the bytes of encoded chunks as they come, and their checksums are looked at then; a
@@ -41,8 +41,8 @@ pub(crate) struct Outgoing {
     window: Window,
     /// The first fragment has left.
     begun: bool,
-    /// It is empty, the window had no room for it, and its receiver has yet to agree to it.
-    awaits_agreement: bool,
+    /// It is empty, the window had no room for it, and its receiver has yet to grant it.
+    awaits_grant: bool,
 }
 
 /// What is to be sent next of a message.
@@ -51,7 +51,7 @@ pub(crate) struct Fragment {
     pub(crate) is_first: bool,
     /// Bytes of the message that it carries.
     pub(crate) bytes: u64,
-    /// The receiver is asked to grant the rest, or to agree to an empty message.
+    /// The receiver is asked to grant the rest, or an empty message.
     pub(crate) wants_grant: bool,
     /// What it takes of the receiver's window, if it counts.
     pub(crate) credit: Option<u64>,
@@ -68,7 +68,7 @@ impl Fragment {
 
 impl Outgoing {
     pub(crate) fn new(total: u64, window: Window) -> Self {
-        Self { total, sent: 0, granted: 0, window, begun: false, awaits_agreement: false }
+        Self { total, sent: 0, granted: 0, window, begun: false, awaits_grant: false }
     }
 
     /// A message that has gone already.
@@ -82,7 +82,7 @@ impl Outgoing {
 
     /// Whether all of it has left, and nothing of its receiver is awaited.
     pub(crate) fn is_complete(&self) -> bool {
-        self.begun && self.sent == self.total && !self.awaits_agreement
+        self.begun && self.sent == self.total && !self.awaits_grant
     }
 
     /// Whether more was granted than has been sent.
@@ -122,7 +122,7 @@ impl Outgoing {
     pub(crate) fn note_sent(&mut self, fragment: &Fragment) {
         if fragment.is_first {
             self.begun = true;
-            self.awaits_agreement = self.total == 0 && fragment.wants_grant;
+            self.awaits_grant = self.total == 0 && fragment.wants_grant;
         }
         self.sent += fragment.bytes;
         self.granted = self.granted.max(self.sent);
@@ -131,7 +131,7 @@ impl Outgoing {
     /// The receiver allows so many bytes in all. It may do so before the first fragment has left.
     pub(crate) fn on_grant(&mut self, value: u64) {
         self.granted = self.granted.max(value.min(self.total));
-        self.awaits_agreement = false;
+        self.awaits_grant = false;
     }
 }
 
@@ -176,7 +176,7 @@ pub(crate) struct Incoming {
     /// Bytes of the first of these that are placed already.
     unexpected_placed: usize,
     window: Window,
-    early: Early,
+    ahead: Ahead,
     /// The first fragment has come.
     begun: bool,
     /// The sender cannot go on without a grant.
@@ -184,7 +184,7 @@ pub(crate) struct Incoming {
 }
 
 impl Incoming {
-    pub(crate) fn new(total: u64, window: Window, early: Early) -> Self {
+    pub(crate) fn new(total: u64, window: Window, ahead: Ahead) -> Self {
         Self {
             total,
             arrived: 0,
@@ -194,15 +194,15 @@ impl Incoming {
             unexpected: VecDeque::new(),
             unexpected_placed: 0,
             window,
-            early,
+            ahead,
             begun: false,
             wants_grant: false,
         }
     }
 
     /// A message that has come already.
-    pub(crate) fn finished(total: u64, window: Window, early: Early) -> Self {
-        Self { arrived: total, placed: total, granted: total, begun: true, ..Self::new(total, window, early) }
+    pub(crate) fn finished(total: u64, window: Window, ahead: Ahead) -> Self {
+        Self { arrived: total, placed: total, granted: total, begun: true, ..Self::new(total, window, ahead) }
     }
 
     /// The credit to be returned for a counted message that came whole in its first fragment, as [`Incoming::due_credit`] has it.
@@ -248,7 +248,7 @@ impl Incoming {
             return Ok(Arrival::Place { at });
         }
         if bytes > 0 {
-            if self.early == Early::Refused {
+            if self.ahead == Ahead::Refused {
                 return Ok(Arrival::Refused);
             }
             self.unexpected.push_back(payload.to_vec());
@@ -281,16 +281,21 @@ impl Incoming {
         self.credit.take_if(|credit| placed >= *credit)
     }
 
-    /// What is to be granted now, once: as many bytes as may be placed and `ahead` segments more, or an agreement to an empty
-    /// message. A message that will need a grant gets one before it has begun.
-    pub(crate) fn due_grant(&mut self, limit: Option<u64>, segment: u64, ahead: impl FnOnce() -> u64) -> Option<u64> {
+    /// What is to be granted now, once: as many bytes as may be placed and `segments_ahead` more, or 0 for an empty message that
+    /// waits. A message that will need a grant gets one before it has begun.
+    pub(crate) fn due_grant(
+        &mut self,
+        limit: Option<u64>,
+        segment: u64,
+        segments_ahead: impl FnOnce() -> u64,
+    ) -> Option<u64> {
         if self.is_complete() {
             return (self.total == 0 && std::mem::take(&mut self.wants_grant)).then_some(0);
         }
         if !self.wants_grant && (self.total <= segment || limit.is_none()) {
             return None;
         }
-        let grant = self.total.min(limit.unwrap_or(0) + ahead() * segment);
+        let grant = self.total.min(limit.unwrap_or(0) + segments_ahead() * segment);
         let is_worth_it = grant == self.total || grant >= self.granted + segment;
         if grant <= self.granted || grant <= self.arrived || !is_worth_it {
             return None;
@@ -327,7 +332,7 @@ mod tests {
         incoming: Incoming,
         total: u64,
         segment: u64,
-        ahead: u64,
+        segments_ahead: u64,
         window: Window,
         /// Room in the window at the moment. Other messages take of it and give back.
         room: u64,
@@ -348,13 +353,13 @@ mod tests {
     }
 
     impl Both {
-        fn new(total: u64, segment: u64, ahead: u64, window: Window, room: u64, early: Early) -> Self {
+        fn new(total: u64, segment: u64, segments_ahead: u64, window: Window, room: u64, ahead: Ahead) -> Self {
             Self {
                 outgoing: Outgoing::new(total, window),
-                incoming: Incoming::new(total, window, early),
+                incoming: Incoming::new(total, window, ahead),
                 total,
                 segment,
-                ahead,
+                segments_ahead,
                 window,
                 room,
                 readable: 0,
@@ -411,7 +416,7 @@ mod tests {
 
         fn settle(&mut self) {
             let kept = self.incoming.unexpected.iter().map(Vec::len).sum::<usize>() as u64;
-            let most = self.segment + self.ahead * self.segment;
+            let most = (1 + self.segments_ahead) * self.segment;
             assert!(kept <= most, "{kept} bytes are kept, where {most} were sent ahead");
             if let Some(limit) = self.placeable {
                 let received = &mut self.received;
@@ -421,7 +426,7 @@ mod tests {
                 });
             }
             self.returned.extend(self.incoming.due_credit());
-            if let Some(grant) = self.incoming.due_grant(self.placeable, self.segment, || self.ahead) {
+            if let Some(grant) = self.incoming.due_grant(self.placeable, self.segment, || self.segments_ahead) {
                 assert!(grant > self.granted || self.total == 0, "a grant allows nothing new");
                 self.granted = grant;
                 self.grants.push_back(grant);
@@ -459,7 +464,7 @@ mod tests {
             seed: u64, total in 0_u64..200, segment in 1_u64..40, ahead in 1_u64..9, window in window(), room in 0_u64..80, steps in 0_usize..400,
         ) {
             let mut draws = Draws(seed);
-            let mut both = Both::new(total, segment, ahead, window, room, Early::Kept);
+            let mut both = Both::new(total, segment, ahead, window, room, Ahead::Kept);
             for _ in 0..steps {
                 match draws.below(6) {
                     0 => { both.send(); }
@@ -484,7 +489,7 @@ mod tests {
         ) {
             // As messages between two calls go: the receiver matches when the first fragment has come, and then grants all.
             let mut draws = Draws(seed);
-            let mut both = Both::new(total, segment, 0, window, room, Early::Refused);
+            let mut both = Both::new(total, segment, 0, window, room, Ahead::Refused);
             (both.readable, both.placeable) = (total, Some(total));
             for _ in 0..steps {
                 match draws.below(4) {
@@ -509,7 +514,7 @@ mod tests {
             let Some(whole) = whole else { return Ok(()) };
             outgoing.note_sent(&whole);
             prop_assert!(outgoing.is_complete());
-            let mut incoming = Incoming::new(total, Window::Counted, Early::Kept);
+            let mut incoming = Incoming::new(total, Window::Counted, Ahead::Kept);
             let part = Part::First { wants_grant: whole.wants_grant };
             prop_assert_eq!(incoming.arrive(part, &vec![0; total as usize], Some(total)), Ok(Arrival::Place { at: 0 }));
             prop_assert_eq!(incoming.due_credit(), Some(Incoming::credit_of_whole(total)));
@@ -535,18 +540,18 @@ mod tests {
 
     #[test]
     fn an_empty_message_without_room_waits_for_its_receiver() {
-        let mut both = Both::new(0, 8, 1, Window::Counted, 0, Early::Kept);
+        let mut both = Both::new(0, 8, 1, Window::Counted, 0, Ahead::Kept);
         assert!(both.send());
         assert!(!both.outgoing.is_complete());
         assert!(both.receive() && both.incoming.is_complete());
         both.settle();
-        assert_eq!(both.grants, [0], "the agreement is given once");
+        assert_eq!(both.grants, [0], "the grant is given once");
         assert!(both.take_grant() && both.outgoing.is_complete());
     }
 
     #[test]
     fn bytes_beyond_the_end_and_a_second_beginning_are_excess() {
-        let mut incoming = Incoming::new(4, Window::Counted, Early::Kept);
+        let mut incoming = Incoming::new(4, Window::Counted, Ahead::Kept);
         let first = Part::First { wants_grant: true };
         assert_eq!(incoming.arrive(Part::Next, &[0; 2], Some(4)), Err(Excess), "nothing has begun");
         assert_eq!(incoming.arrive(first, &[0; 5], Some(4)), Err(Excess));
@@ -559,7 +564,7 @@ mod tests {
 
     #[test]
     fn bytes_that_may_not_be_kept_are_refused_and_an_announcement_is_not() {
-        let mut incoming = Incoming::new(4, Window::Counted, Early::Refused);
+        let mut incoming = Incoming::new(4, Window::Counted, Ahead::Refused);
         assert_eq!(incoming.arrive(Part::First { wants_grant: true }, &[], None), Ok(Arrival::Kept));
         assert_eq!(incoming.arrive(Part::Next, &[0; 4], Some(3)), Ok(Arrival::Refused));
     }

@@ -12,7 +12,7 @@ use super::completed::Completed;
 use crate::exec::Run;
 
 /// How long an external operation may take to stop.
-const STOP_WITHIN: Duration = Duration::from_secs(10);
+pub(crate) const STOP_WITHIN: Duration = Duration::from_secs(10);
 
 /// A call that waits for the end of its external operations, with its error.
 struct Stop {

@@ -21,7 +21,7 @@ use super::scenario::{Breaks, Fault, Linking, Matter, Scenario, Step, TIMEOUT_MS
 use crate::api::planning::Planning;
 use crate::call::{Blocks, CallDesc, CallState, Codecs, Encoding, MemoryKind, Mode, TensorCodecs, Waited};
 use crate::exec::SpinLimit;
-use crate::group::{Caller, Core, FastPathEnd, GroupState, Launched, Relief, Tell};
+use crate::group::{Caller, Core, FastPathEnd, GroupState, Launched, Relief, STOP_WITHIN, Tell};
 use crate::peers::{Members, Note, neighbours};
 use crate::plan::Planner;
 use crate::sync::Mutex;
@@ -35,8 +35,6 @@ const NOTE_DELAY: u64 = 100_000_000;
 /// A call may end so much later than its deadline: somebody is in the middle of something.
 const SLACK: Duration = Duration::from_millis(3);
 const TIMEOUT: Duration = Duration::from_millis(TIMEOUT_MS);
-/// What an external operation that never stops may add to that, as in `group::stopping`.
-const GIVEN_UP: Duration = Duration::from_secs(10);
 
 /// What was wrong in a history.
 pub(super) type Violation = String;
@@ -985,7 +983,7 @@ impl<'a> World<'a> {
             if let Some(call) = &made.call {
                 let took = clock::now().since(call.started);
                 let never_stops = |fault: &Fault| matches!(fault, Fault::Break { breaks: Breaks::NeverStops, .. });
-                let given_up = if self.faults.iter().any(never_stops) { GIVEN_UP } else { Duration::ZERO };
+                let given_up = if self.faults.iter().any(never_stops) { STOP_WITHIN } else { Duration::ZERO };
                 if took > TIMEOUT + SLACK + given_up {
                     return Err(format!("{} ended after {took:?}: {outcome:?}", place()));
                 }
