@@ -368,6 +368,36 @@ fn ranks_that_only_receive_answer_for_the_agreement() {
     }
 }
 
+/// An empty message in a chain comes after what is before it, as one with bytes does.
+#[test]
+fn a_chain_of_empty_messages_waits_for_an_external_operation_in_it() {
+    for held in [0, 2] {
+        World::new(options(3, Fabric::Shm).with("algorithm", "reduce=chain")).run("g", |member| {
+            let device = Device::new(When::Held);
+            let mut nothing: [u8; 0] = [];
+            let mut desc = all_reduce(&mut nothing, &device, Mode::Async);
+            (desc.collective, desc.root) = (Collective::Reduce, Rank(1));
+            if member.rank != held {
+                desc.outputs = Blocks::of(calls::write::<f32>(&mut []));
+                desc.staging = None;
+            }
+            let call = member.group.submit(desc).unwrap();
+            if member.rank == held {
+                let task = device.take();
+                // The root has time to end too early.
+                let mut told = [0_u8];
+                finish(&member.post_recv(&mut told, Some(1), 5).unwrap()).unwrap();
+                copy(task);
+            } else if member.rank == 1 {
+                let waited = call.wait(Some(Duration::from_millis(50)), &mut || false);
+                assert!(matches!(waited, Waited::TimedOut(_)), "the root has heard of rank {held}: {waited:?}");
+                finish(&member.post_send(&[1_u8], held as u32, 5).unwrap()).unwrap();
+            }
+            finish(&call).unwrap();
+        });
+    }
+}
+
 #[test]
 fn a_tensor_that_nothing_stages_is_refused_with_the_remedy() {
     World::new(options(2, Fabric::Loopback(4))).run("g", |member| {
