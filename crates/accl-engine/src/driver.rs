@@ -342,7 +342,10 @@ impl Driver {
 
     /// Gives it something to sleep in, once.
     pub(crate) fn set_polling(&self, polling: Polling) {
-        let _ = self.polling.set(polling);
+        let waker = polling.waker.clone();
+        if self.polling.set(polling).is_ok() {
+            self.with_core(|core| core.set_wake(Arc::new(move || waker.wake())));
+        }
     }
 
     /// Ranks of this host must share cores from now on.
@@ -468,6 +471,8 @@ impl Driver {
         until: Moment,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Delivery {
+        // External operations that still work on memory of calls that have failed; a call says itself if one never stops.
+        let _ = self.await_all(until, interrupt, |core| !core.has_stopping());
         self.await_all(until, interrupt, |core| {
             marks.retain(|mark| !core.net.is_delivered(mark));
             marks.is_empty()

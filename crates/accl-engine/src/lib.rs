@@ -30,7 +30,8 @@ pub use api::spec::GroupSpec;
 pub use call::{
     Audit, Codecs, Encoded, Encoding, ErrorStats, Measured, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs,
 };
-pub use call::{Blocks, CallDesc, Mode, TensorDesc, Waited};
+pub use call::{Blocks, CallDesc, MemoryKind, Mode, TensorDesc, Waited};
+pub use call::{External, ExternalCopy, ExternalTask};
 pub use engine::Engine;
 pub use env::{cache_home, config_from_environment, foreign_variables};
 pub use group::Work;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use accl_types::Result;
 
 use crate::call::CallDesc;
-use crate::plan::{Draft, Planner, Plans, Shape, Shapes};
+use crate::plan::{AllShapes, Draft, Planner, Plans, Shape};
 use crate::sync::Mutex;
 
 /// The shapes and plans of one group, and how more of them are made.
@@ -18,7 +18,7 @@ pub(crate) struct Planning {
 
 #[derive(Default)]
 struct Made {
-    shapes: Shapes,
+    shapes: AllShapes,
     plans: Plans,
 }
 
@@ -61,7 +61,7 @@ impl Planning {
             return Ok(shape.clone());
         }
         made.plans.keep(draft.plan_key, plan);
-        made.shapes.keep(shape.clone());
+        made.shapes.keep(desc, shape.clone());
         Ok(shape)
     }
 }

@@ -2,12 +2,14 @@
 //!
 //! Owns what a caller may ask for. Read [`CallDesc`] first.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use accl_types::{Collective, Dtype, Error, Rank, ReduceOp, Result};
 
 use super::encoding::{Encoded, Encoding, is_encoded};
-use super::tensor::{Blocks, TensorDesc};
+use super::external::External;
+use super::tensor::{Blocks, MemoryKind, TensorDesc};
 
 /// Whether the caller waits at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +53,8 @@ pub struct CallDesc {
     pub seq: Option<u64>,
     /// Whether messages are encoded, and how.
     pub encoding: Encoded,
+    /// What brings tensors that lie in other memory into memory of the host and back, if there are any.
+    pub staging: Option<Arc<dyn External>>,
 }
 
 impl CallDesc {
@@ -72,6 +76,7 @@ impl CallDesc {
             mode: Mode::Blocking,
             seq: None,
             encoding: Encoded::Usual,
+            staging: None,
         }
     }
 
@@ -120,11 +125,46 @@ impl CallDesc {
     pub fn check(&self, rank: Rank, world: u32) -> Result<()> {
         self.check_ranks(world)?;
         self.check_blocks(rank, world)?;
+        self.check_memory(rank, world)?;
         if self.collective.reduces() {
             self.check_reduction()?;
         }
         if let Some(encoding) = self.encoding(world) {
             self.check_encoding(encoding)?;
+        }
+        Ok(())
+    }
+
+    /// Whether some tensor lies where the executor cannot touch it.
+    pub(crate) fn is_staged(&self) -> bool {
+        let mut pieces = self.inputs.pieces().iter().chain(self.outputs.pieces());
+        pieces.any(|tensor| tensor.memory() != MemoryKind::Host)
+    }
+
+    /// What the executor cannot touch is staged by external operations of the plan, or refused.
+    fn check_memory(&self, rank: Rank, world: u32) -> Result<()> {
+        let sides = [("input", &self.inputs), ("output", &self.outputs)];
+        let all = sides.iter().flat_map(|(side, blocks)| (0..).zip(blocks.pieces()).map(move |(i, t)| (*side, i, t)));
+        for (side, index, tensor) in all.filter(|(_, _, tensor)| tensor.memory() != MemoryKind::Host) {
+            let why = match &self.staging {
+                None => "and nothing was given that stages it; copy it to host memory first, or set `staging`",
+                // A message has no plan.
+                Some(_) if self.collective.is_point_to_point() => {
+                    "which messages do not stage; copy it to host memory first"
+                }
+                Some(_) if self.op == ReduceOp::PremulSum => {
+                    "and PREMUL_SUM scales tensors before they are staged; scale it first, and take SUM"
+                }
+                Some(_) if self.encoding(world).is_some() => {
+                    "and calls that are encoded read host memory; copy it there first, or make the call without a codec"
+                }
+                Some(_) if !tensor.is_dense_value() => {
+                    "and is not dense there; give a contiguous tensor, for instance tensor.contiguous()"
+                }
+                Some(_) => continue,
+            };
+            let text = format!("{side} tensor {index} lies in {}, {why}", tensor.memory());
+            return Err(Error::unsupported(text).of(self.collective).on_rank(rank));
         }
         Ok(())
     }

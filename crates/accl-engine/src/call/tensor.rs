@@ -6,6 +6,28 @@ use accl_kernels::StridedView;
 use accl_types::{Dtype, Error, Result};
 use smallvec::SmallVec;
 
+/// Which memory a tensor lies in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum MemoryKind {
+    /// This process reads and writes it.
+    #[default]
+    Host,
+    /// Memory of a device, which only external operations reach: the address is one of that device.
+    Device {
+        /// The number that the device has in this process.
+        id: u32,
+    },
+}
+
+impl std::fmt::Display for MemoryKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            MemoryKind::Host => f.write_str("host memory"),
+            MemoryKind::Device { id } => write!(f, "the memory of device {id}"),
+        }
+    }
+}
+
 /// A tensor's memory: `ptr` points to its first element.
 ///
 /// The caller keeps the memory alive and untouched until the call is done or failed.
@@ -18,6 +40,9 @@ pub struct TensorDesc {
     pub(crate) conj: bool,
     /// The memory holds the negative of the value.
     pub(crate) neg: bool,
+    memory: MemoryKind,
+    /// See [`TensorDesc::is_plain`].
+    plain: bool,
     count: u64,
     /// How the elements lie, unless densely in row-major order.
     strided: Option<Box<Strided>>,
@@ -36,7 +61,16 @@ unsafe impl Send for TensorDesc {}
 impl TensorDesc {
     /// A dense tensor.
     pub fn dense(ptr: *mut u8, dtype: Dtype, count_elems: usize) -> Self {
-        Self { ptr, dtype, conj: false, neg: false, count: count_elems as u64, strided: None }
+        Self {
+            ptr,
+            dtype,
+            conj: false,
+            neg: false,
+            memory: MemoryKind::Host,
+            plain: true,
+            count: count_elems as u64,
+            strided: None,
+        }
     }
 
     /// A tensor of any layout; sizes and strides are in elements, none of both for a zero-dimensional one.
@@ -56,14 +90,44 @@ impl TensorDesc {
         }
         let strided = (!dense && count > 0)
             .then(|| Box::new(Strided { sizes: SmallVec::from_slice(sizes), strides: SmallVec::from_slice(strides) }));
-        Ok(Self { ptr, dtype, conj: false, neg: false, count, strided })
+        let plain = strided.is_none();
+        Ok(Self { ptr, dtype, conj: false, neg: false, memory: MemoryKind::Host, plain, count, strided })
     }
 
     /// Memory that holds the conjugate, the negative or both of the value.
     #[must_use]
     pub fn viewed(mut self, conj: bool, neg: bool) -> Self {
         (self.conj, self.neg) = (conj, neg);
+        self.note_plain();
         self
+    }
+
+    /// The same in another memory: the address is one there.
+    #[must_use]
+    pub fn in_memory(mut self, memory: MemoryKind) -> Self {
+        self.memory = memory;
+        self.note_plain();
+        self
+    }
+
+    fn note_plain(&mut self) {
+        self.plain = self.is_dense_value() && self.memory == MemoryKind::Host;
+    }
+
+    /// Which memory it lies in.
+    #[inline]
+    pub fn memory(&self) -> MemoryKind {
+        self.memory
+    }
+
+    /// The address of the first element, in its memory.
+    pub fn address(&self) -> *mut u8 {
+        self.ptr
+    }
+
+    /// The type of its elements.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
     }
 
     /// Number of elements.
@@ -74,13 +138,18 @@ impl TensorDesc {
 
     /// Size in bytes.
     #[inline]
-    pub(crate) fn len_bytes(&self) -> u64 {
+    pub fn len_bytes(&self) -> u64 {
         self.count * self.dtype.size_bytes() as u64
     }
 
-    /// Whether the memory is the value itself in row-major order, so that it can be sent from and received into.
+    /// Whether it is memory of the host that is the value itself in row-major order, so that it can be sent from and received into.
     #[inline]
     pub fn is_plain(&self) -> bool {
+        self.plain
+    }
+
+    /// Whether the memory, of whatever kind, is the value itself in row-major order.
+    pub(crate) fn is_dense_value(&self) -> bool {
         self.strided.is_none() && !self.conj && !self.neg
     }
 

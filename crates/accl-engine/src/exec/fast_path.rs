@@ -10,6 +10,7 @@ use accl_transport::{Frame, HEAD_BYTES};
 use accl_types::Rank;
 
 use super::context::{RunContext, SpinLimit};
+use super::transfer::{Fragment, Incoming};
 use crate::memory::Compute;
 use crate::peers::PeerId;
 use crate::plan::{Plan, PlanOp, PlanOpKind, Region};
@@ -63,7 +64,9 @@ impl FastPath<'_> {
                     self.compute.execute(&op.kind, 0, op.total);
                     true
                 }
-                PlanOpKind::Combine(_) => unreachable!("an encoded call has no fast path"),
+                PlanOpKind::Combine(_) | PlanOpKind::External(_) => {
+                    unreachable!("an encoded or staged call has no fast path")
+                }
             };
             if !done {
                 return position;
@@ -74,15 +77,17 @@ impl FastPath<'_> {
 
     #[inline]
     fn send(&self, op: &PlanOp, src: &Region, to: Rank, env: &mut RunContext<'_>) -> bool {
-        if !env.members.has_eager_room(to, op.total) {
+        let Some(fragment) = Fragment::whole(op.total, |bytes| env.members.has_eager_room(to, bytes)) else {
             return false;
-        }
+        };
         let peer = env.members.peer(to);
         let Some(place) = env.net.reserve(peer, op.total as usize) else { return false };
         *place.head = with_edge(&self.head, op.edge);
         self.compute.read(src, 0, place.payload);
         env.net.commit_quietly(peer);
-        env.members.take_eager(to, op.total);
+        if let Some(credit) = fragment.credit {
+            env.members.take_eager(to, credit);
+        }
         env.members.note_sent(to, op.total);
         true
     }
@@ -106,7 +111,7 @@ impl FastPath<'_> {
         env.net.release_quietly(peer);
         env.members.note_received(from, op.total);
         env.members.saw(from, self.seq);
-        env.members.give_eager_back(from, op.total, self.group, env.net);
+        env.members.return_credit(from, Incoming::credit_of_whole(op.total), self.group, env.net);
         true
     }
 }

@@ -1,18 +1,20 @@
 //! Point-to-point messages of one group: matching by peer and tag in issue order, and their progress.
 //!
 //! Messages have edges of their own: a receive that waits never blocks a send or a collective. Owns posted receives,
-//! messages that came before their receive, and sends in flight. Read [`P2p`] first.
+//! messages that came before their receive, and the order in which sends begin; how a message flows is the matter of `transfer`.
+//! Read [`P2p`] first.
 
 use std::cell::Cell;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
-use accl_transport::frame::{Header, Kind, SIGNATURE_BYTES, Signature, WANTS_GRANT};
+use accl_transport::frame::{Header, Kind, Signature, WANTS_GRANT};
 use accl_types::{Dtype, Error, Moment, Rank, Result};
 use smallvec::SmallVec;
 
-use super::context::RunContext;
+use super::context::{RunContext, flags};
+use super::transfer::{Ahead, Arrival, Excess, Fragment, Incoming, Outgoing, Part, Window};
 use crate::call::CallState;
 use crate::memory::Buffers;
 
@@ -34,33 +36,27 @@ pub(crate) struct Message {
 /// Tags from here on are ours; users' are below.
 pub(crate) const PRIVATE_TAGS: u32 = 0x8000_0000;
 
+impl Message {
+    fn window(&self) -> Window {
+        if self.is_private { Window::Exempt } else { Window::Counted }
+    }
+}
+
 struct Sending {
     message: Message,
     id: u64,
-    sent: u64,
-    granted: u64,
-    /// The window had room for it, or its receiver has agreed to it: an empty message is over then.
-    admitted: bool,
-}
-
-impl Sending {
-    fn is_complete(&self) -> bool {
-        self.admitted && self.sent == self.message.total
-    }
+    outgoing: Outgoing,
 }
 
 struct Receiving {
     message: Message,
-    arrived: u64,
-    /// The next payload is that of the first frame. `true`: the window had room for it.
-    with_begin: Option<bool>,
+    incoming: Incoming,
 }
 
 /// A message that no receive was posted for yet.
 struct Unexpected {
     /// Order of arrival over all peers.
     order: u64,
-    id: u64,
     header: Header,
     signature: Signature,
     data: Vec<u8>,
@@ -211,7 +207,8 @@ impl P2p {
         let peer = &mut self.peers[to.index()];
         let id = peer.next_id;
         peer.next_id += 1;
-        peer.unbegun.push_back(Sending { message, id, sent: 0, granted: 0, admitted: false });
+        let outgoing = Outgoing::new(message.total, message.window());
+        peer.unbegun.push_back(Sending { message, id, outgoing });
         self.sendable.insert(to);
     }
 
@@ -226,8 +223,8 @@ impl P2p {
             return Ok(());
         };
         let Some(unexpected) = take_first(&mut self.peers[from.index()].unexpected, message.tag) else { return Ok(()) };
-        self.matched(message, from, &unexpected.header, unexpected.signature, unexpected.id, env)?;
-        self.on_data(from, unexpected.id, &unexpected.data, env)
+        self.matched(message, from, &unexpected.header, unexpected.signature)?;
+        self.on_first(from, &unexpected.header, &unexpected.data, env)
     }
 
     /// Whose message a receive matches first, of those that lie here.
@@ -262,12 +259,12 @@ impl P2p {
         }
         peer.next_begin = header.seq.saturating_add(1);
         if let Some(message) = self.take_posted(from, header.tag) {
-            self.matched(message, from, header, signature, header.seq, env)?;
-            return self.on_data(from, header.seq, data, env);
+            self.matched(message, from, header, signature)?;
+            return self.on_first(from, header, data, env);
         }
         let order = self.arrivals;
         self.arrivals += 1;
-        let unexpected = Unexpected { order, id: header.seq, header: *header, signature, data: data.to_vec() };
+        let unexpected = Unexpected { order, header: *header, signature, data: data.to_vec() };
         self.peers[from.index()].unexpected.entry(header.tag).or_default().push_back(unexpected);
         Ok(())
     }
@@ -283,15 +280,7 @@ impl P2p {
         take_first(&mut self.posted, key).map(|posted| posted.message)
     }
 
-    fn matched(
-        &mut self,
-        mut message: Message,
-        from: Rank,
-        header: &Header,
-        signature: Signature,
-        id: u64,
-        env: &mut RunContext<'_>,
-    ) -> Result<()> {
+    fn matched(&mut self, mut message: Message, from: Rank, header: &Header, signature: Signature) -> Result<()> {
         message.call.set_source(from, signature.reserved);
         let (sent, wanted) = (signature, message.signature);
         if header.value != message.total || sent.dtype != wanted.dtype {
@@ -313,46 +302,59 @@ impl P2p {
         self.leave(&message);
         message.peer = Some(from);
         self.enter(&message);
-        let wants_grant = header.flags & WANTS_GRANT != 0;
-        if wants_grant {
-            let mut grant = Header::new(Kind::P2pGrant);
-            grant.group = message.call.group_id;
-            grant.seq = id;
-            grant.value = message.total;
-            env.net.send_control(env.members.peer(from), grant, &[]);
-        }
-        // What is sent ahead in part wants a grant for the rest.
-        let with_begin = Some(!message.is_private && !wants_grant);
-        self.peers[from.index()].receiving.insert(id, Receiving { message, arrived: 0, with_begin });
+        let incoming = Incoming::new(message.total, message.window(), Ahead::Refused);
+        self.peers[from.index()].receiving.insert(header.seq, Receiving { message, incoming });
         Ok(())
     }
 
-    /// Payload of a matched message arrived, or lay aside until now.
+    /// The first bytes of a message that has just been matched.
+    fn on_first(&mut self, from: Rank, header: &Header, data: &[u8], env: &mut RunContext<'_>) -> Result<()> {
+        let wants_grant = header.flags & WANTS_GRANT != 0;
+        self.on_part(from, header.seq, Part::First { wants_grant }, data, env)
+    }
+
+    /// More payload of a matched message arrived.
     ///
     /// # Errors
     /// `Protocol` when nothing matches or it is too much.
     pub(crate) fn on_data(&mut self, from: Rank, id: u64, data: &[u8], env: &mut RunContext<'_>) -> Result<()> {
+        self.on_part(from, id, Part::Next, data, env)
+    }
+
+    fn on_part(&mut self, from: Rank, id: u64, part: Part, data: &[u8], env: &mut RunContext<'_>) -> Result<()> {
         self.step();
         let peer = &mut self.peers[from.index()];
-        let Some(receiving) = peer.receiving.get_mut(&id) else {
+        let Some(Receiving { message, incoming }) = peer.receiving.get_mut(&id) else {
             return Err(Error::protocol(format!("rank {from} sent data of message {id}, which has not begun")));
         };
-        let end = receiving.arrived + data.len() as u64;
-        if end > receiving.message.total {
-            return Err(Error::protocol(format!("rank {from} sent too much of message {id}")));
-        }
-        if let Some(was_admitted) = receiving.with_begin.take()
-            && (was_admitted || !data.is_empty())
-        {
-            env.members.give_eager_back(from, data.len() as u64, receiving.message.call.group_id, env.net);
+        // All of the receiver's memory is there, once it is matched.
+        let limit = Some(message.total);
+        let at = match incoming.arrive(part, data, limit) {
+            Ok(Arrival::Place { at }) => at,
+            Ok(Arrival::Kept | Arrival::Refused) => {
+                return Err(Error::internal("a message that was matched has no memory to be placed in"));
+            }
+            Err(Excess) => return Err(Error::protocol(format!("rank {from} sent too much of message {id}"))),
+        };
+        let group = message.call.group_id;
+        // First, so that the rest is under way while these bytes are copied.
+        if let Some(value) = incoming.due_grant(limit, env.segment, || 0) {
+            let mut grant = Header::new(Kind::P2pGrant);
+            grant.group = group;
+            grant.seq = id;
+            grant.value = value;
+            env.net.send_control(env.members.peer(from), grant, &[]);
         }
         if !data.is_empty() {
-            let at = receiving.message.buffers.output(0).wrapping_add(receiving.arrived as usize);
-            // SAFETY: the output holds `total` bytes that stay writable until the call ends; `end` is within.
+            let at = message.buffers.output(0).wrapping_add(at as usize);
+            // SAFETY: the output holds `total` bytes that stay writable until the call ends; `arrive` has made sure that what comes
+            // ends within.
             unsafe { accl_kernels::copy(at, data.as_ptr(), data.len()) };
         }
-        receiving.arrived = end;
-        if end == receiving.message.total
+        if let Some(credit) = incoming.due_credit() {
+            env.members.return_credit(from, credit, group, env.net);
+        }
+        if incoming.is_complete()
             && let Some(mut receiving) = peer.receiving.remove(&id)
         {
             receiving.message.buffers.unpack();
@@ -365,8 +367,7 @@ impl P2p {
         self.step();
         let peer = &mut self.peers[to.index()];
         if let Some(sending) = peer.begun.get_mut(&id) {
-            sending.granted = sending.granted.max(value.min(sending.message.total));
-            sending.admitted = true;
+            sending.outgoing.on_grant(value);
             peer.ready.insert(id);
             self.sendable.insert(to);
         }
@@ -383,12 +384,12 @@ impl P2p {
             // Messages begin in issue order; data of several may interleave.
             while let Some(sending) = peer.unbegun.front_mut() {
                 self.steps.set(self.steps.get() + 1);
-                if !begin_send(sending, to, env) {
+                if !send_next(sending, to, env) {
                     break;
                 }
                 progressed = true;
                 let Some(sending) = peer.unbegun.pop_front() else { break };
-                if sending.is_complete() {
+                if sending.outgoing.is_complete() {
                     over.push(sending.message);
                 } else {
                     peer.begun.insert(sending.id, sending);
@@ -400,12 +401,14 @@ impl P2p {
                     peer.ready.remove(&id);
                     continue;
                 };
-                progressed |= continue_send(sending, to, env);
-                if sending.sent < sending.granted {
+                while send_next(sending, to, env) {
+                    progressed = true;
+                }
+                if sending.outgoing.is_granted() {
                     break;
                 }
                 peer.ready.remove(&id);
-                if sending.is_complete() {
+                if sending.outgoing.is_complete() {
                     progressed = true;
                     over.extend(peer.begun.remove(&id).map(|sending| sending.message));
                 }
@@ -526,64 +529,38 @@ fn take_first<K: Ord, T>(queues: &mut BTreeMap<K, VecDeque<T>>, key: K) -> Optio
     first
 }
 
-/// Sends the first frame. `false`: there is no room for it.
-fn begin_send(sending: &mut Sending, to: Rank, env: &mut RunContext<'_>) -> bool {
-    let first = sending.message.total.min(env.segment);
-    // A message for which the window has no room only says that it is there, and waits for its receiver: also an empty
-    // one, or there would be no limit to those that a receiver has to remember. Private ones are few.
-    sending.admitted = sending.message.is_private || env.members.has_eager_room(to, first);
-    let n = if sending.admitted { first } else { 0 };
-    if !send_frame(sending, to, Kind::P2pBegin, n, env) {
-        return false;
+/// Sends the next bytes in one frame. `false`: there are none to be sent now, or the link has no room for them.
+fn send_next(sending: &mut Sending, to: Rank, env: &mut RunContext<'_>) -> bool {
+    let Sending { message, id, outgoing } = sending;
+    let next = outgoing.next(message.total, env.segment, |bytes| env.members.has_eager_room(to, bytes));
+    let Some(fragment) = next else { return false };
+    let has_left = env.send_fragment(
+        to,
+        &fragment,
+        &header(message, *id, &fragment),
+        fragment.is_first.then_some(&message.signature),
+        |data| {
+            if data.is_empty() {
+                return;
+            }
+            let from = message.buffers.input(0).wrapping_add(outgoing.sent() as usize);
+            // SAFETY: the input holds `total` bytes that stay readable until the call ends, a fragment ends within, and `data` is
+            // frame memory of its size.
+            unsafe { accl_kernels::copy(data.as_mut_ptr(), from, data.len()) };
+        },
+    );
+    if has_left {
+        outgoing.note_sent(&fragment);
     }
-    if sending.admitted && !sending.message.is_private {
-        env.members.take_eager(to, n);
-    }
-    true
+    has_left
 }
 
-/// Sends what was granted, as far as there is room. Returns whether anything was sent.
-fn continue_send(sending: &mut Sending, to: Rank, env: &mut RunContext<'_>) -> bool {
-    let mut progressed = false;
-    while sending.granted > sending.sent {
-        let n = env.segment.min(sending.granted - sending.sent);
-        if !send_frame(sending, to, Kind::P2pData, n, env) {
-            break;
-        }
-        progressed = true;
-    }
-    progressed
-}
-
-fn send_frame(sending: &mut Sending, to: Rank, kind: Kind, n: u64, env: &mut RunContext<'_>) -> bool {
-    let peer = env.members.peer(to);
-    let signature_len = if kind == Kind::P2pBegin { SIGNATURE_BYTES } else { 0 };
-    let Some(place) = env.net.reserve(peer, signature_len + n as usize) else {
-        env.members.note_stall(to);
-        return false;
-    };
-    let message = &sending.message;
-    let mut header = Header::new(kind);
-    let is_over = sending.admitted && sending.sent + n == message.total;
-    header.flags = if is_over { 0 } else { WANTS_GRANT };
+fn header(message: &Message, id: u64, fragment: &Fragment) -> Header {
+    let mut header = Header::new(if fragment.is_first { Kind::P2pBegin } else { Kind::P2pData });
+    header.flags = flags(fragment);
     header.group = message.call.group_id;
-    header.seq = sending.id;
+    header.seq = id;
     header.tag = message.tag;
     header.value = message.total;
-    header.emit(place.head);
-    let mut payload = place.payload;
-    if kind == Kind::P2pBegin {
-        message.signature.emit(payload);
-        payload = &mut payload[SIGNATURE_BYTES..];
-    }
-    if n > 0 {
-        let from = message.buffers.input(0).wrapping_add(sending.sent as usize);
-        // SAFETY: the input holds `total` bytes that stay readable until the call ends, `sent + n` is within, and
-        // `payload` is frame memory of `n` bytes.
-        unsafe { accl_kernels::copy(payload.as_mut_ptr(), from, n as usize) };
-    }
-    env.net.commit(peer);
-    env.members.note_sent(to, signature_len as u64 + n);
-    sending.sent += n;
-    true
+    header
 }

@@ -1,24 +1,22 @@
 //! The executor: one collective call in flight.
 //!
 //! Runs the operations of a plan over links and memory, a segment at a time, never blocking. Owns the progress of each
-//! operation, credits and early segments of its messages. Which call a frame belongs to is found by `group`. Read
-//! [`Run`] first.
-//!
-//! Credits: the first segment of a message goes with its `Begin` frame if the eager window has room; everything else
-//! needs a grant. A receiver grants what it can place now plus one segment, which it would copy aside; so whatever
-//! arrives can be taken off its link at once, and links never block each other.
+//! operation by its dependencies, and the placing of bytes; how a message flows is the matter of `transfer`, and which call a
+//! frame belongs to is found by `group`. When external operations may begin is told in `externals`. Read [`Run`] first.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use accl_transport::frame::{Header, Kind, SIGNATURE_BYTES, Signature, WANTS_GRANT};
+use accl_transport::frame::{Header, Kind, Signature, WANTS_GRANT};
 use accl_types::{Error, Moment, Rank, Result};
 
-use super::context::RunContext;
-use crate::call::CallState;
+use super::context::{RunContext, flags};
+use super::externals::{Agreement, Externals};
+use super::transfer::{Ahead, Arrival, Excess, Fragment, Incoming, Outgoing, Part, Window};
+use crate::call::{CallState, Wake};
 use crate::memory::{Compute, Storage};
-use crate::plan::{Plan, PlanOpKind, Region, Shape};
+use crate::plan::{ExternalStep, Plan, PlanOp, PlanOpKind, Region, Shape};
 
 /// Local work done per step, so that receiving and sending alternate with it. In bytes.
 const LOCAL_STEP: u64 = 256 << 10;
@@ -26,18 +24,19 @@ const LOCAL_STEP: u64 = 256 << 10;
 /// As `LOCAL_STEP`, in tiles.
 const TILES_STEP: u64 = 4;
 
-/// Segments granted beyond what can be placed. Within a host one suffices; between hosts a grant takes its time, and what
-/// is under way meanwhile keeps the connection busy.
-const AHEAD_NEAR: u64 = 1;
-const AHEAD_FAR: u64 = 8;
+/// Segments granted beyond what can be placed; they would be copied. Without any, two ranks that both send before they receive
+/// into the same memory would wait for each other. Within a host one suffices; between hosts a grant takes its time, and what is
+/// under way meanwhile keeps the connection busy.
+const AHEAD_INTRA_NODE: u64 = 1;
+const AHEAD_INTER_NODE: u64 = 8;
 
 /// Bytes that are placed and passed on in turns: few enough for the innermost cache, with room for what they come from.
 const TILE: usize = 8 << 10;
 
-/// How long a call waits before it asks.
-pub(crate) const INQUIRE_AFTER: Duration = Duration::from_millis(100);
+/// How long a call waits before it probes the ranks that it has heard nothing of.
+pub(crate) const PROBE_AFTER: Duration = Duration::from_millis(100);
 /// The edge of a frame that only shows a call's signature.
-pub(crate) const INQUIRY: u32 = u32::MAX;
+pub(crate) const PROBE: u32 = u32::MAX;
 
 /// A message that is not what its sender sent.
 fn corrupted(from: Rank, why: &str) -> Error {
@@ -47,30 +46,89 @@ fn corrupted(from: Rank, why: &str) -> Error {
     ))
 }
 
-/// Progress of one operation.
-#[derive(Default)]
+/// Shows a rank the signature of a call of this one; [`WANTS_GRANT`] asks for an answer.
+fn send_probe((group, seq): (u64, u64), signature: &Signature, to: Rank, flags: u8, env: &mut RunContext<'_>) {
+    let header = Header { flags, group, seq, edge: PROBE, ..Header::new(Kind::Begin) };
+    env.net.send_control(env.members.peer(to), header, &signature.to_bytes());
+}
+
+/// Answers a probe for a call that is over here, and had this signature.
+pub(crate) fn answer_probe(probe: &Header, signature: &Signature, to: Rank, env: &mut RunContext<'_>) {
+    if probe.flags & WANTS_GRANT != 0 {
+        send_probe((probe.group, probe.seq), signature, to, 0, env);
+    }
+}
+
+/// How far one operation is.
+enum Progress {
+    /// It has no peer. In bytes, or tiles of a combination; an external one has none.
+    Local {
+        done: u64,
+    },
+    Send(Outgoing),
+    Receive(Incoming),
+}
+
+impl Progress {
+    /// Of an operation that has not begun, or is over.
+    fn new(op: &PlanOp, is_over: bool) -> Self {
+        // Calls of users are many: each message counts.
+        let window = Window::Counted;
+        match &op.kind {
+            PlanOpKind::Send { .. } if is_over => Self::Send(Outgoing::finished(op.total, window)),
+            PlanOpKind::Send { .. } => Self::Send(Outgoing::new(op.total, window)),
+            PlanOpKind::Recv { .. } | PlanOpKind::RecvReduce { .. } => {
+                let ahead = if op.coded.is_some() { Ahead::Refused } else { Ahead::Kept };
+                Self::Receive(match is_over {
+                    true => Incoming::finished(op.total, window, ahead),
+                    false => Incoming::new(op.total, window, ahead),
+                })
+            }
+            PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) | PlanOpKind::External(_) => {
+                Self::Local { done: if is_over { op.total } else { 0 } }
+            }
+        }
+    }
+
+    /// Bytes placed, sent or computed; tiles of a combination.
+    #[inline]
+    fn done(&self) -> u64 {
+        match self {
+            Self::Local { done } => *done,
+            Self::Send(outgoing) => outgoing.sent(),
+            Self::Receive(incoming) => incoming.placed(),
+        }
+    }
+}
+
+/// The state of one operation.
 struct OpState {
-    /// Bytes placed, sent or computed.
-    done: u64,
+    progress: Progress,
     complete: bool,
     /// The operation is in the work queue.
     queued: bool,
-    /// Of a send: its first frame has left. Of a receive: its first frame has arrived.
-    begun: bool,
-    /// Of a send: bytes it may have sent. Of a receive: bytes it has granted.
-    granted: u64,
-    /// Of a receive: bytes that have arrived.
-    arrived: u64,
-    /// Of a receive: the sender cannot go on without a grant.
-    grant_wanted: bool,
-    /// Of a receive: segments that came before they could be placed.
-    stash: VecDeque<Vec<u8>>,
-    /// Bytes of the first stashed segment that are placed already.
-    stash_used: usize,
-    /// Of a receive: eager bytes to be given back once they are placed, if any came.
-    eager: Option<u64>,
-    /// Of a send: the window had room for it, or its receiver has agreed to it. An empty one is over then.
-    admitted: bool,
+}
+
+impl OpState {
+    /// Of an operation that sends; a plan has found it by its edge, or its kind says so.
+    fn outgoing(&mut self) -> &mut Outgoing {
+        match &mut self.progress {
+            Progress::Send(outgoing) => outgoing,
+            Progress::Receive(_) | Progress::Local { .. } => {
+                unreachable!("only a send has an outgoing message")
+            }
+        }
+    }
+
+    /// As [`OpState::outgoing`], of one that receives.
+    fn incoming(&mut self) -> &mut Incoming {
+        match &mut self.progress {
+            Progress::Receive(incoming) => incoming,
+            Progress::Send(_) | Progress::Local { .. } => {
+                unreachable!("only a receive has an incoming message")
+            }
+        }
+    }
 }
 
 /// Bytes that have just come for a receive and lie in their frame still; the receive counts them as done.
@@ -88,8 +146,8 @@ pub(crate) struct Run {
     /// See [`Shape`].
     whole: Option<Header>,
     pub(crate) deadline: Option<Moment>,
-    /// When to ask silent ranks what they are doing.
-    pub(crate) inquire_at: Option<Moment>,
+    /// When to probe silent ranks.
+    pub(crate) probe_at: Option<Moment>,
     compute: Compute,
     ops: Vec<OpState>,
     remaining: usize,
@@ -98,6 +156,7 @@ pub(crate) struct Run {
     work: VecDeque<u32>,
     /// Sends that found no room.
     stalled: Vec<u32>,
+    externals: Externals,
 }
 
 impl Run {
@@ -110,27 +169,32 @@ impl Run {
         deadline: Option<Moment>,
     ) -> Self {
         let (plan, signature) = (shape.plan.clone(), shape.signature);
-        let mut ops: Vec<OpState> = plan.ops.iter().map(|_| OpState::default()).collect();
+        let mut ops: Vec<OpState> = plan
+            .ops
+            .iter()
+            .map(|op| OpState { progress: Progress::new(op, false), complete: false, queued: false })
+            .collect();
         for &op in finished {
-            let (state, total) = (&mut ops[op as usize], plan.ops[op as usize].total);
-            (state.done, state.arrived, state.granted) = (total, total, total);
-            (state.begun, state.complete) = (true, true);
+            let progress = Progress::new(&plan.ops[op as usize], true);
+            ops[op as usize] = OpState { progress, complete: true, queued: false };
         }
         let remaining = ops.len() - finished.len();
-        let inquire_at = Some(call.started + INQUIRE_AFTER);
+        let probe_at = Some(call.started + PROBE_AFTER);
+        let externals = Externals::new(&plan.external_peers);
         let mut run = Self {
             call,
             plan,
             signature,
             whole: shape.whole,
             deadline,
-            inquire_at,
+            probe_at,
             compute,
             ops,
             remaining,
             begun: false,
             work: VecDeque::new(),
             stalled: Vec::new(),
+            externals,
         };
         for op in 0..run.ops.len() as u32 {
             run.queue(op);
@@ -144,7 +208,7 @@ impl Run {
 
     /// Whether there is something to try: new work, or a send that waits for room.
     pub(crate) fn is_busy(&self) -> bool {
-        !self.work.is_empty() || !self.stalled.is_empty()
+        !self.work.is_empty() || !self.stalled.is_empty() || self.externals.has_ended()
     }
 
     /// Takes back the room for encoded chunks.
@@ -166,6 +230,9 @@ impl Run {
         stalled.sort_unstable_by(|a, b| b.cmp(a));
         for op in stalled.drain(..) {
             self.queue(op);
+        }
+        if self.externals.has_ended() {
+            self.externals.ended().into_iter().for_each(|op| self.queue(op));
         }
         let mut progressed = false;
         // Local work is cut into steps: what an operation queues again waits for the next pass, so that frames are
@@ -198,7 +265,7 @@ impl Run {
             if !stream || plan_op.total == 0 {
                 return None;
             }
-            limit = limit.min(self.plan.ops[on as usize].reach(state.done, plan_op));
+            limit = limit.min(self.plan.ops[on as usize].reach(state.progress.done(), plan_op));
         }
         Some(limit)
     }
@@ -208,15 +275,16 @@ impl Run {
         if self.ops[op as usize].complete {
             return false;
         }
-        let before = (self.ops[op as usize].done, self.ops[op as usize].complete);
+        let before = (self.ops[op as usize].progress.done(), self.ops[op as usize].complete);
         let plan = self.plan.clone();
         match &plan.ops[op as usize].kind {
             PlanOpKind::Send { src, to } => self.step_send(op, src, *to, fresh, env),
             PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => self.step_receive(op, *from, env),
             PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) => self.step_local(op),
+            PlanOpKind::External(step) => self.step_external(op, *step, env),
         }
         let state = &self.ops[op as usize];
-        let progressed = (state.done, state.complete) != before;
+        let progressed = (state.progress.done(), state.complete) != before;
         if progressed {
             for &dependent in &plan.ops[op as usize].dependents {
                 self.queue(dependent);
@@ -234,99 +302,57 @@ impl Run {
 
     fn step_send(&mut self, op: u32, src: &Region, to: Rank, fresh: &mut Option<Fresh<'_>>, env: &mut RunContext<'_>) {
         let Some(limit) = self.limit(op) else { return };
-        let total = src.len;
-        if !self.ops[op as usize].begun {
-            let first = total.min(env.segment);
-            if limit < first {
-                return;
-            }
-            let is_eager = env.members.has_eager_room(to, first);
-            let n = if is_eager { first } else { 0 };
-            // Without room in the window an empty message, too, waits for its receiver.
-            self.ops[op as usize].admitted = is_eager;
-            if !self.send_frame(op, (src, to), Kind::Begin, n, fresh, env) {
-                return;
-            }
-            if is_eager {
-                env.members.take_eager(to, n);
-            }
-            let state = &mut self.ops[op as usize];
-            state.begun = true;
-            state.granted = state.granted.max(n);
-        }
         loop {
-            let state = &self.ops[op as usize];
-            if state.done == total {
-                if total > 0 || state.admitted {
-                    self.complete(op);
-                }
+            let outgoing = self.ops[op as usize].outgoing();
+            if outgoing.is_complete() {
+                return self.complete(op);
+            }
+            let next = outgoing.next(limit, env.segment, |bytes| env.members.has_eager_room(to, bytes));
+            let Some(fragment) = next else { return };
+            if !self.send_fragment(op, (src, to), &fragment, fresh, env) {
                 return;
             }
-            let allowed = limit.min(state.granted);
-            let n = env.segment.min(total - state.done);
-            // Whole segments only, unless the grant itself ends within one.
-            let n = if allowed >= state.done + n {
-                n
-            } else if state.granted <= limit {
-                allowed - state.done
-            } else {
-                0
-            };
-            if n == 0 || !self.send_frame(op, (src, to), Kind::Data, n, fresh, env) {
-                return;
-            }
-            // One frame a step: other sends have their turn.
-            if self.ops[op as usize].done < total {
-                self.queue(op);
-                return;
+            let outgoing = self.ops[op as usize].outgoing();
+            outgoing.note_sent(&fragment);
+            // One frame a step behind the first: other sends have their turn.
+            if !fragment.is_first && !outgoing.is_complete() {
+                return self.queue(op);
             }
         }
     }
 
-    /// Sends the next `n` payload bytes in one frame. `false`: no room; the send is tried again with the next pass.
-    fn send_frame(
+    /// Sends the next bytes in one frame. `false`: no room; the send is tried again with the next pass.
+    fn send_fragment(
         &mut self,
         op: u32,
         (src, to): (&Region, Rank),
-        kind: Kind,
-        n: u64,
+        fragment: &Fragment,
         fresh: &mut Option<Fresh<'_>>,
         env: &mut RunContext<'_>,
     ) -> bool {
-        let done = self.ops[op as usize].done;
-        let wants_grant = done + n < src.len || (src.len == 0 && !self.ops[op as usize].admitted);
+        let at = self.ops[op as usize].outgoing().sent();
         // A message of one frame has its signature in the header.
-        let whole = self.whole.filter(|_| kind == Kind::Begin && !wants_grant);
-        let signature_len = if kind == Kind::Begin && whole.is_none() { SIGNATURE_BYTES } else { 0 };
-        let Some(place) = env.net.reserve(env.members.peer(to), signature_len + n as usize) else {
-            if !self.stalled.contains(&op) {
-                self.stalled.push(op);
-            }
-            env.members.note_stall(to);
-            return false;
-        };
+        let whole = self.whole.filter(|_| fragment.is_first && !fragment.wants_grant);
+        let signature = (fragment.is_first && whole.is_none()).then_some(&self.signature);
         let mut header = whole.unwrap_or_else(|| {
-            let mut header = Header::new(kind);
-            header.flags = if wants_grant { WANTS_GRANT } else { 0 };
+            let mut header = Header::new(if fragment.is_first { Kind::Begin } else { Kind::Data });
+            header.flags = flags(fragment);
             header.value = src.len;
             header
         });
         header.group = self.call.group_id;
         header.seq = self.call.seq;
         header.edge = self.plan.ops[op as usize].edge;
-        header.emit(place.head);
-        let (signature, data) = place.payload.split_at_mut(signature_len);
-        if !signature.is_empty() {
-            self.signature.emit(signature);
+        let has_left = env.send_fragment(to, fragment, &header, signature, |data| {
+            match fresh.take_if(|fresh| fresh.at < at + fragment.bytes && !fresh.payload.is_empty()) {
+                Some(fresh) => self.place_and_read(&fresh, src, at, data),
+                None => self.compute.read(src, at, data),
+            }
+        });
+        if !has_left && !self.stalled.contains(&op) {
+            self.stalled.push(op);
         }
-        match fresh.take_if(|fresh| fresh.at < done + n && !fresh.payload.is_empty()) {
-            Some(fresh) => self.place_and_read(&fresh, src, done, data),
-            None => self.compute.read(src, done, data),
-        }
-        env.net.commit(env.members.peer(to));
-        env.members.note_sent(to, signature_len as u64 + n);
-        self.ops[op as usize].done += n;
-        true
+        has_left
     }
 
     // ---- bytes that have just come
@@ -357,9 +383,7 @@ impl Run {
     pub(crate) fn on_grant(&mut self, to: Rank, edge: u32, value: u64) {
         // A grant may outlive the send that it was for only within a run; an unknown edge is caught by the signature.
         if let Some(op) = self.plan.send(to, edge) {
-            let state = &mut self.ops[op as usize];
-            state.granted = state.granted.max(value);
-            state.admitted = true;
+            self.ops[op as usize].outgoing().on_grant(value);
             self.queue(op);
         }
     }
@@ -387,110 +411,82 @@ impl Run {
                 header.value
             )));
         }
-        let limit = self.limit(op);
-        let state = &mut self.ops[op as usize];
-        if state.arrived + payload.len() as u64 > total || (header.kind == Kind::Begin) == state.begun {
-            return Err(Error::protocol(format!("rank {from} sent too much of message {}", header.edge)));
-        }
         if !payload.len().is_multiple_of(self.compute.elem_bytes()) {
             return Err(Error::protocol(format!("rank {from} sent part of an element in message {}", header.edge)));
         }
-        if header.kind == Kind::Begin {
-            state.begun = true;
-            state.grant_wanted = header.flags & WANTS_GRANT != 0;
-            state.eager = (!payload.is_empty() || !state.grant_wanted).then_some(payload.len() as u64);
+        let part = match header.kind {
+            Kind::Begin => {
+                self.note_agreement(from);
+                Part::First { wants_grant: header.flags & WANTS_GRANT != 0 }
+            }
+            _ => Part::Next,
+        };
+        let limit = self.limit(op);
+        match self.ops[op as usize].incoming().arrive(part, payload, limit) {
+            Ok(Arrival::Place { at }) => self.place_arrived(Fresh { op, at, payload }, from, env),
+            Ok(Arrival::Kept) => {
+                self.queue(op);
+                Ok(())
+            }
+            Ok(Arrival::Refused) => Err(Error::internal("an encoded message came before it could be placed")),
+            Err(Excess) => Err(Error::protocol(format!("rank {from} sent too much of message {}", header.edge))),
         }
-        state.arrived += payload.len() as u64;
-        let at = state.done;
-        let fits = limit.is_some_and(|limit| at + payload.len() as u64 <= limit);
-        if fits && state.stash.is_empty() {
-            state.done += payload.len() as u64;
-            let mut fresh = Some(Fresh { op, at, payload });
-            let plan = self.plan.clone();
-            let sends = |dependent: &u32| matches!(plan.ops[*dependent as usize].kind, PlanOpKind::Send { .. });
-            let dependents = &plan.ops[op as usize].dependents;
-            for &dependent in dependents.iter().filter(|dependent| sends(dependent)) {
-                // At once, while the bytes are still near.
-                self.step(dependent, &mut fresh, env);
-            }
-            self.place(&mut fresh);
-            if let Some(coded) = &plan.ops[op as usize].coded {
-                let tiles = coded.tiles_in(at)..coded.tiles_in(at + payload.len() as u64);
-                self.compute.check_tiles(coded, tiles).map_err(|why| corrupted(from, &why))?;
-            }
-            self.settle_receive(op, from, env);
-            for &dependent in dependents {
-                self.queue(dependent);
-            }
-        } else if self.plan.ops[op as usize].coded.is_some() {
-            // Bytes of encoded chunks are written once, and so can be placed when they come; here they would go unchecked.
-            return Err(Error::internal("an encoded message came before it could be placed"));
-        } else {
-            state.stash.push_back(payload.to_vec());
-            self.queue(op);
+    }
+
+    /// Places bytes that count as placed, and passes them on at once while they are near.
+    ///
+    /// # Errors
+    /// `Protocol` when they are damaged.
+    fn place_arrived(&mut self, fresh: Fresh<'_>, from: Rank, env: &mut RunContext<'_>) -> Result<()> {
+        let Fresh { op, at, payload } = fresh;
+        let mut fresh = Some(fresh);
+        let plan = self.plan.clone();
+        let sends = |dependent: &u32| matches!(plan.ops[*dependent as usize].kind, PlanOpKind::Send { .. });
+        let dependents = &plan.ops[op as usize].dependents;
+        for &dependent in dependents.iter().filter(|dependent| sends(dependent)) {
+            self.step(dependent, &mut fresh, env);
+        }
+        self.place(&mut fresh);
+        if let Some(coded) = &plan.ops[op as usize].coded {
+            let tiles = coded.tiles_in(at)..coded.tiles_in(at + payload.len() as u64);
+            self.compute.check_tiles(coded, tiles).map_err(|why| corrupted(from, &why))?;
+        }
+        self.settle_receive(op, from, env);
+        for &dependent in dependents {
+            self.queue(dependent);
         }
         Ok(())
     }
 
-    /// Places what was copied aside, grants more, completes.
+    /// Places what was kept, grants more, completes.
     fn step_receive(&mut self, op: u32, from: Rank, env: &mut RunContext<'_>) {
-        let limit = self.limit(op);
-        while let Some(limit) = limit {
-            let state = &mut self.ops[op as usize];
-            let room = (limit - state.done) as usize;
-            let Some(segment) = state.stash.front_mut() else { break };
-            let rest = segment.len() - state.stash_used;
-            // Elements are not split: dependencies move in whole elements.
-            let n = rest.min(room);
-            if n == 0 && rest > 0 {
-                break;
-            }
-            let at = state.done;
-            state.done += n as u64;
-            let used = state.stash_used;
-            let segment = if n == rest {
-                state.stash_used = 0;
-                state.stash.pop_front().unwrap_or_default()
-            } else {
-                state.stash_used += n;
-                segment[used..used + n].to_vec()
-            };
-            let part = if n == rest { &segment[used..] } else { &segment[..] };
-            self.compute.place(&self.plan.ops[op as usize].kind, at, part);
+        if let Some(limit) = self.limit(op) {
+            let (kind, compute) = (&self.plan.ops[op as usize].kind, &self.compute);
+            self.ops[op as usize].incoming().place_unexpected(limit, |at, bytes| compute.place(kind, at, bytes));
         }
         self.settle_receive(op, from, env);
     }
 
-    /// After progress of a receive: gives eager bytes back, grants, completes.
+    /// After progress of a receive: returns credit, grants, completes.
     fn settle_receive(&mut self, op: u32, from: Rank, env: &mut RunContext<'_>) {
-        let total = self.plan.ops[op as usize].total;
         let limit = self.limit(op);
+        let ahead = || match env.net.is_cheap_to_look_at(env.members.peer(from)) {
+            true => AHEAD_INTRA_NODE,
+            false => AHEAD_INTER_NODE,
+        };
         let state = &mut self.ops[op as usize];
-        if let Some(eager) = state.eager.take_if(|eager| state.done >= *eager) {
-            env.members.give_eager_back(from, eager, self.call.group_id, env.net);
+        let incoming = state.incoming();
+        let (credit, grant) = (incoming.due_credit(), incoming.due_grant(limit, env.segment, ahead));
+        // Also an empty message is over only when what comes before it is.
+        let completes = incoming.is_complete() && limit.is_some() && !state.complete;
+        if let Some(credit) = credit {
+            env.members.return_credit(from, credit, self.call.group_id, env.net);
         }
-        if state.begun && state.done == total {
-            if !state.complete {
-                let is_awaited = total == 0 && state.grant_wanted;
-                self.complete(op);
-                if is_awaited {
-                    self.send_grant(op, from, 0, env);
-                }
-            }
-            return;
+        if completes {
+            self.complete(op);
         }
-        let wanted = state.grant_wanted || (total > env.segment && limit.is_some());
-        if !wanted {
-            return;
-        }
-        // More than can be placed: it would be copied aside. Without that, two ranks that both send before they receive into
-        // the same place would wait for each other.
-        let ahead = if env.net.is_cheap_to_look_at(env.members.peer(from)) { AHEAD_NEAR } else { AHEAD_FAR };
-        let grant = total.min(limit.unwrap_or(0) + ahead * env.segment);
-        let worth = grant == total || grant >= state.granted + env.segment;
-        if grant > state.granted && grant > state.arrived && worth {
-            state.granted = grant;
-            self.send_grant(op, from, grant, env);
+        if let Some(value) = grant {
+            self.send_grant(op, from, value, env);
         }
     }
 
@@ -508,7 +504,7 @@ impl Run {
     fn step_local(&mut self, op: u32) {
         let Some(limit) = self.limit(op) else { return };
         let plan_op = &self.plan.ops[op as usize];
-        let at = self.ops[op as usize].done;
+        let at = self.ops[op as usize].progress.done();
         let n = match &plan_op.kind {
             PlanOpKind::Combine(combination) => {
                 let n = (limit - at).min(TILES_STEP);
@@ -523,7 +519,7 @@ impl Run {
                 n
             }
         };
-        self.ops[op as usize].done += n;
+        self.ops[op as usize].progress = Progress::Local { done: at + n };
         if at + n == plan_op.total {
             self.complete(op);
         } else if at + n < limit {
@@ -531,19 +527,77 @@ impl Run {
         }
     }
 
+    // ---- external operations
+
+    /// Whom the end of an external operation wakes.
+    pub(crate) fn set_wake(&mut self, wake: Wake) {
+        self.externals.set_wake(wake);
+    }
+
+    fn step_external(&mut self, op: u32, step: ExternalStep, env: &mut RunContext<'_>) {
+        if !self.externals.has_begun(op) {
+            if self.limit(op).is_none() {
+                return;
+            }
+            match self.externals.agreement(op) {
+                Agreement::Reached => {}
+                Agreement::Awaited => return,
+                Agreement::Asks(ranks) => {
+                    return ranks.iter().for_each(|&rank| self.send_probe(rank, WANTS_GRANT, env));
+                }
+            }
+            let compute = &mut self.compute;
+            if !self.externals.begin(op, step, |wake| compute.begin_external(step, wake)) {
+                return self.complete(op);
+            }
+        }
+        if self.externals.settle(op) {
+            self.complete(op);
+        }
+    }
+
+    /// A frame with this call's signature has come from a rank.
+    fn note_agreement(&mut self, from: Rank) {
+        self.externals.note_agreement(from).into_iter().for_each(|op| self.queue(op));
+    }
+
+    /// Why the call cannot go on, if an external operation has failed.
+    pub(crate) fn take_failure(&mut self) -> Option<Error> {
+        self.externals.take_failure()
+    }
+
+    /// Asks the external operations that are under way to stop. Returns whether there are any.
+    pub(crate) fn cancel_externals(&self) -> bool {
+        self.externals.cancel();
+        self.external_under_way().is_some()
+    }
+
+    /// For messages: an external operation that has not ended.
+    pub(crate) fn external_under_way(&self) -> Option<String> {
+        self.externals.under_way()
+    }
+
     // ---- waiting
 
     /// Shows this call's signature to the ranks that it has heard nothing of. They may be in another call that sends
     /// nothing to this rank (two roots that wait for each other): then they find that they disagree.
-    pub(crate) fn inquire(&mut self, env: &mut RunContext<'_>) {
-        self.inquire_at = None;
-        let mut header = Header::new(Kind::Begin);
-        header.group = self.call.group_id;
-        header.seq = self.call.seq;
-        header.edge = INQUIRY;
+    pub(crate) fn probe(&mut self, env: &mut RunContext<'_>) {
+        self.probe_at = None;
         for rank in self.awaited() {
-            env.net.send_control(env.members.peer(rank), header, &self.signature.to_bytes());
+            self.send_probe(rank, 0, env);
         }
+    }
+
+    /// A rank shows its signature, which is this call's. Where it cannot go on without an answer it gets one.
+    pub(crate) fn on_probe(&mut self, from: Rank, header: &Header, env: &mut RunContext<'_>) {
+        self.note_agreement(from);
+        if header.flags & WANTS_GRANT != 0 {
+            self.send_probe(from, 0, env);
+        }
+    }
+
+    fn send_probe(&self, to: Rank, flags: u8, env: &mut RunContext<'_>) {
+        send_probe((self.call.group_id, self.call.seq), &self.signature, to, flags, env);
     }
 
     // ---- for messages
@@ -559,7 +613,10 @@ impl Run {
             .filter_map(|(op, _)| match &op.kind {
                 PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => Some(*from),
                 PlanOpKind::Send { to, .. } => Some(*to),
-                PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) => None,
+                PlanOpKind::Copy { .. }
+                | PlanOpKind::Reduce { .. }
+                | PlanOpKind::Combine(_)
+                | PlanOpKind::External(_) => None,
             })
             .collect();
         ranks.sort_unstable();
@@ -572,10 +629,12 @@ impl Run {
         self.plan.ops.iter().zip(&self.ops).any(|(op, state)| match &op.kind {
             // What has arrived may wait for other ranks before it is placed.
             PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => {
-                *from == peer && !(state.begun && state.arrived == op.total)
+                *from == peer && !matches!(&state.progress, Progress::Receive(incoming) if incoming.has_arrived())
             }
             PlanOpKind::Send { to, .. } => *to == peer && !state.complete,
-            PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) => false,
+            PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) | PlanOpKind::External(_) => {
+                false
+            }
         })
     }
 }

@@ -5,6 +5,7 @@
 use accl_types::Moment;
 
 use super::completed::Completed;
+use super::stopping::Stopping;
 use crate::peers::Net;
 
 /// What the engine provides to a group while it works.
@@ -12,6 +13,8 @@ pub(crate) struct Context<'a> {
     pub(crate) net: &'a mut Net,
     /// Calls that have ended: the driver tells of them, without its lock.
     pub(crate) completed: &'a mut Completed,
+    /// Calls that have failed and whose external operations have yet to stop.
+    pub(crate) stopping: &'a mut Stopping,
     pub(crate) segment: u64,
     pub(crate) now: Moment,
 }

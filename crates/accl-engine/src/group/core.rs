@@ -7,6 +7,7 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::time::Duration;
 
 use accl_transport::frame::{Groups, Header, Kind, LAST, OVERHEAD_BYTES};
@@ -19,7 +20,8 @@ use super::context::Context;
 use super::ended::Ended;
 use super::inbox::{Early, Lobby, MAX_LOBBY_BYTES};
 use super::state::{Departure, FastPathEnd, GroupState, Tell, cause_bytes};
-use crate::call::{CallDesc, CallState};
+use super::stopping::Stopping;
+use crate::call::{CallDesc, CallState, Wake};
 use crate::exec::SpinLimit;
 use crate::hash::hash_words;
 use crate::peers::{Gone, Net, PeerId};
@@ -78,6 +80,10 @@ pub(crate) struct Core {
     ended: Ended,
     /// Calls that have ended, for the driver.
     completed: Completed,
+    /// Calls that have failed and not ended.
+    stopping: Stopping,
+    /// Wakes whoever sleeps in the poller.
+    wake: Wake,
     pub(crate) segment: u64,
     /// For what happens without a moment at hand.
     clock: fn() -> Moment,
@@ -167,6 +173,8 @@ impl Core {
             idle: 0,
             ended: Ended::default(),
             completed: Completed::default(),
+            stopping: Stopping::default(),
+            wake: Arc::new(|| {}),
             clock,
             segment,
             parked: None,
@@ -174,6 +182,16 @@ impl Core {
             silence_at: None,
             work: Work::default(),
         }
+    }
+
+    /// What wakes whoever sleeps in the poller, from any thread.
+    pub(crate) fn set_wake(&mut self, wake: Wake) {
+        self.wake = wake;
+    }
+
+    /// As it was set.
+    pub(super) fn wake(&self) -> &Wake {
+        &self.wake
     }
 
     /// For what happens without a moment at hand.
@@ -189,7 +207,8 @@ impl Core {
         f: impl FnOnce(&mut GroupState, &mut Context<'_>) -> R,
     ) -> Option<R> {
         let group = self.groups.get_mut(&id)?;
-        let mut context = Context { net: &mut self.net, completed: &mut self.completed, segment: self.segment, now };
+        let (completed, stopping) = (&mut self.completed, &mut self.stopping);
+        let mut context = Context { net: &mut self.net, completed, stopping, segment: self.segment, now };
         let result = f(group, &mut context);
         if !group.is_idle() && !group.set_listed(true) {
             self.active.push(id);
@@ -442,12 +461,18 @@ impl Core {
 
     /// Whether any call is in flight, bytes of an ended one have yet to leave, or a new link's peer has yet to greet.
     pub(crate) fn has_work(&self) -> bool {
-        !self.active.is_empty() || self.net.has_unsent() || self.net.awaits_greeting()
+        !self.active.is_empty() || self.net.has_unsent() || self.net.awaits_greeting() || self.has_stopping()
     }
 
     /// The earliest deadline of any call in flight.
     pub(crate) fn next_deadline(&self) -> Option<Moment> {
-        self.active.iter().filter_map(|id| self.groups.get(id)?.next_deadline()).min()
+        let calls = self.active.iter().filter_map(|id| self.groups.get(id)?.next_deadline());
+        calls.chain(self.stopping.next_deadline()).min()
+    }
+
+    /// Whether calls that have failed wait for external operations that have yet to stop.
+    pub(crate) fn has_stopping(&self) -> bool {
+        !self.stopping.is_empty()
     }
 
     /// When the driver has to look for silent hosts, if there is anything that they should answer.
@@ -707,14 +732,19 @@ impl Core {
     pub(crate) fn advance(&mut self, now: Moment) -> bool {
         let mut moved = false;
         let groups = &mut self.groups;
-        let (net, completed, segment) = (&mut self.net, &mut self.completed, self.segment);
+        let (net, completed, stopping) = (&mut self.net, &mut self.completed, &mut self.stopping);
+        let segment = self.segment;
         self.active.retain(|id| {
             let Some(group) = groups.get_mut(id) else { return false };
-            let mut context = Context { net: &mut *net, completed: &mut *completed, segment, now };
+            let mut context =
+                Context { net: &mut *net, completed: &mut *completed, stopping: &mut *stopping, segment, now };
             moved |= group.advance(&mut context);
             group.set_listed(!group.is_idle());
             !group.is_idle()
         });
+        if !self.stopping.is_empty() {
+            moved |= self.stopping.advance(&mut self.completed, now);
+        }
         moved
     }
 
@@ -854,6 +884,7 @@ impl Core {
             ("groups that are being made", self.expected.len()),
             ("announcements", self.causes.len()),
             ("callbacks", self.completed.callbacks.len()),
+            ("calls whose external operations have yet to stop", self.stopping.len()),
             ("control frames", self.net.queued()),
             ("peers with unsent bytes", usize::from(self.net.has_unsent())),
             ("peers that have yet to greet", usize::from(self.net.awaits_greeting())),

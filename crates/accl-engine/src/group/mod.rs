@@ -10,6 +10,7 @@ pub(crate) mod history;
 mod inbox;
 mod sequence;
 pub(crate) mod state;
+pub(crate) mod stopping;
 pub(crate) mod submit;
 
 pub(crate) use completed::Completed;
@@ -17,4 +18,6 @@ pub(crate) use context::Context;
 pub use core::Work;
 pub(crate) use core::{Core, Fate, Relief};
 pub(crate) use state::{Departure, FastPathEnd, GroupState, Tell};
+#[cfg(test)]
+pub(crate) use stopping::STOP_WITHIN;
 pub(crate) use submit::{Caller, Launched, Prepared};

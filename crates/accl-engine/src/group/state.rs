@@ -19,7 +19,7 @@ use super::history::History;
 use super::inbox::{Inbox, Unexpected};
 use super::sequence::Sequence;
 use crate::call::{CallDesc, CallState, Waits};
-use crate::exec::{FastPath, FromAny, INQUIRY, Message, P2p, Run, RunContext, SpinLimit};
+use crate::exec::{FastPath, FromAny, Message, P2p, PROBE, Run, RunContext, SpinLimit, answer_probe};
 use crate::memory::{BufferPool, Compute, Storage};
 use crate::peers::{Gone, Mark, Members, Net, PeerId};
 use crate::plan::signature::disagreement;
@@ -155,7 +155,7 @@ impl GroupState {
 
     /// The earliest deadline of a call in flight.
     pub(crate) fn next_deadline(&self) -> Option<Moment> {
-        let runs = self.runs.values().filter_map(|run| [run.deadline, run.inquire_at].into_iter().flatten().min());
+        let runs = self.runs.values().filter_map(|run| [run.deadline, run.probe_at].into_iter().flatten().min());
         runs.chain(self.p2p.next_deadline()).chain(self.begin_by()).chain(self.failure.due()).min()
     }
 
@@ -244,7 +244,7 @@ impl GroupState {
         let fast_path = FastPath { plan: &shape.plan, compute: &self.compute, head, group: self.id, seq, spin_limit };
         let finished = fast_path.go(order, &mut RunContext { net, members: &mut self.members, segment });
         if finished == order.len() {
-            let heard = shape.plan.hears;
+            let heard = shape.plan.has_receives;
             // Equal shapes have equal signatures, and to compare addresses is quicker.
             let is_alike = self.latest.as_ref().is_some_and(|latest| Arc::ptr_eq(latest, shape));
             if !(is_alike && self.history.add_alike(seq)) {
@@ -279,7 +279,8 @@ impl GroupState {
                 failure = Some(disagreement(seq, (self.rank, &run.signature), (frame.from, &theirs)));
                 break;
             }
-            let result = if frame.header.edge == INQUIRY {
+            let result = if frame.header.edge == PROBE {
+                run.on_probe(frame.from, &frame.header, &mut env!(self, context));
                 Ok(())
             } else if frame.header.kind == Kind::Grant {
                 run.on_grant(frame.from, frame.header.edge, frame.header.value);
@@ -426,7 +427,8 @@ impl GroupState {
                 let mine = run.signature;
                 return Err(disagreement(seq, (self.rank, &mine), (from, &theirs)));
             }
-            if header.edge == INQUIRY {
+            if header.edge == PROBE {
+                run.on_probe(from, header, &mut env!(self, context));
                 return Ok(());
             }
             if header.kind == Kind::Grant {
@@ -455,7 +457,10 @@ impl GroupState {
             // This rank's part is over, so it needed nothing from the sender: their calls differ.
             Some(theirs) => {
                 let mine = self.history.signature(seq);
-                if header.edge == INQUIRY && mine.is_none_or(|mine| mine == theirs) {
+                if header.edge == PROBE && mine.is_none_or(|mine| mine == theirs) {
+                    if let Some(mine) = &mine {
+                        answer_probe(header, mine, from, &mut env!(self, context));
+                    }
                     return Ok(());
                 }
                 Err(disagreement(seq, (self.rank, &mine.unwrap_or(theirs)), (from, &theirs)))
@@ -474,6 +479,7 @@ impl GroupState {
         let mut before = 0;
         // An operation of several calls is under way before it has made them and after.
         let mut withholds = false;
+        let mut failure = None;
         for (index, (&seq, run)) in self.runs.iter_mut().enumerate() {
             // What a rank has begun before a barrier is done when the barrier is, on every rank.
             let awaits_earlier = ended.len() < index || self.sequence.has_composed_before(seq);
@@ -487,6 +493,9 @@ impl GroupState {
             }
             if run.is_busy() {
                 moved |= run.advance(&mut env!(self, context));
+                if let Some(error) = run.take_failure() {
+                    failure.get_or_insert_with(|| run.call.placed(error));
+                }
             }
             if run.is_complete() {
                 ended.push(seq);
@@ -513,6 +522,10 @@ impl GroupState {
             context.completed.end(&message.call, None, context.now);
             moved = true;
         }
+        if let Some(error) = failure {
+            self.fail(error, context, Tell::Peers);
+            moved = true;
+        }
         moved
     }
 
@@ -527,8 +540,8 @@ impl GroupState {
             return;
         }
         self.check_private(context);
-        for run in self.runs.values_mut().filter(|run| run.inquire_at.is_some_and(|at| at <= context.now)) {
-            run.inquire(&mut env!(self, context));
+        for run in self.runs.values_mut().filter(|run| run.probe_at.is_some_and(|at| at <= context.now)) {
+            run.probe(&mut env!(self, context));
         }
         if let Some(error) = self.overdue(context).or_else(|| self.departed(context)) {
             // What was passed on came first: who has left may have done so because of it.
@@ -602,8 +615,12 @@ impl GroupState {
 
     fn overdue(&self, context: &Context<'_>) -> Option<Error> {
         let late = |deadline: Option<Moment>| deadline.is_some_and(|deadline| deadline <= context.now);
+        let mut under_way = None;
         let (call, deadline, awaited) = match self.runs.values().find(|run| late(run.deadline)) {
-            Some(run) => (&run.call, run.deadline, run.awaited()),
+            Some(run) => {
+                under_way = run.external_under_way();
+                (&run.call, run.deadline, run.awaited())
+            }
             None => {
                 let message = self.p2p.overdue(context.now)?;
                 (&message.call, message.deadline, message.peer.into_iter().collect())
@@ -611,7 +628,17 @@ impl GroupState {
         };
         // The time that was allowed, not the moment at which somebody looked.
         let allowed = deadline.unwrap_or(context.now).since(call.started);
-        Some(call.placed(Error::timeout(self.timeout_text(call, &awaited, allowed, context.net))))
+        let text = match under_way {
+            // Other ranks may wait for it, and not the other way round.
+            Some(what) => format!(
+                "Timed out waiting {}ms for {}: {what} on this rank has not ended; look at what it reports itself, or raise the \
+                 timeout",
+                allowed.as_millis(),
+                call.collective
+            ),
+            None => self.timeout_text(call, &awaited, allowed, context.net),
+        };
+        Some(call.placed(Error::timeout(text)))
     }
 
     /// Collectives and messages that were made here, and how many of them have failed.
@@ -726,6 +753,20 @@ impl GroupState {
         let announced_by = error.context.peer.filter(|_| tell == Tell::Neighbours);
         self.failure.set(error.clone(), announced_by);
         self.inbox.clear();
+        let own_error = |call: &CallState| {
+            let is_own = error.context.seq == Some(Seq(call.seq)) && error.context.collective == Some(call.collective);
+            if is_own { error.clone() } else { call.placed(Error::new(error.kind, brief(&error))) }
+        };
+        // What external operations work on is not given back before they have stopped.
+        let under_way = self.runs.iter().filter_map(|(&seq, run)| run.cancel_externals().then_some(seq));
+        for seq in under_way.collect::<Vec<_>>() {
+            if let Some(run) = self.runs.remove(&seq) {
+                self.failure.raise();
+                self.calls_failed += 1;
+                let own = own_error(&run.call);
+                context.stopping.add(run, own, context.now);
+            }
+        }
         let runs = std::mem::take(&mut self.runs).into_values().map(|run| run.call.clone());
         let calls: Vec<Arc<CallState>> = runs.chain(self.p2p.take_all().into_iter().map(|m| m.call)).collect();
         if !calls.is_empty() {
@@ -733,8 +774,7 @@ impl GroupState {
         }
         self.calls_failed += calls.len() as u64;
         for call in calls {
-            let is_own = error.context.seq == Some(Seq(call.seq)) && error.context.collective == Some(call.collective);
-            let own = if is_own { error.clone() } else { call.placed(Error::new(error.kind, brief(&error))) };
+            let own = own_error(&call);
             context.completed.end(&call, Some(own), context.now);
         }
     }

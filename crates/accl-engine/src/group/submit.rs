@@ -12,7 +12,7 @@ use super::context::Context;
 use super::core::Core;
 use super::state::{GroupState, Stopped};
 use crate::call::{CallDesc, CallPlace, CallState, Mode};
-use crate::exec::{INQUIRE_AFTER, Message, PRIVATE_TAGS, Run};
+use crate::exec::{Message, PRIVATE_TAGS, PROBE_AFTER, Run};
 use crate::memory::{Buffers, Coder, Compute, Sample};
 use crate::plan::Shape;
 
@@ -77,6 +77,7 @@ impl Caller {
         now: Moment,
     ) -> Result<Launched> {
         let clock = core.clock();
+        let wake = desc.staging.is_some().then(|| core.wake().clone());
         let Prepared { shape, mut buffers } = prepared;
         self.launch(core, desc, now, |group, context| {
             if let Some(error) = group.aborted(Some(desc.collective)) {
@@ -105,7 +106,11 @@ impl Caller {
             if let Some(coder) = coder {
                 compute = compute.encoding(coder);
             }
-            group.start(Run::new(call.clone(), &shape, compute, &[], deadline), context);
+            let mut run = Run::new(call.clone(), &shape, compute, &[], deadline);
+            if let Some(wake) = wake {
+                run.set_wake(wake);
+            }
+            group.start(run, context);
             Ok(call)
         })
     }
@@ -136,8 +141,8 @@ impl Caller {
                 let call = start(group, context)?;
                 group.advance(context);
                 group.check_absentees(context);
-                let inquire_at = (!desc.collective.is_point_to_point()).then(|| now + INQUIRE_AFTER);
-                let look_by = deadline(desc, group, now).into_iter().chain(inquire_at).chain(group.begin_by());
+                let probe_at = (!desc.collective.is_point_to_point()).then(|| now + PROBE_AFTER);
+                let look_by = deadline(desc, group, now).into_iter().chain(probe_at).chain(group.begin_by());
                 Ok((call, look_by.min()))
             });
             core.net.flush_all();

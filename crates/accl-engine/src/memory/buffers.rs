@@ -3,13 +3,16 @@
 //! Owns packing before and unpacking after a call. Which bytes of a piece belong to which chunk is the layout's matter.
 //! Read [`Buffers`] first.
 
+use std::sync::Arc;
+
 use accl_schedule::{Buf, Extent};
 use accl_types::{Collective, Error, ReduceOp, Result};
 use smallvec::SmallVec;
 
 use super::overlap::{inputs_need_copy, outputs_are_entangled, outputs_share_elements, refuse_self_overlap};
 use super::storage::Storage;
-use crate::call::{CallDesc, TensorDesc};
+use crate::call::{CallDesc, External, ExternalCopy, ExternalHandle, MemoryKind, TensorDesc, Wake};
+use crate::plan::ExternalStep;
 
 type Bases = SmallVec<[*mut u8; 4]>;
 
@@ -26,7 +29,16 @@ pub(crate) struct Buffers {
     codes_base: Option<*mut u8>,
     /// Outputs to be unpacked when the call is done: the tensor and where its dense copy lies.
     staged: Vec<(TensorDesc, *mut u8)>,
-    _staging: Vec<Storage>,
+    /// Shared with external operations, which may outlive the call.
+    staging: Vec<Arc<Storage>>,
+    elsewhere: Option<Box<Elsewhere>>,
+}
+
+/// Tensors that lie where only external operations reach them, each with a dense copy of it.
+struct Elsewhere {
+    by: Arc<dyn External>,
+    copy_in: Vec<ExternalCopy>,
+    copy_out: Vec<ExternalCopy>,
 }
 
 // SAFETY: the addresses are used by one thread at a time, under the driver's lock, and stay valid by the contract above.
@@ -44,6 +56,11 @@ impl Buffers {
         if desc.uses_tensors_as_they_are() && buffers.take_addresses(desc, rank) {
             return Ok(buffers);
         }
+        buffers.elsewhere = desc
+            .staging
+            .as_ref()
+            .filter(|_| desc.is_staged())
+            .map(|by| Box::new(Elsewhere { by: by.clone(), copy_in: Vec::new(), copy_out: Vec::new() }));
         let in_place = desc.inputs.is_empty();
         let premul = desc.collective.reduces() && desc.op == ReduceOp::PremulSum;
         let shared = outputs_are_entangled(&desc.outputs) && outputs_share_elements(&desc.outputs)?;
@@ -135,6 +152,10 @@ impl Buffers {
 
     fn stage_input(&mut self, tensor: &TensorDesc) -> Result<*mut u8> {
         let base = self.storage(tensor)?;
+        if let Some(elsewhere) = self.elsewhere.as_deref_mut().filter(|_| tensor.memory() != MemoryKind::Host) {
+            elsewhere.copy_in.push(ExternalCopy { from: tensor.clone(), to: dense_like(tensor, base) });
+            return Ok(base);
+        }
         // SAFETY: `base` has room for the tensor's elements; the tensor is readable by the contract of `submit`.
         unsafe { accl_kernels::pack(base, &tensor.view(&mut [0; 2])) };
         Ok(base)
@@ -142,20 +163,39 @@ impl Buffers {
 
     fn stage_output(&mut self, tensor: &TensorDesc, with_contents: bool) -> Result<*mut u8> {
         let base = if with_contents { self.stage_input(tensor)? } else { self.storage(tensor)? };
-        self.staged.push((tensor.clone(), base));
+        match self.elsewhere.as_deref_mut().filter(|_| tensor.memory() != MemoryKind::Host) {
+            Some(elsewhere) => {
+                elsewhere.copy_out.push(ExternalCopy { from: dense_like(tensor, base), to: tensor.clone() });
+            }
+            None => self.staged.push((tensor.clone(), base)),
+        }
         Ok(base)
     }
 
     fn storage(&mut self, tensor: &TensorDesc) -> Result<*mut u8> {
         let mut storage = Storage::new(tensor.len_bytes() as usize)?;
         let base = storage.ptr();
-        self._staging.push(storage);
+        self.staging.push(Arc::new(storage));
         Ok(base)
     }
 
     /// Forgets staged outputs of a rank that only contributes: nothing is written back.
     pub(crate) fn discard_outputs(&mut self) {
         self.staged.clear();
+        if let Some(elsewhere) = &mut self.elsewhere {
+            elsewhere.copy_out.clear();
+        }
+    }
+
+    /// Begins an external operation of the plan; `None`: nothing of this call needs it.
+    pub(crate) fn begin_external(&mut self, step: ExternalStep, wake: &Wake) -> Option<ExternalHandle> {
+        let Elsewhere { by, copy_in, copy_out } = self.elsewhere.as_deref_mut()?;
+        let copies = std::mem::take(match step {
+            ExternalStep::CopyIn => copy_in,
+            ExternalStep::CopyOut => copy_out,
+        });
+        let keeps = Arc::new(self.staging.clone());
+        (!copies.is_empty()).then(|| ExternalHandle::begin(by, copies, keeps, wake.clone()))
     }
 
     /// Adds the call's scratch memory.
@@ -217,4 +257,9 @@ impl Buffers {
             unsafe { accl_kernels::unpack(&tensor.view(&mut [0; 2]), base) };
         }
     }
+}
+
+/// A dense tensor of the same elements.
+fn dense_like(tensor: &TensorDesc, base: *mut u8) -> TensorDesc {
+    TensorDesc::dense(base, tensor.dtype, tensor.count_elems() as usize)
 }

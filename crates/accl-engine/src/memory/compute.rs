@@ -12,8 +12,8 @@ use smallvec::SmallVec;
 
 use super::buffers::Buffers;
 use super::coder::Coder;
-use crate::call::CallDesc;
-use crate::plan::{Coded, Combination, PlanOpKind, Region};
+use crate::call::{CallDesc, ExternalHandle, Wake};
+use crate::plan::{Coded, Combination, ExternalStep, PlanOpKind, Region};
 
 /// Memory and arithmetic of one call.
 #[derive(Default)]
@@ -72,6 +72,11 @@ impl Compute {
         self.reducer.as_ref().map_or(1, |(_, elem)| *elem)
     }
 
+    /// Begins an external operation; `None`: nothing of this call needs it.
+    pub(crate) fn begin_external(&mut self, step: ExternalStep, wake: &Wake) -> Option<ExternalHandle> {
+        self.buffers.begin_external(step, wake)
+    }
+
     /// Memory of the call, to be changed before it begins.
     pub(crate) fn buffers_mut(&mut self) -> &mut Buffers {
         &mut self.buffers
@@ -105,7 +110,11 @@ impl Compute {
             PlanOpKind::RecvReduce { dst, local, order, finish, .. } => {
                 self.reduce_incoming(dst, local, *order, *finish, at, payload);
             }
-            PlanOpKind::Send { .. } | PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) => {
+            PlanOpKind::Send { .. }
+            | PlanOpKind::Copy { .. }
+            | PlanOpKind::Reduce { .. }
+            | PlanOpKind::Combine(_)
+            | PlanOpKind::External(_) => {
                 unreachable!("only receives have payload to place")
             }
         }
@@ -120,7 +129,8 @@ impl Compute {
             PlanOpKind::Send { .. }
             | PlanOpKind::Recv { .. }
             | PlanOpKind::RecvReduce { .. }
-            | PlanOpKind::Combine(_) => {
+            | PlanOpKind::Combine(_)
+            | PlanOpKind::External(_) => {
                 unreachable!("an operation with a peer or of tiles is no work by bytes")
             }
         }

@@ -24,26 +24,30 @@ pub(crate) fn outputs_are_entangled(outputs: &Blocks) -> bool {
 }
 
 fn several_are_entangled(outputs: &Blocks) -> bool {
-    let bounds = || outputs.pieces().iter().map(TensorDesc::bounds).filter(|(start, end)| start < end);
+    let placed = |tensor: &TensorDesc| (tensor.memory(), tensor.bounds());
+    let bounds = || outputs.pieces().iter().map(placed).filter(|(_, (start, end))| start < end);
     // Most often they follow each other.
     let mut end_of_last = 0;
-    if bounds().all(|(start, end)| start >= std::mem::replace(&mut end_of_last, end)) {
+    if bounds().all(|(_, (start, end))| start >= std::mem::replace(&mut end_of_last, end)) {
         return false;
     }
     let mut sorted: Vec<_> = bounds().collect();
     sorted.sort_unstable();
-    sorted.windows(2).any(|pair| pair[1].0 < pair[0].1)
+    // Addresses of different memories say nothing of each other.
+    sorted.windows(2).any(|pair| pair[0].0 == pair[1].0 && pair[1].1.0 < pair[0].1.1)
 }
 
 /// Whether an element of an output is also one of another, or twice in one. Looks at every element of those that are entangled.
 pub(crate) fn outputs_share_elements(outputs: &Blocks) -> Result<bool> {
     let mut pieces: Vec<_> = outputs.pieces().iter().map(|tensor| (tensor.bounds(), tensor)).collect();
     pieces.retain(|((start, end), _)| start < end);
-    pieces.sort_unstable_by_key(|(bounds, _)| *bounds);
+    pieces.sort_unstable_by_key(|(bounds, tensor)| (tensor.memory(), *bounds));
     let mut rest = &pieces[..];
     while let Some(((start, mut end), first)) = rest.first().copied() {
         let mut count = 1;
-        while let Some(((_, next_end), _)) = rest.get(count).filter(|((next, _), _)| *next < end) {
+        while let Some(((_, next_end), _)) =
+            rest.get(count).filter(|((next, _), other)| *next < end && other.memory() == first.memory())
+        {
             end = end.max(*next_end);
             count += 1;
         }

@@ -108,8 +108,8 @@ impl Members {
         member.eager_left = member.eager_left.saturating_add(bytes).min(window);
     }
 
-    /// Gives a message that was sent ahead and is consumed back to its sender, in batches of half a window.
-    pub(crate) fn give_eager_back(&mut self, rank: Rank, bytes: u64, group: u64, net: &mut Net) {
+    /// Returns the credit of a message that was sent ahead and is consumed to its sender, in batches of half a window.
+    pub(crate) fn return_credit(&mut self, rank: Rank, bytes: u64, group: u64, net: &mut Net) {
         let half = self.window / 2;
         let member = &mut self.members[rank.index()];
         member.owed += bytes + MESSAGE_BYTES;

@@ -7,7 +7,7 @@ use accl_types::Rank;
 use smallvec::SmallVec;
 
 use super::encoded::{Coded, Combination, Operand};
-use super::op::{PlanOp, PlanOpKind};
+use super::op::{ExternalStep, PlanOp, PlanOpKind};
 use super::region::Region;
 
 /// Calls up to this many operations, each of at most so many bytes, may take the fast path.
@@ -27,6 +27,11 @@ impl EdgeIndex {
         edges.sort_unstable();
         let first = (0..=world).map(|peer| edges.partition_point(|&(p, _, _)| p < peer) as u32).collect();
         Self { first, ops: edges.into_iter().map(|(_, _, op)| op).collect() }
+    }
+
+    /// There is one operation more before all others.
+    fn shift(&mut self) {
+        self.ops.iter_mut().for_each(|op| *op += 1);
     }
 
     fn find(&self, peer: Rank, edge: u32) -> Option<u32> {
@@ -49,14 +54,56 @@ pub(crate) struct Plan {
     /// An order in which the operations can be run one after the other: what needs no peer as early as possible.
     pub(crate) fast_path: Option<Box<[u32]>>,
     /// Whether anything is received.
-    pub(crate) hears: bool,
+    pub(crate) has_receives: bool,
     /// The ranks that something goes to or comes from.
     pub(crate) peers: SmallVec<[Rank; 4]>,
+    /// Of a plan with external operations: the ranks whose part in the call must be known to agree before one begins.
+    pub(crate) external_peers: SmallVec<[Rank; 4]>,
     receives: EdgeIndex,
     sends: EdgeIndex,
 }
 
 impl Plan {
+    /// The same plan between an external operation that all others wait for and one that waits for all others: tensors that the
+    /// executor cannot touch are copied in and out.
+    pub(super) fn staged(mut self) -> Self {
+        let external = |step, deps| PlanOp {
+            kind: PlanOpKind::External(step),
+            total: 0,
+            coded: None,
+            edge: 0,
+            deps,
+            dependents: SmallVec::new(),
+        };
+        // Whoever follows nobody follows the first, so all do; who is followed by nobody is followed by the last.
+        let mut first = external(ExternalStep::CopyIn, SmallVec::new());
+        let last_index = self.ops.len() as u32 + 1;
+        let mut last = external(ExternalStep::CopyOut, SmallVec::new());
+        for (index, op) in (1..).zip(&mut self.ops) {
+            op.deps.iter_mut().for_each(|(on, _)| *on += 1);
+            op.dependents.iter_mut().for_each(|dependent| *dependent += 1);
+            if op.deps.is_empty() {
+                op.deps.push((0, false));
+                first.dependents.push(index);
+            }
+            if op.dependents.is_empty() {
+                op.dependents.push(last_index);
+                last.deps.push((index, false));
+            }
+        }
+        if self.ops.is_empty() {
+            first.dependents.push(last_index);
+            last.deps.push((0, false));
+        }
+        self.ops.insert(0, first);
+        self.ops.push(last);
+        self.receives.shift();
+        self.sends.shift();
+        self.external_peers = self.peers.clone();
+        self.fast_path = None;
+        self
+    }
+
     /// The operation that receives message `edge` of `peer`.
     pub(crate) fn receive(&self, peer: Rank, edge: u32) -> Option<u32> {
         self.receives.find(peer, edge)
@@ -141,7 +188,9 @@ impl Plan {
         peers.dedup();
         let longest = ops.iter().map(|op| op.total).max().unwrap_or(0);
         let is_short = ops.len() <= FAST_PATH_OPS && longest <= FAST_PATH_BYTES && shape.coding.is_none();
+        let external_peers = SmallVec::new();
         Self {
+            external_peers,
             algorithm,
             longest,
             work,
@@ -150,7 +199,7 @@ impl Plan {
             ops,
             scratch_bytes: layout.scratch_bytes(),
             code_bytes: layout.code_bytes(),
-            hears: !receives.is_empty(),
+            has_receives: !receives.is_empty(),
             receives: EdgeIndex::new(world, receives),
             sends: EdgeIndex::new(world, sends),
         }
@@ -195,4 +244,71 @@ fn fast_path_order(ops: &[PlanOp]) -> Box<[u32]> {
         order.push(index as u32);
     }
     order.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use accl_schedule::{ALGORITHMS, Request, Topology};
+    use accl_types::{Collective, Elems};
+
+    use super::*;
+
+    /// The plans of all ranks for one algorithm and a sum of so many elements.
+    fn plans(algorithm: &'static Algorithm, topology: &Topology, count: u64) -> Vec<Plan> {
+        let world = topology.world();
+        let blocks = match algorithm.collective {
+            Collective::Barrier => Vec::new(),
+            _ => vec![vec![Elems(count)]],
+        };
+        let plan = |rank| {
+            let request =
+                Request { collective: algorithm.collective, world, rank: Rank(rank), root: Rank(0), topology };
+            let program = (algorithm.build)(&request).lower(&request);
+            let shape = CallShape { elem_bytes: 4, in_blocks: &blocks, out_blocks: &blocks, coding: None };
+            Plan::new(algorithm, &program, &shape, world)
+        };
+        (0..world).map(plan).collect()
+    }
+
+    #[test]
+    fn everything_in_a_staged_plan_is_between_the_copy_in_and_the_copy_out() {
+        for hosts in [vec![0], vec![0, 0], vec![0, 0, 1], vec![0; 5], vec![0, 0, 1, 1]] {
+            let topology = Topology::new(hosts);
+            let sums = [Collective::AllReduce, Collective::Reduce, Collective::Barrier];
+            let fits = |row: &&Algorithm| sums.contains(&row.collective) && (row.applies)(topology.world(), &topology);
+            for (algorithm, count) in ALGORITHMS.iter().filter(fits).flat_map(|row| [(row, 0), (row, 1), (row, 1000)]) {
+                for plain in plans(algorithm, &topology, count) {
+                    let (ops, peers) = (plain.ops.len(), plain.peers.clone());
+                    let staged = plain.staged();
+                    let name = algorithm.name;
+                    assert_eq!((staged.ops.len(), &staged.external_peers), (ops + 2, &peers), "{name}");
+                    assert!(staged.fast_path.is_none());
+                    // What each operation comes after, directly or not.
+                    let mut before: Vec<Vec<bool>> = Vec::new();
+                    for op in &staged.ops {
+                        let mut mine = vec![false; ops + 2];
+                        for &(on, _) in &op.deps {
+                            mine[on as usize] = true;
+                            (0..ops + 2).for_each(|index| mine[index] |= before[on as usize][index]);
+                            let dependents = &staged.ops[on as usize].dependents;
+                            assert!(dependents.contains(&(before.len() as u32)), "{name}: it is not queued");
+                        }
+                        before.push(mine);
+                    }
+                    assert!(before[1..].iter().all(|before| before[0]), "{name}: it may begin before the copy-in");
+                    assert!(
+                        before[ops + 1][..=ops].iter().all(|&before| before),
+                        "{name}: it may end after the copy-out"
+                    );
+                    let is_receive = |op: u32| {
+                        matches!(staged.ops[op as usize].kind, PlanOpKind::Recv { .. } | PlanOpKind::RecvReduce { .. })
+                    };
+                    assert!(
+                        staged.receives.ops.iter().all(|&op| is_receive(op)),
+                        "{name}: messages find other operations"
+                    );
+                }
+            }
+        }
+    }
 }

@@ -27,6 +27,8 @@ pub(crate) struct PlanKey {
     pub(crate) codecs: Option<TypedCodecs>,
     /// Whether each reduction rounds: its type is narrower than the arithmetic.
     pub(crate) rounds: bool,
+    /// Whether tensors are staged by external operations.
+    pub(crate) is_staged: bool,
 }
 
 impl PlanKey {
@@ -93,7 +95,8 @@ impl Planner {
             out_blocks: &key.outputs,
             coding: key.codecs.as_ref().map(|codecs| codecs as &dyn Coding),
         };
-        Ok(Arc::new(Plan::new(algorithm, &program, &shape, world)))
+        let plan = Plan::new(algorithm, &program, &shape, world);
+        Ok(Arc::new(if key.is_staged { plan.staged() } else { plan }))
     }
 }
 

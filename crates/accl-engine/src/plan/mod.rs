@@ -11,6 +11,6 @@ pub(crate) mod signature;
 pub(crate) use build::Plan;
 pub(crate) use cache::{Planner, Plans};
 pub(crate) use encoded::{Coded, Combination, Operand};
-pub(crate) use op::{PlanOp, PlanOpKind};
+pub(crate) use op::{ExternalStep, PlanOp, PlanOpKind};
 pub(crate) use region::Region;
-pub(crate) use shape::{Draft, Shape, Shapes};
+pub(crate) use shape::{AllShapes, Draft, Shape, Shapes};

@@ -12,12 +12,51 @@ use super::region::Region;
 /// An operation with its bytes.
 #[derive(Debug)]
 pub(crate) enum PlanOpKind {
-    Send { src: Region, to: Rank },
-    Recv { dst: Region, from: Rank },
-    RecvReduce { dst: Region, local: Region, from: Rank, order: Order, finish: Finish },
-    Copy { dst: Region, src: Region },
-    Reduce { dst: Region, srcs: Vec<Region>, finish: Finish },
+    Send {
+        src: Region,
+        to: Rank,
+    },
+    Recv {
+        dst: Region,
+        from: Rank,
+    },
+    RecvReduce {
+        dst: Region,
+        local: Region,
+        from: Rank,
+        order: Order,
+        finish: Finish,
+    },
+    Copy {
+        dst: Region,
+        src: Region,
+    },
+    Reduce {
+        dst: Region,
+        srcs: Vec<Region>,
+        finish: Finish,
+    },
     Combine(Box<Combination>),
+    /// Done elsewhere, as one step: it has no bytes that others could stream behind.
+    External(ExternalStep),
+}
+
+/// What an external operation of a plan is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ExternalStep {
+    /// Brings the call's tensors into memory that the executor can touch.
+    CopyIn,
+    /// Brings results to where they belong.
+    CopyOut,
+}
+
+impl std::fmt::Display for ExternalStep {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            ExternalStep::CopyIn => "copy-in",
+            ExternalStep::CopyOut => "copy-out",
+        })
+    }
 }
 
 #[derive(Debug)]

@@ -132,6 +132,25 @@ impl Shapes {
     }
 }
 
+/// The latest shapes of one group, those whose tensors are staged apart: equal sizes do not make them equal.
+#[derive(Default)]
+pub(crate) struct AllShapes {
+    plain: Shapes,
+    staged: Shapes,
+}
+
+impl AllShapes {
+    /// As [`Shapes::find`].
+    pub(crate) fn find(&mut self, desc: &CallDesc, world: u32) -> Option<&Arc<Shape>> {
+        if desc.is_staged() { self.staged.find(desc, world) } else { self.plain.find(desc, world) }
+    }
+
+    /// As [`Shapes::keep`].
+    pub(crate) fn keep(&mut self, desc: &CallDesc, shape: Arc<Shape>) {
+        if desc.is_staged() { self.staged.keep(shape) } else { self.plain.keep(shape) }
+    }
+}
+
 /// What is known of a call before it has a plan.
 pub(crate) struct Draft {
     /// What the plan depends on.
@@ -185,6 +204,7 @@ fn plan_key(desc: &CallDesc, elem: usize, codecs: Option<Arc<Codecs>>) -> PlanKe
         outputs,
         codecs: codecs.map(|codecs| TypedCodecs { codecs, dtype: desc.dtype }),
         rounds: desc.collective.reduces() && desc.dtype.class() == DtypeClass::Float16 && rounds(desc.op),
+        is_staged: desc.is_staged(),
     }
 }
 

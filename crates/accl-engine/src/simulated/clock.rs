@@ -65,6 +65,8 @@ pub(super) enum Event {
     Refused { process: usize, peer: usize },
     /// A note is due.
     Note { index: usize },
+    /// An external operation of a process goes on.
+    External { process: usize, task: u64 },
 }
 
 /// What is to happen when.

@@ -14,13 +14,14 @@ use accl_transport::Card;
 use accl_types::{Collective, Dtype, Error, ErrorKind, Moment, Rank, ReduceOp};
 
 use super::clock::{self, Agenda, Event};
+use super::external::{Device, Elsewhere};
 use super::link::{SimulatedLink, Wire, self_link};
 use super::oracle::Tensors;
-use super::scenario::{Fault, Linking, Matter, Scenario, Step, TIMEOUT_MS};
+use super::scenario::{Breaks, Fault, Linking, Matter, Scenario, Step, TIMEOUT_MS};
 use crate::api::planning::Planning;
-use crate::call::{CallDesc, CallState, Codecs, Encoding, Mode, TensorCodecs, Waited};
+use crate::call::{Blocks, CallDesc, CallState, Codecs, Encoding, MemoryKind, Mode, TensorCodecs, Waited};
 use crate::exec::SpinLimit;
-use crate::group::{Caller, Core, FastPathEnd, GroupState, Launched, Relief, Tell};
+use crate::group::{Caller, Core, FastPathEnd, GroupState, Launched, Relief, STOP_WITHIN, Tell};
 use crate::peers::{Members, Note, neighbours};
 use crate::plan::Planner;
 use crate::sync::Mutex;
@@ -47,6 +48,8 @@ pub(super) struct Seen {
     /// Calls that were over on the fast path.
     pub(super) fast: u64,
     pub(super) sleeps: u64,
+    /// Calls that were made with tensors elsewhere.
+    pub(super) staged: u64,
     /// Of all results, errors and times.
     pub(super) hash: u64,
 }
@@ -136,6 +139,7 @@ struct World<'a> {
     /// Faults that have come to pass.
     struck: BTreeSet<usize>,
     seen: Seen,
+    elsewhere: Arc<Mutex<Elsewhere>>,
     /// Bits of encoded results.
     bits: Bits,
 }
@@ -200,6 +204,8 @@ impl<'a> World<'a> {
         for (process, host) in processes.iter_mut().enumerate() {
             let payload = scenario.segment as usize + accl_transport::frame::OVERHEAD_BYTES;
             let Some(core) = &mut host.core else { continue };
+            let wakes = agenda.clone();
+            core.set_wake(Arc::new(move || wakes.lock().enter(200, Event::Ring { process })));
             for (wire, (ends, _)) in wires.iter().zip(&scenario.wires) {
                 if let Some(end) = ends.iter().position(|&at| at == process) {
                     let peer = core.net.introduce(&card(ends[1 - end]), wire.lock().is_ring());
@@ -231,6 +237,7 @@ impl<'a> World<'a> {
             faults,
             struck,
             seen,
+            elsewhere: Arc::default(),
             bits,
         }
     }
@@ -300,6 +307,9 @@ impl<'a> World<'a> {
             }
             Event::Refused { process, peer } => self.refuse(process, peer),
             Event::Note { index } => self.deliver(index)?,
+            Event::External { process, task } => {
+                Elsewhere::turn(&self.elsewhere, task, self.processes[process].core.is_some());
+            }
         }
         if let Event::Run { process, .. }
         | Event::Refused { process, .. }
@@ -363,7 +373,8 @@ impl<'a> World<'a> {
             | Fault::Disagree { .. }
             | Fault::Late { .. }
             | Fault::Abort { .. }
-            | Fault::Leave { .. } => {}
+            | Fault::Leave { .. }
+            | Fault::Break { .. } => {}
         }
     }
 
@@ -667,6 +678,9 @@ impl<'a> World<'a> {
         if let Some(codec) = item.codec.filter(|_| desc.collective == item.collective) {
             desc.encoding = encoding(codec, index as u64).into();
         }
+        if self.scenario.is_staged(index, rank) {
+            self.stage(index, rank, process, &mut desc);
+        }
         let made = self.submit(process, item.group, &desc);
         let (call, refused) = match made {
             Ok(call) => (call, None),
@@ -694,6 +708,28 @@ impl<'a> World<'a> {
         );
         self.enter(500, Event::Run { process, thread });
         Ok(())
+    }
+
+    /// Puts the tensors of a call where only a stand-in for a device reaches them.
+    fn stage(&mut self, item: usize, rank: usize, process: usize, desc: &mut CallDesc) {
+        let at_rank = |fault: &Fault| match fault {
+            Fault::Break { item: at, rank: of, breaks } if (*at, *of) == (item, rank) => Some(*breaks),
+            _ => None,
+        };
+        let found = self.faults.iter().enumerate().find_map(|(index, fault)| Some((index, at_rank(fault)?)));
+        self.struck.extend(found.map(|(index, _)| index));
+        let elsewhere = |blocks: &Blocks| -> Blocks {
+            let device = MemoryKind::Device { id: process as u32 };
+            blocks
+                .iter()
+                .map(|block| block.iter().map(|tensor| tensor.clone().in_memory(device)).collect::<Vec<_>>())
+                .collect()
+        };
+        (desc.inputs, desc.outputs) = (elsewhere(&desc.inputs), elsewhere(&desc.outputs));
+        let seed = crate::hash::hash_words([self.scenario.seed, item as u64, process as u64]);
+        let breaks = found.map(|(_, breaks)| breaks);
+        desc.staging = Some(Arc::new(Device::new(&self.elsewhere, &self.agenda, process, breaks, seed)));
+        self.seen.staged += 1;
     }
 
     /// As `Group::run` and `Group::submit` do it.
@@ -946,7 +982,9 @@ impl<'a> World<'a> {
             }
             if let Some(call) = &made.call {
                 let took = clock::now().since(call.started);
-                if took > TIMEOUT + SLACK {
+                let never_stops = |fault: &Fault| matches!(fault, Fault::Break { breaks: Breaks::NeverStops, .. });
+                let given_up = if self.faults.iter().any(never_stops) { STOP_WITHIN } else { Duration::ZERO };
+                if took > TIMEOUT + SLACK + given_up {
                     return Err(format!("{} ended after {took:?}: {outcome:?}", place()));
                 }
             }
@@ -1092,6 +1130,10 @@ impl<'a> World<'a> {
                     ErrorKind::Aborted,
                 ],
                 Fault::Abort { item, .. } if self.scenario.items[*item].group == group => &[ErrorKind::Aborted],
+                Fault::Break { item, breaks: Breaks::Fails, .. } if self.scenario.items[*item].group == group => {
+                    &[ErrorKind::Device]
+                }
+                Fault::Break { breaks: Breaks::Fails, .. } => &[],
                 // A message from any rank may still come from another one.
                 Fault::Leave { item, .. } if self.scenario.items[*item].group == group => {
                     &[ErrorKind::Aborted, ErrorKind::PeerLost, ErrorKind::Timeout]
@@ -1101,7 +1143,8 @@ impl<'a> World<'a> {
                 | Fault::Late { .. }
                 | Fault::Vanish { .. }
                 | Fault::Disagree { .. }
-                | Fault::Leave { .. } => &[ErrorKind::Timeout],
+                | Fault::Leave { .. }
+                | Fault::Break { .. } => &[ErrorKind::Timeout],
                 Fault::Kill { .. } | Fault::Cut { .. } | Fault::Abort { .. } | Fault::Flip { .. } => &[],
             };
             if self.struck.contains(&index) || matches!(fault, Fault::Late { .. } | Fault::Stall { .. }) {

@@ -5,6 +5,7 @@
 //! printed with what replays it. Owns the drawing of seeds and the search for the smallest failure; read [`history::run`] first.
 
 mod clock;
+mod external;
 mod history;
 mod link;
 mod oracle;
@@ -16,7 +17,7 @@ use std::time::{Duration, Instant};
 use accl_types::ErrorKind;
 
 use history::{Seen, Violation};
-use scenario::{Fault, IsFromAny, Scenario};
+use scenario::{Breaks, Fault, IsFromAny, Scenario};
 
 /// As [`history::run`]; a panic of the world itself counts as what is wrong.
 fn run(scenario: &Scenario) -> Result<Seen, Violation> {
@@ -110,6 +111,7 @@ fn search(first: u64, time: Duration) -> (u64, Seen) {
                 all.failed += seen.failed;
                 all.fast += seen.fast;
                 all.sleeps += seen.sleeps;
+                all.staged += seen.staged;
             }
             Err(violation) => panic!("{}", report(&scenario, violation)),
         }
@@ -125,7 +127,7 @@ fn what_must_hold_holds_in_every_history() {
     let first = number("WORLD_SEED").unwrap_or(1);
     let (worlds, seen) = search(first, Duration::from_secs(seconds));
     println!("{worlds} worlds from seed {first} on in {seconds} s: {seen:?}");
-    assert!(seen.done > 0 && seen.failed > 0 && seen.fast > 0 && seen.sleeps > 0, "{seen:?}");
+    assert!(seen.done > 0 && seen.failed > 0 && seen.fast > 0 && seen.sleeps > 0 && seen.staged > 0, "{seen:?}");
 }
 
 #[test]
@@ -151,6 +153,34 @@ fn a_receive_from_any_rank_ends_when_all_others_have_left() {
     let faults = [Fault::Leave { item: 0, rank: 1 }];
     let outcomes = history::outcomes(&Scenario::of_messages(2, &[(1, 0, IsFromAny::Yes)], &faults)).unwrap();
     assert_eq!(outcomes[&(0, 0)], Err(ErrorKind::PeerLost));
+}
+
+#[test]
+fn a_call_keeps_its_memory_until_its_external_operation_has_stopped() {
+    for (breaks, kind) in [(Breaks::Hangs, ErrorKind::Timeout), (Breaks::Fails, ErrorKind::Device)] {
+        let scenario = Scenario::of_staged(3, &[Fault::Break { item: 0, rank: 1, breaks }]);
+        run(&scenario).unwrap_or_else(|violation| panic!("{breaks:?}: {violation}"));
+        let outcomes = history::outcomes(&scenario).unwrap();
+        assert!(outcomes.values().all(|outcome| *outcome == Err(kind)), "{breaks:?}: {outcomes:?}");
+    }
+}
+
+#[test]
+fn an_external_operation_that_never_stops_is_given_up_with_an_error_of_its_own() {
+    let scenario = Scenario::of_staged(2, &[Fault::Break { item: 0, rank: 1, breaks: Breaks::NeverStops }]);
+    run(&scenario).unwrap_or_else(|violation| panic!("{violation}"));
+    let outcomes = history::outcomes(&scenario).unwrap();
+    assert_eq!(outcomes[&(0, 0)], Err(ErrorKind::Timeout), "the other ranks do not wait for it");
+    assert_eq!(outcomes[&(0, 1)], Err(ErrorKind::Device));
+}
+
+#[test]
+fn the_death_of_a_rank_ends_a_staged_call_of_the_others() {
+    let faults = [Fault::Kill { process: 0, at: 40_000 }, Fault::Break { item: 0, rank: 1, breaks: Breaks::Hangs }];
+    let scenario = Scenario::of_staged(3, &faults);
+    run(&scenario).unwrap_or_else(|violation| panic!("{violation}"));
+    let outcomes = history::outcomes(&scenario).unwrap();
+    assert!([1, 2].iter().all(|rank| outcomes[&(0, *rank)] == Err(ErrorKind::PeerLost)), "{outcomes:?}");
 }
 
 /// Runs one world, as a failure names it.

@@ -8,6 +8,7 @@ use accl_types::config::AlgorithmRule;
 use accl_types::{Collective, Dtype, ReduceOp};
 
 use super::link::{Carrier, Flip, WireSpec};
+use crate::hash::hash_words;
 
 /// Deadline of calls, in milliseconds.
 pub(super) const TIMEOUT_MS: u64 = 1000;
@@ -105,6 +106,16 @@ pub(super) enum Matter {
     Collective,
 }
 
+/// How an external operation goes wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Breaks {
+    Fails,
+    /// It ends when it is asked to stop.
+    Hangs,
+    /// As [`Breaks::Hangs`], and does not even then.
+    NeverStops,
+}
+
 /// What goes wrong.
 #[derive(Clone, Debug)]
 pub(super) enum Fault {
@@ -126,6 +137,8 @@ pub(super) enum Fault {
     Abort { item: usize, rank: usize },
     /// A rank leaves the group instead of making a call.
     Leave { item: usize, rank: usize },
+    /// The first external operation of a rank's call goes wrong.
+    Break { item: usize, rank: usize, breaks: Breaks },
 }
 
 /// A world and its history, but for what follows from both.
@@ -234,6 +247,7 @@ impl Scenario {
                 let fault = scenario.draw_fault(&mut rng);
                 scenario.faults.push(fault);
             }
+            scenario.faults.extend(scenario.draw_break());
         }
         scenario.steps = scenario.draw_steps();
         scenario
@@ -298,6 +312,19 @@ impl Scenario {
         }
     }
 
+    /// A world of a test: one all_reduce of all processes over streams, whose tensors are staged on every rank, and these faults.
+    pub(super) fn of_staged(processes: usize, faults: &[Fault]) -> Self {
+        let mut scenario = Self::of_messages(processes, &[(0, 1, IsFromAny::No)], faults);
+        // The first world in which all ranks of the call are drawn to be staged.
+        scenario.items[0].collective = Collective::AllReduce;
+        let is_fit = |scenario: &Self| (0..processes).all(|rank| scenario.is_staged(0, rank));
+        while !is_fit(&scenario) {
+            scenario.seed += 1;
+        }
+        scenario.steps = vec![vec![vec![Step::Make(0), Step::Call(0), Step::Wait(0)]]; processes];
+        scenario
+    }
+
     /// Number of parts that [`Scenario::without`] takes out: items, then faults.
     pub(super) fn parts(&self) -> usize {
         self.items.len() + self.faults.len()
@@ -339,6 +366,23 @@ impl Scenario {
         let is_between = |ends: &[usize; 2]| ends.iter().all(|end| members.contains(end));
         let is_stream = |spec: &WireSpec| matches!(spec.carrier, Carrier::Stream { .. });
         item.codec.is_some() && self.wires.iter().all(|(ends, spec)| !is_between(ends) || is_stream(spec))
+    }
+
+    /// Whether a rank's tensors in a call lie where only external operations reach them: those of some ranks, in every third world.
+    pub(super) fn is_staged(&self, item: usize, rank: usize) -> bool {
+        let Item { codec, step, .. } = &self.items[item];
+        let can_be = !self.items[item].is_message() && codec.is_none() && *step == 1;
+        can_be && self.seed.is_multiple_of(3) && hash_words([self.seed, item as u64, rank as u64]).is_multiple_of(2)
+    }
+
+    /// Of some worlds with faults. Draws for itself, so that it changes nothing else.
+    fn draw_break(&self) -> Option<Fault> {
+        let mut rng = Rng::new(self.seed ^ 0xe47e);
+        rng.next_u64();
+        let item = rng.below(self.items.len() as u64) as usize;
+        let rank = rng.below(self.groups[self.items[item].group].members.len() as u64) as usize;
+        let breaks = [Breaks::Fails, Breaks::Hangs][rng.below(2) as usize];
+        (self.is_staged(item, rank) && rng.below(2) == 0).then_some(Fault::Break { item, rank, breaks })
     }
 
     fn draw_fault(&self, rng: &mut Rng) -> Fault {

@@ -1,0 +1,172 @@
+//! The external operations of one call: when they may begin, which are under way, and how they end.
+//!
+//! One may begin when its dependencies are over, which `run` knows, and the call is agreed upon: from every rank with which this one
+//! exchanges messages in the call, a frame with the same signature has come. The first frame of any message is one. Since others may
+//! wait for what this rank has yet to send, it probes them when its first external operation is due, and asks for an answer, which a
+//! rank gives also when its part in the call is over. So no external operation touches memory for ranks that make different calls. Of
+//! ranks that exchange nothing it is known that they agree if messages lead from one to the other; an operation that needs that of all
+//! ranks has to depend on such messages. Once an operation has begun a pass looks at its flag only.
+//!
+//! Owns the agreement and the handles; the work is done elsewhere. Read [`Externals::begin`] first.
+
+use accl_types::{Error, Rank};
+use smallvec::SmallVec;
+
+use crate::call::{ExternalHandle, ExternalState, Wake};
+use crate::plan::ExternalStep;
+
+/// What a run knows of its external operations. Most runs have none.
+#[derive(Default)]
+pub(super) struct Externals {
+    /// Ranks that have yet to show that they agree.
+    unagreed: SmallVec<[Rank; 4]>,
+    /// They have been asked.
+    asked: bool,
+    /// Operations that wait for that.
+    waiting: SmallVec<[u32; 2]>,
+    under_way: SmallVec<[UnderWay; 1]>,
+    /// Wakes the driver at the end of one.
+    wake: Option<Wake>,
+    /// Why one of them could not be done.
+    failure: Option<Error>,
+}
+
+struct UnderWay {
+    op: u32,
+    step: ExternalStep,
+    handle: ExternalHandle,
+}
+
+/// Whether ranks agree to a call, as far as its external operations need it.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Agreement {
+    Reached,
+    /// The ranks have been asked.
+    Awaited,
+    /// These ranks are to be asked.
+    Asks(SmallVec<[Rank; 4]>),
+}
+
+impl Externals {
+    /// Before any begins, these ranks must agree.
+    pub(super) fn new(peers: &[Rank]) -> Self {
+        Self { unagreed: peers.into(), ..Self::default() }
+    }
+
+    pub(super) fn set_wake(&mut self, wake: Wake) {
+        self.wake = Some(wake);
+    }
+
+    /// Whether an operation may begin; it is named by [`Externals::note_agreement`] if it has to wait.
+    pub(super) fn agreement(&mut self, op: u32) -> Agreement {
+        if self.unagreed.is_empty() {
+            return Agreement::Reached;
+        }
+        if !self.waiting.contains(&op) {
+            self.waiting.push(op);
+        }
+        match std::mem::replace(&mut self.asked, true) {
+            true => Agreement::Awaited,
+            false => Agreement::Asks(self.unagreed.clone()),
+        }
+    }
+
+    /// A frame with this call's signature has come from a rank. Returns the operations that may begin now.
+    #[inline]
+    pub(super) fn note_agreement(&mut self, from: Rank) -> SmallVec<[u32; 2]> {
+        if self.unagreed.is_empty() {
+            return SmallVec::new();
+        }
+        self.unagreed.retain(|rank| *rank != from);
+        if self.unagreed.is_empty() { std::mem::take(&mut self.waiting) } else { SmallVec::new() }
+    }
+
+    /// Begins an operation, unless there is nothing for it to do: `false`.
+    pub(super) fn begin(
+        &mut self,
+        op: u32,
+        step: ExternalStep,
+        begin: impl FnOnce(&Wake) -> Option<ExternalHandle>,
+    ) -> bool {
+        let Some(handle) = self.wake.as_ref().and_then(begin) else { return false };
+        self.under_way.push(UnderWay { op, step, handle });
+        true
+    }
+
+    pub(super) fn has_begun(&self, op: u32) -> bool {
+        self.under_way.iter().any(|under_way| under_way.op == op)
+    }
+
+    /// Whether one that was under way has ended.
+    #[inline]
+    pub(super) fn has_ended(&self) -> bool {
+        self.under_way.iter().any(|under_way| under_way.handle.has_ended())
+    }
+
+    /// Those that were under way and have ended.
+    pub(super) fn ended(&self) -> SmallVec<[u32; 2]> {
+        self.under_way.iter().filter(|under_way| under_way.handle.has_ended()).map(|under_way| under_way.op).collect()
+    }
+
+    /// Looks at one that has begun. Returns whether it is done; if it has failed, [`Externals::take_failure`] says why.
+    pub(super) fn settle(&mut self, op: u32) -> bool {
+        let Some(index) = self.under_way.iter().position(|under_way| under_way.op == op) else { return false };
+        let UnderWay { step, handle, .. } = &self.under_way[index];
+        let is_done = match handle.state() {
+            ExternalState::UnderWay => return false,
+            ExternalState::Done => true,
+            ExternalState::Failed(why) => {
+                let name = handle.name();
+                let text =
+                    format!("{step} by `{name}` failed: {why}; look at what `{name}` itself reports on this rank");
+                self.failure.get_or_insert_with(|| Error::device(text));
+                false
+            }
+        };
+        self.under_way.remove(index);
+        is_done
+    }
+
+    /// Why the call cannot go on, if an operation has failed.
+    pub(super) fn take_failure(&mut self) -> Option<Error> {
+        self.failure.take()
+    }
+
+    /// Asks those that are under way to stop.
+    pub(super) fn cancel(&self) {
+        self.under_way.iter().for_each(|under_way| under_way.handle.cancel());
+    }
+
+    /// For messages: one that has not ended.
+    pub(super) fn under_way(&self) -> Option<String> {
+        let UnderWay { step, handle, .. } = self.under_way.iter().find(|under_way| !under_way.handle.has_ended())?;
+        Some(format!("the external operation {step} by `{}`", handle.name()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_agreement_of_all_ranks_is_asked_for_once_and_then_holds() {
+        let mut externals = Externals::new(&[Rank(1), Rank(3)]);
+        assert!(externals.note_agreement(Rank(3)).is_empty());
+        assert_eq!(externals.agreement(7), Agreement::Asks([Rank(1)].as_slice().into()));
+        assert_eq!(externals.agreement(7), Agreement::Awaited);
+        assert_eq!(externals.agreement(9), Agreement::Awaited);
+        assert!(externals.note_agreement(Rank(3)).is_empty());
+        assert_eq!(externals.note_agreement(Rank(1))[..], [7, 9], "those that waited may begin, each once");
+        assert_eq!(externals.agreement(7), Agreement::Reached);
+        assert!(externals.note_agreement(Rank(1)).is_empty());
+        assert_eq!(Externals::new(&[]).agreement(0), Agreement::Reached, "a rank alone agrees with itself");
+    }
+
+    #[test]
+    fn what_has_nothing_to_do_does_not_begin() {
+        let mut externals = Externals::default();
+        externals.set_wake(std::sync::Arc::new(|| {}));
+        assert!(!externals.begin(0, ExternalStep::CopyIn, |_| None));
+        assert!(!externals.has_begun(0) && externals.under_way().is_none());
+    }
+}
