@@ -48,8 +48,6 @@ struct Shared {
 #[derive(Default)]
 struct State {
     requests: Vec<Request>,
-    /// Why peers that groups wait for have no link yet.
-    why_not: HashMap<Uuid, String>,
     is_running: bool,
     is_stopping: bool,
     /// Why there is no thread any more, after a panic.
@@ -133,12 +131,6 @@ impl Connector {
         if !is_enough() {
             let _ = self.shared.changed.wait_for(&mut state, at_most);
         }
-    }
-
-    /// Why a peer that a group waits for has no link yet, as a clause.
-    pub(crate) fn why_not(&self, peer: &Uuid) -> String {
-        let why = self.shared.state.lock().why_not.get(peer).cloned();
-        why.unwrap_or_else(|| "no connection from it yet".to_owned())
     }
 
     /// Ends the thread, and the listening with it; waits at most so long.
@@ -285,7 +277,9 @@ impl Work {
             }
         }
         has_changed |= self.inquire(driver, now);
-        let troubles: HashMap<Uuid, String> = self.endpoint.troubles(now).collect();
+        // Those that a group being made waits for are spoken of at its deadline, which may come before there has been time for a link.
+        let awaited = self.awaited.iter().map(|(uuid, (card, _))| (*uuid, self.endpoint.why_not(card)));
+        let troubles: HashMap<Uuid, String> = self.endpoint.troubles(now).chain(awaited).collect();
         if troubles != self.troubles {
             driver.with_core(|core| {
                 for (uuid, why) in troubles.iter().filter(|(uuid, why)| self.troubles.get(*uuid) != Some(*why)) {
@@ -298,8 +292,8 @@ impl Work {
             tracing::warn!("{warning}");
         }
         if has_changed || !self.awaited.is_empty() {
-            let why_not = self.awaited.iter().map(|(uuid, (card, _))| (*uuid, self.endpoint.why_not(card))).collect();
-            self.shared.state.lock().why_not = why_not;
+            // Under the lock: whoever has just found that links are missing waits by then.
+            let _state = self.shared.state.lock();
             self.shared.changed.notify_all();
         }
     }
