@@ -35,7 +35,7 @@ pub use engine::Engine;
 pub use env::{config_from_environment, foreign_variables};
 pub use group::Work;
 pub use peers::Traffic;
-pub use session::store::{MemoryStore, Store};
+pub use session::store::{MemoryStore, Store, store_failed};
 
 // What the layers below offer, for listings: those above see only this crate.
 pub use accl_kernels::{codec, describe_isa, supports};
