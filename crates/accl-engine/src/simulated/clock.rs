@@ -65,6 +65,12 @@ pub(super) enum Event {
     Refused { process: usize, peer: usize },
     /// A note is due.
     Note { index: usize },
+    /// A process asks others what has become of one, if it is time for that.
+    Inquire { process: usize },
+    /// A question comes to whom it is asked.
+    Question { index: usize },
+    /// The answer comes back.
+    Answer { index: usize },
 }
 
 /// What is to happen when.

@@ -7,11 +7,10 @@ use accl_types::Moment;
 use super::clock::{self, Event};
 use super::world::{State, World};
 use crate::group::Relief;
+use crate::session::connector::NOTE_DELAY;
 
 /// What a pass takes, in nanoseconds.
 pub(super) const PASS: u64 = 300;
-/// As in `session::connector`, in nanoseconds.
-const NOTE_DELAY: u64 = 100_000_000;
 
 impl World<'_> {
     /// As `Driver::ask`: what the system says is taken from whoever would sleep next.
@@ -93,7 +92,7 @@ impl World<'_> {
         let (wanted, notes) = core.net.take_wanted();
         for note in notes {
             self.notes.push((process, note));
-            self.enter(NOTE_DELAY, Event::Note { index: self.notes.len() - 1 });
+            self.enter(NOTE_DELAY.as_nanos() as u64, Event::Note { index: self.notes.len() - 1 });
         }
         for card in wanted {
             if let Some(wire) = self.wire_between(process, usize::from(card.uuid[0])) {

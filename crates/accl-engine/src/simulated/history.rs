@@ -45,6 +45,7 @@ fn play(scenario: &Scenario, bits: Bits) -> Result<(Seen, Bits), Violation> {
     let mut world = World::new(scenario);
     world.bits = bits;
     world.go()?;
+    world.check_news()?;
     world.read_the_rest()?;
     world.check_rest()?;
     world.end()?;
@@ -87,6 +88,13 @@ impl World<'_> {
     }
 
     fn happen(&mut self, event: Event) -> Result<(), Violation> {
+        if let Event::Run { process, .. }
+        | Event::Drive { process }
+        | Event::Ring { process }
+        | Event::TimeIsUp { process, .. } = event
+        {
+            self.check_waits(process)?;
+        }
         match event {
             Event::Run { process, thread } => self.run_thread(process, thread)?,
             Event::Drive { process } => self.drive(process),
@@ -110,7 +118,10 @@ impl World<'_> {
                 self.settle(process);
                 self.note_ends(process)?;
             }
-            Event::Refused { process, peer } => self.refuse(process, peer),
+            Event::Refused { process, peer } => self.refuse(process, peer)?,
+            Event::Inquire { process } => self.inquire(process)?,
+            Event::Question { index } => self.ask(index)?,
+            Event::Answer { index } => self.answer(index)?,
             Event::Note { index } => self.deliver(index)?,
         }
         if let Event::Run { process, .. }

@@ -9,12 +9,17 @@ use std::time::Duration;
 use accl_types::{Collective, Error, ErrorKind, Rank};
 
 use super::clock;
-use super::scenario::Fault;
-use super::world::{TIMEOUT, Violation, World};
-use crate::group::{Core, GroupState};
+use super::scenario::{Fault, Item, Linking};
+use super::world::{Asked, TIMEOUT, Violation, World, card};
+use crate::group::{Core, GRACE, GroupState};
+use crate::peers::{Gone, neighbours};
+use crate::session::connector::NOTE_DELAY;
+use crate::session::inquests::{Found, ROUND};
 
 /// A call may end so much later than its deadline: somebody is in the middle of something.
 const SLACK: Duration = Duration::from_millis(3);
+/// From the failure of a group on one rank until its neighbours know, in nanoseconds: see [`World::note_failures`].
+const NEWS: u64 = (NOTE_DELAY.as_nanos() + GRACE.as_nanos() + SLACK.as_nanos()) as u64;
 
 impl World<'_> {
     /// Whether anything but time has gone wrong, or could have.
@@ -94,7 +99,135 @@ impl World<'_> {
             let words = [item as u64, process as u64, clock::nanos(), u64::from(outcome.is_ok()), self.seen.hash];
             self.seen.hash = crate::hash::hash_words(words);
         }
-        barriers.into_iter().try_for_each(|item| self.check_barrier(item))
+        barriers.into_iter().try_for_each(|item| self.check_barrier(item))?;
+        self.note_failures(process)
+    }
+
+    /// Looks at the groups of a process that have just failed. A rank that has failed sends notes to its neighbours, whom they reach
+    /// after `NOTE_DELAY` whether they look at a link or not, unless they know by then. What is first hand counts at once, and what is
+    /// passed on after `GRACE`. So no neighbour knows later than after the sum of both, and by induction nobody who is `hops`
+    /// neighbours away, over ranks that are there and wires that are whole, later than after `hops` times that: neighbours are a power
+    /// of two away, so there are no more hops than bits in the number of ranks while all are there.
+    fn note_failures(&mut self, process: usize) -> Result<(), Violation> {
+        let now = clock::nanos();
+        let host = &self.processes[process];
+        let made: Vec<(usize, u64)> = host.members.iter().map(|(&group, member)| (group, member.made_at)).collect();
+        for (group, made_at) in made {
+            let has_failed = self.state(process, group).is_some_and(|state| state.poison().is_some());
+            if !has_failed || self.failed_at.contains_key(&(process, group)) {
+                continue;
+            }
+            for (neighbour, failed_at) in self.informants(process, group) {
+                let late = now.saturating_sub(failed_at.max(made_at) + NEWS);
+                if late > 0 {
+                    return Err(format!(
+                        "process {process} learns of the failure of group {group} {late} ns later than it must from its neighbour \
+                         {neighbour}, where it failed at {failed_at}"
+                    ));
+                }
+            }
+            self.failed_at.insert((process, group), now);
+        }
+        Ok(())
+    }
+
+    /// The processes of neighbours of a process's rank on which the group has failed, and when, if they have lived long enough since
+    /// to say so, and the wire between them is whole.
+    fn informants(&self, process: usize, group: usize) -> impl Iterator<Item = (usize, u64)> {
+        let spec = &self.scenario.groups[group];
+        let rank = spec.rank_of(process).map(|rank| Rank(rank as u32));
+        let ranks = rank.into_iter().flat_map(|rank| neighbours(rank, spec.members.len() as u32));
+        ranks.filter_map(move |rank| {
+            let neighbour = spec.members[rank.index()];
+            let failed_at = *self.failed_at.get(&(neighbour, group))?;
+            let has_lived =
+                self.processes[neighbour].died_at.is_none_or(|at| at > failed_at + NOTE_DELAY.as_nanos() as u64);
+            let wire = self.wire_between(process, neighbour)?;
+            (has_lived && self.is_whole(wire)).then_some((neighbour, failed_at))
+        })
+    }
+
+    /// Whether nothing befalls a wire that would keep its ends from each other. Who finds a flipped bit gives the other up.
+    fn is_whole(&self, wire: usize) -> bool {
+        let state = self.wires[wire].lock();
+        let flips = self.faults.iter().any(|fault| matches!(fault, Fault::Flip { wire: at, .. } if *at == wire));
+        !state.is_cut() && !state.is_silent() && !flips
+    }
+
+    /// With nothing under way any more, and before anybody looks at links that nobody needs: whoever has a neighbour that knows of a
+    /// failure does so, too.
+    pub(super) fn check_news(&self) -> Result<(), Violation> {
+        for (process, host) in self.living() {
+            for &group in host.members.keys() {
+                let knows = self.state(process, group).is_none_or(|state| state.poison().is_some());
+                if let Some((neighbour, _)) = self.informants(process, group).next().filter(|_| !knows) {
+                    return Err(format!(
+                        "group {group} has failed on process {neighbour}, and its neighbour {process} was not told"
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Before a process does anything: none of its calls has waited for long for a process that is dead. Its host says so to those that
+    /// have a link, after what is under way, and refuses those that ask for one; both take less than a millisecond. Who was refused asks
+    /// others, and asks again after a `ROUND` if one of them has yet to hear of it, which it has by then.
+    pub(super) fn check_waits(&self, process: usize) -> Result<(), Violation> {
+        let Some(core) = &self.processes[process].core else { return Ok(()) };
+        let dead: Vec<(usize, u64)> = self.faults.iter().filter_map(|fault| self.killed_by(fault)).collect();
+        for &(corpse, died_at) in &dead {
+            if self.wire_between(process, corpse).is_none_or(|wire| self.is_slow(wire)) {
+                continue;
+            }
+            for (&group, member) in &self.processes[process].members {
+                let rank = self.scenario.groups[group].rank_of(corpse).map(|rank| Rank(rank as u32));
+                let (Some(rank), Some(state)) = (rank, core.groups.get(&member.caller.group)) else { continue };
+                for call in state.calls_that_need(rank) {
+                    let since = call.started.nanos().max(died_at);
+                    let asks = if self.scenario.linking == Linking::AtFirst { Duration::ZERO } else { ROUND };
+                    if clock::nanos() > since + (asks + SLACK).as_nanos() as u64 {
+                        return Err(format!(
+                            "on process {process} call {} of group {group} has needed process {corpse}, which is dead, since {since}",
+                            call.seq
+                        ));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// No process of a history ends in good order: where one was asked that knows that another is lost, that one has not left.
+    pub(super) fn check_fate(&self, process: usize, peer: usize, found: &Found) -> Result<(), Violation> {
+        let uuid = card(peer).uuid;
+        let about_it = |asked: &&Asked| asked.from == process && asked.question.bytes.ends_with(&uuid);
+        match self.questions.iter().filter(about_it).find(|asked| asked.knows_loss) {
+            Some(Asked { to, .. }) if matches!(found, Found::Left) => Err(format!(
+                "process {process} takes {peer} for one that has left, and {to}, which it asked, knows that it is lost"
+            )),
+            Some(_) | None => Ok(()),
+        }
+    }
+
+    /// Whether a process takes another for lost.
+    pub(super) fn knows_loss(&self, process: usize, of: usize) -> bool {
+        let net = self.processes[process].core.as_ref().map(|core| &core.net);
+        let gone = net.and_then(|net| net.gone(&card(of).uuid).and_then(|id| net.peer(id).gone.as_ref()));
+        matches!(gone, Some(Gone::Lost(_)))
+    }
+
+    fn killed_by(&self, fault: &Fault) -> Option<(usize, u64)> {
+        match fault {
+            Fault::Kill { process, .. } => Some((*process, self.processes[*process].died_at?)),
+            _ => None,
+        }
+    }
+
+    /// Whether the end of a process may be heard late over a wire: it was held up, or its host has vanished.
+    fn is_slow(&self, wire: usize) -> bool {
+        let stalls = self.faults.iter().any(|fault| matches!(fault, Fault::Stall { wire: at, .. } if *at == wire));
+        stalls || self.wires[wire].lock().is_silent()
     }
 
     /// What any rank has begun before a barrier is over when the barrier is, on every rank.
@@ -166,7 +299,7 @@ impl World<'_> {
                 return Err(format!("group {index} failed on process {member} of what did not happen: {error}"));
             }
             // A rank that is cut off hears of nothing.
-            let is_cut = self.faults.iter().any(|fault| matches!(fault, Fault::Cut { .. } | Fault::Stall { .. }));
+            let is_cut = self.faults.iter().any(|fault| matches!(fault, Fault::Cut { .. }));
             if let Some((member, _)) = states.iter().find(|(_, state)| state.poison().is_none() && !is_cut) {
                 return Err(format!("group {index} has failed, and process {member} does not know: {first}"));
             }
@@ -179,6 +312,12 @@ impl World<'_> {
         Ok(())
     }
 
+    fn takes_from_any(&self, group: usize) -> bool {
+        let has_item =
+            |(index, item): (usize, &Item)| item.group == group && item.is_from_any && self.scenario.has_item(index);
+        self.scenario.items.iter().enumerate().any(has_item)
+    }
+
     /// The kinds of errors that a group may have failed of, and whether one fault alone concerns it.
     fn may_fail_of(&self, group: usize) -> (Vec<ErrorKind>, bool) {
         let spec = &self.scenario.groups[group];
@@ -186,7 +325,14 @@ impl World<'_> {
         let mut count = 0;
         for (index, fault) in self.faults.iter().enumerate() {
             let may: &[ErrorKind] = match fault {
-                Fault::Kill { process, .. } if spec.members.contains(process) => &[ErrorKind::PeerLost],
+                // Who dies before anybody has a link to it is taken for one that has left: a message from any rank may still come.
+                Fault::Kill { process, .. } if spec.members.contains(process) => {
+                    if self.scenario.linking != Linking::AtFirst && self.takes_from_any(group) {
+                        &[ErrorKind::PeerLost, ErrorKind::Timeout]
+                    } else {
+                        &[ErrorKind::PeerLost]
+                    }
+                }
                 Fault::Vanish { process, .. } if spec.members.contains(process) => {
                     &[ErrorKind::PeerLost, ErrorKind::Timeout]
                 }

@@ -126,7 +126,12 @@ impl World<'_> {
         let chooser = Chooser::new(Topology::new(spec.hosts.clone()), spec.rules.clone(), &basis);
         let world = spec.members.len() as u32;
         let caller = Caller { group: id, name, rank, world, global_rank: process as u64 };
-        let member = Member { caller, planning: Planning::new(Planner::new(chooser, rank)), has_left: false };
+        let member = Member {
+            caller,
+            planning: Planning::new(Planner::new(chooser, rank)),
+            has_left: false,
+            made_at: clock::nanos(),
+        };
         host.members.insert(index, member);
     }
 

@@ -18,8 +18,9 @@ use super::oracle::Tensors;
 use super::scenario::{Fault, Linking, Scenario, Step, TIMEOUT_MS};
 use crate::api::planning::Planning;
 use crate::call::{CallState, Waited};
-use crate::group::{Caller, Core, GroupState};
+use crate::group::{Caller, Core, Fate, GroupState};
 use crate::peers::{Note, PeerId};
+use crate::session::inquests::{Inquests, Question};
 use crate::sync::Mutex;
 
 /// Deadline of calls.
@@ -94,6 +95,7 @@ pub(super) struct Member {
     pub(super) caller: Caller,
     pub(super) planning: Planning,
     pub(super) has_left: bool,
+    pub(super) made_at: u64,
 }
 
 pub(super) struct Process {
@@ -108,6 +110,18 @@ pub(super) struct Process {
     pub(super) sleeps: u64,
     pub(super) is_about_to_drive: bool,
     pub(super) peers: Vec<Option<PeerId>>,
+    pub(super) died_at: Option<u64>,
+    pub(super) inquests: Inquests,
+}
+
+/// A question of one process to another.
+pub(super) struct Asked {
+    pub(super) from: usize,
+    pub(super) to: usize,
+    pub(super) question: Question,
+    pub(super) answer: Option<Fate>,
+    /// Whoever answered takes the one asked about for lost.
+    pub(super) knows_loss: bool,
 }
 
 pub(super) struct World<'a> {
@@ -120,11 +134,14 @@ pub(super) struct World<'a> {
     pub(super) pending: BTreeMap<(usize, usize), SimulatedLink>,
     /// Notes that were written, with the process of each.
     pub(super) notes: Vec<(usize, Note)>,
+    pub(super) questions: Vec<Asked>,
     pub(super) processes: Vec<Process>,
     pub(super) made: BTreeMap<(usize, usize), Made>,
     pub(super) faults: Vec<Fault>,
     /// Faults that have come to pass.
     pub(super) struck: BTreeSet<usize>,
+    /// When groups failed, by process and group.
+    pub(super) failed_at: BTreeMap<(usize, usize), u64>,
     pub(super) seen: Seen,
     /// Bits of encoded results.
     pub(super) bits: Bits,
@@ -180,10 +197,12 @@ impl<'a> World<'a> {
             dialled,
             pending,
             notes: Vec::new(),
+            questions: Vec::new(),
             processes,
             made,
             faults,
             struck,
+            failed_at: BTreeMap::new(),
             seen,
             bits,
         }
@@ -237,6 +256,8 @@ impl Process {
             sleeps: 0,
             is_about_to_drive: false,
             peers: vec![None; scenario.processes],
+            died_at: None,
+            inquests: Inquests::default(),
         }
     }
 }
