@@ -6,6 +6,7 @@ mod api;
 mod call;
 mod completion;
 mod driver;
+mod election;
 mod engine;
 mod env;
 mod events;
