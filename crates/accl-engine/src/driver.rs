@@ -1,9 +1,8 @@
-//! Who makes progress: waiting, the election of a driver, the background thread.
+//! Who makes progress: waiting, driving, the background thread.
 //!
-//! Progress is one pass over the core under its lock. Whoever submits makes one; whoever waits spins over it a while.
-//! Then one thread, the *driver*, parks in the poller, while others sleep on their calls; when the driver leaves, it
-//! elects a sleeper, or the background thread if there is work. So nobody sleeps without a driver. Read
-//! [`Driver::wait`] first.
+//! Progress is one pass over the core under its lock. Whoever submits makes one; whoever waits spins over it a while. Then one thread
+//! drives, and parks in the poller, while others sleep on their calls: which one is up to `election`. Owns the lock, the poller, and what
+//! a pass and a sleep are. Read [`Driver::wait`] first.
 
 use std::ops::{Deref, DerefMut};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,14 +14,15 @@ use accl_transport::{Card, Poller, Stance, Traced, Waker, Watched};
 use accl_types::{Error, Moment};
 use smallvec::SmallVec;
 
-use crate::call::{CallState, Notifier, Waited};
+use crate::call::{CallState, Waited};
 use crate::completion::CompletionPool;
+use crate::election::{Election, Host, Stint, Waiter};
 use crate::events;
 use crate::exec::SpinLimit;
 use crate::group::{Completed, Core, Fate, Relief};
 use crate::peers::{Mark, PeerId};
 use crate::signals;
-use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::sync::{Mutex, MutexGuard};
 use crate::time;
 use crate::wanted::WantedLinks;
 
@@ -48,12 +48,6 @@ const FAST_PATH_SPINS: u32 = 300;
 const FAST_PATH_SPINS_SHARED: u32 = 20;
 const FAST_PATH_YIELDS: u32 = 8;
 
-/// One stay of a thread in a wait, or the background thread.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Waiter(u64);
-
-const BACKGROUND: Waiter = Waiter(0);
-
 /// An interrupt that stays: who asked once for the end does not wait again.
 pub(crate) fn lasting(interrupt: &mut dyn FnMut() -> bool) -> impl FnMut() -> bool {
     let mut is_interrupted = false;
@@ -73,14 +67,6 @@ pub(crate) enum Delivery {
     Interrupted,
 }
 
-/// How a stint of the background thread ended.
-enum Stint {
-    /// Somebody else drives, or there is nothing to do.
-    Over,
-    /// The engine ends.
-    Last,
-}
-
 /// What drives the protocol of one process: its lock, its poller, its threads.
 pub(crate) struct Driver {
     core: Mutex<Core>,
@@ -92,8 +78,7 @@ pub(crate) struct Driver {
     spin: Option<Duration>,
     /// In some group the ranks of this host are more than their cores.
     shares_cores: AtomicBool,
-    election: Mutex<Election>,
-    background: Condvar,
+    election: Election,
     waits: AtomicU64,
     /// How often somebody has asked whether a call is done.
     tests: AtomicU32,
@@ -165,20 +150,6 @@ impl Locked<'_> {
     }
 }
 
-/// Who drives, and who could.
-#[derive(Default)]
-struct Election {
-    /// Who is parked in the poller, or about to be.
-    driver: Option<Waiter>,
-    /// Who sleeps on a call, oldest first, and how to wake it.
-    sleepers: Vec<(Waiter, Arc<Notifier>)>,
-    background_started: bool,
-    /// The background thread is asked to drive.
-    background_wanted: bool,
-    background_stopped: bool,
-    stopping: bool,
-}
-
 impl Driver {
     /// Without threads, descriptors or memory. Segments have `segment` bytes; `spin_us` limits how long a wait spins.
     pub(crate) fn new(segment: u64, spin_us: Option<u64>) -> Arc<Self> {
@@ -189,8 +160,7 @@ impl Driver {
             wanted: WantedLinks::default(),
             spin: spin_us.map(Duration::from_micros),
             shares_cores: AtomicBool::new(false),
-            election: Mutex::default(),
-            background: Condvar::new(),
+            election: Election::default(),
             waits: AtomicU64::new(1),
             tests: AtomicU32::new(0),
             without_tick: AtomicBool::new(false),
@@ -456,9 +426,7 @@ impl Driver {
 
     /// Wakes the driver so that it looks at everything anew.
     pub(crate) fn kick(&self) {
-        if let Some(polling) = self.polling.get() {
-            polling.waker.wake();
-        }
+        Host::kick(self);
     }
 
     // ---- waiting
@@ -640,31 +608,23 @@ impl Driver {
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Waited {
         let mut asked: Option<Moment> = None;
-        loop {
-            if let Some(outcome) = call.outcome() {
-                return outcome;
-            }
+        self.election.wait(me, call, self, || {
             let now = time::now();
             if until.is_some_and(|until| now >= until) {
-                return Waited::TimedOut(self.wait_timed_out(call, timeout.unwrap_or_default(), now));
+                return Err(Waited::TimedOut(self.wait_timed_out(call, timeout.unwrap_or_default(), now)));
             }
             if asked.is_none_or(|asked| now.since(asked) >= Duration::from_millis(TICK_MS)) {
                 asked = Some(now);
                 // The hook may wait for the interpreter's lock, or make calls and wait for them: others drive meanwhile,
                 // and nobody elects who cannot come.
-                self.stand_aside(me);
+                self.election.stand_aside(me, self);
                 if interrupt() {
-                    return Waited::Interrupted;
+                    return Err(Waited::Interrupted);
                 }
             }
             let tick = self.ticks().then(|| now + Duration::from_millis(TICK_MS));
-            let slice = [until, tick].into_iter().flatten().min();
-            if self.take_turn(me, call) {
-                self.park(Some(call), slice);
-            } else {
-                call.sleep(slice.map(|slice| slice - time::now()));
-            }
-        }
+            Ok([until, tick].into_iter().flatten().min())
+        })
     }
 
     fn wait_timed_out(&self, call: &CallState, timeout: Duration, now: Moment) -> Error {
@@ -677,7 +637,54 @@ impl Driver {
         call.placed(Error::timeout(text.unwrap_or_else(|| format!("Timed out waiting {}ms", timeout.as_millis()))))
     }
 
-    /// Parks in the poller once, with a pass before and after. Only the driver calls this.
+    // ---- the election
+
+    /// Sees to it that somebody makes progress while nobody waits.
+    fn ensure_driver(&self) {
+        self.election.ensure_driver(self);
+    }
+
+    /// After another thread's pass: the driver must not sleep on when its call may have ended, or when it `must` look.
+    fn wake_driver_if(&self, must: bool) {
+        self.election.wake_driver_if(must, self);
+    }
+
+    /// The background thread. Panics are caught where they arise, and all calls fail; should one get here all the same,
+    /// the thread must live on, since no other looks at the deadlines of calls that nobody waits for.
+    fn background(&self) {
+        loop {
+            match catch_unwind(AssertUnwindSafe(|| self.election.background_turn(self))) {
+                Ok(Stint::Over) => {}
+                Ok(Stint::Last) => return,
+                Err(panic) => {
+                    self.with_core(|core| core.fail_all(&*panic));
+                    self.election.depose_background();
+                }
+            }
+        }
+    }
+
+    /// After the end of a [`Core::watch`], without the lock.
+    pub(crate) fn relieve(&self, relief: Relief) {
+        match relief {
+            Relief::SleepsOn => {}
+            Relief::MayBeOver => self.wake_driver_if(false),
+            Relief::Wake => self.wake_driver_if(true),
+        }
+    }
+
+    /// Asks the background thread to end.
+    pub(crate) fn stop_background(&self) {
+        self.election.stop_background(self);
+    }
+
+    /// Waits until the background thread has ended, at most for `patience`.
+    pub(crate) fn await_background(&self, patience: Duration) {
+        self.election.await_background(patience);
+    }
+}
+
+impl Host for Driver {
     fn park(&self, call: Option<&CallState>, until: Option<Moment>) {
         let Some(polling) = self.polling.get() else { return };
         let now = time::now();
@@ -696,70 +703,17 @@ impl Driver {
         self.lock().unpark(time::now());
     }
 
-    // ---- the election
-
-    /// Makes a waiter the driver, or puts it on the list of sleepers.
-    fn take_turn(&self, me: Waiter, call: &CallState) -> bool {
-        let mut election = self.election.lock();
-        if election.driver.is_some_and(|driver| driver != me) {
-            if !election.sleepers.iter().any(|(waiter, _)| *waiter == me) {
-                election.sleepers.push((me, call.notifier()));
-            }
-            return false;
-        }
-        election.driver = Some(me);
-        election.sleepers.retain(|(waiter, _)| *waiter != me);
-        true
+    fn has_work(&self) -> bool {
+        self.with_core(|core| core.has_work())
     }
 
-    /// Ends a waiter's part in the election; somebody else drives if there is need.
-    fn leave_turn(&self, me: Waiter) {
-        let mut election = self.election.lock();
-        election.sleepers.retain(|(waiter, _)| *waiter != me);
-        if election.driver.is_some_and(|driver| driver != me) {
-            return;
-        }
-        // Also when nobody drives: this waiter may have been elected and have ended before it took its turn.
-        election.driver = None;
-        election.elect();
-        drop(election);
-        if self.with_core(|core| core.has_work()) {
-            self.ensure_driver();
+    fn kick(&self) {
+        if let Some(polling) = self.polling.get() {
+            polling.waker.wake();
         }
     }
 
-    /// Takes a waiter out of the election while it does something else.
-    fn stand_aside(&self, me: Waiter) {
-        let takes_part = {
-            let election = self.election.lock();
-            election.driver == Some(me) || election.sleepers.iter().any(|(waiter, _)| *waiter == me)
-        };
-        if takes_part {
-            self.leave_turn(me);
-        }
-    }
-
-    /// Sees to it that somebody makes progress while nobody waits.
-    fn ensure_driver(&self) {
-        let mut election = self.election.lock();
-        if election.driver.is_some() || election.stopping {
-            return;
-        }
-        if !election.sleepers.is_empty() {
-            election.elect();
-            return;
-        }
-        election.background_wanted = true;
-        if election.background_started {
-            self.background.notify_all();
-            return;
-        }
-        election.background_started = true;
-        drop(election);
-        self.start_background();
-    }
-
-    fn start_background(&self) {
+    fn start_background(&self) -> bool {
         let me = self.me.clone();
         let spawned = std::thread::Builder::new().name("accl-progress".into()).spawn(move || {
             signals::block_all();
@@ -767,100 +721,11 @@ impl Driver {
                 driver.background();
             }
         });
-        if spawned.is_err() {
-            self.election.lock().background_started = false;
-        }
+        spawned.is_ok()
     }
 
-    /// The background thread. Panics are caught where they arise, and all calls fail; should one get here all the same,
-    /// the thread must live on, since no other looks at the deadlines of calls that nobody waits for.
-    fn background(&self) {
-        loop {
-            match catch_unwind(AssertUnwindSafe(|| self.background_turn())) {
-                Ok(Stint::Over) => {}
-                Ok(Stint::Last) => return,
-                Err(panic) => {
-                    self.with_core(|core| core.fail_all(&*panic));
-                    let mut election = self.election.lock();
-                    if election.driver == Some(BACKGROUND) {
-                        election.driver = None;
-                        election.elect();
-                    }
-                }
-            }
-        }
-    }
-
-    /// Waits until the background thread is wanted, and drives until it is not.
-    fn background_turn(&self) -> Stint {
-        {
-            let mut election = self.election.lock();
-            while !election.stopping && (election.driver.is_some() || !election.background_wanted) {
-                self.background.wait(&mut election);
-            }
-            if election.stopping {
-                election.background_stopped = true;
-                self.background.notify_all();
-                return Stint::Last;
-            }
-            election.driver = Some(BACKGROUND);
-        }
-        loop {
-            self.park(None, None);
-            let has_work = self.with_core(|core| core.has_work());
-            let mut election = self.election.lock();
-            if !has_work || election.stopping || !election.sleepers.is_empty() {
-                election.driver = None;
-                election.background_wanted = false;
-                election.elect();
-                break;
-            }
-        }
-        // A call that came in between found a driver and relied on it.
-        if self.with_core(|core| core.has_work()) {
-            let mut election = self.election.lock();
-            if election.driver.is_none() && election.sleepers.is_empty() {
-                election.background_wanted = true;
-            }
-        }
-        Stint::Over
-    }
-
-    /// After another thread's pass: the driver must not sleep on when its call may have ended, or when it `must` look.
-    fn wake_driver_if(&self, must: bool) {
-        // A driver that is not parked yet looks once more before it parks, and at least once a tick.
-        let election = if must { Some(self.election.lock()) } else { self.election.try_lock() };
-        let Some(election) = election else { return };
-        // The background thread waits for no call of its own.
-        if election.driver.is_some_and(|driver| must || driver != BACKGROUND) {
-            drop(election);
-            self.kick();
-        }
-    }
-
-    /// After the end of a [`Core::watch`], without the lock.
-    pub(crate) fn relieve(&self, relief: Relief) {
-        match relief {
-            Relief::SleepsOn => {}
-            Relief::MayBeOver => self.wake_driver_if(false),
-            Relief::Wake => self.wake_driver_if(true),
-        }
-    }
-
-    /// Asks the background thread to end.
-    pub(crate) fn stop_background(&self) {
-        self.election.lock().stopping = true;
-        self.background.notify_all();
-        self.kick();
-    }
-
-    /// Waits until the background thread has ended, at most for `patience`.
-    pub(crate) fn await_background(&self, patience: Duration) {
-        let mut election = self.election.lock();
-        if election.background_started {
-            let running = |election: &mut Election| !election.background_stopped;
-            self.background.wait_while_for(&mut election, running, patience);
-        }
+    fn now(&self) -> Moment {
+        time::now()
     }
 }
 
@@ -887,15 +752,6 @@ struct WaiterGuard<'a> {
 
 impl Drop for WaiterGuard<'_> {
     fn drop(&mut self) {
-        self.driver.leave_turn(self.me);
-    }
-}
-
-impl Election {
-    /// Wakes the oldest sleeper to drive.
-    fn elect(&self) {
-        if let Some((_, notifier)) = self.sleepers.first() {
-            notifier.notify();
-        }
+        self.driver.election.leave(self.me, self.driver);
     }
 }

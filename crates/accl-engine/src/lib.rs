@@ -6,6 +6,7 @@ mod api;
 mod call;
 mod completion;
 mod driver;
+mod election;
 mod engine;
 mod env;
 mod events;
@@ -36,7 +37,7 @@ pub use engine::Engine;
 pub use env::{cache_home, config_from_environment, foreign_variables};
 pub use group::Work;
 pub use peers::Traffic;
-pub use session::store::{MemoryStore, Store};
+pub use session::store::{MemoryStore, Store, store_failed};
 pub use settings::set_option;
 pub use signals::block_all as block_signals;
 

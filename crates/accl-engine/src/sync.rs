@@ -1,3 +1,115 @@
-//! The locks of the engine, in one place so that a model checker can replace them.
+//! The locks of the engine, in one place so that loom can replace them.
 
+#[cfg(not(loom))]
 pub(crate) use parking_lot::{Condvar, Mutex, MutexGuard};
+
+#[cfg(loom)]
+pub(crate) use modelled::{Condvar, Mutex, MutexGuard};
+
+/// loom's locks with the functions of `parking_lot`'s. Time does not pass in a model: a wait ends when it is notified.
+#[cfg(loom)]
+mod modelled {
+    use std::ops::{Deref, DerefMut};
+    use std::time::{Duration, Instant};
+
+    use loom::sync;
+
+    const HELD: &str = "a guard is empty only inside a wait";
+
+    #[derive(Debug, Default)]
+    pub(crate) struct Mutex<T>(sync::Mutex<T>);
+
+    pub(crate) struct MutexGuard<'a, T>(Option<sync::MutexGuard<'a, T>>, &'a sync::Mutex<T>);
+
+    /// A wait that was notified.
+    pub(crate) struct Notified;
+
+    impl Notified {
+        pub(crate) fn timed_out(&self) -> bool {
+            false
+        }
+    }
+
+    impl<T> Mutex<T> {
+        pub(crate) fn new(value: T) -> Self {
+            Self(sync::Mutex::new(value))
+        }
+
+        pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+            MutexGuard(Some(self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())), &self.0)
+        }
+
+        pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+            self.0.try_lock().ok().map(|guard| MutexGuard(Some(guard), &self.0))
+        }
+
+        pub(crate) fn try_lock_for(&self, _at_most: Duration) -> Option<MutexGuard<'_, T>> {
+            Some(self.lock())
+        }
+    }
+
+    impl<T> MutexGuard<'_, T> {
+        pub(crate) fn unlocked<R>(this: &mut Self, f: impl FnOnce() -> R) -> R {
+            this.0 = None;
+            let result = f();
+            this.0 = Some(this.1.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
+            result
+        }
+    }
+
+    impl<T> Deref for MutexGuard<'_, T> {
+        type Target = T;
+
+        fn deref(&self) -> &T {
+            self.0.as_ref().expect(HELD)
+        }
+    }
+
+    impl<T> DerefMut for MutexGuard<'_, T> {
+        fn deref_mut(&mut self) -> &mut T {
+            self.0.as_mut().expect(HELD)
+        }
+    }
+
+    #[derive(Debug, Default)]
+    pub(crate) struct Condvar(sync::Condvar);
+
+    impl Condvar {
+        pub(crate) fn new() -> Self {
+            Self(sync::Condvar::new())
+        }
+
+        pub(crate) fn notify_one(&self) {
+            self.0.notify_one();
+        }
+
+        pub(crate) fn notify_all(&self) {
+            self.0.notify_all();
+        }
+
+        pub(crate) fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
+            let held = guard.0.take().expect(HELD);
+            guard.0 = Some(self.0.wait(held).unwrap_or_else(|poisoned| poisoned.into_inner()));
+        }
+
+        pub(crate) fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, _at_most: Duration) {
+            self.wait(guard);
+        }
+
+        pub(crate) fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, _until: Instant) -> Notified {
+            self.wait(guard);
+            Notified
+        }
+
+        pub(crate) fn wait_while_for<T>(
+            &self,
+            guard: &mut MutexGuard<'_, T>,
+            mut goes_on: impl FnMut(&mut T) -> bool,
+            _at_most: Duration,
+        ) {
+            while goes_on(&mut **guard) {
+                self.wait(guard);
+            }
+        }
+    }
+}

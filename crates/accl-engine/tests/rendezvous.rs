@@ -450,6 +450,62 @@ fn missing_ranks_are_named_by_all_who_came() {
     }
 }
 
+/// A store of which rank 0 gets no answer about rank 3 for a while, so that it hears of nothing.
+struct Slow<'a> {
+    store: &'a MemoryStore,
+    answers: &'a AtomicBool,
+}
+
+impl Store for Slow<'_> {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.store.set(key, value)
+    }
+
+    fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        while key.ends_with("card/3") && !self.answers.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
+        self.store.get(key)
+    }
+
+    fn add(&self, key: &str, delta: i64) -> Result<i64> {
+        self.store.add(key, delta)
+    }
+
+    fn delete(&self, key: &str) -> Result<bool> {
+        self.store.delete(key)
+    }
+}
+
+#[test]
+fn a_rank_that_came_and_gave_up_is_not_counted_among_the_missing() {
+    let (store, answers) = (MemoryStore::default(), AtomicBool::new(false));
+    let has_come = |rank: u32| store.keys().iter().any(|key| key.ends_with(&format!("card/{rank}")));
+    let make = |rank: u32, timeout: Duration, store: &dyn Store| {
+        let engine = engine();
+        let mut spec = spec("g", rank, 4, &[]);
+        spec.timeout = timeout;
+        let made = engine.create_group(spec, store, &mut || false);
+        engine.shutdown();
+        made.err().map(|error| error.message).unwrap_or_default()
+    };
+    std::thread::scope(|scope| {
+        // Rank 3 does not come.
+        scope.spawn(|| make(0, TIMEOUT, &Slow { store: &store, answers: &answers }));
+        // It outlasts rank 1 in any case.
+        let patient = scope.spawn(|| make(2, Duration::from_secs(2), &store));
+        while !has_come(2) {
+            std::thread::yield_now();
+        }
+        let hasty = make(1, Duration::from_millis(50), &store);
+        let message = patient.join().unwrap();
+        answers.store(true, Ordering::SeqCst);
+        let sentence = "1 of 4 ranks are missing: 3;";
+        assert!(hasty.contains(sentence), "{hasty}");
+        assert!(message.starts_with("rank 1 could not make the group: ") && message.contains(sentence), "{message}");
+    });
+}
+
 #[test]
 fn of_two_processes_with_one_rank_one_is_told_so() {
     // Who comes first is decided anew each time.

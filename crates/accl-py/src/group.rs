@@ -168,28 +168,14 @@ bridged! {
 
     /// A barrier that names the ranks that did not come. Blocks; Python's signal handlers run meanwhile.
     fn group_monitored_barrier(group: &Group, timeout_ms: i64, wait_all: bool) -> Waited {
-        let mut interrupted = false;
-        let result = group.group()?.monitored_barrier(millis(timeout_ms).unwrap_or_default(), wait_all, &mut || {
-            interrupted |= ffi::python_interrupted();
-            interrupted
-        });
-        if interrupted {
-            return Ok(Waited::interrupted());
-        }
-        result.map(|()| Waited::plain(Outcome::Done))
+        let (group, timeout) = (group.group()?, millis(timeout_ms).unwrap_or_default());
+        unless_interrupted(|interrupt| group.monitored_barrier(timeout, wait_all, interrupt))
     }
 
     /// Makes links to all ranks. Blocks; Python's signal handlers run meanwhile.
     fn group_connect_all(group: &Group) -> Waited {
-        let mut interrupted = false;
-        let result = group.group()?.connect_all(&mut || {
-            interrupted |= ffi::python_interrupted();
-            interrupted
-        });
-        if interrupted {
-            return Ok(Waited::interrupted());
-        }
-        result.map(|()| Waited::plain(Outcome::Done))
+        let group = group.group()?;
+        unless_interrupted(|interrupt| group.connect_all(interrupt))
     }
 
     /// Fails all calls of the group, now and later.
@@ -235,6 +221,20 @@ bridged! {
     fn group_snapshot(group: &Group) -> Described {
         Ok(Described { text: snapshot::to_json(&group.group()?.snapshot()), status: Status::ok() })
     }
+}
+
+/// Blocks in `wait`, which asks now and then whether a signal handler of Python has raised; what that raised counts, and not the
+/// error that the wait then ends with.
+fn unless_interrupted(wait: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<()>) -> Result<Waited> {
+    let mut is_interrupted = false;
+    let result = wait(&mut || {
+        is_interrupted |= ffi::python_interrupted();
+        is_interrupted
+    });
+    if is_interrupted {
+        return Ok(Waited::interrupted());
+    }
+    result.map(|()| Waited::plain(Outcome::Done))
 }
 
 /// Makes a call and waits for it, as [`group_call`].

@@ -55,6 +55,5 @@ impl Store for TorchStore<'_> {
 }
 
 fn rendezvous(error: cxx::Exception) -> Error {
-    let what = error.what();
-    Error::rendezvous(format!("the store failed: {}", what.lines().next().unwrap_or(what)))
+    accl_engine::store_failed(error.what())
 }

@@ -7,12 +7,11 @@ use std::time::Duration;
 use accl_types::{Error, Rank, Result};
 
 use super::group::Group;
+use crate::peers::missing;
 use crate::time;
 
 /// How often `interrupt` is asked.
 const TICK: Duration = Duration::from_millis(50);
-/// Missing links that are spelled out in a message.
-const MAX_LISTED: usize = 8;
 
 impl Group {
     /// Makes the links of this rank that are not there yet, all at once; calls make those that they need, one by one. The
@@ -64,15 +63,11 @@ impl Group {
 
     fn unlinked(&self, timeout: Duration, missing: &[Rank]) -> Error {
         let listed = self.with_state(|group, context| {
-            let name = |&rank: &Rank| {
-                let why = context.net.trouble(group.members.peer(rank)).unwrap_or("no connection from it yet");
-                format!("{}: {why}", group.members.describe(rank, context.net))
-            };
-            missing.iter().take(MAX_LISTED).map(name).collect::<Vec<_>>().join("; ")
+            let missing: Vec<_> = missing.iter().map(|&rank| (rank, group.members.peer(rank))).collect();
+            missing::unlinked(&missing, context.net)
         });
-        let more = if missing.len() > MAX_LISTED { "; ..." } else { "" };
         Error::timeout(format!(
-            "after {} ms {} of {} ranks have no link to this one: {}{more}",
+            "after {} ms {} of {} ranks have no link to this one: {}",
             timeout.as_millis(),
             missing.len(),
             self.caller.world - 1,

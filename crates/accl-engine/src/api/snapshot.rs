@@ -98,12 +98,21 @@ impl Snapshot {
     fn new(driver: &Driver, peers: Vec<PeerSnapshot>, groups: Vec<GroupSnapshot>, work: Work) -> Self {
         Self { work, parks: driver.parks(), looks: driver.looks(), peers, groups }
     }
+
+    /// Of nothing: the lock may have been held by another thread when the process forked, and then nobody ever gives it back.
+    fn of_a_forked_child(driver: &Driver) -> Self {
+        Self::new(driver, Vec::new(), Vec::new(), Work::default())
+    }
 }
 
 impl Engine {
     /// What this process is doing and has done, in all its groups. It takes the lock of the engine for as long as it takes to
-    /// write this down, which grows with the number of peers and groups.
+    /// write this down, which grows with the number of peers and groups. In a forked child it takes no lock, and there is nothing
+    /// to write down.
     pub fn snapshot(&self) -> Snapshot {
+        if self.driver.is_forked() {
+            return Snapshot::of_a_forked_child(&self.driver);
+        }
         self.driver.with_core(|core| {
             let of_groups = traffic_of_groups(core);
             let peers = core.net.all().map(|id| peer(core, id, &of_groups)).collect();
@@ -116,9 +125,8 @@ impl Engine {
 impl Group {
     /// As [`Engine::snapshot`], of this group and its ranks. After the group has been left, and in a forked child, of nothing.
     pub fn snapshot(&self) -> Snapshot {
-        // The lock may have been held by another thread when the process forked.
         if self.driver.is_forked() {
-            return Snapshot::new(&self.driver, Vec::new(), Vec::new(), Work::default());
+            return Snapshot::of_a_forked_child(&self.driver);
         }
         self.driver.with_core(|core| {
             let core = &*core;

@@ -20,7 +20,7 @@ pub(super) struct Failure {
 
 /// How long the rank that announced a failure has to say so itself, after another one has passed it on: what it sent before may
 /// complete calls.
-const GRACE: Duration = Duration::from_millis(50);
+pub(crate) const GRACE: Duration = Duration::from_millis(50);
 
 impl Failure {
     #[inline]

@@ -17,6 +17,8 @@ pub(crate) use completed::Completed;
 pub(crate) use context::Context;
 pub use core::Work;
 pub(crate) use core::{Core, Fate, Relief};
+#[cfg(test)]
+pub(crate) use failure::GRACE;
 pub(crate) use state::{Departure, FastPathEnd, GroupState, Tell};
 #[cfg(test)]
 pub(crate) use stopping::STOP_WITHIN;

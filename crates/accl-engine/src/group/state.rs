@@ -826,6 +826,13 @@ impl GroupState {
         Some(error)
     }
 
+    /// The calls in flight that cannot end well without a rank.
+    #[cfg(test)]
+    pub(crate) fn calls_that_need(&self, rank: Rank) -> Vec<Arc<CallState>> {
+        let runs = self.runs.values().filter(|run| run.needs(rank)).map(|run| run.call.clone());
+        runs.chain(self.p2p.needs(rank, FromAny::DoesNot).map(|message| message.call.clone())).collect()
+    }
+
     /// As [`super::core::Core::residue`].
     #[cfg(test)]
     pub(crate) fn residue(&self) -> Vec<String> {

@@ -1,6 +1,7 @@
 //! The peers of this process, and the ranks of a group among them.
 
 pub(crate) mod members;
+pub(crate) mod missing;
 pub(crate) mod net;
 mod traffic;
 

@@ -1,7 +1,7 @@
 //! The thread that makes links: those that calls and groups of this process want, and those that peers want.
 //!
 //! Owns the endpoint, the way of a link from there to the peers under the driver's lock, and what is said to peers besides links: notes
-//! that a group has failed, for ranks that look at no link, and questions what has become of a peer that cannot be reached. It
+//! that a group has failed, for ranks that look at no link, and questions what has become of a peer that cannot be reached, which `inquests` keeps. It
 //! sleeps until somebody connects or a link is wanted, and answers peers also while nobody here makes a call. Read [`Connector`]
 //! first, then [`Work::turn`].
 
@@ -10,21 +10,19 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use accl_transport::frame::{Header, Kind};
 use accl_transport::{Card, Endpoint, Host, Stance, Unreachable, Waker, Wanted};
 use accl_types::{Error, Result};
 
+use super::inquests::{Found, Inquests, Question};
 use crate::driver::Driver;
 use crate::group::Fate;
 use crate::peers::Note;
 use crate::signals;
 use crate::sync::{Condvar, Mutex};
+use crate::time;
 
 /// A note goes out after so long: a rank that is awake hears of a failure on its links, and says so on them.
-const NOTE_DELAY: Duration = Duration::from_millis(100);
-/// Others are asked again after so long what has become of a peer that some have a link to, and so often.
-const ROUND: Duration = Duration::from_millis(200);
-const MAX_ROUNDS: u32 = 10;
+pub(crate) const NOTE_DELAY: Duration = Duration::from_millis(100);
 
 /// The identity of a peer process.
 type Uuid = [u8; 16];
@@ -48,8 +46,6 @@ struct Shared {
 #[derive(Default)]
 struct State {
     requests: Vec<Request>,
-    /// Why peers that groups wait for have no link yet.
-    why_not: HashMap<Uuid, String>,
     is_running: bool,
     is_stopping: bool,
     /// Why there is no thread any more, after a panic.
@@ -135,12 +131,6 @@ impl Connector {
         }
     }
 
-    /// Why a peer that a group waits for has no link yet, as a clause.
-    pub(crate) fn why_not(&self, peer: &Uuid) -> String {
-        let why = self.shared.state.lock().why_not.get(peer).cloned();
-        why.unwrap_or_else(|| "no connection from it yet".to_owned())
-    }
-
     /// Ends the thread, and the listening with it; waits at most so long.
     pub(crate) fn stop(&self, at_most: Duration) {
         let until = Instant::now() + at_most;
@@ -174,24 +164,11 @@ struct Work {
     /// Notes that are sent unless their receivers speak first, in the order of when.
     notes: VecDeque<(Instant, Note)>,
     /// Peers that cannot be reached, of which others are asked.
-    inquests: HashMap<Uuid, Inquest>,
-    /// Questions under way, and whom they are about.
-    questions: HashMap<u64, Uuid>,
+    inquests: Inquests,
+    /// Of notes and questions.
     numbers: u64,
     /// What has been said of peers that are hard to reach.
     troubles: HashMap<Uuid, String>,
-}
-
-/// What is being found out of a peer that has ended: whether it had said goodbye.
-struct Inquest {
-    error: Error,
-    /// Answers that are awaited.
-    open: usize,
-    /// Somebody has a link to it: it may be about to end.
-    is_somewhere: bool,
-    rounds: u32,
-    /// When others are asked again.
-    again_at: Option<Instant>,
 }
 
 impl Work {
@@ -202,8 +179,7 @@ impl Work {
             shared,
             awaited: HashMap::new(),
             notes: VecDeque::new(),
-            inquests: HashMap::new(),
-            questions: HashMap::new(),
+            inquests: Inquests::default(),
             numbers: 0,
             troubles: HashMap::new(),
         }
@@ -233,10 +209,9 @@ impl Work {
 
     /// How long there is nothing to do but what comes.
     fn next_turn(&self) -> Option<Duration> {
-        let note = self.notes.front().map(|(due, _)| *due);
-        let again = self.inquests.values().filter_map(|inquest| inquest.again_at).min();
-        let next = note.into_iter().chain(again).min()?;
-        Some(next.saturating_duration_since(Instant::now()))
+        let note = self.notes.front().map(|(due, _)| due.saturating_duration_since(Instant::now()));
+        let question = self.inquests.next().map(|at| at.since(time::now()));
+        note.into_iter().chain(question).min()
     }
 
     /// Begins what is wanted, looks at what is under way, and gives links that were made to their peers.
@@ -277,15 +252,16 @@ impl Work {
         }
         for Unreachable { peer, error, has_ended } in self.endpoint.take_unreachable() {
             if has_ended {
-                let inquest = Inquest { error, open: 0, is_somewhere: false, rounds: 0, again_at: Some(now) };
-                self.inquests.insert(peer.uuid, inquest);
+                self.inquests.begin(peer.uuid, error, time::now());
             } else {
                 driver.lose(&peer.uuid, error);
                 has_changed = true;
             }
         }
         has_changed |= self.inquire(driver, now);
-        let troubles: HashMap<Uuid, String> = self.endpoint.troubles(now).collect();
+        // Those that a group being made waits for are spoken of at its deadline, which may come before there has been time for a link.
+        let awaited = self.awaited.iter().map(|(uuid, (card, _))| (*uuid, self.endpoint.why_not(card)));
+        let troubles: HashMap<Uuid, String> = self.endpoint.troubles(now).chain(awaited).collect();
         if troubles != self.troubles {
             driver.with_core(|core| {
                 for (uuid, why) in troubles.iter().filter(|(uuid, why)| self.troubles.get(*uuid) != Some(*why)) {
@@ -298,8 +274,8 @@ impl Work {
             tracing::warn!("{warning}");
         }
         if has_changed || !self.awaited.is_empty() {
-            let why_not = self.awaited.iter().map(|(uuid, (card, _))| (*uuid, self.endpoint.why_not(card))).collect();
-            self.shared.state.lock().why_not = why_not;
+            // Under the lock: whoever has just found that links are missing waits by then.
+            let _state = self.shared.state.lock();
             self.shared.changed.notify_all();
         }
     }
@@ -315,52 +291,27 @@ impl Work {
         }
     }
 
-    /// Asks others what has become of peers that cannot be reached: who has left in good order is no loss. Returns whether it is
-    /// known of any.
+    /// Asks others what has become of peers that cannot be reached, and heeds their answers. Returns whether it is known of any.
     fn inquire(&mut self, driver: &Arc<Driver>, now: Instant) -> bool {
-        let mut known = Vec::new();
+        let moment = time::now();
         for (number, reply) in self.endpoint.take_replies() {
-            let Some(uuid) = self.questions.remove(&number) else { continue };
-            let Some(inquest) = self.inquests.get_mut(&uuid) else { continue };
-            inquest.open -= 1;
-            match reply.map_or(Fate::Unknown, |answer| Fate::of(&answer)) {
-                fate @ (Fate::Left | Fate::Lost) => known.push((uuid, fate)),
-                Fate::Here => inquest.is_somewhere = true,
-                Fate::Unknown => {}
-            }
-            if inquest.open == 0 {
-                if std::mem::take(&mut inquest.is_somewhere) && inquest.rounds < MAX_ROUNDS {
-                    inquest.again_at = Some(now + ROUND);
-                } else {
-                    // Those who could know are gone, too: a job that ends, as a rule.
-                    let is_ending = inquest.rounds < MAX_ROUNDS;
-                    known.push((uuid, if is_ending { Fate::Left } else { Fate::Lost }));
-                }
-            }
+            self.inquests.answer(number, reply.ok().map(|answer| Fate::of(&answer)), moment);
         }
-        for (uuid, inquest) in &mut self.inquests {
-            if inquest.again_at.take_if(|at| *at <= now).is_none() {
-                continue;
-            }
-            let witnesses = driver.with_core(|core| core.witnesses(uuid));
-            inquest.rounds += 1;
-            inquest.open = witnesses.len();
-            let question = [&Header::new(Kind::Fate).to_bytes()[..], uuid].concat();
-            for witness in &witnesses {
-                self.numbers += 1;
-                self.questions.insert(self.numbers, *uuid);
-                self.endpoint.send_note(witness, &question, self.numbers, now);
-            }
-            if witnesses.is_empty() {
-                known.push((*uuid, Fate::Left));
-            }
+        let numbers = &mut self.numbers;
+        let number = || {
+            *numbers += 1;
+            *numbers
+        };
+        let questions = self.inquests.ask(moment, |uuid| driver.with_core(|core| core.witnesses(uuid)), number);
+        for Question { number, to, bytes } in questions {
+            self.endpoint.send_note(&to, &bytes, number, now);
         }
-        let has_changed = !known.is_empty();
-        for (uuid, fate) in known {
-            let Some(Inquest { error, .. }) = self.inquests.remove(&uuid) else { continue };
-            match fate {
-                Fate::Left => driver.depart(&uuid),
-                Fate::Lost | Fate::Here | Fate::Unknown => driver.lose(&uuid, error),
+        let found = self.inquests.take_found();
+        let has_changed = !found.is_empty();
+        for (uuid, found) in found {
+            match found {
+                Found::Left => driver.depart(&uuid),
+                Found::Lost(error) => driver.lose(&uuid, error),
             }
         }
         has_changed

@@ -24,7 +24,7 @@ use crate::env::launch_label;
 use crate::events;
 use crate::group::GroupState;
 use crate::hash::hash_words;
-use crate::peers::{Gone, Members, PeerId, neighbours};
+use crate::peers::{Gone, Members, PeerId, missing, neighbours};
 use crate::plan::Planner;
 use crate::settings::near_of;
 use crate::time::{self, far};
@@ -32,8 +32,6 @@ use crate::time::{self, far};
 /// How often a rank that waits for links looks whether it was interrupted, and whether the others go on.
 const CONNECT_TICK: Duration = Duration::from_millis(50);
 const CONNECT_SLICE: Duration = Duration::from_millis(200);
-/// Missing links that are spelled out in a message.
-const MAX_LISTED: usize = 8;
 
 /// What all ranks have before a group is made.
 struct Prepared {
@@ -297,7 +295,7 @@ impl Engine {
             }
             let now = Instant::now();
             if now >= deadline {
-                break Err(self.unlinked(parts, &missing(), &peers, cards));
+                break Err(self.unlinked(&missing(), &peers));
             }
             // A rank may have been replaced or given up.
             if now.saturating_duration_since(asked) >= CONNECT_SLICE {
@@ -336,20 +334,13 @@ impl Engine {
     }
 
     /// The error when links are missing and the time is up.
-    fn unlinked(&self, parts: Parts<'_>, missing: &[Rank], peers: &[PeerId], cards: &[GroupCard]) -> Error {
-        let why = |rank: &Rank| {
-            let card = &cards[rank.index()].card;
-            let gone = self.driver.with_core(|core| core.net.why_gone(peers[rank.index()]));
-            let why = gone.unwrap_or_else(|| parts.connector.why_not(&card.uuid));
-            format!("rank {rank} ({}): {why}", card.place())
-        };
-        let listed: Vec<String> = missing.iter().take(MAX_LISTED).map(why).collect();
-        let more = if missing.len() > MAX_LISTED { "; ..." } else { "" };
+    fn unlinked(&self, missing: &[Rank], peers: &[PeerId]) -> Error {
+        let missing: Vec<_> = missing.iter().map(|&rank| (rank, peers[rank.index()])).collect();
+        let listed = self.driver.with_core(|core| missing::unlinked(&missing, &core.net));
         Error::timeout(format!(
-            "the deadline passed; {} of {} peers have no link: {}{more}",
+            "the deadline passed; {} of {} peers have no link: {listed}",
             missing.len(),
-            cards.len() - 1,
-            listed.join("; ")
+            peers.len() - 1
         ))
     }
 }

@@ -3,5 +3,6 @@
 pub(crate) mod connector;
 pub(crate) mod cores;
 pub(crate) mod create;
+pub(crate) mod inquests;
 pub(crate) mod rendezvous;
 pub(crate) mod store;

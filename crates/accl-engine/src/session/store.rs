@@ -22,6 +22,14 @@ pub trait Store {
     fn delete(&self, key: &str) -> Result<bool>;
 }
 
+/// The error of a store that fails, from what it says: its first line, and a remedy where one is known.
+pub fn store_failed(what: &str) -> Error {
+    let first = what.lines().next().unwrap_or(what);
+    // The C library's words for EMFILE, which a store quotes; it gives no code.
+    let remedy = if what.contains("Too many open files") { "; raise the limit with `ulimit -n`" } else { "" };
+    Error::rendezvous(format!("the store failed: {first}{remedy}"))
+}
+
 /// A store of the ranks of one process: calibration and tests. Clones share their contents.
 #[derive(Clone, Default)]
 pub struct MemoryStore {
@@ -69,5 +77,23 @@ impl Store for MemoryStore {
 
     fn delete(&self, key: &str) -> Result<bool> {
         Ok(self.shared.lock().remove(&self.key(key)).is_some())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_store_that_finds_no_descriptor_names_the_limit() {
+        let without = store_failed("accept: Too many open files (errno 24)\nException raised from here").message;
+        assert_eq!(
+            without,
+            "the store failed: accept: Too many open files (errno 24); raise the limit with `ulimit -n`"
+        );
+        assert_eq!(
+            store_failed("Connection reset by peer\nfrom").message,
+            "the store failed: Connection reset by peer"
+        );
     }
 }

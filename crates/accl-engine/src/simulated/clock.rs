@@ -67,6 +67,12 @@ pub(super) enum Event {
     Note { index: usize },
     /// An external operation of a process goes on.
     External { process: usize, task: u64 },
+    /// A process asks others what has become of one, if it is time for that.
+    Inquire { process: usize },
+    /// A question comes to whom it is asked.
+    Question { index: usize },
+    /// The answer comes back.
+    Answer { index: usize },
 }
 
 /// What is to happen when.

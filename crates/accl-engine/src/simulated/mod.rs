@@ -2,90 +2,28 @@
 //!
 //! One seed is one history. Every history must hold what `history` lists, whatever is drawn: calls end by their deadlines, results
 //! are right and the same on all ranks, failures reach everybody, and nothing is left over. A seed that fails is made smaller and
-//! printed with what replays it. Owns the drawing of seeds and the search for the smallest failure; read [`history::run`] first.
+//! printed with what replays it. Owns the search through the seeds, and the tests; read [`history::run`] first.
 
 mod clock;
+mod driving;
 mod external;
 mod history;
+mod invariants;
 mod link;
 mod oracle;
+mod ranks;
 mod scenario;
+mod shrink;
+mod wiring;
+mod world;
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use accl_types::ErrorKind;
 
-use history::{Seen, Violation};
 use scenario::{Breaks, Fault, IsFromAny, Scenario};
-
-/// As [`history::run`]; a panic of the world itself counts as what is wrong.
-fn run(scenario: &Scenario) -> Result<Seen, Violation> {
-    catch_unwind(AssertUnwindSafe(|| history::run(scenario))).unwrap_or_else(|panic| {
-        let said = panic.downcast_ref::<String>().cloned();
-        let said = said.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
-        Err(format!("a panic: {}", said.unwrap_or_default()))
-    })
-}
-
-/// Leaves out calls and faults as long as something goes wrong without them, too.
-fn shrink(scenario: &Scenario, mut violation: Violation) -> (Scenario, Violation) {
-    let mut smallest = scenario.clone();
-    let mut chunk = scenario.parts().max(1);
-    while chunk > 0 {
-        let left: Vec<usize> = (0..scenario.parts()).filter(|part| !smallest.without.contains(part)).collect();
-        let mut is_smaller = false;
-        for parts in left.chunks(chunk) {
-            let without: Vec<usize> = smallest.without.iter().chain(parts).copied().collect();
-            let candidate = scenario.without(&without);
-            if let Err(why) = run(&candidate) {
-                (smallest, violation, is_smaller) = (candidate, why, true);
-            }
-        }
-        if !is_smaller {
-            chunk /= 2;
-        }
-    }
-    (smallest, violation)
-}
-
-/// A failure with what replays it.
-fn report(scenario: &Scenario, violation: Violation) -> String {
-    let (smallest, violation) = shrink(scenario, violation);
-    let without: Vec<String> = smallest.without.iter().map(usize::to_string).collect();
-    let items: Vec<String> = (0..smallest.items.len())
-        .filter(|&item| smallest.has_item(item))
-        .map(|item| format!("  item {item}: {:?}", smallest.items[item]))
-        .collect();
-    let used: Vec<_> =
-        (0..smallest.items.len()).filter(|&item| smallest.has_item(item)).map(|item| &smallest.items[item]).collect();
-    let groups = smallest.groups.iter().enumerate().filter(|(group, _)| used.iter().any(|item| item.group == *group));
-    let groups: Vec<String> = groups
-        .map(|(index, group)| {
-            let is_used = |rule: &&accl_types::config::AlgorithmRule| {
-                used.iter().any(|item| item.group == index && item.collective == rule.collective)
-            };
-            let rules =
-                group.rules.iter().filter(is_used).map(|rule| format!("{}={}", rule.collective, rule.algorithm));
-            let rules: Vec<String> = rules.collect();
-            let (members, hosts, eager) = (&group.members, &group.hosts, group.eager_bytes);
-            format!("  group {index}: processes {members:?}, hosts {hosts:?}, eager {eager}, {}", rules.join(", "))
-        })
-        .collect();
-    format!(
-        "seed {}: {violation}\nreplay it with WORLD_SEED={} WORLD_WITHOUT={} cargo nextest run -p accl-engine \
-         simulated::replay --run-ignored all\n{} processes, segments of {} bytes, {} looks, faults {:?}\ngroups\n{}\nitems\n{}",
-        smallest.seed,
-        smallest.seed,
-        without.join(","),
-        smallest.processes,
-        smallest.segment,
-        smallest.spins,
-        smallest.faults().collect::<Vec<_>>(),
-        groups.join("\n"),
-        items.join("\n")
-    )
-}
+use shrink::{report, run};
+use world::Seen;
 
 /// What the search is told.
 #[expect(clippy::disallowed_methods, reason = "no setting, but an argument of a test")]

@@ -60,6 +60,8 @@ pub(super) struct Item {
     pub(super) is_from_any: bool,
     /// By rank: whether its caller goes on.
     pub(super) is_async: Vec<bool>,
+    /// Of a message: its receiver asks for it before it does anything else in the group.
+    pub(super) is_early: bool,
 }
 
 impl Item {
@@ -225,6 +227,9 @@ impl Scenario {
                 let times = 1 + rng.below(6) as usize;
                 items.extend((0..times).map(|_| again.clone()));
             }
+            if rng.below(8) == 0 {
+                draw_burst(&mut rng, &mut items, group, groups[group].members.len(), segment);
+            }
         }
         let mut scenario = Self {
             seed,
@@ -286,6 +291,7 @@ impl Scenario {
             tag,
             is_from_any: is_from_any == IsFromAny::Yes,
             is_async: vec![false; processes],
+            is_early: false,
         };
         let items: Vec<Item> = (0..).zip(messages).map(item).collect();
         let mine = |process: usize| {
@@ -397,6 +403,10 @@ impl Scenario {
             true => [self.items[item].ends.0, self.items[item].ends.1][end],
             false => rng.below(self.groups[self.items[item].group].members.len() as u64) as usize,
         };
+        // In larger worlds not all ranks are neighbours, and what one of them says has to be passed on.
+        if self.processes > 5 && rng.below(2) == 0 {
+            return Fault::Abort { item, rank };
+        }
         match rng.below(14) {
             0..=2 => Fault::Kill { process, at },
             3..=4 => Fault::Cut { wire, at },
@@ -423,6 +433,12 @@ impl Scenario {
         (0..self.processes).map(|process| (0..self.threads).map(|thread| of(process, thread)).collect()).collect()
     }
 
+    /// What a rank asks for before it does anything else in a group.
+    fn early_receives(&self, group: usize, rank: usize) -> Vec<usize> {
+        let is_mine = |item: &Item| item.group == group && item.is_early && item.ends.1 == rank;
+        (0..self.items.len()).filter(|&index| self.has_item(index) && is_mine(&self.items[index])).collect()
+    }
+
     fn steps_of(&self, process: usize, thread: usize, rng: &mut Rng) -> Vec<Step> {
         let mut steps = vec![Step::Compute(rng.below(50_000))];
         let mut made = vec![false; self.groups.len()];
@@ -436,6 +452,16 @@ impl Scenario {
             };
             if !std::mem::replace(&mut made[item.group], true) {
                 steps.push(Step::Make(item.group));
+                let early = self.early_receives(item.group, rank);
+                if !early.is_empty() {
+                    steps.extend(early.iter().map(|&early| Step::Call(early)));
+                    steps.push(Step::Compute(draws[3] % 50_000));
+                }
+            }
+            if item.is_early && item.ends.1 == rank {
+                // Its sender may wait until then for what this rank does meanwhile.
+                waits.push(index);
+                continue;
             }
             if item.is_message() && item.ends.0 != rank && item.ends.1 != rank {
                 continue;
@@ -479,6 +505,33 @@ impl Scenario {
         }
         steps
     }
+}
+
+/// Messages that nobody waits for, all to one rank, and an answer that their sender asks for before: whoever drives for it sleeps when
+/// the links are full.
+fn draw_burst(rng: &mut Rng, items: &mut Vec<Item>, group: usize, world: usize, segment: u64) {
+    let from = rng.below(world as u64) as usize;
+    let to = (from + 1 + rng.below(world as u64 - 1) as usize) % world;
+    let message = |ends: (usize, usize), count: u64, tag: usize| Item {
+        group,
+        collective: Collective::Send,
+        dtype: Dtype::U8,
+        op: ReduceOp::Sum,
+        root: 0,
+        counts: vec![count as usize],
+        is_equal: true,
+        codec: None,
+        step: 1,
+        ends,
+        tag: 100 + tag as u32,
+        is_from_any: false,
+        is_async: (0..world).map(|rank| rank == from).collect(),
+        is_early: false,
+    };
+    for _ in 0..2 + rng.below(5) {
+        items.push(message((from, to), rng.below(segment), items.len()));
+    }
+    items.push(Item { is_early: true, ..message((to, from), rng.below(8), items.len()) });
 }
 
 fn draw_group(rng: &mut Rng, index: u64, processes: usize, threads: usize, hosts: &[u32]) -> GroupSpec {
@@ -579,5 +632,6 @@ fn draw_item(rng: &mut Rng, index: usize, group: &GroupSpec, segment: u64, tag: 
         tag: if is_from_any || rng.below(2) == 0 { 100 + tag } else { 7 },
         is_from_any,
         is_async: (0..world).map(|_| rng.below(2) == 0).collect(),
+        is_early: false,
     }
 }

@@ -453,11 +453,8 @@ impl<'a> Meeting<'a> {
             self.leave_session(&session);
         }
         match why {
-            Why::Failed(cause) => {
-                // Who hears of it has nothing to add.
-                let text = format!("rank {} could not make the group: {}", cause.origin, cause.text);
-                Err(Error::new(cause.kind, text).with_peer(cause.origin))
-            }
+            // Who hears of it has nothing to add.
+            Why::Failed(cause) => Err(gave_up(&cause)),
             Why::Taken(place) if self.spec.rank.0 == 0 => Err(self.taken(&place)),
             Why::Taken(_) | Why::Moved | Why::Complete => Ok(()),
         }
@@ -590,6 +587,12 @@ impl<'a> Meeting<'a> {
             None => *rank == 0,
         };
         let missing: Vec<String> = (0..world).filter(is_missing).map(|rank| rank.to_string()).collect();
+        // A rank that has given up ended the session, and then took its card back: it came, and knows who did not.
+        if let Some(session) = session
+            && let Ok(Standing::Over(Why::Failed(cause))) = self.standing(session)
+        {
+            return gave_up(&cause);
+        }
         if missing.is_empty() {
             // The last card came between the last look and this one.
             return self.timed_out(
@@ -629,6 +632,12 @@ impl Drop for Meeting<'_> {
             self.makings.led.lock().remove(&what);
         }
     }
+}
+
+/// The error of a rank that hears that another one could not make the group.
+fn gave_up(cause: &Cause) -> Error {
+    let text = format!("rank {} could not make the group: {}", cause.origin, cause.text);
+    Error::new(cause.kind, text).with_peer(cause.origin)
 }
 
 enum Standing {

@@ -1,0 +1,270 @@
+//! The election in every interleaving, over a model of what it is about: links are a list of frames, a pass ends the calls whose frames
+//! have come, and the poller is a flag. Time does not pass, so a wake-up that is lost is a deadlock, which loom reports.
+//! `RUSTFLAGS="--cfg loom" cargo test -p accl-engine --release --lib loom_`
+
+use std::sync::{Arc, Weak};
+
+use accl_types::{Collective, Moment, Rank};
+use loom::thread::{self, JoinHandle};
+
+use super::{Election, Host, Stint, Waiter};
+use crate::call::{CallPlace, CallState, Waited};
+use crate::sync::{Condvar, Mutex};
+
+/// Where loom changes threads although none must wait, so often at most.
+const PREEMPTIONS: usize = 3;
+
+type Call = Arc<CallState>;
+
+#[derive(Default)]
+struct Core {
+    in_flight: Vec<Call>,
+    /// Calls whose frames lie on their links.
+    arrived: Vec<Call>,
+    is_parked: bool,
+}
+
+impl Core {
+    /// Ends the calls whose frames have come. Returns whether there were any.
+    fn pass(&mut self) -> bool {
+        let arrived = std::mem::take(&mut self.arrived);
+        let has_moved = !arrived.is_empty();
+        for call in arrived {
+            self.in_flight.retain(|other| !Arc::ptr_eq(other, &call));
+            drop(call.finish(Moment::from_nanos(1), None));
+        }
+        has_moved
+    }
+}
+
+struct Model {
+    core: Mutex<Core>,
+    is_rung: Mutex<bool>,
+    rings: Condvar,
+    election: Election,
+    background: Mutex<Option<JoinHandle<()>>>,
+    me: Weak<Model>,
+}
+
+impl Host for Model {
+    fn park(&self, call: Option<&CallState>, _until: Option<Moment>) {
+        {
+            let mut core = self.core.lock();
+            if core.pass() || call.is_some_and(CallState::is_done) || (call.is_none() && core.in_flight.is_empty()) {
+                return;
+            }
+            core.is_parked = true;
+        }
+        {
+            let mut is_rung = self.is_rung.lock();
+            while !*is_rung {
+                self.rings.wait(&mut is_rung);
+            }
+            *is_rung = false;
+        }
+        let mut core = self.core.lock();
+        core.is_parked = false;
+        core.pass();
+    }
+
+    fn has_work(&self) -> bool {
+        !self.core.lock().in_flight.is_empty()
+    }
+
+    fn kick(&self) {
+        *self.is_rung.lock() = true;
+        self.rings.notify_all();
+    }
+
+    fn start_background(&self) -> bool {
+        let model = self.me.upgrade().unwrap();
+        *self.background.lock() =
+            Some(thread::spawn(move || while model.election.background_turn(&*model) == Stint::Over {}));
+        true
+    }
+
+    fn now(&self) -> Moment {
+        Moment::from_nanos(0)
+    }
+}
+
+impl Model {
+    /// With calls in flight; all but the first `blocking` were made by somebody who went on.
+    fn new(calls: usize, blocking: usize) -> (Arc<Self>, Vec<Call>) {
+        let place = |seq: usize| CallPlace {
+            group_id: 1,
+            group: "g".into(),
+            rank: Rank(0),
+            collective: Collective::Barrier,
+            seq: seq as u64,
+            is_async: seq >= blocking,
+            timed: false,
+            waits: Arc::default(),
+        };
+        let calls: Vec<Call> = (0..calls).map(|seq| CallState::new(place(seq), Moment::from_nanos(0))).collect();
+        let in_flight = calls.clone();
+        let model = Arc::new_cyclic(|me| Self {
+            core: Mutex::new(Core { in_flight, ..Core::default() }),
+            is_rung: Mutex::default(),
+            rings: Condvar::new(),
+            election: Election::default(),
+            background: Mutex::default(),
+            me: me.clone(),
+        });
+        (model, calls)
+    }
+
+    /// As a wait that does not look itself first.
+    fn wait(&self, me: u64, call: &Call, turn: impl FnMut() -> Result<Option<Moment>, Waited>) -> Waited {
+        let waited = self.election.wait(Waiter(me), call, self, turn);
+        self.election.leave(Waiter(me), self);
+        waited
+    }
+
+    /// A peer sends what a call waits for. It wakes this process if that has said that it sleeps, which is the rings' protocol.
+    fn deliver(&self, call: &Call) {
+        let is_parked = {
+            let mut core = self.core.lock();
+            core.arrived.push(call.clone());
+            core.is_parked
+        };
+        if is_parked {
+            self.kick();
+        }
+    }
+
+    /// A thread that makes a call of its own finds on a link what another call waits for.
+    fn find(&self, call: &Call) {
+        {
+            let mut core = self.core.lock();
+            core.arrived.push(call.clone());
+            core.pass();
+        }
+        self.election.wake_driver_if(false, self);
+    }
+
+    fn end(&self) {
+        self.election.stop_background(self);
+        let background = self.background.lock().take();
+        if let Some(thread) = background {
+            thread.join().unwrap();
+        }
+    }
+}
+
+fn check(model: impl Fn() + Send + Sync + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(PREEMPTIONS);
+    builder.check(model);
+}
+
+/// Two waiters and what a third thread does with their calls.
+fn two_wait(does: fn(&Model, &[Call])) {
+    check(move || {
+        let (model, calls) = Model::new(2, 2);
+        let waiter = {
+            let (model, call) = (model.clone(), calls[1].clone());
+            thread::spawn(move || assert_eq!(model.wait(2, &call, || Ok(None)), Waited::Done))
+        };
+        let other = {
+            let (model, calls) = (model.clone(), calls.clone());
+            thread::spawn(move || does(&model, &calls))
+        };
+        assert_eq!(model.wait(1, &calls[0], || Ok(None)), Waited::Done);
+        waiter.join().unwrap();
+        other.join().unwrap();
+        model.end();
+    });
+}
+
+#[test]
+fn loom_who_drives_hands_over_when_its_call_is_done() {
+    two_wait(|model, calls| calls.iter().for_each(|call| model.deliver(call)));
+}
+
+#[test]
+fn loom_a_driver_learns_that_another_thread_has_ended_its_call() {
+    two_wait(|model, calls| calls.iter().for_each(|call| model.find(call)));
+}
+
+#[test]
+fn loom_a_call_that_ends_while_its_waiter_becomes_the_driver_ends_the_wait() {
+    check(|| {
+        let (model, calls) = Model::new(1, 1);
+        let other = {
+            let (model, call) = (model.clone(), calls[0].clone());
+            thread::spawn(move || model.find(&call))
+        };
+        assert_eq!(model.wait(1, &calls[0], || Ok(None)), Waited::Done);
+        other.join().unwrap();
+        model.end();
+    });
+}
+
+#[test]
+fn loom_a_driver_that_is_interrupted_hands_over() {
+    check(|| {
+        let (model, calls) = Model::new(2, 2);
+        let waiter = {
+            let (model, call) = (model.clone(), calls[1].clone());
+            thread::spawn(move || assert_eq!(model.wait(2, &call, || Ok(None)), Waited::Done))
+        };
+        let peer = {
+            let (model, calls) = (model.clone(), calls.clone());
+            thread::spawn(move || calls.iter().rev().for_each(|call| model.deliver(call)))
+        };
+        let mut turns = 0;
+        let ended = model.wait(1, &calls[0], || {
+            turns += 1;
+            if turns > 1 { Err(Waited::Interrupted) } else { Ok(None) }
+        });
+        assert!(matches!(ended, Waited::Interrupted | Waited::Done));
+        waiter.join().unwrap();
+        peer.join().unwrap();
+        model.end();
+    });
+}
+
+#[test]
+fn loom_who_stands_aside_for_its_interrupt_hook_is_not_relied_upon() {
+    check(|| {
+        let (model, calls) = Model::new(2, 2);
+        let waiter = {
+            let (model, call) = (model.clone(), calls[1].clone());
+            thread::spawn(move || assert_eq!(model.wait(2, &call, || Ok(None)), Waited::Done))
+        };
+        let peer = {
+            let (model, calls) = (model.clone(), calls.clone());
+            thread::spawn(move || calls.iter().for_each(|call| model.deliver(call)))
+        };
+        let turn = || {
+            model.election.stand_aside(Waiter(1), &*model);
+            // The hook takes as long as the other waiter's call.
+            Ok(None)
+        };
+        assert_eq!(model.wait(1, &calls[0], turn), Waited::Done);
+        waiter.join().unwrap();
+        peer.join().unwrap();
+        model.end();
+    });
+}
+
+#[test]
+fn loom_the_background_thread_takes_over_what_nobody_waits_for() {
+    check(|| {
+        let (model, calls) = Model::new(2, 1);
+        let peer = {
+            let (model, calls) = (model.clone(), calls.clone());
+            thread::spawn(move || calls.iter().for_each(|call| model.deliver(call)))
+        };
+        // As after a submission.
+        model.election.ensure_driver(&*model);
+        assert_eq!(model.wait(1, &calls[0], || Ok(None)), Waited::Done);
+        // Whoever made it does something else, and is told when it is over.
+        while !calls[1].is_done() {
+            calls[1].sleep(None);
+        }
+        peer.join().unwrap();
+        model.end();
+    });
+}

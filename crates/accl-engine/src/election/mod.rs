@@ -1,0 +1,245 @@
+//! Who drives: the election among the threads that wait, and the background thread when none does.
+//!
+//! One thread, the *driver*, parks in the poller, while others sleep on their calls; when the driver leaves, it elects a sleeper, or the
+//! background thread if there is work. So nobody sleeps without a driver. Owns that protocol and its lock; what a pass and a sleep in the
+//! poller are is the [`Host`]'s, which is `driver` and, in tests, a model of it that loom runs in every interleaving. Read
+//! [`Election::wait`] first.
+
+#[cfg(all(test, loom))]
+mod loom_tests;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use accl_types::Moment;
+
+use crate::call::{CallState, Notifier, Waited};
+use crate::sync::{Condvar, Mutex};
+
+/// One stay of a thread in a wait, or the background thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Waiter(pub(crate) u64);
+
+/// No stay has this number.
+pub(crate) const BACKGROUND: Waiter = Waiter(0);
+
+/// What the election is about.
+pub(crate) trait Host {
+    /// Sleeps in the poller once, with a pass before and after; not at all when something has moved, or the call is over, or nothing is
+    /// left to wait for. Only the driver calls this.
+    fn park(&self, call: Option<&CallState>, until: Option<Moment>);
+
+    /// Whether any call is in flight, or something has yet to be sent.
+    fn has_work(&self) -> bool;
+
+    /// Wakes the driver so that it looks at everything anew.
+    fn kick(&self);
+
+    /// Starts the background thread, which calls [`Election::background_turn`]. `false`: the system has none.
+    fn start_background(&self) -> bool;
+
+    fn now(&self) -> Moment;
+}
+
+/// How a turn of the background thread ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stint {
+    /// Somebody else drives, or there is nothing to do.
+    Over,
+    /// The engine ends.
+    Last,
+}
+
+/// Who drives, and who could.
+#[derive(Default)]
+pub(crate) struct Election {
+    state: Mutex<State>,
+    background: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Who is parked in the poller, or about to be.
+    driver: Option<Waiter>,
+    /// Who sleeps on a call, oldest first, and how to wake it.
+    sleepers: Vec<(Waiter, Arc<Notifier>)>,
+    background_started: bool,
+    /// The background thread is asked to drive.
+    background_wanted: bool,
+    background_stopped: bool,
+    stopping: bool,
+}
+
+impl State {
+    /// Wakes the oldest sleeper to drive.
+    fn elect(&self) {
+        if let Some((_, notifier)) = self.sleepers.first() {
+            notifier.notify();
+        }
+    }
+}
+
+impl Election {
+    /// Waits until the call is over, as the driver or asleep. `turn` is asked before each sleep: until when it may last, or how the wait
+    /// ends although the call goes on. [`Election::leave`] must follow.
+    pub(crate) fn wait(
+        &self,
+        me: Waiter,
+        call: &CallState,
+        host: &impl Host,
+        mut turn: impl FnMut() -> Result<Option<Moment>, Waited>,
+    ) -> Waited {
+        loop {
+            if let Some(outcome) = call.outcome() {
+                return outcome;
+            }
+            let until = match turn() {
+                Ok(until) => until,
+                Err(waited) => return waited,
+            };
+            if self.take_turn(me, call) {
+                host.park(Some(call), until);
+            } else {
+                call.sleep(until.map(|until| until.since(host.now())));
+            }
+        }
+    }
+
+    /// Makes a waiter the driver, or puts it on the list of sleepers.
+    fn take_turn(&self, me: Waiter, call: &CallState) -> bool {
+        let mut state = self.state.lock();
+        if state.driver.is_some_and(|driver| driver != me) {
+            if !state.sleepers.iter().any(|(waiter, _)| *waiter == me) {
+                state.sleepers.push((me, call.notifier()));
+            }
+            return false;
+        }
+        state.driver = Some(me);
+        state.sleepers.retain(|(waiter, _)| *waiter != me);
+        true
+    }
+
+    /// Ends a waiter's part in the election; somebody else drives if there is need.
+    pub(crate) fn leave(&self, me: Waiter, host: &impl Host) {
+        {
+            let mut state = self.state.lock();
+            state.sleepers.retain(|(waiter, _)| *waiter != me);
+            if state.driver.is_some_and(|driver| driver != me) {
+                return;
+            }
+            // Also when nobody drives: this waiter may have been elected and have ended before it took its turn.
+            state.driver = None;
+            state.elect();
+        }
+        if host.has_work() {
+            self.ensure_driver(host);
+        }
+    }
+
+    /// Takes a waiter out of the election while it does something else.
+    pub(crate) fn stand_aside(&self, me: Waiter, host: &impl Host) {
+        let takes_part = {
+            let state = self.state.lock();
+            state.driver == Some(me) || state.sleepers.iter().any(|(waiter, _)| *waiter == me)
+        };
+        if takes_part {
+            self.leave(me, host);
+        }
+    }
+
+    /// Sees to it that somebody makes progress while nobody waits.
+    pub(crate) fn ensure_driver(&self, host: &impl Host) {
+        {
+            let mut state = self.state.lock();
+            if state.driver.is_some() || state.stopping {
+                return;
+            }
+            if !state.sleepers.is_empty() {
+                state.elect();
+                return;
+            }
+            state.background_wanted = true;
+            if state.background_started {
+                self.background.notify_all();
+                return;
+            }
+            state.background_started = true;
+        }
+        if !host.start_background() {
+            self.state.lock().background_started = false;
+        }
+    }
+
+    /// After another thread's pass: the driver must not sleep on when its call may have ended, or when it `must` look.
+    pub(crate) fn wake_driver_if(&self, must: bool, host: &impl Host) {
+        // Whoever has the lock may be a third thread, so to pass by when it is taken would leave a parked driver asleep until its tick.
+        let state = self.state.lock();
+        // The background thread waits for no call of its own.
+        if state.driver.is_some_and(|driver| must || driver != BACKGROUND) {
+            drop(state);
+            host.kick();
+        }
+    }
+
+    // ---- the background thread
+
+    /// Waits until the background thread is wanted, and drives until it is not.
+    pub(crate) fn background_turn(&self, host: &impl Host) -> Stint {
+        {
+            let mut state = self.state.lock();
+            while !state.stopping && (state.driver.is_some() || !state.background_wanted) {
+                self.background.wait(&mut state);
+            }
+            if state.stopping {
+                state.background_stopped = true;
+                self.background.notify_all();
+                return Stint::Last;
+            }
+            state.driver = Some(BACKGROUND);
+        }
+        loop {
+            host.park(None, None);
+            let has_work = host.has_work();
+            let mut state = self.state.lock();
+            if !has_work || state.stopping || !state.sleepers.is_empty() {
+                state.driver = None;
+                state.background_wanted = false;
+                state.elect();
+                break;
+            }
+        }
+        // A call that came in between found a driver and relied on it.
+        if host.has_work() {
+            let mut state = self.state.lock();
+            if state.driver.is_none() && state.sleepers.is_empty() {
+                state.background_wanted = true;
+            }
+        }
+        Stint::Over
+    }
+
+    /// After a panic under the background thread: somebody else drives.
+    pub(crate) fn depose_background(&self) {
+        let mut state = self.state.lock();
+        if state.driver == Some(BACKGROUND) {
+            state.driver = None;
+            state.elect();
+        }
+    }
+
+    /// Asks the background thread to end.
+    pub(crate) fn stop_background(&self, host: &impl Host) {
+        self.state.lock().stopping = true;
+        self.background.notify_all();
+        host.kick();
+    }
+
+    /// Waits until the background thread has ended, at most for `patience`.
+    pub(crate) fn await_background(&self, patience: Duration) {
+        let mut state = self.state.lock();
+        if state.background_started {
+            let running = |state: &mut State| !state.background_stopped;
+            self.background.wait_while_for(&mut state, running, patience);
+        }
+    }
+}

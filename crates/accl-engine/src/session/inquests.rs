@@ -1,0 +1,212 @@
+//! What has become of peers that cannot be reached: who has left in good order is no loss, and others may have heard its goodbye.
+//!
+//! Owns whom to ask, what the answers mean and when to ask again; sends nothing, and has no clock. Read [`Inquests`] first.
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
+
+use accl_transport::Card;
+use accl_transport::frame::{Header, Kind};
+use accl_types::{Error, Moment};
+
+use crate::group::Fate;
+
+/// Others are asked again after so long what has become of a peer that some have a link to, and so often.
+pub(crate) const ROUND: Duration = Duration::from_millis(200);
+const MAX_ROUNDS: u32 = 10;
+
+/// The identity of a peer process.
+type Uuid = [u8; 16];
+
+/// A question what has become of a peer.
+pub(crate) struct Question {
+    pub(crate) number: u64,
+    pub(crate) to: Card,
+    /// Head and payload of its frame.
+    pub(crate) bytes: Vec<u8>,
+}
+
+/// What was found out of a peer.
+pub(crate) enum Found {
+    /// It had said goodbye.
+    Left,
+    /// It went without a word; the error says why it cannot be reached.
+    Lost(Error),
+}
+
+/// Peers of which others are asked, and the questions under way.
+#[derive(Default)]
+pub(crate) struct Inquests {
+    inquests: BTreeMap<Uuid, Inquest>,
+    questions: HashMap<u64, Uuid>,
+    found: Vec<(Uuid, Found)>,
+}
+
+struct Inquest {
+    error: Error,
+    /// Answers that are awaited.
+    open: usize,
+    /// Somebody has a link to it: it may be about to end.
+    is_somewhere: bool,
+    rounds: u32,
+    /// When others are asked again.
+    again_at: Option<Moment>,
+}
+
+impl Inquests {
+    /// A peer cannot be reached, because of that.
+    pub(crate) fn begin(&mut self, peer: Uuid, error: Error, now: Moment) {
+        self.questions.retain(|_, about| *about != peer);
+        let inquest = Inquest { error, open: 0, is_somewhere: false, rounds: 0, again_at: Some(now) };
+        self.inquests.insert(peer, inquest);
+    }
+
+    /// When somebody is to be asked.
+    pub(crate) fn next(&self) -> Option<Moment> {
+        self.inquests.values().filter_map(|inquest| inquest.again_at).min()
+    }
+
+    /// The answer to a question; `None`: there will be none.
+    pub(crate) fn answer(&mut self, number: u64, fate: Option<Fate>, now: Moment) {
+        let Some(uuid) = self.questions.remove(&number) else { return };
+        let Some(inquest) = self.inquests.get_mut(&uuid) else { return };
+        inquest.open -= 1;
+        match fate.unwrap_or(Fate::Unknown) {
+            Fate::Left => return self.end(uuid, Fate::Left),
+            Fate::Lost => return self.end(uuid, Fate::Lost),
+            Fate::Here => inquest.is_somewhere = true,
+            Fate::Unknown => {}
+        }
+        if inquest.open > 0 {
+            return;
+        }
+        if std::mem::take(&mut inquest.is_somewhere) && inquest.rounds < MAX_ROUNDS {
+            inquest.again_at = Some(now + ROUND);
+        } else {
+            // Those who could know are gone, too: a job that ends, as a rule.
+            let is_ending = inquest.rounds < MAX_ROUNDS;
+            self.end(uuid, if is_ending { Fate::Left } else { Fate::Lost });
+        }
+    }
+
+    /// The questions that are due. `witnesses` says who could know what has become of a peer, and `number` numbers a question.
+    pub(crate) fn ask(
+        &mut self,
+        now: Moment,
+        mut witnesses: impl FnMut(&Uuid) -> Vec<Card>,
+        mut number: impl FnMut() -> u64,
+    ) -> Vec<Question> {
+        let mut asked = Vec::new();
+        let mut unknown = Vec::new();
+        for (uuid, inquest) in &mut self.inquests {
+            if inquest.again_at.take_if(|at| *at <= now).is_none() {
+                continue;
+            }
+            let witnesses = witnesses(uuid);
+            inquest.rounds += 1;
+            inquest.open = witnesses.len();
+            if witnesses.is_empty() {
+                unknown.push(*uuid);
+            }
+            for to in witnesses {
+                let number = number();
+                self.questions.insert(number, *uuid);
+                let bytes = [&Header::new(Kind::Fate).to_bytes()[..], uuid].concat();
+                asked.push(Question { number, to, bytes });
+            }
+        }
+        unknown.into_iter().for_each(|uuid| self.end(uuid, Fate::Left));
+        asked
+    }
+
+    fn end(&mut self, uuid: Uuid, fate: Fate) {
+        self.questions.retain(|_, about| *about != uuid);
+        if let Some(Inquest { error, .. }) = self.inquests.remove(&uuid) {
+            self.found.push((uuid, if fate == Fate::Left { Found::Left } else { Found::Lost(error) }));
+        }
+    }
+
+    /// What was found out since this was asked last.
+    pub(crate) fn take_found(&mut self) -> Vec<(Uuid, Found)> {
+        std::mem::take(&mut self.found)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PEER: Uuid = [9; 16];
+
+    fn witness(pid: u32) -> Card {
+        Card {
+            version: accl_transport::PROTOCOL_VERSION,
+            uuid: [pid as u8; 16],
+            pid,
+            uid: 0,
+            hostname: String::new(),
+            host_id: String::new(),
+            addresses: Vec::new(),
+            unix_name: String::new(),
+            transports: Vec::new(),
+        }
+    }
+
+    /// Asks two others; `None` unless they are asked now.
+    fn ask(inquests: &mut Inquests, now: Moment) -> Vec<u64> {
+        let mut number = 0;
+        let next = || {
+            number += 1;
+            number
+        };
+        inquests.ask(now, |_| vec![witness(1), witness(2)], next).iter().map(|question| question.number).collect()
+    }
+
+    fn found(inquests: &mut Inquests) -> Option<bool> {
+        inquests.take_found().pop().map(|(peer, found)| {
+            assert_eq!(peer, PEER);
+            matches!(found, Found::Left)
+        })
+    }
+
+    #[test]
+    fn one_answer_that_knows_is_enough() {
+        for (fate, has_left) in [(Fate::Left, true), (Fate::Lost, false)] {
+            let (mut inquests, now) = (Inquests::default(), Moment::from_nanos(5));
+            inquests.begin(PEER, Error::peer_lost("refused"), now);
+            assert_eq!(ask(&mut inquests, now), [1, 2]);
+            assert_eq!((found(&mut inquests), inquests.next()), (None, None));
+            inquests.answer(1, Some(Fate::Unknown), now);
+            inquests.answer(2, Some(fate), now);
+            assert_eq!(found(&mut inquests), Some(has_left));
+        }
+    }
+
+    #[test]
+    fn who_still_has_a_link_is_asked_again_and_not_for_ever() {
+        let (mut inquests, mut now) = (Inquests::default(), Moment::from_nanos(5));
+        inquests.begin(PEER, Error::peer_lost("refused"), now);
+        for round in 1..=MAX_ROUNDS {
+            let asked = ask(&mut inquests, now);
+            assert_eq!(asked, [1, 2], "round {round}");
+            inquests.answer(1, Some(Fate::Here), now);
+            inquests.answer(2, None, now);
+            if round < MAX_ROUNDS {
+                assert_eq!((found(&mut inquests), inquests.next()), (None, Some(now + ROUND)));
+                now = now + ROUND;
+            }
+        }
+        assert_eq!((found(&mut inquests), inquests.next()), (Some(false), None));
+    }
+
+    #[test]
+    fn a_peer_of_which_nobody_is_left_to_know_has_left() {
+        let (mut inquests, now) = (Inquests::default(), Moment::from_nanos(5));
+        inquests.begin(PEER, Error::peer_lost("refused"), now);
+        assert!(inquests.ask(now, |_| Vec::new(), || 1).is_empty());
+        assert_eq!(found(&mut inquests), Some(true));
+        inquests.begin(PEER, Error::peer_lost("refused"), now);
+        ask(&mut inquests, now).into_iter().for_each(|number| inquests.answer(number, None, now));
+        assert_eq!(found(&mut inquests), Some(true));
+    }
+}

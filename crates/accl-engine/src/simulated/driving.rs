@@ -1,0 +1,119 @@
+//! Who makes progress in a simulated process while its threads wait: the driver, its sleep in the poller, and what wakes it.
+//!
+//! Owns what `driver` owns in a real process, but for its lock and its threads: of those that wait one drives. Read [`World::drive`] first.
+
+use accl_types::Moment;
+
+use super::clock::{self, Event};
+use super::world::{State, World};
+use crate::group::Relief;
+use crate::session::connector::NOTE_DELAY;
+
+/// What a pass takes, in nanoseconds.
+pub(super) const PASS: u64 = 300;
+
+impl World<'_> {
+    /// As `Driver::ask`: what the system says is taken from whoever would sleep next.
+    pub(super) fn look(&mut self, process: usize) {
+        let host = &mut self.processes[process];
+        if host.core.as_ref().is_some_and(|core| !core.is_parked()) {
+            host.rung = false;
+            self.wires.iter().for_each(|wire| wire.lock().ask(process));
+        }
+    }
+
+    pub(super) fn kick(&mut self, process: usize) {
+        self.enter(200, Event::Ring { process });
+    }
+
+    pub(super) fn relieve(&mut self, process: usize, relief: Relief) {
+        let waits_for_call = self.processes[process].sleep.is_some_and(|(_, waits)| waits);
+        match relief {
+            Relief::SleepsOn => {}
+            Relief::MayBeOver if !waits_for_call => {}
+            Relief::MayBeOver | Relief::Wake => self.kick(process),
+        }
+    }
+
+    /// Whoever sleeps in the poller wakes, or the next one to do so does at once.
+    pub(super) fn ring(&mut self, process: usize) {
+        self.processes[process].rung = true;
+        if self.processes[process].sleep.is_some() {
+            self.wake(process);
+        }
+    }
+
+    pub(super) fn wake(&mut self, process: usize) {
+        let host = &mut self.processes[process];
+        (host.rung, host.sleep) = (false, None);
+        self.wires.iter().for_each(|wire| wire.lock().ask(process));
+        if let Some(core) = &mut host.core {
+            core.unpark(clock::now());
+        }
+    }
+
+    /// A thread that waits, or the background thread, parks in the poller.
+    pub(super) fn drive(&mut self, process: usize) {
+        let host = &mut self.processes[process];
+        host.is_about_to_drive = false;
+        if host.sleep.is_some() {
+            return;
+        }
+        let asleep = host.threads.iter().find_map(|thread| match thread.state {
+            State::Asleep { item } => self.made.get(&(item, process)).and_then(|made| made.call.clone()),
+            _ => None,
+        });
+        let Some(core) = &mut host.core else { return };
+        let parked = core.park(asleep.as_deref(), None, true, clock::now());
+        if self.scenario.traces {
+            println!("drive {process} {parked:?} work {} residue {:?}", core.has_work(), core.residue());
+        }
+        let Ok(parked) = parked else { return };
+        let Some(until) = parked else {
+            self.look(process);
+            return;
+        };
+        host.sleeps += 1;
+        self.seen.sleeps += 1;
+        host.sleep = Some((host.sleeps, asleep.is_some()));
+        if host.rung {
+            self.wake(process);
+        } else if until != Moment::FAR {
+            let event = Event::TimeIsUp { process, sleep: host.sleeps };
+            self.agenda.lock().enter_at(until.nanos(), event);
+        }
+    }
+
+    /// Whoever sleeps on a call that is over goes on, and somebody drives while there is need.
+    pub(super) fn settle(&mut self, process: usize) {
+        let host = &mut self.processes[process];
+        let Some(core) = &mut host.core else { return };
+        core.take_completed().callbacks.into_iter().for_each(|callback| callback());
+        let (wanted, notes) = core.net.take_wanted();
+        for note in notes {
+            self.notes.push((process, note));
+            self.enter(NOTE_DELAY.as_nanos() as u64, Event::Note { index: self.notes.len() - 1 });
+        }
+        for card in wanted {
+            if let Some(wire) = self.wire_between(process, usize::from(card.uuid[0])) {
+                self.enter(0, Event::Dial { wire, process });
+            }
+        }
+        let Some(core) = &mut self.processes[process].core else { return };
+        let has_work = core.has_work();
+        let mut waits = false;
+        for thread in 0..self.processes[process].threads.len() {
+            let State::Asleep { item } = self.processes[process].threads[thread].state else { continue };
+            if self.is_over(item, process) {
+                self.resume(process, thread);
+            } else {
+                waits = true;
+            }
+        }
+        let host = &mut self.processes[process];
+        if (has_work || waits) && host.sleep.is_none() && !host.is_about_to_drive {
+            host.is_about_to_drive = true;
+            self.enter(PASS, Event::Drive { process });
+        }
+    }
+}

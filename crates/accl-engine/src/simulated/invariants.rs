@@ -1,0 +1,398 @@
+//! What must hold in every history, while it runs and when it is over.
+//!
+//! Owns the judgement alone: nothing here makes anything happen. `docs/simulated-world.md` lists what must hold. Read
+//! [`World::note_ends`] and [`World::check_rest`] first.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use accl_types::{Collective, Error, ErrorKind, Rank};
+
+use super::clock;
+use super::scenario::{Breaks, Fault, Item, Linking};
+use super::world::{Asked, TIMEOUT, Violation, World, card};
+use crate::group::{Core, GRACE, GroupState, STOP_WITHIN};
+use crate::peers::{Gone, neighbours};
+use crate::session::connector::NOTE_DELAY;
+use crate::session::inquests::{Found, ROUND};
+
+/// A call may end so much later than its deadline: somebody is in the middle of something.
+const SLACK: Duration = Duration::from_millis(3);
+/// From the failure of a group on one rank until its neighbours know, in nanoseconds: see [`World::note_failures`].
+const NEWS: u64 = (NOTE_DELAY.as_nanos() + GRACE.as_nanos() + SLACK.as_nanos()) as u64;
+
+impl World<'_> {
+    /// Whether anything but time has gone wrong, or could have.
+    fn is_well(&self) -> bool {
+        self.faults.is_empty()
+    }
+
+    fn has_flips(&self) -> bool {
+        self.faults.iter().any(|fault| matches!(fault, Fault::Flip { .. }))
+    }
+
+    /// In a world that is well, calls do not wait for time to pass: somebody was not told of something.
+    pub(super) fn check_progress(&self, process: usize) -> Result<(), Violation> {
+        if !self.is_well() || !self.agenda.lock().is_quiet() {
+            return Ok(());
+        }
+        // Calls that are held back begin after a while in any case.
+        let begins =
+            |core: &Core| core.groups.values().any(|group| group.begin_by().is_some_and(|at| at <= clock::now()));
+        let is_over = self.living().all(|(by, _)| self.calls_of(by).all(|(_, made)| made.outcome().is_some()));
+        match &self.processes[process].core {
+            Some(core) if !begins(core) && !is_over => {
+                Err(format!("only a timer makes the world go on: {}", self.unfinished()))
+            }
+            Some(_) | None => Ok(()),
+        }
+    }
+
+    /// Looks at the calls of a process that have just ended.
+    pub(super) fn note_ends(&mut self, process: usize) -> Result<(), Violation> {
+        let (is_well, has_flips) = (self.is_well(), self.has_flips());
+        let mut barriers = Vec::new();
+        let group_of = |item: usize| self.scenario.items[item].group;
+        for (&(item, by), made) in &mut self.made {
+            if by != process || made.is_ended {
+                continue;
+            }
+            let Some(outcome) = made.outcome() else { continue };
+            made.is_ended = true;
+            made.tensors.end();
+            let place = || format!("item {item} on process {process} (group {})", group_of(item));
+            let is_sealed = self.scenario.is_sealed(item);
+            match &outcome {
+                Ok(()) if made.is_odd => self.seen.done += 1,
+                Ok(()) if !has_flips || is_sealed => {
+                    self.seen.done += 1;
+                    if let Some(wrong) = made.tensors.wrong_result() {
+                        return Err(format!("{} is done, but {wrong}", place()));
+                    }
+                    if self.scenario.items[item].codec.is_some() {
+                        let bits = made.tensors.bits();
+                        if *self.bits.entry(item).or_insert_with(|| bits.clone()) != bits {
+                            return Err(format!("{} ended with other bits than on another rank", place()));
+                        }
+                    }
+                }
+                Ok(()) => self.seen.done += 1,
+                Err(error) => {
+                    self.seen.failed += 1;
+                    if is_well {
+                        return Err(format!("{} failed in a world that is well: {error}", place()));
+                    }
+                    if error.kind == ErrorKind::Internal {
+                        return Err(format!("{} failed of a defect: {error}", place()));
+                    }
+                }
+            }
+            if let Some(call) = &made.call {
+                let took = clock::now().since(call.started);
+                let never_stops = |fault: &Fault| matches!(fault, Fault::Break { breaks: Breaks::NeverStops, .. });
+                let given_up = if self.faults.iter().any(never_stops) { STOP_WITHIN } else { Duration::ZERO };
+                if took > TIMEOUT + SLACK + given_up {
+                    return Err(format!("{} ended after {took:?}: {outcome:?}", place()));
+                }
+            }
+            if outcome.is_ok() && self.scenario.items[item].collective == Collective::Barrier {
+                barriers.push(item);
+            }
+            let words = [item as u64, process as u64, clock::nanos(), u64::from(outcome.is_ok()), self.seen.hash];
+            self.seen.hash = crate::hash::hash_words(words);
+        }
+        barriers.into_iter().try_for_each(|item| self.check_barrier(item))?;
+        self.note_failures(process)
+    }
+
+    /// Looks at the groups of a process that have just failed. A rank that has failed sends notes to its neighbours, whom they reach
+    /// after `NOTE_DELAY` whether they look at a link or not, unless they know by then. What is first hand counts at once, and what is
+    /// passed on after `GRACE`. So no neighbour knows later than after the sum of both, and by induction nobody who is `hops`
+    /// neighbours away, over ranks that are there and wires that are whole, later than after `hops` times that: neighbours are a power
+    /// of two away, so there are no more hops than bits in the number of ranks while all are there.
+    fn note_failures(&mut self, process: usize) -> Result<(), Violation> {
+        let now = clock::nanos();
+        let host = &self.processes[process];
+        let made: Vec<(usize, u64)> = host.members.iter().map(|(&group, member)| (group, member.made_at)).collect();
+        for (group, made_at) in made {
+            let has_failed = self.state(process, group).is_some_and(|state| state.poison().is_some());
+            if !has_failed || self.failed_at.contains_key(&(process, group)) {
+                continue;
+            }
+            for (neighbour, failed_at) in self.informants(process, group) {
+                let late = now.saturating_sub(failed_at.max(made_at) + NEWS);
+                if late > 0 {
+                    return Err(format!(
+                        "process {process} learns of the failure of group {group} {late} ns later than it must from its neighbour \
+                         {neighbour}, where it failed at {failed_at}"
+                    ));
+                }
+            }
+            self.failed_at.insert((process, group), now);
+        }
+        Ok(())
+    }
+
+    /// The processes of neighbours of a process's rank on which the group has failed, and when, if they have lived long enough since
+    /// to say so, and the wire between them is whole.
+    fn informants(&self, process: usize, group: usize) -> impl Iterator<Item = (usize, u64)> {
+        let spec = &self.scenario.groups[group];
+        let rank = spec.rank_of(process).map(|rank| Rank(rank as u32));
+        let ranks = rank.into_iter().flat_map(|rank| neighbours(rank, spec.members.len() as u32));
+        ranks.filter_map(move |rank| {
+            let neighbour = spec.members[rank.index()];
+            let failed_at = *self.failed_at.get(&(neighbour, group))?;
+            let has_lived =
+                self.processes[neighbour].died_at.is_none_or(|at| at > failed_at + NOTE_DELAY.as_nanos() as u64);
+            let wire = self.wire_between(process, neighbour)?;
+            (has_lived && self.is_whole(wire)).then_some((neighbour, failed_at))
+        })
+    }
+
+    /// Whether nothing befalls a wire that would keep its ends from each other. Who finds a flipped bit gives the other up.
+    fn is_whole(&self, wire: usize) -> bool {
+        let state = self.wires[wire].lock();
+        let flips = self.faults.iter().any(|fault| matches!(fault, Fault::Flip { wire: at, .. } if *at == wire));
+        !state.is_cut() && !state.is_silent() && !flips
+    }
+
+    /// With nothing under way any more, and before anybody looks at links that nobody needs: whoever has a neighbour that knows of a
+    /// failure does so, too.
+    pub(super) fn check_news(&self) -> Result<(), Violation> {
+        for (process, host) in self.living() {
+            for &group in host.members.keys() {
+                let knows = self.state(process, group).is_none_or(|state| state.poison().is_some());
+                if let Some((neighbour, _)) = self.informants(process, group).next().filter(|_| !knows) {
+                    return Err(format!(
+                        "group {group} has failed on process {neighbour}, and its neighbour {process} was not told"
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Before a process does anything: none of its calls has waited for long for a process that is dead. Its host says so to those that
+    /// have a link, after what is under way, and refuses those that ask for one; both take less than a millisecond. Who was refused asks
+    /// others, and asks again after a `ROUND` if one of them has yet to hear of it, which it has by then.
+    pub(super) fn check_waits(&self, process: usize) -> Result<(), Violation> {
+        let Some(core) = &self.processes[process].core else { return Ok(()) };
+        let dead: Vec<(usize, u64)> = self.faults.iter().filter_map(|fault| self.killed_by(fault)).collect();
+        for &(corpse, died_at) in &dead {
+            if self.wire_between(process, corpse).is_none_or(|wire| self.is_slow(wire)) {
+                continue;
+            }
+            for (&group, member) in &self.processes[process].members {
+                let rank = self.scenario.groups[group].rank_of(corpse).map(|rank| Rank(rank as u32));
+                let (Some(rank), Some(state)) = (rank, core.groups.get(&member.caller.group)) else { continue };
+                for call in state.calls_that_need(rank) {
+                    let since = call.started.nanos().max(died_at);
+                    let asks = if self.scenario.linking == Linking::AtFirst { Duration::ZERO } else { ROUND };
+                    if clock::nanos() > since + (asks + SLACK).as_nanos() as u64 {
+                        return Err(format!(
+                            "on process {process} call {} of group {group} has needed process {corpse}, which is dead, since {since}",
+                            call.seq
+                        ));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// No process of a history ends in good order: where one was asked that knows that another is lost, that one has not left.
+    pub(super) fn check_fate(&self, process: usize, peer: usize, found: &Found) -> Result<(), Violation> {
+        let uuid = card(peer).uuid;
+        let about_it = |asked: &&Asked| asked.from == process && asked.question.bytes.ends_with(&uuid);
+        match self.questions.iter().filter(about_it).find(|asked| asked.knows_loss) {
+            Some(Asked { to, .. }) if matches!(found, Found::Left) => Err(format!(
+                "process {process} takes {peer} for one that has left, and {to}, which it asked, knows that it is lost"
+            )),
+            Some(_) | None => Ok(()),
+        }
+    }
+
+    /// Whether a process takes another for lost.
+    pub(super) fn knows_loss(&self, process: usize, of: usize) -> bool {
+        let net = self.processes[process].core.as_ref().map(|core| &core.net);
+        let gone = net.and_then(|net| net.gone(&card(of).uuid).and_then(|id| net.peer(id).gone.as_ref()));
+        matches!(gone, Some(Gone::Lost(_)))
+    }
+
+    fn killed_by(&self, fault: &Fault) -> Option<(usize, u64)> {
+        match fault {
+            Fault::Kill { process, .. } => Some((*process, self.processes[*process].died_at?)),
+            _ => None,
+        }
+    }
+
+    /// Whether the end of a process may be heard late over a wire: it was held up, or its host has vanished.
+    fn is_slow(&self, wire: usize) -> bool {
+        let stalls = self.faults.iter().any(|fault| matches!(fault, Fault::Stall { wire: at, .. } if *at == wire));
+        stalls || self.wires[wire].lock().is_silent()
+    }
+
+    /// What any rank has begun before a barrier is over when the barrier is, on every rank.
+    fn check_barrier(&self, barrier: usize) -> Result<(), Violation> {
+        let group = self.scenario.items[barrier].group;
+        let is_before = |item: usize| {
+            let earlier = &self.scenario.items[item];
+            item < barrier && earlier.group == group && !earlier.is_message()
+        };
+        let open = self.made.iter().find(|((item, process), made)| {
+            is_before(*item) && made.outcome().is_none() && self.processes[*process].core.is_some()
+        });
+        open.map_or(Ok(()), |((item, process), _)| {
+            Err(format!("barrier {barrier} is over, and item {item} before it is in flight on process {process}"))
+        })
+    }
+
+    /// When all have ended: nothing is left over, and a failure has reached everybody.
+    pub(super) fn check_rest(&self) -> Result<(), Violation> {
+        for (process, host) in self.living() {
+            let Some(core) = &host.core else { continue };
+            if self.is_well() {
+                let left = core.residue();
+                if !left.is_empty() {
+                    return Err(format!("process {process} has left over: {}", left.join(", ")));
+                }
+            }
+        }
+        if self.is_well() {
+            self.check_credits()?;
+        }
+        self.check_causes()
+    }
+
+    /// What one may send ahead and what the other has yet to give back make up the window.
+    fn check_credits(&self) -> Result<(), Violation> {
+        for (index, group) in self.scenario.groups.iter().enumerate() {
+            for (a, &mine) in group.members.iter().enumerate() {
+                for (b, &theirs) in group.members.iter().enumerate() {
+                    let (Some(mine), Some(theirs)) = (self.state(mine, index), self.state(theirs, index)) else {
+                        continue;
+                    };
+                    let (left, _, window) = mine.members.credit(Rank(b as u32));
+                    let (_, owed, _) = theirs.members.credit(Rank(a as u32));
+                    if a != b && left + owed != window {
+                        return Err(format!(
+                            "in group {index} rank {a} may send {left} bytes ahead to {b}, which owes {owed} of {window}"
+                        ));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A group that has failed has failed on all ranks that are still in it, for a reason that has come to pass.
+    fn check_causes(&self) -> Result<(), Violation> {
+        if self.has_flips() {
+            return Ok(());
+        }
+        for (index, group) in self.scenario.groups.iter().enumerate() {
+            let states: Vec<(usize, &GroupState)> =
+                group.members.iter().filter_map(|&member| Some((member, self.state(member, index)?))).collect();
+            let failed: Vec<(usize, &Error)> =
+                states.iter().filter_map(|(member, state)| Some((*member, state.poison()?))).collect();
+            let Some((_, first)) = failed.first() else { continue };
+            let (may, is_alone) = self.may_fail_of(index);
+            if let Some((member, error)) = failed.iter().find(|(_, error)| !may.contains(&error.kind)) {
+                return Err(format!("group {index} failed on process {member} of what did not happen: {error}"));
+            }
+            // A rank that is cut off hears of nothing.
+            let is_cut = self.faults.iter().any(|fault| matches!(fault, Fault::Cut { .. }));
+            if let Some((member, _)) = states.iter().find(|(_, state)| state.poison().is_none() && !is_cut) {
+                return Err(format!("group {index} has failed, and process {member} does not know: {first}"));
+            }
+            if let Some((member, other)) = failed.iter().find(|(_, error)| is_alone && error.kind != first.kind) {
+                return Err(format!(
+                    "process {member} says that group {index} failed of another cause: {first}; {other}"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn takes_from_any(&self, group: usize) -> bool {
+        let has_item =
+            |(index, item): (usize, &Item)| item.group == group && item.is_from_any && self.scenario.has_item(index);
+        self.scenario.items.iter().enumerate().any(has_item)
+    }
+
+    /// The kinds of errors that a group may have failed of, and whether one fault alone concerns it.
+    fn may_fail_of(&self, group: usize) -> (Vec<ErrorKind>, bool) {
+        let spec = &self.scenario.groups[group];
+        let mut kinds: Vec<ErrorKind> = Vec::new();
+        let mut count = 0;
+        for (index, fault) in self.faults.iter().enumerate() {
+            let may: &[ErrorKind] = match fault {
+                // Who dies before anybody has a link to it is taken for one that has left: a message from any rank may still come.
+                Fault::Kill { process, .. } if spec.members.contains(process) => {
+                    if self.scenario.linking != Linking::AtFirst && self.takes_from_any(group) {
+                        &[ErrorKind::PeerLost, ErrorKind::Timeout]
+                    } else {
+                        &[ErrorKind::PeerLost]
+                    }
+                }
+                Fault::Vanish { process, .. } if spec.members.contains(process) => {
+                    &[ErrorKind::PeerLost, ErrorKind::Timeout]
+                }
+                Fault::Cut { wire, .. }
+                    if self.scenario.wires[*wire].0.iter().all(|end| spec.members.contains(end)) =>
+                {
+                    &[ErrorKind::PeerLost]
+                }
+                // A rank that needs nothing from the one that disagrees may have left the group meanwhile.
+                Fault::Disagree { item, .. } if self.scenario.items[*item].group == group => &[
+                    ErrorKind::Mismatch,
+                    ErrorKind::Protocol,
+                    ErrorKind::Timeout,
+                    ErrorKind::PeerLost,
+                    ErrorKind::Aborted,
+                ],
+                Fault::Abort { item, .. } if self.scenario.items[*item].group == group => &[ErrorKind::Aborted],
+                Fault::Break { item, breaks: Breaks::Fails, .. } if self.scenario.items[*item].group == group => {
+                    &[ErrorKind::Device]
+                }
+                Fault::Break { breaks: Breaks::Fails, .. } => &[],
+                // A message from any rank may still come from another one.
+                Fault::Leave { item, .. } if self.scenario.items[*item].group == group => {
+                    &[ErrorKind::Aborted, ErrorKind::PeerLost, ErrorKind::Timeout]
+                }
+                // Whoever waits in another group until its deadline is late in this one.
+                Fault::Stall { .. }
+                | Fault::Late { .. }
+                | Fault::Vanish { .. }
+                | Fault::Disagree { .. }
+                | Fault::Leave { .. }
+                | Fault::Break { .. } => &[ErrorKind::Timeout],
+                Fault::Kill { .. } | Fault::Cut { .. } | Fault::Abort { .. } | Fault::Flip { .. } => &[],
+            };
+            if self.struck.contains(&index) || matches!(fault, Fault::Late { .. } | Fault::Stall { .. }) {
+                count += usize::from(!may.is_empty());
+                kinds.extend(may);
+            }
+        }
+        let is_alone = count == 1 && kinds.len() == 1;
+        (kinds, is_alone)
+    }
+
+    /// Nobody has written where nobody may.
+    pub(super) fn check_calls(&mut self) -> Result<(), Violation> {
+        for (&(item, process), made) in &mut self.made {
+            // Those of calls that were in flight when their process died are dropped with it.
+            let callbacks = made.callbacks.load(Ordering::Relaxed);
+            let wanted = usize::from(made.call.is_some() && made.is_ended);
+            if callbacks != wanted {
+                return Err(format!(
+                    "item {item} on process {process} has told of its end {callbacks} times, not {wanted}"
+                ));
+            }
+            if let Some(trespass) = made.tensors.trespass() {
+                return Err(format!("item {item} on process {process}: {trespass}"));
+            }
+        }
+        Ok(())
+    }
+}

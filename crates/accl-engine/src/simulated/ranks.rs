@@ -1,0 +1,341 @@
+//! What the threads of a simulated process do: they make groups and calls, wait, and leave, as their programs say.
+//!
+//! Owns the way of a call from a program to the protocol, in the manner of `api::group` and of a wait that looks itself. Who drives when
+//! all sleep is in `driving`. Read [`World::run_thread`] first.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use accl_schedule::cost::{Machine, Near, Placement};
+use accl_schedule::{Basis, Chooser, Topology};
+use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, ReduceOp};
+
+use super::clock::{self, Event};
+use super::driving::PASS;
+use super::external::Device;
+use super::oracle::Tensors;
+use super::scenario::{Fault, Matter, Step};
+use super::world::{Made, Member, State, TIMEOUT, Violation, World};
+use crate::api::planning::Planning;
+use crate::call::{Blocks, CallDesc, CallState, Codecs, Encoding, MemoryKind, Mode, TensorCodecs};
+use crate::exec::SpinLimit;
+use crate::group::{Caller, Core, FastPathEnd, GroupState, Launched, Relief, Tell};
+use crate::peers::Members;
+use crate::plan::Planner;
+
+impl World<'_> {
+    pub(super) fn run_thread(&mut self, process: usize, thread: usize) -> Result<(), Violation> {
+        if self.processes[process].core.is_none() {
+            return Ok(());
+        }
+        match self.processes[process].threads[thread].state {
+            State::Running => self.step(process, thread),
+            State::Spinning { item, left, watches } => {
+                self.spin(process, thread, item, left, watches);
+                Ok(())
+            }
+            State::Asleep { item } => {
+                if self.is_over(item, process) {
+                    self.resume(process, thread);
+                }
+                Ok(())
+            }
+            State::Over => Ok(()),
+        }
+    }
+
+    pub(super) fn resume(&mut self, process: usize, thread: usize) {
+        self.processes[process].threads[thread].state = State::Running;
+        self.enter(100, Event::Run { process, thread });
+    }
+
+    fn step(&mut self, process: usize, thread: usize) -> Result<(), Violation> {
+        let this = &mut self.processes[process].threads[thread];
+        let Some(&step) = this.steps.get(this.at) else {
+            this.state = State::Over;
+            return Ok(());
+        };
+        this.at += 1;
+        match step {
+            Step::Compute(nanos) => self.enter(nanos, Event::Run { process, thread }),
+            Step::Make(group) => {
+                self.make_group(process, group);
+                self.enter(1000, Event::Run { process, thread });
+            }
+            Step::Call(item) => self.make_call(process, thread, item)?,
+            Step::Wait(item) => {
+                let left = self.scenario.spins;
+                self.processes[process].threads[thread].state = State::Spinning { item, left, watches: false };
+                self.enter(0, Event::Run { process, thread });
+            }
+            Step::Leave(group) => {
+                self.leave(process, group);
+                self.enter(1000, Event::Run { process, thread });
+            }
+        }
+        Ok(())
+    }
+
+    /// As a wait that looks itself for a while.
+    fn spin(&mut self, process: usize, thread: usize, item: usize, left: u32, mut watches: bool) {
+        let is_over = self.is_over(item, process);
+        let Some(core) = &mut self.processes[process].core else { return };
+        if is_over || left == 0 {
+            let relief = if watches { core.unwatch(clock::now()) } else { Relief::SleepsOn };
+            let must = !is_over && core.must_wake_driver(core.next_deadline());
+            self.relieve(process, relief);
+            if must {
+                self.kick(process);
+            }
+            if is_over {
+                self.resume(process, thread);
+            } else {
+                self.processes[process].threads[thread].state = State::Asleep { item };
+            }
+            return;
+        }
+        watches = watches || core.watch();
+        let call = self.made.get(&(item, process)).and_then(|made| made.call.as_ref());
+        let streams = call.map(|call| core.streams_of(call)).unwrap_or_default();
+        streams.iter().for_each(|&peer| core.net.look_again(peer));
+        if streams.is_empty() {
+            self.look(process);
+        }
+        let Some(core) = &mut self.processes[process].core else { return };
+        core.pass(clock::now());
+        if !watches && core.must_wake_driver(None) {
+            self.kick(process);
+        }
+        self.processes[process].threads[thread].state = State::Spinning { item, left: left - 1, watches };
+        self.enter(PASS, Event::Run { process, thread });
+    }
+
+    fn make_group(&mut self, process: usize, index: usize) {
+        self.link_neighbours(process, index);
+        let spec = &self.scenario.groups[index];
+        let Some(rank) = spec.rank_of(process) else { return };
+        let host = &mut self.processes[process];
+        let peers = spec.members.iter().map(|&member| host.peers[member].expect("all are introduced")).collect();
+        let Some(core) = &mut host.core else { return };
+        let (id, name) = (index as u64 + 1, Arc::from(format!("g{index}")));
+        let rank = Rank(rank as u32);
+        let mut state = GroupState::new(id, Arc::clone(&name), rank, TIMEOUT, Members::new(peers, spec.eager_bytes));
+        state.timing = self.scenario.seed.is_multiple_of(3);
+        core.add_group(state, clock::now());
+        let placement = Placement { near: Near::Shm, cores: 8, segment_bytes: self.scenario.segment };
+        let basis = Basis { machine: Machine::default(), placement, deterministic: false };
+        let chooser = Chooser::new(Topology::new(spec.hosts.clone()), spec.rules.clone(), &basis);
+        let world = spec.members.len() as u32;
+        let caller = Caller { group: id, name, rank, world, global_rank: process as u64 };
+        let member = Member {
+            caller,
+            planning: Planning::new(Planner::new(chooser, rank)),
+            has_left: false,
+            made_at: clock::nanos(),
+        };
+        host.members.insert(index, member);
+    }
+
+    pub(super) fn leave(&mut self, process: usize, group: usize) {
+        let host = &mut self.processes[process];
+        let (Some(core), Some(member)) = (&mut host.core, host.members.get_mut(&group)) else { return };
+        if std::mem::replace(&mut member.has_left, true) {
+            return;
+        }
+        core.look_again_at(member.caller.group);
+        core.pass_whole(clock::now());
+        let _ = core.leave_group(member.caller.group, clock::now());
+        core.net.flush_all();
+        self.kick(process);
+    }
+
+    fn make_call(&mut self, process: usize, thread: usize, index: usize) -> Result<(), Violation> {
+        let item = &self.scenario.items[index];
+        let Some(rank) = self.scenario.groups[item.group].rank_of(process) else { return Ok(()) };
+        let fault = self.fault_of(index, rank);
+        let this = &mut self.processes[process].threads[thread];
+        if let Some(Fault::Late { wait, .. }) = fault
+            && this.was_late != Some(index)
+        {
+            this.was_late = Some(index);
+            this.at -= 1;
+            self.enter(wait, Event::Run { process, thread });
+            return Ok(());
+        }
+        match fault {
+            Some(Fault::Abort { .. }) => self.abort(process, item.group),
+            Some(Fault::Leave { .. }) => self.leave(process, item.group),
+            _ => {}
+        }
+        let odd = match fault {
+            Some(Fault::Disagree { on, .. }) => Some(on),
+            _ => None,
+        };
+        let world = self.scenario.groups[item.group].members.len();
+        let (tensors, inputs, outputs) = Tensors::new(index, item, rank, world, odd == Some(Matter::Count));
+        let mut desc = CallDesc::new(item.collective, item.dtype);
+        (desc.inputs, desc.outputs, desc.op) = (inputs, outputs, item.op);
+        desc.root = Rank(item.root as u32);
+        desc.equal_blocks =
+            item.is_equal && !matches!(item.collective, Collective::ReduceScatter | Collective::AllGather);
+        desc.mode = if item.is_async[rank] { Mode::Async } else { Mode::Blocking };
+        if item.is_message() {
+            let sends = rank == item.ends.0;
+            desc.collective = if sends { Collective::Send } else { Collective::Recv };
+            let peer = if sends { item.ends.1 } else { item.ends.0 };
+            desc.peer = (sends || !item.is_from_any).then_some(Rank(peer as u32));
+            desc.tag = item.tag;
+        } else if !item.collective.is_rooted() {
+            desc.root = Rank(0);
+        }
+        match odd {
+            Some(Matter::Operator) => desc.op = if desc.op == ReduceOp::Sum { ReduceOp::Max } else { ReduceOp::Sum },
+            Some(Matter::Root) if item.collective.is_rooted() => {
+                desc.root = Rank((item.root as u32 + 1) % world as u32)
+            }
+            Some(Matter::Collective) if !item.is_message() => {
+                desc = CallDesc::new(Collective::Barrier, Dtype::U8);
+                desc.mode = if item.is_async[rank] { Mode::Async } else { Mode::Blocking };
+            }
+            Some(_) | None => {}
+        }
+        if let Some(codec) = item.codec.filter(|_| desc.collective == item.collective) {
+            desc.encoding = encoding(codec, index as u64).into();
+        }
+        if self.scenario.is_staged(index, rank) {
+            self.stage(index, rank, process, &mut desc);
+        }
+        let made = self.submit(process, item.group, &desc);
+        let (call, refused) = match made {
+            Ok(call) => (call, None),
+            Err(error) => {
+                // A refused call has no number: what follows would be taken for it. Its program ends there.
+                if odd.is_some() && error.kind != ErrorKind::Aborted {
+                    self.abort(process, item.group);
+                }
+                (None, Some(error))
+            }
+        };
+        let callbacks: Arc<AtomicUsize> = Arc::default();
+        if let Some(call) = &call {
+            let counter = callbacks.clone();
+            let callback = Box::new(move || {
+                counter.fetch_add(1, Ordering::Relaxed);
+            });
+            if let Some(callback) = call.keep_callback(callback) {
+                callback();
+            }
+        }
+        self.made.insert(
+            (index, process),
+            Made { call, refused, tensors, is_ended: false, is_odd: odd.is_some(), callbacks },
+        );
+        self.enter(500, Event::Run { process, thread });
+        Ok(())
+    }
+
+    /// Puts the tensors of a call where only a stand-in for a device reaches them.
+    fn stage(&mut self, item: usize, rank: usize, process: usize, desc: &mut CallDesc) {
+        let at_rank = |fault: &Fault| match fault {
+            Fault::Break { item: at, rank: of, breaks } if (*at, *of) == (item, rank) => Some(*breaks),
+            _ => None,
+        };
+        let found = self.faults.iter().enumerate().find_map(|(index, fault)| Some((index, at_rank(fault)?)));
+        self.struck.extend(found.map(|(index, _)| index));
+        let elsewhere = |blocks: &Blocks| -> Blocks {
+            let device = MemoryKind::Device { id: process as u32 };
+            blocks
+                .iter()
+                .map(|block| block.iter().map(|tensor| tensor.clone().in_memory(device)).collect::<Vec<_>>())
+                .collect()
+        };
+        (desc.inputs, desc.outputs) = (elsewhere(&desc.inputs), elsewhere(&desc.outputs));
+        let seed = crate::hash::hash_words([self.scenario.seed, item as u64, process as u64]);
+        let breaks = found.map(|(_, breaks)| breaks);
+        desc.staging = Some(Arc::new(Device::new(&self.elsewhere, &self.agenda, process, breaks, seed)));
+        self.seen.staged += 1;
+    }
+
+    /// As `Group::run` and `Group::submit` do it.
+    fn submit(&mut self, process: usize, group: usize, desc: &CallDesc) -> Result<Option<Arc<CallState>>, Error> {
+        let host = &mut self.processes[process];
+        let (Some(core), Some(member)) = (&mut host.core, host.members.get(&group)) else {
+            return Err(Error::internal("a call without its group"));
+        };
+        if member.has_left {
+            return Err(member.caller.destroyed(Some(desc.collective)));
+        }
+        if desc.may_take_fast_path() {
+            let draws = self.seen.events;
+            let spin_limit =
+                SpinLimit { spins: 1 + (draws % 3) as u32, yields: (draws % 5) as u32, yield_now: clock::yield_now };
+            let watches = core.watch();
+            let ran = core.guarded(|core| core.run_fast_path(member.caller.group, desc, spin_limit))?;
+            let ran = ran.map(|end| match end {
+                FastPathEnd::Done { .. } => Ok(None),
+                FastPathEnd::Stopped(stopped) => member.caller.resume(core, desc, *stopped, clock::now()).map(Some),
+            });
+            let relief = if watches { core.unwatch(clock::now()) } else { Relief::SleepsOn };
+            self.relieve(process, relief);
+            match ran {
+                Some(Ok(None)) => {
+                    self.seen.fast += 1;
+                    return Ok(None);
+                }
+                Some(Ok(Some(launched))) => return Ok(Some(self.launched(process, launched))),
+                Some(Err(error)) => return Err(error),
+                None => {}
+            }
+        }
+        let host = &mut self.processes[process];
+        let (Some(core), Some(member)) = (&mut host.core, host.members.get(&group)) else {
+            return Err(Error::internal("a call without its group"));
+        };
+        desc.check(member.caller.rank, member.caller.world)?;
+        let shape = (!desc.collective.is_point_to_point()).then(|| member.planning.get(desc)).transpose()?;
+        let prepared = member.caller.prepare(desc, shape)?;
+        let launched = member.caller.start(core, desc, prepared, None, clock::now())?;
+        Ok(Some(self.launched(process, launched)))
+    }
+
+    fn launched(&mut self, process: usize, launched: Launched) -> Arc<CallState> {
+        let Launched { call, wakes_driver } = launched;
+        if wakes_driver {
+            self.kick(process);
+        }
+        if call.is_async && !call.is_done() {
+            self.look(process);
+            if let Some(core) = &mut self.processes[process].core {
+                core.pass(clock::now());
+                if core.must_wake_driver(None) {
+                    self.kick(process);
+                }
+            }
+        }
+        let owes_look = |core: &mut Core| core.take_owed_look();
+        if call.is_done() && self.processes[process].core.as_mut().is_some_and(owes_look) {
+            self.look(process);
+            if let Some(core) = &mut self.processes[process].core {
+                core.pass_whole(clock::now());
+            }
+        }
+        call
+    }
+
+    fn abort(&mut self, process: usize, group: usize) {
+        let host = &mut self.processes[process];
+        let (Some(core), Some(member)) = (&mut host.core, host.members.get(&group)) else { return };
+        let error = member.caller.placed(Error::aborted("abort was called: by the world"));
+        core.with_group(member.caller.group, clock::now(), |group, context| group.fail(error, context, Tell::Peers));
+        core.net.flush_all();
+        self.kick(process);
+    }
+}
+
+fn encoding(text: &str, id: u64) -> Encoding {
+    let codec = accl_kernels::codec::parse(text).unwrap_or_else(|error| panic!("{text}: {error}"));
+    let raw = accl_kernels::codec::parse("raw").unwrap_or_else(|error| panic!("raw: {error}"));
+    let codecs = Codecs::new(vec![TensorCodecs { inner: raw, up: codec.clone(), down: codec, id }]);
+    let codecs = codecs.unwrap_or_else(|error| panic!("{text}: {error}"));
+    Encoding { codecs, seed: 5, step: id, residuals: None, audit: None }
+}

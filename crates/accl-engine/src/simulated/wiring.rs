@@ -1,0 +1,238 @@
+//! The links of a simulated world, how they come to be, and what befalls them and their processes: deaths, cuts, notes.
+//!
+//! Owns what `session::connector` owns in a real process. How a link carries frames is in `link`. Read [`World::strike`] and
+//! [`World::dial`] first.
+
+use accl_types::{Error, Rank};
+
+use super::clock::{self, Event};
+use super::link::SimulatedLink;
+use super::scenario::{Fault, Linking};
+use super::world::{Asked, State, Violation, World, card};
+use crate::peers::neighbours;
+use crate::session::inquests::Found;
+
+impl World<'_> {
+    pub(super) fn strike(&mut self, index: usize) {
+        self.struck.insert(index);
+        match self.faults[index].clone() {
+            Fault::Kill { process, .. } => self.kill(process),
+            Fault::Cut { wire, .. } => self.wires[wire].lock().cut(),
+            Fault::Stall { wire, end, wait, .. } => self.wires[wire].lock().stall(end, wait),
+            Fault::Vanish { process, .. } => {
+                for (wire, (ends, _)) in self.wires.iter().zip(&self.scenario.wires) {
+                    if ends.contains(&process) {
+                        wire.lock().fall_silent();
+                    }
+                }
+                self.kill(process);
+            }
+            Fault::Flip { .. }
+            | Fault::Disagree { .. }
+            | Fault::Late { .. }
+            | Fault::Abort { .. }
+            | Fault::Leave { .. }
+            | Fault::Break { .. } => {}
+        }
+    }
+
+    pub(super) fn kill(&mut self, process: usize) {
+        let host = &mut self.processes[process];
+        host.core = None;
+        host.died_at.get_or_insert(clock::nanos());
+        host.sleep = None;
+        host.threads.iter_mut().for_each(|thread| thread.state = State::Over);
+        let wires = &self.scenario.wires;
+        self.pending.retain(|&(wire, end), _| wires[wire].0[end] != process);
+    }
+
+    /// What goes wrong with a rank's call, if anything does.
+    pub(super) fn fault_of(&mut self, item: usize, rank: usize) -> Option<Fault> {
+        let at = |fault: &Fault| match fault {
+            Fault::Disagree { item, rank, .. }
+            | Fault::Late { item, rank, .. }
+            | Fault::Abort { item, rank }
+            | Fault::Leave { item, rank } => Some((*item, *rank)),
+            _ => None,
+        };
+        let index = self.faults.iter().position(|fault| at(fault) == Some((item, rank)))?;
+        self.struck.insert(index);
+        Some(self.faults[index].clone())
+    }
+
+    pub(super) fn wire_between(&self, one: usize, other: usize) -> Option<usize> {
+        self.scenario.wires.iter().position(|(ends, _)| ends.contains(&one) && ends.contains(&other) && one != other)
+    }
+
+    /// As `session::connector` makes a link that a process wants.
+    pub(super) fn dial(&mut self, wire: usize, process: usize) {
+        if self.dialled.contains(&wire) || self.processes[process].core.is_none() {
+            return;
+        }
+        let ends = self.scenario.wires[wire].0;
+        let peer = if ends[0] == process { ends[1] } else { ends[0] };
+        let latency = self.wires[wire].lock().latency();
+        if self.wires[wire].lock().is_silent() {
+            // No answer comes before anybody's deadline.
+        } else if self.processes[peer].core.is_none() || self.wires[wire].lock().is_cut() {
+            self.enter(latency, Event::Refused { process, peer });
+        } else {
+            self.connect(wire);
+            for end in 0..2 {
+                let wait = self.wires[wire].lock().latency();
+                self.enter(wait, Event::Attach { wire, end });
+            }
+        }
+    }
+
+    /// As `session::connector` sends a note, and the one of its receiver takes it.
+    pub(super) fn deliver(&mut self, index: usize) -> Result<(), Violation> {
+        let (from, note) = &self.notes[index];
+        let (from, to) = (*from, usize::from(note.to.uuid[0]));
+        let is_reached = self.wire_between(from, to).is_some_and(|wire| self.is_passable(wire));
+        let sender = self.processes[from].core.as_ref();
+        if !is_reached || !sender.is_some_and(|core| core.is_note_needed(&note.to.uuid, note.group)) {
+            return Ok(());
+        }
+        if let Some(core) = &mut self.processes[to].core {
+            core.on_note(&card(from).uuid, &note.bytes, clock::now());
+            self.kick(to);
+            self.settle(to);
+            self.note_ends(to)?;
+        }
+        Ok(())
+    }
+
+    /// Makes both ends of a wire.
+    fn connect(&mut self, wire: usize) {
+        self.dialled.insert(wire);
+        for end in 0..2 {
+            self.pending.insert((wire, end), SimulatedLink::new(&self.wires[wire], end));
+        }
+    }
+
+    /// Gives an end of a wire to its process.
+    pub(super) fn attach(&mut self, wire: usize, end: usize) {
+        let ends = self.scenario.wires[wire].0;
+        let Some(link) = self.pending.remove(&(wire, end)) else { return };
+        let host = &mut self.processes[ends[end]];
+        if let (Some(core), Some(peer)) = (&mut host.core, host.peers[ends[1 - end]]) {
+            core.attach(peer, Box::new(link), clock::now());
+            self.kick(ends[end]);
+        }
+    }
+
+    /// A process cannot reach another one: the wire is cut, or the other has ended, and then it asks who knows more.
+    pub(super) fn refuse(&mut self, process: usize, peer: usize) -> Result<(), Violation> {
+        if self.processes[peer].core.is_none() {
+            let error = Error::peer_lost("its process has ended");
+            self.processes[process].inquests.begin(card(peer).uuid, error, clock::now());
+            return self.inquire(process);
+        }
+        self.heed(process, peer, Found::Lost(Error::peer_lost("there is no way to it")));
+        Ok(())
+    }
+
+    /// As `session::connector` asks others what has become of peers, and heeds what they say.
+    pub(super) fn inquire(&mut self, process: usize) -> Result<(), Violation> {
+        let numbers = self.questions.len() as u64..;
+        let host = &mut self.processes[process];
+        let Some(core) = &host.core else { return Ok(()) };
+        let mut numbers = numbers.into_iter();
+        let number = || numbers.next().unwrap_or_default();
+        let questions = host.inquests.ask(clock::now(), |uuid| core.witnesses(uuid), number);
+        for question in questions {
+            let to = usize::from(question.to.uuid[0]);
+            let index = self.questions.len();
+            self.questions.push(Asked { from: process, to, question, answer: None, knows_loss: false });
+            let wait = self.wire_between(process, to).map_or(0, |wire| self.wires[wire].lock().latency());
+            self.enter(wait, Event::Question { index });
+        }
+        for (uuid, found) in self.processes[process].inquests.take_found() {
+            let peer = usize::from(uuid[0]);
+            // Of one that was found lost before nobody is asked any more.
+            if self.lacks_link(process, peer) {
+                self.check_fate(process, peer, &found)?;
+            }
+            self.heed(process, peer, found);
+        }
+        if let Some(at) = self.processes[process].inquests.next() {
+            self.agenda.lock().enter_at(at.nanos(), Event::Inquire { process });
+        }
+        Ok(())
+    }
+
+    fn lacks_link(&self, process: usize, peer: usize) -> bool {
+        let host = &self.processes[process];
+        host.core.as_ref().zip(host.peers[peer]).is_some_and(|(core, peer)| core.net.is_unlinked(peer))
+    }
+
+    fn heed(&mut self, process: usize, peer: usize, found: Found) {
+        let host = &mut self.processes[process];
+        if let (Some(core), Some(peer)) = (&mut host.core, host.peers[peer]) {
+            match found {
+                Found::Left => core.depart(peer, clock::now()),
+                Found::Lost(error) => core.lose(peer, error, clock::now()),
+            }
+            self.kick(process);
+        }
+    }
+
+    /// A process answers what has become of another one, if the question reaches it.
+    pub(super) fn ask(&mut self, index: usize) -> Result<(), Violation> {
+        let Asked { from, to, ref question, .. } = self.questions[index];
+        let wire = self.wire_between(from, to);
+        let is_reached = wire.is_some_and(|wire| self.is_passable(wire));
+        if let Some(core) = self.processes[to].core.as_mut().filter(|_| is_reached) {
+            let answer = core.on_note(&card(from).uuid, &question.bytes, clock::now());
+            let about = question.bytes.last().map_or(0, |&byte| usize::from(byte));
+            let knows_loss = self.knows_loss(to, about);
+            let asked = &mut self.questions[index];
+            (asked.answer, asked.knows_loss) = (Some(answer), knows_loss);
+            self.kick(to);
+            self.settle(to);
+            self.note_ends(to)?;
+        }
+        let wait = wire.map_or(0, |wire| self.wires[wire].lock().latency());
+        self.enter(wait, Event::Answer { index });
+        Ok(())
+    }
+
+    /// Who has asked has its answer, or learns that there is none.
+    pub(super) fn answer(&mut self, index: usize) -> Result<(), Violation> {
+        let Asked { from, ref question, answer, .. } = self.questions[index];
+        self.processes[from].inquests.answer(question.number, answer, clock::now());
+        self.inquire(from)?;
+        self.settle(from);
+        self.note_ends(from)
+    }
+
+    /// Whether what is said besides links gets through.
+    fn is_passable(&self, wire: usize) -> bool {
+        let wire = self.wires[wire].lock();
+        !wire.is_cut() && !wire.is_silent()
+    }
+
+    /// Makes the links that a rank has from the beginning.
+    pub(super) fn link_neighbours(&mut self, process: usize, group: usize) {
+        let spec = &self.scenario.groups[group];
+        let Some(rank) = spec.rank_of(process) else { return };
+        for neighbour in neighbours(Rank(rank as u32), spec.members.len() as u32) {
+            let Some(wire) = self.wire_between(process, spec.members[neighbour.index()]) else { continue };
+            match self.scenario.linking {
+                Linking::AtFirst => {}
+                Linking::Late => self.enter(0, Event::Dial { wire, process }),
+                Linking::WithGroups if self.dialled.contains(&wire) => (0..2).for_each(|end| self.attach(wire, end)),
+                Linking::WithGroups => {
+                    let peer = spec.members[neighbour.index()];
+                    if self.processes[peer].core.is_none() || self.wires[wire].lock().is_cut() {
+                        self.enter(0, Event::Refused { process, peer });
+                    } else if !self.wires[wire].lock().is_silent() {
+                        self.connect(wire);
+                        (0..2).for_each(|end| self.attach(wire, end));
+                    }
+                }
+            }
+        }
+    }
+}

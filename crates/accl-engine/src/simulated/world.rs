@@ -1,0 +1,285 @@
+//! The state of a simulated world: its processes with the protocol's core of each, the calls that were made, and what has been seen.
+//!
+//! Owns that state and the plain questions about it. What happens to it is in the files that begin with [`World`], too: `ranks`
+//! (programs), `driving` (who makes progress), `wiring` (links and what befalls them), `invariants` (what must hold); `history` has
+//! one event happen after the other. Read [`World`] first.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::time::Duration;
+
+use accl_transport::Card;
+use accl_types::Error;
+
+use super::clock::{self, Agenda, Event};
+use super::external::Elsewhere;
+use super::link::{SimulatedLink, Wire, self_link};
+use super::oracle::Tensors;
+use super::scenario::{Fault, Linking, Scenario, Step, TIMEOUT_MS};
+use crate::api::planning::Planning;
+use crate::call::{CallState, Waited};
+use crate::group::{Caller, Core, Fate, GroupState};
+use crate::peers::{Note, PeerId};
+use crate::session::inquests::{Inquests, Question};
+use crate::sync::Mutex;
+
+/// Deadline of calls.
+pub(super) const TIMEOUT: Duration = Duration::from_millis(TIMEOUT_MS);
+
+/// What was wrong in a history.
+pub(super) type Violation = String;
+
+/// What a history has seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Seen {
+    pub(super) events: u64,
+    pub(super) done: u64,
+    pub(super) failed: u64,
+    /// Calls that were over on the fast path.
+    pub(super) fast: u64,
+    pub(super) sleeps: u64,
+    /// Calls that were made with tensors elsewhere.
+    pub(super) staged: u64,
+    /// Of all results, errors and times.
+    pub(super) hash: u64,
+}
+
+/// A call that was made.
+pub(super) struct Made {
+    /// `None`: it was over when it had been made, or refused.
+    pub(super) call: Option<Arc<CallState>>,
+    pub(super) refused: Option<Error>,
+    pub(super) tensors: Tensors,
+    pub(super) is_ended: bool,
+    /// Its rank makes another call than the others.
+    pub(super) is_odd: bool,
+    /// How often the callback of its end has run.
+    pub(super) callbacks: Arc<AtomicUsize>,
+}
+
+impl Made {
+    pub(super) fn outcome(&self) -> Option<Result<(), Error>> {
+        match (&self.refused, &self.call) {
+            (Some(error), _) => Some(Err(error.clone())),
+            (None, None) => Some(Ok(())),
+            (None, Some(call)) => call.outcome().map(|outcome| match outcome {
+                Waited::Failed(error) => Err(error),
+                _ => Ok(()),
+            }),
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    Running,
+    /// It waits for a call, and looks itself so many times more.
+    Spinning {
+        item: usize,
+        left: u32,
+        watches: bool,
+    },
+    Asleep {
+        item: usize,
+    },
+    Over,
+}
+
+pub(super) struct Thread {
+    pub(super) steps: Vec<Step>,
+    pub(super) at: usize,
+    pub(super) state: State,
+    /// It has been late for this call.
+    pub(super) was_late: Option<usize>,
+}
+
+pub(super) struct Member {
+    pub(super) caller: Caller,
+    pub(super) planning: Planning,
+    pub(super) has_left: bool,
+    pub(super) made_at: u64,
+}
+
+pub(super) struct Process {
+    /// `None`: it is dead, or has ended.
+    pub(super) core: Option<Core>,
+    pub(super) threads: Vec<Thread>,
+    pub(super) members: BTreeMap<usize, Member>,
+    /// Something came up since the last sleep in the poller.
+    pub(super) rung: bool,
+    /// The sleep in the poller: its number, and whether who sleeps waits for a call.
+    pub(super) sleep: Option<(u64, bool)>,
+    pub(super) sleeps: u64,
+    pub(super) is_about_to_drive: bool,
+    pub(super) peers: Vec<Option<PeerId>>,
+    pub(super) died_at: Option<u64>,
+    pub(super) inquests: Inquests,
+}
+
+/// A question of one process to another.
+pub(super) struct Asked {
+    pub(super) from: usize,
+    pub(super) to: usize,
+    pub(super) question: Question,
+    pub(super) answer: Option<Fate>,
+    /// Whoever answered takes the one asked about for lost.
+    pub(super) knows_loss: bool,
+}
+
+pub(super) struct World<'a> {
+    pub(super) scenario: &'a Scenario,
+    pub(super) agenda: Arc<Mutex<Agenda>>,
+    pub(super) wires: Vec<Arc<Mutex<Wire>>>,
+    /// Wires of which links were made, or are being made.
+    pub(super) dialled: BTreeSet<usize>,
+    /// Ends of wires that their processes have yet to be given, by wire and end.
+    pub(super) pending: BTreeMap<(usize, usize), SimulatedLink>,
+    /// Notes that were written, with the process of each.
+    pub(super) notes: Vec<(usize, Note)>,
+    pub(super) questions: Vec<Asked>,
+    pub(super) processes: Vec<Process>,
+    pub(super) made: BTreeMap<(usize, usize), Made>,
+    pub(super) faults: Vec<Fault>,
+    /// Faults that have come to pass.
+    pub(super) struck: BTreeSet<usize>,
+    /// When groups failed, by process and group.
+    pub(super) failed_at: BTreeMap<(usize, usize), u64>,
+    pub(super) seen: Seen,
+    pub(super) elsewhere: Arc<Mutex<Elsewhere>>,
+    /// Bits of encoded results.
+    pub(super) bits: Bits,
+}
+
+/// The bits of encoded results, by item.
+pub(super) type Bits = BTreeMap<usize, Vec<Vec<u64>>>;
+
+impl<'a> World<'a> {
+    pub(super) fn new(scenario: &'a Scenario) -> Self {
+        let agenda: Arc<Mutex<Agenda>> = Arc::default();
+        let faults: Vec<Fault> = scenario.faults().cloned().collect();
+        let flips = |wire: usize| {
+            faults.iter().find_map(|fault| match fault {
+                Fault::Flip { wire: at, flip } if *at == wire => Some(*flip),
+                _ => None,
+            })
+        };
+        let wires = scenario.wires.iter().enumerate().map(|(index, (ends, spec))| {
+            let mut spec = spec.clone();
+            spec.flip = flips(index);
+            Wire::new(index, *ends, spec, &agenda)
+        });
+        let wires: Vec<_> = wires.collect();
+        let mut processes: Vec<Process> =
+            scenario.steps.iter().map(|threads| Process::new(scenario, threads)).collect();
+        for (process, host) in processes.iter_mut().enumerate() {
+            let payload = scenario.segment as usize + accl_transport::frame::OVERHEAD_BYTES;
+            let Some(core) = &mut host.core else { continue };
+            let wakes = agenda.clone();
+            core.set_wake(Arc::new(move || wakes.lock().enter(200, Event::Ring { process })));
+            for (wire, (ends, _)) in wires.iter().zip(&scenario.wires) {
+                if let Some(end) = ends.iter().position(|&at| at == process) {
+                    let peer = core.net.introduce(&card(ends[1 - end]), wire.lock().is_ring());
+                    if scenario.linking == Linking::AtFirst {
+                        core.net.attach(peer, Box::new(SimulatedLink::new(wire, end)));
+                    }
+                    host.peers[ends[1 - end]] = Some(peer);
+                }
+            }
+            let own = self_link(payload);
+            host.peers[process] = Some(core.net.add(&card(process), Box::new(own)));
+            // Nobody has made a group before all have met for it.
+            for (index, spec) in (1..).zip(&scenario.groups).filter(|(_, spec)| spec.rank_of(process).is_some()) {
+                core.expect_group(index, spec.members.iter().filter_map(|&member| host.peers[member]).collect());
+            }
+        }
+        let (made, struck) = (BTreeMap::new(), BTreeSet::new());
+        let (dialled, pending) = (BTreeSet::new(), BTreeMap::new());
+        let (seen, bits) = (Seen::default(), BTreeMap::new());
+        Self {
+            scenario,
+            agenda,
+            wires,
+            dialled,
+            pending,
+            notes: Vec::new(),
+            questions: Vec::new(),
+            processes,
+            made,
+            faults,
+            struck,
+            failed_at: BTreeMap::new(),
+            seen,
+            elsewhere: Arc::default(),
+            bits,
+        }
+    }
+
+    pub(super) fn enter(&self, wait: u64, event: Event) {
+        self.agenda.lock().enter(wait, event);
+    }
+
+    pub(super) fn living(&self) -> impl Iterator<Item = (usize, &Process)> {
+        self.processes.iter().enumerate().filter(|(_, host)| host.core.is_some())
+    }
+
+    pub(super) fn calls_of(&self, process: usize) -> impl Iterator<Item = (usize, &Made)> {
+        let calls = self.made.iter().filter(move |((_, by), _)| *by == process);
+        calls.map(|((item, _), made)| (*item, made))
+    }
+
+    pub(super) fn unfinished(&self) -> String {
+        let calls = self.living().flat_map(|(process, _)| {
+            let open = self.calls_of(process).filter(|(_, made)| made.outcome().is_none());
+            open.map(move |(item, _)| format!("process {process} item {item}"))
+        });
+        let threads = self.living().map(|(process, host)| {
+            let states: Vec<State> = host.threads.iter().map(|thread| thread.state).collect();
+            format!("process {process} {states:?} sleep {:?}", host.sleep)
+        });
+        let now = clock::nanos();
+        format!("{}; {} at {now}", calls.collect::<Vec<_>>().join(", "), threads.collect::<Vec<_>>().join(", "))
+    }
+
+    pub(super) fn is_over(&self, item: usize, process: usize) -> bool {
+        self.made.get(&(item, process)).is_none_or(|made| made.outcome().is_some())
+    }
+
+    pub(super) fn state(&self, process: usize, group: usize) -> Option<&GroupState> {
+        let host = &self.processes[process];
+        host.core.as_ref()?.groups.get(&host.members.get(&group)?.caller.group)
+    }
+}
+
+impl Process {
+    fn new(scenario: &Scenario, threads: &[Vec<Step>]) -> Self {
+        let thread = |steps: &Vec<Step>| Thread { steps: steps.clone(), at: 0, state: State::Running, was_late: None };
+        Self {
+            core: Some(Core::new(scenario.segment, clock::now)),
+            threads: threads.iter().map(thread).collect(),
+            members: BTreeMap::new(),
+            rung: false,
+            sleep: None,
+            sleeps: 0,
+            is_about_to_drive: false,
+            peers: vec![None; scenario.processes],
+            died_at: None,
+            inquests: Inquests::default(),
+        }
+    }
+}
+
+/// Who a process is, for the others.
+pub(super) fn card(process: usize) -> Card {
+    Card {
+        version: accl_transport::PROTOCOL_VERSION,
+        uuid: [process as u8; 16],
+        pid: process as u32,
+        uid: 0,
+        hostname: format!("process-{process}"),
+        host_id: "simulated".to_owned(),
+        addresses: Vec::new(),
+        unix_name: String::new(),
+        transports: Vec::new(),
+    }
+}
