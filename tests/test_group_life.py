@@ -1,5 +1,7 @@
 """Groups: sequence numbers, timeouts, error state, abort, shutdown, splitting, sub-groups and starting anew."""
 
+import os
+import signal
 import threading
 import time
 from datetime import timedelta
@@ -565,3 +567,36 @@ def test_a_snapshot_after_the_end_has_no_group():
         return backend.snapshot()
 
     assert [(found["group"], found["ranks"]) for found in check(run_ranks(body, 2))] == [(None, [])] * 2
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_snapshot_in_a_forked_child_waits_for_no_thread_of_its_parent():
+    # A thread that spins has the engine's lock most of the time, and so at the moment of one fork or another.
+    def in_child(backend):
+        pid = os.fork()
+        if pid == 0:
+            # Not the handler of a test's own time limit: it would wait for the interpreter.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(3)
+            found = backend.snapshot()
+            os._exit(0 if (found["group"], found["ranks"]) == (None, []) else 3)
+        return os.waitpid(pid, 0)[1]
+
+    def body(rank):
+        backend = backend_of()
+        dist.barrier()
+        if rank == 1:
+            dist.recv(torch.ones(1), 0, tag=1)
+            dist.send(torch.ones(1), 0, tag=2)
+            return []
+        waiter = threading.Thread(target=dist.recv, args=(torch.ones(1), 1), kwargs={"tag": 2})
+        waiter.start()
+        while not backend.snapshot()["group"]["in_flight"]:
+            pass
+        ends = [in_child(backend) for _ in range(12)]
+        dist.send(torch.ones(1), 1, tag=1)
+        waiter.join()
+        return ends
+
+    # A child that waits for the lock is ended by its alarm.
+    assert check(run_ranks(body, 2, env={"ACCL_SPIN_US": "1000000"}))[0] == [0] * 12

@@ -1,6 +1,6 @@
 //! A simulated world: the protocol of many processes in one thread, on a virtual clock, over links that fail by a seed.
 //!
-//! One seed is one history. Every history must hold what `history` lists, whatever is drawn: calls end by their deadlines, results
+//! One seed is one history. Every history must hold what `invariants` checks, whatever is drawn: calls end by their deadlines, results
 //! are right and the same on all ranks, failures reach everybody, and nothing is left over. A seed that fails is made smaller and
 //! printed with what replays it. Owns the search through the seeds, and the tests; read [`history::run`] first.
 
