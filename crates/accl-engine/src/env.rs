@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use accl_types::Result;
 use accl_types::config::{Config, PREFIX, foreign};
 
+use crate::settings::check_settings;
+
 /// Characters of a launcher's name that are used.
 const MAX_LABEL_PART: usize = 40;
 
@@ -34,7 +36,9 @@ pub(crate) fn launch_label() -> String {
 /// # Errors
 /// `Configuration` for an unknown `ACCL_*` variable or a value that is not accepted.
 pub fn config_from_environment() -> Result<Config> {
-    Config::from_variables(variables())
+    let config = Config::from_variables(variables())?;
+    check_settings(&config)?;
+    Ok(config)
 }
 
 /// Variables in this process's environment that begin as ours do and belong to others: name and owner.

@@ -17,6 +17,7 @@ mod memory;
 mod peers;
 mod plan;
 mod session;
+mod settings;
 mod signals;
 pub mod simulate;
 mod sync;
@@ -27,15 +28,16 @@ pub use api::call::Call;
 pub use api::group::{Group, Ran};
 pub use api::snapshot::{CallSnapshot, GroupSnapshot, PeerSnapshot, Snapshot};
 pub use api::spec::GroupSpec;
-pub use call::{
-    Audit, Codecs, Encoded, Encoding, ErrorStats, Measured, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs,
-};
 pub use call::{Blocks, CallDesc, Mode, TensorDesc, Waited};
+pub use call::{
+    Codecs, Encoded, Encoding, ErrorStats, Measured, Probe, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs,
+};
 pub use engine::Engine;
 pub use env::{config_from_environment, foreign_variables};
 pub use group::Work;
 pub use peers::Traffic;
 pub use session::store::{MemoryStore, Store};
+pub use settings::{accepted, check_settings, settings_page};
 
 // What the layers below offer, for listings: those above see only this crate.
 pub use accl_kernels::{codec, describe_isa, supports};

@@ -35,7 +35,7 @@ pub use traced::{Tell, Traced, Way};
 
 /// Version of all that processes say to each other: handshake, rings, frames, signatures, tiles, rank cards, the numbers of
 /// algorithms and codecs. Processes of different versions refuse each other, and each error has both versions.
-pub const PROTOCOL_VERSION: u32 = 6;
+pub const PROTOCOL_VERSION: u32 = 7;
 
 /// A row of [`TRANSPORTS`].
 #[derive(Debug)]

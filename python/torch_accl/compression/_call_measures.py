@@ -1,6 +1,6 @@
 """Figures of the explicit calls (`all_reduce_quantized` and its kin), by group, collective and key.
 
-Owns the rows that calls are entered in, and how many there may be. What the engine measures of a call it adds to the row's ledger
+Owns the rows that calls are entered in, and how many there may be. What the engine measures of a call it adds to the row's stats
 when the call is done; how many bytes it has is known when it is made.
 """
 
@@ -68,7 +68,7 @@ class CallMeasures:
 class Row:
     """Where calls of a collective with a key are entered."""
 
-    ledger: _native.Ledger = field(default_factory=lambda: _native.Ledger(1))
+    stats: _native.ErrorStats = field(default_factory=lambda: _native.ErrorStats(1))
     codec: str = ""
     calls: int = 0
     elements: int = 0
@@ -130,7 +130,7 @@ def call_summary(group: dist.ProcessGroup | None = None) -> str:
 
 
 def _measures(collective: str, key: str, row: Row) -> CallMeasures:
-    [measured] = row.ledger.read()
+    [measured] = row.stats.read()
     since = Totals().plus(measured)
     return CallMeasures(
         collective=collective,

@@ -9,7 +9,7 @@ mod waits;
 
 pub use desc::{CallDesc, Mode};
 pub use encoding::{Codecs, Encoded, Encoding, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs};
-pub use error_stats::{Audit, ErrorStats, Measured};
+pub use error_stats::{ErrorStats, Measured, Probe};
 pub use state::Waited;
 pub use tensor::{Blocks, TensorDesc};
 

@@ -6,7 +6,7 @@
 mod parse;
 mod table;
 
-pub use table::{FOREIGN, Foreign, ROWS, Row, Scope, foreign};
+pub use table::{Accepted, FOREIGN, Foreign, ROWS, Row, Scope, foreign};
 
 use crate::{Collective, Error, Result, nearest};
 
@@ -181,7 +181,8 @@ impl Config {
 
     fn set_row(&mut self, row: &Row, spelled: &str, value: &str) -> Result<()> {
         (row.set)(self, value.trim()).map_err(|why| {
-            Error::configuration(format!("{spelled}: value `{value}` is not accepted{why}; expected {}", row.accepted))
+            let expected = row.accepted.words("a codec such as maxmin:4; `accl codecs` lists them");
+            Error::configuration(format!("{spelled}: value `{value}` is not accepted{why}; expected {expected}"))
         })
     }
 
@@ -210,8 +211,8 @@ fn unknown(name: &str, known: impl Iterator<Item = &'static str> + Clone) -> Err
     Error::configuration(format!("{name}: unknown setting{hint} known settings: {known}"))
 }
 
-/// The page `docs/environment.md`, generated from the table.
-pub fn environment_page() -> String {
+/// The page `docs/environment.md`, generated from the table; `codecs` is what the table of codecs says of its own.
+pub fn environment_page(codecs: &str) -> String {
     let mut page = String::from(
         "# Settings\n\n\
          Generated from the table in `crates/accl-types/src/config/table.rs`; do not edit.\n\n\
@@ -233,7 +234,7 @@ pub fn environment_page() -> String {
             "| {} | `{}` | {scope}{agreed} | {default} | {} | {} |\n",
             if row.is_variable() { format!("`{}`", row.name) } else { "none".to_owned() },
             row.option,
-            row.accepted.replace('|', "\\|"),
+            row.accepted.words(codecs).replace('|', "\\|"),
             row.effect
         ));
     }

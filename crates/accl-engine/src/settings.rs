@@ -1,0 +1,64 @@
+//! What settings accept where the table of settings cannot say it: the codecs, whose table is in a layer above it.
+//!
+//! Owns the words for it, the page `docs/environment.md`, and the check of a codec that a setting names. Read
+//! [`check_settings`] first.
+
+use std::sync::Arc;
+
+use accl_kernels::codec::{self, Codec};
+use accl_types::config::{self, Config};
+use accl_types::{Error, Result};
+
+/// The codec that the settings name.
+///
+/// # Errors
+/// `Configuration` for what is no codec; the message says which setting it is and what is accepted.
+pub(crate) fn codec_of(config: &Config) -> Result<Arc<dyn Codec>> {
+    codec::parse(&config.codec)
+        .map_err(|error| Error::configuration(format!("compression (ACCL_CODEC): {}", error.message)))
+}
+
+/// Refuses what parses as a setting and is none for another reason: a codec that there is not.
+///
+/// # Errors
+/// `Configuration`, as above.
+pub fn check_settings(config: &Config) -> Result<()> {
+    codec_of(config).map(drop)
+}
+
+/// The values that a setting accepts, in words.
+pub fn accepted(row: &config::Row) -> String {
+    row.accepted.words(&codec::accepted()).to_owned()
+}
+
+/// The page `docs/environment.md`.
+pub fn settings_page() -> String {
+    config::environment_page(&codec::accepted())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_codec_is_one_and_an_unknown_one_is_refused_with_all_that_there_are() {
+        check_settings(&Config::default()).unwrap();
+        let refused = |codec: &str| {
+            let error = check_settings(&Config { codec: codec.to_owned(), ..Config::default() }).unwrap_err();
+            assert!(error.message.starts_with("compression (ACCL_CODEC): "), "{}", error.message);
+            error.message
+        };
+        let message = refused("maxmim:4");
+        assert!(message.contains("unknown codec `maxmim`") && message.contains("did you mean `maxmin`?"), "{message}");
+        assert!(codec::CODECS.iter().all(|row| message.contains(row.name)), "{message}");
+        assert!(refused("maxmin:12").contains("bits is 12; expected 1 to 8"));
+    }
+
+    #[test]
+    fn the_setting_of_the_codec_lists_every_row() {
+        let row = config::ROWS.iter().find(|row| row.name == "ACCL_CODEC").unwrap();
+        let words = accepted(row);
+        assert!(codec::CODECS.iter().all(|row| words.contains(&row.spelled())), "{words}");
+        assert!(settings_page().contains(&words));
+    }
+}
