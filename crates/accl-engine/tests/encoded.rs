@@ -12,7 +12,7 @@ use accl_testkit::{Fabric, World, WorldOptions};
 use accl_transport::frame::OVERHEAD_BYTES;
 use accl_transport::loopback::{self, Capacity};
 use accl_transport::{Faults, Faulty};
-use accl_types::{Collective, Dtype, ErrorKind, ReduceOp};
+use accl_types::{Collective, Dtype, ErrorKind, Rank, ReduceOp};
 use common::{all_reduce, bits_of, blocks, both_ways, data, encoded, encoding, max_min, options, raw, rows, tensor};
 
 const ROUNDINGS: [Rounding; 3] = [Rounding::Nearest, Rounding::Stochastic, Rounding::Correlated];
@@ -68,14 +68,14 @@ fn decoded(
     let mut bytes = vec![0; codec.encoded_bytes(Dtype::F32, values.len())];
     let src = values.as_ptr().cast();
     let slice = Slice { src, dtype: Dtype::F32, tensor: Dtype::F32, count: values.len(), first: first as u64 };
-    let mut rng = RngKey::keyed(&[11, 3, id, 0, pass, rank as u64]);
+    let mut rng_key = RngKey::keyed(&[11, 3, id, 0, pass, rank as u64]);
     if pass == 0 {
-        rng = rng.among(&[11, 3, id, 0], rank as u32, world as u32);
+        rng_key = rng_key.among(&[11, 3, id, 0], Rank(rank as u32), world as u32);
     }
     let mut result = vec![0.0; values.len()];
     // SAFETY: the slice is `values`; there is room for as many.
     unsafe {
-        codec.encode(&mut bytes, slice, rng);
+        codec.encode(&mut bytes, slice, rng_key);
         codec.decode(result.as_mut_ptr().cast(), Dtype::F32, &bytes, Dtype::F32, values.len());
     }
     result
@@ -559,7 +559,7 @@ fn a_sum_of_zeros_spends_nothing_of_what_is_carried_over() {
 }
 
 #[test]
-fn a_spoilt_bucket_is_not_carried_over() {
+fn a_bucket_that_is_not_finite_has_no_residual() {
     let encoding = encoding(vec![both_ways(max_min(4, 64, Rounding::Nearest), 1)]);
     World::new(options(&[0; 2], "all_reduce", "direct_two_phase")).run("g", |member| {
         let (kept, of_sums) = (vec![0.5f32; 1000], vec![0.5f32; 1000]);

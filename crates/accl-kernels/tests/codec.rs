@@ -4,7 +4,7 @@ mod common;
 
 use accl_kernels::codec::{Codec, NonFinite, RngKey, Rounding, Settings, Slice, codec};
 use accl_kernels::{Isa, available_isas};
-use accl_types::{Dtype, ErrorKind};
+use accl_types::{Dtype, ErrorKind, Rank};
 use common::Random;
 use common::codecs::{
     FLOATS, alike, bytes_of, data, data_values, decode, encode, from_f32, through, to_f32, values_of,
@@ -142,7 +142,7 @@ proptest! {
         let count = count(settings.bucket as usize, kind);
         let src = data(dtype, count, seed, &mut random);
         let world = [1, 2, 3, 8, 127, 128, 129, 300][random.below(8) as usize];
-        let rng_key = RngKey::keyed(&[seed]).among(&[seed], random.below(world.into()) as u32, world);
+        let rng_key = RngKey::keyed(&[seed]).among(&[seed], Rank(random.below(world.into()) as u32), world);
         // Also around the ends of blocks of permutations, and of the parts of the counter.
         let first = u64::from(settings.bucket) * (random.below(1000) + [0, (1 << 34) / u64::from(settings.bucket) - 1][random.below(2) as usize]);
         let mut of_first_isa = None;
@@ -288,7 +288,7 @@ fn several_buckets_have_a_range_each() {
 }
 
 #[test]
-fn spoilt_buckets_among_many_small_ones_leave_the_others_alone() {
+fn buckets_that_become_nan_among_many_small_ones_leave_the_others_alone() {
     const COUNT: usize = 3000;
     let bad = [3, 700, 2047, 2048, 2999];
     for (bucket, rounding, isa) in [8u32, 24, 32, 40, 64, 96, 104].into_iter().flat_map(|bucket| {
@@ -299,7 +299,7 @@ fn spoilt_buckets_among_many_small_ones_leave_the_others_alone() {
         let sound: Vec<f32> = (0..COUNT).map(|i| ((i * 7919) % 1009) as f32).collect();
         let mut values = sound.clone();
         bad.iter().for_each(|&place| values[place] = f32::NAN);
-        let rng_key = RngKey::keyed(&[1]).among(&[1], 2, 5);
+        let rng_key = RngKey::keyed(&[1]).among(&[1], Rank(2), 5);
         let [with, without] = [&values, &sound].map(|values| {
             let (encoded, non_finite) = encode(&*codec, Dtype::F32, &bytes_of(Dtype::F32, values), 16_000, rng_key);
             (values_of(Dtype::F32, &decode(&*codec, Dtype::F32, &encoded, COUNT)), non_finite.not_finite)
@@ -318,7 +318,7 @@ fn spoilt_buckets_among_many_small_ones_leave_the_others_alone() {
 
 #[test]
 fn a_finite_bucket_that_the_metadata_cannot_hold_is_counted_apart() {
-    let spoilt_of = |meta, bits, values: &[f32]| {
+    let lost_of = |meta, bits, values: &[f32]| {
         let codec = max_min(Settings { bits, bucket: 8, meta, ..Settings::default() }, Isa::best());
         let (encoded, non_finite) = encode(&*codec, Dtype::F32, &bytes_of(Dtype::F32, values), 0, RngKey::keyed(&[]));
         let decoded = values_of(Dtype::F32, &decode(&*codec, Dtype::F32, &encoded, values.len()));
@@ -327,11 +327,11 @@ fn a_finite_bucket_that_the_metadata_cannot_hold_is_counted_apart() {
         non_finite
     };
     let too_large = NonFinite { not_finite: 0, too_large: 1 };
-    assert_eq!(spoilt_of(Dtype::F16, 4, &[-1e5, 0.0]), too_large);
-    assert_eq!(spoilt_of(Dtype::F16, 1, &[0.0, 1e5]), too_large);
-    assert_eq!(spoilt_of(Dtype::F16, 4, &[0.0, 1e5]), NonFinite::default());
+    assert_eq!(lost_of(Dtype::F16, 4, &[-1e5, 0.0]), too_large);
+    assert_eq!(lost_of(Dtype::F16, 1, &[0.0, 1e5]), too_large);
+    assert_eq!(lost_of(Dtype::F16, 4, &[0.0, 1e5]), NonFinite::default());
     // One level more than the largest number apart: no unit for it.
-    assert_eq!(spoilt_of(Dtype::F32, 1, &[f32::MAX, f32::MIN]), too_large);
+    assert_eq!(lost_of(Dtype::F32, 1, &[f32::MAX, f32::MIN]), too_large);
 }
 
 #[test]
@@ -441,7 +441,7 @@ fn stochastic_rounding_is_unbiased_and_independent() {
 fn of_ranks(codec: &dyn Codec, ranks: &[Vec<f32>], step: u64) -> Vec<Vec<f32>> {
     let world = ranks.len() as u32;
     let of_rank = |(rank, values): (u32, &Vec<f32>)| {
-        let rng_key = RngKey::keyed(&[step, rank.into()]).among(&[step], rank, world);
+        let rng_key = RngKey::keyed(&[step, rank.into()]).among(&[step], Rank(rank), world);
         let (encoded, _) = encode(codec, Dtype::F32, &bytes_of(Dtype::F32, values), 0, rng_key);
         values_of(Dtype::F32, &decode(codec, Dtype::F32, &encoded, values.len()))
     };
@@ -553,9 +553,9 @@ fn correlated_rounding_of_a_rank_alone_is_stochastic() {
     let rng_key = RngKey::keyed(&[1, 2]);
     let stochastic = encoded(Rounding::Stochastic, rng_key);
     assert_eq!(encoded(Rounding::Correlated, rng_key), stochastic);
-    assert_eq!(encoded(Rounding::Correlated, rng_key.among(&[1], 0, 1)), stochastic);
-    assert_eq!(encoded(Rounding::Stochastic, rng_key.among(&[1], 0, 2)), stochastic);
-    assert_ne!(encoded(Rounding::Correlated, rng_key.among(&[1], 0, 2)), stochastic);
+    assert_eq!(encoded(Rounding::Correlated, rng_key.among(&[1], Rank(0), 1)), stochastic);
+    assert_eq!(encoded(Rounding::Stochastic, rng_key.among(&[1], Rank(0), 2)), stochastic);
+    assert_ne!(encoded(Rounding::Correlated, rng_key.among(&[1], Rank(0), 2)), stochastic);
 }
 
 #[test]

@@ -12,7 +12,7 @@ use accl_engine::{
     Codecs as EngineCodecs, Encoded, Encoding, ErrorStats as EngineStats, Measured as EngineMeasured, Probe, Residuals,
     TensorCodecs,
 };
-use accl_types::{Dtype, Error};
+use accl_types::{Dtype, Elems, Error};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -142,7 +142,8 @@ impl Codecs {
         if position >= self.inner.tensors() {
             return Err(pyo3::exceptions::PyIndexError::new_err(format!("there are {} tensors", self.inner.tensors())));
         }
-        Ok(self.inner.encoded_bytes(position as u32, dtype, elements))
+        let (reduce, result) = self.inner.encoded_bytes(position as u32, dtype, Elems(elements));
+        Ok((reduce.0, result.0))
     }
 
     fn __len__(&self) -> usize {

@@ -44,7 +44,7 @@ class CallMeasures:
         too_large: buckets that this rank sent as NaN because their metadata cannot hold their range.
         codec_seconds: time of this rank for encoding, decoding and adding.
 
-    Error, spoilt buckets and time are those of calls that are done.
+    Error, buckets that became NaN and time are those of calls that are done.
     """
 
     collective: str
@@ -75,9 +75,11 @@ class Row:
     raw_bytes: int = 0
     sent_bytes: int = 0
 
-    def enter(self, codecs: _native.Codecs, codec: str, sizes: tuple[int, ...], dtype: torch.dtype, up: bool) -> None:
+    def enter(
+        self, codecs: _native.Codecs, codec: str, sizes: tuple[int, ...], dtype: torch.dtype, is_part: bool
+    ) -> None:
         """A call was made that sends tensors of so many elements, encoded as parts of sums or as results."""
-        elements, sent = totals(codecs, dtype, sizes, up)
+        elements, sent = totals(codecs, dtype, sizes, is_part)
         with _lock:
             self.codec = codec
             self.calls += 1
@@ -149,7 +151,7 @@ def _measures(collective: str, key: str, row: Row) -> CallMeasures:
 
 
 @lru_cache(maxsize=1024)
-def totals(codecs: _native.Codecs, dtype: torch.dtype, sizes: tuple[int, ...], up: bool) -> tuple[int, int]:
+def totals(codecs: _native.Codecs, dtype: torch.dtype, sizes: tuple[int, ...], is_part: bool) -> tuple[int, int]:
     """Elements of tensors, and bytes that they become as parts of sums, or as results."""
-    kind, way = str(dtype).removeprefix("torch."), 0 if up else 1
+    kind, way = str(dtype).removeprefix("torch."), 0 if is_part else 1
     return sum(sizes), sum(codecs.encoded_bytes(0, kind, size)[way] for size in sizes)

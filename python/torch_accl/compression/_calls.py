@@ -212,7 +212,7 @@ def _scope(
     if settings.default is None or not is_sum_of_floats or found.size() == 1:
         return _Made(_native.Encoding(codecs, settings.seed, number), counted)
     row, is_part = row_of(found, collective, key), collective in ("all_reduce", "reduce_scatter")
-    _, up, down = settings.default
+    _, reduce, result = settings.default
     one_in = 0
     if is_audited:
         elements, sent = totals(codecs, tensor.dtype, (_MANY,), True)
@@ -221,7 +221,7 @@ def _scope(
 
     def made() -> None:
         counted()
-        row.enter(codecs, up if is_part else down, sizes(found.size()), tensor.dtype, is_part)
+        row.enter(codecs, reduce if is_part else result, sizes(found.size()), tensor.dtype, is_part)
 
     return _Made(encoding, made)
 

@@ -460,12 +460,12 @@ class CompressionState(OfGroup):
                 )
                 changed = True
             elif calls and carried > MOST_CARRIED * calls:
-                inner, up, down = codec
-                finer = [facts(way).next_finer or RAW for way in (up, down)]
-                self._decided[name] = inner, *finer
+                intra_node, reduce, result = codec
+                finer = [facts(way).next_finer or RAW for way in (reduce, result)]
+                self._decided[name] = intra_node, *finer
                 warnings.warn(
                     f"compression: what is carried over of {name} is {carried / calls:.3g} times its gradient, mean of "
-                    f"{LOOK_EVERY} steps: {up} loses more than comes in; it takes {finer[0]} from now on",
+                    f"{LOOK_EVERY} steps: {reduce} loses more than comes in; it takes {finer[0]} from now on",
                     stacklevel=4,
                 )
                 changed = True

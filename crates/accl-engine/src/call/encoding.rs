@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 
 use accl_kernels::codec::{self, Codec, Summary, encodes};
 use accl_schedule::{Coding, Role};
-use accl_types::{Collective, Dtype, Error, ReduceOp, Result};
+use accl_types::{Bytes, Collective, Dtype, Elems, Error, ReduceOp, Result};
 
 use super::error_stats::Probe;
 use crate::hash::{fold, hash_words};
@@ -143,9 +143,10 @@ impl Codecs {
     }
 
     /// Bytes that a tensor of so many elements becomes, as part of a sum and as a result.
-    pub fn encoded_bytes(self: &Arc<Self>, position: u32, dtype: Dtype, elems: u64) -> (u64, u64) {
+    pub fn encoded_bytes(self: &Arc<Self>, position: u32, dtype: Dtype, elems: Elems) -> (Bytes, Bytes) {
         let typed = TypedCodecs { codecs: self.clone(), dtype };
-        (typed.piece_bytes(Role::Reduce, position, elems), typed.piece_bytes(Role::Result, position, elems))
+        let of = |role| Bytes(typed.piece_bytes(role, position, elems.0));
+        (of(Role::Reduce), of(Role::Result))
     }
 
     /// What ranks compare with every call; never 0. It names the settings of the first tensor, and has part of a hash of all.

@@ -24,7 +24,7 @@ pub(crate) struct Coder {
     /// In the job.
     rank: u64,
     /// This rank in the group, and its size, where contributions are added up.
-    among: Option<(u32, u32)>,
+    among: Option<(Rank, u32)>,
     /// What finished sums are divided by.
     divisor: Option<f32>,
     has_checksums: bool,
@@ -53,7 +53,7 @@ impl Coder {
             seed: encoding.seed,
             step: encoding.step,
             rank,
-            among: desc.collective.reduces().then_some((rank_in_group.0, world)),
+            among: desc.collective.reduces().then_some((rank_in_group, world)),
             divisor: (desc.collective.reduces() && desc.op == ReduceOp::Avg).then_some(world as f32),
             has_checksums,
             floats: Floats::default(),

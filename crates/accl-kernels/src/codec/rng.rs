@@ -1,6 +1,6 @@
 //! Random numbers without a state: a hash of a key and a counter; and how ranks share them out among themselves.
 //!
-//! # RandomBits among ranks
+//! # Random bits among ranks
 //! Where several ranks encode values that are added up, their random bits can be made to lie evenly over their range: those of
 //! one element fall into as many strata as there are ranks, each into another. With `p` the stratum of a rank and `u` a
 //! number from 0 to 255 of its own, its draw is floor((256 p + u) / ranks): alone it is as uniform as `u`. Which stratum
@@ -8,6 +8,8 @@
 //! ranks, which are shuffled for the block: every two ranks have every two strata equally often. On top of that, strata
 //! are rotated by one of as many amounts for each element: a rank that has low ones in most of the permutations would
 //! otherwise round too much of a block down.
+
+use accl_types::Rank;
 
 use super::settings::Rounding;
 
@@ -74,9 +76,9 @@ impl RngKey {
     ///
     /// # Panics
     /// Panics unless `rank` is below `world`, and `world` at most 2^24.
-    pub fn among(self, shared: &[u64], rank: u32, world: u32) -> Self {
-        assert!(rank < world && world <= MOST_RANKS, "rank {rank} of {world}, at most {MOST_RANKS}");
-        let among = Among { shared: hashed(shared), rank, world };
+    pub fn among(self, shared: &[u64], rank: Rank, world: u32) -> Self {
+        assert!(rank.0 < world && world <= MOST_RANKS, "rank {rank} of {world}, at most {MOST_RANKS}");
+        let among = Among { shared: hashed(shared), rank: rank.0, world };
         Self { among: (world > 1).then_some(among), ..self }
     }
 
@@ -303,7 +305,7 @@ mod tests {
     const WORLDS: [u32; 22] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 64, 127, 128, 129, 300];
 
     fn random_bits(rank: u32, world: u32, shared: u64) -> RandomBits {
-        RandomBits::new(RngKey::keyed(&[shared, rank.into()]).among(&[shared], rank, world), Rounding::Correlated)
+        RandomBits::new(RngKey::keyed(&[shared, rank.into()]).among(&[shared], Rank(rank), world), Rounding::Correlated)
     }
 
     /// The stratum of each rank for each of `count` elements.
