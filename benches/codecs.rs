@@ -13,9 +13,9 @@ use accl_benches::place::Place;
 use accl_benches::plain_loops::PlainLoops;
 use accl_benches::sweep::{self, Sweep};
 use accl_benches::turns::beside;
-use accl_kernels::codec::{CODECS, Codec, Noise, Rounding, Row, Setting, Settings, Slice};
+use accl_kernels::codec::{CODECS, Codec, RngKey, Rounding, Row, Setting, Settings, Slice};
 use accl_kernels::{Isa, available_isas};
-use accl_types::Dtype;
+use accl_types::{Dtype, Rank};
 
 /// What is done with a slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -197,7 +197,7 @@ fn subject(buffers: &mut Buffers, codec: &Arc<dyn Codec>, what: What, dtype: Dty
     match what {
         What::Encode | What::EncodeDrawn | What::EncodeAmong => {
             // SAFETY: as many elements of up to four bytes are there, and nobody writes them.
-            let _ = black_box(unsafe { codec.encode(encoded, slice, Noise::keyed(&[1]).among(&[1], 3, 8)) });
+            let _ = black_box(unsafe { codec.encode(encoded, slice, RngKey::keyed(&[1]).among(&[1], Rank(3), 8)) });
         }
         // SAFETY: there is room for as many elements of four bytes, and nobody else uses it.
         What::Decode => unsafe { codec.decode(others.as_mut_ptr().cast(), dtype, black_box(encoded), dtype, count) },

@@ -66,10 +66,10 @@ class Book:
         saved = carried_over(state)
         for name, owed in self.owed.items():
             kept = torch.zeros_like(owed)
-            if name in saved["losses"]:
-                kept += saved["losses"][name].double().sum(0).view_as(kept) / self.world
-            if name in saved["losses_of_sums"]:
-                kept += saved["losses_of_sums"][name].double().view_as(kept)
+            if name in saved["residuals"]:
+                kept += saved["residuals"][name].double().sum(0).view_as(kept) / self.world
+            if name in saved["residuals_of_sums"]:
+                kept += saved["residuals_of_sums"][name].double().view_as(kept)
             dist.all_reduce(kept)
             scale = owed.abs().max().clamp(min=1e-3)
             assert (owed - kept).abs().max() < bound * scale, (name, (owed - kept).abs().max(), scale)
@@ -108,7 +108,7 @@ def test_what_is_carried_over_of_a_parameter_that_no_rank_uses_is_kept(rank, wor
         after = carried_over(state)
         book.check(state)
         if step > 1:
-            for kind in ("losses", "losses_of_sums"):
+            for kind in ("residuals", "residuals_of_sums"):
                 assert on_any(before[kind]["right.weight"].any())
                 for name in BOTH:
                     is_kept = torch.equal(before[kind][f"{name}.weight"], after[kind][f"{name}.weight"])
@@ -122,13 +122,13 @@ def test_a_rank_that_does_not_use_a_parameter_keeps_what_it_carries_over(rank, w
     for step in range(6):
         # Each rank is without it now and then.
         used_by = [("left",) if step and step % world == other else BOTH for other in range(world)]
-        before = carried_over(state)["losses"].get("right.weight")
+        before = carried_over(state)["residuals"].get("right.weight")
         found = stepped(ddp, rank, step, used_by)
         assert same_on_all(*found.values())
         book.add(step, used_by, found)
         book.check(state)
         if step:
-            is_kept = torch.equal(before, carried_over(state)["losses"]["right.weight"])
+            is_kept = torch.equal(before, carried_over(state)["residuals"]["right.weight"])
             assert is_kept == (used_by[rank] == ("left",))
 
 
@@ -147,9 +147,9 @@ def test_a_parameter_that_falls_back_to_raw_gets_once_what_was_carried_over(rank
             used = ("left",) if step == 4 else BOTH
             book.add(step, [used] * world, stepped(ddp, rank, step, [used] * world))
             book.check(state)
-            assert ("right.weight" in carried_over(state)["losses"]) == (step <= 4), step
+            assert ("right.weight" in carried_over(state)["residuals"]) == (step <= 4), step
     assert state.codec_of("right.weight") is None
-    assert not carried_over(state)["losses_of_sums"]
+    assert not carried_over(state)["residuals_of_sums"]
 
 
 @on_ranks(2, fresh=True, env=TWO_PHASES)
@@ -159,13 +159,13 @@ def test_what_was_lost_of_sums_is_not_lost_where_they_are_encoded_more_finely(ra
     for step in range(4):
         if step == 2:
             saved = carried_over(state)
-            assert saved["losses_of_sums"]["right.weight"].any()
+            assert saved["residuals_of_sums"]["right.weight"].any()
             finer = ("raw", "maxmin:8,bucket=64", "maxmin:8,bucket=64")
             decide(state, {"right.weight": finer})
         book.add(step, [BOTH] * world, stepped(ddp, rank, step, [BOTH] * world))
         # What 8 bits lose of a sum is not carried over; what 2 bits lost of it was a hundred times as much.
         book.check(state, 1e-4 if step < 2 else 0.02)
-    assert set(carried_over(state)["losses_of_sums"]) == {"left.weight"}
+    assert set(carried_over(state)["residuals_of_sums"]) == {"left.weight"}
 
 
 class Layer(nn.Module):
@@ -200,14 +200,14 @@ def test_shards_of_fsdp2_that_fall_back_to_raw_get_what_was_carried_over(rank, w
     for step in range(4):
         if step == 3:
             saved = carried_over(state)
-            assert saved["losses_of_sums"]["weight (replicas)"].any()
+            assert saved["residuals_of_sums"]["weight (replicas)"].any()
             assert (exact - found).norm() > 0.01 * exact.norm()
             decide(state, {"weight": None, "weight (replicas)": None})
         exact += gradient(plain, step)
         found += gradient(coarse, step)
     # All that was carried over went with the last one.
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5 * exact.abs().max().item())
-    assert not carried_over(state)["losses"] and not carried_over(state)["losses_of_sums"]
+    assert not carried_over(state)["residuals"] and not carried_over(state)["residuals_of_sums"]
 
 
 def test_only_zeros_are_zero():

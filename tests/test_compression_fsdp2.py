@@ -118,14 +118,14 @@ def test_what_is_carried_over_between_replicas_is_by_shard(rank, world):
         distances[feedback] = sum((a - b).square().sum() for a, b in zip(weights, exact, strict=True)).sqrt().item()
     assert distances[True] < distances[False] / 1.5, distances
     saved = carried_over(state)
-    assert saved["losses"]["up.weight"].shape == (2, 48 * 48)
-    assert saved["losses"]["up.weight (replicas)"].shape == (1, 48 * 48)
-    assert all(loss.abs().sum() > 0 for loss in saved["losses"].values())
+    assert saved["residuals"]["up.weight"].shape == (2, 48 * 48)
+    assert saved["residuals"]["up.weight (replicas)"].shape == (1, 48 * 48)
+    assert all(loss.abs().sum() > 0 for loss in saved["residuals"].values())
     model, again = compressed(settings, made(fully_shard, mesh=mesh))
     again.load_state_dict(state.state_dict())
     backward(rank, model)
     assert not torch.equal(
-        carried_over(again)["losses"]["up.weight (replicas)"], saved["losses"]["up.weight (replicas)"]
+        carried_over(again)["residuals"]["up.weight (replicas)"], saved["residuals"]["up.weight (replicas)"]
     )
 
 

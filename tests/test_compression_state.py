@@ -203,6 +203,49 @@ def test_a_state_that_says_no_rank_is_loaded_still(rank, world):
 
 
 @on_ranks(2, fresh=True)
+def test_a_saved_state_with_a_codec_that_there_is_not_is_refused_with_its_name(rank, world):
+    _, state = compressed(FEEDBACK)
+    saved = state.state_dict()
+    choice = {"codec": "later:4", "errors": {}, "times": {}}
+    decided = ("raw", "later:4", "later:4")
+    for wrong in ({"decided": (("up.weight", decided),)}, {"choices": (("up.weight", choice),)}):
+        with pytest.raises(ValueError, match="codec that this version of torch_accl does not know .*`later`"):
+            state.load_state_dict({**saved, **wrong})
+    assert state.codec_of("up.weight").startswith("maxmin:2"), "what was refused changes nothing"
+
+
+@pytest.mark.filterwarnings("ignore:compression. process_group is not saved")
+@on_ranks(2, fresh=True)
+def test_what_was_pickled_in_a_newer_version_is_refused_and_in_an_older_one_read(rank, world):
+    ddp, state = compressed(FEEDBACK)
+    steps(rank, ddp, range(2))
+    parts = state.__getstate__()
+    assert parts["version"] == 1 and parts["compression"].__getstate__()["version"] == 1
+    made = compression.CompressionState.__new__(compression.CompressionState)
+    with pytest.raises(ValueError, match="pickled in version 2; this version of torch_accl knows up to 1"):
+        made.__setstate__({**parts, "version": 2})
+    # As it was before it had a number.
+    older = {name: value for name, value in parts.items() if name != "version"}
+    older["_losses"], older["_losses_of_sums"] = older.pop("_residuals"), older.pop("_residuals_of_sums")
+    made.__setstate__(older)
+    for name, residual in losses(state).items():
+        assert torch.equal(losses(made)[name], residual)
+
+
+def test_settings_pickled_in_a_newer_version_are_refused_and_in_an_older_one_read():
+    parts = FEEDBACK.__getstate__()
+    made = Compression.__new__(Compression)
+    with pytest.raises(ValueError, match="saved in version 2; this version of torch_accl knows up to 1"):
+        made.__setstate__({**parts, "version": 2})
+    with pytest.raises(ValueError, match="settings that were saved are not accepted: codec: .*unknown codec `later`"):
+        made.__setstate__({**parts, "codec": "later:4"})
+    made.__setstate__({name: value for name, value in parts.items() if name != "version"})
+    assert made == FEEDBACK == pickle.loads(pickle.dumps(FEEDBACK)) == copy.deepcopy(FEEDBACK)
+    # One that names no codec goes on to take that of its group.
+    assert pickle.loads(pickle.dumps(Compression())).of_group("bf16").codec == "bf16"
+
+
+@on_ranks(2, fresh=True)
 def test_a_saved_state_goes_through_a_file_without_code(rank, world):
     ddp, state = compressed(FEEDBACK)
     steps(rank, ddp, range(2))

@@ -241,3 +241,11 @@ def test_every_setting_is_an_option_and_every_option_a_setting():
     options = {row["option"] for row in torch_accl._native.config_rows()}
     # The deadline is torch's own, and `scope` the older name of `compressed_calls`.
     assert parameters - {"timeout", "scope"} == options
+
+
+def test_every_option_reaches_the_settings_of_its_group():
+    import torch_accl
+
+    for row in torch_accl._native.config_rows():
+        options = torch_accl.Options(**{row["option"]: row["default"]})
+        assert set(options.settings) == {row["option"]}, row["option"]

@@ -163,7 +163,7 @@ class Measured:
     def nanos(self) -> int:
         """Time that this rank took to encode, decode and add, in nanoseconds."""
 
-class Ledger:
+class ErrorStats:
     """Where calls enter what was measured of each of their tensors."""
 
     def __init__(self, tensors: int) -> None: ...
@@ -174,7 +174,7 @@ class Encoding:
 
     `residuals` are addresses of float32, one for each element of a tensor, that are read and written until a call ends: of
     the contributions of each tensor of each block, one block after the other, and of the sums of each tensor; 0 for none.
-    With a ledger the call is measured, and about one element in `one_in` is compared with the exact sum (0: none).
+    With statistics the call is measured, and about one element in `one_in` is compared with the exact sum (0: none).
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Encoding:
         seed: int = 0,
         step: int = 0,
         residuals: tuple[list[int], list[int]] | None = None,
-        ledger: Ledger | None = None,
+        stats: ErrorStats | None = None,
         one_in: int = 0,
     ) -> None: ...
     @staticmethod
@@ -191,13 +191,17 @@ class Encoding:
         """Calls travel as they are, also in a group that encodes all."""
 
 def encode_calls(encoding: Encoding | None) -> Encoding | None:
-    """Says how calls that this thread makes from now on are encoded; None: as is usual in their group. What was said before."""
+    """Says how calls that this thread makes from now on are encoded; None: as their group does by default. What was said before."""
 
 def check_codec(text: str) -> str:
     """A codec's settings with all that was left out; raises ValueError for what is none."""
 
+def codec_facts(text: str) -> dict[str, Any]:
+    """What the table says of a codec with its settings: the fields of `compression._codecs.Facts`. Raises ValueError for what is none."""
+
 def codecs() -> list[dict[str, Any]]:
-    """The rows of the table of codecs: `name`, `description`, `settings` (their names), `needs_feedback`."""
+    """The rows of the table of codecs: `name`, `spelled` (with a word for bits), `description`, `settings` (their names), `bits` (the least
+    and the most) and `buckets` (in words) where there is a choice, `needs_feedback`, and `auto`, what the choice by measurement tries."""
 
 def _bridged_functions() -> list[str]: ...
 def _panic_for_test(name: str) -> None: ...

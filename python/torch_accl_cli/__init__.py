@@ -13,11 +13,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import algorithms, bench, config, info, simulate
+from . import algorithms, bench, codecs, config, info, simulate
 from ._package import CannotLoad
 from ._wrong import WrongInput
 
-COMMANDS = (config, algorithms, info, bench, simulate)
+COMMANDS = (config, algorithms, codecs, info, bench, simulate)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -60,8 +60,8 @@ def train(rank, model, steps=4):
 def carried_over(state):
     """What a state of compression carries over now: of contributions, and of sums, by name."""
     return {
-        "losses": {name: loss.clone() for name, loss in state._losses.items()},
-        "losses_of_sums": {name: loss.clone() for name, loss in state._losses_of_sums.items()},
+        "residuals": {name: residual.clone() for name, residual in state._residuals.items()},
+        "residuals_of_sums": {name: residual.clone() for name, residual in state._residuals_of_sums.items()},
     }
 
 

@@ -10,6 +10,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use accl_schedule::cost::{CONSTANTS, Machine, SIZES};
 use accl_types::hash::hash_words;
 
+/// Of the file. One without a number is older, and is read as ever: each line names its constant, and what is left out is built
+/// in.
+const FORMAT: u64 = 1;
+
 /// No file of ours is longer; what is longer is something else.
 const MAX_BYTES: u64 = 64 << 10;
 
@@ -52,9 +56,21 @@ pub(super) fn read(path: &Path) -> Result<Option<Machine>, String> {
 
 pub(super) fn parse(text: &str) -> Result<Machine, String> {
     let lines = text.lines().map(|line| line.split_once('#').map_or(line, |(before, _)| before).trim());
-    let words: Vec<String> = lines.filter(|line| !line.is_empty()).map(|line| line.replace(' ', "")).collect();
+    let mut words: Vec<String> = lines.filter(|line| !line.is_empty()).map(|line| line.replace(' ', "")).collect();
     // An empty file is one that was being written when the machine went down.
-    if words.is_empty() { Err("it is empty".to_owned()) } else { words.join(" ").parse() }
+    if words.is_empty() {
+        return Err("it is empty".to_owned());
+    }
+    if let Some(format) = words[0].strip_prefix("format=") {
+        if !format.parse::<u64>().is_ok_and(|format| (1..=FORMAT).contains(&format)) {
+            return Err(format!(
+                "its format is {format}, and this version of torch-accl knows up to {FORMAT}; take the version that wrote it, or \
+                 remove the file so that the constants are measured anew"
+            ));
+        }
+        words.remove(0);
+    }
+    words.join(" ").parse()
 }
 
 /// Writes a file that others see either whole or not at all.
@@ -80,7 +96,7 @@ pub(super) fn write(path: &Path, machine: &Machine) -> Result<(), String> {
 fn text(machine: &Machine) -> String {
     let sizes: Vec<String> = SIZES.iter().map(|size| format!("{} KiB", size >> 10)).collect();
     let mut text = format!(
-        "# Constants of the cost model of torch-accl. Five numbers: for calls of {}.\n# {}\n",
+        "# Constants of the cost model of torch-accl. Five numbers: for calls of {}.\n# {}\nformat = {FORMAT}\n",
         sizes.join(", "),
         identity()
     );
@@ -128,6 +144,24 @@ mod tests {
         assert_eq!(read(&path), Ok(Some(machine(78))));
         let left = std::fs::read_dir(path.parent().unwrap()).unwrap().count();
         assert_eq!(left, 1, "a draft was left behind");
+    }
+
+    #[test]
+    fn a_file_of_a_newer_format_is_refused_and_one_without_a_format_is_read() {
+        let folder = Folder::new("format");
+        let path = folder.0.join("constants");
+        write(&path, &machine(77)).unwrap();
+        let written = std::fs::read_to_string(&path).unwrap();
+        let line = format!("format = {FORMAT}\n");
+        assert!(written.contains(&line), "{written}");
+        std::fs::write(&path, written.replace(&line, "")).unwrap();
+        assert_eq!(read(&path), Ok(Some(machine(77))), "written before there was a number");
+        for newer in [(FORMAT + 1).to_string(), "0".to_owned(), "next".to_owned()] {
+            std::fs::write(&path, written.replace(&line, &format!("format = {newer}\n"))).unwrap();
+            let why = read(&path).unwrap_err();
+            assert!(why.contains(&format!("its format is {newer}, and this version")), "{why}");
+            assert!(why.contains("constants") && why.contains("measured anew"), "{why}");
+        }
     }
 
     #[test]

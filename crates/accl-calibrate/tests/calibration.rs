@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use accl_engine::{Engine, Group, GroupSpec, MemoryStore};
+use accl_engine::{Group, GroupSpec, MemoryStore};
 use accl_schedule::cost::{Machine, Near, Placement};
 use accl_schedule::{Basis, Chooser, Topology};
 use accl_testkit::{Member, finish_ran};

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use accl_types::Result;
 use accl_types::config::{Config, PREFIX, foreign};
 
+use crate::settings::check_settings;
+
 /// Characters of a launcher's name that are used.
 const MAX_LABEL_PART: usize = 40;
 
@@ -35,7 +37,7 @@ pub(crate) fn launch_label() -> String {
 /// `Configuration` for an unknown `ACCL_*` variable or a value that is not accepted.
 pub fn config_from_environment() -> Result<Config> {
     let config = Config::from_variables(variables())?;
-    accl_transport::named(&config.transports, "ACCL_TRANSPORTS")?;
+    check_settings(&config)?;
     Ok(config)
 }
 

@@ -28,17 +28,17 @@ pub use api::call::Call;
 pub use api::group::{Group, Ran};
 pub use api::snapshot::{CallSnapshot, GroupSnapshot, PeerSnapshot, Snapshot};
 pub use api::spec::GroupSpec;
-pub use call::{
-    Audit, Codecs, Encoded, Encoding, ErrorStats, Measured, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs,
-};
 pub use call::{Blocks, CallDesc, MemoryKind, Mode, TensorDesc, Waited};
+pub use call::{
+    Codecs, Encoded, Encoding, ErrorStats, Measured, Probe, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs,
+};
 pub use call::{External, ExternalCopy, ExternalTask};
 pub use engine::Engine;
 pub use env::{cache_home, config_from_environment, foreign_variables};
 pub use group::Work;
 pub use peers::Traffic;
 pub use session::store::{MemoryStore, Store, store_failed};
-pub use settings::set_option;
+pub use settings::{accepted, check_settings, settings_page};
 pub use signals::block_all as block_signals;
 
 // What the layers below offer, for listings: those above see only this crate.

@@ -1,21 +1,31 @@
-//! Settings whose values are names of rows that the table of settings does not know: transports may be handed in at run time.
+//! What settings accept where the table of settings cannot say it: codecs and transports, whose tables are in layers above it, and
+//! transports may be handed in at run time.
+//!
+//! Owns the words for it, the page `docs/environment.md`, and the check of what a setting names. Read [`check_settings`] first.
 
+use std::sync::Arc;
+
+use accl_kernels::codec::{self, Codec};
 use accl_schedule::cost::Near;
-use accl_types::Result;
-use accl_types::config::Config;
+use accl_types::config::{self, Config};
+use accl_types::{Error, Result};
 
-/// Sets one option by its name in `torch_accl.Options`.
+/// The codec that the settings name.
 ///
 /// # Errors
-/// `Configuration` for an unknown option, and for a value that is not accepted.
-pub fn set_option(config: &mut Config, name: &str, value: &str) -> Result<()> {
-    let mut changed = config.clone();
-    changed.set_option(name, value)?;
-    if name == "transports" {
-        accl_transport::named(&changed.transports, name)?;
-    }
-    *config = changed;
-    Ok(())
+/// `Configuration` for what is no codec; the message says which setting it is and what is accepted.
+pub(crate) fn codec_of(config: &Config) -> Result<Arc<dyn Codec>> {
+    codec::parse(&config.codec)
+        .map_err(|error| Error::configuration(format!("compression (ACCL_CODEC): {}", error.message)))
+}
+
+/// Refuses what parses as a setting and is none for another reason: a codec or a transport that there is not.
+///
+/// # Errors
+/// `Configuration`, as above.
+pub fn check_settings(config: &Config) -> Result<()> {
+    accl_transport::named(&config.transports)?;
+    codec_of(config).map(drop)
 }
 
 /// What connects ranks of one host, by the transport that the settings try first.
@@ -23,5 +33,42 @@ pub(crate) fn near_of(config: &Config) -> Near {
     match config.transports.first().and_then(|name| accl_transport::find(name)) {
         Some(row) if !row.is_cheap_to_look_at => Near::Tcp,
         Some(_) | None => Near::Shm,
+    }
+}
+
+/// The values that a setting accepts, in words.
+pub fn accepted(row: &config::Row) -> String {
+    row.accepted.words(&codec::accepted()).to_owned()
+}
+
+/// The page `docs/environment.md`.
+pub fn settings_page() -> String {
+    config::environment_page(&codec::accepted())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_codec_is_one_and_an_unknown_one_is_refused_with_all_that_there_are() {
+        check_settings(&Config::default()).unwrap();
+        let refused = |codec: &str| {
+            let error = check_settings(&Config { codec: codec.to_owned(), ..Config::default() }).unwrap_err();
+            assert!(error.message.starts_with("compression (ACCL_CODEC): "), "{}", error.message);
+            error.message
+        };
+        let message = refused("maxmim:4");
+        assert!(message.contains("unknown codec `maxmim`") && message.contains("did you mean `maxmin`?"), "{message}");
+        assert!(codec::CODECS.iter().all(|row| message.contains(row.name)), "{message}");
+        assert!(refused("maxmin:12").contains("bits is 12; expected 1 to 8"));
+    }
+
+    #[test]
+    fn the_setting_of_the_codec_lists_every_row() {
+        let row = config::ROWS.iter().find(|row| row.name == "ACCL_CODEC").unwrap();
+        let words = accepted(row);
+        assert!(codec::CODECS.iter().all(|row| words.contains(&row.spelled())), "{words}");
+        assert!(settings_page().contains(&words));
     }
 }

@@ -5,14 +5,14 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use accl_engine::codec::{Codec, Noise, Rounding, Slice};
+use accl_engine::codec::{Codec, RngKey, Rounding, Slice};
 use accl_engine::{ALGORITHMS, Blocks, CallDesc, Mode};
 use accl_engine::{Encoded, Residuals, TensorCodecs};
 use accl_testkit::{Fabric, World, WorldOptions};
 use accl_transport::frame::OVERHEAD_BYTES;
 use accl_transport::loopback::{self, Capacity};
 use accl_transport::{Faults, Faulty};
-use accl_types::{Collective, Dtype, ErrorKind, ReduceOp};
+use accl_types::{Collective, Dtype, ErrorKind, Rank, ReduceOp};
 use common::{all_reduce, bits_of, blocks, both_ways, data, encoded, encoding, max_min, options, raw, rows, tensor};
 
 const ROUNDINGS: [Rounding; 3] = [Rounding::Nearest, Rounding::Stochastic, Rounding::Correlated];
@@ -68,14 +68,14 @@ fn decoded(
     let mut bytes = vec![0; codec.encoded_bytes(Dtype::F32, values.len())];
     let src = values.as_ptr().cast();
     let slice = Slice { src, dtype: Dtype::F32, tensor: Dtype::F32, count: values.len(), first: first as u64 };
-    let mut noise = Noise::keyed(&[11, 3, id, 0, pass, rank as u64]);
+    let mut rng_key = RngKey::keyed(&[11, 3, id, 0, pass, rank as u64]);
     if pass == 0 {
-        noise = noise.among(&[11, 3, id, 0], rank as u32, world as u32);
+        rng_key = rng_key.among(&[11, 3, id, 0], Rank(rank as u32), world as u32);
     }
     let mut result = vec![0.0; values.len()];
     // SAFETY: the slice is `values`; there is room for as many.
     unsafe {
-        codec.encode(&mut bytes, slice, noise);
+        codec.encode(&mut bytes, slice, rng_key);
         codec.decode(result.as_mut_ptr().cast(), Dtype::F32, &bytes, Dtype::F32, values.len());
     }
     result
@@ -134,7 +134,7 @@ fn gradients_that_are_alike_lose_less_with_correlated_rounding() {
     for (algorithm, passes) in [("direct", 1), ("direct_two_phase", 2)] {
         let error = |rounding| {
             // What is lost on the way back would hide what is lost on the way there.
-            let codecs = TensorCodecs { inner: raw(), up: max_min(4, 512, rounding), down: raw(), id: 2 };
+            let codecs = TensorCodecs { intra_node: raw(), reduce: max_min(4, 512, rounding), result: raw(), id: 2 };
             let codecs = if passes == 1 { both_ways(max_min(4, 512, rounding), 2) } else { codecs };
             let results = World::new(options(&[0; 4], "all_reduce", algorithm)).run("g", |member| {
                 let mut mine = alike.clone();
@@ -256,11 +256,11 @@ fn blocks_of_uneven_sizes_are_scattered_gathered_and_exchanged() {
 fn a_tensor_that_is_not_compressed_stays_exact_beside_others_that_are() {
     let tensors = vec![
         both_ways(max_min(2, 64, Rounding::Nearest), 1),
-        TensorCodecs { inner: raw(), up: raw(), down: raw(), id: 2 },
+        TensorCodecs { intra_node: raw(), reduce: raw(), result: raw(), id: 2 },
         TensorCodecs {
-            inner: raw(),
-            up: max_min(4, 128, Rounding::Nearest),
-            down: max_min(8, 64, Rounding::Nearest),
+            intra_node: raw(),
+            reduce: max_min(4, 128, Rounding::Nearest),
+            result: max_min(8, 64, Rounding::Nearest),
             id: 3,
         },
     ];
@@ -322,7 +322,7 @@ fn sums_of_16_bit_floats_are_rounded_once_and_overflow_is_not_hidden() {
             Dtype::F16 => half::f16::from_bits(bits).to_f32(),
             _ => half::bf16::from_bits(bits).to_f32(),
         };
-        let raw = TensorCodecs { inner: raw(), up: raw(), down: raw(), id: 1 };
+        let raw = TensorCodecs { intra_node: raw(), reduce: raw(), result: raw(), id: 1 };
         for (codecs, exact) in [(raw, true), (both_ways(max_min(8, 64, Rounding::Nearest), 1), false)] {
             let encoding = encoding(vec![codecs]);
             World::new(options(&[0; 3], "all_reduce", "direct_two_phase")).run("g", |member| {
@@ -407,7 +407,7 @@ fn ranks_that_compress_differently_are_both_named() {
                 let mut desc = member.all_reduce_desc(&mut mine, ReduceOp::Sum, Mode::Blocking);
                 let codecs = both_ways(max_min(4, 64, Rounding::Nearest), 1);
                 let codecs = if member.rank == 0 { Some(codecs) } else { other.clone() };
-                desc.encoding = codecs.map_or(Encoded::Usual, |codecs| encoding(vec![codecs]).into());
+                desc.encoding = codecs.map_or(Encoded::GroupDefault, |codecs| encoding(vec![codecs]).into());
                 member.call(desc).unwrap_err()
             });
         for error in errors {
@@ -559,7 +559,7 @@ fn a_sum_of_zeros_spends_nothing_of_what_is_carried_over() {
 }
 
 #[test]
-fn a_spoilt_bucket_is_not_carried_over() {
+fn a_bucket_that_is_not_finite_has_no_residual() {
     let encoding = encoding(vec![both_ways(max_min(4, 64, Rounding::Nearest), 1)]);
     World::new(options(&[0; 2], "all_reduce", "direct_two_phase")).run("g", |member| {
         let (kept, of_sums) = (vec![0.5f32; 1000], vec![0.5f32; 1000]);

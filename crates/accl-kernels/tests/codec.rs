@@ -2,9 +2,9 @@
 
 mod common;
 
-use accl_kernels::codec::{Codec, Noise, Rounding, Settings, Slice, Spoilt, codec};
+use accl_kernels::codec::{Codec, NonFinite, RngKey, Rounding, Settings, Slice, codec};
 use accl_kernels::{Isa, available_isas};
-use accl_types::{Dtype, ErrorKind};
+use accl_types::{Dtype, ErrorKind, Rank};
 use common::Random;
 use common::codecs::{
     FLOATS, alike, bytes_of, data, data_values, decode, encode, from_f32, through, to_f32, values_of,
@@ -82,7 +82,7 @@ fn the_golden_vector() {
     want.extend([0x20, 0x64, 0xb9, 0xfd, 0xf0, 0, 0, 0]);
     for isa in available_isas() {
         let (encoded, _) =
-            encode(&*max_min(settings, isa), Dtype::F32, &bytes_of(Dtype::F32, &values), 0, Noise::keyed(&[]));
+            encode(&*max_min(settings, isa), Dtype::F32, &bytes_of(Dtype::F32, &values), 0, RngKey::keyed(&[]));
         assert_eq!(encoded, want, "{isa}");
         assert_eq!(encoded.len(), 24);
     }
@@ -126,9 +126,9 @@ proptest! {
         for isa in available_isas() {
             let codec = max_min(settings, isa);
             prop_assert_eq!(codec.encoded_bytes(dtype, count), want.len());
-            let (got, spoilt) = encode(&*codec, dtype, &src, 0, Noise::keyed(&[]));
+            let (got, non_finite) = encode(&*codec, dtype, &src, 0, RngKey::keyed(&[]));
             prop_assert_eq!(&got, &want, "{} {} x{}", isa, dtype, count);
-            prop_assert_eq!(spoilt, Spoilt::default());
+            prop_assert_eq!(non_finite, NonFinite::default());
         }
     }
 
@@ -142,13 +142,13 @@ proptest! {
         let count = count(settings.bucket as usize, kind);
         let src = data(dtype, count, seed, &mut random);
         let world = [1, 2, 3, 8, 127, 128, 129, 300][random.below(8) as usize];
-        let noise = Noise::keyed(&[seed]).among(&[seed], random.below(world.into()) as u32, world);
+        let rng_key = RngKey::keyed(&[seed]).among(&[seed], Rank(random.below(world.into()) as u32), world);
         // Also around the ends of blocks of permutations, and of the parts of the counter.
         let first = u64::from(settings.bucket) * (random.below(1000) + [0, (1 << 34) / u64::from(settings.bucket) - 1][random.below(2) as usize]);
         let mut of_first_isa = None;
         for isa in available_isas() {
             let codec = max_min(settings, isa);
-            let (encoded, _) = encode(&*codec, dtype, &src, first, noise);
+            let (encoded, _) = encode(&*codec, dtype, &src, first, rng_key);
             let decoded = decode(&*codec, dtype, &encoded, count);
             let mut sums = vec![1.0; count];
             codec.decode_add(&mut sums, &encoded, dtype);
@@ -205,8 +205,9 @@ fn a_bucket_that_is_not_finite_becomes_nan_and_leaves_the_others_alone() {
                 values[place] = bad;
                 for isa in available_isas() {
                     let codec = max_min(Settings { bits: 8, bucket: 16, ..Settings::default() }, isa);
-                    let (encoded, spoilt) = encode(&*codec, dtype, &bytes_of(dtype, &values), 0, Noise::keyed(&[]));
-                    assert_eq!(spoilt, Spoilt { not_finite: 1, too_large: 0 });
+                    let (encoded, non_finite) =
+                        encode(&*codec, dtype, &bytes_of(dtype, &values), 0, RngKey::keyed(&[]));
+                    assert_eq!(non_finite, NonFinite { not_finite: 1, too_large: 0 });
                     assert_eq!(encoded[8..16], [0, 0, 0xc0, 0x7f, 0, 0, 0xc0, 0x7f], "canonical in the metadata");
                     assert_eq!(encoded[24 + 16..24 + 32], [0; 16], "no codes");
                     let decoded = decode(&*codec, dtype, &encoded, 48);
@@ -238,8 +239,12 @@ fn ranges_are_those_of_all_values_whatever_their_signs() {
                 let src = bytes_of(Dtype::F32, &values);
                 let want = value.is_finite().then(|| oracle(&settings, Dtype::F32, &src));
                 for (isa, codec) in &codecs {
-                    let (got, spoilt) = encode(&**codec, Dtype::F32, &src, 0, Noise::keyed(&[]));
-                    assert_eq!(spoilt.not_finite, usize::from(want.is_none()), "{isa}, {value} at {place} of {bucket}");
+                    let (got, non_finite) = encode(&**codec, Dtype::F32, &src, 0, RngKey::keyed(&[]));
+                    assert_eq!(
+                        non_finite.not_finite,
+                        usize::from(want.is_none()),
+                        "{isa}, {value} at {place} of {bucket}"
+                    );
                     assert!(want.as_ref().is_none_or(|want| *want == got), "{isa}, {value} at {place} of {bucket}");
                 }
             }
@@ -267,13 +272,13 @@ fn several_buckets_have_a_range_each() {
                 let want = value.is_finite().then(|| oracle(&settings, Dtype::F32, &src));
                 for (isa, codec) in &codecs {
                     let told = format!("{isa}, {bits} bits, {value} at {place}, buckets of {bucket}");
-                    let (got, spoilt) = encode(&**codec, Dtype::F32, &src, 0, Noise::keyed(&[]));
-                    assert_eq!(spoilt.not_finite, usize::from(want.is_none()), "{told}");
+                    let (got, non_finite) = encode(&**codec, Dtype::F32, &src, 0, RngKey::keyed(&[]));
+                    assert_eq!(non_finite.not_finite, usize::from(want.is_none()), "{told}");
                     assert!(want.as_ref().is_none_or(|want| *want == got), "{told}");
                     let decoded = values_of(Dtype::F32, &decode(&**codec, Dtype::F32, &got, values.len()));
-                    let spoilt = place / bucket as usize;
+                    let non_finite = place / bucket as usize;
                     for (at, decoded) in decoded.iter().enumerate() {
-                        let is_nan = want.is_none() && at / bucket as usize == spoilt;
+                        let is_nan = want.is_none() && at / bucket as usize == non_finite;
                         assert_eq!(decoded.is_nan(), is_nan, "{told}, element {at}");
                     }
                 }
@@ -283,7 +288,7 @@ fn several_buckets_have_a_range_each() {
 }
 
 #[test]
-fn spoilt_buckets_among_many_small_ones_leave_the_others_alone() {
+fn buckets_that_become_nan_among_many_small_ones_leave_the_others_alone() {
     const COUNT: usize = 3000;
     let bad = [3, 700, 2047, 2048, 2999];
     for (bucket, rounding, isa) in [8u32, 24, 32, 40, 64, 96, 104].into_iter().flat_map(|bucket| {
@@ -294,10 +299,10 @@ fn spoilt_buckets_among_many_small_ones_leave_the_others_alone() {
         let sound: Vec<f32> = (0..COUNT).map(|i| ((i * 7919) % 1009) as f32).collect();
         let mut values = sound.clone();
         bad.iter().for_each(|&place| values[place] = f32::NAN);
-        let noise = Noise::keyed(&[1]).among(&[1], 2, 5);
+        let rng_key = RngKey::keyed(&[1]).among(&[1], Rank(2), 5);
         let [with, without] = [&values, &sound].map(|values| {
-            let (encoded, spoilt) = encode(&*codec, Dtype::F32, &bytes_of(Dtype::F32, values), 16_000, noise);
-            (values_of(Dtype::F32, &decode(&*codec, Dtype::F32, &encoded, COUNT)), spoilt.not_finite)
+            let (encoded, non_finite) = encode(&*codec, Dtype::F32, &bytes_of(Dtype::F32, values), 16_000, rng_key);
+            (values_of(Dtype::F32, &decode(&*codec, Dtype::F32, &encoded, COUNT)), non_finite.not_finite)
         });
         let buckets: HashSet<usize> = bad.iter().map(|place| place / bucket as usize).collect();
         assert_eq!((with.1, without.1), (buckets.len(), 0));
@@ -313,20 +318,20 @@ fn spoilt_buckets_among_many_small_ones_leave_the_others_alone() {
 
 #[test]
 fn a_finite_bucket_that_the_metadata_cannot_hold_is_counted_apart() {
-    let spoilt_of = |meta, bits, values: &[f32]| {
+    let lost_of = |meta, bits, values: &[f32]| {
         let codec = max_min(Settings { bits, bucket: 8, meta, ..Settings::default() }, Isa::best());
-        let (encoded, spoilt) = encode(&*codec, Dtype::F32, &bytes_of(Dtype::F32, values), 0, Noise::keyed(&[]));
+        let (encoded, non_finite) = encode(&*codec, Dtype::F32, &bytes_of(Dtype::F32, values), 0, RngKey::keyed(&[]));
         let decoded = values_of(Dtype::F32, &decode(&*codec, Dtype::F32, &encoded, values.len()));
-        assert_eq!(decoded.iter().all(|value| value.is_nan()), spoilt != Spoilt::default(), "{decoded:?}");
-        assert_eq!(decoded.iter().any(|value| value.is_nan()), spoilt != Spoilt::default(), "{decoded:?}");
-        spoilt
+        assert_eq!(decoded.iter().all(|value| value.is_nan()), non_finite != NonFinite::default(), "{decoded:?}");
+        assert_eq!(decoded.iter().any(|value| value.is_nan()), non_finite != NonFinite::default(), "{decoded:?}");
+        non_finite
     };
-    let too_large = Spoilt { not_finite: 0, too_large: 1 };
-    assert_eq!(spoilt_of(Dtype::F16, 4, &[-1e5, 0.0]), too_large);
-    assert_eq!(spoilt_of(Dtype::F16, 1, &[0.0, 1e5]), too_large);
-    assert_eq!(spoilt_of(Dtype::F16, 4, &[0.0, 1e5]), Spoilt::default());
+    let too_large = NonFinite { not_finite: 0, too_large: 1 };
+    assert_eq!(lost_of(Dtype::F16, 4, &[-1e5, 0.0]), too_large);
+    assert_eq!(lost_of(Dtype::F16, 1, &[0.0, 1e5]), too_large);
+    assert_eq!(lost_of(Dtype::F16, 4, &[0.0, 1e5]), NonFinite::default());
     // One level more than the largest number apart: no unit for it.
-    assert_eq!(spoilt_of(Dtype::F32, 1, &[f32::MAX, f32::MIN]), too_large);
+    assert_eq!(lost_of(Dtype::F32, 1, &[f32::MAX, f32::MIN]), too_large);
 }
 
 #[test]
@@ -335,8 +340,9 @@ fn a_range_that_overflows_is_encoded_from_halves() {
     for bits in 2..=8 {
         for isa in available_isas() {
             let codec = max_min(Settings { bits, bucket: 8, ..Settings::default() }, isa);
-            let (encoded, spoilt) = encode(&*codec, Dtype::F32, &bytes_of(Dtype::F32, &values), 0, Noise::keyed(&[]));
-            assert_eq!(spoilt, Spoilt::default());
+            let (encoded, non_finite) =
+                encode(&*codec, Dtype::F32, &bytes_of(Dtype::F32, &values), 0, RngKey::keyed(&[]));
+            assert_eq!(non_finite, NonFinite::default());
             let unit = f64::from(to_f32(Dtype::F32, &encoded[..4]));
             for (before, after) in values.iter().zip(values_of(Dtype::F32, &decode(&*codec, Dtype::F32, &encoded, 8))) {
                 let off = (f64::from(*before) - f64::from(after)).abs();
@@ -359,7 +365,7 @@ fn tiny_ranges_and_constants_keep_their_values() {
     for values in cases {
         for isa in available_isas() {
             let codec = max_min(Settings { bits: 8, bucket: 8, ..Settings::default() }, isa);
-            let (encoded, _) = encode(&*codec, Dtype::F32, &bytes_of(Dtype::F32, values), 0, Noise::keyed(&[]));
+            let (encoded, _) = encode(&*codec, Dtype::F32, &bytes_of(Dtype::F32, values), 0, RngKey::keyed(&[]));
             let decoded = values_of(Dtype::F32, &decode(&*codec, Dtype::F32, &encoded, values.len()));
             for (before, after) in values.iter().zip(&decoded) {
                 assert!((before - after).abs() <= f32::MIN_POSITIVE / 2.0, "{values:?} became {decoded:?} ({isa})");
@@ -376,9 +382,9 @@ fn a_value_that_leaves_the_range_of_float16_becomes_its_largest() {
             for isa in available_isas() {
                 let codec = max_min(Settings { bits, bucket: 8, meta, ..Settings::default() }, isa);
                 let src = bytes_of(Dtype::F16, &values);
-                let (encoded, spoilt) = encode(&*codec, Dtype::F16, &src, 0, Noise::keyed(&[]));
+                let (encoded, non_finite) = encode(&*codec, Dtype::F16, &src, 0, RngKey::keyed(&[]));
                 let decoded = values_of(Dtype::F16, &decode(&*codec, Dtype::F16, &encoded, 8));
-                let whole = spoilt == Spoilt::default();
+                let whole = non_finite == NonFinite::default();
                 assert!(decoded.iter().all(|value| value.is_finite() == whole), "{bits} bits, {meta}: {decoded:?}");
             }
         }
@@ -398,7 +404,7 @@ fn stochastic_rounding_is_unbiased_and_independent() {
     values.chunks_mut(512).for_each(|bucket| (bucket[0], bucket[1], bucket[2]) = (0.0, 15.0, 7.0));
     let src = bytes_of(Dtype::F32, &values);
     let draw = |rank, step| {
-        let (encoded, _) = encode(&*codec, Dtype::F32, &src, 0, Noise::keyed(&[rank, step]));
+        let (encoded, _) = encode(&*codec, Dtype::F32, &src, 0, RngKey::keyed(&[rank, step]));
         values_of(Dtype::F32, &decode(&*codec, Dtype::F32, &encoded, COUNT))
     };
     let (mut sums, mut squares, mut crossed) = (vec![0.0; COUNT], 0.0, 0.0);
@@ -435,8 +441,8 @@ fn stochastic_rounding_is_unbiased_and_independent() {
 fn of_ranks(codec: &dyn Codec, ranks: &[Vec<f32>], step: u64) -> Vec<Vec<f32>> {
     let world = ranks.len() as u32;
     let of_rank = |(rank, values): (u32, &Vec<f32>)| {
-        let noise = Noise::keyed(&[step, rank.into()]).among(&[step], rank, world);
-        let (encoded, _) = encode(codec, Dtype::F32, &bytes_of(Dtype::F32, values), 0, noise);
+        let rng_key = RngKey::keyed(&[step, rank.into()]).among(&[step], Rank(rank), world);
+        let (encoded, _) = encode(codec, Dtype::F32, &bytes_of(Dtype::F32, values), 0, rng_key);
         values_of(Dtype::F32, &decode(codec, Dtype::F32, &encoded, values.len()))
     };
     (0..).zip(ranks).map(of_rank).collect()
@@ -541,15 +547,15 @@ fn sums_of_correlated_rounding_have_the_error_that_they_should_have() {
 #[test]
 fn correlated_rounding_of_a_rank_alone_is_stochastic() {
     let src = bytes_of(Dtype::F32, &data_values(5000, 0, &mut Random(3)));
-    let encoded = |rounding, noise| {
-        encode(&*max_min(Settings { rounding, ..Settings::default() }, Isa::best()), Dtype::F32, &src, 512, noise).0
+    let encoded = |rounding, rng_key| {
+        encode(&*max_min(Settings { rounding, ..Settings::default() }, Isa::best()), Dtype::F32, &src, 512, rng_key).0
     };
-    let noise = Noise::keyed(&[1, 2]);
-    let stochastic = encoded(Rounding::Stochastic, noise);
-    assert_eq!(encoded(Rounding::Correlated, noise), stochastic);
-    assert_eq!(encoded(Rounding::Correlated, noise.among(&[1], 0, 1)), stochastic);
-    assert_eq!(encoded(Rounding::Stochastic, noise.among(&[1], 0, 2)), stochastic);
-    assert_ne!(encoded(Rounding::Correlated, noise.among(&[1], 0, 2)), stochastic);
+    let rng_key = RngKey::keyed(&[1, 2]);
+    let stochastic = encoded(Rounding::Stochastic, rng_key);
+    assert_eq!(encoded(Rounding::Correlated, rng_key), stochastic);
+    assert_eq!(encoded(Rounding::Correlated, rng_key.among(&[1], Rank(0), 1)), stochastic);
+    assert_eq!(encoded(Rounding::Stochastic, rng_key.among(&[1], Rank(0), 2)), stochastic);
+    assert_ne!(encoded(Rounding::Correlated, rng_key.among(&[1], Rank(0), 2)), stochastic);
 }
 
 #[test]
@@ -558,7 +564,7 @@ fn a_thread_that_flushes_denormals_encodes_the_same() {
     let src = bytes_of(Dtype::F32, &values);
     let codec = max_min(Settings { bits: 8, ..Settings::default() }, Isa::best());
     let both = || {
-        let (encoded, _) = encode(&*codec, Dtype::F32, &src, 0, Noise::keyed(&[]));
+        let (encoded, _) = encode(&*codec, Dtype::F32, &src, 0, RngKey::keyed(&[]));
         let decoded = decode(&*codec, Dtype::F32, &encoded, 512);
         (encoded, decoded)
     };
@@ -597,7 +603,7 @@ fn the_error_on_known_data_is_as_it_should_be() {
     ];
     let relative = |name: &str, values: &[f32], settings: Settings| {
         let codec = codec(name).unwrap().build(&settings).unwrap();
-        let (encoded, _) = encode(&*codec, Dtype::F32, &bytes_of(Dtype::F32, values), 0, Noise::keyed(&[1]));
+        let (encoded, _) = encode(&*codec, Dtype::F32, &bytes_of(Dtype::F32, values), 0, RngKey::keyed(&[1]));
         let decoded = values_of(Dtype::F32, &decode(&*codec, Dtype::F32, &encoded, COUNT));
         let square = |x: f32| f64::from(x) * f64::from(x);
         let error: f64 = values.iter().zip(&decoded).map(|(x, y)| square(x - y)).sum();
@@ -664,7 +670,7 @@ fn absmax_has_the_format_that_it_describes() {
     let values = [-1.5, -1.0, -0.4, 0.0, 0.2, 0.5, 1.0, 1.5, 6.0, -6.0, 0.9, -1.1];
     let settings = Settings { bits: 3, bucket: 8, ..Settings::default() };
     let (encoded, decoded, _) =
-        through("absmax", &settings, Dtype::F32, &bytes_of(Dtype::F32, &values), Noise::keyed(&[]));
+        through("absmax", &settings, Dtype::F32, &bytes_of(Dtype::F32, &values), RngKey::keyed(&[]));
     let codes: [u64; 12] = [0, 1, 2, 3, 3, 4, 5, 6, 6, 0, 3, 2];
     let packed = codes.iter().rev().fold(0, |packed, code| packed << 3 | code);
     let expected: Vec<u8> = [0.5f32.to_le_bytes(), 2f32.to_le_bytes()].concat();
@@ -688,7 +694,7 @@ proptest! {
         values.iter_mut().step_by(7).for_each(|value| *value = 0.0);
         let src = bytes_of(dtype, &values);
         let values = values_of(dtype, &src);
-        let (_, decoded, spoilt) = through("absmax", &settings, dtype, &src, Noise::keyed(&[seed]));
+        let (_, decoded, non_finite) = through("absmax", &settings, dtype, &src, RngKey::keyed(&[seed]));
         let reach = ((1u32 << (bits - 1)) - 1) as f32;
         for (before, after) in values.chunks(bucket as usize).zip(decoded.chunks(bucket as usize)) {
             let most = before.iter().fold(0f32, |most, value| most.max(value.abs()));
@@ -696,7 +702,7 @@ proptest! {
             let least = match meta { Dtype::F16 => 6.2e-5, _ => f32::MIN_POSITIVE };
             let unit = (most / reach * (1.0 + 1.0 / 128.0)).max(least);
             let is_lost = after.iter().any(|value| value.is_nan());
-            prop_assert!(!is_lost || spoilt.too_large > 0);
+            prop_assert!(!is_lost || non_finite.too_large > 0);
             for (&before, &after) in before.iter().zip(after).filter(|_| !is_lost) {
                 // Half a last place of a 16-bit result.
                 let rounded = most * match dtype { Dtype::BF16 => 1.0 / 256.0, Dtype::F16 => 1.0 / 2048.0, _ => 1e-6 };
@@ -721,7 +727,7 @@ proptest! {
                 let mut encoded = vec![0xa5; codec.encoded_bytes(tensor, count)];
                 let slice = Slice { src: src.as_ptr(), dtype, tensor, count, first: 0 };
                 // SAFETY: the slice is `src`.
-                unsafe { codec.encode(&mut encoded, slice, Noise::keyed(&[])) };
+                unsafe { codec.encode(&mut encoded, slice, RngKey::keyed(&[])) };
                 prop_assert!(encoded.len().is_multiple_of(8));
                 if wire == dtype {
                     prop_assert_eq!(&encoded[..src.len()], &src[..]);

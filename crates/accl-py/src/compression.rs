@@ -7,11 +7,12 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use accl_engine::codec::{self, CODECS, Codec};
+use accl_engine::codec::{self, CODECS, Codec, Loss, Setting};
 use accl_engine::{
-    Audit, Codecs as EngineCodecs, Encoded, Encoding, ErrorStats, Measured as EngineMeasured, Residuals, TensorCodecs,
+    Codecs as EngineCodecs, Encoded, Encoding, ErrorStats as EngineStats, Measured as EngineMeasured, Probe, Residuals,
+    TensorCodecs,
 };
-use accl_types::{Dtype, Error};
+use accl_types::{Dtype, Elems, Error};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -32,21 +33,21 @@ struct PyEncoding {
 
 #[pymethods]
 impl PyEncoding {
-    /// `residuals` are addresses of float32, see `accl_engine::Residuals`. With a ledger the call is measured, and one
+    /// `residuals` are addresses of float32, see `accl_engine::Residuals`. With statistics the call is measured, and one
     /// element in `one_in` compared with the exact sum.
     #[new]
-    #[pyo3(signature = (codecs, seed=0, step=0, residuals=None, ledger=None, one_in=0))]
+    #[pyo3(signature = (codecs, seed=0, step=0, residuals=None, stats=None, one_in=0))]
     fn new(
         codecs: PyRef<'_, Codecs>,
         seed: u64,
         step: u64,
         residuals: Option<(Vec<usize>, Vec<usize>)>,
-        ledger: Option<PyRef<'_, Ledger>>,
+        stats: Option<PyRef<'_, ErrorStats>>,
         one_in: u64,
     ) -> Self {
         let residuals = residuals.map(|(contributions, sums)| Arc::new(Residuals { contributions, sums }));
-        let audit = ledger.map(|ledger| Audit { stats: ledger.inner.clone(), one_in });
-        Self { inner: Encoded::As(Encoding { codecs: codecs.inner.clone(), seed, step, residuals, audit }) }
+        let probe = stats.map(|stats| Probe { stats: stats.inner.clone(), one_in });
+        Self { inner: Encoded::As(Encoding { codecs: codecs.inner.clone(), seed, step, residuals, probe }) }
     }
 
     /// Calls travel as they are, also in a group that encodes all.
@@ -58,15 +59,15 @@ impl PyEncoding {
 
 /// What was measured of the tensors of one kind of call, added up over calls that are done.
 #[pyclass(frozen, module = "torch_accl._native")]
-struct Ledger {
-    inner: Arc<ErrorStats>,
+struct ErrorStats {
+    inner: Arc<EngineStats>,
 }
 
 #[pymethods]
-impl Ledger {
+impl ErrorStats {
     #[new]
     fn new(tensors: usize) -> Self {
-        Self { inner: ErrorStats::new(tensors) }
+        Self { inner: EngineStats::new(tensors) }
     }
 
     /// What was measured of each tensor.
@@ -91,8 +92,9 @@ struct Measured {
 
 impl From<EngineMeasured> for Measured {
     fn from(measured: EngineMeasured) -> Self {
-        let EngineMeasured { calls, compared, error, square, carried_calls, carried, spoilt, nanos } = measured;
-        let (not_finite, too_large) = (spoilt.not_finite, spoilt.too_large);
+        let EngineMeasured { calls, compared, error, square, residual_calls, residual, non_finite, nanos } = measured;
+        let (not_finite, too_large) = (non_finite.not_finite, non_finite.too_large);
+        let (carried_calls, carried) = (residual_calls, residual);
         Self { calls, compared, error, square, carried_calls, carried, not_finite, too_large, nanos }
     }
 }
@@ -118,8 +120,9 @@ impl Codecs {
             known.insert(text, codec.clone());
             Ok(codec)
         };
-        let mut tensor =
-            |(inner, up, down, id)| Ok(TensorCodecs { inner: codec(inner)?, up: codec(up)?, down: codec(down)?, id });
+        let mut tensor = |(intra_node, reduce, result, id)| {
+            Ok(TensorCodecs { intra_node: codec(intra_node)?, reduce: codec(reduce)?, result: codec(result)?, id })
+        };
         let tensors = tensors.into_iter().map(&mut tensor).collect::<Result<_, Error>>().map_err(refused)?;
         Ok(Self { inner: EngineCodecs::new(tensors).map_err(refused)? })
     }
@@ -139,7 +142,8 @@ impl Codecs {
         if position >= self.inner.tensors() {
             return Err(pyo3::exceptions::PyIndexError::new_err(format!("there are {} tensors", self.inner.tensors())));
         }
-        Ok(self.inner.encoded_bytes(position as u32, dtype, elements))
+        let (reduce, result) = self.inner.encoded_bytes(position as u32, dtype, Elems(elements));
+        Ok((reduce.0, result.0))
     }
 
     fn __len__(&self) -> usize {
@@ -151,7 +155,7 @@ impl Codecs {
     }
 }
 
-/// Says how calls that this thread makes from now on are encoded; `None`: as is usual in their group. Returns what was said
+/// Says how calls that this thread makes from now on are encoded; `None`: as their group does by default. Returns what was said
 /// before.
 #[pyfunction]
 fn encode_calls(encoding: Option<PyRef<'_, PyEncoding>>) -> Option<PyEncoding> {
@@ -170,12 +174,35 @@ fn codecs(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     let row = |row: &codec::Row| {
         let dict = PyDict::new(py);
         dict.set_item("name", row.name)?;
+        dict.set_item("spelled", row.spelled())?;
         dict.set_item("description", row.description)?;
-        dict.set_item("needs_feedback", row.needs_feedback)?;
         dict.set_item("settings", row.settings.iter().map(|setting| setting.name()).collect::<Vec<_>>())?;
+        dict.set_item("bits", row.has(Setting::Bits).then(|| (*row.bits.start(), *row.bits.end())))?;
+        dict.set_item("buckets", row.has(Setting::Bucket).then(|| row.buckets.to_string()))?;
+        dict.set_item("needs_feedback", row.needs_feedback)?;
+        dict.set_item("auto", row.auto.to_vec())?;
         Ok(dict)
     };
     CODECS.iter().map(row).collect()
+}
+
+/// What there is to know of a codec with its settings.
+#[pyfunction]
+fn codec_facts<'py>(py: Python<'py>, text: &str) -> PyResult<Bound<'py, PyDict>> {
+    let codec = codec::parse(text).map_err(refused)?;
+    let summary = codec.summary();
+    let (row, loss) = (summary.row(), summary.loss());
+    let dict = PyDict::new(py);
+    dict.set_item("text", summary.to_string())?;
+    dict.set_item("name", row.name)?;
+    dict.set_item("is_exact", loss == Loss::None)?;
+    dict.set_item("is_coarse", loss >= Loss::Coarse)?;
+    dict.set_item("is_divergent", loss >= Loss::Divergent)?;
+    dict.set_item("is_cast", row.is_cast)?;
+    dict.set_item("needs_feedback", row.needs_feedback)?;
+    dict.set_item("hides_magnitudes", row.hides_magnitudes)?;
+    dict.set_item("next_finer", summary.next_finer().map(|finer| finer.to_string()))?;
+    Ok(dict)
 }
 
 fn refused(error: Error) -> PyErr {
@@ -186,9 +213,10 @@ fn refused(error: Error) -> PyErr {
 pub(crate) fn add_functions(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Codecs>()?;
     module.add_class::<PyEncoding>()?;
-    module.add_class::<Ledger>()?;
+    module.add_class::<ErrorStats>()?;
     module.add_class::<Measured>()?;
     module.add_function(wrap_pyfunction!(encode_calls, module)?)?;
     module.add_function(wrap_pyfunction!(check_codec, module)?)?;
+    module.add_function(wrap_pyfunction!(codec_facts, module)?)?;
     module.add_function(wrap_pyfunction!(codecs, module)?)
 }

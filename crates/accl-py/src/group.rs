@@ -272,8 +272,9 @@ impl Drop for Leaving<'_> {
 fn config(args: &GroupArgs) -> Result<Config> {
     let mut config = accl_engine::config_from_environment()?;
     for pair in args.settings.chunks_exact(2) {
-        accl_engine::set_option(&mut config, &pair[0], &pair[1])?;
+        config.set_option(&pair[0], &pair[1])?;
     }
+    accl_engine::check_settings(&config)?;
     Ok(config)
 }
 

@@ -23,7 +23,7 @@ fn config_rows(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
             dict.set_item("agreed", row.agreed)?;
             dict.set_item("value", (row.show)(&config))?;
             dict.set_item("default", (row.show)(&default))?;
-            dict.set_item("accepted", row.accepted)?;
+            dict.set_item("accepted", accl_engine::accepted(row))?;
             dict.set_item("effect", row.effect)?;
             Ok(dict)
         })
@@ -82,7 +82,8 @@ fn host_facts(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
 /// Refuses an option that the table does not have, or a value that it does not accept.
 #[pyfunction]
 fn check_option(option: &str, value: &str) -> PyResult<()> {
-    accl_engine::set_option(&mut Config::default(), option, value).map_err(refused)
+    let mut config = Config::default();
+    config.set_option(option, value).and_then(|()| accl_engine::check_settings(&config)).map_err(refused)
 }
 
 fn refused(error: Error) -> PyErr {

@@ -182,10 +182,10 @@ impl<'a> Trace<'a> {
         let collective = self.request.collective;
         let hosts = self.request.topology;
         match collective {
-            Collective::AllGather | Collective::AllToAll => Role::Down,
-            Collective::AllReduce if finished => Role::Down,
-            _ if self.by_host && hosts.host_of(peer.0) == hosts.host_of(self.request.rank.0) => Role::Inner,
-            _ => Role::Up,
+            Collective::AllGather | Collective::AllToAll => Role::Result,
+            Collective::AllReduce if finished => Role::Result,
+            _ if self.by_host && hosts.host_of(peer.0) == hosts.host_of(self.request.rank.0) => Role::IntraNode,
+            _ => Role::Reduce,
         }
     }
 

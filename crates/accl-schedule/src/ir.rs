@@ -30,11 +30,11 @@ impl Buf {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
     /// A part of the sum, between ranks of one host, in an algorithm that composes over hosts.
-    Inner,
+    IntraNode,
     /// A part of the sum on its way to who finishes it.
-    Up,
+    Reduce,
     /// What ranks end with.
-    Down,
+    Result,
 }
 
 /// An encoded chunk.

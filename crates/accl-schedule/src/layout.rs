@@ -205,7 +205,7 @@ impl Grid {
         let mut grid = Grid { grains: Vec::new(), bytes_before: vec![0] };
         let mut end = 0;
         for (index, elems) in blocks.iter().flat_map(|block| (0..).zip(block)) {
-            end += coding.piece_bytes(Role::Up, index, elems.0) + coding.piece_bytes(Role::Down, index, elems.0);
+            end += coding.piece_bytes(Role::Reduce, index, elems.0) + coding.piece_bytes(Role::Result, index, elems.0);
             grid.grains.push(coding.grain(index));
             grid.bytes_before.push(end);
         }
@@ -515,7 +515,7 @@ mod tests {
             let shape = CallShape { elem_bytes: 4, in_blocks: &blocks, out_blocks: &[], coding: Some(&coding) };
             let layout = Layout::new(&program(Division::Even { chunks }, Vec::new()), &shape);
             let bytes_of = |chunk| {
-                [Role::Up, Role::Down]
+                [Role::Reduce, Role::Result]
                     .map(|role| layout.tile_bytes(&Code { like: (Buf::In, chunk), role }, &coding).sum::<u64>())
                     .iter()
                     .sum::<u64>()
@@ -531,7 +531,7 @@ mod tests {
         fn encoded_chunks_are_aligned_and_disjoint(elems in 0u64..3000, chunks in 1u32..9) {
             let coding = Grains(vec![(8, 16)]);
             let blocks = [vec![Elems(elems)]];
-            let codes = (0..chunks).map(|chunk| Code { like: (Buf::In, chunk), role: Role::Up }).collect();
+            let codes = (0..chunks).map(|chunk| Code { like: (Buf::In, chunk), role: Role::Reduce }).collect();
             let program = Program { codes, ..program(Division::Even { chunks }, Vec::new()) };
             let shape = CallShape { elem_bytes: 4, in_blocks: &blocks, out_blocks: &[], coding: Some(&coding) };
             let layout = Layout::new(&program, &shape);

@@ -156,7 +156,7 @@ fn another_role_is_refused() {
         };
         let mut mutant = program.clone();
         let code = &mut mutant.codes[span.ranges()[0].first as usize];
-        code.role = if code.role == Role::Up { Role::Down } else { Role::Up };
+        code.role = if code.role == Role::Reduce { Role::Result } else { Role::Reduce };
         Some(mutant)
     });
 }
@@ -207,7 +207,7 @@ fn a_scatter_reduce_all_gather_encodes_each_chunk_twice() {
         // A contribution to each of the other three, and the sum of its own chunk.
         assert_eq!(passes, [0, 0, 0, 1]);
         let of = |role| program.codes.iter().filter(|code| code.role == role).count();
-        assert_eq!((of(Role::Inner), of(Role::Up), of(Role::Down)), (0, 6, 4));
+        assert_eq!((of(Role::IntraNode), of(Role::Reduce), of(Role::Result)), (0, 6, 4));
     }
 }
 
@@ -224,9 +224,9 @@ fn hosts_exchange_parts_of_sums_in_another_role_than_their_ranks() {
             };
             let role = program.codes[span.ranges()[0].first as usize].role;
             let near = topology.host_of(peer.0) == topology.host_of(rank);
-            assert!(role == Role::Down || (role == Role::Inner) == near, "{role:?} between {rank} and {peer}");
+            assert!(role == Role::Result || (role == Role::IntraNode) == near, "{role:?} between {rank} and {peer}");
         }
         let of = |role| program.codes.iter().any(|code| code.role == role);
-        assert!(of(Role::Inner) && of(Role::Up) && of(Role::Down));
+        assert!(of(Role::IntraNode) && of(Role::Reduce) && of(Role::Result));
     }
 }

@@ -49,16 +49,18 @@ pub fn find(name: &str) -> Option<&'static Transport> {
     TRANSPORTS.iter().find(|row| row.name == name).or_else(|| transports().into_iter().find(|row| row.name == name))
 }
 
-/// The transports that a setting names, in its order. `setting` is for messages.
+/// The transports that the setting `transports` names, in its order.
 ///
 /// # Errors
 /// `Configuration` when there is none of a name, or no name.
-pub fn named(names: &[String], setting: &str) -> Result<Vec<&'static Transport>> {
+pub fn named(names: &[String]) -> Result<Vec<&'static Transport>> {
     let refuse = |why: String| {
         let known: Vec<&str> = transports().iter().map(|row| row.name).collect();
         let expected = format!("expected a comma-separated list out of {}", known.join(", "));
         let value = names.join(",");
-        Error::configuration(format!("{setting}: value `{value}` is not accepted ({why}); {expected}"))
+        Error::configuration(format!(
+            "transports (ACCL_TRANSPORTS): value `{value}` is not accepted ({why}); {expected}"
+        ))
     };
     if names.is_empty() {
         return Err(refuse("the list is empty".to_owned()));
@@ -78,7 +80,8 @@ mod tests {
         let in_order: Vec<_> = names.iter().filter(|name| default.iter().any(|tried| tried == *name)).collect();
         assert!(in_order.into_iter().eq(&default), "{default:?}");
         let setting = accl_types::config::ROWS.iter().find(|row| row.name == "ACCL_TRANSPORTS").unwrap();
-        assert!(setting.accepted.contains(&names.join(", ")), "{}", setting.accepted);
+        let words = setting.accepted.words("");
+        assert!(words.contains(&names.join(", ")), "{words}");
     }
 
     #[test]
@@ -93,8 +96,8 @@ mod tests {
     #[test]
     fn a_name_without_a_transport_is_refused_with_those_that_there_are() {
         let names = ["tcp", "udp"].map(str::to_owned);
-        let why = named(&names, "ACCL_TRANSPORTS").unwrap_err();
+        let why = named(&names).unwrap_err();
         assert!(why.message.contains("`udp`") && why.message.contains("shm, tcp"), "{why}");
-        assert_eq!(named(&names[..1], "ACCL_TRANSPORTS").unwrap()[0].name, "tcp");
+        assert_eq!(named(&names[..1]).unwrap()[0].name, "tcp");
     }
 }

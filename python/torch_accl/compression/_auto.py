@@ -17,16 +17,18 @@ import torch
 import torch.distributed as dist
 
 from ._agreement import reduced
+from ._codecs import candidates, facts
 from ._plans import cut
 from ._scope import accl_backend, codecs_of, encoded, exact
 from ._settings import RAW, Compression, tensor_id
 
 __all__ = ["Choice", "choose"]
 
-# From 4 bits on a budget of a few hundredths can be kept; 2 bits are tried only where the budget was raised.
-_FLOATS = ("bf16", "maxmin:8,bucket=512", "maxmin:4,bucket=128")
-_COARSE = "maxmin:2,bucket=64"
-_USUAL_BUDGET = 0.05
+# Codecs that are not coarse can keep a budget of a few hundredths; the others are tried only where it was raised.
+_DEFAULT_BUDGET = 0.05
+
+# Elements that tell the bits of each.
+_MANY = 1 << 20
 
 # A codec must save so much of the time to be worth its error.
 _WORTH = 0.95
@@ -95,12 +97,16 @@ def choose(
 
 
 def _candidates(dtype: torch.dtype, budget: float, group: dist.ProcessGroup) -> list[str]:
-    codecs = [*_FLOATS, *([_COARSE] if budget > _USUAL_BUDGET else [])]
-    if dtype != torch.float32:
-        codecs.remove("bf16")
+    codecs = [codec for codec in candidates() if not facts(codec).is_coarse or budget > _DEFAULT_BUDGET]
+    codecs = [codec for codec in codecs if _saves_bytes(codec, dtype)]
     # Memory is faster than any codec that packs bits.
     [[is_far]] = reduced([[float(not _is_near(group))]], group, dist.ReduceOp.MAX)
-    return codecs if is_far else [codec for codec in codecs if codec == "bf16"]
+    return codecs if is_far else [codec for codec in codecs if facts(codec).is_cast]
+
+
+def _saves_bytes(codec: str, dtype: torch.dtype) -> bool:
+    sent, _ = codecs_of(((RAW, codec, codec, 0),)).encoded_bytes(0, str(dtype).removeprefix("torch."), _MANY)
+    return sent < _MANY * dtype.itemsize
 
 
 def _is_near(group: dist.ProcessGroup) -> bool:

@@ -1,6 +1,6 @@
 """Figures of the explicit calls (`all_reduce_quantized` and its kin), by group, collective and key.
 
-Owns the rows that calls are entered in, and how many there may be. What the engine measures of a call it adds to the row's ledger
+Owns the rows that calls are entered in, and how many there may be. What the engine measures of a call it adds to the row's stats
 when the call is done; how many bytes it has is known when it is made.
 """
 
@@ -44,7 +44,7 @@ class CallMeasures:
         too_large: buckets that this rank sent as NaN because their metadata cannot hold their range.
         codec_seconds: time of this rank for encoding, decoding and adding.
 
-    Error, spoilt buckets and time are those of calls that are done.
+    Error, buckets that became NaN and time are those of calls that are done.
     """
 
     collective: str
@@ -68,16 +68,18 @@ class CallMeasures:
 class Row:
     """Where calls of a collective with a key are entered."""
 
-    ledger: _native.Ledger = field(default_factory=lambda: _native.Ledger(1))
+    stats: _native.ErrorStats = field(default_factory=lambda: _native.ErrorStats(1))
     codec: str = ""
     calls: int = 0
     elements: int = 0
     raw_bytes: int = 0
     sent_bytes: int = 0
 
-    def enter(self, codecs: _native.Codecs, codec: str, sizes: tuple[int, ...], dtype: torch.dtype, up: bool) -> None:
+    def enter(
+        self, codecs: _native.Codecs, codec: str, sizes: tuple[int, ...], dtype: torch.dtype, is_part: bool
+    ) -> None:
         """A call was made that sends tensors of so many elements, encoded as parts of sums or as results."""
-        elements, sent = totals(codecs, dtype, sizes, up)
+        elements, sent = totals(codecs, dtype, sizes, is_part)
         with _lock:
             self.codec = codec
             self.calls += 1
@@ -130,7 +132,7 @@ def call_summary(group: dist.ProcessGroup | None = None) -> str:
 
 
 def _measures(collective: str, key: str, row: Row) -> CallMeasures:
-    [measured] = row.ledger.read()
+    [measured] = row.stats.read()
     since = Totals().plus(measured)
     return CallMeasures(
         collective=collective,
@@ -149,7 +151,7 @@ def _measures(collective: str, key: str, row: Row) -> CallMeasures:
 
 
 @lru_cache(maxsize=1024)
-def totals(codecs: _native.Codecs, dtype: torch.dtype, sizes: tuple[int, ...], up: bool) -> tuple[int, int]:
+def totals(codecs: _native.Codecs, dtype: torch.dtype, sizes: tuple[int, ...], is_part: bool) -> tuple[int, int]:
     """Elements of tensors, and bytes that they become as parts of sums, or as results."""
-    kind, way = str(dtype).removeprefix("torch."), 0 if up else 1
+    kind, way = str(dtype).removeprefix("torch."), 0 if is_part else 1
     return sum(sizes), sum(codecs.encoded_bytes(0, kind, size)[way] for size in sizes)

@@ -13,8 +13,9 @@ from torch.distributed.distributed_c10d import _world
 
 from .. import _native
 from ._call_measures import row_of, totals
+from ._codecs import needs_feedback
 from ._scope import FLOATS, accl_group, codec_of_group, codecs_of, exact
-from ._settings import AUTO, RAW, Compression, default_codec, needs_feedback, tensor_id
+from ._settings import AUTO, RAW, Compression, default_codec, tensor_id
 from ._steps import steps
 
 __all__ = ["all_gather_quantized", "all_reduce_quantized", "all_to_all_quantized", "reduce_scatter_quantized"]
@@ -200,7 +201,7 @@ def _scope(
     if tensor.is_complex() or tensor.layout is not torch.strided:
         # torch makes calls on tensors of float32 of these, which the engine cannot tell from others.
         return exact()
-    codecs = codecs_of(((*(settings.usual or (RAW, RAW, RAW)), tensor_id(key)),))
+    codecs = codecs_of(((*(settings.default or (RAW, RAW, RAW)), tensor_id(key)),))
     number = steps.of(found, key) if step is None else step
 
     def counted() -> None:
@@ -208,19 +209,19 @@ def _scope(
             steps.count(found, key)
 
     is_sum_of_floats = tensor.dtype in FLOATS and any(op == known for known in _SUMS)
-    if settings.usual is None or not is_sum_of_floats or found.size() == 1:
+    if settings.default is None or not is_sum_of_floats or found.size() == 1:
         return _Made(_native.Encoding(codecs, settings.seed, number), counted)
     row, is_part = row_of(found, collective, key), collective in ("all_reduce", "reduce_scatter")
-    _, up, down = settings.usual
+    _, reduce, result = settings.default
     one_in = 0
     if is_audited:
         elements, sent = totals(codecs, tensor.dtype, (_MANY,), True)
         one_in = settings.one_in(elements * tensor.dtype.itemsize, sent)
-    encoding = _native.Encoding(codecs, settings.seed, number, None, row.ledger, one_in)
+    encoding = _native.Encoding(codecs, settings.seed, number, None, row.stats, one_in)
 
     def made() -> None:
         counted()
-        row.enter(codecs, up if is_part else down, sizes(found.size()), tensor.dtype, is_part)
+        row.enter(codecs, reduce if is_part else result, sizes(found.size()), tensor.dtype, is_part)
 
     return _Made(encoding, made)
 

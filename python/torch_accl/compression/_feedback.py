@@ -29,12 +29,12 @@ def is_zero(gradient: torch.Tensor) -> bool:
     return not bool(row[..., :_FIRST].any() if row.dim() else row) and not bool(gradient.any())
 
 
-def of_used(residuals: Addresses, gradients: Sequence[torch.Tensor]) -> Addresses:
+def of_used(addresses: Addresses, gradients: Sequence[torch.Tensor]) -> Addresses:
     """The addresses of a call's tensors, without those of contributions that are zeros."""
     unused = {place for place, gradient in enumerate(gradients) if is_zero(gradient)}
     if not unused:
-        return residuals
-    contributions, sums = residuals
+        return addresses
+    contributions, sums = addresses
     count = len(gradients)
     return [0 if place % count in unused else address for place, address in enumerate(contributions)], sums
 
@@ -42,8 +42,8 @@ def of_used(residuals: Addresses, gradients: Sequence[torch.Tensor]) -> Addresse
 def give_back(
     plan: Plan,
     gradients: Sequence[torch.Tensor],
-    losses: dict[str, torch.Tensor],
-    losses_of_sums: dict[str, torch.Tensor],
+    residuals: dict[str, torch.Tensor],
+    residuals_of_sums: dict[str, torch.Tensor],
     op: dist.ReduceOp.RedOpType,
     ranks: int,
 ) -> None:
@@ -60,10 +60,10 @@ def give_back(
         if is_raw and is_zero(gradient):
             continue
         plan.owed.remove(place)
-        of_sum = losses_of_sums.pop(name, None)
+        of_sum = residuals_of_sums.pop(name, None)
         if of_sum is not None:
             # There is one of contributions wherever there is one of sums, but in a state that somebody has made.
-            losses.setdefault(name, torch.zeros_like(of_sum)).add_(of_sum, alpha=divisor)
+            residuals.setdefault(name, torch.zeros_like(of_sum)).add_(of_sum, alpha=divisor)
         # Gone, if it was sent with another plan of the same gradient.
-        if is_raw and name in losses:
-            gradient.detach().add_(losses.pop(name).view(gradient.shape), alpha=1 / factor)
+        if is_raw and name in residuals:
+            gradient.detach().add_(residuals.pop(name).view(gradient.shape), alpha=1 / factor)

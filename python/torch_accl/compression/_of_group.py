@@ -19,6 +19,9 @@ from ._scope import accl_group
 
 __all__ = ["OfGroup", "group_of"]
 
+# Of what is pickled. The first had no number.
+VERSION = 1
+
 
 class OfGroup:
     """Something that belongs to a group.
@@ -68,10 +71,16 @@ class OfGroup:
             "if the state was for that; else set process_group",
             stacklevel=2,
         )
-        return self._portable()
+        return {**self._portable(), "version": VERSION}
 
     def __setstate__(self, saved: Mapping[str, Any]) -> None:
-        self._restore(saved)
+        parts = dict(saved)
+        version = parts.pop("version", 0)
+        if version > VERSION:
+            raise ValueError(
+                f"compression: the state was pickled in version {version}; this version of torch_accl knows up to {VERSION}"
+            )
+        self._restore(self._migrated(parts, version))
 
     def __copy__(self) -> OfGroup:
         return self._with_group({name: _shallow(value) for name, value in self._portable().items()})
@@ -89,6 +98,10 @@ class OfGroup:
     def _portable(self) -> dict[str, Any]:
         """What a copy is made of: nothing that belongs to this process only."""
         return {**self.__dict__, "_group": None}
+
+    def _migrated(self, parts: dict[str, Any], version: int) -> dict[str, Any]:
+        """What was pickled in an older version, as `_portable` says it now."""
+        return parts
 
     def _restore(self, parts: Mapping[str, Any]) -> None:
         """Becomes what `_portable` said."""

@@ -26,10 +26,10 @@ class Part:
     # Their elements, of those of a block.
     elements: slice
     codecs: _native.Codecs | None = None
-    # Addresses of what is carried over, with error feedback, and the tensors that are there.
-    residuals: Addresses | None = None
-    losses: tuple[torch.Tensor, ...] = ()
-    ledger: _native.Ledger | None = None
+    # Of residuals, with error feedback, and the tensors that are there.
+    addresses: Addresses | None = None
+    residuals: tuple[torch.Tensor, ...] = ()
+    stats: _native.ErrorStats | None = None
 
 
 @dataclass
@@ -61,8 +61,8 @@ class Plan:
 
     def totals(self) -> list[Totals]:
         """What was measured of each tensor."""
-        ledgers = [part.ledger for part in self.parts if part.ledger is not None]
-        return [Totals().plus(measured) for ledger in ledgers for measured in ledger.read()]
+        found = [part.stats for part in self.parts if part.stats is not None]
+        return [Totals().plus(measured) for stats in found for measured in stats.read()]
 
 
 def plan_of(

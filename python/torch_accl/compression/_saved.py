@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ._auto import Choice
+from ._codecs import facts
 from ._settings import Codec
 
 __all__ = ["VERSION", "Saved"]
@@ -22,7 +23,7 @@ __all__ = ["VERSION", "Saved"]
 # The first had no number: dicts of what one rank carried over, and nothing that said which rank's they were.
 VERSION = 2
 
-Losses = dict[str, torch.Tensor]
+Residuals = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Saved:
         decided: codecs that were decided on while training went on.
         choices: those of `codec="auto"`.
         scale: of the gradient scaler; None if there was none.
-        losses: what a rank carried over of its contributions, by name.
-        losses_of_sums: and of sums.
+        residuals: what a rank carried over of its contributions, by name.
+        residuals_of_sums: and of sums.
         rank: that rank; None if it is not known, or if nothing was carried over.
         carried_at: the step of these; None as of `rank`.
         version: of the format.
@@ -49,8 +50,8 @@ class Saved:
     decided: dict[str, Codec | None]
     choices: dict[str, Choice]
     scale: float | None
-    losses: Losses = field(default_factory=dict)
-    losses_of_sums: Losses = field(default_factory=dict)
+    residuals: Residuals = field(default_factory=dict)
+    residuals_of_sums: Residuals = field(default_factory=dict)
     rank: int | None = None
     carried_at: int | None = None
     version: int = VERSION
@@ -66,7 +67,7 @@ class Saved:
             "choices": tuple((name, asdict(choice)) for name, choice in self.choices.items()),
             "scale": self.scale,
             "residuals": {
-                f"rank {self.rank}": (self.rank, self.step, _pairs(self.losses), _pairs(self.losses_of_sums))
+                f"rank {self.rank}": (self.rank, self.step, _pairs(self.residuals), _pairs(self.residuals_of_sums))
             },
         }
 
@@ -75,7 +76,7 @@ class Saved:
         """What this rank goes on from.
 
         Raises:
-            ValueError: it is of a newer format.
+            ValueError: it is of a newer format, or names a codec that there is not.
         """
         version = saved.get("version", 1)
         if version > VERSION:
@@ -88,18 +89,18 @@ class Saved:
             # One that another rank saved for itself has no such key, and is told by its number.
             rows = saved["residuals"]
             carried = rows.get(f"rank {rank}") or next(iter(rows.values()), (None, None, (), ()))
-        of_rank, carried_at, losses, losses_of_sums = carried
+        of_rank, carried_at, residuals, residuals_of_sums = carried
         return cls(
             world=saved["world"],
             step=saved["step"],
             calls=dict(saved["calls"]),
-            decided={name: None if codec is None else tuple(codec) for name, codec in _items(saved["decided"])},
-            choices={name: Choice(**choice) for name, choice in _items(saved["choices"])},
+            decided={name: None if codec is None else _known(*codec) for name, codec in _items(saved["decided"])},
+            choices={name: _known_choice(choice) for name, choice in _items(saved["choices"])},
             scale=saved.get("scale"),
-            losses=_as_written_to(losses),
-            losses_of_sums=_as_written_to(losses_of_sums),
-            rank=of_rank if losses else None,
-            carried_at=carried_at if losses else None,
+            residuals=_as_written_to(residuals),
+            residuals_of_sums=_as_written_to(residuals_of_sums),
+            rank=of_rank if residuals else None,
+            carried_at=carried_at if residuals else None,
             version=version,
         )
 
@@ -108,10 +109,27 @@ def _items(rows: Any) -> Any:
     return rows.items() if isinstance(rows, Mapping) else rows
 
 
-def _pairs(losses: Losses) -> tuple[tuple[str, torch.Tensor], ...]:
-    return tuple((name, loss.clone()) for name, loss in losses.items())
+def _known(*codecs: str) -> Any:
+    for codec in codecs:
+        try:
+            facts(codec)
+        except ValueError as error:
+            raise ValueError(
+                f"compression: the state was saved with a codec that this version of torch_accl does not know ({error}); load it with "
+                "the version that saved it"
+            ) from None
+    return codecs
 
 
-def _as_written_to(pairs: Any) -> Losses:
+def _known_choice(choice: Mapping[str, Any]) -> Choice:
+    _known(choice["codec"])
+    return Choice(**choice)
+
+
+def _pairs(residuals: Residuals) -> tuple[tuple[str, torch.Tensor], ...]:
+    return tuple((name, residual.clone()) for name, residual in residuals.items())
+
+
+def _as_written_to(pairs: Any) -> Residuals:
     """Copies, as the engine needs them."""
-    return {name: loss.detach().to("cpu", torch.float32, copy=True).contiguous() for name, loss in pairs}
+    return {name: residual.detach().to("cpu", torch.float32, copy=True).contiguous() for name, residual in pairs}

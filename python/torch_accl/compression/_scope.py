@@ -48,11 +48,11 @@ def encoded(
     seed: int,
     step: int,
     residuals: Addresses | None = None,
-    ledger: _native.Ledger | None = None,
+    stats: _native.ErrorStats | None = None,
     one_in: int = 0,
 ) -> Iterator[None]:
-    """Calls that this thread makes inside are encoded, and measured if there is a ledger. Residuals live until these are done."""
-    before = _native.encode_calls(_native.Encoding(codecs, seed, step, residuals, ledger, one_in))
+    """Calls that this thread makes inside are encoded, and measured if there is a stats. Residuals live until these are done."""
+    before = _native.encode_calls(_native.Encoding(codecs, seed, step, residuals, stats, one_in))
     try:
         yield
     finally:

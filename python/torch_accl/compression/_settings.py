@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from typing import Any
 
 from .. import _native
+from ._codecs import facts
 
 __all__ = [
     "AUTO",
@@ -17,10 +19,7 @@ __all__ = [
     "Codec",
     "Compression",
     "default_codec",
-    "finer",
     "fits",
-    "loses_more_than_there_is",
-    "needs_feedback",
     "tensor_id",
 ]
 
@@ -31,9 +30,13 @@ AUTO = "auto"
 Codec = tuple[str, str, str]
 
 
-# The usual audit: of elements, and most of the bytes.
+# The audit where none is given: of elements, and most of the bytes.
 _ONE_IN = 1024
 _PART = 250
+
+
+# Of what is pickled.
+VERSION = 1
 
 
 class _Unsaid(str):
@@ -46,12 +49,10 @@ class _Unsaid(str):
 class Compression:
     """How gradients are compressed.
 
-    A codec is a text: `raw`, `bf16`, `fp16`, `e4m3`, `e5m2`, `mxfp8`, `mxfp8_e5m2`, `mxfp4`, `nvfp4`, `sign`, `topk:BITS`,
-    `maxmin:BITS`, `absmax:BITS` or `hadamard:BITS`, the last five with settings after it, as in
-    `maxmin:4,bucket=128,meta=float16,rounding=stochastic`. Bits are 1 to 8 (`absmax` 2 to 8); a bucket is 8 to 8,192 elements, a
-    multiple of 8 (`hadamard`: a power of two from 64 on; default 512), that share a minimum and a step in `meta` (float32, float16
-    or bfloat16); rounding is `nearest` from 4 bits on and `stochastic` below, unless it is given; `correlated` is stochastic with
-    errors that balance between ranks. `sign` and `topk` (which keeps one in 2^BITS elements) have `bucket` and `meta`.
+    A codec is a text such as `bf16` or `maxmin:4,bucket=128,meta=float16,rounding=stochastic`: a name, with bits where there is a
+    choice of them, and settings. `accl codecs` lists all, and `docs/compression.md` says which to take. Elements of a `bucket`
+    (512, where it is left out) share their metadata, whose type is `meta`; `rounding` is `nearest` from 4 bits on and `stochastic`
+    below, unless it is given; `correlated` is stochastic with errors that balance between ranks.
 
     Attributes:
         codec: of all tensors that are not treated otherwise. Where it is left out, that of the group's `Options`, else that of
@@ -80,9 +81,9 @@ class Compression:
             after the other (a positive multiple of 4). A larger one has a call of its own: none is cut. None: in one call.
 
     Raises:
-        ValueError: a codec has no such setting; the message says what is accepted. Or error feedback was asked for with
-            `maxmin:1` or `hadamard:1`, whose error is larger than what it encodes, so that what is carried over grows without
-            end. Or it was not asked for with `sign` or `topk`, which always lose a third of a gradient and more.
+        ValueError: a codec has no such setting; the message says what is accepted. Or error feedback was asked for with a codec
+            whose error is larger than what it encodes (`maxmin:1`), so that the residual grows without end. Or it was not asked for
+            with one that is made for it (`sign`, `topk`), and that always loses a large part of a gradient.
     """
 
     codec: str = field(default_factory=lambda: _Unsaid(default_codec()))
@@ -135,20 +136,36 @@ class Compression:
         if type(self.seed) is not int or not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed is {self.seed!r}; expected an integer from 0 to 2^64 - 1")
 
-        codecs = [self.codec, self.up, self.down, *self.layers.values()]
+        given = (self.codec, self.up, self.down, *self.layers.values())
+        codecs = [facts(codec) for codec in given if codec not in (None, AUTO)]
         for codec in codecs:
-            if self.error_feedback and codec is not None and loses_more_than_there_is(codec):
-                name = codec.partition(":")[0]
+            if self.error_feedback and codec.is_divergent:
+                finer = codec.next_finer or RAW
                 raise ValueError(
-                    f"error_feedback: with {name}:1 it diverges, since an encoding of one bit loses more than there was; "
-                    f"take {name}:2 or more"
+                    f"error_feedback: with {codec.short} it diverges, since an encoding loses more than there was; take "
+                    f"{facts(finer).short} or a finer one"
                 )
-        lossy = [codec for codec in (*codecs, self.inner) if codec is not None and needs_feedback(codec)]
+        lossy = [codec.text for codec in (*codecs, facts(self.inner)) if codec.needs_feedback]
         if lossy and not self.error_feedback:
             raise ValueError(
-                f"{lossy[0]} loses a third of a gradient and more, always in the same way: give error_feedback=True, which adds "
-                "what was lost to the next one, or take a codec of 2 bits or more"
+                f"{lossy[0]} loses a large part of a gradient, always in the same way: give error_feedback=True, which adds what was "
+                "lost to the next one, or take another codec"
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"version": VERSION, **self.__dict__}
+
+    def __setstate__(self, saved: Mapping[str, Any]) -> None:
+        # The first had no number, and the same fields.
+        if (version := saved.get("version", 0)) > VERSION:
+            raise ValueError(
+                f"compression: the settings were saved in version {version}; this version of torch_accl knows up to {VERSION}"
+            )
+        self.__dict__.update((name, value) for name, value in saved.items() if name != "version")
+        try:
+            self.__post_init__()
+        except ValueError as error:
+            raise ValueError(f"compression: settings that were saved are not accepted: {error}") from None
 
     def of_group(self, codec: str | None) -> Compression:
         """These settings in a group whose `Options` name a codec, or none: it is meant where none was given here."""
@@ -168,14 +185,14 @@ class Compression:
             return None
         if elements < self.min_elements or (dimensions < 2 and not self.one_dimensional):
             return None
-        return self.usual
+        return self.default
 
     def one_in(self, raw_bytes: int, sent_bytes: int) -> int:
         """The audit of a call that sends so many bytes in place of so many."""
         return max(_ONE_IN, -(-_PART * raw_bytes // sent_bytes)) if self.audit is None else self.audit
 
     @property
-    def usual(self) -> Codec | None:
+    def default(self) -> Codec | None:
         """The codecs of a tensor that no rule is for; None if it travels as it is."""
         codecs = (self.inner, self.up or self.codec, self.down or self.codec)
         return None if codecs[1:] == (RAW, RAW) else codecs
@@ -184,20 +201,6 @@ class Compression:
         """The keys of `layers` and `exclude` that fit none of these parameters."""
         known = list(names)
         return [key for key in (*self.layers, *self.exclude) if not any(fits(key, name) for name in known)]
-
-
-def finer(codec: str) -> str:
-    """The codec that loses less: a bit more of the same, else 16 bits."""
-    head, comma, rest = codec.partition(",")
-    name, _, bits = head.partition(":")
-    if name == "sign":
-        return f"maxmin:2{comma}{rest}"
-    if name == "topk" and int(bits) > 1:
-        # One in 2^bits is kept.
-        return f"topk:{int(bits) - 1}{comma}{rest}"
-    if name != "topk" and bits and int(bits) < 8:
-        return f"{name}:{int(bits) + 1}{comma}{rest}"
-    return codec if codec == RAW else "bf16"
 
 
 def default_codec() -> str:
@@ -209,18 +212,6 @@ def default_codec() -> str:
 def _default_codec(_said: str | None) -> str:
     # The table reads all variables, which takes longer than a small call: what this one says is kept.
     return next(row["value"] for row in _native.config_rows() if row["option"] == "compression")
-
-
-def needs_feedback(codec: str) -> bool:
-    """Whether a codec is of use only where what it loses is added to what is encoded next."""
-    return codec.split(",")[0].split(":")[0].strip() in {
-        row["name"] for row in _native.codecs() if row["needs_feedback"]
-    }
-
-
-def loses_more_than_there_is(codec: str) -> bool:
-    """Whether the error of a codec is larger than what it encodes."""
-    return codec.startswith(("maxmin:1,", "hadamard:1,"))
 
 
 def fits(pattern: str, name: str) -> bool:

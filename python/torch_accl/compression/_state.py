@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import Work
 from .. import _native
 from ._agreement import Progress, check_progress, check_settings, reduced
 from ._auto import Choice, choose
+from ._codecs import facts, for_feedback
 from ._feedback import give_back, of_used
 from ._measures import Measures, Totals, table
 from ._of_group import OfGroup, group_of
@@ -25,7 +26,7 @@ from ._optimizers import watch_for_adam
 from ._plans import Part, Plan, plan_of
 from ._saved import Saved
 from ._scope import FLOATS, check_device, codec_of_group, encoded, exact
-from ._settings import AUTO, RAW, Codec, Compression, finer, loses_more_than_there_is, tensor_id
+from ._settings import AUTO, RAW, Codec, Compression, tensor_id
 
 __all__ = ["REPLICAS", "CompressionState", "Traffic", "names_of"]
 
@@ -116,8 +117,8 @@ class CompressionState(OfGroup):
         # Figures of plans that were replaced, by name.
         self._past: dict[str, _Figures] = {}
         # By name, and of shards between replicas by name and `REPLICAS`: float32 of what was lost of contributions, and of sums.
-        self._losses: dict[str, torch.Tensor] = {}
-        self._losses_of_sums: dict[str, torch.Tensor] = {}
+        self._residuals: dict[str, torch.Tensor] = {}
+        self._residuals_of_sums: dict[str, torch.Tensor] = {}
         # Of FSDP2: calls of each module.
         self._calls: dict[str, int] = {}
         # Codecs of parameters that were decided on while training went on, and why.
@@ -133,13 +134,14 @@ class CompressionState(OfGroup):
         self._scale: float | None = None
         self._scale_read_at: int | None = None
         for codec in compression.codecs():
-            if loses_more_than_there_is(codec):
+            known = facts(codec)
+            if known.is_divergent:
                 warnings.warn(
                     f"compression: {codec} loses more of a gradient than there is, and training with it is likely to diverge; take "
-                    "maxmin:2, or sign with error_feedback=True",
+                    f"{facts(known.next_finer or RAW).short}, or {for_feedback()} with error_feedback=True",
                     stacklevel=2,
                 )
-            if codec.startswith("sign,") and compression.error_feedback:
+            if known.hides_magnitudes and compression.error_feedback:
                 watch_for_adam(self._parameters, codec)
         for key in compression.unmatched(self._names.values()):
             warnings.warn(f"compression: {key!r} fits no parameter of the model", stacklevel=2)
@@ -207,9 +209,9 @@ class CompressionState(OfGroup):
         """
         if not 0 < factor < math.inf:
             raise ValueError(f"factor is {factor!r}; expected a positive number, the new loss scale by the old one")
-        for losses in (self._losses, self._losses_of_sums):
-            for loss in losses.values():
-                loss.mul_(factor)
+        for residuals in (self._residuals, self._residuals_of_sums):
+            for residual in residuals.values():
+                residual.mul_(factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Step, what was decided, and what this rank carries over: to be saved by each rank for itself, or by
@@ -221,8 +223,8 @@ class CompressionState(OfGroup):
             decided=self._decided,
             choices=self._choices,
             scale=self._scale,
-            losses=self._losses,
-            losses_of_sums=self._losses_of_sums,
+            residuals=self._residuals,
+            residuals_of_sums=self._residuals_of_sums,
             rank=self.rank,
         ).written()
 
@@ -237,16 +239,16 @@ class CompressionState(OfGroup):
         read = Saved.read(saved, self.process_group.rank())
         self.step, self._calls = read.step, read.calls
         self._keep_figures(self._plans)
-        self._losses, self._losses_of_sums = {}, {}
+        self._residuals, self._residuals_of_sums = {}, {}
         self._decided, self._choices, self._scale, self._scale_read_at = read.decided, read.choices, read.scale, None
         self._checked = WeakSet()
         if read.world != self.world:
-            self._loaded = replace(read, losses={}, losses_of_sums={}, rank=None, carried_at=None)
-            if read.losses:
+            self._loaded = replace(read, residuals={}, residuals_of_sums={}, rank=None, carried_at=None)
+            if read.residuals:
                 _warn_of_world(read.world, self.world)
             return
-        self._loaded = replace(read, losses={}, losses_of_sums={})
-        self._losses, self._losses_of_sums = read.losses, read.losses_of_sums
+        self._loaded = replace(read, residuals={}, residuals_of_sums={})
+        self._residuals, self._residuals_of_sums = read.residuals, read.residuals_of_sums
 
     def _portable(self) -> dict[str, Any]:
         past = dict(self._past)
@@ -261,11 +263,16 @@ class CompressionState(OfGroup):
             "_names": [self._names[id(parameter)] for parameter in self._parameters],
             "_past": past,
             "_plans": {},
-            "_losses": {name: loss.clone() for name, loss in self._losses.items()},
-            "_losses_of_sums": {name: loss.clone() for name, loss in self._losses_of_sums.items()},
+            "_residuals": {name: residual.clone() for name, residual in self._residuals.items()},
+            "_residuals_of_sums": {name: residual.clone() for name, residual in self._residuals_of_sums.items()},
             "_checked": None,
-            "_loaded": loaded if self._losses else None,
+            "_loaded": loaded if self._residuals else None,
         }
+
+    def _migrated(self, parts: dict[str, Any], version: int) -> dict[str, Any]:
+        if version < 1:
+            parts["_residuals"], parts["_residuals_of_sums"] = parts.pop("_losses"), parts.pop("_losses_of_sums")
+        return parts
 
     def _restore(self, parts: Mapping[str, Any]) -> None:
         CompressionState.is_any_made = True
@@ -280,10 +287,10 @@ class CompressionState(OfGroup):
         return made
 
     def _leave(self, before: int, now: int) -> None:
-        if self._losses:
+        if self._residuals:
             _warn_of_world(before, now)
         self._keep_figures(self._plans)
-        self._losses, self._losses_of_sums, self._loaded = {}, {}, None
+        self._residuals, self._residuals_of_sums, self._loaded = {}, {}, None
 
     # ---- for hooks
 
@@ -362,7 +369,7 @@ class CompressionState(OfGroup):
         gradients: Sequence[torch.Tensor] = ()
         if contributions is not None and compression.error_feedback and step >= compression.start_step:
             gradients = contributions() if plan.is_encoded or plan.owed else ()
-            give_back(plan, gradients, self._losses, self._losses_of_sums, op, ranks or self.world)
+            give_back(plan, gradients, self._residuals, self._residuals_of_sums, op, ranks or self.world)
         is_encoded = plan.is_encoded and step >= compression.start_step
         plan.calls += is_encoded
         raw, sent = sum(plan.raw_bytes), sum(plan.sent_bytes)
@@ -372,17 +379,17 @@ class CompressionState(OfGroup):
         works = []
         for part in plan.parts:
             if is_encoded:
-                residuals = part.residuals and of_used(part.residuals, gradients[part.tensors])
-                with encoded(part.codecs, compression.seed, step, residuals, part.ledger, one_in):
+                addresses = part.addresses and of_used(part.addresses, gradients[part.tensors])
+                with encoded(part.codecs, compression.seed, step, addresses, part.stats, one_in):
                     work = call(part, True)
             else:
                 with exact():
                     work = call(part, False)
             if work is not None:
                 works.append(work)
-                if is_encoded and part.losses:
+                if is_encoded and part.residuals:
                     # The future keeps what is carried over until the call is done: whoever lets go of the state meanwhile.
-                    work.get_future().then(lambda future, losses=part.losses: None)
+                    work.get_future().then(lambda future, residuals=part.residuals: None)
         return works
 
     def next_call(self, module: str) -> int:
@@ -453,11 +460,12 @@ class CompressionState(OfGroup):
                 )
                 changed = True
             elif calls and carried > MOST_CARRIED * calls:
-                inner, up, down = codec
-                self._decided[name] = inner, finer(up), finer(down)
+                intra_node, reduce, result = codec
+                finer = [facts(way).next_finer or RAW for way in (reduce, result)]
+                self._decided[name] = intra_node, *finer
                 warnings.warn(
                     f"compression: what is carried over of {name} is {carried / calls:.3g} times its gradient, mean of "
-                    f"{LOOK_EVERY} steps: {up} loses more than comes in; it takes {finer(up)} from now on",
+                    f"{LOOK_EVERY} steps: {reduce} loses more than comes in; it takes {finer[0]} from now on",
                     stacklevel=4,
                 )
                 changed = True
@@ -482,7 +490,7 @@ class CompressionState(OfGroup):
             plan.owed = self._owed(plan, elements, blocks)
             return plan
         for part in plan.parts:
-            part.ledger = _native.Ledger(len(names[part.tensors]))
+            part.stats = _native.ErrorStats(len(names[part.tensors]))
             if self.compression.error_feedback:
                 self._carry_over(part, plan, elements, blocks)
         plan.owed = self._owed(plan, elements, blocks)
@@ -494,33 +502,33 @@ class CompressionState(OfGroup):
         that are encoded more finely."""
         owed = []
         for place, (name, codec, count) in enumerate(zip(plan.names, plan.chosen, elements, strict=True)):
-            has_place = codec is not None and blocks == 1 and _is_coarse(codec[2])
-            kept = [losses for losses in (self._losses, self._losses_of_sums) if name in losses]
+            has_place = codec is not None and blocks == 1 and facts(codec[2]).is_coarse
+            kept = [residuals for residuals in (self._residuals, self._residuals_of_sums) if name in residuals]
             if codec is None:
                 owed += [place] * bool(kept)
-            elif name in self._losses_of_sums and not has_place:
+            elif name in self._residuals_of_sums and not has_place:
                 owed.append(place)
-            for losses in kept:
-                _loss(losses, name, blocks, count)
+            for residuals in kept:
+                _residual(residuals, name, blocks, count)
         return owed
 
     def _carry_over(self, part: Part, plan: Plan, elements: Sequence[int], blocks: int) -> None:
-        rows, sums, losses = [], [], []
+        rows, sums, kept = [], [], []
         own = part.tensors
         for name, codec, count in zip(plan.names[own], plan.chosen[own], elements[own], strict=True):
             row, of_sum = [0] * blocks, 0
             if codec is not None:
-                loss = _loss(self._losses, name, blocks, count)
-                losses.append(loss)
-                row = [block.data_ptr() for block in loss]
-                if blocks == 1 and _is_coarse(codec[2]):
-                    loss = _loss(self._losses_of_sums, name, 1, count)
-                    losses.append(loss)
-                    of_sum = loss.data_ptr()
+                residual = _residual(self._residuals, name, blocks, count)
+                kept.append(residual)
+                row = [block.data_ptr() for block in residual]
+                if blocks == 1 and facts(codec[2]).is_coarse:
+                    residual = _residual(self._residuals_of_sums, name, 1, count)
+                    kept.append(residual)
+                    of_sum = residual.data_ptr()
             rows.append(row)
             sums.append(of_sum)
-        part.residuals = [row[block] for block in range(blocks) for row in rows], sums
-        part.losses = tuple(losses)
+        part.addresses = [row[block] for block in range(blocks) for row in rows], sums
+        part.residuals = tuple(kept)
 
 
 # As it was called first: what was written then may name it.
@@ -542,17 +550,17 @@ def _add_figures(figures: dict[str, _Figures], plan: Plan) -> None:
         figures[name] = sums, raw, sent, elements
 
 
-def _loss(losses: dict[str, torch.Tensor], name: str, blocks: int, elements: int) -> torch.Tensor:
+def _residual(residuals: dict[str, torch.Tensor], name: str, blocks: int, elements: int) -> torch.Tensor:
     """What is carried over of a parameter, a row for each block: zeros at first. The engine writes to its memory."""
-    if name not in losses:
-        losses[name] = torch.zeros(blocks, elements, dtype=torch.float32, device="cpu")
-    loss = losses[name]
-    if loss.shape != (blocks, elements):
+    if name not in residuals:
+        residuals[name] = torch.zeros(blocks, elements, dtype=torch.float32, device="cpu")
+    residual = residuals[name]
+    if residual.shape != (blocks, elements):
         raise RuntimeError(
-            f"compression: what was carried over of {name} is for {tuple(loss.shape)} elements, and its gradient has "
+            f"compression: what was carried over of {name} is for {tuple(residual.shape)} elements, and its gradient has "
             f"{(blocks, elements)} now; load a state of the same model and kind of parallelism, or make a new one"
         )
-    return loss
+    return residual
 
 
 def _warn_of_world(before: int, now: int) -> None:
@@ -560,11 +568,6 @@ def _warn_of_world(before: int, now: int) -> None:
         f"compression: what {before} ranks carried over cannot be shared out among {now}: error feedback begins anew",
         stacklevel=3,
     )
-
-
-def _is_coarse(codec: str) -> bool:
-    """Whether sums lose so much on their way back that it is carried over, too."""
-    return codec.startswith(("maxmin:1,", "maxmin:2,", "absmax:2,", "hadamard:1,", "hadamard:2,", "sign,", "topk:"))
 
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")

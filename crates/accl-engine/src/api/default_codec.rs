@@ -11,6 +11,7 @@ use accl_types::config::Config;
 use accl_types::{Collective, Error, Result};
 
 use crate::call::{CallDesc, Codecs, Encoded, Encoding, TensorCodecs, TensorDesc, is_encoded};
+use crate::settings::codec_of;
 use crate::sync::Mutex;
 
 /// Blocks with fewer elements travel as they are in groups that encode all calls.
@@ -34,7 +35,7 @@ impl DefaultCodec {
     /// `Configuration` for what is no codec, whether or not it is used, and for one that needs error feedback: a call that
     /// does not say how it is encoded has none.
     pub(crate) fn of(config: &Config) -> Result<Option<Self>> {
-        let codec = codec::parse(&config.codec)?;
+        let codec = codec_of(config)?;
         if config.compress_all && codec.summary().row().needs_feedback {
             return Err(Error::configuration(format!(
                 "compression: {codec:?} is of use only with error feedback, which ordinary calls have not got; take another \
@@ -42,8 +43,8 @@ impl DefaultCodec {
             )));
         }
         let raw = codec::parse("raw")?;
-        let usual = Self { codec, raw, known: Mutex::default(), steps: AtomicU64::new(0) };
-        Ok(config.compress_all.then_some(usual))
+        let default = Self { codec, raw, known: Mutex::default(), steps: AtomicU64::new(0) };
+        Ok(config.compress_all.then_some(default))
     }
 
     /// Whether such a call is encoded: all ranks find the same from its description.
@@ -52,7 +53,7 @@ impl DefaultCodec {
         let mut blocks = desc.inputs.iter().chain(desc.outputs.iter());
         // Of an all_to_all no rank knows whether the others gave it in the same way. Calls with reserved numbers are parts of
         // others, such as sums of sparse tensors, which travel as they are.
-        matches!(desc.encoding, Encoded::Usual)
+        matches!(desc.encoding, Encoded::GroupDefault)
             && desc.seq.is_none()
             && desc.collective != Collective::AllToAll
             && is_encoded(desc.collective, desc.dtype, desc.op, world)
@@ -71,15 +72,15 @@ impl DefaultCodec {
             Some(codecs) => codecs,
             None => {
                 let of = |id| {
-                    let (up, down) = (self.codec.clone(), self.codec.clone());
-                    TensorCodecs { inner: self.raw.clone(), up, down, id }
+                    let [reduce, result] = [(); 2].map(|()| self.codec.clone());
+                    TensorCodecs { intra_node: self.raw.clone(), reduce, result, id }
                 };
                 let codecs = Codecs::new((0..tensors as u64).map(of).collect())?;
                 self.known.lock().insert(tensors, codecs.clone());
                 codecs
             }
         };
-        let encoding = Encoding { codecs, seed: 0, step, residuals: None, audit: None };
+        let encoding = Encoding { codecs, seed: 0, step, residuals: None, probe: None };
         Ok(CallDesc { encoding: encoding.into(), ..desc.clone() })
     }
 
@@ -103,7 +104,7 @@ mod tests {
     fn a_codec_that_needs_error_feedback_is_not_for_all_calls_of_a_group() {
         let of = |codec: &str, compress_all| {
             let config = Config { codec: codec.to_owned(), compress_all, ..Config::default() };
-            DefaultCodec::of(&config).map(|usual| usual.is_some())
+            DefaultCodec::of(&config).map(|default| default.is_some())
         };
         assert!(!of("sign", false).unwrap() && of("mxfp4", true).unwrap());
         let error = of("sign,bucket=64", true).unwrap_err();

@@ -79,7 +79,7 @@ impl Group {
     /// the group is usable. `Aborted`: the group failed earlier or was destroyed. Everything later comes through the
     /// call.
     pub fn submit(&self, desc: CallDesc) -> Result<Call> {
-        self.submit_ref(&desc)
+        self.submit_with(&desc, self.default_codec_of(&desc))
     }
 
     /// Makes a call that the caller waits for. A small one of a shape met before takes the fast path on this thread,
@@ -88,12 +88,13 @@ impl Group {
     /// # Errors
     /// As [`Group::submit`].
     pub fn run(&self, desc: &CallDesc) -> Result<Ran> {
+        let default = self.default_codec_of(desc);
         let goes = desc.may_take_fast_path()
-            && !self.is_encoded_by_default(desc)
+            && default.is_none()
             && !self.driver.is_forked()
             && !self.closed.load(Ordering::Acquire);
         if !goes {
-            return self.submit_ref(desc).map(pending);
+            return self.submit_with(desc, default).map(pending);
         }
         let spin_limit = self.driver.spin_limit();
         let begin = events::follows_calls().then(time::now);
@@ -127,17 +128,17 @@ impl Group {
             Ok(Some(Err((algorithm, launched)))) => {
                 self.launched(desc, Some(algorithm), launched).map(pending).map_err(|error| self.placed(error))
             }
-            Ok(None) => self.submit_ref(desc).map(pending),
+            Ok(None) => self.submit_with(desc, default).map(pending),
             Err(error) => Err(self.placed(error.of(desc.collective))),
         }
     }
 
-    fn submit_ref(&self, desc: &CallDesc) -> Result<Call> {
-        let started = self.with_default_codec(desc, DefaultCodec::next_step, |desc| self.start_measured(desc));
+    /// Starts a call, encoded by this codec if there is one.
+    fn submit_with(&self, desc: &CallDesc, default: Option<&DefaultCodec>) -> Result<Call> {
+        let Some(codec) = default else { return self.start_measured(desc).map_err(|error| self.placed(error)) };
+        let started = codec.encoded(desc, codec.next_step()).and_then(|desc| self.start_measured(&desc));
         // One that was refused has no number: the other ranks may have made theirs.
-        if let (Ok(_), Some(codec)) =
-            (&started, self.default_codec.as_ref().filter(|codec| codec.is_for(desc, self.caller.world)))
-        {
+        if started.is_ok() {
             codec.count();
         }
         started.map_err(|error| self.placed(error))
@@ -152,21 +153,9 @@ impl Group {
         }
     }
 
-    fn is_encoded_by_default(&self, desc: &CallDesc) -> bool {
-        self.default_codec.as_ref().is_some_and(|codec| codec.is_for(desc, self.caller.world))
-    }
-
-    /// Passes the call on, encoded if that is the default in this group.
-    fn with_default_codec<R>(
-        &self,
-        desc: &CallDesc,
-        step: fn(&DefaultCodec) -> u64,
-        then: impl FnOnce(&CallDesc) -> Result<R>,
-    ) -> Result<R> {
-        match &self.default_codec {
-            Some(codec) if codec.is_for(desc, self.caller.world) => then(&codec.encoded(desc, step(codec))?),
-            Some(_) | None => then(desc),
-        }
+    /// The codec of a call that does not say how it is encoded, if it is by default in this group.
+    fn default_codec_of(&self, desc: &CallDesc) -> Option<&DefaultCodec> {
+        self.default_codec.as_ref().filter(|codec| codec.is_for(desc, self.caller.world))
     }
 
     fn start(&self, desc: &CallDesc, sample: Option<Sample>) -> Result<Call> {
@@ -216,7 +205,8 @@ impl Group {
     pub fn algorithm_of(&self, desc: &CallDesc) -> Result<&'static str> {
         let usable = self.check_usable(desc.collective);
         let named = usable.and_then(|()| desc.check(self.caller.rank, self.caller.world)).and_then(|()| {
-            self.with_default_codec(desc, |_| 0, |desc| Ok(self.planning.get(desc)?.plan.algorithm.name))
+            let encoded = self.default_codec_of(desc).map(|codec| codec.encoded(desc, 0)).transpose()?;
+            Ok(self.planning.get(encoded.as_ref().unwrap_or(desc))?.plan.algorithm.name)
         });
         named.map_err(|error| self.placed(error.of(desc.collective)))
     }

@@ -75,7 +75,7 @@ impl CallDesc {
             equal_blocks: true,
             mode: Mode::Blocking,
             seq: None,
-            encoding: Encoded::Usual,
+            encoding: Encoded::GroupDefault,
             staging: None,
         }
     }
@@ -100,7 +100,7 @@ impl CallDesc {
     pub(crate) fn encoding(&self, world: u32) -> Option<&Encoding> {
         match &self.encoding {
             Encoded::As(encoding) if is_encoded(self.collective, self.dtype, self.op, world) => Some(encoding),
-            Encoded::As(_) | Encoded::Usual | Encoded::Never => None,
+            Encoded::As(_) | Encoded::GroupDefault | Encoded::Never => None,
         }
     }
 

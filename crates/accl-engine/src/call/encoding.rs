@@ -8,9 +8,9 @@ use std::sync::{Arc, OnceLock};
 
 use accl_kernels::codec::{self, Codec, Summary, encodes};
 use accl_schedule::{Coding, Role};
-use accl_types::{Collective, Dtype, Error, ReduceOp, Result};
+use accl_types::{Bytes, Collective, Dtype, Elems, Error, ReduceOp, Result};
 
-use super::error_stats::Audit;
+use super::error_stats::Probe;
 use crate::hash::{fold, hash_words};
 
 /// Most elements of a tile: its float32 sums stay in the second-level cache beside what they are made of.
@@ -22,18 +22,21 @@ const RAW_TILE_ELEMS: u64 = 1024;
 /// Bytes of a tile's header.
 pub const TILE_HEADER_BYTES: usize = 16;
 
+// Beside the words of two codecs there is room for part of the hash of all.
+const _: () = assert!(2 * Summary::BITS <= u64::BITS - 8, "the words of two codecs leave no room for a hash");
+
 /// In the order of their numbers.
-const ROLES: [Role; 3] = [Role::Inner, Role::Up, Role::Down];
+const ROLES: [Role; 3] = [Role::IntraNode, Role::Reduce, Role::Result];
 
 /// The codecs of the tensors at one position of a call's blocks.
 #[derive(Clone, Debug)]
 pub struct TensorCodecs {
     /// For parts of a sum between ranks of one host, where an algorithm treats them apart.
-    pub inner: Arc<dyn Codec>,
+    pub intra_node: Arc<dyn Codec>,
     /// For parts of a sum.
-    pub up: Arc<dyn Codec>,
+    pub reduce: Arc<dyn Codec>,
     /// For what ranks end with.
-    pub down: Arc<dyn Codec>,
+    pub result: Arc<dyn Codec>,
     /// Tells the random numbers of one tensor from those of another.
     pub id: u64,
 }
@@ -41,14 +44,14 @@ pub struct TensorCodecs {
 impl TensorCodecs {
     fn of(&self, role: Role) -> &Arc<dyn Codec> {
         match role {
-            Role::Inner => &self.inner,
-            Role::Up => &self.up,
-            Role::Down => &self.down,
+            Role::IntraNode => &self.intra_node,
+            Role::Reduce => &self.reduce,
+            Role::Result => &self.result,
         }
     }
 
     fn grain(&self) -> u64 {
-        let grains = [&self.inner, &self.up, &self.down].map(|codec| codec.grain() as u64);
+        let grains = [&self.intra_node, &self.reduce, &self.result].map(|codec| codec.grain() as u64);
         grains.into_iter().fold(1, least_common_multiple)
     }
 }
@@ -99,9 +102,9 @@ impl Codecs {
                 return Err(Error::configuration(format!(
                     "the buckets of {:?}, {:?} and {:?} meet every {} elements only, and a tile has {TILE_ELEMS} at most; \
                      give them buckets that divide each other",
-                    tensor.inner,
-                    tensor.up,
-                    tensor.down,
+                    tensor.intra_node,
+                    tensor.reduce,
+                    tensor.result,
                     tensor.grain()
                 )));
             }
@@ -124,7 +127,7 @@ impl Codecs {
             return Ok(known.clone());
         }
         let raw = codec::parse("raw")?;
-        let raw = TensorCodecs { inner: raw.clone(), up: raw.clone(), down: raw, id: 0 };
+        let raw = TensorCodecs { intra_node: raw.clone(), reduce: raw.clone(), result: raw, id: 0 };
         let made = Self::made(self.tensors.iter().cloned().chain([raw]).collect(), true)?;
         Ok(self.with_raw.get_or_init(|| made).clone())
     }
@@ -140,16 +143,17 @@ impl Codecs {
     }
 
     /// Bytes that a tensor of so many elements becomes, as part of a sum and as a result.
-    pub fn encoded_bytes(self: &Arc<Self>, position: u32, dtype: Dtype, elems: u64) -> (u64, u64) {
+    pub fn encoded_bytes(self: &Arc<Self>, position: u32, dtype: Dtype, elems: Elems) -> (Bytes, Bytes) {
         let typed = TypedCodecs { codecs: self.clone(), dtype };
-        (typed.piece_bytes(Role::Up, position, elems), typed.piece_bytes(Role::Down, position, elems))
+        let of = |role| Bytes(typed.piece_bytes(role, position, elems.0));
+        (of(Role::Reduce), of(Role::Result))
     }
 
     /// What ranks compare with every call; never 0. It names the settings of the first tensor, and has part of a hash of all.
     pub(crate) fn word(&self) -> u64 {
-        let [up, down] = [Role::Up, Role::Down].map(|role| u64::from(self.codec(role, 0).summary().word()));
+        let [reduce, result] = [Role::Reduce, Role::Result].map(|role| u64::from(self.codec(role, 0).summary().word()));
         // As many bits of the hash as there is room for.
-        let word = u64::from(fold(self.hash)) << (2 * Summary::BITS) | down << Summary::BITS | up;
+        let word = u64::from(fold(self.hash)) << (2 * Summary::BITS) | result << Summary::BITS | reduce;
         if word == 0 { 1 << (2 * Summary::BITS) } else { word }
     }
 
@@ -160,8 +164,8 @@ impl Codecs {
         }
         let unknown = || "a codec that this version does not know".to_owned();
         let describe = |word: u64| codec::from_word(word as u32).map_or_else(unknown, |summary| summary.to_string());
-        let [up, down] = [word, word >> Summary::BITS].map(describe);
-        if up == down { up } else { format!("{up} up and {down} down") }
+        let [reduce, result] = [word, word >> Summary::BITS].map(describe);
+        if reduce == result { reduce } else { format!("{reduce} for sums and {result} for results") }
     }
 
     pub(crate) fn tensor(&self, position: u32) -> &TensorCodecs {
@@ -200,18 +204,18 @@ pub struct Encoding {
     pub seed: u64,
     /// As `seed`: a number that no two calls on the same tensors share.
     pub step: u64,
-    /// What is carried over from call to call, if anything is.
+    /// What earlier encodings have lost, if it is kept.
     pub residuals: Option<Arc<Residuals>>,
     /// What is measured, if anything is: the same on all ranks, but for the statistics.
-    pub audit: Option<Audit>,
+    pub probe: Option<Probe>,
 }
 
 /// Whether a call is encoded, and how.
 #[derive(Clone, Debug, Default)]
 pub enum Encoded {
-    /// As is usual in its group.
+    /// As its group does where nothing is said.
     #[default]
-    Usual,
+    GroupDefault,
     /// It travels as it is.
     Never,
     /// So. Calls that cannot be (integers, float64, other operators than sums, one rank) travel as they are.
@@ -263,13 +267,14 @@ fn hash_text(text: &str) -> u64 {
 /// Settings of tensors that follow each other and have the same are named once.
 fn describe(tensors: &[TensorCodecs]) -> String {
     let one = |tensor: &TensorCodecs| {
-        let [inner, up, down] = [&tensor.inner, &tensor.up, &tensor.down].map(|codec| format!("{codec:?}"));
-        if inner == up && up == down {
-            up
-        } else if inner == "raw" && up == down {
-            format!("{up}, raw inside hosts")
+        let [intra_node, reduce, result] =
+            [&tensor.intra_node, &tensor.reduce, &tensor.result].map(|codec| format!("{codec:?}"));
+        if intra_node == reduce && reduce == result {
+            reduce
+        } else if intra_node == "raw" && reduce == result {
+            format!("{reduce}, raw inside hosts")
         } else {
-            format!("inner {inner}, up {up}, down {down}")
+            format!("{intra_node} inside hosts, {reduce} for sums, {result} for results")
         }
     };
     let mut parts: Vec<(String, usize)> = Vec::new();

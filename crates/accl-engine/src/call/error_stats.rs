@@ -1,10 +1,10 @@
-//! What encodings do to tensors, summed up over calls: error, what is carried over, spoilt buckets, time.
+//! What encodings do to tensors, summed up over calls: error, residuals, buckets that become NaN, time.
 //!
 //! Owns the figures that callers read. How they are found is in `memory::error_probe`. Read [`ErrorStats`] first.
 
 use std::sync::Arc;
 
-use accl_kernels::codec::Spoilt;
+use accl_kernels::codec::NonFinite;
 
 use crate::sync::Mutex;
 
@@ -20,11 +20,11 @@ pub struct Measured {
     /// Sum of the squares of the exact ones.
     pub square: f64,
     /// Calls with error feedback on gradients that were not all zeros.
-    pub carried_calls: u64,
-    /// Sum over these: norm of what this rank carries over, by the norm of its gradient.
-    pub carried: f64,
+    pub residual_calls: u64,
+    /// Sum over these: norm of this rank's residual, by the norm of its gradient.
+    pub residual: f64,
     /// Buckets that this rank encoded as NaN.
-    pub spoilt: Spoilt,
+    pub non_finite: NonFinite,
     /// Time that this rank took to encode, decode and add, in nanoseconds.
     pub nanos: u64,
 }
@@ -35,9 +35,9 @@ impl Measured {
         self.compared += other.compared;
         self.error += other.error;
         self.square += other.square;
-        self.carried_calls += other.carried_calls;
-        self.carried += other.carried;
-        self.spoilt += other.spoilt;
+        self.residual_calls += other.residual_calls;
+        self.residual += other.residual;
+        self.non_finite += other.non_finite;
         self.nanos += other.nanos;
     }
 }
@@ -64,7 +64,7 @@ impl ErrorStats {
 
 /// That a call is measured, and how closely.
 #[derive(Clone, Debug)]
-pub struct Audit {
+pub struct Probe {
     /// Where it is entered.
     pub stats: Arc<ErrorStats>,
     /// About one element in so many of a sum is compared with the exact result; 0: none.

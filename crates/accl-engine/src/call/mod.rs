@@ -10,7 +10,7 @@ mod waits;
 
 pub use desc::{CallDesc, Mode};
 pub use encoding::{Codecs, Encoded, Encoding, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs};
-pub use error_stats::{Audit, ErrorStats, Measured};
+pub use error_stats::{ErrorStats, Measured, Probe};
 pub use external::{External, ExternalCopy, ExternalTask};
 pub use state::Waited;
 pub use tensor::{Blocks, MemoryKind, TensorDesc};

@@ -97,8 +97,8 @@ impl Caller {
                 let has_checksums = group.has_checksums(context.net);
                 let ranks = (self.global_rank, self.rank);
                 let coder = Coder::new(encoding, desc, ranks, self.world, has_checksums, clock);
-                match &encoding.audit {
-                    Some(audit) => coder.probed(audit, sample, &buffers),
+                match &encoding.probe {
+                    Some(probe) => coder.probed(probe, sample, &buffers),
                     None => coder,
                 }
             });

@@ -5,14 +5,14 @@
 
 use std::sync::Arc;
 
-use accl_kernels::codec::{Floats, Noise, Slice};
+use accl_kernels::codec::{Floats, RngKey, Slice};
 use accl_schedule::{Finish, Role, Tile};
 use accl_types::{Dtype, Moment, Rank, ReduceOp};
 
 use super::buffers::Buffers;
 use super::error_probe::{ErrorProbe, Sample};
 use super::tile::TileHead;
-use crate::call::{Audit, CallDesc, Codecs, Encoding, Residuals, TILE_HEADER_BYTES};
+use crate::call::{CallDesc, Codecs, Encoding, Probe, Residuals, TILE_HEADER_BYTES};
 use crate::plan::{Coded, Combination, Operand, Region};
 
 /// What one call encodes and decodes with.
@@ -24,7 +24,7 @@ pub(crate) struct Coder {
     /// In the job.
     rank: u64,
     /// This rank in the group, and its size, where contributions are added up.
-    among: Option<(u32, u32)>,
+    among: Option<(Rank, u32)>,
     /// What finished sums are divided by.
     divisor: Option<f32>,
     has_checksums: bool,
@@ -53,7 +53,7 @@ impl Coder {
             seed: encoding.seed,
             step: encoding.step,
             rank,
-            among: desc.collective.reduces().then_some((rank_in_group.0, world)),
+            among: desc.collective.reduces().then_some((rank_in_group, world)),
             divisor: (desc.collective.reduces() && desc.op == ReduceOp::Avg).then_some(world as f32),
             has_checksums,
             floats: Floats::default(),
@@ -66,8 +66,8 @@ impl Coder {
     }
 
     /// The same for a call that is measured, and has one more tensor if there is a sample.
-    pub(crate) fn probed(self, audit: &Audit, sample: Option<Sample>, buffers: &Buffers) -> Self {
-        let probe = ErrorProbe::begin(audit, sample, self.codecs.given(), buffers);
+    pub(crate) fn probed(self, probe: &Probe, sample: Option<Sample>, buffers: &Buffers) -> Self {
+        let probe = ErrorProbe::begin(probe, sample, self.codecs.given(), buffers);
         Self { probe: Some(probe), ..self }
     }
 
@@ -187,7 +187,7 @@ impl Coder {
         self.floats.finish(&mut self.sums[..count], divisor, self.dtype);
     }
 
-    /// Where what is lost of a tile is carried over: of a contribution, or of a finished sum.
+    /// Where the residual of a tile is kept: of a contribution, or of a finished sum.
     fn residual(&self, op: &Combination, code: &Coded, index: usize) -> Option<*mut u8> {
         let residuals = self.residuals.as_ref()?;
         let tile = &code.tiles[index];
@@ -207,7 +207,7 @@ impl Coder {
     /// Encodes the sums with what was lost before, and keeps what is lost now.
     fn encode_with(&mut self, buffers: &Buffers, op: &Combination, (code, index): (&Coded, usize), residual: *mut u8) {
         let count = code.tiles[index].elems as usize;
-        // A sum of zeros may be of a tensor that no rank has used: who asked for it throws it away. What is carried over waits.
+        // A sum of zeros may be of a tensor that no rank has used: who asked for it throws it away. The residual waits.
         if op.pass > 0 && self.sums[..count].iter().all(|sum| *sum == 0.0) {
             let sums = self.sums.as_ptr().cast_mut().cast();
             self.encode(buffers, code, index, sums, Dtype::F32, op.pass);
@@ -227,7 +227,7 @@ impl Coder {
         // SAFETY: as above.
         let lost = unsafe { self.floats.write_loss(residual, &self.sums[..count], &mut self.decoded[..count]) };
         if let Some(probe) = self.probe.as_mut().filter(|_| is_probed) {
-            probe.carried(code.tiles[index].piece, lost, gradient);
+            probe.residual(code.tiles[index].piece, lost, gradient);
         }
     }
 
@@ -238,10 +238,10 @@ impl Coder {
         let codec = self.codecs.codec(code.role, tile.piece);
         let id = self.codecs.tensor(tile.piece).id;
         let words = [self.seed, self.step, id, u64::from(tile.block), u64::from(pass), self.rank];
-        let mut noise = Noise::keyed(&words);
+        let mut rng_key = RngKey::keyed(&words);
         // Contributions meet those of all other ranks in one sum. How often sums were encoded before differs between ranks.
         if let (0, Some((rank, world))) = (pass, self.among) {
-            noise = noise.among(&words[..4], rank, world);
+            rng_key = rng_key.among(&words[..4], rank, world);
         }
         let slice = Slice { src, dtype, tensor: self.dtype, count: tile.elems as usize, first: tile.first };
         let dst = buffers.address(&code.region.at(start));
@@ -249,10 +249,10 @@ impl Coder {
         // the elements stay readable until the call ends.
         let dst = unsafe { std::slice::from_raw_parts_mut(dst, len) };
         // SAFETY: as above.
-        let spoilt = unsafe { codec.encode(&mut dst[TILE_HEADER_BYTES..], slice, noise) };
+        let non_finite = unsafe { codec.encode(&mut dst[TILE_HEADER_BYTES..], slice, rng_key) };
         self.head(code.role, tile).seal(dst);
         if let Some(row) = self.probe.as_mut().and_then(|probe| probe.row(tile.piece)) {
-            row.spoilt += spoilt;
+            row.non_finite += non_finite;
         }
     }
 

@@ -12,13 +12,13 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use accl_kernels::codec::{Floats, Noise};
+use accl_kernels::codec::{Floats, RngKey};
 use accl_schedule::{Buf, Extent};
 use accl_types::{Collective, Dtype, Result};
 
 use super::buffers::Buffers;
 use super::storage::Storage;
-use crate::call::{Audit, Blocks, CallDesc, Encoded, Encoding, ErrorStats, Measured, TensorDesc};
+use crate::call::{Blocks, CallDesc, Encoded, Encoding, ErrorStats, Measured, Probe, TensorDesc};
 
 /// Most elements of a run.
 const RUN: u64 = 256;
@@ -34,7 +34,7 @@ struct Pick {
     len: u64,
 }
 
-/// The additional tensor of an audited call.
+/// The additional tensor of a call that is measured.
 pub(crate) struct Sample {
     picks: Vec<Pick>,
     /// Elements between the beginnings of two runs in the additional tensor.
@@ -117,7 +117,7 @@ impl Sample {
                 let row = &mut rows[pick.position];
                 let found = read(block.start + pick.position, pick.first, pick.len);
                 let exact = read(block.end - 1, index * self.run, pick.len);
-                // A spoilt bucket is counted as such.
+                // a bucket that is not finite is counted as such.
                 for (found, exact) in found.zip(exact).filter(|(found, exact)| found.is_finite() && exact.is_finite()) {
                     let (found, exact) = (f64::from(found), f64::from(exact));
                     row.compared += 1;
@@ -135,18 +135,18 @@ pub(crate) struct ErrorProbe {
     sample: Option<Sample>,
     /// Of each of the caller's tensors.
     rows: Vec<Measured>,
-    /// Of each of them: squares of what is carried over, and of the gradient.
+    /// Of each of them: squares of the residual, and of the gradient.
     squares: Vec<[f64; 2]>,
 }
 
 impl ErrorProbe {
     /// `tensors` of a block are the caller's.
-    pub(crate) fn begin(audit: &Audit, sample: Option<Sample>, tensors: usize, buffers: &Buffers) -> Self {
+    pub(crate) fn begin(probe: &Probe, sample: Option<Sample>, tensors: usize, buffers: &Buffers) -> Self {
         if let Some(sample) = &sample {
             sample.take(buffers);
         }
         let rows = vec![Measured { calls: 1, ..Measured::default() }; tensors];
-        Self { stats: audit.stats.clone(), sample, rows, squares: vec![[0.0; 2]; tensors] }
+        Self { stats: probe.stats.clone(), sample, rows, squares: vec![[0.0; 2]; tensors] }
     }
 
     /// The figures of a tensor; of the additional one there are none.
@@ -154,9 +154,9 @@ impl ErrorProbe {
         self.rows.get_mut(position as usize)
     }
 
-    /// Part of a gradient, and what is carried over of it.
-    pub(crate) fn carried(&mut self, position: u32, lost: f64, gradient: f64) {
-        // What is not finite is not carried over.
+    /// Part of a gradient, and its residual.
+    pub(crate) fn residual(&mut self, position: u32, lost: f64, gradient: f64) {
+        // What is not finite is not kept.
         if let Some(squares) = self.squares.get_mut(position as usize).filter(|_| (lost + gradient).is_finite()) {
             squares[0] += lost;
             squares[1] += gradient;
@@ -171,8 +171,8 @@ impl ErrorProbe {
         for (row, [lost, gradient]) in
             self.rows.iter_mut().zip(&self.squares).filter(|(_, [_, gradient])| *gradient > 0.0)
         {
-            row.carried_calls = 1;
-            row.carried = (lost / gradient).sqrt();
+            row.residual_calls = 1;
+            row.residual = (lost / gradient).sqrt();
         }
         self.stats.enter(&self.rows);
     }
@@ -181,7 +181,7 @@ impl ErrorProbe {
 /// The runs of a call, and how long they are. How many there are depends on the call's shape alone, so that parts of ranks are
 /// cut alike step by step; where they lie, on the step.
 fn picks(desc: &CallDesc, encoding: &Encoding) -> Option<(u64, Vec<Pick>)> {
-    let one_in = encoding.audit.as_ref().map(|audit| audit.one_in).filter(|&one_in| one_in > 0)?;
+    let one_in = encoding.probe.as_ref().map(|probe| probe.one_in).filter(|&one_in| one_in > 0)?;
     if !matches!(desc.collective, Collective::AllReduce | Collective::ReduceScatter) {
         return None;
     }
@@ -200,7 +200,7 @@ fn picks(desc: &CallDesc, encoding: &Encoding) -> Option<(u64, Vec<Pick>)> {
     let runs = wanted.div_ceil(RUN);
     let run = wanted.div_ceil(runs).next_multiple_of(GRAIN);
     let first_id = encoding.codecs.tensor(0).id;
-    let draw = |index| Noise::keyed(&[encoding.seed, encoding.step, first_id, index]).word();
+    let draw = |index| RngKey::keyed(&[encoding.seed, encoding.step, first_id, index]).word();
     let pick = |index| {
         let mut first = ((u128::from(draw(index)) * u128::from(total)) >> 64) as u64;
         for (position, &count) in expected.iter().enumerate() {

@@ -35,7 +35,7 @@ impl PlanKey {
     /// The size that the choice of algorithm goes by, the same on all ranks: the whole buffer of one rank.
     pub(crate) fn size_bytes(&self, world: u32) -> u64 {
         let bytes = |(position, elems): (u32, &Elems)| match &self.codecs {
-            Some(codecs) => codecs.piece_bytes(Role::Down, position, elems.0),
+            Some(codecs) => codecs.piece_bytes(Role::Result, position, elems.0),
             None => elems.0 * self.elem_bytes,
         };
         let total = |blocks: &Vec<Vec<Elems>>| blocks.iter().flat_map(|block| (0..).zip(block)).map(bytes).sum::<u64>();

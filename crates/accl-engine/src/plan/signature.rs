@@ -89,3 +89,62 @@ fn describe(signature: &Signature) -> String {
     text.push(')');
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use accl_kernels::codec::{self, CODECS, Setting};
+
+    use super::*;
+    use crate::call::TensorCodecs;
+
+    /// A codec of each row.
+    fn texts() -> Vec<String> {
+        let bits =
+            |row: &codec::Row| if row.has(Setting::Bits) { format!(":{}", row.bits.end()) } else { String::new() };
+        CODECS.iter().map(|row| format!("{}{}", row.name, bits(row))).collect()
+    }
+
+    fn of(reduce: &str, result: &str) -> Signature {
+        let [intra_node, reduce, result] = ["raw", reduce, result].map(|text| codec::parse(text).unwrap());
+        let codecs = Codecs::new(vec![TensorCodecs { intra_node, reduce, result, id: 1 }]).unwrap();
+        Signature {
+            collective: Collective::AllReduce as u8,
+            dtype: Dtype::F32 as u8,
+            op: ReduceOp::Sum as u8,
+            algorithm: 1,
+            root: 0,
+            count: 4096,
+            shape_hash: 0,
+            reserved: codecs.word(),
+        }
+    }
+
+    fn message(mine: &Signature, theirs: &Signature) -> String {
+        disagreement(7, (Rank(0), mine), (Rank(3), theirs)).message
+    }
+
+    #[test]
+    fn two_codecs_that_differ_are_both_named_whatever_rows_they_are() {
+        let texts = texts();
+        let whole = |text: &String| codec::parse(text).unwrap().summary().to_string();
+        for mine in &texts {
+            for theirs in texts.iter().filter(|theirs| *theirs != mine) {
+                let said = message(&of(mine, mine), &of(theirs, theirs));
+                let wanted = format!("rank 0 with {}, rank 3 with {};", whole(mine), whole(theirs));
+                assert!(said.contains("on how call 7 is compressed") && said.contains(&wanted), "{said}");
+            }
+        }
+    }
+
+    #[test]
+    fn codecs_that_differ_on_the_way_back_alone_are_both_named() {
+        let said = message(&of("maxmin:4", "maxmin:8,meta=bfloat16"), &of("maxmin:4", "nvfp4"));
+        let mine = "maxmin:4,bucket=512,meta=float32,rounding=nearest for sums and \
+                    maxmin:8,bucket=512,meta=bfloat16,rounding=nearest for results";
+        assert!(said.contains(&format!("rank 0 with {mine}, rank 3 with maxmin:4")), "{said}");
+        assert!(said.contains("for sums and nvfp4 for results"), "{said}");
+        let mut none = of("raw", "raw");
+        none.reserved = 0;
+        assert!(message(&of("raw", "raw"), &none).contains("rank 0 with raw, rank 3 with no codec"));
+    }
+}

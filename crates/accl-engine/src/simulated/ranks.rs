@@ -335,7 +335,7 @@ impl World<'_> {
 fn encoding(text: &str, id: u64) -> Encoding {
     let codec = accl_kernels::codec::parse(text).unwrap_or_else(|error| panic!("{text}: {error}"));
     let raw = accl_kernels::codec::parse("raw").unwrap_or_else(|error| panic!("raw: {error}"));
-    let codecs = Codecs::new(vec![TensorCodecs { inner: raw, up: codec.clone(), down: codec, id }]);
+    let codecs = Codecs::new(vec![TensorCodecs { intra_node: raw, reduce: codec.clone(), result: codec, id }]);
     let codecs = codecs.unwrap_or_else(|error| panic!("{text}: {error}"));
-    Encoding { codecs, seed: 5, step: id, residuals: None, audit: None }
+    Encoding { codecs, seed: 5, step: id, residuals: None, probe: None }
 }

@@ -25,11 +25,11 @@ pub fn raw() -> Arc<dyn Codec> {
 }
 
 pub fn both_ways(codec: Arc<dyn Codec>, id: u64) -> TensorCodecs {
-    TensorCodecs { inner: raw(), up: codec.clone(), down: codec, id }
+    TensorCodecs { intra_node: raw(), reduce: codec.clone(), result: codec, id }
 }
 
 pub fn encoding(tensors: Vec<TensorCodecs>) -> Encoding {
-    Encoding { codecs: Codecs::new(tensors).unwrap(), seed: 11, step: 3, residuals: None, audit: None }
+    Encoding { codecs: Codecs::new(tensors).unwrap(), seed: 11, step: 3, residuals: None, probe: None }
 }
 
 pub fn tensor<T>(data: &[T], dtype: Dtype) -> TensorDesc {

@@ -9,18 +9,34 @@
 //!
 //! It is the symmetric quantization of integer inference, as in Jacob et al., 2018, by buckets.
 
+use super::cast;
 use super::loops::Range;
 use super::settings::{Setting, Settings};
-use super::traits::{Row, Spoilt};
-use super::uniform::{Placed, Scheme, Uniform, smallest_normal, toward};
+use super::traits::{Buckets, Loss, NonFinite, Row, Summary};
+use super::uniform::{self, Placed, Scheme, Uniform, bucket_of, range_of, smallest_normal, toward};
 use crate::reduce::float16::Toward;
 
 pub(super) const ROW: Row = Row {
     id: 4,
     name: "absmax",
-    description: "levels evenly on both sides of zero, up to the greatest magnitude of a bucket, 2 to 8 bits",
+    description: "levels evenly on both sides of zero, up to the greatest magnitude of a bucket; zero stays zero",
     settings: &Setting::ALL,
+    bits: 2..=8,
+    buckets: Buckets::MultiplesOf8,
+    shared: bucket_of,
+    is_cast: false,
+    loss: |settings| if settings.bits <= 2 { Loss::Coarse } else { Loss::Fine },
     needs_feedback: false,
+    hides_magnitudes: false,
+    next_finer: |settings| {
+        ROW.with_bits(settings, settings.bits + 1).or_else(|| Some(Summary::new(&cast::BF16, Settings::default())))
+    },
+    auto: &[],
+    bound: |settings, values, _| {
+        let (least, greatest) = range_of(values);
+        let magnitude = greatest.max(-least).max(0.0);
+        uniform::bound(settings, magnitude / f64::from(AbsMax::reach(settings.bits)), magnitude)
+    },
     build: Uniform::<AbsMax>::build,
 };
 
@@ -44,7 +60,6 @@ fn with_short_mantissa(value: f32) -> f32 {
 
 impl Scheme for AbsMax {
     const ROW: &'static Row = &ROW;
-    const LEAST_BITS: u8 = 2;
     const META: usize = 1;
 
     fn top(bits: u8) -> f32 {
@@ -52,7 +67,7 @@ impl Scheme for AbsMax {
     }
 
     #[inline]
-    fn place(settings: &Settings, range: Range) -> Result<Placed, Spoilt> {
+    fn place(settings: &Settings, range: Range) -> Result<Placed, NonFinite> {
         let (top, meta) = (Self::top(settings.bits), settings.meta);
         let most = range.max.max(-range.min);
         if most == 0.0 {

@@ -33,7 +33,7 @@ use super::groups::{
     Greatest, Source, ask_ahead, bits_of_codes, bytes_of_codes, bytes_of_words, fours_in_quarters, groups,
 };
 use super::loops::{Buckets, Grid, Loops, Range, Scale, by_bits};
-use super::noise::{Draws, FACTORS, Narrow, SHARE, Stream};
+use super::rng::{FACTORS, Narrow, RandomBits, SHARE, Stream};
 
 /// Elements that make a vector of codes.
 const GROUP: usize = 64;

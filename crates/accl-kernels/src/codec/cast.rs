@@ -5,22 +5,65 @@
 
 use std::sync::Arc;
 
-use accl_types::{Dtype, Result};
+use accl_types::Dtype;
 
+use super::floats::{BF16_OVERFLOWS, F16_OVERFLOWS};
 use super::loops::Loops;
-use super::noise::Noise;
 use super::pieces::{add, convert};
+use super::rng::RngKey;
 use super::settings::Settings;
-use super::traits::{Codec, Row, Slice, Spoilt, Summary};
+use super::traits::{Bound, Buckets, Build, Codec, Loss, NonFinite, Row, Slice, Summary};
 use crate::arch;
 use crate::float_env::DefaultFloatEnv;
 use crate::isa::Isa;
 
-pub(super) const RAW: Row = Row::plain(0, "raw", "elements as they are", |_, isa| cast(&RAW, None, isa));
+pub(super) const RAW: Row = Row {
+    loss: |_| Loss::None,
+    next_finer: |_| None,
+    bound: |_, _, _| Bound { share: 0.0, floor: 0.0 },
+    ..row(0, "raw", "elements as they are", |_, isa| cast(&RAW, None, isa))
+};
 
-pub(super) const BF16: Row = Row::plain(1, "bf16", "bfloat16", |_, isa| cast(&BF16, Some(Dtype::BF16), isa));
+pub(super) const BF16: Row = Row {
+    auto: &["bf16"],
+    // Half a step of 8 significant bits, and of the smallest step.
+    bound: |_, values, _| bound(values, -8, -134, f64::from(BF16_OVERFLOWS)),
+    ..row(1, "bf16", "bfloat16, rounded to nearest even", |_, isa| cast(&BF16, Some(Dtype::BF16), isa))
+};
 
-pub(super) const FP16: Row = Row::plain(2, "fp16", "float16", |_, isa| cast(&FP16, Some(Dtype::F16), isa));
+pub(super) const FP16: Row = Row {
+    bound: |_, values, _| bound(values, -11, -25, f64::from(F16_OVERFLOWS)),
+    ..row(2, "fp16", "float16, rounded to nearest even; a value beyond its range becomes an infinity", |_, isa| {
+        cast(&FP16, Some(Dtype::F16), isa)
+    })
+};
+
+/// What casts have in common: one with another bound and without loss says so.
+const fn row(id: u8, name: &'static str, description: &'static str, build: Build) -> Row {
+    Row {
+        id,
+        name,
+        description,
+        settings: &[],
+        bits: 1..=1,
+        buckets: Buckets::MultiplesOf8,
+        shared: |_| 1,
+        is_cast: true,
+        loss: |_| Loss::Fine,
+        needs_feedback: false,
+        hides_magnitudes: false,
+        next_finer: |_| Some(Summary::new(&RAW, Settings::default())),
+        auto: &[],
+        bound: |_, _, _| Bound { share: f64::INFINITY, floor: f64::INFINITY },
+        build,
+    }
+}
+
+/// Of rounding to a share of 2^`share` at most, and to 2^`floor` where numbers are smallest.
+fn bound(values: &[f32], share: i32, floor: i32, overflows: f64) -> Bound {
+    let is_held = values.iter().all(|value| f64::from(*value).abs() < overflows);
+    Bound { share: 2f64.powi(share), floor: if is_held { 2f64.powi(floor) } else { f64::INFINITY } }
+}
 
 /// Elements lie at multiples of so many bytes in any of the types.
 const ALIGN_BYTES: usize = 8;
@@ -34,9 +77,8 @@ struct Cast {
     loops: &'static Loops,
 }
 
-fn cast(row: &'static Row, wire: Option<Dtype>, isa: Isa) -> Result<Arc<dyn Codec>> {
-    isa.check_available()?;
-    Ok(Arc::new(Cast { row, wire, loops: arch::loops(isa) }))
+fn cast(row: &'static Row, wire: Option<Dtype>, isa: Isa) -> Arc<dyn Codec> {
+    Arc::new(Cast { row, wire, loops: arch::loops(isa) })
 }
 
 impl Cast {
@@ -64,7 +106,7 @@ impl Codec for Cast {
         (count * self.wire(tensor).size_bytes()).next_multiple_of(ALIGN_BYTES)
     }
 
-    unsafe fn encode(&self, dst: &mut [u8], slice: Slice, _: Noise) -> Spoilt {
+    unsafe fn encode(&self, dst: &mut [u8], slice: Slice, _: RngKey) -> NonFinite {
         let _env = DefaultFloatEnv::enter();
         let wire = self.wire(slice.tensor);
         assert_eq!(dst.len(), self.encoded_bytes(slice.tensor, slice.count), "room for {} elements", slice.count);
@@ -72,7 +114,7 @@ impl Codec for Cast {
         zeros.fill(0);
         // SAFETY: the caller's promise; there is room for each element.
         unsafe { convert(elements.as_mut_ptr(), wire, slice, self.loops) };
-        Spoilt::default()
+        NonFinite::default()
     }
 
     unsafe fn decode(&self, dst: *mut u8, into: Dtype, src: &[u8], tensor: Dtype, count: usize) {

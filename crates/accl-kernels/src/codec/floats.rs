@@ -10,8 +10,8 @@ use crate::float_env::DefaultFloatEnv;
 use crate::isa::Isa;
 
 /// The least numbers that round to an infinity.
-const F16_OVERFLOWS: f32 = 65_520.0;
-const BF16_OVERFLOWS: f32 = f32::from_bits(0x7f7f_8000);
+pub(super) const F16_OVERFLOWS: f32 = 65_520.0;
+pub(super) const BF16_OVERFLOWS: f32 = f32::from_bits(0x7f7f_8000);
 
 /// Sums that are made side by side.
 const LANES: usize = 16;

@@ -7,15 +7,15 @@
 //! exact and not above max |x| but for a rounding of the quotient; at least the smallest normal number of float32.
 //! The greatest element may so be above the largest number by one in 2^19, and becomes it.
 
-use super::scaled::{Scaled, Scaling, is_finite};
+use super::scaled::{Scaled, Scaling, is_finite, row};
 use super::small_float::SmallFloat;
 use super::traits::Row;
 
 pub(super) const E4M3: Row =
-    Row::plain(6, "e4m3", "e4m3 floats, in blocks of 256 with a float32 scale", Scaled::<Fp8<false>>::build);
+    row(6, "e4m3", "e4m3 floats, in blocks of 256 with a float32 scale", Scaled::<Fp8<false>>::FAMILY);
 
 pub(super) const E5M2: Row =
-    Row::plain(7, "e5m2", "e5m2 floats, in blocks of 256 with a float32 scale", Scaled::<Fp8<true>>::build);
+    row(7, "e5m2", "e5m2 floats, in blocks of 256 with a float32 scale", Scaled::<Fp8<true>>::FAMILY);
 
 /// Lowest bits of a float32 that a scale has not got.
 const UNUSED_BITS: u32 = (1 << 4) - 1;
@@ -28,6 +28,8 @@ impl<const FIVE: bool> Scaling for Fp8<FIVE> {
     const FLOAT: SmallFloat = if FIVE { SmallFloat::E5m2 } else { SmallFloat::E4m3 };
     const BLOCK: usize = 256;
     const SCALE_BYTES: usize = 4;
+    const SHARE: f64 = if FIVE { 1.0 / 8.0 } else { 1.0 / 16.0 };
+    const LEAST: (f64, f64) = (1.0 / (1u64 << if FIVE { 32 } else { 18 }) as f64, 0.0);
 
     fn place(greatest: &[u32], _: &mut [u8], scales: &mut [u8], factors: &mut [f32]) {
         for ((&greatest, bytes), factor) in greatest.iter().zip(scales.chunks_exact_mut(4)).zip(factors) {

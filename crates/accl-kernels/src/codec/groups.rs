@@ -45,7 +45,7 @@ impl Greatest {
     }
 }
 
-/// Draws for a group after the other.
+/// RandomBits for a group after the other.
 pub(super) trait Source {
     type Vector;
 
@@ -150,29 +150,35 @@ macro_rules! groups {
 
         /// Codes are found in words of 16 bits, which hold 256 times a level and a draw together.
         #[$feature]
-        pub(super) fn encode_drawn(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>, draws: &Draws, first: u64) {
+        pub(super) fn encode_drawn(
+            dst: &mut [u8],
+            values: &[f32],
+            grids: Buckets<Grid>,
+            random_bits: &RandomBits,
+            first: u64,
+        ) {
             let bits = grids.bits;
             // Groups of one bucket follow those of another.
             let follow = grids.bucket.is_multiple_of(GROUP) || grids.of.len() == 1;
             // 256 times the inverse is as good as a multiplication of the result, except where it leaves the range of float32.
             let is_plain = follow && grids.of.iter().all(|grid| (256.0 * grid.inverse).is_finite());
-            let Some(own) = Counters::new(draws.own, first, values.len()).filter(|_| is_plain) else {
-                return $narrower::encode_drawn(dst, values, grids, draws, first);
+            let Some(own) = Counters::new(random_bits.own, first, values.len()).filter(|_| is_plain) else {
+                return $narrower::encode_drawn(dst, values, grids, random_bits, first);
             };
-            match &draws.strata {
+            match &random_bits.strata {
                 None => by_bits!(encode_from(Alone(own), dst, values, grids), bits),
                 Some(strata) => match (strata.narrow, Counters::new(strata.picks, first, values.len())) {
                     (Some(narrow), Some(picks)) => {
                         by_bits!(encode_from(Among { own, picks, narrow }, dst, values, grids), bits)
                     }
-                    _ => return $narrower::encode_drawn(dst, values, grids, draws, first),
+                    _ => return $narrower::encode_drawn(dst, values, grids, random_bits, first),
                 },
             }
             let whole = values.len() / GROUP * GROUP;
             if let (true, Some(grid)) = (whole < values.len(), grids.of.last()) {
                 let (dst, values) = (&mut dst[whole / 8 * usize::from(bits)..], &values[whole..]);
                 let grids = Buckets { of: slice::from_ref(grid), ..grids };
-                $narrower::encode_drawn(dst, values, grids, draws, first + whole as u64);
+                $narrower::encode_drawn(dst, values, grids, random_bits, first + whole as u64);
             }
         }
 
@@ -186,7 +192,7 @@ macro_rules! groups {
             grids: Buckets<Grid>,
         ) {
             // SAFETY: this function has the instruction set.
-            let mut draws = unsafe { source.next() };
+            let mut random_bits = unsafe { source.next() };
             for (grid, elements, bytes) in grids.each(values.len()) {
                 let (dst, values) = (&mut dst[bytes], &values[elements]);
                 let fine = Grid { inverse: 256.0 * grid.inverse, ..*grid };
@@ -196,7 +202,7 @@ macro_rules! groups {
                     // Those of the next group are begun: a hash takes as long as the rest, and nothing of this group waits for
                     // it.
                     // SAFETY: this function has the instruction set.
-                    let drawn = mem::replace(&mut draws, unsafe { source.next() });
+                    let drawn = mem::replace(&mut random_bits, unsafe { source.next() });
                     pack::<BITS>(&mut dst[at..], with_draws(levels, drawn));
                 }
             }
@@ -283,7 +289,7 @@ macro_rules! groups {
             ordered(packus_epi16(packus_epi32(a, b), packus_epi32(c, d)))
         }
 
-        /// The codes of 256 times levels and draws together.
+        /// The codes of 256 times levels and random bits together.
         #[inline]
         #[$feature]
         fn with_draws([a, b, c, d]: [$vector; 4], [lower, upper]: [$vector; 2]) -> $vector {
@@ -326,8 +332,8 @@ macro_rules! groups {
             #[inline]
             #[$feature]
             unsafe fn next(&mut self) -> [$vector; 2] {
-                let (draws, zero) = (self.0.next(), set1_epi32(0));
-                [unpacklo_epi8(draws, zero), unpackhi_epi8(draws, zero)]
+                let (random_bits, zero) = (self.0.next(), set1_epi32(0));
+                [unpacklo_epi8(random_bits, zero), unpackhi_epi8(random_bits, zero)]
             }
         }
 
@@ -355,10 +361,10 @@ macro_rules! groups {
                 let strata = add_epi8(strata, rotations);
                 // What is less than the world wraps around and is the lesser.
                 let strata = min_epu8(strata, sub_epi8(strata, set1_epi8(world as i8)));
-                let draws = self.own.next();
+                let random_bits = self.own.next();
                 // The compiler would widen a factor that it knows to be the same each time, and multiply in 32 bits.
                 let factor = black_box(set1_epi16(factor as i16));
-                [unpacklo_epi8(draws, strata), unpackhi_epi8(draws, strata)]
+                [unpacklo_epi8(random_bits, strata), unpackhi_epi8(random_bits, strata)]
                     .map(|words| srl_epi16(mulhi_epu16(words, factor), _mm_cvtsi32_si128(shift.into())))
             }
         }
@@ -390,7 +396,7 @@ macro_rules! groups {
             }
         }
 
-        /// As in `noise.rs`, of a vector of counters.
+        /// As in `rng.rs`, of a vector of counters.
         #[inline]
         #[$feature]
         fn hash(counters: $vector, mixed_in: u32) -> $vector {

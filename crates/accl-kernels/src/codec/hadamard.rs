@@ -18,15 +18,17 @@
 
 use std::sync::Arc;
 
-use accl_types::{Dtype, Error, Result};
+use accl_types::Dtype;
 
+use super::cast;
 use super::loops::Loops;
 use super::max_min;
-use super::noise::Noise;
-use super::noise::mixed;
 use super::pieces::{Beyond, PIECE, convert, write_values};
+use super::rng::RngKey;
+use super::rng::mixed;
 use super::settings::{Setting, Settings};
-use super::traits::{Codec, Row, Slice, Spoilt, Summary};
+use super::traits::{Bound, Buckets, Codec, NonFinite, Row, Slice, Summary};
+use super::uniform::{bucket_of, range_of};
 use crate::arch;
 use crate::float_env::DefaultFloatEnv;
 use crate::isa::Isa;
@@ -34,14 +36,23 @@ use crate::isa::Isa;
 pub(super) const ROW: Row = Row {
     id: 12,
     name: "hadamard",
-    description: "maxmin of randomly rotated buckets (of a power of two), 1 to 8 bits",
+    description: "`maxmin` of buckets after a random rotation, so that a few large values do not spoil the others",
     settings: &Setting::ALL,
+    bits: 1..=8,
+    buckets: Buckets::PowersOfTwo,
+    shared: bucket_of,
+    is_cast: false,
+    loss: max_min::loss,
     needs_feedback: false,
+    hides_magnitudes: false,
+    next_finer: |settings| {
+        ROW.with_bits(settings, settings.bits + 1).or_else(|| Some(Summary::new(&cast::BF16, Settings::default())))
+    },
+    auto: &[],
+    bound: |settings, values, _| bound(settings, values),
     build,
 };
 
-const LEAST_BUCKET: u32 = 64;
-const MOST_BUCKET: u32 = 8192;
 /// Elements of a part, unless a bucket has more.
 const PART: usize = 4096;
 /// Added to indices, so that what is hashed is not 0, whose hash is 0.
@@ -51,25 +62,33 @@ const LIMIT: f32 = f32::from_bits((127 + 112) << 23);
 
 struct Hadamard {
     settings: Settings,
-    inner: Arc<dyn Codec>,
+    /// Of what is rotated.
+    max_min: Arc<dyn Codec>,
     /// The sign of each element of a bucket, over the square root of their number.
     signs: Vec<f32>,
     loops: &'static Loops,
 }
 
-fn build(settings: &Settings, isa: Isa) -> Result<Arc<dyn Codec>> {
-    let bucket = settings.bucket;
-    if !bucket.is_power_of_two() || !(LEAST_BUCKET..=MOST_BUCKET).contains(&bucket) {
-        return Err(Error::configuration(format!(
-            "codec {}: bucket is {bucket}; expected a power of two from {LEAST_BUCKET} to {MOST_BUCKET}",
-            ROW.name
-        )));
+/// The error of rotated values is at most that of max-min; rotated back, each value gets the mean of all of them, times the
+/// square root of their number. The range of what has this norm is the norm times the square root of 2 at most.
+fn bound(settings: &Settings, values: &[f32]) -> Bound {
+    if values.len() < bucket_of(settings) {
+        return max_min::bound_of_range(settings, range_of(values));
     }
-    let inner = max_min::ROW.build_with_isa(settings, isa)?;
+    let norm = values.iter().map(|&value| f64::from(value).powi(2)).sum::<f64>().sqrt();
+    // A value that float32 cannot hold when it is rotated makes the bucket NaN.
+    let reach = norm * std::f64::consts::FRAC_1_SQRT_2;
+    let rotated = max_min::bound_of_range(settings, (-reach, reach));
+    Bound { share: 0.0, floor: rotated.floor * (values.len() as f64).sqrt() + norm * 2f64.powi(-18) }
+}
+
+fn build(settings: &Settings, isa: Isa) -> Arc<dyn Codec> {
+    let bucket = settings.bucket;
+    let max_min = (max_min::ROW.build)(settings, isa);
     let factor = (1.0 / f64::from(bucket).sqrt()) as f32;
     let is_negative = |index: u32| mixed(index.wrapping_add(AWAY_FROM_0), 0) >> 31 == 1;
     let signs = (0..bucket).map(|index| if is_negative(index) { -factor } else { factor }).collect();
-    Ok(Arc::new(Hadamard { settings: *settings, inner, signs, loops: arch::loops(isa) }))
+    Arc::new(Hadamard { settings: *settings, max_min, signs, loops: arch::loops(isa) })
 }
 
 impl Hadamard {
@@ -85,7 +104,7 @@ impl Hadamard {
     ///
     /// # Safety
     /// As for [`Slice::piece`].
-    unsafe fn rotated(&self, values: &mut [f32], slice: Slice) -> Spoilt {
+    unsafe fn rotated(&self, values: &mut [f32], slice: Slice) -> NonFinite {
         let Loops { rotate, range, .. } = *self.loops;
         let mut room = [0.0; PIECE];
         // SAFETY: the caller's promise; there is a value for each element.
@@ -108,7 +127,7 @@ impl Hadamard {
                 too_large += usize::from(was_finite);
             }
         }
-        Spoilt { not_finite: 0, too_large }
+        NonFinite { not_finite: 0, too_large }
     }
 
     /// Calls `each` with the first element and the values of every part, in their order.
@@ -117,11 +136,11 @@ impl Hadamard {
         let mut values = vec![0.0; self.part().min(count)];
         for start in (0..count).step_by(self.part()) {
             let elements = self.part().min(count - start);
-            let (part, rest) = src.split_at(self.inner.encoded_bytes(tensor, elements));
+            let (part, rest) = src.split_at(self.max_min.encoded_bytes(tensor, elements));
             src = rest;
             let values = &mut values[..elements];
             // SAFETY: there is room for the elements.
-            unsafe { self.inner.decode(values.as_mut_ptr().cast(), Dtype::F32, part, tensor, elements) };
+            unsafe { self.max_min.decode(values.as_mut_ptr().cast(), Dtype::F32, part, tensor, elements) };
             for bucket in values.chunks_exact_mut(self.bucket()) {
                 // SAFETY: the instruction set was checked when `self` was made.
                 unsafe { (self.loops.rotate_back)(bucket, &self.signs) };
@@ -141,31 +160,31 @@ impl Codec for Hadamard {
     }
 
     fn encoded_bytes(&self, tensor: Dtype, count: usize) -> usize {
-        let of = |count| self.inner.encoded_bytes(tensor, count);
+        let of = |count| self.max_min.encoded_bytes(tensor, count);
         count / self.part() * of(self.part()) + of(count % self.part())
     }
 
-    unsafe fn encode(&self, mut dst: &mut [u8], slice: Slice, noise: Noise) -> Spoilt {
+    unsafe fn encode(&self, mut dst: &mut [u8], slice: Slice, rng_key: RngKey) -> NonFinite {
         let _env = DefaultFloatEnv::enter();
         let count = slice.count;
         assert_eq!(dst.len(), self.encoded_bytes(slice.tensor, count), "room for what {count} elements become");
-        let mut spoilt = Spoilt::default();
+        let mut non_finite = NonFinite::default();
         let mut values = vec![0.0; self.part().min(count)];
         for start in (0..count).step_by(self.part()) {
             let part = slice.part(start, self.part().min(count - start));
-            let (to, rest) = dst.split_at_mut(self.inner.encoded_bytes(slice.tensor, part.count));
+            let (to, rest) = dst.split_at_mut(self.max_min.encoded_bytes(slice.tensor, part.count));
             dst = rest;
             // SAFETY: the caller's promise: these are elements of the slice; then it is `values`.
             unsafe {
                 let too_large = self.rotated(&mut values[..part.count], part);
                 let rotated = Slice { src: values.as_ptr().cast(), dtype: Dtype::F32, ..part };
-                spoilt += self.inner.encode(to, rotated, noise);
+                non_finite += self.max_min.encode(to, rotated, rng_key);
                 // All that were made NaN count as not finite there.
-                spoilt.not_finite -= too_large.too_large;
-                spoilt += too_large;
+                non_finite.not_finite -= too_large.too_large;
+                non_finite += too_large;
             }
         }
-        spoilt
+        non_finite
     }
 
     unsafe fn decode(&self, dst: *mut u8, into: Dtype, src: &[u8], tensor: Dtype, count: usize) {

@@ -5,7 +5,7 @@
 use std::mem::MaybeUninit;
 use std::ops;
 
-use super::noise::Draws;
+use super::rng::RandomBits;
 pub(crate) use super::rotation::{rotate, rotate_back};
 pub(crate) use super::sign_loops::{LANES as SIGN_LANES, add_signed_values, magnitude_sums, signed_values, signs};
 pub(crate) use super::small_float::{Blocks, add_small_values, magnitudes, small_codes, small_values};
@@ -153,13 +153,13 @@ pub(crate) fn encode(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>) {
 }
 
 /// As [`encode`], to one of the two levels next to each value by a draw from 0 to 255; `first` is the index of the first
-/// element, a multiple of 8, to which the draws were turned.
+/// element, a multiple of 8, to which the random bits were turned.
 #[inline(always)]
-pub(crate) fn encode_drawn(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>, draws: &Draws, first: u64) {
+pub(crate) fn encode_drawn(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>, random_bits: &RandomBits, first: u64) {
     for (grid, elements, bytes) in grids.each(values.len()) {
         let first = first + elements.start as u64;
         in_pieces(&mut dst[bytes], &values[elements], grids.bits, |codes, values, start| {
-            levels_drawn(codes, values, grid, draws, first + start as u64)
+            levels_drawn(codes, values, grid, random_bits, first + start as u64)
         });
     }
 }
@@ -215,10 +215,10 @@ fn levels(codes: &mut [u8], values: &[f32], grid: &Grid) {
 
 /// As [`levels`], see [`encode_drawn`].
 #[inline(always)]
-fn levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, draws: &Draws, first: u64) {
+fn levels_drawn(codes: &mut [u8], values: &[f32], grid: &Grid, random_bits: &RandomBits, first: u64) {
     for (part, (codes, values)) in codes.chunks_mut(CODES).zip(values.chunks(CODES)).enumerate() {
         let mut drawn_here = [0; CODES];
-        draws.fill(&mut drawn_here[..values.len().next_multiple_of(8)], first + (part * CODES) as u64);
+        random_bits.fill(&mut drawn_here[..values.len().next_multiple_of(8)], first + (part * CODES) as u64);
         for ((code, &value), &draw) in codes.iter_mut().zip(values).zip(&drawn_here) {
             *code = drawn(value, grid, draw);
         }
@@ -398,7 +398,7 @@ pub(crate) struct Loops {
     pub(crate) range: unsafe fn(&[f32]) -> Range,
     pub(crate) ranges: unsafe fn(&mut [Range], &[f32], usize),
     pub(crate) encode: unsafe fn(&mut [u8], &[f32], Buckets<Grid>),
-    pub(crate) encode_drawn: unsafe fn(&mut [u8], &[f32], Buckets<Grid>, &Draws, u64),
+    pub(crate) encode_drawn: unsafe fn(&mut [u8], &[f32], Buckets<Grid>, &RandomBits, u64),
     pub(crate) decode: unsafe fn(&mut [MaybeUninit<f32>], &[u8], Buckets<Scale>),
     pub(crate) decode_add: unsafe fn(&mut [f32], &[u8], Buckets<Scale>),
     pub(crate) pack: unsafe fn(&mut [u8], &[u8], u8),
@@ -425,14 +425,14 @@ macro_rules! codec_loops {
     ($(#[$feature:meta])*) => {
         const LOOPS: $crate::codec::loops::Loops = {
             use $crate::codec::loops::{self, Blocks, Buckets, Grid, Loops, Range, SIGN_LANES, Scale};
-            use $crate::codec::noise::Draws;
+            use $crate::codec::rng::RandomBits;
             use std::mem::MaybeUninit;
 
             codec_loops! { @ [$(#[$feature])*]
                 range(values: &[f32]) -> Range;
                 ranges(ranges: &mut [Range], values: &[f32], bucket: usize) -> ();
                 encode(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>) -> ();
-                encode_drawn(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>, draws: &Draws, first: u64) -> ();
+                encode_drawn(dst: &mut [u8], values: &[f32], grids: Buckets<Grid>, random_bits: &RandomBits, first: u64) -> ();
                 decode(dst: &mut [MaybeUninit<f32>], src: &[u8], scales: Buckets<Scale>) -> ();
                 decode_add(sums: &mut [f32], src: &[u8], scales: Buckets<Scale>) -> ();
                 pack(dst: &mut [u8], codes: &[u8], bits: u8) -> ();

@@ -10,26 +10,60 @@
 //! The scheme is that of QSGD (Alistarh et al., 2017) with the grid of its implementations: two points per bucket in place of
 //! a norm.
 
+use accl_types::Dtype;
+
+use super::cast;
 use super::loops::Range;
 use super::settings::{Setting, Settings};
-use super::traits::{Row, Spoilt};
-use super::uniform::{Placed, Scheme, Uniform, smallest_normal, toward};
+use super::traits::{Bound, Buckets, Loss, NonFinite, Row, Summary};
+use super::uniform::{self, Placed, Scheme, Uniform, bucket_of, range_of, rounding_of, smallest_normal, toward};
 use crate::reduce::float16::Toward;
 
 pub(super) const ROW: Row = Row {
     id: 3,
     name: "maxmin",
-    description: "levels evenly between the least and the greatest value of a bucket, 1 to 8 bits",
+    description: "levels evenly between the least and the greatest value of a bucket",
     settings: &Setting::ALL,
+    bits: 1..=8,
+    buckets: Buckets::MultiplesOf8,
+    shared: bucket_of,
+    is_cast: false,
+    loss,
     needs_feedback: false,
+    hides_magnitudes: false,
+    next_finer: |settings| {
+        ROW.with_bits(settings, settings.bits + 1).or_else(|| Some(Summary::new(&cast::BF16, Settings::default())))
+    },
+    auto: &["maxmin:8,bucket=512", "maxmin:4,bucket=128", "maxmin:2,bucket=64"],
+    bound: |settings, values, _| bound_of_range(settings, range_of(values)),
     build: Uniform::<MaxMin>::build,
 };
 
 struct MaxMin;
 
+/// A bit is both ends of the range: of values around its middle, that is more than they are.
+pub(super) fn loss(settings: &Settings) -> Loss {
+    match settings.bits {
+        1 => Loss::Divergent,
+        2 => Loss::Coarse,
+        _ => Loss::Fine,
+    }
+}
+
+/// Of values between these.
+pub(super) fn bound_of_range(settings: &Settings, (least, greatest): (f64, f64)) -> Bound {
+    let magnitude = greatest.max(-least).max(0.0);
+    if greatest <= least && settings.meta == Dtype::F32 {
+        return Bound { share: 0.0, floor: magnitude * 2f64.powi(-20) };
+    }
+    // 16-bit metadata round the minimum down.
+    let below = if settings.meta == Dtype::F32 { 0.0 } else { magnitude * rounding_of(settings.meta) + 2f64.powi(-24) };
+    let top = f64::from(MaxMin::top(settings.bits));
+    uniform::bound(settings, (greatest - least + below) / top, magnitude)
+}
+
 impl Scheme for MaxMin {
     const ROW: &'static Row = &ROW;
-    const LEAST_BITS: u8 = 1;
     const META: usize = 2;
 
     fn top(bits: u8) -> f32 {
@@ -37,7 +71,7 @@ impl Scheme for MaxMin {
     }
 
     #[inline]
-    fn place(settings: &Settings, range: Range) -> Result<Placed, Spoilt> {
+    fn place(settings: &Settings, range: Range) -> Result<Placed, NonFinite> {
         let (top, meta) = (Self::top(settings.bits), settings.meta);
         // No -0, which would decode to another zero than the +0 of a neighbour.
         let min = toward(meta, range.min, Toward::Down) + 0.0;

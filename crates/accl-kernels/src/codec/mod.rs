@@ -6,9 +6,9 @@
 //! # Numbers
 //! * Encoding and decoding give the same bits on every instruction set, in every thread and floating-point mode.
 //! * The length of what is encoded depends on counts and settings only, never on values.
-//! * Random numbers are a function of a [`Noise`] key and an element's index in its tensor: not of threads, slices or tiles.
+//! * Random numbers are a function of a [`RngKey`] key and an element's index in its tensor: not of threads, slices or tiles.
 //! * A bucket with a NaN or an infinity decodes to NaN in all of its elements, and leaves its neighbours alone. So does
-//!   one whose values are finite but that the metadata cannot hold; the two are counted apart, see [`Spoilt`].
+//!   one whose values are finite but that the metadata cannot hold; the two are counted apart, see [`NonFinite`].
 //! * Any bytes can be decoded: wrong ones give wrong numbers and nothing worse.
 
 mod abs_max;
@@ -26,9 +26,10 @@ mod hadamard;
 pub(crate) mod loops;
 mod max_min;
 mod mx;
-pub(crate) mod noise;
 mod nvfp4;
+mod page;
 mod pieces;
+pub(crate) mod rng;
 mod rotation;
 mod scaled;
 mod settings;
@@ -42,12 +43,14 @@ mod uniform;
 
 use std::sync::Arc;
 
-use accl_types::{Error, Result};
+use accl_types::{Error, Result, nearest};
 
 pub use floats::Floats;
-pub use noise::Noise;
+pub use page::page_with_table;
+pub use rng::RngKey;
 pub use settings::{Rounding, Setting, Settings};
-pub use traits::{Codec, Row, Slice, Spoilt, Summary, encodes};
+use traits::ROW_BITS;
+pub use traits::{Bound, Buckets, Codec, Loss, MOST_BUCKET, NonFinite, Row, Slice, Summary, encodes};
 
 /// All codecs.
 pub const CODECS: &[Row] = &[
@@ -67,15 +70,43 @@ pub const CODECS: &[Row] = &[
     top_k::ROW,
 ];
 
+// Each has a number of its own, which fits its field in the words that ranks compare.
+const _: () = {
+    assert!(CODECS.len() <= 1 << ROW_BITS, "the table has more codecs than a word can number");
+    let mut index = 0;
+    while index < CODECS.len() {
+        assert!((CODECS[index].id as u32) < 1 << ROW_BITS, "the number of a codec does not fit its field");
+        let mut other = 0;
+        while other < index {
+            assert!(CODECS[other].id != CODECS[index].id, "two codecs have the same number");
+            other += 1;
+        }
+        index += 1;
+    }
+};
+
 /// The codec of this name.
 ///
 /// # Errors
-/// `Configuration` if there is none; the message lists those that there are.
+/// `Configuration` if there is none; the message lists those that there are, with the nearest one.
 pub fn codec(name: &str) -> Result<&'static Row> {
     CODECS.iter().find(|row| row.name == name).ok_or_else(|| {
-        let names: Vec<&str> = CODECS.iter().map(|row| row.name).collect();
-        Error::configuration(format!("unknown codec `{name}`; expected one of {}", names.join(", ")))
+        let names = CODECS.iter().map(|row| row.name);
+        let hint = nearest(name, names.clone()).map_or(String::new(), |known| format!("; did you mean `{known}`?"));
+        let names: Vec<&str> = names.collect();
+        Error::configuration(format!("unknown codec `{name}`; expected one of {}{hint}", names.join(", ")))
     })
+}
+
+/// What [`parse`] accepts, in words: for the texts of settings.
+pub fn accepted() -> String {
+    let spelled: Vec<String> = CODECS.iter().map(Row::spelled).collect();
+    let listed = match spelled.split_last() {
+        Some((last, [])) => last.clone(),
+        Some((last, others)) => format!("{} or {last}", others.join(", ")),
+        None => String::new(),
+    };
+    format!("a codec: {listed}, with settings such as maxmin:4,bucket=128,rounding=stochastic")
 }
 
 /// The codec that a text names: its name, `:` and the bits where it has a choice of them, then
@@ -100,7 +131,6 @@ pub fn from_word(word: u32) -> Option<Summary> {
 mod tests {
     use accl_types::Dtype;
 
-    use super::traits::{ROW_BITS, width};
     use super::*;
 
     #[test]
@@ -118,14 +148,5 @@ mod tests {
         let settings = Settings { rounding: Rounding::Correlated, skip_incomplete: false, ..settings };
         assert_eq!(text(&settings), "maxmin:8,bucket=8192,meta=bfloat16,rounding=correlated");
         assert_eq!(Summary::new(&cast::RAW, Settings::default()).to_string(), "raw");
-    }
-
-    #[test]
-    fn the_table_fits_its_field() {
-        for (index, row) in CODECS.iter().enumerate() {
-            assert!(u32::from(row.id) < 1 << ROW_BITS, "{}", row.name);
-            assert!(CODECS[..index].iter().all(|other| other.id != row.id), "{}", row.name);
-        }
-        assert_eq!(ROW_BITS + Setting::ALL.into_iter().map(width).sum::<u32>(), Summary::BITS);
     }
 }

@@ -8,29 +8,25 @@
 //! so be above the largest number, and become it. Blocks with nothing above 2^-127 lose more the smaller they are:
 //! their scale would have to be smaller.
 
-use super::scaled::{Scaled, Scaling, is_finite};
+use super::scaled::{Scaled, Scaling, is_finite, row};
 use super::small_float::SmallFloat;
 use super::traits::Row;
 
 pub(super) const MXFP8: Row =
-    Row::plain(8, "mxfp8", "e4m3 floats, in blocks of 32 with a power of two (OCP MX)", Scaled::<Mxfp8>::build);
+    row(8, "mxfp8", "e4m3 floats, in blocks of 32 with a power of two (OCP MX)", Scaled::<Mxfp8>::FAMILY);
 
-pub(super) const MXFP8_E5M2: Row = Row::plain(
-    9,
-    "mxfp8_e5m2",
-    "e5m2 floats, in blocks of 32 with a power of two (OCP MX)",
-    Scaled::<Mxfp8E5m2>::build,
-);
+pub(super) const MXFP8_E5M2: Row =
+    row(9, "mxfp8_e5m2", "e5m2 floats, in blocks of 32 with a power of two (OCP MX)", Scaled::<Mxfp8E5m2>::FAMILY);
 
 pub(super) const MXFP4: Row =
-    Row::plain(10, "mxfp4", "e2m1 floats, in blocks of 32 with a power of two (OCP MX)", Scaled::<Mxfp4>::build);
+    row(10, "mxfp4", "e2m1 floats, in blocks of 32 with a power of two (OCP MX)", Scaled::<Mxfp4>::FAMILY);
 
 /// The scale that decodes to NaN.
 const NAN: u8 = 0xff;
 
-/// Declares a format: its row, the numbers, and the exponent of the largest of them.
+/// Declares a format: its row, the numbers, the exponent of the largest of them, and its bound.
 macro_rules! format {
-    ($type:ident, $row:ident, $float:ident, $exponent:literal) => {
+    ($type:ident, $row:ident, $float:ident, $exponent:literal, $share:literal, $least:expr) => {
         struct $type;
 
         impl Scaling for $type {
@@ -38,6 +34,8 @@ macro_rules! format {
             const FLOAT: SmallFloat = SmallFloat::$float;
             const BLOCK: usize = 32;
             const SCALE_BYTES: usize = 1;
+            const SHARE: f64 = $share;
+            const LEAST: (f64, f64) = ($least, 0.0);
 
             fn place(greatest: &[u32], _: &mut [u8], scales: &mut [u8], factors: &mut [f32]) {
                 place(greatest, scales, factors, $exponent);
@@ -52,9 +50,9 @@ macro_rules! format {
     };
 }
 
-format!(Mxfp8, MXFP8, E4m3, 8);
-format!(Mxfp8E5m2, MXFP8_E5M2, E5m2, 15);
-format!(Mxfp4, MXFP4, E2m1, 2);
+format!(Mxfp8, MXFP8, E4m3, 8, 0.125, 1.0 / (1u64 << 18) as f64);
+format!(Mxfp8E5m2, MXFP8_E5M2, E5m2, 15, 0.125, 1.0 / (1u64 << 32) as f64);
+format!(Mxfp4, MXFP4, E2m1, 2, 0.25, 1.0 / 16.0);
 
 fn place(greatest: &[u32], scales: &mut [u8], factors: &mut [f32], exponent: u32) {
     for ((&greatest, scale), factor) in greatest.iter().zip(scales).zip(factors) {

@@ -13,15 +13,15 @@
 //!   without numbers; scale = block * group, which is exact;
 //! * a block that is not finite has the scale NaN, 0x7f.
 
-use super::scaled::{Scaled, Scaling, is_finite};
+use super::scaled::{Scaled, Scaling, is_finite, row};
 use super::small_float::{SmallFloat, from_e4m3, to_e4m3};
 use super::traits::Row;
 
-pub(super) const ROW: Row = Row::plain(
+pub(super) const ROW: Row = row(
     11,
     "nvfp4",
     "e2m1 floats, in blocks of 16 with an e4m3 scale, and a float32 scale for each 2,048",
-    Scaled::<Nvfp4>::build,
+    Scaled::<Nvfp4>::FAMILY,
 );
 
 struct Nvfp4;
@@ -38,6 +38,8 @@ impl Scaling for Nvfp4 {
     const BLOCK: usize = 16;
     const SCALE_BYTES: usize = 1;
     const GROUP: (usize, usize) = (2048, 4);
+    const SHARE: f64 = 0.25;
+    const LEAST: (f64, f64) = (1.0 / 11.0, 1.0 / (1u64 << 18) as f64);
 
     fn place(greatest: &[u32], group: &mut [u8], scales: &mut [u8], factors: &mut [f32]) {
         let most = greatest.iter().map(|&bits| if is_finite(bits) { bits } else { 0 }).fold(0, u32::max);

@@ -12,20 +12,21 @@
 //! # Arithmetic
 //! All in float32, each operation rounded: an element is its block's scale times the small number nearest to x * (1 /
 //! scale). Scales have so few significant bits that the product is exact, unless it is below the normal numbers; and
-//! none is so large that a decoded value could overflow: a bucket of finite values is never spoilt.
+//! none is so large that a decoded value could overflow: a bucket of finite values is never lost.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
-use accl_types::{Dtype, Result};
+use accl_types::Dtype;
 
+use super::cast;
 use super::loops::Loops;
-use super::noise::Noise;
 use super::pieces::{Beyond, PIECE, place};
+use super::rng::RngKey;
 use super::settings::Settings;
 use super::small_float::{Blocks, SmallFloat};
-use super::traits::{Codec, Row, Slice, Spoilt, Summary};
+use super::traits::{Bound, Buckets, Build, Codec, Loss, NonFinite, Row, Slice, Summary};
 use crate::arch;
 use crate::float_env::DefaultFloatEnv;
 use crate::isa::Isa;
@@ -48,6 +49,10 @@ pub(super) trait Scaling: Send + Sync + 'static {
     const SCALE_BYTES: usize;
     /// Elements that share a scale of their own, and the bytes of that; (a block, 0) without one.
     const GROUP: (usize, usize) = (Self::BLOCK, 0);
+    /// Most that rounding takes of a value, or saturating where that takes more, as a share of it.
+    const SHARE: f64;
+    /// Most that it takes of a value too small for that, as a share of the greatest of its block, and of its group.
+    const LEAST: (f64, f64);
 
     /// Writes the scales of blocks, and that of their group, and finds what to multiply values with: from the bits of
     /// the greatest magnitudes. A block that is not finite gets scales that decode to NaN.
@@ -55,6 +60,34 @@ pub(super) trait Scaling: Send + Sync + 'static {
 
     /// The reverse: what decoded elements are multiplied with. Any bytes will do.
     fn scales(group: &[u8], scales: &[u8], of_blocks: &mut [f32]);
+}
+
+/// A row of this family.
+pub(super) const fn row(id: u8, name: &'static str, description: &'static str, of: Family) -> Row {
+    Row {
+        id,
+        name,
+        description,
+        settings: &[],
+        bits: 1..=1,
+        buckets: Buckets::MultiplesOf8,
+        shared: of.shared,
+        is_cast: false,
+        loss: |_| Loss::Fine,
+        needs_feedback: false,
+        hides_magnitudes: false,
+        next_finer: |_| Some(Summary::new(&cast::BF16, Settings::default())),
+        auto: &[],
+        bound: of.bound,
+        build: of.build,
+    }
+}
+
+/// What rows of this family differ in, besides their names.
+pub(super) struct Family {
+    shared: fn(&Settings) -> usize,
+    bound: fn(&Settings, &[f32], &[f32]) -> Bound,
+    build: Build,
 }
 
 /// Whether the bits of the greatest magnitude are those of a finite number.
@@ -82,10 +115,20 @@ impl<S: Scaling> Scaled<S> {
     /// Elements that are worked on together: a group, or as many blocks as make a piece.
     const SPAN: usize = if S::GROUP.1 == 0 { PIECE } else { S::GROUP.0 };
 
-    pub(super) fn build(_: &Settings, isa: Isa) -> Result<Arc<dyn Codec>> {
+    /// For the row.
+    pub(super) const FAMILY: Family = Family { shared: |_| S::BLOCK, bound: Self::bound, build: Self::build };
+
+    fn build(_: &Settings, isa: Isa) -> Arc<dyn Codec> {
         const { assert!(Self::SPAN <= MOST_SPAN && Self::SPAN.is_multiple_of(PIECE) && PIECE.is_multiple_of(S::BLOCK)) };
-        isa.check_available()?;
-        Ok(Arc::new(Self { loops: arch::loops(isa), scaling: PhantomData }))
+        Arc::new(Self { loops: arch::loops(isa), scaling: PhantomData })
+    }
+
+    fn bound(_: &Settings, block: &[f32], group: &[f32]) -> Bound {
+        let greatest = |values: &[f32]| values.iter().fold(0f64, |most, &value| most.max(f64::from(value).abs()));
+        let (of_block, of_group) = S::LEAST;
+        // Below the normal numbers of float32, scales end.
+        let floor = of_block * greatest(block) + of_group * greatest(group) + f64::from(f32::MIN_POSITIVE);
+        Bound { share: S::SHARE, floor }
     }
 
     fn layout(count: usize) -> Layout {
@@ -163,7 +206,7 @@ impl<S: Scaling> Codec for Scaled<S> {
         Self::layout(count).end
     }
 
-    unsafe fn encode(&self, dst: &mut [u8], slice: Slice, _: Noise) -> Spoilt {
+    unsafe fn encode(&self, dst: &mut [u8], slice: Slice, _: RngKey) -> NonFinite {
         let _env = DefaultFloatEnv::enter();
         let layout = Self::layout(slice.count);
         assert_eq!(dst.len(), layout.end, "room for what {} elements become", slice.count);
@@ -171,7 +214,7 @@ impl<S: Scaling> Codec for Scaled<S> {
         let (scales, rest) = rest.split_at_mut(layout.codes_at - layout.scales_at);
         let (codes, zeros) = rest.split_at_mut(layout.codes_end - layout.codes_at);
         zeros.fill(0);
-        let mut spoilt = Spoilt::default();
+        let mut non_finite = NonFinite::default();
         let mut room = [0.0; PIECE];
         let (mut greatest, mut factors) = ([0; MOST_BLOCKS], [0.0; MOST_BLOCKS]);
         let scales = scales.chunks_mut(Self::SPAN / S::BLOCK * S::SCALE_BYTES);
@@ -194,10 +237,10 @@ impl<S: Scaling> Codec for Scaled<S> {
                 greatest.iter().zip(codes.chunks_mut(S::BLOCK * Self::BITS / 8)).filter(|(most, _)| !is_finite(**most))
             {
                 codes.fill(0);
-                spoilt.not_finite += 1;
+                non_finite.not_finite += 1;
             }
         }
-        spoilt
+        non_finite
     }
 
     unsafe fn decode(&self, dst: *mut u8, into: Dtype, src: &[u8], _: Dtype, count: usize) {

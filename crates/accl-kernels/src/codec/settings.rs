@@ -10,8 +10,18 @@ pub enum Rounding {
     /// One of the two at random, so that the mean of many is the value (to 1/512 of a level).
     Stochastic,
     /// As stochastic, but of ranks whose values are added up, one rounds up where another rounds down: see
-    /// [`super::Noise::among`]. Stochastic where nothing is said of other ranks.
+    /// [`super::RngKey::among`]. Stochastic where nothing is said of other ranks.
     Correlated,
+}
+
+/// Below so many bits, what is rounded to the nearest is biased too much to be left so unless it is asked for.
+const NEAREST_FROM_BITS: u8 = 4;
+
+impl Rounding {
+    /// What is meant where nothing is said.
+    pub(super) fn default_of(bits: u8) -> Self {
+        if bits < NEAREST_FROM_BITS { Rounding::Stochastic } else { Rounding::Nearest }
+    }
 }
 
 /// What is chosen about a codec. What a codec has no use for is left out of account.
@@ -66,6 +76,9 @@ impl Default for Settings {
         Self { bits: 4, bucket: 512, meta: Dtype::F32, rounding: Rounding::Nearest, skip_incomplete: false }
     }
 }
+
+/// Most bits of a code.
+pub(super) const MOST_BITS: u8 = 8;
 
 /// Types of metadata, by their numbers.
 pub(super) const META: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];

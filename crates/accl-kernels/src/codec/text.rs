@@ -5,9 +5,6 @@ use accl_types::{Error, Result, nearest};
 use super::settings::{META, ROUNDING, Rounding, Setting, Settings};
 use super::traits::Row;
 
-/// Below so many bits, what is rounded to the nearest is biased too much to be left so unless it is asked for.
-const NEAREST_FROM_BITS: u8 = 4;
-
 /// The name in a text.
 pub(super) fn name(text: &str) -> &str {
     let head = text.split(',').next().unwrap_or_default().trim();
@@ -65,8 +62,7 @@ pub(super) fn settings(text: &str, row: &Row) -> Result<Settings> {
             _ => return Err(wrong(format!("{key} has no value; expected `{key}=` and one"))),
         }
     }
-    let usual = if settings.bits < NEAREST_FROM_BITS { Rounding::Stochastic } else { Rounding::Nearest };
-    settings.rounding = rounding.unwrap_or(usual);
+    settings.rounding = rounding.unwrap_or(Rounding::default_of(settings.bits));
     Ok(settings)
 }
 

@@ -17,14 +17,15 @@
 
 use std::sync::Arc;
 
-use accl_types::{Dtype, Error, Result};
+use accl_types::Dtype;
 
+use super::cast;
 use super::loops::Loops;
-use super::noise::Noise;
 use super::pieces::{Beyond, convert, read, write, write_values};
+use super::rng::RngKey;
 use super::settings::{Setting, Settings};
-use super::traits::{Codec, Row, Slice, Spoilt, Summary};
-use super::uniform::{check_bucket, check_meta};
+use super::traits::{Bound, Buckets, Codec, Loss, NonFinite, Row, Slice, Summary};
+use super::uniform::bucket_of;
 use crate::arch;
 use crate::float_env::DefaultFloatEnv;
 use crate::isa::Isa;
@@ -32,9 +33,25 @@ use crate::isa::Isa;
 pub(super) const ROW: Row = Row {
     id: 13,
     name: "topk",
-    description: "the greatest of each bucket, one in 2^bits, 1 to 8 bits; for error feedback",
+    description: "one in 2^bits elements of a bucket, the greatest; the others are zero",
     settings: &[Setting::Bits, Setting::Bucket, Setting::Meta],
+    bits: 1..=8,
+    buckets: Buckets::MultiplesOf8,
+    shared: bucket_of,
+    is_cast: false,
+    loss: |_| Loss::Coarse,
     needs_feedback: true,
+    hides_magnitudes: false,
+    // The fewer bits, the more is kept; but of a bucket one element at least.
+    next_finer: |settings| {
+        let now = kept(bucket_of(settings), settings.bits);
+        let bits = (1..settings.bits).rev().find(|&bits| kept(bucket_of(settings), bits) > now);
+        let finer = bits.and_then(|bits| ROW.with_bits(settings, bits));
+        finer.or_else(|| Some(Summary::new(&cast::BF16, Settings::default())))
+    },
+    auto: &[],
+    // What is not kept becomes zero.
+    bound: |_, _, _| Bound { share: 1.0, floor: 0.0 },
     build,
 };
 
@@ -57,15 +74,13 @@ struct Layout {
     end: usize,
 }
 
-fn build(settings: &Settings, isa: Isa) -> Result<Arc<dyn Codec>> {
-    isa.check_available()?;
-    let bits = settings.bits;
-    if !(1..=8).contains(&bits) {
-        return Err(Error::configuration(format!("codec {}: bits is {bits}; expected 1 to 8", ROW.name)));
-    }
-    check_bucket(ROW.name, settings.bucket)?;
-    check_meta(ROW.name, settings.meta)?;
-    Ok(Arc::new(TopK { settings: *settings, loops: arch::loops(isa) }))
+fn build(settings: &Settings, isa: Isa) -> Arc<dyn Codec> {
+    Arc::new(TopK { settings: *settings, loops: arch::loops(isa) })
+}
+
+/// How many of a bucket's elements are kept.
+fn kept(elements: usize, bits: u8) -> usize {
+    elements.div_ceil(1 << bits)
 }
 
 impl TopK {
@@ -75,7 +90,7 @@ impl TopK {
 
     /// How many of a bucket's elements are kept.
     fn kept(&self, elements: usize) -> usize {
-        elements.div_ceil(1 << self.settings.bits)
+        kept(elements, self.settings.bits)
     }
 
     fn layout(&self, count: usize) -> Layout {
@@ -92,7 +107,7 @@ impl TopK {
         indices: &mut [u8],
         bucket: &[f32],
         keys: &mut Vec<u64>,
-    ) -> std::result::Result<(), Spoilt> {
+    ) -> std::result::Result<(), NonFinite> {
         // By magnitude, and of equal ones the later the less: no two are alike.
         keys.clear();
         keys.extend(bucket.iter().enumerate().map(|(index, value)| {
@@ -101,7 +116,7 @@ impl TopK {
         let kept = self.kept(bucket.len());
         let (_, &mut least, _) = keys.select_nth_unstable(bucket.len() - kept);
         if keys.iter().any(|key| key >> INDEX_BITS >= 0x7f80_0000) {
-            return Err(Spoilt { not_finite: 1, too_large: 0 });
+            return Err(NonFinite { not_finite: 1, too_large: 0 });
         }
         let meta = self.settings.meta;
         let places = values.chunks_exact_mut(meta.size_bytes()).zip(indices.chunks_exact_mut(INDEX_BYTES));
@@ -113,7 +128,7 @@ impl TopK {
             write(meta, value_at, bucket[usize::from(index)]);
             index_at.copy_from_slice(&index.to_le_bytes());
             if !read(meta, value_at).is_finite() {
-                return Err(Spoilt { not_finite: 0, too_large: 1 });
+                return Err(NonFinite { not_finite: 0, too_large: 1 });
             }
         }
         Ok(())
@@ -162,7 +177,7 @@ impl Codec for TopK {
         self.layout(count).end
     }
 
-    unsafe fn encode(&self, dst: &mut [u8], slice: Slice, _: Noise) -> Spoilt {
+    unsafe fn encode(&self, dst: &mut [u8], slice: Slice, _: RngKey) -> NonFinite {
         let _env = DefaultFloatEnv::enter();
         let count = slice.count;
         let layout = self.layout(count);
@@ -171,7 +186,7 @@ impl Codec for TopK {
         let (indices, zeros) = rest.split_at_mut(layout.indices_end - layout.indices_at);
         zeros.fill(0);
         let (meta, kept) = (self.settings.meta, self.kept(self.bucket()));
-        let mut spoilt = Spoilt::default();
+        let mut non_finite = NonFinite::default();
         let (mut bucket, mut keys) =
             (vec![0.0; self.bucket().min(count)], Vec::with_capacity(self.bucket().min(count)));
         let places = values.chunks_mut(kept * meta.size_bytes()).zip(indices.chunks_mut(kept * INDEX_BYTES));
@@ -181,13 +196,13 @@ impl Codec for TopK {
             // SAFETY: the caller's promise: these are elements of the slice; the instruction set was checked.
             unsafe { convert(bucket.as_mut_ptr().cast(), Dtype::F32, part, self.loops) };
             if let Err(this_one) = self.encode_bucket(values, indices, bucket, &mut keys) {
-                spoilt += this_one;
+                non_finite += this_one;
                 values.chunks_exact_mut(meta.size_bytes()).for_each(|value| write(meta, value, f32::NAN));
                 let places = indices.chunks_exact_mut(INDEX_BYTES);
                 places.zip(0u16..).for_each(|(to, index)| to.copy_from_slice(&index.to_le_bytes()));
             }
         }
-        spoilt
+        non_finite
     }
 
     unsafe fn decode(&self, dst: *mut u8, into: Dtype, src: &[u8], _: Dtype, count: usize) {

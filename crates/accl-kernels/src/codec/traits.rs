@@ -1,25 +1,25 @@
 //! What a codec is, and its row in the table. Read [`Codec`] first.
 
 use std::fmt;
-use std::ops::AddAssign;
+use std::ops::{AddAssign, RangeInclusive};
 use std::sync::Arc;
 
-use accl_types::{Dtype, Result};
+use accl_types::{Dtype, Error, Result};
 
-use super::noise::Noise;
-use super::settings::{META, ROUNDING, Setting, Settings};
+use super::rng::RngKey;
+use super::settings::{META, MOST_BITS, ROUNDING, Setting, Settings};
 use crate::isa::Isa;
 
 /// Buckets that decode to NaN.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Spoilt {
+pub struct NonFinite {
     /// For a NaN or an infinity in them.
     pub not_finite: usize,
     /// Because the metadata cannot hold their range.
     pub too_large: usize,
 }
 
-impl AddAssign for Spoilt {
+impl AddAssign for NonFinite {
     fn add_assign(&mut self, other: Self) {
         self.not_finite += other.not_finite;
         self.too_large += other.too_large;
@@ -46,7 +46,7 @@ pub trait Codec: Send + Sync {
     ///
     /// # Panics
     /// Panics if `dst` has another length than [`Codec::encoded_bytes`].
-    unsafe fn encode(&self, dst: &mut [u8], slice: Slice, noise: Noise) -> Spoilt;
+    unsafe fn encode(&self, dst: &mut [u8], slice: Slice, rng_key: RngKey) -> NonFinite;
 
     /// Decodes `count` elements of a tensor of type `tensor` into elements of that type or of float32. A value beyond the
     /// range of a 16-bit type becomes the largest one.
@@ -96,7 +96,70 @@ impl Slice {
     }
 }
 
-/// One codec of the table.
+/// How much of what it encodes a codec loses, as training has to know it. In order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Loss {
+    /// Nothing.
+    None,
+    /// So little that error feedback, if there is any, need not go beyond a rank's own contributions.
+    Fine,
+    /// So much that sums lose it on their way back, too: error feedback has a residual of both.
+    Coarse,
+    /// More than there is: with error feedback the residual grows without end.
+    Divergent,
+}
+
+/// Bucket sizes that a codec accepts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Buckets {
+    /// Multiples of 8 from 8 to [`MOST_BUCKET`].
+    MultiplesOf8,
+    /// Powers of two from 64 to [`MOST_BUCKET`].
+    PowersOfTwo,
+}
+
+/// The largest bucket.
+pub const MOST_BUCKET: u32 = 8192;
+const LEAST_MULTIPLE: u32 = 8;
+const LEAST_POWER: u32 = 64;
+
+impl Buckets {
+    /// Whether a bucket may have so many elements.
+    pub fn accept(self, bucket: u32) -> bool {
+        match self {
+            Buckets::MultiplesOf8 => bucket.is_multiple_of(8) && (LEAST_MULTIPLE..=MOST_BUCKET).contains(&bucket),
+            Buckets::PowersOfTwo => bucket.is_power_of_two() && (LEAST_POWER..=MOST_BUCKET).contains(&bucket),
+        }
+    }
+}
+
+impl fmt::Display for Buckets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Buckets::MultiplesOf8 => write!(f, "a multiple of 8 from {LEAST_MULTIPLE} to {MOST_BUCKET}"),
+            Buckets::PowersOfTwo => write!(f, "a power of two from {LEAST_POWER} to {MOST_BUCKET}"),
+        }
+    }
+}
+
+/// Most that one encoding of float32 changes a value of a bucket, in magnitude: a share of the value, or the floor where
+/// that is more.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Bound {
+    /// Of the value's magnitude.
+    pub share: f64,
+    /// Whatever the value is; an infinity where the codec has no number for what is in the bucket.
+    pub floor: f64,
+}
+
+impl Bound {
+    /// The bound of a value.
+    pub fn of(self, value: f32) -> f64 {
+        (self.share * f64::from(value).abs()).max(self.floor)
+    }
+}
+
+/// One codec of the table: all that others ask about it, so that nobody decides by its name.
 #[derive(Debug)]
 pub struct Row {
     /// Its number in words that ranks compare: its own for ever.
@@ -107,22 +170,43 @@ pub struct Row {
     pub description: &'static str,
     /// What there is a choice of; other settings mean nothing to it.
     pub settings: &'static [Setting],
+    /// The bits that it accepts, if it has [`Setting::Bits`].
+    pub bits: RangeInclusive<u8>,
+    /// The buckets that it accepts, if it has [`Setting::Bucket`].
+    pub buckets: Buckets,
+    /// How many elements share their metadata, from the first on: a NaN or an infinity among them makes all of them NaN.
+    /// 1 where each element stands for itself.
+    pub shared: fn(&Settings) -> usize,
+    /// Whether it converts elements one by one, without looking at others: as fast as memory is.
+    pub is_cast: bool,
+    /// How much it loses.
+    pub loss: fn(&Settings) -> Loss,
     /// Whether it is of use only where what it loses is added to what is encoded next.
     pub needs_feedback: bool,
+    /// Whether all elements of a bucket decode to one magnitude, so that second moments (Adam's) say nothing of them.
+    pub hides_magnitudes: bool,
+    /// The codec that loses less, to go on with where this one loses too much; `None` where nothing is lost.
+    pub next_finer: fn(&Settings) -> Option<Summary>,
+    /// What the choice of a codec by measurement (`"auto"`) tries of it, the finest first.
+    pub auto: &'static [&'static str],
+    /// Most that an encoding changes a value, of finite values that share their metadata (the second argument), in a slice
+    /// that is encoded together (the third: as many as the [grain](Codec::grain)).
+    pub bound: fn(&Settings, &[f32], &[f32]) -> Bound,
+    /// Makes the codec; settings and instruction set are checked.
     pub(super) build: Build,
 }
 
-pub(super) type Build = fn(&Settings, Isa) -> Result<Arc<dyn Codec>>;
+pub(super) type Build = fn(&Settings, Isa) -> Arc<dyn Codec>;
 
 impl Row {
-    /// One that has no settings.
-    pub(super) const fn plain(id: u8, name: &'static str, description: &'static str, build: Build) -> Self {
-        Self { id, name, description, settings: &[], needs_feedback: false, build }
-    }
-
     /// Whether there is a choice of this.
     pub fn has(&self, setting: Setting) -> bool {
         self.settings.contains(&setting)
+    }
+
+    /// The name, with a word for the bits where there is a choice of them.
+    pub fn spelled(&self) -> String {
+        if self.has(Setting::Bits) { format!("{}:BITS", self.name) } else { self.name.to_owned() }
     }
 
     /// The codec with these settings.
@@ -138,7 +222,31 @@ impl Row {
     /// # Errors
     /// As above, and `Unsupported` if this machine has not got the instruction set.
     pub fn build_with_isa(&self, settings: &Settings, isa: Isa) -> Result<Arc<dyn Codec>> {
-        (self.build)(settings, isa)
+        isa.check_available()?;
+        self.check(settings)?;
+        Ok((self.build)(settings, isa))
+    }
+
+    /// # Errors
+    /// `Configuration` if a setting has no meaning for it.
+    fn check(&self, settings: &Settings) -> Result<()> {
+        let Settings { bits, bucket, meta, .. } = *settings;
+        let refused = |why: String| Err(Error::configuration(format!("codec {}: {why}", self.name)));
+        if self.has(Setting::Bits) && !self.bits.contains(&bits) {
+            return refused(format!("bits is {bits}; expected {} to {}", self.bits.start(), self.bits.end()));
+        }
+        if self.has(Setting::Bucket) && !self.buckets.accept(bucket) {
+            return refused(format!("bucket is {bucket}; expected {}", self.buckets));
+        }
+        if self.has(Setting::Meta) && !META.contains(&meta) {
+            return refused(format!("meta is {meta}; expected float32, float16 or bfloat16"));
+        }
+        Ok(())
+    }
+
+    /// The same codec with another number of bits, if it accepts that: for [`Row::next_finer`].
+    pub(super) fn with_bits(&'static self, settings: &Settings, bits: u8) -> Option<Summary> {
+        self.bits.contains(&bits).then(|| Summary::new(self, Settings { bits, ..*settings }))
     }
 }
 
@@ -172,14 +280,29 @@ impl Summary {
         self.row
     }
 
+    /// The settings; those that the codec has not got are of no meaning.
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// How much it loses.
+    pub fn loss(&self) -> Loss {
+        (self.row.loss)(&self.settings)
+    }
+
+    /// The codec that loses less; `None` where nothing is lost.
+    pub fn next_finer(&self) -> Option<Summary> {
+        (self.row.next_finer)(&self.settings)
+    }
+
     /// Equal for codecs that encode alike, and for no others.
     pub fn word(self) -> u32 {
         let Settings { bits, bucket, meta, rounding, skip_incomplete } = self.settings;
         let meta = META.iter().position(|dtype| *dtype == meta).unwrap_or(0) as u32;
         let rounding = ROUNDING.iter().position(|(_, other)| *other == rounding).unwrap_or(0) as u32;
         let fields = [
-            (Setting::Bits, u32::from(bits)),
-            (Setting::Bucket, bucket / 8),
+            (Setting::Bits, u32::from(bits) - 1),
+            (Setting::Bucket, bucket / 8 - 1),
             (Setting::Meta, meta),
             (Setting::Rounding, rounding),
             (Setting::SkipIncomplete, u32::from(skip_incomplete)),
@@ -199,8 +322,8 @@ impl Summary {
                 continue;
             }
             match setting {
-                Setting::Bits => settings.bits = value as u8,
-                Setting::Bucket => settings.bucket = 8 * value,
+                Setting::Bits => settings.bits = value as u8 + 1,
+                Setting::Bucket => settings.bucket = 8 * (value + 1),
                 Setting::Meta => settings.meta = *META.get(value as usize)?,
                 Setting::Rounding => settings.rounding = ROUNDING.get(value as usize)?.1,
                 Setting::SkipIncomplete => settings.skip_incomplete = value == 1,
@@ -215,18 +338,32 @@ impl Summary {
     }
 }
 
-/// Bits of the number of a row.
-pub(super) const ROW_BITS: u32 = 6;
+/// Bits of the number of a row: all that it can be.
+pub(super) const ROW_BITS: u32 = u8::BITS;
 
-/// Bits of a setting.
-pub(super) fn width(setting: Setting) -> u32 {
+/// Bits of a setting: what it can be, less one for bits and for eighths of a bucket, which are never 0.
+pub(super) const fn width(setting: Setting) -> u32 {
     match setting {
-        Setting::Bits => 4,
-        Setting::Bucket => 11,
+        Setting::Bits => 3,
+        Setting::Bucket => 10,
         Setting::Meta | Setting::Rounding => 2,
         Setting::SkipIncomplete => 1,
     }
 }
+
+// The fields fill the word, and hold what they are for.
+const _: () = {
+    let (mut bits, mut index) = (ROW_BITS, 0);
+    while index < Setting::ALL.len() {
+        bits += width(Setting::ALL[index]);
+        index += 1;
+    }
+    assert!(bits == Summary::BITS, "a word has other fields than it has room for");
+    assert!(MOST_BITS as u32 <= 1 << width(Setting::Bits), "bits do not fit their field");
+    assert!(MOST_BUCKET / 8 <= 1 << width(Setting::Bucket), "buckets do not fit their field");
+    assert!(META.len() <= 1 << width(Setting::Meta), "types of metadata do not fit their field");
+    assert!(ROUNDING.len() <= 1 << width(Setting::Rounding), "ways of rounding do not fit their field");
+};
 
 /// As [`super::parse`] reads it.
 impl fmt::Display for Summary {

@@ -14,7 +14,7 @@
 //! All in float32, each operation rounded, with L the highest level:
 //! * s = (x - min) * (1 / unit);
 //! * nearest: level = nearest-even(s); stochastic: level = (nearest-even(256 s) + u) >> 8 with u from 0 to 255; at most L;
-//! * correlated: as stochastic, with the draws of [`super::noise`] among ranks in place of u;
+//! * correlated: as stochastic, with the random bits of [`super::rng`] among ranks in place of u;
 //! * a decoded value is min + unit * level, fused.
 
 use std::marker::PhantomData;
@@ -22,21 +22,20 @@ use std::mem::{self, MaybeUninit};
 use std::ops;
 use std::sync::Arc;
 
-use accl_types::{Dtype, Error, Result};
+use accl_types::Dtype;
 
 use super::loops::{Buckets, Grid, Loops, Range, Scale};
-use super::noise::Draws;
-use super::noise::Noise;
 use super::pieces::{Beyond, PIECE, add, convert, place, read, write};
+use super::rng::RandomBits;
+use super::rng::RngKey;
 use super::settings::{Rounding, Settings};
-use super::traits::{Codec, Row, Slice, Spoilt, Summary, encodes};
+use super::traits::{Bound, Codec, NonFinite, Row, Slice, Summary};
 use crate::arch;
 use crate::float_env::DefaultFloatEnv;
 use crate::isa::Isa;
 use crate::reduce::float16::{self, Toward};
 
 const LEAST_BUCKET: usize = 8;
-const MOST_BUCKET: usize = 8192;
 const ALIGN_BYTES: usize = 8;
 
 /// Elements of whole buckets that are encoded together, or of a part of a greater one: few, since memory rests while levels
@@ -49,8 +48,6 @@ const RUN: usize = 2048;
 pub(super) trait Scheme: Send + Sync + 'static {
     /// The row in the table of codecs.
     const ROW: &'static Row;
-    /// Fewest bits of a code.
-    const LEAST_BITS: u8;
     /// Values of metadata for each bucket: unit, and min if there are two.
     const META: usize;
 
@@ -58,7 +55,7 @@ pub(super) trait Scheme: Send + Sync + 'static {
     fn top(bits: u8) -> f32;
 
     /// Unit and min of a bucket whose values are finite, as their metadata has them; or what else the bucket counts as.
-    fn place(settings: &Settings, range: Range) -> std::result::Result<Placed, Spoilt>;
+    fn place(settings: &Settings, range: Range) -> std::result::Result<Placed, NonFinite>;
 
     /// What is left out of the metadata.
     fn min_of(unit: f32, bits: u8) -> f32;
@@ -88,23 +85,33 @@ pub(super) struct Uniform<S> {
     scheme: PhantomData<S>,
 }
 
-/// # Errors
-/// `Configuration` if buckets cannot be so large.
-pub(super) fn check_bucket(codec: &str, bucket: u32) -> Result<()> {
-    if (LEAST_BUCKET..=MOST_BUCKET).contains(&(bucket as usize)) && bucket.is_multiple_of(8) {
-        return Ok(());
-    }
-    let expected = format!("expected a multiple of 8 from {LEAST_BUCKET} to {MOST_BUCKET}");
-    Err(Error::configuration(format!("codec {codec}: bucket is {bucket}; {expected}")))
+/// The bound of values that are between the levels of a grid with this unit, of `magnitude` at most: half a unit, or a whole
+/// one where rounding is not to the nearest, and what arithmetic and metadata round.
+pub(super) fn bound(settings: &Settings, unit: f64, magnitude: f64) -> Bound {
+    let levels = if settings.rounding == Rounding::Nearest { 0.5 } else { 1.0 };
+    let unit = (unit * (1.0 + rounding_of(settings.meta))).max(f64::from(smallest_normal(settings.meta)));
+    Bound { share: 0.0, floor: unit * levels + magnitude * 2f64.powi(-20) }
 }
 
-/// # Errors
-/// `Configuration` if metadata cannot be of this type.
-pub(super) fn check_meta(codec: &str, meta: Dtype) -> Result<()> {
-    if encodes(meta) {
-        return Ok(());
-    }
-    Err(Error::configuration(format!("codec {codec}: meta is {meta}; expected float32, float16 or bfloat16")))
+/// Most that a normal number changes as metadata, as a share of it.
+pub(super) fn rounding_of(meta: Dtype) -> f64 {
+    2f64.powi(match meta {
+        Dtype::F16 => -10,
+        Dtype::BF16 => -7,
+        _ => -16,
+    })
+}
+
+/// The least and the greatest of finite values.
+pub(super) fn range_of(values: &[f32]) -> (f64, f64) {
+    let least = values.iter().copied().fold(f32::INFINITY, f32::min);
+    let greatest = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    (f64::from(least), f64::from(greatest))
+}
+
+/// Elements of a bucket.
+pub(super) fn bucket_of(settings: &Settings) -> usize {
+    settings.bucket as usize
 }
 
 /// Where the parts of an encoded slice lie, in bytes.
@@ -157,10 +164,10 @@ impl Placed {
 
     /// Levels from `min` on, `unit` apart, if what they decode to is finite.
     #[inline]
-    pub(super) fn new(unit: f32, min: f32, top: f32, halves: bool) -> std::result::Result<Self, Spoilt> {
+    pub(super) fn new(unit: f32, min: f32, top: f32, halves: bool) -> std::result::Result<Self, NonFinite> {
         let highest = f64::from(unit) * f64::from(top) + f64::from(min);
         if !min.is_finite() || !(highest as f32).is_finite() {
-            return Err(Spoilt { not_finite: 0, too_large: 1 });
+            return Err(NonFinite { not_finite: 0, too_large: 1 });
         }
         let by = if halves { 0.5 } else { 1.0 };
         Ok(Self { unit, min, grid: Grid { min: min * by, inverse: 1.0 / (unit * by), top }, halves })
@@ -168,16 +175,8 @@ impl Placed {
 }
 
 impl<S: Scheme> Uniform<S> {
-    pub(super) fn build(settings: &Settings, isa: Isa) -> Result<Arc<dyn Codec>> {
-        isa.check_available()?;
-        let Settings { bits, bucket, meta, .. } = *settings;
-        if !(S::LEAST_BITS..=8).contains(&bits) {
-            let (name, least) = (S::ROW.name, S::LEAST_BITS);
-            return Err(Error::configuration(format!("codec {name}: bits is {bits}; expected {least} to 8")));
-        }
-        check_bucket(S::ROW.name, bucket)?;
-        check_meta(S::ROW.name, meta)?;
-        Ok(Arc::new(Self { settings: *settings, loops: arch::loops(isa), scheme: PhantomData }))
+    pub(super) fn build(settings: &Settings, isa: Isa) -> Arc<dyn Codec> {
+        Arc::new(Self { settings: *settings, loops: arch::loops(isa), scheme: PhantomData })
     }
 
     fn bucket(&self) -> usize {
@@ -210,8 +209,8 @@ impl<S: Scheme> Uniform<S> {
 
     /// Or what the bucket is counted as.
     #[inline]
-    fn place(&self, range: Range) -> std::result::Result<Placed, Spoilt> {
-        if range.finite { S::place(&self.settings, range) } else { Err(Spoilt { not_finite: 1, too_large: 0 }) }
+    fn place(&self, range: Range) -> std::result::Result<Placed, NonFinite> {
+        if range.finite { S::place(&self.settings, range) } else { Err(NonFinite { not_finite: 1, too_large: 0 }) }
     }
 
     #[inline]
@@ -223,15 +222,22 @@ impl<S: Scheme> Uniform<S> {
         }
     }
 
-    /// Writes codes of values, of which the first is at `first`, to which the draws were turned.
+    /// Writes codes of values, of which the first is at `first`, to which the random bits were turned.
     #[inline]
-    fn write_codes(&self, codes: &mut [u8], values: &[f32], grids: Buckets<Grid>, draws: &Draws, first: u64) {
+    fn write_codes(
+        &self,
+        codes: &mut [u8],
+        values: &[f32],
+        grids: Buckets<Grid>,
+        random_bits: &RandomBits,
+        first: u64,
+    ) {
         // SAFETY: the instruction set was checked when `self` was made.
         unsafe {
             match self.settings.rounding {
                 Rounding::Nearest => (self.loops.encode)(codes, values, grids),
                 Rounding::Stochastic | Rounding::Correlated => {
-                    (self.loops.encode_drawn)(codes, values, grids, draws, first)
+                    (self.loops.encode_drawn)(codes, values, grids, random_bits, first)
                 }
             }
         }
@@ -284,9 +290,9 @@ impl<S: Scheme> Uniform<S> {
         codes: &mut [u8],
         span: Slice,
         found: &mut Found,
-        draws: &mut Draws,
-    ) -> Spoilt {
-        let mut spoilt = Spoilt::default();
+        random_bits: &mut RandomBits,
+    ) -> NonFinite {
+        let mut non_finite = NonFinite::default();
         let buckets = metas.chunks_exact_mut(self.meta_bytes()).zip(codes.chunks_mut(self.code_bytes(self.bucket())));
         for (((meta, codes), &range), begin) in buckets.zip(&found.ranges).zip((0..).step_by(self.bucket())) {
             let bucket = span.part(begin, self.bucket().min(span.count - begin));
@@ -294,16 +300,16 @@ impl<S: Scheme> Uniform<S> {
                 Ok(placed) => {
                     self.write_meta(meta, placed.unit, placed.min);
                     // SAFETY: the caller's promise.
-                    unsafe { self.encode_bucket(codes, bucket, &placed, &mut found.values, draws) };
+                    unsafe { self.encode_bucket(codes, bucket, &placed, &mut found.values, random_bits) };
                 }
                 Err(this_one) => {
                     self.write_meta(meta, f32::NAN, f32::NAN);
                     codes.fill(0);
-                    spoilt += this_one;
+                    non_finite += this_one;
                 }
             }
         }
-        spoilt
+        non_finite
     }
 
     /// Writes the codes of a bucket.
@@ -316,13 +322,13 @@ impl<S: Scheme> Uniform<S> {
         bucket: Slice,
         placed: &Placed,
         room: &mut [f32; SPAN],
-        draws: &mut Draws,
+        random_bits: &mut RandomBits,
     ) {
         let grids = Buckets { of: &[placed.grid], bucket: bucket.count.next_multiple_of(8), bits: self.settings.bits };
         let mut start = 0;
         while start < bucket.count {
             let first = bucket.first + start as u64;
-            let piece = bucket.part(start, draws.turn_to(first).min(bucket.count - start));
+            let piece = bucket.part(start, random_bits.turn_to(first).min(bucket.count - start));
             let mut halved;
             // SAFETY: the caller's promise; the instruction set was checked when `self` was made.
             unsafe {
@@ -334,7 +340,7 @@ impl<S: Scheme> Uniform<S> {
                     values.iter().zip(&mut halved).for_each(|(value, half)| *half = value / 2.0);
                     values = &halved[..values.len()];
                 }
-                self.write_codes(codes, values, grids, draws, first);
+                self.write_codes(codes, values, grids, random_bits, first);
             }
         }
     }
@@ -381,7 +387,7 @@ impl<S: Scheme> Codec for Uniform<S> {
         self.layout(tensor, count).end
     }
 
-    unsafe fn encode(&self, dst: &mut [u8], slice: Slice, noise: Noise) -> Spoilt {
+    unsafe fn encode(&self, dst: &mut [u8], slice: Slice, rng_key: RngKey) -> NonFinite {
         let _env = DefaultFloatEnv::enter();
         let count = slice.count;
         let layout = self.layout(slice.tensor, count);
@@ -390,8 +396,8 @@ impl<S: Scheme> Codec for Uniform<S> {
         let (codes, tail) = rest.split_at_mut(layout.tail_at - layout.codes_at);
         let (codes, zeros) = codes.split_at_mut(layout.codes_end - layout.codes_at);
         zeros.fill(0);
-        let mut spoilt = Spoilt::default();
-        let mut draws = Draws::new(noise, self.settings.rounding);
+        let mut non_finite = NonFinite::default();
+        let mut random_bits = RandomBits::new(rng_key, self.settings.rounding);
         let (span, bucket, bits) = (self.whole(SPAN), self.bucket(), self.settings.bits);
         let span_at = |begin: usize| slice.part(begin, span.min(layout.coded - begin));
         let mut found = [Found::EMPTY; 2];
@@ -404,7 +410,7 @@ impl<S: Scheme> Codec for Uniform<S> {
                 // SAFETY: the caller's promise: these are elements of the slice.
                 unsafe { self.read(here, now) };
             }
-            let are_plain = self.place_all(metas, now) && draws.turn_to(here.first) >= here.count;
+            let are_plain = self.place_all(metas, now) && random_bits.turn_to(here.first) >= here.count;
             // SAFETY: as above; the instruction set was checked when `self` was made.
             unsafe {
                 // A processor reads while it divides.
@@ -414,9 +420,9 @@ impl<S: Scheme> Codec for Uniform<S> {
                 if are_plain && here.count <= SPAN {
                     let values = here.in_place().unwrap_or(&now.values[..here.count]);
                     let grids = Buckets { of: &now.grids[..here.count.div_ceil(bucket)], bucket, bits };
-                    self.write_codes(codes, values, grids, &draws, here.first);
+                    self.write_codes(codes, values, grids, &random_bits, here.first);
                 } else {
-                    spoilt += self.encode_each(metas, codes, here, now, &mut draws);
+                    non_finite += self.encode_each(metas, codes, here, now, &mut random_bits);
                 }
             }
             mem::swap(&mut now, &mut next);
@@ -425,7 +431,7 @@ impl<S: Scheme> Codec for Uniform<S> {
         zeros.fill(0);
         // SAFETY: the caller's promise: what is behind the coded elements belongs to the slice, too; `tail` has room for it.
         unsafe { convert(tail.as_mut_ptr(), slice.tensor, slice.part(layout.coded, count - layout.coded), self.loops) };
-        spoilt
+        non_finite
     }
 
     unsafe fn decode(&self, dst: *mut u8, into: Dtype, src: &[u8], tensor: Dtype, count: usize) {

@@ -1,7 +1,7 @@
 //! Ways through a codec, on buffers that are not aligned and on every instruction set.
 
 use accl_kernels::available_isas;
-use accl_kernels::codec::{Codec, Noise, Settings, Slice, Spoilt, codec};
+use accl_kernels::codec::{Codec, NonFinite, RngKey, Settings, Slice, codec};
 use accl_types::Dtype;
 
 use super::{Buffer, Random};
@@ -32,16 +32,16 @@ pub fn values_of(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
     bytes.chunks_exact(dtype.size_bytes()).map(|bytes| to_f32(dtype, bytes)).collect()
 }
 
-pub fn encode(codec: &dyn Codec, dtype: Dtype, src: &[u8], first: u64, noise: Noise) -> (Vec<u8>, Spoilt) {
+pub fn encode(codec: &dyn Codec, dtype: Dtype, src: &[u8], first: u64, rng_key: RngKey) -> (Vec<u8>, NonFinite) {
     let count = src.len() / dtype.size_bytes();
     // Neither the one nor the other is aligned, and what was there before is seen if it stays.
     let src = Buffer::new(src, 3);
     let room = codec.encoded_bytes(dtype, count);
     let mut dst = vec![0xa5; room + 5];
     // SAFETY: the buffer has the elements.
-    let spoilt =
-        unsafe { codec.encode(&mut dst[5..], Slice { src: src.ptr(), dtype, tensor: dtype, count, first }, noise) };
-    (dst.split_off(5), spoilt)
+    let non_finite =
+        unsafe { codec.encode(&mut dst[5..], Slice { src: src.ptr(), dtype, tensor: dtype, count, first }, rng_key) };
+    (dst.split_off(5), non_finite)
 }
 
 pub fn decode(codec: &dyn Codec, dtype: Dtype, encoded: &[u8], count: usize) -> Vec<u8> {
@@ -75,22 +75,31 @@ pub fn data_values(count: usize, kind: u64, random: &mut Random) -> Vec<f32> {
 }
 
 /// Encoded and decoded values of a codec on every instruction set, which must be the same.
-pub fn through(name: &str, settings: &Settings, dtype: Dtype, src: &[u8], noise: Noise) -> (Vec<u8>, Vec<f32>, Spoilt) {
+pub fn through(
+    name: &str,
+    settings: &Settings,
+    dtype: Dtype,
+    src: &[u8],
+    rng_key: RngKey,
+) -> (Vec<u8>, Vec<f32>, NonFinite) {
     let count = src.len() / dtype.size_bytes();
     let mut first = None;
     for isa in available_isas() {
         let codec = codec(name).unwrap().build_with_isa(settings, isa).unwrap();
-        let (encoded, spoilt) = encode(&*codec, dtype, src, 0, noise);
+        let (encoded, non_finite) = encode(&*codec, dtype, src, 0, rng_key);
         let decoded = values_of(dtype, &decode(&*codec, dtype, &encoded, count));
         let mut sums = vec![0.0; count];
         codec.decode_add(&mut sums, &encoded, dtype);
-        let found = (encoded, decoded, sums, spoilt);
+        let found = (encoded, decoded, sums, non_finite);
         let same = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(&a, &b)| alike(a, b));
-        let (encoded, decoded, sums, spoilt) = first.get_or_insert_with(|| found.clone());
-        assert!(*encoded == found.0 && same(decoded, &found.1) && same(sums, &found.2) && *spoilt == found.3, "{isa}");
+        let (encoded, decoded, sums, non_finite) = first.get_or_insert_with(|| found.clone());
+        assert!(
+            *encoded == found.0 && same(decoded, &found.1) && same(sums, &found.2) && *non_finite == found.3,
+            "{isa}"
+        );
     }
-    let (encoded, decoded, _, spoilt) = first.unwrap();
-    (encoded, decoded, spoilt)
+    let (encoded, decoded, _, non_finite) = first.unwrap();
+    (encoded, decoded, non_finite)
 }
 
 /// The same bits, or both NaN.

@@ -136,7 +136,7 @@ impl Endpoint {
     /// # Errors
     /// `Configuration` when no interface or port fits the settings; `Network` or `Exhausted` when the system refuses.
     pub fn new(settings: Settings, waker: Arc<Waker>) -> Result<Endpoint> {
-        let rows = rows::named(&settings.transports, "ACCL_TRANSPORTS")?;
+        let rows = rows::named(&settings.transports)?;
         let uuid = host::random_uuid().map_err(Error::network)?;
         let local = Local { settings: &settings, waker: &waker };
         let me = Identity {

@@ -6,7 +6,7 @@
 mod parse;
 mod table;
 
-pub use table::{FOREIGN, Foreign, ROWS, Row, Scope, foreign};
+pub use table::{Accepted, FOREIGN, Foreign, ROWS, Row, Scope, foreign};
 
 use crate::{Collective, Error, Result, nearest};
 
@@ -181,7 +181,8 @@ impl Config {
 
     fn set_row(&mut self, row: &Row, spelled: &str, value: &str) -> Result<()> {
         (row.set)(self, value.trim()).map_err(|why| {
-            Error::configuration(format!("{spelled}: value `{value}` is not accepted{why}; expected {}", row.accepted))
+            let expected = row.accepted.words("a codec such as maxmin:4; `accl codecs` lists them");
+            Error::configuration(format!("{spelled}: value `{value}` is not accepted{why}; expected {expected}"))
         })
     }
 
@@ -210,8 +211,8 @@ fn unknown(name: &str, known: impl Iterator<Item = &'static str> + Clone) -> Err
     Error::configuration(format!("{name}: unknown setting{hint} known settings: {known}"))
 }
 
-/// The page `docs/environment.md`, generated from the table.
-pub fn environment_page() -> String {
+/// The page `docs/environment.md`, generated from the table; `codecs` is what the table of codecs says of its own.
+pub fn environment_page(codecs: &str) -> String {
     let mut page = String::from(
         "# Settings\n\n\
          Generated from the table in `crates/accl-types/src/config/table.rs`; do not edit.\n\n\
@@ -233,7 +234,7 @@ pub fn environment_page() -> String {
             "| {} | `{}` | {scope}{agreed} | {default} | {} | {} |\n",
             if row.is_variable() { format!("`{}`", row.name) } else { "none".to_owned() },
             row.option,
-            row.accepted.replace('|', "\\|"),
+            row.accepted.words(codecs).replace('|', "\\|"),
             row.effect
         ));
     }
@@ -277,11 +278,21 @@ mod tests {
             ("ACCL_DETERMINISTIC", "1"),
             ("ACCL_CALIBRATION", "/some where/constants"),
             ("ACCL_CODEC", "maxmin:8,bucket=64"),
+            ("ACCL_SHM_LIMIT", "1GiB"),
+            ("ACCL_SEGMENT_BYTES", "16KiB"),
+            ("ACCL_EAGER_BYTES", "0"),
+            ("ACCL_TIMING", "1"),
         ] {
             config.set_variable(name, value).unwrap();
         }
         config.set_option("compressed_calls", "all").unwrap();
         for row in ROWS {
+            assert_ne!(
+                (row.show)(&config),
+                row.default,
+                "{}: this test needs a value that is not the default",
+                row.name
+            );
             let mut again = Config::default();
             (row.set)(&mut again, &(row.show)(&config)).unwrap();
             assert_eq!((row.show)(&again), (row.show)(&config), "{}", row.name);
@@ -317,21 +328,37 @@ mod tests {
     #[test]
     fn a_bad_value_lists_what_is_accepted() {
         let mut config = Config::default();
-        for (name, value) in [
-            ("ACCL_PORT_RANGE", "9-1"),
-            ("ACCL_PORT_RANGE", "70000"),
-            ("ACCL_LOG", "loud"),
-            ("ACCL_RING_BYTES", "7"),
-            ("ACCL_TRANSPORTS", "shm,carrier-pigeon"),
-            ("ACCL_ALGORITHM", "allreduce=ring"),
-            ("ACCL_SPIN_US", "-1"),
-            ("ACCL_DETERMINISTIC", "maybe"),
-            ("ACCL_CALIBRATION", "on"),
-        ] {
+        let bad = [
+            ("port_range", "9-1"),
+            ("port_range", "70000"),
+            ("log", "loud"),
+            ("ring_bytes", "7"),
+            ("shm_limit", "2TiB"),
+            ("segment_bytes", "1"),
+            ("eager_bytes", "1GiB"),
+            ("transports", "shm,carrier-pigeon"),
+            ("host_id", "two words"),
+            ("algorithm", "allreduce=ring"),
+            ("spin_us", "-1"),
+            ("deterministic", "maybe"),
+            ("calibration", "on"),
+            ("compression", ""),
+            ("compressed_calls", "most"),
+            ("timing", "2"),
+        ];
+        for (option, value) in bad {
             let before = config.clone();
-            let error = config.set_variable(name, value).unwrap_err();
+            let error = config.set_option(option, value).unwrap_err();
             assert!(error.message.contains("expected") && error.message.contains(value), "{error}");
             assert_eq!(config, before, "a refused value must change nothing");
+        }
+        // Any text is a list of prefixes of interfaces.
+        for row in ROWS.iter().filter(|row| row.option != "socket_ifname") {
+            assert!(
+                bad.iter().any(|(option, _)| *option == row.option),
+                "{}: this test needs a value that is refused",
+                row.name
+            );
         }
     }
 

@@ -13,6 +13,25 @@ pub enum Scope {
     Group,
 }
 
+/// The values that a setting accepts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Accepted {
+    /// In words.
+    Words(&'static str),
+    /// A codec: the words come from the table of codecs, which is in a layer above, as does the check.
+    Codec,
+}
+
+impl Accepted {
+    /// In words, of which `codecs` are those of the table of codecs.
+    pub fn words(self, codecs: &str) -> &str {
+        match self {
+            Accepted::Words(words) => words,
+            Accepted::Codec => codecs,
+        }
+    }
+}
+
 /// One setting.
 pub struct Row {
     /// The environment variable.
@@ -26,7 +45,7 @@ pub struct Row {
     /// The default, as a user would write it.
     pub default: &'static str,
     /// The values accepted, in words.
-    pub accepted: &'static str,
+    pub accepted: Accepted,
     /// One sentence on what it does, with its unit.
     pub effect: &'static str,
     /// Parses a value into the configuration; the error is a clause to be appended, or empty.
@@ -50,7 +69,7 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Process,
         agreed: false,
         default: "warn",
-        accepted: "one of off, warn, info, debug, trace",
+        accepted: Accepted::Words("one of off, warn, info, debug, trace"),
         effect: "What is told on standard error; `info` names the transport, address and algorithm chosen, `debug` follows calls, `trace` their frames.",
         set: |c, v| parse::log_level(v).map(|x| c.log = x),
         show: |c| parse::show_log_level(c.log).to_owned(),
@@ -61,7 +80,9 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Process,
         agreed: false,
         default: "",
-        accepted: "a comma-separated list of interface prefixes; `=` before it means exact names, `^` all but these",
+        accepted: Accepted::Words(
+            "a comma-separated list of interface prefixes; `=` before it means exact names, `^` all but these",
+        ),
         effect: "Network interfaces whose addresses are offered to peers; empty means all that are up, the one with the route to the master first.",
         set: |c, v| {
             c.socket_ifname = parse::ifname_filter(v);
@@ -75,7 +96,9 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Process,
         agreed: false,
         default: "",
-        accepted: "`first-last` with 1 <= first <= last <= 65535, or empty for a port of the system's choice",
+        accepted: Accepted::Words(
+            "`first-last` with 1 <= first <= last <= 65535, or empty for a port of the system's choice",
+        ),
         effect: "Ports the process may listen on; one is used per process.",
         set: |c, v| parse::port_range(v).map(|x| c.port_range = x),
         show: |c| c.port_range.map(|(a, b)| format!("{a}-{b}")).unwrap_or_default(),
@@ -86,7 +109,7 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Process,
         agreed: true,
         default: "shm,tcp",
-        accepted: "a comma-separated list out of shm, tcp and the transports that were registered",
+        accepted: Accepted::Words("a comma-separated list out of shm, tcp and the transports that were registered"),
         effect: "Transports in the order in which they are tried for a pair of ranks.",
         set: |c, v| parse::names(v).map(|x| c.transports = x),
         show: |c| c.transports.join(","),
@@ -97,7 +120,7 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Process,
         agreed: false,
         default: "",
-        accepted: "any text without blanks, or empty for the host's own identity",
+        accepted: Accepted::Words("any text without blanks, or empty for the host's own identity"),
         effect: "Identity of the host: ranks with different ones do not share memory and count as different hosts for two-level algorithms.",
         set: |c, v| {
             if v.contains(char::is_whitespace) {
@@ -114,7 +137,7 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Process,
         agreed: false,
         default: "1MiB",
-        accepted: "a size from 16KiB to 64MiB, as bytes or with KiB, MiB, GiB",
+        accepted: Accepted::Words("a size from 16KiB to 64MiB, as bytes or with KiB, MiB, GiB"),
         effect: "Most shared memory of one direction between two processes of a host; it begins with 16KiB and grows with its use.",
         set: |c, v| parse::size(v, 16 << 10, 64 << 20).map(|x| c.ring_bytes = x),
         show: |c| parse::show_size(c.ring_bytes),
@@ -125,7 +148,7 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Process,
         agreed: false,
         default: "256MiB",
-        accepted: "a size from 0 to 1TiB, as bytes or with KiB, MiB, GiB",
+        accepted: Accepted::Words("a size from 0 to 1TiB, as bytes or with KiB, MiB, GiB"),
         effect: "Most shared memory that one process creates for its links, each counted as if it had grown; rings shrink to fit, then tcp is used.",
         set: |c, v| parse::size(v, 0, 1 << 40).map(|x| c.shm_limit = x),
         show: |c| parse::show_size(c.shm_limit),
@@ -136,7 +159,7 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Process,
         agreed: true,
         default: "64KiB",
-        accepted: "a size from 1KiB to 4MiB, as bytes or with KiB, MiB, GiB",
+        accepted: Accepted::Words("a size from 1KiB to 4MiB, as bytes or with KiB, MiB, GiB"),
         effect: "Most payload bytes of one frame: the grain of pipelining.",
         set: |c, v| parse::size(v, 1 << 10, 4 << 20).map(|x| c.segment_bytes = x),
         show: |c| parse::show_size(c.segment_bytes),
@@ -147,7 +170,7 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Group,
         agreed: true,
         default: "256KiB",
-        accepted: "a size from 0 to 64MiB, as bytes or with KiB, MiB, GiB",
+        accepted: Accepted::Words("a size from 0 to 64MiB, as bytes or with KiB, MiB, GiB"),
         effect: "How many bytes a sender may be ahead of the receiver's matching call, per group and peer; a message counts 128 more than it holds.",
         set: |c, v| parse::size(v, 0, 64 << 20).map(|x| c.eager_bytes = x),
         show: |c| parse::show_size(c.eager_bytes),
@@ -158,7 +181,7 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Process,
         agreed: false,
         default: "auto",
-        accepted: "auto, or microseconds from 0 to 1000000",
+        accepted: Accepted::Words("auto, or microseconds from 0 to 1000000"),
         effect: "How long a waiting thread spins before it gives up its core; `auto` adapts to cores and ranks per host.",
         set: |c, v| parse::spin(v).map(|x| c.spin_us = x),
         show: |c| c.spin_us.map_or_else(|| "auto".to_owned(), |us| us.to_string()),
@@ -169,7 +192,9 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Group,
         agreed: true,
         default: "",
-        accepted: "a comma-separated list of `collective=algorithm` or `collective=algorithm:min-max` with sizes such as 64KiB",
+        accepted: Accepted::Words(
+            "a comma-separated list of `collective=algorithm` or `collective=algorithm:min-max` with sizes such as 64KiB",
+        ),
         effect: "Replaces the choice of algorithm for a collective, everywhere or for a range of sizes in bytes; `docs/algorithms.md` has the names.",
         set: |c, v| parse::algorithm_rules(v).map(|x| c.algorithm = x),
         show: |c| parse::show_algorithm_rules(&c.algorithm),
@@ -180,7 +205,7 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Group,
         agreed: true,
         default: "0",
-        accepted: "0 or 1",
+        accepted: Accepted::Words("0 or 1"),
         effect: "With 1 the choice of algorithm depends on nothing but collective, size, dtype and world (not on hosts, cores or `ACCL_CALIBRATION`), so that results are the same on every machine.",
         set: |c, v| parse::flag(v).map(|x| c.deterministic = x),
         show: |c| u8::from(c.deterministic).to_string(),
@@ -191,7 +216,7 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Process,
         agreed: false,
         default: "auto",
-        accepted: "auto, off, or the path of a file (with a `/`)",
+        accepted: Accepted::Words("auto, off, or the path of a file (with a `/`)"),
         effect: "Where the constants come from by which algorithms are chosen: `auto` measures them once per machine, in one to three tenths of a second, and keeps them in `$XDG_CACHE_HOME/torch-accl` or `~/.cache/torch-accl`; a path names another place; `off` takes built-in ones. Those of rank 0 count for all ranks of a group.",
         set: |c, v| parse::calibration(v).map(|x| c.calibration = x),
         show: |c| parse::show_calibration(&c.calibration).to_owned(),
@@ -202,7 +227,7 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Group,
         agreed: true,
         default: "maxmin:4",
-        accepted: "a codec: raw, bf16, fp16, maxmin:BITS, absmax:BITS, hadamard:BITS, topk:BITS, sign, e4m3, e5m2, mxfp8, mxfp8_e5m2, mxfp4 or nvfp4, with settings such as maxmin:4,bucket=128,rounding=stochastic",
+        accepted: Accepted::Codec,
         effect: "What `torch_accl.compression` encodes with where nothing else is said; by itself it compresses nothing.",
         set: |c, v| {
             if v.is_empty() {
@@ -219,7 +244,7 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Group,
         agreed: true,
         default: "hooks",
-        accepted: "hooks or all",
+        accepted: Accepted::Words("hooks or all"),
         effect: "What is compressed: `hooks`, only what the hooks and functions of `torch_accl.compression` send; `all`, every all_reduce that adds at least 1,024 float32, float16 or bfloat16 elements, and every reduce_scatter and all_gather whose blocks all have as many, with `compression`.",
         set: |c, v| parse::compress_all(v).map(|x| c.compress_all = x),
         show: |c| parse::show_compress_all(c.compress_all).to_owned(),
@@ -230,7 +255,7 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Group,
         agreed: false,
         default: "0",
-        accepted: "0 or 1",
+        accepted: Accepted::Words("0 or 1"),
         effect: "With 1 every call records its duration, as after `enable_collectives_timing()`.",
         set: |c, v| parse::flag(v).map(|x| c.timing = x),
         show: |c| u8::from(c.timing).to_string(),

@@ -298,7 +298,6 @@ mod tests {
             lines.push(format!("tile {tile:?}"));
         }
         lines.extend(ALGORITHMS.iter().map(|row| format!("algorithm {} {} {}", row.collective, row.id, row.name)));
-        lines.extend(codec::CODECS.iter().map(|row| format!("codec {} {}", row.id, row.name)));
         let word = |text: &str| codec::parse(text).unwrap().summary().word();
         for text in ["raw", "maxmin:3,bucket=128,meta=bfloat16,rounding=correlated,skip_incomplete", "topk:6"] {
             lines.push(format!("summary {:#010x} {text}", word(text)));

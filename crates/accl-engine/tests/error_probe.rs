@@ -4,18 +4,18 @@ mod common;
 
 use std::sync::Arc;
 
-use accl_engine::codec::{Rounding, Settings, Spoilt, codec};
-use accl_engine::{Audit, ErrorStats, Measured};
+use accl_engine::codec::{NonFinite, Rounding, Settings, codec};
 use accl_engine::{Blocks, TensorDesc};
 use accl_engine::{Encoding, Residuals, TensorCodecs};
+use accl_engine::{ErrorStats, Measured, Probe};
 use accl_testkit::World;
 use accl_types::{Collective, Dtype, ReduceOp};
 use common::{all_reduce, blocks, both_ways, data, encoded, encoding, max_min, options, raw, rows, tensor};
 
-fn audited(tensors: Vec<TensorCodecs>, one_in: u64) -> (Encoding, Arc<ErrorStats>) {
+fn probed(tensors: Vec<TensorCodecs>, one_in: u64) -> (Encoding, Arc<ErrorStats>) {
     let stats = ErrorStats::new(tensors.len());
-    let audit = Some(Audit { stats: stats.clone(), one_in });
-    (Encoding { audit, ..encoding(tensors) }, stats)
+    let probe = Some(Probe { stats: stats.clone(), one_in });
+    (Encoding { probe, ..encoding(tensors) }, stats)
 }
 
 fn relative(row: &Measured) -> f64 {
@@ -46,7 +46,7 @@ fn the_error_of_sums_is_found() {
         for algorithm in rows(Collective::AllReduce, &hosts) {
             for op in [ReduceOp::Sum, ReduceOp::Avg] {
                 let found = World::new(options(&hosts, "all_reduce", algorithm)).run("g", |member| {
-                    let (encoding, stats) = audited(vec![both_ways(max_min(4, 64, Rounding::Stochastic), 5)], 2);
+                    let (encoding, stats) = probed(vec![both_ways(max_min(4, 64, Rounding::Stochastic), 5)], 2);
                     let mut mine = data(member.rank, COUNT, 1);
                     all_reduce(&member, &mut mine, op, &encoding);
                     let by = if op == ReduceOp::Avg { world as f64 } else { 1.0 };
@@ -75,7 +75,7 @@ fn each_tensor_of_a_call_has_figures_of_its_own() {
         vec![both_ways(exact, 1), both_ways(two, 2), both_ways(eight, 3)]
     };
     World::new(options(&[0; 3], "all_reduce", "direct_two_phase")).run("g", |member| {
-        let (encoding, stats) = audited(codecs(), 1);
+        let (encoding, stats) = probed(codecs(), 1);
         let tensors: Vec<Vec<f32>> = (0..3).map(|seed| data(member.rank, COUNT, seed)).collect();
         let outputs: Blocks =
             [tensors.iter().map(|values| tensor(values, Dtype::F32)).collect::<Vec<_>>()].into_iter().collect();
@@ -98,7 +98,7 @@ fn parts_that_are_scattered_are_compared_by_their_owner() {
     for (strided, in_place) in [(false, false), (true, false), (false, true)] {
         for algorithm in rows(Collective::ReduceScatter, &[0; 3]) {
             World::new(options(&[0; 3], "reduce_scatter", algorithm)).run("g", |member| {
-                let (encoding, stats) = audited(vec![both_ways(max_min(4, 64, Rounding::Nearest), 5)], 1);
+                let (encoding, stats) = probed(vec![both_ways(max_min(4, 64, Rounding::Nearest), 5)], 1);
                 let values = data(member.rank, 3 * COUNT, 2);
                 let apart: Vec<f32> = values.iter().flat_map(|&value| [value, f32::NAN]).collect();
                 let own = vec![0.0f32; COUNT];
@@ -123,7 +123,7 @@ fn a_tensor_without_elements_beside_others_changes_nothing() {
     const COUNT: usize = 20_000;
     World::new(options(&[0; 2], "reduce_scatter", "direct")).run("g", |member| {
         let codecs = (1..=2).map(|id| both_ways(max_min(4, 64, Rounding::Nearest), id)).collect();
-        let (encoding, stats) = audited(codecs, 1);
+        let (encoding, stats) = probed(codecs, 1);
         let (values, own) = (data(member.rank, 2 * COUNT, 2), vec![0.0f32; COUNT]);
         let nothing = || TensorDesc::dense(std::ptr::null_mut(), Dtype::F32, 0);
         let block = |values: &[f32]| [nothing(), tensor(values, Dtype::F32)];
@@ -140,7 +140,7 @@ fn a_tensor_without_elements_beside_others_changes_nothing() {
 fn about_one_element_in_so_many_is_compared_of_tensors_of_any_size() {
     World::new(options(&[0; 2], "all_reduce", "direct_two_phase")).run("g", |member| {
         let compared = |count: usize, one_in: u64, step: u64| {
-            let (mut encoding, stats) = audited(vec![both_ways(max_min(4, 64, Rounding::Nearest), 5)], one_in);
+            let (mut encoding, stats) = probed(vec![both_ways(max_min(4, 64, Rounding::Nearest), 5)], one_in);
             encoding.step = step;
             let mut mine = data(member.rank, count, 1);
             all_reduce(&member, &mut mine, ReduceOp::Sum, &encoding);
@@ -170,7 +170,7 @@ fn what_is_carried_over_is_set_beside_the_gradient() {
             if collective == Collective::AllReduce { "direct_two_phase" } else { "direct" },
         ))
         .run("g", |member| {
-            let (mut encoding, stats) = audited(vec![both_ways(max_min(2, 64, Rounding::Nearest), 1)], 1024);
+            let (mut encoding, stats) = probed(vec![both_ways(max_min(2, 64, Rounding::Nearest), 1)], 1024);
             let blocks_of = if collective == Collective::AllReduce { 1 } else { 2 };
             let kept = vec![0.0f32; COUNT * blocks_of];
             let contributions = (0..blocks_of).map(|block| kept[block * COUNT..].as_ptr() as usize).collect();
@@ -196,9 +196,9 @@ fn what_is_carried_over_is_set_beside_the_gradient() {
                 expected += (squares(&kept) / gradient).sqrt();
             }
             let row = stats.read()[0];
-            assert_eq!(row.carried_calls, 5);
+            assert_eq!(row.residual_calls, 5);
             // A rank's own part is not encoded on its way to itself: it carries nothing of it, and it is not counted.
-            assert!((row.carried / expected / 2f64.sqrt() - 1.0).abs() < 0.02, "{} for {expected}", row.carried);
+            assert!((row.residual / expected / 2f64.sqrt() - 1.0).abs() < 0.02, "{} for {expected}", row.residual);
         });
     }
 }
@@ -208,7 +208,7 @@ fn buckets_that_could_not_be_encoded_are_counted_by_their_reason() {
     let settings = Settings { bits: 8, bucket: 64, meta: Dtype::F16, ..Settings::default() };
     let codec = codec("maxmin").unwrap().build(&settings).unwrap();
     World::new(options(&[0; 2], "all_reduce", "direct_two_phase")).run("g", |member| {
-        let (encoding, stats) = audited(vec![both_ways(codec.clone(), 1)], 64);
+        let (encoding, stats) = probed(vec![both_ways(codec.clone(), 1)], 64);
         let mut mine = data(member.rank, 1024, 1);
         if member.rank == 0 {
             // Both in the half that is sent to rank 1; float16 metadata cannot hold the second.
@@ -216,12 +216,12 @@ fn buckets_that_could_not_be_encoded_are_counted_by_their_reason() {
         }
         all_reduce(&member, &mut mine, ReduceOp::Sum, &encoding);
         let expected = match member.rank {
-            0 => Spoilt { not_finite: 1, too_large: 1 },
+            0 => NonFinite { not_finite: 1, too_large: 1 },
             // Of the sums two buckets are NaN.
-            _ => Spoilt { not_finite: 2, too_large: 0 },
+            _ => NonFinite { not_finite: 2, too_large: 0 },
         };
         let row = stats.read()[0];
-        assert_eq!(row.spoilt, expected);
+        assert_eq!(row.non_finite, expected);
         // Elements of such buckets have no error.
         assert!(row.compared == 16 && row.error.is_finite() && relative(&row) < 1e-4, "{row:?}");
     });

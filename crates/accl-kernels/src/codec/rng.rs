@@ -1,7 +1,7 @@
 //! Random numbers without a state: a hash of a key and a counter; and how ranks share them out among themselves.
 //!
-//! # Draws among ranks
-//! Where several ranks encode values that are added up, their draws can be made to lie evenly over their range: those of
+//! # Random bits among ranks
+//! Where several ranks encode values that are added up, their random bits can be made to lie evenly over their range: those of
 //! one element fall into as many strata as there are ranks, each into another. With `p` the stratum of a rank and `u` a
 //! number from 0 to 255 of its own, its draw is floor((256 p + u) / ranks): alone it is as uniform as `u`. Which stratum
 //! is whose is the same on all ranks. Of every [`BLOCK`] elements of a tensor, each has one of [`TABLE`] permutations of the
@@ -9,14 +9,16 @@
 //! are rotated by one of as many amounts for each element: a rank that has low ones in most of the permutations would
 //! otherwise round too much of a block down.
 
+use accl_types::Rank;
+
 use super::settings::Rounding;
 
 /// The key of one encoding's random numbers.
 ///
-/// Draws of different keys are independent, and so are draws for different elements. Whoever encodes names what makes an
+/// Random bits of different keys are independent, and so are random bits for different elements. Whoever encodes names what makes an
 /// encoding unlike all others: a seed, the step, the tensor, the round of the algorithm and the rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Noise {
+pub struct RngKey {
     own: Stream,
     among: Option<Among>,
 }
@@ -47,9 +49,9 @@ pub(crate) const FACTORS: [u32; 2] = [0x7feb_352d, 0x846c_a68b];
 const BLOCK: u64 = 1 << 14;
 /// Permutations of a block.
 pub(crate) const TABLE: usize = 16;
-/// Most ranks: draws are calculated in 64 bits, 56 of them behind the point.
+/// Most ranks: random bits are calculated in 64 bits, 56 of them behind the point.
 const MOST_RANKS: u32 = 1 << 24;
-/// Most ranks whose draws are quotients of 16 bits, see [`Narrow`].
+/// Most ranks whose random bits are quotients of 16 bits, see [`Narrow`].
 const MOST_NARROW: u32 = 128;
 
 /// The steps of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
@@ -62,7 +64,7 @@ fn hashed(parts: &[u64]) -> u64 {
     })
 }
 
-impl Noise {
+impl RngKey {
     /// A key from whatever distinguishes an encoding; the order matters.
     pub fn keyed(parts: &[u64]) -> Self {
         Self { own: Stream::new(hashed(parts)), among: None }
@@ -74,9 +76,9 @@ impl Noise {
     ///
     /// # Panics
     /// Panics unless `rank` is below `world`, and `world` at most 2^24.
-    pub fn among(self, shared: &[u64], rank: u32, world: u32) -> Self {
-        assert!(rank < world && world <= MOST_RANKS, "rank {rank} of {world}, at most {MOST_RANKS}");
-        let among = Among { shared: hashed(shared), rank, world };
+    pub fn among(self, shared: &[u64], rank: Rank, world: u32) -> Self {
+        assert!(rank.0 < world && world <= MOST_RANKS, "rank {rank} of {world}, at most {MOST_RANKS}");
+        let among = Among { shared: hashed(shared), rank: rank.0, world };
         Self { among: (world > 1).then_some(among), ..self }
     }
 
@@ -91,14 +93,14 @@ impl Stream {
         Self { key: [key as u32, (key >> 32) as u32] }
     }
 
-    /// The draws from 0 to 255 for the elements of a tensor from `first` on, which is a multiple of 8, as is their number.
+    /// The random bits from 0 to 255 for the elements of a tensor from `first` on, which is a multiple of 8, as is their number.
     #[inline(always)]
-    fn fill(self, draws: &mut [u8], first: u64) {
+    fn fill(self, random_bits: &mut [u8], first: u64) {
         let counter = first / SHARE as u64;
         // Tensors of more elements than the counter has values have another key for each further part.
         let until_next = (1 << 32) - (counter & 0xffff_ffff);
-        let here = draws.len().min(usize::try_from(until_next).unwrap_or(usize::MAX).saturating_mul(SHARE));
-        let (here, further) = draws.split_at_mut(here);
+        let here = random_bits.len().min(usize::try_from(until_next).unwrap_or(usize::MAX).saturating_mul(SHARE));
+        let (here, further) = random_bits.split_at_mut(here);
         self.fill_part(here, counter);
         if !further.is_empty() {
             self.fill_part(further, counter + until_next);
@@ -115,9 +117,9 @@ impl Stream {
     }
 
     #[inline(always)]
-    fn fill_part(self, draws: &mut [u8], counter: u64) {
-        let Some((start, k1)) = self.start(counter, draws.len() / SHARE) else { return };
-        for (index, four) in draws.chunks_exact_mut(SHARE).enumerate() {
+    fn fill_part(self, random_bits: &mut [u8], counter: u64) {
+        let Some((start, k1)) = self.start(counter, random_bits.len() / SHARE) else { return };
+        for (index, four) in random_bits.chunks_exact_mut(SHARE).enumerate() {
             four.copy_from_slice(&mixed(start.wrapping_add(index as u32), k1).to_le_bytes());
         }
     }
@@ -131,22 +133,22 @@ pub(super) fn mixed(counter: u32, k1: u32) -> u32 {
     x ^ x >> 16
 }
 
-/// The draws of one encoding.
+/// The random bits of one encoding.
 #[derive(Debug)]
-pub(crate) struct Draws {
+pub(crate) struct RandomBits {
     pub(crate) own: Stream,
     among: Option<Among>,
     /// Of the block at hand.
     pub(crate) strata: Option<Strata>,
 }
 
-impl Draws {
-    pub(crate) fn new(noise: Noise, rounding: Rounding) -> Self {
-        let among = noise.among.filter(|_| rounding == Rounding::Correlated);
-        Self { own: noise.own, among, strata: None }
+impl RandomBits {
+    pub(crate) fn new(rng_key: RngKey, rounding: Rounding) -> Self {
+        let among = rng_key.among.filter(|_| rounding == Rounding::Correlated);
+        Self { own: rng_key.own, among, strata: None }
     }
 
-    /// Turns to the element at `first`, and says for how many from there on draws can be had.
+    /// Turns to the element at `first`, and says for how many from there on random bits can be had.
     #[inline]
     pub(crate) fn turn_to(&mut self, first: u64) -> usize {
         let Some(among) = self.among else { return usize::MAX };
@@ -159,10 +161,10 @@ impl Draws {
 
     /// As [`Stream::fill`], for elements that were turned to.
     #[inline(always)]
-    pub(crate) fn fill(&self, draws: &mut [u8], first: u64) {
-        self.own.fill(draws, first);
+    pub(crate) fn fill(&self, random_bits: &mut [u8], first: u64) {
+        self.own.fill(random_bits, first);
         if let Some(strata) = &self.strata {
-            strata.spread(draws, first);
+            strata.spread(random_bits, first);
         }
     }
 }
@@ -211,14 +213,14 @@ impl Strata {
         Self { world, block, picks: Stream::new(shared), of_rank, step, narrow }
     }
 
-    /// Puts draws into the rank's strata.
+    /// Puts random bits into the rank's strata.
     #[inline(always)]
-    fn spread(&self, draws: &mut [u8], first: u64) {
+    fn spread(&self, random_bits: &mut [u8], first: u64) {
         const PART: usize = 64;
-        for (draws, first) in draws.chunks_mut(PART).zip((first..).step_by(PART)) {
+        for (random_bits, first) in random_bits.chunks_mut(PART).zip((first..).step_by(PART)) {
             let mut picks = [0; PART];
-            self.picks.fill(&mut picks[..draws.len()], first);
-            for (draw, pick) in draws.iter_mut().zip(picks) {
+            self.picks.fill(&mut picks[..random_bits.len()], first);
+            for (draw, pick) in random_bits.iter_mut().zip(picks) {
                 let n = u64::from(self.stratum(pick)) << 8 | u64::from(*draw);
                 *draw = (n.wrapping_mul(self.step) >> 56) as u8;
             }
@@ -258,15 +260,15 @@ mod tests {
 
     #[test]
     fn draws_depend_on_the_element_and_not_on_where_a_slice_begins() {
-        let noise = Stream::new(hashed(&[1, 2, 3]));
+        let rng_key = Stream::new(hashed(&[1, 2, 3]));
         // Within a part of the counter, and over its end.
         for first in [1 << 40, (1 << 34) - 64] {
             let mut all = [0; 256];
-            noise.fill(&mut all, first);
+            rng_key.fill(&mut all, first);
             for start in (0..128).step_by(8) {
                 for len in [8, 16, 40, 128] {
                     let mut part = vec![0; len];
-                    noise.fill(&mut part, first + start as u64);
+                    rng_key.fill(&mut part, first + start as u64);
                     assert_eq!(part, all[start..start + len], "{len} from {start}");
                 }
             }
@@ -277,12 +279,12 @@ mod tests {
     #[test]
     fn draws_are_uniform_and_keys_are_independent() {
         const COUNT: usize = 1 << 20;
-        let draws = |parts: &[u64]| {
-            let mut draws = vec![0u8; COUNT];
-            Noise::keyed(parts).own.fill(&mut draws, 0);
-            draws
+        let random_bits = |parts: &[u64]| {
+            let mut random_bits = vec![0u8; COUNT];
+            RngKey::keyed(parts).own.fill(&mut random_bits, 0);
+            random_bits
         };
-        let (a, b) = (draws(&[7, 0]), draws(&[7, 1]));
+        let (a, b) = (random_bits(&[7, 0]), random_bits(&[7, 1]));
         let mut found = [0usize; 256];
         a.iter().for_each(|&draw| found[usize::from(draw)] += 1);
         let expected = COUNT as f64 / 256.0;
@@ -302,16 +304,16 @@ mod tests {
 
     const WORLDS: [u32; 22] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 64, 127, 128, 129, 300];
 
-    fn draws(rank: u32, world: u32, shared: u64) -> Draws {
-        Draws::new(Noise::keyed(&[shared, rank.into()]).among(&[shared], rank, world), Rounding::Correlated)
+    fn random_bits(rank: u32, world: u32, shared: u64) -> RandomBits {
+        RandomBits::new(RngKey::keyed(&[shared, rank.into()]).among(&[shared], Rank(rank), world), Rounding::Correlated)
     }
 
     /// The stratum of each rank for each of `count` elements.
     fn strata(world: u32, shared: u64, first: u64, count: usize) -> Vec<Vec<u32>> {
         let of_rank = |rank| {
-            let mut draws = draws(rank, world, shared);
-            assert!(draws.turn_to(first) >= count);
-            let Some(strata) = draws.strata else { return vec![0; count] };
+            let mut random_bits = random_bits(rank, world, shared);
+            assert!(random_bits.turn_to(first) >= count);
+            let Some(strata) = random_bits.strata else { return vec![0; count] };
             let mut picks = vec![0; count];
             strata.picks.fill(&mut picks, first);
             picks.into_iter().map(|pick| strata.stratum(pick)).collect()
@@ -323,19 +325,19 @@ mod tests {
     fn a_draw_in_a_random_stratum_is_exactly_uniform() {
         for world in WORLDS.into_iter().skip(1) {
             let Some(mut strata) = ({
-                let mut draws = draws(0, world, 1);
-                draws.turn_to(0);
-                draws.strata
+                let mut random_bits = random_bits(0, world, 1);
+                random_bits.turn_to(0);
+                random_bits.strata
             }) else {
                 panic!("{world} ranks have strata");
             };
             let mut found = [0; 256];
             for stratum in 0..world {
                 strata.of_rank = [stratum; TABLE];
-                let (mut draws, mut picks) = (Vec::from_iter(0..=255), [0; 256]);
-                strata.spread(&mut draws, 0);
+                let (mut random_bits, mut picks) = (Vec::from_iter(0..=255), [0; 256]);
+                strata.spread(&mut random_bits, 0);
                 strata.picks.fill(&mut picks, 0);
-                for (u, (&draw, pick)) in (0..).zip(draws.iter().zip(picks)) {
+                for (u, (&draw, pick)) in (0..).zip(random_bits.iter().zip(picks)) {
                     let n = 256 * strata.stratum(pick) + u;
                     assert_eq!(u32::from(draw), n / world, "{n} by {world}");
                     if let Some(Narrow { factor, shift, .. }) = strata.narrow {
@@ -378,10 +380,10 @@ mod tests {
         for world in [2, 3, 5, 8, 17] {
             let tables: Vec<Vec<[u32; TABLE]>> = (0..world)
                 .map(|rank| {
-                    let mut draws = draws(rank, world, 3);
+                    let mut random_bits = random_bits(rank, world, 3);
                     let table = |block| {
-                        draws.turn_to(block * BLOCK);
-                        draws.strata.as_ref().map_or([0; TABLE], |strata| strata.of_rank)
+                        random_bits.turn_to(block * BLOCK);
+                        random_bits.strata.as_ref().map_or([0; TABLE], |strata| strata.of_rank)
                     };
                     (0..BLOCKS).map(table).collect()
                 })
@@ -444,13 +446,13 @@ mod tests {
     #[test]
     fn spread_draws_depend_on_the_element_and_not_on_where_a_slice_begins() {
         for world in [3, 300] {
-            let mut draws = draws(2, world, 5);
+            let mut random_bits = random_bits(2, world, 5);
             let mut all = [0; 512];
-            assert_eq!(draws.turn_to(BLOCK + 1024), BLOCK as usize - 1024);
-            draws.fill(&mut all, BLOCK + 1024);
+            assert_eq!(random_bits.turn_to(BLOCK + 1024), BLOCK as usize - 1024);
+            random_bits.fill(&mut all, BLOCK + 1024);
             for (start, len) in [(0, 8), (8, 200), (72, 64), (504, 8)] {
                 let mut part = vec![0; len];
-                draws.fill(&mut part, BLOCK + 1024 + start as u64);
+                random_bits.fill(&mut part, BLOCK + 1024 + start as u64);
                 assert_eq!(part, all[start..start + len]);
             }
         }
