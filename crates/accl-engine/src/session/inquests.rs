@@ -54,11 +54,11 @@ struct Inquest {
 }
 
 impl Inquests {
-    /// A peer cannot be reached, because of that.
+    /// A peer cannot be reached, because of that. Where others have been asked already, their answers are waited for: those who know may
+    /// be gone when they are asked once more.
     pub(crate) fn begin(&mut self, peer: Uuid, error: Error, now: Moment) {
-        self.questions.retain(|_, about| *about != peer);
-        let inquest = Inquest { error, open: 0, is_somewhere: false, rounds: 0, again_at: Some(now) };
-        self.inquests.insert(peer, inquest);
+        let inquest = || Inquest { error, open: 0, is_somewhere: false, rounds: 0, again_at: Some(now) };
+        self.inquests.entry(peer).or_insert_with(inquest);
     }
 
     /// When somebody is to be asked.
@@ -197,6 +197,18 @@ mod tests {
             }
         }
         assert_eq!((found(&mut inquests), inquests.next()), (Some(false), None));
+    }
+
+    #[test]
+    fn the_answer_of_who_knows_is_not_forgotten_when_the_peer_refuses_again() {
+        let (mut inquests, now) = (Inquests::default(), Moment::from_nanos(5));
+        inquests.begin(PEER, Error::peer_lost("refused"), now);
+        assert_eq!(ask(&mut inquests, now), [1, 2]);
+        inquests.begin(PEER, Error::peer_lost("refused"), now);
+        assert!(inquests.ask(now, |_| Vec::new(), || 3).is_empty());
+        assert_eq!(found(&mut inquests), None);
+        inquests.answer(1, Some(Fate::Lost), now);
+        assert_eq!(found(&mut inquests), Some(false));
     }
 
     #[test]
