@@ -72,7 +72,21 @@ static int meet(datagrams_link *link, const void *peer, size_t peer_bytes) {
     return -1;
   }
   memcpy(address.sun_path, peer, peer_bytes);
-  return connect(link->fd, (struct sockaddr *)&address, length);
+  if (connect(link->fd, (struct sockaddr *)&address, length)) return -1;
+  /* Until now anybody on this host could send; the peer begins later, and from now on nobody else can. */
+  while (recv(link->fd, link->inbound, HEAD_BYTES, MSG_DONTWAIT) >= 0) {
+  }
+  return 0;
+}
+
+/* The system refuses a datagram that its buffer does not hold. */
+static int holds_frames(int fd, size_t frame_bytes) {
+  int wanted = (int)(4 * frame_bytes), granted = 0;
+  socklen_t length = sizeof granted;
+  if (setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &wanted, sizeof wanted)) return 0;
+  if (getsockopt(fd, SOL_SOCKET, SO_SNDBUF, &granted, &length)) return 0;
+  errno = EMSGSIZE;
+  return granted > 0 && (size_t)granted >= 2 * frame_bytes;
 }
 
 static int datagrams_open(void *context, size_t max_payload_bytes, const void *peer, size_t peer_bytes, void **out,
@@ -87,7 +101,8 @@ static int datagrams_open(void *context, size_t max_payload_bytes, const void *p
   /* Without a name of ours the system finds one that nobody else has. */
   struct sockaddr_un own = {.sun_family = AF_UNIX};
   socklen_t length = sizeof own.sun_family;
-  int is_made = link->outbound && link->inbound && link->fd >= 0 && !bind(link->fd, (struct sockaddr *)&own, length);
+  int is_made = link->outbound && link->inbound && link->fd >= 0 && !bind(link->fd, (struct sockaddr *)&own, length) &&
+                holds_frames(link->fd, HEAD_BYTES + max_payload_bytes);
   length = sizeof own;
   if (!is_made || getsockname(link->fd, (struct sockaddr *)&own, &length) || (peer && meet(link, peer, peer_bytes))) {
     int result = refuse("no datagram socket");

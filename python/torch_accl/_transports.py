@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -26,5 +27,6 @@ def register_transport(table: Any) -> str:
         TypeError: `table` is none of these.
         ValueError: the table is of another version or lacks something, or there is a transport of that name.
     """
-    # What ctypes calls a pointer has its address in there.
-    return _native.register_transport(getattr(table, "value", table))
+    if isinstance(table, ctypes._SimpleCData | ctypes._Pointer):
+        table = ctypes.cast(table, ctypes.c_void_p).value or 0
+    return _native.register_transport(table)

@@ -276,10 +276,10 @@ impl Driver {
     }
 
     /// A process without a link has ended in good order.
-    pub(crate) fn depart(&self, uuid: &[u8; 16]) {
+    pub(crate) fn depart(&self, uuid: &[u8; 16], is_assumed: bool) {
         self.with_core(|core| {
             if let Some(id) = core.net.find(uuid) {
-                core.depart(id, time::now());
+                core.depart(id, is_assumed, time::now());
             }
         });
         self.after_links();
@@ -705,6 +705,10 @@ impl Host for Driver {
 
     fn has_work(&self) -> bool {
         self.with_core(|core| core.has_work())
+    }
+
+    fn has_stopping(&self) -> bool {
+        self.with_core(|core| core.has_stopping())
     }
 
     fn kick(&self) {

@@ -30,6 +30,8 @@ enum When {
     Held,
     /// Never: it fails.
     Fails,
+    /// When the test says so, and it panics when it is begun, and when it is asked to stop.
+    Panics,
 }
 
 /// A stand-in for a device.
@@ -71,11 +73,16 @@ impl External for Device {
             When::Later => drop(std::thread::spawn(|| copy(task))),
             When::Held => self.queue.lock().unwrap().send(task).unwrap(),
             When::Fails => task.fail("its fan has stopped"),
+            When::Panics => {
+                self.queue.lock().unwrap().send(task).unwrap();
+                panic!("the stand-in was begun");
+            }
         }
     }
 
     fn cancel(&self) {
         self.cancels.fetch_add(1, Ordering::Relaxed);
+        assert!(self.when != When::Panics, "the stand-in was asked to stop");
     }
 }
 
@@ -296,6 +303,45 @@ fn who_leaves_the_group_waits_for_the_external_operation_under_way() {
     let error = fails_under_way(2, leave, PATIENCE);
     assert_eq!(error.kind, ErrorKind::Aborted, "{error}");
     assert!(error.to_string().contains("the group was destroyed while calls were in flight"), "{error}");
+}
+
+#[test]
+fn a_panic_in_an_external_operation_fails_its_call_when_it_has_let_go_of_the_memory() {
+    let device = Device::new(When::Panics);
+    World::new(options(2, Fabric::Shm)).run("g", |member| {
+        if member.rank != 0 {
+            let _ = take_part(&member);
+            return;
+        }
+        let mut memory = masked(&values(0, 100));
+        let call = member.group.submit(all_reduce(&mut memory, &device, Mode::Async)).unwrap();
+        let task = device.take();
+        member.group.abort("the test ends it");
+        let soon = Some(Duration::from_millis(100));
+        assert!(matches!(call.wait(soon, &mut || false), Waited::TimedOut(_)), "the task is under way");
+        task.done();
+        assert!(matches!(call.wait(Some(PATIENCE), &mut || false), Waited::Failed(_)));
+    });
+}
+
+#[test]
+fn an_engine_that_ends_gives_no_memory_back_under_an_external_operation() {
+    let device = Device::new(When::Held);
+    let world = World::new(options(1, Fabric::Shm));
+    let mut held = world.run("g", |member| {
+        let mut memory = masked(&values(0, 100));
+        let call = member.group.submit(all_reduce(&mut memory, &device, Mode::Async)).unwrap();
+        (call, device.take(), memory)
+    });
+    let (call, task, memory) = held.remove(0);
+    // The end of the engine waits for the task as well, for a while.
+    let ending = std::thread::spawn(|| drop(world));
+    let soon = Some(Duration::from_millis(100));
+    assert!(matches!(call.wait(soon, &mut || false), Waited::TimedOut(_)), "the task is under way");
+    task.done();
+    assert!(matches!(call.wait(Some(PATIENCE), &mut || false), Waited::Failed(_)));
+    ending.join().unwrap();
+    drop(memory);
 }
 
 #[test]

@@ -46,6 +46,19 @@ impl Fd {
         }
     }
 
+    /// As [`Fd::adopt`], of two that are made together.
+    ///
+    /// # Errors
+    /// Those of `make`.
+    pub fn adopt_pair(make: impl Fn() -> Result<(OwnedFd, OwnedFd), Errno>) -> Result<(Fd, Fd), Errno> {
+        let adopted =
+            || without_forks(|registry| make().map(|(one, other)| (registry.adopt(one), registry.adopt(other))));
+        match adopted() {
+            Err(Errno::MFILE) if raise_limit() => adopted(),
+            result => result,
+        }
+    }
+
     /// Whether the descriptor is still ours, that is, whether this is the process that made it.
     #[inline]
     pub fn is_ours(&self) -> bool {

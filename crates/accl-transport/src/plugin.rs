@@ -150,6 +150,17 @@ pub unsafe fn register_table(table: *const TransportV1) -> Result<&'static Trans
     if checked.descriptors.is_none() && checked.poll_interval.is_none() {
         return Err(lacks("descriptors and no poll_interval_us, so nothing would end a sleep"));
     }
+    let refuse = |why: &str| {
+        Error::invalid_argument(format!("the table of transport `{name}` has flags {}: {why}", table.flags))
+    };
+    if table.flags & !(ONE_HOST | IN_MEMORY) != 0 {
+        return Err(refuse("this torch-accl does not know all of them"));
+    }
+    if table.flags & IN_MEMORY != 0 && table.flags & ONE_HOST == 0 {
+        return Err(refuse(
+            "memory is shared within a host alone, so ACCL_TRANSPORT_IN_MEMORY needs ACCL_TRANSPORT_ONE_HOST",
+        ));
+    }
     rows::register(Transport {
         name,
         about,
@@ -284,7 +295,7 @@ impl HalfLink for Half {
     }
 
     fn finish(self: Box<Self>, agreed: Agreed) -> std::result::Result<Box<dyn Watched>, String> {
-        Ok(Box::new(PluginLink::new(self.handle, agreed)))
+        Ok(Box::new(PluginLink::new(self.handle, agreed)?))
     }
 }
 
@@ -293,7 +304,8 @@ struct PluginLink {
     handle: Handle,
     /// The carrier's: nothing is sent over it, and its end tells of the peer's.
     socket: Fd,
-    fds: Vec<RawFd>,
+    /// Copies of the link's: several links of a table may have one in common.
+    fds: Vec<Fd>,
     max_payload_bytes: usize,
     peer: String,
     is_reserved: bool,
@@ -315,17 +327,26 @@ struct PluginLink {
 }
 
 impl PluginLink {
-    fn new(handle: Handle, agreed: Agreed) -> PluginLink {
+    fn new(handle: Handle, agreed: Agreed) -> std::result::Result<PluginLink, String> {
         let Agreed { socket, max_payload_bytes, peer } = agreed;
-        let mut fds = vec![-1; MAX_DESCRIPTORS];
+        let mut theirs: Vec<RawFd> = vec![-1; MAX_DESCRIPTORS];
         let count = match handle.table.descriptors {
             // SAFETY: there is room for as many as it is told.
-            Some(descriptors) => unsafe { descriptors(handle.link, fds.as_mut_ptr(), fds.len()) },
+            Some(descriptors) => unsafe { descriptors(handle.link, theirs.as_mut_ptr(), theirs.len()) },
             None => 0,
         };
-        fds.truncate(count.min(MAX_DESCRIPTORS));
-        fds.retain(|&fd| fd >= 0);
-        PluginLink {
+        let name = handle.table.name;
+        let mut fds = Vec::new();
+        for fd in theirs.into_iter().take(count).filter(|&fd| fd >= 0) {
+            // SAFETY: the header promises that it is open now, and the borrow ends here.
+            let theirs = unsafe { BorrowedFd::borrow_raw(fd) };
+            let copy = Fd::adopt(|| rustix::io::fcntl_dupfd_cloexec(theirs, 3));
+            fds.push(copy.map_err(|why| format!("a descriptor of transport {name} cannot be watched: {why}"))?);
+        }
+        if fds.is_empty() && handle.table.poll_interval.is_none() {
+            return Err(format!("a link of transport {name} has no descriptor, and there is no poll_interval_us"));
+        }
+        Ok(PluginLink {
             handle,
             socket,
             fds,
@@ -341,7 +362,7 @@ impl PluginLink {
             news: None,
             is_empty: false,
             has_asked: false,
-        }
+        })
     }
 
     fn guard_fork(&self) -> Result<()> {
@@ -505,6 +526,8 @@ unsafe impl Link for PluginLink {
                 if self.closed { "closed" } else { "open" }
             )));
         }
+        // An earlier place is given up, also where there is none now.
+        self.is_reserved = false;
         let mut place = self.reserve(payload_bytes)?;
         if place.is_none() {
             self.progress();
@@ -551,20 +574,19 @@ unsafe impl Link for PluginLink {
         if self.guard_fork().is_err() {
             return true;
         }
-        let had_failed = self.lost.is_some();
-        if !had_failed {
+        let wanted = self.refused_bytes.unwrap_or(self.max_payload_bytes);
+        let is_open = self.lost.is_none() && !self.closed;
+        if self.lost.is_none() {
             self.progress();
         }
-        let has_frame = self.look().is_some();
-        self.look_for_death();
-        if has_frame || (self.lost.is_some() && !self.told && !had_failed) {
-            return true;
-        }
-        let wanted = self.refused_bytes.unwrap_or(self.max_payload_bytes);
-        let has_room = wants_room && self.lost.is_none() && !self.closed && matches!(self.reserve(wanted), Ok(Some(_)));
+        let has_room = wants_room && is_open && matches!(self.reserve(wanted), Ok(Some(_)));
         // It was to see whether there is room: whoever wants the place asks for it.
         self.is_reserved = false;
-        has_room
+        // The last look comes after everything that may take in what has come, and with it the event that would tell of it.
+        self.is_empty = false;
+        let has_frame = self.look().is_some();
+        self.look_for_death();
+        has_room || has_frame || (self.lost.is_some() && !self.told)
     }
 
     fn unpark(&mut self) {
@@ -594,6 +616,14 @@ unsafe impl Link for PluginLink {
 
     fn is_cheap_to_look_at(&self) -> bool {
         self.handle.table.flags & IN_MEMORY != 0
+    }
+
+    /// Nobody flushes what was committed quietly. A table that holds it back has not kept its promise, and its peer would wait for ever.
+    fn wake_peer(&mut self) {
+        if self.lost.is_none() && self.guard_fork().is_ok() && !self.progress() {
+            let why = format!("{} says that frames are in shared memory, and holds some back", self.handle.table.name);
+            self.fail(Error::internal(why));
+        }
     }
 
     fn look_again(&mut self) {
@@ -631,9 +661,7 @@ impl Drop for PluginLink {
 
 impl Watched for PluginLink {
     fn fds(&self) -> Vec<BorrowedFd<'_>> {
-        // SAFETY: the header promises that these stay open until the link is destroyed.
-        let theirs = self.fds.iter().map(|&fd| unsafe { BorrowedFd::borrow_raw(fd) });
-        std::iter::once(self.socket.as_fd()).chain(theirs).collect()
+        std::iter::once(&self.socket).chain(&self.fds).map(AsFd::as_fd).collect()
     }
 
     fn set_news(&mut self, news: News) {
@@ -670,6 +698,52 @@ mod tests {
         }
     }
 
+    extern "C" fn open(
+        _: *mut c_void,
+        _: usize,
+        _: *const c_void,
+        _: usize,
+        _: *mut *mut c_void,
+        _: *mut c_void,
+        _: *mut usize,
+    ) -> c_int {
+        ENDED
+    }
+
+    extern "C" fn connect(_: *mut c_void, _: *const c_void, _: usize, _: usize) -> c_int {
+        ENDED
+    }
+
+    extern "C" fn reserve(_: *mut c_void, _: usize, _: *mut *mut c_void, _: *mut *mut c_void) -> c_int {
+        ENDED
+    }
+
+    extern "C" fn peek(_: *mut c_void, _: *mut *const c_void, _: *mut *const c_void, _: *mut usize) -> c_int {
+        ENDED
+    }
+
+    extern "C" fn progress(_: *mut c_void) -> c_int {
+        ENDED
+    }
+
+    extern "C" fn nothing(_: *mut c_void) {}
+
+    /// With every function that must be there.
+    fn whole() -> TransportV1 {
+        TransportV1 {
+            open: Some(open),
+            connect: Some(connect),
+            reserve: Some(reserve),
+            commit: Some(nothing),
+            peek: Some(peek),
+            release: Some(nothing),
+            progress: Some(progress),
+            close: Some(nothing),
+            destroy: Some(nothing),
+            ..empty()
+        }
+    }
+
     fn refused(table: &TransportV1) -> String {
         // SAFETY: what is null is refused before anything is called.
         let why = unsafe { register_table(table) }.unwrap_err();
@@ -685,6 +759,11 @@ mod tests {
         );
         assert!(refused(&TransportV1 { name: std::ptr::null(), ..empty() }).contains("no name"));
         assert!(refused(&empty()).contains("`empty` has no open"));
+        assert!(
+            refused(&TransportV1 { flags: 8, ..whole() })
+                .contains("flags 8: this torch-accl does not know all of them")
+        );
+        assert!(refused(&TransportV1 { flags: IN_MEMORY, ..whole() }).contains("needs ACCL_TRANSPORT_ONE_HOST"));
         // SAFETY: a null table is refused.
         assert!(unsafe { register_table(std::ptr::null()) }.unwrap_err().message.contains("address 0"));
     }

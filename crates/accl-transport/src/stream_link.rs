@@ -18,6 +18,8 @@ use crate::{Answers, Frame, HEAD_BYTES, Link, News, Place, Watched};
 /// A connection to one process that carries bytes both ways, in order, and never blocks: a socket, a pipe each way, or what encrypts
 /// on top of one.
 ///
+/// Neither [`ByteStream::send`] nor [`ByteStream::flush`] takes in what the peer has sent: its event would be lost.
+///
 /// Errors are the system's; [`io::ErrorKind::WouldBlock`] means later, and an edge of one of [`ByteStream::fds`] follows as soon as it
 /// would do. `Interrupted` means again.
 pub trait ByteStream: Send {
@@ -248,7 +250,7 @@ impl<S: ByteStream> StreamLink<S> {
                 }
                 Err(why) if why.kind() == io::ErrorKind::Interrupted => {}
                 Err(why) if why.kind() == io::ErrorKind::WouldBlock => break,
-                Err(why) => self.send_error = Some(self.lost(&format!("sending failed: {why}"))),
+                Err(why) => self.fail_sending(&why),
             }
         }
         while self.holds_back && self.send_error.is_none() {
@@ -257,13 +259,19 @@ impl<S: ByteStream> StreamLink<S> {
                 Ok(false) => break,
                 Err(why) if why.kind() == io::ErrorKind::Interrupted => {}
                 Err(why) if why.kind() == io::ErrorKind::WouldBlock => break,
-                Err(why) => self.send_error = Some(self.lost(&format!("sending failed: {why}"))),
+                Err(why) => self.fail_sending(&why),
             }
         }
         if self.closing == Closing::Wanted && (self.has_sent_all() || self.send_error.is_some()) {
             self.closing = Closing::Done;
             self.stream.shut_down();
         }
+    }
+
+    fn fail_sending(&mut self, why: &io::Error) {
+        self.send_error = Some(self.lost(&format!("sending failed: {why}")));
+        // What the peer had sent before may be there and unseen, and is read first.
+        self.is_empty = false;
     }
 
     /// Nothing is left in this process.
@@ -339,9 +347,11 @@ impl<S: ByteStream> StreamLink<S> {
     }
 
     fn report_end(&mut self) -> Result<()> {
-        let Some(ended) = &self.ended else { return Ok(()) };
+        // A stream on which nothing can be sent is over when nothing more is there to be read.
+        let over = self.ended.as_ref().or(self.send_error.as_ref().filter(|_| self.is_empty));
+        let Some(over) = over.cloned() else { return Ok(()) };
         self.told = true;
-        Err(ended.clone())
+        Err(over)
     }
 }
 
@@ -419,13 +429,11 @@ unsafe impl<S: ByteStream> Link for StreamLink<S> {
         if self.guard_fork().is_err() {
             return true;
         }
-        let had_failed = self.send_error.is_some();
         self.push();
         // A read that found less than the buffer has room for has emptied the stream: whatever comes next is an edge, which ends
         // the sleep that follows if nobody has seen it yet. One that filled the buffer has brought a whole frame.
-        let news = self.poll_frame() != Ok(false)
-            || (self.ended.is_some() && !self.told)
-            || (self.send_error.is_some() && !had_failed);
+        let is_over = |link: &Self| link.ended.is_some() || link.send_error.is_some();
+        let news = self.poll_frame() != Ok(false) || (is_over(self) && !self.told);
         news || (wants_room
             && self.send_error.is_none()
             && self.has_room(self.refused_bytes.unwrap_or(self.max_payload_bytes)))
@@ -509,14 +517,22 @@ impl<S: ByteStream> Watched for StreamLink<S> {
 impl<S: ByteStream> Drop for StreamLink<S> {
     fn drop(&mut self) {
         self.close();
+        // Descriptors that nothing is awaited of: the end of what is received says nothing of what is sent.
+        let mut over = Vec::new();
         for _ in 0..LINGER_STEPS {
             // Whoever has gone reads nothing more.
             if self.closing != Closing::Wanted || self.send_error.is_some() || self.ended.is_some() {
                 break;
             }
             let fds = self.stream.fds();
-            let mut fds: Vec<_> = fds.iter().map(|fd| PollFd::new(fd, PollFlags::OUT)).collect();
-            let _ = poll(&mut fds, Some(&LINGER_STEP));
+            let awaited: Vec<usize> = (0..fds.len()).filter(|index| !over.contains(index)).collect();
+            let mut polled: Vec<_> = awaited.iter().map(|&index| PollFd::new(&fds[index], PollFlags::OUT)).collect();
+            let _ = poll(&mut polled, Some(&LINGER_STEP));
+            let has_room = polled.iter().any(|fd| fd.revents().contains(PollFlags::OUT));
+            if !has_room {
+                let ended = awaited.iter().zip(&polled).filter(|(_, fd)| !fd.revents().is_empty());
+                over.extend(ended.map(|(&index, _)| index));
+            }
             self.push();
         }
         if self.guard_fork().is_ok() {

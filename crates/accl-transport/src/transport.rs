@@ -33,8 +33,9 @@ pub struct Transport {
     pub carrier: Carrier,
     /// Descriptors that a link keeps open, the carrier's socket among them.
     pub descriptors: usize,
-    /// Frames are found in memory, without a system call: calls look at such links often, and are planned with the costs of shared
-    /// memory, those over other links with the costs of tcp. [`crate::Link::is_cheap_to_look_at`] answers the same.
+    /// Frames lie in memory that both processes share: no look and no send needs the system. Calls look at such links often, send encoded
+    /// data without checksums, and are planned with the costs of shared memory, those over other links with the costs of tcp.
+    /// [`crate::Link::is_cheap_to_look_at`] answers the same.
     pub is_cheap_to_look_at: bool,
     /// Called once for each endpoint that uses the transport.
     pub open: &'static Open,

@@ -6,7 +6,7 @@
  * calls open() without a peer and sends the address that it gets. Who accepts calls open() with that address and sends its own back.
  * Then who connected calls connect() with it. The connection stays open besides the link and tells of the peer's death.
  *
- * Rules. The functions of a link are called by one thread at a time, by any thread, and never in a forked child: descriptors that one
+ * Rules. open(), and the functions of different links, may be called at the same time. Those of one link are called by one thread at a time, by any thread, and never in a forked child: descriptors that one
  * inherits are the transport's to close there. None may block, call Python, or throw. Frames arrive whole, once and in order. Nothing is called for a link after destroy(). The table, and the library
  * that it is in, stay until the process ends.
  */
@@ -38,7 +38,11 @@ extern "C" {
 /* Flags. */
 /* Only between processes of one host and user. */
 #define ACCL_TRANSPORT_ONE_HOST 1u
-/* Looking for a frame takes no system call. Calls look at such links often, and are planned with the costs of shared memory. */
+/*
+ * Frames lie in memory that both processes share, so ACCL_TRANSPORT_ONE_HOST goes with it. Looking for one takes no system call, commit()
+ * publishes by itself, and progress() returns OK. Calls look at such links often, are planned with the costs of shared memory, and send
+ * compressed data without checksums.
+ */
 #define ACCL_TRANSPORT_IN_MEMORY 2u
 
 typedef struct accl_transport_v1 {
@@ -84,7 +88,8 @@ typedef struct accl_transport_v1 {
   int (*progress)(void *link);
   /*
    * Descriptors to watch, edge-triggered, for bytes, room and hang-up; the same for the life of the link. Returns how many, at most room.
-   * When peek() or reserve() has returned AGAIN, an edge follows as soon as it would not. May be NULL.
+   * When peek(), reserve() or progress() has returned AGAIN, an edge follows as soon as it would not. Links may have descriptors in
+   * common. May be NULL.
    */
   size_t (*descriptors)(void *link, int *fds, size_t room);
   /* Why the last function returned FAILED, or NULL; stays until the next call. link is NULL after open(). May be NULL. */

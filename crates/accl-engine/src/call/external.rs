@@ -8,6 +8,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
@@ -17,7 +18,7 @@ use crate::sync::Mutex;
 /// Wakes whoever makes progress.
 pub(crate) type Wake = Arc<dyn Fn() + Send + Sync>;
 
-/// Does external operations.
+/// Does external operations. The last reference to one may be dropped under the engine's lock: its `drop` must not wait for anybody.
 pub trait External: Send + Sync + fmt::Debug {
     /// A name for messages, such as that of a device or library.
     fn name(&self) -> &str;
@@ -43,10 +44,13 @@ pub struct ExternalCopy {
 const UNDER_WAY: u8 = 0;
 const DONE: u8 = 1;
 const FAILED: u8 = 2;
+const PANICKED: &str = "it panicked when it was begun";
 
 struct Shared {
     state: AtomicU8,
     is_cancelled: AtomicBool,
+    /// Whoever began it has panicked: what it does is not to be trusted, and its end is awaited all the same.
+    has_panicked: AtomicBool,
     why: Mutex<Option<String>>,
     wake: Wake,
 }
@@ -130,11 +134,19 @@ impl ExternalHandle {
         let shared = Arc::new(Shared {
             state: AtomicU8::new(UNDER_WAY),
             is_cancelled: AtomicBool::new(false),
+            has_panicked: AtomicBool::new(false),
             why: Mutex::new(None),
             wake,
         });
-        by.begin(ExternalTask { copies, shared: shared.clone(), _keeps: keeps });
-        Self { by: by.clone(), shared }
+        // There before anybody else's code runs: whatever that does, the call does not end while the task is under way.
+        let handle = Self { by: by.clone(), shared: shared.clone() };
+        let task = ExternalTask { copies, shared, _keeps: keeps };
+        if catch_unwind(AssertUnwindSafe(|| by.begin(task))).is_err() {
+            // The task may have been handed on before, and then its end is waited for.
+            handle.shared.why.lock().get_or_insert_with(|| PANICKED.to_owned());
+            handle.shared.has_panicked.store(true, Ordering::Relaxed);
+        }
+        handle
     }
 
     /// Whether it has ended.
@@ -147,7 +159,7 @@ impl ExternalHandle {
     pub(crate) fn state(&self) -> ExternalState {
         match self.shared.state.load(Ordering::Acquire) {
             UNDER_WAY => ExternalState::UnderWay,
-            DONE => ExternalState::Done,
+            DONE if !self.shared.has_panicked.load(Ordering::Relaxed) => ExternalState::Done,
             _ => {
                 let why = self.shared.why.lock().clone();
                 ExternalState::Failed(why.unwrap_or_else(|| "it gave the task up without a word".to_owned()))
@@ -158,13 +170,14 @@ impl ExternalHandle {
     /// Asks for the task back.
     pub(crate) fn cancel(&self) {
         if !self.has_ended() && !self.shared.is_cancelled.swap(true, Ordering::Relaxed) {
-            self.by.cancel();
+            // A panic is its own matter: the call waits for the task as if nobody had been asked.
+            let _ = catch_unwind(AssertUnwindSafe(|| self.by.cancel()));
         }
     }
 
     /// Who does it.
     pub(crate) fn name(&self) -> &str {
-        self.by.name()
+        catch_unwind(AssertUnwindSafe(|| self.by.name())).unwrap_or("an operation whose name panics")
     }
 }
 

@@ -23,6 +23,9 @@ pub(crate) struct Waiter(pub(crate) u64);
 /// No stay has this number.
 pub(crate) const BACKGROUND: Waiter = Waiter(0);
 
+/// How long the background thread of an engine that ends leaves it to another driver.
+const LOOK_AGAIN: Duration = Duration::from_millis(10);
+
 /// What the election is about.
 pub(crate) trait Host {
     /// Sleeps in the poller once, with a pass before and after; not at all when something has moved, or the call is over, or nothing is
@@ -31,6 +34,11 @@ pub(crate) trait Host {
 
     /// Whether any call is in flight, or something has yet to be sent.
     fn has_work(&self) -> bool;
+
+    /// Whether calls that have failed wait for external operations to stop. That ends in bounded time.
+    fn has_stopping(&self) -> bool {
+        false
+    }
 
     /// Wakes the driver so that it looks at everything anew.
     fn kick(&self);
@@ -191,7 +199,9 @@ impl Election {
                 self.background.wait(&mut state);
             }
             if state.stopping {
-                state.background_stopped = true;
+                drop(state);
+                self.await_stopping(host);
+                self.state.lock().background_stopped = true;
                 self.background.notify_all();
                 return Stint::Last;
             }
@@ -216,6 +226,23 @@ impl Election {
             }
         }
         Stint::Over
+    }
+
+    /// The engine ends, but memory that an external operation works on is not given back before that has stopped, or is given up.
+    fn await_stopping(&self, host: &impl Host) {
+        while host.has_stopping() {
+            let mut state = self.state.lock();
+            if state.driver.is_some() {
+                self.background.wait_for(&mut state, LOOK_AGAIN);
+                continue;
+            }
+            state.driver = Some(BACKGROUND);
+            drop(state);
+            host.park(None, None);
+            let mut state = self.state.lock();
+            state.driver = None;
+            state.elect();
+        }
     }
 
     /// After a panic under the background thread: somebody else drives.

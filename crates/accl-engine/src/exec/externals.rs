@@ -88,7 +88,11 @@ impl Externals {
         step: ExternalStep,
         begin: impl FnOnce(&Wake) -> Option<ExternalHandle>,
     ) -> bool {
-        let Some(handle) = self.wake.as_ref().and_then(begin) else { return false };
+        let Some(wake) = &self.wake else {
+            self.failure = Some(Error::internal(format!("{step} has nobody to wake")));
+            return true;
+        };
+        let Some(handle) = begin(wake) else { return false };
         self.under_way.push(UnderWay { op, step, handle });
         true
     }
@@ -135,6 +139,12 @@ impl Externals {
     /// Asks those that are under way to stop.
     pub(super) fn cancel(&self) {
         self.under_way.iter().for_each(|under_way| under_way.handle.cancel());
+    }
+
+    /// Whether one that began has not ended.
+    #[inline]
+    pub(super) fn are_under_way(&self) -> bool {
+        self.under_way.iter().any(|under_way| !under_way.handle.has_ended())
     }
 
     /// For messages: one that has not ended.

@@ -569,7 +569,13 @@ impl Run {
     /// Asks the external operations that are under way to stop. Returns whether there are any.
     pub(crate) fn cancel_externals(&self) -> bool {
         self.externals.cancel();
-        self.external_under_way().is_some()
+        self.has_external_under_way()
+    }
+
+    /// Whether an external operation that began has not ended.
+    #[inline]
+    pub(crate) fn has_external_under_way(&self) -> bool {
+        self.externals.are_under_way()
     }
 
     /// For messages: an external operation that has not ended.
@@ -610,8 +616,12 @@ impl Run {
             .iter()
             .zip(&self.ops)
             .filter(|(_, state)| !state.complete)
-            .filter_map(|(op, _)| match &op.kind {
-                PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => Some(*from),
+            .filter_map(|(op, state)| match &op.kind {
+                // What has come may wait for other ranks before it is placed, or before it counts.
+                PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => {
+                    let has_arrived = matches!(&state.progress, Progress::Receive(incoming) if incoming.has_arrived());
+                    (!has_arrived).then_some(*from)
+                }
                 PlanOpKind::Send { to, .. } => Some(*to),
                 PlanOpKind::Copy { .. }
                 | PlanOpKind::Reduce { .. }

@@ -372,10 +372,11 @@ impl Core {
         }
     }
 
-    /// A process without a link has ended, and had said goodbye to others before.
-    pub(crate) fn depart(&mut self, id: PeerId, now: Moment) {
+    /// A process without a link has ended, and had said goodbye to others before; or that is only assumed, and then it is said to nobody.
+    pub(crate) fn depart(&mut self, id: PeerId, is_assumed: bool, now: Moment) {
         if self.net.is_unlinked(id) {
-            self.net.peer_mut(id).said_goodbye = true;
+            let peer = self.net.peer_mut(id);
+            (peer.said_goodbye, peer.is_goodbye_assumed) = (true, is_assumed);
             self.lose(id, Error::peer_lost("it has left"), now);
         }
     }
@@ -433,7 +434,10 @@ impl Core {
                 return Fate::Here;
             }
         }
-        match self.net.gone(uuid).and_then(|id| self.net.peer(id).gone.as_ref()) {
+        let Some(peer) = self.net.gone(uuid).map(|id| self.net.peer(id)) else { return Fate::Unknown };
+        match peer.gone.as_ref() {
+            // Others may know better, and whoever asks is not to be misled.
+            Some(Gone::Left) if peer.is_goodbye_assumed => Fate::Unknown,
             Some(Gone::Left) => Fate::Left,
             Some(Gone::Lost(_)) => Fate::Lost,
             None => Fate::Unknown,

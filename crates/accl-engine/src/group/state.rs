@@ -876,9 +876,11 @@ impl GroupState {
             let error = Error::aborted("the group was destroyed while calls were in flight");
             self.fail(self.placed(error), context, Tell::Peers);
         }
-        // A rank that has yet to hear of the cause from its origin would take the goodbye for it.
-        if let Some((origin, cause)) = self.failure.announcement() {
-            self.tell_cause(self.members.ranks(), origin, cause, context);
+        // A rank that has yet to hear of the cause would take the goodbye for it: it may have been linked since the group failed, or wait for
+        // what the origin says.
+        if let Some(cause) = self.failure.cause() {
+            let origin = self.failure.announcement().map_or(self.rank, |(origin, _)| origin);
+            self.tell_cause(self.members.ranks().filter(|&rank| !self.members.knows(rank)), origin, cause, context);
         }
         let mut header = Header::new(Kind::Goodbye);
         header.group = self.id;

@@ -51,13 +51,14 @@ impl Stopping {
     pub(super) fn advance(&mut self, completed: &mut Completed, now: Moment) -> bool {
         let before = self.calls.len();
         self.calls.retain(|Stop { run, error, until }| {
-            let Some(what) = run.external_under_way() else {
+            if !run.has_external_under_way() {
                 completed.end(&run.call, Some(error.clone()), now);
                 return false;
-            };
+            }
             if now < *until {
                 return true;
             }
+            let what = run.external_under_way().unwrap_or_default();
             let text = format!(
                 "{what} was asked to stop and has not done so within {} ms: it may still write into the tensors of this call, so \
                  neither free nor use them, and end this process; the call failed before of this: {}",

@@ -45,6 +45,8 @@ pub(crate) struct Peer {
     outbox: VecDeque<([u8; HEAD_BYTES], Vec<u8>)>,
     pub(crate) card: Card,
     pub(crate) said_goodbye: bool,
+    /// Nobody was left who could have heard its goodbye.
+    pub(crate) is_goodbye_assumed: bool,
     pub(crate) gone: Option<Gone>,
     /// A send found no room since the last pass.
     wants_room: bool,
@@ -153,6 +155,7 @@ impl Net {
             outbox: VecDeque::new(),
             card: card.clone(),
             said_goodbye: false,
+            is_goodbye_assumed: false,
             gone: None,
             wants_room: false,
             is_dirty: false,

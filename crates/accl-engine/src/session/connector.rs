@@ -310,7 +310,7 @@ impl Work {
         let has_changed = !found.is_empty();
         for (uuid, found) in found {
             match found {
-                Found::Left => driver.depart(&uuid),
+                Found::Left { is_assumed } => driver.depart(&uuid, is_assumed),
                 Found::Lost(error) => driver.lose(&uuid, error),
             }
         }

@@ -28,8 +28,8 @@ pub(crate) struct Question {
 
 /// What was found out of a peer.
 pub(crate) enum Found {
-    /// It had said goodbye.
-    Left,
+    /// It had said goodbye; or that is only assumed, since nobody is left who could know.
+    Left { is_assumed: bool },
     /// It went without a word; the error says why it cannot be reached.
     Lost(Error),
 }
@@ -85,7 +85,7 @@ impl Inquests {
         } else {
             // Those who could know are gone, too: a job that ends, as a rule.
             let is_ending = inquest.rounds < MAX_ROUNDS;
-            self.end(uuid, if is_ending { Fate::Left } else { Fate::Lost });
+            self.end(uuid, if is_ending { Fate::Unknown } else { Fate::Lost });
         }
     }
 
@@ -115,14 +115,19 @@ impl Inquests {
                 asked.push(Question { number, to, bytes });
             }
         }
-        unknown.into_iter().for_each(|uuid| self.end(uuid, Fate::Left));
+        unknown.into_iter().for_each(|uuid| self.end(uuid, Fate::Unknown));
         asked
     }
 
     fn end(&mut self, uuid: Uuid, fate: Fate) {
         self.questions.retain(|_, about| *about != uuid);
         if let Some(Inquest { error, .. }) = self.inquests.remove(&uuid) {
-            self.found.push((uuid, if fate == Fate::Left { Found::Left } else { Found::Lost(error) }));
+            let found = match fate {
+                Fate::Left => Found::Left { is_assumed: false },
+                Fate::Unknown => Found::Left { is_assumed: true },
+                Fate::Lost | Fate::Here => Found::Lost(error),
+            };
+            self.found.push((uuid, found));
         }
     }
 
@@ -165,7 +170,7 @@ mod tests {
     fn found(inquests: &mut Inquests) -> Option<bool> {
         inquests.take_found().pop().map(|(peer, found)| {
             assert_eq!(peer, PEER);
-            matches!(found, Found::Left)
+            matches!(found, Found::Left { .. })
         })
     }
 

@@ -205,7 +205,7 @@ impl World<'_> {
         let uuid = card(peer).uuid;
         let about_it = |asked: &&Asked| asked.from == process && asked.question.bytes.ends_with(&uuid);
         match self.questions.iter().filter(about_it).find(|asked| asked.knows_loss) {
-            Some(Asked { to, .. }) if matches!(found, Found::Left) => Err(format!(
+            Some(Asked { to, .. }) if matches!(found, Found::Left { .. }) => Err(format!(
                 "process {process} takes {peer} for one that has left, and {to}, which it asked, knows that it is lost"
             )),
             Some(_) | None => Ok(()),

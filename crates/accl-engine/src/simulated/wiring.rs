@@ -171,7 +171,7 @@ impl World<'_> {
         let host = &mut self.processes[process];
         if let (Some(core), Some(peer)) = (&mut host.core, host.peers[peer]) {
             match found {
-                Found::Left => core.depart(peer, clock::now()),
+                Found::Left { is_assumed } => core.depart(peer, is_assumed, clock::now()),
                 Found::Lost(error) => core.lose(peer, error, clock::now()),
             }
             self.kick(process);

@@ -39,10 +39,8 @@ impl Provider for Pipes {
 
 /// Both ends of a new pipe: that which is read, and that which is written.
 fn pipe() -> Result<(Fd, Fd), String> {
-    let failed = |why: Errno| format!("no pipe: {why}");
-    let (read_end, write_end) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).map_err(failed)?;
-    let keep = |end: &dyn AsFd| Fd::adopt(|| rustix::io::fcntl_dupfd_cloexec(end.as_fd(), 3)).map_err(failed);
-    Ok((keep(&read_end)?, keep(&write_end)?))
+    // A child that is forked in between must not keep an end: the pipe would not end with this process.
+    Fd::adopt_pair(|| pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)).map_err(|why| format!("no pipe: {why}"))
 }
 
 struct Half {

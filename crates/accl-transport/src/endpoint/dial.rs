@@ -209,11 +209,11 @@ impl Dial {
         };
         self.why = match way.to {
             Destination::Unix => format!("{}: {text}", way.row.name),
-            Destination::Tcp(address) => format!("{text} ({address})"),
+            Destination::Tcp(address) => format!("{}: {text} ({address})", way.row.name),
         };
         // The next transport is tried, if there is one.
         if !self.left.is_empty() && self.left.iter().all(|left| left.row.name != way.row.name) {
-            self.given_up = Some((way.row.name, text));
+            self.given_up.get_or_insert((way.row.name, text));
         }
     }
 
@@ -393,7 +393,7 @@ mod tests {
         dial.note(way(), Failed::Exhausted("no socket".to_owned()), begin + 2 * GIVE_UP);
         assert_eq!((round(&mut dial, [], begin), dial.since), (0, begin + 2 * GIVE_UP));
         assert_eq!(dial.trouble(begin), None);
-        assert_eq!(dial.trouble(begin + SLOW).unwrap(), "no socket (127.0.0.1:1)");
+        assert_eq!(dial.trouble(begin + SLOW).unwrap(), "tcp: no socket (127.0.0.1:1)");
     }
 
     #[test]
