@@ -205,6 +205,17 @@ mod tests {
     }
 
     #[test]
+    fn a_goodbye_that_nobody_heard_is_told_apart_from_one_that_was() {
+        let (mut inquests, now) = (Inquests::default(), Moment::from_nanos(5));
+        for (answer, is_heard) in [(Some(Fate::Left), true), (None, false), (Some(Fate::Unknown), false)] {
+            inquests.begin(PEER, Error::peer_lost("refused"), now);
+            ask(&mut inquests, now).into_iter().for_each(|number| inquests.answer(number, answer, now));
+            let found = inquests.take_found().pop().map(|(_, found)| found);
+            assert!(matches!(found, Some(Found::Left { is_assumed }) if is_assumed != is_heard), "{answer:?}");
+        }
+    }
+
+    #[test]
     fn the_answer_of_who_knows_is_not_forgotten_when_the_peer_refuses_again() {
         let (mut inquests, now) = (Inquests::default(), Moment::from_nanos(5));
         inquests.begin(PEER, Error::peer_lost("refused"), now);
