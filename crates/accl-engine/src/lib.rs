@@ -12,7 +12,6 @@ mod env;
 mod events;
 mod exec;
 mod group;
-mod hash;
 mod memory;
 mod peers;
 mod plan;

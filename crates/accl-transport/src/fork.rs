@@ -39,11 +39,7 @@ impl Fd {
     /// # Errors
     /// Those of `make`.
     pub fn adopt(make: impl Fn() -> Result<OwnedFd, Errno>) -> Result<Fd, Errno> {
-        let adopted = || without_forks(|registry| make().map(|fd| registry.adopt(fd)));
-        match adopted() {
-            Err(Errno::MFILE) if raise_limit() => adopted(),
-            result => result,
-        }
+        with_higher_limit(|| without_forks(|registry| make().map(|fd| registry.adopt(fd))))
     }
 
     /// As [`Fd::adopt`], of two that are made together.
@@ -51,18 +47,23 @@ impl Fd {
     /// # Errors
     /// Those of `make`.
     pub fn adopt_pair(make: impl Fn() -> Result<(OwnedFd, OwnedFd), Errno>) -> Result<(Fd, Fd), Errno> {
-        let adopted =
-            || without_forks(|registry| make().map(|(one, other)| (registry.adopt(one), registry.adopt(other))));
-        match adopted() {
-            Err(Errno::MFILE) if raise_limit() => adopted(),
-            result => result,
-        }
+        with_higher_limit(|| {
+            without_forks(|registry| make().map(|(one, other)| (registry.adopt(one), registry.adopt(other))))
+        })
     }
 
     /// Whether the descriptor is still ours, that is, whether this is the process that made it.
     #[inline]
     pub fn is_ours(&self) -> bool {
         self.generation == fork_generation()
+    }
+}
+
+/// Makes descriptors, with a higher limit where that is in the way.
+fn with_higher_limit<T>(make: impl Fn() -> Result<T, Errno>) -> Result<T, Errno> {
+    match make() {
+        Err(Errno::MFILE) if raise_limit() => make(),
+        result => result,
     }
 }
 

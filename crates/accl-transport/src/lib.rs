@@ -15,6 +15,7 @@ pub mod loopback;
 mod net;
 mod plugin;
 mod poller;
+mod refusal;
 mod ring;
 mod rows;
 mod settings;

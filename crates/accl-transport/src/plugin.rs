@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 
 use accl_types::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{RecvFlags, Shutdown};
+use rustix::net::Shutdown;
 
 use crate::fork::Fd;
 use crate::transport::{
     Address, Agreed, Carrier, HalfLink, Local, MAX_ADDRESS_BYTES, PeerAddress, Provider, Transport,
 };
-use crate::{Frame, HEAD_BYTES, Link, News, Place, Watched, rows};
+use crate::{Frame, HEAD_BYTES, Link, News, Place, Watched, refusal, rows};
 
 /// The version of [`TransportV1`].
 pub const TRANSPORT_ABI: u32 = 1;
@@ -366,12 +366,12 @@ impl PluginLink {
     }
 
     fn guard_fork(&self) -> Result<()> {
-        if self.socket.is_ours() { Ok(()) } else { Err(Error::internal("the link belongs to the parent process")) }
+        refusal::guard_fork(self.socket.is_ours())
     }
 
     fn error_of(&self, result: c_int) -> Error {
         if result == ENDED {
-            Error::peer_lost(format!("{} has closed the link or died", self.peer))
+            refusal::ended(&self.peer)
         } else {
             Error::network(format!("{} with {}: {}", self.handle.table.name, self.peer, self.handle.why()))
         }
@@ -446,22 +446,12 @@ impl PluginLink {
             self.has_asked = true;
             let mut fds = [PollFd::new(&self.socket, PollFlags::IN | PollFlags::RDHUP)];
             let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-            if matches!(poll(&mut fds, Some(&now)), Ok(1..)) && self.is_at_end() {
+            if matches!(poll(&mut fds, Some(&now)), Ok(1..)) && refusal::is_at_end(&self.socket) {
                 self.hung_up = Some(Instant::now());
             }
         }
         if self.hung_up.is_some_and(|since| since.elapsed() >= LAST_FRAMES) && self.look().is_none() {
-            self.fail(Error::peer_lost(format!("{} has closed the link or died", self.peer)));
-        }
-    }
-
-    fn is_at_end(&self) -> bool {
-        let mut byte = [0; 1];
-        match rustix::net::recv(&self.socket, &mut byte[..], RecvFlags::DONTWAIT) {
-            Ok((0, _)) => true,
-            // Nobody writes here after the handshake; bytes that come nevertheless mean nothing.
-            Ok(_) => false,
-            Err(why) => why != rustix::io::Errno::AGAIN && why != rustix::io::Errno::INTR,
+            self.fail(refusal::ended(&self.peer));
         }
     }
 
@@ -520,11 +510,7 @@ unsafe impl Link for PluginLink {
             return Err(lost.clone());
         }
         if self.closed || payload_bytes > self.max_payload_bytes {
-            return Err(Error::internal(format!(
-                "a payload of {payload_bytes} bytes on a link that takes {} and is {}",
-                self.max_payload_bytes,
-                if self.closed { "closed" } else { "open" }
-            )));
+            return Err(refusal::unfit_payload(payload_bytes, self.max_payload_bytes, !self.closed));
         }
         // An earlier place is given up, also where there is none now.
         self.is_reserved = false;

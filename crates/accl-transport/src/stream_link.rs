@@ -13,7 +13,7 @@ use std::time::Duration;
 use accl_types::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::{Answers, Frame, HEAD_BYTES, Link, News, Place, Watched};
+use crate::{Answers, Frame, HEAD_BYTES, Link, News, Place, Watched, refusal};
 
 /// A connection to one process that carries bytes both ways, in order, and never blocks: a socket, a pipe each way, or what encrypts
 /// on top of one.
@@ -231,7 +231,7 @@ impl<S: ByteStream> StreamLink<S> {
     }
 
     fn guard_fork(&self) -> Result<()> {
-        if self.stream.is_ours() { Ok(()) } else { Err(Error::internal("the link belongs to the parent process")) }
+        refusal::guard_fork(self.stream.is_ours())
     }
 
     fn lost(&self, why: &str) -> Error {
@@ -364,11 +364,8 @@ unsafe impl<S: ByteStream> Link for StreamLink<S> {
     fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>> {
         self.guard_fork()?;
         if payload_bytes > self.max_payload_bytes || self.closing != Closing::Open {
-            return Err(Error::internal(format!(
-                "a payload of {payload_bytes} bytes on a link that takes {} and is {}",
-                self.max_payload_bytes,
-                if self.closing == Closing::Open { "open" } else { "closed" }
-            )));
+            let is_open = self.closing == Closing::Open;
+            return Err(refusal::unfit_payload(payload_bytes, self.max_payload_bytes, is_open));
         }
         if !self.has_room(payload_bytes) {
             self.push();

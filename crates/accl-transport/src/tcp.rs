@@ -14,7 +14,7 @@ use rustix::net::{
 use crate::Watched;
 use crate::fork::Fd;
 use crate::stream_link::{ByteStream, StreamLink};
-use crate::transport::{Address, Agreed, Carrier, HalfLink, Local, PeerAddress, Provider, Transport};
+use crate::transport::{Agreed, Carrier, Local, OverCarrier, Transport};
 
 pub(crate) const ROW: Transport = Transport {
     name: "tcp",
@@ -22,36 +22,13 @@ pub(crate) const ROW: Transport = Transport {
     carrier: Carrier::Tcp,
     descriptors: 1,
     is_cheap_to_look_at: false,
-    open: &|_: &Local<'_>| Box::new(Tcp),
+    open: &|_: &Local<'_>| Box::new(OverCarrier(link)),
 };
 
-/// The transport and a half of its links: neither knows anything that the carrier does not.
-struct Tcp;
-
-impl Provider for Tcp {
-    fn offer(&self) -> Result<Box<dyn HalfLink>, String> {
-        Ok(Box::new(Tcp))
-    }
-
-    fn accept(&self, _peer: PeerAddress, _max_payload_bytes: usize) -> Result<Box<dyn HalfLink>, String> {
-        Ok(Box::new(Tcp))
-    }
-}
-
-impl HalfLink for Tcp {
-    fn address(&self) -> Address<'_> {
-        Address::default()
-    }
-
-    fn take_answer(&mut self, _peer: PeerAddress, _max_payload_bytes: usize) -> Result<(), String> {
-        Ok(())
-    }
-
-    fn finish(self: Box<Self>, agreed: Agreed) -> Result<Box<dyn Watched>, String> {
-        let _ = sockopt::set_tcp_nodelay(&agreed.socket, true);
-        let connection = Connection::new(agreed.socket, &agreed.peer);
-        Ok(Box::new(StreamLink::new(connection, agreed.max_payload_bytes)))
-    }
+fn link(agreed: Agreed) -> Box<dyn Watched> {
+    let _ = sockopt::set_tcp_nodelay(&agreed.socket, true);
+    let connection = Connection::new(agreed.socket, &agreed.peer);
+    Box::new(StreamLink::new(connection, agreed.max_payload_bytes))
 }
 
 /// A connected, non-blocking socket.

@@ -11,7 +11,7 @@ use accl_schedule::{Coding, Role};
 use accl_types::{Bytes, Collective, Dtype, Elems, Error, ReduceOp, Result};
 
 use super::error_stats::Probe;
-use crate::hash::{fold, hash_words};
+use accl_types::hash::{fold, hash_words};
 
 /// Most elements of a tile: its float32 sums stay in the second-level cache beside what they are made of.
 pub const TILE_ELEMS: u64 = 16_384;

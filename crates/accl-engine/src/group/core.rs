@@ -23,8 +23,8 @@ use super::state::{Departure, FastPathEnd, GroupState, Tell, cause_bytes};
 use super::stopping::Stopping;
 use crate::call::{CallDesc, CallState, Wake};
 use crate::exec::SpinLimit;
-use crate::hash::hash_words;
 use crate::peers::{Gone, Net, PeerId};
+use accl_types::hash::hash_words;
 
 /// Frames taken off one link before the others have their turn.
 const FRAMES_PER_TURN: usize = 32;

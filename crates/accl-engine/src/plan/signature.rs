@@ -7,7 +7,7 @@ use accl_types::{Collective, Dtype, Elems, Error, Rank, ReduceOp};
 
 use super::cache::PlanKey;
 use crate::call::{CallDesc, Codecs};
-use crate::hash::{fold, hash_words};
+use accl_types::hash::{fold, hash_words};
 
 /// The signature of a checked call.
 pub(super) fn signature(desc: &CallDesc, key: &PlanKey, algorithm: u8) -> Signature {

@@ -23,11 +23,11 @@ use crate::engine::{Engine, Job, Parts};
 use crate::env::launch_label;
 use crate::events;
 use crate::group::GroupState;
-use crate::hash::hash_words;
 use crate::peers::{Gone, Members, PeerId, missing, neighbours};
 use crate::plan::Planner;
 use crate::settings::near_of;
 use crate::time::{self, far};
+use accl_types::hash::hash_words;
 
 /// How often a rank that waits for links looks whether it was interrupted, and whether the others go on.
 const CONNECT_TICK: Duration = Duration::from_millis(50);

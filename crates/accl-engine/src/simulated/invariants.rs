@@ -99,7 +99,7 @@ impl World<'_> {
                 barriers.push(item);
             }
             let words = [item as u64, process as u64, clock::nanos(), u64::from(outcome.is_ok()), self.seen.hash];
-            self.seen.hash = crate::hash::hash_words(words);
+            self.seen.hash = accl_types::hash::hash_words(words);
         }
         barriers.into_iter().try_for_each(|item| self.check_barrier(item))?;
         self.note_failures(process)

@@ -250,7 +250,7 @@ impl World<'_> {
                 .collect()
         };
         (desc.inputs, desc.outputs) = (elsewhere(&desc.inputs), elsewhere(&desc.outputs));
-        let seed = crate::hash::hash_words([self.scenario.seed, item as u64, process as u64]);
+        let seed = accl_types::hash::hash_words([self.scenario.seed, item as u64, process as u64]);
         let breaks = found.map(|(_, breaks)| breaks);
         desc.staging = Some(Arc::new(Device::new(&self.elsewhere, &self.agenda, process, breaks, seed)));
         self.seen.staged += 1;

@@ -8,7 +8,7 @@ use accl_types::config::AlgorithmRule;
 use accl_types::{Collective, Dtype, ReduceOp};
 
 use super::link::{Carrier, Flip, WireSpec};
-use crate::hash::hash_words;
+use accl_types::hash::hash_words;
 
 /// Deadline of calls, in milliseconds.
 pub(super) const TIMEOUT_MS: u64 = 1000;

@@ -4,7 +4,7 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 
-use accl_transport::transport::{Address, Agreed, Carrier, HalfLink, Local, PeerAddress, Provider, Transport};
+use accl_transport::transport::{Agreed, Carrier, Local, OverCarrier, Transport};
 use accl_transport::{ByteStream, Fd, StreamLink, Watched};
 use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
 
@@ -14,7 +14,7 @@ pub(super) const ROW: Transport = Transport {
     carrier: Carrier::Tcp,
     descriptors: 1,
     is_cheap_to_look_at: false,
-    open: &|_: &Local<'_>| Box::new(Sealing),
+    open: &|_: &Local<'_>| Box::new(OverCarrier(link)),
 };
 
 /// Most bytes of a record, as in TLS.
@@ -23,38 +23,16 @@ const RECORD_BYTES: usize = 16 << 10;
 const PREFIX_BYTES: usize = 2;
 const KEY: u8 = 0x5a;
 
-struct Sealing;
-
-impl Provider for Sealing {
-    fn offer(&self) -> Result<Box<dyn HalfLink>, String> {
-        Ok(Box::new(Sealing))
-    }
-
-    fn accept(&self, _peer: PeerAddress, _max_payload_bytes: usize) -> Result<Box<dyn HalfLink>, String> {
-        Ok(Box::new(Sealing))
-    }
-}
-
-impl HalfLink for Sealing {
-    fn address(&self) -> Address<'_> {
-        Address::default()
-    }
-
-    fn take_answer(&mut self, _peer: PeerAddress, _max_payload_bytes: usize) -> Result<(), String> {
-        Ok(())
-    }
-
-    fn finish(self: Box<Self>, agreed: Agreed) -> Result<Box<dyn Watched>, String> {
-        let stream = Sealed {
-            socket: agreed.socket,
-            peer: agreed.peer,
-            held_back: Vec::new(),
-            arrived: Vec::new(),
-            opened: Vec::new(),
-            read: 0,
-        };
-        Ok(Box::new(StreamLink::new(stream, agreed.max_payload_bytes)))
-    }
+fn link(agreed: Agreed) -> Box<dyn Watched> {
+    let stream = Sealed {
+        socket: agreed.socket,
+        peer: agreed.peer,
+        held_back: Vec::new(),
+        arrived: Vec::new(),
+        opened: Vec::new(),
+        read: 0,
+    };
+    Box::new(StreamLink::new(stream, agreed.max_payload_bytes))
 }
 
 /// A connection that carries records.

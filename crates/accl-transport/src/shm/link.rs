@@ -9,14 +9,14 @@ use std::sync::Arc;
 
 use accl_types::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{RecvFlags, Shutdown};
+use rustix::net::Shutdown;
 
 use super::region::{Direction, Region};
 use crate::fork::Fd;
 use crate::poller::wake_fd;
 use crate::ring::park::{DATA, ROOM};
 use crate::ring::{Broken, Reader, Writer};
-use crate::{Frame, Link, News, Place, Watched};
+use crate::{Frame, Link, News, Place, Watched, refusal};
 
 /// What the handshake has gathered.
 pub(crate) struct Parts {
@@ -154,11 +154,11 @@ impl ShmLink {
             return;
         }
         let died = self.peer_process.is_some() && !fds[1].revents().is_empty();
-        let hung_up = !fds[0].revents().is_empty() && self.is_at_end();
+        let hung_up = !fds[0].revents().is_empty() && refusal::is_at_end(&self.socket);
         if died {
             self.fail(Error::peer_lost(format!("{} has died", self.peer)));
         } else if hung_up {
-            self.fail(Error::peer_lost(format!("{} has closed the link or died", self.peer)));
+            self.fail(refusal::ended(&self.peer));
         }
     }
 
@@ -168,16 +168,6 @@ impl ShmLink {
         self.region.side(self.side).announce(what);
         let wanted = self.refused_bytes.unwrap_or(self.max_payload_bytes);
         self.reader.poll() != Ok(false) || (what & ROOM != 0 && self.writer.would_fit(wanted) != Ok(false))
-    }
-
-    fn is_at_end(&self) -> bool {
-        let mut byte = [0; 1];
-        match rustix::net::recv(&self.socket, &mut byte[..], RecvFlags::DONTWAIT) {
-            Ok((0, _)) => true,
-            // Nobody writes here after the handshake; bytes that come nevertheless mean nothing.
-            Ok(_) => false,
-            Err(why) => why != rustix::io::Errno::AGAIN && why != rustix::io::Errno::INTR,
-        }
     }
 }
 
@@ -194,11 +184,7 @@ unsafe impl Link for ShmLink {
             return Err(lost.clone());
         }
         if self.closed || payload_bytes > self.max_payload_bytes {
-            return Err(Error::internal(format!(
-                "a payload of {payload_bytes} bytes on a link that takes {} and is {}",
-                self.max_payload_bytes,
-                if self.closed { "closed" } else { "open" }
-            )));
+            return Err(refusal::unfit_payload(payload_bytes, self.max_payload_bytes, !self.closed));
         }
         match self.writer.reserve(payload_bytes) {
             Ok(true) => Ok(self.writer.reserved()),

@@ -57,9 +57,9 @@ use accl_transport::frame::Cause;
 use accl_types::{Error, Result};
 
 use crate::api::spec::GroupSpec;
-use crate::hash::hash_words;
 use crate::session::store::Store;
 use crate::sync::Mutex;
+use accl_types::hash::hash_words;
 
 pub(crate) use texts::GroupCard;
 use texts::{Notice, Phase, Why, roster_from_text, roster_to_text, settings_differ};
