@@ -99,6 +99,10 @@ class Layers(unittest.TestCase):
         text = "use std::time::Instant;\n// std::env is fine in a comment\n#[cfg(test)]\nmod t { use std::env; }\n"
         self.assertEqual(len(list(layers.impure_lines(text, "lib.rs"))), 1)
 
+    def test_a_lock_in_a_pure_crate_is_refused(self) -> None:
+        for text in ("use std::sync::{Arc, Mutex};\n", "use parking_lot::Condvar;\n"):
+            self.assertEqual(len(list(layers.impure_lines(text, "lib.rs"))), 1)
+
     def circles(self, **files: str) -> list[str]:
         modules = {tuple(name.split("_")) if name != "lib" else (): text for name, text in files.items()}
         return list(layers.circles("accl-x", layers.imports_of(modules)))
@@ -115,13 +119,13 @@ class Layers(unittest.TestCase):
         self.assertEqual(self.circles(a="use crate::b::B;", b="use std::fmt;", lib="mod a; mod b; pub use a::A;"), [])
         self.assertEqual(self.circles(t="mod row; pub use kind::Kind;", t_row="use super::Kind;", t_kind=""), [])
 
-    def test_the_protocol_may_not_name_its_driver(self) -> None:
+    def test_a_folder_may_not_name_one_that_is_not_below_it(self) -> None:
         run = "use crate::plan::Plan;\nuse crate::driver::Driver;"
         modules = {("exec", "run"): run, ("plan",): "", ("driver",): ""}
-        [climb] = layers.climbs("accl-engine", layers.imports_of(modules))
+        [climb] = layers.climbs("accl-executor", layers.imports_of(modules))
         self.assertIn("exec/run imports driver", climb)
         upwards = {("plan",): "use crate::exec::run::Run;", ("exec", "run"): ""}
-        self.assertEqual(len(list(layers.climbs("accl-engine", layers.imports_of(upwards)))), 1)
+        self.assertEqual(len(list(layers.climbs("accl-executor", layers.imports_of(upwards)))), 1)
 
 
 class Shim(unittest.TestCase):

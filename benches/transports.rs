@@ -12,9 +12,10 @@ use accl_benches::process::{Place, Ranks, started_as_rank};
 use accl_benches::sweep::{self, Sweep};
 use accl_engine::Store;
 use accl_transport::loopback::{self, Capacity};
-use accl_transport::{Card, Endpoint, Link, Poller, Settings, Watched};
+use accl_transport::{Endpoint, Poller, Settings, Watched};
 use accl_types::config::Config;
 use accl_types::{Error, Result};
+use accl_wire::{EndpointInfo, Link};
 use criterion::{BenchmarkId, Criterion, Throughput};
 
 /// Deadline of connecting, and of the next frame.
@@ -155,10 +156,10 @@ impl Wire {
         let poller = Poller::new()?;
         let mut endpoint = Endpoint::new(settings, Arc::clone(&poller.waker()))?;
         let store = place.store()?;
-        let keys = [place.rank, 1 - place.rank].map(|rank| format!("card/{rank}"));
-        store.set(&keys[0], endpoint.card().to_text().as_bytes())?;
+        let keys = [place.rank, 1 - place.rank].map(|rank| format!("info/{rank}"));
+        store.set(&keys[0], endpoint.info().to_text().as_bytes())?;
         let peer = store.wait(&keys[1], DEADLINE)?.ok_or_else(|| Error::timeout("the other side did not come"))?;
-        let peer = Card::from_text(&String::from_utf8_lossy(&peer))?;
+        let peer = EndpointInfo::from_text(&String::from_utf8_lossy(&peer))?;
         let links = endpoint.connect(&[peer], Instant::now() + DEADLINE, &mut || false);
         let mut link =
             links.map_err(|failed| failed.error)?.pop().ok_or_else(|| Error::internal("no link was made"))?;

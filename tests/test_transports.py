@@ -188,8 +188,8 @@ def test_the_log_follows_calls_and_at_trace_their_frames(level, transport):
         lines = outcome.output.splitlines()
         ended = [line for line in lines if re.search(rf"ended.* rank={rank} call=\"all_reduce\"", line)]
         seqs = [int(re.search(r"seq=(\d+)", line)[1]) for line in ended]
-        # The end of an asynchronous call is told by whoever made the progress, maybe a thread that this process does not wait for.
-        assert len(seqs) == len(set(seqs)) and {0, 1, 2} <= set(seqs) <= set(range(5)), outcome.output
+        # Those of asynchronous calls are told by whoever made the progress, in any order, and before the process ends.
+        assert sorted(seqs) == list(range(5)), outcome.output
         assert all(re.search(r" us=\d+", line) for line in ended)
         begun = [line for line in lines if "begun" in line and 'call="all_reduce"' in line]
         assert begun and all(re.search(r"bytes=\d+ algorithm=\"\w+\"", line) for line in begun), begun

@@ -116,10 +116,22 @@ impl CompletionPool {
         wake.notify_one();
     }
 
-    /// So many announced jobs will be posted at once with [`CompletionPool::post_held`]: [`CompletionPool::drain`] waits for them,
-    /// too. For who posts only after it has given a lock back that the end of the process takes first.
+    /// So many announced jobs will be posted at once with [`CompletionPool::post_held`], or done by whoever holds them until
+    /// [`CompletionPool::let_go`]: [`CompletionPool::drain`] waits for them, too. For who goes on only after it has given a lock back
+    /// that the end of the process takes first.
     pub(crate) fn hold(&self, count: usize) {
         self.shared.on_their_way.fetch_add(count, Ordering::SeqCst);
+    }
+
+    /// So many of what was held are done.
+    pub(crate) fn let_go(&self, count: usize) {
+        if count > 0 {
+            let state = self.shared.state.lock();
+            self.shared.on_their_way.fetch_sub(count, Ordering::SeqCst);
+            if self.left(&state) == 0 {
+                self.shared.quiet.notify_all();
+            }
+        }
     }
 
     /// Posts jobs that were held.
@@ -300,6 +312,22 @@ mod tests {
         assert_eq!(receiver.try_iter().count(), 1);
         poster.join().unwrap();
         pool.stop(Duration::from_secs(5));
+    }
+
+    #[test]
+    fn draining_waits_for_what_somebody_else_has_yet_to_do() {
+        let pool = CompletionPool::default();
+        pool.hold(1);
+        assert_eq!(pool.drain(Instant::now() + Duration::from_millis(20), &mut || false), 1);
+        let other = std::thread::spawn({
+            let pool = pool.clone();
+            move || {
+                std::thread::sleep(Duration::from_millis(30));
+                pool.let_go(1);
+            }
+        });
+        assert_eq!(pool.drain(Instant::now() + Duration::from_secs(20), &mut || false), 0);
+        other.join().unwrap();
     }
 
     #[test]

@@ -10,21 +10,23 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-use accl_transport::{Card, Poller, Stance, Traced, Waker, Watched};
+use accl_transport::{Poller, Traced, Waker, Watched};
 use accl_types::{Error, Moment};
+use accl_wire::{EndpointInfo, Stance};
 use smallvec::SmallVec;
 
-use crate::call::{CallState, Waited};
 use crate::completion::CompletionPool;
 use crate::election::{Election, Host, Stint, Waiter};
 use crate::events;
-use crate::exec::SpinLimit;
-use crate::group::{Completed, Core, Fate, Relief};
-use crate::peers::{Mark, PeerId};
+use crate::in_flight::InFlight;
 use crate::signals;
 use crate::sync::{Mutex, MutexGuard};
 use crate::time;
 use crate::wanted::WantedLinks;
+use accl_executor::call::{CallState, Waited};
+use accl_executor::exec::SpinLimit;
+use accl_executor::group::{Completed, Core, Fate, Relief};
+use accl_executor::peers::{Mark, PeerId};
 
 /// How often a waiter looks for signals, in milliseconds.
 const TICK_MS: u64 = 50;
@@ -140,10 +142,13 @@ impl Locked<'_> {
     fn run_errands(&mut self) {
         let Completed { callbacks, calls, .. } = self.take_completed();
         let (wanted, notes) = self.net.take_wanted();
-        self.driver.pool.hold(callbacks.len());
+        let told = usize::from(!calls.is_empty());
+        self.driver.pool.hold(callbacks.len() + told);
         self.core = None;
-        self.driver.pool.post_held(callbacks);
+        // Whoever waits for a call goes on as soon as it has ended, and the process may end: that waits until this is told.
         calls.iter().for_each(|call| events::ended(call));
+        self.driver.pool.let_go(told);
+        self.driver.pool.post_held(callbacks);
         if !wanted.is_empty() || !notes.is_empty() {
             self.driver.wanted.add(wanted, notes);
         }
@@ -268,10 +273,10 @@ impl Driver {
     }
 
     /// Those of these peers that have no link and have not gone.
-    pub(crate) fn still_unlinked(&self, cards: Vec<Card>) -> Vec<Card> {
+    pub(crate) fn still_unlinked(&self, infos: Vec<EndpointInfo>) -> Vec<EndpointInfo> {
         self.with_core(|core| {
-            let is_unlinked = |card: &Card| core.net.find(&card.uuid).is_none_or(|id| core.net.is_unlinked(id));
-            cards.into_iter().filter(is_unlinked).collect()
+            let is_unlinked = |info: &EndpointInfo| core.net.find(&info.uuid).is_none_or(|id| core.net.is_unlinked(id));
+            infos.into_iter().filter(is_unlinked).collect()
         })
     }
 
@@ -450,7 +455,7 @@ impl Driver {
     /// Waits until the collectives of these groups that were made asynchronously are over, at most until then.
     pub(crate) fn await_calls(&self, groups: &[u64], until: Moment, interrupt: &mut dyn FnMut() -> bool) {
         let is_over = |core: &mut Core| {
-            let mut groups = groups.iter().filter_map(|id| core.groups.get(id));
+            let mut groups = groups.iter().filter_map(|id| core.group(*id));
             !groups.any(|group| group.has_async_calls(&core.net))
         };
         self.await_all(until, interrupt, is_over);
@@ -496,7 +501,7 @@ impl Driver {
 
     pub(crate) fn wait(
         self: &Arc<Self>,
-        call: &CallState,
+        call: &InFlight,
         timeout: Option<Duration>,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Waited {
@@ -602,7 +607,7 @@ impl Driver {
     fn wait_slowly(
         &self,
         me: Waiter,
-        call: &CallState,
+        call: &InFlight,
         timeout: Option<Duration>,
         until: Option<Moment>,
         interrupt: &mut dyn FnMut() -> bool,

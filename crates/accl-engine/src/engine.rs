@@ -9,16 +9,18 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use accl_schedule::cost::Machine;
-use accl_transport::{Card, Endpoint, Poller, Settings, Waker, Watched};
+use accl_transport::{Endpoint, Poller, Settings, Waker, Watched};
 use accl_types::config::Config;
 use accl_types::{Error, Moment, Result};
+use accl_wire::EndpointInfo;
 
 use crate::driver::{Delivery, Driver, Polling, lasting};
-use crate::peers::Mark;
 use crate::session::connector::Connector;
 use crate::session::rendezvous::Makings;
 use crate::sync::Mutex;
 use crate::time;
+use accl_executor::group::GroupState;
+use accl_executor::peers::Mark;
 
 /// How long the end of a group or of the process waits until the peers' hosts have what calls that are done have sent, and
 /// how long when calls have failed anyway.
@@ -39,7 +41,7 @@ const LAST_CALLBACKS: Duration = Duration::from_secs(30);
 pub struct Engine {
     pub(crate) driver: Arc<Driver>,
     /// How peers reach this process, and what makes links; from the first group on.
-    connecting: OnceLock<(Card, Connector)>,
+    connecting: OnceLock<(EndpointInfo, Connector)>,
     opening: Mutex<()>,
     /// Settings of process scope, fixed by the first group.
     pub(crate) config: Config,
@@ -58,7 +60,7 @@ pub struct Engine {
 pub(crate) struct Parts<'a> {
     pub(crate) poller: &'a Poller,
     pub(crate) waker: &'a Arc<Waker>,
-    pub(crate) card: &'a Card,
+    pub(crate) info: &'a EndpointInfo,
     pub(crate) connector: &'a Connector,
 }
 
@@ -127,35 +129,35 @@ impl Engine {
             settings.master = master;
             let endpoint = Endpoint::new(settings, waker.clone())?;
             self.driver.set_polling(Polling { poller, waker });
-            let card = endpoint.card().clone();
-            let _ = self.connecting.set((card, Connector::new(endpoint, &self.driver)?));
+            let info = endpoint.info().clone();
+            let _ = self.connecting.set((info, Connector::new(endpoint, &self.driver)?));
         }
         self.opened().ok_or_else(|| Error::internal("the endpoint was not kept"))
     }
 
     fn opened(&self) -> Option<Parts<'_>> {
-        let ((card, connector), Polling { poller, waker }) = (self.connecting.get()?, self.driver.polling()?);
-        Some(Parts { poller, waker, card, connector })
+        let ((info, connector), Polling { poller, waker }) = (self.connecting.get()?, self.driver.polling()?);
+        Some(Parts { poller, waker, info, connector })
     }
 
     /// This process as its peers see it.
     ///
     /// # Errors
     /// As [`Engine::create_group`], when the endpoint cannot be opened.
-    pub fn card(&self) -> Result<Card> {
-        Ok(self.parts(None)?.card.clone())
+    pub fn info(&self) -> Result<EndpointInfo> {
+        Ok(self.parts(None)?.info.clone())
     }
 
     /// Takes a link to a peer that was made by other means than the endpoint; groups made later use it.
     ///
     /// # Errors
     /// `Exhausted` when its descriptors cannot be watched.
-    pub fn adopt_link(&self, card: Card, mut link: Box<dyn Watched>) -> Result<()> {
+    pub fn adopt_link(&self, info: EndpointInfo, mut link: Box<dyn Watched>) -> Result<()> {
         let parts = self.parts(None)?;
         // Under the lock: a driver that the first event wakes must find the link.
         self.driver.with_core(|core| {
             parts.poller.watch(&mut link)?;
-            core.net.add(&card, link);
+            core.net.add(&info, link);
             Ok(())
         })
     }
@@ -163,7 +165,7 @@ impl Engine {
     /// What ends a wait of this engine: for links made by other means than the endpoint.
     ///
     /// # Errors
-    /// As [`Engine::card`].
+    /// As [`Engine::info`].
     pub fn waker(&self) -> Result<Arc<Waker>> {
         Ok(self.parts(None)?.waker.clone())
     }
@@ -180,7 +182,7 @@ impl Engine {
     }
 
     /// Takes a peer without a link for gone, as when nothing has been heard of it for long. For tests.
-    pub fn give_up(&self, peer: &Card) {
+    pub fn give_up(&self, peer: &EndpointInfo) {
         self.driver.lose(&peer.uuid, Error::peer_lost("no link to it within 30 s"));
     }
 
@@ -225,8 +227,10 @@ impl Engine {
         }
         let interrupt = &mut lasting(interrupt);
         if await_calls {
-            let groups =
-                self.driver.try_lock_until(time::now() + LOCK_AT_END).map(|core| core.groups.keys().copied().collect());
+            let groups = self
+                .driver
+                .try_lock_until(time::now() + LOCK_AT_END)
+                .map(|core| core.groups().map(GroupState::id).collect());
             let groups: Vec<u64> = groups.unwrap_or_default();
             self.driver.await_calls(&groups, time::now() + LAST_CALLS, interrupt);
         }
@@ -236,8 +240,8 @@ impl Engine {
         }
         let now = time::now();
         if let Some(mut core) = self.driver.try_lock_until(time::now() + LOCK_AT_END) {
-            let ids: Vec<u64> = core.groups.keys().copied().collect();
-            let has_failed = core.groups.values().any(|group| group.poison().is_some());
+            let ids: Vec<u64> = core.groups().map(GroupState::id).collect();
+            let has_failed = core.groups().any(|group| group.poison().is_some());
             let sent: Vec<Mark> = core.net.linked_now().into_iter().map(|id| core.net.mark(id)).collect();
             let _ = core.guarded(|core| {
                 for id in ids {

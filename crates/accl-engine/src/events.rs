@@ -5,12 +5,13 @@
 
 use std::time::Duration;
 
-use accl_transport::frame::Header;
-use accl_transport::{HEAD_BYTES, Tell, Way};
+use accl_transport::{Tell, Way};
 use accl_types::Collective;
+use accl_wire::HEAD_BYTES;
+use accl_wire::frame::Header;
 use tracing::Level;
 
-use crate::call::{CallDesc, CallState};
+use accl_executor::call::{CallDesc, CallState};
 
 /// Whether somebody follows calls.
 #[inline]

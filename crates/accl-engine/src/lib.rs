@@ -3,18 +3,13 @@
 //! Knows no torch, Python, MPI or device. Read [`Engine`], then [`Group::submit`] and [`Group::run`], then [`Call`].
 
 mod api;
-mod call;
 mod completion;
 mod driver;
 mod election;
 mod engine;
 mod env;
 mod events;
-mod exec;
-mod group;
-mod memory;
-mod peers;
-mod plan;
+mod in_flight;
 mod session;
 mod settings;
 mod signals;
@@ -23,19 +18,20 @@ mod sync;
 mod time;
 mod wanted;
 
+pub use accl_executor::call::{Blocks, CallDesc, MemoryKind, Mode, TensorDesc, Waited};
+pub use accl_executor::call::{
+    Codecs, Encoded, Encoding, Measured, Probe, Residuals, Statistics, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs,
+};
+pub use accl_executor::call::{External, ExternalCopy, ExternalTask};
+pub use accl_executor::group::Work;
+pub use accl_executor::peers::Traffic;
 pub use api::call::Call;
+pub use api::error_stats::ErrorStats;
 pub use api::group::{Group, Ran};
 pub use api::snapshot::{CallSnapshot, GroupSnapshot, PeerSnapshot, Snapshot};
 pub use api::spec::GroupSpec;
-pub use call::{Blocks, CallDesc, MemoryKind, Mode, TensorDesc, Waited};
-pub use call::{
-    Codecs, Encoded, Encoding, ErrorStats, Measured, Probe, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs,
-};
-pub use call::{External, ExternalCopy, ExternalTask};
 pub use engine::Engine;
 pub use env::{cache_home, config_from_environment, foreign_variables};
-pub use group::Work;
-pub use peers::Traffic;
 pub use session::store::{MemoryStore, Store, store_failed};
 pub use settings::{accepted, check_settings, settings_page};
 pub use signals::block_all as block_signals;
@@ -44,7 +40,8 @@ pub use signals::block_all as block_signals;
 pub use accl_kernels::{codec, describe_isa, supports};
 pub use accl_schedule::cost::{CONSTANTS, Machine};
 pub use accl_schedule::{ALGORITHMS, Algorithm};
-pub use accl_transport::{Card, Transport, TransportV1, register_table, transports};
+pub use accl_transport::{Transport, TransportV1, register_table, transports};
+pub use accl_wire::EndpointInfo;
 
 #[cfg(test)]
 mod simulated;

@@ -4,15 +4,16 @@
 
 use std::sync::{Arc, OnceLock};
 
-use accl_transport::{Card, Waker};
+use accl_transport::Waker;
+use accl_wire::EndpointInfo;
 
-use crate::peers::Note;
 use crate::sync::Mutex;
+use accl_executor::peers::Note;
 
-/// The cards of peers to which links are wanted, and what they are to be told besides.
+/// The infos of peers to which links are wanted, and what they are to be told besides.
 #[derive(Default)]
 pub(crate) struct WantedLinks {
-    wishes: Mutex<(Vec<Card>, Vec<Note>)>,
+    wishes: Mutex<(Vec<EndpointInfo>, Vec<Note>)>,
     /// Of the thread that makes them.
     waker: OnceLock<Arc<Waker>>,
 }
@@ -23,7 +24,7 @@ impl WantedLinks {
         let _ = self.waker.set(waker);
     }
 
-    pub(crate) fn add(&self, links: Vec<Card>, notes: Vec<Note>) {
+    pub(crate) fn add(&self, links: Vec<EndpointInfo>, notes: Vec<Note>) {
         {
             let mut wishes = self.wishes.lock();
             wishes.0.extend(links);
@@ -34,7 +35,7 @@ impl WantedLinks {
         }
     }
 
-    pub(crate) fn take(&self) -> (Vec<Card>, Vec<Note>) {
+    pub(crate) fn take(&self) -> (Vec<EndpointInfo>, Vec<Note>) {
         std::mem::take(&mut self.wishes.lock())
     }
 }

@@ -9,10 +9,10 @@ use accl_engine::codec::{Codec, RngKey, Rounding, Slice};
 use accl_engine::{ALGORITHMS, Blocks, CallDesc, Mode};
 use accl_engine::{Encoded, Residuals, TensorCodecs};
 use accl_testkit::{Fabric, World, WorldOptions};
-use accl_transport::frame::OVERHEAD_BYTES;
 use accl_transport::loopback::{self, Capacity};
 use accl_transport::{Faults, Faulty};
 use accl_types::{Collective, Dtype, ErrorKind, Rank, ReduceOp};
+use accl_wire::frame::OVERHEAD_BYTES;
 use common::{all_reduce, bits_of, blocks, both_ways, data, encoded, encoding, max_min, options, raw, rows, tensor};
 
 const ROUNDINGS: [Rounding; 3] = [Rounding::Nearest, Rounding::Stochastic, Rounding::Correlated];
@@ -495,8 +495,8 @@ fn connect(world: &World, is_faulty: impl Fn(usize, usize) -> bool, seed: u64) {
                 let flipped_from_bytes = is_faulty(from, to).then_some(1000);
                 Faults { seed, flipped_from_bytes, ..Faults::default() }
             };
-            one.adopt_link(other.card().unwrap(), Box::new(Faulty::new(left, faulty(b, a)))).unwrap();
-            other.adopt_link(one.card().unwrap(), Box::new(Faulty::new(right, faulty(a, b)))).unwrap();
+            one.adopt_link(other.info().unwrap(), Box::new(Faulty::new(left, faulty(b, a)))).unwrap();
+            other.adopt_link(one.info().unwrap(), Box::new(Faulty::new(right, faulty(a, b)))).unwrap();
         }
     }
 }

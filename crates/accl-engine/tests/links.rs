@@ -251,7 +251,9 @@ fn rings_begin_small_and_grow_with_what_goes_through_them() {
         let mut data = vec![1.0_f32; 4 << 20];
         member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
         assert!(data.iter().all(|&x| x == 2.0));
-        assert!(ring().contains("ring of 1024 KiB that grows to 1024 KiB"), "{}", ring());
+        // How far it grows hangs on how far the reader is behind; that one segment fits does not.
+        let ring = ring();
+        assert!(!ring.contains("ring of 16 KiB") && ring.contains("KiB that grows to 1024 KiB"), "{ring}");
     });
 }
 
@@ -389,7 +391,7 @@ fn a_rank_that_another_has_given_up_learns_of_it_when_it_links() {
         let given_up = std::sync::Barrier::new(8);
         world.run("g", |member| {
             if member.rank == 0 {
-                world.engines[0].give_up(&world.engines[3].card().unwrap());
+                world.engines[0].give_up(&world.engines[3].info().unwrap());
             }
             given_up.wait();
             if member.rank == 3 {

@@ -238,7 +238,7 @@ fn survive(agents: Agents, deaths: &[(u32, usize)]) {
         let took = launcher.last_start.elapsed();
         assert!(took < SOON, "{what}: {took:?} after the last start; {:#?}", launcher.errors);
     });
-    // Who dies while it cleans up leaves its card, and the roster and the count of that session. Its launcher ends others
+    // Who dies while it cleans up leaves its info, and the roster and the count of that session. Its launcher ends others
     // at that moment, too.
     let left = store.keys();
     assert!(left.len() <= (WORLD as usize + 1) * deaths.len(), "{what}: {left:#?}");
@@ -351,7 +351,7 @@ impl Counting<'_> {
         }
         // Until the others have answered they cannot tell this attempt from one that was before.
         let late = Instant::now() + Duration::from_secs(10);
-        let others = || self.store.keys().iter().filter(|key| key.contains("/card/")).count();
+        let others = || self.store.keys().iter().filter(|key| key.contains("/info/")).count();
         while what == "set" && others() < WORLD as usize - 2 && Instant::now() < late {
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -383,9 +383,9 @@ impl Store for Counting<'_> {
 
 #[test]
 fn a_rank_that_fails_after_the_meeting_tells_the_others_at_once() {
-    // The leader has no card of its own in the store.
+    // The leader has no info of its own in the store.
     let moments = [("add ", "/ready")].into_iter().flat_map(|moment| [(0, moment), (1, moment), (2, moment)]);
-    for (victim, moment) in moments.chain([(1, ("set ", "/card/")), (2, ("set ", "/card/"))]) {
+    for (victim, moment) in moments.chain([(1, ("set ", "/info/")), (2, ("set ", "/info/"))]) {
         let (store, asked) = (MemoryStore::default(), [0, 1, 2].map(|_| Mutex::default()));
         let results = make(|rank| Counting {
             store: store.clone(),
@@ -415,7 +415,7 @@ fn a_rank_that_is_interrupted_while_it_waits_tells_the_others_at_once() {
                     let engine = engine();
                     let began = Instant::now();
                     // The third rank does not come. The interrupt comes when the other one has met the victim.
-                    let mut interrupt = || rank == victim && store.keys().iter().any(|key| key.ends_with("card/1"));
+                    let mut interrupt = || rank == victim && store.keys().iter().any(|key| key.ends_with("info/1"));
                     let spec = spec("g", rank, WORLD, &[]);
                     let Err(error) = engine.create_group(spec, store, &mut interrupt) else { panic!("made") };
                     assert!(error.message.contains("interrupted"), "{error}");
@@ -462,7 +462,7 @@ impl Store for Slow<'_> {
     }
 
     fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
-        while key.ends_with("card/3") && !self.answers.load(Ordering::SeqCst) {
+        while key.ends_with("info/3") && !self.answers.load(Ordering::SeqCst) {
             std::thread::yield_now();
         }
         self.store.get(key)
@@ -480,7 +480,7 @@ impl Store for Slow<'_> {
 #[test]
 fn a_rank_that_came_and_gave_up_is_not_counted_among_the_missing() {
     let (store, answers) = (MemoryStore::default(), AtomicBool::new(false));
-    let has_come = |rank: u32| store.keys().iter().any(|key| key.ends_with(&format!("card/{rank}")));
+    let has_come = |rank: u32| store.keys().iter().any(|key| key.ends_with(&format!("info/{rank}")));
     let make = |rank: u32, timeout: Duration, store: &dyn Store| {
         let engine = engine();
         let mut spec = spec("g", rank, 4, &[]);

@@ -69,13 +69,13 @@ fn dtypes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
 #[pyfunction]
 fn host_facts(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let config = accl_engine::config_from_environment().map_err(refused)?;
-    let card = accl_calibrate::engine(config).card().map_err(refused)?;
+    let info = accl_calibrate::engine(config).info().map_err(refused)?;
     let dict = PyDict::new(py);
-    dict.set_item("hostname", card.hostname)?;
-    dict.set_item("host_id", card.host_id)?;
+    dict.set_item("hostname", info.hostname)?;
+    dict.set_item("host_id", info.host_id)?;
     dict.set_item("instruction_set", accl_engine::describe_isa())?;
-    dict.set_item("transports", card.transports)?;
-    dict.set_item("addresses", card.addresses.iter().map(ToString::to_string).collect::<Vec<_>>())?;
+    dict.set_item("transports", info.transports)?;
+    dict.set_item("addresses", info.addresses.iter().map(ToString::to_string).collect::<Vec<_>>())?;
     Ok(dict)
 }
 

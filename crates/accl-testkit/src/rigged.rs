@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use accl_transport::loopback::LoopbackLink;
-use accl_transport::{Answers, Frame, Link, News, Place, Watched};
+use accl_transport::{News, Watched};
 use accl_types::{Error, Result};
+use accl_wire::{Answers, Frame, Link, Place};
 
 /// What a rigged link says when it panics.
 pub const EXPLODES: &str = "the test's link explodes";

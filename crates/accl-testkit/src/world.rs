@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use accl_engine::{Engine, Group, GroupSpec};
-use accl_transport::frame::OVERHEAD_BYTES;
 use accl_transport::loopback::{self, Capacity, LoopbackLink};
 use accl_types::Rank;
 use accl_types::config::{Calibration, Config};
+use accl_wire::frame::OVERHEAD_BYTES;
 
 use crate::{Member, MemoryStore, Rig, Rigged, every_transport};
 
@@ -127,8 +127,8 @@ impl World {
         for (index, a) in self.engines.iter().enumerate() {
             for b in &self.engines[index + 1..] {
                 let (left, right) = self.loopback_pair(a, b, frames);
-                a.adopt_link(b.card().unwrap_or_else(give_up), Box::new(left)).unwrap_or_else(give_up);
-                b.adopt_link(a.card().unwrap_or_else(give_up), Box::new(right)).unwrap_or_else(give_up);
+                a.adopt_link(b.info().unwrap_or_else(give_up), Box::new(left)).unwrap_or_else(give_up);
+                b.adopt_link(a.info().unwrap_or_else(give_up), Box::new(right)).unwrap_or_else(give_up);
             }
         }
     }
@@ -143,8 +143,8 @@ impl World {
         let (a, b) = (&world.engines[0], &world.engines[1]);
         let (left, right) = world.loopback_pair(a, b, 16);
         let left = Rigged::new(left, rig.clone());
-        a.adopt_link(b.card().unwrap_or_else(give_up), Box::new(left)).unwrap_or_else(give_up);
-        b.adopt_link(a.card().unwrap_or_else(give_up), Box::new(right)).unwrap_or_else(give_up);
+        a.adopt_link(b.info().unwrap_or_else(give_up), Box::new(left)).unwrap_or_else(give_up);
+        b.adopt_link(a.info().unwrap_or_else(give_up), Box::new(right)).unwrap_or_else(give_up);
         (world, rig)
     }
 

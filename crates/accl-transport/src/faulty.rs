@@ -3,8 +3,9 @@
 use std::os::fd::BorrowedFd;
 
 use accl_types::{Error, Result};
+use accl_wire::{Answers, Frame, Link, Place};
 
-use crate::{Answers, Frame, Link, News, Place, Watched};
+use crate::{News, Watched};
 
 /// What goes wrong.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

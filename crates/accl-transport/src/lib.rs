@@ -4,7 +4,6 @@
 //! ranks, and never blocks except in [`Endpoint::sleep`], [`Endpoint::connect`] and [`Poller::wait`]. What links carry is `accl-wire`'s; here it
 //! is opaque bytes.
 
-mod card;
 mod credentials;
 mod descriptors;
 mod endpoint;
@@ -26,10 +25,8 @@ mod tcp;
 mod traced;
 pub mod transport;
 
-pub use accl_wire::{Answers, Frame, HEAD_BYTES, Link, PROTOCOL_VERSION, Place, frame};
-pub use card::Card;
 pub use endpoint::{
-    ConnectError, Endpoint, Host, MAX_ANSWER_BYTES, MAX_NOTE_BYTES, Missing, Stance, Unreachable, Wanted, check_peers,
+    ConnectError, Endpoint, Host, MAX_ANSWER_BYTES, MAX_NOTE_BYTES, Missing, Unreachable, Wanted, check_peers,
     likely_transport,
 };
 pub use faulty::{Faults, Faulty};

@@ -8,8 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use accl_types::{Error, Result};
+use accl_wire::{Frame, HEAD_BYTES, Link, Place};
 
-use crate::{Frame, HEAD_BYTES, Link, Place, Waker, Watched};
+use crate::{Waker, Watched};
 
 /// How much one direction holds before its sender finds no room.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

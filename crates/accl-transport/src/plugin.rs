@@ -9,6 +9,7 @@ use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
 use accl_types::{Error, Result};
+use accl_wire::{Frame, HEAD_BYTES, Link, Place};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::Shutdown;
 
@@ -16,7 +17,7 @@ use crate::fork::Fd;
 use crate::transport::{
     Address, Agreed, Carrier, HalfLink, Local, MAX_ADDRESS_BYTES, PeerAddress, Provider, Transport,
 };
-use crate::{Frame, HEAD_BYTES, Link, News, Place, Watched, refusal, rows};
+use crate::{News, Watched, refusal, rows};
 
 /// The version of [`TransportV1`].
 pub const TRANSPORT_ABI: u32 = 1;

@@ -11,9 +11,10 @@ use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use accl_types::{Error, Result};
+use accl_wire::{Answers, Frame, HEAD_BYTES, Link, Place};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::{Answers, Frame, HEAD_BYTES, Link, News, Place, Watched, refusal};
+use crate::{News, Watched, refusal};
 
 /// A connection to one process that carries bytes both ways, in order, and never blocks: a socket, a pipe each way, or what encrypts
 /// on top of one.

@@ -7,8 +7,9 @@ use std::ptr::NonNull;
 use std::time::Duration;
 
 use accl_types::Result;
+use accl_wire::{Answers, Frame, HEAD_BYTES, Link, Place};
 
-use crate::{Answers, Frame, HEAD_BYTES, Link, News, Place, Watched};
+use crate::{News, Watched};
 
 /// Which way a frame goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

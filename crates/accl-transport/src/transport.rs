@@ -24,7 +24,7 @@ pub type Open = dyn Fn(&Local<'_>) -> Box<dyn Provider> + Send + Sync;
 /// A row of the table of transports.
 #[derive(Clone)]
 pub struct Transport {
-    /// Name in `ACCL_TRANSPORTS`, in the handshake and in [`crate::Link::transport`]: at most [`MAX_NAME_BYTES`] small letters,
+    /// Name in `ACCL_TRANSPORTS`, in the handshake and in [`accl_wire::Link::transport`]: at most [`MAX_NAME_BYTES`] small letters,
     /// digits and `_`.
     pub name: &'static str,
     /// One sentence for the documentation.
@@ -35,7 +35,7 @@ pub struct Transport {
     pub descriptors: usize,
     /// Frames lie in memory that both processes share: no look and no send needs the system. Calls look at such links often, send encoded
     /// data without checksums, and are planned with the costs of shared memory, those over other links with the costs of tcp.
-    /// [`crate::Link::is_cheap_to_look_at`] answers the same.
+    /// [`accl_wire::Link::is_cheap_to_look_at`] answers the same.
     pub is_cheap_to_look_at: bool,
     /// Called once for each endpoint that uses the transport.
     pub open: &'static Open,

@@ -8,9 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use accl_transport::{Card, Endpoint, Link, PROTOCOL_VERSION, Poller, Settings, Watched};
+use accl_transport::{Endpoint, Poller, Settings, Watched};
 use accl_types::ErrorKind;
 use accl_types::config::IfnameFilter;
+use accl_wire::{EndpointInfo, Link, PROTOCOL_VERSION};
 use common::{Host, connected, deadline, settings, within_limit};
 use proptest::prelude::*;
 use rustix::process::{Resource, Rlimit};
@@ -20,17 +21,17 @@ const BOTH: &[&str] = &["shm", "tcp"];
 /// The side that connects, then the side that accepts.
 fn caller_and_callee(settings: &Settings) -> (Host, Host) {
     let (a, b) = (Host::new(settings.clone()), Host::new(settings.clone()));
-    if a.card().uuid < b.card().uuid { (a, b) } else { (b, a) }
+    if a.info().uuid < b.info().uuid { (a, b) } else { (b, a) }
 }
 
-/// Connects the caller by what `card` says and the callee in its thread.
-fn connect_by(mut caller: Host, mut callee: Host, card: &Card) -> Box<dyn Watched> {
-    let caller_card = caller.card();
+/// Connects the caller by what `info` says and the callee in its thread.
+fn connect_by(mut caller: Host, mut callee: Host, info: &EndpointInfo) -> Box<dyn Watched> {
+    let caller_info = caller.info();
     let thread = std::thread::spawn(move || {
-        let links = callee.connect(&[caller_card]).unwrap();
+        let links = callee.connect(&[caller_info]).unwrap();
         (callee, links)
     });
-    let link = caller.connect(std::slice::from_ref(card)).unwrap().remove(0);
+    let link = caller.connect(std::slice::from_ref(info)).unwrap().remove(0);
     thread.join().unwrap();
     link
 }
@@ -50,7 +51,7 @@ fn one_host_shares_memory_and_two_hosts_use_tcp_without_loopback() {
         assert_eq!((a.link.transport(), b.link.transport()), ("shm", "shm"));
         assert!(a.warnings.is_empty() && b.warnings.is_empty());
 
-        let outside = Host::new(settings(BOTH)).card().addresses.iter().any(|a| !a.ip().is_loopback());
+        let outside = Host::new(settings(BOTH)).info().addresses.iter().any(|a| !a.ip().is_loopback());
         if !outside {
             println!("skipped the second half: this machine has loopback addresses only");
             return;
@@ -77,12 +78,12 @@ fn without_memory_tcp_is_used_and_one_warning_says_so() {
     within_limit(|| {
         let none = Settings { shm_limit: 0, ..settings(BOTH) };
         let mut hosts: Vec<Host> = (0..3).map(|_| Host::new(none.clone())).collect();
-        hosts.sort_by_key(|host| host.card().uuid);
-        let cards: Vec<Card> = hosts.iter().map(Host::card).collect();
+        hosts.sort_by_key(|host| host.info().uuid);
+        let infos: Vec<EndpointInfo> = hosts.iter().map(Host::info).collect();
         let threads: Vec<_> = hosts
             .into_iter()
             .map(|mut host| {
-                let others: Vec<_> = cards.iter().filter(|c| c.uuid != host.card().uuid).cloned().collect();
+                let others: Vec<_> = infos.iter().filter(|c| c.uuid != host.info().uuid).cloned().collect();
                 std::thread::spawn(move || {
                     let links = host.connect(&others).unwrap();
                     assert!(links.iter().all(|link| link.transport() == "tcp"));
@@ -120,12 +121,12 @@ fn memory_that_was_given_back_is_used_again() {
         let tight = Settings { shm_limit: 3 << 20, ..settings(BOTH) };
         let (mut caller, mut callee) = caller_and_callee(&tight);
         for round in 0..3 {
-            let (card, back) = (callee.card(), caller.card());
+            let (info, back) = (callee.info(), caller.info());
             let thread = std::thread::spawn(move || {
                 let links = callee.connect(&[back]).unwrap();
                 (callee, links)
             });
-            let links = caller.connect(&[card]).unwrap();
+            let links = caller.connect(&[info]).unwrap();
             callee = thread.join().unwrap().0;
             assert!(links[0].describe().contains("1024 KiB"), "round {round}: {}", links[0].describe());
         }
@@ -137,7 +138,7 @@ fn what_cannot_be_is_an_error_that_says_why() {
     within_limit(|| {
         let (mut caller, callee) = caller_and_callee(&Settings { shm_limit: 0, ..settings(&["shm"]) });
         let soon = Instant::now() + Duration::from_millis(300);
-        let error = caller.endpoint.connect(&[callee.card()], soon, &mut || false).err().unwrap();
+        let error = caller.endpoint.connect(&[callee.info()], soon, &mut || false).err().unwrap();
         assert_eq!(error.error.kind, ErrorKind::Timeout);
         assert!(error.missing[0].why.contains("ACCL_SHM_LIMIT"), "{error:?}");
         assert!(error.error.message.contains("1 of 1 peers") && error.error.message.contains("pid"), "{error:?}");
@@ -148,13 +149,13 @@ fn what_cannot_be_is_an_error_that_says_why() {
 fn ipv6_alone_will_do() {
     within_limit(|| {
         let (caller, callee) = caller_and_callee(&settings(&["tcp"]));
-        let mut card = callee.card();
-        card.addresses.retain(SocketAddr::is_ipv6);
-        if card.addresses.is_empty() {
+        let mut info = callee.info();
+        info.addresses.retain(SocketAddr::is_ipv6);
+        if info.addresses.is_empty() {
             println!("skipped: this machine has no IPv6 address");
             return;
         }
-        let link = connect_by(caller, callee, &card);
+        let link = connect_by(caller, callee, &info);
         assert!(link.describe().contains("]:"), "{}", link.describe());
     });
 }
@@ -176,21 +177,21 @@ fn addresses_that_lead_nowhere_or_to_others_are_passed_over() {
             let _ = stream.read(&mut [0; 1]);
         });
         let unreachable: SocketAddr = "198.51.100.1:9".parse().unwrap();
-        let other_port = other.card().addresses[0].port();
+        let other_port = other.info().addresses[0].port();
         let other_thread = {
             // Answers everybody, and must not take this connection for one of its own.
             let (mut other, done) = (other, Arc::clone(&done));
             std::thread::spawn(move || {
-                let nobody = Card { uuid: [0; 16], ..other.card() };
+                let nobody = EndpointInfo { uuid: [0; 16], ..other.info() };
                 let mut until_done = || done.load(Ordering::Relaxed);
                 assert!(other.endpoint.connect(&[nobody], deadline(), &mut until_done).is_err());
             })
         };
-        let mut card = callee.card();
-        let right = loopback(card.addresses[0].port());
-        card.addresses =
+        let mut info = callee.info();
+        let right = loopback(info.addresses[0].port());
+        info.addresses =
             vec![unreachable, refused, rude_address, loopback(other_port), silent.local_addr().unwrap(), right];
-        let link = connect_by(caller, callee, &card);
+        let link = connect_by(caller, callee, &info);
         assert!(link.describe().contains(&right.to_string()), "{}", link.describe());
         done.store(true, Ordering::Relaxed);
         other_thread.join().unwrap();
@@ -204,14 +205,14 @@ fn efforts_to_reach_a_peer_go_on_from_call_to_call() {
         let (mut caller, mut callee) = caller_and_callee(&settings(&["tcp"]));
         // Accepts by the kernel's queue and never says a word.
         let silent = TcpListener::bind("127.0.0.1:0").unwrap();
-        let mut card = callee.card();
-        card.addresses.insert(0, silent.local_addr().unwrap());
-        let caller_card = caller.card();
-        let thread = std::thread::spawn(move || callee.connect(&[caller_card]).unwrap());
+        let mut info = callee.info();
+        info.addresses.insert(0, silent.local_addr().unwrap());
+        let caller_info = caller.info();
+        let thread = std::thread::spawn(move || callee.connect(&[caller_info]).unwrap());
         let end = deadline();
         let links = loop {
             let slice = Instant::now() + Duration::from_millis(100);
-            match caller.endpoint.connect(std::slice::from_ref(&card), slice, &mut || false) {
+            match caller.endpoint.connect(std::slice::from_ref(&info), slice, &mut || false) {
                 Ok(links) => break links,
                 Err(failed) => assert!(Instant::now() < end, "{:?}", failed.missing),
             }
@@ -225,9 +226,9 @@ fn efforts_to_reach_a_peer_go_on_from_call_to_call() {
 fn peers_without_a_common_transport_are_named_at_once() {
     within_limit(|| {
         let (mut a, mut b) = (Host::new(on_host("one", &["shm"])), Host::new(on_host("two", BOTH)));
-        let cards = [a.card(), b.card()];
+        let infos = [a.info(), b.info()];
         let began = Instant::now();
-        for (host, other) in [(&mut a, &cards[1]), (&mut b, &cards[0])] {
+        for (host, other) in [(&mut a, &infos[1]), (&mut b, &infos[0])] {
             let failed = host.endpoint.connect(std::slice::from_ref(other), deadline(), &mut || false).map(drop);
             let failed = failed.expect_err("nothing leads there");
             assert_eq!(failed.error.kind, ErrorKind::Configuration);
@@ -242,7 +243,7 @@ fn peers_without_a_common_transport_are_named_at_once() {
 fn strangers_at_the_listener_disturb_nobody() {
     within_limit(|| {
         let (caller, callee) = caller_and_callee(&settings(&["tcp"]));
-        let address = SocketAddr::from(([127, 0, 0, 1], callee.card().addresses[0].port()));
+        let address = SocketAddr::from(([127, 0, 0, 1], callee.info().addresses[0].port()));
         let visit = |bytes: &[u8]| {
             let mut stream = TcpStream::connect(address).unwrap();
             stream.write_all(bytes).unwrap();
@@ -256,9 +257,9 @@ fn strangers_at_the_listener_disturb_nobody() {
             visitors.push(visit(b"\x7faccl>\r\n\x01\0\0\0"));
             drop(visit(b"\x7facc"));
         }
-        let card = callee.card();
+        let info = callee.info();
         let before = Instant::now();
-        connect_by(caller, callee, &card);
+        connect_by(caller, callee, &info);
         assert!(before.elapsed() < Duration::from_secs(5), "{:?}", before.elapsed());
     });
 }
@@ -269,12 +270,12 @@ fn a_flood_of_strangers_drops_no_connection_that_was_promised_a_link() {
         let limit = rustix::process::getrlimit(Resource::Nofile);
         rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).unwrap();
         let (mut caller, mut callee) = caller_and_callee(&settings(&["tcp"]));
-        let (card, back) = (callee.card(), caller.card());
+        let (info, back) = (callee.info(), caller.info());
         let soon = || Instant::now() + Duration::from_millis(100);
         // The hello is sent, then answered; the caller does not look at the answer for now.
-        assert!(caller.endpoint.connect(std::slice::from_ref(&card), soon(), &mut || false).is_err());
+        assert!(caller.endpoint.connect(std::slice::from_ref(&info), soon(), &mut || false).is_err());
         assert!(callee.endpoint.connect(std::slice::from_ref(&back), soon(), &mut || false).is_err());
-        let address = SocketAddr::from(([127, 0, 0, 1], card.addresses[0].port()));
+        let address = SocketAddr::from(([127, 0, 0, 1], info.addresses[0].port()));
         let mut strangers: Vec<TcpStream> = (0..1200).map(|_| TcpStream::connect(address).unwrap()).collect();
         strangers[0].set_nonblocking(true).unwrap();
         // More than are borne with: the first of them is dropped.
@@ -283,7 +284,7 @@ fn a_flood_of_strangers_drops_no_connection_that_was_promised_a_link() {
             assert!(Instant::now() < end, "nobody was dropped");
             assert!(callee.endpoint.connect(std::slice::from_ref(&back), soon(), &mut || false).is_err());
         }
-        let _link = connect_by(caller, callee, &card);
+        let _link = connect_by(caller, callee, &info);
     });
 }
 
@@ -291,18 +292,18 @@ fn a_flood_of_strangers_drops_no_connection_that_was_promised_a_link() {
 fn another_version_is_named_before_and_during_the_handshake() {
     within_limit(|| {
         let (mut caller, mut callee) = caller_and_callee(&settings(&["tcp"]));
-        let later = Card { version: PROTOCOL_VERSION + 1, ..callee.card() };
+        let later = EndpointInfo { version: PROTOCOL_VERSION + 1, ..callee.info() };
         let error = caller.connect(&[later]).err().unwrap();
         assert_eq!(error.error.kind, ErrorKind::Mismatch);
         assert!(error.error.message.contains("install the same torch-accl"), "{error:?}");
 
-        let address = SocketAddr::from(([127, 0, 0, 1], callee.card().addresses[0].port()));
+        let address = SocketAddr::from(([127, 0, 0, 1], callee.info().addresses[0].port()));
         let mut stream = TcpStream::connect(address).unwrap();
         let mut hello = [0; 128];
         hello[..9].copy_from_slice(b"\x7faccl>\r\n\x63");
         stream.write_all(&hello).unwrap();
         let soon = Instant::now() + Duration::from_millis(300);
-        assert!(callee.endpoint.connect(&[caller.card()], soon, &mut || false).is_err());
+        assert!(callee.endpoint.connect(&[caller.info()], soon, &mut || false).is_err());
         let mut reply = Vec::new();
         stream.read_to_end(&mut reply).unwrap();
         let text = String::from_utf8_lossy(&reply);
@@ -315,26 +316,26 @@ fn a_connection_nobody_asked_for_is_kept_for_the_call_that_does() {
     within_limit(|| {
         let mut hosts: Vec<Host> = (0..3).map(|_| Host::new(settings(BOTH))).collect();
         // The last accepts from both.
-        hosts.sort_by_key(|host| host.card().uuid);
+        hosts.sort_by_key(|host| host.info().uuid);
         let mut last = hosts.pop().unwrap();
         let mut second = hosts.pop().unwrap();
         let mut first = hosts.pop().unwrap();
-        let (card, first_card, second_card) = (last.card(), first.card(), second.card());
-        let for_second = card.clone();
+        let (info, first_info, second_info) = (last.info(), first.info(), second.info());
+        let for_second = info.clone();
         let early = std::thread::spawn(move || {
             let links = second.connect(&[for_second]).unwrap();
             (second, links)
         });
         // `last` asks for `first` only, whose call comes after the unwanted link was made: by then it is kept.
         let thread = std::thread::spawn(move || {
-            let links = last.connect(&[first_card]).unwrap();
+            let links = last.connect(&[first_info]).unwrap();
             (last, links)
         });
         let (_second, _links) = early.join().unwrap();
-        first.connect(&[card]).unwrap();
+        first.connect(&[info]).unwrap();
         let (mut last, _links) = thread.join().unwrap();
         // Nobody is there to shake hands any more.
-        let links = last.connect(&[second_card]).unwrap();
+        let links = last.connect(&[second_info]).unwrap();
         assert_eq!(links[0].transport(), "shm");
     });
 }
@@ -344,18 +345,18 @@ fn the_missing_are_listed_and_the_links_that_were_made_are_kept() {
     within_limit(|| {
         let (mut caller, mut callee) = caller_and_callee(&settings(BOTH));
         let absent = Host::new(settings(BOTH));
-        let cards = [callee.card(), absent.card()];
-        let caller_card = caller.card();
+        let infos = [callee.info(), absent.info()];
+        let caller_info = caller.info();
         let thread = std::thread::spawn(move || {
-            let links = callee.connect(&[caller_card]).unwrap();
+            let links = callee.connect(&[caller_info]).unwrap();
             (callee, links)
         });
         let soon = Instant::now() + Duration::from_millis(1500);
-        let error = caller.endpoint.connect(&cards, soon, &mut || false).err().unwrap();
+        let error = caller.endpoint.connect(&infos, soon, &mut || false).err().unwrap();
         let (_callee, mut links) = thread.join().unwrap();
         assert_eq!(error.missing.iter().map(|m| m.index).collect::<Vec<_>>(), [1]);
         assert_eq!(error.error.kind, ErrorKind::Timeout);
-        let again = caller.connect(&cards[..1]).unwrap();
+        let again = caller.connect(&infos[..1]).unwrap();
         assert!(links[0].check_peer().is_ok() && again[0].transport() == "shm");
     });
 }
@@ -367,27 +368,27 @@ fn a_peer_that_went_away_while_kept_is_connected_again() {
         let absent = Host::new(settings(BOTH));
         for round in 0..3 {
             // Both sides keep a link that they were not given, because the call failed for another peer's sake.
-            let cards = [callee.card(), absent.card()];
-            let back = [caller.card(), absent.card()];
+            let infos = [callee.info(), absent.info()];
+            let back = [caller.info(), absent.info()];
             let soon = Instant::now() + Duration::from_millis(700);
             let thread = std::thread::spawn(move || {
                 assert!(callee.endpoint.connect(&back, soon, &mut || false).is_err());
                 callee
             });
-            assert!(caller.endpoint.connect(&cards, soon, &mut || false).is_err());
+            assert!(caller.endpoint.connect(&infos, soon, &mut || false).is_err());
             callee = thread.join().unwrap();
             // One of them takes its link and drops it.
             if round % 2 == 0 {
-                drop(caller.connect(&cards[..1]).unwrap());
+                drop(caller.connect(&infos[..1]).unwrap());
             } else {
-                drop(callee.connect(&[caller.card()]).unwrap());
+                drop(callee.connect(&[caller.info()]).unwrap());
             }
-            let (card, back) = (callee.card(), caller.card());
+            let (info, back) = (callee.info(), caller.info());
             let thread = std::thread::spawn(move || {
                 let link = callee.connect(&[back]).unwrap().remove(0);
                 (callee, link)
             });
-            let mut link = caller.connect(&[card]).unwrap().remove(0);
+            let mut link = caller.connect(&[info]).unwrap().remove(0);
             let (same, mut other) = thread.join().unwrap();
             callee = same;
             assert!(link.check_peer().is_ok() && other.check_peer().is_ok(), "round {round}");
@@ -405,7 +406,7 @@ fn an_interrupt_ends_the_wait() {
             asked += 1;
             asked == 2
         };
-        let error = host.endpoint.connect(&[absent.card()], deadline(), &mut interrupted).err().unwrap();
+        let error = host.endpoint.connect(&[absent.info()], deadline(), &mut interrupted).err().unwrap();
         assert_eq!(error.error.kind, ErrorKind::Aborted);
         assert!(before.elapsed() < Duration::from_secs(2));
     });
@@ -415,14 +416,14 @@ fn an_interrupt_ends_the_wait() {
 fn many_endpoints_on_two_hosts_all_reach_each_other_and_themselves() {
     within_limit(|| {
         let hosts: Vec<Host> = (0..7).map(|i| Host::new(on_host(["left", "right"][i % 2], BOTH))).collect();
-        let cards: Vec<Card> = hosts.iter().map(Host::card).collect();
+        let infos: Vec<EndpointInfo> = hosts.iter().map(Host::info).collect();
         let threads: Vec<_> = hosts
             .into_iter()
             .enumerate()
             .map(|(me, mut host)| {
-                let cards = cards.clone();
+                let infos = infos.clone();
                 std::thread::spawn(move || {
-                    let mut links = host.connect(&cards).unwrap();
+                    let mut links = host.connect(&infos).unwrap();
                     for (i, link) in links.iter_mut().enumerate() {
                         let expected = if i == me { "loopback" } else { ["shm", "tcp"][(i + me) % 2] };
                         assert_eq!(link.transport(), expected, "{me} to {i}");
@@ -465,29 +466,29 @@ fn a_filter_without_a_match_and_a_full_port_range_are_refused_by_name() {
 #[test]
 fn an_accepted_interface_is_the_only_one_offered_and_the_route_to_the_master_comes_first() {
     let names = IfnameFilter { names: vec!["lo".to_owned()], exact: true, exclude: false };
-    let card = Host::new(Settings { socket_ifname: names, ..settings(BOTH) }).card();
-    assert!(!card.addresses.is_empty() && card.addresses.iter().all(|a| a.ip().is_loopback()), "{card:?}");
+    let info = Host::new(Settings { socket_ifname: names, ..settings(BOTH) }).info();
+    assert!(!info.addresses.is_empty() && info.addresses.iter().all(|a| a.ip().is_loopback()), "{info:?}");
 
-    let all = Host::new(settings(BOTH)).card();
+    let all = Host::new(settings(BOTH)).info();
     let Some(last) = all.addresses.iter().rfind(|a| !a.ip().is_loopback()) else {
         println!("skipped the second half: this machine has loopback addresses only");
         return;
     };
-    let card = Host::new(Settings { master: Some(last.ip()), ..settings(BOTH) }).card();
-    assert_eq!(card.addresses[0].ip(), last.ip());
+    let info = Host::new(Settings { master: Some(last.ip()), ..settings(BOTH) }).info();
+    assert_eq!(info.addresses[0].ip(), last.ip());
 }
 
 #[test]
 fn a_peer_that_stands_twice_in_the_list_is_refused() {
     let (mut host, peer) = (Host::new(settings(BOTH)), Host::new(settings(BOTH)));
-    let error = host.connect(&[peer.card(), peer.card()]).err().unwrap();
+    let error = host.connect(&[peer.info(), peer.info()]).err().unwrap();
     assert_eq!(error.error.kind, ErrorKind::InvalidArgument);
 }
 
 #[test]
-fn a_card_from_the_store_is_the_card_that_was_published() {
-    let card = Host::new(settings(BOTH)).card();
-    assert_eq!(Card::from_text(&card.to_text()).unwrap(), card);
+fn an_info_from_the_store_is_the_one_that_was_published() {
+    let info = Host::new(settings(BOTH)).info();
+    assert_eq!(EndpointInfo::from_text(&info.to_text()).unwrap(), info);
 }
 
 proptest! {
@@ -498,8 +499,8 @@ proptest! {
     ) {
         within_limit(move || {
             let (caller, callee) = caller_and_callee(&settings(&["tcp"]));
-            let card = callee.card();
-            let address = SocketAddr::from(([127, 0, 0, 1], card.addresses[0].port()));
+            let info = callee.info();
+            let address = SocketAddr::from(([127, 0, 0, 1], info.addresses[0].port()));
             let _visitors: Vec<TcpStream> = visits
                 .iter()
                 .map(|(bytes, ours)| {
@@ -510,7 +511,7 @@ proptest! {
                     stream
                 })
                 .collect();
-            connect_by(caller, callee, &card);
+            connect_by(caller, callee, &info);
         });
     }
 }

@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use accl_transport::{Faults, Faulty, HEAD_BYTES, Link, Poller, Tell, Traced, Way, loopback};
+use accl_transport::{Faults, Faulty, Poller, Tell, Traced, Way, loopback};
 use accl_types::ErrorKind;
+use accl_wire::{HEAD_BYTES, Link};
 use common::{Node, frames, kinds, pair, within_limit};
 use proptest::prelude::*;
 

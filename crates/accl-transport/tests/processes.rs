@@ -10,14 +10,15 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use accl_testkit::every_transport;
-use accl_transport::{Card, Link, Settings, Watched};
+use accl_transport::{Settings, Watched};
 use accl_types::ErrorKind;
+use accl_wire::{EndpointInfo, Link};
 use common::{Host, Node, frames, settings, within_limit};
 use rustix::process::{Resource, Rlimit};
 
 const BOTH: &[&str] = &["shm", "tcp"];
 
-/// A child process that has published its card.
+/// A child process that has published its info.
 struct Process {
     child: Child,
     lines: Lines<BufReader<ChildStdout>>,
@@ -52,8 +53,8 @@ impl Process {
         }
     }
 
-    fn card(&mut self) -> Card {
-        Card::from_text(&self.hear("CARD")).unwrap()
+    fn info(&mut self) -> EndpointInfo {
+        EndpointInfo::from_text(&self.hear("INFO")).unwrap()
     }
 
     fn kill(&mut self) {
@@ -80,9 +81,9 @@ fn with_child(part: &str, transport: &str) -> (Node, Process) {
     let mut process = Process::start(part);
     process.tell(transport);
     let mut host = Host::new(settings(&[transport]));
-    process.tell(&host.card().to_text());
-    let card = process.card();
-    let link = host.connect(&[card]).unwrap().remove(0);
+    process.tell(&host.info().to_text());
+    let info = process.info();
+    let link = host.connect(&[info]).unwrap().remove(0);
     (node(host, link), process)
 }
 
@@ -138,26 +139,26 @@ fn play(body: impl FnOnce(Node)) {
     every_transport();
     let transport = listen().unwrap();
     let mut host = Host::new(settings(&[&transport]));
-    say(&format!("CARD {}", host.card().to_text()));
-    let parent = Card::from_text(&listen().unwrap()).unwrap();
+    say(&format!("INFO {}", host.info().to_text()));
+    let parent = EndpointInfo::from_text(&listen().unwrap()).unwrap();
     let link = host.connect(&[parent]).unwrap().remove(0);
     body(node(host, link));
 }
 
-/// A host of this process that connects to the parent's card, as the smaller identity of the two does.
-fn caller_of(parent: &Card, settings: &Settings) -> Host {
+/// A host of this process that connects to the parent's info, as the smaller identity of the two does.
+fn caller_of(parent: &EndpointInfo, settings: &Settings) -> Host {
     loop {
         let host = Host::new(settings.clone());
-        if host.card().uuid < parent.uuid {
+        if host.info().uuid < parent.uuid {
             return host;
         }
     }
 }
 
 fn call_parent_and_report() {
-    let parent = Card::from_text(&listen().unwrap()).unwrap();
+    let parent = EndpointInfo::from_text(&listen().unwrap()).unwrap();
     let mut host = caller_of(&parent, &settings(BOTH));
-    say(&format!("CARD {}", host.card().to_text()));
+    say(&format!("INFO {}", host.info().to_text()));
     let link = host.connect(&[parent]).unwrap().remove(0);
     say(&format!("LINK {}", link.describe()));
     say(&format!("WARNINGS {:?}", host.endpoint.take_warnings()));
@@ -176,10 +177,10 @@ fn as_another_user() {
 }
 
 fn without_descriptors() {
-    let parent = Card::from_text(&listen().unwrap()).unwrap();
+    let parent = EndpointInfo::from_text(&listen().unwrap()).unwrap();
     let mut host = loop {
         let host = Host::new(settings(BOTH));
-        if host.card().uuid > parent.uuid {
+        if host.info().uuid > parent.uuid {
             break host;
         }
     };
@@ -189,7 +190,7 @@ fn without_descriptors() {
     while let Ok(file) = std::fs::File::open("/dev/null") {
         hoard.push(file);
     }
-    say(&format!("CARD {}", host.card().to_text()));
+    say(&format!("INFO {}", host.info().to_text()));
     // The parent is in the queue before this process looks.
     listen();
     let mut warnings = Vec::new();
@@ -210,13 +211,13 @@ fn without_descriptors() {
 
 /// Has fewer descriptors than it needs until the soft limit is raised.
 fn with_a_low_limit() {
-    let parent = Card::from_text(&listen().unwrap()).unwrap();
+    let parent = EndpointInfo::from_text(&listen().unwrap()).unwrap();
     let limit = rustix::process::getrlimit(Resource::Nofile);
     let mut hosts: Vec<Host> = (0..8).map(|_| Host::new(settings(BOTH))).collect();
     let low = Some(open_descriptors() as u64 + 2);
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: low, maximum: limit.maximum }).unwrap();
-    let cards: Vec<String> = hosts.iter().map(|host| host.card().to_text()).collect();
-    say(&format!("CARDS {}", cards.join("|")));
+    let infos: Vec<String> = hosts.iter().map(|host| host.info().to_text()).collect();
+    say(&format!("INFOS {}", infos.join("|")));
     let _links: Vec<_> = hosts.iter_mut().map(|host| host.connect(std::slice::from_ref(&parent)).unwrap()).collect();
     let warnings: Vec<String> = hosts.iter_mut().flat_map(|host| host.endpoint.take_warnings()).collect();
     say(&format!("WARNINGS {warnings:?}"));
@@ -227,7 +228,7 @@ fn with_a_low_limit() {
 
 /// Sends descriptors to the parent's socket, as another user.
 fn as_a_stranger() {
-    let parent = Card::from_text(&listen().unwrap()).unwrap();
+    let parent = EndpointInfo::from_text(&listen().unwrap()).unwrap();
     rustix::thread::set_thread_uid(rustix::process::Uid::from_raw(65534)).unwrap();
     let (_read, write) = rustix::pipe::pipe().unwrap();
     let socket = {
@@ -238,7 +239,7 @@ fn as_a_stranger() {
         socket
     };
     let mut hello = b"\x7faccl>\r\n".to_vec();
-    hello.extend(accl_transport::PROTOCOL_VERSION.to_le_bytes());
+    hello.extend(accl_wire::PROTOCOL_VERSION.to_le_bytes());
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = rustix::net::SendAncillaryBuffer::new(&mut space);
     let fds = [write.as_fd()];
@@ -259,11 +260,11 @@ fn without_network() {
         return;
     }
     let (mut a, mut b) = (Host::new(settings(BOTH)), Host::new(settings(BOTH)));
-    assert!(a.card().addresses.is_empty(), "loopback is down in a new namespace");
-    say(&format!("HOST {}", a.card().host_id));
-    let (card_a, card_b) = (a.card(), b.card());
-    let thread = std::thread::spawn(move || b.connect(&[card_a]).unwrap());
-    let links = a.connect(&[card_b]).unwrap();
+    assert!(a.info().addresses.is_empty(), "loopback is down in a new namespace");
+    say(&format!("HOST {}", a.info().host_id));
+    let (info_a, info_b) = (a.info(), b.info());
+    let thread = std::thread::spawn(move || b.connect(&[info_a]).unwrap());
+    let links = a.connect(&[info_b]).unwrap();
     say(&format!("LINK {}", links[0].describe()));
     thread.join().unwrap();
 }
@@ -307,9 +308,9 @@ fn fork_and_die(mut node: Node) {
         // New endpoints work here, and dropping the husk must not touch their descriptors.
         let mut fresh = (Host::new(settings(&["tcp"])), Host::new(settings(&["tcp"])));
         drop(node);
-        let cards = (fresh.0.card(), fresh.1.card());
-        let thread = std::thread::spawn(move || fresh.1.connect(&[cards.0]).map_err(|e| eprintln!("{e:?}")).is_ok());
-        let connects = fresh.0.connect(&[cards.1]).map_err(|e| eprintln!("{e:?}")).is_ok() && thread.join().unwrap();
+        let infos = (fresh.0.info(), fresh.1.info());
+        let thread = std::thread::spawn(move || fresh.1.connect(&[infos.0]).map_err(|e| eprintln!("{e:?}")).is_ok());
+        let connects = fresh.0.connect(&[infos.1]).map_err(|e| eprintln!("{e:?}")).is_ok() && thread.join().unwrap();
         say(&format!("CHILD refused={refused} counted={counted} connects={connects} kept={kinds:?}"));
         // Outlives its parent, like a data loader does.
         listen();
@@ -397,10 +398,10 @@ fn a_forked_child_holds_nothing_and_hides_no_death() {
 fn be_called_by(part: &str) -> (String, String) {
     let mut process = Process::start(part);
     let mut host = Host::new(settings(BOTH));
-    process.tell(&host.card().to_text());
-    let card = process.card();
+    process.tell(&host.info().to_text());
+    let info = process.info();
     let mut node = {
-        let link = host.connect(&[card]).unwrap().remove(0);
+        let link = host.connect(&[info]).unwrap().remove(0);
         node(host, link)
     };
     node.send(&vec![1; node.link.max_payload_bytes()]);
@@ -438,10 +439,10 @@ fn without_descriptors_the_error_names_the_remedy_and_the_next_attempt_works() {
     within_limit(|| {
         let mut process = Process::start("no descriptors");
         let mut host = Host::new(settings(BOTH));
-        process.tell(&host.card().to_text());
-        let card = process.card();
+        process.tell(&host.info().to_text());
+        let info = process.info();
         let thread = std::thread::spawn(move || {
-            let links = host.connect(&[card]).unwrap();
+            let links = host.connect(&[info]).unwrap();
             (host, links)
         });
         process.tell("go");
@@ -462,9 +463,10 @@ fn a_low_limit_of_descriptors_is_raised_when_links_need_more() {
     within_limit(|| {
         let mut process = Process::start("low limit");
         let mut host = Host::new(settings(BOTH));
-        process.tell(&host.card().to_text());
-        let cards: Vec<Card> = process.hear("CARDS").split('|').map(|text| Card::from_text(text).unwrap()).collect();
-        let _links = host.connect(&cards).unwrap();
+        process.tell(&host.info().to_text());
+        let infos: Vec<EndpointInfo> =
+            process.hear("INFOS").split('|').map(|text| EndpointInfo::from_text(text).unwrap()).collect();
+        let _links = host.connect(&infos).unwrap();
         assert_eq!(process.hear("WARNINGS"), "[]");
         assert_eq!(process.hear("RAISED"), "true");
     });
@@ -479,10 +481,10 @@ fn a_stranger_cannot_make_this_process_hold_descriptors() {
     within_limit(|| {
         let mut process = Process::start("stranger");
         let (mut host, absent) = (Host::new(settings(&["shm"])), Host::new(settings(&["shm"])));
-        process.tell(&host.card().to_text());
+        process.tell(&host.info().to_text());
         let pipe = format!("pipe:[{}]", process.hear("SENT"));
         let soon = Instant::now() + Duration::from_millis(300);
-        assert!(host.endpoint.connect(&[absent.card()], soon, &mut || false).is_err());
+        assert!(host.endpoint.connect(&[absent.info()], soon, &mut || false).is_err());
         let held = std::fs::read_dir("/proc/self/fd").unwrap();
         let held = held.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
         assert!(!held.into_iter().any(|target| target.to_string_lossy() == pipe), "{pipe} is open here");
@@ -495,7 +497,7 @@ fn a_stranger_cannot_make_this_process_hold_descriptors() {
 fn a_namespace_without_network_is_another_host_and_shares_memory_inside() {
     within_limit(|| {
         let mut process = Process::start("no network");
-        let mine = Host::new(settings(BOTH)).card().host_id;
+        let mine = Host::new(settings(BOTH)).info().host_id;
         loop {
             let line = process.lines.next().expect("the child says something").unwrap();
             if let Some((_, why)) = line.split_once("SKIPPED") {

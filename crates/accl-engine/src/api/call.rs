@@ -1,19 +1,20 @@
 //! A call in flight as its caller holds it: waiting, its end, what is to be run then.
 //!
-//! Owns nothing but the way to the driver; the state is in `call::state`, waiting in `driver`. Read [`Call`] first.
+//! Owns nothing but the way to the driver; the state is in `in_flight`, waiting in `driver`. Read [`Call`] first.
 
-use std::sync::{Arc, Weak};
+use std::sync::Weak;
 use std::time::Duration;
 
 use accl_types::{Error, Result};
 
-use crate::call::{CallState, Waited};
 use crate::driver::Driver;
+use crate::in_flight::InFlight;
+use accl_executor::call::Waited;
 
 /// A call in flight. Dropping it does not cancel the call.
 #[derive(Clone)]
 pub struct Call {
-    pub(crate) state: Arc<CallState>,
+    pub(crate) state: InFlight,
     pub(crate) driver: Weak<Driver>,
 }
 

@@ -7,8 +7,8 @@ use std::time::Duration;
 use accl_types::{Error, Rank, Result};
 
 use super::group::Group;
-use crate::peers::missing;
 use crate::time;
+use accl_executor::peers::missing;
 
 /// How often `interrupt` is asked.
 const TICK: Duration = Duration::from_millis(50);
@@ -25,8 +25,8 @@ impl Group {
             if let Some(error) = group.aborted(None) {
                 return Err(error);
             }
-            group.members.ranks().for_each(|rank| context.net.want(group.members.peer(rank)));
-            Ok(group.timeout)
+            group.members().ranks().for_each(|rank| context.net.want(group.members().peer(rank)));
+            Ok(group.timeout())
         })??;
         let deadline = time::now() + timeout;
         let connector = self.engine.parts(None)?.connector;
@@ -51,19 +51,19 @@ impl Group {
             if let Some(error) = group.aborted(None) {
                 return Err(error);
             }
-            let peer = |rank: Rank| group.members.peer(rank);
-            let lost = group.members.ranks().find_map(|rank| Some((rank, context.net.why_gone(peer(rank))?)));
+            let peer = |rank: Rank| group.members().peer(rank);
+            let lost = group.members().ranks().find_map(|rank| Some((rank, context.net.why_gone(peer(rank))?)));
             if let Some((rank, why)) = lost {
-                let text = format!("no link to {}: {why}", group.members.describe(rank, context.net));
+                let text = format!("no link to {}: {why}", group.members().describe(rank, context.net));
                 return Err(self.placed(Error::peer_lost(text).with_peer(rank)));
             }
-            Ok(group.members.ranks().filter(|&rank| !context.net.is_linked(peer(rank))).collect())
+            Ok(group.members().ranks().filter(|&rank| !context.net.is_linked(peer(rank))).collect())
         })?
     }
 
     fn unlinked(&self, timeout: Duration, missing: &[Rank]) -> Error {
         let listed = self.with_state(|group, context| {
-            let missing: Vec<_> = missing.iter().map(|&rank| (rank, group.members.peer(rank))).collect();
+            let missing: Vec<_> = missing.iter().map(|&rank| (rank, group.members().peer(rank))).collect();
             missing::unlinked(&missing, context.net)
         });
         Error::timeout(format!(

@@ -10,9 +10,9 @@ use accl_kernels::codec::{self, Codec};
 use accl_types::config::Config;
 use accl_types::{Collective, Error, Result};
 
-use crate::call::{CallDesc, Codecs, Encoded, Encoding, TensorCodecs, TensorDesc, is_encoded};
 use crate::settings::codec_of;
 use crate::sync::Mutex;
+use accl_executor::call::{CallDesc, Codecs, Encoded, Encoding, TensorCodecs, TensorDesc, is_encoded};
 
 /// Blocks with fewer elements travel as they are in groups that encode all calls.
 const LEAST_ELEMS: u64 = 1024;
@@ -57,7 +57,7 @@ impl DefaultCodec {
             && desc.seq.is_none()
             && desc.collective != Collective::AllToAll
             && is_encoded(desc.collective, desc.dtype, desc.op, world)
-            && desc.inputs.pieces().iter().chain(desc.outputs.pieces()).all(|piece| piece.dtype == desc.dtype)
+            && desc.inputs.pieces().iter().chain(desc.outputs.pieces()).all(|piece| piece.dtype() == desc.dtype)
             && !blocks.any(is_small)
     }
 

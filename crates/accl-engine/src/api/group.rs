@@ -14,14 +14,15 @@ use super::call::Call;
 use super::default_codec::DefaultCodec;
 use super::planning::Planning;
 use super::spec::GroupSpec;
-use crate::call::CallDesc;
 use crate::driver::{Delivery, Driver, lasting};
 use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED, LAST_CALLS};
 use crate::events;
-use crate::group::{Caller, Context, Departure, FastPathEnd, GroupState, Launched, Prepared, Relief, Tell};
-use crate::memory::Sample;
-use crate::plan::Planner;
+use crate::in_flight::{InFlight, Notifier};
 use crate::time;
+use accl_executor::call::CallDesc;
+use accl_executor::group::{Caller, Context, Departure, FastPathEnd, GroupState, Launched, Notify, Prepared, Relief};
+use accl_executor::memory::Sample;
+use accl_executor::plan::Planner;
 
 /// What became of a call whose caller waits.
 pub enum Ran {
@@ -106,7 +107,9 @@ impl Group {
             Some(FastPathEnd::Done { seq, .. }) => Some(Ok(seq)),
             Some(FastPathEnd::Stopped(stopped)) => {
                 let algorithm = stopped.algorithm();
-                Some(Err((algorithm, self.caller.resume(&mut core, desc, *stopped, time::now()))))
+                let notifier: Arc<Notifier> = Arc::default();
+                let launched = self.caller.resume(&mut core, desc, *stopped, notifier.clone(), time::now());
+                Some(Err((algorithm, notifier, launched)))
             }
             None => None,
         });
@@ -125,8 +128,9 @@ impl Group {
                 }
                 Ok(Ran::Done(seq))
             }
-            Ok(Some(Err((algorithm, launched)))) => {
-                self.launched(desc, Some(algorithm), launched).map(pending).map_err(|error| self.placed(error))
+            Ok(Some(Err((algorithm, notifier, launched)))) => {
+                let call = self.launched(desc, Some(algorithm), notifier, launched);
+                call.map(pending).map_err(|error| self.placed(error))
             }
             Ok(None) => self.submit_with(desc, default).map(pending),
             Err(error) => Err(self.placed(error.of(desc.collective))),
@@ -170,8 +174,11 @@ impl Group {
         // That the group has failed says more than what is wrong with a call that it would not take anyway.
         let prepared = prepared.or_else(|error| self.refuse_if_aborted(desc.collective).and(Err(error)))?;
         let algorithm = prepared.algorithm();
-        let launched = self.driver.with_core(|core| self.caller.start(core, desc, prepared, sample, time::now()));
-        self.launched(desc, algorithm, launched)
+        let notifier: Arc<Notifier> = Arc::default();
+        let launched = self
+            .driver
+            .with_core(|core| self.caller.start(core, desc, prepared, sample, notifier.clone(), time::now()));
+        self.launched(desc, algorithm, notifier, launched)
     }
 
     /// The shape and the memory of a checked call.
@@ -186,7 +193,13 @@ impl Group {
     }
 
     /// What follows a launch, without the lock.
-    fn launched(&self, desc: &CallDesc, algorithm: Option<&'static str>, launched: Result<Launched>) -> Result<Call> {
+    fn launched(
+        &self,
+        desc: &CallDesc,
+        algorithm: Option<&'static str>,
+        notifier: Arc<Notifier>,
+        launched: Result<Launched>,
+    ) -> Result<Call> {
         let Launched { call, wakes_driver } = launched.map_err(|error| error.of(desc.collective))?;
         if events::follows_calls() {
             events::begun(&call, desc, algorithm);
@@ -195,7 +208,7 @@ impl Group {
             self.driver.kick();
         }
         self.driver.submitted(&call);
-        Ok(Call { state: call, driver: Arc::downgrade(&self.driver) })
+        Ok(Call { state: InFlight::new(call, notifier), driver: Arc::downgrade(&self.driver) })
     }
 
     /// The name of the algorithm that such a collective takes in this group. Makes no call and consumes no number.
@@ -239,7 +252,7 @@ impl Group {
 
     /// How often a point-to-point message was looked at so far: what those that are outstanding cost. For tests.
     pub fn message_steps(&self) -> u64 {
-        self.with_state(|group, _| group.p2p.steps()).unwrap_or(0)
+        self.with_state(|group, _| group.message_steps()).unwrap_or(0)
     }
 
     /// This process's rank.
@@ -261,10 +274,10 @@ impl Group {
     pub fn describe(&self) -> String {
         let head = format!("group {}\nrank {}\nworld {}\n", self.caller.name, self.caller.rank, self.caller.world);
         let links = self.with_state(|group, context| {
-            let others = group.members.ranks().filter(|&rank| rank != group.rank);
+            let others = group.members().ranks().filter(|&rank| rank != group.rank());
             let line = |rank: Rank| {
-                let link = context.net.describe(group.members.peer(rank));
-                format!("{}: {link}\n", group.members.describe(rank, context.net))
+                let link = context.net.describe(group.members().peer(rank));
+                format!("{}: {link}\n", group.members().describe(rank, context.net))
             };
             others.map(line).collect::<String>()
         });
@@ -278,18 +291,18 @@ impl Group {
 
     /// The deadline of calls made from now on.
     pub fn set_timeout(&self, timeout: Duration) {
-        let _ = self.with_state(|group, _| group.timeout = timeout);
+        let _ = self.with_state(|group, _| group.set_timeout(timeout));
     }
 
     /// Calls made from now on record their duration.
     pub fn enable_timing(&self) {
-        let _ = self.with_state(|group, _| group.timing = true);
+        let _ = self.with_state(|group, _| group.enable_timing());
     }
 
     /// Ends the group here and on all ranks: calls in flight fail at once, later ones are refused. Any thread may.
     pub fn abort(&self, reason: &str) {
         let error = self.placed(Error::aborted(format!("abort was called: {reason}")));
-        if self.with_state(|group, context| group.fail(error, context, Tell::Peers)).is_ok() {
+        if self.with_state(|group, context| group.fail(error, context, Notify::Peers)).is_ok() {
             self.driver.flush();
             self.driver.kick();
         }
@@ -314,7 +327,7 @@ impl Group {
     pub fn shutdown_unless(&self, interrupt: &mut dyn FnMut() -> bool) -> Result<()> {
         let interrupt = &mut lasting(interrupt);
         if !self.closed.load(Ordering::Acquire) && !self.driver.is_forked() {
-            let until = time::now() + self.with_state(|group, _| group.timeout).unwrap_or_default().min(LAST_CALLS);
+            let until = time::now() + self.with_state(|group, _| group.timeout()).unwrap_or_default().min(LAST_CALLS);
             self.driver.await_calls(&[self.caller.group], until, interrupt);
         }
         let Some(Departure { unsaid, sent, has_failed, timeout }) = self.leave_at_once() else { return Ok(()) };

@@ -3,6 +3,7 @@
 pub(crate) mod call;
 mod connect;
 pub(crate) mod default_codec;
+pub(crate) mod error_stats;
 pub(crate) mod group;
 pub(crate) mod monitored;
 pub(crate) mod planning;

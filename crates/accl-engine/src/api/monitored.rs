@@ -12,9 +12,9 @@ use accl_types::{Collective, Dtype, Error, ErrorKind, Moment, Rank, Result};
 
 use super::call::Call;
 use super::group::Group;
-use crate::call::{Blocks, CallDesc, Mode, TensorDesc, Waited};
-use crate::exec::PRIVATE_TAGS;
 use crate::time;
+use accl_executor::call::{Blocks, CallDesc, Mode, TensorDesc, Waited};
+use accl_executor::exec::PRIVATE_TAGS;
 
 const TAG_NOTE: u32 = PRIVATE_TAGS;
 const TAG_RELEASED: u32 = 0xC000_0000;
@@ -128,7 +128,7 @@ impl Group {
 
     /// Takes the notes of a rank that lie there.
     fn hear_queued(&self, rank: Rank, presence: &mut Presence) -> Result<()> {
-        while self.with_state(|group, _| group.p2p.has_unexpected(rank, TAG_NOTE))? {
+        while self.with_state(|group, _| group.has_unexpected_message(rank, TAG_NOTE))? {
             self.hear(rank, presence, time::now(), &mut || false)?;
         }
         Ok(())
@@ -155,10 +155,7 @@ impl Group {
     }
 
     fn arrive(&self, timeout: Duration, deadline: Moment, interrupt: &mut dyn FnMut() -> bool) -> Result<()> {
-        let number = self.with_state(|group, _| {
-            group.next_monitored = group.next_monitored.wrapping_add(1) & TAG_NUMBER;
-            group.next_monitored
-        })?;
+        let number = self.with_state(|group, _| group.take_monitored_number(TAG_NUMBER))?;
         self.message(Collective::Send, Rank(0), TAG_NOTE, ARRIVED | u64::from(number))?;
         let call = self.message(Collective::Recv, Rank(0), TAG_RELEASED | number, 0)?;
         let left = deadline - time::now();
@@ -217,9 +214,8 @@ impl Group {
     /// Takes a receive back, or says how it has ended.
     fn take_back(&self, call: &Call) -> Result<Option<Waited>> {
         self.with_state(|group, context| {
-            let Some(message) = group.p2p.cancel(&call.state) else { return call.state.outcome() };
-            drop(message.call.finish(context.now, Some(call.state.placed(Error::timeout("given up")))));
-            None
+            let given_up = call.state.placed(Error::timeout("given up"));
+            if group.take_back(&call.state, given_up, context.now) { None } else { call.state.outcome() }
         })
     }
 }
@@ -231,9 +227,9 @@ mod tests {
     use std::time::Instant;
 
     use accl_schedule::cost::Machine;
-    use accl_transport::frame::OVERHEAD_BYTES;
     use accl_transport::loopback::{self, Capacity};
     use accl_types::config::{Calibration, Config};
+    use accl_wire::frame::OVERHEAD_BYTES;
 
     use super::*;
     use crate::{Engine, GroupSpec, MemoryStore};
@@ -245,8 +241,8 @@ mod tests {
         let [a, b] = &engines;
         let frame_bytes = config.segment_bytes as usize + OVERHEAD_BYTES;
         let (left, right) = loopback::pair(frame_bytes, Capacity::Frames(64), a.waker().unwrap(), b.waker().unwrap());
-        a.adopt_link(b.card().unwrap(), Box::new(left)).unwrap();
-        b.adopt_link(a.card().unwrap(), Box::new(right)).unwrap();
+        a.adopt_link(b.info().unwrap(), Box::new(left)).unwrap();
+        b.adopt_link(a.info().unwrap(), Box::new(right)).unwrap();
         let store = MemoryStore::default();
         let group = |rank: u32| {
             let spec = GroupSpec {

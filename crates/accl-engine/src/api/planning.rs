@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use accl_types::Result;
 
-use crate::call::CallDesc;
-use crate::plan::{AllShapes, Draft, Planner, Plans, Shape};
 use crate::sync::Mutex;
+use accl_executor::call::CallDesc;
+use accl_executor::plan::{AllShapes, Draft, Planner, Plans, Shape};
 
 /// The shapes and plans of one group, and how more of them are made.
 pub(crate) struct Planning {

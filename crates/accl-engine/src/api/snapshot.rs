@@ -9,9 +9,9 @@ use accl_types::{Collective, Rank};
 
 use crate::driver::Driver;
 use crate::engine::Engine;
-use crate::group::{Core, GroupState, Work};
-use crate::peers::{Members, PeerId, Traffic};
 use crate::time;
+use accl_executor::group::{Core, GroupState, Work};
+use accl_executor::peers::{Members, PeerId, Traffic};
 
 use super::group::Group;
 
@@ -116,8 +116,8 @@ impl Engine {
         self.driver.with_core(|core| {
             let of_groups = traffic_of_groups(core);
             let peers = core.net.all().map(|id| peer(core, id, &of_groups)).collect();
-            let groups = core.groups.values().map(group).collect();
-            Snapshot::new(&self.driver, peers, groups, core.work)
+            let groups = core.groups().map(group).collect();
+            Snapshot::new(&self.driver, peers, groups, core.work())
         })
     }
 }
@@ -130,17 +130,17 @@ impl Group {
         }
         self.driver.with_core(|core| {
             let core = &*core;
-            let state = core.groups.get(&self.caller.group);
+            let state = core.group(self.caller.group);
             let of_groups = traffic_of_groups(core);
             let of_rank = |members: &Members, rank: Rank| PeerSnapshot {
                 rank: Some(rank.0),
                 of_group: Some(members.traffic(rank)),
                 ..peer(core, members.peer(rank), &of_groups)
             };
-            let members = state.map(|state| &state.members);
+            let members = state.map(GroupState::members);
             let peers = members.into_iter().flat_map(|members| members.ranks().map(|rank| of_rank(members, rank)));
             let peers = peers.collect();
-            Snapshot::new(&self.driver, peers, state.map(group).into_iter().collect(), core.work)
+            Snapshot::new(&self.driver, peers, state.map(group).into_iter().collect(), core.work())
         })
     }
 }
@@ -148,7 +148,7 @@ impl Group {
 /// By peer, what the calls of all groups that there are have sent and received.
 fn traffic_of_groups(core: &Core) -> HashMap<PeerId, Traffic> {
     let mut found: HashMap<PeerId, Traffic> = HashMap::new();
-    for members in core.groups.values().map(|group| &group.members) {
+    for members in core.groups().map(GroupState::members) {
         for rank in members.ranks() {
             let total = found.entry(members.peer(rank)).or_default();
             *total = total.plus(members.traffic(rank));
@@ -160,7 +160,7 @@ fn traffic_of_groups(core: &Core) -> HashMap<PeerId, Traffic> {
 fn peer(core: &Core, id: PeerId, of_groups: &HashMap<PeerId, Traffic>) -> PeerSnapshot {
     let peer = core.net.peer(id);
     let (link, system_calls) = core.net.link_of(id).unzip();
-    let traffic = peer.traffic.plus(of_groups.get(&id).copied().unwrap_or_default());
+    let traffic = peer.traffic().plus(of_groups.get(&id).copied().unwrap_or_default());
     let (place, gone, system_calls) = (core.net.place(id), core.net.why_gone(id), system_calls.unwrap_or_default());
     PeerSnapshot { rank: None, place, link, gone, traffic, of_group: None, system_calls }
 }
@@ -171,18 +171,18 @@ fn group(state: &GroupState) -> GroupSnapshot {
     let in_flight = state.in_flight().into_iter().map(|(call, awaits)| CallSnapshot {
         collective: call.collective,
         seq: call.seq,
-        age: now.since(call.started),
+        age: now.since(call.started()),
         awaits: awaits.into_iter().map(|rank| rank.0).collect(),
     });
-    let ranks = state.members.ranks().map(|rank| state.members.traffic(rank));
-    let (waits, waited) = state.waits.total();
+    let ranks = state.members().ranks().map(|rank| state.members().traffic(rank));
+    let (waits, waited) = state.waits().total();
     GroupSnapshot {
         traffic: ranks.fold(Traffic::default(), Traffic::plus),
         waits,
         waited,
-        name: state.name.to_string(),
-        rank: state.rank.0,
-        world: state.members.world(),
+        name: state.name().to_string(),
+        rank: state.rank().0,
+        world: state.members().world(),
         collectives,
         messages,
         failed,

@@ -8,13 +8,14 @@ use accl_types::{Collective, Moment, Rank};
 use loom::thread::{self, JoinHandle};
 
 use super::{Election, Host, Stint, Waiter};
-use crate::call::{CallPlace, CallState, Waited};
+use crate::in_flight::{InFlight, Notifier};
 use crate::sync::{Condvar, Mutex};
+use accl_executor::call::{CallInfo, CallState, Waited};
 
 /// Where loom changes threads although none must wait, so often at most.
 const PREEMPTIONS: usize = 3;
 
-type Call = Arc<CallState>;
+type Call = Arc<InFlight>;
 
 #[derive(Default)]
 struct Core {
@@ -91,17 +92,22 @@ impl Host for Model {
 impl Model {
     /// With calls in flight; all but the first `blocking` were made by somebody who went on.
     fn new(calls: usize, blocking: usize) -> (Arc<Self>, Vec<Call>) {
-        let place = |seq: usize| CallPlace {
+        let info = |seq: usize| CallInfo {
             group_id: 1,
             group: "g".into(),
             rank: Rank(0),
             collective: Collective::Barrier,
             seq: seq as u64,
             is_async: seq >= blocking,
-            timed: false,
+            is_timed: false,
             waits: Arc::default(),
         };
-        let calls: Vec<Call> = (0..calls).map(|seq| CallState::new(place(seq), Moment::from_nanos(0))).collect();
+        let call = |seq: usize| {
+            let notifier: Arc<Notifier> = Arc::default();
+            let state = CallState::new(info(seq), notifier.clone(), Moment::from_nanos(0));
+            Arc::new(InFlight::new(state, notifier))
+        };
+        let calls: Vec<Call> = (0..calls).map(call).collect();
         let in_flight = calls.clone();
         let model = Arc::new_cyclic(|me| Self {
             core: Mutex::new(Core { in_flight, ..Core::default() }),

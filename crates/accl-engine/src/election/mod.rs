@@ -13,8 +13,9 @@ use std::time::Duration;
 
 use accl_types::Moment;
 
-use crate::call::{CallState, Notifier, Waited};
+use crate::in_flight::{InFlight, Notifier};
 use crate::sync::{Condvar, Mutex};
+use accl_executor::call::{CallState, Waited};
 
 /// One stay of a thread in a wait, or the background thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,7 +94,7 @@ impl Election {
     pub(crate) fn wait(
         &self,
         me: Waiter,
-        call: &CallState,
+        call: &InFlight,
         host: &impl Host,
         mut turn: impl FnMut() -> Result<Option<Moment>, Waited>,
     ) -> Waited {
@@ -114,7 +115,7 @@ impl Election {
     }
 
     /// Makes a waiter the driver, or puts it on the list of sleepers.
-    fn take_turn(&self, me: Waiter, call: &CallState) -> bool {
+    fn take_turn(&self, me: Waiter, call: &InFlight) -> bool {
         let mut state = self.state.lock();
         if state.driver.is_some_and(|driver| driver != me) {
             if !state.sleepers.iter().any(|(waiter, _)| *waiter == me) {

@@ -10,16 +10,17 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use accl_transport::{Card, Endpoint, Host, Stance, Unreachable, Waker, Wanted};
+use accl_transport::{Endpoint, Host, Unreachable, Waker, Wanted};
 use accl_types::{Error, Result};
+use accl_wire::{EndpointInfo, Stance};
 
 use super::inquests::{Found, Inquests, Question};
 use crate::driver::Driver;
-use crate::group::Fate;
-use crate::peers::Note;
 use crate::signals;
 use crate::sync::{Condvar, Mutex};
 use crate::time;
+use accl_executor::group::Fate;
+use accl_executor::peers::Note;
 
 /// A note goes out after so long: a rank that is awake hears of a failure on its links, and says so on them.
 pub(crate) const NOTE_DELAY: Duration = Duration::from_millis(100);
@@ -54,7 +55,7 @@ struct State {
 
 enum Request {
     /// A group is made that needs links to these.
-    Want(Vec<Card>),
+    Want(Vec<EndpointInfo>),
     /// It needs them no more, whether it has them or not.
     Forget(Vec<Uuid>),
     /// Peers have been introduced that may have links already.
@@ -108,7 +109,7 @@ impl Connector {
     }
 
     /// Begins to make links that this and the other side want.
-    pub(crate) fn want(&self, peers: Vec<Card>) {
+    pub(crate) fn want(&self, peers: Vec<EndpointInfo>) {
         self.ask(Request::Want(peers));
     }
 
@@ -160,7 +161,7 @@ struct Work {
     driver: Weak<Driver>,
     shared: Arc<Shared>,
     /// Peers that groups wait for, and how many do.
-    awaited: HashMap<Uuid, (Card, usize)>,
+    awaited: HashMap<Uuid, (EndpointInfo, usize)>,
     /// Notes that are sent unless their receivers speak first, in the order of when.
     notes: VecDeque<(Instant, Note)>,
     /// Peers that cannot be reached, of which others are asked.
@@ -219,19 +220,19 @@ impl Work {
         let now = Instant::now();
         let (wanted, notes) = driver.wanted().take();
         // Links come to their peers on this thread alone: those without stay so for now.
-        for card in driver.still_unlinked(wanted) {
-            self.endpoint.want(&card, Wanted::Here, now);
+        for info in driver.still_unlinked(wanted) {
+            self.endpoint.want(&info, Wanted::Here, now);
         }
         self.notes.extend(notes.into_iter().map(|note| (now + NOTE_DELAY, note)));
         let mut has_changed = !requests.is_empty();
         for request in requests {
             match request {
-                Request::Want(cards) => {
-                    for card in &cards {
-                        self.awaited.entry(card.uuid).or_insert_with(|| (card.clone(), 0)).1 += 1;
+                Request::Want(infos) => {
+                    for info in &infos {
+                        self.awaited.entry(info.uuid).or_insert_with(|| (info.clone(), 0)).1 += 1;
                     }
-                    for card in driver.still_unlinked(cards) {
-                        self.endpoint.want(&card, Wanted::OnBothSides, now);
+                    for info in driver.still_unlinked(infos) {
+                        self.endpoint.want(&info, Wanted::OnBothSides, now);
                     }
                 }
                 Request::Forget(peers) => peers.iter().for_each(|peer| self.forget(peer)),
@@ -260,7 +261,7 @@ impl Work {
         }
         has_changed |= self.inquire(driver, now);
         // Those that a group being made waits for are spoken of at its deadline, which may come before there has been time for a link.
-        let awaited = self.awaited.iter().map(|(uuid, (card, _))| (*uuid, self.endpoint.why_not(card)));
+        let awaited = self.awaited.iter().map(|(uuid, (info, _))| (*uuid, self.endpoint.why_not(info)));
         let troubles: HashMap<Uuid, String> = self.endpoint.troubles(now).chain(awaited).collect();
         if troubles != self.troubles {
             driver.with_core(|core| {

@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 
 use accl_schedule::cost::{Machine, Placement};
 use accl_schedule::{Basis, Chooser, Topology};
-use accl_transport::Card;
 use accl_types::config::Config;
 use accl_types::{Error, Rank, Result};
+use accl_wire::EndpointInfo;
 
 use super::cores::Cores;
-use super::rendezvous::{GroupCard, Meeting, Outcome};
+use super::rendezvous::{Meeting, Outcome, RankInfo};
 use super::store::Store;
 use crate::api::default_codec::DefaultCodec;
 use crate::api::group::Group;
@@ -22,11 +22,11 @@ use crate::api::spec::GroupSpec;
 use crate::engine::{Engine, Job, Parts};
 use crate::env::launch_label;
 use crate::events;
-use crate::group::GroupState;
-use crate::peers::{Gone, Members, PeerId, missing, neighbours};
-use crate::plan::Planner;
 use crate::settings::near_of;
 use crate::time::{self, far};
+use accl_executor::group::GroupState;
+use accl_executor::peers::{Gone, Members, PeerId, missing, neighbours};
+use accl_executor::plan::Planner;
 use accl_types::hash::hash_words;
 
 /// How often a rank that waits for links looks whether it was interrupted, and whether the others go on.
@@ -36,7 +36,7 @@ const CONNECT_SLICE: Duration = Duration::from_millis(200);
 /// What all ranks have before a group is made.
 struct Prepared {
     state: GroupState,
-    cards: Vec<GroupCard>,
+    infos: Vec<RankInfo>,
     rules: Rules,
 }
 
@@ -74,15 +74,15 @@ impl Engine {
         self.check_process_settings(&spec.config)?;
         let deadline = Instant::now().checked_add(spec.timeout).unwrap_or_else(far);
         let parts = self.parts(spec.master)?;
-        let card = parts.card.clone();
+        let info = parts.info.clone();
         if spec.world > 1 {
-            // From now on peers may connect: they know this process by its card.
+            // From now on peers may connect: they know this process by its info.
             parts.connector.start()?;
         }
         let counter = self.groups_made.fetch_add(1, Ordering::Relaxed);
         let machine = (spec.rank == Rank(0)).then(|| self.machine(spec));
         let (agreed, cores) = (spec.config.agreed_text(), Cores::of_this_process());
-        let mine = GroupCard { counter, agreed, cores, machine, card };
+        let mine = RankInfo { counter, agreed, cores, machine, info };
         let label = launch_label();
         let mut meeting = Meeting::new(spec, store, &mine, &label, &self.makings, deadline);
         let members = self.known_members(spec);
@@ -93,7 +93,7 @@ impl Engine {
             }
             self.look_for_lost(&members)
         };
-        let Prepared { state, cards, rules } = match self.meet(parts, spec, &mut meeting, deadline, &mut look) {
+        let Prepared { state, infos, rules } = match self.meet(parts, spec, &mut meeting, deadline, &mut look) {
             Ok(prepared) => prepared,
             Err(error) => {
                 meeting.give_up(&error);
@@ -102,27 +102,27 @@ impl Engine {
         };
         drop(meeting);
 
-        let here = &cards[spec.rank.index()].card.host_id;
-        let neighbours = cards.iter().filter(|card| card.card.host_id == *here).map(|card| &card.cores);
+        let here = &infos[spec.rank.index()].info.host_id;
+        let neighbours = infos.iter().filter(|info| info.info.host_id == *here).map(|info| &info.cores);
         if Cores::are_shared(neighbours) {
             self.driver.share_cores();
         }
-        let (id, name) = (state.id, state.name.clone());
+        let (id, name) = (state.id(), state.name().clone());
         if spec.global_ranks.is_empty() {
-            *self.job.lock() = Some(Job { group: id, processes: cards.iter().map(|card| card.card.uuid).collect() });
+            *self.job.lock() = Some(Job { group: id, processes: infos.iter().map(|info| info.info.uuid).collect() });
         }
         let now = time::now();
         self.driver.with_core(|core| {
-            for (rank, card) in cards.iter().enumerate() {
-                if !core.net.is_linked(state.members.peer(Rank(rank as u32))) {
+            for (rank, info) in infos.iter().enumerate() {
+                if !core.net.is_linked(state.members().peer(Rank(rank as u32))) {
                     continue;
                 }
                 tracing::info!(
                     group = spec.name,
                     rank,
-                    host = card.card.hostname,
-                    pid = card.card.pid,
-                    link = core.net.describe(state.members.peer(Rank(rank as u32))),
+                    host = info.info.hostname,
+                    pid = info.info.pid,
+                    link = core.net.describe(state.members().peer(Rank(rank as u32))),
                     "connected"
                 );
             }
@@ -144,9 +144,9 @@ impl Engine {
         look: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Prepared> {
         loop {
-            let cards = meeting.gather(look)?;
-            let id = group_id(meeting.session(), &cards);
-            let made = self.prepare(parts, spec, meeting, id, &cards, deadline, look).and_then(|prepared| {
+            let infos = meeting.gather(look)?;
+            let id = group_id(meeting.session(), &infos);
+            let made = self.prepare(parts, spec, meeting, id, &infos, deadline, look).and_then(|prepared| {
                 let Some((state, rules)) = prepared else { return Ok(None) };
                 match meeting.confirm(look)? {
                     Outcome::Made => Ok(Some((state, rules))),
@@ -154,7 +154,7 @@ impl Engine {
                 }
             });
             match made {
-                Ok(Some((state, rules))) => return Ok(Prepared { state, cards, rules }),
+                Ok(Some((state, rules))) => return Ok(Prepared { state, infos, rules }),
                 Ok(None) => self.driver.with_core(|core| core.remove_group(id)),
                 Err(error) => {
                     self.driver.with_core(|core| core.remove_group(id));
@@ -172,29 +172,30 @@ impl Engine {
         spec: &GroupSpec,
         meeting: &mut Meeting<'_>,
         id: u64,
-        cards: &[GroupCard],
+        infos: &[RankInfo],
         deadline: Instant,
         look: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Option<(GroupState, Rules)>> {
-        let topology = Topology::new(host_indices(cards));
+        let topology = Topology::new(host_indices(infos));
         // The same on all ranks, since they agreed on the rules.
         accl_schedule::check_rules(&topology, &spec.config.algorithm)?;
         let default_codec = DefaultCodec::of(&spec.config)?;
-        let Some(peers) = self.connect(parts, spec, meeting, cards, deadline, look)? else { return Ok(None) };
+        let Some(peers) = self.connect(parts, spec, meeting, infos, deadline, look)? else { return Ok(None) };
         self.driver.with_core(|core| core.expect_group(id, peers.clone()));
         let members = Members::new(peers, spec.config.eager_bytes);
-        let chooser = chooser(topology, spec, cards, self.driver.with_core(|core| core.segment));
+        let chooser = chooser(topology, spec, infos, self.driver.with_core(|core| core.segment()));
         let planner = Planner::new(chooser, spec.rank);
         let mut state = GroupState::new(id, spec.name.as_str().into(), spec.rank, spec.timeout, members);
-        state.timing = spec.config.timing;
+        if spec.config.timing {
+            state.enable_timing();
+        }
         Ok(Some((state, Rules { default_codec, planner })))
     }
 
     /// The processes of a sub-group's ranks, as the group of the job knows them; empty for other groups.
     fn known_members(&self, spec: &GroupSpec) -> Vec<(Rank, [u8; 16])> {
         let job = self.job.lock();
-        let Some(job) = job.as_ref().filter(|job| self.driver.with_core(|core| core.groups.contains_key(&job.group)))
-        else {
+        let Some(job) = job.as_ref().filter(|job| self.driver.with_core(|core| core.group(job.group).is_some())) else {
             return Vec::new();
         };
         let process = |&global: &u64| job.processes.get(usize::try_from(global).ok()?).copied();
@@ -226,7 +227,7 @@ impl Engine {
             core.check(now);
             let lost = members.iter().find_map(|(rank, uuid)| Some((*rank, core.net.gone(uuid)?)));
             let Some((rank, peer)) = lost else { return Ok(()) };
-            let how = match &core.net.peer(peer).gone {
+            let how = match core.net.peer(peer).gone() {
                 Some(Gone::Lost(error)) => format!("is lost: {}", error.message),
                 Some(Gone::Left) | None => "has left".to_owned(),
             };
@@ -261,16 +262,16 @@ impl Engine {
         parts: Parts<'_>,
         spec: &GroupSpec,
         meeting: &mut Meeting<'_>,
-        cards: &[GroupCard],
+        infos: &[RankInfo],
         deadline: Instant,
         look: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Option<Vec<PeerId>>> {
         let own = spec.rank.index();
-        if let Some(rank) = (0..cards.len()).find(|&rank| rank != own && cards[rank].card.uuid == parts.card.uuid) {
+        if let Some(rank) = (0..infos.len()).find(|&rank| rank != own && infos[rank].info.uuid == parts.info.uuid) {
             return Err(Error::rendezvous(format!("ranks {rank} and {} are the same process", spec.rank)));
         }
-        let others: Vec<Card> = cards.iter().map(|card| card.card.clone()).collect();
-        accl_transport::check_peers(parts.card, &others).map_err(|failed| failed.error)?;
+        let others: Vec<EndpointInfo> = infos.iter().map(|info| info.info.clone()).collect();
+        accl_transport::check_peers(parts.info, &others).map_err(|failed| failed.error)?;
         let peers = self.introduce(parts, &others, own)?;
         let neighbours: Vec<Rank> = neighbours(spec.rank, spec.world).collect();
         let missing = || -> Vec<Rank> {
@@ -312,19 +313,19 @@ impl Engine {
     }
 
     /// Makes all ranks' processes peers of this one.
-    fn introduce(&self, parts: Parts<'_>, cards: &[Card], own: usize) -> Result<Vec<PeerId>> {
+    fn introduce(&self, parts: Parts<'_>, infos: &[EndpointInfo], own: usize) -> Result<Vec<PeerId>> {
         self.driver.with_core(|core| {
             // A peer that went and came back has a link that is dead and does not know it yet.
             core.net.look_again_everywhere();
             core.pass_whole(time::now());
             core.check(time::now());
-            let introduce = |card: &Card| {
-                let likely = accl_transport::likely_transport(parts.card, card);
-                core.net.introduce(card, likely.is_some_and(|row| row.is_cheap_to_look_at))
+            let introduce = |info: &EndpointInfo| {
+                let likely = accl_transport::likely_transport(parts.info, info);
+                core.net.introduce(info, likely.is_some_and(|row| row.is_cheap_to_look_at))
             };
-            let peers: Vec<PeerId> = cards.iter().map(introduce).collect();
+            let peers: Vec<PeerId> = infos.iter().map(introduce).collect();
             if core.net.is_unlinked(peers[own]) {
-                let payload = self.config.segment_bytes as usize + accl_transport::frame::OVERHEAD_BYTES;
+                let payload = self.config.segment_bytes as usize + accl_wire::frame::OVERHEAD_BYTES;
                 let mut link = accl_transport::loopback::self_link(payload, parts.waker.clone());
                 parts.poller.watch(&mut link)?;
                 core.net.attach(peers[own], Box::new(link));
@@ -345,18 +346,18 @@ impl Engine {
     }
 }
 
-/// The choice of algorithms, from what all ranks know alike: the cards and the settings that they agreed on.
-fn chooser(topology: Topology, spec: &GroupSpec, cards: &[GroupCard], segment_bytes: u64) -> Chooser {
+/// The choice of algorithms, from what all ranks know alike: the infos and the settings that they agreed on.
+fn chooser(topology: Topology, spec: &GroupSpec, infos: &[RankInfo], segment_bytes: u64) -> Chooser {
     // The host that is worst off for cores stands for all.
     let cores_of = |host: u32| {
-        let here = topology.ranks_of(host).iter().map(|&rank| &cards[rank as usize].cores);
+        let here = topology.ranks_of(host).iter().map(|&rank| &infos[rank as usize].cores);
         Cores::in_all(here).max(1) as u32
     };
     let largest = topology.largest_host();
     let full = (0..topology.host_count()).filter(|&host| topology.ranks_of(host).len() as u32 == largest);
     let cores = full.map(cores_of).min().unwrap_or(1);
     let near = near_of(&spec.config);
-    let machine = cards.first().and_then(|card| card.machine).unwrap_or_default();
+    let machine = infos.first().and_then(|info| info.machine).unwrap_or_default();
     let basis = Basis {
         machine,
         placement: Placement { near, cores, segment_bytes },
@@ -366,11 +367,11 @@ fn chooser(topology: Topology, spec: &GroupSpec, cards: &[GroupCard], segment_by
 }
 
 /// Identity of the group, the same on all ranks: no two groups have the same session, processes and counters.
-fn group_id(session: &str, cards: &[GroupCard]) -> u64 {
-    let words = cards.iter().flat_map(|card| {
-        let (high, low) = card.card.uuid.split_at(8);
+fn group_id(session: &str, infos: &[RankInfo]) -> u64 {
+    let words = infos.iter().flat_map(|info| {
+        let (high, low) = info.info.uuid.split_at(8);
         let word = |bytes: &[u8]| bytes.iter().fold(0, |word, &byte| word << 8 | u64::from(byte));
-        [word(high), word(low), card.counter]
+        [word(high), word(low), info.counter]
     });
     let words = session.bytes().map(u64::from).chain(words);
     // 0 means the process as a whole.
@@ -378,12 +379,12 @@ fn group_id(session: &str, cards: &[GroupCard]) -> u64 {
 }
 
 /// For each rank the number of its host, hosts numbered by first appearance.
-fn host_indices(cards: &[GroupCard]) -> Vec<u32> {
+fn host_indices(infos: &[RankInfo]) -> Vec<u32> {
     let mut hosts: Vec<&str> = Vec::new();
-    cards
+    infos
         .iter()
-        .map(|card| {
-            let id = card.card.host_id.as_str();
+        .map(|info| {
+            let id = info.info.host_id.as_str();
             let known = hosts.iter().position(|host| *host == id).unwrap_or_else(|| {
                 hosts.push(id);
                 hosts.len() - 1

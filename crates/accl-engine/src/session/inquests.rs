@@ -5,11 +5,11 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-use accl_transport::Card;
-use accl_transport::frame::{Header, Kind};
 use accl_types::{Error, Moment};
+use accl_wire::EndpointInfo;
+use accl_wire::frame::{Header, Kind};
 
-use crate::group::Fate;
+use accl_executor::group::Fate;
 
 /// Others are asked again after so long what has become of a peer that some have a link to, and so often.
 pub(crate) const ROUND: Duration = Duration::from_millis(200);
@@ -21,7 +21,7 @@ type Uuid = [u8; 16];
 /// A question what has become of a peer.
 pub(crate) struct Question {
     pub(crate) number: u64,
-    pub(crate) to: Card,
+    pub(crate) to: EndpointInfo,
     /// Head and payload of its frame.
     pub(crate) bytes: Vec<u8>,
 }
@@ -93,7 +93,7 @@ impl Inquests {
     pub(crate) fn ask(
         &mut self,
         now: Moment,
-        mut witnesses: impl FnMut(&Uuid) -> Vec<Card>,
+        mut witnesses: impl FnMut(&Uuid) -> Vec<EndpointInfo>,
         mut number: impl FnMut() -> u64,
     ) -> Vec<Question> {
         let mut asked = Vec::new();
@@ -143,9 +143,9 @@ mod tests {
 
     const PEER: Uuid = [9; 16];
 
-    fn witness(pid: u32) -> Card {
-        Card {
-            version: accl_transport::PROTOCOL_VERSION,
+    fn witness(pid: u32) -> EndpointInfo {
+        EndpointInfo {
+            version: accl_wire::PROTOCOL_VERSION,
             uuid: [pid as u8; 16],
             pid,
             uid: 0,

@@ -6,8 +6,8 @@ use accl_types::Moment;
 
 use super::clock::{self, Event};
 use super::world::{State, World};
-use crate::group::Relief;
 use crate::session::connector::NOTE_DELAY;
+use accl_executor::group::Relief;
 
 /// What a pass takes, in nanoseconds.
 pub(super) const PASS: u64 = 300;
@@ -94,8 +94,8 @@ impl World<'_> {
             self.notes.push((process, note));
             self.enter(NOTE_DELAY.as_nanos() as u64, Event::Note { index: self.notes.len() - 1 });
         }
-        for card in wanted {
-            if let Some(wire) = self.wire_between(process, usize::from(card.uuid[0])) {
+        for info in wanted {
+            if let Some(wire) = self.wire_between(process, usize::from(info.uuid[0])) {
                 self.enter(0, Event::Dial { wire, process });
             }
         }

@@ -11,8 +11,8 @@ use accl_testkit::Rng;
 
 use super::clock::{Agenda, Event};
 use super::scenario::Breaks;
-use crate::call::{External, ExternalCopy, ExternalTask};
 use crate::sync::Mutex;
+use accl_executor::call::{External, ExternalCopy, ExternalTask};
 
 /// A task takes up to so many nanoseconds.
 const MOST: u64 = 300_000;

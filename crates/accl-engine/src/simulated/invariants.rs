@@ -10,11 +10,11 @@ use accl_types::{Collective, Error, ErrorKind, Rank};
 
 use super::clock;
 use super::scenario::{Breaks, Fault, Item, Linking};
-use super::world::{Asked, TIMEOUT, Violation, World, card};
-use crate::group::{Core, GRACE, GroupState, STOP_WITHIN};
-use crate::peers::{Gone, neighbours};
+use super::world::{Asked, TIMEOUT, Violation, World, info};
 use crate::session::connector::NOTE_DELAY;
 use crate::session::inquests::{Found, ROUND};
+use accl_executor::group::{Core, GRACE, GroupState, STOP_WITHIN};
+use accl_executor::peers::{Gone, neighbours};
 
 /// A call may end so much later than its deadline: somebody is in the middle of something.
 const SLACK: Duration = Duration::from_millis(3);
@@ -37,8 +37,7 @@ impl World<'_> {
             return Ok(());
         }
         // Calls that are held back begin after a while in any case.
-        let begins =
-            |core: &Core| core.groups.values().any(|group| group.begin_by().is_some_and(|at| at <= clock::now()));
+        let begins = |core: &Core| core.groups().any(|group| group.begin_by().is_some_and(|at| at <= clock::now()));
         let is_over = self.living().all(|(by, _)| self.calls_of(by).all(|(_, made)| made.outcome().is_some()));
         match &self.processes[process].core {
             Some(core) if !begins(core) && !is_over => {
@@ -88,7 +87,7 @@ impl World<'_> {
                 }
             }
             if let Some(call) = &made.call {
-                let took = clock::now().since(call.started);
+                let took = clock::now().since(call.started());
                 let never_stops = |fault: &Fault| matches!(fault, Fault::Break { breaks: Breaks::NeverStops, .. });
                 let given_up = if self.faults.iter().any(never_stops) { STOP_WITHIN } else { Duration::ZERO };
                 if took > TIMEOUT + SLACK + given_up {
@@ -184,9 +183,9 @@ impl World<'_> {
             }
             for (&group, member) in &self.processes[process].members {
                 let rank = self.scenario.groups[group].rank_of(corpse).map(|rank| Rank(rank as u32));
-                let (Some(rank), Some(state)) = (rank, core.groups.get(&member.caller.group)) else { continue };
+                let (Some(rank), Some(state)) = (rank, core.group(member.caller.group)) else { continue };
                 for call in state.calls_that_need(rank) {
-                    let since = call.started.nanos().max(died_at);
+                    let since = call.started().nanos().max(died_at);
                     let asks = if self.scenario.linking == Linking::AtFirst { Duration::ZERO } else { ROUND };
                     if clock::nanos() > since + (asks + SLACK).as_nanos() as u64 {
                         return Err(format!(
@@ -202,7 +201,7 @@ impl World<'_> {
 
     /// No process of a history ends in good order: where one was asked that knows that another is lost, that one has not left.
     pub(super) fn check_fate(&self, process: usize, peer: usize, found: &Found) -> Result<(), Violation> {
-        let uuid = card(peer).uuid;
+        let uuid = info(peer).uuid;
         let about_it = |asked: &&Asked| asked.from == process && asked.question.bytes.ends_with(&uuid);
         match self.questions.iter().filter(about_it).find(|asked| asked.knows_loss) {
             Some(Asked { to, .. }) if matches!(found, Found::Left { .. }) => Err(format!(
@@ -215,7 +214,7 @@ impl World<'_> {
     /// Whether a process takes another for lost.
     pub(super) fn knows_loss(&self, process: usize, of: usize) -> bool {
         let net = self.processes[process].core.as_ref().map(|core| &core.net);
-        let gone = net.and_then(|net| net.gone(&card(of).uuid).and_then(|id| net.peer(id).gone.as_ref()));
+        let gone = net.and_then(|net| net.gone(&info(of).uuid).and_then(|id| net.peer(id).gone()));
         matches!(gone, Some(Gone::Lost(_)))
     }
 
@@ -272,8 +271,8 @@ impl World<'_> {
                     let (Some(mine), Some(theirs)) = (self.state(mine, index), self.state(theirs, index)) else {
                         continue;
                     };
-                    let (left, _, window) = mine.members.credit(Rank(b as u32));
-                    let (_, owed, _) = theirs.members.credit(Rank(a as u32));
+                    let (left, _, window) = mine.members().credit(Rank(b as u32));
+                    let (_, owed, _) = theirs.members().credit(Rank(a as u32));
                     if a != b && left + owed != window {
                         return Err(format!(
                             "in group {index} rank {a} may send {left} bytes ahead to {b}, which owes {owed} of {window}"

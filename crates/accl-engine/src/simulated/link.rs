@@ -9,9 +9,10 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use accl_testkit::Rng;
+use accl_transport::Poller;
 use accl_transport::loopback::{self, LoopbackLink};
-use accl_transport::{Answers, Frame, HEAD_BYTES, Link, Place, Poller};
 use accl_types::{Error, Result};
+use accl_wire::{Answers, Frame, HEAD_BYTES, Link, Place};
 
 use super::clock::{self, Agenda, Event};
 use crate::sync::Mutex;

@@ -7,7 +7,7 @@ use accl_types::{Collective, Dtype, ReduceOp};
 use half::bf16;
 
 use super::scenario::Item;
-use crate::call::{Blocks, TensorDesc};
+use accl_executor::call::{Blocks, TensorDesc};
 
 /// What memory holds that nobody has written.
 const UNWRITTEN: u64 = 0xa5a5_a5a5_a5a5_a5a5;

@@ -17,11 +17,12 @@ use super::oracle::Tensors;
 use super::scenario::{Fault, Matter, Step};
 use super::world::{Made, Member, State, TIMEOUT, Violation, World};
 use crate::api::planning::Planning;
-use crate::call::{Blocks, CallDesc, CallState, Codecs, Encoding, MemoryKind, Mode, TensorCodecs};
-use crate::exec::SpinLimit;
-use crate::group::{Caller, Core, FastPathEnd, GroupState, Launched, Relief, Tell};
-use crate::peers::Members;
-use crate::plan::Planner;
+use crate::in_flight::{InFlight, Notifier};
+use accl_executor::call::{Blocks, CallDesc, Codecs, Encoding, MemoryKind, Mode, TensorCodecs};
+use accl_executor::exec::SpinLimit;
+use accl_executor::group::{Caller, Core, FastPathEnd, GroupState, Launched, Notify, Relief};
+use accl_executor::peers::Members;
+use accl_executor::plan::Planner;
 
 impl World<'_> {
     pub(super) fn run_thread(&mut self, process: usize, thread: usize) -> Result<(), Violation> {
@@ -120,7 +121,9 @@ impl World<'_> {
         let (id, name) = (index as u64 + 1, Arc::from(format!("g{index}")));
         let rank = Rank(rank as u32);
         let mut state = GroupState::new(id, Arc::clone(&name), rank, TIMEOUT, Members::new(peers, spec.eager_bytes));
-        state.timing = self.scenario.seed.is_multiple_of(3);
+        if self.scenario.seed.is_multiple_of(3) {
+            state.enable_timing();
+        }
         core.add_group(state, clock::now());
         let placement = Placement { near: Near::Shm, cores: 8, segment_bytes: self.scenario.segment };
         let basis = Basis { machine: Machine::default(), placement, deterministic: false };
@@ -257,7 +260,7 @@ impl World<'_> {
     }
 
     /// As `Group::run` and `Group::submit` do it.
-    fn submit(&mut self, process: usize, group: usize, desc: &CallDesc) -> Result<Option<Arc<CallState>>, Error> {
+    fn submit(&mut self, process: usize, group: usize, desc: &CallDesc) -> Result<Option<InFlight>, Error> {
         let host = &mut self.processes[process];
         let (Some(core), Some(member)) = (&mut host.core, host.members.get(&group)) else {
             return Err(Error::internal("a call without its group"));
@@ -273,7 +276,11 @@ impl World<'_> {
             let ran = core.guarded(|core| core.run_fast_path(member.caller.group, desc, spin_limit))?;
             let ran = ran.map(|end| match end {
                 FastPathEnd::Done { .. } => Ok(None),
-                FastPathEnd::Stopped(stopped) => member.caller.resume(core, desc, *stopped, clock::now()).map(Some),
+                FastPathEnd::Stopped(stopped) => {
+                    let notifier: Arc<Notifier> = Arc::default();
+                    let launched = member.caller.resume(core, desc, *stopped, notifier.clone(), clock::now());
+                    launched.map(|launched| Some((launched, notifier)))
+                }
             });
             let relief = if watches { core.unwatch(clock::now()) } else { Relief::SleepsOn };
             self.relieve(process, relief);
@@ -282,7 +289,7 @@ impl World<'_> {
                     self.seen.fast += 1;
                     return Ok(None);
                 }
-                Some(Ok(Some(launched))) => return Ok(Some(self.launched(process, launched))),
+                Some(Ok(Some((launched, notifier)))) => return Ok(Some(self.launched(process, launched, notifier))),
                 Some(Err(error)) => return Err(error),
                 None => {}
             }
@@ -294,11 +301,12 @@ impl World<'_> {
         desc.check(member.caller.rank, member.caller.world)?;
         let shape = (!desc.collective.is_point_to_point()).then(|| member.planning.get(desc)).transpose()?;
         let prepared = member.caller.prepare(desc, shape)?;
-        let launched = member.caller.start(core, desc, prepared, None, clock::now())?;
-        Ok(Some(self.launched(process, launched)))
+        let notifier: Arc<Notifier> = Arc::default();
+        let launched = member.caller.start(core, desc, prepared, None, notifier.clone(), clock::now())?;
+        Ok(Some(self.launched(process, launched, notifier)))
     }
 
-    fn launched(&mut self, process: usize, launched: Launched) -> Arc<CallState> {
+    fn launched(&mut self, process: usize, launched: Launched, notifier: Arc<Notifier>) -> InFlight {
         let Launched { call, wakes_driver } = launched;
         if wakes_driver {
             self.kick(process);
@@ -319,14 +327,14 @@ impl World<'_> {
                 core.pass_whole(clock::now());
             }
         }
-        call
+        InFlight::new(call, notifier)
     }
 
     fn abort(&mut self, process: usize, group: usize) {
         let host = &mut self.processes[process];
         let (Some(core), Some(member)) = (&mut host.core, host.members.get(&group)) else { return };
         let error = member.caller.placed(Error::aborted("abort was called: by the world"));
-        core.with_group(member.caller.group, clock::now(), |group, context| group.fail(error, context, Tell::Peers));
+        core.with_group(member.caller.group, clock::now(), |group, context| group.fail(error, context, Notify::Peers));
         core.net.flush_all();
         self.kick(process);
     }

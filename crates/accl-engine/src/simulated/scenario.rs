@@ -201,7 +201,7 @@ impl Scenario {
                 let most = least + [0, 500, 100_000][rng.below(3) as usize];
                 let spec = WireSpec {
                     carrier,
-                    max_payload_bytes: segment as usize + accl_transport::frame::OVERHEAD_BYTES,
+                    max_payload_bytes: segment as usize + accl_wire::frame::OVERHEAD_BYTES,
                     least,
                     most,
                     seed: rng.next_u64(),
@@ -264,7 +264,7 @@ impl Scenario {
         let pairs = (0..processes).flat_map(|a| (a + 1..processes).map(move |b| [a, b]));
         let spec = WireSpec {
             carrier: Carrier::Stream { kept: 5000, window: 20_000 },
-            max_payload_bytes: 1024 + accl_transport::frame::OVERHEAD_BYTES,
+            max_payload_bytes: 1024 + accl_wire::frame::OVERHEAD_BYTES,
             least: 1000,
             most: 1000,
             seed: 1,

@@ -8,9 +8,9 @@ use accl_types::{Error, Rank};
 use super::clock::{self, Event};
 use super::link::SimulatedLink;
 use super::scenario::{Fault, Linking};
-use super::world::{Asked, State, Violation, World, card};
-use crate::peers::neighbours;
+use super::world::{Asked, State, Violation, World, info};
 use crate::session::inquests::Found;
+use accl_executor::peers::neighbours;
 
 impl World<'_> {
     pub(super) fn strike(&mut self, index: usize) {
@@ -95,7 +95,7 @@ impl World<'_> {
             return Ok(());
         }
         if let Some(core) = &mut self.processes[to].core {
-            core.on_note(&card(from).uuid, &note.bytes, clock::now());
+            core.on_note(&info(from).uuid, &note.bytes, clock::now());
             self.kick(to);
             self.settle(to);
             self.note_ends(to)?;
@@ -126,7 +126,7 @@ impl World<'_> {
     pub(super) fn refuse(&mut self, process: usize, peer: usize) -> Result<(), Violation> {
         if self.processes[peer].core.is_none() {
             let error = Error::peer_lost("its process has ended");
-            self.processes[process].inquests.begin(card(peer).uuid, error, clock::now());
+            self.processes[process].inquests.begin(info(peer).uuid, error, clock::now());
             return self.inquire(process);
         }
         self.heed(process, peer, Found::Lost(Error::peer_lost("there is no way to it")));
@@ -184,7 +184,7 @@ impl World<'_> {
         let wire = self.wire_between(from, to);
         let is_reached = wire.is_some_and(|wire| self.is_passable(wire));
         if let Some(core) = self.processes[to].core.as_mut().filter(|_| is_reached) {
-            let answer = core.on_note(&card(from).uuid, &question.bytes, clock::now());
+            let answer = core.on_note(&info(from).uuid, &question.bytes, clock::now());
             let about = question.bytes.last().map_or(0, |&byte| usize::from(byte));
             let knows_loss = self.knows_loss(to, about);
             let asked = &mut self.questions[index];

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
-use accl_transport::Card;
 use accl_types::Error;
+use accl_wire::EndpointInfo;
 
 use super::clock::{self, Agenda, Event};
 use super::external::Elsewhere;
@@ -18,11 +18,12 @@ use super::link::{SimulatedLink, Wire, self_link};
 use super::oracle::Tensors;
 use super::scenario::{Fault, Linking, Scenario, Step, TIMEOUT_MS};
 use crate::api::planning::Planning;
-use crate::call::{CallState, Waited};
-use crate::group::{Caller, Core, Fate, GroupState};
-use crate::peers::{Note, PeerId};
+use crate::in_flight::InFlight;
 use crate::session::inquests::{Inquests, Question};
 use crate::sync::Mutex;
+use accl_executor::call::Waited;
+use accl_executor::group::{Caller, Core, Fate, GroupState};
+use accl_executor::peers::{Note, PeerId};
 
 /// Deadline of calls.
 pub(super) const TIMEOUT: Duration = Duration::from_millis(TIMEOUT_MS);
@@ -48,7 +49,7 @@ pub(super) struct Seen {
 /// A call that was made.
 pub(super) struct Made {
     /// `None`: it was over when it had been made, or refused.
-    pub(super) call: Option<Arc<CallState>>,
+    pub(super) call: Option<InFlight>,
     pub(super) refused: Option<Error>,
     pub(super) tensors: Tensors,
     pub(super) is_ended: bool,
@@ -173,13 +174,13 @@ impl<'a> World<'a> {
         let mut processes: Vec<Process> =
             scenario.steps.iter().map(|threads| Process::new(scenario, threads)).collect();
         for (process, host) in processes.iter_mut().enumerate() {
-            let payload = scenario.segment as usize + accl_transport::frame::OVERHEAD_BYTES;
+            let payload = scenario.segment as usize + accl_wire::frame::OVERHEAD_BYTES;
             let Some(core) = &mut host.core else { continue };
             let wakes = agenda.clone();
             core.set_wake(Arc::new(move || wakes.lock().enter(200, Event::Ring { process })));
             for (wire, (ends, _)) in wires.iter().zip(&scenario.wires) {
                 if let Some(end) = ends.iter().position(|&at| at == process) {
-                    let peer = core.net.introduce(&card(ends[1 - end]), wire.lock().is_ring());
+                    let peer = core.net.introduce(&info(ends[1 - end]), wire.lock().is_ring());
                     if scenario.linking == Linking::AtFirst {
                         core.net.attach(peer, Box::new(SimulatedLink::new(wire, end)));
                     }
@@ -187,7 +188,7 @@ impl<'a> World<'a> {
                 }
             }
             let own = self_link(payload);
-            host.peers[process] = Some(core.net.add(&card(process), Box::new(own)));
+            host.peers[process] = Some(core.net.add(&info(process), Box::new(own)));
             // Nobody has made a group before all have met for it.
             for (index, spec) in (1..).zip(&scenario.groups).filter(|(_, spec)| spec.rank_of(process).is_some()) {
                 core.expect_group(index, spec.members.iter().filter_map(|&member| host.peers[member]).collect());
@@ -247,7 +248,7 @@ impl<'a> World<'a> {
 
     pub(super) fn state(&self, process: usize, group: usize) -> Option<&GroupState> {
         let host = &self.processes[process];
-        host.core.as_ref()?.groups.get(&host.members.get(&group)?.caller.group)
+        host.core.as_ref()?.group(host.members.get(&group)?.caller.group)
     }
 }
 
@@ -270,9 +271,9 @@ impl Process {
 }
 
 /// Who a process is, for the others.
-pub(super) fn card(process: usize) -> Card {
-    Card {
-        version: accl_transport::PROTOCOL_VERSION,
+pub(super) fn info(process: usize) -> EndpointInfo {
+    EndpointInfo {
+        version: accl_wire::PROTOCOL_VERSION,
         uuid: [process as u8; 16],
         pid: process as u32,
         uid: 0,

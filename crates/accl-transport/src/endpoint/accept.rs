@@ -13,10 +13,11 @@ use super::identity::Identity;
 use super::stream::Stream;
 use super::way::keep_alive;
 use super::wire::{CONFIRM_BYTES, GREETING_BYTES, Hello, Note, Refusal, Reply, Verdict, confirm_bytes};
+use crate::Watched;
 use crate::credentials::peer_uid;
 use crate::fork::Fd;
 use crate::transport::{Agreed, Carrier, HalfLink, PeerAddress};
-use crate::{PROTOCOL_VERSION, Watched};
+use accl_wire::{PROTOCOL_VERSION, Stance};
 
 /// A silent connection is dropped after this long.
 const HELLO_TIME: Duration = Duration::from_secs(10);
@@ -30,19 +31,6 @@ pub trait Host {
 
     /// The answer to a note, in at most [`super::MAX_ANSWER_BYTES`]; see [`super::Endpoint::send_note`].
     fn on_note(&mut self, from: &[u8; 16], note: &[u8]) -> String;
-}
-
-/// What this process thinks of a peer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stance {
-    /// There is no link to it, and one may be made.
-    Unlinked,
-    /// There is one, which lives as far as is known.
-    Linked,
-    /// It is to wait for the one that is being made.
-    Crossing,
-    /// It has gone, and nothing is wanted of it any more.
-    GivenUp,
 }
 
 /// A link made by a peer, and the peer's identity.

@@ -14,7 +14,8 @@ use super::way::{Destination, Failed, Way, is_connected, ways};
 use super::wire::{Hello, REPLY_BYTES, Refusal, Reply, Verdict, confirm_bytes};
 use crate::fork::Fd;
 use crate::transport::{Agreed, HalfLink, PeerAddress};
-use crate::{Card, PROTOCOL_VERSION, Settings, Watched};
+use crate::{Settings, Watched};
+use accl_wire::{EndpointInfo, PROTOCOL_VERSION};
 
 /// An address that has not answered on the level of TCP for so long gets company by the next one.
 const SLOW_CONNECT: Duration = Duration::from_millis(300);
@@ -44,7 +45,7 @@ pub(super) enum Progress {
 
 /// The efforts to reach one peer.
 pub(super) struct Dial {
-    peer: Card,
+    peer: EndpointInfo,
     ways: Vec<Way>,
     left: VecDeque<Way>,
     attempts: Vec<Attempt>,
@@ -92,7 +93,7 @@ enum Outcome {
 
 impl Dial {
     /// Efforts that begin after `head_start`: the peer may connect itself before.
-    pub(super) fn new(from: &Card, peer: &Card, now: Instant, head_start: Duration) -> Dial {
+    pub(super) fn new(from: &EndpointInfo, peer: &EndpointInfo, now: Instant, head_start: Duration) -> Dial {
         let ways = ways(from, peer);
         Dial {
             peer: peer.clone(),
@@ -112,7 +113,7 @@ impl Dial {
         }
     }
 
-    pub(super) fn peer(&self) -> &Card {
+    pub(super) fn peer(&self) -> &EndpointInfo {
         &self.peer
     }
 
@@ -267,7 +268,7 @@ impl Attempt {
     }
 
     /// Says hello, with this side's half of the link.
-    fn greet(&mut self, peer: &Card, me: &Identity) -> Result<(), Failed> {
+    fn greet(&mut self, peer: &EndpointInfo, me: &Identity) -> Result<(), Failed> {
         self.way.to.check_peer(&self.stream.socket, me.uid)?;
         let name = self.way.row.name;
         let opened = me.provider(name).ok_or_else(|| format!("this process does not use {name}"))?;
@@ -281,12 +282,12 @@ impl Attempt {
         Ok(())
     }
 
-    fn poll(mut self, card: &Card, me: &Identity, settings: &Settings) -> Result<Outcome, Failed> {
+    fn poll(mut self, info: &EndpointInfo, me: &Identity, settings: &Settings) -> Result<Outcome, Failed> {
         if self.stage == Stage::Connecting {
             if !is_connected(&self.stream.socket)? {
                 return Ok(Outcome::Wait(self));
             }
-            self.greet(card, me)?;
+            self.greet(info, me)?;
         }
         let read = self.stream.read::<REPLY_BYTES>();
         // A refusal of another version may be shorter.
@@ -310,7 +311,7 @@ impl Attempt {
         half.take_answer(PeerAddress { bytes: reply.body, descriptors }, max_payload_bytes)?;
         self.stream.write(&confirm_bytes(reply.own_nonce), &[])?;
         let compromise = half.compromise().map(|(what, why)| Trouble::Compromise(self.way.row.name, what, why));
-        let agreed = Agreed { socket: self.stream.socket, max_payload_bytes, peer: card.place() };
+        let agreed = Agreed { socket: self.stream.socket, max_payload_bytes, peer: info.host_and_pid() };
         Ok(Outcome::Done(half.finish(agreed)?, compromise))
     }
 }
@@ -352,7 +353,7 @@ mod tests {
     }
 
     fn dial(now: Instant) -> Dial {
-        let card = |uuid| Card {
+        let info = |uuid| EndpointInfo {
             version: PROTOCOL_VERSION,
             uuid: [uuid; 16],
             pid: 1,
@@ -363,7 +364,7 @@ mod tests {
             unix_name: String::new(),
             transports: vec!["tcp".to_owned()],
         };
-        Dial::new(&card(1), &card(2), now, Duration::ZERO)
+        Dial::new(&info(1), &info(2), now, Duration::ZERO)
     }
 
     fn round(dial: &mut Dial, failures: impl IntoIterator<Item = Failed>, now: Instant) -> u32 {

@@ -25,17 +25,17 @@ use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use accl_types::{Error, Result};
+use accl_wire::{EndpointInfo, PROTOCOL_VERSION, Stance, hex};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use crate::card::hex;
 use crate::fork::Fd;
 use crate::loopback;
 use crate::transport::{Carrier, Local, Transport};
-use crate::{Card, PROTOCOL_VERSION, Settings, Waker, Watched, descriptors, host, net, rows};
+use crate::{Settings, Waker, Watched, descriptors, host, net, rows};
 
-pub use accept::{Host, Stance};
+pub use accept::Host;
 use accept::{Incoming, Step};
 use dial::{Dial, Progress};
 use identity::{Identity, Opened};
@@ -72,7 +72,7 @@ pub struct Missing {
 #[derive(Clone, Debug)]
 pub struct Unreachable {
     /// Who it is.
-    pub peer: Card,
+    pub peer: EndpointInfo,
     /// Why not.
     pub error: Error,
     /// Nobody listens there any more: its process is ending, or has ended.
@@ -102,7 +102,7 @@ pub struct ConnectError {
 pub struct Endpoint {
     me: Identity,
     waker: Arc<Waker>,
-    card: Card,
+    info: EndpointInfo,
     settings: Settings,
     listeners: Vec<(Carrier, Fd)>,
     incoming: Vec<Incoming>,
@@ -126,7 +126,7 @@ pub struct Endpoint {
 
 impl fmt::Debug for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Endpoint").field("card", &self.card).field("kept", &self.kept.len()).finish_non_exhaustive()
+        f.debug_struct("Endpoint").field("info", &self.info).field("kept", &self.kept.len()).finish_non_exhaustive()
     }
 }
 
@@ -176,7 +176,7 @@ impl Endpoint {
             let reachable = |ip: &std::net::IpAddr| ip.is_ipv4() || families == net::Families::Both;
             addresses = offered.into_iter().filter(reachable).map(|ip| SocketAddr::new(ip, port)).collect();
         }
-        let card = Card {
+        let info = EndpointInfo {
             version: PROTOCOL_VERSION,
             uuid,
             pid: std::process::id(),
@@ -190,7 +190,7 @@ impl Endpoint {
         Ok(Endpoint {
             me,
             waker,
-            card,
+            info,
             settings,
             listeners,
             incoming: Vec::new(),
@@ -207,13 +207,13 @@ impl Endpoint {
     }
 
     /// What to publish in the store.
-    pub fn card(&self) -> &Card {
-        &self.card
+    pub fn info(&self) -> &EndpointInfo {
+        &self.info
     }
 
     /// Begins to make a link to a peer; [`Endpoint::turn`] goes on with it until [`Endpoint::take_link`] or
     /// [`Endpoint::take_unreachable`] has it. A peer that is wanted already, or has connected, is left as it is.
-    pub fn want(&mut self, peer: &Card, wanted: Wanted, now: Instant) {
+    pub fn want(&mut self, peer: &EndpointInfo, wanted: Wanted, now: Instant) {
         let is_patient = wanted == Wanted::OnBothSides;
         if let Some(dial) = self.dials.get_mut(&peer.uuid) {
             dial.is_patient |= is_patient;
@@ -228,7 +228,7 @@ impl Endpoint {
             self.check_room(fds);
         }
         let head_start = if is_patient && peer.uuid < self.me.uuid { HEAD_START } else { Duration::ZERO };
-        let mut dial = Dial::new(&self.card, peer, now, head_start);
+        let mut dial = Dial::new(&self.info, peer, now, head_start);
         dial.is_patient = is_patient;
         self.dials.insert(peer.uuid, dial);
     }
@@ -270,8 +270,8 @@ impl Endpoint {
 
     /// Begins to send a note to a process that may look at no link: it is answered by whoever makes links there. What comes of it is
     /// in [`Endpoint::take_replies`] under this number. A note has at most [`MAX_NOTE_BYTES`].
-    pub fn send_note(&mut self, peer: &Card, note: &[u8], number: u64, now: Instant) {
-        self.letters.push(Letter::new(&self.card, peer, note, number, now));
+    pub fn send_note(&mut self, peer: &EndpointInfo, note: &[u8], number: u64, now: Instant) {
+        self.letters.push(Letter::new(&self.info, peer, note, number, now));
     }
 
     /// The answers to notes that have come, or why there will be none.
@@ -290,7 +290,7 @@ impl Endpoint {
     }
 
     /// Why a wanted peer has no link yet, as a clause: `no answer from 10.0.0.2:4000 yet`.
-    pub fn why_not(&self, peer: &Card) -> String {
+    pub fn why_not(&self, peer: &EndpointInfo) -> String {
         self.dials.get(&peer.uuid).map_or_else(|| self.silence(peer).to_owned(), Dial::state)
     }
 
@@ -309,18 +309,18 @@ impl Endpoint {
     }
 
     /// Links to all `peers`, in their order, made by connecting and accepting at once; the smaller identity of a pair
-    /// connects. For our own card it is a [`loopback::self_link`]. A connection from somebody who was not asked for is
+    /// connects. For our own info it is a [`loopback::self_link`]. A connection from somebody who was not asked for is
     /// kept and returned by a later call. Calls `interrupted` about every 50 ms.
     ///
     /// # Errors
     /// A [`ConnectError`] that lists the missing peers. The links that were made are kept.
     pub fn connect(
         &mut self,
-        peers: &[Card],
+        peers: &[EndpointInfo],
         deadline: Instant,
         interrupted: &mut dyn FnMut() -> bool,
     ) -> std::result::Result<Vec<Box<dyn Watched>>, ConnectError> {
-        check_peers(&self.card, peers)?;
+        check_peers(&self.info, peers)?;
         self.drop_departed();
         self.make_room(peers);
         let mut links: Vec<Option<Box<dyn Watched>>> = peers.iter().map(|_| None).collect();
@@ -329,7 +329,7 @@ impl Endpoint {
             if peer.uuid == self.me.uuid {
                 links[index] = Some(Box::new(loopback::self_link(self.me.max_payload_bytes, Arc::clone(&self.waker))));
             } else if peer.uuid > self.me.uuid && !self.kept.contains_key(&peer.uuid) {
-                let new = || Dial::new(&self.card, peer, begin, Duration::ZERO);
+                let new = || Dial::new(&self.info, peer, begin, Duration::ZERO);
                 self.dials.entry(peer.uuid).or_insert_with(new).asked = Some(begin);
             }
         }
@@ -369,7 +369,7 @@ impl Endpoint {
     }
 
     /// Sees to it that there are descriptors for links to all peers, or warns.
-    fn make_room(&mut self, peers: &[Card]) {
+    fn make_room(&mut self, peers: &[EndpointInfo]) {
         let missing = peers.iter().filter(|peer| peer.uuid != self.me.uuid && !self.kept.contains_key(&peer.uuid));
         let fds = missing.map(|peer| self.fds_for(peer)).sum::<usize>();
         self.check_room(fds);
@@ -382,8 +382,8 @@ impl Endpoint {
     }
 
     /// Descriptors of a link to a peer.
-    fn fds_for(&self, peer: &Card) -> usize {
-        ways(&self.card, peer).iter().map(|way| way.row.descriptors).max().unwrap_or(1)
+    fn fds_for(&self, peer: &EndpointInfo) -> usize {
+        ways(&self.info, peer).iter().map(|way| way.row.descriptors).max().unwrap_or(1)
     }
 
     /// Accepts what is queued and moves every handshake on.
@@ -485,7 +485,12 @@ impl Endpoint {
         });
     }
 
-    fn give_up(&mut self, mut error: Error, peers: &[Card], links: Vec<Option<Box<dyn Watched>>>) -> ConnectError {
+    fn give_up(
+        &mut self,
+        mut error: Error,
+        peers: &[EndpointInfo],
+        links: Vec<Option<Box<dyn Watched>>>,
+    ) -> ConnectError {
         let mut missing = Vec::new();
         for (index, link) in links.into_iter().enumerate() {
             match link {
@@ -499,7 +504,7 @@ impl Endpoint {
             }
         }
         let listed: Vec<_> =
-            missing.iter().take(MAX_LISTED).map(|m| format!("{}: {}", peers[m.index].place(), m.why)).collect();
+            missing.iter().take(MAX_LISTED).map(|m| format!("{}: {}", peers[m.index].host_and_pid(), m.why)).collect();
         let more = if missing.len() > MAX_LISTED { "; ..." } else { "" };
         error.message = format!(
             "{}; {} of {} peers have no link: {}{more}",
@@ -512,7 +517,7 @@ impl Endpoint {
     }
 
     /// Why nobody has connected.
-    fn silence(&self, peer: &Card) -> &str {
+    fn silence(&self, peer: &EndpointInfo) -> &str {
         if let Some(why) = self.departed.get(&peer.uuid) {
             why
         } else if self.starved {
@@ -587,23 +592,23 @@ impl Host for Alone {
 }
 
 /// The transport of a link between two processes, unless that is refused when it is made.
-pub fn likely_transport(one: &Card, other: &Card) -> Option<&'static Transport> {
+pub fn likely_transport(one: &EndpointInfo, other: &EndpointInfo) -> Option<&'static Transport> {
     ways(one, other).first().map(|way| way.row)
 }
 
-/// Whether a process can have links to all `peers`, as far as their cards say.
+/// Whether a process can have links to all `peers`, as far as their infos say.
 ///
 /// # Errors
-/// What no waiting can help: `Mismatch` for another protocol version, `InvalidArgument` for a card that stands twice in the list,
+/// What no waiting can help: `Mismatch` for another protocol version, `InvalidArgument` for a peer that stands twice in the list,
 /// `Configuration` for peers to which no transport leads, whoever of the two connects.
-pub fn check_peers(me: &Card, peers: &[Card]) -> std::result::Result<(), ConnectError> {
+pub fn check_peers(me: &EndpointInfo, peers: &[EndpointInfo]) -> std::result::Result<(), ConnectError> {
     let mut missing = Vec::new();
     let mut seen = HashSet::new();
     for (index, peer) in peers.iter().enumerate() {
         if peer.version != PROTOCOL_VERSION {
             missing.push(Missing { index, why: format!("it has protocol version {}", peer.version) });
         } else if !seen.insert(peer.uuid) {
-            let error = Error::invalid_argument(format!("the card of {} stands twice in the list", peer.place()));
+            let error = Error::invalid_argument(format!("{} stands twice in the list of peers", peer.host_and_pid()));
             let missing = vec![Missing { index, why: error.message.clone() }];
             return Err(ConnectError { error, missing });
         }
@@ -611,15 +616,15 @@ pub fn check_peers(me: &Card, peers: &[Card]) -> std::result::Result<(), Connect
     let Some(first) = missing.first().map(|m| &peers[m.index]) else { return check_ways(me, peers) };
     let error = Error::mismatch(format!(
         "{} has protocol version {}, this process {PROTOCOL_VERSION}; install the same torch-accl everywhere",
-        first.place(),
+        first.host_and_pid(),
         first.version
     ));
     Err(ConnectError { error, missing })
 }
 
 /// Whether some transport leads to every peer, whoever of the two connects.
-fn check_ways(me: &Card, peers: &[Card]) -> std::result::Result<(), ConnectError> {
-    let is_apart = |peer: &Card| peer.uuid != me.uuid && ways(me, peer).is_empty() && ways(peer, me).is_empty();
+fn check_ways(me: &EndpointInfo, peers: &[EndpointInfo]) -> std::result::Result<(), ConnectError> {
+    let is_apart = |peer: &EndpointInfo| peer.uuid != me.uuid && ways(me, peer).is_empty() && ways(peer, me).is_empty();
     let missing: Vec<Missing> = peers
         .iter()
         .enumerate()
@@ -633,7 +638,7 @@ fn check_ways(me: &Card, peers: &[Card]) -> std::result::Result<(), ConnectError
     let error = Error::configuration(format!(
         "{}: {}; shm needs one host and one user, tcp an address that the other can reach (ACCL_TRANSPORTS, \
          ACCL_SOCKET_IFNAME)",
-        peers[first.index].place(),
+        peers[first.index].host_and_pid(),
         first.why
     ));
     Err(ConnectError { error, missing })

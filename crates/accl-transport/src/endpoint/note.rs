@@ -10,8 +10,8 @@ use super::identity::Identity;
 use super::stream::Stream;
 use super::way::{Destination, Failed, is_connected, ways};
 use super::wire::{Note, REPLY_BYTES, Reply, Verdict};
-use crate::Card;
 use crate::fork::Fd;
+use accl_wire::EndpointInfo;
 
 /// A note that has not been answered by then is given up.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -20,7 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub(super) struct Letter {
     pub(super) token: u64,
     note: Note,
-    to: Card,
+    to: EndpointInfo,
     left: VecDeque<Destination>,
     attempt: Option<Attempt>,
     until: Instant,
@@ -34,7 +34,7 @@ struct Attempt {
 }
 
 impl Letter {
-    pub(super) fn new(from: &Card, to: &Card, text: &[u8], token: u64, now: Instant) -> Self {
+    pub(super) fn new(from: &EndpointInfo, to: &EndpointInfo, text: &[u8], token: u64, now: Instant) -> Self {
         // Several transports may begin over one carrier.
         let mut left = VecDeque::new();
         for way in ways(from, to) {

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use crate::Card;
+use accl_wire::EndpointInfo;
 
 /// A fallback that costs speed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,8 +55,8 @@ impl Warnings {
         }
     }
 
-    pub(super) fn add(&mut self, trouble: &Trouble, peer: &Card) {
-        let peer = peer.place();
+    pub(super) fn add(&mut self, trouble: &Trouble, peer: &EndpointInfo) {
+        let peer = peer.host_and_pid();
         match trouble {
             Trouble::Compromise(transport, what, why) => {
                 if self.compromises.insert(transport) {

@@ -12,8 +12,9 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockop
 
 use crate::credentials::peer_uid;
 use crate::fork::Fd;
+use crate::rows;
 use crate::transport::{Carrier, Transport};
-use crate::{Card, rows};
+use accl_wire::EndpointInfo;
 
 /// A transport, and where its carrier leads.
 #[derive(Clone, Copy, Debug)]
@@ -25,7 +26,7 @@ pub(super) struct Way {
 /// Where a connection leads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Destination {
-    /// To the Unix socket of the peer, whose name is in its card.
+    /// To the Unix socket of the peer, whose name is in its info.
     Unix,
     Tcp(SocketAddr),
 }
@@ -67,7 +68,7 @@ impl Failed {
 }
 
 /// The ways from one process to another, in the order in which the first is to try them.
-pub(super) fn ways(from: &Card, to: &Card) -> Vec<Way> {
+pub(super) fn ways(from: &EndpointInfo, to: &EndpointInfo) -> Vec<Way> {
     let same_host = to.host_id == from.host_id;
     let mut ways = Vec::new();
     for row in from.transports.iter().filter(|name| to.transports.contains(name)).filter_map(|name| rows::find(name)) {
@@ -89,7 +90,7 @@ pub(super) fn ways(from: &Card, to: &Card) -> Vec<Way> {
 
 impl Destination {
     /// Begins to connect; see [`is_connected`].
-    pub(super) fn connect(self, peer: &Card) -> Result<Fd, Failed> {
+    pub(super) fn connect(self, peer: &EndpointInfo) -> Result<Fd, Failed> {
         match self {
             Destination::Unix => connect_unix(&peer.unix_name),
             Destination::Tcp(address) => connect_tcp(address),

@@ -4,8 +4,8 @@
 //! link exist for the latter: a side that gave up in between has left nothing behind. The first twelve bytes (mark and
 //! version) stay the same in all versions. What a stranger sends is refused at its first wrong byte.
 
-use crate::PROTOCOL_VERSION;
 use crate::transport::{MAX_ADDRESS_BYTES, MAX_NAME_BYTES};
+use accl_wire::PROTOCOL_VERSION;
 
 /// Of a hello and of a note: who accepts does not know which of them comes. It fits into one packet of most networks.
 pub(super) const GREETING_BYTES: usize = 1280;
@@ -257,8 +257,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::Card;
-    use crate::card::hex;
+    use accl_wire::EndpointInfo;
+    use accl_wire::hex;
 
     proptest! {
         #[test]
@@ -316,7 +316,7 @@ mod tests {
         }
         let whole = Header::whole(&Signature { reserved: 0, ..signature });
         lines.push(format!("whole {}", whole.map_or_else(String::new, |header| hex(&header.to_bytes()))));
-        let card = Card {
+        let info = EndpointInfo {
             version: PROTOCOL_VERSION,
             uuid: *b"identity-of-mine",
             pid: 4711,
@@ -327,7 +327,7 @@ mod tests {
             unix_name: "accl-1".to_owned(),
             transports: vec!["shm".to_owned(), "tcp".to_owned()],
         };
-        lines.push(card.to_text());
+        lines.push(info.to_text());
         insta::assert_snapshot!(format!("protocol_version_{PROTOCOL_VERSION}"), lines.join("\n"));
     }
 

@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 use accl_types::{Error, Result};
+use accl_wire::{Frame, Link, Place};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::Shutdown;
 
@@ -16,7 +17,7 @@ use crate::fork::Fd;
 use crate::poller::wake_fd;
 use crate::ring::park::{DATA, ROOM};
 use crate::ring::{Broken, Reader, Writer};
-use crate::{Frame, Link, News, Place, Watched, refusal};
+use crate::{News, Watched, refusal};
 
 /// What the handshake has gathered.
 pub(crate) struct Parts {

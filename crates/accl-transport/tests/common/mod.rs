@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 
 use accl_testkit::every_transport;
 use accl_transport::loopback::{self, Capacity};
-use accl_transport::{Card, ConnectError, Endpoint, HEAD_BYTES, Link, Poller, Settings, Watched};
+use accl_transport::{ConnectError, Endpoint, Poller, Settings, Watched};
 use accl_types::Error;
+use accl_wire::{EndpointInfo, HEAD_BYTES, Link};
 
 /// No test takes longer; a lost wake-up shows as this.
 pub const LIMIT: Duration = Duration::from_secs(30);
@@ -48,11 +49,11 @@ impl Host {
         Host { poller, endpoint }
     }
 
-    pub fn card(&self) -> Card {
-        self.endpoint.card().clone()
+    pub fn info(&self) -> EndpointInfo {
+        self.endpoint.info().clone()
     }
 
-    pub fn connect(&mut self, peers: &[Card]) -> Result<Vec<Box<dyn Watched>>, ConnectError> {
+    pub fn connect(&mut self, peers: &[EndpointInfo]) -> Result<Vec<Box<dyn Watched>>, ConnectError> {
         self.endpoint.connect(peers, deadline(), &mut || false)
     }
 }
@@ -67,12 +68,12 @@ pub struct Node {
 /// Connects two endpoints of this process.
 pub fn connected(a: Settings, b: Settings) -> (Node, Node) {
     let (mut a, mut b) = (Host::new(a), Host::new(b));
-    let (card_a, card_b) = (a.card(), b.card());
+    let (info_a, info_b) = (a.info(), b.info());
     let thread = std::thread::spawn(move || {
-        let links = b.connect(&[card_a]).unwrap();
+        let links = b.connect(&[info_a]).unwrap();
         (b, links)
     });
-    let links_a = a.connect(&[card_b]).unwrap();
+    let links_a = a.connect(&[info_b]).unwrap();
     let (b, links_b) = thread.join().unwrap();
     let node = |host: Host, links: Vec<Box<dyn Watched>>| {
         let Host { poller, mut endpoint } = host;

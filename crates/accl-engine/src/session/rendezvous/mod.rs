@@ -9,9 +9,9 @@
 //! different moments leave different counts, and the restart counts of launchers are counted by each host alone.
 //!
 //! **Sessions.** Rank 0 *leads*. It makes up a name that nobody had before (its process's random identity and a counter)
-//! and says it in the *notice*, the one key with a fixed name. A rank answers by writing its card under the session's
+//! and says it in the *notice*, the one key with a fixed name. A rank answers by writing its info under the session's
 //! name. Who answers has read a name that is fresh, so it lived when the session began. When all have answered the leader
-//! writes the *roster* of all cards; the notice is not written again, since another leader may have put its own there. A rank goes by a roster only if its own card of this very making is in it: then the
+//! writes the *roster* of all infos; the notice is not written again, since another leader may have put its own there. A rank goes by a roster only if its own info of this very making is in it: then the
 //! leader lived after the answer. What earlier processes left has another session's name, or lacks the reader.
 //!
 //! **The end is agreed, too.** Ranks that have the roster connect, and then count themselves in at the key `ready`. The
@@ -26,7 +26,7 @@
 //! | died | what the others see |
 //! |---|---|
 //! | a rank, before it answered | the leader waits; the successor answers the same session |
-//! | a rank, after it answered, before the roster | the successor overwrites the card |
+//! | a rank, after it answered, before the roster | the successor overwrites the info |
 //! | a rank, after the roster | connecting is refused; the successor is not in the roster and moves the session |
 //! | the leader, at any time | its successor takes the session and starts another; who answered the old one follows the notice |
 //! | anybody, after the group was made | it is lost like any peer, and the group fails |
@@ -39,11 +39,11 @@
 //! twice, since the second session began after this process was there. One that comes after the group was made hears
 //! nothing: it may as well be the first of the next attempt, and waits for the others of it until its deadline.
 //!
-//! **Cost.** The leader reads one card a rank and writes the roster; every other rank asks a constant number of
+//! **Cost.** The leader reads one info a rank and writes the roster; every other rank asks a constant number of
 //! questions. Who waits asks for two small values, in pauses that grow with the time waited, so that a long wait costs ten
 //! questions a second.
 //!
-//! **Nothing is left.** With the group made, the leader deletes its notice, each its own card, and counts itself out at
+//! **Nothing is left.** With the group made, the leader deletes its notice, each its own info, and counts itself out at
 //! `ready`; the last deletes that and the roster. Sessions that ended early are named in the next notices, and the leader
 //! whose group is made deletes what is left of them. Who is still in one of them sees that the notice is another one's.
 
@@ -53,15 +53,15 @@ use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use accl_transport::frame::Cause;
 use accl_types::{Error, Result};
+use accl_wire::frame::Cause;
 
 use crate::api::spec::GroupSpec;
 use crate::session::store::Store;
 use crate::sync::Mutex;
 use accl_types::hash::hash_words;
 
-pub(crate) use texts::GroupCard;
+pub(crate) use texts::RankInfo;
 use texts::{Notice, Phase, Why, roster_from_text, roster_to_text, settings_differ};
 
 /// Subtracted from the count of a session that is over. More than any world, twice.
@@ -96,7 +96,7 @@ pub(crate) struct Makings {
 pub(crate) struct Meeting<'a> {
     spec: &'a GroupSpec,
     store: &'a dyn Store,
-    mine: &'a GroupCard,
+    mine: &'a RankInfo,
     /// What the session's names begin with.
     label: &'a str,
     /// All keys of this group begin so.
@@ -130,7 +130,7 @@ impl<'a> Meeting<'a> {
     pub(crate) fn new(
         spec: &'a GroupSpec,
         store: &'a dyn Store,
-        mine: &'a GroupCard,
+        mine: &'a RankInfo,
         label: &'a str,
         makings: &'a Makings,
         deadline: Instant,
@@ -159,22 +159,22 @@ impl<'a> Meeting<'a> {
         }
     }
 
-    /// All ranks' cards in rank order. `look` is called now and then while this waits, and ends it with an error.
+    /// All ranks' infos in rank order. `look` is called now and then while this waits, and ends it with an error.
     ///
     /// # Errors
     /// `Timeout` listing the ranks that did not come; `Configuration` when settings differ; `Rendezvous` when the store
     /// fails or two processes claim one rank; the cause of a rank that gave up; what `look` says.
-    pub(crate) fn gather(&mut self, look: &mut dyn FnMut() -> Result<()>) -> Result<Vec<GroupCard>> {
-        let cards = if self.spec.world == 1 {
+    pub(crate) fn gather(&mut self, look: &mut dyn FnMut() -> Result<()>) -> Result<Vec<RankInfo>> {
+        let infos = if self.spec.world == 1 {
             vec![self.mine.clone()]
         } else if self.spec.rank.0 == 0 {
             self.lead(look)?
         } else {
             self.answer(look)?
         };
-        match cards.iter().position(|card| card.agreed != self.mine.agreed) {
-            Some(rank) => Err(settings_differ(self.mine, &cards[rank], self.spec.rank.0, rank)),
-            None => Ok(cards),
+        match infos.iter().position(|info| info.agreed != self.mine.agreed) {
+            Some(rank) => Err(settings_differ(self.mine, &infos[rank], self.spec.rank.0, rank)),
+            None => Ok(infos),
         }
     }
 
@@ -229,21 +229,21 @@ impl<'a> Meeting<'a> {
 
     // ---- rank 0
 
-    fn lead(&mut self, look: &mut dyn FnMut() -> Result<()>) -> Result<Vec<GroupCard>> {
+    fn lead(&mut self, look: &mut dyn FnMut() -> Result<()>) -> Result<Vec<RankInfo>> {
         if self.led == 0 {
             self.await_turn(look)?;
             self.take_over()?;
         }
         loop {
-            let uuid = u128::from_be_bytes(self.mine.card.uuid);
+            let uuid = u128::from_be_bytes(self.mine.info.uuid);
             let session = format!("{}{uuid:032x}-{}-{}", self.label, self.mine.counter, self.led);
             self.led += 1;
             self.session = Some(session.clone());
             self.say(&session, Phase::Gathering)?;
-            if let Some(cards) = self.collect(&session, look)? {
+            if let Some(infos) = self.collect(&session, look)? {
                 // The notice stays as it is: by now it may be another leader's.
-                self.store.set(&roster(&self.place, &session), roster_to_text(&cards).as_bytes())?;
-                return Ok(cards);
+                self.store.set(&roster(&self.place, &session), roster_to_text(&infos).as_bytes())?;
+                return Ok(infos);
             }
         }
     }
@@ -272,26 +272,26 @@ impl<'a> Meeting<'a> {
         let Some(notice) = notice else { return Ok(()) };
         self.earlier.extend(notice.earlier);
         self.earlier.push((notice.session.clone(), notice.world));
-        let why = Why::Taken(self.mine.card.place());
+        let why = Why::Taken(self.mine.info.host_and_pid());
         self.end(&notice.session, i64::from(notice.world), &why)
     }
 
     fn say(&self, session: &str, phase: Phase) -> Result<()> {
         let (session, world) = (session.to_owned(), self.spec.world);
-        let (uuid, place) = (self.mine.card.uuid, self.mine.card.place());
+        let (uuid, place) = (self.mine.info.uuid, self.mine.info.host_and_pid());
         let notice = Notice { session, world, phase, uuid, place, earlier: self.earlier.clone() };
         self.store.set(&self.notice_key(), notice.to_text().as_bytes())
     }
 
-    /// The cards of all ranks; `None` when the session has moved.
-    fn collect(&mut self, session: &str, look: &mut dyn FnMut() -> Result<()>) -> Result<Option<Vec<GroupCard>>> {
-        let mut cards = vec![self.mine.clone()];
+    /// The infos of all ranks; `None` when the session has moved.
+    fn collect(&mut self, session: &str, look: &mut dyn FnMut() -> Result<()>) -> Result<Option<Vec<RankInfo>>> {
+        let mut infos = vec![self.mine.clone()];
         let pace = Pace::new();
         // One after the other: while one is missing nothing can go on, and the rest is asked for when it has come.
-        while cards.len() < self.spec.world as usize {
-            let rank = cards.len() as u32;
-            if let Some(card) = self.text(&card(&self.place, session, rank))? {
-                cards.push(GroupCard::from_text(&card)?);
+        while infos.len() < self.spec.world as usize {
+            let rank = infos.len() as u32;
+            if let Some(info) = self.text(&info(&self.place, session, rank))? {
+                infos.push(RankInfo::from_text(&info)?);
                 continue;
             }
             match self.standing(session)? {
@@ -302,7 +302,7 @@ impl<'a> Meeting<'a> {
                 }
             }
             // Two that began at the same moment did not see each other's notice.
-            if let Some(notice) = self.notice()?.filter(|notice| notice.uuid != self.mine.card.uuid) {
+            if let Some(notice) = self.notice()?.filter(|notice| notice.uuid != self.mine.info.uuid) {
                 self.leave_session(session);
                 return Err(self.taken(&notice.place));
             }
@@ -311,16 +311,16 @@ impl<'a> Meeting<'a> {
             }
             self.pause(&pace, look)?;
         }
-        Ok(Some(cards))
+        Ok(Some(infos))
     }
 
     // ---- the others
 
-    fn answer(&mut self, look: &mut dyn FnMut() -> Result<()>) -> Result<Vec<GroupCard>> {
+    fn answer(&mut self, look: &mut dyn FnMut() -> Result<()>) -> Result<Vec<RankInfo>> {
         let pace = Pace::new();
         loop {
-            if let Some(cards) = self.follow()? {
-                return Ok(cards);
+            if let Some(infos) = self.follow()? {
+                return Ok(infos);
             }
             if Instant::now() >= self.deadline {
                 let session = self.session.clone();
@@ -331,7 +331,7 @@ impl<'a> Meeting<'a> {
     }
 
     /// One look at the notice, and what follows from it. The roster when it is there and has this rank.
-    fn follow(&mut self) -> Result<Option<Vec<GroupCard>>> {
+    fn follow(&mut self) -> Result<Option<Vec<RankInfo>>> {
         let notice = self.notice()?;
         if notice.is_none() && self.session.is_some() {
             return self.made_without();
@@ -365,7 +365,7 @@ impl<'a> Meeting<'a> {
                 self.past.insert(notice.session);
                 return Ok(None);
             }
-            let key = card(&self.place, &notice.session, self.spec.rank.0);
+            let key = info(&self.place, &notice.session, self.spec.rank.0);
             self.confirmed_before = self.makings.confirmed.load(Ordering::SeqCst);
             // Before the store is asked: the others hear of it also if that fails.
             self.session = Some(notice.session);
@@ -374,17 +374,17 @@ impl<'a> Meeting<'a> {
         Ok(None)
     }
 
-    fn read_roster(&mut self, session: &str, text: &str) -> Result<Option<Vec<GroupCard>>> {
-        let cards = roster_from_text(text)?;
-        let Some(place) = cards.get(self.spec.rank.index()).filter(|_| cards.len() == self.spec.world as usize) else {
-            return Err(Error::rendezvous(format!("a roster of {} ranks for {}", cards.len(), self.spec.world)));
+    fn read_roster(&mut self, session: &str, text: &str) -> Result<Option<Vec<RankInfo>>> {
+        let infos = roster_from_text(text)?;
+        let Some(place) = infos.get(self.spec.rank.index()).filter(|_| infos.len() == self.spec.world as usize) else {
+            return Err(Error::rendezvous(format!("a roster of {} ranks for {}", infos.len(), self.spec.world)));
         };
         if place.is_same_making(self.mine) && self.session.as_deref() == Some(session) {
-            return Ok(Some(cards));
+            return Ok(Some(infos));
         }
         self.leave_session(session);
-        let (uuid, words) = (place.card.uuid, place.card.place());
-        if uuid == self.mine.card.uuid {
+        let (uuid, words) = (place.info.uuid, place.info.host_and_pid());
+        if uuid == self.mine.info.uuid {
             // Another thread's, or one of before.
             return Ok(None);
         }
@@ -468,8 +468,8 @@ impl<'a> Meeting<'a> {
             if self.spec.rank.0 == 0 {
                 self.earlier.push((session.to_owned(), self.spec.world));
             } else {
-                // A card that stays is garbage, no harm.
-                let _ = self.store.delete(&card(&self.place, session, self.spec.rank.0));
+                // An info that stays is garbage, no harm.
+                let _ = self.store.delete(&info(&self.place, session, self.spec.rank.0));
             }
         }
     }
@@ -480,7 +480,7 @@ impl<'a> Meeting<'a> {
         for (session, world) in std::mem::take(&mut self.earlier) {
             self.delete_session(&session)?;
             for rank in 1..world {
-                self.store.delete(&card(&self.place, &session, rank))?;
+                self.store.delete(&info(&self.place, &session, rank))?;
             }
         }
         // Before the roster: who finds the notice and no roster answers. It may be another leader's by now, if this one was
@@ -491,7 +491,7 @@ impl<'a> Meeting<'a> {
             self.say(session, Phase::Over)?;
         }
         if rank != 0 {
-            self.store.delete(&card(&self.place, session, rank))?;
+            self.store.delete(&info(&self.place, session, rank))?;
         }
         if self.store.add(&ready(&self.place, session), 1)? == 2 * i64::from(world) {
             self.store.delete(&roster(&self.place, session))?;
@@ -518,7 +518,7 @@ impl<'a> Meeting<'a> {
         // The notice may be another leader's by now.
         if let Some((session, world)) = self.earlier.pop()
             && let Ok(Some(notice)) = self.notice()
-            && (notice.session == session && notice.uuid == self.mine.card.uuid)
+            && (notice.session == session && notice.uuid == self.mine.info.uuid)
         {
             let notice = Notice { world, phase: Phase::Over, earlier: std::mem::take(&mut self.earlier), ..notice };
             let _ = self.store.set(&self.notice_key(), notice.to_text().as_bytes());
@@ -583,18 +583,18 @@ impl<'a> Meeting<'a> {
         let (mine, world) = (self.spec.rank.0, self.spec.world);
         let is_missing = |rank: &u32| match session {
             // A store that fails now has been heard of before.
-            Some(session) => *rank != mine && *rank != 0 && !self.has_card(session, *rank),
+            Some(session) => *rank != mine && *rank != 0 && !self.has_info(session, *rank),
             None => *rank == 0,
         };
         let missing: Vec<String> = (0..world).filter(is_missing).map(|rank| rank.to_string()).collect();
-        // A rank that has given up ended the session, and then took its card back: it came, and knows who did not.
+        // A rank that has given up ended the session, and then took its info back: it came, and knows who did not.
         if let Some(session) = session
             && let Ok(Standing::Over(Why::Failed(cause))) = self.standing(session)
         {
             return gave_up(&cause);
         }
         if missing.is_empty() {
-            // The last card came between the last look and this one.
+            // The last info came between the last look and this one.
             return self.timed_out(
                 "the group to be complete: the last rank came only when the time was up; raise the timeout",
             );
@@ -618,8 +618,8 @@ impl<'a> Meeting<'a> {
         self.timed_out(&(what + "; start them, or raise the timeout"))
     }
 
-    fn has_card(&self, session: &str, rank: u32) -> bool {
-        self.store.get(&card(&self.place, session, rank)).is_ok_and(|card| card.is_some())
+    fn has_info(&self, session: &str, rank: u32) -> bool {
+        self.store.get(&info(&self.place, session, rank)).is_ok_and(|info| info.is_some())
     }
 }
 
@@ -645,8 +645,8 @@ enum Standing {
     Over(Why),
 }
 
-fn card(place: &str, session: &str, rank: u32) -> String {
-    format!("{place}/{session}/card/{rank}")
+fn info(place: &str, session: &str, rank: u32) -> String {
+    format!("{place}/{session}/info/{rank}")
 }
 
 fn roster(place: &str, session: &str) -> String {

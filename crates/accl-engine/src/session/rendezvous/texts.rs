@@ -1,17 +1,17 @@
-//! What ranks write into the store while a group is made, as text: a rank's card, the roster of all cards, the leader's
+//! What ranks write into the store while a group is made, as text: a rank's info, the roster of all infos, the leader's
 //! notice, and why a session is over.
 //!
 //! Owns the text forms, which must survive arbitrary input, since the store is shared with others. When each is written
 //! and read is said in the parent module.
 
 use accl_schedule::cost::Machine;
-use accl_transport::frame::Cause;
-use accl_transport::{Card, PROTOCOL_VERSION};
 use accl_types::{Error, Result};
+use accl_wire::frame::Cause;
+use accl_wire::{EndpointInfo, PROTOCOL_VERSION};
 
 use crate::session::cores::Cores;
 
-/// What the first line of a rank's card begins with; its version follows.
+/// What the first line of a rank's info begins with; its version follows.
 const CARD_MAGIC: &str = "accl-group";
 /// As that, of the leader's notice.
 const NOTICE_MAGIC: &str = "accl-notice";
@@ -20,7 +20,7 @@ const MAX_EARLIER: usize = 64;
 
 /// What a rank publishes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct GroupCard {
+pub(crate) struct RankInfo {
     /// How many groups the process made before: tells groups of the same processes apart.
     pub(crate) counter: u64,
     /// Everything the ranks must agree on.
@@ -30,10 +30,10 @@ pub(crate) struct GroupCard {
     /// Of the first rank the constants by which all choose algorithms.
     pub(crate) machine: Option<Machine>,
     /// Its endpoint.
-    pub(crate) card: Card,
+    pub(crate) info: EndpointInfo,
 }
 
-impl GroupCard {
+impl RankInfo {
     pub(super) fn to_text(&self) -> String {
         let machine = self.machine.map_or_else(String::new, |machine| machine.to_string());
         format!(
@@ -41,13 +41,13 @@ impl GroupCard {
             self.counter,
             self.agreed,
             self.cores,
-            self.card.to_text()
+            self.info.to_text()
         )
     }
 
     pub(super) fn from_text(text: &str) -> Result<Self> {
         let broken =
-            |what: &str| Error::rendezvous(format!("the store holds something that is no rank's card: {what}"));
+            |what: &str| Error::rendezvous(format!("the store holds something that is no rank's info: {what}"));
         let mut lines = text.splitn(6, '\n');
         check_version(lines.next(), CARD_MAGIC).map_err(|why| broken(&why))?;
         let counter = lines.next().and_then(|line| line.parse().ok()).ok_or_else(|| broken("no counter"))?;
@@ -57,13 +57,13 @@ impl GroupCard {
             "" => None,
             text => Some(text.parse().map_err(|why: String| broken(&why))?),
         };
-        let card = Card::from_text(lines.next().ok_or_else(|| broken("no address"))?)?;
-        Ok(Self { counter, agreed, cores, machine, card })
+        let info = EndpointInfo::from_text(lines.next().ok_or_else(|| broken("no address"))?)?;
+        Ok(Self { counter, agreed, cores, machine, info })
     }
 
-    /// Whether this is the card of the same process for the same making of a group.
+    /// Whether this is the info of the same process for the same making of a group.
     pub(super) fn is_same_making(&self, other: &Self) -> bool {
-        self.card.uuid == other.card.uuid && self.counter == other.counter
+        self.info.uuid == other.info.uuid && self.counter == other.counter
     }
 }
 
@@ -80,27 +80,27 @@ fn check_version(line: Option<&str>, magic: &str) -> std::result::Result<(), Str
     ))
 }
 
-/// All ranks' cards in rank order, each behind its length.
-pub(super) fn roster_to_text(cards: &[GroupCard]) -> String {
-    cards.iter().map(GroupCard::to_text).map(|text| format!("{}\n{text}\n", text.len())).collect()
+/// All ranks' infos in rank order, each behind its length.
+pub(super) fn roster_to_text(infos: &[RankInfo]) -> String {
+    infos.iter().map(RankInfo::to_text).map(|text| format!("{}\n{text}\n", text.len())).collect()
 }
 
-pub(super) fn roster_from_text(mut text: &str) -> Result<Vec<GroupCard>> {
+pub(super) fn roster_from_text(mut text: &str) -> Result<Vec<RankInfo>> {
     let broken = || Error::rendezvous("the store holds something that is no roster of ranks");
-    let mut cards = Vec::new();
+    let mut infos = Vec::new();
     while !text.is_empty() {
         let (len, rest) = text.split_once('\n').ok_or_else(broken)?;
         let len: usize = len.parse().map_err(|_| broken())?;
-        cards.push(GroupCard::from_text(rest.get(..len).ok_or_else(broken)?)?);
+        infos.push(RankInfo::from_text(rest.get(..len).ok_or_else(broken)?)?);
         text = rest[len..].strip_prefix('\n').ok_or_else(broken)?;
     }
-    Ok(cards)
+    Ok(infos)
 }
 
 /// What the leader says of its session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// It collects cards, or has the roster.
+    /// It collects infos, or has the roster.
     Gathering,
     /// The making has failed; nobody leads.
     Over,
@@ -194,7 +194,7 @@ impl Why {
 }
 
 /// What makes settings differ, as an error.
-pub(super) fn settings_differ(mine: &GroupCard, other: &GroupCard, my_rank: u32, rank: usize) -> Error {
+pub(super) fn settings_differ(mine: &RankInfo, other: &RankInfo, my_rank: u32, rank: usize) -> Error {
     let words = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
     let (mine, other) = (words(&mine.agreed), words(&other.agreed));
     let differing: Vec<String> = mine
@@ -218,11 +218,11 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::call::TILE_HEADER_BYTES;
-    use crate::memory::tile::TileHead;
+    use accl_executor::call::TILE_HEADER_BYTES;
+    use accl_executor::memory::TileHead;
 
-    fn card(counter: u64, agreed: &str) -> GroupCard {
-        let card = Card {
+    fn info(counter: u64, agreed: &str) -> RankInfo {
+        let info = EndpointInfo {
             version: 1,
             uuid: [7; 16],
             pid: 1,
@@ -233,7 +233,7 @@ mod tests {
             unix_name: String::new(),
             transports: vec!["shm".to_owned()],
         };
-        GroupCard { counter, agreed: agreed.to_owned(), cores: Cores::of_this_process(), machine: None, card }
+        RankInfo { counter, agreed: agreed.to_owned(), cores: Cores::of_this_process(), machine: None, info }
     }
 
     proptest! {
@@ -242,8 +242,8 @@ mod tests {
             counter: u64, agreed in "[ -~]{0,40}", session in "[ -~]{1,40}", world: u32, uuid: [u8; 16],
             earlier in proptest::collection::vec(("[ -~]{1,20}", any::<u32>()), 0..5), place in "[ -~]{0,30}",
         ) {
-            let cards = vec![card(counter, &agreed), card(3, "")];
-            prop_assert_eq!(roster_from_text(&roster_to_text(&cards)).unwrap(), cards);
+            let infos = vec![info(counter, &agreed), info(3, "")];
+            prop_assert_eq!(roster_from_text(&roster_to_text(&infos)).unwrap(), infos);
             for &(phase, _) in Phase::ALL {
                 let notice = Notice { session: session.clone(), world, phase, uuid, place: place.clone(), earlier: earlier.clone() };
                 prop_assert_eq!(Notice::from_text(&notice.to_text()).unwrap(), notice);
@@ -258,13 +258,13 @@ mod tests {
         fn anything_else_is_refused_without_a_panic(text: String, bytes: Vec<u8>) {
             prop_assert!(Notice::from_text(&text).is_err());
             prop_assert!(text.is_empty() || roster_from_text(&text).is_err());
-            prop_assert!(GroupCard::from_text(&text).is_err());
+            prop_assert!(RankInfo::from_text(&text).is_err());
             let _ = Why::from_bytes(&bytes);
         }
 
         #[test]
         fn a_damaged_roster_does_not_panic(at in any::<prop::sample::Index>(), with: char, cut: bool) {
-            let mut text: Vec<char> = roster_to_text(&[card(1, "a=b"), card(2, "")]).chars().collect();
+            let mut text: Vec<char> = roster_to_text(&[info(1, "a=b"), info(2, "")]).chars().collect();
             let at = at.index(text.len());
             if cut { text.truncate(at) } else { text[at] = with }
             let _ = roster_from_text(&text.into_iter().collect::<String>());
@@ -277,7 +277,7 @@ mod tests {
         let agreed = Config::default().agreed_text();
         let machine = Some(Machine::default());
         let cores = "0-3,8/2".parse().unwrap();
-        let card = GroupCard { machine, cores, ..card(7, &agreed) };
+        let info = RankInfo { machine, cores, ..info(7, &agreed) };
         let cause = Cause { kind: ErrorKind::Network, origin: Rank(2), text: "why".to_owned() };
         let earlier = vec![("before".to_owned(), 3)];
         let notice = Notice {
@@ -288,7 +288,7 @@ mod tests {
             place: "a b pid 1".to_owned(),
             earlier,
         };
-        let mut lines = vec![roster_to_text(&[card]), notice.to_text()];
+        let mut lines = vec![roster_to_text(&[info]), notice.to_text()];
         for why in [Why::Moved, Why::Complete, Why::Taken("there".to_owned()), Why::Failed(cause)] {
             lines.push(format!("why {:?}", String::from_utf8_lossy(&why.to_bytes())));
         }
@@ -306,9 +306,9 @@ mod tests {
     }
 
     #[test]
-    fn a_card_of_another_version_is_refused_with_both_versions() {
-        let text = card(1, "").to_text().replacen(&format!("accl-group {PROTOCOL_VERSION}"), "accl-group 999", 1);
-        let message = GroupCard::from_text(&text).unwrap_err().message;
+    fn an_endpoint_of_another_version_is_refused_with_both_versions() {
+        let text = info(1, "").to_text().replacen(&format!("accl-group {PROTOCOL_VERSION}"), "accl-group 999", 1);
+        let message = RankInfo::from_text(&text).unwrap_err().message;
         assert!(message.contains("version is 999") && message.contains(&PROTOCOL_VERSION.to_string()), "{message}");
         let notice = Notice::from_text("accl-notice 2\n").unwrap_err().message;
         assert!(notice.contains("version is 2,"), "{notice}");

@@ -1,0 +1,91 @@
+//! A call in flight as threads of this process see it: who sleeps until its end, and what is run then.
+//!
+//! Owns the lock that sleepers of a call share. What the call's state is, is the matter of `call::state`; who makes progress meanwhile
+//! that of `election`. Read [`InFlight`] first.
+
+use std::ops::Deref;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::sync::{Condvar, Mutex};
+use accl_executor::call::{CallObserver, CallState, Callback};
+
+/// A call in flight and the way to wake who waits for it.
+#[derive(Clone)]
+pub(crate) struct InFlight {
+    state: Arc<CallState>,
+    notifier: Arc<Notifier>,
+}
+
+/// What sleepers on a call wait for.
+#[derive(Default)]
+pub(crate) struct Notifier {
+    inner: Mutex<Inner>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Inner {
+    callback: Option<Callback>,
+    /// Somebody asks the waiters to look whether they are elected to drive.
+    notified: bool,
+}
+
+impl Notifier {
+    /// Wakes whoever sleeps in [`InFlight::sleep`].
+    pub(crate) fn notify(&self) {
+        self.inner.lock().notified = true;
+        self.changed.notify_all();
+    }
+}
+
+impl CallObserver for Notifier {
+    fn ended(&self) -> Option<Callback> {
+        // The state was written before: whoever has the lock after this sees it, and whoever had it before sleeps or has left a callback.
+        let mut inner = self.inner.lock();
+        self.changed.notify_all();
+        inner.callback.take()
+    }
+}
+
+impl InFlight {
+    /// A call that was started with this notifier as its observer.
+    pub(crate) fn new(state: Arc<CallState>, notifier: Arc<Notifier>) -> Self {
+        Self { state, notifier }
+    }
+
+    /// Keeps a callback for the end; gives it back when the call has ended.
+    pub(crate) fn keep_callback(&self, callback: Callback) -> Option<Callback> {
+        let mut inner = self.notifier.inner.lock();
+        if self.state.is_done() {
+            return Some(callback);
+        }
+        inner.callback = Some(callback);
+        None
+    }
+
+    /// Sleeps until the call ends or somebody notifies, at most for so long.
+    pub(crate) fn sleep(&self, at_most: Option<Duration>) {
+        let mut inner = self.notifier.inner.lock();
+        if !inner.notified && !self.state.is_done() {
+            match at_most {
+                Some(at_most) => drop(self.notifier.changed.wait_for(&mut inner, at_most)),
+                None => self.notifier.changed.wait(&mut inner),
+            }
+        }
+        inner.notified = false;
+    }
+
+    /// For waking this call's sleepers without the call.
+    pub(crate) fn notifier(&self) -> Arc<Notifier> {
+        self.notifier.clone()
+    }
+}
+
+impl Deref for InFlight {
+    type Target = CallState;
+
+    fn deref(&self) -> &CallState {
+        &self.state
+    }
+}

@@ -1,0 +1,266 @@
+//! External operations: work on a call's memory that is done elsewhere, by a device, another library or a thread.
+//!
+//! The executor begins one when its operation is due, and goes on; it never waits for it. Whoever does the work has an
+//! [`ExternalTask`], which is the right to touch the memory that it names. The end of the task sets a flag and wakes the driver, which
+//! looks at the flag on its next pass. A call that fails meanwhile asks for the task back: it does not end, and its caller keeps the
+//! memory, before the task has ended. Owns the task and its flag; when an operation is due is the matter of `exec::run`, and how long a
+//! failed call waits that of `group::stopping`. Read [`External`] first.
+
+use std::any::Any;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use super::tensor::TensorDesc;
+
+/// Wakes whoever makes progress.
+pub type Wake = Arc<dyn Fn() + Send + Sync>;
+
+/// Does external operations. The last reference to one may be dropped under the engine's lock: its `drop` must not wait for anybody.
+pub trait External: Send + Sync + fmt::Debug {
+    /// A name for messages, such as that of a device or library.
+    fn name(&self) -> &str;
+
+    /// Begins a task and returns. Runs under the engine's lock: it must neither block nor call the engine. The task may end before this
+    /// returns.
+    fn begin(&self, task: ExternalTask);
+
+    /// Tasks are wanted back: those of which [`ExternalTask::is_cancelled`] says so. Runs under the engine's lock, as
+    /// [`External::begin`]. For work that does not look at its task by itself.
+    fn cancel(&self) {}
+}
+
+/// What goes from one tensor to another of the same dtype and number of elements.
+#[derive(Clone, Debug)]
+pub struct ExternalCopy {
+    /// The source.
+    pub from: TensorDesc,
+    /// The destination.
+    pub to: TensorDesc,
+}
+
+const UNDER_WAY: u8 = 0;
+const DONE: u8 = 1;
+const FAILED: u8 = 2;
+const PANICKED: &str = "it panicked when it was begun";
+
+struct Shared {
+    state: AtomicU8,
+    is_cancelled: AtomicBool,
+    /// Whoever began it has panicked: what it does is not to be trusted, and its end is awaited all the same.
+    has_panicked: AtomicBool,
+    why: OnceLock<String>,
+    wake: Wake,
+}
+
+/// One external operation that is under way. Whoever has it may touch the memory of its copies, and nobody else does; it is given back
+/// by [`ExternalTask::done`], [`ExternalTask::fail`], or by dropping it, which is a failure unless it was cancelled.
+pub struct ExternalTask {
+    copies: Vec<ExternalCopy>,
+    shared: Arc<Shared>,
+    /// Memory of the engine that lives as long as the task, whatever becomes of the call.
+    _keeps: Arc<dyn Any + Send + Sync>,
+}
+
+impl ExternalTask {
+    /// What is to be copied.
+    pub fn copies(&self) -> &[ExternalCopy] {
+        &self.copies
+    }
+
+    /// Whether the call has failed and wants its memory back: nothing that is written from here on is of use.
+    pub fn is_cancelled(&self) -> bool {
+        self.shared.is_cancelled.load(Ordering::Relaxed)
+    }
+
+    /// All is written. The task's memory is touched no more.
+    pub fn done(self) {
+        self.end(DONE);
+    }
+
+    /// It cannot be done, for this reason. The task's memory is touched no more.
+    pub fn fail(self, why: impl Into<String>) {
+        let _ = self.shared.why.set(why.into());
+        self.end(FAILED);
+    }
+
+    fn end(&self, state: u8) {
+        // Release: whoever sees the end also sees what was written.
+        self.shared.state.store(state, Ordering::Release);
+        (self.shared.wake)();
+    }
+}
+
+impl Drop for ExternalTask {
+    fn drop(&mut self) {
+        // Nobody else ends it: whoever has the task drops it.
+        if self.shared.state.load(Ordering::Relaxed) == UNDER_WAY {
+            self.end(FAILED);
+        }
+    }
+}
+
+impl fmt::Debug for ExternalTask {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ExternalTask").field("copies", &self.copies).finish_non_exhaustive()
+    }
+}
+
+/// The executor's side of a task.
+pub(crate) struct ExternalHandle {
+    by: Arc<dyn External>,
+    shared: Arc<Shared>,
+}
+
+/// What the flag of a task says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum ExternalState {
+    UnderWay,
+    Done,
+    /// For this reason.
+    Failed(String),
+}
+
+impl ExternalHandle {
+    /// Begins a task. `keeps` is what its copies lie in besides the memory of the caller.
+    pub(crate) fn begin(
+        by: &Arc<dyn External>,
+        copies: Vec<ExternalCopy>,
+        keeps: Arc<dyn Any + Send + Sync>,
+        wake: Wake,
+    ) -> Self {
+        let shared = Arc::new(Shared {
+            state: AtomicU8::new(UNDER_WAY),
+            is_cancelled: AtomicBool::new(false),
+            has_panicked: AtomicBool::new(false),
+            why: OnceLock::new(),
+            wake,
+        });
+        // There before anybody else's code runs: whatever that does, the call does not end while the task is under way.
+        let handle = Self { by: by.clone(), shared: shared.clone() };
+        let task = ExternalTask { copies, shared, _keeps: keeps };
+        if catch_unwind(AssertUnwindSafe(|| by.begin(task))).is_err() {
+            // The task may have been handed on before, and then its end is waited for.
+            let _ = handle.shared.why.set(PANICKED.to_owned());
+            handle.shared.has_panicked.store(true, Ordering::Relaxed);
+        }
+        handle
+    }
+
+    /// Whether it has ended.
+    #[inline]
+    pub(crate) fn has_ended(&self) -> bool {
+        // Acquire: what the task has written is seen by whoever goes on.
+        self.shared.state.load(Ordering::Acquire) != UNDER_WAY
+    }
+
+    pub(crate) fn state(&self) -> ExternalState {
+        match self.shared.state.load(Ordering::Acquire) {
+            UNDER_WAY => ExternalState::UnderWay,
+            DONE if !self.shared.has_panicked.load(Ordering::Relaxed) => ExternalState::Done,
+            _ => {
+                let why = self.shared.why.get().cloned();
+                ExternalState::Failed(why.unwrap_or_else(|| "it gave the task up without a word".to_owned()))
+            }
+        }
+    }
+
+    /// Asks for the task back.
+    pub(crate) fn cancel(&self) {
+        if !self.has_ended() && !self.shared.is_cancelled.swap(true, Ordering::Relaxed) {
+            // A panic is its own matter: the call waits for the task as if nobody had been asked.
+            let _ = catch_unwind(AssertUnwindSafe(|| self.by.cancel()));
+        }
+    }
+
+    /// Who does it.
+    pub(crate) fn name(&self) -> &str {
+        catch_unwind(AssertUnwindSafe(|| self.by.name())).unwrap_or("an operation whose name panics")
+    }
+}
+
+impl Drop for ExternalHandle {
+    /// Nobody waits for it any more.
+    fn drop(&mut self) {
+        self.cancel();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+
+    /// Keeps its tasks.
+    #[derive(Debug, Default)]
+    struct Shelf {
+        tasks: Mutex<Vec<ExternalTask>>,
+        cancels: AtomicUsize,
+    }
+
+    impl External for Shelf {
+        fn name(&self) -> &str {
+            "shelf"
+        }
+
+        fn begin(&self, task: ExternalTask) {
+            self.tasks.lock().unwrap().push(task);
+        }
+
+        fn cancel(&self) {
+            self.cancels.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn begin() -> (Arc<Shelf>, ExternalHandle, ExternalTask, Arc<AtomicUsize>) {
+        let (shelf, wakes): (Arc<Shelf>, Arc<AtomicUsize>) = Default::default();
+        let (by, counter): (Arc<dyn External>, _) = (shelf.clone(), wakes.clone());
+        let wake: Wake = Arc::new(move || {
+            counter.fetch_add(1, Ordering::Relaxed);
+        });
+        let handle = ExternalHandle::begin(&by, Vec::new(), Arc::new(()), wake);
+        let task = shelf.tasks.lock().unwrap().pop().unwrap();
+        (shelf, handle, task, wakes)
+    }
+
+    #[test]
+    fn the_end_of_a_task_sets_its_flag_and_wakes_once() {
+        let ends: [(fn(ExternalTask), ExternalState); 3] = [
+            (ExternalTask::done, ExternalState::Done),
+            (|task| task.fail("no power"), ExternalState::Failed("no power".to_owned())),
+            (drop, ExternalState::Failed("it gave the task up without a word".to_owned())),
+        ];
+        for (end, state) in ends {
+            let (_shelf, handle, task, wakes) = begin();
+            assert!(!handle.has_ended() && handle.state() == ExternalState::UnderWay);
+            end(task);
+            assert!(handle.has_ended());
+            assert_eq!((handle.state(), wakes.load(Ordering::Relaxed)), (state, 1));
+        }
+    }
+
+    #[test]
+    fn a_task_is_asked_back_once_and_not_when_it_has_ended() {
+        let (shelf, handle, task, _) = begin();
+        handle.cancel();
+        handle.cancel();
+        assert!(task.is_cancelled());
+        assert_eq!(shelf.cancels.load(Ordering::Relaxed), 1);
+        task.done();
+        assert_eq!(handle.state(), ExternalState::Done, "to have ended before the request was seen is an end");
+        let (shelf, handle, task, _) = begin();
+        task.done();
+        drop(handle);
+        assert_eq!(shelf.cancels.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn who_forgets_a_handle_asks_for_the_task_back() {
+        let (_shelf, handle, task, _) = begin();
+        drop(handle);
+        assert!(task.is_cancelled());
+    }
+}

@@ -1,0 +1,26 @@
+//! Calls as data: tensors, encodings, descriptions, and what is counted of them.
+
+mod desc;
+mod encoding;
+mod error_stats;
+mod external;
+mod state;
+mod tensor;
+mod waits;
+
+pub use desc::{CallDesc, Mode};
+pub use encoding::{Codecs, Encoded, Encoding, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs};
+pub use error_stats::{Measured, Probe, Statistics};
+pub use external::{External, ExternalCopy, ExternalTask};
+pub use state::Waited;
+pub use tensor::{Blocks, MemoryKind, TensorDesc};
+
+pub(crate) use encoding::TypedCodecs;
+pub use encoding::is_encoded;
+pub use external::Wake;
+pub(crate) use external::{ExternalHandle, ExternalState};
+pub use state::CallInfo;
+pub use state::CallObserver;
+pub use state::CallState;
+pub use state::Callback;
+pub(crate) use waits::Waits;

@@ -1,0 +1,117 @@
+//! The fast path of a small call whose caller waits: its operations one after the other on the caller's thread, with no
+//! call object, no queue and no allocation.
+//!
+//! It is the plan that `run` executes, in the order of [`Plan::fast_path`](crate::plan::Plan). As soon as something is not
+//! as expected (a peer is late, a frame of another call comes first, a ring is full), it stops, and a run goes on from
+//! there. So nothing unusual is handled here. Read [`FastPath::go`] first.
+
+use accl_types::Rank;
+use accl_wire::frame::{is_same_head, with_edge};
+use accl_wire::{Frame, HEAD_BYTES};
+
+use super::context::{RunContext, SpinLimit};
+use super::transfer::{Fragment, Incoming};
+use crate::memory::Compute;
+use crate::peers::PeerId;
+use crate::plan::{Plan, PlanOp, PlanOpKind, Region};
+
+/// A call on the fast path.
+pub(crate) struct FastPath<'a> {
+    pub(crate) plan: &'a Plan,
+    pub(crate) compute: &'a Compute,
+    /// Of all frames, but for the edge: each message is whole in one.
+    pub(crate) head: [u8; HEAD_BYTES],
+    pub(crate) group: u64,
+    pub(crate) seq: u64,
+    pub(crate) spin_limit: SpinLimit,
+}
+
+impl FastPath<'_> {
+    /// Runs operations in `order`; returns how many of them are done.
+    pub(crate) fn go(&self, order: &[u32], env: &mut RunContext<'_>) -> usize {
+        let done = self.run(order, env);
+        // Once for all that was sent and taken: looking whether a peer sleeps waits for our writes to be visible, which
+        // they are by now.
+        self.wake_peers(env);
+        done
+    }
+
+    fn wake_peers(&self, env: &mut RunContext<'_>) {
+        for &rank in &self.plan.peers {
+            env.net.wake(env.members.peer(rank));
+        }
+    }
+
+    /// The rank that is to send may wait for this core, or sleep.
+    #[cold]
+    fn yield_for_frame(&self, peer: PeerId, env: &mut RunContext<'_>) -> bool {
+        if self.spin_limit.yields > 0 {
+            self.wake_peers(env);
+        }
+        (0..self.spin_limit.yields).any(|_| {
+            (self.spin_limit.yield_now)();
+            env.net.await_frame(peer, self.spin_limit.spins).is_some()
+        })
+    }
+
+    fn run(&self, order: &[u32], env: &mut RunContext<'_>) -> usize {
+        for (position, &index) in order.iter().enumerate() {
+            let op = &self.plan.ops[index as usize];
+            let done = match &op.kind {
+                PlanOpKind::Send { src, to } => self.send(op, src, *to, env),
+                PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => self.receive(op, *from, env),
+                PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } => {
+                    self.compute.execute(&op.kind, 0, op.total);
+                    true
+                }
+                PlanOpKind::Combine(_) | PlanOpKind::External(_) => {
+                    unreachable!("an encoded or staged call has no fast path")
+                }
+            };
+            if !done {
+                return position;
+            }
+        }
+        order.len()
+    }
+
+    #[inline]
+    fn send(&self, op: &PlanOp, src: &Region, to: Rank, env: &mut RunContext<'_>) -> bool {
+        let Some(fragment) = Fragment::whole(op.total, |bytes| env.members.has_eager_room(to, bytes)) else {
+            return false;
+        };
+        let peer = env.members.peer(to);
+        let Some(place) = env.net.reserve(peer, op.total as usize) else { return false };
+        *place.head = with_edge(&self.head, op.edge);
+        self.compute.read(src, 0, place.payload);
+        env.net.commit_quietly(peer);
+        if let Some(credit) = fragment.credit {
+            env.members.take_eager(to, credit);
+        }
+        env.members.note_sent(to, op.total);
+        true
+    }
+
+    #[inline]
+    fn receive(&self, op: &PlanOp, from: Rank, env: &mut RunContext<'_>) -> bool {
+        let peer = env.members.peer(from);
+        let place = |frame: Frame<'_>| {
+            let is_it = is_same_head(frame.head, &with_edge(&self.head, op.edge));
+            let fits = is_it && frame.payload.len() as u64 == op.total;
+            if fits {
+                self.compute.place(&op.kind, 0, frame.payload);
+            }
+            fits
+        };
+        let placed = env.net.await_frame(peer, self.spin_limit.spins).map(place);
+        if !placed.unwrap_or_else(|| self.yield_for_frame(peer, env) && env.net.await_frame(peer, 1).is_some_and(place))
+        {
+            return false;
+        }
+        env.net.release_quietly(peer);
+        env.members.note_received(from, op.total);
+        env.members.saw(from, self.seq);
+        env.members.return_credit(from, Incoming::credit_of_whole(op.total), self.group, env.net);
+        true
+    }
+}

@@ -1,0 +1,15 @@
+//! The executor: calls in flight, from frames that come to frames that go.
+
+mod context;
+mod externals;
+mod fast_path;
+mod p2p;
+mod run;
+mod transfer;
+
+pub(crate) use context::RunContext;
+pub use context::SpinLimit;
+pub(crate) use fast_path::FastPath;
+pub use p2p::PRIVATE_TAGS;
+pub(crate) use p2p::{FromAny, Message, P2p};
+pub(crate) use run::{PROBE, PROBE_AFTER, Run, answer_probe};

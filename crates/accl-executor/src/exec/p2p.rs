@@ -1,0 +1,551 @@
+//! Point-to-point messages of one group: matching by peer and tag in issue order, and their progress.
+//!
+//! Messages have edges of their own: a receive that waits never blocks a send or a collective. Owns posted receives,
+//! messages that came before their receive, and the order in which sends begin; how a message flows is the matter of `transfer`.
+//! Read [`P2p`] first.
+
+use std::cell::Cell;
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+
+use accl_types::{Dtype, Error, Moment, Rank, Result};
+use accl_wire::frame::{Header, Kind, Signature, WANTS_GRANT};
+use smallvec::SmallVec;
+
+use super::context::{RunContext, flags};
+use super::transfer::{Ahead, Arrival, Excess, Fragment, Incoming, Outgoing, Part, Window};
+use crate::call::CallState;
+use crate::memory::MessageMemory;
+
+/// A send or receive in flight.
+pub struct Message {
+    pub call: Arc<CallState>,
+    pub(crate) deadline: Option<Moment>,
+    /// The other side; `None` while a receive from any source is not matched.
+    pub(crate) peer: Option<Rank>,
+    pub(crate) tag: u32,
+    pub(crate) signature: Signature,
+    pub(crate) memory: MessageMemory,
+    /// It serves a call of our own: when its peer goes, it fails alone and not its group.
+    pub(crate) is_private: bool,
+}
+
+/// Tags from here on are ours; users' are below.
+pub const PRIVATE_TAGS: u32 = 0x8000_0000;
+
+impl Message {
+    fn window(&self) -> Window {
+        if self.is_private { Window::Exempt } else { Window::Counted }
+    }
+}
+
+struct Sending {
+    message: Message,
+    id: u64,
+    outgoing: Outgoing,
+}
+
+struct Receiving {
+    message: Message,
+    incoming: Incoming,
+}
+
+/// A message that no receive was posted for yet.
+struct Unexpected {
+    /// Order of arrival over all peers.
+    order: u64,
+    header: Header,
+    signature: Signature,
+    data: Vec<u8>,
+}
+
+/// A receive that nothing has matched yet.
+struct Posted {
+    /// Order of posting.
+    order: u64,
+    message: Message,
+}
+
+#[derive(Default)]
+struct Peer {
+    next_id: u64,
+    /// Sends that have not begun, in issue order: only the first is ever tried.
+    unbegun: VecDeque<Sending>,
+    /// Sends that have begun, by number.
+    begun: BTreeMap<u64, Sending>,
+    /// Those of them that were granted more than they have sent.
+    ready: BTreeSet<u64>,
+    /// Number of the first message that the peer has not begun.
+    next_begin: u64,
+    /// By tag, in order of arrival.
+    unexpected: BTreeMap<u32, VecDeque<Unexpected>>,
+    /// Matched receives by the sender's message number.
+    receiving: BTreeMap<u64, Receiving>,
+    /// Messages in flight to and from it, without private ones.
+    in_flight: usize,
+}
+
+/// The point-to-point state of one group.
+///
+/// What a pass costs does not grow with the messages that wait: each is found by the event that it waits for.
+pub struct P2p {
+    peers: Vec<Peer>,
+    /// Peers to which something could be sent.
+    sendable: BTreeSet<Rank>,
+    /// By tag and source, in order of posting.
+    posted: BTreeMap<(u32, Option<Rank>), VecDeque<Posted>>,
+    /// The other side of every message in flight, by the number of its call.
+    calls: BTreeMap<u64, Option<Rank>>,
+    /// Of messages that are not private.
+    deadlines: BTreeSet<(Moment, u64)>,
+    /// Receives from any source in flight, that nothing has matched yet.
+    from_any: usize,
+    /// Orders given out.
+    arrivals: u64,
+    posts: u64,
+    done: Vec<Message>,
+    /// Messages looked at so far.
+    steps: Cell<u64>,
+}
+
+impl P2p {
+    pub(crate) fn new(world: u32) -> Self {
+        Self {
+            peers: (0..world).map(|_| Peer::default()).collect(),
+            sendable: BTreeSet::new(),
+            posted: BTreeMap::new(),
+            calls: BTreeMap::new(),
+            deadlines: BTreeSet::new(),
+            from_any: 0,
+            arrivals: 0,
+            posts: 0,
+            done: Vec::new(),
+            steps: Cell::new(0),
+        }
+    }
+
+    pub(crate) fn is_idle(&self) -> bool {
+        self.calls.is_empty()
+    }
+
+    /// How often a message was looked at so far.
+    pub fn steps(&self) -> u64 {
+        self.steps.get()
+    }
+
+    fn step(&self) {
+        self.steps.set(self.steps.get() + 1);
+    }
+
+    // ---- the record of what is in flight
+
+    fn enter(&mut self, message: &Message) {
+        self.calls.insert(message.call.seq, message.peer);
+        if message.is_private {
+            return;
+        }
+        self.deadlines.extend(message.deadline.map(|deadline| (deadline, message.call.seq)));
+        *self.count_of(message.peer) += 1;
+    }
+
+    fn leave(&mut self, message: &Message) {
+        self.calls.remove(&message.call.seq);
+        if message.is_private {
+            return;
+        }
+        if let Some(deadline) = message.deadline {
+            self.deadlines.remove(&(deadline, message.call.seq));
+        }
+        *self.count_of(message.peer) -= 1;
+    }
+
+    fn count_of(&mut self, peer: Option<Rank>) -> &mut usize {
+        match peer {
+            Some(rank) => &mut self.peers[rank.index()].in_flight,
+            None => &mut self.from_any,
+        }
+    }
+
+    fn end(&mut self, message: Message) {
+        self.leave(&message);
+        self.done.push(message);
+    }
+
+    /// The earliest deadline. Private messages have none: whoever made them waits no longer than it wants.
+    pub(crate) fn next_deadline(&self) -> Option<Moment> {
+        self.deadlines.first().map(|&(deadline, _)| deadline)
+    }
+
+    /// A message whose deadline has passed.
+    pub(crate) fn overdue(&self, now: Moment) -> Option<&Message> {
+        let &(_, seq) = self.deadlines.first().filter(|(deadline, _)| *deadline <= now)?;
+        self.messages().find(|message| message.call.seq == seq)
+    }
+
+    /// A message that needs this rank, or could come from it.
+    pub(crate) fn needs(&self, rank: Rank, from_any: FromAny) -> Option<&Message> {
+        let counts_any = from_any == FromAny::Counts && self.from_any > 0;
+        if self.peers[rank.index()].in_flight == 0 && !counts_any {
+            return None;
+        }
+        let needs = |m: &&Message| !m.is_private && (m.peer == Some(rank) || (m.peer.is_none() && counts_any));
+        self.messages().find(needs)
+    }
+
+    /// The other side of a call in flight; `None` inside while that is not known.
+    pub(crate) fn peer_of(&self, call: &CallState) -> Option<Option<Rank>> {
+        self.calls.get(&call.seq).copied().filter(|_| call.collective.is_point_to_point())
+    }
+
+    // ---- posting
+
+    pub(crate) fn post_send(&mut self, message: Message, to: Rank) {
+        self.enter(&message);
+        let peer = &mut self.peers[to.index()];
+        let id = peer.next_id;
+        peer.next_id += 1;
+        let outgoing = Outgoing::new(message.memory.total(), message.window());
+        peer.unbegun.push_back(Sending { message, id, outgoing });
+        self.sendable.insert(to);
+    }
+
+    /// # Errors
+    /// `Mismatch` when the message that fits has another size or dtype.
+    pub(crate) fn post_receive(&mut self, message: Message, env: &mut RunContext<'_>) -> Result<()> {
+        self.enter(&message);
+        let Some(from) = self.first_unexpected(&message) else {
+            self.posts += 1;
+            let key = (message.tag, message.peer);
+            self.posted.entry(key).or_default().push_back(Posted { order: self.posts, message });
+            return Ok(());
+        };
+        let Some(unexpected) = take_first(&mut self.peers[from.index()].unexpected, message.tag) else { return Ok(()) };
+        self.matched(message, from, &unexpected.header, unexpected.signature)?;
+        self.on_first(from, &unexpected.header, &unexpected.data, env)
+    }
+
+    /// Whose message a receive matches first, of those that lie here.
+    fn first_unexpected(&self, message: &Message) -> Option<Rank> {
+        let ranks = match message.peer {
+            Some(peer) => peer.0..peer.0 + 1,
+            None => 0..self.peers.len() as u32,
+        };
+        let order_of = |rank: Rank| {
+            self.step();
+            Some((self.peers[rank.index()].unexpected.get(&message.tag)?.front()?.order, rank))
+        };
+        ranks.map(Rank).filter_map(order_of).min().map(|(_, rank)| rank)
+    }
+
+    /// The first frame of a message arrived.
+    ///
+    /// # Errors
+    /// `Mismatch` when the receive it matches has another size or dtype.
+    pub(crate) fn on_begin(
+        &mut self,
+        from: Rank,
+        header: &Header,
+        signature: Signature,
+        data: &[u8],
+        env: &mut RunContext<'_>,
+    ) -> Result<()> {
+        let peer = &mut self.peers[from.index()];
+        // Messages begin in issue order.
+        if header.seq < peer.next_begin {
+            return Err(Error::protocol(format!("rank {from} began message {} twice", header.seq)));
+        }
+        peer.next_begin = header.seq.saturating_add(1);
+        if let Some(message) = self.take_posted(from, header.tag) {
+            self.matched(message, from, header, signature)?;
+            return self.on_first(from, header, data, env);
+        }
+        let order = self.arrivals;
+        self.arrivals += 1;
+        let unexpected = Unexpected { order, header: *header, signature, data: data.to_vec() };
+        self.peers[from.index()].unexpected.entry(header.tag).or_default().push_back(unexpected);
+        Ok(())
+    }
+
+    /// The receive that was posted first of those that a message fits.
+    fn take_posted(&mut self, from: Rank, tag: u32) -> Option<Message> {
+        let keys = [(tag, Some(from)), (tag, None)];
+        let order_of = |key| {
+            self.step();
+            Some((self.posted.get(&key)?.front()?.order, key))
+        };
+        let (_, key) = keys.into_iter().filter_map(order_of).min()?;
+        take_first(&mut self.posted, key).map(|posted| posted.message)
+    }
+
+    fn matched(&mut self, mut message: Message, from: Rank, header: &Header, signature: Signature) -> Result<()> {
+        message.call.set_source(from, signature.reserved);
+        let (sent, wanted) = (signature, message.signature);
+        if header.value != message.memory.total() || sent.dtype != wanted.dtype {
+            let show = |signature: Signature, bytes: u64| {
+                let dtype = Dtype::from_code(signature.dtype).map_or("unknown", Dtype::name);
+                format!("{} elements of {dtype}, {bytes} bytes", signature.count)
+            };
+            let error = Error::mismatch(format!(
+                "rank {from} sent {} with tag {}, but rank {} receives {}; make size and dtype agree",
+                show(sent, header.value),
+                header.tag,
+                message.call.rank,
+                show(wanted, message.memory.total())
+            ));
+            // Put back, so that it fails together with everything else of the group.
+            self.posted.entry((message.tag, message.peer)).or_default().push_front(Posted { order: 0, message });
+            return Err(error.with_peer(from));
+        }
+        self.leave(&message);
+        message.peer = Some(from);
+        self.enter(&message);
+        let incoming = Incoming::new(message.memory.total(), message.window(), Ahead::Refused);
+        self.peers[from.index()].receiving.insert(header.seq, Receiving { message, incoming });
+        Ok(())
+    }
+
+    /// The first bytes of a message that has just been matched.
+    fn on_first(&mut self, from: Rank, header: &Header, data: &[u8], env: &mut RunContext<'_>) -> Result<()> {
+        let wants_grant = header.flags & WANTS_GRANT != 0;
+        self.on_part(from, header.seq, Part::First { wants_grant }, data, env)
+    }
+
+    /// More payload of a matched message arrived.
+    ///
+    /// # Errors
+    /// `Protocol` when nothing matches or it is too much.
+    pub(crate) fn on_data(&mut self, from: Rank, id: u64, data: &[u8], env: &mut RunContext<'_>) -> Result<()> {
+        self.on_part(from, id, Part::Next, data, env)
+    }
+
+    fn on_part(&mut self, from: Rank, id: u64, part: Part, data: &[u8], env: &mut RunContext<'_>) -> Result<()> {
+        self.step();
+        let peer = &mut self.peers[from.index()];
+        let Some(Receiving { message, incoming }) = peer.receiving.get_mut(&id) else {
+            return Err(Error::protocol(format!("rank {from} sent data of message {id}, which has not begun")));
+        };
+        // All of the receiver's memory is there, once it is matched.
+        let limit = Some(message.memory.total());
+        let at = match incoming.arrive(part, data, limit) {
+            Ok(Arrival::Place { at }) => at,
+            Ok(Arrival::Kept | Arrival::Refused) => {
+                return Err(Error::internal("a message that was matched has no memory to be placed in"));
+            }
+            Err(Excess) => return Err(Error::protocol(format!("rank {from} sent too much of message {id}"))),
+        };
+        let group = message.call.group_id;
+        // First, so that the rest is under way while these bytes are copied.
+        if let Some(value) = incoming.due_grant(limit, env.segment, || 0) {
+            let mut grant = Header::new(Kind::P2pGrant);
+            grant.group = group;
+            grant.seq = id;
+            grant.value = value;
+            env.net.send_control(env.members.peer(from), grant, &[]);
+        }
+        message.memory.write(at, data);
+        if let Some(credit) = incoming.due_credit() {
+            env.members.return_credit(from, credit, group, env.net);
+        }
+        if incoming.is_complete()
+            && let Some(mut receiving) = peer.receiving.remove(&id)
+        {
+            receiving.message.memory.unpack();
+            self.end(receiving.message);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn on_grant(&mut self, to: Rank, id: u64, value: u64) {
+        self.step();
+        let peer = &mut self.peers[to.index()];
+        if let Some(sending) = peer.begun.get_mut(&id) {
+            sending.outgoing.on_grant(value);
+            peer.ready.insert(id);
+            self.sendable.insert(to);
+        }
+    }
+
+    // ---- sending
+
+    /// Sends what can be sent. Returns whether anything was.
+    pub(crate) fn advance(&mut self, env: &mut RunContext<'_>) -> bool {
+        let mut progressed = false;
+        for to in self.sendable.iter().copied().collect::<SmallVec<[Rank; 16]>>() {
+            let peer = &mut self.peers[to.index()];
+            let mut over: SmallVec<[Message; 4]> = SmallVec::new();
+            // Messages begin in issue order; data of several may interleave.
+            while let Some(sending) = peer.unbegun.front_mut() {
+                self.steps.set(self.steps.get() + 1);
+                if !send_next(sending, to, env) {
+                    break;
+                }
+                progressed = true;
+                let Some(sending) = peer.unbegun.pop_front() else { break };
+                if sending.outgoing.is_complete() {
+                    over.push(sending.message);
+                } else {
+                    peer.begun.insert(sending.id, sending);
+                }
+            }
+            while let Some(&id) = peer.ready.first() {
+                self.steps.set(self.steps.get() + 1);
+                let Some(sending) = peer.begun.get_mut(&id) else {
+                    peer.ready.remove(&id);
+                    continue;
+                };
+                while send_next(sending, to, env) {
+                    progressed = true;
+                }
+                if sending.outgoing.is_granted() {
+                    break;
+                }
+                peer.ready.remove(&id);
+                if sending.outgoing.is_complete() {
+                    progressed = true;
+                    over.extend(peer.begun.remove(&id).map(|sending| sending.message));
+                }
+            }
+            if peer.unbegun.is_empty() && peer.ready.is_empty() {
+                self.sendable.remove(&to);
+            }
+            over.into_iter().for_each(|message| self.end(message));
+        }
+        progressed
+    }
+
+    /// Messages that are complete since the last call.
+    pub(crate) fn take_done(&mut self) -> Vec<Message> {
+        std::mem::take(&mut self.done)
+    }
+
+    /// Everything in flight, taken out; unexpected messages are forgotten.
+    pub(crate) fn take_all(&mut self) -> Vec<Message> {
+        let mut all = std::mem::take(&mut self.done);
+        all.extend(std::mem::take(&mut self.posted).into_values().flatten().map(|posted| posted.message));
+        for peer in &mut self.peers {
+            all.extend(peer.unbegun.drain(..).map(|sending| sending.message));
+            all.extend(std::mem::take(&mut peer.begun).into_values().map(|sending| sending.message));
+            all.extend(std::mem::take(&mut peer.receiving).into_values().map(|receiving| receiving.message));
+            peer.ready.clear();
+            peer.unexpected.clear();
+            peer.in_flight = 0;
+        }
+        self.sendable.clear();
+        self.calls.clear();
+        self.deadlines.clear();
+        self.from_any = 0;
+        all
+    }
+
+    /// Takes back a private receive that nothing has matched.
+    pub fn cancel(&mut self, call: &CallState) -> Option<Message> {
+        self.take_private_posted(|message| std::ptr::eq(&*message.call, call)).pop()
+    }
+
+    /// Takes back private receives that nothing matched yet and private sends that have not begun, of the ranks that
+    /// `choose` picks.
+    pub(crate) fn take_private(&mut self, choose: impl Fn(Rank) -> bool) -> Vec<Message> {
+        let mut taken = self.take_private_posted(|message| message.peer.is_some_and(&choose));
+        for (rank, peer) in (0..).map(Rank).zip(&mut self.peers) {
+            if peer.unbegun.is_empty() || !choose(rank) {
+                continue;
+            }
+            for sending in std::mem::take(&mut peer.unbegun) {
+                self.steps.set(self.steps.get() + 1);
+                if sending.message.is_private {
+                    taken.push(sending.message);
+                } else {
+                    peer.unbegun.push_back(sending);
+                }
+            }
+        }
+        taken.iter().for_each(|message| self.leave(message));
+        taken
+    }
+
+    fn take_private_posted(&mut self, choose: impl Fn(&Message) -> bool) -> Vec<Message> {
+        let mut taken = Vec::new();
+        for queue in self.posted.range_mut((PRIVATE_TAGS, None)..).map(|(_, queue)| queue) {
+            for posted in std::mem::take(queue) {
+                self.steps.set(self.steps.get() + 1);
+                if choose(&posted.message) {
+                    taken.push(posted.message);
+                } else {
+                    queue.push_back(posted);
+                }
+            }
+        }
+        if !taken.is_empty() {
+            self.posted.retain(|_, queue| !queue.is_empty());
+        }
+        taken.iter().for_each(|message| self.leave(message));
+        taken
+    }
+
+    /// Whether a message with this tag waits for a receive.
+    pub fn has_unexpected(&self, from: Rank, tag: u32) -> bool {
+        self.peers[from.index()].unexpected.contains_key(&tag)
+    }
+
+    /// Whether a send to such a rank has not begun.
+    pub(crate) fn has_sends_to(&self, is_meant: impl Fn(Rank) -> bool) -> bool {
+        let mut ranks = (0..).map(Rank).zip(&self.peers);
+        ranks.any(|(rank, peer)| !peer.unbegun.is_empty() && is_meant(rank))
+    }
+
+    /// The messages in flight, one after the other.
+    pub(crate) fn messages(&self) -> impl Iterator<Item = &Message> {
+        let of_peers = self.peers.iter().flat_map(|peer| {
+            let sending = peer.unbegun.iter().chain(peer.begun.values()).map(|sending| &sending.message);
+            sending.chain(peer.receiving.values().map(|receiving| &receiving.message))
+        });
+        let posted = self.posted.values().flatten().map(|posted| &posted.message);
+        of_peers.chain(posted).inspect(|_| self.step())
+    }
+}
+
+/// Whether receives from any source count as needing a rank.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum FromAny {
+    Counts,
+    DoesNot,
+}
+
+/// The first of the queue of a key; no queue stays empty.
+fn take_first<K: Ord, T>(queues: &mut BTreeMap<K, VecDeque<T>>, key: K) -> Option<T> {
+    let Entry::Occupied(mut queue) = queues.entry(key) else { return None };
+    let first = queue.get_mut().pop_front();
+    if queue.get().is_empty() {
+        queue.remove();
+    }
+    first
+}
+
+/// Sends the next bytes in one frame. `false`: there are none to be sent now, or the link has no room for them.
+fn send_next(sending: &mut Sending, to: Rank, env: &mut RunContext<'_>) -> bool {
+    let Sending { message, id, outgoing } = sending;
+    let next = outgoing.next(message.memory.total(), env.segment, |bytes| env.members.has_eager_room(to, bytes));
+    let Some(fragment) = next else { return false };
+    let has_left = env.send_fragment(
+        to,
+        &fragment,
+        &header(message, *id, &fragment),
+        fragment.is_first.then_some(&message.signature),
+        |data| message.memory.read(outgoing.sent(), data),
+    );
+    if has_left {
+        outgoing.note_sent(&fragment);
+    }
+    has_left
+}
+
+fn header(message: &Message, id: u64, fragment: &Fragment) -> Header {
+    let mut header = Header::new(if fragment.is_first { Kind::P2pBegin } else { Kind::P2pData });
+    header.flags = flags(fragment);
+    header.group = message.call.group_id;
+    header.seq = id;
+    header.tag = message.tag;
+    header.value = message.memory.total();
+    header
+}

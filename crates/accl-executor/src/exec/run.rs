@@ -1,0 +1,650 @@
+//! The executor: one collective call in flight.
+//!
+//! Runs the operations of a plan over links and memory, a segment at a time, never blocking. Owns the progress of each
+//! operation by its dependencies, and the placing of bytes; how a message flows is the matter of `transfer`, and which call a
+//! frame belongs to is found by `group`. When external operations may begin is told in `externals`. Read [`Run`] first.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use accl_types::{Error, Moment, Rank, Result};
+use accl_wire::frame::{Header, Kind, Signature, WANTS_GRANT};
+
+use super::context::{RunContext, flags};
+use super::externals::{Agreement, Externals};
+use super::transfer::{Ahead, Arrival, Excess, Fragment, Incoming, Outgoing, Part, Window};
+use crate::call::{CallState, Wake};
+use crate::memory::{Compute, Storage};
+use crate::plan::{ExternalStep, Plan, PlanOp, PlanOpKind, Region, Shape};
+
+/// Local work done per step, so that receiving and sending alternate with it. In bytes.
+const LOCAL_STEP: u64 = 256 << 10;
+
+/// As `LOCAL_STEP`, in tiles.
+const TILES_STEP: u64 = 4;
+
+/// Segments granted beyond what can be placed; they would be copied. Without any, two ranks that both send before they receive
+/// into the same memory would wait for each other. Within a host one suffices; between hosts a grant takes its time, and what is
+/// under way meanwhile keeps the connection busy.
+const AHEAD_INTRA_NODE: u64 = 1;
+const AHEAD_INTER_NODE: u64 = 8;
+
+/// Bytes that are placed and passed on in turns: few enough for the innermost cache, with room for what they come from.
+const TILE: usize = 8 << 10;
+
+/// How long a call waits before it probes the ranks that it has heard nothing of.
+pub(crate) const PROBE_AFTER: Duration = Duration::from_millis(100);
+/// The edge of a frame that only shows a call's signature.
+pub(crate) const PROBE: u32 = u32::MAX;
+
+/// A message that is not what its sender sent.
+fn corrupted(from: Rank, why: &str) -> Error {
+    Error::protocol(format!(
+        "what came from rank {from} is damaged: {why}; look at the network between the two ranks, and whether both run the \
+         same version"
+    ))
+}
+
+/// Shows a rank the signature of a call of this one; [`WANTS_GRANT`] asks for an answer.
+fn send_probe((group, seq): (u64, u64), signature: &Signature, to: Rank, flags: u8, env: &mut RunContext<'_>) {
+    let header = Header { flags, group, seq, edge: PROBE, ..Header::new(Kind::Begin) };
+    env.net.send_control(env.members.peer(to), header, &signature.to_bytes());
+}
+
+/// Answers a probe for a call that is over here, and had this signature.
+pub(crate) fn answer_probe(probe: &Header, signature: &Signature, to: Rank, env: &mut RunContext<'_>) {
+    if probe.flags & WANTS_GRANT != 0 {
+        send_probe((probe.group, probe.seq), signature, to, 0, env);
+    }
+}
+
+/// How far one operation is.
+enum Progress {
+    /// It has no peer. In bytes, or tiles of a combination; an external one has none.
+    Local {
+        done: u64,
+    },
+    Send(Outgoing),
+    Receive(Incoming),
+}
+
+impl Progress {
+    /// Of an operation that has not begun, or is over.
+    fn new(op: &PlanOp, is_over: bool) -> Self {
+        // Calls of users are many: each message counts.
+        let window = Window::Counted;
+        match &op.kind {
+            PlanOpKind::Send { .. } if is_over => Self::Send(Outgoing::finished(op.total, window)),
+            PlanOpKind::Send { .. } => Self::Send(Outgoing::new(op.total, window)),
+            PlanOpKind::Recv { .. } | PlanOpKind::RecvReduce { .. } => {
+                let ahead = if op.coded.is_some() { Ahead::Refused } else { Ahead::Kept };
+                Self::Receive(match is_over {
+                    true => Incoming::finished(op.total, window, ahead),
+                    false => Incoming::new(op.total, window, ahead),
+                })
+            }
+            PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) | PlanOpKind::External(_) => {
+                Self::Local { done: if is_over { op.total } else { 0 } }
+            }
+        }
+    }
+
+    /// Bytes placed, sent or computed; tiles of a combination.
+    #[inline]
+    fn done(&self) -> u64 {
+        match self {
+            Self::Local { done } => *done,
+            Self::Send(outgoing) => outgoing.sent(),
+            Self::Receive(incoming) => incoming.placed(),
+        }
+    }
+}
+
+/// The state of one operation.
+struct OpState {
+    progress: Progress,
+    complete: bool,
+    /// The operation is in the work queue.
+    queued: bool,
+}
+
+impl OpState {
+    /// Of an operation that sends; a plan has found it by its edge, or its kind says so.
+    fn outgoing(&mut self) -> &mut Outgoing {
+        match &mut self.progress {
+            Progress::Send(outgoing) => outgoing,
+            Progress::Receive(_) | Progress::Local { .. } => {
+                unreachable!("only a send has an outgoing message")
+            }
+        }
+    }
+
+    /// As [`OpState::outgoing`], of one that receives.
+    fn incoming(&mut self) -> &mut Incoming {
+        match &mut self.progress {
+            Progress::Receive(incoming) => incoming,
+            Progress::Send(_) | Progress::Local { .. } => {
+                unreachable!("only a receive has an incoming message")
+            }
+        }
+    }
+}
+
+/// Bytes that have just come for a receive and lie in their frame still; the receive counts them as done.
+struct Fresh<'a> {
+    op: u32,
+    at: u64,
+    payload: &'a [u8],
+}
+
+/// One collective call in flight on this rank.
+pub(crate) struct Run {
+    pub(crate) call: Arc<CallState>,
+    pub(crate) plan: Arc<Plan>,
+    pub(crate) signature: Signature,
+    /// See [`Shape`].
+    whole: Option<Header>,
+    pub(crate) deadline: Option<Moment>,
+    /// When to probe silent ranks.
+    pub(crate) probe_at: Option<Moment>,
+    compute: Compute,
+    ops: Vec<OpState>,
+    remaining: usize,
+    /// It has had a pass.
+    pub(crate) begun: bool,
+    work: VecDeque<u32>,
+    /// Sends that found no room.
+    stalled: Vec<u32>,
+    externals: Externals,
+}
+
+impl Run {
+    /// A run of which the operations in `finished` are over already.
+    pub(crate) fn new(
+        call: Arc<CallState>,
+        shape: &Shape,
+        compute: Compute,
+        finished: &[u32],
+        deadline: Option<Moment>,
+    ) -> Self {
+        let (plan, signature) = (shape.plan.clone(), shape.signature);
+        let mut ops: Vec<OpState> = plan
+            .ops
+            .iter()
+            .map(|op| OpState { progress: Progress::new(op, false), complete: false, queued: false })
+            .collect();
+        for &op in finished {
+            let progress = Progress::new(&plan.ops[op as usize], true);
+            ops[op as usize] = OpState { progress, complete: true, queued: false };
+        }
+        let remaining = ops.len() - finished.len();
+        let probe_at = Some(call.started() + PROBE_AFTER);
+        let externals = Externals::new(&plan.external_peers);
+        let mut run = Self {
+            call,
+            plan,
+            signature,
+            whole: shape.whole,
+            deadline,
+            probe_at,
+            compute,
+            ops,
+            remaining,
+            begun: false,
+            work: VecDeque::new(),
+            stalled: Vec::new(),
+            externals,
+        };
+        for op in 0..run.ops.len() as u32 {
+            run.queue(op);
+        }
+        run
+    }
+
+    pub(crate) fn is_complete(&self) -> bool {
+        self.remaining == 0
+    }
+
+    /// Whether there is something to try: new work, or a send that waits for room.
+    pub(crate) fn is_busy(&self) -> bool {
+        !self.work.is_empty() || !self.stalled.is_empty() || self.externals.has_ended()
+    }
+
+    /// Takes back the room for encoded chunks.
+    pub(crate) fn take_codes(&mut self) -> Option<Storage> {
+        self.compute.buffers_mut().take_codes()
+    }
+
+    /// Enters what was measured, and writes staged outputs back. The last thing that touches the caller's memory.
+    pub(crate) fn end(&mut self) {
+        self.compute.end();
+        self.compute.unpack();
+    }
+
+    /// Does all that can be done now. Returns whether anything was.
+    pub(crate) fn advance(&mut self, env: &mut RunContext<'_>) -> bool {
+        self.begun = true;
+        // Later operations first: what they send has been touched last, and it is what peers can finish with.
+        let mut stalled = std::mem::take(&mut self.stalled);
+        stalled.sort_unstable_by(|a, b| b.cmp(a));
+        for op in stalled.drain(..) {
+            self.queue(op);
+        }
+        if self.externals.has_ended() {
+            self.externals.ended().into_iter().for_each(|op| self.queue(op));
+        }
+        let mut progressed = false;
+        // Local work is cut into steps: what an operation queues again waits for the next pass, so that frames are
+        // taken off the links in between.
+        for _ in 0..self.work.len().max(64) {
+            let Some(op) = self.work.pop_front() else { break };
+            self.ops[op as usize].queued = false;
+            progressed |= self.step(op, &mut None, env);
+        }
+        progressed
+    }
+
+    fn queue(&mut self, op: u32) {
+        let state = &mut self.ops[op as usize];
+        if !state.queued && !state.complete {
+            state.queued = true;
+            self.work.push_back(op);
+        }
+    }
+
+    /// How far an operation may go by its dependencies; `None`: it may not even begin.
+    fn limit(&self, op: u32) -> Option<u64> {
+        let plan_op = &self.plan.ops[op as usize];
+        let mut limit = plan_op.total;
+        for &(on, stream) in &plan_op.deps {
+            let state = &self.ops[on as usize];
+            if state.complete {
+                continue;
+            }
+            if !stream || plan_op.total == 0 {
+                return None;
+            }
+            limit = limit.min(self.plan.ops[on as usize].reach(state.progress.done(), plan_op));
+        }
+        Some(limit)
+    }
+
+    /// Does what an operation can do now, and queues those that wait for it when that was something.
+    fn step(&mut self, op: u32, fresh: &mut Option<Fresh<'_>>, env: &mut RunContext<'_>) -> bool {
+        if self.ops[op as usize].complete {
+            return false;
+        }
+        let before = (self.ops[op as usize].progress.done(), self.ops[op as usize].complete);
+        let plan = self.plan.clone();
+        match &plan.ops[op as usize].kind {
+            PlanOpKind::Send { src, to } => self.step_send(op, src, *to, fresh, env),
+            PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => self.step_receive(op, *from, env),
+            PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) => self.step_local(op),
+            PlanOpKind::External(step) => self.step_external(op, *step, env),
+        }
+        let state = &self.ops[op as usize];
+        let progressed = (state.progress.done(), state.complete) != before;
+        if progressed {
+            for &dependent in &plan.ops[op as usize].dependents {
+                self.queue(dependent);
+            }
+        }
+        progressed
+    }
+
+    fn complete(&mut self, op: u32) {
+        self.ops[op as usize].complete = true;
+        self.remaining -= 1;
+    }
+
+    // ---- sending
+
+    fn step_send(&mut self, op: u32, src: &Region, to: Rank, fresh: &mut Option<Fresh<'_>>, env: &mut RunContext<'_>) {
+        let Some(limit) = self.limit(op) else { return };
+        loop {
+            let outgoing = self.ops[op as usize].outgoing();
+            if outgoing.is_complete() {
+                return self.complete(op);
+            }
+            let next = outgoing.next(limit, env.segment, |bytes| env.members.has_eager_room(to, bytes));
+            let Some(fragment) = next else { return };
+            if !self.send_fragment(op, (src, to), &fragment, fresh, env) {
+                return;
+            }
+            let outgoing = self.ops[op as usize].outgoing();
+            outgoing.note_sent(&fragment);
+            // One frame a step behind the first: other sends have their turn.
+            if !fragment.is_first && !outgoing.is_complete() {
+                return self.queue(op);
+            }
+        }
+    }
+
+    /// Sends the next bytes in one frame. `false`: no room; the send is tried again with the next pass.
+    fn send_fragment(
+        &mut self,
+        op: u32,
+        (src, to): (&Region, Rank),
+        fragment: &Fragment,
+        fresh: &mut Option<Fresh<'_>>,
+        env: &mut RunContext<'_>,
+    ) -> bool {
+        let at = self.ops[op as usize].outgoing().sent();
+        // A message of one frame has its signature in the header.
+        let whole = self.whole.filter(|_| fragment.is_first && !fragment.wants_grant);
+        let signature = (fragment.is_first && whole.is_none()).then_some(&self.signature);
+        let mut header = whole.unwrap_or_else(|| {
+            let mut header = Header::new(if fragment.is_first { Kind::Begin } else { Kind::Data });
+            header.flags = flags(fragment);
+            header.value = src.len;
+            header
+        });
+        header.group = self.call.group_id;
+        header.seq = self.call.seq;
+        header.edge = self.plan.ops[op as usize].edge;
+        let has_left = env.send_fragment(to, fragment, &header, signature, |data| {
+            match fresh.take_if(|fresh| fresh.at < at + fragment.bytes && !fresh.payload.is_empty()) {
+                Some(fresh) => self.place_and_read(&fresh, src, at, data),
+                None => self.compute.read(src, at, data),
+            }
+        });
+        if !has_left && !self.stalled.contains(&op) {
+            self.stalled.push(op);
+        }
+        has_left
+    }
+
+    // ---- bytes that have just come
+
+    fn place(&self, fresh: &mut Option<Fresh<'_>>) {
+        if let Some(Fresh { op, at, payload }) = fresh.take() {
+            self.compute.place(&self.plan.ops[op as usize].kind, at, payload);
+        }
+    }
+
+    /// Places bytes, and fills `data` from byte `done` of `src`, which depends on them. Where both are the same range, in
+    /// turns, so that what is read was written just before.
+    fn place_and_read(&self, fresh: &Fresh<'_>, src: &Region, done: u64, data: &mut [u8]) {
+        let kind = &self.plan.ops[fresh.op as usize].kind;
+        let tile = if fresh.at == done && fresh.payload.len() == data.len() { TILE } else { usize::MAX };
+        let mut at = done;
+        let mut targets = data.chunks_mut(tile);
+        for part in fresh.payload.chunks(tile) {
+            self.compute.place(kind, fresh.at + (at - done), part);
+            if let Some(target) = targets.next() {
+                self.compute.read(src, at, target);
+                at += target.len() as u64;
+            }
+        }
+    }
+
+    /// A grant for message `edge` to `to` arrived.
+    pub(crate) fn on_grant(&mut self, to: Rank, edge: u32, value: u64) {
+        // A grant may outlive the send that it was for only within a run; an unknown edge is caught by the signature.
+        if let Some(op) = self.plan.send(to, edge) {
+            self.ops[op as usize].outgoing().on_grant(value);
+            self.queue(op);
+        }
+    }
+
+    // ---- receiving
+
+    /// A frame of message `edge` from `from` arrived; `payload` is without signature.
+    ///
+    /// # Errors
+    /// `Mismatch` when this call expects no such message; `Protocol` when there are more bytes than it has.
+    pub(crate) fn on_data(
+        &mut self,
+        from: Rank,
+        header: &Header,
+        payload: &[u8],
+        env: &mut RunContext<'_>,
+    ) -> Result<()> {
+        let op = self.plan.receive(from, header.edge).ok_or_else(|| {
+            Error::mismatch(format!("rank {from} sent a message that this rank's part in the call does not have"))
+        })?;
+        let total = self.plan.ops[op as usize].total;
+        if header.value != total {
+            return Err(Error::mismatch(format!(
+                "rank {from} sends {} bytes where this rank expects {total}; make the split sizes agree",
+                header.value
+            )));
+        }
+        if !payload.len().is_multiple_of(self.compute.elem_bytes()) {
+            return Err(Error::protocol(format!("rank {from} sent part of an element in message {}", header.edge)));
+        }
+        let part = match header.kind {
+            Kind::Begin => {
+                self.note_agreement(from);
+                Part::First { wants_grant: header.flags & WANTS_GRANT != 0 }
+            }
+            _ => Part::Next,
+        };
+        let limit = self.limit(op);
+        match self.ops[op as usize].incoming().arrive(part, payload, limit) {
+            Ok(Arrival::Place { at }) => self.place_arrived(Fresh { op, at, payload }, from, env),
+            Ok(Arrival::Kept) => {
+                self.queue(op);
+                Ok(())
+            }
+            Ok(Arrival::Refused) => Err(Error::internal("an encoded message came before it could be placed")),
+            Err(Excess) => Err(Error::protocol(format!("rank {from} sent too much of message {}", header.edge))),
+        }
+    }
+
+    /// Places bytes that count as placed, and passes them on at once while they are near.
+    ///
+    /// # Errors
+    /// `Protocol` when they are damaged.
+    fn place_arrived(&mut self, fresh: Fresh<'_>, from: Rank, env: &mut RunContext<'_>) -> Result<()> {
+        let Fresh { op, at, payload } = fresh;
+        let mut fresh = Some(fresh);
+        let plan = self.plan.clone();
+        let sends = |dependent: &u32| matches!(plan.ops[*dependent as usize].kind, PlanOpKind::Send { .. });
+        let dependents = &plan.ops[op as usize].dependents;
+        for &dependent in dependents.iter().filter(|dependent| sends(dependent)) {
+            self.step(dependent, &mut fresh, env);
+        }
+        self.place(&mut fresh);
+        if let Some(coded) = &plan.ops[op as usize].coded {
+            let tiles = coded.tiles_in(at)..coded.tiles_in(at + payload.len() as u64);
+            self.compute.check_tiles(coded, tiles).map_err(|why| corrupted(from, &why))?;
+        }
+        self.settle_receive(op, from, env);
+        for &dependent in dependents {
+            self.queue(dependent);
+        }
+        Ok(())
+    }
+
+    /// Places what was kept, grants more, completes.
+    fn step_receive(&mut self, op: u32, from: Rank, env: &mut RunContext<'_>) {
+        if let Some(limit) = self.limit(op) {
+            let (kind, compute) = (&self.plan.ops[op as usize].kind, &self.compute);
+            self.ops[op as usize].incoming().place_unexpected(limit, |at, bytes| compute.place(kind, at, bytes));
+        }
+        self.settle_receive(op, from, env);
+    }
+
+    /// After progress of a receive: returns credit, grants, completes.
+    fn settle_receive(&mut self, op: u32, from: Rank, env: &mut RunContext<'_>) {
+        let limit = self.limit(op);
+        let ahead = || match env.net.is_cheap_to_look_at(env.members.peer(from)) {
+            true => AHEAD_INTRA_NODE,
+            false => AHEAD_INTER_NODE,
+        };
+        let state = &mut self.ops[op as usize];
+        let incoming = state.incoming();
+        let (credit, grant) = (incoming.due_credit(), incoming.due_grant(limit, env.segment, ahead));
+        // Also an empty message is over only when what comes before it is.
+        let completes = incoming.is_complete() && limit.is_some() && !state.complete;
+        if let Some(credit) = credit {
+            env.members.return_credit(from, credit, self.call.group_id, env.net);
+        }
+        if completes {
+            self.complete(op);
+        }
+        if let Some(value) = grant {
+            self.send_grant(op, from, value, env);
+        }
+    }
+
+    fn send_grant(&self, op: u32, from: Rank, value: u64, env: &mut RunContext<'_>) {
+        let mut header = Header::new(Kind::Grant);
+        header.group = self.call.group_id;
+        header.seq = self.call.seq;
+        header.edge = self.plan.ops[op as usize].edge;
+        header.value = value;
+        env.net.send_control(env.members.peer(from), header, &[]);
+    }
+
+    // ---- local work
+
+    fn step_local(&mut self, op: u32) {
+        let Some(limit) = self.limit(op) else { return };
+        let plan_op = &self.plan.ops[op as usize];
+        let at = self.ops[op as usize].progress.done();
+        let n = match &plan_op.kind {
+            PlanOpKind::Combine(combination) => {
+                let n = (limit - at).min(TILES_STEP);
+                self.compute.combine(combination, at, n);
+                n
+            }
+            kind => {
+                let n = (limit - at).min(LOCAL_STEP);
+                if n > 0 {
+                    self.compute.execute(kind, at, n);
+                }
+                n
+            }
+        };
+        self.ops[op as usize].progress = Progress::Local { done: at + n };
+        if at + n == plan_op.total {
+            self.complete(op);
+        } else if at + n < limit {
+            self.queue(op);
+        }
+    }
+
+    // ---- external operations
+
+    /// Whom the end of an external operation wakes.
+    pub(crate) fn set_wake(&mut self, wake: Wake) {
+        self.externals.set_wake(wake);
+    }
+
+    fn step_external(&mut self, op: u32, step: ExternalStep, env: &mut RunContext<'_>) {
+        if !self.externals.has_begun(op) {
+            if self.limit(op).is_none() {
+                return;
+            }
+            match self.externals.agreement(op) {
+                Agreement::Reached => {}
+                Agreement::Awaited => return,
+                Agreement::Asks(ranks) => {
+                    return ranks.iter().for_each(|&rank| self.send_probe(rank, WANTS_GRANT, env));
+                }
+            }
+            let compute = &mut self.compute;
+            if !self.externals.begin(op, step, |wake| compute.begin_external(step, wake)) {
+                return self.complete(op);
+            }
+        }
+        if self.externals.settle(op) {
+            self.complete(op);
+        }
+    }
+
+    /// A frame with this call's signature has come from a rank.
+    fn note_agreement(&mut self, from: Rank) {
+        self.externals.note_agreement(from).into_iter().for_each(|op| self.queue(op));
+    }
+
+    /// Why the call cannot go on, if an external operation has failed.
+    pub(crate) fn take_failure(&mut self) -> Option<Error> {
+        self.externals.take_failure()
+    }
+
+    /// Asks the external operations that are under way to stop. Returns whether there are any.
+    pub(crate) fn cancel_externals(&self) -> bool {
+        self.externals.cancel();
+        self.has_external_under_way()
+    }
+
+    /// Whether an external operation that began has not ended.
+    #[inline]
+    pub(crate) fn has_external_under_way(&self) -> bool {
+        self.externals.are_under_way()
+    }
+
+    /// For messages: an external operation that has not ended.
+    pub(crate) fn external_under_way(&self) -> Option<String> {
+        self.externals.under_way()
+    }
+
+    // ---- waiting
+
+    /// Shows this call's signature to the ranks that it has heard nothing of. They may be in another call that sends
+    /// nothing to this rank (two roots that wait for each other): then they find that they disagree.
+    pub(crate) fn probe(&mut self, env: &mut RunContext<'_>) {
+        self.probe_at = None;
+        for rank in self.awaited() {
+            self.send_probe(rank, 0, env);
+        }
+    }
+
+    /// A rank shows its signature, which is this call's. Where it cannot go on without an answer it gets one.
+    pub(crate) fn on_probe(&mut self, from: Rank, header: &Header, env: &mut RunContext<'_>) {
+        self.note_agreement(from);
+        if header.flags & WANTS_GRANT != 0 {
+            self.send_probe(from, 0, env);
+        }
+    }
+
+    fn send_probe(&self, to: Rank, flags: u8, env: &mut RunContext<'_>) {
+        send_probe((self.call.group_id, self.call.seq), &self.signature, to, flags, env);
+    }
+
+    // ---- for messages
+
+    /// The ranks that this call still waits for, without repetition.
+    pub(crate) fn awaited(&self) -> Vec<Rank> {
+        let mut ranks: Vec<Rank> = self
+            .plan
+            .ops
+            .iter()
+            .zip(&self.ops)
+            .filter(|(_, state)| !state.complete)
+            .filter_map(|(op, state)| match &op.kind {
+                // What has come may wait for other ranks before it is placed, or before it counts.
+                PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => {
+                    let has_arrived = matches!(&state.progress, Progress::Receive(incoming) if incoming.has_arrived());
+                    (!has_arrived).then_some(*from)
+                }
+                PlanOpKind::Send { to, .. } => Some(*to),
+                PlanOpKind::Copy { .. }
+                | PlanOpKind::Reduce { .. }
+                | PlanOpKind::Combine(_)
+                | PlanOpKind::External(_) => None,
+            })
+            .collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        ranks
+    }
+
+    /// Whether something has yet to come from `peer` or to go to it.
+    pub(crate) fn needs(&self, peer: Rank) -> bool {
+        self.plan.ops.iter().zip(&self.ops).any(|(op, state)| match &op.kind {
+            // What has arrived may wait for other ranks before it is placed.
+            PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => {
+                *from == peer && !matches!(&state.progress, Progress::Receive(incoming) if incoming.has_arrived())
+            }
+            PlanOpKind::Send { to, .. } => *to == peer && !state.complete,
+            PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) | PlanOpKind::External(_) => {
+                false
+            }
+        })
+    }
+}

@@ -1,0 +1,119 @@
+//! Why a group takes no more calls, who said so, and whether its caller knows.
+//!
+//! Owns the first cause: whatever goes wrong later does not replace it. Who is told is decided in `state`. Read [`Failure`] first.
+
+use std::time::Duration;
+
+use accl_types::{Error, ErrorKind, Moment, Rank};
+
+/// What became of one group, if it has failed.
+#[derive(Default)]
+pub(super) struct Failure {
+    cause: Option<Error>,
+    /// The rank that announced the cause, if it did not begin here.
+    announced_by: Option<Rank>,
+    /// A call has raised the cause.
+    was_raised: bool,
+    /// What another rank has passed on, and when it counts although the rank that announced it has not said so itself.
+    rumour: Option<(Error, Rank, Moment)>,
+}
+
+/// How long the rank that announced a failure has to say so itself, after another one has passed it on: what it sent before may
+/// complete calls.
+pub const GRACE: Duration = Duration::from_millis(50);
+
+impl Failure {
+    #[inline]
+    pub(super) fn cause(&self) -> Option<&Error> {
+        self.cause.as_ref()
+    }
+
+    #[inline]
+    pub(super) fn has_come(&self) -> bool {
+        self.cause.is_some()
+    }
+
+    /// Another rank has passed on what `origin` announced.
+    pub(super) fn hear(&mut self, cause: Error, origin: Rank, now: Moment) {
+        self.rumour.get_or_insert((cause, origin, now + GRACE));
+    }
+
+    /// When what was passed on counts.
+    pub(super) fn due(&self) -> Option<Moment> {
+        self.rumour.as_ref().filter(|_| self.cause.is_none()).map(|(_, _, due)| *due)
+    }
+
+    /// What was passed on, once it counts: the time is up, or nothing more comes from the rank that announced it.
+    pub(super) fn take_rumour(&mut self, now: Moment, is_absent: impl FnOnce(Rank) -> bool) -> Option<Error> {
+        self.rumour.take_if(|(_, origin, due)| now >= *due || is_absent(*origin)).map(|(cause, _, _)| cause)
+    }
+
+    /// Keeps the first cause; with the rank that announced it, unless it began here.
+    pub(super) fn set(&mut self, cause: Error, announced_by: Option<Rank>) {
+        if self.cause.is_none() {
+            (self.cause, self.announced_by) = (Some(cause), announced_by);
+        }
+    }
+
+    /// The cause and the rank that announced it.
+    pub(super) fn announcement(&self) -> Option<(Rank, &Error)> {
+        Some((self.announced_by?, self.cause.as_ref()?))
+    }
+
+    /// A call raises it.
+    pub(super) fn raise(&mut self) -> Option<&Error> {
+        self.was_raised |= self.cause.is_some();
+        self.cause.as_ref()
+    }
+
+    /// A disagreement that no call has raised.
+    pub(super) fn unreported_mismatch(&self) -> Option<&Error> {
+        self.cause.as_ref().filter(|cause| !self.was_raised && cause.kind == ErrorKind::Mismatch)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_cause_stays() {
+        let mut failure = Failure::default();
+        assert!(!failure.has_come() && failure.raise().is_none());
+        failure.set(Error::timeout("first"), Some(Rank(3)));
+        failure.set(Error::mismatch("second"), None);
+        assert_eq!(failure.cause(), Some(&Error::timeout("first")));
+        assert_eq!(failure.announcement(), Some((Rank(3), &Error::timeout("first"))));
+        assert_eq!(failure.unreported_mismatch(), None);
+    }
+
+    #[test]
+    fn what_is_passed_on_counts_when_its_origin_is_gone_or_says_nothing() {
+        let (origin, start) = (Rank(2), Moment::from_nanos(7));
+        let mut failure = Failure::default();
+        failure.hear(Error::timeout("late"), origin, start);
+        failure.hear(Error::timeout("again"), Rank(3), start + GRACE);
+        assert_eq!(failure.due(), Some(start + GRACE));
+        assert_eq!(failure.take_rumour(start, |rank| rank != origin), None);
+        assert_eq!(failure.take_rumour(start, |rank| rank == origin), Some(Error::timeout("late")));
+        assert_eq!(failure.due(), None);
+        failure.hear(Error::timeout("late"), origin, start);
+        assert_eq!(failure.take_rumour(start + GRACE, |_| false), Some(Error::timeout("late")));
+        // The origin's own word makes it superfluous.
+        failure.hear(Error::timeout("late"), origin, start);
+        failure.set(Error::timeout("late"), Some(origin));
+        assert_eq!(failure.due(), None);
+    }
+
+    #[test]
+    fn a_disagreement_is_unreported_until_a_call_has_raised_it() {
+        let mut failure = Failure::default();
+        // To ask a sound group raises nothing.
+        failure.raise();
+        failure.set(Error::mismatch("counts differ"), None);
+        assert_eq!(failure.announcement(), None);
+        assert_eq!(failure.unreported_mismatch(), Some(&Error::mismatch("counts differ")));
+        assert!(failure.raise().is_some());
+        assert_eq!(failure.unreported_mismatch(), None);
+    }
+}

@@ -1,0 +1,107 @@
+//! What a group's latest calls were, to name a late disagreement: the frame of a rank that made another call may come when
+//! this rank's call is long over.
+
+use std::collections::VecDeque;
+
+use accl_wire::frame::{CHECKS_SIGNATURES, Signature};
+
+/// Stretches kept.
+const STRETCHES: usize = 64;
+
+/// Calls in a row that were alike.
+struct Stretch {
+    first: u64,
+    last: u64,
+    signature: Signature,
+}
+
+/// The signatures of the latest calls.
+#[derive(Default)]
+pub(crate) struct History {
+    stretches: VecDeque<Stretch>,
+}
+
+impl History {
+    /// Adds a call that has begun.
+    #[inline]
+    pub(crate) fn add(&mut self, seq: u64, signature: &Signature) {
+        if !CHECKS_SIGNATURES {
+            return;
+        }
+        match self.stretches.back_mut() {
+            Some(stretch) if stretch.last + 1 == seq && stretch.signature == *signature => stretch.last = seq,
+            Some(_) | None => self.begin(seq, signature),
+        }
+    }
+
+    /// As [`History::add`], for a call that is like the one added last. `false`: its number is not the next, and nothing was
+    /// added.
+    #[inline]
+    pub(crate) fn add_alike(&mut self, seq: u64) -> bool {
+        if !CHECKS_SIGNATURES {
+            return true;
+        }
+        let latest = self.stretches.back_mut().filter(|stretch| stretch.last + 1 == seq);
+        latest.map(|stretch| stretch.last = seq).is_some()
+    }
+
+    fn begin(&mut self, seq: u64, signature: &Signature) {
+        if self.stretches.len() == STRETCHES {
+            self.stretches.pop_front();
+        }
+        self.stretches.push_back(Stretch { first: seq, last: seq, signature: *signature });
+    }
+
+    /// The signature of a call, unless that was too long ago.
+    pub(crate) fn signature(&self, seq: u64) -> Option<Signature> {
+        let found = self.stretches.iter().find(|stretch| (stretch.first..=stretch.last).contains(&seq));
+        found.map(|stretch| stretch.signature)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn signature(count: u64) -> Signature {
+        Signature { count, ..Signature::default() }
+    }
+
+    #[test]
+    fn calls_are_found_until_as_many_changes_have_followed() {
+        let mut history = History::default();
+        for seq in 0..1000 {
+            history.add(seq, &signature(4));
+        }
+        for seq in 1000..1000 + STRETCHES as u64 - 1 {
+            history.add(seq, &signature(seq));
+        }
+        assert_eq!(history.signature(0), Some(signature(4)));
+        assert_eq!(history.signature(999), Some(signature(4)));
+        assert_eq!(history.signature(1001), Some(signature(1001)));
+        assert_eq!(history.signature(5000), None);
+        history.add(5000, &signature(4));
+        assert_eq!(history.signature(999), None);
+        assert_eq!(history.signature(5000), Some(signature(4)));
+    }
+
+    #[test]
+    fn a_call_is_like_the_one_before_it_only() {
+        let mut history = History::default();
+        assert!(!history.add_alike(0));
+        history.add(4, &signature(7));
+        assert!(history.add_alike(5) && !history.add_alike(7) && !history.add_alike(5));
+        assert_eq!([4, 5, 6].map(|seq| history.signature(seq)), [Some(signature(7)), Some(signature(7)), None]);
+    }
+
+    #[test]
+    fn calls_made_out_of_turn_are_found_too() {
+        let mut history = History::default();
+        for seq in [3, 5, 4, 6] {
+            history.add(seq, &signature(7));
+        }
+        assert!((3..7).all(|seq| history.signature(seq) == Some(signature(7))));
+        assert_eq!(history.signature(2), None);
+        assert_eq!(history.signature(7), None);
+    }
+}

@@ -1,0 +1,146 @@
+//! Frames that came before they were asked for: of calls that this rank has yet to make, and of groups that it has yet to add.
+//!
+//! Owns these queues and their limit; what is in a frame is for whoever takes it out. Read [`Inbox`] first, then [`Lobby`].
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use accl_types::Rank;
+use accl_wire::frame::{Header, Signature};
+
+use crate::peers::PeerId;
+
+/// Bytes of frames kept for groups that are being made on this rank.
+pub(super) const MAX_LOBBY_BYTES: usize = 64 << 20;
+
+/// A frame of a call that this rank has not made yet.
+pub(super) struct Unexpected {
+    pub(super) from: Rank,
+    pub(super) header: Header,
+    pub(super) signature: Option<Signature>,
+    pub(super) data: Vec<u8>,
+}
+
+/// The unexpected frames of one group, by the number of their call. Credits limit how many there can be.
+#[derive(Default)]
+pub(super) struct Inbox(BTreeMap<u64, Vec<Unexpected>>);
+
+impl Inbox {
+    #[inline]
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub(super) fn push(&mut self, frame: Unexpected) {
+        self.0.entry(frame.header.seq).or_default().push(frame);
+    }
+
+    /// Those of a call that is made now, in order of arrival.
+    pub(super) fn take(&mut self, seq: u64) -> Vec<Unexpected> {
+        self.0.remove(&seq).unwrap_or_default()
+    }
+
+    /// No call will be made any more.
+    pub(super) fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    /// Calls of which something came.
+    pub(super) fn calls(&self) -> usize {
+        self.0.len()
+    }
+}
+
+/// A frame of a group that this rank has yet to add.
+#[derive(Debug, PartialEq)]
+pub(super) struct Early {
+    pub(super) peer: PeerId,
+    pub(super) header: Header,
+    pub(super) payload: Vec<u8>,
+}
+
+impl Early {
+    /// Memory that it takes, roughly.
+    fn bytes(&self) -> usize {
+        size_of::<Self>() + self.payload.len()
+    }
+}
+
+/// The frames of groups that this rank has yet to add.
+#[derive(Default)]
+pub(super) struct Lobby {
+    frames: HashMap<u64, Vec<Early>>,
+    bytes: usize,
+    /// Groups of which frames were dropped because there were too many.
+    overrun: HashSet<u64>,
+}
+
+impl Lobby {
+    /// Keeps a frame of a group, if there is room; the group learns of it when there was none.
+    pub(super) fn push(&mut self, group: u64, frame: Early) {
+        let bytes = frame.bytes();
+        if self.bytes + bytes > MAX_LOBBY_BYTES {
+            self.overrun.insert(group);
+            return;
+        }
+        self.bytes += bytes;
+        self.frames.entry(group).or_default().push(frame);
+    }
+
+    /// The frames of a group that is added or given up, in order of arrival, and whether these are all.
+    pub(super) fn take(&mut self, group: u64) -> (Vec<Early>, bool) {
+        let frames = self.frames.remove(&group).unwrap_or_default();
+        self.bytes -= frames.iter().map(Early::bytes).sum::<usize>();
+        (frames, !self.overrun.remove(&group))
+    }
+
+    /// Frames and bytes that are kept.
+    pub(super) fn kept(&self) -> (usize, usize) {
+        (self.frames.values().map(Vec::len).sum(), self.bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use accl_wire::frame::Kind;
+
+    use super::*;
+    use crate::peers::Net;
+
+    fn unexpected(seq: u64, from: u32) -> Unexpected {
+        Unexpected {
+            from: Rank(from),
+            header: Header { seq, ..Header::new(Kind::Begin) },
+            signature: None,
+            data: vec![from as u8],
+        }
+    }
+
+    #[test]
+    fn frames_are_taken_by_call_in_the_order_in_which_they_came() {
+        let mut inbox = Inbox::default();
+        for (seq, from) in [(4, 1), (5, 2), (4, 3)] {
+            inbox.push(unexpected(seq, from));
+        }
+        let from: Vec<u32> = inbox.take(4).iter().map(|frame| frame.from.0).collect();
+        assert_eq!(from, [1, 3]);
+        assert!(inbox.take(4).is_empty() && !inbox.is_empty());
+        inbox.clear();
+        assert!(inbox.is_empty() && inbox.take(5).is_empty());
+    }
+
+    #[test]
+    fn what_finds_no_room_is_remembered_of_its_group_alone() {
+        let mut net = Net::default();
+        let peer = net.add_stranger();
+        let frame = |bytes: usize| Early { peer, header: Header::new(Kind::Begin), payload: vec![1; bytes] };
+        let mut lobby = Lobby::default();
+        lobby.push(7, frame(10));
+        lobby.push(8, frame(MAX_LOBBY_BYTES));
+        lobby.push(7, frame(20));
+        assert_eq!(lobby.take(8), (Vec::new(), false));
+        assert_eq!(lobby.take(7), (vec![frame(10), frame(20)], true));
+        assert_eq!(lobby.kept(), (0, 0));
+        // Once taken, all is forgotten.
+        assert_eq!(lobby.take(8), (Vec::new(), true));
+    }
+}

@@ -1,0 +1,30 @@
+//! Groups inside the engine: their state, and what the driver's lock protects.
+
+mod admission;
+mod completed;
+mod context;
+mod core;
+mod ended;
+mod failure;
+mod history;
+mod inbox;
+mod sequence;
+mod state;
+mod stopping;
+mod submit;
+
+pub use completed::Completed;
+pub use context::Context;
+pub use core::Core;
+pub use core::Fate;
+pub use core::Relief;
+pub use core::Work;
+pub use failure::GRACE;
+pub use state::Departure;
+pub use state::FastPathEnd;
+pub use state::GroupState;
+pub use state::Notify;
+pub use stopping::STOP_WITHIN;
+pub use submit::Caller;
+pub use submit::Launched;
+pub use submit::Prepared;

@@ -1,0 +1,1024 @@
+//! One group inside the engine: its calls in flight, early frames, signatures, and its end.
+//!
+//! Everything here runs under the driver's lock. Composed of `sequence`, `inbox`, `admission` and `failure`; the caller's side is in
+//! `api::group`, frames are taken off links in `core`. Read [`GroupState`] first.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use accl_types::{Collective, Error, Moment, Rank, Result, Seq};
+use accl_wire::frame::{CHECKS_SIGNATURES, Cause, Header, Kind, OVERHEAD_BYTES, Signature};
+use smallvec::SmallVec;
+
+use super::admission::Admission;
+use super::context::Context;
+use super::failure::Failure;
+use super::history::History;
+use super::inbox::{Inbox, Unexpected};
+use super::sequence::Sequence;
+use crate::call::{CallDesc, CallState, Waits};
+use crate::exec::{FastPath, FromAny, Message, P2p, PROBE, Run, RunContext, SpinLimit, answer_probe};
+use crate::memory::{BufferPool, Compute, Storage};
+use crate::peers::{Gone, Mark, Members, Net, PeerId};
+use crate::plan::signature::disagreement;
+use crate::plan::{Shape, Shapes};
+
+/// Most bytes of an announcement that the group has failed.
+const MAX_CAUSE_BYTES: usize = 1024;
+
+/// One group on one of its ranks: its calls in flight, what has come of calls that are yet to be made, and why it takes no more.
+pub struct GroupState {
+    id: u64,
+    name: Arc<str>,
+    rank: Rank,
+    /// Of calls made from now on.
+    timeout: Duration,
+    /// Calls made from now on record their duration.
+    is_timed: bool,
+    members: Members,
+    p2p: P2p,
+    /// The latest of those that may take the fast path.
+    fast_shapes: Shapes,
+    runs: BTreeMap<u64, Run>,
+    admission: Admission,
+    inbox: Inbox,
+    history: History,
+    /// Of the call that `history` has had last, if it took the fast path.
+    latest: Option<Arc<Shape>>,
+    sequence: Sequence,
+    /// Number of the next point-to-point call, for messages only.
+    next_message: u64,
+    /// Number of the latest monitored barrier.
+    latest_monitored: u32,
+    failure: Failure,
+    /// See `is_near`.
+    near: Option<bool>,
+    /// Of calls on the fast path, one after the other.
+    compute: Compute,
+    scratch: Storage,
+    code_pool: BufferPool,
+    /// It is in the list of those that a pass advances.
+    is_listed: bool,
+    /// Some rank has left or is lost.
+    has_absentees: bool,
+    calls_failed: u64,
+    /// Of its callers.
+    waits: Arc<Waits>,
+}
+
+/// How far a call got on the fast path.
+pub enum FastPathEnd {
+    /// It is done; it has `heard` from another rank unless it only sends.
+    Done {
+        /// Its number in the group.
+        seq: u64,
+        /// A frame of another rank has come for it.
+        heard: bool,
+    },
+    /// A run must go on.
+    Stopped(Box<Stopped>),
+}
+
+/// A call that stopped on the fast path.
+pub struct Stopped {
+    shape: Arc<Shape>,
+    compute: Compute,
+    pub(crate) seq: u64,
+    /// How many operations of the plan's order for the fast path are done.
+    finished: usize,
+}
+
+impl Stopped {
+    /// The name of its algorithm.
+    pub fn algorithm(&self) -> &'static str {
+        self.shape.plan.algorithm.name
+    }
+
+    /// The run that goes on.
+    pub(crate) fn into_run(self, call: Arc<CallState>, deadline: Option<Moment>) -> Run {
+        let order = self.shape.plan.fast_path.as_deref().unwrap_or_default();
+        Run::new(call, &self.shape, self.compute, order.get(..self.finished).unwrap_or_default(), deadline)
+    }
+}
+
+/// Splits a group into what a run needs and the run's own container.
+macro_rules! env {
+    ($group:expr, $context:expr) => {
+        RunContext { net: &mut *$context.net, members: &mut $group.members, segment: $context.segment }
+    };
+}
+
+impl GroupState {
+    /// A group that has just been made. Its calls have `timeout` unless they say otherwise.
+    pub fn new(id: u64, name: Arc<str>, rank: Rank, timeout: Duration, members: Members) -> Self {
+        let world = members.world();
+        Self {
+            id,
+            name,
+            rank,
+            is_timed: false,
+            timeout,
+            members,
+            p2p: P2p::new(world),
+            fast_shapes: Shapes::default(),
+            runs: BTreeMap::new(),
+            admission: Admission::default(),
+            inbox: Inbox::default(),
+            history: History::default(),
+            latest: None,
+            sequence: Sequence::default(),
+            next_message: 0,
+            latest_monitored: 0,
+            failure: Failure::default(),
+            near: None,
+            compute: Compute::default(),
+            scratch: Storage::default(),
+            code_pool: BufferPool::default(),
+            is_listed: false,
+            has_absentees: false,
+            calls_failed: 0,
+            waits: Arc::default(),
+        }
+    }
+
+    /// Its number, which is the same on all ranks.
+    #[inline]
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Its name, for messages.
+    pub fn name(&self) -> &Arc<str> {
+        &self.name
+    }
+
+    /// The rank of this process.
+    #[inline]
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    /// Its ranks.
+    #[inline]
+    pub fn members(&self) -> &Members {
+        &self.members
+    }
+
+    /// The deadline of calls made from now on, from their submission.
+    pub fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// Sets the deadline of calls made from now on.
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
+    }
+
+    /// Calls made from now on record their duration.
+    pub fn enable_timing(&mut self) {
+        self.is_timed = true;
+    }
+
+    pub(super) fn is_timed(&self) -> bool {
+        self.is_timed
+    }
+
+    /// How long its callers have waited.
+    pub fn waits(&self) -> &Arc<Waits> {
+        &self.waits
+    }
+
+    /// A number for a message, which only messages to people show.
+    pub(super) fn take_message_number(&mut self) -> u64 {
+        let number = self.next_message;
+        self.next_message += 1;
+        number
+    }
+
+    /// A number for a monitored barrier, within `mask`.
+    pub fn take_monitored_number(&mut self, mask: u32) -> u32 {
+        self.latest_monitored = self.latest_monitored.wrapping_add(1) & mask;
+        self.latest_monitored
+    }
+
+    /// Memory for encoded chunks of a call, which gives it back when it ends.
+    pub(super) fn take_codes(&mut self, len_bytes: usize) -> Result<Storage> {
+        self.code_pool.take(len_bytes)
+    }
+
+    /// Whether a message with this tag waits for a receive.
+    pub fn has_unexpected_message(&self, from: Rank, tag: u32) -> bool {
+        self.p2p.has_unexpected(from, tag)
+    }
+
+    /// How often a point-to-point message was looked at so far. For tests.
+    pub fn message_steps(&self) -> u64 {
+        self.p2p.steps()
+    }
+
+    /// Takes back a private receive that nothing has matched, which ends with this error and tells nobody. `false`: something has.
+    pub fn take_back(&mut self, call: &CallState, error: Error, now: Moment) -> bool {
+        let Some(message) = self.p2p.cancel(call) else { return false };
+        drop(message.call.finish(now, Some(error)));
+        true
+    }
+
+    /// Why the group takes no more calls, if it does not.
+    pub fn poison(&self) -> Option<&Error> {
+        self.failure.cause()
+    }
+
+    /// An error with this group's place.
+    pub(crate) fn placed(&self, error: Error) -> Error {
+        error.in_group(&self.name).on_rank(self.rank)
+    }
+
+    /// No call in flight.
+    pub fn is_idle(&self) -> bool {
+        self.runs.is_empty() && self.p2p.is_idle()
+    }
+
+    /// Whether it is in the list of those that a pass advances; says so from now on.
+    pub(super) fn set_listed(&mut self, is_listed: bool) -> bool {
+        std::mem::replace(&mut self.is_listed, is_listed)
+    }
+
+    /// The earliest deadline of a call in flight.
+    pub(crate) fn next_deadline(&self) -> Option<Moment> {
+        let runs = self.runs.values().filter_map(|run| [run.deadline, run.probe_at].into_iter().flatten().min());
+        runs.chain(self.p2p.next_deadline()).chain(self.begin_by()).chain(self.failure.due()).min()
+    }
+
+    /// The shortest time that a call in flight was given, if a peer is in this group.
+    pub(crate) fn least_allowance(&self, peer: PeerId) -> Option<Duration> {
+        self.members.rank_of(peer)?;
+        let runs = self.runs.values().map(|run| (&run.call, run.deadline));
+        let calls = runs.chain(self.p2p.messages().map(|message| (&message.call, message.deadline)));
+        calls.filter_map(|(call, deadline)| Some(deadline?.since(call.started()))).min()
+    }
+
+    /// When calls that have not begun do so at the latest.
+    pub fn begin_by(&self) -> Option<Moment> {
+        self.admission.begin_by()
+    }
+
+    // ---- submission
+
+    /// Takes `count` numbers for calls to be made later, each with `take_seq(Some(..))`. Barriers that come after wait until
+    /// they are concluded.
+    pub fn reserve_seqs(&mut self, count: u64) -> u64 {
+        self.sequence.reserve(count)
+    }
+
+    /// Number of the next collective.
+    pub fn next_seq(&self) -> u64 {
+        self.sequence.next()
+    }
+
+    /// See [`crate::Group::conclude_seqs`].
+    pub fn conclude_seqs(&mut self, seqs: Range<u64>, failed: Option<&Error>, context: &mut Context<'_>) {
+        let unused = self.sequence.conclude(seqs, failed.is_some());
+        let (Some(why), Some(first)) = (failed, unused) else { return };
+        let error = Error::new(why.kind, format!("call {first} could not be made on this rank: {}", why.message));
+        self.fail(self.placed(error), context, Notify::Peers);
+    }
+
+    /// The number of a collective that is being made.
+    pub(crate) fn take_seq(&mut self, reserved: Option<u64>) -> Result<u64> {
+        match reserved {
+            Some(seq) => self.sequence.take_reserved(seq),
+            None => Ok(self.sequence.take()),
+        }
+    }
+
+    /// Whether all ranks' links can be looked at without a system call, as far as they are known; decided with the first call that
+    /// asks, and again when there is another link.
+    fn is_near(&mut self, net: &Net) -> bool {
+        *self
+            .near
+            .get_or_insert_with(|| self.members.ranks().all(|rank| net.is_cheap_to_look_at(self.members.peer(rank))))
+    }
+
+    /// Whether tiles travel with checksums: unless all ranks share memory.
+    pub(crate) fn has_checksums(&mut self, net: &Net) -> bool {
+        !self.is_near(net)
+    }
+
+    /// Runs a call on the fast path, as far as that goes. `None`: not at all, and nothing was done.
+    pub(crate) fn run_fast_path(
+        &mut self,
+        desc: &CallDesc,
+        spin_limit: SpinLimit,
+        net: &mut Net,
+        segment: u64,
+    ) -> Option<FastPathEnd> {
+        let is_quiet = !self.failure.has_come() && self.runs.is_empty() && self.inbox.is_empty() && !self.is_timed;
+        let waits_for_composed = desc.collective == Collective::Barrier && self.sequence.has_composed();
+        if !is_quiet || waits_for_composed || !self.is_near(net) {
+            return None;
+        }
+        let shape = self.fast_shapes.find(desc, self.members.world())?;
+        let order = shape.plan.fast_path.as_deref().filter(|_| shape.plan.longest <= segment)?;
+        let header = shape.whole?;
+        // What is unusual about the tensors, or wrong with them, is left to the ordinary way.
+        if !self.compute.take_addresses(desc, self.rank, shape.reducer) {
+            return None;
+        }
+        if shape.plan.scratch_bytes > 0 {
+            self.scratch.grow(shape.plan.scratch_bytes as usize).ok()?;
+            self.compute.buffers_mut().borrow_scratch(&mut self.scratch);
+        }
+        let seq = self.sequence.take();
+        let header = if CHECKS_SIGNATURES { header } else { Header::new(Kind::Whole) };
+        let head = Header { group: self.id, seq, ..header }.to_bytes();
+        let fast_path = FastPath { plan: &shape.plan, compute: &self.compute, head, group: self.id, seq, spin_limit };
+        let finished = fast_path.go(order, &mut RunContext { net, members: &mut self.members, segment });
+        if finished == order.len() {
+            let heard = shape.plan.has_receives;
+            // Equal shapes have equal signatures, and to compare addresses is quicker.
+            let is_alike = self.latest.as_ref().is_some_and(|latest| Arc::ptr_eq(latest, shape));
+            if !(is_alike && self.history.add_alike(seq)) {
+                self.history.add(seq, &shape.signature);
+                self.latest = Some(shape.clone());
+            }
+            return Some(FastPathEnd::Done { seq, heard });
+        }
+        let mut compute = std::mem::take(&mut self.compute);
+        if shape.plan.scratch_bytes > 0 {
+            compute.buffers_mut().own_scratch(std::mem::take(&mut self.scratch));
+        }
+        Some(FastPathEnd::Stopped(Box::new(Stopped { shape: shape.clone(), compute, finished, seq })))
+    }
+
+    /// Calls of this description may take the fast path from now on, if any of this shape may.
+    pub(crate) fn keep_shape(&mut self, desc: &CallDesc, shape: &Arc<Shape>) {
+        if shape.plan.fast_path.is_some() && self.fast_shapes.find(desc, self.members.world()).is_none() {
+            self.fast_shapes.keep(shape.clone());
+        }
+    }
+
+    /// Starts a collective: hands it the frames that came before it and makes a first pass.
+    pub(crate) fn start(&mut self, mut run: Run, context: &mut Context<'_>) {
+        let seq = run.call.seq;
+        self.history.add(seq, &run.signature);
+        self.latest = None;
+        let unexpected = self.inbox.take(seq);
+        let mut failure = None;
+        for frame in unexpected {
+            if let Some(theirs) = frame.signature.filter(|theirs| *theirs != run.signature) {
+                failure = Some(disagreement(seq, (self.rank, &run.signature), (frame.from, &theirs)));
+                break;
+            }
+            let result = if frame.header.edge == PROBE {
+                run.on_probe(frame.from, &frame.header, &mut env!(self, context));
+                Ok(())
+            } else if frame.header.kind == Kind::Grant {
+                run.on_grant(frame.from, frame.header.edge, frame.header.value);
+                Ok(())
+            } else {
+                run.on_data(frame.from, &frame.header, &frame.data, &mut env!(self, context))
+            };
+            if let Err(error) = result {
+                failure = Some(error.with_peer(frame.from));
+                break;
+            }
+        }
+        let call = run.call.clone();
+        if context.net.has_unlinked() {
+            run.plan.peers.iter().for_each(|&rank| context.net.want(self.members.peer(rank)));
+        }
+        if self.runs.is_empty() {
+            self.admission.note_move(context.now);
+        }
+        self.runs.insert(seq, run);
+        if let Some(error) = failure {
+            self.fail(call.placed(error), context, Notify::Peers);
+        }
+    }
+
+    /// Starts a send or receive.
+    pub(crate) fn start_message(&mut self, message: Message, to: Option<Rank>, context: &mut Context<'_>) {
+        let call = message.call.clone();
+        match message.peer {
+            Some(rank) => context.net.want(self.members.peer(rank)),
+            // Any rank may send, and when all others have left none will.
+            None if context.net.has_unlinked() => {
+                self.members.ranks().for_each(|rank| context.net.want(self.members.peer(rank)));
+            }
+            None => {}
+        }
+        let result = match to {
+            Some(to) => {
+                self.p2p.post_send(message, to);
+                Ok(())
+            }
+            None => self.p2p.post_receive(message, &mut env!(self, context)),
+        };
+        if let Err(error) = result {
+            self.fail(call.placed(error), context, Notify::Peers);
+        }
+    }
+
+    // ---- frames
+
+    /// Whether a frame is of a call that has yet to be made here, so that it would have to be copied aside.
+    pub(crate) fn is_early(&self, header: &Header) -> bool {
+        matches!(header.kind, Kind::Begin | Kind::Whole)
+            && !self.failure.has_come()
+            && self.sequence.is_to_come(header.seq)
+    }
+
+    /// Handles a frame of this group.
+    pub(crate) fn on_frame(&mut self, from: Rank, header: &Header, payload: &[u8], context: &mut Context<'_>) {
+        if header.kind.carries_data() {
+            self.members.note_received(from, payload.len() as u64);
+        }
+        if header.kind == Kind::Cause {
+            self.members.set_knows(from);
+        }
+        if self.failure.has_come() {
+            return;
+        }
+        if let Err(error) = self.dispatch(from, header, payload, context) {
+            let error = error.with_peer(from);
+            let error = match self.runs.get(&header.seq) {
+                Some(run) if matches!(header.kind, Kind::Begin | Kind::Whole | Kind::Data | Kind::Grant) => {
+                    run.call.placed(error)
+                }
+                _ => self.placed(error),
+            };
+            self.fail(error, context, Notify::Peers);
+        }
+    }
+
+    fn dispatch(&mut self, from: Rank, header: &Header, payload: &[u8], context: &mut Context<'_>) -> Result<()> {
+        match header.kind {
+            Kind::Begin => {
+                let (signature, data) = Signature::parse(payload)?;
+                self.members.saw(from, header.seq);
+                self.on_run_frame(from, header, CHECKS_SIGNATURES.then_some(signature), data, context)
+            }
+            Kind::Whole => {
+                self.members.saw(from, header.seq);
+                let begin = Header { kind: Kind::Begin, value: payload.len() as u64, ..*header };
+                self.on_run_frame(from, &begin, CHECKS_SIGNATURES.then(|| header.whole_signature()), payload, context)
+            }
+            Kind::Data | Kind::Grant => self.on_run_frame(from, header, None, payload, context),
+            Kind::Window => {
+                self.members.on_window(from, header.value);
+                Ok(())
+            }
+            Kind::Cause => {
+                let cause = Cause::parse(payload)?;
+                // What came before it may complete calls: they ended well.
+                self.advance(context);
+                let report = format!("rank {} reported: ", cause.origin);
+                // Another rank may pass on what it heard.
+                let text = if cause.text.contains(&report) { cause.text } else { report + &cause.text };
+                let error = Error::new(cause.kind, text);
+                let error = self.placed(error.with_peer(cause.origin));
+                let is_first_hand = from == cause.origin || cause.origin.0 >= self.members.world();
+                if is_first_hand || self.is_idle() || self.members.is_absent(cause.origin, context.net) {
+                    self.fail(error, context, Notify::Neighbours);
+                } else {
+                    self.failure.hear(error, cause.origin, context.now);
+                }
+                Ok(())
+            }
+            Kind::Goodbye => {
+                self.members.set_left(from);
+                Ok(())
+            }
+            Kind::P2pBegin => {
+                let (signature, data) = Signature::parse(payload)?;
+                self.p2p.on_begin(from, header, signature, data, &mut env!(self, context))
+            }
+            Kind::P2pData => self.p2p.on_data(from, header.seq, payload, &mut env!(self, context)),
+            Kind::P2pGrant => {
+                self.p2p.on_grant(from, header.seq, header.value);
+                Ok(())
+            }
+            // Of no group alone.
+            Kind::Groups | Kind::Fate => Err(Error::protocol("a frame of no group came for one")),
+        }
+    }
+
+    fn on_run_frame(
+        &mut self,
+        from: Rank,
+        header: &Header,
+        signature: Option<Signature>,
+        data: &[u8],
+        context: &mut Context<'_>,
+    ) -> Result<()> {
+        let seq = header.seq;
+        if let Some(run) = self.runs.get_mut(&seq) {
+            if let Some(theirs) = signature.filter(|theirs| *theirs != run.signature) {
+                let mine = run.signature;
+                return Err(disagreement(seq, (self.rank, &mine), (from, &theirs)));
+            }
+            if header.edge == PROBE {
+                run.on_probe(from, header, &mut env!(self, context));
+                return Ok(());
+            }
+            if header.kind == Kind::Grant {
+                run.on_grant(from, header.edge, header.value);
+                return Ok(());
+            }
+            // What it sends goes first: it may send from where the data is to be placed. A barrier has no data, and may have to
+            // wait for earlier calls.
+            if !run.begun && run.call.collective != Collective::Barrier {
+                run.advance(&mut env!(self, context));
+            }
+            self.admission.note_move(context.now);
+            return run.on_data(from, header, data, &mut env!(self, context));
+        }
+        if self.sequence.is_to_come(seq) {
+            // The rest of a message is sent only when it was granted.
+            if header.kind == Kind::Data {
+                return Err(Error::protocol(format!("rank {from} sent part of call {seq}, which has not begun")));
+            }
+            self.inbox.push(Unexpected { from, header: *header, signature, data: data.to_vec() });
+            return Ok(());
+        }
+        match signature {
+            // A grant for a send that is over, or the rest of a message whose beginning was complained about.
+            None => Ok(()),
+            // This rank's part is over, so it needed nothing from the sender: their calls differ.
+            Some(theirs) => {
+                let mine = self.history.signature(seq);
+                if header.edge == PROBE && mine.is_none_or(|mine| mine == theirs) {
+                    if let Some(mine) = &mine {
+                        answer_probe(header, mine, from, &mut env!(self, context));
+                    }
+                    return Ok(());
+                }
+                Err(disagreement(seq, (self.rank, &mine.unwrap_or(theirs)), (from, &theirs)))
+            }
+        }
+    }
+
+    // ---- progress
+
+    /// Advances the calls in flight, early ones first, and ends those that are complete. Returns whether anything moved.
+    pub(crate) fn advance(&mut self, context: &mut Context<'_>) -> bool {
+        let mut moved = false;
+        let mut ended: Vec<u64> = Vec::new();
+        let is_near = self.is_near(context.net);
+        let at_once = self.admission.limit(context.now, is_near);
+        let mut before = 0;
+        // An operation of several calls is under way before it has made them and after.
+        let mut withholds = false;
+        let mut failure = None;
+        for (index, (&seq, run)) in self.runs.iter_mut().enumerate() {
+            // What a rank has begun before a barrier is done when the barrier is, on every rank.
+            let awaits_earlier = ended.len() < index || self.sequence.has_composed_before(seq);
+            if run.call.collective == Collective::Barrier && awaits_earlier {
+                continue;
+            }
+            // One that another rank has made begin goes on.
+            if before > at_once && !run.begun {
+                withholds = true;
+                continue;
+            }
+            if run.is_busy() {
+                moved |= run.advance(&mut env!(self, context));
+                if let Some(error) = run.take_failure() {
+                    failure.get_or_insert_with(|| run.call.placed(error));
+                }
+            }
+            if run.is_complete() {
+                ended.push(seq);
+            } else {
+                before += run.plan.work;
+            }
+        }
+        self.admission.set_withholds(withholds);
+        if moved {
+            self.admission.note_move(context.now);
+        }
+        for seq in ended {
+            if let Some(mut run) = self.runs.remove(&seq) {
+                run.end();
+                self.code_pool.give(run.take_codes());
+                context.completed.end(&run.call, None, context.now);
+                moved = true;
+            }
+        }
+        if !self.p2p.is_idle() {
+            moved |= self.p2p.advance(&mut env!(self, context));
+        }
+        for message in self.p2p.take_done() {
+            context.completed.end(&message.call, None, context.now);
+            moved = true;
+        }
+        if let Some(error) = failure {
+            self.fail(error, context, Notify::Peers);
+            moved = true;
+        }
+        moved
+    }
+
+    /// Fails the group when a call's deadline passed or a rank that a call needs has gone.
+    pub(crate) fn check(&mut self, context: &mut Context<'_>) {
+        if self.failure.has_come() || self.is_idle() {
+            return;
+        }
+        let (members, net) = (&self.members, &*context.net);
+        if let Some(error) = self.failure.take_rumour(context.now, |origin| members.is_absent(origin, net)) {
+            self.fail(error, context, Notify::Neighbours);
+            return;
+        }
+        self.check_private(context);
+        for run in self.runs.values_mut().filter(|run| run.probe_at.is_some_and(|at| at <= context.now)) {
+            run.probe(&mut env!(self, context));
+        }
+        if let Some(error) = self.overdue(context).or_else(|| self.departed(context)) {
+            // What was passed on came first: who has left may have done so because of it.
+            match self.failure.take_rumour(context.now, |_| true) {
+                Some(first) => self.fail(first, context, Notify::Neighbours),
+                None => self.fail(error, context, Notify::Peers),
+            }
+        }
+    }
+
+    /// A peer has a link from now on: the group's number, if the peer is in it.
+    pub(super) fn note_link(&mut self, peer: PeerId) -> Option<u64> {
+        self.members.rank_of(peer)?;
+        self.near = None;
+        Some(self.id)
+    }
+
+    /// Tells a peer of the first cause, if there is one.
+    pub(super) fn tell_of_failure(&self, peer: PeerId, context: &mut Context<'_>) {
+        if let Some((origin, cause)) = self.cause_to_tell(cause_bytes(context.segment))
+            && self.members.rank_of(peer) != Some(origin)
+        {
+            context.net.send_control(peer, Header { group: self.id, ..Header::new(Kind::Cause) }, &cause);
+        }
+    }
+
+    /// The rank that the first cause comes from, and the payload that says so.
+    pub(super) fn cause_to_tell(&self, most: usize) -> Option<(Rank, Box<[u8]>)> {
+        let error = self.failure.cause()?;
+        let origin = self.failure.announcement().map_or(self.rank, |(origin, _)| origin);
+        Some((origin, announcement(origin, error, most).into()))
+    }
+
+    /// Looks which ranks are there.
+    pub(crate) fn note_absentees(&mut self, net: &Net) {
+        self.has_absentees = self.members.ranks().any(|rank| self.members.is_absent(rank, net));
+    }
+
+    /// As [`GroupState::check`], for a call that has just been made: who went before is in nobody's news.
+    pub(crate) fn check_absentees(&mut self, context: &mut Context<'_>) {
+        if self.has_absentees {
+            self.check(context);
+        }
+    }
+
+    /// Fails private messages whose peer has gone: whoever made them goes on without.
+    fn check_private(&mut self, context: &mut Context<'_>) {
+        let (members, net) = (&self.members, &*context.net);
+        for message in self.p2p.take_private(|rank| members.is_absent(rank, net)) {
+            let why = message.peer.and_then(|rank| self.absence(rank, context.net)).unwrap_or_default();
+            let error = message.call.placed(Error::peer_lost(why));
+            context.completed.end(&message.call, Some(error), context.now);
+        }
+    }
+
+    /// Why nothing more comes from a rank; `None` while it is there.
+    pub fn absence(&self, rank: Rank, net: &Net) -> Option<String> {
+        if !self.members.is_absent(rank, net) {
+            return None;
+        }
+        let who = self.members.describe(rank, net);
+        Some(match net.peer(self.members.peer(rank)).gone() {
+            Some(Gone::Lost(error)) if !self.members.has_left(rank) => {
+                format!("{who} is lost: {}; see that rank's own output for the reason", error.message)
+            }
+            Some(Gone::Lost(_) | Gone::Left) | None => {
+                format!("{who} has left the group and takes part in no further call")
+            }
+        })
+    }
+
+    fn overdue(&self, context: &Context<'_>) -> Option<Error> {
+        let late = |deadline: Option<Moment>| deadline.is_some_and(|deadline| deadline <= context.now);
+        let mut under_way = None;
+        let (call, deadline, awaited) = match self.runs.values().find(|run| late(run.deadline)) {
+            Some(run) => {
+                under_way = run.external_under_way();
+                (&run.call, run.deadline, run.awaited())
+            }
+            None => {
+                let message = self.p2p.overdue(context.now)?;
+                (&message.call, message.deadline, message.peer.into_iter().collect())
+            }
+        };
+        // The time that was allowed, not the moment at which somebody looked.
+        let allowed = deadline.unwrap_or(context.now).since(call.started());
+        let text = match under_way {
+            // Other ranks may wait for it, and not the other way round.
+            Some(what) => format!(
+                "Timed out waiting {}ms for {}: {what} on this rank has not ended; look at what it reports itself, or raise the \
+                 timeout",
+                allowed.as_millis(),
+                call.collective
+            ),
+            None => self.timeout_text(call, &awaited, allowed, context.net),
+        };
+        Some(call.placed(Error::timeout(text)))
+    }
+
+    /// Collectives and messages that were made here, and how many of them have failed.
+    pub fn counts(&self) -> (u64, u64, u64) {
+        (self.sequence.next(), self.next_message, self.calls_failed)
+    }
+
+    /// The calls in flight, with the ranks that they wait for.
+    pub fn in_flight(&self) -> Vec<(Arc<CallState>, Vec<Rank>)> {
+        let runs = self.runs.values().map(|run| (run.call.clone(), run.awaited()));
+        let messages = self.p2p.messages().map(|message| (message.call.clone(), message.peer.into_iter().collect()));
+        runs.chain(messages).collect()
+    }
+
+    /// The ranks that a call in flight waits for.
+    pub fn awaited(&self, call: &CallState) -> Vec<Rank> {
+        if let Some(run) = self.runs.get(&call.seq).filter(|run| std::ptr::eq(&*run.call, call)) {
+            return run.awaited();
+        }
+        self.p2p.peer_of(call).flatten().into_iter().collect()
+    }
+
+    /// The peers that a call in flight sends to or receives from, as far as they are known.
+    pub(super) fn peers_of(&self, call: &CallState) -> SmallVec<[PeerId; 4]> {
+        if call.collective.is_point_to_point() {
+            return self.p2p.peer_of(call).flatten().into_iter().map(|rank| self.members.peer(rank)).collect();
+        }
+        let run = self.runs.get(&call.seq);
+        run.into_iter().flat_map(|run| &run.plan.peers).map(|&rank| self.members.peer(rank)).collect()
+    }
+
+    /// Why a call timed out, in words: who is missing and what is known of them.
+    pub fn timeout_text(&self, call: &CallState, awaited: &[Rank], waited: Duration, net: &Net) -> String {
+        let mut text = format!("Timed out waiting {}ms for {}", waited.as_millis(), call.collective);
+        if awaited.is_empty() {
+            text.push_str(" from any rank: nobody sent with this tag");
+        }
+        for (index, &rank) in awaited.iter().filter(|&&rank| rank != self.rank).take(8).enumerate() {
+            text.push_str(if index == 0 { "; missing: " } else { ", " });
+            text.push_str(&self.members.describe(rank, net));
+            if let Some(why) = net.trouble(self.members.peer(rank)) {
+                text.push_str(&format!(" to which there is no link yet: {why}"));
+            }
+            if let Some(silence) = net.peer(self.members.peer(rank)).silent_for() {
+                text.push_str(&format!(" whose host has not answered for {} ms", silence.as_millis()));
+            }
+            if !call.collective.is_point_to_point() {
+                match self.members.last_seq(rank) {
+                    Some(seq) if seq >= call.seq => text.push_str(" which is in this call"),
+                    Some(seq) => text.push_str(&format!(" whose last call seen here was seq {seq}")),
+                    None => text.push_str(" which has made no call on this group seen here"),
+                }
+            }
+        }
+        text.push_str("; look whether these ranks are stuck or skip the call, or raise the timeout");
+        text
+    }
+
+    /// An error when a rank that a call in flight needs is not there any more.
+    fn departed(&self, context: &Context<'_>) -> Option<Error> {
+        if !self.has_absentees {
+            return None;
+        }
+        let mut others = self.members.ranks().filter(|&rank| rank != self.rank);
+        let is_alone = others.all(|rank| self.members.is_absent(rank, context.net));
+        for rank in self.members.ranks() {
+            if !self.members.is_absent(rank, context.net) {
+                continue;
+            }
+            let is_lost = matches!(context.net.peer(self.members.peer(rank)).gone(), Some(Gone::Lost(_)))
+                && !self.members.has_left(rank);
+            // A call that needs nothing more of the rank may end well; one that does fails, and tells all others.
+            let any_run = self.runs.values().find(|run| run.needs(rank)).map(|run| &run.call);
+            // A message from any rank may come from another one, while there is one that has not left.
+            let from_any = if is_lost || is_alone { FromAny::Counts } else { FromAny::DoesNot };
+            let any_message = || self.p2p.needs(rank, from_any).map(|message| &message.call);
+            let Some(call) = any_run.or_else(any_message) else { continue };
+            let why = self.absence(rank, context.net).unwrap_or_default();
+            return Some(call.placed(Error::peer_lost(why).with_peer(rank)));
+        }
+        None
+    }
+
+    /// Whether a call is in flight whose caller has gone on and relies on it: a collective, or a send for which there is no link yet.
+    /// Where there is one a small message is on its way when the send has been made.
+    pub fn has_async_calls(&self, net: &Net) -> bool {
+        if !self.failure.has_come() && self.p2p.has_sends_to(|rank| net.is_unlinked(self.members.peer(rank))) {
+            return true;
+        }
+        self.sequence.has_composed() && !self.failure.has_come() || self.runs.values().any(|run| run.call.is_async)
+    }
+
+    // ---- the end
+
+    /// Ends the group with its first cause: every call in flight fails, and the peers are told if it began here.
+    pub fn fail(&mut self, error: Error, context: &mut Context<'_>, tell: Notify) {
+        if self.failure.has_come() {
+            return;
+        }
+        match tell {
+            Notify::Peers => {
+                self.tell_cause(self.members.ranks(), self.rank, &error, context);
+                self.note_cause(self.rank, &error, context);
+            }
+            Notify::Neighbours => {
+                // Whoever saw it first tells everybody, and may not reach everybody: a link between two ranks can break alone.
+                let origin = error.context.peer.unwrap_or(self.rank);
+                self.tell_cause(self.members.neighbours(self.rank), origin, &error, context);
+                self.note_cause(origin, &error, context);
+            }
+            Notify::Nobody => {}
+        }
+        let announced_by = error.context.peer.filter(|_| tell == Notify::Neighbours);
+        self.failure.set(error.clone(), announced_by);
+        self.inbox.clear();
+        let own_error = |call: &CallState| {
+            let is_own = error.context.seq == Some(Seq(call.seq)) && error.context.collective == Some(call.collective);
+            if is_own { error.clone() } else { call.placed(Error::new(error.kind, brief(&error))) }
+        };
+        // What external operations work on is not given back before they have stopped.
+        let under_way = self.runs.iter().filter_map(|(&seq, run)| run.cancel_externals().then_some(seq));
+        for seq in under_way.collect::<Vec<_>>() {
+            if let Some(run) = self.runs.remove(&seq) {
+                self.failure.raise();
+                self.calls_failed += 1;
+                let own = own_error(&run.call);
+                context.stopping.add(run, own, context.now);
+            }
+        }
+        let runs = std::mem::take(&mut self.runs).into_values().map(|run| run.call.clone());
+        let calls: Vec<Arc<CallState>> = runs.chain(self.p2p.take_all().into_iter().map(|m| m.call)).collect();
+        if !calls.is_empty() {
+            self.failure.raise();
+        }
+        self.calls_failed += calls.len() as u64;
+        for call in calls {
+            let own = own_error(&call);
+            context.completed.end(&call, Some(own), context.now);
+        }
+    }
+
+    /// Tells ranks of the first cause, but for this one and the one that it came from.
+    fn tell_cause(&self, ranks: impl Iterator<Item = Rank>, origin: Rank, error: &Error, context: &mut Context<'_>) {
+        let cause = announcement(origin, error, cause_bytes(context.segment));
+        let header = Header { group: self.id, ..Header::new(Kind::Cause) };
+        for rank in ranks.filter(|&rank| rank != self.rank && rank != origin) {
+            // A rank without a link hears of it from its neighbours, or when it makes one.
+            context.net.send_if_linked(self.members.peer(rank), header, &cause);
+        }
+    }
+
+    /// Tells neighbours of the first cause in a way that reaches those who look at no link, too, unless they speak of it before. They
+    /// do the same, so ranks that wait hear of it although those between them and its origin compute.
+    fn note_cause(&self, origin: Rank, error: &Error, context: &mut Context<'_>) {
+        let cause = announcement(origin, error, cause_bytes(context.segment));
+        let header = Header { group: self.id, ..Header::new(Kind::Cause) };
+        for rank in self.members.neighbours(self.rank).filter(|&rank| rank != self.rank && rank != origin) {
+            context.net.note(self.members.peer(rank), header, &cause);
+        }
+    }
+
+    /// Whether a peer has yet to hear that this group has failed, as far as is known here.
+    pub(super) fn may_not_know(&self, peer: PeerId, net: &Net) -> bool {
+        let rank = self.members.rank_of(peer);
+        rank.is_some_and(|rank| !self.members.knows(rank) && !self.members.is_absent(rank, net))
+    }
+
+    /// A disagreement about calls of this rank that no call of it could raise any more.
+    fn unsaid(&self) -> Option<Error> {
+        let has_made_calls = self.sequence.next() + self.next_message > 0;
+        self.failure.unreported_mismatch().filter(|_| has_made_calls).cloned()
+    }
+
+    /// The error for calls made after the group failed.
+    pub fn aborted(&mut self, collective: Option<Collective>) -> Option<Error> {
+        let cause = self.failure.raise()?;
+        let mut error = Error::aborted(format!(
+            "the group failed earlier and takes no more calls; destroy it and make a new one. First cause: {}",
+            brief(cause)
+        ))
+        .in_group(&self.name)
+        .on_rank(self.rank);
+        if let Some(collective) = collective {
+            error = error.of(collective);
+        }
+        Some(error)
+    }
+
+    /// The calls in flight that cannot end well without a rank.
+    pub fn calls_that_need(&self, rank: Rank) -> Vec<Arc<CallState>> {
+        let runs = self.runs.values().filter(|run| run.needs(rank)).map(|run| run.call.clone());
+        runs.chain(self.p2p.needs(rank, FromAny::DoesNot).map(|message| message.call.clone())).collect()
+    }
+
+    /// As [`super::core::Core::residue`].
+    pub(crate) fn residue(&self) -> Vec<String> {
+        let counts = [
+            ("calls", self.runs.len()),
+            ("calls that others have begun", self.inbox.calls()),
+            ("messages", self.p2p.messages().count()),
+            ("reserved numbers", self.sequence.promised()),
+        ];
+        let left = counts.into_iter().filter(|(_, count)| *count > 0);
+        left.map(|(what, count)| format!("{count} {what} of group {}", self.name)).collect()
+    }
+
+    /// What was sent to the other ranks until now.
+    fn marks(&self, net: &Net) -> Vec<Mark> {
+        self.members.ranks().map(|rank| net.mark(self.members.peer(rank))).collect()
+    }
+
+    /// As [`GroupState::leave`]; says what remains to be done without the group.
+    pub(super) fn depart(&mut self, context: &mut Context<'_>) -> Departure {
+        let departure = Departure {
+            has_failed: self.failure.has_come(),
+            // Without the goodbyes: who waits for them would wait for ranks that have no need of them.
+            sent: self.marks(context.net),
+            unsaid: self.unsaid(),
+            timeout: self.timeout,
+        };
+        self.leave(context);
+        departure
+    }
+
+    /// Says goodbye to all ranks; what is still in flight fails.
+    pub fn leave(&mut self, context: &mut Context<'_>) {
+        // Messages of ours that nobody took; who made them has gone on.
+        for message in self.p2p.take_private(|_| true) {
+            let error = message.call.placed(Error::aborted("the group was destroyed"));
+            context.completed.end(&message.call, Some(error), context.now);
+        }
+        let in_flight = !self.is_idle();
+        if in_flight {
+            let error = Error::aborted("the group was destroyed while calls were in flight");
+            self.fail(self.placed(error), context, Notify::Peers);
+        }
+        // A rank that has yet to hear of the cause would take the goodbye for it: it may have been linked since the group failed, or wait for
+        // what the origin says.
+        if let Some(cause) = self.failure.cause() {
+            let origin = self.failure.announcement().map_or(self.rank, |(origin, _)| origin);
+            self.tell_cause(self.members.ranks().filter(|&rank| !self.members.knows(rank)), origin, cause, context);
+        }
+        let mut header = Header::new(Kind::Goodbye);
+        header.group = self.id;
+        for rank in self.members.ranks().filter(|&rank| rank != self.rank) {
+            context.net.send_if_linked(self.members.peer(rank), header, &[]);
+        }
+    }
+}
+
+/// The payload that says that a group has failed, and why.
+fn announcement(origin: Rank, error: &Error, most: usize) -> Vec<u8> {
+    Cause { kind: error.kind, origin, text: brief(error) }.to_bytes(most)
+}
+
+/// Most bytes of an announcement where segments have so many.
+pub(super) fn cause_bytes(segment: u64) -> usize {
+    MAX_CAUSE_BYTES.min(segment as usize + OVERHEAD_BYTES)
+}
+
+/// What remains of a group that a rank has left.
+pub struct Departure {
+    /// A disagreement that no call could raise.
+    pub unsaid: Option<Error>,
+    /// What its calls rely on.
+    pub sent: Vec<Mark>,
+    /// It failed before.
+    pub has_failed: bool,
+    /// The deadline of its calls.
+    pub timeout: Duration,
+}
+
+/// Whether the other ranks have yet to learn of a failure.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Notify {
+    /// All of them: it began here.
+    Peers,
+    /// Those that pass it on: another rank tells all of them.
+    Neighbours,
+    /// All know it.
+    Nobody,
+}
+
+/// The text of an error with its call, but without rank and group: those of whoever quotes it come before.
+fn brief(error: &Error) -> String {
+    match (error.context.collective, error.context.seq) {
+        (Some(collective), Some(seq)) => format!("{collective} seq {seq}: {}", error.message),
+        (Some(collective), None) => format!("{collective}: {}", error.message),
+        (None, _) => error.message.clone(),
+    }
+}

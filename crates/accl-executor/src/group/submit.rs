@@ -1,0 +1,254 @@
+//! The making of calls: a checked description with its plan and its memory becomes a call in flight.
+//!
+//! Owns who calls, the numbers and deadlines that a call gets, and the first steps of it. Where plans come from is the matter of
+//! whoever calls, and so is who drives the call from then on. Read [`Caller::start`] first.
+
+use std::sync::Arc;
+
+use accl_types::{Collective, Error, Moment, Rank, Result};
+use accl_wire::frame::Signature;
+
+use super::context::Context;
+use super::core::Core;
+use super::state::{GroupState, Stopped};
+use crate::call::{CallDesc, CallInfo, CallObserver, CallState, Mode};
+use crate::exec::{Message, PRIVATE_TAGS, PROBE_AFTER, Run};
+use crate::memory::{Buffers, Coder, Compute, MessageMemory, Sample};
+use crate::plan::Shape;
+
+/// A rank of one group as the maker of its calls.
+pub struct Caller {
+    /// The group's number.
+    pub group: u64,
+    /// The group's name, for messages.
+    pub name: Arc<str>,
+    /// Its rank in the group.
+    pub rank: Rank,
+    /// Number of ranks.
+    pub world: u32,
+    /// Its rank in the job, for random numbers: ranks of different groups have different ones.
+    pub global_rank: u64,
+}
+
+/// A call that is ready to begin.
+pub struct Prepared {
+    /// Of a collective.
+    shape: Option<Arc<Shape>>,
+    buffers: Buffers,
+}
+
+impl Prepared {
+    /// The name of a collective's algorithm.
+    pub fn algorithm(&self) -> Option<&'static str> {
+        self.shape.as_ref().map(|shape| shape.plan.algorithm.name)
+    }
+}
+
+/// A call that has begun.
+pub struct Launched {
+    /// Its state, from which its end is seen.
+    pub call: Arc<CallState>,
+    /// A driver that sleeps must look at it.
+    pub wakes_driver: bool,
+}
+
+impl Caller {
+    /// The memory of a checked call; collectives come with their shape. Takes no lock, since it may copy tensors.
+    ///
+    /// # Errors
+    /// `Exhausted` when there is no memory for it, `InvalidArgument` for tensors that cannot be written.
+    pub fn prepare(&self, desc: &CallDesc, shape: Option<Arc<Shape>>) -> Result<Prepared> {
+        let mut buffers = Buffers::prepare(desc, self.rank.index())?;
+        if desc.collective == Collective::Reduce && self.rank != desc.root {
+            buffers.discard_outputs();
+        }
+        if let Some(shape) = &shape {
+            buffers.add_scratch(shape.plan.scratch_bytes)?;
+        }
+        Ok(Prepared { shape, buffers })
+    }
+
+    /// Begins a call, and does all that can be done at once. `sample` is what is measured beside it; `observer` is told of its end.
+    ///
+    /// # Errors
+    /// `Aborted` when the group has failed or was destroyed; `Exhausted`, `Internal`: no number was consumed.
+    pub fn start(
+        &self,
+        core: &mut Core,
+        desc: &CallDesc,
+        prepared: Prepared,
+        sample: Option<Sample>,
+        observer: Arc<dyn CallObserver>,
+        now: Moment,
+    ) -> Result<Launched> {
+        let clock = core.clock();
+        let wake = desc.staging.is_some().then(|| core.wake().clone());
+        let Prepared { shape, mut buffers } = prepared;
+        self.launch(core, desc, now, |group, context| {
+            if let Some(error) = group.aborted(Some(desc.collective)) {
+                return Err(error);
+            }
+            let Some(shape) = shape else { return self.start_message(desc, buffers, observer, group, context) };
+            if shape.plan.code_bytes > 0 {
+                buffers.add_codes(group.take_codes(shape.plan.code_bytes as usize)?);
+            }
+            if desc.may_take_fast_path() {
+                group.keep_shape(desc, &shape);
+            }
+            let seq = group.take_seq(desc.seq)?;
+            let call = self.call(desc, seq, observer, group, now);
+            let deadline = deadline(desc, group, now);
+            let coder = desc.encoding(self.world).map(|encoding| {
+                let has_checksums = group.has_checksums(context.net);
+                let ranks = (self.global_rank, self.rank);
+                let coder = Coder::new(encoding, desc, ranks, self.world, has_checksums, clock);
+                match &encoding.probe {
+                    Some(probe) => coder.probed(probe, sample, &buffers),
+                    None => coder,
+                }
+            });
+            let mut compute = Compute::new(buffers, shape.reducer);
+            if let Some(coder) = coder {
+                compute = compute.encoding(coder);
+            }
+            let mut run = Run::new(call.clone(), &shape, compute, &[], deadline);
+            if let Some(wake) = wake {
+                run.set_wake(wake);
+            }
+            group.start(run, context);
+            Ok(call)
+        })
+    }
+
+    /// Puts a call that stopped on the fast path into the group.
+    ///
+    /// # Errors
+    /// As [`Caller::start`].
+    pub fn resume(
+        &self,
+        core: &mut Core,
+        desc: &CallDesc,
+        stopped: Stopped,
+        observer: Arc<dyn CallObserver>,
+        now: Moment,
+    ) -> Result<Launched> {
+        self.launch(core, desc, now, |group, context| {
+            let call = self.call(desc, stopped.seq, observer, group, now);
+            let deadline = deadline(desc, group, now);
+            group.start(stopped.into_run(call.clone(), deadline), context);
+            Ok(call)
+        })
+    }
+
+    /// Puts a call into the group and does all that can be done at once.
+    fn launch(
+        &self,
+        core: &mut Core,
+        desc: &CallDesc,
+        now: Moment,
+        start: impl FnOnce(&mut GroupState, &mut Context<'_>) -> Result<Arc<CallState>>,
+    ) -> Result<Launched> {
+        let started = core.guarded(|core| {
+            let started = core.with_group(self.group, now, |group, context| {
+                let call = start(group, context)?;
+                group.advance(context);
+                group.check_absentees(context);
+                let probe_at = (!desc.collective.is_point_to_point()).then(|| now + PROBE_AFTER);
+                let look_by = deadline(desc, group, now).into_iter().chain(probe_at).chain(group.begin_by());
+                Ok((call, look_by.min()))
+            });
+            core.net.flush_all();
+            started
+        })?;
+        let (call, look_by) = started.unwrap_or_else(|| Err(self.destroyed(Some(desc.collective))))?;
+        if call.is_done() {
+            core.ended_at_once();
+        }
+        let wakes_driver = match desc.mode {
+            _ if call.is_done() => core.must_wake_driver(None),
+            Mode::Async => core.must_wake_driver(look_by),
+            // Its caller looks after it first, and wakes the driver when it goes to sleep.
+            Mode::Blocking => false,
+        };
+        Ok(Launched { call, wakes_driver })
+    }
+
+    fn start_message(
+        &self,
+        desc: &CallDesc,
+        buffers: Buffers,
+        observer: Arc<dyn CallObserver>,
+        group: &mut GroupState,
+        context: &mut Context<'_>,
+    ) -> Result<Arc<CallState>> {
+        let blocks = if desc.collective == Collective::Send { &desc.inputs } else { &desc.outputs };
+        let [tensor] = blocks.pieces() else {
+            return Err(Error::invalid_argument("a message has one tensor"));
+        };
+        let count = tensor.count_elems();
+        let signature = Signature {
+            collective: desc.collective as u8,
+            dtype: tensor.dtype as u8,
+            count,
+            reserved: desc.note,
+            ..Signature::default()
+        };
+        let number = group.take_message_number();
+        let call = self.call(desc, number, observer, group, context.now);
+        let message = Message {
+            call: call.clone(),
+            deadline: deadline(desc, group, context.now),
+            peer: desc.peer,
+            tag: desc.tag,
+            signature,
+            memory: MessageMemory::new(buffers, tensor),
+            is_private: desc.tag >= PRIVATE_TAGS,
+        };
+        let to = if desc.collective == Collective::Send { desc.peer } else { None };
+        group.start_message(message, to, context);
+        Ok(call)
+    }
+
+    fn call(
+        &self,
+        desc: &CallDesc,
+        seq: u64,
+        observer: Arc<dyn CallObserver>,
+        group: &GroupState,
+        now: Moment,
+    ) -> Arc<CallState> {
+        let info = CallInfo {
+            group_id: self.group,
+            group: self.name.clone(),
+            rank: self.rank,
+            collective: desc.collective,
+            seq,
+            is_async: desc.mode == Mode::Async,
+            is_timed: group.is_timed(),
+            waits: group.waits().clone(),
+        };
+        CallState::new(info, observer, now)
+    }
+
+    /// The error of a call on a group that is not there any more.
+    pub fn destroyed(&self, collective: Option<Collective>) -> Error {
+        let error = self.placed(Error::aborted("the group was destroyed; make a new one"));
+        match collective {
+            Some(collective) => error.of(collective),
+            None => error,
+        }
+    }
+
+    /// An error with this rank's place.
+    pub fn placed(&self, error: Error) -> Error {
+        error.in_group(&self.name).on_rank(self.rank)
+    }
+}
+
+/// Private messages have none: whoever made them waits no longer than it wants, and takes them back.
+fn deadline(desc: &CallDesc, group: &GroupState, now: Moment) -> Option<Moment> {
+    if desc.tag >= PRIVATE_TAGS {
+        return None;
+    }
+    Some(now + desc.timeout.unwrap_or(group.timeout()))
+}

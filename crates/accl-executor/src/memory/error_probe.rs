@@ -1,0 +1,226 @@
+//! The measuring of one call: what its encodings lose.
+//!
+//! Owns the choice of elements that travel raw beside the encoded tensors of a sum, and the comparison of both results.
+//! What is made of the figures is decided by whoever asked for them. Read [`ErrorProbe`] first.
+//!
+//! # How the error is found
+//! A call that is sampled has one more tensor, which travels raw and holds short runs of elements of the others, the same ones
+//! on all ranks. Its result is the exact sum of these elements, and what the encoded tensors have in their place is compared
+//! with it: on the way all of the algorithm's encodings are in it. No message is added, and of the bytes that travel otherwise
+//! a small share.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use accl_kernels::codec::{Floats, RngKey};
+use accl_schedule::{Buf, Extent};
+use accl_types::{Collective, Dtype, Result};
+
+use super::buffers::Buffers;
+use super::storage::Storage;
+use crate::call::{Blocks, CallDesc, Encoded, Encoding, Measured, Probe, Statistics, TensorDesc};
+
+/// Most elements of a run.
+const RUN: u64 = 256;
+
+/// Runs are of multiples of so many elements, and begin at such.
+const GRAIN: u64 = 8;
+
+/// Elements that travel raw: `len` from `first` on of the tensor at `position` of a block.
+#[derive(Clone, Copy, Debug)]
+struct Pick {
+    position: usize,
+    first: u64,
+    len: u64,
+}
+
+/// The additional tensor of a call that is measured.
+pub struct Sample {
+    picks: Vec<Pick>,
+    /// Elements between the beginnings of two runs in the additional tensor.
+    run: u64,
+    dtype: Dtype,
+    /// The pieces of each block that this rank contributes, and of each that it receives; the last one is the additional one.
+    contributions: Vec<Range<usize>>,
+    results: Vec<Range<usize>>,
+    /// The additional pieces' memory.
+    _rooms: Vec<Storage>,
+}
+
+impl Sample {
+    /// The call with its additional tensor. `None`: it has none, which all ranks find alike.
+    ///
+    /// # Errors
+    /// `Exhausted` without memory.
+    pub fn beside(desc: &CallDesc, encoding: &Encoding) -> Result<Option<(CallDesc, Self)>> {
+        let Some((run, picks)) = picks(desc, encoding) else { return Ok(None) };
+        let (elems, dtype) = (picks.len() * run as usize, desc.dtype);
+        let mut rooms = Vec::new();
+        let mut room = || -> Result<TensorDesc> {
+            let mut room = Storage::new(elems * dtype.size_bytes())?;
+            let tensor = TensorDesc::dense(room.ptr(), dtype, elems);
+            rooms.push(room);
+            Ok(tensor)
+        };
+        let outputs: Vec<TensorDesc> = desc.outputs.iter().map(|_| room()).collect::<Result<_>>()?;
+        // A rank's part may be reduced in place; then the additional tensor is, too.
+        let is_in_place = |block: &[TensorDesc]| {
+            let mut pairs = block.iter().zip(desc.outputs.pieces());
+            pairs.any(|(input, output)| input.count_elems() > 0 && input.ptr == output.ptr)
+        };
+        let input = |block: &[TensorDesc]| match outputs.first() {
+            Some(output) if is_in_place(block) => Ok(output.clone()),
+            Some(_) | None => room(),
+        };
+        let inputs: Vec<TensorDesc> = desc.inputs.iter().map(input).collect::<Result<_>>()?;
+        let with = |blocks: &Blocks, more: Vec<TensorDesc>| -> Blocks {
+            blocks
+                .iter()
+                .zip(more)
+                .map(|(block, more)| block.iter().cloned().chain([more]).collect::<Vec<_>>())
+                .collect()
+        };
+        let (inputs, outputs) = (with(&desc.inputs, inputs), with(&desc.outputs, outputs));
+        let results = pieces_of(&outputs);
+        let contributions = if inputs.is_empty() { results.clone() } else { pieces_of(&inputs) };
+        let encoding = Encoding { codecs: encoding.codecs.with_raw_tensor()?, ..encoding.clone() };
+        let desc = CallDesc { inputs, outputs, encoding: Encoded::As(encoding), ..desc.clone() };
+        Ok(Some((desc, Self { picks, run, dtype, contributions, results, _rooms: rooms })))
+    }
+
+    /// Copies the elements of what this rank contributes.
+    fn take(&self, buffers: &Buffers) {
+        let size = self.dtype.size_bytes() as u64;
+        for block in &self.contributions {
+            for (index, pick) in (0..).zip(&self.picks) {
+                let from = address(buffers, Buf::In, block.start + pick.position, pick.first * size);
+                let to = address(buffers, Buf::In, block.end - 1, index * self.run * size);
+                // SAFETY: the run lies in a tensor of the caller's, readable until the call ends; there is room for each.
+                unsafe { std::ptr::copy_nonoverlapping(from, to, (pick.len * size) as usize) };
+            }
+        }
+    }
+
+    /// Compares what came out of the encoded tensors with what came out of the raw one.
+    fn compare(&self, buffers: &Buffers, rows: &mut [Measured]) {
+        let floats = Floats::default();
+        let size = self.dtype.size_bytes() as u64;
+        let read = |piece: usize, first: u64, len: u64| {
+            let mut values = [0.0; RUN as usize];
+            let src = address(buffers, Buf::Out, piece, first * size);
+            // SAFETY: the run lies in an output, which stays valid until the call ends.
+            unsafe { floats.read(&mut values[..len as usize], src, self.dtype) };
+            values.into_iter().take(len as usize)
+        };
+        for block in &self.results {
+            for (index, pick) in (0..).zip(&self.picks) {
+                let row = &mut rows[pick.position];
+                let found = read(block.start + pick.position, pick.first, pick.len);
+                let exact = read(block.end - 1, index * self.run, pick.len);
+                // a bucket that is not finite is counted as such.
+                for (found, exact) in found.zip(exact).filter(|(found, exact)| found.is_finite() && exact.is_finite()) {
+                    let (found, exact) = (f64::from(found), f64::from(exact));
+                    row.compared += 1;
+                    row.error += (found - exact).powi(2);
+                    row.square += exact.powi(2);
+                }
+            }
+        }
+    }
+}
+
+/// The measuring of one call.
+pub(crate) struct ErrorProbe {
+    stats: Arc<dyn Statistics>,
+    sample: Option<Sample>,
+    /// Of each of the caller's tensors.
+    rows: Vec<Measured>,
+    /// Of each of them: squares of the residual, and of the gradient.
+    squares: Vec<[f64; 2]>,
+}
+
+impl ErrorProbe {
+    /// `tensors` of a block are the caller's.
+    pub(crate) fn begin(probe: &Probe, sample: Option<Sample>, tensors: usize, buffers: &Buffers) -> Self {
+        if let Some(sample) = &sample {
+            sample.take(buffers);
+        }
+        let rows = vec![Measured { calls: 1, ..Measured::default() }; tensors];
+        Self { stats: probe.stats.clone(), sample, rows, squares: vec![[0.0; 2]; tensors] }
+    }
+
+    /// The figures of a tensor; of the additional one there are none.
+    pub(crate) fn row(&mut self, position: u32) -> Option<&mut Measured> {
+        self.rows.get_mut(position as usize)
+    }
+
+    /// Part of a gradient, and its residual.
+    pub(crate) fn residual(&mut self, position: u32, lost: f64, gradient: f64) {
+        // What is not finite is not kept.
+        if let Some(squares) = self.squares.get_mut(position as usize).filter(|_| (lost + gradient).is_finite()) {
+            squares[0] += lost;
+            squares[1] += gradient;
+        }
+    }
+
+    /// Enters what was measured: the call is done.
+    pub(crate) fn end(&mut self, buffers: &Buffers) {
+        if let Some(sample) = &self.sample {
+            sample.compare(buffers, &mut self.rows);
+        }
+        for (row, [lost, gradient]) in
+            self.rows.iter_mut().zip(&self.squares).filter(|(_, [_, gradient])| *gradient > 0.0)
+        {
+            row.residual_calls = 1;
+            row.residual = (lost / gradient).sqrt();
+        }
+        self.stats.enter(&self.rows);
+    }
+}
+
+/// The runs of a call, and how long they are. How many there are depends on the call's shape alone, so that parts of ranks are
+/// cut alike step by step; where they lie, on the step.
+fn picks(desc: &CallDesc, encoding: &Encoding) -> Option<(u64, Vec<Pick>)> {
+    let one_in = encoding.probe.as_ref().map(|probe| probe.one_in).filter(|&one_in| one_in > 0)?;
+    if !matches!(desc.collective, Collective::AllReduce | Collective::ReduceScatter) {
+        return None;
+    }
+    let counts = |block: &[TensorDesc]| -> Vec<u64> { block.iter().map(TensorDesc::count_elems).collect() };
+    let expected = counts(desc.outputs.get(0)?);
+    // Of uneven blocks there is no run that all have.
+    let mut blocks = desc.inputs.iter().chain(desc.outputs.iter());
+    if !blocks.all(|block| counts(block) == expected && block.iter().all(|tensor| tensor.dtype == desc.dtype)) {
+        return None;
+    }
+    let total: u64 = expected.iter().sum();
+    if total == 0 {
+        return None;
+    }
+    let wanted = total.div_ceil(one_in);
+    let runs = wanted.div_ceil(RUN);
+    let run = wanted.div_ceil(runs).next_multiple_of(GRAIN);
+    let first_id = encoding.codecs.tensor(0).id;
+    let draw = |index| RngKey::keyed(&[encoding.seed, encoding.step, first_id, index]).word();
+    let pick = |index| {
+        let mut first = ((u128::from(draw(index)) * u128::from(total)) >> 64) as u64;
+        for (position, &count) in expected.iter().enumerate() {
+            if first < count {
+                first -= first % GRAIN;
+                return Some(Pick { position, first, len: run.min(count - first) });
+            }
+            first -= count;
+        }
+        None
+    };
+    (0..runs).map(pick).collect::<Option<_>>().map(|picks| (run, picks))
+}
+
+/// The numbers of each block's pieces.
+fn pieces_of(blocks: &Blocks) -> Vec<Range<usize>> {
+    let ends = blocks.ends().iter().map(|&end| end as usize);
+    ends.scan(0, |start, end| Some(std::mem::replace(start, end)..end)).collect()
+}
+
+fn address(buffers: &Buffers, buf: Buf, piece: usize, offset: u64) -> *mut u8 {
+    buffers.address(&Extent { buf, piece: piece as u32, offset, len: 0 })
+}

@@ -1,0 +1,19 @@
+//! The memory of calls and the arithmetic on it. Besides the links, the only place that touches tensors.
+
+mod buffers;
+mod coder;
+mod compute;
+mod error_probe;
+mod message;
+mod overlap;
+mod storage;
+mod tile;
+
+pub(crate) use buffers::Buffers;
+pub(crate) use coder::Coder;
+pub(crate) use compute::Compute;
+pub use error_probe::Sample;
+pub(crate) use message::MessageMemory;
+pub use tile::TileHead;
+
+pub(crate) use storage::{BufferPool, Storage};

@@ -1,0 +1,157 @@
+//! A tile of an encoded chunk as it travels: header and checksum.
+//!
+//! Owns the bytes before what a codec makes. How many elements a tile has is said by `call::encoding`. Read [`TileHead`]
+//! first.
+//!
+//! # A tile on the wire
+//! Whole buckets, at most [`TILE_ELEMS`](crate::TILE_ELEMS) elements of one tensor, little-endian:
+//! ```text
+//! 0   magic 0xACC1                     2 bytes
+//! 2   flags: 1, there is a checksum    2
+//! 4   number of elements               4
+//! 8   hash of the codec's settings     4
+//! 12  CRC32C of all the rest, or 0     4
+//! 16  what the codec made of them, a multiple of 8 bytes
+//! ```
+
+use crate::call::TILE_HEADER_BYTES;
+
+const MAGIC: u16 = 0xacc1;
+const HAS_CHECKSUM: u16 = 1;
+
+/// What is known of a tile before it comes, as its header.
+#[derive(Clone, Copy, Debug)]
+pub struct TileHead {
+    /// Number of elements.
+    pub elems: u32,
+    /// A hash of what its bytes mean.
+    pub settings: u32,
+    /// A checksum of its bytes is in the header.
+    pub has_checksum: bool,
+}
+
+impl TileHead {
+    fn bytes(self) -> [u8; 12] {
+        let mut head = [0; 12];
+        head[..2].copy_from_slice(&MAGIC.to_le_bytes());
+        head[2..4].copy_from_slice(&if self.has_checksum { HAS_CHECKSUM } else { 0 }.to_le_bytes());
+        head[4..8].copy_from_slice(&self.elems.to_le_bytes());
+        head[8..].copy_from_slice(&self.settings.to_le_bytes());
+        head
+    }
+
+    /// Writes the header of a tile whose body is there.
+    pub fn seal(self, tile: &mut [u8]) {
+        tile[..12].copy_from_slice(&self.bytes());
+        let checksum = if self.has_checksum { checksum(tile) } else { 0 };
+        tile[12..TILE_HEADER_BYTES].copy_from_slice(&checksum.to_le_bytes());
+    }
+
+    /// Looks whether a tile is what was expected and came whole. Without a checksum, only the header can tell.
+    ///
+    /// # Errors
+    /// What is wrong with it, in words.
+    pub(crate) fn check(self, tile: &[u8]) -> std::result::Result<(), String> {
+        if tile.len() < TILE_HEADER_BYTES {
+            return Err(format!("it has {} bytes, and a header alone has {TILE_HEADER_BYTES}", tile.len()));
+        }
+        let word = |at: usize| u32::from_le_bytes([tile[at], tile[at + 1], tile[at + 2], tile[at + 3]]);
+        let (magic, flags) = (word(0) as u16, (word(0) >> 16) as u16);
+        if magic != MAGIC {
+            return Err(format!("it begins with {magic:#06x} where a tile begins with {MAGIC:#06x}"));
+        }
+        if flags & !HAS_CHECKSUM != 0 {
+            return Err(format!("it has flags that this version does not know ({flags:#06x})"));
+        }
+        if word(4) != self.elems {
+            return Err(format!("it has {} elements where {} are expected", word(4), self.elems));
+        }
+        if word(8) != self.settings {
+            return Err("its settings are not those of this call".to_owned());
+        }
+        // Whether there is one is for its maker to say: it may have come by way of another kind of link.
+        let found = word(12);
+        let expected = if flags & HAS_CHECKSUM != 0 { checksum(tile) } else { 0 };
+        if found != expected {
+            return Err(format!("its checksum is {found:#010x}, and that of what came {expected:#010x}"));
+        }
+        Ok(())
+    }
+}
+
+/// Over all of a tile but the checksum itself.
+fn checksum(tile: &[u8]) -> u32 {
+    crc32c::crc32c_append(crc32c::crc32c(&tile[..12]), &tile[TILE_HEADER_BYTES..])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sealed(has_checksum: bool) -> (TileHead, Vec<u8>) {
+        let head = TileHead { elems: 1000, settings: 77, has_checksum };
+        let mut tile: Vec<u8> = (0..216u32).map(|byte| (byte * 37) as u8).collect();
+        head.seal(&mut tile);
+        (head, tile)
+    }
+
+    #[test]
+    fn every_flipped_bit_is_seen_where_there_is_a_checksum() {
+        let (head, tile) = sealed(true);
+        head.check(&tile).unwrap();
+        for bit in 0..8 * tile.len() {
+            let mut wrong = tile.clone();
+            wrong[bit / 8] ^= 1 << (bit % 8);
+            assert!(head.check(&wrong).is_err(), "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn without_a_checksum_the_header_is_compared() {
+        let (head, tile) = sealed(false);
+        head.check(&tile).unwrap();
+        for bit in 0..8 * TILE_HEADER_BYTES {
+            let mut wrong = tile.clone();
+            wrong[bit / 8] ^= 1 << (bit % 8);
+            assert!(head.check(&wrong).is_err(), "bit {bit}");
+        }
+    }
+
+    /// Random bytes, and sound tiles with some bytes changed or cut off: whoever gets them sees it, and goes on.
+    #[test]
+    fn whatever_comes_is_looked_at_and_only_a_sound_tile_is_taken() {
+        let mut state = 1u64;
+        let mut below = |limit: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as usize % limit
+        };
+        let (head, sound) = sealed(true);
+        for turn in 0..20_000 {
+            let mut tile =
+                if turn % 2 == 0 { sound.clone() } else { (0..below(300)).map(|_| below(256) as u8).collect() };
+            if turn % 4 == 0 {
+                tile.truncate(below(tile.len()));
+            } else {
+                for _ in 0..below(4).min(tile.len()) {
+                    let at = below(tile.len());
+                    tile[at] = [0, 0xff, below(256) as u8][below(3)];
+                }
+            }
+            assert_eq!(head.check(&tile).is_ok(), tile == sound, "turn {turn}: {tile:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_tile_is_named() {
+        let (head, tile) = sealed(true);
+        let why = |at: usize, head: TileHead| {
+            let mut wrong = tile.clone();
+            wrong[at] ^= 1;
+            head.check(&wrong).unwrap_err()
+        };
+        assert!(why(0, head).contains("begins with 0xacc0 where a tile begins with 0xacc1"), "{}", why(0, head));
+        assert!(why(4, head).contains("1001 elements where 1000 are expected"), "{}", why(4, head));
+        assert!(why(8, head).contains("settings are not those of this call"), "{}", why(8, head));
+        assert!(why(100, head).contains("checksum"), "{}", why(100, head));
+    }
+}

@@ -1,0 +1,314 @@
+//! Plans: this rank's program of an algorithm with every span resolved to byte ranges.
+//!
+//! Owns what is the same for all calls of one shape; knows no addresses and no peers' links. Read [`Plan`] first.
+
+use accl_schedule::{Algorithm, Buf, CallShape, Coding, Layout, OpKind, Program, Span};
+use accl_types::Rank;
+use smallvec::SmallVec;
+
+use super::encoded::{Coded, Combination, Operand};
+use super::op::{ExternalStep, PlanOp, PlanOpKind};
+use super::region::Region;
+
+/// Calls up to this many operations, each of at most so many bytes, may take the fast path.
+const FAST_PATH_OPS: usize = 64;
+const FAST_PATH_BYTES: u64 = 64 << 10;
+
+/// Operations by (peer, edge).
+#[derive(Debug, Default)]
+struct EdgeIndex {
+    first: Vec<u32>,
+    ops: Vec<u32>,
+}
+
+impl EdgeIndex {
+    /// `edges` lists (peer, edge, operation); the edges of a peer are numbered from 0 without gaps.
+    fn new(world: u32, mut edges: Vec<(u32, u32, u32)>) -> Self {
+        edges.sort_unstable();
+        let first = (0..=world).map(|peer| edges.partition_point(|&(p, _, _)| p < peer) as u32).collect();
+        Self { first, ops: edges.into_iter().map(|(_, _, op)| op).collect() }
+    }
+
+    /// There is one operation more before all others.
+    fn shift(&mut self) {
+        self.ops.iter_mut().for_each(|op| *op += 1);
+    }
+
+    fn find(&self, peer: Rank, edge: u32) -> Option<u32> {
+        let range = *self.first.get(peer.index())? as usize..*self.first.get(peer.index() + 1)? as usize;
+        self.ops[range].get(edge as usize).copied()
+    }
+}
+
+/// This rank's part in all calls of one shape.
+pub struct Plan {
+    pub algorithm: &'static Algorithm,
+    pub(crate) ops: Vec<PlanOp>,
+    pub(crate) scratch_bytes: u64,
+    /// Room for encoded chunks; 0 for calls that are not encoded.
+    pub(crate) code_bytes: u64,
+    /// Bytes of the longest operation.
+    pub(crate) longest: u64,
+    /// Bytes of all operations together.
+    pub(crate) work: u64,
+    /// An order in which the operations can be run one after the other: what needs no peer as early as possible.
+    pub(crate) fast_path: Option<Box<[u32]>>,
+    /// Whether anything is received.
+    pub(crate) has_receives: bool,
+    /// The ranks that something goes to or comes from.
+    pub(crate) peers: SmallVec<[Rank; 4]>,
+    /// Of a plan with external operations: the ranks whose part in the call must be known to agree before one begins.
+    pub(crate) external_peers: SmallVec<[Rank; 4]>,
+    receives: EdgeIndex,
+    sends: EdgeIndex,
+}
+
+impl Plan {
+    /// The same plan between an external operation that all others wait for and one that waits for all others: tensors that the
+    /// executor cannot touch are copied in and out.
+    pub(super) fn staged(mut self) -> Self {
+        let external = |step, deps| PlanOp {
+            kind: PlanOpKind::External(step),
+            total: 0,
+            coded: None,
+            edge: 0,
+            deps,
+            dependents: SmallVec::new(),
+        };
+        // Whoever follows nobody follows the first, so all do; who is followed by nobody is followed by the last.
+        let mut first = external(ExternalStep::CopyIn, SmallVec::new());
+        let last_index = self.ops.len() as u32 + 1;
+        let mut last = external(ExternalStep::CopyOut, SmallVec::new());
+        for (index, op) in (1..).zip(&mut self.ops) {
+            op.deps.iter_mut().for_each(|(on, _)| *on += 1);
+            op.dependents.iter_mut().for_each(|dependent| *dependent += 1);
+            if op.deps.is_empty() {
+                op.deps.push((0, false));
+                first.dependents.push(index);
+            }
+            if op.dependents.is_empty() {
+                op.dependents.push(last_index);
+                last.deps.push((index, false));
+            }
+        }
+        if self.ops.is_empty() {
+            first.dependents.push(last_index);
+            last.deps.push((0, false));
+        }
+        self.ops.insert(0, first);
+        self.ops.push(last);
+        self.receives.shift();
+        self.sends.shift();
+        self.external_peers = self.peers.clone();
+        self.fast_path = None;
+        self
+    }
+
+    /// The operation that receives message `edge` of `peer`.
+    pub(crate) fn receive(&self, peer: Rank, edge: u32) -> Option<u32> {
+        self.receives.find(peer, edge)
+    }
+
+    /// The operation that sends message `edge` to `peer`.
+    pub(crate) fn send(&self, peer: Rank, edge: u32) -> Option<u32> {
+        self.sends.find(peer, edge)
+    }
+
+    pub(super) fn new(algorithm: &'static Algorithm, program: &Program, shape: &CallShape, world: u32) -> Self {
+        let layout = Layout::new(program, shape);
+        let region = |span: &Span| Region::new(&layout, span);
+        let coded = |span: &Span| shape.coding.and_then(|coding| coded(&layout, program, span, coding));
+        let (mut receives, mut sends) = (Vec::new(), Vec::new());
+        let mut ops: Vec<PlanOp> = Vec::with_capacity(program.ops.len());
+        let mut work = 0;
+        for (index, op) in program.ops.iter().enumerate() {
+            let mut coded_message = None;
+            let (kind, total) = match &op.kind {
+                OpKind::Send { src, to } => {
+                    sends.push((to.0, op.edge, index as u32));
+                    coded_message = coded(src);
+                    let src = region(src);
+                    let total = src.len;
+                    (PlanOpKind::Send { src, to: *to }, total)
+                }
+                OpKind::Recv { dst, from } => {
+                    receives.push((from.0, op.edge, index as u32));
+                    coded_message = coded(dst);
+                    let dst = region(dst);
+                    let total = dst.len;
+                    (PlanOpKind::Recv { dst, from: *from }, total)
+                }
+                OpKind::RecvReduce { dst, local, from, order, finish } => {
+                    receives.push((from.0, op.edge, index as u32));
+                    let (dst, local) = (region(dst), region(local));
+                    let total = dst.len;
+                    (PlanOpKind::RecvReduce { dst, local, from: *from, order: *order, finish: *finish }, total)
+                }
+                OpKind::Copy { dst, src } => {
+                    let (dst, src) = (region(dst), region(src));
+                    let total = if dst.is_same(&src) { 0 } else { dst.len };
+                    (PlanOpKind::Copy { dst, src }, total)
+                }
+                OpKind::Reduce { dst, srcs, finish } => {
+                    let (dst, srcs) = (region(dst), srcs.iter().map(region).collect());
+                    let total = dst.len;
+                    (PlanOpKind::Reduce { dst, srcs, finish: *finish }, total)
+                }
+                OpKind::Combine { dsts, srcs, finish, pass } => {
+                    let mut combination = Combination::new(*finish, *pass);
+                    for dst in dsts {
+                        match coded(dst) {
+                            Some(code) => combination.code = Some(code),
+                            None => combination.out = Some(region(dst)),
+                        }
+                    }
+                    let operand = |src| coded(src).map_or_else(|| Operand::Values(region(src)), Operand::Code);
+                    combination.srcs = srcs.iter().map(operand).collect();
+                    if let Some(coding) = shape.coding {
+                        let like = like_of(program, dsts.iter().chain(srcs));
+                        combination.set_tiles(layout.tiles(like, coding).collect());
+                    }
+                    work += combination.elems() * shape.elem_bytes;
+                    let total = combination.tiles.len() as u64;
+                    (PlanOpKind::Combine(Box::new(combination)), total)
+                }
+            };
+            for dep in &op.deps {
+                ops[dep.on as usize].dependents.push(index as u32);
+            }
+            let deps = op.deps.iter().map(|dep| (dep.on, dep.stream)).collect();
+            if !matches!(kind, PlanOpKind::Combine(_)) {
+                work += total;
+            }
+            let coded = coded_message.map(Box::new);
+            ops.push(PlanOp { kind, total, coded, edge: op.edge, deps, dependents: SmallVec::new() });
+        }
+        let mut peers: SmallVec<[Rank; 4]> = receives.iter().chain(&sends).map(|&(peer, ..)| Rank(peer)).collect();
+        peers.sort_unstable();
+        peers.dedup();
+        let longest = ops.iter().map(|op| op.total).max().unwrap_or(0);
+        let is_short = ops.len() <= FAST_PATH_OPS && longest <= FAST_PATH_BYTES && shape.coding.is_none();
+        let external_peers = SmallVec::new();
+        Self {
+            external_peers,
+            algorithm,
+            longest,
+            work,
+            peers,
+            fast_path: is_short.then(|| fast_path_order(&ops)),
+            ops,
+            scratch_bytes: layout.scratch_bytes(),
+            code_bytes: layout.code_bytes(),
+            has_receives: !receives.is_empty(),
+            receives: EdgeIndex::new(world, receives),
+            sends: EdgeIndex::new(world, sends),
+        }
+    }
+}
+
+/// The tiles of a chunk of `Code`; `None` for any other.
+fn coded(layout: &Layout, program: &Program, span: &Span, coding: &dyn Coding) -> Option<Coded> {
+    let (Buf::Code, chunk) = span.chunks().next()? else { return None };
+    let code = &program.codes[chunk as usize];
+    let ends = layout.tile_bytes(code, coding).scan(0, |end, bytes| {
+        *end += bytes;
+        Some(*end)
+    });
+    Some(Coded {
+        role: code.role,
+        region: Region::new(layout, span),
+        tiles: layout.tiles(code.like, coding).collect(),
+        ends: ends.collect(),
+    })
+}
+
+/// The chunk that all of these have the elements of.
+fn like_of<'a>(program: &Program, spans: impl Iterator<Item = &'a Span>) -> (Buf, u32) {
+    let mut chunks = spans.flat_map(Span::chunks);
+    let Some((buf, chunk)) = chunks.next() else { unreachable!("a combination makes something") };
+    if buf == Buf::Code { program.codes[chunk as usize].like } else { (buf, chunk) }
+}
+
+/// The operations in an order that respects their dependencies: a receive only when nothing else can be done.
+fn fast_path_order(ops: &[PlanOp]) -> Box<[u32]> {
+    let is_receive = |op: &PlanOp| matches!(op.kind, PlanOpKind::Recv { .. } | PlanOpKind::RecvReduce { .. });
+    let mut done = vec![false; ops.len()];
+    let mut order = Vec::with_capacity(ops.len());
+    while order.len() < ops.len() {
+        let ready = |&index: &usize| !done[index] && ops[index].deps.iter().all(|&(on, _)| done[on as usize]);
+        let mut all = (0..ops.len()).filter(ready);
+        let first = all.clone().find(|&index| !is_receive(&ops[index])).or_else(|| all.next());
+        // Dependencies point backwards only, so the first operation that is not done is ready.
+        let Some(index) = first else { unreachable!("dependencies have no cycle") };
+        done[index] = true;
+        order.push(index as u32);
+    }
+    order.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use accl_schedule::{ALGORITHMS, Request, Topology};
+    use accl_types::{Collective, Elems};
+
+    use super::*;
+
+    /// The plans of all ranks for one algorithm and a sum of so many elements.
+    fn plans(algorithm: &'static Algorithm, topology: &Topology, count: u64) -> Vec<Plan> {
+        let world = topology.world();
+        let blocks = match algorithm.collective {
+            Collective::Barrier => Vec::new(),
+            _ => vec![vec![Elems(count)]],
+        };
+        let plan = |rank| {
+            let request =
+                Request { collective: algorithm.collective, world, rank: Rank(rank), root: Rank(0), topology };
+            let program = (algorithm.build)(&request).lower(&request);
+            let shape = CallShape { elem_bytes: 4, in_blocks: &blocks, out_blocks: &blocks, coding: None };
+            Plan::new(algorithm, &program, &shape, world)
+        };
+        (0..world).map(plan).collect()
+    }
+
+    #[test]
+    fn everything_in_a_staged_plan_is_between_the_copy_in_and_the_copy_out() {
+        for hosts in [vec![0], vec![0, 0], vec![0, 0, 1], vec![0; 5], vec![0, 0, 1, 1]] {
+            let topology = Topology::new(hosts);
+            let sums = [Collective::AllReduce, Collective::Reduce, Collective::Barrier];
+            let fits = |row: &&Algorithm| sums.contains(&row.collective) && (row.applies)(topology.world(), &topology);
+            for (algorithm, count) in ALGORITHMS.iter().filter(fits).flat_map(|row| [(row, 0), (row, 1), (row, 1000)]) {
+                for plain in plans(algorithm, &topology, count) {
+                    let (ops, peers) = (plain.ops.len(), plain.peers.clone());
+                    let staged = plain.staged();
+                    let name = algorithm.name;
+                    assert_eq!((staged.ops.len(), &staged.external_peers), (ops + 2, &peers), "{name}");
+                    assert!(staged.fast_path.is_none());
+                    // What each operation comes after, directly or not.
+                    let mut before: Vec<Vec<bool>> = Vec::new();
+                    for op in &staged.ops {
+                        let mut mine = vec![false; ops + 2];
+                        for &(on, _) in &op.deps {
+                            mine[on as usize] = true;
+                            (0..ops + 2).for_each(|index| mine[index] |= before[on as usize][index]);
+                            let dependents = &staged.ops[on as usize].dependents;
+                            assert!(dependents.contains(&(before.len() as u32)), "{name}: it is not queued");
+                        }
+                        before.push(mine);
+                    }
+                    assert!(before[1..].iter().all(|before| before[0]), "{name}: it may begin before the copy-in");
+                    assert!(
+                        before[ops + 1][..=ops].iter().all(|&before| before),
+                        "{name}: it may end after the copy-out"
+                    );
+                    let is_receive = |op: u32| {
+                        matches!(staged.ops[op as usize].kind, PlanOpKind::Recv { .. } | PlanOpKind::RecvReduce { .. })
+                    };
+                    assert!(
+                        staged.receives.ops.iter().all(|&op| is_receive(op)),
+                        "{name}: messages find other operations"
+                    );
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,20 @@
+//! Plans: what is the same for all calls of one shape, worked out once and kept.
+
+mod build;
+mod cache;
+mod encoded;
+mod op;
+mod region;
+mod shape;
+pub(crate) mod signature;
+
+pub(crate) use build::Plan;
+pub use cache::Planner;
+pub use cache::Plans;
+pub(crate) use encoded::{Coded, Combination, Operand};
+pub(crate) use op::{ExternalStep, PlanOp, PlanOpKind};
+pub(crate) use region::Region;
+pub use shape::AllShapes;
+pub use shape::Draft;
+pub use shape::Shape;
+pub(crate) use shape::Shapes;

@@ -1,0 +1,150 @@
+//! What ranks compare of a call: its signature, and how two that differ are told apart in words.
+//!
+//! Read [`signature`] first.
+
+use accl_types::{Collective, Dtype, Elems, Error, Rank, ReduceOp};
+use accl_wire::frame::Signature;
+
+use super::cache::PlanKey;
+use crate::call::{CallDesc, Codecs};
+use accl_types::hash::{fold, hash_words};
+
+/// The signature of a checked call.
+pub(super) fn signature(desc: &CallDesc, key: &PlanKey, algorithm: u8) -> Signature {
+    let total = |blocks: &[Vec<Elems>]| blocks.iter().flatten().map(|elems| elems.0).sum::<u64>();
+    let (count, shape) = match desc.collective {
+        Collective::AllReduce | Collective::Broadcast | Collective::Reduce | Collective::AllGather => {
+            (total(&key.outputs), Some(&key.outputs))
+        }
+        Collective::ReduceScatter => (total(&key.inputs), Some(&key.inputs)),
+        Collective::Gather => (total(&key.inputs), None),
+        Collective::Scatter => (total(&key.outputs), None),
+        // With splits the sizes differ from rank to rank; each message is checked by its own length.
+        Collective::AllToAll | Collective::Barrier | Collective::Send | Collective::Recv => (0, None),
+    };
+    // Elements, not the bytes that calls without arithmetic are planned in.
+    let count = count * key.elem_bytes / desc.dtype.size_bytes() as u64;
+    let reduces = desc.collective.reduces();
+    Signature {
+        collective: desc.collective as u8,
+        dtype: desc.dtype as u8,
+        op: if reduces { desc.op as u8 } else { 0 },
+        algorithm,
+        root: if desc.collective.is_rooted() { desc.root.0 } else { 0 },
+        count,
+        // Half a hash: what tells blocks of one sum apart need not withstand an adversary.
+        shape_hash: shape.map_or(0, |blocks| fold(hash_blocks(blocks))),
+        reserved: key.codecs.as_ref().map_or(0, |typed| typed.codecs.word()),
+    }
+}
+
+/// Over the sizes, with a mark between blocks.
+fn hash_blocks(blocks: &[Vec<Elems>]) -> u64 {
+    hash_words(blocks.iter().flat_map(|block| block.iter().map(|elems| elems.0).chain([u64::MAX])))
+}
+
+/// The error of two ranks that made different calls under one number.
+pub(crate) fn disagreement(seq: u64, (my_rank, mine): (Rank, &Signature), (from, theirs): (Rank, &Signature)) -> Error {
+    let (mine_text, theirs_text) = (describe(mine), describe(theirs));
+    if mine_text == theirs_text && mine.reserved != theirs.reserved {
+        return disagreement_on_codecs(seq, (my_rank, mine), (from, theirs)).with_peer(from);
+    }
+    let detail = if mine_text == theirs_text { " (the sizes of single blocks differ)" } else { "" };
+    Error::mismatch(format!(
+        "ranks disagree on call {seq}: rank {my_rank} called {mine_text}, rank {from} called {theirs_text}{detail}; all ranks of \
+         a group must make the same calls in the same order"
+    ))
+    .with_peer(from)
+}
+
+fn disagreement_on_codecs(seq: u64, mine: (Rank, &Signature), theirs: (Rank, &Signature)) -> Error {
+    let [(my_rank, my_text), (their_rank, their_text)] =
+        [mine, theirs].map(|(rank, signature)| (rank, Codecs::describe_word(signature.reserved)));
+    let detail = if my_text == their_text { " (the settings of another of its tensors differ)" } else { "" };
+    Error::mismatch(format!(
+        "ranks disagree on how call {seq} is compressed: rank {my_rank} with {my_text}, rank {their_rank} with \
+         {their_text}{detail}; give all ranks of the group the same compression settings"
+    ))
+}
+
+/// A call as its caller would write it, from its signature.
+fn describe(signature: &Signature) -> String {
+    let name = Collective::from_code(signature.collective).map_or("an unknown call", Collective::name);
+    let dtype = Dtype::from_code(signature.dtype).map_or("unknown dtype", Dtype::name);
+    let mut text = String::from(name);
+    let collective = Collective::from_code(signature.collective);
+    if collective == Some(Collective::Barrier) {
+        return text;
+    }
+    text.push_str(&format!("({dtype}"));
+    if collective.is_some_and(Collective::reduces) {
+        text.push_str(&format!(", {}", ReduceOp::from_code(signature.op).map_or("unknown operator", ReduceOp::name)));
+    }
+    if collective.is_some_and(Collective::is_rooted) {
+        text.push_str(&format!(", root {}", signature.root));
+    }
+    if signature.count > 0 || collective != Some(Collective::AllToAll) {
+        text.push_str(&format!(", {} elements", signature.count));
+    }
+    text.push(')');
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use accl_kernels::codec::{self, CODECS, Setting};
+
+    use super::*;
+    use crate::call::TensorCodecs;
+
+    /// A codec of each row.
+    fn texts() -> Vec<String> {
+        let bits =
+            |row: &codec::Row| if row.has(Setting::Bits) { format!(":{}", row.bits.end()) } else { String::new() };
+        CODECS.iter().map(|row| format!("{}{}", row.name, bits(row))).collect()
+    }
+
+    fn of(reduce: &str, result: &str) -> Signature {
+        let [intra_node, reduce, result] = ["raw", reduce, result].map(|text| codec::parse(text).unwrap());
+        let codecs = Codecs::new(vec![TensorCodecs { intra_node, reduce, result, id: 1 }]).unwrap();
+        Signature {
+            collective: Collective::AllReduce as u8,
+            dtype: Dtype::F32 as u8,
+            op: ReduceOp::Sum as u8,
+            algorithm: 1,
+            root: 0,
+            count: 4096,
+            shape_hash: 0,
+            reserved: codecs.word(),
+        }
+    }
+
+    fn message(mine: &Signature, theirs: &Signature) -> String {
+        disagreement(7, (Rank(0), mine), (Rank(3), theirs)).message
+    }
+
+    #[test]
+    fn two_codecs_that_differ_are_both_named_whatever_rows_they_are() {
+        let texts = texts();
+        let whole = |text: &String| codec::parse(text).unwrap().summary().to_string();
+        for mine in &texts {
+            for theirs in texts.iter().filter(|theirs| *theirs != mine) {
+                let said = message(&of(mine, mine), &of(theirs, theirs));
+                let wanted = format!("rank 0 with {}, rank 3 with {};", whole(mine), whole(theirs));
+                assert!(said.contains("on how call 7 is compressed") && said.contains(&wanted), "{said}");
+            }
+        }
+    }
+
+    #[test]
+    fn codecs_that_differ_on_the_way_back_alone_are_both_named() {
+        let said = message(&of("maxmin:4", "maxmin:8,meta=bfloat16"), &of("maxmin:4", "nvfp4"));
+        let mine = "maxmin:4,bucket=512,meta=float32,rounding=nearest for sums and \
+                    maxmin:8,bucket=512,meta=bfloat16,rounding=nearest for results";
+        assert!(said.contains(&format!("rank 0 with {mine}, rank 3 with maxmin:4")), "{said}");
+        assert!(said.contains("for sums and nvfp4 for results"), "{said}");
+        let mut none = of("raw", "raw");
+        none.reserved = 0;
+        assert!(message(&of("raw", "raw"), &none).contains("rank 0 with raw, rank 3 with no codec"));
+    }
+}
