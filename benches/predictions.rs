@@ -13,9 +13,9 @@ use accl_benches::rank::{Member, Order, Verify};
 use accl_benches::sweep;
 use accl_benches::world::World;
 use accl_engine::config_from_environment;
-use accl_schedule::cost::{Near, Placement};
+use accl_schedule::cost::{IntraNode, Placement};
 use accl_schedule::{Algorithm, Basis, Chooser, Topology};
-use accl_types::{Collective, Result};
+use accl_types::{Bytes, Collective, Result};
 
 const PLACES: &[(&str, u32)] = &[("shm", 2), ("shm", 4), ("tcp", 2), ("tcp", 4)];
 const COLLECTIVES: &[Collective] =
@@ -73,8 +73,9 @@ struct Score {
 fn place(transport: &str, ranks: u32) -> Result<()> {
     println!("\n# {transport}, {ranks} ranks");
     let config = config_from_environment()?;
-    let near = if transport == "tcp" { Near::Tcp } else { Near::Shm };
-    let placement = Placement { near, cores: pin::cores().len().max(1) as u32, segment_bytes: config.segment_bytes };
+    let intra_node = if transport == "tcp" { IntraNode::Tcp } else { IntraNode::Shm };
+    let placement =
+        Placement { intra_node, cores: pin::cores().len().max(1) as u32, segment_bytes: config.segment_bytes };
     let mut world = World::start(transport, ranks)?;
     let mut score = Score::default();
     println!(
@@ -138,9 +139,9 @@ fn cell(
     };
     let measured: Vec<f64> = took.iter_mut().map(median).collect();
     let best = measured.iter().copied().fold(f64::INFINITY, f64::min);
-    let chosen = chooser.choose(collective, bytes, true)?;
+    let chosen = chooser.choose(collective, Bytes(bytes), true)?;
     score.cells += 1;
-    for (row, time_ps) in chooser.predict(collective, bytes, true) {
+    for (row, time_ps) in chooser.predict(collective, Bytes(bytes), true) {
         let Some(index) = rows.iter().position(|other| other.id == row.id) else { continue };
         let (measured, predicted) = (measured[index], time_ps as f64 / 1e6);
         let close = (predicted - measured).abs() <= CLOSE * measured;

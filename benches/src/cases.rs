@@ -4,7 +4,7 @@
 
 use accl_engine::{Blocks, CallDesc, TensorDesc};
 use accl_schedule::{ALGORITHMS, Algorithm, Topology};
-use accl_types::{Collective, Dtype, Rank};
+use accl_types::{Collective, Dtype, Elems, Rank};
 use half::{bf16, f16};
 
 /// The collectives that are measured.
@@ -140,12 +140,12 @@ impl Tensors {
         let elem = dtype.size_bytes();
         let (input, output): (*mut u8, *mut u8) =
             (self.input.words_mut().as_mut_ptr().cast(), self.output.words_mut().as_mut_ptr().cast());
-        let whole = |base| Blocks::of(TensorDesc::dense(base, dtype, case.count_elems() as usize));
-        let own = |base| Blocks::of(TensorDesc::dense(base, dtype, case.block_elems(rank, ranks) as usize));
+        let whole = |base| Blocks::of(TensorDesc::dense(base, dtype, Elems(case.count_elems())));
+        let own = |base| Blocks::of(TensorDesc::dense(base, dtype, Elems(case.block_elems(rank, ranks))));
         let blocks = |base: *mut u8, count: &dyn Fn(u32) -> u64| {
             let mut at = 0;
             let mut block = |of: u32| {
-                let tensor = TensorDesc::dense(base.wrapping_add(at), dtype, count(of) as usize);
+                let tensor = TensorDesc::dense(base.wrapping_add(at), dtype, Elems(count(of) as u64));
                 at += count(of) as usize * elem;
                 [tensor]
             };

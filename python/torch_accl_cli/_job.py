@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .bench.cases import Prepared, cases
-from .bench.place import Place, meet
+from .bench.place import Place, leave, meet
 
 TIMEOUT_S = 60
 COLLECTIVES = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
@@ -47,11 +47,7 @@ def find(place: Place, connect_all: bool) -> dict[str, Any]:
     dist.all_gather_object(ranks, _of_this_rank(place, backend.snapshot()))
     choices = _choices(backend, place) if place.rank == 0 else {}
     dist.destroy_process_group()
-    # Rank 0 may own the store, and leaves last.
-    if place.rank == 0:
-        store.wait([f"gone/{rank}" for rank in range(1, place.world)])
-    else:
-        store.set(f"gone/{place.rank}", "")
+    leave(store, place.rank, place.world)
     return {"launcher": place.launcher, "world": place.world, "ranks": ranks, "algorithms": choices}
 
 

@@ -13,7 +13,7 @@ GLOO = [
     ("^test_exit.*(ctrl_c|leaving|uncaught)", "", "aborts now and then, and does not look for signals"),
     ("^test_elastic", "", "takes what dead ranks left for living ones"),
     ("detailed_debugging$", "", "ends with a segmentation fault there"),
-    ("^test_soup", "", "uses the tensors of other ranks as scratch"),
+    ("^test_random_programs", "", "uses the tensors of other ranks as scratch"),
     (
         "^test_group_life.*(timeout|timed_out|error_state|abort|refused_argument|poisoned|copied)",
         "",

@@ -1,6 +1,6 @@
 """Scripts that end as a user's do: through the interpreter's own exit, `atexit` hooks and static destructors included.
 
-`run_script` forks each rank from a small warm interpreter (`zygote.py`) that has only torch imported, and lets the
+`run_script` forks each rank from a small warm interpreter (`fork_server.py`) that has only torch imported, and lets the
 child run the code as `__main__`. Environment, limits and rendezvous are set in the child before the code runs.
 """
 
@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-_ZYGOTE = Path(__file__).with_name("zygote.py")
+_FORK_SERVER = Path(__file__).with_name("fork_server.py")
 
 
 @dataclasses.dataclass
@@ -33,7 +33,7 @@ class Script:
         """The exit status (negative: the signal); kills the script and fails when it takes too long."""
         end = time.monotonic() + timeout
         while self.exitcode is None:
-            _zygote().poll()
+            _fork_server().poll()
             if time.monotonic() > end:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
@@ -45,7 +45,7 @@ class Script:
         """Waits until the script has printed `text`."""
         end = time.monotonic() + timeout
         while text not in self.stdout:
-            _zygote().poll()
+            _fork_server().poll()
             if time.monotonic() > end or self.exitcode is not None:
                 raise AssertionError(f"rank {self.rank} never printed {text!r}\n{self.stdout}\n{self.stderr}")
             time.sleep(0.002)
@@ -63,10 +63,10 @@ def _contents(file) -> str:
     return os.pread(file.fileno(), 1 << 20, 0).decode(errors="replace")
 
 
-class _Zygote:
+class _ForkServer:
     def __init__(self):
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, str(_ZYGOTE), str(theirs.fileno())]
+        command = [sys.executable, str(_FORK_SERVER), str(theirs.fileno())]
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         self.running: dict[int, Script] = {}
@@ -104,22 +104,22 @@ class _Zygote:
         self.process.wait(10)
 
 
-_the_zygote: _Zygote | None = None
+_the_fork_server: _ForkServer | None = None
 
 
-def _zygote() -> _Zygote:
-    global _the_zygote
-    if _the_zygote is None:
-        _the_zygote = _Zygote()
-    return _the_zygote
+def _fork_server() -> _ForkServer:
+    global _the_fork_server
+    if _the_fork_server is None:
+        _the_fork_server = _ForkServer()
+    return _the_fork_server
 
 
 def close_scripts():
     """Ends the server and all scripts that still run."""
-    global _the_zygote
-    if _the_zygote is not None:
-        _the_zygote.close()
-        _the_zygote = None
+    global _the_fork_server
+    if _the_fork_server is not None:
+        _the_fork_server.close()
+        _the_fork_server = None
 
 
 # Run before the code of every script, on its first line; see `accelerators.py`.
@@ -147,7 +147,7 @@ def start_script(code: str, world: int = 1, env: dict | None = None, limits: dic
             "env": {k: str(v) for k, v in variables.items()},
             "limits": limits or {},
         }
-        scripts.append(_zygote().start(request))
+        scripts.append(_fork_server().start(request))
     return scripts
 
 

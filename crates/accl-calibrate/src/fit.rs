@@ -235,27 +235,27 @@ impl Rated {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use accl_schedule::cost::{CONSTANTS, Near, Placement, Prices};
+    use accl_schedule::cost::{CONSTANTS, IntraNode, Placement, Prices};
     use accl_schedule::{ALGORITHMS, Fraction, Topology};
-    use accl_types::{Collective, Error};
+    use accl_types::{Bytes, Collective, Error};
 
     /// What the model says that the measured calls take.
-    fn predicted(machine: &Machine, near: Near) -> LinkTimes {
+    fn predicted(machine: &Machine, intra_node: IntraNode) -> LinkTimes {
         let flat = Topology::flat(2);
-        let prices = Prices::new(*machine, Placement { near, cores: 2, segment_bytes: SEGMENT }, &flat);
+        let prices = Prices::new(*machine, Placement { intra_node, cores: 2, segment_bytes: SEGMENT }, &flat);
         let cost = |collective, name| {
             let row = ALGORITHMS.iter().find(|row| row.collective == collective && row.name == name).unwrap();
             (row.cost)(2, &flat)
         };
-        let time = |collective, name, bytes| prices.time_ps(collective, &cost(collective, name), bytes);
+        let time = |collective, name, bytes| prices.time_ps(collective, &cost(collective, name), Bytes(bytes));
         let moving = cost(Collective::AllGather, "direct").copies(Fraction::default());
-        let link = if near == Near::Shm { &machine.shm } else { &machine.tcp };
+        let link = if intra_node == IntraNode::Shm { &machine.shm } else { &machine.tcp };
         LinkTimes {
             one_step_ps: time(Collective::AllReduce, "recursive_doubling", 0),
             two_steps_ps: time(Collective::AllReduce, "direct_two_phase", 0),
             in_blocks_ps: time(Collective::ReduceScatter, "direct", 0),
             sending_ps: link.call_ps + link.frame_ps,
-            moving_ps: SIZES.map(|size| prices.time_ps(Collective::AllGather, &moving, size)),
+            moving_ps: SIZES.map(|size| prices.time_ps(Collective::AllGather, &moving, Bytes(size))),
             copying_ps: SIZES.map(|size| time(Collective::AllGather, "direct", size)),
             reducing_ps: SIZES.map(|size| time(Collective::ReduceScatter, "direct", size)),
         }
@@ -270,8 +270,8 @@ mod tests {
         machine.network.sent_ps_per_kib = 7;
         let busy = 2 * machine.shm.call_ps + 4 * machine.shm.frame_ps + machine.shm.latency_ps;
         let times = Times {
-            shm: predicted(&machine, Near::Shm),
-            tcp: predicted(&machine, Near::Tcp),
+            shm: predicted(&machine, IntraNode::Shm),
+            tcp: predicted(&machine, IntraNode::Tcp),
             on_one_core_ps: busy + 2 * machine.switch_ps,
             network_ps_per_kib: Some(7),
         };

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use accl_engine::{Blocks, CallDesc, Engine, Group, GroupSpec, MemoryStore, Ran, TensorDesc, Waited, block_signals};
 use accl_schedule::cost::{Machine, SIZES};
 use accl_types::config::{Calibration, Config};
-use accl_types::{Collective, Dtype, Error, Rank, Result};
+use accl_types::{Collective, Dtype, Elems, Error, Rank, Result};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::fit::{LinkTimes, SEGMENT, Times};
@@ -238,7 +238,11 @@ impl Member {
         let count = step.bytes as usize / dtype.size_bytes();
         let half = count / 2;
         let tensor = |buffer: &mut Vec<u64>, first: usize, count: usize| {
-            TensorDesc::dense(buffer.as_mut_ptr().cast::<u8>().wrapping_add(first * dtype.size_bytes()), dtype, count)
+            TensorDesc::dense(
+                buffer.as_mut_ptr().cast::<u8>().wrapping_add(first * dtype.size_bytes()),
+                dtype,
+                Elems(count as u64),
+            )
         };
         let halves =
             |buffer: &mut Vec<u64>| (0..2).map(|block| [tensor(buffer, block * half, half)]).collect::<Blocks>();

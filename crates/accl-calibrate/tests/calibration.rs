@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use accl_engine::{Group, GroupSpec, MemoryStore};
-use accl_schedule::cost::{Machine, Near, Placement};
+use accl_schedule::cost::{IntraNode, Machine, Placement};
 use accl_schedule::{Basis, Chooser, Topology};
 use accl_testkit::{Member, finish_ran};
 use accl_types::config::{Calibration, Config};
-use accl_types::{Collective, ErrorKind, Rank, ReduceOp, Result};
+use accl_types::{Bytes, Collective, ErrorKind, Rank, ReduceOp, Result};
 
 const WORLD: u32 = 4;
 const SIZES: [usize; 5] = [1, 300, 5_000, 70_000, 1_000_000];
@@ -69,9 +69,12 @@ fn with_ranks<R: Send>(configs: &[Config], body: impl Fn(Result<Arc<Group>>) -> 
 
 fn choice(text: &str, bytes: u64) -> &'static str {
     let machine: Machine = accl_calibrate::read_text(text).unwrap();
-    let placement = Placement { near: Near::Shm, cores: 64, segment_bytes: 64 << 10 };
+    let placement = Placement { intra_node: IntraNode::Shm, cores: 64, segment_bytes: 64 << 10 };
     let basis = Basis { machine, placement, deterministic: false };
-    Chooser::new(Topology::flat(WORLD), Vec::new(), &basis).choose(Collective::AllReduce, bytes, true).unwrap().name
+    Chooser::new(Topology::flat(WORLD), Vec::new(), &basis)
+        .choose(Collective::AllReduce, Bytes(bytes), true)
+        .unwrap()
+        .name
 }
 
 #[test]
@@ -86,7 +89,7 @@ fn ranks_with_conflicting_constants_take_those_of_the_first() {
     // A rank that took another algorithm would send another signature, and the call would fail on all.
     with_ranks(&configs, |group| {
         let group = group.unwrap();
-        let member = Member { rank: group.rank() as usize, world: WORLD as usize, group: group.clone() };
+        let member = Member { rank: group.rank().index(), world: WORLD as usize, group: group.clone() };
         for count in SIZES {
             let mut data = vec![1.0f32 + member.rank as f32; count];
             member.all_reduce(&mut data, ReduceOp::Sum).unwrap();

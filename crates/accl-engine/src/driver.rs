@@ -234,7 +234,7 @@ impl Driver {
         let has_taken = self.with_core(|core| {
             let Some(id) = core.net.find(uuid).filter(|&id| core.net.is_unlinked(id)) else { return false };
             let Some(mut link) = take() else { return false };
-            let peer = core.net.place(id);
+            let peer = core.net.host_and_pid(id);
             tracing::debug!(peer, link = link.describe(), "linked");
             if events::follows_frames() {
                 link = Box::new(Traced::new(link, events::of_frames(peer)));
@@ -510,7 +510,7 @@ impl Driver {
         }
         if self.is_forked() {
             let forked = Error::aborted("the call was made before this process was forked");
-            return Waited::Failed(call.placed(forked));
+            return Waited::Failed(call.in_context(forked));
         }
         let begin = time::now();
         let until = timeout.map(|timeout| begin + timeout);
@@ -639,7 +639,7 @@ impl Driver {
                 group.timeout_text(call, &awaited, timeout, context.net)
             })
         });
-        call.placed(Error::timeout(text.unwrap_or_else(|| format!("Timed out waiting {}ms", timeout.as_millis()))))
+        call.in_context(Error::timeout(text.unwrap_or_else(|| format!("Timed out waiting {}ms", timeout.as_millis()))))
     }
 
     // ---- the election

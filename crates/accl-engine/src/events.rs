@@ -48,7 +48,7 @@ pub(crate) fn ended(call: &CallState) {
         call = call.collective.name(),
         seq = call.seq,
         us = call.elapsed().as_nanos() as f64 / 1e3,
-        peer = call.source_rank(),
+        peer = call.source_rank().map(|rank| rank.0),
         error = call.error().map(|error| error.message),
         "ended"
     );

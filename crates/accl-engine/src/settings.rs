@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use accl_kernels::codec::{self, Codec};
-use accl_schedule::cost::Near;
+use accl_schedule::cost::IntraNode;
 use accl_types::config::{self, Config};
 use accl_types::{Error, Result};
 
@@ -29,10 +29,10 @@ pub fn check_settings(config: &Config) -> Result<()> {
 }
 
 /// What connects ranks of one host, by the transport that the settings try first.
-pub(crate) fn near_of(config: &Config) -> Near {
+pub(crate) fn intra_node_of(config: &Config) -> IntraNode {
     match config.transports.first().and_then(|name| accl_transport::find(name)) {
-        Some(row) if !row.is_cheap_to_look_at => Near::Tcp,
-        Some(_) | None => Near::Shm,
+        Some(row) if !row.is_cheap_to_look_at => IntraNode::Tcp,
+        Some(_) | None => IntraNode::Shm,
     }
 }
 

@@ -5,9 +5,9 @@
 use accl_schedule::cost::{Machine, Placement};
 use accl_schedule::{Basis, Chooser, Topology};
 use accl_types::config::Config;
-use accl_types::{Collective, Error, Result};
+use accl_types::{Bytes, Collective, Error, Result};
 
-use crate::settings::near_of;
+use crate::settings::intra_node_of;
 
 /// More ranks than this are no world of ours.
 pub const MAX_RANKS: u32 = 1 << 17;
@@ -31,7 +31,7 @@ pub struct Scenario {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Prediction {
     /// Bytes of the largest buffer.
-    pub bytes: u64,
+    pub bytes: Bytes,
     /// Name of the algorithm that the call would take.
     pub chosen: &'static str,
     /// Algorithms that can run and the time of each in picoseconds.
@@ -43,7 +43,7 @@ pub struct Prediction {
 /// # Errors
 /// `InvalidArgument` for numbers that make no world, `Configuration` for an override that cannot run there,
 /// `Unsupported` for point-to-point calls.
-pub fn simulate(scenario: &Scenario, collective: Collective, sizes: &[u64]) -> Result<Vec<Prediction>> {
+pub fn simulate(scenario: &Scenario, collective: Collective, sizes: &[Bytes]) -> Result<Vec<Prediction>> {
     let Scenario { ranks, ranks_per_host, cores_per_host, .. } = *scenario;
     if !(1..=MAX_RANKS).contains(&ranks) {
         return Err(Error::invalid_argument(format!("{ranks} ranks are no world; expected 1 to {MAX_RANKS}")));
@@ -53,11 +53,11 @@ pub fn simulate(scenario: &Scenario, collective: Collective, sizes: &[u64]) -> R
     }
     let topology = Topology::new((0..ranks).map(|rank| rank / ranks_per_host).collect());
     accl_schedule::check_rules(&topology, &scenario.config.algorithm)?;
-    let near = near_of(&scenario.config);
-    let placement = Placement { near, cores: cores_per_host, segment_bytes: scenario.config.segment_bytes };
+    let intra_node = intra_node_of(&scenario.config);
+    let placement = Placement { intra_node, cores: cores_per_host, segment_bytes: scenario.config.segment_bytes };
     let basis = Basis { machine: scenario.machine, placement, deterministic: scenario.config.deterministic };
     let chooser = Chooser::new(topology, scenario.config.algorithm.clone(), &basis);
-    let predict = |&bytes: &u64| {
+    let predict = |&bytes: &Bytes| {
         let chosen = chooser.choose(collective, bytes, true)?.name;
         let times_ps = chooser.predict(collective, bytes, true).map(|(row, time_ps)| (row.name, time_ps)).collect();
         Ok(Prediction { bytes, chosen, times_ps })
@@ -77,7 +77,9 @@ mod tests {
     #[test]
     fn the_largest_world_is_predicted_and_what_is_chosen_is_the_least() {
         for (ranks, per_host) in [(1, 1), (2, 2), (4096, 8), (MAX_RANKS, 8)] {
-            for found in simulate(&scenario(ranks, per_host), Collective::AllReduce, &[4, 1 << 20, 1 << 30]).unwrap() {
+            for found in
+                simulate(&scenario(ranks, per_host), Collective::AllReduce, &[4, 1 << 20, 1 << 30].map(Bytes)).unwrap()
+            {
                 let least = found.times_ps.iter().map(|&(_, time)| time).min();
                 let chosen = found.times_ps.iter().find(|(name, _)| *name == found.chosen).map(|&(_, time)| time);
                 assert_eq!(chosen, least, "{ranks} ranks: {found:?}");
@@ -90,7 +92,7 @@ mod tests {
         let time = |sent_ps_per_kib| {
             let mut scenario = scenario(64, 4);
             scenario.machine.network.sent_ps_per_kib = sent_ps_per_kib;
-            simulate(&scenario, Collective::AllReduce, &[1 << 24]).unwrap().remove(0).times_ps
+            simulate(&scenario, Collective::AllReduce, &[Bytes(1 << 24)]).unwrap().remove(0).times_ps
         };
         for ((name, fast), (_, slow)) in time(81_920).into_iter().zip(time(8_192_000)) {
             assert!(fast <= slow, "{name}");
@@ -100,10 +102,10 @@ mod tests {
     #[test]
     fn what_makes_no_world_is_refused() {
         for (ranks, per_host) in [(0, 1), (MAX_RANKS + 1, 1), (4, 0)] {
-            assert!(simulate(&scenario(ranks, per_host), Collective::AllReduce, &[4]).is_err());
+            assert!(simulate(&scenario(ranks, per_host), Collective::AllReduce, &[Bytes(4)]).is_err());
         }
         let mut alone = scenario(4, 4);
         alone.config.set_option("algorithm", "all_reduce=two_level").unwrap();
-        assert!(simulate(&alone, Collective::AllReduce, &[4]).unwrap_err().message.contains("two hosts"));
+        assert!(simulate(&alone, Collective::AllReduce, &[Bytes(4)]).unwrap_err().message.contains("two hosts"));
     }
 }

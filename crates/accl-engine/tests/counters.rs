@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use accl_engine::Traffic;
 use accl_testkit::{Fabric, Member, World, WorldOptions, finish};
-use accl_types::ReduceOp;
+use accl_types::{Rank, ReduceOp};
 
 const FABRICS: [Fabric; 3] = [Fabric::Shm, Fabric::Tcp, Fabric::Loopback(64)];
 
 fn with_peer(member: &Member, rank: u32) -> Traffic {
     let snapshot = member.group.snapshot();
-    snapshot.peers.iter().find(|peer| peer.rank == Some(rank)).and_then(|peer| peer.of_group).unwrap()
+    snapshot.peers.iter().find(|peer| peer.rank == Some(Rank(rank))).and_then(|peer| peer.of_group).unwrap()
 }
 
 #[test]
@@ -45,7 +45,7 @@ fn what_one_rank_has_sent_for_a_group_the_other_has_received() {
         let ranks = snapshot.peers.iter().filter_map(|peer| peer.of_group).fold(Traffic::default(), Traffic::plus);
         assert_eq!(group.traffic, ranks);
         // The link has carried both groups.
-        let link = snapshot.peers.iter().find(|peer| peer.rank == Some(1)).unwrap().traffic;
+        let link = snapshot.peers.iter().find(|peer| peer.rank == Some(Rank(1))).unwrap().traffic;
         assert!(link.bytes_sent >= with_peer(&small[0], 1).bytes_sent + with_peer(&large[0], 1).bytes_sent);
     }
 }

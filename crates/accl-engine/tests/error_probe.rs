@@ -9,7 +9,7 @@ use accl_engine::{Blocks, TensorDesc};
 use accl_engine::{Encoding, Residuals, TensorCodecs};
 use accl_engine::{ErrorStats, Measured, Probe};
 use accl_testkit::World;
-use accl_types::{Collective, Dtype, ReduceOp};
+use accl_types::{Collective, Dtype, Elems, ReduceOp};
 use common::{all_reduce, blocks, both_ways, data, encoded, encoding, max_min, options, raw, rows, tensor};
 
 fn probed(tensors: Vec<TensorCodecs>, one_in: u64) -> (Encoding, Arc<ErrorStats>) {
@@ -125,7 +125,7 @@ fn a_tensor_without_elements_beside_others_changes_nothing() {
         let codecs = (1..=2).map(|id| both_ways(max_min(4, 64, Rounding::Nearest), id)).collect();
         let (encoding, stats) = probed(codecs, 1);
         let (values, own) = (data(member.rank, 2 * COUNT, 2), vec![0.0f32; COUNT]);
-        let nothing = || TensorDesc::dense(std::ptr::null_mut(), Dtype::F32, 0);
+        let nothing = || TensorDesc::dense(std::ptr::null_mut(), Dtype::F32, Elems(0));
         let block = |values: &[f32]| [nothing(), tensor(values, Dtype::F32)];
         let inputs = values.chunks(COUNT).map(block).collect();
         let desc = encoded(Collective::ReduceScatter, inputs, [block(&own)].into_iter().collect(), &encoding);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use accl_engine::{Blocks, Call, CallDesc, External, ExternalTask, MemoryKind, Mode, TensorDesc, Waited};
 use accl_testkit::{Fabric, Member, World, WorldOptions, calls, finish};
-use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, ReduceOp, Result};
+use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, Rank, ReduceOp, Result};
 
 const FABRICS: &[Fabric] = &[Fabric::Loopback(4), Fabric::Shm, Fabric::Tcp];
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -107,7 +107,7 @@ fn masked(values: &[f32]) -> Vec<u8> {
 
 /// A tensor in the device's memory.
 fn on_device(bytes: &mut [u8]) -> TensorDesc {
-    TensorDesc::dense(bytes.as_mut_ptr(), Dtype::F32, bytes.len() / 4).in_memory(DEVICE)
+    TensorDesc::dense(bytes.as_mut_ptr(), Dtype::F32, Elems(bytes.len() as u64 / 4)).in_memory(DEVICE)
 }
 
 fn all_reduce(bytes: &mut [u8], device: &Arc<Device>, mode: Mode) -> CallDesc {
@@ -252,7 +252,12 @@ fn fails_under_way(world: u32, make_fail: impl Fn(&Member) + Sync, timeout: Dura
         make_fail(&member);
         until("the group has failed", || poll(&call).is_some() || task.is_cancelled());
         assert!(task.is_cancelled() && device.cancels.load(Ordering::Relaxed) == 1);
-        // It may take its time, and writes.
+        // It may take its time, and writes. Who looks sees what the call waits for, unless the group has been left.
+        if let Some(group) = member.group.snapshot().groups.first() {
+            let seen: Vec<_> =
+                group.in_flight.iter().map(|call| (call.awaits.len(), call.external.as_deref())).collect();
+            assert!(matches!(seen[..], [(0, Some(what))] if what.contains("copy-in by `stand-in`")), "{seen:?}");
+        }
         let waited = call.wait(Some(Duration::from_millis(50)), &mut || false);
         assert!(matches!(waited, Waited::TimedOut(_)), "the call has ended under its external operation: {waited:?}");
         copy(task);

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use accl_testkit::{Fabric, Member, World, WorldOptions, every_transport, finish};
-use accl_types::{Error, ErrorKind, ReduceOp};
+use accl_types::{Error, ErrorKind, Rank, ReduceOp};
 
 fn fabrics() -> impl Iterator<Item = Fabric> {
     every_transport().into_iter().map(Fabric::Over)
@@ -20,7 +20,7 @@ fn world(world: u32, fabric: Fabric) -> World {
 
 fn links(member: &Member) -> usize {
     let snapshot = member.group.snapshot();
-    snapshot.peers.iter().filter(|peer| peer.link.is_some() && peer.rank != Some(member.rank as u32)).count()
+    snapshot.peers.iter().filter(|peer| peer.link.is_some() && peer.rank != Some(Rank(member.rank as u32))).count()
 }
 
 fn send(member: &Member, to: u32, value: i32) -> accl_types::Result<()> {
@@ -243,7 +243,7 @@ fn rings_begin_small_and_grow_with_what_goes_through_them() {
     world.run("g", |member| {
         let ring = || {
             let snapshot = member.group.snapshot();
-            let peer = snapshot.peers.iter().find(|peer| peer.rank == Some(1 - member.rank as u32)).unwrap();
+            let peer = snapshot.peers.iter().find(|peer| peer.rank == Some(Rank(1 - member.rank as u32))).unwrap();
             peer.link.clone().unwrap()
         };
         sum_ones(&member).unwrap();

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use accl_engine::{Blocks, Call, CallDesc, Mode, Waited};
 use accl_testkit::{Fabric, Member, Rng, World, WorldOptions, calls, finish};
-use accl_types::{Collective, Dtype, ErrorKind, ReduceOp};
+use accl_types::{Collective, Dtype, ErrorKind, Rank, ReduceOp};
 
 fn cramped(world: u32) -> WorldOptions {
     WorldOptions::new(world).over(Fabric::Loopback(2)).with("segment_bytes", "1KiB").with("eager_bytes", "2KiB")
@@ -61,11 +61,11 @@ fn a_receive_from_any_source_tells_the_source() {
                 let call = member.post_recv(&mut got, None, 3).unwrap();
                 finish(&call).unwrap();
                 let source = call.source_rank().unwrap();
-                assert_eq!(got, filled(source as usize, 300));
+                assert_eq!(got, filled(source.index(), 300));
                 seen.push(source);
             }
             seen.sort_unstable();
-            assert_eq!(seen, [1, 2, 3]);
+            assert_eq!(seen, [1, 2, 3].map(Rank));
         } else {
             finish(&member.post_send(&filled(member.rank, 300), 0, 3).unwrap()).unwrap();
         }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use accl_engine::{Blocks, Call, CallDesc, Engine, GroupSpec, Mode, Ran, TensorDesc, Waited as EngineWaited};
 use accl_types::config::Config;
-use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, ReduceOp, Result};
+use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, Rank, ReduceOp, Result};
 use cxx::UniquePtr;
 
 use crate::bridge::ffi::{self, CallArgs, Described, GroupArgs, Numbered, Outcome, Status, TensorView, Waited};
@@ -346,7 +346,7 @@ fn tensor_desc(view: &TensorView) -> Result<TensorDesc> {
     let dtype = dtype(view.dtype)?;
     let ptr = view.data as *mut u8;
     let tensor = if view.sizes == 0 {
-        TensorDesc::dense(ptr, dtype, view.count as usize)
+        TensorDesc::dense(ptr, dtype, Elems(view.count as u64))
     } else {
         let shape = |address: usize| {
             // SAFETY: the shim gives the address of `dim` numbers of a tensor that it holds during this call.

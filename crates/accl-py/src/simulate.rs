@@ -2,7 +2,7 @@
 
 use accl_engine::Machine;
 use accl_engine::simulate::{Scenario, simulate as predict};
-use accl_types::{Collective, Error};
+use accl_types::{Bytes, Collective, Error};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -37,6 +37,7 @@ fn simulate<'py>(
     }
     let (ranks, ranks_per_host, cores_per_host) = world;
     let scenario = Scenario { machine: constants, ranks, ranks_per_host, cores_per_host, config };
+    let sizes: Vec<Bytes> = sizes.into_iter().map(Bytes).collect();
     let found = py.detach(|| predict(&scenario, collective, &sizes)).map_err(refused)?;
     found
         .into_iter()
@@ -46,7 +47,7 @@ fn simulate<'py>(
                 times.set_item(name, time_ps as f64 / 1e6)?;
             }
             let dict = PyDict::new(py);
-            dict.set_item("bytes", prediction.bytes)?;
+            dict.set_item("bytes", prediction.bytes.0)?;
             dict.set_item("chosen", prediction.chosen)?;
             dict.set_item("times_us", times)?;
             Ok(dict)

@@ -23,7 +23,7 @@ fn group(group: &GroupSnapshot) -> Value {
     let in_flight: Vec<Value> = group.in_flight.iter().map(call).collect();
     json!({
         "name": group.name,
-        "rank": group.rank,
+        "rank": group.rank.0,
         "world": group.world,
         "collectives": group.collectives,
         "messages": group.messages,
@@ -41,14 +41,15 @@ fn call(call: &CallSnapshot) -> Value {
         "collective": call.collective.name(),
         "seq": call.seq,
         "age_s": call.age.as_secs_f64(),
-        "awaits": call.awaits,
+        "awaits": call.awaits.iter().map(|rank| rank.0).collect::<Vec<_>>(),
+        "external": call.external,
     })
 }
 
 fn peer(peer: &PeerSnapshot) -> Value {
     json!({
-        "rank": peer.rank,
-        "place": peer.place,
+        "rank": peer.rank.map(|rank| rank.0),
+        "process": peer.process,
         "link": peer.link,
         "gone": peer.gone,
         "traffic": peer.of_group.as_ref().map(traffic),

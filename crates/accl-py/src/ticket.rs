@@ -263,7 +263,7 @@ bridged! {
     fn ticket_source(ticket: &Ticket) -> Numbered {
         match &ticket.flight {
             Flight::None => Err(empty()),
-            Flight::Call(call) => Ok(Numbered::of(call.source_rank().map_or(-1, i64::from))),
+            Flight::Call(call) => Ok(Numbered::of(call.source_rank().map_or(-1, |rank| i64::from(rank.0)))),
             Flight::Task(_) => Ok(Numbered::of(-1)),
         }
     }

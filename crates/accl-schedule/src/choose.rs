@@ -7,10 +7,10 @@
 use std::sync::OnceLock;
 
 use accl_types::config::AlgorithmRule;
-use accl_types::{Collective, Error, Result, nearest};
+use accl_types::{Bytes, Collective, Error, Result, nearest};
 
 use crate::algorithms::{ALGORITHMS, Algorithm, Encodes, Sums, find};
-use crate::cost::{Cost, Machine, Near, Placement, Prices};
+use crate::cost::{Cost, IntraNode, Machine, Placement, Prices};
 use crate::topology::Topology;
 
 /// In worlds up to this one an all_to_all talks to all others at once. Its sizes differ from rank to rank and must not
@@ -52,7 +52,7 @@ impl Chooser {
             true => {
                 let world = topology.world();
                 let segment_bytes = basis.placement.segment_bytes;
-                let placement = Placement { near: Near::Shm, cores: world, segment_bytes };
+                let placement = Placement { intra_node: IntraNode::Shm, cores: world, segment_bytes };
                 (Topology::flat(world), Machine::default(), placement)
             }
             false => (topology.clone(), basis.machine, basis.placement),
@@ -77,7 +77,7 @@ impl Chooser {
     /// `Configuration` for a rule of this collective that names an unknown algorithm (with the nearest name), and for
     /// one that fits the size but names an algorithm that cannot run here; `Unsupported` for point-to-point calls, which
     /// have no schedules.
-    pub fn choose(&self, collective: Collective, bytes: u64, equal_blocks: bool) -> Result<&'static Algorithm> {
+    pub fn choose(&self, collective: Collective, bytes: Bytes, equal_blocks: bool) -> Result<&'static Algorithm> {
         self.choose_among(collective, bytes, equal_blocks, |_| true)
     }
 
@@ -86,10 +86,15 @@ impl Chooser {
     ///
     /// # Errors
     /// As above.
-    pub fn choose_narrow(&self, collective: Collective, bytes: u64, equal_blocks: bool) -> Result<&'static Algorithm> {
+    pub fn choose_narrow(
+        &self,
+        collective: Collective,
+        bytes: Bytes,
+        equal_blocks: bool,
+    ) -> Result<&'static Algorithm> {
         let fastest = self.choose(collective, bytes, equal_blocks)?;
         // Two contributions are rounded once whatever is taken.
-        if !(3..=TOGETHER_WORLD).contains(&self.topology.world()) || bytes > TOGETHER_BYTES {
+        if !(3..=TOGETHER_WORLD).contains(&self.topology.world()) || bytes.0 > TOGETHER_BYTES {
             return Ok(fastest);
         }
         // A rule names the same row here.
@@ -107,7 +112,12 @@ impl Chooser {
     ///
     /// # Errors
     /// As above, and `Configuration` for a rule that names an algorithm which cannot be encoded.
-    pub fn choose_encoded(&self, collective: Collective, bytes: u64, equal_blocks: bool) -> Result<&'static Algorithm> {
+    pub fn choose_encoded(
+        &self,
+        collective: Collective,
+        bytes: Bytes,
+        equal_blocks: bool,
+    ) -> Result<&'static Algorithm> {
         let row = self.choose_among(collective, bytes, equal_blocks, |row| row.encodes == Encodes::Twice)?;
         if row.encodes == Encodes::No { Err(cannot_encode(row)) } else { Ok(row) }
     }
@@ -116,11 +126,11 @@ impl Chooser {
     fn choose_among(
         &self,
         collective: Collective,
-        bytes: u64,
+        bytes: Bytes,
         equal_blocks: bool,
         is_wanted: fn(&Algorithm) -> bool,
     ) -> Result<&'static Algorithm> {
-        let bytes = if collective == Collective::AllToAll { 0 } else { bytes };
+        let bytes = if collective == Collective::AllToAll { Bytes(0) } else { bytes };
         if let Some(row) = self.by_rule(collective, bytes)? {
             check_applies(row, equal_blocks, &self.topology)?;
             return Ok(row);
@@ -140,7 +150,7 @@ impl Chooser {
     pub fn predict(
         &self,
         collective: Collective,
-        bytes: u64,
+        bytes: Bytes,
         equal_blocks: bool,
     ) -> impl Iterator<Item = (&'static Algorithm, u64)> {
         let costs = self.costs[collective as usize].get_or_init(|| {
@@ -154,11 +164,11 @@ impl Chooser {
         costs.map(move |(row, cost)| (*row, self.prices.time_ps(collective, cost, bytes)))
     }
 
-    fn by_rule(&self, collective: Collective, bytes: u64) -> Result<Option<&'static Algorithm>> {
+    fn by_rule(&self, collective: Collective, bytes: Bytes) -> Result<Option<&'static Algorithm>> {
         let mut chosen = None;
         for rule in self.rules.iter().filter(|rule| rule.collective == collective) {
             let row = find(collective, &rule.algorithm).ok_or_else(|| unknown(rule))?;
-            if (rule.min_bytes..=rule.max_bytes).contains(&bytes) {
+            if (rule.min_bytes..=rule.max_bytes).contains(&bytes.0) {
                 chosen = Some(row);
             }
         }
@@ -257,7 +267,7 @@ mod tests {
     }
 
     fn basis(deterministic: bool) -> Basis {
-        let placement = Placement { near: Near::Shm, cores: 1 << 20, segment_bytes: 64 << 10 };
+        let placement = Placement { intra_node: IntraNode::Shm, cores: 1 << 20, segment_bytes: 64 << 10 };
         Basis { machine: Machine::default(), placement, deterministic }
     }
 
@@ -287,7 +297,7 @@ mod tests {
                     let chooser = Chooser::new(topology.clone(), Vec::new(), &basis(deterministic));
                     for collective in collectives() {
                         for (bytes, equal) in SIZES.iter().flat_map(|&bytes| [(bytes, true), (bytes, false)]) {
-                            let row = chooser.choose(collective, bytes, equal).unwrap();
+                            let row = chooser.choose(collective, Bytes(bytes), equal).unwrap();
                             assert_eq!(row.collective, collective);
                             assert_eq!(obstacle(row, equal, &topology), None, "{} {world}", row.name);
                         }
@@ -309,9 +319,9 @@ mod tests {
                         let mut bytes = 0;
                         while bytes < 1 << 31 {
                             let now: Vec<u64> =
-                                chooser.predict(collective, bytes, true).map(|(_, time)| time).collect();
+                                chooser.predict(collective, Bytes(bytes), true).map(|(_, time)| time).collect();
                             let names: Vec<&str> =
-                                chooser.predict(collective, bytes, true).map(|(row, _)| row.name).collect();
+                                chooser.predict(collective, Bytes(bytes), true).map(|(row, _)| row.name).collect();
                             for (index, (last, now)) in last.iter().zip(&now).enumerate() {
                                 assert!(last <= now, "{collective} {} of {world} at {bytes}", names[index]);
                             }
@@ -328,11 +338,11 @@ mod tests {
     fn a_deterministic_choice_sees_neither_hosts_nor_machine_nor_cores() {
         let hosts = Topology::new(vec![0, 0, 1, 1]);
         let slow: Machine = "shm_frame_ps=900000000 reduced_ps_per_kib=1,1,1,1,1".parse().unwrap();
-        let placement = Placement { near: Near::Tcp, cores: 1, segment_bytes: 64 << 10 };
+        let placement = Placement { intra_node: IntraNode::Tcp, cores: 1, segment_bytes: 64 << 10 };
         for bytes in SIZES {
             let pick = |topology: &Topology, basis: Basis| {
                 Chooser::new(topology.clone(), Vec::new(), &basis)
-                    .choose(Collective::AllReduce, bytes, true)
+                    .choose(Collective::AllReduce, Bytes(bytes), true)
                     .unwrap()
                     .name
             };
@@ -347,7 +357,7 @@ mod tests {
         let flat = Topology::flat(8);
         let pick = |text: &str, bytes| {
             let basis = Basis { machine: text.parse().unwrap(), ..basis(false) };
-            Chooser::new(flat.clone(), Vec::new(), &basis).choose(Collective::AllReduce, bytes, true).unwrap()
+            Chooser::new(flat.clone(), Vec::new(), &basis).choose(Collective::AllReduce, Bytes(bytes), true).unwrap()
         };
         // Where only waiting costs anything, one step is best; where only frames do, the fewest messages.
         let waiting = pick("shm_latency_ps=1000000000 shm_frame_ps=0", 1024);
@@ -363,7 +373,7 @@ mod tests {
     fn several_ranks_on_several_hosts_meet_on_their_hosts_first() {
         for (world, on_each, bytes) in [(4, 2, 1 << 20), (4, 2, 1 << 26), (64, 8, 1 << 20)] {
             let hosts = Topology::new((0..world).map(|rank| rank / on_each).collect());
-            let chosen = chooser(&hosts, &[]).choose(Collective::AllReduce, bytes, true).unwrap();
+            let chosen = chooser(&hosts, &[]).choose(Collective::AllReduce, Bytes(bytes), true).unwrap();
             assert_eq!(chosen.name, "two_level", "{bytes} bytes, {world} ranks");
         }
     }
@@ -375,17 +385,18 @@ mod tests {
             let chooser = chooser(&Topology::flat(world), &[]);
             for bytes in [2, 400, 1 << 12, 1 << 16, (1 << 16) + 1, 1 << 24] {
                 let time = |row: &Algorithm| {
-                    chooser.predict(collective, bytes, true).find(|(other, _)| other.id == row.id).unwrap().1
+                    chooser.predict(collective, Bytes(bytes), true).find(|(other, _)| other.id == row.id).unwrap().1
                 };
                 let (fastest, narrow) = (
-                    chooser.choose(collective, bytes, true).unwrap(),
-                    chooser.choose_narrow(collective, bytes, true).unwrap(),
+                    chooser.choose(collective, Bytes(bytes), true).unwrap(),
+                    chooser.choose_narrow(collective, Bytes(bytes), true).unwrap(),
                 );
                 assert!(time(narrow) * 10 <= time(fastest) * 12, "{collective} {world} {bytes}");
                 if bytes > 1 << 16 {
                     assert_eq!(narrow.name, fastest.name);
                 }
-                let rows = chooser.predict(collective, bytes, true).filter(|(row, _)| row.sums == Sums::Together);
+                let rows =
+                    chooser.predict(collective, Bytes(bytes), true).filter(|(row, _)| row.sums == Sums::Together);
                 let together = rows.map(|(_, time)| time).min().unwrap();
                 let affordable = bytes <= 1 << 16 && together * 10 <= time(fastest) * 12;
                 assert!(narrow.sums == Sums::Together || !affordable, "{collective} {world} {bytes}");
@@ -394,7 +405,7 @@ mod tests {
         // An override is an order.
         let rules = [rule(Collective::AllReduce, "recursive_doubling", 0, u64::MAX)];
         let ordered = chooser(&Topology::flat(4), &rules);
-        assert_eq!(ordered.choose_narrow(Collective::AllReduce, 64, true).unwrap().name, "recursive_doubling");
+        assert_eq!(ordered.choose_narrow(Collective::AllReduce, Bytes(64), true).unwrap().name, "recursive_doubling");
     }
 
     #[test]
@@ -404,7 +415,7 @@ mod tests {
         {
             let chooser = chooser(&topology, &[]);
             for (collective, bytes) in collectives().flat_map(|collective| SIZES.map(|bytes| (collective, bytes))) {
-                let row = chooser.choose(collective, bytes, true).unwrap();
+                let row = chooser.choose(collective, Bytes(bytes), true).unwrap();
                 assert!(!row.name.ends_with("_collected"), "{collective} {world} {bytes}: {}", row.name);
             }
         }
@@ -415,7 +426,7 @@ mod tests {
         for topology in [Topology::flat(2), Topology::new(vec![0, 1])] {
             let chooser = chooser(&topology, &[]);
             for bytes in [1 << 22, 1 << 26] {
-                let row = chooser.choose(Collective::AllReduce, bytes, true).unwrap();
+                let row = chooser.choose(Collective::AllReduce, Bytes(bytes), true).unwrap();
                 assert_ne!(row.name, "recursive_doubling", "{bytes}");
             }
         }
@@ -429,7 +440,7 @@ mod tests {
             rule(Collective::Broadcast, "chain", 0, u64::MAX),
         ];
         let chooser = chooser(&Topology::flat(4), &rules);
-        let pick = |collective, bytes| chooser.choose(collective, bytes, true).map(|row| row.name);
+        let pick = |collective, bytes| chooser.choose(collective, Bytes(bytes), true).map(|row| row.name);
         assert_eq!(pick(Collective::AllReduce, 999), Ok("ring"));
         assert_eq!(pick(Collective::AllReduce, 1000), Ok("rabenseifner"));
         assert_eq!(pick(Collective::AllReduce, 2001), Ok("ring"));
@@ -440,7 +451,7 @@ mod tests {
     #[test]
     fn an_unknown_name_is_refused_with_the_nearest_even_out_of_its_range() {
         let rules = [rule(Collective::AllReduce, "rings", 1 << 30, u64::MAX)];
-        let error = chooser(&Topology::flat(4), &rules).choose(Collective::AllReduce, 4, true).unwrap_err();
+        let error = chooser(&Topology::flat(4), &rules).choose(Collective::AllReduce, Bytes(4), true).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Configuration);
         assert!(error.message.contains("did you mean ring?") && error.message.contains("two_level"), "{error}");
     }
@@ -449,7 +460,7 @@ mod tests {
     fn a_rule_that_cannot_be_followed_says_why() {
         let refused = |collective, name, equal| {
             let rules = [rule(collective, name, 0, u64::MAX)];
-            let error = chooser(&Topology::flat(4), &rules).choose(collective, 4, equal).unwrap_err();
+            let error = chooser(&Topology::flat(4), &rules).choose(collective, Bytes(4), equal).unwrap_err();
             assert_eq!(error.kind, ErrorKind::Configuration);
             error.message
         };
@@ -473,7 +484,7 @@ mod tests {
 
     #[test]
     fn point_to_point_has_no_algorithm() {
-        let error = chooser(&Topology::flat(4), &[]).choose(Collective::Send, 4, true).unwrap_err();
+        let error = chooser(&Topology::flat(4), &[]).choose(Collective::Send, Bytes(4), true).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Unsupported);
     }
 }

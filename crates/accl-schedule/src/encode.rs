@@ -184,7 +184,7 @@ impl<'a> Trace<'a> {
         match collective {
             Collective::AllGather | Collective::AllToAll => Role::Result,
             Collective::AllReduce if finished => Role::Result,
-            _ if self.by_host && hosts.host_of(peer.0) == hosts.host_of(self.request.rank.0) => Role::IntraNode,
+            _ if self.by_host && hosts.host_of(peer) == hosts.host_of(self.request.rank) => Role::IntraNode,
             _ => Role::Reduce,
         }
     }

@@ -1,5 +1,7 @@
 //! Which ranks share a host. Owns the grouping only; how it is found is the engine's affair.
 
+use accl_types::Rank;
+
 /// The host of each rank of a group. Hosts are numbered in the order of their first rank.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Topology {
@@ -39,8 +41,8 @@ impl Topology {
     }
 
     /// The host of a rank.
-    pub fn host_of(&self, rank: u32) -> u32 {
-        self.host_of[rank as usize]
+    pub fn host_of(&self, rank: Rank) -> u32 {
+        self.host_of[rank.index()]
     }
 
     /// The ranks of a host, ascending.

@@ -59,12 +59,12 @@ fn count(row: &Algorithm, topology: &Topology) -> Counted {
                     work.sent += 1;
                     work.sent_bytes += bytes;
                     counted.all_bytes += bytes;
-                    let (from, to) = (topology.host_of(rank), topology.host_of(to.0));
+                    let (from, to) = (topology.host_of(Rank(rank)), topology.host_of(*to));
                     if from == to {
-                        counted.all.near += 1;
+                        counted.all.intra_node += 1;
                         continue;
                     }
-                    counted.all.far += 1;
+                    counted.all.inter_node += 1;
                     for (host, way) in [(from, 0), (to, 1)] {
                         crossing[host as usize][way] += 1;
                         crossing_bytes[host as usize][way] += bytes;
@@ -128,8 +128,8 @@ fn stated(cost: &Cost) -> (Work, Reach, u64, u64) {
         if phase.arriving == Arriving::Reduced {
             work.reduced_bytes += u64::from(received) * bytes;
         }
-        all.near += phase.all.near;
-        all.far += phase.all.far;
+        all.intra_node += phase.all.intra_node;
+        all.inter_node += phase.all.inter_node;
         all.uplink += phase.all.uplink;
         all_bytes += phase.all.sum() * bytes;
         uplink_bytes += phase.all.uplink * bytes;
@@ -196,8 +196,8 @@ fn check(row: &Algorithm, topology: &Topology) -> Result<(), String> {
             return Err("messages of the busiest rank".to_owned());
         }
     } else {
-        alike("messages on a host", all.near, counted.all.near)?;
-        alike("messages between hosts", all.far, counted.all.far)?;
+        alike("messages on a host", all.intra_node, counted.all.intra_node)?;
+        alike("messages between hosts", all.inter_node, counted.all.inter_node)?;
         alike("messages of the busiest rank", work.messages(), most(|work| work.messages()))?;
         // The busiest host of one phase need not be that of another.
         if !is_bound(all.uplink, counted.all.uplink, 1, 1) {

@@ -223,7 +223,7 @@ fn hosts_exchange_parts_of_sums_in_another_role_than_their_ranks() {
                 _ => continue,
             };
             let role = program.codes[span.ranges()[0].first as usize].role;
-            let near = topology.host_of(peer.0) == topology.host_of(rank);
+            let near = topology.host_of(*peer) == topology.host_of(Rank(rank));
             assert!(role == Role::Result || (role == Role::IntraNode) == near, "{role:?} between {rank} and {peer}");
         }
         let of = |role| program.codes.iter().any(|code| code.role == role);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use accl_engine::{Blocks, Call, CallDesc, Group, Mode, Ran, TensorDesc, Waited};
-use accl_types::{Collective, Dtype, Error, Rank, ReduceOp, Result};
+use accl_types::{Collective, Dtype, Elems, Error, Rank, ReduceOp, Result};
 
 /// A rank of a world's group.
 #[derive(Clone)]
@@ -30,12 +30,12 @@ elements!(u8 = U8, i8 = I8, u16 = U16, i16 = I16, u32 = U32, i32 = I32, u64 = U6
 
 /// A dense tensor over a slice that the call may only read.
 pub fn read<T: Element>(data: &[T]) -> TensorDesc {
-    TensorDesc::dense(data.as_ptr().cast_mut().cast(), T::DTYPE, data.len())
+    TensorDesc::dense(data.as_ptr().cast_mut().cast(), T::DTYPE, Elems(data.len() as u64))
 }
 
 /// A dense tensor over a slice that the call writes.
 pub fn write<T: Element>(data: &mut [T]) -> TensorDesc {
-    TensorDesc::dense(data.as_mut_ptr().cast(), T::DTYPE, data.len())
+    TensorDesc::dense(data.as_mut_ptr().cast(), T::DTYPE, Elems(data.len() as u64))
 }
 
 /// Cuts a slice into blocks of the given lengths.
@@ -44,7 +44,7 @@ fn blocks<T: Element>(base: *mut T, counts: &[usize]) -> Blocks {
     counts
         .iter()
         .map(|&count| {
-            let tensor = TensorDesc::dense(base.wrapping_add(at).cast(), T::DTYPE, count);
+            let tensor = TensorDesc::dense(base.wrapping_add(at).cast(), T::DTYPE, Elems(count as u64));
             at += count;
             [tensor]
         })
@@ -54,7 +54,7 @@ fn blocks<T: Element>(base: *mut T, counts: &[usize]) -> Blocks {
 impl Member {
     /// A rank of this group.
     pub fn new(group: Arc<Group>) -> Self {
-        let (rank, world) = (group.rank() as usize, group.world() as usize);
+        let (rank, world) = (group.rank().index(), group.world() as usize);
         Self { group, rank, world }
     }
 

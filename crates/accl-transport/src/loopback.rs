@@ -30,11 +30,11 @@ pub fn pair(
 ) -> (LoopbackLink, LoopbackLink) {
     let (ab, ba) = (Arc::new(Direction::default()), Arc::new(Direction::default()));
     let sides = [Arc::new(Side::new(a)), Arc::new(Side::new(b))];
-    let link = |out: &Arc<Direction>, inn: &Arc<Direction>, me: usize| LoopbackLink {
+    let link = |out: &Arc<Direction>, inbound: &Arc<Direction>, me: usize| LoopbackLink {
         max_payload_bytes,
         capacity,
         out: Arc::clone(out),
-        inn: Arc::clone(inn),
+        inbound: Arc::clone(inbound),
         me: Arc::clone(&sides[me]),
         peer: Arc::clone(&sides[1 - me]),
         reserved: None,
@@ -54,7 +54,7 @@ pub fn self_link(max_payload_bytes: usize, waker: Arc<Waker>) -> LoopbackLink {
         max_payload_bytes,
         capacity: Capacity::Unbounded,
         out: Arc::clone(&direction),
-        inn: direction,
+        inbound: direction,
         me: Arc::clone(&side),
         peer: side,
         reserved: None,
@@ -104,7 +104,7 @@ struct Direction {
     /// The sender will send no more, or is gone.
     closed: AtomicBool,
     /// The receiver is gone.
-    deaf: AtomicBool,
+    receiver_gone: AtomicBool,
 }
 
 impl Direction {
@@ -140,7 +140,7 @@ pub struct LoopbackLink {
     max_payload_bytes: usize,
     capacity: Capacity,
     out: Arc<Direction>,
-    inn: Arc<Direction>,
+    inbound: Arc<Direction>,
     me: Arc<Side>,
     peer: Arc<Side>,
     reserved: Option<Parcel>,
@@ -170,9 +170,9 @@ impl LoopbackLink {
         self.me.wants_room.store(wants_room, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         self.peeked.is_some()
-            || !self.inn.lock().is_empty()
-            || (self.inn.closed.load(Ordering::Acquire) && !self.told)
-            || (wants_room && (self.has_room() || self.out.deaf.load(Ordering::Acquire)))
+            || !self.inbound.lock().is_empty()
+            || (self.inbound.closed.load(Ordering::Acquire) && !self.told)
+            || (wants_room && (self.has_room() || self.out.receiver_gone.load(Ordering::Acquire)))
     }
 
     fn retract(&self) {
@@ -181,7 +181,7 @@ impl LoopbackLink {
     }
 
     fn is_ended(&self) -> bool {
-        self.inn.closed.load(Ordering::Acquire) && self.peeked.is_none() && self.inn.lock().is_empty()
+        self.inbound.closed.load(Ordering::Acquire) && self.peeked.is_none() && self.inbound.lock().is_empty()
     }
 }
 
@@ -198,7 +198,7 @@ unsafe impl Link for LoopbackLink {
                 self.max_payload_bytes
             )));
         }
-        if self.out.deaf.load(Ordering::Acquire) || self.out.closed.load(Ordering::Acquire) {
+        if self.out.receiver_gone.load(Ordering::Acquire) || self.out.closed.load(Ordering::Acquire) {
             return Err(Error::peer_lost("the loopback link is closed"));
         }
         if !self.has_room() {
@@ -218,8 +218,8 @@ unsafe impl Link for LoopbackLink {
     fn peek(&mut self) -> Result<Option<Frame<'_>>> {
         if self.peeked.is_none() {
             // Read before the queue, so that a frame sent just before closing is not missed.
-            let closed = self.inn.closed.load(Ordering::Acquire);
-            self.peeked = self.inn.lock().pop_front();
+            let closed = self.inbound.closed.load(Ordering::Acquire);
+            self.peeked = self.inbound.lock().pop_front();
             if self.peeked.is_none() && closed {
                 self.told = true;
                 return Err(Error::peer_lost("the loopback link was closed by its peer"));
@@ -290,7 +290,7 @@ impl Watched for LoopbackLink {
 
 impl Drop for LoopbackLink {
     fn drop(&mut self) {
-        self.inn.deaf.store(true, Ordering::Release);
+        self.inbound.receiver_gone.store(true, Ordering::Release);
         self.close();
         self.peer.notify(&self.peer.wants_room);
     }

@@ -71,6 +71,15 @@ def meet(place: Place, timeout_s: float) -> Any:
     return _meet_on_this_host(place, timeout)
 
 
+def leave(store: Any, rank: int, world: int) -> None:
+    """The last thing that is said over a store. Rank 0, which may own it, leaves last."""
+    if rank:
+        # Nothing is answered to it.
+        store.set(f"left/{rank}", "")
+    elif world > 1:
+        store.wait([f"left/{other}" for other in range(1, world)])
+
+
 def _meet_on_this_host(place: Place, timeout: timedelta) -> Any:
     """Rank 0 leaves the port of its store in a file until all have read it."""
     import torch.distributed as dist

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch_accl import Options
 
 from .._wrong import WrongInput
-from .place import Place
+from .place import Place, leave
 from .wanted import Wanted, check_pin
 
 
@@ -101,14 +101,10 @@ class Team:
         return dist.new_group(backend=backend, pg_options=options)
 
     def close(self) -> None:
-        """Leaves all groups. Rank 0, which may own the store, leaves last."""
+        """Leaves all groups, rank 0 last."""
         self.collect(None)
         dist.destroy_process_group()
-        if self.rank:
-            # The last thing said, and nothing is answered to it.
-            self._store.set(f"left/{self.rank}", "")
-        elif self.world > 1:
-            self._store.wait([f"left/{rank}" for rank in range(1, self.world)])
+        leave(self._store, self.rank, self.world)
 
 
 def machine() -> dict[str, Any]:

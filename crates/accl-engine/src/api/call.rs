@@ -5,7 +5,7 @@
 use std::sync::Weak;
 use std::time::Duration;
 
-use accl_types::{Error, Result};
+use accl_types::{Error, Rank, Result};
 
 use crate::driver::Driver;
 use crate::in_flight::InFlight;
@@ -42,7 +42,7 @@ impl Call {
         match self.driver.upgrade() {
             Some(driver) => driver.wait(&self.state, timeout, interrupt),
             None => {
-                let ended = || Waited::Failed(self.state.placed(Error::aborted("the engine has ended")));
+                let ended = || Waited::Failed(self.state.in_context(Error::aborted("the engine has ended")));
                 self.state.outcome().unwrap_or_else(ended)
             }
         }
@@ -59,7 +59,7 @@ impl Call {
     }
 
     /// Where a receive's data came from, once that is known.
-    pub fn source_rank(&self) -> Option<u32> {
+    pub fn source_rank(&self) -> Option<Rank> {
         self.state.source_rank()
     }
 

@@ -37,10 +37,10 @@ impl Group {
             let is_over = || self.missing_links().map_or(true, |missing| missing.is_empty());
             connector.await_change(TICK, is_over);
             if interrupt() {
-                return Err(self.placed(Error::aborted("interrupted while links were made")));
+                return Err(self.in_context(Error::aborted("interrupted while links were made")));
             }
             if time::now() >= deadline {
-                return Err(self.placed(self.unlinked(timeout, &self.missing_links()?)));
+                return Err(self.in_context(self.unlinked(timeout, &self.missing_links()?)));
             }
         }
     }
@@ -55,7 +55,7 @@ impl Group {
             let lost = group.members().ranks().find_map(|rank| Some((rank, context.net.why_gone(peer(rank))?)));
             if let Some((rank, why)) = lost {
                 let text = format!("no link to {}: {why}", group.members().describe(rank, context.net));
-                return Err(self.placed(Error::peer_lost(text).with_peer(rank)));
+                return Err(self.in_context(Error::peer_lost(text).with_peer(rank)));
             }
             Ok(group.members().ranks().filter(|&rank| !context.net.is_linked(peer(rank))).collect())
         })?

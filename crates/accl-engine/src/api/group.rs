@@ -130,22 +130,22 @@ impl Group {
             }
             Ok(Some(Err((algorithm, notifier, launched)))) => {
                 let call = self.launched(desc, Some(algorithm), notifier, launched);
-                call.map(pending).map_err(|error| self.placed(error))
+                call.map(pending).map_err(|error| self.in_context(error))
             }
             Ok(None) => self.submit_with(desc, default).map(pending),
-            Err(error) => Err(self.placed(error.of(desc.collective))),
+            Err(error) => Err(self.in_context(error.of(desc.collective))),
         }
     }
 
     /// Starts a call, encoded by this codec if there is one.
     fn submit_with(&self, desc: &CallDesc, default: Option<&DefaultCodec>) -> Result<Call> {
-        let Some(codec) = default else { return self.start_measured(desc).map_err(|error| self.placed(error)) };
+        let Some(codec) = default else { return self.start_measured(desc).map_err(|error| self.in_context(error)) };
         let started = codec.encoded(desc, codec.next_step()).and_then(|desc| self.start_measured(&desc));
         // One that was refused has no number: the other ranks may have made theirs.
         if started.is_ok() {
             codec.count();
         }
-        started.map_err(|error| self.placed(error))
+        started.map_err(|error| self.in_context(error))
     }
 
     /// As [`Group::start`], with what is measured of the call.
@@ -221,7 +221,7 @@ impl Group {
             let encoded = self.default_codec_of(desc).map(|codec| codec.encoded(desc, 0)).transpose()?;
             Ok(self.planning.get(encoded.as_ref().unwrap_or(desc))?.plan.algorithm.name)
         });
-        named.map_err(|error| self.placed(error.of(desc.collective)))
+        named.map_err(|error| self.in_context(error.of(desc.collective)))
     }
 
     /// Takes `count` consecutive numbers for collectives that are submitted later with [`CallDesc::seq`]. A barrier that is made
@@ -256,8 +256,8 @@ impl Group {
     }
 
     /// This process's rank.
-    pub fn rank(&self) -> u32 {
-        self.caller.rank.0
+    pub fn rank(&self) -> Rank {
+        self.caller.rank
     }
 
     /// Number of ranks.
@@ -301,7 +301,7 @@ impl Group {
 
     /// Ends the group here and on all ranks: calls in flight fail at once, later ones are refused. Any thread may.
     pub fn abort(&self, reason: &str) {
-        let error = self.placed(Error::aborted(format!("abort was called: {reason}")));
+        let error = self.in_context(Error::aborted(format!("abort was called: {reason}")));
         if self.with_state(|group, context| group.fail(error, context, Notify::Peers)).is_ok() {
             self.driver.flush();
             self.driver.kick();
@@ -370,7 +370,7 @@ impl Group {
     pub(crate) fn with_state<R>(&self, f: impl FnOnce(&mut GroupState, &mut Context<'_>) -> R) -> Result<R> {
         // The lock may have been held by another thread when the process forked.
         if self.driver.is_forked() {
-            return Err(self.placed(forked()));
+            return Err(self.in_context(forked()));
         }
         let now = time::now();
         self.driver
@@ -389,8 +389,8 @@ impl Group {
     }
 
     /// An error with this group's place.
-    pub(crate) fn placed(&self, error: Error) -> Error {
-        self.caller.placed(error)
+    pub(crate) fn in_context(&self, error: Error) -> Error {
+        self.caller.in_context(error)
     }
 }
 

@@ -8,7 +8,7 @@
 
 use std::time::Duration;
 
-use accl_types::{Collective, Dtype, Error, ErrorKind, Moment, Rank, Result};
+use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, Moment, Rank, Result};
 
 use super::call::Call;
 use super::group::Group;
@@ -77,7 +77,7 @@ impl Group {
                     text += &format!("; {why}");
                 }
             }
-            return Err(self.placed(Error::timeout(text)));
+            return Err(self.in_context(Error::timeout(text)));
         }
         for (rank, presence) in (1..).map(Rank).zip(present) {
             if let Presence::Waiting(number) = presence {
@@ -170,7 +170,7 @@ impl Group {
             Err(error) if error.kind == ErrorKind::PeerLost => (error.kind, error.message),
             Err(error) => return Err(error),
         };
-        Err(self.placed(Error::new(
+        Err(self.in_context(Error::new(
             kind,
             format!(
                 "Rank {} successfully reached monitoredBarrier, but received errors while waiting for send/recv from \
@@ -186,7 +186,7 @@ impl Group {
         desc.peer = Some(peer);
         desc.tag = tag;
         desc.note = note;
-        let tensor = Blocks::of(TensorDesc::dense(std::ptr::null_mut(), Dtype::U8, 0));
+        let tensor = Blocks::of(TensorDesc::dense(std::ptr::null_mut(), Dtype::U8, Elems(0)));
         if collective == Collective::Send {
             desc.inputs = tensor;
             desc.mode = Mode::Async;
@@ -207,14 +207,14 @@ impl Group {
             Waited::Done => Ok(true),
             Waited::Failed(error) => Err(error),
             Waited::TimedOut(_) => Ok(false),
-            Waited::Interrupted => Err(self.placed(Error::aborted("interrupted in monitored_barrier"))),
+            Waited::Interrupted => Err(self.in_context(Error::aborted("interrupted in monitored_barrier"))),
         }
     }
 
     /// Takes a receive back, or says how it has ended.
     fn take_back(&self, call: &Call) -> Result<Option<Waited>> {
         self.with_state(|group, context| {
-            let given_up = call.state.placed(Error::timeout("given up"));
+            let given_up = call.state.in_context(Error::timeout("given up"));
             if group.take_back(&call.state, given_up, context.now) { None } else { call.state.outcome() }
         })
     }

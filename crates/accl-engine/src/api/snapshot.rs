@@ -10,7 +10,7 @@ use accl_types::{Collective, Rank};
 use crate::driver::Driver;
 use crate::engine::Engine;
 use crate::time;
-use accl_executor::group::{Core, GroupState, Work};
+use accl_executor::group::{CallInFlight, Core, GroupState, Work};
 use accl_executor::peers::{Members, PeerId, Traffic};
 
 use super::group::Group;
@@ -34,9 +34,9 @@ pub struct Snapshot {
 #[derive(Clone, Debug)]
 pub struct PeerSnapshot {
     /// Its rank in the group that was asked; `None` when the engine was.
-    pub rank: Option<u32>,
+    pub rank: Option<Rank>,
     /// `host worker-3, pid 4711`.
-    pub place: String,
+    pub process: String,
     /// Transport and addresses of the link to it; `None` before it is made, and after the peer has gone.
     pub link: Option<String>,
     /// Why nothing more comes from it, once that is so.
@@ -55,7 +55,7 @@ pub struct GroupSnapshot {
     /// Its name for messages.
     pub name: String,
     /// This process's rank.
-    pub rank: u32,
+    pub rank: Rank,
     /// Number of ranks.
     pub world: u32,
     /// Collectives that were made here.
@@ -86,7 +86,9 @@ pub struct CallSnapshot {
     /// For how long it has been in flight.
     pub age: Duration,
     /// The ranks that it waits for; none if it waits for any, or for its turn.
-    pub awaits: Vec<u32>,
+    pub awaits: Vec<Rank>,
+    /// An external operation that is under way for it, in words. A call that has failed is in flight until it has stopped.
+    pub external: Option<String>,
 }
 
 impl Snapshot {
@@ -116,7 +118,7 @@ impl Engine {
         self.driver.with_core(|core| {
             let of_groups = traffic_of_groups(core);
             let peers = core.net.all().map(|id| peer(core, id, &of_groups)).collect();
-            let groups = core.groups().map(group).collect();
+            let groups = core.groups().map(|state| group(core, state)).collect();
             Snapshot::new(&self.driver, peers, groups, core.work())
         })
     }
@@ -133,14 +135,14 @@ impl Group {
             let state = core.group(self.caller.group);
             let of_groups = traffic_of_groups(core);
             let of_rank = |members: &Members, rank: Rank| PeerSnapshot {
-                rank: Some(rank.0),
+                rank: Some(rank),
                 of_group: Some(members.traffic(rank)),
                 ..peer(core, members.peer(rank), &of_groups)
             };
             let members = state.map(GroupState::members);
             let peers = members.into_iter().flat_map(|members| members.ranks().map(|rank| of_rank(members, rank)));
             let peers = peers.collect();
-            Snapshot::new(&self.driver, peers, state.map(group).into_iter().collect(), core.work())
+            Snapshot::new(&self.driver, peers, state.map(|state| group(core, state)).into_iter().collect(), core.work())
         })
     }
 }
@@ -161,18 +163,16 @@ fn peer(core: &Core, id: PeerId, of_groups: &HashMap<PeerId, Traffic>) -> PeerSn
     let peer = core.net.peer(id);
     let (link, system_calls) = core.net.link_of(id).unzip();
     let traffic = peer.traffic().plus(of_groups.get(&id).copied().unwrap_or_default());
-    let (place, gone, system_calls) = (core.net.place(id), core.net.why_gone(id), system_calls.unwrap_or_default());
-    PeerSnapshot { rank: None, place, link, gone, traffic, of_group: None, system_calls }
+    let (process, gone, system_calls) =
+        (core.net.host_and_pid(id), core.net.why_gone(id), system_calls.unwrap_or_default());
+    PeerSnapshot { rank: None, process, link, gone, traffic, of_group: None, system_calls }
 }
 
-fn group(state: &GroupState) -> GroupSnapshot {
+fn group(core: &Core, state: &GroupState) -> GroupSnapshot {
     let now = time::now();
     let (collectives, messages, failed) = state.counts();
-    let in_flight = state.in_flight().into_iter().map(|(call, awaits)| CallSnapshot {
-        collective: call.collective,
-        seq: call.seq,
-        age: now.since(call.started()),
-        awaits: awaits.into_iter().map(|rank| rank.0).collect(),
+    let in_flight = core.in_flight(state.id()).into_iter().map(|CallInFlight { call, awaits, external }| {
+        CallSnapshot { collective: call.collective, seq: call.seq, age: now.since(call.started()), awaits, external }
     });
     let ranks = state.members().ranks().map(|rank| state.members().traffic(rank));
     let (waits, waited) = state.waits().total();
@@ -181,7 +181,7 @@ fn group(state: &GroupState) -> GroupSnapshot {
         waits,
         waited,
         name: state.name().to_string(),
-        rank: state.rank().0,
+        rank: state.rank(),
         world: state.members().world(),
         collectives,
         messages,

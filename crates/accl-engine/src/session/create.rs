@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use accl_schedule::cost::{Machine, Placement};
 use accl_schedule::{Basis, Chooser, Topology};
 use accl_types::config::Config;
-use accl_types::{Error, Rank, Result};
+use accl_types::{Bytes, Error, Rank, Result};
 use accl_wire::EndpointInfo;
 
 use super::cores::Cores;
@@ -22,7 +22,7 @@ use crate::api::spec::GroupSpec;
 use crate::engine::{Engine, Job, Parts};
 use crate::env::launch_label;
 use crate::events;
-use crate::settings::near_of;
+use crate::settings::intra_node_of;
 use crate::time::{self, far};
 use accl_executor::group::GroupState;
 use accl_executor::peers::{Gone, Members, PeerId, missing, neighbours};
@@ -182,7 +182,7 @@ impl Engine {
         let default_codec = DefaultCodec::of(&spec.config)?;
         let Some(peers) = self.connect(parts, spec, meeting, infos, deadline, look)? else { return Ok(None) };
         self.driver.with_core(|core| core.expect_group(id, peers.clone()));
-        let members = Members::new(peers, spec.config.eager_bytes);
+        let members = Members::new(peers, Bytes(spec.config.eager_bytes));
         let chooser = chooser(topology, spec, infos, self.driver.with_core(|core| core.segment()));
         let planner = Planner::new(chooser, spec.rank);
         let mut state = GroupState::new(id, spec.name.as_str().into(), spec.rank, spec.timeout, members);
@@ -231,7 +231,7 @@ impl Engine {
                 Some(Gone::Lost(error)) => format!("is lost: {}", error.message),
                 Some(Gone::Left) | None => "has left".to_owned(),
             };
-            let text = format!("while the group was being made rank {rank} ({}) {how}", core.net.place(peer));
+            let text = format!("while the group was being made rank {rank} ({}) {how}", core.net.host_and_pid(peer));
             Err(Error::peer_lost(text).with_peer(rank))
         })
     }
@@ -356,11 +356,11 @@ fn chooser(topology: Topology, spec: &GroupSpec, infos: &[RankInfo], segment_byt
     let largest = topology.largest_host();
     let full = (0..topology.host_count()).filter(|&host| topology.ranks_of(host).len() as u32 == largest);
     let cores = full.map(cores_of).min().unwrap_or(1);
-    let near = near_of(&spec.config);
+    let intra_node = intra_node_of(&spec.config);
     let machine = infos.first().and_then(|info| info.machine).unwrap_or_default();
     let basis = Basis {
         machine,
-        placement: Placement { near, cores, segment_bytes },
+        placement: Placement { intra_node, cores, segment_bytes },
         deterministic: spec.config.deterministic,
     };
     Chooser::new(topology, spec.config.algorithm.clone(), &basis)

@@ -3,7 +3,7 @@
 //! Owns their memory. Values are small whole numbers, so that every sum is exact in every dtype. Read [`Tensors::new`] first.
 
 use accl_testkit::Rng;
-use accl_types::{Collective, Dtype, ReduceOp};
+use accl_types::{Collective, Dtype, Elems, ReduceOp};
 use half::bf16;
 
 use super::scenario::Item;
@@ -62,7 +62,7 @@ impl Tensor {
     fn desc(&mut self) -> TensorDesc {
         let ptr = self.words.as_mut_ptr().wrapping_add(GUARD).cast();
         if self.step == 1 {
-            return TensorDesc::dense(ptr, self.dtype, self.count);
+            return TensorDesc::dense(ptr, self.dtype, Elems(self.count as u64));
         }
         TensorDesc::strided(ptr, self.dtype, &[self.count as i64], &[self.step as i64])
             .unwrap_or_else(|e| panic!("{e}"))

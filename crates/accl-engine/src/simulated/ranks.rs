@@ -6,9 +6,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use accl_schedule::cost::{Machine, Near, Placement};
+use accl_schedule::cost::{IntraNode, Machine, Placement};
 use accl_schedule::{Basis, Chooser, Topology};
-use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, ReduceOp};
+use accl_types::{Bytes, Collective, Dtype, Error, ErrorKind, Rank, ReduceOp};
 
 use super::clock::{self, Event};
 use super::driving::PASS;
@@ -120,12 +120,13 @@ impl World<'_> {
         let Some(core) = &mut host.core else { return };
         let (id, name) = (index as u64 + 1, Arc::from(format!("g{index}")));
         let rank = Rank(rank as u32);
-        let mut state = GroupState::new(id, Arc::clone(&name), rank, TIMEOUT, Members::new(peers, spec.eager_bytes));
+        let mut state =
+            GroupState::new(id, Arc::clone(&name), rank, TIMEOUT, Members::new(peers, Bytes(spec.eager_bytes)));
         if self.scenario.seed.is_multiple_of(3) {
             state.enable_timing();
         }
         core.add_group(state, clock::now());
-        let placement = Placement { near: Near::Shm, cores: 8, segment_bytes: self.scenario.segment };
+        let placement = Placement { intra_node: IntraNode::Shm, cores: 8, segment_bytes: self.scenario.segment };
         let basis = Basis { machine: Machine::default(), placement, deterministic: false };
         let chooser = Chooser::new(Topology::new(spec.hosts.clone()), spec.rules.clone(), &basis);
         let world = spec.members.len() as u32;
@@ -333,7 +334,7 @@ impl World<'_> {
     fn abort(&mut self, process: usize, group: usize) {
         let host = &mut self.processes[process];
         let (Some(core), Some(member)) = (&mut host.core, host.members.get(&group)) else { return };
-        let error = member.caller.placed(Error::aborted("abort was called: by the world"));
+        let error = member.caller.in_context(Error::aborted("abort was called: by the world"));
         core.with_group(member.caller.group, clock::now(), |group, context| group.fail(error, context, Notify::Peers));
         core.net.flush_all();
         self.kick(process);

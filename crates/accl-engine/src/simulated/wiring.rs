@@ -129,7 +129,7 @@ impl World<'_> {
             self.processes[process].inquests.begin(info(peer).uuid, error, clock::now());
             return self.inquire(process);
         }
-        self.heed(process, peer, Found::Lost(Error::peer_lost("there is no way to it")));
+        self.handle(process, peer, Found::Lost(Error::peer_lost("there is no way to it")));
         Ok(())
     }
 
@@ -154,7 +154,7 @@ impl World<'_> {
             if self.lacks_link(process, peer) {
                 self.check_fate(process, peer, &found)?;
             }
-            self.heed(process, peer, found);
+            self.handle(process, peer, found);
         }
         if let Some(at) = self.processes[process].inquests.next() {
             self.agenda.lock().enter_at(at.nanos(), Event::Inquire { process });
@@ -167,7 +167,7 @@ impl World<'_> {
         host.core.as_ref().zip(host.peers[peer]).is_some_and(|(core, peer)| core.net.is_unlinked(peer))
     }
 
-    fn heed(&mut self, process: usize, peer: usize, found: Found) {
+    fn handle(&mut self, process: usize, peer: usize, found: Found) {
         let host = &mut self.processes[process];
         if let (Some(core), Some(peer)) = (&mut host.core, host.peers[peer]) {
             match found {

@@ -8,7 +8,7 @@ use accl_engine::{ALGORITHMS, Blocks, CallDesc, Mode, TensorDesc};
 use accl_engine::{Codecs, Encoding, TensorCodecs};
 use accl_schedule::{Encodes, Topology};
 use accl_testkit::{Member, Rng, WorldOptions};
-use accl_types::{Collective, Dtype, ReduceOp};
+use accl_types::{Collective, Dtype, Elems, ReduceOp};
 
 /// From -1 to 1.
 pub fn data(rank: usize, count: usize, seed: u64) -> Vec<f32> {
@@ -34,7 +34,7 @@ pub fn encoding(tensors: Vec<TensorCodecs>) -> Encoding {
 
 pub fn tensor<T>(data: &[T], dtype: Dtype) -> TensorDesc {
     assert_eq!(size_of::<T>(), dtype.size_bytes());
-    TensorDesc::dense(data.as_ptr().cast_mut().cast(), dtype, data.len())
+    TensorDesc::dense(data.as_ptr().cast_mut().cast(), dtype, Elems(data.len() as u64))
 }
 
 pub fn all_reduce(member: &Member, data: &mut [f32], op: ReduceOp, encoding: &Encoding) {

@@ -278,11 +278,12 @@ impl CallDesc {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use accl_types::Elems;
 
     #[test]
     fn a_root_without_room_for_what_it_gathers_is_refused() {
         let mut value = [0_u8; 4];
-        let mut tensor = || TensorDesc::dense(value.as_mut_ptr(), Dtype::U8, 4);
+        let mut tensor = || TensorDesc::dense(value.as_mut_ptr(), Dtype::U8, Elems(4));
         let mut desc = CallDesc::new(Collective::Gather, Dtype::U8);
         desc.inputs = Blocks::of(tensor());
         assert!(desc.check(Rank(1), 2).is_ok());

@@ -114,8 +114,8 @@ impl CallState {
     }
 
     /// Where a receive's data came from, once that is known.
-    pub fn source_rank(&self) -> Option<u32> {
-        Some(self.source.load(Ordering::Relaxed)).filter(|&source| source != NO_SOURCE)
+    pub fn source_rank(&self) -> Option<Rank> {
+        Some(self.source.load(Ordering::Relaxed)).filter(|&source| source != NO_SOURCE).map(Rank)
     }
 
     /// From submission to the last byte; `None` while it runs or when timing is off.
@@ -130,7 +130,7 @@ impl CallState {
     }
 
     /// An error with this call's place.
-    pub fn placed(&self, error: Error) -> Error {
+    pub fn in_context(&self, error: Error) -> Error {
         error.in_call(self.collective, Seq(self.seq)).in_group(&self.group).on_rank(self.rank)
     }
 

@@ -3,7 +3,7 @@
 //! Owns what can be said of a tensor without touching its memory. Read [`TensorDesc`] first, then [`Blocks`].
 
 use accl_kernels::StridedView;
-use accl_types::{Dtype, Error, Result};
+use accl_types::{Dtype, Elems, Error, Result};
 use smallvec::SmallVec;
 
 /// Which memory a tensor lies in.
@@ -60,7 +60,7 @@ unsafe impl Send for TensorDesc {}
 
 impl TensorDesc {
     /// A dense tensor.
-    pub fn dense(ptr: *mut u8, dtype: Dtype, count_elems: usize) -> Self {
+    pub fn dense(ptr: *mut u8, dtype: Dtype, count: Elems) -> Self {
         Self {
             ptr,
             dtype,
@@ -68,7 +68,7 @@ impl TensorDesc {
             neg: false,
             memory: MemoryKind::Host,
             plain: true,
-            count: count_elems as u64,
+            count: count.0,
             strided: None,
         }
     }

@@ -19,7 +19,7 @@ use super::completed::Completed;
 use super::context::Context;
 use super::ended::Ended;
 use super::inbox::{Early, Lobby, MAX_LOBBY_BYTES};
-use super::state::{Departure, FastPathEnd, GroupState, Notify, cause_bytes};
+use super::state::{CallInFlight, Departure, FastPathEnd, GroupState, Notify, cause_bytes};
 use super::stopping::Stopping;
 use crate::call::{CallDesc, CallState, Wake};
 use crate::exec::SpinLimit;
@@ -273,7 +273,7 @@ impl Core {
                 "more than {} MiB came for groups that were being made here; let all ranks make a group before they use it",
                 MAX_LOBBY_BYTES >> 20
             ));
-            self.with_group(id, now, |group, context| group.fail(group.placed(error), context, Notify::Peers));
+            self.with_group(id, now, |group, context| group.fail(group.in_context(error), context, Notify::Peers));
         }
         self.net.flush_all();
     }
@@ -296,7 +296,7 @@ impl Core {
             members.ranks().for_each(|rank| self.net.add_traffic(members.peer(rank), members.traffic(rank)));
         }
         let most = cause_bytes(self.segment);
-        self.ended.add(id, group.and_then(|group| Some(group.cause_to_tell(most)?.1)));
+        self.ended.add(id, group.and_then(|group| Some(group.announced_cause(most)?.1)));
     }
 
     /// Leaves a group, and forgets it: nobody can make a call in between. `None`: there is none, or it is lost to a panic.
@@ -480,7 +480,7 @@ impl Core {
                 // It was given up here, and is a peer again in another group.
                 self.net.send_control(id, header(Kind::Goodbye), &[]);
             } else {
-                self.with_group(group, now, |group, context| group.tell_of_failure(id, context));
+                self.with_group(group, now, |group, context| group.notify_of_failure(id, context));
             }
         }
         Ok(())
@@ -495,6 +495,15 @@ impl Core {
     pub fn next_deadline(&self) -> Option<Moment> {
         let calls = self.active.iter().filter_map(|id| self.groups.get(id)?.next_deadline());
         calls.chain(self.stopping.next_deadline()).min()
+    }
+
+    /// The calls of a group that are in flight, those that have failed and wait for external operations to stop among them.
+    pub fn in_flight(&self, group: u64) -> Vec<CallInFlight> {
+        let state = self.groups.get(&group).map(GroupState::in_flight).unwrap_or_default();
+        // Whose ranks it needs no more.
+        let stopping =
+            self.stopping.runs_of(group).map(|run| CallInFlight { awaits: Vec::new(), ..CallInFlight::of(run) });
+        state.into_iter().chain(stopping).collect()
     }
 
     /// Whether calls that have failed wait for external operations that have yet to stop.
@@ -725,7 +734,7 @@ impl Core {
     /// What follows when frames were taken off links.
     fn end_pass(&mut self, mut moved: bool, now: Moment) -> bool {
         if !self.causes.is_empty() {
-            self.heed_causes(now);
+            self.handle_causes(now);
             moved = true;
         }
         moved |= self.advance(now);
@@ -738,7 +747,7 @@ impl Core {
 
     /// Fails groups whose end was announced, after everything that had arrived before is handled: a rank tells of the end
     /// on its own link, and what completes a call may lie on another.
-    fn heed_causes(&mut self, now: Moment) {
+    fn handle_causes(&mut self, now: Moment) {
         self.idle = PASSES_HELD;
         self.net.look_again_everywhere();
         for _ in 0..MAX_ROUNDS {

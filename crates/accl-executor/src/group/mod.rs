@@ -20,6 +20,7 @@ pub use core::Fate;
 pub use core::Relief;
 pub use core::Work;
 pub use failure::GRACE;
+pub use state::CallInFlight;
 pub use state::Departure;
 pub use state::FastPathEnd;
 pub use state::GroupState;

@@ -110,6 +110,22 @@ macro_rules! env {
     };
 }
 
+/// A call in flight and what it waits for.
+pub struct CallInFlight {
+    /// The call.
+    pub call: Arc<CallState>,
+    /// The ranks that it waits for; none if it waits for any, or for its turn.
+    pub awaits: Vec<Rank>,
+    /// An external operation that is under way, in words.
+    pub external: Option<String>,
+}
+
+impl CallInFlight {
+    pub(super) fn of(run: &Run) -> Self {
+        Self { call: run.call.clone(), awaits: run.awaited(), external: run.external_under_way() }
+    }
+}
+
 impl GroupState {
     /// A group that has just been made. Its calls have `timeout` unless they say otherwise.
     pub fn new(id: u64, name: Arc<str>, rank: Rank, timeout: Duration, members: Members) -> Self {
@@ -231,7 +247,7 @@ impl GroupState {
     }
 
     /// An error with this group's place.
-    pub(crate) fn placed(&self, error: Error) -> Error {
+    pub(crate) fn in_context(&self, error: Error) -> Error {
         error.in_group(&self.name).on_rank(self.rank)
     }
 
@@ -282,7 +298,7 @@ impl GroupState {
         let unused = self.sequence.conclude(seqs, failed.is_some());
         let (Some(why), Some(first)) = (failed, unused) else { return };
         let error = Error::new(why.kind, format!("call {first} could not be made on this rank: {}", why.message));
-        self.fail(self.placed(error), context, Notify::Peers);
+        self.fail(self.in_context(error), context, Notify::Peers);
     }
 
     /// The number of a collective that is being made.
@@ -394,7 +410,7 @@ impl GroupState {
         }
         self.runs.insert(seq, run);
         if let Some(error) = failure {
-            self.fail(call.placed(error), context, Notify::Peers);
+            self.fail(call.in_context(error), context, Notify::Peers);
         }
     }
 
@@ -417,7 +433,7 @@ impl GroupState {
             None => self.p2p.post_receive(message, &mut env!(self, context)),
         };
         if let Err(error) = result {
-            self.fail(call.placed(error), context, Notify::Peers);
+            self.fail(call.in_context(error), context, Notify::Peers);
         }
     }
 
@@ -445,9 +461,9 @@ impl GroupState {
             let error = error.with_peer(from);
             let error = match self.runs.get(&header.seq) {
                 Some(run) if matches!(header.kind, Kind::Begin | Kind::Whole | Kind::Data | Kind::Grant) => {
-                    run.call.placed(error)
+                    run.call.in_context(error)
                 }
-                _ => self.placed(error),
+                _ => self.in_context(error),
             };
             self.fail(error, context, Notify::Peers);
         }
@@ -478,7 +494,7 @@ impl GroupState {
                 // Another rank may pass on what it heard.
                 let text = if cause.text.contains(&report) { cause.text } else { report + &cause.text };
                 let error = Error::new(cause.kind, text);
-                let error = self.placed(error.with_peer(cause.origin));
+                let error = self.in_context(error.with_peer(cause.origin));
                 let is_first_hand = from == cause.origin || cause.origin.0 >= self.members.world();
                 if is_first_hand || self.is_idle() || self.members.is_absent(cause.origin, context.net) {
                     self.fail(error, context, Notify::Neighbours);
@@ -586,7 +602,7 @@ impl GroupState {
             if run.is_busy() {
                 moved |= run.advance(&mut env!(self, context));
                 if let Some(error) = run.take_failure() {
-                    failure.get_or_insert_with(|| run.call.placed(error));
+                    failure.get_or_insert_with(|| run.call.in_context(error));
                 }
             }
             if run.is_complete() {
@@ -652,8 +668,8 @@ impl GroupState {
     }
 
     /// Tells a peer of the first cause, if there is one.
-    pub(super) fn tell_of_failure(&self, peer: PeerId, context: &mut Context<'_>) {
-        if let Some((origin, cause)) = self.cause_to_tell(cause_bytes(context.segment))
+    pub(super) fn notify_of_failure(&self, peer: PeerId, context: &mut Context<'_>) {
+        if let Some((origin, cause)) = self.announced_cause(cause_bytes(context.segment))
             && self.members.rank_of(peer) != Some(origin)
         {
             context.net.send_control(peer, Header { group: self.id, ..Header::new(Kind::Cause) }, &cause);
@@ -661,7 +677,7 @@ impl GroupState {
     }
 
     /// The rank that the first cause comes from, and the payload that says so.
-    pub(super) fn cause_to_tell(&self, most: usize) -> Option<(Rank, Box<[u8]>)> {
+    pub(super) fn announced_cause(&self, most: usize) -> Option<(Rank, Box<[u8]>)> {
         let error = self.failure.cause()?;
         let origin = self.failure.announcement().map_or(self.rank, |(origin, _)| origin);
         Some((origin, announcement(origin, error, most).into()))
@@ -684,7 +700,7 @@ impl GroupState {
         let (members, net) = (&self.members, &*context.net);
         for message in self.p2p.take_private(|rank| members.is_absent(rank, net)) {
             let why = message.peer.and_then(|rank| self.absence(rank, context.net)).unwrap_or_default();
-            let error = message.call.placed(Error::peer_lost(why));
+            let error = message.call.in_context(Error::peer_lost(why));
             context.completed.end(&message.call, Some(error), context.now);
         }
     }
@@ -730,7 +746,7 @@ impl GroupState {
             ),
             None => self.timeout_text(call, &awaited, allowed, context.net),
         };
-        Some(call.placed(Error::timeout(text)))
+        Some(call.in_context(Error::timeout(text)))
     }
 
     /// Collectives and messages that were made here, and how many of them have failed.
@@ -738,11 +754,14 @@ impl GroupState {
         (self.sequence.next(), self.next_message, self.calls_failed)
     }
 
-    /// The calls in flight, with the ranks that they wait for.
-    pub fn in_flight(&self) -> Vec<(Arc<CallState>, Vec<Rank>)> {
-        let runs = self.runs.values().map(|run| (run.call.clone(), run.awaited()));
-        let messages = self.p2p.messages().map(|message| (message.call.clone(), message.peer.into_iter().collect()));
-        runs.chain(messages).collect()
+    /// The calls in flight that have not failed.
+    pub(super) fn in_flight(&self) -> Vec<CallInFlight> {
+        let messages = self.p2p.messages().map(|message| CallInFlight {
+            call: message.call.clone(),
+            awaits: message.peer.into_iter().collect(),
+            external: None,
+        });
+        self.runs.values().map(CallInFlight::of).chain(messages).collect()
     }
 
     /// The ranks that a call in flight waits for.
@@ -809,7 +828,7 @@ impl GroupState {
             let any_message = || self.p2p.needs(rank, from_any).map(|message| &message.call);
             let Some(call) = any_run.or_else(any_message) else { continue };
             let why = self.absence(rank, context.net).unwrap_or_default();
-            return Some(call.placed(Error::peer_lost(why).with_peer(rank)));
+            return Some(call.in_context(Error::peer_lost(why).with_peer(rank)));
         }
         None
     }
@@ -832,13 +851,13 @@ impl GroupState {
         }
         match tell {
             Notify::Peers => {
-                self.tell_cause(self.members.ranks(), self.rank, &error, context);
+                self.notify_cause(self.members.ranks(), self.rank, &error, context);
                 self.note_cause(self.rank, &error, context);
             }
             Notify::Neighbours => {
                 // Whoever saw it first tells everybody, and may not reach everybody: a link between two ranks can break alone.
                 let origin = error.context.peer.unwrap_or(self.rank);
-                self.tell_cause(self.members.neighbours(self.rank), origin, &error, context);
+                self.notify_cause(self.members.neighbours(self.rank), origin, &error, context);
                 self.note_cause(origin, &error, context);
             }
             Notify::Nobody => {}
@@ -848,7 +867,7 @@ impl GroupState {
         self.inbox.clear();
         let own_error = |call: &CallState| {
             let is_own = error.context.seq == Some(Seq(call.seq)) && error.context.collective == Some(call.collective);
-            if is_own { error.clone() } else { call.placed(Error::new(error.kind, brief(&error))) }
+            if is_own { error.clone() } else { call.in_context(Error::new(error.kind, brief(&error))) }
         };
         // What external operations work on is not given back before they have stopped.
         let under_way = self.runs.iter().filter_map(|(&seq, run)| run.cancel_externals().then_some(seq));
@@ -873,7 +892,7 @@ impl GroupState {
     }
 
     /// Tells ranks of the first cause, but for this one and the one that it came from.
-    fn tell_cause(&self, ranks: impl Iterator<Item = Rank>, origin: Rank, error: &Error, context: &mut Context<'_>) {
+    fn notify_cause(&self, ranks: impl Iterator<Item = Rank>, origin: Rank, error: &Error, context: &mut Context<'_>) {
         let cause = announcement(origin, error, cause_bytes(context.segment));
         let header = Header { group: self.id, ..Header::new(Kind::Cause) };
         for rank in ranks.filter(|&rank| rank != self.rank && rank != origin) {
@@ -959,19 +978,19 @@ impl GroupState {
     pub fn leave(&mut self, context: &mut Context<'_>) {
         // Messages of ours that nobody took; who made them has gone on.
         for message in self.p2p.take_private(|_| true) {
-            let error = message.call.placed(Error::aborted("the group was destroyed"));
+            let error = message.call.in_context(Error::aborted("the group was destroyed"));
             context.completed.end(&message.call, Some(error), context.now);
         }
         let in_flight = !self.is_idle();
         if in_flight {
             let error = Error::aborted("the group was destroyed while calls were in flight");
-            self.fail(self.placed(error), context, Notify::Peers);
+            self.fail(self.in_context(error), context, Notify::Peers);
         }
         // A rank that has yet to hear of the cause would take the goodbye for it: it may have been linked since the group failed, or wait for
         // what the origin says.
         if let Some(cause) = self.failure.cause() {
             let origin = self.failure.announcement().map_or(self.rank, |(origin, _)| origin);
-            self.tell_cause(self.members.ranks().filter(|&rank| !self.members.knows(rank)), origin, cause, context);
+            self.notify_cause(self.members.ranks().filter(|&rank| !self.members.knows(rank)), origin, cause, context);
         }
         let mut header = Header::new(Kind::Goodbye);
         header.group = self.id;

@@ -41,6 +41,11 @@ impl Stopping {
         self.calls.push(Stop { run, error, until: now + STOP_WITHIN });
     }
 
+    /// The calls of a group.
+    pub(super) fn runs_of(&self, group: u64) -> impl Iterator<Item = &Run> {
+        self.calls.iter().map(|stop| &stop.run).filter(move |run| run.call.group_id == group)
+    }
+
     /// When the first of them is given up.
     pub(super) fn next_deadline(&self) -> Option<Moment> {
         self.calls.iter().map(|stop| stop.until).min()
@@ -64,7 +69,7 @@ impl Stopping {
                 STOP_WITHIN.as_millis(),
                 error.message
             );
-            completed.end(&run.call, Some(run.call.placed(Error::device(text))), now);
+            completed.end(&run.call, Some(run.call.in_context(Error::device(text))), now);
             false
         });
         self.calls.len() != before

@@ -232,7 +232,7 @@ impl Caller {
 
     /// The error of a call on a group that is not there any more.
     pub fn destroyed(&self, collective: Option<Collective>) -> Error {
-        let error = self.placed(Error::aborted("the group was destroyed; make a new one"));
+        let error = self.in_context(Error::aborted("the group was destroyed; make a new one"));
         match collective {
             Some(collective) => error.of(collective),
             None => error,
@@ -240,7 +240,7 @@ impl Caller {
     }
 
     /// An error with this rank's place.
-    pub fn placed(&self, error: Error) -> Error {
+    pub fn in_context(&self, error: Error) -> Error {
         error.in_group(&self.name).on_rank(self.rank)
     }
 }

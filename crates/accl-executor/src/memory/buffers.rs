@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use accl_schedule::{Buf, Extent};
-use accl_types::{Collective, Error, ReduceOp, Result};
+use accl_types::{Collective, Elems, Error, ReduceOp, Result};
 use smallvec::SmallVec;
 
 use super::overlap::{inputs_need_copy, outputs_are_entangled, outputs_share_elements, refuse_self_overlap};
@@ -261,5 +261,5 @@ impl Buffers {
 
 /// A dense tensor of the same elements.
 fn dense_like(tensor: &TensorDesc, base: *mut u8) -> TensorDesc {
-    TensorDesc::dense(base, tensor.dtype, tensor.count_elems() as usize)
+    TensorDesc::dense(base, tensor.dtype, Elems(tensor.count_elems()))
 }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use accl_kernels::codec::{Floats, RngKey};
 use accl_schedule::{Buf, Extent};
-use accl_types::{Collective, Dtype, Result};
+use accl_types::{Collective, Dtype, Elems, Result};
 
 use super::buffers::Buffers;
 use super::storage::Storage;
@@ -58,7 +58,7 @@ impl Sample {
         let mut rooms = Vec::new();
         let mut room = || -> Result<TensorDesc> {
             let mut room = Storage::new(elems * dtype.size_bytes())?;
-            let tensor = TensorDesc::dense(room.ptr(), dtype, elems);
+            let tensor = TensorDesc::dense(room.ptr(), dtype, Elems(elems as u64));
             rooms.push(room);
             Ok(tensor)
         };

@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 
-use accl_types::Rank;
+use accl_types::{Bytes, Rank};
 use accl_wire::frame::{Header, Kind};
 
 use super::net::{Net, PeerId};
@@ -50,9 +50,9 @@ pub struct Members {
 }
 
 impl Members {
-    /// `eager_bytes`: how far to be ahead of each rank; 0 is not at all.
-    pub fn new(peers: Vec<PeerId>, eager_bytes: u64) -> Self {
-        let window = if eager_bytes == 0 { 0 } else { eager_bytes + FREE_MESSAGES * MESSAGE_BYTES };
+    /// `eager`: how far to be ahead of each rank; 0 is not at all.
+    pub fn new(peers: Vec<PeerId>, eager: Bytes) -> Self {
+        let window = if eager.0 == 0 { 0 } else { eager.0 + FREE_MESSAGES * MESSAGE_BYTES };
         let by_peer = peers.iter().enumerate().map(|(rank, &peer)| (peer, Rank(rank as u32))).collect();
         let member = |peer| Member {
             peer,
@@ -185,6 +185,6 @@ impl Members {
 
     /// `rank 1 (host a, pid 7)`
     pub fn describe(&self, rank: Rank, net: &Net) -> String {
-        format!("rank {rank} ({})", net.place(self.peer(rank)))
+        format!("rank {rank} ({})", net.host_and_pid(self.peer(rank)))
     }
 }

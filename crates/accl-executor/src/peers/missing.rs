@@ -13,7 +13,7 @@ const MAX_LISTED: usize = 8;
 pub fn unlinked(missing: &[(Rank, PeerId)], net: &Net) -> String {
     let why = |&(rank, peer): &(Rank, PeerId)| {
         let why = net.why_gone(peer).or_else(|| net.trouble(peer).map(str::to_owned));
-        format!("rank {rank} ({}): {}", net.place(peer), why.as_deref().unwrap_or("no connection from it yet"))
+        format!("rank {rank} ({}): {}", net.host_and_pid(peer), why.as_deref().unwrap_or("no connection from it yet"))
     };
     let listed: Vec<String> = missing.iter().take(MAX_LISTED).map(why).collect();
     let more = if missing.len() > MAX_LISTED { "; ..." } else { "" };

@@ -718,7 +718,7 @@ impl Net {
     }
 
     /// Who a peer process is, for messages: `host worker-3, pid 4711`.
-    pub fn place(&self, id: PeerId) -> String {
+    pub fn host_and_pid(&self, id: PeerId) -> String {
         let info = &self.peer(id).info;
         format!("host {}, pid {}", info.hostname, info.pid)
     }

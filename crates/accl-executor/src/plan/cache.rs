@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use accl_schedule::{CallShape, Chooser, Coding, Request, Role};
-use accl_types::{Collective, Elems, Rank, Result};
+use accl_types::{Bytes, Collective, Elems, Rank, Result};
 
 use super::build::Plan;
 use crate::call::TypedCodecs;
@@ -84,9 +84,9 @@ impl Planner {
         let encoded = key.codecs.is_some();
         let bytes = key.size_bytes(world);
         let algorithm = match encoded {
-            true => self.chooser.choose_encoded(key.collective, bytes, key.equal_blocks)?,
-            false if key.rounds => self.chooser.choose_narrow(key.collective, bytes, key.equal_blocks)?,
-            false => self.chooser.choose(key.collective, bytes, key.equal_blocks)?,
+            true => self.chooser.choose_encoded(key.collective, Bytes(bytes), key.equal_blocks)?,
+            false if key.rounds => self.chooser.choose_narrow(key.collective, Bytes(bytes), key.equal_blocks)?,
+            false => self.chooser.choose(key.collective, Bytes(bytes), key.equal_blocks)?,
         };
         let request = Request { collective: key.collective, world, rank: self.rank, root: key.root, topology };
         let mut program = (algorithm.build)(&request).lower(&request);

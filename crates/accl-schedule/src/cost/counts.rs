@@ -52,16 +52,22 @@ impl Phase {
     pub fn around(among: Among, part: Fraction, arriving: Arriving) -> Phase {
         let all = among.shift(1);
         let steps = among.size() - 1;
-        let far = all.far.min(u64::from(steps)) as u32;
-        Phase { chain: Ends { near: steps - far, far }, ..Phase::exchange(steps, all, part, arriving) }
+        let inter_node = all.inter_node.min(u64::from(steps)) as u32;
+        Phase {
+            chain: Ends { intra_node: steps - inter_node, inter_node },
+            ..Phase::exchange(steps, all, part, arriving)
+        }
     }
 
     /// From member to member along a chain that begins with member 0, or back: each relays all of the largest buffer.
     pub fn chain(among: Among, arriving: Arriving) -> Phase {
         let n = among.size();
         let all = among.pairs((1..n).map(|member| (member - 1, member)));
-        let far = all.far as u32;
-        Phase { chain: Ends { near: n - 1 - far, far }, ..Phase::exchange(1, all, Fraction::WHOLE, arriving) }
+        let inter_node = all.inter_node as u32;
+        Phase {
+            chain: Ends { intra_node: n - 1 - inter_node, inter_node },
+            ..Phase::exchange(1, all, Fraction::WHOLE, arriving)
+        }
     }
 
     /// Every member exchanges with every other, one exchange after the other.
@@ -79,7 +85,8 @@ impl Phase {
         arriving: Arriving,
     ) -> Phase {
         let all = among.pairs((0..among.size()).filter_map(|member| Some((parent(member)?, member))));
-        let chain = if all.far > 0 { among.longest_path(&parent) } else { Ends { near: depth, far: 0 } };
+        let chain =
+            if all.inter_node > 0 { among.longest_path(&parent) } else { Ends { intra_node: depth, inter_node: 0 } };
         Phase { chain, ..Phase::exchange(1, all, part, arriving) }
     }
 
@@ -107,12 +114,12 @@ impl Phase {
 
     fn all_pairs(among: Among, owners: u32, sends: u32, recvs: u32, part: Fraction, arriving: Arriving) -> Phase {
         let all = among.all_pairs(owners);
-        let far = |count: u32| {
-            let far = if all.far > 0 { count.min(among.strangers()) } else { 0 };
-            Ends { near: count - far, far }
+        let inter_node = |count: u32| {
+            let inter_node = if all.inter_node > 0 { count.min(among.strangers()) } else { 0 };
+            Ends { intra_node: count - inter_node, inter_node }
         };
         let chain = Ends::of(u32::from(all.sum() > 0), all);
-        let (sends, recvs) = (far(sends), far(recvs));
+        let (sends, recvs) = (inter_node(sends), inter_node(recvs));
         Phase { chain, times: 1, sends, recvs, part, arriving, all, swaps: false }
     }
 

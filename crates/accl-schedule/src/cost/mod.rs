@@ -13,4 +13,4 @@ mod time;
 pub use counts::{Arriving, Cost, Phase};
 pub use machine::{CONSTANTS, Constant, Link, Machine, Network, Rates, SIZES};
 pub use reach::{Among, Ends, Reach};
-pub use time::{Near, Placement, Prices};
+pub use time::{IntraNode, Placement, Prices};

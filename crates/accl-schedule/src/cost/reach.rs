@@ -2,15 +2,17 @@
 //!
 //! Read [`Among`] first.
 
+use accl_types::Rank;
+
 use crate::topology::Topology;
 
 /// Messages of all ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reach {
     /// Those that stay on their host.
-    pub near: u64,
+    pub intra_node: u64,
     /// Those that leave it.
-    pub far: u64,
+    pub inter_node: u64,
     /// Those that leave, or enter, the host that most do, whichever is more.
     pub uplink: u64,
 }
@@ -18,14 +20,14 @@ pub struct Reach {
 impl Reach {
     /// All.
     pub fn sum(self) -> u64 {
-        self.near + self.far
+        self.intra_node + self.inter_node
     }
 
     /// So often.
     #[must_use]
     pub fn times(self, times: u32) -> Reach {
         let times = u64::from(times);
-        Reach { near: self.near * times, far: self.far * times, uplink: self.uplink * times }
+        Reach { intra_node: self.intra_node * times, inter_node: self.inter_node * times, uplink: self.uplink * times }
     }
 }
 
@@ -33,20 +35,24 @@ impl Reach {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Ends {
     /// Between ranks of one host.
-    pub near: u32,
+    pub intra_node: u32,
     /// Between hosts.
-    pub far: u32,
+    pub inter_node: u32,
 }
 
 impl Ends {
     /// Both together.
     pub fn sum(self) -> u32 {
-        self.near + self.far
+        self.intra_node + self.inter_node
     }
 
     /// So many, all of them between hosts if any message of the phase is.
     pub(super) fn of(count: u32, reach: Reach) -> Ends {
-        if reach.far > 0 { Ends { near: 0, far: count } } else { Ends { near: count, far: 0 } }
+        if reach.inter_node > 0 {
+            Ends { intra_node: 0, inter_node: count }
+        } else {
+            Ends { intra_node: count, inter_node: 0 }
+        }
     }
 }
 
@@ -76,7 +82,7 @@ impl Among<'_> {
         let pairs = pairs.into_iter().filter(|(from, to)| from != to);
         match self {
             Among::World(topology) if topology.host_count() == 1 => {
-                Reach { near: pairs.count() as u64, ..Reach::default() }
+                Reach { intra_node: pairs.count() as u64, ..Reach::default() }
             }
             Among::World(topology) => {
                 let mut counter = Counter::new(topology);
@@ -84,12 +90,12 @@ impl Among<'_> {
                 counter.reach
             }
             Among::Hosts(topology) => {
-                let mut near = 0;
+                let mut intra_node = 0;
                 for (from, to) in pairs {
                     let fits = |ranks: &&Vec<u32>| ranks.len() as u32 > from.max(to);
-                    near += topology.hosts().iter().filter(fits).count() as u64;
+                    intra_node += topology.hosts().iter().filter(fits).count() as u64;
                 }
-                Reach { near, ..Reach::default() }
+                Reach { intra_node, ..Reach::default() }
             }
             Among::Leaders(topology, teams) => {
                 let singles = Topology::new((0..topology.host_count()).collect());
@@ -107,8 +113,8 @@ impl Among<'_> {
             Among::World(_) | Among::Leaders(..) => self.pairs((0..size).map(|from| (from, (from + distance) % size))),
             Among::Hosts(topology) => {
                 let lens = topology.hosts().iter().map(|ranks| ranks.len() as u64);
-                let near = lens.filter(|len| !u64::from(distance).is_multiple_of(*len)).sum();
-                Reach { near, ..Reach::default() }
+                let intra_node = lens.filter(|len| !u64::from(distance).is_multiple_of(*len)).sum();
+                Reach { intra_node, ..Reach::default() }
             }
         }
     }
@@ -121,18 +127,18 @@ impl Among<'_> {
                 let world = u64::from(topology.world());
                 let lens = || topology.hosts().iter().map(|ranks| ranks.len() as u64);
                 Reach {
-                    near: lens().map(|len| len * (len - 1)).sum(),
-                    far: lens().map(|len| len * (world - len)).sum(),
+                    intra_node: lens().map(|len| len * (len - 1)).sum(),
+                    inter_node: lens().map(|len| len * (world - len)).sum(),
                     uplink: lens().map(|len| len * (world - len)).max().unwrap_or(0),
                 }
             }
             Among::Hosts(topology) => {
-                let near = topology.hosts().iter().map(|ranks| (ranks.len() as u64 - 1) * owners).sum();
-                Reach { near, ..Reach::default() }
+                let intra_node = topology.hosts().iter().map(|ranks| (ranks.len() as u64 - 1) * owners).sum();
+                Reach { intra_node, ..Reach::default() }
             }
             Among::Leaders(topology, teams) => {
                 let (hosts, teams) = (u64::from(topology.host_count()), u64::from(teams));
-                Reach { near: 0, far: teams * hosts * (hosts - 1), uplink: teams * (hosts - 1) }
+                Reach { intra_node: 0, inter_node: teams * hosts * (hosts - 1), uplink: teams * (hosts - 1) }
             }
         }
     }
@@ -141,7 +147,7 @@ impl Among<'_> {
     pub(super) fn longest_path(self, parent: &impl Fn(u32) -> Option<u32>) -> Ends {
         let parents: Vec<Option<u32>> = (0..self.size()).map(parent).collect();
         let host = |member: u32| match self {
-            Among::World(topology) => topology.host_of(member),
+            Among::World(topology) => topology.host_of(Rank(member)),
             Among::Hosts(_) => 0,
             Among::Leaders(..) => member,
         };
@@ -150,14 +156,14 @@ impl Among<'_> {
             let mut path = Ends::default();
             for at in steps {
                 match parents[at as usize] {
-                    Some(above) if host(above) == host(at) => path.near += 1,
-                    Some(_) => path.far += 1,
+                    Some(above) if host(above) == host(at) => path.intra_node += 1,
+                    Some(_) => path.inter_node += 1,
                     None => {}
                 }
             }
             path
         };
-        (0..self.size()).map(path).max_by_key(|path| (path.far, path.near)).unwrap_or_default()
+        (0..self.size()).map(path).max_by_key(|path| (path.inter_node, path.intra_node)).unwrap_or_default()
     }
 
     /// Of a rank's peers in its team: most that are on other hosts.
@@ -184,12 +190,12 @@ impl<'a> Counter<'a> {
     }
 
     fn add(&mut self, from: u32, to: u32, count: u64) {
-        let (from, to) = (self.topology.host_of(from), self.topology.host_of(to));
+        let (from, to) = (self.topology.host_of(Rank(from)), self.topology.host_of(Rank(to)));
         if from == to {
-            self.reach.near += count;
+            self.reach.intra_node += count;
             return;
         }
-        self.reach.far += count;
+        self.reach.inter_node += count;
         for (host, way) in [(from, 0), (to, 1)] {
             let crossing = &mut self.crossing[host as usize][way];
             *crossing += count;

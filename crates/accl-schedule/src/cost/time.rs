@@ -4,7 +4,7 @@
 //! connection of its busiest host, and the cores of a host that has fewer of them than ranks. Phases follow one another.
 //! Read [`Prices::time_ps`] first.
 
-use accl_types::Collective;
+use accl_types::{Bytes, Collective};
 
 use crate::cost::counts::{Arriving, Cost, Phase};
 use crate::cost::machine::{Link, Machine, SIZES, rate};
@@ -21,7 +21,7 @@ const WAIT_UNIT: u128 = 5;
 
 /// What connects ranks of one host, as far as its costs go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Near {
+pub enum IntraNode {
     /// Shared memory, or what costs as much.
     Shm,
     /// Sockets, or what costs as much.
@@ -32,7 +32,7 @@ pub enum Near {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Placement {
     /// What connects ranks of one host.
-    pub near: Near,
+    pub intra_node: IntraNode,
     /// Cores that the ranks of a host have together.
     pub cores: u32,
     /// Bytes of the longest frame.
@@ -75,10 +75,11 @@ impl Prices {
     }
 
     /// How long a call takes whose largest buffer has so many bytes.
-    pub fn time_ps(&self, collective: Collective, cost: &Cost, bytes: u64) -> u64 {
-        let call = match cost.phases.iter().any(|phase| phase.all.far > 0) {
+    pub fn time_ps(&self, collective: Collective, cost: &Cost, bytes: Bytes) -> u64 {
+        let bytes = bytes.0;
+        let call = match cost.phases.iter().any(|phase| phase.all.inter_node > 0) {
             true => self.machine.tcp.call_ps,
-            false => self.near().call_ps,
+            false => self.intra_node().call_ps,
         };
         let mut before = None;
         let mut phases = 0;
@@ -98,10 +99,10 @@ impl Prices {
         (call * u128::from(self.ranks_per_core()) + phases + alone).try_into().unwrap_or(u64::MAX)
     }
 
-    fn near(&self) -> &Link {
-        match self.placement.near {
-            Near::Shm => &self.machine.shm,
-            Near::Tcp => &self.machine.tcp,
+    fn intra_node(&self) -> &Link {
+        match self.placement.intra_node {
+            IntraNode::Shm => &self.machine.shm,
+            IntraNode::Tcp => &self.machine.tcp,
         }
     }
 
@@ -131,15 +132,15 @@ impl Prices {
         let len = phase.part.of_bytes(bytes);
         let frames = u128::from(self.frames(len));
         let peers = phase.sends.sum().max(phase.recvs.sum());
-        let near = self.message(self.near(), 0, phase, (len, bytes), peers);
-        let far = self.message(&self.machine.tcp, self.machine.network.latency_ps, phase, (len, bytes), peers);
+        let intra_node = self.message(self.intra_node(), 0, phase, (len, bytes), peers);
+        let inter_node = self.message(&self.machine.tcp, self.machine.network.latency_ps, phase, (len, bytes), peers);
 
-        let received = count(phase.recvs, near.recv, far.recv);
-        let sent = count(phase.sends, near.send, far.send);
-        let relayed = count(phase.sends, near.relay, far.relay);
+        let received = count(phase.recvs, intra_node.recv, inter_node.recv);
+        let sent = count(phase.sends, intra_node.send, inter_node.send);
+        let relayed = count(phase.sends, intra_node.relay, inter_node.relay);
         let later = received + relayed;
         let once = received + if relays { relayed } else { sent };
-        let longest = if phase.all.far > 0 { &far } else { &near };
+        let longest = if phase.all.inter_node > 0 { &inter_node } else { &intra_node };
         // A rank that only sends, or only receives, is followed or preceded by another.
         let one_sided = phase.sends.sum() == 0 || phase.recvs.sum() == 0;
         let other_end = if one_sided { longest.first / 2 } else { 0 };
@@ -148,14 +149,14 @@ impl Prices {
         let grants = if phase.swaps { (frames - 1) * u128::from(phase.times) * longest.grant } else { 0 };
         let work = latency + once + later * u128::from(phase.times.saturating_sub(1)) + other_end + grants;
 
-        let links = count(phase.chain, near.latency + near.first, far.latency + far.first);
+        let links = count(phase.chain, intra_node.latency + intra_node.first, inter_node.latency + inter_node.first);
         let chain = links + once - once / frames;
 
         let sent = u128::from(phase.all.uplink) * per_kib(u128::from(self.machine.network.sent_ps_per_kib), len);
         let sent = crowded(sent, self.machine.crowding_per_mille, peers);
-        let uplink = if phase.all.far > 0 { far.latency + sent } else { 0 };
+        let uplink = if phase.all.inter_node > 0 { inter_node.latency + sent } else { 0 };
 
-        work.max(chain).max(uplink).max(self.shared(phase, &near, &far))
+        work.max(chain).max(uplink).max(self.shared(phase, &intra_node, &inter_node))
     }
 
     fn frames(&self, len: u64) -> u64 {
@@ -163,13 +164,13 @@ impl Prices {
     }
 
     /// Where ranks are more than cores, all that they do on one host, one after the other on each core.
-    fn shared(&self, phase: &Phase, near: &Message, far: &Message) -> u128 {
+    fn shared(&self, phase: &Phase, intra_node: &Message, inter_node: &Message) -> u128 {
         let turns = self.ranks_per_core();
         if turns <= 1 {
             return 0;
         }
-        let of_all =
-            u128::from(phase.all.near) * (near.relay + near.recv) + u128::from(phase.all.far) * (far.relay + far.recv);
+        let of_all = u128::from(phase.all.intra_node) * (intra_node.relay + intra_node.recv)
+            + u128::from(phase.all.inter_node) * (inter_node.relay + inter_node.recv);
         let cores = u128::from(self.hosts) * u128::from(self.placement.cores.max(1));
         // Each step of the chain gives the others of the core a turn, and so do some of the messages that a rank waits for
         // in it; the weights are measured.
@@ -209,9 +210,9 @@ impl Prices {
     }
 }
 
-/// So many near and so many far.
-fn count(ends: Ends, near: u128, far: u128) -> u128 {
-    u128::from(ends.near) * near + u128::from(ends.far) * far
+/// The cost of the messages inside nodes and of those between them.
+fn count(ends: Ends, intra_node: u128, inter_node: u128) -> u128 {
+    u128::from(ends.intra_node) * intra_node + u128::from(ends.inter_node) * inter_node
 }
 
 fn per_kib(ps_per_kib: u128, bytes: u64) -> u128 {

@@ -7,8 +7,8 @@ use crate::cost::{Among, Arriving, Ends, Phase};
 pub fn from_root(among: Among, part: Fraction) -> Phase {
     let pairs = (1..among.size()).map(|member| (0, member));
     let all = among.pairs(pairs);
-    let far = all.uplink as u32;
-    let sends = Ends { near: among.size() - 1 - far, far };
+    let inter_node = all.uplink as u32;
+    let sends = Ends { intra_node: among.size() - 1 - inter_node, inter_node };
     Phase { sends, recvs: Ends::default(), ..Phase::exchange(1, all, part, Arriving::Copied) }
 }
 

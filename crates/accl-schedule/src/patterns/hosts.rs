@@ -25,7 +25,7 @@ impl<'a> Place<'a> {
     /// Of the rank that asks.
     pub fn of(request: &Request<'a>) -> Place<'a> {
         let topology = request.topology;
-        let host = topology.host_of(request.rank.0);
+        let host = topology.host_of(request.rank);
         let index = topology.ranks_of(host).partition_point(|&rank| rank < request.rank.0) as u32;
         Place { topology, host, index, owners: topology.smallest_host() }
     }

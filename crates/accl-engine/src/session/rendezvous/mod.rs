@@ -100,7 +100,7 @@ pub(crate) struct Meeting<'a> {
     /// What the session's names begin with.
     label: &'a str,
     /// All keys of this group begin so.
-    place: String,
+    keys: String,
     /// The session that this rank leads or has answered.
     session: Option<String>,
     /// How many sessions this rank has led.
@@ -142,7 +142,7 @@ impl<'a> Meeting<'a> {
             mine,
             label,
             // torch gives disjoint sub-groups of one parent the same name and keys: the ranks in the job tell them apart.
-            place: format!("accl/{:016x}", hash_words(spec.global_ranks.iter().copied())),
+            keys: format!("accl/{:016x}", hash_words(spec.global_ranks.iter().copied())),
             session: None,
             led: 0,
             makings,
@@ -206,7 +206,7 @@ impl<'a> Meeting<'a> {
         };
         let pace = Pace::new();
         self.makings.confirmed.fetch_add(1, Ordering::SeqCst);
-        let is_last = self.store.add(&ready(&self.place, &session), 1)? == i64::from(self.spec.world);
+        let is_last = self.store.add(&ready(&self.keys, &session), 1)? == i64::from(self.spec.world);
         let mut standing = if is_last { Standing::Over(Why::Complete) } else { self.standing(&session)? };
         loop {
             match standing {
@@ -242,7 +242,7 @@ impl<'a> Meeting<'a> {
             self.say(&session, Phase::Gathering)?;
             if let Some(infos) = self.collect(&session, look)? {
                 // The notice stays as it is: by now it may be another leader's.
-                self.store.set(&roster(&self.place, &session), roster_to_text(&infos).as_bytes())?;
+                self.store.set(&roster(&self.keys, &session), roster_to_text(&infos).as_bytes())?;
                 return Ok(infos);
             }
         }
@@ -251,7 +251,7 @@ impl<'a> Meeting<'a> {
     /// Waits until no other thread of this process leads over the same keys: their notices would stand in each other's place.
     fn await_turn(&mut self, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         let pace = Pace::new();
-        let what = format!("{} {}", self.spec.name, self.place);
+        let what = format!("{} {}", self.spec.name, self.keys);
         loop {
             if self.makings.led.lock().insert(what.clone()) {
                 self.leads = Some(what);
@@ -278,8 +278,8 @@ impl<'a> Meeting<'a> {
 
     fn say(&self, session: &str, phase: Phase) -> Result<()> {
         let (session, world) = (session.to_owned(), self.spec.world);
-        let (uuid, place) = (self.mine.info.uuid, self.mine.info.host_and_pid());
-        let notice = Notice { session, world, phase, uuid, place, earlier: self.earlier.clone() };
+        let (uuid, process) = (self.mine.info.uuid, self.mine.info.host_and_pid());
+        let notice = Notice { session, world, phase, uuid, process, earlier: self.earlier.clone() };
         self.store.set(&self.notice_key(), notice.to_text().as_bytes())
     }
 
@@ -290,7 +290,7 @@ impl<'a> Meeting<'a> {
         // One after the other: while one is missing nothing can go on, and the rest is asked for when it has come.
         while infos.len() < self.spec.world as usize {
             let rank = infos.len() as u32;
-            if let Some(info) = self.text(&info(&self.place, session, rank))? {
+            if let Some(info) = self.text(&info(&self.keys, session, rank))? {
                 infos.push(RankInfo::from_text(&info)?);
                 continue;
             }
@@ -304,7 +304,7 @@ impl<'a> Meeting<'a> {
             // Two that began at the same moment did not see each other's notice.
             if let Some(notice) = self.notice()?.filter(|notice| notice.uuid != self.mine.info.uuid) {
                 self.leave_session(session);
-                return Err(self.taken(&notice.place));
+                return Err(self.taken(&notice.process));
             }
             if Instant::now() >= self.deadline {
                 return Err(self.incomplete(Some(session)));
@@ -356,7 +356,7 @@ impl<'a> Meeting<'a> {
         if self.past.contains(&notice.session) {
             return Ok(None);
         }
-        if let Some(text) = self.text(&roster(&self.place, &notice.session))? {
+        if let Some(text) = self.text(&roster(&self.keys, &notice.session))? {
             return self.read_roster(&notice.session, &text);
         }
         if self.session.is_none() {
@@ -365,7 +365,7 @@ impl<'a> Meeting<'a> {
                 self.past.insert(notice.session);
                 return Ok(None);
             }
-            let key = info(&self.place, &notice.session, self.spec.rank.0);
+            let key = info(&self.keys, &notice.session, self.spec.rank.0);
             self.confirmed_before = self.makings.confirmed.load(Ordering::SeqCst);
             // Before the store is asked: the others hear of it also if that fails.
             self.session = Some(notice.session);
@@ -376,14 +376,14 @@ impl<'a> Meeting<'a> {
 
     fn read_roster(&mut self, session: &str, text: &str) -> Result<Option<Vec<RankInfo>>> {
         let infos = roster_from_text(text)?;
-        let Some(place) = infos.get(self.spec.rank.index()).filter(|_| infos.len() == self.spec.world as usize) else {
+        let Some(member) = infos.get(self.spec.rank.index()).filter(|_| infos.len() == self.spec.world as usize) else {
             return Err(Error::rendezvous(format!("a roster of {} ranks for {}", infos.len(), self.spec.world)));
         };
-        if place.is_same_making(self.mine) && self.session.as_deref() == Some(session) {
+        if member.is_same_making(self.mine) && self.session.as_deref() == Some(session) {
             return Ok(Some(infos));
         }
         self.leave_session(session);
-        let (uuid, words) = (place.info.uuid, place.info.host_and_pid());
+        let (uuid, words) = (member.info.uuid, member.info.host_and_pid());
         if uuid == self.mine.info.uuid {
             // Another thread's, or one of before.
             return Ok(None);
@@ -399,7 +399,7 @@ impl<'a> Meeting<'a> {
     // ---- sessions
 
     fn standing(&self, session: &str) -> Result<Standing> {
-        let Some(count) = self.text(&ready(&self.place, session))? else { return Ok(Standing::Open) };
+        let Some(count) = self.text(&ready(&self.keys, session))? else { return Ok(Standing::Open) };
         let count: i64 =
             count.parse().map_err(|_| Error::rendezvous(format!("the store holds `{count}` for a count of ranks")))?;
         if count >= i64::from(self.spec.world) {
@@ -409,7 +409,7 @@ impl<'a> Meeting<'a> {
             return Ok(Standing::Open);
         }
         // It was written before the count was changed.
-        let why = self.store.get(&why_key(&self.place, session))?;
+        let why = self.store.get(&why_key(&self.keys, session))?;
         Ok(Standing::Over(why.map_or(Ok(Why::Moved), |why| Why::from_bytes(&why))?))
     }
 
@@ -429,8 +429,8 @@ impl<'a> Meeting<'a> {
         if !matches!(standing, Standing::Open) {
             return Ok(standing);
         }
-        let place = notice.map_or_else(|| "which is in the group".to_owned(), |notice| notice.place);
-        Ok(Standing::Over(Why::Taken(place)))
+        let process = notice.map_or_else(|| "which is in the group".to_owned(), |notice| notice.process);
+        Ok(Standing::Over(Why::Taken(process)))
     }
 
     /// Ends a session unless it is over.
@@ -438,9 +438,9 @@ impl<'a> Meeting<'a> {
         if let Standing::Over(_) = self.standing(session)? {
             return Ok(());
         }
-        let key = why_key(&self.place, session);
+        let key = why_key(&self.keys, session);
         self.store.set(&key, &why.to_bytes())?;
-        if self.store.add(&ready(&self.place, session), -ENDED)? + ENDED >= world {
+        if self.store.add(&ready(&self.keys, session), -ENDED)? + ENDED >= world {
             // The last rank was faster.
             self.store.set(&key, &Why::Complete.to_bytes())?;
         }
@@ -455,7 +455,7 @@ impl<'a> Meeting<'a> {
         match why {
             // Who hears of it has nothing to add.
             Why::Failed(cause) => Err(gave_up(&cause)),
-            Why::Taken(place) if self.spec.rank.0 == 0 => Err(self.taken(&place)),
+            Why::Taken(process) if self.spec.rank.0 == 0 => Err(self.taken(&process)),
             Why::Taken(_) | Why::Moved | Why::Complete => Ok(()),
         }
     }
@@ -469,7 +469,7 @@ impl<'a> Meeting<'a> {
                 self.earlier.push((session.to_owned(), self.spec.world));
             } else {
                 // An info that stays is garbage, no harm.
-                let _ = self.store.delete(&info(&self.place, session, self.spec.rank.0));
+                let _ = self.store.delete(&info(&self.keys, session, self.spec.rank.0));
             }
         }
     }
@@ -480,7 +480,7 @@ impl<'a> Meeting<'a> {
         for (session, world) in std::mem::take(&mut self.earlier) {
             self.delete_session(&session)?;
             for rank in 1..world {
-                self.store.delete(&info(&self.place, &session, rank))?;
+                self.store.delete(&info(&self.keys, &session, rank))?;
             }
         }
         // Before the roster: who finds the notice and no roster answers. It may be another leader's by now, if this one was
@@ -491,19 +491,19 @@ impl<'a> Meeting<'a> {
             self.say(session, Phase::Over)?;
         }
         if rank != 0 {
-            self.store.delete(&info(&self.place, session, rank))?;
+            self.store.delete(&info(&self.keys, session, rank))?;
         }
-        if self.store.add(&ready(&self.place, session), 1)? == 2 * i64::from(world) {
-            self.store.delete(&roster(&self.place, session))?;
-            self.store.delete(&ready(&self.place, session))?;
+        if self.store.add(&ready(&self.keys, session), 1)? == 2 * i64::from(world) {
+            self.store.delete(&roster(&self.keys, session))?;
+            self.store.delete(&ready(&self.keys, session))?;
         }
         Ok(())
     }
 
     fn delete_session(&self, session: &str) -> Result<()> {
-        self.store.delete(&roster(&self.place, session))?;
-        self.store.delete(&why_key(&self.place, session))?;
-        self.store.delete(&ready(&self.place, session)).map(drop)
+        self.store.delete(&roster(&self.keys, session))?;
+        self.store.delete(&why_key(&self.keys, session))?;
+        self.store.delete(&ready(&self.keys, session)).map(drop)
     }
 
     /// Ends this rank's session; errors of the store are none of who gives up.
@@ -528,7 +528,7 @@ impl<'a> Meeting<'a> {
     // ---- questions
 
     fn notice_key(&self) -> String {
-        format!("{}/leader", self.place)
+        format!("{}/leader", self.keys)
     }
 
     fn notice(&self) -> Result<Option<Notice>> {
@@ -554,9 +554,9 @@ impl<'a> Meeting<'a> {
         Error::timeout(format!("Timed out waiting {}ms for {what}", self.began.elapsed().as_millis()))
     }
 
-    fn taken(&self, place: &str) -> Error {
+    fn taken(&self, process: &str) -> Error {
         Error::rendezvous(format!(
-            "rank {} is taken by another process, {place}; give every process a rank of its own",
+            "rank {} is taken by another process, {process}; give every process a rank of its own",
             self.spec.rank
         ))
     }
@@ -612,14 +612,14 @@ impl<'a> Meeting<'a> {
         if let Some(other) = self.other_world {
             what += &format!(" (a rank 0 was there for a world of {other})");
         }
-        if let Some((_, place)) = self.beaten_by.last() {
-            what += &format!(" (rank {mine} is taken in its group, by {place})");
+        if let Some((_, process)) = self.beaten_by.last() {
+            what += &format!(" (rank {mine} is taken in its group, by {process})");
         }
         self.timed_out(&(what + "; start them, or raise the timeout"))
     }
 
     fn has_info(&self, session: &str, rank: u32) -> bool {
-        self.store.get(&info(&self.place, session, rank)).is_ok_and(|info| info.is_some())
+        self.store.get(&info(&self.keys, session, rank)).is_ok_and(|info| info.is_some())
     }
 }
 
@@ -645,20 +645,20 @@ enum Standing {
     Over(Why),
 }
 
-fn info(place: &str, session: &str, rank: u32) -> String {
-    format!("{place}/{session}/info/{rank}")
+fn info(keys: &str, session: &str, rank: u32) -> String {
+    format!("{keys}/{session}/info/{rank}")
 }
 
-fn roster(place: &str, session: &str) -> String {
-    format!("{place}/{session}/roster")
+fn roster(keys: &str, session: &str) -> String {
+    format!("{keys}/{session}/roster")
 }
 
-fn ready(place: &str, session: &str) -> String {
-    format!("{place}/{session}/ready")
+fn ready(keys: &str, session: &str) -> String {
+    format!("{keys}/{session}/ready")
 }
 
-fn why_key(place: &str, session: &str) -> String {
-    format!("{place}/{session}/why")
+fn why_key(keys: &str, session: &str) -> String {
+    format!("{keys}/{session}/why")
 }
 
 /// Pauses that grow with the time waited.

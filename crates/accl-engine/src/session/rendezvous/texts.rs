@@ -118,7 +118,7 @@ pub(super) struct Notice {
     pub(super) phase: Phase,
     /// The leader's process, and the same in words.
     pub(super) uuid: [u8; 16],
-    pub(super) place: String,
+    pub(super) process: String,
     /// Sessions before it that nobody has cleaned up after, and their worlds.
     pub(super) earlier: Vec<(String, u32)>,
 }
@@ -131,7 +131,7 @@ impl Notice {
         let earlier: String = earlier.map(|(session, world)| format!("\n{world} {session}")).collect();
         format!(
             "{NOTICE_MAGIC} {PROTOCOL_VERSION}\n{}\n{}\n{phase}\n{uuid:032x} {}{earlier}",
-            self.session, self.world, self.place
+            self.session, self.world, self.process
         )
     }
 
@@ -144,16 +144,16 @@ impl Notice {
         let world = lines.next().and_then(|line| line.parse().ok()).ok_or_else(|| broken("no world"))?;
         let phase = lines.next().and_then(|line| Phase::ALL.iter().find(|(_, name)| *name == line));
         let phase = phase.ok_or_else(|| broken("no phase"))?.0;
-        let (uuid, place) = lines.next().and_then(|line| line.split_once(' ')).ok_or_else(|| broken("no process"))?;
+        let (uuid, process) = lines.next().and_then(|line| line.split_once(' ')).ok_or_else(|| broken("no process"))?;
         let uuid = u128::from_str_radix(uuid, 16).map_err(|_| broken("no process"))?.to_be_bytes();
-        let place = place.to_owned();
+        let process = process.to_owned();
         let earlier = lines
             .map(|line| {
                 line.split_once(' ').and_then(|(world, session)| Some((session.to_owned(), world.parse().ok()?)))
             })
             .collect::<Option<_>>()
             .ok_or_else(|| broken("no earlier session"))?;
-        Ok(Self { session, world, phase, uuid, place, earlier })
+        Ok(Self { session, world, phase, uuid, process, earlier })
     }
 }
 
@@ -162,7 +162,7 @@ impl Notice {
 pub(super) enum Why {
     /// A rank was replaced: whoever is alive meets again in another session.
     Moved,
-    /// Another process leads, at this place.
+    /// Another process leads: this one.
     Taken(String),
     /// A rank could not make the group.
     Failed(Cause),
@@ -174,7 +174,7 @@ impl Why {
     pub(super) fn to_bytes(&self) -> Vec<u8> {
         match self {
             Why::Moved => b"moved ".to_vec(),
-            Why::Taken(place) => format!("taken {place}").into_bytes(),
+            Why::Taken(process) => format!("taken {process}").into_bytes(),
             Why::Failed(cause) => [&b"failed "[..], cause.to_bytes(16 << 10).as_slice()].concat(),
             Why::Complete => b"complete ".to_vec(),
         }
@@ -240,16 +240,16 @@ mod tests {
         #[test]
         fn texts_come_back_as_they_went(
             counter: u64, agreed in "[ -~]{0,40}", session in "[ -~]{1,40}", world: u32, uuid: [u8; 16],
-            earlier in proptest::collection::vec(("[ -~]{1,20}", any::<u32>()), 0..5), place in "[ -~]{0,30}",
+            earlier in proptest::collection::vec(("[ -~]{1,20}", any::<u32>()), 0..5), process in "[ -~]{0,30}",
         ) {
             let infos = vec![info(counter, &agreed), info(3, "")];
             prop_assert_eq!(roster_from_text(&roster_to_text(&infos)).unwrap(), infos);
             for &(phase, _) in Phase::ALL {
-                let notice = Notice { session: session.clone(), world, phase, uuid, place: place.clone(), earlier: earlier.clone() };
+                let notice = Notice { session: session.clone(), world, phase, uuid, process: process.clone(), earlier: earlier.clone() };
                 prop_assert_eq!(Notice::from_text(&notice.to_text()).unwrap(), notice);
             }
-            let cause = Cause { kind: ErrorKind::Network, origin: Rank(world), text: place.clone() };
-            for why in [Why::Moved, Why::Complete, Why::Taken(place), Why::Failed(cause)] {
+            let cause = Cause { kind: ErrorKind::Network, origin: Rank(world), text: process.clone() };
+            for why in [Why::Moved, Why::Complete, Why::Taken(process), Why::Failed(cause)] {
                 prop_assert_eq!(Why::from_bytes(&why.to_bytes()).unwrap(), why);
             }
         }
@@ -285,7 +285,7 @@ mod tests {
             world: 4,
             phase: Phase::Gathering,
             uuid: [7; 16],
-            place: "a b pid 1".to_owned(),
+            process: "a b pid 1".to_owned(),
             earlier,
         };
         let mut lines = vec![roster_to_text(&[info]), notice.to_text()];

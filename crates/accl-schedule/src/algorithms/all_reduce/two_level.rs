@@ -52,7 +52,7 @@ fn cost(_: u32, topology: &Topology) -> Cost {
 
 fn build(request: &Request) -> Schedule {
     let topology = request.topology;
-    let host = topology.host_of(request.rank.0);
+    let host = topology.host_of(request.rank);
     let (hosts, owners) = (topology.host_count(), topology.smallest_host());
     let ranks = topology.ranks_of(host);
     let index = ranks.iter().position(|&rank| rank == request.rank.0).map_or(0, |index| index as u32);

@@ -33,7 +33,7 @@ pub const ROW: Algorithm = Algorithm {
 fn build(request: &Request) -> Schedule {
     let mut schedule = Schedule::new(Division::Whole, Division::Whole);
     let topology = request.topology;
-    let (host, root_host) = (topology.host_of(request.rank.0), topology.host_of(request.root.0));
+    let (host, root_host) = (topology.host_of(request.rank), topology.host_of(request.root));
     let leader = |host: u32| if host == root_host { request.root } else { Rank(topology.ranks_of(host)[0]) };
     if request.rank != leader(host) {
         schedule.recv(leader(host), whole(Buf::Out));

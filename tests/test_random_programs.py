@@ -57,7 +57,7 @@ def start(kind, seed, count, root, group, ranks, rank):
     return works, lambda: bytes_equal(received, tensors[me - 1])
 
 
-def cook(seed, steps, groups, rank):
+def run_program(seed, steps, groups, rank):
     """Runs the program of this seed. What is drawn for a step does not depend on the rank, the order of waiting does."""
     shared, own = random.Random(seed), random.Random(1000 * seed + rank)
     pending = []
@@ -97,7 +97,7 @@ SETTINGS = {
 @on_ranks(2, 3, 4, fresh=True)
 @pytest.mark.parametrize("seed", range(5))
 def test_a_random_program_gives_exact_results(rank, world, seed):
-    cook(seed, 150, groups_of(world), rank)
+    run_program(seed, 150, groups_of(world), rank)
     dist.barrier()
 
 
@@ -111,7 +111,7 @@ def test_a_random_program_gives_exact_results_with_other_settings(rank, world, s
 
     os.environ.update(SETTINGS[setting])
     init_group()
-    cook(seed, 150, groups_of(world), rank)
+    run_program(seed, 150, groups_of(world), rank)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -119,13 +119,13 @@ def test_a_random_program_gives_exact_results_with_other_settings(rank, world, s
 @on_ranks(2, 3, fresh=True)
 @pytest.mark.parametrize("seed", [21, 22, 23])
 def test_threads_run_random_programs_on_groups_of_their_own(rank, world, seed):
-    kitchens = [groups_of(world) for _ in range(3)]
+    groups = [groups_of(world) for _ in range(3)]
     dist.barrier()
     failures = []
 
     def run(index):
         try:
-            cook(seed * 10 + index, 60, kitchens[index], rank)
+            run_program(seed * 10 + index, 60, groups[index], rank)
         except BaseException as error:
             failures.append((index, repr(error)))
 
