@@ -13,6 +13,9 @@ import signal
 import socket
 import sys
 
+import torch
+import torch.distributed as dist
+
 
 def _serve(channel: socket.socket) -> dict | None:
     """Forks children until the channel closes; returns in each child with what it has to run."""
