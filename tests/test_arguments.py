@@ -277,3 +277,11 @@ def test_a_message_about_an_argument_names_the_call_in_lower_case_without_full_s
         dist.broadcast(torch.ones(3), 99)
     text = str(caught.value).splitlines()[0]
     assert text.startswith("accl: ") and "broadcast" in text and not text.endswith(".")
+
+
+@on_ranks(2)
+def test_an_expanded_tensor_with_more_bytes_than_an_address_has_is_refused(rank, world):
+    # One element in memory, and 2^62 to be sent.
+    with pytest.raises((RuntimeError, MemoryError), match="more bytes than an address has"):
+        dist.send(torch.zeros(1).expand(2**62), 1 - rank)
+    dist.barrier()

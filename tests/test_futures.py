@@ -1,5 +1,7 @@
 """The future of a call: its value, `then` from any thread, and callbacks that submit and block."""
 
+import os
+import signal
 import threading
 import time
 from datetime import timedelta
@@ -291,3 +293,28 @@ def test_a_future_asked_for_while_its_call_ends_is_completed_once(rank, world):
     for work in works:
         work.wait()
     assert not failures and not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@on_ranks(2)
+def test_a_future_in_a_forked_child_is_an_error_and_no_wait_without_end(rank, world):
+    # The completion thread that this leaves is not in the child.
+    dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()
+    if rank == 1:
+        dist.recv(torch.ones(1), 0)
+        dist.all_reduce(torch.ones(1))
+        return
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(5)
+        try:
+            work.get_future().wait()
+        except RuntimeError as error:
+            os._exit(0 if "forked" in str(error) else 3)
+        os._exit(4)
+    end = os.waitpid(pid, 0)[1]
+    dist.send(torch.ones(1), 1)
+    work.wait()
+    assert end == 0

@@ -39,6 +39,8 @@ struct State {
     expected: usize,
     /// Threads that are alive or about to be.
     threads: usize,
+    /// Those of them that the system is being asked for.
+    starting: usize,
     /// Those of them that are inside a job.
     busy: usize,
     stopping: bool,
@@ -96,12 +98,23 @@ impl CompletionPool {
         }
         state.expected += 1;
         let mut state = self.see_to_watcher(state);
+        // The only thread may be one that another caller asks the system for, which may refuse it.
+        while state.threads > 0 && state.threads == state.starting {
+            self.shared.quiet.wait(&mut state);
+        }
         // Where the system has no thread left, the job waits for one that exists.
         if state.threads == 0 {
             state.expected -= 1;
             return Err(Error::exhausted("no thread for completions; raise the limit of processes (`ulimit -u`)"));
         }
         Ok(())
+    }
+
+    /// An announced job will not be posted.
+    pub(crate) fn withdraw(&self) {
+        let mut state = self.shared.state.lock();
+        state.expected = state.expected.saturating_sub(1);
+        self.shared.wake.notify_one();
     }
 
     /// Runs an announced job on a completion thread, or drops it when the pool was stopped. Starts no thread.
@@ -152,16 +165,16 @@ impl CompletionPool {
             return state;
         }
         // It counts as free from here on, so that others do not start one, too.
-        state.threads += 1;
-        MutexGuard::unlocked(&mut state, || {
+        (state.threads, state.starting) = (state.threads + 1, state.starting + 1);
+        let is_there = MutexGuard::unlocked(&mut state, || {
             let pool = self.clone();
-            let spawned = std::thread::Builder::new().name("accl-complete".into()).spawn(move || pool.work());
-            if spawned.is_err() {
-                self.shared.state.lock().threads -= 1;
-                self.shared.wake.notify_all();
-                self.shared.quiet.notify_all();
-            }
+            std::thread::Builder::new().name("accl-complete".into()).spawn(move || pool.work()).is_ok()
         });
+        (state.threads, state.starting) = (state.threads - usize::from(!is_there), state.starting - 1);
+        if !is_there {
+            self.shared.wake.notify_all();
+        }
+        self.shared.quiet.notify_all();
         state
     }
 
@@ -240,6 +253,26 @@ impl CompletionPool {
 mod tests {
     use super::*;
     use std::sync::mpsc;
+
+    #[test]
+    fn who_relies_on_a_thread_that_the_system_then_refuses_is_told() {
+        let pool = CompletionPool::default();
+        {
+            let mut state = pool.shared.state.lock();
+            // Another caller asks the system for the only thread.
+            (state.threads, state.starting, state.expected) = (1, 1, 1);
+        }
+        let other = pool.clone();
+        let expecting = std::thread::spawn(move || other.expect());
+        while pool.shared.state.lock().expected < 2 {
+            std::thread::yield_now();
+        }
+        (*pool.shared.state.lock()).threads = 0;
+        (*pool.shared.state.lock()).starting = 0;
+        pool.shared.quiet.notify_all();
+        let error = expecting.join().unwrap().unwrap_err();
+        assert_eq!(error.kind, accl_types::ErrorKind::Exhausted, "{error}");
+    }
 
     #[test]
     fn a_chain_of_jobs_that_wait_for_each_other_ends() {

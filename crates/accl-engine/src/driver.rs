@@ -145,13 +145,35 @@ impl Locked<'_> {
         let told = usize::from(!calls.is_empty());
         self.driver.pool.hold(callbacks.len() + told);
         self.core = None;
-        // Whoever waits for a call goes on as soon as it has ended, and the process may end: that waits until this is told.
-        calls.iter().for_each(|call| events::ended(call));
-        self.driver.pool.let_go(told);
         self.driver.pool.post_held(callbacks);
         if !wanted.is_empty() || !notes.is_empty() {
             self.driver.wanted.add(wanted, notes);
         }
+        // Last, since a log may be slow. Whoever waits for a call goes on as soon as it has ended, and the process may end: that waits
+        // until this is told, or has panicked.
+        let _held = Held { pool: &self.driver.pool, count: told };
+        calls.iter().for_each(|call| events::ended(call));
+    }
+}
+
+/// Takes what has come, and looks who has gone. `true`: somebody has. The end of a link is gone from the system's news with the link, so
+/// a driver that sleeps must be woken.
+fn look(core: &mut Core) -> bool {
+    let (before, now) = (core.net.departures(), time::now());
+    core.pass_whole(now);
+    core.check(now);
+    core.net.departures() != before
+}
+
+/// What [`CompletionPool::hold`] holds, until this is dropped.
+struct Held<'a> {
+    pool: &'a CompletionPool,
+    count: usize,
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.pool.let_go(self.count);
     }
 }
 
@@ -181,6 +203,20 @@ impl Driver {
         self.born != accl_transport::fork_generation()
     }
 
+    /// Of a forked child: neither its threads nor its connections are there.
+    ///
+    /// # Errors
+    /// `Aborted` in a forked child.
+    pub(crate) fn refuse_if_forked(&self) -> accl_types::Result<()> {
+        if !self.is_forked() {
+            return Ok(());
+        }
+        Err(Error::aborted(
+            "this process was forked from the one that made the group, and a group does not survive a fork; make a group of \
+             its own in the child, or start the child with spawn",
+        ))
+    }
+
     // ---- the lock
 
     /// The core, as soon as nobody else has it.
@@ -205,6 +241,19 @@ impl Driver {
 
     fn try_lock(&self) -> Option<Locked<'_>> {
         self.core.try_lock().map(|core| Locked { core: Some(core), driver: self })
+    }
+
+    /// Runs `f` on the core after a look at all links for what has come and who has gone.
+    pub(crate) fn after_a_look<R>(&self, f: impl FnOnce(&mut Core) -> R) -> R {
+        let (result, is_news) = self.with_core(|core| {
+            core.net.look_again_everywhere();
+            let is_news = look(core);
+            (f(core), is_news)
+        });
+        if is_news {
+            self.wake_driver_if(true);
+        }
+        result
     }
 
     /// The core, unless another thread has it until then.
@@ -265,7 +314,7 @@ impl Driver {
     /// What is thought of a peer that greets.
     pub(crate) fn stance_to(&self, uuid: &[u8; 16]) -> Stance {
         let stance = self.with_core(|core| core.stance_to(uuid, time::now()));
-        if stance == Stance::Linked {
+        if stance != Stance::Unlinked {
             // The look may have taken what a sleeper was to be woken by.
             self.wake_driver_if(true);
         }
@@ -477,12 +526,14 @@ impl Driver {
             // Ends of links of any kind are looked for.
             self.ask(&core);
             let looked = core.guarded(|core| {
-                core.pass_whole(now);
-                core.check(now);
-                is_over(core)
+                let is_news = look(core);
+                (is_over(core), is_news)
             });
             drop(core);
-            if !matches!(looked, Ok(false)) {
+            if matches!(looked, Ok((_, true))) {
+                self.wake_driver_if(true);
+            }
+            if !matches!(looked, Ok((false, _))) {
                 return Delivery::Complete;
             }
             if now >= until {
@@ -508,8 +559,7 @@ impl Driver {
         if let Some(outcome) = call.outcome() {
             return outcome;
         }
-        if self.is_forked() {
-            let forked = Error::aborted("the call was made before this process was forked");
+        if let Err(forked) = self.refuse_if_forked() {
             return Waited::Failed(call.in_context(forked));
         }
         let begin = time::now();

@@ -123,12 +123,19 @@ impl Engine {
         }
         let _one = self.opening.lock();
         if self.opened().is_none() {
-            let poller = Poller::new()?;
-            let waker = poller.waker();
+            // The poller of an attempt that failed is the one that waits sleep in.
+            let waker = match self.driver.polling() {
+                Some(polling) => polling.waker.clone(),
+                None => {
+                    let poller = Poller::new()?;
+                    let waker = poller.waker();
+                    self.driver.set_polling(Polling { poller, waker: waker.clone() });
+                    waker
+                }
+            };
             let mut settings = Settings::from_config(&self.config);
             settings.master = master;
-            let endpoint = Endpoint::new(settings, waker.clone())?;
-            self.driver.set_polling(Polling { poller, waker });
+            let endpoint = Endpoint::new(settings, waker)?;
             let info = endpoint.info().clone();
             let _ = self.connecting.set((info, Connector::new(endpoint, &self.driver)?));
         }
@@ -191,6 +198,7 @@ impl Engine {
     /// # Errors
     /// `Exhausted` when the system has no thread for it; `Aborted` when the engine has ended.
     pub fn spawn_blocking(&self, body: Box<dyn FnOnce() + Send>) -> Result<()> {
+        self.driver.refuse_if_forked()?;
         self.driver.completions().expect()?;
         self.driver.completions().post(body);
         Ok(())

@@ -31,6 +31,16 @@ struct Inner {
     notified: bool,
 }
 
+/// What became of a callback.
+pub(crate) enum Kept {
+    /// It is run when the call ends.
+    ForTheEnd,
+    /// The call has ended: it is to be run at once.
+    Ended(Callback),
+    /// The call has one.
+    Refused,
+}
+
 impl Notifier {
     /// Wakes whoever sleeps in [`InFlight::sleep`].
     pub(crate) fn notify(&self) {
@@ -54,14 +64,19 @@ impl InFlight {
         Self { state, notifier }
     }
 
-    /// Keeps a callback for the end; gives it back when the call has ended.
-    pub(crate) fn keep_callback(&self, callback: Callback) -> Option<Callback> {
+    /// Keeps a callback for the end, if there is none.
+    pub(crate) fn keep_callback(&self, callback: Callback) -> Kept {
         let mut inner = self.notifier.inner.lock();
         if self.state.is_done() {
-            return Some(callback);
+            return Kept::Ended(callback);
+        }
+        if inner.callback.is_some() {
+            // What the caller's closure owns is dropped without the lock.
+            drop(inner);
+            return Kept::Refused;
         }
         inner.callback = Some(callback);
-        None
+        Kept::ForTheEnd
     }
 
     /// Sleeps until the call ends or somebody notifies, at most for so long.

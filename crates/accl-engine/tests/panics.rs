@@ -138,3 +138,52 @@ fn await_parked(rig: &Rig) {
         std::thread::sleep(Duration::from_millis(1));
     }
 }
+
+/// Of two sends that find room in one pass the second panics: the first is over, and its caller must hear of it all the same.
+#[test]
+fn a_panic_after_a_send_that_is_over_leaves_nobody_waiting() {
+    let (world, rig) = World::rigged(options(Duration::from_secs(30)));
+    let groups = world.run("g", |member| member);
+    // More than the link holds.
+    let sends: Vec<Call> = (0..40).map(|_| groups[0].post_send(&[7_u8; 8], 1, 0).unwrap()).collect();
+    assert!(sends.iter().filter(|call| !call.is_done()).count() > 2, "the link holds them all");
+    await_parked(&rig);
+    rig.explode_after(1, Step::Commit);
+    let mut data = [[0_u8; 8]; 40];
+    let receives: Vec<Call> = data.iter_mut().map(|data| groups[1].post_recv(data, Some(0), 0).unwrap()).collect();
+    for call in &sends {
+        if let Err(error) = watch(call) {
+            assert_eq!(error.kind, ErrorKind::Internal, "{error}");
+        }
+    }
+    groups[1].group.abort("the test is over");
+    receives.iter().for_each(|call| drop(finish(call)));
+}
+
+#[test]
+fn a_second_callback_is_refused_and_the_first_one_is_run() {
+    World::new(options(Duration::from_secs(30))).run("g", |member| {
+        let mut data = [1.0_f32; 4];
+        let call = match member.rank {
+            0 => member.group.submit(member.all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Async)).unwrap(),
+            _ => {
+                std::thread::sleep(Duration::from_millis(50));
+                return member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+            }
+        };
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let tell = |who: u32| {
+            let sender = sender.clone();
+            Box::new(move || sender.send(who).unwrap())
+        };
+        call.when_done(tell(1)).unwrap();
+        // Nobody is told twice, nor is anybody forgotten in silence.
+        let second = call.when_done(tell(2));
+        finish(&call).unwrap();
+        assert_eq!(receiver.recv_timeout(PATIENCE), Ok(1));
+        match second {
+            Err(error) => assert_eq!(error.kind, ErrorKind::Internal, "{error}"),
+            Ok(()) => assert_eq!(receiver.recv_timeout(PATIENCE), Ok(2), "the call had ended before"),
+        }
+    });
+}

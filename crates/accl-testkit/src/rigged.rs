@@ -29,12 +29,16 @@ pub enum Step {
     Unpark,
     /// [`Link::check_peer`]
     CheckPeer,
+    /// [`Link::commit`]
+    Commit,
 }
 
 /// The test's hand on its link.
 #[derive(Debug, Default)]
 pub struct Rig {
     trap: AtomicU8,
+    /// So many uses come before the trap springs.
+    harmless: AtomicU8,
     /// The trap springs again and again.
     for_ever: AtomicBool,
     lost: AtomicBool,
@@ -45,6 +49,12 @@ impl Rig {
     /// The next use of this function panics.
     pub fn explode_at(&self, step: Step) {
         self.trap.store(step as u8, Ordering::SeqCst);
+    }
+
+    /// The next use of this function but so many panics.
+    pub fn explode_after(&self, harmless: u8, step: Step) {
+        self.harmless.store(harmless, Ordering::SeqCst);
+        self.explode_at(step);
     }
 
     /// Every use of this function panics from now on.
@@ -64,6 +74,11 @@ impl Rig {
     }
 
     fn step(&self, step: Step) {
+        let is_meant = self.trap.load(Ordering::SeqCst) == step as u8;
+        let one_less = |harmless: u8| harmless.checked_sub(1);
+        if is_meant && self.harmless.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less).is_ok() {
+            return;
+        }
         let springs = match self.for_ever.load(Ordering::SeqCst) {
             true => self.trap.load(Ordering::SeqCst) == step as u8,
             false => self.trap.compare_exchange(step as u8, 0, Ordering::SeqCst, Ordering::SeqCst).is_ok(),
@@ -102,6 +117,7 @@ unsafe impl Link for Rigged {
     }
 
     fn commit(&mut self) {
+        self.rig.step(Step::Commit);
         self.link.commit();
     }
 

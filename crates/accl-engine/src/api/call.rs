@@ -8,7 +8,7 @@ use std::time::Duration;
 use accl_types::{Error, Rank, Result};
 
 use crate::driver::Driver;
-use crate::in_flight::InFlight;
+use crate::in_flight::{InFlight, Kept};
 use accl_executor::call::Waited;
 
 /// A call in flight. Dropping it does not cancel the call.
@@ -71,14 +71,23 @@ impl Call {
     /// Runs `f` on a completion thread once the call is done or failed; at once if it is. One per call.
     ///
     /// # Errors
-    /// `Exhausted` when the system has no thread for it; `Aborted` when the engine has ended.
+    /// `Exhausted` when the system has no thread for it; `Aborted` when the engine has ended, and in a forked child; `Internal` when the
+    /// call has a callback.
     pub fn when_done(&self, f: Box<dyn FnOnce() + Send>) -> Result<()> {
         let ended = || Error::aborted("the engine has ended");
         let driver = self.driver.upgrade().ok_or_else(ended)?;
+        driver.refuse_if_forked()?;
         driver.completions().expect()?;
-        if let Some(f) = self.state.keep_callback(f) {
-            driver.completions().post(f);
+        match self.state.keep_callback(f) {
+            Kept::ForTheEnd => Ok(()),
+            Kept::Ended(f) => {
+                driver.completions().post(f);
+                Ok(())
+            }
+            Kept::Refused => {
+                driver.completions().withdraw();
+                Err(self.state.in_context(Error::internal("a call has one callback, and this one has its own")))
+            }
         }
-        Ok(())
     }
 }

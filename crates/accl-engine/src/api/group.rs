@@ -369,9 +369,7 @@ impl Group {
 
     pub(crate) fn with_state<R>(&self, f: impl FnOnce(&mut GroupState, &mut Context<'_>) -> R) -> Result<R> {
         // The lock may have been held by another thread when the process forked.
-        if self.driver.is_forked() {
-            return Err(self.in_context(forked()));
-        }
+        self.driver.refuse_if_forked().map_err(|forked| self.in_context(forked))?;
         let now = time::now();
         self.driver
             .with_core(|core| core.with_group(self.caller.group, now, f))
@@ -379,9 +377,7 @@ impl Group {
     }
 
     fn check_usable(&self, collective: Collective) -> Result<()> {
-        if self.driver.is_forked() {
-            return Err(forked().of(collective));
-        }
+        self.driver.refuse_if_forked().map_err(|forked| forked.of(collective))?;
         if self.closed.load(Ordering::Acquire) {
             return Err(self.caller.destroyed(Some(collective)));
         }
@@ -399,13 +395,6 @@ impl Drop for Group {
         // A cause that nobody asked for has nowhere to go, and who drops a group does not expect to wait.
         let _ = self.leave();
     }
-}
-
-fn forked() -> Error {
-    Error::aborted(
-        "this process was forked from the one that made the group, and a group does not survive a fork; make a group of \
-         its own in the child, or start the child with spawn",
-    )
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -39,6 +40,8 @@ pub(crate) struct Connector {
 /// What the thread and the others know.
 struct Shared {
     waker: Arc<Waker>,
+    /// Set before a wake.
+    is_stopping: AtomicBool,
     state: Mutex<State>,
     /// Something has changed about links.
     changed: Condvar,
@@ -48,7 +51,6 @@ struct Shared {
 struct State {
     requests: Vec<Request>,
     is_running: bool,
-    is_stopping: bool,
     /// Why there is no thread any more, after a panic.
     failure: Option<Error>,
 }
@@ -70,7 +72,12 @@ impl Connector {
     pub(crate) fn new(endpoint: Endpoint, driver: &Arc<Driver>) -> Result<Self> {
         let waker = Arc::new(Waker::new()?);
         driver.wanted().set_waker(waker.clone());
-        let shared = Arc::new(Shared { waker, state: Mutex::default(), changed: Condvar::new() });
+        let shared = Arc::new(Shared {
+            waker,
+            is_stopping: AtomicBool::new(false),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        });
         Ok(Self { endpoint: Mutex::new(Some(endpoint)), driver: Arc::downgrade(driver), shared })
     }
 
@@ -136,9 +143,9 @@ impl Connector {
     pub(crate) fn stop(&self, at_most: Duration) {
         let until = Instant::now() + at_most;
         self.endpoint.lock().take();
-        let mut state = self.shared.state.lock();
-        state.is_stopping = true;
+        self.shared.is_stopping.store(true, Ordering::Release);
         self.shared.waker.wake();
+        let mut state = self.shared.state.lock();
         while state.is_running && Instant::now() < until {
             let _ = self.shared.changed.wait_for(&mut state, until.saturating_duration_since(Instant::now()));
         }
@@ -148,9 +155,7 @@ impl Connector {
 impl Drop for Connector {
     fn drop(&mut self) {
         // In a forked child there is no thread, the descriptor may be another file's, and another thread may have had the lock.
-        if let Some(mut state) = self.shared.state.try_lock() {
-            state.is_stopping = true;
-        }
+        self.shared.is_stopping.store(true, Ordering::Release);
         self.shared.waker.wake();
     }
 }
@@ -189,11 +194,8 @@ impl Work {
     fn run(mut self) {
         while let Some(driver) = self.driver.upgrade() {
             self.shared.waker.clear();
-            let (requests, is_stopping) = {
-                let mut state = self.shared.state.lock();
-                (std::mem::take(&mut state.requests), state.is_stopping)
-            };
-            if is_stopping {
+            let requests = std::mem::take(&mut self.shared.state.lock().requests);
+            if self.shared.is_stopping.load(Ordering::Acquire) {
                 return;
             }
             let turned = catch_unwind(AssertUnwindSafe(|| self.turn(&driver, requests)));

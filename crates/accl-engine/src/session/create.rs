@@ -220,11 +220,7 @@ impl Engine {
         if members.is_empty() {
             return Ok(());
         }
-        self.driver.with_core(|core| {
-            let now = time::now();
-            core.net.look_again_everywhere();
-            core.pass_whole(now);
-            core.check(now);
+        self.driver.after_a_look(|core| {
             let lost = members.iter().find_map(|(rank, uuid)| Some((*rank, core.net.gone(uuid)?)));
             let Some((rank, peer)) = lost else { return Ok(()) };
             let how = match core.net.peer(peer).gone() {
@@ -314,11 +310,8 @@ impl Engine {
 
     /// Makes all ranks' processes peers of this one.
     fn introduce(&self, parts: Parts<'_>, infos: &[EndpointInfo], own: usize) -> Result<Vec<PeerId>> {
-        self.driver.with_core(|core| {
-            // A peer that went and came back has a link that is dead and does not know it yet.
-            core.net.look_again_everywhere();
-            core.pass_whole(time::now());
-            core.check(time::now());
+        // A peer that went and came back has a link that is dead and does not know it yet.
+        self.driver.after_a_look(|core| {
             let introduce = |info: &EndpointInfo| {
                 let likely = accl_transport::likely_transport(parts.info, info);
                 core.net.introduce(info, likely.is_some_and(|row| row.is_cheap_to_look_at))

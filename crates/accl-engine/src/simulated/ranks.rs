@@ -17,7 +17,7 @@ use super::oracle::Tensors;
 use super::scenario::{Fault, Matter, Step};
 use super::world::{Made, Member, State, TIMEOUT, Violation, World};
 use crate::api::planning::Planning;
-use crate::in_flight::{InFlight, Notifier};
+use crate::in_flight::{InFlight, Kept, Notifier};
 use accl_executor::call::{Blocks, CallDesc, Codecs, Encoding, MemoryKind, Mode, TensorCodecs};
 use accl_executor::exec::SpinLimit;
 use accl_executor::group::{Caller, Core, FastPathEnd, GroupState, Launched, Notify, Relief};
@@ -226,7 +226,7 @@ impl World<'_> {
             let callback = Box::new(move || {
                 counter.fetch_add(1, Ordering::Relaxed);
             });
-            if let Some(callback) = call.keep_callback(callback) {
+            if let Kept::Ended(callback) = call.keep_callback(callback) {
                 callback();
             }
         }

@@ -76,12 +76,17 @@ impl TensorDesc {
     /// A tensor of any layout; sizes and strides are in elements, none of both for a zero-dimensional one.
     ///
     /// # Errors
-    /// `Internal` for sizes that cannot be a tensor's.
+    /// `Internal` for sizes and strides that cannot be a tensor's; `Unsupported` for more bytes than an address has.
     pub fn strided(ptr: *mut u8, dtype: Dtype, sizes: &[i64], strides: &[i64]) -> Result<Self> {
         let count = sizes.iter().try_fold(1_u64, |count, &size| count.checked_mul(u64::try_from(size).ok()?));
-        let Some(count) = count.filter(|_| sizes.len() == strides.len()) else {
-            return Err(Error::internal("a tensor was described with unfit sizes"));
+        let is_fit = sizes.len() == strides.len() && strides.iter().all(|&stride| stride >= 0);
+        let Some(count) = count.filter(|_| is_fit) else {
+            return Err(Error::internal("a tensor was described with unfit sizes or strides"));
         };
+        // An expanded tensor has one element in memory and as many as it likes to be packed.
+        if count > i64::MAX as u64 / dtype.size_bytes() as u64 {
+            return Err(Error::exhausted(format!("a tensor of {count} elements has more bytes than an address has")));
+        }
         let mut expected = 1;
         let mut dense = true;
         for (&size, &stride) in sizes.iter().zip(strides).rev() {
@@ -257,5 +262,28 @@ impl<B: IntoIterator<Item = TensorDesc>> FromIterator<B> for Blocks {
         let mut all = Self::default();
         blocks.into_iter().for_each(|block| all.push(block));
         all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use accl_types::ErrorKind;
+
+    use super::*;
+
+    #[test]
+    fn an_expanded_tensor_with_more_bytes_than_an_address_has_is_refused() {
+        let mut one = [1.0_f32];
+        let mut expanded = |count: i64| TensorDesc::strided(one.as_mut_ptr().cast(), Dtype::F32, &[count], &[0]);
+        assert_eq!(expanded(1 << 62).unwrap_err().kind, ErrorKind::Exhausted);
+        assert_eq!(expanded(1 << 61).unwrap_err().kind, ErrorKind::Exhausted);
+        assert_eq!(expanded((1 << 61) - 1).unwrap().len_bytes(), (1 << 63) - 4);
+    }
+
+    #[test]
+    fn strides_that_go_backwards_are_refused() {
+        let mut two = [1.0_f32, 2.0];
+        let error = TensorDesc::strided(two.as_mut_ptr().cast(), Dtype::F32, &[2], &[-1]).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Internal, "{error}");
     }
 }

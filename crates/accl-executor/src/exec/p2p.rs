@@ -104,7 +104,11 @@ pub struct P2p {
     /// Orders given out.
     arrivals: u64,
     posts: u64,
+    /// Sends that are complete and have yet to be [`P2p::end`]ed: a panic in the sends after them must not lose them.
+    over: Vec<Message>,
     done: Vec<Message>,
+    /// Private messages in flight.
+    private: usize,
     /// Messages looked at so far.
     steps: Cell<u64>,
 }
@@ -120,7 +124,9 @@ impl P2p {
             from_any: 0,
             arrivals: 0,
             posts: 0,
+            over: Vec::new(),
             done: Vec::new(),
+            private: 0,
             steps: Cell::new(0),
         }
     }
@@ -143,6 +149,7 @@ impl P2p {
     fn enter(&mut self, message: &Message) {
         self.calls.insert(message.call.seq, message.peer);
         if message.is_private {
+            self.private += 1;
             return;
         }
         self.deadlines.extend(message.deadline.map(|deadline| (deadline, message.call.seq)));
@@ -152,6 +159,7 @@ impl P2p {
     fn leave(&mut self, message: &Message) {
         self.calls.remove(&message.call.seq);
         if message.is_private {
+            self.private -= 1;
             return;
         }
         if let Some(deadline) = message.deadline {
@@ -347,11 +355,12 @@ impl P2p {
         if let Some(credit) = incoming.due_credit() {
             env.members.return_credit(from, credit, group, env.net);
         }
-        if incoming.is_complete()
-            && let Some(mut receiving) = peer.receiving.remove(&id)
-        {
-            receiving.message.memory.unpack();
-            self.end(receiving.message);
+        if incoming.is_complete() {
+            // While it is still in the record: a panic fails what is there.
+            message.memory.unpack();
+            if let Some(receiving) = peer.receiving.remove(&id) {
+                self.end(receiving.message);
+            }
         }
         Ok(())
     }
@@ -373,7 +382,6 @@ impl P2p {
         let mut progressed = false;
         for to in self.sendable.iter().copied().collect::<SmallVec<[Rank; 16]>>() {
             let peer = &mut self.peers[to.index()];
-            let mut over: SmallVec<[Message; 4]> = SmallVec::new();
             // Messages begin in issue order; data of several may interleave.
             while let Some(sending) = peer.unbegun.front_mut() {
                 self.steps.set(self.steps.get() + 1);
@@ -383,7 +391,7 @@ impl P2p {
                 progressed = true;
                 let Some(sending) = peer.unbegun.pop_front() else { break };
                 if sending.outgoing.is_complete() {
-                    over.push(sending.message);
+                    self.over.push(sending.message);
                 } else {
                     peer.begun.insert(sending.id, sending);
                 }
@@ -403,13 +411,15 @@ impl P2p {
                 peer.ready.remove(&id);
                 if sending.outgoing.is_complete() {
                     progressed = true;
-                    over.extend(peer.begun.remove(&id).map(|sending| sending.message));
+                    self.over.extend(peer.begun.remove(&id).map(|sending| sending.message));
                 }
             }
             if peer.unbegun.is_empty() && peer.ready.is_empty() {
                 self.sendable.remove(&to);
             }
-            over.into_iter().for_each(|message| self.end(message));
+            let mut over = std::mem::take(&mut self.over);
+            over.drain(..).for_each(|message| self.end(message));
+            self.over = over;
         }
         progressed
     }
@@ -422,6 +432,7 @@ impl P2p {
     /// Everything in flight, taken out; unexpected messages are forgotten.
     pub(crate) fn take_all(&mut self) -> Vec<Message> {
         let mut all = std::mem::take(&mut self.done);
+        all.append(&mut self.over);
         all.extend(std::mem::take(&mut self.posted).into_values().flatten().map(|posted| posted.message));
         for peer in &mut self.peers {
             all.extend(peer.unbegun.drain(..).map(|sending| sending.message));
@@ -434,7 +445,7 @@ impl P2p {
         self.sendable.clear();
         self.calls.clear();
         self.deadlines.clear();
-        self.from_any = 0;
+        (self.from_any, self.private) = (0, 0);
         all
     }
 
@@ -446,6 +457,9 @@ impl P2p {
     /// Takes back private receives that nothing matched yet and private sends that have not begun, of the ranks that
     /// `choose` picks.
     pub(crate) fn take_private(&mut self, choose: impl Fn(Rank) -> bool) -> Vec<Message> {
+        if self.private == 0 {
+            return Vec::new();
+        }
         let mut taken = self.take_private_posted(|message| message.peer.is_some_and(&choose));
         for (rank, peer) in (0..).map(Rank).zip(&mut self.peers) {
             if peer.unbegun.is_empty() || !choose(rank) {

@@ -616,8 +616,9 @@ impl GroupState {
             self.admission.note_move(context.now);
         }
         for seq in ended {
+            // While it is still among the calls: a panic fails those.
+            self.runs.get_mut(&seq).into_iter().for_each(Run::end);
             if let Some(mut run) = self.runs.remove(&seq) {
-                run.end();
                 self.code_pool.give(run.take_codes());
                 context.completed.end(&run.call, None, context.now);
                 moved = true;
@@ -785,7 +786,16 @@ impl GroupState {
     pub fn timeout_text(&self, call: &CallState, awaited: &[Rank], waited: Duration, net: &Net) -> String {
         let mut text = format!("Timed out waiting {}ms for {}", waited.as_millis(), call.collective);
         if awaited.is_empty() {
-            text.push_str(" from any rank: nobody sent with this tag");
+            let external = self.runs.get(&call.seq).and_then(Run::external_under_way);
+            match external {
+                Some(what) => text.push_str(&format!("; {what} is under way")),
+                None if call.collective.is_point_to_point() => {
+                    text.push_str(" from any rank: nobody sent with this tag");
+                }
+                None => text.push_str(
+                    "; no rank is missing: calls that were made before it are not over, or what it was to stop has not stopped",
+                ),
+            }
         }
         for (index, &rank) in awaited.iter().filter(|&&rank| rank != self.rank).take(8).enumerate() {
             text.push_str(if index == 0 { "; missing: " } else { ", " });

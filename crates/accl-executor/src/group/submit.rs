@@ -65,6 +65,7 @@ impl Caller {
         if let Some(shape) = &shape {
             buffers.add_scratch(shape.plan.scratch_bytes)?;
         }
+        buffers.scale_in_place(desc)?;
         Ok(Prepared { shape, buffers })
     }
 

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 
 use super::overlap::{inputs_need_copy, outputs_are_entangled, outputs_share_elements, refuse_self_overlap};
 use super::storage::Storage;
-use crate::call::{CallDesc, External, ExternalCopy, ExternalHandle, MemoryKind, TensorDesc, Wake};
+use crate::call::{CallDesc, Encoded, External, ExternalCopy, ExternalHandle, MemoryKind, TensorDesc, Wake};
 use crate::plan::ExternalStep;
 
 type Bases = SmallVec<[*mut u8; 4]>;
@@ -119,9 +119,13 @@ impl Buffers {
     /// Calls that work in place: all_reduce and reduce contribute what the output holds, a broadcast has no input.
     fn prepare_in_place(&mut self, desc: &CallDesc, premul: bool) -> Result<()> {
         match desc.collective {
-            Collective::AllReduce => self.inputs = self.outputs.clone(),
-            Collective::Reduce => {
-                // Off the root the tensor is only read: a factor must not show in it.
+            // Room for codes comes last of all, from the group, and may be refused: until then a factor must not show in the tensor.
+            Collective::AllReduce if !premul || !matches!(desc.encoding, Encoded::As(_)) => {
+                self.inputs = self.outputs.clone();
+                return Ok(());
+            }
+            Collective::AllReduce | Collective::Reduce => {
+                // Off the root of a reduce, too, the tensor is only read.
                 self.inputs = self.outputs.clone();
                 if premul {
                     self.inputs.clear();
@@ -141,11 +145,26 @@ impl Buffers {
             | Collective::Send
             | Collective::Recv => {}
         }
-        if premul {
-            for (base, tensor) in self.inputs.iter().zip(desc.outputs.pieces()) {
-                // SAFETY: `base` is the plain tensor or its staging, of this many elements; in place.
-                unsafe { accl_kernels::scale(desc.dtype, *base, *base, tensor.count_elems() as usize, desc.factor)? };
-            }
+        if premul { self.scale(desc) } else { Ok(()) }
+    }
+
+    /// Multiplies what an all_reduce in place contributes by the factor of `PREMUL_SUM`. That shows in the tensor, so it comes after all
+    /// that may be refused.
+    ///
+    /// # Errors
+    /// `Unsupported` for a dtype that has no factor.
+    pub(crate) fn scale_in_place(&self, desc: &CallDesc) -> Result<()> {
+        let is_left = desc.collective == Collective::AllReduce
+            && desc.op == ReduceOp::PremulSum
+            && desc.inputs.is_empty()
+            && !matches!(desc.encoding, Encoded::As(_));
+        if is_left { self.scale(desc) } else { Ok(()) }
+    }
+
+    fn scale(&self, desc: &CallDesc) -> Result<()> {
+        for (base, tensor) in self.inputs.iter().zip(desc.outputs.pieces()) {
+            // SAFETY: `base` is the plain tensor or its staging, of this many elements; in place.
+            unsafe { accl_kernels::scale(desc.dtype, *base, *base, tensor.count_elems() as usize, desc.factor)? };
         }
         Ok(())
     }
@@ -262,4 +281,27 @@ impl Buffers {
 /// A dense tensor of the same elements.
 fn dense_like(tensor: &TensorDesc, base: *mut u8) -> TensorDesc {
     TensorDesc::dense(base, tensor.dtype, Elems(tensor.count_elems()))
+}
+
+#[cfg(test)]
+mod tests {
+    use accl_types::{Dtype, Elems};
+
+    use super::*;
+    use crate::call::Blocks;
+
+    #[test]
+    fn a_call_that_may_still_be_refused_has_not_scaled_its_tensor() {
+        let mut data = [1.0_f32, 2.0];
+        let base = data.as_mut_ptr();
+        let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
+        desc.outputs = Blocks::of(TensorDesc::dense(base.cast(), Dtype::F32, Elems(2)));
+        (desc.op, desc.factor) = (ReduceOp::PremulSum, 3.0);
+        // SAFETY: nobody else uses the array, which lives longer than this reads it.
+        let now = || unsafe { std::slice::from_raw_parts(base, 2).to_vec() };
+        let buffers = Buffers::prepare(&desc, 0).unwrap();
+        assert_eq!(now(), [1.0, 2.0]);
+        buffers.scale_in_place(&desc).unwrap();
+        assert_eq!(now(), [3.0, 6.0]);
+    }
 }

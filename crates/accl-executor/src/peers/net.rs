@@ -636,7 +636,7 @@ impl Net {
             self.streams -= usize::from(!link.is_cheap_to_look_at());
             self.linked.retain(|&linked| linked != id);
         }
-        if self.handling == Some(id) {
+        if self.handling == Some(id) && link.is_some() {
             self.retired = link;
         }
         if self.by_uuid.get(&uuid) == Some(&id) {
@@ -646,7 +646,7 @@ impl Net {
     }
 
     /// How many peers have gone so far.
-    pub(crate) fn departures(&self) -> u64 {
+    pub fn departures(&self) -> u64 {
         self.departures
     }
 
