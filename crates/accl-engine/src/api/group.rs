@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use accl_types::{Collective, Error, Rank, Result};
+use accl_types::{Collective, Error, Moment, Rank, Result};
 
 use super::call::Call;
 use super::default_codec::DefaultCodec;
@@ -18,9 +18,12 @@ use crate::driver::{Delivery, Driver, lasting};
 use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED, LAST_CALLS};
 use crate::events;
 use crate::in_flight::{InFlight, Notifier};
+use crate::sync::MutexGuard;
 use crate::time;
 use accl_executor::call::CallDesc;
-use accl_executor::group::{Caller, Context, Departure, FastPathEnd, GroupState, Launched, Notify, Prepared, Relief};
+use accl_executor::group::{
+    Caller, Context, Core, Departure, FastPathEnd, GroupState, Launched, Notify, Prepared, Relief,
+};
 use accl_executor::memory::Sample;
 use accl_executor::plan::Planner;
 
@@ -101,19 +104,40 @@ impl Group {
         let begin = events::follows_calls().then(time::now);
         let mut core = self.driver.lock_briefly();
         let is_watch = core.watch();
-        let ran = core.guarded(|core| core.run_fast_path(self.caller.group, desc, spin_limit));
+        let ran = core.run_fast_path(self.caller.group, desc, spin_limit);
+        let owes_look = core.take_owed_look();
+        match ran {
+            Some(FastPathEnd::Done { seq, .. }) if !is_watch && !owes_look && begin.is_none() => {
+                self.driver.unlock(core);
+                Ok(Ran::Done(seq))
+            }
+            ran => self.after_fast_path(desc, core, ran, (is_watch, owes_look), begin),
+        }
+    }
+
+    /// What follows a call on the fast path that did not go as most do.
+    #[inline(never)]
+    fn after_fast_path(
+        &self,
+        desc: &CallDesc,
+        mut core: MutexGuard<'_, Core>,
+        ran: Option<FastPathEnd>,
+        (is_watch, owes_look): (bool, bool),
+        begin: Option<Moment>,
+    ) -> Result<Ran> {
         // What stopped halfway goes on before anybody takes another frame.
-        let ran = ran.map(|ran| match ran {
-            Some(FastPathEnd::Done { seq, .. }) => Some(Ok(seq)),
+        let ran = match ran {
+            Some(FastPathEnd::Done { seq, .. }) => Ok(Some(Ok(seq))),
             Some(FastPathEnd::Stopped(stopped)) => {
                 let algorithm = stopped.algorithm();
                 let notifier: Arc<Notifier> = Arc::default();
                 let launched = self.caller.resume(&mut core, desc, *stopped, notifier.clone(), time::now());
-                Some(Err((algorithm, notifier, launched)))
+                Ok(Some(Err((algorithm, notifier, launched))))
             }
-            None => None,
-        });
-        if core.take_owed_look() {
+            Some(FastPathEnd::Failed(error)) => Err(*error),
+            None => Ok(None),
+        };
+        if owes_look {
             self.driver.look(&core);
             core.pass_whole(time::now());
         }
@@ -132,7 +156,7 @@ impl Group {
                 let call = self.launched(desc, Some(algorithm), notifier, launched);
                 call.map(pending).map_err(|error| self.in_context(error))
             }
-            Ok(None) => self.submit_with(desc, default).map(pending),
+            Ok(None) => self.submit_with(desc, None).map(pending),
             Err(error) => Err(self.in_context(error.of(desc.collective))),
         }
     }

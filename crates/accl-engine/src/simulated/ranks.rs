@@ -274,9 +274,10 @@ impl World<'_> {
             let spin_limit =
                 SpinLimit { spins: 1 + (draws % 3) as u32, yields: (draws % 5) as u32, yield_now: clock::yield_now };
             let watches = core.watch();
-            let ran = core.guarded(|core| core.run_fast_path(member.caller.group, desc, spin_limit))?;
+            let ran = core.run_fast_path(member.caller.group, desc, spin_limit);
             let ran = ran.map(|end| match end {
                 FastPathEnd::Done { .. } => Ok(None),
+                FastPathEnd::Failed(error) => Err(*error),
                 FastPathEnd::Stopped(stopped) => {
                     let notifier: Arc<Notifier> = Arc::default();
                     let launched = member.caller.resume(core, desc, *stopped, notifier.clone(), clock::now());

@@ -220,9 +220,14 @@ impl Core {
         Some(result)
     }
 
-    /// Runs a call on the fast path, as far as that goes. `None`: not at all.
-    #[inline]
+    /// Runs a call on the fast path, as far as that goes. `None`: not at all. All of the path is compiled here, in one piece.
     pub fn run_fast_path(&mut self, id: u64, desc: &CallDesc, spin_limit: SpinLimit) -> Option<FastPathEnd> {
+        let ran = self.guarded(|core| core.go_fast_path(id, desc, spin_limit));
+        ran.unwrap_or_else(|error| Some(FastPathEnd::Failed(Box::new(error))))
+    }
+
+    #[inline]
+    fn go_fast_path(&mut self, id: u64, desc: &CallDesc, spin_limit: SpinLimit) -> Option<FastPathEnd> {
         let group = self.groups.get_mut(&id)?;
         let ran = group.run_fast_path(desc, spin_limit, &mut self.net, self.segment);
         if let Some(FastPathEnd::Done { heard: false, .. }) = ran {
@@ -546,15 +551,21 @@ impl Core {
 
     /// A thread begins to look at the links in a loop. If a driver sleeps meanwhile, peers need not wake it, and
     /// [`Core::unwatch`] must follow: `true`.
+    #[inline]
     pub fn watch(&mut self) -> bool {
         let is_parked = self.parked.is_some();
         if is_parked {
-            if self.watchers == 0 {
-                let _ = self.guarded(|core| core.net.suspend_park());
-            }
-            self.watchers += 1;
+            self.watch_for_the_driver();
         }
         is_parked
+    }
+
+    #[cold]
+    fn watch_for_the_driver(&mut self) {
+        if self.watchers == 0 {
+            let _ = self.guarded(|core| core.net.suspend_park());
+        }
+        self.watchers += 1;
     }
 
     /// The end of a [`Core::watch`]. Every call whose number was taken has been started by now: frames are handled here.
@@ -605,6 +616,7 @@ impl Core {
     }
 
     /// Runs `work`; when it panics, all groups fail.
+    #[inline]
     pub fn guarded<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> Result<R> {
         catch_unwind(AssertUnwindSafe(|| work(self))).map_err(|panic| self.fail_all(&*panic))
     }
@@ -646,6 +658,7 @@ impl Core {
     }
 
     /// Whether somebody should ask the system for news: calls end one after the other when they are made, and nobody waits.
+    #[inline]
     pub fn take_owed_look(&mut self) -> bool {
         std::mem::take(&mut self.owes_look)
     }

@@ -79,6 +79,8 @@ pub enum FastPathEnd {
     },
     /// A run must go on.
     Stopped(Box<Stopped>),
+    /// It panicked, and all groups have failed.
+    Failed(Box<Error>),
 }
 
 /// A call that stopped on the fast path.
@@ -323,6 +325,7 @@ impl GroupState {
     }
 
     /// Runs a call on the fast path, as far as that goes. `None`: not at all, and nothing was done.
+    #[inline]
     pub(crate) fn run_fast_path(
         &mut self,
         desc: &CallDesc,
