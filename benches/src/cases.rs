@@ -145,7 +145,7 @@ impl Tensors {
         let blocks = |base: *mut u8, count: &dyn Fn(u32) -> u64| {
             let mut at = 0;
             let mut block = |of: u32| {
-                let tensor = TensorDesc::dense(base.wrapping_add(at), dtype, Elems(count(of) as u64));
+                let tensor = TensorDesc::dense(base.wrapping_add(at), dtype, Elems(count(of)));
                 at += count(of) as usize * elem;
                 [tensor]
             };

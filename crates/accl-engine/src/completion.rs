@@ -267,8 +267,10 @@ mod tests {
         while pool.shared.state.lock().expected < 2 {
             std::thread::yield_now();
         }
-        (*pool.shared.state.lock()).threads = 0;
-        (*pool.shared.state.lock()).starting = 0;
+        {
+            let mut state = pool.shared.state.lock();
+            (state.threads, state.starting) = (0, 0);
+        }
         pool.shared.quiet.notify_all();
         let error = expecting.join().unwrap().unwrap_err();
         assert_eq!(error.kind, accl_types::ErrorKind::Exhausted, "{error}");
