@@ -461,6 +461,7 @@ impl P2p {
             return Vec::new();
         }
         let mut taken = self.take_private_posted(|message| message.peer.is_some_and(&choose));
+        let posted = taken.len();
         for (rank, peer) in (0..).map(Rank).zip(&mut self.peers) {
             if peer.unbegun.is_empty() || !choose(rank) {
                 continue;
@@ -474,7 +475,8 @@ impl P2p {
                 }
             }
         }
-        taken.iter().for_each(|message| self.leave(message));
+        // Those that were posted have left.
+        taken[posted..].iter().for_each(|message| self.leave(message));
         taken
     }
 
