@@ -550,9 +550,11 @@ AcclWork::~AcclWork() {
   if (flight_->state.load(std::memory_order_acquire) != Flight::kRunning) return;
   try {
     home_->watch(flight_);
-  } catch (const std::exception& thrown) {
+  } catch (const OutOfResources& thrown) {
     // The next drain completes it.
     TORCH_WARN_ONCE("accl: a call cannot be watched: ", thrown.what());
+  } catch (const std::exception&) {
+    // The engine has ended, and the call with it.
   }
 }
 

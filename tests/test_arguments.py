@@ -1,6 +1,7 @@
 """Wrong arguments: each is refused by the call with its class and sentence, on one rank alone, and the group works on."""
 
 import pickle
+from datetime import timedelta
 
 import pytest
 import torch
@@ -284,4 +285,11 @@ def test_an_expanded_tensor_with_more_bytes_than_an_address_has_is_refused(rank,
     # One element in memory, and 2^62 to be sent.
     with pytest.raises((RuntimeError, MemoryError), match="more bytes than an address has"):
         dist.send(torch.zeros(1).expand(2**62), 1 - rank)
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_negative_timeout_of_a_group_is_refused_by_its_value(rank, world):
+    with pytest.raises(ValueError, match="timeout of -1000 ms"):
+        dist.new_group(timeout=timedelta(seconds=-1))
     dist.barrier()

@@ -197,7 +197,7 @@ bridged! {
 
     /// Sets the deadline of calls made from now on.
     fn group_set_timeout(group: &Group, timeout_ms: i64) -> Status {
-        group.group()?.set_timeout(millis(timeout_ms).unwrap_or(Duration::ZERO));
+        group.group()?.set_timeout(timeout_of(timeout_ms)?);
         Ok(Status::ok())
     }
 
@@ -283,7 +283,7 @@ fn create(engine: Arc<Engine>, config: Config, args: &GroupArgs, store: &ffi::St
         name: args.name.to_owned(),
         rank: Rank(args.rank),
         world: args.world,
-        timeout: millis(args.timeout_ms).unwrap_or(Duration::ZERO),
+        timeout: timeout_of(args.timeout_ms)?,
         config,
         master: address_of(args.master),
         global_ranks: args.global_ranks.to_vec(),
@@ -298,6 +298,19 @@ fn address_of(host: &str) -> Option<IpAddr> {
         return None;
     }
     (host, 0).to_socket_addrs().ok()?.next().map(|address| address.ip())
+}
+
+/// The timeout of a group.
+///
+/// # Errors
+/// `InvalidArgument` for a negative one.
+fn timeout_of(timeout_ms: i64) -> Result<Duration> {
+    let refused = || {
+        Error::invalid_argument(format!(
+            "timeout of {timeout_ms} ms; give one that is not negative (a `timedelta` of more than 292 years becomes negative in torch)"
+        ))
+    };
+    millis(timeout_ms).ok_or_else(refused)
 }
 
 /// `None` for a negative number of milliseconds.

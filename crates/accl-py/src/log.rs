@@ -1,11 +1,28 @@
 //! What `ACCL_LOG` prints: the engine's events, on standard error.
 //!
+//! A line that cannot be written, to a full disk or a pipe that nobody reads any more, is lost, and nothing else is. A process that began
+//! without standard error prints nothing: its descriptor has since become another file's.
+//!
 //! Installed with the process's first engine, never at import; for what the command asks without an engine, while it asks. The
 //! engine itself prints nothing.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use accl_types::config::LogLevel;
+use pyo3::prelude::*;
 use tracing::Subscriber;
 use tracing_subscriber::filter::LevelFilter;
+
+static LACKS_STDERR: AtomicBool = AtomicBool::new(false);
+
+/// Notes whether Python began without standard error.
+///
+/// # Errors
+/// Those of an interpreter without a module `sys`.
+pub(crate) fn look_for_stderr(py: Python<'_>) -> PyResult<()> {
+    LACKS_STDERR.store(py.import("sys")?.getattr("__stderr__")?.is_none(), Ordering::Relaxed);
+    Ok(())
+}
 
 /// Prints events of `level` and above from now on. The first engine of the process decides.
 pub(crate) fn follow(level: LogLevel) {
@@ -20,11 +37,14 @@ pub(crate) fn during<T>(level: LogLevel, work: impl FnOnce() -> T) -> T {
 
 fn printer(level: LogLevel) -> impl Subscriber + Send + Sync {
     let level = match level {
+        _ if LACKS_STDERR.load(Ordering::Relaxed) => LevelFilter::OFF,
         LogLevel::Off => LevelFilter::OFF,
         LogLevel::Warn => LevelFilter::WARN,
         LogLevel::Info => LevelFilter::INFO,
         LogLevel::Debug => LevelFilter::DEBUG,
         LogLevel::Trace => LevelFilter::TRACE,
     };
-    tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).with_ansi(false).compact().finish()
+    let printer = tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).with_ansi(false);
+    // It would tell of a line that it could not print by printing, which panics.
+    printer.log_internal_errors(false).compact().finish()
 }

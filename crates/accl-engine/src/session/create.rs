@@ -264,7 +264,11 @@ impl Engine {
     ) -> Result<Option<Vec<PeerId>>> {
         let own = spec.rank.index();
         if let Some(rank) = (0..infos.len()).find(|&rank| rank != own && infos[rank].info.uuid == parts.info.uuid) {
-            return Err(Error::rendezvous(format!("ranks {rank} and {} are the same process", spec.rank)));
+            return Err(Error::rendezvous(format!(
+                "ranks {rank} and {} are the same process; give every rank a process of its own: threads of one process cannot be \
+                 ranks of one group",
+                spec.rank
+            )));
         }
         let others: Vec<EndpointInfo> = infos.iter().map(|info| info.info.clone()).collect();
         accl_transport::check_peers(parts.info, &others).map_err(|failed| failed.error)?;
