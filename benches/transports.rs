@@ -263,10 +263,13 @@ impl Waiting {
             return Err(Error::timeout("the other side did nothing"));
         }
         link.check_peer()?;
-        if !link.prepare_park(wants_room) {
+        let board = poller.board();
+        if !link.arm(wants_room) && !board.listen() {
             poller.wait(Some(deadline - now))?;
         }
-        link.unpark();
+        board.mute();
+        board.take(&mut |_| {});
+        link.disarm();
         Ok(())
     }
 }

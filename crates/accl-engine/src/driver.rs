@@ -290,7 +290,7 @@ impl Driver {
             }
             // Under the lock: a driver that the first event wakes must find the link.
             match polling.poller.watch(&mut link) {
-                Ok(()) => core.attach(id, link, time::now()),
+                Ok(slot) => core.attach(id, link, slot, time::now()),
                 Err(error) => core.lose(id, error, time::now()),
             }
             true
@@ -366,9 +366,12 @@ impl Driver {
 
     /// Gives it something to sleep in, once.
     pub(crate) fn set_polling(&self, polling: Polling) {
-        let waker = polling.waker.clone();
+        let (waker, board) = (polling.waker.clone(), polling.poller.board());
         if self.polling.set(polling).is_ok() {
-            self.with_core(|core| core.set_wake(Arc::new(move || waker.wake())));
+            self.with_core(|core| {
+                core.set_wake(Arc::new(move || waker.wake()));
+                core.net.set_board(board);
+            });
         }
     }
 
@@ -601,25 +604,24 @@ impl Driver {
         let mut unsent = false;
         // A driver that sleeps meanwhile need not be woken for what is seen here.
         let mut watch = Watch { driver: self, is_on: false };
-        let mut needed = None;
+        let mut needed: Option<SmallVec<[PeerId; 4]>> = None;
         for round in 0_u32.. {
             let now = time::now();
             if let Some(mut core) = self.try_lock() {
                 watch.is_on = watch.is_on || core.watch();
-                let (peers, streams): &(SmallVec<[PeerId; 4]>, SmallVec<[PeerId; 4]>) =
-                    needed.get_or_insert_with(|| {
-                        let peers = core.peers_of(call);
-                        let streams = core.streams_among(&peers);
-                        (peers, streams)
-                    });
+                let streams = needed.get_or_insert_with(|| {
+                    let peers = core.peers_of(call);
+                    // They need not say that they have sent something: it is looked for here.
+                    peers.iter().for_each(|&peer| core.net.poll_link(peer));
+                    core.streams_among(&peers)
+                });
                 streams.iter().for_each(|&peer| core.net.look_again(peer));
                 // The others' news can wait a little.
                 let is_others_turn = round % ROUNDS_BEFORE_LOOK == ROUNDS_BEFORE_LOOK - 1;
                 if streams.is_empty() || is_others_turn {
                     self.look(&core);
                 }
-                let looks_at_all = peers.is_empty() || is_others_turn || !core.net.has_many_links();
-                let moved = if looks_at_all { core.pass(now) } else { core.pass_at(peers, now) };
+                let moved = core.pass(now);
                 let wake = !watch.is_on && core.must_wake_driver(None);
                 unsent = core.net.has_unsent();
                 drop(core);

@@ -163,8 +163,8 @@ impl Engine {
         let parts = self.parts(None)?;
         // Under the lock: a driver that the first event wakes must find the link.
         self.driver.with_core(|core| {
-            parts.poller.watch(&mut link)?;
-            core.net.add(&info, link);
+            let slot = parts.poller.watch(&mut link)?;
+            core.net.add(&info, link, slot);
             Ok(())
         })
     }
@@ -184,7 +184,7 @@ impl Engine {
         }
         let dead = Error::internal("this engine has vanished");
         self.driver.with_core(|core| {
-            core.net.linked_now().into_iter().for_each(|id| core.net.mark_gone(id, dead.clone()));
+            core.net.linked().to_vec().into_iter().for_each(|id| core.net.mark_gone(id, dead.clone()));
         });
     }
 
@@ -250,7 +250,7 @@ impl Engine {
         if let Some(mut core) = self.driver.try_lock_until(time::now() + LOCK_AT_END) {
             let ids: Vec<u64> = core.groups().map(GroupState::id).collect();
             let has_failed = core.groups().any(|group| group.poison().is_some());
-            let sent: Vec<Mark> = core.net.linked_now().into_iter().map(|id| core.net.mark(id)).collect();
+            let sent: Vec<Mark> = core.net.linked().iter().map(|&id| core.net.mark(id)).collect();
             let _ = core.guarded(|core| {
                 for id in ids {
                     core.with_group(id, now, |group, context| group.leave(context));

@@ -67,7 +67,7 @@ fn a_rank_that_linked_after_the_failure_hears_the_cause_before_the_goodbye() {
     let poller = Poller::new().unwrap();
     let waker = || poller.waker();
     let (near, mut far) = loopback::pair(SEGMENT + OVERHEAD_BYTES, Capacity::Unbounded, waker(), waker());
-    core.attach(peers[3], Box::new(near), NOW);
+    core.attach(peers[3], Box::new(near), None, NOW);
     core.leave_group(GROUP, NOW);
     core.net.flush_all();
     assert_eq!(heard(&mut far), [Kind::Cause, Kind::Goodbye]);

@@ -10,7 +10,7 @@ use accl_types::{Error, ErrorKind, ReduceOp, Result};
 /// Longer than anything here takes, and shorter than the deadline of a call.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// What every look at the links, and every sleep, does with a link.
-const STEPS: [Step; 4] = [Step::Peek, Step::CheckPeer, Step::PreparePark, Step::Unpark];
+const STEPS: [Step; 4] = [Step::Peek, Step::CheckPeer, Step::Arm, Step::Disarm];
 
 fn options(timeout: Duration) -> WorldOptions {
     WorldOptions::new(2).timeout(timeout)
@@ -112,7 +112,7 @@ fn deadlines_are_looked_at_after_a_panic_under_the_background_thread() {
 /// Telling the peers of the panic panics as well.
 #[test]
 fn a_link_that_always_panics_ends_its_calls_and_not_the_background_thread() {
-    for step in [Step::Peek, Step::Reserve, Step::PreparePark] {
+    for step in [Step::Peek, Step::Reserve, Step::Arm] {
         let (world, rig) = World::rigged(options(Duration::from_secs(30)));
         let groups = world.run("g", |member| member);
         let mut never = [0_u8; 4];

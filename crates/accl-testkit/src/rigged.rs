@@ -23,10 +23,10 @@ pub enum Step {
     Reserve = 1,
     /// [`Link::peek`]
     Peek,
-    /// [`Link::prepare_park`]
-    PreparePark,
-    /// [`Link::unpark`]
-    Unpark,
+    /// [`Link::arm`]
+    Arm,
+    /// [`Link::disarm`]
+    Disarm,
     /// [`Link::check_peer`]
     CheckPeer,
     /// [`Link::commit`]
@@ -135,17 +135,17 @@ unsafe impl Link for Rigged {
         self.link.flush()
     }
 
-    fn prepare_park(&mut self, wants_room: bool) -> bool {
-        self.rig.step(Step::PreparePark);
-        let has_news = self.link.prepare_park(wants_room);
+    fn arm(&mut self, wants_room: bool) -> bool {
+        self.rig.step(Step::Arm);
+        let has_news = self.link.arm(wants_room);
         self.rig.parked.store(!has_news, Ordering::SeqCst);
         has_news
     }
 
-    fn unpark(&mut self) {
-        self.rig.step(Step::Unpark);
+    fn disarm(&mut self) {
+        self.rig.step(Step::Disarm);
         self.rig.parked.store(false, Ordering::SeqCst);
-        self.link.unpark();
+        self.link.disarm();
     }
 
     fn check_peer(&mut self) -> Result<()> {
@@ -192,7 +192,9 @@ impl Watched for Rigged {
         self.link.fds()
     }
 
-    fn set_news(&mut self, news: News) {
+    /// Its loss is posted nowhere.
+    fn set_news(&mut self, news: News) -> bool {
         self.link.set_news(news);
+        false
     }
 }

@@ -163,18 +163,18 @@ unsafe impl<L: Link> Link for Faulty<L> {
         self.link.as_mut().map_or(Err(broken), Link::flush)
     }
 
-    fn prepare_park(&mut self, wants_room: bool) -> bool {
+    fn arm(&mut self, wants_room: bool) -> bool {
         let refuses = wants_room && self.faults.refused_percent > 0;
         match &mut self.link {
             None => !self.told,
             // A refusal that was drawn is not followed by a wake-up.
-            Some(link) => link.prepare_park(wants_room) || refuses,
+            Some(link) => link.arm(wants_room) || refuses,
         }
     }
 
-    fn unpark(&mut self) {
+    fn disarm(&mut self) {
         if let Some(link) = &mut self.link {
-            link.unpark();
+            link.disarm();
         }
     }
 
@@ -225,9 +225,7 @@ impl<L: Watched> Watched for Faulty<L> {
         self.link.as_ref().map(Watched::fds).unwrap_or_default()
     }
 
-    fn set_news(&mut self, news: News) {
-        if let Some(link) = &mut self.link {
-            link.set_news(news);
-        }
+    fn set_news(&mut self, news: News) -> bool {
+        self.link.as_mut().is_some_and(|link| link.set_news(news))
     }
 }

@@ -4,6 +4,7 @@
 //! ranks, and never blocks except in [`Endpoint::sleep`], [`Endpoint::connect`] and [`Poller::wait`]. What links carry is `accl-wire`'s; here it
 //! is opaque bytes.
 
+mod board;
 mod credentials;
 mod descriptors;
 mod endpoint;
@@ -11,6 +12,7 @@ mod faulty;
 mod fork;
 mod host;
 pub mod loopback;
+mod mapping;
 mod net;
 mod plugin;
 mod poller;

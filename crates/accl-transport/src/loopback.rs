@@ -1,16 +1,16 @@
 //! Links inside one process, for tests, benches and messages to oneself.
 //!
-//! Same contract and the same park and wake protocol as between processes. Read [`pair`] first.
+//! Same contract and the same way to be told of news as between processes. Read [`pair`] first.
 
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use accl_types::{Error, Result};
 use accl_wire::{Frame, HEAD_BYTES, Link, Place};
 
-use crate::{Waker, Watched};
+use crate::{News, Waker, Watched};
 
 /// How much one direction holds before its sender finds no room.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +39,6 @@ pub fn pair(
         peer: Arc::clone(&sides[1 - me]),
         reserved: None,
         peeked: None,
-        waits_for_room: false,
         spare: Vec::new(),
         told: false,
     };
@@ -59,7 +58,6 @@ pub fn self_link(max_payload_bytes: usize, waker: Arc<Waker>) -> LoopbackLink {
         peer: side,
         reserved: None,
         peeked: None,
-        waits_for_room: false,
         spare: Vec::new(),
         told: false,
     }
@@ -116,20 +114,28 @@ impl Direction {
 #[derive(Debug)]
 struct Side {
     waker: Arc<Waker>,
-    parked: AtomicBool,
+    /// Where to post, if a poller watches this side.
+    news: OnceLock<News>,
+    is_armed: AtomicBool,
     wants_room: AtomicBool,
 }
 
 impl Side {
     fn new(waker: Arc<Waker>) -> Side {
-        Side { waker, parked: AtomicBool::new(false), wants_room: AtomicBool::new(false) }
+        Side { waker, news: OnceLock::new(), is_armed: AtomicBool::new(false), wants_room: AtomicBool::new(false) }
     }
 
-    /// After the change was published: wakes the side if `flag` says that it sleeps.
+    /// After the change was published: tells the side if `flag` says that it is to be told.
     fn notify(&self, flag: &AtomicBool) {
         fence(Ordering::SeqCst);
         if flag.load(Ordering::Relaxed) {
-            self.waker.wake();
+            // Whatever was announced meanwhile is taken with it, and answered by what follows.
+            self.is_armed.store(false, Ordering::Relaxed);
+            self.wants_room.store(false, Ordering::Relaxed);
+            match self.news.get() {
+                Some(news) => news.post(),
+                None => self.waker.wake(),
+            }
         }
     }
 }
@@ -145,8 +151,6 @@ pub struct LoopbackLink {
     peer: Arc<Side>,
     reserved: Option<Parcel>,
     peeked: Option<Parcel>,
-    /// The last park was for room, too.
-    waits_for_room: bool,
     /// Frames to be used again: a steady exchange allocates nothing.
     spare: Vec<Parcel>,
     /// The end was returned to the caller: it is no longer a reason to stay awake.
@@ -163,10 +167,9 @@ impl LoopbackLink {
         }
     }
 
-    /// Publishes that this side sleeps. `true`: what it sleeps for is there already.
+    /// Publishes what this side is to be told of. `true`: it is there already.
     fn announce(&mut self, wants_room: bool) -> bool {
-        self.waits_for_room = wants_room;
-        self.me.parked.store(true, Ordering::Relaxed);
+        self.me.is_armed.store(true, Ordering::Relaxed);
         self.me.wants_room.store(wants_room, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         self.peeked.is_some()
@@ -176,7 +179,7 @@ impl LoopbackLink {
     }
 
     fn retract(&self) {
-        self.me.parked.store(false, Ordering::Relaxed);
+        self.me.is_armed.store(false, Ordering::Relaxed);
         self.me.wants_room.store(false, Ordering::Relaxed);
     }
 
@@ -212,7 +215,7 @@ unsafe impl Link for LoopbackLink {
     fn commit(&mut self) {
         let Some(frame) = self.reserved.take() else { return };
         self.out.lock().push_back(frame);
-        self.peer.notify(&self.peer.parked);
+        self.peer.notify(&self.peer.is_armed);
     }
 
     fn peek(&mut self) -> Result<Option<Frame<'_>>> {
@@ -240,20 +243,12 @@ unsafe impl Link for LoopbackLink {
         Ok(true)
     }
 
-    fn prepare_park(&mut self, wants_room: bool) -> bool {
+    fn arm(&mut self, wants_room: bool) -> bool {
         self.announce(wants_room)
     }
 
-    fn unpark(&mut self) {
+    fn disarm(&mut self) {
         self.retract();
-    }
-
-    fn suspend_park(&mut self) {
-        self.retract();
-    }
-
-    fn resume_park(&mut self, wants_room: bool) -> bool {
-        self.announce(wants_room || self.waits_for_room)
     }
 
     fn check_peer(&mut self) -> Result<()> {
@@ -266,7 +261,7 @@ unsafe impl Link for LoopbackLink {
 
     fn close(&mut self) {
         self.out.closed.store(true, Ordering::Release);
-        self.peer.notify(&self.peer.parked);
+        self.peer.notify(&self.peer.is_armed);
     }
 
     fn is_cheap_to_look_at(&self) -> bool {
@@ -285,6 +280,11 @@ unsafe impl Link for LoopbackLink {
 impl Watched for LoopbackLink {
     fn fds(&self) -> Vec<BorrowedFd<'_>> {
         Vec::new()
+    }
+
+    fn set_news(&mut self, news: News) -> bool {
+        // A side is watched once.
+        self.me.news.set(news).is_ok()
     }
 }
 

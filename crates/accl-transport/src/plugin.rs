@@ -318,7 +318,7 @@ struct PluginLink {
     told: bool,
     /// Since when the carrier is known to have ended.
     hung_up: Option<Instant>,
-    /// Length of the shortest payload that found no room since the last park.
+    /// Length of the shortest payload that found no room since the link was last disarmed.
     refused_bytes: Option<usize>,
     news: Option<News>,
     /// There was no frame when it was last looked for.
@@ -557,7 +557,7 @@ unsafe impl Link for PluginLink {
         self.lost.clone().map_or(Ok(is_done), Err)
     }
 
-    fn prepare_park(&mut self, wants_room: bool) -> bool {
+    fn arm(&mut self, wants_room: bool) -> bool {
         if self.guard_fork().is_err() {
             return true;
         }
@@ -576,7 +576,7 @@ unsafe impl Link for PluginLink {
         has_room || has_frame || (self.lost.is_some() && !self.told)
     }
 
-    fn unpark(&mut self) {
+    fn disarm(&mut self) {
         self.refused_bytes = None;
     }
 
@@ -651,8 +651,10 @@ impl Watched for PluginLink {
         std::iter::once(&self.socket).chain(&self.fds).map(AsFd::as_fd).collect()
     }
 
-    fn set_news(&mut self, news: News) {
+    /// Nobody asks the system for news of links whose frames are in memory, as long as nobody sleeps.
+    fn set_news(&mut self, news: News) -> bool {
         self.news = Some(news);
+        self.handle.table.flags & IN_MEMORY == 0
     }
 }
 

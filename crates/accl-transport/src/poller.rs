@@ -2,7 +2,8 @@
 //! and other threads write to.
 //!
 //! Everything is edge-triggered, so that waking costs no further system call: the counter of the event descriptor is
-//! never read. Owns no decision about when to park. Read [`Poller::wait`] first.
+//! never read. What happens to a link is posted on the process's board, as its peers do themselves where memory is shared. Owns no
+//! decision about when to park. Read [`Poller::wait`] first.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -10,16 +11,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use accl_types::{Error, Result};
-use accl_wire::Link;
+use accl_wire::{Link, NewsBoard, Slot};
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 use rustix::io::Errno;
 
+use crate::board::{Board, SLOTS};
 use crate::fork::Fd;
 
 /// The event descriptor of this process. Any thread may wake; peers hold a copy of the descriptor.
 #[derive(Debug)]
 pub struct Waker {
     fd: Fd,
+    /// Where peers post what they wake for; a poller's has one.
+    board: Option<Arc<Board>>,
 }
 
 impl Waker {
@@ -29,7 +33,15 @@ impl Waker {
     /// `Exhausted` when there is no descriptor left.
     pub fn new() -> Result<Waker> {
         let fd = Fd::adopt(|| eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)).map_err(no_descriptor)?;
-        Ok(Waker { fd })
+        Ok(Waker { fd, board: None })
+    }
+
+    /// The board's descriptor, for peers.
+    ///
+    /// # Errors
+    /// A clause that says why there is none.
+    pub(crate) fn board_descriptor(&self) -> std::result::Result<BorrowedFd<'_>, String> {
+        self.board.as_ref().ok_or("nobody takes what is posted")?.descriptor()
     }
 
     /// Forgets what was written: for who sleeps until there is something, and not in a [`Poller`].
@@ -70,19 +82,37 @@ const HAPPENED: u8 = 1;
 const HUNG_UP: u8 = 2;
 
 /// What a [`Poller`] has seen of one link: a link that has read all that there was need not ask the system again before.
-#[derive(Clone, Debug, Default)]
-pub struct News(Arc<AtomicU8>);
+#[derive(Clone, Debug)]
+pub struct News {
+    seen: Arc<AtomicU8>,
+    slot: Option<Slot>,
+    waker: Arc<Waker>,
+}
 
 impl News {
+    /// Where news of the link are posted. `None`: there are too many links, and the link wakes who sleeps.
+    pub(crate) fn slot(&self) -> Option<Slot> {
+        self.slot
+    }
+
+    /// Posts news of the link, from inside this process.
+    pub(crate) fn post(&self) {
+        let board = self.waker.board.as_ref();
+        if board.zip(self.slot).is_none_or(|(board, slot)| board.post(slot)) {
+            self.waker.wake();
+        }
+    }
+
     /// Whether something has happened since this was last asked.
     pub(crate) fn take(&self) -> bool {
         // Acquire: what is read from the system after this is at least as new as the event.
-        self.0.load(Ordering::Relaxed) & HAPPENED != 0 && self.0.fetch_and(!HAPPENED, Ordering::Acquire) & HAPPENED != 0
+        self.seen.load(Ordering::Relaxed) & HAPPENED != 0
+            && self.seen.fetch_and(!HAPPENED, Ordering::Acquire) & HAPPENED != 0
     }
 
     /// Whether the end of the link has been seen.
     pub(crate) fn has_hung_up(&self) -> bool {
-        self.0.load(Ordering::Relaxed) & HUNG_UP != 0
+        self.seen.load(Ordering::Relaxed) & HUNG_UP != 0
     }
 }
 
@@ -91,9 +121,11 @@ pub trait Watched: Link {
     /// What the poller must watch, edge-triggered. The same for the life of the link.
     fn fds(&self) -> Vec<BorrowedFd<'_>>;
 
-    /// From now on a poller watches these, and says here what it has seen. A link that is not told looks for itself.
-    fn set_news(&mut self, news: News) {
+    /// From now on a poller watches these, and says here what it has seen. A link that does not listen looks for itself. `true`: news of the
+    /// armed link are posted although nobody sleeps, by the peer or by whoever asks the system; otherwise passes look at it.
+    fn set_news(&mut self, news: News) -> bool {
         let _ = news;
+        false
     }
 }
 
@@ -102,8 +134,8 @@ impl<L: Watched + ?Sized> Watched for Box<L> {
         (**self).fds()
     }
 
-    fn set_news(&mut self, news: News) {
-        (**self).set_news(news);
+    fn set_news(&mut self, news: News) -> bool {
+        (**self).set_news(news)
     }
 }
 
@@ -117,12 +149,12 @@ struct Places {
 }
 
 impl Places {
-    fn add(&mut self, news: &News) -> u64 {
+    fn add(&mut self, seen: &Arc<AtomicU8>) -> u64 {
         if self.free.is_empty() && self.by_token.len() >= self.sweep_at {
             self.free = (0..self.by_token.len()).filter(|&token| self.by_token[token].strong_count() == 0).collect();
             self.sweep_at = 2 * (self.by_token.len() - self.free.len()).max(8);
         }
-        let place = Arc::downgrade(&news.0);
+        let place = Arc::downgrade(seen);
         match self.free.pop() {
             Some(token) => {
                 self.by_token[token] = place;
@@ -148,6 +180,7 @@ impl Places {
 pub struct Poller {
     epoll: Fd,
     waker: Arc<Waker>,
+    board: Arc<Board>,
     places: Mutex<Places>,
 }
 
@@ -158,21 +191,30 @@ impl Poller {
     /// `Exhausted` when there is no descriptor left.
     pub fn new() -> Result<Poller> {
         let epoll = Fd::adopt(|| epoll::create(epoll::CreateFlags::CLOEXEC)).map_err(no_descriptor)?;
-        let poller = Poller { epoll, waker: Arc::new(Waker::new()?), places: Mutex::default() };
+        let board = Arc::new(Board::new());
+        let waker = Arc::new(Waker { board: Some(board.clone()), ..Waker::new()? });
+        let poller = Poller { epoll, waker, board, places: Mutex::default() };
         poller.add(poller.waker.as_fd())?;
         Ok(poller)
     }
 
-    /// Watches a link, and tells it what it sees.
+    /// Watches a link, tells it what it sees, and posts it on the board where this says. `None`: the link is to be looked at again and
+    /// again, since its news are not posted, or there are more links than places.
     ///
     /// # Errors
     /// As [`Poller::add`].
-    pub fn watch(&self, link: &mut dyn Watched) -> Result<()> {
-        let news = News::default();
-        let token = self.places().add(&news);
+    pub fn watch(&self, link: &mut dyn Watched) -> Result<Option<Slot>> {
+        let seen = Arc::default();
+        let token = self.places().add(&seen);
         link.fds().into_iter().try_for_each(|fd| self.add_as(fd, token))?;
-        link.set_news(news);
-        Ok(())
+        let slot = u32::try_from(token).ok().filter(|&token| (token as usize) < SLOTS).map(Slot);
+        let is_posted = link.set_news(News { seen, slot, waker: self.waker() });
+        Ok(slot.filter(|_| is_posted))
+    }
+
+    /// Where news of the links are posted that this watches.
+    pub fn board(&self) -> Arc<dyn NewsBoard> {
+        self.board.clone()
     }
 
     fn places(&self) -> MutexGuard<'_, Places> {
@@ -223,7 +265,10 @@ impl Poller {
                 let ends = epoll::EventFlags::RDHUP | epoll::EventFlags::HUP | epoll::EventFlags::ERR;
                 let flags = event.flags;
                 let end = if flags.intersects(ends) { HUNG_UP } else { 0 };
-                places.enter(event.data.u64(), HAPPENED | end);
+                let token = event.data.u64();
+                places.enter(token, HAPPENED | end);
+                // Whoever is to be woken is here.
+                let _ = u32::try_from(token).is_ok_and(|token| self.board.post(Slot(token)));
             }
         }
         Ok(())

@@ -1,7 +1,7 @@
 //! Frames over a byte stream: a word with the payload's length before each, padded to 8 bytes.
 //!
 //! Owns the buffers of both directions and the half-close; how bytes get to the peer is the [`ByteStream`]'s. Whoever waits is woken
-//! by an event of the stream, so there are no flags: parking only makes sure that no edge can have been missed, which is so once a
+//! by an event of the stream, so there are no flags: arming only makes sure that no edge can have been missed, which is so once a
 //! read and a write have been refused. A stream that was read empty is not read again before the poller has seen an event of it,
 //! unless somebody expects one.
 
@@ -174,7 +174,7 @@ pub struct StreamLink<S: ByteStream> {
     ended: Option<Error>,
     /// The end was returned to the caller: it is no longer a reason to stay awake.
     told: bool,
-    /// Length of the shortest payload that found no room since the last park.
+    /// Length of the shortest payload that found no room since the link was last disarmed.
     refused_bytes: Option<usize>,
     closing: Closing,
     /// Bytes of all frames that were committed.
@@ -423,7 +423,7 @@ unsafe impl<S: ByteStream> Link for StreamLink<S> {
         self.send_error.clone().map_or(Ok(self.has_sent_all()), Err)
     }
 
-    fn prepare_park(&mut self, wants_room: bool) -> bool {
+    fn arm(&mut self, wants_room: bool) -> bool {
         if self.guard_fork().is_err() {
             return true;
         }
@@ -437,7 +437,7 @@ unsafe impl<S: ByteStream> Link for StreamLink<S> {
             && self.has_room(self.refused_bytes.unwrap_or(self.max_payload_bytes)))
     }
 
-    fn unpark(&mut self) {
+    fn disarm(&mut self) {
         self.refused_bytes = None;
     }
 
@@ -507,8 +507,9 @@ impl<S: ByteStream> Watched for StreamLink<S> {
         self.stream.fds()
     }
 
-    fn set_news(&mut self, news: News) {
+    fn set_news(&mut self, news: News) -> bool {
         self.news = Some(news);
+        true
     }
 }
 

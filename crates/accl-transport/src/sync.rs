@@ -1,4 +1,4 @@
-//! Atomics of the rings and of the park protocol, in one place so that loom can replace them.
+//! Atomics of the rings and of the posting of news, in one place so that loom can replace them.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};

@@ -83,20 +83,12 @@ unsafe impl<L: Link> Link for Traced<L> {
         self.link.flush()
     }
 
-    fn prepare_park(&mut self, wants_room: bool) -> bool {
-        self.link.prepare_park(wants_room)
+    fn arm(&mut self, wants_room: bool) -> bool {
+        self.link.arm(wants_room)
     }
 
-    fn unpark(&mut self) {
-        self.link.unpark();
-    }
-
-    fn suspend_park(&mut self) {
-        self.link.suspend_park();
-    }
-
-    fn resume_park(&mut self, wants_room: bool) -> bool {
-        self.link.resume_park(wants_room)
+    fn disarm(&mut self) {
+        self.link.disarm();
     }
 
     fn check_peer(&mut self) -> Result<()> {
@@ -153,7 +145,7 @@ impl<L: Watched> Watched for Traced<L> {
         self.link.fds()
     }
 
-    fn set_news(&mut self, news: News) {
-        self.link.set_news(news);
+    fn set_news(&mut self, news: News) -> bool {
+        self.link.set_news(news)
     }
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use accl_transport::{Faults, Faulty, Poller, Tell, Traced, Way, loopback};
 use accl_types::ErrorKind;
-use accl_wire::{HEAD_BYTES, Link};
+use accl_wire::{HEAD_BYTES, Link, Slot};
 use common::{Node, frames, kinds, pair, within_limit};
 use proptest::prelude::*;
 
@@ -88,10 +88,10 @@ fn a_sleep_without_news_is_a_sleep() {
     for_every_kind(|kind, mut a, _b| {
         // The first sleeps may end for events of the past; then it must be quiet.
         for attempt in 0.. {
-            assert!(!a.link.prepare_park(false), "{kind} has no news");
+            assert!(!a.link.arm(false), "{kind} has no news");
             let before = Instant::now();
-            a.poller.wait(Some(Duration::from_millis(100))).unwrap();
-            a.link.unpark();
+            a.sleep(Duration::from_millis(100));
+            a.link.disarm();
             if before.elapsed() >= Duration::from_millis(99) {
                 break;
             }
@@ -114,8 +114,8 @@ fn what_was_sent_before_closing_is_received_before_the_loss() {
         assert_eq!(b.receive().unwrap_err().kind, ErrorKind::PeerLost);
         assert_eq!(b.link.check_peer().unwrap_err().kind, ErrorKind::PeerLost);
         assert_eq!(b.link.peek().unwrap_err().kind, ErrorKind::PeerLost, "once lost, always lost");
-        assert!(!b.link.prepare_park(false), "{kind}: a loss that was told keeps nobody awake");
-        b.link.unpark();
+        assert!(!b.link.arm(false), "{kind}: a loss that was told keeps nobody awake");
+        b.link.disarm();
     });
 }
 
@@ -171,11 +171,11 @@ fn reserving_again_gives_up_the_first_place_and_peeking_again_shows_the_same_fra
         assert_eq!((frame.head, frame.payload), (&[4; HEAD_BYTES], &[2; 8][..]));
         b.link.release();
         a.send(&[3; 8]);
-        while !b.link.prepare_park(false) {
-            b.poller.wait(Some(common::LIMIT)).unwrap();
-            b.link.unpark();
+        while !b.link.arm(false) {
+            b.sleep(common::LIMIT);
+            b.link.disarm();
         }
-        b.link.unpark();
+        b.link.disarm();
         // The frame was noticed but not peeked at: there is nothing to give back.
         b.link.release();
         assert_eq!(b.link.peek().unwrap().unwrap().payload, [3; 8]);
@@ -260,7 +260,7 @@ fn a_link_to_oneself_returns_what_was_sent() {
     within_limit(|| {
         let poller = Poller::new().unwrap();
         let link = loopback::self_link(4096, poller.waker());
-        let mut node = Node { poller: Arc::new(poller), link: Box::new(link), warnings: Vec::new() };
+        let mut node = Node::new(Arc::new(poller), Box::new(link), Vec::new());
         for i in 0..10u8 {
             node.send(&[i; 9]);
         }
@@ -365,20 +365,37 @@ fn a_sleep_of_weeks_is_a_sleep() {
     });
 }
 
+/// The slots that were posted.
+fn posted(node: &Node) -> Vec<Slot> {
+    let mut slots = Vec::new();
+    node.board.take(&mut |slot| slots.push(slot));
+    slots
+}
+
 #[test]
-fn a_sleep_that_was_suspended_misses_nothing() {
+fn what_comes_on_an_armed_link_is_posted_and_wakes_only_who_listens() {
     for kind in ["shm", "shm in small rings", "loopback"] {
         within_limit(move || {
             let (mut a, mut b) = pair(kind);
-            assert!(!a.link.prepare_park(false), "{kind}");
-            // A frame that came while another thread looked is found when that thread looks no more.
-            a.link.suspend_park();
+            let slot = a.slot.expect("its news are posted");
+            // Nobody sleeps: what comes is there to be taken, and the system knows nothing of it.
+            assert!(!a.link.arm(false), "{kind}");
+            a.poller.look().unwrap();
+            posted(&a);
+            let before = a.link.system_calls() + b.link.system_calls();
             b.send(b"meanwhile");
-            assert!(a.link.resume_park(false), "{kind}");
-            assert_eq!(a.try_receive().unwrap().unwrap(), b"meanwhile", "{kind}");
-            // One that comes later wakes the sleeper.
-            a.link.suspend_park();
-            assert!(!a.link.resume_park(false), "{kind}");
+            assert_eq!(posted(&a), [slot], "{kind}");
+            assert_eq!(a.link.system_calls() + b.link.system_calls(), before, "{kind} woke nobody");
+            // What follows is not posted: whoever was told looks.
+            b.send(b"and this");
+            assert_eq!(posted(&a), [], "{kind}");
+            assert!(a.link.arm(false), "{kind}: there is something");
+            for frame in [&b"meanwhile"[..], b"and this"] {
+                assert_eq!(a.try_receive().unwrap().unwrap(), frame, "{kind}");
+            }
+            // Who listens is woken.
+            a.link.disarm();
+            assert!(!a.link.arm(false) && !a.board.listen(), "{kind}");
             let sender = std::thread::spawn(move || {
                 b.send(b"later");
                 b
@@ -389,26 +406,39 @@ fn a_sleep_that_was_suspended_misses_nothing() {
                 assert!(before.elapsed() < Duration::from_secs(10), "nobody woke {kind}");
             }
             a.link.release();
-            a.link.unpark();
-            // Room that is wanted while another thread looked wakes it, too.
+            a.link.disarm();
+            a.board.mute();
+            assert_eq!(posted(&a), [slot], "{kind}");
+            // Room that is wanted is posted, too.
             let mut b = sender.join().unwrap();
             let frame = vec![1; a.link.max_payload_bytes()];
             while a.try_send(&frame).unwrap() {}
-            assert!(!a.link.prepare_park(false), "{kind}");
-            a.link.suspend_park();
-            assert!(!a.try_send(&frame).unwrap());
-            assert!(!a.link.resume_park(true), "{kind}");
-            let receiver = std::thread::spawn(move || {
-                b.receive().unwrap();
-                b
-            });
-            a.poller.wait(Some(Duration::from_secs(15))).unwrap();
-            while !a.link.resume_park(true) {
-                a.poller.wait(Some(Duration::from_secs(15))).unwrap();
-                assert!(before.elapsed() < Duration::from_secs(20), "nobody woke {kind} for room");
-            }
-            a.link.unpark();
-            drop(receiver.join().unwrap());
+            assert!(!a.link.arm(true), "{kind}");
+            b.receive().unwrap();
+            assert_eq!(posted(&a), [slot], "{kind} says nothing of room");
+            // And not when it was not asked for.
+            while a.try_send(&frame).unwrap() {}
+            a.link.disarm();
+            assert!(!a.link.arm(false), "{kind}");
+            b.receive().unwrap();
+            assert_eq!(posted(&a), [], "{kind}");
         });
     }
+}
+
+#[test]
+fn the_end_of_a_peer_is_posted_by_whoever_asks_the_system() {
+    for_every_kind(|kind, mut a, b| {
+        // A link whose news are not posted is looked at again and again.
+        let Some(slot) = a.slot.filter(|_| kind != "loopback") else { return };
+        assert!(!a.link.arm(false), "{kind}");
+        a.poller.look().unwrap();
+        posted(&a);
+        drop(b);
+        let before = Instant::now();
+        while !posted(&a).contains(&slot) {
+            a.poller.wait(Some(Duration::from_millis(100))).unwrap();
+            assert!(before.elapsed() < Duration::from_secs(10), "{kind}: nobody posts the end");
+        }
+    });
 }

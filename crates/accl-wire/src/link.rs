@@ -74,7 +74,7 @@ pub unsafe trait Link: Send {
     /// `PeerLost` or `Network` when the link is broken; `Internal` when the payload is longer than allowed.
     fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<Place<'_>>>;
 
-    /// Publishes the reserved frame and wakes the peer if it is parked. Without a reservation it does nothing.
+    /// Publishes the reserved frame and posts it if the peer has armed its end. Without a reservation it does nothing.
     fn commit(&mut self);
 
     /// The next complete incoming frame; the same one until it is released.
@@ -97,7 +97,7 @@ pub unsafe trait Link: Send {
         self.peek()
     }
 
-    /// Gives the peeked frame's place back and wakes a peer that waits for room. Without a peeked frame it does
+    /// Gives the peeked frame's place back and tells a peer that waits for room. Without a peeked frame it does
     /// nothing.
     fn release(&mut self);
 
@@ -107,24 +107,14 @@ pub unsafe trait Link: Send {
     /// `PeerLost` or `Network` when the link is broken.
     fn flush(&mut self) -> Result<bool>;
 
-    /// Publishes "parked" (and, if asked, "waits for room"), then looks once more, unless an event that ends the sleep would come
-    /// before anything that is to be found. `true`: something came up, do not
-    /// sleep. Either way [`Link::unpark`] follows. A loss that was returned already is nothing new, so that a lost link
-    /// that is still in the caller's list keeps nobody awake.
-    fn prepare_park(&mut self, wants_room: bool) -> bool;
+    /// Arms the link: nobody looks at it from now on, so that whatever comes (and room, if asked for) must be posted on the board of
+    /// this process, or end its sleep where it has none. Then looks once more, unless an event would come before anything that is to be found.
+    /// `true`: something came up, and the link is to be looked at. What was posted has disarmed the link as far as the peer is concerned.
+    /// A loss that was returned already is nothing new, so that a lost link that is still in the caller's list keeps nobody awake.
+    fn arm(&mut self, wants_room: bool) -> bool;
 
-    /// Takes "parked" back.
-    fn unpark(&mut self);
-
-    /// While a caller of [`Link::prepare_park`] sleeps, another thread begins to look at the link again and again: where
-    /// it can be helped, the peer wakes nobody meanwhile.
-    fn suspend_park(&mut self) {}
-
-    /// The other thread looks no more: publishes "parked" again, and "waits for room" if that was published before or is
-    /// asked now, then looks once more. `true`: something came up, or the sleeper must be woken to publish it.
-    fn resume_park(&mut self, wants_room: bool) -> bool {
-        wants_room
-    }
+    /// Somebody looks at the link again.
+    fn disarm(&mut self);
 
     /// Looks whether the peer is still there, unless it was when this was last asked and the poller has seen nothing since; called
     /// now and then while spinning.
@@ -158,8 +148,8 @@ pub unsafe trait Link: Send {
         Answers::Complete
     }
 
-    /// As [`Link::commit`], but the peer is woken by the next [`Link::wake_peer`] only: several steps need one look at
-    /// whether it sleeps.
+    /// As [`Link::commit`], but the peer is told by the next [`Link::wake_peer`] only: several steps need one look at
+    /// whether its end is armed.
     fn commit_quietly(&mut self) {
         self.commit();
     }
@@ -169,7 +159,7 @@ pub unsafe trait Link: Send {
         self.release();
     }
 
-    /// Wakes the peer if it is parked and was given anything quietly.
+    /// Tells the peer if its end is armed and was given anything quietly.
     fn wake_peer(&mut self) {}
 
     /// Whether frames are seen without the system: no [`Link::peek`] that finds nothing costs a system call.
@@ -180,8 +170,8 @@ pub unsafe trait Link: Send {
     /// The next look asks the system what has come, even if nobody has seen an event: for who expects something here.
     fn look_again(&mut self) {}
 
-    /// How long a sleeper may leave the link alone: `None` when an event ends its sleep as soon as there is something to find. Asked
-    /// after each [`Link::prepare_park`].
+    /// How long an armed link may be left alone: `None` when news of it are posted as soon as there is something to find. Asked after each
+    /// [`Link::arm`].
     fn poll_interval(&self) -> Option<Duration> {
         None
     }
@@ -229,20 +219,12 @@ unsafe impl<L: Link + ?Sized> Link for Box<L> {
         (**self).flush()
     }
 
-    fn prepare_park(&mut self, wants_room: bool) -> bool {
-        (**self).prepare_park(wants_room)
+    fn arm(&mut self, wants_room: bool) -> bool {
+        (**self).arm(wants_room)
     }
 
-    fn unpark(&mut self) {
-        (**self).unpark();
-    }
-
-    fn suspend_park(&mut self) {
-        (**self).suspend_park();
-    }
-
-    fn resume_park(&mut self, wants_room: bool) -> bool {
-        (**self).resume_park(wants_room)
+    fn disarm(&mut self) {
+        (**self).disarm();
     }
 
     fn check_peer(&mut self) -> Result<()> {

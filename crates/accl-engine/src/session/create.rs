@@ -324,8 +324,8 @@ impl Engine {
             if core.net.is_unlinked(peers[own]) {
                 let payload = self.config.segment_bytes as usize + accl_wire::frame::OVERHEAD_BYTES;
                 let mut link = accl_transport::loopback::self_link(payload, parts.waker.clone());
-                parts.poller.watch(&mut link)?;
-                core.net.attach(peers[own], Box::new(link));
+                let slot = parts.poller.watch(&mut link)?;
+                core.net.attach(peers[own], Box::new(link), slot);
             }
             Ok(peers)
         })

@@ -1,10 +1,11 @@
 //! Links of a simulated world: they delay, stall, refuse, flip bits, break and fall silent as their wire is told.
 //!
 //! Owns the frames that are under way. A *ring* behaves as a link over shared memory does: what is committed is there soon, and the
-//! peer is woken if it has said that it sleeps. A *stream* behaves as TCP does: what is committed leaves with a flush as far as there
+//! peer is told if it has armed its end. A *stream* behaves as TCP does: what is committed leaves with a flush as far as there
 //! is a window, and every arrival is an event. Read [`SimulatedLink`] first.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
@@ -12,7 +13,7 @@ use accl_testkit::Rng;
 use accl_transport::Poller;
 use accl_transport::loopback::{self, LoopbackLink};
 use accl_types::{Error, Result};
-use accl_wire::{Answers, Frame, HEAD_BYTES, Link, Place};
+use accl_wire::{Answers, Frame, HEAD_BYTES, Link, NewsBoard, Place, Slot};
 
 use super::clock::{self, Agenda, Event};
 use crate::sync::Mutex;
@@ -94,16 +95,50 @@ impl Parcel {
     }
 }
 
+/// The board of a process. Posts are there at once: what takes time is what they speak of, and the waking.
+#[derive(Debug, Default)]
+pub(super) struct Board {
+    posted: Mutex<BTreeSet<u32>>,
+    listens: AtomicBool,
+}
+
+impl Board {
+    /// Whether the process must be woken.
+    fn post(&self, slot: Slot) -> bool {
+        let mut posted = self.posted.lock();
+        let is_first = posted.is_empty();
+        posted.insert(slot.0);
+        is_first && self.listens.load(Ordering::Relaxed)
+    }
+}
+
+impl NewsBoard for Board {
+    fn take(&self, found: &mut dyn FnMut(Slot)) {
+        std::mem::take(&mut *self.posted.lock()).into_iter().for_each(|slot| found(Slot(slot)));
+    }
+
+    fn listen(&self) -> bool {
+        self.listens.store(true, Ordering::Relaxed);
+        !self.posted.lock().is_empty()
+    }
+
+    fn mute(&self) {
+        self.listens.store(false, Ordering::Relaxed);
+    }
+}
+
 /// One end of a wire, and what it has sent.
 #[derive(Debug, Default)]
 struct End {
     process: usize,
+    board: Arc<Board>,
     /// Committed, and not yet flushed.
     kept: VecDeque<Parcel>,
     under_way: VecDeque<Parcel>,
     committed: u64,
-    /// It has said that it sleeps.
-    parked: bool,
+    /// It is to be told of frames.
+    is_armed: bool,
+    /// And of room.
     wants_room: bool,
     /// It sends no more.
     closed: bool,
@@ -146,11 +181,11 @@ pub(super) struct Wire {
 impl Wire {
     pub(super) fn new(
         index: usize,
-        processes: [usize; 2],
+        processes: [(usize, &Arc<Board>); 2],
         spec: WireSpec,
         agenda: &Arc<Mutex<Agenda>>,
     ) -> Arc<Mutex<Self>> {
-        let ends = processes.map(|process| End { process, ..End::default() });
+        let ends = processes.map(|(process, board)| End { process, board: board.clone(), ..End::default() });
         let rng = Rng::new(spec.seed);
         let (cut_at, silent_since) = (None, None);
         Arc::new(Mutex::new(Self { index, spec, ends, rng, cut_at, silent_since, agenda: agenda.clone() }))
@@ -168,10 +203,25 @@ impl Wire {
         self.agenda.lock().enter(wait, event);
     }
 
+    /// The place of an end on the board of its process.
+    pub(super) fn slot(&self, end: usize) -> Slot {
+        Slot(self.ends[1 - end].process as u32)
+    }
+
+    /// The system has an event for an end, and wakes its process.
     fn ring(&mut self, end: usize) {
         self.ends[end].has_event = true;
         let (wait, process) = (self.latency(), self.ends[end].process);
         self.enter(wait, Event::Ring { process });
+    }
+
+    /// An end that is to be told is told, as far as memory is shared.
+    fn tell(&mut self, end: usize) {
+        (self.ends[end].is_armed, self.ends[end].wants_room) = (false, false);
+        if self.ends[end].board.post(self.slot(end)) {
+            let (wait, process) = (self.latency(), self.ends[end].process);
+            self.enter(wait, Event::Ring { process });
+        }
     }
 
     /// The system has noticed that the other end is closed.
@@ -181,18 +231,26 @@ impl Wire {
 
     /// Something that was sent has reached an end.
     pub(super) fn on_arrival(&mut self, end: usize, is_quiet: bool) {
-        let hears = !self.is_ring() || (self.ends[end].parked && !is_quiet);
-        if hears && !self.is_silent() {
+        if self.is_silent() {
+            return;
+        }
+        if !self.is_ring() {
             self.ends[end].has_event = true;
             let process = self.ends[end].process;
             self.enter(0, Event::Ring { process });
+        } else if self.ends[end].is_armed && !is_quiet {
+            self.tell(end);
         }
     }
 
     /// A process asks the system for its news.
     pub(super) fn ask(&mut self, process: usize) {
-        for end in self.ends.iter_mut().filter(|end| end.process == process) {
-            end.has_news |= std::mem::take(&mut end.has_event);
+        for end in 0..2 {
+            if self.ends[end].process == process && std::mem::take(&mut self.ends[end].has_event) {
+                self.ends[end].has_news = true;
+                // Whoever is to be woken asks.
+                let _ = self.ends[end].board.post(self.slot(end));
+            }
         }
     }
 
@@ -313,7 +371,6 @@ pub(super) struct SimulatedLink {
     end: usize,
     reserved: Option<Parcel>,
     peeked: Option<Parcel>,
-    waits_for_room: bool,
     /// What was given quietly since the last wake.
     is_owed_wake: bool,
     /// The end was returned to the caller.
@@ -331,7 +388,6 @@ impl SimulatedLink {
             end,
             reserved: None,
             peeked: None,
-            waits_for_room: false,
             is_owed_wake: false,
             told: false,
             has_asked: false,
@@ -360,24 +416,21 @@ impl SimulatedLink {
         }
         let mut wire = self.wire.lock();
         let peer = 1 - self.end;
-        let wakes = match wire.spec.carrier {
-            Carrier::Ring { .. } => wire.ends[peer].wants_room && !is_quiet,
-            Carrier::Stream { .. } => !wire.ends[peer].kept.is_empty() && !wire.is_silent(),
-        };
-        if wakes {
-            wire.ring(peer);
+        match wire.spec.carrier {
+            Carrier::Ring { .. } if wire.ends[peer].wants_room && !is_quiet => wire.tell(peer),
+            Carrier::Stream { .. } if !wire.ends[peer].kept.is_empty() && !wire.is_silent() => wire.ring(peer),
+            Carrier::Ring { .. } | Carrier::Stream { .. } => {}
         }
     }
 
     fn announce(&mut self, wants_room: bool) -> bool {
-        self.waits_for_room = wants_room;
         self.ask_for_end();
         let mut wire = self.wire.lock();
         let end = self.end;
         if !wire.is_ring() {
             wire.flush(end);
         }
-        wire.ends[end].parked = true;
+        wire.ends[end].is_armed = true;
         wire.ends[end].wants_room = wants_room;
         let looks = !wire.is_known_empty(end);
         let knows_end = self.sees_end || !wire.is_ring();
@@ -392,7 +445,7 @@ impl SimulatedLink {
     fn retract(&mut self) {
         let mut wire = self.wire.lock();
         let end = self.end;
-        wire.ends[end].parked = false;
+        wire.ends[end].is_armed = false;
         wire.ends[end].wants_room = false;
     }
 
@@ -482,25 +535,12 @@ unsafe impl Link for SimulatedLink {
         Ok(wire.ends[self.end].kept.is_empty())
     }
 
-    fn prepare_park(&mut self, wants_room: bool) -> bool {
+    fn arm(&mut self, wants_room: bool) -> bool {
         self.announce(wants_room)
     }
 
-    fn unpark(&mut self) {
+    fn disarm(&mut self) {
         self.retract();
-    }
-
-    fn suspend_park(&mut self) {
-        if self.wire.lock().is_ring() {
-            self.retract();
-        }
-    }
-
-    fn resume_park(&mut self, wants_room: bool) -> bool {
-        if !self.wire.lock().is_ring() {
-            return wants_room;
-        }
-        self.announce(wants_room || self.waits_for_room)
     }
 
     fn check_peer(&mut self) -> Result<()> {
@@ -573,7 +613,7 @@ unsafe impl Link for SimulatedLink {
         }
         let peer = 1 - self.end;
         if wire.ends[peer].wants_room {
-            wire.ring(peer);
+            wire.tell(peer);
         }
         // What is seen by then would have been seen at once if it took no time to get there.
         let last = wire.ends[self.end].under_way.back().map_or(0, |parcel| parcel.at).max(clock::nanos());

@@ -97,6 +97,10 @@ impl World<'_> {
         }
         watches = watches || core.watch();
         let call = self.made.get(&(item, process)).and_then(|made| made.call.as_ref());
+        if left == self.scenario.spins {
+            let peers = call.map(|call| core.peers_of(call)).unwrap_or_default();
+            peers.into_iter().for_each(|peer| core.net.poll_link(peer));
+        }
         let streams = call.map(|call| core.streams_of(call)).unwrap_or_default();
         streams.iter().for_each(|&peer| core.net.look_again(peer));
         if streams.is_empty() {

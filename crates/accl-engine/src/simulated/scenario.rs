@@ -159,6 +159,8 @@ pub(super) struct Scenario {
     pub(super) linking: Linking,
     /// Looks of a thread that waits before it sleeps.
     pub(super) spins: u32,
+    /// See [`accl_executor::peers::Net::set_looks_before_arming`].
+    pub(super) looks_before_arming: u32,
     /// What was left out, for messages.
     pub(super) without: Vec<usize>,
     /// Each event is printed.
@@ -243,6 +245,7 @@ impl Scenario {
             faults: Vec::new(),
             linking: [Linking::AtFirst, Linking::WithGroups, Linking::Late][rng.below(3) as usize],
             spins: [0, 1, 3, 10][rng.below(4) as usize],
+            looks_before_arming: [1, 2, 5, 256][rng.below(4) as usize],
             without: Vec::new(),
             traces: false,
         };
@@ -313,6 +316,7 @@ impl Scenario {
             faults: faults.to_vec(),
             linking: Linking::AtFirst,
             spins: 0,
+            looks_before_arming: 2,
             without: Vec::new(),
             traces: false,
         }

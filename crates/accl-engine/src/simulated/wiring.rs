@@ -117,7 +117,8 @@ impl World<'_> {
         let Some(link) = self.pending.remove(&(wire, end)) else { return };
         let host = &mut self.processes[ends[end]];
         if let (Some(core), Some(peer)) = (&mut host.core, host.peers[ends[1 - end]]) {
-            core.attach(peer, Box::new(link), clock::now());
+            let slot = self.wires[wire].lock().slot(end);
+            core.attach(peer, Box::new(link), Some(slot), clock::now());
             self.kick(ends[end]);
         }
     }

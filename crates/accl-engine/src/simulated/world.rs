@@ -14,7 +14,7 @@ use accl_wire::EndpointInfo;
 
 use super::clock::{self, Agenda, Event};
 use super::external::Elsewhere;
-use super::link::{SimulatedLink, Wire, self_link};
+use super::link::{Board, SimulatedLink, Wire, self_link};
 use super::oracle::Tensors;
 use super::scenario::{Fault, Linking, Scenario, Step, TIMEOUT_MS};
 use crate::api::planning::Planning;
@@ -165,10 +165,11 @@ impl<'a> World<'a> {
                 _ => None,
             })
         };
+        let boards: Vec<Arc<Board>> = scenario.steps.iter().map(|_| Arc::default()).collect();
         let wires = scenario.wires.iter().enumerate().map(|(index, (ends, spec))| {
             let mut spec = spec.clone();
             spec.flip = flips(index);
-            Wire::new(index, *ends, spec, &agenda)
+            Wire::new(index, ends.map(|process| (process, &boards[process])), spec, &agenda)
         });
         let wires: Vec<_> = wires.collect();
         let mut processes: Vec<Process> =
@@ -178,17 +179,20 @@ impl<'a> World<'a> {
             let Some(core) = &mut host.core else { continue };
             let wakes = agenda.clone();
             core.set_wake(Arc::new(move || wakes.lock().enter(200, Event::Ring { process })));
+            core.net.set_board(boards[process].clone());
+            core.net.set_looks_before_arming(scenario.looks_before_arming);
             for (wire, (ends, _)) in wires.iter().zip(&scenario.wires) {
                 if let Some(end) = ends.iter().position(|&at| at == process) {
                     let peer = core.net.introduce(&info(ends[1 - end]), wire.lock().is_ring());
                     if scenario.linking == Linking::AtFirst {
-                        core.net.attach(peer, Box::new(SimulatedLink::new(wire, end)));
+                        let slot = wire.lock().slot(end);
+                        core.net.attach(peer, Box::new(SimulatedLink::new(wire, end)), Some(slot));
                     }
                     host.peers[ends[1 - end]] = Some(peer);
                 }
             }
             let own = self_link(payload);
-            host.peers[process] = Some(core.net.add(&info(process), Box::new(own)));
+            host.peers[process] = Some(core.net.add(&info(process), Box::new(own), None));
             // Nobody has made a group before all have met for it.
             for (index, spec) in (1..).zip(&scenario.groups).filter(|(_, spec)| spec.rank_of(process).is_some()) {
                 core.expect_group(index, spec.members.iter().filter_map(|&member| host.peers[member]).collect());

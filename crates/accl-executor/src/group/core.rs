@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use accl_types::{Error, Moment, Result};
 use accl_wire::frame::{Groups, Header, Kind, LAST, OVERHEAD_BYTES};
-use accl_wire::{EndpointInfo, Link, Stance};
+use accl_wire::{EndpointInfo, Link, Slot, Stance};
 use smallvec::SmallVec;
 
 use super::completed::Completed;
@@ -106,7 +106,7 @@ pub struct Core {
     watchers: u32,
     /// When silent hosts are looked for again.
     silence_at: Option<Moment>,
-    work: Work,
+    passes: u64,
 }
 
 /// What progress has cost so far.
@@ -114,7 +114,7 @@ pub struct Core {
 pub struct Work {
     /// Passes over the links.
     pub passes: u64,
-    /// Links that these have looked at.
+    /// How often these, and whoever was about to sleep, have looked at a link.
     pub links_looked_at: u64,
 }
 
@@ -184,7 +184,7 @@ impl Core {
             parked: None,
             watchers: 0,
             silence_at: None,
-            work: Work::default(),
+            passes: 0,
         }
     }
 
@@ -329,10 +329,10 @@ impl Core {
 
     // ---- links
 
-    /// Gives a peer the link that was made to it. The driver, if it sleeps, must look again: it has said so on no such link.
-    pub fn attach(&mut self, id: PeerId, link: Box<dyn Link>, now: Moment) {
+    /// Gives a peer the link that was made to it: see [`Net::attach`]. The driver, if it sleeps, must look again: it has said so on no such link.
+    pub fn attach(&mut self, id: PeerId, link: Box<dyn Link>, slot: Option<Slot>, now: Moment) {
         let _ = self.guarded(|core| {
-            core.net.attach(id, link);
+            core.net.attach(id, link, slot);
             core.net.await_greeting(id);
             let expected = core.expected.iter().filter(|(_, peers)| peers.contains(&id)).map(|(group, _)| *group);
             let made = core.groups.values_mut().filter_map(|group| group.note_link(id));
@@ -398,7 +398,7 @@ impl Core {
 
     /// What progress has cost so far.
     pub fn work(&self) -> Work {
-        self.work
+        Work { passes: self.passes, links_looked_at: self.net.looks() }
     }
 
     /// A process without a link has ended, and had said goodbye to others before; or that is only assumed, and then it is said to nobody.
@@ -529,8 +529,7 @@ impl Core {
             return;
         }
         self.silence_at = Some(now + LOOK_FOR_SILENCE);
-        for id in self.net.linked_now() {
-            let Some(silence) = self.net.look_for_answers(id) else { continue };
+        for (id, silence) in self.net.look_for_answers() {
             let allowed = self.active.iter().filter_map(|group| self.groups.get(group)?.least_allowance(id)).min();
             if silence >= allowed.unwrap_or(VANISHED).min(VANISHED) {
                 let error = Error::peer_lost(format!(
@@ -563,29 +562,30 @@ impl Core {
     #[cold]
     fn watch_for_the_driver(&mut self) {
         if self.watchers == 0 {
-            let _ = self.guarded(|core| core.net.suspend_park());
+            self.net.mute();
         }
         self.watchers += 1;
     }
 
     /// The end of a [`Core::watch`]. Every call whose number was taken has been started by now: frames are handled here.
     pub fn unwatch(&mut self, now: Moment) -> Relief {
+        let relief = match self.parked {
+            Some(_) if self.watchers == 1 => self.guarded(|core| core.resume_parked(now)).unwrap_or(Relief::Wake),
+            Some(_) | None => Relief::SleepsOn,
+        };
         self.watchers -= 1;
-        if self.parked.is_none() || self.watchers > 0 {
-            return Relief::SleepsOn;
-        }
-        self.guarded(|core| core.resume_parked(now)).unwrap_or(Relief::Wake)
+        relief
     }
 
     /// Lets a parked driver be woken by its peers again.
     fn resume_parked(&mut self, now: Moment) -> Relief {
         let mut relief = Relief::SleepsOn;
         for _ in 0..ROUNDS_OF_RELIEF {
-            if !self.net.resume_park() {
+            if !self.net.prepare_park() {
                 return relief;
             }
             // As a rule a fast peer has begun the next call.
-            self.net.suspend_park();
+            self.net.mute();
             let departures = self.net.departures();
             self.pass_whole(now);
             if self.net.departures() != departures {
@@ -596,23 +596,12 @@ impl Core {
         Relief::Wake
     }
 
-    /// One pass: takes frames off links, advances calls, sends what can be sent. Returns whether anything moved.
+    /// One pass: takes frames off the links that have any, advances calls, sends what can be sent. Returns whether anything moved.
     ///
     /// A panic in it is a defect of ours. Whoever happens to drive must not die of it, and others must not wait for what
     /// it left undone: all groups fail.
     pub fn pass(&mut self, now: Moment) -> bool {
         self.guarded(|core| core.pass_unguarded(now)).unwrap_or(true)
-    }
-
-    /// As [`Core::pass`], of the links to these peers alone: for who waits for a call and looks again and again. The others must have
-    /// their turn now and then.
-    pub fn pass_at(&mut self, peers: &[PeerId], now: Moment) -> bool {
-        self.guarded(|core| {
-            core.work.passes += 1;
-            let moved = peers.iter().fold(false, |moved, &peer| core.drain(peer, now) | moved);
-            core.end_pass(moved, now)
-        })
-        .unwrap_or(true)
     }
 
     /// Runs `work`; when it panics, all groups fail.
@@ -739,7 +728,7 @@ impl Core {
     }
 
     fn pass_unguarded(&mut self, now: Moment) -> bool {
-        self.work.passes += 1;
+        self.passes += 1;
         let moved = self.drain_all(now);
         self.end_pass(moved, now)
     }
@@ -754,6 +743,10 @@ impl Core {
         moved |= self.net.flush_all();
         // Nobody else may learn of it: what woke who is parked is gone with the link, and who polls looks at nothing else.
         moved |= self.look_for_absentees(now);
+        // Who sleeps has armed all links, and is told of what comes on them alone.
+        if self.parked.is_some() && self.watchers == 0 && self.net.arm_again() {
+            (self.wake)();
+        }
         self.idle = if moved { 0 } else { self.idle.saturating_add(1) };
         moved
     }
@@ -800,7 +793,8 @@ impl Core {
     /// Fails calls whose deadline passed or whose peers have gone. Done now and then, and before parking.
     pub fn check(&mut self, now: Moment) {
         let mut index = 0;
-        while let Some(id) = self.net.linked(index) {
+        // What has become of the peers of the others is posted.
+        while let Some(id) = self.net.polled(index) {
             match self.net.check(id) {
                 Ok(()) => index += 1,
                 Err(error) => self.net.mark_gone(id, error),
@@ -830,18 +824,20 @@ impl Core {
     }
 
     fn drain_all(&mut self, now: Moment) -> bool {
+        self.net.take_news();
         let mut moved = false;
         let mut index = 0;
-        while let Some(id) = self.net.linked(index) {
-            moved |= self.drain(id, now);
-            // When it has gone another may stand in its place.
-            index += usize::from(self.net.linked(index) == Some(id));
+        while let Some(id) = self.net.polled(index) {
+            let has_found = self.drain(id, now);
+            moved |= has_found;
+            self.net.note_look(id, has_found);
+            // When it has gone, or is polled no more, another may stand in its place.
+            index += usize::from(self.net.polled(index) == Some(id));
         }
         moved
     }
 
     fn drain(&mut self, id: PeerId, now: Moment) -> bool {
-        self.work.links_looked_at += 1;
         let mut moved = false;
         for _ in 0..FRAMES_PER_TURN {
             let handled = handle_frame(
@@ -918,7 +914,7 @@ impl Core {
 
     /// Says goodbye to every peer.
     pub fn say_goodbye(&mut self) {
-        for id in self.net.linked_now() {
+        for id in self.net.linked().to_vec() {
             self.net.send_control(id, Header::new(Kind::Goodbye), &[]);
         }
         self.net.flush_all();

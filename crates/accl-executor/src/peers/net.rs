@@ -1,21 +1,26 @@
 //! The peers of this process: one link each, shared by all groups, from when somebody first wants it.
 //!
-//! Owns links, the queue of control frames that found no room, which links are wanted, and the record of who is gone. Makes no
-//! link, and knows no calls. Read [`Net`] first.
+//! Owns links, which of them passes look at, the queue of control frames that found no room, which links are wanted, and the record of who is
+//! gone. Makes no link, and knows no calls. Read [`Net`] first.
+//!
+//! A link is *polled*, that is, every pass looks at it, or it is *armed*: whoever brings it news posts them on the [`NewsBoard`], and then it is
+//! polled again. It is armed when it has been looked at in vain for a while, and before a sleep. So neither a pass nor a sleep costs more
+//! with more links.
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::time::Duration;
 
 use accl_types::{Error, Result};
 use accl_wire::frame::Header;
-use accl_wire::{Answers, EndpointInfo, Frame, HEAD_BYTES, Link, Place};
+use accl_wire::{Answers, EndpointInfo, Frame, HEAD_BYTES, Link, NewsBoard, Place, Slot};
 
 use super::traffic::Traffic;
 
-/// So many links are looked at in no time.
-const MANY_LINKS: usize = 8;
+/// Looks in a row that find nothing before a link is armed: to tell of what comes next costs the peer more than a look costs here.
+const LOOKS_BEFORE_ARMING: u32 = 256;
 
 /// Index of a peer process in [`Net`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -50,8 +55,16 @@ pub struct Peer {
     gone: Option<Gone>,
     /// A send found no room since the last pass.
     wants_room: bool,
+    /// Where its news are posted. `None`: nowhere, and it is always polled.
+    slot: Option<Slot>,
+    /// Passes look at its link.
+    is_polled: bool,
+    /// Looks in a row that have found nothing.
+    idle_looks: u32,
     /// It is among those that a flush looks at.
     is_dirty: bool,
+    /// It is among those whose hosts have yet to answer.
+    is_unanswered: bool,
     /// For how long its host has not answered, when that was last looked at.
     silent_for: Option<Duration>,
     /// Of control frames, and of groups that have ended; those that there are count their own.
@@ -140,11 +153,18 @@ pub struct Note {
 }
 
 /// All peers of this process.
-#[derive(Default)]
 pub struct Net {
     peers: Vec<Peer>,
     /// Those with links.
     linked: Vec<PeerId>,
+    /// Those whose links passes look at.
+    polled: Vec<PeerId>,
+    /// Where news of the others are posted.
+    board: Option<Arc<dyn NewsBoard>>,
+    by_slot: HashMap<Slot, PeerId>,
+    /// How often a link has been looked at so far.
+    looks: u64,
+    looks_before_arming: u32,
     /// Those without that have not gone.
     unlinked: usize,
     /// Links or notes have been asked for since whoever makes them was told.
@@ -161,8 +181,10 @@ pub struct Net {
     /// The peer of which a frame is being handled, and its link if it was given up meanwhile: the frame lies in it.
     handling: Option<PeerId>,
     retired: Option<Box<dyn Link>>,
-    /// Some send found no room since the last [`Net::prepare_park`].
+    /// Some send found no room since links were last armed.
     room_wanted: bool,
+    /// Those to which something was sent since their hosts were last seen to have everything.
+    unanswered: Vec<PeerId>,
     /// Peers that have gone so far.
     departures: u64,
     /// As `departures`, when absentees were last looked for.
@@ -171,6 +193,47 @@ pub struct Net {
     streams: usize,
     /// How long the links may be left alone, as they were last told that the driver sleeps: `None` when events tell of everything.
     poll_interval: Option<Duration>,
+}
+
+impl Default for Net {
+    fn default() -> Self {
+        Self {
+            peers: Vec::new(),
+            linked: Vec::new(),
+            polled: Vec::new(),
+            board: None,
+            by_slot: HashMap::new(),
+            looks: 0,
+            looks_before_arming: LOOKS_BEFORE_ARMING,
+            unlinked: 0,
+            has_wanted: false,
+            wanted: Vec::new(),
+            notes: Vec::new(),
+            to_greet: 0,
+            dirty: Vec::new(),
+            by_uuid: HashMap::new(),
+            handling: None,
+            retired: None,
+            room_wanted: false,
+            unanswered: Vec::new(),
+            departures: 0,
+            departures_seen: 0,
+            streams: 0,
+            poll_interval: None,
+        }
+    }
+}
+
+/// See [`Net::poll_link`].
+fn poll_link(peers: &mut [Peer], polled: &mut Vec<PeerId>, id: PeerId) {
+    let peer = &mut peers[id.0 as usize];
+    if let Some(link) = &mut peer.link
+        && !std::mem::replace(&mut peer.is_polled, true)
+    {
+        link.disarm();
+        peer.idle_looks = 0;
+        polled.push(id);
+    }
 }
 
 impl Net {
@@ -199,23 +262,42 @@ impl Net {
             is_goodbye_assumed: false,
             gone: None,
             wants_room: false,
+            slot: None,
+            is_polled: false,
+            idle_looks: 0,
             is_dirty: false,
+            is_unanswered: false,
             silent_for: None,
             traffic: Traffic::default(),
         });
         id
     }
 
-    /// Gives a peer its link, unless it has one or has gone. What the link waits for is watched already.
-    pub fn attach(&mut self, id: PeerId, link: Box<dyn Link>) {
+    /// A link that is looked at so often in vain is armed. For simulations, whose threads look less often.
+    pub fn set_looks_before_arming(&mut self, looks: u32) {
+        self.looks_before_arming = looks;
+    }
+
+    /// Where news of links are posted from now on.
+    pub fn set_board(&mut self, board: Arc<dyn NewsBoard>) {
+        self.board = Some(board);
+    }
+
+    /// Gives a peer its link, unless it has one or has gone. What the link waits for is watched already; its news are posted at `slot`
+    /// of the board.
+    pub fn attach(&mut self, id: PeerId, link: Box<dyn Link>, slot: Option<Slot>) {
         let peer = &mut self.peers[id.0 as usize];
         if peer.link.is_some() || peer.gone.is_some() {
             return;
         }
         self.streams += usize::from(!link.is_cheap_to_look_at());
         self.unlinked -= 1;
-        peer.link = Some(link);
+        (peer.link, peer.slot, peer.is_polled) = (Some(link), slot, true);
         self.linked.push(id);
+        self.polled.push(id);
+        if let Some(slot) = slot {
+            self.by_slot.insert(slot, id);
+        }
         // Control frames may have waited for it.
         self.note_dirty(id);
     }
@@ -304,11 +386,11 @@ impl Net {
         (wanted, std::mem::take(&mut self.notes))
     }
 
-    /// Adds a peer with its link. What that waits for is watched already.
-    pub fn add(&mut self, info: &EndpointInfo, link: Box<dyn Link>) -> PeerId {
+    /// Adds a peer with its link: see [`Net::attach`].
+    pub fn add(&mut self, info: &EndpointInfo, link: Box<dyn Link>, slot: Option<Slot>) -> PeerId {
         let shares_memory = link.is_cheap_to_look_at();
         let id = self.introduce(info, shares_memory);
-        self.attach(id, link);
+        self.attach(id, link, slot);
         id
     }
 
@@ -318,20 +400,98 @@ impl Net {
         PeerId(self.peers.len() as u32)
     }
 
-    /// The peers with links, one by one from 0: while they are looked at, some may go and others take their numbers.
+    /// The peers with links.
+    pub fn linked(&self) -> &[PeerId] {
+        &self.linked
+    }
+
+    /// The peers whose links are looked at, one by one from 0: meanwhile some may go and others take their numbers.
     #[inline]
-    pub(crate) fn linked(&self, index: usize) -> Option<PeerId> {
-        self.linked.get(index).copied()
+    pub(crate) fn polled(&self, index: usize) -> Option<PeerId> {
+        self.polled.get(index).copied()
     }
 
-    /// Whether a look at all links costs more than one at those that a call needs, by much.
-    pub fn has_many_links(&self) -> bool {
-        self.linked.len() > MANY_LINKS
+    /// How often a link has been looked at so far.
+    pub(crate) fn looks(&self) -> u64 {
+        self.looks
     }
 
-    /// As [`Net::linked`], all that there are now.
-    pub fn linked_now(&self) -> Vec<PeerId> {
-        self.linked.clone()
+    /// Passes look at this peer's link from now on.
+    pub fn poll_link(&mut self, id: PeerId) {
+        poll_link(&mut self.peers, &mut self.polled, id);
+    }
+
+    /// The links of which news were posted are polled from now on.
+    #[inline]
+    pub(crate) fn take_news(&mut self) {
+        let Self { board, by_slot, peers, polled, .. } = self;
+        if let Some(board) = board {
+            board.take(&mut |slot| {
+                // One that has gone may have left news behind.
+                if let Some(&id) = by_slot.get(&slot) {
+                    poll_link(peers, polled, id);
+                }
+            });
+        }
+    }
+
+    /// A pass has looked at a link, and found something or not. One that has brought nothing for a while is armed.
+    #[inline]
+    pub(crate) fn note_look(&mut self, id: PeerId, has_found: bool) {
+        self.looks += 1;
+        let peer = &mut self.peers[id.0 as usize];
+        peer.idle_looks = if has_found { 0 } else { peer.idle_looks + 1 };
+        if peer.idle_looks >= self.looks_before_arming {
+            self.arm_idle(id);
+        }
+    }
+
+    #[cold]
+    fn arm_idle(&mut self, id: PeerId) {
+        let peer = &mut self.peers[id.0 as usize];
+        peer.idle_looks = 0;
+        // A send that waits for room tries again in every pass, and says so then.
+        let waits_for_room = std::mem::take(&mut peer.wants_room) || !peer.outbox.is_empty();
+        if peer.slot.is_some() && peer.is_polled && !waits_for_room {
+            self.arm(id);
+            if !self.peer(id).is_polled {
+                self.polled.retain(|&polled| polled != id);
+            }
+        }
+    }
+
+    /// Arms a polled link. `true`: it is polled on, since something has come up.
+    fn arm(&mut self, id: PeerId) -> bool {
+        self.looks += 1;
+        let peer = &mut self.peers[id.0 as usize];
+        let wants_room = std::mem::take(&mut peer.wants_room) || !peer.outbox.is_empty();
+        let Some(link) = &mut peer.link else { return false };
+        let is_news = link.arm(wants_room);
+        // Others are to know when to look again by themselves.
+        let interval = link.poll_interval();
+        self.poll_interval = self.poll_interval.into_iter().chain(interval).min();
+        if is_news {
+            link.disarm();
+        }
+        peer.is_polled = is_news || interval.is_some() || peer.slot.is_none();
+        is_news
+    }
+
+    /// Arms all links. `true`: something has come up.
+    fn arm_all(&mut self) -> bool {
+        self.room_wanted = false;
+        self.poll_interval = None;
+        let mut is_news = false;
+        let mut index = 0;
+        while let Some(id) = self.polled(index) {
+            is_news |= self.arm(id);
+            if self.peer(id).is_polled {
+                index += 1;
+            } else {
+                self.polled.swap_remove(index);
+            }
+        }
+        is_news
     }
 
     /// What is known of a peer.
@@ -398,6 +558,10 @@ impl Net {
             Ok(None) | Err(_) => {
                 peer.wants_room = true;
                 self.room_wanted = true;
+                // It stays armed, which is as good: what it was refused is remembered until it is armed again.
+                if !std::mem::replace(&mut peer.is_polled, true) {
+                    self.polled.push(id);
+                }
                 None
             }
         }
@@ -442,16 +606,19 @@ impl Net {
         self.streams > 0
     }
 
-    /// The next look at this peer's link asks the system, whatever is known.
+    /// The next pass looks at this peer's link, and asks the system, whatever is known.
     pub fn look_again(&mut self, id: PeerId) {
         if let Some(link) = self.link(id) {
             link.look_again();
+            self.poll_link(id);
         }
     }
 
     /// As [`Net::look_again`], of all peers: a system call for each of them follows.
     pub fn look_again_everywhere(&mut self) {
-        self.each_link(|link| link.look_again());
+        for index in 0..self.linked.len() {
+            self.look_again(self.linked[index]);
+        }
     }
 
     /// The next frame, if it comes while this looks for it up to `looks` times. Errors are left to a pass.
@@ -476,7 +643,7 @@ impl Net {
         }
     }
 
-    /// Wakes a peer that sleeps although it was given something quietly.
+    /// Tells a peer that does not look that it was given something quietly.
     #[inline]
     pub(crate) fn wake(&mut self, id: PeerId) {
         if let Some(link) = self.link(id) {
@@ -546,7 +713,15 @@ impl Net {
             moved = true;
         }
         // An error shows again in `check` or `peek`, where it is handled; nothing more can be sent then.
-        (moved, link.flush().unwrap_or(true) && peer.outbox.is_empty())
+        let flushed = link.flush();
+        let is_clean = matches!(flushed, Ok(true) | Err(_)) && peer.outbox.is_empty();
+        if link.awaits_answer() && !std::mem::replace(&mut peer.is_unanswered, true) {
+            self.unanswered.push(id);
+        }
+        if (peer.wants_room || flushed.is_err()) && !std::mem::replace(&mut peer.is_polled, true) {
+            self.polled.push(id);
+        }
+        (moved, is_clean)
     }
 
     /// Control frames that have found no room.
@@ -596,21 +771,31 @@ impl Net {
 
     /// Whether any peer's host has yet to acknowledge something.
     pub(crate) fn awaits_answers(&self) -> bool {
-        self.linked.iter().filter_map(|&id| self.peer(id).link.as_ref()).any(|link| link.awaits_answer())
+        !self.unanswered.is_empty()
     }
 
-    /// For how long the peer's host has not answered, if it should have.
-    pub(crate) fn look_for_answers(&mut self, id: PeerId) -> Option<Duration> {
-        let silent_for = match self.link(id).map(Link::answers) {
-            Some(Answers::Overdue(since)) => Some(since),
-            Some(Answers::Complete | Answers::Awaited) | None => None,
-        };
-        self.peer_mut(id).silent_for = silent_for;
-        silent_for
+    /// The peers whose hosts have not answered what they should have, and for how long.
+    pub(crate) fn look_for_answers(&mut self) -> Vec<(PeerId, Duration)> {
+        let mut silent = Vec::new();
+        let mut unanswered = std::mem::take(&mut self.unanswered);
+        unanswered.retain(|&id| {
+            let answers = self.link(id).map_or(Answers::Complete, Link::answers);
+            let peer = self.peer_mut(id);
+            peer.silent_for = match answers {
+                Answers::Overdue(since) => Some(since),
+                Answers::Complete | Answers::Awaited => None,
+            };
+            silent.extend(peer.silent_for.map(|since| (id, since)));
+            peer.is_unanswered = answers != Answers::Complete;
+            peer.is_unanswered
+        });
+        self.unanswered = unanswered;
+        silent
     }
 
     /// Looks whether the peer is still there; the error says how it went.
     pub(crate) fn check(&mut self, id: PeerId) -> Result<()> {
+        self.looks += 1;
         match self.link(id) {
             Some(link) => link.check_peer(),
             None => Ok(()),
@@ -627,10 +812,18 @@ impl Net {
             peer.gone = Some(if peer.said_goodbye { Gone::Left } else { Gone::Lost(error) });
         }
         let link = peer.link.take();
+        let (slot, was_polled) = (peer.slot.take(), std::mem::take(&mut peer.is_polled));
         peer.outbox.clear();
         let uuid = peer.info.uuid;
         if std::mem::take(&mut peer.is_dirty) {
             self.dirty.retain(|&dirty| dirty != id);
+        }
+        if was_polled {
+            self.polled.retain(|&polled| polled != id);
+        }
+        // The place may be another link's by now.
+        if let Some(slot) = slot.filter(|slot| self.by_slot.get(slot) == Some(&id)) {
+            self.by_slot.remove(&slot);
         }
         if let Some(link) = &link {
             self.streams -= usize::from(!link.is_cheap_to_look_at());
@@ -655,35 +848,22 @@ impl Net {
         std::mem::replace(&mut self.departures_seen, self.departures) != self.departures
     }
 
-    /// Publishes "parked" on all links. `true`: something came up meanwhile.
+    /// Before a sleep: arms all links, and has the first news wake the sleeper. `true`: something came up meanwhile.
     pub(crate) fn prepare_park(&mut self) -> bool {
-        self.announce(|link, wants_room| link.prepare_park(wants_room))
+        self.take_news();
+        self.arm_all() || self.board.as_ref().is_some_and(|board| board.listen())
     }
 
-    /// A thread looks at all links while the driver sleeps: see [`Link::suspend_park`].
-    pub(crate) fn suspend_park(&mut self) {
-        self.each_link(|link| link.suspend_park());
-    }
-
-    /// It looks no more: see [`Link::resume_park`]. `true`: something came up meanwhile.
-    pub(crate) fn resume_park(&mut self) -> bool {
-        self.announce(|link, wants_room| link.resume_park(wants_room))
-    }
-
-    /// Tells every link that the driver sleeps, with whether somebody waits for room on it.
-    fn announce(&mut self, announce: impl Fn(&mut dyn Link, bool) -> bool) -> bool {
-        let mut ready = false;
-        self.room_wanted = false;
-        self.poll_interval = None;
-        for id in &self.linked {
-            let peer = &mut self.peers[id.0 as usize];
-            let wants_room = std::mem::take(&mut peer.wants_room) || !peer.outbox.is_empty();
-            if let Some(link) = &mut peer.link {
-                ready |= announce(&mut **link, wants_room);
-                self.poll_interval = self.poll_interval.into_iter().chain(link.poll_interval()).min();
-            }
+    /// A thread looks for news while the driver sleeps: they wake nobody.
+    pub(crate) fn mute(&mut self) {
+        if let Some(board) = &self.board {
+            board.mute();
         }
-        ready
+    }
+
+    /// While the driver sleeps: arms the links that a pass has looked at. `true`: something came up meanwhile.
+    pub(crate) fn arm_again(&mut self) -> bool {
+        !self.polled.is_empty() && self.arm_all()
     }
 
     /// How long a sleeper may leave the links alone, after [`Net::prepare_park`].
@@ -696,8 +876,14 @@ impl Net {
         self.room_wanted
     }
 
+    /// The driver sleeps no more. What it has armed stays so, but for what is always polled.
     pub(crate) fn unpark(&mut self) {
-        self.each_link(|link| link.unpark());
+        self.mute();
+        for index in 0..self.polled.len() {
+            if let Some(link) = self.link(self.polled[index]) {
+                link.disarm();
+            }
+        }
     }
 
     /// The process with this identity, if it was a peer and has gone.

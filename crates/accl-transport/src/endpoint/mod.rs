@@ -131,7 +131,7 @@ impl fmt::Debug for Endpoint {
 }
 
 impl Endpoint {
-    /// Opens the listeners. Peers on this host will write to `waker` when this process is parked.
+    /// Opens the listeners. Peers on this host will write to `waker` when it sleeps.
     ///
     /// # Errors
     /// `Configuration` when no interface or port fits the settings; `Network` or `Exhausted` when the system refuses.

@@ -1,11 +1,13 @@
-//! Every interleaving of a ring and of the park protocol, at small sizes.
+//! Every interleaving of a ring, of the flags that say that nobody looks, and of the board on which news are posted, at small sizes.
 //! `RUSTFLAGS="--cfg loom" cargo test -p accl-transport --release --lib loom_`
 
 use loom::cell::UnsafeCell;
 use loom::sync::{Arc, Notify as Event};
 
-use super::park::{DATA, ROOM, SideState};
+use super::arming::{DATA, ROOM, SideState};
 use super::*;
+use crate::board::Notices;
+use accl_wire::Slot;
 
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
@@ -21,6 +23,7 @@ struct Checked {
     words: Vec<AtomicU64>,
     sides: [SideState; 2],
     events: [Event; 2],
+    boards: [Notices<1>; 2],
 }
 
 // SAFETY: what this says is what loom checks.
@@ -90,11 +93,21 @@ fn checked(slot_count: usize, data_lines: usize, window_lines: usize) -> Shared 
         words: (0..slot_count).map(|_| AtomicU64::new(0)).collect(),
         sides: [SideState::new(), SideState::new()],
         events: [Event::new(), Event::new()],
+        boards: [Notices::new(), Notices::new()],
     }))
 }
 
 const WRITER: usize = 0;
 const READER: usize = 1;
+
+/// As a link tells the other side.
+fn tell(shared: &Shared, side: usize, what: u32) {
+    if let Some(call) = shared.0.sides[side].take_call(what)
+        && call.slot.is_none_or(|slot| shared.0.boards[side].post(slot))
+    {
+        shared.0.events[side].notify();
+    }
+}
 
 fn send(shared: &Shared, writer: &mut Writer<Shared>, value: u8, len: usize) {
     loop {
@@ -104,17 +117,15 @@ fn send(shared: &Shared, writer: &mut Writer<Shared>, value: u8, len: usize) {
             place.payload.fill(value);
             break;
         }
-        // As a link parks: announce, look again, sleep, retract.
-        shared.0.sides[WRITER].announce(DATA | ROOM);
+        // As a link whose process has no board: announce, look again, sleep, retract.
+        shared.0.sides[WRITER].announce(DATA | ROOM, None);
         if !writer.would_fit(len).unwrap() {
             shared.0.events[WRITER].wait();
         }
         shared.0.sides[WRITER].retract();
     }
     writer.commit();
-    if shared.0.sides[READER].take_call(DATA) {
-        shared.0.events[READER].notify();
-    }
+    tell(shared, READER, DATA);
 }
 
 fn receive(shared: &Shared, reader: &mut Reader<Shared>, value: u8, len: usize) {
@@ -124,16 +135,14 @@ fn receive(shared: &Shared, reader: &mut Reader<Shared>, value: u8, len: usize) 
             assert!(frame.payload.len() == len && frame.head.iter().chain(frame.payload).all(|&b| b == value));
             break;
         }
-        shared.0.sides[READER].announce(DATA);
+        shared.0.sides[READER].announce(DATA, None);
         if !reader.poll().unwrap() {
             shared.0.events[READER].wait();
         }
         shared.0.sides[READER].retract();
     }
     reader.release();
-    if shared.0.sides[WRITER].take_call(ROOM) {
-        shared.0.events[WRITER].notify();
-    }
+    tell(shared, WRITER, ROOM);
 }
 
 fn exchange(slot_count: usize, data_lines: usize, lens: &'static [usize], preemptions: Option<usize>) {
@@ -167,6 +176,35 @@ fn exchange_growing(
     });
 }
 
+/// As `receive`, by a process that arms the link at once, takes news from its board, and sleeps when there are none.
+fn receive_armed(shared: &Shared, reader: &mut Reader<Shared>, is_polled: &mut bool, value: u8) {
+    let (side, board) = (&shared.0.sides[READER], &shared.0.boards[READER]);
+    loop {
+        if *is_polled {
+            if reader.poll().unwrap() {
+                let frame = reader.frame().unwrap();
+                assert!(frame.head.iter().chain(frame.payload).all(|&byte| byte == value));
+                break;
+            }
+            side.announce(DATA, Some(Slot(3)));
+            *is_polled = reader.poll().unwrap();
+            if *is_polled {
+                side.retract();
+                continue;
+            }
+        }
+        board.take(&mut |slot| *is_polled = slot == Slot(3));
+        if !*is_polled {
+            if !board.listen() {
+                shared.0.events[READER].wait();
+            }
+            board.mute();
+        }
+    }
+    reader.release();
+    tell(shared, WRITER, ROOM);
+}
+
 // A lost wake-up is a deadlock, which loom reports; a read that overtakes its write is a causality error.
 
 #[test]
@@ -194,4 +232,22 @@ fn loom_frames_that_wrap_are_whole_and_never_missed() {
 fn loom_a_ring_grows_while_frames_are_under_way() {
     // From one line to four: the second frame lies behind the first, the third may have to wait, and the fourth wraps.
     exchange_growing(4, 4, 1, &[60, 100, 60, 100], Some(2));
+}
+
+#[test]
+fn loom_frames_on_an_armed_link_are_posted_and_never_missed() {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(3);
+    model.check(|| {
+        let shared = checked(2, 2, 2);
+        let for_reader = shared.clone();
+        let thread = loom::thread::spawn(move || {
+            let mut reader = Reader::new(for_reader.clone(), 100);
+            let mut is_polled = true;
+            (0..2).for_each(|value| receive_armed(&for_reader, &mut reader, &mut is_polled, value));
+        });
+        let mut writer = Writer::new(shared.clone(), 100);
+        (0..2).for_each(|value| send(&shared, &mut writer, value, 8));
+        thread.join().unwrap();
+    });
 }

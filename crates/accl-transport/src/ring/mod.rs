@@ -1,6 +1,6 @@
 //! A ring for frames between one writer and one reader, over memory that both have mapped.
 //!
-//! Owns the placing of frames and the counter; knows neither descriptors nor waking ([`park`] has the flags). A *slot*,
+//! Owns the placing of frames and the counter; knows neither descriptors nor waking ([`arming`] has the flags). A *slot*,
 //! one cache line, announces each frame: a word with its number and length, the head, and the payload if that is tiny.
 //! The slots are few and used in turn, so they stay in the caches of both sides: a reader that waits looks at the very line
 //! in which the next frame will be, and for a tiny frame one line moves from core to core. Longer payloads lie in the
@@ -11,9 +11,9 @@
 //! larger, while the bytes that are under way lie in one piece before its place: then all that is new lies behind them. Each frame's
 //! word says how often the window has grown, so the reader follows with the very frame from which on it counts.
 
+pub(crate) mod arming;
 #[cfg(all(test, loom))]
 mod loom_tests;
-pub(crate) mod park;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
@@ -183,7 +183,7 @@ impl Window {
 /// The word that announces frame number `count` (from 0). Numbers return only after 2^32 frames, and then in another
 /// frame's slot long overwritten, so a word that is not the expected one is the previous frame's.
 #[inline]
-fn word_of(count: u64, payload_bytes: usize, level: u32) -> u64 {
+pub(crate) fn word_of(count: u64, payload_bytes: usize, level: u32) -> u64 {
     (count + 1) << 32 | u64::from(level) << LEN_BITS | payload_bytes as u64
 }
 

@@ -8,14 +8,15 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 use accl_types::{Error, Result};
-use accl_wire::{Frame, Link, Place};
+use accl_wire::{Frame, Link, Place, Slot};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::Shutdown;
 
 use super::region::{Direction, Region};
+use crate::board::PeerBoard;
 use crate::fork::Fd;
 use crate::poller::wake_fd;
-use crate::ring::park::{DATA, ROOM};
+use crate::ring::arming::{DATA, ROOM};
 use crate::ring::{Broken, Reader, Writer};
 use crate::{News, Watched, refusal};
 
@@ -28,6 +29,8 @@ pub(crate) struct Parts {
     pub(crate) socket: Fd,
     /// Writing it wakes the peer.
     pub(crate) peer_event: Fd,
+    /// Where to post what the peer is to be told of.
+    pub(crate) peer_board: PeerBoard,
     /// Readable when the peer has died; absent where the kernel or the container refuses it.
     pub(crate) peer_process: Option<Fd>,
     pub(crate) max_payload_bytes: usize,
@@ -44,13 +47,12 @@ pub(crate) struct ShmLink {
     reader: Reader<Direction>,
     socket: Fd,
     peer_event: Fd,
+    peer_board: PeerBoard,
     peer_process: Option<Fd>,
     max_payload_bytes: usize,
     peer: String,
-    /// Length of the shortest payload that found no room since the last park.
+    /// Length of the shortest payload that found no room since the link was last disarmed.
     refused_bytes: Option<usize>,
-    /// What the last park announced.
-    announced: u32,
     /// The caller has seen the frame that the reader stands at.
     shown: bool,
     closed: bool,
@@ -66,7 +68,7 @@ pub(crate) struct ShmLink {
 
 impl ShmLink {
     pub(crate) fn new(parts: Parts) -> ShmLink {
-        let Parts { region, side, socket, peer_event, peer_process, max_payload_bytes, peer } = parts;
+        let Parts { region, side, socket, peer_event, peer_board, peer_process, max_payload_bytes, peer } = parts;
         let region = Arc::new(region);
         ShmLink {
             writer: Writer::new(Direction::new(&region, side), max_payload_bytes),
@@ -75,11 +77,11 @@ impl ShmLink {
             side,
             socket,
             peer_event,
+            peer_board,
             peer_process,
             max_payload_bytes,
             peer,
             refused_bytes: None,
-            announced: DATA,
             shown: false,
             closed: false,
             lost: None,
@@ -90,8 +92,16 @@ impl ShmLink {
         }
     }
 
-    fn wake_peer_if(&self, what: u32) {
-        if self.region.side(1 - self.side).take_call(what) {
+    #[inline]
+    fn tell_peer_of(&self, what: u32) {
+        if let Some(call) = self.region.side(1 - self.side).take_call(what) {
+            self.tell_peer(call.slot);
+        }
+    }
+
+    #[cold]
+    fn tell_peer(&self, slot: Option<Slot>) {
+        if slot.is_none_or(|slot| self.peer_board.post(slot)) {
             self.system_calls.set(self.system_calls.get() + 1);
             wake_fd(self.peer_event.as_fd());
         }
@@ -163,10 +173,9 @@ impl ShmLink {
         }
     }
 
-    /// Publishes what this side sleeps for. `true`: there is some already.
+    /// Publishes what this side is to be told of. `true`: there is some already.
     fn announce(&mut self, what: u32) -> bool {
-        self.announced = what;
-        self.region.side(self.side).announce(what);
+        self.region.side(self.side).announce(what, self.news.as_ref().and_then(News::slot));
         let wanted = self.refused_bytes.unwrap_or(self.max_payload_bytes);
         self.reader.poll() != Ok(false) || (what & ROOM != 0 && self.writer.would_fit(wanted) != Ok(false))
     }
@@ -201,7 +210,7 @@ unsafe impl Link for ShmLink {
     #[inline]
     fn commit(&mut self) {
         if self.writer.commit() {
-            self.wake_peer_if(DATA);
+            self.tell_peer_of(DATA);
         }
     }
 
@@ -228,7 +237,7 @@ unsafe impl Link for ShmLink {
     #[inline]
     fn release(&mut self) {
         if std::mem::take(&mut self.shown) && self.reader.release() {
-            self.wake_peer_if(ROOM);
+            self.tell_peer_of(ROOM);
         }
     }
 
@@ -236,7 +245,7 @@ unsafe impl Link for ShmLink {
         Ok(true)
     }
 
-    fn prepare_park(&mut self, wants_room: bool) -> bool {
+    fn arm(&mut self, wants_room: bool) -> bool {
         if self.guard_fork().is_err() {
             return true;
         }
@@ -248,23 +257,11 @@ unsafe impl Link for ShmLink {
         self.lost.is_some() && !self.told
     }
 
-    fn unpark(&mut self) {
+    fn disarm(&mut self) {
         self.refused_bytes = None;
         if self.socket.is_ours() {
             self.region.side(self.side).retract();
         }
-    }
-
-    fn suspend_park(&mut self) {
-        if self.socket.is_ours() {
-            self.region.side(self.side).retract();
-        }
-    }
-
-    fn resume_park(&mut self, wants_room: bool) -> bool {
-        // The edge of a hang-up reaches the sleeper by itself, so the kernel need not be asked here.
-        let what = if wants_room { self.announced | ROOM } else { self.announced };
-        self.guard_fork().is_err() || self.announce(what) || (self.lost.is_some() && !self.told)
     }
 
     fn check_peer(&mut self) -> Result<()> {
@@ -300,7 +297,7 @@ unsafe impl Link for ShmLink {
 
     #[inline]
     fn wake_peer(&mut self) {
-        self.wake_peer_if(DATA | ROOM);
+        self.tell_peer_of(DATA | ROOM);
     }
 
     fn is_cheap_to_look_at(&self) -> bool {
@@ -330,7 +327,8 @@ impl Watched for ShmLink {
         std::iter::once(self.socket.as_fd()).chain(self.peer_process.as_ref().map(AsFd::as_fd)).collect()
     }
 
-    fn set_news(&mut self, news: News) {
+    fn set_news(&mut self, news: News) -> bool {
         self.news = Some(news);
+        true
     }
 }

@@ -9,3 +9,29 @@ mod provider;
 pub(crate) mod region;
 
 pub(crate) use provider::ROW;
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use accl_wire::{PROTOCOL_VERSION, Slot};
+
+    use crate::board::{Notices, SLOTS};
+    use crate::ring::arming::{DATA, ROOM, SideState};
+    use crate::ring::{LINE, SLOTS as RING_SLOTS, TINY_BYTES, word_of};
+
+    /// If this fails, [`PROTOCOL_VERSION`] must be raised; the snapshot of the version before goes.
+    #[test]
+    fn what_lies_in_shared_memory_is_of_its_version() {
+        let notices: Notices = Notices::new();
+        (notices.listen(), notices.post(Slot(700)));
+        let side = SideState::new();
+        side.announce(DATA | ROOM, Some(Slot(700)));
+        let lines = [
+            format!("region of rings of 65536 bytes: {}", super::region::region_bytes(65536)),
+            format!("{:?}", super::region::places(65536)),
+            format!("slots {RING_SLOTS}, line {LINE}, tiny {TINY_BYTES}, word {:#018x}", word_of(5, 100, 2)),
+            format!("armed for frames and room at 700: {:#x}", side.bits()),
+            format!("board of {SLOTS} places, somebody listens and 700 was posted: {:?}", notices.words()),
+        ];
+        insta::assert_snapshot!(format!("protocol_version_{PROTOCOL_VERSION}"), lines.join("\n"));
+    }
+}

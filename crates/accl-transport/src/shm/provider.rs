@@ -1,5 +1,5 @@
 //! The transport `shm`: who connects creates the memory and sends its descriptor, who accepts maps it, and each has the other's event
-//! descriptor.
+//! descriptor and board.
 //!
 //! Owns the making of links, and the budget of one endpoint.
 
@@ -8,9 +8,11 @@ use std::sync::Arc;
 
 use super::budget::Budget;
 use super::link::{Parts, ShmLink};
-use super::region::{PAGE, Region, region_bytes, ring_bytes_for};
+use super::region::{Region, region_bytes, ring_bytes_for};
+use crate::board::PeerBoard;
 use crate::credentials::peer_process;
 use crate::fork::Fd;
+use crate::mapping::PAGE;
 use crate::transport::{Address, Agreed, Carrier, HalfLink, Local, PeerAddress, Provider, Transport};
 use crate::{Waker, Watched, ring};
 
@@ -28,7 +30,7 @@ pub(crate) const ROW: Transport = Transport {
 const CREATOR: usize = 0;
 const GUEST: usize = 1;
 
-const NO_EVENT: &str = "its event descriptor did not arrive";
+const NO_BELL: &str = "its event descriptor and its board did not arrive";
 
 struct Shm {
     ring_bytes: u64,
@@ -51,15 +53,18 @@ impl Shm {
 impl Provider for Shm {
     fn offer(&self) -> Result<Box<dyn HalfLink>, String> {
         let wanted = ring_bytes_for(self.ring_bytes, self.max_payload_bytes);
+        // Where there is no board for it there is no link over shared memory.
+        self.waker.board_descriptor()?;
         let (region, memory, refused) = create_region(wanted, self.max_payload_bytes, &self.budget)?;
         let waker = Arc::clone(&self.waker);
-        Ok(Box::new(Half { region, side: CREATOR, memory: Some(memory), waker, peer_event: None, refused }))
+        Ok(Box::new(Half { region, side: CREATOR, memory: Some(memory), waker, bell: None, refused }))
     }
 
     fn accept(&self, peer: PeerAddress, max_payload_bytes: usize) -> Result<Box<dyn HalfLink>, String> {
-        let Ok([memory, event]) = <[Fd; 2]>::try_from(peer.descriptors) else {
+        let Ok([memory, event, board]) = <[Fd; 3]>::try_from(peer.descriptors) else {
             return Err("the descriptors did not arrive".to_owned());
         };
+        self.waker.board_descriptor()?;
         let ring_bytes = <[u8; 8]>::try_from(&peer.bytes[..]).map_or(u64::MAX, u64::from_le_bytes);
         let ring_bytes = usize::try_from(ring_bytes).unwrap_or(usize::MAX);
         if ring_bytes < ring::min_data_bytes(max_payload_bytes)
@@ -71,7 +76,8 @@ impl Provider for Shm {
         let region = Region::open(memory.as_fd(), ring_bytes, &self.budget)
             .map_err(|why| format!("{} bytes of shared memory: {why}", region_bytes(ring_bytes)))?;
         let waker = Arc::clone(&self.waker);
-        Ok(Box::new(Half { region, side: GUEST, memory: None, waker, peer_event: Some(event), refused: None }))
+        let bell = Some(Bell::new(event, &board)?);
+        Ok(Box::new(Half { region, side: GUEST, memory: None, waker, bell, refused: None }))
     }
 }
 
@@ -96,6 +102,18 @@ fn create_region(
     }
 }
 
+/// What it takes to tell the peer.
+struct Bell {
+    event: Fd,
+    board: PeerBoard,
+}
+
+impl Bell {
+    fn new(event: Fd, board: &Fd) -> Result<Bell, String> {
+        Ok(Bell { event, board: PeerBoard::open(board.as_fd()).map_err(|why| format!("the peer's board: {why}"))? })
+    }
+}
+
 struct Half {
     region: Region,
     side: usize,
@@ -103,19 +121,20 @@ struct Half {
     memory: Option<Fd>,
     waker: Arc<Waker>,
     /// The guest has it from the beginning, the creator with the answer.
-    peer_event: Option<Fd>,
+    bell: Option<Bell>,
     /// Why the rings are smaller than configured, if they are.
     refused: Option<String>,
 }
 
 impl HalfLink for Half {
     fn address(&self) -> Address<'_> {
+        let bell = std::iter::once(self.waker.as_fd()).chain(self.waker.board_descriptor());
         match &self.memory {
             Some(memory) => Address {
                 bytes: (self.region.ring_bytes() as u64).to_le_bytes().to_vec(),
-                descriptors: vec![memory.as_fd(), self.waker.as_fd()],
+                descriptors: std::iter::once(memory.as_fd()).chain(bell).collect(),
             },
-            None => Address { bytes: Vec::new(), descriptors: vec![self.waker.as_fd()] },
+            None => Address { bytes: Vec::new(), descriptors: bell.collect() },
         }
     }
 
@@ -123,9 +142,10 @@ impl HalfLink for Half {
         self.memory = None;
     }
 
-    fn take_answer(&mut self, mut peer: PeerAddress, _max_payload_bytes: usize) -> Result<(), String> {
-        self.peer_event = peer.descriptors.pop();
-        if self.peer_event.is_some() { Ok(()) } else { Err(NO_EVENT.to_owned()) }
+    fn take_answer(&mut self, peer: PeerAddress, _max_payload_bytes: usize) -> Result<(), String> {
+        let [event, board] = <[Fd; 2]>::try_from(peer.descriptors).map_err(|_| NO_BELL.to_owned())?;
+        self.bell = Some(Bell::new(event, &board)?);
+        Ok(())
     }
 
     fn compromise(&self) -> Option<(String, String)> {
@@ -137,8 +157,9 @@ impl HalfLink for Half {
     fn finish(self: Box<Self>, agreed: Agreed) -> Result<Box<dyn Watched>, String> {
         let Agreed { socket, max_payload_bytes, peer } = agreed;
         let peer_process = peer_process(&socket);
-        let Half { region, side, peer_event, .. } = *self;
-        let peer_event = peer_event.ok_or(NO_EVENT)?;
-        Ok(Box::new(ShmLink::new(Parts { region, side, socket, peer_event, peer_process, max_payload_bytes, peer })))
+        let Half { region, side, bell, .. } = *self;
+        let Bell { event: peer_event, board: peer_board } = bell.ok_or(NO_BELL)?;
+        let parts = Parts { region, side, socket, peer_event, peer_board, peer_process, max_payload_bytes, peer };
+        Ok(Box::new(ShmLink::new(parts)))
     }
 }

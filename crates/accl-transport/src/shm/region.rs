@@ -1,25 +1,18 @@
 //! The memory of one link: a page of counters and flags, then slots and data of a ring for each direction.
 //!
-//! Owns creating, checking, mapping and unmapping. The memory is there before it is used, so that shortage is an error here, or a
-//! ring that does not grow, and never a SIGBUS; and it is sealed, so that no side can shrink it under the other. At the beginning
+//! Owns the layout, and how much of it is there. Shortage is an error here, or a ring that does not grow. At the beginning
 //! there is as much as small messages need: see [`Direction::grow`](crate::ring::Memory::grow).
 
 use std::os::fd::{AsFd, BorrowedFd};
-use std::ptr::NonNull;
 use std::sync::Arc;
 
-use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, ProtFlags};
-use rustix::process::Resource;
 
 use super::budget::{Budget, Reserved};
 use crate::fork::Fd;
-use crate::ring::park::SideState;
+use crate::mapping::{Mapping, PAGE};
+use crate::ring::arming::SideState;
 use crate::ring::{Apart, Counters, Demand, LINE, Memory, SLOTS, min_data_bytes};
-
-pub(super) const PAGE: usize = 4096;
-const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 /// The first page. All zero is the state at the start.
 #[repr(C)]
@@ -48,21 +41,27 @@ pub(crate) fn region_bytes(ring_bytes: usize) -> usize {
     PAGE + 2 * (SLOT_BYTES + ring_bytes)
 }
 
+/// Where counters, flags, slots and data of the two directions lie, for a snapshot.
+#[cfg(all(test, not(loom)))]
+pub(super) fn places(ring_bytes: usize) -> [[usize; 4]; 2] {
+    let (counters, sides) = (std::mem::offset_of!(Control, directions), std::mem::offset_of!(Control, sides));
+    [0, 1].map(|direction| {
+        let slots = PAGE + direction * SLOT_BYTES;
+        let data = PAGE + 2 * SLOT_BYTES + direction * ring_bytes;
+        [counters + direction * size_of::<Counters>(), sides + direction * size_of::<Apart<SideState>>(), slots, data]
+    })
+}
+
 /// A mapped region.
 #[derive(Debug)]
 pub(crate) struct Region {
-    base: NonNull<u8>,
+    memory: Mapping,
     ring_bytes: usize,
     /// What the machine has left.
     budget: Budget,
     /// Counts towards the limit of the process that created the region.
     _reserved: Option<Reserved>,
 }
-
-// SAFETY: the pointer is to memory that is shared on purpose; the ring protocol governs all access to it.
-unsafe impl Send for Region {}
-// SAFETY: as above.
-unsafe impl Sync for Region {}
 
 impl Region {
     /// Creates the memory and returns it with its descriptor.
@@ -71,12 +70,10 @@ impl Region {
     /// A clause that says what the system refused.
     pub(crate) fn create(ring_bytes: usize, budget: &Budget) -> Result<(Region, Fd), String> {
         let reserved = budget.reserve(region_bytes(ring_bytes) as u64)?;
-        let len = region_bytes(ring_bytes);
-        check_file_size_limit(len)?;
-        let fd = Fd::adopt(memfd).map_err(|why| format!("memfd_create: {why}"))?;
-        rustix::fs::ftruncate(&fd, len as u64).map_err(|why| format!("ftruncate to {len} bytes: {why}"))?;
-        rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(|why| format!("sealing: {why}"))?;
-        Ok((Region::map(fd.as_fd(), ring_bytes, budget, Some(reserved))?, fd))
+        let (memory, fd) = Mapping::create("accl-ring", region_bytes(ring_bytes))?;
+        let region = Region { memory, ring_bytes, budget: budget.clone(), _reserved: Some(reserved) };
+        region.fill_windows(fd.as_fd())?;
+        Ok((region, fd))
     }
 
     /// Maps what a peer created.
@@ -84,45 +81,25 @@ impl Region {
     /// # Errors
     /// A clause that says what does not fit or what the system refused.
     pub(crate) fn open(fd: BorrowedFd<'_>, ring_bytes: usize, budget: &Budget) -> Result<Region, String> {
-        let seals = rustix::fs::fcntl_get_seals(fd).map_err(|why| format!("no memory that can be sealed: {why}"))?;
-        if !seals.contains(SEALS) {
-            return Err("the memory is not sealed".to_owned());
-        }
-        let stat = rustix::fs::fstat(fd).map_err(|why| format!("fstat: {why}"))?;
-        if u64::try_from(stat.st_size) != Ok(region_bytes(ring_bytes) as u64) {
-            return Err(format!("the memory has {} bytes, not {}", stat.st_size, region_bytes(ring_bytes)));
-        }
-        Region::map(fd, ring_bytes, budget, None)
+        let memory = Mapping::open(fd, region_bytes(ring_bytes))?;
+        let region = Region { memory, ring_bytes, budget: budget.clone(), _reserved: None };
+        region.fill_windows(fd)?;
+        Ok(region)
     }
 
-    fn map(
-        fd: BorrowedFd<'_>,
-        ring_bytes: usize,
-        budget: &Budget,
-        reserved: Option<Reserved>,
-    ) -> Result<Region, String> {
-        let len = region_bytes(ring_bytes);
-        // SAFETY: a new mapping at a place of the kernel's choice. Its length is sealed; what is touched of it was populated.
-        let base = unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, fd, 0)
-        }
-        .map_err(|why| format!("mmap of {len} bytes: {why}"))?;
-        let base = NonNull::new(base.cast()).ok_or("mmap gave no address")?;
-        let region = Region { base, ring_bytes, budget: budget.clone(), _reserved: reserved };
-        let first = region.data_at(0) + region.window_bytes();
-        let populated = region
-            .populate(0, first)
-            .and_then(|()| region.populate(region.data_at(1), region.data_at(1) + region.window_bytes()));
-        match populated {
-            Ok(()) => {}
+    /// Sees to it that there is what is used from the beginning.
+    fn fill_windows(&self, fd: BorrowedFd<'_>) -> Result<(), String> {
+        let first = self.data_at(0) + self.window_bytes();
+        let filled = self
+            .memory
+            .fill(0, first)
+            .and_then(|()| self.memory.fill(self.data_at(1), self.data_at(1) + self.window_bytes()));
+        match filled {
+            Ok(()) => Ok(()),
             // A kernel before 5.14: all that there will ever be.
-            Err(Errno::INVAL) => {
-                rustix::io::retry_on_intr(|| rustix::fs::fallocate(fd, FallocateFlags::empty(), 0, len as u64))
-                    .map_err(|why| format!("fallocate of {len} bytes: {why}"))?
-            }
-            Err(why) => return Err(format!("{len} bytes of shared memory: {why}")),
+            Err(Errno::INVAL) => self.memory.fill_all(fd),
+            Err(why) => Err(format!("{} bytes of shared memory: {why}", region_bytes(self.ring_bytes))),
         }
-        Ok(region)
     }
 
     /// Where a direction's data begin.
@@ -133,16 +110,6 @@ impl Region {
     /// Bytes of a direction's data that are there from the beginning.
     fn window_bytes(&self) -> usize {
         WINDOW_BYTES.min(self.ring_bytes)
-    }
-
-    /// Has the kernel provide memory for a part of the mapping, in whole pages.
-    fn populate(&self, from: usize, to: usize) -> Result<(), Errno> {
-        let from = from / PAGE * PAGE;
-        let to = to.next_multiple_of(PAGE).min(region_bytes(self.ring_bytes));
-        // SAFETY: the part lies inside the mapping, and populating changes no byte of it.
-        rustix::io::retry_on_intr(|| unsafe {
-            rustix::mm::madvise(self.base.as_ptr().add(from).cast(), to - from, Advice::LinuxPopulateWrite)
-        })
     }
 
     /// Bytes of one direction's data.
@@ -157,15 +124,7 @@ impl Region {
 
     fn control(&self) -> &Control {
         // SAFETY: the first page is mapped, aligned, valid in every bit pattern, and holds only atomics.
-        unsafe { self.base.cast::<Control>().as_ref() }
-    }
-}
-
-impl Drop for Region {
-    fn drop(&mut self) {
-        // SAFETY: the mapping was made in `map` with this length; nobody refers to it any more, since every user holds
-        // an `Arc` of the region. A forked child has its own copy of the mapping and unmaps that.
-        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), region_bytes(self.ring_bytes)) };
+        unsafe { self.memory.base().cast::<Control>().as_ref() }
     }
 }
 
@@ -194,12 +153,12 @@ unsafe impl Memory for Direction {
     #[inline]
     fn slots(&self) -> *mut u8 {
         // SAFETY: inside the mapping: see `region_bytes`.
-        unsafe { self.region.base.as_ptr().add(PAGE + self.direction * SLOT_BYTES) }
+        unsafe { self.region.memory.base().as_ptr().add(PAGE + self.direction * SLOT_BYTES) }
     }
     #[inline]
     fn data(&self) -> *mut u8 {
         // SAFETY: as above.
-        unsafe { self.region.base.as_ptr().add(self.region.data_at(self.direction)) }
+        unsafe { self.region.memory.base().as_ptr().add(self.region.data_at(self.direction)) }
     }
     #[inline]
     fn data_bytes(&self) -> usize {
@@ -212,27 +171,10 @@ unsafe impl Memory for Direction {
         let at = self.region.data_at(self.direction);
         // What can be done without leaves some memory to others.
         let may = demand == Demand::Needed || self.region.budget.has_room((to - from) as u64);
-        may && match self.region.populate(at + from, at + to) {
+        may && match self.region.memory.fill(at + from, at + to) {
             Ok(()) => true,
             // A kernel that cannot: all was there when the memory was mapped.
             Err(why) => why == Errno::INVAL,
         }
-    }
-}
-
-fn memfd() -> Result<std::os::fd::OwnedFd, Errno> {
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    // Without NOEXEC_SEAL newer kernels complain in their log; older ones (before 6.3) do not know it.
-    match rustix::fs::memfd_create("accl-ring", flags | MemfdFlags::NOEXEC_SEAL) {
-        Err(Errno::INVAL) => rustix::fs::memfd_create("accl-ring", flags),
-        other => other,
-    }
-}
-
-/// Growing a file beyond `ulimit -f` would not fail but kill the process by SIGXFSZ.
-fn check_file_size_limit(len: usize) -> Result<(), String> {
-    match rustix::process::getrlimit(Resource::Fsize).current {
-        Some(limit) if limit < len as u64 => Err(format!("`ulimit -f` allows {limit} of {len} bytes")),
-        Some(_) | None => Ok(()),
     }
 }

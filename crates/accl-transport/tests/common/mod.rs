@@ -9,7 +9,7 @@ use accl_testkit::every_transport;
 use accl_transport::loopback::{self, Capacity};
 use accl_transport::{ConnectError, Endpoint, Poller, Settings, Watched};
 use accl_types::Error;
-use accl_wire::{EndpointInfo, HEAD_BYTES, Link};
+use accl_wire::{EndpointInfo, HEAD_BYTES, Link, NewsBoard, Slot};
 
 /// No test takes longer; a lost wake-up shows as this.
 pub const LIMIT: Duration = Duration::from_secs(30);
@@ -62,6 +62,9 @@ impl Host {
 pub struct Node {
     pub poller: Arc<Poller>,
     pub link: Box<dyn Watched>,
+    pub board: Arc<dyn NewsBoard>,
+    /// Where its news are posted.
+    pub slot: Option<Slot>,
     pub warnings: Vec<String>,
 }
 
@@ -77,9 +80,7 @@ pub fn connected(a: Settings, b: Settings) -> (Node, Node) {
     let (b, links_b) = thread.join().unwrap();
     let node = |host: Host, links: Vec<Box<dyn Watched>>| {
         let Host { poller, mut endpoint } = host;
-        let mut link = links.into_iter().next().unwrap();
-        poller.watch(&mut link).unwrap();
-        Node { poller: Arc::new(poller), link, warnings: endpoint.take_warnings() }
+        Node::new(poller.into(), links.into_iter().next().unwrap(), endpoint.take_warnings())
     };
     (node(a, links_a), node(b, links_b))
 }
@@ -100,8 +101,7 @@ pub fn pair(kind: &str) -> (Node, Node) {
             let longest = Settings::default().max_payload_bytes();
             let (a, b) = loopback::pair(longest, Capacity::Frames(3), pollers[0].waker(), pollers[1].waker());
             let [p, q] = pollers;
-            let node =
-                |poller, link: loopback::LoopbackLink| Node { poller, link: Box::new(link), warnings: Vec::new() };
+            let node = |poller, link: loopback::LoopbackLink| Node::new(poller, Box::new(link), Vec::new());
             (node(p, a), node(q, b))
         }
         transport => connected(settings(&[transport]), settings(&[transport])),
@@ -109,14 +109,29 @@ pub fn pair(kind: &str) -> (Node, Node) {
 }
 
 impl Node {
+    /// A link that a poller watches from now on.
+    pub fn new(poller: Arc<Poller>, mut link: Box<dyn Watched>, warnings: Vec<String>) -> Self {
+        let slot = poller.watch(&mut link).unwrap();
+        Self { board: poller.board(), poller, link, slot, warnings }
+    }
+
     /// Sleeps until the link has news. There is no tick: only a wake-up ends it.
     pub fn park(&mut self, wants_room: bool) {
-        if !self.link.prepare_park(wants_room) {
+        if !self.link.arm(wants_room) {
             let before = Instant::now();
-            self.poller.wait(Some(self.link.poll_interval().unwrap_or(LIMIT / 2))).unwrap();
+            self.sleep(self.link.poll_interval().unwrap_or(LIMIT / 2));
             assert!(before.elapsed() < LIMIT / 2, "nobody woke {}", self.link.describe());
         }
-        self.link.unpark();
+        self.link.disarm();
+    }
+
+    /// Sleeps until something is posted or happens, at most so long. The link is armed.
+    pub fn sleep(&self, at_most: Duration) {
+        if !self.board.listen() {
+            self.poller.wait(Some(at_most)).unwrap();
+        }
+        self.board.mute();
+        self.board.take(&mut |_| {});
     }
 
     pub fn try_send(&mut self, frame: &[u8]) -> Result<bool, Error> {
