@@ -8,7 +8,8 @@
 //! the start. Nothing here calls the system or allocates, but for [`Memory::grow`]. Read [`Writer`] and [`Reader`] first.
 //!
 //! **A ring grows with its use.** Both sides begin with a *window* at the start of the data. A writer that finds no room makes it
-//! larger, while the bytes that are under way lie in one piece before its place: then all that is new lies behind them. Each frame's
+//! larger, and one that comes to its end with payloads of which it holds few, while the bytes that are under way lie in one piece before its
+//! place: then all that is new lies behind them. Each frame's
 //! word says how often the window has grown, so the reader follows with the very frame from which on it counts.
 
 pub(crate) mod arming;
@@ -35,6 +36,9 @@ const LEN_BITS: u32 = 28;
 pub(crate) const MAX_PAYLOAD_BYTES: usize = (1 << LEN_BITS) - 1;
 /// How much larger a window grows at once, as a shift.
 const GROWTH: u32 = 2;
+/// So many payloads are to fit before the writer comes back to the same place: lines that the reader has yet in its own cache take longer
+/// to write than those that have left it.
+const PAYLOADS_OF_A_LAP: usize = 64;
 /// A larger window that was refused is asked for again after so many frames.
 const FRAMES_TO_ASK_AGAIN: u64 = 1024;
 
@@ -236,12 +240,25 @@ impl<M: Memory> Writer<M> {
     /// longest.
     #[inline]
     pub(crate) fn reserve(&mut self, len: usize) -> Result<bool, Broken> {
+        if data_bytes(len) > self.window.bytes - self.place.offset {
+            self.grow_at_the_end(len)?;
+        }
         while !self.find_room(len)? {
             if !self.grow()? {
                 return Ok(false);
             }
         }
         Ok(true)
+    }
+
+    /// The payload does not fit before the window's end, which moves when the window is small for payloads like it.
+    #[cold]
+    fn grow_at_the_end(&mut self, len: usize) -> Result<(), Broken> {
+        if self.window.bytes < PAYLOADS_OF_A_LAP * data_bytes(len) && self.window.bytes < self.memory.data_bytes() {
+            self.look_what_was_taken()?;
+            self.grow()?;
+        }
+        Ok(())
     }
 
     /// Reserves a place in the window as it is.
@@ -329,6 +346,11 @@ impl<M: Memory> Writer<M> {
         if self.fits(need, next) {
             return Ok(true);
         }
+        self.look_what_was_taken()?;
+        Ok(self.fits(need, next))
+    }
+
+    fn look_what_was_taken(&mut self) -> Result<(), Broken> {
         // Acquire: the reader has finished with all these frames before we write there.
         let taken = self.memory.counters().taken.0.load(Ordering::Acquire);
         if taken < self.taken || taken > self.count {
@@ -338,7 +360,7 @@ impl<M: Memory> Writer<M> {
             self.taken = taken;
             self.freed = self.ends[self.slot(taken - 1)];
         }
-        Ok(self.fits(need, next))
+        Ok(())
     }
 
     #[inline]

@@ -289,25 +289,40 @@ fn a_ring_grows_when_there_is_no_room_and_the_reader_follows() {
 
 #[test]
 fn a_ring_does_not_grow_while_what_is_under_way_goes_round_its_end() {
-    let (mut writer, mut reader, _) = growing(16, 4096, 256, 256);
-    put(&mut writer, 0, &pattern(0, 128)).unwrap();
-    put(&mut writer, 1, &pattern(1, 64)).unwrap();
-    take(&mut reader, 0).unwrap();
-    // It does not fit before the end.
-    put(&mut writer, 2, &pattern(2, 100)).unwrap();
-    assert!(!writer.would_fit(200).unwrap() && put(&mut writer, 3, &pattern(3, 200)).is_none());
-    assert_eq!(writer.window_bytes().0, 256);
-    for (seed, len) in [(1, 64), (2, 100)] {
-        assert_eq!(take(&mut reader, seed), Some(pattern(seed, len)));
-    }
-    assert!(writer.would_fit(200).unwrap());
-    for (seed, len) in [(3, 200), (4, 256)] {
+    // Payloads of one line, of which the window holds as many as it should.
+    let (mut writer, mut reader, _) = growing(SLOTS, 64 * 1024, PAYLOADS_OF_A_LAP * LINE, 4096);
+    (0..64).for_each(|i| assert!(put(&mut writer, i, &pattern(i, 50)).is_some()));
+    (0..32).for_each(|i| assert_eq!(take(&mut reader, i), Some(pattern(i, 50))));
+    put(&mut writer, 64, &pattern(64, 50)).unwrap();
+    assert!(!writer.would_fit(2000).unwrap() && put(&mut writer, 65, &pattern(65, 2000)).is_none());
+    assert_eq!(writer.window_bytes().0, PAYLOADS_OF_A_LAP * LINE);
+    (32..65).for_each(|i| assert_eq!(take(&mut reader, i), Some(pattern(i, 50))));
+    for (seed, len) in [(65, 2000), (66, 2000)] {
+        assert!(writer.would_fit(len).unwrap());
         put(&mut writer, seed, &pattern(seed, len)).unwrap();
     }
-    assert_eq!(writer.window_bytes().0, 1024);
-    for (seed, len) in [(3, 200), (4, 256)] {
-        assert_eq!(take(&mut reader, seed), Some(pattern(seed, len)));
-    }
+    assert!(writer.would_fit(2000).unwrap());
+    put(&mut writer, 67, &pattern(67, 2000)).unwrap();
+    assert_eq!(writer.window_bytes().0, 4 * PAYLOADS_OF_A_LAP * LINE);
+    (65..68).for_each(|i| assert_eq!(take(&mut reader, i), Some(pattern(i, 2000))));
+}
+
+#[test]
+fn a_ring_that_holds_few_of_its_payloads_grows_although_there_is_room() {
+    let most = 64 * 1024;
+    let (mut writer, mut reader, _) = growing(16, most, 256, 4096);
+    let mut pass = |count: usize, len: usize| {
+        for i in 0..count {
+            put(&mut writer, i, &pattern(i, len)).unwrap();
+            assert_eq!(take(&mut reader, i), Some(pattern(i, len)));
+        }
+        writer.window_bytes().0
+    };
+    // Never is more than one under way.
+    assert_eq!(pass(1000, 64), PAYLOADS_OF_A_LAP * 64);
+    assert_eq!(pass(1000, TINY_BYTES), PAYLOADS_OF_A_LAP * 64, "tiny ones take none of it");
+    assert_eq!(pass(1000, 256), PAYLOADS_OF_A_LAP * 256);
+    assert_eq!(pass(1000, 4096), most);
 }
 
 #[test]
@@ -324,14 +339,13 @@ fn a_ring_that_gets_no_more_memory_goes_on_as_it_is_and_asks_again_much_later() 
         take(&mut reader, i).unwrap();
     }
     assert_eq!(writer.window_bytes(), (256, 4096));
+    assert_eq!(writer.refused_at, Some(2), "it was asked once");
     for i in 0..FRAMES_TO_ASK_AGAIN as usize {
         put(&mut writer, i, &pattern(i, 100)).unwrap();
         take(&mut reader, i).unwrap();
     }
-    put(&mut writer, 0, &pattern(0, 100)).unwrap();
-    put(&mut writer, 1, &pattern(1, 100)).unwrap();
-    assert!(writer.would_fit(100).unwrap(), "it may be asked again");
-    assert!(put(&mut writer, 2, &pattern(2, 100)).is_none());
+    assert!(writer.refused_at > Some(FRAMES_TO_ASK_AGAIN), "and again");
+    assert_eq!(writer.window_bytes(), (256, 4096));
 }
 
 #[test]
