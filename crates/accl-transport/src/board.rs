@@ -122,7 +122,8 @@ pub(crate) struct Board {
 impl Board {
     /// An empty one.
     pub(crate) fn new() -> Board {
-        let place = shared().map_or_else(|why| Place::Own(Box::new(Notices::new()), why), |(page, fd)| Place::Shared(page, fd));
+        let place =
+            shared().map_or_else(|why| Place::Own(Box::new(Notices::new()), why), |(page, fd)| Place::Shared(page, fd));
         Board { place, generation: fork_generation() }
     }
 
