@@ -11,7 +11,7 @@ ARGS ?=
 export TORCH PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study codec-errors test wheel sdist test-torch test-peers test-elastic fuzz-world mutants bench scaling bench-peers clean
+.PHONY: help demo study codec-errors test wheel sdist test-torch test-peers test-elastic fuzz-world mutants bench bench-against scaling bench-peers clean
 
 help: ## list the targets
 	@echo "make TARGET [TORCH=2.15.0] [PYTHON=python3] [ARGS='...']"
@@ -61,6 +61,10 @@ mutants: ## plant defects in the engine, and show that the simulated world finds
 bench: ## the microbenchmarks
 	@.ci/tools
 	@.ci/bench $(ARGS)
+
+bench-against: ## all_reduce of this tree beside that of another commit, by turns; ARGS='COMMIT --pairs 31'
+	@.ci/tools
+	@$(PYTHON) -m benches.against $(ARGS)
 
 scaling: ## what one more rank and one more group cost; ARGS=--write-docs for docs/scaling.md
 	@.ci/scaling $(ARGS)

@@ -4,9 +4,9 @@
 
 Owns the pairing. What a call is, and how it is timed, is the Rust bench `collectives`, each commit's own; here it is run for half a
 second at a time, this tree and the other by turns, begun by another each time. Both run with the built-in constants, so that the
-choice of an algorithm is the same wherever it has not changed. The ratio of a case is the median of those of its pairs; the interval
-is between two of the sorted ratios, and holds the true median with a probability of at least 95 %, whatever their distribution. A
-case whose whole interval lies above 1.02 is a loss, and the command fails. It needs no torch.
+choice of an algorithm is the same wherever it has not changed. The ratio of a case, and its times, are those of the pair in the middle;
+the interval is between two of the sorted ratios, and holds the true median with a probability of at least 95 %, whatever their
+distribution. A case whose whole interval lies above 1.02 is a loss, and the command fails. It needs no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILDS = ROOT / "target" / "against"
-CASES = tuple(f"all_reduce/auto/{transport}/2/{size}" for transport in ("shm", "tcp") for size in (4, 1024, 65536, 1048576, 67108864))
+CASES = tuple(
+    f"all_reduce/auto/{transport}/2/{size}"
+    for transport in ("shm", "tcp")
+    for size in (4, 1024, 65536, 1048576, 67108864)
+)
 LOSS = 1.02
 CONFIDENCE = 0.95
 TIMEOUT_S = 120
@@ -53,19 +56,42 @@ def checked_out(revision: str) -> Path:
 
 def built(tree: Path) -> str:
     """The bench of a tree, built as it is released."""
-    command = ["cargo", "bench", "--locked", "--package", "accl-benches", "--bench", "collectives", "--no-run", "--message-format=json"]
+    command = [
+        "cargo",
+        "bench",
+        "--locked",
+        "--package",
+        "accl-benches",
+        "--bench",
+        "collectives",
+        "--no-run",
+        "--message-format=json",
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "CARGO_TARGET_DIR"}
     text = subprocess.run(command, cwd=tree, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
     messages = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    [program] = {message["executable"] for message in messages if message.get("target", {}).get("name") == "collectives"}
+    [program] = {
+        message["executable"] for message in messages if message.get("target", {}).get("name") == "collectives"
+    }
     return program
 
 
 def nanoseconds(program: str, case: str, seconds: float) -> float:
     """The median time of one call, of calls for so long."""
-    command = [program, "--bench", f"^{case}$", "--noplot", "--warm-up-time", str(seconds / 4), "--measurement-time", str(seconds)]
+    command = [
+        program,
+        "--bench",
+        f"^{case}$",
+        "--noplot",
+        "--warm-up-time",
+        str(seconds / 4),
+        "--measurement-time",
+        str(seconds),
+    ]
     environment = {**os.environ, "BENCH_SWEEP": "full", "ACCL_CALIBRATION": "off"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S
+    )
     group, _, size = case.rpartition("/")
     estimates = Path(program).parents[2] / "criterion" / group.replace("/", "_") / size / "new" / "estimates.json"
     if done.returncode or not estimates.exists():
@@ -96,10 +122,10 @@ def compared(programs: list[str], case: str, pairs: int, seconds: float) -> dict
         order = programs if turn % 2 == 0 else programs[::-1]
         times = {program: nanoseconds(program, case, seconds) for program in order}
         turns.append([times[program] for program in programs])
-    ratios = [here / there for here, there in turns]
-    low, high = interval(ratios)
-    here, there = (statistics.median(times) for times in zip(*turns, strict=True))
-    return {"case": case, "here_ns": here, "there_ns": there, "ratio": statistics.median(ratios), "low": low, "high": high}
+    low, high = interval([here / there for here, there in turns])
+    # The pair in the middle: cores may be near each other in one turn and far in the next, and medians of the two would not belong together.
+    here, there = sorted(turns, key=lambda pair: pair[0] / pair[1])[pairs // 2]
+    return {"case": case, "here_ns": here, "there_ns": there, "ratio": here / there, "low": low, "high": high}
 
 
 def line(row: dict[str, Any]) -> str:
@@ -113,14 +139,20 @@ def main() -> int:
     """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m benches.against", description=__doc__.splitlines()[0])
     parser.add_argument("revision", help="the commit to compare with")
-    parser.add_argument("--pairs", type=int, default=31, help="turns of both builds for each case (default: %(default)s)")
+    parser.add_argument(
+        "--pairs", type=int, default=31, help="turns of both builds for each case (default: %(default)s)"
+    )
     parser.add_argument("--seconds", type=float, default=0.5, help="how long a turn measures (default: %(default)s)")
-    parser.add_argument("--cases", nargs="+", default=CASES, metavar="ID", help="ids of the bench, such as all_reduce/auto/shm/2/4")
+    parser.add_argument(
+        "--cases", nargs="+", default=CASES, metavar="ID", help="ids of the bench, such as all_reduce/auto/shm/2/4"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON document")
     asked = parser.parse_args()
     programs = [built(ROOT), built(checked_out(asked.revision))]
     if not asked.json:
-        print(f"| case | here, us | {asked.revision}, us | ratio | interval | |\n|---|---:|---:|---:|---|---|", flush=True)
+        print(
+            f"| case | here, us | {asked.revision}, us | ratio | interval | |\n|---|---:|---:|---:|---|---|", flush=True
+        )
     rows = []
     for number, case in enumerate(asked.cases, 1):
         print(f"{number}/{len(asked.cases)} {case}", file=sys.stderr, flush=True)

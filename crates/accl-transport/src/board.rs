@@ -273,7 +273,9 @@ mod loom_tests {
     /// Two peers post to a process that sleeps when nothing was posted: it finds both, however they meet.
     #[test]
     fn loom_no_post_is_lost_to_a_sleeper() {
-        loom::model(|| {
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(3);
+        model.check(|| {
             let shared = Arc::new((Notices::<1>::new(), Notify::new()));
             let peers: Vec<_> = (0..2)
                 .map(|peer| {
