@@ -19,7 +19,7 @@ from peers import compare
 from peers.alias import Alias, plain
 
 from benches import against
-from benches.peers import fleet, placement, tables
+from benches.peers import placement, tables
 from benches.peers.report import as_rows
 from benches.peers.sections import tcp, two_hosts
 
@@ -247,9 +247,9 @@ class Bars(unittest.TestCase):
         self.assertTrue(found[0].has(70) and not found[0].has(205))
 
     def test_a_host_is_told_by_prefix_and_environment(self) -> None:
-        host = fleet.Host(("ip", "netns", "exec", "a"), {"X": "1"})
+        host = jobs.Host(("ip", "netns", "exec", "a"), {"X": "1"})
         self.assertEqual(host.command(["rank", "0"]), ["ip", "netns", "exec", "a", "env", "X=1", "rank", "0"])
-        self.assertEqual(fleet.HERE[0].command(["rank"]), ["rank"])
+        self.assertEqual(jobs.HERE[0].command(["rank"]), ["rank"])
 
     def test_a_network_that_cannot_be_made_leaves_every_bar_open(self) -> None:
         for section in (*tcp.ALL, *two_hosts.ALL):

@@ -50,8 +50,8 @@ c10::intrusive_ptr<AcclWork> AcclBackend::make_work(const Event& event, const Re
   std::optional<Tensors> profiled;
   if (at::hasCallbacks()) profiled = event.shapes.vec();
   auto work = c10::make_intrusive<AcclWork>(rank_, event.type, event.title, profiled, in_flight_, results.outputs());
-  work->flight()->timeout = options_->timeout;
-  work->flight()->kept = event.kept.vec();
+  work->entry()->timeout = options_->timeout;
+  work->entry()->kept = event.kept.vec();
   return work;
 }
 
@@ -70,11 +70,11 @@ AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Resu
     return complete(event, call.args.timeout_ms, [&] { call_without_gil(*group_->group, call.finish()); });
   }
   auto work = make_work(event, results);
-  auto& flight = work->flight();
-  if (in_flight_->is_extended()) call.args.timeout_ms = extended_ms(call.args.timeout_ms, flight->key);
-  if (call.args.timeout_ms >= 0) flight->timeout = std::chrono::milliseconds(call.args.timeout_ms);
-  flight->keep_memory();
-  begun(work, bridge::group_submit(*group_->group, call.finish(), *flight->ticket), async_op);
+  auto& entry = work->entry();
+  if (in_flight_->is_extended()) call.args.timeout_ms = extended_ms(call.args.timeout_ms, entry->key);
+  if (call.args.timeout_ms >= 0) entry->timeout = std::chrono::milliseconds(call.args.timeout_ms);
+  entry->keep_memory();
+  begun(work, bridge::group_submit(*group_->group, call.finish(), *entry->ticket), async_op);
   return work;
 }
 
@@ -105,11 +105,11 @@ void AcclBackend::tell_of_failure() const noexcept {
 
 void AcclBackend::begun(const c10::intrusive_ptr<AcclWork>& work, const bridge::Status& status, bool async_op) {
   if (!is_ok(status)) {
-    work->settle_here();
+    work->complete_here();
     tell_of_failure();
     throw_status(status);
   }
-  in_flight_->add(work->flight());
+  in_flight_->add(work->entry());
   in_flight_->drain(8);
   if (!in_flight_->collect(work) && !async_op) work->wait();
 }
@@ -450,17 +450,17 @@ AcclBackend::WorkPtr AcclBackend::reduce_sparse(const at::Tensor& tensor, const 
   // A number is taken last of all that may throw: the other ranks wait for calls with these numbers.
   if (!wants_work(opts.asyncOp)) {
     return complete(event, timeout_ms, [&] {
-      auto body = std::make_unique<SparseSum>(group_, tensor, rank_, size_, timeout_ms);
-      body->reserve();
-      run_without_gil(std::move(body));
+      auto task = std::make_unique<SparseSum>(group_, tensor, rank_, size_, timeout_ms);
+      task->reserve();
+      run_without_gil(std::move(task));
     });
   }
   auto work = make_work(event, tensors);
-  if (in_flight_->is_extended()) timeout_ms = extended_ms(timeout_ms, work->flight()->key);
-  auto body = std::make_unique<SparseSum>(group_, tensor, rank_, size_, timeout_ms);
-  work->flight()->seq = body->reserve();
-  const auto spawned = bridge::group_spawn(*group_->group, std::move(body), *work->flight()->ticket);
-  if (!is_ok(spawned)) bridge::group_conclude(*group_->group, work->flight()->seq, SparseSum::kCalls, spawned);
+  if (in_flight_->is_extended()) timeout_ms = extended_ms(timeout_ms, work->entry()->key);
+  auto task = std::make_unique<SparseSum>(group_, tensor, rank_, size_, timeout_ms);
+  work->entry()->seq = task->reserve();
+  const auto spawned = bridge::group_spawn(*group_->group, std::move(task), *work->entry()->ticket);
+  if (!is_ok(spawned)) bridge::group_conclude(*group_->group, work->entry()->seq, SparseSum::kCalls, spawned);
   begun(work, spawned, opts.asyncOp);
   return work;
 }

@@ -147,7 +147,7 @@ class AcclBackend : public c10d::Backend {
   // Makes a call that has no work.
   template <class Blocking>
   WorkPtr complete(const Event& event, int64_t& timeout_ms, Blocking blocking);
-  // Runs the abort hooks if the group has failed by a timeout. Not for other errors: torch's flight recorder, which is on
+  // Runs the abort hooks if the group has failed by a timeout. Not for other errors: torch's entry recorder, which is on
   // them, takes seconds where a lost peer is known at once, and the process must not end meanwhile.
   void tell_of_failure() const noexcept;
   // What follows a submission, which may have failed.

@@ -22,23 +22,23 @@ std::int64_t store_add(const StoreRef& store, rust::Str key, std::int64_t delta)
 bool store_check(const StoreRef& store, rust::Str key);
 bool store_delete(const StoreRef& store, rust::Str key);
 
-// A body that makes several calls and waits for them. Run once, by one thread, and destroyed by that thread: it must not
+// A task that makes several calls and waits for them. Run once, by one thread, and destroyed by that thread: it must not
 // hold the last reference to a tensor that Python may know.
-class Body {
+class Task {
  public:
-  virtual ~Body() = default;
+  virtual ~Task() = default;
   virtual Status run() noexcept = 0;
 };
-Status run_body(std::unique_ptr<Body> body) noexcept;
+Status run_task(std::unique_ptr<Task> task) noexcept;
 
 // Completes a call that has ended when nobody waits for it. Runs on a completion thread, with no lock held.
-class Arrival {
+class CompletionTask {
  public:
-  virtual ~Arrival() = default;
+  virtual ~CompletionTask() = default;
   // False: something is left to do that cannot be done now; to be called again soon.
-  virtual bool arrive() noexcept = 0;
+  virtual bool run() noexcept = 0;
 };
-bool arrive(Arrival& arrival) noexcept;
+bool run_completion(CompletionTask& task) noexcept;
 
 bool python_interrupted() noexcept;
 

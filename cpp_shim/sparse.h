@@ -15,7 +15,7 @@
 
 namespace accl {
 
-class SparseSum final : public bridge::Body {
+class SparseSum final : public bridge::Task {
  public:
   // Number of calls it makes.
   static constexpr uint64_t kCalls = 3;

@@ -177,8 +177,8 @@ void connect_all_without_gil(const bridge::Group& group) {
   throw_unless_done(without_gil([&] { return bridge::group_connect_all(group); }));
 }
 
-void run_without_gil(std::unique_ptr<bridge::Body> body) {
-  const auto status = without_gil([&] { return bridge::run_body(std::move(body)); });
+void run_without_gil(std::unique_ptr<bridge::Task> task) {
+  const auto status = without_gil([&] { return bridge::run_task(std::move(task)); });
   throw_python_error_if_set();
   throw_unless_ok(status);
 }
@@ -189,7 +189,7 @@ bridge::Status shutdown_without_gil(const bridge::Group& group) {
   return status;
 }
 
-bridge::Status bridge::run_body(std::unique_ptr<Body> body) noexcept { return body->run(); }
+bridge::Status bridge::run_task(std::unique_ptr<Task> task) noexcept { return task->run(); }
 
 // --- outputs ---
 
@@ -203,160 +203,160 @@ c10::IValue Outputs::value() const {
   return c10::IValue(lists.empty() ? Tensors() : lists[0]);
 }
 
-// --- flights ---
+// --- entries ---
 
-bool Flight::ended() const {
-  return settled() || bridge::ticket_done(*ticket).how != Outcome::Running;
+bool WorkEntry::ended() const {
+  return completed() || bridge::ticket_done(*ticket).how != Outcome::Running;
 }
 
-void Flight::keep_memory() {
+void WorkEntry::keep_memory() {
   for (const auto& list : outputs.lists) {
     for (const auto& tensor : list) memory.push_back(tensor.storage());
   }
   for (const auto& tensor : kept) memory.push_back(tensor.storage());
 }
 
-std::exception_ptr Flight::error() const {
+std::exception_ptr WorkEntry::error() const {
   return to_exception(bridge::ticket_error(*ticket));
 }
 
 namespace {
 
-void complete(c10::ivalue::Future& future, const Flight& flight) {
-  if (const auto error = flight.error()) {
+void complete_future(c10::ivalue::Future& future, const WorkEntry& entry) {
+  if (const auto error = entry.error()) {
     future.setError(error);
   } else {
-    future.markCompleted(flight.outputs.value());
+    future.markCompleted(entry.outputs.value());
   }
 }
 
 }  // namespace
 
-// Sent to a completion thread. Holds the list, and a plain pointer to the flight: the list keeps a watched flight until
-// `arrived`, so that this thread never drops the last reference to it.
-struct FlightArrival final : bridge::Arrival {
-  FlightArrival(std::shared_ptr<InFlight> home, Flight* flight) : home(std::move(home)), flight(flight) {}
+// Sent to a completion thread. Holds the list, and a plain pointer to the entry: the list keeps a watched entry until
+// `task_has_run`, so that this thread never drops the last reference to it.
+struct EntryCompletion final : bridge::CompletionTask {
+  EntryCompletion(std::shared_ptr<InFlight> home, WorkEntry* entry) : home(std::move(home)), entry(entry) {}
 
-  bool arrive() noexcept override {
-    if (flight != nullptr) {
-      if (flight->claim()) home->settle(*flight);
+  bool run() noexcept override {
+    if (entry != nullptr) {
+      if (entry->claim()) home->complete(*entry);
       // The list may let it go from here on.
-      std::exchange(flight, nullptr)->arrived.store(true, std::memory_order_release);
+      std::exchange(entry, nullptr)->task_has_run.store(true, std::memory_order_release);
     }
     return home->schedule_drain();
   }
 
   std::shared_ptr<InFlight> home;
-  Flight* flight;
+  WorkEntry* entry;
 };
 
-bool bridge::arrive(Arrival& arrival) noexcept { return arrival.arrive(); }
+bool bridge::run_completion(CompletionTask& task) noexcept { return task.run(); }
 
-void InFlight::add(std::shared_ptr<Flight> flight) {
+void InFlight::add(std::shared_ptr<WorkEntry> entry) {
   std::lock_guard<std::mutex> lock(mutex_);
-  flights_.push_back(std::move(flight));
+  entries_.push_back(std::move(entry));
 }
 
 void InFlight::drain(size_t budget) {
   // Dropped after the lock: the last reference to a tensor may take the GIL.
-  std::vector<std::shared_ptr<Flight>> leaving;
-  std::vector<Flight*> claimed;
+  std::vector<std::shared_ptr<WorkEntry>> leaving;
+  std::vector<WorkEntry*> claimed;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (size_t looked = std::min(budget, flights_.size()); looked > 0 && !flights_.empty(); --looked) {
-      if (cursor_ >= flights_.size()) cursor_ = 0;
-      auto& flight = flights_[cursor_];
-      // A watched flight belongs to its completion thread until that thread has arrived.
-      const bool mine = !flight->watched && flight->ended() && flight->claim();
-      const bool free = flight->settled() && (!flight->watched || flight->arrived.load(std::memory_order_acquire));
+    for (size_t looked = std::min(budget, entries_.size()); looked > 0 && !entries_.empty(); --looked) {
+      if (cursor_ >= entries_.size()) cursor_ = 0;
+      auto& entry = entries_[cursor_];
+      // A watched entry belongs to its completion thread until that thread has run its task.
+      const bool mine = !entry->watched && entry->ended() && entry->claim();
+      const bool free = entry->completed() && (!entry->watched || entry->task_has_run.load(std::memory_order_acquire));
       if (!mine && !free) {
         ++cursor_;
         continue;
       }
       if (mine) {
-        claimed.push_back(flight.get());
+        claimed.push_back(entry.get());
         // Here, since it leaves the list: nobody may hand it to a completion thread any more, which has only its address.
-        flight->closed = true;
+        entry->closed = true;
       }
-      leaving.push_back(std::move(flight));
-      flight = std::move(flights_.back());
-      flights_.pop_back();
+      leaving.push_back(std::move(entry));
+      entry = std::move(entries_.back());
+      entries_.pop_back();
     }
   }
-  for (Flight* flight : claimed) settle(*flight);
+  for (WorkEntry* entry : claimed) complete(*entry);
 }
 
-void InFlight::settle(Flight& flight) noexcept {
+void InFlight::complete(WorkEntry& entry) noexcept {
   const bool has_hooks = completion_hooks_.any() || abort_hooks_.any();
   bool calls_out = has_hooks;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    flight.closed = true;
-    calls_out = calls_out || flight.future;
+    entry.closed = true;
+    calls_out = calls_out || entry.future;
     // For hooks and callbacks of this call it is over.
-    if (calls_out) settlers_.push_back(::pthread_self());
+    if (calls_out) completers_.push_back(::pthread_self());
   }
-  if (has_hooks) tell_hooks(flight);
+  if (has_hooks) tell_hooks(entry);
   // Once closed, nobody changes the future; it is used where it lies, so that this thread holds no reference of its own.
-  if (flight.future) {
+  if (entry.future) {
     try {
-      at::ThreadLocalStateGuard as_caller(*flight.caller);
-      complete(*flight.future, flight);
+      at::ThreadLocalStateGuard as_caller(*entry.caller);
+      complete_future(*entry.future, entry);
     } catch (const std::exception& thrown) {
       TORCH_WARN_ONCE("accl: a callback of a future raised: ", thrown.what());
     }
   }
   if (calls_out) {
     std::lock_guard<std::mutex> lock(mutex_);
-    settlers_.erase(std::find(settlers_.rbegin(), settlers_.rend(), ::pthread_self()).base() - 1);
+    completers_.erase(std::find(completers_.rbegin(), completers_.rend(), ::pthread_self()).base() - 1);
   }
-  if (flight.end_event) {
-    flight.end_event();
-    flight.end_event = nullptr;
+  if (entry.end_event) {
+    entry.end_event();
+    entry.end_event = nullptr;
   }
-  if (is_extended()) expire(flight.key);
-  // The last touch: from here on another thread may free the flight. In one order with the count of waiters: either they
+  if (is_extended()) expire(entry.key);
+  // The last touch: from here on another thread may free the entry. In one order with the count of waiters: either they
   // see the state, or they are seen here.
-  flight.state.store(Flight::kSettled, std::memory_order_seq_cst);
+  entry.state.store(WorkEntry::kCompleted, std::memory_order_seq_cst);
   if (waiters_.load(std::memory_order_seq_cst) == 0) return;
   // Under the lock, or it could fall between a waiter's look and its sleep.
   std::lock_guard<std::mutex> lock(mutex_);
-  settled_.notify_all();
+  completed_.notify_all();
 }
 
-bool InFlight::is_settler() const {
-  return std::find(settlers_.begin(), settlers_.end(), ::pthread_self()) != settlers_.end();
+bool InFlight::is_completer() const {
+  return std::find(completers_.begin(), completers_.end(), ::pthread_self()) != completers_.end();
 }
 
-bool InFlight::try_settle(Flight& flight) {
+bool InFlight::try_complete(WorkEntry& entry) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     // For its own callbacks a call is over: they would wait for themselves.
-    if (is_settler()) return true;
+    if (is_completer()) return true;
     // The completion thread runs callbacks, unless there was none.
-    if ((flight.future && flight.watched) || !flight.claim()) return flight.settled();
-    flight.closed = true;
+    if ((entry.future && entry.watched) || !entry.claim()) return entry.completed();
+    entry.closed = true;
   }
-  settle(flight);
+  complete(entry);
   return true;
 }
 
-void InFlight::await_settled(const Flight& flight, std::chrono::steady_clock::time_point deadline) {
+void InFlight::await_completed(const WorkEntry& entry, std::chrono::steady_clock::time_point deadline) {
   using Clock = std::chrono::steady_clock;
   constexpr std::chrono::milliseconds kSignalCheck{50};
   const auto begun = Clock::now();
   const auto how = without_gil([&] {
     std::unique_lock<std::mutex> lock(mutex_);
     // Callbacks of several calls may wait for these calls in turn; for them the outputs are enough.
-    if (is_settler()) return Outcome::Done;
+    if (is_completer()) return Outcome::Done;
     waiters_.fetch_add(1, std::memory_order_seq_cst);
     auto how = Outcome::Done;
-    while (!flight.settled()) {
+    while (!entry.completed()) {
       if (Clock::now() >= deadline) {
         how = Outcome::Running;
         break;
       }
-      settled_.wait_until(lock, std::min(deadline, Clock::now() + kSignalCheck));
+      completed_.wait_until(lock, std::min(deadline, Clock::now() + kSignalCheck));
       lock.unlock();
       const bool raised = bridge::python_interrupted();
       lock.lock();
@@ -369,7 +369,7 @@ void InFlight::await_settled(const Flight& flight, std::chrono::steady_clock::ti
     return how;
   });
   if (how == Outcome::Interrupted) throw_python_error_if_set();
-  if (how == Outcome::Done || flight.settled()) return;
+  if (how == Outcome::Done || entry.completed()) return;
   const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begun).count();
   throw_status({Kind::Timeout,
                 "accl: wait: Timed out waiting " + std::to_string(waited) +
@@ -379,15 +379,15 @@ void InFlight::await_settled(const Flight& flight, std::chrono::steady_clock::ti
 
 // --- hooks ---
 
-void InFlight::tell_hooks(const Flight& flight) noexcept {
-  const auto report = bridge::ticket_report(*flight.ticket);
+void InFlight::tell_hooks(const WorkEntry& entry) noexcept {
+  const auto report = bridge::ticket_report(*entry.ticket);
   if (!is_ok(report.status)) {
     if (report.status.kind == Kind::Timeout) run_abort_hooks();
     return;
   }
   if (report.value < -1) return;  // it failed alone
   CompletionHookArgs ended;
-  ended.completionKey = flight.key;
+  ended.completionKey = entry.key;
   if (report.value >= 0) ended.duration_ms = static_cast<float>(report.value) / 1e6F;
   without_gil([&] {
     for (const auto& hook : completion_hooks_.all()) {
@@ -437,40 +437,40 @@ void InFlight::expire(uint64_t key) {
   extended_.store(!extensions_.empty(), std::memory_order_relaxed);
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> InFlight::future_of(const std::shared_ptr<Flight>& flight) {
+c10::intrusive_ptr<c10::ivalue::Future> InFlight::future_of(const std::shared_ptr<WorkEntry>& entry) {
   at::ThreadLocalState caller;
-  auto future = c10::make_intrusive<c10::ivalue::Future>(flight->outputs.type());
+  auto future = c10::make_intrusive<c10::ivalue::Future>(entry->outputs.type());
   bool closed = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (flight->future) return flight->future;
-    closed = flight->closed;
+    if (entry->future) return entry->future;
+    closed = entry->closed;
     if (!closed) {
-      flight->future = future;
-      flight->caller = caller;
+      entry->future = future;
+      entry->caller = caller;
     }
   }
   if (closed) {
-    complete(*future, *flight);
+    complete_future(*future, *entry);
   } else {
-    watch(flight);
+    watch(entry);
   }
   return future;
 }
 
-void InFlight::watch(const std::shared_ptr<Flight>& flight) {
+void InFlight::watch(const std::shared_ptr<WorkEntry>& entry) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (flight->closed || flight->watched) return;
-    flight->watched = true;
+    if (entry->closed || entry->watched) return;
+    entry->watched = true;
   }
   // Without a completion thread the drains complete it, as if nobody had asked.
   const auto status =
-      bridge::ticket_when_done(*flight->ticket, std::make_unique<FlightArrival>(shared_from_this(), flight.get()));
+      bridge::ticket_when_done(*entry->ticket, std::make_unique<EntryCompletion>(shared_from_this(), entry.get()));
   if (is_ok(status)) return;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    flight->watched = false;
+    entry->watched = false;
   }
   throw_status(status);
 }
@@ -538,18 +538,18 @@ int InFlight::drain_now(void* list) noexcept {
 
 AcclWork::AcclWork(int rank, c10d::OpType type, const char* title, const std::optional<Tensors>& profiled,
                    std::shared_ptr<InFlight> home, Outputs outputs)
-    : Work(rank, type, title, profiled), home_(std::move(home)), flight_(std::make_shared<Flight>()) {
-  flight_->outputs = std::move(outputs);
-  flight_->key = home_->next_key();
-  // The flight outlives a handle that was dropped, and its event must be closed all the same.
-  flight_->end_event = std::exchange(recordFunctionEndCallback_, nullptr);
+    : Work(rank, type, title, profiled), home_(std::move(home)), entry_(std::make_shared<WorkEntry>()) {
+  entry_->outputs = std::move(outputs);
+  entry_->key = home_->next_key();
+  // The entry outlives a handle that was dropped, and its event must be closed all the same.
+  entry_->end_event = std::exchange(recordFunctionEndCallback_, nullptr);
 }
 
 AcclWork::~AcclWork() {
   // Nobody can wait any more: somebody must come, so that the tensors are let go.
-  if (flight_->state.load(std::memory_order_acquire) != Flight::kRunning) return;
+  if (entry_->state.load(std::memory_order_acquire) != WorkEntry::kRunning) return;
   try {
-    home_->watch(flight_);
+    home_->watch(entry_);
   } catch (const OutOfResources& thrown) {
     // The next drain completes it.
     TORCH_WARN_ONCE("accl: a call cannot be watched: ", thrown.what());
@@ -559,69 +559,69 @@ AcclWork::~AcclWork() {
 }
 
 bool AcclWork::isCompleted() {
-  if (flight_->settled()) return true;
-  if (bridge::ticket_poll(*flight_->ticket).how == Outcome::Running) return false;
-  const bool settled = home_->try_settle(*flight_);
+  if (entry_->completed()) return true;
+  if (bridge::ticket_poll(*entry_->ticket).how == Outcome::Running) return false;
+  const bool completed = home_->try_complete(*entry_);
   home_->drain(8);
-  return settled;
+  return completed;
 }
 
-bool AcclWork::isSuccess() const { return flight_->ended() && exception() == nullptr; }
+bool AcclWork::isSuccess() const { return entry_->ended() && exception() == nullptr; }
 
-std::exception_ptr AcclWork::exception() const { return flight_->ended() ? flight_->error() : nullptr; }
+std::exception_ptr AcclWork::exception() const { return entry_->ended() ? entry_->error() : nullptr; }
 
 int AcclWork::sourceRank() const {
-  const auto source = bridge::ticket_source(*flight_->ticket);
+  const auto source = bridge::ticket_source(*entry_->ticket);
   throw_unless_ok(source.status);
   TORCH_CHECK(source.value >= 0, "sourceRank() may only be called on a receive that is complete");
   return static_cast<int>(source.value);
 }
 
 Tensors AcclWork::result() {
-  TORCH_CHECK(flight_->ended(), "Work needs to be completed before calling result(). Should call wait() before result().");
-  TORCH_CHECK(flight_->outputs.lists.size() <= 1,
+  TORCH_CHECK(entry_->ended(), "Work needs to be completed before calling result(). Should call wait() before result().");
+  TORCH_CHECK(entry_->outputs.lists.size() <= 1,
               "work result does not support list of lists, use .getFuture() and value()");
-  return flight_->outputs.lists.empty() ? Tensors() : flight_->outputs.lists[0];
+  return entry_->outputs.lists.empty() ? Tensors() : entry_->outputs.lists[0];
 }
 
 bool AcclWork::wait(std::chrono::milliseconds timeout) {
   using Clock = std::chrono::steady_clock;
-  if (!flight_->settled()) {
+  if (!entry_->completed()) {
     const auto begun = timeout == kNoTimeout ? Clock::time_point() : Clock::now();
-    const auto waited = wait_without_gil(*flight_->ticket, timeout);
+    const auto waited = wait_without_gil(*entry_->ticket, timeout);
     // The call may run on: the wait's own time has passed, a signal handler raised, or the wait itself broke.
-    if (waited.how == Outcome::Interrupted || !flight_->ended()) throw_unless_done(waited);
-    if (flight_->claim()) {
-      home_->settle(*flight_);
-    } else if (!flight_->settled()) {
-      home_->await_settled(*flight_, timeout == kNoTimeout ? Clock::now() + flight_->timeout : begun + timeout);
+    if (waited.how == Outcome::Interrupted || !entry_->ended()) throw_unless_done(waited);
+    if (entry_->claim()) {
+      home_->complete(*entry_);
+    } else if (!entry_->completed()) {
+      home_->await_completed(*entry_, timeout == kNoTimeout ? Clock::now() + entry_->timeout : begun + timeout);
     }
     home_->drain(8);
   }
-  throw_unless_ok(bridge::ticket_error(*flight_->ticket));
+  throw_unless_ok(bridge::ticket_error(*entry_->ticket));
   return true;
 }
 
-void AcclWork::abort() { throw_unless_ok(bridge::ticket_abort(*flight_->ticket, "Work.abort() was called")); }
+void AcclWork::abort() { throw_unless_ok(bridge::ticket_abort(*entry_->ticket, "Work.abort() was called")); }
 
-c10::intrusive_ptr<c10::ivalue::Future> AcclWork::getFuture() { return home_->future_of(flight_); }
+c10::intrusive_ptr<c10::ivalue::Future> AcclWork::getFuture() { return home_->future_of(entry_); }
 
 float AcclWork::getDuration() const {
-  const auto nanos = bridge::ticket_nanos(*flight_->ticket);
+  const auto nanos = bridge::ticket_nanos(*entry_->ticket);
   throw_unless_ok(nanos.status);
   TORCH_CHECK(nanos.value >= 0, "getDuration() needs a completed call and timing, see enable_collectives_timing()");
   return static_cast<float>(nanos.value) / 1e6F;
 }
 
 uint64_t AcclWork::getSequencenumber() const {
-  if (flight_->seq >= 0) return static_cast<uint64_t>(flight_->seq);
-  const auto seq = bridge::ticket_seq(*flight_->ticket);
+  if (entry_->seq >= 0) return static_cast<uint64_t>(entry_->seq);
+  const auto seq = bridge::ticket_seq(*entry_->ticket);
   throw_unless_ok(seq.status);
   return static_cast<uint64_t>(seq.value);
 }
 
-void AcclWork::settle_here() {
-  if (flight_->claim()) home_->settle(*flight_);
+void AcclWork::complete_here() {
+  if (entry_->claim()) home_->complete(*entry_);
 }
 
 // --- CoalescedWork ---

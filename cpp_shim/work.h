@@ -1,8 +1,8 @@
 // c10d::Work over calls of the engine, and the list that owns what is in flight.
 //
-// A `Flight` is one call from submission to completion: its ticket, its tensors, its future. The `InFlight` list of a
-// backend owns every asynchronous flight until it is settled, so that no native thread drops a tensor's last reference;
-// `AcclWork` is the handle that callers hold. Exactly one thread claims a flight's completion, by compare-and-swap.
+// A `WorkEntry` is one call from submission to completion: its ticket, its tensors, its future. The `InFlight` list of a
+// backend owns every asynchronous entry until it is completed, so that no native thread drops a tensor's last reference;
+// `AcclWork` is the handle that callers hold. Exactly one thread claims an entry's completion, by compare-and-swap.
 #pragma once
 
 #include <pthread.h>
@@ -51,17 +51,17 @@ class Results {
   const std::vector<Tensors>* lists_ = nullptr;
 };
 
-struct Flight {
-  enum State : uint8_t { kRunning, kClaimed, kSettled };
+struct WorkEntry {
+  enum State : uint8_t { kRunning, kClaimed, kCompleted };
 
-  Flight() : ticket(bridge::new_ticket()) {}
+  WorkEntry() : ticket(bridge::new_ticket()) {}
 
   // True for the one thread that completes the call.
   bool claim() {
     uint8_t expected = kRunning;
     return state.compare_exchange_strong(expected, kClaimed, std::memory_order_acq_rel);
   }
-  bool settled() const { return state.load(std::memory_order_acquire) == kSettled; }
+  bool completed() const { return state.load(std::memory_order_acquire) == kCompleted; }
   // Outputs are written, or the call failed.
   bool ended() const;
   // Of an ended call: why it failed, or null.
@@ -78,7 +78,7 @@ struct Flight {
   std::function<void()> end_event;  // closes the profiler's event; called once
   std::chrono::milliseconds timeout{0};
   std::atomic<uint8_t> state{kRunning};
-  std::atomic<bool> arrived{false};  // the completion thread is through with it
+  std::atomic<bool> task_has_run{false};  // the completion thread is through with it
 
   // Guarded by the list's lock.
   c10::intrusive_ptr<c10::ivalue::Future> future;
@@ -91,20 +91,20 @@ class AcclWork;
 
 class InFlight : public std::enable_shared_from_this<InFlight> {
  public:
-  void add(std::shared_ptr<Flight> flight);
+  void add(std::shared_ptr<WorkEntry> entry);
   // Never used twice in a group.
   uint64_t next_key() { return keys_.fetch_add(1, std::memory_order_relaxed); }
-  // Completes what has ended and drops what is settled, looking at no more than `budget` flights.
+  // Completes what has ended and drops what is completed, looking at no more than `budget` entries.
   void drain(size_t budget);
-  // Completes a flight that this thread has claimed.
-  void settle(Flight& flight) noexcept;
-  // Completes a flight that has ended, unless that could run callbacks of others; says whether it is settled. Never waits.
-  bool try_settle(Flight& flight);
-  // Waits for another thread to settle the flight, without the GIL.
-  void await_settled(const Flight& flight, std::chrono::steady_clock::time_point deadline);
-  c10::intrusive_ptr<c10::ivalue::Future> future_of(const std::shared_ptr<Flight>& flight);
-  // Lets a completion thread complete the flight, unless one will already.
-  void watch(const std::shared_ptr<Flight>& flight);
+  // Completes an entry that this thread has claimed.
+  void complete(WorkEntry& entry) noexcept;
+  // Completes an entry that has ended, unless that could run callbacks of others; says whether it is completed. Never waits.
+  bool try_complete(WorkEntry& entry);
+  // Waits for another thread to complete the entry, without the GIL.
+  void await_completed(const WorkEntry& entry, std::chrono::steady_clock::time_point deadline);
+  c10::intrusive_ptr<c10::ivalue::Future> future_of(const std::shared_ptr<WorkEntry>& entry);
+  // Lets a completion thread complete the entry, unless one will already.
+  void watch(const std::shared_ptr<WorkEntry>& entry);
 
   // Whether this thread is between start and end of coalescing,
   bool in_batch();
@@ -128,11 +128,11 @@ class InFlight : public std::enable_shared_from_this<InFlight> {
   bool schedule_drain() noexcept;
 
  private:
-  friend struct FlightArrival;
+  friend struct EntryCompletion;
   static int drain_now(void* list) noexcept;
-  // Whether this thread is inside a callback of a flight of this list. Under the lock.
-  bool is_settler() const;
-  void tell_hooks(const Flight& flight) noexcept;
+  // Whether this thread is inside a callback of an entry of this list. Under the lock.
+  bool is_completer() const;
+  void tell_hooks(const WorkEntry& entry) noexcept;
 
   struct Extension {
     std::chrono::milliseconds added;
@@ -140,15 +140,15 @@ class InFlight : public std::enable_shared_from_this<InFlight> {
   };
 
   std::mutex mutex_;
-  std::condition_variable settled_;
+  std::condition_variable completed_;
   std::atomic<uint32_t> waiters_{0};
-  std::vector<pthread_t> settlers_;  // threads inside callbacks
+  std::vector<pthread_t> completers_;  // threads inside callbacks
   std::atomic<uint64_t> keys_{0};
   std::vector<Extension> extensions_;
   std::atomic<bool> extended_{false};
   Hooks<CompletionHook> completion_hooks_{mutex_};
   Hooks<AbortHook> abort_hooks_{mutex_};
-  std::vector<std::shared_ptr<Flight>> flights_;
+  std::vector<std::shared_ptr<WorkEntry>> entries_;
   size_t cursor_ = 0;
   std::atomic<bool> scheduled_{false};
   // By thread.
@@ -173,16 +173,16 @@ class AcclWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   float getDuration() const override;
   uint64_t getSequencenumber() const override;
-  std::chrono::milliseconds getTimeout() const ACCL_OVERRIDE_2_14 { return flight_->timeout; }
-  uint64_t getCompletionKey() const ACCL_OVERRIDE_2_15 { return flight_->key; }
+  std::chrono::milliseconds getTimeout() const ACCL_OVERRIDE_2_14 { return entry_->timeout; }
+  uint64_t getCompletionKey() const ACCL_OVERRIDE_2_15 { return entry_->key; }
 
-  const std::shared_ptr<Flight>& flight() const { return flight_; }
+  const std::shared_ptr<WorkEntry>& entry() const { return entry_; }
   // Ends a call that was never started.
-  void settle_here();
+  void complete_here();
 
  private:
   std::shared_ptr<InFlight> home_;
-  std::shared_ptr<Flight> flight_;
+  std::shared_ptr<WorkEntry> entry_;
 };
 
 // Several works as one: what `endCoalescing` returns.
@@ -216,7 +216,7 @@ void call_without_gil(const bridge::Group& group, const bridge::CallArgs& args);
 bridge::Waited wait_without_gil(const bridge::Ticket& ticket, std::chrono::milliseconds timeout);
 void monitored_barrier_without_gil(const bridge::Group& group, std::chrono::milliseconds timeout, bool wait_all);
 void connect_all_without_gil(const bridge::Group& group);
-void run_without_gil(std::unique_ptr<bridge::Body> body);
+void run_without_gil(std::unique_ptr<bridge::Task> task);
 bridge::Status shutdown_without_gil(const bridge::Group& group);
 
 }  // namespace accl

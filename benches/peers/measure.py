@@ -16,7 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from . import board
-from .fleet import Crew, Fleet, Lost, Refused
+from .jobs import Job, JobSet, Lost, Refused
 from .placement import Placement
 
 ROOTED = ("broadcast",)
@@ -140,21 +140,21 @@ class Shape:
 
 
 def measure(
-    fleet: Fleet,
+    job_set: JobSet,
     cells: Iterable[Cell],
     wanted: Sequence[str],
     effort: Effort,
     tick: Callable[[Cell, str], None],
     placement: Placement | None = None,
 ) -> list[Figure]:
-    """Every cell by everyone who is up. Who fails is out of the fleet from then on."""
+    """Every cell by everyone who is up. Who fails is out of it from then on."""
     figures = []
     for cell in cells:
         shapes: dict[str, Shape] = {}
         turns: dict[str, Turns] = {}
         for name in wanted:
-            if name in fleet.crews:
-                shape = attempt(fleet, name, partial(prepare, cell=cell, effort=effort))
+            if name in job_set.jobs:
+                shape = attempt(job_set, name, partial(prepare, cell=cell, effort=effort))
                 if shape:
                     shapes[name], turns[name] = shape, Turns.of(effort)
         order = list(shapes)
@@ -168,35 +168,35 @@ def measure(
                 tick(cell, name)
                 began = time.monotonic()
                 before = placement is None or placement.wait(turns[name].left_s)
-                took = attempt(fleet, name, partial(run, cell=cell, shape=shapes[name]))
+                took = attempt(job_set, name, partial(run, cell=cell, shape=shapes[name]))
                 if took is None:
                     order.remove(name)
                     continue
                 stayed = before and (placement is None or placement.is_usual())
                 (turns[name].usual if stayed else turns[name].other).append(took / 1000)
                 turns[name].spend(time.monotonic() - began)
-        figures += [turns[name].figure(cell, name, fleet.ranks) for name in order]
+        figures += [turns[name].figure(cell, name, job_set.ranks) for name in order]
     return figures
 
 
-def attempt(fleet: Fleet, name: str, body: Callable[[Crew], T]) -> T | None:
+def attempt(job_set: JobSet, name: str, body: Callable[[Job], T]) -> T | None:
     """`None` when the contender does not have the call, or fails; then it is out."""
     try:
-        return body(fleet.crews[name])
+        return body(job_set.jobs[name])
     except Refused:
         return None
     except Lost as why:
-        fleet.drop(name, str(why))
+        job_set.drop(name, str(why))
         return None
 
 
-def prepare(crew: Crew, cell: Cell, effort: Effort) -> Shape:
+def prepare(job: Job, cell: Cell, effort: Effort) -> Shape:
     """Looks at one result, then finds how many calls fill a turn."""
-    crew.order(f"check {cell.words}")
+    job.order(f"check {cell.words}")
     rooted = cell.collective in ROOTED
     shape = Shape(1, 1, meet=rooted)
     while True:
-        took_ns = max(run(crew, cell, shape) * (shape.batches if rooted else shape.calls), 1)
+        took_ns = max(run(job, cell, shape) * (shape.batches if rooted else shape.calls), 1)
         calls = shape.batches * shape.calls
         if took_ns >= PROBE_NS or calls >= 1 << 20 or (rooted and calls >= MOST_ROOTED):
             break
@@ -210,17 +210,17 @@ def prepare(crew: Crew, cell: Cell, effort: Effort) -> Shape:
     return Shape(batches, fitting // batches, False)
 
 
-def run(crew: Crew, cell: Cell, shape: Shape) -> float:
+def run(job: Job, cell: Cell, shape: Shape) -> float:
     """One turn; nanoseconds of a call."""
-    crew.order(f"run {cell.words} {shape.batches} {shape.calls} {int(shape.meet)}")
-    spans = crew.spans(shape.batches)
-    took = [batch_ns(cell, [spans[rank][batch] for rank in range(crew.ranks)]) for batch in range(shape.batches)]
+    job.order(f"run {cell.words} {shape.batches} {shape.calls} {int(shape.meet)}")
+    spans = job.spans(shape.batches)
+    took = [batch_ns(cell, [spans[rank][batch] for rank in range(job.ranks)]) for batch in range(shape.batches)]
     return statistics.median(took) / shape.calls
 
 
-def make_calls(crew: Crew, cell: Cell) -> int:
+def make_calls(job: Job, cell: Cell) -> int:
     """A few calls that are not timed; how many they were."""
-    crew.order(f"run {cell.words} 1 {LEAST_CALLS} 0")
+    job.order(f"run {cell.words} 1 {LEAST_CALLS} 0")
     # With those that a rank makes first, so that it is warm.
     return LEAST_CALLS + LEAST_CALLS // 10 + 1
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .build import Unavailable, finish
-from .fleet import Host
+from .jobs import Host
 
 BULK = Path(__file__).resolve().parent / "ranks" / "bulk.py"
 NAMED = Path("/run/netns")

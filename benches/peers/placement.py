@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .contenders import BY_NAME
-from .fleet import Crew, Lost
+from .jobs import Job, Lost
 
 # Exchanges of a probe; half a millisecond.
 CALLS = 2000
@@ -45,13 +45,13 @@ class Placement:
     """The probe, and the placement that counts."""
 
     def __init__(self, names: dict[str, str], wanted_ns: float | None, say: Callable[[str], None]) -> None:
-        self.crew = Crew(BY_NAME["sketch"], 2, True, names)
+        self.job = Job(BY_NAME["sketch"], 2, True, names)
         try:
-            self.crew.gather(time.monotonic() + 10)
-            self.crew.signal(signal.SIGSTOP)
+            self.job.gather(time.monotonic() + 10)
+            self.job.signal(signal.SIGSTOP)
             self.clusters = clusters_of(self.survey())
         except BaseException:
-            self.crew.close()
+            self.job.close()
             raise
         if wanted_ns is None:
             self.usual = min((one for one in self.clusters if one.share >= OFTEN), default=self.clusters[0], key=by_ns)
@@ -62,8 +62,8 @@ class Placement:
 
     def probe(self) -> float:
         """Nanoseconds of an exchange, now."""
-        self.crew.order(ORDER)
-        rows = zip(*self.crew.spans(5))
+        self.job.order(ORDER)
+        rows = zip(*self.job.spans(5))
         return statistics.median(max(end - begin for begin, end in row) for row in rows) / (CALLS // 5)
 
     def survey(self) -> list[float]:
@@ -94,7 +94,7 @@ class Placement:
 
     def close(self) -> None:
         """Ends the probe."""
-        self.crew.close()
+        self.job.close()
 
 
 def by_ns(cluster: Cluster) -> float:

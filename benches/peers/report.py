@@ -12,7 +12,7 @@ from typing import Any
 from . import networks
 from .build import Workshop
 from .contenders import BY_NAME, CONTENDERS
-from .fleet import HERE, Crew, Fleet, Host
+from .jobs import HERE, Host, Job, JobSet
 from .machine import Quiet
 from .measure import Cell, Effort, Figure, attempt, make_calls, measure
 from .placement import Placement
@@ -25,7 +25,7 @@ STEADY = 1.5
 
 @dataclass
 class Bench:
-    """What sections measure with: the contenders, and one fleet at a time."""
+    """What sections measure with: the contenders, and one set of jobs at a time."""
 
     shop: Workshop
     effort: Effort
@@ -33,7 +33,7 @@ class Bench:
     say: Callable[[str], None]
     tick: Callable[[Cell, str], None]
     placement: Placement | None = None
-    fleet: Fleet | None = None
+    job_set: JobSet | None = None
     versions: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     # Of all cores, of other processes, taken by the host.
@@ -43,32 +43,32 @@ class Bench:
         self, ranks: int, wanted: Sequence[str], cells: Iterable[Cell], hosts: Sequence[Host] = HERE
     ) -> list[Figure]:
         """Measures cells by those of `wanted` that take part in this run."""
-        if self.fleet is None or (self.fleet.ranks, self.fleet.hosts) != (ranks, hosts):
+        if self.job_set is None or (self.job_set.ranks, self.job_set.hosts) != (ranks, hosts):
             self.close()
-            self.fleet = Fleet(ranks, self.say, hosts)
+            self.job_set = JobSet(ranks, self.say, hosts)
         taking_part = [name for name in wanted if name in self.contenders]
-        self.fleet.start([name for name in taking_part if name not in self.shop.missing], self.shop.names)
-        crews = [*self.fleet.crews.values(), *([self.placement.crew] if self.placement else [])]
-        quiet = Quiet(rank.pid for crew in crews for rank in crew.members)
-        figures = measure(self.fleet, cells, taking_part, self.effort, self.tick, self.placement)
+        self.job_set.start([name for name in taking_part if name not in self.shop.missing], self.shop.names)
+        jobs = [*self.job_set.jobs.values(), *([self.placement.job] if self.placement else [])]
+        quiet = Quiet(rank.pid for job in jobs for rank in job.members)
+        figures = measure(self.job_set, cells, taking_part, self.effort, self.tick, self.placement)
         self.ticks = tuple(map(sum, zip(self.ticks, quiet.figures())))
-        self.versions |= {name: self.fleet.versions[name] for name in taking_part if name in self.fleet.versions}
+        self.versions |= {name: self.job_set.versions[name] for name in taking_part if name in self.job_set.versions}
         for name in taking_part:
-            reason = self.shop.missing.get(name) or self.fleet.missing.get(name)
+            reason = self.shop.missing.get(name) or self.job_set.missing.get(name)
             if reason:
-                self.missing[name] = f"with {self.fleet.words}: {reason}"
+                self.missing[name] = f"with {self.job_set.words}: {reason}"
         return figures
 
     def sent(self, wanted: Sequence[str], cell: Cell, link: networks.Link) -> dict[str, int]:
         """Bytes that a call puts on the wire at one end of the link, of each contender that is up there."""
 
-        def of_a_call(crew: Crew) -> float:
+        def of_a_call(job: Job) -> float:
             before = link.sent()
-            made = make_calls(crew, cell)
+            made = make_calls(job, cell)
             return (link.sent() - before) / made
 
-        there = [name for name in wanted if self.fleet and name in self.fleet.crews]
-        found = {name: attempt(self.fleet, name, of_a_call) for name in there}
+        there = [name for name in wanted if self.job_set and name in self.job_set.jobs]
+        found = {name: attempt(self.job_set, name, of_a_call) for name in there}
         return {name: round(sent) for name, sent in found.items() if sent is not None}
 
     @contextlib.contextmanager
@@ -82,9 +82,9 @@ class Bench:
 
     def close(self) -> None:
         """Ends whoever is up."""
-        if self.fleet:
-            self.fleet.__exit__()
-        self.fleet = None
+        if self.job_set:
+            self.job_set.__exit__()
+        self.job_set = None
 
     def end(self) -> None:
         """Ends all that is up."""

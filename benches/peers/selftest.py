@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import networks
 from .build import Unavailable, Workshop
-from .fleet import HERE, Fleet, Host
+from .jobs import HERE, Host, JobSet
 from .measure import TINY, Cell, measure
 
 CONTENDERS = ("accl", "sketch", "gloo")
@@ -43,15 +43,15 @@ def turns(
     hosts: Sequence[Host] = HERE,
     where: Callable[[int], str] = lambda pid: "",
 ) -> list[str]:
-    """Complaints about a fleet that measures a cell; `where` tells the host of a process."""
-    with Fleet(2, print, hosts) as fleet:
-        fleet.start(wanted, shop.names)
-        pids = [rank.pid for crew in fleet.crews.values() for rank in crew.members]
+    """Complaints about a set of jobs that measures a cell; `where` tells the host of a process."""
+    with JobSet(2, print, hosts) as job_set:
+        job_set.start(wanted, shop.names)
+        pids = [rank.pid for job in job_set.jobs.values() for rank in job.members]
         seen = {where(pid) for pid in pids}
-        figures = measure(fleet, [CELL], wanted, TINY, lambda cell, name: None)
-        complaints = [f"{name}, {fleet.words}: {reason}" for name, reason in fleet.missing.items()]
+        figures = measure(job_set, [CELL], wanted, TINY, lambda cell, name: None)
+        complaints = [f"{name}, {job_set.words}: {reason}" for name, reason in job_set.missing.items()]
     measured = {figure.contender for figure in figures if figure.us > 0}
-    complaints += [f"{name}, {fleet.words}: no figure" for name in wanted if name not in measured]
+    complaints += [f"{name}, {job_set.words}: no figure" for name in wanted if name not in measured]
     complaints += [f"ranks ran on {sorted(seen)}"] if len(seen) != len(hosts) else []
     return complaints + [f"process {pid} has stayed" for pid in pids if alive(pid)]
 

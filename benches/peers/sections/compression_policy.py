@@ -8,7 +8,7 @@ from typing import Any
 
 from ..build import SOURCES, Unavailable
 from ..contenders import title_of
-from ..fleet import HERE, Host
+from ..jobs import HERE, Host
 from ..report import Bench, Section
 from ..tables import Bar, Table, size_name
 from .costs import answers_of

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..fleet import HERE, Host
+from ..jobs import HERE, Host
 from ..report import Bench, Section
 from ..tables import Bar, Table, plain
 

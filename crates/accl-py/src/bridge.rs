@@ -210,7 +210,7 @@ pub mod ffi {
         fn group_create_beside(group: &mut Group, other: &Group, args: &GroupArgs, store: &StoreRef) -> Status;
         fn group_call(group: &Group, args: &CallArgs) -> Waited;
         fn group_submit(group: &Group, args: &CallArgs, ticket: &mut Ticket) -> Status;
-        fn group_spawn(group: &Group, body: UniquePtr<Body>, ticket: &mut Ticket) -> Status;
+        fn group_spawn(group: &Group, task: UniquePtr<Task>, ticket: &mut Ticket) -> Status;
         fn group_reserve(group: &Group, count: u64) -> Numbered;
         fn group_conclude(group: &Group, first: i64, count: u64, outcome: &Status) -> Status;
         fn group_next_seq(group: &Group) -> Numbered;
@@ -236,7 +236,7 @@ pub mod ffi {
         fn ticket_seq(ticket: &Ticket) -> Numbered;
         fn ticket_source(ticket: &Ticket) -> Numbered;
         fn ticket_nanos(ticket: &Ticket) -> Numbered;
-        fn ticket_when_done(ticket: &Ticket, arrival: UniquePtr<Arrival>) -> Status;
+        fn ticket_when_done(ticket: &Ticket, task: UniquePtr<CompletionTask>) -> Status;
     }
 
     unsafe extern "C++" {
@@ -251,13 +251,13 @@ pub mod ffi {
         fn store_check(store: &StoreRef, key: &str) -> Result<bool>;
         fn store_delete(store: &StoreRef, key: &str) -> Result<bool>;
 
-        /// A body that makes several calls and waits for them, run on a completion thread.
-        type Body;
-        fn run_body(body: UniquePtr<Body>) -> Status;
+        /// A task that makes several calls and waits for them, run on a completion thread.
+        type Task;
+        fn run_task(task: UniquePtr<Task>) -> Status;
 
         /// Completes a finished call when nobody waits for it; false when it must be called again soon.
-        type Arrival;
-        fn arrive(arrival: Pin<&mut Arrival>) -> bool;
+        type CompletionTask;
+        fn run_completion(task: Pin<&mut CompletionTask>) -> bool;
 
         /// Runs Python's signal handlers on Python's main thread; true when one raised.
         fn python_interrupted() -> bool;
@@ -282,8 +282,8 @@ use crate::ticket::{
     ticket_wait, ticket_when_done,
 };
 
-// SAFETY: a body is handed over whole and run by one thread; it holds tensors and a raw group reference that the shim
-// keeps alive until the body has run.
-unsafe impl Send for ffi::Body {}
-// SAFETY: an arrival is handed over whole and used by one thread.
-unsafe impl Send for ffi::Arrival {}
+// SAFETY: a task is handed over whole and run by one thread; it holds tensors and a raw group reference that the shim
+// keeps alive until the task has run.
+unsafe impl Send for ffi::Task {}
+// SAFETY: a completion task is handed over whole and used by one thread.
+unsafe impl Send for ffi::CompletionTask {}

@@ -142,10 +142,10 @@ bridged! {
         Ok(Status::ok())
     }
 
-    /// Runs a body on a completion thread.
-    fn group_spawn(group: &Group, body: UniquePtr<ffi::Body>, ticket: &mut Ticket) -> Status {
+    /// Runs a task on a completion thread.
+    fn group_spawn(group: &Group, task: UniquePtr<ffi::Task>, ticket: &mut Ticket) -> Status {
         let inner = group.inner()?;
-        ticket.spawn(&inner.engine, inner.group.clone(), body)?;
+        ticket.spawn(&inner.engine, inner.group.clone(), task)?;
         Ok(Status::ok())
     }
 

@@ -1,4 +1,4 @@
-//! A call in flight as the shim holds it: an engine call, or a body that makes several.
+//! A call in flight as the shim holds it: an engine call, or a task that makes several.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -18,22 +18,22 @@ const SIGNAL_CHECK: Duration = Duration::from_millis(50);
 /// Instead of nanoseconds: the call failed and its group did not.
 const FAILED_ALONE: i64 = -2;
 
-/// Pause before an arrival tries again.
+/// Pause before a completion task tries again.
 const AGAIN: Duration = Duration::from_millis(2);
 
 /// A call, empty until it was submitted.
 #[derive(Default)]
 pub struct Ticket {
     group: Option<Arc<accl_engine::Group>>,
-    flight: Flight,
+    entry: Entry,
 }
 
 #[derive(Default)]
-enum Flight {
+enum Entry {
     #[default]
     None,
     Call(Call),
-    Task(Arc<Task>),
+    Task(Arc<RunningTask>),
 }
 
 /// An empty ticket.
@@ -45,24 +45,25 @@ impl Ticket {
     /// Fills the ticket with an engine call.
     pub(crate) fn set_call(&mut self, group: Arc<accl_engine::Group>, call: Call) {
         self.group = Some(group);
-        self.flight = Flight::Call(call);
+        self.entry = Entry::Call(call);
     }
 
-    /// Fills the ticket with a body and runs that on a completion thread.
+    /// Fills the ticket with a task and runs that on a completion thread.
     pub(crate) fn spawn(
         &mut self,
         engine: &Arc<Engine>,
         group: Arc<accl_engine::Group>,
-        body: UniquePtr<ffi::Body>,
+        task: UniquePtr<ffi::Task>,
     ) -> Result<()> {
-        let task = Arc::new(Task { state: Mutex::default(), changed: Condvar::new(), engine: engine.clone() });
-        let finisher = Finisher { task: task.clone(), status: None };
+        let running =
+            Arc::new(RunningTask { state: Mutex::default(), changed: Condvar::new(), engine: engine.clone() });
+        let finisher = Finisher { task: running.clone(), status: None };
         engine.spawn_blocking(Box::new(move || {
-            // The body is gone before the task ends: then no native thread holds its tensors.
-            finisher.end(ffi::run_body(body));
+            // The shim's task is gone before this one ends: then no native thread holds its tensors.
+            finisher.end(ffi::run_task(task));
         }))?;
         self.group = Some(group);
-        self.flight = Flight::Task(task);
+        self.entry = Entry::Task(running);
         Ok(())
     }
 }
@@ -70,21 +71,21 @@ impl Ticket {
 impl Drop for Ticket {
     fn drop(&mut self) {
         // C++ drops tickets outside any guard; a panic must not reach it.
-        let flight = std::mem::take(&mut self.flight);
+        let entry = std::mem::take(&mut self.entry);
         let group = self.group.take();
-        let _ = catch_unwind(AssertUnwindSafe(move || drop((flight, group))));
+        let _ = catch_unwind(AssertUnwindSafe(move || drop((entry, group))));
     }
 }
 
-/// Lets an arrival do its part, on a completion thread.
-fn arrive(mut arrival: UniquePtr<ffi::Arrival>) {
-    while !ffi::arrive(arrival.pin_mut()) {
+/// Lets a completion task do its part, on a completion thread.
+fn run_completion(mut task: UniquePtr<ffi::CompletionTask>) {
+    while !ffi::run_completion(task.pin_mut()) {
         std::thread::sleep(AGAIN);
     }
 }
 
-/// A body in flight.
-struct Task {
+/// A task in flight.
+struct RunningTask {
     state: Mutex<TaskState>,
     changed: Condvar,
     engine: Arc<Engine>,
@@ -93,10 +94,10 @@ struct Task {
 #[derive(Default)]
 struct TaskState {
     ended: Option<Result<()>>,
-    callback: Option<UniquePtr<ffi::Arrival>>,
+    callback: Option<UniquePtr<ffi::CompletionTask>>,
 }
 
-impl Task {
+impl RunningTask {
     fn lock(&self) -> MutexGuard<'_, TaskState> {
         // The state is plain data, whole at every step.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -132,9 +133,9 @@ impl Task {
     }
 }
 
-/// Ends a task on every path: also when its body panicked or the engine dropped it unrun.
+/// Ends a task on every path: also when it panicked or the engine dropped it unrun.
 struct Finisher {
-    task: Arc<Task>,
+    task: Arc<RunningTask>,
     status: Option<Status>,
 }
 
@@ -155,9 +156,9 @@ impl Drop for Finisher {
         let callback = state.callback.take();
         drop(state);
         self.task.changed.notify_all();
-        if let Some(arrival) = callback {
+        if let Some(task) = callback {
             // This is a completion thread, so there is one; an engine that has ended runs nothing more.
-            let _ = self.task.engine.spawn_blocking(Box::new(move || arrive(arrival)));
+            let _ = self.task.engine.spawn_blocking(Box::new(move || run_completion(task)));
         }
     }
 }
@@ -175,10 +176,10 @@ fn done(is_done: bool) -> Waited {
 }
 
 /// From submission to the last byte, or -1 when that was not recorded.
-fn nanos(flight: &Flight) -> i64 {
-    let duration = match flight {
-        Flight::Call(call) => call.duration(),
-        Flight::None | Flight::Task(_) => None,
+fn nanos(entry: &Entry) -> i64 {
+    let duration = match entry {
+        Entry::Call(call) => call.duration(),
+        Entry::None | Entry::Task(_) => None,
     };
     duration.map_or(-1, |duration| i64::try_from(duration.as_nanos()).unwrap_or(i64::MAX))
 }
@@ -190,42 +191,42 @@ fn empty() -> Error {
 bridged! {
     /// Whether the call has ended, well or not. Does not block and makes no progress.
     fn ticket_done(ticket: &Ticket) -> Waited {
-        match &ticket.flight {
-            Flight::None => Err(empty()),
-            Flight::Call(call) => Ok(done(call.is_done())),
-            Flight::Task(task) => Ok(done(task.outcome().is_some())),
+        match &ticket.entry {
+            Entry::None => Err(empty()),
+            Entry::Call(call) => Ok(done(call.is_done())),
+            Entry::Task(task) => Ok(done(task.outcome().is_some())),
         }
     }
 
     /// Makes one pass of progress, then says whether the call has ended.
     fn ticket_poll(ticket: &Ticket) -> Waited {
-        match &ticket.flight {
-            Flight::None => Err(empty()),
-            Flight::Call(call) => Ok(done(call.test())),
-            Flight::Task(task) => Ok(done(task.outcome().is_some())),
+        match &ticket.entry {
+            Entry::None => Err(empty()),
+            Entry::Call(call) => Ok(done(call.test())),
+            Entry::Task(task) => Ok(done(task.outcome().is_some())),
         }
     }
 
     /// Waits; a negative timeout waits for the call's own deadline. Python's signal handlers run meanwhile.
     fn ticket_wait(ticket: &Ticket, timeout_ms: i64) -> Waited {
-        match &ticket.flight {
-            Flight::None => Err(empty()),
-            Flight::Call(call) => Ok(match call.wait(millis(timeout_ms), &mut ffi::python_interrupted) {
+        match &ticket.entry {
+            Entry::None => Err(empty()),
+            Entry::Call(call) => Ok(match call.wait(millis(timeout_ms), &mut ffi::python_interrupted) {
                 EngineWaited::Done => Waited::plain(Outcome::Done),
                 EngineWaited::Failed(error) => Waited { how: Outcome::Failed, status: Status::from_error(error) },
                 EngineWaited::TimedOut(error) => Waited { how: Outcome::Running, status: Status::from_error(error) },
                 EngineWaited::Interrupted => Waited::interrupted(),
             }),
-            Flight::Task(task) => Ok(task.wait(millis(timeout_ms))),
+            Entry::Task(task) => Ok(task.wait(millis(timeout_ms))),
         }
     }
 
     /// The error of a call that failed.
     fn ticket_error(ticket: &Ticket) -> Status {
-        let error = match &ticket.flight {
-            Flight::None => return Err(empty()),
-            Flight::Call(call) => call.error(),
-            Flight::Task(task) => task.outcome().and_then(Result::err),
+        let error = match &ticket.entry {
+            Entry::None => return Err(empty()),
+            Entry::Call(call) => call.error(),
+            Entry::Task(task) => task.outcome().and_then(Result::err),
         };
         Ok(error.map_or_else(Status::ok, Status::from_error))
     }
@@ -233,15 +234,15 @@ bridged! {
     /// What hooks are told of a call that has ended: its nanoseconds, or -1 when they were not recorded; -2 when it failed
     /// and its group works on; else the cause that its group failed with.
     fn ticket_report(ticket: &Ticket) -> Numbered {
-        let failed = match &ticket.flight {
-            Flight::None => return Ok(Numbered::of(FAILED_ALONE)),
-            Flight::Call(call) => call.error().is_some(),
-            Flight::Task(task) => task.outcome().is_some_and(|ended| ended.is_err()),
+        let failed = match &ticket.entry {
+            Entry::None => return Ok(Numbered::of(FAILED_ALONE)),
+            Entry::Call(call) => call.error().is_some(),
+            Entry::Task(task) => task.outcome().is_some_and(|ended| ended.is_err()),
         };
         if failed {
             return ticket.group.as_ref().and_then(|group| group.error()).map_or(Ok(Numbered::of(FAILED_ALONE)), Err);
         }
-        Ok(Numbered::of(nanos(&ticket.flight)))
+        Ok(Numbered::of(nanos(&ticket.entry)))
     }
 
     /// Aborts the call's group.
@@ -252,42 +253,42 @@ bridged! {
 
     /// The call's number in its group.
     fn ticket_seq(ticket: &Ticket) -> Numbered {
-        match &ticket.flight {
-            Flight::None => Err(empty()),
-            Flight::Call(call) => Ok(Numbered::of(call.seq() as i64)),
-            Flight::Task(_) => Ok(Numbered::of(-1)),
+        match &ticket.entry {
+            Entry::None => Err(empty()),
+            Entry::Call(call) => Ok(Numbered::of(call.seq() as i64)),
+            Entry::Task(_) => Ok(Numbered::of(-1)),
         }
     }
 
     /// Where a receive's data came from, or -1.
     fn ticket_source(ticket: &Ticket) -> Numbered {
-        match &ticket.flight {
-            Flight::None => Err(empty()),
-            Flight::Call(call) => Ok(Numbered::of(call.source_rank().map_or(-1, |rank| i64::from(rank.0)))),
-            Flight::Task(_) => Ok(Numbered::of(-1)),
+        match &ticket.entry {
+            Entry::None => Err(empty()),
+            Entry::Call(call) => Ok(Numbered::of(call.source_rank().map_or(-1, |rank| i64::from(rank.0)))),
+            Entry::Task(_) => Ok(Numbered::of(-1)),
         }
     }
 
     /// From submission to the last byte in nanoseconds, or -1 when that was not recorded.
     fn ticket_nanos(ticket: &Ticket) -> Numbered {
-        match &ticket.flight {
-            Flight::None => Err(empty()),
-            flight @ (Flight::Call(_) | Flight::Task(_)) => Ok(Numbered::of(nanos(flight))),
+        match &ticket.entry {
+            Entry::None => Err(empty()),
+            entry @ (Entry::Call(_) | Entry::Task(_)) => Ok(Numbered::of(nanos(entry))),
         }
     }
 
     /// Lets a completion thread complete the call once it has ended.
-    fn ticket_when_done(ticket: &Ticket, arrival: UniquePtr<ffi::Arrival>) -> Status {
-        match &ticket.flight {
-            Flight::None => return Err(empty()),
-            Flight::Call(call) => call.when_done(Box::new(move || arrive(arrival)))?,
-            Flight::Task(task) => {
-                let mut state = task.lock();
+    fn ticket_when_done(ticket: &Ticket, task: UniquePtr<ffi::CompletionTask>) -> Status {
+        match &ticket.entry {
+            Entry::None => return Err(empty()),
+            Entry::Call(call) => call.when_done(Box::new(move || run_completion(task)))?,
+            Entry::Task(running) => {
+                let mut state = running.lock();
                 if state.ended.is_none() {
-                    state.callback = Some(arrival);
+                    state.callback = Some(task);
                 } else {
                     drop(state);
-                    task.engine.spawn_blocking(Box::new(move || arrive(arrival)))?;
+                    running.engine.spawn_blocking(Box::new(move || run_completion(task)))?;
                 }
             }
         }

@@ -354,7 +354,9 @@ impl Group {
             let until = time::now() + self.with_state(|group, _| group.timeout()).unwrap_or_default().min(LAST_CALLS);
             self.driver.await_calls(&[self.caller.group], until, interrupt);
         }
-        let Some(Departure { unsaid, sent, has_failed, timeout }) = self.leave_at_once() else { return Ok(()) };
+        let Some(Departure { unreported_mismatch, sent, has_failed, timeout }) = self.leave_at_once() else {
+            return Ok(());
+        };
         let patience = if has_failed { LAST_BYTES_FAILED } else { LAST_BYTES }.min(timeout);
         let until = time::now() + patience;
         match self.driver.await_delivery(sent, until, interrupt) {
@@ -366,7 +368,7 @@ impl Group {
                 patience.as_millis()
             ),
         }
-        unsaid.map_or(Ok(()), Err)
+        unreported_mismatch.map_or(Ok(()), Err)
     }
 
     /// As [`Group::shutdown`], without waiting for anybody.
@@ -374,7 +376,7 @@ impl Group {
     /// # Errors
     /// As [`Group::shutdown`].
     pub fn leave(&self) -> Result<()> {
-        self.leave_at_once().and_then(|departure| departure.unsaid).map_or(Ok(()), Err)
+        self.leave_at_once().and_then(|departure| departure.unreported_mismatch).map_or(Ok(()), Err)
     }
 
     /// `None`: it was left before.

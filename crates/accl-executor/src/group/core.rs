@@ -35,7 +35,7 @@ const MIN_HELD_BYTES: usize = 2 << 10;
 /// Looks at all links before the end of a group is heeded: peers that go on sending must not put it off for ever.
 const MAX_ROUNDS: usize = 1000;
 /// Calls that may end one after the other without a look at the links.
-const MAX_SILENT: u32 = 16;
+const MAX_CALLS_WITHOUT_LOOK: u32 = 16;
 /// Looks at the links before a sleeping driver is woken to look itself.
 const ROUNDS_OF_RELIEF: u32 = 4;
 /// A host that has not answered for so long has vanished, as long as nobody's deadline is shorter: what keep-alive allows
@@ -95,7 +95,7 @@ pub struct Core {
     /// Groups that a rank has left since the last look for absentees.
     left: Vec<u64>,
     /// Calls in a row that ended when they were made: nobody has looked at the links meanwhile.
-    silent: u32,
+    calls_without_look: u32,
     /// See [`Core::take_owed_look`].
     owes_look: bool,
     /// Passes in a row in which nothing moved.
@@ -172,7 +172,7 @@ impl Core {
             expected: HashMap::default(),
             causes: Vec::new(),
             left: Vec::new(),
-            silent: 0,
+            calls_without_look: 0,
             owes_look: false,
             idle: 0,
             ended: Ended::default(),
@@ -638,9 +638,9 @@ impl Core {
     /// After a call that was over when it was made: now and then looks at the links, or a rank that only sends would
     /// learn of nothing.
     pub(crate) fn ended_at_once(&mut self) {
-        self.silent += 1;
-        if self.silent >= MAX_SILENT {
-            self.silent = 0;
+        self.calls_without_look += 1;
+        if self.calls_without_look >= MAX_CALLS_WITHOUT_LOOK {
+            self.calls_without_look = 0;
             self.owes_look = self.net.has_streams();
             self.pass_whole((self.clock)());
         }

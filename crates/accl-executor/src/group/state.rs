@@ -931,7 +931,7 @@ impl GroupState {
     }
 
     /// A disagreement about calls of this rank that no call of it could raise any more.
-    fn unsaid(&self) -> Option<Error> {
+    fn unreported_mismatch(&self) -> Option<Error> {
         let has_made_calls = self.sequence.next() + self.next_message > 0;
         self.failure.unreported_mismatch().filter(|_| has_made_calls).cloned()
     }
@@ -980,7 +980,7 @@ impl GroupState {
             has_failed: self.failure.has_come(),
             // Without the goodbyes: who waits for them would wait for ranks that have no need of them.
             sent: self.marks(context.net),
-            unsaid: self.unsaid(),
+            unreported_mismatch: self.unreported_mismatch(),
             timeout: self.timeout,
         };
         self.leave(context);
@@ -1026,7 +1026,7 @@ pub(super) fn cause_bytes(segment: u64) -> usize {
 /// What remains of a group that a rank has left.
 pub struct Departure {
     /// A disagreement that no call could raise.
-    pub unsaid: Option<Error>,
+    pub unreported_mismatch: Option<Error>,
     /// What its calls rely on.
     pub sent: Vec<Mark>,
     /// It failed before.

@@ -78,7 +78,7 @@ class Rank:
         return line.decode(errors="replace").strip()
 
 
-class Crew:
+class Job:
     """The ranks of one contender."""
 
     def __init__(
@@ -226,48 +226,48 @@ def shared_memory() -> str | None:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-class Fleet:
-    """Crews of one number of ranks on the same hosts. A context manager: whatever happens, no process stays."""
+class JobSet:
+    """Jobs of one number of ranks on the same hosts. A context manager: whatever happens, no process stays."""
 
     def __init__(self, ranks: int, say: Callable[[str], None], hosts: Sequence[Host] = HERE) -> None:
         self.ranks, self.say, self.hosts = ranks, say, hosts
         # Ranks have a core each, or none has one.
         self.pinned = ranks <= len(os.sched_getaffinity(0))
-        self.crews: dict[str, Crew] = {}
+        self.jobs: dict[str, Job] = {}
         self.words = f"{ranks} ranks" + (f" on {len(hosts)} hosts" if len(hosts) > 1 else "")
         # Contenders that are not up, with the reason.
         self.missing: dict[str, str] = {}
         self.versions: dict[str, str] = {}
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> JobSet:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for crew in self.crews.values():
-            crew.close()
-        self.crews.clear()
+        for job in self.jobs.values():
+            job.close()
+        self.jobs.clear()
 
     def start(self, wanted: Iterable[str], names: dict[str, str]) -> None:
         """Starts whoever is not up yet, one after the other; the others stand still."""
         for name in wanted:
-            if name in self.crews or name in self.missing:
+            if name in self.jobs or name in self.missing:
                 continue
             contender = BY_NAME[name]
             self.say(f"start {contender.title}, {self.words}")
             try:
-                self.crews[name] = crew = Crew(contender, self.ranks, self.pinned, names, self.hosts)
-                crew.gather(time.monotonic() + START_S)
-                crew.signal(signal.SIGSTOP)
-                self.versions[name] = crew.version
+                self.jobs[name] = job = Job(contender, self.ranks, self.pinned, names, self.hosts)
+                job.gather(time.monotonic() + START_S)
+                job.signal(signal.SIGSTOP)
+                self.versions[name] = job.version
             except Lost as why:
                 self.drop(name, str(why))
 
     def drop(self, name: str, why: str) -> None:
         """Ends a contender that has failed."""
-        crew = self.crews.pop(name, None)
-        if crew:
-            words = crew.last_words()
+        job = self.jobs.pop(name, None)
+        if job:
+            words = job.last_words()
             why += f" (`{words}`)" if words else ""
-            crew.close()
+            job.close()
         self.say(f"{BY_NAME[name].title} is out: {why}")
         self.missing[name] = why
