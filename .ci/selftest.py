@@ -19,7 +19,7 @@ from peers import compare
 from peers.alias import Alias, plain
 
 from benches import against
-from benches.peers import placement, tables
+from benches.peers import jobs, placement, tables
 from benches.peers.report import as_rows
 from benches.peers.sections import tcp, two_hosts
 

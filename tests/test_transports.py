@@ -60,6 +60,10 @@ def test_links_are_made_when_they_are_needed_or_all_at_once_when_asked():
     def body(rank):
         # 6 ranks: 1 and 2 before and behind, and 4, are the neighbours.
         first = unlinked(rank)
+        # A barrier makes links, so all look before any enters it.
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"looked/{rank}", "")
+        store.wait([f"looked/{each}" for each in range(6)])
         dist.monitored_barrier()
         if rank == 1:
             dist.group.WORLD._get_backend(torch.device("cpu")).eager_connect_single_device(torch.device("cpu"))
