@@ -248,7 +248,8 @@ impl Driver {
         let (result, is_news) = self.with_core(|core| {
             core.net.look_again_everywhere();
             let is_news = look(core);
-            (f(core), is_news)
+            let result = f(core);
+            (result, is_news || core.must_wake_driver(None))
         });
         if is_news {
             self.wake_driver_if(true);

@@ -30,6 +30,8 @@ pub(crate) const LAST_BYTES_FAILED: Duration = Duration::from_secs(2);
 pub(crate) const LAST_CALLS: Duration = Duration::from_secs(30);
 /// How long the end of the process waits for room for its goodbyes.
 const LAST_GOODBYES: Duration = Duration::from_secs(2);
+/// Between looks for that room.
+const PAUSE_AT_END: Duration = Duration::from_millis(1);
 /// How long it waits for a thread that holds the driver's lock.
 const LOCK_AT_END: Duration = Duration::from_secs(1);
 /// How long it waits for the thread that makes links.
@@ -206,7 +208,6 @@ impl Engine {
 
     /// Waits until everything has left this process: calls that were done relied on it.
     fn send_the_rest(&self, deadline: Moment) {
-        let Some(polling) = self.driver.polling() else { return };
         while time::now() < deadline {
             let Some(mut core) = self.driver.try_lock_until(deadline) else { return };
             let unsent = core.guarded(|core| {
@@ -217,7 +218,8 @@ impl Engine {
             if unsent != Ok(true) {
                 return;
             }
-            let _ = polling.poller.wait(Some(Duration::from_millis(10)));
+            // Not in the poller: another thread may sleep there, and the news are its own.
+            std::thread::sleep(PAUSE_AT_END);
         }
     }
 

@@ -1,12 +1,14 @@
 //! What a process says, and does not say, when a rank goes: cores without a driver, and the bare ends of their links.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use accl_executor::group::{Core, Fate, GroupState, Notify};
+use accl_executor::call::{Blocks, CallDesc, CallObserver, Callback, Mode, TensorDesc};
+use accl_executor::group::{Caller, Core, Fate, GroupState, Notify};
 use accl_executor::peers::{Members, PeerId};
 use accl_transport::Poller;
 use accl_transport::loopback::{self, Capacity};
-use accl_types::{Bytes, Error, Moment, Rank};
+use accl_types::{Bytes, Collective, Dtype, Elems, Error, Moment, Rank};
 use accl_wire::frame::{Header, Kind, OVERHEAD_BYTES};
 use accl_wire::{EndpointInfo, Link, PROTOCOL_VERSION};
 
@@ -32,7 +34,7 @@ fn info(process: u8) -> EndpointInfo {
 fn rank_0_of(world: u8) -> (Core, Vec<PeerId>) {
     let mut core = Core::new(SEGMENT as u64, || NOW);
     let peers: Vec<PeerId> = (0..world).map(|process| core.net.introduce(&info(process), false)).collect();
-    let members = Members::new(peers.clone(), Bytes(0));
+    let members = Members::new(peers.clone(), Bytes(1 << 20));
     core.add_group(GroupState::new(GROUP, "g".into(), Rank(0), Duration::from_secs(1), members), NOW);
     (core, peers)
 }
@@ -71,4 +73,40 @@ fn a_rank_that_linked_after_the_failure_hears_the_cause_before_the_goodbye() {
     core.leave_group(GROUP, NOW);
     core.net.flush_all();
     assert_eq!(heard(&mut far), [Kind::Cause, Kind::Goodbye]);
+}
+
+/// Nobody waits for the call.
+struct Nobody;
+
+impl CallObserver for Nobody {
+    fn ended(&self) -> Option<Callback> {
+        None
+    }
+}
+
+#[test]
+fn room_that_comes_while_another_thread_looks_is_no_secret_to_the_driver_that_sleeps() {
+    let (mut core, peers) = rank_0_of(2);
+    let poller = Poller::new().unwrap();
+    core.net.set_board(poller.board());
+    let waker = || poller.waker();
+    let (mut near, mut far) = loopback::pair(SEGMENT + OVERHEAD_BYTES, Capacity::Frames(1), waker(), waker());
+    let slot = poller.watch(&mut near).unwrap();
+    // What is asked of the new link fills it, so the message waits for room.
+    core.attach(peers[1], Box::new(near), slot, NOW);
+    let caller = Caller { group: GROUP, name: "g".into(), rank: Rank(0), world: 2, global_rank: 0 };
+    let mut data = [7_u8; 100];
+    let mut desc = CallDesc::new(Collective::Send, Dtype::U8);
+    (desc.peer, desc.mode) = (Some(Rank(1)), Mode::Async);
+    desc.inputs = Blocks::of(TensorDesc::dense(data.as_mut_ptr(), Dtype::U8, Elems(100)));
+    let prepared = caller.prepare(&desc, None).unwrap();
+    let call = caller.start(&mut core, &desc, prepared, None, Arc::new(Nobody), NOW).unwrap().call;
+    assert!(core.park(None, None, false, NOW).unwrap().is_some(), "there is nothing to do but to wait for room");
+    // A small call of another thread looks for its own frames only, and nobody is woken meanwhile.
+    assert!(core.watch());
+    far.peek().unwrap().unwrap();
+    far.release();
+    core.unwatch(NOW);
+    assert_eq!(heard(&mut far), [Kind::P2pBegin]);
+    assert!(call.is_done());
 }

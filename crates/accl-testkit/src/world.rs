@@ -206,8 +206,11 @@ fn give_up<T>(error: accl_types::Error) -> T {
 
 impl Drop for World {
     fn drop(&mut self) {
-        for engine in &self.engines {
-            engine.shutdown();
-        }
+        // Together, as processes end: each takes what the others have yet to send.
+        std::thread::scope(|scope| {
+            for engine in &self.engines {
+                scope.spawn(|| engine.shutdown());
+            }
+        });
     }
 }

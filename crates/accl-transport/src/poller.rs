@@ -231,8 +231,14 @@ impl Poller {
 
     fn add_as(&self, fd: BorrowedFd<'_>, token: u64) -> Result<()> {
         let flags = epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
-        match epoll::add(&self.epoll, fd, epoll::EventData::new_u64(token), flags) {
-            Ok(()) | Err(Errno::EXIST) => Ok(()),
+        let data = epoll::EventData::new_u64(token);
+        // A file that is open elsewhere, too, stays watched under a number that is used again.
+        let added = match epoll::add(&self.epoll, fd, data, flags) {
+            Err(Errno::EXIST) => epoll::modify(&self.epoll, fd, data, flags),
+            added => added,
+        };
+        match added {
+            Ok(()) => Ok(()),
             Err(why) => Err(Error::exhausted(format!("a descriptor cannot be watched: {why}"))),
         }
     }

@@ -171,7 +171,13 @@ impl World<'_> {
             return Ok(());
         }
         match fault {
-            Some(Fault::Abort { .. }) => self.abort(process, item.group),
+            Some(Fault::Abort { .. }) => {
+                self.abort(process, item.group);
+                // Who gives up may go at once: whoever links to it later is to hear why.
+                if self.scenario.seed.is_multiple_of(2) {
+                    self.leave(process, item.group);
+                }
+            }
             Some(Fault::Leave { .. }) => self.leave(process, item.group),
             _ => {}
         }

@@ -543,9 +543,11 @@ impl Core {
         }
     }
 
-    /// Whether the parked driver must look again: a call has an earlier deadline, or waits for room.
+    /// Whether the parked driver must look again: a call has an earlier deadline, or nobody would tell it of something. What a thread that
+    /// watches has looked at is armed when it looks no more.
     pub fn must_wake_driver(&self, deadline: Option<Moment>) -> bool {
-        self.parked.is_some_and(|until| self.net.is_room_wanted() || deadline.is_some_and(|deadline| deadline < until))
+        let is_unarmed = || self.watchers == 0 && self.net.is_unarmed();
+        self.parked.is_some_and(|until| is_unarmed() || deadline.is_some_and(|deadline| deadline < until))
     }
 
     /// A thread begins to look at the links in a loop. If a driver sleeps meanwhile, peers need not wake it, and
@@ -743,6 +745,7 @@ impl Core {
         moved |= self.net.flush_all();
         // Nobody else may learn of it: what woke who is parked is gone with the link, and who polls looks at nothing else.
         moved |= self.look_for_absentees(now);
+        self.net.end_pass();
         // Who sleeps has armed all links, and is told of what comes on them alone.
         if self.parked.is_some() && self.watchers == 0 && self.net.arm_again() {
             (self.wake)();

@@ -61,6 +61,8 @@ pub struct Peer {
     is_polled: bool,
     /// Looks in a row that have found nothing.
     idle_looks: u32,
+    /// When it was armed last, a send waited for room.
+    is_armed_for_room: bool,
     /// It is among those that a flush looks at.
     is_dirty: bool,
     /// It is among those whose hosts have yet to answer.
@@ -183,6 +185,8 @@ pub struct Net {
     retired: Option<Box<dyn Link>>,
     /// Some send found no room since links were last armed.
     room_wanted: bool,
+    /// A send that waits for room has to try again before links are armed: see [`Net::end_pass`].
+    owes_pass: bool,
     /// Those to which something was sent since their hosts were last seen to have everything.
     unanswered: Vec<PeerId>,
     /// Peers that have gone so far.
@@ -215,6 +219,7 @@ impl Default for Net {
             handling: None,
             retired: None,
             room_wanted: false,
+            owes_pass: false,
             unanswered: Vec::new(),
             departures: 0,
             departures_seen: 0,
@@ -224,16 +229,14 @@ impl Default for Net {
     }
 }
 
-/// See [`Net::poll_link`].
-fn poll_link(peers: &mut [Peer], polled: &mut Vec<PeerId>, id: PeerId) {
+/// See [`Net::poll_link`]. `true`: a send waits for room there.
+fn poll_link(peers: &mut [Peer], polled: &mut Vec<PeerId>, id: PeerId) -> bool {
     let peer = &mut peers[id.0 as usize];
-    if let Some(link) = &mut peer.link
-        && !std::mem::replace(&mut peer.is_polled, true)
-    {
-        link.disarm();
-        peer.idle_looks = 0;
-        polled.push(id);
-    }
+    let Some(link) = peer.link.as_mut().filter(|_| !peer.is_polled) else { return false };
+    link.disarm();
+    (peer.is_polled, peer.idle_looks) = (true, 0);
+    polled.push(id);
+    std::mem::take(&mut peer.is_armed_for_room)
 }
 
 impl Net {
@@ -265,6 +268,7 @@ impl Net {
             slot: None,
             is_polled: false,
             idle_looks: 0,
+            is_armed_for_room: false,
             is_dirty: false,
             is_unanswered: false,
             silent_for: None,
@@ -418,18 +422,24 @@ impl Net {
 
     /// Passes look at this peer's link from now on.
     pub fn poll_link(&mut self, id: PeerId) {
-        poll_link(&mut self.peers, &mut self.polled, id);
+        self.owes_pass |= poll_link(&mut self.peers, &mut self.polled, id);
+    }
+
+    /// Every send that waits for room has tried again, and its link is to be armed for room if there was none. What a link has been refused is
+    /// forgotten with its arming, so no link is armed before that.
+    pub(crate) fn end_pass(&mut self) {
+        self.owes_pass = false;
     }
 
     /// The links of which news were posted are polled from now on.
     #[inline]
     pub(crate) fn take_news(&mut self) {
-        let Self { board, by_slot, peers, polled, .. } = self;
+        let Self { board, by_slot, peers, polled, owes_pass, .. } = self;
         if let Some(board) = board {
             board.take(&mut |slot| {
                 // One that has gone may have left news behind.
                 if let Some(&id) = by_slot.get(&slot) {
-                    poll_link(peers, polled, id);
+                    *owes_pass |= poll_link(peers, polled, id);
                 }
             });
         }
@@ -473,6 +483,7 @@ impl Net {
         if is_news {
             link.disarm();
         }
+        peer.is_armed_for_room = wants_room && !is_news;
         peer.is_polled = is_news || interval.is_some() || peer.slot.is_none();
         is_news
     }
@@ -558,7 +569,7 @@ impl Net {
             Ok(None) | Err(_) => {
                 peer.wants_room = true;
                 self.room_wanted = true;
-                // It stays armed, which is as good: what it was refused is remembered until it is armed again.
+                // It stays armed, which does no harm: what it was refused is remembered until it is armed again.
                 if !std::mem::replace(&mut peer.is_polled, true) {
                     self.polled.push(id);
                 }
@@ -690,7 +701,7 @@ impl Net {
     fn flush(&mut self, id: PeerId) -> (bool, bool) {
         let peer = &mut self.peers[id.0 as usize];
         let Some(link) = peer.link.as_mut() else { return (false, peer.outbox.is_empty()) };
-        let mut moved = false;
+        let (mut moved, mut is_broken) = (false, false);
         while let Some((head, payload)) = peer.outbox.front() {
             let place = match link.try_reserve(payload.len()) {
                 Ok(Some(place)) => place,
@@ -701,6 +712,7 @@ impl Net {
                 }
                 // Broken or closed: it takes nothing any more.
                 Err(_) => {
+                    is_broken = true;
                     peer.outbox.clear();
                     break;
                 }
@@ -718,7 +730,7 @@ impl Net {
         if link.awaits_answer() && !std::mem::replace(&mut peer.is_unanswered, true) {
             self.unanswered.push(id);
         }
-        if (peer.wants_room || flushed.is_err()) && !std::mem::replace(&mut peer.is_polled, true) {
+        if (peer.wants_room || is_broken || flushed.is_err()) && !std::mem::replace(&mut peer.is_polled, true) {
             self.polled.push(id);
         }
         (moved, is_clean)
@@ -848,10 +860,10 @@ impl Net {
         std::mem::replace(&mut self.departures_seen, self.departures) != self.departures
     }
 
-    /// Before a sleep: arms all links, and has the first news wake the sleeper. `true`: something came up meanwhile.
+    /// Before a sleep: arms all links, and has the first news wake the sleeper. `true`: something came up meanwhile, and a pass is due.
     pub(crate) fn prepare_park(&mut self) -> bool {
         self.take_news();
-        self.arm_all() || self.board.as_ref().is_some_and(|board| board.listen())
+        self.owes_pass || self.arm_all() || self.board.as_ref().is_some_and(|board| board.listen())
     }
 
     /// A thread looks for news while the driver sleeps: they wake nobody.
@@ -871,9 +883,9 @@ impl Net {
         self.poll_interval
     }
 
-    /// Whether a parked driver does not know yet that somebody waits for room.
-    pub(crate) fn is_room_wanted(&self) -> bool {
-        self.room_wanted
+    /// Whether there is something of which nobody would tell a sleeper: a send waits for room that is not asked for yet, or a link is polled.
+    pub(crate) fn is_unarmed(&self) -> bool {
+        self.room_wanted || self.polled.iter().any(|&id| self.peer(id).slot.is_some())
     }
 
     /// The driver sleeps no more. What it has armed stays so, but for what is always polled.

@@ -244,7 +244,7 @@ impl<M: Memory> Writer<M> {
             self.grow_at_the_end(len)?;
         }
         while !self.find_room(len)? {
-            if !self.grow()? {
+            if !self.grow(self.demand())? {
                 return Ok(false);
             }
         }
@@ -256,7 +256,7 @@ impl<M: Memory> Writer<M> {
     fn grow_at_the_end(&mut self, len: usize) -> Result<(), Broken> {
         if self.window.bytes < PAYLOADS_OF_A_LAP * data_bytes(len) && self.window.bytes < self.memory.data_bytes() {
             self.look_what_was_taken()?;
-            self.grow()?;
+            self.grow(Demand::Wished)?;
         }
         Ok(())
     }
@@ -278,22 +278,27 @@ impl<M: Memory> Writer<M> {
         (self.window.bytes, self.memory.data_bytes())
     }
 
+    /// How much depends on a larger window when there is no room.
+    fn demand(&self) -> Demand {
+        if self.window.bytes < self.least_bytes { Demand::Needed } else { Demand::Wished }
+    }
+
     /// Whether a larger window may help, and can be had as far as is known.
-    fn may_grow(&self) -> bool {
+    fn may_grow(&self, demand: Demand) -> bool {
         // What is under way ends at this side's place, and does not go round the window's end.
         let in_one_piece = self.place.count - self.freed <= self.place.offset as u64;
         let has_slot = self.count - self.taken < self.memory.slot_count() as u64;
-        let may_ask = self.refused_at.is_none_or(|refused_at| self.count - refused_at >= FRAMES_TO_ASK_AGAIN);
+        let may_ask = demand == Demand::Needed
+            || self.refused_at.is_none_or(|refused_at| self.count - refused_at >= FRAMES_TO_ASK_AGAIN);
         in_one_piece && has_slot && may_ask && self.window.bytes < self.memory.data_bytes()
     }
 
     #[cold]
-    fn grow(&mut self) -> Result<bool, Broken> {
-        if !self.may_grow() {
+    fn grow(&mut self, demand: Demand) -> Result<bool, Broken> {
+        if !self.may_grow(demand) {
             return Ok(false);
         }
         let larger = Window::new(&self.memory, self.window.level + 1);
-        let demand = if self.window.bytes < self.least_bytes { Demand::Needed } else { Demand::Wished };
         if self.memory.grow(self.window.bytes, larger.bytes, demand) {
             self.window = larger;
             return Ok(true);
@@ -337,7 +342,7 @@ impl<M: Memory> Writer<M> {
     pub(crate) fn would_fit(&mut self, len: usize) -> Result<bool, Broken> {
         let need = data_bytes(len);
         let (_, next) = self.place.fit(need, self.window.bytes);
-        Ok(self.has_room(need, next)? || self.may_grow())
+        Ok(self.has_room(need, next)? || self.may_grow(self.demand()))
     }
 
     /// Whether a slot is free and all data before `next`.

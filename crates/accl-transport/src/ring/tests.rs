@@ -349,6 +349,25 @@ fn a_ring_that_gets_no_more_memory_goes_on_as_it_is_and_asks_again_much_later() 
 }
 
 #[test]
+fn payloads_that_have_room_need_no_memory_that_is_scarce() {
+    // None is to be had, and then just as much as is needed.
+    for gives in [false, true] {
+        let memory = heap(64, 256 << 10, 16 << 10, 0, gives);
+        let (mut writer, mut reader) = (Writer::new(memory.clone(), 64 << 10), Reader::new(memory, 64 << 10));
+        for i in 0..1000 {
+            assert!(put(&mut writer, i, &pattern(i, 1200)).is_some(), "frame {i}");
+            assert_eq!(take(&mut reader, i), Some(pattern(i, 1200)));
+        }
+        assert_eq!(writer.window_bytes().0, 16 << 10, "it is a wish, and was refused");
+        if gives {
+            // What was refused as a wish is given when the longest payload needs it.
+            put(&mut writer, 0, &pattern(0, 64 << 10)).unwrap();
+            assert_eq!(take(&mut reader, 0), Some(pattern(0, 64 << 10)));
+        }
+    }
+}
+
+#[test]
 fn the_longest_payload_goes_through_a_ring_that_gets_no_more_memory_than_it_needs() {
     // Twice the longest: else a place in the second half would leave no room for it.
     let (bytes, longest) = (16 * 4096, 4096);

@@ -22,7 +22,8 @@ mod tests {
     #[test]
     fn what_lies_in_shared_memory_is_of_its_version() {
         let notices: Notices = Notices::new();
-        (notices.listen(), notices.post(Slot(700)));
+        notices.listen();
+        notices.post(Slot(700));
         let side = SideState::new();
         side.announce(DATA | ROOM, Some(Slot(700)));
         let lines = [
