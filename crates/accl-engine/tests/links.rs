@@ -471,3 +471,42 @@ fn a_second_shutdown_waits_for_nothing() {
         assert!(begin.elapsed() < SOON, "{fabric:?}: {:?}", begin.elapsed());
     }
 }
+
+/// Links that rank 0 looks at, and system calls that it makes, for one message from rank 1 that it sleeps for, in a world in which all are
+/// linked to each other; on average of many.
+fn cost_of_a_sleep(world: u32, fabric: Fabric) -> (f64, f64) {
+    let options = WorldOptions::new(world).over(fabric).with("spin_us", "0").timeout(Duration::from_secs(30));
+    let world = World::new(options);
+    let members = world.run("g", |member| {
+        member.group.connect_all(&mut || false).unwrap();
+        member.barrier().unwrap();
+        member
+    });
+    let before = world.engines[0].snapshot();
+    std::thread::scope(|scope| {
+        let sender = scope.spawn(|| {
+            for value in 0..50 {
+                std::thread::sleep(Duration::from_millis(1));
+                send(&members[1], 0, value).unwrap();
+            }
+        });
+        (0..50).for_each(|value| assert_eq!(receive(&members[0], 1).unwrap(), value));
+        sender.join().unwrap();
+    });
+    let after = world.engines[0].snapshot();
+    let sleeps = (after.parks - before.parks) as f64;
+    assert!(sleeps >= 10.0, "it must have slept: {sleeps}");
+    let looks = (after.work.links_looked_at - before.work.links_looked_at) as f64;
+    (looks / sleeps, (after.system_calls() - before.system_calls()) as f64 / sleeps)
+}
+
+#[test]
+fn a_sleep_costs_no_more_with_twenty_links_than_with_one() {
+    // Links whose news nobody posts are looked at by every pass.
+    for fabric in [Fabric::Shm, Fabric::Tcp] {
+        let (looks_of_few, calls_of_few) = cost_of_a_sleep(2, fabric);
+        let (looks_of_many, calls_of_many) = cost_of_a_sleep(21, fabric);
+        assert!(looks_of_many <= looks_of_few + 6.0, "{fabric:?}: {looks_of_few} links before, {looks_of_many} now");
+        assert!(calls_of_many <= calls_of_few + 3.0, "{fabric:?}: {calls_of_few} calls before, {calls_of_many} now");
+    }
+}
