@@ -196,6 +196,30 @@ impl World<'_> {
                 }
             }
         }
+        self.check_waits_for_who_left(process, core)
+    }
+
+    /// As [`World::check_waits`], of ranks that have left a group: they say so on every link that there is, and on each that is made later.
+    fn check_waits_for_who_left(&self, process: usize, core: &Core) -> Result<(), Violation> {
+        for (&group, member) in &self.processes[process].members {
+            let Some(state) = core.group(member.caller.group) else { continue };
+            for (rank, &other) in self.scenario.groups[group].members.iter().enumerate() {
+                let left_at = self.processes[other].members.get(&group).and_then(|member| member.left_at);
+                let Some(left_at) = left_at.filter(|_| self.processes[other].core.is_some()) else { continue };
+                if self.wire_between(process, other).is_none_or(|wire| !self.is_whole(wire) || self.is_slow(wire)) {
+                    continue;
+                }
+                for call in state.calls_that_need(Rank(rank as u32)) {
+                    let since = call.started().nanos().max(left_at);
+                    if clock::nanos() > since + SLACK.as_nanos() as u64 {
+                        return Err(format!(
+                            "on process {process} call {} of group {group} has needed process {other}, which has left, since {since}",
+                            call.seq
+                        ));
+                    }
+                }
+            }
+        }
         Ok(())
     }
 

@@ -139,6 +139,7 @@ impl World<'_> {
             caller,
             planning: Planning::new(Planner::new(chooser, rank)),
             has_left: false,
+            left_at: None,
             made_at: clock::nanos(),
         };
         host.members.insert(index, member);
@@ -150,6 +151,7 @@ impl World<'_> {
         if std::mem::replace(&mut member.has_left, true) {
             return;
         }
+        member.left_at = Some(clock::nanos());
         core.look_again_at(member.caller.group);
         core.pass_whole(clock::now());
         let _ = core.leave_group(member.caller.group, clock::now());

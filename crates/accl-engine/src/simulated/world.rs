@@ -99,6 +99,8 @@ pub(super) struct Member {
     pub(super) caller: Caller,
     pub(super) planning: Planning,
     pub(super) has_left: bool,
+    /// When it did so.
+    pub(super) left_at: Option<u64>,
     pub(super) made_at: u64,
 }
 
