@@ -10,7 +10,7 @@ use accl_types::{Collective, Error, ErrorKind, Rank};
 
 use super::clock;
 use super::scenario::{Breaks, Fault, Item, Linking};
-use super::world::{Asked, TIMEOUT, Violation, World, info};
+use super::world::{Asked, Made, TIMEOUT, Violation, World, info};
 use crate::session::connector::NOTE_DELAY;
 use crate::session::inquests::{Found, ROUND};
 use accl_executor::group::{Core, GRACE, GroupState, STOP_WITHIN};
@@ -127,9 +127,37 @@ impl World<'_> {
                     ));
                 }
             }
+            for (other, linked_at) in self.links_after_failure(process, group) {
+                // Who waits for nothing looks at no link.
+                let waits_since =
+                    |made: &Made| made.call.as_ref().filter(|call| call.is_done()).map(|call| call.started().nanos());
+                let has_failed = |made: &Made| made.outcome().is_some_and(|outcome| outcome.is_err());
+                let mut calls = self.calls_of(process).filter(|&(item, _)| self.scenario.items[item].group == group);
+                let waited =
+                    calls.any(|(_, made)| has_failed(made) && waits_since(made).is_some_and(|at| at <= linked_at));
+                let late = now.saturating_sub(linked_at.max(made_at) + (GRACE + SLACK).as_nanos() as u64);
+                if late > 0 && waited {
+                    return Err(format!(
+                        "process {process} learns of the failure of group {group} {late} ns later than it must from process {other}, \
+                         where it had failed when they were linked at {linked_at}"
+                    ));
+                }
+            }
             self.failed_at.insert((process, group), now);
         }
         Ok(())
+    }
+
+    /// The processes to which a process was linked when the group had failed there, and when: it asks on each new link what it has missed.
+    fn links_after_failure(&self, process: usize, group: usize) -> impl Iterator<Item = (usize, u64)> {
+        let others = self.scenario.groups[group].members.iter().copied().filter(move |&other| other != process);
+        others.filter_map(move |other| {
+            let failed_at = *self.failed_at.get(&(other, group))?;
+            let wire = self.wire_between(process, other)?;
+            let &(first, last) = self.linked_at.get(&wire)?;
+            let lives = self.processes[other].core.is_some();
+            (failed_at < first && lives && self.is_whole(wire) && !self.is_slow(wire)).then_some((other, last))
+        })
     }
 
     /// The processes of neighbours of a process's rank on which the group has failed, and when, if they have lived long enough since

@@ -119,6 +119,8 @@ impl World<'_> {
         if let (Some(core), Some(peer)) = (&mut host.core, host.peers[ends[1 - end]]) {
             let slot = self.wires[wire].lock().slot(end);
             core.attach(peer, Box::new(link), Some(slot), clock::now());
+            let now = clock::nanos();
+            self.linked_at.entry(wire).and_modify(|(_, last)| *last = now).or_insert((now, now));
             self.kick(ends[end]);
         }
     }

@@ -138,6 +138,8 @@ pub(super) struct World<'a> {
     pub(super) dialled: BTreeSet<usize>,
     /// Ends of wires that their processes have yet to be given, by wire and end.
     pub(super) pending: BTreeMap<(usize, usize), SimulatedLink>,
+    /// When the first and the last end of a wire became links of their processes.
+    pub(super) linked_at: BTreeMap<usize, (u64, u64)>,
     /// Notes that were written, with the process of each.
     pub(super) notes: Vec<(usize, Note)>,
     pub(super) questions: Vec<Asked>,
@@ -209,6 +211,7 @@ impl<'a> World<'a> {
             wires,
             dialled,
             pending,
+            linked_at: BTreeMap::new(),
             notes: Vec::new(),
             questions: Vec::new(),
             processes,
