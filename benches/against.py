@@ -21,6 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from .cargo import built
+
 ROOT = Path(__file__).resolve().parents[1]
 BUILDS = ROOT / "target" / "against"
 CASES = tuple(
@@ -52,28 +54,6 @@ def checked_out(revision: str) -> Path:
             subprocess.run(["tar", "-xf", archive, "-C", files], check=True)
             files.rename(tree)
     return tree
-
-
-def built(tree: Path) -> str:
-    """The bench of a tree, built as it is released."""
-    command = [
-        "cargo",
-        "bench",
-        "--locked",
-        "--package",
-        "accl-benches",
-        "--bench",
-        "collectives",
-        "--no-run",
-        "--message-format=json",
-    ]
-    environment = {name: value for name, value in os.environ.items() if name != "CARGO_TARGET_DIR"}
-    text = subprocess.run(command, cwd=tree, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
-    messages = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    [program] = {
-        message["executable"] for message in messages if message.get("target", {}).get("name") == "collectives"
-    }
-    return program
 
 
 def nanoseconds(program: str, case: str, seconds: float) -> float:
@@ -148,7 +128,7 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON document")
     asked = parser.parse_args()
-    programs = [built(ROOT), built(checked_out(asked.revision))]
+    programs = [built(tree, "collectives") for tree in (ROOT, checked_out(asked.revision))]
     if not asked.json:
         print(
             f"| case | here, us | {asked.revision}, us | ratio | interval | |\n|---|---:|---:|---:|---|---|", flush=True

@@ -10,7 +10,6 @@ rank, over accl and over gloo by turns.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -28,6 +27,7 @@ import torch_accl  # noqa: F401, before the ranks are forked: what is timed is t
 from torch_accl_cli.bench.processes import Failed, run_ranks
 
 from . import blocks
+from .cargo import built
 from .peers import machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,20 +42,7 @@ FACTS = ("processor", "cores", "system")
 
 def bench(*, quick: bool) -> Iterator[list[str]]:
     """What the Rust bench prints of each world, and of many groups: a Markdown table's lines at a time, heads included."""
-    build = [
-        "cargo",
-        "bench",
-        "--locked",
-        "--package",
-        "accl-benches",
-        "--bench",
-        "growth",
-        "--no-run",
-        "--message-format=json",
-    ]
-    built = subprocess.run(build, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
-    messages = [json.loads(line) for line in built.splitlines() if line.startswith("{")]
-    [program] = {message["executable"] for message in messages if message.get("target", {}).get("name") == "growth"}
+    program = built(ROOT, "growth")
     for what in (*[world for world in WORLDS if not quick or int(world.split("/")[1]) <= 8], "groups"):
         print(f"growth: {what}", file=sys.stderr)
         command = [program, "--bench", what]
