@@ -234,11 +234,16 @@ impl World<'_> {
             for (rank, &other) in self.scenario.groups[group].members.iter().enumerate() {
                 let left_at = self.processes[other].members.get(&group).and_then(|member| member.left_at);
                 let Some(left_at) = left_at.filter(|_| self.processes[other].core.is_some()) else { continue };
-                if self.wire_between(process, other).is_none_or(|wire| !self.is_whole(wire) || self.is_slow(wire)) {
+                let wire = self.wire_between(process, other).filter(|&wire| self.is_whole(wire) && !self.is_slow(wire));
+                let Some(wire) = wire else { continue };
+                // What it had sent before may take its time.
+                let end = usize::from(self.scenario.wires[wire].0[1] == process);
+                let has_sent_all = self.processes[other].core.as_ref().is_some_and(|core| !core.net.has_unsent());
+                let Some(has_all_since) = self.wires[wire].lock().has_all_since(end).filter(|_| has_sent_all) else {
                     continue;
-                }
+                };
                 for call in state.calls_that_need(Rank(rank as u32)) {
-                    let since = call.started().nanos().max(left_at);
+                    let since = call.started().nanos().max(left_at).max(has_all_since);
                     if clock::nanos() > since + SLACK.as_nanos() as u64 {
                         return Err(format!(
                             "on process {process} call {} of group {group} has needed process {other}, which has left, since {since}",

@@ -146,6 +146,8 @@ struct End {
     gone: bool,
     /// Nothing that it sends arrives before.
     stalled_until: u64,
+    /// When something has come last.
+    last_arrival: u64,
     /// Something has happened that its process has not asked for.
     has_event: bool,
     /// As `News`: its process has asked since, and the link has not looked.
@@ -231,6 +233,7 @@ impl Wire {
 
     /// Something that was sent has reached an end.
     pub(super) fn on_arrival(&mut self, end: usize, is_quiet: bool) {
+        self.ends[end].last_arrival = clock::nanos();
         if self.is_silent() {
             return;
         }
@@ -296,6 +299,14 @@ impl Wire {
         at <= clock::nanos()
             && self.cut_at.is_none_or(|cut| at <= cut)
             && self.silent_since.is_none_or(|since| at <= since)
+    }
+
+    /// Since when an end has had everything that the other has sent; `None`: something is on its way, or has yet to leave.
+    pub(super) fn has_all_since(&self, end: usize) -> Option<u64> {
+        let theirs = &self.ends[1 - end];
+        let is_on_its_way =
+            !theirs.kept.is_empty() || theirs.under_way.iter().any(|parcel| !self.has_arrived(parcel.at));
+        (!is_on_its_way).then_some(self.ends[end].last_arrival)
     }
 
     /// Puts a frame on its way.

@@ -302,8 +302,6 @@ impl Net {
         if let Some(slot) = slot {
             self.by_slot.insert(slot, id);
         }
-        // Control frames may have waited for it.
-        self.note_dirty(id);
     }
 
     /// Whether a peer has a link.
