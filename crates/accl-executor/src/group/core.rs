@@ -691,6 +691,12 @@ impl Core {
         now: Moment,
     ) -> Result<Option<Moment>> {
         self.guarded(|core| {
+            // While a large message comes, more of it is there as a rule: to ask for it costs less than to sleep until the system tells of it.
+            if core.idle == 0
+                && let Some(call) = call
+            {
+                core.streams_of(call).into_iter().for_each(|peer| core.net.look_again(peer));
+            }
             if core.pass(now) || core.pass_whole(now) {
                 return None;
             }
