@@ -74,6 +74,8 @@ pub trait ByteStream: Send {
 const BUFFER_BYTES: usize = 256 << 10;
 /// From here on a commit sends at once instead of waiting for the flush at the end of the pass.
 const EAGER_BYTES: usize = 64 << 10;
+/// When a read brings so much, more has come meanwhile as a rule: to ask costs less than to wait for an event.
+const FLOWING_BYTES: usize = 32 << 10;
 const WORD: usize = 8;
 /// Where the payload lies in a record, behind word and head.
 const PAYLOAD_AT: usize = WORD + HEAD_BYTES;
@@ -335,7 +337,7 @@ impl<S: ByteStream> StreamLink<S> {
             Ok(count) => {
                 self.inbound.end += count;
                 // A hang-up that came with the last bytes has been seen by the poller, too, or will be.
-                self.is_empty = count < asked;
+                self.is_empty = count < asked && count < FLOWING_BYTES;
             }
             Err(why) if why.kind() == io::ErrorKind::WouldBlock => self.is_empty = true,
             Err(why) => self.ended = Some(self.lost(&format!("receiving failed: {why}"))),
