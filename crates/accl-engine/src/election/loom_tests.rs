@@ -235,17 +235,26 @@ fn loom_a_driver_that_is_interrupted_hands_over() {
 fn loom_who_stands_aside_for_its_interrupt_hook_is_not_relied_upon() {
     check(|| {
         let (model, calls) = Model::new(2, 2);
+        let over = Arc::new(loom::sync::Notify::new());
         let waiter = {
-            let (model, call) = (model.clone(), calls[1].clone());
-            thread::spawn(move || assert_eq!(model.wait(2, &call, || Ok(None)), Waited::Done))
+            let (model, call, over) = (model.clone(), calls[1].clone(), over.clone());
+            thread::spawn(move || {
+                assert_eq!(model.wait(2, &call, || Ok(None)), Waited::Done);
+                over.notify();
+            })
         };
         let peer = {
             let (model, calls) = (model.clone(), calls.clone());
-            thread::spawn(move || calls.iter().for_each(|call| model.deliver(call)))
+            thread::spawn(move || calls.iter().rev().for_each(|call| model.deliver(call)))
         };
+        let mut turns = 0;
         let turn = || {
+            turns += 1;
             model.election.stand_aside(Waiter(1), &*model);
-            // The hook takes as long as the other waiter's call.
+            // After its first sleep the hook takes as long as the other waiter's call.
+            if turns == 2 {
+                over.wait();
+            }
             Ok(None)
         };
         assert_eq!(model.wait(1, &calls[0], turn), Waited::Done);
