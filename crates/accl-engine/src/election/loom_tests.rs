@@ -245,7 +245,11 @@ fn loom_who_stands_aside_for_its_interrupt_hook_is_not_relied_upon() {
         };
         let peer = {
             let (model, calls) = (model.clone(), calls.clone());
-            thread::spawn(move || calls.iter().rev().for_each(|call| model.deliver(call)))
+            thread::spawn(move || {
+                // A sleep may end for nothing.
+                model.kick();
+                calls.iter().rev().for_each(|call| model.deliver(call));
+            })
         };
         let mut turns = 0;
         let turn = || {
