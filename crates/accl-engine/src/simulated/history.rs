@@ -168,7 +168,6 @@ impl World<'_> {
         Err("the processes never stop talking to each other".to_owned())
     }
 
-    /// When all have ended: nothing is left over, and a failure has reached everybody.
     /// All processes end, one after the other.
     fn end(&mut self) -> Result<(), Violation> {
         for process in 0..self.processes.len() {

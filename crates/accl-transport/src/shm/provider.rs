@@ -30,7 +30,7 @@ pub(crate) const ROW: Transport = Transport {
 const CREATOR: usize = 0;
 const GUEST: usize = 1;
 
-const NO_BELL: &str = "its event descriptor and its board did not arrive";
+const NO_EVENTS: &str = "its event descriptor and its board did not arrive";
 
 struct Shm {
     ring_bytes: u64,
@@ -57,7 +57,7 @@ impl Provider for Shm {
         self.waker.board_descriptor()?;
         let (region, memory, refused) = create_region(wanted, self.max_payload_bytes, &self.budget)?;
         let waker = Arc::clone(&self.waker);
-        Ok(Box::new(Half { region, side: CREATOR, memory: Some(memory), waker, bell: None, refused }))
+        Ok(Box::new(Half { region, side: CREATOR, memory: Some(memory), waker, events: None, refused }))
     }
 
     fn accept(&self, peer: PeerAddress, max_payload_bytes: usize) -> Result<Box<dyn HalfLink>, String> {
@@ -76,8 +76,8 @@ impl Provider for Shm {
         let region = Region::open(memory.as_fd(), ring_bytes, &self.budget)
             .map_err(|why| format!("{} bytes of shared memory: {why}", region_bytes(ring_bytes)))?;
         let waker = Arc::clone(&self.waker);
-        let bell = Some(Bell::new(event, &board)?);
-        Ok(Box::new(Half { region, side: GUEST, memory: None, waker, bell, refused: None }))
+        let events = Some(PeerEvents::new(event, &board)?);
+        Ok(Box::new(Half { region, side: GUEST, memory: None, waker, events, refused: None }))
     }
 }
 
@@ -103,14 +103,17 @@ fn create_region(
 }
 
 /// What it takes to tell the peer.
-struct Bell {
+struct PeerEvents {
     event: Fd,
     board: PeerBoard,
 }
 
-impl Bell {
-    fn new(event: Fd, board: &Fd) -> Result<Bell, String> {
-        Ok(Bell { event, board: PeerBoard::open(board.as_fd()).map_err(|why| format!("the peer's board: {why}"))? })
+impl PeerEvents {
+    fn new(event: Fd, board: &Fd) -> Result<PeerEvents, String> {
+        Ok(PeerEvents {
+            event,
+            board: PeerBoard::open(board.as_fd()).map_err(|why| format!("the peer's board: {why}"))?,
+        })
     }
 }
 
@@ -121,20 +124,20 @@ struct Half {
     memory: Option<Fd>,
     waker: Arc<Waker>,
     /// The guest has it from the beginning, the creator with the answer.
-    bell: Option<Bell>,
+    events: Option<PeerEvents>,
     /// Why the rings are smaller than configured, if they are.
     refused: Option<String>,
 }
 
 impl HalfLink for Half {
     fn address(&self) -> Address<'_> {
-        let bell = std::iter::once(self.waker.as_fd()).chain(self.waker.board_descriptor());
+        let events = std::iter::once(self.waker.as_fd()).chain(self.waker.board_descriptor());
         match &self.memory {
             Some(memory) => Address {
                 bytes: (self.region.ring_bytes() as u64).to_le_bytes().to_vec(),
-                descriptors: std::iter::once(memory.as_fd()).chain(bell).collect(),
+                descriptors: std::iter::once(memory.as_fd()).chain(events).collect(),
             },
-            None => Address { bytes: Vec::new(), descriptors: bell.collect() },
+            None => Address { bytes: Vec::new(), descriptors: events.collect() },
         }
     }
 
@@ -143,8 +146,8 @@ impl HalfLink for Half {
     }
 
     fn take_answer(&mut self, peer: PeerAddress, _max_payload_bytes: usize) -> Result<(), String> {
-        let [event, board] = <[Fd; 2]>::try_from(peer.descriptors).map_err(|_| NO_BELL.to_owned())?;
-        self.bell = Some(Bell::new(event, &board)?);
+        let [event, board] = <[Fd; 2]>::try_from(peer.descriptors).map_err(|_| NO_EVENTS.to_owned())?;
+        self.events = Some(PeerEvents::new(event, &board)?);
         Ok(())
     }
 
@@ -157,8 +160,8 @@ impl HalfLink for Half {
     fn finish(self: Box<Self>, agreed: Agreed) -> Result<Box<dyn Watched>, String> {
         let Agreed { socket, max_payload_bytes, peer } = agreed;
         let peer_process = peer_process(&socket);
-        let Half { region, side, bell, .. } = *self;
-        let Bell { event: peer_event, board: peer_board } = bell.ok_or(NO_BELL)?;
+        let Half { region, side, events, .. } = *self;
+        let PeerEvents { event: peer_event, board: peer_board } = events.ok_or(NO_EVENTS)?;
         let parts = Parts { region, side, socket, peer_event, peer_board, peer_process, max_payload_bytes, peer };
         Ok(Box::new(ShmLink::new(parts)))
     }
