@@ -10,10 +10,11 @@ use accl_types::{Collective, Error, ErrorKind, Rank};
 
 use super::clock;
 use super::scenario::{Breaks, Fault, Item, Linking};
-use super::world::{Asked, Made, TIMEOUT, Violation, World, info};
+use super::world::{Asked, Made, Violation, World, info};
 use crate::session::connector::NOTE_DELAY;
 use crate::session::inquests::{Found, ROUND};
-use accl_executor::group::{Core, GRACE, GroupState, STOP_WITHIN};
+use accl_executor::call::CallState;
+use accl_executor::group::{Core, GRACE, GroupState, LOOK_FOR_SILENCE, STOP_WITHIN, VANISHED};
 use accl_executor::peers::{Gone, neighbours};
 
 /// A call may end so much later than its deadline: somebody is in the middle of something.
@@ -49,7 +50,7 @@ impl World<'_> {
 
     /// Looks at the calls of a process that have just ended.
     pub(super) fn note_ends(&mut self, process: usize) -> Result<(), Violation> {
-        let (is_well, has_flips) = (self.is_well(), self.has_flips());
+        let (is_well, has_flips, timeout) = (self.is_well(), self.has_flips(), self.scenario.timeout);
         let mut barriers = Vec::new();
         let group_of = |item: usize| self.scenario.items[item].group;
         for (&(item, by), made) in &mut self.made {
@@ -90,7 +91,7 @@ impl World<'_> {
                 let took = clock::now().since(call.started());
                 let never_stops = |fault: &Fault| matches!(fault, Fault::Break { breaks: Breaks::NeverStops, .. });
                 let given_up = if self.faults.iter().any(never_stops) { STOP_WITHIN } else { Duration::ZERO };
-                if took > TIMEOUT + SLACK + given_up {
+                if took > timeout + SLACK + given_up {
                     return Err(format!("{} ended after {took:?}: {outcome:?}", place()));
                 }
             }
@@ -224,33 +225,71 @@ impl World<'_> {
                 }
             }
         }
-        self.check_waits_for_who_left(process, core)
+        self.check_waits_for_who_left(process, core)?;
+        self.check_silence(process)
     }
 
     /// As [`World::check_waits`], of ranks that have left a group: they say so on every link that there is, and on each that is made later.
     fn check_waits_for_who_left(&self, process: usize, core: &Core) -> Result<(), Violation> {
         for (&group, member) in &self.processes[process].members {
             let Some(state) = core.group(member.caller.group) else { continue };
-            for (rank, &other) in self.scenario.groups[group].members.iter().enumerate() {
-                let left_at = self.processes[other].members.get(&group).and_then(|member| member.left_at);
-                let Some(left_at) = left_at.filter(|_| self.processes[other].core.is_some()) else { continue };
-                let wire = self.wire_between(process, other).filter(|&wire| self.is_whole(wire) && !self.is_slow(wire));
-                let Some(wire) = wire else { continue };
-                // What it had sent before may take its time.
-                let end = usize::from(self.scenario.wires[wire].0[1] == process);
-                let has_sent_all = self.processes[other].core.as_ref().is_some_and(|core| !core.net.has_unsent());
-                let Some(has_all_since) = self.wires[wire].lock().has_all_since(end).filter(|_| has_sent_all) else {
-                    continue;
-                };
-                for call in state.calls_that_need(Rank(rank as u32)) {
-                    let since = call.started().nanos().max(left_at).max(has_all_since);
-                    if clock::nanos() > since + SLACK.as_nanos() as u64 {
-                        return Err(format!(
-                            "on process {process} call {} of group {group} has needed process {other}, which has left, since {since}",
-                            call.seq
-                        ));
-                    }
+            let overdue = |call: &CallState, known: u64| {
+                let since = call.started().nanos().max(known);
+                (clock::nanos() > since + SLACK.as_nanos() as u64).then_some(since)
+            };
+            let others = self.scenario.groups[group].members.iter().copied().enumerate();
+            let others = others.filter(|&(_, other)| other != process);
+            let known: Vec<Option<u64>> =
+                others.clone().map(|(_, other)| self.departure_known(process, group, other)).collect();
+            for ((rank, other), known) in others.zip(&known).filter_map(|(other, known)| Some((other, (*known)?))) {
+                let calls = state.calls_that_need(Rank(rank as u32));
+                if let Some((call, since)) = calls.iter().find_map(|call| Some((call, overdue(call, known)?))) {
+                    return Err(format!(
+                        "on process {process} call {} of group {group} has needed process {other}, which has left, since {since}",
+                        call.seq
+                    ));
                 }
+            }
+            let all_known =
+                known.iter().copied().collect::<Option<Vec<u64>>>().and_then(|known| known.into_iter().max());
+            if let Some(since) =
+                all_known.and_then(|known| state.receives_from_any().find_map(|call| overdue(call, known)))
+            {
+                return Err(format!(
+                    "on process {process} a message in group {group} may come from any rank, and all have left since {since}"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Since when a process knows, or could if it asked, that another one has left a group. `None`: it may not yet.
+    fn departure_known(&self, process: usize, group: usize, other: usize) -> Option<u64> {
+        let core = self.processes[other].core.as_ref()?;
+        let left_at = self.processes[other].members.get(&group)?.left_at?;
+        let wire = self.wire_between(process, other).filter(|&wire| self.is_whole(wire) && !self.is_slow(wire))?;
+        // What it had sent before may take its time.
+        let end = usize::from(self.scenario.wires[wire].0[1] == process);
+        let has_all_since = self.wires[wire].lock().has_all_since(end).filter(|_| !core.net.has_unsent())?;
+        Some(left_at.max(has_all_since))
+    }
+
+    /// Before a process does anything: none of its calls has waited for long while something that it sent to a host that has vanished is
+    /// without an answer.
+    fn check_silence(&self, process: usize) -> Result<(), Violation> {
+        let in_flight =
+            self.calls_of(process).filter_map(|(_, made)| made.call.as_ref().filter(|call| !call.is_done()));
+        let Some(first) = in_flight.map(|call| call.started().nanos()).min() else { return Ok(()) };
+        for (wire, (ends, _)) in self.wires.iter().zip(&self.scenario.wires) {
+            let Some(end) = ends.iter().position(|&at| at == process) else { continue };
+            let Some(asked_at) = wire.lock().unanswered_since(end) else { continue };
+            let found_by =
+                (asked_at + VANISHED.as_nanos() as u64).max(first) + (LOOK_FOR_SILENCE + SLACK).as_nanos() as u64;
+            if clock::nanos() > found_by {
+                return Err(format!(
+                    "process {process} has not found that {}, whose host has vanished, has not answered since {asked_at}",
+                    ends[1 - end]
+                ));
             }
         }
         Ok(())

@@ -309,6 +309,12 @@ impl Wire {
         (!is_on_its_way).then_some(self.ends[end].last_arrival)
     }
 
+    /// Since when an end has waited for an answer of a host that has vanished.
+    pub(super) fn unanswered_since(&self, end: usize) -> Option<u64> {
+        let is_open = !self.is_ring() && !self.is_cut() && !self.ends[end].closed;
+        self.silent_since.filter(|_| is_open).and(self.oldest(end))
+    }
+
     /// Puts a frame on its way.
     fn carry(&mut self, from: usize, mut parcel: Parcel, is_quiet: bool) {
         let wait = self.latency();

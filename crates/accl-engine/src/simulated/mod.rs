@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use accl_types::ErrorKind;
 
-use scenario::{Breaks, Fault, IsFromAny, Scenario};
+use scenario::{Breaks, Fault, IsFromAny, Linking, Scenario, Step};
 use shrink::{report, run};
 use world::Seen;
 
@@ -91,6 +91,30 @@ fn a_receive_from_any_rank_ends_when_all_others_have_left() {
     let faults = [Fault::Leave { item: 0, rank: 1 }];
     let outcomes = history::outcomes(&Scenario::of_messages(2, &[(1, 0, IsFromAny::Yes)], &faults)).unwrap();
     assert_eq!(outcomes[&(0, 0)], Err(ErrorKind::PeerLost));
+}
+
+#[test]
+fn a_receive_from_any_rank_ends_when_all_others_have_left_that_it_has_no_link_to() {
+    // Ranks 0 and 3 are no neighbours.
+    let faults = [Fault::Leave { item: 0, rank: 3 }];
+    let mut scenario = Scenario::of_messages(6, &[(3, 0, IsFromAny::Yes)], &faults);
+    scenario.linking = Linking::Late;
+    scenario.steps.iter_mut().for_each(|threads| threads[0].push(Step::Leave(0)));
+    run(&scenario).unwrap_or_else(|violation| panic!("{violation}"));
+    let outcomes = history::outcomes(&scenario).unwrap();
+    assert_eq!(outcomes[&(0, 0)], Err(ErrorKind::PeerLost));
+}
+
+#[test]
+fn a_host_that_vanishes_is_found_although_it_was_sent_something_while_the_driver_slept() {
+    let messages = [(0, 1, IsFromAny::No), (1, 0, IsFromAny::No)];
+    let mut scenario = Scenario::of_messages(2, &messages, &[Fault::Vanish { process: 0, at: 50_000 }]);
+    scenario.timeout = Duration::from_secs(45);
+    scenario.items.iter_mut().for_each(|item| item.is_async = vec![true; 2]);
+    let sends_late = [Step::Make(0), Step::Call(0), Step::Compute(100_000), Step::Call(1), Step::Wait(0)];
+    (scenario.steps[0][0], scenario.steps[1][0]) = (vec![Step::Make(0)], sends_late.to_vec());
+    run(&scenario).unwrap_or_else(|violation| panic!("{violation}"));
+    assert_eq!(history::outcomes(&scenario).unwrap()[&(0, 1)], Err(ErrorKind::PeerLost));
 }
 
 #[test]

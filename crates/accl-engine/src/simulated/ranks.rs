@@ -15,7 +15,7 @@ use super::driving::PASS;
 use super::external::Device;
 use super::oracle::Tensors;
 use super::scenario::{Fault, Matter, Step};
-use super::world::{Made, Member, State, TIMEOUT, Violation, World};
+use super::world::{Made, Member, State, Violation, World};
 use crate::api::planning::Planning;
 use crate::in_flight::{InFlight, Kept, Notifier};
 use accl_executor::call::{Blocks, CallDesc, Codecs, Encoding, MemoryKind, Mode, TensorCodecs};
@@ -124,8 +124,13 @@ impl World<'_> {
         let Some(core) = &mut host.core else { return };
         let (id, name) = (index as u64 + 1, Arc::from(format!("g{index}")));
         let rank = Rank(rank as u32);
-        let mut state =
-            GroupState::new(id, Arc::clone(&name), rank, TIMEOUT, Members::new(peers, Bytes(spec.eager_bytes)));
+        let mut state = GroupState::new(
+            id,
+            Arc::clone(&name),
+            rank,
+            self.scenario.timeout,
+            Members::new(peers, Bytes(spec.eager_bytes)),
+        );
         if self.scenario.seed.is_multiple_of(3) {
             state.enable_timing();
         }

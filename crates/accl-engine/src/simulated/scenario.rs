@@ -2,16 +2,20 @@
 //!
 //! Owns the drawing of all that from a seed, and what can be left out of it to make a failure smaller. Read [`Scenario::draw`] first.
 
+use std::time::Duration;
+
+use accl_executor::peers::neighbours;
 use accl_schedule::{ALGORITHMS, Encodes, Topology};
 use accl_testkit::Rng;
 use accl_types::config::AlgorithmRule;
-use accl_types::{Collective, Dtype, ReduceOp};
+use accl_types::{Collective, Dtype, Rank, ReduceOp};
 
 use super::link::{Carrier, Flip, WireSpec};
 use accl_types::hash::hash_words;
 
-/// Deadline of calls, in milliseconds.
-pub(super) const TIMEOUT_MS: u64 = 1000;
+/// Deadlines of calls: the usual one, and one that a host that has vanished is found before.
+pub(super) const TIMEOUT: Duration = Duration::from_secs(1);
+const LONG_TIMEOUT: Duration = Duration::from_secs(45);
 /// A rank that is late is so by up to so many nanoseconds.
 const MOST_LATE: u64 = 2_500_000_000;
 
@@ -161,6 +165,10 @@ pub(super) struct Scenario {
     pub(super) spins: u32,
     /// See [`accl_executor::peers::Net::set_looks_before_arming`].
     pub(super) looks_before_arming: u32,
+    /// Deadline of calls.
+    pub(super) timeout: Duration,
+    /// Every rank leaves a group after its last call there; else some do.
+    pub(super) all_leave: bool,
     /// What was left out, for messages.
     pub(super) without: Vec<usize>,
     /// Each event is printed.
@@ -212,10 +220,16 @@ impl Scenario {
                 wires.push(([a, b], spec));
             }
         }
-        let groups: Vec<GroupSpec> =
+        let mut groups: Vec<GroupSpec> =
             (0..1 + rng.below(3)).map(|index| draw_group(&mut rng, index, processes, threads, &hosts)).collect();
         let mut items: Vec<Item> = Vec::new();
-        for _ in 0..1 + rng.below(20) {
+        // Ranks that are no neighbours stay without a link in short programs alone.
+        let (least, most) = match rng.below(3) {
+            0 if processes > 5 => (0, 0),
+            1 if processes > 5 => (1, 3),
+            _ => (1, 20),
+        };
+        for _ in 0..least + rng.below(most + 1 - least) {
             let group = rng.below(groups.len() as u64) as usize;
             let tag = items.len() as u32;
             items.push(draw_item(&mut rng, group, &groups[group], segment, tag));
@@ -233,6 +247,12 @@ impl Scenario {
                 draw_burst(&mut rng, &mut items, group, groups[group].members.len(), segment);
             }
         }
+        for (index, group) in groups.iter_mut().enumerate() {
+            draw_last_word(&mut rng, &mut items, index, group);
+        }
+        if items.is_empty() {
+            items.push(draw_item(&mut rng, 0, &groups[0], segment, 0));
+        }
         let mut scenario = Self {
             seed,
             processes,
@@ -246,6 +266,8 @@ impl Scenario {
             linking: [Linking::AtFirst, Linking::WithGroups, Linking::Late][rng.below(3) as usize],
             spins: [0, 1, 3, 10][rng.below(4) as usize],
             looks_before_arming: [1, 2, 5, 256][rng.below(4) as usize],
+            timeout: if rng.below(16) == 0 { LONG_TIMEOUT } else { TIMEOUT },
+            all_leave: rng.below(2) == 0,
             without: Vec::new(),
             traces: false,
         };
@@ -256,6 +278,9 @@ impl Scenario {
                 scenario.faults.push(fault);
             }
             scenario.faults.extend(scenario.draw_break());
+            if scenario.faults.iter().any(|fault| matches!(fault, Fault::Vanish { .. })) && rng.below(4) > 0 {
+                scenario.timeout = LONG_TIMEOUT;
+            }
         }
         scenario.steps = scenario.draw_steps();
         scenario
@@ -317,6 +342,8 @@ impl Scenario {
             linking: Linking::AtFirst,
             spins: 0,
             looks_before_arming: 2,
+            timeout: TIMEOUT,
+            all_leave: false,
             without: Vec::new(),
             traces: false,
         }
@@ -407,14 +434,23 @@ impl Scenario {
             true => [self.items[item].ends.0, self.items[item].ends.1][end],
             false => rng.below(self.groups[self.items[item].group].members.len() as u64) as usize,
         };
-        // In larger worlds not all ranks are neighbours, and what one of them says has to be passed on.
+        // In larger worlds not all ranks are neighbours, and what one of them says has to be passed on, or asked for.
         if self.processes > 5 && rng.below(2) == 0 {
-            return Fault::Abort { item, rank };
+            return match self.items.last() {
+                _ if rng.below(2) == 0 => Fault::Abort { item, rank },
+                Some(last)
+                    if strangers(last.ends.0, self.groups[last.group].members.len())
+                        .any(|rank| rank == last.ends.1) =>
+                {
+                    Fault::Leave { item: self.items.len() - 1, rank: last.ends.0 }
+                }
+                _ => Fault::Leave { item, rank },
+            };
         }
-        match rng.below(14) {
+        match rng.below(15) {
             0..=2 => Fault::Kill { process, at },
             3..=4 => Fault::Cut { wire, at },
-            5 => Fault::Vanish { process, at },
+            5 | 14 => Fault::Vanish { process, at },
             6 => Fault::Stall { wire, end, at, wait: 1 << rng.below(27) },
             7..=9 => Fault::Flip { wire, flip: Flip { end, frame: rng.below(40), bit: rng.next_u64() } },
             10 | 11 => {
@@ -422,7 +458,7 @@ impl Scenario {
                 Fault::Disagree { item, rank, on: matters[rng.below(4) as usize] }
             }
             12 => Fault::Late { item, rank, wait: rng.below(MOST_LATE) },
-            _ if rng.below(2) == 0 => Fault::Abort { item, rank },
+            13 if rng.below(2) == 0 => Fault::Abort { item, rank },
             _ => Fault::Leave { item, rank },
         }
     }
@@ -483,7 +519,7 @@ impl Scenario {
                 steps.push(Step::Wait(waits.swap_remove(draws[4] as usize % waits.len())));
             }
             let is_last = self.items[index + 1..].iter().all(|later| later.group != item.group);
-            if is_last && draws[2] < 2 {
+            if is_last && (draws[2] < 2 || self.all_leave) {
                 let (mine, others): (Vec<usize>, Vec<usize>) =
                     waits.into_iter().partition(|&waited| self.items[waited].group == item.group);
                 steps.extend(mine.into_iter().map(Step::Wait));
@@ -498,11 +534,11 @@ impl Scenario {
             }
         }
         // Some are never waited for.
-        while waits.len() > rng.below(3) as usize {
+        while waits.len() > if self.all_leave { 0 } else { rng.below(3) as usize } {
             let at = rng.below(waits.len() as u64) as usize;
             steps.push(Step::Wait(waits.swap_remove(at)));
         }
-        if waits.is_empty() && self.faults.is_empty() && rng.below(3) == 0 {
+        if self.all_leave || (waits.is_empty() && self.faults.is_empty() && rng.below(3) == 0) {
             let mine =
                 |group: &usize| self.groups[*group].thread == thread && self.groups[*group].rank_of(process).is_some();
             steps.extend((0..self.groups.len()).filter(mine).map(Step::Leave));
@@ -511,12 +547,9 @@ impl Scenario {
     }
 }
 
-/// Messages that nobody waits for, all to one rank, and an answer that their sender asks for before: whoever drives for it sleeps when
-/// the links are full.
-fn draw_burst(rng: &mut Rng, items: &mut Vec<Item>, group: usize, world: usize, segment: u64) {
-    let from = rng.below(world as u64) as usize;
-    let to = (from + 1 + rng.below(world as u64 - 1) as usize) % world;
-    let message = |ends: (usize, usize), count: u64, tag: usize| Item {
+/// A message of so many bytes, for which its sender does not wait.
+fn message(group: usize, world: usize, ends: (usize, usize), count: u64, number: usize) -> Item {
+    Item {
         group,
         collective: Collective::Send,
         dtype: Dtype::U8,
@@ -527,15 +560,47 @@ fn draw_burst(rng: &mut Rng, items: &mut Vec<Item>, group: usize, world: usize, 
         codec: None,
         step: 1,
         ends,
-        tag: 100 + tag as u32,
+        tag: 100 + number as u32,
         is_from_any: false,
-        is_async: (0..world).map(|rank| rank == from).collect(),
+        is_async: (0..world).map(|rank| rank == ends.0).collect(),
         is_early: false,
-    };
-    for _ in 0..2 + rng.below(5) {
-        items.push(message((from, to), rng.below(segment), items.len()));
     }
-    items.push(Item { is_early: true, ..message((to, from), rng.below(8), items.len()) });
+}
+
+/// Messages that nobody waits for, all to one rank, and an answer that their sender asks for before: whoever drives for it sleeps when
+/// the links are full.
+fn draw_burst(rng: &mut Rng, items: &mut Vec<Item>, group: usize, world: usize, segment: u64) {
+    let from = rng.below(world as u64) as usize;
+    let to = (from + 1 + rng.below(world as u64 - 1) as usize) % world;
+    for _ in 0..2 + rng.below(5) {
+        items.push(message(group, world, (from, to), rng.below(segment), items.len()));
+    }
+    let answer = message(group, world, (to, from), rng.below(8), items.len());
+    items.push(Item { is_early: true, is_async: (0..world).map(|rank| rank == from).collect(), ..answer });
+}
+
+/// What one rank awaits of another that is no neighbour of it, if there are any, after everything else in a group: a message, from that one
+/// or from any rank, or what a root gathers. Who leaves instead of sending it is missed by nobody else.
+fn draw_last_word(rng: &mut Rng, items: &mut Vec<Item>, index: usize, group: &mut GroupSpec) {
+    let world = group.members.len();
+    let from = rng.below(world as u64) as usize;
+    let strangers: Vec<usize> = strangers(from, world).collect();
+    if strangers.is_empty() || rng.below(4) == 0 {
+        return;
+    }
+    let to = strangers[rng.below(strangers.len() as u64) as usize];
+    let word = message(index, world, (from, to), rng.below(20), items.len());
+    items.push(match rng.below(3) {
+        0 => word,
+        1 => Item { is_from_any: true, ..word },
+        _ => {
+            group.rules.retain(|rule| rule.collective != Collective::Gather);
+            let algorithm = "flat".to_owned();
+            let rule = AlgorithmRule { collective: Collective::Gather, algorithm, min_bytes: 0, max_bytes: u64::MAX };
+            group.rules.push(rule);
+            Item { collective: Collective::Gather, root: to, ..word }
+        }
+    });
 }
 
 fn draw_group(rng: &mut Rng, index: u64, processes: usize, threads: usize, hosts: &[u32]) -> GroupSpec {
@@ -572,6 +637,12 @@ fn draw_group(rng: &mut Rng, index: u64, processes: usize, threads: usize, hosts
     }
     let eager_bytes = [0, 200, 4096, 65_536][rng.below(4) as usize];
     GroupSpec { members, hosts, rules, eager_bytes, thread: rng.below(threads as u64) as usize }
+}
+
+/// The ranks that are no neighbours of this one.
+fn strangers(of: usize, world: usize) -> impl Iterator<Item = usize> {
+    let near: Vec<Rank> = neighbours(Rank(of as u32), world as u32).collect();
+    (0..world).filter(move |&rank| rank != of && !near.contains(&Rank(rank as u32)))
 }
 
 fn draw_item(rng: &mut Rng, index: usize, group: &GroupSpec, segment: u64, tag: u32) -> Item {
@@ -620,7 +691,12 @@ fn draw_item(rng: &mut Rng, index: usize, group: &GroupSpec, segment: u64, tag: 
     let codec = (is_encoded && has_row).then(|| CODECS[rng.below(4) as usize]);
     let from = rng.below(world as u64) as usize;
     let is_from_any = rng.below(4) == 0;
-    let to = (from + 1 + rng.below(world as u64 - 1) as usize) % world;
+    let mut to = (from + 1 + rng.below(world as u64 - 1) as usize) % world;
+    // Few pairs are no neighbours, and those have no link before somebody asks for one.
+    let strangers: Vec<usize> = strangers(from, world).collect();
+    if rng.below(2) == 0 && !strangers.is_empty() {
+        to = strangers[rng.below(strangers.len() as u64) as usize];
+    }
     Item {
         group: index,
         collective,

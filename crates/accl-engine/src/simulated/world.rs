@@ -7,7 +7,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
-use std::time::Duration;
 
 use accl_types::Error;
 use accl_wire::EndpointInfo;
@@ -16,7 +15,7 @@ use super::clock::{self, Agenda, Event};
 use super::external::Elsewhere;
 use super::link::{Board, SimulatedLink, Wire, self_link};
 use super::oracle::Tensors;
-use super::scenario::{Fault, Linking, Scenario, Step, TIMEOUT_MS};
+use super::scenario::{Fault, Linking, Scenario, Step};
 use crate::api::planning::Planning;
 use crate::in_flight::InFlight;
 use crate::session::inquests::{Inquests, Question};
@@ -24,9 +23,6 @@ use crate::sync::Mutex;
 use accl_executor::call::Waited;
 use accl_executor::group::{Caller, Core, Fate, GroupState};
 use accl_executor::peers::{Note, PeerId};
-
-/// Deadline of calls.
-pub(super) const TIMEOUT: Duration = Duration::from_millis(TIMEOUT_MS);
 
 /// What was wrong in a history.
 pub(super) type Violation = String;

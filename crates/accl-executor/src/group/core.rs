@@ -40,9 +40,9 @@ const MAX_CALLS_WITHOUT_LOOK: u32 = 16;
 const ROUNDS_OF_RELIEF: u32 = 4;
 /// A host that has not answered for so long has vanished, as long as nobody's deadline is shorter: what keep-alive allows
 /// a link on which nothing is under way.
-const VANISHED: Duration = Duration::from_secs(30);
+pub const VANISHED: Duration = Duration::from_secs(30);
 /// How often silent hosts are looked for.
-const LOOK_FOR_SILENCE: Duration = Duration::from_secs(1);
+pub const LOOK_FOR_SILENCE: Duration = Duration::from_secs(1);
 /// So many are asked what has become of a peer.
 const MAX_WITNESSES: usize = 4;
 
@@ -516,9 +516,11 @@ impl Core {
         !self.stopping.is_empty()
     }
 
-    /// When the driver has to look for silent hosts, if there is anything that they should answer.
-    pub(crate) fn next_look_for_silence(&self) -> Option<Moment> {
-        self.silence_at.filter(|_| self.net.awaits_answers())
+    /// When a driver that sleeps from now on has to look for silent hosts, if there are any that may be. While it sleeps other threads may
+    /// send, and do not wake it for this.
+    fn next_look_for_silence(&self, now: Moment) -> Option<Moment> {
+        let asked = self.silence_at.filter(|_| self.net.awaits_answers());
+        asked.or_else(|| self.net.has_streams().then(|| now + VANISHED))
     }
 
     /// Gives up peers whose host has vanished. The system would go on repeating what is under way for a quarter of an hour;
@@ -709,7 +711,7 @@ impl Core {
                 core.net.unpark();
                 return None;
             }
-            let silence = core.next_look_for_silence().filter(|_| ticks);
+            let silence = core.next_look_for_silence(now).filter(|_| ticks);
             let look = core.net.poll_interval().map(|interval| now + interval);
             let deadline = core.next_deadline();
             let until = until.into_iter().chain(deadline).chain(silence).chain(look).min().unwrap_or(Moment::FAR);

@@ -957,6 +957,11 @@ impl GroupState {
         runs.chain(self.p2p.needs(rank, FromAny::DoesNot).map(|message| message.call.clone())).collect()
     }
 
+    /// Receives in flight that take a message from any rank.
+    pub fn receives_from_any(&self) -> impl Iterator<Item = &Arc<CallState>> {
+        self.p2p.messages().filter(|message| message.peer.is_none() && !message.is_private).map(|message| &message.call)
+    }
+
     /// As [`super::core::Core::residue`].
     pub(crate) fn residue(&self) -> Vec<String> {
         let counts = [
