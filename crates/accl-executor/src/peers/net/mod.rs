@@ -1,11 +1,9 @@
 //! The peers of this process: one link each, shared by all groups, from when somebody first wants it.
 //!
-//! Owns links, which of them passes look at, the queue of control frames that found no room, which links are wanted, and the record of who is
-//! gone. Makes no link, and knows no calls. Read [`Net`] first.
-//!
-//! A link is *polled*, that is, every pass looks at it, or it is *armed*: whoever brings it news posts them on the [`NewsBoard`], and then it is
-//! polled again. It is armed when it has been looked at in vain for a while, and before a sleep. So neither a pass nor a sleep costs more
-//! with more links.
+//! Owns links, the queue of control frames that found no room, which links are wanted, and the record of who is gone; which of the links
+//! passes look at is in `polling`. Makes no link, and knows no calls. Read [`Net`] first.
+
+mod polling;
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -229,14 +227,12 @@ impl Default for Net {
     }
 }
 
-/// See [`Net::poll_link`]. `true`: a send waits for room there.
-fn poll_link(peers: &mut [Peer], polled: &mut Vec<PeerId>, id: PeerId) -> bool {
-    let peer = &mut peers[id.0 as usize];
-    let Some(link) = peer.link.as_mut().filter(|_| !peer.is_polled) else { return false };
-    link.disarm();
-    (peer.is_polled, peer.idle_looks) = (true, 0);
-    polled.push(id);
-    std::mem::take(&mut peer.is_armed_for_room)
+/// As [`Net::poll_link`], of a link on which a send has found no room, or that is broken: it stays armed, which does no harm, for what it was
+/// refused is remembered until it is armed again.
+fn poll_for_room(is_polled: &mut bool, polled: &mut Vec<PeerId>, id: PeerId) {
+    if !std::mem::replace(is_polled, true) {
+        polled.push(id);
+    }
 }
 
 impl Net {
@@ -275,16 +271,6 @@ impl Net {
             traffic: Traffic::default(),
         });
         id
-    }
-
-    /// A link that is looked at so often in vain is armed. For simulations, whose threads look less often.
-    pub fn set_looks_before_arming(&mut self, looks: u32) {
-        self.looks_before_arming = looks;
-    }
-
-    /// Where news of links are posted from now on.
-    pub fn set_board(&mut self, board: Arc<dyn NewsBoard>) {
-        self.board = Some(board);
     }
 
     /// Gives a peer its link, unless it has one or has gone. What the link waits for is watched already; its news are posted at `slot`
@@ -407,102 +393,6 @@ impl Net {
         &self.linked
     }
 
-    /// The peers whose links are looked at, one by one from 0: meanwhile some may go and others take their numbers.
-    #[inline]
-    pub(crate) fn polled(&self, index: usize) -> Option<PeerId> {
-        self.polled.get(index).copied()
-    }
-
-    /// How often a link has been looked at so far.
-    pub(crate) fn looks(&self) -> u64 {
-        self.looks
-    }
-
-    /// Passes look at this peer's link from now on.
-    pub fn poll_link(&mut self, id: PeerId) {
-        self.owes_pass |= poll_link(&mut self.peers, &mut self.polled, id);
-    }
-
-    /// Every send that waits for room has tried again, and its link is to be armed for room if there was none. What a link has been refused is
-    /// forgotten with its arming, so no link is armed before that.
-    pub(crate) fn end_pass(&mut self) {
-        self.owes_pass = false;
-    }
-
-    /// The links of which news were posted are polled from now on.
-    #[inline]
-    pub(crate) fn take_news(&mut self) {
-        let Self { board, by_slot, peers, polled, owes_pass, .. } = self;
-        if let Some(board) = board {
-            board.take(&mut |slot| {
-                // One that has gone may have left news behind.
-                if let Some(&id) = by_slot.get(&slot) {
-                    *owes_pass |= poll_link(peers, polled, id);
-                }
-            });
-        }
-    }
-
-    /// A pass has looked at a link, and found something or not. One that has brought nothing for a while is armed.
-    #[inline]
-    pub(crate) fn note_look(&mut self, id: PeerId, has_found: bool) {
-        self.looks += 1;
-        let peer = &mut self.peers[id.0 as usize];
-        peer.idle_looks = if has_found { 0 } else { peer.idle_looks + 1 };
-        if peer.idle_looks >= self.looks_before_arming {
-            self.arm_idle(id);
-        }
-    }
-
-    #[cold]
-    fn arm_idle(&mut self, id: PeerId) {
-        let peer = &mut self.peers[id.0 as usize];
-        peer.idle_looks = 0;
-        // A send that waits for room tries again in every pass, and says so then.
-        let waits_for_room = std::mem::take(&mut peer.wants_room) || !peer.outbox.is_empty();
-        if peer.slot.is_some() && peer.is_polled && !waits_for_room {
-            self.arm(id);
-            if !self.peer(id).is_polled {
-                self.polled.retain(|&polled| polled != id);
-            }
-        }
-    }
-
-    /// Arms a polled link. `true`: it is polled on, since something has come up.
-    fn arm(&mut self, id: PeerId) -> bool {
-        self.looks += 1;
-        let peer = &mut self.peers[id.0 as usize];
-        let wants_room = std::mem::take(&mut peer.wants_room) || !peer.outbox.is_empty();
-        let Some(link) = &mut peer.link else { return false };
-        let is_news = link.arm(wants_room);
-        // Others are to know when to look again by themselves.
-        let interval = link.poll_interval();
-        self.poll_interval = self.poll_interval.into_iter().chain(interval).min();
-        if is_news {
-            link.disarm();
-        }
-        peer.is_armed_for_room = wants_room && !is_news;
-        peer.is_polled = is_news || interval.is_some() || peer.slot.is_none();
-        is_news
-    }
-
-    /// Arms all links. `true`: something has come up.
-    fn arm_all(&mut self) -> bool {
-        self.room_wanted = false;
-        self.poll_interval = None;
-        let mut is_news = false;
-        let mut index = 0;
-        while let Some(id) = self.polled(index) {
-            is_news |= self.arm(id);
-            if self.peer(id).is_polled {
-                index += 1;
-            } else {
-                self.polled.swap_remove(index);
-            }
-        }
-        is_news
-    }
-
     /// What is known of a peer.
     #[inline]
     pub fn peer(&self, id: PeerId) -> &Peer {
@@ -567,10 +457,7 @@ impl Net {
             Ok(None) | Err(_) => {
                 peer.wants_room = true;
                 self.room_wanted = true;
-                // It stays armed, which does no harm: what it was refused is remembered until it is armed again.
-                if !std::mem::replace(&mut peer.is_polled, true) {
-                    self.polled.push(id);
-                }
+                poll_for_room(&mut peer.is_polled, &mut self.polled, id);
                 None
             }
         }
@@ -728,8 +615,8 @@ impl Net {
         if link.awaits_answer() && !std::mem::replace(&mut peer.is_unanswered, true) {
             self.unanswered.push(id);
         }
-        if (peer.wants_room || is_broken || flushed.is_err()) && !std::mem::replace(&mut peer.is_polled, true) {
-            self.polled.push(id);
+        if peer.wants_room || is_broken || flushed.is_err() {
+            poll_for_room(&mut peer.is_polled, &mut self.polled, id);
         }
         (moved, is_clean)
     }
@@ -856,44 +743,6 @@ impl Net {
     /// Whether a peer has gone since this was last asked.
     pub(crate) fn take_departures(&mut self) -> bool {
         std::mem::replace(&mut self.departures_seen, self.departures) != self.departures
-    }
-
-    /// Before a sleep: arms all links, and has the first news wake the sleeper. `true`: something came up meanwhile, and a pass is due.
-    pub(crate) fn prepare_park(&mut self) -> bool {
-        self.take_news();
-        self.owes_pass || self.arm_all() || self.board.as_ref().is_some_and(|board| board.listen())
-    }
-
-    /// A thread looks for news while the driver sleeps: they wake nobody.
-    pub(crate) fn mute(&mut self) {
-        if let Some(board) = &self.board {
-            board.mute();
-        }
-    }
-
-    /// While the driver sleeps: arms the links that a pass has looked at. `true`: something came up meanwhile.
-    pub(crate) fn arm_again(&mut self) -> bool {
-        !self.polled.is_empty() && self.arm_all()
-    }
-
-    /// How long a sleeper may leave the links alone, after [`Net::prepare_park`].
-    pub(crate) fn poll_interval(&self) -> Option<Duration> {
-        self.poll_interval
-    }
-
-    /// Whether there is something of which nobody would tell a sleeper: a send waits for room that is not asked for yet, or a link is polled.
-    pub(crate) fn is_unarmed(&self) -> bool {
-        self.room_wanted || self.polled.iter().any(|&id| self.peer(id).slot.is_some())
-    }
-
-    /// The driver sleeps no more. What it has armed stays so, but for what is always polled.
-    pub(crate) fn unpark(&mut self) {
-        self.mute();
-        for index in 0..self.polled.len() {
-            if let Some(link) = self.link(self.polled[index]) {
-                link.disarm();
-            }
-        }
     }
 
     /// The process with this identity, if it was a peer and has gone.
