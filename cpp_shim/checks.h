@@ -167,7 +167,7 @@ class Check {
     if (tensor.layout() != at::kStrided) {
       refuse(bridge::Kind::InvalidType, call_,
              "invalid tensor layout at index " + std::to_string(index) + " (expected Strided, got " +
-                 c10d::toString(tensor.layout()) + "); only dense tensors are taken");
+                 c10d::toString(tensor.layout()) + "): unsupported layout, only dense tensors are taken");
     }
     if (!tensor.device().is_cpu()) bad("is on device " + tensor.device().str() + "; accl takes CPU tensors");
     if (!tensor.has_storage() || tensor._is_zerotensor()) bad("has no memory of its own; call contiguous() or clone() first");

@@ -242,6 +242,9 @@ def test_sparse_tensors_where_they_make_no_sense_are_refused(rank, world):
         dist.broadcast(ONES.to_sparse(), 0)
     with pytest.raises((NotImplementedError, TypeError)):
         dist.all_reduce(torch.eye(3).to_sparse_csr())
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="invalid tensor layout at index 1.*unsupported layout"):
+        backend.allreduce_coalesced([ONES.clone(), ONES.to_sparse()])
     dist.barrier()
 
 
