@@ -1,0 +1,10 @@
+//! The emulator's protocol: what a host asks of an emulated engine, one request and one reply at a time, in JSON.
+//!
+//! Owns the text of requests and replies, both ways. Sockets are those of whoever asks or answers. Read [`Request`] first.
+
+mod json;
+mod reply;
+mod request;
+
+pub use reply::{Reply, Status};
+pub use request::{BadRequest, Request};

@@ -1,0 +1,75 @@
+//! What an emulated engine answers.
+
+use std::fmt::Write;
+
+use serde::Deserialize;
+
+use super::json::{Data, push_array};
+
+/// Whether a request did what it should.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Status {
+    /// It did; of a poll: the call has ended.
+    Good,
+    /// It did not; of a poll: the call goes on, or there is none.
+    Not,
+    /// The control stream is none.
+    NoControl,
+}
+
+/// What an emulated engine answers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Reply {
+    /// Nothing but whether it was done.
+    Status(Status),
+    /// A word.
+    Register(u32),
+    /// Bytes of memory.
+    Memory(Vec<u8>),
+}
+
+#[derive(Deserialize)]
+struct Fields {
+    status: i64,
+    rdata: Option<Data>,
+}
+
+impl Status {
+    const TABLE: [(i64, Self); 3] = [(0, Self::Good), (1, Self::Not), (-1, Self::NoControl)];
+
+    fn number(self) -> i64 {
+        Self::TABLE.iter().find(|(_, status)| *status == self).map_or(1, |(number, _)| *number)
+    }
+}
+
+impl Reply {
+    /// Its text. Bytes are signed, as the original writes them.
+    pub fn to_json(&self) -> String {
+        let mut text = String::new();
+        let _ = match self {
+            Self::Status(status) => write!(text, r#"{{"status":{}}}"#, status.number()),
+            Self::Register(value) => write!(text, r#"{{"rdata":{value},"status":0}}"#),
+            Self::Memory(bytes) => {
+                text.push_str(r#"{"rdata":"#);
+                push_array(&mut text, bytes.iter().map(|&byte| byte as i8));
+                write!(text, r#","status":0}}"#)
+            }
+        };
+        text
+    }
+
+    /// From its text.
+    ///
+    /// # Errors
+    /// What is wrong with it, in words.
+    pub fn from_json(text: &[u8]) -> Result<Self, String> {
+        let fields: Fields = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+        let status = Status::TABLE.iter().find(|(number, _)| *number == fields.status);
+        let (_, status) = status.ok_or_else(|| format!("its status is {}", fields.status))?;
+        Ok(match fields.rdata {
+            Some(Data::Number(value)) if *status == Status::Good => Self::Register(value),
+            Some(Data::Bytes(bytes)) if *status == Status::Good => Self::Memory(bytes),
+            Some(_) | None => Self::Status(*status),
+        })
+    }
+}

@@ -1,0 +1,233 @@
+//! What a host asks of an emulated engine.
+
+use std::fmt::Write;
+
+use serde::Deserialize;
+
+use super::json::{Data, push_array};
+use crate::call::{BadWord, Descriptor};
+
+/// What a host asks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// The word at an offset of exchange memory.
+    ReadRegister {
+        /// Its offset in bytes.
+        offset: u32,
+    },
+    /// Sets a word of exchange memory.
+    WriteRegister {
+        /// Its offset in bytes.
+        offset: u32,
+        /// What it is to hold.
+        value: u32,
+    },
+    /// Bytes of memory.
+    ReadMemory {
+        /// Where they begin.
+        address: u64,
+        /// How many.
+        bytes: u32,
+        /// They lie in host memory.
+        is_host: bool,
+    },
+    /// Sets bytes of memory, which grows if it must.
+    WriteMemory {
+        /// Where they begin.
+        address: u64,
+        /// The bytes.
+        data: Vec<u8>,
+        /// They lie in host memory.
+        is_host: bool,
+    },
+    /// Has memory reach so far. There is no way back.
+    Allocate {
+        /// Where it begins: hosts choose.
+        address: u64,
+        /// How much.
+        bytes: u32,
+        /// It is host memory.
+        is_host: bool,
+    },
+    /// Starts a call. The reply does not wait for it.
+    Call {
+        /// Through which of the control streams.
+        control: u32,
+        /// The call.
+        call: Descriptor,
+    },
+    /// Whether the call on a control stream has ended; if so, that is said once.
+    Poll {
+        /// Which of the control streams.
+        control: u32,
+    },
+    /// What the emulator is: ours alone answers.
+    About,
+}
+
+/// A request that means nothing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum BadRequest {
+    /// It is not JSON, or a field has another type.
+    Json(String),
+    /// There is no such type of request.
+    Type(u32),
+    /// A field is missing.
+    Missing(&'static str),
+    /// The word of a call means nothing.
+    Call(BadWord),
+}
+
+/// The numbers of requests.
+mod number {
+    pub(super) const READ_REGISTER: u32 = 0;
+    pub(super) const WRITE_REGISTER: u32 = 1;
+    pub(super) const READ_MEMORY: u32 = 2;
+    pub(super) const WRITE_MEMORY: u32 = 3;
+    pub(super) const ALLOCATE: u32 = 4;
+    pub(super) const CALL: u32 = 5;
+    pub(super) const POLL: u32 = 6;
+    pub(super) const ABOUT: u32 = 7;
+}
+
+/// All fields that a request may have.
+#[derive(Deserialize)]
+struct Fields {
+    r#type: u32,
+    addr: Option<u64>,
+    len: Option<u32>,
+    host: Option<bool>,
+    wdata: Option<Data>,
+    ctrl_id: Option<u32>,
+    scenario: Option<u32>,
+    count: Option<u32>,
+    comm: Option<u32>,
+    root_src_dst: Option<u32>,
+    function: Option<u32>,
+    tag: Option<u32>,
+    arithcfg: Option<u32>,
+    compression_flags: Option<u32>,
+    stream_flags: Option<u32>,
+    addr_0: Option<u64>,
+    addr_1: Option<u64>,
+    addr_2: Option<u64>,
+}
+
+impl Request {
+    /// Its text.
+    pub fn to_json(&self) -> String {
+        let mut text = String::new();
+        let written = match self {
+            Self::ReadRegister { offset } => {
+                write!(text, r#"{{"type":{},"addr":{offset}}}"#, number::READ_REGISTER)
+            }
+            Self::WriteRegister { offset, value } => {
+                write!(text, r#"{{"type":{},"addr":{offset},"wdata":{value}}}"#, number::WRITE_REGISTER)
+            }
+            Self::ReadMemory { address, bytes, is_host } => {
+                write!(text, r#"{{"type":{},"addr":{address},"len":{bytes},"host":{is_host}}}"#, number::READ_MEMORY)
+            }
+            Self::WriteMemory { address, data, is_host } => {
+                let _ = write!(text, r#"{{"type":{},"addr":{address},"wdata":"#, number::WRITE_MEMORY);
+                push_array(&mut text, data.iter());
+                write!(text, r#","host":{is_host}}}"#)
+            }
+            Self::Allocate { address, bytes, is_host } => {
+                write!(text, r#"{{"type":{},"addr":{address},"len":{bytes},"host":{is_host}}}"#, number::ALLOCATE)
+            }
+            Self::Call { control, call } => write!(
+                text,
+                r#"{{"type":{},"ctrl_id":{control},"scenario":{},"count":{},"comm":{},"root_src_dst":{},"function":{},"tag":{},"arithcfg":{},"compression_flags":{},"stream_flags":{},"addr_0":{},"addr_1":{},"addr_2":{}}}"#,
+                number::CALL,
+                call.operation.number(),
+                call.count,
+                call.communicator,
+                call.root,
+                call.function,
+                call.tag,
+                call.arithmetic,
+                call.compression.bits(),
+                call.places(),
+                call.first,
+                call.second,
+                call.result,
+            ),
+            Self::Poll { control } => write!(text, r#"{{"type":{},"ctrl_id":{control}}}"#, number::POLL),
+            Self::About => write!(text, r#"{{"type":{}}}"#, number::ABOUT),
+        };
+        // A string takes everything.
+        let _ = written;
+        text
+    }
+
+    /// From its text.
+    ///
+    /// # Errors
+    /// [`BadRequest`].
+    pub fn from_json(text: &[u8]) -> Result<Self, BadRequest> {
+        let fields: Fields = serde_json::from_slice(text).map_err(|error| BadRequest::Json(error.to_string()))?;
+        let missing = BadRequest::Missing;
+        let offset = || fields.addr.and_then(|at| u32::try_from(at).ok()).ok_or(missing("addr"));
+        let address = || fields.addr.ok_or(missing("addr"));
+        let bytes = || fields.len.ok_or(missing("len"));
+        let is_host = fields.host.unwrap_or(false);
+        Ok(match fields.r#type {
+            number::READ_REGISTER => Self::ReadRegister { offset: offset()? },
+            number::WRITE_REGISTER => match fields.wdata {
+                Some(Data::Number(value)) => Self::WriteRegister { offset: offset()?, value },
+                Some(Data::Bytes(_)) | None => return Err(missing("wdata")),
+            },
+            number::READ_MEMORY => Self::ReadMemory { address: address()?, bytes: bytes()?, is_host },
+            number::WRITE_MEMORY => {
+                let address = address()?;
+                match fields.wdata {
+                    Some(Data::Bytes(data)) => Self::WriteMemory { address, data, is_host },
+                    Some(Data::Number(_)) | None => return Err(missing("wdata")),
+                }
+            }
+            number::ALLOCATE => Self::Allocate { address: address()?, bytes: bytes()?, is_host },
+            number::CALL => Self::Call { control: fields.ctrl_id.ok_or(missing("ctrl_id"))?, call: fields.call()? },
+            number::POLL => Self::Poll { control: fields.ctrl_id.ok_or(missing("ctrl_id"))? },
+            number::ABOUT => Self::About,
+            other => return Err(BadRequest::Type(other)),
+        })
+    }
+}
+
+impl Fields {
+    fn call(&self) -> Result<Descriptor, BadRequest> {
+        let word = |value: Option<u32>, name| value.ok_or(BadRequest::Missing(name));
+        let address = |value: Option<u64>, name| value.ok_or(BadRequest::Missing(name));
+        let [first, second, result] =
+            [address(self.addr_0, "addr_0")?, address(self.addr_1, "addr_1")?, address(self.addr_2, "addr_2")?];
+        let words = [
+            word(self.scenario, "scenario")?,
+            word(self.count, "count")?,
+            word(self.comm, "comm")?,
+            word(self.root_src_dst, "root_src_dst")?,
+            word(self.function, "function")?,
+            word(self.tag, "tag")?,
+            word(self.arithcfg, "arithcfg")?,
+            word(self.compression_flags, "compression_flags")?,
+            word(self.stream_flags, "stream_flags")?,
+            first as u32,
+            (first >> 32) as u32,
+            second as u32,
+            (second >> 32) as u32,
+            result as u32,
+            (result >> 32) as u32,
+        ];
+        Descriptor::from_words(&words).map_err(BadRequest::Call)
+    }
+}
+
+impl std::fmt::Display for BadRequest {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Json(why) => write!(f, "a request is no JSON of this protocol: {why}"),
+            Self::Type(number) => write!(f, "there is no request of type {number}"),
+            Self::Missing(field) => write!(f, "a request lacks its field `{field}`, or has another type there"),
+            Self::Call(BadWord { name, value }) => write!(f, "the {name} of a call cannot be {value}"),
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! What current firmware does wrong, and what is done about it: by the emulator, which can do as it does or repair it, and by the driver,
+//! which always works round it.
+
+/// Something that firmware does wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hazard {
+    /// As the reference numbers it, and `--faithful` takes it.
+    pub number: u8,
+    /// When it happens.
+    pub condition: &'static str,
+    /// What firmware does then.
+    pub faithful: &'static str,
+    /// What the repaired emulator does then.
+    pub repaired: &'static str,
+    /// What the driver does, so that it does not happen.
+    pub way_round: &'static str,
+    /// The repair changes what goes over the wire, so that all peers must have it.
+    pub is_on_wire: bool,
+}
+
+/// All of them, by number.
+pub const HAZARDS: [Hazard; 12] = [
+    Hazard {
+        number: 1,
+        condition: "the last segment of an eager all_reduce has so few elements that the last rank's share is empty",
+        faithful: "it hangs",
+        repaired: "an empty share is not sent, and not waited for",
+        way_round: "counts are padded to a multiple of the ranks",
+        is_on_wire: true,
+    },
+    Hazard {
+        number: 2,
+        condition: "a message is larger than the largest eager one, and the network is UDP or TCP",
+        faithful: "it hangs",
+        repaired: "it is sent eagerly",
+        way_round: "calls are cut to the largest eager message",
+        is_on_wire: true,
+    },
+    Hazard {
+        number: 3,
+        condition: "a rendezvous gather has a root that is neither the first nor the last rank",
+        faithful: "the root sends its address to itself, and hangs",
+        repaired: "it sends it to each other rank",
+        way_round: "blocks are cut to the largest eager message",
+        is_on_wire: true,
+    },
+    Hazard {
+        number: 4,
+        condition: "a rendezvous reduction goes up a binomial tree, and the number of ranks is a power of two",
+        faithful: "the last sum stays in a spare buffer, and the result is not written",
+        repaired: "the last sum goes to the result",
+        way_round: "reductions are flat among any number of ranks",
+        is_on_wire: false,
+    },
+    Hazard {
+        number: 5,
+        condition: "what all ranks contribute to a flat rendezvous reduction is larger than a spare buffer",
+        faithful: "memory behind the spare buffer is overwritten",
+        repaired: "the call ends with an error of its size",
+        way_round: "reductions are cut to what a spare buffer holds of all ranks",
+        is_on_wire: false,
+    },
+    Hazard {
+        number: 6,
+        condition: "a rendezvous reduce_scatter",
+        faithful: "the source of rank 0 is overwritten",
+        repaired: "the sum is kept in a spare buffer",
+        way_round: "sources are copies in memory of the device",
+        is_on_wire: false,
+    },
+    Hazard {
+        number: 7,
+        condition: "sender and receiver of a message name different tags, and one of them is `any`",
+        faithful: "the receiver hangs, unless the sender of an eager message said `any`",
+        repaired: "a receiver that says `any` takes every tag",
+        way_round: "both ends of a message name the same tag, which is not `any`",
+        is_on_wire: false,
+    },
+    Hazard {
+        number: 8,
+        condition: "ranks start sends and receives in different orders",
+        faithful: "they wait for each other",
+        repaired: "the same: a call holds the engine until it ends",
+        way_round: "calls are started in the order of their numbers, which is the same on all ranks",
+        is_on_wire: false,
+    },
+    Hazard {
+        number: 9,
+        condition: "a fourth call is started before the end of the first was asked for",
+        faithful: "the emulator answers nobody any more",
+        repaired: "calls wait for their turn",
+        way_round: "one call is started at a time",
+        is_on_wire: false,
+    },
+    Hazard {
+        number: 10,
+        condition: "a message goes to a kernel stream over RDMA",
+        faithful: "it hangs now and then",
+        repaired: "it arrives",
+        way_round: "no message does",
+        is_on_wire: false,
+    },
+    Hazard {
+        number: 11,
+        condition: "some buffers of a rendezvous collective lie in host memory and some in that of the device",
+        faithful: "data are written to the other memory",
+        repaired: "they are written where they should be",
+        way_round: "all buffers of a group lie in one kind of memory",
+        is_on_wire: false,
+    },
+    Hazard {
+        number: 12,
+        condition: "two communicators of the same engines are in use at once",
+        faithful: "messages of one are taken for those of the other",
+        repaired: "a message belongs to the communicator that its header names",
+        way_round: "a device serves one group",
+        is_on_wire: true,
+    },
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hazards_are_numbered_from_one() {
+        assert!(HAZARDS.iter().zip(1..).all(|(hazard, number)| hazard.number == number));
+        assert!(HAZARDS.iter().all(|hazard| !hazard.way_round.is_empty() && hazard.faithful != hazard.repaired));
+    }
+}

@@ -1,0 +1,89 @@
+//! Communicators: the ranks of a call, and how an engine reaches each.
+
+use std::net::Ipv4Addr;
+
+use crate::words::words;
+
+/// The session of a rank that has none.
+pub const NO_SESSION: u32 = u32::MAX;
+/// Words before the entries of ranks: their number, and which of them this engine is.
+const HEAD_WORDS: usize = 2;
+
+words! {
+    /// What a communicator says of one rank.
+    pub struct RankEntry: 6 words {
+        0 ip: "IPv4 address, the first octet in the top byte.",
+        1 port: "Its port.",
+        2 inbound: "Sequence number of the next message from it, which the engine counts.",
+        3 outbound: "Sequence number of the next message to it, which the engine counts.",
+        4 session: "Socket index (UDP), session (TCP) or number of the queue pair (RDMA); the emulator takes the rank.",
+        5 segment_bytes: "Most bytes of a segment: a multiple of 64, and no more than an rx buffer holds.",
+    }
+}
+
+/// A communicator. Firmware keeps its head by address: another one is laid at another address, never over this one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Communicator {
+    /// Which rank the engine is that holds this.
+    pub local: u32,
+    /// All ranks.
+    pub ranks: Vec<RankEntry>,
+}
+
+impl RankEntry {
+    /// A rank that nothing was sent to yet.
+    pub fn new(ip: Ipv4Addr, port: u16, session: u32, segment_bytes: u32) -> Self {
+        Self { ip: ip.to_bits(), port: u32::from(port), session, segment_bytes, ..Self::default() }
+    }
+
+    /// Its address.
+    pub fn address(&self) -> Ipv4Addr {
+        Ipv4Addr::from_bits(self.ip)
+    }
+}
+
+impl Communicator {
+    /// How many words one of so many ranks takes.
+    pub const fn word_count(ranks: usize) -> usize {
+        HEAD_WORDS + RankEntry::COUNT * ranks
+    }
+
+    /// Where the entry of a rank begins, in words from the beginning of the communicator.
+    pub const fn entry_at(rank: usize) -> usize {
+        Self::word_count(rank)
+    }
+
+    /// As it lies in exchange memory.
+    pub fn to_words(&self) -> Vec<u32> {
+        let entries = self.ranks.iter().flat_map(RankEntry::to_words);
+        [self.ranks.len() as u32, self.local].into_iter().chain(entries).collect()
+    }
+
+    /// From exchange memory, which may hold more. `None`: it holds less than the head says.
+    pub fn from_words(words: &[u32]) -> Option<Self> {
+        let (head, entries) = words.split_at_checked(HEAD_WORDS)?;
+        let (entries, _) = entries.as_chunks::<{ RankEntry::COUNT }>();
+        let entries = entries.get(..usize::try_from(head[0]).ok()?)?;
+        Some(Self { local: head[1], ranks: entries.iter().map(RankEntry::from_words).collect() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_follow_the_head() {
+        let rank =
+            |last: u8| RankEntry::new(Ipv4Addr::new(127, 0, 0, last), 5500 + u16::from(last), u32::from(last), 1024);
+        let communicator = Communicator { local: 1, ranks: vec![rank(1), rank(2)] };
+        let words = communicator.to_words();
+        assert_eq!(words.len(), Communicator::word_count(2));
+        assert_eq!(words[..4], [2, 1, 0x7F00_0001, 5501]);
+        assert_eq!(words[Communicator::entry_at(1)], 0x7F00_0002);
+        assert_eq!(Communicator::from_words(&words), Some(communicator.clone()));
+        assert_eq!(communicator.ranks[1].address(), Ipv4Addr::new(127, 0, 0, 2));
+        assert_eq!(Communicator::from_words(&words[..words.len() - 1]), None);
+        assert_eq!(Communicator::from_words(&[1]), None);
+    }
+}

@@ -1,0 +1,84 @@
+//! Where the tables lie that the host lays out: rx buffers, then communicators and arithmetic configs, each at an address of its own.
+
+use super::registers::{TABLES_BEGIN, TABLES_END};
+
+/// A table in exchange memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Place {
+    /// From the beginning of exchange memory, in bytes.
+    pub offset: u32,
+    /// Its length.
+    pub words: usize,
+}
+
+/// A table did not find room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NoRoom {
+    /// Bytes that it needs.
+    pub needs: usize,
+    /// Bytes that are left.
+    pub left: usize,
+}
+
+/// Hands out places one behind the other, and takes none back: firmware keeps parts of what it has seen by address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    next: u32,
+}
+
+impl Default for Layout {
+    fn default() -> Self {
+        Self { next: TABLES_BEGIN }
+    }
+}
+
+impl Layout {
+    /// The place of a table of so many words.
+    ///
+    /// # Errors
+    /// [`NoRoom`] if it would reach into the registers behind; nothing is handed out then.
+    pub fn take(&mut self, words: usize) -> Result<Place, NoRoom> {
+        let left = (TABLES_END - self.next) as usize;
+        let needs = words.checked_mul(4).filter(|&needs| needs <= left);
+        let needs = needs.ok_or(NoRoom { needs: words.saturating_mul(4), left })?;
+        let place = Place { offset: self.next, words };
+        self.next += needs as u32;
+        Ok(place)
+    }
+}
+
+impl Place {
+    /// The offset of one of its words.
+    pub fn word(self, index: usize) -> u32 {
+        self.offset + 4 * index as u32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{ARITHMETIC_CONFIGS, ArithmeticConfig, Communicator, RxBuffer};
+    use super::*;
+
+    #[test]
+    fn sixteen_buffers_and_two_ranks_lie_where_the_reference_says() {
+        let mut layout = Layout::default();
+        let buffers = layout.take(16 * RxBuffer::COUNT).unwrap();
+        assert_eq!((buffers.offset, buffers.word(16 * RxBuffer::COUNT)), (0x8, 0x1C8));
+        assert_eq!(layout.take(Communicator::word_count(2)).unwrap().offset, 0x1C8);
+        let configs: Vec<u32> =
+            ARITHMETIC_CONFIGS.iter().map(|config| layout.take(config.word_count()).unwrap().offset).collect();
+        assert_eq!(configs, [0x200, 0x224, 0x248, 0x26C, 0x290, 0x2B4]);
+        assert_eq!(layout.take(0).unwrap().offset, 0x2D8);
+        assert_eq!(ArithmeticConfig::bytes().word_count(), 7);
+    }
+
+    #[test]
+    fn what_would_reach_the_registers_is_refused_and_takes_nothing() {
+        let mut layout = Layout::default();
+        let all = (TABLES_END - TABLES_BEGIN) as usize / 4;
+        assert_eq!(layout.take(all + 1), Err(NoRoom { needs: 4 * all + 4, left: 4 * all }));
+        assert_eq!(layout.take(usize::MAX), Err(NoRoom { needs: usize::MAX, left: 4 * all }));
+        assert_eq!(layout.take(all).map(|place| place.offset), Ok(TABLES_BEGIN));
+        assert_eq!(layout.take(1), Err(NoRoom { needs: 4, left: 0 }));
+    }
+}

@@ -1,0 +1,83 @@
+//! The eager rx buffers: where messages wait that nobody has asked for yet.
+
+use crate::words::{address, halves, words};
+
+words! {
+    /// An entry of the table of rx buffers. The host writes addresses and zeros; the rest is the engine's.
+    pub struct RxBuffer: 7 words {
+        0 status: "What it is used for: see [`RxStatus`].",
+        1 address_low: "Its address in device memory, low word.",
+        2 address_high: "Its address in device memory, high word.",
+        3 tag: "Tag of the message in it.",
+        4 bytes: "Bytes of the message in it.",
+        5 source: "Rank in its communicator that sent it.",
+        6 sequence: "Sequence number of the message in it.",
+    }
+}
+
+/// What an rx buffer is used for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RxStatus {
+    /// For nothing.
+    Idle,
+    /// The engine has handed it to a DMA engine, which waits for a packet.
+    Filling,
+    /// It holds a message.
+    Full,
+    /// What came for it was wrong.
+    Failed,
+}
+
+impl RxBuffer {
+    /// As the host writes it: idle, at this address.
+    pub fn idle(at: u64) -> Self {
+        let [address_low, address_high] = halves(at);
+        Self { address_low, address_high, ..Self::default() }
+    }
+
+    /// Where it is.
+    pub fn address(&self) -> u64 {
+        address(self.address_low, self.address_high)
+    }
+
+    /// What it is used for; `None`: the word means nothing.
+    pub fn status(&self) -> Option<RxStatus> {
+        RxStatus::from_word(self.status)
+    }
+}
+
+impl RxStatus {
+    const TABLE: [(u32, Self); 4] = [(0, Self::Idle), (1, Self::Filling), (2, Self::Full), (4, Self::Failed)];
+
+    /// As it stands in the table.
+    pub fn word(self) -> u32 {
+        Self::TABLE.iter().find(|(_, status)| *status == self).map_or(0, |(word, _)| *word)
+    }
+
+    /// From the table.
+    pub fn from_word(word: u32) -> Option<Self> {
+        Self::TABLE.iter().find(|(known, _)| *known == word).map(|(_, status)| *status)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_keep_their_places() {
+        let entry = RxBuffer {
+            status: RxStatus::Full.word(),
+            tag: 7,
+            bytes: 16,
+            source: 1,
+            sequence: 4,
+            ..RxBuffer::idle(0x1_0000_2000)
+        };
+        assert_eq!(entry.to_words(), [2, 0x2000, 1, 7, 16, 1, 4]);
+        assert_eq!(RxBuffer::from_words(&entry.to_words()), entry);
+        assert_eq!((entry.address(), entry.status()), (0x1_0000_2000, Some(RxStatus::Full)));
+        assert_eq!(RxStatus::from_word(3), None);
+        assert!(RxBuffer::WORDS.iter().enumerate().all(|(index, word)| word.index == index));
+    }
+}

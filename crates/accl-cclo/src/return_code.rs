@@ -1,0 +1,123 @@
+//! What an engine says of a call that has ended: a word of bits, each of which is one thing that went wrong.
+
+use std::fmt;
+
+/// The word at `return_code`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct ReturnCode(pub u32);
+
+/// A bit of a return code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// Which one.
+    pub bit: u32,
+    /// In words.
+    pub about: &'static str,
+    /// Current firmware raises it.
+    pub is_raised: bool,
+}
+
+const fn raised(bit: u32, about: &'static str) -> Fault {
+    Fault { bit, about, is_raised: true }
+}
+
+const fn fault(bit: u32, about: &'static str) -> Fault {
+    Fault { bit, about, is_raised: false }
+}
+
+/// All bits that mean something.
+pub const FAULTS: [Fault; 28] = [
+    fault(0, "DMA mismatch"),
+    raised(1, "internal DMA error"),
+    raised(2, "DMA address that is nobody's"),
+    raised(3, "DMA error of the memory"),
+    raised(4, "DMA that did not end well"),
+    fault(5, "DMA without an end of packet"),
+    fault(6, "DMA of another length than expected"),
+    fault(7, "DMA that took too long"),
+    fault(8, "a switch that could not be set"),
+    fault(9, "no rx buffer with the message in time"),
+    fault(10, "an rx buffer in a wrong state"),
+    fault(11, "nothing received in time"),
+    fault(12, "an rx buffer with another tag"),
+    fault(13, "an rx buffer that there is not"),
+    raised(14, "an operation that the firmware does not have"),
+    fault(15, "a receive into an rx buffer that there is not"),
+    raised(16, "a largest eager message that is smaller than an rx buffer"),
+    raised(17, "a largest rendezvous message that is no larger than the largest eager one"),
+    fault(18, "DMA of a size that is not possible"),
+    fault(19, "arithmetic"),
+    fault(20, "a packet that was not sent in time"),
+    raised(21, "a packet with a wrong sequence number"),
+    fault(22, "compression"),
+    fault(23, "a kernel that did not answer in time"),
+    fault(24, "a kernel that said something else than expected"),
+    raised(25, "a segment of another length than expected"),
+    fault(26, "DMA with another tag"),
+    fault(31, "a call that a reset has dropped before it could go on"),
+];
+
+impl ReturnCode {
+    /// A call of a descriptor that means nothing.
+    pub const NOT_IMPLEMENTED: Self = Self(1 << 14);
+    /// The largest eager message does not hold an rx buffer.
+    pub const EAGER_TOO_SMALL: Self = Self(1 << 16);
+    /// The largest rendezvous message is no larger than the largest eager one.
+    pub const RENDEZVOUS_TOO_SMALL: Self = Self(1 << 17);
+    /// A packet came out of turn.
+    pub const WRONG_SEQUENCE: Self = Self(1 << 21);
+
+    /// The call did what it should.
+    pub fn is_ok(self) -> bool {
+        self.0 == 0
+    }
+
+    /// What went wrong.
+    pub fn faults(self) -> impl Iterator<Item = &'static Fault> {
+        FAULTS.iter().filter(move |fault| self.0 >> fault.bit & 1 == 1)
+    }
+
+    /// Bits that mean nothing.
+    pub fn unknown(self) -> u32 {
+        FAULTS.iter().fold(self.0, |left, fault| left & !(1 << fault.bit))
+    }
+}
+
+impl fmt::Display for ReturnCode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.is_ok() {
+            return write!(f, "no error");
+        }
+        let known = self.faults().map(|fault| format!("{} (bit {})", fault.about, fault.bit));
+        let unknown = (0..u32::BITS).filter(|bit| self.unknown() >> bit & 1 == 1);
+        let all: Vec<String> =
+            known.chain(unknown.map(|bit| format!("bit {bit}, which no firmware is known to set"))).collect();
+        write!(f, "return code {:#x}: {}", self.0, all.join("; "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_bit_is_said() {
+        assert!(FAULTS.is_sorted_by(|one, other| one.bit < other.bit));
+        assert_eq!(ReturnCode(0).to_string(), "no error");
+        assert_eq!(
+            ReturnCode::NOT_IMPLEMENTED.to_string(),
+            "return code 0x4000: an operation that the firmware does not have (bit 14)"
+        );
+        for bit in 0..u32::BITS {
+            let text = ReturnCode(1 << bit).to_string();
+            assert!(text.contains(&format!("bit {bit}")), "{text}");
+        }
+        assert_eq!(ReturnCode(u32::MAX).unknown(), 0b1111 << 27);
+    }
+
+    #[test]
+    fn the_bits_that_firmware_raises_are_those_of_the_reference() {
+        let raised: Vec<u32> = FAULTS.iter().filter(|fault| fault.is_raised).map(|fault| fault.bit).collect();
+        assert_eq!(raised, [1, 2, 3, 4, 14, 16, 17, 21, 25]);
+    }
+}

@@ -1,0 +1,264 @@
+//! How a message becomes packets, and packets a message.
+
+use super::{Header, RequestWord, Verb, WORD_BYTES};
+use crate::memory_map::Network;
+
+/// Most bytes of a packet: its header included over UDP and TCP, without the request word over RDMA.
+pub const MAX_PACKET_BYTES: usize = 4096;
+
+/// A packet that is about to be sent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Packet<'a> {
+    /// Request word and header, as far as it has them.
+    head: [u8; 2 * WORD_BYTES],
+    head_bytes: usize,
+    data: &'a [u8],
+    /// UDP sends whole words: what follows the data is what stood there in the word before, or zero.
+    padding: &'a [u8],
+}
+
+/// What a packet carries.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Joined<'a> {
+    /// A part of the payload of a message.
+    Message {
+        /// Its header, which came with the first packet.
+        header: Header,
+        /// Where in the payload this part begins.
+        begins_at: usize,
+        /// This part.
+        data: &'a [u8],
+        /// Nothing of the message follows.
+        is_last: bool,
+    },
+    /// Data for an address that this end has said.
+    Write {
+        /// Where they go.
+        address: u64,
+        /// The address is one in host memory.
+        is_host: bool,
+        /// The data.
+        data: &'a [u8],
+    },
+}
+
+/// A packet that cannot be one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BadPacket {
+    /// What is wrong with it.
+    pub why: &'static str,
+    /// Its length.
+    pub bytes: usize,
+}
+
+/// Joins the packets of one sender to messages.
+#[derive(Clone, Debug)]
+pub struct Joiner {
+    network: Network,
+    /// The message that has begun, and how much of its payload has come.
+    under_way: Option<(Header, usize)>,
+}
+
+/// The packets of a message. `queue_pair` is that of the peer, which RDMA alone names. A message of data for an address that the peer has
+/// said has no header over RDMA.
+pub fn packets<'a>(
+    network: Network,
+    header: &Header,
+    payload: &'a [u8],
+    queue_pair: u16,
+) -> impl Iterator<Item = Packet<'a>> {
+    let header = *header;
+    let is_write = network == Network::Rdma && header.kind == super::MessageKind::Rendezvous;
+    let head_bytes = if is_write { 0 } else { WORD_BYTES };
+    let mut sent = 0;
+    let mut is_first = true;
+    std::iter::from_fn(move || {
+        if !is_first && sent == payload.len() {
+            return None;
+        }
+        let own_head = if is_first { head_bytes } else { 0 };
+        let room = MAX_PACKET_BYTES - own_head;
+        let data = &payload[sent..payload.len().min(sent + room)];
+        let mut packet = Packet { head: [0; 2 * WORD_BYTES], head_bytes: 0, data, padding: &[] };
+        if network == Network::Rdma {
+            // The header counts as the first bytes of what is sent.
+            let before = if is_first { 0 } else { head_bytes + sent };
+            let begins_at = if is_write { header.address } else { 0 };
+            packet.push(
+                &RequestWord {
+                    address: begins_at + before as u64,
+                    bytes: (head_bytes + payload.len() - before) as u32,
+                    is_host: is_write && header.is_host,
+                    queue_pair,
+                    verb: if is_write { Verb::Write } else { Verb::Send },
+                }
+                .to_bytes(),
+            );
+        }
+        if own_head > 0 {
+            packet.push(&header.to_bytes());
+        }
+        if network == Network::Udp {
+            packet.padding = padding(&payload[..sent + data.len()], data.len());
+        }
+        sent += data.len();
+        is_first = false;
+        Some(packet)
+    })
+}
+
+/// What fills the last word of a packet with so many bytes of data, which `sent` ends with.
+fn padding(sent: &[u8], data_bytes: usize) -> &[u8] {
+    const ZEROS: [u8; WORD_BYTES] = [0; WORD_BYTES];
+    let used = data_bytes % WORD_BYTES;
+    let missing = if used == 0 { 0 } else { WORD_BYTES - used };
+    match sent.len().checked_sub(used + missing) {
+        Some(at) if missing > 0 => &sent[at..at + missing],
+        _ => &ZEROS[..missing],
+    }
+}
+
+impl Packet<'_> {
+    fn push(&mut self, word: &[u8; WORD_BYTES]) {
+        self.head[self.head_bytes..self.head_bytes + WORD_BYTES].copy_from_slice(word);
+        self.head_bytes += WORD_BYTES;
+    }
+
+    /// As it is sent, in three parts one after the other.
+    pub fn parts(&self) -> [&[u8]; 3] {
+        [&self.head[..self.head_bytes], self.data, self.padding]
+    }
+
+    /// As it is sent.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        self.parts().concat()
+    }
+}
+
+impl Joiner {
+    /// For packets that come over this network.
+    pub fn new(network: Network) -> Self {
+        Self { network, under_way: None }
+    }
+
+    /// A message has begun, and more of it must come.
+    pub fn is_under_way(&self) -> bool {
+        self.under_way.is_some()
+    }
+
+    /// Takes the next packet of the sender.
+    ///
+    /// # Errors
+    /// [`BadPacket`]; nothing more can be understood of the sender then.
+    pub fn join<'a>(&mut self, packet: &'a [u8]) -> Result<Joined<'a>, BadPacket> {
+        let bad = |why| BadPacket { why, bytes: packet.len() };
+        let mut rest = packet;
+        if self.network == Network::Rdma {
+            let (word, behind) =
+                rest.split_first_chunk::<WORD_BYTES>().ok_or(bad("it ends within its request word"))?;
+            let word = RequestWord::from_bytes(word).ok_or(bad("its request word asks for nothing that there is"))?;
+            rest = behind;
+            if rest.len() > MAX_PACKET_BYTES || rest.len() > word.bytes as usize {
+                return Err(bad("it is longer than its request word says"));
+            }
+            if word.verb == Verb::Write {
+                return Ok(Joined::Write { address: word.address, is_host: word.is_host, data: rest });
+            }
+        } else if rest.len() > MAX_PACKET_BYTES {
+            return Err(bad("it is longer than a packet may be"));
+        }
+        let (header, begins_at) = match self.under_way.take() {
+            Some(begun) => begun,
+            None => {
+                let (head, behind) = rest.split_first_chunk::<WORD_BYTES>().ok_or(bad("it ends within its header"))?;
+                rest = behind;
+                (Header::from_bytes(head).ok_or(bad("its header is of no kind of message that there is"))?, 0)
+            }
+        };
+        let left = header.payload_bytes() - begins_at;
+        let is_last = rest.len() >= left;
+        // Whole words come over UDP.
+        let may_be_longer = self.network == Network::Udp && rest.len() == left.next_multiple_of(WORD_BYTES);
+        if rest.len() > left && !may_be_longer {
+            return Err(bad("it is longer than what is left of its message"));
+        }
+        if rest.is_empty() && left > 0 && begins_at > 0 {
+            return Err(bad("it is empty in the middle of a message"));
+        }
+        let data = &rest[..rest.len().min(left)];
+        if !is_last {
+            self.under_way = Some((header, begins_at + data.len()));
+        }
+        Ok(Joined::Message { header, begins_at, data, is_last })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::MessageKind;
+    use super::*;
+
+    fn header(kind: MessageKind, count: usize) -> Header {
+        Header {
+            count: count as u32,
+            tag: 7,
+            source: 1,
+            sequence: 3,
+            stream: 0,
+            destination: 2,
+            kind,
+            is_host: false,
+            address: if kind == MessageKind::Eager { 0 } else { 0x2000 },
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_cut_is_joined_again(
+            network in prop::sample::select(vec![Network::Udp, Network::Tcp, Network::Rdma]),
+            payload in prop::collection::vec(any::<u8>(), 0..20_000),
+            is_eager in any::<bool>(),
+        ) {
+            let kind = if is_eager { MessageKind::Eager } else { MessageKind::Rendezvous };
+            let header = header(kind, payload.len());
+            let mut joiner = Joiner::new(network);
+            let mut joined = vec![0; payload.len()];
+            let mut ended = 0;
+            for packet in packets(network, &header, &payload, 5) {
+                let bytes = packet.to_bytes();
+                prop_assert!(network != Network::Udp || bytes.len() % WORD_BYTES == 0);
+                match joiner.join(&bytes) {
+                    Ok(Joined::Message { header: got, begins_at, data, is_last }) => {
+                        prop_assert_eq!(got, header);
+                        joined[begins_at..begins_at + data.len()].copy_from_slice(data);
+                        ended += usize::from(is_last);
+                    }
+                    Ok(Joined::Write { address, data, .. }) => {
+                        let at = (address - header.address) as usize;
+                        joined[at..at + data.len()].copy_from_slice(data);
+                        ended = 1;
+                    }
+                    Err(bad) => prop_assert!(false, "{:?}", bad),
+                }
+            }
+            prop_assert_eq!(joined, payload);
+            prop_assert!(ended == 1 && !joiner.is_under_way());
+        }
+
+        #[test]
+        fn anything_may_come(
+            network in prop::sample::select(vec![Network::Udp, Network::Tcp, Network::Rdma]),
+            all in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..400), 1..8),
+        ) {
+            let mut joiner = Joiner::new(network);
+            for packet in &all {
+                if let Ok(Joined::Message { header, begins_at, data, is_last }) = joiner.join(packet) {
+                    prop_assert!(begins_at + data.len() <= header.payload_bytes());
+                    prop_assert_eq!(is_last, begins_at + data.len() == header.payload_bytes());
+                }
+            }
+        }
+    }
+}
