@@ -1,0 +1,278 @@
+//! The data mover: takes elements from memories, rx buffers and kernel streams, adds them, and puts them into memories or packets.
+//!
+//! Owns how far a move has come: a large one goes on with each message that arrives. Read [`Moving::advance`] first.
+
+use std::collections::VecDeque;
+
+use accl_cclo::call::ANY_TAG;
+use accl_cclo::memory_map::{Network, RankEntry};
+use accl_cclo::return_code::ReturnCode;
+use accl_cclo::wire::{Header, MessageKind, STREAM_OFFSET, packets};
+
+use crate::arithmetic;
+use crate::exchange::{Elements, Exchange};
+use crate::fabric::Fabric;
+use crate::program::{Move, Place, Sink, Source};
+use crate::receiver::{Memories, Receiver};
+
+/// An address that nobody has.
+pub(crate) const NO_ADDRESS: ReturnCode = ReturnCode(1 << 2);
+/// Arithmetic that there is not.
+pub(crate) const NO_FUNCTION: ReturnCode = ReturnCode(1 << 19);
+/// Most elements of a step of a move that waits for nobody.
+const STEP_BYTES: usize = 1 << 20;
+
+/// What a move needs of its engine.
+pub(crate) struct Parts<'a, F> {
+    pub(crate) exchange: &'a mut Exchange,
+    pub(crate) memories: Memories<'a>,
+    pub(crate) kernel_in: &'a mut VecDeque<u8>,
+    pub(crate) kernel_out: &'a mut VecDeque<(u32, Vec<u8>)>,
+    pub(crate) fabric: &'a mut F,
+    pub(crate) network: Network,
+    pub(crate) communicator: u32,
+    pub(crate) rank: u32,
+    pub(crate) elements: Elements,
+    /// Everything is compressed on the wire.
+    pub(crate) compresses_wire: bool,
+    /// A receiver that names any tag takes every tag.
+    pub(crate) any_takes_all: bool,
+}
+
+/// A move that is under way.
+#[derive(Debug)]
+pub(crate) struct Moving {
+    what: Move,
+    done: u32,
+}
+
+/// How a step has gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Progress {
+    Done,
+    /// It waits for a peer.
+    Waits,
+}
+
+/// A part of the elements, in the form that one has on the wire or in memory.
+struct Part {
+    bytes: Vec<u8>,
+    is_compressed: bool,
+}
+
+impl Moving {
+    pub(crate) fn new(what: Move) -> Self {
+        Self { what, done: 0 }
+    }
+
+    /// Goes on as far as it can.
+    ///
+    /// # Errors
+    /// The bits of what went wrong.
+    pub(crate) fn advance<F: Fabric>(&mut self, parts: &mut Parts<'_, F>) -> Result<Progress, ReturnCode> {
+        while self.done < self.what.count {
+            let Some(count) = self.next_count(parts) else { return Ok(Progress::Waits) };
+            let mut first = self.take(&self.what.first, count, parts)?;
+            if let Some((second, function)) = &self.what.second {
+                let second = self.take(second, count, parts)?;
+                let function = parts.elements.functions.get(*function as usize).copied().flatten();
+                let function = function.ok_or(NO_FUNCTION)?;
+                // Both in the form in which the plugin works.
+                let adds_compressed = parts.elements.adds_compressed;
+                let second = in_form(second, adds_compressed, &parts.elements);
+                first = in_form(first, adds_compressed, &parts.elements);
+                if !arithmetic::reduce(function, &mut first.bytes, &second.bytes) {
+                    return Err(NO_FUNCTION);
+                }
+            }
+            for to in self.what.to.clone() {
+                self.put(to, &first, parts)?;
+            }
+            self.done += count;
+        }
+        Ok(Progress::Done)
+    }
+
+    /// Elements that can be moved now; `None`: none yet.
+    fn next_count<F>(&self, parts: &Parts<'_, F>) -> Option<u32> {
+        let left = self.what.count - self.done;
+        let sources = [Some(self.what.first), self.what.second.map(|(second, _)| second)];
+        let mut count = (STEP_BYTES / parts.elements.uncompressed.max(1)).max(1) as u32;
+        // What is sent goes in messages of the size that its receiver takes.
+        let most = self.what.to.iter().filter_map(|sink| match sink {
+            Sink::Rank { rank, .. } | Sink::RemoteKernel { rank, .. } => Some(parts.message_elements(*rank)),
+            Sink::Memory(_) | Sink::Kernel(_) => None,
+        });
+        count = most.fold(count, u32::min);
+        for source in sources.into_iter().flatten() {
+            match source {
+                Source::Memory(_) => {}
+                Source::Rank { rank, tag } => {
+                    let (_, buffer) = parts.find(rank, tag)?;
+                    count = count.min((buffer.bytes as usize / parts.wire_bytes()).max(1) as u32);
+                }
+                Source::Kernel => {
+                    let bytes = parts.elements.uncompressed.max(1);
+                    let there = (parts.kernel_in.len() / bytes) as u32;
+                    if there < left.min(count) {
+                        return None;
+                    }
+                }
+            }
+        }
+        Some(count.min(left))
+    }
+
+    fn take<F>(&self, source: &Source, count: u32, parts: &mut Parts<'_, F>) -> Result<Part, ReturnCode> {
+        match *source {
+            Source::Memory(place) => {
+                let bytes = parts.bytes_of(place.is_compressed);
+                let at = place.address + (self.done as usize * bytes) as u64;
+                let memory = parts.memories.of(place.is_host);
+                let bytes = memory.read(at, count as usize * bytes).ok_or(NO_ADDRESS)?.to_vec();
+                Ok(Part { bytes, is_compressed: place.is_compressed })
+            }
+            Source::Rank { rank, tag } => {
+                let Some((index, buffer)) = parts.find(rank, tag) else { return Err(ReturnCode::WRONG_SEQUENCE) };
+                let bytes = count as usize * parts.wire_bytes();
+                if bytes != buffer.bytes as usize {
+                    return Err(ReturnCode(1 << 25));
+                }
+                let bytes = parts.memories.device.read(buffer.address(), bytes).ok_or(NO_ADDRESS)?.to_vec();
+                Receiver::release(parts.exchange, index, &buffer);
+                parts.exchange.count_inbound(parts.communicator, rank);
+                Ok(Part { bytes, is_compressed: parts.compresses_wire })
+            }
+            Source::Kernel => {
+                let bytes = count as usize * parts.elements.uncompressed;
+                Ok(Part { bytes: parts.kernel_in.drain(..bytes).collect(), is_compressed: false })
+            }
+        }
+    }
+
+    fn put<F: Fabric>(&self, to: Sink, part: &Part, parts: &mut Parts<'_, F>) -> Result<(), ReturnCode> {
+        match to {
+            Sink::Memory(place) => {
+                let at = place.address + (self.done as usize * parts.bytes_of(place.is_compressed)) as u64;
+                let part = as_form(part, place.is_compressed, &parts.elements);
+                let there = parts.memories.of(place.is_host).read_mut(at, part.len()).ok_or(NO_ADDRESS)?;
+                there.copy_from_slice(&part);
+            }
+            Sink::Kernel(stream) => {
+                let part = as_form(part, false, &parts.elements);
+                parts.kernel_out.push_back((stream, part.into_owned()));
+            }
+            Sink::Rank { rank, tag, address } => {
+                let part = as_form(part, parts.compresses_wire, &parts.elements);
+                let Some(peer) = parts.exchange.rank(parts.communicator, rank) else { return Err(NO_ADDRESS) };
+                let header = Header { tag, address, sequence: peer.outbound, ..parts.header(&peer, part.len()) };
+                parts.send(&peer, &header, &part);
+                parts.exchange.count_outbound(parts.communicator, rank);
+            }
+            Sink::RemoteKernel { rank, stream } => {
+                let part = as_form(part, parts.compresses_wire, &parts.elements);
+                let Some(peer) = parts.exchange.rank(parts.communicator, rank) else { return Err(NO_ADDRESS) };
+                let header = Header { tag: stream, stream: stream + STREAM_OFFSET, ..parts.header(&peer, part.len()) };
+                parts.send(&peer, &header, &part);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<F> Parts<'_, F> {
+    /// Bytes of an element in a memory.
+    fn bytes_of(&self, is_compressed: bool) -> usize {
+        if is_compressed { self.elements.compressed } else { self.elements.uncompressed }
+    }
+
+    /// Bytes of an element on the wire.
+    fn wire_bytes(&self) -> usize {
+        self.bytes_of(self.compresses_wire).max(1)
+    }
+
+    /// Elements of a message to a rank.
+    fn message_elements(&self, rank: u32) -> u32 {
+        let segment = self.exchange.rank(self.communicator, rank).map_or(0, |peer| peer.segment_bytes as usize);
+        (segment / self.wire_bytes()).max(1) as u32
+    }
+
+    /// The rx buffer with the next message of a rank.
+    fn find(&self, rank: u32, tag: u32) -> Option<(usize, accl_cclo::memory_map::RxBuffer)> {
+        let sequence = self.exchange.rank(self.communicator, rank)?.inbound;
+        // The sender of a message with any tag is heard by all.
+        let takes = |theirs: u32| theirs == tag || theirs == ANY_TAG || (tag == ANY_TAG && self.any_takes_all);
+        Receiver::find(self.exchange, rank, sequence, takes)
+    }
+
+    /// The header of a message to a rank.
+    pub(crate) fn header(&self, peer: &RankEntry, bytes: usize) -> Header {
+        Header {
+            count: bytes as u32,
+            tag: ANY_TAG,
+            source: self.rank,
+            sequence: 0,
+            stream: 0,
+            destination: peer.session as u16,
+            kind: MessageKind::Eager,
+            is_host: false,
+            address: 0,
+        }
+    }
+}
+
+impl<F: Fabric> Parts<'_, F> {
+    pub(crate) fn send(&mut self, peer: &RankEntry, header: &Header, payload: &[u8]) {
+        for packet in packets(self.network, header, payload, peer.session as u16) {
+            self.fabric.send(peer.session, packet.parts());
+        }
+    }
+
+    /// Writes to an address that a rank has said, and says so.
+    pub(crate) fn write(
+        &mut self,
+        to: u32,
+        address: u64,
+        is_host: bool,
+        tag: u32,
+        from: Place,
+        count: u32,
+    ) -> Result<(), ReturnCode> {
+        let peer = self.exchange.rank(self.communicator, to).ok_or(NO_ADDRESS)?;
+        let bytes = count as usize * self.elements.uncompressed;
+        let payload = self.memories.of(from.is_host).read(from.address, bytes).ok_or(NO_ADDRESS)?;
+        let header = Header {
+            count: bytes as u32,
+            tag,
+            source: self.rank,
+            sequence: peer.outbound,
+            stream: 0,
+            destination: peer.session as u16,
+            kind: MessageKind::Rendezvous,
+            is_host,
+            address,
+        };
+        for packet in packets(self.network, &header, payload, peer.session as u16) {
+            self.fabric.send(peer.session, packet.parts());
+        }
+        self.send(&peer, &Header { kind: MessageKind::Done, ..header }, &[]);
+        Ok(())
+    }
+}
+
+/// Elements as a memory or a wire has them.
+fn as_form<'a>(part: &'a Part, is_compressed: bool, elements: &Elements) -> std::borrow::Cow<'a, [u8]> {
+    let is_same = part.is_compressed == is_compressed || elements.compressed == elements.uncompressed;
+    match (is_same, is_compressed) {
+        (true, _) => (&part.bytes).into(),
+        (false, true) => arithmetic::compress(&part.bytes).into(),
+        (false, false) => arithmetic::decompress(&part.bytes).into(),
+    }
+}
+
+fn in_form(part: Part, is_compressed: bool, elements: &Elements) -> Part {
+    match as_form(&part, is_compressed, elements) {
+        std::borrow::Cow::Borrowed(_) => Part { is_compressed, ..part },
+        std::borrow::Cow::Owned(bytes) => Part { bytes, is_compressed },
+    }
+}

@@ -1,0 +1,40 @@
+//! What firmware does with a call: a program of steps, one after the other.
+//!
+//! Owns which steps a call becomes, on which path, and how what firmware does wrong changes them. Steps are made as they are needed, so that
+//! a large call takes no more memory than a small one. What a step does is in `mover` and `engine`. Read [`program`] first.
+
+mod eager;
+mod rendezvous;
+mod step;
+
+use accl_cclo::call::{Descriptor, Operation};
+use accl_cclo::memory_map::Network;
+use accl_cclo::return_code::ReturnCode;
+
+pub use step::{Faithful, Move, Place, Program, Say, Setup, Sink, Source, Step};
+use step::{fail, steps};
+
+/// What firmware does with a call. Config calls are not programs.
+pub fn program(call: &Descriptor, setup: &Setup) -> Program {
+    let bytes = u64::from(call.count) * setup.element_bytes;
+    let is_plain = !call.compression.is_any() && !call.streams.is_any();
+    let is_large = bytes > setup.max_eager_bytes;
+    let over_rdma = setup.network == Network::Rdma;
+    if setup.world <= 1 {
+        return eager::alone(call, setup);
+    }
+    let by_rendezvous = match call.operation {
+        Operation::Copy | Operation::Combine | Operation::Config | Operation::Nop => false,
+        Operation::AllToAll if !is_plain => return fail(ReturnCode::NOT_IMPLEMENTED),
+        Operation::AllToAll | Operation::Barrier => true,
+        _ => is_plain && is_large,
+    };
+    match (by_rendezvous, over_rdma) {
+        (false, _) => eager::program(call, setup),
+        (true, true) => rendezvous::program(call, setup),
+        // Nothing that is said of addresses gets through.
+        (true, false) if setup.faithful.to(2) => steps([Step::Hang]),
+        (true, false) if call.operation == Operation::Barrier => rendezvous::program(call, setup),
+        (true, false) => eager::program(call, setup),
+    }
+}

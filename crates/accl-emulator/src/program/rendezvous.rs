@@ -1,0 +1,257 @@
+//! Rendezvous calls: a receiver says where its data are to go, and the sender writes them there and says so.
+
+use accl_cclo::call::{Descriptor, Operation};
+use accl_cclo::return_code::ReturnCode;
+
+use super::step::{Buffers, Move, Place, Program, Say, Setup, Sink, Source, Step, fail};
+
+/// A message is larger than a spare buffer holds.
+const TOO_LARGE: ReturnCode = ReturnCode(1 << 18);
+
+/// The program of a rendezvous call.
+pub(super) fn program(call: &Descriptor, setup: &Setup) -> Program {
+    let rendezvous = Rendezvous { call: *call, setup: *setup, buffers: Buffers::of(call, setup) };
+    let steps = match call.operation {
+        Operation::Send => vec![rendezvous.serve(vec![(call.root, rendezvous.buffers.first)], call.count)],
+        Operation::Recv => rendezvous.receive(call.root, rendezvous.buffers.result, call.count),
+        Operation::Broadcast => rendezvous.broadcast(rendezvous.buffers.first),
+        Operation::Scatter => rendezvous.scatter(rendezvous.buffers.first),
+        Operation::Gather => rendezvous.gather(),
+        Operation::AllGather => rendezvous.all_gather(),
+        Operation::Reduce => rendezvous.reduce(call.root, call.count, rendezvous.buffers.result),
+        Operation::AllReduce => {
+            let mut steps = rendezvous.reduce(0, call.count, rendezvous.buffers.result);
+            steps.extend(rendezvous.at_root(0).broadcast(rendezvous.buffers.result));
+            steps
+        }
+        Operation::ReduceScatter => rendezvous.reduce_scatter(),
+        Operation::AllToAll => rendezvous.all_to_all(),
+        Operation::Barrier => rendezvous.barrier(),
+        Operation::Config | Operation::Copy | Operation::Combine | Operation::Nop => {
+            return fail(ReturnCode::NOT_IMPLEMENTED);
+        }
+    };
+    Box::new(steps.into_iter())
+}
+
+#[derive(Clone, Copy)]
+struct Rendezvous {
+    call: Descriptor,
+    setup: Setup,
+    buffers: Buffers,
+}
+
+impl Rendezvous {
+    fn at_root(&self, root: u32) -> Self {
+        Self { call: Descriptor { root, ..self.call }, ..*self }
+    }
+
+    fn is_root(&self) -> bool {
+        self.setup.rank == self.call.root
+    }
+
+    /// So many hops from the root.
+    fn at_hops(&self, hops: u32) -> u32 {
+        (self.call.root + hops) % self.setup.world
+    }
+
+    fn own_hops(&self) -> u32 {
+        (self.setup.rank + self.setup.world - self.call.root) % self.setup.world
+    }
+
+    fn block(&self, place: Place, rank: u32) -> Place {
+        self.buffers.behind(place, u64::from(rank) * u64::from(self.call.count))
+    }
+
+    fn spare(&self, index: usize) -> Place {
+        Place { address: self.setup.spares[index], is_host: false, is_compressed: false }
+    }
+
+    fn serve(&self, writes: Vec<(u32, Place)>, count: u32) -> Step {
+        Step::Serve { writes, count }
+    }
+
+    fn say(&self, to: u32, place: Place, count: u32) -> Say {
+        Say { to, address: place.address, is_host: place.is_host, count }
+    }
+
+    fn receive(&self, from: u32, place: Place, count: u32) -> Vec<Step> {
+        vec![Step::Say(self.say(from, place, count)), Step::AwaitDone { from }]
+    }
+
+    fn copy(&self, from: Place, to: Place, count: u32) -> Step {
+        Step::Move(Move { count, first: Source::Memory(from), second: None, to: vec![Sink::Memory(to)] })
+    }
+
+    fn broadcast(&self, buffer: Place) -> Vec<Step> {
+        let (count, world) = (self.call.count, self.setup.world);
+        if world <= self.setup.broadcast_flat_ranks {
+            return match self.is_root() {
+                true => vec![self.serve(self.setup.others().map(|rank| (rank, buffer)).collect(), count)],
+                false => self.receive(self.call.root, buffer, count),
+            };
+        }
+        // A binomial tree, from the largest distance to the smallest.
+        let own = self.own_hops();
+        let mut steps = Vec::new();
+        let mut distance = world.next_power_of_two() / 2;
+        while distance > 0 {
+            if own.is_multiple_of(2 * distance) && own + distance < world {
+                steps.push(self.serve(vec![(self.at_hops(own + distance), buffer)], count));
+            } else if own % (2 * distance) == distance {
+                steps.extend(self.receive(self.at_hops(own - distance), buffer, count));
+            }
+            distance /= 2;
+        }
+        steps
+    }
+
+    fn scatter(&self, source: Place) -> Vec<Step> {
+        let count = self.call.count;
+        if !self.is_root() {
+            return self.receive(self.call.root, self.buffers.result, count);
+        }
+        let writes = self.setup.others().map(|rank| (rank, self.block(source, rank))).collect();
+        vec![self.copy(self.block(source, self.setup.rank), self.buffers.result, count), self.serve(writes, count)]
+    }
+
+    fn gather(&self) -> Vec<Step> {
+        let count = self.call.count;
+        if !self.is_root() {
+            return vec![self.serve(vec![(self.call.root, self.buffers.first)], count)];
+        }
+        let own = self.copy(self.buffers.first, self.block(self.buffers.result, self.setup.rank), count);
+        let is_between = self.call.root > 0 && self.call.root + 1 < self.setup.world;
+        if is_between && self.setup.faithful.to(3) {
+            return vec![own, Step::Hang];
+        }
+        let says: Vec<Say> =
+            self.setup.others().map(|rank| self.say(rank, self.block(self.buffers.result, rank), count)).collect();
+        let is_large = u64::from(count) * self.setup.element_bytes > u64::from(self.setup.gather_fan_in_bytes);
+        let at_a_time = if is_large { self.setup.gather_fan_in.max(1) as usize } else { says.len() };
+        vec![own, Step::Collect { says, at_a_time }]
+    }
+
+    /// Round the ring, each block written to where it belongs in the next rank's result.
+    fn all_gather(&self) -> Vec<Step> {
+        let Self { call, setup, buffers } = self;
+        let (next, previous) = (setup.next(1), setup.previous(1));
+        let mut steps = vec![
+            Step::Say(self.say(previous, buffers.result, call.count)),
+            self.copy(buffers.first, self.block(buffers.result, setup.rank), call.count),
+            Step::KeepAddress { from: next },
+        ];
+        for hops in 0..setup.world - 1 {
+            let rank = setup.previous(hops);
+            steps.push(Step::WriteBehind {
+                to: next,
+                source: self.block(buffers.result, rank),
+                behind: u64::from(rank) * u64::from(call.count),
+                count: call.count,
+            });
+            steps.push(Step::AwaitDone { from: previous });
+        }
+        steps
+    }
+
+    fn reduce(&self, root: u32, count: u32, result: Place) -> Vec<Step> {
+        let this = self.at_root(root);
+        let bytes = u64::from(count) * self.setup.element_bytes;
+        let is_flat =
+            self.setup.world <= self.setup.reduce_flat_ranks || bytes <= u64::from(self.setup.reduce_flat_bytes);
+        if is_flat { this.reduce_flat(count, result) } else { this.reduce_tree(count, result) }
+    }
+
+    /// Every rank writes into a slot of the root's spare buffer 1, and the root adds them as they come.
+    fn reduce_flat(&self, count: u32, result: Place) -> Vec<Step> {
+        let slots_bytes = u64::from(self.setup.world) * u64::from(count) * self.setup.element_bytes;
+        if slots_bytes > self.setup.max_rendezvous_bytes && !self.setup.faithful.to(5) {
+            return vec![Step::Fail(TOO_LARGE)];
+        }
+        if !self.is_root() {
+            return vec![self.serve(vec![(self.call.root, self.buffers.first)], count)];
+        }
+        let slot = |rank: u32| self.buffers.behind(self.spare(0), u64::from(rank) * u64::from(count));
+        let says = self.setup.others().map(|rank| Step::Say(self.say(rank, slot(rank), count)));
+        let sum = Step::Sum {
+            slots: self.setup.others().map(|rank| (rank, slot(rank))).collect(),
+            own: self.buffers.first,
+            // The third one first: so were sums right that were recorded, although slots reached into the second.
+            between: [self.spare(2), self.spare(1)],
+            last: result,
+            count,
+            function: self.call.function,
+        };
+        says.chain([sum]).collect()
+    }
+
+    /// Sums go up a binomial tree through the spare buffers of every rank.
+    fn reduce_tree(&self, count: u32, result: Place) -> Vec<Step> {
+        let (own, world) = (self.own_hops(), self.setup.world);
+        let mut steps = Vec::new();
+        let mut sum = self.buffers.first;
+        let mut received: Option<Place> = None;
+        for step in 0.. {
+            let distance = 1u32 << step;
+            let is_over = distance >= world;
+            let sends = !is_over && own % (2 * distance) == distance;
+            if let Some(slot) = received.take() {
+                let is_result = self.is_root() && (distance > world || (is_over && !self.setup.faithful.to(4)));
+                let to = if is_result { result } else { self.spare((step as usize + 1) % 3) };
+                steps.push(Step::Move(Move {
+                    count,
+                    first: Source::Memory(sum),
+                    second: Some((Source::Memory(slot), self.call.function)),
+                    to: vec![Sink::Memory(to)],
+                }));
+                sum = to;
+            }
+            if is_over {
+                break;
+            }
+            if sends {
+                steps.push(self.serve(vec![(self.at_hops(own - distance), sum)], count));
+                break;
+            }
+            if own + distance < world {
+                let slot = self.spare(step as usize % 3);
+                steps.extend(self.receive(self.at_hops(own + distance), slot, count));
+                received = Some(slot);
+            }
+        }
+        steps
+    }
+
+    /// All blocks are added at rank 0, and scattered from there.
+    fn reduce_scatter(&self) -> Vec<Step> {
+        let this = self.at_root(0);
+        let Some(count) = self.call.count.checked_mul(self.setup.world) else { return vec![Step::Fail(TOO_LARGE)] };
+        // Firmware adds in the source of rank 0. The last sum goes where the one before it does not lie.
+        let sum = match self.setup.faithful.to(6) {
+            true => self.buffers.first,
+            false => self.spare(if self.setup.world.is_multiple_of(2) { 2 } else { 1 }),
+        };
+        let mut steps = this.reduce(0, count, sum);
+        steps.extend(this.scatter(sum));
+        steps
+    }
+
+    fn all_to_all(&self) -> Vec<Step> {
+        let Self { call, setup, buffers } = self;
+        let own = self.copy(self.block(buffers.first, setup.rank), self.block(buffers.result, setup.rank), call.count);
+        let says = setup.others().map(|rank| Step::Say(self.say(rank, self.block(buffers.result, rank), call.count)));
+        let writes = setup.others().map(|rank| (rank, self.block(buffers.first, rank))).collect();
+        let dones = setup.others().map(|from| Step::AwaitDone { from });
+        std::iter::once(own).chain(says).chain([self.serve(writes, call.count)]).chain(dones).collect()
+    }
+
+    /// Every rank says something to rank 0, which then says something to all.
+    fn barrier(&self) -> Vec<Step> {
+        let nowhere = Place { address: 0, is_host: false, is_compressed: false };
+        if self.setup.rank > 0 {
+            return vec![Step::Say(self.say(0, nowhere, 0)), Step::AwaitWord { from: 0 }];
+        }
+        let heard = self.setup.others().map(|from| Step::AwaitWord { from });
+        heard.chain(self.setup.others().map(|rank| Step::Say(self.say(rank, nowhere, 0)))).collect()
+    }
+}

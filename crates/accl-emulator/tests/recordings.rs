@@ -1,0 +1,133 @@
+//! Engines do what those of the ACCL project did: given the same requests they send the same packets, byte for byte, and answer the same.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fs;
+use std::path::Path;
+
+use accl_cclo::control::{Reply, Request, Status};
+use accl_cclo::memory_map::Network;
+use accl_cclo::wire::WORD_BYTES;
+use accl_emulator::{Engine, Fabric, Faithful};
+use serde_json::Value;
+
+const NETWORKS: [(&str, Network); 3] = [("udp", Network::Udp), ("tcp", Network::Tcp), ("cyt_rdma", Network::Rdma)];
+
+/// The lines of a recording.
+fn lines(name: &str) -> Vec<Value> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../accl-cclo/tests/recordings");
+    let packed = fs::read(folder.join(format!("{name}.jsonl.xz"))).unwrap();
+    let mut text = Vec::new();
+    lzma_rs::xz_decompress(&mut packed.as_slice(), &mut text).unwrap();
+    String::from_utf8(text).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Packets that one engine has sent.
+#[derive(Default)]
+struct Sent(VecDeque<(u32, Vec<u8>)>);
+
+impl Fabric for Sent {
+    fn send(&mut self, session: u32, packet: [&[u8]; 3]) {
+        self.0.push_back((session, packet.concat()));
+    }
+}
+
+/// Packets as they were recorded, by sender and receiver, with their numbers.
+type Recorded = BTreeMap<(u32, u32), VecDeque<(u64, Vec<u8>)>>;
+
+struct World {
+    engines: Vec<Engine>,
+    /// All packets, by sender and receiver.
+    packets: BTreeMap<(u32, u32), VecDeque<Vec<u8>>>,
+}
+
+impl World {
+    fn new(ranks: usize, network: Network) -> Self {
+        let engines = (0..ranks).map(|_| Engine::new(network, Faithful::all())).collect();
+        Self { engines, packets: BTreeMap::new() }
+    }
+
+    /// Until nobody can go on.
+    fn settle(&mut self) {
+        loop {
+            let mut moved = false;
+            for rank in 0..self.engines.len() {
+                let mut sent = Sent::default();
+                moved |= self.engines[rank].advance(&mut sent);
+                for (to, packet) in sent.0 {
+                    self.engines[to as usize].take(rank as u32, &packet);
+                    self.packets.entry((rank as u32, to)).or_default().push_back(packet);
+                    moved = true;
+                }
+            }
+            if !moved {
+                return;
+            }
+        }
+    }
+}
+
+fn bytes_of(hex: &str) -> Vec<u8> {
+    (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap()).collect()
+}
+
+fn replay(name: &str, network: Network, ranks: usize) {
+    let mut world = World::new(ranks, network);
+    let mut recorded: Recorded = BTreeMap::new();
+    // A poll that was too early there may find the end of the call here.
+    let mut early = vec![0; ranks];
+    for line in lines(name) {
+        let place = format!("{name} {}: {}", line["n"], line["scene"]);
+        if line["kind"] == "wire" {
+            let to = line["topic"].as_str().unwrap().parse().unwrap();
+            let from = line["sender"].as_str().unwrap().parse().unwrap();
+            let packet = bytes_of(line["hex"].as_str().unwrap());
+            recorded.entry((from, to)).or_default().push_back((line["n"].as_u64().unwrap(), packet));
+            continue;
+        }
+        let rank = line["rank"].as_u64().unwrap() as usize;
+        let request = Request::from_json(line["request"].to_string().as_bytes()).unwrap();
+        let wanted = Reply::from_json(line["reply"].to_string().as_bytes()).unwrap();
+        let is_poll = matches!(request, Request::Poll { .. });
+        if is_poll && early[rank] > 0 && wanted == Reply::Status(Status::Good) {
+            early[rank] -= 1;
+            continue;
+        }
+        let reply = world.engines[rank].answer(&request);
+        world.settle();
+        if is_poll && wanted == Reply::Status(Status::Not) {
+            early[rank] += usize::from(reply == Reply::Status(Status::Good));
+            continue;
+        }
+        let is_same = reply == wanted;
+        let differs = match (&reply, &wanted) {
+            (Reply::Memory(own), Reply::Memory(wanted)) => {
+                own.iter().zip(wanted).position(|(own, wanted)| own != wanted)
+            }
+            _ => None,
+        };
+        let runs = world.engines[rank].running();
+        assert!(is_same, "{place}: rank {rank} at {differs:?}, {}; {runs:?} runs", request.to_json());
+    }
+    for (pair, recorded) in recorded {
+        let own = world.packets.remove(&pair).unwrap_or_default();
+        for (at, ((number, recorded), own)) in recorded.iter().zip(&own).enumerate() {
+            // What stood in the first word before a message is nobody's.
+            let header = if network == Network::Udp { WORD_BYTES } else { 0 };
+            let count = u32::from_le_bytes([own[0], own[1], own[2], own[3]]) as usize;
+            let len = if header > 0 && count < WORD_BYTES { header + count } else { own.len() };
+            assert_eq!(own.len(), recorded.len(), "{name} packet {at} of {pair:?}, {number}");
+            assert_eq!(own[..len], recorded[..len], "{name} packet {at} of {pair:?}, {number}");
+        }
+        assert_eq!(own.len(), recorded.len(), "{name}: {pair:?}");
+    }
+    assert!(world.packets.is_empty(), "{name}: {:?} were never sent", world.packets.keys());
+}
+
+#[test]
+fn engines_do_what_was_recorded() {
+    for (name, network) in NETWORKS {
+        for (kind, ranks) in [("2", 2), ("2-big", 2), ("3", 3)] {
+            replay(&format!("{name}-{kind}"), network, ranks);
+        }
+    }
+}
