@@ -324,7 +324,7 @@ impl Engine {
         Ok(match step {
             UnderWay::Moving(mut moving) => match moving.advance(&mut parts)? {
                 Progress::Done => None,
-                Progress::Waits => Some((UnderWay::Moving(moving), false)),
+                Progress::Waits { has_moved } => Some((UnderWay::Moving(moving), has_moved)),
             },
             UnderWay::Step(step) => match step {
                 Step::Move(what) => Some((UnderWay::Moving(Moving::new(what)), true)),

@@ -50,8 +50,10 @@ pub(crate) struct Moving {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Progress {
     Done,
-    /// It waits for a peer.
-    Waits,
+    /// It waits for a peer; it has moved something before, which may have made room.
+    Waits {
+        has_moved: bool,
+    },
 }
 
 /// A part of the elements, in the form that one has on the wire or in memory.
@@ -70,8 +72,11 @@ impl Moving {
     /// # Errors
     /// The bits of what went wrong.
     pub(crate) fn advance<F: Fabric>(&mut self, parts: &mut Parts<'_, F>) -> Result<Progress, ReturnCode> {
+        let begun = self.done;
         while self.done < self.what.count {
-            let Some(count) = self.next_count(parts) else { return Ok(Progress::Waits) };
+            let Some(count) = self.next_count(parts) else {
+                return Ok(Progress::Waits { has_moved: self.done > begun });
+            };
             let mut first = self.take(&self.what.first, count, parts)?;
             if let Some((second, function)) = &self.what.second {
                 let second = self.take(second, count, parts)?;

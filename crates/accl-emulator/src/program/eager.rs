@@ -253,17 +253,20 @@ impl Eager {
         Box::new(added.chain(sent).chain(passed).filter(move |step| !is_empty(step)))
     }
 
-    /// Not in firmware: a message from each rank to each, where rendezvous does not work.
+    /// Not in firmware: a message from each rank to each, where rendezvous does not work. Nobody is further ahead than a segment, since what
+    /// has not been asked for takes up rx buffers.
     fn all_to_all(self) -> Program {
         let Self { call, setup, .. } = self;
         let block = move |rank: u32| u64::from(rank) * u64::from(call.count);
         let own = copy(call.count, self.own(block(setup.rank)), self.kept(block(setup.rank)));
         let others = (1..setup.world).flat_map(move |hops| {
             let (next, previous) = (setup.next(hops), setup.previous(hops));
-            [
-                copy(call.count, self.own(block(next)), self.to(next)),
-                copy(call.count, self.from(previous), self.kept(block(previous))),
-            ]
+            self.segments().flat_map(move |(at, count)| {
+                [
+                    copy(count, self.own(block(next) + at), self.to(next)),
+                    copy(count, self.from(previous), self.kept(block(previous) + at)),
+                ]
+            })
         });
         Box::new(std::iter::once(own).chain(others))
     }

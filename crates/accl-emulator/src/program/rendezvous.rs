@@ -188,6 +188,10 @@ impl Rendezvous {
     /// Sums go up a binomial tree through the spare buffers of every rank.
     fn reduce_tree(&self, count: u32, result: Place) -> Vec<Step> {
         let (own, world) = (self.own_hops(), self.setup.world);
+        let is_too_large = u64::from(count) * self.setup.element_bytes > self.setup.max_rendezvous_bytes;
+        if is_too_large && !self.setup.faithful.to(5) {
+            return vec![Step::Fail(TOO_LARGE)];
+        }
         let mut steps = Vec::new();
         let mut sum = self.buffers.first;
         let mut received: Option<Place> = None;

@@ -1,0 +1,214 @@
+//! Worlds of engines in one process, and a host that sets them up.
+
+use std::collections::VecDeque;
+
+use accl_cclo::call::{ConfigFunction, Descriptor, Hosts, Operation};
+use accl_cclo::control::{Reply, Request, Status};
+use accl_cclo::memory_map::{
+    self as map, ARITHMETIC_CONFIGS, Communicator, DataType, Layout, Network, RankEntry, RxBuffer,
+};
+use accl_cclo::return_code::ReturnCode;
+use accl_emulator::{Engine, Fabric, Faithful};
+
+/// Where the host's own buffers begin; below are rx and spare buffers.
+const BUFFERS: u64 = 1 << 20;
+/// Room of each of them.
+const BUFFER_BYTES: u64 = 1 << 20;
+
+/// How engines are set up.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    pub network: Network,
+    pub faithful: Faithful,
+    pub world: u32,
+    pub rx_count: u32,
+    pub rx_bytes: u32,
+    pub max_eager: u32,
+    pub max_rendezvous: u32,
+    pub is_host: bool,
+    /// Up to so many ranks reductions and broadcasts are flat.
+    pub flat_ranks: u32,
+}
+
+impl Settings {
+    pub fn new(network: Network, world: u32) -> Self {
+        Self {
+            network,
+            faithful: Faithful::default(),
+            world,
+            rx_count: 16,
+            rx_bytes: 256,
+            max_eager: 1024,
+            max_rendezvous: 16 << 10,
+            is_host: false,
+            flat_ranks: world,
+        }
+    }
+}
+
+struct Sent(VecDeque<(u32, Vec<u8>)>);
+
+impl Fabric for Sent {
+    fn send(&mut self, session: u32, packet: [&[u8]; 3]) {
+        self.0.push_back((session, packet.concat()));
+    }
+}
+
+/// Engines that reach one another.
+pub struct World {
+    pub engines: Vec<Engine>,
+    settings: Settings,
+    communicator: u32,
+    configs: Vec<(DataType, u32)>,
+}
+
+/// How a call has ended on a rank: `None` if it has not.
+pub type Ended = Option<ReturnCode>;
+
+impl World {
+    /// Engines that are ready for calls.
+    pub fn new(settings: Settings) -> Self {
+        let engines = (0..settings.world).map(|_| Engine::new(settings.network, settings.faithful)).collect();
+        let mut world = Self { engines, settings, communicator: 0, configs: Vec::new() };
+        for rank in 0..settings.world {
+            world.set_up(rank);
+        }
+        world
+    }
+
+    fn write(&mut self, rank: u32, offset: u32, value: u32) {
+        let reply = self.engines[rank as usize].answer(&Request::WriteRegister { offset, value });
+        assert_eq!(reply, Reply::Status(Status::Good));
+    }
+
+    fn write_all(&mut self, rank: u32, offset: u32, words: &[u32]) {
+        for (word, at) in words.iter().zip((offset..).step_by(4)) {
+            self.write(rank, at, *word);
+        }
+    }
+
+    fn set_up(&mut self, rank: u32) {
+        let Settings { world, rx_count, rx_bytes, max_eager, max_rendezvous, .. } = self.settings;
+        self.config(rank, ConfigFunction::Reset, 0);
+        let spares = u64::from(rx_count * rx_bytes);
+        let all = spares + 3 * u64::from(max_rendezvous);
+        assert!(all <= BUFFERS);
+        let memory = self.engines[rank as usize].memory(false);
+        assert!(memory.grow(0, all));
+        let mut layout = Layout::default();
+        let buffers = layout.take(rx_count as usize * RxBuffer::COUNT).unwrap();
+        for index in 0..rx_count {
+            let buffer = RxBuffer::idle(u64::from(index * rx_bytes));
+            self.write_all(rank, buffers.word(RxBuffer::COUNT * index as usize), &buffer.to_words());
+        }
+        self.write(rank, map::RX_BUFFER_BYTES.offset, rx_bytes);
+        self.write(rank, map::RX_BUFFER_COUNT.offset, rx_count);
+        for (index, [low, _]) in map::SPARE_BUFFERS.iter().enumerate() {
+            self.write(rank, low.offset, spares as u32 + index as u32 * max_rendezvous);
+        }
+        let entry = |peer| RankEntry::new([127, 0, 0, 1].into(), 5500, peer, rx_bytes);
+        let communicator = Communicator { local: rank, ranks: (0..world).map(entry).collect() };
+        let place = layout.take(Communicator::word_count(world as usize)).unwrap();
+        self.write_all(rank, place.offset, &communicator.to_words());
+        self.communicator = place.offset;
+        self.configs.clear();
+        for config in ARITHMETIC_CONFIGS.iter().filter(|config| config.compressed == config.uncompressed) {
+            let place = layout.take(config.word_count()).unwrap();
+            self.write_all(rank, place.offset, &config.to_words());
+            self.configs.push((config.uncompressed, place.offset));
+        }
+        for (register, value) in [
+            (map::GATHER_FAN_IN, 2),
+            (map::GATHER_FAN_IN_BYTES, 2048),
+            (map::BROADCAST_FLAT_RANKS, self.settings.flat_ranks),
+            (map::REDUCE_FLAT_RANKS, self.settings.flat_ranks),
+            (map::REDUCE_FLAT_BYTES, 0),
+            (map::IS_CONFIGURED, 1),
+        ] {
+            self.write(rank, register.offset, value);
+        }
+        self.config(rank, ConfigFunction::MaxEagerBytes, max_eager);
+        self.config(rank, ConfigFunction::MaxRendezvousBytes, max_rendezvous);
+        self.config(rank, ConfigFunction::EnablePackets, 0);
+    }
+
+    fn config(&mut self, rank: u32, function: ConfigFunction, value: u32) {
+        assert!(self.engines[rank as usize].start(0, Descriptor::config(function, value)));
+        self.settle();
+        assert_eq!(self.ended(rank), Some(ReturnCode::default()), "{function:?}");
+    }
+
+    /// Until nobody can go on.
+    fn settle(&mut self) {
+        loop {
+            let mut moved = false;
+            for rank in 0..self.engines.len() {
+                let mut sent = Sent(VecDeque::new());
+                moved |= self.engines[rank].advance(&mut sent);
+                for (to, packet) in sent.0 {
+                    self.engines[to as usize].take(rank as u32, &packet);
+                    moved = true;
+                }
+            }
+            if !moved {
+                return;
+            }
+        }
+    }
+
+    fn ended(&mut self, rank: u32) -> Ended {
+        let engine = &mut self.engines[rank as usize];
+        if engine.answer(&Request::Poll { control: 0 }) != Reply::Status(Status::Good) {
+            return None;
+        }
+        match engine.answer(&Request::ReadRegister { offset: map::RETURN_CODE.offset }) {
+            Reply::Register(code) => Some(ReturnCode(code)),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// A call of this operation on elements of this type; `root` and so on are left to the caller.
+    pub fn call(&self, operation: Operation, dtype: DataType, count: u32) -> Descriptor {
+        let arithmetic = self.configs.iter().find(|(known, _)| *known == dtype).map_or(0, |(_, offset)| *offset);
+        Descriptor {
+            count,
+            communicator: self.communicator,
+            arithmetic,
+            hosts: Hosts::all(self.settings.is_host),
+            first: BUFFERS,
+            second: BUFFERS + BUFFER_BYTES,
+            result: BUFFERS + BUFFER_BYTES,
+            ..Descriptor::new(operation)
+        }
+    }
+
+    /// Fills operand 0 of a rank, and makes room for results.
+    pub fn fill(&mut self, rank: u32, bytes: &[u8]) {
+        let is_host = self.settings.is_host;
+        let memory = self.engines[rank as usize].memory(is_host);
+        assert!(bytes.len() as u64 <= BUFFER_BYTES && memory.grow(BUFFERS, 2 * BUFFER_BYTES));
+        memory.read_mut(BUFFERS, bytes.len()).unwrap().copy_from_slice(bytes);
+        memory.read_mut(BUFFERS + BUFFER_BYTES, BUFFER_BYTES as usize).unwrap().fill(0xEE);
+    }
+
+    /// Operand 0 of a rank.
+    pub fn source(&mut self, rank: u32, bytes: usize) -> Vec<u8> {
+        let is_host = self.settings.is_host;
+        self.engines[rank as usize].memory(is_host).read(BUFFERS, bytes).unwrap().to_vec()
+    }
+
+    /// The result of a rank.
+    pub fn result(&mut self, rank: u32, bytes: usize) -> Vec<u8> {
+        let is_host = self.settings.is_host;
+        self.engines[rank as usize].memory(is_host).read(BUFFERS + BUFFER_BYTES, bytes).unwrap().to_vec()
+    }
+
+    /// Every rank makes its call; how each has ended when nobody can go on.
+    pub fn run(&mut self, calls: &[Descriptor]) -> Vec<Ended> {
+        for (engine, call) in self.engines.iter_mut().zip(calls) {
+            assert!(engine.start(0, *call));
+        }
+        self.settle();
+        (0..self.settings.world).map(|rank| self.ended(rank)).collect()
+    }
+}
