@@ -27,6 +27,17 @@ const PARTS: [(u32, &str); 6] = [
 const NETWORK_MASK: u32 = 0b11;
 const COMMIT_SHIFT: u32 = 8;
 
+impl Network {
+    /// As settings and messages name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Udp => "udp",
+            Self::Tcp => "tcp",
+            Self::Rdma => "rdma",
+        }
+    }
+}
+
 impl HardwareId {
     /// The emulator has no id, and nothing can be read from it.
     pub fn is_known(self) -> bool {

@@ -1,0 +1,72 @@
+//! What a driver does to a device: registers, memory and calls.
+//!
+//! Owns the interface alone. A bus may block for as long as one of its requests takes, and says so as an error when that is too long; it
+//! never waits for a call to end.
+
+use accl_types::Result;
+
+use crate::call::Descriptor;
+
+/// A memory that a device reaches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Memory {
+    /// That of the card.
+    Device,
+    /// That of the host.
+    Host,
+}
+
+/// A device, as a driver reaches it.
+pub trait Bus: Send {
+    /// Reads a word of exchange memory.
+    ///
+    /// # Errors
+    /// The device cannot be reached, or has no such word.
+    fn read_register(&mut self, offset: u32) -> Result<u32>;
+
+    /// Sets a word of exchange memory.
+    ///
+    /// # Errors
+    /// As [`Bus::read_register`].
+    fn write_register(&mut self, offset: u32, value: u32) -> Result<()>;
+
+    /// A buffer of so many bytes, filled with zeros, that lives as long as the bus: its address as the device knows it, a multiple of 4096.
+    ///
+    /// # Errors
+    /// The device cannot be reached, or has no room.
+    fn allocate(&mut self, memory: Memory, bytes: u64) -> Result<u64>;
+
+    /// Reads bytes of a buffer.
+    ///
+    /// # Errors
+    /// The device cannot be reached, or has no such bytes.
+    fn read_memory(&mut self, memory: Memory, address: u64, into: &mut [u8]) -> Result<()>;
+
+    /// Writes bytes of a buffer.
+    ///
+    /// # Errors
+    /// As [`Bus::read_memory`].
+    fn write_memory(&mut self, memory: Memory, address: u64, from: &[u8]) -> Result<()>;
+
+    /// Starts a call; the end of the one before has been asked for.
+    ///
+    /// # Errors
+    /// The device cannot be reached.
+    fn start(&mut self, call: &Descriptor) -> Result<()>;
+
+    /// Whether the call has ended since it was started; if so, that is said once.
+    ///
+    /// # Errors
+    /// As [`Bus::start`].
+    fn poll(&mut self) -> Result<bool>;
+
+    /// How messages name the device.
+    fn describe(&self) -> String;
+}
+
+impl Memory {
+    /// Whether it is the host's.
+    pub fn is_host(self) -> bool {
+        self == Self::Host
+    }
+}

@@ -1,0 +1,276 @@
+//! The driver of a device: how it is set up, and one call after the other.
+//!
+//! Owns the order of what is written to a device, its buffers, and what is said of it when a call does not end. Which calls a collective
+//! becomes is not decided here, nor how long anybody waits: [`Driver::poll`] is asked by whoever has a clock. Read [`Driver::open`] first.
+
+mod diagnosis;
+mod settings;
+
+pub use diagnosis::Diagnosis;
+pub use settings::{MAX_RX_BUFFERS, Peer, Settings};
+
+use accl_types::{Error, ErrorKind, Result};
+
+use crate::bus::{Bus, Memory};
+use crate::call::{Compression, ConfigFunction, Descriptor, Hosts, Operation};
+use crate::memory_map::{
+    self as map, ARITHMETIC_CONFIGS, ArithmeticConfig, Communicator, DataType, HardwareId, Layout, NoRoom, Place,
+    RxBuffer,
+};
+use crate::return_code::ReturnCode;
+
+/// What firmware is told for a time that it never looks at.
+const FIRMWARE_TIMEOUT: u32 = 1_000_000;
+/// Most ranks that a flat gather has addresses out to, and above how many bytes: as ACCL's own driver sets them.
+const GATHER_FAN_IN: u32 = 2;
+const GATHER_FAN_IN_BYTES: u32 = 32 << 10;
+/// More ranks than this share a tree when a root has something for all of them.
+const BROADCAST_FLAT_RANKS: u32 = 3;
+
+/// A device that is set up.
+pub struct Driver<B> {
+    bus: B,
+    settings: Settings,
+    hardware_id: HardwareId,
+    rx_table: Place,
+    communicator: Place,
+    configs: Vec<(ArithmeticConfig, u32)>,
+    running: Option<Descriptor>,
+    /// Why it takes no more calls.
+    dead: Option<Error>,
+}
+
+/// How a call has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Finished {
+    /// As the device has counted, in nanoseconds.
+    pub nanos: u64,
+}
+
+impl<B: Bus> Driver<B> {
+    /// Sets a device up. All ranks must have done so before the first of them makes a call. Between looks at a call that sets something
+    /// `go_on` is asked whether there is time left.
+    ///
+    /// # Errors
+    /// Settings that firmware refuses, a device that somebody else uses or that is of another design, or that cannot be reached.
+    pub fn open(mut bus: B, settings: Settings, mut go_on: impl FnMut() -> bool) -> Result<Self> {
+        settings.check()?;
+        let hardware_id = HardwareId(bus.read_register(map::HARDWARE_ID.offset)?);
+        if let Some(network) = hardware_id.network().filter(|network| *network != settings.network) {
+            let (built, asked) = (network.name(), settings.network.name());
+            return Err(Error::new(
+                ErrorKind::Configuration,
+                format!("{} was built for {built}, and `design` asks for {asked}", bus.describe()),
+            ));
+        }
+        let (rx_table, communicator, places) = lay_out(&settings)?;
+        let configs: Vec<(ArithmeticConfig, u32)> =
+            configs().zip(&places).map(|(config, place)| (config, place.offset)).collect();
+        let mut driver =
+            Self { bus, settings, hardware_id, rx_table, communicator, configs, running: None, dead: None };
+        driver.set_up(&mut go_on)?;
+        Ok(driver)
+    }
+
+    fn set_up(&mut self, go_on: &mut impl FnMut() -> bool) -> Result<()> {
+        self.configure(ConfigFunction::Reset, 0, go_on)?;
+        if self.bus.read_register(map::IS_CONFIGURED.offset)? != 0 {
+            return Err(Error::new(
+                ErrorKind::Device,
+                format!("{} is in use: it is still set up after a reset", self.bus.describe()),
+            ));
+        }
+        let Settings { rx_buffers, rx_bytes, max_eager_bytes, max_rendezvous_bytes, .. } = self.settings;
+        let rx = self.bus.allocate(Memory::Device, u64::from(rx_buffers) * u64::from(rx_bytes))?;
+        for index in 0..rx_buffers {
+            let entry = RxBuffer::idle(rx + u64::from(index) * u64::from(rx_bytes));
+            self.write_words(self.rx_table.word(RxBuffer::COUNT * index as usize), &entry.to_words())?;
+        }
+        self.bus.write_register(map::RX_BUFFER_BYTES.offset, rx_bytes)?;
+        self.bus.write_register(map::RX_BUFFER_COUNT.offset, rx_buffers)?;
+        for [low, high] in map::SPARE_BUFFERS {
+            let spare = self.bus.allocate(Memory::Device, u64::from(max_rendezvous_bytes))?;
+            self.bus.write_register(low.offset, spare as u32)?;
+            self.bus.write_register(high.offset, (spare >> 32) as u32)?;
+        }
+        let communicator = self.settings.communicator();
+        self.write_words(self.communicator.offset, &communicator.to_words())?;
+        for (config, offset) in self.configs.clone() {
+            self.write_words(offset, &config.to_words())?;
+        }
+        for (register, value) in self.tuning() {
+            self.bus.write_register(register.offset, value)?;
+        }
+        self.bus.write_register(map::IS_CONFIGURED.offset, 1)?;
+        self.configure(ConfigFunction::Timeout, FIRMWARE_TIMEOUT, go_on)?;
+        self.configure(ConfigFunction::MaxEagerBytes, max_eager_bytes, go_on)?;
+        self.configure(ConfigFunction::MaxRendezvousBytes, max_rendezvous_bytes, go_on)?;
+        self.configure(ConfigFunction::EnablePackets, 0, go_on)
+    }
+
+    /// Tuning registers. Sums never go up a tree, where firmware loses the last one.
+    fn tuning(&self) -> [(map::Register, u32); 5] {
+        [
+            (map::GATHER_FAN_IN, GATHER_FAN_IN),
+            (map::GATHER_FAN_IN_BYTES, GATHER_FAN_IN_BYTES),
+            (map::BROADCAST_FLAT_RANKS, BROADCAST_FLAT_RANKS),
+            (map::REDUCE_FLAT_RANKS, self.settings.world().max(1)),
+            (map::REDUCE_FLAT_BYTES, 0),
+        ]
+    }
+
+    fn write_words(&mut self, offset: u32, words: &[u32]) -> Result<()> {
+        for (word, at) in words.iter().zip((offset..).step_by(4)) {
+            self.bus.write_register(at, *word)?;
+        }
+        Ok(())
+    }
+
+    fn configure(&mut self, function: ConfigFunction, value: u32, go_on: &mut impl FnMut() -> bool) -> Result<()> {
+        let call = Descriptor { communicator: self.communicator.offset, ..Descriptor::config(function, value) };
+        self.start(&call)?;
+        while self.poll()?.is_none() {
+            if !go_on() {
+                let text = format!("{} did not answer `{call}` in time", self.bus.describe());
+                return Err(self.kill(Error::new(ErrorKind::Device, text)));
+            }
+        }
+        Ok(())
+    }
+
+    /// What it was set up with.
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// What the device was built with.
+    pub fn hardware_id(&self) -> HardwareId {
+        self.hardware_id
+    }
+
+    /// The bus, for buffers of callers.
+    pub fn bus(&mut self) -> &mut B {
+        &mut self.bus
+    }
+
+    /// A call on elements of this type, which travel as `on_wire`; addresses and the rest are the caller's.
+    ///
+    /// # Errors
+    /// The device has no arithmetic for these types.
+    pub fn call(&self, operation: Operation, dtype: DataType, on_wire: DataType, count: u32) -> Result<Descriptor> {
+        let is_it = |config: &ArithmeticConfig| (config.uncompressed, config.compressed) == (dtype, on_wire);
+        let found = self.configs.iter().find(|(config, _)| is_it(config));
+        let (_, arithmetic) = found.ok_or_else(|| {
+            Error::new(
+                ErrorKind::Unsupported,
+                format!("no device has arithmetic for {dtype:?} that travels as {on_wire:?}"),
+            )
+        })?;
+        let wire = dtype != on_wire;
+        Ok(Descriptor {
+            count,
+            communicator: self.communicator.offset,
+            arithmetic: *arithmetic,
+            compression: Compression { wire, ..Compression::default() },
+            hosts: Hosts::all(self.settings.memory.is_host()),
+            ..Descriptor::new(operation)
+        })
+    }
+
+    /// Starts a call. One runs at a time.
+    ///
+    /// # Errors
+    /// The device is dead, or cannot be reached, which is its death.
+    pub fn start(&mut self, call: &Descriptor) -> Result<()> {
+        if let Some(dead) = &self.dead {
+            return Err(dead.clone());
+        }
+        if let Some(running) = &self.running {
+            return Err(Error::internal(format!("`{call}` was started while `{running}` runs")));
+        }
+        if let Err(error) = self.bus.start(call) {
+            return Err(self.kill(error));
+        }
+        self.running = Some(*call);
+        Ok(())
+    }
+
+    /// Whether the call that was started has ended.
+    ///
+    /// # Errors
+    /// It has failed, with every bit of its return code in words; or the device cannot be reached, which is its death.
+    pub fn poll(&mut self) -> Result<Option<Finished>> {
+        if let Some(dead) = &self.dead {
+            return Err(dead.clone());
+        }
+        let Some(call) = self.running else { return Ok(None) };
+        match self.look(&call) {
+            Ok(None) => Ok(None),
+            Ok(Some((code, finished))) => {
+                self.running = None;
+                if code.is_ok() {
+                    return Ok(Some(finished));
+                }
+                let text = format!("{}: `{call}` failed: {code}", self.bus.describe());
+                Err(self.kill(Error::new(ErrorKind::Device, text)))
+            }
+            Err(error) => Err(self.kill(error)),
+        }
+    }
+
+    fn look(&mut self, call: &Descriptor) -> Result<Option<(ReturnCode, Finished)>> {
+        if !self.bus.poll()? {
+            return Ok(None);
+        }
+        let code = ReturnCode(self.bus.read_register(map::RETURN_CODE.offset)?);
+        // What sets something takes no time worth a look.
+        let cycles = match call.operation {
+            Operation::Config => 0,
+            _ => self.bus.read_register(map::CYCLES.offset)?,
+        };
+        Ok(Some((code, Finished { nanos: u64::from(cycles) * map::NANOSECONDS_PER_CYCLE })))
+    }
+
+    /// The call that runs has taken too long: nothing ends it, so the device takes no more calls. Says why, as far as it can be read; over
+    /// a bus of its own, for this one may be in the middle of something.
+    pub fn give_up(&mut self, over: &mut dyn Bus, why: &str) -> Error {
+        let call = self.running.map_or_else(|| "a call".to_owned(), |call| format!("`{call}`"));
+        let seen = match Diagnosis::read(over, self.rx_table, self.communicator) {
+            Ok(diagnosis) => diagnosis.to_string(),
+            Err(error) => format!("its registers cannot be read: {}", error.message),
+        };
+        let text =
+            format!("{}: {call} {why}; {seen}; the device takes no more calls until it is reset", self.bus.describe());
+        self.kill(Error::new(ErrorKind::Device, text))
+    }
+
+    fn kill(&mut self, error: Error) -> Error {
+        self.dead.get_or_insert(error).clone()
+    }
+}
+
+fn configs() -> impl Iterator<Item = ArithmeticConfig> {
+    ARITHMETIC_CONFIGS.into_iter().chain([ArithmeticConfig::bytes()])
+}
+
+/// Places of the rx table, the communicator and the arithmetic configs.
+fn lay_out(settings: &Settings) -> Result<(Place, Place, Vec<Place>)> {
+    let mut layout = Layout::default();
+    let mut place = || {
+        let rx_table = layout.take(settings.rx_buffers as usize * RxBuffer::COUNT)?;
+        let communicator = layout.take(Communicator::word_count(settings.peers.len()))?;
+        let configs: std::result::Result<_, NoRoom> =
+            configs().map(|config| layout.take(config.word_count())).collect();
+        Ok((rx_table, communicator, configs?))
+    };
+    place().map_err(|NoRoom { needs, left }| {
+        let (ranks, buffers) = (settings.peers.len(), settings.rx_buffers);
+        Error::new(
+            ErrorKind::Configuration,
+            format!(
+                "the tables of {ranks} ranks and {buffers} rx buffers do not fit into the exchange memory of a device: {needs} bytes are \
+                 needed where {left} are left; take fewer rx buffers"
+            ),
+        )
+    })
+}

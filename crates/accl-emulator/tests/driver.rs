@@ -1,0 +1,261 @@
+//! The driver on engines of the same process: how they are set up, what their calls end with, and what is said when one does not end.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use accl_cclo::bus::{Bus, Memory};
+use accl_cclo::call::{Descriptor, Operation};
+use accl_cclo::control::{Reply, Request, Status};
+use accl_cclo::driver::{Driver, Peer, Settings};
+use accl_cclo::memory_map::{self as map, DataType, Network};
+use accl_emulator::{Engine, Fabric, Faithful};
+use accl_types::{Error, ErrorKind, Result};
+
+/// Engines that reach one another, and how far the memories of each are handed out.
+struct World {
+    engines: Vec<Engine>,
+    handed_out: Vec<[u64; 2]>,
+    is_gone: bool,
+}
+
+struct Sent(VecDeque<(u32, Vec<u8>)>);
+
+impl Fabric for Sent {
+    fn send(&mut self, session: u32, packet: [&[u8]; 3]) {
+        self.0.push_back((session, packet.concat()));
+    }
+}
+
+impl World {
+    fn new(network: Network, faithful: Faithful, ranks: u32) -> Arc<Mutex<Self>> {
+        let engines = (0..ranks).map(|_| Engine::new(network, faithful)).collect();
+        Arc::new(Mutex::new(Self { engines, handed_out: vec![[0; 2]; ranks as usize], is_gone: false }))
+    }
+
+    fn settle(&mut self) {
+        loop {
+            let mut moved = false;
+            for rank in 0..self.engines.len() {
+                let mut sent = Sent(VecDeque::new());
+                moved |= self.engines[rank].advance(&mut sent);
+                for (to, packet) in sent.0 {
+                    self.engines[to as usize].take(rank as u32, &packet);
+                    moved = true;
+                }
+            }
+            if !moved {
+                return;
+            }
+        }
+    }
+}
+
+#[derive(Clone)]
+struct LocalBus {
+    world: Arc<Mutex<World>>,
+    rank: usize,
+}
+
+impl LocalBus {
+    fn world(&self) -> MutexGuard<'_, World> {
+        self.world.lock().unwrap()
+    }
+
+    fn ask(&self, request: &Request) -> Result<Reply> {
+        let mut world = self.world();
+        if world.is_gone {
+            return Err(Error::new(ErrorKind::Device, "the emulator is gone"));
+        }
+        world.settle();
+        match world.engines[self.rank].answer(request) {
+            Reply::Status(Status::NoControl) => Err(Error::new(ErrorKind::Device, "there is no such control stream")),
+            reply => Ok(reply),
+        }
+    }
+}
+
+impl Bus for LocalBus {
+    fn read_register(&mut self, offset: u32) -> Result<u32> {
+        match self.ask(&Request::ReadRegister { offset })? {
+            Reply::Register(value) => Ok(value),
+            _ => Err(Error::new(ErrorKind::Device, format!("there is no register at {offset:#x}"))),
+        }
+    }
+
+    fn write_register(&mut self, offset: u32, value: u32) -> Result<()> {
+        self.ask(&Request::WriteRegister { offset, value }).map(drop)
+    }
+
+    fn allocate(&mut self, memory: Memory, bytes: u64) -> Result<u64> {
+        let mut world = self.world();
+        let next = &mut world.handed_out[self.rank][usize::from(memory.is_host())];
+        let address = *next;
+        *next += bytes.next_multiple_of(4096);
+        assert!(world.engines[self.rank].memory(memory.is_host()).grow(address, bytes));
+        Ok(address)
+    }
+
+    fn read_memory(&mut self, memory: Memory, address: u64, into: &mut [u8]) -> Result<()> {
+        let mut world = self.world();
+        into.copy_from_slice(world.engines[self.rank].memory(memory.is_host()).read(address, into.len()).unwrap());
+        Ok(())
+    }
+
+    fn write_memory(&mut self, memory: Memory, address: u64, from: &[u8]) -> Result<()> {
+        let mut world = self.world();
+        world.engines[self.rank].memory(memory.is_host()).read_mut(address, from.len()).unwrap().copy_from_slice(from);
+        Ok(())
+    }
+
+    fn start(&mut self, call: &Descriptor) -> Result<()> {
+        self.ask(&Request::Call { control: 0, call: *call }).map(drop)
+    }
+
+    fn poll(&mut self) -> Result<bool> {
+        Ok(self.ask(&Request::Poll { control: 0 })? == Reply::Status(Status::Good))
+    }
+
+    fn describe(&self) -> String {
+        format!("emulator of rank {}", self.rank)
+    }
+}
+
+fn settings(network: Network, rank: u32, ranks: u32) -> Settings {
+    let peer = |session| Peer { ip: [127, 0, 0, 1].into(), port: 5500, session };
+    Settings::new(network, rank, (0..ranks).map(peer).collect())
+}
+
+fn open(world: &Arc<Mutex<World>>, settings: Settings) -> Result<Driver<LocalBus>> {
+    let mut looks = 0;
+    let bus = LocalBus { world: world.clone(), rank: settings.rank as usize };
+    Driver::open(bus, settings, || {
+        looks += 1;
+        looks < 100
+    })
+}
+
+fn drivers(network: Network, faithful: Faithful, ranks: u32) -> Vec<Driver<LocalBus>> {
+    let world = World::new(network, faithful, ranks);
+    (0..ranks).map(|rank| open(&world, settings(network, rank, ranks)).unwrap()).collect()
+}
+
+fn message(result: Result<impl std::fmt::Debug>) -> String {
+    result.unwrap_err().message
+}
+
+/// An all_reduce of so many ones on each rank, which are the first that many.
+fn all_reduce(driver: &mut Driver<LocalBus>, count: u32) -> (Descriptor, u64) {
+    let memory = driver.settings().memory;
+    let [from, to] = [0, 1].map(|_| driver.bus().allocate(memory, 4 * u64::from(count)).unwrap());
+    let ones: Vec<u8> = (0..count).flat_map(|_| 1f32.to_le_bytes()).collect();
+    driver.bus().write_memory(memory, from, &ones).unwrap();
+    let call = driver.call(Operation::AllReduce, DataType::F32, DataType::F32, count).unwrap();
+    (Descriptor { first: from, second: to, result: to, ..call }, to)
+}
+
+#[test]
+fn calls_end_with_sums_on_all_ranks() {
+    for network in [Network::Udp, Network::Tcp, Network::Rdma] {
+        for memory in [Memory::Device, Memory::Host] {
+            let world = World::new(network, Faithful::all(), 3);
+            let mut drivers: Vec<_> =
+                (0..3).map(|rank| open(&world, Settings { memory, ..settings(network, rank, 3) }).unwrap()).collect();
+            let calls: Vec<(Descriptor, u64)> = drivers.iter_mut().map(|driver| all_reduce(driver, 300)).collect();
+            for (driver, (call, _)) in drivers.iter_mut().zip(&calls) {
+                driver.start(call).unwrap();
+            }
+            for (driver, (_, result)) in drivers.iter_mut().zip(&calls) {
+                assert!(driver.poll().unwrap().is_some());
+                assert!(driver.poll().unwrap().is_none(), "an end is said once");
+                let mut sums = vec![0; 1200];
+                driver.bus().read_memory(memory, *result, &mut sums).unwrap();
+                assert!(sums.as_chunks().0.iter().all(|&sum| f32::from_le_bytes(sum) == 3.0));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_call_that_does_not_end_says_what_the_device_waits_for() {
+    let mut drivers = drivers(Network::Udp, Faithful::all(), 2);
+    let memory = drivers[0].settings().memory;
+    let buffer = drivers[0].bus().allocate(memory, 4096).unwrap();
+    let send = drivers[0].call(Operation::Send, DataType::F32, DataType::F32, 4).unwrap();
+    drivers[0].start(&Descriptor { root: 1, tag: 7, first: buffer, ..send }).unwrap();
+    assert!(drivers[0].poll().unwrap().is_some());
+    let buffer = drivers[1].bus().allocate(memory, 4096).unwrap();
+    let recv = drivers[1].call(Operation::Recv, DataType::F32, DataType::F32, 4).unwrap();
+    drivers[1].start(&Descriptor { root: 0, tag: 8, result: buffer, ..recv }).unwrap();
+    assert!(drivers[1].poll().unwrap().is_none());
+    let mut fresh = drivers[1].bus().clone();
+    let text = drivers[1].give_up(&mut fresh, "has not ended in 300 ms").message;
+    assert_eq!(
+        text,
+        "emulator of rank 1: `recv of 4 elements, rank 0, communicator at 0x1c8` has not ended in 300 ms; it expects message 0 from rank 0; \
+         rx buffer 0 holds message 0 of rank 0 with tag 0x7 and 16 bytes; the device takes no more calls until it is reset"
+    );
+    assert_eq!(message(drivers[1].start(&recv)), text, "later calls say why");
+    assert_eq!(message(drivers[1].poll()), text);
+}
+
+#[test]
+fn a_device_that_goes_away_takes_no_more_calls() {
+    let world = World::new(Network::Udp, Faithful::default(), 1);
+    let mut driver = open(&world, settings(Network::Udp, 0, 1)).unwrap();
+    let (call, _) = all_reduce(&mut driver, 4);
+    driver.start(&call).unwrap();
+    world.lock().unwrap().is_gone = true;
+    assert_eq!(message(driver.poll()), "the emulator is gone");
+    world.lock().unwrap().is_gone = false;
+    assert_eq!(message(driver.start(&call)), "the emulator is gone");
+}
+
+#[test]
+fn an_error_of_firmware_is_decoded() {
+    let mut drivers = drivers(Network::Udp, Faithful::default(), 1);
+    let call = drivers[0].call(Operation::Copy, DataType::F32, DataType::F32, 4).unwrap();
+    drivers[0].start(&Descriptor { first: 1 << 40, result: 0, ..call }).unwrap();
+    assert_eq!(
+        message(drivers[0].poll()),
+        "emulator of rank 0: `copy of 4 elements, communicator at 0x1c8` failed: return code 0x4: DMA address that is nobody's (bit 2)"
+    );
+}
+
+#[test]
+fn a_device_of_another_design_is_refused() {
+    let world = World::new(Network::Udp, Faithful::default(), 1);
+    let set = |offset, value| {
+        world.lock().unwrap().engines[0].answer(&Request::WriteRegister { offset, value });
+    };
+    set(map::HARDWARE_ID.offset, 0x101);
+    let refused = message(open(&world, settings(Network::Udp, 0, 1)).map(drop));
+    assert_eq!(refused, "emulator of rank 0 was built for tcp, and `design` asks for udp");
+}
+
+#[test]
+fn settings_that_firmware_refuses_are_refused_in_a_sentence() {
+    let good = settings(Network::Udp, 0, 2);
+    assert!(good.check().is_ok());
+    for (settings, text) in [
+        (Settings { rank: 2, ..good.clone() }, "rank 2 is none of the 2 ranks of the device"),
+        (Settings { rx_buffers: 0, ..good.clone() }, "a device has from 1 to 512 rx buffers, not 0"),
+        (Settings { rx_buffers: 513, ..good.clone() }, "a device has from 1 to 512 rx buffers, not 513"),
+        (Settings { rx_bytes: 100, ..good.clone() }, "an rx buffer has a multiple of 64 bytes, not 100"),
+        (
+            Settings { max_eager_bytes: 64, ..good.clone() },
+            "the largest eager message has at least the 1024 bytes of an rx buffer, not 64",
+        ),
+        (
+            Settings { max_rendezvous_bytes: 16 << 10, ..good.clone() },
+            "the largest rendezvous message is larger than the 16384 bytes of the largest eager one, not 16384",
+        ),
+    ] {
+        assert_eq!(message(settings.check()), text);
+    }
+    let many = settings(Network::Udp, 0, 64);
+    let text = "an rx buffer must hold an element for each of 64 ranks: at least 512 bytes, not 64";
+    assert_eq!(message(Settings { rx_bytes: 64, ..many.clone() }.check()), text);
+    let world = World::new(Network::Udp, Faithful::default(), 1);
+    let refused = message(open(&world, Settings { rx_buffers: 280, ..many }).map(drop));
+    assert!(refused.starts_with("the tables of 64 ranks and 280 rx buffers do not fit"), "{refused}");
+}
