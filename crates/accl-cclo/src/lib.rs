@@ -15,6 +15,7 @@ pub mod control;
 pub mod driver;
 pub mod hazards;
 pub mod memory_map;
+pub mod offload;
 pub mod return_code;
 pub mod wire;
 mod words;
