@@ -44,6 +44,27 @@ impl<'de> Deserialize<'de> for Data {
     }
 }
 
+#[derive(serde::Deserialize)]
+struct Fields {
+    data: Data,
+}
+
+/// Bytes as packets and kernel streams of the emulator have them.
+pub fn data_to_json(bytes: &[u8]) -> String {
+    let mut text = r#"{"data":"#.to_owned();
+    push_array(&mut text, bytes.iter());
+    text.push('}');
+    text
+}
+
+/// From such a text; `None`: it is none.
+pub fn data_from_json(text: &[u8]) -> Option<Vec<u8>> {
+    match serde_json::from_slice(text).ok()? {
+        Fields { data: Data::Bytes(bytes) } => Some(bytes),
+        Fields { data: Data::Number(_) } => None,
+    }
+}
+
 /// Appends an array of numbers.
 pub(super) fn push_array<T: fmt::Display>(text: &mut String, numbers: impl ExactSizeIterator<Item = T>) {
     text.reserve(4 * numbers.len() + 2);

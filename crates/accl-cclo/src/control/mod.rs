@@ -6,5 +6,6 @@ mod json;
 mod reply;
 mod request;
 
+pub use json::{data_from_json, data_to_json};
 pub use reply::{Reply, Status};
 pub use request::{BadRequest, Request};

@@ -1,0 +1,118 @@
+//! Emulated CCLO engines behind the sockets of the ACCL project's emulator. `accl-emulator --help` says how.
+
+use std::net::IpAddr;
+use std::process::ExitCode;
+
+use accl_cclo::hazards::HAZARDS;
+use accl_cclo::memory_map::Network;
+use accl_emulator::Faithful;
+use accl_emulator::serve::{Options, serve};
+use clap::Parser;
+
+/// Emulates CCLO engines for hosts that speak the protocol of the ACCL project's emulator.
+///
+/// All ranks run in this process, or one of them with `-r`. Rank r answers its host at port + r, and has its packets at port + ranks + r.
+#[derive(Parser)]
+#[command(version)]
+struct Arguments {
+    /// How many ranks there are.
+    #[arg(short = 's', long, default_value_t = 1)]
+    ranks: u32,
+    /// Which of them runs here; without, all do.
+    #[arg(short = 'r', long)]
+    rank: Option<u32>,
+    /// The first port.
+    #[arg(short = 'p', long, default_value_t = 5500)]
+    port: u16,
+    /// How engines reach one another.
+    #[arg(short = 'c', long, value_enum, default_value_t = Comms::Tcp)]
+    comms: Comms,
+    /// Taken and not looked at: how much the original logs.
+    #[arg(short = 'l', long, hide = true)]
+    log_level: Option<u32>,
+    /// What an engine has for kernels comes back to it.
+    #[arg(short = 'b', long)]
+    loopback: bool,
+    /// Where this process listens.
+    #[arg(long, default_value = "127.0.0.1")]
+    bind: IpAddr,
+    /// Host and first port of each rank, by commas: h0:5500,h1:5500.
+    #[arg(long, value_delimiter = ',')]
+    hosts: Vec<String>,
+    /// Keeps defects of firmware: all, or those with these numbers.
+    #[arg(long, value_name = "NUMBERS", num_args = 0..=1, default_missing_value = "all")]
+    faithful: Option<String>,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Comms {
+    Udp,
+    Tcp,
+    #[value(name = "cyt_rdma")]
+    CytRdma,
+}
+
+impl Arguments {
+    fn faithful(&self) -> Result<Faithful, String> {
+        let Some(text) = &self.faithful else { return Ok(Faithful::default()) };
+        if text == "all" {
+            return Ok(Faithful::all());
+        }
+        text.split(',').try_fold(Faithful::default(), |kept, number| {
+            let known = HAZARDS.iter().find(|hazard| hazard.number.to_string() == number.trim());
+            let hazard =
+                known.ok_or_else(|| format!("--faithful takes numbers from 1 to {}, not `{number}`", HAZARDS.len()))?;
+            Ok(kept.with(hazard.number))
+        })
+    }
+
+    fn hosts(&self) -> Result<Vec<(String, u16)>, String> {
+        if self.hosts.is_empty() {
+            return Ok((0..self.ranks).map(|_| ("127.0.0.1".to_owned(), self.port)).collect());
+        }
+        let host = |text: &String| {
+            let (host, port) = text.rsplit_once(':').ok_or_else(|| format!("--hosts takes HOST:PORT, not `{text}`"))?;
+            let port = port.parse().map_err(|_| format!("--hosts takes HOST:PORT, and `{port}` is no port"))?;
+            Ok((host.to_owned(), port))
+        };
+        let hosts: Vec<_> = self.hosts.iter().map(host).collect::<Result<_, String>>()?;
+        if hosts.len() != self.ranks as usize {
+            return Err(format!("--hosts names {} ranks, and --ranks {}", hosts.len(), self.ranks));
+        }
+        Ok(hosts)
+    }
+
+    fn options(&self) -> Result<Options, String> {
+        let ranks = match self.rank {
+            Some(rank) if rank >= self.ranks => return Err(format!("rank {rank} is none of {} ranks", self.ranks)),
+            Some(rank) => rank..rank + 1,
+            None => 0..self.ranks,
+        };
+        let network = match self.comms {
+            Comms::Udp => Network::Udp,
+            Comms::Tcp => Network::Tcp,
+            Comms::CytRdma => Network::Rdma,
+        };
+        let (hosts, faithful) = (self.hosts()?, self.faithful()?);
+        Ok(Options { ranks, hosts, bind: self.bind, network, faithful, loops_back: self.loopback })
+    }
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let run = || -> Result<(), String> {
+        let options = arguments.options()?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let runtime = runtime.map_err(|error| format!("no runtime: {error}"))?;
+        let (ranks, port) = (options.ranks.clone(), arguments.port);
+        let ready = move || println!("ranks {} to {} listen from port {port} on", ranks.start, ranks.end - 1);
+        runtime.block_on(serve(options, ready)).map_err(|error| error.to_string())
+    };
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("accl-emulator: {error}");
+            ExitCode::from(2)
+        }
+    }
+}
