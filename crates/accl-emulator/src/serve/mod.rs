@@ -8,6 +8,7 @@ mod cluster;
 
 use std::net::IpAddr;
 use std::ops::Range;
+use std::time::Duration;
 
 use accl_cclo::control::{Reply, Request, Status};
 use accl_cclo::memory_map::Network;
@@ -20,6 +21,9 @@ use cluster::{Cluster, Outgoing, enables_packets};
 /// What happens and has yet to be looked at, before sockets are not read any more. What engines send is not limited so: whoever waits for a
 /// peer that reads must go on reading itself.
 const MOST_EVENTS: usize = 256;
+/// How often is looked whether engines of other processes are there, and whether kernels are: they may never be.
+const PEER_INTERVAL: Duration = Duration::from_millis(20);
+const KERNEL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// What is served.
 #[derive(Clone, Debug)]
@@ -246,16 +250,22 @@ async fn publish(
     }
 }
 
+/// A socket with this subscription, once somebody publishes at an address, which is looked at that often: the library's own attempts are far
+/// apart after the first. `None`: there will be none.
+async fn subscribed(address: &str, topic: &str, interval: Duration) -> Option<SubSocket> {
+    let place = address.strip_prefix("tcp://").unwrap_or(address);
+    while tokio::net::TcpStream::connect(place).await.is_err() {
+        tokio::time::sleep(interval).await;
+    }
+    let mut socket = SubSocket::new();
+    socket.connect(address).await.ok()?;
+    socket.subscribe(topic).await.ok()?;
+    Some(socket)
+}
+
 /// Packets of an engine of another process for one of this.
 async fn listen(rank: u32, peer: u32, address: String, events: mpsc::Sender<Event>) {
-    let mut socket = SubSocket::new();
-    // Until it is there.
-    while socket.connect(&address).await.is_err() {
-        tokio::time::sleep(std::time::Duration::from_millis(100)).await;
-    }
-    if socket.subscribe(&topic(rank)).await.is_err() {
-        return;
-    }
+    let Some(mut socket) = subscribed(&address, &topic(rank), PEER_INTERVAL).await else { return };
     loop {
         let frames = match socket.recv().await {
             Ok(message) => message.into_vec(),
@@ -280,13 +290,7 @@ async fn feed_out(mut socket: PubSocket, mut fed: mpsc::UnboundedReceiver<(u32, 
 
 /// What kernels have for an engine, as soon as somebody publishes there.
 async fn feed_in(rank: u32, address: String, events: mpsc::Sender<Event>) {
-    let mut socket = SubSocket::new();
-    while socket.connect(&address).await.is_err() {
-        tokio::time::sleep(std::time::Duration::from_millis(500)).await;
-    }
-    if socket.subscribe("").await.is_err() {
-        return;
-    }
+    let Some(mut socket) = subscribed(&address, "", KERNEL_INTERVAL).await else { return };
     loop {
         let frames = match socket.recv().await {
             Ok(message) => message.into_vec(),
