@@ -8,6 +8,7 @@
 #include <new>
 
 #include <ATen/record_function.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
 
 namespace accl {
@@ -584,6 +585,12 @@ Tensors AcclWork::result() {
   return entry_->outputs.lists.empty() ? Tensors() : entry_->outputs.lists[0];
 }
 
+// Who waits itself is nobody that torch keeps the work for, while a graph is compiled.
+static void forget(c10d::Work& work) {
+  if (!c10d::allow_inflight_collective_as_graph_input()) return;
+  c10d::unregister_work(c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(&work));
+}
+
 bool AcclWork::wait(std::chrono::milliseconds timeout) {
   using Clock = std::chrono::steady_clock;
   if (!entry_->completed()) {
@@ -598,6 +605,7 @@ bool AcclWork::wait(std::chrono::milliseconds timeout) {
     }
     home_->drain(8);
   }
+  forget(*this);
   throw_unless_ok(bridge::ticket_error(*entry_->ticket));
   return true;
 }
@@ -661,6 +669,7 @@ bool CoalescedWork::wait(std::chrono::milliseconds timeout) {
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
     part->wait(timeout == kNoTimeout ? kNoTimeout : std::max(left, std::chrono::milliseconds(1)));
   }
+  forget(*this);
   return true;
 }
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support import GROUP_TIMEOUT, on_ranks
 from support.versions import needs
+from torch.distributed import _functional_collectives as funcol
 from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
 
 COUNTS = [1, 4099, 500_009]
@@ -326,3 +327,20 @@ def test_a_blocking_call_is_over_when_it_returns_and_has_no_work(rank, world):
         work = dist.group.WORLD.allreduce([tensor], options)
     assert work.is_completed() and tensor.tolist() == [world * world] * 3
     work.wait()
+
+
+@on_ranks(2)
+def test_torch_keeps_no_work_that_was_waited_for_while_a_graph_is_compiled(rank, world):
+    kept = torch._C._distributed_c10d._get_work_registry_size
+    before = kept()
+    with allow_inflight_collective_as_graph_input_ctx(True):
+        small, large = torch.ones(4, 4), torch.empty(8, 4)
+        dist.all_reduce(small)
+        dist.all_reduce(small, async_op=True).wait()
+        dist.all_gather_into_tensor(large, small, async_op=True).wait()
+        dist.reduce_scatter_tensor(torch.empty(2, 4), small, async_op=True).wait()
+        assert kept() == before
+        work = dist.broadcast(small, 0, async_op=True)
+        assert kept() > before
+        funcol.wait_tensor(small)
+        assert kept() == before and work.is_completed()
