@@ -249,7 +249,7 @@ impl Driver {
             core.net.look_again_everywhere();
             let is_news = look(core);
             let result = f(core);
-            (result, is_news || core.must_wake_driver(None))
+            (result, is_news | core.take_owed_to_driver() | core.must_wake_driver(None))
         });
         if is_news {
             self.wake_driver_if(true);
@@ -428,8 +428,11 @@ impl Driver {
         self.look(&core);
         core.pass_whole(time::now());
         let wake = core.must_wake_driver(None);
+        let moved = core.take_owed_to_driver();
         drop(core);
-        self.wake_driver_if(wake);
+        if moved || wake {
+            self.wake_driver_if(wake);
+        }
     }
 
     /// One pass unless somebody else is at it; also for who asks for a call again and again.
@@ -444,7 +447,7 @@ impl Driver {
             }
             None => self.look(&core),
         }
-        let moved = core.pass(time::now());
+        let moved = core.pass(time::now()) | core.take_owed_to_driver();
         let wake = core.must_wake_driver(None);
         let unsent = core.net.has_unsent();
         drop(core);
@@ -530,7 +533,7 @@ impl Driver {
             // Ends of links of any kind are looked for.
             self.ask(&core);
             let looked = core.guarded(|core| {
-                let is_news = look(core);
+                let is_news = look(core) | core.take_owed_to_driver();
                 (is_over(core), is_news)
             });
             drop(core);
@@ -622,7 +625,7 @@ impl Driver {
                 if streams.is_empty() || is_others_turn {
                     self.look(&core);
                 }
-                let moved = core.pass(now);
+                let moved = core.pass(now) | core.take_owed_to_driver();
                 let wake = !watch.is_on && core.must_wake_driver(None);
                 unsent = core.net.has_unsent();
                 drop(core);

@@ -70,3 +70,34 @@ fn a_wait_is_counted_with_its_time() {
     assert!(snapshot.groups[0].waited > LATE / 10, "{:?}", snapshot.groups[0].waited);
     assert_eq!(group[1].group.snapshot().groups[0].waits, 0);
 }
+
+/// Links that the root of a gather looks at in each sleep, over tcp, while the others come one after the other.
+fn looks_of_a_root(ranks: u32) -> f64 {
+    const COUNT: usize = 4096;
+    let options = WorldOptions::new(ranks).over(Fabric::Tcp).with("spin_us", "0").with("algorithm", "gather=flat");
+    let world = World::new(options.timeout(Duration::from_secs(60)));
+    let members = world.run("g", |member| {
+        member.group.connect_all(&mut || false).unwrap();
+        member.barrier().unwrap();
+        member
+    });
+    let before = world.engines[0].snapshot();
+    std::thread::scope(|scope| {
+        for member in &members {
+            scope.spawn(move || {
+                let input = vec![member.rank as u32; COUNT];
+                let mut output = vec![0; if member.rank == 0 { COUNT * member.world } else { 0 }];
+                std::thread::sleep(Duration::from_millis(3 * member.rank as u64));
+                member.gather(&input, &mut output, 0).unwrap();
+            });
+        }
+    });
+    let after = world.engines[0].snapshot();
+    (after.work.links_looked_at - before.work.links_looked_at) as f64 / (after.parks - before.parks).max(1) as f64
+}
+
+#[test]
+fn a_sleep_of_a_call_with_twenty_peers_costs_no_more_than_of_one_with_two() {
+    let (few, many) = (looks_of_a_root(3), looks_of_a_root(21));
+    assert!(many < 2.0 * few + 6.0, "{few} links are looked at in each sleep with 2 peers, {many} with 20");
+}

@@ -178,6 +178,10 @@ unsafe impl Link for Rigged {
         self.link.look_again();
     }
 
+    fn abandon(&mut self) {
+        self.link.abandon();
+    }
+
     fn transport(&self) -> &'static str {
         self.link.transport()
     }

@@ -211,6 +211,12 @@ unsafe impl<L: Link> Link for Faulty<L> {
         }
     }
 
+    fn abandon(&mut self) {
+        if let Some(link) = &mut self.link {
+            link.abandon();
+        }
+    }
+
     fn transport(&self) -> &'static str {
         self.name
     }

@@ -8,7 +8,7 @@
 use std::cell::Cell;
 use std::io;
 use std::os::fd::BorrowedFd;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use accl_types::{Error, Result};
 use accl_wire::{Answers, Frame, HEAD_BYTES, Link, Place};
@@ -85,6 +85,8 @@ const LINGER_STEP: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 
 /// How often the system has repeated something in vain before that counts as silence: one packet may be lost.
 const REPEATS: u8 = 3;
+/// When nothing was sent for so long and all before is answered, the peer's host has not been asked for anything: its silence does not count.
+const QUIET: Duration = Duration::from_millis(500);
 
 /// Bytes of a frame on the wire.
 const fn record_bytes(payload_bytes: usize) -> usize {
@@ -183,6 +185,11 @@ pub struct StreamLink<S: ByteStream> {
     committed: u64,
     /// Something was sent since the peer's host was last seen to have everything.
     awaits_answer: bool,
+    /// When bytes were sent last, and when the peer's host had everything that was sent before: see [`QUIET`].
+    pushed_at: Instant,
+    asked_at: Instant,
+    /// See [`Link::abandon`].
+    is_abandoned: bool,
     /// What a poller has seen, if one watches.
     news: Option<News>,
     /// The stream had no more when it was last read.
@@ -218,6 +225,9 @@ impl<S: ByteStream> StreamLink<S> {
             closing: Closing::Open,
             committed: 0,
             awaits_answer: false,
+            pushed_at: Instant::now(),
+            asked_at: Instant::now(),
+            is_abandoned: false,
             news: None,
             is_empty: false,
             system_calls: Cell::new(0),
@@ -246,6 +256,11 @@ impl<S: ByteStream> StreamLink<S> {
         while self.outbound.len() > 0 && self.send_error.is_none() {
             let bytes = &self.outbound.bytes()[self.outbound.start..self.outbound.end];
             self.system_calls.set(self.system_calls.get() + 1);
+            let now = Instant::now();
+            if now.duration_since(self.pushed_at) > QUIET && self.stream.unacknowledged() == 0 {
+                self.asked_at = now;
+            }
+            self.pushed_at = now;
             match self.stream.send(bytes) {
                 Ok(sent) => {
                     self.outbound.start += sent;
@@ -482,13 +497,18 @@ unsafe impl<S: ByteStream> Link for StreamLink<S> {
         }
         match self.stream.repeats() {
             // A window that is closed is asked for again and again; a host that is there answers that.
-            Some((repeats, since)) if repeats >= REPEATS => Answers::Overdue(since),
+            // A host from which nothing came while there was nothing to answer has not been silent.
+            Some((repeats, since)) if repeats >= REPEATS => Answers::Overdue(since.min(self.asked_at.elapsed())),
             Some(_) | None => Answers::Awaited,
         }
     }
 
     fn look_again(&mut self) {
         self.is_empty = false;
+    }
+
+    fn abandon(&mut self) {
+        self.is_abandoned = true;
     }
 
     fn system_calls(&self) -> u64 {
@@ -518,6 +538,9 @@ impl<S: ByteStream> Watched for StreamLink<S> {
 impl<S: ByteStream> Drop for StreamLink<S> {
     fn drop(&mut self) {
         self.close();
+        if self.is_abandoned {
+            return;
+        }
         // Descriptors that nothing is awaited of: the end of what is received says nothing of what is sent.
         let mut over = Vec::new();
         for _ in 0..LINGER_STEPS {
@@ -546,6 +569,100 @@ impl<S: ByteStream> Drop for StreamLink<S> {
                 }
                 self.inbound.start = self.inbound.end;
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+
+    /// A stream to a host that has not answered for a minute.
+    struct Silent {
+        sends: Arc<AtomicU64>,
+        takes: bool,
+        unacknowledged: u64,
+    }
+
+    impl ByteStream for Silent {
+        fn send(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.sends.fetch_add(1, Ordering::Relaxed);
+            if !self.takes {
+                return Err(io::ErrorKind::WouldBlock.into());
+            }
+            self.unacknowledged += bytes.len() as u64;
+            Ok(bytes.len())
+        }
+
+        fn receive(&mut self, _: &mut [u8]) -> io::Result<usize> {
+            Err(io::ErrorKind::WouldBlock.into())
+        }
+
+        fn shut_down(&mut self) {}
+
+        fn unacknowledged(&self) -> u64 {
+            self.unacknowledged
+        }
+
+        fn repeats(&self) -> Option<(u8, Duration)> {
+            Some((REPEATS, Duration::from_secs(60)))
+        }
+
+        fn fds(&self) -> Vec<BorrowedFd<'_>> {
+            Vec::new()
+        }
+
+        fn is_ours(&self) -> bool {
+            true
+        }
+
+        fn transport(&self) -> &'static str {
+            "silent"
+        }
+
+        fn describe(&self) -> &str {
+            "silent"
+        }
+    }
+
+    fn link(takes: bool) -> (StreamLink<Silent>, Arc<AtomicU64>) {
+        let sends = Arc::new(AtomicU64::new(0));
+        let mut link = StreamLink::new(Silent { sends: sends.clone(), takes, unacknowledged: 0 }, 64);
+        // As one that has been idle for long.
+        let (now, ago) = (Instant::now(), Duration::from_secs(60));
+        let before = now.checked_sub(ago).unwrap_or(now);
+        (link.pushed_at, link.asked_at) = (before, before);
+        link.try_reserve(4).unwrap().unwrap().payload.fill(1);
+        link.commit();
+        let _ = link.flush();
+        (link, sends)
+    }
+
+    #[test]
+    fn a_host_that_had_nothing_to_answer_has_not_been_silent_meanwhile() {
+        let (mut link, _) = link(true);
+        assert!(link.awaits_answer());
+        match link.answers() {
+            Answers::Overdue(since) => assert!(since < Duration::from_secs(50), "{since:?}"),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_link_to_a_host_that_has_vanished_is_dropped_without_another_attempt() {
+        for is_abandoned in [false, true] {
+            let (mut link, sends) = link(false);
+            if is_abandoned {
+                link.abandon();
+            }
+            let before = sends.load(Ordering::Relaxed);
+            drop(link);
+            let more = sends.load(Ordering::Relaxed) - before;
+            // Its end is given to the system once more in any case.
+            assert_eq!(more > 1, !is_abandoned, "{more}");
         }
     }
 }

@@ -123,6 +123,10 @@ unsafe impl<L: Link> Link for Traced<L> {
         self.link.look_again();
     }
 
+    fn abandon(&mut self) {
+        self.link.abandon();
+    }
+
     fn poll_interval(&self) -> Option<Duration> {
         self.link.poll_interval()
     }

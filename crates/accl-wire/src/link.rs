@@ -167,6 +167,9 @@ pub unsafe trait Link: Send {
         false
     }
 
+    /// The peer has vanished: what is on its way to it is worth no wait when the link is dropped.
+    fn abandon(&mut self) {}
+
     /// The next look asks the system what has come, even if nobody has seen an event: for who expects something here.
     fn look_again(&mut self) {}
 
@@ -269,6 +272,10 @@ unsafe impl<L: Link + ?Sized> Link for Box<L> {
 
     fn look_again(&mut self) {
         (**self).look_again();
+    }
+
+    fn abandon(&mut self) {
+        (**self).abandon();
     }
 
     fn poll_interval(&self) -> Option<Duration> {

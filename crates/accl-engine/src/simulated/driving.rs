@@ -45,7 +45,7 @@ impl World<'_> {
 
     pub(super) fn wake(&mut self, process: usize) {
         let host = &mut self.processes[process];
-        (host.rung, host.sleep) = (false, None);
+        (host.rung, host.sleep, host.driver) = (false, None, None);
         self.wires.iter().for_each(|wire| wire.lock().ask(process));
         if let Some(core) = &mut host.core {
             core.unpark(clock::now());
@@ -59,10 +59,13 @@ impl World<'_> {
         if host.sleep.is_some() {
             return;
         }
-        let asleep = host.threads.iter().find_map(|thread| match thread.state {
-            State::Asleep { item } => self.made.get(&(item, process)).and_then(|made| made.call.clone()),
+        let asleep = host.threads.iter().enumerate().find_map(|(thread, of)| match of.state {
+            State::Asleep { item } => {
+                self.made.get(&(item, process)).and_then(|made| Some((thread, made.call.clone()?)))
+            }
             _ => None,
         });
+        let (driver, asleep) = asleep.unzip();
         let Some(core) = &mut host.core else { return };
         let parked = core.park(asleep.as_deref(), None, true, clock::now());
         if self.scenario.traces {
@@ -75,7 +78,7 @@ impl World<'_> {
         };
         host.sleeps += 1;
         self.seen.sleeps += 1;
-        host.sleep = Some((host.sleeps, asleep.is_some()));
+        (host.sleep, host.driver) = (Some((host.sleeps, asleep.is_some())), driver);
         if host.rung {
             self.wake(process);
         } else if until != Moment::FAR {
@@ -104,10 +107,10 @@ impl World<'_> {
         let mut waits = false;
         for thread in 0..self.processes[process].threads.len() {
             let State::Asleep { item } = self.processes[process].threads[thread].state else { continue };
-            if self.is_over(item, process) {
-                self.resume(process, thread);
-            } else {
+            if !self.is_over(item, process) {
                 waits = true;
+            } else if self.processes[process].driver != Some(thread) {
+                self.resume(process, thread);
             }
         }
         let host = &mut self.processes[process];

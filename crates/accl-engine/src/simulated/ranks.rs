@@ -36,7 +36,7 @@ impl World<'_> {
                 Ok(())
             }
             State::Asleep { item } => {
-                if self.is_over(item, process) {
+                if self.is_over(item, process) && self.processes[process].driver != Some(thread) {
                     self.resume(process, thread);
                 }
                 Ok(())
@@ -107,9 +107,12 @@ impl World<'_> {
             self.look(process);
         }
         let Some(core) = &mut self.processes[process].core else { return };
-        core.pass(clock::now());
-        if !watches && core.must_wake_driver(None) {
+        let moved = core.pass(clock::now()) | core.take_owed_to_driver();
+        let must = !watches && core.must_wake_driver(None);
+        if must {
             self.kick(process);
+        } else if moved {
+            self.relieve(process, Relief::MayBeOver);
         }
         self.processes[process].threads[thread].state = State::Spinning { item, left: left - 1, watches };
         self.enter(PASS, Event::Run { process, thread });

@@ -188,7 +188,7 @@ impl Scenario {
             7..=8 => 5 + rng.below(2) as usize,
             _ => 7 + rng.below(3) as usize,
         };
-        let threads = 1 + rng.below(2) as usize;
+        let threads = 1 + rng.below(3) as usize;
         let segment = 64 << rng.below(6);
         // All over rings, all over streams, or both by host.
         let style = rng.below(4);

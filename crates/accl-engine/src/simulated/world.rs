@@ -109,6 +109,8 @@ pub(super) struct Process {
     pub(super) rung: bool,
     /// The sleep in the poller: its number, and whether who sleeps waits for a call.
     pub(super) sleep: Option<(u64, bool)>,
+    /// The thread that sleeps there, unless it is the background thread: it goes on when it wakes, and not before.
+    pub(super) driver: Option<usize>,
     pub(super) sleeps: u64,
     pub(super) is_about_to_drive: bool,
     pub(super) peers: Vec<Option<PeerId>>,
@@ -266,6 +268,7 @@ impl Process {
             members: BTreeMap::new(),
             rung: false,
             sleep: None,
+            driver: None,
             sleeps: 0,
             is_about_to_drive: false,
             peers: vec![None; scenario.processes],

@@ -102,6 +102,8 @@ pub struct Core {
     idle: u32,
     /// Until when the driver is parked in the poller, if it is.
     parked: Option<Moment>,
+    /// A pass has moved something while the driver slept, and nobody has told it.
+    owes_driver: bool,
     /// Threads that look at the links again and again while it is.
     watchers: u32,
     /// When silent hosts are looked for again.
@@ -182,6 +184,7 @@ impl Core {
             clock,
             segment,
             parked: None,
+            owes_driver: false,
             watchers: 0,
             silence_at: None,
             passes: 0,
@@ -540,9 +543,16 @@ impl Core {
                     self.net.describe(id),
                     silence.as_millis()
                 ));
+                self.net.abandon(id);
                 self.net.mark_gone(id, error);
             }
         }
+    }
+
+    /// Whether something has moved while the driver sleeps that it was not told of: its call may be over. Who asks tells it.
+    #[inline]
+    pub fn take_owed_to_driver(&mut self) -> bool {
+        std::mem::take(&mut self.owes_driver)
     }
 
     /// Whether the parked driver must look again: a call has an earlier deadline, or nobody would tell it of something. What a thread that
@@ -578,7 +588,13 @@ impl Core {
             Some(_) | None => Relief::SleepsOn,
         };
         self.watchers -= 1;
-        relief
+        match relief {
+            // What has moved may have ended the driver's call, or brought a deadline before which it must look.
+            Relief::SleepsOn | Relief::MayBeOver if self.take_owed_to_driver() => {
+                if self.must_wake_driver(self.next_deadline()) { Relief::Wake } else { Relief::MayBeOver }
+            }
+            relief => relief,
+        }
     }
 
     /// Lets a parked driver be woken by its peers again.
@@ -697,7 +713,7 @@ impl Core {
             if core.idle == 0
                 && let Some(call) = call
             {
-                core.streams_of(call).into_iter().for_each(|peer| core.net.look_again(peer));
+                core.streams_of(call).into_iter().for_each(|peer| core.net.look_again_if_flowing(peer));
             }
             if core.pass(now) || core.pass_whole(now) {
                 return None;
@@ -722,7 +738,7 @@ impl Core {
 
     /// The driver sleeps no more.
     pub fn unpark(&mut self, now: Moment) {
-        self.parked = None;
+        (self.parked, self.owes_driver) = (None, false);
         // After a panic every call has failed, and whoever waits looks for what became of its own.
         let _ = self.guarded(|core| {
             core.net.unpark();
@@ -754,6 +770,7 @@ impl Core {
         // Nobody else may learn of it: what woke who is parked is gone with the link, and who polls looks at nothing else.
         moved |= self.look_for_absentees(now);
         self.net.end_pass();
+        self.owes_driver |= moved && self.parked.is_some();
         // Who sleeps has armed all links, and is told of what comes on them alone.
         if self.parked.is_some() && self.watchers == 0 && self.net.arm_again() {
             (self.wake)();

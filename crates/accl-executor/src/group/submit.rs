@@ -166,7 +166,8 @@ impl Caller {
             core.ended_at_once();
         }
         let wakes_driver = match desc.mode {
-            _ if call.is_done() => core.must_wake_driver(None),
+            // What has moved with it may have ended the call that the driver sleeps for.
+            _ if call.is_done() => core.take_owed_to_driver() | core.must_wake_driver(None),
             Mode::Async => core.must_wake_driver(look_by),
             // Its caller looks after it first, and wakes the driver when it goes to sleep.
             Mode::Blocking => false,

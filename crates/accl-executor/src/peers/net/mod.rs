@@ -510,6 +510,14 @@ impl Net {
         }
     }
 
+    /// As [`Net::look_again`], if the last look at this peer's link has found something.
+    pub(crate) fn look_again_if_flowing(&mut self, id: PeerId) {
+        let peer = self.peer(id);
+        if peer.is_polled && peer.idle_looks == 0 {
+            self.look_again(id);
+        }
+    }
+
     /// As [`Net::look_again`], of all peers: a system call for each of them follows.
     pub fn look_again_everywhere(&mut self) {
         for index in 0..self.linked.len() {
@@ -696,6 +704,13 @@ impl Net {
         match self.link(id) {
             Some(link) => link.check_peer(),
             None => Ok(()),
+        }
+    }
+
+    /// Nothing that is on its way to a peer is worth a wait when its link is dropped.
+    pub(crate) fn abandon(&mut self, id: PeerId) {
+        if let Some(link) = self.link(id) {
+            link.abandon();
         }
     }
 

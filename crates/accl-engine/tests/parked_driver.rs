@@ -1,0 +1,166 @@
+//! A driver that sleeps in the poller is told of what another thread's look has brought: nobody else would tell it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use accl_executor::call::{Blocks, CallDesc, CallObserver, CallState, Callback, Mode, TensorDesc};
+use accl_executor::group::{Caller, Core, GroupState, Launched, Relief};
+use accl_executor::peers::{Members, PeerId};
+use accl_transport::Poller;
+use accl_transport::loopback::{self, Capacity, LoopbackLink};
+use accl_types::{Bytes, Collective, Dtype, Elems, ErrorKind, Moment, Rank};
+use accl_wire::frame::{Cause, Header, Kind, LAST, OVERHEAD_BYTES};
+use accl_wire::{EndpointInfo, Link, PROTOCOL_VERSION};
+
+const NOW: Moment = Moment::from_nanos(1);
+const SEGMENT: usize = 4096;
+const GROUP: u64 = 7;
+
+fn info(process: u8) -> EndpointInfo {
+    EndpointInfo {
+        version: PROTOCOL_VERSION,
+        uuid: [process; 16],
+        pid: u32::from(process),
+        uid: 0,
+        hostname: format!("host-{process}"),
+        host_id: "one".to_owned(),
+        addresses: Vec::new(),
+        unix_name: String::new(),
+        transports: Vec::new(),
+    }
+}
+
+/// A process in a group of so many, with a poller.
+struct Process {
+    core: Core,
+    peers: Vec<PeerId>,
+    poller: Poller,
+    rank: u32,
+}
+
+struct Nobody;
+
+impl CallObserver for Nobody {
+    fn ended(&self) -> Option<Callback> {
+        None
+    }
+}
+
+impl Process {
+    fn new(rank: u32, world: u8) -> Self {
+        let mut core = Core::new(SEGMENT as u64, || NOW);
+        let peers: Vec<PeerId> = (0..world).map(|process| core.net.introduce(&info(process), false)).collect();
+        let members = Members::new(peers.clone(), Bytes(1 << 20));
+        core.add_group(GroupState::new(GROUP, "g".into(), Rank(rank), Duration::from_secs(1), members), NOW);
+        let poller = Poller::new().unwrap();
+        core.net.set_board(poller.board());
+        Self { core, peers, poller, rank }
+    }
+
+    fn attach(&mut self, rank: u32, mut link: LoopbackLink) {
+        let slot = self.poller.watch(&mut link).unwrap();
+        self.core.attach(self.peers[rank as usize], Box::new(link), slot, NOW);
+    }
+
+    fn message(&mut self, what: Collective, peer: u32, tag: u32, data: &mut [u8]) -> Launched {
+        let caller = Caller {
+            group: GROUP,
+            name: "g".into(),
+            rank: Rank(self.rank),
+            world: 3,
+            global_rank: u64::from(self.rank),
+        };
+        let mut desc = CallDesc::new(what, Dtype::U8);
+        (desc.peer, desc.mode, desc.tag) = (Some(Rank(peer)), Mode::Async, tag);
+        let blocks = Blocks::of(TensorDesc::dense(data.as_mut_ptr(), Dtype::U8, Elems(data.len() as u64)));
+        if what == Collective::Send {
+            desc.inputs = blocks
+        } else {
+            desc.outputs = blocks
+        }
+        let prepared = caller.prepare(&desc, None).unwrap();
+        caller.start(&mut self.core, &desc, prepared, None, Arc::new(Nobody), NOW).unwrap()
+    }
+
+    /// A receive from rank 1 that the driver waits for in the poller.
+    fn parks_for(&mut self, data: &mut [u8]) -> Arc<CallState> {
+        let call = self.message(Collective::Recv, 1, 5, data).call;
+        assert!(self.core.park(Some(&call), None, false, NOW).unwrap().is_some());
+        call
+    }
+}
+
+/// Ranks 0 and 1, linked, with nothing under way.
+fn pair() -> (Process, Process) {
+    let (mut near, mut far) = (Process::new(0, 2), Process::new(1, 2));
+    let (wakers, room) = ([near.poller.waker(), far.poller.waker()], SEGMENT + OVERHEAD_BYTES);
+    let [one, other] = wakers;
+    let (here, there) = loopback::pair(room, Capacity::Unbounded, one, other);
+    near.attach(1, here);
+    far.attach(0, there);
+    for _ in 0..3 {
+        near.core.pass_whole(NOW);
+        far.core.pass_whole(NOW);
+    }
+    (near, far)
+}
+
+#[test]
+fn a_call_that_ends_in_another_threads_look_is_no_secret_to_the_driver_that_waits_for_it() {
+    let (mut near, mut far) = pair();
+    let (mut taken, mut given, mut small) = ([0_u8; 4], [3_u8; 4], [5_u8; 4]);
+    let awaited = near.parks_for(&mut taken);
+    // A second thread looks for frames of its own call: nobody is woken.
+    assert!(near.core.watch());
+    far.message(Collective::Send, 0, 5, &mut given);
+    far.core.pass(NOW);
+    assert!(!awaited.is_done());
+    // A third one sends small messages, and looks at the links now and then.
+    let mut is_told = false;
+    for _ in 0..64 {
+        is_told |= near.message(Collective::Send, 1, 9, &mut small).wakes_driver;
+    }
+    assert!(awaited.is_done(), "the third thread has ended it");
+    let relief = near.core.unwatch(NOW);
+    assert!(is_told || relief != Relief::SleepsOn, "the driver sleeps on, and nobody will wake it");
+}
+
+#[test]
+fn a_call_that_ends_in_a_look_at_all_links_is_owed_to_the_driver() {
+    let (mut near, mut far) = pair();
+    let (mut taken, mut given) = ([0_u8; 4], [3_u8; 4]);
+    let awaited = near.parks_for(&mut taken);
+    near.core.net.look_again_everywhere();
+    far.message(Collective::Send, 0, 5, &mut given);
+    far.core.pass(NOW);
+    near.core.pass_whole(NOW);
+    assert!(awaited.is_done());
+    assert!(near.core.take_owed_to_driver());
+    assert!(!near.core.take_owed_to_driver(), "it is told once");
+    near.core.unpark(NOW);
+}
+
+#[test]
+fn a_deadline_that_comes_up_in_another_threads_look_wakes_the_driver() {
+    let mut core = Process::new(0, 4);
+    let waker = core.poller.waker();
+    let (near, mut far) = loopback::pair(SEGMENT + OVERHEAD_BYTES, Capacity::Unbounded, waker.clone(), waker);
+    core.attach(1, near);
+    let mut emit = |header: Header, payload: &[u8]| {
+        let place = far.try_reserve(payload.len()).unwrap().unwrap();
+        header.emit(place.head);
+        place.payload.copy_from_slice(payload);
+        far.commit();
+    };
+    let mut taken = [0_u8; 4];
+    core.message(Collective::Recv, 1, 5, &mut taken);
+    emit(Header { flags: LAST, ..Header::new(Kind::Groups) }, &[]);
+    core.core.pass_whole(NOW);
+    let until = core.core.park(None, None, false, NOW).unwrap().unwrap();
+    // Another thread looks for its own call, and hears that rank 2 has failed the group: that counts a while later.
+    assert!(core.core.watch());
+    let cause = Cause { kind: ErrorKind::Timeout, origin: Rank(2), text: "late".to_owned() };
+    emit(Header { group: GROUP, ..Header::new(Kind::Cause) }, &cause.to_bytes(1024));
+    core.core.pass(NOW);
+    assert_eq!(core.core.unwatch(NOW), Relief::Wake, "the driver sleeps until {until:?}");
+}
