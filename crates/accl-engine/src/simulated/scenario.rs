@@ -188,7 +188,7 @@ impl Scenario {
             7..=8 => 5 + rng.below(2) as usize,
             _ => 7 + rng.below(3) as usize,
         };
-        let threads = 1 + rng.below(3) as usize;
+        let threads = [1, 2, 2, 2, 3][rng.below(5) as usize];
         let segment = 64 << rng.below(6);
         // All over rings, all over streams, or both by host.
         let style = rng.below(4);
@@ -264,7 +264,7 @@ impl Scenario {
             steps: Vec::new(),
             faults: Vec::new(),
             linking: [Linking::AtFirst, Linking::WithGroups, Linking::Late][rng.below(3) as usize],
-            spins: [0, 1, 3, 10][rng.below(4) as usize],
+            spins: [0, 1, 3, 3, 10][rng.below(5) as usize],
             looks_before_arming: [1, 2, 5, 256][rng.below(4) as usize],
             timeout: if rng.below(16) == 0 { LONG_TIMEOUT } else { TIMEOUT },
             all_leave: rng.below(2) == 0,
@@ -447,10 +447,10 @@ impl Scenario {
                 _ => Fault::Leave { item, rank },
             };
         }
-        match rng.below(15) {
+        match rng.below(17) {
             0..=2 => Fault::Kill { process, at },
             3..=4 => Fault::Cut { wire, at },
-            5 | 14 => Fault::Vanish { process, at },
+            5 | 14..=16 => Fault::Vanish { process, at },
             6 => Fault::Stall { wire, end, at, wait: 1 << rng.below(27) },
             7..=9 => Fault::Flip { wire, flip: Flip { end, frame: rng.below(40), bit: rng.next_u64() } },
             10 | 11 => {
