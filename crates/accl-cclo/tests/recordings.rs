@@ -12,14 +12,18 @@ use serde_json::Value;
 
 const NETWORKS: [(&str, Network); 3] = [("udp", Network::Udp), ("tcp", Network::Tcp), ("cyt_rdma", Network::Rdma)];
 
-/// The lines of a recording.
-fn lines(name: &str) -> Vec<Value> {
+/// A recording.
+fn text_of(name: &str) -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/recordings").join(format!("{name}.jsonl.xz"));
     let packed = fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     let mut text = Vec::new();
     lzma_rs::xz_decompress(&mut packed.as_slice(), &mut text).unwrap();
-    let text = String::from_utf8(text).unwrap();
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    String::from_utf8(text).unwrap()
+}
+
+/// The lines of a recording.
+fn lines(name: &str) -> Vec<Value> {
+    text_of(name).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
 fn recordings() -> impl Iterator<Item = (String, Network)> {
@@ -40,10 +44,7 @@ fn request_text(line: &str) -> &str {
 fn requests_are_written_as_they_were_recorded() {
     let mut seen: BTreeMap<u64, usize> = BTreeMap::new();
     for (name, _) in recordings() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/recordings").join(format!("{name}.jsonl.xz"));
-        let mut text = Vec::new();
-        lzma_rs::xz_decompress(&mut fs::read(path).unwrap().as_slice(), &mut text).unwrap();
-        let text = String::from_utf8(text).unwrap();
+        let text = text_of(&name);
         for line in text.lines().filter(|line| line.contains("\"kind\":\"ctrl\"")) {
             let recorded = request_text(line);
             let request = Request::from_json(recorded.as_bytes()).unwrap_or_else(|bad| panic!("{name}: {bad}: {line}"));

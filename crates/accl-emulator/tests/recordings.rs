@@ -1,5 +1,8 @@
 //! Engines do what those of the ACCL project did: given the same requests they send the same packets, byte for byte, and answer the same.
 
+#[path = "common/settle.rs"]
+mod settle;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::fs;
 use std::path::Path;
@@ -7,8 +10,9 @@ use std::path::Path;
 use accl_cclo::control::{Reply, Request, Status};
 use accl_cclo::memory_map::Network;
 use accl_cclo::wire::WORD_BYTES;
-use accl_emulator::{Engine, Fabric, Faithful};
+use accl_emulator::{Engine, Faithful};
 use serde_json::Value;
+use settle::settle;
 
 const NETWORKS: [(&str, Network); 3] = [("udp", Network::Udp), ("tcp", Network::Tcp), ("cyt_rdma", Network::Rdma)];
 
@@ -19,16 +23,6 @@ fn lines(name: &str) -> Vec<Value> {
     let mut text = Vec::new();
     lzma_rs::xz_decompress(&mut packed.as_slice(), &mut text).unwrap();
     String::from_utf8(text).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-}
-
-/// Packets that one engine has sent.
-#[derive(Default)]
-struct Sent(VecDeque<(u32, Vec<u8>)>);
-
-impl Fabric for Sent {
-    fn send(&mut self, session: u32, packet: [&[u8]; 3]) {
-        self.0.push_back((session, packet.concat()));
-    }
 }
 
 /// Packets as they were recorded, by sender and receiver, with their numbers.
@@ -48,21 +42,7 @@ impl World {
 
     /// Until nobody can go on.
     fn settle(&mut self) {
-        loop {
-            let mut moved = false;
-            for rank in 0..self.engines.len() {
-                let mut sent = Sent::default();
-                moved |= self.engines[rank].advance(&mut sent);
-                for (to, packet) in sent.0 {
-                    self.engines[to as usize].take(rank as u32, &packet);
-                    self.packets.entry((rank as u32, to)).or_default().push_back(packet);
-                    moved = true;
-                }
-            }
-            if !moved {
-                return;
-            }
-        }
+        settle(&mut self.engines, |from, to, packet| self.packets.entry((from, to)).or_default().push_back(packet));
     }
 }
 

@@ -9,7 +9,6 @@ use accl_cclo::control::{Reply, Request};
 use accl_cclo::memory_map::Network;
 
 use crate::engine::Engine;
-use crate::fabric::Fabric;
 use crate::program::Faithful;
 
 /// A packet for an engine of another process.
@@ -28,16 +27,6 @@ pub(crate) struct Cluster {
     awake: VecDeque<usize>,
     is_awake: Vec<bool>,
     outgoing: Vec<Outgoing>,
-}
-
-/// Packets that one engine sends.
-#[derive(Default)]
-struct Sent(Vec<(u32, Vec<u8>)>);
-
-impl Fabric for Sent {
-    fn send(&mut self, session: u32, packet: [&[u8]; 3]) {
-        self.0.push((session, packet.concat()));
-    }
 }
 
 impl Cluster {
@@ -81,10 +70,10 @@ impl Cluster {
     pub(crate) fn settle(&mut self) {
         while let Some(index) = self.awake.pop_front() {
             self.is_awake[index] = false;
-            let mut sent = Sent::default();
+            let mut sent = Vec::new();
             self.engines[index].advance(&mut sent);
             let from = self.first + index as u32;
-            for (to, packet) in sent.0 {
+            for (to, packet) in sent {
                 match self.index(to) {
                     Some(peer) => {
                         self.engines[peer].take(from, &packet);

@@ -10,7 +10,7 @@ use std::net::IpAddr;
 use std::ops::Range;
 use std::time::Duration;
 
-use accl_cclo::control::{Reply, Request, Status};
+use accl_cclo::control::{Reply, Request, Status, data_from_json, data_to_json};
 use accl_cclo::memory_map::Network;
 use tokio::sync::{mpsc, oneshot};
 use zeromq::{PubSocket, RepSocket, Socket, SocketRecv, SocketSend, SubSocket, XPubSocket, ZmqError, ZmqMessage};
@@ -233,7 +233,7 @@ async fn publish(
                 let Some((to, packet)) = packet else { return };
                 let mut message = ZmqMessage::from(topic(to));
                 message.push_back(rank.to_string().into());
-                message.push_back(data_json(&packet).into());
+                message.push_back(data_to_json(&packet).into());
                 let _ = socket.send(message).await;
             }
             subscription = socket.recv() => {
@@ -272,7 +272,7 @@ async fn listen(rank: u32, peer: u32, address: String, events: mpsc::Sender<Even
             Err(ZmqError::NoMessage) => return,
             Err(_) => continue,
         };
-        let Some(packet) = frames.last().and_then(|json| bytes_of(json)) else { continue };
+        let Some(packet) = frames.last().and_then(|json| data_from_json(json)) else { continue };
         if events.send(Event::Packet { to: rank, from: peer, packet }).await.is_err() {
             return;
         }
@@ -283,7 +283,7 @@ async fn listen(rank: u32, peer: u32, address: String, events: mpsc::Sender<Even
 async fn feed_out(mut socket: PubSocket, mut fed: mpsc::UnboundedReceiver<(u32, Vec<u8>)>) {
     while let Some((stream, bytes)) = fed.recv().await {
         let mut message = ZmqMessage::from(stream.to_string());
-        message.push_back(data_json(&bytes).into());
+        message.push_back(data_to_json(&bytes).into());
         let _ = socket.send(message).await;
     }
 }
@@ -297,18 +297,9 @@ async fn feed_in(rank: u32, address: String, events: mpsc::Sender<Event>) {
             Err(ZmqError::NoMessage) => return,
             Err(_) => continue,
         };
-        let Some(bytes) = frames.last().and_then(|json| bytes_of(json)) else { continue };
+        let Some(bytes) = frames.last().and_then(|json| data_from_json(json)) else { continue };
         if events.send(Event::Fed { rank, bytes }).await.is_err() {
             return;
         }
     }
-}
-
-/// `{"data":[..]}`, as packets and kernel streams have it.
-fn data_json(bytes: &[u8]) -> String {
-    accl_cclo::control::data_to_json(bytes)
-}
-
-fn bytes_of(json: &[u8]) -> Option<Vec<u8>> {
-    accl_cclo::control::data_from_json(json)
 }

@@ -1,6 +1,6 @@
 //! Worlds of engines in one process, and a host that sets them up.
 
-use std::collections::VecDeque;
+mod settle;
 
 use accl_cclo::call::{ConfigFunction, Descriptor, Hosts, Operation};
 use accl_cclo::control::{Reply, Request, Status};
@@ -8,7 +8,8 @@ use accl_cclo::memory_map::{
     self as map, ARITHMETIC_CONFIGS, Communicator, DataType, Layout, Network, RankEntry, RxBuffer,
 };
 use accl_cclo::return_code::ReturnCode;
-use accl_emulator::{Engine, Fabric, Faithful};
+use accl_emulator::{Engine, Faithful};
+use settle::settle;
 
 /// Where the host's own buffers begin; below are rx and spare buffers.
 const BUFFERS: u64 = 1 << 20;
@@ -43,14 +44,6 @@ impl Settings {
             is_host: false,
             flat_ranks: world,
         }
-    }
-}
-
-struct Sent(VecDeque<(u32, Vec<u8>)>);
-
-impl Fabric for Sent {
-    fn send(&mut self, session: u32, packet: [&[u8]; 3]) {
-        self.0.push_back((session, packet.concat()));
     }
 }
 
@@ -140,20 +133,7 @@ impl World {
 
     /// Until nobody can go on.
     fn settle(&mut self) {
-        loop {
-            let mut moved = false;
-            for rank in 0..self.engines.len() {
-                let mut sent = Sent(VecDeque::new());
-                moved |= self.engines[rank].advance(&mut sent);
-                for (to, packet) in sent.0 {
-                    self.engines[to as usize].take(rank as u32, &packet);
-                    moved = true;
-                }
-            }
-            if !moved {
-                return;
-            }
-        }
+        settle(&mut self.engines, |_, _, _| ());
     }
 
     fn ended(&mut self, rank: u32) -> Ended {
