@@ -30,7 +30,8 @@ pub trait Bus: Send {
     /// As [`Bus::read_register`].
     fn write_register(&mut self, offset: u32, value: u32) -> Result<()>;
 
-    /// A buffer of so many bytes, filled with zeros, that lives as long as the bus: its address as the device knows it, a multiple of 4096.
+    /// A buffer of so many bytes that lives as long as the device is open: its address as the device knows it, a multiple of 4096. What
+    /// lies in it is what lay there before.
     ///
     /// # Errors
     /// The device cannot be reached, or has no room.
@@ -60,8 +61,53 @@ pub trait Bus: Send {
     /// As [`Bus::start`].
     fn poll(&mut self) -> Result<bool>;
 
+    /// A fresh connection to the same device, which shares its buffers: for a look at why a call does not end, when this connection may be
+    /// in the middle of something. It starts nothing.
+    ///
+    /// # Errors
+    /// The device cannot be reached.
+    fn reconnect(&self) -> Result<Box<dyn Bus>>;
+
     /// How messages name the device.
     fn describe(&self) -> String;
+}
+
+impl<B: Bus + ?Sized> Bus for Box<B> {
+    fn read_register(&mut self, offset: u32) -> Result<u32> {
+        (**self).read_register(offset)
+    }
+
+    fn write_register(&mut self, offset: u32, value: u32) -> Result<()> {
+        (**self).write_register(offset, value)
+    }
+
+    fn allocate(&mut self, memory: Memory, bytes: u64) -> Result<u64> {
+        (**self).allocate(memory, bytes)
+    }
+
+    fn read_memory(&mut self, memory: Memory, address: u64, into: &mut [u8]) -> Result<()> {
+        (**self).read_memory(memory, address, into)
+    }
+
+    fn write_memory(&mut self, memory: Memory, address: u64, from: &[u8]) -> Result<()> {
+        (**self).write_memory(memory, address, from)
+    }
+
+    fn start(&mut self, call: &Descriptor) -> Result<()> {
+        (**self).start(call)
+    }
+
+    fn poll(&mut self) -> Result<bool> {
+        (**self).poll()
+    }
+
+    fn reconnect(&self) -> Result<Box<dyn Bus>> {
+        (**self).reconnect()
+    }
+
+    fn describe(&self) -> String {
+        (**self).describe()
+    }
 }
 
 impl Memory {

@@ -13,28 +13,46 @@ use crate::return_code::ReturnCode;
 pub struct Diagnosis {
     /// All ranks, with the numbers of the messages that are next.
     pub communicator: Communicator,
-    /// The rx buffers that are not idle, with the index of each.
-    pub buffers: Vec<(usize, RxBuffer)>,
     /// Of the call before.
     pub return_code: ReturnCode,
+    /// The rx buffers that are not idle, with the index of each.
+    pub buffers: Vec<(usize, RxBuffer)>,
+    /// How many rx buffers were looked at before there was no time left.
+    pub looked_at: usize,
+    /// How many there are.
+    pub all: usize,
 }
 
 impl Diagnosis {
-    /// Reads it.
+    /// Reads it: what the engine waits for first, then the rx buffers for as long as `go_on` says that there is time left.
     ///
     /// # Errors
     /// As [`Bus::read_register`].
-    pub fn read(bus: &mut dyn Bus, rx_table: Place, communicator: Place) -> Result<Self> {
-        let mut words = |place: Place| -> Result<Vec<u32>> {
-            (0..place.words).map(|index| bus.read_register(place.word(index))).collect()
-        };
-        let (table, ranks) = (words(rx_table)?, words(communicator)?);
-        let return_code = ReturnCode(bus.read_register(map::RETURN_CODE.offset)?);
-        let (entries, _) = table.as_chunks::<{ RxBuffer::COUNT }>();
-        let buffers = entries.iter().map(RxBuffer::from_words).enumerate();
-        let buffers = buffers.filter(|(_, buffer)| buffer.status() != Some(RxStatus::Idle));
+    pub fn read(
+        bus: &mut dyn Bus,
+        rx_table: Place,
+        communicator: Place,
+        mut go_on: impl FnMut() -> bool,
+    ) -> Result<Self> {
+        let words = (0..communicator.words).map(|index| bus.read_register(communicator.word(index)));
+        let ranks = words.collect::<Result<Vec<u32>>>()?;
         let communicator = Communicator::from_words(&ranks).unwrap_or(Communicator { local: 0, ranks: Vec::new() });
-        Ok(Self { communicator, buffers: buffers.collect(), return_code })
+        let return_code = ReturnCode(bus.read_register(map::RETURN_CODE.offset)?);
+        let all = rx_table.words / RxBuffer::COUNT;
+        let (mut buffers, mut looked_at) = (Vec::new(), 0);
+        while looked_at < all && go_on() {
+            let first = RxBuffer::COUNT * looked_at;
+            let mut words = [bus.read_register(rx_table.word(first))?; RxBuffer::COUNT];
+            // Most are idle, and say nothing more.
+            if RxStatus::from_word(words[0]) != Some(RxStatus::Idle) {
+                for (index, word) in words.iter_mut().enumerate().skip(1) {
+                    *word = bus.read_register(rx_table.word(first + index))?;
+                }
+                buffers.push((looked_at, RxBuffer::from_words(&words)));
+            }
+            looked_at += 1;
+        }
+        Ok(Self { communicator, return_code, buffers, looked_at, all })
     }
 }
 
@@ -42,23 +60,23 @@ impl fmt::Display for Diagnosis {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let others = (0..).zip(&self.communicator.ranks).filter(|(rank, _)| *rank != self.communicator.local);
         let next: Vec<String> =
-            others.map(|(rank, RankEntry { inbound, .. })| format!("message {inbound} from rank {rank}")).collect();
+            others.map(|(rank, RankEntry { inbound, .. })| format!("seq {inbound} from rank {rank}")).collect();
         write!(f, "it expects {}", if next.is_empty() { "nothing".to_owned() } else { next.join(" and ") })?;
-        if self.buffers.is_empty() {
-            return write!(f, "; its rx buffers are empty");
-        }
         for (index, buffer) in &self.buffers {
             let RxBuffer { sequence, source, tag, bytes, .. } = buffer;
             match buffer.status() {
                 Some(RxStatus::Full) => write!(
                     f,
-                    "; rx buffer {index} holds message {sequence} of rank {source} with tag {tag:#x} and {bytes} bytes"
+                    "; rx buffer {index} holds seq {sequence} from rank {source} with tag {tag:#x} and {bytes} bytes"
                 )?,
                 Some(RxStatus::Filling) => write!(f, "; rx buffer {index} is being filled")?,
                 Some(RxStatus::Idle) => {}
                 Some(RxStatus::Failed) | None => write!(f, "; rx buffer {index} has status {}", buffer.status)?,
             }
         }
-        Ok(())
+        if self.looked_at < self.all {
+            return write!(f, "; there was no time to look at more than {} of {} rx buffers", self.looked_at, self.all);
+        }
+        if self.buffers.is_empty() { write!(f, "; its rx buffers are empty") } else { Ok(()) }
     }
 }

@@ -5,18 +5,17 @@
 
 mod diagnosis;
 mod settings;
+mod tables;
 
 pub use diagnosis::Diagnosis;
 pub use settings::{MAX_RX_BUFFERS, Peer, Settings};
+pub(crate) use tables::Tables;
 
 use accl_types::{Error, ErrorKind, Result};
 
 use crate::bus::{Bus, Memory};
 use crate::call::{Compression, ConfigFunction, Descriptor, Hosts, Operation};
-use crate::memory_map::{
-    self as map, ARITHMETIC_CONFIGS, ArithmeticConfig, Communicator, DataType, HardwareId, Layout, NoRoom, Place,
-    RxBuffer,
-};
+use crate::memory_map::{self as map, ArithmeticConfig, DataType, HardwareId, RxBuffer};
 use crate::return_code::ReturnCode;
 
 /// What firmware is told for a time that it never looks at.
@@ -32,9 +31,7 @@ pub struct Driver<B> {
     bus: B,
     settings: Settings,
     hardware_id: HardwareId,
-    rx_table: Place,
-    communicator: Place,
-    configs: Vec<(ArithmeticConfig, u32)>,
+    tables: Tables,
     running: Option<Descriptor>,
     /// Why it takes no more calls.
     dead: Option<Error>,
@@ -63,11 +60,8 @@ impl<B: Bus> Driver<B> {
                 format!("{} was built for {built}, and `design` asks for {asked}", bus.describe()),
             ));
         }
-        let (rx_table, communicator, places) = lay_out(&settings)?;
-        let configs: Vec<(ArithmeticConfig, u32)> =
-            configs().zip(&places).map(|(config, place)| (config, place.offset)).collect();
-        let mut driver =
-            Self { bus, settings, hardware_id, rx_table, communicator, configs, running: None, dead: None };
+        let tables = Tables::lay_out(&settings)?;
+        let mut driver = Self { bus, settings, hardware_id, tables, running: None, dead: None };
         driver.set_up(&mut go_on)?;
         Ok(driver)
     }
@@ -84,7 +78,7 @@ impl<B: Bus> Driver<B> {
         let rx = self.bus.allocate(Memory::Device, u64::from(rx_buffers) * u64::from(rx_bytes))?;
         for index in 0..rx_buffers {
             let entry = RxBuffer::idle(rx + u64::from(index) * u64::from(rx_bytes));
-            self.write_words(self.rx_table.word(RxBuffer::COUNT * index as usize), &entry.to_words())?;
+            self.write_words(self.tables.rx_buffers.word(RxBuffer::COUNT * index as usize), &entry.to_words())?;
         }
         self.bus.write_register(map::RX_BUFFER_BYTES.offset, rx_bytes)?;
         self.bus.write_register(map::RX_BUFFER_COUNT.offset, rx_buffers)?;
@@ -94,9 +88,9 @@ impl<B: Bus> Driver<B> {
             self.bus.write_register(high.offset, (spare >> 32) as u32)?;
         }
         let communicator = self.settings.communicator();
-        self.write_words(self.communicator.offset, &communicator.to_words())?;
-        for (config, offset) in self.configs.clone() {
-            self.write_words(offset, &config.to_words())?;
+        self.write_words(self.tables.communicator.offset, &communicator.to_words())?;
+        for (config, place) in self.tables.configs.clone() {
+            self.write_words(place.offset, &config.to_words())?;
         }
         for (register, value) in self.tuning() {
             self.bus.write_register(register.offset, value)?;
@@ -127,7 +121,7 @@ impl<B: Bus> Driver<B> {
     }
 
     fn configure(&mut self, function: ConfigFunction, value: u32, go_on: &mut impl FnMut() -> bool) -> Result<()> {
-        let call = Descriptor { communicator: self.communicator.offset, ..Descriptor::config(function, value) };
+        let call = Descriptor { communicator: self.tables.communicator.offset, ..Descriptor::config(function, value) };
         self.start(&call)?;
         while self.poll()?.is_none() {
             if !go_on() {
@@ -153,13 +147,26 @@ impl<B: Bus> Driver<B> {
         &mut self.bus
     }
 
+    /// Adds a communicator of some of the ranks, in their order, and says where it lies: the word that calls name it by. Each lies at an
+    /// address of its own, since firmware keeps parts of those it has seen, and none is given back. Calls of two communicators must not
+    /// overlap, for messages do not say which they belong to.
+    ///
+    /// # Errors
+    /// No rank or a strange one, this rank is not among them, exchange memory is full, or the device cannot be reached.
+    pub fn add_communicator(&mut self, members: &[u32]) -> Result<u32> {
+        let communicator = self.settings.communicator_of(members)?;
+        let place = self.tables.add_communicator(members.len())?;
+        self.write_words(place.offset, &communicator.to_words())?;
+        Ok(place.offset)
+    }
+
     /// A call on elements of this type, which travel as `on_wire`; addresses and the rest are the caller's.
     ///
     /// # Errors
     /// The device has no arithmetic for these types.
     pub fn call(&self, operation: Operation, dtype: DataType, on_wire: DataType, count: u32) -> Result<Descriptor> {
         let is_it = |config: &ArithmeticConfig| (config.uncompressed, config.compressed) == (dtype, on_wire);
-        let found = self.configs.iter().find(|(config, _)| is_it(config));
+        let found = self.tables.configs.iter().find(|(config, _)| is_it(config));
         let (_, arithmetic) = found.ok_or_else(|| {
             Error::new(
                 ErrorKind::Unsupported,
@@ -169,8 +176,8 @@ impl<B: Bus> Driver<B> {
         let wire = dtype != on_wire;
         Ok(Descriptor {
             count,
-            communicator: self.communicator.offset,
-            arithmetic: *arithmetic,
+            communicator: self.tables.communicator.offset,
+            arithmetic: arithmetic.offset,
             compression: Compression { wire, ..Compression::default() },
             hosts: Hosts::all(self.settings.memory.is_host()),
             ..Descriptor::new(operation)
@@ -232,10 +239,13 @@ impl<B: Bus> Driver<B> {
     }
 
     /// The call that runs has taken too long: nothing ends it, so the device takes no more calls. Says why, as far as it can be read; over
-    /// a bus of its own, for this one may be in the middle of something.
-    pub fn give_up(&mut self, over: &mut dyn Bus, why: &str) -> Error {
+    /// a fresh connection, for the first may be in the middle of something. Between looks `go_on` is asked whether there is time left.
+    pub fn give_up(&mut self, why: &str, go_on: impl FnMut() -> bool) -> Error {
         let call = self.running.map_or_else(|| "a call".to_owned(), |call| format!("`{call}`"));
-        let seen = match Diagnosis::read(over, self.rx_table, self.communicator) {
+        let Tables { rx_buffers, communicator, .. } = self.tables;
+        let seen =
+            self.bus.reconnect().and_then(|mut over| Diagnosis::read(&mut *over, rx_buffers, communicator, go_on));
+        let seen = match seen {
             Ok(diagnosis) => diagnosis.to_string(),
             Err(error) => format!("its registers cannot be read: {}", error.message),
         };
@@ -247,30 +257,4 @@ impl<B: Bus> Driver<B> {
     fn kill(&mut self, error: Error) -> Error {
         self.dead.get_or_insert(error).clone()
     }
-}
-
-fn configs() -> impl Iterator<Item = ArithmeticConfig> {
-    ARITHMETIC_CONFIGS.into_iter().chain([ArithmeticConfig::bytes()])
-}
-
-/// Places of the rx table, the communicator and the arithmetic configs.
-fn lay_out(settings: &Settings) -> Result<(Place, Place, Vec<Place>)> {
-    let mut layout = Layout::default();
-    let mut place = || {
-        let rx_table = layout.take(settings.rx_buffers as usize * RxBuffer::COUNT)?;
-        let communicator = layout.take(Communicator::word_count(settings.peers.len()))?;
-        let configs: std::result::Result<_, NoRoom> =
-            configs().map(|config| layout.take(config.word_count())).collect();
-        Ok((rx_table, communicator, configs?))
-    };
-    place().map_err(|NoRoom { needs, left }| {
-        let (ranks, buffers) = (settings.peers.len(), settings.rx_buffers);
-        Error::new(
-            ErrorKind::Configuration,
-            format!(
-                "the tables of {ranks} ranks and {buffers} rx buffers do not fit into the exchange memory of a device: {needs} bytes are \
-                 needed where {left} are left; take fewer rx buffers"
-            ),
-        )
-    })
 }

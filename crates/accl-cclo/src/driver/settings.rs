@@ -70,6 +70,29 @@ impl Settings {
         Communicator { local: self.rank, ranks: self.peers.iter().map(entry).collect() }
     }
 
+    /// The communicator of some of the ranks, in this order.
+    ///
+    /// # Errors
+    /// A rank that there is not, or that stands there twice, or this rank is not among them.
+    pub fn communicator_of(&self, members: &[u32]) -> Result<Communicator> {
+        let refused = |text: String| Err(Error::new(ErrorKind::InvalidArgument, text));
+        let Communicator { ranks, .. } = self.communicator();
+        let mut chosen = Vec::with_capacity(members.len());
+        for (index, member) in members.iter().enumerate() {
+            if members[..index].contains(member) {
+                return refused(format!("rank {member} stands twice in a communicator"));
+            }
+            let Some(entry) = ranks.get(*member as usize) else {
+                return refused(format!("rank {member} is none of the {} ranks of the device", self.world()));
+            };
+            chosen.push(*entry);
+        }
+        match members.iter().position(|member| *member == self.rank) {
+            Some(local) => Ok(Communicator { local: local as u32, ranks: chosen }),
+            None => refused(format!("rank {} is not among the {} ranks of its communicator", self.rank, members.len())),
+        }
+    }
+
     /// Whether firmware takes them.
     ///
     /// # Errors

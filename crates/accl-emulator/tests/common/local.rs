@@ -97,6 +97,10 @@ impl Bus for LocalBus {
         Ok(self.ask(&Request::Poll { control: 0 })? == Reply::Status(Status::Good))
     }
 
+    fn reconnect(&self) -> Result<Box<dyn Bus>> {
+        Ok(Box::new(self.clone()))
+    }
+
     fn describe(&self) -> String {
         format!("emulator of rank {}", self.rank)
     }

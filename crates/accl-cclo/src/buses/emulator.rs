@@ -1,0 +1,249 @@
+//! The bus to an emulator: requests as JSON over a ZeroMQ socket, one at a time, each with a deadline.
+//!
+//! Drives the emulator of the ACCL project and ours alike: it chooses the addresses of buffers itself, and asks for nothing that the
+//! original does not have. A request that has failed leaves the socket in the middle of something, so the bus is dead then.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use accl_types::{Error, ErrorKind, Result};
+use tokio::net::TcpStream;
+use tokio::runtime::{Builder, Runtime};
+use tokio::time::timeout;
+use zeromq::{ReqSocket, Socket, SocketRecv, SocketSend, ZmqError};
+
+use crate::bus::{Bus, Memory};
+use crate::call::Descriptor;
+use crate::control::{Reply, Request, Status};
+use crate::device::Address;
+
+/// How long a register, a call or an allocation may take, and a connection.
+const REQUEST_DEADLINE: Duration = Duration::from_secs(1);
+/// How long the first answer may take: the original sleeps for six seconds after its start.
+const FIRST_DEADLINE: Duration = Duration::from_secs(10);
+/// Bytes of memory in one request, so that one that is stuck is noticed.
+const CHUNK_BYTES: usize = 64 << 10;
+/// What a chunk may take longer: the original takes 16 s for 4 MiB.
+const CHUNK_DEADLINE: Duration = Duration::from_millis(1500);
+/// Buffers begin at multiples of this.
+const PAGE_BYTES: u64 = 4096;
+/// Memory ends here: the original keeps addresses in 31 bits.
+const MEMORY_BYTES: u64 = 1 << 31;
+/// The control stream that calls are started on.
+const CONTROL: u32 = 0;
+
+/// A connection to an emulator.
+pub struct EmulatorBus {
+    // Dropped before the runtime that it lives on.
+    socket: ReqSocket,
+    runtime: Runtime,
+    address: Address,
+    /// How far each memory is handed out, for all connections to the same emulator: that of the card, then that of the host.
+    handed_out: Arc<Mutex<[u64; 2]>>,
+    /// How long the next answer may take.
+    deadline: Duration,
+    dead: Option<Error>,
+}
+
+impl EmulatorBus {
+    /// Reaches an emulator.
+    ///
+    /// # Errors
+    /// Nobody listens there, nobody answers, or what answers is no emulator.
+    pub fn open(address: &Address) -> Result<Self> {
+        Self::connect(address, Arc::default(), FIRST_DEADLINE)
+    }
+
+    fn connect(address: &Address, handed_out: Arc<Mutex<[u64; 2]>>, first: Duration) -> Result<Self> {
+        let runtime = Builder::new_current_thread().enable_all().build();
+        let runtime = runtime.map_err(|error| {
+            Error::new(ErrorKind::Exhausted, format!("no socket to the emulator at {address}: {error}"))
+        })?;
+        let socket = runtime.block_on(connected(address))?;
+        Ok(Self { socket, runtime, address: address.clone(), handed_out, deadline: first, dead: None })
+    }
+
+    /// What is answered before a deadline, which `more` moves.
+    fn ask(&mut self, request: &Request, more: Duration) -> Result<Reply> {
+        if let Some(dead) = &self.dead {
+            return Err(dead.clone());
+        }
+        let deadline = self.deadline + more;
+        let exchange = async {
+            self.socket.send(request.to_json().into()).await?;
+            self.socket.recv().await
+        };
+        let answer = match self.runtime.block_on(async { timeout(deadline, exchange).await }) {
+            Ok(Ok(message)) => {
+                let text: Vec<u8> = message.into_vec().into_iter().flatten().collect();
+                Reply::from_json(&text).map_err(|why| not_an_emulator(&self.address, why))
+            }
+            Ok(Err(error)) => Err(broken(&self.address, error)),
+            Err(_) => Err(Error::new(
+                ErrorKind::Device,
+                format!(
+                    "emulator at {} has not answered {} in {} ms; it is stopped, stuck or busy with something else",
+                    self.address,
+                    Named(request),
+                    deadline.as_millis()
+                ),
+            )),
+        };
+        self.deadline = REQUEST_DEADLINE;
+        if let Err(error) = &answer {
+            self.dead = Some(error.clone());
+        }
+        answer
+    }
+
+    fn expect_good(&mut self, request: &Request, more: Duration) -> Result<()> {
+        match self.ask(request, more)? {
+            Reply::Status(Status::Good) => Ok(()),
+            reply => Err(self.refusal(request, &reply)),
+        }
+    }
+
+    /// Where the next buffer begins.
+    fn hand_out(&self, is_host: bool, bytes: u64) -> Result<u64> {
+        let mut handed_out = self.handed_out.lock().unwrap_or_else(PoisonError::into_inner);
+        let next = &mut handed_out[usize::from(is_host)];
+        let address = *next;
+        let end = address.checked_add(bytes).filter(|end| *end < MEMORY_BYTES).ok_or_else(|| {
+            let left = MEMORY_BYTES.saturating_sub(address);
+            let text = format!("emulator at {} has no {bytes} bytes of memory: {left} are left", self.address);
+            Error::new(ErrorKind::Exhausted, text)
+        })?;
+        *next = end.next_multiple_of(PAGE_BYTES);
+        Ok(address)
+    }
+
+    fn refusal(&self, request: &Request, reply: &Reply) -> Error {
+        let said = match reply {
+            Reply::Status(Status::Not | Status::NoControl) => "refuses",
+            _ => "answers something else than was asked to",
+        };
+        Error::new(ErrorKind::Device, format!("emulator at {} {said} {}", self.address, Named(request)))
+    }
+}
+
+/// A socket to an emulator. A first look finds out at once whether anybody listens: the library tries for long.
+async fn connected(address: &Address) -> Result<ReqSocket> {
+    let late = || {
+        let within = REQUEST_DEADLINE.as_millis();
+        let text = format!("what listens at {address} has not greeted in {within} ms; it is stopped, or no emulator");
+        Error::new(ErrorKind::Device, text)
+    };
+    let look = timeout(REQUEST_DEADLINE, TcpStream::connect(address.to_string())).await.map_err(|_| late())?;
+    drop(look.map_err(|error| {
+        let text = format!("no emulator answers at {address}: {error}; start `accl-emulator` there first");
+        Error::new(ErrorKind::Device, text)
+    })?);
+    let mut socket = ReqSocket::new();
+    match timeout(REQUEST_DEADLINE, socket.connect(&format!("tcp://{address}"))).await {
+        Ok(Ok(())) => Ok(socket),
+        Ok(Err(error)) => Err(not_an_emulator(address, error)),
+        Err(_) => Err(late()),
+    }
+}
+
+fn not_an_emulator(address: &Address, why: impl fmt::Display) -> Error {
+    let text = format!("what answers at {address} does not speak the protocol of an emulator: {why}; check the port");
+    Error::new(ErrorKind::Device, text)
+}
+
+fn broken(address: &Address, error: ZmqError) -> Error {
+    match error {
+        ZmqError::Codec(_) => not_an_emulator(address, error),
+        error => Error::new(
+            ErrorKind::Device,
+            format!("emulator at {address} has closed the connection: {error}; it has ended, start it again"),
+        ),
+    }
+}
+
+impl Bus for EmulatorBus {
+    fn read_register(&mut self, offset: u32) -> Result<u32> {
+        let request = Request::ReadRegister { offset };
+        match self.ask(&request, Duration::ZERO)? {
+            Reply::Register(value) => Ok(value),
+            reply => Err(self.refusal(&request, &reply)),
+        }
+    }
+
+    fn write_register(&mut self, offset: u32, value: u32) -> Result<()> {
+        self.expect_good(&Request::WriteRegister { offset, value }, Duration::ZERO)
+    }
+
+    fn allocate(&mut self, memory: Memory, bytes: u64) -> Result<u64> {
+        let is_host = memory.is_host();
+        let address = self.hand_out(is_host, bytes)?;
+        self.expect_good(&Request::Allocate { address, bytes: bytes as u32, is_host }, Duration::ZERO)?;
+        Ok(address)
+    }
+
+    fn read_memory(&mut self, memory: Memory, address: u64, into: &mut [u8]) -> Result<()> {
+        for (chunk, address) in into.chunks_mut(CHUNK_BYTES).zip((address..).step_by(CHUNK_BYTES)) {
+            let request = Request::ReadMemory { address, bytes: chunk.len() as u32, is_host: memory.is_host() };
+            match self.ask(&request, CHUNK_DEADLINE)? {
+                Reply::Memory(bytes) if bytes.len() == chunk.len() => chunk.copy_from_slice(&bytes),
+                reply => return Err(self.refusal(&request, &reply)),
+            }
+        }
+        Ok(())
+    }
+
+    fn write_memory(&mut self, memory: Memory, address: u64, from: &[u8]) -> Result<()> {
+        for (chunk, address) in from.chunks(CHUNK_BYTES).zip((address..).step_by(CHUNK_BYTES)) {
+            let request = Request::WriteMemory { address, data: chunk.to_vec(), is_host: memory.is_host() };
+            self.expect_good(&request, CHUNK_DEADLINE)?;
+        }
+        Ok(())
+    }
+
+    fn start(&mut self, call: &Descriptor) -> Result<()> {
+        self.expect_good(&Request::Call { control: CONTROL, call: *call }, Duration::ZERO)
+    }
+
+    fn poll(&mut self) -> Result<bool> {
+        let request = Request::Poll { control: CONTROL };
+        match self.ask(&request, Duration::ZERO)? {
+            Reply::Status(Status::Good) => Ok(true),
+            Reply::Status(Status::Not) => Ok(false),
+            reply => Err(self.refusal(&request, &reply)),
+        }
+    }
+
+    fn reconnect(&self) -> Result<Box<dyn Bus>> {
+        Ok(Box::new(Self::connect(&self.address, self.handed_out.clone(), REQUEST_DEADLINE)?))
+    }
+
+    fn describe(&self) -> String {
+        format!("emulator at {}", self.address)
+    }
+}
+
+/// A request in words, without its bytes.
+struct Named<'a>(&'a Request);
+
+impl fmt::Display for Named<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let memory = |is_host: bool| if is_host { "host" } else { "device" };
+        match self.0 {
+            Request::ReadRegister { offset } => write!(f, "a read of the register at {offset:#x}"),
+            Request::WriteRegister { offset, .. } => write!(f, "a write of the register at {offset:#x}"),
+            Request::ReadMemory { address, bytes, is_host } => {
+                write!(f, "a read of {bytes} bytes of {} memory at {address:#x}", memory(*is_host))
+            }
+            Request::WriteMemory { address, data, is_host } => {
+                write!(f, "a write of {} bytes of {} memory at {address:#x}", data.len(), memory(*is_host))
+            }
+            Request::Allocate { bytes, is_host, .. } => {
+                write!(f, "an allocation of {bytes} bytes of {} memory", memory(*is_host))
+            }
+            Request::Call { call, .. } => write!(f, "the start of `{call}`"),
+            Request::Poll { .. } => write!(f, "whether its call has ended"),
+            Request::About => write!(f, "what it is"),
+        }
+    }
+}

@@ -1,0 +1,32 @@
+//! The buses that devices are reached by, one file each.
+//!
+//! Owns how registers, memory and calls of a device are reached. Whoever has the engine in software in the same process (`sim`) hands its
+//! own bus to the driver. Read [`open`] first.
+
+mod emulator;
+
+pub use emulator::EmulatorBus;
+
+use accl_types::{Error, ErrorKind, Result};
+
+use crate::bus::Bus;
+use crate::device::{DeviceUrl, Place};
+
+/// Reaches the device of a rank.
+///
+/// # Errors
+/// It is not there, does not answer, or is no such device.
+pub fn open(url: &DeviceUrl, rank: u32) -> Result<Box<dyn Bus>> {
+    match &url.place {
+        Place::Emulator(_) => Ok(Box::new(EmulatorBus::open(&url.emulator_of(rank)?)?)),
+        Place::Sim => {
+            Err(Error::internal("the device `sim` has no bus of this crate: whoever has the engine hands it in"))
+        }
+        Place::Xrt { .. } => Err(not_offered("cards behind XRT")),
+        Place::Coyote { .. } => Err(not_offered("cards behind Coyote")),
+    }
+}
+
+fn not_offered(what: &str) -> Error {
+    Error::new(ErrorKind::Unsupported, format!("{what} cannot be opened yet; take sim or emulator://HOST:PORT"))
+}

@@ -1,0 +1,211 @@
+//! What the driver is to set up for a device, and which emulator is whose.
+
+use std::net::Ipv4Addr;
+use std::path::Path;
+
+use accl_types::{Error, ErrorKind, Result};
+
+use super::ranks::{self, FIRST_PORT, RankLine};
+use super::size;
+use super::url::{Address, Addresses, Design, DeviceUrl, Place, memory_name};
+use crate::driver::{Peer, Settings, Tables};
+use crate::memory_map::NO_SESSION;
+
+/// The largest eager message. Sums are eager, so calls of one are cut to this.
+const EAGER_BYTES: u32 = 4 << 20;
+/// What an rx buffer has at most if nobody says otherwise: larger ones cost memory where messages are short.
+const RX_BYTES: u32 = 64 << 10;
+/// What the size of an rx buffer is a multiple of.
+const RX_UNIT: u32 = 64;
+/// Most segments of a message: what a receive keeps to release.
+const MAX_SEGMENTS: u32 = 64;
+/// Rx buffers beyond those of a whole message. A rank may be a call ahead and fill one message's worth; what the others wait for must get in
+/// nevertheless, or nobody goes on.
+const MORE_RX_BUFFERS: u32 = 16;
+/// Ranks that a UDP design has sockets for.
+const MAX_UDP_RANKS: u32 = 16;
+/// Addresses of cards without a file of ranks: ten of each octet but the last, which is the rank and one.
+const CARDS: [u8; 3] = [10, 10, 10];
+
+impl DeviceUrl {
+    /// What the driver sets up on a rank. Sessions of TCP and queue pairs of RDMA on cards are not known before the ranks have spoken to one
+    /// another: [`Peer::session`] is filled in by whoever has them.
+    ///
+    /// # Errors
+    /// A file of ranks that makes no sense or names others, sizes that firmware refuses, tables that exchange memory has no room for.
+    pub fn settings(&self, rank: u32, world: u32) -> Result<Settings> {
+        let settings = self.sized(rank, self.peers(world)?);
+        self.check(&settings).map_err(|error| self.refused(&error.message))?;
+        Ok(settings)
+    }
+
+    /// What ranks must have in common, as text: the kind of device and all keys, with those that were left out. Neither the index of a card
+    /// nor the path of a file nor an address is part of it.
+    pub fn agreed(&self) -> String {
+        let Settings { rx_buffers, rx_bytes, max_eager_bytes, max_rendezvous_bytes, memory, .. } =
+            self.sized(0, Vec::new());
+        format!(
+            "{}://?design={}&rx_buffers={rx_buffers}&rx_bytes={}&eager={}&rendezvous={}&memory={}&compression={}",
+            self.scheme(),
+            self.design().name(),
+            size::show(rx_bytes),
+            size::show(max_eager_bytes),
+            size::show(max_rendezvous_bytes),
+            memory_name(memory),
+            self.wire().name()
+        )
+    }
+
+    /// Where the emulator of a rank answers.
+    ///
+    /// # Errors
+    /// It is no emulator, there is none for this rank, or the file of ranks makes no sense.
+    pub fn emulator_of(&self, rank: u32) -> Result<Address> {
+        let Place::Emulator(addresses) = &self.place else {
+            return Err(self.refused("it is no emulator"));
+        };
+        let nth = |count: usize| {
+            usize::try_from(rank).ok().filter(|index| *index < count).ok_or_else(|| {
+                self.refused(&format!("it names {count} emulators, and rank {rank} has none among them"))
+            })
+        };
+        match addresses {
+            Addresses::One(Address { host, port }) => {
+                Ok(Address { host: host.clone(), port: self.port_of(*port, rank)? })
+            }
+            Addresses::Each(all) => Ok(all[nth(all.len())?].clone()),
+            Addresses::File(path) => {
+                let lines = ranks::read(path)?;
+                let RankLine { ip, port, .. } = &lines[nth(lines.len())?];
+                Ok(Address { host: ip.clone(), port: *port })
+            }
+        }
+    }
+
+    /// Whether its keys make sense, whoever the ranks are.
+    pub(super) fn check_alone(&self) -> Result<()> {
+        let nobody = Peer { ip: Ipv4Addr::LOCALHOST, port: FIRST_PORT, session: 0 };
+        self.check(&self.sized(0, vec![nobody]))
+    }
+
+    fn check(&self, settings: &Settings) -> Result<()> {
+        settings.check()?;
+        Tables::lay_out(settings)?;
+        let (rx_bytes, eager) = (settings.rx_bytes, settings.max_eager_bytes);
+        let refused = |text: String| Err(Error::new(ErrorKind::Configuration, text));
+        if eager.div_ceil(rx_bytes) > MAX_SEGMENTS {
+            return refused(format!(
+                "an eager message of {} has more than {MAX_SEGMENTS} segments of {}; take a smaller `eager` or larger `rx_bytes`",
+                size::show(eager),
+                size::show(rx_bytes)
+            ));
+        }
+        let world = settings.world();
+        if matches!(self.place, Place::Xrt { .. }) && self.design() == Design::Udp && world > MAX_UDP_RANKS {
+            return refused(format!("cards reach {MAX_UDP_RANKS} ranks over udp, not {world}; take a tcp design"));
+        }
+        Ok(())
+    }
+
+    /// Settings for these peers: what was said, and what suits it.
+    fn sized(&self, rank: u32, peers: Vec<Peer>) -> Settings {
+        let eager = self.eager.unwrap_or_else(|| EAGER_BYTES.max(self.rx_bytes.unwrap_or(0)));
+        let rx_bytes = self.rx_bytes.unwrap_or_else(|| {
+            let least = eager.div_ceil(MAX_SEGMENTS).max(1).next_multiple_of(RX_UNIT);
+            RX_BYTES.min(eager / RX_UNIT * RX_UNIT).max(least)
+        });
+        let segments = eager.div_ceil(rx_bytes.max(1)).min(MAX_SEGMENTS);
+        Settings {
+            rx_buffers: self.rx_buffers.unwrap_or(segments + MORE_RX_BUFFERS),
+            rx_bytes,
+            max_eager_bytes: eager,
+            max_rendezvous_bytes: self.rendezvous.unwrap_or(eager.saturating_mul(2)),
+            memory: self.memory(),
+            ..Settings::new(self.design().network(), rank, peers)
+        }
+    }
+
+    fn peers(&self, world: u32) -> Result<Vec<Peer>> {
+        let path = match &self.place {
+            Place::Emulator(Addresses::File(path)) => Some(path),
+            Place::Emulator(_) | Place::Sim | Place::Xrt { .. } | Place::Coyote { .. } => self.ranks.as_ref(),
+        };
+        match path {
+            Some(path) => self.peers_of(path, world),
+            None => (0..world).map(|rank| self.peer(rank, world)).collect(),
+        }
+    }
+
+    fn peers_of(&self, path: &Path, world: u32) -> Result<Vec<Peer>> {
+        let lines = ranks::read(path)?;
+        if lines.len() != world as usize {
+            return Err(ranks::refused(path, &format!("names {} ranks, and there are {world}", lines.len())));
+        }
+        let rx_bytes = self.sized(0, Vec::new()).rx_bytes;
+        let peer = |(rank, line): (u32, &RankLine)| {
+            // A segment is what an rx buffer holds.
+            if let Some(bytes) = line.segment_bytes.filter(|bytes| *bytes != rx_bytes) {
+                let why =
+                    format!("gives rank {rank} segments of {bytes} bytes; add `rx_bytes={bytes}`, or leave it out");
+                return Err(ranks::refused(path, &why));
+            }
+            let ip = match self.place {
+                Place::Emulator(_) => line.ip.parse().unwrap_or(Ipv4Addr::LOCALHOST),
+                Place::Sim | Place::Xrt { .. } | Place::Coyote { .. } => line.address(path, rank as usize)?,
+            };
+            let usual = self.session(rank);
+            if let Some(session) = line.session.filter(|session| self.sessions_are_ranks() && *session != usual) {
+                let why = format!("gives rank {rank} session {session}; emulators take the rank for it");
+                return Err(ranks::refused(path, &why));
+            }
+            Ok(Peer { ip, port: line.port, session: line.session.unwrap_or(usual) })
+        };
+        (0..world).zip(&lines).map(peer).collect()
+    }
+
+    fn peer(&self, rank: u32, world: u32) -> Result<Peer> {
+        let session = self.session(rank);
+        let (ip, port) = match &self.place {
+            Place::Sim => (Ipv4Addr::LOCALHOST, self.port_of(FIRST_PORT, rank)?),
+            Place::Emulator(addresses) => {
+                if let Addresses::Each(all) = addresses
+                    && all.len() != world as usize
+                {
+                    return Err(self.refused(&format!("it names {} emulators, and there are {world} ranks", all.len())));
+                }
+                let Address { host, port } = self.emulator_of(rank)?;
+                // Emulators reach one another by their ranks, and look at no address.
+                (host.parse().unwrap_or(Ipv4Addr::LOCALHOST), port)
+            }
+            Place::Xrt { .. } | Place::Coyote { .. } => {
+                let last = u8::try_from(rank + 1).ok().filter(|last| *last < u8::MAX);
+                let [first, second, third] = CARDS;
+                let last = last.ok_or_else(|| {
+                    self.refused(&format!(
+                        "rank {rank} has no address in {first}.{second}.{third}.0/24; add `ranks=FILE`"
+                    ))
+                })?;
+                (Ipv4Addr::new(first, second, third, last), self.port_of(FIRST_PORT, rank)?)
+            }
+        };
+        Ok(Peer { ip, port, session })
+    }
+
+    fn sessions_are_ranks(&self) -> bool {
+        matches!(self.place, Place::Sim | Place::Emulator(_))
+    }
+
+    /// Socket indexes count as ranks do; sessions and queue pairs are those of whoever opens them.
+    fn session(&self, rank: u32) -> u32 {
+        if self.sessions_are_ranks() || self.design() == Design::Udp { rank } else { NO_SESSION }
+    }
+
+    fn port_of(&self, first: u16, rank: u32) -> Result<u16> {
+        let port = u16::try_from(rank).ok().and_then(|rank| first.checked_add(rank));
+        port.ok_or_else(|| self.refused(&format!("rank {rank} has no port below 65536, from {first} on")))
+    }
+
+    fn refused(&self, why: &str) -> Error {
+        Error::new(ErrorKind::Configuration, format!("device `{self}`: {why}"))
+    }
+}

@@ -1,0 +1,186 @@
+use super::{Addresses, Design, DeviceUrl, KEYS, Place, Wire};
+use crate::bus::Memory;
+use crate::memory_map::{DataType, NO_SESSION, Network};
+
+fn parsed(text: &str) -> DeviceUrl {
+    DeviceUrl::parse(text).unwrap().unwrap()
+}
+
+fn refused(text: &str) -> String {
+    DeviceUrl::parse(text).unwrap_err().message
+}
+
+fn file(name: &str, text: &str) -> String {
+    let path = std::env::temp_dir().join(format!("accl-ranks-{}-{name}.json", std::process::id()));
+    std::fs::write(&path, text).unwrap();
+    path.display().to_string()
+}
+
+#[test]
+fn texts_are_read_and_shown_as_they_were() {
+    for text in [
+        "sim",
+        "sim://?design=udp",
+        "emulator://h0:5500",
+        "emulator://h0:5500,h1:5600?design=udp&rx_buffers=32&rx_bytes=4KiB&eager=64KiB&rendezvous=1MiB",
+        "emulator://[::1]:5500",
+        "emulator://@ranks.json?memory=host",
+        "xrt://1?xclbin=/tmp/a.xclbin&design=tcp&ranks=r.json&compression=fp16",
+        "coyote://0",
+    ] {
+        let url = parsed(text);
+        assert_eq!(url.to_string(), text);
+        assert_eq!(DeviceUrl::parse(&url.to_string()), Ok(Some(url)));
+    }
+    assert_eq!(parsed("1"), parsed("sim"));
+    assert_eq!(parsed(" sim://? "), parsed("sim"));
+    for text in ["", "none", " "] {
+        assert_eq!(DeviceUrl::parse(text), Ok(None));
+    }
+    assert!(KEYS.iter().all(|key| key.about.ends_with('.') && !key.accepted.is_empty()));
+}
+
+#[test]
+fn what_was_left_out_is_what_suits_the_place() {
+    let sim = parsed("sim");
+    assert_eq!((sim.design(), sim.memory(), sim.wire()), (Design::CytRdma, Memory::Host, Wire::Full));
+    let emulator = parsed("emulator://h:1");
+    assert_eq!((emulator.design(), emulator.memory()), (Design::Tcp, Memory::Device));
+    assert_eq!(parsed("xrt://0?xclbin=a").design(), Design::Udp);
+    assert_eq!(parsed("coyote://0").memory(), Memory::Host);
+    let half = parsed("sim://?compression=fp16").wire();
+    assert_eq!(
+        [DataType::F32, DataType::F64, DataType::Bytes].map(|dtype| half.carries(dtype)),
+        [DataType::F16, DataType::F64, DataType::Bytes]
+    );
+}
+
+#[test]
+fn a_text_that_makes_no_sense_says_what_would() {
+    for (text, why) in [
+        ("simm", "unknown scheme `simm`; did you mean sim? expected one of none, 1, sim, sim://?KEY=VALUE, "),
+        ("http://h:1", "unknown scheme `http`"),
+        ("sim://h0", "`sim` is in the process of its rank, not at `h0`"),
+        ("sim://?desing=udp", "unknown key `desing`; did you mean design? expected one of xclbin, design, ranks, "),
+        ("sim://?design=roce", "`design` cannot be `roce`; expected udp, tcp, cyt_rdma"),
+        ("sim://?design", "`design` has no `=`"),
+        ("sim://?eager=1&eager=2", "`eager` stands twice"),
+        ("sim://?eager=large", "`eager` cannot be `large`; expected a size below 4 GiB"),
+        ("sim://?memory=hbm", "`memory` cannot be `hbm`; expected host, device"),
+        ("sim://?compression=int8", "`compression` cannot be `int8`; expected none, fp16"),
+        ("sim://?rx_buffers=many", "`rx_buffers` cannot be `many`; expected a number from 1 to 512"),
+        ("sim://?xclbin=a", "`xclbin` is for xrt://INDEX alone, not for sim"),
+        ("emulator://", "`` is no HOST:PORT of an emulator"),
+        ("emulator://h0", "`h0` is no HOST:PORT of an emulator"),
+        ("emulator://h0:5500,:1", "`:1` is no HOST:PORT of an emulator"),
+        ("emulator://h0:0", "`h0:0` is no HOST:PORT of an emulator"),
+        ("emulator://@", "no file of ranks stands behind the `@`"),
+        ("emulator://h:1?ranks=a", "`ranks` of emulators stand behind an at sign: emulator://@FILE"),
+        ("xrt://0", "a card behind XRT needs its bitstream; add `xclbin=FILE`"),
+        ("xrt://0?xclbin=", "a card behind XRT needs its bitstream; add `xclbin=FILE`"),
+        ("xrt://a?xclbin=b", "`a` is no index of a card"),
+        ("xrt://0?xclbin=b&design=cyt_rdma", "cards behind XRT are built for udp or tcp"),
+        ("coyote://0?design=udp", "cards behind Coyote are driven over cyt_rdma alone"),
+        ("coyote://0?memory=device", "buffers of cards behind Coyote lie in host memory"),
+        ("sim://?rx_bytes=100", "an rx buffer has a multiple of 64 bytes, not 100"),
+        ("sim://?rx_buffers=0", "a device has from 1 to 512 rx buffers, not 0"),
+        (
+            "sim://?eager=64&rx_bytes=1KiB",
+            "the largest eager message has at least the 1024 bytes of an rx buffer, not 64",
+        ),
+        ("sim://?rendezvous=4MiB", "the largest rendezvous message is larger than the 4194304 bytes"),
+        ("sim://?rx_bytes=1KiB", "an eager message of 4MiB has more than 64 segments of 1KiB"),
+        ("sim://?rx_buffers=300", "the tables of 1 ranks and 300 rx buffers do not fit into the exchange memory"),
+        ("sim://?rx_bytes=0", "an rx buffer has a multiple of 64 bytes, not 0"),
+        ("sim://?eager=0", "the largest eager message has at least"),
+    ] {
+        let message = refused(text);
+        assert!(message.starts_with(&format!("device `{text}`: {why}")), "{message}");
+    }
+}
+
+#[test]
+fn settings_hold_a_whole_message_and_a_little_more() {
+    let settings = parsed("sim").settings(1, 3).unwrap();
+    assert_eq!((settings.rank, settings.world(), settings.network), (1, 3, Network::Rdma));
+    assert_eq!((settings.rx_buffers, settings.rx_bytes), (80, 64 << 10));
+    assert_eq!((settings.max_eager_bytes, settings.max_rendezvous_bytes), (4 << 20, 8 << 20));
+    let small = parsed("sim://?eager=4KiB").settings(0, 2).unwrap();
+    assert_eq!((small.rx_buffers, small.rx_bytes, small.max_rendezvous_bytes), (17, 4096, 8192));
+    let large = parsed("sim://?eager=16MiB").settings(0, 2).unwrap();
+    assert_eq!((large.rx_buffers, large.rx_bytes), (80, 256 << 10));
+    let wide = parsed("sim://?rx_bytes=8MiB").settings(0, 2).unwrap();
+    assert_eq!((wide.rx_buffers, wide.max_eager_bytes), (17, 8 << 20));
+    for eager in (64..4096).chain([1_000_000, 5_000_001, 1 << 30]) {
+        assert!(parsed(&format!("sim://?eager={eager}")).settings(0, 2).is_ok(), "{eager}");
+    }
+    let many = parsed("sim").settings(0, 300).unwrap_err().message;
+    assert!(many.starts_with("device `sim`: the tables of 300 ranks and 80 rx buffers do not fit"), "{many}");
+    assert_eq!(
+        parsed("sim").settings(3, 3).unwrap_err().message,
+        "device `sim`: rank 3 is none of the 3 ranks of the device"
+    );
+}
+
+#[test]
+fn ranks_compare_kind_and_keys_and_nothing_else() {
+    let agreed = |text| parsed(text).agreed();
+    assert_eq!(
+        agreed("1"),
+        "sim://?design=cyt_rdma&rx_buffers=80&rx_bytes=64KiB&eager=4MiB&rendezvous=8MiB&memory=host&compression=none"
+    );
+    assert_eq!(agreed("sim"), agreed("sim://?design=cyt_rdma&eager=4096KiB"));
+    assert_eq!(agreed("emulator://h0:1"), agreed("emulator://h0:1,h1:2"));
+    assert_eq!(agreed("emulator://@a.json"), agreed("emulator://h1:2?design=tcp"));
+    assert_eq!(agreed("xrt://0?xclbin=a"), agreed("xrt://1?xclbin=b&ranks=c&design=udp"));
+    for other in ["sim://?design=udp", "sim://?memory=device", "sim://?rx_buffers=16", "emulator://h:1?design=cyt_rdma"]
+    {
+        assert_ne!(agreed("sim"), agreed(other));
+    }
+}
+
+#[test]
+fn each_rank_has_an_address() {
+    let peers = |text: &str, world| {
+        let settings = parsed(text).settings(0, world).unwrap();
+        settings.peers.iter().map(|peer| (peer.ip.to_string(), peer.port, peer.session)).collect::<Vec<_>>()
+    };
+    let local = |port, session| ("127.0.0.1".to_owned(), port, session);
+    assert_eq!(peers("sim", 2), [local(5500, 0), local(5501, 1)]);
+    assert_eq!(peers("emulator://localhost:6000", 2), [local(6000, 0), local(6001, 1)]);
+    assert_eq!(peers("emulator://10.0.0.7:6000,h:9", 2), [("10.0.0.7".to_owned(), 6000, 0), local(9, 1)]);
+    let cards = |sessions: [u32; 2]| {
+        [("10.10.10.1".to_owned(), 5500, sessions[0]), ("10.10.10.2".to_owned(), 5501, sessions[1])]
+    };
+    assert_eq!(peers("xrt://0?xclbin=a", 2), cards([0, 1]));
+    assert_eq!(peers("xrt://0?xclbin=a&design=tcp", 2), cards([NO_SESSION; 2]));
+    assert_eq!(peers("coyote://0", 2), cards([NO_SESSION; 2]));
+    let ranks = file(
+        "cards",
+        r#"{"ranks": [{"ip": "10.1.1.1", "session": 4, "max_segment": 1024}, {"ip": "10.1.1.2", "port": 7}]}"#,
+    );
+    let url = format!("xrt://0?xclbin=a&design=tcp&eager=4KiB&rx_bytes=1KiB&ranks={ranks}");
+    assert_eq!(peers(&url, 2), [("10.1.1.1".to_owned(), 5500, 4), ("10.1.1.2".to_owned(), 7, NO_SESSION)]);
+    let text = parsed(&url).settings(0, 3).unwrap_err().message;
+    assert_eq!(text, format!("the file of ranks {ranks} names 2 ranks, and there are 3"));
+    let text = parsed(&format!("sim://?ranks={ranks}")).settings(0, 2).unwrap_err().message;
+    assert!(text.ends_with("gives rank 0 segments of 1024 bytes; add `rx_bytes=1024`, or leave it out"), "{text}");
+    let text = parsed("xrt://0?xclbin=a").settings(0, 17).unwrap_err().message;
+    assert!(text.ends_with("cards reach 16 ranks over udp, not 17; take a tcp design"), "{text}");
+}
+
+#[test]
+fn each_rank_has_an_emulator() {
+    let ranks = file("emulators", r#"{"ips": ["h0", "127.0.0.1"]}"#);
+    let at = |text: &str, rank| parsed(text).emulator_of(rank).map(|address| address.to_string());
+    assert_eq!(at("emulator://h:5500", 3), Ok("h:5503".to_owned()));
+    assert_eq!(at("emulator://h:5500,i:7", 1), Ok("i:7".to_owned()));
+    assert_eq!(at(&format!("emulator://@{ranks}"), 0), Ok("h0:5500".to_owned()));
+    assert_eq!(at(&format!("emulator://@{ranks}"), 1), Ok("127.0.0.1:5501".to_owned()));
+    let text = at("emulator://h:5500,i:7", 2).unwrap_err().message;
+    assert!(text.ends_with("it names 2 emulators, and rank 2 has none among them"), "{text}");
+    assert!(at("emulator://h:65535", 1).unwrap_err().message.contains("rank 1 has no port below 65536"));
+    assert!(matches!(parsed("emulator://h:1").place, Place::Emulator(Addresses::One(_))));
+    let text = parsed("emulator://h:5500,i:7").settings(0, 3).unwrap_err().message;
+    assert!(text.ends_with("it names 2 emulators, and there are 3 ranks"), "{text}");
+}

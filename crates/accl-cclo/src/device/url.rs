@@ -1,0 +1,391 @@
+//! What the text of a device says.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use accl_types::{Error, ErrorKind, Result, nearest};
+
+use super::size;
+use crate::bus::Memory;
+use crate::memory_map::{DataType, Network};
+
+/// A device, as `device=` names it. Its text round trips through [`DeviceUrl::parse`] and [`fmt::Display`]; keys that it leaves out are
+/// filled in when they are asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceUrl {
+    /// Where the device is.
+    pub place: Place,
+    /// How it was built; see [`DeviceUrl::design`].
+    pub(super) design: Option<Design>,
+    /// A file with the addresses of all ranks.
+    pub(super) ranks: Option<PathBuf>,
+    pub(super) rx_buffers: Option<u32>,
+    pub(super) rx_bytes: Option<u32>,
+    pub(super) eager: Option<u32>,
+    pub(super) rendezvous: Option<u32>,
+    pub(super) memory: Option<Memory>,
+    pub(super) compression: Option<Wire>,
+}
+
+/// Where a device is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// An engine in software, in the process of its rank.
+    Sim,
+    /// Engines in software behind the sockets of the emulator's protocol.
+    Emulator(Addresses),
+    /// A card behind XRT, by its index, with the bitstream that it is loaded with.
+    Xrt {
+        /// Which card.
+        index: u32,
+        /// The bitstream.
+        xclbin: PathBuf,
+    },
+    /// A card behind Coyote, by the number of its region.
+    Coyote {
+        /// Which region.
+        index: u32,
+    },
+}
+
+/// Where the emulators of all ranks answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Addresses {
+    /// All at one host: the rank is added to the port.
+    One(Address),
+    /// Each rank's own.
+    Each(Vec<Address>),
+    /// As a file of ranks says.
+    File(PathBuf),
+}
+
+/// Where an emulator answers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Address {
+    /// Its name or address; one of IPv6 stands in brackets.
+    pub host: String,
+    /// Its port.
+    pub port: u16,
+}
+
+/// How engines were built to reach one another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Design {
+    /// Datagrams.
+    Udp,
+    /// Streams.
+    Tcp,
+    /// Queue pairs of Coyote.
+    CytRdma,
+}
+
+/// What single precision is between devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Wire {
+    /// As it is in memory.
+    Full,
+    /// Half precision.
+    Half,
+}
+
+/// A key of the text of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Key {
+    /// As it is written.
+    pub name: &'static str,
+    /// What may follow it.
+    pub accepted: &'static str,
+    /// What it sets, in a sentence.
+    pub about: &'static str,
+}
+
+const fn key(name: &'static str, accepted: &'static str, about: &'static str) -> Key {
+    Key { name, accepted, about }
+}
+
+const SIZE: &str = "a size below 4 GiB, as bytes or with KiB, MiB, GiB";
+
+/// All keys.
+pub const KEYS: [Key; 9] = [
+    key("xclbin", "the path of a file", "The bitstream of a card behind XRT, which alone takes it, and must have it."),
+    key("design", "udp, tcp, cyt_rdma", "How the devices were built to reach one another."),
+    key(
+        "ranks",
+        "the path of a file",
+        "A file with the addresses of all ranks; an emulator's stands behind `@` instead.",
+    ),
+    key("rx_buffers", "a number from 1 to 512", "How many buffers wait for eager messages."),
+    key("rx_bytes", SIZE, "The size of each of them, a multiple of 64."),
+    key("eager", SIZE, "The largest message that is sent before its receiver has asked for it."),
+    key("rendezvous", SIZE, "The size of each buffer for sums of larger messages."),
+    key("memory", "host, device", "Where the buffers of calls lie."),
+    key("compression", "none, fp16", "What float32 is added and sent as."),
+];
+
+/// What stands before `://`.
+const SCHEMES: [&str; 4] = ["sim", "emulator", "xrt", "coyote"];
+const EXPECTED: &str = "expected one of none, 1, sim, sim://?KEY=VALUE, emulator://HOST:PORT, emulator://HOST:PORT,HOST:PORT, \
+                        emulator://@FILE, xrt://INDEX?xclbin=FILE, coyote://INDEX";
+
+const DESIGNS: [Design; 3] = [Design::Udp, Design::Tcp, Design::CytRdma];
+const MEMORIES: [Memory; 2] = [Memory::Host, Memory::Device];
+const WIRES: [Wire; 2] = [Wire::Full, Wire::Half];
+
+impl DeviceUrl {
+    /// From its text: `sim`, which `1` is another word for, `sim://?design=udp`, `emulator://h0:5500,h1:5500`, `emulator://@ranks.json`,
+    /// `xrt://0?xclbin=a.xclbin&design=udp`, `coyote://0`. `None`: the text is empty or `none`, which is no device.
+    ///
+    /// # Errors
+    /// What makes no sense, or what firmware would refuse whatever the ranks are, with what is expected instead.
+    pub fn parse(text: &str) -> Result<Option<Self>> {
+        let url = match text.trim() {
+            "" | "none" => return Ok(None),
+            "1" => Self::at(Place::Sim),
+            text => Self::read(text).map_err(|why| refused(text, &why))?,
+        };
+        url.check_alone().map_err(|error| refused(text, &error.message))?;
+        Ok(Some(url))
+    }
+
+    /// A device with no key said.
+    fn at(place: Place) -> Self {
+        Self {
+            place,
+            design: None,
+            ranks: None,
+            rx_buffers: None,
+            rx_bytes: None,
+            eager: None,
+            rendezvous: None,
+            memory: None,
+            compression: None,
+        }
+    }
+
+    fn read(text: &str) -> std::result::Result<Self, String> {
+        let (scheme, rest) = text.split_once("://").unwrap_or((text, ""));
+        let (place, keys) = rest.split_once('?').unwrap_or((rest, ""));
+        let mut pairs = Vec::new();
+        for pair in keys.split('&').filter(|pair| !pair.is_empty()) {
+            let (key, value) = pair.split_once('=').ok_or_else(|| format!("`{pair}` has no `=`"))?;
+            if pairs.iter().any(|(known, _)| *known == key) {
+                return Err(format!("`{key}` stands twice"));
+            }
+            pairs.push((key, value));
+        }
+        let mut url = Self::at(match scheme {
+            "sim" if place.is_empty() => Place::Sim,
+            "sim" => return Err(format!("`sim` is in the process of its rank, not at `{place}`")),
+            "emulator" => Place::Emulator(Addresses::parse(place)?),
+            "xrt" => {
+                let at = pairs.iter().position(|(key, value)| *key == "xclbin" && !value.is_empty());
+                let at = at.ok_or("a card behind XRT needs its bitstream; add `xclbin=FILE`")?;
+                Place::Xrt { index: index(place)?, xclbin: pairs.swap_remove(at).1.into() }
+            }
+            "coyote" => Place::Coyote { index: index(place)? },
+            other => {
+                let near = nearest(other, SCHEMES).unwrap_or_default();
+                return Err(format!("unknown scheme `{other}`; did you mean {near}? {EXPECTED}"));
+            }
+        });
+        for (key, value) in pairs {
+            url.set(key, value)?;
+        }
+        url.agrees_with_place()?;
+        Ok(url)
+    }
+
+    fn set(&mut self, name: &str, value: &str) -> std::result::Result<(), String> {
+        let key = KEYS.iter().find(|key| key.name == name).ok_or_else(|| {
+            let near = nearest(name, KEYS.map(|key| key.name)).unwrap_or_default();
+            let all = KEYS.map(|key| key.name).join(", ");
+            format!("unknown key `{name}`; did you mean {near}? expected one of {all}")
+        })?;
+        let unknown = || format!("`{name}` cannot be `{value}`; expected {}", key.accepted);
+        let bytes = || size::parse(value).map(Some).ok_or_else(unknown);
+        match name {
+            "design" => self.design = Some(find(&DESIGNS, Design::name, value).ok_or_else(unknown)?),
+            "ranks" if value.is_empty() => return Err(unknown()),
+            "ranks" => self.ranks = Some(value.into()),
+            "rx_buffers" => self.rx_buffers = Some(value.parse().map_err(|_| unknown())?),
+            "rx_bytes" => self.rx_bytes = bytes()?,
+            "eager" => self.eager = bytes()?,
+            "rendezvous" => self.rendezvous = bytes()?,
+            "memory" => self.memory = Some(find(&MEMORIES, memory_name, value).ok_or_else(unknown)?),
+            "compression" => self.compression = Some(find(&WIRES, Wire::name, value).ok_or_else(unknown)?),
+            other => return Err(format!("`{other}` is for xrt://INDEX alone, not for {}", self.scheme())),
+        }
+        Ok(())
+    }
+
+    /// Whether there are such devices at such a place.
+    fn agrees_with_place(&self) -> std::result::Result<(), String> {
+        match (&self.place, self.design()) {
+            (Place::Emulator(_), _) if self.ranks.is_some() => {
+                Err("`ranks` of emulators stand behind an at sign: emulator://@FILE".to_owned())
+            }
+            (Place::Xrt { .. }, Design::CytRdma) => Err("cards behind XRT are built for udp or tcp".to_owned()),
+            (Place::Coyote { .. }, Design::Udp | Design::Tcp) => {
+                Err("cards behind Coyote are driven over cyt_rdma alone".to_owned())
+            }
+            (Place::Coyote { .. }, Design::CytRdma) if self.memory == Some(Memory::Device) => Err(
+                "buffers of cards behind Coyote lie in host memory; moving them to the card (offload) is not offered"
+                    .to_owned(),
+            ),
+            (Place::Sim | Place::Emulator(_) | Place::Xrt { .. } | Place::Coyote { .. }, _) => Ok(()),
+        }
+    }
+
+    /// What stands before `://`.
+    pub fn scheme(&self) -> &'static str {
+        match self.place {
+            Place::Sim => "sim",
+            Place::Emulator(_) => "emulator",
+            Place::Xrt { .. } => "xrt",
+            Place::Coyote { .. } => "coyote",
+        }
+    }
+
+    /// How the devices were built to reach one another. An emulator that is not said to be another takes what is right for all: over streams
+    /// every message is eager, which the other designs do as well.
+    pub fn design(&self) -> Design {
+        self.design.unwrap_or(match self.place {
+            Place::Sim | Place::Coyote { .. } => Design::CytRdma,
+            Place::Emulator(_) => Design::Tcp,
+            Place::Xrt { .. } => Design::Udp,
+        })
+    }
+
+    /// Where the buffers of calls lie. Cards behind XRT have host memory on some boards only, and Coyote's are there until they are moved.
+    pub fn memory(&self) -> Memory {
+        self.memory.unwrap_or(match self.place {
+            Place::Sim | Place::Coyote { .. } => Memory::Host,
+            Place::Emulator(_) | Place::Xrt { .. } => Memory::Device,
+        })
+    }
+
+    /// What single precision is between devices.
+    pub fn wire(&self) -> Wire {
+        self.compression.unwrap_or(Wire::Full)
+    }
+}
+
+/// The text again: each key that was said, in the order of [`KEYS`].
+impl fmt::Display for DeviceUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (place, xclbin) = match &self.place {
+            Place::Sim => (String::new(), None),
+            Place::Emulator(addresses) => (addresses.to_string(), None),
+            Place::Xrt { index, xclbin } => (index.to_string(), Some(xclbin.display().to_string())),
+            Place::Coyote { index } => (index.to_string(), None),
+        };
+        let said = [
+            ("xclbin", xclbin),
+            ("design", self.design.map(|design| design.name().to_owned())),
+            ("ranks", self.ranks.as_ref().map(|path| path.display().to_string())),
+            ("rx_buffers", self.rx_buffers.map(|count| count.to_string())),
+            ("rx_bytes", self.rx_bytes.map(size::show)),
+            ("eager", self.eager.map(size::show)),
+            ("rendezvous", self.rendezvous.map(size::show)),
+            ("memory", self.memory.map(|memory| memory_name(memory).to_owned())),
+            ("compression", self.compression.map(|wire| wire.name().to_owned())),
+        ];
+        let said: Vec<String> =
+            said.into_iter().filter_map(|(key, value)| value.map(|value| format!("{key}={value}"))).collect();
+        f.write_str(self.scheme())?;
+        if !place.is_empty() || !said.is_empty() {
+            write!(f, "://{place}")?;
+        }
+        if said.is_empty() { Ok(()) } else { write!(f, "?{}", said.join("&")) }
+    }
+}
+
+impl Addresses {
+    fn parse(text: &str) -> std::result::Result<Self, String> {
+        if let Some(path) = text.strip_prefix('@') {
+            let path = Some(path).filter(|path| !path.is_empty()).ok_or("no file of ranks stands behind the `@`")?;
+            return Ok(Self::File(path.into()));
+        }
+        let all = text.split(',').map(Address::parse).collect::<std::result::Result<Vec<Address>, String>>()?;
+        Ok(match <[Address; 1]>::try_from(all) {
+            Ok([one]) => Self::One(one),
+            Err(each) => Self::Each(each),
+        })
+    }
+}
+
+impl fmt::Display for Addresses {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::One(address) => write!(f, "{address}"),
+            Self::Each(all) => f.write_str(&all.iter().map(Address::to_string).collect::<Vec<_>>().join(",")),
+            Self::File(path) => write!(f, "@{}", path.display()),
+        }
+    }
+}
+
+impl Address {
+    fn parse(text: &str) -> std::result::Result<Self, String> {
+        let parts = text.trim().rsplit_once(':').filter(|(host, _)| !host.is_empty());
+        let parts = parts.and_then(|(host, port)| Some((host, port.parse().ok().filter(|port| *port > 0)?)));
+        let (host, port) = parts.ok_or_else(|| format!("`{text}` is no HOST:PORT of an emulator"))?;
+        Ok(Self { host: host.to_owned(), port })
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.host, self.port)
+    }
+}
+
+impl Design {
+    /// As it is written.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Udp => "udp",
+            Self::Tcp => "tcp",
+            Self::CytRdma => "cyt_rdma",
+        }
+    }
+
+    /// What goes over the network.
+    pub fn network(self) -> Network {
+        match self {
+            Self::Udp => Network::Udp,
+            Self::Tcp => Network::Tcp,
+            Self::CytRdma => Network::Rdma,
+        }
+    }
+}
+
+impl Wire {
+    /// As it is written.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Full => "none",
+            Self::Half => "fp16",
+        }
+    }
+
+    /// What elements of a reduction are on the wire. Elements that are only moved are bytes, and never compressed.
+    pub fn carries(self, dtype: DataType) -> DataType {
+        if self == Self::Half && dtype == DataType::F32 { DataType::F16 } else { dtype }
+    }
+}
+
+pub(super) fn memory_name(memory: Memory) -> &'static str {
+    if memory.is_host() { "host" } else { "device" }
+}
+
+fn find<T: Copy>(all: &[T], name: impl Fn(T) -> &'static str, text: &str) -> Option<T> {
+    all.iter().copied().find(|one| name(*one) == text)
+}
+
+fn index(text: &str) -> std::result::Result<u32, String> {
+    text.parse().map_err(|_| format!("`{text}` is no index of a card"))
+}
+
+fn refused(text: &str, why: &str) -> Error {
+    Error::new(ErrorKind::Configuration, format!("device `{text}`: {why}"))
+}

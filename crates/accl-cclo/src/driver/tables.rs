@@ -1,0 +1,63 @@
+//! The tables that a driver lays out in exchange memory.
+
+use accl_types::{Error, ErrorKind, Result};
+
+use super::settings::Settings;
+use crate::memory_map::{ARITHMETIC_CONFIGS, ArithmeticConfig, Communicator, Layout, NoRoom, Place, RxBuffer};
+
+/// Where the tables of a device lie, and what is left behind them.
+#[derive(Clone, Debug)]
+pub(crate) struct Tables {
+    pub(crate) rx_buffers: Place,
+    pub(crate) communicator: Place,
+    pub(crate) configs: Vec<(ArithmeticConfig, Place)>,
+    layout: Layout,
+}
+
+impl Tables {
+    /// Lays them out.
+    ///
+    /// # Errors
+    /// There is no room for them.
+    pub(crate) fn lay_out(settings: &Settings) -> Result<Self> {
+        let mut layout = Layout::default();
+        let mut place = || {
+            let rx_buffers = layout.take(settings.rx_buffers as usize * RxBuffer::COUNT)?;
+            let communicator = layout.take(Communicator::word_count(settings.peers.len()))?;
+            let configs = configs().map(|config| Ok((config, layout.take(config.word_count())?)));
+            let configs = configs.collect::<std::result::Result<Vec<_>, NoRoom>>()?;
+            Ok((rx_buffers, communicator, configs))
+        };
+        let (rx_buffers, communicator, configs) = place().map_err(|NoRoom { needs, left }| {
+            let (ranks, buffers) = (settings.peers.len(), settings.rx_buffers);
+            Error::new(
+                ErrorKind::Configuration,
+                format!(
+                    "the tables of {ranks} ranks and {buffers} rx buffers do not fit into the exchange memory of a device: {needs} \
+                     bytes are needed where {left} are left; take fewer rx buffers"
+                ),
+            )
+        })?;
+        Ok(Self { rx_buffers, communicator, configs, layout })
+    }
+
+    /// A place for one more communicator. It is never given back: firmware keeps parts of communicators by address.
+    ///
+    /// # Errors
+    /// There is no room.
+    pub(crate) fn add_communicator(&mut self, ranks: usize) -> Result<Place> {
+        self.layout.take(Communicator::word_count(ranks)).map_err(|NoRoom { needs, left }| {
+            Error::new(
+                ErrorKind::Exhausted,
+                format!(
+                    "a communicator of {ranks} ranks does not fit into the exchange memory of a device: {needs} bytes are needed where \
+                     {left} are left, and none are given back; set the device up again, with fewer rx buffers"
+                ),
+            )
+        })
+    }
+}
+
+fn configs() -> impl Iterator<Item = ArithmeticConfig> {
+    ARITHMETIC_CONFIGS.into_iter().chain([ArithmeticConfig::bytes()])
+}

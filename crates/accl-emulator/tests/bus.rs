@@ -1,0 +1,331 @@
+//! The driver over the bus to an emulator: what it does, how fast, and what it says when the emulator is not what it should be.
+
+#[path = "common/bus.rs"]
+mod common;
+
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::time::{Duration, Instant};
+
+use accl_cclo::bus::{Bus, Memory};
+use accl_cclo::buses;
+use accl_cclo::call::{Descriptor, Hosts, Operation};
+use accl_cclo::device::DeviceUrl;
+use accl_cclo::driver::Driver;
+use accl_cclo::memory_map::{self as map, DataType, ReduceFunction};
+use common::{Emulators, end, free_ports, opened, start};
+
+const COUNT: u32 = 1000;
+const DESIGNS: [&str; 3] = ["udp", "tcp", "cyt_rdma"];
+
+fn url(text: &str) -> DeviceUrl {
+    DeviceUrl::parse(text).unwrap().unwrap()
+}
+
+fn value(rank: u32, index: u32) -> i32 {
+    (1000 * rank + index) as i32
+}
+
+fn bytes(values: impl Iterator<Item = i32>) -> Vec<u8> {
+    values.flat_map(i32::to_le_bytes).collect()
+}
+
+/// What an operation leaves in the result of a rank; `None`: nothing is said of it.
+fn expected(operation: Operation, ranks: u32, rank: u32, root: u32) -> Option<Vec<u8>> {
+    let own = |rank: u32, block: u32| bytes((block * COUNT..(block + 1) * COUNT).map(move |index| value(rank, index)));
+    let sum = |block: u32| {
+        bytes((block * COUNT..(block + 1) * COUNT).map(|index| (0..ranks).map(|rank| value(rank, index)).sum()))
+    };
+    let is_root = rank == root;
+    match operation {
+        Operation::Copy => Some(own(rank, 0)),
+        Operation::Combine => Some(bytes((0..COUNT).map(|index| 2 * value(rank, index)))),
+        Operation::Broadcast | Operation::Recv => (!is_root).then(|| own(root, 0)),
+        Operation::Scatter => Some(own(root, rank)),
+        Operation::Gather => is_root.then(|| (0..ranks).flat_map(|from| own(from, 0)).collect()),
+        Operation::AllGather => Some((0..ranks).flat_map(|from| own(from, 0)).collect()),
+        Operation::Reduce => is_root.then(|| sum(0)),
+        Operation::AllReduce => Some(sum(0)),
+        Operation::ReduceScatter => Some(sum(rank)),
+        Operation::AllToAll => Some((0..ranks).flat_map(|from| own(from, rank)).collect()),
+        Operation::Send | Operation::Barrier | Operation::Nop | Operation::Config => None,
+    }
+}
+
+/// Runs an operation on all ranks and looks at every result.
+fn run(drivers: &mut [Driver<Box<dyn Bus>>], operation: Operation, root: u32, communicator: Option<&[u32]>) {
+    let ranks = drivers.len() as u32;
+    let mut results = Vec::new();
+    for (rank, driver) in (0..).zip(&mut *drivers) {
+        let memory = driver.settings().memory;
+        let all = bytes((0..ranks * COUNT).map(|index| value(rank, index)));
+        let [first, result] = [0, 1].map(|_| driver.bus().allocate(memory, all.len() as u64).unwrap());
+        driver.bus().write_memory(memory, first, &all).unwrap();
+        let call = driver.call(operation, DataType::I32, DataType::I32, COUNT).unwrap();
+        let function = ReduceFunction::Sum.number();
+        let second = if operation == Operation::Combine { first } else { result };
+        let mut call = Descriptor { root, function, first, second, result, ..call };
+        if operation == Operation::Broadcast {
+            call.result = first;
+        }
+        if let Some(communicators) = communicator {
+            call.communicator = communicators[rank as usize];
+        }
+        if operation == Operation::Recv && rank == root {
+            call = Descriptor { operation: Operation::Nop, hosts: Hosts::default(), ..call };
+        }
+        driver.start(&call).unwrap();
+        results.push(call.result);
+    }
+    for (rank, driver) in (0..).zip(&mut *drivers) {
+        end(driver);
+        if let Some(wanted) = expected(operation, ranks, rank, root) {
+            let memory = driver.settings().memory;
+            let mut seen = vec![0; wanted.len()];
+            driver.bus().read_memory(memory, results[rank as usize], &mut seen).unwrap();
+            assert!(seen == wanted, "{operation:?} with root {root} on rank {rank} over {}", driver.bus().describe());
+        }
+    }
+}
+
+#[test]
+fn each_operation_is_done_over_each_network() {
+    for design in DESIGNS {
+        let port = free_ports(12);
+        let _emulators = Emulators(vec![start(&format!("--ranks 3 --port {port} --comms {design}"))]);
+        for memory in ["device", "host"] {
+            let text = format!("emulator://127.0.0.1:{port}?design={design}&eager=16KiB&rx_bytes=1KiB&memory={memory}");
+            let mut drivers = opened(&url(&text), 3);
+            for operation in [
+                Operation::Copy,
+                Operation::Combine,
+                Operation::AllGather,
+                Operation::AllReduce,
+                Operation::ReduceScatter,
+                Operation::Nop,
+            ] {
+                run(&mut drivers, operation, 0, None);
+            }
+            for root in 0..3 {
+                for operation in [Operation::Broadcast, Operation::Scatter, Operation::Gather, Operation::Reduce] {
+                    run(&mut drivers, operation, root, None);
+                }
+            }
+            if design == "cyt_rdma" {
+                run(&mut drivers, Operation::AllToAll, 0, None);
+                run(&mut drivers, Operation::Barrier, 0, None);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_send_meets_its_receive() {
+    for design in DESIGNS {
+        let port = free_ports(8);
+        let _emulators = Emulators(vec![start(&format!("--ranks 2 --port {port} --comms {design}"))]);
+        let text = format!("emulator://127.0.0.1:{port}?design={design}&eager=16KiB&rx_bytes=1KiB");
+        let mut drivers = opened(&url(&text), 2);
+        let call = |driver: &Driver<Box<dyn Bus>>, operation, root| {
+            let call = driver.call(operation, DataType::I32, DataType::I32, COUNT).unwrap();
+            Descriptor { root, tag: 7, ..call }
+        };
+        let data = bytes((0..COUNT).map(|index| value(5, index)));
+        let first = drivers[0].bus().allocate(Memory::Device, data.len() as u64).unwrap();
+        drivers[0].bus().write_memory(Memory::Device, first, &data).unwrap();
+        let send = Descriptor { first, ..call(&drivers[0], Operation::Send, 1) };
+        drivers[0].start(&send).unwrap();
+        let result = drivers[1].bus().allocate(Memory::Device, data.len() as u64).unwrap();
+        let recv = Descriptor { result, ..call(&drivers[1], Operation::Recv, 0) };
+        drivers[1].start(&recv).unwrap();
+        drivers.iter_mut().for_each(end);
+        let mut seen = vec![0; data.len()];
+        drivers[1].bus().read_memory(Memory::Device, result, &mut seen).unwrap();
+        assert!(seen == data, "{design}");
+    }
+}
+
+#[test]
+fn a_communicator_of_some_ranks_lies_at_an_address_of_its_own() {
+    let port = free_ports(12);
+    let _emulators = Emulators(vec![start(&format!("--ranks 3 --port {port} --comms udp"))]);
+    let mut drivers = opened(&url(&format!("emulator://127.0.0.1:{port}?design=udp&eager=4KiB&rx_buffers=16")), 3);
+    let refused = |result: accl_types::Result<u32>| result.unwrap_err().message;
+    assert_eq!(refused(drivers[0].add_communicator(&[1, 2])), "rank 0 is not among the 2 ranks of its communicator");
+    assert_eq!(refused(drivers[0].add_communicator(&[0, 3])), "rank 3 is none of the 3 ranks of the device");
+    assert_eq!(refused(drivers[0].add_communicator(&[0, 0])), "rank 0 stands twice in a communicator");
+    let mut two = drivers.split_off(1);
+    let places: Vec<u32> = two.iter_mut().map(|driver| driver.add_communicator(&[1, 2]).unwrap()).collect();
+    run_pair(&mut two, &places);
+    let first = two[0].add_communicator(&[1, 2]).unwrap();
+    assert!(first > places[0], "nothing is written over");
+    let full = (0..).find_map(|_| two[0].add_communicator(&[1, 2]).err()).unwrap().message;
+    assert!(
+        full.starts_with("a communicator of 2 ranks does not fit into the exchange memory of a device: 56 bytes"),
+        "{full}"
+    );
+}
+
+/// An all_reduce of two ranks by communicators of their own.
+fn run_pair(drivers: &mut [Driver<Box<dyn Bus>>], communicators: &[u32]) {
+    run(drivers, Operation::AllReduce, 0, Some(communicators));
+}
+
+#[test]
+fn an_emulator_that_ends_is_noticed_at_once() {
+    let port = free_ports(4);
+    let mut emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);
+    let mut drivers = opened(&url(&format!("emulator://127.0.0.1:{port}")), 1);
+    emulators.0[0].kill().unwrap();
+    emulators.0[0].wait().unwrap();
+    let begin = Instant::now();
+    let call = drivers[0].call(Operation::Nop, DataType::I32, DataType::I32, 0).unwrap();
+    let text = drivers[0].start(&call).unwrap_err().message;
+    assert!(begin.elapsed() < Duration::from_millis(200), "{:?}", begin.elapsed());
+    let begins = format!("emulator at 127.0.0.1:{port} has closed the connection: ");
+    assert!(text.starts_with(&begins) && text.ends_with("it has ended, start it again"), "{text}");
+    assert_eq!(drivers[0].start(&call).unwrap_err().message, text, "later calls say why");
+    let text = drivers[0].bus().reconnect().err().unwrap().message;
+    assert!(text.starts_with(&format!("no emulator answers at 127.0.0.1:{port}: ")), "{text}");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn an_emulator_that_is_stopped_is_noticed_at_the_deadline() {
+    let port = free_ports(4);
+    let emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);
+    let mut bus = buses::open(&url(&format!("emulator://127.0.0.1:{port}")), 0).unwrap();
+    let at = bus.allocate(Memory::Device, 1 << 20).unwrap();
+    common::signal(&emulators.0[0], "STOP");
+    let begin = Instant::now();
+    let text = bus.read_register(map::RETURN_CODE.offset).unwrap_err().message;
+    let waited = begin.elapsed();
+    assert!(waited > Duration::from_millis(900) && waited < Duration::from_millis(1400), "{waited:?}");
+    assert_eq!(
+        text,
+        format!(
+            "emulator at 127.0.0.1:{port} has not answered a read of the register at 0x1ffc in 1000 ms; it is stopped, stuck or busy with \
+             something else"
+        )
+    );
+    assert_eq!(
+        bus.write_memory(Memory::Device, at, &[0; 64]).unwrap_err().message,
+        text,
+        "a bus that has failed is dead"
+    );
+    let begin = Instant::now();
+    let text = bus.reconnect().err().unwrap().message;
+    assert!(begin.elapsed() < Duration::from_millis(1400), "{:?}", begin.elapsed());
+    assert!(text.contains("has not greeted in 1000 ms"), "{text}");
+}
+
+/// Somebody listens and does this with who comes.
+fn listener(serve: impl Fn(std::net::TcpStream) + Send + 'static) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || listener.incoming().flatten().for_each(&serve));
+    port
+}
+
+fn refusal(port: u16) -> (String, Duration) {
+    let begin = Instant::now();
+    let text = buses::open(&url(&format!("emulator://127.0.0.1:{port}")), 0).err().unwrap().message;
+    (text, begin.elapsed())
+}
+
+#[test]
+fn what_is_no_emulator_is_told_from_one_in_time() {
+    let (text, took) = refusal(listener(std::mem::forget));
+    assert!(text.contains("has not greeted in 1000 ms; it is stopped, or no emulator"), "{text}");
+    assert!(took < Duration::from_millis(1400), "{took:?}");
+    let (text, took) = refusal(listener(|mut stream| drop(stream.write_all(&[b'x'; 100]))));
+    assert!(text.contains("does not speak the protocol of an emulator: "), "{text}");
+    assert!(took < Duration::from_millis(500), "{took:?}");
+    let port = free_ports(1);
+    let (text, took) = refusal(port);
+    assert!(text.starts_with(&format!("no emulator answers at 127.0.0.1:{port}: ")), "{text}");
+    assert!(
+        text.ends_with("; start `accl-emulator` there first") && took < Duration::from_millis(500),
+        "{text} {took:?}"
+    );
+}
+
+#[test]
+fn answers_that_make_no_sense_are_told_in_a_sentence() {
+    for (answer, why) in [
+        ("nonsense", "does not speak the protocol of an emulator: expected ident at line 1 column 2; check the port"),
+        (r#"{"status":7}"#, "does not speak the protocol of an emulator: its status is 7; check the port"),
+        (r#"{"status":1}"#, "refuses a read of the register at 0x0"),
+        (r#"{"status":0,"rdata":[1]}"#, "answers something else than was asked to a read of the register at 0x0"),
+    ] {
+        let port = free_ports(1);
+        let answering = common::answering(port, answer);
+        let mut bus = buses::open(&url(&format!("emulator://127.0.0.1:{port}")), 0).unwrap();
+        let text = bus.read_register(0).unwrap_err().message;
+        assert!(text.ends_with(why) && text.contains(&format!("127.0.0.1:{port}")), "{text}");
+        drop(answering);
+    }
+}
+
+#[test]
+fn memory_that_there_is_not_is_refused() {
+    let port = free_ports(4);
+    let _emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);
+    let mut bus = buses::open(&url(&format!("emulator://127.0.0.1:{port}")), 0).unwrap();
+    assert_eq!(bus.allocate(Memory::Device, 5), Ok(0));
+    assert_eq!(bus.allocate(Memory::Device, 5000), Ok(4096));
+    assert_eq!(bus.allocate(Memory::Host, 1), Ok(0), "each memory has addresses of its own");
+    let mut fresh = bus.reconnect().unwrap();
+    assert_eq!(fresh.allocate(Memory::Device, 1), Ok(12288), "connections share them");
+    let text = bus.allocate(Memory::Device, 2 << 30).unwrap_err().message;
+    assert!(text.contains("has no 2147483648 bytes of memory: "), "{text}");
+    let text = bus.read_memory(Memory::Device, 1 << 30, &mut [0; 4]).unwrap_err().message;
+    assert!(text.ends_with("refuses a read of 4 bytes of device memory at 0x40000000"), "{text}");
+    assert_eq!(bus.read_register(map::HARDWARE_ID.offset), Ok(0), "a refusal is an answer");
+}
+
+/// The bars are those of a release build on a quiet machine; any other has twenty times as long. What it took is printed.
+#[test]
+fn speed_is_within_the_bars() {
+    let slack = if cfg!(debug_assertions) { 20 } else { 1 };
+    let port = free_ports(4);
+    let _emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);
+    let mut bus = buses::open(&url(&format!("emulator://127.0.0.1:{port}")), 0).unwrap();
+    let raw = listener(|mut stream| {
+        let mut ball = [0; 32];
+        while stream.read_exact(&mut ball).is_ok() && stream.write_all(&ball).is_ok() {}
+    });
+    let mut raw = std::net::TcpStream::connect(("127.0.0.1", raw)).unwrap();
+    raw.set_nodelay(true).unwrap();
+    let (mut pings, mut reads) = (Vec::new(), Vec::new());
+    for _ in 0..2000 {
+        let begin = Instant::now();
+        raw.write_all(&[0; 32]).and_then(|()| raw.read_exact(&mut [0; 32])).unwrap();
+        pings.push(begin.elapsed());
+        let begin = Instant::now();
+        bus.read_register(map::RETURN_CODE.offset).unwrap();
+        reads.push(begin.elapsed());
+    }
+    let median = |times: &mut Vec<Duration>| {
+        times.sort_unstable();
+        times[times.len() / 2]
+    };
+    let (ping, read) = (median(&mut pings), median(&mut reads));
+    let data: Vec<u8> = (0..4 << 20).map(|index: u32| (index * 7) as u8).collect();
+    let at = bus.allocate(Memory::Device, data.len() as u64).unwrap();
+    let begin = Instant::now();
+    bus.write_memory(Memory::Device, at, &data).unwrap();
+    let write_all = begin.elapsed();
+    let mut seen = vec![0; data.len()];
+    let begin = Instant::now();
+    bus.read_memory(Memory::Device, at, &mut seen).unwrap();
+    let read_all = begin.elapsed();
+    assert!(seen == data);
+    println!("register {read:?}, raw ping-pong {ping:?}; 4 MiB written in {write_all:?}, read in {read_all:?}");
+    let begin = Instant::now();
+    drop(opened(&url(&format!("emulator://127.0.0.1:{port}")), 1));
+    let set_up = begin.elapsed();
+    println!("a rank set up in {set_up:?}");
+    assert!(write_all.max(read_all) < slack * Duration::from_millis(250), "{write_all:?} {read_all:?}");
+    assert!(set_up < slack * Duration::from_millis(50), "{set_up:?}");
+}
