@@ -10,6 +10,7 @@ mod arithmetic;
 mod engine;
 mod exchange;
 mod fabric;
+pub mod local;
 mod memory;
 mod mover;
 pub mod program;

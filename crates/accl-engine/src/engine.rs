@@ -14,6 +14,7 @@ use accl_types::config::Config;
 use accl_types::{Error, Moment, Result};
 use accl_wire::EndpointInfo;
 
+use crate::device::OpenBus;
 use crate::driver::{Delivery, Driver, Polling, lasting};
 use crate::session::connector::Connector;
 use crate::session::rendezvous::Makings;
@@ -55,6 +56,8 @@ pub struct Engine {
     pub(crate) machine: OnceLock<Machine>,
     /// Finds them.
     pub(crate) find_machine: fn(&Config) -> Machine,
+    /// Opens devices.
+    opener: OnceLock<Arc<dyn OpenBus>>,
 }
 
 /// What exists from the first group on.
@@ -89,7 +92,17 @@ impl Engine {
             job: Mutex::new(None),
             machine: OnceLock::new(),
             find_machine,
+            opener: OnceLock::new(),
         })
+    }
+
+    /// Groups that are made later open their devices so. It is said once.
+    pub fn open_devices_with(&self, opener: Arc<dyn OpenBus>) {
+        let _ = self.opener.set(opener);
+    }
+
+    pub(crate) fn opener(&self) -> Option<Arc<dyn OpenBus>> {
+        self.opener.get().cloned()
     }
 
     /// The settings that the engine was made with.

@@ -1,9 +1,10 @@
 //! Groups, plan cache, executor, progress and deadlines: the middle of torch-accl.
 //!
-//! Knows no torch, Python, MPI or device. Read [`Engine`], then [`Group::submit`] and [`Group::run`], then [`Call`].
+//! Knows no torch, Python or MPI, and of devices that there are some. Read [`Engine`], then [`Group::submit`] and [`Group::run`], then [`Call`].
 
 mod api;
 mod completion;
+mod device;
 mod driver;
 mod election;
 mod engine;
@@ -22,7 +23,7 @@ pub use accl_executor::call::{Blocks, CallDesc, MemoryKind, Mode, TensorDesc, Wa
 pub use accl_executor::call::{
     Codecs, Encoded, Encoding, Measured, Probe, Residuals, Statistics, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs,
 };
-pub use accl_executor::call::{External, ExternalCopy, ExternalTask};
+pub use accl_executor::call::{External, ExternalCollective, ExternalCopy, ExternalTask};
 pub use accl_executor::group::Work;
 pub use accl_executor::peers::Traffic;
 pub use api::call::Call;
@@ -30,6 +31,7 @@ pub use api::error_stats::ErrorStats;
 pub use api::group::{Group, Ran};
 pub use api::snapshot::{CallSnapshot, GroupSnapshot, PeerSnapshot, Snapshot};
 pub use api::spec::GroupSpec;
+pub use device::OpenBus;
 pub use engine::Engine;
 pub use env::{cache_home, config_from_environment, foreign_variables};
 pub use session::store::{MemoryStore, Store, store_failed};
@@ -37,6 +39,7 @@ pub use settings::{accepted, check_settings, settings_page};
 pub use signals::block_all as block_signals;
 
 // What the layers below offer, for listings: those above see only this crate.
+pub use accl_cclo as cclo;
 pub use accl_kernels::{codec, describe_isa, supports};
 pub use accl_schedule::cost::{CONSTANTS, Machine};
 pub use accl_schedule::{ALGORITHMS, Algorithm};

@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use accl_cclo::device::DeviceUrl;
 use accl_kernels::codec::{self, Codec};
 use accl_schedule::cost::IntraNode;
 use accl_types::config::{self, Config};
@@ -19,12 +20,13 @@ pub(crate) fn codec_of(config: &Config) -> Result<Arc<dyn Codec>> {
         .map_err(|error| Error::configuration(format!("compression (ACCL_CODEC): {}", error.message)))
 }
 
-/// Refuses what parses as a setting and is none for another reason: a codec or a transport that there is not.
+/// Refuses what parses as a setting and is none for another reason: a codec, a transport or a device that there cannot be.
 ///
 /// # Errors
 /// `Configuration`, as above.
 pub fn check_settings(config: &Config) -> Result<()> {
     accl_transport::named(&config.transports)?;
+    DeviceUrl::parse(&config.device)?;
     codec_of(config).map(drop)
 }
 

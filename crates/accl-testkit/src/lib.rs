@@ -4,6 +4,7 @@
 //! and short forms of the calls. For tests and benches only. Read [`World`] first.
 
 pub mod calls;
+pub mod devices;
 mod dir_store;
 mod rigged;
 mod transports;

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use accl_engine::{Engine, Group, GroupSpec};
 use accl_transport::loopback::{self, Capacity, LoopbackLink};
-use accl_types::Rank;
 use accl_types::config::{Calibration, Config};
+use accl_types::{Rank, Result};
 use accl_wire::frame::OVERHEAD_BYTES;
 
 use crate::{Member, MemoryStore, Rig, Rigged, every_transport};
@@ -183,19 +183,57 @@ impl World {
         })
     }
 
+    /// Makes a group over all ranks, each on a thread of its own, and returns what became of it in rank order.
+    ///
+    /// # Panics
+    /// Panics when a rank panics.
+    pub fn try_run(&self, name: &str) -> Vec<Result<Arc<Group>>> {
+        self.try_run_with(name, |_, _| ())
+    }
+
+    /// As [`World::try_run`], with other settings.
+    ///
+    /// # Panics
+    /// As [`World::try_run`].
+    pub fn try_run_with(&self, name: &str, change: impl Fn(u32, &mut Config) + Sync) -> Vec<Result<Arc<Group>>> {
+        std::thread::scope(|scope| {
+            let make = |rank| {
+                let change = &change;
+                scope
+                    .spawn(move || self.try_group(name, rank, rank, self.options.world, &|config| change(rank, config)))
+            };
+            let threads: Vec<_> = (0..self.options.world).map(make).collect();
+            let join = |thread: std::thread::ScopedJoinHandle<'_, Result<Arc<Group>>>| thread.join();
+            threads.into_iter().map(|t| join(t).unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        })
+    }
+
     fn group(&self, name: &str, global: u32, rank: u32, world: u32) -> Arc<Group> {
+        self.try_group(name, global, rank, world, &|_| ()).unwrap_or_else(give_up)
+    }
+
+    fn try_group(
+        &self,
+        name: &str,
+        global: u32,
+        rank: u32,
+        world: u32,
+        change: &dyn Fn(&mut Config),
+    ) -> Result<Arc<Group>> {
         let engine = &self.engines[global as usize];
+        let mut config = engine.config().clone();
+        change(&mut config);
         let spec = GroupSpec {
             name: name.to_owned(),
             rank: Rank(rank),
             world,
             timeout: self.options.timeout,
-            config: engine.config().clone(),
+            config,
             master: None,
             global_ranks: Vec::new(),
         };
         let store = self.store.prefixed(name);
-        engine.create_group(spec, &store, &mut || false).unwrap_or_else(give_up)
+        engine.create_group(spec, &store, &mut || false)
     }
 }
 

@@ -48,6 +48,9 @@ pub enum Kind {
     Groups = 11,
     /// A question, in a note and never on a link: what has become of the process whose identity is the payload.
     Fate = 12,
+    /// Packets between the devices of two ranks of a group. `value` is how many bytes of packets the sender has taken of the receiver, in all;
+    /// the payload may be empty.
+    Packets = 13,
 }
 
 impl Kind {
@@ -65,15 +68,21 @@ impl Kind {
         Kind::Whole,
         Kind::Groups,
         Kind::Fate,
+        Kind::Packets,
     ];
 
     /// Whether a frame of this kind carries bytes of a call, or begins one that has none.
     pub fn carries_data(self) -> bool {
         match self {
             Kind::Begin | Kind::Data | Kind::P2pBegin | Kind::P2pData | Kind::Whole => true,
-            Kind::Grant | Kind::Window | Kind::Cause | Kind::Goodbye | Kind::P2pGrant | Kind::Groups | Kind::Fate => {
-                false
-            }
+            Kind::Grant
+            | Kind::Window
+            | Kind::Cause
+            | Kind::Goodbye
+            | Kind::P2pGrant
+            | Kind::Groups
+            | Kind::Fate
+            | Kind::Packets => false,
         }
     }
 

@@ -4,7 +4,7 @@
 //! streams. All engines of a process belong to one task, which nobody waits for under a lock, and nothing runs while nobody asks. Read
 //! [`serve`] first.
 
-mod cluster;
+pub(crate) mod cluster;
 
 use std::net::IpAddr;
 use std::ops::Range;

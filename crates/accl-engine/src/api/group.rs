@@ -14,6 +14,7 @@ use super::call::Call;
 use super::default_codec::DefaultCodec;
 use super::planning::Planning;
 use super::spec::GroupSpec;
+use crate::device::Device;
 use crate::driver::{Delivery, Driver, lasting};
 use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED, LAST_CALLS};
 use crate::events;
@@ -39,6 +40,13 @@ fn pending(call: Call) -> Ran {
     Ran::Pending(Box::new(call))
 }
 
+/// What a group's handle goes by.
+pub(crate) struct Rules {
+    pub(crate) default_codec: Option<DefaultCodec>,
+    pub(crate) device: Option<Arc<Device>>,
+    pub(crate) planner: Planner,
+}
+
 /// A set of ranks that make calls together. Dropping it leaves the group.
 pub struct Group {
     /// Its endpoint and settings stay as long as the group.
@@ -47,19 +55,15 @@ pub struct Group {
     pub(crate) caller: Caller,
     /// See [`DefaultCodec`].
     default_codec: Option<DefaultCodec>,
+    /// What does some of its collectives, if there is such a thing.
+    device: Option<Arc<Device>>,
     planning: Planning,
     closed: AtomicBool,
 }
 
 impl Group {
-    pub(crate) fn new(
-        engine: Arc<Engine>,
-        id: u64,
-        name: Arc<str>,
-        spec: &GroupSpec,
-        default_codec: Option<DefaultCodec>,
-        planner: Planner,
-    ) -> Arc<Self> {
+    pub(crate) fn new(engine: Arc<Engine>, id: u64, name: Arc<str>, spec: &GroupSpec, rules: Rules) -> Arc<Self> {
+        let Rules { default_codec, device, planner } = rules;
         let (rank, world) = (spec.rank, spec.world);
         let global_rank = spec.global_ranks.get(rank.index()).copied().unwrap_or(u64::from(rank.0));
         let driver = engine.driver.clone();
@@ -68,6 +72,7 @@ impl Group {
             driver,
             caller: Caller { group: id, name, rank, world, global_rank },
             default_codec,
+            device,
             planning: Planning::new(planner),
             closed: AtomicBool::new(false),
         })
@@ -83,7 +88,21 @@ impl Group {
     /// the group is usable. `Aborted`: the group failed earlier or was destroyed. Everything later comes through the
     /// call.
     pub fn submit(&self, desc: CallDesc) -> Result<Call> {
-        self.submit_with(&desc, self.default_codec_of(&desc))
+        let default = self.default_codec_of(&desc);
+        match self.for_device(&desc, default) {
+            Some(desc) => self.start_placed(&desc),
+            None => self.submit_with(&desc, default),
+        }
+    }
+
+    /// The call as it is done by the group's device, if it is.
+    #[inline]
+    fn for_device(&self, desc: &CallDesc, default: Option<&DefaultCodec>) -> Option<CallDesc> {
+        self.device.as_ref().filter(|_| default.is_none())?.takes(desc, self.caller.world)
+    }
+
+    fn start_placed(&self, desc: &CallDesc) -> Result<Call> {
+        self.start(desc, None).map_err(|error| self.in_context(error))
     }
 
     /// Makes a call that the caller waits for. A small one of a shape met before takes the fast path on this thread,
@@ -93,6 +112,9 @@ impl Group {
     /// As [`Group::submit`].
     pub fn run(&self, desc: &CallDesc) -> Result<Ran> {
         let default = self.default_codec_of(desc);
+        if let Some(desc) = self.for_device(desc, default) {
+            return self.start_placed(&desc).map(pending);
+        }
         let goes = desc.may_take_fast_path()
             && default.is_none()
             && !self.driver.is_forked()
@@ -242,8 +264,12 @@ impl Group {
     pub fn algorithm_of(&self, desc: &CallDesc) -> Result<&'static str> {
         let usable = self.check_usable(desc.collective);
         let named = usable.and_then(|()| desc.check(self.caller.rank, self.caller.world)).and_then(|()| {
-            let encoded = self.default_codec_of(desc).map(|codec| codec.encoded(desc, 0)).transpose()?;
-            Ok(self.planning.get(encoded.as_ref().unwrap_or(desc))?.plan.algorithm.name)
+            let default = self.default_codec_of(desc);
+            let taken = match default {
+                Some(codec) => Some(codec.encoded(desc, 0)?),
+                None => self.for_device(desc, None),
+            };
+            Ok(self.planning.get(taken.as_ref().unwrap_or(desc))?.plan.name)
         });
         named.map_err(|error| self.in_context(error.of(desc.collective)))
     }
@@ -294,7 +320,7 @@ impl Group {
         &self.caller.name
     }
 
-    /// For a person: name, rank and world, then a line for each other rank with its process and the link to it.
+    /// For a person: name, rank and world, then a line for each other rank with its process and the link to it, and one for its device.
     pub fn describe(&self) -> String {
         let head = format!("group {}\nrank {}\nworld {}\n", self.caller.name, self.caller.rank, self.caller.world);
         let links = self.with_state(|group, context| {
@@ -305,7 +331,8 @@ impl Group {
             };
             others.map(line).collect::<String>()
         });
-        head + &links.unwrap_or_default()
+        let device = self.device.as_ref().map(|device| device.describe()).unwrap_or_default();
+        head + &links.unwrap_or_default() + &device
     }
 
     /// The first cause, when the group has failed.

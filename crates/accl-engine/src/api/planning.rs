@@ -45,7 +45,7 @@ impl Planning {
                 let plan = self.planner.plan(key)?;
                 tracing::info!(
                     collective = key.collective.name(),
-                    algorithm = plan.algorithm.name,
+                    algorithm = plan.name,
                     bytes = key.size_bytes(world),
                     world,
                     codecs = key.codecs.as_ref().map(|typed| typed.codecs.text()),

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use accl_cclo::device::DeviceUrl;
 use accl_schedule::cost::{Machine, Placement};
 use accl_schedule::{Basis, Chooser, Topology};
 use accl_types::config::Config;
@@ -17,8 +18,9 @@ use super::cores::Cores;
 use super::rendezvous::{Meeting, Outcome, RankInfo};
 use super::store::Store;
 use crate::api::default_codec::DefaultCodec;
-use crate::api::group::Group;
+use crate::api::group::{Group, Rules};
 use crate::api::spec::GroupSpec;
+use crate::device::Device;
 use crate::engine::{Engine, Job, Parts};
 use crate::env::launch_label;
 use crate::events;
@@ -33,17 +35,29 @@ use accl_types::hash::hash_words;
 const CONNECT_TICK: Duration = Duration::from_millis(50);
 const CONNECT_SLICE: Duration = Duration::from_millis(200);
 
+/// The device of a group that is being made.
+struct Devices {
+    url: Option<DeviceUrl>,
+    opened: Option<Arc<Device>>,
+}
+
+/// The device that a group is to have. One serves the group of the whole job: sub-groups have none.
+fn device_of(spec: &GroupSpec) -> Result<Option<DeviceUrl>> {
+    let url = DeviceUrl::parse(&spec.config.device)?;
+    Ok(url.filter(|_| spec.global_ranks.is_empty()))
+}
+
+/// All that ranks must agree on: of a device what it is, not which.
+fn agreed_text(spec: &GroupSpec, url: Option<&DeviceUrl>) -> String {
+    let device = url.map_or_else(|| "none".to_owned(), DeviceUrl::agreed);
+    format!("{} device={device}", spec.config.agreed_text())
+}
+
 /// What all ranks have before a group is made.
 struct Prepared {
     state: GroupState,
     infos: Vec<RankInfo>,
     rules: Rules,
-}
-
-/// What a group's handle goes by.
-struct Rules {
-    default_codec: Option<DefaultCodec>,
-    planner: Planner,
 }
 
 impl Engine {
@@ -81,7 +95,8 @@ impl Engine {
         }
         let counter = self.groups_made.fetch_add(1, Ordering::Relaxed);
         let machine = (spec.rank == Rank(0)).then(|| self.machine(spec));
-        let (agreed, cores) = (spec.config.agreed_text(), Cores::of_this_process());
+        let url = device_of(spec)?;
+        let (agreed, cores) = (agreed_text(spec, url.as_ref()), Cores::of_this_process());
         let mine = RankInfo { counter, agreed, cores, machine, info };
         let label = launch_label();
         let mut meeting = Meeting::new(spec, store, &mine, &label, &self.makings, deadline);
@@ -93,13 +108,15 @@ impl Engine {
             }
             self.look_for_lost(&members)
         };
-        let Prepared { state, infos, rules } = match self.meet(parts, spec, &mut meeting, deadline, &mut look) {
-            Ok(prepared) => prepared,
-            Err(error) => {
-                meeting.give_up(&error);
-                return Err(error);
-            }
-        };
+        let mut device = Devices { url, opened: None };
+        let Prepared { state, infos, rules } =
+            match self.meet(parts, spec, &mut meeting, deadline, &mut device, &mut look) {
+                Ok(prepared) => prepared,
+                Err(error) => {
+                    meeting.give_up(&error);
+                    return Err(error);
+                }
+            };
         drop(meeting);
 
         let here = &infos[spec.rank.index()].info.host_id;
@@ -131,7 +148,7 @@ impl Engine {
             }
             core.add_group(state, now);
         });
-        Ok(Group::new(self.clone(), id, name, spec, rules.default_codec, rules.planner))
+        Ok(Group::new(self.clone(), id, name, spec, rules))
     }
 
     /// Meets the others until all ranks, in one session, have what the group needs.
@@ -141,12 +158,13 @@ impl Engine {
         spec: &GroupSpec,
         meeting: &mut Meeting<'_>,
         deadline: Instant,
+        device: &mut Devices,
         look: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Prepared> {
         loop {
             let infos = meeting.gather(look)?;
             let id = group_id(meeting.session(), &infos);
-            let made = self.prepare(parts, spec, meeting, id, &infos, deadline, look).and_then(|prepared| {
+            let made = self.prepare(parts, spec, meeting, id, &infos, deadline, device, look).and_then(|prepared| {
                 let Some((state, rules)) = prepared else { return Ok(None) };
                 match meeting.confirm(look)? {
                     Outcome::Made => Ok(Some((state, rules))),
@@ -174,6 +192,7 @@ impl Engine {
         id: u64,
         infos: &[RankInfo],
         deadline: Instant,
+        device: &mut Devices,
         look: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Option<(GroupState, Rules)>> {
         let topology = Topology::new(host_indices(infos));
@@ -181,6 +200,7 @@ impl Engine {
         accl_schedule::check_rules(&topology, &spec.config.algorithm)?;
         let default_codec = DefaultCodec::of(&spec.config)?;
         let Some(peers) = self.connect(parts, spec, meeting, infos, deadline, look)? else { return Ok(None) };
+        self.open_device(spec, device, deadline, look)?;
         self.driver.with_core(|core| core.expect_group(id, peers.clone()));
         let members = Members::new(peers, Bytes(spec.config.eager_bytes));
         let chooser = chooser(topology, spec, infos, self.driver.with_core(|core| core.segment()));
@@ -189,7 +209,26 @@ impl Engine {
         if spec.config.timing {
             state.enable_timing();
         }
-        Ok(Some((state, Rules { default_codec, planner })))
+        Ok(Some((state, Rules { default_codec, device: device.opened.clone(), planner })))
+    }
+
+    /// Opens the group's device, once: a session may move.
+    fn open_device(
+        &self,
+        spec: &GroupSpec,
+        device: &mut Devices,
+        deadline: Instant,
+        look: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
+        let Some(url) = device.url.as_ref().filter(|_| device.opened.is_none()) else { return Ok(()) };
+        let opener = self.opener().ok_or_else(|| {
+            Error::configuration(format!("device `{url}`: this engine was not given a way to open devices"))
+        })?;
+        let left = deadline.saturating_duration_since(Instant::now());
+        let place = (spec.rank.0, spec.world);
+        let sidestep = spec.config.sidestep.clone();
+        device.opened = Some(Device::open(url.clone(), place, sidestep, opener, time::now() + left, look)?);
+        Ok(())
     }
 
     /// The processes of a sub-group's ranks, as the group of the job knows them; empty for other groups.

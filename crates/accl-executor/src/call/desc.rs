@@ -55,6 +55,8 @@ pub struct CallDesc {
     pub encoding: Encoded,
     /// What brings tensors that lie in other memory into memory of the host and back, if there are any.
     pub staging: Option<Arc<dyn External>>,
+    /// What does the whole collective, once all ranks have shown that they make the same; whether it does must be the same on all ranks.
+    pub offload: Option<Arc<dyn External>>,
 }
 
 impl CallDesc {
@@ -77,6 +79,7 @@ impl CallDesc {
             seq: None,
             encoding: Encoded::GroupDefault,
             staging: None,
+            offload: None,
         }
     }
 
@@ -92,6 +95,7 @@ impl CallDesc {
         self.mode == Mode::Blocking
             && self.seq.is_none()
             && !matches!(self.encoding, Encoded::As(_))
+            && self.offload.is_none()
             && !self.collective.is_point_to_point()
             && self.uses_tensors_as_they_are()
     }
@@ -126,6 +130,7 @@ impl CallDesc {
         self.check_ranks(world)?;
         self.check_blocks(rank, world)?;
         self.check_memory(rank, world)?;
+        self.check_offload(rank, world)?;
         if self.collective.reduces() {
             self.check_reduction()?;
         }
@@ -139,6 +144,11 @@ impl CallDesc {
     pub(crate) fn is_staged(&self) -> bool {
         let mut pieces = self.inputs.pieces().iter().chain(self.outputs.pieces());
         pieces.any(|tensor| tensor.memory() != MemoryKind::Host)
+    }
+
+    /// Whether all tensors lie where the host touches them.
+    pub fn uses_host_memory(&self) -> bool {
+        !self.is_staged()
     }
 
     /// What the executor cannot touch is staged by external operations of the plan, or refused.
@@ -167,6 +177,23 @@ impl CallDesc {
             return Err(Error::unsupported(text).of(self.collective).on_rank(rank));
         }
         Ok(())
+    }
+
+    /// What is done elsewhere is a collective on host memory as it is.
+    fn check_offload(&self, rank: Rank, world: u32) -> Result<()> {
+        let Some(by) = &self.offload else { return Ok(()) };
+        let why = match self.collective {
+            Collective::Barrier | Collective::Send | Collective::Recv => "which moves no blocks between all ranks",
+            _ if self.op == ReduceOp::PremulSum => {
+                "and PREMUL_SUM scales tensors before that; scale them first, and take SUM"
+            }
+            _ if self.encoding(world).is_some() => "and is encoded; make it without a codec",
+            _ if self.is_staged() => "and has tensors that do not lie in host memory; copy them there first",
+            _ if !self.equal_blocks => "and has blocks of unequal sizes",
+            _ => return Ok(()),
+        };
+        let text = format!("the call was given to `{}`, {why}", by.name());
+        Err(Error::unsupported(text).of(self.collective).on_rank(rank))
     }
 
     /// Tensors of one type, and codecs for each of them.

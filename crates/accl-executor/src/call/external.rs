@@ -12,7 +12,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::tensor::TensorDesc;
+use accl_types::{Collective, Dtype, ErrorKind, Moment, Rank, ReduceOp};
+
+use super::tensor::{Blocks, TensorDesc};
 
 /// Wakes whoever makes progress.
 pub type Wake = Arc<dyn Fn() + Send + Sync>;
@@ -40,6 +42,36 @@ pub struct ExternalCopy {
     pub to: TensorDesc,
 }
 
+/// A collective that is done elsewhere as a whole. All ranks have made it: each has shown that its call is the same.
+#[derive(Clone, Debug)]
+pub struct ExternalCollective {
+    /// What it does.
+    pub collective: Collective,
+    /// What its elements are; of a call that only moves data and mixes types, the first one's.
+    pub dtype: Dtype,
+    /// How it combines contributions.
+    pub op: ReduceOp,
+    /// Its root, if it has one.
+    pub root: Rank,
+    /// Its number in the group. A group begins its tasks in the order of their numbers, on all ranks.
+    pub seq: u64,
+    /// When it was made.
+    pub started: Moment,
+    /// Until when it should be done. Whoever does the task sees to that; the engine itself waits a little longer.
+    pub deadline: Option<Moment>,
+    /// What this rank contributes, dense, by block. What a call in place contributes is that of its outputs.
+    pub inputs: Blocks,
+    /// What this rank receives, dense, by block.
+    pub outputs: Blocks,
+}
+
+/// What a task is about.
+#[derive(Clone, Debug)]
+pub(crate) enum ExternalWork {
+    Copies(Vec<ExternalCopy>),
+    Collective(Box<ExternalCollective>),
+}
+
 const UNDER_WAY: u8 = 0;
 const DONE: u8 = 1;
 const FAILED: u8 = 2;
@@ -50,14 +82,14 @@ struct Shared {
     is_cancelled: AtomicBool,
     /// Whoever began it has panicked: what it does is not to be trusted, and its end is awaited all the same.
     has_panicked: AtomicBool,
-    why: OnceLock<String>,
+    why: OnceLock<(ErrorKind, String)>,
     wake: Wake,
 }
 
 /// One external operation that is under way. Whoever has it may touch the memory of its copies, and nobody else does; it is given back
 /// by [`ExternalTask::done`], [`ExternalTask::fail`], or by dropping it, which is a failure unless it was cancelled.
 pub struct ExternalTask {
-    copies: Vec<ExternalCopy>,
+    work: ExternalWork,
     shared: Arc<Shared>,
     /// Memory of the engine that lives as long as the task, whatever becomes of the call.
     _keeps: Arc<dyn Any + Send + Sync>,
@@ -66,7 +98,18 @@ pub struct ExternalTask {
 impl ExternalTask {
     /// What is to be copied.
     pub fn copies(&self) -> &[ExternalCopy] {
-        &self.copies
+        match &self.work {
+            ExternalWork::Copies(copies) => copies,
+            ExternalWork::Collective(_) => &[],
+        }
+    }
+
+    /// The collective that is to be done.
+    pub fn collective(&self) -> Option<&ExternalCollective> {
+        match &self.work {
+            ExternalWork::Copies(_) => None,
+            ExternalWork::Collective(collective) => Some(collective),
+        }
     }
 
     /// Whether the call has failed and wants its memory back: nothing that is written from here on is of use.
@@ -81,7 +124,12 @@ impl ExternalTask {
 
     /// It cannot be done, for this reason. The task's memory is touched no more.
     pub fn fail(self, why: impl Into<String>) {
-        let _ = self.shared.why.set(why.into());
+        self.fail_as(ErrorKind::Device, why);
+    }
+
+    /// As [`ExternalTask::fail`], for a reason of this kind.
+    pub fn fail_as(self, kind: ErrorKind, why: impl Into<String>) {
+        let _ = self.shared.why.set((kind, why.into()));
         self.end(FAILED);
     }
 
@@ -103,7 +151,7 @@ impl Drop for ExternalTask {
 
 impl fmt::Debug for ExternalTask {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ExternalTask").field("copies", &self.copies).finish_non_exhaustive()
+        f.debug_struct("ExternalTask").field("work", &self.work).finish_non_exhaustive()
     }
 }
 
@@ -119,14 +167,14 @@ pub(crate) enum ExternalState {
     UnderWay,
     Done,
     /// For this reason.
-    Failed(String),
+    Failed(ErrorKind, String),
 }
 
 impl ExternalHandle {
-    /// Begins a task. `keeps` is what its copies lie in besides the memory of the caller.
+    /// Begins a task. `keeps` is what its tensors lie in besides the memory of the caller.
     pub(crate) fn begin(
         by: &Arc<dyn External>,
-        copies: Vec<ExternalCopy>,
+        work: ExternalWork,
         keeps: Arc<dyn Any + Send + Sync>,
         wake: Wake,
     ) -> Self {
@@ -139,10 +187,10 @@ impl ExternalHandle {
         });
         // There before anybody else's code runs: whatever that does, the call does not end while the task is under way.
         let handle = Self { by: by.clone(), shared: shared.clone() };
-        let task = ExternalTask { copies, shared, _keeps: keeps };
+        let task = ExternalTask { work, shared, _keeps: keeps };
         if catch_unwind(AssertUnwindSafe(|| by.begin(task))).is_err() {
             // The task may have been handed on before, and then its end is waited for.
-            let _ = handle.shared.why.set(PANICKED.to_owned());
+            let _ = handle.shared.why.set((ErrorKind::Device, PANICKED.to_owned()));
             handle.shared.has_panicked.store(true, Ordering::Relaxed);
         }
         handle
@@ -160,8 +208,9 @@ impl ExternalHandle {
             UNDER_WAY => ExternalState::UnderWay,
             DONE if !self.shared.has_panicked.load(Ordering::Relaxed) => ExternalState::Done,
             _ => {
-                let why = self.shared.why.get().cloned();
-                ExternalState::Failed(why.unwrap_or_else(|| "it gave the task up without a word".to_owned()))
+                let silent = || (ErrorKind::Device, "it gave the task up without a word".to_owned());
+                let (kind, why) = self.shared.why.get().cloned().unwrap_or_else(silent);
+                ExternalState::Failed(kind, why)
             }
         }
     }
@@ -221,17 +270,19 @@ mod tests {
         let wake: Wake = Arc::new(move || {
             counter.fetch_add(1, Ordering::Relaxed);
         });
-        let handle = ExternalHandle::begin(&by, Vec::new(), Arc::new(()), wake);
+        let handle = ExternalHandle::begin(&by, ExternalWork::Copies(Vec::new()), Arc::new(()), wake);
         let task = shelf.tasks.lock().unwrap().pop().unwrap();
         (shelf, handle, task, wakes)
     }
 
     #[test]
     fn the_end_of_a_task_sets_its_flag_and_wakes_once() {
-        let ends: [(fn(ExternalTask), ExternalState); 3] = [
+        let failed = |kind, why: &str| ExternalState::Failed(kind, why.to_owned());
+        let ends: [(fn(ExternalTask), ExternalState); 4] = [
             (ExternalTask::done, ExternalState::Done),
-            (|task| task.fail("no power"), ExternalState::Failed("no power".to_owned())),
-            (drop, ExternalState::Failed("it gave the task up without a word".to_owned())),
+            (|task| task.fail("no power"), failed(ErrorKind::Device, "no power")),
+            (|task| task.fail_as(ErrorKind::Timeout, "no answer"), failed(ErrorKind::Timeout, "no answer")),
+            (drop, failed(ErrorKind::Device, "it gave the task up without a word")),
         ];
         for (end, state) in ends {
             let (_shelf, handle, task, wakes) = begin();

@@ -11,14 +11,14 @@ mod waits;
 pub use desc::{CallDesc, Mode};
 pub use encoding::{Codecs, Encoded, Encoding, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs};
 pub use error_stats::{Measured, Probe, Statistics};
-pub use external::{External, ExternalCopy, ExternalTask};
+pub use external::{External, ExternalCollective, ExternalCopy, ExternalTask};
 pub use state::Waited;
 pub use tensor::{Blocks, MemoryKind, TensorDesc};
 
 pub(crate) use encoding::TypedCodecs;
 pub use encoding::is_encoded;
 pub use external::Wake;
-pub(crate) use external::{ExternalHandle, ExternalState};
+pub(crate) use external::{ExternalHandle, ExternalState, ExternalWork};
 pub use state::CallInfo;
 pub use state::CallObserver;
 pub use state::CallState;

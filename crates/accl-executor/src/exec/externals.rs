@@ -119,11 +119,16 @@ impl Externals {
         let is_done = match handle.state() {
             ExternalState::UnderWay => return false,
             ExternalState::Done => true,
-            ExternalState::Failed(why) => {
+            ExternalState::Failed(kind, why) => {
                 let name = handle.name();
-                let text =
-                    format!("{step} by `{name}` failed: {why}; look at what `{name}` itself reports on this rank");
-                self.failure.get_or_insert_with(|| Error::device(text));
+                let text = match step {
+                    // Whoever does a whole call says all that there is to say.
+                    ExternalStep::Offload => why,
+                    ExternalStep::CopyIn | ExternalStep::CopyOut => {
+                        format!("{step} by `{name}` failed: {why}; look at what `{name}` itself reports on this rank")
+                    }
+                };
+                self.failure.get_or_insert_with(|| Error::new(kind, text));
                 false
             }
         };

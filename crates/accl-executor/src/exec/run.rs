@@ -16,6 +16,7 @@ use super::externals::{Agreement, Externals};
 use super::transfer::{Ahead, Arrival, Excess, Fragment, Incoming, Outgoing, Part, Window};
 use crate::call::{CallState, Wake};
 use crate::memory::{Compute, Storage};
+use crate::peers::Members;
 use crate::plan::{ExternalStep, Plan, PlanOp, PlanOpKind, Region, Shape};
 
 /// Local work done per step, so that receiving and sending alternate with it. In bytes.
@@ -35,6 +36,8 @@ const TILE: usize = 8 << 10;
 
 /// How long a call waits before it probes the ranks that it has heard nothing of.
 pub(crate) const PROBE_AFTER: Duration = Duration::from_millis(100);
+/// How much longer than its deadline a call is waited for that is done elsewhere: whoever does it says at the deadline why it is late.
+const OFFLOAD_GRACE: Duration = Duration::from_secs(2);
 /// The edge of a frame that only shows a call's signature.
 pub(crate) const PROBE: u32 = u32::MAX;
 
@@ -157,9 +160,34 @@ pub(crate) struct Run {
     /// Sends that found no room.
     stalled: Vec<u32>,
     externals: Externals,
+    /// See [`Run::offload`].
+    may_be_offloaded: bool,
 }
 
 impl Run {
+    /// When it is late. What is done elsewhere sees to the deadline itself, and is waited for a little longer.
+    pub(crate) fn due(&self) -> Option<Moment> {
+        let is_elsewhere = self.is_elsewhere();
+        self.deadline.map(|deadline| if is_elsewhere { deadline + OFFLOAD_GRACE } else { deadline })
+    }
+
+    /// Whether the whole collective is being done elsewhere: for as long, it needs all ranks.
+    pub(crate) fn is_elsewhere(&self) -> bool {
+        self.plan.is_offloaded && self.has_external_under_way()
+    }
+
+    /// It is its turn to be done elsewhere, as soon as all ranks have come to the call.
+    pub(crate) fn offload(&mut self) {
+        if !std::mem::replace(&mut self.may_be_offloaded, true) {
+            self.queue(self.ops.len() as u32 - 1);
+        }
+    }
+
+    /// Whether it is being done elsewhere, or has been.
+    pub(crate) fn has_been_offloaded(&self) -> bool {
+        self.is_complete() || self.is_elsewhere()
+    }
+
     /// A run of which the operations in `finished` are over already.
     pub(crate) fn new(
         call: Arc<CallState>,
@@ -195,6 +223,7 @@ impl Run {
             work: VecDeque::new(),
             stalled: Vec::new(),
             externals,
+            may_be_offloaded: false,
         };
         for op in 0..run.ops.len() as u32 {
             run.queue(op);
@@ -536,7 +565,7 @@ impl Run {
 
     fn step_external(&mut self, op: u32, step: ExternalStep, env: &mut RunContext<'_>) {
         if !self.externals.has_begun(op) {
-            if self.limit(op).is_none() {
+            if self.limit(op).is_none() || (step == ExternalStep::Offload && !self.may_be_offloaded) {
                 return;
             }
             match self.externals.agreement(op) {
@@ -589,7 +618,7 @@ impl Run {
     /// nothing to this rank (two roots that wait for each other): then they find that they disagree.
     pub(crate) fn probe(&mut self, env: &mut RunContext<'_>) {
         self.probe_at = None;
-        for rank in self.awaited() {
+        for rank in self.awaited_messages() {
             self.send_probe(rank, 0, env);
         }
     }
@@ -608,8 +637,15 @@ impl Run {
 
     // ---- for messages
 
-    /// The ranks that this call still waits for, without repetition.
-    pub(crate) fn awaited(&self) -> Vec<Rank> {
+    /// The ranks that this call still waits for, without repetition; all others while it is done elsewhere.
+    pub(crate) fn awaited(&self, members: &Members) -> Vec<Rank> {
+        match self.is_elsewhere() {
+            true => members.ranks().filter(|&rank| rank != self.call.rank).collect(),
+            false => self.awaited_messages(),
+        }
+    }
+
+    fn awaited_messages(&self) -> Vec<Rank> {
         let mut ranks: Vec<Rank> = self
             .plan
             .ops

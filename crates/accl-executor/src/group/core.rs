@@ -509,8 +509,7 @@ impl Core {
     pub fn in_flight(&self, group: u64) -> Vec<CallInFlight> {
         let state = self.groups.get(&group).map(GroupState::in_flight).unwrap_or_default();
         // Whose ranks it needs no more.
-        let stopping =
-            self.stopping.runs_of(group).map(|run| CallInFlight { awaits: Vec::new(), ..CallInFlight::of(run) });
+        let stopping = self.stopping.runs_of(group).map(|run| CallInFlight::of(run, Vec::new()));
         state.into_iter().chain(stopping).collect()
     }
 

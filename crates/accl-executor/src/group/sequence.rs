@@ -78,6 +78,11 @@ impl Sequence {
         self.composed.first().is_some_and(|&first| first < seq)
     }
 
+    /// Whether a number before this one is promised to a call that has yet to be made.
+    pub(super) fn has_reserved_before(&self, seq: u64) -> bool {
+        self.reserved.first().is_some_and(|&first| first < seq)
+    }
+
     /// Numbers that are promised.
     pub(super) fn promised(&self) -> usize {
         self.reserved.len()

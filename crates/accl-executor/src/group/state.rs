@@ -95,7 +95,7 @@ pub struct Stopped {
 impl Stopped {
     /// The name of its algorithm.
     pub fn algorithm(&self) -> &'static str {
-        self.shape.plan.algorithm.name
+        self.shape.plan.name
     }
 
     /// The run that goes on.
@@ -123,8 +123,8 @@ pub struct CallInFlight {
 }
 
 impl CallInFlight {
-    pub(super) fn of(run: &Run) -> Self {
-        Self { call: run.call.clone(), awaits: run.awaited(), external: run.external_under_way() }
+    pub(super) fn of(run: &Run, awaits: Vec<Rank>) -> Self {
+        Self { call: run.call.clone(), awaits, external: run.external_under_way() }
     }
 }
 
@@ -253,6 +253,19 @@ impl GroupState {
         error.in_group(&self.name).on_rank(self.rank)
     }
 
+    /// Packets for the device of this rank go there from now on.
+    pub fn take_packets_with(&mut self, sink: Arc<dyn PacketSink>) {
+        self.packets = Some(sink);
+    }
+
+    /// Sends packets to the device of another rank; `taken` is how many bytes of its packets this rank has taken.
+    pub fn send_packets(&self, to: Rank, taken: u64, packets: &[u8], context: &mut Context<'_>) {
+        if !self.failure.has_come() {
+            let header = Header { group: self.id, value: taken, ..Header::new(Kind::Packets) };
+            context.net.send_control(self.members.peer(to), header, packets);
+        }
+    }
+
     /// No call in flight.
     pub fn is_idle(&self) -> bool {
         self.runs.is_empty() && self.p2p.is_idle()
@@ -265,7 +278,7 @@ impl GroupState {
 
     /// The earliest deadline of a call in flight.
     pub(crate) fn next_deadline(&self) -> Option<Moment> {
-        let runs = self.runs.values().filter_map(|run| [run.deadline, run.probe_at].into_iter().flatten().min());
+        let runs = self.runs.values().filter_map(|run| [run.due(), run.probe_at].into_iter().flatten().min());
         runs.chain(self.p2p.next_deadline()).chain(self.begin_by()).chain(self.failure.due()).min()
     }
 
@@ -519,6 +532,15 @@ impl GroupState {
                 self.p2p.on_grant(from, header.seq, header.value);
                 Ok(())
             }
+            Kind::Packets => match &self.packets {
+                Some(sink) => {
+                    sink.arrive(from, header.value, payload);
+                    Ok(())
+                }
+                None => {
+                    Err(Error::protocol(format!("rank {from} has sent packets for a device, and there is none here")))
+                }
+            },
             // Of no group alone.
             Kind::Groups | Kind::Fate => Err(Error::protocol("a frame of no group came for one")),
         }
@@ -591,7 +613,12 @@ impl GroupState {
         // An operation of several calls is under way before it has made them and after.
         let mut withholds = false;
         let mut failure = None;
+        // What is done elsewhere begins in the order of calls, which is the same on all ranks.
+        let mut is_in_turn = true;
         for (index, (&seq, run)) in self.runs.iter_mut().enumerate() {
+            if run.plan.is_offloaded && is_in_turn && !self.sequence.has_reserved_before(seq) {
+                run.offload();
+            }
             // What a rank has begun before a barrier is done when the barrier is, on every rank.
             let awaits_earlier = ended.len() < index || self.sequence.has_composed_before(seq);
             if run.call.collective == Collective::Barrier && awaits_earlier {
@@ -600,6 +627,7 @@ impl GroupState {
             // One that another rank has made begin goes on.
             if before > at_once && !run.begun {
                 withholds = true;
+                is_in_turn &= !run.plan.is_offloaded;
                 continue;
             }
             if run.is_busy() {
@@ -608,6 +636,7 @@ impl GroupState {
                     failure.get_or_insert_with(|| run.call.in_context(error));
                 }
             }
+            is_in_turn &= !run.plan.is_offloaded || run.has_been_offloaded();
             if run.is_complete() {
                 ended.push(seq);
             } else {
@@ -728,10 +757,10 @@ impl GroupState {
     fn overdue(&self, context: &Context<'_>) -> Option<Error> {
         let late = |deadline: Option<Moment>| deadline.is_some_and(|deadline| deadline <= context.now);
         let mut under_way = None;
-        let (call, deadline, awaited) = match self.runs.values().find(|run| late(run.deadline)) {
+        let (call, deadline, awaited) = match self.runs.values().find(|run| late(run.due())) {
             Some(run) => {
                 under_way = run.external_under_way();
-                (&run.call, run.deadline, run.awaited())
+                (&run.call, run.deadline, run.awaited(&self.members))
             }
             None => {
                 let message = self.p2p.overdue(context.now)?;
@@ -765,13 +794,13 @@ impl GroupState {
             awaits: message.peer.into_iter().collect(),
             external: None,
         });
-        self.runs.values().map(CallInFlight::of).chain(messages).collect()
+        self.runs.values().map(|run| CallInFlight::of(run, run.awaited(&self.members))).chain(messages).collect()
     }
 
     /// The ranks that a call in flight waits for.
     pub fn awaited(&self, call: &CallState) -> Vec<Rank> {
         if let Some(run) = self.runs.get(&call.seq).filter(|run| std::ptr::eq(&*run.call, call)) {
-            return run.awaited();
+            return run.awaited(&self.members);
         }
         self.p2p.peer_of(call).flatten().into_iter().collect()
     }
@@ -835,7 +864,8 @@ impl GroupState {
             let is_lost = matches!(context.net.peer(self.members.peer(rank)).gone(), Some(Gone::Lost(_)))
                 && !self.members.has_left(rank);
             // A call that needs nothing more of the rank may end well; one that does fails, and tells all others.
-            let any_run = self.runs.values().find(|run| run.needs(rank)).map(|run| &run.call);
+            let any_run =
+                self.runs.values().find(|run| run.needs(rank) || is_lost && run.is_elsewhere()).map(|run| &run.call);
             // A message from any rank may come from another one, while there is one that has not left.
             let from_any = if is_lost || is_alone { FromAny::Counts } else { FromAny::DoesNot };
             let any_message = || self.p2p.needs(rank, from_any).map(|message| &message.call);
@@ -953,7 +983,7 @@ impl GroupState {
 
     /// The calls in flight that cannot end well without a rank.
     pub fn calls_that_need(&self, rank: Rank) -> Vec<Arc<CallState>> {
-        let runs = self.runs.values().filter(|run| run.needs(rank)).map(|run| run.call.clone());
+        let runs = self.runs.values().filter(|run| run.needs(rank) || run.is_elsewhere()).map(|run| run.call.clone());
         runs.chain(self.p2p.needs(rank, FromAny::DoesNot).map(|message| message.call.clone())).collect()
     }
 

@@ -40,7 +40,7 @@ pub struct Prepared {
 impl Prepared {
     /// The name of a collective's algorithm.
     pub fn algorithm(&self) -> Option<&'static str> {
-        self.shape.as_ref().map(|shape| shape.plan.algorithm.name)
+        self.shape.as_ref().map(|shape| shape.plan.name)
     }
 }
 
@@ -66,6 +66,7 @@ impl Caller {
             buffers.add_scratch(shape.plan.scratch_bytes)?;
         }
         buffers.scale_in_place(desc)?;
+        buffers.offload(desc);
         Ok(Prepared { shape, buffers })
     }
 
@@ -83,7 +84,7 @@ impl Caller {
         now: Moment,
     ) -> Result<Launched> {
         let clock = core.clock();
-        let wake = desc.staging.is_some().then(|| core.wake().clone());
+        let wake = (desc.staging.is_some() || desc.offload.is_some()).then(|| core.wake().clone());
         let Prepared { shape, mut buffers } = prepared;
         self.launch(core, desc, now, |group, context| {
             if let Some(error) = group.aborted(Some(desc.collective)) {
@@ -99,6 +100,7 @@ impl Caller {
             let seq = group.take_seq(desc.seq)?;
             let call = self.call(desc, seq, observer, group, now);
             let deadline = deadline(desc, group, now);
+            buffers.number(seq, now, deadline);
             let coder = desc.encoding(self.world).map(|encoding| {
                 let has_checksums = group.has_checksums(context.net);
                 let ranks = (self.global_rank, self.rank);

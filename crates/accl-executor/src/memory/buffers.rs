@@ -6,12 +6,15 @@
 use std::sync::Arc;
 
 use accl_schedule::{Buf, Extent};
-use accl_types::{Collective, Elems, Error, ReduceOp, Result};
+use accl_types::{Collective, Elems, Error, Moment, ReduceOp, Result};
 use smallvec::SmallVec;
 
 use super::overlap::{inputs_need_copy, outputs_are_entangled, outputs_share_elements, refuse_self_overlap};
 use super::storage::Storage;
-use crate::call::{CallDesc, Encoded, External, ExternalCopy, ExternalHandle, MemoryKind, TensorDesc, Wake};
+use crate::call::{
+    Blocks, CallDesc, Encoded, External, ExternalCollective, ExternalCopy, ExternalHandle, ExternalWork, MemoryKind,
+    TensorDesc, Wake,
+};
 use crate::plan::ExternalStep;
 
 type Bases = SmallVec<[*mut u8; 4]>;
@@ -32,6 +35,13 @@ pub(crate) struct Buffers {
     /// Shared with external operations, which may outlive the call.
     staging: Vec<Arc<Storage>>,
     elsewhere: Option<Box<Elsewhere>>,
+    offload: Option<Box<Offload>>,
+}
+
+/// A collective that is done elsewhere, by whom.
+struct Offload {
+    by: Arc<dyn External>,
+    collective: ExternalCollective,
 }
 
 /// Tensors that lie where only external operations reach them, each with a dense copy of it.
@@ -208,13 +218,44 @@ impl Buffers {
 
     /// Begins an external operation of the plan; `None`: nothing of this call needs it.
     pub(crate) fn begin_external(&mut self, step: ExternalStep, wake: &Wake) -> Option<ExternalHandle> {
-        let Elsewhere { by, copy_in, copy_out } = self.elsewhere.as_deref_mut()?;
-        let copies = std::mem::take(match step {
-            ExternalStep::CopyIn => copy_in,
-            ExternalStep::CopyOut => copy_out,
-        });
         let keeps = Arc::new(self.staging.clone());
-        (!copies.is_empty()).then(|| ExternalHandle::begin(by, copies, keeps, wake.clone()))
+        if step == ExternalStep::Offload {
+            let Offload { by, collective } = *self.offload.take()?;
+            return Some(ExternalHandle::begin(&by, ExternalWork::Collective(collective.into()), keeps, wake.clone()));
+        }
+        let Elsewhere { by, copy_in, copy_out } = self.elsewhere.as_deref_mut()?;
+        let copies = std::mem::take(if step == ExternalStep::CopyIn { copy_in } else { copy_out });
+        (!copies.is_empty()).then(|| ExternalHandle::begin(by, ExternalWork::Copies(copies), keeps, wake.clone()))
+    }
+
+    /// The collective is done elsewhere, with the memory that was prepared for it.
+    pub(crate) fn offload(&mut self, desc: &CallDesc) {
+        let Some(by) = &desc.offload else { return };
+        let works_in_place =
+            matches!(desc.collective, Collective::AllReduce | Collective::Reduce | Collective::Broadcast);
+        let inputs = match desc.inputs.is_empty() && works_in_place {
+            true => dense_blocks(&desc.outputs, &self.outputs),
+            false => dense_blocks(&desc.inputs, &self.inputs),
+        };
+        let collective = ExternalCollective {
+            collective: desc.collective,
+            dtype: desc.dtype,
+            op: desc.op,
+            root: desc.root,
+            seq: 0,
+            started: Moment::from_nanos(0),
+            deadline: None,
+            inputs,
+            outputs: dense_blocks(&desc.outputs, &self.outputs),
+        };
+        self.offload = Some(Box::new(Offload { by: by.clone(), collective }));
+    }
+
+    /// The number of the call, when it was made, and until when it should be done.
+    pub(crate) fn number(&mut self, seq: u64, started: Moment, deadline: Option<Moment>) {
+        if let Some(Offload { collective, .. }) = self.offload.as_deref_mut() {
+            (collective.seq, collective.started, collective.deadline) = (seq, started, deadline);
+        }
     }
 
     /// Adds the call's scratch memory.
@@ -276,6 +317,14 @@ impl Buffers {
             unsafe { accl_kernels::unpack(&tensor.view(&mut [0; 2]), base) };
         }
     }
+}
+
+/// The blocks of a call with the memory that its pieces have in it.
+fn dense_blocks(blocks: &Blocks, bases: &[*mut u8]) -> Blocks {
+    let mut bases = bases.iter();
+    let dense = |tensor: &TensorDesc| bases.next().map(|&base| dense_like(tensor, base));
+    let mut dense = dense;
+    blocks.iter().map(|block| block.iter().filter_map(&mut dense).collect::<SmallVec<[TensorDesc; 2]>>()).collect()
 }
 
 /// A dense tensor of the same elements.

@@ -3,6 +3,7 @@
 mod buffers;
 mod coder;
 mod compute;
+mod elsewhere;
 mod error_probe;
 mod message;
 mod overlap;
@@ -12,6 +13,7 @@ mod tile;
 pub(crate) use buffers::Buffers;
 pub(crate) use coder::Coder;
 pub(crate) use compute::Compute;
+pub use elsewhere::CollectiveMemory;
 pub use error_probe::Sample;
 pub(crate) use message::MessageMemory;
 pub use tile::TileHead;

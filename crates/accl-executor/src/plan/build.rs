@@ -14,6 +14,10 @@ use super::region::Region;
 const FAST_PATH_OPS: usize = 64;
 const FAST_PATH_BYTES: u64 = 64 << 10;
 
+/// What signatures and messages call a collective that is done elsewhere. No algorithm of the table has this number.
+const OFFLOADED: &str = "device";
+const OFFLOADED_ID: u8 = u8::MAX;
+
 /// Operations by (peer, edge).
 #[derive(Debug, Default)]
 struct EdgeIndex {
@@ -42,7 +46,10 @@ impl EdgeIndex {
 
 /// This rank's part in all calls of one shape.
 pub struct Plan {
-    pub algorithm: &'static Algorithm,
+    /// The name of its algorithm.
+    pub name: &'static str,
+    /// The algorithm's number in signatures.
+    pub(crate) id: u8,
     pub(crate) ops: Vec<PlanOp>,
     pub(crate) scratch_bytes: u64,
     /// Room for encoded chunks; 0 for calls that are not encoded.
@@ -59,6 +66,8 @@ pub struct Plan {
     pub(crate) peers: SmallVec<[Rank; 4]>,
     /// Of a plan with external operations: the ranks whose part in the call must be known to agree before one begins.
     pub(crate) external_peers: SmallVec<[Rank; 4]>,
+    /// The whole collective is an external operation.
+    pub(crate) is_offloaded: bool,
     receives: EdgeIndex,
     sends: EdgeIndex,
 }
@@ -100,6 +109,25 @@ impl Plan {
         self.receives.shift();
         self.sends.shift();
         self.external_peers = self.peers.clone();
+        self.fast_path = None;
+        self
+    }
+
+    /// The plan of a barrier as that of a collective which is done elsewhere: by one external operation, once messages have led from each rank
+    /// to each, so that all are known to have made the same call.
+    pub(super) fn offloaded(mut self) -> Self {
+        let index = self.ops.len() as u32;
+        let mut deps = SmallVec::new();
+        for (before, op) in (0..).zip(&mut self.ops) {
+            if op.dependents.is_empty() {
+                op.dependents.push(index);
+                deps.push((before, false));
+            }
+        }
+        let (kind, dependents) = (PlanOpKind::External(ExternalStep::Offload), SmallVec::new());
+        self.ops.push(PlanOp { kind, total: 0, coded: None, edge: 0, deps, dependents });
+        self.is_offloaded = true;
+        (self.name, self.id) = (OFFLOADED, OFFLOADED_ID);
         self.fast_path = None;
         self
     }
@@ -191,7 +219,9 @@ impl Plan {
         let external_peers = SmallVec::new();
         Self {
             external_peers,
-            algorithm,
+            is_offloaded: false,
+            name: algorithm.name,
+            id: algorithm.id,
             longest,
             work,
             peers,

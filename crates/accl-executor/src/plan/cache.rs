@@ -5,14 +5,17 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use accl_schedule::{CallShape, Chooser, Coding, Request, Role};
-use accl_types::{Bytes, Collective, Elems, Rank, Result};
+use accl_schedule::{ALGORITHMS, Algorithm, CallShape, Chooser, Coding, Request, Role};
+use accl_types::{Bytes, Collective, Elems, Error, Rank, Result};
 
 use super::build::Plan;
 use crate::call::TypedCodecs;
 
 /// Plans kept per group; beyond, the cache starts anew (a program that never repeats a shape gains nothing from it).
 const MAX_PLANS: usize = 256;
+
+/// The barrier by which ranks meet before a collective is done elsewhere: messages lead from each to each.
+const MEETING: &str = "dissemination";
 
 /// What plans depend on; equal keys give equal plans.
 #[derive(Clone, PartialEq, Eq, Hash)]
@@ -30,6 +33,8 @@ pub struct PlanKey {
     pub(crate) rounds: bool,
     /// Whether tensors are staged by external operations.
     pub(crate) is_staged: bool,
+    /// Whether the whole collective is an external operation.
+    pub(crate) is_offloaded: bool,
 }
 
 impl PlanKey {
@@ -81,6 +86,9 @@ impl Planner {
     pub fn plan(&self, key: &PlanKey) -> Result<Arc<Plan>> {
         let topology = self.chooser.topology();
         let world = topology.world();
+        if key.is_offloaded {
+            return self.offloaded(key).map(Arc::new);
+        }
         let encoded = key.codecs.is_some();
         let bytes = key.size_bytes(world);
         let algorithm = match encoded {
@@ -101,6 +109,20 @@ impl Planner {
         };
         let plan = Plan::new(algorithm, &program, &shape, world);
         Ok(Arc::new(if key.is_staged { plan.staged() } else { plan }))
+    }
+}
+
+impl Planner {
+    /// The plan of a collective that is done elsewhere: all ranks meet, and then it begins.
+    fn offloaded(&self, key: &PlanKey) -> Result<Plan> {
+        let topology = self.chooser.topology();
+        let is_it = |row: &&Algorithm| row.collective == Collective::Barrier && row.name == MEETING;
+        let algorithm = ALGORITHMS.iter().find(is_it).ok_or_else(|| Error::internal("no barrier to meet by"))?;
+        let world = topology.world();
+        let request = Request { collective: Collective::Barrier, world, rank: self.rank, root: Rank(0), topology };
+        let program = (algorithm.build)(&request).lower(&request);
+        let shape = CallShape { elem_bytes: key.elem_bytes, in_blocks: &[], out_blocks: &[], coding: None };
+        Ok(Plan::new(algorithm, &program, &shape, world).offloaded())
     }
 }
 

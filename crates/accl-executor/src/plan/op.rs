@@ -48,6 +48,8 @@ pub(crate) enum ExternalStep {
     CopyIn,
     /// Brings results to where they belong.
     CopyOut,
+    /// Does the whole collective.
+    Offload,
 }
 
 impl std::fmt::Display for ExternalStep {
@@ -55,6 +57,7 @@ impl std::fmt::Display for ExternalStep {
         f.write_str(match self {
             ExternalStep::CopyIn => "copy-in",
             ExternalStep::CopyOut => "copy-out",
+            ExternalStep::Offload => "offload",
         })
     }
 }

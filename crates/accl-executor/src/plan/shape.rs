@@ -133,22 +133,32 @@ impl Shapes {
     }
 }
 
-/// The latest shapes of one group, those whose tensors are staged apart: equal sizes do not make them equal.
+/// The latest shapes of one group, those whose tensors are staged apart, and those that are done elsewhere: equal sizes do not make them
+/// equal.
 #[derive(Default)]
 pub struct AllShapes {
     plain: Shapes,
     staged: Shapes,
+    offloaded: Shapes,
 }
 
 impl AllShapes {
     /// As [`Shapes::find`].
     pub fn find(&mut self, desc: &CallDesc, world: u32) -> Option<&Arc<Shape>> {
-        if desc.is_staged() { self.staged.find(desc, world) } else { self.plain.find(desc, world) }
+        self.of(desc).find(desc, world)
     }
 
     /// As [`Shapes::keep`].
     pub fn keep(&mut self, desc: &CallDesc, shape: Arc<Shape>) {
-        if desc.is_staged() { self.staged.keep(shape) } else { self.plain.keep(shape) }
+        self.of(desc).keep(shape);
+    }
+
+    fn of(&mut self, desc: &CallDesc) -> &mut Shapes {
+        match desc.offload {
+            Some(_) => &mut self.offloaded,
+            None if desc.is_staged() => &mut self.staged,
+            None => &mut self.plain,
+        }
     }
 }
 
@@ -182,7 +192,7 @@ impl Draft {
 
     /// The shape, with the plan of its key.
     pub fn with_plan(&self, desc: &CallDesc, world: u32, plan: Arc<Plan>) -> Shape {
-        let signature = signature(desc, &self.plan_key, plan.algorithm.id);
+        let signature = signature(desc, &self.plan_key, plan.id);
         let whole = Header::whole(&signature);
         Shape { key: Key::of(desc, world), plan, signature, whole, reducer: self.reducer }
     }
@@ -206,6 +216,7 @@ fn plan_key(desc: &CallDesc, elem: usize, codecs: Option<Arc<Codecs>>) -> PlanKe
         codecs: codecs.map(|codecs| TypedCodecs { codecs, dtype: desc.dtype }),
         rounds: desc.collective.reduces() && desc.dtype.class() == DtypeClass::Float16 && rounds(desc.op),
         is_staged: desc.is_staged(),
+        is_offloaded: desc.offload.is_some(),
     }
 }
 

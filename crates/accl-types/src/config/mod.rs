@@ -107,6 +107,10 @@ pub struct Config {
     pub timing: bool,
     /// `ACCL_CODEC`: what compressed calls encode with where nothing else is said.
     pub codec: String,
+    /// `ACCL_DEVICE`: what does collectives of the group of the whole job, if anything.
+    pub device: String,
+    /// `ACCL_SIDESTEP`: collectives that the host does in a group with a device.
+    pub sidestep: Vec<Collective>,
     /// The option `compressed_calls`: ordinary calls are compressed, too.
     pub compress_all: bool,
 }
@@ -129,6 +133,8 @@ impl Default for Config {
             calibration: Calibration::Auto,
             timing: false,
             codec: String::new(),
+            device: String::new(),
+            sidestep: Vec::new(),
             compress_all: false,
         };
         for row in ROWS {
@@ -282,6 +288,8 @@ mod tests {
             ("ACCL_SEGMENT_BYTES", "16KiB"),
             ("ACCL_EAGER_BYTES", "0"),
             ("ACCL_TIMING", "1"),
+            ("ACCL_DEVICE", "emulator://h:5500?design=udp"),
+            ("ACCL_SIDESTEP", "broadcast=host,all_to_all=host"),
         ] {
             config.set_variable(name, value).unwrap();
         }
@@ -345,6 +353,8 @@ mod tests {
             ("compression", ""),
             ("compressed_calls", "most"),
             ("timing", "2"),
+            ("device", "a device"),
+            ("sidestep", "broadcast=card"),
         ];
         for (option, value) in bad {
             let before = config.clone();

@@ -18,6 +18,39 @@ pub(super) fn log_level(text: &str) -> Result<LogLevel, String> {
     LOG_LEVELS.iter().find(|(name, _)| *name == text).map(|&(_, level)| level).ok_or_else(String::new)
 }
 
+/// Whether it is a device is for its own parser to say, in a layer above; a blank would part it from what stands beside it.
+pub(super) fn device(text: &str) -> Result<String, String> {
+    match text {
+        "" => Ok("none".to_owned()),
+        text if text.contains(char::is_whitespace) => Err(" (it has blanks)".to_owned()),
+        text => Ok(text.to_owned()),
+    }
+}
+
+pub(super) fn sidestep(text: &str) -> Result<Vec<Collective>, String> {
+    let mut all = Vec::new();
+    for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
+        let (name, to) = part.split_once('=').unwrap_or((part, "host"));
+        let known = Collective::ALL.iter().map(|collective| collective.name());
+        let collective = Collective::ALL.iter().find(|collective| collective.name() == name).ok_or_else(|| {
+            let hint = nearest(name, known).map(|near| format!("; did you mean {near}?")).unwrap_or_default();
+            format!(" (`{name}` is no collective{hint})")
+        })?;
+        match to {
+            "host" => all.push(*collective),
+            "mpi" => return Err(format!(" (`{part}`: this version has no mpi transport)")),
+            other => return Err(format!(" (`{other}` is nothing that does collectives)")),
+        }
+    }
+    all.sort_unstable_by_key(|collective| *collective as u8);
+    all.dedup();
+    Ok(all)
+}
+
+pub(super) fn show_sidestep(all: &[Collective]) -> String {
+    all.iter().map(|collective| format!("{collective}=host")).collect::<Vec<_>>().join(",")
+}
+
 pub(super) fn compress_all(text: &str) -> Result<bool, String> {
     match text {
         "hooks" => Ok(false),

@@ -1,0 +1,97 @@
+//! The buffers through which tensors go to a device and come back.
+//!
+//! Owns two segments, each with an operand and a result, that live as long as the device is open: while a call works on one segment the next
+//! piece is copied into the other, and the last one out of it. Knows pieces, and no calls. Read [`Staging::give`] first.
+
+use accl_cclo::bus::{Bus, Memory};
+use accl_cclo::offload::{Buffer, Piece};
+use accl_executor::memory::CollectiveMemory;
+use accl_types::Result;
+
+/// Bytes of each buffer.
+pub(super) const STAGING_BYTES: u64 = 4 << 20;
+
+/// Where a piece is between a tensor and a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Segment {
+    /// Address of operand 0.
+    pub(super) first: u64,
+    /// Address of the result.
+    pub(super) result: u64,
+}
+
+/// The buffers of a device, and room to put pieces together.
+pub(super) struct Staging {
+    memory: Memory,
+    segments: [Segment; 2],
+    room: Vec<u8>,
+}
+
+impl Staging {
+    /// # Errors
+    /// The device has no room for the buffers.
+    pub(super) fn new(bus: &mut dyn Bus, memory: Memory) -> Result<Self> {
+        let mut segment = || -> Result<Segment> {
+            let mut buffer = || bus.allocate(memory, STAGING_BYTES);
+            Ok(Segment { first: buffer()?, result: buffer()? })
+        };
+        Ok(Self { memory, segments: [segment()?, segment()?], room: Vec::new() })
+    }
+
+    /// The segment of the piece with this number.
+    pub(super) fn segment(&self, piece: usize) -> Segment {
+        self.segments[piece % self.segments.len()]
+    }
+
+    /// Copies what a piece gives into its segment.
+    ///
+    /// # Errors
+    /// Those of [`Bus::write_memory`].
+    pub(super) fn give(
+        &mut self,
+        bus: &mut dyn Bus,
+        tensors: &CollectiveMemory<'_>,
+        piece: &Piece,
+        segment: Segment,
+    ) -> Result<()> {
+        if piece.gives.is_empty() {
+            return Ok(());
+        }
+        self.room.resize(piece.given_bytes as usize, 0);
+        let mut end = 0;
+        for span in &piece.gives {
+            let at = span.staging as usize;
+            // What lies between spans is padding, which is added up as well.
+            self.room[end..at].fill(0);
+            end = at + span.bytes as usize;
+            tensors.read_input(span.tensor, &mut self.room[at..end]);
+        }
+        self.room[end..].fill(0);
+        bus.write_memory(self.memory, segment.first, &self.room)
+    }
+
+    /// Copies what a piece has brought to where it belongs.
+    ///
+    /// # Errors
+    /// Those of [`Bus::read_memory`].
+    pub(super) fn take(
+        &mut self,
+        bus: &mut dyn Bus,
+        tensors: &mut CollectiveMemory<'_>,
+        piece: &Piece,
+        segment: Segment,
+    ) -> Result<()> {
+        let from = match piece.takes_from {
+            Buffer::First => segment.first,
+            Buffer::Result => segment.result,
+        };
+        let Some(end) = piece.takes.iter().map(|span| span.staging + span.bytes).max() else { return Ok(()) };
+        self.room.resize(end as usize, 0);
+        bus.read_memory(self.memory, from, &mut self.room)?;
+        for span in &piece.takes {
+            let at = span.staging as usize;
+            tensors.write_output(span.tensor, &self.room[at..at + span.bytes as usize]);
+        }
+        Ok(())
+    }
+}

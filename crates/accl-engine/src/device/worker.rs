@@ -1,0 +1,244 @@
+//! The thread of a device: it opens the device, does what it is given, one collective after the other, and sees to their deadlines.
+//!
+//! Owns the driver. A collective that cannot go on, because it is late or because its call has failed, is the end of the device: nothing
+//! interrupts an engine. Read [`Worker::perform`] first.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, SyncSender};
+use std::time::Duration;
+
+use accl_cclo::bus::Bus;
+use accl_cclo::call::{Descriptor, Operation};
+use accl_cclo::device::DeviceUrl;
+use accl_cclo::driver::{Driver, Settings};
+use accl_cclo::memory_map::{DataType, ReduceFunction};
+use accl_cclo::offload::{Piece, Pieces, Request, Route, route};
+use accl_executor::call::{ExternalCollective, ExternalTask, TensorDesc};
+use accl_executor::memory::CollectiveMemory;
+use accl_types::{Collective, Error, ErrorKind, Moment, Result};
+
+use super::staging::{STAGING_BYTES, Segment, Staging};
+use super::{OpenBus, Shared};
+use crate::time;
+
+/// Looks at a call that follow one another without a pause.
+const EAGER_LOOKS: u32 = 8;
+/// The pauses after that, which grow.
+const SHORTEST_PAUSE: Duration = Duration::from_micros(20);
+const LONGEST_PAUSE: Duration = Duration::from_millis(1);
+
+/// How long a device that does not come back is read.
+const DIAGNOSIS: Duration = Duration::from_secs(1);
+
+/// What the thread begins with.
+pub(super) struct Start {
+    pub(super) url: DeviceUrl,
+    pub(super) settings: Settings,
+    pub(super) shared: Arc<Shared>,
+    pub(super) deadline: Moment,
+}
+
+/// The thread's own.
+struct Worker {
+    url: DeviceUrl,
+    driver: Driver<Box<dyn Bus>>,
+    staging: Staging,
+    shared: Arc<Shared>,
+}
+
+/// Why a collective is not done.
+enum Stop {
+    /// Its call has failed for another reason.
+    Cancelled,
+    Failed(Error),
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        Stop::Failed(error)
+    }
+}
+
+/// What all pieces of a collective have in common.
+struct Calls {
+    operation: Operation,
+    elements: DataType,
+    function: ReduceFunction,
+    on_wire: DataType,
+    root: u32,
+}
+
+impl Start {
+    /// The life of the thread.
+    pub(super) fn run(self, opener: &dyn OpenBus, opened: &SyncSender<Result<()>>, tasks: &Receiver<ExternalTask>) {
+        let mut worker = match self.open(opener) {
+            Ok(worker) => worker,
+            Err(error) => return drop(opened.send(Err(error))),
+        };
+        if opened.send(Ok(())).is_err() {
+            return;
+        }
+        // It ends with the last sender.
+        while let Ok(task) = tasks.recv() {
+            worker.serve(task);
+        }
+    }
+
+    fn open(self, opener: &dyn OpenBus) -> Result<Worker> {
+        let Self { url, settings, shared, deadline } = self;
+        let is_closed = shared.clone();
+        let mut go_on = || time::now() < deadline && !is_closed.is_closed.load(Ordering::Relaxed);
+        let memory = settings.memory;
+        let bus = opener.open(&url, &settings, &mut go_on)?;
+        let mut driver = Driver::open(bus, settings, go_on)?;
+        let staging = Staging::new(driver.bus(), memory)?;
+        Ok(Worker { url, driver, staging, shared })
+    }
+}
+
+impl Worker {
+    fn serve(&mut self, task: ExternalTask) {
+        let Some(mut tensors) = CollectiveMemory::of(&task) else {
+            return task.fail(format!("{} does whole collectives alone", self.driver.bus().describe()));
+        };
+        let ExternalCollective { collective, dtype, op, .. } = *tensors.collective();
+        match self.perform(&task, &mut tensors) {
+            Ok(()) => {
+                self.shared.counts.add(collective, dtype, op);
+                task.done();
+            }
+            Err(Stop::Failed(error)) => {
+                let _ = self.shared.dead.set(error.clone());
+                task.fail_as(error.kind, error.message);
+            }
+            Err(Stop::Cancelled) => {
+                // Nothing writes into the caller's memory any more: the device has buffers of its own.
+                drop(task);
+                let error = self.give_up("was given up, since its call has failed");
+                tracing::warn!("{}", error.message);
+                let _ = self.shared.dead.set(error);
+            }
+        }
+    }
+
+    /// Does a collective, piece by piece: while the device works on one, the one before is copied out and the next one in.
+    fn perform(&mut self, task: &ExternalTask, tensors: &mut CollectiveMemory<'_>) -> std::result::Result<(), Stop> {
+        let collective = tensors.collective();
+        let request = request(collective)?;
+        let settings = self.driver.settings();
+        let Route::Device { operation, elements, function } = route(&request, settings) else {
+            return Err(
+                Error::internal(format!("{} was given to a device that does none", collective.collective)).into()
+            );
+        };
+        let root = if operation.row().has_root { request.root.0 } else { 0 };
+        let calls = Calls { operation, elements, function, on_wire: self.url.wire().carries(elements), root };
+        let mut pieces = Pieces::new(&request, operation, elements, settings, STAGING_BYTES).enumerate();
+        let mut next = self.give(tensors, pieces.next())?;
+        let mut last: Option<(Piece, Segment)> = None;
+        while let Some((piece, segment)) = next.take() {
+            let call = self.call(&calls, &piece, segment)?;
+            self.driver.start(&call)?;
+            self.take(tensors, last.take())?;
+            next = self.give(tensors, pieces.next())?;
+            self.finish(task, collective)?;
+            last = Some((piece, segment));
+        }
+        Ok(self.take(tensors, last)?)
+    }
+
+    fn give(
+        &mut self,
+        tensors: &CollectiveMemory<'_>,
+        piece: Option<(usize, Piece)>,
+    ) -> Result<Option<(Piece, Segment)>> {
+        let Some((number, piece)) = piece else { return Ok(None) };
+        let segment = self.staging.segment(number);
+        self.staging.give(self.driver.bus(), tensors, &piece, segment)?;
+        Ok(Some((piece, segment)))
+    }
+
+    fn take(&mut self, tensors: &mut CollectiveMemory<'_>, piece: Option<(Piece, Segment)>) -> Result<()> {
+        let Some((piece, segment)) = piece else { return Ok(()) };
+        self.staging.take(self.driver.bus(), tensors, &piece, segment)
+    }
+
+    fn call(&self, calls: &Calls, piece: &Piece, segment: Segment) -> Result<Descriptor> {
+        let &Calls { operation, elements, function, on_wire, root } = calls;
+        let call = self.driver.call(operation, elements, on_wire, piece.count)?;
+        let Segment { first, result } = segment;
+        Ok(Descriptor { root, function: function.number(), first, second: result, result, ..call })
+    }
+
+    /// Waits until the device is done with a call.
+    fn finish(&mut self, task: &ExternalTask, collective: &ExternalCollective) -> std::result::Result<(), Stop> {
+        let mut pause = SHORTEST_PAUSE;
+        for look in 0_u32.. {
+            if let Some(finished) = self.driver.poll()? {
+                let device = self.url.scheme();
+                tracing::debug!(device, seq = collective.seq, nanos = finished.nanos, "a call of the device is done");
+                break;
+            }
+            if task.is_cancelled() {
+                return Err(Stop::Cancelled);
+            }
+            let now = time::now();
+            if let Some(deadline) = collective.deadline.filter(|deadline| *deadline <= now) {
+                return Err(Stop::Failed(self.late(collective, deadline)));
+            }
+            if look >= EAGER_LOOKS {
+                std::thread::sleep(pause);
+                pause = (pause * 2).min(LONGEST_PAUSE);
+            }
+        }
+        Ok(())
+    }
+
+    /// Nothing ends what the device does: it takes no more calls. Says what can be read of it within a while.
+    fn give_up(&mut self, why: &str) -> Error {
+        let until = time::now() + DIAGNOSIS;
+        self.driver.give_up(why, || time::now() < until)
+    }
+
+    /// The error of a collective that is not done in time, with what can be read of the device.
+    fn late(&mut self, collective: &ExternalCollective, deadline: Moment) -> Error {
+        let waited = deadline.since(collective.started).as_millis();
+        let why = self.give_up("has not ended");
+        let text = format!("Timed out waiting {waited}ms for {}: {}", collective.collective, why.message);
+        Error::new(ErrorKind::Timeout, text)
+    }
+}
+
+/// A collective as the planner of devices takes it.
+///
+/// # Errors
+/// `InvalidArgument` for blocks of several sizes, which the other ranks know nothing of.
+fn request(collective: &ExternalCollective) -> Result<Request> {
+    let bytes = |block: &[TensorDesc]| block.iter().map(TensorDesc::len_bytes).sum::<u64>();
+    let sizes = |is_input: bool| {
+        let blocks = if is_input { &collective.inputs } else { &collective.outputs };
+        blocks.iter().map(bytes).collect::<Vec<u64>>()
+    };
+    let (inputs, outputs) = (sizes(true), sizes(false));
+    let own = match collective.collective {
+        Collective::ReduceScatter | Collective::Scatter => outputs.first(),
+        _ => inputs.first().or(outputs.first()),
+    };
+    let block_bytes = own.copied().unwrap_or(0);
+    if let Some(other) = inputs.iter().chain(&outputs).find(|bytes| **bytes != block_bytes) {
+        return Err(Error::invalid_argument(format!(
+            "a device takes blocks of one size, and this {} has blocks of {block_bytes} and of {other} bytes; give all of them the \
+             same size, or take the host with sidestep=\"{}=host\"",
+            collective.collective, collective.collective
+        )));
+    }
+    Ok(Request {
+        collective: collective.collective,
+        dtype: collective.dtype,
+        op: collective.op,
+        root: collective.root,
+        block_bytes,
+        equal_blocks: true,
+    })
+}
