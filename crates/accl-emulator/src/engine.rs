@@ -18,6 +18,7 @@ use crate::memory::Memory;
 use crate::mover::{Moving, NO_ADDRESS, Parts, Progress};
 use crate::program::{Faithful, Move, Place, Program, Say, Setup, Sink, Source, Step, program};
 use crate::receiver::{Memories, Notice, Receiver};
+use crate::time::{Counted, Speed};
 
 /// Control streams of an engine.
 const CONTROLS: usize = 3;
@@ -41,6 +42,7 @@ struct Running {
     step: Option<UnderWay>,
     /// See [`Step::KeepAddress`].
     kept: Option<Notice>,
+    counted: Counted,
 }
 
 /// A step that has begun.
@@ -68,6 +70,7 @@ pub struct Engine {
     max_eager: u32,
     max_rendezvous: u32,
     takes_packets: bool,
+    speed: Speed,
 }
 
 impl Engine {
@@ -88,7 +91,14 @@ impl Engine {
             max_eager: FIRST_LIMIT,
             max_rendezvous: FIRST_LIMIT,
             takes_packets: false,
+            speed: Speed::default(),
         }
+    }
+
+    /// The same, as fast as this by its counter register.
+    #[must_use]
+    pub fn with_speed(self, speed: Speed) -> Self {
+        Self { speed, ..self }
     }
 
     /// Answers a host.
@@ -195,14 +205,23 @@ impl Engine {
         let Some(call) = self.controls[control].calls.pop_front() else { return false };
         if call.operation == Operation::Config {
             let code = self.configure(&call);
-            self.end(control, code);
+            self.end(control, code, &Counted::default());
             return true;
         }
         match self.prepare(&call) {
             Ok((program, elements, rank)) => {
-                self.running = Some(Running { control, call, elements, rank, program, step: None, kept: None });
+                self.running = Some(Running {
+                    control,
+                    call,
+                    elements,
+                    rank,
+                    program,
+                    step: None,
+                    kept: None,
+                    counted: Counted::default(),
+                });
             }
-            Err(code) => self.end(control, code),
+            Err(code) => self.end(control, code, &Counted::default()),
         }
         true
     }
@@ -264,7 +283,8 @@ impl Engine {
         Ok((program(call, &setup), elements, rank))
     }
 
-    fn end(&mut self, control: usize, code: ReturnCode) {
+    fn end(&mut self, control: usize, code: ReturnCode, counted: &Counted) {
+        self.exchange.set(map::CYCLES, counted.cycles(&self.speed));
         self.exchange.set(map::RETURN_CODE, code.0);
         self.controls[control].ended += 1;
         self.running = None;
@@ -276,18 +296,22 @@ impl Engine {
         let control = running.control;
         loop {
             let Some(step) = running.step.take().or_else(|| running.program.next().map(UnderWay::from)) else {
-                self.end(control, ReturnCode::default());
+                self.end(control, ReturnCode::default(), &running.counted);
                 return true;
             };
+            let hops = step.hops();
             match self.take_step(&mut running, step, fabric) {
-                Ok(None) => moved = true,
+                Ok(None) => {
+                    running.counted.hops += hops;
+                    moved = true;
+                }
                 Ok(Some((step, has_moved))) => {
                     running.step = Some(step);
                     self.running = Some(running);
                     return moved || has_moved;
                 }
                 Err(code) => {
-                    self.end(control, code);
+                    self.end(control, code, &running.counted);
                     return true;
                 }
             }
@@ -314,6 +338,7 @@ impl Engine {
             elements: running.elements,
             compresses_wire: running.call.compression.wire,
             any_takes_all: running.call.operation == Operation::Recv && !self.faithful.to(7),
+            counted: &mut running.counted,
         };
         let any_takes_all = parts.any_takes_all;
         let receiver = &mut self.receiver;
@@ -358,7 +383,10 @@ impl Engine {
                     None
                 }
                 Step::AwaitDone { from } => match heard(MessageKind::Done, &|rank| rank == from) {
-                    Some(_) => None,
+                    Some(done) => {
+                        parts.counted.received_bytes += u64::from(done.count);
+                        None
+                    }
                     None => Some((UnderWay::Step(step), false)),
                 },
                 Step::AwaitWord { from } => match heard(MessageKind::Address, &|rank| rank == from) {
@@ -366,6 +394,7 @@ impl Engine {
                     None => Some((UnderWay::Step(step), false)),
                 },
                 Step::Collect { says, at_a_time } => {
+                    parts.counted.hops += says.len().div_ceil(at_a_time.max(1)) as u64;
                     Some((UnderWay::Collecting { says: says.into(), under_way: Vec::new(), at_a_time }, true))
                 }
                 Step::Sum { ref slots, own, .. } => {
@@ -385,6 +414,7 @@ impl Engine {
                         has_moved = true;
                     }
                     let Some(done) = heard(MessageKind::Done, &|rank| under_way.contains(&rank)) else { break };
+                    parts.counted.received_bytes += u64::from(done.count);
                     under_way.retain(|rank| *rank != done.from);
                     has_moved = true;
                 }
@@ -395,6 +425,7 @@ impl Engine {
                 while let Some(done) = heard(MessageKind::Done, &|from| slots.iter().any(|(rank, _)| *rank == from)) {
                     let at = slots.iter().position(|(rank, _)| *rank == done.from).unwrap_or_default();
                     let (_, slot) = slots.swap_remove(at);
+                    parts.counted.received_bytes += u64::from(done.count);
                     let Step::Sum { between, last, count, function, .. } = &step else { return Err(NO_ADDRESS) };
                     let to = if slots.is_empty() { *last } else { between[turns % between.len()] };
                     let what = Move {
@@ -415,6 +446,26 @@ impl Engine {
 impl From<Step> for UnderWay {
     fn from(step: Step) -> Self {
         Self::Step(step)
+    }
+}
+
+impl UnderWay {
+    /// How often it waits for a peer until it is over; moves and collections count for themselves.
+    fn hops(&self) -> u64 {
+        match self {
+            Self::Moving(_) | Self::Collecting { .. } => 0,
+            Self::Summing { .. } => 1,
+            Self::Step(step) => match step {
+                Step::Serve { .. } | Step::KeepAddress { .. } | Step::AwaitDone { .. } | Step::AwaitWord { .. } => 1,
+                Step::Move(_)
+                | Step::Say(_)
+                | Step::WriteBehind { .. }
+                | Step::Collect { .. }
+                | Step::Sum { .. }
+                | Step::Hang
+                | Step::Fail(_) => 0,
+            },
+        }
     }
 }
 

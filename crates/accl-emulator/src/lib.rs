@@ -16,8 +16,10 @@ mod mover;
 pub mod program;
 mod receiver;
 pub mod serve;
+mod time;
 
 pub use engine::Engine;
 pub use fabric::Fabric;
 pub use memory::Memory;
 pub use program::Faithful;
+pub use time::{CONSTANTS, Constant, Speed};

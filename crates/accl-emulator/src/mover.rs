@@ -7,13 +7,14 @@ use std::collections::VecDeque;
 use accl_cclo::call::ANY_TAG;
 use accl_cclo::memory_map::{Network, RankEntry};
 use accl_cclo::return_code::ReturnCode;
-use accl_cclo::wire::{Header, MessageKind, STREAM_OFFSET, packets};
+use accl_cclo::wire::{Header, MessageKind, STREAM_OFFSET, WORD_BYTES, packets};
 
 use crate::arithmetic;
 use crate::exchange::{Elements, Exchange};
 use crate::fabric::Fabric;
 use crate::program::{Move, Place, Sink, Source};
 use crate::receiver::{Memories, Receiver};
+use crate::time::Counted;
 
 /// An address that nobody has.
 pub(crate) const NO_ADDRESS: ReturnCode = ReturnCode(1 << 2);
@@ -37,6 +38,7 @@ pub(crate) struct Parts<'a, F> {
     pub(crate) compresses_wire: bool,
     /// A receiver that names any tag takes every tag.
     pub(crate) any_takes_all: bool,
+    pub(crate) counted: &'a mut Counted,
 }
 
 /// A move that is under way.
@@ -95,6 +97,10 @@ impl Moving {
             }
             self.done += count;
         }
+        let takes_message = |source: &Source| matches!(source, Source::Rank { .. });
+        let second = self.what.second.as_ref().map(|(second, _)| second);
+        parts.counted.hops += u64::from(takes_message(&self.what.first) || second.is_some_and(takes_message));
+        parts.counts_move(self.what.count);
         Ok(Progress::Done)
     }
 
@@ -146,6 +152,7 @@ impl Moving {
                 let bytes = parts.memories.device.read(buffer.address(), bytes).ok_or(NO_ADDRESS)?.to_vec();
                 Receiver::release(parts.exchange, index, &buffer);
                 parts.exchange.count_inbound(parts.communicator, rank);
+                parts.counted.received_bytes += (WORD_BYTES + bytes.len()) as u64;
                 Ok(Part { bytes, is_compressed: parts.compresses_wire })
             }
             Source::Kernel => {
@@ -191,6 +198,12 @@ impl<F> Parts<'_, F> {
         if is_compressed { self.elements.compressed } else { self.elements.uncompressed }
     }
 
+    /// A command of the mover for so many elements is over.
+    fn counts_move(&mut self, elements: u32) {
+        self.counted.moves += 1;
+        self.counted.bytes += u64::from(elements) * self.elements.uncompressed as u64;
+    }
+
     /// Bytes of an element on the wire.
     fn wire_bytes(&self) -> usize {
         self.bytes_of(self.compresses_wire).max(1)
@@ -229,6 +242,7 @@ impl<F> Parts<'_, F> {
 impl<F: Fabric> Parts<'_, F> {
     pub(crate) fn send(&mut self, peer: &RankEntry, header: &Header, payload: &[u8]) {
         for packet in packets(self.network, header, payload, peer.session as u16) {
+            self.counted.sent_bytes += packet.len_bytes() as u64;
             self.fabric.send(peer.session, packet.parts());
         }
     }
@@ -258,8 +272,10 @@ impl<F: Fabric> Parts<'_, F> {
             address,
         };
         for packet in packets(self.network, &header, payload, peer.session as u16) {
+            self.counted.sent_bytes += packet.len_bytes() as u64;
             self.fabric.send(peer.session, packet.parts());
         }
+        self.counts_move(count);
         self.send(&peer, &Header { kind: MessageKind::Done, ..header }, &[]);
         Ok(())
     }

@@ -20,6 +20,8 @@ pub(crate) struct Notice {
     pub(crate) tag: u32,
     pub(crate) address: u64,
     pub(crate) is_host: bool,
+    /// Bytes that have come, or elements that are wanted.
+    pub(crate) count: u32,
 }
 
 /// The packets of one sender.
@@ -136,6 +138,7 @@ impl Receiver {
                             tag: header.tag,
                             address: header.address,
                             is_host: header.is_host,
+                            count: header.count,
                         }),
                     }
                 }

@@ -229,6 +229,14 @@ fn wrong_arguments_are_refused_in_a_sentence() {
     assert_eq!(refused("-s 2 -r 2"), "accl-emulator: rank 2 is none of 2 ranks\n");
     assert_eq!(refused("--faithful 4,13"), "accl-emulator: --faithful takes numbers from 1 to 12, not `13`\n");
     assert_eq!(refused("-s 2 --hosts a:1"), "accl-emulator: --hosts names 1 ranks, and --ranks 2\n");
+    assert!(
+        refused("--clock fast")
+            .starts_with("accl-emulator: --clock: `fast` is no clock; expected a number above zero in Hz, kHz,")
+    );
+    assert!(
+        refused("--link 100Gbit/s")
+            .starts_with("accl-emulator: --link: `100Gbit/s` is no rate and time; expected a rate above")
+    );
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
     assert!(

@@ -129,6 +129,11 @@ impl Packet<'_> {
         [&self.head[..self.head_bytes], self.data, self.padding]
     }
 
+    /// Its length.
+    pub fn len_bytes(&self) -> usize {
+        self.parts().iter().map(|part| part.len()).sum()
+    }
+
     /// As it is sent.
     pub fn to_bytes(&self) -> Vec<u8> {
         self.parts().concat()

@@ -5,8 +5,8 @@ use std::process::ExitCode;
 
 use accl_cclo::hazards::HAZARDS;
 use accl_cclo::memory_map::Network;
-use accl_emulator::Faithful;
 use accl_emulator::serve::{Options, serve};
+use accl_emulator::{Faithful, Speed};
 use clap::Parser;
 
 /// Emulates CCLO engines for hosts that speak the protocol of the ACCL project's emulator.
@@ -42,6 +42,12 @@ struct Arguments {
     /// Keeps defects of firmware: all, or those with these numbers.
     #[arg(long, value_name = "NUMBERS", num_args = 0..=1, default_missing_value = "all")]
     faithful: Option<String>,
+    /// Clock of the engines, by which the counter register holds what a call would take.
+    #[arg(long, value_name = "FREQUENCY", default_value = "250MHz")]
+    clock: String,
+    /// The network between them: what it carries in a second, and what a message takes besides.
+    #[arg(long, value_name = "RATE,TIME", default_value = "100Gbit/s,2us")]
+    link: String,
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
@@ -94,7 +100,8 @@ impl Arguments {
             Comms::CytRdma => Network::Rdma,
         };
         let (hosts, faithful) = (self.hosts()?, self.faithful()?);
-        Ok(Options { ranks, hosts, bind: self.bind, network, faithful, loops_back: self.loopback })
+        let speed = Speed::parse(&self.clock, &self.link)?;
+        Ok(Options { ranks, hosts, bind: self.bind, network, faithful, speed, loops_back: self.loopback })
     }
 }
 

@@ -10,6 +10,7 @@ use accl_cclo::memory_map::Network;
 
 use crate::engine::Engine;
 use crate::program::Faithful;
+use crate::time::Speed;
 
 /// A packet for an engine of another process.
 #[derive(Debug)]
@@ -30,8 +31,8 @@ pub(crate) struct Cluster {
 }
 
 impl Cluster {
-    pub(crate) fn new(ranks: std::ops::Range<u32>, network: Network, faithful: Faithful) -> Self {
-        let engines: Vec<Engine> = ranks.clone().map(|_| Engine::new(network, faithful)).collect();
+    pub(crate) fn new(ranks: std::ops::Range<u32>, network: Network, faithful: Faithful, speed: Speed) -> Self {
+        let engines: Vec<Engine> = ranks.clone().map(|_| Engine::new(network, faithful).with_speed(speed)).collect();
         let is_awake = vec![false; engines.len()];
         Self { first: ranks.start, engines, awake: VecDeque::new(), is_awake, outgoing: Vec::new() }
     }

@@ -16,6 +16,7 @@ use tokio::sync::{mpsc, oneshot};
 use zeromq::{PubSocket, RepSocket, Socket, SocketRecv, SocketSend, SubSocket, XPubSocket, ZmqError, ZmqMessage};
 
 use crate::program::Faithful;
+use crate::time::Speed;
 use cluster::{Cluster, Outgoing, enables_packets};
 
 /// What happens and has yet to be looked at, before sockets are not read any more. What engines send is not limited so: whoever waits for a
@@ -38,6 +39,8 @@ pub struct Options {
     pub network: Network,
     /// Which of firmware's defects are kept.
     pub faithful: Faithful,
+    /// How fast engines and links are by the counter register.
+    pub speed: Speed,
     /// What an engine has for kernels comes back to it.
     pub loops_back: bool,
 }
@@ -143,7 +146,7 @@ pub async fn serve(options: Options, ready: impl FnOnce()) -> Result<(), ServeEr
         }
     }
     ready();
-    let mut cluster = Cluster::new(options.ranks.clone(), options.network, options.faithful);
+    let mut cluster = Cluster::new(options.ranks.clone(), options.network, options.faithful, options.speed);
     let mut heard: Vec<Vec<u32>> = options.ranks.clone().map(|_| options.outsiders().collect()).collect();
     let mut held: Vec<(u32, Request)> = Vec::new();
     loop {

@@ -1,5 +1,8 @@
 //! Worlds of engines in one process, and a host that sets them up.
 
+// Each test uses a part of it.
+#![allow(dead_code)]
+
 mod settle;
 
 use accl_cclo::call::{ConfigFunction, Descriptor, Hosts, Operation};
