@@ -149,5 +149,7 @@ fn write_header(address: u64, is_host: bool, bytes: usize, topic: &str) -> Heade
         kind: MessageKind::Rendezvous,
         is_host,
         address,
+        communicator: 0,
+        packet_number: 0,
     }
 }

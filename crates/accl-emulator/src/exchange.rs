@@ -81,8 +81,10 @@ impl Exchange {
         Communicator::from_words(self.words.get(offset as usize / 4..)?)
     }
 
+    /// Beyond all words if there is no such place.
     fn entry_at(communicator: u32, rank: u32) -> u32 {
-        communicator + 4 * Communicator::entry_at(rank as usize) as u32
+        let behind = u32::try_from(4 * Communicator::entry_at(rank as usize)).unwrap_or(u32::MAX);
+        communicator.saturating_add(behind)
     }
 
     pub(crate) fn rank(&self, communicator: u32, rank: u32) -> Option<RankEntry> {
@@ -100,7 +102,7 @@ impl Exchange {
     }
 
     fn count(&mut self, communicator: u32, rank: u32, word: usize) {
-        let at = Self::entry_at(communicator, rank) + 4 * word as u32;
+        let at = Self::entry_at(communicator, rank).saturating_add(4 * word as u32);
         let next = self.word(at).unwrap_or_default().wrapping_add(1);
         self.set_word(at, next);
     }
@@ -108,7 +110,7 @@ impl Exchange {
     pub(crate) fn elements(&self, offset: u32) -> Option<Elements> {
         let head = ArithmeticHead::from_words(self.words_at(offset)?);
         let function = |index: u32| {
-            let at = offset + 4 * (ArithmeticHead::COUNT as u32 + index);
+            let at = offset.saturating_add(4 * (ArithmeticHead::COUNT as u32 + index));
             (index < head.functions).then(|| self.word(at)).flatten()
         };
         Some(Elements {

@@ -18,7 +18,7 @@ mod receiver;
 pub mod serve;
 mod time;
 
-pub use engine::Engine;
+pub use engine::{Engine, Peers};
 pub use fabric::Fabric;
 pub use memory::Memory;
 pub use program::Faithful;

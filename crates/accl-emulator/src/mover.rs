@@ -2,12 +2,12 @@
 //!
 //! Owns how far a move has come: a large one goes on with each message that arrives. Read [`Moving::advance`] first.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 use accl_cclo::call::ANY_TAG;
 use accl_cclo::memory_map::{Network, RankEntry};
 use accl_cclo::return_code::ReturnCode;
-use accl_cclo::wire::{Header, MessageKind, STREAM_OFFSET, WORD_BYTES, packets};
+use accl_cclo::wire::{Cutter, Header, MessageKind, Packet, STREAM_OFFSET, WORD_BYTES};
 
 use crate::arithmetic;
 use crate::exchange::{Elements, Exchange};
@@ -20,6 +20,10 @@ use crate::time::Counted;
 pub(crate) const NO_ADDRESS: ReturnCode = ReturnCode(1 << 2);
 /// Arithmetic that there is not.
 pub(crate) const NO_FUNCTION: ReturnCode = ReturnCode(1 << 19);
+/// More than there can be in one message.
+const TOO_LARGE: ReturnCode = ReturnCode(1 << 18);
+/// Messages for kernels that nobody has fetched, before nothing more is moved to them.
+pub(crate) const MOST_FOR_KERNELS: usize = 1024;
 /// Most elements of a step of a move that waits for nobody.
 const STEP_BYTES: usize = 1 << 20;
 
@@ -38,6 +42,12 @@ pub(crate) struct Parts<'a, F> {
     pub(crate) compresses_wire: bool,
     /// A receiver that names any tag takes every tag.
     pub(crate) any_takes_all: bool,
+    /// What headers say of the communicator; `None`: nothing, as in the original.
+    pub(crate) communicator_id: Option<u32>,
+    /// Number of the next packet to each session.
+    pub(crate) next_packet: &'a mut BTreeMap<u32, u32>,
+    /// What has come and was not asked for.
+    pub(crate) receiver: &'a mut Receiver,
     pub(crate) counted: &'a mut Counted,
 }
 
@@ -46,6 +56,16 @@ pub(crate) struct Parts<'a, F> {
 pub(crate) struct Moving {
     what: Move,
     done: u32,
+}
+
+/// Data that are written to an address of a peer, which is told at last.
+#[derive(Debug)]
+pub(crate) struct Writing {
+    to: u32,
+    header: Header,
+    cutter: Cutter,
+    from: Place,
+    elements: u32,
 }
 
 /// How a step has gone.
@@ -76,7 +96,8 @@ impl Moving {
     pub(crate) fn advance<F: Fabric>(&mut self, parts: &mut Parts<'_, F>) -> Result<Progress, ReturnCode> {
         let begun = self.done;
         while self.done < self.what.count {
-            let Some(count) = self.next_count(parts) else {
+            let count = self.next_count(parts).filter(|_| self.has_room(parts));
+            let Some(count) = count else {
                 return Ok(Progress::Waits { has_moved: self.done > begun });
             };
             let mut first = self.take(&self.what.first, count, parts)?;
@@ -102,6 +123,18 @@ impl Moving {
         parts.counted.hops += u64::from(takes_message(&self.what.first) || second.is_some_and(takes_message));
         parts.counts_move(self.what.count);
         Ok(Progress::Done)
+    }
+
+    /// Whether all places take more.
+    fn has_room<F: Fabric>(&self, parts: &Parts<'_, F>) -> bool {
+        self.what.to.iter().all(|sink| match sink {
+            Sink::Rank { rank, .. } | Sink::RemoteKernel { rank, .. } => {
+                let peer = parts.exchange.rank(parts.communicator, *rank);
+                peer.is_none_or(|peer| parts.fabric.has_room(peer.session))
+            }
+            Sink::Kernel(_) => parts.kernel_out.len() < MOST_FOR_KERNELS,
+            Sink::Memory(_) => true,
+        })
     }
 
     /// Elements that can be moved now; `None`: none yet.
@@ -138,7 +171,7 @@ impl Moving {
         match *source {
             Source::Memory(place) => {
                 let bytes = parts.bytes_of(place.is_compressed);
-                let at = place.address + (self.done as usize * bytes) as u64;
+                let at = place.address.checked_add((self.done as usize * bytes) as u64).ok_or(NO_ADDRESS)?;
                 let memory = parts.memories.of(place.is_host);
                 let bytes = memory.read(at, count as usize * bytes).ok_or(NO_ADDRESS)?.to_vec();
                 Ok(Part { bytes, is_compressed: place.is_compressed })
@@ -150,7 +183,7 @@ impl Moving {
                     return Err(ReturnCode(1 << 25));
                 }
                 let bytes = parts.memories.device.read(buffer.address(), bytes).ok_or(NO_ADDRESS)?.to_vec();
-                Receiver::release(parts.exchange, index, &buffer);
+                parts.receiver.release(parts.exchange, index, &buffer);
                 parts.exchange.count_inbound(parts.communicator, rank);
                 parts.counted.received_bytes += (WORD_BYTES + bytes.len()) as u64;
                 Ok(Part { bytes, is_compressed: parts.compresses_wire })
@@ -165,7 +198,8 @@ impl Moving {
     fn put<F: Fabric>(&self, to: Sink, part: &Part, parts: &mut Parts<'_, F>) -> Result<(), ReturnCode> {
         match to {
             Sink::Memory(place) => {
-                let at = place.address + (self.done as usize * parts.bytes_of(place.is_compressed)) as u64;
+                let done = (self.done as usize * parts.bytes_of(place.is_compressed)) as u64;
+                let at = place.address.checked_add(done).ok_or(NO_ADDRESS)?;
                 let part = as_form(part, place.is_compressed, &parts.elements);
                 let there = parts.memories.of(place.is_host).read_mut(at, part.len()).ok_or(NO_ADDRESS)?;
                 there.copy_from_slice(&part);
@@ -184,7 +218,8 @@ impl Moving {
             Sink::RemoteKernel { rank, stream } => {
                 let part = as_form(part, parts.compresses_wire, &parts.elements);
                 let Some(peer) = parts.exchange.rank(parts.communicator, rank) else { return Err(NO_ADDRESS) };
-                let header = Header { tag: stream, stream: stream + STREAM_OFFSET, ..parts.header(&peer, part.len()) };
+                let number = stream.checked_add(STREAM_OFFSET).ok_or(NO_ADDRESS)?;
+                let header = Header { tag: stream, stream: number, ..parts.header(&peer, part.len()) };
                 parts.send(&peer, &header, &part);
             }
         }
@@ -220,7 +255,7 @@ impl<F> Parts<'_, F> {
         let sequence = self.exchange.rank(self.communicator, rank)?.inbound;
         // The sender of a message with any tag is heard by all.
         let takes = |theirs: u32| theirs == tag || theirs == ANY_TAG || (tag == ANY_TAG && self.any_takes_all);
-        Receiver::find(self.exchange, rank, sequence, takes)
+        self.receiver.find(self.exchange, rank, sequence, self.communicator_id, takes)
     }
 
     /// The header of a message to a rank.
@@ -235,50 +270,81 @@ impl<F> Parts<'_, F> {
             kind: MessageKind::Eager,
             is_host: false,
             address: 0,
+            communicator: self.communicator_id.unwrap_or_default(),
+            packet_number: 0,
         }
     }
 }
 
 impl<F: Fabric> Parts<'_, F> {
+    /// The header of the next message to a session, with the number of its first packet.
+    fn numbered(&self, session: u32, header: &Header) -> Header {
+        let next = self.next_packet.get(&session).copied().unwrap_or(1);
+        Header { packet_number: if self.communicator_id.is_some() { next } else { 0 }, ..*header }
+    }
+
     pub(crate) fn send(&mut self, peer: &RankEntry, header: &Header, payload: &[u8]) {
-        for packet in packets(self.network, header, payload, peer.session as u16) {
-            self.counted.sent_bytes += packet.len_bytes() as u64;
+        let header = self.numbered(peer.session, header);
+        let mut cutter = Cutter::new(self.network, &header, peer.session as u16);
+        while let Some(packet) = cutter.cut(payload) {
+            count_packet(self.next_packet, self.counted, peer.session, &packet);
             self.fabric.send(peer.session, packet.parts());
         }
     }
+}
 
-    /// Writes to an address that a rank has said, and says so.
-    pub(crate) fn write(
-        &mut self,
+impl Writing {
+    /// So many elements for an address that a rank has said.
+    pub(crate) fn new<F: Fabric>(
+        parts: &Parts<'_, F>,
         to: u32,
-        address: u64,
-        is_host: bool,
+        (address, is_host): (u64, bool),
         tag: u32,
         from: Place,
-        count: u32,
-    ) -> Result<(), ReturnCode> {
-        let peer = self.exchange.rank(self.communicator, to).ok_or(NO_ADDRESS)?;
-        let bytes = count as usize * self.elements.uncompressed;
-        let payload = self.memories.of(from.is_host).read(from.address, bytes).ok_or(NO_ADDRESS)?;
+        elements: u32,
+    ) -> Result<Self, ReturnCode> {
+        let peer = parts.exchange.rank(parts.communicator, to).ok_or(NO_ADDRESS)?;
+        let bytes = elements as usize * parts.elements.uncompressed;
         let header = Header {
-            count: bytes as u32,
             tag,
-            source: self.rank,
             sequence: peer.outbound,
-            stream: 0,
-            destination: peer.session as u16,
             kind: MessageKind::Rendezvous,
             is_host,
             address,
+            ..parts.header(&peer, u32::try_from(bytes).map_err(|_| TOO_LARGE)? as usize)
         };
-        for packet in packets(self.network, &header, payload, peer.session as u16) {
-            self.counted.sent_bytes += packet.len_bytes() as u64;
-            self.fabric.send(peer.session, packet.parts());
-        }
-        self.counts_move(count);
-        self.send(&peer, &Header { kind: MessageKind::Done, ..header }, &[]);
-        Ok(())
+        let header = parts.numbered(peer.session, &header);
+        Ok(Self { to, header, cutter: Cutter::new(parts.network, &header, peer.session as u16), from, elements })
     }
+
+    /// Goes on as far as it can.
+    ///
+    /// # Errors
+    /// As [`Moving::advance`].
+    pub(crate) fn advance<F: Fabric>(&mut self, parts: &mut Parts<'_, F>) -> Result<Progress, ReturnCode> {
+        let peer = parts.exchange.rank(parts.communicator, self.to).ok_or(NO_ADDRESS)?;
+        let bytes = self.header.count as usize;
+        let mut has_moved = false;
+        loop {
+            if !parts.fabric.has_room(peer.session) {
+                return Ok(Progress::Waits { has_moved });
+            }
+            let payload = parts.memories.of(self.from.is_host).read(self.from.address, bytes).ok_or(NO_ADDRESS)?;
+            let Some(packet) = self.cutter.cut(payload) else { break };
+            count_packet(parts.next_packet, parts.counted, peer.session, &packet);
+            parts.fabric.send(peer.session, packet.parts());
+            has_moved = true;
+        }
+        parts.counts_move(self.elements);
+        parts.send(&peer, &Header { kind: MessageKind::Done, ..self.header }, &[]);
+        Ok(Progress::Done)
+    }
+}
+
+fn count_packet(next: &mut BTreeMap<u32, u32>, counted: &mut Counted, session: u32, packet: &Packet<'_>) {
+    let next = next.entry(session).or_insert(1);
+    *next = Header::packet_number_after(*next);
+    counted.sent_bytes += packet.len_bytes() as u64;
 }
 
 /// Elements as a memory or a wire has them.

@@ -2,7 +2,7 @@
 //! written there.
 //!
 //! Owns the streams of packets of all senders, and what has been said and not asked for yet. Rx buffers lie in exchange memory, where the
-//! host sees them too. Read [`Receiver::take`] first.
+//! host sees them too; which communicator the message in one is of has no place there, and is kept here. Read [`Receiver::take`] first.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -11,6 +11,14 @@ use accl_cclo::wire::{Header, Joined, Joiner, MessageKind, STREAM_OFFSET};
 
 use crate::exchange::Exchange;
 use crate::memory::Memory;
+use crate::mover::MOST_FOR_KERNELS;
+
+/// Packets of a sender that find no place, before no more should be taken from it.
+const MOST_HELD: usize = 256;
+/// Bytes of them, before it is taken for one that does not wait for anybody.
+const MOST_HELD_BYTES: usize = 64 << 20;
+/// Notices that nobody has asked for. A call has a few for each rank.
+const MOST_NOTICES: usize = 1 << 14;
 
 /// Something that a peer has said besides data: an address, or that all data are there.
 #[derive(Clone, Copy, Debug)]
@@ -22,6 +30,8 @@ pub(crate) struct Notice {
     pub(crate) is_host: bool,
     /// Bytes that have come, or elements that are wanted.
     pub(crate) count: u32,
+    /// Zero: its sender does not tell.
+    communicator: u32,
 }
 
 /// The packets of one sender.
@@ -29,8 +39,13 @@ struct Stream {
     joiner: Joiner,
     /// Where the payload of the message goes whose packets come.
     target: Target,
-    /// Those that have found no idle rx buffer.
+    /// Those that have found no place.
     held: VecDeque<Vec<u8>>,
+    held_bytes: usize,
+    /// Number of the next packet, if its sender counts them.
+    next_packet: Option<u32>,
+    /// Why nothing more can be understood of it.
+    broken: Option<&'static str>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,8 +63,8 @@ pub(crate) struct Receiver {
     notices: VecDeque<Notice>,
     /// Bytes for kernel streams, with the number of each.
     pub(crate) kernel: VecDeque<(u32, Vec<u8>)>,
-    /// Why nothing more can be understood of a sender.
-    pub(crate) broken: Option<(u32, &'static str)>,
+    /// Which communicator the message in an rx buffer is of, where that is known.
+    communicators: BTreeMap<usize, u32>,
 }
 
 /// The memories that packets are written to.
@@ -64,24 +79,63 @@ impl Memories<'_> {
     }
 }
 
+/// Whether a message of one communicator may be for another: where either end does not tell them apart, it is.
+fn is_of(message: u32, wanted: Option<u32>) -> bool {
+    message == 0 || wanted.is_none_or(|wanted| wanted == message)
+}
+
 impl Receiver {
     pub(crate) fn new(network: Network) -> Self {
-        Self { network, streams: BTreeMap::new(), notices: VecDeque::new(), kernel: VecDeque::new(), broken: None }
+        Self {
+            network,
+            streams: BTreeMap::new(),
+            notices: VecDeque::new(),
+            kernel: VecDeque::new(),
+            communicators: BTreeMap::new(),
+        }
     }
 
-    /// Takes a packet of a sender. One that finds no idle rx buffer waits, and those after it behind it.
+    /// Takes a packet of a sender. One that finds no place waits, and those after it behind it.
     pub(crate) fn take(&mut self, sender: u32, packet: &[u8], exchange: &mut Exchange, memories: &mut Memories<'_>) {
-        let network = self.network;
-        let stream = self.streams.entry(sender).or_insert_with(|| Stream {
-            joiner: Joiner::new(network),
-            target: Target::Nowhere,
-            held: VecDeque::new(),
-        });
+        let stream = self.streams.entry(sender).or_insert_with(|| Stream::new(self.network));
+        if stream.broken.is_some() {
+            return;
+        }
+        if stream.held_bytes + packet.len() > MOST_HELD_BYTES {
+            stream.fail("it sends more than anybody asks for");
+            return;
+        }
+        stream.held_bytes += packet.len();
         stream.held.push_back(packet.to_vec());
         self.take_held(sender, exchange, memories);
     }
 
-    /// Tries again what has waited for an rx buffer.
+    /// Packets of a sender that wait for a place.
+    pub(crate) fn held(&self, sender: u32) -> usize {
+        self.streams.get(&sender).map_or(0, |stream| stream.held.len())
+    }
+
+    /// Whether more should be taken from a sender now.
+    pub(crate) fn has_room(&self, sender: u32) -> bool {
+        self.held(sender) < MOST_HELD
+    }
+
+    /// Why nothing more can be understood of a sender.
+    pub(crate) fn broken(&self) -> impl Iterator<Item = (u32, &'static str)> {
+        self.streams.iter().filter_map(|(&sender, stream)| Some((sender, stream.broken?)))
+    }
+
+    /// Forgets the packets of a sender, which begins anew if it ever comes back. What has come whole stays.
+    pub(crate) fn forget(&mut self, sender: u32, exchange: &mut Exchange) {
+        let Some(stream) = self.streams.remove(&sender) else { return };
+        if let (Target::Rx(index), true) = (stream.target, stream.joiner.is_under_way())
+            && let Some(buffer) = exchange.rx_buffer(index)
+        {
+            self.release(exchange, index, &buffer);
+        }
+    }
+
+    /// Tries again what has waited for a place.
     pub(crate) fn take_all_held(&mut self, exchange: &mut Exchange, memories: &mut Memories<'_>) -> bool {
         let waiting: Vec<u32> =
             self.streams.iter().filter(|(_, stream)| !stream.held.is_empty()).map(|(&sender, _)| sender).collect();
@@ -93,7 +147,8 @@ impl Receiver {
     }
 
     fn take_held(&mut self, sender: u32, exchange: &mut Exchange, memories: &mut Memories<'_>) -> bool {
-        let Some(stream) = self.streams.get_mut(&sender) else { return false };
+        let Self { streams, notices, kernel, communicators, .. } = self;
+        let Some(stream) = streams.get_mut(&sender) else { return false };
         let mut moved = false;
         while let Some(packet) = stream.held.front() {
             // A message may begin only if there is a place for it.
@@ -101,49 +156,66 @@ impl Receiver {
             let joined = match stream.joiner.join(packet) {
                 Ok(joined) => joined,
                 Err(bad) => {
-                    self.broken.get_or_insert((sender, bad.why));
-                    stream.held.clear();
+                    stream.fail(bad.why);
                     return moved;
                 }
             };
+            let mut number = stream.next_packet;
             match joined {
-                Joined::Write { address, is_host, data } => {
-                    if let Some(place) = memories.of(is_host).read_mut(address, data.len()) {
-                        place.copy_from_slice(data);
-                    } else {
-                        self.broken.get_or_insert((sender, "it writes to an address that this engine does not have"));
+                Joined::Write { address, is_host, data } => match memories.of(is_host).read_mut(address, data.len()) {
+                    Some(place) => place.copy_from_slice(data),
+                    None => {
+                        stream.fail("it writes to an address that this engine does not have");
+                        return moved;
                     }
-                }
+                },
                 Joined::Message { header, begins_at, data, is_last } => {
                     if begins_at == 0 {
-                        match begin(&header, exchange) {
-                            Some(target) => stream.target = target,
-                            None => {
-                                stream.joiner = before;
-                                return moved;
-                            }
+                        let said = Some(header.packet_number).filter(|&said| said != 0);
+                        if let (Some(expected), Some(said)) = (number, said)
+                            && expected != said
+                        {
+                            stream.fail("packets of it were lost");
+                            return moved;
+                        }
+                        let place = if notices.len() < MOST_NOTICES { begin(&header, exchange) } else { None };
+                        let Some(target) = place else {
+                            stream.joiner = before;
+                            return moved;
+                        };
+                        stream.target = target;
+                        number = said;
+                        if let Target::Rx(index) = stream.target {
+                            communicators.insert(index, header.communicator);
                         }
                     }
                     match stream.target {
+                        Target::Kernel(_) if kernel.len() >= MOST_FOR_KERNELS => {
+                            stream.joiner = before;
+                            return moved;
+                        }
                         Target::Rx(index) => {
                             if !fill(index, begins_at, data, is_last, exchange, memories) {
-                                self.broken
-                                    .get_or_insert((sender, "an rx buffer lies outside the memory of the device"));
+                                stream.fail("an rx buffer lies outside the memory of the device");
+                                return moved;
                             }
                         }
-                        Target::Kernel(number) => self.kernel.push_back((number, data.to_vec())),
-                        Target::Nowhere => self.notices.push_back(Notice {
+                        Target::Kernel(number) => kernel.push_back((number, data.to_vec())),
+                        Target::Nowhere => notices.push_back(Notice {
                             kind: header.kind,
                             from: header.source,
                             tag: header.tag,
                             address: header.address,
                             is_host: header.is_host,
                             count: header.count,
+                            communicator: header.communicator,
                         }),
                     }
                 }
             }
-            stream.held.pop_front();
+            stream.next_packet = number.map(Header::packet_number_after);
+            let taken = stream.held.pop_front();
+            stream.held_bytes -= taken.map_or(0, |packet| packet.len());
             moved = true;
         }
         moved
@@ -151,31 +223,57 @@ impl Receiver {
 
     /// The rx buffer with the next message of a rank, if it has come.
     pub(crate) fn find(
+        &self,
         exchange: &Exchange,
         from: u32,
         sequence: u32,
+        communicator: Option<u32>,
         takes: impl Fn(u32) -> bool,
     ) -> Option<(usize, RxBuffer)> {
         let buffers =
-            (0..exchange.get(RX_BUFFER_COUNT) as usize).filter_map(|index| Some((index, exchange.rx_buffer(index)?)));
+            (0..exchange.get(RX_BUFFER_COUNT) as usize).map_while(|index| Some((index, exchange.rx_buffer(index)?)));
         let mut full = buffers.filter(|(_, buffer)| buffer.status() == Some(RxStatus::Full));
-        full.find(|(_, buffer)| buffer.source == from && buffer.sequence == sequence && takes(buffer.tag))
+        full.find(|(index, buffer)| {
+            let of = self.communicators.get(index).copied().unwrap_or_default();
+            buffer.source == from && buffer.sequence == sequence && takes(buffer.tag) && is_of(of, communicator)
+        })
     }
 
     /// Gives an rx buffer back.
-    pub(crate) fn release(exchange: &mut Exchange, index: usize, buffer: &RxBuffer) {
+    pub(crate) fn release(&mut self, exchange: &mut Exchange, index: usize, buffer: &RxBuffer) {
+        self.communicators.remove(&index);
         exchange.set_rx_buffer(index, &RxBuffer::idle(buffer.address()));
     }
 
-    /// The first notice that is this.
-    pub(crate) fn take_notice(&mut self, is_it: impl Fn(&Notice) -> bool) -> Option<Notice> {
-        let at = self.notices.iter().position(is_it)?;
+    /// The first notice of a communicator that is this.
+    pub(crate) fn take_notice(&mut self, of: Option<u32>, is_it: impl Fn(&Notice) -> bool) -> Option<Notice> {
+        let at = self.notices.iter().position(|notice| is_of(notice.communicator, of) && is_it(notice))?;
         self.notices.remove(at)
     }
 
     /// Forgets everything.
     pub(crate) fn reset(&mut self) {
         *self = Self::new(self.network);
+    }
+}
+
+impl Stream {
+    fn new(network: Network) -> Self {
+        Self {
+            joiner: Joiner::new(network),
+            target: Target::Nowhere,
+            held: VecDeque::new(),
+            held_bytes: 0,
+            next_packet: None,
+            broken: None,
+        }
+    }
+
+    /// Nothing more is taken of it.
+    fn fail(&mut self, why: &'static str) {
+        self.broken.get_or_insert(why);
+        self.held = VecDeque::new();
+        self.held_bytes = 0;
     }
 }
 
@@ -191,7 +289,7 @@ fn begin(header: &Header, exchange: &mut Exchange) -> Option<Target> {
         return None;
     }
     let mut buffers =
-        (0..exchange.get(RX_BUFFER_COUNT) as usize).filter_map(|index| Some((index, exchange.rx_buffer(index)?)));
+        (0..exchange.get(RX_BUFFER_COUNT) as usize).map_while(|index| Some((index, exchange.rx_buffer(index)?)));
     let (index, idle) = buffers.find(|(_, buffer)| buffer.status() == Some(RxStatus::Idle))?;
     let filling = RxBuffer {
         status: RxStatus::Filling.word(),
@@ -215,7 +313,8 @@ fn fill(
     memories: &mut Memories<'_>,
 ) -> bool {
     let Some(buffer) = exchange.rx_buffer(index) else { return false };
-    let Some(place) = memories.device.read_mut(buffer.address() + begins_at as u64, data.len()) else { return false };
+    let Some(at) = buffer.address().checked_add(begins_at as u64) else { return false };
+    let Some(place) = memories.device.read_mut(at, data.len()) else { return false };
     place.copy_from_slice(data);
     if is_last {
         exchange.set_rx_buffer(index, &RxBuffer { status: RxStatus::Full.word(), ..buffer });

@@ -3,7 +3,9 @@
 use std::fmt::Write;
 
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 
+use super::about::{self, About};
 use super::json::{Data, push_array};
 
 /// Whether a request did what it should.
@@ -26,12 +28,15 @@ pub enum Reply {
     Register(u32),
     /// Bytes of memory.
     Memory(Vec<u8>),
+    /// What an emulator of ours is.
+    About(About),
 }
 
 #[derive(Deserialize)]
 struct Fields {
     status: i64,
     rdata: Option<Data>,
+    version: Option<IgnoredAny>,
 }
 
 impl Status {
@@ -54,6 +59,7 @@ impl Reply {
                 push_array(&mut text, bytes.iter().map(|&byte| byte as i8));
                 write!(text, r#","status":0}}"#)
             }
+            Self::About(about) => return about.to_json(),
         };
         text
     }
@@ -64,6 +70,10 @@ impl Reply {
     /// What is wrong with it, in words.
     pub fn from_json(text: &[u8]) -> Result<Self, String> {
         let fields: Fields = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+        if fields.version.is_some() {
+            let fields: about::Fields = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+            return fields.about().map(Self::About);
+        }
         let status = Status::TABLE.iter().find(|(number, _)| *number == fields.status);
         let (_, status) = status.ok_or_else(|| format!("its status is {}", fields.status))?;
         Ok(match fields.rdata {

@@ -39,6 +39,10 @@ pub struct Header {
     pub is_host: bool,
     /// Where its data go, if a receiver has said so.
     pub address: u64,
+    /// Which communicator it is of, as its ranks agree on; zero in the original, which does not tell.
+    pub communicator: u32,
+    /// Number of its first packet among all packets to the same engine, from one on; zero in the original, which does not count them.
+    pub packet_number: u32,
 }
 
 impl MessageKind {
@@ -65,6 +69,8 @@ impl Header {
         bytes[20..22].copy_from_slice(&self.destination.to_le_bytes());
         (bytes[22], bytes[23]) = (self.kind.number(), u8::from(self.is_host));
         bytes[24..32].copy_from_slice(&self.address.to_le_bytes());
+        bytes[32..36].copy_from_slice(&self.communicator.to_le_bytes());
+        bytes[36..40].copy_from_slice(&self.packet_number.to_le_bytes());
         bytes
     }
 
@@ -82,7 +88,14 @@ impl Header {
             kind: MessageKind::from_number(bytes[22])?,
             is_host: bytes[23] != 0,
             address: crate::words::address(word(6), word(7)),
+            communicator: word(8),
+            packet_number: word(9),
         })
+    }
+
+    /// The number of the packet after the one with this number, which is never zero.
+    pub fn packet_number_after(number: u32) -> u32 {
+        number.checked_add(1).unwrap_or(1)
     }
 
     /// Bytes of payload that follow.

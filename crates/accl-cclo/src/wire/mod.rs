@@ -9,7 +9,7 @@ mod packet;
 mod request_word;
 
 pub use header::{Header, MessageKind, STREAM_OFFSET};
-pub use packet::{BadPacket, Joined, Joiner, MAX_PACKET_BYTES, packets};
+pub use packet::{BadPacket, Cutter, Joined, Joiner, MAX_PACKET_BYTES, Packet, packets};
 pub use request_word::{RequestWord, Verb};
 
 /// A header, a request word, and what UDP pads its packets to.

@@ -59,37 +59,57 @@ pub struct Joiner {
     under_way: Option<(Header, usize)>,
 }
 
-/// The packets of a message. `queue_pair` is that of the peer, which RDMA alone names. A message of data for an address that the peer has
-/// said has no header over RDMA.
+/// Cuts a message into packets, one at a time.
+#[derive(Clone, Debug)]
+pub struct Cutter {
+    network: Network,
+    header: Header,
+    queue_pair: u16,
+    /// How much of the payload has been cut off, and whether a packet has.
+    sent: usize,
+    is_first: bool,
+}
+
+/// The packets of a message: see [`Cutter::new`].
 pub fn packets<'a>(
     network: Network,
     header: &Header,
     payload: &'a [u8],
     queue_pair: u16,
 ) -> impl Iterator<Item = Packet<'a>> {
-    let header = *header;
-    let is_write = network == Network::Rdma && header.kind == super::MessageKind::Rendezvous;
-    let head_bytes = if is_write { 0 } else { WORD_BYTES };
-    let mut sent = 0;
-    let mut is_first = true;
-    std::iter::from_fn(move || {
-        if !is_first && sent == payload.len() {
+    let mut cutter = Cutter::new(network, header, queue_pair);
+    std::iter::from_fn(move || cutter.cut(payload))
+}
+
+impl Cutter {
+    /// For a message with this header. `queue_pair` is that of the peer, which RDMA alone names. A message of data for an address that the peer
+    /// has said has no header over RDMA.
+    pub fn new(network: Network, header: &Header, queue_pair: u16) -> Self {
+        Self { network, header: *header, queue_pair, sent: 0, is_first: true }
+    }
+
+    /// The next packet of the message with this payload, which is the same each time. `None`: there are no more.
+    pub fn cut<'a>(&mut self, payload: &'a [u8]) -> Option<Packet<'a>> {
+        if !self.is_first && self.sent >= payload.len() {
             return None;
         }
-        let own_head = if is_first { head_bytes } else { 0 };
+        let (header, sent) = (&self.header, self.sent);
+        let is_write = self.network == Network::Rdma && header.kind == super::MessageKind::Rendezvous;
+        let head_bytes = if is_write { 0 } else { WORD_BYTES };
+        let own_head = if self.is_first { head_bytes } else { 0 };
         let room = MAX_PACKET_BYTES - own_head;
         let data = &payload[sent..payload.len().min(sent + room)];
         let mut packet = Packet { head: [0; 2 * WORD_BYTES], head_bytes: 0, data, padding: &[] };
-        if network == Network::Rdma {
+        if self.network == Network::Rdma {
             // The header counts as the first bytes of what is sent.
-            let before = if is_first { 0 } else { head_bytes + sent };
+            let before = if self.is_first { 0 } else { head_bytes + sent };
             let begins_at = if is_write { header.address } else { 0 };
             packet.push(
                 &RequestWord {
-                    address: begins_at + before as u64,
+                    address: begins_at.wrapping_add(before as u64),
                     bytes: (head_bytes + payload.len() - before) as u32,
                     is_host: is_write && header.is_host,
-                    queue_pair,
+                    queue_pair: self.queue_pair,
                     verb: if is_write { Verb::Write } else { Verb::Send },
                 }
                 .to_bytes(),
@@ -98,13 +118,13 @@ pub fn packets<'a>(
         if own_head > 0 {
             packet.push(&header.to_bytes());
         }
-        if network == Network::Udp {
+        if self.network == Network::Udp {
             packet.padding = padding(&payload[..sent + data.len()], data.len());
         }
-        sent += data.len();
-        is_first = false;
+        self.sent += data.len();
+        self.is_first = false;
         Some(packet)
-    })
+    }
 }
 
 /// What fills the last word of a packet with so many bytes of data, which `sent` ends with.
@@ -216,6 +236,8 @@ mod tests {
             kind,
             is_host: false,
             address: if kind == MessageKind::Eager { 0 } else { 0x2000 },
+            communicator: 0xC0FF_EE00,
+            packet_number: 17,
         }
     }
 

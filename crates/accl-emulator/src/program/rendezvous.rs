@@ -3,7 +3,7 @@
 use accl_cclo::call::{Descriptor, Operation};
 use accl_cclo::return_code::ReturnCode;
 
-use super::step::{Buffers, Move, Place, Program, Say, Setup, Sink, Source, Step, fail};
+use super::step::{Buffers, Move, Place, Program, Say, Setup, Side, Sink, Source, Step, fail};
 
 /// A message is larger than a spare buffer holds.
 const TOO_LARGE: ReturnCode = ReturnCode(1 << 18);
@@ -68,7 +68,7 @@ impl Rendezvous {
     }
 
     fn serve(&self, writes: Vec<(u32, Place)>, count: u32) -> Step {
-        Step::Serve { writes, count }
+        Step::Serve { writes, count, side: Side::Said }
     }
 
     fn say(&self, to: u32, place: Place, count: u32) -> Say {
@@ -164,7 +164,7 @@ impl Rendezvous {
 
     /// Every rank writes into a slot of the root's spare buffer 1, and the root adds them as they come.
     fn reduce_flat(&self, count: u32, result: Place) -> Vec<Step> {
-        let slots_bytes = u64::from(self.setup.world) * u64::from(count) * self.setup.element_bytes;
+        let slots_bytes = (u64::from(self.setup.world) * u64::from(count)).saturating_mul(self.setup.element_bytes);
         if slots_bytes > self.setup.max_rendezvous_bytes && !self.setup.faithful.to(5) {
             return vec![Step::Fail(TOO_LARGE)];
         }

@@ -82,6 +82,22 @@ pub struct Say {
     pub count: u32,
 }
 
+/// In which memory of a peer data go that it has said an address for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// In that which it has said.
+    Said,
+    /// In host memory, whatever it has said.
+    Host,
+    /// In host memory from the first peer on that has said so.
+    Sticky {
+        /// One has.
+        is_host: bool,
+    },
+    /// In the one that the sender's data are in, which are looked for in that which the peer has said.
+    Exchanged,
+}
+
 /// A step of a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
@@ -95,6 +111,8 @@ pub enum Step {
         writes: Vec<(u32, Place)>,
         /// Elements for each.
         count: u32,
+        /// In which memory.
+        side: Side,
     },
     /// Waits until a rank has said an address, which is kept.
     KeepAddress {
@@ -164,6 +182,12 @@ impl Faithful {
     #[must_use]
     pub fn with(self, hazard: u8) -> Self {
         Self(self.0 | 1 << hazard)
+    }
+
+    /// The numbers of those that are kept.
+    pub fn numbers(self) -> Vec<u8> {
+        let all = accl_cclo::hazards::HAZARDS.iter().map(|hazard| hazard.number);
+        all.filter(|&number| self.to(number)).collect()
     }
 
     /// Whether it does as firmware does.
@@ -261,6 +285,7 @@ impl Buffers {
     /// So many elements behind a place.
     pub(super) fn behind(&self, place: Place, elements: u64) -> Place {
         let bytes = if place.is_compressed { self.compressed_bytes } else { self.element_bytes };
-        Place { address: place.address + elements * bytes, ..place }
+        // What lies beyond all addresses is found to be nobody's when it is moved.
+        Place { address: place.address.saturating_add(elements.saturating_mul(bytes)), ..place }
     }
 }

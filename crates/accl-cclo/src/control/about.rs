@@ -1,0 +1,235 @@
+//! What an emulator of ours says of itself, and in what the emulators of a world differ.
+
+use serde::{Deserialize, Serialize};
+
+use crate::hazards::HAZARDS;
+use crate::memory_map::Network;
+
+/// What an emulator of ours says of itself, for one of its ranks. The original has no such reply.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct About {
+    /// Version of the emulator.
+    pub version: String,
+    /// How many ranks there are.
+    pub ranks: u32,
+    /// Which of them was asked.
+    pub rank: u32,
+    /// How engines reach one another.
+    pub network: Network,
+    /// Numbers of the hazards that it keeps, from the lowest to the highest.
+    pub hazards: Vec<u8>,
+    /// Cycles of its clock in a second, by the counter register.
+    pub clock_hz: u64,
+    /// Bits that a link carries in a second, by the counter register.
+    pub link_bits_per_second: u64,
+    /// What a message takes besides, in picoseconds.
+    pub hop_ps: u64,
+    /// Ranks that its packets do not reach: they have not come yet, or have gone.
+    pub missing: Vec<u32>,
+    /// Why calls have ended in an error, or do not end; empty if nothing is known to be wrong.
+    pub trouble: String,
+}
+
+/// The fields of the reply.
+#[derive(Deserialize, Serialize)]
+pub(super) struct Fields {
+    status: i64,
+    version: String,
+    ranks: u32,
+    rank: u32,
+    comms: String,
+    hazards: Vec<u8>,
+    clock_hz: u64,
+    link_bits_per_second: u64,
+    hop_ps: u64,
+    missing: Vec<u32>,
+    trouble: String,
+}
+
+/// As `--comms` takes them.
+const NETWORKS: [(&str, Network); 3] = [("udp", Network::Udp), ("tcp", Network::Tcp), ("cyt_rdma", Network::Rdma)];
+
+impl About {
+    /// As `--comms` takes its network.
+    pub fn comms(&self) -> &'static str {
+        NETWORKS.iter().find(|(_, network)| *network == self.network).map_or("", |(name, _)| name)
+    }
+
+    pub(super) fn to_json(&self) -> String {
+        let fields = Fields {
+            status: 0,
+            version: self.version.clone(),
+            ranks: self.ranks,
+            rank: self.rank,
+            comms: self.comms().to_owned(),
+            hazards: self.hazards.clone(),
+            clock_hz: self.clock_hz,
+            link_bits_per_second: self.link_bits_per_second,
+            hop_ps: self.hop_ps,
+            missing: self.missing.clone(),
+            trouble: self.trouble.clone(),
+        };
+        // Numbers and strings are always written.
+        serde_json::to_string(&fields).unwrap_or_default()
+    }
+
+    /// What hazards it keeps whose repair changes what goes over the wire.
+    fn kept_on_wire(&self) -> Vec<u8> {
+        on_wire().filter(|number| self.hazards.contains(number)).collect()
+    }
+}
+
+impl Fields {
+    pub(super) fn about(self) -> Result<About, String> {
+        let network = NETWORKS.iter().find(|(name, _)| *name == self.comms);
+        let (_, network) = network.ok_or_else(|| format!("its comms are `{}`", self.comms))?;
+        Ok(About {
+            version: self.version,
+            ranks: self.ranks,
+            rank: self.rank,
+            network: *network,
+            hazards: self.hazards,
+            clock_hz: self.clock_hz,
+            link_bits_per_second: self.link_bits_per_second,
+            hop_ps: self.hop_ps,
+            missing: self.missing,
+            trouble: self.trouble,
+        })
+    }
+}
+
+fn on_wire() -> impl Iterator<Item = u8> {
+    HAZARDS.iter().filter(|hazard| hazard.is_on_wire).map(|hazard| hazard.number)
+}
+
+/// Which two emulators of a world do not understand each other, and why, in a sentence; `None`: all do. The answers are those of all ranks
+/// in rank order; one that is `None` is of the original, which keeps every hazard and says nothing of itself.
+pub fn difference(answers: &[Option<About>]) -> Option<String> {
+    let ranks = answers.len();
+    for (rank, about) in (0u32..).zip(answers).filter_map(|(rank, about)| Some((rank, about.as_ref()?))) {
+        if about.rank != rank {
+            return Some(format!(
+                "the emulator that was asked as rank {rank} is that of rank {}: its address is wrong",
+                about.rank
+            ));
+        }
+        if about.ranks as usize != ranks {
+            return Some(format!(
+                "the emulator of rank {rank} was started for {} ranks, and there are {ranks}",
+                about.ranks
+            ));
+        }
+    }
+    let mut known = (0u32..).zip(answers).filter_map(|(rank, about)| Some((rank, about.as_ref()?)));
+    if let Some((first, about)) = known.next()
+        && let Some((other, differs)) = known.find(|(_, other)| other.network != about.network)
+    {
+        return Some(format!(
+            "the emulators of ranks {first} and {other} do not reach each other: they speak {} and {}; start all with the same --comms",
+            about.comms(),
+            differs.comms()
+        ));
+    }
+    let kept = |about: &Option<About>| about.as_ref().map_or_else(|| on_wire().collect(), About::kept_on_wire);
+    let mut all = (0u32..).zip(answers.iter().map(kept));
+    let (first, kept) = all.next()?;
+    let (other, differs) = all.find(|(_, other)| *other != kept)?;
+    Some(format!(
+        "the emulators of ranks {first} and {other} differ in what goes over the wire: they keep hazards {} and {}; start all with the \
+         same --faithful",
+        numbers(&kept),
+        numbers(&differs)
+    ))
+}
+
+fn numbers(hazards: &[u8]) -> String {
+    if hazards.is_empty() {
+        return "none".to_owned();
+    }
+    hazards.iter().map(u8::to_string).collect::<Vec<_>>().join(",")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Reply;
+    use super::*;
+
+    fn about(rank: u32) -> About {
+        About {
+            version: "0.1.0".to_owned(),
+            ranks: 3,
+            rank,
+            network: Network::Udp,
+            hazards: vec![],
+            clock_hz: 250_000_000,
+            link_bits_per_second: 100_000_000_000,
+            hop_ps: 2_000_000,
+            missing: vec![],
+            trouble: String::new(),
+        }
+    }
+
+    #[test]
+    fn what_is_said_is_read_as_it_was() {
+        let about = About {
+            network: Network::Rdma,
+            hazards: vec![4, 12],
+            missing: vec![1, 2],
+            trouble: "a \"sentence\"".to_owned(),
+            ..about(2)
+        };
+        let reply = Reply::About(about);
+        assert_eq!(
+            reply.to_json(),
+            r#"{"status":0,"version":"0.1.0","ranks":3,"rank":2,"comms":"cyt_rdma","hazards":[4,12],"clock_hz":250000000,"link_bits_per_second":100000000000,"hop_ps":2000000,"missing":[1,2],"trouble":"a \"sentence\""}"#
+        );
+        assert_eq!(Reply::from_json(reply.to_json().as_bytes()), Ok(reply));
+        let other = r#"{"status":0,"version":"0.1.0","ranks":3,"rank":2,"comms":"ib","hazards":[],"clock_hz":1,"link_bits_per_second":1,"hop_ps":0,"missing":[],"trouble":""}"#;
+        assert_eq!(Reply::from_json(other.as_bytes()), Err("its comms are `ib`".to_owned()));
+        assert!(Reply::from_json(br#"{"status":0,"version":"0.1.0"}"#).is_err());
+    }
+
+    #[test]
+    fn emulators_that_understand_each_other_do_not_differ() {
+        let [first, second] =
+            [0, 1].map(|rank| Some(About { hazards: vec![4], clock_hz: u64::from(rank), ..about(rank) }));
+        let other = About { hazards: vec![5, 9], version: "0.2.0".to_owned(), ..about(2) };
+        assert_eq!(
+            difference(&[first, second, Some(other)]),
+            None,
+            "neither versions nor what stays within one is looked at"
+        );
+        assert_eq!(difference(&[None, None]), None);
+        assert_eq!(difference(&[]), None);
+    }
+
+    #[test]
+    fn emulators_that_differ_are_named_with_what_they_differ_in() {
+        let all = [0, 1, 2].map(|rank| Some(about(rank)));
+        let with = |rank: usize, other: About| {
+            let mut all = all.clone();
+            all[rank] = Some(other);
+            difference(&all).unwrap()
+        };
+        assert_eq!(
+            with(2, About { network: Network::Rdma, ..about(2) }),
+            "the emulators of ranks 0 and 2 do not reach each other: they speak udp and cyt_rdma; start all with the same --comms"
+        );
+        assert_eq!(
+            with(1, About { hazards: vec![1, 4, 12], ..about(1) }),
+            "the emulators of ranks 0 and 1 differ in what goes over the wire: they keep hazards none and 1,12; start all with the same --faithful"
+        );
+        assert_eq!(
+            with(1, About { ranks: 2, ..about(1) }),
+            "the emulator of rank 1 was started for 2 ranks, and there are 3"
+        );
+        assert_eq!(with(1, about(2)), "the emulator that was asked as rank 1 is that of rank 2: its address is wrong");
+        let mut all = all;
+        all[2] = None;
+        assert_eq!(
+            difference(&all).unwrap(),
+            "the emulators of ranks 0 and 2 differ in what goes over the wire: they keep hazards none and 1,2,3,12; start all with the same --faithful",
+            "the original keeps them all"
+        );
+    }
+}

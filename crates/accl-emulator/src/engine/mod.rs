@@ -1,0 +1,446 @@
+//! An engine: registers, memories, calls on its control streams, and the program of the one that runs.
+//!
+//! Owns the order of calls and which peers there are. Firmware's programs are in `program`, how far the running one has come in `running`, data
+//! in `mover`, what comes in `receiver`. Read [`Engine::advance`] first.
+
+mod running;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use accl_cclo::call::{ConfigFunction, Descriptor, Operation};
+use accl_cclo::control::{About, Reply, Request, Status};
+use accl_cclo::memory_map as map;
+use accl_cclo::memory_map::{Communicator, Network};
+use accl_cclo::return_code::ReturnCode;
+use accl_cclo::wire::WORD_BYTES;
+
+use crate::exchange::{Elements, Exchange};
+use crate::fabric::Fabric;
+use crate::memory::Memory;
+use crate::mover::{NO_ADDRESS, Parts, Progress};
+use crate::program::{Faithful, Program, Setup, program};
+use crate::receiver::{Memories, Receiver};
+use crate::time::{Counted, Speed};
+use running::Running;
+
+/// Control streams of an engine.
+const CONTROLS: usize = 3;
+/// A peer has gone.
+const NOT_HEARD: ReturnCode = ReturnCode(1 << 11);
+/// Packets do not reach all peers.
+const NOT_SENT: ReturnCode = ReturnCode(1 << 20);
+/// Elements of no size, or of more than the data path takes at once.
+const NO_ELEMENTS: ReturnCode = ReturnCode(1 << 18);
+/// Most bytes of a memory in one reply.
+const MOST_READ_BYTES: u32 = 256 << 20;
+/// Calls that have not ended, or whose end nobody has asked for: more than an original takes are not looked at.
+const MOST_CALLS: usize = 1024;
+/// Bytes of kernels that no call has taken, before no more should be fed.
+const MOST_FED_BYTES: usize = 16 << 20;
+/// Firmware's limits before anybody has set them.
+const FIRST_LIMIT: u32 = 32 << 10;
+
+/// A control stream: the calls on it, and those that have ended and that nobody has asked for.
+#[derive(Default)]
+struct Control {
+    calls: VecDeque<Descriptor>,
+    ended: usize,
+}
+
+/// Whether the engines are there that the host wants packets from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Peers {
+    /// They are, or who runs the engine does not know.
+    #[default]
+    There,
+    /// Not all yet: the call that lets packets in does not end before.
+    Awaited,
+    /// They were waited for long enough: that call ends with an error.
+    Missing,
+}
+
+/// An engine.
+pub struct Engine {
+    network: Network,
+    faithful: Faithful,
+    exchange: Exchange,
+    device: Memory,
+    host: Memory,
+    controls: [Control; CONTROLS],
+    /// Control streams of calls that have yet to run, in the order in which they were started.
+    order: VecDeque<usize>,
+    running: Option<Running>,
+    receiver: Receiver,
+    kernel_in: VecDeque<u8>,
+    kernel_out: VecDeque<(u32, Vec<u8>)>,
+    max_eager: u32,
+    max_rendezvous: u32,
+    takes_packets: bool,
+    peers: Peers,
+    /// Sessions of engines that have gone.
+    lost: BTreeSet<u32>,
+    /// Number of the next packet to each session.
+    next_packet: BTreeMap<u32, u32>,
+    speed: Speed,
+}
+
+impl Engine {
+    /// An engine on such a network, with firmware's defects or without.
+    pub fn new(network: Network, faithful: Faithful) -> Self {
+        Self {
+            network,
+            faithful,
+            exchange: Exchange::default(),
+            device: Memory::default(),
+            host: Memory::default(),
+            controls: Default::default(),
+            order: VecDeque::new(),
+            running: None,
+            receiver: Receiver::new(network),
+            kernel_in: VecDeque::new(),
+            kernel_out: VecDeque::new(),
+            max_eager: FIRST_LIMIT,
+            max_rendezvous: FIRST_LIMIT,
+            takes_packets: false,
+            peers: Peers::There,
+            lost: BTreeSet::new(),
+            next_packet: BTreeMap::new(),
+            speed: Speed::default(),
+        }
+    }
+
+    /// The same, as fast as this by its counter register.
+    #[must_use]
+    pub fn with_speed(self, speed: Speed) -> Self {
+        Self { speed, ..self }
+    }
+
+    /// Answers a host.
+    pub fn answer(&mut self, request: &Request) -> Reply {
+        let status = |is_good| Reply::Status(if is_good { Status::Good } else { Status::Not });
+        match request {
+            Request::ReadRegister { offset } => {
+                self.exchange.word(*offset).map_or(Reply::Status(Status::Not), Reply::Register)
+            }
+            Request::WriteRegister { offset, value } => status(self.exchange.set_word(*offset, *value)),
+            Request::ReadMemory { address, bytes, is_host } => {
+                let fits = *bytes <= MOST_READ_BYTES;
+                let bytes = self.memory(*is_host).read(*address, *bytes as usize).filter(|_| fits);
+                bytes.map_or(Reply::Status(Status::Not), |bytes| Reply::Memory(bytes.to_vec()))
+            }
+            Request::WriteMemory { address, data, is_host } => {
+                let memory = self.memory(*is_host);
+                let has_grown = memory.grow(*address, data.len() as u64);
+                if let Some(place) = memory.read_mut(*address, data.len()).filter(|_| has_grown) {
+                    place.copy_from_slice(data);
+                }
+                status(has_grown)
+            }
+            Request::Allocate { address, bytes, is_host } => {
+                status(self.memory(*is_host).grow(*address, u64::from(*bytes)))
+            }
+            Request::Call { control, call } => match self.start(*control, *call) {
+                true => Reply::Status(Status::Good),
+                false => Reply::Status(Status::NoControl),
+            },
+            Request::Poll { control } => match self.controls.get_mut(*control as usize) {
+                Some(control) if control.ended > 0 => {
+                    control.ended -= 1;
+                    Reply::Status(Status::Good)
+                }
+                Some(_) => Reply::Status(Status::Not),
+                None => Reply::Status(Status::NoControl),
+            },
+            // Which of how many engines it is, it does not know: see [`Engine::about`].
+            Request::About => Reply::Status(Status::Not),
+        }
+    }
+
+    /// What it says of itself as this one of so many ranks.
+    pub fn about(&self, rank: u32, ranks: u32) -> About {
+        About {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            ranks,
+            rank,
+            network: self.network,
+            hazards: self.faithful.numbers(),
+            clock_hz: self.speed.clock_hz,
+            link_bits_per_second: self.speed.link_bits_per_second,
+            hop_ps: self.speed.hop_ps,
+            missing: Vec::new(),
+            trouble: String::new(),
+        }
+    }
+
+    /// A memory of its own, or of its host.
+    pub fn memory(&mut self, is_host: bool) -> &mut Memory {
+        if is_host { &mut self.host } else { &mut self.device }
+    }
+
+    /// Starts a call on a control stream. `false`: there is no such stream.
+    pub fn start(&mut self, control: u32, call: Descriptor) -> bool {
+        let Some(stream) = self.controls.get_mut(control as usize) else { return false };
+        if stream.calls.len() + stream.ended >= MOST_CALLS {
+            return false;
+        }
+        stream.calls.push_back(call);
+        self.order.push_back(control as usize);
+        true
+    }
+
+    /// Takes a packet of the engine with this number.
+    pub fn take(&mut self, sender: u32, packet: &[u8]) {
+        // Nothing gets in before the host has let it.
+        if self.takes_packets {
+            let mut memories = Memories { device: &mut self.device, host: &mut self.host };
+            self.receiver.take(sender, packet, &mut self.exchange, &mut memories);
+        }
+    }
+
+    /// Gives the engine bytes of a kernel.
+    pub fn feed(&mut self, bytes: &[u8]) {
+        self.kernel_in.extend(bytes);
+    }
+
+    /// What has come for kernels, with the number of the stream of each.
+    pub fn take_fed(&mut self) -> Option<(u32, Vec<u8>)> {
+        self.kernel_out.pop_front().or_else(|| self.receiver.kernel.pop_front())
+    }
+
+    /// Why calls of this engine fail, or do not go on; empty if nothing is known to be wrong.
+    pub fn trouble(&self) -> String {
+        let lost = self.lost.iter().map(|sender| format!("rank {sender} has gone"));
+        let broken = self.receiver.broken().map(|(sender, why)| format!("rank {sender} is not understood: {why}"));
+        broken.chain(lost).collect::<Vec<_>>().join("; ")
+    }
+
+    /// Says whether its peers are there. Who says nothing has them all from the beginning.
+    pub fn set_peers(&mut self, peers: Peers) {
+        self.peers = peers;
+    }
+
+    /// A call waits for peers to be there.
+    pub fn awaits_peers(&self) -> bool {
+        let next = self.order.front().and_then(|&control| self.controls[control].calls.front());
+        self.peers == Peers::Awaited && self.running.is_none() && next.is_some_and(enables_packets)
+    }
+
+    /// The engine with this number has gone: a call that waits for it ends with an error.
+    pub fn lose(&mut self, sender: u32) {
+        self.lost.insert(sender);
+        self.receiver.forget(sender, &mut self.exchange);
+    }
+
+    /// It is back, and begins anew.
+    pub fn find(&mut self, sender: u32) {
+        if self.lost.remove(&sender) {
+            self.receiver.forget(sender, &mut self.exchange);
+        }
+    }
+
+    /// Whether more packets of this engine should be taken now. Too many more, and it is not listened to any more.
+    pub fn has_room(&self, sender: u32) -> bool {
+        self.receiver.has_room(sender)
+    }
+
+    /// Packets of this engine that wait for an rx buffer.
+    pub fn held(&self, sender: u32) -> usize {
+        self.receiver.held(sender)
+    }
+
+    /// Whether more bytes of kernels should be fed now.
+    pub fn is_hungry(&self) -> bool {
+        self.kernel_in.len() < MOST_FED_BYTES
+    }
+
+    /// The call that runs, if one does.
+    pub fn running(&self) -> Option<&Descriptor> {
+        self.running.as_ref().map(|running| &running.call)
+    }
+
+    /// Goes on as far as it can without anybody else. `true`: something has moved.
+    pub fn advance(&mut self, fabric: &mut impl Fabric) -> bool {
+        let mut moved = false;
+        loop {
+            let mut memories = Memories { device: &mut self.device, host: &mut self.host };
+            let mut has_moved = self.receiver.take_all_held(&mut self.exchange, &mut memories);
+            if self.running.is_none() {
+                has_moved |= self.begin_next();
+            }
+            has_moved |= self.run(fabric);
+            if !has_moved {
+                return moved;
+            }
+            moved = true;
+        }
+    }
+
+    /// The next call that was started runs, if there is one.
+    fn begin_next(&mut self) -> bool {
+        if self.awaits_peers() {
+            return false;
+        }
+        let Some(control) = self.order.pop_front() else { return false };
+        let Some(call) = self.controls[control].calls.pop_front() else { return false };
+        if call.operation == Operation::Config {
+            let code = self.configure(&call);
+            self.end(control, code, &Counted::default());
+            return true;
+        }
+        match self.prepare(&call) {
+            Ok((prepared, id)) => self.running = Some(Running::new(control, call, prepared, id)),
+            Err(code) => self.end(control, code, &Counted::default()),
+        }
+        true
+    }
+
+    fn configure(&mut self, call: &Descriptor) -> ReturnCode {
+        let Some(function) = ConfigFunction::from_number(call.function) else { return ReturnCode::NOT_IMPLEMENTED };
+        match function {
+            ConfigFunction::Reset => {
+                self.receiver.reset();
+                (self.max_eager, self.max_rendezvous) = (FIRST_LIMIT, FIRST_LIMIT);
+                self.takes_packets = false;
+                self.exchange.set(map::RX_BUFFER_COUNT, 0);
+                self.exchange.set(map::IS_CONFIGURED, 0);
+            }
+            ConfigFunction::EnablePackets if self.peers != Peers::There => return NOT_SENT,
+            ConfigFunction::EnablePackets => self.takes_packets = true,
+            // Firmware stores it, and never looks at it.
+            ConfigFunction::Timeout => {}
+            ConfigFunction::MaxEagerBytes if call.count < self.exchange.get(map::RX_BUFFER_BYTES) => {
+                return ReturnCode::EAGER_TOO_SMALL;
+            }
+            ConfigFunction::MaxEagerBytes => self.max_eager = call.count,
+            ConfigFunction::MaxRendezvousBytes if call.count <= self.max_eager => {
+                return ReturnCode::RENDEZVOUS_TOO_SMALL;
+            }
+            ConfigFunction::MaxRendezvousBytes => self.max_rendezvous = call.count,
+        }
+        ReturnCode::default()
+    }
+
+    /// The program of a call, its elements, and the rank of this engine; and what tells its communicator.
+    fn prepare(&self, call: &Descriptor) -> Result<((Program, Elements, u32), Option<u32>), ReturnCode> {
+        let has_ranks = has_ranks(call);
+        let communicator = self.exchange.communicator(call.communicator).filter(|_| has_ranks);
+        let (world, rank) =
+            communicator.as_ref().map_or((1, 0), |communicator| (communicator.ranks.len() as u32, communicator.local));
+        let id = communicator.filter(|_| !self.faithful.to(12));
+        let id = id.map(|communicator| communicator_id(&self.exchange, call.communicator, &communicator));
+        let has_elements = !matches!(call.operation, Operation::Nop | Operation::Barrier);
+        let elements = self.exchange.elements(call.arithmetic).filter(|_| has_elements).unwrap_or_default();
+        let sizes = [elements.uncompressed, elements.compressed];
+        if has_elements && call.count > 0 && sizes.iter().any(|size| !(1..=WORD_BYTES).contains(size)) {
+            return Err(NO_ELEMENTS);
+        }
+        if has_ranks && (rank >= world || call.root >= world) {
+            return Err(NO_ADDRESS);
+        }
+        let get = |register| self.exchange.get(register);
+        let setup = Setup {
+            world,
+            rank,
+            network: self.network,
+            element_bytes: elements.uncompressed as u64,
+            compressed_bytes: elements.compressed as u64,
+            rx_bytes: u64::from(get(map::RX_BUFFER_BYTES)),
+            max_eager_bytes: u64::from(self.max_eager),
+            max_rendezvous_bytes: u64::from(self.max_rendezvous),
+            spares: [0, 1, 2].map(|index| self.exchange.spare_buffer(index)),
+            gather_fan_in: get(map::GATHER_FAN_IN),
+            gather_fan_in_bytes: get(map::GATHER_FAN_IN_BYTES),
+            broadcast_flat_ranks: get(map::BROADCAST_FLAT_RANKS),
+            reduce_flat_ranks: get(map::REDUCE_FLAT_RANKS),
+            reduce_flat_bytes: get(map::REDUCE_FLAT_BYTES),
+            faithful: self.faithful,
+        };
+        Ok(((program(call, &setup), elements, rank), id))
+    }
+
+    fn end(&mut self, control: usize, code: ReturnCode, counted: &Counted) {
+        self.exchange.set(map::CYCLES, counted.cycles(&self.speed));
+        self.exchange.set(map::RETURN_CODE, code.0);
+        self.controls[control].ended += 1;
+        self.running = None;
+    }
+
+    fn run(&mut self, fabric: &mut impl Fabric) -> bool {
+        let Some(mut running) = self.running.take() else { return false };
+        let mut counted = running.counted;
+        let mut parts = Parts {
+            exchange: &mut self.exchange,
+            memories: Memories { device: &mut self.device, host: &mut self.host },
+            kernel_in: &mut self.kernel_in,
+            kernel_out: &mut self.kernel_out,
+            fabric,
+            network: self.network,
+            communicator: running.call.communicator,
+            rank: running.rank,
+            elements: running.elements,
+            compresses_wire: running.call.compression.wire,
+            any_takes_all: running.call.operation == Operation::Recv && !self.faithful.to(7),
+            communicator_id: running.communicator_id,
+            next_packet: &mut self.next_packet,
+            receiver: &mut self.receiver,
+            counted: &mut counted,
+        };
+        let progress = running.advance(&mut parts);
+        running.counted = counted;
+        let (control, code) = match progress {
+            Ok(Progress::Waits { has_moved }) => match self.why_in_vain(&running.call) {
+                Some(code) if !has_moved => (running.control, code),
+                _ => {
+                    self.running = Some(running);
+                    return has_moved;
+                }
+            },
+            Ok(Progress::Done) => (running.control, ReturnCode::default()),
+            Err(code) => (running.control, code),
+        };
+        self.end(control, code, &running.counted);
+        true
+    }
+
+    /// With what a call ends that waits for somebody who cannot be heard any more.
+    fn why_in_vain(&self, call: &Descriptor) -> Option<ReturnCode> {
+        let is_quiet = self.lost.is_empty() && self.receiver.broken().next().is_none();
+        let communicator = self.exchange.communicator(call.communicator).filter(|_| !is_quiet && has_ranks(call))?;
+        let is_one = matches!(call.operation, Operation::Send | Operation::Recv);
+        let ranks = (0u32..).zip(&communicator.ranks).filter(|(rank, _)| !is_one || *rank == call.root);
+        let sessions: BTreeSet<u32> = ranks.map(|(_, entry)| entry.session).collect();
+        if self.receiver.broken().any(|(sender, _)| sessions.contains(&sender)) {
+            return Some(ReturnCode::WRONG_SEQUENCE);
+        }
+        (!self.lost.is_disjoint(&sessions)).then_some(NOT_HEARD)
+    }
+}
+
+/// Whether a call lets packets in.
+fn enables_packets(call: &Descriptor) -> bool {
+    call.operation == Operation::Config && call.function == ConfigFunction::EnablePackets.number()
+}
+
+/// Whether a call is one of several ranks.
+fn has_ranks(call: &Descriptor) -> bool {
+    !matches!(call.operation, Operation::Nop | Operation::Copy | Operation::Combine | Operation::Config)
+}
+
+/// What tells a communicator from others of the same engines. All its ranks come to the same: it follows from their sessions, and from how
+/// many communicators of the same ranks each of them has laid out before this one.
+fn communicator_id(exchange: &Exchange, at: u32, communicator: &Communicator) -> u32 {
+    let is_same = |other: &Communicator| {
+        let sessions = |of: &Communicator| of.ranks.iter().map(|rank| rank.session).collect::<Vec<_>>();
+        other.local == communicator.local && sessions(other) == sessions(communicator)
+    };
+    let ranks = communicator.ranks.len() as u32;
+    let before = (map::TABLES_BEGIN..at.min(map::TABLES_END)).step_by(4).filter(|&offset| {
+        exchange.word(offset) == Some(ranks) && exchange.communicator(offset).is_some_and(|other| is_same(&other))
+    });
+    let words = [before.count() as u32, ranks].into_iter().chain(communicator.ranks.iter().map(|rank| rank.session));
+    // FNV-1a, by words.
+    let hash =
+        words.fold(0xCBF2_9CE4_8422_2325_u64, |hash, word| (hash ^ u64::from(word)).wrapping_mul(0x100_0000_01B3));
+    // Zero says nothing.
+    ((hash ^ hash >> 32) as u32).max(1)
+}
