@@ -18,7 +18,8 @@ class Options(_native.BackendOptions):
     Each argument has the name and the meaning of an `ACCL_*` variable (`accl config` lists them) and wins over it. What is
     left out comes from the environment. Sizes are bytes or text such as `"64KiB"`. `compression` is a codec such as
     `"maxmin:4"` (`ACCL_CODEC`); `compressed_calls="all"` compresses ordinary calls with it, and has no
-    variable; `scope` is its old name.
+    variable; `scope` is its old name. `device` is the collective engine that does the collectives of the default group, such as
+    `"sim"` or `"emulator://host:5500"`; sub-groups are made without one. `sidestep` lists collectives that the host does all the same.
 
     Raises:
         ValueError: a value is not accepted; the message says what is.
@@ -45,6 +46,8 @@ class Options(_native.BackendOptions):
         timing: bool | None = None,
         compression: str | None = None,
         compressed_calls: str | None = None,
+        device: str | None = None,
+        sidestep: str | Sequence[str] | None = None,
         scope: str | None = None,
     ) -> None:
         super().__init__()
@@ -72,6 +75,8 @@ class Options(_native.BackendOptions):
             "timing": timing,
             "compression": _codec(compression),
             "compressed_calls": compressed_calls,
+            "device": device,
+            "sidestep": sidestep,
         }
         settings = {name: _text(value) for name, value in given.items() if value is not None}
         for name, text in settings.items():

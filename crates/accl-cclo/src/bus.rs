@@ -3,6 +3,8 @@
 //! Owns the interface alone. A bus may block for as long as one of its requests takes, and says so as an error when that is too long; it
 //! never waits for a call to end.
 
+use std::time::Duration;
+
 use accl_types::Result;
 
 use crate::call::Descriptor;
@@ -61,6 +63,11 @@ pub trait Bus: Send {
     /// As [`Bus::start`].
     fn poll(&mut self) -> Result<bool>;
 
+    /// Waits until a call that was not over may be, at most so long.
+    fn pause(&mut self, at_most: Duration) {
+        std::thread::sleep(at_most);
+    }
+
     /// A fresh connection to the same device, which shares its buffers: for a look at why a call does not end, when this connection may be
     /// in the middle of something. It starts nothing.
     ///
@@ -99,6 +106,10 @@ impl<B: Bus + ?Sized> Bus for Box<B> {
 
     fn poll(&mut self) -> Result<bool> {
         (**self).poll()
+    }
+
+    fn pause(&mut self, at_most: Duration) {
+        (**self).pause(at_most);
     }
 
     fn reconnect(&self) -> Result<Box<dyn Bus>> {

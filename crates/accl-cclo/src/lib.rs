@@ -19,6 +19,7 @@ pub mod driver;
 pub mod hazards;
 pub mod memory_map;
 pub mod offload;
+pub mod packets;
 pub mod return_code;
 pub mod wire;
 mod words;

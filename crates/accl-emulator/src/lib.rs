@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod arithmetic;
+mod direct;
 mod engine;
 mod exchange;
 mod fabric;
@@ -16,6 +17,7 @@ mod mover;
 pub mod program;
 mod receiver;
 pub mod serve;
+pub mod sim;
 mod time;
 
 pub use engine::{Engine, Peers};

@@ -1,35 +1,31 @@
 //! Engines of one process as devices of its threads: a bus without a socket.
 //!
-//! Owns the lock over the engines and the addresses that were handed out. What engines do is in the rest of this crate. Read [`LocalBus`]
-//! first.
+//! Owns the lock over the engines. What engines do is in the rest of this crate. Read [`LocalBus`] first.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use accl_cclo::bus::{Bus, Memory};
 use accl_cclo::call::Descriptor;
-use accl_cclo::control::{Reply, Request, Status};
 use accl_cclo::memory_map::Network;
 use accl_types::{Error, ErrorKind, Result};
 
+use crate::direct::{Direct, HandedOut};
 use crate::program::Faithful;
 use crate::serve::cluster::Cluster;
-
-/// What addresses of buffers are multiples of.
-const ALIGNMENT: u64 = 4096;
+use crate::time::Speed;
 
 /// The engines of all ranks, in one process.
 pub struct LocalEngines(Mutex<Inner>);
 
 struct Inner {
     cluster: Cluster,
-    /// How far the memories of each rank are handed out: the card's and the host's.
-    handed_out: Vec<[u64; 2]>,
+    handed_out: Vec<HandedOut>,
 }
 
 impl LocalEngines {
     /// One engine for each rank.
     pub fn new(network: Network, faithful: Faithful, ranks: u32) -> Arc<Self> {
-        let cluster = Cluster::new(0..ranks, network, faithful);
+        let cluster = Cluster::new(0..ranks, network, faithful, Speed::default());
         Arc::new(Self(Mutex::new(Inner { cluster, handed_out: vec![[0; 2]; ranks as usize] })))
     }
 
@@ -44,81 +40,54 @@ impl LocalEngines {
 pub struct LocalBus {
     engines: Arc<LocalEngines>,
     rank: u32,
+    name: String,
 }
 
 impl LocalBus {
     /// Connects to the engine of a rank.
     pub fn new(engines: &Arc<LocalEngines>, rank: u32) -> Self {
-        Self { engines: engines.clone(), rank }
+        Self { engines: engines.clone(), rank, name: format!("the engine of rank {rank} in this process") }
     }
 
-    fn failed(&self, why: &str) -> Error {
-        Error::new(ErrorKind::Device, format!("{}: {why}", self.describe()))
-    }
-
-    fn ask(&self, request: &Request) -> Result<Reply> {
-        match self.engines.lock().cluster.answer(self.rank, request) {
-            None => Err(self.failed("there is no such engine")),
-            Some(Reply::Status(Status::NoControl)) => Err(self.failed("there is no such control stream")),
-            Some(reply) => Ok(reply),
-        }
-    }
-
-    fn succeed(&self, request: &Request, what: &str) -> Result<()> {
-        match self.ask(request)? {
-            Reply::Status(Status::Good) => Ok(()),
-            _ => Err(self.failed(what)),
-        }
+    fn with<R>(&self, f: impl FnOnce(Direct<'_>, &mut HandedOut) -> Result<R>) -> Result<R> {
+        let mut inner = self.engines.lock();
+        let Inner { cluster, handed_out } = &mut *inner;
+        let engine = cluster.engine(self.rank).zip(handed_out.get_mut(self.rank as usize));
+        let (engine, handed_out) =
+            engine.ok_or_else(|| Error::new(ErrorKind::Device, format!("{}: there is no such engine", self.name)))?;
+        f(Direct { engine, name: &self.name }, handed_out)
     }
 }
 
 impl Bus for LocalBus {
     fn read_register(&mut self, offset: u32) -> Result<u32> {
-        match self.ask(&Request::ReadRegister { offset })? {
-            Reply::Register(value) => Ok(value),
-            _ => Err(self.failed(&format!("there is no register at {offset:#x}"))),
-        }
+        self.with(|mut engine, _| engine.read_register(offset))
     }
 
     fn write_register(&mut self, offset: u32, value: u32) -> Result<()> {
-        self.succeed(&Request::WriteRegister { offset, value }, &format!("there is no register at {offset:#x}"))
+        self.with(|mut engine, _| engine.write_register(offset, value))
     }
 
     fn allocate(&mut self, memory: Memory, bytes: u64) -> Result<u64> {
-        let is_host = memory.is_host();
-        let address = {
-            let mut inner = self.engines.lock();
-            let place = inner.handed_out.get_mut(self.rank as usize);
-            let next = place.ok_or_else(|| self.failed("there is no such engine"))?;
-            let next = &mut next[usize::from(is_host)];
-            std::mem::replace(next, *next + bytes.next_multiple_of(ALIGNMENT))
-        };
-        let bytes = u32::try_from(bytes).map_err(|_| self.failed("a buffer has less than 4 GiB"))?;
-        self.succeed(&Request::Allocate { address, bytes, is_host }, "it has no room for a buffer").map(|()| address)
+        self.with(|mut engine, handed_out| engine.allocate(handed_out, memory, bytes))
     }
 
     fn read_memory(&mut self, memory: Memory, address: u64, into: &mut [u8]) -> Result<()> {
-        let bytes = u32::try_from(into.len()).map_err(|_| self.failed("it reads less than 4 GiB at once"))?;
-        match self.ask(&Request::ReadMemory { address, bytes, is_host: memory.is_host() })? {
-            Reply::Memory(data) if data.len() == into.len() => {
-                into.copy_from_slice(&data);
-                Ok(())
-            }
-            _ => Err(self.failed("there is no such memory")),
-        }
+        self.with(|mut engine, _| engine.read_memory(memory, address, into))
     }
 
     fn write_memory(&mut self, memory: Memory, address: u64, from: &[u8]) -> Result<()> {
-        let request = Request::WriteMemory { address, data: from.to_vec(), is_host: memory.is_host() };
-        self.succeed(&request, "there is no such memory")
+        self.with(|mut engine, _| engine.write_memory(memory, address, from))
     }
 
     fn start(&mut self, call: &Descriptor) -> Result<()> {
-        self.succeed(&Request::Call { control: 0, call: *call }, "it takes no call")
+        self.with(|mut engine, _| engine.start(call))?;
+        self.engines.lock().cluster.go_on(self.rank);
+        Ok(())
     }
 
     fn poll(&mut self) -> Result<bool> {
-        Ok(self.ask(&Request::Poll { control: 0 })? == Reply::Status(Status::Good))
+        self.with(|mut engine, _| Ok(engine.poll()))
     }
 
     fn reconnect(&self) -> Result<Box<dyn Bus>> {
@@ -126,6 +95,6 @@ impl Bus for LocalBus {
     }
 
     fn describe(&self) -> String {
-        format!("the engine of rank {} in this process", self.rank)
+        self.name.clone()
     }
 }

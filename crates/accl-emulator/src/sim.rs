@@ -10,29 +10,24 @@ use accl_cclo::bus::{Bus, Memory};
 use accl_cclo::call::Descriptor;
 use accl_cclo::memory_map::Network;
 use accl_cclo::packets::Packets;
-use accl_types::{Error, ErrorKind, Result};
+use accl_types::Result;
 
+use crate::direct::{Direct, HandedOut};
 use crate::engine::Engine;
 use crate::fabric::Fabric;
 use crate::program::Faithful;
 
-/// What addresses of buffers are multiples of.
-const ALIGNMENT: u64 = 4096;
-/// The control stream that calls are started on.
-const CONTROL: usize = 0;
-
 /// A connection to the engine of this process.
 #[derive(Clone)]
 pub struct SimBus {
-    rank: u32,
+    name: Arc<str>,
     packets: Arc<dyn Packets>,
     inner: Arc<Mutex<Inner>>,
 }
 
 struct Inner {
     engine: Engine,
-    /// How far the memories are handed out: the card's and the host's.
-    handed_out: [u64; 2],
+    handed_out: HandedOut,
 }
 
 /// Packets on their way to other ranks: sessions are ranks.
@@ -42,25 +37,33 @@ impl Fabric for Outward<'_> {
     fn send(&mut self, session: u32, packet: [&[u8]; 3]) {
         self.0.send(session, &packet.concat());
     }
+
+    fn has_room(&self, session: u32) -> bool {
+        self.0.has_room(session)
+    }
 }
 
 impl SimBus {
     /// The engine of a rank, which reaches the others by these packets.
     pub fn new(network: Network, faithful: Faithful, rank: u32, packets: Arc<dyn Packets>) -> Self {
         let inner = Inner { engine: Engine::new(network, faithful), handed_out: [0; 2] };
-        Self { rank, packets, inner: Arc::new(Mutex::new(inner)) }
+        let name = format!("the engine of rank {rank} in its process").into();
+        Self { name, packets, inner: Arc::new(Mutex::new(inner)) }
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn failed(&self, why: &str) -> Error {
-        Error::new(ErrorKind::Device, format!("{}: {why}", self.describe()))
+    fn with<R>(&self, f: impl FnOnce(Direct<'_>, &mut HandedOut) -> R) -> R {
+        let mut inner = self.lock();
+        let Inner { engine, handed_out } = &mut *inner;
+        f(Direct { engine, name: &self.name }, handed_out)
     }
 
     /// Lets the engine go on as far as it can.
-    fn advance(&self, inner: &mut Inner) {
+    fn advance(&self) {
+        let mut inner = self.lock();
         loop {
             let mut has_come = false;
             while let Some((from, packet)) = self.packets.receive() {
@@ -73,5 +76,50 @@ impl SimBus {
             }
         }
         self.packets.flush();
+    }
+}
+
+impl Bus for SimBus {
+    fn read_register(&mut self, offset: u32) -> Result<u32> {
+        self.with(|mut engine, _| engine.read_register(offset))
+    }
+
+    fn write_register(&mut self, offset: u32, value: u32) -> Result<()> {
+        self.with(|mut engine, _| engine.write_register(offset, value))
+    }
+
+    fn allocate(&mut self, memory: Memory, bytes: u64) -> Result<u64> {
+        self.with(|mut engine, handed_out| engine.allocate(handed_out, memory, bytes))
+    }
+
+    fn read_memory(&mut self, memory: Memory, address: u64, into: &mut [u8]) -> Result<()> {
+        self.with(|mut engine, _| engine.read_memory(memory, address, into))
+    }
+
+    fn write_memory(&mut self, memory: Memory, address: u64, from: &[u8]) -> Result<()> {
+        self.with(|mut engine, _| engine.write_memory(memory, address, from))
+    }
+
+    fn start(&mut self, call: &Descriptor) -> Result<()> {
+        self.with(|mut engine, _| engine.start(call))?;
+        self.advance();
+        Ok(())
+    }
+
+    fn poll(&mut self) -> Result<bool> {
+        self.advance();
+        Ok(self.with(|mut engine, _| engine.poll()))
+    }
+
+    fn pause(&mut self, at_most: Duration) {
+        self.packets.wait(at_most);
+    }
+
+    fn reconnect(&self) -> Result<Box<dyn Bus>> {
+        Ok(Box::new(self.clone()))
+    }
+
+    fn describe(&self) -> String {
+        self.name.to_string()
     }
 }

@@ -39,7 +39,6 @@ pub use settings::{accepted, check_settings, settings_page};
 pub use signals::block_all as block_signals;
 
 // What the layers below offer, for listings: those above see only this crate.
-pub use accl_cclo as cclo;
 pub use accl_kernels::{codec, describe_isa, supports};
 pub use accl_schedule::cost::{CONSTANTS, Machine};
 pub use accl_schedule::{ALGORITHMS, Algorithm};

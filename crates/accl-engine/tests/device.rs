@@ -5,7 +5,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use accl_engine::{Blocks, CallDesc, Mode, TensorDesc, Waited};
-use accl_testkit::devices::{Faithful, LocalDevices, Network};
+use accl_testkit::devices::{Faithful, LocalDevices, Network, SimDevices};
 use accl_testkit::{Fabric, Member, World, WorldOptions, calls, finish};
 use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, Rank, ReduceOp};
 
@@ -211,7 +211,7 @@ fn calls_in_flight_reach_the_device_in_the_order_of_their_numbers_on_all_ranks()
                         0 => CallDesc::new(Collective::Broadcast, Dtype::I64),
                         _ => CallDesc::new(Collective::AllReduce, Dtype::I64),
                     };
-                    desc.root = Rank(if call % 3 == 0 { (call % 2) as u32 } else { 0 });
+                    desc.root = Rank(if call.is_multiple_of(3) { (call % 2) as u32 } else { 0 });
                     desc.mode = Mode::Async;
                     desc.outputs = Blocks::of(calls::write(data));
                     desc.seq = (call >= 18).then(|| first + (call as u64 - 18));
@@ -403,4 +403,31 @@ fn an_engine_without_a_way_to_devices_says_so() {
     let world = World::new(options(1, Network::Udp));
     let error = world.try_run("g").remove(0).err().expect("no group");
     assert!(error.to_string().contains("was not given a way to open devices"), "{error}");
+}
+
+#[test]
+fn engines_in_the_ranks_processes_reach_one_another_over_their_links() {
+    for fabric in [Fabric::Shm, Fabric::Tcp, Fabric::Loopback(4)] {
+        for network in [Network::Udp, Network::Rdma] {
+            for (ranks, segment) in [(1, "64KiB"), (2, "1KiB"), (3, "64KiB"), (5, "4KiB")] {
+                let options = options(ranks, network).over(fabric).with("segment_bytes", segment);
+                let world = World::new(options);
+                let devices = Arc::new(SimDevices(Faithful::all()));
+                world.engines.iter().for_each(|engine| engine.open_devices_with(devices.clone()));
+                world.run("g", |member| {
+                    let n = member.world;
+                    for count in [1, 1000, 300_000] {
+                        let mut data = ints(member.rank, count);
+                        member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+                        let all = |at: usize| -> i64 { (0..n).map(|rank| value(rank, at)).sum() };
+                        assert!(data.iter().enumerate().all(|(at, got)| *got == all(at)), "{fabric:?} {network:?} {n}");
+                        let mut data = ints(member.rank, count);
+                        member.broadcast(&mut data, (n - 1) as u32).unwrap();
+                        assert_eq!(data, ints(n - 1, count));
+                    }
+                    assert!(device_line(&member).contains(": 6 calls"), "{}", device_line(&member));
+                });
+            }
+        }
+    }
 }

@@ -13,6 +13,7 @@ use cxx::UniquePtr;
 
 use crate::bridge::ffi::{self, CallArgs, Described, GroupArgs, Numbered, Outcome, Status, TensorView, Waited};
 use crate::compression;
+use crate::devices::Opener;
 use crate::guard::{FromError, bridged};
 use crate::log;
 use crate::snapshot;
@@ -81,7 +82,9 @@ fn open(config: Config, rank: u32) -> Arc<Engine> {
     for (name, owner) in accl_engine::foreign_variables().into_iter().filter(|_| rank == 0) {
         tracing::warn!("{name} is no setting of torch-accl and has no effect on it: it belongs to {owner}");
     }
-    accl_calibrate::engine(config)
+    let engine = accl_calibrate::engine(config);
+    engine.open_devices_with(Arc::new(Opener));
+    engine
 }
 
 /// A group, empty until [`group_create`] filled it.

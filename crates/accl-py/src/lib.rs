@@ -7,6 +7,7 @@ mod bridge;
 mod built;
 mod codes;
 mod compression;
+mod devices;
 mod group;
 mod guard;
 mod info;

@@ -7,7 +7,9 @@ use accl_cclo::bus::{Bus, Memory};
 use accl_cclo::call::{Descriptor, Operation};
 use accl_cclo::device::DeviceUrl;
 use accl_cclo::driver::Settings;
+use accl_cclo::packets::Packets;
 use accl_emulator::local::{LocalBus, LocalEngines};
+use accl_emulator::sim::SimBus;
 use accl_engine::OpenBus;
 use accl_types::{Error, Result};
 
@@ -57,12 +59,33 @@ impl LocalDevices {
 }
 
 impl OpenBus for LocalDevices {
-    fn open(&self, _url: &DeviceUrl, settings: &Settings, _go_on: &mut dyn FnMut() -> bool) -> Result<Box<dyn Bus>> {
+    fn open(
+        &self,
+        _url: &DeviceUrl,
+        settings: &Settings,
+        _packets: Arc<dyn Packets>,
+        _go_on: &mut dyn FnMut() -> bool,
+    ) -> Result<Box<dyn Bus>> {
         if self.faults.does_not_open.load(Ordering::Relaxed) == settings.rank {
             return Err(Error::device(format!("the card of rank {} has no power", settings.rank)));
         }
         let bus = LocalBus::new(&self.engines, settings.rank);
         Ok(Box::new(FaultyBus { bus, rank: settings.rank, faults: self.faults.clone(), runs_collective: false }))
+    }
+}
+
+/// Opens an engine in software for each rank, which reaches the others over the links of the ranks.
+pub struct SimDevices(pub Faithful);
+
+impl OpenBus for SimDevices {
+    fn open(
+        &self,
+        _url: &DeviceUrl,
+        settings: &Settings,
+        packets: Arc<dyn Packets>,
+        _go_on: &mut dyn FnMut() -> bool,
+    ) -> Result<Box<dyn Bus>> {
+        Ok(Box::new(SimBus::new(settings.network, self.0, settings.rank, packets)))
     }
 }
 

@@ -416,7 +416,7 @@ mod tests {
     #[test]
     fn every_code_leads_back_to_its_kind() {
         for code in 0..=255u8 {
-            let expected = (1..=12).contains(&code);
+            let expected = (1..=13).contains(&code);
             assert_eq!(Kind::from_code(code).map(|kind| kind as u8), expected.then_some(code));
         }
     }

@@ -18,9 +18,10 @@ use accl_executor::call::{ExternalCollective, ExternalTask, TensorDesc};
 use accl_executor::memory::CollectiveMemory;
 use accl_types::{Collective, Error, ErrorKind, Moment, Result};
 
+use super::port::Port;
+use super::shared::{OpenBus, Shared};
 use super::staging::{STAGING_BYTES, Segment, Staging};
-use super::{OpenBus, Shared};
-use crate::time;
+use crate::{signals, time};
 
 /// Looks at a call that follow one another without a pause.
 const EAGER_LOOKS: u32 = 8;
@@ -36,6 +37,7 @@ pub(super) struct Start {
     pub(super) url: DeviceUrl,
     pub(super) settings: Settings,
     pub(super) shared: Arc<Shared>,
+    pub(super) port: Arc<Port>,
     pub(super) deadline: Moment,
 }
 
@@ -72,6 +74,8 @@ struct Calls {
 impl Start {
     /// The life of the thread.
     pub(super) fn run(self, opener: &dyn OpenBus, opened: &SyncSender<Result<()>>, tasks: &Receiver<ExternalTask>) {
+        signals::block_all();
+        self.port.belongs_to_this_thread();
         let mut worker = match self.open(opener) {
             Ok(worker) => worker,
             Err(error) => return drop(opened.send(Err(error))),
@@ -86,11 +90,11 @@ impl Start {
     }
 
     fn open(self, opener: &dyn OpenBus) -> Result<Worker> {
-        let Self { url, settings, shared, deadline } = self;
+        let Self { url, settings, shared, port, deadline } = self;
         let is_closed = shared.clone();
         let mut go_on = || time::now() < deadline && !is_closed.is_closed.load(Ordering::Relaxed);
         let memory = settings.memory;
-        let bus = opener.open(&url, &settings, &mut go_on)?;
+        let bus = opener.open(&url, &settings, port, &mut go_on)?;
         let mut driver = Driver::open(bus, settings, go_on)?;
         let staging = Staging::new(driver.bus(), memory)?;
         Ok(Worker { url, driver, staging, shared })
@@ -188,7 +192,7 @@ impl Worker {
                 return Err(Stop::Failed(self.late(collective, deadline)));
             }
             if look >= EAGER_LOOKS {
-                std::thread::sleep(pause);
+                self.driver.bus().pause(pause);
                 pause = (pause * 2).min(LONGEST_PAUSE);
             }
         }

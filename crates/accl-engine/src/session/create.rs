@@ -209,6 +209,10 @@ impl Engine {
         if spec.config.timing {
             state.enable_timing();
         }
+        if let Some(device) = &device.opened {
+            device.connect(&self.driver, id);
+            state.take_packets_with(device.sink());
+        }
         Ok(Some((state, Rules { default_codec, device: device.opened.clone(), planner })))
     }
 
@@ -227,7 +231,15 @@ impl Engine {
         let left = deadline.saturating_duration_since(Instant::now());
         let place = (spec.rank.0, spec.world);
         let sidestep = spec.config.sidestep.clone();
-        device.opened = Some(Device::open(url.clone(), place, sidestep, opener, time::now() + left, look)?);
+        device.opened = Some(Device::open(
+            url.clone(),
+            place,
+            sidestep,
+            opener,
+            self.config.segment_bytes as usize,
+            time::now() + left,
+            look,
+        )?);
         Ok(())
     }
 

@@ -17,6 +17,7 @@ use super::context::Context;
 use super::failure::Failure;
 use super::history::History;
 use super::inbox::{Inbox, Unexpected};
+use super::packets::PacketSink;
 use super::sequence::Sequence;
 use crate::call::{CallDesc, CallState, Waits};
 use crate::exec::{FastPath, FromAny, Message, P2p, PROBE, Run, RunContext, SpinLimit, answer_probe};
@@ -64,6 +65,8 @@ pub struct GroupState {
     /// Some rank has left or is lost.
     has_absentees: bool,
     calls_failed: u64,
+    /// Where packets for the device of this rank go, if it has one.
+    packets: Option<Arc<dyn PacketSink>>,
     /// Of its callers.
     waits: Arc<Waits>,
 }
@@ -155,6 +158,7 @@ impl GroupState {
             scratch: Storage::default(),
             code_pool: BufferPool::default(),
             is_listed: false,
+            packets: None,
             has_absentees: false,
             calls_failed: 0,
             waits: Arc::default(),

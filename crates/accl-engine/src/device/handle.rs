@@ -1,0 +1,172 @@
+//! A device that does collectives of a group.
+//!
+//! Owns the way from a group to the device's thread, and what is known of the device outside of it: which calls it takes, and what it has
+//! done. The thread alone (`worker`) talks to the bus, polls and keeps deadlines; nothing here waits under the engine's lock, and nothing
+//! here decides when a call may begin, which is the executor's matter. Read [`Device::open`] first.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::time::Duration;
+
+use accl_cclo::device::DeviceUrl;
+use accl_cclo::driver::Settings;
+use accl_cclo::offload::{Request, Route, route};
+use accl_executor::call::{Blocks, CallDesc, External, ExternalTask, TensorDesc};
+use accl_executor::group::PacketSink;
+use accl_types::{Collective, Error, Moment, Result};
+
+use super::port::Port;
+use super::shared::{OpenBus, Shared};
+use super::worker;
+use crate::driver::Driver;
+use crate::time;
+
+/// How often whoever waits for a device that opens looks whether it should go on.
+const LOOK: Duration = Duration::from_millis(50);
+/// How much longer than its deadline a device that opens may take to say why it does not.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// A device that has been set up, for the group that it serves.
+pub(crate) struct Device {
+    url: DeviceUrl,
+    settings: Settings,
+    sidestep: Vec<Collective>,
+    shared: Arc<Shared>,
+    port: Arc<Port>,
+    tasks: Sender<ExternalTask>,
+}
+
+impl Device {
+    /// Opens the device of a rank and sets it up, on a thread of its own. `look` is called now and then, and ends the wait with an error.
+    ///
+    /// # Errors
+    /// Settings that make no sense, a device that is not there, that does not answer before `deadline` or is set up for somebody else; what
+    /// `look` says.
+    pub(crate) fn open(
+        url: DeviceUrl,
+        (rank, world): (u32, u32),
+        sidestep: Vec<Collective>,
+        opener: Arc<dyn OpenBus>,
+        frame_bytes: usize,
+        deadline: Moment,
+        look: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Arc<Self>> {
+        let settings = url.settings(rank, world)?;
+        let shared: Arc<Shared> = Arc::default();
+        let (tasks, queue) = mpsc::channel();
+        let (opened, is_open) = mpsc::sync_channel(1);
+        let port = Port::new(rank, world, frame_bytes);
+        let worker = worker::Start {
+            url: url.clone(),
+            settings: settings.clone(),
+            shared: shared.clone(),
+            port: port.clone(),
+            deadline,
+        };
+        std::thread::Builder::new()
+            .name("accl-device".to_owned())
+            .spawn(move || worker.run(&*opener, &opened, &queue))
+            .map_err(|error| Error::exhausted(format!("no thread for the device `{url}`: {error}")))?;
+        let device = Arc::new(Self { url, settings, sidestep, shared, port, tasks });
+        loop {
+            match is_open.recv_timeout(LOOK) {
+                Ok(outcome) => return outcome.map(|()| device),
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Error::internal(format!("the thread of {device:?} ended while it opened it")));
+                }
+                Err(RecvTimeoutError::Timeout) => look()?,
+            }
+            if time::now() > deadline + LAST_WORDS {
+                return Err(Error::timeout(format!("{device:?} is not open before the deadline of the group")));
+            }
+        }
+    }
+
+    /// The group is made: an engine in software reaches those of other ranks.
+    pub(crate) fn connect(&self, driver: &Arc<Driver>, group: u64) {
+        self.port.connect(driver, group);
+    }
+
+    /// Where packets of other ranks' devices go.
+    pub(crate) fn sink(&self) -> Arc<dyn PacketSink> {
+        self.port.clone()
+    }
+
+    /// Who does a call, as all ranks find it.
+    pub(crate) fn route(&self, desc: &CallDesc, world: u32) -> Route {
+        if self.sidestep.contains(&desc.collective) {
+            return Route::Host("`sidestep` says so");
+        }
+        if desc.encoding(world).is_some() {
+            return Route::Host("it is encoded");
+        }
+        if !desc.uses_host_memory() {
+            return Route::Host("its tensors do not lie in host memory");
+        }
+        let request = Request {
+            collective: desc.collective,
+            dtype: desc.dtype,
+            op: desc.op,
+            root: desc.root,
+            block_bytes: 0,
+            equal_blocks: has_equal_blocks(desc),
+        };
+        route(&request, &self.settings)
+    }
+
+    /// The same call, done by the device, if it is to be.
+    pub(crate) fn takes(self: &Arc<Self>, desc: &CallDesc, world: u32) -> Option<CallDesc> {
+        let is_for_device = matches!(self.route(desc, world), Route::Device { .. });
+        is_for_device.then(|| CallDesc { offload: Some(self.clone()), ..desc.clone() })
+    }
+
+    /// For a person: what it is and what it has done.
+    pub(crate) fn describe(&self) -> String {
+        let state = self.shared.dead.get().map_or(String::new(), |why| format!(", dead: {}", why.message));
+        format!("device {}: {}{state}\n", self.url, self.shared.counts)
+    }
+}
+
+/// Whether all ranks know that the blocks of a call have one size.
+fn has_equal_blocks(desc: &CallDesc) -> bool {
+    let bytes = |block: &[TensorDesc]| block.iter().map(TensorDesc::len_bytes).sum::<u64>();
+    let are_alike = |blocks: &Blocks| {
+        let mut sizes = blocks.iter().map(bytes);
+        let first = sizes.next();
+        sizes.all(|size| Some(size) == first)
+    };
+    desc.equal_blocks
+        && match desc.collective {
+            Collective::AllGather => are_alike(&desc.outputs),
+            Collective::ReduceScatter => are_alike(&desc.inputs),
+            _ => true,
+        }
+}
+
+impl External for Device {
+    fn name(&self) -> &str {
+        self.url.scheme()
+    }
+
+    fn begin(&self, task: ExternalTask) {
+        // The thread has ended only if it has panicked.
+        if let Err(mpsc::SendError(task)) = self.tasks.send(task) {
+            task.fail(format!("the thread of {self:?} has ended; make a new group"));
+        }
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "device `{}` of rank {}", self.url, self.settings.rank)
+    }
+}
+
+impl Drop for Device {
+    /// The thread ends when it has nothing more to do; nobody waits for one that is stuck.
+    fn drop(&mut self) {
+        self.shared.is_closed.store(true, Ordering::Relaxed);
+    }
+}
