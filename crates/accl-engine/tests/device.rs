@@ -431,3 +431,19 @@ fn engines_in_the_ranks_processes_reach_one_another_over_their_links() {
         }
     }
 }
+
+#[test]
+fn an_all_to_all_with_split_sizes_on_some_ranks_alone_says_what_to_do() {
+    let (world, devices) = world(2, Network::Rdma);
+    let errors = world.run("g", |member| {
+        let mut output = [0_i32; 2];
+        member.all_to_all(&[1, 2], &[1, 1], &mut output, &[1, 1], member.rank == 0).unwrap_err()
+    });
+    for error in errors {
+        assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
+        let words =
+            ["rank 0 has its device do it", "all ranks must give split sizes, or none", "sidestep=\"all_to_all=host\""];
+        assert!(words.iter().all(|word| error.to_string().contains(word)), "{error}");
+    }
+    assert_eq!(devices.faults().started.load(Ordering::Relaxed), 0);
+}

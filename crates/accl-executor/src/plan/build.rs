@@ -16,7 +16,7 @@ const FAST_PATH_BYTES: u64 = 64 << 10;
 
 /// What signatures and messages call a collective that is done elsewhere. No algorithm of the table has this number.
 const OFFLOADED: &str = "device";
-const OFFLOADED_ID: u8 = u8::MAX;
+pub(super) const OFFLOADED_ID: u8 = u8::MAX;
 
 /// Operations by (peer, edge).
 #[derive(Debug, Default)]

@@ -5,6 +5,7 @@
 use accl_types::{Collective, Dtype, Elems, Error, Rank, ReduceOp};
 use accl_wire::frame::Signature;
 
+use super::build::OFFLOADED_ID;
 use super::cache::PlanKey;
 use crate::call::{CallDesc, Codecs};
 use accl_types::hash::{fold, hash_words};
@@ -50,6 +51,17 @@ pub(crate) fn disagreement(seq: u64, (my_rank, mine): (Rank, &Signature), (from,
     let (mine_text, theirs_text) = (describe(mine), describe(theirs));
     if mine_text == theirs_text && mine.reserved != theirs.reserved {
         return disagreement_on_codecs(seq, (my_rank, mine), (from, theirs)).with_peer(from);
+    }
+    let is_on_device = |signature: &Signature| signature.algorithm == OFFLOADED_ID;
+    if mine.collective == theirs.collective && is_on_device(mine) != is_on_device(theirs) {
+        let on_device = if is_on_device(mine) { my_rank } else { from };
+        let name = Collective::from_code(mine.collective).map_or("the collective", Collective::name);
+        return Error::mismatch(format!(
+            "ranks disagree on call {seq}: rank {my_rank} called {mine_text}, rank {from} called {theirs_text}, and rank {on_device} has its device \
+             do it where the other takes the host; all ranks must give split sizes, or none, and tensors in the same kind of memory, \
+             or take the host with sidestep=\"{name}=host\""
+        ))
+        .with_peer(from);
     }
     let detail = if mine_text == theirs_text { " (the sizes of single blocks differ)" } else { "" };
     Error::mismatch(format!(
