@@ -5,6 +5,7 @@ mod common;
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use accl_cclo::bus::{Bus, Memory};
@@ -284,6 +285,19 @@ fn memory_that_there_is_not_is_refused() {
     assert_eq!(bus.read_register(map::HARDWARE_ID.offset), Ok(0), "a refusal is an answer");
 }
 
+/// No test: the other end of the raw ping-pong, in a process of its own as emulators are.
+#[test]
+#[ignore = "another test starts it as a process, and says at which port"]
+fn echoes() {
+    let mut port = String::new();
+    std::io::stdin().read_line(&mut port).unwrap();
+    let Ok(port) = port.trim().parse::<u16>() else { return };
+    let (mut stream, _) = TcpListener::bind(("127.0.0.1", port)).unwrap().accept().unwrap();
+    stream.set_nodelay(true).unwrap();
+    let mut ball = [0; 32];
+    while stream.read_exact(&mut ball).is_ok() && stream.write_all(&ball).is_ok() {}
+}
+
 /// The bars are those of a release build on a quiet machine; any other has twenty times as long. What it took is printed.
 #[test]
 fn speed_is_within_the_bars() {
@@ -291,11 +305,17 @@ fn speed_is_within_the_bars() {
     let port = free_ports(4);
     let _emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);
     let mut bus = buses::open(&url(&format!("emulator://127.0.0.1:{port}")), 0).unwrap();
-    let raw = listener(|mut stream| {
-        let mut ball = [0; 32];
-        while stream.read_exact(&mut ball).is_ok() && stream.write_all(&ball).is_ok() {}
-    });
-    let mut raw = std::net::TcpStream::connect(("127.0.0.1", raw)).unwrap();
+    let mut echo = Command::new(std::env::current_exe().unwrap());
+    echo.args(["--exact", "echoes", "--ignored", "--nocapture"]);
+    let mut echo = Emulators(vec![echo.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap()]);
+    writeln!(echo.0[0].stdin.take().unwrap(), "{}", port + 3).unwrap();
+    let begin = Instant::now();
+    let mut raw = loop {
+        match std::net::TcpStream::connect(("127.0.0.1", port + 3)) {
+            Ok(raw) => break raw,
+            Err(error) => assert!(begin.elapsed() < common::PATIENCE, "{error}"),
+        }
+    };
     raw.set_nodelay(true).unwrap();
     let (mut pings, mut reads) = (Vec::new(), Vec::new());
     for _ in 0..2000 {

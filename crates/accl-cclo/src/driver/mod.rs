@@ -1,28 +1,39 @@
 //! The driver of a device: how it is set up, and one call after the other.
 //!
 //! Owns the order of what is written to a device, its buffers, and what is said of it when a call does not end. Which calls a collective
-//! becomes is not decided here, nor how long anybody waits: [`Driver::poll`] is asked by whoever has a clock. Read [`Driver::open`] first.
+//! becomes is not decided here. Time comes from whoever has a clock: [`Driver::start`] and [`Driver::poll`] know none, and calls that are
+//! posted have a deadline. Read [`Driver::open`] first.
 
 mod diagnosis;
+mod elements;
+mod queue;
+mod refusals;
 mod settings;
 mod tables;
 
 pub use diagnosis::Diagnosis;
+pub use elements::Elements;
+pub use queue::{Finished, RequestId};
 pub use settings::{MAX_RX_BUFFERS, Peer, Settings};
 pub(crate) use tables::Tables;
 
-use accl_types::{Error, ErrorKind, Result};
+use std::time::Duration;
+
+use accl_types::{Error, ErrorKind, Moment, Result};
 
 use crate::bus::{Bus, Memory};
-use crate::call::{Compression, ConfigFunction, Descriptor, Hosts, Operation};
+use crate::call::{ConfigFunction, Counts, Descriptor, Hosts, Operation};
 use crate::memory_map::{self as map, ArithmeticConfig, DataType, HardwareId, RxBuffer};
 use crate::return_code::ReturnCode;
+use queue::{Queue, State};
 
 /// What firmware is told for a time that it never looks at.
 const FIRMWARE_TIMEOUT: u32 = 1_000_000;
 /// Most ranks that a flat gather has addresses out to, and above how many bytes: as ACCL's own driver sets them.
 const GATHER_FAN_IN: u32 = 2;
 const GATHER_FAN_IN_BYTES: u32 = 32 << 10;
+/// How long a device may be asked why a call does not end.
+const DIAGNOSIS_TIME: Duration = Duration::from_millis(800);
 /// More ranks than this share a tree when a root has something for all of them.
 const BROADCAST_FLAT_RANKS: u32 = 3;
 
@@ -33,15 +44,10 @@ pub struct Driver<B> {
     hardware_id: HardwareId,
     tables: Tables,
     running: Option<Descriptor>,
+    /// Calls that were posted; the first of them is the one that runs.
+    queue: Queue,
     /// Why it takes no more calls.
     dead: Option<Error>,
-}
-
-/// How a call has ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Finished {
-    /// As the device has counted, in nanoseconds.
-    pub nanos: u64,
 }
 
 impl<B: Bus> Driver<B> {
@@ -61,7 +67,8 @@ impl<B: Bus> Driver<B> {
             ));
         }
         let tables = Tables::lay_out(&settings)?;
-        let mut driver = Self { bus, settings, hardware_id, tables, running: None, dead: None };
+        let mut driver =
+            Self { bus, settings, hardware_id, tables, running: None, queue: Queue::default(), dead: None };
         driver.set_up(&mut go_on)?;
         Ok(driver)
     }
@@ -122,7 +129,7 @@ impl<B: Bus> Driver<B> {
 
     fn configure(&mut self, function: ConfigFunction, value: u32, go_on: &mut impl FnMut() -> bool) -> Result<()> {
         let call = Descriptor { communicator: self.tables.communicator.offset, ..Descriptor::config(function, value) };
-        self.start(&call)?;
+        self.start_unrefused(&call)?;
         while self.poll()?.is_none() {
             if !go_on() {
                 let text = format!("{} did not answer `{call}` in time", self.bus.describe());
@@ -155,7 +162,7 @@ impl<B: Bus> Driver<B> {
     /// No rank or a strange one, this rank is not among them, exchange memory is full, or the device cannot be reached.
     pub fn add_communicator(&mut self, members: &[u32]) -> Result<u32> {
         let communicator = self.settings.communicator_of(members)?;
-        let place = self.tables.add_communicator(members.len())?;
+        let place = self.tables.add_communicator(&communicator)?;
         self.write_words(place.offset, &communicator.to_words())?;
         Ok(place.offset)
     }
@@ -165,20 +172,28 @@ impl<B: Bus> Driver<B> {
     /// # Errors
     /// The device has no arithmetic for these types.
     pub fn call(&self, operation: Operation, dtype: DataType, on_wire: DataType, count: u32) -> Result<Descriptor> {
-        let is_it = |config: &ArithmeticConfig| (config.uncompressed, config.compressed) == (dtype, on_wire);
-        let found = self.tables.configs.iter().find(|(config, _)| is_it(config));
-        let (_, arithmetic) = found.ok_or_else(|| {
-            Error::new(
-                ErrorKind::Unsupported,
-                format!("no device has arithmetic for {dtype:?} that travels as {on_wire:?}"),
-            )
+        self.call_on(operation, Elements::of(dtype).on_wire(on_wire), count)
+    }
+
+    /// As [`Driver::call`], with elements that differ from buffer to buffer.
+    ///
+    /// # Errors
+    /// As [`Driver::call`].
+    pub fn call_on(&self, operation: Operation, elements: Elements, count: u32) -> Result<Descriptor> {
+        let (key, compression) = elements.choose()?;
+        let arithmetic = key.map_or(Ok(0), |(dtype, on_wire)| {
+            let is_it = |config: &ArithmeticConfig| (config.uncompressed, config.compressed) == (dtype, on_wire);
+            let found = self.tables.configs.iter().find(|(config, _)| is_it(config));
+            found.map(|(_, place)| place.offset).ok_or_else(|| {
+                let text = format!("no device has arithmetic for {dtype:?} that travels as {on_wire:?}");
+                Error::new(ErrorKind::Unsupported, text)
+            })
         })?;
-        let wire = dtype != on_wire;
         Ok(Descriptor {
             count,
             communicator: self.tables.communicator.offset,
-            arithmetic: arithmetic.offset,
-            compression: Compression { wire, ..Compression::default() },
+            arithmetic,
+            compression,
             hosts: Hosts::all(self.settings.memory.is_host()),
             ..Descriptor::new(operation)
         })
@@ -187,19 +202,48 @@ impl<B: Bus> Driver<B> {
     /// Starts a call. One runs at a time.
     ///
     /// # Errors
-    /// The device is dead, or cannot be reached, which is its death.
+    /// Firmware would hang on it or do something else, the device is dead, or it cannot be reached, which is its death.
     pub fn start(&mut self, call: &Descriptor) -> Result<()> {
         if let Some(dead) = &self.dead {
             return Err(dead.clone());
         }
-        if let Some(running) = &self.running {
+        if let Some(running) = self.running.or_else(|| self.queue.first().map(|first| first.call)) {
             return Err(Error::internal(format!("`{call}` was started while `{running}` runs")));
         }
+        self.check(call)?;
+        self.start_unrefused(call)
+    }
+
+    fn start_unrefused(&mut self, call: &Descriptor) -> Result<()> {
         if let Err(error) = self.bus.start(call) {
             return Err(self.kill(error));
         }
         self.running = Some(*call);
         Ok(())
+    }
+
+    /// Whether it is sure to do what it says.
+    fn check(&self, call: &Descriptor) -> Result<()> {
+        let unknown = |what: &str, offset: u32| {
+            Error::new(ErrorKind::InvalidArgument, format!("`{call}` is refused: there is no {what} at {offset:#x}"))
+        };
+        let known = |offset: u32| self.tables.communicators.iter().find(|(place, ..)| place.offset == offset);
+        let (ranks, local) = match call.operation {
+            Operation::Config | Operation::Copy | Operation::Combine | Operation::Nop => (1, 0),
+            _ => known(call.communicator)
+                .map(|(_, ranks, local)| (*ranks, *local))
+                .ok_or_else(|| unknown("communicator", call.communicator))?,
+        };
+        let has_elements = matches!(call.operation.row().counts, Counts::Elements | Counts::ElementsPerRank);
+        let config = self.tables.configs.iter().find(|(_, place)| place.offset == call.arithmetic);
+        if has_elements && config.is_none() {
+            return Err(unknown("arithmetic config", call.arithmetic));
+        }
+        refusals::check(
+            call,
+            &self.settings,
+            refusals::Place { ranks, local, config: config.map(|(config, _)| *config) },
+        )
     }
 
     /// Whether the call that was started has ended.
@@ -223,6 +267,79 @@ impl<B: Bus> Driver<B> {
             }
             Err(error) => Err(self.kill(error)),
         }
+    }
+
+    /// Queues a call: it starts when those that were posted before it have ended, and must have ended itself before a deadline. A call that
+    /// fails or misses its deadline is the death of the device, and no call after it starts: other ranks would wait for the one that is
+    /// missing. Calls that were posted make way while [`Driver::poll_request`] is asked about any of them.
+    ///
+    /// # Errors
+    /// As [`Driver::start`].
+    pub fn post(&mut self, call: Descriptor, deadline: Moment) -> Result<RequestId> {
+        if let Some(dead) = &self.dead {
+            return Err(dead.clone());
+        }
+        if let Some(running) = self.running.filter(|_| self.queue.first().is_none()) {
+            return Err(Error::internal(format!("`{call}` was posted while `{running}` runs, which was not")));
+        }
+        self.check(&call)?;
+        Ok(self.queue.post(call, deadline))
+    }
+
+    /// As [`Driver::post`], for a call that makes sense only after another one. Since calls run in the order of their posts, this does no more
+    /// than to refuse what could not follow.
+    ///
+    /// # Errors
+    /// As [`Driver::post`]; or the other one was never posted.
+    pub fn post_after(&mut self, after: RequestId, call: Descriptor, deadline: Moment) -> Result<RequestId> {
+        if !self.queue.has_seen(after) {
+            return Err(Error::internal(format!("`{call}` was posted after a request that was not posted here")));
+        }
+        self.post(call, deadline)
+    }
+
+    /// Whether a call that was posted has ended, which is said once. Ends and starts whatever has its turn. The clock is read again while the
+    /// device is asked why a call does not end.
+    ///
+    /// # Errors
+    /// As [`Driver::poll`]; or a call has missed its deadline, with what the device waits for.
+    pub fn poll_request(&mut self, id: RequestId, mut clock: impl FnMut() -> Moment) -> Result<Option<Finished>> {
+        let progress = self.make_way(&mut clock);
+        match self.queue.take(id) {
+            State::Ended(finished) => Ok(Some(finished)),
+            State::Waits => progress.map(|()| None),
+            State::Unknown => {
+                Err(Error::internal("the end of a request was asked for that has been said, or was not posted here"))
+            }
+        }
+    }
+
+    fn make_way(&mut self, clock: &mut impl FnMut() -> Moment) -> Result<()> {
+        if let Some(dead) = &self.dead {
+            return Err(dead.clone());
+        }
+        while let Some(first) = self.queue.first() {
+            if self.running.is_none() {
+                if first.deadline <= clock() {
+                    break;
+                }
+                self.start_unrefused(&first.call)?;
+            }
+            match self.poll()? {
+                Some(finished) => self.queue.finish(finished),
+                None => break,
+            }
+        }
+        let now = clock();
+        let Some(overdue) = self.queue.overdue(now) else { return Ok(()) };
+        let why = match self.running {
+            Some(_) if self.queue.first().is_some_and(|first| first.id == overdue.id) => {
+                "has not ended before its deadline".to_owned()
+            }
+            Some(_) => format!("has kept `{}` from its deadline", overdue.call),
+            None => format!("of `{}` was not asked about before its deadline", overdue.call),
+        };
+        Err(self.give_up(&why, || clock() < now + DIAGNOSIS_TIME))
     }
 
     fn look(&mut self, call: &Descriptor) -> Result<Option<(ReturnCode, Finished)>> {

@@ -11,6 +11,8 @@ pub(crate) struct Tables {
     pub(crate) rx_buffers: Place,
     pub(crate) communicator: Place,
     pub(crate) configs: Vec<(ArithmeticConfig, Place)>,
+    /// All communicators, with how many ranks each has, and which of them this one is.
+    pub(crate) communicators: Vec<(Place, u32, u32)>,
     layout: Layout,
 }
 
@@ -38,15 +40,17 @@ impl Tables {
                 ),
             )
         })?;
-        Ok(Self { rx_buffers, communicator, configs, layout })
+        let communicators = vec![(communicator, settings.world(), settings.rank)];
+        Ok(Self { rx_buffers, communicator, configs, communicators, layout })
     }
 
     /// A place for one more communicator. It is never given back: firmware keeps parts of communicators by address.
     ///
     /// # Errors
     /// There is no room.
-    pub(crate) fn add_communicator(&mut self, ranks: usize) -> Result<Place> {
-        self.layout.take(Communicator::word_count(ranks)).map_err(|NoRoom { needs, left }| {
+    pub(crate) fn add_communicator(&mut self, communicator: &Communicator) -> Result<Place> {
+        let ranks = communicator.ranks.len();
+        let place = self.layout.take(Communicator::word_count(ranks)).map_err(|NoRoom { needs, left }| {
             Error::new(
                 ErrorKind::Exhausted,
                 format!(
@@ -54,7 +58,9 @@ impl Tables {
                      {left} are left, and none are given back; set the device up again, with fewer rx buffers"
                 ),
             )
-        })
+        })?;
+        self.communicators.push((place, ranks as u32, communicator.local));
+        Ok(place)
     }
 }
 

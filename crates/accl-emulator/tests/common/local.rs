@@ -27,7 +27,7 @@ impl World {
         Arc::new(Mutex::new(Self { engines, handed_out: vec![[0; 2]; ranks as usize], is_gone: false }))
     }
 
-    fn settle(&mut self) {
+    pub fn settle(&mut self) {
         settle(&mut self.engines, |_, _, _| ());
     }
 }

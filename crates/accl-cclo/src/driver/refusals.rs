@@ -1,0 +1,272 @@
+//! Calls that are refused by name: those that firmware would never come back from, or do something else than was asked.
+//!
+//! Owns the conditions of the hazards that a call by itself can meet; see [`crate::hazards`]. What was cut by
+//! [`crate::offload::Pieces`] passes.
+
+use accl_types::{Error, ErrorKind, Result};
+
+use super::settings::Settings;
+use crate::call::{ANY_TAG, Descriptor, Operation};
+use crate::memory_map::{ArithmeticConfig, Network};
+
+/// The last number of a kernel stream.
+const MAX_STREAM: u32 = 246;
+
+/// What is known of a call besides its words.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
+    /// Ranks of its communicator, and which of them this one is.
+    pub(super) ranks: u32,
+    pub(super) local: u32,
+    /// What its elements are; `None`: it has none.
+    pub(super) config: Option<ArithmeticConfig>,
+}
+
+/// Whether a call is sure to do what it says, as far as this rank can tell.
+pub(super) fn check(call: &Descriptor, settings: &Settings, place: Place) -> Result<()> {
+    let refused = |why: String| {
+        let text = format!("`{call}` is refused: {why}");
+        Err(Error::new(ErrorKind::Unsupported, text))
+    };
+    let Place { ranks, local, config } = place;
+    let row = call.operation.row();
+    let is_local = matches!(call.operation, Operation::Copy | Operation::Combine | Operation::Nop);
+    let is_message = matches!(call.operation, Operation::Send | Operation::Recv);
+    if call.operation == Operation::Config {
+        return refused("the driver itself sets what a device is set up with; open it with other settings".to_owned());
+    }
+    if row.has_root && call.root >= ranks {
+        return refused(format!("its communicator has {ranks} ranks, and none is rank {}", call.root));
+    }
+    if is_message && call.root == local {
+        return refused("a device does not send to itself; copy instead".to_owned());
+    }
+    if row.reduces && call.reduce_function().is_none() {
+        return refused(format!("function {} is neither sum nor max", call.function));
+    }
+    if row.reduces && config.is_none_or(|config| config.functions.is_empty()) {
+        return refused("it adds, and its elements are only moved".to_owned());
+    }
+    if is_local || ranks <= 1 {
+        return Ok(());
+    }
+
+    let (uses, hosts, streams) = (row.uses, call.hosts, call.streams);
+    let in_host = [
+        (uses.first && !streams.first, hosts.first),
+        (uses.second, hosts.second),
+        (uses.result && !streams.result, hosts.result),
+    ];
+    let all = settings.memory;
+    if in_host.iter().any(|(is_used, is_host)| *is_used && *is_host != all.is_host()) {
+        return refused(format!(
+            "all its buffers must lie in memory of the {}",
+            if all.is_host() { "host" } else { "device" }
+        ));
+    }
+    let over_rdma = settings.network == Network::Rdma;
+    if call.streams.result && is_message {
+        if call.tag > MAX_STREAM {
+            return refused(format!("kernel streams have numbers up to {MAX_STREAM}, and its tag is {:#x}", call.tag));
+        }
+        if call.operation == Operation::Send && over_rdma {
+            return refused("a message for a kernel stream hangs now and then over RDMA (hazard 10)".to_owned());
+        }
+    } else if is_message && call.tag == ANY_TAG {
+        return refused("both ends of a message must name the same tag, which is not `any` (hazard 7)".to_owned());
+    }
+
+    let is_plain = !call.compression.is_any() && !call.streams.is_any();
+    if matches!(call.operation, Operation::AllToAll | Operation::Barrier) {
+        if !over_rdma {
+            return refused("it needs RDMA (hazard 2)".to_owned());
+        }
+        return if is_plain { Ok(()) } else { refused("it has neither compression nor kernel streams".to_owned()) };
+    }
+    let element_bytes = config.map_or(1, |config| u64::from(config.uncompressed.size_bytes()));
+    let bytes = u64::from(call.count) * element_bytes;
+    let of_all = bytes * u64::from(ranks);
+    if of_all > u64::from(u32::MAX) {
+        return refused(format!("it is about {of_all} bytes of all ranks, and firmware counts to 4 GiB"));
+    }
+    let is_eager = !is_plain || bytes <= u64::from(settings.max_eager_bytes);
+    if is_eager {
+        let segment = u64::from(settings.rx_bytes) / element_bytes;
+        return match empty_share(call, u64::from(ranks), segment) {
+            Some(least) => refused(format!(
+                "the last rank's share of its last segment is empty (hazard 1); pad its count to {least}, a multiple of {ranks} ranks"
+            )),
+            None => Ok(()),
+        };
+    }
+    if !over_rdma {
+        return refused(format!(
+            "a message of {bytes} bytes is larger than the largest eager one of {} (hazard 2); cut it",
+            settings.max_eager_bytes
+        ));
+    }
+    let spare = u64::from(settings.max_rendezvous_bytes);
+    match call.operation {
+        Operation::Gather if call.root > 0 && call.root + 1 < ranks => refused(format!(
+            "its root is neither the first nor the last rank (hazard 3); cut its blocks to {} bytes",
+            settings.max_eager_bytes
+        )),
+        Operation::ReduceScatter => refused(format!(
+            "the source of rank 0 would be overwritten (hazard 6); cut its blocks to {} bytes",
+            settings.max_eager_bytes
+        )),
+        Operation::Reduce | Operation::AllReduce if of_all > spare => refused(format!(
+            "{ranks} ranks contribute {of_all} bytes, and a spare buffer holds {spare} (hazard 5); cut it, or take a larger `rendezvous`"
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Whether the last rank of an eager all_reduce has nothing to add in the last segment: if so, the count that would be none.
+fn empty_share(call: &Descriptor, ranks: u64, segment: u64) -> Option<u64> {
+    if call.operation != Operation::AllReduce {
+        return None;
+    }
+    let (count, segment) = (u64::from(call.count), segment / ranks * ranks);
+    let last = count.checked_rem(segment).unwrap_or(count);
+    (last > 0 && (ranks - 1) * last.div_ceil(ranks) >= last).then(|| count.next_multiple_of(ranks))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::call::{Compression, Hosts, Streams};
+    use crate::driver::Peer;
+    use crate::memory_map::ARITHMETIC_CONFIGS;
+
+    const SINGLE: ArithmeticConfig = ARITHMETIC_CONFIGS[2];
+
+    fn said(network: Network, ranks: u32, call: Descriptor) -> Option<String> {
+        let peer = |session| Peer { ip: [127, 0, 0, 1].into(), port: 5500, session };
+        let settings = Settings::new(network, 0, (0..ranks).map(peer).collect());
+        let place = Place { ranks, local: 0, config: Some(SINGLE) };
+        check(&call, &settings, place).err().map(|error| error.message)
+    }
+
+    #[test]
+    fn what_hangs_or_is_wrong_is_refused_with_a_reason() {
+        use Operation::*;
+        let call = |operation, count| Descriptor { count, ..Descriptor::new(operation) };
+        let tagged = |operation, count| Descriptor { tag: 7, root: 1, ..call(operation, count) };
+        let to_stream = Streams { result: true, ..Streams::default() };
+        let half = Compression { wire: true, ..Compression::default() };
+        // The largest eager message has 4096 elements, a spare buffer 8192.
+        for (network, ranks, call, why) in [
+            (Network::Udp, 2, call(Config, 1), "the driver itself sets what a device is set up with"),
+            (
+                Network::Udp,
+                2,
+                Descriptor { root: 2, ..call(Broadcast, 1) },
+                "its communicator has 2 ranks, and none is rank 2",
+            ),
+            (
+                Network::Udp,
+                2,
+                Descriptor { root: 0, ..tagged(Send, 1) },
+                "a device does not send to itself; copy instead",
+            ),
+            (Network::Udp, 2, Descriptor { function: 2, ..call(Reduce, 1) }, "function 2 is neither sum nor max"),
+            (
+                Network::Udp,
+                2,
+                Descriptor { tag: ANY_TAG, ..tagged(Recv, 1) },
+                "both ends of a message must name the same tag",
+            ),
+            (
+                Network::Udp,
+                2,
+                Descriptor { streams: to_stream, tag: 247, ..tagged(Send, 1) },
+                "kernel streams have numbers up to 246",
+            ),
+            (
+                Network::Rdma,
+                2,
+                Descriptor { streams: to_stream, ..tagged(Send, 1) },
+                "a message for a kernel stream hangs now and then",
+            ),
+            (
+                Network::Udp,
+                2,
+                Descriptor { hosts: Hosts::all(true), ..call(Broadcast, 1) },
+                "all its buffers must lie in memory of the device",
+            ),
+            (Network::Tcp, 2, call(AllToAll, 1), "it needs RDMA (hazard 2)"),
+            (Network::Udp, 2, call(Barrier, 0), "it needs RDMA (hazard 2)"),
+            (
+                Network::Rdma,
+                2,
+                Descriptor { compression: half, ..call(AllToAll, 1) },
+                "it has neither compression nor kernel streams",
+            ),
+            (
+                Network::Udp,
+                2,
+                call(Broadcast, 4097),
+                "a message of 16388 bytes is larger than the largest eager one of 16384 (hazard 2)",
+            ),
+            (
+                Network::Udp,
+                2,
+                call(AllReduce, 1),
+                "the last rank's share of its last segment is empty (hazard 1); pad its count to 2",
+            ),
+            (
+                Network::Rdma,
+                3,
+                call(AllReduce, 4),
+                "the last rank's share of its last segment is empty (hazard 1); pad its count to 6",
+            ),
+            (
+                Network::Rdma,
+                3,
+                Descriptor { root: 1, ..call(Gather, 5000) },
+                "its root is neither the first nor the last rank (hazard 3)",
+            ),
+            (
+                Network::Rdma,
+                3,
+                call(AllReduce, 4099),
+                "3 ranks contribute 49188 bytes, and a spare buffer holds 32768 (hazard 5)",
+            ),
+            (Network::Rdma, 2, call(ReduceScatter, 5000), "the source of rank 0 would be overwritten (hazard 6)"),
+            (
+                Network::Rdma,
+                4,
+                call(AllGather, 1 << 29),
+                "it is about 8589934592 bytes of all ranks, and firmware counts to 4 GiB",
+            ),
+        ] {
+            let text = said(network, ranks, call).unwrap_or_default();
+            assert!(text.starts_with(&format!("`{call}` is refused: {why}")), "{why}: {text}");
+        }
+    }
+
+    #[test]
+    fn what_does_what_it_says_passes() {
+        use Operation::*;
+        let call = |operation, count| Descriptor { count, ..Descriptor::new(operation) };
+        let tagged = |operation, count| Descriptor { tag: 7, root: 1, ..call(operation, count) };
+        for (network, ranks, call) in [
+            (Network::Udp, 2, call(Nop, 0)),
+            (Network::Udp, 2, Descriptor { hosts: Hosts { first: true, ..Hosts::default() }, ..call(Copy, 1 << 20) }),
+            (Network::Udp, 2, tagged(Send, 4096)),
+            (Network::Udp, 2, tagged(Recv, 4096)),
+            (Network::Udp, 2, Descriptor { streams: Streams { result: true, first: true }, ..tagged(Send, 8) }),
+            (Network::Udp, 1, call(AllReduce, 1)),
+            (Network::Udp, 3, call(AllReduce, 3)),
+            (Network::Udp, 3, call(AllReduce, 300)),
+            (Network::Rdma, 2, call(Broadcast, 1 << 20)),
+            (Network::Rdma, 3, Descriptor { root: 2, ..call(Gather, 5000) }),
+            (Network::Rdma, 2, call(AllReduce, 4096)),
+            (Network::Rdma, 2, call(AllToAll, 1 << 20)),
+            (Network::Rdma, 2, call(Barrier, 0)),
+        ] {
+            assert_eq!(said(network, ranks, call), None, "{call}");
+        }
+    }
+}
