@@ -190,7 +190,6 @@ fn an_emulator_that_ends_is_noticed_at_once() {
     assert!(text.starts_with(&format!("no emulator answers at 127.0.0.1:{port}: ")), "{text}");
 }
 
-#[cfg(target_os = "linux")]
 #[test]
 fn an_emulator_that_is_stopped_is_noticed_at_the_deadline() {
     let port = free_ports(4);

@@ -3,8 +3,11 @@
 //! Owns how registers, memory and calls of a device are reached. Whoever has the engine in software in the same process (`sim`) hands its
 //! own bus to the driver. Read [`open`] first.
 
+mod coyote;
 mod emulator;
+mod hostctrl;
 
+pub use coyote::{CoyoteBus, QueuePair};
 pub use emulator::EmulatorBus;
 
 use accl_types::{Error, ErrorKind, Result};
@@ -12,7 +15,8 @@ use accl_types::{Error, ErrorKind, Result};
 use crate::bus::Bus;
 use crate::device::{DeviceUrl, Place};
 
-/// Reaches the device of a rank.
+/// Reaches the device of a rank. Of cards behind Coyote the queue pairs are not connected: their ranks have to exchange them, so whoever
+/// sets them up opens a [`CoyoteBus`] itself.
 ///
 /// # Errors
 /// It is not there, does not answer, or is no such device.
@@ -23,7 +27,7 @@ pub fn open(url: &DeviceUrl, rank: u32) -> Result<Box<dyn Bus>> {
             Err(Error::internal("the device `sim` has no bus of this crate: whoever has the engine hands it in"))
         }
         Place::Xrt { .. } => Err(not_offered("cards behind XRT")),
-        Place::Coyote { .. } => Err(not_offered("cards behind Coyote")),
+        Place::Coyote { index } => Ok(Box::new(CoyoteBus::open(*index)?)),
     }
 }
 

@@ -1,0 +1,353 @@
+use std::io;
+use std::net::Ipv4Addr;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use super::calls::{Calls, MAX_WORDS, PAGE_BYTES, Request};
+use super::kernel::Kernel;
+use super::{CoyoteBus, QueuePair, missing};
+use crate::bus::{Bus, Memory};
+use crate::call::{Compression, Descriptor, Hosts, Operation, Streams};
+use crate::memory_map as map;
+
+/// What was done, in order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Done {
+    Request(usize, u8, Vec<u64>),
+    Context(usize),
+    Read(usize),
+    Write(usize, u64),
+    Map(usize),
+    Unmap(u64),
+}
+
+/// A region that records what is asked of it.
+#[derive(Clone)]
+struct Recorder {
+    done: Arc<Mutex<Vec<Done>>>,
+    config: u64,
+    /// What a read of a register finds.
+    word: u64,
+    contexts: usize,
+    mapped: u64,
+    refuses: Option<Request>,
+}
+
+const RDMA_ON_0: u64 = 1 << 16;
+const RDMA_ON_1: u64 = 1 << 17;
+const FIRST_PAGE: u64 = 0x7f00_0020_0000;
+
+impl Recorder {
+    fn new(config: u64) -> Self {
+        Self { done: Arc::default(), config, word: 0, contexts: 1, mapped: 0, refuses: None }
+    }
+
+    fn note(&self, done: Done) {
+        self.done.lock().unwrap().push(done);
+    }
+}
+
+impl Calls for Recorder {
+    fn request(&mut self, context: usize, what: Request, words: &mut [u64; MAX_WORDS]) -> io::Result<()> {
+        let used = words.iter().rposition(|word| *word != 0).map_or(0, |last| last + 1);
+        self.note(Done::Request(context, what.number(), words[..used].to_vec()));
+        if self.refuses == Some(what) {
+            return Err(io::Error::from_raw_os_error(22));
+        }
+        match what {
+            Request::ReadConfig => words[0] = self.config,
+            // Contexts have numbers of the driver's own.
+            Request::RegisterProcess => words[1] = 5 + context as u64,
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn open_context(&mut self) -> io::Result<usize> {
+        self.contexts += 1;
+        self.note(Done::Context(self.contexts - 1));
+        Ok(self.contexts - 1)
+    }
+
+    fn read_word(&self, index: usize) -> u64 {
+        self.note(Done::Read(index));
+        self.word
+    }
+
+    fn write_word(&mut self, index: usize, value: u64) {
+        self.note(Done::Write(index, value));
+    }
+
+    fn map_pages(&mut self, bytes: usize) -> io::Result<u64> {
+        self.note(Done::Map(bytes));
+        if bytes > 1 << 30 {
+            return Err(io::Error::from_raw_os_error(12));
+        }
+        self.mapped += bytes as u64;
+        Ok(FIRST_PAGE + self.mapped - bytes as u64)
+    }
+
+    fn unmap_pages(&mut self, address: u64) {
+        self.note(Done::Unmap(address));
+    }
+
+    fn read_pages(&self, _: u64, _: &mut [u8]) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn write_pages(&mut self, _: u64, _: &[u8]) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn again(&self) -> io::Result<Box<dyn Calls>> {
+        Ok(Box::new(self.clone()))
+    }
+}
+
+fn opened(recorder: &Recorder) -> CoyoteBus {
+    CoyoteBus::with(Box::new(recorder.clone()), 2).unwrap()
+}
+
+fn taken(recorder: &Recorder) -> Vec<Done> {
+    std::mem::take(&mut recorder.done.lock().unwrap())
+}
+
+#[test]
+fn opening_asks_for_the_shell_and_registers_the_process() {
+    let recorder = Recorder::new(RDMA_ON_0);
+    let bus = opened(&recorder);
+    let pid = u64::from(std::process::id());
+    assert_eq!(taken(&recorder), [Done::Request(0, 32, vec![]), Done::Request(0, 7, vec![pid])]);
+    drop(bus);
+    assert_eq!(taken(&recorder), [Done::Request(0, 8, vec![5])]);
+    let text = CoyoteBus::with(Box::new(Recorder::new(1 << 18)), 2).err().unwrap().message;
+    assert_eq!(text, "card behind Coyote, region 2 has a shell without RDMA; load one with RDMA");
+    let refuses = Recorder { refuses: Some(Request::RegisterProcess), ..Recorder::new(RDMA_ON_1) };
+    let text = CoyoteBus::with(Box::new(refuses), 2).err().unwrap().message;
+    assert!(text.starts_with("card behind Coyote, region 2 could not register this process: "), "{text}");
+}
+
+#[test]
+fn registers_are_words_of_eight_bytes() {
+    let recorder = Recorder { word: 0xFFFF_FFFF_0000_0007, ..Recorder::new(RDMA_ON_0) };
+    let mut bus = opened(&recorder);
+    taken(&recorder);
+    assert_eq!(bus.read_register(map::RETURN_CODE.offset), Ok(7), "the upper half is nothing");
+    bus.write_register(map::RX_BUFFER_BYTES.offset, 0x8000_0000).unwrap();
+    assert_eq!(taken(&recorder), [Done::Read(0x1FFC >> 2), Done::Write(1, 0x8000_0000)]);
+    for offset in [2, 0x2000] {
+        assert!(bus.read_register(offset).unwrap_err().message.contains("has no register at"));
+        assert!(bus.write_register(offset, 1).is_err());
+    }
+    assert_eq!(taken(&recorder), []);
+}
+
+#[test]
+fn a_call_is_fifteen_words_and_a_start_bit() {
+    let mut recorder = Recorder::new(RDMA_ON_0);
+    let mut bus = opened(&recorder);
+    taken(&recorder);
+    let call = Descriptor {
+        count: 101,
+        communicator: 102,
+        root: 103,
+        function: 1,
+        tag: 105,
+        arithmetic: 106,
+        compression: Compression { wire: true, ..Compression::default() },
+        streams: Streams { first: true, result: false },
+        hosts: Hosts::all(true),
+        first: 0x1_0000_0002,
+        second: 0x3_0000_0004,
+        result: 0x5_0000_0006,
+        ..Descriptor::new(Operation::AllReduce)
+    };
+    bus.start(&call).unwrap();
+    // Offsets of the reference, from 0x2000 on.
+    let expected = [
+        (0x2010, 10),
+        (0x2018, 101),
+        (0x2020, 102),
+        (0x2028, 103),
+        (0x2030, 1),
+        (0x2038, 105),
+        (0x2040, 106),
+        (0x2048, 8),
+        (0x2050, 0x701),
+        (0x2058, 2),
+        (0x205C, 1),
+        (0x2064, 4),
+        (0x2068, 3),
+        (0x2070, 6),
+        (0x2074, 5),
+        (0x2000, 1),
+    ];
+    assert_eq!(taken(&recorder), expected.map(|(offset, value)| Done::Write(offset >> 2, value)));
+    assert_eq!(bus.poll(), Ok(false));
+    assert_eq!(taken(&recorder), [Done::Read(0x2000 >> 2)]);
+
+    // What was started may still write: nothing is given back.
+    bus.allocate(Memory::Host, 1).unwrap();
+    taken(&recorder);
+    drop(bus);
+    assert_eq!(taken(&recorder), []);
+
+    recorder.word = 0b1110;
+    let mut bus = opened(&recorder);
+    assert_eq!(bus.poll(), Ok(false), "nothing was started");
+    bus.start(&Descriptor::new(Operation::Nop)).unwrap();
+    assert_eq!((bus.poll(), bus.poll()), (Ok(true), Ok(false)), "an end is said once");
+}
+
+#[test]
+fn buffers_are_whole_huge_pages_of_the_control_context() {
+    let recorder = Recorder::new(RDMA_ON_0);
+    let mut bus = opened(&recorder);
+    taken(&recorder);
+    let first = bus.allocate(Memory::Host, 1).unwrap();
+    let second = bus.allocate(Memory::Device, PAGE_BYTES + 1).unwrap();
+    assert_eq!((first, second), (FIRST_PAGE, FIRST_PAGE + PAGE_BYTES));
+    assert_eq!(
+        taken(&recorder),
+        [
+            Done::Map(2 << 20),
+            Done::Request(0, 5, vec![first, 2 << 20, 5]),
+            Done::Map(4 << 20),
+            Done::Request(0, 5, vec![second, 4 << 20, 5]),
+        ]
+    );
+    let text = bus.allocate(Memory::Host, 2 << 30).unwrap_err().message;
+    assert!(
+        text.starts_with(
+            "card behind Coyote, region 2 needs 1024 free huge pages of 2 MiB for a buffer of 2147483648 bytes"
+        ),
+        "{text}"
+    );
+    assert!(text.contains("sysctl vm.nr_hugepages"), "{text}");
+    assert!(bus.allocate(Memory::Host, u64::MAX).is_err());
+    taken(&recorder);
+    drop(bus);
+    assert_eq!(
+        taken(&recorder),
+        [
+            Done::Request(0, 6, vec![first, 5]),
+            Done::Unmap(first),
+            Done::Request(0, 6, vec![second, 5]),
+            Done::Unmap(second),
+            Done::Request(0, 8, vec![5]),
+        ]
+    );
+}
+
+#[test]
+fn queue_pairs_have_contexts_of_their_own_and_the_words_of_the_reference() {
+    let recorder = Recorder::new(RDMA_ON_1);
+    let mut bus = opened(&recorder);
+    taken(&recorder);
+    let ip = Ipv4Addr::new(10, 1, 2, 3);
+    let local = bus.queue_pairs(ip, 2).unwrap();
+    let pid = u64::from(std::process::id());
+    assert_eq!(
+        taken(&recorder),
+        [
+            Done::Context(1),
+            Done::Request(1, 7, vec![pid]),
+            Done::Map(2 << 20),
+            Done::Request(1, 5, vec![local[0].address, 2 << 20, 6]),
+            Done::Context(2),
+            Done::Request(2, 7, vec![pid]),
+            Done::Map(2 << 20),
+            Done::Request(2, 5, vec![local[1].address, 2 << 20, 7]),
+        ]
+    );
+    // Region 2 in the upper four bits, the driver's number of the context in the lower six.
+    assert_eq!([local[0].number, local[1].number], [2 << 6 | 6, 2 << 6 | 7]);
+    assert!(local.iter().all(|pair| pair.first_packet < 1 << 24 && pair.bytes == 2 << 20 && pair.ip == ip));
+    assert_eq!(QueuePair::from_json(&local[0].to_json()), Some(local[0]));
+    assert_eq!(QueuePair::from_json("{}"), None);
+
+    let local = QueuePair { first_packet: 0xABCDEF, ..local[0] };
+    let remote = QueuePair {
+        ip: Ipv4Addr::new(10, 1, 2, 4),
+        number: 0x1C5,
+        first_packet: 0x123456,
+        key: 0x9876,
+        address: 0x7fff_1234_5678,
+        bytes: 2 << 20,
+    };
+    bus.connect(&local, &remote).unwrap();
+    let gid = 0x0A01_0204_0A01_0204;
+    assert_eq!(
+        taken(&recorder),
+        [
+            Done::Request(0, 13, vec![1, 0x86 << 32, 0xABCD_EF12_3456, 0x7fff_1234_5678_9876]),
+            Done::Request(0, 14, vec![1, 0x100_01C5_0086, gid, gid]),
+            Done::Request(0, 10, vec![1, 0x0A01_0204]),
+        ]
+    );
+    let text = bus.queue_pairs(ip, 64).unwrap_err().message;
+    assert_eq!(text, "card behind Coyote, region 2 has contexts for 63 peers, not for 64");
+}
+
+#[test]
+fn a_fresh_connection_only_looks() {
+    let recorder = Recorder { word: 3, ..Recorder::new(RDMA_ON_0) };
+    let bus = opened(&recorder);
+    taken(&recorder);
+    let mut fresh = bus.reconnect().unwrap();
+    assert_eq!(fresh.read_register(0), Ok(3));
+    assert!(fresh.write_register(0, 1).is_err());
+    assert!(fresh.start(&Descriptor::new(Operation::Nop)).is_err());
+    assert!(fresh.allocate(Memory::Host, 1).is_err());
+    drop(fresh);
+    assert_eq!(taken(&recorder), [Done::Read(0)]);
+}
+
+#[test]
+fn a_card_that_is_not_there_and_the_driver_of_v2_are_told_apart() {
+    let text = CoyoteBus::open(4_000_000).err().unwrap().message;
+    assert!(text.starts_with("no card behind Coyote at /dev/fpga4000000: "), "{text}");
+    let devices = std::env::temp_dir().join(format!("accl-coyote-{}", std::process::id()));
+    std::fs::create_dir_all(&devices).unwrap();
+    let said = |devices: &Path| missing(devices, 0, &Kernel::open(devices, 0).err().unwrap()).message;
+    assert!(said(&devices).ends_with("; load the driver of Coyote v1 and a shell with an engine"));
+    std::fs::write(devices.join("coyote_fpga_0_v0"), "").unwrap();
+    assert!(said(&devices).ends_with("is not offered; load that of v1"));
+}
+
+/// An ordinary file is no device: it can be opened and not be mapped, which is told as well.
+#[test]
+fn what_is_no_device_is_refused() {
+    let devices = std::env::temp_dir().join(format!("accl-no-coyote-{}", std::process::id()));
+    std::fs::create_dir_all(&devices).unwrap();
+    std::fs::write(devices.join("fpga0"), vec![0; 64 << 10]).unwrap();
+    let mut kernel = Kernel::open(&devices, 0).unwrap();
+    kernel.write_word(3, 7);
+    assert_eq!(kernel.read_word(3), 7);
+    let again = kernel.again().unwrap();
+    assert_eq!(again.read_word(3), 7, "both map the same registers");
+    let text = CoyoteBus::with(Box::new(kernel), 0).err().unwrap().message;
+    assert!(text.starts_with("card behind Coyote, region 0 could not say what it was built with: "), "{text}");
+}
+
+/// Where huge pages are free, buffers are looked after; where none are, that is what is said.
+#[test]
+fn pages_are_read_and_written_within_their_bounds() {
+    let devices = std::env::temp_dir().join(format!("accl-coyote-pages-{}", std::process::id()));
+    std::fs::create_dir_all(&devices).unwrap();
+    std::fs::write(devices.join("fpga0"), vec![0; 64 << 10]).unwrap();
+    let mut kernel = Kernel::open(&devices, 0).unwrap();
+    assert!(kernel.write_pages(0x1000, &[1]).is_err(), "no buffer is there");
+    let address = match kernel.map_pages(PAGE_BYTES as usize) {
+        Ok(address) => address,
+        Err(error) => return println!("skipped: no huge page is free: {error}"),
+    };
+    kernel.write_pages(address + PAGE_BYTES - 4, b"abcd").unwrap();
+    let mut seen = [0; 4];
+    kernel.read_pages(address + PAGE_BYTES - 4, &mut seen).unwrap();
+    assert_eq!(&seen, b"abcd");
+    assert!(kernel.write_pages(address + PAGE_BYTES - 3, b"abcd").is_err());
+    assert!(kernel.read_pages(address - 1, &mut seen).is_err());
+    kernel.unmap_pages(address);
+    assert!(kernel.read_pages(address, &mut seen).is_err());
+}
