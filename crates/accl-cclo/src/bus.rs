@@ -39,6 +39,14 @@ pub trait Bus: Send {
     /// The device cannot be reached, or has no room.
     fn allocate(&mut self, memory: Memory, bytes: u64) -> Result<u64>;
 
+    /// A buffer for rx buffers, which some cards have in a bank of their own: as one of [`Memory::Device`].
+    ///
+    /// # Errors
+    /// As [`Bus::allocate`].
+    fn allocate_rx(&mut self, bytes: u64) -> Result<u64> {
+        self.allocate(Memory::Device, bytes)
+    }
+
     /// Reads bytes of a buffer.
     ///
     /// # Errors
@@ -90,6 +98,10 @@ impl<B: Bus + ?Sized> Bus for Box<B> {
 
     fn allocate(&mut self, memory: Memory, bytes: u64) -> Result<u64> {
         (**self).allocate(memory, bytes)
+    }
+
+    fn allocate_rx(&mut self, bytes: u64) -> Result<u64> {
+        (**self).allocate_rx(bytes)
     }
 
     fn read_memory(&mut self, memory: Memory, address: u64, into: &mut [u8]) -> Result<()> {

@@ -6,11 +6,13 @@
 mod coyote;
 mod emulator;
 mod hostctrl;
+mod xrt;
 
 pub use coyote::{CoyoteBus, QueuePair};
 pub use emulator::EmulatorBus;
+pub use xrt::{XrtBus, XrtPlace};
 
-use accl_types::{Error, ErrorKind, Result};
+use accl_types::{Error, Result};
 
 use crate::bus::Bus;
 use crate::device::{DeviceUrl, Place};
@@ -26,11 +28,10 @@ pub fn open(url: &DeviceUrl, rank: u32) -> Result<Box<dyn Bus>> {
         Place::Sim => {
             Err(Error::internal("the device `sim` has no bus of this crate: whoever has the engine hands it in"))
         }
-        Place::Xrt { .. } => Err(not_offered("cards behind XRT")),
+        Place::Xrt { index, xclbin } => {
+            let (engine, hostctrl) = (url.engine_kernel(), url.hostctrl_kernel());
+            Ok(Box::new(XrtBus::open(XrtPlace { index: *index, xclbin, engine, hostctrl })?))
+        }
         Place::Coyote { index } => Ok(Box::new(CoyoteBus::open(*index)?)),
     }
-}
-
-fn not_offered(what: &str) -> Error {
-    Error::new(ErrorKind::Unsupported, format!("{what} cannot be opened yet; take sim or emulator://HOST:PORT"))
 }

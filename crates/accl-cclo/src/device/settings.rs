@@ -40,7 +40,7 @@ impl DeviceUrl {
     }
 
     /// What ranks must have in common, as text: the kind of device and all keys, with those that were left out. Neither the index of a card
-    /// nor the path of a file nor an address is part of it.
+    /// nor the path of a file nor an address is part of it, nor how kernels are named.
     pub fn agreed(&self) -> String {
         let Settings { rx_buffers, rx_bytes, max_eager_bytes, max_rendezvous_bytes, memory, .. } =
             self.sized(0, Vec::new());

@@ -26,6 +26,7 @@ fn texts_are_read_and_shown_as_they_were() {
         "emulator://[::1]:5500",
         "emulator://@ranks.json?memory=host",
         "xrt://1?xclbin=/tmp/a.xclbin&design=tcp&ranks=r.json&compression=fp16",
+        "xrt://0?xclbin=a&engine=ccl_offload:{ccl_offload_1}&hostctrl=hostctrl:{hostctrl_1_0}",
         "coyote://0",
     ] {
         let url = parsed(text);
@@ -48,6 +49,8 @@ fn what_was_left_out_is_what_suits_the_place() {
     assert_eq!((emulator.design(), emulator.memory()), (Design::Tcp, Memory::Device));
     assert_eq!(parsed("xrt://0?xclbin=a").design(), Design::Udp);
     assert_eq!(parsed("coyote://0").memory(), Memory::Host);
+    let xrt = parsed("xrt://0?xclbin=a&hostctrl=h");
+    assert_eq!((xrt.engine_kernel(), xrt.hostctrl_kernel()), ("ccl_offload:{ccl_offload_0}", "h"));
     let half = parsed("sim://?compression=fp16").wire();
     assert_eq!(
         [DataType::F32, DataType::F64, DataType::Bytes].map(|dtype| half.carries(dtype)),
@@ -70,6 +73,7 @@ fn a_text_that_makes_no_sense_says_what_would() {
         ("sim://?compression=int8", "`compression` cannot be `int8`; expected none, fp16"),
         ("sim://?rx_buffers=many", "`rx_buffers` cannot be `many`; expected a number from 1 to 512"),
         ("sim://?xclbin=a", "`xclbin` is for xrt://INDEX alone, not for sim"),
+        ("sim://?engine=a", "`engine` is for xrt://INDEX alone, not for sim"),
         ("emulator://", "`` is no HOST:PORT of an emulator"),
         ("emulator://h0", "`h0` is no HOST:PORT of an emulator"),
         ("emulator://h0:5500,:1", "`:1` is no HOST:PORT of an emulator"),

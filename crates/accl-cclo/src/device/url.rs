@@ -25,6 +25,8 @@ pub struct DeviceUrl {
     pub(super) rendezvous: Option<u32>,
     pub(super) memory: Option<Memory>,
     pub(super) compression: Option<Wire>,
+    pub(super) engine: Option<String>,
+    pub(super) hostctrl: Option<String>,
 }
 
 /// Where a device is.
@@ -105,8 +107,13 @@ const fn key(name: &'static str, accepted: &'static str, about: &'static str) ->
 
 const SIZE: &str = "a size below 4 GiB, as bytes or with KiB, MiB, GiB";
 
+const KERNEL: &str = "the name of a kernel, as KERNEL:{INSTANCE}";
+/// Kernels of a design with one engine, as ACCL's own bitstreams name them.
+const ENGINE_KERNEL: &str = "ccl_offload:{ccl_offload_0}";
+const HOSTCTRL_KERNEL: &str = "hostctrl:{hostctrl_0_0}";
+
 /// All keys.
-pub const KEYS: [Key; 9] = [
+pub const KEYS: [Key; 11] = [
     key("xclbin", "the path of a file", "The bitstream of a card behind XRT, which alone takes it, and must have it."),
     key("design", "udp, tcp, cyt_rdma", "How the devices were built to reach one another."),
     key(
@@ -120,6 +127,8 @@ pub const KEYS: [Key; 9] = [
     key("rendezvous", SIZE, "The size of each buffer for sums of larger messages."),
     key("memory", "host, device", "Where the buffers of calls lie."),
     key("compression", "none, fp16", "What float32 is added and sent as."),
+    key("engine", KERNEL, "The kernel of the engine in a bitstream for XRT."),
+    key("hostctrl", KERNEL, "The kernel that starts its calls in a bitstream for XRT."),
 ];
 
 /// What stands before `://`.
@@ -159,6 +168,8 @@ impl DeviceUrl {
             rendezvous: None,
             memory: None,
             compression: None,
+            engine: None,
+            hostctrl: None,
         }
     }
 
@@ -213,6 +224,9 @@ impl DeviceUrl {
             "rendezvous" => self.rendezvous = bytes()?,
             "memory" => self.memory = Some(find(&MEMORIES, memory_name, value).ok_or_else(unknown)?),
             "compression" => self.compression = Some(find(&WIRES, Wire::name, value).ok_or_else(unknown)?),
+            "engine" | "hostctrl" if value.is_empty() => return Err(unknown()),
+            "engine" if matches!(self.place, Place::Xrt { .. }) => self.engine = Some(value.to_owned()),
+            "hostctrl" if matches!(self.place, Place::Xrt { .. }) => self.hostctrl = Some(value.to_owned()),
             other => return Err(format!("`{other}` is for xrt://INDEX alone, not for {}", self.scheme())),
         }
         Ok(())
@@ -264,6 +278,16 @@ impl DeviceUrl {
         })
     }
 
+    /// The kernel of the engine, behind XRT.
+    pub fn engine_kernel(&self) -> &str {
+        self.engine.as_deref().unwrap_or(ENGINE_KERNEL)
+    }
+
+    /// The kernel that starts its calls, behind XRT.
+    pub fn hostctrl_kernel(&self) -> &str {
+        self.hostctrl.as_deref().unwrap_or(HOSTCTRL_KERNEL)
+    }
+
     /// What single precision is between devices.
     pub fn wire(&self) -> Wire {
         self.compression.unwrap_or(Wire::Full)
@@ -289,6 +313,8 @@ impl fmt::Display for DeviceUrl {
             ("rendezvous", self.rendezvous.map(size::show)),
             ("memory", self.memory.map(|memory| memory_name(memory).to_owned())),
             ("compression", self.compression.map(|wire| wire.name().to_owned())),
+            ("engine", self.engine.clone()),
+            ("hostctrl", self.hostctrl.clone()),
         ];
         let said: Vec<String> =
             said.into_iter().filter_map(|(key, value)| value.map(|value| format!("{key}={value}"))).collect();

@@ -82,7 +82,7 @@ impl<B: Bus> Driver<B> {
             ));
         }
         let Settings { rx_buffers, rx_bytes, max_eager_bytes, max_rendezvous_bytes, .. } = self.settings;
-        let rx = self.bus.allocate(Memory::Device, u64::from(rx_buffers) * u64::from(rx_bytes))?;
+        let rx = self.bus.allocate_rx(u64::from(rx_buffers) * u64::from(rx_bytes))?;
         for index in 0..rx_buffers {
             let entry = RxBuffer::idle(rx + u64::from(index) * u64::from(rx_bytes));
             self.write_words(self.tables.rx_buffers.word(RxBuffer::COUNT * index as usize), &entry.to_words())?;

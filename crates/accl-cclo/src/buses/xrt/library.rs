@@ -1,0 +1,328 @@
+//! XRT's library, opened at run time, and one card behind it.
+//!
+//! Owns all handles of the C interface, so that none is used after it was given back. Unsafe code is here: calls of foreign functions. Read
+//! [`SYMBOLS`] first: it is the table of what is called, as a test compares it with XRT's own headers.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::path::{Path, PathBuf};
+
+use libloading::Library;
+
+/// Types of the C interface, under the names that the table has for them.
+type Handle = *mut c_void;
+type Uint = c_uint;
+type Int = c_int;
+type Size = usize;
+type U32 = u32;
+type U64 = u64;
+type Text = *const c_char;
+type OutU32 = *mut u32;
+type OutUuid = *mut u8;
+type Uuid = *const u8;
+type Bytes = *const c_void;
+type OutBytes = *mut c_void;
+
+/// XRT's log goes to the terminal, and where its own set-up is incomplete the attempt ends the process: an exception leaves the function
+/// that was to report another. Without a log every failure is a result, and what it means is said by us.
+const LOG_NOTHING: [&str; 2] = ["Runtime.runtime_log", "null"];
+/// The name of the library up to its version.
+const STEM: &str = "libxrt_coreutil.so.";
+/// What this process has mapped.
+const MAPPED: &str = "/proc/self/maps";
+/// Bytes of the identity of a bitstream.
+const UUID_BYTES: usize = 16;
+
+/// Declares the functions: their names, and their types in Rust; and, for a test, the same types as text.
+macro_rules! functions {
+    ($($field:ident $name:literal ($($argument:ident),*$(; $rest:tt)?) -> $result:ident;)+) => {
+        /// The functions, for as long as the library is open.
+        struct Functions {
+            $($field: unsafe extern "C" fn($($argument),* $(, $rest)?) -> $result,)+
+        }
+
+        /// Name, arguments and result of each.
+        #[cfg(test)]
+        pub(super) const SYMBOLS: &[(&str, &[&str], &str)] =
+            &[$(($name, &[$(stringify!($argument),)* $(stringify!($rest))?], stringify!($result))),+];
+
+        impl Functions {
+            /// All of them, or the name of the first that there is not.
+            fn of(library: &Library) -> Result<Self, &'static str> {
+                Ok(Self {
+                    $($field: {
+                        let name = concat!($name, "\0").as_bytes();
+                        // SAFETY: the table has the type that XRT's headers give the function of this name, as a test compares. The pointer
+                        // is kept beside the library, and no longer.
+                        let symbol = unsafe { library.get(name) };
+                        *symbol.map_err(|_| $name)?
+                    },)+
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    set_ini "xrtIniStringSet" (Text, Text) -> Int;
+    device_open "xrtDeviceOpen" (Uint) -> Handle;
+    device_close "xrtDeviceClose" (Handle) -> Int;
+    device_load "xrtDeviceLoadXclbinFile" (Handle, Text) -> Int;
+    device_uuid "xrtDeviceGetXclbinUUID" (Handle, OutUuid) -> Int;
+    kernel_open "xrtPLKernelOpen" (Handle, Uuid, Text) -> Handle;
+    kernel_open_exclusive "xrtPLKernelOpenExclusive" (Handle, Uuid, Text) -> Handle;
+    kernel_close "xrtKernelClose" (Handle) -> Int;
+    kernel_read "xrtKernelReadRegister" (Handle, U32, OutU32) -> Int;
+    kernel_write "xrtKernelWriteRegister" (Handle, U32, U32) -> Int;
+    run_open "xrtRunOpen" (Handle) -> Handle;
+    run_set "xrtRunSetArg" (Handle, Int; ...) -> Int;
+    run_start "xrtRunStart" (Handle) -> Int;
+    run_state "xrtRunState" (Handle) -> Uint;
+    run_close "xrtRunClose" (Handle) -> Int;
+    buffer_open "xrtBOAlloc" (Handle, Size, U64, U32) -> Handle;
+    buffer_close "xrtBOFree" (Handle) -> Int;
+    buffer_address "xrtBOAddress" (Handle) -> U64;
+    buffer_write "xrtBOWrite" (Handle, Bytes, Size, Size) -> Int;
+    buffer_read "xrtBORead" (Handle, OutBytes, Size, Size) -> Int;
+    buffer_sync "xrtBOSync" (Handle, Uint, Size, Size) -> Int;
+}
+
+/// Which way a buffer is copied between host and card.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sync {
+    ToCard = 0,
+    FromCard = 1,
+}
+
+/// What became of a call to the library.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Failure {
+    /// It cannot be opened.
+    NoLibrary(String),
+    /// It is open, of this version, and lacks a function.
+    NoFunction(&'static str, String),
+    /// There is no such card.
+    NoCard,
+    /// The card did not take the bitstream.
+    NotLoaded(c_int),
+    /// The bitstream has no such kernel, or another process has it.
+    NoKernel(String),
+    /// There is no room for a buffer in that bank.
+    NoBuffer,
+    /// No buffer has such bytes.
+    NoBytes,
+    /// A function has failed, with its name and what it returned.
+    Failed(&'static str, c_int),
+}
+
+/// What is opened of a card.
+pub(super) struct Names<'a> {
+    pub(super) index: u32,
+    pub(super) xclbin: &'a Path,
+    pub(super) engine: &'a str,
+    pub(super) hostctrl: &'a str,
+}
+
+struct Buffer {
+    handle: Handle,
+    address: u64,
+    bytes: usize,
+}
+
+/// A card with a bitstream, and all that was opened of it.
+pub(super) struct Card {
+    functions: Functions,
+    device: Handle,
+    /// The kernel whose registers are the engine's exchange memory.
+    engine: Handle,
+    /// The kernel that starts calls, and its one run.
+    hostctrl: Handle,
+    run: Handle,
+    buffers: Vec<Buffer>,
+    /// The card may still write to buffers: nothing is given back.
+    pub(super) is_busy: bool,
+    // The last field, so that functions are gone before their library.
+    _library: Library,
+}
+
+// SAFETY: the handles are this card's alone, XRT keeps nothing by thread, and `&mut self` or a lock lets in one thread at a time.
+unsafe impl Send for Card {}
+
+impl Card {
+    /// Opens the library, the card and its kernels.
+    pub(super) fn open(library: &Path, names: &Names) -> Result<Self, Failure> {
+        // SAFETY: what runs when a library is opened is XRT's own set-up, which asks for nothing.
+        let opened = unsafe { Library::new(library) }.map_err(|error| Failure::NoLibrary(error.to_string()))?;
+        // Its file is known for as long as it is open.
+        let functions = Functions::of(&opened).map_err(|name| Failure::NoFunction(name, version_of(library)))?;
+        let [key, value] = LOG_NOTHING.map(text);
+        // SAFETY: both are texts that end in zero. A library that is in use already keeps what it has.
+        let _ = unsafe { (functions.set_ini)(key.as_ptr(), value.as_ptr()) };
+        // SAFETY: the function takes any index.
+        let device = unsafe { (functions.device_open)(names.index) };
+        let none = std::ptr::null_mut();
+        let mut card = Self {
+            functions,
+            device,
+            engine: none,
+            hostctrl: none,
+            run: none,
+            buffers: Vec::new(),
+            is_busy: false,
+            _library: opened,
+        };
+        if card.device.is_null() {
+            return Err(Failure::NoCard);
+        }
+        card.load(names)?;
+        Ok(card)
+    }
+
+    fn load(&mut self, names: &Names) -> Result<(), Failure> {
+        let xclbin = text(&names.xclbin.to_string_lossy());
+        // SAFETY: the device is open, and the path is a text that ends in zero.
+        let loaded = unsafe { (self.functions.device_load)(self.device, xclbin.as_ptr()) };
+        if loaded != 0 {
+            return Err(Failure::NotLoaded(loaded));
+        }
+        let mut uuid = [0; UUID_BYTES];
+        // SAFETY: the device is open, and an identity has as many bytes as there are.
+        let known = unsafe { (self.functions.device_uuid)(self.device, uuid.as_mut_ptr()) };
+        done("xrtDeviceGetXclbinUUID", known)?;
+        let kernel = |open: unsafe extern "C" fn(Handle, Uuid, Text) -> Handle, name: &str| {
+            let wanted = text(name);
+            // SAFETY: the device is open, the identity is that of its bitstream, and the name is a text that ends in zero.
+            let kernel = unsafe { open(self.device, uuid.as_ptr(), wanted.as_ptr()) };
+            if kernel.is_null() { Err(Failure::NoKernel(name.to_owned())) } else { Ok(kernel) }
+        };
+        self.engine = kernel(self.functions.kernel_open_exclusive, names.engine)?;
+        self.hostctrl = kernel(self.functions.kernel_open, names.hostctrl)?;
+        // SAFETY: the kernel is open.
+        self.run = unsafe { (self.functions.run_open)(self.hostctrl) };
+        if self.run.is_null() { Err(Failure::Failed("xrtRunOpen", 0)) } else { Ok(()) }
+    }
+
+    pub(super) fn read_register(&self, offset: u32) -> Result<u32, Failure> {
+        let mut value = 0;
+        // SAFETY: the kernel is open, and the word is there to be written to. The library looks at the offset.
+        let read = unsafe { (self.functions.kernel_read)(self.engine, offset, &mut value) };
+        done("xrtKernelReadRegister", read).map(|()| value)
+    }
+
+    pub(super) fn write_register(&mut self, offset: u32, value: u32) -> Result<(), Failure> {
+        // SAFETY: the kernel is open, and the library looks at the offset.
+        done("xrtKernelWriteRegister", unsafe { (self.functions.kernel_write)(self.engine, offset, value) })
+    }
+
+    /// Starts a call: words and then addresses, as arguments of the run.
+    pub(super) fn start(&mut self, words: &[u32], addresses: &[u64]) -> Result<(), Failure> {
+        let set = self.functions.run_set;
+        for (index, word) in (0..).zip(words) {
+            // SAFETY: the run is open, and this argument is one of 32 bits.
+            done("xrtRunSetArg", unsafe { set(self.run, index, *word) })?;
+        }
+        for (index, address) in (words.len() as Int..).zip(addresses) {
+            // SAFETY: the run is open, and this argument is one of 64 bits.
+            done("xrtRunSetArg", unsafe { set(self.run, index, *address) })?;
+        }
+        // SAFETY: the run is open and all its arguments are set. Buffers that they name are given back by nobody while `is_busy` is set.
+        done("xrtRunStart", unsafe { (self.functions.run_start)(self.run) })?;
+        self.is_busy = true;
+        Ok(())
+    }
+
+    /// What has become of the run: a number of XRT's.
+    pub(super) fn state(&self) -> u32 {
+        // SAFETY: the run is open.
+        unsafe { (self.functions.run_state)(self.run) }
+    }
+
+    /// A buffer in a bank: its address.
+    pub(super) fn allocate(&mut self, bytes: usize, flags: u64, bank: u32) -> Result<u64, Failure> {
+        // SAFETY: the device is open, and the library looks at the rest.
+        let handle = unsafe { (self.functions.buffer_open)(self.device, bytes, flags, bank) };
+        if handle.is_null() {
+            return Err(Failure::NoBuffer);
+        }
+        // SAFETY: the buffer was just opened.
+        let address = unsafe { (self.functions.buffer_address)(handle) };
+        self.buffers.push(Buffer { handle, address, bytes });
+        Ok(address)
+    }
+
+    /// Copies into a buffer, and to the card.
+    pub(super) fn write(&mut self, address: u64, from: &[u8]) -> Result<(), Failure> {
+        let (handle, offset) = self.buffer_at(address, from.len())?;
+        // SAFETY: the buffer is open and has as many bytes from the offset on; so has `from`.
+        let written = unsafe { (self.functions.buffer_write)(handle, from.as_ptr().cast(), from.len(), offset) };
+        done("xrtBOWrite", written)?;
+        self.sync(handle, Sync::ToCard, from.len(), offset)
+    }
+
+    /// Copies from the card, and out of a buffer.
+    pub(super) fn read(&mut self, address: u64, into: &mut [u8]) -> Result<(), Failure> {
+        let (handle, offset) = self.buffer_at(address, into.len())?;
+        self.sync(handle, Sync::FromCard, into.len(), offset)?;
+        // SAFETY: the buffer is open and has as many bytes from the offset on; so has `into`.
+        let read = unsafe { (self.functions.buffer_read)(handle, into.as_mut_ptr().cast(), into.len(), offset) };
+        done("xrtBORead", read)
+    }
+
+    fn sync(&mut self, handle: Handle, way: Sync, bytes: usize, offset: usize) -> Result<(), Failure> {
+        // SAFETY: the buffer is open and has as many bytes from the offset on, as `buffer_at` has checked.
+        done("xrtBOSync", unsafe { (self.functions.buffer_sync)(handle, way as Uint, bytes, offset) })
+    }
+
+    /// The buffer that has these bytes, and where in it they begin.
+    fn buffer_at(&self, address: u64, bytes: usize) -> Result<(Handle, usize), Failure> {
+        let offset_in = |buffer: &Buffer| {
+            let offset = usize::try_from(address.checked_sub(buffer.address)?).ok()?;
+            offset.checked_add(bytes).filter(|end| *end <= buffer.bytes)?;
+            Some((buffer.handle, offset))
+        };
+        self.buffers.iter().find_map(offset_in).ok_or(Failure::NoBytes)
+    }
+}
+
+/// Gives everything back in turn, unless the card may still write to it.
+impl Drop for Card {
+    fn drop(&mut self) {
+        let Functions { buffer_close, run_close, kernel_close, device_close, .. } = self.functions;
+        if self.is_busy || self.device.is_null() {
+            return;
+        }
+        let close = |close: unsafe extern "C" fn(Handle) -> Int, handle: Handle| {
+            if !handle.is_null() {
+                // SAFETY: the handle is open, this alone has it, and nothing uses it afterwards. What was opened from it is closed before.
+                let _ = unsafe { close(handle) };
+            }
+        };
+        for buffer in self.buffers.drain(..) {
+            close(buffer_close, buffer.handle);
+        }
+        close(run_close, self.run);
+        close(kernel_close, self.hostctrl);
+        close(kernel_close, self.engine);
+        close(device_close, self.device);
+    }
+}
+
+/// The version in the name of the file of a library that is open.
+fn version_of(library: &Path) -> String {
+    let file = library.canonicalize().ok().or_else(|| {
+        let maps = std::fs::read_to_string(MAPPED).ok()?;
+        let paths = maps.lines().filter_map(|line| line.find('/').map(|at| &line[at..]));
+        paths.into_iter().find(|path| path.contains(STEM)).map(PathBuf::from)
+    });
+    let name = file.as_deref().and_then(Path::file_name).unwrap_or_default().to_string_lossy();
+    name.split_once(STEM).map_or_else(|| "unknown".to_owned(), |(_, version)| version.to_owned())
+}
+
+fn done(name: &'static str, returned: c_int) -> Result<(), Failure> {
+    if returned == 0 { Ok(()) } else { Err(Failure::Failed(name, returned)) }
+}
+
+/// A text that ends in zero; what is behind a zero in it is cut off.
+fn text(text: &str) -> CString {
+    let bytes: Vec<u8> = text.bytes().take_while(|byte| *byte != 0).chain([0]).collect();
+    CStr::from_bytes_until_nul(&bytes).map(CStr::to_owned).unwrap_or_default()
+}
