@@ -196,7 +196,7 @@ fn an_emulator_that_is_stopped_is_noticed_at_the_deadline() {
     let emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);
     let mut bus = buses::open(&url(&format!("emulator://127.0.0.1:{port}")), 0).unwrap();
     let at = bus.allocate(Memory::Device, 1 << 20).unwrap();
-    common::signal(&emulators.0[0], "STOP");
+    common::signal_to(emulators.0[0].id(), "STOP");
     let begin = Instant::now();
     let text = bus.read_register(map::RETURN_CODE.offset).unwrap_err().message;
     let waited = begin.elapsed();
@@ -215,8 +215,54 @@ fn an_emulator_that_is_stopped_is_noticed_at_the_deadline() {
     );
     let begin = Instant::now();
     let text = bus.reconnect().err().unwrap().message;
-    assert!(begin.elapsed() < Duration::from_millis(1400), "{:?}", begin.elapsed());
-    assert!(text.contains("has not greeted in 1000 ms"), "{text}");
+    assert!(begin.elapsed() < Duration::from_millis(800), "{:?}", begin.elapsed());
+    assert!(text.contains("has not greeted in 400 ms"), "{text}");
+}
+
+#[test]
+fn a_call_that_does_not_end_is_explained_over_a_fresh_connection() {
+    let port = free_ports(8);
+    let _emulators = Emulators(vec![start(&format!("--ranks 2 --port {port} --comms udp --faithful"))]);
+    let mut drivers = opened(&url(&format!("emulator://127.0.0.1:{port}?design=udp")), 2);
+    let buffer = drivers[0].bus().allocate(Memory::Device, 64).unwrap();
+    let call = |driver: &Driver<Box<dyn Bus>>, operation, root, tag| {
+        let call = driver.call(operation, DataType::F32, DataType::F32, 4).unwrap();
+        Descriptor { root, tag, first: buffer, result: buffer, ..call }
+    };
+    let send = call(&drivers[0], Operation::Send, 1, 7);
+    drivers[0].start(&send).unwrap();
+    end(&mut drivers[0]);
+    drivers[1].bus().allocate(Memory::Device, 64).unwrap();
+    let recv = call(&drivers[1], Operation::Recv, 0, 8);
+    drivers[1].start(&recv).unwrap();
+    assert!(drivers[1].poll().unwrap().is_none());
+    let begin = Instant::now();
+    let text = drivers[1].give_up("has not ended in 300 ms", || begin.elapsed() < Duration::from_secs(1)).message;
+    assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
+    assert!(
+        text.contains(
+            "has not ended in 300 ms; it expects seq 0 from rank 0; rx buffer 0 holds seq 0 from rank 0 with tag 0x7"
+        ),
+        "{text}"
+    );
+}
+
+#[test]
+fn an_emulator_that_is_stopped_in_the_middle_of_memory_is_noticed() {
+    let port = free_ports(4);
+    let emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);
+    let mut bus = buses::open(&url(&format!("emulator://127.0.0.1:{port}")), 0).unwrap();
+    let at = bus.allocate(Memory::Device, 64 << 20).unwrap();
+    let pid = emulators.0[0].id();
+    let stopper = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(50));
+        common::signal_to(pid, "STOP");
+        Instant::now()
+    });
+    let text = bus.write_memory(Memory::Device, at, &vec![1; 64 << 20]).unwrap_err().message;
+    let waited = stopper.join().unwrap().elapsed();
+    assert!(waited < Duration::from_millis(2900), "{waited:?}");
+    assert!(text.contains("has not answered a write of 65536 bytes of device memory at 0x"), "{text}");
 }
 
 /// Somebody listens and does this with who comes.
@@ -238,6 +284,16 @@ fn what_is_no_emulator_is_told_from_one_in_time() {
     let (text, took) = refusal(listener(std::mem::forget));
     assert!(text.contains("has not greeted in 1000 ms; it is stopped, or no emulator"), "{text}");
     assert!(took < Duration::from_millis(1400), "{took:?}");
+    let (text, took) = refusal(listener(|mut stream| {
+        let mut bytes = [0; 64];
+        while let Ok(read @ 1..) = stream.read(&mut bytes) {
+            if stream.write_all(&bytes[..read]).is_err() {
+                return;
+            }
+        }
+    }));
+    assert!(text.contains("does not speak the protocol of an emulator: "), "an echo: {text}");
+    assert!(took < Duration::from_millis(500), "{took:?}");
     let (text, took) = refusal(listener(|mut stream| drop(stream.write_all(&[b'x'; 100]))));
     assert!(text.contains("does not speak the protocol of an emulator: "), "{text}");
     assert!(took < Duration::from_millis(500), "{took:?}");

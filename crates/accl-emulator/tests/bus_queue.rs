@@ -72,6 +72,20 @@ fn what_was_not_posted_cannot_be_followed() {
 }
 
 #[test]
+fn a_posted_call_that_fails_takes_those_after_it_along() {
+    let driver = &mut drivers(Network::Udp, 1)[0];
+    let place = buffer(driver, b"abcd");
+    let good = copy(driver, place, place);
+    let bad = copy(driver, 1 << 40, place);
+    let [first, second, third] = [good, bad, good].map(|call| driver.post(call, LATER).unwrap());
+    let text = poll(driver, third, 0).unwrap_err().message;
+    assert!(text.contains("`copy of 4 elements, communicator at 0x1c8` failed: return code 0x4: "), "{text}");
+    assert!(poll(driver, first, 0).unwrap().is_some(), "what has ended well has");
+    assert_eq!(poll(driver, second, 0).unwrap_err().message, text);
+    assert_eq!(driver.post(good, LATER).unwrap_err().message, text);
+}
+
+#[test]
 fn a_posted_call_that_misses_its_deadline_says_what_the_device_waits_for() {
     let mut drivers = drivers(Network::Udp, 2);
     let driver = &mut drivers[1];

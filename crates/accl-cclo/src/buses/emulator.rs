@@ -20,6 +20,8 @@ use crate::device::Address;
 
 /// How long a register, a call or an allocation may take, and a connection.
 const REQUEST_DEADLINE: Duration = Duration::from_secs(1);
+/// How long each of these may take where only a look is wanted, at a device that may be stuck.
+const LOOK_DEADLINE: Duration = Duration::from_millis(400);
 /// How long the first answer may take: the original sleeps for six seconds after its start.
 const FIRST_DEADLINE: Duration = Duration::from_secs(10);
 /// Bytes of memory in one request, so that one that is stuck is noticed.
@@ -41,8 +43,9 @@ pub struct EmulatorBus {
     address: Address,
     /// How far each memory is handed out, for all connections to the same emulator: that of the card, then that of the host.
     handed_out: Arc<Mutex<[u64; 2]>>,
-    /// How long the next answer may take.
-    deadline: Duration,
+    /// How long an answer may take, and the next one.
+    usual_deadline: Duration,
+    next_deadline: Duration,
     dead: Option<Error>,
 }
 
@@ -52,16 +55,25 @@ impl EmulatorBus {
     /// # Errors
     /// Nobody listens there, nobody answers, or what answers is no emulator.
     pub fn open(address: &Address) -> Result<Self> {
-        Self::connect(address, Arc::default(), FIRST_DEADLINE)
+        let bus = Self::connect(address, Arc::default(), REQUEST_DEADLINE)?;
+        Ok(Self { next_deadline: FIRST_DEADLINE, ..bus })
     }
 
-    fn connect(address: &Address, handed_out: Arc<Mutex<[u64; 2]>>, first: Duration) -> Result<Self> {
+    fn connect(address: &Address, handed_out: Arc<Mutex<[u64; 2]>>, deadline: Duration) -> Result<Self> {
         let runtime = Builder::new_current_thread().enable_all().build();
         let runtime = runtime.map_err(|error| {
             Error::new(ErrorKind::Exhausted, format!("no socket to the emulator at {address}: {error}"))
         })?;
-        let socket = runtime.block_on(connected(address))?;
-        Ok(Self { socket, runtime, address: address.clone(), handed_out, deadline: first, dead: None })
+        let socket = runtime.block_on(connected(address, deadline))?;
+        Ok(Self {
+            socket,
+            runtime,
+            address: address.clone(),
+            handed_out,
+            usual_deadline: deadline,
+            next_deadline: deadline,
+            dead: None,
+        })
     }
 
     /// What is answered before a deadline, which `more` moves.
@@ -69,7 +81,7 @@ impl EmulatorBus {
         if let Some(dead) = &self.dead {
             return Err(dead.clone());
         }
-        let deadline = self.deadline + more;
+        let deadline = self.next_deadline + more;
         let exchange = async {
             self.socket.send(request.to_json().into()).await?;
             self.socket.recv().await
@@ -90,7 +102,7 @@ impl EmulatorBus {
                 ),
             )),
         };
-        self.deadline = REQUEST_DEADLINE;
+        self.next_deadline = self.usual_deadline;
         if let Err(error) = &answer {
             self.dead = Some(error.clone());
         }
@@ -128,19 +140,19 @@ impl EmulatorBus {
 }
 
 /// A socket to an emulator. A first look finds out at once whether anybody listens: the library tries for long.
-async fn connected(address: &Address) -> Result<ReqSocket> {
+async fn connected(address: &Address, deadline: Duration) -> Result<ReqSocket> {
     let late = || {
-        let within = REQUEST_DEADLINE.as_millis();
+        let within = deadline.as_millis();
         let text = format!("what listens at {address} has not greeted in {within} ms; it is stopped, or no emulator");
         Error::new(ErrorKind::Device, text)
     };
-    let look = timeout(REQUEST_DEADLINE, TcpStream::connect(address.to_string())).await.map_err(|_| late())?;
+    let look = timeout(deadline, TcpStream::connect(address.to_string())).await.map_err(|_| late())?;
     drop(look.map_err(|error| {
         let text = format!("no emulator answers at {address}: {error}; start `accl-emulator` there first");
         Error::new(ErrorKind::Device, text)
     })?);
     let mut socket = ReqSocket::new();
-    match timeout(REQUEST_DEADLINE, socket.connect(&format!("tcp://{address}"))).await {
+    match timeout(deadline, socket.connect(&format!("tcp://{address}"))).await {
         Ok(Ok(())) => Ok(socket),
         Ok(Err(error)) => Err(not_an_emulator(address, error)),
         Err(_) => Err(late()),
@@ -215,7 +227,7 @@ impl Bus for EmulatorBus {
     }
 
     fn reconnect(&self) -> Result<Box<dyn Bus>> {
-        Ok(Box::new(Self::connect(&self.address, self.handed_out.clone(), REQUEST_DEADLINE)?))
+        Ok(Box::new(Self::connect(&self.address, self.handed_out.clone(), LOOK_DEADLINE)?))
     }
 
     fn describe(&self) -> String {

@@ -70,8 +70,8 @@ pub fn end(driver: &mut Driver<Box<dyn Bus>>) {
 }
 
 /// Sends a signal to a child, by its name.
-pub fn signal(child: &Child, name: &str) {
-    let sent = Command::new("kill").args([format!("-{name}"), child.id().to_string()]).status().unwrap();
+pub fn signal_to(child: u32, name: &str) {
+    let sent = Command::new("kill").args([format!("-{name}"), child.to_string()]).status().unwrap();
     assert!(sent.success());
 }
 

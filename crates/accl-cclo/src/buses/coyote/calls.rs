@@ -74,6 +74,9 @@ pub(super) trait Calls: Send {
     /// Copies into it.
     fn write_pages(&mut self, address: u64, from: &[u8]) -> io::Result<()>;
 
+    /// Keeps everything open for as long as the process lives.
+    fn keep_open(&mut self);
+
     /// The same region once more, for its registers alone.
     fn again(&self) -> io::Result<Box<dyn Calls>>;
 }

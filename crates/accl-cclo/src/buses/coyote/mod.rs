@@ -47,7 +47,8 @@ pub struct CoyoteBus {
     contexts: Vec<u64>,
     /// The port of the card that has RDMA.
     port: u64,
-    buffers: Vec<u64>,
+    /// Where each buffer is, and in which context it was mapped.
+    buffers: Vec<(u64, usize)>,
     /// A call was started whose end was not seen: the card may write to buffers.
     is_busy: bool,
     /// Registers can be read, and nothing else be done.
@@ -165,8 +166,8 @@ impl CoyoteBus {
         let mapped = self.ask(context, Request::MapMemory, &mut words, "map a buffer");
         if mapped.is_err() {
             self.calls.unmap_pages(address);
-        } else if context == CONTROL_CONTEXT {
-            self.buffers.push(address);
+        } else {
+            self.buffers.push((address, context));
         }
         mapped.map(|()| address)
     }
@@ -243,16 +244,19 @@ impl Bus for CoyoteBus {
     }
 }
 
-/// Buffers of a card that may still write to them are never given back.
+/// Gives everything back, unless the card may still write to buffers: then nothing ever is.
 impl Drop for CoyoteBus {
     fn drop(&mut self) {
-        if self.is_busy || self.only_looks {
+        if self.is_busy {
+            return self.calls.keep_open();
+        }
+        if self.only_looks {
             return;
         }
-        let control = self.contexts.first().copied().unwrap_or(0);
-        for address in std::mem::take(&mut self.buffers) {
-            // Nobody is left to hear of an error.
-            if self.calls.request(CONTROL_CONTEXT, Request::UnmapMemory, &mut words([address, control])).is_ok() {
+        for (address, context) in std::mem::take(&mut self.buffers) {
+            let number = self.contexts.get(context).copied().unwrap_or(0);
+            // Nobody is left to hear of an error; what the driver has not taken back stays mapped.
+            if self.calls.request(context, Request::UnmapMemory, &mut words([address, number])).is_ok() {
                 self.calls.unmap_pages(address);
             }
         }

@@ -19,6 +19,7 @@ enum Done {
     Write(usize, u64),
     Map(usize),
     Unmap(u64),
+    KeepOpen,
 }
 
 /// A region that records what is asked of it.
@@ -97,6 +98,10 @@ impl Calls for Recorder {
 
     fn write_pages(&mut self, _: u64, _: &[u8]) -> io::Result<()> {
         Ok(())
+    }
+
+    fn keep_open(&mut self) {
+        self.note(Done::KeepOpen);
     }
 
     fn again(&self) -> io::Result<Box<dyn Calls>> {
@@ -190,7 +195,7 @@ fn a_call_is_fifteen_words_and_a_start_bit() {
     bus.allocate(Memory::Host, 1).unwrap();
     taken(&recorder);
     drop(bus);
-    assert_eq!(taken(&recorder), []);
+    assert_eq!(taken(&recorder), [Done::KeepOpen]);
 
     recorder.word = 0b1110;
     let mut bus = opened(&recorder);
@@ -287,6 +292,20 @@ fn queue_pairs_have_contexts_of_their_own_and_the_words_of_the_reference() {
     );
     let text = bus.queue_pairs(ip, 64).unwrap_err().message;
     assert_eq!(text, "card behind Coyote, region 2 has contexts for 63 peers, not for 64");
+    drop(bus);
+    let pages = [FIRST_PAGE, FIRST_PAGE + PAGE_BYTES];
+    assert_eq!(
+        taken(&recorder),
+        [
+            Done::Request(1, 6, vec![pages[0], 6]),
+            Done::Unmap(pages[0]),
+            Done::Request(2, 6, vec![pages[1], 7]),
+            Done::Unmap(pages[1]),
+            Done::Request(2, 8, vec![7]),
+            Done::Request(1, 8, vec![6]),
+            Done::Request(0, 8, vec![5]),
+        ]
+    );
 }
 
 #[test]

@@ -35,7 +35,7 @@ const UUID_BYTES: usize = 16;
 /// Declares the functions: their names, and their types in Rust; and, for a test, the same types as text.
 macro_rules! functions {
     ($($field:ident $name:literal ($($argument:ident),*$(; $rest:tt)?) -> $result:ident;)+) => {
-        /// The functions, for as long as the library is open.
+        /// The functions of a library that is never closed.
         struct Functions {
             $($field: unsafe extern "C" fn($($argument),* $(, $rest)?) -> $result,)+
         }
@@ -51,8 +51,8 @@ macro_rules! functions {
                 Ok(Self {
                     $($field: {
                         let name = concat!($name, "\0").as_bytes();
-                        // SAFETY: the table has the type that XRT's headers give the function of this name, as a test compares. The pointer
-                        // is kept beside the library, and no longer.
+                        // SAFETY: the table has the type that XRT's headers give the function of this name, as a test compares. A library
+                        // whose functions are kept is never closed.
                         let symbol = unsafe { library.get(name) };
                         *symbol.map_err(|_| $name)?
                     },)+
@@ -140,8 +140,6 @@ pub(super) struct Card {
     buffers: Vec<Buffer>,
     /// The card may still write to buffers: nothing is given back.
     pub(super) is_busy: bool,
-    // The last field, so that functions are gone before their library.
-    _library: Library,
 }
 
 // SAFETY: the handles are this card's alone, XRT keeps nothing by thread, and `&mut self` or a lock lets in one thread at a time.
@@ -154,22 +152,16 @@ impl Card {
         let opened = unsafe { Library::new(library) }.map_err(|error| Failure::NoLibrary(error.to_string()))?;
         // Its file is known for as long as it is open.
         let functions = Functions::of(&opened).map_err(|name| Failure::NoFunction(name, version_of(library)))?;
+        // It is never closed: a card that is busy may still have it run.
+        std::mem::forget(opened);
         let [key, value] = LOG_NOTHING.map(text);
         // SAFETY: both are texts that end in zero. A library that is in use already keeps what it has.
         let _ = unsafe { (functions.set_ini)(key.as_ptr(), value.as_ptr()) };
         // SAFETY: the function takes any index.
         let device = unsafe { (functions.device_open)(names.index) };
         let none = std::ptr::null_mut();
-        let mut card = Self {
-            functions,
-            device,
-            engine: none,
-            hostctrl: none,
-            run: none,
-            buffers: Vec::new(),
-            is_busy: false,
-            _library: opened,
-        };
+        let mut card =
+            Self { functions, device, engine: none, hostctrl: none, run: none, buffers: Vec::new(), is_busy: false };
         if card.device.is_null() {
             return Err(Failure::NoCard);
         }
