@@ -323,6 +323,35 @@ fn answers_that_make_no_sense_are_told_in_a_sentence() {
     }
 }
 
+/// A greeting of ZeroMQ with no security, and that of the side that answers.
+const GREETING: [&[u8]; 5] =
+    [b"\xFF\0\0\0\0\0\0\0\0\x7F\x03\0", b"NULL", &[0; 16], &[0; 32], b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03REP"];
+
+#[test]
+fn frames_of_impossible_lengths_are_told_in_a_sentence() {
+    let port = listener(|mut stream| {
+        stream.write_all(&GREETING.concat()).unwrap();
+        let mut bytes = [0; 256];
+        // Once the request has come, of which the greeting is no part.
+        let mut seen = Vec::new();
+        while !seen.ends_with(b"}") {
+            let Ok(read @ 1..) = stream.read(&mut bytes) else { return };
+            seen.extend(&bytes[..read]);
+        }
+        stream.write_all(&[2, 0x7F, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF]).unwrap();
+        let _ = stream.read(&mut bytes);
+    });
+    let mut bus = buses::open(&url(&format!("emulator://127.0.0.1:{port}")), 0).unwrap();
+    let text = bus.read_register(0).unwrap_err().message;
+    assert!(
+        text.ends_with(
+            "does not speak the protocol of an emulator: it sends frames of impossible lengths; check the port"
+        ),
+        "{text}"
+    );
+    assert_eq!(bus.read_register(0).unwrap_err().message, text);
+}
+
 #[test]
 fn memory_that_there_is_not_is_refused() {
     let port = free_ports(4);

@@ -4,6 +4,7 @@
 //! original does not have. A request that has failed leaves the socket in the middle of something, so the bus is dead then.
 
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -64,7 +65,7 @@ impl EmulatorBus {
         let runtime = runtime.map_err(|error| {
             Error::new(ErrorKind::Exhausted, format!("no socket to the emulator at {address}: {error}"))
         })?;
-        let socket = runtime.block_on(connected(address, deadline))?;
+        let socket = caught(address, || runtime.block_on(connected(address, deadline)))??;
         Ok(Self {
             socket,
             runtime,
@@ -86,13 +87,15 @@ impl EmulatorBus {
             self.socket.send(request.to_json().into()).await?;
             self.socket.recv().await
         };
-        let answer = match self.runtime.block_on(async { timeout(deadline, exchange).await }) {
-            Ok(Ok(message)) => {
+        let runtime = &self.runtime;
+        let answer = match caught(&self.address, || runtime.block_on(async { timeout(deadline, exchange).await })) {
+            Err(garbage) => Err(garbage),
+            Ok(Ok(Ok(message))) => {
                 let text: Vec<u8> = message.into_vec().into_iter().flatten().collect();
                 Reply::from_json(&text).map_err(|why| not_an_emulator(&self.address, why))
             }
-            Ok(Err(error)) => Err(broken(&self.address, error)),
-            Err(_) => Err(Error::new(
+            Ok(Ok(Err(error))) => Err(broken(&self.address, error)),
+            Ok(Err(_)) => Err(Error::new(
                 ErrorKind::Device,
                 format!(
                     "emulator at {} has not answered {} in {} ms; it is stopped, stuck or busy with something else",
@@ -157,6 +160,11 @@ async fn connected(address: &Address, deadline: Duration) -> Result<ReqSocket> {
         Ok(Err(error)) => Err(not_an_emulator(address, error)),
         Err(_) => Err(late()),
     }
+}
+
+/// The library panics at frames of impossible lengths. What it was in the middle of is not used any more then.
+fn caught<T>(address: &Address, ask: impl FnOnce() -> T) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(ask)).map_err(|_| not_an_emulator(address, "it sends frames of impossible lengths"))
 }
 
 fn not_an_emulator(address: &Address, why: impl fmt::Display) -> Error {

@@ -1,7 +1,7 @@
 //! XRT's library, opened at run time, and one card behind it.
 //!
 //! Owns all handles of the C interface, so that none is used after it was given back. Unsafe code is here: calls of foreign functions. Read
-//! [`SYMBOLS`] first: it is the table of what is called, as a test compares it with XRT's own headers.
+//! `functions!` first: it is the table of what is called, as a test compares it with XRT's own headers.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::path::{Path, PathBuf};
