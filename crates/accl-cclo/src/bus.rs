@@ -8,6 +8,7 @@ use std::time::Duration;
 use accl_types::Result;
 
 use crate::call::Descriptor;
+use crate::control::About;
 
 /// A memory that a device reaches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -83,6 +84,14 @@ pub trait Bus: Send {
     /// The device cannot be reached.
     fn reconnect(&self) -> Result<Box<dyn Bus>>;
 
+    /// What the device says of itself; `None`: it says nothing, as cards and the original emulator.
+    ///
+    /// # Errors
+    /// The device cannot be reached.
+    fn about(&mut self) -> Result<Option<About>> {
+        Ok(None)
+    }
+
     /// How messages name the device.
     fn describe(&self) -> String;
 }
@@ -126,6 +135,10 @@ impl<B: Bus + ?Sized> Bus for Box<B> {
 
     fn reconnect(&self) -> Result<Box<dyn Bus>> {
         (**self).reconnect()
+    }
+
+    fn about(&mut self) -> Result<Option<About>> {
+        (**self).about()
     }
 
     fn describe(&self) -> String {

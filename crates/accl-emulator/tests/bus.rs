@@ -353,6 +353,17 @@ fn frames_of_impossible_lengths_are_told_in_a_sentence() {
 }
 
 #[test]
+fn an_emulator_says_what_it_is_or_nothing() {
+    let about = r#"{"status":0,"version":"0.1.0","ranks":3,"rank":2,"comms":"udp","hazards":[],"clock_hz":1,"link_bits_per_second":1,"hop_ps":0,"missing":[],"trouble":""}"#;
+    for (answer, ranks) in [(about, Some(3)), (r#"{"status":1}"#, None)] {
+        let port = free_ports(1);
+        let _answering = common::answering(port, answer);
+        let mut bus = buses::open(&url(&format!("emulator://127.0.0.1:{port}")), 0).unwrap();
+        assert_eq!(bus.about().unwrap().map(|about| about.ranks), ranks);
+    }
+}
+
+#[test]
 fn memory_that_there_is_not_is_refused() {
     let port = free_ports(4);
     let _emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);

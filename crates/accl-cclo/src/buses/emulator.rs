@@ -16,7 +16,7 @@ use zeromq::{ReqSocket, Socket, SocketRecv, SocketSend, ZmqError};
 
 use crate::bus::{Bus, Memory};
 use crate::call::Descriptor;
-use crate::control::{Reply, Request, Status};
+use crate::control::{About, Reply, Request, Status};
 use crate::device::Address;
 
 /// How long a register, a call or an allocation may take, and a connection.
@@ -236,6 +236,14 @@ impl Bus for EmulatorBus {
 
     fn reconnect(&self) -> Result<Box<dyn Bus>> {
         Ok(Box::new(Self::connect(&self.address, self.handed_out.clone(), LOOK_DEADLINE)?))
+    }
+
+    fn about(&mut self) -> Result<Option<About>> {
+        match self.ask(&Request::About, Duration::ZERO)? {
+            Reply::About(about) => Ok(Some(about)),
+            Reply::Status(_) => Ok(None),
+            reply => Err(self.refusal(&Request::About, &reply)),
+        }
     }
 
     fn describe(&self) -> String {

@@ -21,6 +21,8 @@ pub struct Diagnosis {
     pub looked_at: usize,
     /// How many there are.
     pub all: usize,
+    /// What the device itself says is wrong, if it says anything.
+    pub trouble: String,
 }
 
 impl Diagnosis {
@@ -52,7 +54,8 @@ impl Diagnosis {
             }
             looked_at += 1;
         }
-        Ok(Self { communicator, return_code, buffers, looked_at, all })
+        let trouble = if go_on() { bus.about()?.map(|about| about.trouble) } else { None };
+        Ok(Self { communicator, return_code, buffers, looked_at, all, trouble: trouble.unwrap_or_default() })
     }
 }
 
@@ -75,8 +78,10 @@ impl fmt::Display for Diagnosis {
             }
         }
         if self.looked_at < self.all {
-            return write!(f, "; there was no time to look at more than {} of {} rx buffers", self.looked_at, self.all);
+            write!(f, "; there was no time to look at more than {} of {} rx buffers", self.looked_at, self.all)?;
+        } else if self.buffers.is_empty() {
+            write!(f, "; its rx buffers are empty")?;
         }
-        if self.buffers.is_empty() { write!(f, "; its rx buffers are empty") } else { Ok(()) }
+        if self.trouble.is_empty() { Ok(()) } else { write!(f, "; it says: {}", self.trouble) }
     }
 }

@@ -10,6 +10,8 @@ mod queue;
 mod refusals;
 mod settings;
 mod tables;
+#[cfg(test)]
+mod tests;
 
 pub use diagnosis::Diagnosis;
 pub use elements::Elements;
@@ -23,6 +25,7 @@ use accl_types::{Error, ErrorKind, Moment, Result};
 
 use crate::bus::{Bus, Memory};
 use crate::call::{ConfigFunction, Counts, Descriptor, Hosts, Operation};
+use crate::control::About;
 use crate::memory_map::{self as map, ArithmeticConfig, DataType, HardwareId, RxBuffer};
 use crate::return_code::ReturnCode;
 use queue::{Queue, State};
@@ -65,6 +68,10 @@ impl<B: Bus> Driver<B> {
                 ErrorKind::Configuration,
                 format!("{} was built for {built}, and `design` asks for {asked}", bus.describe()),
             ));
+        }
+        if let Some(about) = bus.about()? {
+            let why = differs(&about, &settings).map(|why| format!("{} {why}", bus.describe()));
+            why.map_or(Ok(()), |why| Err(Error::new(ErrorKind::Configuration, why)))?;
         }
         let tables = Tables::lay_out(&settings)?;
         let mut driver =
@@ -374,4 +381,22 @@ impl<B: Bus> Driver<B> {
     fn kill(&mut self, error: Error) -> Error {
         self.dead.get_or_insert(error).clone()
     }
+}
+
+/// Why an emulator that says what it is cannot be what the settings ask for.
+fn differs(about: &About, settings: &Settings) -> Option<String> {
+    let (network, world) = (settings.network, settings.world());
+    if about.network != network {
+        let (is, asked) = (about.network.name(), network.name());
+        return Some(format!("was started for {is}, and `design` asks for {asked}; start it with other `--comms`"));
+    }
+    if about.ranks != world {
+        return Some(format!(
+            "was started for {} ranks, and there are {world}; start it with other `--ranks`",
+            about.ranks
+        ));
+    }
+    (about.rank != settings.rank).then(|| {
+        format!("is that of rank {}, and this is rank {}; its address is another rank's", about.rank, settings.rank)
+    })
 }

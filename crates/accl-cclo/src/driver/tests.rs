@@ -1,0 +1,97 @@
+use accl_types::Result;
+
+use super::{Driver, Peer, Settings};
+use crate::bus::{Bus, Memory};
+use crate::call::Descriptor;
+use crate::control::About;
+use crate::memory_map::Network;
+
+/// An emulator that says what it is, and does nothing.
+struct Said(About);
+
+impl Bus for Said {
+    fn read_register(&mut self, _: u32) -> Result<u32> {
+        Ok(0)
+    }
+
+    fn write_register(&mut self, _: u32, _: u32) -> Result<()> {
+        Ok(())
+    }
+
+    fn allocate(&mut self, _: Memory, _: u64) -> Result<u64> {
+        Ok(0)
+    }
+
+    fn read_memory(&mut self, _: Memory, _: u64, _: &mut [u8]) -> Result<()> {
+        Ok(())
+    }
+
+    fn write_memory(&mut self, _: Memory, _: u64, _: &[u8]) -> Result<()> {
+        Ok(())
+    }
+
+    fn start(&mut self, _: &Descriptor) -> Result<()> {
+        Ok(())
+    }
+
+    fn poll(&mut self) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn reconnect(&self) -> Result<Box<dyn Bus>> {
+        Ok(Box::new(Self(self.0.clone())))
+    }
+
+    fn about(&mut self) -> Result<Option<About>> {
+        Ok(Some(self.0.clone()))
+    }
+
+    fn describe(&self) -> String {
+        "emulator at h:1".to_owned()
+    }
+}
+
+fn about() -> About {
+    About {
+        version: "0.1.0".to_owned(),
+        ranks: 2,
+        rank: 0,
+        network: Network::Udp,
+        hazards: Vec::new(),
+        clock_hz: 250_000_000,
+        link_bits_per_second: 1,
+        hop_ps: 0,
+        missing: Vec::new(),
+        trouble: String::new(),
+    }
+}
+
+fn opened(about: About) -> Result<Driver<Said>> {
+    let peer = |session| Peer { ip: [127, 0, 0, 1].into(), port: 5500, session };
+    Driver::open(Said(about), Settings::new(Network::Udp, 0, vec![peer(0), peer(1)]), || false)
+}
+
+#[test]
+fn an_emulator_that_is_another_than_was_asked_for_is_refused_before_anything_starts() {
+    assert!(opened(about()).is_ok());
+    for (about, why) in [
+        (
+            About { network: Network::Rdma, ..about() },
+            "was started for rdma, and `design` asks for udp; start it with other `--comms`",
+        ),
+        (About { ranks: 3, ..about() }, "was started for 3 ranks, and there are 2; start it with other `--ranks`"),
+        (About { rank: 1, ..about() }, "is that of rank 1, and this is rank 0; its address is another rank's"),
+    ] {
+        assert_eq!(opened(about).err().unwrap().message, format!("emulator at h:1 {why}"));
+    }
+}
+
+#[test]
+fn what_a_device_says_is_wrong_is_part_of_why_a_call_does_not_end() {
+    let mut driver = opened(About { trouble: "no packet of rank 1 has come".to_owned(), ..about() }).unwrap();
+    assert_eq!(
+        driver.give_up("has not ended in 300 ms", || true).message,
+        "emulator at h:1: a call has not ended in 300 ms; it expects nothing; its rx buffers are empty; it says: no packet of rank 1 has \
+         come; the device takes no more calls until it is reset"
+    );
+}
