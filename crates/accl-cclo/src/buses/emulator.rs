@@ -3,6 +3,7 @@
 //! Drives the emulator of the ACCL project and ours alike: it chooses the addresses of buffers itself, and asks for nothing that the
 //! original does not have. A request that has failed leaves the socket in the middle of something, so the bus is dead then.
 
+use std::convert::identity;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -65,7 +66,14 @@ impl EmulatorBus {
         let runtime = runtime.map_err(|error| {
             Error::new(ErrorKind::Exhausted, format!("no socket to the emulator at {address}: {error}"))
         })?;
-        let socket = caught(address, || runtime.block_on(connected(address, deadline)))??;
+        let socket = match caught(address, || runtime.block_on(connected(address, deadline))).and_then(identity) {
+            Ok(socket) => socket,
+            Err(error) => {
+                // Whoever looks up a name may take longer than the deadline, and is not waited for.
+                runtime.shutdown_background();
+                return Err(error);
+            }
+        };
         Ok(Self {
             socket,
             runtime,
@@ -144,12 +152,12 @@ impl EmulatorBus {
 
 /// A socket to an emulator. A first look finds out at once whether anybody listens: the library tries for long.
 async fn connected(address: &Address, deadline: Duration) -> Result<ReqSocket> {
-    let late = || {
-        let within = deadline.as_millis();
-        let text = format!("what listens at {address} has not greeted in {within} ms; it is stopped, or no emulator");
+    let late = |what: &str| {
+        let text = format!("{what} in {} ms; it is stopped, or no emulator", deadline.as_millis());
         Error::new(ErrorKind::Device, text)
     };
-    let look = timeout(deadline, TcpStream::connect(address.to_string())).await.map_err(|_| late())?;
+    let look = timeout(deadline, TcpStream::connect(address.to_string())).await;
+    let look = look.map_err(|_| late(&format!("{address} cannot be reached")))?;
     drop(look.map_err(|error| {
         let text = format!("no emulator answers at {address}: {error}; start `accl-emulator` there first");
         Error::new(ErrorKind::Device, text)
@@ -158,7 +166,7 @@ async fn connected(address: &Address, deadline: Duration) -> Result<ReqSocket> {
     match timeout(deadline, socket.connect(&format!("tcp://{address}"))).await {
         Ok(Ok(())) => Ok(socket),
         Ok(Err(error)) => Err(not_an_emulator(address, error)),
-        Err(_) => Err(late()),
+        Err(_) => Err(late(&format!("what listens at {address} has not greeted"))),
     }
 }
 

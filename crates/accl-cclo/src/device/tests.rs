@@ -1,3 +1,5 @@
+use proptest::prelude::*;
+
 use super::{Addresses, Design, DeviceUrl, KEYS, Place, Wire};
 use crate::bus::Memory;
 use crate::memory_map::{DataType, NO_SESSION, Network};
@@ -187,4 +189,22 @@ fn each_rank_has_an_emulator() {
     assert!(matches!(parsed("emulator://h:1").place, Place::Emulator(Addresses::One(_))));
     let text = parsed("emulator://h:5500,i:7").settings(0, 3).unwrap_err().message;
     assert!(text.ends_with("it names 2 emulators, and there are 3 ranks"), "{text}");
+}
+
+proptest! {
+    /// Whatever is written either makes no sense or is shown as it was meant.
+    #[test]
+    fn any_text_is_read_or_refused(
+        text in "(sim|emulator|xrt|coyote|)(://)?[a-z0-9:,@.]{0,12}[?]?((eager|rx_bytes|rx_buffers|design|xclbin|memory|x)=[a-z0-9KMiB_]{0,8}&?){0,4}|.*"
+    ) {
+        match DeviceUrl::parse(&text) {
+            Ok(None) => prop_assert!(["", "none"].contains(&text.trim())),
+            Ok(Some(url)) => {
+                prop_assert_eq!(DeviceUrl::parse(&url.to_string()), Ok(Some(url.clone())));
+                // Neither of these may do anything but answer.
+                let _ = (url.agreed(), url.settings(0, 2));
+            }
+            Err(error) => prop_assert!(error.message.starts_with("device `"), "{}", error.message),
+        }
+    }
 }

@@ -375,6 +375,15 @@ impl Design {
         }
     }
 
+    /// The design whose engines reach one another so.
+    pub fn of(network: Network) -> Self {
+        match network {
+            Network::Udp => Self::Udp,
+            Network::Tcp => Self::Tcp,
+            Network::Rdma => Self::CytRdma,
+        }
+    }
+
     /// What goes over the network.
     pub fn network(self) -> Network {
         match self {

@@ -26,6 +26,7 @@ use accl_types::{Error, ErrorKind, Moment, Result};
 use crate::bus::{Bus, Memory};
 use crate::call::{ConfigFunction, Counts, Descriptor, Hosts, Operation};
 use crate::control::About;
+use crate::device::Design;
 use crate::memory_map::{self as map, ArithmeticConfig, DataType, HardwareId, RxBuffer};
 use crate::return_code::ReturnCode;
 use queue::{Queue, State};
@@ -63,7 +64,7 @@ impl<B: Bus> Driver<B> {
         settings.check()?;
         let hardware_id = HardwareId(bus.read_register(map::HARDWARE_ID.offset)?);
         if let Some(network) = hardware_id.network().filter(|network| *network != settings.network) {
-            let (built, asked) = (network.name(), settings.network.name());
+            let [built, asked] = [network, settings.network].map(|network| Design::of(network).name());
             return Err(Error::new(
                 ErrorKind::Configuration,
                 format!("{} was built for {built}, and `design` asks for {asked}", bus.describe()),
@@ -387,8 +388,10 @@ impl<B: Bus> Driver<B> {
 fn differs(about: &About, settings: &Settings) -> Option<String> {
     let (network, world) = (settings.network, settings.world());
     if about.network != network {
-        let (is, asked) = (about.network.name(), network.name());
-        return Some(format!("was started for {is}, and `design` asks for {asked}; start it with other `--comms`"));
+        let [is, asked] = [about.network, network].map(|network| Design::of(network).name());
+        return Some(format!(
+            "was started for {is}, and `design` asks for {asked}; add `design={is}`, or start it with other `--comms`"
+        ));
     }
     if about.ranks != world {
         return Some(format!(

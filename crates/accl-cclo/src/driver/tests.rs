@@ -77,7 +77,7 @@ fn an_emulator_that_is_another_than_was_asked_for_is_refused_before_anything_sta
     for (about, why) in [
         (
             About { network: Network::Rdma, ..about() },
-            "was started for rdma, and `design` asks for udp; start it with other `--comms`",
+            "was started for cyt_rdma, and `design` asks for udp; add `design=cyt_rdma`, or start it with other `--comms`",
         ),
         (About { ranks: 3, ..about() }, "was started for 3 ranks, and there are 2; start it with other `--ranks`"),
         (About { rank: 1, ..about() }, "is that of rank 1, and this is rank 0; its address is another rank's"),
