@@ -3,10 +3,12 @@
 /// Addresses are kept in signed 32 bits by the original, so memory stays below this.
 const MOST_BYTES: u64 = 1 << 31;
 
-/// A memory.
+/// A memory. What nobody has written takes up address space alone.
 #[derive(Debug, Default)]
 pub struct Memory {
+    /// Zero from `reach` on.
     bytes: Vec<u8>,
+    reach: usize,
 }
 
 impl Memory {
@@ -15,25 +17,55 @@ impl Memory {
         let Some(end) = address.checked_add(bytes).filter(|&end| end < MOST_BYTES) else { return false };
         let end = end as usize;
         if end > self.bytes.len() {
-            self.bytes.resize(end, 0);
+            // Fresh zeros come from the system untouched, where `resize` would write them. Twice as many, so that small steps are not all copied.
+            let more = (2 * self.bytes.len()).clamp(end, MOST_BYTES as usize);
+            let old = std::mem::replace(&mut self.bytes, vec![0; more]);
+            self.bytes[..self.reach].copy_from_slice(&old[..self.reach]);
         }
+        self.reach = self.reach.max(end);
         true
     }
 
     /// So many bytes at an address; `None` if it does not reach so far.
     pub fn read(&self, address: u64, bytes: usize) -> Option<&[u8]> {
         let begin = usize::try_from(address).ok()?;
-        self.bytes.get(begin..begin.checked_add(bytes)?)
+        self.bytes[..self.reach].get(begin..begin.checked_add(bytes)?)
     }
 
     /// The same, to be written.
     pub fn read_mut(&mut self, address: u64, bytes: usize) -> Option<&mut [u8]> {
         let begin = usize::try_from(address).ok()?;
-        self.bytes.get_mut(begin..begin.checked_add(bytes)?)
+        self.bytes[..self.reach].get_mut(begin..begin.checked_add(bytes)?)
     }
 
     /// How far it reaches.
     pub fn len_bytes(&self) -> usize {
-        self.bytes.len()
+        self.reach
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_written_stays_while_it_grows() {
+        let mut memory = Memory::default();
+        for step in 0..100u64 {
+            assert!(memory.grow(10 * step, 10));
+            memory.read_mut(10 * step, 10).unwrap().fill(step as u8);
+        }
+        assert_eq!(memory.len_bytes(), 1000);
+        assert!((0..100u64).all(|step| memory.read(10 * step, 10).unwrap() == [step as u8; 10]));
+        assert!(memory.grow(5000, 0));
+        assert_eq!(memory.read(1000, 4000), Some(&[0; 4000][..]));
+        assert_eq!((memory.read(4999, 2), memory.read(u64::MAX, 2)), (None, None));
+    }
+
+    #[test]
+    fn nobody_has_two_gibibytes() {
+        let mut memory = Memory::default();
+        assert!(!memory.grow(0, 1 << 31) && !memory.grow(1 << 40, 1) && !memory.grow(u64::MAX, 1));
+        assert_eq!(memory.len_bytes(), 0);
     }
 }

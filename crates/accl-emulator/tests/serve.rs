@@ -1,195 +1,19 @@
 //! An ordinary ZeroMQ client is served, by engines of one process and by those of several.
 
-use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+#[path = "common/host.rs"]
+mod host;
 
-use accl_cclo::call::{ConfigFunction, Descriptor, Operation};
-use accl_cclo::control::{Reply, Request, Status};
-use accl_cclo::memory_map::{self as map, ARITHMETIC_CONFIGS, Communicator, Layout, RankEntry, RxBuffer};
-use zeromq::{ReqSocket, Socket, SocketRecv, SocketSend};
+use std::process::Command;
 
-const RX_BUFFERS: u32 = 16;
-const RX_BYTES: u32 = 1024;
-const PATIENCE: Duration = Duration::from_secs(20);
-
-/// Processes that end with the test.
-struct Emulators(Vec<Child>);
-
-impl Drop for Emulators {
-    fn drop(&mut self) {
-        for child in &mut self.0 {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
-
-/// A first port of so many that nobody listens at, and that no other test is given.
-fn free_ports(count: u16) -> u16 {
-    static NEXT: std::sync::Mutex<u16> = std::sync::Mutex::new(0);
-    let mut next = NEXT.lock().unwrap();
-    let is_free = |port: u16| std::net::TcpListener::bind(("127.0.0.1", port)).is_ok();
-    let begin = 20_000 + std::process::id() as u16 % 10_000;
-    let found = (*next..10_000).find(|&at| (begin + at..begin + at + count).all(is_free)).expect("free ports");
-    *next = found + count;
-    begin + found
-}
-
-fn start(arguments: &[String]) -> Child {
-    let mut child = Command::new(env!("CARGO_BIN_EXE_accl-emulator"))
-        .args(arguments)
-        .stdout(Stdio::piped())
-        .spawn()
-        .expect("the emulator starts");
-    let mut line = String::new();
-    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-    assert!(line.contains("listen from port"), "{line}");
-    child
-}
-
-struct Host {
-    socket: ReqSocket,
-}
-
-impl Host {
-    async fn connect(port: u16) -> Self {
-        let mut socket = ReqSocket::new();
-        socket.connect(&format!("tcp://127.0.0.1:{port}")).await.unwrap();
-        Self { socket }
-    }
-
-    async fn ask(&mut self, request: &Request) -> Reply {
-        self.ask_text(request.to_json()).await
-    }
-
-    async fn ask_text(&mut self, text: String) -> Reply {
-        self.socket.send(text.into()).await.unwrap();
-        let answer = tokio::time::timeout(PATIENCE, self.socket.recv()).await.expect("an answer in time").unwrap();
-        let text: Vec<u8> = answer.into_vec().into_iter().flatten().collect();
-        Reply::from_json(&text).unwrap()
-    }
-
-    async fn good(&mut self, request: &Request) {
-        assert_eq!(self.ask(request).await, Reply::Status(Status::Good), "{request:?}");
-    }
-
-    async fn write_all(&mut self, offset: u32, words: &[u32]) {
-        for (value, offset) in words.iter().zip((offset..).step_by(4)) {
-            self.good(&Request::WriteRegister { offset, value: *value }).await;
-        }
-    }
-
-    async fn begin(&mut self, call: Descriptor) {
-        self.good(&Request::Call { control: 0, call }).await;
-    }
-
-    async fn end(&mut self) {
-        let begin = Instant::now();
-        while self.ask(&Request::Poll { control: 0 }).await != Reply::Status(Status::Good) {
-            assert!(begin.elapsed() < PATIENCE, "the call has not ended");
-        }
-        assert_eq!(self.ask(&Request::ReadRegister { offset: map::RETURN_CODE.offset }).await, Reply::Register(0));
-    }
-
-    async fn configure(&mut self, function: ConfigFunction, value: u32) {
-        self.begin(Descriptor::config(function, value)).await;
-        self.end().await;
-    }
-
-    /// As the reference says; the offsets of the communicator and of the config of single precision.
-    async fn set_up(&mut self, rank: u32, ranks: u32) -> (u32, u32) {
-        assert_eq!(self.ask(&Request::ReadRegister { offset: map::HARDWARE_ID.offset }).await, Reply::Register(0));
-        self.configure(ConfigFunction::Reset, 0).await;
-        let mut layout = Layout::default();
-        let table = layout.take(RX_BUFFERS as usize * RxBuffer::COUNT).unwrap();
-        self.good(&Request::Allocate { address: 0, bytes: RX_BUFFERS * RX_BYTES, is_host: false }).await;
-        for index in 0..RX_BUFFERS {
-            let buffer = RxBuffer::idle(u64::from(index * RX_BYTES));
-            self.write_all(table.word(RxBuffer::COUNT * index as usize), &buffer.to_words()).await;
-        }
-        self.write_all(map::RX_BUFFER_BYTES.offset, &[RX_BYTES]).await;
-        self.write_all(map::RX_BUFFER_COUNT.offset, &[RX_BUFFERS]).await;
-        let entry = |peer| RankEntry::new([127, 0, 0, 1].into(), 5500, peer, RX_BYTES);
-        let communicator = Communicator { local: rank, ranks: (0..ranks).map(entry).collect() };
-        let place = layout.take(Communicator::word_count(ranks as usize)).unwrap();
-        self.write_all(place.offset, &communicator.to_words()).await;
-        let single = &ARITHMETIC_CONFIGS[2];
-        let config = layout.take(single.word_count()).unwrap();
-        self.write_all(config.offset, &single.to_words()).await;
-        self.write_all(map::IS_CONFIGURED.offset, &[1]).await;
-        self.configure(ConfigFunction::MaxEagerBytes, 16 << 10).await;
-        self.configure(ConfigFunction::MaxRendezvousBytes, 32 << 10).await;
-        self.configure(ConfigFunction::EnablePackets, 0).await;
-        (place.offset, config.offset)
-    }
-}
-
-/// Sums of ones of all ranks, over sockets.
-async fn sums(port: u16, ranks: u32) {
-    const COUNT: u32 = 3000;
-    const AT: u64 = 1 << 20;
-    let mut hosts = Vec::new();
-    for rank in 0..ranks {
-        hosts.push(Host::connect(port + rank as u16).await);
-    }
-    let set_up = hosts.iter_mut().zip(0..).map(|(host, rank)| host.set_up(rank, ranks));
-    let places = futures(set_up).await;
-    let ones: Vec<u8> = (0..COUNT).flat_map(|_| 1f32.to_le_bytes()).collect();
-    for (host, (communicator, arithmetic)) in hosts.iter_mut().zip(&places) {
-        host.good(&Request::WriteMemory { address: AT, data: ones.clone(), is_host: false }).await;
-        host.good(&Request::Allocate { address: 2 * AT, bytes: 4 * COUNT, is_host: false }).await;
-        host.begin(Descriptor {
-            count: COUNT,
-            communicator: *communicator,
-            arithmetic: *arithmetic,
-            first: AT,
-            second: 2 * AT,
-            result: 2 * AT,
-            ..Descriptor::new(Operation::AllReduce)
-        })
-        .await;
-    }
-    for host in &mut hosts {
-        host.end().await;
-        let read = Request::ReadMemory { address: 2 * AT, bytes: 4 * COUNT, is_host: false };
-        let Reply::Memory(bytes) = host.ask(&read).await else { panic!("no memory") };
-        let wrong = bytes.as_chunks().0.iter().position(|&sum| f32::from_le_bytes(sum) != ranks as f32);
-        assert_eq!(wrong, None);
-    }
-}
-
-/// All at once.
-async fn futures<F: Future>(all: impl Iterator<Item = F>) -> Vec<F::Output> {
-    let mut all: Vec<_> = all.map(Box::pin).collect();
-    let mut done: Vec<Option<F::Output>> = all.iter().map(|_| None).collect();
-    std::future::poll_fn(|context| {
-        let mut is_pending = false;
-        for (future, done) in all.iter_mut().zip(&mut done).filter(|(_, done)| done.is_none()) {
-            match future.as_mut().poll(context) {
-                std::task::Poll::Ready(output) => *done = Some(output),
-                std::task::Poll::Pending => is_pending = true,
-            }
-        }
-        if is_pending { std::task::Poll::Pending } else { std::task::Poll::Ready(()) }
-    })
-    .await;
-    done.into_iter().flatten().collect()
-}
-
-fn run(test: impl Future<Output = ()>) {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(test);
-}
-
-fn words(text: &str) -> Vec<String> {
-    text.split(' ').map(str::to_owned).collect()
-}
+use accl_cclo::control::{About, Reply, Request, Status, difference};
+use accl_cclo::memory_map::Network;
+use host::{Emulators, Host, Setup, free_ports, hosts, ports, run, start, sum, words};
 
 #[test]
 fn ranks_of_one_process_add_for_their_hosts() {
     let port = free_ports(12);
     let _emulators = Emulators(vec![start(&words(&format!("--ranks 3 --port {port} --comms udp")))]);
-    run(sums(port, 3));
+    run(async { sum(&mut hosts(&ports(port, 3), &Setup::default()).await, 3000).await });
 }
 
 #[test]
@@ -198,7 +22,7 @@ fn ranks_of_several_processes_add_for_their_hosts() {
         let port = free_ports(8);
         let one = |rank| start(&words(&format!("-s 2 -r {rank} -p {port} -c {comms} -l 3 -b")));
         let _emulators = Emulators(vec![one(0), one(1)]);
-        run(sums(port, 2));
+        run(async { sum(&mut hosts(&ports(port, 2), &Setup::default()).await, 3000).await });
     }
 }
 
@@ -215,7 +39,7 @@ fn what_makes_no_sense_is_answered_and_the_next_request_too() {
         assert_eq!(host.ask(&Request::Poll { control: 0 }).await, Reply::Status(Status::Not), "no call was started");
         drop(host);
         let mut next = Host::connect(port).await;
-        assert_eq!(next.ask(&Request::ReadRegister { offset: 8184 }).await, Reply::Register(0));
+        assert_eq!(next.register(8184).await, 0);
     });
 }
 
@@ -227,6 +51,15 @@ fn wrong_arguments_are_refused_in_a_sentence() {
         String::from_utf8(output.stderr).unwrap()
     };
     assert_eq!(refused("-s 2 -r 2"), "accl-emulator: rank 2 is none of 2 ranks\n");
+    assert_eq!(refused("-s 4 -r 2-4"), "accl-emulator: rank 4 is none of 4 ranks\n");
+    for range in ["2-1", "a", "1-", "-1"] {
+        let text = format!("accl-emulator: --rank takes a rank or a range of them, such as 3 or 4-7, not `{range}`\n");
+        assert_eq!(refused(&format!("-s 4 --rank={range}")), text);
+    }
+    assert!(
+        refused("--trace /nowhere/out.jsonl")
+            .starts_with("accl-emulator: --trace: /nowhere/out.jsonl cannot be written: ")
+    );
     assert_eq!(refused("--faithful 4,13"), "accl-emulator: --faithful takes numbers from 1 to 12, not `13`\n");
     assert_eq!(refused("-s 2 --hosts a:1"), "accl-emulator: --hosts names 1 ranks, and --ranks 2\n");
     assert!(
@@ -243,4 +76,47 @@ fn wrong_arguments_are_refused_in_a_sentence() {
         refused(&format!("--port {port}"))
             .starts_with(&format!("accl-emulator: rank 0 cannot listen at tcp://127.0.0.1:{port}: "))
     );
+}
+
+#[test]
+fn emulators_say_what_they_are_whatever_they_keep() {
+    let port = free_ports(12);
+    let options = format!("--ranks 3 --port {port} --comms cyt_rdma --clock 300MHz --link 25Gbit/s,1us --faithful");
+    for (faithful, hazards) in [("=4,10", vec![4, 10]), ("", (1..=12).collect())] {
+        let _emulators = Emulators(vec![start(&words(&format!("{options}{faithful}")))]);
+        run(async {
+            let mut abouts = Vec::new();
+            for port in ports(port, 3) {
+                abouts.push(Some(Host::connect(port).await.about().await));
+            }
+            assert_eq!(difference(&abouts), None);
+            let wanted = About {
+                version: env!("CARGO_PKG_VERSION").to_owned(),
+                ranks: 3,
+                rank: 1,
+                network: Network::Rdma,
+                hazards: hazards.clone(),
+                clock_hz: 300_000_000,
+                link_bits_per_second: 25_000_000_000,
+                hop_ps: 1_000_000,
+                missing: vec![],
+                trouble: String::new(),
+            };
+            assert_eq!(abouts[1], Some(wanted));
+        });
+    }
+}
+
+#[test]
+fn fourteen_ranks_in_three_processes_at_ports_of_their_own_add() {
+    const RANKS: u16 = 14;
+    let all = free_ports(3 * 4 * RANKS);
+    let bases = [0, 1, 2].map(|process| all + process * 4 * RANKS);
+    let process = |rank: u16| usize::from(rank / 5);
+    let hosts_of: Vec<String> = (0..RANKS).map(|rank| format!("127.0.0.1:{}", bases[process(rank)])).collect();
+    let one =
+        |ranks: &str| start(&words(&format!("--ranks {RANKS} -r {ranks} --comms udp --hosts {}", hosts_of.join(","))));
+    let _emulators = Emulators(vec![one("0-4"), one("5-9"), one("10-13")]);
+    let ports: Vec<u16> = (0..RANKS).map(|rank| bases[process(rank)] + rank).collect();
+    run(async { sum(&mut hosts(&ports, &Setup::default()).await, 1400).await });
 }

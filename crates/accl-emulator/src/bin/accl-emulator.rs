@@ -1,7 +1,10 @@
 //! Emulated CCLO engines behind the sockets of the ACCL project's emulator. `accl-emulator --help` says how.
 
 use std::net::IpAddr;
+use std::ops::Range;
+use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use accl_cclo::hazards::HAZARDS;
 use accl_cclo::memory_map::Network;
@@ -18,9 +21,9 @@ struct Arguments {
     /// How many ranks there are.
     #[arg(short = 's', long, default_value_t = 1)]
     ranks: u32,
-    /// Which of them runs here; without, all do.
-    #[arg(short = 'r', long)]
-    rank: Option<u32>,
+    /// Which of them runs here, or which of them do: 3, or 4-7; without, all do.
+    #[arg(short = 'r', long, value_name = "RANKS")]
+    rank: Option<String>,
     /// The first port.
     #[arg(short = 'p', long, default_value_t = 5500)]
     port: u16,
@@ -48,6 +51,12 @@ struct Arguments {
     /// The network between them: what it carries in a second, and what a message takes besides.
     #[arg(long, value_name = "RATE,TIME", default_value = "100Gbit/s,2us")]
     link: String,
+    /// Writes everything down that goes in and out, a JSON object a line.
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// Seconds that a call waits for the emulators of other ranks to be there.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    peer_timeout: u32,
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
@@ -88,12 +97,20 @@ impl Arguments {
         Ok(hosts)
     }
 
+    fn own_ranks(&self) -> Result<Range<u32>, String> {
+        let Some(text) = &self.rank else { return Ok(0..self.ranks) };
+        let (first, last) = text.split_once('-').unwrap_or((text, text));
+        let wrong = || format!("--rank takes a rank or a range of them, such as 3 or 4-7, not `{text}`");
+        let [first, last] = [first, last].map(|rank| rank.trim().parse::<u32>().ok());
+        let (first, last) = first.zip(last).filter(|(first, last)| first <= last).ok_or_else(wrong)?;
+        if last >= self.ranks {
+            return Err(format!("rank {last} is none of {} ranks", self.ranks));
+        }
+        Ok(first..last + 1)
+    }
+
     fn options(&self) -> Result<Options, String> {
-        let ranks = match self.rank {
-            Some(rank) if rank >= self.ranks => return Err(format!("rank {rank} is none of {} ranks", self.ranks)),
-            Some(rank) => rank..rank + 1,
-            None => 0..self.ranks,
-        };
+        let ranks = self.own_ranks()?;
         let network = match self.comms {
             Comms::Udp => Network::Udp,
             Comms::Tcp => Network::Tcp,
@@ -101,7 +118,17 @@ impl Arguments {
         };
         let (hosts, faithful) = (self.hosts()?, self.faithful()?);
         let speed = Speed::parse(&self.clock, &self.link)?;
-        Ok(Options { ranks, hosts, bind: self.bind, network, faithful, speed, loops_back: self.loopback })
+        Ok(Options {
+            ranks,
+            hosts,
+            bind: self.bind,
+            network,
+            faithful,
+            speed,
+            loops_back: self.loopback,
+            peer_timeout: Duration::from_secs(self.peer_timeout.into()),
+            trace: self.trace.clone(),
+        })
     }
 }
 

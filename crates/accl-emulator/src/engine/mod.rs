@@ -79,6 +79,7 @@ pub struct Engine {
     peers: Peers,
     /// Sessions of engines that have gone.
     lost: BTreeSet<u32>,
+    is_deaf: bool,
     /// Number of the next packet to each session.
     next_packet: BTreeMap<u32, u32>,
     speed: Speed,
@@ -104,6 +105,7 @@ impl Engine {
             takes_packets: false,
             peers: Peers::There,
             lost: BTreeSet::new(),
+            is_deaf: false,
             next_packet: BTreeMap::new(),
             speed: Speed::default(),
         }
@@ -217,6 +219,16 @@ impl Engine {
     /// Says whether its peers are there. Who says nothing has them all from the beginning.
     pub fn set_peers(&mut self, peers: Peers) {
         self.peers = peers;
+    }
+
+    /// Whether its peers are there.
+    pub fn peers(&self) -> Peers {
+        self.peers
+    }
+
+    /// Its host has done what an original does not come back from, and is answered no more.
+    pub fn is_deaf(&self) -> bool {
+        self.is_deaf
     }
 
     /// A call waits for peers to be there.
@@ -345,6 +357,7 @@ impl Engine {
             element_bytes: elements.uncompressed as u64,
             compressed_bytes: elements.compressed as u64,
             rx_bytes: u64::from(get(map::RX_BUFFER_BYTES)),
+            rx_count: get(map::RX_BUFFER_COUNT),
             max_eager_bytes: u64::from(self.max_eager),
             max_rendezvous_bytes: u64::from(self.max_rendezvous),
             spares: [0, 1, 2].map(|index| self.exchange.spare_buffer(index)),

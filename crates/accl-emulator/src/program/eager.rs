@@ -76,6 +76,14 @@ impl Eager {
         segments(self.call.count, self.segment())
     }
 
+    /// Pieces of the block of each rank that go round a ring one after the other. A rank that sent all of a block before it takes any would wait for
+    /// ever, as the next rank does, once its rx buffers are full; firmware does so.
+    fn pieces(&self) -> impl Iterator<Item = (u64, u32)> + use<> {
+        let room = u64::from(self.setup.rx_count).saturating_mul(self.setup.rx_bytes);
+        let most = (room / self.setup.element_bytes.max(1)).clamp(1, u64::from(u32::MAX)) as u32;
+        segments(self.call.count, if self.setup.faithful.to(2) { u32::MAX } else { most })
+    }
+
     fn tag(&self) -> u32 {
         self.call.tag
     }
@@ -166,17 +174,19 @@ impl Eager {
     fn all_gather(self) -> Program {
         let Self { call, setup, .. } = self;
         let (next, previous) = (setup.next(1), setup.previous(1));
-        let block = move |rank: u32| u64::from(rank) * u64::from(call.count);
-        let own =
-            [copy(call.count, self.own(0), self.kept(block(setup.rank))), copy(call.count, self.own(0), self.to(next))];
-        let others = (1..setup.world).map(move |hops| {
-            let mut to = vec![self.kept(block(setup.previous(hops)))];
-            if hops + 1 < setup.world {
-                to.push(self.to(next));
-            }
-            Step::Move(Move { count: call.count, first: self.from(previous), second: None, to })
-        });
-        Box::new(own.into_iter().chain(others))
+        Box::new(self.pieces().flat_map(move |(at, count)| {
+            let place = move |rank: u32| u64::from(rank) * u64::from(call.count) + at;
+            let own =
+                [copy(count, self.own(at), self.kept(place(setup.rank))), copy(count, self.own(at), self.to(next))];
+            let others = (1..setup.world).map(move |hops| {
+                let mut to = vec![self.kept(place(setup.previous(hops)))];
+                if hops + 1 < setup.world {
+                    to.push(self.to(next));
+                }
+                Step::Move(Move { count, first: self.from(previous), second: None, to })
+            });
+            own.into_iter().chain(others)
+        }))
     }
 
     /// One segment along the chain that ends at the root.
@@ -198,11 +208,13 @@ impl Eager {
 
     fn reduce_scatter(self) -> Program {
         let Self { call, setup, .. } = self;
-        Box::new((0..setup.world).map(move |hops| {
-            // The block that has come so far belongs to a rank that is as many hops further as are left.
-            let at = u64::from(setup.previous(hops + 1)) * u64::from(call.count);
-            let to = if hops + 1 == setup.world { self.result(0) } else { self.to(setup.next(1)) };
-            self.add(call.count, at, hops, to)
+        Box::new(self.pieces().flat_map(move |(behind, count)| {
+            (0..setup.world).map(move |hops| {
+                // The block that has come so far belongs to a rank that is as many hops further as are left.
+                let at = u64::from(setup.previous(hops + 1)) * u64::from(call.count) + behind;
+                let to = if hops + 1 == setup.world { self.result(behind) } else { self.to(setup.next(1)) };
+                self.add(count, at, hops, to)
+            })
         }))
     }
 

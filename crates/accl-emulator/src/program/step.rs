@@ -211,6 +211,8 @@ pub struct Setup {
     pub compressed_bytes: u64,
     /// Size of an rx buffer.
     pub rx_bytes: u64,
+    /// How many rx buffers there are.
+    pub rx_count: u32,
     /// The largest eager message.
     pub max_eager_bytes: u64,
     /// The largest rendezvous message: what a spare buffer holds.

@@ -2,20 +2,21 @@
 //!
 //! Owns which of them can go on, and what they have for engines elsewhere. Read [`Cluster::settle`] first.
 
-use std::collections::VecDeque;
+use std::cell::Cell;
+use std::collections::{BTreeSet, VecDeque};
 
-use accl_cclo::call::{ConfigFunction, Operation};
-use accl_cclo::control::{Reply, Request};
-use accl_cclo::memory_map::Network;
+use accl_cclo::control::{About, Reply, Request};
 
-use crate::engine::Engine;
-use crate::program::Faithful;
-use crate::time::Speed;
+use super::trace::Trace;
+use crate::engine::{Engine, Peers};
+use crate::fabric::Fabric;
+
+/// Packets of one engine that another of the same process has not found a place for, before it waits.
+const MOST_WAITING: usize = 256;
 
 /// A packet for an engine of another process.
 #[derive(Debug)]
 pub(crate) struct Outgoing {
-    pub(crate) from: u32,
     pub(crate) to: u32,
     pub(crate) packet: Vec<u8>,
 }
@@ -27,14 +28,61 @@ pub(crate) struct Cluster {
     /// Those that may be able to go on.
     awake: VecDeque<usize>,
     is_awake: Vec<bool>,
-    outgoing: Vec<Outgoing>,
+    /// Those that would go on if there were room.
+    stalled: BTreeSet<usize>,
+    /// What each has for other processes, and how many packets more these take.
+    outgoing: Vec<VecDeque<Outgoing>>,
+    room: Vec<usize>,
+    trace: Option<Trace>,
+}
+
+/// Carries what one engine sends while it goes on.
+struct Carrier<'a> {
+    first: u32,
+    /// What the others of the process have room for.
+    rooms: &'a mut [usize],
+    /// What other processes have.
+    elsewhere: usize,
+    sent: Vec<(u32, Vec<u8>)>,
+    was_refused: Cell<bool>,
+}
+
+impl Carrier<'_> {
+    fn room(&self, session: u32) -> usize {
+        let index = session.checked_sub(self.first).map(|index| index as usize);
+        index.and_then(|index| self.rooms.get(index).copied()).unwrap_or(self.elsewhere)
+    }
+}
+
+impl Fabric for Carrier<'_> {
+    fn send(&mut self, session: u32, packet: [&[u8]; 3]) {
+        self.sent.push((session, packet.concat()));
+        let index = session.checked_sub(self.first).map(|index| index as usize);
+        let room = index.and_then(|index| self.rooms.get_mut(index)).unwrap_or(&mut self.elsewhere);
+        *room = room.saturating_sub(1);
+    }
+
+    fn has_room(&self, session: u32) -> bool {
+        let has_room = self.room(session) > 0;
+        self.was_refused.set(self.was_refused.get() | !has_room);
+        has_room
+    }
 }
 
 impl Cluster {
-    pub(crate) fn new(ranks: std::ops::Range<u32>, network: Network, faithful: Faithful, speed: Speed) -> Self {
-        let engines: Vec<Engine> = ranks.clone().map(|_| Engine::new(network, faithful).with_speed(speed)).collect();
-        let is_awake = vec![false; engines.len()];
-        Self { first: ranks.start, engines, awake: VecDeque::new(), is_awake, outgoing: Vec::new() }
+    /// Engines from this rank on.
+    pub(crate) fn new(first: u32, engines: Vec<Engine>, trace: Option<Trace>) -> Self {
+        let count = engines.len();
+        Self {
+            first,
+            engines,
+            awake: VecDeque::new(),
+            is_awake: vec![false; count],
+            stalled: BTreeSet::new(),
+            outgoing: (0..count).map(|_| VecDeque::new()).collect(),
+            room: vec![0; count],
+            trace,
+        }
     }
 
     fn index(&self, rank: u32) -> Option<usize> {
@@ -56,10 +104,40 @@ impl Cluster {
         }
     }
 
+    /// An engine may be able to go on.
     fn wake(&mut self, index: usize) {
         if !std::mem::replace(&mut self.is_awake[index], true) {
             self.awake.push_back(index);
         }
+    }
+
+    /// All of them may be.
+    pub(crate) fn wake_all(&mut self) {
+        (0..self.engines.len()).for_each(|index| self.wake(index));
+    }
+
+    /// The engine of a rank of this process.
+    pub(crate) fn engine(&mut self, rank: u32) -> Option<&mut Engine> {
+        let index = self.index(rank)?;
+        self.engines.get_mut(index)
+    }
+
+    /// Changes what an engine knows of its peers, with which it may be able to go on.
+    pub(crate) fn tell(&mut self, rank: u32, what: impl FnOnce(&mut Engine)) {
+        if let Some(index) = self.index(rank) {
+            what(&mut self.engines[index]);
+            self.wake(index);
+        }
+    }
+
+    /// Says whether the peers of a rank are there.
+    pub(crate) fn set_peers(&mut self, rank: u32, peers: Peers) {
+        self.tell(rank, |engine| engine.set_peers(peers));
+    }
+
+    /// What the engine of a rank is, of so many.
+    pub(crate) fn about(&self, rank: u32, ranks: u32) -> Option<About> {
+        Some(self.engines[self.index(rank)?].about(rank, ranks))
     }
 
     /// Answers the host of a rank of this process.
@@ -73,56 +151,88 @@ impl Cluster {
         Some(reply)
     }
 
+    /// Writes down what was asked and answered.
+    pub(crate) fn trace_exchange(&self, rank: u32, request: &[u8], reply: &str) {
+        if let Some(trace) = &self.trace {
+            trace.exchange(rank, request, reply);
+        }
+    }
+
     /// Hands a packet of another process to its engine.
     pub(crate) fn take(&mut self, rank: u32, sender: u32, packet: &[u8]) {
+        if let Some(trace) = &self.trace {
+            trace.packet(sender, rank, packet);
+        }
         if let Some(index) = self.index(rank) {
             self.engines[index].take(sender, packet);
             self.wake(index);
         }
     }
 
+    /// How many packets more other processes take of a rank.
+    pub(crate) fn set_room(&mut self, rank: u32, packets: usize) {
+        if let Some(index) = self.index(rank) {
+            self.room[index] = packets;
+        }
+    }
+
     /// Until none of the engines can go on without another process.
     pub(crate) fn settle(&mut self) {
-        while let Some(index) = self.awake.pop_front() {
-            self.is_awake[index] = false;
-            let mut sent = Vec::new();
-            self.engines[index].advance(&mut sent);
-            let from = self.first + index as u32;
-            for (to, packet) in sent {
-                match self.index(to) {
-                    Some(peer) => {
-                        self.engines[peer].take(from, &packet);
-                        self.wake(peer);
-                    }
-                    None => self.outgoing.push(Outgoing { from, to, packet }),
-                }
+        loop {
+            let mut has_moved = false;
+            while let Some(index) = self.awake.pop_front() {
+                self.is_awake[index] = false;
+                has_moved |= self.advance(index);
+            }
+            // Whatever one has moved may have made room for another.
+            if !has_moved || self.stalled.is_empty() {
+                return;
+            }
+            for index in std::mem::take(&mut self.stalled) {
+                self.wake(index);
             }
         }
     }
 
-    /// What has been sent to other processes.
-    pub(crate) fn take_outgoing(&mut self) -> Vec<Outgoing> {
-        std::mem::take(&mut self.outgoing)
+    fn advance(&mut self, index: usize) -> bool {
+        let from = self.first + index as u32;
+        let mut rooms: Vec<usize> =
+            self.engines.iter().map(|engine| MOST_WAITING.saturating_sub(engine.held(from))).collect();
+        let mut carrier = Carrier {
+            first: self.first,
+            rooms: &mut rooms,
+            elsewhere: self.room[index].saturating_sub(self.outgoing[index].len()),
+            sent: Vec::new(),
+            was_refused: Cell::new(false),
+        };
+        let has_moved = self.engines[index].advance(&mut carrier);
+        let Carrier { sent, was_refused, .. } = carrier;
+        if was_refused.get() {
+            self.stalled.insert(index);
+        }
+        for (to, packet) in sent {
+            if let Some(trace) = &self.trace {
+                trace.packet(from, to, &packet);
+            }
+            match self.index(to) {
+                Some(peer) => {
+                    self.engines[peer].take(from, &packet);
+                    self.wake(peer);
+                }
+                None => self.outgoing[index].push_back(Outgoing { to, packet }),
+            }
+        }
+        has_moved
     }
 
-    /// What an engine has for kernels, with the number of the stream of each.
-    pub(crate) fn take_fed(&mut self, rank: u32) -> Option<(u32, Vec<u8>)> {
+    /// What a rank has for other processes, in order.
+    pub(crate) fn outgoing(&mut self, rank: u32) -> Option<&mut VecDeque<Outgoing>> {
         let index = self.index(rank)?;
-        self.engines[index].take_fed()
+        self.outgoing.get_mut(index)
     }
 
     /// Gives an engine bytes of a kernel.
     pub(crate) fn feed(&mut self, rank: u32, bytes: &[u8]) {
-        if let Some(index) = self.index(rank) {
-            self.engines[index].feed(bytes);
-            self.wake(index);
-            self.settle();
-        }
+        self.tell(rank, |engine| engine.feed(bytes));
     }
-}
-
-/// Whether a request lets packets in, which must not be before all peers listen.
-pub(crate) fn enables_packets(request: &Request) -> bool {
-    let Request::Call { call, .. } = request else { return false };
-    call.operation == Operation::Config && call.function == ConfigFunction::EnablePackets.number()
 }

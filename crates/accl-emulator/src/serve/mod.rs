@@ -1,30 +1,39 @@
 //! Engines behind the sockets of the emulator's protocol.
 //!
-//! Owns sockets and tasks: one request and one reply at a time for each rank's host, packets to and from engines of other processes, kernel
-//! streams. All engines of a process belong to one task, which nobody waits for under a lock, and nothing runs while nobody asks. Read
-//! [`serve`] first.
+//! Owns the ports of ranks and what becomes of what happens: one request and one reply at a time for each rank's host, packets to and from
+//! engines of other processes, kernel streams. All engines of a process belong to one task, which nobody waits for under a lock, and nothing
+//! runs while nobody asks. Read [`serve`] first.
 
 pub(crate) mod cluster;
+mod sockets;
+mod trace;
 
+use std::collections::{BTreeMap, VecDeque};
 use std::net::IpAddr;
 use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
-use accl_cclo::control::{Reply, Request, Status, data_from_json, data_to_json};
+use accl_cclo::control::{Reply, Request, Status};
 use accl_cclo::memory_map::Network;
-use tokio::sync::{mpsc, oneshot};
-use zeromq::{PubSocket, RepSocket, Socket, SocketRecv, SocketSend, SubSocket, XPubSocket, ZmqError, ZmqMessage};
+use tokio::sync::{Notify, OwnedSemaphorePermit, mpsc, oneshot};
+use tokio::time::Instant;
+use zeromq::{PubSocket, RepSocket, Socket, XPubSocket};
 
+use crate::engine::{Engine, Peers};
 use crate::program::Faithful;
 use crate::time::Speed;
-use cluster::{Cluster, Outgoing, enables_packets};
+use cluster::{Cluster, Outgoing};
+use sockets::{Event, control, feed_in, feed_out, listen, publish};
+use trace::Trace;
 
-/// What happens and has yet to be looked at, before sockets are not read any more. What engines send is not limited so: whoever waits for a
-/// peer that reads must go on reading itself.
+/// What happens and has yet to be looked at, before sockets are not read any more.
 const MOST_EVENTS: usize = 256;
-/// How often is looked whether engines of other processes are there, and whether kernels are: they may never be.
-const PEER_INTERVAL: Duration = Duration::from_millis(20);
-const KERNEL_INTERVAL: Duration = Duration::from_millis(500);
+/// Packets that have yet to be sent to other processes, before the engine waits.
+const MOST_PACKETS: usize = 256;
+/// Messages for kernels that have yet to be sent.
+const MOST_FED: usize = 64;
 
 /// What is served.
 #[derive(Clone, Debug)]
@@ -43,6 +52,10 @@ pub struct Options {
     pub speed: Speed,
     /// What an engine has for kernels comes back to it.
     pub loops_back: bool,
+    /// How long a call waits for engines of other processes to be there.
+    pub peer_timeout: Duration,
+    /// Where everything is written down that goes in and out.
+    pub trace: Option<PathBuf>,
 }
 
 /// What cannot be served, and why.
@@ -56,18 +69,6 @@ impl std::fmt::Display for ServeError {
 }
 
 impl std::error::Error for ServeError {}
-
-/// What happens to the engines.
-enum Event {
-    /// Their host asks.
-    Request { rank: u32, text: Vec<u8>, reply: oneshot::Sender<String> },
-    /// A packet has come.
-    Packet { to: u32, from: u32, packet: Vec<u8> },
-    /// A kernel has something.
-    Fed { rank: u32, bytes: Vec<u8> },
-    /// An engine of another process listens to one of this.
-    Heard { rank: u32, by: u32 },
-}
 
 /// A rank's sockets, by the reference: its base port, and a quarter for each kind.
 enum Kind {
@@ -111,20 +112,38 @@ impl Options {
     }
 }
 
-/// The subscription of a rank: four digits, as far as they go.
-fn topic(rank: u32) -> String {
-    format!("{rank:04}")
+/// The process as one of the ranks sees it.
+struct Seat {
+    rank: u32,
+    /// What is sent to engines of other processes, and to kernels.
+    wire: mpsc::Sender<Outgoing>,
+    kernel: mpsc::Sender<(u32, Vec<u8>)>,
+    /// Peers that do not listen to it yet, or that it does not listen to any more.
+    missing: Vec<u32>,
+    /// Until when a call waits for them.
+    deadline: Option<Instant>,
+    /// Permits of packets that have yet to find a place, by peer.
+    permits: BTreeMap<u32, VecDeque<OwnedSemaphorePermit>>,
+    /// Kernels that are told once more is wanted.
+    fed: Vec<oneshot::Sender<()>>,
+    /// Why the call that waited for peers has failed.
+    trouble: String,
 }
 
-/// Serves engines until somebody ends the process. `ready` is called when hosts can ask.
+/// Serves engines until the process is asked to end. `ready` is called when hosts can ask.
 ///
 /// # Errors
-/// A socket that cannot be bound, by its rank and address.
+/// A socket that cannot be bound, by its rank and address; a trace that cannot be written.
 pub async fn serve(options: Options, ready: impl FnOnce()) -> Result<(), ServeError> {
+    let trace = options.trace.as_deref().map(|path| {
+        Trace::create(path)
+            .map_err(|error| ServeError(format!("--trace: {} cannot be written: {error}", path.display())))
+    });
+    let trace = trace.transpose()?;
     let (events, mut happens) = mpsc::channel(MOST_EVENTS);
     let (hears, mut is_heard) = mpsc::unbounded_channel();
-    let mut wires = Vec::new();
-    let mut kernels = Vec::new();
+    let room = Arc::new(Notify::new());
+    let mut seats = Vec::new();
     for rank in options.ranks.clone() {
         tokio::spawn(control(
             rank,
@@ -132,67 +151,198 @@ pub async fn serve(options: Options, ready: impl FnOnce()) -> Result<(), ServeEr
             events.clone(),
         ));
         let wire = bound(XPubSocket::new(), &options.own(rank, Kind::Wire)?, rank).await?;
-        let (packets, to_send) = mpsc::unbounded_channel();
-        tokio::spawn(publish(rank, wire, to_send, hears.clone()));
-        wires.push(packets);
+        let (packets, to_send) = mpsc::channel(MOST_PACKETS);
+        tokio::spawn(publish(rank, wire, to_send, room.clone(), hears.clone()));
         let out = bound(PubSocket::new(), &options.own(rank, Kind::KernelOut)?, rank).await?;
-        let (fed, to_feed) = mpsc::unbounded_channel();
-        tokio::spawn(feed_out(out, to_feed));
-        kernels.push(fed);
+        let (kernel, to_feed) = mpsc::channel(MOST_FED);
+        tokio::spawn(feed_out(out, to_feed, room.clone()));
         let from = if options.loops_back { Kind::KernelOut } else { Kind::KernelIn };
         tokio::spawn(feed_in(rank, options.own(rank, from)?, events.clone()));
         for peer in options.outsiders() {
             tokio::spawn(listen(rank, peer, options.theirs(peer, Kind::Wire)?, events.clone()));
         }
+        seats.push(Seat {
+            rank,
+            wire: packets,
+            kernel,
+            missing: options.outsiders().collect(),
+            deadline: None,
+            permits: BTreeMap::new(),
+            fed: Vec::new(),
+            trouble: String::new(),
+        });
     }
+    let ended = asked_to_end().map_err(|error| ServeError(format!("signals cannot be waited for: {error}")))?;
     ready();
-    let mut cluster = Cluster::new(options.ranks.clone(), options.network, options.faithful, options.speed);
-    let mut heard: Vec<Vec<u32>> = options.ranks.clone().map(|_| options.outsiders().collect()).collect();
-    let mut held: Vec<(u32, Request)> = Vec::new();
+    let engine = |_| Engine::new(options.network, options.faithful).with_speed(options.speed);
+    let cluster = Cluster::new(options.ranks.start, options.ranks.clone().map(engine).collect(), trace);
+    let mut server = Server { options, cluster, seats, never: Vec::new() };
+    server.begin();
+    tokio::pin!(ended);
     loop {
-        let event = tokio::select! {
-            Some(event) = happens.recv() => event,
-            Some(event) = is_heard.recv() => event,
-            else => return Ok(()),
+        let deadline = server.seats.iter().filter_map(|seat| seat.deadline).min();
+        let overdue = async {
+            match deadline {
+                Some(deadline) => tokio::time::sleep_until(deadline).await,
+                None => std::future::pending().await,
+            }
         };
+        tokio::select! {
+            Some(event) = happens.recv() => server.take(event),
+            Some(event) = is_heard.recv() => server.take(event),
+            () = room.notified() => server.cluster.wake_all(),
+            () = overdue => server.give_up(Instant::now()),
+            () = &mut ended => return Ok(()),
+        }
+        server.settle();
+    }
+}
+
+/// Ends when somebody asks the process to.
+fn asked_to_end() -> std::io::Result<impl Future<Output = ()>> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    Ok(async move {
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+        }
+    })
+}
+
+/// What becomes of what happens.
+struct Server {
+    options: Options,
+    cluster: Cluster,
+    seats: Vec<Seat>,
+    /// Hosts that the original would answer no more.
+    never: Vec<oneshot::Sender<String>>,
+}
+
+impl Server {
+    fn begin(&mut self) {
+        for seat in self.seats.iter().filter(|seat| !seat.missing.is_empty()) {
+            self.cluster.set_peers(seat.rank, Peers::Awaited);
+        }
+    }
+
+    fn seat(&mut self, rank: u32) -> &mut Seat {
+        // Events are of tasks that were started for a rank of this process.
+        &mut self.seats[(rank - self.options.ranks.start) as usize]
+    }
+
+    fn take(&mut self, event: Event) {
         match event {
-            Event::Request { rank, text, reply } => {
-                let request = Request::from_json(&text);
-                let text = match &request {
-                    // Their end is what says that packets get through.
-                    Ok(request)
-                        if enables_packets(request) && !heard[(rank - options.ranks.start) as usize].is_empty() =>
-                    {
-                        held.push((rank, request.clone()));
-                        Reply::Status(Status::Good)
-                    }
-                    Ok(request) => cluster.answer(rank, request).unwrap_or(Reply::Status(Status::Not)),
-                    Err(_) => Reply::Status(Status::Not),
-                };
-                // Who has asked may have gone.
-                let _ = reply.send(text.to_json());
+            Event::Request { rank, text, reply } => self.answer(rank, &text, reply),
+            Event::Packet { to, from, packet, permit } => {
+                self.seat(to).permits.entry(from).or_default().push_back(permit);
+                self.cluster.take(to, from, &packet);
             }
-            Event::Packet { to, from, packet } => {
-                cluster.take(to, from, &packet);
-                cluster.settle();
+            Event::Fed { rank, bytes, more } => {
+                self.cluster.feed(rank, &bytes);
+                self.seat(rank).fed.push(more);
             }
-            Event::Fed { rank, bytes } => cluster.feed(rank, &bytes),
             Event::Heard { rank, by } => {
-                let missing = &mut heard[(rank - options.ranks.start) as usize];
-                missing.retain(|&peer| peer != by);
-                if missing.is_empty() {
-                    for (_, request) in held.extract_if(.., |(of, _)| *of == rank) {
-                        cluster.answer(rank, &request);
-                    }
+                let seat = self.seat(rank);
+                seat.missing.retain(|&peer| peer != by);
+                if seat.missing.is_empty() {
+                    (seat.deadline, seat.trouble) = (None, String::new());
+                    self.cluster.set_peers(rank, Peers::There);
                 }
             }
+            Event::Found { rank, peer } => self.cluster.tell(rank, |engine| engine.find(peer)),
+            Event::Lost { rank, peer } => {
+                let seat = self.seat(rank);
+                if !seat.missing.contains(&peer) {
+                    eprintln!("accl-emulator: rank {rank}: rank {peer} has gone");
+                    seat.missing.push(peer);
+                }
+                self.cluster.set_peers(rank, Peers::Awaited);
+                self.cluster.tell(rank, |engine| engine.lose(peer));
+            }
         }
-        for Outgoing { from, to, packet } in cluster.take_outgoing() {
-            let _ = wires[(from - options.ranks.start) as usize].send((to, packet));
+    }
+
+    fn answer(&mut self, rank: u32, text: &[u8], reply: oneshot::Sender<String>) {
+        let answer = match Request::from_json(text) {
+            Ok(Request::About) => self.about(rank),
+            Ok(request) => self.cluster.answer(rank, &request),
+            Err(_) => None,
+        };
+        let answer = answer.unwrap_or(Reply::Status(Status::Not)).to_json();
+        if self.cluster.engine(rank).is_some_and(|engine| engine.is_deaf()) {
+            self.never.push(reply);
+            return;
         }
-        for rank in options.ranks.clone() {
-            while let Some(fed) = cluster.take_fed(rank) {
-                let _ = kernels[(rank - options.ranks.start) as usize].send(fed);
+        self.cluster.trace_exchange(rank, text, &answer);
+        // Who has asked may have gone.
+        let _ = reply.send(answer);
+    }
+
+    fn about(&mut self, rank: u32) -> Option<Reply> {
+        let mut about = self.cluster.about(rank, self.options.world())?;
+        let seat = self.seat(rank);
+        about.missing = seat.missing.clone();
+        about.missing.sort_unstable();
+        let trouble = seat.trouble.clone();
+        let own = self.cluster.engine(rank).map(|engine| engine.trouble()).unwrap_or_default();
+        about.trouble = [trouble, own].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join("; ");
+        Some(Reply::About(about))
+    }
+
+    /// Calls that have waited for peers for long enough end.
+    fn give_up(&mut self, now: Instant) {
+        let seconds = self.options.peer_timeout.as_secs_f64();
+        for seat in self.seats.iter_mut().filter(|seat| seat.deadline.is_some_and(|deadline| deadline <= now)) {
+            seat.missing.sort_unstable();
+            let ranks: Vec<String> = seat.missing.iter().map(u32::to_string).collect();
+            seat.trouble = format!(
+                "rank {}: packets cannot be let in after {seconds} s, because the emulators of these ranks do not listen: {}; start them, or correct \
+                 --hosts",
+                seat.rank,
+                ranks.join(", ")
+            );
+            eprintln!("accl-emulator: {}", seat.trouble);
+            seat.deadline = None;
+            self.cluster.set_peers(seat.rank, Peers::Missing);
+        }
+    }
+
+    /// Until nothing goes on any more by itself.
+    fn settle(&mut self) {
+        for seat in &self.seats {
+            self.cluster.set_room(seat.rank, seat.wire.capacity());
+        }
+        self.cluster.settle();
+        let patience = self.options.peer_timeout;
+        for seat in &mut self.seats {
+            let Some(outgoing) = self.cluster.outgoing(seat.rank) else { continue };
+            while let Some(packet) = outgoing.pop_front() {
+                if let Err(mpsc::error::TrySendError::Full(packet)) = seat.wire.try_send(packet) {
+                    outgoing.push_front(packet);
+                    break;
+                }
+            }
+            let Some(engine) = self.cluster.engine(seat.rank) else { continue };
+            while let Ok(place) = seat.kernel.try_reserve() {
+                let Some(fed) = engine.take_fed() else { break };
+                place.send(fed);
+            }
+            for (peer, permits) in &mut seat.permits {
+                permits.truncate(engine.held(*peer));
+            }
+            if engine.is_hungry() {
+                // A kernel that has gone needs no word.
+                seat.fed.drain(..).for_each(|more| more.send(()).unwrap_or_default());
+            }
+            if engine.awaits_peers() {
+                seat.deadline.get_or_insert_with(|| Instant::now() + patience);
+            } else {
+                seat.deadline = None;
+                if engine.peers() == Peers::Missing {
+                    // The next call that lets packets in waits anew.
+                    engine.set_peers(Peers::Awaited);
+                }
             }
         }
     }
@@ -202,107 +352,5 @@ async fn bound<S: Socket>(mut socket: S, address: &str, rank: u32) -> Result<S, 
     match socket.bind(address).await {
         Ok(_) => Ok(socket),
         Err(error) => Err(ServeError(format!("rank {rank} cannot listen at {address}: {error}"))),
-    }
-}
-
-/// One request and one reply at a time.
-async fn control(rank: u32, mut socket: RepSocket, events: mpsc::Sender<Event>) {
-    loop {
-        let text = match socket.recv().await {
-            Ok(message) => message.into_vec().into_iter().flatten().collect(),
-            Err(ZmqError::NoMessage) => return,
-            // A host that has gone is no reason not to serve the next.
-            Err(_) => continue,
-        };
-        let (reply, answer) = oneshot::channel();
-        if events.send(Event::Request { rank, text, reply }).await.is_err() {
-            return;
-        }
-        let Ok(answer) = answer.await else { return };
-        let _ = socket.send(answer.into()).await;
-    }
-}
-
-/// Packets for engines of other processes; who subscribes is told to the engines.
-async fn publish(
-    rank: u32,
-    mut socket: XPubSocket,
-    mut packets: mpsc::UnboundedReceiver<(u32, Vec<u8>)>,
-    events: mpsc::UnboundedSender<Event>,
-) {
-    loop {
-        tokio::select! {
-            packet = packets.recv() => {
-                let Some((to, packet)) = packet else { return };
-                let mut message = ZmqMessage::from(topic(to));
-                message.push_back(rank.to_string().into());
-                message.push_back(data_to_json(&packet).into());
-                let _ = socket.send(message).await;
-            }
-            subscription = socket.recv() => {
-                let Ok(subscription) = subscription else { continue };
-                let bytes: Vec<u8> = subscription.into_vec().into_iter().flatten().collect();
-                if let Some((1, digits)) = bytes.split_first().map(|(first, rest)| (*first, rest))
-                    && let Some(by) = std::str::from_utf8(digits).ok().and_then(|digits| digits.parse().ok())
-                    && events.send(Event::Heard { rank, by }).is_err()
-                {
-                    return;
-                }
-            }
-        }
-    }
-}
-
-/// A socket with this subscription, once somebody publishes at an address, which is looked at that often: the library's own attempts are far
-/// apart after the first. `None`: there will be none.
-async fn subscribed(address: &str, topic: &str, interval: Duration) -> Option<SubSocket> {
-    let place = address.strip_prefix("tcp://").unwrap_or(address);
-    while tokio::net::TcpStream::connect(place).await.is_err() {
-        tokio::time::sleep(interval).await;
-    }
-    let mut socket = SubSocket::new();
-    socket.connect(address).await.ok()?;
-    socket.subscribe(topic).await.ok()?;
-    Some(socket)
-}
-
-/// Packets of an engine of another process for one of this.
-async fn listen(rank: u32, peer: u32, address: String, events: mpsc::Sender<Event>) {
-    let Some(mut socket) = subscribed(&address, &topic(rank), PEER_INTERVAL).await else { return };
-    loop {
-        let frames = match socket.recv().await {
-            Ok(message) => message.into_vec(),
-            Err(ZmqError::NoMessage) => return,
-            Err(_) => continue,
-        };
-        let Some(packet) = frames.last().and_then(|json| data_from_json(json)) else { continue };
-        if events.send(Event::Packet { to: rank, from: peer, packet }).await.is_err() {
-            return;
-        }
-    }
-}
-
-/// What engines have for kernels.
-async fn feed_out(mut socket: PubSocket, mut fed: mpsc::UnboundedReceiver<(u32, Vec<u8>)>) {
-    while let Some((stream, bytes)) = fed.recv().await {
-        let mut message = ZmqMessage::from(stream.to_string());
-        message.push_back(data_to_json(&bytes).into());
-        let _ = socket.send(message).await;
-    }
-}
-
-/// What kernels have for an engine, as soon as somebody publishes there.
-async fn feed_in(rank: u32, address: String, events: mpsc::Sender<Event>) {
-    let Some(mut socket) = subscribed(&address, "", KERNEL_INTERVAL).await else { return };
-    loop {
-        let frames = match socket.recv().await {
-            Ok(message) => message.into_vec(),
-            Err(ZmqError::NoMessage) => return,
-            Err(_) => continue,
-        };
-        let Some(bytes) = frames.last().and_then(|json| data_from_json(json)) else { continue };
-        if events.send(Event::Fed { rank, bytes }).await.is_err() {
-            return;
-        }
     }
 }
