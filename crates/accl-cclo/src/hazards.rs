@@ -87,7 +87,7 @@ pub const HAZARDS: [Hazard; 12] = [
     Hazard {
         number: 9,
         condition: "a fourth call is started before the end of the first was asked for",
-        faithful: "the emulator answers nobody any more",
+        faithful: "the emulator answers the host of the rank no more",
         repaired: "calls wait for their turn",
         way_round: "one call is started at a time",
         is_on_wire: false,
@@ -95,7 +95,7 @@ pub const HAZARDS: [Hazard; 12] = [
     Hazard {
         number: 10,
         condition: "a message goes to a kernel stream over RDMA",
-        faithful: "it hangs now and then",
+        faithful: "the call of its sender hangs now and then, by seed",
         repaired: "it arrives",
         way_round: "no message does",
         is_on_wire: false,
@@ -112,7 +112,7 @@ pub const HAZARDS: [Hazard; 12] = [
         number: 12,
         condition: "two communicators of the same engines are in use at once",
         faithful: "messages of one are taken for those of the other",
-        repaired: "a message belongs to the communicator that its header names",
+        repaired: "a message belongs to the communicator that its header names; one that names none belongs to any",
         way_round: "a device serves one group",
         is_on_wire: true,
     },

@@ -1,7 +1,7 @@
 //! The CCLO in software: an engine that takes the calls of a host, moves data through its memories, and exchanges packets with its peers.
 //!
 //! Owns what firmware and data path of an engine do, its memories, and what becomes of packets that come; with the behaviour of
-//! `accl_cclo::hazards`, as it is or repaired; 9 to 12 are repaired in any case so far. Has no sockets, threads or clock but for [`serve`]: whoever
+//! `accl_cclo::hazards`, as it is or repaired. Has no sockets, threads or clock but for [`serve`]: whoever
 //! runs an engine hands it requests and packets, and carries what it sends over a [`Fabric`]. Read [`Engine`] and [`program`] first.
 
 #![forbid(unsafe_code)]

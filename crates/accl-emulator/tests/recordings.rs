@@ -1,18 +1,19 @@
-//! Engines do what those of the ACCL project did: given the same requests they send the same packets, byte for byte, and answer the same.
+//! Engines do what those of the ACCL project did: given the same requests they send the same packets, byte for byte, and answer the same. What
+//! an emulator of ours writes down is such a recording too.
 
-#[path = "common/settle.rs"]
-mod settle;
+#[path = "common/host.rs"]
+mod host;
+#[path = "common/replay.rs"]
+mod replay;
 
-use std::collections::{BTreeMap, VecDeque};
 use std::fs;
 use std::path::Path;
 
-use accl_cclo::control::{Reply, Request, Status};
+use accl_cclo::control::Status;
 use accl_cclo::memory_map::Network;
-use accl_cclo::wire::WORD_BYTES;
-use accl_emulator::{Engine, Faithful};
+use host::{Emulators, Host, Setup, free_ports, hosts, ports, run, signal, start, sum, words};
+use replay::replay;
 use serde_json::Value;
-use settle::settle;
 
 const NETWORKS: [(&str, Network); 3] = [("udp", Network::Udp), ("tcp", Network::Tcp), ("cyt_rdma", Network::Rdma)];
 
@@ -22,92 +23,44 @@ fn lines(name: &str) -> Vec<Value> {
     let packed = fs::read(folder.join(format!("{name}.jsonl.xz"))).unwrap();
     let mut text = Vec::new();
     lzma_rs::xz_decompress(&mut packed.as_slice(), &mut text).unwrap();
-    String::from_utf8(text).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    values(&String::from_utf8(text).unwrap())
 }
 
-/// Packets as they were recorded, by sender and receiver, with their numbers.
-type Recorded = BTreeMap<(u32, u32), VecDeque<(u64, Vec<u8>)>>;
-
-struct World {
-    engines: Vec<Engine>,
-    /// All packets, by sender and receiver.
-    packets: BTreeMap<(u32, u32), VecDeque<Vec<u8>>>,
-}
-
-impl World {
-    fn new(ranks: usize, network: Network) -> Self {
-        let engines = (0..ranks).map(|_| Engine::new(network, Faithful::all())).collect();
-        Self { engines, packets: BTreeMap::new() }
-    }
-
-    /// Until nobody can go on.
-    fn settle(&mut self) {
-        settle(&mut self.engines, |from, to, packet| self.packets.entry((from, to)).or_default().push_back(packet));
-    }
-}
-
-fn bytes_of(hex: &str) -> Vec<u8> {
-    (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap()).collect()
-}
-
-fn replay(name: &str, network: Network, ranks: usize) {
-    let mut world = World::new(ranks, network);
-    let mut recorded: Recorded = BTreeMap::new();
-    // A poll that was too early there may find the end of the call here.
-    let mut early = vec![0; ranks];
-    for line in lines(name) {
-        let place = format!("{name} {}: {}", line["n"], line["scene"]);
-        if line["kind"] == "wire" {
-            let to = line["topic"].as_str().unwrap().parse().unwrap();
-            let from = line["sender"].as_str().unwrap().parse().unwrap();
-            let packet = bytes_of(line["hex"].as_str().unwrap());
-            recorded.entry((from, to)).or_default().push_back((line["n"].as_u64().unwrap(), packet));
-            continue;
-        }
-        let rank = line["rank"].as_u64().unwrap() as usize;
-        let request = Request::from_json(line["request"].to_string().as_bytes()).unwrap();
-        let wanted = Reply::from_json(line["reply"].to_string().as_bytes()).unwrap();
-        let is_poll = matches!(request, Request::Poll { .. });
-        if is_poll && early[rank] > 0 && wanted == Reply::Status(Status::Good) {
-            early[rank] -= 1;
-            continue;
-        }
-        let reply = world.engines[rank].answer(&request);
-        world.settle();
-        if is_poll && wanted == Reply::Status(Status::Not) {
-            early[rank] += usize::from(reply == Reply::Status(Status::Good));
-            continue;
-        }
-        let is_same = reply == wanted;
-        let differs = match (&reply, &wanted) {
-            (Reply::Memory(own), Reply::Memory(wanted)) => {
-                own.iter().zip(wanted).position(|(own, wanted)| own != wanted)
-            }
-            _ => None,
-        };
-        let runs = world.engines[rank].running();
-        assert!(is_same, "{place}: rank {rank} at {differs:?}, {}; {runs:?} runs", request.to_json());
-    }
-    for (pair, recorded) in recorded {
-        let own = world.packets.remove(&pair).unwrap_or_default();
-        for (at, ((number, recorded), own)) in recorded.iter().zip(&own).enumerate() {
-            // What stood in the first word before a message is nobody's.
-            let header = if network == Network::Udp { WORD_BYTES } else { 0 };
-            let count = u32::from_le_bytes([own[0], own[1], own[2], own[3]]) as usize;
-            let len = if header > 0 && count < WORD_BYTES { header + count } else { own.len() };
-            assert_eq!(own.len(), recorded.len(), "{name} packet {at} of {pair:?}, {number}");
-            assert_eq!(own[..len], recorded[..len], "{name} packet {at} of {pair:?}, {number}");
-        }
-        assert_eq!(own.len(), recorded.len(), "{name}: {pair:?}");
-    }
-    assert!(world.packets.is_empty(), "{name}: {:?} were never sent", world.packets.keys());
+fn values(text: &str) -> Vec<Value> {
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
 #[test]
 fn engines_do_what_was_recorded() {
     for (name, network) in NETWORKS {
         for (kind, ranks) in [("2", 2), ("2-big", 2), ("3", 3)] {
-            replay(&format!("{name}-{kind}"), network, ranks);
+            let name = format!("{name}-{kind}");
+            replay(&name, &lines(&name), network, ranks);
         }
+    }
+}
+
+#[test]
+fn what_an_emulator_writes_down_is_whole_after_it_was_interrupted_and_can_be_replayed() {
+    for (comms, network) in NETWORKS {
+        let port = free_ports(12);
+        let path = std::env::temp_dir().join(format!("accl-trace-{}-{comms}.jsonl", std::process::id()));
+        let options = format!("--ranks 3 --port {port} --comms {comms} --faithful --trace {}", path.display());
+        let mut emulators = Emulators(vec![start(&words(&options))]);
+        run(async {
+            sum(&mut hosts(&ports(port, 3), &Setup::default()).await, 3000).await;
+            let mut host = Host::connect(port).await;
+            assert_eq!(host.ask_text("no JSON".to_owned()).await, accl_cclo::control::Reply::Status(Status::Not));
+        });
+        signal(&emulators.0[0], "INT");
+        assert!(emulators.0[0].wait().unwrap().success());
+        let text = fs::read_to_string(&path).unwrap();
+        fs::remove_file(&path).unwrap();
+        assert!(text.ends_with('\n'));
+        let mut lines = values(&text);
+        assert!(lines.iter().enumerate().all(|(index, line)| line["n"] == index));
+        assert_eq!(lines.pop().map(|line| line["request"].clone()), Some("no JSON".into()));
+        assert!(lines.iter().filter(|line| line["kind"] == "wire").count() > 3);
+        replay(comms, &lines, network, 3);
     }
 }

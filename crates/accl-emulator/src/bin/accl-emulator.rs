@@ -45,6 +45,9 @@ struct Arguments {
     /// Keeps defects of firmware: all, or those with these numbers.
     #[arg(long, value_name = "NUMBERS", num_args = 0..=1, default_missing_value = "all")]
     faithful: Option<String>,
+    /// Where chance comes from: `--faithful=10` hangs the same messages with the same seed.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
     /// Clock of the engines, by which the counter register holds what a call would take.
     #[arg(long, value_name = "FREQUENCY", default_value = "250MHz")]
     clock: String,
@@ -125,6 +128,7 @@ impl Arguments {
             network,
             faithful,
             speed,
+            seed: self.seed,
             loops_back: self.loopback,
             peer_timeout: Duration::from_secs(self.peer_timeout.into()),
             trace: self.trace.clone(),

@@ -14,14 +14,14 @@ use accl_cclo::memory_map::{Communicator, Network};
 use accl_cclo::return_code::ReturnCode;
 use accl_cclo::wire::WORD_BYTES;
 
-use crate::exchange::{Elements, Exchange};
+use crate::exchange::Exchange;
 use crate::fabric::Fabric;
 use crate::memory::Memory;
 use crate::mover::{NO_ADDRESS, Parts, Progress};
-use crate::program::{Faithful, Program, Setup, program};
+use crate::program::{Faithful, Setup, program};
 use crate::receiver::{Memories, Receiver};
 use crate::time::{Counted, Speed};
-use running::Running;
+use running::{Prepared, Running};
 
 /// Control streams of an engine.
 const CONTROLS: usize = 3;
@@ -33,8 +33,12 @@ const NOT_SENT: ReturnCode = ReturnCode(1 << 20);
 const NO_ELEMENTS: ReturnCode = ReturnCode(1 << 18);
 /// Most bytes of a memory in one reply.
 const MOST_READ_BYTES: u32 = 256 << 20;
-/// Calls that have not ended, or whose end nobody has asked for: more than an original takes are not looked at.
+/// Calls of a control stream whose end nobody has asked for, with which the command server of the original blocks at the next.
+const MOST_UNCOLLECTED: usize = 3;
+/// The same, before no more are taken.
 const MOST_CALLS: usize = 1024;
+/// One message of so many to a kernel stream hangs over RDMA. The reference has two of three runs, of several messages each.
+const RACE_ODDS: u64 = 4;
 /// Bytes of kernels that no call has taken, before no more should be fed.
 const MOST_FED_BYTES: usize = 16 << 20;
 /// Firmware's limits before anybody has set them.
@@ -83,6 +87,8 @@ pub struct Engine {
     /// Number of the next packet to each session.
     next_packet: BTreeMap<u32, u32>,
     speed: Speed,
+    /// State of the generator of what only chance decides.
+    random: u64,
 }
 
 impl Engine {
@@ -108,7 +114,14 @@ impl Engine {
             is_deaf: false,
             next_packet: BTreeMap::new(),
             speed: Speed::default(),
+            random: 0,
         }
+    }
+
+    /// The same, with chance from this seed.
+    #[must_use]
+    pub fn with_seed(self, seed: u64) -> Self {
+        Self { random: seed, ..self }
     }
 
     /// The same, as fast as this by its counter register.
@@ -179,10 +192,16 @@ impl Engine {
         if is_host { &mut self.host } else { &mut self.device }
     }
 
-    /// Starts a call on a control stream. `false`: there is no such stream.
+    /// Starts a call on a control stream. `false`: there is no such stream, or more calls are on it than anybody waits for.
     pub fn start(&mut self, control: u32, call: Descriptor) -> bool {
         let Some(stream) = self.controls.get_mut(control as usize) else { return false };
-        if stream.calls.len() + stream.ended >= MOST_CALLS {
+        let runs = self.running.as_ref().is_some_and(|running| running.control == control as usize);
+        let uncollected = stream.calls.len() + stream.ended + usize::from(runs);
+        if uncollected >= MOST_UNCOLLECTED && self.faithful.to(9) {
+            self.is_deaf = true;
+            return true;
+        }
+        if uncollected >= MOST_CALLS {
             return false;
         }
         stream.calls.push_back(call);
@@ -300,7 +319,7 @@ impl Engine {
             return true;
         }
         match self.prepare(&call) {
-            Ok((prepared, id)) => self.running = Some(Running::new(control, call, prepared, id)),
+            Ok(prepared) => self.running = Some(Running::new(control, call, prepared)),
             Err(code) => self.end(control, code, &Counted::default()),
         }
         true
@@ -332,14 +351,14 @@ impl Engine {
         ReturnCode::default()
     }
 
-    /// The program of a call, its elements, and the rank of this engine; and what tells its communicator.
-    fn prepare(&self, call: &Descriptor) -> Result<((Program, Elements, u32), Option<u32>), ReturnCode> {
+    fn prepare(&mut self, call: &Descriptor) -> Result<Prepared, ReturnCode> {
         let has_ranks = has_ranks(call);
         let communicator = self.exchange.communicator(call.communicator).filter(|_| has_ranks);
         let (world, rank) =
             communicator.as_ref().map_or((1, 0), |communicator| (communicator.ranks.len() as u32, communicator.local));
-        let id = communicator.filter(|_| !self.faithful.to(12));
-        let id = id.map(|communicator| communicator_id(&self.exchange, call.communicator, &communicator));
+        let told_apart = communicator.filter(|_| !self.faithful.to(12));
+        let communicator_id =
+            told_apart.map(|communicator| communicator_id(&self.exchange, call.communicator, &communicator));
         let has_elements = !matches!(call.operation, Operation::Nop | Operation::Barrier);
         let elements = self.exchange.elements(call.arithmetic).filter(|_| has_elements).unwrap_or_default();
         let sizes = [elements.uncompressed, elements.compressed];
@@ -349,6 +368,8 @@ impl Engine {
         if has_ranks && (rank >= world || call.root >= world) {
             return Err(NO_ADDRESS);
         }
+        let is_race = call.operation == Operation::Send && call.streams.result && self.faithful.to(10);
+        let loses_race = is_race && draw(&mut self.random).is_multiple_of(RACE_ODDS);
         let get = |register| self.exchange.get(register);
         let setup = Setup {
             world,
@@ -367,8 +388,9 @@ impl Engine {
             reduce_flat_ranks: get(map::REDUCE_FLAT_RANKS),
             reduce_flat_bytes: get(map::REDUCE_FLAT_BYTES),
             faithful: self.faithful,
+            loses_race,
         };
-        Ok(((program(call, &setup), elements, rank), id))
+        Ok(Prepared { program: program(call, &setup), elements, rank, communicator_id })
     }
 
     fn end(&mut self, control: usize, code: ReturnCode, counted: &Counted) {
@@ -427,6 +449,14 @@ impl Engine {
         }
         (!self.lost.is_disjoint(&sessions)).then_some(NOT_HEARD)
     }
+}
+
+/// The next number of a generator: SplitMix64.
+fn draw(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    let mixed = (*state ^ *state >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+    mixed ^ mixed >> 31
 }
 
 /// Whether a call lets packets in.

@@ -30,6 +30,14 @@ pub(super) struct Running {
     kept: Option<Notice>,
 }
 
+/// What a call becomes.
+pub(super) struct Prepared {
+    pub(super) program: Program,
+    pub(super) elements: Elements,
+    pub(super) rank: u32,
+    pub(super) communicator_id: Option<u32>,
+}
+
 /// A step that has begun.
 enum UnderWay {
     Moving(Moving),
@@ -56,8 +64,7 @@ impl Running {
     pub(super) fn new(
         control: usize,
         call: Descriptor,
-        (program, elements, rank): (Program, Elements, u32),
-        communicator_id: Option<u32>,
+        Prepared { program, elements, rank, communicator_id }: Prepared,
     ) -> Self {
         Self {
             control,

@@ -23,6 +23,10 @@ pub fn program(call: &Descriptor, setup: &Setup) -> Program {
     if setup.world <= 1 {
         return eager::alone(call, setup);
     }
+    let is_put = call.operation == Operation::Send && call.streams.result;
+    if is_put && over_rdma && setup.loses_race {
+        return steps([Step::Hang]);
+    }
     let by_rendezvous = match call.operation {
         Operation::Copy | Operation::Combine | Operation::Config | Operation::Nop => false,
         Operation::AllToAll if !is_plain => return fail(ReturnCode::NOT_IMPLEMENTED),

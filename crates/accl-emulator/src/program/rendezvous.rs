@@ -87,7 +87,13 @@ impl Rendezvous {
         let (count, world) = (self.call.count, self.setup.world);
         if world <= self.setup.broadcast_flat_ranks {
             return match self.is_root() {
-                true => vec![self.serve(self.setup.others().map(|rank| (rank, buffer)).collect(), count)],
+                true => {
+                    // Firmware never clears the root's own flag.
+                    let is_stuck = self.setup.faithful.to(11) && self.call.hosts.result;
+                    let side = if is_stuck { Side::Host } else { Side::Said };
+                    let writes = self.setup.others().map(|rank| (rank, buffer)).collect();
+                    vec![Step::Serve { writes, count, side }]
+                }
                 false => self.receive(self.call.root, buffer, count),
             };
         }
@@ -97,7 +103,9 @@ impl Rendezvous {
         let mut distance = world.next_power_of_two() / 2;
         while distance > 0 {
             if own.is_multiple_of(2 * distance) && own + distance < world {
-                steps.push(self.serve(vec![(self.at_hops(own + distance), buffer)], count));
+                let side = if self.setup.faithful.to(11) { Side::Exchanged } else { Side::Said };
+                let writes = vec![(self.at_hops(own + distance), buffer)];
+                steps.push(Step::Serve { writes, count, side });
             } else if own % (2 * distance) == distance {
                 steps.extend(self.receive(self.at_hops(own - distance), buffer, count));
             }
@@ -246,7 +254,9 @@ impl Rendezvous {
         let says = setup.others().map(|rank| Step::Say(self.say(rank, self.block(buffers.result, rank), call.count)));
         let writes = setup.others().map(|rank| (rank, self.block(buffers.first, rank))).collect();
         let dones = setup.others().map(|from| Step::AwaitDone { from });
-        std::iter::once(own).chain(says).chain([self.serve(writes, call.count)]).chain(dones).collect()
+        let side = if setup.faithful.to(11) { Side::Sticky { is_host: false } } else { Side::Said };
+        let serve = Step::Serve { writes, count: call.count, side };
+        std::iter::once(own).chain(says).chain([serve]).chain(dones).collect()
     }
 
     /// Every rank says something to rank 0, which then says something to all.

@@ -231,6 +231,8 @@ pub struct Setup {
     pub reduce_flat_bytes: u32,
     /// Which defects are kept.
     pub faithful: Faithful,
+    /// A race goes the wrong way, where firmware has one.
+    pub loses_race: bool,
 }
 
 /// The steps of a call.

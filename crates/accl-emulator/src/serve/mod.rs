@@ -48,6 +48,8 @@ pub struct Options {
     pub network: Network,
     /// Which of firmware's defects are kept.
     pub faithful: Faithful,
+    /// Where chance comes from that hazards depend on.
+    pub seed: u64,
     /// How fast engines and links are by the counter register.
     pub speed: Speed,
     /// What an engine has for kernels comes back to it.
@@ -174,7 +176,10 @@ pub async fn serve(options: Options, ready: impl FnOnce()) -> Result<(), ServeEr
     }
     let ended = asked_to_end().map_err(|error| ServeError(format!("signals cannot be waited for: {error}")))?;
     ready();
-    let engine = |_| Engine::new(options.network, options.faithful).with_speed(options.speed);
+    let engine = |rank: u32| {
+        let seed = options.seed.rotate_left(u32::BITS).wrapping_add(u64::from(rank));
+        Engine::new(options.network, options.faithful).with_speed(options.speed).with_seed(seed)
+    };
     let cluster = Cluster::new(options.ranks.start, options.ranks.clone().map(engine).collect(), trace);
     let mut server = Server { options, cluster, seats, never: Vec::new() };
     server.begin();

@@ -30,6 +30,8 @@ pub struct Settings {
     pub max_eager: u32,
     pub max_rendezvous: u32,
     pub is_host: bool,
+    /// Ranks whose buffers lie in the other memory.
+    pub others: u32,
     /// Up to so many ranks reductions and broadcasts are flat.
     pub flat_ranks: u32,
 }
@@ -45,6 +47,7 @@ impl Settings {
             max_eager: 1024,
             max_rendezvous: 16 << 10,
             is_host: false,
+            others: 0,
             flat_ranks: world,
         }
     }
@@ -66,10 +69,15 @@ impl World {
     pub fn new(settings: Settings) -> Self {
         let engines = (0..settings.world).map(|_| Engine::new(settings.network, settings.faithful)).collect();
         let mut world = Self { engines, settings, communicator: 0, configs: Vec::new() };
-        for rank in 0..settings.world {
-            world.set_up(rank);
-        }
+        world.set_up_all();
         world
+    }
+
+    /// Sets up all engines, from the beginning.
+    pub fn set_up_all(&mut self) {
+        for rank in 0..self.settings.world {
+            self.set_up(rank);
+        }
     }
 
     fn write(&mut self, rank: u32, offset: u32, value: u32) {
@@ -150,6 +158,22 @@ impl World {
         }
     }
 
+    fn is_host(&self, rank: u32) -> bool {
+        self.settings.is_host != (self.settings.others >> rank & 1 == 1)
+    }
+
+    /// Another communicator of the same ranks, behind all tables; its offset.
+    pub fn second_communicator(&mut self) -> u32 {
+        const PLACE: u32 = 0x1800;
+        let Settings { world, rx_bytes, .. } = self.settings;
+        let entry = |peer| RankEntry::new([127, 0, 0, 1].into(), 5500, peer, rx_bytes);
+        for local in 0..world {
+            let communicator = Communicator { local, ranks: (0..world).map(entry).collect() };
+            self.write_all(local, PLACE, &communicator.to_words());
+        }
+        PLACE
+    }
+
     /// A call of this operation on elements of this type; `root` and so on are left to the caller.
     pub fn call(&self, operation: Operation, dtype: DataType, count: u32) -> Descriptor {
         let arithmetic = self.configs.iter().find(|(known, _)| *known == dtype).map_or(0, |(_, offset)| *offset);
@@ -157,7 +181,6 @@ impl World {
             count,
             communicator: self.communicator,
             arithmetic,
-            hosts: Hosts::all(self.settings.is_host),
             first: BUFFERS,
             second: BUFFERS + BUFFER_BYTES,
             result: BUFFERS + BUFFER_BYTES,
@@ -167,7 +190,8 @@ impl World {
 
     /// Fills operand 0 of a rank, and makes room for results.
     pub fn fill(&mut self, rank: u32, bytes: &[u8]) {
-        let is_host = self.settings.is_host;
+        let is_host = self.is_host(rank);
+        assert!(self.engines[rank as usize].memory(!is_host).grow(BUFFERS, 2 * BUFFER_BYTES));
         let memory = self.engines[rank as usize].memory(is_host);
         assert!(bytes.len() as u64 <= BUFFER_BYTES && memory.grow(BUFFERS, 2 * BUFFER_BYTES));
         memory.read_mut(BUFFERS, bytes.len()).unwrap().copy_from_slice(bytes);
@@ -176,20 +200,21 @@ impl World {
 
     /// Operand 0 of a rank.
     pub fn source(&mut self, rank: u32, bytes: usize) -> Vec<u8> {
-        let is_host = self.settings.is_host;
+        let is_host = self.is_host(rank);
         self.engines[rank as usize].memory(is_host).read(BUFFERS, bytes).unwrap().to_vec()
     }
 
     /// The result of a rank.
     pub fn result(&mut self, rank: u32, bytes: usize) -> Vec<u8> {
-        let is_host = self.settings.is_host;
+        let is_host = self.is_host(rank);
         self.engines[rank as usize].memory(is_host).read(BUFFERS + BUFFER_BYTES, bytes).unwrap().to_vec()
     }
 
     /// Every rank makes its call; how each has ended when nobody can go on.
     pub fn run(&mut self, calls: &[Descriptor]) -> Vec<Ended> {
-        for (engine, call) in self.engines.iter_mut().zip(calls) {
-            assert!(engine.start(0, *call));
+        for (rank, call) in (0..self.settings.world).zip(calls) {
+            let call = Descriptor { hosts: Hosts::all(self.is_host(rank)), ..*call };
+            assert!(self.engines[rank as usize].start(0, call));
         }
         self.settle();
         (0..self.settings.world).map(|rank| self.ended(rank)).collect()

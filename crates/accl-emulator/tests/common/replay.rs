@@ -1,0 +1,92 @@
+//! Replays what hosts asked of engines, and compares what these answer and send with what is recorded.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use accl_cclo::control::{Reply, Request, Status};
+use accl_cclo::memory_map::Network;
+use accl_cclo::wire::WORD_BYTES;
+use accl_emulator::{Engine, Faithful};
+use serde_json::Value;
+
+#[path = "settle.rs"]
+mod settle;
+use settle::settle;
+
+/// Packets as they were recorded, by sender and receiver, with their numbers.
+type Recorded = BTreeMap<(u32, u32), VecDeque<(u64, Vec<u8>)>>;
+
+struct World {
+    engines: Vec<Engine>,
+    /// All packets, by sender and receiver.
+    packets: BTreeMap<(u32, u32), VecDeque<Vec<u8>>>,
+}
+
+impl World {
+    fn new(ranks: usize, network: Network) -> Self {
+        let engines = (0..ranks).map(|_| Engine::new(network, Faithful::all())).collect();
+        Self { engines, packets: BTreeMap::new() }
+    }
+
+    /// Until nobody can go on.
+    fn settle(&mut self) {
+        settle(&mut self.engines, |from, to, packet| self.packets.entry((from, to)).or_default().push_back(packet));
+    }
+}
+
+fn bytes_of(hex: &str) -> Vec<u8> {
+    (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap()).collect()
+}
+
+/// Has engines that keep all defects do what is recorded in these lines.
+pub fn replay(name: &str, lines: &[Value], network: Network, ranks: usize) {
+    let mut world = World::new(ranks, network);
+    let mut recorded: Recorded = BTreeMap::new();
+    // A poll that was too early there may find the end of the call here.
+    let mut early = vec![0; ranks];
+    for line in lines {
+        let place = format!("{name} {}: {}", line["n"], line["scene"]);
+        if line["kind"] == "wire" {
+            let to = line["topic"].as_str().unwrap().parse().unwrap();
+            let from = line["sender"].as_str().unwrap().parse().unwrap();
+            let packet = bytes_of(line["hex"].as_str().unwrap());
+            recorded.entry((from, to)).or_default().push_back((line["n"].as_u64().unwrap(), packet));
+            continue;
+        }
+        let rank = line["rank"].as_u64().unwrap() as usize;
+        let request = Request::from_json(line["request"].to_string().as_bytes()).unwrap();
+        let wanted = Reply::from_json(line["reply"].to_string().as_bytes()).unwrap();
+        let is_poll = matches!(request, Request::Poll { .. });
+        if is_poll && early[rank] > 0 && wanted == Reply::Status(Status::Good) {
+            early[rank] -= 1;
+            continue;
+        }
+        let reply = world.engines[rank].answer(&request);
+        world.settle();
+        if is_poll && wanted == Reply::Status(Status::Not) {
+            early[rank] += usize::from(reply == Reply::Status(Status::Good));
+            continue;
+        }
+        let is_same = reply == wanted;
+        let differs = match (&reply, &wanted) {
+            (Reply::Memory(own), Reply::Memory(wanted)) => {
+                own.iter().zip(wanted).position(|(own, wanted)| own != wanted)
+            }
+            _ => None,
+        };
+        let runs = world.engines[rank].running();
+        assert!(is_same, "{place}: rank {rank} at {differs:?}, {}; {runs:?} runs", request.to_json());
+    }
+    for (pair, recorded) in recorded {
+        let own = world.packets.remove(&pair).unwrap_or_default();
+        for (at, ((number, recorded), own)) in recorded.iter().zip(&own).enumerate() {
+            // What stood in the first word before a message is nobody's.
+            let header = if network == Network::Udp { WORD_BYTES } else { 0 };
+            let count = u32::from_le_bytes([own[0], own[1], own[2], own[3]]) as usize;
+            let len = if header > 0 && count < WORD_BYTES { header + count } else { own.len() };
+            assert_eq!(own.len(), recorded.len(), "{name} packet {at} of {pair:?}, {number}");
+            assert_eq!(own[..len], recorded[..len], "{name} packet {at} of {pair:?}, {number}");
+        }
+        assert_eq!(own.len(), recorded.len(), "{name}: {pair:?}");
+    }
+    assert!(world.packets.is_empty(), "{name}: {:?} were never sent", world.packets.keys());
+}
