@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde::de::IgnoredAny;
 
 use super::about::{self, About};
-use super::json::{Data, push_array};
+use super::json::{Bytes, Data, push_array, read};
 
 /// Whether a request did what it should.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +56,7 @@ impl Reply {
             Self::Register(value) => write!(text, r#"{{"rdata":{value},"status":0}}"#),
             Self::Memory(bytes) => {
                 text.push_str(r#"{"rdata":"#);
-                push_array(&mut text, bytes.iter().map(|&byte| byte as i8));
+                push_array(&mut text, bytes, Bytes::Signed);
                 write!(text, r#","status":0}}"#)
             }
             Self::About(about) => return about.to_json(),
@@ -69,7 +69,7 @@ impl Reply {
     /// # Errors
     /// What is wrong with it, in words.
     pub fn from_json(text: &[u8]) -> Result<Self, String> {
-        let fields: Fields = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+        let (fields, array) = read::<Fields>(text).map_err(|error| error.to_string())?;
         if fields.version.is_some() {
             let fields: about::Fields = serde_json::from_slice(text).map_err(|error| error.to_string())?;
             return fields.about().map(Self::About);
@@ -78,7 +78,7 @@ impl Reply {
         let (_, status) = status.ok_or_else(|| format!("its status is {}", fields.status))?;
         Ok(match fields.rdata {
             Some(Data::Number(value)) if *status == Status::Good => Self::Register(value),
-            Some(Data::Bytes(bytes)) if *status == Status::Good => Self::Memory(bytes),
+            Some(Data::Bytes(bytes)) if *status == Status::Good => Self::Memory(array.unwrap_or(bytes)),
             Some(_) | None => Self::Status(*status),
         })
     }
