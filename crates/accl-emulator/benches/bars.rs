@@ -1,0 +1,189 @@
+//! What emulators take, measured over their sockets: `cargo bench -p accl-emulator --bench bars`. Figures are medians of a few turns; they mean
+//! nothing without the machine that they are of.
+
+#[path = "../tests/common/host.rs"]
+mod host;
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use accl_cclo::call::{Descriptor, Operation};
+use accl_cclo::memory_map as map;
+use host::{Emulators, Host, Places, Setup, call, free_ports, hosts, ports, resident_bytes, run, start, sum, words};
+
+const TURNS: usize = 5;
+const RANKS: u16 = 32;
+const IDLE: Duration = Duration::from_secs(10);
+const MEMORY_BYTES: u32 = 4 << 20;
+const ELEMENTS: u32 = 1 << 20;
+
+fn main() {
+    let names = std::env::args().skip(1).filter(|name| !name.starts_with('-')).collect::<Vec<_>>();
+    let all: [(&str, fn()); 4] =
+        [("register", register), ("memory", memory), ("all_reduce", all_reduce), ("many", many_ranks)];
+    for (_, measure) in all.iter().filter(|(name, _)| names.is_empty() || names.iter().any(|wanted| wanted == name)) {
+        measure();
+    }
+}
+
+fn median(mut of: Vec<Duration>) -> Duration {
+    of.sort_unstable();
+    of[of.len() / 2]
+}
+
+fn print(id: &str, figure: impl std::fmt::Display, bar: &str) {
+    println!("{id:<44} {figure:>14}   {bar}");
+}
+
+/// A register over ZeroMQ, beside a byte over a plain connection.
+fn register() {
+    const TIMES: u32 = 2000;
+    let port = free_ports(4);
+    let _emulators = Emulators(vec![start(&words(&format!("--port {port}")))]);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.set_nodelay(true).unwrap();
+        let mut byte = [0];
+        while stream.read_exact(&mut byte).is_ok() && stream.write_all(&byte).is_ok() {}
+    });
+    let mut plain = TcpStream::connect(address).unwrap();
+    plain.set_nodelay(true).unwrap();
+    let [mut zeromq, mut tcp] = [vec![], vec![]];
+    run(async {
+        let mut host = Host::connect(port).await;
+        for _ in 0..TURNS {
+            let begin = Instant::now();
+            for _ in 0..TIMES {
+                host.register(map::RETURN_CODE.offset).await;
+            }
+            zeromq.push(begin.elapsed() / TIMES);
+            let begin = Instant::now();
+            let mut byte = [0];
+            for _ in 0..TIMES {
+                plain.write_all(&byte).unwrap();
+                plain.read_exact(&mut byte).unwrap();
+            }
+            tcp.push(begin.elapsed() / TIMES);
+        }
+    });
+    let (zeromq, tcp) = (median(zeromq), median(tcp));
+    print(
+        "register/zeromq",
+        format!("{zeromq:.1?}"),
+        &format!("{:.2} times a plain ping-pong; bar 1.6", zeromq.as_secs_f64() / tcp.as_secs_f64()),
+    );
+    print("register/tcp", format!("{tcp:.1?}"), "");
+}
+
+/// Memory, written and read; the host's own JSON counts too.
+fn memory() {
+    let port = free_ports(4);
+    let _emulators = Emulators(vec![start(&words(&format!("--port {port}")))]);
+    let data: Vec<u8> = (0..MEMORY_BYTES).map(|index| (index.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    let [mut writes, mut reads] = [vec![], vec![]];
+    run(async {
+        let mut host = Host::connect(port).await;
+        for _ in 0..TURNS {
+            let begin = Instant::now();
+            host.write(0, data.clone()).await;
+            writes.push(begin.elapsed());
+            let begin = Instant::now();
+            assert_eq!(host.read(0, MEMORY_BYTES).await, data);
+            reads.push(begin.elapsed());
+        }
+    });
+    print(&format!("memory/write/{MEMORY_BYTES}"), format!("{:.1?}", median(writes)), "bar 250 ms");
+    print(&format!("memory/read/{MEMORY_BYTES}"), format!("{:.1?}", median(reads)), "bar 250 ms");
+}
+
+/// From the start on all ranks to all polls that say done.
+async fn timed(hosts: &mut [(Host, Places)], at: u32, count: u32) -> Duration {
+    let (first, result) = (u64::from(at), u64::from(at + (4 * count).next_multiple_of(4096)));
+    let begin = Instant::now();
+    for (host, places) in &mut *hosts {
+        host.begin(Descriptor { first, second: result, result, ..call(Operation::AllReduce, places, count) }).await;
+    }
+    for (host, _) in hosts {
+        host.end_well().await;
+    }
+    begin.elapsed()
+}
+
+fn all_reduce() {
+    for comms in ["udp", "cyt_rdma"] {
+        let port = free_ports(8);
+        let one = |rank| start(&words(&format!("-s 2 -r {rank} -p {port} -c {comms}")));
+        let _emulators = Emulators(vec![one(0), one(1)]);
+        let setup = Setup {
+            rx_buffers: 16,
+            rx_bytes: 64 << 10,
+            max_eager: 4 << 20,
+            max_rendezvous: 8 << 20,
+            memory: 8 * ELEMENTS + 8192,
+        };
+        let mut taken = vec![];
+        run(async {
+            let mut hosts = hosts(&ports(port, 2), &setup).await;
+            for (host, _) in &mut hosts {
+                let data: Vec<u8> = (0..ELEMENTS).flat_map(|index| (index as f32 * 0.37).to_le_bytes()).collect();
+                host.write(u64::from(setup.buffers()), data).await;
+            }
+            for _ in 0..TURNS {
+                taken.push(timed(&mut hosts, setup.buffers(), ELEMENTS).await);
+            }
+        });
+        let id = format!("all_reduce/{comms}/2 processes/{}", 4 * ELEMENTS);
+        print(&id, format!("{:.1?}", median(taken)), "bar 500 ms over udp; the original: 46 s");
+    }
+}
+
+fn cpu_ticks(child: &Child) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
+    // Behind the name in brackets, user and system time are the twelfth and thirteenth.
+    let (_, fields) = stat.rsplit_once(") ").unwrap();
+    fields.split(' ').skip(11).take(2).map(|ticks| ticks.parse::<u64>().unwrap()).sum()
+}
+
+fn many_ranks() {
+    const TICKS_PER_SECOND: f64 = 100.0;
+    let port = free_ports(4 * RANKS);
+    let begin = Instant::now();
+    let program = env!("CARGO_BIN_EXE_accl-emulator");
+    let text = format!("ulimit -n 1024; exec {program} --ranks {RANKS} --port {port} --comms udp");
+    let mut child = Command::new("sh").args(["-c", &text]).stdout(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    print(&format!("up/{RANKS}"), format!("{:.1?}", begin.elapsed()), "bar 3 s");
+    let emulators = Emulators(vec![child]);
+    let child = &emulators.0[0];
+    let before = cpu_ticks(child);
+    std::thread::sleep(IDLE);
+    let share = (cpu_ticks(child) - before) as f64 / TICKS_PER_SECOND / IDLE.as_secs_f64();
+    print(&format!("idle/{RANKS}"), format!("{:.2} %", 100.0 * share), "bar 1 % of a processor");
+    run(async {
+        // Segments must hold an element for each rank.
+        let setup = Setup { memory: 1 << 20, ..Setup::default() };
+        let mut hosts = hosts(&ports(port, RANKS), &setup).await;
+        let mut taken = vec![];
+        for _ in 0..TURNS {
+            taken.push(timed(&mut hosts, setup.buffers(), 1024).await);
+        }
+        print(&format!("all_reduce/udp/{RANKS}/4096"), format!("{:.1?}", median(taken)), "bar 2 s");
+        let per_rank = resident_bytes(child) as f64 / f64::from(RANKS) / f64::from(1 << 20);
+        print(&format!("resident/{RANKS}"), format!("{per_rank:.2} MiB"), "a rank; bar 4 MiB");
+        for _ in 0..10 {
+            timed(&mut hosts, setup.buffers(), 1024).await;
+        }
+        let after_ten = resident_bytes(child);
+        for _ in 0..990 {
+            timed(&mut hosts[..], setup.buffers(), 1024).await;
+        }
+        let growth = resident_bytes(child).saturating_sub(after_ten) >> 10;
+        print("growth/1000", format!("{growth} KiB"), "from 10 calls to 1000; bar: none");
+        sum(&mut hosts, 1024).await;
+    });
+}

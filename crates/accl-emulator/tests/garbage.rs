@@ -1,0 +1,287 @@
+//! Whatever hosts ask and peers send, engines go on: nothing panics, goes round for ever, or takes memory without a bound.
+
+mod common;
+
+use accl_cclo::call::{ConfigFunction, Descriptor, Operation, Words};
+use accl_cclo::control::Request;
+use accl_cclo::memory_map::{self as map, DataType, Network};
+use accl_cclo::wire::{Header, MessageKind, RequestWord, Verb, WORD_BYTES, packets};
+use accl_emulator::{Engine, Faithful};
+use common::{Settings, World};
+use proptest::prelude::*;
+
+/// Turns after which engines that have nothing new to do must be quiet.
+const MOST_TURNS: usize = 200;
+/// Packets in one turn, each of no more than a page and its words: beyond what `Vec` has room for there are notices alone.
+const MOST_SENT: usize = 2048;
+
+#[derive(Clone, Debug)]
+enum Act {
+    Ask(Request),
+    Text(Vec<u8>),
+    Packet(u32, Vec<u8>),
+    Feed(Vec<u8>),
+    Lose(u32),
+    Find(u32),
+}
+
+/// Words that matter to engines, and any others.
+fn word() -> impl Strategy<Value = u32> {
+    prop_oneof![
+        4 => 0u32..20,
+        2 => prop::sample::select(vec![0x1C8, 0x200, 0x248, 256, 1024, 8184, 8188, 8192, 1 << 20, 1 << 31]),
+        2 => prop::sample::select(vec![u32::MAX, u32::MAX - 1, u32::MAX - 9, i32::MAX as u32]),
+        1 => any::<u32>(),
+    ]
+}
+
+fn address() -> impl Strategy<Value = u64> {
+    prop_oneof![3 => 0u64..10_000, 2 => word().prop_map(u64::from), 1 => (word(), word()).prop_map(|(low, high)| u64::from(high) << 32 | u64::from(low))]
+}
+
+fn call() -> impl Strategy<Value = Descriptor> {
+    let words = prop::collection::vec(word(), Words::COUNT);
+    (0u32..16, 0u32..20, 0u32..3, 0u32..8, words, address(), address(), address()).prop_filter_map(
+        "a call",
+        |(operation, compression, streams, hosts, mut words, first, second, result)| {
+            words[0] = if operation == 15 { 255 } else { operation };
+            (words[7], words[8]) = (compression % 16, hosts << 8 | streams);
+            let call = Descriptor::from_words(words[..].try_into().ok()?).ok()?;
+            Some(Descriptor { first, second, result, ..call })
+        },
+    )
+}
+
+/// A call that a set-up engine may well make.
+fn likely_call() -> impl Strategy<Value = Descriptor> {
+    (call(), 0u32..600, 0u32..3, prop::sample::select(vec![0u32, 1, 7, u32::MAX])).prop_map(
+        |(call, count, root, tag)| Descriptor {
+            count,
+            root,
+            tag,
+            function: call.function % 3,
+            communicator: LIKELY.0,
+            arithmetic: LIKELY.1,
+            first: call.first % (1 << 18),
+            result: call.result % (1 << 18),
+            ..call
+        },
+    )
+}
+
+/// Where the communicator and the config of single precision lie in worlds of three ranks.
+const LIKELY: (u32, u32) = (0x1C8, 0x23C);
+
+fn header() -> impl Strategy<Value = Header> {
+    let kind = prop::sample::select(vec![
+        MessageKind::Eager,
+        MessageKind::Rendezvous,
+        MessageKind::Address,
+        MessageKind::Done,
+    ]);
+    (kind, prop::array::uniform8(word()), address(), any::<bool>()).prop_map(|(kind, words, address, is_host)| Header {
+        count: words[0],
+        tag: words[1],
+        source: words[2],
+        sequence: words[3],
+        stream: words[4],
+        destination: words[5] as u16,
+        kind,
+        is_host,
+        address,
+        communicator: words[6],
+        packet_number: words[7],
+    })
+}
+
+fn packet() -> impl Strategy<Value = Vec<u8>> {
+    let any_bytes = prop::collection::vec(any::<u8>(), 0..300);
+    let with_header = (header(), prop::collection::vec(any::<u8>(), 0..200))
+        .prop_map(|(header, data)| [&header.to_bytes()[..], &data].concat());
+    let over_rdma = (header(), address(), word(), any::<bool>(), prop::collection::vec(any::<u8>(), 0..200)).prop_map(
+        |(header, address, bytes, is_host, data)| {
+            let verb = if is_host { Verb::Write } else { Verb::Send };
+            let word = RequestWord { address, bytes, is_host, queue_pair: 1, verb };
+            [&word.to_bytes()[..], &header.to_bytes()[..], &data].concat()
+        },
+    );
+    let whole =
+        (header(), prop::collection::vec(any::<u8>(), 0..200), any::<bool>()).prop_map(|(header, data, is_rdma)| {
+            let network = if is_rdma { Network::Rdma } else { Network::Tcp };
+            let header = Header { count: data.len() as u32, ..header };
+            packets(network, &header, &data, 0).next().map(|packet| packet.to_bytes()).unwrap_or_default()
+        });
+    prop_oneof![any_bytes, with_header, over_rdma, whole]
+}
+
+fn request() -> impl Strategy<Value = Request> {
+    // Far less than an engine grants: these are many.
+    let small = 0u32..100_000;
+    prop_oneof![
+        word().prop_map(|offset| Request::ReadRegister { offset }),
+        (0u32..2100, word()).prop_map(|(index, value)| Request::WriteRegister { offset: 4 * index, value }),
+        (prop::sample::select(map::REGISTERS.to_vec()), word())
+            .prop_map(|(register, value)| Request::WriteRegister { offset: register.offset, value }),
+        (address(), word(), any::<bool>()).prop_map(|(address, bytes, is_host)| Request::ReadMemory {
+            address,
+            bytes,
+            is_host
+        }),
+        (address(), prop::collection::vec(any::<u8>(), 0..100), any::<bool>())
+            .prop_map(|(address, data, is_host)| Request::WriteMemory { address: address % (1 << 22), data, is_host }),
+        (address(), small, any::<bool>()).prop_map(|(address, bytes, is_host)| Request::Allocate {
+            address: address % (1 << 22),
+            bytes,
+            is_host
+        }),
+        (0u32..5, call()).prop_map(|(control, call)| Request::Call { control, call }),
+        (0u32..5, likely_call()).prop_map(|(control, call)| Request::Call { control, call }),
+        (0u32..5, 0u32..6, word()).prop_map(|(control, function, count)| Request::Call {
+            control,
+            call: Descriptor { function, count, ..Descriptor::config(ConfigFunction::Reset, 0) }
+        }),
+        (0u32..5).prop_map(|control| Request::Poll { control }),
+        Just(Request::About),
+    ]
+}
+
+fn act() -> impl Strategy<Value = Act> {
+    prop_oneof![
+        8 => request().prop_map(Act::Ask),
+        1 => prop::collection::vec(any::<u8>(), 0..60).prop_map(Act::Text),
+        4 => (0u32..4, packet()).prop_map(|(sender, packet)| Act::Packet(sender, packet)),
+        1 => prop::collection::vec(any::<u8>(), 0..200).prop_map(Act::Feed),
+        1 => (0u32..4).prop_map(Act::Lose),
+        1 => (0u32..4).prop_map(Act::Find),
+    ]
+}
+
+/// Does all of it on rank 0 of a world that was set up well; its peers do as they should.
+fn survives(network: Network, faithful: Faithful, acts: Vec<Act>) -> Result<(), TestCaseError> {
+    let settings = Settings { faithful, ..Settings::new(network, 3) };
+    let mut world = World::new(settings);
+    let likely = world.call(Operation::Send, DataType::F32, 1);
+    prop_assert_eq!((likely.communicator, likely.arithmetic), LIKELY);
+    for act in acts {
+        let engine = &mut world.engines[0];
+        match act {
+            Act::Ask(request) => drop(engine.answer(&request)),
+            Act::Text(text) => drop(Request::from_json(&text).map(|request| engine.answer(&request))),
+            Act::Packet(sender, packet) => engine.take(sender, &packet),
+            Act::Feed(bytes) => engine.feed(&bytes),
+            Act::Lose(sender) => engine.lose(sender),
+            Act::Find(sender) => engine.find(sender),
+        }
+        for turn in 0.. {
+            prop_assert!(turn < MOST_TURNS, "{:?} goes on for ever", world.engines[0].running());
+            let mut sent = Vec::new();
+            let has_moved = world.engines[0].advance(&mut sent);
+            prop_assert!(sent.len() < MOST_SENT, "{} packets at a time", sent.len());
+            prop_assert!(sent.iter().all(|(_, packet)| packet.len() <= 4096 + 2 * WORD_BYTES));
+            for (to, packet) in sent {
+                if let Some(peer) = world.engines[1..].get_mut((to as usize).wrapping_sub(1)) {
+                    peer.take(0, &packet);
+                }
+            }
+            while world.engines[0].take_fed().is_some() {}
+            if !has_moved {
+                break;
+            }
+        }
+        let _ = world.engines[0].trouble();
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    #[test]
+    fn engines_survive_whatever_is_asked_and_sent(
+        network in prop::sample::select(vec![Network::Udp, Network::Tcp, Network::Rdma]),
+        is_faithful in any::<bool>(),
+        acts in prop::collection::vec(act(), 0..60),
+    ) {
+        survives(network, if is_faithful { Faithful::all() } else { Faithful::default() }, acts)?;
+    }
+
+    #[test]
+    fn calls_of_any_words_on_any_tables_end_or_wait(
+        network in prop::sample::select(vec![Network::Udp, Network::Tcp, Network::Rdma]),
+        is_faithful in any::<bool>(),
+        table in prop::collection::vec((0u32..2048, word()), 0..40),
+        likely in any::<bool>(),
+        calls in prop::collection::vec((call(), likely_call()), 1..8),
+    ) {
+        let writes = table.into_iter().map(|(index, value)| Act::Ask(Request::WriteRegister { offset: 4 * index, value }));
+        let calls = calls.into_iter().map(|(any, call)| Act::Ask(Request::Call { control: 0, call: if likely { call } else { any } }));
+        survives(network, if is_faithful { Faithful::all() } else { Faithful::default() }, writes.chain(calls).collect())?;
+    }
+}
+
+#[test]
+fn a_sender_that_nobody_asks_is_not_kept_without_a_bound() {
+    const PACKET: usize = 4096;
+    let mut world = World::new(Settings::new(Network::Tcp, 2));
+    let header = Header {
+        count: u32::MAX,
+        tag: 1,
+        source: 1,
+        sequence: 0,
+        stream: 0,
+        destination: 0,
+        kind: MessageKind::Eager,
+        is_host: false,
+        address: 0,
+        communicator: 0,
+        packet_number: 0,
+    };
+    let mut first = header.to_bytes().to_vec();
+    first.resize(PACKET, 0);
+    let mut taken = 0;
+    while world.engines[0].trouble().is_empty() {
+        world.engines[0].take(1, &first);
+        taken += PACKET;
+        assert!(taken <= 65 << 20, "it takes everything");
+    }
+    assert_eq!(world.engines[0].trouble(), "rank 1 is not understood: it sends more than anybody asks for");
+    assert_eq!(world.engines[0].held(1), 0);
+}
+
+#[test]
+fn notices_that_nobody_asks_for_are_not_kept_without_a_bound() {
+    let mut world = World::new(Settings::new(Network::Rdma, 2));
+    let header = Header {
+        count: 1,
+        tag: 1,
+        source: 1,
+        sequence: 0,
+        stream: 0,
+        destination: 0,
+        kind: MessageKind::Address,
+        is_host: false,
+        address: 0,
+        communicator: 0,
+        packet_number: 0,
+    };
+    let packet = packets(Network::Rdma, &header, &[], 0).next().unwrap().to_bytes();
+    for _ in 0..1 << 15 {
+        world.engines[0].take(1, &packet);
+    }
+    assert!(!world.engines[0].has_room(1), "what comes then waits, and is not taken any more");
+}
+
+#[test]
+fn memory_of_no_engine_is_read_without_a_bound() {
+    let mut engine = Engine::new(Network::Udp, Faithful::default());
+    let most = (1u32 << 31) - 1;
+    for request in [
+        Request::Allocate { address: 0, bytes: most, is_host: false },
+        Request::ReadMemory { address: 0, bytes: most, is_host: false },
+        Request::Allocate { address: 1 << 40, bytes: 1, is_host: true },
+        Request::WriteMemory { address: u64::MAX, data: vec![1], is_host: true },
+    ] {
+        drop(engine.answer(&request));
+    }
+    assert_eq!(engine.memory(true).len_bytes(), 0);
+}
