@@ -36,7 +36,12 @@ fn word() -> impl Strategy<Value = u32> {
 }
 
 fn address() -> impl Strategy<Value = u64> {
-    prop_oneof![3 => 0u64..10_000, 2 => word().prop_map(u64::from), 1 => (word(), word()).prop_map(|(low, high)| u64::from(high) << 32 | u64::from(low))]
+    prop_oneof![
+        3 => 0u64..10_000,
+        2 => word().prop_map(u64::from),
+        1 => any::<u64>(),
+        1 => (0u64..5000).prop_map(|before| u64::MAX - before),
+    ]
 }
 
 fn call() -> impl Strategy<Value = Descriptor> {
@@ -52,21 +57,25 @@ fn call() -> impl Strategy<Value = Descriptor> {
     )
 }
 
-/// A call that a set-up engine may well make.
+/// A call that a set-up engine may well make, but for a field or two.
 fn likely_call() -> impl Strategy<Value = Descriptor> {
-    (call(), 0u32..600, 0u32..3, prop::sample::select(vec![0u32, 1, 7, u32::MAX])).prop_map(
-        |(call, count, root, tag)| Descriptor {
-            count,
-            root,
-            tag,
-            function: call.function % 3,
-            communicator: LIKELY.0,
-            arithmetic: LIKELY.1,
-            first: call.first % (1 << 18),
-            result: call.result % (1 << 18),
+    let tag = prop::sample::select(vec![0u32, 1, 7, u32::MAX]);
+    let is_likely = prop::collection::vec(prop::bool::weighted(0.8), 8);
+    (call(), 0u32..600, 0u32..3, tag, is_likely).prop_map(|(call, count, root, tag, is_likely)| {
+        let or = |index: usize, likely: u32, other: u32| if is_likely[index] { likely } else { other };
+        let below = |index: usize, address: u64| if is_likely[index] { address % (1 << 18) } else { address };
+        Descriptor {
+            count: or(0, count, call.count),
+            root: or(1, root, call.root),
+            tag: or(2, tag, call.tag),
+            function: or(3, call.function % 3, call.function),
+            communicator: or(4, LIKELY.0, call.communicator),
+            arithmetic: or(5, LIKELY.1, call.arithmetic),
+            first: below(6, call.first),
+            result: below(7, call.result),
             ..call
-        },
-    )
+        }
+    })
 }
 
 /// Where the communicator and the config of single precision lie in worlds of three ranks.
@@ -194,7 +203,7 @@ fn survives(network: Network, faithful: Faithful, acts: Vec<Act>) -> Result<(), 
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
     #[test]
     fn engines_survive_whatever_is_asked_and_sent(
