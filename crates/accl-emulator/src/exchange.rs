@@ -1,7 +1,8 @@
 //! Exchange memory, as firmware reads and writes it.
 
 use accl_cclo::memory_map::{
-    ArithmeticHead, Communicator, EXCHANGE_MEMORY_BYTES, RankEntry, Register, RxBuffer, SPARE_BUFFERS, TABLES_BEGIN,
+    ArithmeticHead, Communicator, EXCHANGE_MEMORY_BYTES, RX_BUFFER_COUNT, RankEntry, Register, RxBuffer, SPARE_BUFFERS,
+    TABLES_BEGIN,
 };
 
 const WORDS: usize = EXCHANGE_MEMORY_BYTES as usize / 4;
@@ -65,6 +66,12 @@ impl Exchange {
 
     fn rx_buffer_at(index: usize) -> u32 {
         TABLES_BEGIN + (4 * RxBuffer::COUNT * index) as u32
+    }
+
+    /// Where the table of rx buffers ends.
+    pub(crate) fn rx_buffers_end(&self) -> u32 {
+        let bytes = u64::from(self.get(RX_BUFFER_COUNT)) * 4 * RxBuffer::COUNT as u64;
+        u32::try_from(u64::from(TABLES_BEGIN) + bytes).unwrap_or(u32::MAX)
     }
 
     pub(crate) fn rx_buffer(&self, index: usize) -> Option<RxBuffer> {

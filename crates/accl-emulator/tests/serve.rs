@@ -5,9 +5,10 @@ mod host;
 
 use std::process::Command;
 
+use accl_cclo::call::{Descriptor, Operation};
 use accl_cclo::control::{About, Reply, Request, Status, difference};
 use accl_cclo::memory_map::Network;
-use host::{Emulators, Host, Setup, free_ports, hosts, ports, run, start, sum, words};
+use host::{Emulators, Host, Setup, call, free_ports, hosts, ports, resident_bytes, run, start, sum, words};
 
 #[test]
 fn ranks_of_one_process_add_for_their_hosts() {
@@ -119,4 +120,69 @@ fn fourteen_ranks_in_three_processes_at_ports_of_their_own_add() {
     let _emulators = Emulators(vec![one("0-4"), one("5-9"), one("10-13")]);
     let ports: Vec<u16> = (0..RANKS).map(|rank| bases[process(rank)] + rank).collect();
     run(async { sum(&mut hosts(&ports, &Setup::default()).await, 1400).await });
+}
+
+#[test]
+fn memory_after_a_thousand_calls_is_that_after_ten() {
+    const MOST_GROWTH: u64 = 512 << 10;
+    for processes in [1, 2] {
+        let port = free_ports(8);
+        let one = |ranks: &str| start(&words(&format!("-s 2 -r {ranks} --port {port} --comms cyt_rdma")));
+        let emulators = Emulators(if processes == 1 { vec![one("0-1")] } else { vec![one("0"), one("1")] });
+        run(async {
+            let mut hosts = hosts(&ports(port, 2), &Setup { memory: 64 << 10, ..Setup::default() }).await;
+            let resident = || emulators.0.iter().map(resident_bytes).max().unwrap();
+            let mut after_ten = 0;
+            for number in 0..1000 {
+                // Eager and rendezvous by turns.
+                let count = if number % 2 == 0 { 100 } else { 5000 };
+                for (host, places) in &mut hosts {
+                    let at = u64::from(Setup::default().buffers());
+                    host.begin(Descriptor {
+                        first: at,
+                        result: at + 32768,
+                        ..call(Operation::AllReduce, places, count)
+                    })
+                    .await;
+                }
+                for (host, _) in &mut hosts {
+                    host.end_well().await;
+                }
+                if number == 10 {
+                    after_ten = resident();
+                }
+            }
+            let growth = resident().saturating_sub(after_ten);
+            assert!(growth < MOST_GROWTH, "{growth} bytes more in {processes} processes");
+        });
+    }
+}
+
+#[test]
+fn connections_that_speak_another_language_take_no_rank_away() {
+    use std::io::Write;
+    let port = free_ports(8);
+    let _emulators = Emulators(vec![start(&words(&format!("-s 2 --port {port}")))]);
+    // The greeting of ZMTP 3.0 without security, and the command that says what kind of socket asks.
+    let greeting = [&[0xFF, 0, 0, 0, 0, 0, 0, 0, 1, 0x7F, 3, 0][..], b"NULL", &[0; 48]].concat();
+    let ready = [&[4, 26, 5][..], b"READY\x0bSocket-Type\0\0\0\x03REQ"].concat();
+    for garbage in [
+        vec![0; 200],
+        b"GET / HTTP/1.1\r\n\r\n".to_vec(),
+        greeting.clone(),
+        [&greeting[..], &[0xFF; 300]].concat(),
+        // Frames: of a kind that there is not, in pieces, and without the empty one before a request.
+        [&greeting[..], &ready, &[0xF8, 1, 0]].concat(),
+        [&greeting[..], &ready, &[1, 0]].concat(),
+        [&greeting[..], &ready, &[0, 3, 1, 2, 3]].concat(),
+        [&greeting[..], &ready, &[1, 0, 0, 3, b'{', b'}', 0xFF]].concat(),
+    ] {
+        for at in [port, port + 2] {
+            let mut stream = std::net::TcpStream::connect(("127.0.0.1", at)).unwrap();
+            // It may have hung up already.
+            let _ = stream.write_all(&garbage);
+        }
+        run(async { assert_eq!(Host::connect(port).await.register(8184).await, 0, "{garbage:?}") });
+    }
+    run(async { sum(&mut hosts(&ports(port, 2), &Setup::default()).await, 300).await });
 }

@@ -231,3 +231,51 @@ impl std::fmt::Display for BadRequest {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn numbers_that_no_request_can_have_are_refused() {
+        for text in [
+            r#"{"type":4,"addr":0,"len":1099511627776,"host":false}"#,
+            r#"{"type":2,"addr":0,"len":-1,"host":false}"#,
+            r#"{"type":0,"addr":4294967296}"#,
+            r#"{"type":0,"addr":-4}"#,
+            r#"{"type":1,"addr":0,"wdata":[1]}"#,
+            r#"{"type":1,"addr":0,"wdata":4294967296}"#,
+            r#"{"type":3,"addr":0,"wdata":7,"host":false}"#,
+            r#"{"type":3,"addr":0,"wdata":[256],"host":false}"#,
+            r#"{"type":3,"addr":18446744073709551616,"wdata":[1],"host":false}"#,
+            r#"{"type":6,"ctrl_id":1e3}"#,
+        ] {
+            assert!(Request::from_json(text.as_bytes()).is_err(), "{text}");
+        }
+        assert!(Request::from_json("[".repeat(1 << 20).as_bytes()).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_may_come(text in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = Request::from_json(&text);
+            let _ = super::super::Reply::from_json(&text);
+            let _ = super::super::data_from_json(&text);
+        }
+
+        #[test]
+        fn any_fields_may_come(
+            number in 0u32..9,
+            fields in prop::collection::vec(("(addr|len|host|wdata|ctrl_id|count|rdata|status|[a-z\"\\\\]{1,3})", "[-0-9eE\\[\\], \"ab.]{0,12}|true|false|null"), 0..6),
+        ) {
+            let fields: String = fields.iter().map(|(name, value)| format!(",\"{name}\":{value}")).collect();
+            let text = format!("{{\"type\":{number}{fields}}}");
+            if let Ok(request) = Request::from_json(text.as_bytes()) {
+                prop_assert_eq!(Request::from_json(request.to_json().as_bytes()), Ok(request));
+            }
+            let _ = super::super::Reply::from_json(text.as_bytes());
+        }
+    }
+}

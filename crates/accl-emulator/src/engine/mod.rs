@@ -472,12 +472,12 @@ fn has_ranks(call: &Descriptor) -> bool {
 /// What tells a communicator from others of the same engines. All its ranks come to the same: it follows from their sessions, and from how
 /// many communicators of the same ranks each of them has laid out before this one.
 fn communicator_id(exchange: &Exchange, at: u32, communicator: &Communicator) -> u32 {
-    let is_same = |other: &Communicator| {
-        let sessions = |of: &Communicator| of.ranks.iter().map(|rank| rank.session).collect::<Vec<_>>();
-        other.local == communicator.local && sessions(other) == sessions(communicator)
-    };
+    let who = |of: &Communicator| of.ranks.iter().map(|rank| (rank.ip, rank.port, rank.session)).collect::<Vec<_>>();
+    let is_same = |other: &Communicator| other.local == communicator.local && who(other) == who(communicator);
     let ranks = communicator.ranks.len() as u32;
-    let before = (map::TABLES_BEGIN..at.min(map::TABLES_END)).step_by(4).filter(|&offset| {
+    // What stands in the table of rx buffers changes with every message.
+    let begin = exchange.rx_buffers_end().clamp(map::TABLES_BEGIN, map::TABLES_END);
+    let before = (begin..at.min(map::TABLES_END)).step_by(4).filter(|&offset| {
         exchange.word(offset) == Some(ranks) && exchange.communicator(offset).is_some_and(|other| is_same(&other))
     });
     let words = [before.count() as u32, ranks].into_iter().chain(communicator.ranks.iter().map(|rank| rank.session));

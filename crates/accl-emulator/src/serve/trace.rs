@@ -2,15 +2,16 @@
 //!
 //! Owns the file and a thread that writes it: who has something to write waits for nothing unless the disk is far behind. Read [`Trace`] first.
 
+use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
-use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-/// Lines that are yet to be written, before who writes more waits.
-const MOST_LINES: usize = 4096;
+/// Bytes that are yet to be written, before who writes more waits.
+const MOST_BYTES: usize = 64 << 20;
 
 /// Something that has gone in or out.
 enum Line {
@@ -18,9 +19,48 @@ enum Line {
     Packet { from: u32, to: u32, packet: Vec<u8> },
 }
 
+impl Line {
+    fn len_bytes(&self) -> usize {
+        match self {
+            Self::Exchange { request, reply, .. } => request.len() + reply.len(),
+            Self::Packet { packet, .. } => packet.len(),
+        }
+    }
+}
+
+/// What is yet to be written.
+#[derive(Default)]
+struct Queue {
+    lines: VecDeque<Line>,
+    bytes: usize,
+    /// Nothing more comes, or nothing more is written.
+    is_over: bool,
+}
+
+#[derive(Default)]
+struct Shared {
+    queue: Mutex<Queue>,
+    has_changed: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'a>(&self, queue: MutexGuard<'a, Queue>) -> MutexGuard<'a, Queue> {
+        self.has_changed.wait(queue).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn end(&self) {
+        self.lock().is_over = true;
+        self.has_changed.notify_all();
+    }
+}
+
 /// A file of all that goes in and out. What was told it is in the file once this is gone.
 pub(crate) struct Trace {
-    lines: Option<SyncSender<Line>>,
+    shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -31,20 +71,29 @@ impl Trace {
     /// It cannot be written.
     pub(crate) fn create(path: &Path) -> io::Result<Self> {
         let file = BufWriter::new(File::create(path)?);
-        let (lines, to_write) = sync_channel(MOST_LINES);
-        let path = path.to_owned();
+        let shared = Arc::new(Shared::default());
+        let (path, to_write) = (path.to_owned(), shared.clone());
         let write = move || {
             if let Err(error) = write_all(file, &to_write) {
                 eprintln!("accl-emulator: --trace ends here, {} cannot be written: {error}", path.display());
+                to_write.end();
             }
         };
         let thread = std::thread::Builder::new().name("trace".to_owned()).spawn(write)?;
-        Ok(Self { lines: Some(lines), thread: Some(thread) })
+        Ok(Self { shared, thread: Some(thread) })
     }
 
     fn write(&self, line: Line) {
+        let mut queue = self.shared.lock();
+        while queue.bytes > MOST_BYTES && !queue.is_over {
+            queue = self.shared.wait(queue);
+        }
         // Whoever writes has said so if it does not any more.
-        let _ = self.lines.as_ref().map(|lines| lines.send(line));
+        if !queue.is_over {
+            queue.bytes += line.len_bytes();
+            queue.lines.push_back(line);
+            self.shared.has_changed.notify_all();
+        }
     }
 
     /// A request of a rank's host and its reply.
@@ -60,7 +109,7 @@ impl Trace {
 
 impl Drop for Trace {
     fn drop(&mut self) {
-        self.lines = None;
+        self.shared.end();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -68,20 +117,27 @@ impl Drop for Trace {
 }
 
 /// Until nobody has anything more. Whenever nothing is left, all is in the file.
-fn write_all(mut file: BufWriter<File>, lines: &Receiver<Line>) -> io::Result<()> {
-    for number in 0u64.. {
-        let line = match lines.try_recv() {
-            Ok(line) => Some(line),
-            Err(TryRecvError::Empty) => {
-                file.flush()?;
-                lines.recv().ok()
+fn write_all(mut file: BufWriter<File>, shared: &Shared) -> io::Result<()> {
+    let mut number = 0;
+    loop {
+        let mut queue = shared.lock();
+        let lines = std::mem::take(&mut queue.lines);
+        if lines.is_empty() {
+            if queue.is_over {
+                return Ok(());
             }
-            Err(TryRecvError::Disconnected) => None,
-        };
-        let Some(line) = line else { break };
-        file.write_all(text_of(number, &line).as_bytes())?;
+            drop(shared.wait(queue));
+            continue;
+        }
+        drop(queue);
+        for line in lines {
+            file.write_all(text_of(number, &line).as_bytes())?;
+            number += 1;
+            shared.lock().bytes -= line.len_bytes();
+            shared.has_changed.notify_all();
+        }
+        file.flush()?;
     }
-    file.flush()
 }
 
 fn text_of(number: u64, line: &Line) -> String {
