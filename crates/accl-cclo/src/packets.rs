@@ -13,8 +13,8 @@ pub trait Packets: Send + Sync {
     /// What was sent is on its way from here on.
     fn flush(&self);
 
-    /// The next packet that has come, with the rank that it is from; each rank's in the order in which it sent them.
-    fn receive(&self) -> Option<(u32, Vec<u8>)>;
+    /// The next packet that has come from a rank of which packets are wanted, with the rank; each rank's in the order in which it sent them.
+    fn receive(&self, is_wanted: &dyn Fn(u32) -> bool) -> Option<(u32, Vec<u8>)>;
 
     /// Waits until a packet or room may have come, at most so long.
     fn wait(&self, at_most: Duration);

@@ -10,9 +10,9 @@ use accl_cclo::memory_map::Network;
 use accl_types::{Error, ErrorKind, Result};
 
 use crate::direct::{Direct, HandedOut};
+use crate::engine::Engine;
 use crate::program::Faithful;
 use crate::serve::cluster::Cluster;
-use crate::time::Speed;
 
 /// The engines of all ranks, in one process.
 pub struct LocalEngines(Mutex<Inner>);
@@ -25,7 +25,8 @@ struct Inner {
 impl LocalEngines {
     /// One engine for each rank.
     pub fn new(network: Network, faithful: Faithful, ranks: u32) -> Arc<Self> {
-        let cluster = Cluster::new(0..ranks, network, faithful, Speed::default());
+        let engines = (0..ranks).map(|_| Engine::new(network, faithful)).collect();
+        let cluster = Cluster::new(0, engines, None);
         Arc::new(Self(Mutex::new(Inner { cluster, handed_out: vec![[0; 2]; ranks as usize] })))
     }
 

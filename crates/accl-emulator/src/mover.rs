@@ -13,7 +13,7 @@ use crate::arithmetic;
 use crate::exchange::{Elements, Exchange};
 use crate::fabric::Fabric;
 use crate::program::{Move, Place, Sink, Source};
-use crate::receiver::{Memories, Receiver};
+use crate::receiver::{MOST_FOR_KERNELS, Memories, Receiver};
 use crate::time::Counted;
 
 /// An address that nobody has.
@@ -22,8 +22,6 @@ pub(crate) const NO_ADDRESS: ReturnCode = ReturnCode(1 << 2);
 pub(crate) const NO_FUNCTION: ReturnCode = ReturnCode(1 << 19);
 /// More than there can be in one message.
 const TOO_LARGE: ReturnCode = ReturnCode(1 << 18);
-/// Messages for kernels that nobody has fetched, before nothing more is moved to them.
-pub(crate) const MOST_FOR_KERNELS: usize = 1024;
 /// Most elements of a step of a move that waits for nobody.
 const STEP_BYTES: usize = 1 << 20;
 

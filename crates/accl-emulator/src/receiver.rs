@@ -11,7 +11,9 @@ use accl_cclo::wire::{Header, Joined, Joiner, MessageKind, STREAM_OFFSET};
 
 use crate::exchange::Exchange;
 use crate::memory::Memory;
-use crate::mover::MOST_FOR_KERNELS;
+
+/// Messages for kernels that nobody has fetched, before nothing more is moved to them.
+pub(crate) const MOST_FOR_KERNELS: usize = 1024;
 
 /// Packets of a sender that find no place, before no more should be taken from it.
 const MOST_HELD: usize = 256;

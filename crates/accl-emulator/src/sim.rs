@@ -17,6 +17,9 @@ use crate::engine::Engine;
 use crate::fabric::Fabric;
 use crate::program::Faithful;
 
+/// Packets of a rank that the engine has found no place for, before it takes no more of it.
+const MOST_HELD: usize = 64;
+
 /// A connection to the engine of this process.
 #[derive(Clone)]
 pub struct SimBus {
@@ -66,7 +69,7 @@ impl SimBus {
         let mut inner = self.lock();
         loop {
             let mut has_come = false;
-            while let Some((from, packet)) = self.packets.receive() {
+            while let Some((from, packet)) = self.packets.receive(&|from| inner.engine.held(from) < MOST_HELD) {
                 inner.engine.take(from, &packet);
                 has_come = true;
             }

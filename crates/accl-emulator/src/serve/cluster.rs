@@ -90,13 +90,7 @@ impl Cluster {
         (index < self.engines.len()).then_some(index)
     }
 
-    /// The engine of a rank of this process.
-    pub(crate) fn engine(&mut self, rank: u32) -> Option<&mut Engine> {
-        let index = self.index(rank)?;
-        self.engines.get_mut(index)
-    }
-
-    /// An engine has been given something to do.
+    /// An engine has been given something to do: it and all that follow go on.
     pub(crate) fn go_on(&mut self, rank: u32) {
         if let Some(index) = self.index(rank) {
             self.wake(index);
