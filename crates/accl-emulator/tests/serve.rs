@@ -123,6 +123,52 @@ fn fourteen_ranks_in_three_processes_at_ports_of_their_own_add() {
 }
 
 #[test]
+fn blocks_that_no_rx_buffers_hold_get_round_without_a_wait_for_ever() {
+    const COUNT: u32 = 200_000;
+    const RANKS: u32 = 3;
+    for processes in [1, 3] {
+        let port = free_ports(12);
+        let one = |ranks: &str| start(&words(&format!("-s 3 -r {ranks} -p {port} -c udp")));
+        let _emulators = Emulators(if processes == 1 { vec![one("0-2")] } else { vec![one("0"), one("1"), one("2")] });
+        run(async {
+            let setup = Setup { memory: 8 * COUNT * RANKS, ..Setup::default() };
+            let mut hosts = hosts(&ports(port, 3), &setup).await;
+            let first = u64::from(setup.buffers());
+            let result = first + u64::from(4 * COUNT * RANKS);
+            for (rank, (host, _)) in (1u8..).zip(&mut hosts) {
+                let data = (0..COUNT * RANKS).flat_map(|_| f32::from(rank).to_le_bytes()).collect();
+                host.write(first, data).await;
+            }
+            for operation in [
+                Operation::AllGather,
+                Operation::ReduceScatter,
+                Operation::AllToAll,
+                Operation::Gather,
+                Operation::Scatter,
+                Operation::Reduce,
+                Operation::AllReduce,
+            ] {
+                for (host, places) in &mut hosts {
+                    host.begin(Descriptor { first, second: result, result, ..call(operation, places, COUNT) }).await;
+                }
+                for (host, _) in &mut hosts {
+                    host.end_well().await;
+                }
+                let blocks: &[f32] = match operation {
+                    Operation::AllGather | Operation::AllToAll | Operation::Gather => &[1.0, 2.0, 3.0],
+                    Operation::Scatter => &[1.0],
+                    _ => &[6.0],
+                };
+                let bytes = hosts[0].0.read(result, 4 * COUNT * blocks.len() as u32).await;
+                let mut wanted = blocks.iter().flat_map(|&block| std::iter::repeat_n(block, COUNT as usize));
+                let wrong = bytes.as_chunks().0.iter().position(|&got| Some(f32::from_le_bytes(got)) != wanted.next());
+                assert_eq!(wrong, None, "{operation:?} in {processes} processes");
+            }
+        });
+    }
+}
+
+#[test]
 fn memory_after_a_thousand_calls_is_that_after_ten() {
     const MOST_GROWTH: u64 = 512 << 10;
     for processes in [1, 2] {
@@ -165,24 +211,26 @@ fn connections_that_speak_another_language_take_no_rank_away() {
     let _emulators = Emulators(vec![start(&words(&format!("-s 2 --port {port}")))]);
     // The greeting of ZMTP 3.0 without security, and the command that says what kind of socket asks.
     let greeting = [&[0xFF, 0, 0, 0, 0, 0, 0, 0, 1, 0x7F, 3, 0][..], b"NULL", &[0; 48]].concat();
-    let ready = [&[4, 26, 5][..], b"READY\x0bSocket-Type\0\0\0\x03REQ"].concat();
+    let ready = [&[4, 25, 5][..], b"READY\x0bSocket-Type\0\0\0\x03REQ"].concat();
+    // No frame is longer than memory: zeromq 0.6 makes room for as much as a frame says that it has.
     for garbage in [
         vec![0; 200],
         b"GET / HTTP/1.1\r\n\r\n".to_vec(),
         greeting.clone(),
-        [&greeting[..], &[0xFF; 300]].concat(),
+        [&greeting[..], &[0x55; 300]].concat(),
         // Frames: of a kind that there is not, in pieces, and without the empty one before a request.
         [&greeting[..], &ready, &[0xF8, 1, 0]].concat(),
         [&greeting[..], &ready, &[1, 0]].concat(),
         [&greeting[..], &ready, &[0, 3, 1, 2, 3]].concat(),
         [&greeting[..], &ready, &[1, 0, 0, 3, b'{', b'}', 0xFF]].concat(),
     ] {
-        for at in [port, port + 2] {
+        let connections = [port, port + 2].map(|at| {
             let mut stream = std::net::TcpStream::connect(("127.0.0.1", at)).unwrap();
-            // It may have hung up already.
-            let _ = stream.write_all(&garbage);
-        }
+            stream.write_all(&garbage).unwrap();
+            stream
+        });
         run(async { assert_eq!(Host::connect(port).await.register(8184).await, 0, "{garbage:?}") });
+        drop(connections);
     }
     run(async { sum(&mut hosts(&ports(port, 2), &Setup::default()).await, 300).await });
 }
