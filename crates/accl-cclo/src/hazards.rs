@@ -32,7 +32,7 @@ pub const HAZARDS: [Hazard; 12] = [
         number: 2,
         condition: "a message is larger than the largest eager one, and the network is UDP or TCP",
         faithful: "it hangs",
-        repaired: "it is sent eagerly",
+        repaired: "it is sent eagerly, and goes round a ring in pieces that rx buffers hold",
         way_round: "calls are cut to the largest eager message",
         is_on_wire: true,
     },

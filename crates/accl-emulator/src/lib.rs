@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod arithmetic;
+pub mod command;
 mod direct;
 mod engine;
 mod exchange;

@@ -14,7 +14,6 @@ use crate::memory::Memory;
 
 /// Messages for kernels that nobody has fetched, before nothing more is moved to them.
 pub(crate) const MOST_FOR_KERNELS: usize = 1024;
-
 /// Packets of a sender that find no place, before no more should be taken from it.
 const MOST_HELD: usize = 256;
 /// Bytes of them, before it is taken for one that does not wait for anybody.

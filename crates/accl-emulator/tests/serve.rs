@@ -3,12 +3,16 @@
 #[path = "common/host.rs"]
 mod host;
 
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
-use accl_cclo::call::{Descriptor, Operation};
-use accl_cclo::control::{About, Reply, Request, Status, difference};
+use accl_cclo::call::{Descriptor, Operation, Streams};
+use accl_cclo::control::{About, Reply, Request, Status, data_from_json, data_to_json, difference};
 use accl_cclo::memory_map::Network;
-use host::{Emulators, Host, Setup, call, free_ports, hosts, ports, resident_bytes, run, start, sum, words};
+use host::{
+    Emulators, Host, Setup, call, free_ports, hosts, ports, resident_bytes, run, start, start_with, sum, words,
+};
+use zeromq::{Socket, SocketRecv, SocketSend, SubSocket, XPubSocket, ZmqMessage};
 
 #[test]
 fn ranks_of_one_process_add_for_their_hosts() {
@@ -168,6 +172,85 @@ fn blocks_that_no_rx_buffers_hold_get_round_without_a_wait_for_ever() {
     }
 }
 
+/// What a kernel hears next on this stream, within a time.
+async fn heard(kernel: &mut SubSocket, stream: u32, within: Duration) -> Option<Vec<u8>> {
+    let frames = tokio::time::timeout(within, kernel.recv()).await.ok()?.unwrap().into_vec();
+    assert_eq!(frames[0], stream.to_string().as_bytes());
+    data_from_json(&frames[1])
+}
+
+#[test]
+fn kernels_hear_and_are_heard_and_none_is_too_slow() {
+    const STREAM: u32 = 7;
+    // Many more messages than anybody has room for.
+    const COUNT: u32 = 2 << 20;
+    let port = free_ports(8);
+    let emulators = Emulators(vec![start(&words(&format!("-s 2 -p {port} -c tcp")))]);
+    run(async {
+        let mut hosts = hosts(&ports(port, 2), &Setup { memory: 8 * COUNT, ..Setup::default() }).await;
+        let first = u64::from(Setup::default().buffers());
+        let mark = u64::from(4 * COUNT - 4);
+        hosts[0].0.write(first, vec![1, 2, 3, 4]).await;
+        hosts[0].0.write(first + mark, vec![5, 6, 7, 8]).await;
+        let mut out = SubSocket::new();
+        out.connect(&format!("tcp://127.0.0.1:{}", port + 5)).await.unwrap();
+        out.subscribe("").await.unwrap();
+        let (host, places) = &mut hosts[0];
+        let streams = Streams { first: false, result: true };
+        let put = |count| Descriptor { root: 1, tag: STREAM, streams, first, ..call(Operation::Send, places, count) };
+        // Whether a subscription has come is not told: what comes before is not for it.
+        let mut come = None;
+        while come.is_none() {
+            host.begin(put(1)).await;
+            host.end_well().await;
+            come = heard(&mut out, STREAM, Duration::from_millis(50)).await;
+        }
+        assert_eq!(come, Some(vec![1, 2, 3, 4]));
+        let before = resident_bytes(&emulators.0[0]);
+        host.begin(put(COUNT)).await;
+        // It stands still while nobody listens.
+        let mut quiet = 0;
+        let mut ticks = 0;
+        while quiet < 200 {
+            assert_eq!(
+                host.ask(&Request::Poll { control: 0 }).await,
+                Reply::Status(Status::Not),
+                "it has not all gone"
+            );
+            let now = resident_bytes(&emulators.0[0]);
+            quiet = if now == ticks { quiet + 1 } else { 0 };
+            ticks = now;
+        }
+        assert!(ticks.saturating_sub(before) < 8 << 20, "{} bytes more", ticks - before);
+        let mut got: Vec<u8> = Vec::new();
+        while got.len() < 4 * COUNT as usize {
+            let more = heard(&mut out, STREAM, host::PATIENCE).await.expect("the rest");
+            got.extend(more);
+        }
+        host.end_well().await;
+        let (mark, len) = (mark as usize, got.len());
+        assert_eq!((&got[..4], &got[mark..], len), (&[1, 2, 3, 4][..], &[5, 6, 7, 8][..], 4 * COUNT as usize));
+        assert!(got[4..mark].iter().all(|&byte| byte == 0));
+
+        // And the other way: a kernel feeds rank 1, which copies that to memory.
+        let mut kernel = XPubSocket::new();
+        kernel.bind(&format!("tcp://127.0.0.1:{}", port + 7)).await.unwrap();
+        tokio::time::timeout(host::PATIENCE, kernel.recv()).await.expect("a subscription").unwrap();
+        let (host, places) = &mut hosts[1];
+        let streams = Streams { first: true, result: false };
+        let result = first + 4096;
+        host.begin(Descriptor { streams, result, ..call(Operation::Copy, places, 6) }).await;
+        for part in 0..3u8 {
+            let mut message = ZmqMessage::from("0");
+            message.push_back(data_to_json(&[part; 8]).into());
+            kernel.send(message).await.unwrap();
+        }
+        host.end_well().await;
+        let wanted: Vec<u8> = (0..3).flat_map(|part| [part; 8]).collect();
+        assert_eq!(host.read(result, 24).await, wanted);
+    });
+}
+
 #[test]
 fn memory_after_a_thousand_calls_is_that_after_ten() {
     const MOST_GROWTH: u64 = 512 << 10;
@@ -208,7 +291,7 @@ fn memory_after_a_thousand_calls_is_that_after_ten() {
 fn connections_that_speak_another_language_take_no_rank_away() {
     use std::io::Write;
     let port = free_ports(8);
-    let _emulators = Emulators(vec![start(&words(&format!("-s 2 --port {port}")))]);
+    let _emulators = Emulators(vec![start_with(&words(&format!("-s 2 --port {port}")), Stdio::null())]);
     // The greeting of ZMTP 3.0 without security, and the command that says what kind of socket asks.
     let greeting = [&[0xFF, 0, 0, 0, 0, 0, 0, 0, 1, 0x7F, 3, 0][..], b"NULL", &[0; 48]].concat();
     let ready = [&[4, 25, 5][..], b"READY\x0bSocket-Type\0\0\0\x03REQ"].concat();

@@ -105,9 +105,11 @@ impl Cluster {
         }
     }
 
-    /// All of them may be.
-    pub(crate) fn wake_all(&mut self) {
-        (0..self.engines.len()).for_each(|index| self.wake(index));
+    /// There may be room for those that have waited for it.
+    pub(crate) fn wake_stalled(&mut self) {
+        for index in std::mem::take(&mut self.stalled) {
+            self.wake(index);
+        }
     }
 
     /// The engine of a rank of this process.
@@ -182,9 +184,7 @@ impl Cluster {
             if !has_moved || self.stalled.is_empty() {
                 return;
             }
-            for index in std::mem::take(&mut self.stalled) {
-                self.wake(index);
-            }
+            self.wake_stalled();
         }
     }
 

@@ -195,7 +195,7 @@ pub async fn serve(options: Options, ready: impl FnOnce()) -> Result<(), ServeEr
         tokio::select! {
             Some(event) = happens.recv() => server.take(event),
             Some(event) = is_heard.recv() => server.take(event),
-            () = room.notified() => server.cluster.wake_all(),
+            () = room.notified() => server.cluster.wake_stalled(),
             () = overdue => server.give_up(Instant::now()),
             () = &mut ended => return Ok(()),
         }
@@ -315,24 +315,19 @@ impl Server {
 
     /// Until nothing goes on any more by itself.
     fn settle(&mut self) {
-        for seat in &self.seats {
-            self.cluster.set_room(seat.rank, seat.wire.capacity());
+        let mut has_moved = true;
+        while std::mem::take(&mut has_moved) {
+            for seat in &self.seats {
+                self.cluster.set_room(seat.rank, seat.wire.capacity());
+            }
+            self.cluster.settle();
+            for seat in &mut self.seats {
+                has_moved |= carry(seat, &mut self.cluster);
+            }
         }
-        self.cluster.settle();
         let patience = self.options.peer_timeout;
         for seat in &mut self.seats {
-            let Some(outgoing) = self.cluster.outgoing(seat.rank) else { continue };
-            while let Some(packet) = outgoing.pop_front() {
-                if let Err(mpsc::error::TrySendError::Full(packet)) = seat.wire.try_send(packet) {
-                    outgoing.push_front(packet);
-                    break;
-                }
-            }
             let Some(engine) = self.cluster.engine(seat.rank) else { continue };
-            while let Ok(place) = seat.kernel.try_reserve() {
-                let Some(fed) = engine.take_fed() else { break };
-                place.send(fed);
-            }
             for (peer, permits) in &mut seat.permits {
                 permits.truncate(engine.held(*peer));
             }
@@ -351,6 +346,29 @@ impl Server {
             }
         }
     }
+}
+
+/// Hands what a rank has for others to its sockets, as far as they take it. `true`: its engine has room for more.
+fn carry(seat: &Seat, cluster: &mut Cluster) -> bool {
+    if let Some(outgoing) = cluster.outgoing(seat.rank) {
+        while let Some(packet) = outgoing.pop_front() {
+            if let Err(mpsc::error::TrySendError::Full(packet)) = seat.wire.try_send(packet) {
+                outgoing.push_front(packet);
+                break;
+            }
+        }
+    }
+    let Some(engine) = cluster.engine(seat.rank) else { return false };
+    let mut has_fed = false;
+    while let Ok(place) = seat.kernel.try_reserve() {
+        let Some(fed) = engine.take_fed() else { break };
+        place.send(fed);
+        has_fed = true;
+    }
+    if has_fed {
+        cluster.tell(seat.rank, |_| ());
+    }
+    has_fed
 }
 
 async fn bound<S: Socket>(mut socket: S, address: &str, rank: u32) -> Result<S, ServeError> {

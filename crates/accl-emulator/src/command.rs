@@ -1,0 +1,174 @@
+//! The command that emulates engines, as a program of its own and as a part of others.
+//!
+//! Owns the command line; what it starts is in `serve`. Read [`run`] first.
+
+use std::ffi::OsString;
+use std::net::IpAddr;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use accl_cclo::hazards::HAZARDS;
+use accl_cclo::memory_map::Network;
+use clap::Parser;
+
+use crate::program::Faithful;
+use crate::serve::{Options, serve};
+use crate::time::Speed;
+
+/// Emulates CCLO engines for hosts that speak the protocol of the ACCL project's emulator.
+///
+/// All ranks run in this process, or one of them with `-r`. Rank r answers its host at port + r, and has its packets at port + ranks + r.
+#[derive(Parser)]
+#[command(version)]
+struct Arguments {
+    /// How many ranks there are.
+    #[arg(short = 's', long, default_value_t = 1)]
+    ranks: u32,
+    /// Which of them runs here, or which of them do: 3, or 4-7; without, all do.
+    #[arg(short = 'r', long, value_name = "RANKS")]
+    rank: Option<String>,
+    /// The first port.
+    #[arg(short = 'p', long, default_value_t = 5500)]
+    port: u16,
+    /// How engines reach one another.
+    #[arg(short = 'c', long, value_enum, default_value_t = Comms::Tcp)]
+    comms: Comms,
+    /// Taken and not looked at: how much the original logs.
+    #[arg(short = 'l', long, hide = true)]
+    log_level: Option<u32>,
+    /// What an engine has for kernels comes back to it.
+    #[arg(short = 'b', long)]
+    loopback: bool,
+    /// Where this process listens.
+    #[arg(long, default_value = "127.0.0.1")]
+    bind: IpAddr,
+    /// Host and first port of each rank, by commas: h0:5500,h1:5500.
+    #[arg(long, value_delimiter = ',')]
+    hosts: Vec<String>,
+    /// Keeps defects of firmware: all, or those with these numbers.
+    #[arg(long, value_name = "NUMBERS", num_args = 0..=1, default_missing_value = "all")]
+    faithful: Option<String>,
+    /// Where chance comes from: `--faithful=10` hangs the same messages with the same seed.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Clock of the engines, by which the counter register holds what a call would take.
+    #[arg(long, value_name = "FREQUENCY", default_value = "250MHz")]
+    clock: String,
+    /// The network between them: what it carries in a second, and what a message takes besides.
+    #[arg(long, value_name = "RATE,TIME", default_value = "100Gbit/s,2us")]
+    link: String,
+    /// Writes everything down that goes in and out, a JSON object a line.
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// Seconds that a call waits for the emulators of other ranks to be there.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    peer_timeout: u32,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Comms {
+    Udp,
+    Tcp,
+    #[value(name = "cyt_rdma")]
+    CytRdma,
+}
+
+impl Arguments {
+    fn faithful(&self) -> Result<Faithful, String> {
+        let Some(text) = &self.faithful else { return Ok(Faithful::default()) };
+        if text == "all" {
+            return Ok(Faithful::all());
+        }
+        text.split(',').try_fold(Faithful::default(), |kept, number| {
+            let known = HAZARDS.iter().find(|hazard| hazard.number.to_string() == number.trim());
+            let hazard =
+                known.ok_or_else(|| format!("--faithful takes numbers from 1 to {}, not `{number}`", HAZARDS.len()))?;
+            Ok(kept.with(hazard.number))
+        })
+    }
+
+    fn hosts(&self) -> Result<Vec<(String, u16)>, String> {
+        if self.hosts.is_empty() {
+            return Ok((0..self.ranks).map(|_| ("127.0.0.1".to_owned(), self.port)).collect());
+        }
+        let host = |text: &String| {
+            let (host, port) = text.rsplit_once(':').ok_or_else(|| format!("--hosts takes HOST:PORT, not `{text}`"))?;
+            let port = port.parse().map_err(|_| format!("--hosts takes HOST:PORT, and `{port}` is no port"))?;
+            Ok((host.to_owned(), port))
+        };
+        let hosts: Vec<_> = self.hosts.iter().map(host).collect::<Result<_, String>>()?;
+        if hosts.len() != self.ranks as usize {
+            return Err(format!("--hosts names {} ranks, and --ranks {}", hosts.len(), self.ranks));
+        }
+        Ok(hosts)
+    }
+
+    fn own_ranks(&self) -> Result<Range<u32>, String> {
+        let Some(text) = &self.rank else { return Ok(0..self.ranks) };
+        let (first, last) = text.split_once('-').unwrap_or((text, text));
+        let wrong = || format!("--rank takes a rank or a range of them, such as 3 or 4-7, not `{text}`");
+        let [first, last] = [first, last].map(|rank| rank.trim().parse::<u32>().ok());
+        let (first, last) = first.zip(last).filter(|(first, last)| first <= last).ok_or_else(wrong)?;
+        if last >= self.ranks {
+            return Err(format!("rank {last} is none of {} ranks", self.ranks));
+        }
+        Ok(first..last + 1)
+    }
+
+    fn options(&self) -> Result<Options, String> {
+        let ranks = self.own_ranks()?;
+        let network = match self.comms {
+            Comms::Udp => Network::Udp,
+            Comms::Tcp => Network::Tcp,
+            Comms::CytRdma => Network::Rdma,
+        };
+        let (hosts, faithful) = (self.hosts()?, self.faithful()?);
+        let speed = Speed::parse(&self.clock, &self.link)?;
+        Ok(Options {
+            ranks,
+            hosts,
+            bind: self.bind,
+            network,
+            faithful,
+            speed,
+            seed: self.seed,
+            loops_back: self.loopback,
+            peer_timeout: Duration::from_secs(self.peer_timeout.into()),
+            trace: self.trace.clone(),
+        })
+    }
+}
+
+/// What a command returns that cannot be done as asked.
+const WRONG: u8 = 2;
+
+/// Runs the command until somebody ends the process; `name` is what its messages call it, and the first of its arguments is no name.
+/// Returns an exit status: 0 where help was asked for, else 2.
+pub fn run(name: &str, arguments: impl IntoIterator<Item = OsString>) -> u8 {
+    let command = [OsString::from(name)].into_iter().chain(arguments);
+    let arguments = match Arguments::try_parse_from(command) {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            // Help goes to standard output, and all else to standard error; nobody may be there to read either.
+            let _ = error.print();
+            return error.exit_code() as u8;
+        }
+    };
+    match serve_as_asked(&arguments) {
+        Ok(()) => 0,
+        Err(error) => {
+            eprintln!("{name}: {error}");
+            WRONG
+        }
+    }
+}
+
+fn serve_as_asked(arguments: &Arguments) -> Result<(), String> {
+    let options = arguments.options()?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(|error| format!("no runtime: {error}"))?;
+    let (ranks, port) = (options.ranks.clone(), arguments.port);
+    let ready = move || println!("ranks {} to {} listen from port {port} on", ranks.start, ranks.end - 1);
+    runtime.block_on(serve(options, ready)).map_err(|error| error.to_string())
+}
