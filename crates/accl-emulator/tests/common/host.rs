@@ -4,7 +4,9 @@
 #![allow(dead_code)]
 
 use std::io::{BufRead, BufReader};
+use std::net::{TcpListener, UdpSocket};
 use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use accl_cclo::call::{ConfigFunction, Descriptor, Operation};
@@ -27,15 +29,26 @@ impl Drop for Emulators {
     }
 }
 
-/// A first port of so many that nobody listens at, and that no other test is given.
+/// A first port of so many that nobody listens at, and that no other test is given, of this process or another: each is held by a socket for
+/// datagrams as long as the process lives.
 pub fn free_ports(count: u16) -> u16 {
-    static NEXT: std::sync::Mutex<u16> = std::sync::Mutex::new(0);
-    let mut next = NEXT.lock().unwrap();
-    let is_free = |port: u16| std::net::TcpListener::bind(("127.0.0.1", port)).is_ok();
-    let begin = 20_000 + std::process::id() as u16 % 10_000;
-    let found = (*next..10_000).find(|&at| (begin + at..begin + at + count).all(is_free)).expect("free ports");
-    *next = found + count;
-    begin + found
+    static HELD: Mutex<Vec<UdpSocket>> = Mutex::new(Vec::new());
+    const FIRST: u16 = 20_000;
+    const PORTS: u16 = 12_000;
+    let hold = |port: u16| {
+        let token = UdpSocket::bind(("127.0.0.1", port)).ok()?;
+        TcpListener::bind(("127.0.0.1", port)).ok().map(|_| token)
+    };
+    // Tests that start at once look from different places on.
+    let begin = (std::process::id().wrapping_mul(977) % u32::from(PORTS)) as u16;
+    let found = (0..PORTS / count).find_map(|step| {
+        let first = FIRST + (begin + step * count) % (PORTS - count);
+        let tokens: Option<Vec<UdpSocket>> = (first..first + count).map(hold).collect();
+        tokens.map(|tokens| (first, tokens))
+    });
+    let (first, tokens) = found.expect("free ports");
+    HELD.lock().unwrap().extend(tokens);
+    first
 }
 
 pub fn start(arguments: &[String]) -> Child {
