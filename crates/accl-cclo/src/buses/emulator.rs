@@ -1,7 +1,8 @@
 //! The bus to an emulator: requests as JSON over a ZeroMQ socket, one at a time, each with a deadline.
 //!
-//! Drives the emulator of the ACCL project and ours alike: it chooses the addresses of buffers itself, and asks for nothing that the
-//! original does not have. A request that has failed leaves the socket in the middle of something, so the bus is dead then.
+//! Drives the emulator of the ACCL project and ours alike: it chooses the addresses of buffers itself, and needs nothing that the original
+//! does not have, which refuses to say what it is. A request that has failed leaves the socket in the middle of something, so the bus is
+//! dead then.
 
 use std::convert::identity;
 use std::fmt;

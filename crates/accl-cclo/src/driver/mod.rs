@@ -167,12 +167,16 @@ impl<B: Bus> Driver<B> {
     /// overlap, for messages do not say which they belong to.
     ///
     /// # Errors
-    /// No rank or a strange one, this rank is not among them, exchange memory is full, or the device cannot be reached.
+    /// No rank or a strange one, this rank is not among them, exchange memory is full, the device is dead, or it cannot be reached, which is its
+    /// death.
     pub fn add_communicator(&mut self, members: &[u32]) -> Result<u32> {
+        if let Some(dead) = &self.dead {
+            return Err(dead.clone());
+        }
         let communicator = self.settings.communicator_of(members)?;
         let place = self.tables.add_communicator(&communicator)?;
-        self.write_words(place.offset, &communicator.to_words())?;
-        Ok(place.offset)
+        let written = self.write_words(place.offset, &communicator.to_words());
+        written.map(|()| place.offset).map_err(|error| self.kill(error))
     }
 
     /// A call on elements of this type, which travel as `on_wire`; addresses and the rest are the caller's.

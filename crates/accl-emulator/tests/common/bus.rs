@@ -25,12 +25,12 @@ impl Drop for Emulators {
     }
 }
 
-/// A first port of so many that nobody listens at, and that no other test is given. Other programs of this crate's tests begin elsewhere.
+/// A first port of so many that nobody listens at, and that no other test is given. Processes of one time begin far from each other.
 pub fn free_ports(count: u16) -> u16 {
     static NEXT: std::sync::Mutex<u16> = std::sync::Mutex::new(0);
     let mut next = NEXT.lock().unwrap();
     let is_free = |port: u16| std::net::TcpListener::bind(("127.0.0.1", port)).is_ok();
-    let begin = 20_000 + std::process::id() as u16 % 10_000;
+    let begin = 20_000 + (std::process::id() * 41 % 8_000) as u16;
     let found = (*next..2_000).find(|&at| (begin + at..begin + at + count).all(is_free)).expect("free ports");
     *next = found + count;
     begin + found
