@@ -109,6 +109,23 @@ def calibration(anew: bool) -> dict[str, Any]:
 def check_option(option: str, value: str) -> None:
     """Raises ValueError for an unknown option or a value that is not accepted."""
 
+def device_keys() -> list[tuple[str, str, str]]:
+    """The keys of a device's text: name, what it accepts, and what it is for."""
+
+def device_facts(text: str, world: int) -> dict[str, Any]:
+    """What a device's text means for so many ranks: `agreed` text, driver settings, and `routes`, each of collective, operator, dtype,
+    whether the device does it, and if not, why. Raises ValueError for what is no device."""
+
+def device_dump(text: str, rank: int, world: int) -> dict[str, Any]:
+    """What can be read of a rank's device: `registers`, each of name, offset, value and a sentence, and the `state` of its tables in words.
+    Raises ValueError for what is no device, RuntimeError for one that cannot be reached."""
+
+def device_reset(text: str, rank: int, world: int) -> str:
+    """Resets a rank's device, and returns its name. Raises as `device_dump`."""
+
+def run_emulator(arguments: list[str]) -> int:
+    """Runs the command `accl-emulator` until a signal ends it; returns the exit status."""
+
 def register_transport(table: Any) -> str:
     """Adds a transport; see `torch_accl.register_transport`."""
 

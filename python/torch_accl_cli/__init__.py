@@ -13,18 +13,21 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import algorithms, bench, codecs, config, info, simulate
+from . import algorithms, bench, codecs, config, device, emulator, info, simulate
 from ._package import CannotLoad
 from ._wrong import WrongInput
 
-COMMANDS = (config, algorithms, codecs, info, bench, simulate)
+COMMANDS = (config, algorithms, codecs, info, bench, simulate, device, emulator)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status: 0, 1 when what it did failed, 2 when it cannot be done as asked."""
-    given = _parser().parse_args(arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    # Its arguments, `--help` among them, are for another parser.
+    is_emulator = arguments[:1] == [emulator.NAME]
+    given = _parser().parse_args(arguments[:1] if is_emulator else arguments)
     try:
-        return given.run(given)
+        return emulator.run_with(arguments[1:]) if is_emulator else given.run(given)
     except WrongInput as error:
         print(f"accl {given.command}: {error}", file=sys.stderr)
         return 2

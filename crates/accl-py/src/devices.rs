@@ -1,19 +1,27 @@
-//! How groups of this process reach their devices.
+//! How groups of this process reach their devices, and what a person may ask about one.
 //!
-//! Owns the choice between an engine in software in this process and what is reached by a bus; the text of a device is read elsewhere. Read
-//! [`Opener`] first.
+//! Owns the choice between an engine in software in this process and what is reached by a bus, and the functions behind `accl device` and
+//! `accl emulator`; the text of a device is read elsewhere. Read [`Opener`] first.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use accl_cclo::bus::Bus;
 use accl_cclo::buses;
-use accl_cclo::device::{DeviceUrl, Place};
-use accl_cclo::driver::Settings;
+use accl_cclo::device::{DeviceUrl, KEYS, Place};
+use accl_cclo::driver::{Picture, Settings, reset};
+use accl_cclo::offload::{Request, Route, route};
 use accl_cclo::packets::Packets;
-use accl_emulator::Faithful;
 use accl_emulator::sim::SimBus;
+use accl_emulator::{Faithful, command};
 use accl_engine::OpenBus;
-use accl_types::Result;
+use accl_types::{Collective, Dtype, Error, Rank, ReduceOp, Result};
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// How long a person waits for an answer about a device.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Opens any device.
 pub(crate) struct Opener;
@@ -31,4 +39,117 @@ impl OpenBus for Opener {
             Place::Emulator(_) | Place::Xrt { .. } | Place::Coyote { .. } => buses::open(url, settings.rank),
         }
     }
+}
+
+fn refused(error: Error) -> PyErr {
+    PyValueError::new_err(error.message)
+}
+
+fn failed(error: Error) -> PyErr {
+    PyRuntimeError::new_err(error.message)
+}
+
+/// A device that there is, by its text.
+fn device(text: &str) -> PyResult<DeviceUrl> {
+    let url = DeviceUrl::parse(text).map_err(refused)?;
+    url.ok_or_else(|| PyValueError::new_err("`none` is no device; give one such as sim or emulator://localhost:5500"))
+}
+
+/// The keys of a device's text: name, what each accepts, and what it is for.
+#[pyfunction]
+fn device_keys() -> Vec<(&'static str, &'static str, &'static str)> {
+    KEYS.iter().map(|key| (key.name, key.accepted, key.about)).collect()
+}
+
+/// What a text means for a world of so many ranks: what ranks must agree on, the driver's settings, and who does which collective.
+#[pyfunction]
+fn device_facts<'py>(py: Python<'py>, text: &str, world: u32) -> PyResult<Bound<'py, PyDict>> {
+    let url = device(text)?;
+    let settings = url.settings(0, world.max(1)).map_err(refused)?;
+    let facts = PyDict::new(py);
+    facts.set_item("device", url.to_string())?;
+    facts.set_item("agreed", url.agreed())?;
+    facts.set_item("design", url.design().name())?;
+    facts.set_item("ranks", settings.world())?;
+    facts.set_item("rx_buffers", settings.rx_buffers)?;
+    facts.set_item("rx_bytes", settings.rx_bytes)?;
+    facts.set_item("eager_bytes", settings.max_eager_bytes)?;
+    facts.set_item("rendezvous_bytes", settings.max_rendezvous_bytes)?;
+    facts.set_item("memory", if settings.memory.is_host() { "host" } else { "device" })?;
+    facts.set_item("compression", url.wire().name())?;
+    let mut routes = Vec::new();
+    for &collective in Collective::ALL {
+        let ops = if collective.reduces() { ReduceOp::ALL } else { &[ReduceOp::Sum] };
+        for &op in ops {
+            for &dtype in Dtype::ALL.iter().filter(|&&dtype| accl_engine::supports(op, dtype) || !collective.reduces())
+            {
+                let request = Request { collective, dtype, op, root: Rank(0), block_bytes: 0, equal_blocks: true };
+                let (device, why) = match route(&request, &settings) {
+                    Route::Device { .. } => (true, ""),
+                    Route::Host(why) => (false, why),
+                };
+                let op = collective.reduces().then(|| op.name());
+                routes.push((collective.name(), op, dtype.name(), device, why));
+            }
+        }
+    }
+    facts.set_item("routes", routes)?;
+    Ok(facts)
+}
+
+/// The device of a rank and its settings, for a person: no engine of a rank's own process.
+fn reach(text: &str, rank: u32, world: u32) -> PyResult<(Box<dyn Bus>, Settings)> {
+    let url = device(text)?;
+    if matches!(url.place, Place::Sim) {
+        return Err(PyValueError::new_err(
+            "the engines of `sim` live in the processes of their ranks, and end with them; give emulator://HOST:PORT or a card",
+        ));
+    }
+    let settings = url.settings(rank, world).map_err(refused)?;
+    Ok((buses::open(&url, rank).map_err(failed)?, settings))
+}
+
+/// What can be read of a rank's device.
+#[pyfunction]
+fn device_dump<'py>(py: Python<'py>, text: &str, rank: u32, world: u32) -> PyResult<Bound<'py, PyDict>> {
+    let (name, picture) = py.detach(|| {
+        let (mut bus, settings) = reach(text, rank, world)?;
+        let begin = Instant::now();
+        let picture = Picture::read(&mut *bus, &settings, || begin.elapsed() < PATIENCE).map_err(failed)?;
+        Ok::<_, PyErr>((bus.describe(), picture))
+    })?;
+    let dump = PyDict::new(py);
+    dump.set_item("device", name)?;
+    let registers =
+        picture.registers.iter().map(|(register, word)| (register.name, register.offset, *word, register.about));
+    dump.set_item("registers", registers.collect::<Vec<_>>())?;
+    dump.set_item("is_set_up", picture.tables.is_some())?;
+    dump.set_item("state", picture.tables.map(|tables| tables.to_string()))?;
+    Ok(dump)
+}
+
+/// Resets a rank's device, and returns what it is called.
+#[pyfunction]
+fn device_reset(py: Python<'_>, text: &str, rank: u32, world: u32) -> PyResult<String> {
+    py.detach(|| {
+        let (mut bus, _) = reach(text, rank, world)?;
+        let begin = Instant::now();
+        reset(&mut *bus, || begin.elapsed() < PATIENCE).map_err(failed)?;
+        Ok(bus.describe())
+    })
+}
+
+/// Runs the emulator's command until it is ended by a signal; returns the exit status. The caller leaves the signals to the system.
+#[pyfunction]
+fn run_emulator(py: Python<'_>, arguments: Vec<std::ffi::OsString>) -> u8 {
+    py.detach(|| command::run("accl emulator", arguments))
+}
+
+/// Adds this file's functions to the module.
+pub(crate) fn add_functions(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(device_keys, module)?)?;
+    module.add_function(wrap_pyfunction!(device_facts, module)?)?;
+    module.add_function(wrap_pyfunction!(device_dump, module)?)?;
+    module.add_function(wrap_pyfunction!(device_reset, module)?)?;
+    module.add_function(wrap_pyfunction!(run_emulator, module)?)
 }

@@ -93,6 +93,7 @@ fn _define(module: &Bound<'_, PyModule>) -> PyResult<()> {
     info::add_functions(module)?;
     transports::add_functions(module)?;
     compression::add_functions(module)?;
+    devices::add_functions(module)?;
     simulate::add_functions(module)
 }
 

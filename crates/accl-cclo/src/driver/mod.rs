@@ -6,6 +6,7 @@
 
 mod diagnosis;
 mod elements;
+mod inspect;
 mod queue;
 mod refusals;
 mod settings;
@@ -15,6 +16,7 @@ mod tests;
 
 pub use diagnosis::Diagnosis;
 pub use elements::Elements;
+pub use inspect::{Picture, reset};
 pub use queue::{Finished, RequestId};
 pub use settings::{MAX_RX_BUFFERS, Peer, Settings};
 pub(crate) use tables::Tables;

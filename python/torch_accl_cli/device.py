@@ -1,0 +1,106 @@
+"""`accl device`: what a device's text means, what is in a device, and its reset."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from ._listing import add_json
+from ._package import load_native
+from ._wrong import WrongInput
+
+NAME = "device"
+SUMMARY = "collective engines (CCLO) that groups can be given: what they do, what is in one, and its reset"
+
+_DESCRIPTION = """\
+info: what a device's text means, without looking for the device: its settings, and which collectives the device does and which
+the host, with the reason. dump: the registers and tables of the device of one rank, in words. reset: resets the device of one rank.
+
+A device is one of sim, sim://?KEY=VALUE&..., emulator://HOST:PORT, emulator://HOST:PORT,HOST:PORT, emulator://@FILE,
+xrt://INDEX?xclbin=FILE and coyote://INDEX. Keys:
+"""
+
+# As `torch_accl.Options(device=...)` takes them; a test compares them with what the native module has.
+_KEYS = (
+    ("xclbin", "bitstream of a card behind XRT"),
+    ("design", "udp, tcp or cyt_rdma: how the devices reach one another"),
+    ("ranks", "a file with the addresses of all ranks"),
+    ("rx_buffers", "buffers for eager messages, 1 to 512"),
+    ("rx_bytes", "the size of each, such as 64KiB"),
+    ("eager", "the largest eager message"),
+    ("rendezvous", "the size of each buffer for sums of larger ones"),
+    ("memory", "host or device: where the buffers of calls lie"),
+    ("compression", "none or fp16: what float32 is sent as"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = _DESCRIPTION + "\n".join(f"  {name:12} {about}" for name, about in _KEYS)
+    parser.add_argument("what", choices=("info", "dump", "reset"))
+    parser.add_argument("device", help="such as emulator://localhost:5500?design=udp")
+    parser.add_argument("--rank", type=int, default=0, help="whose device is looked at or reset (0)")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="how many ranks there are (2)")
+    add_json(parser)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Does what was asked for."""
+    if given.ranks < 1 or not 0 <= given.rank < given.ranks:
+        raise WrongInput(f"rank {given.rank} is none of {given.ranks} ranks")
+    native = load_native()
+    try:
+        found, text = _found(native, given)
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
+    except RuntimeError as error:
+        print(f"accl device: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(found, indent=2) if given.json else text)
+    return 0
+
+
+def _found(native: Any, given: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    if given.what == "info":
+        facts = native.device_facts(given.device, given.ranks)
+        return _named_routes(facts), _show_facts(facts)
+    if given.what == "dump":
+        dump = native.device_dump(given.device, given.rank, given.ranks)
+        names = ("name", "offset", "value", "about")
+        registers = [dict(zip(names, register, strict=True)) for register in dump["registers"]]
+        return dump | {"registers": registers}, _show_dump(dump)
+    name = native.device_reset(given.device, given.rank, given.ranks)
+    return {"device": name, "reset": True}, f"{name} is reset; the groups that used it have to be made anew"
+
+
+def _named_routes(facts: dict[str, Any]) -> dict[str, Any]:
+    names = ("collective", "op", "dtype", "device", "why")
+    return facts | {"routes": [dict(zip(names, route, strict=True)) for route in facts["routes"]]}
+
+
+def _show_facts(facts: dict[str, Any]) -> str:
+    lines = [f"{name:17} {value}" for name, value in facts.items() if name != "routes"]
+    # What goes the same way is one line: by collective and reason, the dtypes with their operators.
+    ways: dict[tuple[str, bool, str], dict[str, list[str]]] = {}
+    for collective, op, dtype, is_on_device, why in facts["routes"]:
+        ways.setdefault((collective, is_on_device, why), {}).setdefault(dtype, []).append(op or "")
+    lines.append("")
+    for (collective, is_on_device, why), dtypes in ways.items():
+        where = "device" if is_on_device else f"host: {why}"
+        lines.append(f"{collective:15} {where}")
+        if any(other[0] == collective and other != (collective, is_on_device, why) for other in ways):
+            by_ops: dict[str, list[str]] = {}
+            for dtype, ops in dtypes.items():
+                by_ops.setdefault(", ".join(ops), []).append(dtype)
+            lines += [f"{'':19} {ops} of {', '.join(names)}" for ops, names in by_ops.items()]
+    return "\n".join(lines)
+
+
+def _show_dump(dump: dict[str, Any]) -> str:
+    lines = [dump["device"]]
+    lines += [f"  {offset:#06x} {name:21} {value:#010x}  {about}" for name, offset, value, about in dump["registers"]]
+    lines.append(f"  {dump['state']}" if dump["is_set_up"] else "  it is not set up")
+    return "\n".join(lines)
