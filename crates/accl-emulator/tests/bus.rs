@@ -265,6 +265,33 @@ fn an_emulator_that_is_stopped_in_the_middle_of_memory_is_noticed() {
     assert!(text.contains("has not answered a write of 65536 bytes of device memory at 0x"), "{text}");
 }
 
+#[test]
+fn an_emulator_that_is_another_than_was_asked_for_is_refused_before_anything_starts() {
+    let port = free_ports(8);
+    let _emulators = Emulators(vec![start(&format!("--ranks 2 --port {port} --comms udp"))]);
+    let refused = |design: &str, rank, ranks, asked| {
+        let url = url(&format!("emulator://127.0.0.1:{port}?design={design}"));
+        let bus = buses::open(&url, asked).unwrap();
+        Driver::open(bus, url.settings(rank, ranks).unwrap(), || true).err().unwrap().message
+    };
+    let at = |rank: u16| format!("emulator at 127.0.0.1:{}", port + rank);
+    assert_eq!(
+        refused("tcp", 0, 2, 0),
+        format!(
+            "{} was started for udp, and `design` asks for tcp; add `design=udp`, or start it with other `--comms`",
+            at(0)
+        )
+    );
+    assert_eq!(
+        refused("udp", 0, 3, 0),
+        format!("{} was started for 2 ranks, and there are 3; start it with other `--ranks`", at(0))
+    );
+    assert_eq!(
+        refused("udp", 0, 2, 1),
+        format!("{} is that of rank 1, and this is rank 0; its address is another rank's", at(1))
+    );
+}
+
 /// Somebody listens and does this with who comes.
 fn listener(serve: impl Fn(std::net::TcpStream) + Send + 'static) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
