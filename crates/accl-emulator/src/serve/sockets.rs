@@ -10,6 +10,7 @@ use std::time::Duration;
 use accl_cclo::control::{data_from_json, data_to_json};
 use futures_core::Stream;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use tokio::time::Instant;
 use zeromq::{PubSocket, RepSocket, Socket, SocketEvent, SocketRecv, SocketSend, SubSocket, XPubSocket};
 use zeromq::{ZmqError, ZmqMessage};
 
@@ -17,9 +18,12 @@ use super::cluster::Outgoing;
 
 /// Packets of a peer that its engine has not found a place for, before its socket is not read any more.
 const MOST_TAKEN: usize = 64;
-/// How often is looked whether engines of other processes are there, and whether kernels are: they may never be.
+/// How often is looked at first whether engines of other processes are there, and whether kernels are: they may never be.
 const PEER_INTERVAL: Duration = Duration::from_millis(20);
 const KERNEL_INTERVAL: Duration = Duration::from_millis(500);
+/// Who has been waited for is looked for less often: what that adds is this part of the time before, up to the most.
+const WAITED_PART: u32 = 20;
+const MOST_INTERVAL: Duration = Duration::from_millis(500);
 
 /// What happens to the engines.
 pub(super) enum Event {
@@ -98,16 +102,17 @@ struct Subscription<E> {
     connection: E,
 }
 
-/// A socket with this subscription, once somebody publishes at an address, which is looked at that often: the library's own attempts are far
-/// apart after the first. `None`: there will be none.
+/// A socket with this subscription, once somebody publishes at an address, which is looked at that often at first: the library's own attempts are
+/// far apart after the first. `None`: it was there and is not any more.
 async fn subscribed(
     address: &str,
     topic: &str,
     interval: Duration,
 ) -> Option<Subscription<impl Stream<Item = SocketEvent> + Unpin + use<>>> {
     let place = address.strip_prefix("tcp://").unwrap_or(address);
+    let begin = Instant::now();
     while tokio::net::TcpStream::connect(place).await.is_err() {
-        tokio::time::sleep(interval).await;
+        tokio::time::sleep((interval + begin.elapsed() / WAITED_PART).min(MOST_INTERVAL)).await;
     }
     let mut socket = SubSocket::new();
     let connection = socket.monitor();
