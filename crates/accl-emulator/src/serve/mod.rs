@@ -147,11 +147,9 @@ pub async fn serve(options: Options, ready: impl FnOnce()) -> Result<(), ServeEr
     let room = Arc::new(Notify::new());
     let mut seats = Vec::new();
     for rank in options.ranks.clone() {
-        tokio::spawn(control(
-            rank,
-            bound(RepSocket::new(), &options.own(rank, Kind::Control)?, rank).await?,
-            events.clone(),
-        ));
+        let address = options.own(rank, Kind::Control)?;
+        let socket = bound(RepSocket::new(), &address, rank).await?;
+        tokio::spawn(control(rank, socket, address, events.clone()));
         let wire = bound(XPubSocket::new(), &options.own(rank, Kind::Wire)?, rank).await?;
         let (packets, to_send) = mpsc::channel(MOST_PACKETS);
         tokio::spawn(publish(rank, wire, to_send, room.clone(), hears.clone()));
@@ -349,12 +347,22 @@ impl Server {
 }
 
 /// Hands what a rank has for others to its sockets, as far as they take it. `true`: its engine has room for more.
-fn carry(seat: &Seat, cluster: &mut Cluster) -> bool {
+fn carry(seat: &mut Seat, cluster: &mut Cluster) -> bool {
     if let Some(outgoing) = cluster.outgoing(seat.rank) {
         while let Some(packet) = outgoing.pop_front() {
-            if let Err(mpsc::error::TrySendError::Full(packet)) = seat.wire.try_send(packet) {
-                outgoing.push_front(packet);
-                break;
+            match seat.wire.try_send(packet) {
+                Ok(()) => {}
+                Err(mpsc::error::TrySendError::Full(packet)) => {
+                    outgoing.push_front(packet);
+                    break;
+                }
+                // Its task has ended as it does when a peer sends what cannot be read.
+                Err(mpsc::error::TrySendError::Closed(_)) if seat.trouble.is_empty() => {
+                    seat.trouble =
+                        format!("rank {}: its packets cannot be sent any more; restart its emulator", seat.rank);
+                    eprintln!("accl-emulator: {}", seat.trouble);
+                }
+                Err(mpsc::error::TrySendError::Closed(_)) => {}
             }
         }
     }

@@ -46,8 +46,26 @@ fn topic(rank: u32) -> String {
     format!("{rank:04}")
 }
 
+/// Answers the hosts of a rank at this address for as long as the process lives. The library panics at a frame that says that it is longer than
+/// memory: its socket is gone then, and another takes its place.
+pub(super) async fn control(rank: u32, mut socket: RepSocket, address: String, events: mpsc::Sender<Event>) {
+    loop {
+        match tokio::spawn(answer(rank, socket, events.clone())).await {
+            Err(error) if error.is_panic() => {}
+            Ok(()) | Err(_) => return,
+        }
+        eprintln!(
+            "accl-emulator: rank {rank}: what a host has sent cannot be read; all hosts of the rank are disconnected"
+        );
+        socket = RepSocket::new();
+        while socket.bind(&address).await.is_err() {
+            tokio::time::sleep(PEER_INTERVAL).await;
+        }
+    }
+}
+
 /// One request and one reply at a time.
-pub(super) async fn control(rank: u32, mut socket: RepSocket, events: mpsc::Sender<Event>) {
+async fn answer(rank: u32, mut socket: RepSocket, events: mpsc::Sender<Event>) {
     loop {
         let text = match socket.recv().await {
             Ok(message) => message.into_vec().into_iter().flatten().collect(),
