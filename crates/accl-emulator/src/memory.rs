@@ -2,6 +2,9 @@
 
 /// Addresses are kept in signed 32 bits by the original, so memory stays below this.
 const MOST_BYTES: u64 = 1 << 31;
+/// What the system hands out at a time.
+const PAGE_BYTES: usize = 4096;
+static ZEROS: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
 
 /// A memory. What nobody has written takes up address space alone.
 #[derive(Debug, Default)]
@@ -20,7 +23,14 @@ impl Memory {
             // Fresh zeros come from the system untouched, where `resize` would write them. Twice as many, so that small steps are not all copied.
             let more = (2 * self.bytes.len()).clamp(end, MOST_BYTES as usize);
             let old = std::mem::replace(&mut self.bytes, vec![0; more]);
-            self.bytes[..self.reach].copy_from_slice(&old[..self.reach]);
+            let pages = self.bytes[..self.reach].chunks_mut(PAGE_BYTES).zip(old.chunks(PAGE_BYTES));
+            for (to, from) in pages {
+                let from = &from[..to.len()];
+                // What was never written stays so.
+                if *from != ZEROS[..from.len()] {
+                    to.copy_from_slice(from);
+                }
+            }
         }
         self.reach = self.reach.max(end);
         true

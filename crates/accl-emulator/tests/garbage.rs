@@ -281,6 +281,24 @@ fn notices_that_nobody_asks_for_are_not_kept_without_a_bound() {
 }
 
 #[test]
+fn memory_that_nobody_has_written_takes_up_none() {
+    const LARGE: u64 = 1 << 30;
+    let resident_kib = || {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
+        line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap()
+    };
+    let before = resident_kib();
+    let mut engine = Engine::new(Network::Udp, Faithful::default());
+    let memory = engine.memory(false);
+    assert!(memory.grow(0, LARGE));
+    memory.read_mut(LARGE - 2, 2).unwrap().fill(7);
+    assert!(memory.grow(LARGE, 1));
+    assert_eq!(memory.read(LARGE - 3, 4), Some(&[0, 7, 7, 0][..]));
+    assert!(resident_kib().saturating_sub(before) < LARGE >> 14, "it is there although nobody has written it");
+}
+
+#[test]
 fn memory_of_no_engine_is_read_without_a_bound() {
     let mut engine = Engine::new(Network::Udp, Faithful::default());
     let most = (1u32 << 31) - 1;
