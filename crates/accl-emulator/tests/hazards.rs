@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use accl_cclo::call::{Descriptor, Operation, Streams};
 use accl_cclo::control::Request;
-use accl_cclo::memory_map::{DataType, Network};
+use accl_cclo::memory_map::{Communicator, DataType, NO_SESSION, Network};
 use accl_cclo::return_code::ReturnCode;
 use accl_emulator::{Engine, Faithful};
 use common::{Ended, Settings, World};
@@ -218,6 +218,21 @@ fn messages_of_two_communicators_of_the_same_ranks_are_swapped() {
         assert_eq!(are_told_apart(network, 30, [twelfth, repaired]), [false; 2], "{network:?}");
         assert_eq!(are_told_apart(network, 30, [repaired, twelfth]), [false; 2], "{network:?}");
     }
+}
+
+#[test]
+fn a_host_that_leaves_its_own_session_out_is_of_the_same_communicator() {
+    let settings = Settings::new(Network::Udp, 3);
+    let mut world = world(settings);
+    let call = world.call(Operation::AllReduce, DataType::F32, 30);
+    for rank in 0..3u32 {
+        let engine =
+            std::mem::replace(&mut world.engines[rank as usize], Engine::new(Network::Udp, Faithful::default()));
+        world.engines[rank as usize] = engine.with_session(rank);
+        let session = call.communicator + 4 * (Communicator::entry_at(rank as usize) as u32 + 4);
+        world.engines[rank as usize].answer(&Request::WriteRegister { offset: session, value: NO_SESSION });
+    }
+    assert_eq!(world.run(&[call; 3]), [GOOD; 3]);
 }
 
 #[test]

@@ -41,6 +41,9 @@ const MOST_CALLS: usize = 1024;
 const RACE_ODDS: u64 = 4;
 /// Bytes of kernels that no call has taken, before no more should be fed.
 const MOST_FED_BYTES: usize = 16 << 20;
+/// FNV-1a, which takes words here.
+const HASH_BASIS: u64 = 0xCBF2_9CE4_8422_2325;
+const HASH_PRIME: u64 = 0x100_0000_01B3;
 /// Firmware's limits before anybody has set them.
 const FIRST_LIMIT: u32 = 32 << 10;
 
@@ -84,6 +87,7 @@ pub struct Engine {
     /// Sessions of engines that have gone.
     lost: BTreeSet<u32>,
     is_deaf: bool,
+    session: Option<u32>,
     /// Number of the next packet to each session.
     next_packet: BTreeMap<u32, u32>,
     speed: Speed,
@@ -112,10 +116,17 @@ impl Engine {
             peers: Peers::There,
             lost: BTreeSet::new(),
             is_deaf: false,
+            session: None,
             next_packet: BTreeMap::new(),
             speed: Speed::default(),
             random: 0,
         }
+    }
+
+    /// The same, with the session that others reach it by. Who says nothing has the one that its host has written down.
+    #[must_use]
+    pub fn with_session(self, session: u32) -> Self {
+        Self { session: Some(session), ..self }
     }
 
     /// The same, with chance from this seed.
@@ -357,8 +368,8 @@ impl Engine {
         let (world, rank) =
             communicator.as_ref().map_or((1, 0), |communicator| (communicator.ranks.len() as u32, communicator.local));
         let told_apart = communicator.filter(|_| !self.faithful.to(12));
-        let communicator_id =
-            told_apart.map(|communicator| communicator_id(&self.exchange, call.communicator, &communicator));
+        let communicator_id = told_apart
+            .map(|communicator| communicator_id(&self.exchange, call.communicator, &communicator, self.session));
         let has_elements = !matches!(call.operation, Operation::Nop | Operation::Barrier);
         let elements = self.exchange.elements(call.arithmetic).filter(|_| has_elements).unwrap_or_default();
         let sizes = [elements.uncompressed, elements.compressed];
@@ -471,7 +482,7 @@ fn has_ranks(call: &Descriptor) -> bool {
 
 /// What tells a communicator from others of the same engines. All its ranks come to the same: it follows from their sessions, and from how
 /// many communicators of the same ranks each of them has laid out before this one.
-fn communicator_id(exchange: &Exchange, at: u32, communicator: &Communicator) -> u32 {
+fn communicator_id(exchange: &Exchange, at: u32, communicator: &Communicator, own: Option<u32>) -> u32 {
     let who = |of: &Communicator| of.ranks.iter().map(|rank| (rank.ip, rank.port, rank.session)).collect::<Vec<_>>();
     let is_same = |other: &Communicator| other.local == communicator.local && who(other) == who(communicator);
     let ranks = communicator.ranks.len() as u32;
@@ -480,10 +491,13 @@ fn communicator_id(exchange: &Exchange, at: u32, communicator: &Communicator) ->
     let before = (begin..at.min(map::TABLES_END)).step_by(4).filter(|&offset| {
         exchange.word(offset) == Some(ranks) && exchange.communicator(offset).is_some_and(|other| is_same(&other))
     });
-    let words = [before.count() as u32, ranks].into_iter().chain(communicator.ranks.iter().map(|rank| rank.session));
-    // FNV-1a, by words.
-    let hash =
-        words.fold(0xCBF2_9CE4_8422_2325_u64, |hash, word| (hash ^ u64::from(word)).wrapping_mul(0x100_0000_01B3));
+    // Nobody sends to itself, so a host may have left its own out.
+    let sessions = (0u32..).zip(&communicator.ranks).map(|(rank, entry)| match own {
+        Some(own) if rank == communicator.local => own,
+        _ => entry.session,
+    });
+    let words = [before.count() as u32, ranks].into_iter().chain(sessions);
+    let hash = words.fold(HASH_BASIS, |hash, word| (hash ^ u64::from(word)).wrapping_mul(HASH_PRIME));
     // Zero says nothing.
     ((hash ^ hash >> 32) as u32).max(1)
 }

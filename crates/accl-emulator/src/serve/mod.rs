@@ -176,7 +176,7 @@ pub async fn serve(options: Options, ready: impl FnOnce()) -> Result<(), ServeEr
     ready();
     let engine = |rank: u32| {
         let seed = options.seed.rotate_left(u32::BITS).wrapping_add(u64::from(rank));
-        Engine::new(options.network, options.faithful).with_speed(options.speed).with_seed(seed)
+        Engine::new(options.network, options.faithful).with_speed(options.speed).with_seed(seed).with_session(rank)
     };
     let cluster = Cluster::new(options.ranks.start, options.ranks.clone().map(engine).collect(), trace);
     let mut server = Server { options, cluster, seats, never: Vec::new() };
