@@ -260,6 +260,16 @@ impl<B: Bus> Driver<B> {
         )
     }
 
+    /// Why it takes no more calls.
+    pub fn dead(&self) -> Option<&Error> {
+        self.dead.as_ref()
+    }
+
+    /// The call that was started and has not ended, as far as is known.
+    pub fn running(&self) -> Option<&Descriptor> {
+        self.running.as_ref()
+    }
+
     /// Whether the call that was started has ended.
     ///
     /// # Errors
@@ -276,7 +286,11 @@ impl<B: Bus> Driver<B> {
                 if code.is_ok() {
                     return Ok(Some(finished));
                 }
-                let text = format!("{}: `{call}` failed: {code}", self.bus.describe());
+                // An emulator of ours knows more than bits say.
+                let about = self.bus.about().ok().flatten().map(|about| about.trouble);
+                let trouble =
+                    about.filter(|trouble| !trouble.is_empty()).map(|trouble| format!("; it says: {trouble}"));
+                let text = format!("{}: `{call}` failed: {code}{}", self.bus.describe(), trouble.unwrap_or_default());
                 Err(self.kill(Error::new(ErrorKind::Device, text)))
             }
             Err(error) => Err(self.kill(error)),

@@ -113,16 +113,20 @@ impl Worker {
                 task.done();
             }
             Err(Stop::Failed(error)) => {
-                let _ = self.shared.dead.set(error.clone());
                 task.fail_as(error.kind, error.message);
+                if self.driver.running().is_some() && self.driver.dead().is_none() {
+                    let _ = self.give_up("was given up, since its results cannot be fetched");
+                }
             }
             Err(Stop::Cancelled) => {
                 // Nothing writes into the caller's memory any more: the device has buffers of its own.
                 drop(task);
                 let error = self.give_up("was given up, since its call has failed");
                 tracing::warn!("{}", error.message);
-                let _ = self.shared.dead.set(error);
             }
+        }
+        if let Some(dead) = self.driver.dead() {
+            let _ = self.shared.dead.set(dead.clone());
         }
     }
 
