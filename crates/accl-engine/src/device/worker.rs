@@ -150,7 +150,7 @@ impl Worker {
             self.driver.start(&call)?;
             self.take(tensors, last.take())?;
             next = self.give(tensors, pieces.next())?;
-            self.finish(task, collective)?;
+            self.finish(task, collective, &call)?;
             last = Some((piece, segment));
         }
         Ok(self.take(tensors, last)?)
@@ -180,12 +180,18 @@ impl Worker {
     }
 
     /// Waits until the device is done with a call.
-    fn finish(&mut self, task: &ExternalTask, collective: &ExternalCollective) -> std::result::Result<(), Stop> {
+    fn finish(
+        &mut self,
+        task: &ExternalTask,
+        collective: &ExternalCollective,
+        call: &Descriptor,
+    ) -> std::result::Result<(), Stop> {
         let mut pause = SHORTEST_PAUSE;
         for look in 0_u32.. {
             if let Some(finished) = self.driver.poll()? {
                 let device = self.url.scheme();
-                tracing::debug!(device, seq = collective.seq, nanos = finished.nanos, "a call of the device is done");
+                let (seq, nanos) = (collective.seq, finished.nanos);
+                tracing::debug!(device, seq, %call, code = 0, nanos, "a call of the device is done");
                 break;
             }
             if task.is_cancelled() {

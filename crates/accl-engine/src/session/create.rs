@@ -44,6 +44,15 @@ struct Devices {
 /// The device that a group is to have. One serves the group of the whole job: sub-groups have none.
 fn device_of(spec: &GroupSpec) -> Result<Option<DeviceUrl>> {
     let url = DeviceUrl::parse(&spec.config.device)?;
+    if url.is_none()
+        && let Some(bare) = spec.config.sidestep.iter().find(|sidestep| !sidestep.is_host)
+    {
+        return Err(Error::configuration(format!(
+            "sidestep: `{0}` alone is for groups with a device; without one MPI would do it, and this version has no mpi transport: \
+             write {0}=host, or give a device",
+            bare.collective
+        )));
+    }
     Ok(url.filter(|_| spec.global_ranks.is_empty()))
 }
 
@@ -230,7 +239,7 @@ impl Engine {
         })?;
         let left = deadline.saturating_duration_since(Instant::now());
         let place = (spec.rank.0, spec.world);
-        let sidestep = spec.config.sidestep.clone();
+        let sidestep = spec.config.sidestep.iter().map(|sidestep| sidestep.collective).collect();
         device.opened = Some(Device::open(
             url.clone(),
             place,

@@ -6,7 +6,7 @@
 mod parse;
 mod table;
 
-pub use table::{Accepted, FOREIGN, Foreign, ROWS, Row, Scope, foreign};
+pub use table::{ALIASES, Accepted, Alias, FOREIGN, Foreign, ROWS, Row, Scope, foreign};
 
 use crate::{Collective, Error, Result, nearest};
 
@@ -74,6 +74,15 @@ pub enum Calibration {
     File(String),
 }
 
+/// A collective that is done elsewhere than it would be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sidestep {
+    /// The collective.
+    pub collective: Collective,
+    /// It was said that the host does it; without, that follows from the group.
+    pub is_host: bool,
+}
+
 /// The parsed settings of one process or group. Immutable once a group is made from it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -110,7 +119,7 @@ pub struct Config {
     /// `ACCL_DEVICE`: what does collectives of the group of the whole job, if anything.
     pub device: String,
     /// `ACCL_SIDESTEP`: collectives that the host does in a group with a device.
-    pub sidestep: Vec<Collective>,
+    pub sidestep: Vec<Sidestep>,
     /// The option `compressed_calls`: ordinary calls are compressed, too.
     pub compress_all: bool,
 }
@@ -156,7 +165,27 @@ impl Config {
     /// `Configuration` for an unknown `ACCL_*` name (with the nearest known one) or a value that is not accepted.
     pub fn from_variables<N: AsRef<str>, V: AsRef<str>>(pairs: impl IntoIterator<Item = (N, V)>) -> Result<Self> {
         let mut config = Self::default();
+        let pairs: Vec<(N, V)> = pairs.into_iter().collect();
+        for (name, value) in &pairs {
+            let of_name = || ALIASES.iter().filter(|alias| alias.name == name.as_ref());
+            if of_name().next().is_none() {
+                continue;
+            }
+            let alias = of_name().find(|alias| alias.value == value.as_ref().trim()).ok_or_else(|| {
+                let values: Vec<_> = of_name().map(|alias| alias.value).collect();
+                let (name, value) = (name.as_ref(), value.as_ref());
+                Error::configuration(format!(
+                    "{name}: value `{value}` is not accepted; expected {}",
+                    values.join(" or ")
+                ))
+            })?;
+            config.set_variable(alias.setting, alias.means)?;
+        }
+        let is_alias = |name: &str| ALIASES.iter().any(|alias| alias.name == name);
         for (name, value) in pairs {
+            if is_alias(name.as_ref()) {
+                continue;
+            }
             if name.as_ref().starts_with(PREFIX) && foreign(name.as_ref()).is_none() {
                 config.set_variable(name.as_ref(), value.as_ref())?;
             }
@@ -245,6 +274,13 @@ pub fn environment_page(codecs: &str) -> String {
         ));
     }
     page.push_str(
+        "\n## Other names\n\n\
+         | variable | stands for |\n|---|---|\n",
+    );
+    for Alias { name, value, setting, means } in ALIASES {
+        page.push_str(&format!("| `{name}={value}` | `{setting}={means}` |\n"));
+    }
+    page.push_str(
         "\n## Names of others\n\n\
          These begin as ours do and belong to somebody else. They have no effect here: rank 0 warns of those that are set, and\n\
          the group is made. `*` stands for anything.\n\n\
@@ -289,7 +325,7 @@ mod tests {
             ("ACCL_EAGER_BYTES", "0"),
             ("ACCL_TIMING", "1"),
             ("ACCL_DEVICE", "emulator://h:5500?design=udp"),
-            ("ACCL_SIDESTEP", "broadcast=host,all_to_all=host"),
+            ("ACCL_SIDESTEP", "broadcast=host,all_to_all"),
         ] {
             config.set_variable(name, value).unwrap();
         }
@@ -315,13 +351,25 @@ mod tests {
     }
 
     #[test]
+    fn another_name_of_a_setting_sets_it_unless_the_setting_is_there() {
+        let log = |pairs: &[(&str, &str)]| Config::from_variables(pairs.iter().copied()).map(|config| config.log);
+        assert_eq!(log(&[("ACCL_DEBUG", "1")]).unwrap(), LogLevel::Debug);
+        assert_eq!(log(&[("ACCL_DEBUG", "0")]).unwrap(), LogLevel::Warn);
+        for pairs in [[("ACCL_DEBUG", "1"), ("ACCL_LOG", "off")], [("ACCL_LOG", "off"), ("ACCL_DEBUG", "1")]] {
+            assert_eq!(log(&pairs).unwrap(), LogLevel::Off);
+        }
+        let error = log(&[("ACCL_DEBUG", "yes")]).unwrap_err();
+        assert!(error.message.contains("expected 0 or 1"), "{error}");
+    }
+
+    #[test]
     fn names_of_others_are_ignored() {
         assert_eq!(Config::from_variables([("CCL_LOG", "nonsense"), ("PATH", "")]).unwrap(), Config::default());
     }
 
     #[test]
     fn known_names_of_others_are_ignored_and_mistyped_ones_are_not() {
-        for name in ["ACCL_DEVICE_ID", "ACCL_DEBUG", "ACCL_C4_STATS_MODE", "ACCL_PROFILER_OUTPUT_DIR"] {
+        for name in ["ACCL_DEVICE_ID", "ACCL_NP", "ACCL_C4_STATS_MODE", "ACCL_PROFILER_OUTPUT_DIR"] {
             assert_eq!(Config::from_variables([(name, "1")]).unwrap(), Config::default());
             assert!(foreign(name).is_some(), "{name}");
         }

@@ -1,6 +1,6 @@
 //! Parsers of setting values and their inverses. An error is a clause such as ` (out of range)`, or empty.
 
-use super::{AlgorithmRule, Calibration, IfnameFilter, LogLevel};
+use super::{AlgorithmRule, Calibration, IfnameFilter, LogLevel, Sidestep};
 use crate::{Collective, nearest};
 
 const LOG_LEVELS: &[(&str, LogLevel)] = &[
@@ -27,28 +27,32 @@ pub(super) fn device(text: &str) -> Result<String, String> {
     }
 }
 
-pub(super) fn sidestep(text: &str) -> Result<Vec<Collective>, String> {
-    let mut all = Vec::new();
+pub(super) fn sidestep(text: &str) -> Result<Vec<Sidestep>, String> {
+    let mut all: Vec<Sidestep> = Vec::new();
     for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
-        let (name, to) = part.split_once('=').unwrap_or((part, "host"));
+        let (name, to) = part.split_once('=').map_or((part, None), |(name, to)| (name, Some(to)));
         let known = Collective::ALL.iter().map(|collective| collective.name());
         let collective = Collective::ALL.iter().find(|collective| collective.name() == name).ok_or_else(|| {
             let hint = nearest(name, known).map(|near| format!("; did you mean {near}?")).unwrap_or_default();
             format!(" (`{name}` is no collective{hint})")
         })?;
+        if all.iter().any(|known| known.collective == *collective) {
+            return Err(format!(" (`{name}` stands twice)"));
+        }
         match to {
-            "host" => all.push(*collective),
-            "mpi" => return Err(format!(" (`{part}`: this version has no mpi transport)")),
-            other => return Err(format!(" (`{other}` is nothing that does collectives)")),
+            None | Some("host") => all.push(Sidestep { collective: *collective, is_host: to.is_some() }),
+            Some("mpi") => return Err(format!(" (`{part}`: this version has no mpi transport)")),
+            Some(other) => return Err(format!(" (`{other}` is nothing that does collectives)")),
         }
     }
-    all.sort_unstable_by_key(|collective| *collective as u8);
-    all.dedup();
+    all.sort_unstable_by_key(|sidestep| sidestep.collective as u8);
     Ok(all)
 }
 
-pub(super) fn show_sidestep(all: &[Collective]) -> String {
-    all.iter().map(|collective| format!("{collective}=host")).collect::<Vec<_>>().join(",")
+pub(super) fn show_sidestep(all: &[Sidestep]) -> String {
+    let show =
+        |Sidestep { collective, is_host }: &Sidestep| format!("{collective}{}", if *is_host { "=host" } else { "" });
+    all.iter().map(show).collect::<Vec<_>>().join(",")
 }
 
 pub(super) fn compress_all(text: &str) -> Result<bool, String> {

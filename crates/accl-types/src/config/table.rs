@@ -268,8 +268,10 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Group,
         agreed: true,
         default: "",
-        accepted: Accepted::Words("a comma-separated list of collectives, each alone or as `collective=host`"),
-        effect: "Collectives that the host does although the group has a device.",
+        accepted: Accepted::Words(
+            "a comma-separated list of `collective=host`, or of collectives alone in a group with a device",
+        ),
+        effect: "Collectives that the host does although the group has a device; without a device a collective alone would be done by MPI, which this version does not have.",
         set: |c, v| parse::sidestep(v).map(|x| c.sidestep = x),
         show: |c| parse::show_sidestep(&c.sidestep),
     },
@@ -284,6 +286,24 @@ pub const ROWS: &[Row] = &[
         set: |c, v| parse::flag(v).map(|x| c.timing = x),
         show: |c| u8::from(c.timing).to_string(),
     },
+];
+
+/// Another name of a value of a setting, by which users of another project know it.
+pub struct Alias {
+    /// The variable.
+    pub name: &'static str,
+    /// What it is set to.
+    pub value: &'static str,
+    /// The setting that it stands for.
+    pub setting: &'static str,
+    /// The value of that.
+    pub means: &'static str,
+}
+
+/// All of them. The setting itself wins where both are set.
+pub const ALIASES: &[Alias] = &[
+    Alias { name: "ACCL_DEBUG", value: "0", setting: "ACCL_LOG", means: "warn" },
+    Alias { name: "ACCL_DEBUG", value: "1", setting: "ACCL_LOG", means: "debug" },
 ];
 
 /// A variable that begins as ours do and belongs to another project.
@@ -308,7 +328,6 @@ const EXPERTS: &str = "ACCL's kernels for expert parallelism";
 /// Names that others use. A name that is neither here nor a setting is taken for a typing mistake.
 pub const FOREIGN: &[Foreign] = &[
     Foreign { name: "ACCL_COMMS", owner: FPGA },
-    Foreign { name: "ACCL_DEBUG", owner: FPGA },
     Foreign { name: "ACCL_DEVICE_ID", owner: FPGA },
     Foreign { name: "ACCL_NP", owner: FPGA },
     Foreign { name: "ACCL_SCRIPT", owner: FPGA },
