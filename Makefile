@@ -11,7 +11,7 @@ ARGS ?=
 export TORCH PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study codec-errors test wheel sdist test-torch test-peers test-elastic fuzz-world mutants bench bench-against scaling bench-peers clean
+.PHONY: help demo demo-device study codec-errors test wheel sdist test-torch test-peers test-elastic test-device fuzz-world mutants bench bench-against scaling bench-peers clean
 
 help: ## list the targets
 	@echo "make TARGET [TORCH=2.15.0] [PYTHON=python3] [ARGS='...']"
@@ -19,6 +19,9 @@ help: ## list the targets
 
 demo: ## train on digits over accl and over gloo, in two processes, and compare
 	@.ci/demo $(ARGS)
+
+demo-device: ## train on digits on emulated collective engines (CCLO) behind ZeroMQ sockets, and on the host, and compare
+	@.ci/demo_device $(ARGS)
 
 study: ## train small models with compressed gradients, and compare their losses with float32's; ARGS='--quick'
 	@.ci/study $(ARGS)
@@ -51,6 +54,9 @@ test-elastic: ## ranks that die at every moment of making groups, over every sto
 	@.ci/venv build test
 	@.ci/install
 	@ACCL_TEST_ELASTIC=all .ci/pytest tests/test_elastic.py $(ARGS)
+
+test-device: ## every world, design, place and count of a group with a device, through torch and below; takes about 20 minutes
+	@.ci/test_device $(ARGS)
 
 fuzz-world: ## simulated worlds of random seeds for HOURS=1, on every core
 	@HOURS=$(HOURS) .ci/fuzz_world

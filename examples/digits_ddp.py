@@ -2,6 +2,7 @@
 """Trains a small CNN on handwritten digits with DistributedDataParallel, once over each backend, and compares the runs.
 
     torchrun --nproc-per-node=2 examples/digits_ddp.py
+    torchrun --nproc-per-node=2 examples/digits_ddp.py --backends accl --device sim
 
 The digits ship inside scikit-learn (1,797 real 8x8 images), so nothing is downloaded. All runs start from the same seed
 in the same processes: the group is destroyed and made again with the next backend. What is measured is defined in
@@ -12,6 +13,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass, field
@@ -32,6 +34,7 @@ MEASURED = {
     "running; median of the slowest rank's time over 200 such rounds",
     "bytes moved": "gradient bytes handed to all_reduce by one rank, over the whole run",
     "same weights": "every parameter bit for bit equal to the first run's, after the last step",
+    "calls of the device": "collectives that the rank's collective engine has done in the whole run; the rest the host has",
 }
 
 
@@ -47,6 +50,7 @@ class Run:
     accuracy: float = 0.0
     seconds: float = 0.0
     weights: Tensor = field(default_factory=lambda: torch.empty(0))
+    device_calls: int = 0
 
 
 class DigitsNet(nn.Module):
@@ -105,10 +109,16 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return images[train], labels[train], images[test], labels[test]
 
 
-def train(backend: str, args: argparse.Namespace, console: Console) -> Run:
-    """Trains from the seed over one backend, on the ranks of this torchrun job."""
-    run = Run(backend)
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=120))
+def train(backend: str, args: argparse.Namespace, console: Console, device: str | None = None) -> Run:
+    """Trains from the seed over one backend, on the ranks of this torchrun job; with a device on that device."""
+    run = Run(backend if device is None else f"{backend}, {device.partition(':')[0]}")
+    timeout = datetime.timedelta(seconds=120)
+    if device is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        import torch_accl
+
+        dist.init_process_group(backend, timeout=timeout, pg_options=torch_accl.Options(device=device))
     try:
         rank, world = dist.get_rank(), dist.get_world_size()
         images, labels, test_images, test_labels = digits()
@@ -120,7 +130,7 @@ def train(backend: str, args: argparse.Namespace, console: Console) -> Run:
         batches = len(labels) // args.batch
         begin = time.perf_counter()
         with progress_bar(console, rank) as progress:
-            task = progress.add_task(f"{backend:>5}", total=args.epochs * batches)
+            task = progress.add_task(f"{run.backend:>5}", total=args.epochs * batches)
             for epoch in range(args.epochs):
                 order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(args.seed + epoch))
                 for batch in range(batches):
@@ -135,14 +145,24 @@ def train(backend: str, args: argparse.Namespace, console: Console) -> Run:
                     optimizer.step()
                     run.step_ms.append((time.perf_counter() - start) * 1e3)
                     run.losses.append(loss.item())
-                    progress.update(task, advance=1, description=f"{backend:>5}  loss {run.losses[-1]:.4f}")
+                    progress.update(task, advance=1, description=f"{run.backend:>5}  loss {run.losses[-1]:.4f}")
         run.seconds = time.perf_counter() - begin
         run.moved_bytes += 4 * sum(buckets)
         run.communication_ms = communication_times(buckets)
+        if device is not None:
+            run.device_calls = calls_of_device()
         summarise(run, model, test_images, test_labels)
     finally:
         dist.destroy_process_group()
     return run
+
+
+def calls_of_device() -> int:
+    """How many collectives the device of this rank has done."""
+    group = dist.distributed_c10d._get_default_group()
+    facts: str = group._get_backend(torch.device("cpu")).describe()  # type: ignore[attr-defined]
+    found = re.search(r"^device .*: (\d+) calls", facts, re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def summarise(run: Run, model: nn.Module, images: Tensor, labels: Tensor) -> None:
@@ -192,6 +212,7 @@ def report(run: Run, first: Run) -> dict[str, object]:
         "seconds": run.seconds,
         "same_weights": torch.equal(run.weights, first.weights),
         "largest_weight_difference": difference,
+        "device_calls": run.device_calls,
     }
 
 
@@ -218,6 +239,8 @@ def print_table(rows: list[dict[str, object]], console: Console) -> None:
         *("yes, bit for bit" if row["same_weights"] else "no" for row in rows[1:]),
     )
     table.add_row("largest weight difference", "-", *(f"{row['largest_weight_difference']:.3g}" for row in rows[1:]))
+    if any(row["device_calls"] for row in rows):
+        line("calls of the device", "device_calls", "{:,}")
     console.print(table)
     for name, meaning in MEASURED.items():
         console.print(f"[dim]{name}: {meaning}[/dim]")
@@ -255,6 +278,9 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", default="accl,gloo", help="backends, in order (default: accl,gloo)")
+    parser.add_argument(
+        "--device", help="train once more over accl, with a device such as sim or emulator://localhost:5500"
+    )
     parser.add_argument("--epochs", type=int, default=20, help="passes over the images (default: 20)")
     parser.add_argument("--batch", type=int, default=64, help="images per step, over all ranks (default: 64)")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="of Adam (default: 0.002)")
@@ -275,6 +301,8 @@ def main() -> int:
     torch.use_deterministic_algorithms(True)
     console = Console()
     runs = [train(backend, args, console) for backend in args.backends.split(",")]
+    if args.device:
+        runs.insert(1, train("accl", args, console, args.device))
     if os.environ["RANK"] == "0":
         rows = [report(run, runs[0]) for run in runs]
         print_table(rows, console)
@@ -284,6 +312,9 @@ def main() -> int:
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if args.device and not runs[1].device_calls:
+        console.print(f"the device {args.device} has done nothing")
+        return 1
     low = [run for run in runs if run.accuracy < ACCURACY_WANTED]
     for run in low:
         console.print(f"{run.backend}: accuracy {run.accuracy:.4f} is below {ACCURACY_WANTED}")
