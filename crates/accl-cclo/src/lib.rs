@@ -21,8 +21,10 @@ pub mod hazards;
 pub mod memory_map;
 pub mod offload;
 pub mod packets;
+mod page;
 pub mod return_code;
 pub mod wire;
 mod words;
 
+pub use page::tables_page;
 pub use words::Word;

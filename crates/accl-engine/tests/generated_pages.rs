@@ -1,19 +1,27 @@
-//! The committed page says what the tables say.
+//! The committed pages say what the tables say.
 
 use std::path::Path;
 
-#[test]
-fn the_page_of_settings_is_current() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/environment.md");
-    let page = accl_engine::settings_page();
+fn is_current(name: &str, page: &str) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(name);
     #[allow(clippy::disallowed_methods, reason = "a switch for developers, not a setting")]
     let bless = std::env::var_os("ACCL_BLESS").is_some();
     if bless {
-        std::fs::write(&path, &page).unwrap();
+        std::fs::write(&path, page).unwrap();
     }
     let committed = std::fs::read_to_string(&path).unwrap_or_default();
     assert!(
         committed == page,
-        "docs/environment.md is stale; ACCL_BLESS=1 cargo test -p accl-engine --test generated_pages writes it anew"
+        "docs/{name} is stale; ACCL_BLESS=1 cargo test -p accl-engine --test generated_pages writes it anew"
     );
+}
+
+#[test]
+fn the_page_of_settings_is_current() {
+    is_current("environment.md", &accl_engine::settings_page());
+}
+
+#[test]
+fn the_page_of_device_tables_is_current() {
+    is_current("device-tables.md", &accl_cclo::tables_page());
 }

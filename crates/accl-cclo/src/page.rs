@@ -1,0 +1,77 @@
+//! The page `docs/device-tables.md`: what the tables of this crate say to a person.
+
+use accl_types::{Collective, Dtype, Rank, ReduceOp};
+
+use crate::device::{DeviceUrl, KEYS};
+use crate::hazards::HAZARDS;
+use crate::offload::{Request, Route, route};
+
+const HEAD: &str = "# Devices: keys, routes, hazards\n\n\
+    Generated from the tables of `crates/accl-cclo`; do not edit. What devices are and how a group gets one stands in [devices.md](devices.md).\n\n";
+
+/// The page.
+pub fn tables_page() -> String {
+    let mut page = String::from(HEAD);
+    page.push_str("## Keys of a device's text\n\n| key | accepted | what it is for |\n|---|---|---|\n");
+    for key in &KEYS {
+        page.push_str(&format!("| `{}` | {} | {} |\n", key.name, key.accepted, key.about));
+    }
+    page.push_str(
+        "\n## Who does what\n\n\
+         Of a group with a device, by the signature of the call alone, the same on all ranks. Calls that are encoded, that `sidestep` \
+         names, or whose blocks differ in size are done by the host.\n\n| collective | design | device | host |\n|---|---|---|---|\n",
+    );
+    for &collective in Collective::ALL {
+        let designs = if collective == Collective::AllToAll { &["cyt_rdma", "udp"][..] } else { &["udp"][..] };
+        for design in designs {
+            let words = match collective {
+                Collective::AllToAll if *design == "udp" => "udp, tcp",
+                Collective::AllToAll => "cyt_rdma",
+                _ => "any",
+            };
+            let (device, host) = routes(collective, design);
+            page.push_str(&format!("| {collective} | {words} | {device} | {host} |\n"));
+        }
+    }
+    page.push_str(
+        "\n## What firmware does wrong\n\n\
+         By the numbers that `accl emulator --faithful=4,7` takes. The driver works round all of them, whatever the device is; calls that it cannot \
+         keep clear of one are refused with the number.\n\n\
+         | number | when | firmware | the emulator, repaired | the driver |\n|---|---|---|---|---|\n",
+    );
+    for hazard in &HAZARDS {
+        let wire = if hazard.is_on_wire { " (all emulators of a world must)" } else { "" };
+        page.push_str(&format!(
+            "| {} | {} | {} | {}{wire} | {} |\n",
+            hazard.number, hazard.condition, hazard.faithful, hazard.repaired, hazard.way_round
+        ));
+    }
+    page
+}
+
+/// What of a collective a device does, and what the host, in words.
+fn routes(collective: Collective, design: &str) -> (String, String) {
+    let text = format!("sim://?design={design}");
+    let settings = DeviceUrl::parse(&text).ok().flatten().and_then(|url| url.settings(0, 2).ok());
+    let Some(settings) = settings else { unreachable!("`{text}` is a device") };
+    let to = |op, dtype| {
+        route(&Request { collective, dtype, op, root: Rank(0), block_bytes: 0, equal_blocks: true }, &settings)
+    };
+    if !collective.reduces() {
+        return match to(ReduceOp::Sum, Dtype::F32) {
+            Route::Device { .. } => ("every dtype".to_owned(), "blocks of unequal sizes".to_owned()),
+            Route::Host(why) => ("-".to_owned(), format!("all: {why}")),
+        };
+    }
+    let on_device = |op: ReduceOp| -> Vec<&'static str> {
+        let dtypes = Dtype::ALL.iter().filter(|dtype| matches!(to(op, **dtype), Route::Device { .. }));
+        dtypes.map(|dtype| dtype.name()).collect()
+    };
+    let device: Vec<String> = ReduceOp::ALL
+        .iter()
+        .map(|op| (op, on_device(*op)))
+        .filter(|(_, dtypes)| !dtypes.is_empty())
+        .map(|(op, dtypes)| format!("{} of {}", op.name(), dtypes.join(", ")))
+        .collect();
+    (device.join("; "), "all other operators and dtypes".to_owned())
+}
