@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch._C._distributed_c10d import Backend
 from . import _native
 from ._options import Options
 
-__all__ = ["NAME", "create_backend", "finish_destroy", "register"]
+__all__ = ["NAME", "create_backend", "finish_destroy", "make_whole_job_with", "register"]
 
 NAME = "accl"
 
@@ -29,6 +30,9 @@ _runtime = _native.Runtime()
 
 # The child of multiprocessing whose end is seen to.
 _ending_in: list[int] = []
+
+# What makes the group of the whole job in place of `connect`, if a facade has said so.
+_maker: list[Callable[[Any, _native.BackendOptions], _native.Backend]] = []
 
 # Whether somebody who sets variables of torch_cgx knows by now what they do here. Once for a process.
 _knows_of_cgx: list[bool] = []
@@ -48,7 +52,9 @@ def create_backend(group: Any, pg_options: _native.BackendOptions | None) -> _na
     # Launchers give all ranks the same variables, and one of them says so.
     if group.group_rank == 0:
         _warn_of_cgx()
-    return connect(group, options_of(group, pg_options))
+    # torch names no ranks of the group of all.
+    make = _maker[0] if _maker and not group.global_ranks_in_group else connect
+    return make(group, options_of(group, pg_options))
 
 
 def options_of(group: Any, pg_options: _native.BackendOptions | None) -> _native.BackendOptions:
@@ -72,6 +78,11 @@ def connect(group: Any, options: _native.BackendOptions) -> _native.Backend:
     """Makes one rank's backend of a group; blocks until all ranks have met."""
     _end_with_child()
     return _runtime.create_backend(group.store, group.group_rank, group.group_size, options)
+
+
+def make_whole_job_with(maker: Callable[[Any, _native.BackendOptions], _native.Backend] | None) -> None:
+    """From now on groups of the whole job are made by `maker`, which calls `connect`; None: by that alone."""
+    _maker[:] = [] if maker is None else [maker]
 
 
 def finish_destroy() -> None:
