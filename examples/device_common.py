@@ -1,0 +1,303 @@
+"""What the device examples share: ranks, the group of each run, what its device has done, the table and the verdict.
+
+An example runs its body in the same processes once on the host path and once with the device, from the same seed, and compares the two.
+Start with `main_of`; the body is given a `Job`, makes one `Run` and never sees which of the two it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
+from torch_accl import Options
+from torch_accl_cli.bench.processes import Failed, run_ranks
+
+TIMEOUT_S = 120
+HOST = "none"
+# With more than two ranks a device may add in another order, which changes the last bits of sums, and a model that learns carries that on:
+# weights may differ by so much of the largest. With float16 on the wire they drift apart, and losses by so much of the first one.
+SPREAD_OF_ORDER = 1e-2
+SPREAD_OF_HALF = 0.05
+
+
+@dataclass
+class Run:
+    """What the body gave over one path. `weights` are compared between the runs, in whatever order the body has put them, and `exact` with
+    them, which has the same bits whatever adds it."""
+
+    device: str
+    losses: list[float] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+    weights: Tensor = field(default_factory=lambda: torch.empty(0))
+    exact: Tensor = field(default_factory=lambda: torch.empty(0))
+    figures: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    collectives: int = 0
+    calls: dict[str, int] = field(default_factory=dict)
+    line: str = ""
+
+
+@dataclass
+class Job:
+    """One rank of a run.
+
+    Attributes:
+        run: what it gives.
+        args: the command line.
+        console: where rank 0 prints; silent on the others.
+    """
+
+    run: Run
+    args: argparse.Namespace
+    console: Console
+    rank: int
+    world: int
+
+    @contextmanager
+    def progress(self, total: int) -> Iterator[Callable[[str], None]]:
+        """A bar on rank 0; what is given is called after each step, with a text for it. The block's time is the run's."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        name = "host" if self.run.device == HOST else self.run.device
+        with Progress(*columns, console=self.console, disable=self.rank != 0) as bar:
+            task = bar.add_task(name, total=total)
+            begin = time.perf_counter()
+            yield lambda text: bar.update(task, advance=1, description=f"{name}  {text}")
+            self.run.seconds += time.perf_counter() - begin
+
+    def step(self, model: nn.Module, loss_of: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> float:
+        """Forward, backward and optimizer, timed; the loss."""
+        begin = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        self.run.step_ms.append((time.perf_counter() - begin) * 1e3)
+        self.run.losses.append(loss.item())
+        return self.run.losses[-1]
+
+    def keep(self, *modules: nn.Module) -> None:
+        """Copies the weights out, to be compared with those of the other run."""
+        states = [value for module in modules for value in module.state_dict().values()]
+        self.run.weights = torch.cat([value.detach().double().flatten() for value in states])
+
+
+# What is made of the runs on each rank; the exit status.
+Report = Callable[[list[Run], argparse.Namespace, Console, int], int]
+
+
+def parser_of(text: str, ranks: int = 2) -> argparse.ArgumentParser:
+    """The arguments that all examples have."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--device",
+        default="sim",
+        help="none (the host path alone), sim (an engine in each rank's process), emulator://HOST:PORT, or any other text that "
+        "torch_accl.Options(device=...) takes (default: sim)",
+    )
+    parser.add_argument(
+        "--ranks", type=positive, default=ranks, help=f"processes, unless torchrun says (default: {ranks})"
+    )
+    parser.add_argument("--seed", type=int, default=20, help="of weights and data (default: 20)")
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    return parser
+
+
+def positive(text: str) -> int:
+    """A number of at least 1, from the command line."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
+
+
+def main_of(parser: argparse.ArgumentParser, body: Callable[[Job], None], report: Report) -> int:
+    """Runs the body on all ranks, over the host path and over the device; the exit status of the worst rank."""
+    args = parser.parse_args()
+    try:
+        Options(device=args.device)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        if "RANK" in os.environ:
+            store, rank, world = next(rendezvous("env://"))
+            return _be_rank(rank, world, store, args, body, report)
+        return run_ranks(
+            args.ranks,
+            TIMEOUT_S,
+            lambda place, store: _be_rank(place.rank, place.world, store, args, body, report),
+        )
+    except (Failed, RuntimeError, NotImplementedError, ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _be_rank(
+    rank: int,
+    world: int,
+    store: dist.Store,
+    args: argparse.Namespace,
+    body: Callable[[Job], None],
+    report: Report,
+) -> int:
+    torch.set_num_threads(1)
+    # The same program in both runs: a difference in the weights is then the device's.
+    torch.use_deterministic_algorithms(True)
+    console = Console(quiet=rank != 0)
+    runs = []
+    for number, device in enumerate(dict.fromkeys((HOST, args.device))):
+        torch.manual_seed(args.seed)
+        job = Job(Run(device), args, console, rank, world)
+        dist.init_process_group(
+            "accl",
+            store=dist.PrefixStore(f"run {number}", store),
+            rank=rank,
+            world_size=world,
+            pg_options=Options(device=device, timeout=timedelta(seconds=TIMEOUT_S)),
+        )
+        try:
+            body(job)
+            backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+            job.run.collectives = backend.snapshot()["group"]["collectives"]
+            job.run.line, job.run.calls = calls_now()
+            job.run.step_ms = slowest(job.run.step_ms)
+            job.run.losses = mean(job.run.losses)
+        finally:
+            dist.destroy_process_group()
+        runs.append(job.run)
+    # Ranks hold different weights, such as tables: one that differs counts.
+    store.set(f"verdict {rank}", str(report(runs, args, console, world)))
+    return max(int(store.get(f"verdict {other}")) for other in range(world))
+
+
+def calls_now() -> tuple[str, dict[str, int]]:
+    """What the group's device says of itself, and its calls so far: `{"all_reduce float32 SUM": 6}`."""
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    line = next((line for line in backend.describe().splitlines() if line.startswith("device ")), "")
+    found = re.search(r": \d+ calls: (.*)$", line)
+    parts = found[1].split(", ") if found else []
+    return line, {name: int(count) for name, count in (part.rsplit(" ", 1) for part in parts)}
+
+
+def slowest(times: list[float]) -> list[float]:
+    """Elementwise the largest over the ranks."""
+    most = torch.tensor(times, dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    result: list[float] = most.tolist()
+    return result
+
+
+def mean(values: list[float]) -> list[float]:
+    """Elementwise over the ranks."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    result: list[float] = (total / dist.get_world_size()).tolist()
+    return result
+
+
+def median(values: list[float]) -> float:
+    """The middle value; nothing has none, which counts as 0."""
+    return float(torch.tensor(values, dtype=torch.float64).median()) if values else 0.0
+
+
+def verdict_of(runs: list[Run], world: int) -> tuple[bool, str]:
+    """Whether the last run's weights are what the first one's lead to expect, and a sentence on it."""
+    first, last = runs[0], runs[-1]
+    if len(runs) == 1:
+        return True, "nothing to compare with: this was the host path alone"
+    if not torch.equal(first.exact, last.exact):
+        return False, f"{int((first.exact != last.exact).sum())} elements of results are not those of the host path"
+    also = "the same results and " if len(first.exact) else ""
+    if torch.equal(first.weights, last.weights):
+        return True, f"{also or 'the same '}weights as over the host path, bit for bit"
+    difference = (first.weights - last.weights).abs().max().item() / max(first.weights.abs().max().item(), 1e-30)
+    if "compression=fp16" in last.device:
+        tails = [mean_of(run.losses[len(run.losses) * 3 // 4 :]) for run in (first, last)]
+        spread = abs(tails[0] - tails[1]) / first.losses[0]
+        return (
+            spread <= SPREAD_OF_HALF,
+            f"{also}last losses that differ by {spread:.3g} of the first, where at most {SPREAD_OF_HALF:g} is expected: float16 on the "
+            "wire loses bits",
+        )
+    if world <= 2:
+        return (
+            False,
+            f"weights differ by up to {difference:.3g} of the largest; of two ranks sums are exact in either order",
+        )
+    return (
+        difference <= SPREAD_OF_ORDER,
+        f"{also}weights that differ by up to {difference:.3g} of the largest, where at most {SPREAD_OF_ORDER:g} is expected: sums of "
+        f"{world} ranks depend on their order",
+    )
+
+
+def mean_of(values: list[float]) -> float:
+    """Of some losses."""
+    return sum(values) / len(values)
+
+
+def report_training(title: str, host_only: str) -> Report:
+    """A report of runs that train: a table, what was on the device, the verdict. `host_only` says what never is."""
+
+    def report(runs: list[Run], args: argparse.Namespace, console: Console, world: int) -> int:
+        table = Table(title=f"{title}, {world} ranks")
+        table.add_column("")
+        for run in runs:
+            table.add_column("host path" if run.device == HOST else run.device, justify="right")
+        table.add_row("first loss", *(f"{run.losses[0]:.5f}" for run in runs))
+        table.add_row("last loss", *(f"{run.losses[-1]:.5f}" for run in runs))
+        for name in runs[0].figures:
+            table.add_row(name, *(run.figures[name] for run in runs))
+        table.add_row("step, median of the slowest rank", *(f"{median(run.step_ms):.1f} ms" for run in runs))
+        table.add_row("all steps", *(f"{run.seconds:.1f} s" for run in runs))
+        table.add_row("collectives", *(str(run.collectives) for run in runs))
+        table.add_row("of them on the device", *(str(sum(run.calls.values())) for run in runs))
+        console.print(table)
+        return conclude(runs, args, console, world, host_only)
+
+    return report
+
+
+def conclude(runs: list[Run], args: argparse.Namespace, console: Console, world: int, host_only: str) -> int:
+    """Says what was where and what was verified, and writes the figures; 1 if it is not as it must be."""
+    run = runs[-1]
+    is_good, sentence = verdict_of(runs, world)
+    if run.device != HOST:
+        done = ", ".join(f"{name} {count}" for name, count in run.calls.items())
+        on_host = run.collectives - sum(run.calls.values())
+        console.print(f"On the device: {done or 'nothing'}.")
+        console.print(f"On the host: {on_host} collectives; {host_only}.")
+        if world > 1 and not run.calls:
+            is_good, sentence = False, f"the device did nothing: {run.line or 'the group has none'}"
+    console.print(f"Verified: {sentence}." if is_good else f"[red]Wrong: {sentence}.[/red]")
+    if args.json and not console.quiet:
+        figures: list[dict[str, Any]] = [
+            {
+                "device": run.device,
+                "losses": run.losses,
+                "step_ms": median(run.step_ms),
+                "collectives": run.collectives,
+                "calls": run.calls,
+                **run.figures,
+            }
+            for run in runs
+        ]
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"verdict": sentence, "is_good": is_good, "runs": figures}, indent=1) + "\n")
+    return 0 if is_good else 1

@@ -1,0 +1,178 @@
+#!/usr/bin/env python3
+"""Trains a recommendation model like DLRM, its tables spread over the ranks, over the host path and over a device.
+
+    python examples/device_dlrm.py                                  # two ranks, an engine in software in each
+    python examples/device_dlrm.py --ranks 3 --tables 6 --steps 10
+    python examples/device_dlrm.py --device 'emulator://127.0.0.1:5500?design=cyt_rdma'
+    torchrun --nproc-per-node 2 examples/device_dlrm.py
+
+Each rank holds some of the embedding tables whole and a share of each batch. An all_to_all takes the indices of all samples to the tables,
+one takes the rows back to the samples, and in the backward pass one takes the gradients of rows to the tables; the two small networks below and
+above are copies on all ranks, whose gradients DistributedDataParallel adds. All of that is on the device: an all_to_all if the device
+reaches others by RDMA and each rank holds as many tables, else it stays on the host. The networks, the tables' look-ups and
+the optimizers are the host's. Samples are made by the script: a click follows from the rows of hidden tables.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from device_common import Job, main_of, parser_of, positive, report_training
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+DENSE = 13
+
+
+class Exchange(torch.autograd.Function):
+    """An all_to_all of blocks whose gradient goes the way back."""
+
+    @staticmethod
+    def forward(context: Any, blocks: Tensor, gives: list[int], takes: list[int]) -> Tensor:
+        """Rows of `blocks` to all ranks, as many as `gives` says; rows from all, as many as `takes` says."""
+        context.sizes = (gives, takes)
+        return exchange(blocks, gives, takes)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """What came from a rank goes back to it."""
+        gives, takes = context.sizes
+        return exchange(gradients[0].contiguous(), takes, gives), None, None
+
+
+def exchange(blocks: Tensor, gives: list[int], takes: list[int]) -> Tensor:
+    """An all_to_all along the first dimension; even blocks are said to be, since a device takes no others."""
+    result = blocks.new_empty(sum(takes), *blocks.shape[1:])
+    is_even = len(set(gives + takes)) == 1
+    dist.all_to_all_single(result, blocks, None if is_even else takes, None if is_even else gives)
+    return result
+
+
+class Tables(nn.Module):
+    """The embedding tables of this rank, and the way to them."""
+
+    def __init__(self, tables: int, rows: int, width: int, rank: int, world: int) -> None:
+        super().__init__()
+        self.counts = [tables // world + (other < tables % world) for other in range(world)]
+        self.rank, self.width = rank, width
+        # Each has a seed of its own: what it begins with depends on no rank.
+        first = sum(self.counts[:rank])
+        self.own = nn.ModuleList()
+        for number in range(first, first + self.counts[rank]):
+            table = nn.Embedding(rows, width)
+            generator = torch.Generator().manual_seed(number)
+            table.weight.data = torch.randn(rows, width, generator=generator) / width**0.5
+            self.own.append(table)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """The rows of a rank's samples, samples x tables x width, by their indices, tables x samples."""
+        samples = indices.shape[1]
+        world, own = len(self.counts), self.counts[self.rank]
+        takes = [own] * world
+        # Of each rank's samples the indices into the tables that are here; then the rows, samples by samples.
+        asked = exchange(indices, self.counts, takes).view(world, own, samples)
+        found = [table(asked[:, number]) for number, table in enumerate(self.own)]
+        rows = torch.stack(found, dim=1) if found else torch.empty(world, 0, samples, self.width, requires_grad=True)
+        back: Tensor = Exchange.apply(rows.reshape(world * own, samples, self.width), takes, self.counts)
+        return back.transpose(0, 1)
+
+
+class Networks(nn.Module):
+    """What is the same on all ranks: a network for dense features, and one for how they and the rows meet."""
+
+    def __init__(self, tables: int, width: int) -> None:
+        super().__init__()
+        self.below = nn.Sequential(nn.Linear(DENSE, 64), nn.ReLU(), nn.Linear(64, width), nn.ReLU())
+        pairs = (tables + 1) * tables // 2
+        self.above = nn.Sequential(nn.Linear(width + pairs, 64), nn.ReLU(), nn.Linear(64, 1))
+        first, second = torch.tril_indices(tables + 1, tables + 1, offset=-1)
+        self.pairs: tuple[Tensor, Tensor] = (first, second)
+
+    def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
+        """Whether each sample is a click, as a logit."""
+        below = self.below(dense)
+        vectors = torch.cat([below.unsqueeze(1), rows], dim=1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+        logits: Tensor = self.above(torch.cat([below, products], dim=1)).squeeze(1)
+        return logits
+
+
+class Clicks:
+    """Samples, the same whoever asks."""
+
+    def __init__(self, tables: int, rows: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.seed, self.tables, self.rows = seed, tables, rows
+        self.hidden = torch.randn(tables, rows, generator=generator)
+        self.dense = torch.randn(DENSE, generator=generator) / DENSE**0.5
+
+    def batch(self, step: int, samples: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Dense features, indices (tables x samples) and clicks of a whole batch."""
+        generator = torch.Generator().manual_seed(self.seed * 100_003 + step)
+        dense = torch.randn(samples, DENSE, generator=generator)
+        # Few rows are asked for often, as in life.
+        indices = (torch.rand(self.tables, samples, generator=generator) ** 3 * self.rows).long()
+        score = self.hidden.gather(1, indices).sum(0) / self.tables**0.5 + dense @ self.dense
+        return dense, indices, (score > 0).float()
+
+
+def train(job: Job) -> None:
+    """Some steps; what is kept are this rank's tables and the networks."""
+    args = job.args
+    if args.batch % job.world:
+        raise ValueError(f"--batch is {args.batch}; expected a multiple of the {job.world} ranks")
+    clicks = Clicks(args.tables, args.rows, args.seed)
+    tables = Tables(args.tables, args.rows, args.width, job.rank, job.world)
+    torch.manual_seed(args.seed)
+    networks = DistributedDataParallel(Networks(args.tables, args.width))
+    optimizer = torch.optim.SGD(
+        [{"params": networks.parameters()}, {"params": tables.parameters(), "lr": args.learning_rate * args.width}],
+        lr=args.learning_rate,
+    )
+    each = args.batch // job.world
+    own = slice(job.rank * each, (job.rank + 1) * each)
+
+    def loss_of(step: int) -> Tensor:
+        dense, indices, wanted = clicks.batch(step, args.batch)
+        rows = tables(indices[:, own].contiguous())
+        # Gradients of networks are averaged over the ranks; those of rows come from all of them, and are added.
+        rows.register_hook(lambda gradient: gradient / job.world)
+        return nn.functional.binary_cross_entropy_with_logits(networks(dense[own], rows), wanted[own])
+
+    with job.progress(args.steps) as advance:
+        for step in range(args.steps):
+            loss = job.step(networks, lambda step=step: loss_of(step), optimizer)
+            advance(f"loss {loss:.4f}")
+    with torch.no_grad():
+        dense, indices, wanted = clicks.batch(-1, 4096 // job.world * job.world)
+        share = len(wanted) // job.world
+        test = slice(job.rank * share, (job.rank + 1) * share)
+        hits = (networks.module(dense[test], tables(indices[:, test].contiguous())) > 0) == (wanted[test] > 0)
+    right = hits.sum()
+    dist.all_reduce(right)
+    job.run.figures["clicks foretold"] = f"{right.item() / len(wanted):.4f}"
+    job.run.figures["tables a rank"] = "/".join(map(str, tables.counts))
+    job.keep(networks.module, tables)
+
+
+def main() -> int:
+    """Trains over both paths and compares."""
+    parser = parser_of(__doc__ or "")
+    parser.add_argument("--tables", type=positive, default=8, help="embedding tables, over all ranks (default: 8)")
+    parser.add_argument("--rows", type=positive, default=1000, help="of each table (default: 1000)")
+    parser.add_argument("--width", type=positive, default=16, help="elements of a row (default: 16)")
+    parser.add_argument("--batch", type=positive, default=512, help="samples a step, over all ranks (default: 512)")
+    parser.add_argument("--steps", type=positive, default=300, help="(default: 300)")
+    parser.add_argument("--learning-rate", type=float, default=0.1, help="of the networks (default: 0.1)")
+    report = report_training(
+        "DLRM-like model, tables spread over the ranks",
+        "the networks, looking rows up, the optimizer, and what this device does not do",
+    )
+    return main_of(parser, train, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
