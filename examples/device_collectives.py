@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -107,9 +108,9 @@ def all_to_all(job: Job, own: Tensor) -> Tensor:
 def pass_on(job: Job, own: Tensor) -> Tensor:
     """To the next rank, from the one before."""
     tensor = torch.empty_like(own)
-    sent = dist.isend(own, (job.rank + 1) % job.world)
-    dist.recv(tensor, (job.rank - 1) % job.world)
-    sent.wait()
+    to, source = (job.rank + 1) % job.world, (job.rank - 1) % job.world
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, own, to), dist.P2POp(dist.irecv, tensor, source)]):
+        work.wait()
     return tensor
 
 
@@ -147,7 +148,7 @@ class ToyModel(nn.Module):
         return result
 
 
-def work(job: Job) -> None:
+def every_call(job: Job) -> None:
     """Every call some times, and the training."""
     args, run = job.args, job.run
     own = numbers(job.rank, args.elements)
@@ -165,11 +166,15 @@ def work(job: Job) -> None:
             kept.append(result.double().flatten())
         model = DistributedDataParallel(ToyModel(), bucket_cap_mb=ToyModel.BUCKET_MIB)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def loss_of(rows: Tensor, wanted: Tensor) -> Tensor:
+            return nn.functional.mse_loss(model(rows), wanted)
+
         before = sum(calls_now()[1].values())
         for step in range(args.repeat):
             generator = torch.Generator().manual_seed(1000 * step + job.rank)
             rows, wanted = torch.randn(32, 128, generator=generator), torch.randn(32, 64, generator=generator)
-            job.step(model, lambda rows=rows, wanted=wanted: nn.functional.mse_loss(model(rows), wanted), optimizer)
+            job.step(partial(loss_of, rows, wanted), optimizer)
             advance(TOY)
     run.figures[f"{TOY}: calls"] = str(sum(calls_now()[1].values()) - before)
     run.figures[f"{TOY}: ms"] = f"{median(slowest(run.step_ms)):.3f}"
@@ -200,7 +205,7 @@ def main() -> int:
     parser = parser_of(__doc__ or "")
     parser.add_argument("--elements", type=positive, default=100_000, help="of each rank (default: 100000)")
     parser.add_argument("--repeat", type=positive, default=10, help="times that each call is made (default: 10)")
-    return main_of(parser, work, report)
+    return main_of(parser, every_call, report)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
-from torch_accl import Options
+from torch_accl import Backend, Options
 from torch_accl_cli.bench.processes import Failed, run_ranks
 
 TIMEOUT_S = 120
@@ -81,7 +81,7 @@ class Job:
             yield lambda text: bar.update(task, advance=1, description=f"{name}  {text}")
             self.run.seconds += time.perf_counter() - begin
 
-    def step(self, model: nn.Module, loss_of: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> float:
+    def step(self, loss_of: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> float:
         """Forward, backward and optimizer, timed; the loss."""
         begin = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
@@ -173,8 +173,7 @@ def _be_rank(
         )
         try:
             body(job)
-            backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-            job.run.collectives = backend.snapshot()["group"]["collectives"]
+            job.run.collectives = backend_of_all().snapshot()["group"]["collectives"]
             job.run.line, job.run.calls = calls_now()
             job.run.step_ms = slowest(job.run.step_ms)
             job.run.losses = mean(job.run.losses)
@@ -186,10 +185,15 @@ def _be_rank(
     return max(int(store.get(f"verdict {other}")) for other in range(world))
 
 
+def backend_of_all() -> Backend:
+    """What the group of all ranks makes its collectives with."""
+    backend: Backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    return backend
+
+
 def calls_now() -> tuple[str, dict[str, int]]:
     """What the group's device says of itself, and its calls so far: `{"all_reduce float32 SUM": 6}`."""
-    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-    line = next((line for line in backend.describe().splitlines() if line.startswith("device ")), "")
+    line = next((line for line in backend_of_all().describe().splitlines() if line.startswith("device ")), "")
     found = re.search(r": \d+ calls: (.*)$", line)
     parts = found[1].split(", ") if found else []
     return line, {name: int(count) for name, count in (part.rsplit(" ", 1) for part in parts)}

@@ -16,6 +16,7 @@ the optimizers are the host's. Samples are made by the script: a click follows f
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ def train(job: Job) -> None:
 
     with job.progress(args.steps) as advance:
         for step in range(args.steps):
-            loss = job.step(networks, lambda step=step: loss_of(step), optimizer)
+            loss = job.step(partial(loss_of, step), optimizer)
             advance(f"loss {loss:.4f}")
     with torch.no_grad():
         dense, indices, wanted = clicks.batch(-1, 4096 // job.world * job.world)

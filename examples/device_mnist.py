@@ -16,6 +16,7 @@ from __future__ import annotations
 import gzip
 import struct
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -108,17 +109,17 @@ def train(job: Job) -> None:
             f"--batch is {args.batch}; expected from {job.world} to the {len(labels)} images that there are"
         )
     steps = min(args.steps or args.epochs * batches, args.epochs * batches)
+
+    def loss_of(images: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(images), labels)
+
     with job.progress(steps) as advance:
         for number in range(steps):
             epoch, batch = divmod(number, batches)
             order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(args.seed + epoch))
             # One global batch; each rank takes every world-th image of it.
             chosen = order[batch * args.batch : (batch + 1) * args.batch][job.rank :: job.world]
-            loss = job.step(
-                model,
-                lambda chosen=chosen: nn.functional.cross_entropy(model(images[chosen]), labels[chosen]),
-                optimizer,
-            )
+            loss = job.step(partial(loss_of, images[chosen], labels[chosen]), optimizer)
             advance(f"loss {loss:.4f}")
     with torch.no_grad():
         # Each rank has a share of the test.

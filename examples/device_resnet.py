@@ -15,6 +15,7 @@ step. The network and the optimizer are the host's; statistics of batches are ea
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,19 +45,20 @@ class Bottleneck(nn.Module):
     def __init__(self, inputs: int, middle: int, stride: int) -> None:
         super().__init__()
         outputs = middle * EXPANSION
+        self.last = nn.BatchNorm2d(outputs)
         self.main = nn.Sequential(
             convolution(inputs, middle, 1),
             nn.ReLU(inplace=True),
             convolution(middle, middle, 3, stride),
             nn.ReLU(inplace=True),
-            convolution(middle, outputs, 1),
+            nn.Conv2d(middle, outputs, 1, bias=False),
         )
         is_same = inputs == outputs and stride == 1
         self.around: nn.Module = nn.Identity() if is_same else convolution(inputs, outputs, 1, stride)
 
     def forward(self, images: Tensor) -> Tensor:
         """The sum of both ways."""
-        return nn.functional.relu(self.main(images) + self.around(images))
+        return nn.functional.relu(self.last(self.main(images)) + self.around(images))
 
 
 class ResNet50(nn.Module):
@@ -78,7 +80,7 @@ class ResNet50(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         for block in blocks:
             # Each begins as the way around it, by which so deep a network learns from its first step on.
-            nn.init.zeros_(block.main[-1][1].weight)
+            nn.init.zeros_(block.last.weight)
 
     def forward(self, images: Tensor) -> Tensor:
         """Class scores of a batch of colour images."""
@@ -152,15 +154,15 @@ def train(job: Job) -> None:
     torch.manual_seed(args.seed)
     model = DistributedDataParallel(ResNet50(len(source.classes)), gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate, momentum=0.9)
+
+    def loss_of(images: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(images), labels)
+
     with job.progress(args.steps) as advance:
         for step in range(args.steps):
             first = (step * job.world + job.rank) * args.batch
             images, labels = source.batch(range(first, first + args.batch))
-            loss = job.step(
-                model,
-                lambda images=images, labels=labels: nn.functional.cross_entropy(model(images), labels),
-                optimizer,
-            )
+            loss = job.step(partial(loss_of, images, labels), optimizer)
             advance(f"loss {loss:.4f}")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     job.run.figures["parameters"] = f"{parameters:,}"

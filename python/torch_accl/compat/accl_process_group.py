@@ -306,20 +306,21 @@ def _device_arguments(
 ) -> tuple[str | None, int | None, ACCLDesign]:
     """The bitstream, the card and the design, from arguments in either order and by name."""
     names = ("design",) if device and isinstance(device[0], ACCLDesign) else ("xclbin", "device_index", "design")
-    named = {"xclbin": xclbin, "device_index": index, "design": design}
+    given: dict[str, Any] = {"xclbin": xclbin, "device_index": index, "design": design}
     if len(device) > len(names):
         raise TypeError(
             "create_process_group takes (ranks, xclbin, device_index, design) or (ranks, design), and the rest by name"
         )
     for name, value in zip(names, device, strict=False):
-        if named[name] is not None:
+        if given[name] is not None:
             raise TypeError(f"create_process_group: {name} is given twice")
-        named[name] = value
-    if named["xclbin"] is not None and not isinstance(named["xclbin"], str):
+        given[name] = value
+    path = given["xclbin"]
+    if path is not None and not isinstance(path, str):
         raise TypeError(
-            f"create_process_group: the second argument is a bitstream's path or an ACCLDesign, not {named['xclbin']!r}"
+            f"create_process_group: the second argument is a bitstream's path or an ACCLDesign, not {path!r}"
         )
-    return named["xclbin"], named["device_index"], _check_design(named["design"])
+    return path, given["device_index"], _check_design(given["design"])
 
 
 def _check_design(design: object) -> ACCLDesign:
