@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch_accl
 from support import BACKEND, init_group, on_ranks, run_script
 from support.devices import device_calls, device_line
-from support.emulators import emulators, free_ports, needs_emulator
+from support.emulators import Emulator, free_ports
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_accl.compat import accl_process_group as accl
@@ -481,10 +481,10 @@ dist.destroy_process_group()
 """
 
 
-@needs_emulator
 @pytest.mark.parametrize("comms", ["cyt_rdma", "udp"])
 def test_simulation_connects_to_the_emulators_of_its_ranks(comms):
-    with emulators(2, comms) as port:
+    with Emulator(2, comms) as emulator:
+        port = emulator.port
         scripts = run_script(SCRIPT.format(port=port, udp=comms == "udp"), 2)
     for script in scripts:
         assert script.exitcode == 0, script.stderr

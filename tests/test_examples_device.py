@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import BACKEND
-from support.emulators import emulators, needs_emulator
+from support.emulators import Emulator
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -85,9 +85,9 @@ def test_float16_on_the_wire_is_said_to_lose_bits(tmp_path):
     assert "float16 on the wire loses bits" in found["verdict"] and found["runs"][1]["calls"][SUM] > 0
 
 
-@needs_emulator
 def test_emulators_give_the_same_bits(tmp_path):
-    with emulators(2) as port:
+    with Emulator(2, "cyt_rdma") as emulator:
+        port = emulator.port
         found = figures(tmp_path, "mnist", "--device", f"emulator://127.0.0.1:{port}")
     assert "bit for bit" in found["verdict"] and found["runs"][1]["calls"][SUM] > 0
 

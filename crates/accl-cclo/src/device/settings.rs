@@ -121,6 +121,7 @@ impl DeviceUrl {
             max_eager_bytes: eager,
             max_rendezvous_bytes: self.rendezvous.unwrap_or(eager.saturating_mul(2)),
             memory: self.memory(),
+            suits_any_network: matches!(self.place, Place::Emulator(_)) && self.design.is_none(),
             ..Settings::new(self.design().network(), rank, peers)
         }
     }

@@ -407,7 +407,7 @@ impl<B: Bus> Driver<B> {
 /// Why an emulator that says what it is cannot be what the settings ask for.
 fn differs(about: &About, settings: &Settings) -> Option<String> {
     let (network, world) = (settings.network, settings.world());
-    if about.network != network {
+    if about.network != network && !settings.suits_any_network {
         let [is, asked] = [about.network, network].map(|network| Design::of(network).name());
         return Some(format!(
             "was started for {is}, and `design` asks for {asked}; add `design={is}`, or start it with other `--comms`"

@@ -28,6 +28,8 @@ pub struct Peer {
 pub struct Settings {
     /// How engines reach one another.
     pub network: Network,
+    /// Nobody has said so, and `network` stands for what all of them do: a device of any is taken.
+    pub suits_any_network: bool,
     /// Which of the ranks this one is.
     pub rank: u32,
     /// All ranks.
@@ -49,6 +51,7 @@ impl Settings {
     pub fn new(network: Network, rank: u32, peers: Vec<Peer>) -> Self {
         Self {
             network,
+            suits_any_network: false,
             rank,
             peers,
             rx_buffers: 16,
