@@ -447,3 +447,64 @@ fn an_all_to_all_with_split_sizes_on_some_ranks_alone_says_what_to_do() {
     }
     assert_eq!(devices.faults().started.load(Ordering::Relaxed), 0);
 }
+
+#[test]
+fn a_call_that_waits_for_a_stuck_device_does_not_hide_why_it_is_stuck() {
+    let (world, devices) = world(3, Network::Udp);
+    let errors = world.run("g", |member| {
+        member.all_reduce(&mut [1_i64], ReduceOp::Sum).unwrap();
+        member.barrier().unwrap();
+        devices.faults().hangs.store(1, Ordering::Relaxed);
+        let (mut one, mut other, allowed) = ([1_i64; 5], [1_i64; 5], Duration::from_millis(300));
+        let make = |data: &mut [i64], collective| {
+            let mut desc = member.all_reduce_desc(data, ReduceOp::Sum, Mode::Async);
+            (desc.timeout, desc.collective) = (Some(allowed), collective);
+            desc
+        };
+        let mut barrier = CallDesc::new(Collective::Barrier, Dtype::U8);
+        (barrier.timeout, barrier.mode) = (Some(allowed), Mode::Async);
+        let begin = Instant::now();
+        let first = member.group.submit(make(&mut one, Collective::AllReduce)).unwrap();
+        let second = member.group.submit(make(&mut other, Collective::AllReduce)).unwrap();
+        let barrier = member.group.submit(barrier).unwrap();
+        let errors = [finish(&first), finish(&second), finish(&barrier)].map(Result::unwrap_err);
+        assert!(begin.elapsed() < allowed + Duration::from_millis(1500), "{:?}", begin.elapsed());
+        errors
+    });
+    for error in errors.iter().flatten() {
+        assert!(error.to_string().contains("it expects"), "{error}");
+    }
+}
+
+#[test]
+fn what_a_rank_that_is_ahead_sends_does_not_keep_out_what_others_wait_for() {
+    // Few small rx buffers, and roots that send piece after piece without waiting for anybody.
+    let text = "sim://?design=udp&rx_bytes=1KiB&rx_buffers=4&eager=4KiB";
+    for network in [Network::Udp, Network::Tcp] {
+        let text = text.replace("udp", design(network));
+        let options = options(3, network).with("device", &text);
+        let world = World::new(options);
+        let devices = Arc::new(SimDevices(Faithful::all()));
+        world.engines.iter().for_each(|engine| engine.open_devices_with(devices.clone()));
+        world.run("g", |member| {
+            for round in 0..20 {
+                let mut sums = ints(member.rank, 30_000);
+                let mut moved: Vec<Vec<i64>> = (0..3).map(|_| ints(member.rank, 20_000)).collect();
+                let sum = member.group.submit(member.all_reduce_desc(&mut sums, ReduceOp::Sum, Mode::Async)).unwrap();
+                let cast = |(index, data): (usize, &mut Vec<i64>)| {
+                    let mut desc = CallDesc::new(Collective::Broadcast, Dtype::I64);
+                    (desc.root, desc.mode) = (Rank(2 - index as u32), Mode::Async);
+                    desc.outputs = Blocks::of(calls::write(data));
+                    member.group.submit(desc).unwrap()
+                };
+                let casts: Vec<_> = moved.iter_mut().enumerate().map(cast).collect();
+                [sum].iter().chain(&casts).for_each(|call| finish(call).unwrap());
+                let all = |at: usize| -> i64 { (0..3).map(|rank| value(rank, at)).sum() };
+                assert!(sums.iter().enumerate().all(|(at, got)| *got == all(at)), "{network:?} {round}");
+                for (index, data) in moved.iter().enumerate() {
+                    assert!(*data == ints(2 - index, 20_000), "{network:?} {round} from {}", 2 - index);
+                }
+            }
+        });
+    }
+}

@@ -8,6 +8,10 @@ use crate::bus::Bus;
 use crate::memory_map::{self as map, Communicator, Place, RankEntry, RxBuffer, RxStatus};
 use crate::return_code::ReturnCode;
 
+/// Ranks and rx buffers that a message names.
+const MOST_RANKS: usize = 8;
+const MOST_BUFFERS: usize = 4;
+
 /// What is read of a device that a call does not come back from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Diagnosis {
@@ -64,8 +68,13 @@ impl fmt::Display for Diagnosis {
         let others = (0..).zip(&self.communicator.ranks).filter(|(rank, _)| *rank != self.communicator.local);
         let next: Vec<String> =
             others.map(|(rank, RankEntry { inbound, .. })| format!("seq {inbound} from rank {rank}")).collect();
-        write!(f, "it expects {}", if next.is_empty() { "nothing".to_owned() } else { next.join(" and ") })?;
-        for (index, buffer) in &self.buffers {
+        let named = &next[..next.len().min(MOST_RANKS)];
+        write!(f, "it expects {}", if named.is_empty() { "nothing".to_owned() } else { named.join(" and ") })?;
+        if next.len() > named.len() {
+            write!(f, " and something from {} ranks more", next.len() - named.len())?;
+        }
+        let named = &self.buffers[..self.buffers.len().min(MOST_BUFFERS)];
+        for (index, buffer) in named {
             let RxBuffer { sequence, source, tag, bytes, .. } = buffer;
             match buffer.status() {
                 Some(RxStatus::Full) => write!(
@@ -76,6 +85,9 @@ impl fmt::Display for Diagnosis {
                 Some(RxStatus::Idle) => {}
                 Some(RxStatus::Failed) | None => write!(f, "; rx buffer {index} has status {}", buffer.status)?,
             }
+        }
+        if self.buffers.len() > named.len() {
+            write!(f, "; {} rx buffers more are not idle", self.buffers.len() - named.len())?;
         }
         if self.looked_at < self.all {
             write!(f, "; there was no time to look at more than {} of {} rx buffers", self.looked_at, self.all)?;

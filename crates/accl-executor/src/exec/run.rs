@@ -36,8 +36,9 @@ const TILE: usize = 8 << 10;
 
 /// How long a call waits before it probes the ranks that it has heard nothing of.
 pub(crate) const PROBE_AFTER: Duration = Duration::from_millis(100);
-/// How much longer than its deadline a call is waited for that is done elsewhere: whoever does it says at the deadline why it is late.
-const OFFLOAD_GRACE: Duration = Duration::from_secs(2);
+/// How much longer than its deadline a call is waited for that is done elsewhere, and others of its group meanwhile: whoever does it says at the
+/// deadline why it is late.
+pub(crate) const OFFLOAD_GRACE: Duration = Duration::from_secs(2);
 /// The edge of a frame that only shows a call's signature.
 pub(crate) const PROBE: u32 = u32::MAX;
 
@@ -165,27 +166,16 @@ pub(crate) struct Run {
 }
 
 impl Run {
-    /// When it is late. What is done elsewhere sees to the deadline itself, and is waited for a little longer.
-    pub(crate) fn due(&self) -> Option<Moment> {
-        let is_elsewhere = self.is_elsewhere();
-        self.deadline.map(|deadline| if is_elsewhere { deadline + OFFLOAD_GRACE } else { deadline })
-    }
-
     /// Whether the whole collective is being done elsewhere: for as long, it needs all ranks.
     pub(crate) fn is_elsewhere(&self) -> bool {
         self.plan.is_offloaded && self.has_external_under_way()
     }
 
-    /// It is its turn to be done elsewhere, as soon as all ranks have come to the call.
+    /// It is its turn to be done elsewhere, as soon as all ranks have come to the call: not a message of it has left before.
     pub(crate) fn offload(&mut self) {
         if !std::mem::replace(&mut self.may_be_offloaded, true) {
-            self.queue(self.ops.len() as u32 - 1);
+            (0..self.ops.len() as u32).for_each(|op| self.queue(op));
         }
-    }
-
-    /// Whether it is being done elsewhere, or has been.
-    pub(crate) fn has_been_offloaded(&self) -> bool {
-        self.is_complete() || self.is_elsewhere()
     }
 
     /// A run of which the operations in `finished` are over already.
@@ -284,6 +274,9 @@ impl Run {
 
     /// How far an operation may go by its dependencies; `None`: it may not even begin.
     fn limit(&self, op: u32) -> Option<u64> {
+        if self.plan.is_offloaded && !self.may_be_offloaded {
+            return None;
+        }
         let plan_op = &self.plan.ops[op as usize];
         let mut limit = plan_op.total;
         for &(on, stream) in &plan_op.deps {
@@ -565,7 +558,7 @@ impl Run {
 
     fn step_external(&mut self, op: u32, step: ExternalStep, env: &mut RunContext<'_>) {
         if !self.externals.has_begun(op) {
-            if self.limit(op).is_none() || (step == ExternalStep::Offload && !self.may_be_offloaded) {
+            if self.limit(op).is_none() {
                 return;
             }
             match self.externals.agreement(op) {

@@ -20,7 +20,7 @@ use super::inbox::{Inbox, Unexpected};
 use super::packets::PacketSink;
 use super::sequence::Sequence;
 use crate::call::{CallDesc, CallState, Waits};
-use crate::exec::{FastPath, FromAny, Message, P2p, PROBE, Run, RunContext, SpinLimit, answer_probe};
+use crate::exec::{FastPath, FromAny, Message, OFFLOAD_GRACE, P2p, PROBE, Run, RunContext, SpinLimit, answer_probe};
 use crate::memory::{BufferPool, Compute, Storage};
 use crate::peers::{Gone, Mark, Members, Net, PeerId};
 use crate::plan::signature::disagreement;
@@ -282,8 +282,17 @@ impl GroupState {
 
     /// The earliest deadline of a call in flight.
     pub(crate) fn next_deadline(&self) -> Option<Moment> {
-        let runs = self.runs.values().filter_map(|run| [run.due(), run.probe_at].into_iter().flatten().min());
+        let grace = self.grace();
+        let due = |run: &Run| run.deadline.map(|deadline| deadline + grace);
+        let runs = self.runs.values().filter_map(|run| [due(run), run.probe_at].into_iter().flatten().min());
         runs.chain(self.p2p.next_deadline()).chain(self.begin_by()).chain(self.failure.due()).min()
+    }
+
+    /// How much longer than their deadlines calls are waited for: what is done elsewhere sees to its deadline itself, and what waits for it is
+    /// not to blame.
+    fn grace(&self) -> Duration {
+        let is_elsewhere = self.packets.is_some() && self.runs.values().any(Run::is_elsewhere);
+        if is_elsewhere { OFFLOAD_GRACE } else { Duration::ZERO }
     }
 
     /// The shortest time that a call in flight was given, if a peer is in this group.
@@ -617,7 +626,8 @@ impl GroupState {
         // An operation of several calls is under way before it has made them and after.
         let mut withholds = false;
         let mut failure = None;
-        // What is done elsewhere begins in the order of calls, which is the same on all ranks.
+        // What is done elsewhere is done in the order of calls, which is the same on all ranks: one call begins when those before have ended
+        // on all of them. What a rank that is ahead sends for the next could keep out what others need for this one.
         let mut is_in_turn = true;
         for (index, (&seq, run)) in self.runs.iter_mut().enumerate() {
             if run.plan.is_offloaded && is_in_turn && !self.sequence.has_reserved_before(seq) {
@@ -640,7 +650,7 @@ impl GroupState {
                     failure.get_or_insert_with(|| run.call.in_context(error));
                 }
             }
-            is_in_turn &= !run.plan.is_offloaded || run.has_been_offloaded();
+            is_in_turn &= !run.plan.is_offloaded || run.is_complete();
             if run.is_complete() {
                 ended.push(seq);
             } else {
@@ -759,9 +769,10 @@ impl GroupState {
     }
 
     fn overdue(&self, context: &Context<'_>) -> Option<Error> {
-        let late = |deadline: Option<Moment>| deadline.is_some_and(|deadline| deadline <= context.now);
+        let grace = self.grace();
+        let late = |deadline: Option<Moment>| deadline.is_some_and(|deadline| deadline + grace <= context.now);
         let mut under_way = None;
-        let (call, deadline, awaited) = match self.runs.values().find(|run| late(run.due())) {
+        let (call, deadline, awaited) = match self.runs.values().find(|run| late(run.deadline)) {
             Some(run) => {
                 under_way = run.external_under_way();
                 (&run.call, run.deadline, run.awaited(&self.members))
