@@ -67,6 +67,10 @@ pub(super) enum Event {
     Note { index: usize },
     /// An external operation of a process goes on.
     External { process: usize, task: u64 },
+    /// A task of a rank's device goes on.
+    Device { group: usize, rank: usize, job: u64 },
+    /// The deadline of a task of a rank's device has come.
+    DeviceIsLate { group: usize, rank: usize, job: u64 },
     /// A process asks others what has become of one, if it is time for that.
     Inquire { process: usize },
     /// A question comes to whom it is asked.
@@ -75,12 +79,19 @@ pub(super) enum Event {
     Answer { index: usize },
 }
 
+impl Event {
+    /// Whether it comes of nothing but time.
+    fn is_deadline(&self) -> bool {
+        matches!(self, Event::TimeIsUp { .. } | Event::DeviceIsLate { .. })
+    }
+}
+
 /// What is to happen when.
 #[derive(Debug, Default)]
 pub(super) struct Agenda {
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
     entered: u64,
-    /// Entries that are no [`Event::TimeIsUp`]: while there are any, the world moves by itself.
+    /// Entries that are no deadlines: while there are any, the world moves by itself.
     busy: usize,
 }
 
@@ -92,7 +103,7 @@ impl Agenda {
 
     /// As [`Agenda::enter`], at a moment.
     pub(super) fn enter_at(&mut self, at: u64, event: Event) {
-        self.busy += usize::from(!matches!(event, Event::TimeIsUp { .. }));
+        self.busy += usize::from(!event.is_deadline());
         self.events.push(Reverse((at, self.entered, event)));
         self.entered += 1;
     }
@@ -100,12 +111,12 @@ impl Agenda {
     /// The next event; the clock is there.
     pub(super) fn next(&mut self) -> Option<Event> {
         let Reverse((at, _, event)) = self.events.pop()?;
-        self.busy -= usize::from(!matches!(event, Event::TimeIsUp { .. }));
+        self.busy -= usize::from(!event.is_deadline());
         reach(at);
         Some(event)
     }
 
-    /// Whether nothing will happen but the ends of sleeps.
+    /// Whether nothing will happen but that deadlines pass.
     pub(super) fn is_quiet(&self) -> bool {
         self.busy == 0
     }

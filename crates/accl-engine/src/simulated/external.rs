@@ -81,12 +81,12 @@ impl External for Device {
         elsewhere.begun += 1;
         elsewhere.tasks.insert(number, Running { task, breaks: self.breaks, stops: false });
         match self.breaks {
-            None | Some(Breaks::Fails) => {
+            None | Some(Breaks::Fails | Breaks::Drops) => {
                 let wait = self.below(MOST);
                 self.agenda.lock().enter(wait, Event::External { process: self.process, task: number });
             }
             // It waits until it is asked to stop.
-            Some(Breaks::Hangs | Breaks::NeverStops) => {}
+            Some(Breaks::Hangs | Breaks::AllHang | Breaks::NeverStops) => {}
         }
     }
 
@@ -114,7 +114,7 @@ impl Elsewhere {
         match breaks {
             None => task.done(),
             Some(Breaks::Fails) => task.fail("the world wants it"),
-            Some(Breaks::Hangs | Breaks::NeverStops) => drop(task),
+            Some(Breaks::Drops | Breaks::Hangs | Breaks::AllHang | Breaks::NeverStops) => drop(task),
         }
     }
 }

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use accl_types::ErrorKind;
 
 use super::clock::{self, Event};
+use super::devices::Devices;
 use super::external::Elsewhere;
 use super::scenario::{Fault, Scenario};
 use super::world::{Bits, Seen, State, Violation, World};
@@ -84,6 +85,8 @@ impl World<'_> {
                 println!("{} {event:?}", clock::nanos());
             }
             self.happen(event)?;
+            let violation = self.devices.lock().take_violation();
+            violation.map_or(Ok(()), Err)?;
         }
         Ok(())
     }
@@ -124,6 +127,12 @@ impl World<'_> {
             Event::Question { index } => self.ask(index)?,
             Event::Answer { index } => self.answer(index)?,
             Event::Note { index } => self.deliver(index)?,
+            Event::Device { group, rank, job } => {
+                let process = self.scenario.groups[group].members[rank];
+                let is_alive = self.processes[process].core.is_some();
+                Devices::turn(&self.devices, &self.agenda, (group, rank, job), is_alive);
+            }
+            Event::DeviceIsLate { group, rank, job } => Devices::is_late(&self.devices, (group, rank, job)),
             Event::External { process, task } => {
                 Elsewhere::turn(&self.elsewhere, task, self.processes[process].core.is_some());
             }

@@ -14,6 +14,7 @@ use super::world::{Asked, Made, Violation, World, info};
 use crate::session::connector::NOTE_DELAY;
 use crate::session::inquests::{Found, ROUND};
 use accl_executor::call::CallState;
+use accl_executor::exec::OFFLOAD_GRACE;
 use accl_executor::group::{Core, GRACE, GroupState, LOOK_FOR_SILENCE, STOP_WITHIN, VANISHED};
 use accl_executor::peers::{Gone, neighbours};
 
@@ -91,7 +92,14 @@ impl World<'_> {
                 let took = clock::now().since(call.started());
                 let never_stops = |fault: &Fault| matches!(fault, Fault::Break { breaks: Breaks::NeverStops, .. });
                 let given_up = if self.faults.iter().any(never_stops) { STOP_WITHIN } else { Duration::ZERO };
-                if took > timeout + SLACK + given_up {
+                let hangs =
+                    |fault: &Fault| matches!(fault, Fault::Break { breaks: Breaks::Hangs | Breaks::AllHang, .. });
+                let is_elsewhere = self.scenario.is_offloaded(item);
+                // Devices see to the deadline unless they hang, and then the engine does. They look at that of one call after the other, and
+                // of those whose numbers were reserved the first may have been made last.
+                let is_looked_at = !self.faults.iter().any(hangs) && !self.scenario.has_compositions(group_of(item));
+                let grace = if is_elsewhere && !is_looked_at { OFFLOAD_GRACE } else { Duration::ZERO };
+                if took > timeout + SLACK + given_up + grace {
                     return Err(format!("{} ended after {took:?}: {outcome:?}", place()));
                 }
             }
@@ -213,7 +221,11 @@ impl World<'_> {
             for (&group, member) in &self.processes[process].members {
                 let rank = self.scenario.groups[group].rank_of(corpse).map(|rank| Rank(rank as u32));
                 let (Some(rank), Some(state)) = (rank, core.group(member.caller.group)) else { continue };
-                for call in state.calls_that_need(rank) {
+                // What devices do among each other needs all ranks, too, but those that had left.
+                let has_left = self.processes[corpse].members.get(&group).is_none_or(|member| member.left_at.is_some());
+                let is_known = !has_left && self.was_linked(process, corpse, died_at);
+                let elsewhere = state.calls_elsewhere().filter(|_| is_known).cloned();
+                for call in state.calls_that_need(rank).into_iter().chain(elsewhere) {
                     let since = call.started().nanos().max(died_at);
                     let asks = if self.scenario.linking == Linking::AtFirst { Duration::ZERO } else { ROUND };
                     if clock::nanos() > since + (asks + SLACK).as_nanos() as u64 {
@@ -227,6 +239,12 @@ impl World<'_> {
         }
         self.check_waits_for_who_left(process, core)?;
         self.check_silence(process)
+    }
+
+    /// Whether two processes had a link at a moment.
+    fn was_linked(&self, one: usize, other: usize, at: u64) -> bool {
+        let linked_at = self.wire_between(one, other).and_then(|wire| self.linked_at.get(&wire));
+        self.scenario.linking == Linking::AtFirst || linked_at.is_some_and(|&(_, last)| last <= at)
     }
 
     /// As [`World::check_waits`], of ranks that have left a group: they say so on every link that there is, and on each that is made later.
@@ -415,6 +433,12 @@ impl World<'_> {
         self.scenario.items.iter().enumerate().any(has_item)
     }
 
+    fn offloads(&self, group: usize) -> bool {
+        (0..self.scenario.items.len()).any(|item| {
+            self.scenario.items[item].group == group && self.scenario.has_item(item) && self.scenario.is_offloaded(item)
+        })
+    }
+
     /// The kinds of errors that a group may have failed of, and whether one fault alone concerns it.
     fn may_fail_of(&self, group: usize) -> (Vec<ErrorKind>, bool) {
         let spec = &self.scenario.groups[group];
@@ -422,9 +446,11 @@ impl World<'_> {
         let mut count = 0;
         for (index, fault) in self.faults.iter().enumerate() {
             let may: &[ErrorKind] = match fault {
-                // Who dies before anybody has a link to it is taken for one that has left: a message from any rank may still come.
+                // Who dies before anybody has a link to it is taken for one that has left: a message from any rank may still come, and
+                // the devices of the others go on.
                 Fault::Kill { process, .. } if spec.members.contains(process) => {
-                    if self.scenario.linking != Linking::AtFirst && self.takes_from_any(group) {
+                    if self.scenario.linking != Linking::AtFirst && (self.takes_from_any(group) || self.offloads(group))
+                    {
                         &[ErrorKind::PeerLost, ErrorKind::Timeout]
                     } else {
                         &[ErrorKind::PeerLost]
@@ -447,10 +473,12 @@ impl World<'_> {
                     ErrorKind::Aborted,
                 ],
                 Fault::Abort { item, .. } if self.scenario.items[*item].group == group => &[ErrorKind::Aborted],
-                Fault::Break { item, breaks: Breaks::Fails, .. } if self.scenario.items[*item].group == group => {
+                Fault::Break { item, breaks: Breaks::Fails | Breaks::Drops, .. }
+                    if self.scenario.items[*item].group == group =>
+                {
                     &[ErrorKind::Device]
                 }
-                Fault::Break { breaks: Breaks::Fails, .. } => &[],
+                Fault::Break { breaks: Breaks::Fails | Breaks::Drops, .. } => &[],
                 // A message from any rank may still come from another one.
                 Fault::Leave { item, .. } if self.scenario.items[*item].group == group => {
                     &[ErrorKind::Aborted, ErrorKind::PeerLost, ErrorKind::Timeout]

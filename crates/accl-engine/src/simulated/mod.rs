@@ -5,6 +5,7 @@
 //! printed with what replays it. Owns the search through the seeds, and the tests; read [`history::run`] first.
 
 mod clock;
+mod devices;
 mod driving;
 mod external;
 mod history;
@@ -50,6 +51,7 @@ fn search(first: u64, time: Duration) -> (u64, Seen) {
                 all.fast += seen.fast;
                 all.sleeps += seen.sleeps;
                 all.staged += seen.staged;
+                all.offloaded += seen.offloaded;
             }
             Err(violation) => panic!("{}", report(&scenario, violation)),
         }
@@ -65,7 +67,8 @@ fn what_must_hold_holds_in_every_history() {
     let first = number("WORLD_SEED").unwrap_or(1);
     let (worlds, seen) = search(first, Duration::from_secs(seconds));
     println!("{worlds} worlds from seed {first} on in {seconds} s: {seen:?}");
-    assert!(seen.done > 0 && seen.failed > 0 && seen.fast > 0 && seen.sleeps > 0 && seen.staged > 0, "{seen:?}");
+    let counts = [seen.done, seen.failed, seen.fast, seen.sleeps, seen.staged, seen.offloaded];
+    assert!(counts.iter().all(|count| *count > 0), "{seen:?}");
 }
 
 #[test]
@@ -143,6 +146,27 @@ fn the_death_of_a_rank_ends_a_staged_call_of_the_others() {
     run(&scenario).unwrap_or_else(|violation| panic!("{violation}"));
     let outcomes = history::outcomes(&scenario).unwrap();
     assert!([1, 2].iter().all(|rank| outcomes[&(0, *rank)] == Err(ErrorKind::PeerLost)), "{outcomes:?}");
+}
+
+#[test]
+fn devices_of_all_ranks_do_a_call_and_whatever_goes_wrong_with_one_of_them_ends_it_everywhere() {
+    let breaks = |breaks| Fault::Break { item: 0, rank: 1, breaks };
+    let kill = Fault::Kill { process: 0, at: 40_000 };
+    let cases: [(&[Fault], Result<(), ErrorKind>); 6] = [
+        (&[], Ok(())),
+        (&[breaks(Breaks::Fails)], Err(ErrorKind::Device)),
+        (&[breaks(Breaks::Drops)], Err(ErrorKind::Device)),
+        (&[breaks(Breaks::Hangs)], Err(ErrorKind::Timeout)),
+        (&[breaks(Breaks::AllHang)], Err(ErrorKind::Timeout)),
+        (&[kill, breaks(Breaks::AllHang)], Err(ErrorKind::PeerLost)),
+    ];
+    for (faults, end) in cases {
+        let scenario = Scenario::of_offloaded(3, faults);
+        run(&scenario).unwrap_or_else(|violation| panic!("{faults:?}: {violation}"));
+        let outcomes = history::outcomes(&scenario).unwrap();
+        let others = outcomes.iter().filter(|((_, process), _)| *process > 0);
+        assert!(others.map(|(_, outcome)| *outcome).all(|outcome| outcome == end), "{faults:?}: {outcomes:?}");
+    }
 }
 
 /// Runs one world, as a failure names it.

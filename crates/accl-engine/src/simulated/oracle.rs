@@ -79,7 +79,8 @@ impl Tensor {
     }
 }
 
-fn bytes_of(dtype: Dtype, value: i64) -> [u8; 8] {
+/// A number as an element.
+pub(super) fn bytes_of(dtype: Dtype, value: i64) -> [u8; 8] {
     let mut out = [0; 8];
     let mut put = |bytes: &[u8]| out[..bytes.len()].copy_from_slice(bytes);
     match dtype {
@@ -91,7 +92,8 @@ fn bytes_of(dtype: Dtype, value: i64) -> [u8; 8] {
     out
 }
 
-fn number_of(dtype: Dtype, word: [u8; 8]) -> f64 {
+/// An element as a number.
+pub(super) fn number_of(dtype: Dtype, word: [u8; 8]) -> f64 {
     let [a, b, c, d, ..] = word;
     match dtype {
         Dtype::F32 => f64::from(f32::from_ne_bytes([a, b, c, d])),
@@ -115,17 +117,21 @@ fn values(item: usize, rank: usize, block: usize, piece: usize, count: usize) ->
     (0..count).map(|index| value(item, rank, block, piece, index)).collect()
 }
 
+/// What two elements are together.
+pub(super) fn both(op: ReduceOp, a: i64, b: i64) -> i64 {
+    match op {
+        ReduceOp::Max => a.max(b),
+        ReduceOp::Min => a.min(b),
+        ReduceOp::Bxor => a ^ b,
+        ReduceOp::Band => a & b,
+        _ => a + b,
+    }
+}
+
 fn combined(item: usize, op: ReduceOp, world: usize, block: usize, piece: usize, count: usize) -> Vec<i64> {
     let of = |index| {
         let all = (0..world).map(|rank| value(item, rank, block, piece, index));
-        let both = |a: i64, b: i64| match op {
-            ReduceOp::Max => a.max(b),
-            ReduceOp::Min => a.min(b),
-            ReduceOp::Bxor => a ^ b,
-            ReduceOp::Band => a & b,
-            _ => a + b,
-        };
-        all.reduce(both).unwrap_or(0)
+        all.reduce(|a, b| both(op, a, b)).unwrap_or(0)
     };
     (0..count).map(of).collect()
 }

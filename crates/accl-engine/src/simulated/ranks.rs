@@ -11,10 +11,11 @@ use accl_schedule::{Basis, Chooser, Topology};
 use accl_types::{Bytes, Collective, Dtype, Error, ErrorKind, Rank, ReduceOp};
 
 use super::clock::{self, Event};
+use super::devices::{DeviceCall, Terms};
 use super::driving::PASS;
 use super::external::Device;
 use super::oracle::Tensors;
-use super::scenario::{Fault, Matter, Step};
+use super::scenario::{Breaks, Fault, Matter, Step};
 use super::world::{Made, Member, State, Violation, World};
 use crate::api::planning::Planning;
 use crate::in_flight::{InFlight, Kept, Notifier};
@@ -30,7 +31,7 @@ impl World<'_> {
             return Ok(());
         }
         match self.processes[process].threads[thread].state {
-            State::Running => self.step(process, thread),
+            State::Running | State::Awaiting => self.step(process, thread),
             State::Spinning { item, left, watches } => {
                 self.spin(process, thread, item, left, watches);
                 Ok(())
@@ -56,14 +57,31 @@ impl World<'_> {
             this.state = State::Over;
             return Ok(());
         };
-        this.at += 1;
+        (this.at, this.state) = (this.at + 1, State::Running);
+        if self.has_yet_to_be_made(process, step) {
+            let this = &mut self.processes[process].threads[thread];
+            (this.at, this.state) = (this.at - 1, State::Awaiting);
+            return Ok(());
+        }
         match step {
             Step::Compute(nanos) => self.enter(nanos, Event::Run { process, thread }),
             Step::Make(group) => {
                 self.make_group(process, group);
                 self.enter(1000, Event::Run { process, thread });
             }
-            Step::Call(item) => self.make_call(process, thread, item)?,
+            Step::Call(item) => {
+                self.make_call(process, thread, item)?;
+                self.resume_those_that_await(process);
+            }
+            Step::Reserve(composition) => {
+                self.reserve(process, composition);
+                self.resume_those_that_await(process);
+                self.enter(500, Event::Run { process, thread });
+            }
+            Step::Conclude(composition) => {
+                self.conclude(process, composition);
+                self.enter(500, Event::Run { process, thread });
+            }
             Step::Wait(item) => {
                 let left = self.scenario.spins;
                 self.processes[process].threads[thread].state = State::Spinning { item, left, watches: false };
@@ -75,6 +93,50 @@ impl World<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Whether another thread has yet to do what a step relies on.
+    fn has_yet_to_be_made(&self, process: usize, step: Step) -> bool {
+        let of = |item: usize| self.scenario.items[item].composed;
+        match step {
+            Step::Call(item) => of(item).is_some_and(|composed| !self.reserved.contains_key(&(process, composed))),
+            Step::Wait(item) => of(item).is_some() && !self.made.contains_key(&(item, process)),
+            Step::Compute(_) | Step::Make(_) | Step::Leave(_) | Step::Reserve(_) | Step::Conclude(_) => false,
+        }
+    }
+
+    fn resume_those_that_await(&mut self, process: usize) {
+        for thread in 0..self.processes[process].threads.len() {
+            if self.processes[process].threads[thread].state == State::Awaiting {
+                self.resume(process, thread);
+            }
+        }
+    }
+
+    /// As `Group::reserve_seqs`.
+    fn reserve(&mut self, process: usize, composition: usize) {
+        let count = self.scenario.composed(composition).count() as u64;
+        let group = self.scenario.items[composition].group;
+        let host = &mut self.processes[process];
+        let first = host.core.as_mut().zip(host.members.get(&group)).and_then(|(core, member)| {
+            core.with_group(member.caller.group, clock::now(), |group, _| {
+                group.aborted(None).is_none().then(|| group.reserve_seqs(count))
+            })
+        });
+        self.reserved.insert((process, composition), first.flatten().map(|first| (first, count)));
+    }
+
+    /// As `Group::conclude_seqs`.
+    fn conclude(&mut self, process: usize, composition: usize) {
+        let group = self.scenario.items[composition].group;
+        let Some(&Some((first, count))) = self.reserved.get(&(process, composition)) else { return };
+        let host = &mut self.processes[process];
+        let (Some(core), Some(member)) = (&mut host.core, host.members.get(&group)) else { return };
+        core.with_group(member.caller.group, clock::now(), |group, context| {
+            group.conclude_seqs(first..first + count, None, context);
+        });
+        core.net.flush_all();
+        self.kick(process);
     }
 
     /// As a wait that looks itself for a while.
@@ -229,7 +291,20 @@ impl World<'_> {
         if self.scenario.is_staged(index, rank) {
             self.stage(index, rank, process, &mut desc);
         }
-        let made = self.submit(process, item.group, &desc);
+        let number = item.composed.map(|composed| {
+            let at = self.scenario.composed(composed).position(|other| other == index).unwrap_or_default() as u64;
+            self.reserved.get(&(process, composed)).copied().flatten().map(|(first, _)| first + at)
+        });
+        desc.seq = number.flatten();
+        let terms = self.offload(index, rank, &mut desc);
+        let made = match number {
+            // Whoever has no number makes no call.
+            Some(None) => Err(Error::aborted("no number was reserved")),
+            Some(Some(_)) | None => self.submit(process, item.group, &desc),
+        };
+        if let (Ok(Some(call)), Some(terms)) = (&made, terms) {
+            self.devices.lock().note_made(item.group, rank, call.seq, terms);
+        }
         let (call, refused) = match made {
             Ok(call) => (call, None),
             Err(error) => {
@@ -256,6 +331,42 @@ impl World<'_> {
         );
         self.enter(500, Event::Run { process, thread });
         Ok(())
+    }
+
+    /// Has a call done by the devices of its group, if they do it; with what the ranks are to agree on.
+    fn offload(&mut self, item: usize, rank: usize, desc: &mut CallDesc) -> Option<Terms> {
+        let group = self.scenario.items[item].group;
+        let world = self.scenario.groups[group].members.len();
+        let is_moved = desc.collective != Collective::Barrier && self.scenario.is_offloaded(item);
+        let are_alike = |blocks: &Blocks| {
+            let mut sizes = blocks.iter().map(|block| block.iter().map(|piece| piece.len_bytes()).sum::<u64>());
+            let first = sizes.next();
+            sizes.all(|size| Some(size) == first)
+        };
+        if !is_moved || !are_alike(&desc.inputs) || !are_alike(&desc.outputs) {
+            return None;
+        }
+        desc.equal_blocks = true;
+        let at_rank = |fault: &Fault| match fault {
+            Fault::Break { item: at, rank: of, breaks } if *at == item => {
+                (*of == rank || *breaks == Breaks::AllHang).then_some(*breaks)
+            }
+            _ => None,
+        };
+        let found = self.faults.iter().enumerate().find_map(|(index, fault)| Some((index, at_rank(fault)?)));
+        self.struck.extend(found.map(|(index, _)| index));
+        let terms = Terms::of(desc, world as u64);
+        desc.offload = Some(Arc::new(DeviceCall {
+            devices: self.devices.clone(),
+            agenda: self.agenda.clone(),
+            group,
+            rank,
+            terms: terms.clone(),
+            breaks: found.map(|(_, breaks)| breaks),
+            seed: accl_types::hash::hash_words([self.scenario.seed, item as u64, rank as u64, 0xdec1ce]),
+        }));
+        self.seen.offloaded += 1;
+        Some(terms)
     }
 
     /// Puts the tensors of a call where only a stand-in for a device reaches them.

@@ -66,6 +66,8 @@ pub(super) struct Item {
     pub(super) is_async: Vec<bool>,
     /// Of a message: its receiver asks for it before it does anything else in the group.
     pub(super) is_early: bool,
+    /// Its number is reserved with that of others: the composition that it belongs to.
+    pub(super) composed: Option<usize>,
 }
 
 impl Item {
@@ -94,6 +96,10 @@ pub(super) enum Step {
     /// Something else for so many nanoseconds.
     Compute(u64),
     Leave(usize),
+    /// Takes the numbers of a composition.
+    Reserve(usize),
+    /// All calls of a composition have been made.
+    Conclude(usize),
 }
 
 /// Whether a receive takes a message from any rank.
@@ -116,8 +122,12 @@ pub(super) enum Matter {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Breaks {
     Fails,
+    /// It is given up without a word.
+    Drops,
     /// It ends when it is asked to stop.
     Hangs,
+    /// Of a device: as [`Breaks::Hangs`], on all ranks, so that nobody's device sees to the deadline.
+    AllHang,
     /// As [`Breaks::Hangs`], and does not even then.
     NeverStops,
 }
@@ -143,7 +153,7 @@ pub(super) enum Fault {
     Abort { item: usize, rank: usize },
     /// A rank leaves the group instead of making a call.
     Leave { item: usize, rank: usize },
-    /// The first external operation of a rank's call goes wrong.
+    /// The first external operation of a rank's call goes wrong, or what its device does.
     Break { item: usize, rank: usize, breaks: Breaks },
 }
 
@@ -271,6 +281,7 @@ impl Scenario {
             without: Vec::new(),
             traces: false,
         };
+        scenario.fit_devices();
         // Half of the worlds are well.
         if rng.below(2) == 0 {
             for _ in 0..1 + rng.below(2) * rng.below(2) {
@@ -320,6 +331,7 @@ impl Scenario {
             is_from_any: is_from_any == IsFromAny::Yes,
             is_async: vec![false; processes],
             is_early: false,
+            composed: None,
         };
         let items: Vec<Item> = (0..).zip(messages).map(item).collect();
         let mine = |process: usize| {
@@ -359,6 +371,15 @@ impl Scenario {
             scenario.seed += 1;
         }
         scenario.steps = vec![vec![vec![Step::Make(0), Step::Call(0), Step::Wait(0)]]; processes];
+        scenario
+    }
+
+    /// As [`Scenario::of_staged`], done by the devices of all ranks.
+    pub(super) fn of_offloaded(processes: usize, faults: &[Fault]) -> Self {
+        let mut scenario = Self::of_staged(processes, faults);
+        while !scenario.is_offloaded(0) {
+            scenario.seed += 1;
+        }
         scenario
     }
 
@@ -412,14 +433,93 @@ impl Scenario {
         can_be && self.seed.is_multiple_of(3) && hash_words([self.seed, item as u64, rank as u64]).is_multiple_of(2)
     }
 
+    /// Whether a call is done by the devices of its group: most of those that can be, of two groups in three, in every third world.
+    pub(super) fn is_offloaded(&self, item: usize) -> bool {
+        let Item { group, collective, codec, .. } = &self.items[item];
+        let can_be = !self.items[item].is_message() && *collective != Collective::Barrier && codec.is_none();
+        let has_devices = self.has_devices() && hash_words([self.seed, *group as u64, 0xdec1ce]) % 3 > 0;
+        can_be && has_devices && hash_words([self.seed, item as u64, 0xdec1ce]) % 4 > 0
+    }
+
+    fn has_devices(&self) -> bool {
+        self.seed % 3 == 1
+    }
+
+    /// In worlds with devices: those take blocks of one size, and some calls have numbers that are reserved. Draws for itself.
+    fn fit_devices(&mut self) {
+        if !self.has_devices() {
+            return;
+        }
+        for index in (0..self.items.len()).filter(|&index| self.is_offloaded(index)).collect::<Vec<_>>() {
+            let item = &mut self.items[index];
+            match item.collective {
+                Collective::AllToAll => (item.is_equal, item.counts) = (true, vec![item.counts[0]]),
+                Collective::AllGather | Collective::ReduceScatter => {
+                    let first = item.counts[0];
+                    item.counts.iter_mut().for_each(|count| *count = first);
+                }
+                _ => {}
+            }
+        }
+        let mut rng = Rng::new(self.seed ^ 0xc0);
+        rng.next_u64();
+        for group in 0..self.groups.len() {
+            // Of each composition: its name, and how many calls it is still to have.
+            let mut open = (0, 0);
+            for (index, item) in self.items.iter_mut().enumerate().filter(|(_, item)| item.group == group) {
+                if item.is_message() {
+                    continue;
+                }
+                // It waits for all that was begun before it.
+                if item.collective == Collective::Barrier {
+                    open.1 = 0;
+                    continue;
+                }
+                if open.1 == 0 && rng.below(4) == 0 {
+                    open = (index, 1 + rng.below(3));
+                }
+                if open.1 > 0 {
+                    open.1 -= 1;
+                    item.composed = Some(open.0);
+                }
+            }
+        }
+    }
+
+    /// Whether some calls of a group have reserved numbers.
+    pub(super) fn has_compositions(&self, group: usize) -> bool {
+        self.items.iter().any(|item| item.group == group && item.composed.is_some())
+    }
+
+    /// The calls of a composition.
+    pub(super) fn composed(&self, composition: usize) -> impl Iterator<Item = usize> {
+        let is_part = move |&item: &usize| self.has_item(item) && self.items[item].composed == Some(composition);
+        (0..self.items.len()).filter(is_part)
+    }
+
+    /// Which thread of a process makes a call: that of its group, or another one, of a composition.
+    fn thread_of(&self, item: usize, process: usize) -> usize {
+        let Item { group, composed, .. } = self.items[item];
+        let thread = self.groups[group].thread;
+        composed.map_or(thread, |composed| {
+            let word = hash_words([self.seed, composed as u64, process as u64, 0x7ead]);
+            (thread + word as usize % self.threads) % self.threads
+        })
+    }
+
     /// Of some worlds with faults. Draws for itself, so that it changes nothing else.
     fn draw_break(&self) -> Option<Fault> {
         let mut rng = Rng::new(self.seed ^ 0xe47e);
         rng.next_u64();
         let item = rng.below(self.items.len() as u64) as usize;
         let rank = rng.below(self.groups[self.items[item].group].members.len() as u64) as usize;
-        let breaks = [Breaks::Fails, Breaks::Hangs][rng.below(2) as usize];
-        (self.is_staged(item, rank) && rng.below(2) == 0).then_some(Fault::Break { item, rank, breaks })
+        let ways: &[Breaks] = match self.is_offloaded(item) {
+            true => &[Breaks::Fails, Breaks::Drops, Breaks::Hangs, Breaks::AllHang],
+            false => &[Breaks::Fails, Breaks::Hangs],
+        };
+        let breaks = ways[rng.below(ways.len() as u64) as usize];
+        let is_elsewhere = self.is_offloaded(item) || self.is_staged(item, rank);
+        (is_elsewhere && rng.below(2) == 0).then_some(Fault::Break { item, rank, breaks })
     }
 
     fn draw_fault(&self, rng: &mut Rng) -> Fault {
@@ -483,13 +583,22 @@ impl Scenario {
         let mut steps = vec![Step::Compute(rng.below(50_000))];
         let mut made = vec![false; self.groups.len()];
         let mut waits: Vec<usize> = Vec::new();
+        // Calls whose numbers are reserved, and which are made later.
+        let mut owed: Vec<Step> = Vec::new();
         let pace = [0, 1000, 100_000][rng.below(3) as usize];
         for (index, item) in self.items.iter().enumerate() {
             let group = &self.groups[item.group];
             let draws = [rng.below(3), rng.below(2), rng.below(4), rng.next_u64(), rng.next_u64()];
-            let Some(rank) = group.rank_of(process).filter(|_| group.thread == thread && self.has_item(index)) else {
+            let Some(rank) = group.rank_of(process).filter(|_| self.has_item(index)) else { continue };
+            let maker = self.thread_of(index, process);
+            if group.thread != thread {
+                if maker == thread {
+                    steps.append(&mut owed);
+                    steps.extend(self.steps_of_composed(index, rank));
+                    waits.extend(item.is_async[rank].then_some(index));
+                }
                 continue;
-            };
+            }
             if !std::mem::replace(&mut made[item.group], true) {
                 steps.push(Step::Make(item.group));
                 let early = self.early_receives(item.group, rank);
@@ -509,24 +618,45 @@ impl Scenario {
             if draws[0] == 0 && pace > 0 {
                 steps.push(Step::Compute(draws[3] % pace));
             }
-            steps.push(Step::Call(index));
+            if let Some(composition) = item.composed {
+                steps.extend((self.composed(composition).next() == Some(index)).then_some(Step::Reserve(composition)));
+            }
+            match item.composed {
+                Some(_) if maker == thread => owed.extend(self.steps_of_composed(index, rank)),
+                Some(_) => {}
+                None => {
+                    // Others may wait for those before this one can be over.
+                    let may_wait = item.is_async[rank] && draws[4] % 4 > 0;
+                    steps.extend(owed.drain(..if may_wait { 0 } else { owed.len() }));
+                    steps.push(Step::Call(index));
+                    steps.extend((!item.is_async[rank]).then_some(Step::Wait(index)));
+                }
+            }
+            // Also of a call that another thread makes.
             if item.is_async[rank] {
                 waits.push(index);
-            } else {
-                steps.push(Step::Wait(index));
             }
             if draws[2] == 0 && !waits.is_empty() {
+                steps.append(&mut owed);
                 steps.push(Step::Wait(waits.swap_remove(draws[4] as usize % waits.len())));
             }
             let is_last = self.items[index + 1..].iter().all(|later| later.group != item.group);
             if is_last && (draws[2] < 2 || self.all_leave) {
                 let (mine, others): (Vec<usize>, Vec<usize>) =
                     waits.into_iter().partition(|&waited| self.items[waited].group == item.group);
+                steps.append(&mut owed);
+                // Those that another thread makes and waits for.
+                let others_make = |at: &usize| {
+                    let other = &self.items[*at];
+                    other.group == item.group && other.composed.is_some() && self.has_item(*at) && !mine.contains(at)
+                };
+                steps.extend((0..self.items.len()).filter(others_make).map(Step::Wait));
                 steps.extend(mine.into_iter().map(Step::Wait));
                 steps.push(Step::Leave(item.group));
                 waits = others;
             }
         }
+        steps.append(&mut owed);
         // Groups that it makes no call in are made all the same.
         for (index, group) in self.groups.iter().enumerate() {
             if !made[index] && group.thread == thread && group.rank_of(process).is_some() {
@@ -538,12 +668,31 @@ impl Scenario {
             let at = rng.below(waits.len() as u64) as usize;
             steps.push(Step::Wait(waits.swap_remove(at)));
         }
+        // Whoever leaves has to know that the other threads have made theirs.
+        let is_mine = |at: &usize| {
+            let item = &self.items[*at];
+            let is_there = item.composed.is_some() && self.has_item(*at);
+            is_there && self.groups[item.group].thread == thread && self.groups[item.group].rank_of(process).is_some()
+        };
+        steps.extend((0..self.items.len()).filter(is_mine).map(Step::Wait));
         if self.all_leave || (waits.is_empty() && self.faults.is_empty() && rng.below(3) == 0) {
             let mine =
                 |group: &usize| self.groups[*group].thread == thread && self.groups[*group].rank_of(process).is_some();
             steps.extend((0..self.groups.len()).filter(mine).map(Step::Leave));
         }
         steps
+    }
+}
+
+impl Scenario {
+    /// How a rank makes a call of a composition.
+    fn steps_of_composed(&self, index: usize, rank: usize) -> impl Iterator<Item = Step> {
+        let item = &self.items[index];
+        let composition = item.composed.unwrap_or(index);
+        let is_last = self.composed(composition).last() == Some(index);
+        let wait = (!item.is_async[rank]).then_some(Step::Wait(index));
+        let conclude = is_last.then_some(Step::Conclude(composition));
+        [Some(Step::Call(index)), conclude, wait].into_iter().flatten()
     }
 }
 
@@ -564,6 +713,7 @@ fn message(group: usize, world: usize, ends: (usize, usize), count: u64, number:
         is_from_any: false,
         is_async: (0..world).map(|rank| rank == ends.0).collect(),
         is_early: false,
+        composed: None,
     }
 }
 
@@ -713,5 +863,6 @@ fn draw_item(rng: &mut Rng, index: usize, group: &GroupSpec, segment: u64, tag: 
         is_from_any,
         is_async: (0..world).map(|_| rng.below(2) == 0).collect(),
         is_early: false,
+        composed: None,
     }
 }

@@ -12,6 +12,7 @@ use accl_types::Error;
 use accl_wire::EndpointInfo;
 
 use super::clock::{self, Agenda, Event};
+use super::devices::Devices;
 use super::external::Elsewhere;
 use super::link::{Board, SimulatedLink, Wire, self_link};
 use super::oracle::Tensors;
@@ -38,6 +39,8 @@ pub(super) struct Seen {
     pub(super) sleeps: u64,
     /// Calls that were made with tensors elsewhere.
     pub(super) staged: u64,
+    /// Calls that were made for devices.
+    pub(super) offloaded: u64,
     /// Of all results, errors and times.
     pub(super) hash: u64,
 }
@@ -80,6 +83,8 @@ pub(super) enum State {
     Asleep {
         item: usize,
     },
+    /// It waits until other threads of the process have reserved a number, or made a call.
+    Awaiting,
     Over,
 }
 
@@ -150,6 +155,9 @@ pub(super) struct World<'a> {
     pub(super) failed_at: BTreeMap<(usize, usize), u64>,
     pub(super) seen: Seen,
     pub(super) elsewhere: Arc<Mutex<Elsewhere>>,
+    pub(super) devices: Arc<Mutex<Devices>>,
+    /// The first number of a composition on a process, and how many there are; `None` where it was refused.
+    pub(super) reserved: BTreeMap<(usize, usize), Option<(u64, u64)>>,
     /// Bits of encoded results.
     pub(super) bits: Bits,
 }
@@ -200,6 +208,10 @@ impl<'a> World<'a> {
                 core.expect_group(index, spec.members.iter().filter_map(|&member| host.peers[member]).collect());
             }
         }
+        let devices: Arc<Mutex<Devices>> = Arc::default();
+        for (index, group) in scenario.groups.iter().enumerate() {
+            devices.lock().add_group(index, group.members.len());
+        }
         let (made, struck) = (BTreeMap::new(), BTreeSet::new());
         let (dialled, pending) = (BTreeSet::new(), BTreeMap::new());
         let (seen, bits) = (Seen::default(), BTreeMap::new());
@@ -219,6 +231,8 @@ impl<'a> World<'a> {
             failed_at: BTreeMap::new(),
             seen,
             elsewhere: Arc::default(),
+            devices,
+            reserved: BTreeMap::new(),
             bits,
         }
     }
@@ -246,7 +260,12 @@ impl<'a> World<'a> {
             format!("process {process} {states:?} sleep {:?}", host.sleep)
         });
         let now = clock::nanos();
-        format!("{}; {} at {now}", calls.collect::<Vec<_>>().join(", "), threads.collect::<Vec<_>>().join(", "))
+        let devices = self.devices.lock();
+        format!(
+            "{}; {} {devices}at {now}",
+            calls.collect::<Vec<_>>().join(", "),
+            threads.collect::<Vec<_>>().join(", ")
+        )
     }
 
     pub(super) fn is_over(&self, item: usize, process: usize) -> bool {

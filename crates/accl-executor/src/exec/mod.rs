@@ -12,4 +12,5 @@ pub use context::SpinLimit;
 pub(crate) use fast_path::FastPath;
 pub use p2p::PRIVATE_TAGS;
 pub(crate) use p2p::{FromAny, Message, P2p};
-pub(crate) use run::{OFFLOAD_GRACE, PROBE, PROBE_AFTER, Run, answer_probe};
+pub use run::OFFLOAD_GRACE;
+pub(crate) use run::{PROBE, PROBE_AFTER, Run, answer_probe};

@@ -38,7 +38,7 @@ const TILE: usize = 8 << 10;
 pub(crate) const PROBE_AFTER: Duration = Duration::from_millis(100);
 /// How much longer than its deadline a call is waited for that is done elsewhere, and others of its group meanwhile: whoever does it says at the
 /// deadline why it is late.
-pub(crate) const OFFLOAD_GRACE: Duration = Duration::from_secs(2);
+pub const OFFLOAD_GRACE: Duration = Duration::from_secs(2);
 /// The edge of a frame that only shows a call's signature.
 pub(crate) const PROBE: u32 = u32::MAX;
 

@@ -996,10 +996,15 @@ impl GroupState {
         Some(error)
     }
 
-    /// The calls in flight that cannot end well without a rank.
+    /// The calls in flight that need something from a rank, or have something for it.
     pub fn calls_that_need(&self, rank: Rank) -> Vec<Arc<CallState>> {
-        let runs = self.runs.values().filter(|run| run.needs(rank) || run.is_elsewhere()).map(|run| run.call.clone());
+        let runs = self.runs.values().filter(|run| run.needs(rank)).map(|run| run.call.clone());
         runs.chain(self.p2p.needs(rank, FromAny::DoesNot).map(|message| message.call.clone())).collect()
+    }
+
+    /// The calls in flight that are being done elsewhere: they cannot end well when a rank is lost that has not left in good order.
+    pub fn calls_elsewhere(&self) -> impl Iterator<Item = &Arc<CallState>> {
+        self.runs.values().filter(|run| run.is_elsewhere()).map(|run| &run.call)
     }
 
     /// Receives in flight that take a message from any rank.
