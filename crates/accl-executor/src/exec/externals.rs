@@ -136,6 +136,18 @@ impl Externals {
         is_done
     }
 
+    /// Whether one has begun, and how it ended has not been looked at.
+    #[inline]
+    pub(super) fn has_any(&self) -> bool {
+        !self.under_way.is_empty()
+    }
+
+    /// Whether one could not be done: see [`Externals::take_failure`].
+    #[inline]
+    pub(super) fn has_failed(&self) -> bool {
+        self.failure.is_some()
+    }
+
     /// Why the call cannot go on, if an operation has failed.
     pub(super) fn take_failure(&mut self) -> Option<Error> {
         self.failure.take()
@@ -161,7 +173,12 @@ impl Externals {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use accl_types::ErrorKind;
+
     use super::*;
+    use crate::call::{External, ExternalTask, ExternalWork};
 
     #[test]
     fn the_agreement_of_all_ranks_is_asked_for_once_and_then_holds() {
@@ -177,10 +194,44 @@ mod tests {
         assert_eq!(Externals::new(&[]).agreement(0), Agreement::Reached, "a rank alone agrees with itself");
     }
 
+    #[derive(Debug, Default)]
+    struct Shelf(std::sync::Mutex<Option<ExternalTask>>);
+
+    impl External for Shelf {
+        fn name(&self) -> &str {
+            "shelf"
+        }
+
+        fn begin(&self, task: ExternalTask) {
+            *self.0.lock().unwrap() = Some(task);
+        }
+    }
+
+    #[test]
+    fn how_an_operation_ended_is_asked_for_until_somebody_has_looked() {
+        let shelf: Arc<Shelf> = Arc::default();
+        let by: Arc<dyn External> = shelf.clone();
+        let mut externals = Externals::default();
+        externals.set_wake(Arc::new(|| {}));
+        let work = ExternalWork::Copies(Vec::new());
+        assert!(externals.begin(3, ExternalStep::Offload, |wake| {
+            Some(ExternalHandle::begin(&by, work, Arc::new(()), wake.clone()))
+        }));
+        assert!(externals.has_any() && externals.are_under_way());
+        let task = shelf.0.lock().unwrap().take();
+        task.unwrap().fail_as(ErrorKind::Timeout, "in vain");
+        // Until then its call is not late by itself: what it says of its lateness comes first.
+        assert!(externals.has_any() && !externals.are_under_way() && externals.has_ended());
+        assert!(!externals.settle(3) && !externals.has_any() && !externals.has_ended());
+        assert!(externals.has_failed(), "a pass has yet to take it");
+        assert_eq!(externals.take_failure().map(|error| error.kind), Some(ErrorKind::Timeout));
+        assert!(!externals.has_failed());
+    }
+
     #[test]
     fn what_has_nothing_to_do_does_not_begin() {
         let mut externals = Externals::default();
-        externals.set_wake(std::sync::Arc::new(|| {}));
+        externals.set_wake(Arc::new(|| {}));
         assert!(!externals.begin(0, ExternalStep::CopyIn, |_| None));
         assert!(!externals.has_begun(0) && externals.under_way().is_none());
     }

@@ -166,6 +166,11 @@ pub(crate) struct Run {
 }
 
 impl Run {
+    /// Whether its deadline is somebody else's matter: it is done elsewhere, or has ended there just now and has yet to say how.
+    pub(crate) fn has_deadline_elsewhere(&self) -> bool {
+        self.plan.is_offloaded && self.externals.has_any()
+    }
+
     /// Whether the whole collective is being done elsewhere: for as long, it needs all ranks.
     pub(crate) fn is_elsewhere(&self) -> bool {
         self.plan.is_offloaded && self.has_external_under_way()
@@ -227,7 +232,7 @@ impl Run {
 
     /// Whether there is something to try: new work, or a send that waits for room.
     pub(crate) fn is_busy(&self) -> bool {
-        !self.work.is_empty() || !self.stalled.is_empty() || self.externals.has_ended()
+        !self.work.is_empty() || !self.stalled.is_empty() || self.externals.has_ended() || self.externals.has_failed()
     }
 
     /// Takes back the room for encoded chunks.
