@@ -57,7 +57,7 @@ impl Device {
         let shared: Arc<Shared> = Arc::default();
         let (tasks, queue) = mpsc::channel();
         let (opened, is_open) = mpsc::sync_channel(1);
-        let port = Port::new(rank, world, frame_bytes);
+        let port = Port::new(rank, world, frame_bytes, u64::from(settings.max_eager_bytes));
         let worker = worker::Start {
             url: url.clone(),
             settings: settings.clone(),

@@ -9,8 +9,9 @@ use std::thread::Thread;
 use std::time::Duration;
 
 use accl_cclo::packets::Packets;
+use accl_cclo::wire::MAX_PACKET_BYTES;
 use accl_executor::group::PacketSink;
-use accl_types::Rank;
+use accl_types::{Error, Rank, Result};
 
 use crate::driver::Driver;
 use crate::sync::Mutex;
@@ -22,12 +23,16 @@ const WINDOW: u64 = 1 << 20;
 const TELL_AFTER: u64 = WINDOW / 4;
 /// Before each packet stands its length.
 const LENGTH_BYTES: usize = size_of::<u32>();
+/// Most bytes of a packet with its heads and padding; no engine sends so many.
+const MOST_PACKET_BYTES: usize = 2 * MAX_PACKET_BYTES;
 
 /// The way of packets to and from the device of this rank.
 pub(super) struct Port {
     rank: u32,
     /// Most bytes of packets in one frame.
     frame_bytes: usize,
+    /// Most bytes that a rank may have sent and this one has yet to take.
+    most_kept: u64,
     inner: Mutex<Inner>,
     /// The thread that runs the engine.
     thread: OnceLock<Thread>,
@@ -54,8 +59,9 @@ struct Flow {
     batch: Vec<u8>,
     /// Packets that have come.
     arrived: VecDeque<Vec<u8>>,
-    /// Of the last packet that has come, what there is of it.
+    /// Of the last packet that has come, what there is of it, with its length.
     begun: Vec<u8>,
+    come: u64,
     sent: u64,
     /// Of those, taken by the other rank's engine.
     taken_there: u64,
@@ -64,10 +70,13 @@ struct Flow {
 }
 
 impl Port {
-    pub(super) fn new(rank: u32, world: u32, frame_bytes: usize) -> Arc<Self> {
+    /// An engine looks whether there is room before each message, of which the longest has `message_bytes`.
+    pub(super) fn new(rank: u32, world: u32, frame_bytes: usize, message_bytes: u64) -> Arc<Self> {
         let peers = (0..world).map(|_| Flow::default()).collect();
         let inner = Mutex::new(Inner { ready: VecDeque::new(), peers });
-        Arc::new(Self { rank, frame_bytes, inner, thread: OnceLock::new(), way: Mutex::default() })
+        // Twice: packets have heads, lengths and padding besides, and engines send words of their own.
+        let most_kept = 2 * (WINDOW + message_bytes);
+        Arc::new(Self { rank, frame_bytes, most_kept, inner, thread: OnceLock::new(), way: Mutex::default() })
     }
 
     /// The calling thread runs the engine, and is woken for it.
@@ -101,13 +110,41 @@ impl Port {
 }
 
 impl Inner {
-    /// A packet has come.
-    fn keep(&mut self, from: u32, packet: &[u8]) {
-        let Some(flow) = self.peers.get_mut(from as usize) else { return };
-        if flow.arrived.is_empty() {
+    /// A rank's packets have come, and its word of how many bytes it has taken.
+    ///
+    /// # Errors
+    /// `Protocol` for what no engine sends: nothing of it is kept.
+    fn arrive(&mut self, from: u32, taken: u64, packets: &[u8], most_kept: u64) -> Result<()> {
+        let Some(flow) = self.peers.get_mut(from as usize) else {
+            return Err(Error::protocol(format!(
+                "packets for a device came from rank {from}, which is not in this group"
+            )));
+        };
+        if !(flow.taken_there..=flow.sent).contains(&taken) {
+            return Err(Error::protocol(format!(
+                "rank {from} says that its device has taken {taken} bytes of packets, after {} of {} that were sent to it",
+                flow.taken_there, flow.sent
+            )));
+        }
+        let kept = flow.come - flow.taken_here + packets.len() as u64;
+        if kept > most_kept {
+            return Err(Error::protocol(format!(
+                "rank {from} has sent {kept} bytes of packets that the device of this rank has yet to take, where at most {most_kept} \
+                 may be on their way"
+            )));
+        }
+        flow.taken_there = taken;
+        flow.come += packets.len() as u64;
+        let had_none = flow.arrived.is_empty();
+        let result = flow.put_together(packets);
+        if had_none && !flow.arrived.is_empty() {
             self.ready.push_back(from);
         }
-        flow.arrived.push_back(packet.to_vec());
+        result.map_err(|length| {
+            Error::protocol(format!(
+                "rank {from} has sent a packet of {length} bytes for a device, and none has more than {MOST_PACKET_BYTES}"
+            ))
+        })
     }
 }
 
@@ -118,13 +155,41 @@ impl Flow {
         let rest = self.batch.split_off(self.batch.len().min(most_bytes));
         (to, self.taken_here, std::mem::replace(&mut self.batch, rest))
     }
+
+    /// Keeps the packets that have come whole; a frame may begin and end within one. `Err`: the length of one that is too long.
+    fn put_together(&mut self, mut rest: &[u8]) -> std::result::Result<(), u32> {
+        loop {
+            let mut end = LENGTH_BYTES;
+            if let Some(length) = self.begun.first_chunk() {
+                let length = u32::from_le_bytes(*length);
+                let bytes = usize::try_from(length).ok().filter(|bytes| *bytes <= MOST_PACKET_BYTES).ok_or(length)?;
+                end += bytes;
+                if self.begun.len() == end {
+                    self.arrived.push_back(self.begun.split_off(LENGTH_BYTES));
+                    self.begun.clear();
+                    continue;
+                }
+            }
+            if rest.is_empty() {
+                return Ok(());
+            }
+            let (head, behind) = rest.split_at(rest.len().min(end - self.begun.len()));
+            self.begun.extend(head);
+            rest = behind;
+        }
+    }
 }
 
 impl Packets for Port {
     fn send(&self, to: u32, packet: &[u8]) {
         let mut inner = self.inner.lock();
         if to == self.rank {
-            inner.keep(to, packet);
+            let Inner { ready, peers } = &mut *inner;
+            let Some(flow) = peers.get_mut(to as usize) else { return };
+            if flow.arrived.is_empty() {
+                ready.push_back(to);
+            }
+            flow.arrived.push_back(packet.to_vec());
             return;
         }
         let Some(flow) = inner.peers.get_mut(to as usize) else { return };
@@ -183,32 +248,23 @@ impl Packets for Port {
 }
 
 impl PacketSink for Port {
-    fn arrive(&self, from: Rank, taken: u64, packets: &[u8]) {
-        {
-            let mut inner = self.inner.lock();
-            let Some(flow) = inner.peers.get_mut(from.index()) else { return };
-            flow.taken_there = taken.min(flow.sent);
-            // A frame may end within a packet.
-            flow.begun.extend(packets);
-            let bytes = std::mem::take(&mut flow.begun);
-            let mut rest = &bytes[..];
-            while let Some((length, behind)) = rest.split_first_chunk()
-                && let Some((packet, behind)) = behind.split_at_checked(u32::from_le_bytes(*length) as usize)
-            {
-                inner.keep(from.0, packet);
-                rest = behind;
-            }
-            inner.peers[from.index()].begun = rest.to_vec();
-        }
+    fn arrive(&self, from: Rank, taken: u64, packets: &[u8]) -> Result<()> {
+        self.inner.lock().arrive(from.0, taken, packets, self.most_kept)?;
+        // Also a word of what was taken is what somebody may wait for.
         if let Some(thread) = self.thread.get() {
             thread.unpark();
         }
+        Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+
+    const MESSAGE: u64 = 1 << 20;
 
     /// What a port sends to another, without a driver between them.
     fn carry(from: &Port, to: &Port) {
@@ -216,7 +272,7 @@ mod tests {
         let flow = &mut inner.peers[to.rank as usize];
         loop {
             let (_, taken, packets) = flow.frame(to.rank, 1000);
-            to.arrive(Rank(from.rank), taken, &packets);
+            to.arrive(Rank(from.rank), taken, &packets).unwrap();
             if packets.is_empty() {
                 return;
             }
@@ -225,7 +281,7 @@ mod tests {
 
     #[test]
     fn packets_arrive_whole_and_in_order_and_a_rank_that_takes_none_is_sent_no_more() {
-        let [a, b] = [0, 1].map(|rank| Port::new(rank, 2, 1 << 16));
+        let [a, b] = [0, 1].map(|rank| Port::new(rank, 2, 1 << 16, MESSAGE));
         let packet = |number: usize| vec![number as u8; number % 4097];
         let mut sent = 0;
         while a.has_room(1) {
@@ -246,7 +302,7 @@ mod tests {
 
     #[test]
     fn packets_of_a_rank_of_which_none_are_wanted_wait_and_those_of_others_do_not() {
-        let [a, b, c] = [0, 1, 2].map(|rank| Port::new(rank, 3, 1 << 16));
+        let [a, b, c] = [0, 1, 2].map(|rank| Port::new(rank, 3, 1 << 16, MESSAGE));
         a.send(2, b"a");
         carry(&a, &c);
         b.send(2, b"b");
@@ -258,8 +314,84 @@ mod tests {
 
     #[test]
     fn a_packet_to_oneself_needs_no_link() {
-        let port = Port::new(3, 4, 1 << 16);
+        let port = Port::new(3, 4, 1 << 16, MESSAGE);
         port.send(3, b"hello");
         assert_eq!(port.receive(&|_| true), Some((3, b"hello".to_vec())));
+    }
+
+    /// Bytes that a port keeps of a rank.
+    fn kept(port: &Port, from: usize) -> usize {
+        let inner = port.inner.lock();
+        let flow = &inner.peers[from];
+        flow.begun.capacity() + flow.arrived.iter().map(|packet| LENGTH_BYTES + packet.len()).sum::<usize>()
+    }
+
+    proptest! {
+        #[test]
+        fn packets_are_those_that_were_sent_however_they_are_cut_into_frames(
+            lengths in prop::collection::vec(prop_oneof![Just(0), 1_usize..9, 4000..MOST_PACKET_BYTES], 1..12),
+            cuts in prop::collection::vec(1_usize..9000, 1..12),
+        ) {
+            let port = Port::new(0, 2, 1 << 16, MESSAGE);
+            let packets: Vec<Vec<u8>> = (0..).zip(&lengths).map(|(number, &length)| vec![number; length]).collect();
+            let framed = |packet: &Vec<u8>| [&(packet.len() as u32).to_le_bytes()[..], packet].concat();
+            let bytes: Vec<u8> = packets.iter().flat_map(framed).collect();
+            let (mut rest, mut cuts) = (&bytes[..], cuts.iter().cycle());
+            while !rest.is_empty() {
+                let (frame, behind) = rest.split_at((*cuts.next().unwrap()).min(rest.len()));
+                port.arrive(Rank(1), 0, frame).unwrap();
+                rest = behind;
+            }
+            let got: Vec<_> = std::iter::from_fn(|| port.receive(&|_| true)).map(|(_, packet)| packet).collect();
+            prop_assert_eq!(got, packets);
+            prop_assert_eq!(port.inner.lock().peers[1].taken_here as usize, bytes.len());
+        }
+
+        #[test]
+        fn whatever_a_defective_rank_sends_is_refused_or_bounded(
+            frames in prop::collection::vec(
+                (0_u32..4, prop_oneof![4 => Just(0), 1 => any::<u64>()], prop::collection::vec(prop_oneof![Just(0), any::<u8>()], 0..600)),
+                1..60,
+            ),
+            times in 1_usize..200,
+        ) {
+            let port = Port::new(0, 3, 1 << 16, 1000);
+            for (from, taken, bytes) in frames {
+                let frame = bytes.repeat(times);
+                let said = port.arrive(Rank(from), taken, &frame);
+                prop_assert!(from < 3 || said.is_err());
+                for from in 0..3 {
+                    prop_assert!(kept(&port, from) <= port.most_kept as usize + 2 * (LENGTH_BYTES + MOST_PACKET_BYTES));
+                }
+            }
+            while port.receive(&|_| true).is_some() {}
+        }
+    }
+
+    #[test]
+    fn a_packet_of_a_length_that_none_has_is_refused_before_there_is_room_for_it() {
+        let port = Port::new(0, 2, 1 << 16, MESSAGE);
+        let error = port.arrive(Rank(1), 0, &u32::MAX.to_le_bytes()).unwrap_err();
+        assert!(error.message.contains("a packet of 4294967295 bytes"), "{error}");
+        assert!(kept(&port, 1) < 100);
+    }
+
+    #[test]
+    fn a_rank_that_takes_back_what_it_has_taken_is_refused() {
+        let port = Port::new(0, 2, 1 << 16, MESSAGE);
+        port.send(1, &[1; 96]);
+        port.arrive(Rank(1), 100, &[]).unwrap();
+        for taken in [99, 101] {
+            assert!(port.arrive(Rank(1), taken, &[]).is_err());
+        }
+        assert!(port.has_room(1));
+    }
+
+    #[test]
+    fn a_rank_that_sends_although_nothing_is_taken_is_stopped() {
+        let port = Port::new(0, 2, 1 << 16, MESSAGE);
+        let frame = [&4096_u32.to_le_bytes()[..], &[7; 4096]].concat();
+        let sent = (0..).take_while(|_| port.arrive(Rank(1), 0, &frame).is_ok()).count();
+        assert!((sent as u64 * 4100).abs_diff(2 * (WINDOW + MESSAGE)) < 4100, "{sent}");
     }
 }

@@ -546,10 +546,7 @@ impl GroupState {
                 Ok(())
             }
             Kind::Packets => match &self.packets {
-                Some(sink) => {
-                    sink.arrive(from, header.value, payload);
-                    Ok(())
-                }
+                Some(sink) => sink.arrive(from, header.value, payload),
                 None => {
                     Err(Error::protocol(format!("rank {from} has sent packets for a device, and there is none here")))
                 }
