@@ -68,6 +68,8 @@ struct Fleet {
     units: Vec<Unit>,
     /// The calls that ranks have made: by number and rank.
     made: BTreeMap<(u64, usize), Terms>,
+    /// What ranks have given to calls that are over on their devices, and not on others.
+    given: BTreeMap<(u64, usize), Vec<u8>>,
 }
 
 /// The device of one rank.
@@ -86,6 +88,8 @@ struct Job {
     breaks: Option<Breaks>,
     /// How long it takes once it goes on.
     takes: u64,
+    /// It does not wait for others if it only gives.
+    is_eager: bool,
     /// What it writes at its end: it goes on.
     result: Option<Vec<u8>>,
     /// It is asked to stop, and has a turn for that.
@@ -158,7 +162,7 @@ impl External for DeviceCall {
 impl Devices {
     pub(super) fn add_group(&mut self, group: usize, world: usize) {
         let units = (0..world).map(|_| Unit::default()).collect();
-        self.fleets.insert(group, Fleet { units, made: BTreeMap::new() });
+        self.fleets.insert(group, Fleet { units, ..Fleet::default() });
     }
 
     /// A rank has made a call for its device.
@@ -204,9 +208,10 @@ impl Devices {
         }
         let mut rng = Rng::new(by.seed);
         let draws = [rng.next_u64() % 8, rng.below(MOST), rng.below(MOST_SELDOM)];
+        let is_eager = rng.next_u64() % 2 == 0;
         let takes = [draws[1], 0, draws[2]][if draws[0] < 2 { 1 } else { usize::from(draws[0] == 7) * 2 }];
         let breaks = by.breaks;
-        let job = Job { task, number, seq, breaks, takes, result: None, stops: false, is_late: false };
+        let job = Job { task, number, seq, breaks, takes, is_eager, result: None, stops: false, is_late: false };
         unit.jobs.push_back(job);
         let mut agenda = by.agenda.lock();
         match breaks {
@@ -258,16 +263,18 @@ impl Fleet {
     fn go_on(&mut self, group: usize, agenda: &Mutex<Agenda>, given: &mut Given) {
         loop {
             self.units.iter_mut().for_each(|unit| unit.heed_deadline(given));
-            let heads: Option<Vec<&Job>> = self.units.iter().map(Unit::head).collect();
-            let Some(heads) = heads else { return };
-            if heads.iter().any(|job| job.seq != heads[0].seq) {
-                return;
+            if self.give(given) {
+                continue;
             }
-            let inputs: Vec<Vec<u8>> = heads.iter().map(|job| input_of(&job.task)).collect();
-            let results: Vec<Vec<u8>> =
-                (0..).zip(&heads).map(|(rank, job)| result_of(&job.task, rank, &inputs)).collect();
-            for ((rank, unit), result) in self.units.iter_mut().enumerate().zip(results) {
-                let Some(job) = unit.jobs.front_mut() else { continue };
+            let Some(seq) = self.units.iter().filter_map(Unit::head).map(|job| job.seq).min() else { return };
+            let current = |unit: &Unit| unit.head().filter(|job| job.seq == seq).map(|job| input_of(&job.task));
+            let input = |(rank, unit)| self.given.get(&(seq, rank)).cloned().or_else(|| current(unit));
+            let inputs: Option<Vec<Vec<u8>>> = self.units.iter().enumerate().map(input).collect();
+            let Some(inputs) = inputs else { return };
+            self.given.retain(|&(of, _), _| of != seq);
+            for (rank, unit) in self.units.iter_mut().enumerate() {
+                let Some(job) = unit.jobs.front_mut().filter(|job| job.seq == seq) else { continue };
+                let result = result_of(&job.task, rank, &inputs);
                 let half = result.len() / 2;
                 write(&job.task, 0, &result[..half]);
                 job.result = Some(result);
@@ -278,6 +285,19 @@ impl Fleet {
                 }
             }
         }
+    }
+
+    /// Whoever only gives something to a call may be done when it is on its way. Returns whether somebody was.
+    fn give(&mut self, given: &mut Given) -> bool {
+        let mut has_given = false;
+        for (rank, unit) in self.units.iter_mut().enumerate() {
+            if let Some(job) = unit.head().filter(|job| job.is_eager && only_gives(&job.task, rank)) {
+                self.given.insert((job.seq, rank), input_of(&job.task));
+                unit.finish(given);
+                has_given = true;
+            }
+        }
+        has_given
     }
 
     fn turn(&mut self, (_, rank, number): (usize, usize, u64), is_alive: bool, given: &mut Given) {
@@ -347,6 +367,16 @@ fn write(task: &ExternalTask, at: u64, from: &[u8]) {
     if let Some(mut memory) = CollectiveMemory::of(task) {
         memory.write_output(at, from);
     }
+}
+
+/// Whether the outputs of a rank do not depend on the others.
+fn only_gives(task: &ExternalTask, rank: usize) -> bool {
+    task.collective().is_some_and(|collective| match collective.collective {
+        Collective::Broadcast => rank == collective.root.index(),
+        Collective::Reduce | Collective::Gather => rank != collective.root.index(),
+        // A root has its own block, too.
+        _ => false,
+    })
 }
 
 /// What a rank has in its outputs when a collective is done; nothing off the root of a reduce.

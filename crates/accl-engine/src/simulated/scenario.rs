@@ -288,7 +288,9 @@ impl Scenario {
                 let fault = scenario.draw_fault(&mut rng);
                 scenario.faults.push(fault);
             }
-            scenario.faults.extend(scenario.draw_break());
+            let breaks = scenario.draw_break();
+            let death = breaks.as_ref().and_then(|breaks| scenario.draw_death(breaks));
+            scenario.faults.extend(breaks.into_iter().chain(death));
             if scenario.faults.iter().any(|fault| matches!(fault, Fault::Vanish { .. })) && rng.below(4) > 0 {
                 scenario.timeout = LONG_TIMEOUT;
             }
@@ -520,6 +522,17 @@ impl Scenario {
         let breaks = ways[rng.below(ways.len() as u64) as usize];
         let is_elsewhere = self.is_offloaded(item) || self.is_staged(item, rank);
         (is_elsewhere && rng.below(2) == 0).then_some(Fault::Break { item, rank, breaks })
+    }
+
+    /// While the devices of a group hang, one of its processes dies, in half of such worlds.
+    fn draw_death(&self, breaks: &Fault) -> Option<Fault> {
+        let Fault::Break { item, breaks: Breaks::AllHang, .. } = breaks else { return None };
+        let mut rng = Rng::new(self.seed ^ 0xdead);
+        rng.next_u64();
+        let members = &self.groups[self.items[*item].group].members;
+        let process = members[rng.below(members.len() as u64) as usize];
+        let at = 1 << (20 + rng.below(10));
+        (rng.below(2) == 0).then_some(Fault::Kill { process, at: at + rng.below(at) })
     }
 
     fn draw_fault(&self, rng: &mut Rng) -> Fault {
