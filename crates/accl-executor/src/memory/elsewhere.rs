@@ -90,7 +90,7 @@ impl<'task> Flat<'task> {
 mod tests {
     use std::sync::{Arc, Mutex};
 
-    use accl_types::{Collective, Dtype, Elems, Rank, ReduceOp};
+    use accl_types::{Collective, Dtype, Elems, Moment, Rank, ReduceOp};
 
     use super::*;
     use crate::call::{External, ExternalHandle, ExternalWork};
