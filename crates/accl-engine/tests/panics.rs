@@ -150,7 +150,8 @@ fn a_panic_after_a_send_that_is_over_leaves_nobody_waiting() {
     await_parked(&rig);
     rig.explode_after(1, Step::Commit);
     let mut data = [[0_u8; 8]; 40];
-    let receives: Vec<Call> = data.iter_mut().map(|data| groups[1].post_recv(data, Some(0), 0).unwrap()).collect();
+    // The news of it may come before the last of them.
+    let receives: Vec<Call> = data.iter_mut().filter_map(|data| groups[1].post_recv(data, Some(0), 0).ok()).collect();
     for call in &sends {
         if let Err(error) = watch(call) {
             assert_eq!(error.kind, ErrorKind::Internal, "{error}");
