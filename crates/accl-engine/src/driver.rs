@@ -503,7 +503,7 @@ impl Driver {
         // External operations that still work on memory of calls that have failed; a call says itself if one never stops.
         let _ = self.await_all(until, interrupt, |core| !core.has_stopping());
         self.await_all(until, interrupt, |core| {
-            marks.retain(|mark| !core.net.is_delivered(mark));
+            marks.retain_mut(|mark| !core.net.is_delivered(mark));
             marks.is_empty()
         })
     }

@@ -236,6 +236,17 @@ impl Engine {
         }
     }
 
+    /// Calls that are done may have sent something to peers to which there is no link yet: waits for that, at most until then.
+    fn link_to_send(&self, until: Moment, interrupt: &mut dyn FnMut() -> bool) {
+        let Some(core) = self.driver.try_lock_until(until) else { return };
+        let has_failed = core.groups().any(|group| group.poison().is_some());
+        let marks = core.net.unlinked_with_queue().into_iter().map(|peer| core.net.mark(peer)).collect();
+        drop(core);
+        if !has_failed {
+            let _ = self.driver.await_delivery(marks, until, interrupt);
+        }
+    }
+
     /// Ends everything in bounded time: groups fail, peers are told and get what was sent to them, threads stop. For the end of
     /// the process.
     pub fn shutdown(&self) {
@@ -258,6 +269,7 @@ impl Engine {
             self.driver.await_calls(&groups, time::now() + LAST_CALLS, interrupt);
         }
         self.driver.stop_background();
+        self.link_to_send(time::now() + LAST_CONNECTIONS, interrupt);
         if let Some((_, connector)) = self.connecting.get() {
             connector.stop(LAST_CONNECTIONS);
         }

@@ -310,3 +310,24 @@ fn a_call_without_any_time_is_late_and_leaves_its_tensor_alone_afterwards() {
         }
     });
 }
+
+#[test]
+fn what_an_engine_has_sent_to_a_rank_without_a_link_gets_there_although_its_process_ends() {
+    for network in [Network::Udp, Network::Rdma] {
+        for fabric in [Fabric::Shm, Fabric::Tcp] {
+            // Neighbours are a power of two away, so each of eight ranks is linked to five.
+            let world = World::new(options(8, network).over(fabric));
+            let devices = Arc::new(SimDevices(Faithful::all()));
+            world.engines.iter().for_each(|engine| engine.open_devices_with(devices.clone()));
+            world.run("g", |member| {
+                let mut data = values(member.rank, 2000);
+                let said = member.broadcast(&mut data, 0);
+                // A group that is only left is nobody's matter any more; what was sent in it is.
+                let _ = if fabric == Fabric::Shm { member.group.shutdown() } else { member.group.leave() };
+                world.engines[member.rank].shutdown();
+                said.unwrap_or_else(|error| panic!("{network:?} {fabric:?}: {error}"));
+                assert_eq!(data, values(0, 2000));
+            });
+        }
+    }
+}

@@ -1021,9 +1021,10 @@ impl GroupState {
         left.map(|(what, count)| format!("{count} {what} of group {}", self.name)).collect()
     }
 
-    /// What was sent to the other ranks until now.
+    /// What was sent to the other ranks until now. In a group that has failed nobody relies on what has no room, or no link.
     fn marks(&self, net: &Net) -> Vec<Mark> {
-        self.members.ranks().map(|rank| net.mark(self.members.peer(rank))).collect()
+        let marks = self.members.ranks().map(|rank| net.mark(self.members.peer(rank)));
+        marks.map(|mark| if self.failure.has_come() { mark.of_link_alone() } else { mark }).collect()
     }
 
     /// As [`GroupState::leave`]; says what remains to be done without the group.

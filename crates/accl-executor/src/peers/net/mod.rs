@@ -46,6 +46,8 @@ pub struct Peer {
     shares_memory: bool,
     /// Control frames for which there was no room, oldest first.
     outbox: VecDeque<([u8; HEAD_BYTES], Vec<u8>)>,
+    /// Frames that were ever put there.
+    queued: u64,
     info: EndpointInfo,
     said_goodbye: bool,
     /// Nobody was left who could have heard its goodbye.
@@ -103,7 +105,17 @@ impl Peer {
 #[derive(Clone, Copy, Debug)]
 pub struct Mark {
     peer: PeerId,
+    /// In what the link carries.
     position: u64,
+    /// Frames that have to leave the queue before; `None`: none.
+    queued: Option<u64>,
+}
+
+impl Mark {
+    /// What has yet to find room in a link, or has none, does not count.
+    pub(crate) fn of_link_alone(self) -> Self {
+        Self { queued: None, ..self }
+    }
 }
 
 /// A frame that lies in a link, without the borrow: its head and its payload.
@@ -256,6 +268,7 @@ impl Net {
             is_to_greet: false,
             shares_memory,
             outbox: VecDeque::new(),
+            queued: 0,
             info: info.clone(),
             said_goodbye: false,
             is_goodbye_assumed: false,
@@ -579,7 +592,9 @@ impl Net {
             return;
         }
         self.peer_mut(id).traffic.stalls += 1;
-        self.peer_mut(id).outbox.push_back((header.to_bytes(), payload.to_vec()));
+        let peer = self.peer_mut(id);
+        peer.outbox.push_back((header.to_bytes(), payload.to_vec()));
+        peer.queued += 1;
         self.note_dirty(id);
     }
 
@@ -666,11 +681,32 @@ impl Net {
 
     /// What was sent to a peer until now.
     pub fn mark(&self, peer: PeerId) -> Mark {
-        Mark { peer, position: self.peer(peer).link.as_ref().map_or(0, |link| link.position()) }
+        Mark { peer, position: self.position(peer), queued: self.has_queued(peer).then_some(self.peer(peer).queued) }
+    }
+
+    fn position(&self, peer: PeerId) -> u64 {
+        self.peer(peer).link.as_ref().map_or(0, |link| link.position())
+    }
+
+    fn has_queued(&self, peer: PeerId) -> bool {
+        !self.peer(peer).outbox.is_empty()
+    }
+
+    /// The peers without a link for which something waits.
+    pub fn unlinked_with_queue(&self) -> Vec<PeerId> {
+        let all = (0..self.peers.len() as u32).map(PeerId);
+        all.filter(|&id| self.is_unlinked(id) && self.has_queued(id)).collect()
     }
 
     /// Whether the peer's host has what was sent until then, or never will.
-    pub fn is_delivered(&mut self, mark: &Mark) -> bool {
+    pub fn is_delivered(&mut self, mark: &mut Mark) -> bool {
+        if let Some(queued) = mark.queued {
+            let peer = self.peer(mark.peer);
+            if peer.queued - (peer.outbox.len() as u64) < queued {
+                return false;
+            }
+            *mark = Mark { position: self.position(mark.peer), queued: None, ..*mark };
+        }
         self.link(mark.peer).is_none_or(|link| link.is_delivered(mark.position))
     }
 
