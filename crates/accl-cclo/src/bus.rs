@@ -9,18 +9,33 @@ use accl_types::Result;
 
 use crate::call::Descriptor;
 use crate::control::About;
+use crate::driver::Settings;
 
-/// A memory that a device reaches.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Memory {
-    /// That of the card.
-    Device,
-    /// That of the host.
-    Host,
-}
+pub use crate::memory::Memory;
 
 /// A device, as a driver reaches it.
+///
+/// Before anything else of it is used, devices of several ranks may have to know one another: each is asked once what it tells
+/// ([`Bus::tell`]), and if that is anything, takes what all have told ([`Bus::hear`]). Whoever carries it between the ranks sets the driver up
+/// after that.
 pub trait Bus: Send {
+    /// What this rank tells all others, as text; `None`: nothing. All ranks whose devices are of one kind tell something, or none does. What was
+    /// told is of this opening of the device, and is told to nobody who comes later.
+    ///
+    /// # Errors
+    /// The device cannot be reached, or has no room for so many ranks.
+    fn tell(&mut self, _: &Settings) -> Result<Option<String>> {
+        Ok(None)
+    }
+
+    /// Takes what all ranks have told, in rank order with this one's own, and fills in what the settings lack: the session of each peer.
+    ///
+    /// # Errors
+    /// What was told makes no sense, comes from devices that do not understand one another, or the device cannot be reached.
+    fn hear(&mut self, _told: &[String], _: &mut Settings) -> Result<()> {
+        Ok(())
+    }
+
     /// Reads a word of exchange memory.
     ///
     /// # Errors
@@ -97,6 +112,14 @@ pub trait Bus: Send {
 }
 
 impl<B: Bus + ?Sized> Bus for Box<B> {
+    fn tell(&mut self, settings: &Settings) -> Result<Option<String>> {
+        (**self).tell(settings)
+    }
+
+    fn hear(&mut self, told: &[String], settings: &mut Settings) -> Result<()> {
+        (**self).hear(told, settings)
+    }
+
     fn read_register(&mut self, offset: u32) -> Result<u32> {
         (**self).read_register(offset)
     }
@@ -143,12 +166,5 @@ impl<B: Bus + ?Sized> Bus for Box<B> {
 
     fn describe(&self) -> String {
         (**self).describe()
-    }
-}
-
-impl Memory {
-    /// Whether it is the host's.
-    pub fn is_host(self) -> bool {
-        self == Self::Host
     }
 }

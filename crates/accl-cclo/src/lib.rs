@@ -18,6 +18,7 @@ pub mod control;
 pub mod device;
 pub mod driver;
 pub mod hazards;
+mod memory;
 pub mod memory_map;
 pub mod offload;
 pub mod packets;

@@ -8,7 +8,7 @@ mod emulator;
 mod hostctrl;
 mod xrt;
 
-pub use coyote::{CoyoteBus, QueuePair};
+pub use coyote::CoyoteBus;
 pub use emulator::EmulatorBus;
 pub use xrt::{XrtBus, XrtPlace};
 
@@ -17,8 +17,7 @@ use accl_types::{Error, Result};
 use crate::bus::Bus;
 use crate::device::{DeviceUrl, Place};
 
-/// Reaches the device of a rank. Of cards behind Coyote the queue pairs are not connected: their ranks have to exchange them, so whoever
-/// sets them up opens a [`CoyoteBus`] itself.
+/// Reaches the device of a rank. What it tells the other ranks, and they tell it, is carried by whoever sets it up.
 ///
 /// # Errors
 /// It is not there, does not answer, or is no such device.

@@ -28,8 +28,8 @@ const MAX_UDP_RANKS: u32 = 16;
 const CARDS: [u8; 3] = [10, 10, 10];
 
 impl DeviceUrl {
-    /// What the driver sets up on a rank. Sessions of TCP and queue pairs of RDMA on cards are not known before the ranks have spoken to one
-    /// another: [`Peer::session`] is filled in by whoever has them.
+    /// What the driver sets up on a rank. Queue pairs of cards behind Coyote are not known before the ranks have spoken to one another:
+    /// [`Peer::session`] is filled in by their bus. Sessions of TCP behind XRT are those of the file of ranks.
     ///
     /// # Errors
     /// A file of ranks that makes no sense or names others, sizes that firmware refuses, tables that exchange memory has no room for.
@@ -37,6 +37,23 @@ impl DeviceUrl {
         let settings = self.sized(rank, self.peers(world)?);
         self.check(&settings).map_err(|error| self.refused(&error.message))?;
         Ok(settings)
+    }
+
+    /// Whether ranks can come to reach one another with these settings, before anything is opened.
+    ///
+    /// # Errors
+    /// There are sessions to set up which nobody does.
+    pub fn check_sessions(&self, settings: &Settings) -> Result<()> {
+        match (&self.place, self.design()) {
+            (Place::Xrt { .. }, Design::Tcp) => settings.check_sessions().map_err(|error| {
+                self.refused(&format!(
+                    "{}: nobody here sets up the network kernels of a tcp design (network_krnl, tcp_session_handler), which open them; open \
+                     them before, and give each rank the numbers of its own by `ranks=FILE`, with a `session` for each rank",
+                    error.message
+                ))
+            }),
+            (Place::Sim | Place::Emulator(_) | Place::Xrt { .. } | Place::Coyote { .. }, _) => Ok(()),
+        }
     }
 
     /// What ranks must have in common, as text: the kind of device and all keys, with those that were left out. Neither the index of a card

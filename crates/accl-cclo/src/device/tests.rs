@@ -176,6 +176,26 @@ fn each_rank_has_an_address() {
 }
 
 #[test]
+fn sessions_that_nobody_opens_are_asked_for_before_anything_starts() {
+    let checked = |text: &str| {
+        let url = parsed(text);
+        url.check_sessions(&url.settings(0, 2).unwrap()).map_err(|error| error.message)
+    };
+    let text = checked("xrt://0?xclbin=a&design=tcp").unwrap_err();
+    let words = ["has no session to ranks 1: nobody here sets up", "network_krnl", "`ranks=FILE`, with a `session`"];
+    assert!(words.iter().all(|word| text.contains(word)), "{text}");
+    let ranks = |session: &str| {
+        let name = format!("sessions{}.json", session.len());
+        file(&name, &format!(r#"{{"ranks": [{{"ip": "10.1.1.1"}}, {{"ip": "10.1.1.2"{session}}}]}}"#))
+    };
+    assert!(checked(&format!("xrt://0?xclbin=a&design=tcp&ranks={}", ranks(""))).is_err());
+    assert_eq!(checked(&format!("xrt://0?xclbin=a&design=tcp&ranks={}", ranks(r#", "session": 3"#))), Ok(()));
+    for text in ["sim", "emulator://h:1", "xrt://0?xclbin=a", "coyote://0"] {
+        assert_eq!(checked(text), Ok(()), "{text}");
+    }
+}
+
+#[test]
 fn each_rank_has_an_emulator() {
     let ranks = file("emulators", r#"{"ips": ["h0", "127.0.0.1"]}"#);
     let at = |text: &str, rank| parsed(text).emulator_of(rank).map(|address| address.to_string());

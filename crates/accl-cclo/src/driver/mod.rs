@@ -57,13 +57,14 @@ pub struct Driver<B> {
 }
 
 impl<B: Bus> Driver<B> {
-    /// Sets a device up. All ranks must have done so before the first of them makes a call. Between looks at a call that sets something
+    /// Sets a device up, once it has heard what it needs of others. All ranks must have done so before the first of them makes a call. Between looks at a call that sets something
     /// `go_on` is asked whether there is time left.
     ///
     /// # Errors
     /// Settings that firmware refuses, a device that somebody else uses or that is of another design, or that cannot be reached.
     pub fn open(mut bus: B, settings: Settings, mut go_on: impl FnMut() -> bool) -> Result<Self> {
         settings.check()?;
+        settings.check_sessions()?;
         let hardware_id = HardwareId(bus.read_register(map::HARDWARE_ID.offset)?);
         if let Some(network) = hardware_id.network().filter(|network| *network != settings.network) {
             let [built, asked] = [network, settings.network].map(|network| Design::of(network).name());

@@ -4,8 +4,8 @@ use std::net::Ipv4Addr;
 
 use accl_types::{Error, ErrorKind, Result};
 
-use crate::bus::Memory;
-use crate::memory_map::{Communicator, Network, RankEntry};
+use crate::memory::Memory;
+use crate::memory_map::{Communicator, NO_SESSION, Network, RankEntry};
 
 /// Most rx buffers that firmware looks after.
 pub const MAX_RX_BUFFERS: u32 = 512;
@@ -65,6 +65,21 @@ impl Settings {
     /// How many ranks.
     pub fn world(&self) -> u32 {
         self.peers.len() as u32
+    }
+
+    /// Whether each rank is known to be reached.
+    ///
+    /// # Errors
+    /// One has no session.
+    pub fn check_sessions(&self) -> Result<()> {
+        let others = (0..).zip(&self.peers).filter(|(rank, _)| *rank != self.rank);
+        let without: Vec<String> =
+            others.filter(|(_, peer)| peer.session == NO_SESSION).map(|(rank, _)| rank.to_string()).collect();
+        if without.is_empty() {
+            return Ok(());
+        }
+        let text = format!("the device of rank {} has no session to ranks {}", self.rank, without.join(", "));
+        Err(Error::new(ErrorKind::Configuration, text))
     }
 
     /// The communicator of all ranks.

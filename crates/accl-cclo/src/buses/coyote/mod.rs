@@ -10,7 +10,7 @@ mod queue_pair;
 #[cfg(test)]
 mod tests;
 
-pub use queue_pair::QueuePair;
+use queue_pair::QueuePair;
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
@@ -22,6 +22,7 @@ use accl_types::{Error, ErrorKind, Result};
 use super::hostctrl;
 use crate::bus::{Bus, Memory};
 use crate::call::Descriptor;
+use crate::driver::Settings;
 use crate::memory_map::EXCHANGE_MEMORY_BYTES;
 use calls::{Calls, MAX_WORDS, PAGE_BYTES, Request};
 use kernel::Kernel;
@@ -49,6 +50,8 @@ pub struct CoyoteBus {
     port: u64,
     /// Where each buffer is, and in which context it was mapped.
     buffers: Vec<(u64, usize)>,
+    /// This rank's ends of queue pairs, one for each rank and none for itself, once they were told.
+    ends: Vec<Option<QueuePair>>,
     /// A call was started whose end was not seen: the card may write to buffers.
     is_busy: bool,
     /// Registers can be read, and nothing else be done.
@@ -76,8 +79,16 @@ impl CoyoteBus {
             let text = format!("{} has a shell without RDMA; load one with RDMA", name(region));
             Error::new(ErrorKind::Configuration, text)
         })?;
-        let mut bus =
-            Self { calls, region, contexts: Vec::new(), port, buffers: Vec::new(), is_busy: false, only_looks: false };
+        let mut bus = Self {
+            calls,
+            region,
+            contexts: Vec::new(),
+            port,
+            buffers: Vec::new(),
+            ends: Vec::new(),
+            is_busy: false,
+            only_looks: false,
+        };
         bus.register(CONTROL_CONTEXT)?;
         Ok(bus)
     }
@@ -91,11 +102,11 @@ impl CoyoteBus {
     }
 
     /// Makes this rank's ends of queue pairs, one for each other rank, each with a context and a page of memory of its own. Ranks exchange
-    /// them, and each calls [`CoyoteBus::connect`] with both ends; [`QueuePair::number`] of the local end is the session of that peer.
+    /// them, and each connects both ends; [`QueuePair::number`] of the local end is the session of that peer.
     ///
     /// # Errors
     /// The region has no contexts or the host no pages left.
-    pub fn queue_pairs(&mut self, ip: Ipv4Addr, peers: u32) -> Result<Vec<QueuePair>> {
+    fn queue_pairs(&mut self, ip: Ipv4Addr, peers: u32) -> Result<Vec<QueuePair>> {
         if peers >= MAX_CONTEXTS {
             let text = format!("{} has contexts for {} peers, not for {peers}", name(self.region), MAX_CONTEXTS - 1);
             return Err(Error::new(ErrorKind::Exhausted, text));
@@ -121,7 +132,7 @@ impl CoyoteBus {
     ///
     /// # Errors
     /// The driver refuses it.
-    pub fn connect(&mut self, local: &QueuePair, remote: &QueuePair) -> Result<()> {
+    fn connect(&mut self, local: &QueuePair, remote: &QueuePair) -> Result<()> {
         let port = self.port;
         let [first, second, third] = local.context_words(remote);
         let mut context = words([port, first, second, third]);
@@ -181,6 +192,55 @@ impl CoyoteBus {
 }
 
 impl Bus for CoyoteBus {
+    /// The ends of this rank's queue pairs, one for each other rank.
+    fn tell(&mut self, settings: &Settings) -> Result<Option<String>> {
+        let own = settings.rank as usize;
+        let ip = settings.peers.get(own).map(|peer| peer.ip);
+        let ip = ip.ok_or_else(|| Error::internal(format!("rank {own} is none of its device's")))?;
+        let mut ends = self.queue_pairs(ip, settings.world().saturating_sub(1))?.into_iter();
+        self.ends = (0..settings.peers.len()).map(|rank| if rank == own { None } else { ends.next() }).collect();
+        Ok(Some(QueuePair::all_to_text(&self.ends)))
+    }
+
+    /// Connects each with the end that its rank has made for this one; the number of the end here is the session.
+    fn hear(&mut self, told: &[String], settings: &mut Settings) -> Result<()> {
+        let own = settings.rank as usize;
+        let senseless = |rank: usize, why: &str| {
+            let text = format!(
+                "what rank {rank} has told of its queue pairs makes no sense to rank {own}: {why}; install the same version of torch-accl \
+                 on all hosts"
+            );
+            Error::new(ErrorKind::Device, text)
+        };
+        let mut pairs = Vec::new();
+        for (rank, text) in told.iter().enumerate() {
+            let ends = QueuePair::all_from_text(text).map_err(|error| senseless(rank, &error.to_string()))?;
+            if ends.len() != settings.peers.len() {
+                return Err(senseless(rank, &format!("it has {} of {}", ends.len(), settings.peers.len())));
+            }
+            if rank == own {
+                if ends != self.ends {
+                    return Err(senseless(rank, "it is not what this rank has told"));
+                }
+                continue;
+            }
+            let remote = ends[own].ok_or_else(|| senseless(rank, "it has none for this rank"))?;
+            if !remote.is_sound() {
+                return Err(senseless(rank, "it has numbers that no card has"));
+            }
+            let local = self.ends.get(rank).copied().flatten();
+            pairs.push((rank, local.ok_or_else(|| Error::internal("nothing was told before it was heard"))?, remote));
+        }
+        if pairs.len() + 1 != settings.peers.len() {
+            return Err(Error::internal(format!("{} of {} ranks were heard", told.len(), settings.peers.len())));
+        }
+        for (rank, local, remote) in pairs {
+            self.connect(&local, &remote)?;
+            settings.peers[rank].session = local.number;
+        }
+        Ok(())
+    }
+
     fn read_register(&mut self, offset: u32) -> Result<u32> {
         Ok(self.calls.read_word(self.register_at(offset)?) as u32)
     }
@@ -234,6 +294,7 @@ impl Bus for CoyoteBus {
             contexts: Vec::new(),
             port: self.port,
             buffers: Vec::new(),
+            ends: Vec::new(),
             is_busy: false,
             only_looks: true,
         }))

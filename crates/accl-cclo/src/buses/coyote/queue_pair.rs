@@ -7,19 +7,19 @@ use serde::{Deserialize, Serialize};
 /// One end of a queue pair, as the other end needs to know it. Ranks exchange these, as text, before their devices are set up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct QueuePair {
+pub(super) struct QueuePair {
     /// Address of the card.
-    pub ip: Ipv4Addr,
+    pub(super) ip: Ipv4Addr,
     /// Number of the queue pair on it.
-    pub number: u32,
+    pub(super) number: u32,
     /// Number of the first packet, of 24 bits.
-    pub first_packet: u32,
+    pub(super) first_packet: u32,
     /// Key of its memory.
-    pub key: u16,
+    pub(super) key: u16,
     /// Where its page of memory is.
-    pub address: u64,
+    pub(super) address: u64,
     /// Bytes of that page.
-    pub bytes: u64,
+    pub(super) bytes: u64,
 }
 
 /// Bits of the numbers of a queue pair and of a packet.
@@ -37,15 +37,20 @@ const CONNECTION_PORT_SHIFT: u32 = 40;
 const CONNECTION_NUMBER_MASK: u64 = 0xFFFF;
 
 impl QueuePair {
-    /// As text for a store.
-    pub fn to_json(&self) -> String {
-        // A structure of numbers always has a text.
-        serde_json::to_string(self).unwrap_or_default()
+    /// The ends of a rank, as text: one for each rank, and none for itself.
+    pub(super) fn all_to_text(ends: &[Option<Self>]) -> String {
+        // Structures of numbers always have a text.
+        serde_json::to_string(ends).unwrap_or_default()
     }
 
-    /// From its text; `None`: it is none.
-    pub fn from_json(text: &str) -> Option<Self> {
-        serde_json::from_str(text).ok()
+    /// From their text; an error says why they are none.
+    pub(super) fn all_from_text(text: &str) -> Result<Vec<Option<Self>>, serde_json::Error> {
+        serde_json::from_str(text)
+    }
+
+    /// Whether its numbers fit where the card has room for them.
+    pub(super) fn is_sound(&self) -> bool {
+        self.number < 1 << NUMBER_BITS && self.first_packet < 1 << PACKET_BITS
     }
 
     /// The number of the queue pair of a context in a region.

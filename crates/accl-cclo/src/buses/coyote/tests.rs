@@ -8,6 +8,7 @@ use super::kernel::Kernel;
 use super::{CoyoteBus, QueuePair, missing};
 use crate::bus::{Bus, Memory};
 use crate::call::{Compression, Descriptor, Hosts, Operation, Streams};
+use crate::driver::{Peer, Settings};
 use crate::memory_map as map;
 
 /// What was done, in order.
@@ -268,8 +269,6 @@ fn queue_pairs_have_contexts_of_their_own_and_the_words_of_the_reference() {
     // Region 2 in the upper four bits, the driver's number of the context in the lower six.
     assert_eq!([local[0].number, local[1].number], [2 << 6 | 6, 2 << 6 | 7]);
     assert!(local.iter().all(|pair| pair.first_packet < 1 << 24 && pair.bytes == 2 << 20 && pair.ip == ip));
-    assert_eq!(QueuePair::from_json(&local[0].to_json()), Some(local[0]));
-    assert_eq!(QueuePair::from_json("{}"), None);
 
     let local = QueuePair { first_packet: 0xABCDEF, ..local[0] };
     let remote = QueuePair {
@@ -306,6 +305,76 @@ fn queue_pairs_have_contexts_of_their_own_and_the_words_of_the_reference() {
             Done::Request(0, 8, vec![5]),
         ]
     );
+}
+
+/// Cards of a world, each of which has told what it does, and their settings.
+fn world(ranks: u32) -> (Vec<(Recorder, CoyoteBus, Settings)>, Vec<String>) {
+    let peer = |rank: u32| Peer { ip: Ipv4Addr::new(10, 10, 10, rank as u8 + 1), port: 5500, session: map::NO_SESSION };
+    let peers: Vec<Peer> = (0..ranks).map(peer).collect();
+    let mut cards: Vec<_> = (0..ranks)
+        .map(|rank| {
+            let recorder = Recorder::new(RDMA_ON_0);
+            let bus = opened(&recorder);
+            (recorder, bus, Settings::new(map::Network::Rdma, rank, peers.clone()))
+        })
+        .collect();
+    let told = cards.iter_mut().map(|(_, bus, settings)| bus.tell(settings).unwrap().unwrap()).collect();
+    (cards, told)
+}
+
+#[test]
+fn each_pair_of_ranks_connects_the_ends_that_they_have_made_for_each_other() {
+    for ranks in [1, 2, 3, 5] {
+        let (mut cards, told) = world(ranks);
+        let ends: Vec<_> = told.iter().map(|text| QueuePair::all_from_text(text).unwrap()).collect();
+        for (rank, (recorder, bus, settings)) in cards.iter_mut().enumerate() {
+            taken(recorder);
+            bus.hear(&told, settings).unwrap();
+            let mut wanted = Vec::new();
+            for (peer, of_peer) in ends.iter().enumerate().filter(|(peer, _)| *peer != rank) {
+                let (local, remote) = (ends[rank][peer].unwrap(), of_peer[rank].unwrap());
+                let with = |words: [u64; 3]| [vec![0], words.to_vec()].concat();
+                wanted.push(Done::Request(0, 13, with(local.context_words(&remote))));
+                wanted.push(Done::Request(0, 14, with(local.connection_words(&remote, 0))));
+                wanted.push(Done::Request(0, 10, vec![0, u64::from(remote.ip.to_bits())]));
+                assert_eq!(settings.peers[peer].session, local.number);
+            }
+            assert_eq!(taken(recorder), wanted, "rank {rank} of {ranks}");
+            assert_eq!(settings.check_sessions(), Ok(()));
+        }
+    }
+}
+
+#[test]
+fn queue_pairs_that_make_no_sense_are_told_from_whom_they_came() {
+    let (mut cards, told) = world(3);
+    let ends = QueuePair::all_from_text(&told[1]).unwrap();
+    let text = |change: &dyn Fn(&mut Vec<Option<QueuePair>>)| {
+        let mut ends = ends.clone();
+        change(&mut ends);
+        QueuePair::all_to_text(&ends)
+    };
+    let pair = |ends: &mut Vec<Option<QueuePair>>, change: &dyn Fn(&mut QueuePair)| change(ends[0].as_mut().unwrap());
+    for (text, why) in [
+        (String::new(), "EOF while parsing a value"),
+        ("{}".to_owned(), "invalid type: map"),
+        (text(&|ends| drop(ends.pop())), "it has 2 of 3"),
+        (text(&|ends| ends[0] = None), "it has none for this rank"),
+        (text(&|ends| pair(ends, &|pair| pair.first_packet = 1 << 24)), "it has numbers that no card has"),
+        (text(&|ends| pair(ends, &|pair| pair.number = 1 << 10)), "it has numbers that no card has"),
+    ] {
+        let told = [told[0].clone(), text, told[2].clone()];
+        let (recorder, bus, settings) = &mut cards[0];
+        taken(recorder);
+        let message = bus.hear(&told, settings).unwrap_err().message;
+        let begins = "what rank 1 has told of its queue pairs makes no sense to rank 0: ";
+        assert!(message.starts_with(&format!("{begins}{why}")), "{message}");
+        assert_eq!(taken(recorder), [], "nothing is connected");
+    }
+    let (_, bus, settings) = &mut cards[0];
+    let message = bus.hear(&[told[1].clone(), told[1].clone(), told[2].clone()], settings).unwrap_err().message;
+    assert!(message.contains("it is not what this rank has told"), "{message}");
+    assert_eq!(settings.check_sessions().unwrap_err().message, "the device of rank 0 has no session to ranks 1, 2");
 }
 
 #[test]
