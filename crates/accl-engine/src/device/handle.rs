@@ -2,35 +2,28 @@
 //!
 //! Owns the way from a group to the device's thread, and what is known of the device outside of it: which calls it takes, and what it has
 //! done. The thread alone (`worker`) talks to the bus, polls and keeps deadlines; nothing here waits under the engine's lock, and nothing
-//! here decides when a call may begin, which is the executor's matter. Read [`Device::open`] first.
+//! here decides when a call may begin, which is the executor's matter. How it is opened is in `opening`. Read [`Device::takes`] first.
 
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{self, RecvTimeoutError, Sender};
-use std::time::Duration;
+use std::sync::mpsc::{self, Sender};
 
 use accl_cclo::device::DeviceUrl;
 use accl_cclo::driver::Settings;
 use accl_cclo::offload::{Request, Route, route};
 use accl_executor::call::{Blocks, CallDesc, External, ExternalTask, TensorDesc};
 use accl_executor::group::PacketSink;
-use accl_types::{Collective, Error, Moment, Result};
+use accl_types::Collective;
 
 use super::port::Port;
-use super::shared::{OpenBus, Shared};
-use super::worker;
+use super::shared::Shared;
 use crate::driver::Driver;
-use crate::time;
-
-/// How often whoever waits for a device that opens looks whether it should go on.
-const LOOK: Duration = Duration::from_millis(50);
-/// How much longer than its deadline a device that opens may take to say why it does not.
-const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// A device that has been set up, for the group that it serves.
 pub(crate) struct Device {
     url: DeviceUrl,
+    /// But for the sessions, which the thread alone knows.
     settings: Settings,
     sidestep: Vec<Collective>,
     shared: Arc<Shared>,
@@ -39,49 +32,16 @@ pub(crate) struct Device {
 }
 
 impl Device {
-    /// Opens the device of a rank and sets it up, on a thread of its own. `look` is called now and then, and ends the wait with an error.
-    ///
-    /// # Errors
-    /// Settings that make no sense, a device that is not there, that does not answer before `deadline` or is set up for somebody else; what
-    /// `look` says.
-    pub(crate) fn open(
+    /// The handle of a device whose thread takes these tasks once it has set it up.
+    pub(super) fn new(
         url: DeviceUrl,
-        (rank, world): (u32, u32),
+        settings: Settings,
         sidestep: Vec<Collective>,
-        opener: Arc<dyn OpenBus>,
-        frame_bytes: usize,
-        deadline: Moment,
-        look: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<Arc<Self>> {
-        let settings = url.settings(rank, world)?;
-        let shared: Arc<Shared> = Arc::default();
-        let (tasks, queue) = mpsc::channel();
-        let (opened, is_open) = mpsc::sync_channel(1);
-        let port = Port::new(rank, world, frame_bytes, u64::from(settings.max_eager_bytes));
-        let worker = worker::Start {
-            url: url.clone(),
-            settings: settings.clone(),
-            shared: shared.clone(),
-            port: port.clone(),
-            deadline,
-        };
-        std::thread::Builder::new()
-            .name("accl-device".to_owned())
-            .spawn(move || worker.run(&*opener, &opened, &queue))
-            .map_err(|error| Error::exhausted(format!("no thread for the device `{url}`: {error}")))?;
-        let device = Arc::new(Self { url, settings, sidestep, shared, port, tasks });
-        loop {
-            match is_open.recv_timeout(LOOK) {
-                Ok(outcome) => return outcome.map(|()| device),
-                Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Error::internal(format!("the thread of {device:?} ended while it opened it")));
-                }
-                Err(RecvTimeoutError::Timeout) => look()?,
-            }
-            if time::now() > deadline + LAST_WORDS {
-                return Err(Error::timeout(format!("{device:?} is not open before the deadline of the group")));
-            }
-        }
+        shared: Arc<Shared>,
+        port: Arc<Port>,
+        tasks: Sender<ExternalTask>,
+    ) -> Self {
+        Self { url, settings, sidestep, shared, port, tasks }
     }
 
     /// The group is made: an engine in software reaches those of other ranks.

@@ -2,10 +2,12 @@
 
 mod counts;
 mod handle;
+mod opening;
 mod port;
 mod shared;
 mod staging;
 mod worker;
 
 pub(crate) use handle::Device;
+pub(crate) use opening::{Opened, Opening};
 pub use shared::OpenBus;

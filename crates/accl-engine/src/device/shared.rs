@@ -2,6 +2,7 @@
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use accl_cclo::bus::Bus;
 use accl_cclo::device::DeviceUrl;
@@ -11,9 +12,13 @@ use accl_types::{Error, Result};
 
 use super::counts::Counts;
 
+/// How much longer than its deadline a device that opens may take to say why it does not.
+pub(super) const LAST_WORDS: Duration = Duration::from_secs(2);
+
 /// Opens what is behind the text of a device.
 pub trait OpenBus: Send + Sync {
-    /// A connection to the device of a rank, which no other has opened. An engine in software of this process reaches those of other ranks by
+    /// A connection to the device of a rank, which no other has opened. What it tells and hears ([`Bus::tell`]) goes over the store of the group,
+    /// between this and its setting up. An engine in software of this process reaches those of other ranks by
     /// `packets`, once the group is made. `go_on` says whether there is time left.
     ///
     /// # Errors

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, SyncSender};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
 use accl_cclo::bus::Bus;
@@ -19,7 +19,7 @@ use accl_executor::memory::CollectiveMemory;
 use accl_types::{Collective, Error, ErrorKind, Moment, Result};
 
 use super::port::Port;
-use super::shared::{OpenBus, Shared};
+use super::shared::{LAST_WORDS, OpenBus, Shared};
 use super::staging::{STAGING_BYTES, Segment, Staging};
 use crate::{signals, time};
 
@@ -39,6 +39,14 @@ pub(super) struct Start {
     pub(super) shared: Arc<Shared>,
     pub(super) port: Arc<Port>,
     pub(super) deadline: Moment,
+}
+
+/// What the thread has come to while it opens the device.
+pub(super) enum Step {
+    /// The device is reached. It tells this to all ranks, and waits for what they tell; `None`: it does not.
+    Reached(Option<String>),
+    /// It takes collectives.
+    SetUp,
 }
 
 /// The thread's own.
@@ -72,15 +80,22 @@ struct Calls {
 }
 
 impl Start {
-    /// The life of the thread.
-    pub(super) fn run(self, opener: &dyn OpenBus, opened: &SyncSender<Result<()>>, tasks: &Receiver<ExternalTask>) {
+    /// The life of the thread. It says how far it has come, and ends when nobody hears of it.
+    pub(super) fn run(
+        self,
+        opener: &dyn OpenBus,
+        steps: &Sender<Result<Step>>,
+        told: &Receiver<Vec<String>>,
+        tasks: &Receiver<ExternalTask>,
+    ) {
         signals::block_all();
         self.port.belongs_to_this_thread();
-        let mut worker = match self.open(opener) {
-            Ok(worker) => worker,
-            Err(error) => return drop(opened.send(Err(error))),
+        let mut worker = match self.open(opener, steps, told) {
+            Ok(Some(worker)) => worker,
+            Ok(None) => return,
+            Err(error) => return drop(steps.send(Err(error))),
         };
-        if opened.send(Ok(())).is_err() {
+        if steps.send(Ok(Step::SetUp)).is_err() {
             return;
         }
         // It ends with the last sender.
@@ -89,15 +104,36 @@ impl Start {
         }
     }
 
-    fn open(self, opener: &dyn OpenBus) -> Result<Worker> {
-        let Self { url, settings, shared, port, deadline } = self;
+    /// `None`: the device is not wanted any more.
+    fn open(
+        self,
+        opener: &dyn OpenBus,
+        steps: &Sender<Result<Step>>,
+        told: &Receiver<Vec<String>>,
+    ) -> Result<Option<Worker>> {
+        let Self { url, mut settings, shared, port, deadline } = self;
         let is_closed = shared.clone();
         let mut go_on = || time::now() < deadline && !is_closed.is_closed.load(Ordering::Relaxed);
         let memory = settings.memory;
-        let bus = opener.open(&url, &settings, port, &mut go_on)?;
+        let mut bus = opener.open(&url, &settings, port, &mut go_on)?;
+        let tells = bus.tell(&settings)?;
+        let hears = tells.is_some();
+        if steps.send(Ok(Step::Reached(tells))).is_err() {
+            return Ok(None);
+        }
+        if hears {
+            match told.recv_timeout((deadline + LAST_WORDS).since(time::now())) {
+                Ok(told) => bus.hear(&told, &mut settings)?,
+                Err(RecvTimeoutError::Disconnected) => return Ok(None),
+                Err(RecvTimeoutError::Timeout) => {
+                    let text = format!("{} has not heard of all others before the deadline", bus.describe());
+                    return Err(Error::timeout(text));
+                }
+            }
+        }
         let mut driver = Driver::open(bus, settings, go_on)?;
         let staging = Staging::new(driver.bus(), memory)?;
-        Ok(Worker { url, driver, staging, shared })
+        Ok(Some(Worker { url, driver, staging, shared }))
     }
 }
 

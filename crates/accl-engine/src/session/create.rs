@@ -20,7 +20,7 @@ use super::store::Store;
 use crate::api::default_codec::DefaultCodec;
 use crate::api::group::{Group, Rules};
 use crate::api::spec::GroupSpec;
-use crate::device::Device;
+use crate::device::{Opened, Opening};
 use crate::engine::{Engine, Job, Parts};
 use crate::env::launch_label;
 use crate::events;
@@ -38,7 +38,7 @@ const CONNECT_SLICE: Duration = Duration::from_millis(200);
 /// The device of a group that is being made.
 struct Devices {
     url: Option<DeviceUrl>,
-    opened: Option<Arc<Device>>,
+    opened: Option<Opened>,
 }
 
 /// The device that a group is to have. One serves the group of the whole job: sub-groups have none.
@@ -209,7 +209,9 @@ impl Engine {
         accl_schedule::check_rules(&topology, &spec.config.algorithm)?;
         let default_codec = DefaultCodec::of(&spec.config)?;
         let Some(peers) = self.connect(parts, spec, meeting, infos, deadline, look)? else { return Ok(None) };
-        self.open_device(spec, device, deadline, look)?;
+        if !self.open_device(spec, meeting, device, deadline, look)? {
+            return Ok(None);
+        }
         self.driver.with_core(|core| core.expect_group(id, peers.clone()));
         let members = Members::new(peers, Bytes(spec.config.eager_bytes));
         let chooser = chooser(topology, spec, infos, self.driver.with_core(|core| core.segment()));
@@ -218,38 +220,50 @@ impl Engine {
         if spec.config.timing {
             state.enable_timing();
         }
-        if let Some(device) = &device.opened {
+        let device = device.opened.as_ref().map(|opened| opened.device.clone());
+        if let Some(device) = &device {
             device.connect(&self.driver, id);
             state.take_packets_with(device.sink());
         }
-        Ok(Some((state, Rules { default_codec, device: device.opened.clone(), planner })))
+        Ok(Some((state, Rules { default_codec, device, planner })))
     }
 
-    /// Opens the group's device, once: a session may move.
+    /// Opens the group's device: once, although a session may move, unless it is set up for the other ranks' devices, which are new then.
+    /// `false` when the session is over.
     fn open_device(
         &self,
         spec: &GroupSpec,
+        meeting: &mut Meeting<'_>,
         device: &mut Devices,
         deadline: Instant,
         look: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<()> {
-        let Some(url) = device.url.as_ref().filter(|_| device.opened.is_none()) else { return Ok(()) };
+    ) -> Result<bool> {
+        let Some(url) = &device.url else { return Ok(true) };
+        let deadline = time::now() + deadline.saturating_duration_since(Instant::now());
+        match device.opened.take() {
+            Some(opened) if opened.has_heard => opened.leave(deadline, look)?,
+            Some(opened) => {
+                device.opened = Some(opened);
+                return Ok(true);
+            }
+            None => {}
+        }
         let opener = self.opener().ok_or_else(|| {
             Error::configuration(format!("device `{url}`: this engine was not given a way to open devices"))
         })?;
-        let left = deadline.saturating_duration_since(Instant::now());
         let place = (spec.rank.0, spec.world);
         let sidestep = spec.config.sidestep.iter().map(|sidestep| sidestep.collective).collect();
-        device.opened = Some(Device::open(
-            url.clone(),
-            place,
-            sidestep,
-            opener,
-            self.config.segment_bytes as usize,
-            time::now() + left,
-            look,
-        )?);
-        Ok(())
+        let frame_bytes = self.config.segment_bytes as usize;
+        let opening = Opening::begin(url.clone(), place, sidestep, opener, frame_bytes, deadline, look)?;
+        let told = match opening.tells() {
+            None => None,
+            Some(text) => match meeting.exchange(text, look)? {
+                Some(told) => Some(told),
+                None => return opening.leave(look).map(|()| false),
+            },
+        };
+        device.opened = Some(opening.finish(told, look)?);
+        Ok(true)
     }
 
     /// The processes of a sub-group's ranks, as the group of the job knows them; empty for other groups.

@@ -291,7 +291,7 @@ impl GroupState {
     /// How much longer than their deadlines calls are waited for: what is done elsewhere sees to its deadline itself, and what waits for it is
     /// not to blame.
     fn grace(&self) -> Duration {
-        let is_elsewhere = self.packets.is_some() && self.runs.values().any(Run::has_deadline_elsewhere);
+        let is_elsewhere = self.runs.values().any(Run::has_deadline_elsewhere);
         if is_elsewhere { OFFLOAD_GRACE } else { Duration::ZERO }
     }
 

@@ -34,6 +34,10 @@
 //! A member of the job's own group that is seen to have gone, on a link that exists already, ends the making of a
 //! sub-group at once: it will not come back into this job.
 //!
+//! **What ranks tell one another.** Devices of some kinds need to know those of the other ranks. With the roster, before it counts itself in,
+//! each rank then writes what it tells under the session's name, and rank 0 writes all of it in one place. It is of that session: when that
+//! moves, all tell anew.
+//!
 //! **Several at once.** Threads of one process may make groups over the same keys: those that lead take turns, and one that
 //! answers in another's place waits for the next session. A second living process with the same rank is found out when it stands in this rank's place
 //! twice, since the second session began after this process was there. One that comes after the group was made hears
@@ -62,7 +66,7 @@ use crate::sync::Mutex;
 use accl_types::hash::hash_words;
 
 pub(crate) use texts::RankInfo;
-use texts::{Notice, Phase, Why, roster_from_text, roster_to_text, settings_differ};
+use texts::{Notice, Phase, Why, roster_from_text, roster_to_text, settings_differ, told_from_text, told_to_text};
 
 /// Subtracted from the count of a session that is over. More than any world, twice.
 const ENDED: i64 = 1 << 40;
@@ -121,6 +125,8 @@ pub(crate) struct Meeting<'a> {
     began: Instant,
     deadline: Instant,
     looked: Instant,
+    /// Whether this rank has told the others anything: keys to clean up.
+    has_told: bool,
     /// Whether the group's end needs no word to the others: it is made, or nobody was met.
     concluded: bool,
 }
@@ -155,6 +161,7 @@ impl<'a> Meeting<'a> {
             began: now,
             deadline,
             looked: now,
+            has_told: false,
             concluded: false,
         }
     }
@@ -193,6 +200,51 @@ impl<'a> Meeting<'a> {
             Standing::Open | Standing::Over(Why::Complete) => Ok(true),
             Standing::Over(why) => self.leave(why).map(|()| false),
         }
+    }
+
+    /// Tells all ranks something, once in a session, and returns what they have told, in rank order; all ranks do, or none. `None`: the session is
+    /// over, gather again.
+    ///
+    /// # Errors
+    /// As [`Meeting::gather`]; `Rendezvous` when the store holds something else.
+    pub(crate) fn exchange(&mut self, text: &str, look: &mut dyn FnMut() -> Result<()>) -> Result<Option<Vec<String>>> {
+        let Some(session) = self.session.clone() else { return Ok(Some(vec![text.to_owned()])) };
+        let (rank, all) = (self.spec.rank.0, told_by_all(&self.keys, &session));
+        self.has_told = true;
+        if rank != 0 {
+            self.store.set(&told_by(&self.keys, &session, rank), text.as_bytes())?;
+        }
+        let mut told = vec![text.to_owned()];
+        let pace = Pace::new();
+        loop {
+            if rank != 0 {
+                if let Some(text) = self.text(&all)? {
+                    told = told_from_text(&text)?;
+                    break;
+                }
+            } else if told.len() == self.spec.world as usize {
+                self.store.set(&all, told_to_text(&told).as_bytes())?;
+                break;
+            } else if let Some(text) = self.text(&told_by(&self.keys, &session, told.len() as u32))? {
+                told.push(text);
+                continue;
+            }
+            let standing = if pace.is_long() { self.standing_of_mine(&session)? } else { self.standing(&session)? };
+            match standing {
+                Standing::Open | Standing::Over(Why::Complete) => {}
+                Standing::Over(why) => return self.leave(why).map(|()| None),
+            }
+            if Instant::now() >= self.deadline + GRACE {
+                return Err(self.untold(&session));
+            }
+            self.pause(&pace, look)?;
+        }
+        if told.len() != self.spec.world as usize || told[self.spec.rank.index()] != text {
+            return Err(Error::rendezvous(
+                "the store holds something that is not what the ranks of this group have told",
+            ));
+        }
+        Ok(Some(told))
     }
 
     /// Says that this rank has all that the group needs, and waits until all ranks have said so.
@@ -470,6 +522,9 @@ impl<'a> Meeting<'a> {
             } else {
                 // An info that stays is garbage, no harm.
                 let _ = self.store.delete(&info(&self.keys, session, self.spec.rank.0));
+                if self.has_told {
+                    let _ = self.store.delete(&told_by(&self.keys, session, self.spec.rank.0));
+                }
             }
         }
     }
@@ -481,6 +536,9 @@ impl<'a> Meeting<'a> {
             self.delete_session(&session)?;
             for rank in 1..world {
                 self.store.delete(&info(&self.keys, &session, rank))?;
+                if self.has_told {
+                    self.store.delete(&told_by(&self.keys, &session, rank))?;
+                }
             }
         }
         // Before the roster: who finds the notice and no roster answers. It may be another leader's by now, if this one was
@@ -492,9 +550,15 @@ impl<'a> Meeting<'a> {
         }
         if rank != 0 {
             self.store.delete(&info(&self.keys, session, rank))?;
+            if self.has_told {
+                self.store.delete(&told_by(&self.keys, session, rank))?;
+            }
         }
         if self.store.add(&ready(&self.keys, session), 1)? == 2 * i64::from(world) {
             self.store.delete(&roster(&self.keys, session))?;
+            if self.has_told {
+                self.store.delete(&told_by_all(&self.keys, session))?;
+            }
             self.store.delete(&ready(&self.keys, session))?;
         }
         Ok(())
@@ -502,6 +566,9 @@ impl<'a> Meeting<'a> {
 
     fn delete_session(&self, session: &str) -> Result<()> {
         self.store.delete(&roster(&self.keys, session))?;
+        if self.has_told {
+            self.store.delete(&told_by_all(&self.keys, session))?;
+        }
         self.store.delete(&why_key(&self.keys, session))?;
         self.store.delete(&ready(&self.keys, session)).map(drop)
     }
@@ -572,6 +639,20 @@ impl<'a> Meeting<'a> {
             return Ok(None);
         }
         Err(self.taken("which is in the group"))
+    }
+
+    /// The deadline passed before all had told what the others need.
+    fn untold(&self, session: &str) -> Error {
+        let is_missing =
+            |rank: &u32| self.store.get(&told_by(&self.keys, session, *rank)).is_ok_and(|text| text.is_none());
+        let mut missing: Vec<String> = (1..self.spec.world).filter(is_missing).map(|rank| rank.to_string()).collect();
+        if missing.is_empty() {
+            missing.push("0".to_owned());
+        }
+        let missing = missing.join(", ");
+        self.timed_out(&format!(
+            "what all ranks tell of their devices: ranks {missing} have not; raise the timeout, or see what they say"
+        ))
     }
 
     fn unconnected(&self) -> Error {
@@ -651,6 +732,14 @@ fn info(keys: &str, session: &str, rank: u32) -> String {
 
 fn roster(keys: &str, session: &str) -> String {
     format!("{keys}/{session}/roster")
+}
+
+fn told_by(keys: &str, session: &str, rank: u32) -> String {
+    format!("{keys}/{session}/told/{rank}")
+}
+
+fn told_by_all(keys: &str, session: &str) -> String {
+    format!("{keys}/{session}/told")
 }
 
 fn ready(keys: &str, session: &str) -> String {

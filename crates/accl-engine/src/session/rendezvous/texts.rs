@@ -82,19 +82,39 @@ fn check_version(line: Option<&str>, magic: &str) -> std::result::Result<(), Str
 
 /// All ranks' infos in rank order, each behind its length.
 pub(super) fn roster_to_text(infos: &[RankInfo]) -> String {
-    infos.iter().map(RankInfo::to_text).map(|text| format!("{}\n{text}\n", text.len())).collect()
+    joined(infos.iter().map(RankInfo::to_text))
 }
 
-pub(super) fn roster_from_text(mut text: &str) -> Result<Vec<RankInfo>> {
-    let broken = || Error::rendezvous("the store holds something that is no roster of ranks");
-    let mut infos = Vec::new();
+pub(super) fn roster_from_text(text: &str) -> Result<Vec<RankInfo>> {
+    let texts = split(text).ok_or_else(|| Error::rendezvous("the store holds something that is no roster of ranks"))?;
+    texts.into_iter().map(RankInfo::from_text).collect()
+}
+
+/// What all ranks tell one another, in rank order.
+pub(super) fn told_to_text(told: &[String]) -> String {
+    joined(told.iter().map(String::as_str))
+}
+
+pub(super) fn told_from_text(text: &str) -> Result<Vec<String>> {
+    let texts = split(text);
+    let texts = texts.ok_or_else(|| Error::rendezvous("the store holds something that is not what ranks have told"))?;
+    Ok(texts.into_iter().map(str::to_owned).collect())
+}
+
+/// Texts, each behind its length.
+fn joined<T: AsRef<str>>(texts: impl Iterator<Item = T>) -> String {
+    texts.map(|text| format!("{}\n{}\n", text.as_ref().len(), text.as_ref())).collect()
+}
+
+fn split(mut text: &str) -> Option<Vec<&str>> {
+    let mut texts = Vec::new();
     while !text.is_empty() {
-        let (len, rest) = text.split_once('\n').ok_or_else(broken)?;
-        let len: usize = len.parse().map_err(|_| broken())?;
-        infos.push(RankInfo::from_text(rest.get(..len).ok_or_else(broken)?)?);
-        text = rest[len..].strip_prefix('\n').ok_or_else(broken)?;
+        let (len, rest) = text.split_once('\n')?;
+        let len: usize = len.parse().ok()?;
+        texts.push(rest.get(..len)?);
+        text = rest[len..].strip_prefix('\n')?;
     }
-    Ok(infos)
+    Some(texts)
 }
 
 /// What the leader says of its session.
@@ -244,6 +264,8 @@ mod tests {
         ) {
             let infos = vec![info(counter, &agreed), info(3, "")];
             prop_assert_eq!(roster_from_text(&roster_to_text(&infos)).unwrap(), infos);
+            let told = vec![agreed.clone(), String::new(), format!("{process}\n{session}")];
+            prop_assert_eq!(told_from_text(&told_to_text(&told)).unwrap(), told);
             for &(phase, _) in Phase::ALL {
                 let notice = Notice { session: session.clone(), world, phase, uuid, process: process.clone(), earlier: earlier.clone() };
                 prop_assert_eq!(Notice::from_text(&notice.to_text()).unwrap(), notice);
@@ -259,6 +281,7 @@ mod tests {
             prop_assert!(Notice::from_text(&text).is_err());
             prop_assert!(text.is_empty() || roster_from_text(&text).is_err());
             prop_assert!(RankInfo::from_text(&text).is_err());
+            let _ = told_from_text(&text);
             let _ = Why::from_bytes(&bytes);
         }
 

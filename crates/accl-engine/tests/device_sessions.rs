@@ -1,0 +1,320 @@
+//! Devices that must know one another before they are set up: what each tells reaches all others over the store, and whatever goes wrong
+//! in between ends on all ranks with its reason.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use accl_engine::{Engine, Group, GroupSpec, MemoryStore, Store};
+use accl_testkit::Member;
+use accl_testkit::devices::{Faithful, LocalDevices, Network};
+use accl_types::config::{Calibration, Config};
+use accl_types::{Error, ErrorKind, Rank, ReduceOp, Result};
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+const SOON: Duration = Duration::from_secs(5);
+
+/// Whether a key is one of what ranks tell one another.
+fn is_told(key: &str) -> bool {
+    key.contains("/told")
+}
+
+/// A store of a rank that may die: of the first question that `dies_of` says, before it is answered.
+struct Mortal<'a> {
+    store: MemoryStore,
+    dies_of: &'a (dyn Fn(&str, &str) -> bool + Sync),
+    is_dead: AtomicBool,
+    /// Questions about what ranks tell.
+    told: AtomicUsize,
+}
+
+impl<'a> Mortal<'a> {
+    fn new(store: &MemoryStore, dies_of: &'a (dyn Fn(&str, &str) -> bool + Sync)) -> Self {
+        Self { store: store.clone(), dies_of, is_dead: false.into(), told: 0.into() }
+    }
+
+    fn live(&self, what: &str, key: &str) -> Result<()> {
+        self.told.fetch_add(usize::from(is_told(key)), Ordering::SeqCst);
+        let dies = (self.dies_of)(what, key);
+        if self.is_dead.fetch_or(dies, Ordering::SeqCst) || dies {
+            return Err(Error::rendezvous("this rank is dead"));
+        }
+        Ok(())
+    }
+}
+
+impl Store for Mortal<'_> {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.live("set", key)?;
+        self.store.set(key, value)
+    }
+
+    fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        self.live("get", key)?;
+        self.store.get(key)
+    }
+
+    fn add(&self, key: &str, delta: i64) -> Result<i64> {
+        self.live("add", key)?;
+        self.store.add(key, delta)
+    }
+
+    fn delete(&self, key: &str) -> Result<bool> {
+        self.live("delete", key)?;
+        self.store.delete(key)
+    }
+}
+
+fn config() -> Config {
+    let mut config = Config { calibration: Calibration::Off, ..Config::default() };
+    config.set_option("device", "sim://?design=udp").unwrap();
+    config
+}
+
+fn devices(ranks: u32) -> Arc<LocalDevices> {
+    let devices = LocalDevices::new(Network::Udp, Faithful::all(), ranks);
+    devices.faults().have_queue_pairs.store(true, Ordering::SeqCst);
+    devices
+}
+
+/// A rank's process.
+struct Process {
+    engine: Arc<Engine>,
+    rank: u32,
+    world: u32,
+    timeout: Duration,
+}
+
+impl Process {
+    fn new(devices: &Arc<LocalDevices>, rank: u32, world: u32) -> Self {
+        let engine = accl_calibrate::engine(config());
+        engine.open_devices_with(devices.clone());
+        Self { engine, rank, world, timeout: TIMEOUT }
+    }
+
+    fn make(&self, store: &dyn Store, interrupt: &mut dyn FnMut() -> bool) -> Result<Arc<Group>> {
+        let spec = GroupSpec {
+            name: "g".to_owned(),
+            rank: Rank(self.rank),
+            world: self.world,
+            timeout: self.timeout,
+            config: config(),
+            master: None,
+            global_ranks: Vec::new(),
+        };
+        self.engine.create_group(spec, store, interrupt)
+    }
+
+    /// Makes the group, and has the devices add something up.
+    fn train(&self, store: &dyn Store) -> Result<Member> {
+        let member = Member::new(self.make(store, &mut || false)?);
+        let mut data = [1_i64; 100];
+        member.all_reduce(&mut data, ReduceOp::Sum)?;
+        assert_eq!(data, [i64::from(self.world); 100]);
+        assert!(member.group.describe().contains("1 calls: all_reduce int64 SUM 1"));
+        member.barrier()?;
+        Ok(member)
+    }
+}
+
+/// Runs all ranks, each on a thread; what became of them in rank order.
+fn all<R: Send>(world: u32, rank: impl Fn(u32) -> R + Sync) -> Vec<R> {
+    std::thread::scope(|scope| {
+        let rank = &rank;
+        let threads: Vec<_> = (0..world).map(|number| scope.spawn(move || rank(number))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// The group that is made in the end is of devices that have told each other what they are.
+fn assert_all_know_each_other(devices: &LocalDevices, world: u32) {
+    let faults = devices.faults();
+    let told: Vec<String> = faults.told.lock().values().cloned().collect();
+    assert_eq!(told.len(), world as usize);
+    let heard = faults.heard.lock();
+    let sessions = faults.sessions.lock();
+    for rank in 0..world {
+        assert_eq!(heard[&rank], told, "rank {rank}");
+        for peer in 0..world {
+            let line = format!("qp of rank {rank} for peer {peer}: {}\n", sessions[&(rank, peer)]);
+            assert!(
+                told[rank as usize].contains(&line),
+                "the driver of rank {rank} has set up another session: {line}"
+            );
+        }
+    }
+}
+
+fn failed<T>(results: Vec<Result<T>>) -> Vec<Error> {
+    results.into_iter().map(|result| result.err().expect("no group")).collect()
+}
+
+#[test]
+fn each_device_hears_what_those_of_all_ranks_have_told_and_nothing_stays_in_the_store() {
+    for world in [1, 2, 3, 5] {
+        let (devices, store) = (devices(world), MemoryStore::default());
+        let questions = all(world, |rank| {
+            let store = Mortal::new(&store, &|_, _| false);
+            let process = Process::new(&devices, rank, world);
+            drop(process.train(&store).unwrap());
+            process.engine.shutdown();
+            store.told.into_inner()
+        });
+        assert_all_know_each_other(&devices, world);
+        assert!(questions.iter().all(|questions| (*questions > 0) == (world > 1)), "{questions:?}");
+        assert_eq!(store.keys(), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn devices_that_tell_nothing_ask_the_store_nothing() {
+    let (devices, store) = (devices(3), MemoryStore::default());
+    devices.faults().have_queue_pairs.store(false, Ordering::SeqCst);
+    let questions = all(3, |rank| {
+        let store = Mortal::new(&store, &|_, _| false);
+        Process::new(&devices, rank, 3).train(&store).unwrap();
+        store.told.into_inner()
+    });
+    assert_eq!(questions, [0; 3]);
+}
+
+#[test]
+fn whoever_fails_between_the_steps_is_named_on_all_ranks() {
+    for (what, says) in [
+        ("opens", "the card of rank 1 has no power"),
+        ("hears", "the card of rank 1 connects no queue pair"),
+        ("babbles", "what rank 1 has told makes no sense: `qp`"),
+    ] {
+        let (devices, store) = (devices(3), MemoryStore::default());
+        let faults = devices.faults();
+        match what {
+            "opens" => &faults.does_not_open,
+            "hears" => &faults.does_not_hear,
+            _ => &faults.babbles,
+        }
+        .store(1, Ordering::SeqCst);
+        let begin = Instant::now();
+        let results = all(3, |rank| Process::new(&devices, rank, 3).make(&store, &mut || false));
+        assert!(begin.elapsed() < SOON, "{what}: {:?}", begin.elapsed());
+        for error in failed(results) {
+            assert!(error.to_string().contains(says), "{what}: {error}");
+            assert_eq!(error.kind, ErrorKind::Device, "{what}: {error}");
+        }
+    }
+}
+
+#[test]
+fn an_interrupt_ends_the_wait_for_what_the_others_tell_on_all_ranks() {
+    let (devices, store) = (devices(3), MemoryStore::default());
+    devices.faults().is_slow.store(2, Ordering::SeqCst);
+    let begin = Instant::now();
+    let results = all(3, |rank| {
+        let process = Process::new(&devices, rank, 3);
+        let result = process.make(&store, &mut || {
+            // Only once this rank waits for the third one.
+            rank == 1 && devices.faults().told.lock().len() == 2
+        });
+        // Ranks 0 and 1 have ended by now, or will; the device of rank 2 was what they waited for.
+        if rank == 1 {
+            devices.faults().is_slow.store(u32::MAX, Ordering::SeqCst);
+        }
+        result
+    });
+    assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
+    for error in failed(results) {
+        assert_eq!(error.kind, ErrorKind::Aborted, "{error}");
+        assert!(error.to_string().contains("interrupted while the group was being made"), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_whose_device_does_not_come_is_named_at_the_deadline() {
+    let (devices, store) = (devices(3), MemoryStore::default());
+    devices.faults().is_slow.store(2, Ordering::SeqCst);
+    let results = all(3, |rank| {
+        let process = Process { timeout: Duration::from_millis(700), ..Process::new(&devices, rank, 3) };
+        process.make(&store, &mut || false)
+    });
+    for error in failed(results) {
+        assert!(error.to_string().contains("the card of rank 2 does not come"), "{error}");
+    }
+    assert_eq!(store.keys().iter().filter(|key| is_told(key)).count(), 0, "{:?}", store.keys());
+}
+
+#[test]
+fn when_a_rank_is_replaced_all_devices_are_opened_anew_and_told_of_the_new_one() {
+    type DiesOf = &'static (dyn Fn(&str, &str) -> bool + Sync);
+    let moments: [(&str, u32, DiesOf); 5] = [
+        ("before it tells", 1, &|what, key| what == "set" && is_told(key)),
+        ("before it hears", 1, &|what, key| what == "get" && key.ends_with("/told")),
+        ("when it has heard", 1, &|what, key| what == "add" && key.ends_with("/ready")),
+        ("before it says what all tell", 0, &|what, key| what == "set" && key.ends_with("/told")),
+        ("when it has said what all tell", 0, &|what, key| what == "add" && key.ends_with("/ready")),
+    ];
+    for (when, dies, dies_of) in moments {
+        let (devices, store) = (devices(3), MemoryStore::default());
+        let groups = all(3, |rank| {
+            if rank == dies {
+                let process = Process::new(&devices, rank, 3);
+                let mortal = Mortal::new(&store, dies_of);
+                let error = process.make(&mortal, &mut || false).err().expect("it dies");
+                assert!(error.to_string().contains("this rank is dead"), "{when}: {error}");
+                drop(process);
+            }
+            let process = Process::new(&devices, rank, 3);
+            let member = process.train(&store).unwrap_or_else(|error| panic!("{when}, rank {rank}: {error}"));
+            (process, member)
+        });
+        assert_all_know_each_other(&devices, 3);
+        // Those of who has died may take a moment.
+        let begin = Instant::now();
+        while devices.faults().open.load(Ordering::SeqCst) != 3 {
+            assert!(begin.elapsed() < SOON, "{when}: more or fewer than one device a rank are open");
+            std::thread::yield_now();
+        }
+        drop(groups);
+        assert_eq!(store.keys().iter().filter(|key| is_told(key)).collect::<Vec<_>>(), Vec::<&String>::new(), "{when}");
+    }
+}
+
+#[test]
+fn what_others_have_written_for_what_ranks_tell_is_an_error() {
+    for (garbage, says) in [
+        ("nonsense", "the store holds something that is not what ranks have told"),
+        ("1\na\n", "the store holds something that is not what the ranks of this group have told"),
+    ] {
+        let (devices, store) = (devices(2), MemoryStore::default());
+        let results = all(2, |rank| {
+            let process = Process::new(&devices, rank, 2);
+            let store = Garbled { store: store.clone(), garbage };
+            process.make(&store, &mut || false)
+        });
+        for error in failed(results) {
+            assert!(error.to_string().contains(says), "{error}");
+        }
+    }
+}
+
+/// A store that holds something else for what all ranks tell.
+struct Garbled {
+    store: MemoryStore,
+    garbage: &'static str,
+}
+
+impl Store for Garbled {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.store.set(key, if key.ends_with("/told") { self.garbage.as_bytes() } else { value })
+    }
+
+    fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        self.store.get(key)
+    }
+
+    fn add(&self, key: &str, delta: i64) -> Result<i64> {
+        self.store.add(key, delta)
+    }
+
+    fn delete(&self, key: &str) -> Result<bool> {
+        self.store.delete(key)
+    }
+}
