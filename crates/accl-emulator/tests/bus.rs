@@ -292,6 +292,66 @@ fn an_emulator_that_is_another_than_was_asked_for_is_refused_before_anything_sta
     );
 }
 
+/// What the ranks of a device find when each hears what all have told of themselves.
+fn heard(url: &DeviceUrl, ranks: u32) -> Vec<accl_types::Result<()>> {
+    let mut buses: Vec<_> = (0..ranks).map(|rank| buses::open(url, rank).unwrap()).collect();
+    let settings = |rank| url.settings(rank, ranks).unwrap();
+    let told: Vec<String> =
+        (0..).zip(&mut buses).map(|(rank, bus)| bus.tell(&settings(rank)).unwrap().unwrap()).collect();
+    (0..).zip(&mut buses).map(|(rank, bus)| bus.hear(&told, &mut settings(rank))).collect()
+}
+
+#[test]
+fn emulators_that_do_not_understand_each_other_are_refused_on_all_ranks_in_one_sentence() {
+    for (first, second, why) in [
+        ("-s 2 -c udp", "-s 2 -c udp", None),
+        ("-s 2 -c udp --faithful=4", "-s 2 -c udp", None),
+        ("-s 2 -c udp", "-s 2 -c tcp", Some("do not reach each other: they speak udp and tcp")),
+        (
+            "-s 2 -c udp",
+            "-s 2 -c udp --faithful",
+            Some("differ in what goes over the wire: they keep hazards none and 1,2,3,12"),
+        ),
+        ("-s 2 -c udp", "-s 3 -c udp", Some("the emulator of rank 1 was started for 3 ranks, and there are 2")),
+        ("-s 2 -c udp", "", Some("rank 1 is the original, or says nothing of itself")),
+        ("-s 2 -c udp", "", Some("start ours with --faithful=1,2,3,12")),
+        ("-s 2 -c udp --faithful=1,2,3,12", "", None),
+    ] {
+        // Worlds of other sizes take other ports: each has a range of its own.
+        let [port, other] = [12, 12].map(free_ports);
+        let mut emulators = Emulators(vec![start(&format!("-r 0 -p {port} {first}"))]);
+        let original = second.is_empty().then(|| common::answering(other + 1, r#"{"status":1}"#));
+        if original.is_none() {
+            emulators.0.push(start(&format!("-r 1 -p {other} {second}")));
+        }
+        let url = url(&format!("emulator://127.0.0.1:{port},127.0.0.1:{}?design=udp", other + 1));
+        for result in heard(&url, 2) {
+            let text = result.err().map(|error| error.message);
+            match why {
+                None => assert_eq!(text, None, "{first} {second}"),
+                Some(why) => assert!(text.as_ref().is_some_and(|text| text.contains(why)), "{text:?}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn what_a_rank_has_told_that_is_no_emulators_answer_is_refused() {
+    let port = free_ports(4);
+    let _emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);
+    let url = url(&format!("emulator://127.0.0.1:{port}"));
+    let mut bus = buses::open(&url, 0).unwrap();
+    let mut settings = url.settings(0, 2).unwrap();
+    let own = bus.tell(&settings).unwrap().unwrap();
+    for (text, why) in [("nonsense", "expected ident"), (r#"{"status":0}"#, "it says something else"), ("", "EOF")] {
+        let message = bus.hear(&[own.clone(), text.to_owned()], &mut settings).unwrap_err().message;
+        assert!(
+            message.starts_with(&format!("what rank 1 has told of its emulator makes no sense: {why}")),
+            "{message}"
+        );
+    }
+}
+
 /// Somebody listens and does this with who comes.
 fn listener(serve: impl Fn(std::net::TcpStream) + Send + 'static) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

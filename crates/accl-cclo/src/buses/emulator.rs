@@ -18,8 +18,9 @@ use zeromq::{ReqSocket, Socket, SocketRecv, SocketSend, ZmqError};
 
 use crate::bus::{Bus, Memory};
 use crate::call::Descriptor;
-use crate::control::{About, Reply, Request, Status};
+use crate::control::{About, Reply, Request, Status, difference};
 use crate::device::Address;
+use crate::driver::Settings;
 
 /// How long a register, a call or an allocation may take, and a connection.
 const REQUEST_DEADLINE: Duration = Duration::from_secs(1);
@@ -37,6 +38,8 @@ const PAGE_BYTES: u64 = 4096;
 const MEMORY_BYTES: u64 = 1 << 31;
 /// The control stream that calls are started on.
 const CONTROL: u32 = 0;
+/// What is told of an emulator that says nothing of itself.
+const SAYS_NOTHING: &str = "says nothing";
 
 /// A connection to an emulator.
 pub struct EmulatorBus {
@@ -192,6 +195,32 @@ fn broken(address: &Address, error: ZmqError) -> Error {
 }
 
 impl Bus for EmulatorBus {
+    /// What the emulator is.
+    fn tell(&mut self, _: &Settings) -> Result<Option<String>> {
+        let about = self.about()?;
+        Ok(Some(about.map_or_else(|| SAYS_NOTHING.to_owned(), |about| Reply::About(about).to_json())))
+    }
+
+    /// Refuses emulators that do not understand one another.
+    fn hear(&mut self, told: &[String], _: &mut Settings) -> Result<()> {
+        let read = |(rank, text): (usize, &String)| {
+            if text == SAYS_NOTHING {
+                return Ok(None);
+            }
+            let why = match Reply::from_json(text.as_bytes()) {
+                Ok(Reply::About(about)) => return Ok(Some(about)),
+                Ok(_) => "it says something else".to_owned(),
+                Err(why) => why,
+            };
+            let text = format!(
+                "what rank {rank} has told of its emulator makes no sense: {why}; install the same version of torch-accl on all hosts"
+            );
+            Err(Error::new(ErrorKind::Device, text))
+        };
+        let answers = told.iter().enumerate().map(read).collect::<Result<Vec<_>>>()?;
+        difference(&answers).map_or(Ok(()), |why| Err(Error::new(ErrorKind::Configuration, why)))
+    }
+
     fn read_register(&mut self, offset: u32) -> Result<u32> {
         let request = Request::ReadRegister { offset };
         match self.ask(&request, Duration::ZERO)? {

@@ -103,7 +103,8 @@ fn on_wire() -> impl Iterator<Item = u8> {
 }
 
 /// Which two emulators of a world do not understand each other, and why, in a sentence; `None`: all do. The answers are those of all ranks
-/// in rank order; one that is `None` is of the original, which keeps every hazard and says nothing of itself.
+/// in rank order; one that is `None` is of the original, which keeps every hazard and says nothing of itself. Hazards that stay within one
+/// emulator may differ.
 pub fn difference(answers: &[Option<About>]) -> Option<String> {
     let ranks = answers.len();
     for (rank, about) in (0u32..).zip(answers).filter_map(|(rank, about)| Some((rank, about.as_ref()?))) {
@@ -130,16 +131,32 @@ pub fn difference(answers: &[Option<About>]) -> Option<String> {
             differs.comms()
         ));
     }
-    let kept = |about: &Option<About>| about.as_ref().map_or_else(|| on_wire().collect(), About::kept_on_wire);
-    let mut all = (0u32..).zip(answers.iter().map(kept));
-    let (first, kept) = all.next()?;
-    let (other, differs) = all.find(|(_, other)| *other != kept)?;
-    Some(format!(
-        "the emulators of ranks {first} and {other} differ in what goes over the wire: they keep hazards {} and {}; start all with the \
-         same --faithful",
-        numbers(&kept),
-        numbers(&differs)
-    ))
+    let mut known = (0u32..).zip(answers).filter_map(|(rank, about)| Some((rank, about.as_ref()?)));
+    let (first, about) = known.next()?;
+    if let Some((other, differs)) = known.clone().find(|(_, other)| other.version != about.version) {
+        return Some(format!(
+            "the emulators of ranks {first} and {other} are of versions {} and {}; install the same on all hosts",
+            about.version, differs.version
+        ));
+    }
+    let kept = about.kept_on_wire();
+    if let Some((other, differs)) = known.find(|(_, other)| other.kept_on_wire() != kept) {
+        return Some(format!(
+            "the emulators of ranks {first} and {other} differ in what goes over the wire: they keep hazards {} and {}; start all with \
+             the same --faithful",
+            numbers(&kept),
+            numbers(&differs.kept_on_wire())
+        ));
+    }
+    let original = answers.iter().position(Option::is_none)?;
+    let all: Vec<u8> = on_wire().collect();
+    (kept != all).then(|| {
+        format!(
+            "the emulator of rank {original} is the original, or says nothing of itself, and that of rank {first} differs from it in what \
+             goes over the wire; start ours with --faithful={}",
+            numbers(&all)
+        )
+    })
 }
 
 fn numbers(hazards: &[u8]) -> String {
@@ -193,12 +210,10 @@ mod tests {
     fn emulators_that_understand_each_other_do_not_differ() {
         let [first, second] =
             [0, 1].map(|rank| Some(About { hazards: vec![4], clock_hz: u64::from(rank), ..about(rank) }));
-        let other = About { hazards: vec![5, 9], version: "0.2.0".to_owned(), ..about(2) };
-        assert_eq!(
-            difference(&[first, second, Some(other)]),
-            None,
-            "neither versions nor what stays within one is looked at"
-        );
+        let other = About { hazards: vec![5, 9], ..about(2) };
+        assert_eq!(difference(&[first, second, Some(other)]), None, "what stays within one is not looked at");
+        let faithful = |rank| Some(About { hazards: vec![1, 2, 3, 7, 12], ..about(rank) });
+        assert_eq!(difference(&[faithful(0), None, faithful(2)]), None, "ours do on the wire as the original");
         assert_eq!(difference(&[None, None]), None);
         assert_eq!(difference(&[]), None);
     }
@@ -220,16 +235,22 @@ mod tests {
             "the emulators of ranks 0 and 1 differ in what goes over the wire: they keep hazards none and 1,12; start all with the same --faithful"
         );
         assert_eq!(
+            with(2, About { version: "0.2.0".to_owned(), ..about(2) }),
+            "the emulators of ranks 0 and 2 are of versions 0.1.0 and 0.2.0; install the same on all hosts"
+        );
+        assert_eq!(
             with(1, About { ranks: 2, ..about(1) }),
             "the emulator of rank 1 was started for 2 ranks, and there are 3"
         );
         assert_eq!(with(1, about(2)), "the emulator that was asked as rank 1 is that of rank 2: its address is wrong");
         let mut all = all;
         all[2] = None;
-        assert_eq!(
-            difference(&all).unwrap(),
-            "the emulators of ranks 0 and 2 differ in what goes over the wire: they keep hazards none and 1,2,3,12; start all with the same --faithful",
-            "the original keeps them all"
-        );
+        let original = "the emulator of rank 2 is the original, or says nothing of itself, and that of rank 0 differs from it in what goes \
+                        over the wire; start ours with --faithful=1,2,3,12";
+        assert_eq!(difference(&all).unwrap(), original);
+        for about in all.iter_mut().flatten() {
+            about.hazards = vec![1, 2];
+        }
+        assert_eq!(difference(&all).unwrap(), original, "a part is not enough");
     }
 }
