@@ -416,7 +416,13 @@ const GREETING: [&[u8]; 5] =
 
 #[test]
 fn frames_of_impossible_lengths_are_told_in_a_sentence() {
-    let port = listener(|mut stream| {
+    // More than an address has, and more than there is memory for.
+    impossible_length(0x7FFF_FFFF_FFFF_FFFF);
+    impossible_length(1 << 44);
+}
+
+fn impossible_length(length: u64) {
+    let port = listener(move |mut stream| {
         stream.write_all(&GREETING.concat()).unwrap();
         let mut bytes = [0; 256];
         // Once the request has come, of which the greeting is no part.
@@ -425,7 +431,7 @@ fn frames_of_impossible_lengths_are_told_in_a_sentence() {
             let Ok(read @ 1..) = stream.read(&mut bytes) else { return };
             seen.extend(&bytes[..read]);
         }
-        stream.write_all(&[2, 0x7F, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF]).unwrap();
+        stream.write_all(&[&[2][..], &length.to_be_bytes()].concat()).unwrap();
         let _ = stream.read(&mut bytes);
     });
     let mut bus = buses::open(&url(&format!("emulator://127.0.0.1:{port}")), 0).unwrap();

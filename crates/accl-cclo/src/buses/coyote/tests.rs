@@ -358,7 +358,7 @@ fn queue_pairs_that_make_no_sense_are_told_from_whom_they_came() {
     for (text, why) in [
         (String::new(), "EOF while parsing a value"),
         ("{}".to_owned(), "invalid type: map"),
-        (text(&|ends| drop(ends.pop())), "it has 2 of 3"),
+        (text(&|ends| ends.truncate(2)), "it has 2 of 3"),
         (text(&|ends| ends[0] = None), "it has none for this rank"),
         (text(&|ends| pair(ends, &|pair| pair.first_packet = 1 << 24)), "it has numbers that no card has"),
         (text(&|ends| pair(ends, &|pair| pair.number = 1 << 10)), "it has numbers that no card has"),

@@ -4,23 +4,20 @@
 //! does not have, which refuses to say what it is. A request that has failed leaves the socket in the middle of something, so the bus is
 //! dead then.
 
-use std::convert::identity;
+mod zmtp;
+
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use accl_types::{Error, ErrorKind, Result};
-use tokio::net::TcpStream;
-use tokio::runtime::{Builder, Runtime};
-use tokio::time::timeout;
-use zeromq::{ReqSocket, Socket, SocketRecv, SocketSend, ZmqError};
 
 use crate::bus::{Bus, Memory};
 use crate::call::Descriptor;
 use crate::control::{About, Reply, Request, Status, difference};
 use crate::device::Address;
 use crate::driver::Settings;
+use zmtp::{Failure, Requester};
 
 /// How long a register, a call or an allocation may take, and a connection.
 const REQUEST_DEADLINE: Duration = Duration::from_secs(1);
@@ -43,9 +40,7 @@ const SAYS_NOTHING: &str = "says nothing";
 
 /// A connection to an emulator.
 pub struct EmulatorBus {
-    // Dropped before the runtime that it lives on.
-    socket: ReqSocket,
-    runtime: Runtime,
+    socket: Requester,
     address: Address,
     /// How far each memory is handed out, for all connections to the same emulator: that of the card, then that of the host.
     handed_out: Arc<Mutex<[u64; 2]>>,
@@ -66,21 +61,10 @@ impl EmulatorBus {
     }
 
     fn connect(address: &Address, handed_out: Arc<Mutex<[u64; 2]>>, deadline: Duration) -> Result<Self> {
-        let runtime = Builder::new_current_thread().enable_all().build();
-        let runtime = runtime.map_err(|error| {
-            Error::new(ErrorKind::Exhausted, format!("no socket to the emulator at {address}: {error}"))
-        })?;
-        let socket = match caught(address, || runtime.block_on(connected(address, deadline))).and_then(identity) {
-            Ok(socket) => socket,
-            Err(error) => {
-                // Whoever looks up a name may take longer than the deadline, and is not waited for.
-                runtime.shutdown_background();
-                return Err(error);
-            }
-        };
+        let socket = Requester::connect(address, deadline);
+        let socket = socket.map_err(|failure| unconnected(address, &failure, deadline))?;
         Ok(Self {
             socket,
-            runtime,
             address: address.clone(),
             handed_out,
             usual_deadline: deadline,
@@ -95,19 +79,9 @@ impl EmulatorBus {
             return Err(dead.clone());
         }
         let deadline = self.next_deadline + more;
-        let exchange = async {
-            self.socket.send(request.to_json().into()).await?;
-            self.socket.recv().await
-        };
-        let runtime = &self.runtime;
-        let answer = match caught(&self.address, || runtime.block_on(async { timeout(deadline, exchange).await })) {
-            Err(garbage) => Err(garbage),
-            Ok(Ok(Ok(message))) => {
-                let text: Vec<u8> = message.into_vec().into_iter().flatten().collect();
-                Reply::from_json(&text).map_err(|why| not_an_emulator(&self.address, why))
-            }
-            Ok(Ok(Err(error))) => Err(broken(&self.address, error)),
-            Ok(Err(_)) => Err(Error::new(
+        let answer = match self.socket.ask(request.to_json().as_bytes(), deadline) {
+            Ok(text) => Reply::from_json(&text).map_err(|why| not_an_emulator(&self.address, why)),
+            Err(Failure::Late) => Err(Error::new(
                 ErrorKind::Device,
                 format!(
                     "emulator at {} has not answered {} in {} ms; it is stopped, stuck or busy with something else",
@@ -116,6 +90,7 @@ impl EmulatorBus {
                     deadline.as_millis()
                 ),
             )),
+            Err(failure) => Err(unconnected(&self.address, &failure, deadline)),
         };
         self.next_deadline = self.usual_deadline;
         if let Err(error) = &answer {
@@ -154,44 +129,30 @@ impl EmulatorBus {
     }
 }
 
-/// A socket to an emulator. A first look finds out at once whether anybody listens: the library tries for long.
-async fn connected(address: &Address, deadline: Duration) -> Result<ReqSocket> {
-    let late = |what: &str| {
-        let text = format!("{what} in {} ms; it is stopped, or no emulator", deadline.as_millis());
-        Error::new(ErrorKind::Device, text)
-    };
-    let look = timeout(deadline, TcpStream::connect(address.to_string())).await;
-    let look = look.map_err(|_| late(&format!("{address} cannot be reached")))?;
-    drop(look.map_err(|error| {
-        let text = format!("no emulator answers at {address}: {error}; start `accl-emulator` there first");
-        Error::new(ErrorKind::Device, text)
-    })?);
-    let mut socket = ReqSocket::new();
-    match timeout(deadline, socket.connect(&format!("tcp://{address}"))).await {
-        Ok(Ok(())) => Ok(socket),
-        Ok(Err(error)) => Err(not_an_emulator(address, error)),
-        Err(_) => Err(late(&format!("what listens at {address} has not greeted"))),
-    }
-}
-
-/// The library panics at frames of impossible lengths. What it was in the middle of is not used any more then.
-fn caught<T>(address: &Address, ask: impl FnOnce() -> T) -> Result<T> {
-    catch_unwind(AssertUnwindSafe(ask)).map_err(|_| not_an_emulator(address, "it sends frames of impossible lengths"))
-}
-
 fn not_an_emulator(address: &Address, why: impl fmt::Display) -> Error {
     let text = format!("what answers at {address} does not speak the protocol of an emulator: {why}; check the port");
     Error::new(ErrorKind::Device, text)
 }
 
-fn broken(address: &Address, error: ZmqError) -> Error {
-    match error {
-        ZmqError::Codec(_) => not_an_emulator(address, error),
-        error => Error::new(
-            ErrorKind::Device,
-            format!("emulator at {address} has closed the connection: {error}; it has ended, start it again"),
+/// What is wrong with a connection that is not there, or of no use.
+fn unconnected(address: &Address, failure: &Failure, deadline: Duration) -> Error {
+    let text = match failure {
+        Failure::Unreached(error) => {
+            format!("no emulator answers at {address}: {error}; start `accl-emulator` there first")
+        }
+        Failure::UnreachedInTime => {
+            format!("{address} cannot be reached in {} ms; it is stopped, or no emulator", deadline.as_millis())
+        }
+        Failure::Ungreeted | Failure::Late => format!(
+            "what listens at {address} has not greeted in {} ms; it is stopped, or no emulator",
+            deadline.as_millis()
         ),
-    }
+        Failure::Closed(error) => {
+            format!("emulator at {address} has closed the connection: {error}; it has ended, start it again")
+        }
+        Failure::Senseless(why) => return not_an_emulator(address, why),
+    };
+    Error::new(ErrorKind::Device, text)
 }
 
 impl Bus for EmulatorBus {

@@ -1,0 +1,552 @@
+//! The asking end of ZeroMQ, as far as the emulator's protocol needs it: ZMTP 3.0 with no security, a socket of type REQ over one connection.
+//!
+//! Owns the greeting, the frames and their bounds. Whatever a peer sends costs no more than [`MOST_BYTES`] of memory and no more time than a
+//! deadline: training asks whoever listens at a port that somebody wrote down. Connects once, and to nobody again. Read [`Requester`] first.
+
+use std::fmt;
+use std::io::{self, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use crate::device::Address;
+
+/// Most bytes of a message, whatever its frames. An answer with the memory that is asked for at once has less than one MiB.
+const MOST_BYTES: u64 = 16 << 20;
+/// Most bytes of a command; metadata have some tens.
+const MOST_COMMAND_BYTES: u64 = 4 << 10;
+/// Bytes that are read at once where more are there.
+const BUFFER_BYTES: usize = 64 << 10;
+
+/// How both ends begin: a signature, a version and the mechanism of security.
+const GREETING_BYTES: usize = 64;
+const SIGNATURE_FIRST: u8 = 0xFF;
+const SIGNATURE_LAST: (usize, u8) = (9, 0x7F);
+/// Of the last byte of the signature this bit alone counts.
+const SIGNATURE_BIT: u8 = 1;
+const VERSION: (usize, u8) = (10, 3);
+const MECHANISM: (usize, &[u8; 20]) = (12, b"NULL\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0");
+
+/// Flags of a frame.
+const MORE: u8 = 1;
+const LONG: u8 = 2;
+const COMMAND: u8 = 4;
+
+/// Names of commands, behind the length of each.
+const READY: &[u8] = b"\x05READY";
+const ERROR: &[u8] = b"\x05ERROR";
+const PING: &[u8] = b"\x04PING";
+const PONG: &[u8] = b"\x04PONG";
+/// Bytes of a ping between its name and its context: how long it counts.
+const PING_TIME_BYTES: usize = 2;
+/// The property of what a socket is, and those that answer requests.
+const SOCKET_TYPE: &[u8] = b"Socket-Type";
+const ANSWERING: [&[u8]; 2] = [b"REP", b"ROUTER"];
+
+/// Why there is no answer.
+#[derive(Debug)]
+pub(super) enum Failure {
+    /// Nobody is there.
+    Unreached(io::Error),
+    /// The name or the connection is not there in time.
+    UnreachedInTime,
+    /// Whoever is there does not say so in time.
+    Ungreeted,
+    /// The deadline has passed.
+    Late,
+    /// The connection has ended.
+    Closed(io::Error),
+    /// It is no such peer, for this reason.
+    Senseless(String),
+}
+
+/// A connection that requests go over, one after the other.
+pub(super) struct Requester {
+    stream: BufReader<Timed>,
+}
+
+/// A stream that waits until a deadline and no longer.
+struct Timed {
+    stream: TcpStream,
+    deadline: Instant,
+}
+
+impl Requester {
+    /// Connects, and greets. Each of both, and the look for a name, has this long.
+    pub(super) fn connect(address: &Address, patience: Duration) -> Result<Self, Failure> {
+        let stream = reached(address, patience)?;
+        // Answers are waited for, so nothing is gained by putting packets together.
+        stream.set_nodelay(true).map_err(Failure::Closed)?;
+        let timed = Timed { stream, deadline: Instant::now() + patience };
+        let mut requester = Self { stream: BufReader::with_capacity(BUFFER_BYTES, timed) };
+        match requester.greet() {
+            Err(Failure::Late) => Err(Failure::Ungreeted),
+            Err(Failure::Closed(error)) => Err(Failure::Senseless(format!("it does not greet: {error}"))),
+            greeted => greeted.map(|()| requester),
+        }
+    }
+
+    fn greet(&mut self) -> Result<(), Failure> {
+        self.write(&greeting())?;
+        read_greeting(&mut self.stream)?;
+        self.write(&ready())?;
+        loop {
+            match read_frame(&mut self.stream, MOST_COMMAND_BYTES)? {
+                Frame { flags, body } if flags & COMMAND != 0 => {
+                    if let Some(metadata) = body.strip_prefix(READY) {
+                        return check_metadata(metadata);
+                    }
+                    self.obey(&body)?;
+                }
+                Frame { .. } => return Err(senseless("it sends messages before it is ready")),
+            }
+        }
+    }
+
+    /// What is answered, in one piece. After an error the connection is in the middle of something, and of no use.
+    pub(super) fn ask(&mut self, request: &[u8], patience: Duration) -> Result<Vec<u8>, Failure> {
+        self.stream.get_mut().deadline = Instant::now() + patience;
+        self.write(&enveloped(request))?;
+        let mut message = Message::default();
+        loop {
+            let frame = read_frame(&mut self.stream, message.room())?;
+            if frame.flags & COMMAND != 0 {
+                self.obey(&frame.body)?;
+            } else if message.take(frame)? {
+                return Ok(message.body);
+            }
+        }
+    }
+
+    /// Does what a command says. Those of other versions and sockets mean nothing here.
+    fn obey(&mut self, command: &[u8]) -> Result<(), Failure> {
+        if let Some(reason) = command.strip_prefix(ERROR) {
+            let reason = String::from_utf8_lossy(reason.get(1..).unwrap_or_default());
+            return Err(Failure::Senseless(format!("it says `{}`", reason.escape_debug())));
+        }
+        if let Some(ping) = command.strip_prefix(PING) {
+            let context = ping.get(PING_TIME_BYTES..).ok_or_else(|| senseless("it sends pings of too few bytes"))?;
+            return self.write(&frame(COMMAND, &[PONG, context].concat()));
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<(), Failure> {
+        self.stream.get_mut().write_all(bytes).map_err(failure)
+    }
+}
+
+/// A connection to whoever listens there.
+fn reached(address: &Address, patience: Duration) -> Result<TcpStream, Failure> {
+    let addresses = match address.to_string().parse() {
+        Ok(address) => vec![address],
+        Err(_) => looked_up(address.to_string(), patience)?,
+    };
+    let nobody = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    let mut last = Failure::Unreached(nobody);
+    let deadline = Instant::now() + patience;
+    for address in addresses {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(Failure::UnreachedInTime);
+        }
+        match TcpStream::connect_timeout(&address, left) {
+            Ok(stream) => return Ok(stream),
+            Err(error) if is_late(&error) => last = Failure::UnreachedInTime,
+            Err(error) => last = Failure::Unreached(error),
+        }
+    }
+    Err(last)
+}
+
+/// The addresses of a name. Whoever looks them up may take longer than there is time, and is not waited for.
+fn looked_up(name: String, patience: Duration) -> Result<Vec<SocketAddr>, Failure> {
+    let (found, finds) = mpsc::channel();
+    let look = move || drop(found.send(name.to_socket_addrs().map(Iterator::collect)));
+    std::thread::Builder::new().name("accl-name".to_owned()).spawn(look).map_err(Failure::Unreached)?;
+    match finds.recv_timeout(patience) {
+        Ok(addresses) => addresses.map_err(Failure::Unreached),
+        Err(_) => Err(Failure::UnreachedInTime),
+    }
+}
+
+impl Timed {
+    fn left(&self) -> io::Result<Duration> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
+    }
+}
+
+impl Read for Timed {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        self.stream.set_read_timeout(Some(self.left()?))?;
+        self.stream.read(into)
+    }
+}
+
+impl Write for Timed {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        self.stream.set_write_timeout(Some(self.left()?))?;
+        self.stream.write(from)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.stream.flush()
+    }
+}
+
+/// A frame that has come.
+struct Frame {
+    flags: u8,
+    body: Vec<u8>,
+}
+
+/// An answer, as far as it has come: an empty frame, and those behind it.
+#[derive(Default)]
+struct Message {
+    has_delimiter: bool,
+    body: Vec<u8>,
+}
+
+impl Message {
+    /// Most bytes of the next frame.
+    fn room(&self) -> u64 {
+        MOST_BYTES.saturating_sub(self.body.len() as u64)
+    }
+
+    /// Takes a frame; whether it was the last.
+    fn take(&mut self, frame: Frame) -> Result<bool, Failure> {
+        let Frame { flags, body } = frame;
+        let has_more = flags & MORE != 0;
+        if self.has_delimiter {
+            self.body.extend(body);
+            return Ok(!has_more);
+        }
+        if !body.is_empty() || !has_more {
+            return Err(senseless("its answers do not begin as those to requests"));
+        }
+        self.has_delimiter = true;
+        Ok(false)
+    }
+}
+
+fn greeting() -> [u8; GREETING_BYTES] {
+    let mut bytes = [0; GREETING_BYTES];
+    bytes[0] = SIGNATURE_FIRST;
+    for (at, byte) in [SIGNATURE_LAST, VERSION] {
+        bytes[at] = byte;
+    }
+    let (at, mechanism) = MECHANISM;
+    bytes[at..at + mechanism.len()].copy_from_slice(mechanism);
+    bytes
+}
+
+/// Reads as much of a greeting as it takes to know what the peer is: one of another version sends less.
+fn read_greeting(from: &mut impl Read) -> Result<(), Failure> {
+    let (last, _) = SIGNATURE_LAST;
+    let mut bytes = [0; GREETING_BYTES];
+    from.read_exact(&mut bytes[..1]).map_err(failure)?;
+    if bytes[0] != SIGNATURE_FIRST {
+        return Err(senseless("it does not greet as ZeroMQ does"));
+    }
+    from.read_exact(&mut bytes[1..=last]).map_err(failure)?;
+    // In between is what versions before the second take for a length.
+    if bytes[last] & SIGNATURE_BIT == 0 {
+        return Err(senseless("it does not greet as ZeroMQ does"));
+    }
+    let (at, version) = VERSION;
+    from.read_exact(&mut bytes[last + 1..=at]).map_err(failure)?;
+    if bytes[at] < version {
+        return Err(Failure::Senseless(format!(
+            "its ZeroMQ speaks version {} of the protocol, before {version}",
+            bytes[at]
+        )));
+    }
+    from.read_exact(&mut bytes[at + 1..]).map_err(failure)?;
+    let (at, mechanism) = MECHANISM;
+    if bytes[at..at + mechanism.len()] != *mechanism {
+        return Err(senseless("it wants security that emulators have not"));
+    }
+    Ok(())
+}
+
+fn ready() -> Vec<u8> {
+    let mut body = READY.to_vec();
+    for (name, value) in [(SOCKET_TYPE, &b"REQ"[..]), (b"Identity", b"")] {
+        body.push(name.len() as u8);
+        body.extend(name);
+        body.extend((value.len() as u32).to_be_bytes());
+        body.extend(value);
+    }
+    frame(COMMAND, &body)
+}
+
+/// Whether a peer that is ready answers requests.
+fn check_metadata(mut metadata: &[u8]) -> Result<(), Failure> {
+    let mut is_answering = None;
+    while !metadata.is_empty() {
+        let (name, value, rest) =
+            property(metadata).ok_or_else(|| senseless("its properties have impossible lengths"))?;
+        if name.eq_ignore_ascii_case(SOCKET_TYPE) {
+            is_answering = Some((ANSWERING.contains(&value), value));
+        }
+        metadata = rest;
+    }
+    match is_answering {
+        Some((true, _)) => Ok(()),
+        Some((false, other)) => {
+            let other = String::from_utf8_lossy(other);
+            Err(Failure::Senseless(format!("its socket is of type `{}`, not REP", other.escape_debug())))
+        }
+        None => Err(senseless("it does not say of which type its socket is")),
+    }
+}
+
+/// Name and value of the first property, and those behind it.
+fn property(metadata: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
+    let (len, rest) = metadata.split_first()?;
+    let (name, rest) = rest.split_at_checked(usize::from(*len))?;
+    let (len, rest) = rest.split_first_chunk()?;
+    let (value, rest) = rest.split_at_checked(u32::from_be_bytes(*len) as usize)?;
+    Some((name, value, rest))
+}
+
+/// A request as it leaves: behind an empty frame.
+fn enveloped(request: &[u8]) -> Vec<u8> {
+    [frame(MORE, &[]), frame(0, request)].concat()
+}
+
+fn frame(flags: u8, body: &[u8]) -> Vec<u8> {
+    let mut bytes = match u8::try_from(body.len()) {
+        Ok(len) => vec![flags, len],
+        Err(_) => [&[flags | LONG][..], &(body.len() as u64).to_be_bytes()].concat(),
+    };
+    bytes.extend(body);
+    bytes
+}
+
+fn read_frame(from: &mut impl Read, most_bytes: u64) -> Result<Frame, Failure> {
+    let mut flags = [0];
+    from.read_exact(&mut flags).map_err(failure)?;
+    let [flags] = flags;
+    if flags & !(MORE | LONG | COMMAND) != 0 || flags & (MORE | COMMAND) == MORE | COMMAND {
+        return Err(senseless("it sends frames with flags that there are not"));
+    }
+    let len = if flags & LONG == 0 {
+        let mut len = [0];
+        from.read_exact(&mut len).map_err(failure)?;
+        u64::from(len[0])
+    } else {
+        let mut len = [0; size_of::<u64>()];
+        from.read_exact(&mut len).map_err(failure)?;
+        u64::from_be_bytes(len)
+    };
+    let most_bytes = if flags & COMMAND == 0 { most_bytes } else { MOST_COMMAND_BYTES };
+    if len > most_bytes {
+        return Err(senseless("it sends frames of impossible lengths"));
+    }
+    let mut body = vec![0; len as usize];
+    from.read_exact(&mut body).map_err(failure)?;
+    Ok(Frame { flags, body })
+}
+
+fn senseless(why: &str) -> Failure {
+    Failure::Senseless(why.to_owned())
+}
+
+/// As sockets say that a time is over: by either word.
+fn is_late(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
+}
+
+fn failure(error: io::Error) -> Failure {
+    if is_late(&error) { Failure::Late } else { Failure::Closed(error) }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unreached(error) | Self::Closed(error) => error.fmt(f),
+            Self::UnreachedInTime | Self::Ungreeted | Self::Late => f.write_str("the time is up"),
+            Self::Senseless(why) => f.write_str(why),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// All that a peer says, as a requester reads it; what it makes of it.
+    fn read(mut bytes: &[u8]) -> Result<Vec<u8>, Failure> {
+        read_greeting(&mut bytes)?;
+        let Frame { flags, body } = read_frame(&mut bytes, MOST_COMMAND_BYTES)?;
+        match body.strip_prefix(READY) {
+            Some(metadata) if flags & COMMAND != 0 => check_metadata(metadata)?,
+            _ => return Err(senseless("not ready")),
+        }
+        let mut message = Message::default();
+        loop {
+            let frame = read_frame(&mut bytes, message.room())?;
+            if frame.flags & COMMAND == 0 && message.take(frame)? {
+                return Ok(message.body);
+            }
+        }
+    }
+
+    fn ready_of(socket: &[u8]) -> Vec<u8> {
+        let len = (socket.len() as u32).to_be_bytes();
+        // Names may be written in any case, and others stand beside.
+        let body = [READY, b"\x01X\0\0\0\x02ab", b"\x0bsocket-TYPE", &len, socket].concat();
+        frame(COMMAND, &body)
+    }
+
+    /// How libzmq 4.3 begins, where it says 3.1 and puts a length into its signature.
+    fn greeting_of_libzmq() -> [u8; GREETING_BYTES] {
+        let mut bytes = greeting();
+        (bytes[8], bytes[11]) = (1, 1);
+        bytes
+    }
+
+    fn said(bytes: &[u8]) -> String {
+        read(bytes).unwrap_err().to_string()
+    }
+
+    proptest! {
+        #[test]
+        fn answers_are_read_as_they_were_sent(
+            parts in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..600), 1..5), pings in 0_usize..3,
+        ) {
+            let mut bytes = [greeting_of_libzmq().to_vec(), ready_of(b"REP")].concat();
+            bytes.extend(frame(MORE, &[]));
+            for (index, part) in parts.iter().enumerate() {
+                (0..pings).for_each(|_| bytes.extend(frame(COMMAND, b"\x04PING\0\x01abc")));
+                bytes.extend(frame(if index + 1 < parts.len() { MORE } else { 0 }, part));
+            }
+            prop_assert_eq!(read(&bytes).unwrap(), parts.concat());
+            for end in 0..bytes.len() {
+                prop_assert!(matches!(read(&bytes[..end]), Err(Failure::Closed(_))), "{} of {}", end, bytes.len());
+            }
+        }
+
+        #[test]
+        fn anything_may_come(bytes: Vec<u8>) {
+            let _ = read(&bytes);
+            let _ = read_frame(&mut &bytes[..], MOST_BYTES);
+            let _ = check_metadata(&bytes);
+            let _ = read(&[&greeting()[..], &bytes].concat());
+            let _ = read(&[&greeting()[..], &ready_of(b"ROUTER"), &bytes].concat());
+        }
+
+        #[test]
+        fn what_is_damaged_is_read_or_refused(at in any::<prop::sample::Index>(), with: u8) {
+            let mut bytes =
+                [&greeting()[..], &ready_of(b"REP"), &frame(MORE, &[]), &frame(MORE, b"ab"), &frame(0, &[7; 300])].concat();
+            let at = at.index(bytes.len());
+            bytes[at] = with;
+            let _ = read(&bytes);
+        }
+
+        #[test]
+        fn a_length_that_no_answer_has_takes_no_memory(len in MOST_BYTES + 1.., flags in 0_u8..8) {
+            let frame = [&[flags | LONG][..], &len.to_be_bytes()].concat();
+            let refused = matches!(read_frame(&mut &frame[..], MOST_BYTES), Err(Failure::Senseless(_)));
+            prop_assert!(refused);
+        }
+    }
+
+    #[test]
+    fn whoever_is_no_such_peer_is_told_why() {
+        let ready = ready_of(b"REP");
+        let begun = [&greeting()[..], &ready].concat();
+        let with = |at: usize, byte: u8| {
+            let mut bytes = begun.clone();
+            bytes[at] = byte;
+            bytes
+        };
+        for (bytes, why) in [
+            (b"HTTP/1.1 400 Bad Request".to_vec(), "it does not greet as ZeroMQ does"),
+            (with(9, 0x7E), "it does not greet as ZeroMQ does"),
+            (with(10, 1), "its ZeroMQ speaks version 1 of the protocol, before 3"),
+            (with(12, b'C'), "it wants security that emulators have not"),
+            ([&greeting()[..], &ready_of(b"PUB")].concat(), "its socket is of type `PUB`, not REP"),
+            ([&greeting()[..], &frame(COMMAND, READY)].concat(), "it does not say of which type its socket is"),
+            (
+                [&greeting()[..], &frame(COMMAND, b"\x05READY\x0bSocket-Type\xFF\xFF\xFF\xFFREP")].concat(),
+                "its properties have impossible lengths",
+            ),
+            ([&begun[..], &frame(0, b"alone")].concat(), "its answers do not begin as those to requests"),
+            ([&begun[..], &frame(MORE, b"a")].concat(), "its answers do not begin as those to requests"),
+            ([&begun[..], &[8, 0]].concat(), "it sends frames with flags that there are not"),
+            ([&begun[..], &[COMMAND | MORE, 0]].concat(), "it sends frames with flags that there are not"),
+            ([&begun[..], &[LONG, 0, 0, 0x10, 0, 0, 0, 0, 0]].concat(), "it sends frames of impossible lengths"),
+            ([&begun[..], &[COMMAND | LONG, 0, 0, 0, 0, 0, 1, 0, 0]].concat(), "it sends frames of impossible lengths"),
+        ] {
+            assert_eq!(said(&bytes), why);
+        }
+    }
+
+    #[test]
+    fn many_frames_are_no_longer_than_one_may_be() {
+        let large = frame(MORE, &vec![0; MOST_BYTES as usize / 2]);
+        let bytes =
+            [&greeting()[..], &ready_of(b"REP"), &frame(MORE, &[]), &large, &large, &frame(MORE, b"x")].concat();
+        assert_eq!(said(&bytes), "it sends frames of impossible lengths");
+    }
+
+    /// A peer that says this behind its greeting, and what it has been told.
+    fn peer(says: Vec<u8>) -> (Address, std::thread::JoinHandle<Vec<u8>>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let serve = move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut heard = vec![0; GREETING_BYTES + ready().len() + enveloped(b"?").len()];
+            stream.write_all(&[&greeting_of_libzmq()[..], &ready_of(b"REP"), &says].concat()).unwrap();
+            stream.read_exact(&mut heard).unwrap();
+            stream.read_to_end(&mut heard).unwrap();
+            heard
+        };
+        (Address { host: "localhost".to_owned(), port }, std::thread::spawn(serve))
+    }
+
+    #[test]
+    fn requests_leave_as_the_protocol_has_them_and_pings_are_answered() {
+        let ping = frame(COMMAND, b"\x04PING\0\x0Aabc");
+        let (address, peer) = peer([&ping[..], &frame(MORE, &[]), &ping, &frame(0, b"!")].concat());
+        let mut requester = Requester::connect(&address, Duration::from_secs(5)).unwrap();
+        assert_eq!(requester.ask(b"?", Duration::from_secs(5)).unwrap(), b"!");
+        drop(requester);
+        let told = [
+            &b"\xFF\0\0\0\0\0\0\0\0\x7F\x03\0NULL"[..],
+            &[0; 48],
+            b"\x04\x26\x05READY\x0bSocket-Type\0\0\0\x03REQ\x08Identity\0\0\0\0",
+            b"\x01\0\0\x01?",
+            b"\x04\x08\x04PONGabc\x04\x08\x04PONGabc",
+        ];
+        assert_eq!(peer.join().unwrap(), told.concat());
+    }
+
+    #[test]
+    fn a_peer_that_says_a_little_at_a_time_has_no_longer_than_one_that_says_nothing() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = Address { host: "127.0.0.1".to_owned(), port: listener.local_addr().unwrap().port() };
+        let peer = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            stream.write_all(&[&greeting()[..], &ready_of(b"REP")].concat()).unwrap();
+            let little = frame(COMMAND, b"\x01X");
+            while little.iter().all(|byte| stream.write_all(&[*byte]).is_ok()) {
+                std::thread::yield_now();
+            }
+        });
+        let mut requester = Requester::connect(&address, Duration::from_secs(5)).unwrap();
+        let begin = Instant::now();
+        assert!(matches!(requester.ask(b"?", Duration::from_millis(100)), Err(Failure::Late)));
+        assert!(begin.elapsed() < Duration::from_secs(2), "{:?}", begin.elapsed());
+        drop(requester);
+        peer.join().unwrap();
+    }
+}
