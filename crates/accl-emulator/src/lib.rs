@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod arithmetic;
+mod cluster;
 pub mod command;
 mod direct;
 mod engine;
@@ -20,6 +21,7 @@ mod receiver;
 pub mod serve;
 pub mod sim;
 mod time;
+mod trace;
 
 pub use engine::{Engine, Peers};
 pub use fabric::Fabric;

@@ -9,10 +9,10 @@ use accl_cclo::call::Descriptor;
 use accl_cclo::memory_map::Network;
 use accl_types::{Error, ErrorKind, Result};
 
+use crate::cluster::Cluster;
 use crate::direct::{Direct, HandedOut};
 use crate::engine::Engine;
 use crate::program::Faithful;
-use crate::serve::cluster::Cluster;
 
 /// The engines of all ranks, in one process.
 pub struct LocalEngines(Mutex<Inner>);
@@ -28,6 +28,14 @@ impl LocalEngines {
         let engines = (0..ranks).map(|_| Engine::new(network, faithful)).collect();
         let cluster = Cluster::new(0, engines, None);
         Arc::new(Self(Mutex::new(Inner { cluster, handed_out: vec![[0; 2]; ranks as usize] })))
+    }
+
+    /// Does something with an engine, with which it and others may be able to go on. `None`: there is no such engine.
+    pub fn with<R>(&self, rank: u32, what: impl FnOnce(&mut Engine) -> R) -> Option<R> {
+        let mut inner = self.lock();
+        let result = what(inner.cluster.engine(rank)?);
+        inner.cluster.go_on(rank);
+        Some(result)
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {

@@ -9,14 +9,15 @@ use accl_cclo::bus::{Bus, Memory};
 use accl_cclo::call::{Descriptor, Operation, Streams};
 use accl_cclo::driver::{Driver, Elements, Finished, RequestId};
 use accl_cclo::memory_map::{DataType, Network};
-use accl_emulator::Faithful;
+use accl_emulator::local::{LocalBus, LocalEngines};
+use accl_emulator::{Engine, Faithful};
 use accl_types::{Moment, Result};
-use local::{LocalBus, World, open, settings};
+use local::{open, settings};
 
 const LATER: Moment = Moment::from_nanos(1_000_000);
 
 fn drivers(network: Network, ranks: u32) -> Vec<Driver<LocalBus>> {
-    let world = World::new(network, Faithful::all(), ranks);
+    let world = LocalEngines::new(network, Faithful::all(), ranks);
     (0..ranks).map(|rank| open(&world, settings(network, rank, ranks)).unwrap()).collect()
 }
 
@@ -99,7 +100,7 @@ fn a_posted_call_that_misses_its_deadline_says_what_the_device_waits_for() {
     let text = poll(driver, copy, 1_000_000).unwrap_err().message;
     assert_eq!(
         text,
-        "emulator of rank 1: `recv of 1 elements, rank 0, communicator at 0x1c8` has not ended before its deadline; it expects seq 0 from \
+        "the engine of rank 1 in this process: `recv of 1 elements, rank 0, communicator at 0x1c8` has not ended before its deadline; it expects seq 0 from \
          rank 0; its rx buffers are empty; the device takes no more calls until it is reset"
     );
     for id in [recv, copy] {
@@ -166,10 +167,11 @@ fn single_precision_travels_as_half_and_lies_as_half() {
 
 #[test]
 fn calls_take_from_kernel_streams_and_give_to_them() {
-    let world = World::new(Network::Udp, Faithful::all(), 2);
+    let world = LocalEngines::new(Network::Udp, Faithful::all(), 2);
     let mut drivers: Vec<_> = (0..2).map(|rank| open(&world, settings(Network::Udp, rank, 2)).unwrap()).collect();
     let data: Vec<u8> = (0..64).collect();
-    let feed = |rank: usize, data: &[u8]| world.lock().unwrap().engines[rank].feed(data);
+    let feed = |rank, data: &[u8]| world.with(rank, |engine| engine.feed(data)).unwrap();
+    let fed = |rank| world.with(rank, Engine::take_fed).unwrap();
     let from_stream = Streams { first: true, result: false };
     let to_stream = Streams { first: false, result: true };
     let call = |driver: &Driver<LocalBus>, operation, root, tag| {
@@ -193,9 +195,7 @@ fn calls_take_from_kernel_streams_and_give_to_them() {
     drivers[0].start(&put).unwrap();
     assert!(drivers[0].poll().unwrap().is_some());
     assert!(drivers[1].poll().unwrap().is_none(), "nothing was started there");
-    world.lock().unwrap().settle();
-    let fed = world.lock().unwrap().engines[1].take_fed();
-    assert_eq!(fed, Some((9, data.clone())));
+    assert_eq!(fed(1), Some((9, data.clone())));
 
     // A receive gives to a kernel.
     let send = Descriptor { first, ..call(&drivers[0], Operation::Send, 1, 5) };
@@ -203,8 +203,7 @@ fn calls_take_from_kernel_streams_and_give_to_them() {
     let recv = Descriptor { streams: to_stream, ..call(&drivers[1], Operation::Recv, 0, 5) };
     drivers[1].start(&recv).unwrap();
     assert!(drivers.iter_mut().all(|driver| driver.poll().unwrap().is_some()));
-    let fed = world.lock().unwrap().engines[1].take_fed();
-    assert_eq!(fed.map(|(_, data)| data), Some(data.clone()));
+    assert_eq!(fed(1).map(|(_, data)| data), Some(data.clone()));
 
     // From a kernel to a kernel of the same engine.
     feed(0, &data);
@@ -212,5 +211,5 @@ fn calls_take_from_kernel_streams_and_give_to_them() {
     let copy = Descriptor { streams: both, ..call(&drivers[0], Operation::Copy, 0, 3) };
     drivers[0].start(&copy).unwrap();
     assert!(drivers[0].poll().unwrap().is_some());
-    assert_eq!(world.lock().unwrap().engines[0].take_fed().map(|(_, data)| data), Some(data));
+    assert_eq!(fed(0).map(|(_, data)| data), Some(data));
 }

@@ -5,15 +5,15 @@ mod local;
 
 use accl_cclo::bus::{Bus, Memory};
 use accl_cclo::call::{Descriptor, Operation};
-use accl_cclo::control::Request;
 use accl_cclo::driver::{Driver, Settings};
 use accl_cclo::memory_map::{self as map, DataType, Network};
 use accl_emulator::Faithful;
+use accl_emulator::local::{LocalBus, LocalEngines};
 use accl_types::Result;
-use local::{LocalBus, World, open, settings};
+use local::{open, settings};
 
 fn drivers(network: Network, faithful: Faithful, ranks: u32) -> Vec<Driver<LocalBus>> {
-    let world = World::new(network, faithful, ranks);
+    let world = LocalEngines::new(network, faithful, ranks);
     (0..ranks).map(|rank| open(&world, settings(network, rank, ranks)).unwrap()).collect()
 }
 
@@ -35,7 +35,7 @@ fn all_reduce(driver: &mut Driver<LocalBus>, count: u32) -> (Descriptor, u64) {
 fn calls_end_with_sums_on_all_ranks() {
     for network in [Network::Udp, Network::Tcp, Network::Rdma] {
         for memory in [Memory::Device, Memory::Host] {
-            let world = World::new(network, Faithful::all(), 3);
+            let world = LocalEngines::new(network, Faithful::all(), 3);
             let mut drivers: Vec<_> =
                 (0..3).map(|rank| open(&world, Settings { memory, ..settings(network, rank, 3) }).unwrap()).collect();
             let calls: Vec<(Descriptor, u64)> = drivers.iter_mut().map(|driver| all_reduce(driver, 300)).collect();
@@ -68,7 +68,7 @@ fn a_call_that_does_not_end_says_what_the_device_waits_for() {
     let text = drivers[1].give_up("has not ended in 300 ms", || true).message;
     assert_eq!(
         text,
-        "emulator of rank 1: `recv of 4 elements, rank 0, communicator at 0x1c8` has not ended in 300 ms; it expects seq 0 from rank 0; \
+        "the engine of rank 1 in this process: `recv of 4 elements, rank 0, communicator at 0x1c8` has not ended in 300 ms; it expects seq 0 from rank 0; \
          rx buffer 0 holds seq 0 from rank 0 with tag 0x7 and 16 bytes; the device takes no more calls until it is reset"
     );
     assert_eq!(message(drivers[1].start(&recv)), text, "later calls say why");
@@ -77,14 +77,15 @@ fn a_call_that_does_not_end_says_what_the_device_waits_for() {
 
 #[test]
 fn a_device_that_goes_away_takes_no_more_calls() {
-    let world = World::new(Network::Udp, Faithful::default(), 1);
+    let world = LocalEngines::new(Network::Udp, Faithful::default(), 1);
     let mut driver = open(&world, settings(Network::Udp, 0, 1)).unwrap();
     let (call, _) = all_reduce(&mut driver, 4);
     driver.start(&call).unwrap();
-    world.lock().unwrap().is_gone = true;
-    assert_eq!(message(driver.poll()), "the emulator is gone");
-    world.lock().unwrap().is_gone = false;
-    assert_eq!(message(driver.start(&call)), "the emulator is gone");
+    let there = std::mem::replace(driver.bus(), LocalBus::new(&world, 1));
+    let gone = "the engine of rank 1 in this process: there is no such engine";
+    assert_eq!(message(driver.poll()), gone);
+    *driver.bus() = there;
+    assert_eq!(message(driver.start(&call)), gone);
 }
 
 #[test]
@@ -94,19 +95,16 @@ fn an_error_of_firmware_is_decoded() {
     drivers[0].start(&Descriptor { first: 1 << 40, result: 0, ..call }).unwrap();
     assert_eq!(
         message(drivers[0].poll()),
-        "emulator of rank 0: `copy of 4 elements, communicator at 0x1c8` failed: return code 0x4: DMA address that is nobody's (bit 2)"
+        "the engine of rank 0 in this process: `copy of 4 elements, communicator at 0x1c8` failed: return code 0x4: DMA address that is nobody's (bit 2)"
     );
 }
 
 #[test]
 fn a_device_of_another_design_is_refused() {
-    let world = World::new(Network::Udp, Faithful::default(), 1);
-    let set = |offset, value| {
-        world.lock().unwrap().engines[0].answer(&Request::WriteRegister { offset, value });
-    };
-    set(map::HARDWARE_ID.offset, 0x101);
+    let world = LocalEngines::new(Network::Udp, Faithful::default(), 1);
+    LocalBus::new(&world, 0).write_register(map::HARDWARE_ID.offset, 0x101).unwrap();
     let refused = message(open(&world, settings(Network::Udp, 0, 1)).map(drop));
-    assert_eq!(refused, "emulator of rank 0 was built for tcp, and `design` asks for udp");
+    assert_eq!(refused, "the engine of rank 0 in this process was built for tcp, and `design` asks for udp");
 }
 
 #[test]
@@ -132,7 +130,7 @@ fn settings_that_firmware_refuses_are_refused_in_a_sentence() {
     let many = settings(Network::Udp, 0, 64);
     let text = "an rx buffer must hold an element for each of 64 ranks: at least 512 bytes, not 64";
     assert_eq!(message(Settings { rx_bytes: 64, ..many.clone() }.check()), text);
-    let world = World::new(Network::Udp, Faithful::default(), 1);
+    let world = LocalEngines::new(Network::Udp, Faithful::default(), 1);
     let refused = message(open(&world, Settings { rx_buffers: 280, ..many }).map(drop));
     assert!(refused.starts_with("the tables of 64 ranks and 280 rx buffers do not fit"), "{refused}");
 }

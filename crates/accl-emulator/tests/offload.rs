@@ -9,8 +9,9 @@ use accl_cclo::driver::{Driver, Settings};
 use accl_cclo::memory_map::{DataType, Network};
 use accl_cclo::offload::{Buffer, Pieces, Request, Route, route};
 use accl_emulator::Faithful;
+use accl_emulator::local::{LocalBus, LocalEngines};
 use accl_types::{Collective, Dtype, Rank, ReduceOp};
-use local::{LocalBus, World, open, settings};
+use local::{open, settings};
 
 const COLLECTIVES: [Collective; 8] = [
     Collective::Broadcast,
@@ -156,7 +157,7 @@ fn the_driver_works_round_every_hazard_of_firmware() {
     for network in [Network::Udp, Network::Tcp, Network::Rdma] {
         for ranks in 1..=5 {
             for memory in [Memory::Device, Memory::Host] {
-                let world = World::new(network, Faithful::all(), ranks);
+                let world = LocalEngines::new(network, Faithful::all(), ranks);
                 let open_one = |rank| {
                     let good = settings(network, rank, ranks);
                     let limits =

@@ -4,9 +4,7 @@
 //! engines of other processes, kernel streams. All engines of a process belong to one task, which nobody waits for under a lock, and nothing
 //! runs while nobody asks. Read [`serve`] first.
 
-pub(crate) mod cluster;
 mod sockets;
-mod trace;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::IpAddr;
@@ -21,12 +19,12 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, mpsc, oneshot};
 use tokio::time::Instant;
 use zeromq::{PubSocket, RepSocket, Socket, XPubSocket};
 
+use crate::cluster::{Cluster, Outgoing};
 use crate::engine::{Engine, Peers};
 use crate::program::Faithful;
 use crate::time::Speed;
-use cluster::{Cluster, Outgoing};
+use crate::trace::Trace;
 use sockets::{Event, control, feed_in, feed_out, listen, publish};
-use trace::Trace;
 
 /// What happens and has yet to be looked at, before sockets are not read any more.
 const MOST_EVENTS: usize = 256;

@@ -14,7 +14,7 @@ use tokio::time::Instant;
 use zeromq::{PubSocket, RepSocket, Socket, SocketEvent, SocketRecv, SocketSend, SubSocket, XPubSocket};
 use zeromq::{ZmqError, ZmqMessage};
 
-use super::cluster::Outgoing;
+use crate::cluster::Outgoing;
 
 /// Packets of a peer that its engine has not found a place for, before its socket is not read any more.
 const MOST_TAKEN: usize = 64;

@@ -3,13 +3,13 @@
 //! Owns which of them can go on, and what they have for engines elsewhere. Read [`Cluster::settle`] first.
 
 use std::cell::Cell;
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use accl_cclo::control::{About, Reply, Request};
 
-use super::trace::Trace;
 use crate::engine::{Engine, Peers};
 use crate::fabric::Fabric;
+use crate::trace::Trace;
 
 /// Packets of one engine that another of the same process has not found a place for, before it waits.
 const MOST_WAITING: usize = 256;
@@ -36,30 +36,54 @@ pub(crate) struct Cluster {
     trace: Option<Trace>,
 }
 
-/// Carries what one engine sends while it goes on.
+/// Carries what one engine sends while it goes on. It looks at those engines alone that something is for.
 struct Carrier<'a> {
     first: u32,
-    /// What the others of the process have room for.
-    rooms: &'a mut [usize],
-    /// What other processes have.
+    /// The engines of the process that have a lower rank, and those with a higher one.
+    lower: &'a [Engine],
+    higher: &'a [Engine],
+    from: u32,
+    /// Packets of its own that it holds.
+    held_here: usize,
+    /// What other processes have room for.
     elsewhere: usize,
     sent: Vec<(u32, Vec<u8>)>,
+    /// How many went to each engine of the process.
+    sent_here: BTreeMap<usize, usize>,
     was_refused: Cell<bool>,
 }
 
 impl Carrier<'_> {
+    /// Which engine of the process has a session.
+    fn index(&self, session: u32) -> Option<usize> {
+        let index = session.checked_sub(self.first)? as usize;
+        (index <= self.lower.len() + self.higher.len()).then_some(index)
+    }
+
+    /// Packets of this engine that another of the process has found no place for.
+    fn held(&self, index: usize) -> usize {
+        let other = match index.checked_sub(self.lower.len()) {
+            None => self.lower.get(index),
+            Some(0) => return self.held_here,
+            Some(above) => self.higher.get(above - 1),
+        };
+        other.map_or(0, |other| other.held(self.from))
+    }
+
     fn room(&self, session: u32) -> usize {
-        let index = session.checked_sub(self.first).map(|index| index as usize);
-        index.and_then(|index| self.rooms.get(index).copied()).unwrap_or(self.elsewhere)
+        let Some(index) = self.index(session) else { return self.elsewhere };
+        let sent = self.sent_here.get(&index).copied().unwrap_or(0);
+        MOST_WAITING.saturating_sub(self.held(index) + sent)
     }
 }
 
 impl Fabric for Carrier<'_> {
     fn send(&mut self, session: u32, packet: [&[u8]; 3]) {
         self.sent.push((session, packet.concat()));
-        let index = session.checked_sub(self.first).map(|index| index as usize);
-        let room = index.and_then(|index| self.rooms.get_mut(index)).unwrap_or(&mut self.elsewhere);
-        *room = room.saturating_sub(1);
+        match self.index(session) {
+            Some(index) => *self.sent_here.entry(index).or_default() += 1,
+            None => self.elsewhere = self.elsewhere.saturating_sub(1),
+        }
     }
 
     fn has_room(&self, session: u32) -> bool {
@@ -190,16 +214,20 @@ impl Cluster {
 
     fn advance(&mut self, index: usize) -> bool {
         let from = self.first + index as u32;
-        let mut rooms: Vec<usize> =
-            self.engines.iter().map(|engine| MOST_WAITING.saturating_sub(engine.held(from))).collect();
+        let (lower, rest) = self.engines.split_at_mut(index);
+        let Some((engine, higher)) = rest.split_first_mut() else { return false };
         let mut carrier = Carrier {
             first: self.first,
-            rooms: &mut rooms,
+            lower,
+            higher,
+            from,
+            held_here: engine.held(from),
             elsewhere: self.room[index].saturating_sub(self.outgoing[index].len()),
             sent: Vec::new(),
+            sent_here: BTreeMap::new(),
             was_refused: Cell::new(false),
         };
-        let has_moved = self.engines[index].advance(&mut carrier);
+        let has_moved = engine.advance(&mut carrier);
         let Carrier { sent, was_refused, .. } = carrier;
         if was_refused.get() {
             self.stalled.insert(index);
