@@ -1,7 +1,8 @@
 //! The asking end of ZeroMQ, as far as the emulator's protocol needs it: ZMTP 3.0 with no security, a socket of type REQ over one connection.
 //!
 //! Owns the greeting, the frames and their bounds. Whatever a peer sends costs no more than [`MOST_BYTES`] of memory and no more time than a
-//! deadline: training asks whoever listens at a port that somebody wrote down. Connects once, and to nobody again. Read [`Requester`] first.
+//! deadline: training asks whoever listens at a port that somebody wrote down. Connects once, and to nobody again. Answers pings only while it
+//! is asked something: emulators send none. Read [`Requester`] first.
 
 use std::fmt;
 use std::io::{self, BufReader, Read, Write};
@@ -31,6 +32,9 @@ const MECHANISM: (usize, &[u8; 20]) = (12, b"NULL\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\
 const MORE: u8 = 1;
 const LONG: u8 = 2;
 const COMMAND: u8 = 4;
+
+/// Most bytes of a frame before its body.
+const MOST_HEAD_BYTES: usize = 1 + size_of::<u64>();
 
 /// Names of commands, behind the length of each.
 const READY: &[u8] = b"\x05READY";
@@ -219,7 +223,11 @@ impl Message {
         let Frame { flags, body } = frame;
         let has_more = flags & MORE != 0;
         if self.has_delimiter {
-            self.body.extend(body);
+            if self.body.is_empty() {
+                self.body = body;
+            } else {
+                self.body.extend(body);
+            }
             return Ok(!has_more);
         }
         if !body.is_empty() || !has_more {
@@ -311,18 +319,29 @@ fn property(metadata: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
     Some((name, value, rest))
 }
 
-/// A request as it leaves: behind an empty frame.
+/// A request as it leaves: behind an empty frame. It is copied once, since it may be large.
 fn enveloped(request: &[u8]) -> Vec<u8> {
-    [frame(MORE, &[]), frame(0, request)].concat()
+    let mut bytes = Vec::with_capacity(request.len() + 2 * MOST_HEAD_BYTES);
+    push_frame(&mut bytes, MORE, &[]);
+    push_frame(&mut bytes, 0, request);
+    bytes
 }
 
 fn frame(flags: u8, body: &[u8]) -> Vec<u8> {
-    let mut bytes = match u8::try_from(body.len()) {
-        Ok(len) => vec![flags, len],
-        Err(_) => [&[flags | LONG][..], &(body.len() as u64).to_be_bytes()].concat(),
-    };
-    bytes.extend(body);
+    let mut bytes = Vec::new();
+    push_frame(&mut bytes, flags, body);
     bytes
+}
+
+fn push_frame(bytes: &mut Vec<u8>, flags: u8, body: &[u8]) {
+    match u8::try_from(body.len()) {
+        Ok(len) => bytes.extend([flags, len]),
+        Err(_) => {
+            bytes.push(flags | LONG);
+            bytes.extend((body.len() as u64).to_be_bytes());
+        }
+    }
+    bytes.extend(body);
 }
 
 fn read_frame(from: &mut impl Read, most_bytes: u64) -> Result<Frame, Failure> {
