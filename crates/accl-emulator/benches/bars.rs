@@ -1,16 +1,24 @@
-//! What emulators take, measured over their sockets: `cargo bench -p accl-emulator --bench bars`. Figures are medians of a few turns; they mean
-//! nothing without the machine that they are of.
+//! What emulators take, measured over their sockets, and engines in the process of their rank: `cargo bench -p accl-emulator --bench bars`.
+//! Figures are medians of a few turns; they mean nothing without the machine that they are of.
 
 #[path = "../tests/common/host.rs"]
 mod host;
 
+use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Barrier, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
+use accl_cclo::bus::Bus;
 use accl_cclo::call::{Descriptor, Operation};
-use accl_cclo::memory_map as map;
+use accl_cclo::device::DeviceUrl;
+use accl_cclo::driver::Driver;
+use accl_cclo::memory_map::{self as map, DataType};
+use accl_cclo::packets::Packets;
+use accl_emulator::Faithful;
+use accl_emulator::sim::SimBus;
 use host::{Emulators, Host, Places, Setup, call, free_ports, hosts, ports, resident_bytes, run, start, sum, words};
 
 const TURNS: usize = 5;
@@ -21,8 +29,14 @@ const ELEMENTS: u32 = 1 << 20;
 
 fn main() {
     let names = std::env::args().skip(1).filter(|name| !name.starts_with('-')).collect::<Vec<_>>();
-    let all: [(&str, fn()); 4] =
-        [("register", register), ("memory", memory), ("all_reduce", all_reduce), ("many", many_ranks)];
+    let all: [(&str, fn()); 6] = [
+        ("register", register),
+        ("memory", memory),
+        ("all_reduce", all_reduce),
+        ("many", many_ranks),
+        ("sim_register", sim_register),
+        ("sim_all_reduce", sim_all_reduce),
+    ];
     for (_, measure) in all.iter().filter(|(name, _)| names.is_empty() || names.iter().any(|wanted| wanted == name)) {
         measure();
     }
@@ -138,6 +152,112 @@ fn all_reduce() {
         });
         let id = format!("all_reduce/{comms}/2 processes/{}", 4 * ELEMENTS);
         print(&id, format!("{:.1?}", median(taken)), "bar 500 ms over udp; the original: 46 s");
+    }
+}
+
+/// Packets between engines on threads of this process.
+struct Between {
+    rank: u32,
+    inboxes: Arc<Vec<Inbox>>,
+}
+
+#[derive(Default)]
+struct Inbox {
+    packets: Mutex<VecDeque<(u32, Vec<u8>)>>,
+    has_come: Condvar,
+}
+
+impl Packets for Between {
+    fn send(&self, to: u32, packet: &[u8]) {
+        let inbox = &self.inboxes[to as usize];
+        inbox.packets.lock().unwrap().push_back((self.rank, packet.to_vec()));
+        inbox.has_come.notify_one();
+    }
+
+    fn has_room(&self, to: u32) -> bool {
+        self.inboxes[to as usize].packets.lock().unwrap().len() < 256
+    }
+
+    fn flush(&self) {}
+
+    fn receive(&self, is_wanted: &dyn Fn(u32) -> bool) -> Option<(u32, Vec<u8>)> {
+        let mut packets = self.inboxes[self.rank as usize].packets.lock().unwrap();
+        let at = packets.iter().position(|(from, _)| is_wanted(*from))?;
+        packets.remove(at)
+    }
+
+    fn wait(&self, at_most: Duration) {
+        let inbox = &self.inboxes[self.rank as usize];
+        let packets = inbox.packets.lock().unwrap();
+        if packets.is_empty() {
+            drop(inbox.has_come.wait_timeout(packets, at_most).unwrap());
+        }
+    }
+}
+
+fn sim_url(design: &str) -> DeviceUrl {
+    DeviceUrl::parse(&format!("sim://?design={design}")).unwrap().unwrap()
+}
+
+fn sim_bus(url: &DeviceUrl, rank: u32, inboxes: &Arc<Vec<Inbox>>) -> SimBus {
+    let packets = Arc::new(Between { rank, inboxes: inboxes.clone() });
+    SimBus::new(url.design().network(), Faithful::default(), rank, packets)
+}
+
+fn inboxes(ranks: u32) -> Arc<Vec<Inbox>> {
+    Arc::new((0..ranks).map(|_| Inbox::default()).collect())
+}
+
+/// A register of an engine in the process of its rank.
+fn sim_register() {
+    const TIMES: u32 = 100_000;
+    let mut bus: Box<dyn Bus> = Box::new(sim_bus(&sim_url("udp"), 0, &inboxes(1)));
+    let turn = |_| {
+        let begin = Instant::now();
+        for value in 0..TIMES {
+            bus.write_register(map::RX_BUFFER_BYTES.offset, value).unwrap();
+            assert_eq!(bus.read_register(map::RX_BUFFER_BYTES.offset), Ok(value));
+        }
+        begin.elapsed() / (2 * TIMES)
+    };
+    print("register/sim", format!("{:.1?}", median((0..TURNS).map(turn).collect())), "bar 1 us");
+}
+
+/// Two engines on two threads, each that of its rank's driver; without the links that processes have between them.
+fn sim_all_reduce() {
+    for design in ["udp", "cyt_rdma"] {
+        let (url, inboxes, both) = (sim_url(design), inboxes(2), Barrier::new(2));
+        let rank = |rank: u32| {
+            let mut driver =
+                Driver::open(sim_bus(&url, rank, &inboxes), url.settings(rank, 2).unwrap(), || true).unwrap();
+            let memory = driver.settings().memory;
+            let data: Vec<u8> = (0..ELEMENTS).flat_map(|index| (index as f32 * 0.37).to_le_bytes()).collect();
+            let [first, result] = [0, 1].map(|_| driver.bus().allocate(memory, data.len() as u64).unwrap());
+            driver.bus().write_memory(memory, first, &data).unwrap();
+            let call = driver.call(Operation::AllReduce, DataType::F32, DataType::F32, ELEMENTS).unwrap();
+            let call = Descriptor { first, second: result, result, ..call };
+            let turn = |_| {
+                both.wait();
+                let begin = Instant::now();
+                driver.start(&call).unwrap();
+                while driver.poll().unwrap().is_none() {
+                    driver.bus().pause(Duration::from_millis(1));
+                }
+                begin.elapsed()
+            };
+            let taken = median((0..TURNS).map(turn).collect());
+            let mut sums = vec![0; data.len()];
+            driver.bus().read_memory(memory, result, &mut sums).unwrap();
+            let float = |bytes: &[u8]| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+            assert!(sums.chunks(4).zip(data.chunks(4)).all(|(sum, one)| float(sum) == 2.0 * float(one)));
+            taken
+        };
+        let taken = std::thread::scope(|scope| {
+            let other = scope.spawn(|| rank(1));
+            rank(0).max(other.join().unwrap())
+        });
+        let id = format!("all_reduce/sim/{design}/2 threads/{}", 4 * ELEMENTS);
+        print(&id, format!("{taken:.1?}"), "bar between processes: 10 times the host path, about 50 ms");
     }
 }
 
