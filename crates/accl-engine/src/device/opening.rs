@@ -63,7 +63,7 @@ impl Opening {
         let (step, steps) = mpsc::channel();
         let (told, hears) = mpsc::channel();
         let (ending, ended) = mpsc::channel();
-        let port = Port::new(rank, world, frame_bytes);
+        let port = Port::new(rank, world, frame_bytes, u64::from(settings.max_eager_bytes));
         let worker = worker::Start {
             url: url.clone(),
             settings: settings.clone(),
