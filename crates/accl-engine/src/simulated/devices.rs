@@ -15,7 +15,6 @@ use accl_types::{Collective, Dtype, ErrorKind, Rank, ReduceOp};
 use super::clock::{Agenda, Event};
 use super::oracle::{both, bytes_of, number_of};
 use super::scenario::Breaks;
-use super::world::Violation;
 use crate::sync::Mutex;
 use accl_executor::call::{CallDesc, External, ExternalTask};
 use accl_executor::memory::CollectiveMemory;
@@ -58,7 +57,7 @@ pub(super) struct Devices {
     fleets: BTreeMap<usize, Fleet>,
     begun: u64,
     /// What must not have happened.
-    violation: Option<Violation>,
+    violation: Option<String>,
 }
 
 /// The devices of one group.
@@ -172,7 +171,7 @@ impl Devices {
         }
     }
 
-    pub(super) fn take_violation(&mut self) -> Option<Violation> {
+    pub(super) fn take_violation(&mut self) -> Option<String> {
         self.violation.take()
     }
 
@@ -208,7 +207,7 @@ impl Devices {
         }
         let mut rng = Rng::new(by.seed);
         let draws = [rng.next_u64() % 8, rng.below(MOST), rng.below(MOST_SELDOM)];
-        let is_eager = rng.next_u64() % 2 == 0;
+        let is_eager = rng.next_u64().is_multiple_of(2);
         let takes = [draws[1], 0, draws[2]][if draws[0] < 2 { 1 } else { usize::from(draws[0] == 7) * 2 }];
         let breaks = by.breaks;
         let job = Job { task, number, seq, breaks, takes, is_eager, result: None, stops: false, is_late: false };

@@ -439,8 +439,8 @@ impl Scenario {
     pub(super) fn is_offloaded(&self, item: usize) -> bool {
         let Item { group, collective, codec, .. } = &self.items[item];
         let can_be = !self.items[item].is_message() && *collective != Collective::Barrier && codec.is_none();
-        let has_devices = self.has_devices() && hash_words([self.seed, *group as u64, 0xdec1ce]) % 3 > 0;
-        can_be && has_devices && hash_words([self.seed, item as u64, 0xdec1ce]) % 4 > 0
+        let has_devices = self.has_devices() && !hash_words([self.seed, *group as u64, 0xdec1ce]).is_multiple_of(3);
+        can_be && has_devices && !hash_words([self.seed, item as u64, 0xdec1ce]).is_multiple_of(4)
     }
 
     fn has_devices(&self) -> bool {
@@ -639,7 +639,7 @@ impl Scenario {
                 Some(_) => {}
                 None => {
                     // Others may wait for those before this one can be over.
-                    let may_wait = item.is_async[rank] && draws[4] % 4 > 0;
+                    let may_wait = item.is_async[rank] && !draws[4].is_multiple_of(4);
                     steps.extend(owed.drain(..if may_wait { 0 } else { owed.len() }));
                     steps.push(Step::Call(index));
                     steps.extend((!item.is_async[rank]).then_some(Step::Wait(index)));
