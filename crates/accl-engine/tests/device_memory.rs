@@ -1,5 +1,6 @@
 //! What calls of a device do with their tensors: those that share memory, that are many, empty, of several types, or not dense.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
@@ -330,4 +331,33 @@ fn what_an_engine_has_sent_to_a_rank_without_a_link_gets_there_although_its_proc
             });
         }
     }
+}
+
+#[test]
+fn who_drops_a_group_while_its_device_works_gets_the_tensor_back_untouched_from_then_on() {
+    let world = World::new(options(2, Network::Udp));
+    let devices = LocalDevices::new(Network::Udp, Faithful::all(), 2);
+    world.engines.iter().for_each(|engine| engine.open_devices_with(devices.clone()));
+    devices.faults().holds.store(true, Ordering::Relaxed);
+    let groups: Vec<_> = world.try_run("g").into_iter().map(Result::unwrap).collect();
+    std::thread::scope(|scope| {
+        for group in groups {
+            let devices = &devices;
+            scope.spawn(move || {
+                let member = Member::new(group);
+                let mut data = values(member.rank, 1000);
+                let call = member.group.submit(member.all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Async)).unwrap();
+                while devices.faults().started.load(Ordering::Relaxed) < 2 {
+                    std::thread::yield_now();
+                }
+                drop(member);
+                let error = finish(&call).unwrap_err();
+                assert!([ErrorKind::Aborted, ErrorKind::PeerLost].contains(&error.kind), "{error}");
+                let then = data.clone();
+                devices.faults().holds.store(false, Ordering::Relaxed);
+                std::thread::sleep(Duration::from_millis(20));
+                assert_eq!(data, then);
+            });
+        }
+    });
 }
