@@ -1,20 +1,27 @@
-//! The locks of the engine, in one place so that loom can replace them.
+//! The locks of the engine and the sleep of its device threads, in one place so that loom can replace them.
 
-#[cfg(not(loom))]
+#[cfg(not(accl_loom))]
 pub(crate) use parking_lot::{Condvar, Mutex, MutexGuard};
+#[cfg(not(accl_loom))]
+pub(crate) use std::thread::{Thread, current as current_thread, park_timeout};
 
-#[cfg(loom)]
-pub(crate) use modelled::{Condvar, Mutex, MutexGuard};
+#[cfg(accl_loom)]
+pub(crate) use modelled::{Condvar, Mutex, MutexGuard, Thread, current_thread, park_timeout};
 
 /// loom's locks with the functions of `parking_lot`'s. Time does not pass in a model: a wait ends when it is notified.
-#[cfg(loom)]
+#[cfg(accl_loom)]
 mod modelled {
     use std::ops::{Deref, DerefMut};
     use std::time::{Duration, Instant};
 
     use loom::sync;
+    pub(crate) use loom::thread::{Thread, current as current_thread};
 
     const HELD: &str = "a guard is empty only inside a wait";
+
+    pub(crate) fn park_timeout(_at_most: Duration) {
+        loom::thread::park();
+    }
 
     #[derive(Debug, Default)]
     pub(crate) struct Mutex<T>(sync::Mutex<T>);

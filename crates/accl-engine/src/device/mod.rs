@@ -2,6 +2,8 @@
 
 mod counts;
 mod handle;
+#[cfg(all(test, accl_loom))]
+mod loom_tests;
 mod opening;
 mod port;
 mod shared;

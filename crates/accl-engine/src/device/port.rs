@@ -5,7 +5,6 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock, Weak};
-use std::thread::Thread;
 use std::time::Duration;
 
 use accl_cclo::packets::Packets;
@@ -14,11 +13,11 @@ use accl_executor::group::PacketSink;
 use accl_types::{Error, Rank, Result};
 
 use crate::driver::Driver;
-use crate::sync::Mutex;
+use crate::sync::{Mutex, Thread, current_thread, park_timeout};
 use crate::time;
 
 /// Bytes to a rank that it has yet to take, before an engine should send it no more.
-const WINDOW: u64 = 1 << 20;
+pub(super) const WINDOW: u64 = 1 << 20;
 /// Bytes that are taken before their sender is told of it.
 const TELL_AFTER: u64 = WINDOW / 4;
 /// Before each packet stands its length.
@@ -81,7 +80,7 @@ impl Port {
 
     /// The calling thread runs the engine, and is woken for it.
     pub(super) fn belongs_to_this_thread(&self) {
-        let _ = self.thread.set(std::thread::current());
+        let _ = self.thread.set(current_thread());
     }
 
     /// The group is made: packets can leave.
@@ -243,7 +242,7 @@ impl Packets for Port {
 
     fn wait(&self, at_most: Duration) {
         // What has come meanwhile has left a permit.
-        std::thread::park_timeout(at_most);
+        park_timeout(at_most);
     }
 }
 
@@ -258,7 +257,7 @@ impl PacketSink for Port {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(accl_loom)))]
 mod tests {
     use proptest::prelude::*;
 

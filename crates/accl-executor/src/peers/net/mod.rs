@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use accl_types::{Error, Result};
-use accl_wire::frame::Header;
+use accl_wire::frame::{Header, Kind};
 use accl_wire::{Answers, EndpointInfo, Frame, HEAD_BYTES, Link, NewsBoard, Place, Slot};
 
 use super::traffic::Traffic;
@@ -46,8 +46,9 @@ pub struct Peer {
     shares_memory: bool,
     /// Control frames for which there was no room, oldest first.
     outbox: VecDeque<([u8; HEAD_BYTES], Vec<u8>)>,
-    /// Frames that were ever put there.
+    /// Frames that were ever put there, and those until the latest that another rank relies on although this one has left.
     queued: u64,
+    relied_on: u64,
     info: EndpointInfo,
     said_goodbye: bool,
     /// Nobody was left who could have heard its goodbye.
@@ -269,6 +270,7 @@ impl Net {
             shares_memory,
             outbox: VecDeque::new(),
             queued: 0,
+            relied_on: 0,
             info: info.clone(),
             said_goodbye: false,
             is_goodbye_assumed: false,
@@ -595,6 +597,10 @@ impl Net {
         let peer = self.peer_mut(id);
         peer.outbox.push_back((header.to_bytes(), payload.to_vec()));
         peer.queued += 1;
+        // Credits and grants are of no use to anybody when this rank has left; answers to probes and packets are.
+        if matches!(header.kind, Kind::Begin | Kind::Packets) {
+            peer.relied_on = peer.queued;
+        }
         self.note_dirty(id);
     }
 
@@ -681,7 +687,7 @@ impl Net {
 
     /// What was sent to a peer until now.
     pub fn mark(&self, peer: PeerId) -> Mark {
-        Mark { peer, position: self.position(peer), queued: self.has_queued(peer).then_some(self.peer(peer).queued) }
+        Mark { peer, position: self.position(peer), queued: self.has_queued(peer).then_some(self.peer(peer).relied_on) }
     }
 
     fn position(&self, peer: PeerId) -> u64 {
@@ -689,7 +695,8 @@ impl Net {
     }
 
     fn has_queued(&self, peer: PeerId) -> bool {
-        !self.peer(peer).outbox.is_empty()
+        let peer = self.peer(peer);
+        peer.queued - (peer.outbox.len() as u64) < peer.relied_on
     }
 
     /// The peers without a link for which something waits.
