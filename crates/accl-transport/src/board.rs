@@ -44,7 +44,7 @@ impl<const N: usize> Notices<N> {
     }
 
     /// The words that are not 0, with where they lie.
-    #[cfg(all(test, not(loom)))]
+    #[cfg(all(test, not(accl_loom)))]
     pub(crate) fn words(&self) -> Vec<(usize, u64)> {
         let words = self.lines.as_flattened();
         let at = |word: &AtomicU64| std::ptr::from_ref(word).addr() - std::ptr::from_ref(self).addr();
@@ -213,7 +213,7 @@ fn fill(page: &Mapping, fd: BorrowedFd<'_>) -> Result<(), String> {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(accl_loom)))]
 mod tests {
     use super::*;
 
@@ -264,7 +264,7 @@ mod tests {
     }
 }
 
-#[cfg(all(test, loom))]
+#[cfg(all(test, accl_loom))]
 mod loom_tests {
     use loom::sync::{Arc, Notify};
 

@@ -1,6 +1,6 @@
 //! Atomics of the rings and of the posting of news, in one place so that loom can replace them.
 
-#[cfg(loom)]
+#[cfg(accl_loom)]
 pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
-#[cfg(not(loom))]
+#[cfg(not(accl_loom))]
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};

@@ -1,6 +1,6 @@
 //! The election in every interleaving, over a model of what it is about: links are a list of frames, a pass ends the calls whose frames
 //! have come, and the poller is a flag. Time does not pass, so a wake-up that is lost is a deadlock, which loom reports.
-//! `RUSTFLAGS="--cfg loom" cargo test -p accl-engine --release --lib loom_`
+//! `RUSTFLAGS="--cfg accl_loom" cargo test -p accl-engine --release --lib loom_`
 
 use std::sync::{Arc, Weak};
 

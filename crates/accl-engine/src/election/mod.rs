@@ -5,7 +5,7 @@
 //! poller are is the [`Host`]'s, which is `driver` and, in tests, a model of it that loom runs in every interleaving. Read
 //! [`Election::wait`] first.
 
-#[cfg(all(test, loom))]
+#[cfg(all(test, accl_loom))]
 mod loom_tests;
 
 use std::sync::Arc;

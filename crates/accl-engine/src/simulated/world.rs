@@ -260,7 +260,7 @@ impl<'a> World<'a> {
             format!("process {process} {states:?} sleep {:?}", host.sleep)
         });
         let now = clock::nanos();
-        let devices = self.devices.lock();
+        let devices = self.devices.lock().to_string();
         format!(
             "{}; {} {devices}at {now}",
             calls.collect::<Vec<_>>().join(", "),

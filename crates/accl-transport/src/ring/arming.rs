@@ -38,7 +38,7 @@ impl SideState {
     }
 
     /// As the other side sees it.
-    #[cfg(all(test, not(loom)))]
+    #[cfg(all(test, not(accl_loom)))]
     pub(crate) fn bits(&self) -> u32 {
         self.armed.load(Ordering::Relaxed)
     }

@@ -1,5 +1,5 @@
 //! Every interleaving of a ring, of the flags that say that nobody looks, and of the board on which news are posted, at small sizes.
-//! `RUSTFLAGS="--cfg loom" cargo test -p accl-transport --release --lib loom_`
+//! `RUSTFLAGS="--cfg accl_loom" cargo test -p accl-transport --release --lib loom_`
 
 use loom::cell::UnsafeCell;
 use loom::sync::{Arc, Notify as Event};

@@ -13,9 +13,9 @@
 //! word says how often the window has grown, so the reader follows with the very frame from which on it counts.
 
 pub(crate) mod arming;
-#[cfg(all(test, loom))]
+#[cfg(all(test, accl_loom))]
 mod loom_tests;
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(accl_loom)))]
 mod tests;
 
 use crate::sync::{AtomicU64, Ordering};

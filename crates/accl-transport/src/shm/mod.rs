@@ -10,7 +10,7 @@ pub(crate) mod region;
 
 pub(crate) use provider::ROW;
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(accl_loom)))]
 mod tests {
     use accl_wire::{PROTOCOL_VERSION, Slot};
 

@@ -42,7 +42,7 @@ pub(crate) fn region_bytes(ring_bytes: usize) -> usize {
 }
 
 /// Where counters, flags, slots and data of the two directions lie, for a snapshot.
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(accl_loom)))]
 pub(super) fn places(ring_bytes: usize) -> [[usize; 4]; 2] {
     let (counters, sides) = (std::mem::offset_of!(Control, directions), std::mem::offset_of!(Control, sides));
     [0, 1].map(|direction| {
