@@ -33,6 +33,8 @@ _KEYS = (
     ("rendezvous", "the size of each buffer for sums of larger ones"),
     ("memory", "host or device: where the buffers of calls lie"),
     ("compression", "none or fp16: what float32 is sent as"),
+    ("engine", "name of the engine's kernel in a bitstream for XRT"),
+    ("hostctrl", "name of the kernel that starts its calls in a bitstream for XRT"),
 )
 
 
