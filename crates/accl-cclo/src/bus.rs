@@ -87,6 +87,15 @@ pub trait Bus: Send {
     /// As [`Bus::start`].
     fn poll(&mut self) -> Result<bool>;
 
+    /// Forgets the ends of calls that nobody has asked for: a host that has gone may have left some, and the next end would be taken for that
+    /// of the call before.
+    ///
+    /// # Errors
+    /// As [`Bus::poll`].
+    fn drain(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     /// Waits until a call that was not over may be, at most so long.
     fn pause(&mut self, at_most: Duration) {
         std::thread::sleep(at_most);
@@ -150,6 +159,10 @@ impl<B: Bus + ?Sized> Bus for Box<B> {
 
     fn poll(&mut self) -> Result<bool> {
         (**self).poll()
+    }
+
+    fn drain(&mut self) -> Result<()> {
+        (**self).drain()
     }
 
     fn pause(&mut self, at_most: Duration) {

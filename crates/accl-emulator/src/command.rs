@@ -16,6 +16,9 @@ use crate::program::Faithful;
 use crate::serve::{Options, serve};
 use crate::time::Speed;
 
+/// Subscriptions name a rank by four digits.
+const MOST_RANKS: i64 = 9999;
+
 /// Emulates CCLO engines for hosts that speak the protocol of the ACCL project's emulator.
 ///
 /// All ranks run in this process, or one of them with `-r`. Rank r answers its host at port + r, and has its packets at port + ranks + r.
@@ -23,7 +26,7 @@ use crate::time::Speed;
 #[command(version)]
 struct Arguments {
     /// How many ranks there are.
-    #[arg(short = 's', long, default_value_t = 1)]
+    #[arg(short = 's', long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=MOST_RANKS))]
     ranks: u32,
     /// Which of them runs here, or which of them do: 3, or 4-7; without, all do.
     #[arg(short = 'r', long, value_name = "RANKS")]

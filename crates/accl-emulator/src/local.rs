@@ -99,6 +99,11 @@ impl Bus for LocalBus {
         self.with(|mut engine, _| Ok(engine.poll()))
     }
 
+    fn drain(&mut self) -> Result<()> {
+        while self.poll()? {}
+        Ok(())
+    }
+
     fn reconnect(&self) -> Result<Box<dyn Bus>> {
         Ok(Box::new(self.clone()))
     }

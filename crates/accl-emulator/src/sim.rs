@@ -119,6 +119,11 @@ impl Bus for SimBus {
         self.packets.wait(at_most);
     }
 
+    fn drain(&mut self) -> Result<()> {
+        while self.poll()? {}
+        Ok(())
+    }
+
     fn reconnect(&self) -> Result<Box<dyn Bus>> {
         Ok(Box::new(self.clone()))
     }

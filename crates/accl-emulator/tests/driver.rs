@@ -134,3 +134,23 @@ fn settings_that_firmware_refuses_are_refused_in_a_sentence() {
     let refused = message(open(&world, Settings { rx_buffers: 280, ..many }).map(drop));
     assert!(refused.starts_with("the tables of 64 ranks and 280 rx buffers do not fit"), "{refused}");
 }
+
+#[test]
+fn the_end_of_a_call_of_a_host_that_has_gone_is_not_taken_for_that_of_another() {
+    let engines = LocalEngines::new(Network::Udp, Faithful::all(), 2);
+    for rank in 0..2 {
+        // It started calls, and has gone before they ended.
+        let mut gone = LocalBus::new(&engines, rank);
+        (0..2).for_each(|_| gone.start(&Descriptor::new(Operation::Nop)).unwrap());
+    }
+    let mut drivers: Vec<_> = (0..2)
+        .map(|rank| {
+            let bus = LocalBus::new(&engines, rank);
+            Driver::open(bus, settings(Network::Udp, rank, 2), || true).unwrap()
+        })
+        .collect();
+    let at = drivers[0].bus().allocate(Memory::Device, 64).unwrap();
+    let call = drivers[0].call(Operation::Recv, DataType::F32, DataType::F32, 4).unwrap();
+    drivers[0].start(&Descriptor { root: 1, tag: 7, result: at, ..call }).unwrap();
+    assert_eq!(drivers[0].poll().unwrap(), None, "rank 1 has sent nothing yet");
+}

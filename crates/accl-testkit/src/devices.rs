@@ -239,6 +239,11 @@ impl Bus for FaultyBus {
         if self.runs_collective && is_stuck { Ok(false) } else { self.bus.poll() }
     }
 
+    fn drain(&mut self) -> Result<()> {
+        self.reach()?;
+        self.bus.drain()
+    }
+
     fn reconnect(&self) -> Result<Box<dyn Bus>> {
         self.reach()?;
         self.bus.reconnect()

@@ -117,6 +117,15 @@ impl DeviceUrl {
                 size::show(rx_bytes)
             ));
         }
+        if settings.rx_buffers < eager.div_ceil(rx_bytes) {
+            return refused(format!(
+                "{} rx buffers of {} do not hold an eager message of {}, and ranks that all send before they receive would wait for \
+                 ever; take more or larger rx buffers, or a smaller `eager`",
+                settings.rx_buffers,
+                size::show(rx_bytes),
+                size::show(eager)
+            ));
+        }
         let world = settings.world();
         if matches!(self.place, Place::Xrt { .. }) && self.design() == Design::Udp && world > MAX_UDP_RANKS {
             return refused(format!("cards reach {MAX_UDP_RANKS} ranks over udp, not {world}; take a tcp design"));
@@ -126,7 +135,10 @@ impl DeviceUrl {
 
     /// Settings for these peers: what was said, and what suits it.
     fn sized(&self, rank: u32, peers: Vec<Peer>) -> Settings {
-        let eager = self.eager.unwrap_or_else(|| EAGER_BYTES.max(self.rx_bytes.unwrap_or(0)));
+        // Rx buffers hold a whole eager message.
+        let rx_size = self.rx_bytes.unwrap_or(RX_BYTES);
+        let held = self.rx_buffers.map_or(EAGER_BYTES, |count| count.saturating_mul(rx_size));
+        let eager = self.eager.unwrap_or_else(|| EAGER_BYTES.min(held).max(self.rx_bytes.unwrap_or(0)));
         let rx_bytes = self.rx_bytes.unwrap_or_else(|| {
             let least = eager.div_ceil(MAX_SEGMENTS).max(1).next_multiple_of(RX_UNIT);
             RX_BYTES.min(eager / RX_UNIT * RX_UNIT).max(least)

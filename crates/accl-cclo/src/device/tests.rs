@@ -73,7 +73,10 @@ fn a_text_that_makes_no_sense_says_what_would() {
         ("sim://?eager=large", "`eager` cannot be `large`; expected a size below 4 GiB"),
         ("sim://?memory=hbm", "`memory` cannot be `hbm`; expected host, device"),
         ("sim://?compression=int8", "`compression` cannot be `int8`; expected none, fp16"),
-        ("sim://?rx_buffers=many", "`rx_buffers` cannot be `many`; expected a number from 1 to 512"),
+        (
+            "sim://?rx_buffers=many",
+            "`rx_buffers` cannot be `many`; expected a number from 1 to about 280, fewer with more ranks",
+        ),
         ("sim://?xclbin=a", "`xclbin` is for xrt://INDEX alone, not for sim"),
         ("sim://?engine=a", "`engine` is for xrt://INDEX alone, not for sim"),
         ("emulator://", "`` is no HOST:PORT of an emulator"),

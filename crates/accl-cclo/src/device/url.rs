@@ -121,12 +121,20 @@ pub const KEYS: [Key; 11] = [
         "the path of a file",
         "A file with the addresses of all ranks; an emulator's stands behind `@` instead.",
     ),
-    key("rx_buffers", "a number from 1 to 512", "How many buffers wait for eager messages."),
+    key(
+        "rx_buffers",
+        "a number from 1 to about 280, fewer with more ranks",
+        "How many buffers wait for eager messages.",
+    ),
     key("rx_bytes", SIZE, "The size of each of them, a multiple of 64."),
     key("eager", SIZE, "The largest message that is sent before its receiver has asked for it."),
     key("rendezvous", SIZE, "The size of each buffer for sums of larger messages."),
     key("memory", "host, device", "Where the buffers of calls lie."),
-    key("compression", "none, fp16", "What float32 is added and sent as."),
+    key(
+        "compression",
+        "none, fp16",
+        "What float32 is added as, and sent as in sums; what is only moved travels as it is.",
+    ),
     key("engine", KERNEL, "The kernel of the engine in a bitstream for XRT."),
     key("hostctrl", KERNEL, "The kernel that starts its calls in a bitstream for XRT."),
 ];

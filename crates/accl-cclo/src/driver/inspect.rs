@@ -54,6 +54,7 @@ impl Picture {
 /// # Errors
 /// The device cannot be reached, or does not come back to it.
 pub fn reset(bus: &mut dyn Bus, mut go_on: impl FnMut() -> bool) -> Result<()> {
+    bus.drain()?;
     bus.start(&Descriptor::config(ConfigFunction::Reset, 0))?;
     while !bus.poll()? {
         if !go_on() {
@@ -65,6 +66,7 @@ pub fn reset(bus: &mut dyn Bus, mut go_on: impl FnMut() -> bool) -> Result<()> {
             return Err(Error::new(ErrorKind::Device, text));
         }
     }
+    bus.drain()?;
     let code = ReturnCode(bus.read_register(map::RETURN_CODE.offset)?);
     match code.is_ok() {
         true => Ok(()),

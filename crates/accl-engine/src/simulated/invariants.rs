@@ -94,7 +94,11 @@ impl World<'_> {
                 let given_up = if self.faults.iter().any(never_stops) { STOP_WITHIN } else { Duration::ZERO };
                 let hangs =
                     |fault: &Fault| matches!(fault, Fault::Break { breaks: Breaks::Hangs | Breaks::AllHang, .. });
-                let is_elsewhere = self.scenario.is_offloaded(item);
+                // What is done elsewhere, or waits for its group's turn behind it.
+                let items = 0..self.scenario.items.len();
+                let is_elsewhere = items
+                    .into_iter()
+                    .any(|other| group_of(other) == group_of(item) && self.scenario.is_offloaded(other));
                 // Devices see to the deadline unless they hang, and then the engine does. They look at that of one call after the other, and
                 // of those whose numbers were reserved the first may have been made last.
                 let is_looked_at = !self.faults.iter().any(hangs) && !self.scenario.has_compositions(group_of(item));

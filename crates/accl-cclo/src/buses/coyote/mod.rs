@@ -286,6 +286,12 @@ impl Bus for CoyoteBus {
         Ok(is_done)
     }
 
+    fn drain(&mut self) -> Result<()> {
+        // To read it clears what it says of an end.
+        let _ = self.calls.read_word(word_of(HOSTCTRL + hostctrl::CONTROL));
+        Ok(())
+    }
+
     fn reconnect(&self) -> Result<Box<dyn Bus>> {
         let calls = self.calls.again().map_err(|error| failed(self.region, "open it once more", &error))?;
         Ok(Box::new(Self {

@@ -19,6 +19,8 @@ use crate::device::Address;
 use crate::driver::Settings;
 use zmtp::{Failure, Requester};
 
+/// Ends of calls that a host which has gone may have left.
+const MOST_ENDS: u32 = 1024;
 /// How long a register, a call or an allocation may take, and a connection.
 const REQUEST_DEADLINE: Duration = Duration::from_secs(1);
 /// How long each of these may take where only a look is wanted, at a device that may be stuck.
@@ -231,6 +233,15 @@ impl Bus for EmulatorBus {
             Reply::Status(Status::Not) => Ok(false),
             reply => Err(self.refusal(&request, &reply)),
         }
+    }
+
+    fn drain(&mut self) -> Result<()> {
+        for _ in 0..MOST_ENDS {
+            if !self.poll()? {
+                return Ok(());
+            }
+        }
+        Err(Error::new(ErrorKind::Device, format!("{} says without end that calls have ended", self.describe())))
     }
 
     fn reconnect(&self) -> Result<Box<dyn Bus>> {
