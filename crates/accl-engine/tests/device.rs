@@ -508,3 +508,42 @@ fn what_a_rank_that_is_ahead_sends_does_not_keep_out_what_others_wait_for() {
         });
     }
 }
+
+#[test]
+fn a_host_call_is_late_at_its_deadline_although_a_device_still_works() {
+    let (world, devices) = world(2, Network::Udp);
+    devices.faults().holds.store(true, Ordering::Relaxed);
+    world.run("g", |member| {
+        let mut data = [1_i64; 4];
+        let working = member.group.submit(member.all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Async)).unwrap();
+        if member.rank == 0 {
+            let mut byte = [1_u8; 4];
+            let mut desc = member.all_reduce_desc(&mut byte, ReduceOp::Sum, Mode::Async);
+            desc.timeout = Some(Duration::from_millis(200));
+            let begin = Instant::now();
+            let error = finish(&member.group.submit(desc).unwrap()).unwrap_err();
+            assert!(error.kind == ErrorKind::Timeout && begin.elapsed() < Duration::from_millis(1500), "{error}");
+        }
+        finish(&working).unwrap_err();
+    });
+}
+
+#[test]
+fn what_a_device_brings_after_an_abort_is_written_nowhere() {
+    let (world, devices) = world(2, Network::Udp);
+    let both = Barrier::new(2);
+    world.run("g", |member| {
+        let mut data = vec![1_i64; 1000];
+        member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+        both.wait();
+        devices.faults().holds.store(true, Ordering::Relaxed);
+        let call = member.group.submit(member.all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Async)).unwrap();
+        std::thread::sleep(Duration::from_millis(50));
+        both.wait();
+        member.group.abort("the test wants it");
+        finish(&call).unwrap_err();
+        devices.faults().holds.store(false, Ordering::Relaxed);
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(data.iter().all(|value| *value == 2), "it holds what it held before the call");
+    });
+}

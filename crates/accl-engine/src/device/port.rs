@@ -94,15 +94,18 @@ impl Port {
         let Some(driver) = driver.upgrade() else { return };
         let now = time::now();
         let is_unsent = driver.with_core(|core| {
-            core.with_group(group, now, |group, context| {
-                for (to, taken, packets) in &frames {
-                    group.send_packets(Rank(*to), *taken, packets, context);
-                }
-            });
-            core.net.flush_all();
-            core.net.has_unsent()
+            core.guarded(|core| {
+                core.with_group(group, now, |group, context| {
+                    for (to, taken, packets) in &frames {
+                        group.send_packets(Rank(*to), *taken, packets, context);
+                    }
+                });
+                core.net.flush_all();
+                core.net.has_unsent()
+            })
         });
-        if is_unsent {
+        // After a panic in there every group has failed, which whoever drives says.
+        if is_unsent.unwrap_or(true) {
             driver.kick();
         }
     }

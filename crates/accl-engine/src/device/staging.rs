@@ -8,6 +8,9 @@ use accl_cclo::offload::{Buffer, Piece};
 use accl_executor::memory::CollectiveMemory;
 use accl_types::Result;
 
+/// Bytes that are copied between two looks whether they are still wanted.
+const STEP_BYTES: usize = 256 << 10;
+
 /// Bytes of each buffer.
 pub(super) const STAGING_BYTES: u64 = 4 << 20;
 
@@ -43,7 +46,7 @@ impl Staging {
         self.segments[piece % self.segments.len()]
     }
 
-    /// Copies what a piece gives into its segment.
+    /// Copies what a piece gives into its segment, for as long as `go_on` says so. Returns whether all of it is there.
     ///
     /// # Errors
     /// Those of [`Bus::write_memory`].
@@ -53,9 +56,10 @@ impl Staging {
         tensors: &CollectiveMemory<'_>,
         piece: &Piece,
         segment: Segment,
-    ) -> Result<()> {
+        go_on: &dyn Fn() -> bool,
+    ) -> Result<bool> {
         if piece.gives.is_empty() {
-            return Ok(());
+            return Ok(true);
         }
         self.room.resize(piece.given_bytes as usize, 0);
         let mut end = 0;
@@ -67,10 +71,17 @@ impl Staging {
             tensors.read_input(span.tensor, &mut self.room[at..end]);
         }
         self.room[end..].fill(0);
-        bus.write_memory(self.memory, segment.first, &self.room)
+        for (bytes, at) in self.room.chunks(STEP_BYTES).zip((segment.first..).step_by(STEP_BYTES)) {
+            if !go_on() {
+                return Ok(false);
+            }
+            bus.write_memory(self.memory, at, bytes)?;
+        }
+        Ok(true)
     }
 
-    /// Copies what a piece has brought to where it belongs.
+    /// Copies what a piece has brought to where it belongs, for as long as `go_on` says so. Returns whether all of it is there; otherwise none
+    /// is, and no tensor has been touched.
     ///
     /// # Errors
     /// Those of [`Bus::read_memory`].
@@ -80,18 +91,28 @@ impl Staging {
         tensors: &mut CollectiveMemory<'_>,
         piece: &Piece,
         segment: Segment,
-    ) -> Result<()> {
+        go_on: &dyn Fn() -> bool,
+    ) -> Result<bool> {
         let from = match piece.takes_from {
             Buffer::First => segment.first,
             Buffer::Result => segment.result,
         };
-        let Some(end) = piece.takes.iter().map(|span| span.staging + span.bytes).max() else { return Ok(()) };
+        let Some(end) = piece.takes.iter().map(|span| span.staging + span.bytes).max() else { return Ok(true) };
         self.room.resize(end as usize, 0);
-        bus.read_memory(self.memory, from, &mut self.room)?;
+        for (bytes, at) in self.room.chunks_mut(STEP_BYTES).zip((from..).step_by(STEP_BYTES)) {
+            if !go_on() {
+                return Ok(false);
+            }
+            bus.read_memory(self.memory, at, bytes)?;
+        }
+        // That may have taken long, and nobody writes into the tensors of a call that has failed.
+        if !go_on() {
+            return Ok(false);
+        }
         for span in &piece.takes {
             let at = span.staging as usize;
             tensors.write_output(span.tensor, &self.room[at..at + span.bytes as usize]);
         }
-        Ok(())
+        Ok(true)
     }
 }

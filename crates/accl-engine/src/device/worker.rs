@@ -157,8 +157,10 @@ impl Worker {
             Err(Stop::Cancelled) => {
                 // Nothing writes into the caller's memory any more: the device has buffers of its own.
                 drop(task);
-                let error = self.give_up("was given up, since its call has failed");
-                tracing::warn!("{}", error.message);
+                if self.driver.running().is_some() {
+                    let error = self.give_up("was given up, since its call has failed");
+                    tracing::warn!("{}", error.message);
+                }
             }
         }
         if let Some(dead) = self.driver.dead() {
@@ -179,33 +181,56 @@ impl Worker {
         let root = if operation.row().has_root { request.root.0 } else { 0 };
         let calls = Calls { operation, elements, function, on_wire: self.url.wire().carries(elements), root };
         let mut pieces = Pieces::new(&request, operation, elements, settings, STAGING_BYTES).enumerate();
-        let mut next = self.give(tensors, pieces.next())?;
+        let mut next = self.give(task, tensors, pieces.next())?;
         let mut last: Option<(Piece, Segment)> = None;
         while let Some((piece, segment)) = next.take() {
             let call = self.call(&calls, &piece, segment)?;
+            // A call that no peer will join would hold the engine for good.
+            if !goes_on(task) {
+                return Err(self.stop(task, collective));
+            }
             self.driver.start(&call)?;
-            self.take(tensors, last.take())?;
-            next = self.give(tensors, pieces.next())?;
+            self.take(task, tensors, last.take())?;
+            next = self.give(task, tensors, pieces.next())?;
             self.finish(task, collective, &call)?;
             last = Some((piece, segment));
         }
-        Ok(self.take(tensors, last)?)
+        self.take(task, tensors, last)
     }
 
     fn give(
         &mut self,
+        task: &ExternalTask,
         tensors: &CollectiveMemory<'_>,
         piece: Option<(usize, Piece)>,
-    ) -> Result<Option<(Piece, Segment)>> {
+    ) -> std::result::Result<Option<(Piece, Segment)>, Stop> {
         let Some((number, piece)) = piece else { return Ok(None) };
         let segment = self.staging.segment(number);
-        self.staging.give(self.driver.bus(), tensors, &piece, segment)?;
-        Ok(Some((piece, segment)))
+        match self.staging.give(self.driver.bus(), tensors, &piece, segment, &|| goes_on(task))? {
+            true => Ok(Some((piece, segment))),
+            false => Err(self.stop(task, tensors.collective())),
+        }
     }
 
-    fn take(&mut self, tensors: &mut CollectiveMemory<'_>, piece: Option<(Piece, Segment)>) -> Result<()> {
+    fn take(
+        &mut self,
+        task: &ExternalTask,
+        tensors: &mut CollectiveMemory<'_>,
+        piece: Option<(Piece, Segment)>,
+    ) -> std::result::Result<(), Stop> {
         let Some((piece, segment)) = piece else { return Ok(()) };
-        self.staging.take(self.driver.bus(), tensors, &piece, segment)
+        match self.staging.take(self.driver.bus(), tensors, &piece, segment, &|| goes_on(task))? {
+            true => Ok(()),
+            false => Err(self.stop(task, tensors.collective())),
+        }
+    }
+
+    /// Why a task does not go on.
+    fn stop(&mut self, task: &ExternalTask, collective: &ExternalCollective) -> Stop {
+        match collective.deadline.filter(|_| !task.is_cancelled()) {
+            Some(deadline) => Stop::Failed(self.late(collective, deadline)),
+            None => Stop::Cancelled,
+        }
     }
 
     fn call(&self, calls: &Calls, piece: &Piece, segment: Segment) -> Result<Descriptor> {
@@ -230,12 +255,8 @@ impl Worker {
                 tracing::debug!(device, seq, %call, code = 0, nanos, "a call of the device is done");
                 break;
             }
-            if task.is_cancelled() {
-                return Err(Stop::Cancelled);
-            }
-            let now = time::now();
-            if let Some(deadline) = collective.deadline.filter(|deadline| *deadline <= now) {
-                return Err(Stop::Failed(self.late(collective, deadline)));
+            if !goes_on(task) {
+                return Err(self.stop(task, collective));
             }
             if look >= EAGER_LOOKS {
                 self.driver.bus().pause(pause);
@@ -258,6 +279,12 @@ impl Worker {
         let text = format!("Timed out waiting {waited}ms for {}: {}", collective.collective, why.message);
         Error::new(ErrorKind::Timeout, text)
     }
+}
+
+/// Whether a task is still wanted and in time.
+fn goes_on(task: &ExternalTask) -> bool {
+    let deadline = task.collective().and_then(|collective| collective.deadline);
+    !task.is_cancelled() && deadline.is_none_or(|deadline| time::now() < deadline)
 }
 
 /// A collective as the planner of devices takes it.

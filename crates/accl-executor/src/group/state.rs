@@ -282,17 +282,21 @@ impl GroupState {
 
     /// The earliest deadline of a call in flight.
     pub(crate) fn next_deadline(&self) -> Option<Moment> {
-        let grace = self.grace();
-        let due = |run: &Run| run.deadline.map(|deadline| deadline + grace);
+        let due = self.due();
         let runs = self.runs.values().filter_map(|run| [due(run), run.probe_at].into_iter().flatten().min());
         runs.chain(self.p2p.next_deadline()).chain(self.begin_by()).chain(self.failure.due()).min()
     }
 
-    /// How much longer than their deadlines calls are waited for: what is done elsewhere sees to its deadline itself, and what waits for it is
-    /// not to blame.
-    fn grace(&self) -> Duration {
-        let is_elsewhere = self.runs.values().any(Run::has_deadline_elsewhere);
-        if is_elsewhere { OFFLOAD_GRACE } else { Duration::ZERO }
+    /// When a call is late. What is done elsewhere sees to its deadline itself, and so a little longer is waited for it and for what may wait for it
+    /// and is not to blame.
+    fn due(&self) -> impl Fn(&Run) -> Option<Moment> + use<> {
+        let elsewhere = self.runs.values().filter(|run| run.has_deadline_elsewhere());
+        let first = elsewhere.filter_map(|run| run.deadline).min();
+        move |run| {
+            let deadline = run.deadline?;
+            let waits_longer = first.is_some_and(|first| first <= deadline);
+            Some(if waits_longer { deadline + OFFLOAD_GRACE } else { deadline })
+        }
     }
 
     /// The shortest time that a call in flight was given, if a peer is in this group.
@@ -766,10 +770,10 @@ impl GroupState {
     }
 
     fn overdue(&self, context: &Context<'_>) -> Option<Error> {
-        let grace = self.grace();
-        let late = |deadline: Option<Moment>| deadline.is_some_and(|deadline| deadline + grace <= context.now);
+        let due = self.due();
+        let late = |run: &&Run| due(run).is_some_and(|due| due <= context.now);
         let mut under_way = None;
-        let (call, deadline, awaited) = match self.runs.values().find(|run| late(run.deadline)) {
+        let (call, deadline, awaited) = match self.runs.values().find(late) {
             Some(run) => {
                 under_way = run.external_under_way();
                 (&run.call, run.deadline, run.awaited(&self.members))
