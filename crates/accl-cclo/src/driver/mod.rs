@@ -99,6 +99,9 @@ impl<B: Bus> Driver<B> {
             }
             self.bus.pause(RESET_PAUSE);
         }
+        // The reset's own end may come a moment after what it has done shows.
+        self.bus.drain()?;
+        self.bus.pause(RESET_PAUSE);
         self.bus.drain()?;
         let Settings { rx_buffers, rx_bytes, max_eager_bytes, max_rendezvous_bytes, .. } = self.settings;
         let rx = self.bus.allocate_rx(u64::from(rx_buffers) * u64::from(rx_bytes))?;
