@@ -13,6 +13,7 @@ pub mod hash;
 mod moment;
 mod nearest;
 mod reduce_op;
+mod size;
 mod units;
 
 pub use collective::Collective;
@@ -21,4 +22,5 @@ pub use error::{Context, Error, ErrorKind, Result};
 pub use moment::Moment;
 pub use nearest::nearest;
 pub use reduce_op::ReduceOp;
+pub use size::{parse_size, show_size};
 pub use units::{Bytes, Elems, Rank, Seq, round_up};

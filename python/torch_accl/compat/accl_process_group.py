@@ -16,7 +16,7 @@ called. `init_process_group(..., pg_options=torch_accl.Options(device=...))` win
 **Of ACCL's limits** none is kept: tensors have any size, type, shape and number, and what a device cannot do, the host does.
 **Rx buffers** are as the device takes them, 80 of 64 KiB, unless `bufsize` is given: then they have that size, rounded up to a
 multiple of 64 that holds an element of each rank. Of `nbufs` there are at least so many as a message of 64 segments and 16 more need: with
-fewer, a rank that is a call ahead could fill them all. `bufsize` cuts a sum into calls of up to 64 buffers, and never limits a tensor.
+fewer, a message would not fit, or a rank that is a piece ahead would wait more often. `bufsize` cuts a sum into calls of up to 64 buffers, and never limits a tensor.
 
 `docs/torch.md` has what differs from ACCL's own.
 """

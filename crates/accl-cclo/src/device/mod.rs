@@ -5,7 +5,6 @@
 
 mod ranks;
 mod settings;
-mod size;
 #[cfg(test)]
 mod tests;
 mod url;

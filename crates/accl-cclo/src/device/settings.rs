@@ -3,10 +3,9 @@
 use std::net::Ipv4Addr;
 use std::path::Path;
 
-use accl_types::{Error, ErrorKind, Result};
+use accl_types::{Error, ErrorKind, Result, show_size};
 
 use super::ranks::{self, FIRST_PORT, RankLine};
-use super::size;
 use super::url::{Address, Addresses, Design, DeviceUrl, Place, memory_name};
 use crate::driver::{Peer, Settings, Tables};
 use crate::memory_map::NO_SESSION;
@@ -19,8 +18,8 @@ const RX_BYTES: u32 = 64 << 10;
 const RX_UNIT: u32 = 64;
 /// Most segments of a message: what a receive keeps to release.
 const MAX_SEGMENTS: u32 = 64;
-/// Rx buffers beyond those of a whole message. A rank may be a call ahead and fill one message's worth; what the others wait for must get in
-/// nevertheless, or nobody goes on.
+/// Rx buffers beyond those of a whole message. Within a collective of several pieces a rank may be a piece ahead: what it sends has begun to come
+/// while the last of the piece before is taken.
 const MORE_RX_BUFFERS: u32 = 16;
 /// Ranks that a UDP design has sockets for.
 const MAX_UDP_RANKS: u32 = 16;
@@ -65,9 +64,9 @@ impl DeviceUrl {
             "{}://?design={}&rx_buffers={rx_buffers}&rx_bytes={}&eager={}&rendezvous={}&memory={}&compression={}",
             self.scheme(),
             self.design().name(),
-            size::show(rx_bytes),
-            size::show(max_eager_bytes),
-            size::show(max_rendezvous_bytes),
+            show_size(rx_bytes),
+            show_size(max_eager_bytes),
+            show_size(max_rendezvous_bytes),
             memory_name(memory),
             self.wire().name()
         )
@@ -113,8 +112,8 @@ impl DeviceUrl {
         if eager.div_ceil(rx_bytes) > MAX_SEGMENTS {
             return refused(format!(
                 "an eager message of {} has more than {MAX_SEGMENTS} segments of {}; take a smaller `eager` or larger `rx_bytes`",
-                size::show(eager),
-                size::show(rx_bytes)
+                show_size(eager),
+                show_size(rx_bytes)
             ));
         }
         if settings.rx_buffers < eager.div_ceil(rx_bytes) {
@@ -122,8 +121,8 @@ impl DeviceUrl {
                 "{} rx buffers of {} do not hold an eager message of {}, and ranks that all send before they receive would wait for \
                  ever; take more or larger rx buffers, or a smaller `eager`",
                 settings.rx_buffers,
-                size::show(rx_bytes),
-                size::show(eager)
+                show_size(rx_bytes),
+                show_size(eager)
             ));
         }
         let world = settings.world();

@@ -71,6 +71,8 @@ fn a_text_that_makes_no_sense_says_what_would() {
         ("sim://?design", "`design` has no `=`"),
         ("sim://?eager=1&eager=2", "`eager` stands twice"),
         ("sim://?eager=large", "`eager` cannot be `large`; expected a size below 4 GiB"),
+        ("sim://?eager=4GiB", "`eager` cannot be `4GiB`; expected a size below 4 GiB"),
+        ("sim://?eager=64kb", "`eager` cannot be `64kb`; expected a size below 4 GiB"),
         ("sim://?memory=hbm", "`memory` cannot be `hbm`; expected host, device"),
         ("sim://?compression=int8", "`compression` cannot be `int8`; expected none, fp16"),
         (

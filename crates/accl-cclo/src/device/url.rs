@@ -3,9 +3,8 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use accl_types::{Error, ErrorKind, Result, nearest};
+use accl_types::{Error, ErrorKind, Result, nearest, parse_size, show_size};
 
-use super::size;
 use crate::bus::Memory;
 use crate::memory_map::{DataType, Network};
 
@@ -221,7 +220,7 @@ impl DeviceUrl {
             format!("unknown key `{name}`; did you mean {near}? expected one of {all}")
         })?;
         let unknown = || format!("`{name}` cannot be `{value}`; expected {}", key.accepted);
-        let bytes = || size::parse(value).map(Some).ok_or_else(unknown);
+        let bytes = || parse_size(value).and_then(|bytes| u32::try_from(bytes).ok()).map(Some).ok_or_else(unknown);
         match name {
             "design" => self.design = Some(find(&DESIGNS, Design::name, value).ok_or_else(unknown)?),
             "ranks" if value.is_empty() => return Err(unknown()),
@@ -316,9 +315,9 @@ impl fmt::Display for DeviceUrl {
             ("design", self.design.map(|design| design.name().to_owned())),
             ("ranks", self.ranks.as_ref().map(|path| path.display().to_string())),
             ("rx_buffers", self.rx_buffers.map(|count| count.to_string())),
-            ("rx_bytes", self.rx_bytes.map(size::show)),
-            ("eager", self.eager.map(size::show)),
-            ("rendezvous", self.rendezvous.map(size::show)),
+            ("rx_bytes", self.rx_bytes.map(show_size)),
+            ("eager", self.eager.map(show_size)),
+            ("rendezvous", self.rendezvous.map(show_size)),
             ("memory", self.memory.map(|memory| memory_name(memory).to_owned())),
             ("compression", self.compression.map(|wire| wire.name().to_owned())),
             ("engine", self.engine.clone()),

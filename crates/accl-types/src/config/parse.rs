@@ -1,7 +1,7 @@
 //! Parsers of setting values and their inverses. An error is a clause such as ` (out of range)`, or empty.
 
 use super::{AlgorithmRule, Calibration, IfnameFilter, LogLevel, Sidestep};
-use crate::{Collective, nearest};
+use crate::{Collective, nearest, parse_size, show_size};
 
 const LOG_LEVELS: &[(&str, LogLevel)] = &[
     ("off", LogLevel::Off),
@@ -10,9 +10,6 @@ const LOG_LEVELS: &[(&str, LogLevel)] = &[
     ("debug", LogLevel::Debug),
     ("trace", LogLevel::Trace),
 ];
-
-/// Largest first, so that the inverse finds the shortest text.
-const SIZE_UNITS: &[(&str, u64)] = &[("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
 
 pub(super) fn log_level(text: &str) -> Result<LogLevel, String> {
     LOG_LEVELS.iter().find(|(name, _)| *name == text).map(|&(_, level)| level).ok_or_else(String::new)
@@ -118,22 +115,8 @@ pub(super) fn names(text: &str) -> Result<Vec<String>, String> {
 }
 
 pub(super) fn size(text: &str, min: u64, max: u64) -> Result<u64, String> {
-    let (digits, unit) =
-        SIZE_UNITS.iter().find_map(|(name, unit)| text.strip_suffix(name).map(|d| (d, *unit))).unwrap_or((text, 1));
-    let bytes = digits
-        .trim()
-        .parse::<u64>()
-        .ok()
-        .and_then(|n| n.checked_mul(unit))
-        .ok_or_else(|| " (it is not a size)".to_owned())?;
+    let bytes = parse_size(text).ok_or_else(|| " (it is not a size)".to_owned())?;
     if (min..=max).contains(&bytes) { Ok(bytes) } else { Err(" (out of range)".into()) }
-}
-
-pub(super) fn show_size(bytes: u64) -> String {
-    SIZE_UNITS
-        .iter()
-        .find(|(_, unit)| bytes > 0 && bytes.is_multiple_of(*unit))
-        .map_or_else(|| bytes.to_string(), |(name, unit)| format!("{}{name}", bytes / unit))
 }
 
 pub(super) fn spin(text: &str) -> Result<Option<u64>, String> {

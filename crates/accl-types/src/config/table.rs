@@ -3,6 +3,7 @@
 
 use super::Config;
 use super::parse;
+use crate::show_size;
 
 /// From when on a setting is fixed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -140,7 +141,7 @@ pub const ROWS: &[Row] = &[
         accepted: Accepted::Words("a size from 16KiB to 64MiB, as bytes or with KiB, MiB, GiB"),
         effect: "Most shared memory of one direction between two processes of a host; it begins with 16KiB and grows with its use.",
         set: |c, v| parse::size(v, 16 << 10, 64 << 20).map(|x| c.ring_bytes = x),
-        show: |c| parse::show_size(c.ring_bytes),
+        show: |c| show_size(c.ring_bytes),
     },
     Row {
         name: "ACCL_SHM_LIMIT",
@@ -151,7 +152,7 @@ pub const ROWS: &[Row] = &[
         accepted: Accepted::Words("a size from 0 to 1TiB, as bytes or with KiB, MiB, GiB"),
         effect: "Most shared memory that one process creates for its links, each counted as if it had grown; rings shrink to fit, then tcp is used.",
         set: |c, v| parse::size(v, 0, 1 << 40).map(|x| c.shm_limit = x),
-        show: |c| parse::show_size(c.shm_limit),
+        show: |c| show_size(c.shm_limit),
     },
     Row {
         name: "ACCL_SEGMENT_BYTES",
@@ -162,7 +163,7 @@ pub const ROWS: &[Row] = &[
         accepted: Accepted::Words("a size from 1KiB to 4MiB, as bytes or with KiB, MiB, GiB"),
         effect: "Most payload bytes of one frame: the grain of pipelining.",
         set: |c, v| parse::size(v, 1 << 10, 4 << 20).map(|x| c.segment_bytes = x),
-        show: |c| parse::show_size(c.segment_bytes),
+        show: |c| show_size(c.segment_bytes),
     },
     Row {
         name: "ACCL_EAGER_BYTES",
@@ -173,7 +174,7 @@ pub const ROWS: &[Row] = &[
         accepted: Accepted::Words("a size from 0 to 64MiB, as bytes or with KiB, MiB, GiB"),
         effect: "How many bytes a sender may be ahead of the receiver's matching call, per group and peer; a message counts 128 more than it holds.",
         set: |c, v| parse::size(v, 0, 64 << 20).map(|x| c.eager_bytes = x),
-        show: |c| parse::show_size(c.eager_bytes),
+        show: |c| show_size(c.eager_bytes),
     },
     Row {
         name: "ACCL_SPIN_US",
