@@ -2,6 +2,8 @@
 //!
 //! Owns what is read, and changes nothing but by [`reset`]. Read [`Picture::read`] first.
 
+use std::time::Duration;
+
 use accl_types::{Error, ErrorKind, Result};
 
 use super::diagnosis::Diagnosis;
@@ -11,6 +13,9 @@ use crate::bus::Bus;
 use crate::call::{ConfigFunction, Descriptor};
 use crate::memory_map::{self as map, HardwareId, REGISTERS, Register};
 use crate::return_code::ReturnCode;
+
+/// Between looks whether a reset has come to its turn.
+const RESET_PAUSE: Duration = Duration::from_millis(1);
 
 /// What can be read of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,6 +53,24 @@ impl Picture {
     }
 }
 
+/// What follows a reset whose end, or that of a call which it waited for, has been seen: it shows, and no end is left that a later call could be
+/// given. Between looks `go_on` is asked whether there is time left.
+pub(super) fn await_reset(bus: &mut dyn Bus, go_on: &mut dyn FnMut() -> bool) -> Result<()> {
+    while bus.read_register(map::IS_CONFIGURED.offset)? != 0 {
+        if !go_on() {
+            return Err(Error::new(
+                ErrorKind::Device,
+                format!("{} is in use: it is still set up after a reset", bus.describe()),
+            ));
+        }
+        bus.pause(RESET_PAUSE);
+    }
+    // The reset's own end may come a moment after what it has done shows.
+    bus.drain()?;
+    bus.pause(RESET_PAUSE);
+    bus.drain()
+}
+
 /// Resets a device. That is a call as any other: one that is under way has to end first. Between looks `go_on` is asked whether there is time
 /// left.
 ///
@@ -66,7 +89,7 @@ pub fn reset(bus: &mut dyn Bus, mut go_on: impl FnMut() -> bool) -> Result<()> {
             return Err(Error::new(ErrorKind::Device, text));
         }
     }
-    bus.drain()?;
+    await_reset(bus, &mut go_on)?;
     let code = ReturnCode(bus.read_register(map::RETURN_CODE.offset)?);
     match code.is_ok() {
         true => Ok(()),

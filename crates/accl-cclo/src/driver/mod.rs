@@ -16,6 +16,7 @@ mod tests;
 
 pub use diagnosis::Diagnosis;
 pub use elements::Elements;
+use inspect::await_reset;
 pub use inspect::{Picture, reset};
 pub use queue::{Finished, RequestId};
 pub use settings::{MAX_RX_BUFFERS, Peer, Settings};
@@ -40,8 +41,6 @@ const GATHER_FAN_IN: u32 = 2;
 const GATHER_FAN_IN_BYTES: u32 = 32 << 10;
 /// How long a device may be asked why a call does not end.
 const DIAGNOSIS_TIME: Duration = Duration::from_millis(800);
-/// Between looks whether a reset has come to its turn.
-const RESET_PAUSE: Duration = Duration::from_millis(1);
 /// More ranks than this share a tree when a root has something for all of them.
 const BROADCAST_FLAT_RANKS: u32 = 3;
 
@@ -89,20 +88,7 @@ impl<B: Bus> Driver<B> {
     fn set_up(&mut self, go_on: &mut impl FnMut() -> bool) -> Result<()> {
         self.bus.drain()?;
         self.configure(ConfigFunction::Reset, 0, go_on)?;
-        // What has ended may have been a call of a host that has gone, which the reset waited for.
-        while self.bus.read_register(map::IS_CONFIGURED.offset)? != 0 {
-            if !go_on() {
-                return Err(Error::new(
-                    ErrorKind::Device,
-                    format!("{} is in use: it is still set up after a reset", self.bus.describe()),
-                ));
-            }
-            self.bus.pause(RESET_PAUSE);
-        }
-        // The reset's own end may come a moment after what it has done shows.
-        self.bus.drain()?;
-        self.bus.pause(RESET_PAUSE);
-        self.bus.drain()?;
+        await_reset(&mut self.bus, go_on)?;
         let Settings { rx_buffers, rx_bytes, max_eager_bytes, max_rendezvous_bytes, .. } = self.settings;
         let rx = self.bus.allocate_rx(u64::from(rx_buffers) * u64::from(rx_bytes))?;
         for index in 0..rx_buffers {
