@@ -1,8 +1,11 @@
 //! An engine of this process as its host reaches it, without a socket.
 //!
-//! Owns what becomes of requests that the engine refuses, and the addresses of buffers. Read [`Direct`] first.
+//! Owns what becomes of requests that the engine refuses, the addresses of buffers, and the bus to engines that are reached so. Read
+//! [`DirectBus`] first.
 
-use accl_cclo::bus::Memory;
+use std::time::Duration;
+
+use accl_cclo::bus::{Bus, Memory};
 use accl_cclo::call::Descriptor;
 use accl_cclo::control::{Reply, Request, Status};
 use accl_types::{Error, ErrorKind, Result};
@@ -15,10 +18,82 @@ const ALIGNMENT: u64 = 4096;
 const CONTROL: u32 = 0;
 
 /// How far the memories of an engine are handed out: the card's and the host's.
-pub(crate) type HandedOut = [u64; 2];
+pub type HandedOut = [u64; 2];
+
+/// How an engine is reached, and who lets it go on.
+pub trait Reach: Clone + Send + 'static {
+    /// Does something with the engine while nobody else does.
+    #[doc(hidden)]
+    fn with<R>(&self, f: impl FnOnce(Direct<'_>, &mut HandedOut) -> Result<R>) -> Result<R>;
+
+    /// Lets the engine go on as far as it can.
+    fn go_on(&self);
+
+    /// Waits until it may be able to go on, at most so long.
+    fn pause(&self, at_most: Duration) {
+        std::thread::sleep(at_most);
+    }
+
+    /// What messages call it.
+    fn name(&self) -> &str;
+}
+
+/// A connection to an engine of this process.
+#[derive(Clone)]
+pub struct DirectBus<R>(pub(crate) R);
+
+impl<R: Reach> Bus for DirectBus<R> {
+    fn read_register(&mut self, offset: u32) -> Result<u32> {
+        self.0.with(|mut engine, _| engine.read_register(offset))
+    }
+
+    fn write_register(&mut self, offset: u32, value: u32) -> Result<()> {
+        self.0.with(|mut engine, _| engine.write_register(offset, value))
+    }
+
+    fn allocate(&mut self, memory: Memory, bytes: u64) -> Result<u64> {
+        self.0.with(|mut engine, handed_out| engine.allocate(handed_out, memory, bytes))
+    }
+
+    fn read_memory(&mut self, memory: Memory, address: u64, into: &mut [u8]) -> Result<()> {
+        self.0.with(|mut engine, _| engine.read_memory(memory, address, into))
+    }
+
+    fn write_memory(&mut self, memory: Memory, address: u64, from: &[u8]) -> Result<()> {
+        self.0.with(|mut engine, _| engine.write_memory(memory, address, from))
+    }
+
+    fn start(&mut self, call: &Descriptor) -> Result<()> {
+        self.0.with(|mut engine, _| engine.start(call))?;
+        self.0.go_on();
+        Ok(())
+    }
+
+    fn poll(&mut self) -> Result<bool> {
+        self.0.go_on();
+        self.0.with(|mut engine, _| Ok(engine.poll()))
+    }
+
+    fn drain(&mut self) -> Result<()> {
+        while self.poll()? {}
+        Ok(())
+    }
+
+    fn pause(&mut self, at_most: Duration) {
+        self.0.pause(at_most);
+    }
+
+    fn reconnect(&self) -> Result<Box<dyn Bus>> {
+        Ok(Box::new(Self(self.0.clone())))
+    }
+
+    fn describe(&self) -> String {
+        self.0.name().to_owned()
+    }
+}
 
 /// An engine, and what messages call it.
-pub(crate) struct Direct<'a> {
+pub struct Direct<'a> {
     pub(crate) engine: &'a mut Engine,
     pub(crate) name: &'a str,
 }

@@ -4,13 +4,11 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use accl_cclo::bus::{Bus, Memory};
-use accl_cclo::call::Descriptor;
 use accl_cclo::memory_map::Network;
 use accl_types::{Error, ErrorKind, Result};
 
 use crate::cluster::Cluster;
-use crate::direct::{Direct, HandedOut};
+use crate::direct::{Direct, DirectBus, HandedOut, Reach};
 use crate::engine::Engine;
 use crate::program::Faithful;
 
@@ -45,8 +43,11 @@ impl LocalEngines {
 }
 
 /// A connection to the engine of a rank.
+pub type LocalBus = DirectBus<LocalEngine>;
+
+/// The engine of a rank, among those of this process.
 #[derive(Clone)]
-pub struct LocalBus {
+pub struct LocalEngine {
     engines: Arc<LocalEngines>,
     rank: u32,
     name: String,
@@ -55,9 +56,11 @@ pub struct LocalBus {
 impl LocalBus {
     /// Connects to the engine of a rank.
     pub fn new(engines: &Arc<LocalEngines>, rank: u32) -> Self {
-        Self { engines: engines.clone(), rank, name: format!("the engine of rank {rank} in this process") }
+        Self(LocalEngine { engines: engines.clone(), rank, name: format!("the engine of rank {rank} in this process") })
     }
+}
 
+impl Reach for LocalEngine {
     fn with<R>(&self, f: impl FnOnce(Direct<'_>, &mut HandedOut) -> Result<R>) -> Result<R> {
         let mut inner = self.engines.lock();
         let Inner { cluster, handed_out } = &mut *inner;
@@ -66,49 +69,12 @@ impl LocalBus {
             engine.ok_or_else(|| Error::new(ErrorKind::Device, format!("{}: there is no such engine", self.name)))?;
         f(Direct { engine, name: &self.name }, handed_out)
     }
-}
 
-impl Bus for LocalBus {
-    fn read_register(&mut self, offset: u32) -> Result<u32> {
-        self.with(|mut engine, _| engine.read_register(offset))
-    }
-
-    fn write_register(&mut self, offset: u32, value: u32) -> Result<()> {
-        self.with(|mut engine, _| engine.write_register(offset, value))
-    }
-
-    fn allocate(&mut self, memory: Memory, bytes: u64) -> Result<u64> {
-        self.with(|mut engine, handed_out| engine.allocate(handed_out, memory, bytes))
-    }
-
-    fn read_memory(&mut self, memory: Memory, address: u64, into: &mut [u8]) -> Result<()> {
-        self.with(|mut engine, _| engine.read_memory(memory, address, into))
-    }
-
-    fn write_memory(&mut self, memory: Memory, address: u64, from: &[u8]) -> Result<()> {
-        self.with(|mut engine, _| engine.write_memory(memory, address, from))
-    }
-
-    fn start(&mut self, call: &Descriptor) -> Result<()> {
-        self.with(|mut engine, _| engine.start(call))?;
+    fn go_on(&self) {
         self.engines.lock().cluster.go_on(self.rank);
-        Ok(())
     }
 
-    fn poll(&mut self) -> Result<bool> {
-        self.with(|mut engine, _| Ok(engine.poll()))
-    }
-
-    fn drain(&mut self) -> Result<()> {
-        while self.poll()? {}
-        Ok(())
-    }
-
-    fn reconnect(&self) -> Result<Box<dyn Bus>> {
-        Ok(Box::new(self.clone()))
-    }
-
-    fn describe(&self) -> String {
-        self.name.clone()
+    fn name(&self) -> &str {
+        &self.name
     }
 }

@@ -7,13 +7,11 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use accl_cclo::bus::{Bus, Memory};
-use accl_cclo::call::Descriptor;
 use accl_cclo::memory_map::Network;
 use accl_cclo::packets::Packets;
 use accl_types::Result;
 
-use crate::direct::{Direct, HandedOut};
+use crate::direct::{Direct, DirectBus, HandedOut, Reach};
 use crate::engine::Engine;
 use crate::fabric::Fabric;
 use crate::program::Faithful;
@@ -22,8 +20,11 @@ use crate::program::Faithful;
 const MOST_HELD: usize = 64;
 
 /// A connection to the engine of this process.
+pub type SimBus = DirectBus<SimEngine>;
+
+/// The engine of this process, and the way of its packets.
 #[derive(Clone)]
-pub struct SimBus {
+pub struct SimEngine {
     name: Arc<str>,
     packets: Arc<dyn Packets>,
     inner: Arc<Mutex<Inner>>,
@@ -52,21 +53,24 @@ impl SimBus {
     pub fn new(network: Network, faithful: Faithful, rank: u32, packets: Arc<dyn Packets>) -> Self {
         let inner = Inner { engine: Engine::new(network, faithful), handed_out: [0; 2] };
         let name = format!("the engine of rank {rank} in its process").into();
-        Self { name, packets, inner: Arc::new(Mutex::new(inner)) }
+        Self(SimEngine { name, packets, inner: Arc::new(Mutex::new(inner)) })
     }
+}
 
+impl SimEngine {
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
 
-    fn with<R>(&self, f: impl FnOnce(Direct<'_>, &mut HandedOut) -> R) -> R {
+impl Reach for SimEngine {
+    fn with<R>(&self, f: impl FnOnce(Direct<'_>, &mut HandedOut) -> Result<R>) -> Result<R> {
         let mut inner = self.lock();
         let Inner { engine, handed_out } = &mut *inner;
         f(Direct { engine, name: &self.name }, handed_out)
     }
 
-    /// Lets the engine go on as far as it can.
-    fn advance(&self) {
+    fn go_on(&self) {
         let mut inner = self.lock();
         loop {
             let mut has_come = false;
@@ -81,54 +85,12 @@ impl SimBus {
         }
         self.packets.flush();
     }
-}
 
-impl Bus for SimBus {
-    fn read_register(&mut self, offset: u32) -> Result<u32> {
-        self.with(|mut engine, _| engine.read_register(offset))
-    }
-
-    fn write_register(&mut self, offset: u32, value: u32) -> Result<()> {
-        self.with(|mut engine, _| engine.write_register(offset, value))
-    }
-
-    fn allocate(&mut self, memory: Memory, bytes: u64) -> Result<u64> {
-        self.with(|mut engine, handed_out| engine.allocate(handed_out, memory, bytes))
-    }
-
-    fn read_memory(&mut self, memory: Memory, address: u64, into: &mut [u8]) -> Result<()> {
-        self.with(|mut engine, _| engine.read_memory(memory, address, into))
-    }
-
-    fn write_memory(&mut self, memory: Memory, address: u64, from: &[u8]) -> Result<()> {
-        self.with(|mut engine, _| engine.write_memory(memory, address, from))
-    }
-
-    fn start(&mut self, call: &Descriptor) -> Result<()> {
-        self.with(|mut engine, _| engine.start(call))?;
-        self.advance();
-        Ok(())
-    }
-
-    fn poll(&mut self) -> Result<bool> {
-        self.advance();
-        Ok(self.with(|mut engine, _| engine.poll()))
-    }
-
-    fn pause(&mut self, at_most: Duration) {
+    fn pause(&self, at_most: Duration) {
         self.packets.wait(at_most);
     }
 
-    fn drain(&mut self) -> Result<()> {
-        while self.poll()? {}
-        Ok(())
-    }
-
-    fn reconnect(&self) -> Result<Box<dyn Bus>> {
-        Ok(Box::new(self.clone()))
-    }
-
-    fn describe(&self) -> String {
-        self.name.to_string()
+    fn name(&self) -> &str {
+        &self.name
     }
 }

@@ -3,10 +3,10 @@
 // Each test uses a part of it.
 #![allow(dead_code)]
 
-use std::io::{BufRead, BufReader};
-use std::net::{TcpListener, UdpSocket};
-use std::process::{Child, Command, Stdio};
-use std::sync::Mutex;
+#[path = "process.rs"]
+mod process;
+
+use std::process::Child;
 use std::time::{Duration, Instant};
 
 use accl_cclo::call::{ConfigFunction, Descriptor, Operation};
@@ -15,64 +15,9 @@ use accl_cclo::memory_map::{self as map, ARITHMETIC_CONFIGS, Communicator, Layou
 use accl_cclo::return_code::ReturnCode;
 use zeromq::{ReqSocket, Socket, SocketRecv, SocketSend};
 
+pub use process::*;
+
 pub const PATIENCE: Duration = Duration::from_secs(30);
-
-/// Processes that end with the test.
-pub struct Emulators(pub Vec<Child>);
-
-impl Drop for Emulators {
-    fn drop(&mut self) {
-        for child in &mut self.0 {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
-
-/// A first port of so many that nobody listens at, and that no other test is given, of this process or another: each is held by a socket for
-/// datagrams as long as the process lives.
-pub fn free_ports(count: u16) -> u16 {
-    static HELD: Mutex<Vec<UdpSocket>> = Mutex::new(Vec::new());
-    const FIRST: u16 = 20_000;
-    const PORTS: u16 = 12_000;
-    let hold = |port: u16| {
-        let token = UdpSocket::bind(("127.0.0.1", port)).ok()?;
-        TcpListener::bind(("127.0.0.1", port)).ok().map(|_| token)
-    };
-    // Tests that start at once look from different places on.
-    let begin = (std::process::id().wrapping_mul(977) % u32::from(PORTS)) as u16;
-    let found = (0..PORTS / count).find_map(|step| {
-        let first = FIRST + (begin + step * count) % (PORTS - count);
-        let tokens: Option<Vec<UdpSocket>> = (first..first + count).map(hold).collect();
-        tokens.map(|tokens| (first, tokens))
-    });
-    let (first, tokens) = found.expect("free ports");
-    HELD.lock().unwrap().extend(tokens);
-    first
-}
-
-pub fn start(arguments: &[String]) -> Child {
-    start_with(arguments, Stdio::inherit())
-}
-
-pub fn start_with(arguments: &[String], stderr: Stdio) -> Child {
-    let mut child = Command::new(env!("CARGO_BIN_EXE_accl-emulator"))
-        .args(arguments)
-        .stdout(Stdio::piped())
-        .stderr(stderr)
-        .spawn()
-        .expect("the emulator starts");
-    let mut line = String::new();
-    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-    assert!(line.contains("listen from port"), "{line}");
-    child
-}
-
-/// Sends a process a signal, by its name.
-pub fn signal(child: &Child, name: &str) {
-    let status = Command::new("kill").arg(format!("-{name}")).arg(child.id().to_string()).status().unwrap();
-    assert!(status.success());
-}
 
 /// Resident memory of a process.
 pub fn resident_bytes(child: &Child) -> u64 {
