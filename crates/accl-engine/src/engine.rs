@@ -14,7 +14,7 @@ use accl_types::config::Config;
 use accl_types::{Error, Moment, Result};
 use accl_wire::EndpointInfo;
 
-use crate::device::OpenBus;
+use crate::device::{Attended, OpenBus};
 use crate::driver::{Delivery, Driver, Polling, lasting};
 use crate::session::connector::Connector;
 use crate::session::rendezvous::Makings;
@@ -37,6 +37,8 @@ const PAUSE_AT_END: Duration = Duration::from_millis(1);
 const LOCK_AT_END: Duration = Duration::from_secs(1);
 /// How long it waits for the thread that makes links.
 const LAST_CONNECTIONS: Duration = Duration::from_secs(1);
+/// How long it waits for devices whose last call has failed.
+const LAST_DEVICES: Duration = Duration::from_millis(900);
 /// How long it waits for callbacks that run.
 const LAST_CALLBACKS: Duration = Duration::from_secs(30);
 
@@ -58,6 +60,7 @@ pub struct Engine {
     pub(crate) find_machine: fn(&Config) -> Machine,
     /// Opens devices.
     opener: OnceLock<Arc<dyn OpenBus>>,
+    pub(crate) devices: Attended,
 }
 
 /// What exists from the first group on.
@@ -93,6 +96,7 @@ impl Engine {
             machine: OnceLock::new(),
             find_machine,
             opener: OnceLock::new(),
+            devices: Attended::default(),
         })
     }
 
@@ -293,6 +297,9 @@ impl Engine {
                     patience.as_millis()
                 );
             }
+        }
+        for device in self.devices.leave_all(time::now() + LAST_DEVICES) {
+            tracing::warn!("the process ends while device `{device}` is still busy: what it does now nobody can end");
         }
         self.send_the_rest(time::now() + LAST_GOODBYES);
         if let Some(mut core) = self.driver.try_lock_until(time::now() + LOCK_AT_END) {

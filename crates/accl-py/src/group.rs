@@ -61,8 +61,10 @@ impl Runtime {
 
     /// Makes a group in the process's engine. An engine that has made none binds nobody to its settings.
     fn create(&self, config: Config, args: &GroupArgs, store: &ffi::StoreRef) -> Result<Inner> {
-        let engine = self.slot().engine_of_this_process(&config, args.rank);
-        let made = create(engine, config, args, store);
+        let spec = spec_of(config, args)?;
+        let engine = self.slot().engine_of_this_process(&spec.config, args.rank);
+        let made = engine.create_group(spec, &TorchStore::new(store), &mut ffi::python_interrupted);
+        let made = made.map(|group| Inner { engine, group });
         let mut slot = self.slot();
         if let Ok(made) = &made {
             slot.has_made_groups = true;
@@ -126,9 +128,12 @@ bridged! {
         Ok(Status::ok())
     }
 
-    /// As [`group_create`], in the engine of another group.
+    /// As [`group_create`], out of another group, in whose engine it is.
     fn group_create_beside(group: &mut Group, other: &Group, args: &GroupArgs, store: &ffi::StoreRef) -> Status {
-        group.0 = Some(create(other.inner()?.engine.clone(), config(args)?, args, store)?);
+        let engine = other.inner()?.engine.clone();
+        let spec = spec_of(config(args)?, args)?;
+        let made = engine.create_group_beside(spec, &TorchStore::new(store), &mut ffi::python_interrupted)?;
+        group.0 = Some(Inner { engine, group: made });
         Ok(Status::ok())
     }
 
@@ -281,8 +286,8 @@ fn config(args: &GroupArgs) -> Result<Config> {
     Ok(config)
 }
 
-fn create(engine: Arc<Engine>, config: Config, args: &GroupArgs, store: &ffi::StoreRef) -> Result<Inner> {
-    let spec = GroupSpec {
+fn spec_of(config: Config, args: &GroupArgs) -> Result<GroupSpec> {
+    Ok(GroupSpec {
         name: args.name.to_owned(),
         rank: Rank(args.rank),
         world: args.world,
@@ -290,9 +295,7 @@ fn create(engine: Arc<Engine>, config: Config, args: &GroupArgs, store: &ffi::St
         config,
         master: address_of(args.master),
         global_ranks: args.global_ranks.to_vec(),
-    };
-    let group = engine.create_group(spec, &TorchStore::new(store), &mut ffi::python_interrupted)?;
-    Ok(Inner { engine, group })
+    })
 }
 
 /// The first address of a host name; `None` when there is none, or it cannot be resolved.

@@ -56,6 +56,10 @@ pub struct Faults {
     pub started: AtomicU32,
     /// No call of a collective ends before this is taken back.
     pub holds: AtomicBool,
+    /// Whoever looks at a call of this rank's device gets no answer before this is taken back, and neither does whoever asks anything else.
+    pub is_stuck: AtomicU32,
+    /// Somebody has asked it.
+    pub waits: AtomicBool,
 }
 
 const NOBODY: u32 = u32::MAX;
@@ -78,6 +82,8 @@ impl LocalDevices {
             is_gone: NOBODY.into(),
             started: 0.into(),
             holds: false.into(),
+            is_stuck: NOBODY.into(),
+            waits: false.into(),
         };
         Arc::new(Self { engines: LocalEngines::new(network, faithful, ranks), faults: Arc::new(faults) })
     }
@@ -153,6 +159,10 @@ impl Drop for FaultyBus {
 
 impl FaultyBus {
     fn reach(&self) -> Result<()> {
+        while self.faults.is_stuck.load(Ordering::Relaxed) == self.rank {
+            self.faults.waits.store(true, Ordering::Relaxed);
+            std::thread::sleep(Duration::from_millis(1));
+        }
         match self.faults.is_gone.load(Ordering::Relaxed) == self.rank {
             true => Err(Error::device(format!("{} has closed the connection", self.bus.describe()))),
             false => Ok(()),
@@ -234,9 +244,9 @@ impl Bus for FaultyBus {
 
     fn poll(&mut self) -> Result<bool> {
         self.reach()?;
-        let is_stuck =
+        let does_not_end =
             self.faults.hangs.load(Ordering::Relaxed) == self.rank || self.faults.holds.load(Ordering::Relaxed);
-        if self.runs_collective && is_stuck { Ok(false) } else { self.bus.poll() }
+        if self.runs_collective && does_not_end { Ok(false) } else { self.bus.poll() }
     }
 
     fn drain(&mut self) -> Result<()> {

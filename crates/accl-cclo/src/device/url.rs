@@ -163,6 +163,14 @@ impl DeviceUrl {
         Ok(Some(url))
     }
 
+    /// Whether two texts name one device, however it is set up.
+    pub fn is_same_device(&self, other: &Self) -> bool {
+        match (&self.place, &other.place) {
+            (Place::Xrt { index: mine, .. }, Place::Xrt { index: theirs, .. }) => mine == theirs,
+            (mine, theirs) => mine == theirs,
+        }
+    }
+
     /// A device with no key said.
     fn at(place: Place) -> Self {
         Self {

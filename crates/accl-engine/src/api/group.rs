@@ -415,6 +415,9 @@ impl Group {
         self.driver.with_core(|core| core.look_again_at(self.caller.group));
         self.driver.pass_now();
         let departure = self.driver.with_core(|core| core.leave_group(self.caller.group, time::now()));
+        if let Some(device) = &self.device {
+            device.close();
+        }
         self.driver.flush();
         self.driver.kick();
         departure

@@ -19,6 +19,7 @@ use accl_types::Collective;
 use super::port::Port;
 use super::shared::Shared;
 use crate::driver::Driver;
+use crate::sync::Mutex;
 
 /// A device that has been set up, for the group that it serves.
 pub(crate) struct Device {
@@ -28,7 +29,8 @@ pub(crate) struct Device {
     sidestep: Vec<Collective>,
     shared: Arc<Shared>,
     port: Arc<Port>,
-    tasks: Sender<ExternalTask>,
+    /// None is taken once the group is left.
+    tasks: Mutex<Option<Sender<ExternalTask>>>,
 }
 
 impl Device {
@@ -41,7 +43,7 @@ impl Device {
         port: Arc<Port>,
         tasks: Sender<ExternalTask>,
     ) -> Self {
-        Self { url, settings, sidestep, shared, port, tasks }
+        Self { url, settings, sidestep, shared, port, tasks: Mutex::new(Some(tasks)) }
     }
 
     /// The group is made: an engine in software reaches those of other ranks.
@@ -82,6 +84,21 @@ impl Device {
         is_for_device.then(|| CallDesc { offload: Some(self.clone()), ..desc.clone() })
     }
 
+    pub(super) fn url(&self) -> &DeviceUrl {
+        &self.url
+    }
+
+    /// The group is left, or is not made: the thread ends when it has nothing more to do, whoever still holds the device. Nobody waits here for
+    /// one that is stuck.
+    pub(crate) fn close(&self) {
+        self.shared.is_closed.store(true, Ordering::Relaxed);
+        drop(self.tasks.lock().take());
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.shared.is_closed.load(Ordering::Relaxed)
+    }
+
     /// For a person: what it is and what it has done.
     pub(crate) fn describe(&self) -> String {
         let state = self.shared.dead.get().map_or(String::new(), |why| format!(", dead: {}", why.message));
@@ -111,8 +128,12 @@ impl External for Device {
     }
 
     fn begin(&self, task: ExternalTask) {
-        // The thread has ended only if it has panicked.
-        if let Err(mpsc::SendError(task)) = self.tasks.send(task) {
+        let unsent = match &*self.tasks.lock() {
+            Some(tasks) => tasks.send(task).err().map(|mpsc::SendError(task)| task),
+            None => Some(task),
+        };
+        if let Some(task) = unsent {
+            // It was left, or its thread has panicked.
             task.fail(format!("the thread of {self:?} has ended; make a new group"));
         }
     }
@@ -125,8 +146,7 @@ impl fmt::Debug for Device {
 }
 
 impl Drop for Device {
-    /// The thread ends when it has nothing more to do; nobody waits for one that is stuck.
     fn drop(&mut self) {
-        self.shared.is_closed.store(true, Ordering::Relaxed);
+        self.close();
     }
 }

@@ -1,5 +1,6 @@
 //! A device that does collectives of a group: its handle, its thread, and what goes between it and those of other ranks.
 
+mod attended;
 mod counts;
 mod handle;
 #[cfg(all(test, accl_loom))]
@@ -10,6 +11,7 @@ mod shared;
 mod staging;
 mod worker;
 
+pub(crate) use attended::Attended;
 pub(crate) use handle::Device;
 pub(crate) use opening::{Opened, Opening};
 pub use shared::OpenBus;

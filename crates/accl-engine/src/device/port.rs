@@ -48,6 +48,8 @@ struct Way {
 struct Inner {
     /// Ranks of which packets have come.
     ready: VecDeque<u32>,
+    /// Ranks to which something may have to leave, each once.
+    owed: Vec<u32>,
     peers: Vec<Flow>,
 }
 
@@ -66,13 +68,15 @@ struct Flow {
     taken_there: u64,
     taken_here: u64,
     told: u64,
+    /// Among [`Inner::owed`].
+    is_owed: bool,
 }
 
 impl Port {
     /// An engine looks whether there is room before each message, of which the longest has `message_bytes`.
     pub(super) fn new(rank: u32, world: u32, frame_bytes: usize, message_bytes: u64) -> Arc<Self> {
         let peers = (0..world).map(|_| Flow::default()).collect();
-        let inner = Mutex::new(Inner { ready: VecDeque::new(), peers });
+        let inner = Mutex::new(Inner { ready: VecDeque::new(), owed: Vec::new(), peers });
         // Twice: packets have heads, lengths and padding besides, and engines send words of their own.
         let most_kept = 2 * (WINDOW + message_bytes);
         Arc::new(Self { rank, frame_bytes, most_kept, inner, thread: OnceLock::new(), way: Mutex::default() })
@@ -151,6 +155,12 @@ impl Inner {
 }
 
 impl Flow {
+    fn owes(&mut self, to: u32, owed: &mut Vec<u32>) {
+        if !std::mem::replace(&mut self.is_owed, true) {
+            owed.push(to);
+        }
+    }
+
     /// A frame that leaves now: what is put together, as far as there is room for it, and how far the other rank's packets are taken.
     fn frame(&mut self, to: u32, most_bytes: usize) -> (u32, u64, Vec<u8>) {
         self.told = self.taken_here;
@@ -185,8 +195,8 @@ impl Flow {
 impl Packets for Port {
     fn send(&self, to: u32, packet: &[u8]) {
         let mut inner = self.inner.lock();
+        let Inner { ready, owed, peers } = &mut *inner;
         if to == self.rank {
-            let Inner { ready, peers } = &mut *inner;
             let Some(flow) = peers.get_mut(to as usize) else { return };
             if flow.arrived.is_empty() {
                 ready.push_back(to);
@@ -194,7 +204,8 @@ impl Packets for Port {
             flow.arrived.push_back(packet.to_vec());
             return;
         }
-        let Some(flow) = inner.peers.get_mut(to as usize) else { return };
+        let Some(flow) = peers.get_mut(to as usize) else { return };
+        flow.owes(to, owed);
         flow.batch.extend((packet.len() as u32).to_le_bytes());
         flow.batch.extend(packet);
         flow.sent += (LENGTH_BYTES + packet.len()) as u64;
@@ -215,11 +226,16 @@ impl Packets for Port {
 
     fn flush(&self) {
         let mut frames = Vec::new();
-        for (to, flow) in (0..).zip(&mut self.inner.lock().peers) {
+        let mut inner = self.inner.lock();
+        let Inner { owed, peers, .. } = &mut *inner;
+        for to in owed.drain(..) {
+            let flow = &mut peers[to as usize];
+            flow.is_owed = false;
             if !flow.batch.is_empty() || flow.taken_here - flow.told >= TELL_AFTER {
                 frames.push(flow.frame(to, self.frame_bytes));
             }
         }
+        drop(inner);
         if !frames.is_empty() {
             self.send_frames(frames);
         }
@@ -227,13 +243,16 @@ impl Packets for Port {
 
     fn receive(&self, is_wanted: &dyn Fn(u32) -> bool) -> Option<(u32, Vec<u8>)> {
         let mut inner = self.inner.lock();
-        let Inner { ready, peers } = &mut *inner;
+        let Inner { ready, owed, peers } = &mut *inner;
         let at = ready.iter().position(|&from| is_wanted(from))?;
         let from = ready[at];
         let flow = peers.get_mut(from as usize)?;
         let packet = flow.arrived.pop_front()?;
         if from != self.rank {
             flow.taken_here += (LENGTH_BYTES + packet.len()) as u64;
+            if flow.taken_here - flow.told >= TELL_AFTER {
+                flow.owes(from, owed);
+            }
         }
         // The others have their turn.
         ready.remove(at);

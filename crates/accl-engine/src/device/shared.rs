@@ -12,6 +12,9 @@ use accl_types::{Error, Result};
 
 use super::counts::Counts;
 
+/// How often whoever waits for a device looks whether it should go on.
+pub(super) const LOOK: Duration = Duration::from_millis(50);
+
 /// How much longer than its deadline a device that opens may take to say why it does not.
 pub(super) const LAST_WORDS: Duration = Duration::from_secs(2);
 

@@ -68,7 +68,9 @@ impl Staging {
             // What lies between spans is padding, which is added up as well.
             self.room[end..at].fill(0);
             end = at + span.bytes as usize;
-            tensors.read_input(span.tensor, &mut self.room[at..end]);
+            if !tensors.read_input(span.tensor, &mut self.room[at..end]) {
+                return Ok(false);
+            }
         }
         self.room[end..].fill(0);
         for (bytes, at) in self.room.chunks(STEP_BYTES).zip((segment.first..).step_by(STEP_BYTES)) {
@@ -80,8 +82,7 @@ impl Staging {
         Ok(true)
     }
 
-    /// Copies what a piece has brought to where it belongs, for as long as `go_on` says so. Returns whether all of it is there; otherwise none
-    /// is, and no tensor has been touched.
+    /// Copies what a piece has brought to where it belongs, for as long as `go_on` says so. Returns whether all of it is there.
     ///
     /// # Errors
     /// Those of [`Bus::read_memory`].
@@ -111,7 +112,9 @@ impl Staging {
         }
         for span in &piece.takes {
             let at = span.staging as usize;
-            tensors.write_output(span.tensor, &self.room[at..at + span.bytes as usize]);
+            if !tensors.write_output(span.tensor, &self.room[at..at + span.bytes as usize]) {
+                return Ok(false);
+            }
         }
         Ok(true)
     }

@@ -41,8 +41,8 @@ struct Devices {
     opened: Option<Opened>,
 }
 
-/// The device that a group is to have. One serves the group of the whole job: sub-groups have none.
-fn device_of(spec: &GroupSpec) -> Result<Option<DeviceUrl>> {
+/// The device that a group is to have. One serves the group of the whole job: others have none.
+fn device_of(spec: &GroupSpec, is_of_the_job: bool) -> Result<Option<DeviceUrl>> {
     let url = DeviceUrl::parse(&spec.config.device)?;
     if url.is_none()
         && let Some(bare) = spec.config.sidestep.iter().find(|sidestep| !sidestep.is_host)
@@ -53,7 +53,7 @@ fn device_of(spec: &GroupSpec) -> Result<Option<DeviceUrl>> {
             bare.collective
         )));
     }
-    Ok(url.filter(|_| spec.global_ranks.is_empty()))
+    Ok(url.filter(|_| is_of_the_job))
 }
 
 /// All that ranks must agree on: of a device what it is, not which.
@@ -82,12 +82,28 @@ impl Engine {
         store: &dyn Store,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Arc<Group>> {
-        self.make_group(&spec, store, interrupt).map_err(|error| error.in_group(&spec.name).on_rank(spec.rank))
+        let is_of_the_job = spec.global_ranks.is_empty();
+        self.make_group(&spec, is_of_the_job, store, interrupt)
+            .map_err(|error| error.in_group(&spec.name).on_rank(spec.rank))
+    }
+
+    /// As [`Engine::create_group`], of a group that is made out of others: it is not that of the whole job, whatever is known of the ranks in it.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn create_group_beside(
+        self: &Arc<Self>,
+        spec: GroupSpec,
+        store: &dyn Store,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<Arc<Group>> {
+        self.make_group(&spec, false, store, interrupt).map_err(|error| error.in_group(&spec.name).on_rank(spec.rank))
     }
 
     fn make_group(
         self: &Arc<Self>,
         spec: &GroupSpec,
+        is_of_the_job: bool,
         store: &dyn Store,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Arc<Group>> {
@@ -104,7 +120,7 @@ impl Engine {
         }
         let counter = self.groups_made.fetch_add(1, Ordering::Relaxed);
         let machine = (spec.rank == Rank(0)).then(|| self.machine(spec));
-        let url = device_of(spec)?;
+        let url = device_of(spec, is_of_the_job)?;
         let (agreed, cores) = (agreed_text(spec, url.as_ref()), Cores::of_this_process());
         let mine = RankInfo { counter, agreed, cores, machine, info };
         let label = launch_label();
@@ -134,7 +150,7 @@ impl Engine {
             self.driver.share_cores();
         }
         let (id, name) = (state.id(), state.name().clone());
-        if spec.global_ranks.is_empty() {
+        if is_of_the_job {
             *self.job.lock() = Some(Job { group: id, processes: infos.iter().map(|info| info.info.uuid).collect() });
         }
         let now = time::now();
@@ -241,7 +257,8 @@ impl Engine {
         let Some(url) = &device.url else { return Ok(true) };
         let deadline = time::now() + deadline.saturating_duration_since(Instant::now());
         match device.opened.take() {
-            Some(opened) if opened.has_heard => opened.leave(deadline, look)?,
+            // Reached anew once it is left.
+            Some(opened) if opened.has_heard => drop(opened),
             Some(opened) => {
                 device.opened = Some(opened);
                 return Ok(true);
@@ -254,12 +271,13 @@ impl Engine {
         let place = (spec.rank.0, spec.world);
         let sidestep = spec.config.sidestep.iter().map(|sidestep| sidestep.collective).collect();
         let frame_bytes = self.config.segment_bytes as usize;
-        let opening = Opening::begin(url.clone(), place, sidestep, opener, frame_bytes, deadline, look)?;
+        let opening =
+            Opening::begin(url.clone(), place, sidestep, (opener, &self.devices), frame_bytes, deadline, look)?;
         let told = match opening.tells() {
             None => None,
             Some(text) => match meeting.exchange(text, look)? {
                 Some(told) => Some(told),
-                None => return opening.leave(look).map(|()| false),
+                None => return Ok(false),
             },
         };
         device.opened = Some(opening.finish(told, look)?);

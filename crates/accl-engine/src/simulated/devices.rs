@@ -358,13 +358,16 @@ fn bytes(blocks: &accl_executor::call::Blocks) -> usize {
 fn input_of(task: &ExternalTask) -> Vec<u8> {
     let Some(memory) = CollectiveMemory::of(task) else { return Vec::new() };
     let mut input = vec![0; bytes(&memory.collective().inputs)];
-    memory.read_input(0, &mut input);
-    input
+    match memory.read_input(0, &mut input) {
+        true => input,
+        false => Vec::new(),
+    }
 }
 
 fn write(task: &ExternalTask, at: u64, from: &[u8]) {
     if let Some(mut memory) = CollectiveMemory::of(task) {
-        memory.write_output(at, from);
+        // Of a task that is cancelled nothing is written.
+        let _ = memory.write_output(at, from);
     }
 }
 

@@ -443,6 +443,17 @@ impl World<'_> {
         })
     }
 
+    /// Whether a group may wait although one of its ranks is dead, which is taken for one that has left.
+    fn may_take_for_left(&self, group: usize) -> bool {
+        self.scenario.linking != Linking::AtFirst && (self.takes_from_any(group) || self.offloads(group))
+    }
+
+    /// Whether that may be so in some group of a process that is dead.
+    fn waits_for_one_taken_for_left(&self, process: usize) -> bool {
+        let groups = self.scenario.groups.iter().enumerate();
+        groups.filter(|(_, spec)| spec.members.contains(&process)).any(|(group, _)| self.may_take_for_left(group))
+    }
+
     /// The kinds of errors that a group may have failed of, and whether one fault alone concerns it.
     fn may_fail_of(&self, group: usize) -> (Vec<ErrorKind>, bool) {
         let spec = &self.scenario.groups[group];
@@ -453,13 +464,13 @@ impl World<'_> {
                 // Who dies before anybody has a link to it is taken for one that has left: a message from any rank may still come, and
                 // the devices of the others go on.
                 Fault::Kill { process, .. } if spec.members.contains(process) => {
-                    if self.scenario.linking != Linking::AtFirst && (self.takes_from_any(group) || self.offloads(group))
-                    {
+                    if self.may_take_for_left(group) {
                         &[ErrorKind::PeerLost, ErrorKind::Timeout]
                     } else {
                         &[ErrorKind::PeerLost]
                     }
                 }
+                Fault::Kill { process, .. } if self.waits_for_one_taken_for_left(*process) => &[ErrorKind::Timeout],
                 Fault::Vanish { process, .. } if spec.members.contains(process) => {
                     &[ErrorKind::PeerLost, ErrorKind::Timeout]
                 }

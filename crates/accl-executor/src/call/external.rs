@@ -3,7 +3,7 @@
 //! The executor begins one when its operation is due, and goes on; it never waits for it. Whoever does the work has an
 //! [`ExternalTask`], which is the right to touch the memory that it names. The end of the task sets a flag and wakes the driver, which
 //! looks at the flag on its next pass. A call that fails meanwhile asks for the task back: it does not end, and its caller keeps the
-//! memory, before the task has ended. Owns the task and its flag; when an operation is due is the matter of `exec::run`, and how long a
+//! memory, before the task has ended, or before the memory of its collective is back (`access`). Owns the task and its flag; when an operation is due is the matter of `exec::run`, and how long a
 //! failed call waits that of `group::stopping`. Read [`External`] first.
 
 use std::any::Any;
@@ -14,6 +14,7 @@ use std::sync::{Arc, OnceLock};
 
 use accl_types::{Collective, Dtype, ErrorKind, Moment, Rank, ReduceOp};
 
+use super::access::Access;
 use super::tensor::{Blocks, TensorDesc};
 
 /// Wakes whoever makes progress.
@@ -79,15 +80,16 @@ const PANICKED: &str = "it panicked when it was begun";
 
 struct Shared {
     state: AtomicU8,
-    is_cancelled: AtomicBool,
+    /// Once it is wanted back, the task is cancelled.
+    access: Access,
     /// Whoever began it has panicked: what it does is not to be trusted, and its end is awaited all the same.
     has_panicked: AtomicBool,
     why: OnceLock<(ErrorKind, String)>,
     wake: Wake,
 }
 
-/// One external operation that is under way. Whoever has it may touch the memory of its copies, and nobody else does; it is given back
-/// by [`ExternalTask::done`], [`ExternalTask::fail`], or by dropping it, which is a failure unless it was cancelled.
+/// One external operation that is under way. Whoever has it may touch the memory of its copies, and nobody else does; that of a collective
+/// is touched through [`CollectiveMemory`](crate::memory::CollectiveMemory) alone. It is given back by [`ExternalTask::done`], [`ExternalTask::fail`], or by dropping it, which is a failure unless it was cancelled.
 pub struct ExternalTask {
     work: ExternalWork,
     shared: Arc<Shared>,
@@ -114,7 +116,12 @@ impl ExternalTask {
 
     /// Whether the call has failed and wants its memory back: nothing that is written from here on is of use.
     pub fn is_cancelled(&self) -> bool {
-        self.shared.is_cancelled.load(Ordering::Relaxed)
+        self.shared.access.is_wanted_back()
+    }
+
+    /// The right to touch the memory of the collective until it is dropped; `None` once the task is cancelled.
+    pub(crate) fn touch(&self) -> Option<Touch<'_>> {
+        self.shared.access.begin().then_some(Touch(&self.shared))
     }
 
     /// All is written. The task's memory is touched no more.
@@ -140,6 +147,17 @@ impl ExternalTask {
     }
 }
 
+/// See [`ExternalTask::touch`].
+pub(crate) struct Touch<'task>(&'task Shared);
+
+impl Drop for Touch<'_> {
+    fn drop(&mut self) {
+        if self.0.access.end() {
+            (self.0.wake)();
+        }
+    }
+}
+
 impl Drop for ExternalTask {
     fn drop(&mut self) {
         // Nobody else ends it: whoever has the task drops it.
@@ -159,6 +177,8 @@ impl fmt::Debug for ExternalTask {
 pub(crate) struct ExternalHandle {
     by: Arc<dyn External>,
     shared: Arc<Shared>,
+    /// Its memory is touched by nobody who has not asked first.
+    asks_first: bool,
 }
 
 /// What the flag of a task says.
@@ -180,13 +200,14 @@ impl ExternalHandle {
     ) -> Self {
         let shared = Arc::new(Shared {
             state: AtomicU8::new(UNDER_WAY),
-            is_cancelled: AtomicBool::new(false),
+            access: Access::default(),
             has_panicked: AtomicBool::new(false),
             why: OnceLock::new(),
             wake,
         });
         // There before anybody else's code runs: whatever that does, the call does not end while the task is under way.
-        let handle = Self { by: by.clone(), shared: shared.clone() };
+        let asks_first = matches!(work, ExternalWork::Collective(_));
+        let handle = Self { by: by.clone(), shared: shared.clone(), asks_first };
         let task = ExternalTask { work, shared, _keeps: keeps };
         if catch_unwind(AssertUnwindSafe(|| by.begin(task))).is_err() {
             // The task may have been handed on before, and then its end is waited for.
@@ -217,10 +238,15 @@ impl ExternalHandle {
 
     /// Asks for the task back.
     pub(crate) fn cancel(&self) {
-        if !self.has_ended() && !self.shared.is_cancelled.swap(true, Ordering::Relaxed) {
+        if !self.has_ended() && self.shared.access.want_back() {
             // A panic is its own matter: the call waits for the task as if nobody had been asked.
             let _ = catch_unwind(AssertUnwindSafe(|| self.by.cancel()));
         }
+    }
+
+    /// Whether it touches no memory of the call, now and later: it has ended, or does no more than it has memory of its own for.
+    pub(crate) fn is_away(&self) -> bool {
+        self.has_ended() || self.asks_first && self.shared.access.is_back()
     }
 
     /// Who does it.

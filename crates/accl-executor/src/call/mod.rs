@@ -1,5 +1,6 @@
 //! Calls as data: tensors, encodings, descriptions, and what is counted of them.
 
+mod access;
 mod desc;
 mod encoding;
 mod error_stats;

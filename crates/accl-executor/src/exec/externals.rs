@@ -164,6 +164,11 @@ impl Externals {
         self.under_way.iter().any(|under_way| !under_way.handle.has_ended())
     }
 
+    /// Whether one that began may touch memory of the call, now or later. After [`Externals::cancel`] those are few.
+    pub(super) fn may_touch(&self) -> bool {
+        self.under_way.iter().any(|under_way| !under_way.handle.is_away())
+    }
+
     /// For messages: one that has not ended.
     pub(super) fn under_way(&self) -> Option<String> {
         let UnderWay { step, handle, .. } = self.under_way.iter().find(|under_way| !under_way.handle.has_ended())?;

@@ -593,10 +593,15 @@ impl Run {
         self.externals.take_failure()
     }
 
-    /// Asks the external operations that are under way to stop. Returns whether there are any.
+    /// Asks the external operations that are under way to stop. Returns whether the call has to wait for that.
     pub(crate) fn cancel_externals(&self) -> bool {
         self.externals.cancel();
-        self.has_external_under_way()
+        self.may_be_touched()
+    }
+
+    /// Whether an external operation may touch the call's memory.
+    pub(crate) fn may_be_touched(&self) -> bool {
+        self.externals.may_touch()
     }
 
     /// Whether an external operation that began has not ended.

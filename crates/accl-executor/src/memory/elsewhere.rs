@@ -4,9 +4,10 @@
 
 use crate::call::{Blocks, ExternalCollective, ExternalTask, TensorDesc};
 
-/// The tensors of a task's collective: those of each side one behind the other, block by block. Exists as long as the task, which is the
-/// right to touch them.
+/// The tensors of a task's collective: those of each side one behind the other, block by block. They are touched as long as the task is not
+/// cancelled: each copy asks first, and the end of a failed call waits for no more than a copy.
 pub struct CollectiveMemory<'task> {
+    task: &'task ExternalTask,
     collective: &'task ExternalCollective,
     inputs: Flat<'task>,
     outputs: Flat<'task>,
@@ -23,7 +24,7 @@ impl<'task> CollectiveMemory<'task> {
     /// That of a task; `None` if it is not about a collective.
     pub fn of(task: &'task ExternalTask) -> Option<Self> {
         let collective = task.collective()?;
-        Some(Self { collective, inputs: Flat::new(&collective.inputs), outputs: Flat::new(&collective.outputs) })
+        Some(Self { task, collective, inputs: Flat::new(&collective.inputs), outputs: Flat::new(&collective.outputs) })
     }
 
     /// The collective.
@@ -31,36 +32,42 @@ impl<'task> CollectiveMemory<'task> {
         self.collective
     }
 
-    /// Copies what this rank contributes, from its byte `at` on.
+    /// Copies what this rank contributes, from its byte `at` on. `false`: the task is cancelled, and nothing was copied.
     ///
     /// # Panics
     /// Panics when there are not so many bytes.
-    pub fn read_input(&self, at: u64, into: &mut [u8]) {
+    #[must_use]
+    pub fn read_input(&self, at: u64, into: &mut [u8]) -> bool {
+        let Some(_touch) = self.task.touch() else { return false };
         let mut rest = into;
         for (address, bytes) in self.inputs.stretches(at, rest.len() as u64) {
             let (head, tail) = rest.split_at_mut(bytes);
-            // SAFETY: the stretch lies in a dense tensor of the task, whose caller keeps it readable until the task has ended; `head` is
-            // memory of its own with as many bytes.
+            // SAFETY: the stretch lies in a dense tensor of the task, whose caller keeps it readable while it is touched; `head` is memory
+            // of its own with as many bytes.
             unsafe { accl_kernels::copy(head.as_mut_ptr(), address, bytes) };
             rest = tail;
         }
         assert!(rest.is_empty(), "a collective has no more than what its ranks contribute");
+        true
     }
 
-    /// Copies to what this rank receives, from its byte `at` on.
+    /// Copies to what this rank receives, from its byte `at` on. `false`: the task is cancelled, and nothing was copied.
     ///
     /// # Panics
     /// Panics when there are not so many bytes.
-    pub fn write_output(&mut self, at: u64, from: &[u8]) {
+    #[must_use]
+    pub fn write_output(&mut self, at: u64, from: &[u8]) -> bool {
+        let Some(_touch) = self.task.touch() else { return false };
         let mut rest = from;
         for (address, bytes) in self.outputs.stretches(at, rest.len() as u64) {
             let (head, tail) = rest.split_at(bytes);
-            // SAFETY: the stretch lies in a dense tensor of the task, which nobody else touches until the task has ended; `head` is other
-            // memory with as many bytes.
+            // SAFETY: the stretch lies in a dense tensor of the task, which nobody else touches meanwhile; `head` is other memory with as
+            // many bytes.
             unsafe { accl_kernels::copy(address, head.as_ptr(), bytes) };
             rest = tail;
         }
         assert!(rest.is_empty(), "a collective has no more than what its ranks receive");
+        true
     }
 }
 
@@ -135,16 +142,18 @@ mod tests {
         let task = shelf.0.lock().unwrap().take().unwrap();
         let mut of_task = CollectiveMemory::of(&task).unwrap();
         let mut all = [9; 9];
-        of_task.read_input(0, &mut all);
+        assert!(of_task.read_input(0, &mut all));
         assert_eq!(all, [0, 0, 0, 1, 1, 1, 2, 2, 2]);
         let mut some = [9; 5];
-        of_task.read_input(2, &mut some);
+        assert!(of_task.read_input(2, &mut some));
         assert_eq!(some, [0, 1, 1, 1, 2]);
-        of_task.read_input(9, &mut []);
-        of_task.write_output(1, &[7, 7, 7]);
-        of_task.write_output(8, &[8]);
-        of_task.read_input(0, &mut all);
+        assert!(of_task.read_input(9, &mut []));
+        assert!(of_task.write_output(1, &[7, 7, 7]));
+        assert!(of_task.write_output(8, &[8]));
+        assert!(of_task.read_input(0, &mut all));
         assert_eq!(all, [0, 7, 7, 7, 1, 1, 2, 2, 8]);
         drop(handle);
+        assert!(!of_task.read_input(0, &mut all) && !of_task.write_output(0, &[9; 9]), "it is cancelled");
+        assert_eq!(memory, [[0, 7, 7], [7, 1, 1], [2, 2, 8]]);
     }
 }
