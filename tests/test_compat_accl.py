@@ -1,8 +1,10 @@
 """Scripts of ACCL's process group after changing the import: its functions and workloads, every argument and every refusal."""
 
 import inspect
+import json
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -402,6 +404,19 @@ def test_a_card_that_cannot_be_opened_says_so_on_all_ranks(rank, world):
     accl.create_process_group(places(world), __file__, 0, DESIGN.udp)
     with pytest.raises((NotImplementedError, dist.DistError), match="(?i)xrt"):
         init_group("ACCL")
+
+
+@on_ranks(2, init=False)
+def test_a_card_of_a_tcp_design_gets_the_sessions_that_its_ranks_name(rank, world):
+    ranks = [accl.Rank(f"10.10.10.{other}", 5500, 40 + other, 1024) for other in range(world)]
+    accl.create_process_group(ranks, __file__, 0, DESIGN.tcp)
+    with pytest.raises((NotImplementedError, dist.DistError), match="(?i)xrt") as error:
+        init_group("ACCL")
+    # It was the card that did not open, or its library.
+    assert "sessions" not in str(error.value)
+    with accl._wanted[0]._ranks_file() as path:
+        sessions = [line["session"] for line in json.loads(Path(path).read_text())["ranks"]]
+    assert sessions == [40, 41]
 
 
 @on_ranks(2, init=False)

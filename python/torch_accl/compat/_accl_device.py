@@ -154,11 +154,15 @@ class Wanted:
 
     @contextmanager
     def _ranks_file(self) -> Iterator[str | None]:
-        """A file with the addresses of cards, while their group is made."""
+        """A file with the addresses of cards, and with sessions that somebody else has opened, while their group is made."""
         if self.place is None:
             yield None
             return
-        ranks = [{"ip": rank.ip, "port": rank.port} for rank in self.ranks]
+        ranks: list[dict[str, str | int]] = [{"ip": rank.ip, "port": rank.port} for rank in self.ranks]
+        if self.design == ACCLDesign.tcp.value:
+            # Nobody here opens those of a card's network kernel.
+            for line, rank in zip(ranks, self.ranks, strict=True):
+                line["session"] = rank.session_id
         with tempfile.NamedTemporaryFile("w", prefix="accl-ranks-", suffix=".json") as file:
             json.dump({"ranks": ranks}, file)
             file.flush()

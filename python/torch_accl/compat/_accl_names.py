@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 __all__ = ["ACCLDesign", "Compression", "DataType", "Rank", "check_integer", "check_ranks", "is_half_on_the_wire"]
 
+_MOST_SESSION = 2**32 - 1
 _MOST_PORT = 65535
 
 
@@ -48,7 +49,8 @@ class Rank:
     Attributes:
         ip: its address; of an emulator also the name of its host.
         port: its port.
-        session_id: its session. Sessions are found when the engines meet, so this one has no effect.
+        session_id: its session, as this rank's card behind XRT has opened it, of a tcp design. Of other designs sessions are found when
+            the engines meet, and this one has no effect.
         max_segment_size: bytes of a segment. Segments have the size of an rx buffer, so this one has no effect either.
     """
 
@@ -63,7 +65,7 @@ class Rank:
         if not self.ip.strip() or any(mark in self.ip for mark in ",?&@/ "):
             raise ValueError(f"Rank: ip is {self.ip!r}; expected an address such as 10.10.10.1")
         check_integer("Rank: port", self.port, 1, _MOST_PORT)
-        check_integer("Rank: session_id", self.session_id, 0)
+        check_integer("Rank: session_id", self.session_id, 0, _MOST_SESSION)
         check_integer("Rank: max_segment_size", self.max_segment_size, 1)
 
 
