@@ -6,7 +6,7 @@
 use accl_types::{Error, ErrorKind, Result};
 
 use super::settings::Settings;
-use crate::call::{ANY_TAG, Descriptor, Operation};
+use crate::call::{ANY_TAG, Counts, Descriptor, Operation};
 use crate::memory_map::{ArithmeticConfig, Network};
 
 /// The last number of a kernel stream.
@@ -47,6 +47,18 @@ pub(super) fn check(call: &Descriptor, settings: &Settings, place: Place) -> Res
     if row.reduces && config.is_none_or(|config| config.functions.is_empty()) {
         return refused("it adds, and its elements are only moved".to_owned());
     }
+    let element_bytes = config.map_or(1, |config| u64::from(config.uncompressed.size_bytes()));
+    let bytes = u64::from(call.count) * element_bytes;
+    let of_all = bytes * u64::from(ranks);
+    // Blocks of all ranks lie in one buffer; what is not by rank is a message of `bytes`, however many ranks take part.
+    let (counted, of_whom) = match row.counts {
+        Counts::ElementsPerRank => (of_all, " of all ranks"),
+        Counts::Elements => (bytes, ""),
+        Counts::Nothing | Counts::Value => (0, ""),
+    };
+    if counted > u64::from(u32::MAX) {
+        return refused(format!("it is about {counted} bytes{of_whom}, and firmware counts to 4 GiB; cut it"));
+    }
     if is_local || ranks <= 1 {
         return Ok(());
     }
@@ -82,12 +94,6 @@ pub(super) fn check(call: &Descriptor, settings: &Settings, place: Place) -> Res
             return refused("it needs RDMA (hazard 2)".to_owned());
         }
         return if is_plain { Ok(()) } else { refused("it has neither compression nor kernel streams".to_owned()) };
-    }
-    let element_bytes = config.map_or(1, |config| u64::from(config.uncompressed.size_bytes()));
-    let bytes = u64::from(call.count) * element_bytes;
-    let of_all = bytes * u64::from(ranks);
-    if of_all > u64::from(u32::MAX) {
-        return refused(format!("it is about {of_all} bytes of all ranks, and firmware counts to 4 GiB"));
     }
     let is_eager = !is_plain || bytes <= u64::from(settings.max_eager_bytes);
     if is_eager {
@@ -243,6 +249,38 @@ mod tests {
         ] {
             let text = said(network, ranks, call).unwrap_or_default();
             assert!(text.starts_with(&format!("`{call}` is refused: {why}")), "{why}: {text}");
+        }
+    }
+
+    #[test]
+    fn bytes_of_all_ranks_count_only_where_blocks_of_all_are_in_one_buffer() {
+        use Operation::*;
+        // Four ranks: between 1 GiB and 4 GiB a message is one that firmware can count, and blocks of all ranks are not.
+        const GIB: u32 = 1 << 28;
+        const MOST: u32 = 4 * GIB - 1;
+        let call = |operation, count| Descriptor { count, tag: 7, root: 1, ..Descriptor::new(operation) };
+        let counts = |operation, count| {
+            let text = said(Network::Rdma, 4, call(operation, count)).unwrap_or_default();
+            !text.contains("firmware counts to 4 GiB")
+        };
+        for operation in [AllGather, Scatter, Gather, ReduceScatter, AllToAll] {
+            assert!(counts(operation, GIB - 1), "{operation:?}");
+            for count in [GIB, 2 * GIB, MOST] {
+                assert!(!counts(operation, count), "{operation:?} of {count}");
+            }
+        }
+        for operation in [Broadcast, AllReduce, Reduce, Copy, Combine, Send, Recv] {
+            for count in [GIB, MOST] {
+                assert!(counts(operation, count), "{operation:?} of {count}");
+            }
+        }
+        for operation in [Broadcast, Copy, Send, Recv] {
+            assert_eq!(said(Network::Rdma, 4, call(operation, 2 * GIB)), None, "{operation:?}");
+        }
+        // Elements have four bytes, so a count of 32 bits reaches beyond.
+        for operation in [Broadcast, AllReduce, Reduce, Copy, Combine, Send, Recv] {
+            assert!(!counts(operation, MOST + 1), "{operation:?}");
+            assert!(!counts(operation, u32::MAX), "{operation:?}");
         }
     }
 
