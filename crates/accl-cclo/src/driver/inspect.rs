@@ -34,10 +34,10 @@ impl Picture {
     pub fn read(bus: &mut dyn Bus, settings: &Settings, go_on: impl FnMut() -> bool) -> Result<Self> {
         let read = |register: &Register| Ok((*register, bus.read_register(register.offset)?));
         let registers = REGISTERS.iter().map(read).collect::<Result<Vec<_>>>()?;
-        let Tables { rx_buffers, communicator, .. } = Tables::lay_out(settings)?;
+        let tables = Tables::lay_out(settings)?;
         let mut picture = Self { registers, tables: None };
         if picture.word(map::IS_CONFIGURED) != 0 {
-            picture.tables = Some(Diagnosis::read(bus, rx_buffers, communicator, go_on)?);
+            picture.tables = Some(Diagnosis::read(bus, tables.rx_buffers, tables.ranks(), None, go_on)?);
         }
         Ok(picture)
     }

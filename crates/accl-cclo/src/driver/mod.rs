@@ -20,6 +20,7 @@ use inspect::await_reset;
 pub use inspect::{Picture, reset};
 pub use queue::{Finished, RequestId};
 pub use settings::{MAX_RX_BUFFERS, Peer, Settings};
+use tables::Ranks;
 pub(crate) use tables::Tables;
 
 use std::time::Duration;
@@ -239,11 +240,11 @@ impl<B: Bus> Driver<B> {
         let unknown = |what: &str, offset: u32| {
             Error::new(ErrorKind::InvalidArgument, format!("`{call}` is refused: there is no {what} at {offset:#x}"))
         };
-        let known = |offset: u32| self.tables.communicators.iter().find(|(place, ..)| place.offset == offset);
         let (ranks, local) = match call.operation {
             Operation::Config | Operation::Copy | Operation::Combine | Operation::Nop => (1, 0),
-            _ => known(call.communicator)
-                .map(|(_, ranks, local)| (*ranks, *local))
+            _ => self
+                .ranks_at(call.communicator)
+                .map(|Ranks { count, local, .. }| (count, local))
                 .ok_or_else(|| unknown("communicator", call.communicator))?,
         };
         let has_elements = matches!(call.operation.row().counts, Counts::Elements | Counts::ElementsPerRank);
@@ -256,6 +257,11 @@ impl<B: Bus> Driver<B> {
             &self.settings,
             refusals::Place { ranks, local, config: config.map(|(config, _)| *config) },
         )
+    }
+
+    /// The communicator that lies there.
+    fn ranks_at(&self, offset: u32) -> Option<Ranks> {
+        self.tables.communicators.iter().copied().find(|ranks| ranks.place.offset == offset)
     }
 
     /// Why it takes no more calls.
@@ -385,9 +391,11 @@ impl<B: Bus> Driver<B> {
     /// a fresh connection, for the first may be in the middle of something. Between looks `go_on` is asked whether there is time left.
     pub fn give_up(&mut self, why: &str, go_on: impl FnMut() -> bool) -> Error {
         let call = self.running.map_or_else(|| "a call".to_owned(), |call| format!("`{call}`"));
-        let Tables { rx_buffers, communicator, .. } = self.tables;
+        let rx_buffers = self.tables.rx_buffers;
+        let ranks = self.running.and_then(|call| self.ranks_at(call.communicator)).unwrap_or(self.tables.ranks());
+        let root = self.running.filter(|call| call.operation.row().has_root).map(|call| call.root);
         let seen =
-            self.bus.reconnect().and_then(|mut over| Diagnosis::read(&mut *over, rx_buffers, communicator, go_on));
+            self.bus.reconnect().and_then(|mut over| Diagnosis::read(&mut *over, rx_buffers, ranks, root, go_on));
         let seen = match seen {
             Ok(diagnosis) => diagnosis.to_string(),
             Err(error) => format!("its registers cannot be read: {}", error.message),

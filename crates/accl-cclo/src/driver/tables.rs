@@ -5,14 +5,34 @@ use accl_types::{Error, ErrorKind, Result};
 use super::settings::Settings;
 use crate::memory_map::{ARITHMETIC_CONFIGS, ArithmeticConfig, Communicator, Layout, NoRoom, Place, RxBuffer};
 
+/// A communicator that was laid out.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ranks {
+    pub(crate) place: Place,
+    /// How many ranks it has, and which of them this one is.
+    pub(crate) count: u32,
+    pub(crate) local: u32,
+}
+
+impl Ranks {
+    /// The other ranks in the order in which a call is most likely to wait for them: its root, and those before this one in the ring.
+    pub(crate) fn others(&self, root: Option<u32>) -> Vec<u32> {
+        let Self { count, local, .. } = *self;
+        let root = root.filter(|root| *root < count && *root != local);
+        let before = (1..count).map(|back| (local + count - back) % count);
+        root.into_iter().chain(before.filter(|rank| Some(*rank) != root)).collect()
+    }
+}
+
 /// Where the tables of a device lie, and what is left behind them.
 #[derive(Clone, Debug)]
 pub(crate) struct Tables {
     pub(crate) rx_buffers: Place,
+    /// That of all ranks.
     pub(crate) communicator: Place,
     pub(crate) configs: Vec<(ArithmeticConfig, Place)>,
-    /// All communicators, with how many ranks each has, and which of them this one is.
-    pub(crate) communicators: Vec<(Place, u32, u32)>,
+    /// All of them, that of all ranks first.
+    pub(crate) communicators: Vec<Ranks>,
     layout: Layout,
 }
 
@@ -40,8 +60,14 @@ impl Tables {
                 ),
             )
         })?;
-        let communicators = vec![(communicator, settings.world(), settings.rank)];
+        let communicators = vec![Ranks { place: communicator, count: settings.world(), local: settings.rank }];
         Ok(Self { rx_buffers, communicator, configs, communicators, layout })
+    }
+
+    /// The communicator of all ranks.
+    pub(crate) fn ranks(&self) -> Ranks {
+        // It is laid out before any other.
+        self.communicators[0]
     }
 
     /// A place for one more communicator. It is never given back: firmware keeps parts of communicators by address.
@@ -59,7 +85,7 @@ impl Tables {
                 ),
             )
         })?;
-        self.communicators.push((place, ranks as u32, communicator.local));
+        self.communicators.push(Ranks { place, count: ranks as u32, local: communicator.local });
         Ok(place)
     }
 }

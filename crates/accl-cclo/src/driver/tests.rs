@@ -1,3 +1,6 @@
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use accl_types::Result;
 
 use super::{Driver, Peer, Settings};
@@ -6,11 +9,12 @@ use crate::call::Descriptor;
 use crate::control::About;
 use crate::memory_map::Network;
 
-/// An emulator that says what it is, and does nothing.
-struct Said(About);
+/// An emulator that says what it is, and does nothing but count how many words are read.
+struct Said(About, Arc<AtomicUsize>);
 
 impl Bus for Said {
     fn read_register(&mut self, _: u32) -> Result<u32> {
+        self.1.fetch_add(1, Ordering::Relaxed);
         Ok(0)
     }
 
@@ -39,7 +43,7 @@ impl Bus for Said {
     }
 
     fn reconnect(&self) -> Result<Box<dyn Bus>> {
-        Ok(Box::new(Self(self.0.clone())))
+        Ok(Box::new(Self(self.0.clone(), self.1.clone())))
     }
 
     fn about(&mut self) -> Result<Option<About>> {
@@ -67,8 +71,13 @@ fn about() -> About {
 }
 
 fn opened(about: About) -> Result<Driver<Said>> {
+    opened_among(2, about)
+}
+
+fn opened_among(ranks: u32, about: About) -> Result<Driver<Said>> {
     let peer = |session| Peer { ip: [127, 0, 0, 1].into(), port: 5500, session };
-    Driver::open(Said(about), Settings::new(Network::Udp, 0, vec![peer(0), peer(1)]), || false)
+    let peers = (0..ranks).map(peer).collect();
+    Driver::open(Said(about, Arc::default()), Settings::new(Network::Udp, 0, peers), || false)
 }
 
 #[test]
@@ -91,7 +100,41 @@ fn what_a_device_says_is_wrong_is_part_of_why_a_call_does_not_end() {
     let mut driver = opened(About { trouble: "no packet of rank 1 has come".to_owned(), ..about() }).unwrap();
     assert_eq!(
         driver.give_up("has not ended in 300 ms", || true).message,
-        "emulator at h:1: a call has not ended in 300 ms; it expects nothing; its rx buffers are empty; it says: no packet of rank 1 has \
+        "emulator at h:1: a call has not ended in 300 ms; it expects seq 0 from rank 1; its rx buffers are empty; it says: no packet of rank 1 has \
          come; the device takes no more calls until it is reset"
+    );
+}
+
+#[test]
+fn a_diagnosis_among_many_ranks_ends_when_its_time_is_over() {
+    let ranks = 64;
+    // As long as so many words take, each of which is asked for; the device says what it is besides, which no word is read for.
+    let within = |time: usize| {
+        let mut driver = opened_among(ranks, About { ranks, ..about() }).unwrap();
+        let reads = driver.bus().1.clone();
+        reads.store(0, Ordering::Relaxed);
+        let text = driver.give_up("has not ended", || reads.load(Ordering::Relaxed) < time).message;
+        assert!(
+            reads.load(Ordering::Relaxed) <= time,
+            "{} words were read in the time of {time}",
+            reads.load(Ordering::Relaxed)
+        );
+        text
+    };
+    let text = within(10);
+    for said in [
+        "there was no time to read what it expects from other ranks",
+        "there was no time to look at more than 10 of 16 rx buffers",
+        "there was no time to read with what the call before has ended",
+    ] {
+        assert!(text.contains(said), "{text}");
+    }
+    let text = within(19);
+    let said = "it expects seq 0 from rank 62 and seq 0 from rank 63, and there was no time to read what from others; its rx buffers are empty;";
+    assert!(text.contains(said), "{text}");
+    let text = within(1000);
+    assert!(
+        text.contains(" and seq 0 from rank 63 and something from 55 ranks more; its rx buffers are empty;"),
+        "{text}"
     );
 }

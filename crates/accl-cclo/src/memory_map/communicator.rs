@@ -8,6 +8,8 @@ use crate::words::words;
 pub const NO_SESSION: u32 = u32::MAX;
 /// Words before the entries of ranks: their number, and which of them this engine is.
 const HEAD_WORDS: usize = 2;
+/// Which word of a rank's entry is [`RankEntry::inbound`].
+const INBOUND: usize = 2;
 
 words! {
     /// What a communicator says of one rank.
@@ -53,6 +55,11 @@ impl Communicator {
         Self::word_count(rank)
     }
 
+    /// Where the number of the next message from a rank stands, counted as in [`Communicator::entry_at`].
+    pub const fn inbound_at(rank: usize) -> usize {
+        Self::entry_at(rank) + INBOUND
+    }
+
     /// As it lies in exchange memory.
     pub fn to_words(&self) -> Vec<u32> {
         let entries = self.ranks.iter().flat_map(RankEntry::to_words);
@@ -82,6 +89,8 @@ mod tests {
         assert_eq!(words[..4], [2, 1, 0x7F00_0001, 5501]);
         assert_eq!(words[Communicator::entry_at(1)], 0x7F00_0002);
         assert_eq!(Communicator::from_words(&words), Some(communicator.clone()));
+        assert_eq!(RankEntry::WORDS[INBOUND].name, "inbound");
+        assert_eq!(Communicator::inbound_at(1), Communicator::entry_at(1) + 2);
         assert_eq!(communicator.ranks[1].address(), Ipv4Addr::new(127, 0, 0, 2));
         assert_eq!(Communicator::from_words(&words[..words.len() - 1]), None);
         assert_eq!(Communicator::from_words(&[1]), None);
