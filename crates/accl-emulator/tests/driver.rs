@@ -5,7 +5,7 @@ mod local;
 
 use accl_cclo::bus::{Bus, Memory};
 use accl_cclo::call::{Descriptor, Operation};
-use accl_cclo::driver::{Driver, Settings};
+use accl_cclo::driver::{Driver, Picture, Settings};
 use accl_cclo::memory_map::{self as map, DataType, Network};
 use accl_emulator::Faithful;
 use accl_emulator::local::{LocalBus, LocalEngines};
@@ -153,4 +153,39 @@ fn the_end_of_a_call_of_a_host_that_has_gone_is_not_taken_for_that_of_another() 
     let call = drivers[0].call(Operation::Recv, DataType::F32, DataType::F32, 4).unwrap();
     drivers[0].start(&Descriptor { root: 1, tag: 7, result: at, ..call }).unwrap();
     assert_eq!(drivers[0].poll().unwrap(), None, "rank 1 has sent nothing yet");
+}
+
+#[test]
+fn a_dump_with_other_settings_than_the_devices_reads_what_the_device_was_set_up_with() {
+    let world = LocalEngines::new(Network::Udp, Faithful::all(), 3);
+    let mut drivers: Vec<_> = (0..3).map(|rank| open(&world, settings(Network::Udp, rank, 3)).unwrap()).collect();
+    let at = drivers[0].bus().allocate(Memory::Device, 64).unwrap();
+    let send = drivers[0].call(Operation::Send, DataType::F32, DataType::F32, 4).unwrap();
+    drivers[0].start(&Descriptor { root: 1, tag: 7, first: at, ..send }).unwrap();
+    assert!(drivers[0].poll().unwrap().is_some());
+    let mut bus = LocalBus::new(&world, 1);
+    let mut look = |settings: &Settings| {
+        Picture::read(&mut bus, settings, || true).map(|picture| picture.tables.unwrap().to_string())
+    };
+    let holds = "it expects seq 0 from rank 0 and seq 0 from rank 2; rx buffer 0 holds seq 0 from rank 0 with tag 0x7 and 16 bytes";
+    let right = settings(Network::Udp, 1, 3);
+    assert_eq!(look(&right).unwrap(), holds);
+    let other = Settings { rx_buffers: 5, rx_bytes: 2048, ..settings(Network::Udp, 0, 2) };
+    assert_eq!(
+        look(&other).unwrap(),
+        format!(
+            "it was set up with `rx_buffers` 16, and not with 5; it was set up with `rx_bytes` 1024, and not with 2048; it was set up with \
+             `--ranks` 3, and not with 2; it was set up with `--rank` 1, and not with 0; {holds}"
+        )
+    );
+    // A host that has a layout of its own.
+    let mut host = LocalBus::new(&world, 1);
+    host.write_register(0x1C8, 0x0A0A_0A01).unwrap();
+    assert_eq!(
+        message(look(&right)),
+        "the engine of rank 1 in this process: where its communicator would lie, at 0x1c8, it says rank 1 of 168430081, so a program that lays \
+         out its tables in another way has set it up, and only its registers can be read"
+    );
+    host.write_register(map::RX_BUFFER_COUNT.offset, 513).unwrap();
+    assert!(message(look(&right)).contains("its register 0x0 says 513 rx buffers"));
 }
