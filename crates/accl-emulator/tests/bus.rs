@@ -292,6 +292,24 @@ fn an_emulator_that_is_another_than_was_asked_for_is_refused_before_anything_sta
     );
 }
 
+#[test]
+fn packets_that_are_not_let_in_in_time_are_blamed_on_the_ranks_that_are_missing() {
+    let port = free_ports(16);
+    let _emulators = Emulators(vec![start(&format!("--ranks 4 --rank 0-1 --port {port} --comms udp"))]);
+    let url = url(&format!("emulator://127.0.0.1:{port}?design=udp"));
+    let bus = buses::open(&url, 0).unwrap();
+    let begin = Instant::now();
+    let go_on = || begin.elapsed() < Duration::from_secs(2);
+    let text = Driver::open(bus, url.settings(0, 4).unwrap(), go_on).err().unwrap().message;
+    assert_eq!(
+        text,
+        format!(
+            "emulator at 127.0.0.1:{port} did not answer `config EnablePackets = 0` in time; it waits for the emulators of ranks 2, 3: start \
+             them, or correct where they are"
+        )
+    );
+}
+
 /// What the ranks of a device find when each hears what all have told of themselves.
 fn heard(url: &DeviceUrl, ranks: u32) -> Vec<accl_types::Result<()>> {
     let mut buses: Vec<_> = (0..ranks).map(|rank| buses::open(url, rank).unwrap()).collect();

@@ -141,11 +141,28 @@ impl<B: Bus> Driver<B> {
         self.start_unrefused(&call)?;
         while self.poll()?.is_none() {
             if !go_on() {
-                let text = format!("{} did not answer `{call}` in time", self.bus.describe());
+                let text = format!("{} did not answer `{call}` in time{}", self.bus.describe(), self.why_not(function));
                 return Err(self.kill(Error::new(ErrorKind::Device, text)));
             }
         }
         Ok(())
+    }
+
+    /// Why a call that sets something does not end, as far as the device says: letting packets in waits for the engines of all ranks.
+    fn why_not(&mut self, function: ConfigFunction) -> String {
+        // That it cannot be asked is no better reason.
+        let about = self.bus.about().ok().flatten();
+        match about {
+            Some(About { missing, .. }) if !missing.is_empty() => {
+                let ranks: Vec<String> = missing.iter().map(u32::to_string).collect();
+                format!("; it waits for the emulators of ranks {}: start them, or correct where they are", ranks.join(", "))
+            }
+            Some(About { trouble, .. }) if !trouble.is_empty() => format!("; it says: {trouble}"),
+            None if function == ConfigFunction::EnablePackets => {
+                "; it does not say for whom it waits, and packets are let in once the devices of all ranks reach one another".to_owned()
+            }
+            Some(_) | None => String::new(),
+        }
     }
 
     /// What it was set up with.
