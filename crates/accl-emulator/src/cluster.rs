@@ -5,7 +5,7 @@
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use accl_cclo::control::{About, Reply, Request};
+use accl_cclo::control::{About, Reply, Request, Status};
 
 use crate::engine::{Engine, Peers};
 use crate::fabric::Fabric;
@@ -169,6 +169,15 @@ impl Cluster {
             self.settle();
         }
         Some(reply)
+    }
+
+    /// Starts a call of a rank's host whose words mean nothing.
+    pub(crate) fn start_unknown(&mut self, rank: u32, control: u32) -> Option<Reply> {
+        let index = self.index(rank)?;
+        let is_started = self.engines[index].start_unknown(control);
+        self.wake(index);
+        self.settle();
+        Some(Reply::Status(if is_started { Status::Good } else { Status::NoControl }))
     }
 
     /// Writes down what was asked and answered.

@@ -19,6 +19,7 @@ const MOST_SENT: usize = 2048;
 enum Act {
     Ask(Request),
     Text(Vec<u8>),
+    Unknown(u32),
     Packet(u32, Vec<u8>),
     Feed(Vec<u8>),
     Lose(u32),
@@ -158,6 +159,7 @@ fn act() -> impl Strategy<Value = Act> {
     prop_oneof![
         8 => request().prop_map(Act::Ask),
         1 => prop::collection::vec(any::<u8>(), 0..60).prop_map(Act::Text),
+        1 => (0u32..5).prop_map(Act::Unknown),
         4 => (0u32..4, packet()).prop_map(|(sender, packet)| Act::Packet(sender, packet)),
         1 => prop::collection::vec(any::<u8>(), 0..200).prop_map(Act::Feed),
         1 => (0u32..4).prop_map(Act::Lose),
@@ -176,6 +178,7 @@ fn survives(network: Network, faithful: Faithful, acts: Vec<Act>) -> Result<(), 
         match act {
             Act::Ask(request) => drop(engine.answer(&request)),
             Act::Text(text) => drop(Request::from_json(&text).map(|request| engine.answer(&request))),
+            Act::Unknown(control) => drop(engine.start_unknown(control)),
             Act::Packet(sender, packet) => engine.take(sender, &packet),
             Act::Feed(bytes) => engine.feed(&bytes),
             Act::Lose(sender) => engine.lose(sender),

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use accl_cclo::call::{Descriptor, Operation, Streams};
 use accl_cclo::control::{About, Reply, Request, Status, data_from_json, data_to_json, difference};
 use accl_cclo::memory_map::Network;
+use accl_cclo::return_code::ReturnCode;
 use host::{
     Emulators, Host, Setup, call, free_ports, hosts, ports, resident_bytes, run, start, start_with, sum, words,
 };
@@ -45,6 +46,43 @@ fn what_makes_no_sense_is_answered_and_the_next_request_too() {
         drop(host);
         let mut next = Host::connect(port).await;
         assert_eq!(next.register(8184).await, 0);
+    });
+}
+
+#[test]
+fn calls_whose_words_mean_nothing_end_with_a_return_code_and_not_with_a_refusal() {
+    let port = free_ports(8);
+    let _emulators = Emulators(vec![start(&words(&format!("--ranks 2 --port {port}")))]);
+    run(async {
+        let mut hosts = hosts(&ports(port, 2), &Setup::default()).await;
+        let (host, _) = &mut hosts[0];
+        let nop = Request::Call { control: 0, call: Descriptor::new(Operation::Nop) }.to_json();
+        for (name, value) in [("scenario", 14), ("scenario", 254), ("compression_flags", 16), ("stream_flags", 4)] {
+            let (before, after) = nop.split_once(&format!("\"{name}\":")).unwrap();
+            let after = &after[after.find(',').unwrap()..];
+            let text = format!("{before}\"{name}\":{value}{after}");
+            assert_eq!(host.ask_text(text.clone()).await, Reply::Status(Status::Good), "{text}");
+            assert_eq!(host.end().await, ReturnCode::NOT_IMPLEMENTED, "{text}");
+        }
+        sum(&mut hosts, 300).await;
+    });
+}
+
+#[test]
+fn control_streams_that_there_are_not_are_told_from_those_that_are_quiet() {
+    let port = free_ports(4);
+    let _emulators = Emulators(vec![start(&words(&format!("--port {port}")))]);
+    run(async {
+        let mut host = Host::connect(port).await;
+        let nop = Request::Call { control: 0, call: Descriptor::new(Operation::Nop) }.to_json();
+        for control in ["-1", "-9223372036854775808", "3", "4294967296"] {
+            let poll = format!(r#"{{"type":6,"ctrl_id":{control}}}"#);
+            let call = nop.replace(r#""ctrl_id":0"#, &format!(r#""ctrl_id":{control}"#));
+            let unknown = call.replace(r#""scenario":255"#, r#""scenario":14"#);
+            for text in [poll, call, unknown] {
+                assert_eq!(host.ask_text(text.clone()).await, Reply::Status(Status::NoControl), "{text}");
+            }
+        }
     });
 }
 

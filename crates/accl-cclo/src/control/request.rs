@@ -74,9 +74,17 @@ pub enum BadRequest {
     Type(u32),
     /// A field is missing.
     Missing(&'static str),
-    /// The word of a call means nothing.
-    Call(BadWord),
+    /// The word of a call means nothing. Firmware starts such a call all the same, and ends it with a return code.
+    Call {
+        /// Through which of the control streams.
+        control: u32,
+        /// The word.
+        word: BadWord,
+    },
 }
+
+/// A number of a control stream that no engine has: what is written below zero, or above all numbers.
+const NO_CONTROL: u32 = u32::MAX;
 
 /// The numbers of requests.
 mod number {
@@ -98,7 +106,7 @@ struct Fields {
     len: Option<u32>,
     host: Option<bool>,
     wdata: Option<Data>,
-    ctrl_id: Option<u32>,
+    ctrl_id: Option<i64>,
     scenario: Option<u32>,
     count: Option<u32>,
     comm: Option<u32>,
@@ -171,6 +179,10 @@ impl Request {
         let address = || fields.addr.ok_or(missing("addr"));
         let bytes = || fields.len.ok_or(missing("len"));
         let is_host = fields.host.unwrap_or(false);
+        let control = || {
+            let number = fields.ctrl_id.ok_or(missing("ctrl_id"))?;
+            Ok(u32::try_from(number).unwrap_or(NO_CONTROL))
+        };
         Ok(match fields.r#type {
             number::READ_REGISTER => Self::ReadRegister { offset: offset()? },
             number::WRITE_REGISTER => match fields.wdata {
@@ -186,8 +198,11 @@ impl Request {
                 }
             }
             number::ALLOCATE => Self::Allocate { address: address()?, bytes: bytes()?, is_host },
-            number::CALL => Self::Call { control: fields.ctrl_id.ok_or(missing("ctrl_id"))?, call: fields.call()? },
-            number::POLL => Self::Poll { control: fields.ctrl_id.ok_or(missing("ctrl_id"))? },
+            number::CALL => {
+                let (control, call) = (control()?, fields.call()?);
+                Self::Call { control, call: call.map_err(|word| BadRequest::Call { control, word })? }
+            }
+            number::POLL => Self::Poll { control: control()? },
             number::ABOUT => Self::About,
             other => return Err(BadRequest::Type(other)),
         })
@@ -195,7 +210,8 @@ impl Request {
 }
 
 impl Fields {
-    fn call(&self) -> Result<Descriptor, BadRequest> {
+    /// The call, or which word of it means nothing.
+    fn call(&self) -> Result<Result<Descriptor, BadWord>, BadRequest> {
         let word = |value: Option<u32>, name| value.ok_or(BadRequest::Missing(name));
         let address = |value: Option<u64>, name| value.ok_or(BadRequest::Missing(name));
         let [first, second, result] =
@@ -217,7 +233,7 @@ impl Fields {
             result as u32,
             (result >> 32) as u32,
         ];
-        Descriptor::from_words(&words).map_err(BadRequest::Call)
+        Ok(Descriptor::from_words(&words))
     }
 }
 
@@ -227,7 +243,7 @@ impl std::fmt::Display for BadRequest {
             Self::Json(why) => write!(f, "a request is no JSON of this protocol: {why}"),
             Self::Type(number) => write!(f, "there is no request of type {number}"),
             Self::Missing(field) => write!(f, "a request lacks its field `{field}`, or has another type there"),
-            Self::Call(BadWord { name, value }) => write!(f, "the {name} of a call cannot be {value}"),
+            Self::Call { word: BadWord { name, value }, .. } => write!(f, "the {name} of a call cannot be {value}"),
         }
     }
 }

@@ -25,6 +25,8 @@ use running::{Prepared, Running};
 
 /// Control streams of an engine.
 const CONTROLS: usize = 3;
+/// A function of a config call that there is not.
+const NO_FUNCTION: u32 = u32::MAX;
 /// A peer has gone.
 const NOT_HEARD: ReturnCode = ReturnCode(1 << 11);
 /// Packets do not reach all peers.
@@ -218,6 +220,12 @@ impl Engine {
         stream.calls.push_back(call);
         self.order.push_back(control as usize);
         true
+    }
+
+    /// Starts a call whose words mean nothing: it has its turn as any other, and ends with the return code of what firmware does not have. The
+    /// original was seen to do so with an unknown operation; flags that there are not are treated in the same way, rather than left out.
+    pub fn start_unknown(&mut self, control: u32) -> bool {
+        self.start(control, Descriptor { function: NO_FUNCTION, ..Descriptor::config(ConfigFunction::Reset, 0) })
     }
 
     /// Takes a packet of the engine with this number.

@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use accl_cclo::control::{Reply, Request, Status};
+use accl_cclo::control::{BadRequest, Reply, Request, Status};
 use accl_cclo::memory_map::Network;
 use tokio::sync::{Notify, OwnedSemaphorePermit, mpsc, oneshot};
 use tokio::time::Instant;
@@ -268,7 +268,8 @@ impl Server {
         let answer = match Request::from_json(text) {
             Ok(Request::About) => self.about(rank),
             Ok(request) => self.cluster.answer(rank, &request),
-            Err(_) => None,
+            Err(BadRequest::Call { control, .. }) => self.cluster.start_unknown(rank, control),
+            Err(BadRequest::Json(_) | BadRequest::Type(_) | BadRequest::Missing(_)) => None,
         };
         let answer = answer.unwrap_or(Reply::Status(Status::Not)).to_json();
         if self.cluster.engine(rank).is_some_and(|engine| engine.is_deaf()) {
