@@ -26,6 +26,7 @@ mod page;
 pub mod return_code;
 pub mod wire;
 mod words;
+pub mod zmtp;
 
 pub use page::tables_page;
 pub use words::Word;

@@ -325,26 +325,75 @@ fn memory_after_a_thousand_calls_is_that_after_ten() {
     }
 }
 
+/// The greeting of ZMTP 3.0 without security, and the command that says that a socket asks.
+fn greeting() -> Vec<u8> {
+    [&[0xFF, 0, 0, 0, 0, 0, 0, 0, 1, 0x7F, 3, 0][..], b"NULL", &[0; 48]].concat()
+}
+
+const READY: &[u8] = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03REQ";
+
+/// What a host sends at first, with this request.
+fn first_request(request: &Request) -> Vec<u8> {
+    let text = request.to_json();
+    [&greeting()[..], READY, &[1, 0, 0, text.len() as u8], text.as_bytes()].concat()
+}
+
+#[test]
+fn a_host_that_does_not_fetch_its_answer_holds_up_no_other_and_is_disconnected() {
+    use std::io::Write;
+    const BYTES: u32 = 32 << 20;
+    let port = free_ports(4);
+    let emulators = Emulators(vec![start_with(&words(&format!("--port {port}")), Stdio::null())]);
+    run(async {
+        let mut host = Host::connect(port).await;
+        host.good(&Request::Allocate { address: 0, bytes: BYTES, is_host: false }).await;
+        let before = resident_bytes(&emulators.0[0]);
+        let read = Request::ReadMemory { address: 0, bytes: BYTES, is_host: false };
+        let mut idle = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
+        idle.write_all(&first_request(&read)).unwrap();
+        let growth = || resident_bytes(&emulators.0[0]).saturating_sub(before);
+        let begin = Instant::now();
+        while growth() < u64::from(BYTES) {
+            assert!(begin.elapsed() < host::PATIENCE, "no answer is on its way");
+        }
+        for _ in 0..100 {
+            let text = Request::ReadRegister { offset: 8184 }.to_json();
+            let answer = host.answer(text.clone(), Duration::from_secs(1)).await;
+            assert_eq!(answer, Some(Reply::Register(0)));
+            assert!(Host::is_answered(port).await, "a host that comes later");
+        }
+        // Its answer is not kept for ever.
+        let begin = Instant::now();
+        while growth() > u64::from(BYTES) / 2 {
+            assert!(begin.elapsed() < host::PATIENCE, "{} bytes are still kept", growth());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        assert_eq!(host.register(8184).await, 0);
+        let more = Request::ReadMemory { address: 0, bytes: BYTES + 1, is_host: false };
+        host.good(&Request::Allocate { address: 0, bytes: 2 * BYTES, is_host: false }).await;
+        assert_eq!(host.ask(&more).await, Reply::Status(Status::Not), "answers have a bound");
+        assert_eq!(host.read(0, 64).await, [0; 64]);
+    });
+}
+
 #[test]
 fn connections_that_speak_another_language_take_no_rank_away() {
     use std::io::Write;
     let port = free_ports(8);
     let _emulators = Emulators(vec![start_with(&words(&format!("-s 2 --port {port}")), Stdio::null())]);
-    // The greeting of ZMTP 3.0 without security, and the command that says what kind of socket asks.
-    let greeting = [&[0xFF, 0, 0, 0, 0, 0, 0, 0, 1, 0x7F, 3, 0][..], b"NULL", &[0; 48]].concat();
-    let ready = [&[4, 25, 5][..], b"READY\x0bSocket-Type\0\0\0\x03REQ"].concat();
+    let (greeting, ready) = (greeting(), READY);
     for garbage in [
         vec![0; 200],
         b"GET / HTTP/1.1\r\n\r\n".to_vec(),
         greeting.clone(),
         [&greeting[..], &[0x55; 300]].concat(),
         // Frames: of a kind that there is not, in pieces, and without the empty one before a request.
-        [&greeting[..], &ready, &[0xF8, 1, 0]].concat(),
-        [&greeting[..], &ready, &[1, 0]].concat(),
-        [&greeting[..], &ready, &[0, 3, 1, 2, 3]].concat(),
-        [&greeting[..], &ready, &[1, 0, 0, 3, b'{', b'}', 0xFF]].concat(),
+        [&greeting[..], ready, &[0xF8, 1, 0]].concat(),
+        [&greeting[..], ready, &[1, 0]].concat(),
+        [&greeting[..], ready, &[0, 3, 1, 2, 3]].concat(),
+        [&greeting[..], ready, &[1, 0, 0, 3, b'{', b'}', 0xFF]].concat(),
         // A frame that is longer than any memory.
-        [&greeting[..], &ready, &[2], &[0xFF; 8]].concat(),
+        [&greeting[..], ready, &[2], &[0xFF; 8]].concat(),
     ] {
         let connections = [port, port + 2].map(|at| {
             let mut stream = std::net::TcpStream::connect(("127.0.0.1", at)).unwrap();

@@ -33,8 +33,8 @@ const NOT_HEARD: ReturnCode = ReturnCode(1 << 11);
 const NOT_SENT: ReturnCode = ReturnCode(1 << 20);
 /// Elements of no size, or of more than the data path takes at once.
 const NO_ELEMENTS: ReturnCode = ReturnCode(1 << 18);
-/// Most bytes of a memory in one reply.
-const MOST_READ_BYTES: u32 = 256 << 20;
+/// Most bytes of a memory in one reply, which has up to five characters for each. The original takes minutes for as many.
+const MOST_READ_BYTES: u32 = 32 << 20;
 /// Calls of a control stream whose end nobody has asked for, with which the command server of the original blocks at the next.
 const MOST_UNCOLLECTED: usize = 3;
 /// The same, before no more are taken.

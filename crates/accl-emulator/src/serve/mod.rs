@@ -1,13 +1,14 @@
 //! Engines behind the sockets of the emulator's protocol.
 //!
-//! Owns the ports of ranks and what becomes of what happens: one request and one reply at a time for each rank's host, packets to and from
+//! Owns the ports of ranks and what becomes of what happens: one request and one reply at a time for each host of a rank, packets to and from
 //! engines of other processes, kernel streams. All engines of a process belong to one task, which nobody waits for under a lock, and nothing
 //! runs while nobody asks. Read [`serve`] first.
 
+mod hosts;
 mod sockets;
 
 use std::collections::{BTreeMap, VecDeque};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,16 +16,18 @@ use std::time::Duration;
 
 use accl_cclo::control::{BadRequest, Reply, Request, Status};
 use accl_cclo::memory_map::Network;
+use tokio::net::TcpListener;
 use tokio::sync::{Notify, OwnedSemaphorePermit, mpsc, oneshot};
 use tokio::time::Instant;
-use zeromq::{PubSocket, RepSocket, Socket, XPubSocket};
+use zeromq::{PubSocket, Socket, XPubSocket};
 
 use crate::cluster::{Cluster, Outgoing};
 use crate::engine::{Engine, Peers};
 use crate::program::Faithful;
 use crate::time::Speed;
 use crate::trace::Trace;
-use sockets::{Event, control, feed_in, feed_out, listen, publish};
+use hosts::serve_hosts;
+use sockets::{Event, feed_in, feed_out, listen, publish};
 
 /// What happens and has yet to be looked at, before sockets are not read any more.
 const MOST_EVENTS: usize = 256;
@@ -145,9 +148,8 @@ pub async fn serve(options: Options, ready: impl FnOnce()) -> Result<(), ServeEr
     let room = Arc::new(Notify::new());
     let mut seats = Vec::new();
     for rank in options.ranks.clone() {
-        let address = options.own(rank, Kind::Control)?;
-        let socket = bound(RepSocket::new(), &address, rank).await?;
-        tokio::spawn(control(rank, socket, address, events.clone()));
+        let listener = listening(&options, rank).await?;
+        tokio::spawn(serve_hosts(rank, listener, events.clone()));
         let wire = bound(XPubSocket::new(), &options.own(rank, Kind::Wire)?, rank).await?;
         let (packets, to_send) = mpsc::channel(MOST_PACKETS);
         tokio::spawn(publish(rank, wire, to_send, room.clone(), hears.clone()));
@@ -376,6 +378,14 @@ fn carry(seat: &mut Seat, cluster: &mut Cluster) -> bool {
         cluster.tell(seat.rank, |_| ());
     }
     has_fed
+}
+
+/// Where the hosts of a rank ask.
+async fn listening(options: &Options, rank: u32) -> Result<TcpListener, ServeError> {
+    let address = options.own(rank, Kind::Control)?;
+    let port = options.port(rank, Kind::Control).unwrap_or_default();
+    let listener = TcpListener::bind(SocketAddr::new(options.bind, port)).await;
+    listener.map_err(|error| ServeError(format!("rank {rank} cannot listen at {address}: {error}")))
 }
 
 async fn bound<S: Socket>(mut socket: S, address: &str, rank: u32) -> Result<S, ServeError> {

@@ -1,4 +1,4 @@
-//! The sockets of a rank, one task each.
+//! The sockets of a rank for packets and kernels, one task each; that of its hosts is in `hosts`.
 //!
 //! Owns what goes through them. Each takes as much as whoever is behind it has room for, and waits then: nothing is dropped, and nothing piles
 //! up. Read [`Event`] first.
@@ -11,7 +11,7 @@ use accl_cclo::control::{data_from_json, data_to_json};
 use futures_core::Stream;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::time::Instant;
-use zeromq::{PubSocket, RepSocket, Socket, SocketEvent, SocketRecv, SocketSend, SubSocket, XPubSocket};
+use zeromq::{PubSocket, Socket, SocketEvent, SocketRecv, SocketSend, SubSocket, XPubSocket};
 use zeromq::{ZmqError, ZmqMessage};
 
 use crate::cluster::Outgoing;
@@ -44,42 +44,6 @@ pub(super) enum Event {
 /// The subscription of a rank: four digits, as far as they go.
 fn topic(rank: u32) -> String {
     format!("{rank:04}")
-}
-
-/// Answers the hosts of a rank at this address for as long as the process lives. The library panics at a frame that says that it is longer than
-/// memory: its socket is gone then, and another takes its place.
-pub(super) async fn control(rank: u32, mut socket: RepSocket, address: String, events: mpsc::Sender<Event>) {
-    loop {
-        match tokio::spawn(answer(rank, socket, events.clone())).await {
-            Err(error) if error.is_panic() => {}
-            Ok(()) | Err(_) => return,
-        }
-        eprintln!(
-            "accl-emulator: rank {rank}: what a host has sent cannot be read; all hosts of the rank are disconnected"
-        );
-        socket = RepSocket::new();
-        while socket.bind(&address).await.is_err() {
-            tokio::time::sleep(PEER_INTERVAL).await;
-        }
-    }
-}
-
-/// One request and one reply at a time.
-async fn answer(rank: u32, mut socket: RepSocket, events: mpsc::Sender<Event>) {
-    loop {
-        let text = match socket.recv().await {
-            Ok(message) => message.into_vec().into_iter().flatten().collect(),
-            Err(ZmqError::NoMessage) => return,
-            // A host that has gone is no reason not to serve the next.
-            Err(_) => continue,
-        };
-        let (reply, answer) = oneshot::channel();
-        if events.send(Event::Request { rank, text, reply }).await.is_err() {
-            return;
-        }
-        let Ok(answer) = answer.await else { return };
-        let _ = socket.send(answer.into()).await;
-    }
 }
 
 /// Packets for engines of other processes; who subscribes is told to the engines. A peer that does not read holds up all of them.

@@ -1,6 +1,6 @@
 //! The asking end of ZeroMQ, as far as the emulator's protocol needs it: ZMTP 3.0 with no security, a socket of type REQ over one connection.
 //!
-//! Owns the greeting, the frames and their bounds. Whatever a peer sends costs no more than [`MOST_BYTES`] of memory and no more time than a
+//! Owns the connection and the bounds of what comes over it; what greetings and frames look like is in [`crate::zmtp`]. Whatever a peer sends costs no more than [`MOST_BYTES`] of memory and no more time than a
 //! deadline: training asks whoever listens at a port that somebody wrote down. Connects once, and to nobody again. Answers pings only while it
 //! is asked something: emulators send none. Read [`Requester`] first.
 
@@ -11,40 +11,15 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use crate::device::Address;
+use crate::zmtp::{self, COMMAND, ERROR, GREETING_BYTES, LONG, MORE, MOST_COMMAND_BYTES, READY, greeting, push_frame};
 
 /// Most bytes of a message, whatever its frames. An answer with the memory that is asked for at once has less than one MiB.
 const MOST_BYTES: u64 = 16 << 20;
-/// Most bytes of a command; metadata have some tens.
-const MOST_COMMAND_BYTES: u64 = 4 << 10;
 /// Bytes that are read at once where more are there.
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// How both ends begin: a signature, a version and the mechanism of security.
-const GREETING_BYTES: usize = 64;
-const SIGNATURE_FIRST: u8 = 0xFF;
-const SIGNATURE_LAST: (usize, u8) = (9, 0x7F);
-/// Of the last byte of the signature this bit alone counts.
-const SIGNATURE_BIT: u8 = 1;
-const VERSION: (usize, u8) = (10, 3);
-const MECHANISM: (usize, &[u8; 20]) = (12, b"NULL\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0");
-
-/// Flags of a frame.
-const MORE: u8 = 1;
-const LONG: u8 = 2;
-const COMMAND: u8 = 4;
-
-/// Most bytes of a frame before its body.
-const MOST_HEAD_BYTES: usize = 1 + size_of::<u64>();
-
-/// Names of commands, behind the length of each.
-const READY: &[u8] = b"\x05READY";
-const ERROR: &[u8] = b"\x05ERROR";
-const PING: &[u8] = b"\x04PING";
-const PONG: &[u8] = b"\x04PONG";
-/// Bytes of a ping between its name and its context: how long it counts.
-const PING_TIME_BYTES: usize = 2;
-/// The property of what a socket is, and those that answer requests.
-const SOCKET_TYPE: &[u8] = b"Socket-Type";
+/// What a socket is that asks, and those that answer.
+const ASKING: &[u8] = b"REQ";
 const ANSWERING: [&[u8]; 2] = [b"REP", b"ROUTER"];
 
 /// Why there is no answer.
@@ -93,7 +68,7 @@ impl Requester {
     fn greet(&mut self) -> Result<(), Failure> {
         self.write(&greeting())?;
         read_greeting(&mut self.stream)?;
-        self.write(&ready())?;
+        self.write(&zmtp::ready(ASKING))?;
         loop {
             match read_frame(&mut self.stream, MOST_COMMAND_BYTES)? {
                 Frame { flags, body } if flags & COMMAND != 0 => {
@@ -128,11 +103,10 @@ impl Requester {
             let reason = String::from_utf8_lossy(reason.get(1..).unwrap_or_default());
             return Err(Failure::Senseless(format!("it says `{}`", reason.escape_debug())));
         }
-        if let Some(ping) = command.strip_prefix(PING) {
-            let context = ping.get(PING_TIME_BYTES..).ok_or_else(|| senseless("it sends pings of too few bytes"))?;
-            return self.write(&frame(COMMAND, &[PONG, context].concat()));
+        match zmtp::pong(command).map_err(senseless)? {
+            Some(pong) => self.write(&pong),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), Failure> {
@@ -238,119 +212,41 @@ impl Message {
     }
 }
 
-fn greeting() -> [u8; GREETING_BYTES] {
-    let mut bytes = [0; GREETING_BYTES];
-    bytes[0] = SIGNATURE_FIRST;
-    for (at, byte) in [SIGNATURE_LAST, VERSION] {
-        bytes[at] = byte;
-    }
-    let (at, mechanism) = MECHANISM;
-    bytes[at..at + mechanism.len()].copy_from_slice(mechanism);
-    bytes
-}
-
 /// Reads as much of a greeting as it takes to know what the peer is: one of another version sends less.
 fn read_greeting(from: &mut impl Read) -> Result<(), Failure> {
-    let (last, _) = SIGNATURE_LAST;
     let mut bytes = [0; GREETING_BYTES];
-    from.read_exact(&mut bytes[..1]).map_err(failure)?;
-    if bytes[0] != SIGNATURE_FIRST {
-        return Err(senseless("it does not greet as ZeroMQ does"));
-    }
-    from.read_exact(&mut bytes[1..=last]).map_err(failure)?;
-    // In between is what versions before the second take for a length.
-    if bytes[last] & SIGNATURE_BIT == 0 {
-        return Err(senseless("it does not greet as ZeroMQ does"));
-    }
-    let (at, version) = VERSION;
-    from.read_exact(&mut bytes[last + 1..=at]).map_err(failure)?;
-    if bytes[at] < version {
-        return Err(Failure::Senseless(format!(
-            "its ZeroMQ speaks version {} of the protocol, before {version}",
-            bytes[at]
-        )));
-    }
-    from.read_exact(&mut bytes[at + 1..]).map_err(failure)?;
-    let (at, mechanism) = MECHANISM;
-    if bytes[at..at + mechanism.len()] != *mechanism {
-        return Err(senseless("it wants security that emulators have not"));
+    let mut begin = 0;
+    for end in zmtp::GREETING_PARTS {
+        from.read_exact(&mut bytes[begin..end]).map_err(failure)?;
+        zmtp::check_greeting(&bytes[..end]).map_err(Failure::Senseless)?;
+        begin = end;
     }
     Ok(())
 }
 
-fn ready() -> Vec<u8> {
-    let mut body = READY.to_vec();
-    for (name, value) in [(SOCKET_TYPE, &b"REQ"[..]), (b"Identity", b"")] {
-        body.push(name.len() as u8);
-        body.extend(name);
-        body.extend((value.len() as u32).to_be_bytes());
-        body.extend(value);
-    }
-    frame(COMMAND, &body)
-}
-
 /// Whether a peer that is ready answers requests.
-fn check_metadata(mut metadata: &[u8]) -> Result<(), Failure> {
-    let mut is_answering = None;
-    while !metadata.is_empty() {
-        let (name, value, rest) =
-            property(metadata).ok_or_else(|| senseless("its properties have impossible lengths"))?;
-        if name.eq_ignore_ascii_case(SOCKET_TYPE) {
-            is_answering = Some((ANSWERING.contains(&value), value));
-        }
-        metadata = rest;
+fn check_metadata(metadata: &[u8]) -> Result<(), Failure> {
+    let socket = zmtp::socket_type(metadata).map_err(senseless)?;
+    if ANSWERING.contains(&socket) {
+        return Ok(());
     }
-    match is_answering {
-        Some((true, _)) => Ok(()),
-        Some((false, other)) => {
-            let other = String::from_utf8_lossy(other);
-            Err(Failure::Senseless(format!("its socket is of type `{}`, not REP", other.escape_debug())))
-        }
-        None => Err(senseless("it does not say of which type its socket is")),
-    }
-}
-
-/// Name and value of the first property, and those behind it.
-fn property(metadata: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
-    let (len, rest) = metadata.split_first()?;
-    let (name, rest) = rest.split_at_checked(usize::from(*len))?;
-    let (len, rest) = rest.split_first_chunk()?;
-    let (value, rest) = rest.split_at_checked(u32::from_be_bytes(*len) as usize)?;
-    Some((name, value, rest))
+    let other = String::from_utf8_lossy(socket);
+    Err(Failure::Senseless(format!("its socket is of type `{}`, not REP", other.escape_debug())))
 }
 
 /// A request as it leaves: behind an empty frame. It is copied once, since it may be large.
 fn enveloped(request: &[u8]) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(request.len() + 2 * MOST_HEAD_BYTES);
+    let mut bytes = Vec::with_capacity(request.len() + 2 * zmtp::MOST_HEAD_BYTES);
     push_frame(&mut bytes, MORE, &[]);
     push_frame(&mut bytes, 0, request);
     bytes
-}
-
-fn frame(flags: u8, body: &[u8]) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    push_frame(&mut bytes, flags, body);
-    bytes
-}
-
-fn push_frame(bytes: &mut Vec<u8>, flags: u8, body: &[u8]) {
-    match u8::try_from(body.len()) {
-        Ok(len) => bytes.extend([flags, len]),
-        Err(_) => {
-            bytes.push(flags | LONG);
-            bytes.extend((body.len() as u64).to_be_bytes());
-        }
-    }
-    bytes.extend(body);
 }
 
 fn read_frame(from: &mut impl Read, most_bytes: u64) -> Result<Frame, Failure> {
     let mut flags = [0];
     from.read_exact(&mut flags).map_err(failure)?;
     let [flags] = flags;
-    if flags & !(MORE | LONG | COMMAND) != 0 || flags & (MORE | COMMAND) == MORE | COMMAND {
-        return Err(senseless("it sends frames with flags that there are not"));
-    }
+    zmtp::check_flags(flags).map_err(senseless)?;
     let len = if flags & LONG == 0 {
         let mut len = [0];
         from.read_exact(&mut len).map_err(failure)?;
@@ -399,6 +295,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::zmtp::frame;
 
     /// All that a peer says, as a requester reads it; what it makes of it.
     fn read(mut bytes: &[u8]) -> Result<Vec<u8>, Failure> {
@@ -523,7 +420,7 @@ mod tests {
         let port = listener.local_addr().unwrap().port();
         let serve = move || {
             let (mut stream, _) = listener.accept().unwrap();
-            let mut heard = vec![0; GREETING_BYTES + ready().len() + enveloped(b"?").len()];
+            let mut heard = vec![0; GREETING_BYTES + zmtp::ready(ASKING).len() + enveloped(b"?").len()];
             stream.write_all(&[&greeting_of_libzmq()[..], &ready_of(b"REP"), &says].concat()).unwrap();
             stream.read_exact(&mut heard).unwrap();
             stream.read_to_end(&mut heard).unwrap();
