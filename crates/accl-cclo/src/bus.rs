@@ -36,6 +36,15 @@ pub trait Bus: Send {
         Ok(())
     }
 
+    /// Takes the device for this connection alone, until that is closed or whoever has it is killed. `None`: it has it, or the device does not
+    /// tell who has it, as the original emulator. Else who has it, in words: nothing has changed then. It may be asked for again.
+    ///
+    /// # Errors
+    /// The device cannot be reached.
+    fn claim(&mut self) -> Result<Option<String>> {
+        Ok(None)
+    }
+
     /// Reads a word of exchange memory.
     ///
     /// # Errors
@@ -127,6 +136,10 @@ impl<B: Bus + ?Sized> Bus for Box<B> {
 
     fn hear(&mut self, told: &[String], settings: &mut Settings) -> Result<()> {
         (**self).hear(told, settings)
+    }
+
+    fn claim(&mut self) -> Result<Option<String>> {
+        (**self).claim()
     }
 
     fn read_register(&mut self, offset: u32) -> Result<u32> {

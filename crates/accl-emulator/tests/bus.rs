@@ -310,6 +310,79 @@ fn packets_that_are_not_let_in_in_time_are_blamed_on_the_ranks_that_are_missing(
     );
 }
 
+#[test]
+fn a_second_driver_of_emulators_that_are_in_use_is_told_so_and_the_first_goes_on() {
+    let port = free_ports(8);
+    let _emulators = Emulators(vec![start(&format!("--ranks 2 --port {port} --comms udp"))]);
+    let url = url(&format!("emulator://127.0.0.1:{port}?design=udp"));
+    let mut first = opened(&url, 2);
+    run(&mut first, Operation::AllReduce, 0, None);
+    let second = |rank| {
+        let bus = buses::open(&url, rank).unwrap();
+        Driver::open(bus, url.settings(rank, 2).unwrap(), || true).err().map(|error| error.message)
+    };
+    for rank in 0..2 {
+        let text = second(rank).unwrap();
+        let at = port + u16::try_from(rank).unwrap();
+        let holder = format!("emulator at 127.0.0.1:{at} is in use by process {} of host ", std::process::id());
+        assert!(
+            text.starts_with(&holder) && text.ends_with("or take the device away from it with `accl device reset`"),
+            "{text}"
+        );
+        let mut looks = buses::open(&url, rank).unwrap();
+        assert!(!looks.about().unwrap().unwrap().owner.is_empty(), "whoever looks is not kept out");
+    }
+    run(&mut first, Operation::AllReduce, 0, None);
+    drop(first);
+    run(&mut opened(&url, 2), Operation::AllReduce, 0, None);
+}
+
+#[test]
+fn an_emulator_whose_driver_was_killed_is_there_for_the_next() {
+    let port = free_ports(4);
+    let _emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);
+    let url = url(&format!("emulator://127.0.0.1:{port}"));
+    // A process that has taken the rank, and says nothing more.
+    let claim = accl_cclo::control::Request::Claim { owner: "it".to_owned() }.to_json();
+    let says = [&GREETING_THAT_ASKS.concat()[..], &[1, 0, 0, claim.len() as u8], claim.as_bytes()].concat();
+    let says: String = says.iter().map(|byte| format!("\\{byte:03o}")).collect();
+    let script = format!("exec 3<>/dev/tcp/127.0.0.1/{port}; printf '{says}' >&3; exec cat <&3");
+    let mut owner = Command::new("bash").args(["-c", &script]).stdout(Stdio::null()).spawn().unwrap();
+    let mut looks = buses::open(&url, 0).unwrap();
+    let begin = Instant::now();
+    while looks.about().unwrap().unwrap().owner != "it" {
+        assert!(begin.elapsed() < common::PATIENCE, "it has not taken the rank");
+    }
+    assert!(looks.claim().unwrap().unwrap().starts_with("it, for "));
+    common::signal_to(owner.id(), "KILL");
+    owner.wait().unwrap();
+    drop(looks);
+    run(&mut opened(&url, 1), Operation::Copy, 0, None);
+}
+
+#[test]
+fn a_reset_takes_an_emulator_from_whoever_has_it() {
+    let port = free_ports(4);
+    let _emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);
+    let url = url(&format!("emulator://127.0.0.1:{port}"));
+    let first = opened(&url, 1);
+    accl_cclo::driver::reset(&mut *buses::open(&url, 0).unwrap(), || true).unwrap();
+    let mut second = opened(&url, 1);
+    // That the first goes away now takes nothing from the second.
+    drop(first);
+    run(&mut second, Operation::Copy, 0, None);
+    let mut third = buses::open(&url, 0).unwrap();
+    assert!(third.claim().unwrap().is_some());
+}
+
+#[test]
+fn an_emulator_that_does_not_tell_who_uses_it_is_set_up_as_ever() {
+    let port = free_ports(1);
+    let _answering = common::answering(port, r#"{"status":1}"#);
+    let mut bus = buses::open(&url(&format!("emulator://127.0.0.1:{port}")), 0).unwrap();
+    assert_eq!(bus.claim(), Ok(None));
+}
+
 /// What the ranks of a device find when each hears what all have told of themselves.
 fn heard(url: &DeviceUrl, ranks: u32) -> Vec<accl_types::Result<()>> {
     let mut buses: Vec<_> = (0..ranks).map(|rank| buses::open(url, rank).unwrap()).collect();
@@ -431,6 +504,10 @@ fn answers_that_make_no_sense_are_told_in_a_sentence() {
 /// A greeting of ZeroMQ with no security, and that of the side that answers.
 const GREETING: [&[u8]; 5] =
     [b"\xFF\0\0\0\0\0\0\0\0\x7F\x03\0", b"NULL", &[0; 16], &[0; 32], b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03REP"];
+
+/// The same of the side that asks.
+const GREETING_THAT_ASKS: [&[u8]; 5] =
+    [b"\xFF\0\0\0\0\0\0\0\0\x7F\x03\0", b"NULL", &[0; 16], &[0; 32], b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03REQ"];
 
 #[test]
 fn frames_of_impossible_lengths_are_told_in_a_sentence() {

@@ -144,6 +144,8 @@ fn emulators_say_what_they_are_whatever_they_keep() {
                 hop_ps: 1_000_000,
                 missing: vec![],
                 trouble: String::new(),
+                owner: String::new(),
+                owner_s: 0,
             };
             assert_eq!(abouts[1], Some(wanted));
         });

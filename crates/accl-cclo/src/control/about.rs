@@ -28,6 +28,10 @@ pub struct About {
     pub missing: Vec<u32>,
     /// Why calls have ended in an error, or do not end; empty if nothing is known to be wrong.
     pub trouble: String,
+    /// Who has the rank, in words; empty if nobody has said so.
+    pub owner: String,
+    /// For how many seconds.
+    pub owner_s: u64,
 }
 
 /// The fields of the reply.
@@ -44,6 +48,14 @@ pub(super) struct Fields {
     hop_ps: u64,
     missing: Vec<u32>,
     trouble: String,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    owner: String,
+    #[serde(default, skip_serializing_if = "is_zero")]
+    owner_s: u64,
+}
+
+fn is_zero(seconds: &u64) -> bool {
+    *seconds == 0
 }
 
 /// As `--comms` takes them.
@@ -68,6 +80,8 @@ impl About {
             hop_ps: self.hop_ps,
             missing: self.missing.clone(),
             trouble: self.trouble.clone(),
+            owner: self.owner.clone(),
+            owner_s: self.owner_s,
         };
         // Numbers and strings are always written.
         serde_json::to_string(&fields).unwrap_or_default()
@@ -94,6 +108,8 @@ impl Fields {
             hop_ps: self.hop_ps,
             missing: self.missing,
             trouble: self.trouble,
+            owner: self.owner,
+            owner_s: self.owner_s,
         })
     }
 }
@@ -183,6 +199,8 @@ mod tests {
             hop_ps: 2_000_000,
             missing: vec![],
             trouble: String::new(),
+            owner: String::new(),
+            owner_s: 0,
         }
     }
 
@@ -201,6 +219,9 @@ mod tests {
             r#"{"status":0,"version":"0.1.0","ranks":3,"rank":2,"comms":"cyt_rdma","hazards":[4,12],"clock_hz":250000000,"link_bits_per_second":100000000000,"hop_ps":2000000,"missing":[1,2],"trouble":"a \"sentence\""}"#
         );
         assert_eq!(Reply::from_json(reply.to_json().as_bytes()), Ok(reply));
+        let owned = Reply::About(About { owner: "process 7 of host h".to_owned(), owner_s: 3, ..self::about(1) });
+        assert!(owned.to_json().ends_with(r#""owner":"process 7 of host h","owner_s":3}"#));
+        assert_eq!(Reply::from_json(owned.to_json().as_bytes()), Ok(owned));
         let other = r#"{"status":0,"version":"0.1.0","ranks":3,"rank":2,"comms":"ib","hazards":[],"clock_hz":1,"link_bits_per_second":1,"hop_ps":0,"missing":[],"trouble":""}"#;
         assert_eq!(Reply::from_json(other.as_bytes()), Err("its comms are `ib`".to_owned()));
         assert!(Reply::from_json(br#"{"status":0,"version":"0.1.0"}"#).is_err());

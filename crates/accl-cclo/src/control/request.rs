@@ -63,6 +63,11 @@ pub enum Request {
     },
     /// What the emulator is: ours alone answers.
     About,
+    /// Takes the rank for this connection alone, until it is closed. Ours alone answers: well, or with what it is and who has the rank.
+    Claim {
+        /// Who asks, in words.
+        owner: String,
+    },
 }
 
 /// A request that means nothing.
@@ -96,6 +101,7 @@ mod number {
     pub(super) const CALL: u32 = 5;
     pub(super) const POLL: u32 = 6;
     pub(super) const ABOUT: u32 = 7;
+    pub(super) const CLAIM: u32 = 8;
 }
 
 /// All fields that a request may have.
@@ -119,6 +125,7 @@ struct Fields {
     addr_0: Option<u64>,
     addr_1: Option<u64>,
     addr_2: Option<u64>,
+    owner: Option<String>,
 }
 
 impl Request {
@@ -162,6 +169,10 @@ impl Request {
             ),
             Self::Poll { control } => write!(text, r#"{{"type":{},"ctrl_id":{control}}}"#, number::POLL),
             Self::About => write!(text, r#"{{"type":{}}}"#, number::ABOUT),
+            Self::Claim { owner } => {
+                let owner = serde_json::Value::from(owner.as_str());
+                write!(text, r#"{{"type":{},"owner":{owner}}}"#, number::CLAIM)
+            }
         };
         // A string takes everything.
         let _ = written;
@@ -204,6 +215,7 @@ impl Request {
             }
             number::POLL => Self::Poll { control: control()? },
             number::ABOUT => Self::About,
+            number::CLAIM => Self::Claim { owner: fields.owner.ok_or(missing("owner"))? },
             other => return Err(BadRequest::Type(other)),
         })
     }
@@ -284,7 +296,7 @@ mod tests {
         #[test]
         fn any_fields_may_come(
             number in 0u32..9,
-            fields in prop::collection::vec(("(addr|len|host|wdata|ctrl_id|count|rdata|status|[a-z\"\\\\]{1,3})", "[-0-9eE\\[\\], \"ab.]{0,12}|true|false|null"), 0..6),
+            fields in prop::collection::vec(("(owner|addr|len|host|wdata|ctrl_id|count|rdata|status|[a-z\"\\\\]{1,3})", "[-0-9eE\\[\\], \"ab.]{0,12}|true|false|null|\"[a-z \\\\]{0,9}\""), 0..6),
         ) {
             let fields: String = fields.iter().map(|(name, value)| format!(",\"{name}\":{value}")).collect();
             let text = format!("{{\"type\":{number}{fields}}}");

@@ -4,6 +4,7 @@
 //! becomes is not decided here. Time comes from whoever has a clock: [`Driver::start`] and [`Driver::poll`] know none, and calls that are
 //! posted have a deadline. Read [`Driver::open`] first.
 
+mod claim;
 mod diagnosis;
 mod elements;
 mod inspect;
@@ -14,6 +15,7 @@ mod tables;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use claim::claim;
 pub use diagnosis::Diagnosis;
 pub use elements::Elements;
 use inspect::await_reset;
@@ -80,6 +82,7 @@ impl<B: Bus> Driver<B> {
             why.map_or(Ok(()), |why| Err(Error::new(ErrorKind::Configuration, why)))?;
         }
         let tables = Tables::lay_out(&settings)?;
+        claim(&mut bus, &mut go_on)?;
         let mut driver =
             Self { bus, settings, hardware_id, tables, running: None, queue: Queue::default(), dead: None };
         driver.set_up(&mut go_on)?;

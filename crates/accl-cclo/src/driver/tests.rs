@@ -67,6 +67,8 @@ fn about() -> About {
         hop_ps: 0,
         missing: Vec::new(),
         trouble: String::new(),
+        owner: String::new(),
+        owner_s: 0,
     }
 }
 

@@ -179,8 +179,8 @@ impl Engine {
                 Some(_) => Reply::Status(Status::Not),
                 None => Reply::Status(Status::NoControl),
             },
-            // Which of how many engines it is, it does not know: see [`Engine::about`].
-            Request::About => Reply::Status(Status::Not),
+            // Which of how many engines it is and who has it, it does not know: see [`Engine::about`].
+            Request::About | Request::Claim { .. } => Reply::Status(Status::Not),
         }
     }
 
@@ -197,6 +197,8 @@ impl Engine {
             hop_ps: self.speed.hop_ps,
             missing: Vec::new(),
             trouble: String::new(),
+            owner: String::new(),
+            owner_s: 0,
         }
     }
 

@@ -16,7 +16,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::time::timeout;
 
-use super::sockets::Event;
+use super::sockets::{Event, HostId};
 
 /// Hosts of one rank at a time. There is one, and now and then somebody who looks.
 const MOST_HOSTS: usize = 64;
@@ -65,7 +65,7 @@ impl From<&str> for End {
 /// Answers the hosts of a rank for as long as the process lives.
 pub(super) async fn serve_hosts(rank: u32, listener: TcpListener, events: mpsc::Sender<Event>) {
     let places = Arc::new(Semaphore::new(MOST_HOSTS));
-    loop {
+    for number in 0.. {
         let Ok((stream, from)) = listener.accept().await else {
             tokio::time::sleep(ACCEPT_PAUSE).await;
             continue;
@@ -76,9 +76,12 @@ pub(super) async fn serve_hosts(rank: u32, listener: TcpListener, events: mpsc::
         };
         let events = events.clone();
         tokio::spawn(async move {
-            if let Err(End::Refused(why)) = serve(rank, stream, &events).await {
+            let host = HostId(number);
+            if let Err(End::Refused(why)) = serve(rank, host, stream, &events).await {
                 disconnected(rank, from, &why);
             }
+            // Nobody hears of it once the process ends.
+            let _ = events.send(Event::Gone { rank, host }).await;
             drop(place);
         });
     }
@@ -89,7 +92,7 @@ fn disconnected(rank: u32, from: SocketAddr, why: &str) {
 }
 
 /// One request and one reply at a time.
-async fn serve(rank: u32, stream: TcpStream, events: &mpsc::Sender<Event>) -> Result<(), End> {
+async fn serve(rank: u32, id: HostId, stream: TcpStream, events: &mpsc::Sender<Event>) -> Result<(), End> {
     // Answers are waited for, so nothing is gained by putting packets together.
     stream.set_nodelay(true)?;
     let (from, to) = stream.into_split();
@@ -100,7 +103,7 @@ async fn serve(rank: u32, stream: TcpStream, events: &mpsc::Sender<Event>) -> Re
         let Asked { envelope, text } = host.next_request().await?;
         let (reply, answer) = oneshot::channel();
         // Nobody hears of it once the process ends.
-        events.send(Event::Request { rank, text, reply }).await.map_err(|_| End::Gone)?;
+        events.send(Event::Request { rank, host: id, text, reply }).await.map_err(|_| End::Gone)?;
         let answer = answer.await.map_err(|_| End::Gone)?;
         host.reply(envelope, answer.as_bytes()).await?;
     }

@@ -14,8 +14,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use accl_cclo::call::{ConfigFunction, Operation};
 use accl_cclo::control::{BadRequest, Reply, Request, Status};
 use accl_cclo::memory_map::Network;
+use rustix::net::sockopt;
 use tokio::net::TcpListener;
 use tokio::sync::{Notify, OwnedSemaphorePermit, mpsc, oneshot};
 use tokio::time::Instant;
@@ -27,12 +29,18 @@ use crate::program::Faithful;
 use crate::time::Speed;
 use crate::trace::Trace;
 use hosts::serve_hosts;
-use sockets::{Event, feed_in, feed_out, listen, publish};
+use sockets::{Event, HostId, feed_in, feed_out, listen, publish};
 
+/// After which silence the system looks whether a host is still there, how often, and how many times before the connection ends.
+const QUIET_TIME: Duration = Duration::from_secs(30);
+const LOOK_INTERVAL: Duration = Duration::from_secs(10);
+const LOOKS: u32 = 3;
 /// What happens and has yet to be looked at, before sockets are not read any more.
 const MOST_EVENTS: usize = 256;
 /// Packets that have yet to be sent to other processes, before the engine waits.
 const MOST_PACKETS: usize = 256;
+/// Most characters of the name of a host.
+const MOST_NAME_CHARS: usize = 200;
 /// Messages for kernels that have yet to be sent.
 const MOST_FED: usize = 64;
 
@@ -115,9 +123,18 @@ impl Options {
     }
 }
 
+/// Who has an engine to itself, until its connection ends or somebody else resets the engine.
+struct Owner {
+    host: HostId,
+    name: String,
+    since: Instant,
+}
+
 /// The process as one of the ranks sees it.
 struct Seat {
     rank: u32,
+    /// The host that has said that it uses the engine. Those that do not say so, as the original's, are let in all the same.
+    owner: Option<Owner>,
     /// What is sent to engines of other processes, and to kernels.
     wire: mpsc::Sender<Outgoing>,
     kernel: mpsc::Sender<(u32, Vec<u8>)>,
@@ -163,6 +180,7 @@ pub async fn serve(options: Options, ready: impl FnOnce()) -> Result<(), ServeEr
         }
         seats.push(Seat {
             rank,
+            owner: None,
             wire: packets,
             kernel,
             missing: options.outsiders().collect(),
@@ -236,7 +254,10 @@ impl Server {
 
     fn take(&mut self, event: Event) {
         match event {
-            Event::Request { rank, text, reply } => self.answer(rank, &text, reply),
+            Event::Request { rank, host, text, reply } => self.answer(rank, host, &text, reply),
+            Event::Gone { rank, host } => {
+                self.seat(rank).owner.take_if(|owner| owner.host == host);
+            }
             Event::Packet { to, from, packet, permit } => {
                 self.seat(to).permits.entry(from).or_default().push_back(permit);
                 self.cluster.take(to, from, &packet);
@@ -266,10 +287,16 @@ impl Server {
         }
     }
 
-    fn answer(&mut self, rank: u32, text: &[u8], reply: oneshot::Sender<String>) {
+    fn answer(&mut self, rank: u32, host: HostId, text: &[u8], reply: oneshot::Sender<String>) {
         let answer = match Request::from_json(text) {
             Ok(Request::About) => self.about(rank),
-            Ok(request) => self.cluster.answer(rank, &request),
+            Ok(Request::Claim { owner }) => self.claim(rank, host, &owner),
+            Ok(request) => {
+                if is_reset(&request) {
+                    self.seat(rank).owner.take_if(|owner| owner.host != host);
+                }
+                self.cluster.answer(rank, &request)
+            }
             Err(BadRequest::Call { control, .. }) => self.cluster.start_unknown(rank, control),
             Err(BadRequest::Json(_) | BadRequest::Type(_) | BadRequest::Missing(_)) => None,
         };
@@ -283,11 +310,25 @@ impl Server {
         let _ = reply.send(answer);
     }
 
+    /// The rank is this host's unless another has it. Whoever resets it takes it from that one.
+    fn claim(&mut self, rank: u32, host: HostId, name: &str) -> Option<Reply> {
+        let seat = self.seat(rank);
+        if seat.owner.as_ref().is_some_and(|owner| owner.host != host) {
+            return self.about(rank);
+        }
+        let name = name.chars().take(MOST_NAME_CHARS).collect();
+        seat.owner.get_or_insert(Owner { host, name, since: Instant::now() });
+        Some(Reply::Status(Status::Good))
+    }
+
     fn about(&mut self, rank: u32) -> Option<Reply> {
         let mut about = self.cluster.about(rank, self.options.world())?;
         let seat = self.seat(rank);
         about.missing = seat.missing.clone();
         about.missing.sort_unstable();
+        if let Some(Owner { name, since, .. }) = &seat.owner {
+            (about.owner, about.owner_s) = (name.clone(), since.elapsed().as_secs());
+        }
         let trouble = seat.trouble.clone();
         let own = self.cluster.engine(rank).map(|engine| engine.trouble()).unwrap_or_default();
         about.trouble = [trouble, own].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join("; ");
@@ -347,6 +388,11 @@ impl Server {
     }
 }
 
+fn is_reset(request: &Request) -> bool {
+    let Request::Call { call, .. } = request else { return false };
+    call.operation == Operation::Config && call.function == ConfigFunction::Reset.number()
+}
+
 /// Hands what a rank has for others to its sockets, as far as they take it. `true`: its engine has room for more.
 fn carry(seat: &mut Seat, cluster: &mut Cluster) -> bool {
     if let Some(outgoing) = cluster.outgoing(seat.rank) {
@@ -385,7 +431,17 @@ async fn listening(options: &Options, rank: u32) -> Result<TcpListener, ServeErr
     let address = options.own(rank, Kind::Control)?;
     let port = options.port(rank, Kind::Control).unwrap_or_default();
     let listener = TcpListener::bind(SocketAddr::new(options.bind, port)).await;
+    let listener = listener.and_then(|listener| keep_alive(&listener).map(|()| listener));
     listener.map_err(|error| ServeError(format!("rank {rank} cannot listen at {address}: {error}")))
+}
+
+/// Has the system look whether hosts are still there whose connections say nothing: a host that has crashed must not keep a rank. Those who
+/// connect have what who listens has.
+fn keep_alive(listener: &TcpListener) -> std::io::Result<()> {
+    sockopt::set_socket_keepalive(listener, true)?;
+    sockopt::set_tcp_keepidle(listener, QUIET_TIME)?;
+    sockopt::set_tcp_keepintvl(listener, LOOK_INTERVAL)?;
+    Ok(sockopt::set_tcp_keepcnt(listener, LOOKS)?)
 }
 
 async fn bound<S: Socket>(mut socket: S, address: &str, rank: u32) -> Result<S, ServeError> {

@@ -25,10 +25,16 @@ const KERNEL_INTERVAL: Duration = Duration::from_millis(500);
 const WAITED_PART: u32 = 20;
 const MOST_INTERVAL: Duration = Duration::from_millis(500);
 
+/// A connection of a host, among all that a rank has ever had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct HostId(pub(super) u64);
+
 /// What happens to the engines.
 pub(super) enum Event {
-    /// Their host asks.
-    Request { rank: u32, text: Vec<u8>, reply: oneshot::Sender<String> },
+    /// A host asks.
+    Request { rank: u32, host: HostId, text: Vec<u8>, reply: oneshot::Sender<String> },
+    /// It asks no more: its connection has ended.
+    Gone { rank: u32, host: HostId },
     /// A packet has come; more come of the same peer once the permit is gone.
     Packet { to: u32, from: u32, packet: Vec<u8>, permit: OwnedSemaphorePermit },
     /// A kernel has something, and has more once it is told so.

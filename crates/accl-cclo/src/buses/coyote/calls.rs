@@ -74,6 +74,9 @@ pub(super) trait Calls: Send {
     /// Copies into it.
     fn write_pages(&mut self, address: u64, from: &[u8]) -> io::Result<()>;
 
+    /// Takes the region for this process and this opening of it, until it is closed. `false`: somebody else has it.
+    fn claim(&mut self) -> io::Result<bool>;
+
     /// Keeps everything open for as long as the process lives.
     fn keep_open(&mut self);
 

@@ -1,10 +1,11 @@
 //! The kernel's driver of Coyote, v1, by way of system calls.
 //!
-//! Owns every mapping, so that nothing is read or written outside of one. Unsafe code is here: mapped registers, huge pages, and requests
+//! Owns every mapping, so that nothing is read or written outside of one, and the lock on the device's file by which drivers of ours know of one
+//! another: the kernel's driver lets in as many as come. Unsafe code is here: mapped registers, huge pages, and requests
 //! whose words the driver writes to.
 
 use std::ffi::c_void;
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io;
 use std::os::fd::IntoRawFd;
 use std::path::{Path, PathBuf};
@@ -148,6 +149,15 @@ impl Calls for Kernel {
         // SAFETY: as in `read_pages`.
         unsafe { to.copy_from_nonoverlapping(from.as_ptr(), from.len()) };
         Ok(())
+    }
+
+    fn claim(&mut self) -> io::Result<bool> {
+        let device = self.contexts.first().ok_or_else(|| io::Error::other("the region is closed"))?;
+        match device.try_lock() {
+            Ok(()) => Ok(true),
+            Err(TryLockError::WouldBlock) => Ok(false),
+            Err(TryLockError::Error(error)) => Err(error),
+        }
     }
 
     fn keep_open(&mut self) {

@@ -22,7 +22,7 @@ use accl_types::{Error, ErrorKind, Result};
 use super::hostctrl;
 use crate::bus::{Bus, Memory};
 use crate::call::Descriptor;
-use crate::driver::Settings;
+use crate::driver::{Settings, claim};
 use crate::memory_map::EXCHANGE_MEMORY_BYTES;
 use calls::{Calls, MAX_WORDS, PAGE_BYTES, Request};
 use kernel::Kernel;
@@ -194,6 +194,8 @@ impl CoyoteBus {
 impl Bus for CoyoteBus {
     /// The ends of this rank's queue pairs, one for each other rank.
     fn tell(&mut self, settings: &Settings) -> Result<Option<String>> {
+        // Queue pairs are the region's, so that is this process's alone before there are any.
+        claim(self, || true)?;
         let own = settings.rank as usize;
         let ip = settings.peers.get(own).map(|peer| peer.ip);
         let ip = ip.ok_or_else(|| Error::internal(format!("rank {own} is none of its device's")))?;
@@ -239,6 +241,15 @@ impl Bus for CoyoteBus {
             settings.peers[rank].session = local.number;
         }
         Ok(())
+    }
+
+    /// Drivers of ours hold a lock on the device's file. Others are not noticed, and neither are those of other hosts.
+    fn claim(&mut self) -> Result<Option<String>> {
+        if self.only_looks {
+            return Err(Error::internal(format!("{}: a connection that only looks takes nothing", self.describe())));
+        }
+        let is_ours = self.calls.claim().map_err(|error| failed(self.region, "be locked", &error))?;
+        Ok((!is_ours).then(|| "another driver of this host".to_owned()))
     }
 
     fn read_register(&mut self, offset: u32) -> Result<u32> {
@@ -350,12 +361,20 @@ fn name(region: u32) -> String {
 }
 
 fn failed(region: u32, what: &str, error: &io::Error) -> Error {
-    Error::new(ErrorKind::Device, format!("{} could not {what}: {error}", name(region)))
+    let in_use = if error.kind() == io::ErrorKind::ResourceBusy { IN_USE } else { "" };
+    Error::new(ErrorKind::Device, format!("{} could not {what}: {error}{in_use}", name(region)))
 }
+
+/// What is said where the kernel says that something is busy.
+const IN_USE: &str = "; another process uses the card: end that first, or take another region";
 
 /// Why there is no such region.
 fn missing(devices: &Path, region: u32, error: &io::Error) -> Error {
     let place = devices.join(format!("fpga{region}"));
+    if error.kind() == io::ErrorKind::ResourceBusy {
+        let text = format!("card behind Coyote at {} cannot be opened: {error}{IN_USE}", place.display());
+        return Error::new(ErrorKind::Device, text);
+    }
     let is_v2 = std::fs::read_dir(devices)
         .is_ok_and(|entries| entries.flatten().any(|entry| entry.file_name().to_string_lossy().starts_with(V2_PREFIX)));
     let remedy = if is_v2 {

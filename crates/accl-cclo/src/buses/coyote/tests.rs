@@ -33,6 +33,7 @@ struct Recorder {
     contexts: usize,
     mapped: u64,
     refuses: Option<Request>,
+    is_taken: bool,
 }
 
 const RDMA_ON_0: u64 = 1 << 16;
@@ -41,7 +42,7 @@ const FIRST_PAGE: u64 = 0x7f00_0020_0000;
 
 impl Recorder {
     fn new(config: u64) -> Self {
-        Self { done: Arc::default(), config, word: 0, contexts: 1, mapped: 0, refuses: None }
+        Self { done: Arc::default(), config, word: 0, contexts: 1, mapped: 0, refuses: None, is_taken: false }
     }
 
     fn note(&self, done: Done) {
@@ -99,6 +100,10 @@ impl Calls for Recorder {
 
     fn write_pages(&mut self, _: u64, _: &[u8]) -> io::Result<()> {
         Ok(())
+    }
+
+    fn claim(&mut self) -> io::Result<bool> {
+        Ok(!self.is_taken)
     }
 
     fn keep_open(&mut self) {
@@ -438,4 +443,39 @@ fn pages_are_read_and_written_within_their_bounds() {
     assert!(kernel.read_pages(address - 1, &mut seen).is_err());
     kernel.unmap_pages(address);
     assert!(kernel.read_pages(address, &mut seen).is_err());
+}
+
+#[test]
+fn a_region_that_another_driver_has_is_refused_before_anything_of_it_changes() {
+    let recorder = Recorder { is_taken: true, ..Recorder::new(RDMA_ON_0) };
+    let mut bus = opened(&recorder);
+    taken(&recorder);
+    let peer = |session| Peer { ip: [127, 0, 0, 1].into(), port: 5500, session };
+    let settings = Settings::new(map::Network::Rdma, 0, vec![peer(0), peer(1)]);
+    let text = bus.tell(&settings).unwrap_err().message;
+    let said = "card behind Coyote, region 2 is in use by another driver of this host, and a device has one driver at a time; ";
+    assert!(text.starts_with(said), "{text}");
+    assert_eq!(taken(&recorder), []);
+    let busy = io::Error::from_raw_os_error(16);
+    let text = missing(Path::new("/dev"), 0, &busy).message;
+    assert!(text.ends_with("; another process uses the card: end that first, or take another region"), "{text}");
+}
+
+#[test]
+fn a_region_has_one_driver_until_its_file_is_closed() {
+    let devices = std::env::temp_dir().join(format!("accl-coyote-lock-{}", std::process::id()));
+    std::fs::create_dir_all(&devices).unwrap();
+    std::fs::write(devices.join("fpga0"), vec![0; 64 << 10]).unwrap();
+    let open = || Kernel::open(&devices, 0).unwrap();
+    let (mut first, mut second) = (open(), open());
+    assert!(first.claim().unwrap() && first.claim().unwrap(), "it may be asked for again");
+    assert!(!second.claim().unwrap());
+    let looks = first.again().unwrap();
+    drop(first);
+    assert!(second.claim().unwrap());
+    drop(looks);
+    second.keep_open();
+    drop(second);
+    assert!(!open().claim().unwrap(), "the card may still write to the buffers of one that is kept open");
+    std::fs::remove_dir_all(devices).unwrap();
 }

@@ -1,7 +1,8 @@
 //! The bus to an emulator: requests as JSON over a ZeroMQ socket, one at a time, each with a deadline.
 //!
 //! Drives the emulator of the ACCL project and ours alike: it chooses the addresses of buffers itself, and needs nothing that the original
-//! does not have, which refuses to say what it is. A request that has failed leaves the socket in the middle of something, so the bus is
+//! does not have, which refuses to say what it is and who uses it: that a second driver sets up an emulator of ours is noticed, and one of the
+//! original is not. A request that has failed leaves the socket in the middle of something, so the bus is
 //! dead then.
 
 mod zmtp;
@@ -184,6 +185,18 @@ impl Bus for EmulatorBus {
         difference(&answers).map_or(Ok(()), |why| Err(Error::new(ErrorKind::Configuration, why)))
     }
 
+    /// An emulator of ours has one owner, which is a connection. The original refuses the request, and does not tell.
+    fn claim(&mut self) -> Result<Option<String>> {
+        let host = rustix::system::uname();
+        let owner = format!("process {} of host {}", std::process::id(), host.nodename().to_string_lossy());
+        let request = Request::Claim { owner };
+        match self.ask(&request, Duration::ZERO)? {
+            Reply::About(About { owner, owner_s, .. }) => Ok(Some(format!("{owner}, for {owner_s} s now"))),
+            Reply::Status(_) => Ok(None),
+            reply => Err(self.refusal(&request, &reply)),
+        }
+    }
+
     fn read_register(&mut self, offset: u32) -> Result<u32> {
         let request = Request::ReadRegister { offset };
         match self.ask(&request, Duration::ZERO)? {
@@ -282,6 +295,7 @@ impl fmt::Display for Named<'_> {
             Request::Call { call, .. } => write!(f, "the start of `{call}`"),
             Request::Poll { .. } => write!(f, "whether its call has ended"),
             Request::About => write!(f, "what it is"),
+            Request::Claim { .. } => write!(f, "whether it is in use"),
         }
     }
 }

@@ -7,6 +7,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::path::{Path, PathBuf};
 
 use libloading::Library;
+use rustix::io::Errno;
 
 /// Types of the C interface, under the names that the table has for them.
 type Handle = *mut c_void;
@@ -106,6 +107,8 @@ pub(super) enum Failure {
     NotLoaded(c_int),
     /// The bitstream has no such kernel, or another process has it.
     NoKernel(String),
+    /// Another process has the kernel, or the card with another bitstream.
+    InUse,
     /// There is no room for a buffer in that bank.
     NoBuffer,
     /// No buffer has such bytes.
@@ -174,7 +177,8 @@ impl Card {
         // SAFETY: the device is open, and the path is a text that ends in zero.
         let loaded = unsafe { (self.functions.device_load)(self.device, xclbin.as_ptr()) };
         if loaded != 0 {
-            return Err(Failure::NotLoaded(loaded));
+            let is_busy = loaded.unsigned_abs() == Errno::BUSY.raw_os_error().unsigned_abs() || is_busy();
+            return Err(if is_busy { Failure::InUse } else { Failure::NotLoaded(loaded) });
         }
         let mut uuid = [0; UUID_BYTES];
         // SAFETY: the device is open, and an identity has as many bytes as there are.
@@ -184,7 +188,11 @@ impl Card {
             let wanted = text(name);
             // SAFETY: the device is open, the identity is that of its bitstream, and the name is a text that ends in zero.
             let kernel = unsafe { open(self.device, uuid.as_ptr(), wanted.as_ptr()) };
-            if kernel.is_null() { Err(Failure::NoKernel(name.to_owned())) } else { Ok(kernel) }
+            match kernel.is_null() {
+                false => Ok(kernel),
+                true if is_busy() => Err(Failure::InUse),
+                true => Err(Failure::NoKernel(name.to_owned())),
+            }
         };
         self.engine = kernel(self.functions.kernel_open_exclusive, names.engine)?;
         self.hostctrl = kernel(self.functions.kernel_open, names.hostctrl)?;
@@ -307,6 +315,11 @@ fn version_of(library: &Path) -> String {
     });
     let name = file.as_deref().and_then(Path::file_name).unwrap_or_default().to_string_lossy();
     name.split_once(STEM).map_or_else(|| "unknown".to_owned(), |(_, version)| version.to_owned())
+}
+
+/// Whether the function that has just failed has left behind that something is in use: its headers promise that, and not all versions keep it.
+fn is_busy() -> bool {
+    std::io::Error::last_os_error().raw_os_error() == Some(Errno::BUSY.raw_os_error())
 }
 
 fn done(name: &'static str, returned: c_int) -> Result<(), Failure> {

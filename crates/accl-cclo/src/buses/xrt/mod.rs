@@ -1,8 +1,9 @@
 //! The bus to a card behind XRT, whose library is opened at run time and called by its C interface.
 //!
 //! Calls are runs of the kernel `hostctrl`; registers are those of the engine's own kernel; each buffer lies in a bank of the card, or in
-//! memory of the host on the boards that have that. The network kernels of a design are set up by nobody here. No card was there to try it
-//! on: a library that records its calls stands in, and a test compares prototypes with XRT's headers. Read [`XrtBus::open`] first.
+//! memory of the host on the boards that have that. The kernel of the engine is opened for one process alone, so a second driver, of another
+//! process, is told that the card is in use, as far as XRT says so. The network kernels of a design are set up by nobody here. No card was there
+//! to try it on: a library that records its calls stands in, and a test compares prototypes with XRT's headers. Read [`XrtBus::open`] first.
 
 #[allow(unsafe_code)]
 mod library;
@@ -219,6 +220,10 @@ fn refused(index: u32, xclbin: &Path, failure: &Failure) -> Error {
                 "{card} has not taken the bitstream {xclbin} (XRT returned {returned}); it may be for another board"
             )
         }
+        Failure::InUse => format!(
+            "{card} is in use by another process, which has the kernel of its engine or another bitstream; a device has one driver at a time: \
+             end that one, or give this group another card"
+        ),
         Failure::NoKernel(kernel) => format!(
             "the bitstream {xclbin} has no kernel `{kernel}`, or another process has it; name kernels by the keys `engine` and `hostctrl`"
         ),

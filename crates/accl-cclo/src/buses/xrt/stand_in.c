@@ -1,4 +1,5 @@
 /* A library in the place of XRT's: it has one card, and notes each call in the file LOG. */
+#include <errno.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -48,7 +49,7 @@ int xrtDeviceClose(void *handle) {
 int xrtDeviceLoadXclbinFile(void *handle, const char *path) {
   const char *name = strrchr(path, '/');
   note("load %s into %s", name ? name + 1 : path, named(handle));
-  return strstr(path, "other-board") ? -22 : 0;
+  return strstr(path, "other-board") ? -EINVAL : strstr(path, "taken") ? -EBUSY : 0;
 }
 
 int xrtDeviceGetXclbinUUID(void *handle, unsigned char *out) {
@@ -59,6 +60,7 @@ int xrtDeviceGetXclbinUUID(void *handle, unsigned char *out) {
 
 static void *opened(void *handle, const unsigned char *uuid, const char *name, const char *how) {
   note("open kernel %s of %s %02x..%02x %s", name, named(handle), uuid[0], uuid[15], how);
+  if (!strcmp(name, "taken")) errno = EBUSY;
   if (!strcmp(name, "ccl_offload:{ccl_offload_0}")) return &engine;
   return strcmp(name, "hostctrl:{hostctrl_0_0}") ? NULL : &hostctrl;
 }

@@ -220,6 +220,19 @@ fn what_cannot_be_opened_is_told_in_a_sentence() {
 }
 
 #[test]
+fn a_card_that_another_process_has_is_said_to_be_in_use() {
+    let folder = Folder::new("taken");
+    let (library, xclbin) = (folder.stand_in(), folder.file("a.xclbin", ""));
+    let text = refusal(&library, XrtPlace { engine: "taken", ..place(0, &xclbin) });
+    assert!(
+        text.starts_with("card 0 behind XRT is in use by another process, which has the kernel of its engine or"),
+        "{text}"
+    );
+    let taken = folder.file("taken.xclbin", "");
+    assert_eq!(refusal(&library, place(0, &taken)), text, "a bitstream cannot be loaded meanwhile");
+}
+
+#[test]
 fn a_text_of_a_device_reaches_the_bus() {
     let url = DeviceUrl::parse("xrt://0?xclbin=/nowhere/a.xclbin").unwrap().unwrap();
     let text = crate::buses::open(&url, 0).err().unwrap().message;
