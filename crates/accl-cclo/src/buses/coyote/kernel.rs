@@ -5,12 +5,14 @@
 //! whose words the driver writes to.
 
 use std::ffi::c_void;
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::IntoRawFd;
 use std::path::{Path, PathBuf};
 use std::ptr::{NonNull, null_mut};
 
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 use rustix::ioctl::{Direction, Ioctl, IoctlOutput, Opcode, opcode};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
@@ -153,10 +155,10 @@ impl Calls for Kernel {
 
     fn claim(&mut self) -> io::Result<bool> {
         let device = self.contexts.first().ok_or_else(|| io::Error::other("the region is closed"))?;
-        match device.try_lock() {
+        match flock(device, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(true),
-            Err(TryLockError::WouldBlock) => Ok(false),
-            Err(TryLockError::Error(error)) => Err(error),
+            Err(Errno::WOULDBLOCK) => Ok(false),
+            Err(error) => Err(error.into()),
         }
     }
 
