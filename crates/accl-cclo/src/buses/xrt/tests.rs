@@ -221,7 +221,8 @@ fn what_cannot_be_opened_is_told_in_a_sentence() {
 
 #[test]
 fn a_card_that_another_process_has_is_said_to_be_in_use() {
-    let folder = Folder::new("taken");
+    // The stand-in looks for `taken` in the whole path of a bitstream.
+    let folder = Folder::new("in-use");
     let (library, xclbin) = (folder.stand_in(), folder.file("a.xclbin", ""));
     let text = refusal(&library, XrtPlace { engine: "taken", ..place(0, &xclbin) });
     assert!(
