@@ -145,7 +145,7 @@ class Layers(unittest.TestCase):
 
 class Shim(unittest.TestCase):
     def breaches(self, code: str, name: str = "cpp_shim/a.cpp") -> str:
-        return "\n".join(shim.check({name: code}))
+        return "\n".join(shim.check({name: f"// A file.\n{code}"}))
 
     def test_each_forbidden_thing_is_found(self) -> None:
         for code in (
@@ -187,6 +187,19 @@ class Shim(unittest.TestCase):
 
     def test_a_second_mutex_is_refused(self) -> None:
         self.assertIn("2 mutexes", self.breaches("std::mutex a_;\nstd::mutex b_;\n"))
+
+    def test_a_file_says_what_it_owns(self) -> None:
+        self.assertIn("does not begin with what it owns", "\n".join(shim.check({"cpp_shim/a.h": "#pragma once\n"})))
+
+    def test_units_that_include_one_another_in_a_circle_are_named(self) -> None:
+        def files(**uses: str) -> str:
+            texts = {f"cpp_shim/{name}": f'// A file.\n#include "{used}"\n' for name, used in uses.items()}
+            texts = {name.replace("_dot_", "."): text for name, text in texts.items()}
+            return "\n".join(shim.check(texts))
+
+        self.assertEqual(files(a_dot_h="b.h", b_dot_h="torch.h", a_dot_cpp="a.h", c_dot_cpp="a.h"), "")
+        circle = files(a_dot_h="b.h", b_dot_h="torch.h", b_dot_cpp="a.h", c_dot_cpp="a.h")
+        self.assertIn("in a circle: a, b", circle)
 
     def test_versions_belong_in_one_header(self) -> None:
         self.assertEqual(self.breaches("#if TORCH_VERSION_MINOR >= 14", "cpp_shim/torch_compat.h"), "")

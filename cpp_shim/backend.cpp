@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "checks.h"
+#include "interpreter.h"
 #include "sparse.h"
 #include "store.h"
 

@@ -11,6 +11,8 @@
 #include <optional>
 #include <vector>
 
+#include "describe.h"
+#include "group_handle.h"
 #include "torch_compat.h"
 #include "work.h"
 
@@ -26,12 +28,6 @@ struct AcclOptions : c10d::Backend::Options {
   }
 
   std::map<std::string, std::string> settings;
-};
-
-// The group, shared with bodies that run on completion threads.
-struct GroupHandle {
-  GroupHandle() : group(bridge::new_group()) {}
-  rust::Box<bridge::Group> group;
 };
 
 class AcclBackend : public c10d::Backend {

@@ -1,12 +1,26 @@
-// Errors as data, and the one function that turns them into torch's exception classes.
+// Errors as data, and as torch's exception classes.
+//
+// Owns which class a kind of error becomes, and what an exception of somebody else says. Knows no calls.
 #pragma once
 
 #include <exception>
+#include <memory>
+#include <new>
 #include <string>
 
 #include "accl-py/src/bridge.rs.h"
 
 namespace accl {
+
+// A MemoryError that keeps its sentence.
+class OutOfResources final : public std::bad_alloc {
+ public:
+  explicit OutOfResources(std::string message) : message_(std::make_shared<std::string>(std::move(message))) {}
+  const char* what() const noexcept override { return message_->c_str(); }
+
+ private:
+  std::shared_ptr<const std::string> message_;
+};
 
 inline bool is_ok(const bridge::Status& status) { return status.kind == bridge::Kind::Ok; }
 
@@ -26,13 +40,6 @@ bridge::Status current_exception_status() noexcept;
 // "accl: broadcast: message" as an error of `kind`.
 [[noreturn]] void refuse(bridge::Kind kind, const char* call, const std::string& message);
 
-// Before `shutdown` throws: lets torch forget the groups that it is just destroying.
-void finish_destroy() noexcept;
-
-// Throws the Python exception that is set on this thread, if there is one.
-void throw_python_error_if_set();
-// Adds the sentence as a note to the Python exception that is set on this thread.
-void note_on_python_error(const bridge::Status& status);
 // Also the exception that a signal handler has left.
 void throw_unless_done(const bridge::Waited& waited);
 

@@ -5,13 +5,16 @@
 // all, the group learns of it, since the other ranks wait for them.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
 #include <ATen/ATen.h>
 #include <ATen/SparseTensorImpl.h>
 
-#include "backend.h"
+#include "describe.h"
+#include "errors.h"
+#include "group_handle.h"
 
 namespace accl {
 

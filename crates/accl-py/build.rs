@@ -29,7 +29,16 @@ print(';'.join(cpp_extension.include_paths()))
 print(cpp_extension.library_paths()[0])
 ";
 
-const SOURCES: &[&str] = &["backend.cpp", "binding.cpp", "view_bits.cpp", "work.cpp"];
+const SOURCES: &[&str] = &[
+    "backend.cpp",
+    "binding.cpp",
+    "errors.cpp",
+    "in_flight.cpp",
+    "interpreter.cpp",
+    "view_bits.cpp",
+    "waits.cpp",
+    "work.cpp",
+];
 
 fn main() {
     let root = Path::new(&variable("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the repository's root");

@@ -1,0 +1,358 @@
+// See in_flight.h.
+#include "in_flight.h"
+
+#include <algorithm>
+#include <limits>
+#include <new>
+
+#include "interpreter.h"
+
+namespace accl {
+
+using bridge::Kind;
+using bridge::Outcome;
+
+// --- outputs ---
+
+c10::TypePtr Outputs::type() const {
+  auto flat = c10::ListType::create(c10::TensorType::get());
+  return lists.size() > 1 ? c10::ListType::create(flat) : flat;
+}
+
+c10::IValue Outputs::value() const {
+  if (lists.size() > 1) return c10::IValue(lists);
+  return c10::IValue(lists.empty() ? Tensors() : lists[0]);
+}
+
+// --- entries ---
+
+bool WorkEntry::ended() const {
+  return completed() || bridge::ticket_done(*ticket).how != Outcome::Running;
+}
+
+void WorkEntry::keep_memory() {
+  for (const auto& list : outputs.lists) {
+    for (const auto& tensor : list) memory.push_back(tensor.storage());
+  }
+  for (const auto& tensor : kept) memory.push_back(tensor.storage());
+}
+
+std::exception_ptr WorkEntry::error() const {
+  return to_exception(bridge::ticket_error(*ticket));
+}
+
+namespace {
+
+void complete_future(c10::ivalue::Future& future, const WorkEntry& entry) {
+  if (const auto error = entry.error()) {
+    future.setError(error);
+  } else {
+    future.markCompleted(entry.outputs.value());
+  }
+}
+
+}  // namespace
+
+// Sent to a completion thread. Holds the list, and a plain pointer to the entry: the list keeps a watched entry until
+// `task_has_run`, so that this thread never drops the last reference to it.
+struct EntryCompletion final : bridge::CompletionTask {
+  EntryCompletion(std::shared_ptr<InFlight> home, WorkEntry* entry) : home(std::move(home)), entry(entry) {}
+
+  bool run() noexcept override {
+    if (entry != nullptr) {
+      if (entry->claim()) home->complete(*entry);
+      // The list may let it go from here on.
+      std::exchange(entry, nullptr)->task_has_run.store(true, std::memory_order_release);
+    }
+    return home->schedule_drain();
+  }
+
+  std::shared_ptr<InFlight> home;
+  WorkEntry* entry;
+};
+
+bool bridge::run_completion(CompletionTask& task) noexcept { return task.run(); }
+
+void InFlight::add(std::shared_ptr<WorkEntry> entry) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  entries_.push_back(std::move(entry));
+}
+
+void InFlight::drain(size_t budget) {
+  // Dropped after the lock: the last reference to a tensor may take the GIL.
+  std::vector<std::shared_ptr<WorkEntry>> leaving;
+  std::vector<WorkEntry*> claimed;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (size_t looked = std::min(budget, entries_.size()); looked > 0 && !entries_.empty(); --looked) {
+      if (cursor_ >= entries_.size()) cursor_ = 0;
+      auto& entry = entries_[cursor_];
+      // A watched entry belongs to its completion thread until that thread has run its task.
+      const bool mine = !entry->watched && entry->ended() && entry->claim();
+      const bool free = entry->completed() && (!entry->watched || entry->task_has_run.load(std::memory_order_acquire));
+      if (!mine && !free) {
+        ++cursor_;
+        continue;
+      }
+      if (mine) {
+        claimed.push_back(entry.get());
+        // Here, since it leaves the list: nobody may hand it to a completion thread any more, which has only its address.
+        entry->closed = true;
+      }
+      leaving.push_back(std::move(entry));
+      entry = std::move(entries_.back());
+      entries_.pop_back();
+    }
+  }
+  for (WorkEntry* entry : claimed) complete(*entry);
+}
+
+void InFlight::complete(WorkEntry& entry) noexcept {
+  const bool has_hooks = completion_hooks_.any() || abort_hooks_.any();
+  bool calls_out = has_hooks;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    entry.closed = true;
+    calls_out = calls_out || entry.future;
+    // For hooks and callbacks of this call it is over.
+    if (calls_out) completers_.push_back(::pthread_self());
+  }
+  if (has_hooks) tell_hooks(entry);
+  // Once closed, nobody changes the future; it is used where it lies, so that this thread holds no reference of its own.
+  if (entry.future) {
+    try {
+      at::ThreadLocalStateGuard as_caller(*entry.caller);
+      complete_future(*entry.future, entry);
+    } catch (const std::exception& thrown) {
+      TORCH_WARN_ONCE("accl: a callback of a future raised: ", thrown.what());
+    }
+  }
+  if (calls_out) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    completers_.erase(std::find(completers_.rbegin(), completers_.rend(), ::pthread_self()).base() - 1);
+  }
+  if (entry.end_event) {
+    entry.end_event();
+    entry.end_event = nullptr;
+  }
+  if (is_extended()) expire(entry.key);
+  // The last touch: from here on another thread may free the entry. In one order with the count of waiters: either they
+  // see the state, or they are seen here.
+  entry.state.store(WorkEntry::kCompleted, std::memory_order_seq_cst);
+  if (waiters_.load(std::memory_order_seq_cst) == 0) return;
+  // Under the lock, or it could fall between a waiter's look and its sleep.
+  std::lock_guard<std::mutex> lock(mutex_);
+  completed_.notify_all();
+}
+
+bool InFlight::is_completer() const {
+  return std::find(completers_.begin(), completers_.end(), ::pthread_self()) != completers_.end();
+}
+
+bool InFlight::try_complete(WorkEntry& entry) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    // For its own callbacks a call is over: they would wait for themselves.
+    if (is_completer()) return true;
+    // The completion thread runs callbacks, unless there was none.
+    if ((entry.future && entry.watched) || !entry.claim()) return entry.completed();
+    entry.closed = true;
+  }
+  complete(entry);
+  return true;
+}
+
+void InFlight::await_completed(const WorkEntry& entry, std::chrono::steady_clock::time_point deadline) {
+  using Clock = std::chrono::steady_clock;
+  constexpr std::chrono::milliseconds kSignalCheck{50};
+  const auto begun = Clock::now();
+  const auto how = without_gil([&] {
+    std::unique_lock<std::mutex> lock(mutex_);
+    // Callbacks of several calls may wait for these calls in turn; for them the outputs are enough.
+    if (is_completer()) return Outcome::Done;
+    waiters_.fetch_add(1, std::memory_order_seq_cst);
+    auto how = Outcome::Done;
+    while (!entry.completed()) {
+      if (Clock::now() >= deadline) {
+        how = Outcome::Running;
+        break;
+      }
+      completed_.wait_until(lock, std::min(deadline, Clock::now() + kSignalCheck));
+      lock.unlock();
+      const bool raised = bridge::python_interrupted();
+      lock.lock();
+      if (raised) {
+        how = Outcome::Interrupted;
+        break;
+      }
+    }
+    waiters_.fetch_sub(1, std::memory_order_relaxed);
+    return how;
+  });
+  if (how == Outcome::Interrupted) throw_python_error_if_set();
+  if (how == Outcome::Done || entry.completed()) return;
+  const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begun).count();
+  throw_status({Kind::Timeout,
+                "accl: wait: Timed out waiting " + std::to_string(waited) +
+                    "ms for a callback of this call's future; the call itself is over",
+                -1, -1});
+}
+
+// --- hooks ---
+
+void InFlight::tell_hooks(const WorkEntry& entry) noexcept {
+  const auto report = bridge::ticket_report(*entry.ticket);
+  if (!is_ok(report.status)) {
+    if (report.status.kind == Kind::Timeout) run_abort_hooks();
+    return;
+  }
+  if (report.value < -1) return;  // it failed alone
+  CompletionHookArgs ended;
+  ended.completionKey = entry.key;
+  if (report.value >= 0) ended.duration_ms = static_cast<float>(report.value) / 1e6F;
+  without_gil([&] {
+    for (const auto& hook : completion_hooks_.all()) {
+      try {
+        (*hook)(ended);
+      } catch (const std::exception& thrown) {
+        TORCH_WARN_ONCE("accl: a completion hook raised: ", thrown.what());
+      }
+    }
+  });
+}
+
+void InFlight::run_abort_hooks() noexcept {
+  without_gil([&] {
+    for (const auto& hook : abort_hooks_.all()) {
+      try {
+        (*hook)();
+      } catch (const std::exception& thrown) {
+        TORCH_WARN_ONCE("accl: an abort hook raised: ", thrown.what());
+      }
+    }
+  });
+}
+
+// --- ephemeral timeouts ---
+
+void InFlight::extend(std::chrono::milliseconds added) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  extensions_.push_back({added, std::nullopt});
+  extended_.store(true, std::memory_order_relaxed);
+}
+
+std::chrono::milliseconds InFlight::extension(uint64_t key) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::chrono::milliseconds sum{0};
+  for (auto& one : extensions_) {
+    if (!one.first) one.first = key;
+    sum += one.added;
+  }
+  return sum;
+}
+
+void InFlight::expire(uint64_t key) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  extensions_.erase(std::remove_if(extensions_.begin(), extensions_.end(), [&](const auto& one) { return one.first == key; }),
+                    extensions_.end());
+  extended_.store(!extensions_.empty(), std::memory_order_relaxed);
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> InFlight::future_of(const std::shared_ptr<WorkEntry>& entry) {
+  at::ThreadLocalState caller;
+  auto future = c10::make_intrusive<c10::ivalue::Future>(entry->outputs.type());
+  bool closed = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (entry->future) return entry->future;
+    closed = entry->closed;
+    if (!closed) {
+      entry->future = future;
+      entry->caller = caller;
+    }
+  }
+  if (closed) {
+    complete_future(*future, *entry);
+  } else {
+    watch(entry);
+  }
+  return future;
+}
+
+void InFlight::watch(const std::shared_ptr<WorkEntry>& entry) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (entry->closed || entry->watched) return;
+    entry->watched = true;
+  }
+  // Without a completion thread the drains complete it, as if nobody had asked.
+  const auto status =
+      bridge::ticket_when_done(*entry->ticket, std::make_unique<EntryCompletion>(shared_from_this(), entry.get()));
+  if (is_ok(status)) return;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    entry->watched = false;
+  }
+  throw_status(status);
+}
+
+// --- batches ---
+
+bool InFlight::in_batch() {
+  if (batch_count_.load(std::memory_order_acquire) == 0) return false;
+  std::lock_guard<std::mutex> lock(mutex_);
+  return batches_.count(::pthread_self()) != 0;
+}
+
+bool InFlight::collect(const c10::intrusive_ptr<c10d::Work>& work) {
+  if (batch_count_.load(std::memory_order_acquire) == 0) return false;
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = batches_.find(::pthread_self());
+  if (found == batches_.end()) return false;
+  found->second.push_back(work);
+  return true;
+}
+
+void InFlight::begin_batch() {
+  end_batch();
+  std::lock_guard<std::mutex> lock(mutex_);
+  batches_.try_emplace(::pthread_self());
+  batch_count_.store(batches_.size(), std::memory_order_release);
+}
+
+std::vector<c10::intrusive_ptr<c10d::Work>> InFlight::end_batch() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto node = batches_.extract(::pthread_self());
+  batch_count_.store(batches_.size(), std::memory_order_release);
+  return node.empty() ? std::vector<c10::intrusive_ptr<c10d::Work>>() : std::move(node.mapped());
+}
+
+void InFlight::drop_batches() {
+  // Dropped after the lock: a work takes it when it goes.
+  decltype(batches_) dropped;
+  std::lock_guard<std::mutex> lock(mutex_);
+  dropped.swap(batches_);
+  batch_count_.store(0, std::memory_order_release);
+}
+
+bool InFlight::schedule_drain() noexcept {
+  // While Python ends nothing would run it any more.
+  if (!python_is_up()) return true;
+  // One at a time: Python's queue of pending calls is short.
+  if (scheduled_.exchange(true)) return true;
+  auto* list = new (std::nothrow) std::shared_ptr<InFlight>(shared_from_this());
+  if (list != nullptr && Py_AddPendingCall(&InFlight::drain_now, list) == 0) return true;
+  // Not the last reference: the caller has one.
+  delete list;
+  scheduled_.store(false);
+  return false;
+}
+
+int InFlight::drain_now(void* list) noexcept {
+  std::unique_ptr<std::shared_ptr<InFlight>> home(static_cast<std::shared_ptr<InFlight>*>(list));
+  (*home)->scheduled_.store(false);
+  (*home)->drain(std::numeric_limits<size_t>::max());
+  return 0;
+}
+
+}  // namespace accl

@@ -1,0 +1,56 @@
+// See interpreter.h.
+#include "interpreter.h"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "accl-py/src/bridge.rs.h"
+
+namespace accl {
+
+bool python_is_up() { return Py_IsInitialized() != 0 && Py_IsFinalizing() == 0; }
+
+// A class of the Python package: what is refused is a RuntimeError, too, as with gloo, and no class of C++ is both.
+void throw_python(const char* name, const std::string& message) {
+  if (!python_is_up()) return;
+  py::gil_scoped_acquire gil;
+  const py::object type = py::module_::import("torch_accl._errors").attr(name);
+  PyErr_SetString(type.ptr(), message.c_str());
+  throw py::error_already_set();
+}
+
+void throw_python_error_if_set() {
+  if (!python_is_up()) return;
+  py::gil_scoped_acquire gil;
+  if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+}
+
+void finish_destroy() noexcept {
+  if (!python_is_up()) return;
+  py::gil_scoped_acquire gil;
+  try {
+    py::module_::import("torch_accl._register").attr("finish_destroy")();
+  } catch (const std::exception& thrown) {
+    TORCH_WARN_ONCE("accl: torch could not forget a group that was destroyed: ", thrown.what());
+  }
+}
+
+void note_on_python_error(const std::string& sentence) {
+  if (!python_is_up()) return;
+  py::gil_scoped_acquire gil;
+  if (PyErr_Occurred() == nullptr) return;
+  py::error_already_set raised;
+  raised.value().attr("add_note")(sentence);
+  raised.restore();
+}
+
+bool bridge::python_interrupted() noexcept {
+  // Python runs signal handlers on its main thread only; no other thread needs to take the GIL for them.
+  if (::syscall(SYS_gettid) != ::getpid() || !python_is_up()) return false;
+  const PyGILState_STATE gil = PyGILState_Ensure();
+  const bool raised = PyErr_CheckSignals() != 0;
+  PyGILState_Release(gil);
+  return raised;
+}
+
+}  // namespace accl

@@ -1,0 +1,22 @@
+// Calls and waits in the caller's thread.
+//
+// Owns what Python does meanwhile, which is to run, and how an interrupt ends them. Nothing is completed here.
+#pragma once
+
+#include <chrono>
+#include <memory>
+
+#include "errors.h"
+#include "torch_compat.h"
+
+namespace accl {
+
+// Working and waiting in the caller's thread, without the GIL. But for `wait` they throw when the call did not end well.
+void call_without_gil(const bridge::Group& group, const bridge::CallArgs& args);
+bridge::Waited wait_without_gil(const bridge::Ticket& ticket, std::chrono::milliseconds timeout);
+void monitored_barrier_without_gil(const bridge::Group& group, std::chrono::milliseconds timeout, bool wait_all);
+void connect_all_without_gil(const bridge::Group& group);
+void run_without_gil(std::unique_ptr<bridge::Task> task);
+bridge::Status shutdown_without_gil(const bridge::Group& group);
+
+}  // namespace accl
