@@ -11,7 +11,7 @@ ARGS ?=
 export TORCH PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-device study codec-errors test wheel sdist test-torch test-peers test-elastic test-device fuzz-world mutants bench bench-against scaling bench-peers clean
+.PHONY: help aarch64 demo demo-device study codec-errors test wheel sdist test-torch test-peers test-elastic test-device fuzz-world mutants bench bench-against scaling bench-peers clean
 
 help: ## list the targets
 	@echo "make TARGET [TORCH=2.15.0] [PYTHON=python3] [ARGS='...']"
@@ -63,6 +63,9 @@ fuzz-world: ## simulated worlds of random seeds for HOURS=1, on every core
 
 mutants: ## plant defects in the engine, and show that the simulated world finds each of them; ARGS='--list'
 	@.ci/mutants $(ARGS)
+
+aarch64: ## the crates below Python for Arm: checked, and rings and kernels run under qemu
+	@.ci/aarch64
 
 bench: ## the microbenchmarks
 	@.ci/tools

@@ -327,6 +327,7 @@ macro_rules! by_bits {
         }
     };
 }
+#[cfg(target_arch = "x86_64")]
 pub(crate) use by_bits;
 
 #[inline(always)]

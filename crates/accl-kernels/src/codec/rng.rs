@@ -180,12 +180,14 @@ pub(crate) struct Strata {
     of_rank: [u32; TABLE],
     /// 2^56 / world, rounded up: so little that the highest byte of a product is the quotient.
     step: u64,
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "scalar kernels take the wide way"))]
     pub(crate) narrow: Option<Narrow>,
 }
 
 /// The same for vectors, in a world of 2 to [`MOST_NARROW`] ranks: `(n * factor) >> 16 >> shift` is n / world for every n
 /// that is less than 256 world.
 #[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "as above"))]
 pub(crate) struct Narrow {
     pub(crate) of_rank: [u8; TABLE],
     pub(crate) rotations: [u8; TABLE],
