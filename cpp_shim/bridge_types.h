@@ -41,6 +41,7 @@ class CompletionTask {
 bool run_completion(CompletionTask& task) noexcept;
 
 bool python_interrupted() noexcept;
+bool python_interrupted_at_end() noexcept;
 
 rust::Str built_with() noexcept;
 bool define_classes(std::size_t module) noexcept;

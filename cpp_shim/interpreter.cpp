@@ -44,13 +44,22 @@ void note_on_python_error(const std::string& sentence) {
   raised.restore();
 }
 
-bool bridge::python_interrupted() noexcept {
-  // Python runs signal handlers on its main thread only; no other thread needs to take the GIL for them.
+namespace {
+
+// Python runs signal handlers on its main thread only; no other thread needs to take the GIL for them.
+bool raises_on_main_thread(int (*run)()) noexcept {
   if (::syscall(SYS_gettid) != ::getpid() || !python_is_up()) return false;
   const PyGILState_STATE gil = PyGILState_Ensure();
-  const bool raised = PyErr_CheckSignals() != 0;
+  const bool raised = run() != 0;
   PyGILState_Release(gil);
   return raised;
 }
+
+}  // namespace
+
+bool bridge::python_interrupted() noexcept { return raises_on_main_thread(PyErr_CheckSignals); }
+
+// Python's queue of pending calls is short: without this, completions of many groups would wait for room in it until the deadline.
+bool bridge::python_interrupted_at_end() noexcept { return raises_on_main_thread(Py_MakePendingCalls); }
 
 }  // namespace accl

@@ -7,6 +7,7 @@ import copy
 import itertools
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -15,7 +16,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from support import BACKEND, bytes_equal, contribution, expected_reduction, init_group, reduce_op, run_ranks
+from support import BACKEND, bytes_equal, contribution, expected_reduction, init_group, on_ranks, reduce_op, run_ranks
 from support.emulators import Emulator, free_ports
 from support.runner import check
 
@@ -250,6 +251,27 @@ def test_groups_are_made_one_after_the_other_on_the_same_emulator():
 
     with Emulator(2, "udp") as emulator:
         check(run_ranks(body, 2, {"text": emulator.url}, init=False))
+
+
+@on_ranks(1, init=False)
+def test_an_emulator_is_free_although_a_forked_process_has_the_connection_of_its_last_group(rank, world):
+    """A group was told that its device is in use by this very process, as soon as a DataLoader had forked a worker."""
+    with Emulator(1, "udp") as emulator:
+        init_group(pg_options=options(emulator.url))
+        dist.all_reduce(torch.ones(10))
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        try:
+            dist.destroy_process_group()
+            init_group(pg_options=options(emulator.url))
+            dist.all_reduce(torch.ones(10))
+            assert device_calls() == {"all_reduce float32 SUM": 1}
+            dist.destroy_process_group()
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def test_fp16_between_devices_halves_what_they_send_and_rounds_once_a_hop():

@@ -56,6 +56,24 @@ def test_leaving_takes_no_time():
     assert end - max(float(script.stdout.split()[-1]) for script in scripts) < 2
 
 
+@pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+def test_works_of_many_groups_that_are_dropped_last_do_not_hold_up_the_end():
+    """Each waited for room in Python's queue of pending calls, and the main thread, which empties it, for them: half a minute."""
+    code = """
+import torch, torch.distributed as dist, torch_accl
+def main():
+    held = []
+    for number in range(80):
+        options = torch_accl.Options(device="sim")
+        dist.init_process_group("accl", store=dist.HashStore(), rank=0, world_size=1, pg_options=options)
+        held.append((dist.group.WORLD, dist.all_reduce(torch.ones(1000), async_op=True)))
+        dist.destroy_process_group()
+main()
+"""
+    [script] = run_script(code, world=1, timeout=25)
+    assert (script.exitcode, script.stderr) == (0, "")
+
+
 def test_an_uncaught_error_ends_with_code_1_on_its_rank_and_an_error_on_the_other():
     code = (
         HEAD

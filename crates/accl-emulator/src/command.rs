@@ -171,7 +171,7 @@ fn serve_as_asked(arguments: &Arguments) -> Result<(), String> {
     let options = arguments.options()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| format!("no runtime: {error}"))?;
-    let (ranks, port) = (options.ranks.clone(), arguments.port);
-    let ready = move || println!("ranks {} to {} listen from port {port} on", ranks.start, ranks.end - 1);
+    let said = options.places();
+    let ready = move || println!("{said}");
     runtime.block_on(serve(options, ready)).map_err(|error| error.to_string())
 }

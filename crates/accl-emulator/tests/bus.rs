@@ -311,6 +311,26 @@ fn packets_that_are_not_let_in_in_time_are_blamed_on_the_ranks_that_are_missing(
 }
 
 #[test]
+fn a_device_that_a_call_holds_says_so_and_does_not_wait_for_the_deadline_of_the_group() {
+    let port = free_ports(8);
+    let _emulators = Emulators(vec![start(&format!("--ranks 2 --port {port} --comms udp"))]);
+    let url = url(&format!("emulator://127.0.0.1:{port}?design=udp"));
+    let mut drivers = opened(&url, 2);
+    let memory = drivers[0].settings().memory;
+    let [first, result] = [0, 1].map(|_| drivers[0].bus().allocate(memory, 4096).unwrap());
+    let call = drivers[0].call(Operation::AllReduce, DataType::I32, DataType::I32, COUNT).unwrap();
+    // The other rank never makes it.
+    drivers[0].start(&Descriptor { first, result, second: result, ..call }).unwrap();
+    drop(drivers);
+    let bus = buses::open(&url, 0).unwrap();
+    let begin = Instant::now();
+    let text = Driver::open(bus, url.settings(0, 2).unwrap(), || true).err().unwrap().message;
+    assert!(begin.elapsed() < common::PATIENCE, "{:?}", begin.elapsed());
+    let said = "does not come back to a reset: a call that is under way holds it, and nothing ends that";
+    assert!(text.contains(said), "{text}");
+}
+
+#[test]
 fn a_second_driver_of_emulators_that_are_in_use_is_told_so_and_the_first_goes_on() {
     let port = free_ports(8);
     let _emulators = Emulators(vec![start(&format!("--ranks 2 --port {port} --comms udp"))]);

@@ -261,6 +261,8 @@ pub mod ffi {
 
         /// Runs Python's signal handlers on Python's main thread; true when one raised.
         fn python_interrupted() -> bool;
+        /// The same at the end of the process, where that thread runs nothing else: what waits for it runs, too.
+        fn python_interrupted_at_end() -> bool;
 
         /// The torch and the pybind11 that the shim was compiled for, a line each. Needs nothing of torch.
         fn built_with() -> &'static str;

@@ -56,7 +56,7 @@ impl Runtime {
     #[pyo3(signature = (await_calls = false))]
     fn shutdown(&self, py: Python<'_>, await_calls: bool) -> PyResult<()> {
         if let Some(engine) = self.inner.engine() {
-            py.detach(|| engine.shutdown_unless(await_calls, &mut ffi::python_interrupted));
+            py.detach(|| engine.shutdown_unless(await_calls, &mut ffi::python_interrupted_at_end));
         }
         // A signal handler that raised ends the wait and not the shutdown.
         PyErr::take(py).map_or(Ok(()), Err)

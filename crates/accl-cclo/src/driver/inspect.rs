@@ -9,6 +9,7 @@ use std::time::Duration;
 use accl_types::{Error, ErrorKind, Result};
 
 use super::diagnosis::Diagnosis;
+use super::pauses::Pauses;
 use super::settings::{MAX_RX_BUFFERS, Settings};
 use super::tables::Ranks;
 use crate::bus::Bus;
@@ -16,6 +17,8 @@ use crate::call::{ConfigFunction, Descriptor};
 use crate::memory_map::{self as map, Communicator, HardwareId, Layout, Place, REGISTERS, Register, RxBuffer};
 use crate::return_code::ReturnCode;
 
+/// How long a device may take to come back to a reset. One that nothing holds takes less than a millisecond.
+pub(super) const RESET_PATIENCE: Duration = Duration::from_secs(5);
 /// Between looks whether a reset has come to its turn.
 const RESET_PAUSE: Duration = Duration::from_millis(1);
 
@@ -132,6 +135,16 @@ pub(super) fn await_reset(bus: &mut dyn Bus, go_on: &mut dyn FnMut() -> bool) ->
     bus.drain()
 }
 
+/// A device is held by a call.
+pub(super) fn held(bus: &dyn Bus) -> Error {
+    let text = format!(
+        "{} does not come back to a reset: a call that is under way holds it, and nothing ends that; reload the board, or start the emulator \
+         again",
+        bus.describe()
+    );
+    Error::new(ErrorKind::Device, text)
+}
+
 /// Resets a device. That is a call as any other: one that is under way has to end first. Between looks `go_on` is asked whether there is time
 /// left.
 ///
@@ -140,15 +153,12 @@ pub(super) fn await_reset(bus: &mut dyn Bus, go_on: &mut dyn FnMut() -> bool) ->
 pub fn reset(bus: &mut dyn Bus, mut go_on: impl FnMut() -> bool) -> Result<()> {
     bus.drain()?;
     bus.start(&Descriptor::config(ConfigFunction::Reset, 0))?;
+    let mut pauses = Pauses::begin();
     while !bus.poll()? {
-        if !go_on() {
-            let text = format!(
-                "{} does not come back to a reset: a call that is under way holds it, and nothing ends that; reload the board, or start \
-                 the emulator again",
-                bus.describe()
-            );
-            return Err(Error::new(ErrorKind::Device, text));
+        if !go_on() || pauses.took() > RESET_PATIENCE {
+            return Err(held(bus));
         }
+        bus.pause(pauses.next_pause());
     }
     await_reset(bus, &mut go_on)?;
     let code = ReturnCode(bus.read_register(map::RETURN_CODE.offset)?);

@@ -8,6 +8,7 @@ mod claim;
 mod diagnosis;
 mod elements;
 mod inspect;
+mod pauses;
 mod queue;
 mod refusals;
 mod settings;
@@ -18,8 +19,8 @@ mod tests;
 pub(crate) use claim::claim;
 pub use diagnosis::Diagnosis;
 pub use elements::Elements;
-use inspect::await_reset;
 pub use inspect::{Picture, reset};
+use inspect::{RESET_PATIENCE, await_reset, held};
 pub use queue::{Finished, RequestId};
 pub use settings::{MAX_RX_BUFFERS, Peer, Settings};
 use tables::Ranks;
@@ -35,6 +36,7 @@ use crate::control::About;
 use crate::device::Design;
 use crate::memory_map::{self as map, ArithmeticConfig, DataType, HardwareId, RxBuffer};
 use crate::return_code::ReturnCode;
+use pauses::Pauses;
 use queue::{Queue, State};
 
 /// What firmware is told for a time that it never looks at.
@@ -142,11 +144,17 @@ impl<B: Bus> Driver<B> {
     fn configure(&mut self, function: ConfigFunction, value: u32, go_on: &mut impl FnMut() -> bool) -> Result<()> {
         let call = Descriptor { communicator: self.tables.communicator.offset, ..Descriptor::config(function, value) };
         self.start_unrefused(&call)?;
+        let mut pauses = Pauses::begin();
         while self.poll()?.is_none() {
+            if function == ConfigFunction::Reset && pauses.took() > RESET_PATIENCE {
+                let held = held(&self.bus);
+                return Err(self.kill(held));
+            }
             if !go_on() {
                 let text = format!("{} did not answer `{call}` in time{}", self.bus.describe(), self.why_not(function));
                 return Err(self.kill(Error::new(ErrorKind::Device, text)));
             }
+            self.bus.pause(pauses.next_pause());
         }
         Ok(())
     }

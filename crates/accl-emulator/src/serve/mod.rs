@@ -106,6 +106,21 @@ impl Options {
         u16::try_from(u32::from(*base) + offset * self.world() + rank).ok()
     }
 
+    /// Where hosts reach the ranks of this process, for a person.
+    pub fn places(&self) -> String {
+        let ports = self.ranks.clone().filter_map(|rank| self.port(rank, Kind::Control)).collect::<Vec<_>>();
+        let (first, last) = (self.ranks.start, self.ranks.end.saturating_sub(1));
+        match ports[..] {
+            [port, ..] if ports.windows(2).all(|pair| pair[0].checked_add(1) == Some(pair[1])) => {
+                format!("ranks {first} to {last} listen from port {port} on")
+            }
+            _ => {
+                let ports: Vec<String> = ports.iter().map(u16::to_string).collect();
+                format!("ranks {first} to {last} listen at ports {}", ports.join(", "))
+            }
+        }
+    }
+
     fn own(&self, rank: u32, kind: Kind) -> Result<String, ServeError> {
         let port = self.port(rank, kind).ok_or_else(|| ServeError(format!("rank {rank} has no port below 65536")))?;
         let host = self.bind.to_string();

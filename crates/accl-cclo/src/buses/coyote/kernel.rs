@@ -177,6 +177,10 @@ impl Calls for Kernel {
 /// Buffers that are still mapped stay so, for the card may write to them.
 impl Drop for Kernel {
     fn drop(&mut self) {
+        // A process that was forked meanwhile may have the file as well, and with it the lock.
+        if let Some(device) = self.contexts.first() {
+            let _ = flock(device, FlockOperation::Unlock);
+        }
         // SAFETY: this is the whole mapping of `at`, and its only pointer is dropped with it.
         let _ = unsafe { munmap(self.registers.as_ptr().cast(), REGISTER_WORDS * size_of::<u64>()) };
     }

@@ -6,7 +6,7 @@
 
 use std::fmt;
 use std::io::{self, BufReader, Read, Write};
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -48,6 +48,13 @@ pub(super) struct Requester {
 struct Timed {
     stream: TcpStream,
     deadline: Instant,
+}
+
+impl Drop for Requester {
+    /// For whoever is at the other end it is closed now, although a process that was forked meanwhile may have it, too.
+    fn drop(&mut self) {
+        let _ = self.stream.get_ref().stream.shutdown(Shutdown::Both);
+    }
 }
 
 impl Requester {
