@@ -1,11 +1,72 @@
-"""Types of the native module."""
+"""Types of the native module.
+
+A class that is a `TypedDict` names the keys of a row, and is not in the module: its name is for annotations alone.
+"""
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
-from torch import distributed as dist
 from torch._C._distributed_c10d import Backend as _TorchBackend
+from torch._C._distributed_c10d import ReduceOp, Store
+
+class _BuiltFor(TypedDict):
+    version: str
+    torch: str
+    cxx11_abi: bool
+    pybind11: str
+
+class _ConfigRow(TypedDict):
+    name: str
+    option: str
+    scope: str
+    agreed: bool
+    value: str
+    default: str
+    accepted: str
+    effect: str
+
+class _AlgorithmRow(TypedDict):
+    collective: str
+    name: str
+    steps: str
+    bytes: str
+    requires: str
+    wins: str
+    source: str
+
+class _DtypeRow(TypedDict):
+    name: str
+    bytes: int
+    ops: list[str]
+
+class _HostFacts(TypedDict):
+    hostname: str
+    host_id: str
+    instruction_set: str
+    transports: list[str]
+    addresses: list[str]
+
+class _CodecRow(TypedDict):
+    name: str
+    spelled: str
+    description: str
+    settings: list[str]
+    bits: tuple[int, int] | None
+    buckets: str | None
+    needs_feedback: bool
+    auto: list[str]
+
+class _CodecFacts(TypedDict):
+    text: str
+    name: str
+    is_exact: bool
+    is_coarse: bool
+    is_divergent: bool
+    is_cast: bool
+    needs_feedback: bool
+    hides_magnitudes: bool
+    next_finer: str | None
 
 class BackendOptions(_TorchBackend.Options):
     """Options of a backend: torch's own, and settings by the names of `torch_accl.Options`."""
@@ -38,7 +99,12 @@ class Backend(_TorchBackend):
         """The sentence of the cause that made the group unusable, or an empty string."""
 
     def algorithm_of(
-        self, collective: str, inputs: list[Tensor], outputs: list[Tensor], op: dist.ReduceOp.RedOpType, root: int
+        self,
+        collective: str,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        op: ReduceOp | ReduceOp.RedOpType,
+        root: int,
     ) -> str:
         """The algorithm that a call takes in this group. Makes no call; all ranks get the same answer.
 
@@ -52,7 +118,7 @@ class Backend(_TorchBackend):
         collective: str,
         inputs: list[Tensor],
         outputs: list[Tensor],
-        op: dist.ReduceOp.RedOpType,
+        op: ReduceOp | ReduceOp.RedOpType,
         root: int,
         samples: int,
         calls: int,
@@ -68,25 +134,25 @@ class Runtime:
     """The process's engine; one per process."""
 
     def __init__(self) -> None: ...
-    def create_backend(self, store: dist.Store, rank: int, size: int, options: BackendOptions) -> Backend:
+    def create_backend(self, store: Store, rank: int, size: int, options: BackendOptions) -> Backend:
         """Makes a backend: collective over all ranks; blocks until they are connected or the timeout passed."""
 
     def shutdown(self, await_calls: bool = False) -> None:
         """Says goodbye to all peers and stops the threads. Bounded, silent, any number of times."""
 
-def built_for() -> dict[str, Any]:
+def built_for() -> _BuiltFor:
     """What the module was built for: `version` of this package, `torch` as its headers say, `cxx11_abi`, `pybind11`."""
 
-def config_rows() -> list[dict[str, Any]]:
+def config_rows() -> list[_ConfigRow]:
     """The rows of the configuration table, with the values that the environment gives."""
 
-def algorithms() -> list[dict[str, Any]]:
+def algorithms() -> list[_AlgorithmRow]:
     """The rows of the table of algorithms."""
 
-def dtypes() -> list[dict[str, Any]]:
+def dtypes() -> list[_DtypeRow]:
     """The types of elements that can be sent: `name` as in torch, `bytes` of one, `ops` that reduce them."""
 
-def host_facts() -> dict[str, Any]:
+def host_facts() -> _HostFacts:
     """What this process would offer its peers: instruction set, transports, interfaces."""
 
 def simulate(
@@ -213,12 +279,18 @@ def encode_calls(encoding: Encoding | None) -> Encoding | None:
 def check_codec(text: str) -> str:
     """A codec's settings with all that was left out; raises ValueError for what is none."""
 
-def codec_facts(text: str) -> dict[str, Any]:
+def codec_facts(text: str) -> _CodecFacts:
     """What the table says of a codec with its settings: the fields of `compression._codecs.Facts`. Raises ValueError for what is none."""
 
-def codecs() -> list[dict[str, Any]]:
+def codecs() -> list[_CodecRow]:
     """The rows of the table of codecs: `name`, `spelled` (with a word for bits), `description`, `settings` (their names), `bits` (the least
     and the most) and `buckets` (in words) where there is a choice, `needs_feedback`, and `auto`, what the choice by measurement tries."""
+
+def _finds_pybind11() -> bool:
+    """Whether the running torch was built with the same pybind11; asked by the version gate."""
+
+def _define() -> None:
+    """Fills the module, once: before, it has only what the version gate asks for."""
 
 def _bridged_functions() -> list[str]: ...
 def _panic_for_test(name: str) -> None: ...

@@ -1,0 +1,110 @@
+"""The native module has what its stub says."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from support import BACKEND
+
+pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+
+SOURCES = Path(__file__).parent.parent / "python"
+
+STUB = ast.parse((SOURCES / "torch_accl/_native.pyi").read_text())
+CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
+# They say which keys a row has, and are not in the module.
+ROWS = {
+    name: {field.target.id for field in node.body if isinstance(field, ast.AnnAssign)}
+    for name, node in CLASSES.items()
+    if [ast.unparse(base) for base in node.bases] == ["TypedDict"]
+}
+FUNCTIONS = {node.name: node for node in STUB.body if isinstance(node, ast.FunctionDef)}
+
+
+def native() -> ModuleType:
+    import torch_accl
+
+    return torch_accl._native
+
+
+def is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def members(cls: ast.ClassDef) -> dict[str, ast.FunctionDef | None]:
+    """What the stub says of a class: methods with their node, other attributes with None."""
+    found: dict[str, ast.FunctionDef | None] = {}
+    for node in cls.body:
+        if isinstance(node, ast.AnnAssign):
+            found[node.target.id] = None
+        elif isinstance(node, ast.FunctionDef):
+            is_property = any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
+            found[node.name] = None if is_property else node
+    return found
+
+
+def arguments(node: ast.FunctionDef) -> list[tuple[str | None, bool]]:
+    """The arguments of the stub but `self`, and whether each may be left out; None for one without a name."""
+    given = node.args
+    assert not given.kwonlyargs and given.vararg is None and given.kwarg is None
+    names = [*(None for _ in given.posonlyargs), *(argument.arg for argument in given.args)]
+    optional = [place >= len(names) - len(given.defaults) for place in range(len(names))]
+    pairs = list(zip(names, optional))
+    is_method = [argument.arg for argument in [*given.posonlyargs, *given.args]][:1] == ["self"]
+    return pairs[1:] if is_method else pairs
+
+
+def native_arguments(thing: object) -> list[tuple[str | None, bool]]:
+    """The same of a function of the module. Those of C++ are told by the first line of their documentation."""
+    try:
+        parameters = [each for each in inspect.signature(thing).parameters.values() if each.name != "self"]
+        return [(each.name, each.default is not each.empty) for each in parameters]
+    except ValueError:
+        line = (thing.__doc__ or "").strip().partition("\n")[0]
+        said = re.findall(r"[(,] ?(\w+): [^,()=]*(=)?", line)
+        assert said and said[0][0] == "self", line
+        return [(None if re.fullmatch(r"arg\d+", name) else name, bool(default)) for name, default in said[1:]]
+
+
+def test_the_stub_has_the_names_of_the_native_module():
+    # `__all__` and its kin are Python's own.
+    assert {*CLASSES, *FUNCTIONS} - {*ROWS} == {name for name in dir(native()) if not is_special(name)}
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+def test_the_stub_has_the_arguments_of_a_native_function(name):
+    assert arguments(FUNCTIONS[name]) == native_arguments(getattr(native(), name))
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES.keys() - ROWS.keys()))
+def test_the_stub_has_the_members_of_a_native_class(name):
+    cls = getattr(native(), name)
+    found, said = vars(cls), members(CLASSES[name])
+    # pybind11's own, by which its versions know one another.
+    assert {member for member in said if not is_special(member)} == {
+        member for member in found if not is_special(member) and member != "_pybind11_conduit_v1_"
+    }
+    for member, node in said.items():
+        if member == "__init__":
+            # Those of Rust are made by `__new__`, whose arguments the class shows.
+            made = found.get("__init__", cls)
+            assert arguments(node) == native_arguments(made)
+        elif node is None:
+            assert not callable(found[member]), f"{name}.{member} is a method"
+        else:
+            assert arguments(node) == native_arguments(getattr(cls, member)), f"{name}.{member}"
+
+
+def test_rows_have_the_keys_that_the_stub_names():
+    seen = set()
+    for name, node in FUNCTIONS.items():
+        match node.returns:
+            case ast.Name(row) | ast.Subscript(slice=ast.Name(row)) if row in ROWS:
+                found = getattr(native(), name)(*(["maxmin:4"] if node.args.args else []))
+                for one in found if isinstance(found, list) else [found]:
+                    assert set(one) == ROWS[row], name
+                seen.add(row)
+    assert seen == set(ROWS)
