@@ -4,8 +4,17 @@ Runs inside every `import torch`, so it must be cheap and must not fail: it impo
 missing or broken, until a group is made. Newer wheels do not contain this file's entry point.
 """
 
+from __future__ import annotations
 
-def register():
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch_accl._native import Backend, BackendOptions
+
+__all__ = ["register"]
+
+
+def register() -> None:
     """Entry point of the group `torch.backends`."""
     try:
         import torch.distributed as dist
@@ -19,7 +28,7 @@ def register():
         warnings.warn(f"torch_accl could not register its backend: {error}", stacklevel=2)
 
 
-def _create_backend(group, pg_options):
+def _create_backend(group: Any, pg_options: BackendOptions | None) -> Backend:
     # Raises with the real reason when the package is missing, broken, or built for another torch.
     from torch_accl._register import create_backend
 

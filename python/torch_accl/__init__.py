@@ -6,8 +6,9 @@ newer not even the import is needed: `torch.distributed.init_process_group("accl
 
 from ._gate import load_native
 
-_native = load_native()
+load_native()
 
+from . import _native  # noqa: E402  what the gate has loaded
 from ._errors import InvalidArgumentError, InvalidTypeError  # noqa: E402  the gate comes first
 from ._options import Options  # noqa: E402
 from ._register import register  # noqa: E402

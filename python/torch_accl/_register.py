@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -92,7 +93,7 @@ def finish_destroy() -> None:
     `init_process_group` would be refused. A group reports once, so the inner call gets to the end.
     """
     code = inspect.unwrap(dist.destroy_process_group).__code__
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     # Otherwise `shutdown` was called by itself, which takes no group away from torch.

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch_accl import Backend
 
 from .bench.cases import Prepared, cases
 from .bench.place import Place, leave, meet
@@ -33,12 +35,15 @@ def find(place: Place, connect_all: bool) -> dict[str, Any]:
     store = meet(place, TIMEOUT_S)
     dist.init_process_group(
         "accl",
-        store=dist.PrefixStore("info", store),
+        store=PrefixStore("info", store),
         rank=place.rank,
         world_size=place.world,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    group = dist.group.WORLD
+    assert group is not None, "it was made just now"
+    backend = group._get_backend(torch.device("cpu"))
+    assert isinstance(backend, Backend), "torch has put another one around it"
     if connect_all:
         backend.eager_connect_single_device(torch.device("cpu"))
     # Nobody counts before all are connected, nor leaves before all have been counted.
@@ -89,7 +94,7 @@ def _of_this_rank(place: Place, snapshot: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _choices(backend: Any, place: Place) -> dict[str, dict[str, str]]:
+def _choices(backend: Backend, place: Place) -> dict[str, dict[str, str]]:
     """By collective and size in bytes: what a call of float32 takes."""
     found: dict[str, dict[str, str]] = {}
     for case in cases(COLLECTIVES, SIZES, ["float32"], ["sum"], place.world):

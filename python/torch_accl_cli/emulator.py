@@ -30,4 +30,5 @@ def run_with(arguments: Sequence[str]) -> int:
     native = load_native()
     # Python would note the signal and wait for the native code to return.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return native.run_emulator([os.fsdecode(argument) for argument in arguments])
+    status: int = native.run_emulator([os.fsdecode(argument) for argument in arguments])
+    return status

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import Store, Work
 
 from .. import _native
 from .._gate import minor_of
@@ -113,7 +113,7 @@ class CGXProcessGroup(dist.ProcessGroup):
             super().__init__(group.store, group.group_rank, group.group_size)
         else:
             super().__init__(group.group_rank, group.group_size)
-        self._store = group.store
+        self._store: Store = group.store
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
         self.settings = settings
@@ -123,7 +123,7 @@ class CGXProcessGroup(dist.ProcessGroup):
         check_same(settings.said(), self)
         self.is_exact = is_exact(settings, self)
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         """As that of every group, also where torch does not keep the store itself."""
         return self._store
 
@@ -139,7 +139,7 @@ class CGXProcessGroup(dist.ProcessGroup):
             )
         return super().split_group(*arguments, **named)
 
-    def allreduce(self, *arguments: Any, **named: Any) -> Work | None:
+    def allreduce(self, *arguments: Any, **named: Any) -> Work | None:  # type: ignore[override]  # torch's says no None
         """As that of every group, compressed if it is to be."""
         # `super()` is called in this very function: by that torch knows that it is not to come back here. Arguments are as
         # torch has them: options, or an operator and a timeout; one tensor or a list.

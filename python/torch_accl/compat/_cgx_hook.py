@@ -11,10 +11,12 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 
 from ..compression import Compression, ddp_hook
 from ..compression._plans import Plan, plan_of
@@ -23,7 +25,7 @@ from ..compression._settings import RAW
 from ..compression._state import CompressionState
 from ._cgx_agreement import Said, check_same
 from ._cgx_group import LEAST_ELEMENTS, CGXProcessGroup, coded, is_exact, registry
-from ._cgx_layers import Layer, check_bits, check_index
+from ._cgx_layers import Changes, Layer, check_bits, check_index
 from ._cgx_variables import (
     BITS,
     BUCKET_SIZE,
@@ -81,16 +83,18 @@ class CGXState(CompressionState):
         least = check_index("layer_min_size", layer_min_size)
         # Of names nothing is known here; what is compressed is said by `plan`.
         super().__init__(Compression(RAW), nn.Module(), process_group)
-        is_of_cgx = isinstance(self.process_group, CGXProcessGroup)
-        self._settings = self.process_group.settings if is_of_cgx else GroupSettings.now()
-        # A group of accl finds out when ranks have compared their settings.
-        self._is_exact = is_of_cgx and self.process_group.is_exact
+        group = self.process_group
+        if isinstance(group, CGXProcessGroup):
+            self._settings, self._is_exact = group.settings, group.is_exact
+        else:
+            # A group of accl finds out when ranks have compared their settings.
+            self._settings, self._is_exact = GroupSettings.now(), False
         self._least = max(least, self._settings.minimal_size)
         self._layer_min_size = least
         # The parameters of each bucket of the last backward pass.
         self._buckets: dict[int, tuple[torch.Tensor, ...]] = {}
         # What setters have said, by identity of a parameter that the buckets keep.
-        self._changes: dict[int, dict[str, int | None]] = {}
+        self._changes: dict[int, Changes] = {}
         self._kept: dict[int, torch.Tensor] = {}
         self._index = 0
         self._is_checked = False
@@ -132,7 +136,7 @@ class CGXState(CompressionState):
         codecs = tuple(coded(layer, dtype, now, self._settings) for layer in layers)
         return _plan(codecs, tuple(elements), dtype, self._settings.fusion_bytes)
 
-    def see(self, bucket: dist.GradBucket) -> None:
+    def see(self, bucket: GradBucket) -> None:
         """Takes notice of a bucket that is about to be reduced."""
         # A copy is in use from its first gradients on: that of an averaged model is never.
         states.add(self)
@@ -143,7 +147,8 @@ class CGXState(CompressionState):
 
     def _said(self) -> dict[str, Said]:
         """What counts for gradients at this call, and what says so."""
-        now, said = CallSettings.now(), {}
+        now = CallSettings.now()
+        said: dict[str, Said] = {}
         if not isinstance(self.process_group, CGXProcessGroup):
             said = self._settings.said()
             # It names the algorithm of groups of the name cgx only.
@@ -162,9 +167,9 @@ class CGXState(CompressionState):
         )
         return said
 
-    def _portable(self) -> dict[str, object]:
+    def _portable(self) -> dict[str, Any]:
         # By parameter: a copy has others.
-        changes = [(parameter, dict(self._changes[key])) for key, parameter in self._kept.items()]
+        changes = [(parameter, self._changes[key].copy()) for key, parameter in self._kept.items()]
         return {
             **super()._portable(),
             "_changes": changes,
@@ -173,7 +178,7 @@ class CGXState(CompressionState):
             "_is_checked": False,
         }
 
-    def _restore(self, parts: Mapping[str, object]) -> None:
+    def _restore(self, parts: Mapping[str, Any]) -> None:
         super()._restore(parts)
         self._kept = {id(parameter): parameter for parameter, _ in parts["_changes"]}
         self._changes = {id(parameter): changes for parameter, changes in parts["_changes"]}
@@ -207,7 +212,7 @@ class CGXState(CompressionState):
             )
         return None
 
-    def _change(self, bucket_idx: int, layer_idx: int, **changes: int | None) -> None:
+    def _change(self, bucket_idx: int, layer_idx: int, **changes: Unpack[Changes]) -> None:
         check_index("bucket_idx", bucket_idx)
         check_index("layer_idx", layer_idx)
         parameters = self._buckets.get(bucket_idx, ())
@@ -222,7 +227,7 @@ class CGXState(CompressionState):
         self._changes.setdefault(id(parameter), {}).update(changes)
 
 
-def cgx_hook(state: CGXState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def cgx_hook(state: CGXState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages a bucket of gradients, those compressed that the state says.
 
     For `DistributedDataParallel.register_comm_hook(state, cgx_hook)`. Layers are compressed from the first step on: CGX took two

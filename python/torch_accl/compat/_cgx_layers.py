@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 from ..compression._state import names_of
 from ._cgx_variables import MOST_BITS, check_bucket_size
 
-__all__ = ["Layer", "Registry", "check_bits", "check_index"]
+__all__ = ["Changes", "Layer", "Registry", "Unclear", "check_bits", "check_index"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,13 @@ class Layer:
     """
 
     numel: int
+    bits: int | None
+    bucket_size: int
+
+
+class Changes(TypedDict, total=False):
+    """What a setter says of a `Layer`."""
+
     bits: int | None
     bucket_size: int
 
@@ -92,7 +100,7 @@ class Registry:
             )
         self._replace(bucket_idx, (*layers, layer))
 
-    def change(self, bucket_idx: int, layer_idx: int, **changes: int | None) -> bool:
+    def change(self, bucket_idx: int, layer_idx: int, **changes: Unpack[Changes]) -> bool:
         """Changes a registered layer; False if there is none."""
         if not (bucket_idx < len(self.buckets) and layer_idx < len(self.buckets[bucket_idx])):
             return False
@@ -224,12 +232,13 @@ def _of_pairs(layers: Iterable[tuple[str, int | torch.Tensor]]) -> _Model:
                 f"register_model: expected a model, or pairs of a name and a number of elements, not {row!r}"
             )
         name, size = row
-        is_tensor = isinstance(size, torch.Tensor)
         names.append(name)
-        parameters.append(size if is_tensor else None)
-        numels.append(
-            size.numel() if is_tensor else _positive(f"register_model: the number of elements of {name!r}", size)
-        )
+        if isinstance(size, torch.Tensor):
+            parameters.append(size)
+            numels.append(size.numel())
+        else:
+            parameters.append(None)
+            numels.append(_positive(f"register_model: the number of elements of {name!r}", size))
     if not names:
         raise ValueError("register_model: there are no layers")
     return _Model(tuple(names), tuple(numels), tuple(parameters))

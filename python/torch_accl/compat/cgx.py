@@ -26,6 +26,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ from ._cgx_group import create_group
 from ._cgx_group import registry as _registry
 from ._cgx_hook import CGXState, cgx_hook
 from ._cgx_hook import states as _states
-from ._cgx_layers import Layer, check_bits, check_index
+from ._cgx_layers import Changes, Layer, check_bits, check_index
 from ._cgx_variables import check_bucket_size
 
 __all__ = [
@@ -146,7 +147,7 @@ def reset() -> None:
     CompressionState.is_any_made = False
 
 
-def _is_changed(bucket_idx: int, layer_idx: int, **changes: int | None) -> bool:
+def _is_changed(bucket_idx: int, layer_idx: int, **changes: Unpack[Changes]) -> bool:
     return _registry.change(check_index("bucket_idx", bucket_idx), check_index("layer_idx", layer_idx), **changes)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _world
 from .. import _native
 from ._call_measures import row_of, totals
 from ._codecs import needs_feedback
-from ._scope import FLOATS, accl_group, codec_of_group, codecs_of, exact
+from ._scope import FLOATS, Op, accl_group, codec_of_group, codecs_of, exact, takes_part
 from ._settings import AUTO, RAW, Compression, default_codec, tensor_id
 from ._steps import steps
 
@@ -29,7 +29,7 @@ _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
 
 def all_reduce_quantized(
     tensor: torch.Tensor,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    op: Op = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     *,
@@ -69,7 +69,7 @@ def all_reduce_quantized(
 def reduce_scatter_quantized(
     output: torch.Tensor,
     input: torch.Tensor,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    op: Op = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     *,
@@ -177,10 +177,10 @@ def _scope(
     compression: str | Compression | None,
     key: str,
     step: int | None,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    op: Op = dist.ReduceOp.SUM,
 ) -> AbstractContextManager[None]:
     """How a call is encoded and measured, of which this rank sends tensors of these `sizes`, in elements, in a world of so many."""
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if not takes_part(group):
         # The call itself says that this rank takes no part.
         return nullcontext()
     found = checked_group(tensor, group)

@@ -5,6 +5,8 @@ Its annotations are objects: DistributedDataParallel compares them.
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch._compile import _disable_dynamo
 
 from ._plans import Part
 from ._scope import check_device, exact
@@ -14,7 +16,7 @@ from ._together import future_of
 __all__ = ["ddp_hook"]
 
 
-def ddp_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def ddp_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages a bucket of gradients, those compressed that the state says.
 
     For `DistributedDataParallel.register_comm_hook(state, ddp_hook)`. It knows gradients by their parameters, so that the
@@ -51,7 +53,7 @@ def ddp_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.futures.
 
 
 # The compiler makes one graph of the backward pass and of hooks, and a call of ours is nothing that it can look into.
-@torch._disable_dynamo
+@_disable_dynamo
 def _mean_of_one(
     state: CompressionState, gradient: torch.Tensor, parameter: torch.Tensor
 ) -> torch.futures.Future[torch.Tensor]:

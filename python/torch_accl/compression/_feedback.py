@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ._plans import Plan
-from ._scope import Addresses
+from ._scope import Addresses, Op
 
 __all__ = ["give_back", "is_zero", "of_used"]
 
@@ -44,7 +44,7 @@ def give_back(
     gradients: Sequence[torch.Tensor],
     residuals: dict[str, torch.Tensor],
     residuals_of_sums: dict[str, torch.Tensor],
-    op: dist.ReduceOp.RedOpType,
+    op: Op,
     ranks: int,
 ) -> None:
     """Adds to a rank's contributions what is carried over and that a plan's encodings have no place for any more.
@@ -54,7 +54,8 @@ def give_back(
     """
     divisor = ranks if op == dist.ReduceOp.AVG else 1
     # Contributions are encoded after they are multiplied.
-    factor = float(op.factor) if op == dist.ReduceOp.PREMUL_SUM else 1.0
+    has_factor = op == dist.ReduceOp.PREMUL_SUM
+    factor = float(op.factor) if has_factor and isinstance(op, dist.ReduceOp) else 1.0
     for place in list(plan.owed):
         name, gradient, is_raw = plan.names[place], gradients[place], plan.chosen[place] is None
         if is_raw and is_zero(gradient):

@@ -10,7 +10,7 @@ Owns both calls. What it must know of torch's inside is in `_torch_names.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from ._plans import Part, Plan
-from ._scope import accl_group, check_device
+from ._scope import Op, accl_group, check_device
 from ._state import REPLICAS, CompressionState
 from ._together import WorkOfSeveral
 from ._torch_names import Rows, asks_torch_function, parameter_groups, replicas_of
@@ -99,16 +99,16 @@ class _Reduction:
         row = torch.empty(*size, dtype=dtype, device=device)
         if not self._has_replicas:
             return row
-        row = row.as_subclass(_RowOfReplica)
-        row.between_replicas = self._all_reduce
-        return row
+        of_replica = row.as_subclass(_RowOfReplica)
+        of_replica.between_replicas = self._all_reduce
+        return of_replica
 
     def __call__(
         self,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
+        op: Op,
         async_op: bool = False,
     ) -> dist.Work | None:
         """The reduce_scatter: each rank's row is cut into the shards of the module's parameters, which are tensors of a call."""
@@ -119,12 +119,12 @@ class _Reduction:
         step = self._state.next_call(self._module)
 
         def inputs() -> list[torch.Tensor]:
-            return list(input_tensor.view(group.size(), -1).split(shards, dim=1))
+            return list(input_tensor.view(group.size(), -1).split_with_sizes(shards, dim=1))
 
         plan = self._state.plan(parameters, shards, output_tensor.dtype, step, inputs, group, group.size())
         # Of all calls, and laid out once; torch's own takes the whole.
         is_whole = len(plan.parts) == 1 and not plan.is_encoded
-        blocks, outputs = ([], []) if is_whole else (inputs(), list(output_tensor.split(shards)))
+        blocks, outputs = ([], []) if is_whole else (inputs(), list(output_tensor.split_with_sizes(shards)))
         options = dist.ReduceScatterOptions()
         options.reduceOp = op
         # Several calls are under way together, whoever waits for them.
@@ -141,7 +141,7 @@ class _Reduction:
     def _all_reduce(
         self,
         row: torch.Tensor,
-        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        op: Op = dist.ReduceOp.SUM,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
@@ -151,7 +151,7 @@ class _Reduction:
         parameters, shards = self._rows.last()
         check_row(shards, row.numel())
         step = self._state.next_call(self._module + REPLICAS)
-        tensors = list(row.view(-1).split(shards))
+        tensors = list(row.view(-1).split_with_sizes(shards))
         plan = self._state.plan(parameters, shards, row.dtype, step, lambda: tensors, group, leg=REPLICAS)
         options = dist.AllreduceCoalescedOptions()
         options.reduceOp = op
@@ -167,6 +167,8 @@ class _Reduction:
 
 class _RowOfReplica(torch.Tensor):
     """A row that leaves the first all_reduce to `between_replicas`: what a hook of the user sends after it is not ours."""
+
+    between_replicas: Callable[..., dist.Work | None]
 
     @classmethod
     def __torch_function__(

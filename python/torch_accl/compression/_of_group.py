@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch import nn
@@ -82,14 +82,14 @@ class OfGroup:
             )
         self._restore(self._migrated(parts, version))
 
-    def __copy__(self) -> OfGroup:
+    def __copy__(self) -> Self:
         return self._with_group({name: _shallow(value) for name, value in self._portable().items()})
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OfGroup:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # A group is not copied: the copy is of the same ranks.
         return self._with_group(copy.deepcopy(self._portable(), memo))
 
-    def _with_group(self, parts: Mapping[str, Any]) -> OfGroup:
+    def _with_group(self, parts: Mapping[str, Any]) -> Self:
         made = type(self).__new__(type(self))
         made._restore(parts)
         made._group = self._group

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 
 from ._calls import checked_group, refuse_coalescing
-from ._scope import FLOATS, exact
+from ._scope import FLOATS, exact, takes_part
 from ._work import WorkWithEnd
 
 __all__ = ["Reproducible", "all_reduce_reproducible", "reproducible_hook"]
@@ -106,7 +107,7 @@ def all_reduce_reproducible(
     settings = Reproducible(bits, bucket)
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         raise ValueError(f"reproducible sums are SUM or AVG, and this is {op}; others do not depend on an order")
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if not takes_part(group):
         # The call itself says that this rank takes no part.
         return dist.all_reduce(tensor, op, group, async_op)
     found = checked_group(tensor, group)
@@ -121,7 +122,7 @@ def all_reduce_reproducible(
     return None
 
 
-def reproducible_hook(state: Reproducible, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def reproducible_hook(state: Reproducible, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages a bucket of gradients reproducibly, for `DistributedDataParallel.register_comm_hook(Reproducible(), reproducible_hook)`.
 
     Each gradient has buckets of its own: averages do not depend on how the model's gradients are put together either.
@@ -168,9 +169,8 @@ class _Sum:
     def start(self) -> WorkWithEnd:
         """Agrees on units, and starts the sum."""
         bucket = self.settings.bucket
-        elements = sum(flat.numel() for flat in self.flat)
         self.units = self._units(sum(-(-flat.numel() // bucket) for flat in self.flat))
-        self.levels = torch.empty(elements, dtype=_TYPES[self.settings.bits])
+        self.levels = torch.empty(sum(flat.numel() for flat in self.flat), dtype=_TYPES[self.settings.bits])
         is_finite = bool(self.units.isfinite().all())
         for values, buckets, elements in self._rows():
             units = self.units[buckets, None]

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 
 from .. import _native
 
@@ -15,6 +16,7 @@ __all__ = [
     "FLOATS",
     "Addresses",
     "Coded",
+    "Op",
     "accl_backend",
     "accl_group",
     "check_device",
@@ -23,11 +25,15 @@ __all__ = [
     "encoded",
     "exact",
     "is_said",
+    "takes_part",
 ]
 
 
 # What is encoded; all else travels as it is.
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+# An operator as torch's calls take it: with a factor (PREMUL_SUM) it is a `ReduceOp`.
+Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 # Addresses of what is carried over: of contributions, and of sums.
 Addresses = tuple[list[int], list[int]]
@@ -85,13 +91,18 @@ def accl_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     found = dist.group.WORLD if group is None else group
     if found is None:
         raise RuntimeError("there is no process group; call init_process_group('accl') first")
-    backend = accl_backend(found)
+    backend = _cpu_backend(found)
     if not isinstance(backend, _native.Backend):
         raise RuntimeError(
             f"compression needs a group of the accl backend, and this one has {backend.name()}; "
             "make it with init_process_group('accl') or new_group(backend='accl')"
         )
     return found
+
+
+def takes_part(group: object) -> bool:
+    """Whether this rank is in the group of a call: `new_group` gives the others a number in place of a group."""
+    return group is not dist.GroupMember.NON_GROUP_MEMBER
 
 
 def check_device(device: torch.device, group: dist.ProcessGroup) -> None:
@@ -119,6 +130,13 @@ def codec_of_group(group: dist.ProcessGroup) -> str | None:
 
 def accl_backend(group: dist.ProcessGroup) -> _native.Backend:
     """The backend of a group that `accl_group` has found."""
+    backend = _cpu_backend(group)
+    assert isinstance(backend, _native.Backend), "`accl_group` has looked"
+    return backend
+
+
+def _cpu_backend(group: dist.ProcessGroup) -> Backend:
     backend = group._get_backend(torch.device("cpu"))
     # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch puts one of its own around it.
-    return getattr(backend, "wrapped_pg", backend)
+    wrapped: Backend = getattr(backend, "wrapped_pg", backend)
+    return wrapped

@@ -103,7 +103,7 @@ class Compression:
     fusion_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        canonical = {"inner": _checked("inner", self.inner)}
+        canonical: dict[str, object] = {"inner": _checked("inner", self.inner)}
         canonical["codec"] = self.codec if self.codec == AUTO else _checked("codec", self.codec)
         if isinstance(self.codec, _Unsaid):
             canonical["codec"] = _Unsaid(canonical["codec"])

@@ -7,7 +7,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
 import torch
@@ -25,7 +26,7 @@ from ._of_group import OfGroup, group_of
 from ._optimizers import watch_for_adam
 from ._plans import Part, Plan, plan_of
 from ._saved import Saved
-from ._scope import FLOATS, check_device, codec_of_group, encoded, exact
+from ._scope import FLOATS, Op, check_device, codec_of_group, encoded, exact
 from ._settings import AUTO, RAW, Codec, Compression, tensor_id
 
 __all__ = ["REPLICAS", "CompressionState", "Traffic", "names_of"]
@@ -281,7 +282,7 @@ class CompressionState(OfGroup):
         self._names = {id(parameter): name for parameter, name in zip(self._parameters, parts["_names"], strict=True)}
         self._checked = WeakSet()
 
-    def _with_group(self, parts: Mapping[str, Any]) -> OfGroup:
+    def _with_group(self, parts: Mapping[str, Any]) -> Self:
         made = super()._with_group(parts)
         made.scaler = self.scaler
         return made
@@ -355,7 +356,7 @@ class CompressionState(OfGroup):
         plan: Plan,
         step: int,
         call: Callable[[Part, bool], Work | None],
-        op: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG,
+        op: Op = dist.ReduceOp.AVG,
         ranks: int | None = None,
     ) -> list[Work]:
         """Makes the calls of a plan one after the other, without waiting for any, and adds them to the traffic.
@@ -379,6 +380,7 @@ class CompressionState(OfGroup):
         works = []
         for part in plan.parts:
             if is_encoded:
+                assert part.codecs is not None, "a plan that is encoded has codecs in all parts"
                 addresses = part.addresses and of_used(part.addresses, gradients[part.tensors])
                 with encoded(part.codecs, compression.seed, step, addresses, part.stats, one_in):
                     work = call(part, True)
@@ -389,7 +391,7 @@ class CompressionState(OfGroup):
                 works.append(work)
                 if is_encoded and part.residuals:
                     # The future keeps what is carried over until the call is done: whoever lets go of the state meanwhile.
-                    work.get_future().then(lambda future, residuals=part.residuals: None)
+                    work.get_future().then(partial(_let_go, part.residuals))
         return works
 
     def next_call(self, module: str) -> int:
@@ -461,11 +463,11 @@ class CompressionState(OfGroup):
                 changed = True
             elif calls and carried > MOST_CARRIED * calls:
                 intra_node, reduce, result = codec
-                finer = [facts(way).next_finer or RAW for way in (reduce, result)]
-                self._decided[name] = intra_node, *finer
+                finer, finer_result = (facts(way).next_finer or RAW for way in (reduce, result))
+                self._decided[name] = intra_node, finer, finer_result
                 warnings.warn(
                     f"compression: what is carried over of {name} is {carried / calls:.3g} times its gradient, mean of "
-                    f"{LOOK_EVERY} steps: {reduce} loses more than comes in; it takes {finer[0]} from now on",
+                    f"{LOOK_EVERY} steps: {reduce} loses more than comes in; it takes {finer} from now on",
                     stacklevel=4,
                 )
                 changed = True
@@ -561,6 +563,10 @@ def _residual(residuals: dict[str, torch.Tensor], name: str, blocks: int, elemen
             f"{(blocks, elements)} now; load a state of the same model and kind of parallelism, or make a new one"
         )
     return residual
+
+
+def _let_go(residuals: tuple[torch.Tensor, ...], done: object) -> None:
+    """What was kept for a call is not needed any more."""
 
 
 def _warn_of_world(before: int, now: int) -> None:

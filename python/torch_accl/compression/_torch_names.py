@@ -63,7 +63,7 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any, list[Any]]]:
     """The modules of FSDP2 in a model, with their names and groups of parameters; those that share a group once, by the first."""
     from torch.distributed.fsdp import FSDPModule
 
-    seen = set()
+    seen: set[int] = set()
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -82,8 +82,9 @@ def replicas_of(group: Any) -> dist.ProcessGroup | None:
 
 def asks_torch_function() -> bool:
     """Whether `torch.distributed.all_reduce` leaves a tensor of a class of ours to that class."""
+    probe: Any = _Probe()
     try:
-        dist.all_reduce(_Probe())  # type: ignore[arg-type]
+        dist.all_reduce(probe)
     except TypeError:
         # The probe is no tensor: nothing was sent.
         return False

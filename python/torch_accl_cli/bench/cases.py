@@ -191,7 +191,7 @@ class Prepared:
         return torch.zeros(count * dtype.itemsize, dtype=torch.uint8).view(dtype)
 
     def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return list(tensor.split(self.case.count))
+        return list(torch.split(tensor, self.case.count))
 
     def _pattern(self, rank: int) -> torch.Tensor:
         """One period of what `rank` brings: small integers that every type holds exactly, and so their sums."""

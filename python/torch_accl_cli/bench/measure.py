@@ -10,11 +10,11 @@ import math
 import time
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 from torch_accl import _native
-from torch_accl.compression._scope import encoded
+from torch_accl.compression._scope import accl_backend, encoded
 
 from .cases import Prepared
 from .processes import Failed
@@ -45,7 +45,7 @@ class Contestant(Protocol):
 class ThroughTorch:
     """A backend as its users meet it."""
 
-    def __init__(self, name: str, group: Any) -> None:
+    def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
         self.name, self.group = name, group
 
     def call(self, prepared: Prepared) -> None:
@@ -69,7 +69,7 @@ class ThroughTorch:
 class InEngine:
     """accl's engine without torch: blocking calls from a loop of the native module."""
 
-    def __init__(self, name: str, group: Any) -> None:
+    def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
         self.name, self.backend = name, backend_of(group)
 
     def call(self, prepared: Prepared) -> None:
@@ -100,11 +100,11 @@ class Compressed:
             return self._raw.samples(prepared, samples, calls)
 
 
-def backend_of(group: Any) -> Any:
+def backend_of(group: dist.ProcessGroup | None) -> _native.Backend:
     """accl's own object of a group of torch."""
-    import torch
-
-    return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+    found = group or dist.group.WORLD
+    assert found is not None, "a run opens its group first"
+    return accl_backend(found)
 
 
 @dataclass
@@ -207,6 +207,8 @@ def _round(team: Team, prepared: Prepared, contestant: Contestant, iterations: i
     contestant.call(prepared)
     taken = contestant.samples(prepared, samples, calls)
     if not rooted:
-        return max(team.collect(median(taken))) / calls
+        slowest: float = max(team.collect(median(taken)))
+        return slowest / calls
     # A root that only sends is done early: each call lasts until its last rank is done.
-    return median(map(max, zip(*team.collect(taken))))
+    last: list[int] = [max(ends) for ends in zip(*team.collect(taken))]
+    return median(last)

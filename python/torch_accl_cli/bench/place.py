@@ -10,9 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .._wrong import WrongInput
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["Place", "leave", "meet", "place_given"]
 
 # Launcher, and its variables for the rank, the number of ranks, and the ranks on this host. In a batch script of Slurm
 # that srun did not start, the number of tasks of the step is missing.
@@ -49,20 +54,20 @@ def place_given() -> Place | None:
     return None
 
 
-def meet(place: Place, timeout_s: float) -> Any:
+def meet(place: Place, timeout_s: float) -> Store:
     """The store in which the ranks of a launcher meet.
 
     Raises:
         WrongInput: the ranks are on several hosts and nothing says where rank 0 is.
     """
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     timeout = timedelta(seconds=timeout_s)
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host and port:
         is_master = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = dist.TCPStore(host, _number("MASTER_PORT"), None, is_master, timeout, wait_for_workers=False)
-        return dist.PrefixStore(f"bench/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store = TCPStore(host, _number("MASTER_PORT"), None, is_master, timeout, wait_for_workers=False)
+        return PrefixStore(f"bench/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     if place.local_world != place.world:
         raise WrongInput(
             f"{place.launcher} started ranks on several hosts and not all know where rank 0 is: give all of them "
@@ -71,7 +76,7 @@ def meet(place: Place, timeout_s: float) -> Any:
     return _meet_on_this_host(place, timeout)
 
 
-def leave(store: Any, rank: int, world: int) -> None:
+def leave(store: Store, rank: int, world: int) -> None:
     """The last thing that is said over a store. Rank 0, which may own it, leaves last."""
     if rank:
         # Nothing is answered to it.
@@ -80,19 +85,19 @@ def leave(store: Any, rank: int, world: int) -> None:
         store.wait([f"left/{other}" for other in range(1, world)])
 
 
-def _meet_on_this_host(place: Place, timeout: timedelta) -> Any:
+def _meet_on_this_host(place: Place, timeout: timedelta) -> Store:
     """Rank 0 leaves the port of its store in a file until all have read it."""
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
     file = Path(tempfile.gettempdir()) / f"accl-bench-{os.getuid()}-{_run_id()}"
     if place.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
         # Whole at once: who finds it can read it.
         draft = file.with_suffix(f".{os.getpid()}")
         draft.write_text(str(store.port))
         draft.rename(file)
     else:
-        store = dist.TCPStore("127.0.0.1", _port_left_in(file, timeout), None, False, timeout, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", _port_left_in(file, timeout), None, False, timeout, wait_for_workers=False)
     store.add("met", 1)
     if place.rank == 0:
         try:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .report import Cell
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["draw"]
 
 
 def draw(cells: list[Cell], path: Path) -> None:
@@ -33,7 +39,7 @@ def draw(cells: list[Cell], path: Path) -> None:
     figure.savefig(path)
 
 
-def _lines(picture: object, cells: list[Cell], value: Callable[[Cell, str], float]) -> None:
+def _lines(picture: Axes, cells: list[Cell], value: Callable[[Cell, str], float]) -> None:
     points: dict[str, list[tuple[int, float]]] = {}
     for cell in cells:
         for who, timed in cell.timed.items():

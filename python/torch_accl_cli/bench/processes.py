@@ -16,10 +16,18 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from .._wrong import WrongInput
 from .place import Place
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    # What a rank does, whose exit status it returns.
+    Body = Callable[[Place, Store], int]
+
+__all__ = ["Failed", "run_ranks", "said_by"]
 
 # How long the other ranks have to end by themselves once one has failed.
 _GRACE_S = 2.0
@@ -30,7 +38,7 @@ class Failed(Exception):
     """One sentence on what ended a run; the exit status is 1."""
 
 
-def run_ranks(world: int, timeout_s: float, body: Callable[[Place, Any], int]) -> int:
+def run_ranks(world: int, timeout_s: float, body: Body) -> int:
     """Runs `body(place, store)` in `world` processes of this host; the largest of their exit statuses.
 
     Raises:
@@ -39,7 +47,7 @@ def run_ranks(world: int, timeout_s: float, body: Callable[[Place, Any], int]) -
         WrongInput: what only the ranks could see.
         KeyboardInterrupt: as it came, when all ranks have been ended.
     """
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
     # Forked, since loading torch takes seconds; here it is loaded, and nothing of ours runs yet.
     listener = socket.create_server(("127.0.0.1", 0), backlog=world)
@@ -49,7 +57,7 @@ def run_ranks(world: int, timeout_s: float, body: Callable[[Place, Any], int]) -
         for number in range(world):
             ranks.append(_start(Place(number, world, "accl bench", world), port, timeout_s, listener, body))
         timeout = timedelta(seconds=timeout_s)
-        store = dist.TCPStore(
+        store = TCPStore(
             "127.0.0.1", port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         status = _watch(ranks)
@@ -88,7 +96,7 @@ class _Rank:
             self.reap()
 
 
-def _start(place: Place, port: int, timeout_s: float, listener: socket.socket, body: Callable) -> _Rank:
+def _start(place: Place, port: int, timeout_s: float, listener: socket.socket, body: Body) -> _Rank:
     readable, writable = os.pipe()
     parent = os.getpid()
     sys.stdout.flush()
@@ -112,12 +120,12 @@ def _start(place: Place, port: int, timeout_s: float, listener: socket.socket, b
     return _Rank(place.rank, pid, readable)
 
 
-def _be_rank(place: Place, port: int, timeout_s: float, report: int, body: Callable) -> NoReturn:
-    import torch.distributed as dist
+def _be_rank(place: Place, port: int, timeout_s: float, report: int, body: Body) -> NoReturn:
+    from torch._C._distributed_c10d import TCPStore
 
     status = 1
     try:
-        store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+        store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
         status = body(place, store)
         sys.stdout.flush()
     except BrokenPipeError:

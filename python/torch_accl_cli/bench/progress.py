@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 # Shows a case while the block runs; outside of it the terminal is free for the table.
-Watch = Callable[[Any], AbstractContextManager]
+Watch = Callable[[Any], AbstractContextManager[object]]
 
 
 def unseen() -> Watch:
@@ -29,7 +29,7 @@ def progress(total: int) -> Watch:
 def _lines(total: int) -> Watch:
     turns = iter(range(1, total + 1))
 
-    def watch(case: Any) -> AbstractContextManager:
+    def watch(case: Any) -> AbstractContextManager[object]:
         print(f"{next(turns)} of {total}: {case}", file=sys.stderr, flush=True)
         return nullcontext()
 

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Store
 from torch_accl import __version__
 
 from .cases import Case, Prepared
@@ -17,8 +18,10 @@ from .report import CHOICE, AlgorithmTable, BackendTable, Cell, as_json
 from .team import Team, machine
 from .wanted import Wanted, check_plot
 
+__all__ = ["run_rank"]
 
-def run_rank(wanted: Wanted, place: Place, store: Any) -> int:
+
+def run_rank(wanted: Wanted, place: Place, store: Store) -> int:
     """Measures what is wanted; the exit status. Collective over all ranks.
 
     Raises:

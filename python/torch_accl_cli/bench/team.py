@@ -13,20 +13,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch_accl import Options
 
 from .._wrong import WrongInput
 from .place import Place, leave
 from .wanted import Wanted, check_pin
 
+__all__ = ["Team", "machine"]
+
 
 class Team:
     """The ranks of a run. What they tell each other goes through the store, so that no backend is used for it."""
 
-    def __init__(self, place: Place, store: Any) -> None:
+    def __init__(self, place: Place, store: Store) -> None:
         self.rank, self.world = place.rank, place.world
-        self._store = dist.PrefixStore("team", store)
-        self._group_store = dist.PrefixStore("groups", store)
+        self._store = PrefixStore("team", store)
+        self._group_store = PrefixStore("groups", store)
         self._told = 0
 
     def collect(self, value: Any) -> list[Any]:
@@ -37,7 +40,8 @@ class Team:
         if self.rank == 0:
             values = self._store.multi_get([f"{key}/{rank}" for rank in range(self.world)])
             self._store.set(key, json.dumps([json.loads(text) for text in values]))
-        return json.loads(self._store.get(key))
+        values_of_all: list[Any] = json.loads(self._store.get(key))
+        return values_of_all
 
     def check(self, check: Callable[[], None]) -> None:
         """Runs a check on every rank.

@@ -11,10 +11,16 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .._sizes import parse_sizes, show_size
 from .._wrong import WrongInput, nearest
 from .cases import COLLECTIVES, Case, cases
+
+if TYPE_CHECKING:
+    from torch_accl._native import _AlgorithmRow
+
+__all__ = ["Wanted", "check_pin", "check_plot", "check_ranks", "wanted"]
 
 # At least so much memory of its own does a process take that has torch loaded.
 _RANK_BYTES = 48 << 20
@@ -159,7 +165,7 @@ def check_pin(pin: bool | None, ranks: int, cores: int) -> None:
 
 
 def _collectives(names: Sequence[str]) -> list[str]:
-    chosen = []
+    chosen: list[str] = []
     for name in names or ["all_reduce"]:
         if name == "all":
             chosen += COLLECTIVES
@@ -217,7 +223,7 @@ def _codecs(texts: list[str]) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def _rules(algorithm: str | None, collectives: list[str], table: list[dict[str, str]]) -> list[str]:
+def _rules(algorithm: str | None, collectives: list[str], table: list[_AlgorithmRow]) -> list[str]:
     if algorithm is None:
         return []
     names = list(dict.fromkeys(row["name"] for row in table if row["collective"] in collectives))
