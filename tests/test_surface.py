@@ -1,8 +1,9 @@
-"""The native module has what its stub says."""
+"""What each Python module offers to the others, and that the native module has what its stub says."""
 
 import ast
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +13,54 @@ from support import BACKEND
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
 SOURCES = Path(__file__).parent.parent / "python"
+# By the name of a module. One that is only run offers nothing.
+FILES = {
+    ".".join(path.relative_to(SOURCES).with_suffix("").parts).removesuffix(".__init__"): path
+    for folder in ("torch_accl", "torch_accl_cli")
+    for path in (SOURCES / folder).rglob("*.py")
+    if path.name != "__main__.py"
+}
+
+
+def offered(module: str) -> list[str] | None:
+    """The `__all__` of a module; None without one."""
+    for node in ast.parse(FILES[module].read_text()).body:
+        match node:
+            case ast.Assign(targets=[ast.Name("__all__")], value=value) | ast.AnnAssign(
+                ast.Name("__all__"), value=value
+            ):
+                return ast.literal_eval(value)
+    return None
+
+
+def imports(module: str) -> Iterator[tuple[str, str]]:
+    """What a module imports from one of ours: that module, and the name."""
+    path = FILES[module]
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            of = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((of, alias.name) for alias in node.names if of in FILES)
+
+
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_every_module_says_what_it_offers(module):
+    assert offered(module) is not None, f"{module} has no __all__"
+
+
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_a_module_imports_of_another_what_that_one_offers(module):
+    # A module is no name of its package's list, and a private name is for who knows it.
+    names = [(of, name) for of, name in imports(module) if f"{of}.{name}" not in FILES and not name.startswith("_")]
+    assert [f"{name} of {of}" for of, name in names if name not in (offered(of) or ())] == []
+
+
+def test_imports_between_modules_are_seen():
+    assert ("torch_accl._gate", "load_native") in imports("torch_accl")
+    assert ("torch_accl.compression._scope", "exact") in imports("torch_accl.compat._cgx_agreement")
+    assert ("torch_accl.compression._scope", "encoded") in imports("torch_accl_cli.bench.measure")
+
 
 STUB = ast.parse((SOURCES / "torch_accl/_native.pyi").read_text())
 CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+__all__ = ["built", "difference", "load_native", "minor_of", "refusal"]
+
 # The name by which everybody imports the module, whatever the name of its file.
 _MODULE = f"{__package__}._native"
 _HERE = Path(__file__).parent

@@ -20,7 +20,16 @@ from torch._C._distributed_c10d import Backend
 from . import _native
 from ._options import Options
 
-__all__ = ["NAME", "create_backend", "finish_destroy", "make_whole_job_with", "register"]
+__all__ = [
+    "NAME",
+    "connect",
+    "create_backend",
+    "finish_destroy",
+    "make_whole_job_with",
+    "options_of",
+    "register",
+    "settle_cgx",
+]
 
 NAME = "accl"
 

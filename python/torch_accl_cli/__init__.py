@@ -17,6 +17,8 @@ from . import algorithms, bench, codecs, config, device, emulator, info, simulat
 from ._package import CannotLoad
 from ._wrong import WrongInput
 
+__all__ = ["COMMANDS", "main"]
+
 COMMANDS = (config, algorithms, codecs, info, bench, simulate, device, emulator)
 
 

@@ -20,6 +20,8 @@ from torch_accl import Backend
 from .bench.cases import Prepared, cases
 from .bench.place import Place, leave, meet
 
+__all__ = ["find", "show"]
+
 TIMEOUT_S = 60
 COLLECTIVES = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
 SIZES = [4, 4 << 10, 64 << 10, 1 << 20, 16 << 20]

@@ -10,6 +10,8 @@ from typing import Any
 
 from ._package import load_native
 
+__all__ = ["add_json", "print_found"]
+
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Adds the argument `--json`."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+__all__ = ["CannotLoad", "load_native"]
+
 
 class CannotLoad(Exception):
     """One sentence on why the package, or torch, cannot be loaded; the exit status is 1."""

@@ -6,6 +6,8 @@ import re
 
 from ._wrong import WrongInput
 
+__all__ = ["parse_sizes", "show_size"]
+
 # Powers of 1024 and of 1000, as the ACCL_* settings take them.
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

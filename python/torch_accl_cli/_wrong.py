@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+__all__ = ["WrongInput", "nearest"]
+
 
 class WrongInput(Exception):
     """One sentence about the command line, a setting or what is missing here; the exit status is 2."""

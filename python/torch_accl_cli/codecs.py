@@ -7,6 +7,8 @@ from typing import Any
 
 from ._listing import add_json, print_found
 
+__all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
+
 NAME = "codecs"
 SUMMARY = "the codecs of compressed calls, and their settings"
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from ._listing import add_json, print_found
 
+__all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
+
 NAME = "config"
 SUMMARY = "settings, their values and what they do"
 

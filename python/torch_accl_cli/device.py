@@ -11,6 +11,8 @@ from ._listing import add_json
 from ._package import load_native
 from ._wrong import WrongInput
 
+__all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
+
 NAME = "device"
 SUMMARY = "collective engines (CCLO) that groups can be given: what they do, what is in one, and its reset"
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from ._package import load_native
 
+__all__ = ["NAME", "SUMMARY", "add_arguments", "run", "run_with"]
+
 NAME = "emulator"
 SUMMARY = "collective engines (CCLO) in software, for hosts that speak the protocol of ACCL's emulator"
 

@@ -11,6 +11,8 @@ from ._listing import add_json, print_found
 from ._package import load_native
 from ._wrong import WrongInput
 
+__all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
+
 NAME = "info"
 SUMMARY = "versions and what this machine offers"
 

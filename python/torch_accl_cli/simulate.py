@@ -12,6 +12,8 @@ from ._package import load_native
 from ._sizes import parse_sizes, show_size
 from ._wrong import WrongInput, nearest
 
+__all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
+
 NAME = "simulate"
 SUMMARY = "predict the time of collectives in a world of any size"
 

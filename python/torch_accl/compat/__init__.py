@@ -3,3 +3,5 @@
 `cgx` is for torch_cgx: `from torch_accl.compat import cgx as torch_cgx`. `accl_process_group` is for the process group of the ACCL project:
 `from torch_accl.compat import accl_process_group as accl`. Nothing here is imported by torch_accl itself.
 """
+
+__all__: list[str] = []

@@ -16,7 +16,22 @@ from functools import lru_cache
 from .. import _native
 from ._cgx_agreement import Said
 
-__all__ = ["RAW_FROM_BITS", "CallSettings", "GroupSettings", "check_bucket_size", "codec_text"]
+__all__ = [
+    "BITS",
+    "BUCKET_SIZE",
+    "DEFAULT_BUCKET_SIZE",
+    "INNER_REDUCTION",
+    "MINIMAL_SIZE",
+    "MOST_BITS",
+    "RAW_FROM_BITS",
+    "SKIP_INCOMPLETE",
+    "CallSettings",
+    "GroupSettings",
+    "check_bucket_size",
+    "codec_text",
+    "variables",
+    "warn_of_what_differs",
+]
 
 BITS = "CGX_COMPRESSION_QUANTIZATION_BITS"
 BUCKET_SIZE = "CGX_COMPRESSION_BUCKET_SIZE"

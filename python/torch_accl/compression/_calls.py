@@ -18,7 +18,14 @@ from ._scope import FLOATS, Op, accl_group, codec_of_group, codecs_of, exact, ta
 from ._settings import AUTO, RAW, Compression, default_codec, tensor_id
 from ._steps import steps
 
-__all__ = ["all_gather_quantized", "all_reduce_quantized", "all_to_all_quantized", "reduce_scatter_quantized"]
+__all__ = [
+    "all_gather_quantized",
+    "all_reduce_quantized",
+    "all_to_all_quantized",
+    "checked_group",
+    "reduce_scatter_quantized",
+    "refuse_coalescing",
+]
 
 # Elements that tell the bits of each.
 _MANY = 1 << 20

@@ -13,6 +13,8 @@ from pathlib import Path
 from .._package import load_native
 from .._wrong import WrongInput
 
+__all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
+
 NAME = "bench"
 SUMMARY = "time collectives, beside other backends"
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+__all__ = ["COLLECTIVES", "Case", "Collective", "Prepared", "cases"]
+
 ROOT = 0
 
 

@@ -21,6 +21,8 @@ from .processes import Failed
 from .team import Team
 from .wanted import Wanted
 
+__all__ = ["Compressed", "Contestant", "InEngine", "ThroughTorch", "Timed", "backend_of", "measure"]
+
 # Samples that a round is cut into. Several calls make a sample, so that a rank that is now ahead and now behind is
 # seen as what it is on average.
 _SAMPLES = 20

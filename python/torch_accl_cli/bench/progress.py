@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+__all__ = ["Watch", "progress", "unseen"]
+
 # Shows a case while the block runs; outside of it the terminal is free for the table.
 Watch = Callable[[Any], AbstractContextManager[object]]
 

@@ -11,6 +11,8 @@ from typing import Any
 from .cases import Case
 from .measure import Timed
 
+__all__ = ["CHOICE", "AlgorithmTable", "BackendTable", "Cell", "as_json"]
+
 # A choice is good when it takes at most so many times the best algorithm, and so many microseconds more.
 GOOD_RATIO = 1.1
 GOOD_EXTRA_US = 0.2
