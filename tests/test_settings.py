@@ -243,6 +243,29 @@ def test_every_setting_is_an_option_and_every_option_a_setting():
     assert parameters - {"timeout", "scope"} == options
 
 
+def documented_options() -> dict[str, str]:
+    """The lines of the arguments in the documentation of `Options`, by name."""
+    import torch_accl
+
+    _, _, after = inspect.getdoc(torch_accl.Options).partition("\nArgs:\n")
+    lines = after.partition("\n\n")[0].splitlines()
+    return dict(re.fullmatch(r"    (\w+): (.+)", line).groups() for line in lines)
+
+
+def test_every_option_has_a_line_of_its_own_in_the_documentation():
+    import torch_accl
+
+    assert list(documented_options()) == list(inspect.signature(torch_accl.Options).parameters)
+
+
+def test_the_documentation_of_options_has_the_limits_of_the_table():
+    import torch_accl
+
+    limits = re.compile(r"from \w+ to \w+")
+    rows = {row["option"]: limits.findall(row["accepted"]) for row in torch_accl._native.config_rows()}
+    assert {name: limits.findall(line) for name, line in documented_options().items() if name in rows} == rows
+
+
 def test_every_option_reaches_the_settings_of_its_group():
     import torch_accl
 

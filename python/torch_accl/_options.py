@@ -16,10 +16,29 @@ class Options(_native.BackendOptions):
     """Settings of one group, given as `init_process_group("accl", pg_options=torch_accl.Options(...))`.
 
     Each argument has the name and the meaning of an `ACCL_*` variable (`accl config` lists them) and wins over it. What is
-    left out comes from the environment. Sizes are bytes or text such as `"64KiB"`. `compression` is a codec such as
-    `"maxmin:4"` (`ACCL_CODEC`); `compressed_calls="all"` compresses ordinary calls with it, and has no
-    variable; `scope` is its old name. `device` is the collective engine that does the collectives of the default group, such as
-    `"sim"` or `"emulator://host:5500"`; sub-groups are made without one. `sidestep` lists collectives that the host does all the same.
+    left out comes from the environment. Sizes are bytes or text such as `"64KiB"`, and lists can be text with commas.
+
+    Args:
+        timeout: how long a call may take; None takes the one given to `init_process_group` or `new_group`. It has no variable.
+        log: what is told on standard error: off, warn, info, debug or trace.
+        socket_ifname: prefixes of network interfaces that peers are offered; `=` before them means exact names, `^` all but these.
+        port_range: two ports, such as `(20000, 20100)` or `"20000-20100"`, between which the process listens on one.
+        transports: in the order in which they are tried, such as `["shm", "tcp"]`; those that were registered, too.
+        host_id: identity of the host, any text without blanks; ranks with different ones count as on different hosts.
+        ring_bytes: most shared memory of one direction between two processes, a size from 16KiB to 64MiB.
+        shm_limit: most shared memory that a process creates for its links, a size from 0 to 1TiB.
+        segment_bytes: most payload of a frame, a size from 1KiB to 4MiB.
+        eager_bytes: how far a sender may be ahead of the receiver, for each peer, a size from 0 to 64MiB.
+        spin_us: how long a waiting thread spins, `"auto"` or microseconds from 0 to 1000000.
+        algorithm: rules that replace the choice, such as `"all_reduce=ring"` or `["all_gather=ring:64KiB-1MiB"]`.
+        deterministic: whether the choice of algorithm depends on collective, size, dtype and world alone.
+        calibration: where its constants come from: `"auto"`, `"off"` or the path of a file, with a `/`.
+        timing: whether every call records its duration.
+        compression: a codec such as `"maxmin:4"` (`ACCL_CODEC`), for what `torch_accl.compression` sends and names none for.
+        compressed_calls: `"hooks"`, or `"all"`, which compresses ordinary calls with `compression`, too. It has no variable.
+        device: engine that does collectives of the default group: `"none"`, `"sim"`, `"emulator://host:5500"`, a card; sub-groups have none.
+        sidestep: collectives that the host does although there is a device, such as `"all_gather=host"`.
+        scope: the old name of `compressed_calls`.
 
     Raises:
         ValueError: a value is not accepted; the message says what is.
