@@ -535,6 +535,10 @@ def test_a_snapshot_says_what_the_calls_of_a_group_have_sent_and_waited_for():
         dist.all_reduce(torch.ones(10_000))
         dist.barrier()
         before = backend.snapshot()
+        # Not over the links: nothing is sent before both have looked.
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"looked{rank}", "")
+        store.wait([f"looked{1 - rank}"])
         if rank == 0:
             work = dist.irecv(torch.ones(5), 1)
             late = backend.snapshot()["group"]["in_flight"]
