@@ -14,7 +14,7 @@ use std::ptr::{NonNull, null_mut};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use rustix::ioctl::{Direction, Ioctl, IoctlOutput, Opcode, opcode};
-use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 use super::calls::{Calls, MAGIC, MAX_WORDS, REGISTER_WORDS, Request};
 
@@ -127,6 +127,10 @@ impl Calls for Kernel {
         let mapped = unsafe { mmap_anonymous(null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, flags) }?;
         let address = mapped.expose_provenance() as u64;
         self.pages.push((address, bytes));
+        if let Err(error) = keep_from_children(mapped, bytes) {
+            self.unmap_pages(address);
+            return Err(error);
+        }
         Ok(address)
     }
 
@@ -174,6 +178,13 @@ impl Calls for Kernel {
     }
 }
 
+/// A process that is forked does not get these pages. If it did, the next write here would go to a copy, and the card, which knows physical
+/// pages, would go on reading the old one.
+fn keep_from_children(mapped: *mut c_void, bytes: usize) -> io::Result<()> {
+    // SAFETY: this is a whole mapping of ours, whose content stays as it is.
+    unsafe { madvise(mapped, bytes, Advice::LinuxDontFork) }.map_err(io::Error::from)
+}
+
 /// Buffers that are still mapped stay so, for the card may write to them.
 impl Drop for Kernel {
     fn drop(&mut self) {
@@ -189,6 +200,22 @@ impl Drop for Kernel {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pages_of_a_card_are_not_copied_when_the_process_forks() {
+        let bytes = 1 << 16;
+        // SAFETY: the kernel chooses the place of a new mapping, which overlaps none that there is.
+        let mapped =
+            unsafe { mmap_anonymous(null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) }
+                .unwrap();
+        keep_from_children(mapped, bytes).unwrap();
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let begin = format!("{:x}-", mapped as usize);
+        let flags = smaps.lines().skip_while(|line| !line.starts_with(&begin)).find(|line| line.starts_with("VmFlags"));
+        // SAFETY: this is the mapping, and nothing refers to it.
+        unsafe { munmap(mapped, bytes) }.unwrap();
+        assert!(flags.is_some_and(|flags| flags.split(' ').any(|flag| flag == "dc")), "{flags:?}");
+    }
 
     #[test]
     fn requests_are_numbered_as_the_kernel_does() {
