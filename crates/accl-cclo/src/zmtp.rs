@@ -137,12 +137,17 @@ pub fn frame(flags: u8, body: &[u8]) -> Vec<u8> {
 
 /// Writes a frame behind others.
 pub fn push_frame(bytes: &mut Vec<u8>, flags: u8, body: &[u8]) {
-    match u8::try_from(body.len()) {
+    push_head(bytes, flags, body.len());
+    bytes.extend(body);
+}
+
+/// Writes what stands before a body of so many bytes.
+pub fn push_head(bytes: &mut Vec<u8>, flags: u8, body_bytes: usize) {
+    match u8::try_from(body_bytes) {
         Ok(len) => bytes.extend([flags, len]),
         Err(_) => {
             bytes.push(flags | LONG);
-            bytes.extend((body.len() as u64).to_be_bytes());
+            bytes.extend((body_bytes as u64).to_be_bytes());
         }
     }
-    bytes.extend(body);
 }

@@ -4,7 +4,7 @@
 //! [`reset`]. Read [`Picture::read`] first.
 
 use std::fmt;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use accl_types::{Error, ErrorKind, Result};
 
@@ -153,9 +153,9 @@ pub(super) fn held(bus: &dyn Bus) -> Error {
 pub fn reset(bus: &mut dyn Bus, mut go_on: impl FnMut() -> bool) -> Result<()> {
     bus.drain()?;
     bus.start(&Descriptor::config(ConfigFunction::Reset, 0))?;
-    let mut pauses = Pauses::begin();
+    let (begin, mut pauses) = (Instant::now(), Pauses::default());
     while !bus.poll()? {
-        if !go_on() || pauses.took() > RESET_PATIENCE {
+        if !go_on() || begin.elapsed() > RESET_PATIENCE {
             return Err(held(bus));
         }
         bus.pause(pauses.next_pause());

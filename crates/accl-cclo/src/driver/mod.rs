@@ -21,12 +21,13 @@ pub use diagnosis::Diagnosis;
 pub use elements::Elements;
 pub use inspect::{Picture, reset};
 use inspect::{RESET_PATIENCE, await_reset, held};
+pub use pauses::Pauses;
 pub use queue::{Finished, RequestId};
 pub use settings::{MAX_RX_BUFFERS, Peer, Settings};
 use tables::Ranks;
 pub(crate) use tables::Tables;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use accl_types::{Error, ErrorKind, Moment, Result};
 
@@ -36,7 +37,6 @@ use crate::control::About;
 use crate::device::Design;
 use crate::memory_map::{self as map, ArithmeticConfig, DataType, HardwareId, RxBuffer};
 use crate::return_code::ReturnCode;
-use pauses::Pauses;
 use queue::{Queue, State};
 
 /// What firmware is told for a time that it never looks at.
@@ -109,7 +109,7 @@ impl<B: Bus> Driver<B> {
             self.bus.write_register(high.offset, (spare >> 32) as u32)?;
         }
         let communicator = self.settings.communicator();
-        self.write_words(self.tables.communicator.offset, &communicator.to_words())?;
+        self.write_words(self.tables.ranks().place.offset, &communicator.to_words())?;
         for (config, place) in self.tables.configs.clone() {
             self.write_words(place.offset, &config.to_words())?;
         }
@@ -142,11 +142,11 @@ impl<B: Bus> Driver<B> {
     }
 
     fn configure(&mut self, function: ConfigFunction, value: u32, go_on: &mut impl FnMut() -> bool) -> Result<()> {
-        let call = Descriptor { communicator: self.tables.communicator.offset, ..Descriptor::config(function, value) };
+        let call = Descriptor { communicator: self.tables.ranks().place.offset, ..Descriptor::config(function, value) };
         self.start_unrefused(&call)?;
-        let mut pauses = Pauses::begin();
+        let (begin, mut pauses) = (Instant::now(), Pauses::default());
         while self.poll()?.is_none() {
-            if function == ConfigFunction::Reset && pauses.took() > RESET_PATIENCE {
+            if function == ConfigFunction::Reset && begin.elapsed() > RESET_PATIENCE {
                 let held = held(&self.bus);
                 return Err(self.kill(held));
             }
@@ -232,7 +232,7 @@ impl<B: Bus> Driver<B> {
         })?;
         Ok(Descriptor {
             count,
-            communicator: self.tables.communicator.offset,
+            communicator: self.tables.ranks().place.offset,
             arithmetic,
             compression,
             hosts: Hosts::all(self.settings.memory.is_host()),
@@ -271,6 +271,7 @@ impl<B: Bus> Driver<B> {
         let (ranks, local) = match call.operation {
             Operation::Config | Operation::Copy | Operation::Combine | Operation::Nop => (1, 0),
             _ => self
+                .tables
                 .ranks_at(call.communicator)
                 .map(|Ranks { count, local, .. }| (count, local))
                 .ok_or_else(|| unknown("communicator", call.communicator))?,
@@ -285,11 +286,6 @@ impl<B: Bus> Driver<B> {
             &self.settings,
             refusals::Place { ranks, local, config: config.map(|(config, _)| *config) },
         )
-    }
-
-    /// The communicator that lies there.
-    fn ranks_at(&self, offset: u32) -> Option<Ranks> {
-        self.tables.communicators.iter().copied().find(|ranks| ranks.place.offset == offset)
     }
 
     /// Why it takes no more calls.
@@ -420,7 +416,8 @@ impl<B: Bus> Driver<B> {
     pub fn give_up(&mut self, why: &str, go_on: impl FnMut() -> bool) -> Error {
         let call = self.running.map_or_else(|| "a call".to_owned(), |call| format!("`{call}`"));
         let rx_buffers = self.tables.rx_buffers;
-        let ranks = self.running.and_then(|call| self.ranks_at(call.communicator)).unwrap_or(self.tables.ranks());
+        let ranks =
+            self.running.and_then(|call| self.tables.ranks_at(call.communicator)).unwrap_or(self.tables.ranks());
         let root = self.running.filter(|call| call.operation.row().has_root).map(|call| call.root);
         let seen =
             self.bus.reconnect().and_then(|mut over| Diagnosis::read(&mut *over, rx_buffers, ranks, root, go_on));

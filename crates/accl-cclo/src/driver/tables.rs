@@ -28,11 +28,9 @@ impl Ranks {
 #[derive(Clone, Debug)]
 pub(crate) struct Tables {
     pub(crate) rx_buffers: Place,
-    /// That of all ranks.
-    pub(crate) communicator: Place,
     pub(crate) configs: Vec<(ArithmeticConfig, Place)>,
     /// All of them, that of all ranks first.
-    pub(crate) communicators: Vec<Ranks>,
+    communicators: Vec<Ranks>,
     layout: Layout,
 }
 
@@ -61,7 +59,12 @@ impl Tables {
             )
         })?;
         let communicators = vec![Ranks { place: communicator, count: settings.world(), local: settings.rank }];
-        Ok(Self { rx_buffers, communicator, configs, communicators, layout })
+        Ok(Self { rx_buffers, configs, communicators, layout })
+    }
+
+    /// The communicator that lies there.
+    pub(crate) fn ranks_at(&self, offset: u32) -> Option<Ranks> {
+        self.communicators.iter().copied().find(|ranks| ranks.place.offset == offset)
     }
 
     /// The communicator of all ranks.

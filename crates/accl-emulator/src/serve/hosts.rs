@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use accl_cclo::zmtp::{
-    self, COMMAND, GREETING_BYTES, GREETING_PARTS, LONG, MORE, MOST_COMMAND_BYTES, READY, push_frame,
+    self, COMMAND, GREETING_BYTES, GREETING_PARTS, LONG, MORE, MOST_COMMAND_BYTES, READY, push_frame, push_head,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
@@ -181,8 +181,7 @@ impl Host {
             push_frame(&mut bytes, 0, answer);
             return self.write(&bytes).await;
         }
-        bytes.push(LONG);
-        bytes.extend((answer.len() as u64).to_be_bytes());
+        push_head(&mut bytes, 0, answer.len());
         self.write(&bytes).await?;
         self.write(answer).await
     }

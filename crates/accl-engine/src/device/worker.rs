@@ -11,7 +11,7 @@ use std::time::Duration;
 use accl_cclo::bus::Bus;
 use accl_cclo::call::{Descriptor, Operation};
 use accl_cclo::device::DeviceUrl;
-use accl_cclo::driver::{Driver, Settings};
+use accl_cclo::driver::{Driver, Pauses, Settings};
 use accl_cclo::memory_map::{DataType, ReduceFunction};
 use accl_cclo::offload::{Piece, Pieces, Request, Route, route};
 use accl_executor::call::{ExternalCollective, ExternalTask, TensorDesc};
@@ -25,9 +25,6 @@ use crate::{signals, time};
 
 /// Looks at a call that follow one another without a pause.
 const EAGER_LOOKS: u32 = 8;
-/// The pauses after that, which grow.
-const SHORTEST_PAUSE: Duration = Duration::from_micros(20);
-const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 
 /// How long a device that does not come back is read.
 const DIAGNOSIS: Duration = Duration::from_secs(1);
@@ -247,7 +244,7 @@ impl Worker {
         collective: &ExternalCollective,
         call: &Descriptor,
     ) -> std::result::Result<(), Stop> {
-        let mut pause = SHORTEST_PAUSE;
+        let mut pauses = Pauses::default();
         for look in 0_u32.. {
             if let Some(finished) = self.driver.poll()? {
                 let device = self.url.scheme();
@@ -259,8 +256,7 @@ impl Worker {
                 return Err(self.stop(task, collective));
             }
             if look >= EAGER_LOOKS {
-                self.driver.bus().pause(pause);
-                pause = (pause * 2).min(LONGEST_PAUSE);
+                self.driver.bus().pause(pauses.next_pause());
             }
         }
         Ok(())
