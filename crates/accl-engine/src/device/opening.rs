@@ -34,7 +34,8 @@ pub(crate) struct Opened {
 }
 
 impl Opening {
-    /// Reaches the device of a rank, on a thread of its own; one that was left and is not over yet is waited for. `look` is called now and then, and ends the wait with an error.
+    /// Reaches the device of a rank, on a thread of its own; one that was left and is not over yet is waited for. `look` is called now and
+    /// then, and ends the wait with an error.
     ///
     /// # Errors
     /// Settings that make no sense, a device that is not there, or that does not answer before `deadline`; what `look` says.

@@ -3,8 +3,8 @@
 //! The executor begins one when its operation is due, and goes on; it never waits for it. Whoever does the work has an
 //! [`ExternalTask`], which is the right to touch the memory that it names. The end of the task sets a flag and wakes the driver, which
 //! looks at the flag on its next pass. A call that fails meanwhile asks for the task back: it does not end, and its caller keeps the
-//! memory, before the task has ended, or before the memory of its collective is back (`access`). Owns the task and its flag; when an operation is due is the matter of `exec::run`, and how long a
-//! failed call waits that of `group::stopping`. Read [`External`] first.
+//! memory, before the task has ended, or before the memory of its collective is back (`access`). Owns the task and its flag; when an operation
+//! is due is the matter of `exec::run`, and how long a failed call waits that of `group::stopping`. Read [`External`] first.
 
 use std::any::Any;
 use std::fmt;
@@ -89,7 +89,8 @@ struct Shared {
 }
 
 /// One external operation that is under way. Whoever has it may touch the memory of its copies, and nobody else does; that of a collective
-/// is touched through [`CollectiveMemory`](crate::memory::CollectiveMemory) alone. It is given back by [`ExternalTask::done`], [`ExternalTask::fail`], or by dropping it, which is a failure unless it was cancelled.
+/// is touched through [`CollectiveMemory`](crate::memory::CollectiveMemory) alone. It is given back by [`ExternalTask::done`],
+/// [`ExternalTask::fail`], or by dropping it, which is a failure unless it was cancelled.
 pub struct ExternalTask {
     work: ExternalWork,
     shared: Arc<Shared>,

@@ -1,8 +1,9 @@
 //! Calls that have failed while external operations worked on their memory.
 //!
 //! Such a call has not ended: its caller may free the tensors when it has, and an operation that is under way may still write into them.
-//! It has been asked to stop, and the call ends when it has said that it has, or, of a collective, when it has no hand on the memory. One that never says so is given up after a while, with
-//! an error that tells the caller not to touch the memory. Owns these calls, of all groups. Read [`Stopping::advance`] first.
+//! It has been asked to stop, and the call ends when it has said that it has, or, of a collective, when it has no hand on the memory. One that
+//! never says so is given up after a while, with an error that tells the caller not to touch the memory. Owns these calls, of all groups.
+//! Read [`Stopping::advance`] first.
 
 use std::time::Duration;
 

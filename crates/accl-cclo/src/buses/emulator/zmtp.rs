@@ -1,8 +1,8 @@
 //! The asking end of ZeroMQ, as far as the emulator's protocol needs it: ZMTP 3.0 with no security, a socket of type REQ over one connection.
 //!
-//! Owns the connection and the bounds of what comes over it; what greetings and frames look like is in [`crate::zmtp`]. Whatever a peer sends costs no more than [`MOST_BYTES`] of memory and no more time than a
-//! deadline: training asks whoever listens at a port that somebody wrote down. Connects once, and to nobody again. Answers pings only while it
-//! is asked something: emulators send none. Read [`Requester`] first.
+//! Owns the connection and the bounds of what comes over it; what greetings and frames look like is in [`crate::zmtp`]. Whatever a peer sends
+//! costs no more than [`MOST_BYTES`] of memory and no more time than a deadline: training asks whoever listens at a port that somebody wrote
+//! down. Connects once, and to nobody again. Answers pings only while it is asked something: emulators send none. Read [`Requester`] first.
 
 use std::fmt;
 use std::io::{self, BufReader, Read, Write};
