@@ -125,6 +125,10 @@ pub trait Bus: Send {
         Ok(None)
     }
 
+    /// The device may still write to its buffers, so none of them goes back when the bus is closed, for as long as the process lives. An emulator
+    /// has memory of its own.
+    fn keep_buffers(&mut self) {}
+
     /// How messages name the device.
     fn describe(&self) -> String;
 }
@@ -188,6 +192,10 @@ impl<B: Bus + ?Sized> Bus for Box<B> {
 
     fn about(&mut self) -> Result<Option<About>> {
         (**self).about()
+    }
+
+    fn keep_buffers(&mut self) {
+        (**self).keep_buffers();
     }
 
     fn describe(&self) -> String {

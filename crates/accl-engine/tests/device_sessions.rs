@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use accl_cclo::call::ConfigFunction;
 use accl_engine::{Engine, Group, GroupSpec, MemoryStore, Store};
 use accl_testkit::Member;
 use accl_testkit::devices::{Faithful, LocalDevices, Network};
@@ -167,15 +168,25 @@ fn each_device_hears_what_those_of_all_ranks_have_told_and_nothing_stays_in_the_
 }
 
 #[test]
-fn devices_that_tell_nothing_ask_the_store_nothing() {
+fn packets_of_a_job_that_was_killed_cannot_get_in_since_no_device_lets_any_in_before_all_are_reset() {
     let (devices, store) = (devices(3), MemoryStore::default());
-    devices.faults().have_queue_pairs.store(false, Ordering::SeqCst);
-    let questions = all(3, |rank| {
-        let store = Mortal::new(&store, &|_, _| false);
-        Process::new(&devices, rank, 3).train(&store).unwrap();
-        store.told.into_inner()
+    let faults = devices.faults();
+    // They tell nothing, so nothing else holds up those that come first.
+    faults.have_queue_pairs.store(false, Ordering::SeqCst);
+    faults.is_slow.store(2, Ordering::SeqCst);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(200));
+            faults.is_slow.store(u32::MAX, Ordering::SeqCst);
+        });
+        all(3, |rank| drop(Process::new(&devices, rank, 3).train(&store).unwrap()));
     });
-    assert_eq!(questions, [0; 3]);
+    let configured = faults.configured.lock();
+    let is_reset = |(_, function): &&(u32, u32)| *function == ConfigFunction::Reset.number();
+    let first =
+        configured.iter().position(|(_, function)| *function == ConfigFunction::EnablePackets.number()).unwrap();
+    assert_eq!(configured[..first].iter().filter(is_reset).count(), 3, "{configured:?}");
+    assert_eq!(store.keys(), Vec::<String>::new());
 }
 
 #[test]
@@ -244,11 +255,14 @@ fn a_rank_whose_device_does_not_come_is_named_at_the_deadline() {
 #[test]
 fn when_a_rank_is_replaced_all_devices_are_opened_anew_and_told_of_the_new_one() {
     type DiesOf = &'static (dyn Fn(&str, &str) -> bool + Sync);
-    let moments: [(&str, u32, DiesOf); 5] = [
+    let moments: [(&str, u32, DiesOf); 8] = [
         ("before it tells", 1, &|what, key| what == "set" && is_told(key)),
-        ("before it hears", 1, &|what, key| what == "get" && key.ends_with("/told")),
+        ("before it hears", 1, &|what, key| what == "get" && key.ends_with("/told/1/all")),
+        ("once it is set up", 1, &|what, key| what == "set" && key.ends_with("/told/2/1")),
+        ("before it lets packets in", 1, &|what, key| what == "get" && key.ends_with("/told/2/all")),
         ("when it has heard", 1, &|what, key| what == "add" && key.ends_with("/ready")),
-        ("before it says what all tell", 0, &|what, key| what == "set" && key.ends_with("/told")),
+        ("before it says what all tell", 0, &|what, key| what == "set" && key.ends_with("/told/1/all")),
+        ("before it says that all are set up", 0, &|what, key| what == "set" && key.ends_with("/told/2/all")),
         ("when it has said what all tell", 0, &|what, key| what == "add" && key.ends_with("/ready")),
     ];
     for (when, dies, dies_of) in moments {
@@ -303,7 +317,7 @@ struct Garbled {
 
 impl Store for Garbled {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.store.set(key, if key.ends_with("/told") { self.garbage.as_bytes() } else { value })
+        self.store.set(key, if key.ends_with("/told/1/all") { self.garbage.as_bytes() } else { value })
     }
 
     fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {

@@ -44,6 +44,10 @@ pub struct Faults {
     pub sessions: Mutex<BTreeMap<(u32, u32), u32>>,
     /// Devices that are open.
     pub open: AtomicU32,
+    /// What was set up on the devices: the rank and the number of a function, in the order in which it was started.
+    pub configured: Mutex<Vec<(u32, u32)>>,
+    /// Devices that were left while they might still write to their buffers.
+    pub kept: AtomicU32,
     /// Devices that were ever opened, which their queue pairs are numbered by.
     openings: AtomicU32,
     /// The device of this rank does not open.
@@ -76,6 +80,8 @@ impl LocalDevices {
             heard: Mutex::default(),
             sessions: Mutex::default(),
             open: 0.into(),
+            configured: Mutex::default(),
+            kept: 0.into(),
             openings: 0.into(),
             does_not_open: NOBODY.into(),
             hangs: NOBODY.into(),
@@ -233,6 +239,9 @@ impl Bus for FaultyBus {
     fn start(&mut self, call: &Descriptor) -> Result<()> {
         self.reach()?;
         self.runs_collective = call.operation != Operation::Config;
+        if !self.runs_collective {
+            self.faults.configured.lock().push((self.rank, call.function));
+        }
         if self.runs_collective {
             self.faults.started.fetch_add(1, Ordering::Relaxed);
             if self.faults.hangs.load(Ordering::Relaxed) == self.rank {
@@ -257,6 +266,10 @@ impl Bus for FaultyBus {
     fn reconnect(&self) -> Result<Box<dyn Bus>> {
         self.reach()?;
         self.bus.reconnect()
+    }
+
+    fn keep_buffers(&mut self) {
+        self.faults.kept.fetch_add(1, Ordering::Relaxed);
     }
 
     fn describe(&self) -> String {

@@ -1,8 +1,8 @@
-//! The driver of a device: how it is set up, and one call after the other.
+//! The driver of a device: one call after the other.
 //!
-//! Owns the order of what is written to a device, its buffers, and what is said of it when a call does not end. Which calls a collective
-//! becomes is not decided here. Time comes from whoever has a clock: [`Driver::start`] and [`Driver::poll`] know none, and calls that are
-//! posted have a deadline. Read [`Driver::open`] first.
+//! Owns the order of calls, and what is said of a device when one does not end. How a device is set up and left is in `set_up`. Which calls a
+//! collective becomes is not decided here. Time comes from whoever has a clock: [`Driver::start`] and [`Driver::poll`] know none, and calls that
+//! are posted have a deadline. Read [`Driver::start`] first.
 
 mod claim;
 mod diagnosis;
@@ -11,6 +11,7 @@ mod inspect;
 mod pauses;
 mod queue;
 mod refusals;
+mod set_up;
 mod settings;
 mod tables;
 #[cfg(test)]
@@ -20,37 +21,27 @@ pub(crate) use claim::claim;
 pub use diagnosis::Diagnosis;
 pub use elements::Elements;
 pub use inspect::{Picture, reset};
-use inspect::{RESET_PATIENCE, await_reset, held};
 pub use pauses::Pauses;
 pub use queue::{Finished, RequestId};
 pub use settings::{MAX_RX_BUFFERS, Peer, Settings};
 use tables::Ranks;
 pub(crate) use tables::Tables;
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use accl_types::{Error, ErrorKind, Moment, Result};
 
-use crate::bus::{Bus, Memory};
-use crate::call::{ConfigFunction, Counts, Descriptor, Hosts, Operation};
-use crate::control::About;
-use crate::device::Design;
-use crate::memory_map::{self as map, ArithmeticConfig, DataType, HardwareId, RxBuffer};
+use crate::bus::Bus;
+use crate::call::{Counts, Descriptor, Hosts, Operation};
+use crate::memory_map::{self as map, ArithmeticConfig, DataType, HardwareId};
 use crate::return_code::ReturnCode;
 use queue::{Queue, State};
 
-/// What firmware is told for a time that it never looks at.
-const FIRMWARE_TIMEOUT: u32 = 1_000_000;
-/// Most ranks that a flat gather has addresses out to, and above how many bytes: as ACCL's own driver sets them.
-const GATHER_FAN_IN: u32 = 2;
-const GATHER_FAN_IN_BYTES: u32 = 32 << 10;
 /// How long a device may be asked why a call does not end.
 const DIAGNOSIS_TIME: Duration = Duration::from_millis(800);
-/// More ranks than this share a tree when a root has something for all of them.
-const BROADCAST_FLAT_RANKS: u32 = 3;
 
 /// A device that is set up.
-pub struct Driver<B> {
+pub struct Driver<B: Bus> {
     bus: B,
     settings: Settings,
     hardware_id: HardwareId,
@@ -58,122 +49,18 @@ pub struct Driver<B> {
     running: Option<Descriptor>,
     /// Calls that were posted; the first of them is the one that runs.
     queue: Queue,
+    /// Packets of other engines are let in, or may be.
+    takes_packets: bool,
     /// Why it takes no more calls.
     dead: Option<Error>,
 }
 
 impl<B: Bus> Driver<B> {
-    /// Sets a device up, once it has heard what it needs of others. All ranks must have done so before the first of them makes a call. Between looks at a call that sets something
-    /// `go_on` is asked whether there is time left.
-    ///
-    /// # Errors
-    /// Settings that firmware refuses, a device that somebody else uses or that is of another design, or that cannot be reached.
-    pub fn open(mut bus: B, settings: Settings, mut go_on: impl FnMut() -> bool) -> Result<Self> {
-        settings.check()?;
-        settings.check_sessions()?;
-        let hardware_id = HardwareId(bus.read_register(map::HARDWARE_ID.offset)?);
-        if let Some(network) = hardware_id.network().filter(|network| *network != settings.network) {
-            let [built, asked] = [network, settings.network].map(|network| Design::of(network).name());
-            return Err(Error::new(
-                ErrorKind::Configuration,
-                format!("{} was built for {built}, and `design` asks for {asked}", bus.describe()),
-            ));
-        }
-        if let Some(about) = bus.about()? {
-            let why = differs(&about, &settings).map(|why| format!("{} {why}", bus.describe()));
-            why.map_or(Ok(()), |why| Err(Error::new(ErrorKind::Configuration, why)))?;
-        }
-        let tables = Tables::lay_out(&settings)?;
-        claim(&mut bus, &mut go_on)?;
-        let mut driver =
-            Self { bus, settings, hardware_id, tables, running: None, queue: Queue::default(), dead: None };
-        driver.set_up(&mut go_on)?;
-        Ok(driver)
-    }
-
-    fn set_up(&mut self, go_on: &mut impl FnMut() -> bool) -> Result<()> {
-        self.bus.drain()?;
-        self.configure(ConfigFunction::Reset, 0, go_on)?;
-        await_reset(&mut self.bus, go_on)?;
-        let Settings { rx_buffers, rx_bytes, max_eager_bytes, max_rendezvous_bytes, .. } = self.settings;
-        let rx = self.bus.allocate_rx(u64::from(rx_buffers) * u64::from(rx_bytes))?;
-        for index in 0..rx_buffers {
-            let entry = RxBuffer::idle(rx + u64::from(index) * u64::from(rx_bytes));
-            self.write_words(self.tables.rx_buffers.word(RxBuffer::COUNT * index as usize), &entry.to_words())?;
-        }
-        self.bus.write_register(map::RX_BUFFER_BYTES.offset, rx_bytes)?;
-        self.bus.write_register(map::RX_BUFFER_COUNT.offset, rx_buffers)?;
-        for [low, high] in map::SPARE_BUFFERS {
-            let spare = self.bus.allocate(Memory::Device, u64::from(max_rendezvous_bytes))?;
-            self.bus.write_register(low.offset, spare as u32)?;
-            self.bus.write_register(high.offset, (spare >> 32) as u32)?;
-        }
-        let communicator = self.settings.communicator();
-        self.write_words(self.tables.ranks().place.offset, &communicator.to_words())?;
-        for (config, place) in self.tables.configs.clone() {
-            self.write_words(place.offset, &config.to_words())?;
-        }
-        for (register, value) in self.tuning() {
-            self.bus.write_register(register.offset, value)?;
-        }
-        self.bus.write_register(map::IS_CONFIGURED.offset, 1)?;
-        self.configure(ConfigFunction::Timeout, FIRMWARE_TIMEOUT, go_on)?;
-        self.configure(ConfigFunction::MaxEagerBytes, max_eager_bytes, go_on)?;
-        self.configure(ConfigFunction::MaxRendezvousBytes, max_rendezvous_bytes, go_on)?;
-        self.configure(ConfigFunction::EnablePackets, 0, go_on)
-    }
-
-    /// Tuning registers. Sums never go up a tree, where firmware loses the last one.
-    fn tuning(&self) -> [(map::Register, u32); 5] {
-        [
-            (map::GATHER_FAN_IN, GATHER_FAN_IN),
-            (map::GATHER_FAN_IN_BYTES, GATHER_FAN_IN_BYTES),
-            (map::BROADCAST_FLAT_RANKS, BROADCAST_FLAT_RANKS),
-            (map::REDUCE_FLAT_RANKS, self.settings.world().max(1)),
-            (map::REDUCE_FLAT_BYTES, 0),
-        ]
-    }
-
     fn write_words(&mut self, offset: u32, words: &[u32]) -> Result<()> {
         for (word, at) in words.iter().zip((offset..).step_by(4)) {
             self.bus.write_register(at, *word)?;
         }
         Ok(())
-    }
-
-    fn configure(&mut self, function: ConfigFunction, value: u32, go_on: &mut impl FnMut() -> bool) -> Result<()> {
-        let call = Descriptor { communicator: self.tables.ranks().place.offset, ..Descriptor::config(function, value) };
-        self.start_unrefused(&call)?;
-        let (begin, mut pauses) = (Instant::now(), Pauses::default());
-        while self.poll()?.is_none() {
-            if function == ConfigFunction::Reset && begin.elapsed() > RESET_PATIENCE {
-                let held = held(&self.bus);
-                return Err(self.kill(held));
-            }
-            if !go_on() {
-                let text = format!("{} did not answer `{call}` in time{}", self.bus.describe(), self.why_not(function));
-                return Err(self.kill(Error::new(ErrorKind::Device, text)));
-            }
-            self.bus.pause(pauses.next_pause());
-        }
-        Ok(())
-    }
-
-    /// Why a call that sets something does not end, as far as the device says: letting packets in waits for the engines of all ranks.
-    fn why_not(&mut self, function: ConfigFunction) -> String {
-        // That it cannot be asked is no better reason.
-        let about = self.bus.about().ok().flatten();
-        match about {
-            Some(About { missing, .. }) if !missing.is_empty() => {
-                let ranks: Vec<String> = missing.iter().map(u32::to_string).collect();
-                format!("; it waits for the emulators of ranks {}: start them, or correct where they are", ranks.join(", "))
-            }
-            Some(About { trouble, .. }) if !trouble.is_empty() => format!("; it says: {trouble}"),
-            None if function == ConfigFunction::EnablePackets => {
-                "; it does not say for whom it waits, and packets are let in once the devices of all ranks reach one another".to_owned()
-            }
-            Some(_) | None => String::new(),
-        }
     }
 
     /// What it was set up with.
@@ -243,7 +130,7 @@ impl<B: Bus> Driver<B> {
     /// Starts a call. One runs at a time.
     ///
     /// # Errors
-    /// Firmware would hang on it or do something else, the device is dead, or it cannot be reached, which is its death.
+    /// Firmware would hang on it or do something else, packets are not let in, the device is dead, or it cannot be reached, which is its death.
     pub fn start(&mut self, call: &Descriptor) -> Result<()> {
         if let Some(dead) = &self.dead {
             return Err(dead.clone());
@@ -265,6 +152,9 @@ impl<B: Bus> Driver<B> {
 
     /// Whether it is sure to do what it says.
     fn check(&self, call: &Descriptor) -> Result<()> {
+        if !self.takes_packets {
+            return Err(Error::internal(format!("`{call}` was given to a device before packets were let in")));
+        }
         let unknown = |what: &str, offset: u32| {
             Error::new(ErrorKind::InvalidArgument, format!("`{call}` is refused: there is no {what} at {offset:#x}"))
         };
@@ -433,24 +323,4 @@ impl<B: Bus> Driver<B> {
     fn kill(&mut self, error: Error) -> Error {
         self.dead.get_or_insert(error).clone()
     }
-}
-
-/// Why an emulator that says what it is cannot be what the settings ask for.
-fn differs(about: &About, settings: &Settings) -> Option<String> {
-    let (network, world) = (settings.network, settings.world());
-    if about.network != network && !settings.suits_any_network {
-        let [is, asked] = [about.network, network].map(|network| Design::of(network).name());
-        return Some(format!(
-            "was started for {is}, and `design` asks for {asked}; add `design={is}`, or start it with other `--comms`"
-        ));
-    }
-    if about.ranks != world {
-        return Some(format!(
-            "was started for {} ranks, and there are {world}; start it with other `--ranks`",
-            about.ranks
-        ));
-    }
-    (about.rank != settings.rank).then(|| {
-        format!("is that of rank {}, and this is rank {}; its address is another rank's", about.rank, settings.rank)
-    })
 }

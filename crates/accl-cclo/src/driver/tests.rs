@@ -1,13 +1,13 @@
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 use accl_types::Result;
 
 use super::{Driver, Peer, Settings};
 use crate::bus::{Bus, Memory};
-use crate::call::Descriptor;
+use crate::call::{ConfigFunction, Descriptor, Operation};
 use crate::control::About;
-use crate::memory_map::Network;
+use crate::memory_map::{DataType, Network};
 
 /// An emulator that says what it is, and does nothing but count how many words are read.
 struct Said(About, Arc<AtomicUsize>);
@@ -139,4 +139,107 @@ fn a_diagnosis_among_many_ranks_ends_when_its_time_is_over() {
         text.contains(" and seq 0 from rank 63 and something from 55 ranks more; its rx buffers are empty;"),
         "{text}"
     );
+}
+
+/// A card on which calls end for as long as `ends` says so.
+#[derive(Clone, Default)]
+struct Card {
+    ends: Arc<AtomicBool>,
+    /// Functions of calls that set something.
+    configured: Arc<Mutex<Vec<u32>>>,
+    kept: Arc<AtomicUsize>,
+}
+
+impl Bus for Card {
+    fn read_register(&mut self, _: u32) -> Result<u32> {
+        Ok(0)
+    }
+
+    fn write_register(&mut self, _: u32, _: u32) -> Result<()> {
+        Ok(())
+    }
+
+    fn allocate(&mut self, _: Memory, _: u64) -> Result<u64> {
+        Ok(0)
+    }
+
+    fn read_memory(&mut self, _: Memory, _: u64, _: &mut [u8]) -> Result<()> {
+        Ok(())
+    }
+
+    fn write_memory(&mut self, _: Memory, _: u64, _: &[u8]) -> Result<()> {
+        Ok(())
+    }
+
+    fn start(&mut self, call: &Descriptor) -> Result<()> {
+        if call.operation == Operation::Config {
+            self.configured.lock().unwrap().push(call.function);
+        }
+        Ok(())
+    }
+
+    fn poll(&mut self) -> Result<bool> {
+        Ok(self.ends.load(Ordering::Relaxed))
+    }
+
+    fn reconnect(&self) -> Result<Box<dyn Bus>> {
+        Ok(Box::new(self.clone()))
+    }
+
+    fn keep_buffers(&mut self) {
+        self.kept.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn describe(&self) -> String {
+        "card".to_owned()
+    }
+}
+
+fn set_up(card: &Card) -> Driver<Card> {
+    card.ends.store(true, Ordering::Relaxed);
+    let peers = vec![Peer { ip: [127, 0, 0, 1].into(), port: 5500, session: 0 }];
+    Driver::set_up(card.clone(), Settings::new(Network::Udp, 0, peers), || true).unwrap()
+}
+
+#[test]
+fn buffers_of_a_card_go_back_once_a_reset_has_ended_what_writes_to_them() {
+    let card = Card::default();
+    let mut driver = set_up(&card);
+    driver.enable_packets(|| true).unwrap();
+    card.configured.lock().unwrap().clear();
+    drop(driver);
+    assert_eq!(*card.configured.lock().unwrap(), [ConfigFunction::Reset.number()]);
+    assert_eq!(card.kept.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn a_card_that_does_not_come_back_to_a_reset_keeps_its_buffers() {
+    let card = Card::default();
+    let mut driver = set_up(&card);
+    driver.enable_packets(|| true).unwrap();
+    card.ends.store(false, Ordering::Relaxed);
+    drop(driver);
+    assert_eq!(card.kept.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn a_card_whose_call_is_under_way_is_not_waited_for_and_keeps_its_buffers() {
+    let card = Card::default();
+    let mut driver = set_up(&card);
+    driver.enable_packets(|| true).unwrap();
+    card.ends.store(false, Ordering::Relaxed);
+    let call = driver.call(Operation::Copy, DataType::F32, DataType::F32, 4).unwrap();
+    driver.start(&call).unwrap();
+    card.configured.lock().unwrap().clear();
+    drop(driver);
+    assert_eq!(*card.configured.lock().unwrap(), [0u32; 0]);
+    assert_eq!(card.kept.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn no_call_starts_before_packets_are_let_in() {
+    let mut driver = set_up(&Card::default());
+    let call = driver.call(Operation::Copy, DataType::F32, DataType::F32, 4).unwrap();
+    let text = driver.start(&call).unwrap_err().message;
+    assert!(text.ends_with("was given to a device before packets were let in"), "{text}");
 }

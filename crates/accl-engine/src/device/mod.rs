@@ -13,5 +13,5 @@ mod worker;
 
 pub(crate) use attended::Attended;
 pub(crate) use handle::Device;
-pub(crate) use opening::{Opened, Opening};
+pub(crate) use opening::Opening;
 pub use shared::OpenBus;

@@ -1,4 +1,5 @@
-//! The opening of a device: it is reached, tells the other ranks what they need, hears what they tell, and is set up.
+//! The opening of a device: it is reached, tells the other ranks what they need, hears what they tell, is set up, and lets packets in once
+//! those of all ranks are.
 //!
 //! Owns what whoever makes the group does of this, which never blocks for longer than it takes to look whether to go on; the device's thread
 //! does the rest (`worker`). How ranks tell one another is not known here. Read [`Opening::begin`] first.
@@ -13,24 +14,16 @@ use super::attended::Attended;
 use super::handle::Device;
 use super::port::Port;
 use super::shared::{LAST_WORDS, LOOK, OpenBus, Shared};
-use super::worker::{self, Step};
+use super::worker::{self, News, Step};
 use crate::time;
 
-/// A device that is reached, and not set up yet.
+/// A device that is reached, and takes no collectives yet.
 pub(crate) struct Opening {
     device: Arc<Device>,
     steps: Receiver<Result<Step>>,
-    told: Sender<Vec<String>>,
+    news: Sender<News>,
     tells: Option<String>,
     deadline: Moment,
-}
-
-/// A device that is set up.
-pub(crate) struct Opened {
-    /// The device.
-    pub(crate) device: Arc<Device>,
-    /// It is set up for those ranks that told it something: when others come in their place it has to be opened anew.
-    pub(crate) has_heard: bool,
 }
 
 impl Opening {
@@ -54,7 +47,7 @@ impl Opening {
         let shared: Arc<Shared> = Arc::default();
         let (tasks, queue) = mpsc::channel();
         let (step, steps) = mpsc::channel();
-        let (told, hears) = mpsc::channel();
+        let (news, hears) = mpsc::channel();
         let port = Port::new(rank, world, frame_bytes, u64::from(settings.max_eager_bytes));
         let worker = worker::Start {
             url: url.clone(),
@@ -73,7 +66,7 @@ impl Opening {
                 drop(ending);
             })
             .map_err(|error| Error::exhausted(format!("no thread for the device `{url}`: {error}")))?;
-        let mut opening = Self { device, steps, told, tells: None, deadline };
+        let mut opening = Self { device, steps, news, tells: None, deadline };
         if let Step::Reached(tells) = opening.step(look)? {
             opening.tells = tells;
         }
@@ -89,16 +82,35 @@ impl Opening {
     ///
     /// # Errors
     /// What was told makes no sense, a device that is set up for somebody else or does not answer; what `look` says.
-    pub(crate) fn finish(self, told: Option<Vec<String>>, look: &mut dyn FnMut() -> Result<()>) -> Result<Opened> {
-        let has_heard = told.is_some();
+    pub(crate) fn set_up(&self, told: Option<Vec<String>>, look: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         if let Some(told) = told {
-            // If the thread has ended, that is told next.
-            let _ = self.told.send(told);
+            self.tell(News::Told(told));
         }
         match self.step(look)? {
-            Step::SetUp => Ok(Opened { device: self.device, has_heard }),
-            Step::Reached(_) => Err(Error::internal(format!("{:?} was reached twice", self.device))),
+            Step::SetUp => Ok(()),
+            Step::Reached(_) | Step::Open => Err(self.out_of_turn()),
         }
+    }
+
+    /// Lets packets in: the devices of all ranks are set up, so none sends anything of a time before.
+    ///
+    /// # Errors
+    /// The device does not answer, or does not reach those of all ranks; what `look` says.
+    pub(crate) fn finish(self, look: &mut dyn FnMut() -> Result<()>) -> Result<Arc<Device>> {
+        self.tell(News::AllAreSetUp);
+        match self.step(look)? {
+            Step::Open => Ok(self.device),
+            Step::Reached(_) | Step::SetUp => Err(self.out_of_turn()),
+        }
+    }
+
+    fn tell(&self, news: News) {
+        // If the thread has ended, that is told next.
+        let _ = self.news.send(news);
+    }
+
+    fn out_of_turn(&self) -> Error {
+        Error::internal(format!("{:?} has come to a step of its opening out of turn", self.device))
     }
 
     /// What the thread has come to.

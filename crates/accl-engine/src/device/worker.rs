@@ -42,8 +42,18 @@ pub(super) struct Start {
 pub(super) enum Step {
     /// The device is reached. It tells this to all ranks, and waits for what they tell; `None`: it does not.
     Reached(Option<String>),
-    /// It takes collectives.
+    /// It is set up, and waits until those of all ranks are.
     SetUp,
+    /// It takes collectives.
+    Open,
+}
+
+/// What the thread is told while it opens the device.
+pub(super) enum News {
+    /// What the devices of all ranks have told.
+    Told(Vec<String>),
+    /// The devices of all ranks are set up.
+    AllAreSetUp,
 }
 
 /// The thread's own.
@@ -82,17 +92,17 @@ impl Start {
         self,
         opener: &dyn OpenBus,
         steps: &Sender<Result<Step>>,
-        told: &Receiver<Vec<String>>,
+        news: &Receiver<News>,
         tasks: &Receiver<ExternalTask>,
     ) {
         signals::block_all();
         self.port.belongs_to_this_thread();
-        let mut worker = match self.open(opener, steps, told) {
+        let mut worker = match self.open(opener, steps, news) {
             Ok(Some(worker)) => worker,
             Ok(None) => return,
             Err(error) => return drop(steps.send(Err(error))),
         };
-        if steps.send(Ok(Step::SetUp)).is_err() {
+        if steps.send(Ok(Step::Open)).is_err() {
             return;
         }
         // It ends with the last sender.
@@ -102,12 +112,7 @@ impl Start {
     }
 
     /// `None`: the device is not wanted any more.
-    fn open(
-        self,
-        opener: &dyn OpenBus,
-        steps: &Sender<Result<Step>>,
-        told: &Receiver<Vec<String>>,
-    ) -> Result<Option<Worker>> {
+    fn open(self, opener: &dyn OpenBus, steps: &Sender<Result<Step>>, news: &Receiver<News>) -> Result<Option<Worker>> {
         let Self { url, mut settings, shared, port, deadline } = self;
         let is_closed = shared.clone();
         let mut go_on = || time::now() < deadline && !is_closed.is_closed.load(Ordering::Relaxed);
@@ -118,18 +123,20 @@ impl Start {
         if steps.send(Ok(Step::Reached(tells))).is_err() {
             return Ok(None);
         }
+        let until = deadline + LAST_WORDS;
         if hears {
-            match told.recv_timeout((deadline + LAST_WORDS).since(time::now())) {
-                Ok(told) => bus.hear(&told, &mut settings)?,
-                Err(RecvTimeoutError::Disconnected) => return Ok(None),
-                Err(RecvTimeoutError::Timeout) => {
-                    let text = format!("{} has not heard of all others before the deadline", bus.describe());
-                    return Err(Error::timeout(text));
-                }
+            match next_news(news, until, &*bus)? {
+                Some(News::Told(told)) => bus.hear(&told, &mut settings)?,
+                Some(News::AllAreSetUp) => return Err(Error::internal("a device was to hear what no rank has told")),
+                None => return Ok(None),
             }
         }
-        let mut driver = Driver::open(bus, settings, go_on)?;
+        let mut driver = Driver::set_up(bus, settings, &mut go_on)?;
         let staging = Staging::new(driver.bus(), memory)?;
+        if steps.send(Ok(Step::SetUp)).is_err() || next_news(news, until, driver.bus())?.is_none() {
+            return Ok(None);
+        }
+        driver.enable_packets(go_on)?;
         Ok(Some(Worker { url, driver, staging, shared }))
     }
 }
@@ -274,6 +281,17 @@ impl Worker {
         let why = self.give_up("has not ended");
         let text = format!("Timed out waiting {waited}ms for {}: {}", collective.collective, why.message);
         Error::new(ErrorKind::Timeout, text)
+    }
+}
+
+/// What is told next, before a moment; `None`: the device is not wanted any more.
+fn next_news(news: &Receiver<News>, until: Moment, bus: &dyn Bus) -> Result<Option<News>> {
+    match news.recv_timeout(until.since(time::now())) {
+        Ok(news) => Ok(Some(news)),
+        Err(RecvTimeoutError::Disconnected) => Ok(None),
+        Err(RecvTimeoutError::Timeout) => {
+            Err(Error::timeout(format!("{} has not heard of all others before the deadline", bus.describe())))
+        }
     }
 }
 

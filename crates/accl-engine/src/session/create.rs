@@ -20,7 +20,7 @@ use super::store::Store;
 use crate::api::default_codec::DefaultCodec;
 use crate::api::group::{Group, Rules};
 use crate::api::spec::GroupSpec;
-use crate::device::{Opened, Opening};
+use crate::device::{Device, Opening};
 use crate::engine::{Engine, Job, Parts};
 use crate::env::launch_label;
 use crate::events;
@@ -35,10 +35,13 @@ use accl_types::hash::hash_words;
 const CONNECT_TICK: Duration = Duration::from_millis(50);
 const CONNECT_SLICE: Duration = Duration::from_millis(200);
 
+/// What a rank tells the others once its device is set up.
+const IS_SET_UP: &str = "set up";
+
 /// The device of a group that is being made.
 struct Devices {
     url: Option<DeviceUrl>,
-    opened: Option<Opened>,
+    opened: Option<Arc<Device>>,
 }
 
 /// The device that a group is to have. One serves the group of the whole job: others have none.
@@ -236,7 +239,7 @@ impl Engine {
         if spec.config.timing {
             state.enable_timing();
         }
-        let device = device.opened.as_ref().map(|opened| opened.device.clone());
+        let device = device.opened.clone();
         if let Some(device) = &device {
             device.connect(&self.driver, id);
             state.take_packets_with(device.sink());
@@ -244,8 +247,8 @@ impl Engine {
         Ok(Some((state, Rules { default_codec, device, planner })))
     }
 
-    /// Opens the group's device: once, although a session may move, unless it is set up for the other ranks' devices, which are new then.
-    /// `false` when the session is over.
+    /// Opens the group's device, and that anew when a session moves: it is set up for the other ranks' devices, which are new then. `false` when
+    /// the session is over.
     fn open_device(
         &self,
         spec: &GroupSpec,
@@ -256,15 +259,8 @@ impl Engine {
     ) -> Result<bool> {
         let Some(url) = &device.url else { return Ok(true) };
         let deadline = time::now() + deadline.saturating_duration_since(Instant::now());
-        match device.opened.take() {
-            // Reached anew once it is left.
-            Some(opened) if opened.has_heard => drop(opened),
-            Some(opened) => {
-                device.opened = Some(opened);
-                return Ok(true);
-            }
-            None => {}
-        }
+        // Reached anew once it is left.
+        drop(device.opened.take());
         let opener = self.opener().ok_or_else(|| {
             Error::configuration(format!("device `{url}`: this engine was not given a way to open devices"))
         })?;
@@ -280,7 +276,11 @@ impl Engine {
                 None => return Ok(false),
             },
         };
-        device.opened = Some(opening.finish(told, look)?);
+        opening.set_up(told, look)?;
+        if meeting.exchange(IS_SET_UP, look)?.is_none() {
+            return Ok(false);
+        }
+        device.opened = Some(opening.finish(look)?);
         Ok(true)
     }
 

@@ -54,6 +54,8 @@ pub struct CoyoteBus {
     ends: Vec<Option<QueuePair>>,
     /// A call was started whose end was not seen: the card may write to buffers.
     is_busy: bool,
+    /// Packets may still come to buffers, although no call is under way.
+    may_write: bool,
     /// Registers can be read, and nothing else be done.
     only_looks: bool,
 }
@@ -87,6 +89,7 @@ impl CoyoteBus {
             buffers: Vec::new(),
             ends: Vec::new(),
             is_busy: false,
+            may_write: false,
             only_looks: false,
         };
         bus.register(CONTROL_CONTEXT)?;
@@ -313,8 +316,13 @@ impl Bus for CoyoteBus {
             buffers: Vec::new(),
             ends: Vec::new(),
             is_busy: false,
+            may_write: false,
             only_looks: true,
         }))
+    }
+
+    fn keep_buffers(&mut self) {
+        self.may_write = true;
     }
 
     fn describe(&self) -> String {
@@ -325,7 +333,7 @@ impl Bus for CoyoteBus {
 /// Gives everything back, unless the card may still write to buffers: then nothing ever is.
 impl Drop for CoyoteBus {
     fn drop(&mut self) {
-        if self.is_busy {
+        if self.is_busy || self.may_write {
             return self.calls.keep_open();
         }
         if self.only_looks {

@@ -479,3 +479,14 @@ fn a_region_has_one_driver_until_its_file_is_closed() {
     assert!(!open().claim().unwrap(), "the card may still write to the buffers of one that is kept open");
     std::fs::remove_dir_all(devices).unwrap();
 }
+
+#[test]
+fn a_card_that_may_still_write_to_its_buffers_keeps_them() {
+    let recorder = Recorder::new(RDMA_ON_0);
+    let mut bus = opened(&recorder);
+    bus.allocate(Memory::Device, 4096).unwrap();
+    bus.keep_buffers();
+    taken(&recorder);
+    drop(bus);
+    assert_eq!(taken(&recorder), [Done::KeepOpen]);
+}

@@ -141,8 +141,10 @@ pub(super) struct Card {
     hostctrl: Handle,
     run: Handle,
     buffers: Vec<Buffer>,
-    /// The card may still write to buffers: nothing is given back.
+    /// A run is under way.
     pub(super) is_busy: bool,
+    /// Packets may still come to buffers, although no run is under way.
+    pub(super) may_write: bool,
 }
 
 // SAFETY: the handles are this card's alone, XRT keeps nothing by thread, and `&mut self` or a lock lets in one thread at a time.
@@ -163,8 +165,16 @@ impl Card {
         // SAFETY: the function takes any index.
         let device = unsafe { (functions.device_open)(names.index) };
         let none = std::ptr::null_mut();
-        let mut card =
-            Self { functions, device, engine: none, hostctrl: none, run: none, buffers: Vec::new(), is_busy: false };
+        let mut card = Self {
+            functions,
+            device,
+            engine: none,
+            hostctrl: none,
+            run: none,
+            buffers: Vec::new(),
+            is_busy: false,
+            may_write: false,
+        };
         if card.device.is_null() {
             return Err(Failure::NoCard);
         }
@@ -287,7 +297,7 @@ impl Card {
 impl Drop for Card {
     fn drop(&mut self) {
         let Functions { buffer_close, run_close, kernel_close, device_close, .. } = self.functions;
-        if self.is_busy || self.device.is_null() {
+        if self.is_busy || self.may_write || self.device.is_null() {
             return;
         }
         let close = |close: unsafe extern "C" fn(Handle) -> Int, handle: Handle| {

@@ -192,6 +192,10 @@ impl Bus for XrtBus {
         Ok(Box::new(Self { card: self.card.clone(), index: self.index, only_looks: true }))
     }
 
+    fn keep_buffers(&mut self) {
+        self.card.lock().unwrap_or_else(PoisonError::into_inner).may_write = true;
+    }
+
     fn describe(&self) -> String {
         name(self.index)
     }

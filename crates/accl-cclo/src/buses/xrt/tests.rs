@@ -311,3 +311,15 @@ fn prototypes_are_those_of_the_headers_and_debians_library_knows_no_card() {
     }
     assert_eq!(said, "XRT knows no card 0; `xbutil examine` says which there are");
 }
+
+#[test]
+fn a_card_that_may_still_write_to_its_buffers_keeps_them() {
+    let folder = Folder::new("keeps");
+    let (library, xclbin) = (folder.stand_in(), folder.file("a.xclbin", ""));
+    let mut bus = XrtBus::open_with(&library, place(0, &xclbin)).unwrap_or_else(|(_, error)| panic!("{error}"));
+    bus.allocate(Memory::Device, 4096).unwrap();
+    bus.keep_buffers();
+    folder.taken();
+    drop(bus);
+    assert_eq!(folder.taken(), [""; 0]);
+}

@@ -35,8 +35,8 @@
 //! sub-group at once: it will not come back into this job.
 //!
 //! **What ranks tell one another.** Devices of some kinds need to know those of the other ranks. With the roster, before it counts itself in,
-//! each rank then writes what it tells under the session's name, and rank 0 writes all of it in one place. It is of that session: when that
-//! moves, all tell anew.
+//! each rank then writes what it tells under the session's name, and rank 0 writes all of it in one place. Once more when its device is set up:
+//! no device lets packets in before those of all ranks are. Both are of that session: when that moves, all tell anew.
 //!
 //! **Several at once.** Threads of one process may make groups over the same keys: those that lead take turns, and one that
 //! answers in another's place waits for the next session. A second living process with the same rank is found out when it stands in this rank's place
@@ -125,8 +125,9 @@ pub(crate) struct Meeting<'a> {
     began: Instant,
     deadline: Instant,
     looked: Instant,
-    /// Whether this rank has told the others anything: keys to clean up.
-    has_told: bool,
+    /// How often all ranks have told something in this session, and most often in any: keys to clean up.
+    rounds: u32,
+    most_rounds: u32,
     /// Whether the group's end needs no word to the others: it is made, or nobody was met.
     concluded: bool,
 }
@@ -161,7 +162,8 @@ impl<'a> Meeting<'a> {
             began: now,
             deadline,
             looked: now,
-            has_told: false,
+            rounds: 0,
+            most_rounds: 0,
             concluded: false,
         }
     }
@@ -202,17 +204,20 @@ impl<'a> Meeting<'a> {
         }
     }
 
-    /// Tells all ranks something, once in a session, and returns what they have told, in rank order; all ranks do, or none. `None`: the session is
-    /// over, gather again.
+    /// Tells all ranks something, and returns what they have told, in rank order; all ranks do as often, or none. `None`: the session is over,
+    /// gather again.
     ///
     /// # Errors
     /// As [`Meeting::gather`]; `Rendezvous` when the store holds something else.
     pub(crate) fn exchange(&mut self, text: &str, look: &mut dyn FnMut() -> Result<()>) -> Result<Option<Vec<String>>> {
         let Some(session) = self.session.clone() else { return Ok(Some(vec![text.to_owned()])) };
-        let (rank, all) = (self.spec.rank.0, told_by_all(&self.keys, &session));
-        self.has_told = true;
+        let rank = self.spec.rank.0;
+        self.rounds += 1;
+        self.most_rounds = self.most_rounds.max(self.rounds);
+        let round = told(&self.keys, &session, self.rounds);
+        let all = told_by_all(&round);
         if rank != 0 {
-            self.store.set(&told_by(&self.keys, &session, rank), text.as_bytes())?;
+            self.store.set(&told_by(&round, rank), text.as_bytes())?;
         }
         let mut told = vec![text.to_owned()];
         let pace = Pace::new();
@@ -225,7 +230,7 @@ impl<'a> Meeting<'a> {
             } else if told.len() == self.spec.world as usize {
                 self.store.set(&all, told_to_text(&told).as_bytes())?;
                 break;
-            } else if let Some(text) = self.text(&told_by(&self.keys, &session, told.len() as u32))? {
+            } else if let Some(text) = self.text(&told_by(&round, told.len() as u32))? {
                 told.push(text);
                 continue;
             }
@@ -235,7 +240,7 @@ impl<'a> Meeting<'a> {
                 Standing::Over(why) => return self.leave(why).map(|()| None),
             }
             if Instant::now() >= self.deadline + GRACE {
-                return Err(self.untold(&session));
+                return Err(self.untold(&round));
             }
             self.pause(&pace, look)?;
         }
@@ -290,7 +295,7 @@ impl<'a> Meeting<'a> {
             let uuid = u128::from_be_bytes(self.mine.info.uuid);
             let session = format!("{}{uuid:032x}-{}-{}", self.label, self.mine.counter, self.led);
             self.led += 1;
-            self.session = Some(session.clone());
+            (self.session, self.rounds) = (Some(session.clone()), 0);
             self.say(&session, Phase::Gathering)?;
             if let Some(infos) = self.collect(&session, look)? {
                 // The notice stays as it is: by now it may be another leader's.
@@ -420,7 +425,7 @@ impl<'a> Meeting<'a> {
             let key = info(&self.keys, &notice.session, self.spec.rank.0);
             self.confirmed_before = self.makings.confirmed.load(Ordering::SeqCst);
             // Before the store is asked: the others hear of it also if that fails.
-            self.session = Some(notice.session);
+            (self.session, self.rounds) = (Some(notice.session), 0);
             self.store.set(&key, self.mine.to_text().as_bytes())?;
         }
         Ok(None)
@@ -522,8 +527,9 @@ impl<'a> Meeting<'a> {
             } else {
                 // An info that stays is garbage, no harm.
                 let _ = self.store.delete(&info(&self.keys, session, self.spec.rank.0));
-                if self.has_told {
-                    let _ = self.store.delete(&told_by(&self.keys, session, self.spec.rank.0));
+                for round in 1..=self.rounds {
+                    let round = told(&self.keys, session, round);
+                    let _ = self.store.delete(&told_by(&round, self.spec.rank.0));
                 }
             }
         }
@@ -536,9 +542,7 @@ impl<'a> Meeting<'a> {
             self.delete_session(&session)?;
             for rank in 1..world {
                 self.store.delete(&info(&self.keys, &session, rank))?;
-                if self.has_told {
-                    self.store.delete(&told_by(&self.keys, &session, rank))?;
-                }
+                self.delete_told_by(&session, rank)?;
             }
         }
         // Before the roster: who finds the notice and no roster answers. It may be another leader's by now, if this one was
@@ -550,15 +554,11 @@ impl<'a> Meeting<'a> {
         }
         if rank != 0 {
             self.store.delete(&info(&self.keys, session, rank))?;
-            if self.has_told {
-                self.store.delete(&told_by(&self.keys, session, rank))?;
-            }
+            self.delete_told_by(session, rank)?;
         }
         if self.store.add(&ready(&self.keys, session), 1)? == 2 * i64::from(world) {
             self.store.delete(&roster(&self.keys, session))?;
-            if self.has_told {
-                self.store.delete(&told_by_all(&self.keys, session))?;
-            }
+            self.delete_told_by_all(session)?;
             self.store.delete(&ready(&self.keys, session))?;
         }
         Ok(())
@@ -566,11 +566,23 @@ impl<'a> Meeting<'a> {
 
     fn delete_session(&self, session: &str) -> Result<()> {
         self.store.delete(&roster(&self.keys, session))?;
-        if self.has_told {
-            self.store.delete(&told_by_all(&self.keys, session))?;
-        }
+        self.delete_told_by_all(session)?;
         self.store.delete(&why_key(&self.keys, session))?;
         self.store.delete(&ready(&self.keys, session)).map(drop)
+    }
+
+    fn delete_told_by(&self, session: &str, rank: u32) -> Result<()> {
+        let rounds = 1..=self.most_rounds;
+        rounds
+            .map(|round| told(&self.keys, session, round))
+            .try_for_each(|round| self.store.delete(&told_by(&round, rank)).map(drop))
+    }
+
+    fn delete_told_by_all(&self, session: &str) -> Result<()> {
+        let rounds = 1..=self.most_rounds;
+        rounds
+            .map(|round| told(&self.keys, session, round))
+            .try_for_each(|round| self.store.delete(&told_by_all(&round)).map(drop))
     }
 
     /// Ends this rank's session; errors of the store are none of who gives up.
@@ -642,9 +654,8 @@ impl<'a> Meeting<'a> {
     }
 
     /// The deadline passed before all had told what the others need.
-    fn untold(&self, session: &str) -> Error {
-        let is_missing =
-            |rank: &u32| self.store.get(&told_by(&self.keys, session, *rank)).is_ok_and(|text| text.is_none());
+    fn untold(&self, round: &str) -> Error {
+        let is_missing = |rank: &u32| self.store.get(&told_by(round, *rank)).is_ok_and(|text| text.is_none());
         let mut missing: Vec<String> = (1..self.spec.world).filter(is_missing).map(|rank| rank.to_string()).collect();
         if missing.is_empty() {
             missing.push("0".to_owned());
@@ -734,12 +745,17 @@ fn roster(keys: &str, session: &str) -> String {
     format!("{keys}/{session}/roster")
 }
 
-fn told_by(keys: &str, session: &str, rank: u32) -> String {
-    format!("{keys}/{session}/told/{rank}")
+/// What keys begin with of what is told in this round of a session.
+fn told(keys: &str, session: &str, round: u32) -> String {
+    format!("{keys}/{session}/told/{round}")
 }
 
-fn told_by_all(keys: &str, session: &str) -> String {
-    format!("{keys}/{session}/told")
+fn told_by(round: &str, rank: u32) -> String {
+    format!("{round}/{rank}")
+}
+
+fn told_by_all(round: &str) -> String {
+    format!("{round}/all")
 }
 
 fn ready(keys: &str, session: &str) -> String {
