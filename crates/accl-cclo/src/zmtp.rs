@@ -36,6 +36,8 @@ const PONG: &[u8] = b"\x04PONG";
 const PING_TIME_BYTES: usize = 2;
 /// The property of what a socket is.
 const SOCKET_TYPE: &[u8] = b"Socket-Type";
+/// That by which an emulator of ours says of which of its ranks a socket is; names with this head are free to use.
+const RANK: &[u8] = b"X-Accl-Rank";
 
 /// How an end begins.
 pub fn greeting() -> [u8; GREETING_BYTES] {
@@ -74,12 +76,27 @@ pub fn check_greeting(bytes: &[u8]) -> Result<(), String> {
 
 /// The frame in which a socket says that it is of this type.
 pub fn ready(socket: &[u8]) -> Vec<u8> {
+    ready_with(&[(SOCKET_TYPE, socket), (b"Identity", b"")])
+}
+
+/// The same, for a socket of this rank of an emulator.
+pub fn ready_of_rank(socket: &[u8], rank: u32) -> Vec<u8> {
+    ready_with(&[(SOCKET_TYPE, socket), (b"Identity", b""), (RANK, rank.to_string().as_bytes())])
+}
+
+/// The frame in which a socket says why it ends the connection.
+pub fn error(why: &str) -> Vec<u8> {
+    let why = &why.as_bytes()[..why.len().min(usize::from(u8::MAX))];
+    frame(COMMAND, &[ERROR, &[why.len() as u8], why].concat())
+}
+
+fn ready_with(properties: &[(&[u8], &[u8])]) -> Vec<u8> {
     let mut body = READY.to_vec();
-    for (name, value) in [(SOCKET_TYPE, socket), (b"Identity", b"")] {
+    for (name, value) in properties {
         body.push(name.len() as u8);
-        body.extend(name);
+        body.extend(*name);
         body.extend((value.len() as u32).to_be_bytes());
-        body.extend(value);
+        body.extend(*value);
     }
     frame(COMMAND, &body)
 }
@@ -88,16 +105,30 @@ pub fn ready(socket: &[u8]) -> Vec<u8> {
 ///
 /// # Errors
 /// What is wrong with it, in words.
-pub fn socket_type(mut metadata: &[u8]) -> Result<&[u8], &'static str> {
-    let mut socket = None;
+pub fn socket_type(metadata: &[u8]) -> Result<&[u8], &'static str> {
+    property_of(metadata, SOCKET_TYPE)?.ok_or("it does not say of which type its socket is")
+}
+
+/// Of which rank of an emulator a socket is that is ready; `None`: it does not say so.
+///
+/// # Errors
+/// As [`socket_type`].
+pub fn rank(metadata: &[u8]) -> Result<Option<u32>, &'static str> {
+    let digits = property_of(metadata, RANK)?;
+    Ok(digits.and_then(|digits| std::str::from_utf8(digits).ok()?.parse().ok()))
+}
+
+/// The last property with this name. All are looked at: whatever is no property is an error.
+fn property_of<'a>(mut metadata: &'a [u8], wanted: &[u8]) -> Result<Option<&'a [u8]>, &'static str> {
+    let mut found = None;
     while !metadata.is_empty() {
         let (name, value, rest) = property(metadata).ok_or("its properties have impossible lengths")?;
-        if name.eq_ignore_ascii_case(SOCKET_TYPE) {
-            socket = Some(value);
+        if name.eq_ignore_ascii_case(wanted) {
+            found = Some(value);
         }
         metadata = rest;
     }
-    socket.ok_or("it does not say of which type its socket is")
+    Ok(found)
 }
 
 /// Name and value of the first property, and those behind it.

@@ -18,6 +18,8 @@ const MOST_WAITING: usize = 256;
 #[derive(Debug)]
 pub(crate) struct Outgoing {
     pub(crate) to: u32,
+    /// Of which job it is; zero: its host has said nothing of jobs.
+    pub(crate) job: u32,
     pub(crate) packet: Vec<u8>,
 }
 
@@ -188,11 +190,18 @@ impl Cluster {
     }
 
     /// Hands a packet of another process to its engine.
-    pub(crate) fn take(&mut self, rank: u32, sender: u32, packet: &[u8]) {
+    pub(crate) fn take(&mut self, rank: u32, sender: u32, job: u32, packet: &[u8]) {
         if let Some(trace) = &self.trace {
             trace.packet(sender, rank, packet);
         }
         if let Some(index) = self.index(rank) {
+            self.deliver(index, sender, job, packet);
+        }
+    }
+
+    /// A packet of another job than that of its engine was on its way when that one was reset, and goes nowhere.
+    fn deliver(&mut self, index: usize, sender: u32, job: u32, packet: &[u8]) {
+        if self.engines[index].job() == job {
             self.engines[index].take(sender, packet);
             self.wake(index);
         }
@@ -236,6 +245,8 @@ impl Cluster {
             sent_here: BTreeMap::new(),
             was_refused: Cell::new(false),
         };
+        // What is sent now is of this job: a reset, with which another may begin, sends nothing, and neither does what follows it at once.
+        let job = engine.job();
         let has_moved = engine.advance(&mut carrier);
         let Carrier { sent, was_refused, .. } = carrier;
         if was_refused.get() {
@@ -246,11 +257,8 @@ impl Cluster {
                 trace.packet(from, to, &packet);
             }
             match self.index(to) {
-                Some(peer) => {
-                    self.engines[peer].take(from, &packet);
-                    self.wake(peer);
-                }
-                None => self.outgoing[index].push_back(Outgoing { to, packet }),
+                Some(peer) => self.deliver(peer, from, job, &packet),
+                None => self.outgoing[index].push_back(Outgoing { to, job, packet }),
             }
         }
         has_moved
@@ -265,5 +273,68 @@ impl Cluster {
     /// Gives an engine bytes of a kernel.
     pub(crate) fn feed(&mut self, rank: u32, bytes: &[u8]) {
         self.tell(rank, |engine| engine.feed(bytes));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use accl_cclo::call::{ConfigFunction, Descriptor};
+    use accl_cclo::memory_map::{self as map, Network, RxBuffer, RxStatus};
+    use accl_cclo::wire::{Header, MessageKind, packets};
+
+    use super::*;
+    use crate::program::Faithful;
+
+    /// An engine that has been reset for a job, and lets packets in.
+    fn set_up(cluster: &mut Cluster, job: u32) {
+        cluster.engine(0).unwrap().set_next_job(job);
+        let call = |call| Request::Call { control: 0, call };
+        cluster.answer(0, &call(Descriptor::config(ConfigFunction::Reset, 0)));
+        for (offset, value) in [(map::RX_BUFFER_COUNT.offset, 1), (map::RX_BUFFER_BYTES.offset, 64)] {
+            cluster.answer(0, &Request::WriteRegister { offset, value });
+        }
+        for (word, offset) in RxBuffer::idle(0).to_words().into_iter().zip((8..).step_by(4)) {
+            cluster.answer(0, &Request::WriteRegister { offset, value: word });
+        }
+        cluster.answer(0, &call(Descriptor::config(ConfigFunction::EnablePackets, 0)));
+    }
+
+    fn has_come(cluster: &mut Cluster) -> bool {
+        let status = map::TABLES_BEGIN;
+        cluster.answer(0, &Request::ReadRegister { offset: status }) == Some(Reply::Register(RxStatus::Full.word()))
+    }
+
+    #[test]
+    fn a_packet_of_a_job_that_was_killed_does_not_get_into_the_next() {
+        let header = Header {
+            count: 4,
+            tag: 0,
+            source: 1,
+            sequence: 0,
+            stream: 0,
+            destination: 0,
+            kind: MessageKind::Eager,
+            is_host: false,
+            address: 0,
+            communicator: 0,
+            packet_number: 0,
+        };
+        let packet = packets(Network::Udp, &header, &[1; 4], 0).next().unwrap().to_bytes();
+        for (job, of, is_taken) in [(8, 7, false), (8, 8, true), (0, 7, false), (8, 0, false), (0, 0, true)] {
+            let mut cluster = Cluster::new(0, vec![Engine::new(Network::Udp, Faithful::default())], None);
+            cluster.engine(0).unwrap().memory(false).grow(0, 64);
+            set_up(&mut cluster, 7);
+            set_up(&mut cluster, job);
+            cluster.take(0, 1, of, &packet);
+            assert_eq!(has_come(&mut cluster), is_taken, "a packet of job {of} for job {job}");
+        }
+    }
+
+    #[test]
+    fn a_call_that_is_under_way_when_another_job_comes_still_sends_for_its_own() {
+        let mut cluster = Cluster::new(0, vec![Engine::new(Network::Udp, Faithful::default())], None);
+        set_up(&mut cluster, 7);
+        cluster.engine(0).unwrap().set_next_job(8);
+        assert_eq!(cluster.engine(0).unwrap().job(), 7);
     }
 }

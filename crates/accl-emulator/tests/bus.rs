@@ -363,7 +363,7 @@ fn an_emulator_whose_driver_was_killed_is_there_for_the_next() {
     let _emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);
     let url = url(&format!("emulator://127.0.0.1:{port}"));
     // A process that has taken the rank, and says nothing more.
-    let claim = accl_cclo::control::Request::Claim { owner: "it".to_owned() }.to_json();
+    let claim = accl_cclo::control::Request::Claim { owner: "it".to_owned(), job: 0 }.to_json();
     let says = [&GREETING_THAT_ASKS.concat()[..], &[1, 0, 0, claim.len() as u8], claim.as_bytes()].concat();
     let says: String = says.iter().map(|byte| format!("\\{byte:03o}")).collect();
     let script = format!("exec 3<>/dev/tcp/127.0.0.1/{port}; printf '{says}' >&3; exec cat <&3");
@@ -454,7 +454,13 @@ fn what_a_rank_has_told_that_is_no_emulators_answer_is_refused() {
     let mut bus = buses::open(&url, 0).unwrap();
     let mut settings = url.settings(0, 2).unwrap();
     let own = bus.tell(&settings).unwrap().unwrap();
-    for (text, why) in [("nonsense", "expected ident"), (r#"{"status":0}"#, "it says something else"), ("", "EOF")] {
+    for (text, why) in [
+        ("1 nonsense", "expected ident"),
+        (r#"1 {"status":0}"#, "it says something else"),
+        ("1 ", "EOF"),
+        ("nonsense", "it does not begin with a number"),
+        ("", "it does not begin with a number"),
+    ] {
         let message = bus.hear(&[own.clone(), text.to_owned()], &mut settings).unwrap_err().message;
         assert!(
             message.starts_with(&format!("what rank 1 has told of its emulator makes no sense: {why}")),
@@ -651,4 +657,22 @@ fn speed_is_within_the_bars() {
     println!("a rank set up in {set_up:?}");
     assert!(write_all.max(read_all) < slack * Duration::from_millis(250), "{write_all:?} {read_all:?}");
     assert!(set_up < slack * Duration::from_millis(50), "{set_up:?}");
+}
+
+#[test]
+fn a_driver_is_told_that_too_many_hosts_are_connected() {
+    let port = free_ports(4);
+    let _emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);
+    let hosts: Vec<_> = (0..64).map(|_| std::net::TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
+    let url = url(&format!("emulator://127.0.0.1:{port}"));
+    let text = buses::open(&url, 0).err().unwrap().message;
+    assert_eq!(
+        text,
+        format!("what listens at 127.0.0.1:{port} takes no connection: it says `64 hosts are connected already`")
+    );
+    drop(hosts);
+    let begin = Instant::now();
+    while let Err(error) = buses::open(&url, 0) {
+        assert!(begin.elapsed() < common::PATIENCE, "{error}");
+    }
 }

@@ -152,7 +152,7 @@ fn request() -> impl Strategy<Value = Request> {
         }),
         (0u32..5).prop_map(|control| Request::Poll { control }),
         Just(Request::About),
-        "[a-z]{0,9}".prop_map(|owner| Request::Claim { owner }),
+        ("[a-z]{0,9}", any::<u32>()).prop_map(|(owner, job)| Request::Claim { owner, job }),
     ]
 }
 

@@ -3,14 +3,18 @@
 #[path = "common/host.rs"]
 mod host;
 
-use std::io::Read;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::process::Stdio;
+use std::time::{Duration, Instant};
 
 use accl_cclo::call::{ConfigFunction, Descriptor, Operation};
 use accl_cclo::memory_map::{Communicator, RankEntry};
 use accl_cclo::return_code::ReturnCode;
+use accl_cclo::zmtp;
 use host::{
-    Emulators, Host, Setup, call, free_ports, hosts, ports, resident_bytes, run, signal, start, start_with, sum, words,
+    Emulators, Host, PATIENCE, Setup, call, free_ports, hosts, ports, resident_bytes, run, signal, start, start_with,
+    sum, words,
 };
 
 /// Bits with which calls end that wait for a peer that has gone, and that cannot let packets in.
@@ -103,7 +107,7 @@ fn ranks_whose_emulators_are_not_there_are_named_and_the_call_ends() {
         assert_eq!(about.missing, [2]);
         assert_eq!(
             about.trouble,
-            "rank 0: packets cannot be let in after 1 s, because the emulators of these ranks do not listen: 2; start them, or correct --hosts"
+            "rank 0: packets cannot be let in after 1 s, because the emulators of these ranks are not there: 2; start them, or correct --hosts"
         );
         emulators.0.push(one(2));
         sum(&mut hosts(&ports(port, 3), &Setup::default()).await, 300).await;
@@ -132,4 +136,104 @@ fn a_communicator_of_ranks_that_there_are_not_holds_up_nobody_else() {
         host.end_well().await;
         sum(&mut hosts, 300).await;
     });
+}
+
+/// Both ends of a connection of ZeroMQ say what they are.
+fn greeted(mut stream: TcpStream, ready: &[u8]) -> TcpStream {
+    stream.write_all(&zmtp::greeting()).unwrap();
+    stream.read_exact(&mut [0; zmtp::GREETING_BYTES]).unwrap();
+    stream.write_all(ready).unwrap();
+    let mut head = [0; 2];
+    stream.read_exact(&mut head).unwrap();
+    stream.read_exact(&mut vec![0; usize::from(head[1])]).unwrap();
+    stream
+}
+
+/// Whoever subscribes to packets, as this rank of an emulator or as nobody in particular.
+fn subscriber(port: u16, rank: Option<u32>, topic: &str) -> TcpStream {
+    let ready = rank.map_or_else(|| zmtp::ready(b"SUB"), |rank| zmtp::ready_of_rank(b"SUB", rank));
+    let mut stream = greeted(TcpStream::connect(("127.0.0.1", port)).unwrap(), &ready);
+    stream.write_all(&zmtp::frame(0, &[b"\x01", topic.as_bytes()].concat())).unwrap();
+    stream
+}
+
+/// Waits until the host of a rank hears that these are missing.
+async fn await_missing(host: &mut Host, missing: &[u32]) {
+    let begin = Instant::now();
+    loop {
+        let now = host.about().await.missing;
+        if now == missing {
+            return;
+        }
+        assert!(begin.elapsed() < PATIENCE, "{now:?} are missing");
+    }
+}
+
+#[test]
+fn whoever_subscribes_to_packets_from_outside_is_not_taken_for_a_rank_that_is_missing() {
+    let port = free_ports(8);
+    let _emulators = Emulators(vec![start(&words(&format!("-s 2 -r 0 -p {port} --peer-timeout 1")))]);
+    let [_all, _digit, _exact] = ["", "1", "0001"].map(|topic| subscriber(port + 2, None, topic));
+    run(async {
+        let mut host = Host::connect(port).await;
+        host.lay_out(0, 2, &Setup::default()).await;
+        host.begin(Descriptor::config(ConfigFunction::EnablePackets, 0)).await;
+        assert_eq!(host.end().await, NOT_SENT);
+        assert_eq!(host.about().await.missing, [1]);
+    });
+}
+
+#[test]
+fn a_peer_is_there_as_long_as_each_hears_the_other_in_whatever_order_connections_come_and_go() {
+    let port = free_ports(8);
+    let wire = TcpListener::bind(("127.0.0.1", port + 3)).unwrap();
+    let _emulators = Emulators(vec![start(&words(&format!("-s 2 -r 0 -p {port}")))]);
+    let publishes = || greeted(wire.accept().unwrap().0, &zmtp::ready(b"PUB"));
+    let listens = || subscriber(port + 2, Some(1), "0001");
+    run(async {
+        let mut host = Host::connect(port).await;
+        let [first, heard] = [listens(), publishes()];
+        await_missing(&mut host, &[]).await;
+        // The peer has been started anew, and is back before it is known that the one before has gone.
+        let second = listens();
+        drop(heard);
+        await_missing(&mut host, &[1]).await;
+        let heard = publishes();
+        await_missing(&mut host, &[]).await;
+        drop(first);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        await_missing(&mut host, &[]).await;
+        // A break in one direction alone.
+        drop(second);
+        await_missing(&mut host, &[1]).await;
+        let _second = listens();
+        await_missing(&mut host, &[]).await;
+        drop(heard);
+    });
+}
+
+#[test]
+fn whoever_has_subscribed_and_reads_nothing_holds_up_a_world_for_some_seconds_at_most() {
+    const BYTES: u32 = 8 << 20;
+    let port = free_ports(8);
+    let one = |rank| start_with(&words(&format!("-s 2 -r {rank} -p {port} -c udp")), Stdio::piped());
+    let mut emulators = Emulators(vec![one(0), one(1)]);
+    let _stuck = subscriber(port + 2, None, "");
+    run(async {
+        let setup = Setup { memory: BYTES, ..Setup::default() };
+        let mut hosts = hosts(&ports(port, 2), &setup).await;
+        let at = u64::from(setup.buffers());
+        hosts[0].0.write(at + u64::from(BYTES) - 3, vec![7, 8, 9]).await;
+        for (host, places) in &mut hosts {
+            host.begin(Descriptor { first: at, ..call(Operation::Broadcast, places, BYTES / 4) }).await;
+        }
+        for (host, _) in &mut hosts {
+            host.end_well().await;
+        }
+        assert_eq!(hosts[1].0.read(at + u64::from(BYTES) - 3, 3).await, [7, 8, 9]);
+    });
+    emulators.0[0].kill().unwrap();
+    let mut said = String::new();
+    emulators.0[0].stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert!(said.contains("is disconnected: it has subscribed and reads nothing for 5 s"), "{said}");
 }

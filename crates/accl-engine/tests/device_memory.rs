@@ -1,7 +1,7 @@
 //! What calls of a device do with their tensors: those that share memory, that are many, empty, of several types, or not dense.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Barrier, mpsc};
 use std::time::Duration;
 
 use accl_engine::{Blocks, CallDesc, Mode, TensorDesc};
@@ -340,9 +340,10 @@ fn who_drops_a_group_while_its_device_works_gets_the_tensor_back_untouched_from_
     world.engines.iter().for_each(|engine| engine.open_devices_with(devices.clone()));
     devices.faults().holds.store(true, Ordering::Relaxed);
     let groups: Vec<_> = world.try_run("g").into_iter().map(Result::unwrap).collect();
+    let have_failed = Barrier::new(2);
     std::thread::scope(|scope| {
         for group in groups {
-            let devices = &devices;
+            let (devices, have_failed) = (&devices, &have_failed);
             scope.spawn(move || {
                 let member = Member::new(group);
                 let mut data = values(member.rank, 1000);
@@ -354,6 +355,7 @@ fn who_drops_a_group_while_its_device_works_gets_the_tensor_back_untouched_from_
                 let error = finish(&call).unwrap_err();
                 assert!([ErrorKind::Aborted, ErrorKind::PeerLost].contains(&error.kind), "{error}");
                 let then = data.clone();
+                have_failed.wait();
                 devices.faults().holds.store(false, Ordering::Relaxed);
                 std::thread::sleep(Duration::from_millis(20));
                 assert_eq!(data, then);

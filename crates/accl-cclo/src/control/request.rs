@@ -67,6 +67,9 @@ pub enum Request {
     Claim {
         /// Who asks, in words.
         owner: String,
+        /// A number that all ranks of its job have and no other job: from the next reset on, packets of others go nowhere. Zero: nothing is known
+        /// of jobs.
+        job: u32,
     },
 }
 
@@ -126,6 +129,7 @@ struct Fields {
     addr_1: Option<u64>,
     addr_2: Option<u64>,
     owner: Option<String>,
+    job: Option<u32>,
 }
 
 impl Request {
@@ -169,9 +173,9 @@ impl Request {
             ),
             Self::Poll { control } => write!(text, r#"{{"type":{},"ctrl_id":{control}}}"#, number::POLL),
             Self::About => write!(text, r#"{{"type":{}}}"#, number::ABOUT),
-            Self::Claim { owner } => {
+            Self::Claim { owner, job } => {
                 let owner = serde_json::Value::from(owner.as_str());
-                write!(text, r#"{{"type":{},"owner":{owner}}}"#, number::CLAIM)
+                write!(text, r#"{{"type":{},"owner":{owner},"job":{job}}}"#, number::CLAIM)
             }
         };
         // A string takes everything.
@@ -215,7 +219,9 @@ impl Request {
             }
             number::POLL => Self::Poll { control: control()? },
             number::ABOUT => Self::About,
-            number::CLAIM => Self::Claim { owner: fields.owner.ok_or(missing("owner"))? },
+            number::CLAIM => {
+                Self::Claim { owner: fields.owner.ok_or(missing("owner"))?, job: fields.job.unwrap_or_default() }
+            }
             other => return Err(BadRequest::Type(other)),
         })
     }

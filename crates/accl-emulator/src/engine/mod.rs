@@ -90,6 +90,9 @@ pub struct Engine {
     lost: BTreeSet<u32>,
     is_deaf: bool,
     session: Option<u32>,
+    /// The job that the engine works for, and the one from the next reset on; zero: its host has said nothing of jobs.
+    job: u32,
+    next_job: u32,
     /// Number of the next packet to each session.
     next_packet: BTreeMap<u32, u32>,
     speed: Speed,
@@ -119,6 +122,8 @@ impl Engine {
             lost: BTreeSet::new(),
             is_deaf: false,
             session: None,
+            job: 0,
+            next_job: 0,
             next_packet: BTreeMap::new(),
             speed: Speed::default(),
             random: 0,
@@ -256,6 +261,16 @@ impl Engine {
         broken.chain(lost).collect::<Vec<_>>().join("; ")
     }
 
+    /// The job that it works for.
+    pub fn job(&self) -> u32 {
+        self.job
+    }
+
+    /// From the next reset on it works for this job. A call that is under way is one of the job before.
+    pub fn set_next_job(&mut self, job: u32) {
+        self.next_job = job;
+    }
+
     /// Says whether its peers are there. Who says nothing has them all from the beginning.
     pub fn set_peers(&mut self, peers: Peers) {
         self.peers = peers;
@@ -351,6 +366,7 @@ impl Engine {
         match function {
             ConfigFunction::Reset => {
                 self.receiver.reset();
+                self.job = self.next_job;
                 (self.max_eager, self.max_rendezvous) = (FIRST_LIMIT, FIRST_LIMIT);
                 self.takes_packets = false;
                 self.exchange.set(map::RX_BUFFER_COUNT, 0);

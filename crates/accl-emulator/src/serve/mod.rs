@@ -4,10 +4,13 @@
 //! engines of other processes, kernel streams. All engines of a process belong to one task, which nobody waits for under a lock, and nothing
 //! runs while nobody asks. Read [`serve`] first.
 
+mod connection;
+mod event;
 mod hosts;
+mod publisher;
 mod sockets;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
 use std::path::PathBuf;
@@ -21,15 +24,16 @@ use rustix::net::sockopt;
 use tokio::net::TcpListener;
 use tokio::sync::{Notify, OwnedSemaphorePermit, mpsc, oneshot};
 use tokio::time::Instant;
-use zeromq::{PubSocket, Socket, XPubSocket};
 
-use crate::cluster::{Cluster, Outgoing};
+use crate::cluster::Cluster;
 use crate::engine::{Engine, Peers};
 use crate::program::Faithful;
 use crate::time::Speed;
 use crate::trace::Trace;
+use event::{Event, HostId};
 use hosts::serve_hosts;
-use sockets::{Event, HostId, feed_in, feed_out, listen, publish};
+use publisher::Publisher;
+use sockets::{Fed, Sent, feed_in, listen};
 
 /// After which silence the system looks whether a host is still there, how often, and how many times before the connection ends.
 const QUIET_TIME: Duration = Duration::from_secs(30);
@@ -41,6 +45,8 @@ const MOST_EVENTS: usize = 256;
 const MOST_PACKETS: usize = 256;
 /// Most characters of the name of a host.
 const MOST_NAME_CHARS: usize = 200;
+/// The hazard that packets say nothing of what they belong to. Worlds with emulators of the original keep it.
+const COMMUNICATORS: u8 = 12;
 /// Messages for kernels that have yet to be sent.
 const MOST_FED: usize = 64;
 
@@ -89,6 +95,13 @@ enum Kind {
     KernelIn,
 }
 
+impl Seat {
+    /// Peers that do not listen to it, or that it does not listen to.
+    fn missing(&self) -> impl Iterator<Item = u32> {
+        self.unheard_by.union(&self.not_found).copied()
+    }
+}
+
 impl Options {
     fn world(&self) -> u32 {
         self.hosts.len() as u32
@@ -121,15 +134,14 @@ impl Options {
         }
     }
 
-    fn own(&self, rank: u32, kind: Kind) -> Result<String, ServeError> {
+    fn own(&self, rank: u32, kind: Kind) -> Result<SocketAddr, ServeError> {
         let port = self.port(rank, kind).ok_or_else(|| ServeError(format!("rank {rank} has no port below 65536")))?;
-        let host = self.bind.to_string();
-        Ok(if self.bind.is_ipv6() { format!("tcp://[{host}]:{port}") } else { format!("tcp://{host}:{port}") })
+        Ok(SocketAddr::new(self.bind, port))
     }
 
     fn theirs(&self, rank: u32, kind: Kind) -> Result<String, ServeError> {
         let port = self.port(rank, kind).ok_or_else(|| ServeError(format!("rank {rank} has no port below 65536")))?;
-        Ok(format!("tcp://{}:{port}", self.hosts[rank as usize].0))
+        Ok(format!("{}:{port}", self.hosts[rank as usize].0))
     }
 
     fn outsiders(&self) -> impl Iterator<Item = u32> + use<> {
@@ -151,10 +163,11 @@ struct Seat {
     /// The host that has said that it uses the engine. Those that do not say so, as the original's, are let in all the same.
     owner: Option<Owner>,
     /// What is sent to engines of other processes, and to kernels.
-    wire: mpsc::Sender<Outgoing>,
-    kernel: mpsc::Sender<(u32, Vec<u8>)>,
-    /// Peers that do not listen to it yet, or that it does not listen to any more.
-    missing: Vec<u32>,
+    wire: mpsc::Sender<Sent>,
+    kernel: mpsc::Sender<Fed>,
+    /// Peers that do not listen to it, and those that it does not listen to.
+    unheard_by: BTreeSet<u32>,
+    not_found: BTreeSet<u32>,
     /// Until when a call waits for them.
     deadline: Option<Instant>,
     /// Permits of packets that have yet to find a place, by peer.
@@ -176,29 +189,32 @@ pub async fn serve(options: Options, ready: impl FnOnce()) -> Result<(), ServeEr
     });
     let trace = trace.transpose()?;
     let (events, mut happens) = mpsc::channel(MOST_EVENTS);
-    let (hears, mut is_heard) = mpsc::unbounded_channel();
     let room = Arc::new(Notify::new());
     let mut seats = Vec::new();
     for rank in options.ranks.clone() {
-        let listener = listening(&options, rank).await?;
+        let listener = listening(&options, rank, Kind::Control).await?;
         tokio::spawn(serve_hosts(rank, listener, events.clone()));
-        let wire = bound(XPubSocket::new(), &options.own(rank, Kind::Wire)?, rank).await?;
-        let (packets, to_send) = mpsc::channel(MOST_PACKETS);
-        tokio::spawn(publish(rank, wire, to_send, room.clone(), hears.clone()));
-        let out = bound(PubSocket::new(), &options.own(rank, Kind::KernelOut)?, rank).await?;
+        let listener = listening(&options, rank, Kind::Wire).await?;
+        let (wire, to_send) = mpsc::channel(MOST_PACKETS);
+        let knows_by_topic = options.faithful.to(COMMUNICATORS);
+        let publisher = Publisher { rank, listener, waits_for_all: false, knows_by_topic };
+        tokio::spawn(publisher.publish(to_send, room.clone(), events.clone()));
+        let listener = listening(&options, rank, Kind::KernelOut).await?;
         let (kernel, to_feed) = mpsc::channel(MOST_FED);
-        tokio::spawn(feed_out(out, to_feed, room.clone()));
+        let publisher = Publisher { rank, listener, waits_for_all: true, knows_by_topic: false };
+        tokio::spawn(publisher.publish(to_feed, room.clone(), events.clone()));
         let from = if options.loops_back { Kind::KernelOut } else { Kind::KernelIn };
-        tokio::spawn(feed_in(rank, options.own(rank, from)?, events.clone()));
+        tokio::spawn(feed_in(rank, options.own(rank, from)?.to_string(), events.clone()));
         for peer in options.outsiders() {
             tokio::spawn(listen(rank, peer, options.theirs(peer, Kind::Wire)?, events.clone()));
         }
         seats.push(Seat {
             rank,
             owner: None,
-            wire: packets,
+            wire,
             kernel,
-            missing: options.outsiders().collect(),
+            unheard_by: options.outsiders().collect(),
+            not_found: options.outsiders().collect(),
             deadline: None,
             permits: BTreeMap::new(),
             fed: Vec::new(),
@@ -225,7 +241,6 @@ pub async fn serve(options: Options, ready: impl FnOnce()) -> Result<(), ServeEr
         };
         tokio::select! {
             Some(event) = happens.recv() => server.take(event),
-            Some(event) = is_heard.recv() => server.take(event),
             () = room.notified() => server.cluster.wake_stalled(),
             () = overdue => server.give_up(Instant::now()),
             () = &mut ended => return Ok(()),
@@ -257,7 +272,7 @@ struct Server {
 
 impl Server {
     fn begin(&mut self) {
-        for seat in self.seats.iter().filter(|seat| !seat.missing.is_empty()) {
+        for seat in self.seats.iter().filter(|seat| seat.missing().next().is_some()) {
             self.cluster.set_peers(seat.rank, Peers::Awaited);
         }
     }
@@ -273,42 +288,55 @@ impl Server {
             Event::Gone { rank, host } => {
                 self.seat(rank).owner.take_if(|owner| owner.host == host);
             }
-            Event::Packet { to, from, packet, permit } => {
+            Event::Packet { to, from, job, packet, permit } => {
                 self.seat(to).permits.entry(from).or_default().push_back(permit);
-                self.cluster.take(to, from, &packet);
+                self.cluster.take(to, from, job, &packet);
             }
             Event::Fed { rank, bytes, more } => {
                 self.cluster.feed(rank, &bytes);
                 self.seat(rank).fed.push(more);
             }
             Event::Heard { rank, by } => {
-                let seat = self.seat(rank);
-                seat.missing.retain(|&peer| peer != by);
-                if seat.missing.is_empty() {
-                    (seat.deadline, seat.trouble) = (None, String::new());
-                    self.cluster.set_peers(rank, Peers::There);
+                self.seat(rank).unheard_by.remove(&by);
+                self.look_for_peers(rank);
+            }
+            Event::Unheard { rank, by } => {
+                if self.options.outsiders().any(|peer| peer == by) {
+                    self.seat(rank).unheard_by.insert(by);
+                    self.look_for_peers(rank);
                 }
             }
-            Event::Found { rank, peer } => self.cluster.tell(rank, |engine| engine.find(peer)),
+            Event::Found { rank, peer } => {
+                self.seat(rank).not_found.remove(&peer);
+                self.cluster.tell(rank, |engine| engine.find(peer));
+                self.look_for_peers(rank);
+            }
             Event::Lost { rank, peer } => {
-                let seat = self.seat(rank);
-                if !seat.missing.contains(&peer) {
-                    eprintln!("accl-emulator: rank {rank}: rank {peer} has gone");
-                    seat.missing.push(peer);
-                }
-                self.cluster.set_peers(rank, Peers::Awaited);
+                self.seat(rank).not_found.insert(peer);
+                eprintln!("accl-emulator: rank {rank}: rank {peer} has gone");
+                self.look_for_peers(rank);
                 self.cluster.tell(rank, |engine| engine.lose(peer));
             }
         }
     }
 
+    /// Whether all peers of a rank listen to it, and it to them.
+    fn look_for_peers(&mut self, rank: u32) {
+        let seat = self.seat(rank);
+        if seat.missing().next().is_some() {
+            return self.cluster.set_peers(rank, Peers::Awaited);
+        }
+        (seat.deadline, seat.trouble) = (None, String::new());
+        self.cluster.set_peers(rank, Peers::There);
+    }
+
     fn answer(&mut self, rank: u32, host: HostId, text: &[u8], reply: oneshot::Sender<String>) {
         let answer = match Request::from_json(text) {
             Ok(Request::About) => self.about(rank),
-            Ok(Request::Claim { owner }) => self.claim(rank, host, &owner),
+            Ok(Request::Claim { owner, job }) => self.claim(rank, host, &owner, job),
             Ok(request) => {
                 if is_reset(&request) {
-                    self.seat(rank).owner.take_if(|owner| owner.host != host);
+                    self.take_from_others(rank, host);
                 }
                 self.cluster.answer(rank, &request)
             }
@@ -326,21 +354,34 @@ impl Server {
     }
 
     /// The rank is this host's unless another has it. Whoever resets it takes it from that one.
-    fn claim(&mut self, rank: u32, host: HostId, name: &str) -> Option<Reply> {
+    fn claim(&mut self, rank: u32, host: HostId, name: &str, job: u32) -> Option<Reply> {
         let seat = self.seat(rank);
         if seat.owner.as_ref().is_some_and(|owner| owner.host != host) {
             return self.about(rank);
         }
         let name = name.chars().take(MOST_NAME_CHARS).collect();
         seat.owner.get_or_insert(Owner { host, name, since: Instant::now() });
+        // Where the original may be among the peers, whose packets say nothing of jobs, ours say nothing either.
+        let job = if self.options.faithful.to(COMMUNICATORS) { 0 } else { job };
+        self.cluster.engine(rank)?.set_next_job(job);
         Some(Reply::Status(Status::Good))
+    }
+
+    /// A reset of a host that has not said that it uses the engine ends what others have said.
+    fn take_from_others(&mut self, rank: u32, host: HostId) {
+        let owner = &mut self.seat(rank).owner;
+        if owner.as_ref().is_none_or(|owner| owner.host != host) {
+            *owner = None;
+            if let Some(engine) = self.cluster.engine(rank) {
+                engine.set_next_job(0);
+            }
+        }
     }
 
     fn about(&mut self, rank: u32) -> Option<Reply> {
         let mut about = self.cluster.about(rank, self.options.world())?;
         let seat = self.seat(rank);
-        about.missing = seat.missing.clone();
-        about.missing.sort_unstable();
+        about.missing = seat.missing().collect();
         if let Some(Owner { name, since, .. }) = &seat.owner {
             (about.owner, about.owner_s) = (name.clone(), since.elapsed().as_secs());
         }
@@ -354,10 +395,9 @@ impl Server {
     fn give_up(&mut self, now: Instant) {
         let seconds = self.options.peer_timeout.as_secs_f64();
         for seat in self.seats.iter_mut().filter(|seat| seat.deadline.is_some_and(|deadline| deadline <= now)) {
-            seat.missing.sort_unstable();
-            let ranks: Vec<String> = seat.missing.iter().map(u32::to_string).collect();
+            let ranks: Vec<String> = seat.missing().map(|rank| rank.to_string()).collect();
             seat.trouble = format!(
-                "rank {}: packets cannot be let in after {seconds} s, because the emulators of these ranks do not listen: {}; start them, or correct \
+                "rank {}: packets cannot be let in after {seconds} s, because the emulators of these ranks are not there: {}; start them, or correct \
                  --hosts",
                 seat.rank,
                 ranks.join(", ")
@@ -412,9 +452,9 @@ fn is_reset(request: &Request) -> bool {
 fn carry(seat: &mut Seat, cluster: &mut Cluster) -> bool {
     if let Some(outgoing) = cluster.outgoing(seat.rank) {
         while let Some(packet) = outgoing.pop_front() {
-            match seat.wire.try_send(packet) {
+            match seat.wire.try_send(Sent { from: seat.rank, outgoing: packet }) {
                 Ok(()) => {}
-                Err(mpsc::error::TrySendError::Full(packet)) => {
+                Err(mpsc::error::TrySendError::Full(Sent { outgoing: packet, .. })) => {
                     outgoing.push_front(packet);
                     break;
                 }
@@ -431,8 +471,8 @@ fn carry(seat: &mut Seat, cluster: &mut Cluster) -> bool {
     let Some(engine) = cluster.engine(seat.rank) else { return false };
     let mut has_fed = false;
     while let Ok(place) = seat.kernel.try_reserve() {
-        let Some(fed) = engine.take_fed() else { break };
-        place.send(fed);
+        let Some((stream, bytes)) = engine.take_fed() else { break };
+        place.send(Fed(stream, bytes));
         has_fed = true;
     }
     if has_fed {
@@ -441,13 +481,12 @@ fn carry(seat: &mut Seat, cluster: &mut Cluster) -> bool {
     has_fed
 }
 
-/// Where the hosts of a rank ask.
-async fn listening(options: &Options, rank: u32) -> Result<TcpListener, ServeError> {
-    let address = options.own(rank, Kind::Control)?;
-    let port = options.port(rank, Kind::Control).unwrap_or_default();
-    let listener = TcpListener::bind(SocketAddr::new(options.bind, port)).await;
+/// Where a socket of a rank takes connections.
+async fn listening(options: &Options, rank: u32, kind: Kind) -> Result<TcpListener, ServeError> {
+    let address = options.own(rank, kind)?;
+    let listener = TcpListener::bind(address).await;
     let listener = listener.and_then(|listener| keep_alive(&listener).map(|()| listener));
-    listener.map_err(|error| ServeError(format!("rank {rank} cannot listen at {address}: {error}")))
+    listener.map_err(|error| ServeError(format!("rank {rank} cannot listen at tcp://{address}: {error}")))
 }
 
 /// Has the system look whether hosts are still there whose connections say nothing: a host that has crashed must not keep a rank. Those who
@@ -457,11 +496,4 @@ fn keep_alive(listener: &TcpListener) -> std::io::Result<()> {
     sockopt::set_tcp_keepidle(listener, QUIET_TIME)?;
     sockopt::set_tcp_keepintvl(listener, LOOK_INTERVAL)?;
     Ok(sockopt::set_tcp_keepcnt(listener, LOOKS)?)
-}
-
-async fn bound<S: Socket>(mut socket: S, address: &str, rank: u32) -> Result<S, ServeError> {
-    match socket.bind(address).await {
-        Ok(_) => Ok(socket),
-        Err(error) => Err(ServeError(format!("rank {rank} cannot listen at {address}: {error}"))),
-    }
 }

@@ -1,19 +1,20 @@
-//! The sockets of a rank for packets and kernels, one task each; that of its hosts is in `hosts`.
+//! What goes through the sockets of a rank for packets and kernels, one task each; those of its hosts are in `hosts`.
 //!
-//! Owns what goes through them. Each takes as much as whoever is behind it has room for, and waits then: nothing is dropped, and nothing piles
-//! up. Read [`Event`] first.
+//! Owns what messages look like, and who is listened to. Each socket takes as much as whoever is behind it has room for, and waits then: nothing is
+//! dropped, and nothing piles up. Read [`listen`] first.
 
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use accl_cclo::control::{data_from_json, data_to_json};
-use futures_core::Stream;
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use accl_cclo::zmtp;
+use tokio::net::TcpStream;
+use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::time::Instant;
-use zeromq::{PubSocket, Socket, SocketEvent, SocketRecv, SocketSend, SubSocket, XPubSocket};
-use zeromq::{ZmqError, ZmqMessage};
 
+use super::connection::{Connection, End, Role};
+use super::event::Event;
+use super::publisher::{Published, topic_of};
 use crate::cluster::Outgoing;
 
 /// Packets of a peer that its engine has not found a place for, before its socket is not read any more.
@@ -24,128 +25,63 @@ const KERNEL_INTERVAL: Duration = Duration::from_millis(500);
 /// Who has been waited for is looked for less often: what that adds is this part of the time before, up to the most.
 const WAITED_PART: u32 = 20;
 const MOST_INTERVAL: Duration = Duration::from_millis(500);
-
-/// A connection of a host, among all that a rank has ever had.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct HostId(pub(super) u64);
-
-/// What happens to the engines.
-pub(super) enum Event {
-    /// A host asks.
-    Request { rank: u32, host: HostId, text: Vec<u8>, reply: oneshot::Sender<String> },
-    /// It asks no more: its connection has ended.
-    Gone { rank: u32, host: HostId },
-    /// A packet has come; more come of the same peer once the permit is gone.
-    Packet { to: u32, from: u32, packet: Vec<u8>, permit: OwnedSemaphorePermit },
-    /// A kernel has something, and has more once it is told so.
-    Fed { rank: u32, bytes: Vec<u8>, more: oneshot::Sender<()> },
-    /// An engine of another process listens to one of this.
-    Heard { rank: u32, by: u32 },
-    /// An engine of this process listens to one of another.
-    Found { rank: u32, peer: u32 },
-    /// It has gone. All that it has sent has come before.
-    Lost { rank: u32, peer: u32 },
+/// A packet: to whom, of whom and its bytes, as the original has it; behind them the job, if there is one.
+pub(super) struct Sent {
+    pub(super) from: u32,
+    pub(super) outgoing: Outgoing,
 }
 
-/// The subscription of a rank: four digits, as far as they go.
-fn topic(rank: u32) -> String {
-    format!("{rank:04}")
-}
+impl Published for Sent {
+    fn topic(&self) -> String {
+        topic_of(self.outgoing.to)
+    }
 
-/// Packets for engines of other processes; who subscribes is told to the engines. A peer that does not read holds up all of them.
-pub(super) async fn publish(
-    rank: u32,
-    mut socket: XPubSocket,
-    mut packets: mpsc::Receiver<Outgoing>,
-    room: Arc<Notify>,
-    events: mpsc::UnboundedSender<Event>,
-) {
-    loop {
-        tokio::select! {
-            packet = packets.recv() => {
-                let Some(Outgoing { to, packet }) = packet else { return };
-                room.notify_one();
-                let mut message = ZmqMessage::from(topic(to));
-                message.push_back(rank.to_string().into());
-                message.push_back(data_to_json(&packet).into());
-                let _ = socket.send(message).await;
-            }
-            subscription = socket.recv() => {
-                let Ok(subscription) = subscription else { continue };
-                let bytes: Vec<u8> = subscription.into_vec().into_iter().flatten().collect();
-                if let Some((1, digits)) = bytes.split_first().map(|(first, rest)| (*first, rest))
-                    && let Some(by) = std::str::from_utf8(digits).ok().and_then(|digits| digits.parse().ok())
-                    && events.send(Event::Heard { rank, by }).is_err()
-                {
-                    return;
-                }
-            }
-        }
+    fn frames(&self) -> Vec<Vec<u8>> {
+        let Self { from, outgoing: Outgoing { job, packet, .. } } = self;
+        let job = Some(job).filter(|job| **job != 0).map(|job| job.to_string().into_bytes());
+        [from.to_string().into_bytes(), data_to_json(packet).into_bytes()].into_iter().chain(job).collect()
     }
 }
 
-/// A subscription, and what is told of its connection.
-struct Subscription<E> {
-    socket: SubSocket,
-    connection: E,
+/// What an engine has for a kernel stream.
+pub(super) struct Fed(pub(super) u32, pub(super) Vec<u8>);
+
+impl Published for Fed {
+    fn topic(&self) -> String {
+        self.0.to_string()
+    }
+
+    fn frames(&self) -> Vec<Vec<u8>> {
+        vec![data_to_json(&self.1).into_bytes()]
+    }
 }
 
-/// A socket with this subscription, once somebody publishes at an address, which is looked at that often at first: the library's own attempts are
-/// far apart after the first. `None`: it was there and is not any more.
-async fn subscribed(
-    address: &str,
-    topic: &str,
-    interval: Duration,
-) -> Option<Subscription<impl Stream<Item = SocketEvent> + Unpin + use<>>> {
-    let place = address.strip_prefix("tcp://").unwrap_or(address);
+/// A connection with this subscription to whoever publishes at an address, which is looked at that often at first. `None`: it was there and is
+/// not any more, or is no publisher.
+async fn subscribed(address: &str, rank: Option<u32>, topic: &str, interval: Duration) -> Option<Connection> {
     let begin = Instant::now();
-    while tokio::net::TcpStream::connect(place).await.is_err() {
-        tokio::time::sleep((interval + begin.elapsed() / WAITED_PART).min(MOST_INTERVAL)).await;
-    }
-    let mut socket = SubSocket::new();
-    let connection = socket.monitor();
-    socket.connect(address).await.ok()?;
-    socket.subscribe(topic).await.ok()?;
-    Some(Subscription { socket, connection })
-}
-
-impl<E: Stream<Item = SocketEvent> + Unpin> Subscription<E> {
-    /// The last frame of the next message. `None`: who published is not there any more.
-    async fn next(&mut self) -> Option<Vec<u8>> {
-        let Self { socket, connection } = self;
-        let gone = async {
-            loop {
-                let event = std::future::poll_fn(|context| Pin::new(&mut *connection).poll_next(context)).await;
-                if matches!(event, None | Some(SocketEvent::Disconnected(_))) {
-                    return;
-                }
-            }
-        };
-        tokio::pin!(gone);
-        loop {
-            tokio::select! {
-                // All that has come before goes before.
-                biased;
-                message = socket.recv() => match message {
-                    Ok(message) => {
-                        if let Some(frame) = message.into_vec().pop() {
-                            return Some(frame.to_vec());
-                        }
-                    }
-                    Err(ZmqError::NoMessage) => return None,
-                    Err(_) => continue,
-                },
-                () = &mut gone => return None,
-            }
+    let stream = loop {
+        if let Ok(stream) = TcpStream::connect(address).await {
+            break stream;
         }
-    }
+        tokio::time::sleep((interval + begin.elapsed() / WAITED_PART).min(MOST_INTERVAL)).await;
+    };
+    let ready = rank.map_or_else(|| zmtp::ready(b"SUB"), |rank| zmtp::ready_of_rank(b"SUB", rank));
+    let role = Role { ready, takes: [b"PUB", b"XPUB"], refuses: "its socket is not of type PUB" };
+    let subscribe = async {
+        let mut connection = Connection::new(stream)?;
+        connection.greet(&role).await?;
+        connection.to.write(&zmtp::frame(0, &[&[1], topic.as_bytes()].concat())).await?;
+        Ok::<_, End>(connection)
+    };
+    subscribe.await.ok()
 }
 
 /// Packets of an engine of another process for one of this, as often as it comes back.
 pub(super) async fn listen(rank: u32, peer: u32, address: String, events: mpsc::Sender<Event>) {
     let permits = Arc::new(Semaphore::new(MOST_TAKEN));
     loop {
-        let Some(mut subscription) = subscribed(&address, &topic(rank), PEER_INTERVAL).await else {
+        let Some(mut connection) = subscribed(&address, Some(rank), &topic_of(rank), PEER_INTERVAL).await else {
             tokio::time::sleep(PEER_INTERVAL).await;
             continue;
         };
@@ -154,9 +90,9 @@ pub(super) async fn listen(rank: u32, peer: u32, address: String, events: mpsc::
         }
         loop {
             let Ok(permit) = permits.clone().acquire_owned().await else { return };
-            let Some(json) = subscription.next().await else { break };
-            let Some(packet) = data_from_json(&json) else { continue };
-            if events.send(Event::Packet { to: rank, from: peer, packet, permit }).await.is_err() {
+            let Ok(frames) = connection.next_message().await else { break };
+            let Some((job, packet)) = packet_of(&frames) else { continue };
+            if events.send(Event::Packet { to: rank, from: peer, job, packet, permit }).await.is_err() {
                 return;
             }
         }
@@ -166,25 +102,24 @@ pub(super) async fn listen(rank: u32, peer: u32, address: String, events: mpsc::
     }
 }
 
-/// What engines have for kernels.
-pub(super) async fn feed_out(mut socket: PubSocket, mut fed: mpsc::Receiver<(u32, Vec<u8>)>, room: Arc<Notify>) {
-    while let Some((stream, bytes)) = fed.recv().await {
-        room.notify_one();
-        let mut message = ZmqMessage::from(stream.to_string());
-        message.push_back(data_to_json(&bytes).into());
-        let _ = socket.send(message).await;
-    }
+/// The packet in a message, and of which job it is.
+fn packet_of(frames: &[Vec<u8>]) -> Option<(u32, Vec<u8>)> {
+    let job = match frames.get(3) {
+        Some(digits) => std::str::from_utf8(digits).ok()?.parse().ok()?,
+        None => 0,
+    };
+    Some((job, data_from_json(frames.get(2)?)?))
 }
 
 /// What kernels have for an engine, as soon as somebody publishes there.
 pub(super) async fn feed_in(rank: u32, address: String, events: mpsc::Sender<Event>) {
     loop {
-        let Some(mut subscription) = subscribed(&address, "", KERNEL_INTERVAL).await else {
+        let Some(mut connection) = subscribed(&address, None, "", KERNEL_INTERVAL).await else {
             tokio::time::sleep(KERNEL_INTERVAL).await;
             continue;
         };
-        while let Some(json) = subscription.next().await {
-            let Some(bytes) = data_from_json(&json) else { continue };
+        while let Ok(frames) = connection.next_message().await {
+            let Some(bytes) = frames.last().and_then(|json| data_from_json(json)) else { continue };
             let (more, is_wanted) = oneshot::channel();
             if events.send(Event::Fed { rank, bytes, more }).await.is_err() || is_wanted.await.is_err() {
                 return;

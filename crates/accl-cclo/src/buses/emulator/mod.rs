@@ -8,9 +8,11 @@
 mod zmtp;
 
 use std::fmt;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use accl_types::hash::{fold, hash_words};
 use accl_types::{Error, ErrorKind, Result};
 
 use crate::bus::{Bus, Memory};
@@ -50,6 +52,8 @@ pub struct EmulatorBus {
     /// How long an answer may take, and the next one.
     usual_deadline: Duration,
     next_deadline: Duration,
+    /// What tells the job from others, once its ranks have told each other; zero before.
+    job: u32,
     dead: Option<Error>,
 }
 
@@ -72,6 +76,7 @@ impl EmulatorBus {
             handed_out,
             usual_deadline: deadline,
             next_deadline: deadline,
+            job: 0,
             dead: None,
         })
     }
@@ -153,28 +158,37 @@ fn unconnected(address: &Address, failure: &Failure, deadline: Duration) -> Erro
         Failure::Closed(error) => {
             format!("emulator at {address} has closed the connection: {error}; it has ended, start it again")
         }
+        Failure::Refused(why) => format!("what listens at {address} takes no connection: it says `{why}`"),
         Failure::Senseless(why) => return not_an_emulator(address, why),
     };
     Error::new(ErrorKind::Device, text)
 }
 
 impl Bus for EmulatorBus {
-    /// What the emulator is.
+    /// A number by chance, and what the emulator is.
     fn tell(&mut self, _: &Settings) -> Result<Option<String>> {
         let about = self.about()?;
-        Ok(Some(about.map_or_else(|| SAYS_NOTHING.to_owned(), |about| Reply::About(about).to_json())))
+        let about = about.map_or_else(|| SAYS_NOTHING.to_owned(), |about| Reply::About(about).to_json());
+        Ok(Some(format!("{} {about}", RandomState::new().build_hasher().finish())))
     }
 
-    /// Refuses emulators that do not understand one another.
+    /// Refuses emulators that do not understand one another. The numbers of all ranks make the job's.
     fn hear(&mut self, told: &[String], _: &mut Settings) -> Result<()> {
+        let mut numbers = Vec::new();
         let read = |(rank, text): (usize, &String)| {
-            if text == SAYS_NOTHING {
-                return Ok(None);
-            }
-            let why = match Reply::from_json(text.as_bytes()) {
-                Ok(Reply::About(about)) => return Ok(Some(about)),
-                Ok(_) => "it says something else".to_owned(),
-                Err(why) => why,
+            let (number, text) = text.split_once(' ').unwrap_or_default();
+            let why = match (number.parse(), Reply::from_json(text.as_bytes())) {
+                (Err(_), _) => "it does not begin with a number".to_owned(),
+                (Ok(number), _) if text == SAYS_NOTHING => {
+                    numbers.push(number);
+                    return Ok(None);
+                }
+                (Ok(number), Ok(Reply::About(about))) => {
+                    numbers.push(number);
+                    return Ok(Some(about));
+                }
+                (_, Ok(_)) => "it says something else".to_owned(),
+                (_, Err(why)) => why,
             };
             let text = format!(
                 "what rank {rank} has told of its emulator makes no sense: {why}; install the same version of torch-accl on all hosts"
@@ -182,6 +196,8 @@ impl Bus for EmulatorBus {
             Err(Error::new(ErrorKind::Device, text))
         };
         let answers = told.iter().enumerate().map(read).collect::<Result<Vec<_>>>()?;
+        // Zero says nothing.
+        self.job = fold(hash_words(numbers)).max(1);
         difference(&answers).map_or(Ok(()), |why| Err(Error::new(ErrorKind::Configuration, why)))
     }
 
@@ -189,7 +205,7 @@ impl Bus for EmulatorBus {
     fn claim(&mut self) -> Result<Option<String>> {
         let host = rustix::system::uname();
         let owner = format!("process {} of host {}", std::process::id(), host.nodename().to_string_lossy());
-        let request = Request::Claim { owner };
+        let request = Request::Claim { owner, job: self.job };
         match self.ask(&request, Duration::ZERO)? {
             Reply::About(About { owner, owner_s, .. }) => Ok(Some(format!("{owner}, for {owner_s} s now"))),
             Reply::Status(_) => Ok(None),

@@ -35,6 +35,8 @@ pub(super) enum Failure {
     Late,
     /// The connection has ended.
     Closed(io::Error),
+    /// It has said why it ends the connection.
+    Refused(String),
     /// It is no such peer, for this reason.
     Senseless(String),
 }
@@ -108,7 +110,7 @@ impl Requester {
     fn obey(&mut self, command: &[u8]) -> Result<(), Failure> {
         if let Some(reason) = command.strip_prefix(ERROR) {
             let reason = String::from_utf8_lossy(reason.get(1..).unwrap_or_default());
-            return Err(Failure::Senseless(format!("it says `{}`", reason.escape_debug())));
+            return Err(Failure::Refused(reason.escape_debug().to_string()));
         }
         match zmtp::pong(command).map_err(senseless)? {
             Some(pong) => self.write(&pong),
@@ -290,6 +292,7 @@ impl fmt::Display for Failure {
         match self {
             Self::Unreached(error) | Self::Closed(error) => error.fmt(f),
             Self::UnreachedInTime | Self::Ungreeted | Self::Late => f.write_str("the time is up"),
+            Self::Refused(why) => write!(f, "it says `{why}`"),
             Self::Senseless(why) => f.write_str(why),
         }
     }

@@ -1,0 +1,179 @@
+//! A connection of ZeroMQ: greetings, frames, and the messages that they make.
+//!
+//! Owns how much a connection may send and how long it has to greet. What its messages mean is for whoever has it. Read [`Connection::greet`]
+//! first.
+
+use std::time::Duration;
+
+use accl_cclo::zmtp::{self, COMMAND, GREETING_BYTES, GREETING_PARTS, LONG, MORE, MOST_COMMAND_BYTES, READY};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::TcpStream;
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::time::timeout;
+
+/// How long a connection has to greet and to say what it is.
+const GREETING_PATIENCE: Duration = Duration::from_secs(5);
+/// Most bytes of a message: four characters for each of 64 MiB of memory.
+const MOST_MESSAGE_BYTES: u64 = 256 << 20;
+/// Bytes that are read at once where more are there.
+const BUFFER_BYTES: usize = 64 << 10;
+
+/// Why a connection ends.
+pub(super) enum End {
+    /// The other end has closed it.
+    Gone,
+    /// It is closed here, for this reason.
+    Refused(String),
+}
+
+impl From<std::io::Error> for End {
+    fn from(_: std::io::Error) -> Self {
+        Self::Gone
+    }
+}
+
+impl From<String> for End {
+    fn from(why: String) -> Self {
+        Self::Refused(why)
+    }
+}
+
+impl From<&str> for End {
+    fn from(why: &str) -> Self {
+        Self::Refused(why.to_owned())
+    }
+}
+
+/// A connection.
+pub(super) struct Connection {
+    pub(super) from: Receiving,
+    pub(super) to: Sending,
+}
+
+/// The end that frames come by.
+pub(super) struct Receiving(BufReader<OwnedReadHalf>);
+
+/// The end that they go by.
+pub(super) struct Sending(OwnedWriteHalf);
+
+/// What a socket is, and of whom it takes connections.
+pub(super) struct Role {
+    /// How the socket says that it is ready.
+    pub(super) ready: Vec<u8>,
+    /// The types of sockets at the other end.
+    pub(super) takes: [&'static [u8]; 2],
+    /// What is said of others.
+    pub(super) refuses: &'static str,
+}
+
+impl Connection {
+    pub(super) fn new(stream: TcpStream) -> Result<Self, End> {
+        // Answers are waited for, so nothing is gained by putting packets together.
+        stream.set_nodelay(true)?;
+        let (from, to) = stream.into_split();
+        Ok(Self { from: Receiving(BufReader::with_capacity(BUFFER_BYTES, from)), to: Sending(to) })
+    }
+
+    /// Both ends say what they are. Of which rank of an emulator the other one is, if it says so.
+    pub(super) async fn greet(&mut self, role: &Role) -> Result<Option<u32>, End> {
+        timeout(GREETING_PATIENCE, self.exchange(role))
+            .await
+            .map_err(|_| format!("it has not greeted in {} s", GREETING_PATIENCE.as_secs()))?
+    }
+
+    /// Says why it is of no use, once the other end has greeted.
+    pub(super) async fn refuse(&mut self, why: &str) {
+        let refuse = async {
+            self.exchange_greetings().await?;
+            self.to.write(&zmtp::error(why)).await
+        };
+        // Who does not greet hears nothing.
+        let _ = timeout(GREETING_PATIENCE, refuse).await;
+    }
+
+    async fn exchange_greetings(&mut self) -> Result<(), End> {
+        self.to.write(&zmtp::greeting()).await?;
+        let mut bytes = [0; GREETING_BYTES];
+        let mut begin = 0;
+        for end in GREETING_PARTS {
+            self.from.0.read_exact(&mut bytes[begin..end]).await?;
+            zmtp::check_greeting(&bytes[..end])?;
+            begin = end;
+        }
+        Ok(())
+    }
+
+    async fn exchange(&mut self, role: &Role) -> Result<Option<u32>, End> {
+        self.exchange_greetings().await?;
+        self.to.write(&role.ready).await?;
+        loop {
+            let (flags, body) = self.from.next_frame(MOST_COMMAND_BYTES).await?;
+            if flags & COMMAND == 0 {
+                return Err("it sends messages before it is ready".into());
+            }
+            if let Some(metadata) = body.strip_prefix(READY) {
+                let socket = zmtp::socket_type(metadata)?;
+                return if role.takes.contains(&socket) { Ok(zmtp::rank(metadata)?) } else { Err(role.refuses.into()) };
+            }
+        }
+    }
+
+    /// The frames of the next message. Pings are answered.
+    pub(super) async fn next_message(&mut self) -> Result<Vec<Vec<u8>>, End> {
+        let mut frames = Vec::new();
+        let mut room = MOST_MESSAGE_BYTES;
+        loop {
+            let (flags, body) = self.from.next_frame(room).await?;
+            if flags & COMMAND != 0 {
+                if let Some(pong) = zmtp::pong(&body)? {
+                    self.to.write(&pong).await?;
+                }
+                continue;
+            }
+            // Each frame takes a byte at least, so that empty ones do not go on for ever.
+            room = room.saturating_sub(body.len() as u64 + 1);
+            frames.push(body);
+            if flags & MORE == 0 {
+                return Ok(frames);
+            }
+        }
+    }
+}
+
+impl Receiving {
+    /// Flags and body of the next frame. Memory grows with what has come, and not with what is announced.
+    pub(super) async fn next_frame(&mut self, most_bytes: u64) -> Result<(u8, Vec<u8>), End> {
+        let flags = self.0.read_u8().await?;
+        zmtp::check_flags(flags)?;
+        let len = if flags & LONG == 0 { u64::from(self.0.read_u8().await?) } else { self.0.read_u64().await? };
+        let most_bytes = if flags & COMMAND == 0 { most_bytes } else { MOST_COMMAND_BYTES };
+        if len > most_bytes {
+            return Err(
+                format!("it sends a frame of {len} bytes, and a message has {MOST_MESSAGE_BYTES} at most").into()
+            );
+        }
+        let mut body = Vec::new();
+        (&mut self.0).take(len).read_to_end(&mut body).await?;
+        if (body.len() as u64) < len { Err(End::Gone) } else { Ok((flags, body)) }
+    }
+}
+
+impl Sending {
+    pub(super) async fn write(&mut self, bytes: &[u8]) -> Result<(), End> {
+        Ok(self.0.write_all(bytes).await?)
+    }
+
+    /// The same, to an end that may take none of the bytes for so long.
+    pub(super) async fn write_within(&mut self, mut bytes: &[u8], patience: Duration) -> Result<(), End> {
+        while !bytes.is_empty() {
+            let written = timeout(patience, self.0.write(bytes)).await;
+            let written = written
+                .map_err(|_| format!("it has fetched none of what it is sent for {} s", patience.as_secs()))??;
+            if written == 0 {
+                return Err(End::Gone);
+            }
+            bytes = &bytes[written..];
+        }
+        Ok(())
+    }
+}
