@@ -4,7 +4,7 @@
 //! them with the process. What a device does is not known here. Read [`Attended::add`] first.
 
 use std::convert::Infallible;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -16,8 +16,8 @@ use super::shared::LOOK;
 use crate::sync::Mutex;
 use crate::time;
 
-/// Between looks at a thread when the process ends.
-const PAUSE_AT_END: Duration = Duration::from_millis(5);
+/// Between looks at a thread that is to end.
+const PAUSE: Duration = Duration::from_millis(5);
 
 /// The devices of an engine.
 #[derive(Default)]
@@ -70,24 +70,29 @@ impl Attended {
         deadline: Moment,
         look: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
-        let left: Vec<Thread> =
-            self.0.lock().extract_if(.., |thread| thread.url.is_same_device(url) && thread.is_left()).collect();
-        let waited = left.iter().try_for_each(|thread| {
-            while let Err(RecvTimeoutError::Timeout) = thread.over.recv_timeout(LOOK) {
+        let mut looked = time::now();
+        // They stay in the list meanwhile, for who leaves all of them.
+        while self.is_left(url) {
+            std::thread::sleep(PAUSE);
+            let now = time::now();
+            if now.since(looked) >= LOOK {
                 look()?;
-                if time::now() > deadline {
-                    return Err(Error::timeout(format!(
-                        "device `{url}` is still busy for a group that was left, and cannot be opened anew before the deadline of this \
-                         one; reset it with `accl device reset`, or end this process"
-                    )));
-                }
+                looked = now;
             }
-            Ok(())
-        });
-        if waited.is_err() {
-            self.0.lock().extend(left);
+            if now > deadline {
+                return Err(Error::timeout(format!(
+                    "device `{url}` is still busy for a group that was left, and cannot be opened anew before the deadline of this one; reset \
+                     it with `accl device reset`, or end this process"
+                )));
+            }
         }
-        waited
+        Ok(())
+    }
+
+    /// Whether a thread of this device was left and is not over.
+    fn is_left(&self, url: &DeviceUrl) -> bool {
+        let threads = self.0.lock();
+        threads.iter().any(|thread| thread.url.is_same_device(url) && thread.is_left() && !thread.is_over())
     }
 
     /// Leaves all of them, and waits until then for their threads. What those are called that are not over then.
@@ -101,7 +106,43 @@ impl Attended {
             if threads.is_empty() || time::now() > until {
                 return threads.into_iter().map(|thread| thread.url).collect();
             }
-            std::thread::sleep(PAUSE_AT_END);
+            std::thread::sleep(PAUSE);
         }
+    }
+}
+
+#[cfg(all(test, not(accl_loom)))]
+mod tests {
+    use super::super::port::Port;
+    use super::*;
+
+    #[test]
+    fn a_thread_that_the_making_of_a_group_waits_for_is_left_with_the_process_and_named() {
+        let url = DeviceUrl::parse("sim").unwrap().unwrap();
+        let settings = url.settings(0, 1).unwrap();
+        let (tasks, _queue) = mpsc::channel();
+        let port = Port::new(0, 1, 4096, 4096);
+        let device = Arc::new(Device::new(url.clone(), settings, Vec::new(), Arc::default(), port, tasks));
+        let attended = Attended::default();
+        let ending = attended.add(&device);
+        device.close();
+        std::thread::scope(|scope| {
+            let making = scope.spawn(|| {
+                let mut looks = 0;
+                let mut look = || {
+                    looks += 1;
+                    if looks == 1 {
+                        // The process ends just now.
+                        let left = attended.leave_all(time::now());
+                        assert_eq!(left.len(), 1, "{left:?}");
+                        return Err(Error::aborted("the process ends"));
+                    }
+                    Ok(())
+                };
+                attended.await_left(&url, time::now() + Duration::from_secs(20), &mut look)
+            });
+            assert_eq!(making.join().unwrap().unwrap_err().message, "the process ends");
+        });
+        drop(ending);
     }
 }
