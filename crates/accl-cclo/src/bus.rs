@@ -45,6 +45,9 @@ pub trait Bus: Send {
         Ok(None)
     }
 
+    /// From now on no request may take longer than this, however long the bus would wait by itself: whoever waits for the device has a deadline.
+    fn limit(&mut self, _: Duration) {}
+
     /// Reads a word of exchange memory.
     ///
     /// # Errors
@@ -144,6 +147,10 @@ impl<B: Bus + ?Sized> Bus for Box<B> {
 
     fn claim(&mut self) -> Result<Option<String>> {
         (**self).claim()
+    }
+
+    fn limit(&mut self, at_most: Duration) {
+        (**self).limit(at_most);
     }
 
     fn read_register(&mut self, offset: u32) -> Result<u32> {

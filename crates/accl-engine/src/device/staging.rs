@@ -3,6 +3,8 @@
 //! Owns two segments, each with an operand and a result, that live as long as the device is open: while a call works on one segment the next
 //! piece is copied into the other, and the last one out of it. Knows pieces, and no calls. Read [`Staging::give`] first.
 
+use std::time::Duration;
+
 use accl_cclo::bus::{Bus, Memory};
 use accl_cclo::offload::{Buffer, Piece};
 use accl_executor::memory::CollectiveMemory;
@@ -46,7 +48,7 @@ impl Staging {
         self.segments[piece % self.segments.len()]
     }
 
-    /// Copies what a piece gives into its segment, for as long as `go_on` says so. Returns whether all of it is there.
+    /// Copies what a piece gives into its segment, for as long as there is time `left`. Returns whether all of it is there.
     ///
     /// # Errors
     /// Those of [`Bus::write_memory`].
@@ -56,7 +58,7 @@ impl Staging {
         tensors: &CollectiveMemory<'_>,
         piece: &Piece,
         segment: Segment,
-        go_on: &dyn Fn() -> bool,
+        left: &dyn Fn() -> Option<Duration>,
     ) -> Result<bool> {
         if piece.gives.is_empty() {
             return Ok(true);
@@ -74,15 +76,14 @@ impl Staging {
         }
         self.room[end..].fill(0);
         for (bytes, at) in self.room.chunks(STEP_BYTES).zip((segment.first..).step_by(STEP_BYTES)) {
-            if !go_on() {
-                return Ok(false);
-            }
+            let Some(left) = left() else { return Ok(false) };
+            bus.limit(left);
             bus.write_memory(self.memory, at, bytes)?;
         }
         Ok(true)
     }
 
-    /// Copies what a piece has brought to where it belongs, for as long as `go_on` says so. Returns whether all of it is there.
+    /// Copies what a piece has brought to where it belongs, for as long as there is time `left`. Returns whether all of it is there.
     ///
     /// # Errors
     /// Those of [`Bus::read_memory`].
@@ -92,7 +93,7 @@ impl Staging {
         tensors: &mut CollectiveMemory<'_>,
         piece: &Piece,
         segment: Segment,
-        go_on: &dyn Fn() -> bool,
+        left: &dyn Fn() -> Option<Duration>,
     ) -> Result<bool> {
         let from = match piece.takes_from {
             Buffer::First => segment.first,
@@ -101,13 +102,12 @@ impl Staging {
         let Some(end) = piece.takes.iter().map(|span| span.staging + span.bytes).max() else { return Ok(true) };
         self.room.resize(end as usize, 0);
         for (bytes, at) in self.room.chunks_mut(STEP_BYTES).zip((from..).step_by(STEP_BYTES)) {
-            if !go_on() {
-                return Ok(false);
-            }
+            let Some(left) = left() else { return Ok(false) };
+            bus.limit(left);
             bus.read_memory(self.memory, at, bytes)?;
         }
         // That may have taken long, and nobody writes into the tensors of a call that has failed.
-        if !go_on() {
+        if left().is_none() {
             return Ok(false);
         }
         for span in &piece.takes {

@@ -26,6 +26,9 @@ use crate::{signals, time};
 /// Looks at a call that follow one another without a pause.
 const EAGER_LOOKS: u32 = 8;
 
+/// How long after the deadline of a call an answer may come.
+const LATE_ANSWER: Duration = Duration::from_millis(500);
+
 /// How long a device that does not come back is read.
 const DIAGNOSIS: Duration = Duration::from_secs(1);
 
@@ -190,7 +193,7 @@ impl Worker {
         while let Some((piece, segment)) = next.take() {
             let call = self.call(&calls, &piece, segment)?;
             // A call that no peer will join would hold the engine for good.
-            if !goes_on(task) {
+            if !self.goes_on(task) {
                 return Err(self.stop(task, collective));
             }
             self.driver.start(&call)?;
@@ -210,7 +213,7 @@ impl Worker {
     ) -> std::result::Result<Option<(Piece, Segment)>, Stop> {
         let Some((number, piece)) = piece else { return Ok(None) };
         let segment = self.staging.segment(number);
-        match self.staging.give(self.driver.bus(), tensors, &piece, segment, &|| goes_on(task))? {
+        match self.staging.give(self.driver.bus(), tensors, &piece, segment, &|| left(task))? {
             true => Ok(Some((piece, segment))),
             false => Err(self.stop(task, tensors.collective())),
         }
@@ -223,7 +226,7 @@ impl Worker {
         piece: Option<(Piece, Segment)>,
     ) -> std::result::Result<(), Stop> {
         let Some((piece, segment)) = piece else { return Ok(()) };
-        match self.staging.take(self.driver.bus(), tensors, &piece, segment, &|| goes_on(task))? {
+        match self.staging.take(self.driver.bus(), tensors, &piece, segment, &|| left(task))? {
             true => Ok(()),
             false => Err(self.stop(task, tensors.collective())),
         }
@@ -259,7 +262,7 @@ impl Worker {
                 tracing::debug!(device, seq, %call, code = 0, nanos, "a call of the device is done");
                 break;
             }
-            if !goes_on(task) {
+            if !self.goes_on(task) {
                 return Err(self.stop(task, collective));
             }
             if look >= EAGER_LOOKS {
@@ -267,6 +270,15 @@ impl Worker {
             }
         }
         Ok(())
+    }
+
+    /// Whether a task is still wanted and in time, which requests of the device may not outlast.
+    fn goes_on(&mut self, task: &ExternalTask) -> bool {
+        let left = left(task);
+        left.is_some_and(|left| {
+            self.driver.bus().limit(left);
+            true
+        })
     }
 
     /// Nothing ends what the device does: it takes no more calls. Says what can be read of it within a while.
@@ -295,10 +307,11 @@ fn next_news(news: &Receiver<News>, until: Moment, bus: &dyn Bus) -> Result<Opti
     }
 }
 
-/// Whether a task is still wanted and in time.
-fn goes_on(task: &ExternalTask) -> bool {
+/// For how long a task is still wanted, with the last words of a device that answers late; `None`: it is over.
+fn left(task: &ExternalTask) -> Option<Duration> {
     let deadline = task.collective().and_then(|collective| collective.deadline);
-    !task.is_cancelled() && deadline.is_none_or(|deadline| time::now() < deadline)
+    let left = deadline.map_or(Duration::MAX, |deadline| deadline.since(time::now()));
+    (!task.is_cancelled() && !left.is_zero()).then(|| left.saturating_add(LATE_ANSWER))
 }
 
 /// A collective as the planner of devices takes it.

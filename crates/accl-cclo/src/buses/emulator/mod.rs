@@ -52,6 +52,8 @@ pub struct EmulatorBus {
     /// How long an answer may take, and the next one.
     usual_deadline: Duration,
     next_deadline: Duration,
+    /// How long any may take at most.
+    limit: Duration,
     /// What tells the job from others, once its ranks have told each other; zero before.
     job: u32,
     dead: Option<Error>,
@@ -76,6 +78,7 @@ impl EmulatorBus {
             handed_out,
             usual_deadline: deadline,
             next_deadline: deadline,
+            limit: Duration::MAX,
             job: 0,
             dead: None,
         })
@@ -86,7 +89,7 @@ impl EmulatorBus {
         if let Some(dead) = &self.dead {
             return Err(dead.clone());
         }
-        let deadline = self.next_deadline + more;
+        let deadline = (self.next_deadline + more).min(self.limit);
         let answer = match self.socket.ask(request.to_json().as_bytes(), deadline) {
             Ok(text) => Reply::from_json(&text).map_err(|why| not_an_emulator(&self.address, why)),
             Err(Failure::Late) => Err(Error::new(
@@ -211,6 +214,10 @@ impl Bus for EmulatorBus {
             Reply::Status(_) => Ok(None),
             reply => Err(self.refusal(&request, &reply)),
         }
+    }
+
+    fn limit(&mut self, at_most: Duration) {
+        self.limit = at_most;
     }
 
     fn read_register(&mut self, offset: u32) -> Result<u32> {
