@@ -215,6 +215,39 @@ fn whoever_fails_between_the_steps_is_named_on_all_ranks() {
 }
 
 #[test]
+fn a_store_that_ends_with_rank_0_has_told_all_others_why_the_device_of_one_does_not_open() {
+    for failing in [0, 1, 2, 3] {
+        for _ in 0..5 {
+            let (devices, store) = (devices(4), MemoryStore::default());
+            devices.faults().does_not_open.store(failing, Ordering::SeqCst);
+            let has_ended = AtomicBool::new(false);
+            let dies_of = |_: &str, _: &str| has_ended.load(Ordering::SeqCst);
+            let results = all(4, |rank| {
+                let made = Process::new(&devices, rank, 4).make(&Mortal::new(&store, &dies_of), &mut || false);
+                has_ended.fetch_or(rank == 0, Ordering::SeqCst);
+                made
+            });
+            for error in failed(results) {
+                assert!(error.to_string().contains(&format!("the card of rank {failing} has no power")), "{error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rank_whose_device_is_slow_hears_at_once_that_another_one_does_not_open() {
+    let (devices, store) = (devices(3), MemoryStore::default());
+    devices.faults().is_slow.store(2, Ordering::SeqCst);
+    devices.faults().does_not_open.store(1, Ordering::SeqCst);
+    let begin = Instant::now();
+    let results = all(3, |rank| Process::new(&devices, rank, 3).make(&store, &mut || false));
+    assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
+    for error in failed(results) {
+        assert!(error.to_string().contains("the card of rank 1 has no power"), "{error}");
+    }
+}
+
+#[test]
 fn an_interrupt_ends_the_wait_for_what_the_others_tell_on_all_ranks() {
     let (devices, store) = (devices(3), MemoryStore::default());
     devices.faults().is_slow.store(2, Ordering::SeqCst);

@@ -35,6 +35,10 @@ use accl_types::hash::hash_words;
 const CONNECT_TICK: Duration = Duration::from_millis(50);
 const CONNECT_SLICE: Duration = Duration::from_millis(200);
 
+/// While a device opens the store is asked after this part of the time before, or after so long.
+const ASKED_PART: u32 = 4;
+const LONGEST_UNASKED: Duration = Duration::from_secs(1);
+
 /// What a rank tells the others once its device is set up.
 const IS_SET_UP: &str = "set up";
 
@@ -57,6 +61,27 @@ fn device_of(spec: &GroupSpec, is_of_the_job: bool) -> Result<Option<DeviceUrl>>
         )));
     }
     Ok(url.filter(|_| is_of_the_job))
+}
+
+/// Does something that takes long, and looks meanwhile whether the others go on: what a rank says that gives up is heard at once. `None`: the
+/// session is over.
+fn while_it_goes_on<T>(
+    meeting: &mut Meeting<'_>,
+    look: &mut dyn FnMut() -> Result<()>,
+    act: impl FnOnce(&mut dyn FnMut() -> Result<()>) -> Result<T>,
+) -> Result<Option<T>> {
+    let (begin, mut asked, mut is_over) = (Instant::now(), Instant::now(), false);
+    let mut look = || {
+        look()?;
+        // The longer it takes, the less often the store is asked.
+        if asked.elapsed() >= (begin.elapsed() / ASKED_PART).min(LONGEST_UNASKED) {
+            asked = Instant::now();
+            is_over = !meeting.goes_on()?;
+        }
+        if is_over { Err(Error::aborted("another process has taken the place of a rank")) } else { Ok(()) }
+    };
+    let done = act(&mut look);
+    if is_over { Ok(None) } else { done.map(Some) }
 }
 
 /// All that ranks must agree on: of a device what it is, not which.
@@ -267,8 +292,10 @@ impl Engine {
         let place = (spec.rank.0, spec.world);
         let sidestep = spec.config.sidestep.iter().map(|sidestep| sidestep.collective).collect();
         let frame_bytes = self.config.segment_bytes as usize;
-        let opening =
-            Opening::begin(url.clone(), place, sidestep, (opener, &self.devices), frame_bytes, deadline, look)?;
+        let begin = |look: &mut dyn FnMut() -> Result<()>| {
+            Opening::begin(url.clone(), place, sidestep, (opener, &self.devices), frame_bytes, deadline, look)
+        };
+        let Some(opening) = while_it_goes_on(meeting, look, begin)? else { return Ok(false) };
         let told = match opening.tells() {
             None => None,
             Some(text) => match meeting.exchange(text, look)? {
@@ -276,12 +303,12 @@ impl Engine {
                 None => return Ok(false),
             },
         };
-        opening.set_up(told, look)?;
-        if meeting.exchange(IS_SET_UP, look)?.is_none() {
+        let set_up = |look: &mut dyn FnMut() -> Result<()>| opening.set_up(told, look);
+        if while_it_goes_on(meeting, look, set_up)?.is_none() || meeting.exchange(IS_SET_UP, look)?.is_none() {
             return Ok(false);
         }
-        device.opened = Some(opening.finish(look)?);
-        Ok(true)
+        device.opened = while_it_goes_on(meeting, look, |look| opening.finish(look))?;
+        Ok(device.opened.is_some())
     }
 
     /// The processes of a sub-group's ranks, as the group of the job knows them; empty for other groups.

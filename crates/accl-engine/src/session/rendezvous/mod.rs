@@ -31,6 +31,9 @@
 //! | the leader, at any time | its successor takes the session and starts another; who answered the old one follows the notice |
 //! | anybody, after the group was made | it is lost like any peer, and the group fails |
 //!
+//! Where all ranks were there and no group is made, each counts itself in at `silent` with its last question, and the leader returns when all have, or
+//! after a second: the store is its process's as a rule, and ends with it.
+//!
 //! A member of the job's own group that is seen to have gone, on a link that exists already, ends the making of a
 //! sub-group at once: it will not come back into this job.
 //!
@@ -76,6 +79,8 @@ const SHORTEST_PAUSE: Duration = Duration::from_micros(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 /// Between two looks for interrupts and for members that have gone.
 const LOOK: Duration = Duration::from_millis(50);
+/// How long the leader of a group that is not made waits until the others know why: the store is its process's as a rule, and ends with it.
+const LAST_QUESTIONS: Duration = Duration::from_secs(1);
 /// Who is connected waits so much longer than the deadline: a rank that is not may be about to say why.
 const GRACE: Duration = Duration::from_secs(2);
 
@@ -130,6 +135,8 @@ pub(crate) struct Meeting<'a> {
     most_rounds: u32,
     /// Whether the group's end needs no word to the others: it is made, or nobody was met.
     concluded: bool,
+    /// The last session in which all ranks were there.
+    complete: Option<String>,
 }
 
 impl<'a> Meeting<'a> {
@@ -165,6 +172,7 @@ impl<'a> Meeting<'a> {
             rounds: 0,
             most_rounds: 0,
             concluded: false,
+            complete: None,
         }
     }
 
@@ -181,6 +189,7 @@ impl<'a> Meeting<'a> {
         } else {
             self.answer(look)?
         };
+        self.complete.clone_from(&self.session);
         match infos.iter().position(|info| info.agreed != self.mine.agreed) {
             Some(rank) => Err(settings_differ(self.mine, &infos[rank], self.spec.rank.0, rank)),
             None => Ok(infos),
@@ -602,6 +611,28 @@ impl<'a> Meeting<'a> {
             let notice = Notice { world, phase: Phase::Over, earlier: std::mem::take(&mut self.earlier), ..notice };
             let _ = self.store.set(&self.notice_key(), notice.to_text().as_bytes());
         }
+        self.ask_no_more();
+    }
+
+    /// This rank has no more questions. The leader's process has the store as a rule, and may end once this returns, so it waits until no other one
+    /// has any.
+    fn ask_no_more(&mut self) {
+        let Some(session) = self.complete.take() else { return };
+        let key = silent(&self.keys, &session);
+        if self.spec.rank.0 != 0 {
+            let _ = self.store.add(&key, 1);
+            return;
+        }
+        let (begin, pace, others) = (Instant::now(), Pace::new(), i64::from(self.spec.world) - 1);
+        while begin.elapsed() < LAST_QUESTIONS {
+            // A store that fails has nobody who waits for it.
+            let Ok(count) = self.store.add(&key, 0) else { return };
+            if count >= others {
+                let _ = self.store.delete(&key);
+                return;
+            }
+            pace.pause();
+        }
     }
 
     // ---- questions
@@ -760,6 +791,11 @@ fn told_by_all(round: &str) -> String {
 
 fn ready(keys: &str, session: &str) -> String {
     format!("{keys}/{session}/ready")
+}
+
+/// The count of ranks that ask nothing more in a session that is over without a group.
+fn silent(keys: &str, session: &str) -> String {
+    format!("{keys}/{session}/silent")
 }
 
 fn why_key(keys: &str, session: &str) -> String {
