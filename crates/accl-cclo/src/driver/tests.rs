@@ -9,141 +9,13 @@ use crate::call::{ConfigFunction, Descriptor, Operation};
 use crate::control::About;
 use crate::memory_map::{DataType, Network};
 
-/// An emulator that says what it is, and does nothing but count how many words are read.
-struct Said(About, Arc<AtomicUsize>);
-
-impl Bus for Said {
-    fn read_register(&mut self, _: u32) -> Result<u32> {
-        self.1.fetch_add(1, Ordering::Relaxed);
-        Ok(0)
-    }
-
-    fn write_register(&mut self, _: u32, _: u32) -> Result<()> {
-        Ok(())
-    }
-
-    fn allocate(&mut self, _: Memory, _: u64) -> Result<u64> {
-        Ok(0)
-    }
-
-    fn read_memory(&mut self, _: Memory, _: u64, _: &mut [u8]) -> Result<()> {
-        Ok(())
-    }
-
-    fn write_memory(&mut self, _: Memory, _: u64, _: &[u8]) -> Result<()> {
-        Ok(())
-    }
-
-    fn start(&mut self, _: &Descriptor) -> Result<()> {
-        Ok(())
-    }
-
-    fn poll(&mut self) -> Result<bool> {
-        Ok(true)
-    }
-
-    fn reconnect(&self) -> Result<Box<dyn Bus>> {
-        Ok(Box::new(Self(self.0.clone(), self.1.clone())))
-    }
-
-    fn about(&mut self) -> Result<Option<About>> {
-        Ok(Some(self.0.clone()))
-    }
-
-    fn describe(&self) -> String {
-        "emulator at h:1".to_owned()
-    }
-}
-
-fn about() -> About {
-    About {
-        version: "0.1.0".to_owned(),
-        ranks: 2,
-        rank: 0,
-        network: Network::Udp,
-        hazards: Vec::new(),
-        clock_hz: 250_000_000,
-        link_bits_per_second: 1,
-        hop_ps: 0,
-        missing: Vec::new(),
-        trouble: String::new(),
-        owner: String::new(),
-        owner_s: 0,
-    }
-}
-
-fn opened(about: About) -> Result<Driver<Said>> {
-    opened_among(2, about)
-}
-
-fn opened_among(ranks: u32, about: About) -> Result<Driver<Said>> {
-    let peer = |session| Peer { ip: [127, 0, 0, 1].into(), port: 5500, session };
-    let peers = (0..ranks).map(peer).collect();
-    Driver::open(Said(about, Arc::default()), Settings::new(Network::Udp, 0, peers), || false)
-}
-
-#[test]
-fn an_emulator_that_is_another_than_was_asked_for_is_refused_before_anything_starts() {
-    assert!(opened(about()).is_ok());
-    for (about, why) in [
-        (
-            About { network: Network::Rdma, ..about() },
-            "was started for cyt_rdma, and `design` asks for udp; add `design=cyt_rdma`, or start it with other `--comms`",
-        ),
-        (About { ranks: 3, ..about() }, "was started for 3 ranks, and there are 2; start it with other `--ranks`"),
-        (About { rank: 1, ..about() }, "is that of rank 1, and this is rank 0; its address is another rank's"),
-    ] {
-        assert_eq!(opened(about).err().unwrap().message, format!("emulator at h:1 {why}"));
-    }
-}
-
-#[test]
-fn what_a_device_says_is_wrong_is_part_of_why_a_call_does_not_end() {
-    let mut driver = opened(About { trouble: "no packet of rank 1 has come".to_owned(), ..about() }).unwrap();
-    assert_eq!(
-        driver.give_up("has not ended in 300 ms", || true).message,
-        "emulator at h:1: a call has not ended in 300 ms; it expects seq 0 from rank 1; its rx buffers are empty; it says: no packet of rank 1 has \
-         come; the device takes no more calls until it is reset"
-    );
-}
-
-#[test]
-fn a_diagnosis_among_many_ranks_ends_when_its_time_is_over() {
-    let ranks = 64;
-    // As long as so many words take, each of which is asked for; the device says what it is besides, which no word is read for.
-    let within = |time: usize| {
-        let mut driver = opened_among(ranks, About { ranks, ..about() }).unwrap();
-        let reads = driver.bus().1.clone();
-        reads.store(0, Ordering::Relaxed);
-        let text = driver.give_up("has not ended", || reads.load(Ordering::Relaxed) < time).message;
-        assert!(
-            reads.load(Ordering::Relaxed) <= time,
-            "{} words were read in the time of {time}",
-            reads.load(Ordering::Relaxed)
-        );
-        text
-    };
-    let text = within(10);
-    for said in [
-        "there was no time to read what it expects from other ranks",
-        "there was no time to look at more than 10 of 16 rx buffers",
-        "there was no time to read with what the call before has ended",
-    ] {
-        assert!(text.contains(said), "{text}");
-    }
-    let text = within(19);
-    let said = "it expects seq 0 from rank 62 and seq 0 from rank 63, and there was no time to read what from others; its rx buffers are empty;";
-    assert!(text.contains(said), "{text}");
-    let text = within(1000);
-    assert!(
-        text.contains(" and seq 0 from rank 63 and something from 55 ranks more; its rx buffers are empty;"),
-        "{text}"
-    );
-}
-
-/// A card on which calls end for as long as `ends` says so.
+/// A device that does nothing, on which calls end for as long as `ends` says so.
 #[derive(Clone, Default)]
 struct Card {
+    /// An emulator says what it is.
+    about: Option<About>,
+    /// Words that were read.
+    reads: Arc<AtomicUsize>,
     ends: Arc<AtomicBool>,
     /// Functions of calls that set something.
     configured: Arc<Mutex<Vec<u32>>>,
@@ -152,6 +24,7 @@ struct Card {
 
 impl Bus for Card {
     fn read_register(&mut self, _: u32) -> Result<u32> {
+        self.reads.fetch_add(1, Ordering::Relaxed);
         Ok(0)
     }
 
@@ -190,9 +63,101 @@ impl Bus for Card {
         self.kept.fetch_add(1, Ordering::Relaxed);
     }
 
-    fn describe(&self) -> String {
-        "card".to_owned()
+    fn about(&mut self) -> Result<Option<About>> {
+        Ok(self.about.clone())
     }
+
+    fn describe(&self) -> String {
+        "emulator at h:1".to_owned()
+    }
+}
+
+fn about() -> About {
+    About {
+        version: "0.1.0".to_owned(),
+        ranks: 2,
+        rank: 0,
+        network: Network::Udp,
+        hazards: Vec::new(),
+        clock_hz: 250_000_000,
+        link_bits_per_second: 1,
+        hop_ps: 0,
+        missing: Vec::new(),
+        trouble: String::new(),
+        owner: String::new(),
+        owner_s: 0,
+    }
+}
+
+fn opened(about: About) -> Result<Driver<Card>> {
+    opened_among(2, about)
+}
+
+fn opened_among(ranks: u32, about: About) -> Result<Driver<Card>> {
+    let peer = |session| Peer { ip: [127, 0, 0, 1].into(), port: 5500, session };
+    let peers = (0..ranks).map(peer).collect();
+    let card = Card { about: Some(about), ..Card::default() };
+    card.ends.store(true, Ordering::Relaxed);
+    Driver::open(card, Settings::new(Network::Udp, 0, peers), || false)
+}
+
+#[test]
+fn an_emulator_that_is_another_than_was_asked_for_is_refused_before_anything_starts() {
+    assert!(opened(about()).is_ok());
+    for (about, why) in [
+        (
+            About { network: Network::Rdma, ..about() },
+            "was started for cyt_rdma, and `design` asks for udp; add `design=cyt_rdma`, or start it with other `--comms`",
+        ),
+        (About { ranks: 3, ..about() }, "was started for 3 ranks, and there are 2; start it with other `--ranks`"),
+        (About { rank: 1, ..about() }, "is that of rank 1, and this is rank 0; its address is another rank's"),
+    ] {
+        assert_eq!(opened(about).err().unwrap().message, format!("emulator at h:1 {why}"));
+    }
+}
+
+#[test]
+fn what_a_device_says_is_wrong_is_part_of_why_a_call_does_not_end() {
+    let mut driver = opened(About { trouble: "no packet of rank 1 has come".to_owned(), ..about() }).unwrap();
+    assert_eq!(
+        driver.give_up("has not ended in 300 ms", || true).message,
+        "emulator at h:1: a call has not ended in 300 ms; it expects seq 0 from rank 1; its rx buffers are empty; it says: no packet of rank 1 has \
+         come; the device takes no more calls until it is reset"
+    );
+}
+
+#[test]
+fn a_diagnosis_among_many_ranks_ends_when_its_time_is_over() {
+    let ranks = 64;
+    // As long as so many words take, each of which is asked for; the device says what it is besides, which no word is read for.
+    let within = |time: usize| {
+        let mut driver = opened_among(ranks, About { ranks, ..about() }).unwrap();
+        let reads = driver.bus().reads.clone();
+        reads.store(0, Ordering::Relaxed);
+        let text = driver.give_up("has not ended", || reads.load(Ordering::Relaxed) < time).message;
+        assert!(
+            reads.load(Ordering::Relaxed) <= time,
+            "{} words were read in the time of {time}",
+            reads.load(Ordering::Relaxed)
+        );
+        text
+    };
+    let text = within(10);
+    for said in [
+        "there was no time to read what it expects from other ranks",
+        "there was no time to look at more than 10 of 16 rx buffers",
+        "there was no time to read with what the call before has ended",
+    ] {
+        assert!(text.contains(said), "{text}");
+    }
+    let text = within(19);
+    let said = "it expects seq 0 from rank 62 and seq 0 from rank 63, and there was no time to read what from others; its rx buffers are empty;";
+    assert!(text.contains(said), "{text}");
+    let text = within(1000);
+    assert!(
+        text.contains(" and seq 0 from rank 63 and something from 55 ranks more; its rx buffers are empty;"),
+        "{text}"
+    );
 }
 
 fn set_up(card: &Card) -> Driver<Card> {
