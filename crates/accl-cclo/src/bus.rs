@@ -3,7 +3,7 @@
 //! Owns the interface alone. A bus may block for as long as one of its requests takes, and says so as an error when that is too long; it
 //! never waits for a call to end.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use accl_types::Result;
 
@@ -45,8 +45,9 @@ pub trait Bus: Send {
         Ok(None)
     }
 
-    /// From now on no request may take longer than this, however long the bus would wait by itself: whoever waits for the device has a deadline.
-    fn limit(&mut self, _: Duration) {}
+    /// No request may outlast this moment from now on, however long the bus would wait by itself: whoever waits for the device has a deadline.
+    /// `None`: there is none.
+    fn limit(&mut self, _until: Option<Instant>) {}
 
     /// Reads a word of exchange memory.
     ///
@@ -149,8 +150,8 @@ impl<B: Bus + ?Sized> Bus for Box<B> {
         (**self).claim()
     }
 
-    fn limit(&mut self, at_most: Duration) {
-        (**self).limit(at_most);
+    fn limit(&mut self, until: Option<Instant>) {
+        (**self).limit(until);
     }
 
     fn read_register(&mut self, offset: u32) -> Result<u32> {

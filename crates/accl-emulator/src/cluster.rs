@@ -204,6 +204,8 @@ impl Cluster {
         if self.engines[index].job() == job {
             self.engines[index].take(sender, packet);
             self.wake(index);
+        } else {
+            self.engines[index].miss(sender);
         }
     }
 
@@ -331,10 +333,16 @@ mod tests {
     }
 
     #[test]
-    fn a_call_that_is_under_way_when_another_job_comes_still_sends_for_its_own() {
+    fn an_engine_whose_host_has_left_it_works_for_no_job() {
         let mut cluster = Cluster::new(0, vec![Engine::new(Network::Udp, Faithful::default())], None);
         set_up(&mut cluster, 7);
-        cluster.engine(0).unwrap().set_next_job(8);
-        assert_eq!(cluster.engine(0).unwrap().job(), 7);
+        cluster.engine(0).unwrap().end_job();
+        assert_eq!(cluster.engine(0).unwrap().job(), 7, "what is under way goes on");
+        cluster.answer(0, &Request::Call { control: 0, call: Descriptor::config(ConfigFunction::Reset, 0) }).unwrap();
+        assert_eq!(cluster.engine(0).unwrap().job(), 0);
+        set_up(&mut cluster, 8);
+        cluster.answer(0, &Request::Call { control: 0, call: Descriptor::config(ConfigFunction::Reset, 0) }).unwrap();
+        cluster.engine(0).unwrap().end_job();
+        assert_eq!(cluster.engine(0).unwrap().job(), 0);
     }
 }

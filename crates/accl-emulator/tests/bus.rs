@@ -684,9 +684,9 @@ fn no_request_of_an_emulator_that_is_stopped_outlasts_the_time_that_is_left() {
     let mut bus = buses::open(&url(&format!("emulator://127.0.0.1:{port}")), 0).unwrap();
     bus.allocate(Memory::Device, 64).unwrap();
     common::signal_to(emulators.0[0].id(), "STOP");
-    bus.limit(Duration::from_millis(200));
     let begin = Instant::now();
+    bus.limit(Some(begin + Duration::from_millis(200)));
     let text = bus.write_memory(Memory::Device, 0, &[0; 64]).unwrap_err().message;
-    assert!(text.contains("has not answered a write of 64 bytes of device memory at 0x0 in 200 ms"), "{text}");
+    assert!(text.contains("has not answered a write of 64 bytes of device memory at 0x0 in "), "{text}");
     assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
 }

@@ -87,7 +87,7 @@ fn split(text: &[u8]) -> Option<(Vec<u8>, Vec<u8>)> {
         let digits = at + usize::from(is_negative);
         let (number, end) = match (*array.get(digits)?, array.get(digits + 1), array.get(digits + 2)) {
             (b']', ..) if bytes.is_empty() && !is_negative => break,
-            (b'0', ..) => (0, digits + 1),
+            (b'0', ..) if !is_negative => (0, digits + 1),
             (first @ b'1'..=b'9', Some(second @ b'0'..=b'9'), Some(third @ b'0'..=b'9')) => {
                 (100 * value(first) + 10 * value(*second) + value(*third), digits + 3)
             }
@@ -230,7 +230,7 @@ mod tests {
     fn what_is_no_array_of_bytes_is_none() {
         for array in [
             "[1,]", "[,1]", "[1,,2]", "[01]", "[-]", "[256]", "[-129]", "[1.5]", "[1", "[1]]", "[[1]]", "[\"1\"]", "7",
-            "[- 1]", "[1 2]", "[1000]", "[null]", "[true]", "[0x1]",
+            "[- 1]", "[-0]", "[1 2]", "[1000]", "[null]", "[true]", "[0x1]",
         ] {
             let text = format!("{{\"data\":{array}}}");
             assert_eq!(data_from_json(text.as_bytes()), None, "{text}");

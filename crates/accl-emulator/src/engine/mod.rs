@@ -93,6 +93,8 @@ pub struct Engine {
     /// The job that the engine works for, and the one from the next reset on; zero: its host has said nothing of jobs.
     job: u32,
     next_job: u32,
+    /// How many packets of other jobs have come since the last reset, by sender.
+    strays: BTreeMap<u32, u64>,
     /// Number of the next packet to each session.
     next_packet: BTreeMap<u32, u32>,
     speed: Speed,
@@ -124,6 +126,7 @@ impl Engine {
             session: None,
             job: 0,
             next_job: 0,
+            strays: BTreeMap::new(),
             next_packet: BTreeMap::new(),
             speed: Speed::default(),
             random: 0,
@@ -258,7 +261,12 @@ impl Engine {
     pub fn trouble(&self) -> String {
         let lost = self.lost.iter().map(|sender| format!("rank {sender} has gone"));
         let broken = self.receiver.broken().map(|(sender, why)| format!("rank {sender} is not understood: {why}"));
-        broken.chain(lost).collect::<Vec<_>>().join("; ")
+        let strays = self.strays.iter().map(|(sender, count)| {
+            format!(
+                "{count} packets of rank {sender} were of another job and went nowhere; reset the devices of all ranks"
+            )
+        });
+        broken.chain(lost).chain(strays).collect::<Vec<_>>().join("; ")
     }
 
     /// The job that it works for.
@@ -269,6 +277,21 @@ impl Engine {
     /// From the next reset on it works for this job. A call that is under way is one of the job before.
     pub fn set_next_job(&mut self, job: u32) {
         self.next_job = job;
+    }
+
+    /// Nobody says any more which job it works for.
+    pub fn end_job(&mut self) {
+        self.next_job = 0;
+        if !self.takes_packets {
+            self.job = 0;
+        }
+    }
+
+    /// A packet of another job came from the engine with this number, and went nowhere.
+    pub fn miss(&mut self, sender: u32) {
+        if self.takes_packets {
+            *self.strays.entry(sender).or_default() += 1;
+        }
     }
 
     /// Says whether its peers are there. Who says nothing has them all from the beginning.
@@ -367,6 +390,7 @@ impl Engine {
             ConfigFunction::Reset => {
                 self.receiver.reset();
                 self.job = self.next_job;
+                self.strays.clear();
                 (self.max_eager, self.max_rendezvous) = (FIRST_LIMIT, FIRST_LIMIT);
                 self.takes_packets = false;
                 self.exchange.set(map::RX_BUFFER_COUNT, 0);

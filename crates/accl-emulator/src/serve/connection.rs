@@ -6,11 +6,17 @@
 use std::time::Duration;
 
 use accl_cclo::zmtp::{self, COMMAND, GREETING_BYTES, GREETING_PARTS, LONG, MORE, MOST_COMMAND_BYTES, READY};
+use rustix::fd::AsFd;
+use rustix::net::sockopt;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::time::timeout;
 
+/// After which silence the system looks whether a host is still there, how often, and how many times before the connection ends.
+const QUIET_TIME: Duration = Duration::from_secs(30);
+const LOOK_INTERVAL: Duration = Duration::from_secs(10);
+const LOOKS: u32 = 3;
 /// How long a connection has to greet and to say what it is.
 const GREETING_PATIENCE: Duration = Duration::from_secs(5);
 /// Most bytes of a message: four characters for each of 64 MiB of memory.
@@ -44,6 +50,16 @@ impl From<&str> for End {
     }
 }
 
+/// Has the system look whether the other end is still there when it says nothing: a host that has crashed must not keep a rank, and who only listens
+/// would never hear that a peer has gone. Those who connect have what who listens has.
+pub(super) fn keep_alive(socket: impl AsFd) -> std::io::Result<()> {
+    let socket = socket.as_fd();
+    sockopt::set_socket_keepalive(socket, true)?;
+    sockopt::set_tcp_keepidle(socket, QUIET_TIME)?;
+    sockopt::set_tcp_keepintvl(socket, LOOK_INTERVAL)?;
+    Ok(sockopt::set_tcp_keepcnt(socket, LOOKS)?)
+}
+
 /// A connection.
 pub(super) struct Connection {
     pub(super) from: Receiving,
@@ -70,6 +86,7 @@ impl Connection {
     pub(super) fn new(stream: TcpStream) -> Result<Self, End> {
         // Answers are waited for, so nothing is gained by putting packets together.
         stream.set_nodelay(true)?;
+        keep_alive(&stream)?;
         let (from, to) = stream.into_split();
         Ok(Self { from: Receiving(BufReader::with_capacity(BUFFER_BYTES, from)), to: Sending(to) })
     }
@@ -175,5 +192,24 @@ impl Sending {
             bytes = &bytes[written..];
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn both_ends_of_a_connection_look_whether_the_other_is_still_there() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        for stream in [stream, listener.accept().await.unwrap().0] {
+            let connection = Connection::new(stream).unwrap_or_else(|_| panic!("a connection"));
+            let socket: &TcpStream = connection.to.0.as_ref();
+            assert!(sockopt::socket_keepalive(socket).unwrap());
+            assert_eq!(sockopt::tcp_keepidle(socket).unwrap(), QUIET_TIME);
+        }
     }
 }

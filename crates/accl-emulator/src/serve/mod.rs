@@ -20,7 +20,6 @@ use std::time::Duration;
 use accl_cclo::call::{ConfigFunction, Operation};
 use accl_cclo::control::{BadRequest, Reply, Request, Status};
 use accl_cclo::memory_map::Network;
-use rustix::net::sockopt;
 use tokio::net::TcpListener;
 use tokio::sync::{Notify, OwnedSemaphorePermit, mpsc, oneshot};
 use tokio::time::Instant;
@@ -30,15 +29,12 @@ use crate::engine::{Engine, Peers};
 use crate::program::Faithful;
 use crate::time::Speed;
 use crate::trace::Trace;
+use connection::keep_alive;
 use event::{Event, HostId};
 use hosts::serve_hosts;
 use publisher::Publisher;
 use sockets::{Fed, Sent, feed_in, listen};
 
-/// After which silence the system looks whether a host is still there, how often, and how many times before the connection ends.
-const QUIET_TIME: Duration = Duration::from_secs(30);
-const LOOK_INTERVAL: Duration = Duration::from_secs(10);
-const LOOKS: u32 = 3;
 /// What happens and has yet to be looked at, before sockets are not read any more.
 const MOST_EVENTS: usize = 256;
 /// Packets that have yet to be sent to other processes, before the engine waits.
@@ -197,12 +193,12 @@ pub async fn serve(options: Options, ready: impl FnOnce()) -> Result<(), ServeEr
         let listener = listening(&options, rank, Kind::Wire).await?;
         let (wire, to_send) = mpsc::channel(MOST_PACKETS);
         let knows_by_topic = options.faithful.to(COMMUNICATORS);
-        let publisher = Publisher { rank, listener, waits_for_all: false, knows_by_topic };
-        tokio::spawn(publisher.publish(to_send, room.clone(), events.clone()));
+        let publisher = Publisher { rank, waits_for_all: false, knows_by_topic };
+        tokio::spawn(publisher.publish(listener, to_send, room.clone(), events.clone()));
         let listener = listening(&options, rank, Kind::KernelOut).await?;
         let (kernel, to_feed) = mpsc::channel(MOST_FED);
-        let publisher = Publisher { rank, listener, waits_for_all: true, knows_by_topic: false };
-        tokio::spawn(publisher.publish(to_feed, room.clone(), events.clone()));
+        let publisher = Publisher { rank, waits_for_all: true, knows_by_topic: false };
+        tokio::spawn(publisher.publish(listener, to_feed, room.clone(), events.clone()));
         let from = if options.loops_back { Kind::KernelOut } else { Kind::KernelIn };
         tokio::spawn(feed_in(rank, options.own(rank, from)?.to_string(), events.clone()));
         for peer in options.outsiders() {
@@ -286,7 +282,10 @@ impl Server {
         match event {
             Event::Request { rank, host, text, reply } => self.answer(rank, host, &text, reply),
             Event::Gone { rank, host } => {
-                self.seat(rank).owner.take_if(|owner| owner.host == host);
+                let owner = self.seat(rank).owner.take_if(|owner| owner.host == host);
+                if let Some(engine) = self.cluster.engine(rank).filter(|_| owner.is_some()) {
+                    engine.end_job();
+                }
             }
             Event::Packet { to, from, job, packet, permit } => {
                 self.seat(to).permits.entry(from).or_default().push_back(permit);
@@ -458,7 +457,7 @@ fn carry(seat: &mut Seat, cluster: &mut Cluster) -> bool {
                     outgoing.push_front(packet);
                     break;
                 }
-                // Its task has ended as it does when a peer sends what cannot be read.
+                // Its task ends with the process alone.
                 Err(mpsc::error::TrySendError::Closed(_)) if seat.trouble.is_empty() => {
                     seat.trouble =
                         format!("rank {}: its packets cannot be sent any more; restart its emulator", seat.rank);
@@ -487,13 +486,4 @@ async fn listening(options: &Options, rank: u32, kind: Kind) -> Result<TcpListen
     let listener = TcpListener::bind(address).await;
     let listener = listener.and_then(|listener| keep_alive(&listener).map(|()| listener));
     listener.map_err(|error| ServeError(format!("rank {rank} cannot listen at tcp://{address}: {error}")))
-}
-
-/// Has the system look whether hosts are still there whose connections say nothing: a host that has crashed must not keep a rank. Those who
-/// connect have what who listens has.
-fn keep_alive(listener: &TcpListener) -> std::io::Result<()> {
-    sockopt::set_socket_keepalive(listener, true)?;
-    sockopt::set_tcp_keepidle(listener, QUIET_TIME)?;
-    sockopt::set_tcp_keepintvl(listener, LOOK_INTERVAL)?;
-    Ok(sockopt::set_tcp_keepcnt(listener, LOOKS)?)
 }

@@ -1,17 +1,19 @@
 //! A publishing end of ZeroMQ, a socket of type PUB, with a task for each connection.
 //!
 //! Owns who has subscribed to what, and what becomes of one that does not read. An emulator of ours says of which rank its socket is, and holds
-//! up the packets of this rank for as long as it does not read: nothing is dropped. Anybody else that looks holds them up for some seconds, and
-//! is disconnected then. What is published is for others. Read [`publish`] first.
+//! up the packets of this rank for as long as it does not read: nothing is dropped. Those who only look hold them up for some seconds, all
+//! together, and are disconnected then. What is published is for others. Read [`publish`] first.
 
+use std::collections::BTreeSet;
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use accl_cclo::zmtp::{self, COMMAND, MORE, push_frame};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Notify, mpsc};
-use tokio::time::timeout;
+use tokio::sync::{Notify, Semaphore, mpsc, oneshot};
+use tokio::time::Instant;
 
 use super::connection::{Connection, End, Receiving, Role, Sending};
 use super::event::{ACCEPT_PAUSE, Event};
@@ -20,8 +22,12 @@ use super::event::{ACCEPT_PAUSE, Event};
 const MOST_QUEUED: usize = 64;
 /// Most bytes of a subscription.
 const MOST_TOPIC_BYTES: u64 = 4 << 10;
-/// How long somebody who only looks may take nothing.
+/// Connections at a time, and subscriptions of one.
+const MOST_SUBSCRIBERS: usize = 4096;
+const MOST_TOPICS: usize = 256;
+/// For how long those who only look may hold up packets, all together, and what part of the time that they do not gives it back.
 const ONLOOKER_PATIENCE: Duration = Duration::from_secs(5);
+const REGAINED_PART: u32 = 10;
 const SUBSCRIBE: u8 = 1;
 const UNSUBSCRIBE: u8 = 0;
 
@@ -37,7 +43,6 @@ pub(super) trait Published {
 /// A socket that publishes.
 pub(super) struct Publisher {
     pub(super) rank: u32,
-    pub(super) listener: TcpListener,
     /// Everybody is waited for.
     pub(super) waits_for_all: bool,
     /// Who has subscribed to no more than what is for a rank is taken for this rank: emulators of the original do not say which they are.
@@ -52,6 +57,8 @@ struct Subscriber {
     rank: Option<u32>,
     topics: Vec<Vec<u8>>,
     queue: mpsc::Sender<Arc<[u8]>>,
+    /// With it the connection ends.
+    _end: oneshot::Sender<Infallible>,
 }
 
 /// What a connection tells.
@@ -62,48 +69,77 @@ enum News {
     Gone(u64),
 }
 
+/// What becomes of subscribers.
+struct Subscribers {
+    about: Publisher,
+    all: Vec<Subscriber>,
+    news: mpsc::Receiver<News>,
+    events: mpsc::Sender<Event>,
+    /// For how long those who only look may still hold up the world, all together, and since when that grows.
+    patience: Duration,
+    patient_since: Instant,
+}
+
 impl Publisher {
     /// Publishes what comes, and tells which ranks of other emulators have subscribed to what is for them.
     pub(super) async fn publish<T: Published>(
         self,
+        listener: TcpListener,
         mut messages: mpsc::Receiver<T>,
         room: Arc<Notify>,
         events: mpsc::Sender<Event>,
     ) {
-        let (tells, mut news) = mpsc::channel(MOST_QUEUED);
-        let mut subscribers: Vec<Subscriber> = Vec::new();
-        for number in 0.. {
-            let came = loop {
-                tokio::select! {
-                    message = messages.recv() => {
-                        let Some(message) = message else { return };
-                        room.notify_one();
-                        self.send(&message, &mut subscribers).await;
-                    }
-                    Some(news) = news.recv() => self.hear(news, &mut subscribers, &events).await,
-                    accepted = self.listener.accept() => match accepted {
-                        Ok(accepted) => break accepted,
-                        Err(_) => tokio::time::sleep(ACCEPT_PAUSE).await,
-                    },
+        let (tells, news) = mpsc::channel(MOST_QUEUED);
+        tokio::spawn(accept(self.rank, listener, tells));
+        let mut subscribers = Subscribers {
+            about: self,
+            all: Vec::new(),
+            news,
+            events,
+            patience: ONLOOKER_PATIENCE,
+            patient_since: Instant::now(),
+        };
+        loop {
+            tokio::select! {
+                message = messages.recv() => {
+                    let Some(message) = message else { return };
+                    room.notify_one();
+                    subscribers.send(&message).await;
                 }
-            };
-            let (stream, from) = came;
-            let (tells, rank) = (tells.clone(), self.rank);
-            tokio::spawn(async move {
-                if let Err(End::Refused(why)) = serve(number, from, stream, &tells).await {
-                    disconnected(rank, from, &why);
-                }
-                // Nobody hears of it once the process ends.
-                let _ = tells.send(News::Gone(number)).await;
-            });
+                Some(news) = subscribers.news.recv() => subscribers.hear(news).await,
+            }
         }
     }
+}
 
-    async fn send<T: Published>(&self, message: &T, subscribers: &mut Vec<Subscriber>) {
+/// Takes connections, while others are waited for, too.
+async fn accept(rank: u32, listener: TcpListener, tells: mpsc::Sender<News>) {
+    let places = Arc::new(Semaphore::new(MOST_SUBSCRIBERS));
+    for number in 0.. {
+        let Ok((stream, from)) = listener.accept().await else {
+            tokio::time::sleep(ACCEPT_PAUSE).await;
+            continue;
+        };
+        let Ok(place) = places.clone().try_acquire_owned() else { continue };
+        let tells = tells.clone();
+        tokio::spawn(async move {
+            if let Err(End::Refused(why)) = serve(number, from, stream, &tells).await {
+                disconnected(rank, from, &why);
+            }
+            // Nobody hears of it once the process ends.
+            let _ = tells.send(News::Gone(number)).await;
+            drop(place);
+        });
+    }
+}
+
+impl Subscribers {
+    async fn send<T: Published>(&mut self, message: &T) {
         let topic = message.topic();
         let is_wanted =
-            |subscriber: &Subscriber| subscriber.topics.iter().any(|wanted| topic.as_bytes().starts_with(wanted));
-        if !subscribers.iter().any(is_wanted) {
+            |subscriber: &&Subscriber| subscriber.topics.iter().any(|wanted| topic.as_bytes().starts_with(wanted));
+        let wanted: Vec<u64> = self.all.iter().filter(is_wanted).map(|subscriber| subscriber.number).collect();
+        if wanted.is_empty() {
             return;
         }
         let mut bytes = Vec::new();
@@ -113,67 +149,92 @@ impl Publisher {
             push_frame(&mut bytes, if index + 1 < frames.len() { MORE } else { 0 }, frame);
         }
         let bytes: Arc<[u8]> = bytes.into();
-        let mut stuck = Vec::new();
-        for subscriber in subscribers.iter().filter(|subscriber| is_wanted(subscriber)) {
+        for number in wanted {
+            let Some(subscriber) = self.all.iter().find(|subscriber| subscriber.number == number) else { continue };
             // One that has gone is told of soon.
-            let send = subscriber.queue.send(bytes.clone());
-            if subscriber.rank.is_some() || self.waits_for_all {
-                let _ = send.await;
-            } else if timeout(ONLOOKER_PATIENCE, send).await.is_err() {
-                disconnected(
-                    self.rank,
-                    subscriber.from,
-                    &format!("it has subscribed and reads nothing for {} s", ONLOOKER_PATIENCE.as_secs()),
-                );
-                stuck.push(subscriber.number);
+            if let Err(mpsc::error::TrySendError::Full(bytes)) = subscriber.queue.try_send(bytes.clone()) {
+                self.wait(number, bytes).await;
             }
         }
-        // With its queue a connection ends.
-        subscribers.retain(|subscriber| !stuck.contains(&subscriber.number));
     }
 
-    async fn hear(&self, news: News, subscribers: &mut Vec<Subscriber>, events: &mpsc::Sender<Event>) {
-        let before = hearing(subscribers);
-        let of = |subscribers: &mut Vec<Subscriber>, number| {
-            subscribers.iter().position(|subscriber: &Subscriber| subscriber.number == number)
-        };
+    /// Sends to one that has no room, once it has, and hears what others tell meanwhile.
+    async fn wait(&mut self, number: u64, bytes: Arc<[u8]>) {
+        let Some(subscriber) = self.all.iter().find(|subscriber| subscriber.number == number) else { return };
+        let (queue, from) = (subscriber.queue.clone(), subscriber.from);
+        let is_onlooker = subscriber.rank.is_none() && !self.about.waits_for_all;
+        let begin = Instant::now();
+        let regained = (begin - self.patient_since) / REGAINED_PART;
+        self.patience = (self.patience + regained).min(ONLOOKER_PATIENCE);
+        let until = begin + self.patience;
+        let send = queue.send(bytes);
+        tokio::pin!(send);
+        loop {
+            tokio::select! {
+                biased;
+                _ = &mut send => break,
+                () = tokio::time::sleep_until(until), if is_onlooker => {
+                    let why = "those who only look may hold up packets for 5 s and a tenth of the time, and it reads too little";
+                    disconnected(self.about.rank, from, why);
+                    self.all.retain(|subscriber| subscriber.number != number);
+                    break;
+                }
+                Some(news) = self.news.recv() => self.hear(news).await,
+            }
+        }
+        self.patient_since = Instant::now();
+        if is_onlooker {
+            self.patience = self.patience.saturating_sub(self.patient_since - begin);
+        }
+    }
+
+    async fn hear(&mut self, news: News) {
+        let before = self.hearing();
         match news {
-            News::Came(subscriber) => subscribers.push(subscriber),
+            News::Came(subscriber) => self.all.push(subscriber),
             News::Subscribed(number, topic) => {
-                if let Some(at) = of(subscribers, number) {
-                    let subscriber = &mut subscribers[at];
-                    if self.knows_by_topic && subscriber.rank.is_none() {
-                        subscriber.rank = rank_of(&topic);
-                    }
-                    subscriber.topics.push(topic);
+                let knows_by_topic = self.about.knows_by_topic;
+                let Some(subscriber) = self.of(number) else { return };
+                if knows_by_topic && subscriber.rank.is_none() {
+                    subscriber.rank = rank_of(&topic);
+                }
+                subscriber.topics.push(topic);
+                if subscriber.topics.len() > MOST_TOPICS {
+                    let from = subscriber.from;
+                    disconnected(self.about.rank, from, &format!("it has more than {MOST_TOPICS} subscriptions"));
+                    self.all.retain(|subscriber| subscriber.number != number);
                 }
             }
             News::Unsubscribed(number, topic) => {
-                if let Some(at) = of(subscribers, number) {
-                    let topics = &mut subscribers[at].topics;
+                if let Some(subscriber) = self.of(number) {
+                    let topics = &mut subscriber.topics;
                     topics.iter().position(|known| *known == topic).map(|at| topics.swap_remove(at));
                 }
             }
-            News::Gone(number) => subscribers.retain(|subscriber| subscriber.number != number),
+            News::Gone(number) => self.all.retain(|subscriber| subscriber.number != number),
         }
-        let after = hearing(subscribers);
-        let rank = self.rank;
-        let heard = after.iter().filter(|by| !before.contains(by)).map(|&by| Event::Heard { rank, by });
-        let unheard = before.iter().filter(|by| !after.contains(by)).map(|&by| Event::Unheard { rank, by });
+        let after = self.hearing();
+        let rank = self.about.rank;
+        let heard = after.difference(&before).map(|&by| Event::Heard { rank, by });
+        let unheard = before.difference(&after).map(|&by| Event::Unheard { rank, by });
         for event in heard.chain(unheard) {
             // Nobody hears of it once the process ends.
-            let _ = events.send(event).await;
+            let _ = self.events.send(event).await;
         }
     }
-}
 
-/// The ranks of other emulators that listen to what is for them.
-fn hearing(subscribers: &[Subscriber]) -> Vec<u32> {
-    let hears = |subscriber: &Subscriber| {
-        let rank = subscriber.rank?;
-        subscriber.topics.iter().any(|wanted| topic_of(rank).as_bytes() == wanted).then_some(rank)
-    };
-    subscribers.iter().filter_map(hears).collect()
+    fn of(&mut self, number: u64) -> Option<&mut Subscriber> {
+        self.all.iter_mut().find(|subscriber| subscriber.number == number)
+    }
+
+    /// The ranks of other emulators that listen to what is for them.
+    fn hearing(&self) -> BTreeSet<u32> {
+        let hears = |subscriber: &Subscriber| {
+            let rank = subscriber.rank?;
+            subscriber.topics.iter().any(|wanted| topic_of(rank).as_bytes() == wanted).then_some(rank)
+        };
+        self.all.iter().filter_map(hears).collect()
+    }
 }
 
 /// The subscription of a rank: four digits, as far as they go.
@@ -197,12 +258,14 @@ async fn serve(number: u64, from: SocketAddr, stream: TcpStream, tells: &mpsc::S
     let rank = connection.greet(&role).await?;
     let (queue, queued) = mpsc::channel(MOST_QUEUED);
     let (pongs, to_pong) = mpsc::channel(1);
-    let subscriber = Subscriber { number, from, rank, topics: Vec::new(), queue };
+    let (end, ended) = oneshot::channel();
+    let subscriber = Subscriber { number, from, rank, topics: Vec::new(), queue, _end: end };
     tells.send(News::Came(subscriber)).await.map_err(|_| End::Gone)?;
     let Connection { from, to } = connection;
     tokio::select! {
         end = read(number, from, pongs, tells) => end,
         end = write(to, queued, to_pong) => end,
+        _ = ended => Ok(()),
     }
 }
 

@@ -91,7 +91,8 @@ pub(super) async fn listen(rank: u32, peer: u32, address: String, events: mpsc::
         loop {
             let Ok(permit) = permits.clone().acquire_owned().await else { return };
             let Ok(frames) = connection.next_message().await else { break };
-            let Some((job, packet)) = packet_of(&frames) else { continue };
+            // What cannot be read may have been part of a message: it begins anew.
+            let Some((job, packet)) = packet_of(&frames) else { break };
             if events.send(Event::Packet { to: rank, from: peer, job, packet, permit }).await.is_err() {
                 return;
             }

@@ -162,9 +162,14 @@ impl Host {
 
     /// All but for letting packets in.
     pub async fn lay_out(&mut self, rank: u32, ranks: u32, setup: &Setup) -> Places {
-        let Setup { rx_buffers, rx_bytes, max_eager, max_rendezvous, memory } = *setup;
         assert_eq!(self.register(map::HARDWARE_ID.offset).await, 0);
         self.configure(ConfigFunction::Reset, 0).await;
+        self.write_tables(rank, ranks, setup).await
+    }
+
+    /// All but for a reset, and for letting packets in.
+    pub async fn write_tables(&mut self, rank: u32, ranks: u32, setup: &Setup) -> Places {
+        let Setup { rx_buffers, rx_bytes, max_eager, max_rendezvous, memory } = *setup;
         let mut layout = Layout::default();
         let table = layout.take(rx_buffers as usize * RxBuffer::COUNT).unwrap();
         self.good(&Request::Allocate { address: 0, bytes: setup.buffers() + memory, is_host: false }).await;

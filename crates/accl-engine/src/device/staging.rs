@@ -3,7 +3,7 @@
 //! Owns two segments, each with an operand and a result, that live as long as the device is open: while a call works on one segment the next
 //! piece is copied into the other, and the last one out of it. Knows pieces, and no calls. Read [`Staging::give`] first.
 
-use std::time::Duration;
+use std::time::Instant;
 
 use accl_cclo::bus::{Bus, Memory};
 use accl_cclo::offload::{Buffer, Piece};
@@ -24,6 +24,10 @@ pub(super) struct Segment {
     /// Address of the result.
     pub(super) result: u64,
 }
+
+/// Until when requests may last; `None`: without an end.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Until(pub(super) Option<Instant>);
 
 /// The buffers of a device, and room to put pieces together.
 pub(super) struct Staging {
@@ -48,7 +52,7 @@ impl Staging {
         self.segments[piece % self.segments.len()]
     }
 
-    /// Copies what a piece gives into its segment, for as long as there is time `left`. Returns whether all of it is there.
+    /// Copies what a piece gives into its segment, for as long as `until` names a moment. Returns whether all of it is there.
     ///
     /// # Errors
     /// Those of [`Bus::write_memory`].
@@ -58,7 +62,7 @@ impl Staging {
         tensors: &CollectiveMemory<'_>,
         piece: &Piece,
         segment: Segment,
-        left: &dyn Fn() -> Option<Duration>,
+        until: &dyn Fn() -> Option<Until>,
     ) -> Result<bool> {
         if piece.gives.is_empty() {
             return Ok(true);
@@ -76,14 +80,14 @@ impl Staging {
         }
         self.room[end..].fill(0);
         for (bytes, at) in self.room.chunks(STEP_BYTES).zip((segment.first..).step_by(STEP_BYTES)) {
-            let Some(left) = left() else { return Ok(false) };
-            bus.limit(left);
+            let Some(Until(until)) = until() else { return Ok(false) };
+            bus.limit(until);
             bus.write_memory(self.memory, at, bytes)?;
         }
         Ok(true)
     }
 
-    /// Copies what a piece has brought to where it belongs, for as long as there is time `left`. Returns whether all of it is there.
+    /// Copies what a piece has brought to where it belongs, for as long as `until` names a moment. Returns whether all of it is there.
     ///
     /// # Errors
     /// Those of [`Bus::read_memory`].
@@ -93,7 +97,7 @@ impl Staging {
         tensors: &mut CollectiveMemory<'_>,
         piece: &Piece,
         segment: Segment,
-        left: &dyn Fn() -> Option<Duration>,
+        until: &dyn Fn() -> Option<Until>,
     ) -> Result<bool> {
         let from = match piece.takes_from {
             Buffer::First => segment.first,
@@ -102,12 +106,12 @@ impl Staging {
         let Some(end) = piece.takes.iter().map(|span| span.staging + span.bytes).max() else { return Ok(true) };
         self.room.resize(end as usize, 0);
         for (bytes, at) in self.room.chunks_mut(STEP_BYTES).zip((from..).step_by(STEP_BYTES)) {
-            let Some(left) = left() else { return Ok(false) };
-            bus.limit(left);
+            let Some(Until(until)) = until() else { return Ok(false) };
+            bus.limit(until);
             bus.read_memory(self.memory, at, bytes)?;
         }
         // That may have taken long, and nobody writes into the tensors of a call that has failed.
-        if left().is_none() {
+        if until().is_none() {
             return Ok(false);
         }
         for span in &piece.takes {

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use accl_cclo::bus::Bus;
 use accl_cclo::call::{Descriptor, Operation};
@@ -20,7 +20,7 @@ use accl_types::{Collective, Error, ErrorKind, Moment, Result};
 
 use super::port::Port;
 use super::shared::{LAST_WORDS, OpenBus, Shared};
-use super::staging::{STAGING_BYTES, Segment, Staging};
+use super::staging::{STAGING_BYTES, Segment, Staging, Until};
 use crate::{signals, time};
 
 /// Looks at a call that follow one another without a pause.
@@ -213,7 +213,7 @@ impl Worker {
     ) -> std::result::Result<Option<(Piece, Segment)>, Stop> {
         let Some((number, piece)) = piece else { return Ok(None) };
         let segment = self.staging.segment(number);
-        match self.staging.give(self.driver.bus(), tensors, &piece, segment, &|| left(task))? {
+        match self.staging.give(self.driver.bus(), tensors, &piece, segment, &|| until(task))? {
             true => Ok(Some((piece, segment))),
             false => Err(self.stop(task, tensors.collective())),
         }
@@ -226,7 +226,7 @@ impl Worker {
         piece: Option<(Piece, Segment)>,
     ) -> std::result::Result<(), Stop> {
         let Some((piece, segment)) = piece else { return Ok(()) };
-        match self.staging.take(self.driver.bus(), tensors, &piece, segment, &|| left(task))? {
+        match self.staging.take(self.driver.bus(), tensors, &piece, segment, &|| until(task))? {
             true => Ok(()),
             false => Err(self.stop(task, tensors.collective())),
         }
@@ -274,9 +274,9 @@ impl Worker {
 
     /// Whether a task is still wanted and in time, which requests of the device may not outlast.
     fn goes_on(&mut self, task: &ExternalTask) -> bool {
-        let left = left(task);
-        left.is_some_and(|left| {
-            self.driver.bus().limit(left);
+        let until = until(task);
+        until.is_some_and(|Until(until)| {
+            self.driver.bus().limit(until);
             true
         })
     }
@@ -307,11 +307,14 @@ fn next_news(news: &Receiver<News>, until: Moment, bus: &dyn Bus) -> Result<Opti
     }
 }
 
-/// For how long a task is still wanted, with the last words of a device that answers late; `None`: it is over.
-fn left(task: &ExternalTask) -> Option<Duration> {
-    let deadline = task.collective().and_then(|collective| collective.deadline);
-    let left = deadline.map_or(Duration::MAX, |deadline| deadline.since(time::now()));
-    (!task.is_cancelled() && !left.is_zero()).then(|| left.saturating_add(LATE_ANSWER))
+/// Until when requests for a task may last, with the last words of a device that answers late; `None`: it is not wanted any more, or too late.
+fn until(task: &ExternalTask) -> Option<Until> {
+    if task.is_cancelled() {
+        return None;
+    }
+    let Some(deadline) = task.collective().and_then(|collective| collective.deadline) else { return Some(Until(None)) };
+    let left = deadline.since(time::now());
+    (!left.is_zero()).then(|| Until(Instant::now().checked_add(left.saturating_add(LATE_ANSWER))))
 }
 
 /// A collective as the planner of devices takes it.

@@ -37,7 +37,7 @@ const CONNECT_SLICE: Duration = Duration::from_millis(200);
 
 /// While a device opens the store is asked after this part of the time before, or after so long.
 const ASKED_PART: u32 = 4;
-const LONGEST_UNASKED: Duration = Duration::from_secs(1);
+const LONGEST_UNASKED: Duration = Duration::from_millis(400);
 
 /// What a rank tells the others once its device is set up.
 const IS_SET_UP: &str = "set up";

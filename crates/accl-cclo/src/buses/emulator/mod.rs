@@ -10,7 +10,7 @@ mod zmtp;
 use std::fmt;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use accl_types::hash::{fold, hash_words};
 use accl_types::{Error, ErrorKind, Result};
@@ -52,8 +52,8 @@ pub struct EmulatorBus {
     /// How long an answer may take, and the next one.
     usual_deadline: Duration,
     next_deadline: Duration,
-    /// How long any may take at most.
-    limit: Duration,
+    /// What none may outlast.
+    limit: Option<Instant>,
     /// What tells the job from others, once its ranks have told each other; zero before.
     job: u32,
     dead: Option<Error>,
@@ -78,7 +78,7 @@ impl EmulatorBus {
             handed_out,
             usual_deadline: deadline,
             next_deadline: deadline,
-            limit: Duration::MAX,
+            limit: None,
             job: 0,
             dead: None,
         })
@@ -89,7 +89,8 @@ impl EmulatorBus {
         if let Some(dead) = &self.dead {
             return Err(dead.clone());
         }
-        let deadline = (self.next_deadline + more).min(self.limit);
+        let left = self.limit.map(|limit| limit.saturating_duration_since(Instant::now()));
+        let deadline = (self.next_deadline + more).min(left.unwrap_or(Duration::MAX));
         let answer = match self.socket.ask(request.to_json().as_bytes(), deadline) {
             Ok(text) => Reply::from_json(&text).map_err(|why| not_an_emulator(&self.address, why)),
             Err(Failure::Late) => Err(Error::new(
@@ -216,8 +217,8 @@ impl Bus for EmulatorBus {
         }
     }
 
-    fn limit(&mut self, at_most: Duration) {
-        self.limit = at_most;
+    fn limit(&mut self, until: Option<Instant>) {
+        self.limit = until;
     }
 
     fn read_register(&mut self, offset: u32) -> Result<u32> {

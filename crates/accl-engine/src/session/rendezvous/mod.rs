@@ -32,7 +32,7 @@
 //! | anybody, after the group was made | it is lost like any peer, and the group fails |
 //!
 //! Where all ranks were there and no group is made, each counts itself in at `silent` with its last question, and the leader returns when all have, or
-//! after a second: the store is its process's as a rule, and ends with it.
+//! after two seconds: the store is its process's as a rule, and ends with it.
 //!
 //! A member of the job's own group that is seen to have gone, on a link that exists already, ends the making of a
 //! sub-group at once: it will not come back into this job.
@@ -80,7 +80,7 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 /// Between two looks for interrupts and for members that have gone.
 const LOOK: Duration = Duration::from_millis(50);
 /// How long the leader of a group that is not made waits until the others know why: the store is its process's as a rule, and ends with it.
-const LAST_QUESTIONS: Duration = Duration::from_secs(1);
+const LAST_QUESTIONS: Duration = Duration::from_secs(2);
 /// Who is connected waits so much longer than the deadline: a rank that is not may be about to say why.
 const GRACE: Duration = Duration::from_secs(2);
 
