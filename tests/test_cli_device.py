@@ -72,6 +72,6 @@ def test_an_emulator_is_dumped_and_reset():
 def test_the_emulator_says_what_it_takes_and_what_it_does_not():
     text = accl("emulator", "--help").stdout
     assert "accl emulator" in text and "--faithful" in text and "--trace" in text
-    assert "--faithful takes numbers from 1 to 12, not `13`" in accl("emulator", "--faithful=13", status=2).stderr
+    assert "--faithful takes numbers from 1 to 13, not `14`" in accl("emulator", "--faithful=14", status=2).stderr
     assert "rank 4 is none of 2 ranks" in accl("emulator", "-s", "2", "-r", "4", status=2).stderr
     assert "--clock" in accl("emulator", "--clock", "fast", status=2).stderr

@@ -19,7 +19,7 @@ pub struct Hazard {
 }
 
 /// All of them, by number.
-pub const HAZARDS: [Hazard; 12] = [
+pub const HAZARDS: [Hazard; 13] = [
     Hazard {
         number: 1,
         condition: "the last segment of an eager all_reduce has so few elements that the last rank's share is empty",
@@ -115,6 +115,14 @@ pub const HAZARDS: [Hazard; 12] = [
         repaired: "a message belongs to the communicator that its header names; one that names none belongs to any",
         way_round: "a device serves one group",
         is_on_wire: true,
+    },
+    Hazard {
+        number: 13,
+        condition: "a device is reset while a call is under way, as one that waits for a rank which was killed",
+        faithful: "the reset waits for the end of the call, if need be for ever",
+        repaired: "the call ends with return code bit 31, and calls that wait behind it do, too",
+        way_round: "after 5 s it is said that a call holds the device",
+        is_on_wire: false,
     },
 ];
 

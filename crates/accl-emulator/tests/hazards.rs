@@ -1,4 +1,4 @@
-//! Hazards 8 to 12: what faithful engines do, and what repaired ones do. Those before them are in the matrix.
+//! Hazards 8 to 13: what faithful engines do, and what repaired ones do. Those before them are in the matrix.
 
 mod common;
 #[path = "common/host.rs"]
@@ -6,8 +6,8 @@ mod host;
 
 use std::time::Duration;
 
-use accl_cclo::call::{Descriptor, Operation, Streams};
-use accl_cclo::control::Request;
+use accl_cclo::call::{ConfigFunction, Descriptor, Operation, Streams};
+use accl_cclo::control::{Reply, Request, Status};
 use accl_cclo::memory_map::{Communicator, DataType, NO_SESSION, Network};
 use accl_cclo::return_code::ReturnCode;
 use accl_emulator::{Engine, Faithful};
@@ -254,5 +254,24 @@ fn a_packet_that_was_lost_ends_the_call_that_waits_for_its_sender() {
             assert!(world.engines[1].start(0, Descriptor { root: 0, tag: 7, ..recv }));
             assert_eq!(world.run(&[])[1], Some(wanted), "{network:?}");
         }
+    }
+}
+
+#[test]
+fn a_reset_waits_for_the_call_that_is_under_way_or_ends_it_and_those_behind_it() {
+    for (faithful, is_held) in [(Faithful::default().with(13), true), (Faithful::default(), false)] {
+        let mut world = world(Settings { faithful, ..Settings::new(Network::Udp, 2) });
+        let call = world.call(Operation::AllReduce, DataType::F32, 30);
+        let engine = &mut world.engines[0];
+        for call in [call, call, Descriptor::config(ConfigFunction::Reset, 0)] {
+            assert!(engine.start(0, call));
+            engine.advance(&mut Vec::new());
+        }
+        let mut ends = 0;
+        while engine.answer(&Request::Poll { control: 0 }) == Reply::Status(Status::Good) {
+            ends += 1;
+        }
+        assert_eq!(ends, if is_held { 0 } else { 3 });
+        assert_eq!(engine.running().is_some(), is_held);
     }
 }

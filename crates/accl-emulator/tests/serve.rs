@@ -103,7 +103,7 @@ fn wrong_arguments_are_refused_in_a_sentence() {
         refused("--trace /nowhere/out.jsonl")
             .starts_with("accl-emulator: --trace: /nowhere/out.jsonl cannot be written: ")
     );
-    assert_eq!(refused("--faithful 4,13"), "accl-emulator: --faithful takes numbers from 1 to 12, not `13`\n");
+    assert_eq!(refused("--faithful 4,14"), "accl-emulator: --faithful takes numbers from 1 to 13, not `14`\n");
     assert_eq!(refused("-s 2 --hosts a:1"), "accl-emulator: --hosts names 1 ranks, and --ranks 2\n");
     assert!(
         refused("--clock fast")
@@ -125,7 +125,7 @@ fn wrong_arguments_are_refused_in_a_sentence() {
 fn emulators_say_what_they_are_whatever_they_keep() {
     let port = free_ports(12);
     let options = format!("--ranks 3 --port {port} --comms cyt_rdma --clock 300MHz --link 25Gbit/s,1us --faithful");
-    for (faithful, hazards) in [("=4,10", vec![4, 10]), ("", (1..=12).collect())] {
+    for (faithful, hazards) in [("=4,10", vec![4, 10]), ("", (1..=13).collect())] {
         let _emulators = Emulators(vec![start(&words(&format!("{options}{faithful}")))]);
         run(async {
             let mut abouts = Vec::new();

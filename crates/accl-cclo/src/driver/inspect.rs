@@ -145,7 +145,7 @@ pub(super) fn held(bus: &dyn Bus) -> Error {
     Error::new(ErrorKind::Device, text)
 }
 
-/// Resets a device. That is a call as any other: one that is under way has to end first. Between looks `go_on` is asked whether there is time
+/// Resets a device. That is a call as any other, and one that is under way has to end first, unless an emulator of ours ends it. Between looks `go_on` is asked whether there is time
 /// left.
 ///
 /// # Errors

@@ -31,6 +31,8 @@ const NO_FUNCTION: u32 = u32::MAX;
 const NOT_HEARD: ReturnCode = ReturnCode(1 << 11);
 /// Packets do not reach all peers.
 const NOT_SENT: ReturnCode = ReturnCode(1 << 20);
+/// A reset has come.
+const DROPPED: ReturnCode = ReturnCode(1 << 31);
 /// Elements of no size, or of more than the data path takes at once.
 const NO_ELEMENTS: ReturnCode = ReturnCode(1 << 18);
 /// Most bytes of a memory in one reply, which has up to five characters for each. The original takes minutes for as many.
@@ -217,6 +219,9 @@ impl Engine {
 
     /// Starts a call on a control stream. `false`: there is no such stream, or more calls are on it than anybody waits for.
     pub fn start(&mut self, control: u32, call: Descriptor) -> bool {
+        if is_reset(&call) && !self.faithful.to(13) {
+            self.drop_calls();
+        }
         let Some(stream) = self.controls.get_mut(control as usize) else { return false };
         let runs = self.running.as_ref().is_some_and(|running| running.control == control as usize);
         let uncollected = stream.calls.len() + stream.ended + usize::from(runs);
@@ -236,6 +241,18 @@ impl Engine {
     /// original was seen to do so with an unknown operation; flags that there are not are treated in the same way, rather than left out.
     pub fn start_unknown(&mut self, control: u32) -> bool {
         self.start(control, Descriptor { function: NO_FUNCTION, ..Descriptor::config(ConfigFunction::Reset, 0) })
+    }
+
+    /// Ends all calls, since a reset has come.
+    fn drop_calls(&mut self) {
+        if let Some(running) = self.running.take() {
+            self.end(running.control, DROPPED, &running.counted);
+        }
+        for control in std::mem::take(&mut self.order) {
+            if self.controls[control].calls.pop_front().is_some() {
+                self.end(control, DROPPED, &Counted::default());
+            }
+        }
     }
 
     /// Takes a packet of the engine with this number.
@@ -523,6 +540,11 @@ fn draw(state: &mut u64) -> u64 {
 /// Whether a call lets packets in.
 fn enables_packets(call: &Descriptor) -> bool {
     call.operation == Operation::Config && call.function == ConfigFunction::EnablePackets.number()
+}
+
+/// Whether a call resets the engine.
+fn is_reset(call: &Descriptor) -> bool {
+    call.operation == Operation::Config && call.function == ConfigFunction::Reset.number()
 }
 
 /// Whether a call is one of several ranks.

@@ -60,6 +60,12 @@ pub(super) fn keep_alive(socket: impl AsFd) -> std::io::Result<()> {
     Ok(sockopt::set_tcp_keepcnt(socket, LOOKS)?)
 }
 
+/// What both ends do before they understand each other.
+async fn in_time<T>(greets: impl Future<Output = Result<T, End>>) -> Result<T, End> {
+    let greeted = timeout(GREETING_PATIENCE, greets).await;
+    greeted.map_err(|_| format!("it has not greeted in {} s", GREETING_PATIENCE.as_secs()))?
+}
+
 /// A connection.
 pub(super) struct Connection {
     pub(super) from: Receiving,
@@ -93,19 +99,26 @@ impl Connection {
 
     /// Both ends say what they are. Of which rank of an emulator the other one is, if it says so.
     pub(super) async fn greet(&mut self, role: &Role) -> Result<Option<u32>, End> {
-        timeout(GREETING_PATIENCE, self.exchange(role))
-            .await
-            .map_err(|_| format!("it has not greeted in {} s", GREETING_PATIENCE.as_secs()))?
+        in_time(async {
+            self.exchange_greetings().await?;
+            self.exchange(role).await
+        })
+        .await
     }
 
-    /// Says why it is of no use, once the other end has greeted.
-    pub(super) async fn refuse(&mut self, why: &str) {
-        let refuse = async {
-            self.exchange_greetings().await?;
-            self.to.write(&zmtp::error(why)).await
-        };
-        // Who does not greet hears nothing.
-        let _ = timeout(GREETING_PATIENCE, refuse).await;
+    /// The first half of [`Connection::greet`]: whether the other end speaks ZeroMQ at all.
+    pub(super) async fn greet_first(&mut self) -> Result<(), End> {
+        in_time(self.exchange_greetings()).await
+    }
+
+    /// The second half.
+    pub(super) async fn greet_last(&mut self, role: &Role) -> Result<(), End> {
+        in_time(self.exchange(role)).await.map(drop)
+    }
+
+    /// Says, in place of the second half, why it is of no use.
+    pub(super) async fn refuse(&mut self, why: &str) -> Result<(), End> {
+        in_time(self.to.write(&zmtp::error(why))).await
     }
 
     async fn exchange_greetings(&mut self) -> Result<(), End> {
@@ -121,7 +134,6 @@ impl Connection {
     }
 
     async fn exchange(&mut self, role: &Role) -> Result<Option<u32>, End> {
-        self.exchange_greetings().await?;
         self.to.write(&role.ready).await?;
         loop {
             let (flags, body) = self.from.next_frame(MOST_COMMAND_BYTES).await?;

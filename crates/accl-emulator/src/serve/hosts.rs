@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use accl_cclo::zmtp::{self, MORE, push_frame, push_head};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::time::Instant;
 
 use super::connection::{Connection, End, Role};
@@ -17,8 +17,8 @@ use super::event::{ACCEPT_PAUSE, Event, HostId};
 
 /// Hosts of one rank at a time. There is one, and now and then somebody who looks.
 const MOST_HOSTS: usize = 64;
-/// Those that are told at a time that there is no place for them.
-const MOST_REFUSED: usize = 16;
+/// Connections of which it is not known yet whether they are hosts.
+const MOST_GREETING: usize = 256;
 /// How long a host may take none of the bytes of its answer.
 const FETCH_PATIENCE: Duration = Duration::from_secs(5);
 /// How often it is said at most that a host was disconnected: one that does not give up comes many times a second.
@@ -28,45 +28,61 @@ const MOST_COPIED_BYTES: usize = 1 << 20;
 
 /// Answers the hosts of a rank for as long as the process lives.
 pub(super) async fn serve_hosts(rank: u32, listener: TcpListener, events: mpsc::Sender<Event>) {
-    let places = Arc::new(Semaphore::new(MOST_HOSTS));
-    let refusals = Arc::new(Semaphore::new(MOST_REFUSED));
-    let mut unplaced = Said::default();
+    let (places, greeting) = (Arc::new(Semaphore::new(MOST_HOSTS)), Arc::new(Semaphore::new(MOST_GREETING)));
+    let said = Arc::new(Mutex::new(Said::default()));
     for number in 0.. {
         let Ok((stream, from)) = listener.accept().await else {
             tokio::time::sleep(ACCEPT_PAUSE).await;
             continue;
         };
-        let Ok(place) = places.clone().try_acquire_owned() else {
-            let why = format!("{MOST_HOSTS} hosts are connected already");
-            unplaced.say(rank, from, &why);
-            if let Ok(refusal) = refusals.clone().try_acquire_owned() {
-                tokio::spawn(async move {
-                    if let Ok(mut connection) = Connection::new(stream) {
-                        connection.refuse(&why).await;
-                    }
-                    drop(refusal);
-                });
-            }
+        let Ok(greets) = greeting.clone().try_acquire_owned() else {
+            said.lock().await.say(rank, from, "too many connections have yet to greet");
             continue;
         };
-        let events = events.clone();
+        let (places, said, events) = (places.clone(), said.clone(), events.clone());
         tokio::spawn(async move {
             let host = HostId(number);
-            if let Err(End::Refused(why)) = serve(rank, host, stream, &events).await {
-                disconnected(rank, from, &why);
+            match greeted(stream, &places, greets).await {
+                Ok((connection, place)) => {
+                    if let Err(End::Refused(why)) = serve(rank, host, connection, &events).await {
+                        disconnected(rank, from, &why);
+                    }
+                    // Nobody hears of it once the process ends.
+                    let _ = events.send(Event::Gone { rank, host }).await;
+                    drop(place);
+                }
+                Err(End::Refused(why)) => said.lock().await.say(rank, from, &why),
+                Err(End::Gone) => {}
             }
-            // Nobody hears of it once the process ends.
-            let _ = events.send(Event::Gone { rank, host }).await;
-            drop(place);
         });
     }
+}
+
+/// A host, and its place among the hosts of the rank. Who does not greet takes none.
+async fn greeted(
+    stream: TcpStream,
+    places: &Arc<Semaphore>,
+    greets: OwnedSemaphorePermit,
+) -> Result<(Connection, OwnedSemaphorePermit), End> {
+    let mut connection = Connection::new(stream)?;
+    connection.greet_first().await?;
+    let Ok(place) = places.clone().try_acquire_owned() else {
+        let why = format!("{MOST_HOSTS} hosts are connected already");
+        connection.refuse(&why).await?;
+        return Err(why.into());
+    };
+    let role =
+        Role { ready: zmtp::ready(b"REP"), takes: [b"REQ", b"DEALER"], refuses: "its socket is not of type REQ" };
+    connection.greet_last(&role).await?;
+    drop(greets);
+    Ok((connection, place))
 }
 
 fn disconnected(rank: u32, from: SocketAddr, why: &str) {
     eprintln!("accl-emulator: rank {rank}: the host at {from} is disconnected: {why}");
 }
 
-/// When it was last said that there is no place, and how often it was not since.
+/// When it was last said that somebody is no host here, and how often it was not since.
 #[derive(Default)]
 struct Said {
     last: Option<Instant>,
@@ -89,11 +105,7 @@ impl Said {
 }
 
 /// One request and one reply at a time.
-async fn serve(rank: u32, id: HostId, stream: TcpStream, events: &mpsc::Sender<Event>) -> Result<(), End> {
-    let mut connection = Connection::new(stream)?;
-    let role =
-        Role { ready: zmtp::ready(b"REP"), takes: [b"REQ", b"DEALER"], refuses: "its socket is not of type REQ" };
-    connection.greet(&role).await?;
+async fn serve(rank: u32, id: HostId, mut connection: Connection, events: &mpsc::Sender<Event>) -> Result<(), End> {
     loop {
         let Asked { envelope, text } = Asked::of(connection.next_message().await?)?;
         let (reply, answer) = oneshot::channel();

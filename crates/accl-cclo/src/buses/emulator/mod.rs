@@ -8,6 +8,7 @@
 mod zmtp;
 
 use std::fmt;
+
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -159,6 +160,10 @@ fn unconnected(address: &Address, failure: &Failure, deadline: Duration) -> Erro
             "what listens at {address} has not greeted in {} ms; it is stopped, or no emulator",
             deadline.as_millis()
         ),
+        // That it has closed it is all that the end of a stream says.
+        Failure::Closed(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
+            format!("emulator at {address} has closed the connection; it has ended, start it again")
+        }
         Failure::Closed(error) => {
             format!("emulator at {address} has closed the connection: {error}; it has ended, start it again")
         }

@@ -15,6 +15,9 @@ use crate::zmtp::{self, COMMAND, ERROR, GREETING_BYTES, LONG, MORE, MOST_COMMAND
 
 /// Most bytes of a message, whatever its frames. An answer with the memory that is asked for at once has less than one MiB.
 const MOST_BYTES: u64 = 16 << 20;
+/// How long after a deadline what has come before may still be read, and how long each read may wait for more.
+const OVERTIME: Duration = Duration::from_millis(100);
+const SHORTEST_WAIT: Duration = Duration::from_millis(1);
 /// Bytes that are read at once where more are there.
 const BUFFER_BYTES: usize = 64 << 10;
 
@@ -50,6 +53,8 @@ pub(super) struct Requester {
 struct Timed {
     stream: TcpStream,
     deadline: Instant,
+    /// Since when what has come is read although the deadline has passed.
+    overtime: Option<Instant>,
 }
 
 impl Drop for Requester {
@@ -65,7 +70,7 @@ impl Requester {
         let stream = reached(address, patience)?;
         // Answers are waited for, so nothing is gained by putting packets together.
         stream.set_nodelay(true).map_err(Failure::Closed)?;
-        let timed = Timed { stream, deadline: Instant::now() + patience };
+        let timed = Timed { stream, deadline: Instant::now() + patience, overtime: None };
         let mut requester = Self { stream: BufReader::with_capacity(BUFFER_BYTES, timed) };
         match requester.greet() {
             Err(Failure::Late) => Err(Failure::Ungreeted),
@@ -93,7 +98,8 @@ impl Requester {
 
     /// What is answered, in one piece. After an error the connection is in the middle of something, and of no use.
     pub(super) fn ask(&mut self, request: &[u8], patience: Duration) -> Result<Vec<u8>, Failure> {
-        self.stream.get_mut().deadline = Instant::now() + patience;
+        let timed = self.stream.get_mut();
+        (timed.deadline, timed.overtime) = (Instant::now() + patience, None);
         self.write(&enveloped(request))?;
         let mut message = Message::default();
         loop {
@@ -166,7 +172,18 @@ impl Timed {
 
 impl Read for Timed {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        self.stream.set_read_timeout(Some(self.left()?))?;
+        let left = match self.left() {
+            Ok(left) => left,
+            // Whoever was stopped itself for so long finds here what has come meanwhile.
+            Err(late) => {
+                let began = *self.overtime.get_or_insert_with(Instant::now);
+                if began.elapsed() > OVERTIME {
+                    return Err(late);
+                }
+                SHORTEST_WAIT
+            }
+        };
+        self.stream.set_read_timeout(Some(left))?;
         self.stream.read(into)
     }
 }
@@ -474,5 +491,20 @@ mod tests {
         assert!(begin.elapsed() < Duration::from_secs(2), "{:?}", begin.elapsed());
         drop(requester);
         peer.join().unwrap();
+    }
+
+    #[test]
+    fn what_has_come_while_this_process_was_stopped_is_read_although_it_is_late() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (peer, _) = listener.accept().unwrap();
+        let mut timed = Timed { stream: peer, deadline: Instant::now(), overtime: None };
+        assert!(is_late(&timed.read(&mut [0; 4]).unwrap_err()), "nothing has come");
+        stream.write_all(b"late").unwrap();
+        // As if it had been stopped from before the answer to after the deadline.
+        timed.overtime = None;
+        let mut seen = [0; 4];
+        timed.read_exact(&mut seen).unwrap();
+        assert_eq!(&seen, b"late");
     }
 }
