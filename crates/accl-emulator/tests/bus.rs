@@ -704,3 +704,15 @@ fn no_request_of_an_emulator_that_is_stopped_outlasts_the_time_that_is_left() {
     assert!(text.contains("has not answered a write of 64 bytes of device memory at 0x0 in "), "{text}");
     assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
 }
+
+#[test]
+fn an_emulator_is_reset_when_it_is_left_however_long_after_the_deadline_of_the_last_call() {
+    let port = free_ports(4);
+    let _emulators = Emulators(vec![start(&format!("--ranks 1 --port {port} --comms udp"))]);
+    let url = url(&format!("emulator://127.0.0.1:{port}?design=udp"));
+    let mut drivers = opened(&url, 1);
+    drivers[0].bus().limit(Some(Instant::now()));
+    drop(drivers);
+    let mut bus = buses::open(&url, 0).unwrap();
+    assert_eq!(bus.read_register(map::IS_CONFIGURED.offset), Ok(0));
+}

@@ -162,6 +162,8 @@ impl<B: Bus> Driver<B> {
     /// has taken is left to that one.
     fn leave(&mut self) -> Result<()> {
         let begin = Instant::now();
+        // The deadline was that of the last call, which may be long past.
+        self.bus.limit(None);
         // To ask whether it has ended by now might take the end of another driver's call.
         if self.running.is_some() {
             return Err(held(&self.bus));

@@ -2,7 +2,7 @@
 //!
 //! Owns who has subscribed to what, and what becomes of one that does not read. An emulator of ours says of which rank its socket is, and holds
 //! up the packets of this rank for as long as it does not read: nothing is dropped. Those who only look hold them up for some seconds, all
-//! together, and are disconnected then. What is published is for others. Read [`publish`] first.
+//! together, and are disconnected then. What is published is for others. Read [`Publisher::publish`] first.
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
