@@ -280,7 +280,7 @@ impl Engine {
         let broken = self.receiver.broken().map(|(sender, why)| format!("rank {sender} is not understood: {why}"));
         let strays = self.strays.iter().map(|(sender, count)| {
             format!(
-                "{count} packets of rank {sender} were of another job and went nowhere; reset the devices of all ranks"
+                "packets of another job have come from rank {sender}, {count} in all, and went nowhere; reset the devices of all ranks"
             )
         });
         broken.chain(lost).chain(strays).collect::<Vec<_>>().join("; ")

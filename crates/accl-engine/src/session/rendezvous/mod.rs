@@ -100,7 +100,7 @@ pub(crate) struct Makings {
     led: Mutex<HashSet<String>>,
 }
 
-/// The making of one group by one rank. Whoever drops it without [`Meeting::conclude`] has given up, which tells the
+/// The making of one group by one rank. Whoever drops it before all have confirmed has given up, which tells the
 /// others.
 pub(crate) struct Meeting<'a> {
     spec: &'a GroupSpec,
