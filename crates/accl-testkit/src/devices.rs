@@ -46,8 +46,6 @@ pub struct Faults {
     pub open: AtomicU32,
     /// What was set up on the devices: the rank and the number of a function, in the order in which it was started.
     pub configured: Mutex<Vec<(u32, u32)>>,
-    /// Devices that were left while they might still write to their buffers.
-    pub kept: AtomicU32,
     /// Devices that were ever opened, which their queue pairs are numbered by.
     openings: AtomicU32,
     /// The device of this rank does not open.
@@ -81,7 +79,6 @@ impl LocalDevices {
             sessions: Mutex::default(),
             open: 0.into(),
             configured: Mutex::default(),
-            kept: 0.into(),
             openings: 0.into(),
             does_not_open: NOBODY.into(),
             hangs: NOBODY.into(),
@@ -266,10 +263,6 @@ impl Bus for FaultyBus {
     fn reconnect(&self) -> Result<Box<dyn Bus>> {
         self.reach()?;
         self.bus.reconnect()
-    }
-
-    fn keep_buffers(&mut self) {
-        self.faults.kept.fetch_add(1, Ordering::Relaxed);
     }
 
     fn describe(&self) -> String {

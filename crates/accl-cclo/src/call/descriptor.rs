@@ -99,6 +99,11 @@ impl Descriptor {
         Self { function: function.number(), count: value, ..Self::new(Operation::Config) }
     }
 
+    /// Whether it is the call that sets this.
+    pub fn sets(&self, function: ConfigFunction) -> bool {
+        self.operation == Operation::Config && self.function == function.number()
+    }
+
     /// As a host writes it: all words of every call, those that the operation does not look at among them.
     pub fn to_words(&self) -> [u32; Words::COUNT] {
         let [[first_low, first_high], [second_low, second_high], [result_low, result_high]] =

@@ -145,8 +145,8 @@ pub(super) fn held(bus: &dyn Bus) -> Error {
     Error::new(ErrorKind::Device, text)
 }
 
-/// Resets a device. That is a call as any other, and one that is under way has to end first, unless an emulator of ours ends it. Between looks `go_on` is asked whether there is time
-/// left.
+/// Resets a device. That is a call as any other, and one that is under way has to end first, unless an emulator of ours
+/// ends it. Between looks `go_on` is asked whether there is time left.
 ///
 /// # Errors
 /// The device cannot be reached, or does not come back to it.

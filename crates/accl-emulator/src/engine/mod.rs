@@ -219,7 +219,7 @@ impl Engine {
 
     /// Starts a call on a control stream. `false`: there is no such stream, or more calls are on it than anybody waits for.
     pub fn start(&mut self, control: u32, call: Descriptor) -> bool {
-        if is_reset(&call) && !self.faithful.to(13) {
+        if call.sets(ConfigFunction::Reset) && !self.faithful.to(13) {
             self.drop_calls();
         }
         let Some(stream) = self.controls.get_mut(control as usize) else { return false };
@@ -329,7 +329,9 @@ impl Engine {
     /// A call waits for peers to be there.
     pub fn awaits_peers(&self) -> bool {
         let next = self.order.front().and_then(|&control| self.controls[control].calls.front());
-        self.peers == Peers::Awaited && self.running.is_none() && next.is_some_and(enables_packets)
+        self.peers == Peers::Awaited
+            && self.running.is_none()
+            && next.is_some_and(|call| call.sets(ConfigFunction::EnablePackets))
     }
 
     /// The engine with this number has gone: a call that waits for it ends with an error.
@@ -535,16 +537,6 @@ fn draw(state: &mut u64) -> u64 {
     let mixed = (*state ^ *state >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
     mixed ^ mixed >> 31
-}
-
-/// Whether a call lets packets in.
-fn enables_packets(call: &Descriptor) -> bool {
-    call.operation == Operation::Config && call.function == ConfigFunction::EnablePackets.number()
-}
-
-/// Whether a call resets the engine.
-fn is_reset(call: &Descriptor) -> bool {
-    call.operation == Operation::Config && call.function == ConfigFunction::Reset.number()
 }
 
 /// Whether a call is one of several ranks.

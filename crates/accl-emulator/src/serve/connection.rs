@@ -51,8 +51,8 @@ impl From<&str> for End {
 }
 
 /// Has the system look whether the other end is still there when it says nothing: a host that has crashed must not keep a rank, and who only listens
-/// would never hear that a peer has gone. Those who connect have what who listens has.
-pub(super) fn keep_alive(socket: impl AsFd) -> std::io::Result<()> {
+/// would never hear that a peer has gone.
+fn keep_alive(socket: impl AsFd) -> std::io::Result<()> {
     let socket = socket.as_fd();
     sockopt::set_socket_keepalive(socket, true)?;
     sockopt::set_tcp_keepidle(socket, QUIET_TIME)?;

@@ -17,7 +17,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use accl_cclo::call::{ConfigFunction, Operation};
+use accl_cclo::call::ConfigFunction;
 use accl_cclo::control::{BadRequest, Reply, Request, Status};
 use accl_cclo::memory_map::Network;
 use tokio::net::TcpListener;
@@ -29,7 +29,6 @@ use crate::engine::{Engine, Peers};
 use crate::program::Faithful;
 use crate::time::Speed;
 use crate::trace::Trace;
-use connection::keep_alive;
 use event::{Event, HostId};
 use hosts::serve_hosts;
 use publisher::Publisher;
@@ -334,7 +333,7 @@ impl Server {
             Ok(Request::About) => self.about(rank),
             Ok(Request::Claim { owner, job }) => self.claim(rank, host, &owner, job),
             Ok(request) => {
-                if is_reset(&request) {
+                if matches!(&request, Request::Call { call, .. } if call.sets(ConfigFunction::Reset)) {
                     self.take_from_others(rank, host);
                 }
                 self.cluster.answer(rank, &request)
@@ -442,11 +441,6 @@ impl Server {
     }
 }
 
-fn is_reset(request: &Request) -> bool {
-    let Request::Call { call, .. } = request else { return false };
-    call.operation == Operation::Config && call.function == ConfigFunction::Reset.number()
-}
-
 /// Hands what a rank has for others to its sockets, as far as they take it. `true`: its engine has room for more.
 fn carry(seat: &mut Seat, cluster: &mut Cluster) -> bool {
     if let Some(outgoing) = cluster.outgoing(seat.rank) {
@@ -484,6 +478,5 @@ fn carry(seat: &mut Seat, cluster: &mut Cluster) -> bool {
 async fn listening(options: &Options, rank: u32, kind: Kind) -> Result<TcpListener, ServeError> {
     let address = options.own(rank, kind)?;
     let listener = TcpListener::bind(address).await;
-    let listener = listener.and_then(|listener| keep_alive(&listener).map(|()| listener));
     listener.map_err(|error| ServeError(format!("rank {rank} cannot listen at tcp://{address}: {error}")))
 }

@@ -8,7 +8,6 @@
 mod zmtp;
 
 use std::fmt;
-
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
