@@ -20,6 +20,7 @@ use accl_cclo::packets::Packets;
 use accl_emulator::Faithful;
 use accl_emulator::sim::SimBus;
 use host::{Emulators, Host, Places, Setup, call, free_ports, hosts, ports, resident_bytes, run, start, sum, words};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 const TURNS: usize = 5;
 const RANKS: u16 = 32;
@@ -51,9 +52,29 @@ fn print(id: &str, figure: impl std::fmt::Display, bar: &str) {
     println!("{id:<44} {figure:>14}   {bar}");
 }
 
-/// A register over ZeroMQ, beside a byte over a plain connection.
+/// A register over ZeroMQ, beside a byte over a plain connection: with both ends on one core, and with one on each of two. The system's choice
+/// between the two is worth more than all that is measured here, and it need not be the same for both.
 fn register() {
+    let cores = sched_getaffinity(None).expect("the cores of the process");
+    let allowed: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&core| cores.is_set(core)).collect();
+    register_on("one core", allowed[0], allowed[0]);
+    match allowed.get(1) {
+        Some(&other) => register_on("two cores", allowed[0], other),
+        None => println!("register/two cores: not measured, as the process may use one core"),
+    }
+    sched_setaffinity(None, &cores).expect("the cores from before");
+}
+
+/// The thread that asks, and threads and processes that it starts from now on, run on this core.
+fn pin(core: usize) {
+    let mut one = CpuSet::new();
+    one.set(core);
+    sched_setaffinity(None, &one).expect("a core of the process");
+}
+
+fn register_on(place: &str, asks: usize, answers: usize) {
     const TIMES: u32 = 2000;
+    pin(answers);
     let port = free_ports(4);
     let _emulators = Emulators(vec![start(&words(&format!("--port {port}")))]);
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -64,6 +85,7 @@ fn register() {
         let mut byte = [0];
         while stream.read_exact(&mut byte).is_ok() && stream.write_all(&byte).is_ok() {}
     });
+    pin(asks);
     let mut plain = TcpStream::connect(address).unwrap();
     plain.set_nodelay(true).unwrap();
     let [mut zeromq, mut tcp] = [vec![], vec![]];
@@ -86,11 +108,11 @@ fn register() {
     });
     let (zeromq, tcp) = (median(zeromq), median(tcp));
     print(
-        "register/zeromq",
+        &format!("register/{place}/zeromq"),
         format!("{zeromq:.1?}"),
         &format!("{:.2} times a plain ping-pong; bar 1.6", zeromq.as_secs_f64() / tcp.as_secs_f64()),
     );
-    print("register/tcp", format!("{tcp:.1?}"), "");
+    print(&format!("register/{place}/tcp"), format!("{tcp:.1?}"), "");
 }
 
 /// Memory, written and read; the host's own JSON counts too.

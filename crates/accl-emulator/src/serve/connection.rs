@@ -11,7 +11,7 @@ use rustix::net::sockopt;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 
 /// After which silence the system looks whether a host is still there, how often, and how many times before the connection ends.
 const QUIET_TIME: Duration = Duration::from_secs(30);
@@ -61,8 +61,8 @@ fn keep_alive(socket: impl AsFd) -> std::io::Result<()> {
 }
 
 /// What both ends do before they understand each other.
-async fn in_time<T>(greets: impl Future<Output = Result<T, End>>) -> Result<T, End> {
-    let greeted = timeout(GREETING_PATIENCE, greets).await;
+async fn in_time<T>(deadline: Instant, greets: impl Future<Output = Result<T, End>>) -> Result<T, End> {
+    let greeted = timeout_at(deadline, greets).await;
     greeted.map_err(|_| format!("it has not greeted in {} s", GREETING_PATIENCE.as_secs()))?
 }
 
@@ -70,6 +70,8 @@ async fn in_time<T>(greets: impl Future<Output = Result<T, End>>) -> Result<T, E
 pub(super) struct Connection {
     pub(super) from: Receiving,
     pub(super) to: Sending,
+    /// Until when both ends have greeted.
+    greets_by: Instant,
 }
 
 /// The end that frames come by.
@@ -94,12 +96,16 @@ impl Connection {
         stream.set_nodelay(true)?;
         keep_alive(&stream)?;
         let (from, to) = stream.into_split();
-        Ok(Self { from: Receiving(BufReader::with_capacity(BUFFER_BYTES, from)), to: Sending(to) })
+        Ok(Self {
+            from: Receiving(BufReader::with_capacity(BUFFER_BYTES, from)),
+            to: Sending(to),
+            greets_by: Instant::now() + GREETING_PATIENCE,
+        })
     }
 
     /// Both ends say what they are. Of which rank of an emulator the other one is, if it says so.
     pub(super) async fn greet(&mut self, role: &Role) -> Result<Option<u32>, End> {
-        in_time(async {
+        in_time(self.greets_by, async {
             self.exchange_greetings().await?;
             self.exchange(role).await
         })
@@ -108,17 +114,17 @@ impl Connection {
 
     /// The first half of [`Connection::greet`]: whether the other end speaks ZeroMQ at all.
     pub(super) async fn greet_first(&mut self) -> Result<(), End> {
-        in_time(self.exchange_greetings()).await
+        in_time(self.greets_by, self.exchange_greetings()).await
     }
 
-    /// The second half.
+    /// The second half, in what is left of the time.
     pub(super) async fn greet_last(&mut self, role: &Role) -> Result<(), End> {
-        in_time(self.exchange(role)).await.map(drop)
+        in_time(self.greets_by, self.exchange(role)).await.map(drop)
     }
 
     /// Says, in place of the second half, why it is of no use.
     pub(super) async fn refuse(&mut self, why: &str) -> Result<(), End> {
-        in_time(self.to.write(&zmtp::error(why))).await
+        in_time(self.greets_by, self.to.write(&zmtp::error(why))).await
     }
 
     async fn exchange_greetings(&mut self) -> Result<(), End> {
@@ -223,5 +229,22 @@ mod tests {
             assert!(sockopt::socket_keepalive(socket).unwrap());
             assert_eq!(sockopt::tcp_keepidle(socket).unwrap(), QUIET_TIME);
         }
+    }
+
+    /// A host could take the time of a greeting for each of the two halves.
+    #[tokio::test]
+    async fn the_second_half_of_a_greeting_has_what_the_first_has_left_of_its_time() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut host = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let mut connection =
+            Connection::new(listener.accept().await.unwrap().0).unwrap_or_else(|_| panic!("a connection"));
+        host.write_all(&zmtp::greeting()).await.unwrap();
+        assert!(connection.greet_first().await.is_ok());
+        connection.greets_by = Instant::now();
+        let role = Role { ready: zmtp::ready(b"REP"), takes: [b"REQ", b"DEALER"], refuses: "it asks nothing" };
+        let begin = Instant::now();
+        let Err(End::Refused(why)) = connection.greet_last(&role).await else { panic!("nothing was sent") };
+        assert!(why.contains("has not greeted"), "{why}");
+        assert!(begin.elapsed() < GREETING_PATIENCE / 2);
     }
 }

@@ -261,7 +261,7 @@ async fn serve(number: u64, from: SocketAddr, stream: TcpStream, tells: &mpsc::S
     let (end, ended) = oneshot::channel();
     let subscriber = Subscriber { number, from, rank, topics: Vec::new(), queue, _end: end };
     tells.send(News::Came(subscriber)).await.map_err(|_| End::Gone)?;
-    let Connection { from, to } = connection;
+    let Connection { from, to, .. } = connection;
     tokio::select! {
         end = read(number, from, pongs, tells) => end,
         end = write(to, queued, to_pong) => end,
