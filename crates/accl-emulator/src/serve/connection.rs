@@ -103,6 +103,14 @@ impl Connection {
         })
     }
 
+    /// The connection ends, too, once bytes have been on their way for so long: else an end that crashes meanwhile is waited for a quarter of
+    /// an hour. It is nothing for an end that may rest without reading.
+    pub(super) fn ends_where_nothing_arrives_for(&self, time: Duration) -> Result<(), End> {
+        let millis = u32::try_from(time.as_millis()).unwrap_or(u32::MAX);
+        sockopt::set_tcp_user_timeout(self.to.0.as_ref(), millis)
+            .map_err(|error| End::from(std::io::Error::from(error)))
+    }
+
     /// Both ends say what they are. Of which rank of an emulator the other one is, if it says so.
     pub(super) async fn greet(&mut self, role: &Role) -> Result<Option<u32>, End> {
         in_time(self.greets_by, async {
@@ -228,6 +236,9 @@ mod tests {
             let socket: &TcpStream = connection.to.0.as_ref();
             assert!(sockopt::socket_keepalive(socket).unwrap());
             assert_eq!(sockopt::tcp_keepidle(socket).unwrap(), QUIET_TIME);
+            assert_eq!(sockopt::tcp_user_timeout(socket).unwrap(), 0);
+            assert!(connection.ends_where_nothing_arrives_for(Duration::from_secs(60)).is_ok());
+            assert_eq!(sockopt::tcp_user_timeout(socket).unwrap(), 60_000);
         }
     }
 

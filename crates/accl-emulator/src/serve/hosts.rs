@@ -21,6 +21,8 @@ const MOST_HOSTS: usize = 64;
 const MOST_GREETING: usize = 256;
 /// How long a host may take none of the bytes of its answer.
 const FETCH_PATIENCE: Duration = Duration::from_secs(5);
+/// How long bytes may be on their way to a host, which has crashed then.
+const ARRIVAL_PATIENCE: Duration = Duration::from_secs(60);
 /// How often it is said at most that a host was disconnected: one that does not give up comes many times a second.
 const SAYING_INTERVAL: Duration = Duration::from_secs(1);
 /// An answer of no more bytes is written in one piece with what stands before it.
@@ -65,6 +67,7 @@ async fn greeted(
     greets: OwnedSemaphorePermit,
 ) -> Result<(Connection, OwnedSemaphorePermit), End> {
     let mut connection = Connection::new(stream)?;
+    connection.ends_where_nothing_arrives_for(ARRIVAL_PATIENCE)?;
     connection.greet_first().await?;
     let Ok(place) = places.clone().try_acquire_owned() else {
         let why = format!("{MOST_HOSTS} hosts are connected already");

@@ -37,6 +37,8 @@ const HAS_RDMA: [u64; 2] = [1 << 16, 1 << 17];
 const CONTROL_CONTEXT: usize = 0;
 /// Contexts of a region.
 const MAX_CONTEXTS: u32 = 64;
+/// Who may hold the lock of a region: it goes with the file, which stays open where the card may still write to buffers.
+const HOLDER: &str = "another driver of this host, or by an earlier group of this process whose last call never ended";
 /// The key of memory that a queue pair names; nothing looks at it in v1.
 const KEY: u16 = 0;
 
@@ -252,7 +254,7 @@ impl Bus for CoyoteBus {
             return Err(Error::internal(format!("{}: a connection that only looks takes nothing", self.describe())));
         }
         let is_ours = self.calls.claim().map_err(|error| failed(self.region, "be locked", &error))?;
-        Ok((!is_ours).then(|| "another driver of this host".to_owned()))
+        Ok((!is_ours).then(|| HOLDER.to_owned()))
     }
 
     fn read_register(&mut self, offset: u32) -> Result<u32> {

@@ -225,8 +225,8 @@ fn refused(index: u32, xclbin: &Path, failure: &Failure) -> Error {
             )
         }
         Failure::InUse => format!(
-            "{card} is in use by another process, which has the kernel of its engine or another bitstream; a device has one driver at a time: \
-             end that one, or give this group another card"
+            "{card} is in use by another process, which has the kernel of its engine or another bitstream, or by an earlier group of this \
+             process whose last call never ended; a device has one driver at a time: end that one, or give this group another card"
         ),
         Failure::NoKernel(kernel) => format!(
             "the bitstream {xclbin} has no kernel `{kernel}`, or another process has it; name kernels by the keys `engine` and `hostctrl`"
