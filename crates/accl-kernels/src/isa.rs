@@ -1,6 +1,6 @@
 //! The names of instruction sets, and what one offers to the functions that compose kernels.
 //!
-//! Owns no table: which there are is in `arch`. Read [`Arch`] first.
+//! Owns no table: which there are is in `arch`, and which one a process uses in `dispatch`. Read [`Arch`] first.
 
 use std::fmt;
 

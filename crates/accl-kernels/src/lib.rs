@@ -20,14 +20,15 @@
 mod arch;
 pub mod codec;
 mod copy;
+mod dispatch;
 mod float_env;
 mod isa;
 mod reduce;
 mod scale;
 mod strided;
 
-pub use arch::{available_isas, describe_isa};
 pub use copy::copy;
+pub use dispatch::{available_isas, describe_isa};
 pub use isa::Isa;
 pub use reduce::{Finish, Reducer, supports};
 pub use scale::{scale, scale_with_isa};

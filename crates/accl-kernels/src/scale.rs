@@ -2,7 +2,7 @@
 
 use accl_types::{Dtype, Error, Result};
 
-use crate::arch;
+use crate::dispatch;
 use crate::float_env::DefaultFloatEnv;
 use crate::isa::Isa;
 
@@ -38,7 +38,7 @@ pub unsafe fn scale_with_isa(
     factor: f64,
 ) -> Result<()> {
     isa.check_available()?;
-    let kernel = arch::select_scale(isa, dtype).ok_or_else(|| {
+    let kernel = dispatch::select_scale(isa, dtype).ok_or_else(|| {
         Error::unsupported(format!(
             "PREMUL_SUM is not supported for {dtype}; it takes floating-point and complex dtypes"
         ))

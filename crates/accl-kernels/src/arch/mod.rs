@@ -1,7 +1,8 @@
-//! The instruction sets: which there are, which this machine has, and their kernels. One file and one row each.
+//! The instruction sets: one file and one row each.
 //!
 //! The files hold no algorithms: they compile the loops of `reduce` with their target features, and add what the
-//! compiler cannot find by itself (conversion of float16). All of them give the same bits.
+//! compiler cannot find by itself (conversion of float16). All of them give the same bits. Which of them a process uses is
+//! chosen in `dispatch`.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -10,17 +11,13 @@ mod avx512;
 mod row;
 mod scalar;
 
-use std::sync::OnceLock;
+pub(crate) use row::{CopyFn, Row};
 
-use accl_types::{Dtype, Error, ReduceOp, Result};
-
-use crate::codec::loops::Loops;
-use crate::isa::{Isa, ScaleKernel};
-use crate::reduce::select::Selected;
-use row::{CopyFn, Row};
+/// The one that every machine has.
+pub(crate) const PLAINEST: &Row = &scalar::ROW;
 
 /// From the plainest to the best.
-const ROWS: &[Row] = &[
+pub(crate) const ROWS: &[Row] = &[
     scalar::ROW,
     #[cfg(target_arch = "x86_64")]
     avx2::ROW,
@@ -28,65 +25,10 @@ const ROWS: &[Row] = &[
     avx512::ROW,
 ];
 
-impl Isa {
-    /// The best one that this machine has. It is looked up once in a process.
-    pub fn best() -> Isa {
-        static BEST: OnceLock<Isa> = OnceLock::new();
-        *BEST.get_or_init(|| available_isas().last().copied().unwrap_or(Isa::Scalar))
-    }
-
-    /// # Errors
-    /// `Unsupported` if this machine, or the compiler that built this, has not got the instruction set.
-    pub(crate) fn check_available(self) -> Result<()> {
-        match self.row() {
-            Some(row) if (row.available)() => Ok(()),
-            Some(_) | None => {
-                Err(Error::unsupported(format!("instruction set {self} is not available on this machine")))
-            }
-        }
-    }
-
-    fn row(self) -> Option<&'static Row> {
-        ROWS.iter().find(|row| row.isa == self)
-    }
-}
-
-/// The instruction sets of this machine that have kernels, from the plainest to the best.
-pub fn available_isas() -> Vec<Isa> {
-    ROWS.iter().filter(|row| (row.available)()).map(|row| row.isa).collect()
-}
-
-/// What the kernels of this process use, for the log.
-pub fn describe_isa() -> &'static str {
-    Isa::best().row().map_or(Isa::Scalar.name(), |row| row.description)
-}
-
-/// The kernels of `isa`, which the caller has checked to be available before it calls one.
-pub(crate) fn select(isa: Isa, op: ReduceOp, dtype: Dtype) -> Option<Selected> {
-    isa.row().and_then(|row| (row.select)(op, dtype))
-}
-
-/// As [`select`], for the multiplication by a factor.
-pub(crate) fn select_scale(isa: Isa, dtype: Dtype) -> Option<ScaleKernel> {
-    isa.row().and_then(|row| (row.select_scale)(dtype))
-}
-
-/// The copy of `isa`, which the caller has checked to be available; see `crate::copy::blocks`.
-#[inline]
-pub(crate) fn copy(isa: Isa) -> CopyFn {
-    isa.row().map_or(scalar::ROW.copy, |row| row.copy)
-}
-
-/// The loops of codecs of `isa`, which the caller has checked to be available.
-pub(crate) fn loops(isa: Isa) -> &'static Loops {
-    isa.row().map_or(&scalar::ROW.loops, |row| &row.loops)
-}
-
-#[cfg(test)]
+#[cfg(all(test, target_arch = "x86_64", accl_avx512, not(miri)))]
 mod tests {
     use super::*;
 
-    #[cfg(all(target_arch = "x86_64", accl_avx512, not(miri)))]
     #[test]
     fn every_file_of_an_instruction_set_has_its_row() {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/src/arch");
@@ -99,21 +41,5 @@ mod tests {
         files.sort();
         rows.sort();
         assert_eq!(files, rows);
-    }
-
-    #[test]
-    fn the_plainest_isa_is_always_there_and_comes_first() {
-        assert_eq!(available_isas().first(), Some(&Isa::Scalar));
-        assert!(available_isas().contains(&Isa::best()));
-    }
-
-    #[test]
-    fn an_isa_that_is_not_there_is_refused_by_name() {
-        for isa in [Isa::Scalar, Isa::Avx2, Isa::Avx512] {
-            match isa.check_available() {
-                Ok(()) => assert!(available_isas().contains(&isa)),
-                Err(error) => assert!(error.message.contains(isa.name()), "{error}"),
-            }
-        }
     }
 }

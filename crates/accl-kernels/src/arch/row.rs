@@ -7,17 +7,17 @@ use crate::isa::{Isa, ScaleKernel};
 use crate::reduce::select::Selected;
 
 /// One instruction set of the table.
-pub(super) struct Row {
-    pub(super) isa: Isa,
-    pub(super) description: &'static str,
-    pub(super) available: fn() -> bool,
-    pub(super) select: fn(ReduceOp, Dtype) -> Option<Selected>,
-    pub(super) select_scale: fn(Dtype) -> Option<ScaleKernel>,
-    pub(super) copy: CopyFn,
-    pub(super) loops: Loops,
+pub(crate) struct Row {
+    pub(crate) isa: Isa,
+    pub(crate) description: &'static str,
+    pub(crate) available: fn() -> bool,
+    pub(crate) select: fn(ReduceOp, Dtype) -> Option<Selected>,
+    pub(crate) select_scale: fn(Dtype) -> Option<ScaleKernel>,
+    pub(crate) copy: CopyFn,
+    pub(crate) loops: Loops,
 }
 
-pub(super) type CopyFn = unsafe fn(*mut u8, *const u8, usize);
+pub(crate) type CopyFn = unsafe fn(*mut u8, *const u8, usize);
 
 /// Implements [`Arch`] for `$arch` by functions with the given attributes around the loops, and defines its `ROW`.
 macro_rules! arch {

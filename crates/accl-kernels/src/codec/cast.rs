@@ -13,7 +13,7 @@ use super::pieces::{add, convert};
 use super::rng::RngKey;
 use super::settings::Settings;
 use super::traits::{Bound, Buckets, Build, Codec, Loss, NonFinite, Row, Slice, Summary};
-use crate::arch;
+use crate::dispatch;
 use crate::float_env::DefaultFloatEnv;
 use crate::isa::Isa;
 
@@ -78,7 +78,7 @@ struct Cast {
 }
 
 fn cast(row: &'static Row, wire: Option<Dtype>, isa: Isa) -> Arc<dyn Codec> {
-    Arc::new(Cast { row, wire, loops: arch::loops(isa) })
+    Arc::new(Cast { row, wire, loops: dispatch::loops(isa) })
 }
 
 impl Cast {

@@ -5,7 +5,7 @@ use accl_types::Dtype;
 use super::loops::Loops;
 use super::pieces::{add_slice, convert};
 use super::traits::Slice;
-use crate::arch;
+use crate::dispatch;
 use crate::float_env::DefaultFloatEnv;
 use crate::isa::Isa;
 
@@ -24,7 +24,7 @@ pub struct Floats {
 
 impl Default for Floats {
     fn default() -> Self {
-        Self { loops: arch::loops(Isa::best()) }
+        Self { loops: dispatch::loops(Isa::best()) }
     }
 }
 

@@ -29,7 +29,7 @@ use super::rng::mixed;
 use super::settings::{Setting, Settings};
 use super::traits::{Bound, Buckets, Codec, NonFinite, Row, Slice, Summary};
 use super::uniform::{bucket_of, range_of};
-use crate::arch;
+use crate::dispatch;
 use crate::float_env::DefaultFloatEnv;
 use crate::isa::Isa;
 
@@ -88,7 +88,7 @@ fn build(settings: &Settings, isa: Isa) -> Arc<dyn Codec> {
     let factor = (1.0 / f64::from(bucket).sqrt()) as f32;
     let is_negative = |index: u32| mixed(index.wrapping_add(AWAY_FROM_0), 0) >> 31 == 1;
     let signs = (0..bucket).map(|index| if is_negative(index) { -factor } else { factor }).collect();
-    Arc::new(Hadamard { settings: *settings, max_min, signs, loops: arch::loops(isa) })
+    Arc::new(Hadamard { settings: *settings, max_min, signs, loops: dispatch::loops(isa) })
 }
 
 impl Hadamard {

@@ -27,7 +27,7 @@ use super::rng::RngKey;
 use super::settings::Settings;
 use super::small_float::{Blocks, SmallFloat};
 use super::traits::{Bound, Buckets, Build, Codec, Loss, NonFinite, Row, Slice, Summary};
-use crate::arch;
+use crate::dispatch;
 use crate::float_env::DefaultFloatEnv;
 use crate::isa::Isa;
 
@@ -120,7 +120,7 @@ impl<S: Scaling> Scaled<S> {
 
     fn build(_: &Settings, isa: Isa) -> Arc<dyn Codec> {
         const { assert!(Self::SPAN <= MOST_SPAN && Self::SPAN.is_multiple_of(PIECE) && PIECE.is_multiple_of(S::BLOCK)) };
-        Arc::new(Self { loops: arch::loops(isa), scaling: PhantomData })
+        Arc::new(Self { loops: dispatch::loops(isa), scaling: PhantomData })
     }
 
     fn bound(_: &Settings, block: &[f32], group: &[f32]) -> Bound {

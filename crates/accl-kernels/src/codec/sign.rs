@@ -30,7 +30,7 @@ use super::settings::{Rounding, Setting, Settings};
 use super::sign_loops::{LANES, SHARE};
 use super::traits::{Bound, Buckets, Codec, Loss, NonFinite, Row, Slice, Summary};
 use super::uniform::{bucket_of, rounding_of, smallest_normal};
-use crate::arch;
+use crate::dispatch;
 use crate::float_env::DefaultFloatEnv;
 use crate::isa::Isa;
 
@@ -67,7 +67,7 @@ struct Sign {
 }
 
 fn build(settings: &Settings, isa: Isa) -> Arc<dyn Codec> {
-    Arc::new(Sign { settings: *settings, loops: arch::loops(isa) })
+    Arc::new(Sign { settings: *settings, loops: dispatch::loops(isa) })
 }
 
 impl Sign {

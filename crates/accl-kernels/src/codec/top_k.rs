@@ -26,7 +26,7 @@ use super::rng::RngKey;
 use super::settings::{Setting, Settings};
 use super::traits::{Bound, Buckets, Codec, Loss, NonFinite, Row, Slice, Summary};
 use super::uniform::bucket_of;
-use crate::arch;
+use crate::dispatch;
 use crate::float_env::DefaultFloatEnv;
 use crate::isa::Isa;
 
@@ -75,7 +75,7 @@ struct Layout {
 }
 
 fn build(settings: &Settings, isa: Isa) -> Arc<dyn Codec> {
-    Arc::new(TopK { settings: *settings, loops: arch::loops(isa) })
+    Arc::new(TopK { settings: *settings, loops: dispatch::loops(isa) })
 }
 
 /// How many of a bucket's elements are kept.

@@ -30,7 +30,7 @@ use super::rng::RandomBits;
 use super::rng::RngKey;
 use super::settings::{Rounding, Settings};
 use super::traits::{Bound, Codec, NonFinite, Row, Slice, Summary};
-use crate::arch;
+use crate::dispatch;
 use crate::float_env::DefaultFloatEnv;
 use crate::isa::Isa;
 use crate::reduce::float16::{self, Toward};
@@ -176,7 +176,7 @@ impl Placed {
 
 impl<S: Scheme> Uniform<S> {
     pub(super) fn build(settings: &Settings, isa: Isa) -> Arc<dyn Codec> {
-        Arc::new(Self { settings: *settings, loops: arch::loops(isa), scheme: PhantomData })
+        Arc::new(Self { settings: *settings, loops: dispatch::loops(isa), scheme: PhantomData })
     }
 
     fn bucket(&self) -> usize {

@@ -8,7 +8,7 @@ pub(crate) mod blocks;
 
 use std::ptr;
 
-use crate::arch;
+use crate::dispatch;
 use crate::isa::Isa;
 
 /// Up to here a call would cost more than the copy.
@@ -30,7 +30,7 @@ pub unsafe fn copy(dst: *mut u8, src: *const u8, len_bytes: usize) {
         unsafe { ptr::copy_nonoverlapping(src, dst, len_bytes) };
     } else {
         // SAFETY: the caller's promise; the instruction set is available.
-        unsafe { arch::copy(Isa::best())(dst, src, len_bytes) };
+        unsafe { dispatch::copy(Isa::best())(dst, src, len_bytes) };
     }
 }
 
@@ -67,7 +67,7 @@ unsafe fn tiny(dst: *mut u8, src: *const u8, len_bytes: usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::arch::available_isas;
+    use crate::dispatch::available_isas;
 
     #[test]
     fn every_instruction_set_copies_all_bytes_and_no_others() {
@@ -80,7 +80,7 @@ mod tests {
                     if cfg!(miri) {
                         copy(dst.as_mut_ptr().add(to), src.as_ptr().add(from), len);
                     } else {
-                        arch::copy(isa)(dst.as_mut_ptr().add(to), src.as_ptr().add(from), len);
+                        dispatch::copy(isa)(dst.as_mut_ptr().add(to), src.as_ptr().add(from), len);
                     }
                 }
                 assert!(dst[to..to + len] == src[from..from + len], "{isa} {from} {to} {len}");

@@ -10,7 +10,7 @@ use std::fmt;
 
 use accl_types::{Dtype, DtypeClass, Error, ReduceOp, Result};
 
-use crate::arch;
+use crate::dispatch;
 use crate::float_env::DefaultFloatEnv;
 use crate::isa::{Isa, ReduceKernels};
 use select::Selected;
@@ -26,7 +26,7 @@ pub enum Finish {
 
 /// Whether `op` can be applied to `dtype`: [`Reducer::new`] succeeds for exactly these pairs.
 pub fn supports(op: ReduceOp, dtype: Dtype) -> bool {
-    arch::select(Isa::Scalar, op, dtype).is_some()
+    dispatch::select(Isa::Scalar, op, dtype).is_some()
 }
 
 /// An operator for one dtype and world size, with its kernels chosen for this processor. Cheap to copy and to keep.
@@ -57,7 +57,7 @@ impl Reducer {
     /// `Unsupported` as above, or if this machine has not got the instruction set.
     pub fn with_isa(op: ReduceOp, dtype: Dtype, world: u32, isa: Isa) -> Result<Reducer> {
         isa.check_available()?;
-        let kernels = arch::select(isa, op, dtype).ok_or_else(|| unsupported(op, dtype))?;
+        let kernels = dispatch::select(isa, op, dtype).ok_or_else(|| unsupported(op, dtype))?;
         Ok(Reducer { op, dtype, isa, world: f64::from(world), kernels })
     }
 
