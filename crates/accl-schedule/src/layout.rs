@@ -1,7 +1,8 @@
 //! Chunks to bytes: where the chunks of a program lie in the tensors of one call.
 //!
-//! Owns remainders, uneven blocks, coalesced pieces, the placement of scratch and of encoded chunks, and the cut of the
-//! latter into tiles. Knows pieces by index, not by address, and codecs by the sizes they state. Read [`Layout`] first.
+//! Owns remainders, uneven blocks, coalesced pieces, the placement of scratch and of encoded chunks, the cut of the
+//! latter into tiles, and that of all chunks into parts. Knows pieces by index, not by address, and codecs by the sizes they
+//! state. Read [`Layout`] first.
 
 use std::fmt;
 
@@ -23,7 +24,38 @@ pub struct CallShape<'a> {
     pub out_blocks: &'a [Vec<Elems>],
     /// How an encoded program encodes them; `None` for any other.
     pub coding: Option<&'a dyn Coding>,
+    /// Which part of it.
+    pub part: Part,
 }
+
+/// A share of a call: each chunk is cut into so many parts, of which this is one. Parts of one call touch different elements, and each of them
+/// does with its elements what the whole call would have done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Part {
+    /// Which one.
+    pub index: u32,
+    /// How many there are.
+    pub of: u32,
+}
+
+impl Part {
+    /// All of each chunk.
+    pub const WHOLE: Part = Part { index: 0, of: 1 };
+
+    /// Of a row of so many things: from which one on, and before which one it ends.
+    fn range(self, things: u64) -> (u64, u64) {
+        (even_start(things, self.of, self.index), even_start(things, self.of, self.index + 1))
+    }
+}
+
+impl Default for Part {
+    fn default() -> Self {
+        Self::WHOLE
+    }
+}
+
+/// Parts of chunks begin at multiples of so many elements of the chunk: cache lines, of whatever type.
+const PART_GRAIN: u64 = 64;
 
 /// What the layout must know of the codecs of a call. Settings go by a piece's position in its block, and are the same in
 /// all blocks.
@@ -89,8 +121,12 @@ impl Layout {
     /// # Panics
     /// Panics when a buffer has 2^64 bytes or more: such a call has been refused before.
     pub fn new(program: &Program, shape: &CallShape) -> Layout {
-        let input = Tensors::new(program.in_division, shape.in_blocks, shape);
-        let output = Tensors::new(program.out_division, shape.out_blocks, shape);
+        let mut input = Tensors::new(program.in_division, shape.in_blocks, shape);
+        let mut output = Tensors::new(program.out_division, shape.out_blocks, shape);
+        if shape.part != Part::WHOLE {
+            input.keep(shape.part, Buf::In, shape.coding);
+            output.keep(shape.part, Buf::Out, shape.coding);
+        }
         let scratch = Scratch::new(program.scratch.iter().map(|&(like, chunk)| match like {
             Buf::In => input.chunk_bytes(chunk),
             Buf::Out => output.chunk_bytes(chunk),
@@ -110,19 +146,7 @@ impl Layout {
     /// As [`Layout::extents`].
     pub fn tiles(&self, (buf, chunk): (Buf, u32), coding: &dyn Coding) -> impl Iterator<Item = Tile> {
         let tensors = if buf == Buf::In { &self.input } else { &self.output };
-        let mut extents = Extents::new();
-        tensors.extents(&ChunkRange { buf, first: chunk, len: 1 }, &mut extents);
-        let mut tiles = Vec::new();
-        for extent in extents {
-            let (block, piece) = tensors.locate(extent.piece);
-            let (mut first, mut left) = (extent.offset / tensors.elem_bytes, extent.len / tensors.elem_bytes);
-            while left > 0 {
-                let elems = left.min(coding.tile(piece));
-                tiles.push(Tile { block, piece, first, elems });
-                (first, left) = (first + elems, left - elems);
-            }
-        }
-        tiles.into_iter()
+        tensors.tiles((buf, chunk), coding).into_iter()
     }
 
     /// The bytes of each tile of an encoded chunk.
@@ -189,6 +213,8 @@ struct Tensors {
     block_pieces: Vec<u32>,
     /// Of an encoded call.
     grid: Option<Grid>,
+    /// Of a part of a call: the elements of each chunk that are its own.
+    kept: Option<Vec<(u64, u64)>>,
 }
 
 /// Where a buffer of an encoded call may be cut.
@@ -249,7 +275,49 @@ impl Tensors {
         }
         end.checked_mul(elem_bytes).expect("sizes of a call were checked to fit 64 bits");
         let grid = shape.coding.map(|coding| Grid::new(blocks, coding));
-        Tensors { division, elem_bytes, piece_starts, block_starts, block_pieces, grid }
+        Tensors { division, elem_bytes, piece_starts, block_starts, block_pieces, grid, kept: None }
+    }
+
+    /// From now on chunks are a part of what they were.
+    fn keep(&mut self, part: Part, buf: Buf, coding: Option<&dyn Coding>) {
+        let chunks = self.division.chunks(self.block_starts.len() as u32 - 1);
+        let kept = (0..chunks).map(|chunk| {
+            let (start, end) = self.bounds(chunk);
+            let Some(coding) = coding else {
+                let (first, last) = part.range((end - start).div_ceil(PART_GRAIN));
+                return ((start + first * PART_GRAIN).min(end), (start + last * PART_GRAIN).min(end));
+            };
+            // Tiles are what they are in the whole call, with the same bits.
+            let tiles = self.tiles((buf, chunk), coding);
+            let (first, last) = part.range(tiles.len() as u64);
+            let before = |tile: u64| start + tiles[..tile as usize].iter().map(|tile| tile.elems).sum::<u64>();
+            (before(first), before(last))
+        });
+        self.kept = Some(kept.collect());
+    }
+
+    /// Where the elements of a chunk begin and end.
+    fn bounds(&self, chunk: u32) -> (u64, u64) {
+        match &self.kept {
+            Some(kept) => kept[chunk as usize],
+            None => (self.start(chunk), self.start(chunk + 1)),
+        }
+    }
+
+    fn tiles(&self, (buf, chunk): (Buf, u32), coding: &dyn Coding) -> Vec<Tile> {
+        let mut extents = Extents::new();
+        self.extents(&ChunkRange { buf, first: chunk, len: 1 }, &mut extents);
+        let mut tiles = Vec::new();
+        for extent in extents {
+            let (block, piece) = self.locate(extent.piece);
+            let (mut first, mut left) = (extent.offset / self.elem_bytes, extent.len / self.elem_bytes);
+            while left > 0 {
+                let elems = left.min(coding.tile(piece));
+                tiles.push(Tile { block, piece, first, elems });
+                (first, left) = (first + elems, left - elems);
+            }
+        }
+        tiles
     }
 
     /// The block of a piece, and its position there.
@@ -296,25 +364,38 @@ impl Tensors {
     }
 
     fn chunk_bytes(&self, chunk: u32) -> u64 {
-        (self.start(chunk + 1) - self.start(chunk)) * self.elem_bytes
+        let (start, end) = self.bounds(chunk);
+        (end - start) * self.elem_bytes
     }
 
     fn range_bytes(&self, range: &ChunkRange) -> u64 {
-        (self.start(range.first + range.len) - self.start(range.first)) * self.elem_bytes
+        if self.kept.is_none() {
+            return (self.start(range.first + range.len) - self.start(range.first)) * self.elem_bytes;
+        }
+        (range.first..range.first + range.len).map(|chunk| self.chunk_bytes(chunk)).sum()
     }
 
     fn extents(&self, range: &ChunkRange, extents: &mut Extents) {
-        let (mut at, end) = (self.start(range.first), self.start(range.first + range.len));
+        if self.kept.is_none() {
+            return self.extents_between(
+                range.buf,
+                (self.start(range.first), self.start(range.first + range.len)),
+                extents,
+            );
+        }
+        for chunk in range.first..range.first + range.len {
+            self.extents_between(range.buf, self.bounds(chunk), extents);
+        }
+    }
+
+    fn extents_between(&self, buf: Buf, (mut at, end): (u64, u64), extents: &mut Extents) {
         // The last piece that starts at or before `at`; empty pieces before it are passed over.
         let mut piece = self.piece_starts.partition_point(|&start| start <= at).saturating_sub(1);
         while at < end {
             let stop = self.piece_starts[piece + 1].min(end);
             if stop > at {
                 let offset = (at - self.piece_starts[piece]) * self.elem_bytes;
-                append(
-                    extents,
-                    Extent { buf: range.buf, piece: piece as u32, offset, len: (stop - at) * self.elem_bytes },
-                );
+                append(extents, Extent { buf, piece: piece as u32, offset, len: (stop - at) * self.elem_bytes });
             }
             at = stop;
             piece += 1;
@@ -405,7 +486,7 @@ mod tests {
     proptest! {
         #[test]
         fn chunks_cover_every_element_once_in_order(blocks in blocks(), division in division(), elem in 1u64..9) {
-            let shape = CallShape { elem_bytes: elem, in_blocks: &blocks, out_blocks: &[], coding: None };
+            let shape = CallShape { elem_bytes: elem, in_blocks: &blocks, out_blocks: &[], coding: None, part: Part::WHOLE };
             let layout = Layout::new(&program(division, Vec::new()), &shape);
             let chunks = division.chunks(blocks.len() as u32);
             let mut expected = Vec::new();
@@ -428,9 +509,52 @@ mod tests {
         }
 
         #[test]
+        fn parts_of_a_chunk_are_disjoint_and_all_of_it_in_order(
+            blocks in blocks(),
+            scale in 1u64..30,
+            division in division(),
+            elem in 1u64..9,
+            of in 1u32..6,
+        ) {
+            let blocks: Vec<Vec<Elems>> =
+                blocks.iter().map(|block| block.iter().map(|piece| Elems(piece.0 * scale)).collect()).collect();
+            let chunks = division.chunks(blocks.len() as u32);
+            let program = program(division, (0..chunks).map(|chunk| (Buf::In, chunk)).collect());
+            let layout = |part| {
+                let shape = CallShape { elem_bytes: elem, in_blocks: &blocks, out_blocks: &[], coding: None, part };
+                Layout::new(&program, &shape)
+            };
+            let whole = layout(Part::WHOLE);
+            let parts: Vec<Layout> = (0..of).map(|index| layout(Part { index, of })).collect();
+            for chunk in 0..chunks {
+                let (span, scratch) = (Span::chunk(Buf::In, chunk), Span::chunk(Buf::Scratch, chunk));
+                let mut found = Vec::new();
+                for part in &parts {
+                    let extents = part.extents(&span);
+                    prop_assert_eq!(part.bytes(&span), extents.iter().map(|e| e.len).sum::<u64>());
+                    prop_assert_eq!(part.bytes(&span), part.bytes(&scratch), "scratch is as large as what goes there");
+                    prop_assert!(found.len() as u64 % (64 * elem) == 0 || extents.is_empty(), "a part begins at a cache line");
+                    found.extend(bytes_of(&extents));
+                }
+                prop_assert_eq!(found, bytes_of(&whole.extents(&span)));
+                let sizes: Vec<u64> = parts.iter().map(|part| part.bytes(&span)).collect();
+                let (least, most) = (sizes.iter().min().unwrap(), sizes.iter().max().unwrap());
+                prop_assert!(most - least <= 64 * elem + 64 * elem - 1, "{:?}", sizes);
+            }
+            // Of several chunks in one message each has its part.
+            let all = Span::range(Buf::In, 0, chunks);
+            for part in &parts {
+                let one_by_one: Vec<_> =
+                    (0..chunks).flat_map(|chunk| bytes_of(&part.extents(&Span::chunk(Buf::In, chunk)))).collect();
+                prop_assert_eq!(bytes_of(&part.extents(&all)), one_by_one);
+                prop_assert_eq!(part.bytes(&all), part.extents(&all).iter().map(|e| e.len).sum::<u64>());
+            }
+        }
+
+        #[test]
         fn even_chunks_differ_by_one_element_at_most_and_never_grow(elems in 0u64..500, chunks in 1u32..40) {
             let blocks = [vec![Elems(elems)]];
-            let shape = CallShape { elem_bytes: 1, in_blocks: &blocks, out_blocks: &[], coding: None };
+            let shape = CallShape { elem_bytes: 1, in_blocks: &blocks, out_blocks: &[], coding: None, part: Part::WHOLE };
             let layout = Layout::new(&program(Division::Even { chunks }, Vec::new()), &shape);
             let sizes: Vec<u64> = (0..chunks).map(|c| layout.bytes(&Span::chunk(Buf::In, c))).collect();
             prop_assert!(sizes.windows(2).all(|w| w[0] == w[1] || w[0] == w[1] + 1));
@@ -439,7 +563,7 @@ mod tests {
 
         #[test]
         fn scratch_chunks_are_aligned_and_disjoint(blocks in blocks(), elem in 1u64..9) {
-            let shape = CallShape { elem_bytes: elem, in_blocks: &blocks, out_blocks: &[], coding: None };
+            let shape = CallShape { elem_bytes: elem, in_blocks: &blocks, out_blocks: &[], coding: None, part: Part::WHOLE };
             let like = (0..blocks.len() as u32).rev().map(|block| (Buf::In, block)).collect();
             let layout = Layout::new(&program(Division::Blocks, like), &shape);
             let mut end = 0;
@@ -485,7 +609,7 @@ mod tests {
             let coding = Grains(pieces.iter().map(|&(_, grain, most)| (grain, most)).collect());
             let block: Vec<Elems> = pieces.iter().map(|&(elems, ..)| Elems(elems)).collect();
             let all = vec![block; blocks as usize];
-            let shape = CallShape { elem_bytes: 4, in_blocks: &all, out_blocks: &[], coding: Some(&coding) };
+            let shape = CallShape { elem_bytes: 4, in_blocks: &all, out_blocks: &[], coding: Some(&coding), part: Part::WHOLE };
             let division = if blocks == 1 { Division::Even { chunks } } else { Division::SplitBlocks { pieces: chunks } };
             let layout = Layout::new(&program(division, Vec::new()), &shape);
             let mut found = vec![vec![0; pieces.len()]; blocks as usize];
@@ -504,6 +628,38 @@ mod tests {
         }
 
         #[test]
+        fn parts_of_an_encoded_chunk_have_its_tiles_as_they_are(
+            pieces in prop::collection::vec((0u64..900, 1u64..70, 1u64..9), 1..6),
+            chunks in 1u32..7,
+            of in 1u32..6,
+        ) {
+            let coding = Grains(pieces.iter().map(|&(_, grain, most)| (grain, most)).collect());
+            let blocks = [pieces.iter().map(|&(elems, ..)| Elems(elems)).collect::<Vec<_>>()];
+            let codes = (0..chunks).map(|chunk| Code { like: (Buf::In, chunk), role: Role::Reduce }).collect();
+            let program = Program { codes, ..program(Division::Even { chunks }, Vec::new()) };
+            let layout = |part| {
+                let coding = Some(&coding as &dyn Coding);
+                Layout::new(&program, &CallShape { elem_bytes: 4, in_blocks: &blocks, out_blocks: &[], coding, part })
+            };
+            let whole = layout(Part::WHOLE);
+            let parts: Vec<Layout> = (0..of).map(|index| layout(Part { index, of })).collect();
+            for (chunk, code) in (0..chunks).zip(&program.codes) {
+                let (tiles, values) = (whole.tiles(code.like, &coding).collect::<Vec<_>>(), Span::chunk(Buf::In, chunk));
+                let (mut found, mut bytes) = (Vec::new(), Vec::new());
+                for part in &parts {
+                    let own: Vec<Tile> = part.tiles(code.like, &coding).collect();
+                    prop_assert!(own.len().abs_diff(tiles.len() / of as usize) <= 1);
+                    prop_assert_eq!(own.iter().map(|tile| tile.elems * 4).sum::<u64>(), part.bytes(&values));
+                    prop_assert_eq!(part.bytes(&Span::chunk(Buf::Code, chunk)), part.tile_bytes(code, &coding).sum::<u64>());
+                    found.extend(own);
+                    bytes.extend(bytes_of(&part.extents(&values)));
+                }
+                prop_assert_eq!(found, tiles);
+                prop_assert_eq!(bytes, bytes_of(&whole.extents(&values)));
+            }
+        }
+
+        #[test]
         fn chunks_of_an_encoded_call_have_about_as_many_bytes_each(
             small in 1u64..5000,
             large in 1000u64..100_000,
@@ -512,7 +668,7 @@ mod tests {
             // One tensor with four times as many bits as the other.
             let coding = Grains(vec![(8, 16), (8, 16), (8, 16), (8, 16)]);
             let blocks = [vec![Elems(large), Elems(0), Elems(0), Elems(small)]];
-            let shape = CallShape { elem_bytes: 4, in_blocks: &blocks, out_blocks: &[], coding: Some(&coding) };
+            let shape = CallShape { elem_bytes: 4, in_blocks: &blocks, out_blocks: &[], coding: Some(&coding), part: Part::WHOLE };
             let layout = Layout::new(&program(Division::Even { chunks }, Vec::new()), &shape);
             let bytes_of = |chunk| {
                 [Role::Reduce, Role::Result]
@@ -533,7 +689,7 @@ mod tests {
             let blocks = [vec![Elems(elems)]];
             let codes = (0..chunks).map(|chunk| Code { like: (Buf::In, chunk), role: Role::Reduce }).collect();
             let program = Program { codes, ..program(Division::Even { chunks }, Vec::new()) };
-            let shape = CallShape { elem_bytes: 4, in_blocks: &blocks, out_blocks: &[], coding: Some(&coding) };
+            let shape = CallShape { elem_bytes: 4, in_blocks: &blocks, out_blocks: &[], coding: Some(&coding), part: Part::WHOLE };
             let layout = Layout::new(&program, &shape);
             let mut end = 0;
             for (chunk, code) in (0..chunks).zip(&program.codes) {
@@ -551,7 +707,7 @@ mod tests {
     #[test]
     fn a_span_keeps_its_order_and_joins_neighbours() {
         let blocks = [vec![Elems(10)], vec![Elems(3)]];
-        let shape = CallShape { elem_bytes: 4, in_blocks: &blocks, out_blocks: &[], coding: None };
+        let shape = CallShape { elem_bytes: 4, in_blocks: &blocks, out_blocks: &[], coding: None, part: Part::WHOLE };
         let layout = Layout::new(&program(Division::Even { chunks: 13 }, Vec::new()), &shape);
         let extents = layout.extents(&Span::cyclic(Buf::In, 11, 4, 13));
         let extent = |piece, offset, len| Extent { buf: Buf::In, piece, offset, len };
@@ -561,7 +717,7 @@ mod tests {
     #[test]
     fn buffers_beyond_four_gibibytes_keep_their_offsets() {
         let blocks = [vec![Elems(3 << 32)]];
-        let shape = CallShape { elem_bytes: 8, in_blocks: &blocks, out_blocks: &[], coding: None };
+        let shape = CallShape { elem_bytes: 8, in_blocks: &blocks, out_blocks: &[], coding: None, part: Part::WHOLE };
         let layout = Layout::new(&program(Division::Even { chunks: 3 }, Vec::new()), &shape);
         let extents = layout.extents(&Span::chunk(Buf::In, 2));
         assert_eq!(extents.as_slice(), [Extent { buf: Buf::In, piece: 0, offset: 2 << 35, len: 1 << 35 }]);

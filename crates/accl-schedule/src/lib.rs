@@ -21,7 +21,7 @@ pub use algorithms::{ALGORITHMS, Algorithm, Encodes, Fraction, Sums};
 pub use choose::{Basis, Chooser, check_rules};
 pub use encode::encodes;
 pub use ir::{Action, Buf, ChunkRange, Code, Division, Finish, Order, Request, Role, Schedule, Span};
-pub use layout::{CallShape, Coding, Extent, Extents, Layout, SCRATCH_ALIGN, Tile};
+pub use layout::{CallShape, Coding, Extent, Extents, Layout, Part, SCRATCH_ALIGN, Tile};
 pub use page::algorithms_page;
 pub use program::{Dep, Op, OpKind, Program};
 pub use topology::Topology;

@@ -1,7 +1,7 @@
 //! What rows say they cost, against their schedules.
 
 use accl_schedule::cost::{Arriving, Cost, Reach};
-use accl_schedule::{ALGORITHMS, Algorithm, CallShape, Layout, OpKind, Request, Topology};
+use accl_schedule::{ALGORITHMS, Algorithm, CallShape, Layout, OpKind, Part, Request, Topology};
 use accl_types::{Collective, Elems, Rank};
 
 /// Bytes of the largest buffer: any number of chunks that small worlds have divides it.
@@ -48,8 +48,10 @@ fn count(row: &Algorithm, topology: &Topology) -> Counted {
         let request = Request { collective: row.collective, world, rank: Rank(rank), root: Rank(0), topology };
         let program = (row.build)(&request).lower(&request);
         let (inputs, outputs) = blocks(row.collective, world, rank);
-        let layout =
-            Layout::new(&program, &CallShape { elem_bytes: 1, in_blocks: &inputs, out_blocks: &outputs, coding: None });
+        let layout = Layout::new(
+            &program,
+            &CallShape { elem_bytes: 1, in_blocks: &inputs, out_blocks: &outputs, coding: None, part: Part::WHOLE },
+        );
         let mut work = Work::default();
         let mut copied = 0;
         for op in &program.ops {

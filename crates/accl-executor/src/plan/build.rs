@@ -278,36 +278,91 @@ fn fast_path_order(ops: &[PlanOp]) -> Box<[u32]> {
 
 #[cfg(test)]
 mod tests {
-    use accl_schedule::{ALGORITHMS, Request, Topology};
+    use accl_schedule::{ALGORITHMS, Part, Request, Topology};
     use accl_types::{Collective, Elems};
 
     use super::*;
 
-    /// The plans of all ranks for one algorithm and a sum of so many elements.
-    fn plans(algorithm: &'static Algorithm, topology: &Topology, count: u64) -> Vec<Plan> {
+    /// The plans of all ranks for one algorithm, for blocks of so many elements.
+    fn plans(algorithm: &'static Algorithm, topology: &Topology, counts: &[u64], part: Part) -> Vec<Plan> {
         let world = topology.world();
-        let blocks = match algorithm.collective {
-            Collective::Barrier => Vec::new(),
-            _ => vec![vec![Elems(count)]],
-        };
         let plan = |rank| {
-            let request =
-                Request { collective: algorithm.collective, world, rank: Rank(rank), root: Rank(0), topology };
+            let root = Rank(0);
+            let request = Request { collective: algorithm.collective, world, rank: Rank(rank), root, topology };
             let program = (algorithm.build)(&request).lower(&request);
-            let shape = CallShape { elem_bytes: 4, in_blocks: &blocks, out_blocks: &blocks, coding: None };
+            let block = |of: u32| vec![Elems(counts[of as usize % counts.len()])];
+            let (own, each, none) = (vec![block(rank)], (0..world).map(block).collect::<Vec<_>>(), Vec::new());
+            let all = vec![block(0)];
+            let (input, output) = match algorithm.collective {
+                Collective::AllReduce | Collective::Reduce => (all.clone(), all),
+                Collective::Broadcast => (none, all),
+                Collective::AllGather => (own, each),
+                Collective::ReduceScatter => (each, own),
+                Collective::Gather => (own, if Rank(rank) == root { each } else { none }),
+                Collective::Scatter => (if Rank(rank) == root { each } else { none }, own),
+                // What goes from one rank to another has the size that both say.
+                Collective::AllToAll => {
+                    let towards = |from: u32, to: u32| block(from * 3 + to);
+                    let sent = (0..world).map(|to| towards(rank, to)).collect();
+                    (sent, (0..world).map(|from| towards(from, rank)).collect())
+                }
+                Collective::Barrier | Collective::Send | Collective::Recv => (none.clone(), none),
+            };
+            let shape = CallShape { elem_bytes: 4, in_blocks: &input, out_blocks: &output, coding: None, part };
             Plan::new(algorithm, &program, &shape, world)
         };
         (0..world).map(plan).collect()
     }
 
+    const HOSTS: [&[u32]; 5] = [&[0], &[0, 0], &[0, 0, 1], &[0; 5], &[0, 0, 1, 1]];
+
+    #[test]
+    fn ranks_agree_on_the_size_of_each_message_of_each_part_of_a_call() {
+        for topology in HOSTS.map(|hosts| Topology::new(hosts.to_vec())) {
+            let fits = |row: &&Algorithm| (row.applies)(topology.world(), &topology);
+            let sizes: [&[u64]; 3] = [&[1000], &[70, 0, 3, 131], &[5]];
+            for (algorithm, counts) in ALGORITHMS.iter().filter(fits).flat_map(|row| sizes.map(|sizes| (row, sizes))) {
+                if algorithm.needs_equal_blocks && counts.len() > 1 {
+                    continue;
+                }
+                let whole: u64 = plans(algorithm, &topology, counts, Part::WHOLE).iter().map(|plan| plan.work).sum();
+                let mut work = 0;
+                for part in (0..3).map(|index| Part { index, of: 3 }) {
+                    let plans = plans(algorithm, &topology, counts, part);
+                    for (from, plan) in (0..).zip(&plans) {
+                        work += plan.work;
+                        for op in &plan.ops {
+                            let name = algorithm.name;
+                            let bytes = op.total;
+                            match &op.kind {
+                                PlanOpKind::Send { to, .. } => {
+                                    let receiver = &plans[to.index()];
+                                    let receive =
+                                        receiver.receive(Rank(from), op.edge).expect("a receive for each send");
+                                    assert_eq!(receiver.ops[receive as usize].total, bytes, "{name}: {from} to {to}");
+                                }
+                                PlanOpKind::RecvReduce { dst, local, .. } => assert_eq!(dst.len, local.len, "{name}"),
+                                PlanOpKind::Copy { dst, src } => assert_eq!(dst.len, src.len, "{name}"),
+                                PlanOpKind::Reduce { dst, srcs, .. } => {
+                                    assert!(srcs.iter().all(|src| src.len == dst.len), "{name}");
+                                }
+                                PlanOpKind::Recv { .. } | PlanOpKind::Combine(_) | PlanOpKind::External(_) => {}
+                            }
+                        }
+                    }
+                }
+                assert_eq!(work, whole, "{}: parts have together what the whole call has", algorithm.name);
+            }
+        }
+    }
+
     #[test]
     fn everything_in_a_staged_plan_is_between_the_copy_in_and_the_copy_out() {
-        for hosts in [vec![0], vec![0, 0], vec![0, 0, 1], vec![0; 5], vec![0, 0, 1, 1]] {
-            let topology = Topology::new(hosts);
+        for topology in HOSTS.map(|hosts| Topology::new(hosts.to_vec())) {
             let sums = [Collective::AllReduce, Collective::Reduce, Collective::Barrier];
             let fits = |row: &&Algorithm| sums.contains(&row.collective) && (row.applies)(topology.world(), &topology);
             for (algorithm, count) in ALGORITHMS.iter().filter(fits).flat_map(|row| [(row, 0), (row, 1), (row, 1000)]) {
-                for plain in plans(algorithm, &topology, count) {
+                for plain in plans(algorithm, &topology, &[count], Part::WHOLE) {
                     let (ops, peers) = (plain.ops.len(), plain.peers.clone());
                     let staged = plain.staged();
                     let name = algorithm.name;

@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use accl_schedule::{ALGORITHMS, Algorithm, CallShape, Chooser, Coding, Request, Role};
+use accl_schedule::{ALGORITHMS, Algorithm, CallShape, Chooser, Coding, Part, Request, Role};
 use accl_types::{Bytes, Collective, Elems, Error, Rank, Result};
 
 use super::build::Plan;
@@ -35,6 +35,8 @@ pub struct PlanKey {
     pub(crate) is_staged: bool,
     /// Whether the whole collective is an external operation.
     pub(crate) is_offloaded: bool,
+    /// Which part of the call it is.
+    pub(crate) part: Part,
 }
 
 impl PlanKey {
@@ -106,6 +108,7 @@ impl Planner {
             in_blocks: &key.inputs,
             out_blocks: &key.outputs,
             coding: key.codecs.as_ref().map(|codecs| codecs as &dyn Coding),
+            part: key.part,
         };
         let plan = Plan::new(algorithm, &program, &shape, world);
         Ok(Arc::new(if key.is_staged { plan.staged() } else { plan }))
@@ -121,7 +124,8 @@ impl Planner {
         let world = topology.world();
         let request = Request { collective: Collective::Barrier, world, rank: self.rank, root: Rank(0), topology };
         let program = (algorithm.build)(&request).lower(&request);
-        let shape = CallShape { elem_bytes: key.elem_bytes, in_blocks: &[], out_blocks: &[], coding: None };
+        let shape =
+            CallShape { elem_bytes: key.elem_bytes, in_blocks: &[], out_blocks: &[], coding: None, part: Part::WHOLE };
         Ok(Plan::new(algorithm, &program, &shape, world).offloaded())
     }
 }

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use accl_kernels::Reducer;
+use accl_schedule::Part;
 use accl_types::{Collective, Dtype, DtypeClass, Elems, Error, Rank, ReduceOp, Result};
 use accl_wire::frame::{Header, Signature};
 use smallvec::SmallVec;
@@ -217,6 +218,7 @@ fn plan_key(desc: &CallDesc, elem: usize, codecs: Option<Arc<Codecs>>) -> PlanKe
         rounds: desc.collective.reduces() && desc.dtype.class() == DtypeClass::Float16 && rounds(desc.op),
         is_staged: desc.is_staged(),
         is_offloaded: desc.offload.is_some(),
+        part: Part::WHOLE,
     }
 }
 
