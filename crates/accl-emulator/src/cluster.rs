@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use accl_cclo::control::{About, Reply, Request, Status};
 
-use crate::engine::{Engine, Peers};
+use crate::engine::{Caller, Engine, Peers};
 use crate::fabric::Fabric;
 use crate::trace::Trace;
 
@@ -162,10 +162,10 @@ impl Cluster {
         Some(self.engines[self.index(rank)?].about(rank, ranks))
     }
 
-    /// Answers the host of a rank of this process.
-    pub(crate) fn answer(&mut self, rank: u32, request: &Request) -> Option<Reply> {
+    /// Answers a host of a rank of this process.
+    pub(crate) fn answer(&mut self, rank: u32, caller: Caller, request: &Request) -> Option<Reply> {
         let index = self.index(rank)?;
-        let reply = self.engines[index].answer(request);
+        let reply = self.engines[index].answer_to(caller, request);
         if matches!(request, Request::Call { .. }) {
             self.wake(index);
             self.settle();
@@ -174,9 +174,9 @@ impl Cluster {
     }
 
     /// Starts a call of a rank's host whose words mean nothing.
-    pub(crate) fn start_unknown(&mut self, rank: u32, control: u32) -> Option<Reply> {
+    pub(crate) fn start_unknown(&mut self, rank: u32, caller: Caller, control: u32) -> Option<Reply> {
         let index = self.index(rank)?;
-        let is_started = self.engines[index].start_unknown(control);
+        let is_started = self.engines[index].start_unknown(caller, control);
         self.wake(index);
         self.settle();
         Some(Reply::Status(if is_started { Status::Good } else { Status::NoControl }))
@@ -291,19 +291,20 @@ mod tests {
     fn set_up(cluster: &mut Cluster, job: u32) {
         cluster.engine(0).unwrap().set_next_job(job);
         let call = |call| Request::Call { control: 0, call };
-        cluster.answer(0, &call(Descriptor::config(ConfigFunction::Reset, 0)));
+        cluster.answer(0, Caller::default(), &call(Descriptor::config(ConfigFunction::Reset, 0)));
         for (offset, value) in [(map::RX_BUFFER_COUNT.offset, 1), (map::RX_BUFFER_BYTES.offset, 64)] {
-            cluster.answer(0, &Request::WriteRegister { offset, value });
+            cluster.answer(0, Caller::default(), &Request::WriteRegister { offset, value });
         }
         for (word, offset) in RxBuffer::idle(0).to_words().into_iter().zip((8..).step_by(4)) {
-            cluster.answer(0, &Request::WriteRegister { offset, value: word });
+            cluster.answer(0, Caller::default(), &Request::WriteRegister { offset, value: word });
         }
-        cluster.answer(0, &call(Descriptor::config(ConfigFunction::EnablePackets, 0)));
+        cluster.answer(0, Caller::default(), &call(Descriptor::config(ConfigFunction::EnablePackets, 0)));
     }
 
     fn has_come(cluster: &mut Cluster) -> bool {
         let status = map::TABLES_BEGIN;
-        cluster.answer(0, &Request::ReadRegister { offset: status }) == Some(Reply::Register(RxStatus::Full.word()))
+        cluster.answer(0, Caller::default(), &Request::ReadRegister { offset: status })
+            == Some(Reply::Register(RxStatus::Full.word()))
     }
 
     #[test]
@@ -341,10 +342,22 @@ mod tests {
         set_up(&mut cluster, 7);
         cluster.engine(0).unwrap().end_job();
         assert_eq!(cluster.engine(0).unwrap().job(), 7, "what is under way goes on");
-        cluster.answer(0, &Request::Call { control: 0, call: Descriptor::config(ConfigFunction::Reset, 0) }).unwrap();
+        cluster
+            .answer(
+                0,
+                Caller::default(),
+                &Request::Call { control: 0, call: Descriptor::config(ConfigFunction::Reset, 0) },
+            )
+            .unwrap();
         assert_eq!(cluster.engine(0).unwrap().job(), 0);
         set_up(&mut cluster, 8);
-        cluster.answer(0, &Request::Call { control: 0, call: Descriptor::config(ConfigFunction::Reset, 0) }).unwrap();
+        cluster
+            .answer(
+                0,
+                Caller::default(),
+                &Request::Call { control: 0, call: Descriptor::config(ConfigFunction::Reset, 0) },
+            )
+            .unwrap();
         cluster.engine(0).unwrap().end_job();
         assert_eq!(cluster.engine(0).unwrap().job(), 0);
     }

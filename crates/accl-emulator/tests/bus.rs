@@ -716,3 +716,30 @@ fn an_emulator_is_reset_when_it_is_left_however_long_after_the_deadline_of_the_l
     let mut bus = buses::open(&url, 0).unwrap();
     assert_eq!(bus.read_register(map::IS_CONFIGURED.offset), Ok(0));
 }
+
+/// It said that the sum was there, with return code 0, which was the reset's.
+#[test]
+fn a_call_that_somebody_elses_reset_has_ended_is_no_success() {
+    let port = free_ports(8);
+    let _emulators = Emulators(vec![start(&format!("--ranks 2 --port {port} --comms udp"))]);
+    let url = url(&format!("emulator://127.0.0.1:{port}?design=udp"));
+    let mut drivers = opened(&url, 2);
+    let memory = drivers[0].settings().memory;
+    let [first, result] = [0, 1].map(|_| drivers[0].bus().allocate(memory, 4096).unwrap());
+    let call = drivers[0].call(Operation::AllReduce, DataType::I32, DataType::I32, COUNT).unwrap();
+    // Rank 1 has yet to make it.
+    drivers[0].start(&Descriptor { first, result, second: result, ..call }).unwrap();
+    let mut other = buses::open(&url, 0).unwrap();
+    accl_cclo::driver::reset(&mut *other, || true).unwrap();
+    let text = drivers[0].poll().unwrap_err().message;
+    let said = format!(
+        "emulator at 127.0.0.1:{port} was reset by somebody else, by `accl device reset` or another driver, and does not do "
+    );
+    assert!(text.starts_with(&said), "{text}");
+    // Nor does whoever lost it reset it for the next.
+    other.write_register(map::IS_CONFIGURED.offset, 1).unwrap();
+    drop(drivers);
+    assert_eq!(other.read_register(map::IS_CONFIGURED.offset), Ok(1));
+    other.write_register(map::IS_CONFIGURED.offset, 0).unwrap();
+    drop(opened(&url, 2));
+}

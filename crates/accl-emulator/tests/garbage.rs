@@ -6,7 +6,7 @@ use accl_cclo::call::{ConfigFunction, Descriptor, Operation, Words};
 use accl_cclo::control::Request;
 use accl_cclo::memory_map::{self as map, DataType, Network};
 use accl_cclo::wire::{Header, MessageKind, RequestWord, Verb, WORD_BYTES, packets};
-use accl_emulator::{Engine, Faithful};
+use accl_emulator::{Caller, Engine, Faithful};
 use common::{Settings, World};
 use proptest::prelude::*;
 
@@ -179,7 +179,7 @@ fn survives(network: Network, faithful: Faithful, acts: Vec<Act>) -> Result<(), 
         match act {
             Act::Ask(request) => drop(engine.answer(&request)),
             Act::Text(text) => drop(Request::from_json(&text).map(|request| engine.answer(&request))),
-            Act::Unknown(control) => drop(engine.start_unknown(control)),
+            Act::Unknown(control) => drop(engine.start_unknown(Caller::default(), control)),
             Act::Packet(sender, packet) => engine.take(sender, &packet),
             Act::Feed(bytes) => engine.feed(&bytes),
             Act::Lose(sender) => engine.lose(sender),

@@ -276,3 +276,25 @@ fn hosts_that_say_nothing_of_jobs_are_understood_after_a_job_that_did() {
         sum(&mut hosts, 300).await;
     });
 }
+
+#[test]
+fn a_connection_that_a_crashed_host_has_left_holds_up_no_packets_for_its_successor() {
+    const BYTES: u32 = 8 << 20;
+    let port = free_ports(8);
+    let one = |rank| start_with(&words(&format!("-s 2 -r {rank} -p {port} -c udp")), Stdio::null());
+    let mut emulators = Emulators(vec![one(0)]);
+    // Of rank 1 before its host lost its power: nothing is ever read, and nothing closes it.
+    let _left = subscriber(port + 2, Some(1), "0001");
+    emulators.0.push(one(1));
+    run(async {
+        let setup = Setup { memory: BYTES, ..Setup::default() };
+        let mut hosts = hosts(&ports(port, 2), &setup).await;
+        let at = u64::from(setup.buffers());
+        for (host, places) in &mut hosts {
+            host.begin(Descriptor { first: at, ..call(Operation::Broadcast, places, BYTES / 4) }).await;
+        }
+        for (host, _) in &mut hosts {
+            host.end_well().await;
+        }
+    });
+}

@@ -6,9 +6,9 @@ mod host;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use accl_cclo::call::{Descriptor, Operation, Streams};
+use accl_cclo::call::{ConfigFunction, Descriptor, Operation, Streams};
 use accl_cclo::control::{About, Reply, Request, Status, data_from_json, data_to_json, difference};
-use accl_cclo::memory_map::Network;
+use accl_cclo::memory_map::{self as map, Network};
 use accl_cclo::return_code::ReturnCode;
 use host::{
     Emulators, Host, Setup, call, free_ports, hosts, ports, resident_bytes, run, start, start_with, sum, words,
@@ -394,6 +394,8 @@ fn connections_that_speak_another_language_take_no_rank_away() {
         [&greeting[..], ready, &[1, 0]].concat(),
         [&greeting[..], ready, &[0, 3, 1, 2, 3]].concat(),
         [&greeting[..], ready, &[1, 0, 0, 3, b'{', b'}', 0xFF]].concat(),
+        // Frames without end, each of them empty.
+        [&greeting[..], ready, &[1, 0].repeat(100)].concat(),
         // A frame that is longer than any memory.
         [&greeting[..], ready, &[2], &[0xFF; 8]].concat(),
     ] {
@@ -412,4 +414,65 @@ fn connections_that_speak_another_language_take_no_rank_away() {
         drop(connections);
     }
     run(async { sum(&mut hosts(&ports(port, 2), &Setup::default()).await, 300).await });
+}
+
+#[test]
+fn a_message_of_empty_frames_takes_no_memory() {
+    use std::io::Write;
+    let port = free_ports(4);
+    let emulators = Emulators(vec![start_with(&words(&format!("--port {port}")), Stdio::null())]);
+    run(async { assert!(Host::is_answered(port).await) });
+    let before = resident_bytes(&emulators.0[0]);
+    let mut stream = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
+    stream.write_all(&[&greeting()[..], READY].concat()).unwrap();
+    let frames = [1, 0].repeat(1 << 20);
+    // It is disconnected before all have gone.
+    let begin = Instant::now();
+    while stream.write_all(&frames).is_ok() {
+        assert!(begin.elapsed() < host::PATIENCE, "it goes on for ever");
+    }
+    assert!(resident_bytes(&emulators.0[0]).saturating_sub(before) < 4 << 20);
+}
+
+#[test]
+fn a_host_that_pings_and_reads_nothing_keeps_no_place() {
+    use std::io::Write;
+    let port = free_ports(4);
+    let _emulators = Emulators(vec![start_with(&words(&format!("--port {port}")), Stdio::null())]);
+    let mut stream = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
+    stream.write_all(&[&greeting()[..], READY].concat()).unwrap();
+    // A ping with a time to live and no more: `PING` is a command of 7 bytes here.
+    let pings = b"\x04\x07\x04PING\x00\x00".repeat(1 << 16);
+    let begin = Instant::now();
+    while stream.write_all(&pings).is_ok() {
+        assert!(begin.elapsed() < host::PATIENCE, "it goes on for ever");
+    }
+}
+
+#[test]
+fn who_resets_an_engine_hears_of_that_alone_and_others_that_their_calls_were_not_done() {
+    let port = free_ports(4);
+    let _emulators = Emulators(vec![start(&words(&format!("-s 2 --port {port}")))]);
+    run(async {
+        let mut others = hosts(&ports(port, 2), &Setup::default()).await;
+        let (host, places) = &mut others[0];
+        // Rank 1 does not make them. The original's hosts do not say that an engine is theirs.
+        for _ in 0..2 {
+            host.begin(call(Operation::Barrier, places, 0)).await;
+        }
+        let mut resets = Host::connect(port).await;
+        resets.configure(ConfigFunction::Reset, 0).await;
+        for _ in 0..2 {
+            assert_eq!(host.end().await, ReturnCode(1 << 31));
+        }
+        let poll = Request::Poll { control: 0 };
+        assert_eq!(host.ask(&poll).await, Reply::Status(Status::Not));
+        assert_eq!(resets.ask(&poll).await, Reply::Status(Status::Not));
+        assert_eq!(host.register(map::RETURN_CODE.offset).await, 0, "that is the reset's, for whoever asks now");
+        // One that resets what it has started itself does not wait for it.
+        let places = host.set_up(0, 2, &Setup::default()).await;
+        host.begin(call(Operation::Barrier, &places, 0)).await;
+        host.configure(ConfigFunction::Reset, 0).await;
+        assert_eq!(host.ask(&poll).await, Reply::Status(Status::Not));
+    });
 }

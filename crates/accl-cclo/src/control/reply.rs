@@ -17,6 +17,9 @@ pub enum Status {
     Not,
     /// The control stream is none.
     NoControl,
+    /// Another host has reset the engine, which the one that asks had said to use: nothing is done for that one any more. An emulator of ours says
+    /// so, to hosts that have claimed the engine.
+    Taken,
 }
 
 /// What an emulated engine answers.
@@ -40,7 +43,7 @@ struct Fields {
 }
 
 impl Status {
-    const TABLE: [(i64, Self); 3] = [(0, Self::Good), (1, Self::Not), (-1, Self::NoControl)];
+    const TABLE: [(i64, Self); 4] = [(0, Self::Good), (1, Self::Not), (-1, Self::NoControl), (2, Self::Taken)];
 
     fn number(self) -> i64 {
         Self::TABLE.iter().find(|(_, status)| *status == self).map_or(1, |(number, _)| *number)

@@ -51,11 +51,27 @@ const HASH_PRIME: u64 = 0x100_0000_01B3;
 /// Firmware's limits before anybody has set them.
 const FIRST_LIMIT: u32 = 32 << 10;
 
+/// One of the hosts of an engine, among all that it has ever had.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Caller(pub u64);
+
+/// A call, and who started it, unless that one has gone.
+type Started = (Option<Caller>, Descriptor);
+
 /// A control stream: the calls on it, and those that have ended and that nobody has asked for.
 #[derive(Default)]
 struct Control {
-    calls: VecDeque<Descriptor>,
+    calls: VecDeque<Started>,
     ended: usize,
+}
+
+/// Of a host: its calls that somebody else's reset has ended.
+#[derive(Default)]
+struct Dropped {
+    /// That it has yet to ask about.
+    unasked: usize,
+    /// The last call that it has asked about is one of them.
+    is_last: bool,
 }
 
 /// Whether the engines are there that the host wants packets from.
@@ -81,6 +97,9 @@ pub struct Engine {
     /// Control streams of calls that have yet to run, in the order in which they were started.
     order: VecDeque<usize>,
     running: Option<Running>,
+    /// Who started it.
+    runs_for: Option<Caller>,
+    dropped: BTreeMap<Caller, Dropped>,
     receiver: Receiver,
     kernel_in: VecDeque<u8>,
     kernel_out: VecDeque<(u32, Vec<u8>)>,
@@ -116,6 +135,8 @@ impl Engine {
             controls: Default::default(),
             order: VecDeque::new(),
             running: None,
+            runs_for: None,
+            dropped: BTreeMap::new(),
             receiver: Receiver::new(network),
             kernel_in: VecDeque::new(),
             kernel_out: VecDeque::new(),
@@ -153,9 +174,17 @@ impl Engine {
         Self { speed, ..self }
     }
 
-    /// Answers a host.
+    /// Answers a host that has no other beside it.
     pub fn answer(&mut self, request: &Request) -> Reply {
+        self.answer_to(Caller::default(), request)
+    }
+
+    /// Answers a host.
+    pub fn answer_to(&mut self, caller: Caller, request: &Request) -> Reply {
         let status = |is_good| Reply::Status(if is_good { Status::Good } else { Status::Not });
+        if let Some(reply) = self.answer_of_dropped(caller, request) {
+            return reply;
+        }
         match request {
             Request::ReadRegister { offset } => {
                 self.exchange.word(*offset).map_or(Reply::Status(Status::Not), Reply::Register)
@@ -177,7 +206,7 @@ impl Engine {
             Request::Allocate { address, bytes, is_host } => {
                 status(self.memory(*is_host).grow(*address, u64::from(*bytes)))
             }
-            Request::Call { control, call } => match self.start(*control, *call) {
+            Request::Call { control, call } => match self.start_of(caller, *control, *call) {
                 true => Reply::Status(Status::Good),
                 false => Reply::Status(Status::NoControl),
             },
@@ -217,10 +246,44 @@ impl Engine {
         if is_host { &mut self.host } else { &mut self.device }
     }
 
+    /// What a host hears of its calls that somebody else's reset has ended, in place of what it asks; `None`: nothing. The register with the return
+    /// code is one for all hosts, and says by then how the reset has ended.
+    fn answer_of_dropped(&mut self, caller: Caller, request: &Request) -> Option<Reply> {
+        let dropped = self.dropped.get_mut(&caller)?;
+        match request {
+            Request::Poll { .. } if dropped.unasked > 0 => {
+                (dropped.unasked, dropped.is_last) = (dropped.unasked - 1, true);
+                Some(Reply::Status(Status::Good))
+            }
+            Request::ReadRegister { offset } if dropped.is_last => [(map::RETURN_CODE, DROPPED.0), (map::CYCLES, 0)]
+                .into_iter()
+                .find(|(register, _)| register.offset == *offset)
+                .map(|(_, word)| Reply::Register(word)),
+            Request::Call { .. } | Request::Poll { .. } => {
+                dropped.is_last = false;
+                None
+            }
+            _ => None,
+        }
+    }
+
+    /// A host asks no more.
+    pub fn forget(&mut self, caller: Caller) {
+        self.dropped.remove(&caller);
+        self.runs_for.take_if(|started_by| *started_by == caller);
+        for (started_by, _) in self.controls.iter_mut().flat_map(|control| &mut control.calls) {
+            started_by.take_if(|started_by| *started_by == caller);
+        }
+    }
+
     /// Starts a call on a control stream. `false`: there is no such stream, or more calls are on it than anybody waits for.
     pub fn start(&mut self, control: u32, call: Descriptor) -> bool {
+        self.start_of(Caller::default(), control, call)
+    }
+
+    fn start_of(&mut self, caller: Caller, control: u32, call: Descriptor) -> bool {
         if call.sets(ConfigFunction::Reset) && !self.faithful.to(13) {
-            self.drop_calls();
+            self.drop_calls(caller);
         }
         let Some(stream) = self.controls.get_mut(control as usize) else { return false };
         let runs = self.running.as_ref().is_some_and(|running| running.control == control as usize);
@@ -232,26 +295,28 @@ impl Engine {
         if uncollected >= MOST_CALLS {
             return false;
         }
-        stream.calls.push_back(call);
+        stream.calls.push_back((Some(caller), call));
         self.order.push_back(control as usize);
         true
     }
 
     /// Starts a call whose words mean nothing: it has its turn as any other, and ends with the return code of what firmware does not have. The
     /// original was seen to do so with an unknown operation; flags that there are not are treated in the same way, rather than left out.
-    pub fn start_unknown(&mut self, control: u32) -> bool {
-        self.start(control, Descriptor { function: NO_FUNCTION, ..Descriptor::config(ConfigFunction::Reset, 0) })
+    pub fn start_unknown(&mut self, caller: Caller, control: u32) -> bool {
+        self.start_of(
+            caller,
+            control,
+            Descriptor { function: NO_FUNCTION, ..Descriptor::config(ConfigFunction::Reset, 0) },
+        )
     }
 
-    /// Ends all calls, since a reset has come.
-    fn drop_calls(&mut self) {
-        if let Some(running) = self.running.take() {
-            self.end(running.control, DROPPED, &running.counted);
-        }
-        for control in std::mem::take(&mut self.order) {
-            if self.controls[control].calls.pop_front().is_some() {
-                self.end(control, DROPPED, &Counted::default());
-            }
+    /// Ends all calls, since this host resets the engine. It hears of its reset alone, and others that theirs have not been done.
+    fn drop_calls(&mut self, by: Caller) {
+        let running = self.running.take().and_then(|_| self.runs_for.take());
+        let waiting = std::mem::take(&mut self.order);
+        let waiting = waiting.into_iter().filter_map(|control| self.controls[control].calls.pop_front()?.0);
+        for caller in running.into_iter().chain(waiting).filter(|caller| *caller != by) {
+            self.dropped.entry(caller).or_default().unasked += 1;
         }
     }
 
@@ -331,7 +396,7 @@ impl Engine {
         let next = self.order.front().and_then(|&control| self.controls[control].calls.front());
         self.peers == Peers::Awaited
             && self.running.is_none()
-            && next.is_some_and(|call| call.sets(ConfigFunction::EnablePackets))
+            && next.is_some_and(|(_, call)| call.sets(ConfigFunction::EnablePackets))
     }
 
     /// The engine with this number has gone: a call that waits for it ends with an error.
@@ -390,7 +455,8 @@ impl Engine {
             return false;
         }
         let Some(control) = self.order.pop_front() else { return false };
-        let Some(call) = self.controls[control].calls.pop_front() else { return false };
+        let Some((started_by, call)) = self.controls[control].calls.pop_front() else { return false };
+        self.runs_for = started_by;
         if call.operation == Operation::Config {
             let code = self.configure(&call);
             self.end(control, code, &Counted::default());

@@ -21,6 +21,10 @@ const LOOKS: u32 = 3;
 const GREETING_PATIENCE: Duration = Duration::from_secs(5);
 /// Most bytes of a message: four characters for each of 64 MiB of memory.
 const MOST_MESSAGE_BYTES: u64 = 256 << 20;
+/// Most frames of a message: a request has three at most, and as many more as brokers that it came by.
+const MOST_FRAMES: usize = 64;
+/// How long the other end may take none of the bytes of its answer.
+pub(super) const FETCH_PATIENCE: Duration = Duration::from_secs(5);
 /// Bytes that are read at once where more are there.
 const BUFFER_BYTES: usize = 64 << 10;
 
@@ -169,13 +173,15 @@ impl Connection {
             let (flags, body) = self.from.next_frame(room).await?;
             if flags & COMMAND != 0 {
                 if let Some(pong) = zmtp::pong(&body)? {
-                    self.to.write(&pong).await?;
+                    self.to.write_within(&pong, FETCH_PATIENCE).await?;
                 }
                 continue;
             }
-            // Each frame takes a byte at least, so that empty ones do not go on for ever.
-            room = room.saturating_sub(body.len() as u64 + 1);
+            room = room.saturating_sub(body.len() as u64);
             frames.push(body);
+            if frames.len() > MOST_FRAMES {
+                return Err(format!("it sends a message of more than {MOST_FRAMES} frames").into());
+            }
             if flags & MORE == 0 {
                 return Ok(frames);
             }

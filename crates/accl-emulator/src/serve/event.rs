@@ -6,12 +6,21 @@ use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
+use crate::engine::Caller;
+
 /// Before another connection is taken, where the process has no room for more.
 pub(super) const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// A connection of a host, among all that a rank has ever had.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct HostId(pub(super) u64);
+
+impl HostId {
+    /// As its engine knows it.
+    pub(super) fn caller(self) -> Caller {
+        Caller(self.0)
+    }
+}
 
 /// What happens to the engines.
 pub(super) enum Event {

@@ -12,15 +12,13 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::time::Instant;
 
-use super::connection::{Connection, End, Role};
+use super::connection::{Connection, End, FETCH_PATIENCE, Role};
 use super::event::{ACCEPT_PAUSE, Event, HostId};
 
 /// Hosts of one rank at a time. There is one, and now and then somebody who looks.
 const MOST_HOSTS: usize = 64;
 /// Connections of which it is not known yet whether they are hosts.
 const MOST_GREETING: usize = 256;
-/// How long a host may take none of the bytes of its answer.
-const FETCH_PATIENCE: Duration = Duration::from_secs(5);
 /// How long bytes may be on their way to a host, which has crashed then.
 const ARRIVAL_PATIENCE: Duration = Duration::from_secs(60);
 /// How often it is said at most that a host was disconnected: one that does not give up comes many times a second.

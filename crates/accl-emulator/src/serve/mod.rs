@@ -157,6 +157,8 @@ struct Seat {
     rank: u32,
     /// The host that has said that it uses the engine. Those that do not say so, as the original's, are let in all the same.
     owner: Option<Owner>,
+    /// Hosts that have said so before another one took the engine from them.
+    dispossessed: BTreeSet<HostId>,
     /// What is sent to engines of other processes, and to kernels.
     wire: mpsc::Sender<Sent>,
     kernel: mpsc::Sender<Fed>,
@@ -206,6 +208,7 @@ pub async fn serve(options: Options, ready: impl FnOnce()) -> Result<(), ServeEr
         seats.push(Seat {
             rank,
             owner: None,
+            dispossessed: BTreeSet::new(),
             wire,
             kernel,
             unheard_by: options.outsiders().collect(),
@@ -281,9 +284,14 @@ impl Server {
         match event {
             Event::Request { rank, host, text, reply } => self.answer(rank, host, &text, reply),
             Event::Gone { rank, host } => {
-                let owner = self.seat(rank).owner.take_if(|owner| owner.host == host);
-                if let Some(engine) = self.cluster.engine(rank).filter(|_| owner.is_some()) {
-                    engine.end_job();
+                let seat = self.seat(rank);
+                seat.dispossessed.remove(&host);
+                let owner = seat.owner.take_if(|owner| owner.host == host);
+                if let Some(engine) = self.cluster.engine(rank) {
+                    engine.forget(host.caller());
+                    if owner.is_some() {
+                        engine.end_job();
+                    }
                 }
             }
             Event::Packet { to, from, job, packet, permit } => {
@@ -329,16 +337,19 @@ impl Server {
     }
 
     fn answer(&mut self, rank: u32, host: HostId, text: &[u8], reply: oneshot::Sender<String>) {
+        let is_dispossessed = self.seat(rank).dispossessed.contains(&host);
         let answer = match Request::from_json(text) {
             Ok(Request::About) => self.about(rank),
+            // What it goes on to do would be done to somebody else's engine, and what it asks about is not there any more.
+            Ok(_) if is_dispossessed => Some(Reply::Status(Status::Taken)),
             Ok(Request::Claim { owner, job }) => self.claim(rank, host, &owner, job),
             Ok(request) => {
                 if matches!(&request, Request::Call { call, .. } if call.sets(ConfigFunction::Reset)) {
                     self.take_from_others(rank, host);
                 }
-                self.cluster.answer(rank, &request)
+                self.cluster.answer(rank, host.caller(), &request)
             }
-            Err(BadRequest::Call { control, .. }) => self.cluster.start_unknown(rank, control),
+            Err(BadRequest::Call { control, .. }) => self.cluster.start_unknown(rank, host.caller(), control),
             Err(BadRequest::Json(_) | BadRequest::Type(_) | BadRequest::Missing(_)) => None,
         };
         let answer = answer.unwrap_or(Reply::Status(Status::Not)).to_json();
@@ -367,9 +378,9 @@ impl Server {
 
     /// A reset of a host that has not said that it uses the engine ends what others have said.
     fn take_from_others(&mut self, rank: u32, host: HostId) {
-        let owner = &mut self.seat(rank).owner;
-        if owner.as_ref().is_none_or(|owner| owner.host != host) {
-            *owner = None;
+        let seat = self.seat(rank);
+        if seat.owner.as_ref().is_none_or(|owner| owner.host != host) {
+            seat.dispossessed.extend(seat.owner.take().map(|owner| owner.host));
             if let Some(engine) = self.cluster.engine(rank) {
                 engine.set_next_job(0);
             }

@@ -191,7 +191,10 @@ impl Subscribers {
     async fn hear(&mut self, news: News) {
         let before = self.hearing();
         match news {
-            News::Came(subscriber) => self.all.push(subscriber),
+            News::Came(subscriber) => {
+                self.make_way_for(&subscriber);
+                self.all.push(subscriber);
+            }
             News::Subscribed(number, topic) => {
                 let knows_by_topic = self.about.knows_by_topic;
                 let Some(subscriber) = self.of(number) else { return };
@@ -221,6 +224,21 @@ impl Subscribers {
             // Nobody hears of it once the process ends.
             let _ = self.events.send(event).await;
         }
+    }
+
+    /// An emulator that comes anew takes the place of its connection of before: that of a host which has lost its power ends much later, and until
+    /// then what it is sent would hold up the world.
+    fn make_way_for(&mut self, subscriber: &Subscriber) {
+        let Some(rank) = subscriber.rank else { return };
+        let own = self.about.rank;
+        self.all.retain(|before| {
+            let makes_way = before.rank == Some(rank);
+            if makes_way {
+                let why = format!("rank {rank} has connected anew, from {}", subscriber.from);
+                disconnected(own, before.from, &why);
+            }
+            !makes_way
+        });
     }
 
     fn of(&mut self, number: u64) -> Option<&mut Subscriber> {

@@ -10,7 +10,7 @@ use accl_cclo::control::{data_from_json, data_to_json};
 use accl_cclo::zmtp;
 use tokio::net::TcpStream;
 use tokio::sync::{Semaphore, mpsc, oneshot};
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 use super::connection::{Connection, End, Role};
 use super::event::Event;
@@ -25,6 +25,9 @@ const KERNEL_INTERVAL: Duration = Duration::from_millis(500);
 /// Who has been waited for is looked for less often: what that adds is this part of the time before, up to the most.
 const WAITED_PART: u32 = 20;
 const MOST_INTERVAL: Duration = Duration::from_millis(500);
+/// How long is waited for an address to take a connection.
+const CONNECT_PATIENCE: Duration = Duration::from_secs(2);
+
 /// A packet: to whom, of whom and its bytes, as the original has it; behind them the job, if there is one.
 pub(super) struct Sent {
     pub(super) from: u32,
@@ -56,35 +59,57 @@ impl Published for Fed {
     }
 }
 
-/// A connection with this subscription to whoever publishes at an address, which is looked at that often at first. `None`: it was there and is
-/// not any more, or is no publisher.
-async fn subscribed(address: &str, rank: Option<u32>, topic: &str, interval: Duration) -> Option<Connection> {
+/// Where somebody publishes, and what of it is wanted.
+struct Wanted {
+    address: String,
+    /// For messages.
+    rank: u32,
+    /// How the socket that subscribes says that it is ready.
+    ready: Vec<u8>,
+    topic: String,
+    /// How often is looked whether somebody is there, at first.
+    interval: Duration,
+}
+
+/// A connection with this subscription, as soon as somebody publishes there.
+async fn subscribed(wanted: &Wanted) -> Connection {
     let begin = Instant::now();
-    let stream = loop {
-        if let Ok(stream) = TcpStream::connect(address).await {
-            break stream;
+    let mut is_said = false;
+    loop {
+        match subscribe(wanted).await {
+            Ok(connection) => return connection,
+            Err(End::Refused(why)) if !is_said => {
+                let Wanted { rank, address, .. } = wanted;
+                eprintln!(
+                    "accl-emulator: rank {rank}: what listens at {address} does not publish what it should: {why}"
+                );
+                is_said = true;
+            }
+            Err(End::Refused(_) | End::Gone) => {}
         }
-        tokio::time::sleep((interval + begin.elapsed() / WAITED_PART).min(MOST_INTERVAL)).await;
-    };
-    let ready = rank.map_or_else(|| zmtp::ready(b"SUB"), |rank| zmtp::ready_of_rank(b"SUB", rank));
-    let role = Role { ready, takes: [b"PUB", b"XPUB"], refuses: "its socket is not of type PUB" };
-    let subscribe = async {
-        let mut connection = Connection::new(stream)?;
-        connection.greet(&role).await?;
-        connection.to.write(&zmtp::frame(0, &[&[1], topic.as_bytes()].concat())).await?;
-        Ok::<_, End>(connection)
-    };
-    subscribe.await.ok()
+        tokio::time::sleep((wanted.interval + begin.elapsed() / WAITED_PART).min(MOST_INTERVAL)).await;
+    }
+}
+
+async fn subscribe(wanted: &Wanted) -> Result<Connection, End> {
+    // Where nothing answers at all the system would look again seldom, and find late who has come meanwhile.
+    let stream = timeout(CONNECT_PATIENCE, TcpStream::connect(&wanted.address)).await.map_err(|_| End::Gone)??;
+    let role = Role { ready: wanted.ready.clone(), takes: [b"PUB", b"XPUB"], refuses: "its socket is not of type PUB" };
+    let mut connection = Connection::new(stream)?;
+    connection.greet(&role).await?;
+    connection.to.write(&zmtp::frame(0, &[&[1], wanted.topic.as_bytes()].concat())).await?;
+    Ok(connection)
 }
 
 /// Packets of an engine of another process for one of this, as often as it comes back.
 pub(super) async fn listen(rank: u32, peer: u32, address: String, events: mpsc::Sender<Event>) {
     let permits = Arc::new(Semaphore::new(MOST_TAKEN));
+    let ready = zmtp::ready_of_rank(b"SUB", rank);
+    let wanted = Wanted { address, rank, ready, topic: topic_of(rank), interval: PEER_INTERVAL };
+    let mut pause = PEER_INTERVAL;
     loop {
-        let Some(mut connection) = subscribed(&address, Some(rank), &topic_of(rank), PEER_INTERVAL).await else {
-            tokio::time::sleep(PEER_INTERVAL).await;
-            continue;
-        };
+        let mut connection = subscribed(&wanted).await;
+        let begin = Instant::now();
         if events.send(Event::Found { rank, peer }).await.is_err() {
             return;
         }
@@ -100,6 +125,9 @@ pub(super) async fn listen(rank: u32, peer: u32, address: String, events: mpsc::
         if events.send(Event::Lost { rank, peer }).await.is_err() {
             return;
         }
+        // Two emulators that are started as one rank take its place from each other.
+        pause = if begin.elapsed() < MOST_INTERVAL { (2 * pause).min(MOST_INTERVAL) } else { PEER_INTERVAL };
+        tokio::time::sleep(pause).await;
     }
 }
 
@@ -114,11 +142,10 @@ fn packet_of(frames: &[Vec<u8>]) -> Option<(u32, Vec<u8>)> {
 
 /// What kernels have for an engine, as soon as somebody publishes there.
 pub(super) async fn feed_in(rank: u32, address: String, events: mpsc::Sender<Event>) {
+    let ready = zmtp::ready(b"SUB");
+    let wanted = Wanted { address, rank, ready, topic: String::new(), interval: KERNEL_INTERVAL };
     loop {
-        let Some(mut connection) = subscribed(&address, None, "", KERNEL_INTERVAL).await else {
-            tokio::time::sleep(KERNEL_INTERVAL).await;
-            continue;
-        };
+        let mut connection = subscribed(&wanted).await;
         while let Ok(frames) = connection.next_message().await {
             let Some(bytes) = frames.last().and_then(|json| data_from_json(json)) else { continue };
             let (more, is_wanted) = oneshot::channel();

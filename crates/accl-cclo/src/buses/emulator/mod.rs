@@ -134,6 +134,14 @@ impl EmulatorBus {
 
     fn refusal(&self, request: &Request, reply: &Reply) -> Error {
         let said = match reply {
+            Reply::Status(Status::Taken) => {
+                let text = format!(
+                    "emulator at {} was reset by somebody else, by `accl device reset` or another driver, and does not do what this process has \
+                     asked it to; make a new group",
+                    self.address
+                );
+                return Error::new(ErrorKind::Device, text);
+            }
             Reply::Status(Status::Not | Status::NoControl) => "refuses",
             _ => "answers something else than was asked to",
         };
@@ -216,6 +224,7 @@ impl Bus for EmulatorBus {
         let request = Request::Claim { owner, job: self.job };
         match self.ask(&request, Duration::ZERO)? {
             Reply::About(About { owner, owner_s, .. }) => Ok(Some(format!("{owner}, for {owner_s} s now"))),
+            Reply::Status(Status::Taken) => Ok(Some("whoever has reset it".to_owned())),
             Reply::Status(_) => Ok(None),
             reply => Err(self.refusal(&request, &reply)),
         }
