@@ -324,6 +324,26 @@ fn when_a_rank_is_replaced_all_devices_are_opened_anew_and_told_of_the_new_one()
     }
 }
 
+/// Ranks that look seldom hear that the group is not made before they have seen that all were there. The leader waited for their last question in
+/// vain, and the count of those stayed in the store.
+#[test]
+fn a_rank_that_has_not_seen_that_all_are_there_counts_itself_out_when_a_device_does_not_open() {
+    for failing in [0, 1] {
+        for _ in 0..2 {
+            let (devices, store) = (devices(4), MemoryStore::default());
+            devices.faults().does_not_open.store(failing, Ordering::SeqCst);
+            let results = all(4, |rank| {
+                // As the last of many does: the others look ten times a second by then.
+                std::thread::sleep(Duration::from_secs(u64::from(rank == 3)));
+                Process::new(&devices, rank, 4).make(&store, &mut || false)
+            });
+            failed(results);
+            let silent: Vec<String> = store.keys().into_iter().filter(|key| key.ends_with("/silent")).collect();
+            assert_eq!(silent, Vec::<String>::new());
+        }
+    }
+}
+
 #[test]
 fn what_others_have_written_for_what_ranks_tell_is_an_error() {
     for (garbage, says) in [

@@ -411,6 +411,10 @@ impl<'a> Meeting<'a> {
                 Standing::Open => Why::Moved,
                 Standing::Over(why) => why,
             };
+            // All ranks were there although this one has not seen it, and its leader waits for the last question of each.
+            if matches!(why, Why::Failed(_)) && self.text(&roster(&self.keys, &mine))?.is_some() {
+                self.complete = Some(mine);
+            }
             self.leave(why)?;
         }
         let Some(notice) = notice else { return Ok(None) };
@@ -577,6 +581,7 @@ impl<'a> Meeting<'a> {
         self.store.delete(&roster(&self.keys, session))?;
         self.delete_told_by_all(session)?;
         self.store.delete(&why_key(&self.keys, session))?;
+        self.store.delete(&silent(&self.keys, session))?;
         self.store.delete(&ready(&self.keys, session)).map(drop)
     }
 
