@@ -2,7 +2,7 @@
 """Trains a recommendation model like DLRM, its tables spread over the ranks, over the host path and over a device.
 
     python examples/device_dlrm.py                                  # two ranks, an engine in software in each
-    python examples/device_dlrm.py --ranks 3 --tables 6 --steps 10
+    python examples/device_dlrm.py --ranks 3 --tables 6 --batch 510 --steps 10
     python examples/device_dlrm.py --device 'emulator://127.0.0.1:5500?design=cyt_rdma'
     torchrun --nproc-per-node 2 examples/device_dlrm.py
 

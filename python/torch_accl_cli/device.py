@@ -47,12 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("info", "dump", "reset"))
     parser.add_argument("device", help="such as emulator://localhost:5500?design=udp")
     parser.add_argument("--rank", type=int, default=0, help="whose device is looked at or reset (0)")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="how many ranks there are (2)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="how many ranks there are (2, or as many as --rank needs)")
     add_json(parser)
 
 
 def run(given: argparse.Namespace) -> int:
     """Does what was asked for."""
+    if given.ranks is None:
+        given.ranks = max(2, given.rank + 1)
     if given.ranks < 1 or not 0 <= given.rank < given.ranks:
         raise WrongInput(f"rank {given.rank} is none of {given.ranks} ranks")
     native = load_native()

@@ -32,7 +32,7 @@ struct Arguments {
     #[arg(short = 'r', long, value_name = "RANKS")]
     rank: Option<String>,
     /// The first port.
-    #[arg(short = 'p', long, default_value_t = 5500)]
+    #[arg(short = 'p', long, default_value_t = 5500, value_parser = clap::value_parser!(u16).range(1..))]
     port: u16,
     /// How engines reach one another.
     #[arg(short = 'c', long, value_enum, default_value_t = Comms::Tcp)]
@@ -97,8 +97,9 @@ impl Arguments {
         }
         let host = |text: &String| {
             let (host, port) = text.rsplit_once(':').ok_or_else(|| format!("--hosts takes HOST:PORT, not `{text}`"))?;
-            let port = port.parse().map_err(|_| format!("--hosts takes HOST:PORT, and `{port}` is no port"))?;
-            Ok((host.to_owned(), port))
+            let number = port.parse().ok().filter(|&number| number > 0);
+            let number = number.ok_or_else(|| format!("--hosts takes HOST:PORT, and `{port}` is no port"))?;
+            Ok((host.to_owned(), number))
         };
         let hosts: Vec<_> = self.hosts.iter().map(host).collect::<Result<_, String>>()?;
         if hosts.len() != self.ranks as usize {

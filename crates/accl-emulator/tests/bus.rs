@@ -743,3 +743,27 @@ fn a_call_that_somebody_elses_reset_has_ended_is_no_success() {
     other.write_register(map::IS_CONFIGURED.offset, 0).unwrap();
     drop(opened(&url, 2));
 }
+
+/// A call of somebody else, of which the owner knew nothing, ended, and the owner took its own for done.
+#[test]
+fn whoever_has_no_claim_to_a_rank_may_look_at_it_and_changes_nothing() {
+    use accl_cclo::call::ConfigFunction;
+    let port = free_ports(8);
+    let _emulators = Emulators(vec![start(&format!("--ranks 2 --port {port} --comms udp"))]);
+    let url = url(&format!("emulator://127.0.0.1:{port}?design=udp"));
+    let mut drivers = opened(&url, 2);
+    let mut other = buses::open(&url, 0).unwrap();
+    let said = "refuses the start of `config Timeout = 7`";
+    let text = other.start(&Descriptor::config(ConfigFunction::Timeout, 7)).unwrap_err().message;
+    assert!(text.contains(said), "{text}");
+    assert_eq!(other.poll(), Ok(false));
+    assert!(other.write_register(map::IS_CONFIGURED.offset, 0).is_err());
+    assert!(other.allocate(Memory::Device, 64).is_err() && other.write_memory(Memory::Device, 0, &[7]).is_err());
+    assert_eq!(other.read_register(map::IS_CONFIGURED.offset), Ok(1));
+    run(&mut drivers, Operation::AllReduce, 0, None);
+    // Nor is the end of the owner's call given to whoever asks.
+    let call = drivers[0].call(Operation::Nop, DataType::I32, DataType::I32, 0).unwrap();
+    drivers[0].start(&call).unwrap();
+    assert_eq!(other.poll(), Ok(false));
+    end(&mut drivers[0]);
+}

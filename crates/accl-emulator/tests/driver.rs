@@ -113,8 +113,14 @@ fn settings_that_firmware_refuses_are_refused_in_a_sentence() {
     assert!(good.check().is_ok());
     for (settings, text) in [
         (Settings { rank: 2, ..good.clone() }, "rank 2 is none of the 2 ranks of the device"),
-        (Settings { rx_buffers: 0, ..good.clone() }, "a device has from 1 to 512 rx buffers, not 0"),
-        (Settings { rx_buffers: 513, ..good.clone() }, "a device has from 1 to 512 rx buffers, not 513"),
+        (
+            Settings { rx_buffers: 0, ..good.clone() },
+            "a device has from 1 to about 280 rx buffers, fewer with more ranks, and not 0",
+        ),
+        (
+            Settings { rx_buffers: 513, ..good.clone() },
+            "a device has from 1 to about 280 rx buffers, fewer with more ranks, and not 513",
+        ),
         (Settings { rx_bytes: 100, ..good.clone() }, "an rx buffer has a multiple of 64 bytes, not 100"),
         (
             Settings { max_eager_bytes: 64, ..good.clone() },

@@ -104,6 +104,8 @@ fn wrong_arguments_are_refused_in_a_sentence() {
             .starts_with("accl-emulator: --trace: /nowhere/out.jsonl cannot be written: ")
     );
     assert_eq!(refused("--faithful 4,14"), "accl-emulator: --faithful takes numbers from 1 to 13, not `14`\n");
+    assert!(refused("--port 0").contains("invalid value '0' for '--port <PORT>'"));
+    assert_eq!(refused("--hosts a:0"), "accl-emulator: --hosts takes HOST:PORT, and `0` is no port\n");
     assert_eq!(refused("-s 2 --hosts a:1"), "accl-emulator: --hosts names 1 ranks, and --ranks 2\n");
     assert!(
         refused("--clock fast")
@@ -133,6 +135,8 @@ fn emulators_say_what_they_are_whatever_they_keep() {
                 abouts.push(Some(Host::connect(port).await.about().await));
             }
             assert_eq!(difference(&abouts), None);
+            let process = abouts[0].as_ref().map_or(0, |about| about.process);
+            assert!(process != 0);
             let wanted = About {
                 version: env!("CARGO_PKG_VERSION").to_owned(),
                 ranks: 3,
@@ -146,6 +150,8 @@ fn emulators_say_what_they_are_whatever_they_keep() {
                 trouble: String::new(),
                 owner: String::new(),
                 owner_s: 0,
+                process,
+                served: [0, 3],
             };
             assert_eq!(abouts[1], Some(wanted));
         });

@@ -32,6 +32,10 @@ pub struct About {
     pub owner: String,
     /// For how many seconds.
     pub owner_s: u64,
+    /// A number by chance that the process of the emulator has; zero: it does not say.
+    pub process: u64,
+    /// The ranks of that process: the first, and how many.
+    pub served: [u32; 2],
 }
 
 /// The fields of the reply.
@@ -52,10 +56,18 @@ pub(super) struct Fields {
     owner: String,
     #[serde(default, skip_serializing_if = "is_zero")]
     owner_s: u64,
+    #[serde(default, skip_serializing_if = "is_zero")]
+    process: u64,
+    #[serde(default, skip_serializing_if = "are_none")]
+    served: [u32; 2],
 }
 
-fn is_zero(seconds: &u64) -> bool {
-    *seconds == 0
+fn is_zero(number: &u64) -> bool {
+    *number == 0
+}
+
+fn are_none(served: &[u32; 2]) -> bool {
+    served[1] == 0
 }
 
 /// As `--comms` takes them.
@@ -82,6 +94,8 @@ impl About {
             trouble: self.trouble.clone(),
             owner: self.owner.clone(),
             owner_s: self.owner_s,
+            process: self.process,
+            served: self.served,
         };
         // Numbers and strings are always written.
         serde_json::to_string(&fields).unwrap_or_default()
@@ -110,6 +124,8 @@ impl Fields {
             trouble: self.trouble,
             owner: self.owner,
             owner_s: self.owner_s,
+            process: self.process,
+            served: self.served,
         })
     }
 }
@@ -136,6 +152,19 @@ pub fn difference(answers: &[Option<About>]) -> Option<String> {
                 about.ranks
             ));
         }
+    }
+    let known = || (0u32..).zip(answers).filter_map(|(rank, about)| Some((rank, about.as_ref()?)));
+    let is_of_another_world = |about: &About, (rank, other): &(u32, &About)| {
+        let [first, ranks] = about.served;
+        about.process != 0 && other.process != about.process && (first..first.saturating_add(ranks)).contains(rank)
+    };
+    let strange =
+        known().find_map(|(rank, about)| Some((rank, known().find(|other| is_of_another_world(about, other))?.0)));
+    if let Some((rank, other)) = strange {
+        return Some(format!(
+            "the emulators of ranks {rank} and {other} are of two worlds, as that of rank {rank} has a rank {other} of its own: give all ranks \
+             addresses of one"
+        ));
     }
     let mut known = (0u32..).zip(answers).filter_map(|(rank, about)| Some((rank, about.as_ref()?)));
     if let Some((first, about)) = known.next()
@@ -201,6 +230,8 @@ mod tests {
             trouble: String::new(),
             owner: String::new(),
             owner_s: 0,
+            process: 0,
+            served: [0, 0],
         }
     }
 
@@ -225,6 +256,18 @@ mod tests {
         let other = r#"{"status":0,"version":"0.1.0","ranks":3,"rank":2,"comms":"ib","hazards":[],"clock_hz":1,"link_bits_per_second":1,"hop_ps":0,"missing":[],"trouble":""}"#;
         assert_eq!(Reply::from_json(other.as_bytes()), Err("its comms are `ib`".to_owned()));
         assert!(Reply::from_json(br#"{"status":0,"version":"0.1.0"}"#).is_err());
+        let placed = Reply::About(About { process: 1 << 60, served: [4, 2], ..self::about(5) });
+        assert_eq!(Reply::from_json(placed.to_json().as_bytes()), Ok(placed));
+    }
+
+    #[test]
+    fn emulators_of_two_worlds_are_told_apart_where_one_has_the_ranks_of_the_other() {
+        let of = |rank, process, served| Some(About { process, served, ..about(rank) });
+        assert_eq!(difference(&[of(0, 7, [0, 2]), of(1, 7, [0, 2]), of(2, 8, [2, 1])]), None);
+        let text = difference(&[of(0, 7, [0, 3]), of(1, 7, [0, 3]), of(2, 9, [0, 3])]).unwrap();
+        assert!(text.starts_with("the emulators of ranks 0 and 2 are of two worlds"), "{text}");
+        // Whatever comes over a socket is a sentence at most.
+        assert_eq!(difference(&[of(0, 7, [u32::MAX, u32::MAX]), of(1, 8, [1, u32::MAX]), of(2, 8, [1, 2])]), None);
     }
 
     #[test]

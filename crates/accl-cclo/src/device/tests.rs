@@ -94,7 +94,7 @@ fn a_text_that_makes_no_sense_says_what_would() {
         ("coyote://0?design=udp", "cards behind Coyote are driven over cyt_rdma alone"),
         ("coyote://0?memory=device", "buffers of cards behind Coyote lie in host memory"),
         ("sim://?rx_bytes=100", "an rx buffer has a multiple of 64 bytes, not 100"),
-        ("sim://?rx_buffers=0", "a device has from 1 to 512 rx buffers, not 0"),
+        ("sim://?rx_buffers=0", "a device has from 1 to about 280 rx buffers, fewer with more ranks, and not 0"),
         (
             "sim://?eager=64&rx_bytes=1KiB",
             "the largest eager message has at least the 1024 bytes of an rx buffer, not 64",

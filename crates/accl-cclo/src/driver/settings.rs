@@ -122,7 +122,10 @@ impl Settings {
             return refused(format!("rank {} is none of the {world} ranks of the device", self.rank));
         }
         if self.rx_buffers == 0 || self.rx_buffers > MAX_RX_BUFFERS {
-            return refused(format!("a device has from 1 to {MAX_RX_BUFFERS} rx buffers, not {}", self.rx_buffers));
+            return refused(format!(
+                "a device has from 1 to about 280 rx buffers, fewer with more ranks, and not {}",
+                self.rx_buffers
+            ));
         }
         if rx_bytes == 0 || !rx_bytes.is_multiple_of(SEGMENT_UNIT) {
             return refused(format!("an rx buffer has a multiple of {SEGMENT_UNIT} bytes, not {rx_bytes}"));

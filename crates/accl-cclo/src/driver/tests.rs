@@ -86,6 +86,8 @@ fn about() -> About {
         trouble: String::new(),
         owner: String::new(),
         owner_s: 0,
+        process: 0,
+        served: [0, 0],
     }
 }
 

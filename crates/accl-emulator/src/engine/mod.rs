@@ -238,6 +238,8 @@ impl Engine {
             trouble: String::new(),
             owner: String::new(),
             owner_s: 0,
+            process: 0,
+            served: [rank, 1],
         }
     }
 

@@ -11,6 +11,7 @@ mod publisher;
 mod sockets;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
 use std::path::PathBuf;
@@ -226,7 +227,8 @@ pub async fn serve(options: Options, ready: impl FnOnce()) -> Result<(), ServeEr
         Engine::new(options.network, options.faithful).with_speed(options.speed).with_seed(seed).with_session(rank)
     };
     let cluster = Cluster::new(options.ranks.start, options.ranks.clone().map(engine).collect(), trace);
-    let mut server = Server { options, cluster, seats, never: Vec::new() };
+    let process = RandomState::new().build_hasher().finish().max(1);
+    let mut server = Server { options, cluster, seats, process, never: Vec::new() };
     server.begin();
     tokio::pin!(ended);
     loop {
@@ -264,6 +266,8 @@ struct Server {
     options: Options,
     cluster: Cluster,
     seats: Vec<Seat>,
+    /// What tells this process from others.
+    process: u64,
     /// Hosts that the original would answer no more.
     never: Vec<oneshot::Sender<String>>,
 }
@@ -337,22 +341,33 @@ impl Server {
     }
 
     fn answer(&mut self, rank: u32, host: HostId, text: &[u8], reply: oneshot::Sender<String>) {
-        let is_dispossessed = self.seat(rank).dispossessed.contains(&host);
+        let seat = self.seat(rank);
+        let is_dispossessed = seat.dispossessed.contains(&host);
+        let is_others = seat.owner.as_ref().is_some_and(|owner| owner.host != host);
         let answer = match Request::from_json(text) {
             Ok(Request::About) => self.about(rank),
             // What it goes on to do would be done to somebody else's engine, and what it asks about is not there any more.
             Ok(_) if is_dispossessed => Some(Reply::Status(Status::Taken)),
             Ok(Request::Claim { owner, job }) => self.claim(rank, host, &owner, job),
             Ok(request) => {
-                if matches!(&request, Request::Call { call, .. } if call.sets(ConfigFunction::Reset)) {
+                let resets = matches!(&request, Request::Call { call, .. } if call.sets(ConfigFunction::Reset));
+                if resets {
                     self.take_from_others(rank, host);
+                } else if is_others && changes(&request) {
+                    // The end of a call of another host would be taken for that of the owner's.
+                    return self.reply(rank, text, Reply::Status(Status::Not), reply);
                 }
                 self.cluster.answer(rank, host.caller(), &request)
             }
+            Err(BadRequest::Call { .. }) if is_dispossessed || is_others => None,
             Err(BadRequest::Call { control, .. }) => self.cluster.start_unknown(rank, host.caller(), control),
             Err(BadRequest::Json(_) | BadRequest::Type(_) | BadRequest::Missing(_)) => None,
         };
-        let answer = answer.unwrap_or(Reply::Status(Status::Not)).to_json();
+        self.reply(rank, text, answer.unwrap_or(Reply::Status(Status::Not)), reply);
+    }
+
+    fn reply(&mut self, rank: u32, text: &[u8], answer: Reply, reply: oneshot::Sender<String>) {
+        let answer = answer.to_json();
         if self.cluster.engine(rank).is_some_and(|engine| engine.is_deaf()) {
             self.never.push(reply);
             return;
@@ -389,6 +404,7 @@ impl Server {
 
     fn about(&mut self, rank: u32) -> Option<Reply> {
         let mut about = self.cluster.about(rank, self.options.world())?;
+        (about.process, about.served) = (self.process, [self.options.ranks.start, self.options.ranks.len() as u32]);
         let seat = self.seat(rank);
         about.missing = seat.missing().collect();
         if let Some(Owner { name, since, .. }) = &seat.owner {
@@ -450,6 +466,11 @@ impl Server {
             }
         }
     }
+}
+
+/// Whether a request does more than to look.
+fn changes(request: &Request) -> bool {
+    !matches!(request, Request::ReadRegister { .. } | Request::ReadMemory { .. } | Request::About)
 }
 
 /// Hands what a rank has for others to its sockets, as far as they take it. `true`: its engine has room for more.
