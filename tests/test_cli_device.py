@@ -46,7 +46,7 @@ def test_help_lists_every_key():
         (("info", "none"), "no device"),
         (("info", "sim", "--ranks", "0"), "none of 0 ranks"),
         (("dump", "sim"), "live in the processes of their ranks"),
-        (("reset", "emulator://h:5500", "--rank", "2"), "rank 2 is none of 2 ranks"),
+        (("reset", "emulator://h:5500", "--rank", "2", "--ranks", "2"), "rank 2 is none of 2 ranks"),
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(arguments, words):
