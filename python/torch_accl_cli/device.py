@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("info", "dump", "reset"))
     parser.add_argument("device", help="such as emulator://localhost:5500?design=udp")
     parser.add_argument("--rank", type=int, default=0, help="whose device is looked at or reset (0)")
-    parser.add_argument("--ranks", type=int, metavar="N", help="how many ranks there are (2, or as many as --rank needs)")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="how many ranks there are (2, or as many as --rank needs)"
+    )
     add_json(parser)
 
 
