@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use accl_benches::cases::Case;
 use accl_benches::sweep::{self, Sweep};
-use accl_schedule::{ALGORITHMS, Algorithm, CallShape, Layout, Program, Request, Topology};
+use accl_schedule::{ALGORITHMS, Algorithm, CallShape, Layout, Part, Program, Request, Topology};
 use accl_types::{Collective, Dtype, Elems, Rank};
 use criterion::{BatchSize, BenchmarkId, Criterion};
 
@@ -40,7 +40,7 @@ fn bench(criterion: &mut Criterion, row: &'static Algorithm, world: u32, topolog
     let schedule = (row.build)(&request);
     let program = schedule.clone().lower(&request);
     let (inputs, outputs) = blocks(row.collective, world);
-    let shape = CallShape { elem_bytes: 1, in_blocks: &inputs, out_blocks: &outputs, coding: None };
+    let shape = CallShape { elem_bytes: 1, in_blocks: &inputs, out_blocks: &outputs, coding: None, part: Part::WHOLE };
 
     let parameter = BenchmarkId::from_parameter;
     let mut group = criterion.benchmark_group(id("build"));
