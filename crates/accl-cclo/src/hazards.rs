@@ -120,7 +120,7 @@ pub const HAZARDS: [Hazard; 13] = [
         number: 13,
         condition: "a device is reset while a call is under way, as one that waits for a rank which was killed",
         faithful: "the reset waits for the end of the call, if need be for ever",
-        repaired: "the call ends, and calls that wait behind it do, too: with return code bit 31 for hosts other than the one that resets",
+        repaired: "the call ends, and calls that wait behind it do, too: with return code bit 31 for hosts other than the one that resets, which hears of the reset alone",
         way_round: "after 5 s it is said that a call holds the device",
         is_on_wire: false,
     },

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use accl_cclo::control::{About, Reply, Request, Status};
 
-use crate::engine::{Caller, Engine, Peers};
+use crate::engine::{Caller, Ends, Engine, Peers};
 use crate::fabric::Fabric;
 use crate::trace::Trace;
 
@@ -163,9 +163,9 @@ impl Cluster {
     }
 
     /// Answers a host of a rank of this process.
-    pub(crate) fn answer(&mut self, rank: u32, caller: Caller, request: &Request) -> Option<Reply> {
+    pub(crate) fn answer(&mut self, rank: u32, caller: Caller, ends: Ends, request: &Request) -> Option<Reply> {
         let index = self.index(rank)?;
-        let reply = self.engines[index].answer_to(caller, request);
+        let reply = self.engines[index].answer_to(caller, ends, request);
         if matches!(request, Request::Call { .. }) {
             self.wake(index);
             self.settle();
@@ -291,19 +291,19 @@ mod tests {
     fn set_up(cluster: &mut Cluster, job: u32) {
         cluster.engine(0).unwrap().set_next_job(job);
         let call = |call| Request::Call { control: 0, call };
-        cluster.answer(0, Caller::default(), &call(Descriptor::config(ConfigFunction::Reset, 0)));
+        cluster.answer(0, Caller::default(), Ends::OfAll, &call(Descriptor::config(ConfigFunction::Reset, 0)));
         for (offset, value) in [(map::RX_BUFFER_COUNT.offset, 1), (map::RX_BUFFER_BYTES.offset, 64)] {
-            cluster.answer(0, Caller::default(), &Request::WriteRegister { offset, value });
+            cluster.answer(0, Caller::default(), Ends::OfAll, &Request::WriteRegister { offset, value });
         }
         for (word, offset) in RxBuffer::idle(0).to_words().into_iter().zip((8..).step_by(4)) {
-            cluster.answer(0, Caller::default(), &Request::WriteRegister { offset, value: word });
+            cluster.answer(0, Caller::default(), Ends::OfAll, &Request::WriteRegister { offset, value: word });
         }
-        cluster.answer(0, Caller::default(), &call(Descriptor::config(ConfigFunction::EnablePackets, 0)));
+        cluster.answer(0, Caller::default(), Ends::OfAll, &call(Descriptor::config(ConfigFunction::EnablePackets, 0)));
     }
 
     fn has_come(cluster: &mut Cluster) -> bool {
         let status = map::TABLES_BEGIN;
-        cluster.answer(0, Caller::default(), &Request::ReadRegister { offset: status })
+        cluster.answer(0, Caller::default(), Ends::OfAll, &Request::ReadRegister { offset: status })
             == Some(Reply::Register(RxStatus::Full.word()))
     }
 
@@ -346,6 +346,7 @@ mod tests {
             .answer(
                 0,
                 Caller::default(),
+                Ends::OfAll,
                 &Request::Call { control: 0, call: Descriptor::config(ConfigFunction::Reset, 0) },
             )
             .unwrap();
@@ -355,6 +356,7 @@ mod tests {
             .answer(
                 0,
                 Caller::default(),
+                Ends::OfAll,
                 &Request::Call { control: 0, call: Descriptor::config(ConfigFunction::Reset, 0) },
             )
             .unwrap();

@@ -23,7 +23,7 @@ pub mod sim;
 mod time;
 mod trace;
 
-pub use engine::{Caller, Engine, Peers};
+pub use engine::{Caller, Ends, Engine, Peers};
 pub use fabric::Fabric;
 pub use memory::Memory;
 pub use program::Faithful;

@@ -459,26 +459,83 @@ fn a_host_that_pings_and_reads_nothing_keeps_no_place() {
 fn who_resets_an_engine_hears_of_that_alone_and_others_that_their_calls_were_not_done() {
     let port = free_ports(4);
     let _emulators = Emulators(vec![start(&words(&format!("-s 2 --port {port}")))]);
+    let poll = Request::Poll { control: 0 };
+    let claim = Request::Claim { owner: "a driver".to_owned(), job: 7 };
     run(async {
-        let mut others = hosts(&ports(port, 2), &Setup::default()).await;
-        let (host, places) = &mut others[0];
-        // Rank 1 does not make them. The original's hosts do not say that an engine is theirs.
-        for _ in 0..2 {
-            host.begin(call(Operation::Barrier, places, 0)).await;
+        // The original's hosts do not say that an engine is theirs; whoever resets it may.
+        for claims in [false, true] {
+            let mut others = hosts(&ports(port, 2), &Setup::default()).await;
+            let (host, places) = &mut others[0];
+            // One that is done, of which it has yet to ask, and two that rank 1 does not make.
+            host.begin(call(Operation::Nop, places, 0)).await;
+            for _ in 0..2 {
+                host.begin(call(Operation::Barrier, places, 0)).await;
+            }
+            let mut resets = Host::connect(port).await;
+            if claims {
+                resets.good(&claim).await;
+            }
+            resets.configure(ConfigFunction::Reset, 0).await;
+            host.end_well().await;
+            for _ in 0..2 {
+                assert_eq!(host.end().await, ReturnCode(1 << 31), "{claims}");
+            }
+            assert_eq!(host.ask(&poll).await, Reply::Status(Status::Not));
+            assert_eq!(resets.ask(&poll).await, Reply::Status(Status::Not));
+            assert_eq!(resets.register(map::RETURN_CODE.offset).await, 0);
         }
-        let mut resets = Host::connect(port).await;
-        resets.configure(ConfigFunction::Reset, 0).await;
-        for _ in 0..2 {
-            assert_eq!(host.end().await, ReturnCode(1 << 31));
+    });
+    run(async {
+        // One that resets what it has started itself does not wait for it, nor for what it has not asked about.
+        let mut hosts = hosts(&ports(port, 2), &Setup::default()).await;
+        let (host, places) = &mut hosts[0];
+        for operation in [Operation::Nop, Operation::Barrier] {
+            host.begin(call(operation, places, 0)).await;
         }
-        let poll = Request::Poll { control: 0 };
-        assert_eq!(host.ask(&poll).await, Reply::Status(Status::Not));
-        assert_eq!(resets.ask(&poll).await, Reply::Status(Status::Not));
-        assert_eq!(host.register(map::RETURN_CODE.offset).await, 0, "that is the reset's, for whoever asks now");
-        // One that resets what it has started itself does not wait for it.
-        let places = host.set_up(0, 2, &Setup::default()).await;
-        host.begin(call(Operation::Barrier, &places, 0)).await;
         host.configure(ConfigFunction::Reset, 0).await;
         assert_eq!(host.ask(&poll).await, Reply::Status(Status::Not));
+    });
+}
+
+#[test]
+fn a_client_may_ask_for_ends_over_another_connection_than_it_calls_by() {
+    let port = free_ports(4);
+    let _emulators = Emulators(vec![start(&words(&format!("-s 1 --port {port}")))]);
+    run(async {
+        let mut hosts = hosts(&ports(port, 1), &Setup::default()).await;
+        let (calls, places) = &mut hosts[0];
+        let mut asks = Host::connect(port).await;
+        for _ in 0..3 {
+            calls.begin(call(Operation::Nop, places, 0)).await;
+            asks.end_well().await;
+        }
+        // What one that has gone has left is not taken for the end of a later call.
+        calls.begin(call(Operation::Nop, places, 0)).await;
+        drop(hosts);
+        let mut next = Host::connect(port).await;
+        next.configure(ConfigFunction::Reset, 0).await;
+        assert_eq!(next.ask(&Request::Poll { control: 0 }).await, Reply::Status(Status::Not));
+    });
+}
+
+#[test]
+fn ends_are_those_of_their_control_stream_and_a_reset_on_none_takes_nothing() {
+    let port = free_ports(4);
+    let _emulators = Emulators(vec![start(&words(&format!("-s 2 --port {port}")))]);
+    run(async {
+        let mut hosts = hosts(&ports(port, 2), &Setup::default()).await;
+        let (host, places) = &mut hosts[0];
+        for control in [0, 1] {
+            host.good(&Request::Call { control, call: call(Operation::Barrier, places, 0) }).await;
+        }
+        let mut other = Host::connect(port).await;
+        let reset = |control| Request::Call { control, call: Descriptor::config(ConfigFunction::Reset, 0) };
+        assert_eq!(other.ask(&reset(3)).await, Reply::Status(Status::NoControl));
+        let poll = |control| Request::Poll { control };
+        assert_eq!(host.ask(&poll(0)).await, Reply::Status(Status::Not), "the calls go on");
+        other.good(&reset(0)).await;
+        for (control, status) in [(9, Status::NoControl), (1, Status::Good), (1, Status::Not), (0, Status::Good)] {
+            assert_eq!(host.ask(&poll(control)).await, Reply::Status(status), "{control}");
+        }
     });
 }

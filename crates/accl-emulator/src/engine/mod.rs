@@ -58,20 +58,38 @@ pub struct Caller(pub u64);
 /// A call, and who started it, unless that one has gone.
 type Started = (Option<Caller>, Descriptor);
 
+/// How a call has ended: whose it was, and what the registers say of it.
+#[derive(Clone, Copy)]
+struct End {
+    caller: Option<Caller>,
+    code: ReturnCode,
+    cycles: u32,
+    /// Whose reset has ended it, if one has: that one is not told of it.
+    dropped_by: Option<Caller>,
+}
+
 /// A control stream: the calls on it, and those that have ended and that nobody has asked for.
 #[derive(Default)]
 struct Control {
     calls: VecDeque<Started>,
-    ended: usize,
+    ended: VecDeque<End>,
 }
 
-/// Of a host: its calls that somebody else's reset has ended.
-#[derive(Default)]
-struct Dropped {
-    /// That it has yet to ask about.
-    unasked: usize,
-    /// The last call that it has asked about is one of them.
-    is_last: bool,
+/// Which ends a host is told of that asks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ends {
+    /// Its own first; if none of its calls is under way, those of all others after them: a client may ask over another connection than it calls
+    /// by.
+    OfAll,
+    /// Its own first, and then those of hosts that have gone.
+    OfGone,
+    /// Its own.
+    Own,
+}
+
+/// Whether a register says how the last call has ended.
+fn is_of_ends(offset: u32) -> bool {
+    [map::RETURN_CODE, map::CYCLES].iter().any(|register| register.offset == offset)
 }
 
 /// Whether the engines are there that the host wants packets from.
@@ -99,7 +117,8 @@ pub struct Engine {
     running: Option<Running>,
     /// Who started it.
     runs_for: Option<Caller>,
-    dropped: BTreeMap<Caller, Dropped>,
+    /// What each host was told of last, which the registers say to it until it starts another call: they are one for all hosts.
+    told: BTreeMap<Caller, End>,
     receiver: Receiver,
     kernel_in: VecDeque<u8>,
     kernel_out: VecDeque<(u32, Vec<u8>)>,
@@ -136,7 +155,7 @@ impl Engine {
             order: VecDeque::new(),
             running: None,
             runs_for: None,
-            dropped: BTreeMap::new(),
+            told: BTreeMap::new(),
             receiver: Receiver::new(network),
             kernel_in: VecDeque::new(),
             kernel_out: VecDeque::new(),
@@ -176,20 +195,23 @@ impl Engine {
 
     /// Answers a host that has no other beside it.
     pub fn answer(&mut self, request: &Request) -> Reply {
-        self.answer_to(Caller::default(), request)
+        self.answer_to(Caller::default(), Ends::OfAll, request)
     }
 
-    /// Answers a host.
-    pub fn answer_to(&mut self, caller: Caller, request: &Request) -> Reply {
+    /// Answers a host, who is told of these ends.
+    pub fn answer_to(&mut self, caller: Caller, ends: Ends, request: &Request) -> Reply {
         let status = |is_good| Reply::Status(if is_good { Status::Good } else { Status::Not });
-        if let Some(reply) = self.answer_of_dropped(caller, request) {
-            return reply;
-        }
         match request {
             Request::ReadRegister { offset } => {
-                self.exchange.word(*offset).map_or(Reply::Status(Status::Not), Reply::Register)
+                let word = self.told_to(caller, *offset).or_else(|| self.exchange.word(*offset));
+                word.map_or(Reply::Status(Status::Not), Reply::Register)
             }
-            Request::WriteRegister { offset, value } => status(self.exchange.set_word(*offset, *value)),
+            Request::WriteRegister { offset, value } => {
+                if is_of_ends(*offset) {
+                    self.told.clear();
+                }
+                status(self.exchange.set_word(*offset, *value))
+            }
             Request::ReadMemory { address, bytes, is_host } => {
                 let fits = *bytes <= MOST_READ_BYTES;
                 let bytes = self.memory(*is_host).read(*address, *bytes as usize).filter(|_| fits);
@@ -210,12 +232,12 @@ impl Engine {
                 true => Reply::Status(Status::Good),
                 false => Reply::Status(Status::NoControl),
             },
-            Request::Poll { control } => match self.controls.get_mut(*control as usize) {
-                Some(control) if control.ended > 0 => {
-                    control.ended -= 1;
+            Request::Poll { control } => match self.take_end(caller, ends, *control) {
+                Some(Some(end)) => {
+                    self.told.insert(caller, end);
                     Reply::Status(Status::Good)
                 }
-                Some(_) => Reply::Status(Status::Not),
+                Some(None) => Reply::Status(Status::Not),
                 None => Reply::Status(Status::NoControl),
             },
             // Which of how many engines it is and who has it, it does not know: see [`Engine::about`].
@@ -248,34 +270,45 @@ impl Engine {
         if is_host { &mut self.host } else { &mut self.device }
     }
 
-    /// What a host hears of its calls that somebody else's reset has ended, in place of what it asks; `None`: nothing. The register with the return
-    /// code is one for all hosts, and says by then how the reset has ended.
-    fn answer_of_dropped(&mut self, caller: Caller, request: &Request) -> Option<Reply> {
-        let dropped = self.dropped.get_mut(&caller)?;
-        match request {
-            Request::Poll { .. } if dropped.unasked > 0 => {
-                (dropped.unasked, dropped.is_last) = (dropped.unasked - 1, true);
-                Some(Reply::Status(Status::Good))
-            }
-            Request::ReadRegister { offset } if dropped.is_last => [(map::RETURN_CODE, DROPPED.0), (map::CYCLES, 0)]
-                .into_iter()
-                .find(|(register, _)| register.offset == *offset)
-                .map(|(_, word)| Reply::Register(word)),
-            Request::Call { .. } | Request::Poll { .. } => {
-                dropped.is_last = false;
-                None
-            }
-            _ => None,
-        }
+    /// The next end that a host is told of, if there is one; `None`: there is no such control stream.
+    fn take_end(&mut self, caller: Caller, ends: Ends, control: u32) -> Option<Option<End>> {
+        let of_stream = control as usize;
+        let runs =
+            self.runs_for == Some(caller) && self.running.as_ref().is_some_and(|running| running.control == of_stream);
+        let stream = self.controls.get_mut(of_stream)?;
+        let is_under_way = runs || stream.calls.iter().any(|(started_by, _)| *started_by == Some(caller));
+        let own = stream.ended.iter().position(|end| end.caller == Some(caller));
+        let place = own.or_else(|| match ends {
+            Ends::OfAll if is_under_way => None,
+            Ends::OfAll => stream.ended.iter().position(|end| end.dropped_by != Some(caller)),
+            Ends::OfGone => stream.ended.iter().position(|end| end.caller.is_none()),
+            Ends::Own => None,
+        });
+        Some(place.and_then(|place| stream.ended.remove(place)))
+    }
+
+    /// What a register says of the end that a host was told of last.
+    fn told_to(&self, caller: Caller, offset: u32) -> Option<u32> {
+        let end = self.told.get(&caller)?;
+        let registers = [(map::RETURN_CODE, end.code.0), (map::CYCLES, end.cycles)];
+        registers.into_iter().find(|(register, _)| register.offset == offset).map(|(_, word)| word)
     }
 
     /// A host asks no more.
     pub fn forget(&mut self, caller: Caller) {
-        self.dropped.remove(&caller);
+        self.told.remove(&caller);
         self.runs_for.take_if(|started_by| *started_by == caller);
-        for (started_by, _) in self.controls.iter_mut().flat_map(|control| &mut control.calls) {
-            started_by.take_if(|started_by| *started_by == caller);
+        for control in &mut self.controls {
+            let calls = control.calls.iter_mut().map(|(started_by, _)| started_by);
+            for of in calls.chain(control.ended.iter_mut().map(|end| &mut end.caller)) {
+                of.take_if(|of| *of == caller);
+            }
         }
+    }
+
+    /// Whether there is such a control stream.
+    pub fn has_control(&self, control: u32) -> bool {
+        (control as usize) < CONTROLS
     }
 
     /// Starts a call on a control stream. `false`: there is no such stream, or more calls are on it than anybody waits for.
@@ -284,12 +317,12 @@ impl Engine {
     }
 
     fn start_of(&mut self, caller: Caller, control: u32, call: Descriptor) -> bool {
-        if call.sets(ConfigFunction::Reset) && !self.faithful.to(13) {
+        if self.has_control(control) && call.sets(ConfigFunction::Reset) && !self.faithful.to(13) {
             self.drop_calls(caller);
         }
         let Some(stream) = self.controls.get_mut(control as usize) else { return false };
         let runs = self.running.as_ref().is_some_and(|running| running.control == control as usize);
-        let uncollected = stream.calls.len() + stream.ended + usize::from(runs);
+        let uncollected = stream.calls.len() + stream.ended.len() + usize::from(runs);
         if uncollected >= MOST_UNCOLLECTED && self.faithful.to(9) {
             self.is_deaf = true;
             return true;
@@ -297,6 +330,7 @@ impl Engine {
         if uncollected >= MOST_CALLS {
             return false;
         }
+        self.told.remove(&caller);
         stream.calls.push_back((Some(caller), call));
         self.order.push_back(control as usize);
         true
@@ -312,13 +346,18 @@ impl Engine {
         )
     }
 
-    /// Ends all calls, since this host resets the engine. It hears of its reset alone, and others that theirs have not been done.
+    /// Ends all calls, since this host resets the engine. It hears of its reset alone, and others that theirs have not been done. Ends that it, or a
+    /// host that has gone, has not asked for would be taken for those of later calls.
     fn drop_calls(&mut self, by: Caller) {
-        let running = self.running.take().and_then(|_| self.runs_for.take());
-        let waiting = std::mem::take(&mut self.order);
-        let waiting = waiting.into_iter().filter_map(|control| self.controls[control].calls.pop_front()?.0);
-        for caller in running.into_iter().chain(waiting).filter(|caller| *caller != by) {
-            self.dropped.entry(caller).or_default().unasked += 1;
+        let running = self.running.take().map(|running| (running.control, self.runs_for.take()));
+        let waiting = std::mem::take(&mut self.order).into_iter();
+        let waiting = waiting.filter_map(|control| Some((control, self.controls[control].calls.pop_front()?.0)));
+        let dropped: Vec<(usize, Option<Caller>)> = running.into_iter().chain(waiting).collect();
+        for (control, caller) in dropped {
+            self.controls[control].ended.push_back(End { caller, code: DROPPED, cycles: 0, dropped_by: Some(by) });
+        }
+        for control in &mut self.controls {
+            control.ended.retain(|end| end.caller.is_some_and(|caller| caller != by));
         }
     }
 
@@ -542,9 +581,10 @@ impl Engine {
     }
 
     fn end(&mut self, control: usize, code: ReturnCode, counted: &Counted) {
-        self.exchange.set(map::CYCLES, counted.cycles(&self.speed));
+        let cycles = counted.cycles(&self.speed);
+        self.exchange.set(map::CYCLES, cycles);
         self.exchange.set(map::RETURN_CODE, code.0);
-        self.controls[control].ended += 1;
+        self.controls[control].ended.push_back(End { caller: self.runs_for.take(), code, cycles, dropped_by: None });
         self.running = None;
     }
 

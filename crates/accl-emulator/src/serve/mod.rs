@@ -26,7 +26,7 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, mpsc, oneshot};
 use tokio::time::Instant;
 
 use crate::cluster::Cluster;
-use crate::engine::{Engine, Peers};
+use crate::engine::{Ends, Engine, Peers};
 use crate::program::Faithful;
 use crate::time::Speed;
 use crate::trace::Trace;
@@ -344,6 +344,11 @@ impl Server {
         let seat = self.seat(rank);
         let is_dispossessed = seat.dispossessed.contains(&host);
         let is_others = seat.owner.as_ref().is_some_and(|owner| owner.host != host);
+        let ends = match &seat.owner {
+            None => Ends::OfAll,
+            Some(owner) if owner.host == host => Ends::OfGone,
+            Some(_) => Ends::Own,
+        };
         let answer = match Request::from_json(text) {
             Ok(Request::About) => self.about(rank),
             // What it goes on to do would be done to somebody else's engine, and what it asks about is not there any more.
@@ -351,13 +356,15 @@ impl Server {
             Ok(Request::Claim { owner, job }) => self.claim(rank, host, &owner, job),
             Ok(request) => {
                 let resets = matches!(&request, Request::Call { call, .. } if call.sets(ConfigFunction::Reset));
-                if resets {
+                let is_started = matches!(&request, Request::Call { control, .. }
+                    if self.cluster.engine(rank).is_some_and(|engine| engine.has_control(*control)));
+                if resets && is_started {
                     self.take_from_others(rank, host);
                 } else if is_others && changes(&request) {
                     // The end of a call of another host would be taken for that of the owner's.
                     return self.reply(rank, text, Reply::Status(Status::Not), reply);
                 }
-                self.cluster.answer(rank, host.caller(), &request)
+                self.cluster.answer(rank, host.caller(), ends, &request)
             }
             Err(BadRequest::Call { .. }) if is_dispossessed || is_others => None,
             Err(BadRequest::Call { control, .. }) => self.cluster.start_unknown(rank, host.caller(), control),
@@ -468,9 +475,10 @@ impl Server {
     }
 }
 
-/// Whether a request does more than to look.
+/// Whether a request does more than to look. Who asks for ends is told of its own.
 fn changes(request: &Request) -> bool {
-    !matches!(request, Request::ReadRegister { .. } | Request::ReadMemory { .. } | Request::About)
+    use Request::{About, Poll, ReadMemory, ReadRegister};
+    !matches!(request, ReadRegister { .. } | ReadMemory { .. } | Poll { .. } | About)
 }
 
 /// Hands what a rank has for others to its sockets, as far as they take it. `true`: its engine has room for more.

@@ -192,8 +192,9 @@ impl Subscribers {
         let before = self.hearing();
         match news {
             News::Came(subscriber) => {
-                self.make_way_for(&subscriber);
-                self.all.push(subscriber);
+                if self.makes_way_for(&subscriber) {
+                    self.all.push(subscriber);
+                }
             }
             News::Subscribed(number, topic) => {
                 let knows_by_topic = self.about.knows_by_topic;
@@ -227,18 +228,22 @@ impl Subscribers {
     }
 
     /// An emulator that comes anew takes the place of its connection of before: that of a host which has lost its power ends much later, and until
-    /// then what it is sent would hold up the world.
-    fn make_way_for(&mut self, subscriber: &Subscriber) {
-        let Some(rank) = subscriber.rank else { return };
+    /// then what it is sent would hold up the world. `false`: it has connected once more since.
+    fn makes_way_for(&mut self, subscriber: &Subscriber) -> bool {
+        let Some(rank) = subscriber.rank else { return true };
+        let is_of_rank = |other: &Subscriber| other.rank == Some(rank);
+        if self.all.iter().any(|other| is_of_rank(other) && other.number > subscriber.number) {
+            return false;
+        }
         let own = self.about.rank;
         self.all.retain(|before| {
-            let makes_way = before.rank == Some(rank);
-            if makes_way {
+            if is_of_rank(before) {
                 let why = format!("rank {rank} has connected anew, from {}", subscriber.from);
                 disconnected(own, before.from, &why);
             }
-            !makes_way
+            !is_of_rank(before)
         });
+        true
     }
 
     fn of(&mut self, number: u64) -> Option<&mut Subscriber> {

@@ -91,9 +91,19 @@ async fn subscribed(wanted: &Wanted) -> Connection {
     }
 }
 
+/// A connection to one of the addresses of a name. Each has its time: where nothing answers at all the system would look again seldom, and find late who
+/// has come meanwhile.
+async fn connected(name: &str) -> Result<TcpStream, End> {
+    for address in tokio::net::lookup_host(name).await? {
+        if let Ok(Ok(stream)) = timeout(CONNECT_PATIENCE, TcpStream::connect(address)).await {
+            return Ok(stream);
+        }
+    }
+    Err(End::Gone)
+}
+
 async fn subscribe(wanted: &Wanted) -> Result<Connection, End> {
-    // Where nothing answers at all the system would look again seldom, and find late who has come meanwhile.
-    let stream = timeout(CONNECT_PATIENCE, TcpStream::connect(&wanted.address)).await.map_err(|_| End::Gone)??;
+    let stream = connected(&wanted.address).await?;
     let role = Role { ready: wanted.ready.clone(), takes: [b"PUB", b"XPUB"], refuses: "its socket is not of type PUB" };
     let mut connection = Connection::new(stream)?;
     connection.greet(&role).await?;
@@ -115,7 +125,14 @@ pub(super) async fn listen(rank: u32, peer: u32, address: String, events: mpsc::
         }
         loop {
             let Ok(permit) = permits.clone().acquire_owned().await else { return };
-            let Ok(frames) = connection.next_message().await else { break };
+            let frames = match connection.next_message().await {
+                Ok(frames) => frames,
+                Err(End::Gone) => break,
+                Err(End::Refused(why)) => {
+                    eprintln!("accl-emulator: rank {rank}: rank {peer} is listened to no more: {why}");
+                    break;
+                }
+            };
             // What cannot be read may have been part of a message: it begins anew.
             let Some((job, packet)) = packet_of(&frames) else { break };
             if events.send(Event::Packet { to: rank, from: peer, job, packet, permit }).await.is_err() {
@@ -153,5 +170,6 @@ pub(super) async fn feed_in(rank: u32, address: String, events: mpsc::Sender<Eve
                 return;
             }
         }
+        tokio::time::sleep(PEER_INTERVAL).await;
     }
 }
