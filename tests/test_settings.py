@@ -62,6 +62,7 @@ WRONG = [
     ("ACCL_SEGMENT_BYTES", "segment_bytes", "-1"),
     ("ACCL_EAGER_BYTES", "eager_bytes", "1TiB"),
     ("ACCL_SPIN_US", "spin_us", "fast"),
+    ("ACCL_WORKER_COUNT", "worker_count", "-1"),
     ("ACCL_DETERMINISTIC", "deterministic", "maybe"),
     ("ACCL_TIMING", "timing", "2"),
     ("ACCL_HOST_ID", "host_id", "two words"),

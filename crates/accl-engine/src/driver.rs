@@ -25,7 +25,7 @@ use crate::time;
 use crate::wanted::WantedLinks;
 use accl_executor::call::{CallState, Waited};
 use accl_executor::exec::SpinLimit;
-use accl_executor::group::{Completed, Core, Fate, Relief};
+use accl_executor::group::{Completed, Context, Core, FailedGroup, Fate, GroupState, Relief};
 use accl_executor::peers::{Mark, PeerId};
 
 /// How often a waiter looks for signals, in milliseconds.
@@ -94,6 +94,8 @@ pub(crate) struct Driver {
     born: u64,
     /// For the background thread.
     me: Weak<Driver>,
+    /// Of a process with several lanes: the drivers of all of them.
+    lanes: OnceLock<Vec<Weak<Driver>>>,
 }
 
 /// What a driver sleeps in, and what wakes it.
@@ -140,11 +142,12 @@ impl Locked<'_> {
     /// Gives the lock back, has the callbacks run and the links made.
     #[cold]
     fn run_errands(&mut self) {
-        let Completed { callbacks, calls, .. } = self.take_completed();
+        let Completed { callbacks, calls, failed, .. } = self.take_completed();
         let (wanted, notes) = self.net.take_wanted();
         let told = usize::from(!calls.is_empty());
         self.driver.pool.hold(callbacks.len() + told);
         self.core = None;
+        failed.into_iter().for_each(|group| self.driver.fail_elsewhere(&group));
         self.driver.pool.post_held(callbacks);
         if !wanted.is_empty() || !notes.is_empty() {
             self.driver.wanted.add(wanted, notes);
@@ -195,6 +198,7 @@ impl Driver {
             looks: AtomicU64::new(0),
             born: accl_transport::fork_generation(),
             me: me.clone(),
+            lanes: OnceLock::new(),
         })
     }
 
@@ -269,6 +273,37 @@ impl Driver {
 
     pub(crate) fn completions(&self) -> &CompletionPool {
         &self.pool
+    }
+
+    // ---- lanes
+
+    /// Starts the thread of a lane for whose calls nobody waits.
+    ///
+    /// # Errors
+    /// `Exhausted` when the system has no thread for it.
+    pub(crate) fn start_thread(&self) -> accl_types::Result<()> {
+        match self.election.start_background(self) {
+            true => Ok(()),
+            false => Err(Error::exhausted("no thread; raise the limit with `ulimit -u`")),
+        }
+    }
+
+    /// The drivers of all lanes of the process.
+    pub(crate) fn set_lanes(&self, lanes: Vec<Weak<Driver>>) {
+        let _ = self.lanes.set(lanes);
+    }
+
+    /// A group that has failed on one lane fails on all, each of which tells its own peers. No lock is held.
+    fn fail_elsewhere(&self, failed: &FailedGroup) {
+        let lanes = self.lanes.get().into_iter().flatten().filter_map(Weak::upgrade);
+        for lane in lanes.filter(|lane| !std::ptr::eq(&**lane, self)) {
+            let FailedGroup { group, error, tell } = failed;
+            let fails = |state: &mut GroupState, context: &mut Context<'_>| state.fail(error.clone(), context, *tell);
+            if lane.with_core(|core| core.with_group(*group, time::now(), fails)).is_some() {
+                lane.flush();
+                lane.kick();
+            }
+        }
     }
 
     // ---- links

@@ -4,8 +4,8 @@
 //! `session`. Read [`Engine`] first.
 
 use std::net::IpAddr;
-use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, OnceLock};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use accl_schedule::cost::Machine;
@@ -16,6 +16,7 @@ use accl_wire::EndpointInfo;
 
 use crate::device::{Attended, OpenBus};
 use crate::driver::{Delivery, Driver, Polling, lasting};
+use crate::lanes::LEAST_PART_BYTES;
 use crate::session::connector::Connector;
 use crate::session::rendezvous::Makings;
 use crate::sync::Mutex;
@@ -45,6 +46,9 @@ const LAST_CALLBACKS: Duration = Duration::from_secs(30);
 /// One per process in production; several in one process in tests.
 pub struct Engine {
     pub(crate) driver: Arc<Driver>,
+    /// Those of the lanes beside the first, from the first group on.
+    other_lanes: OnceLock<Vec<Arc<Driver>>>,
+    pub(crate) least_part_bytes: AtomicU64,
     /// How peers reach this process, and what makes links; from the first group on.
     connecting: OnceLock<(EndpointInfo, Connector)>,
     opening: Mutex<()>,
@@ -79,14 +83,31 @@ pub(crate) struct Job {
     pub(crate) processes: Vec<[u8; 16]>,
 }
 
+/// Most bytes of a frame, which holds whole elements of every dtype.
+fn segment(config: &Config) -> u64 {
+    (config.segment_bytes / 64 * 64).max(64)
+}
+
+/// What wakes a driver, which has something to sleep in from now on.
+fn waker_of(driver: &Driver) -> Result<Arc<Waker>> {
+    // The poller of an attempt that failed is the one that waits sleep in.
+    if let Some(polling) = driver.polling() {
+        return Ok(polling.waker.clone());
+    }
+    let poller = Poller::new()?;
+    let waker = poller.waker();
+    driver.set_polling(Polling { poller, waker: waker.clone() });
+    Ok(waker)
+}
+
 impl Engine {
     /// An engine without threads, descriptors or memory; they come with the first group. `find_machine` finds the constants that
     /// algorithms are chosen by, once, when the first group of several ranks is made here as rank 0.
     pub fn new(config: Config, find_machine: fn(&Config) -> Machine) -> Arc<Self> {
-        // Segments hold whole elements of every dtype.
-        let segment = (config.segment_bytes / 64 * 64).max(64);
         Arc::new(Self {
-            driver: Driver::new(segment, config.spin_us),
+            driver: Driver::new(segment(&config), config.spin_us),
+            other_lanes: OnceLock::new(),
+            least_part_bytes: AtomicU64::new(LEAST_PART_BYTES),
             connecting: OnceLock::new(),
             opening: Mutex::new(()),
             config,
@@ -119,10 +140,15 @@ impl Engine {
         self.driver.is_forked()
     }
 
+    /// Calls are cut into parts of so many bytes and more, where there are lanes for them; the same on all ranks. For tests.
+    pub fn set_least_part_bytes(&self, bytes: u64) {
+        self.least_part_bytes.store(bytes.max(1), Ordering::Relaxed);
+    }
+
     /// Switches the periodic looks off, a waiter's at signals and the driver's at silent hosts: without them a lost wake-up
     /// is a hang and not a delay. For tests.
     pub fn without_tick(&self) {
-        self.driver.without_tick();
+        self.lanes().for_each(|lane| lane.without_tick());
     }
 
     /// How often a thread of this engine has slept in the poller. For tests.
@@ -142,23 +168,61 @@ impl Engine {
         }
         let _one = self.opening.lock();
         if self.opened().is_none() {
-            // The poller of an attempt that failed is the one that waits sleep in.
-            let waker = match self.driver.polling() {
-                Some(polling) => polling.waker.clone(),
-                None => {
-                    let poller = Poller::new()?;
-                    let waker = poller.waker();
-                    self.driver.set_polling(Polling { poller, waker: waker.clone() });
-                    waker
-                }
-            };
+            let waker = waker_of(&self.driver)?;
             let mut settings = Settings::from_config(&self.config);
             settings.master = master;
-            let endpoint = Endpoint::new(settings, waker)?;
+            let mut endpoint = Endpoint::new(settings, waker)?;
+            let others = self.other_lanes.get_or_init(|| self.open_lanes());
+            for lane in others {
+                endpoint.add_lane(&waker_of(lane)?);
+            }
             let info = endpoint.info().clone();
-            let _ = self.connecting.set((info, Connector::new(endpoint, &self.driver)?));
+            let _ = self.connecting.set((info, Connector::new(endpoint, self.lanes())?));
         }
         self.opened().ok_or_else(|| Error::internal("the endpoint was not kept"))
+    }
+
+    /// Drivers of the lanes beside the first: fewer than were asked for if the system has no room for more.
+    fn open_lanes(&self) -> Vec<Arc<Driver>> {
+        let wanted = self.config.worker_count as usize;
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        if wanted >= cores {
+            tracing::warn!(
+                "ACCL_WORKER_COUNT asks for {wanted} threads besides the caller's, and this process may use {cores} cores: those that share a core \
+                 gain nothing"
+            );
+        }
+        let open = || {
+            let lane = Driver::new(segment(&self.config), self.config.spin_us);
+            waker_of(&lane)?;
+            lane.start_thread().map(|()| lane)
+        };
+        let mut lanes = Vec::new();
+        while lanes.len() < wanted {
+            match open() {
+                Ok(lane) => lanes.push(lane),
+                Err(error) => {
+                    let got = lanes.len();
+                    tracing::warn!("ACCL_WORKER_COUNT asks for {wanted} threads, and there are {got}: {error}");
+                    break;
+                }
+            }
+        }
+        let all: Vec<_> = std::iter::once(&self.driver).chain(&lanes).map(Arc::downgrade).collect();
+        if !lanes.is_empty() {
+            all.iter().filter_map(Weak::upgrade).for_each(|lane| lane.set_lanes(all.clone()));
+        }
+        lanes
+    }
+
+    /// The drivers of all lanes, the first one first.
+    pub(crate) fn lanes(&self) -> impl Iterator<Item = &Arc<Driver>> {
+        std::iter::once(&self.driver).chain(self.other_lanes.get().into_iter().flatten())
+    }
+
+    /// The lanes beside the first.
+    pub(crate) fn other_lanes(&self) -> &[Arc<Driver>] {
+        self.other_lanes.get().map_or(&[], Vec::as_slice)
     }
 
     fn opened(&self) -> Option<Parts<'_>> {
@@ -202,9 +266,11 @@ impl Engine {
             connector.stop(LAST_CONNECTIONS);
         }
         let dead = Error::internal("this engine has vanished");
-        self.driver.with_core(|core| {
-            core.net.linked().to_vec().into_iter().for_each(|id| core.net.mark_gone(id, dead.clone()));
-        });
+        for lane in self.lanes() {
+            lane.with_core(|core| {
+                core.net.linked().to_vec().into_iter().for_each(|id| core.net.mark_gone(id, dead.clone()));
+            });
+        }
     }
 
     /// Takes a peer without a link for gone, as when nothing has been heard of it for long. For tests.
@@ -221,34 +287,6 @@ impl Engine {
         self.driver.completions().expect()?;
         self.driver.completions().post(body);
         Ok(())
-    }
-
-    /// Waits until everything has left this process: calls that were done relied on it.
-    fn send_the_rest(&self, deadline: Moment) {
-        while time::now() < deadline {
-            let Some(mut core) = self.driver.try_lock_until(deadline) else { return };
-            let unsent = core.guarded(|core| {
-                core.net.flush_all();
-                core.net.has_unsent()
-            });
-            drop(core);
-            if unsent != Ok(true) {
-                return;
-            }
-            // Not in the poller: another thread may sleep there, and the news are its own.
-            std::thread::sleep(PAUSE_AT_END);
-        }
-    }
-
-    /// Calls that are done may have sent something to peers to which there is no link yet: waits for that, at most until then.
-    fn link_to_send(&self, until: Moment, interrupt: &mut dyn FnMut() -> bool) {
-        let Some(core) = self.driver.try_lock_until(until) else { return };
-        let has_failed = core.groups().any(|group| group.poison().is_some());
-        let marks = core.net.unlinked_with_queue().into_iter().map(|peer| core.net.mark(peer)).collect();
-        drop(core);
-        if !has_failed {
-            let _ = self.driver.await_delivery(marks, until, interrupt);
-        }
     }
 
     /// Ends everything in bounded time: groups fail, peers are told and get what was sent to them, threads stop. For the end of
@@ -272,38 +310,34 @@ impl Engine {
             let groups: Vec<u64> = groups.unwrap_or_default();
             self.driver.await_calls(&groups, time::now() + LAST_CALLS, interrupt);
         }
-        self.driver.stop_background();
-        self.link_to_send(time::now() + LAST_CONNECTIONS, interrupt);
+        self.lanes().for_each(|lane| lane.stop_background());
+        let until = time::now() + LAST_CONNECTIONS;
+        self.lanes().for_each(|lane| link_to_send(lane, until, interrupt));
         if let Some((_, connector)) = self.connecting.get() {
             connector.stop(LAST_CONNECTIONS);
         }
         let now = time::now();
-        if let Some(mut core) = self.driver.try_lock_until(time::now() + LOCK_AT_END) {
-            let ids: Vec<u64> = core.groups().map(GroupState::id).collect();
-            let has_failed = core.groups().any(|group| group.poison().is_some());
-            let sent: Vec<Mark> = core.net.linked().iter().map(|&id| core.net.mark(id)).collect();
-            let _ = core.guarded(|core| {
-                for id in ids {
-                    core.with_group(id, now, |group, context| group.leave(context));
-                    core.remove_group(id);
-                }
-                core.say_goodbye();
-            });
-            drop(core);
-            let patience = if has_failed { LAST_BYTES_FAILED } else { LAST_BYTES };
-            if self.driver.await_delivery(sent, now + patience, interrupt) == Delivery::Late {
-                tracing::warn!(
-                    "the process ends, and {} ms later a peer has not yet taken what calls that are done have sent to it",
-                    patience.as_millis()
-                );
-            }
+        let left: Vec<(&Arc<Driver>, Left)> =
+            self.lanes().filter_map(|lane| Some((lane, leave_all(lane, now)?))).collect();
+        let has_failed = left.iter().any(|(_, left)| left.has_failed);
+        let patience = if has_failed { LAST_BYTES_FAILED } else { LAST_BYTES };
+        let deliveries = left.into_iter().map(|(lane, left)| lane.await_delivery(left.sent, now + patience, interrupt));
+        if deliveries.fold(false, |is_late, delivery| is_late | (delivery == Delivery::Late)) {
+            tracing::warn!(
+                "the process ends, and {} ms later a peer has not yet taken what calls that are done have sent to it",
+                patience.as_millis()
+            );
         }
         for device in self.devices.leave_all(time::now() + LAST_DEVICES) {
             tracing::warn!("the process ends while device `{device}` is still busy: what it does now nobody can end");
         }
-        self.send_the_rest(time::now() + LAST_GOODBYES);
-        if let Some(mut core) = self.driver.try_lock_until(time::now() + LOCK_AT_END) {
-            let _ = core.guarded(|core| core.net.close_all());
+        let until = time::now() + LAST_GOODBYES;
+        self.lanes().for_each(|lane| send_the_rest(lane, until));
+        let until = time::now() + LOCK_AT_END;
+        for lane in self.lanes() {
+            if let Some(mut core) = lane.try_lock_until(until) {
+                let _ = core.guarded(|core| core.net.close_all());
+            }
         }
         // What runs there may be code of the caller, which must not go on in an interpreter that ends.
         let left = self.driver.completions().drain(Instant::now() + LAST_CALLBACKS, interrupt);
@@ -314,7 +348,57 @@ impl Engine {
             );
         }
         self.driver.completions().stop(Duration::from_secs(1));
-        self.driver.await_background(Duration::from_secs(1));
+        self.lanes().for_each(|lane| lane.await_background(Duration::from_secs(1)));
+    }
+}
+
+/// What remains of the groups of a lane.
+struct Left {
+    sent: Vec<Mark>,
+    has_failed: bool,
+}
+
+/// Leaves all groups of a lane, and tells its peers; `None`: a thread keeps the lock.
+fn leave_all(lane: &Driver, now: Moment) -> Option<Left> {
+    let mut core = lane.try_lock_until(time::now() + LOCK_AT_END)?;
+    let ids: Vec<u64> = core.groups().map(GroupState::id).collect();
+    let has_failed = core.groups().any(|group| group.poison().is_some());
+    let sent: Vec<Mark> = core.net.linked().iter().map(|&id| core.net.mark(id)).collect();
+    let _ = core.guarded(|core| {
+        for id in ids {
+            core.with_group(id, now, |group, context| group.leave(context));
+            core.remove_group(id);
+        }
+        core.say_goodbye();
+    });
+    Some(Left { sent, has_failed })
+}
+
+/// Waits until everything has left a lane of this process: calls that were done relied on it.
+fn send_the_rest(lane: &Driver, deadline: Moment) {
+    while time::now() < deadline {
+        let Some(mut core) = lane.try_lock_until(deadline) else { return };
+        let unsent = core.guarded(|core| {
+            core.net.flush_all();
+            core.net.has_unsent()
+        });
+        drop(core);
+        if unsent != Ok(true) {
+            return;
+        }
+        // Not in the poller: another thread may sleep there, and the news are its own.
+        std::thread::sleep(PAUSE_AT_END);
+    }
+}
+
+/// Calls of a lane that are done may have sent something to peers to which there is no link yet: waits for that, at most until then.
+fn link_to_send(lane: &Driver, until: Moment, interrupt: &mut dyn FnMut() -> bool) {
+    let Some(core) = lane.try_lock_until(until) else { return };
+    let has_failed = core.groups().any(|group| group.poison().is_some());
+    let marks = core.net.unlinked_with_queue().into_iter().map(|peer| core.net.mark(peer)).collect();
+    drop(core);
+    if !has_failed {
+        let _ = lane.await_delivery(marks, until, interrupt);
     }
 }
 
@@ -322,7 +406,7 @@ impl Drop for Engine {
     /// Without its groups nobody can make a call, and whoever drives for peers alone would do so for ever.
     fn drop(&mut self) {
         if !self.is_forked() {
-            self.driver.stop_background();
+            self.lanes().for_each(|lane| lane.stop_background());
         }
     }
 }

@@ -7,6 +7,8 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
+use accl_types::Error;
+
 use crate::sync::{Condvar, Mutex};
 use accl_executor::call::{CallObserver, CallState, Callback};
 
@@ -50,7 +52,7 @@ impl Notifier {
 }
 
 impl CallObserver for Notifier {
-    fn ended(&self) -> Option<Callback> {
+    fn ended(&self, _: Option<&Error>) -> Option<Callback> {
         // The state was written before: whoever has the lock after this sees it, and whoever had it before sleeps or has left a callback.
         let mut inner = self.inner.lock();
         self.changed.notify_all();

@@ -107,11 +107,41 @@ fn check(member: &Member, algorithm: &Algorithm, count: usize) {
 }
 
 fn run_all(collective: Collective, make: impl Fn(WorldOptions) -> WorldOptions, worlds: &[u32]) {
+    run_each(collective, make, worlds, |member, algorithm| {
+        COUNTS.iter().for_each(|&count| check(member, algorithm, count));
+    });
+}
+
+/// The same with two lanes beside the first, which have their part of what is large enough.
+fn run_lanes(collective: Collective, fabric: Fabric) {
+    let make = |options: WorldOptions| options.over(fabric).with("worker_count", "2").with("segment_bytes", "16KiB");
+    run_each(collective, make, &[2, 3], |member, algorithm| {
+        // Below the least part, just above two of them, and with three of them in each block.
+        [1000, 131_100, 200_003].iter().for_each(|&count| check(member, algorithm, count));
+        let snapshot = member.group.snapshot();
+        let moved = snapshot.groups[0].lanes.iter().map(|lane| lane.bytes_sent + lane.bytes_received);
+        let moved: Vec<u64> = moved.collect();
+        // Nobody knows the size of a call with uneven blocks for each pair of ranks.
+        let is_uneven = collective == Collective::AllToAll && !algorithm.needs_equal_blocks;
+        let is_cut = collective != Collective::Barrier && !is_uneven;
+        assert!(
+            moved.len() == 3 && moved[1..].iter().all(|&bytes| (bytes > 0) == is_cut),
+            "{}: {moved:?}",
+            algorithm.name
+        );
+    });
+}
+
+fn run_each(
+    collective: Collective,
+    make: impl Fn(WorldOptions) -> WorldOptions,
+    worlds: &[u32],
+    run: impl Fn(&Member, &Algorithm) + Sync,
+) {
     let mut tried = 0;
     for algorithm in ALGORITHMS.iter().filter(|row| row.collective == collective) {
         for &world in worlds {
-            let options = make(WorldOptions::new(world))
-                .with("segment_bytes", "1KiB")
+            let options = make(WorldOptions::new(world).with("segment_bytes", "1KiB"))
                 .with("algorithm", &format!("{collective}={}", algorithm.name));
             let hosts: Vec<u32> = options.hosts.iter().map(|host| host.parse().unwrap_or(0)).collect();
             let topology = if hosts.is_empty() { Topology::flat(world) } else { Topology::new(hosts) };
@@ -119,7 +149,7 @@ fn run_all(collective: Collective, make: impl Fn(WorldOptions) -> WorldOptions, 
                 continue;
             }
             tried += 1;
-            World::new(options).run("g", |member| COUNTS.iter().for_each(|&count| check(&member, algorithm, count)));
+            World::new(options).run("g", |member| run(&member, algorithm));
         }
     }
     assert!(tried > 0, "no algorithm of {collective} was tried");
@@ -146,6 +176,14 @@ macro_rules! every_algorithm {
         mod tcp {
             use super::*;
             $(#[test] fn $test() { run_all(Collective::$collective, |options| options.over(Fabric::Tcp), &[2, 3]); })*
+        }
+        mod lanes_shm {
+            use super::*;
+            $(#[test] fn $test() { run_lanes(Collective::$collective, Fabric::Shm); })*
+        }
+        mod lanes_tcp {
+            use super::*;
+            $(#[test] fn $test() { run_lanes(Collective::$collective, Fabric::Tcp); })*
         }
         /// Those of which nothing in the engine knows.
         mod other_transports {

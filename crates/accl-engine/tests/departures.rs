@@ -27,6 +27,7 @@ fn info(process: u8) -> EndpointInfo {
         addresses: Vec::new(),
         unix_name: String::new(),
         transports: Vec::new(),
+        lanes: 1,
     }
 }
 
@@ -79,7 +80,7 @@ fn a_rank_that_linked_after_the_failure_hears_the_cause_before_the_goodbye() {
 struct Nobody;
 
 impl CallObserver for Nobody {
-    fn ended(&self) -> Option<Callback> {
+    fn ended(&self, _: Option<&Error>) -> Option<Callback> {
         None
     }
 }

@@ -8,7 +8,7 @@ use accl_executor::group::{Caller, Core, GroupState, Launched, Relief};
 use accl_executor::peers::{Members, PeerId};
 use accl_transport::Poller;
 use accl_transport::loopback::{self, Capacity, LoopbackLink};
-use accl_types::{Bytes, Collective, Dtype, Elems, ErrorKind, Moment, Rank};
+use accl_types::{Bytes, Collective, Dtype, Elems, Error, ErrorKind, Moment, Rank};
 use accl_wire::frame::{Cause, Header, Kind, LAST, OVERHEAD_BYTES};
 use accl_wire::{EndpointInfo, Link, PROTOCOL_VERSION};
 
@@ -27,6 +27,7 @@ fn info(process: u8) -> EndpointInfo {
         addresses: Vec::new(),
         unix_name: String::new(),
         transports: Vec::new(),
+        lanes: 1,
     }
 }
 
@@ -41,7 +42,7 @@ struct Process {
 struct Nobody;
 
 impl CallObserver for Nobody {
-    fn ended(&self) -> Option<Callback> {
+    fn ended(&self, _: Option<&Error>) -> Option<Callback> {
         None
     }
 }

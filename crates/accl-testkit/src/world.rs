@@ -24,6 +24,12 @@ pub enum Fabric {
     Over(&'static str),
 }
 
+/// `ACCL_TEST_WORKERS=2` has all worlds with two lanes beside the first, which do parts of whatever can be cut: tests say the same of those.
+#[expect(clippy::disallowed_methods, reason = "no setting, but an argument of tests")]
+fn lanes() -> Option<u32> {
+    std::env::var("ACCL_TEST_WORKERS").ok().map(|text| text.parse().expect("ACCL_TEST_WORKERS is a number"))
+}
+
 /// How a world is made.
 #[derive(Clone, Debug)]
 pub struct WorldOptions {
@@ -48,7 +54,7 @@ impl WorldOptions {
             world,
             fabric: Fabric::Loopback(64),
             // Tests do not look into the user's cache, nor take the time to fill it.
-            config: Config { calibration: Calibration::Off, ..Config::default() },
+            config: Config { calibration: Calibration::Off, worker_count: lanes().unwrap_or(0), ..Config::default() },
             timeout: Duration::from_secs(60),
             hosts: Vec::new(),
             adopt: true,
@@ -111,7 +117,11 @@ impl World {
                 if let Some(host) = options.hosts.get(rank) {
                     config.set_option("host_id", host).unwrap_or_else(give_up);
                 }
-                accl_calibrate::engine(config)
+                let engine = accl_calibrate::engine(config);
+                if lanes().is_some() {
+                    engine.set_least_part_bytes(1);
+                }
+                engine
             })
             .collect();
         let world = Self { options, engines, store: MemoryStore::default() };

@@ -6,6 +6,7 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::os::fd::{AsFd, BorrowedFd, RawFd};
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use accl_types::{Error, Result};
@@ -17,7 +18,7 @@ use crate::fork::Fd;
 use crate::transport::{
     Address, Agreed, Carrier, HalfLink, Local, MAX_ADDRESS_BYTES, PeerAddress, Provider, Transport,
 };
-use crate::{News, Watched, refusal, rows};
+use crate::{News, Waker, Watched, refusal, rows};
 
 /// The version of [`TransportV1`].
 pub const TRANSPORT_ABI: u32 = 1;
@@ -187,6 +188,7 @@ unsafe fn text_of(text: *const c_char, what: &str) -> Result<&'static str> {
     Ok(Box::leak(text.to_string_lossy().into_owned().into_boxed_str()))
 }
 
+#[derive(Clone, Copy)]
 struct Plugin {
     table: &'static Table,
     max_payload_bytes: usize,
@@ -229,6 +231,10 @@ impl Provider for Plugin {
 
     fn accept(&self, peer: PeerAddress, max_payload_bytes: usize) -> std::result::Result<Box<dyn HalfLink>, String> {
         self.open(max_payload_bytes, Some(&peer.bytes))
+    }
+
+    fn beside(&self, _waker: &Arc<Waker>) -> Box<dyn Provider> {
+        Box::new(*self)
     }
 }
 

@@ -80,6 +80,9 @@ pub trait Provider: Send {
     /// # Errors
     /// A clause that says why there is none: the peer is told.
     fn accept(&self, peer: PeerAddress, max_payload_bytes: usize) -> Result<Box<dyn HalfLink>, String>;
+
+    /// The same transport for another lane of the process, whose sleep `waker` ends. What is limited is limited for both together.
+    fn beside(&self, waker: &Arc<Waker>) -> Box<dyn Provider>;
 }
 
 /// A link that is being made, as far as this process is concerned.
@@ -123,6 +126,10 @@ impl Provider for OverCarrier {
 
     fn accept(&self, _peer: PeerAddress, _max_payload_bytes: usize) -> Result<Box<dyn HalfLink>, String> {
         Ok(Box::new(*self))
+    }
+
+    fn beside(&self, _waker: &Arc<Waker>) -> Box<dyn Provider> {
+        Box::new(*self)
     }
 }
 

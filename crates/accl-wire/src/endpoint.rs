@@ -31,6 +31,8 @@ pub struct EndpointInfo {
     pub unix_name: String,
     /// Transports it takes, in its order.
     pub transports: Vec<String>,
+    /// How many lanes it has.
+    pub lanes: u32,
 }
 
 /// What a process thinks of a peer.
@@ -46,13 +48,26 @@ pub enum Stance {
     GivenUp,
 }
 
+/// The identity of one of the lanes of a process, whose first lane has the identity of its endpoint.
+pub fn lane_uuid(uuid: &[u8; 16], lane: u32) -> [u8; 16] {
+    let mut own = *uuid;
+    // Random numbers differ in more than that.
+    own.iter_mut().rev().zip(lane.to_le_bytes()).for_each(|(byte, of_lane)| *byte ^= of_lane);
+    own
+}
+
 impl EndpointInfo {
+    /// The same process as another one of its lanes: it listens at the same places, under an identity of its own.
+    pub fn of_lane(&self, lane: u32) -> EndpointInfo {
+        EndpointInfo { uuid: lane_uuid(&self.uuid, lane), ..self.clone() }
+    }
+
     /// One line of printable ASCII.
     pub fn to_text(&self) -> String {
         let addresses: Vec<_> = self.addresses.iter().map(SocketAddr::to_string).collect();
         let transports: Vec<_> = self.transports.iter().map(|name| escape(name)).collect();
         format!(
-            "{INTRODUCTION} version={} uuid={} pid={} uid={} hostname={} host_id={} addresses={} unix={} transports={}",
+            "{INTRODUCTION} version={} uuid={} pid={} uid={} hostname={} host_id={} addresses={} unix={} transports={} lanes={}",
             self.version,
             hex(&self.uuid),
             self.pid,
@@ -61,7 +76,8 @@ impl EndpointInfo {
             escape(&self.host_id),
             addresses.join(","),
             escape(&self.unix_name),
-            transports.join(",")
+            transports.join(","),
+            self.lanes
         )
     }
 
@@ -113,6 +129,8 @@ fn parse(text: &str) -> std::result::Result<EndpointInfo, String> {
         addresses,
         unix_name: string("unix")?,
         transports,
+        // One that does not say so has one.
+        lanes: value("lanes").map_or(Ok(1), |_| number("lanes"))?.max(1),
     })
 }
 
@@ -165,7 +183,7 @@ mod tests {
             proptest::collection::vec("[a-z]{1,9}", 0..3),
         )
             .prop_map(|((version, uuid, pid, uid), (hostname, host_id, unix_name), addresses, transports)| {
-                EndpointInfo { version, uuid, pid, uid, hostname, host_id, addresses, unix_name, transports }
+                EndpointInfo { version, uuid, pid, uid, hostname, host_id, addresses, unix_name, transports, lanes: 3 }
             })
     }
 
@@ -203,6 +221,7 @@ mod tests {
             addresses: vec!["[::1]:5".parse().unwrap()],
             unix_name: String::new(),
             transports: vec!["shm".to_owned()],
+            lanes: 1,
         };
         assert_eq!(EndpointInfo::from_text(&format!("{} later=1", info.to_text())).unwrap(), info);
         assert_eq!(info.host_and_pid(), "a b pid 1");

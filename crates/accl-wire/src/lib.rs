@@ -9,10 +9,10 @@ pub mod frame;
 mod link;
 mod news;
 
-pub use endpoint::{EndpointInfo, Stance, hex};
+pub use endpoint::{EndpointInfo, Stance, hex, lane_uuid};
 pub use link::{Answers, Frame, HEAD_BYTES, Link, Place, look_until};
 pub use news::{NewsBoard, Slot};
 
 /// Version of all that processes say to each other: handshake, rings, frames, signatures, tiles, what ranks tell of themselves, the numbers of
 /// algorithms and codecs. Processes of different versions refuse each other, and each error has both versions.
-pub const PROTOCOL_VERSION: u32 = 10;
+pub const PROTOCOL_VERSION: u32 = 11;

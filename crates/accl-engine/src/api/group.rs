@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use accl_schedule::Part;
 use accl_types::{Collective, Error, Moment, Rank, Result};
 
 use super::call::Call;
@@ -19,9 +20,10 @@ use crate::driver::{Delivery, Driver, lasting};
 use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED, LAST_CALLS};
 use crate::events;
 use crate::in_flight::{InFlight, Notifier};
+use crate::lanes::{Announced, Join, Parts, parts_of};
 use crate::sync::MutexGuard;
 use crate::time;
-use accl_executor::call::CallDesc;
+use accl_executor::call::{CallDesc, Mode};
 use accl_executor::group::{
     Caller, Context, Core, Departure, FastPathEnd, GroupState, Launched, Notify, Prepared, Relief,
 };
@@ -45,6 +47,8 @@ pub(crate) struct Rules {
     pub(crate) default_codec: Option<DefaultCodec>,
     pub(crate) device: Option<Arc<Device>>,
     pub(crate) planner: Planner,
+    /// The lanes beside the first.
+    pub(crate) lanes: Vec<Arc<Driver>>,
 }
 
 /// A set of ranks that make calls together. Dropping it leaves the group.
@@ -52,28 +56,31 @@ pub struct Group {
     /// Its endpoint and settings stay as long as the group.
     pub(crate) engine: Arc<Engine>,
     pub(crate) driver: Arc<Driver>,
-    pub(crate) caller: Caller,
+    pub(crate) caller: Arc<Caller>,
     /// See [`DefaultCodec`].
     default_codec: Option<DefaultCodec>,
     /// What does some of its collectives, if there is such a thing.
     device: Option<Arc<Device>>,
     planning: Planning,
+    /// The drivers of the lanes beside the first, which do parts of large calls.
+    pub(crate) lanes: Vec<Arc<Driver>>,
     closed: AtomicBool,
 }
 
 impl Group {
     pub(crate) fn new(engine: Arc<Engine>, id: u64, name: Arc<str>, spec: &GroupSpec, rules: Rules) -> Arc<Self> {
-        let Rules { default_codec, device, planner } = rules;
+        let Rules { default_codec, device, planner, lanes } = rules;
         let (rank, world) = (spec.rank, spec.world);
         let global_rank = spec.global_ranks.get(rank.index()).copied().unwrap_or(u64::from(rank.0));
         let driver = engine.driver.clone();
         Arc::new(Self {
             engine,
             driver,
-            caller: Caller { group: id, name, rank, world, global_rank },
+            caller: Arc::new(Caller { group: id, name, rank, world, global_rank }),
             default_codec,
             device,
             planning: Planning::new(planner),
+            lanes,
             closed: AtomicBool::new(false),
         })
     }
@@ -211,6 +218,8 @@ impl Group {
     fn start(&self, desc: &CallDesc, sample: Option<Sample>) -> Result<Call> {
         self.check_usable(desc.collective)?;
         desc.check(self.caller.rank, self.caller.world)?;
+        let (first, join) = self.cut(desc).unzip();
+        let desc = first.as_ref().unwrap_or(desc);
         let placed = |error: Error| error.of(desc.collective);
         // All reasons to refuse the call come first where preparing its memory may change it.
         if !desc.uses_tensors_as_they_are() {
@@ -221,10 +230,41 @@ impl Group {
         let prepared = prepared.or_else(|error| self.refuse_if_aborted(desc.collective).and(Err(error)))?;
         let algorithm = prepared.algorithm();
         let notifier: Arc<Notifier> = Arc::default();
-        let launched = self
-            .driver
-            .with_core(|core| self.caller.start(core, desc, prepared, sample, notifier.clone(), time::now()));
+        let others = join.map(|join| Ok((join, self.prepare_parts(desc, &prepared)?))).transpose().map_err(placed)?;
+        // Another thread begins the parts when the tensors have been brought here.
+        let is_later = others.is_some() && desc.staging.is_some();
+        let starter = is_later.then(|| Announced::on(&self.driver)).transpose().map_err(placed)?;
+        let now = time::now();
+        let launched =
+            self.driver.with_core(|core| self.caller.start(core, desc, prepared, sample, notifier.clone(), now));
+        if let Some(((join, parts), launched)) = others.zip(launched.as_ref().ok()) {
+            let (caller, lanes) = (self.caller.clone(), self.lanes.clone());
+            join.begin_parts(Parts { caller, lanes, parts, seq: launched.call.seq, now, starter });
+        }
         self.launched(desc, algorithm, notifier, launched)
+    }
+
+    /// The call as its first part, if other lanes do parts of it, and what tells of their end.
+    fn cut(&self, desc: &CallDesc) -> Option<(CallDesc, Arc<Join>)> {
+        let least = self.engine.least_part_bytes.load(Ordering::Relaxed);
+        let of = parts_of(desc, self.caller.world, self.lanes.len() as u32 + 1, least);
+        if of == 1 {
+            return None;
+        }
+        let join = Join::new(of - 1);
+        let first = CallDesc { part: Part { index: 0, of }, joins: Some(join.clone()), ..desc.clone() };
+        Some((first, join))
+    }
+
+    /// The parts of a call besides its first, which this is, over the same memory.
+    fn prepare_parts(&self, first: &CallDesc, prepared: &Prepared) -> Result<Vec<(CallDesc, Prepared)>> {
+        let part = |index| {
+            let part = Part { index, ..first.part };
+            let desc = CallDesc { part, joins: None, mode: Mode::Async, ..first.clone() };
+            let shape = self.planning.get(&desc)?;
+            Ok((desc, self.caller.prepare_part(prepared, shape)?))
+        };
+        (1..first.part.of).map(part).collect()
     }
 
     /// The shape and the memory of a checked call.
@@ -320,9 +360,12 @@ impl Group {
         &self.caller.name
     }
 
-    /// For a person: name, rank and world, then a line for each other rank with its process and the link to it, and one for its device.
+    /// For a person: name, rank and world, how many threads do parts of calls if there are any, then a line for each other rank with its process and the link to it, and one for its device.
     pub fn describe(&self) -> String {
-        let head = format!("group {}\nrank {}\nworld {}\n", self.caller.name, self.caller.rank, self.caller.world);
+        let mut head = format!("group {}\nrank {}\nworld {}\n", self.caller.name, self.caller.rank, self.caller.world);
+        if !self.lanes.is_empty() {
+            head += &format!("threads for parts of large calls: {}\n", self.lanes.len());
+        }
         let links = self.with_state(|group, context| {
             let others = group.members().ranks().filter(|&rank| rank != group.rank());
             let line = |rank: Rank| {
@@ -342,7 +385,13 @@ impl Group {
 
     /// The deadline of calls made from now on.
     pub fn set_timeout(&self, timeout: Duration) {
-        let _ = self.with_state(|group, _| group.set_timeout(timeout));
+        if self.driver.is_forked() {
+            return;
+        }
+        let now = time::now();
+        for lane in self.drivers() {
+            lane.with_core(|core| core.with_group(self.caller.group, now, |group, _| group.set_timeout(timeout)));
+        }
     }
 
     /// Calls made from now on record their duration.
@@ -381,21 +430,30 @@ impl Group {
             let until = time::now() + self.with_state(|group, _| group.timeout()).unwrap_or_default().min(LAST_CALLS);
             self.driver.await_calls(&[self.caller.group], until, interrupt);
         }
-        let Some(Departure { unreported_mismatch, sent, has_failed, timeout }) = self.leave_at_once() else {
-            return Ok(());
-        };
+        let departures = self.leave_at_once();
+        let Some((_, first)) = departures.first() else { return Ok(()) };
+        let timeout = first.timeout;
+        let has_failed = departures.iter().any(|(_, departure)| departure.has_failed);
         let patience = if has_failed { LAST_BYTES_FAILED } else { LAST_BYTES }.min(timeout);
-        let until = time::now() + patience;
-        match self.driver.await_delivery(sent, until, interrupt) {
-            Delivery::Complete | Delivery::Interrupted => {}
-            Delivery::Late => tracing::warn!(
-                group = &*self.caller.name,
-                "destroyed, and {} ms later another rank has not yet taken what calls that are done have sent to it; it is \
-                 lost if this process ends before that rank receives it",
-                patience.as_millis()
-            ),
+        let (until, mut mismatch) = (time::now() + patience, None);
+        for (lane, Departure { unreported_mismatch, sent, .. }) in departures {
+            mismatch = mismatch.or(unreported_mismatch);
+            match lane.await_delivery(sent, until, interrupt) {
+                Delivery::Complete | Delivery::Interrupted => {}
+                Delivery::Late => tracing::warn!(
+                    group = &*self.caller.name,
+                    "destroyed, and {} ms later another rank has not yet taken what calls that are done have sent to it; it is \
+                     lost if this process ends before that rank receives it",
+                    patience.as_millis()
+                ),
+            }
         }
-        unreported_mismatch.map_or(Ok(()), Err)
+        mismatch.map_or(Ok(()), Err)
+    }
+
+    /// Those of all its lanes, the first one first.
+    fn drivers(&self) -> impl Iterator<Item = &Arc<Driver>> {
+        std::iter::once(&self.driver).chain(&self.lanes)
     }
 
     /// As [`Group::shutdown`], without waiting for anybody.
@@ -403,24 +461,30 @@ impl Group {
     /// # Errors
     /// As [`Group::shutdown`].
     pub fn leave(&self) -> Result<()> {
-        self.leave_at_once().and_then(|departure| departure.unreported_mismatch).map_or(Ok(()), Err)
+        self.leave_at_once().into_iter().find_map(|(_, departure)| departure.unreported_mismatch).map_or(Ok(()), Err)
     }
 
-    /// `None`: it was left before.
-    fn leave_at_once(&self) -> Option<Departure> {
+    /// What remains on each lane; nothing if it was left before.
+    fn leave_at_once(&self) -> Vec<(&Arc<Driver>, Departure)> {
         if self.closed.swap(true, Ordering::AcqRel) || self.driver.is_forked() {
-            return None;
+            return Vec::new();
         }
-        // One look at the links: a disagreement that calls could not see may lie there.
-        self.driver.with_core(|core| core.look_again_at(self.caller.group));
-        self.driver.pass_now();
-        let departure = self.driver.with_core(|core| core.leave_group(self.caller.group, time::now()));
+        let mut departures = Vec::new();
+        for lane in self.drivers() {
+            // One look at the links: a disagreement that calls could not see may lie there.
+            lane.with_core(|core| core.look_again_at(self.caller.group));
+            lane.pass_now();
+            let departure = lane.with_core(|core| core.leave_group(self.caller.group, time::now()));
+            departures.extend(departure.map(|departure| (lane, departure)));
+        }
         if let Some(device) = &self.device {
             device.close();
         }
-        self.driver.flush();
-        self.driver.kick();
-        departure
+        for lane in self.drivers() {
+            lane.flush();
+            lane.kick();
+        }
+        departures
     }
 
     pub(crate) fn with_state<R>(&self, f: impl FnOnce(&mut GroupState, &mut Context<'_>) -> R) -> Result<R> {

@@ -3,6 +3,7 @@
 //! Owns the form of what is shown; what is counted is counted where it happens. Read [`Snapshot`] first.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use accl_types::{Collective, Rank};
@@ -33,6 +34,8 @@ pub struct Snapshot {
 /// A peer process.
 #[derive(Clone, Debug)]
 pub struct PeerSnapshot {
+    /// Its identity.
+    uuid: [u8; 16],
     /// Its rank in the group that was asked; `None` when the engine was.
     pub rank: Option<Rank>,
     /// `host worker-3, pid 4711`.
@@ -52,6 +55,8 @@ pub struct PeerSnapshot {
 /// A group.
 #[derive(Clone, Debug)]
 pub struct GroupSnapshot {
+    /// Its number, which is the same on all ranks.
+    pub id: u64,
     /// Its name for messages.
     pub name: String,
     /// This process's rank.
@@ -66,6 +71,8 @@ pub struct GroupSnapshot {
     pub failed: u64,
     /// What its calls have sent and received, with all ranks.
     pub traffic: Traffic,
+    /// Of that, what went by each of its lanes.
+    pub lanes: Vec<Traffic>,
     /// How often a caller has waited for a call that was not done when it was made.
     pub waits: u64,
     /// How long all these waits took.
@@ -101,6 +108,45 @@ impl Snapshot {
         Self { work, parks: driver.parks(), looks: driver.looks(), peers, groups }
     }
 
+    /// Adds what went by the lanes beside the first, which have the same peers and groups; for each peer, also what went for this group.
+    fn add_lanes(&mut self, others: &[Arc<Driver>], of_group: Option<u64>) {
+        let places: HashMap<[u8; 16], usize> =
+            self.peers.iter().enumerate().map(|(place, peer)| (peer.uuid, place)).collect();
+        for (number, lane) in (1..).zip(others) {
+            (self.parks, self.looks) = (self.parks + lane.parks(), self.looks + lane.looks());
+            let (peers, groups) = lane.with_core(|core| {
+                let of_groups = traffic_of_groups(core);
+                let peers: Vec<PeerSnapshot> = core.net.all().map(|id| peer(core, id, &of_groups)).collect();
+                let groups: Vec<(u64, Traffic)> = core.groups().map(|state| (state.id(), traffic_of(state))).collect();
+                (peers, groups)
+            });
+            if let Some(id) = of_group {
+                lane.with_core(|core| {
+                    let members = core.group(id).map(GroupState::members);
+                    for peer in &mut self.peers {
+                        let of_lane = members.zip(peer.rank).map(|(members, rank)| members.traffic(rank));
+                        peer.of_group =
+                            peer.of_group.zip(of_lane).map(|(here, there)| here.plus(there)).or(peer.of_group);
+                    }
+                });
+            }
+            for there in peers {
+                // The same operation leads from the identity of a lane to that of the first one.
+                let first = accl_wire::lane_uuid(&there.uuid, number);
+                if let Some(here) = places.get(&first).and_then(|&place| self.peers.get_mut(place)) {
+                    here.traffic = here.traffic.plus(there.traffic);
+                    here.system_calls += there.system_calls;
+                }
+            }
+            for (id, traffic) in groups {
+                if let Some(here) = self.groups.iter_mut().find(|here| here.id == id) {
+                    here.traffic = here.traffic.plus(traffic);
+                    here.lanes.push(traffic);
+                }
+            }
+        }
+    }
+
     /// Of nothing: the lock may have been held by another thread when the process forked, and then nobody ever gives it back.
     fn of_a_forked_child(driver: &Driver) -> Self {
         Self::new(driver, Vec::new(), Vec::new(), Work::default())
@@ -115,12 +161,14 @@ impl Engine {
         if self.driver.is_forked() {
             return Snapshot::of_a_forked_child(&self.driver);
         }
-        self.driver.with_core(|core| {
+        let mut snapshot = self.driver.with_core(|core| {
             let of_groups = traffic_of_groups(core);
             let peers = core.net.all().map(|id| peer(core, id, &of_groups)).collect();
             let groups = core.groups().map(|state| group(core, state)).collect();
             Snapshot::new(&self.driver, peers, groups, core.work())
-        })
+        });
+        snapshot.add_lanes(self.other_lanes(), None);
+        snapshot
     }
 }
 
@@ -130,7 +178,7 @@ impl Group {
         if self.driver.is_forked() {
             return Snapshot::of_a_forked_child(&self.driver);
         }
-        self.driver.with_core(|core| {
+        let mut snapshot = self.driver.with_core(|core| {
             let core = &*core;
             let state = core.group(self.caller.group);
             let of_groups = traffic_of_groups(core);
@@ -143,7 +191,9 @@ impl Group {
             let peers = members.into_iter().flat_map(|members| members.ranks().map(|rank| of_rank(members, rank)));
             let peers = peers.collect();
             Snapshot::new(&self.driver, peers, state.map(|state| group(core, state)).into_iter().collect(), core.work())
-        })
+        });
+        snapshot.add_lanes(&self.lanes, Some(self.caller.group));
+        snapshot
     }
 }
 
@@ -159,13 +209,19 @@ fn traffic_of_groups(core: &Core) -> HashMap<PeerId, Traffic> {
     found
 }
 
+/// What the calls of a group have sent and received, with all ranks.
+fn traffic_of(state: &GroupState) -> Traffic {
+    let ranks = state.members().ranks().map(|rank| state.members().traffic(rank));
+    ranks.fold(Traffic::default(), Traffic::plus)
+}
+
 fn peer(core: &Core, id: PeerId, of_groups: &HashMap<PeerId, Traffic>) -> PeerSnapshot {
     let peer = core.net.peer(id);
     let (link, system_calls) = core.net.link_of(id).unzip();
     let traffic = peer.traffic().plus(of_groups.get(&id).copied().unwrap_or_default());
     let (process, gone, system_calls) =
         (core.net.host_and_pid(id), core.net.why_gone(id), system_calls.unwrap_or_default());
-    PeerSnapshot { rank: None, process, link, gone, traffic, of_group: None, system_calls }
+    PeerSnapshot { uuid: peer.info().uuid, rank: None, process, link, gone, traffic, of_group: None, system_calls }
 }
 
 fn group(core: &Core, state: &GroupState) -> GroupSnapshot {
@@ -174,10 +230,12 @@ fn group(core: &Core, state: &GroupState) -> GroupSnapshot {
     let in_flight = core.in_flight(state.id()).into_iter().map(|CallInFlight { call, awaits, external }| {
         CallSnapshot { collective: call.collective, seq: call.seq, age: now.since(call.started()), awaits, external }
     });
-    let ranks = state.members().ranks().map(|rank| state.members().traffic(rank));
     let (waits, waited) = state.waits().total();
+    let traffic = traffic_of(state);
     GroupSnapshot {
-        traffic: ranks.fold(Traffic::default(), Traffic::plus),
+        id: state.id(),
+        traffic,
+        lanes: vec![traffic],
         waits,
         waited,
         name: state.name().to_string(),

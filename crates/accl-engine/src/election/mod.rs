@@ -179,6 +179,16 @@ impl Election {
         }
     }
 
+    /// Starts the background thread before it is wanted. `false`: the system has none.
+    pub(crate) fn start_background(&self, host: &impl Host) -> bool {
+        if std::mem::replace(&mut self.state.lock().background_started, true) {
+            return true;
+        }
+        let is_started = host.start_background();
+        self.state.lock().background_started = is_started;
+        is_started
+    }
+
     /// After another thread's pass: the driver must not sleep on when its call may have ended, or when it `must` look.
     pub(crate) fn wake_driver_if(&self, must: bool, host: &impl Host) {
         // Whoever has the lock may be a third thread, so to pass by when it is taken would leave a parked driver asleep until its tick.

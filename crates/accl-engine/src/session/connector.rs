@@ -1,6 +1,6 @@
 //! The thread that makes links: those that calls and groups of this process want, and those that peers want.
 //!
-//! Owns the endpoint, the way of a link from there to the peers under the driver's lock, and what is said to peers besides links: notes
+//! Owns the endpoint, the way of a link from there to the peers of a lane under its driver's lock, and what is said to peers besides links: notes
 //! that a group has failed, for ranks that look at no link, and questions what has become of a peer that cannot be reached, which `inquests` keeps. It
 //! sleeps until somebody connects or a link is wanted, and answers peers also while nobody here makes a call. Read [`Connector`]
 //! first, then [`Work::turn`].
@@ -33,7 +33,8 @@ type Uuid = [u8; 16];
 pub(crate) struct Connector {
     /// Until the thread has it.
     endpoint: Mutex<Option<Endpoint>>,
-    driver: Weak<Driver>,
+    /// Of each lane.
+    drivers: Vec<Weak<Driver>>,
     shared: Arc<Shared>,
 }
 
@@ -56,29 +57,30 @@ struct State {
 }
 
 enum Request {
-    /// A group is made that needs links to these.
-    Want(Vec<EndpointInfo>),
+    /// A group is made that needs links to these on a lane.
+    Want(u32, Vec<EndpointInfo>),
     /// It needs them no more, whether it has them or not.
-    Forget(Vec<Uuid>),
+    Forget(u32, Vec<Uuid>),
     /// Peers have been introduced that may have links already.
     HandOver,
 }
 
 impl Connector {
-    /// Without its thread.
+    /// Without its thread. The endpoint has as many lanes as there are drivers.
     ///
     /// # Errors
     /// `Exhausted` when there is no descriptor left.
-    pub(crate) fn new(endpoint: Endpoint, driver: &Arc<Driver>) -> Result<Self> {
+    pub(crate) fn new<'a>(endpoint: Endpoint, drivers: impl Iterator<Item = &'a Arc<Driver>>) -> Result<Self> {
         let waker = Arc::new(Waker::new()?);
-        driver.wanted().set_waker(waker.clone());
+        let drivers = drivers.inspect(|driver| driver.wanted().set_waker(waker.clone()));
+        let drivers = drivers.map(Arc::downgrade).collect();
         let shared = Arc::new(Shared {
             waker,
             is_stopping: AtomicBool::new(false),
             state: Mutex::default(),
             changed: Condvar::new(),
         });
-        Ok(Self { endpoint: Mutex::new(Some(endpoint)), driver: Arc::downgrade(driver), shared })
+        Ok(Self { endpoint: Mutex::new(Some(endpoint)), drivers, shared })
     }
 
     /// Starts the thread, once.
@@ -92,13 +94,13 @@ impl Connector {
         }
         // What moves into a thread that the system refuses is lost: it is taken there.
         let handed_over = Arc::new(Mutex::new(place.take()));
-        let (endpoint, driver, shared) = (handed_over.clone(), self.driver.clone(), self.shared.clone());
+        let (endpoint, drivers, shared) = (handed_over.clone(), self.drivers.clone(), self.shared.clone());
         shared.state.lock().is_running = true;
         let spawned = std::thread::Builder::new().name("accl-connect".into()).spawn(move || {
             signals::block_all();
             let endpoint = endpoint.lock().take();
             if let Some(endpoint) = endpoint {
-                Work::new(endpoint, driver, shared.clone()).run();
+                Work::new(endpoint, drivers, shared.clone()).run();
             }
             shared.state.lock().is_running = false;
             shared.changed.notify_all();
@@ -116,13 +118,13 @@ impl Connector {
     }
 
     /// Begins to make links that this and the other side want.
-    pub(crate) fn want(&self, peers: Vec<EndpointInfo>) {
-        self.ask(Request::Want(peers));
+    pub(crate) fn want(&self, lane: u32, peers: Vec<EndpointInfo>) {
+        self.ask(Request::Want(lane, peers));
     }
 
     /// Whoever has called [`Connector::want`] waits for these no more.
-    pub(crate) fn forget(&self, peers: Vec<Uuid>) {
-        self.ask(Request::Forget(peers));
+    pub(crate) fn forget(&self, lane: u32, peers: Vec<Uuid>) {
+        self.ask(Request::Forget(lane, peers));
     }
 
     /// Peers have been introduced, who may have connected before.
@@ -163,151 +165,188 @@ impl Drop for Connector {
 /// What the thread has.
 struct Work {
     endpoint: Endpoint,
-    driver: Weak<Driver>,
+    lanes: Vec<Lane>,
     shared: Arc<Shared>,
+    /// Of notes and questions.
+    numbers: u64,
+}
+
+/// What the thread knows of the peers of one lane.
+struct Lane {
+    number: u32,
+    driver: Weak<Driver>,
     /// Peers that groups wait for, and how many do.
     awaited: HashMap<Uuid, (EndpointInfo, usize)>,
     /// Notes that are sent unless their receivers speak first, in the order of when.
     notes: VecDeque<(Instant, Note)>,
     /// Peers that cannot be reached, of which others are asked.
     inquests: Inquests,
-    /// Of notes and questions.
-    numbers: u64,
     /// What has been said of peers that are hard to reach.
     troubles: HashMap<Uuid, String>,
 }
 
 impl Work {
-    fn new(endpoint: Endpoint, driver: Weak<Driver>, shared: Arc<Shared>) -> Self {
-        Self {
-            endpoint,
+    fn new(endpoint: Endpoint, drivers: Vec<Weak<Driver>>, shared: Arc<Shared>) -> Self {
+        let lane = |(number, driver)| Lane {
+            number,
             driver,
-            shared,
             awaited: HashMap::new(),
             notes: VecDeque::new(),
             inquests: Inquests::default(),
-            numbers: 0,
             troubles: HashMap::new(),
-        }
+        };
+        Self { endpoint, lanes: (0..).zip(drivers).map(lane).collect(), shared, numbers: 0 }
     }
 
     fn run(mut self) {
-        while let Some(driver) = self.driver.upgrade() {
+        let upgraded = |lanes: &[Lane]| lanes.iter().map(|lane| lane.driver.upgrade()).collect::<Option<Vec<_>>>();
+        while let Some(drivers) = upgraded(&self.lanes) {
             self.shared.waker.clear();
             let requests = std::mem::take(&mut self.shared.state.lock().requests);
             if self.shared.is_stopping.load(Ordering::Acquire) {
                 return;
             }
-            let turned = catch_unwind(AssertUnwindSafe(|| self.turn(&driver, requests)));
+            let turned = catch_unwind(AssertUnwindSafe(|| self.turn(&drivers, requests)));
             if let Err(panic) = turned {
                 // Nobody else could make links, and calls would wait for them until their deadline.
-                let error = driver.with_core(|core| core.fail_all(&*panic));
-                self.shared.state.lock().failure = Some(error);
+                let errors = drivers.iter().map(|driver| driver.with_core(|core| core.fail_all(&*panic)));
+                self.shared.state.lock().failure = errors.last();
                 return;
             }
-            drop(driver);
+            drop(drivers);
             self.endpoint.sleep(&self.shared.waker, self.next_turn());
         }
     }
 
     /// How long there is nothing to do but what comes.
     fn next_turn(&self) -> Option<Duration> {
-        let note = self.notes.front().map(|(due, _)| due.saturating_duration_since(Instant::now()));
-        let question = self.inquests.next().map(|at| at.since(time::now()));
-        note.into_iter().chain(question).min()
+        self.lanes.iter().filter_map(Lane::next_turn).min()
     }
 
     /// Begins what is wanted, looks at what is under way, and gives links that were made to their peers.
-    fn turn(&mut self, driver: &Arc<Driver>, requests: Vec<Request>) {
+    fn turn(&mut self, drivers: &[Arc<Driver>], requests: Vec<Request>) {
         let now = Instant::now();
-        let (wanted, notes) = driver.wanted().take();
-        // Links come to their peers on this thread alone: those without stay so for now.
-        for info in driver.still_unlinked(wanted) {
-            self.endpoint.want(&info, Wanted::Here, now);
+        let Self { endpoint, lanes, numbers, .. } = self;
+        for (lane, driver) in lanes.iter_mut().zip(drivers) {
+            lane.take_wanted(driver, endpoint, now);
         }
-        self.notes.extend(notes.into_iter().map(|note| (now + NOTE_DELAY, note)));
         let mut has_changed = !requests.is_empty();
         for request in requests {
             match request {
-                Request::Want(infos) => {
-                    for info in &infos {
-                        self.awaited.entry(info.uuid).or_insert_with(|| (info.clone(), 0)).1 += 1;
-                    }
-                    for info in driver.still_unlinked(infos) {
-                        self.endpoint.want(&info, Wanted::OnBothSides, now);
+                Request::Want(lane, infos) => {
+                    if let Some((lane, driver)) = lanes.get_mut(lane as usize).zip(drivers.get(lane as usize)) {
+                        lane.want(infos, driver, endpoint, now);
                     }
                 }
-                Request::Forget(peers) => peers.iter().for_each(|peer| self.forget(peer)),
+                Request::Forget(lane, peers) => {
+                    if let Some(lane) = lanes.get_mut(lane as usize) {
+                        peers.iter().for_each(|peer| lane.forget(peer, endpoint));
+                    }
+                }
                 Request::HandOver => {}
             }
         }
-        self.send_notes(driver, now);
-        self.endpoint.turn(now, &mut Answers(driver));
-        let reached: Vec<Uuid> = self.endpoint.reached().collect();
-        for uuid in reached {
-            let endpoint = &mut self.endpoint;
+        for (lane, driver) in lanes.iter_mut().zip(drivers) {
+            lane.send_notes(driver, endpoint, numbers, now);
+        }
+        endpoint.turn(now, &mut Answers(drivers));
+        let reached: Vec<(u32, Uuid)> = endpoint.reached().collect();
+        for (lane, uuid) in reached {
+            let Some(driver) = drivers.get(lane as usize) else { continue };
             if driver.attach(&uuid, || endpoint.take_link(&uuid)) {
                 has_changed = true;
             } else if driver.has_gone(&uuid) {
                 // It was given up while the link was made, and is to learn of that.
-                self.endpoint.drop_link(&uuid);
+                endpoint.drop_link(&uuid);
             }
         }
-        for Unreachable { peer, error, has_ended } in self.endpoint.take_unreachable() {
+        for Unreachable { lane, peer, error, has_ended } in endpoint.take_unreachable() {
+            let Some((lane, driver)) = lanes.get_mut(lane as usize).zip(drivers.get(lane as usize)) else { continue };
             if has_ended {
-                self.inquests.begin(peer.uuid, error, time::now());
+                lane.inquests.begin(peer.uuid, error, time::now());
             } else {
                 driver.lose(&peer.uuid, error);
                 has_changed = true;
             }
         }
-        has_changed |= self.inquire(driver, now);
-        // Those that a group being made waits for are spoken of at its deadline, which may come before there has been time for a link.
-        let awaited = self.awaited.iter().map(|(uuid, (info, _))| (*uuid, self.endpoint.why_not(info)));
-        let troubles: HashMap<Uuid, String> = self.endpoint.troubles(now).chain(awaited).collect();
-        if troubles != self.troubles {
-            driver.with_core(|core| {
-                for (uuid, why) in troubles.iter().filter(|(uuid, why)| self.troubles.get(*uuid) != Some(*why)) {
-                    core.net.set_trouble(uuid, why);
-                }
-            });
-            self.troubles = troubles;
+        // Numbers are of all lanes' questions and notes: one that a lane has not sent means nothing to it.
+        for (number, reply) in endpoint.take_replies() {
+            let fate = reply.ok().map(|answer| Fate::of(&answer));
+            lanes.iter_mut().for_each(|lane| lane.inquests.answer(number, fate, time::now()));
         }
-        for warning in self.endpoint.take_warnings() {
+        for (lane, driver) in lanes.iter_mut().zip(drivers) {
+            has_changed |= lane.inquire(driver, endpoint, numbers, now);
+            lane.tell_troubles(driver, endpoint, now);
+        }
+        for warning in endpoint.take_warnings() {
             tracing::warn!("{warning}");
         }
-        if has_changed || !self.awaited.is_empty() {
+        if has_changed || lanes.iter().any(|lane| !lane.awaited.is_empty()) {
             // Under the lock: whoever has just found that links are missing waits by then.
             let _state = self.shared.state.lock();
             self.shared.changed.notify_all();
         }
     }
+}
 
-    /// Sends the notes that are due, to those who have not spoken.
-    fn send_notes(&mut self, driver: &Driver, now: Instant) {
-        while self.notes.front().is_some_and(|(due, _)| *due <= now) {
-            let Some((_, note)) = self.notes.pop_front() else { return };
-            if driver.with_core(|core| core.is_note_needed(&note.to.uuid, note.group)) {
-                self.numbers += 1;
-                self.endpoint.send_note(&note.to, &note.bytes, self.numbers, now);
+impl Lane {
+    fn next_turn(&self) -> Option<Duration> {
+        let note = self.notes.front().map(|(due, _)| due.saturating_duration_since(Instant::now()));
+        let question = self.inquests.next().map(|at| at.since(time::now()));
+        note.into_iter().chain(question).min()
+    }
+
+    /// Begins what calls want.
+    fn take_wanted(&mut self, driver: &Driver, endpoint: &mut Endpoint, now: Instant) {
+        let (wanted, notes) = driver.wanted().take();
+        // Links come to their peers on this thread alone: those without stay so for now.
+        for info in driver.still_unlinked(wanted) {
+            endpoint.want(self.number, &info, Wanted::Here, now);
+        }
+        self.notes.extend(notes.into_iter().map(|note| (now + NOTE_DELAY, note)));
+    }
+
+    /// Begins what a group that is being made wants.
+    fn want(&mut self, infos: Vec<EndpointInfo>, driver: &Driver, endpoint: &mut Endpoint, now: Instant) {
+        for info in &infos {
+            self.awaited.entry(info.uuid).or_insert_with(|| (info.clone(), 0)).1 += 1;
+        }
+        for info in driver.still_unlinked(infos) {
+            endpoint.want(self.number, &info, Wanted::OnBothSides, now);
+        }
+    }
+
+    fn forget(&mut self, peer: &Uuid, endpoint: &mut Endpoint) {
+        if let Some((_, count)) = self.awaited.get_mut(peer) {
+            *count -= 1;
+            if *count == 0 {
+                self.awaited.remove(peer);
+                endpoint.lose_patience(peer);
             }
         }
     }
 
-    /// Asks others what has become of peers that cannot be reached, and heeds their answers. Returns whether it is known of any.
-    fn inquire(&mut self, driver: &Arc<Driver>, now: Instant) -> bool {
-        let moment = time::now();
-        for (number, reply) in self.endpoint.take_replies() {
-            self.inquests.answer(number, reply.ok().map(|answer| Fate::of(&answer)), moment);
+    /// Sends the notes that are due, to those who have not spoken.
+    fn send_notes(&mut self, driver: &Driver, endpoint: &mut Endpoint, numbers: &mut u64, now: Instant) {
+        while self.notes.front().is_some_and(|(due, _)| *due <= now) {
+            let Some((_, note)) = self.notes.pop_front() else { return };
+            if driver.with_core(|core| core.is_note_needed(&note.to.uuid, note.group)) {
+                *numbers += 1;
+                endpoint.send_note(self.number, &note.to, &note.bytes, *numbers, now);
+            }
         }
-        let numbers = &mut self.numbers;
+    }
+
+    /// Asks others what has become of peers that cannot be reached. Returns whether it is known of any.
+    fn inquire(&mut self, driver: &Arc<Driver>, endpoint: &mut Endpoint, numbers: &mut u64, now: Instant) -> bool {
+        let moment = time::now();
         let number = || {
             *numbers += 1;
             *numbers
         };
         let questions = self.inquests.ask(moment, |uuid| driver.with_core(|core| core.witnesses(uuid)), number);
         for Question { number, to, bytes } in questions {
-            self.endpoint.send_note(&to, &bytes, number, now);
+            endpoint.send_note(self.number, &to, &bytes, number, now);
         }
         let found = self.inquests.take_found();
         let has_changed = !found.is_empty();
@@ -320,26 +359,32 @@ impl Work {
         has_changed
     }
 
-    fn forget(&mut self, peer: &Uuid) {
-        if let Some((_, count)) = self.awaited.get_mut(peer) {
-            *count -= 1;
-            if *count == 0 {
-                self.awaited.remove(peer);
-                self.endpoint.lose_patience(peer);
-            }
+    /// Tells the driver which peers are hard to reach, and why.
+    fn tell_troubles(&mut self, driver: &Driver, endpoint: &Endpoint, now: Instant) {
+        // Those that a group being made waits for are spoken of at its deadline, which may come before there has been time for a link.
+        let awaited = self.awaited.iter().map(|(uuid, (info, _))| (*uuid, endpoint.why_not(info)));
+        let troubles: HashMap<Uuid, String> = endpoint.troubles(self.number, now).chain(awaited).collect();
+        if troubles != self.troubles {
+            driver.with_core(|core| {
+                for (uuid, why) in troubles.iter().filter(|(uuid, why)| self.troubles.get(*uuid) != Some(*why)) {
+                    core.net.set_trouble(uuid, why);
+                }
+            });
+            self.troubles = troubles;
         }
     }
 }
 
 /// What this process says to those that connect.
-struct Answers<'a>(&'a Arc<Driver>);
+struct Answers<'a>(&'a [Arc<Driver>]);
 
 impl Host for Answers<'_> {
-    fn stance_to(&mut self, peer: &Uuid) -> Stance {
-        self.0.stance_to(peer)
+    fn stance_to(&mut self, lane: u32, peer: &Uuid) -> Stance {
+        self.0.get(lane as usize).map_or(Stance::GivenUp, |driver| driver.stance_to(peer))
     }
 
-    fn on_note(&mut self, from: &Uuid, note: &[u8]) -> String {
-        self.0.on_note(from, note).name().to_owned()
+    fn on_note(&mut self, lane: u32, from: &Uuid, note: &[u8]) -> String {
+        let fate = self.0.get(lane as usize).map_or(Fate::Unknown, |driver| driver.on_note(from, note));
+        fate.name().to_owned()
     }
 }

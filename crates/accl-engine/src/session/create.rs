@@ -21,9 +21,11 @@ use crate::api::default_codec::DefaultCodec;
 use crate::api::group::{Group, Rules};
 use crate::api::spec::GroupSpec;
 use crate::device::{Device, Opening};
+use crate::driver::Driver;
 use crate::engine::{Engine, Job, Parts};
 use crate::env::launch_label;
 use crate::events;
+use crate::lanes::Numbers;
 use crate::settings::intra_node_of;
 use crate::time::{self, far};
 use accl_executor::group::GroupState;
@@ -92,10 +94,13 @@ fn agreed_text(spec: &GroupSpec, url: Option<&DeviceUrl>) -> String {
 
 /// What all ranks have before a group is made.
 struct Prepared {
-    state: GroupState,
+    states: LaneStates,
     infos: Vec<RankInfo>,
     rules: Rules,
 }
+
+/// The group on each of its lanes, the first one first.
+type LaneStates = Vec<GroupState>;
 
 impl Engine {
     /// Makes a group: meets the other ranks in the store, connects to its neighbours among them. Links to the others are made when
@@ -162,7 +167,7 @@ impl Engine {
             self.look_for_lost(&members)
         };
         let mut device = Devices { url, opened: None };
-        let Prepared { state, infos, rules } =
+        let Prepared { states, infos, rules } =
             match self.meet(parts, spec, &mut meeting, deadline, &mut device, &mut look) {
                 Ok(prepared) => prepared,
                 Err(error) => {
@@ -175,13 +180,19 @@ impl Engine {
         let here = &infos[spec.rank.index()].info.host_id;
         let neighbours = infos.iter().filter(|info| info.info.host_id == *here).map(|info| &info.cores);
         if Cores::are_shared(neighbours) {
-            self.driver.share_cores();
+            self.lanes().for_each(|lane| lane.share_cores());
         }
+        let mut states = states.into_iter();
+        let state = states.next().ok_or_else(|| Error::internal("a group has no lane"))?;
         let (id, name) = (state.id(), state.name().clone());
         if is_of_the_job {
             *self.job.lock() = Some(Job { group: id, processes: infos.iter().map(|info| info.info.uuid).collect() });
         }
         let now = time::now();
+        // Before the first lane makes calls.
+        for (lane, state) in self.other_lanes().iter().zip(states) {
+            lane.with_core(|core| core.add_group(state, now));
+        }
         self.driver.with_core(|core| {
             for (rank, info) in infos.iter().enumerate() {
                 if !core.net.is_linked(state.members().peer(Rank(rank as u32))) {
@@ -218,21 +229,26 @@ impl Engine {
             let infos = meeting.gather(look)?;
             let id = group_id(meeting.session(), &infos);
             let made = self.prepare(parts, spec, meeting, id, &infos, deadline, device, look).and_then(|prepared| {
-                let Some((state, rules)) = prepared else { return Ok(None) };
+                let Some((states, rules)) = prepared else { return Ok(None) };
                 match meeting.confirm(look)? {
-                    Outcome::Made => Ok(Some((state, rules))),
+                    Outcome::Made => Ok(Some((states, rules))),
                     Outcome::Moved => Ok(None),
                 }
             });
             match made {
-                Ok(Some((state, rules))) => return Ok(Prepared { state, infos, rules }),
-                Ok(None) => self.driver.with_core(|core| core.remove_group(id)),
+                Ok(Some((states, rules))) => return Ok(Prepared { states, infos, rules }),
+                Ok(None) => self.forget_group(id),
                 Err(error) => {
-                    self.driver.with_core(|core| core.remove_group(id));
+                    self.forget_group(id);
                     return Err(error);
                 }
             }
         }
+    }
+
+    /// A group is not made.
+    fn forget_group(&self, id: u64) {
+        self.lanes().for_each(|lane| lane.with_core(|core| core.remove_group(id)));
     }
 
     /// Connects, and makes all that may fail on one rank alone. `None` when the session is over.
@@ -247,7 +263,7 @@ impl Engine {
         deadline: Instant,
         device: &mut Devices,
         look: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<Option<(GroupState, Rules)>> {
+    ) -> Result<Option<(LaneStates, Rules)>> {
         let topology = Topology::new(host_indices(infos));
         // The same on all ranks, since they agreed on the rules.
         accl_schedule::check_rules(&topology, &spec.config.algorithm)?;
@@ -256,20 +272,65 @@ impl Engine {
         if !self.open_device(spec, meeting, device, deadline, look)? {
             return Ok(None);
         }
-        self.driver.with_core(|core| core.expect_group(id, peers.clone()));
-        let members = Members::new(peers, Bytes(spec.config.eager_bytes));
+        let mut states = self.on_lanes(parts, spec, id, infos, peers, device.opened.is_some())?;
         let chooser = chooser(topology, spec, infos, self.driver.with_core(|core| core.segment()));
         let planner = Planner::new(chooser, spec.rank);
-        let mut state = GroupState::new(id, spec.name.as_str().into(), spec.rank, spec.timeout, members);
-        if spec.config.timing {
-            state.enable_timing();
-        }
         let device = device.opened.clone();
-        if let Some(device) = &device {
+        if let Some((device, first)) = device.as_ref().zip(states.first_mut()) {
             device.connect(&self.driver, id);
-            state.take_packets_with(device.sink());
+            first.take_packets_with(device.sink());
         }
-        Ok(Some((state, Rules { default_codec, device, planner })))
+        let lanes = self.other_lanes().iter().take(states.len() - 1).cloned().collect();
+        Ok(Some((states, Rules { default_codec, device, planner, lanes })))
+    }
+
+    /// The group as each of its lanes has it, the first one with these peers. It has as many as each of its ranks has, and one where a device does
+    /// what is large.
+    fn on_lanes(
+        &self,
+        parts: Parts<'_>,
+        spec: &GroupSpec,
+        id: u64,
+        infos: &[RankInfo],
+        first: Vec<PeerId>,
+        has_device: bool,
+    ) -> Result<LaneStates> {
+        let of_all = infos.iter().map(|info| info.info.lanes).min().unwrap_or(1);
+        let others = if has_device || spec.world == 1 { 0 } else { of_all.saturating_sub(1) as usize };
+        let (mine, fewest) = (parts.info.lanes, infos.iter().position(|info| info.info.lanes == of_all));
+        if let Some(rank) = fewest.filter(|_| of_all < mine) {
+            tracing::warn!(
+                group = spec.name,
+                "rank {rank} has {} threads for parts of large calls and this one {}: as many as it has are used",
+                of_all - 1,
+                mine - 1
+            );
+        }
+        let numbers: Arc<Numbers> = Arc::default();
+        let name: Arc<str> = spec.name.as_str().into();
+        let state = |lane: u32, driver: &Driver, peers: Vec<PeerId>| {
+            driver.with_core(|core| core.expect_group(id, peers.clone()));
+            let members = Members::new(peers, Bytes(spec.config.eager_bytes));
+            let mut state = GroupState::new(id, name.clone(), spec.rank, spec.timeout, members);
+            if others > 0 {
+                state.set_lane(lane, numbers.clone());
+            }
+            if spec.config.timing {
+                state.enable_timing();
+            }
+            state
+        };
+        let mut states = vec![state(0, &self.driver, first)];
+        for (lane, driver) in (1..).zip(self.other_lanes()).take(others) {
+            let there: Vec<EndpointInfo> = infos.iter().map(|info| info.info.of_lane(lane)).collect();
+            let peers = self.introduce(driver, parts.info, &there, spec.rank.index())?;
+            states.push(state(lane, driver, peers));
+        }
+        if others > 0 {
+            // Peers may have connected before they were introduced.
+            parts.connector.hand_over();
+        }
+        Ok(states)
     }
 
     /// Opens the group's device, and that anew when a session moves: it is set up for the other ranks' devices, which are new then. `false` when
@@ -391,7 +452,7 @@ impl Engine {
         }
         let others: Vec<EndpointInfo> = infos.iter().map(|info| info.info.clone()).collect();
         accl_transport::check_peers(parts.info, &others).map_err(|failed| failed.error)?;
-        let peers = self.introduce(parts, &others, own)?;
+        let peers = self.introduce(&self.driver, parts.info, &others, own)?;
         let neighbours: Vec<Rank> = neighbours(spec.rank, spec.world).collect();
         let missing = || -> Vec<Rank> {
             self.driver.with_core(|core| {
@@ -403,7 +464,7 @@ impl Engine {
         if first.is_empty() {
             return Ok(Some(peers));
         }
-        parts.connector.want(first.iter().map(|rank| others[rank.index()].clone()).collect());
+        parts.connector.want(0, first.iter().map(|rank| others[rank.index()].clone()).collect());
         let mut asked = Instant::now();
         let outcome = loop {
             parts.connector.await_change(CONNECT_TICK, || missing().is_empty());
@@ -427,23 +488,24 @@ impl Engine {
                 }
             }
         };
-        parts.connector.forget(first.iter().map(|rank| others[rank.index()].uuid).collect());
+        parts.connector.forget(0, first.iter().map(|rank| others[rank.index()].uuid).collect());
         outcome.map(|linked| linked.map(|()| peers))
     }
 
-    /// Makes all ranks' processes peers of this one.
-    fn introduce(&self, parts: Parts<'_>, infos: &[EndpointInfo], own: usize) -> Result<Vec<PeerId>> {
+    /// Makes all ranks' processes peers of this one on a lane.
+    fn introduce(&self, lane: &Driver, mine: &EndpointInfo, infos: &[EndpointInfo], own: usize) -> Result<Vec<PeerId>> {
+        let polling = lane.polling().ok_or_else(|| Error::internal("a lane has nothing to sleep in"))?;
         // A peer that went and came back has a link that is dead and does not know it yet.
-        self.driver.after_a_look(|core| {
+        lane.after_a_look(|core| {
             let introduce = |info: &EndpointInfo| {
-                let likely = accl_transport::likely_transport(parts.info, info);
+                let likely = accl_transport::likely_transport(mine, info);
                 core.net.introduce(info, likely.is_some_and(|row| row.is_cheap_to_look_at))
             };
             let peers: Vec<PeerId> = infos.iter().map(introduce).collect();
             if core.net.is_unlinked(peers[own]) {
                 let payload = self.config.segment_bytes as usize + accl_wire::frame::OVERHEAD_BYTES;
-                let mut link = accl_transport::loopback::self_link(payload, parts.waker.clone());
-                let slot = parts.poller.watch(&mut link)?;
+                let mut link = accl_transport::loopback::self_link(payload, polling.waker.clone());
+                let slot = polling.poller.watch(&mut link)?;
                 core.net.attach(peers[own], Box::new(link), slot);
             }
             Ok(peers)

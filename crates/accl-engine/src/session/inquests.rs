@@ -154,6 +154,7 @@ mod tests {
             addresses: Vec::new(),
             unix_name: String::new(),
             transports: Vec::new(),
+            lanes: 1,
         }
     }
 

@@ -309,5 +309,6 @@ pub(super) fn info(process: usize) -> EndpointInfo {
         addresses: Vec::new(),
         unix_name: String::new(),
         transports: Vec::new(),
+        lanes: 1,
     }
 }

@@ -5,6 +5,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use accl_schedule::Part;
 use accl_types::{Collective, Dtype, Error, Rank, ReduceOp, Result};
 
 use super::encoding::{Encoded, Encoding, is_encoded};
@@ -57,6 +58,10 @@ pub struct CallDesc {
     pub staging: Option<Arc<dyn External>>,
     /// What does the whole collective, once all ranks have shown that they make the same; whether it does must be the same on all ranks.
     pub offload: Option<Arc<dyn External>>,
+    /// Which part of the call this is, where other lanes do the others.
+    pub part: Part,
+    /// Of the first part: what is over when the others are.
+    pub joins: Option<Arc<dyn External>>,
 }
 
 impl CallDesc {
@@ -80,6 +85,8 @@ impl CallDesc {
             encoding: Encoded::GroupDefault,
             staging: None,
             offload: None,
+            part: Part::WHOLE,
+            joins: None,
         }
     }
 
@@ -89,6 +96,21 @@ impl CallDesc {
         total(&self.inputs).max(total(&self.outputs))
     }
 
+    /// Bytes of the whole buffer of one rank, the same on all ranks of such a world; 0 where no rank knows it, since the blocks are uneven.
+    pub fn size_bytes(&self, world: u32) -> u64 {
+        let total = |blocks: &Blocks| blocks.pieces().iter().map(TensorDesc::len_bytes).sum::<u64>();
+        match self.collective {
+            Collective::AllReduce | Collective::Broadcast | Collective::Reduce | Collective::AllGather => {
+                total(&self.outputs)
+            }
+            Collective::ReduceScatter => total(&self.inputs),
+            Collective::Gather => total(&self.inputs) * u64::from(world),
+            Collective::Scatter => total(&self.outputs) * u64::from(world),
+            Collective::AllToAll if self.equal_blocks => total(&self.inputs),
+            Collective::AllToAll | Collective::Barrier | Collective::Send | Collective::Recv => 0,
+        }
+    }
+
     /// Whether the call may take the fast path: its caller waits, and it is nothing unusual.
     #[inline]
     pub fn may_take_fast_path(&self) -> bool {
@@ -96,6 +118,7 @@ impl CallDesc {
             && self.seq.is_none()
             && !matches!(self.encoding, Encoded::As(_))
             && self.offload.is_none()
+            && self.part == Part::WHOLE
             && !self.collective.is_point_to_point()
             && self.uses_tensors_as_they_are()
     }
@@ -143,7 +166,8 @@ impl CallDesc {
     /// Whether some tensor lies where the executor cannot touch it.
     pub(crate) fn is_staged(&self) -> bool {
         let mut pieces = self.inputs.pieces().iter().chain(self.outputs.pieces());
-        pieces.any(|tensor| tensor.memory() != MemoryKind::Host)
+        // The first part brings them here for all.
+        self.part.index == 0 && pieces.any(|tensor| tensor.memory() != MemoryKind::Host)
     }
 
     /// Whether all tensors lie where the host touches them.

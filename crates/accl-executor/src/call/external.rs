@@ -12,7 +12,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use accl_types::{Collective, Dtype, ErrorKind, Moment, Rank, ReduceOp};
+use accl_types::{Collective, Dtype, Error, ErrorKind, Moment, Rank, ReduceOp};
 
 use super::access::Access;
 use super::tensor::{Blocks, TensorDesc};
@@ -71,6 +71,8 @@ pub struct ExternalCollective {
 pub(crate) enum ExternalWork {
     Copies(Vec<ExternalCopy>),
     Collective(Box<ExternalCollective>),
+    /// The parts of the call that other lanes do.
+    Parts,
 }
 
 const UNDER_WAY: u8 = 0;
@@ -84,7 +86,7 @@ struct Shared {
     access: Access,
     /// Whoever began it has panicked: what it does is not to be trusted, and its end is awaited all the same.
     has_panicked: AtomicBool,
-    why: OnceLock<(ErrorKind, String)>,
+    why: OnceLock<Error>,
     wake: Wake,
 }
 
@@ -103,14 +105,14 @@ impl ExternalTask {
     pub fn copies(&self) -> &[ExternalCopy] {
         match &self.work {
             ExternalWork::Copies(copies) => copies,
-            ExternalWork::Collective(_) => &[],
+            ExternalWork::Collective(_) | ExternalWork::Parts => &[],
         }
     }
 
     /// The collective that is to be done.
     pub fn collective(&self) -> Option<&ExternalCollective> {
         match &self.work {
-            ExternalWork::Copies(_) => None,
+            ExternalWork::Copies(_) | ExternalWork::Parts => None,
             ExternalWork::Collective(collective) => Some(collective),
         }
     }
@@ -137,7 +139,12 @@ impl ExternalTask {
 
     /// As [`ExternalTask::fail`], for a reason of this kind.
     pub fn fail_as(self, kind: ErrorKind, why: impl Into<String>) {
-        let _ = self.shared.why.set((kind, why.into()));
+        self.fail_with(Error::new(kind, why));
+    }
+
+    /// As [`ExternalTask::fail`], for an error that says more than its reason.
+    pub fn fail_with(self, error: Error) {
+        let _ = self.shared.why.set(error);
         self.end(FAILED);
     }
 
@@ -188,7 +195,7 @@ pub(crate) enum ExternalState {
     UnderWay,
     Done,
     /// For this reason.
-    Failed(ErrorKind, String),
+    Failed(Error),
 }
 
 impl ExternalHandle {
@@ -212,7 +219,7 @@ impl ExternalHandle {
         let task = ExternalTask { work, shared, _keeps: keeps };
         if catch_unwind(AssertUnwindSafe(|| by.begin(task))).is_err() {
             // The task may have been handed on before, and then its end is waited for.
-            let _ = handle.shared.why.set((ErrorKind::Device, PANICKED.to_owned()));
+            let _ = handle.shared.why.set(Error::device(PANICKED));
             handle.shared.has_panicked.store(true, Ordering::Relaxed);
         }
         handle
@@ -230,9 +237,8 @@ impl ExternalHandle {
             UNDER_WAY => ExternalState::UnderWay,
             DONE if !self.shared.has_panicked.load(Ordering::Relaxed) => ExternalState::Done,
             _ => {
-                let silent = || (ErrorKind::Device, "it gave the task up without a word".to_owned());
-                let (kind, why) = self.shared.why.get().cloned().unwrap_or_else(silent);
-                ExternalState::Failed(kind, why)
+                let silent = || Error::device("it gave the task up without a word");
+                ExternalState::Failed(self.shared.why.get().cloned().unwrap_or_else(silent))
             }
         }
     }
@@ -304,7 +310,7 @@ mod tests {
 
     #[test]
     fn the_end_of_a_task_sets_its_flag_and_wakes_once() {
-        let failed = |kind, why: &str| ExternalState::Failed(kind, why.to_owned());
+        let failed = |kind, why: &str| ExternalState::Failed(Error::new(kind, why));
         let ends: [(fn(ExternalTask), ExternalState); 4] = [
             (ExternalTask::done, ExternalState::Done),
             (|task| task.fail("no power"), failed(ErrorKind::Device, "no power")),

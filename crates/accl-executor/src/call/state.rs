@@ -35,8 +35,8 @@ pub enum Waited {
 /// Who is told that a call has ended.
 pub trait CallObserver: Send + Sync {
     /// The call has ended: [`CallState::is_done`] says so from now on. Runs under the driver's lock, once, so it must neither block
-    /// nor call the engine. Returns what is to be run without the lock.
-    fn ended(&self) -> Option<Callback>;
+    /// nor call the engine. It has failed if there is an error. Returns what is to be run without the lock.
+    fn ended(&self, error: Option<&Error>) -> Option<Callback>;
 }
 
 /// A call in flight. Shared between the handle and whoever works on it.
@@ -156,7 +156,7 @@ impl CallState {
         }
         // Release: the outputs and the error were written before.
         self.state.store(state, Ordering::Release);
-        self.observer.ended()
+        self.observer.ended(self.error.get())
     }
 
     /// How the call ended, or `None` while it runs.

@@ -119,16 +119,20 @@ impl Externals {
         let is_done = match handle.state() {
             ExternalState::UnderWay => return false,
             ExternalState::Done => true,
-            ExternalState::Failed(kind, why) => {
+            ExternalState::Failed(why) => {
                 let name = handle.name();
-                let text = match step {
+                let error = match step {
                     // Whoever does a whole call says all that there is to say.
-                    ExternalStep::Offload => why,
+                    ExternalStep::Offload | ExternalStep::Join => why,
                     ExternalStep::CopyIn | ExternalStep::CopyOut => {
-                        format!("{step} by `{name}` failed: {why}; look at what `{name}` itself reports on this rank")
+                        let (why_kind, why) = (why.kind, why.message);
+                        let text = format!(
+                            "{step} by `{name}` failed: {why}; look at what `{name}` itself reports on this rank"
+                        );
+                        Error::new(why_kind, text)
                     }
                 };
-                self.failure.get_or_insert_with(|| Error::new(kind, text));
+                self.failure.get_or_insert(error);
                 false
             }
         };
@@ -169,10 +173,16 @@ impl Externals {
         self.under_way.iter().any(|under_way| !under_way.handle.is_away())
     }
 
-    /// For messages: one that has not ended.
-    pub(super) fn under_way(&self) -> Option<String> {
-        let UnderWay { step, handle, .. } = self.under_way.iter().find(|under_way| !under_way.handle.has_ended())?;
-        Some(format!("the external operation {step} by `{}`", handle.name()))
+    /// For messages: one that has not ended. Parts that other lanes do may be left out.
+    pub(super) fn under_way(&self, without_parts: bool) -> Option<String> {
+        let is_left_out = |of: &UnderWay| of.handle.has_ended() || without_parts && of.step == ExternalStep::Join;
+        let UnderWay { step, handle, .. } = self.under_way.iter().find(|of| !is_left_out(of))?;
+        Some(match step {
+            ExternalStep::Join => "parts of the call on other lanes".to_owned(),
+            ExternalStep::CopyIn | ExternalStep::CopyOut | ExternalStep::Offload => {
+                format!("the external operation {step} by `{}`", handle.name())
+            }
+        })
     }
 }
 
@@ -238,6 +248,6 @@ mod tests {
         let mut externals = Externals::default();
         externals.set_wake(Arc::new(|| {}));
         assert!(!externals.begin(0, ExternalStep::CopyIn, |_| None));
-        assert!(!externals.has_begun(0) && externals.under_way().is_none());
+        assert!(!externals.has_begun(0) && externals.under_way(false).is_none());
     }
 }

@@ -168,7 +168,9 @@ pub(crate) struct Run {
 impl Run {
     /// Whether its deadline is somebody else's matter: it is done elsewhere, or has ended there just now and has yet to say how.
     pub(crate) fn has_deadline_elsewhere(&self) -> bool {
-        self.plan.is_offloaded && self.externals.has_any()
+        // The other lanes say themselves whom they wait for.
+        let awaits_parts_alone = self.plan.is_joined && self.remaining == 1;
+        (self.plan.is_offloaded || awaits_parts_alone) && self.externals.has_any()
     }
 
     /// Whether the whole collective is being done elsewhere: for as long, it needs all ranks.
@@ -612,7 +614,8 @@ impl Run {
 
     /// For messages: an external operation that has not ended.
     pub(crate) fn external_under_way(&self) -> Option<String> {
-        self.externals.under_way()
+        // While this lane has something to do, what others do beside it is not what the call waits for.
+        self.externals.under_way(self.remaining > 1)
     }
 
     // ---- waiting

@@ -1,6 +1,6 @@
-//! Calls that have ended, for whoever holds the lock to tell of them without it.
+//! Calls that have ended, and groups that have failed, for whoever holds the lock to tell of them without it.
 //!
-//! Owns the list. Read [`Completed`] first.
+//! Owns the lists. Read [`Completed`] first.
 
 use std::sync::Arc;
 
@@ -15,9 +15,32 @@ pub struct Completed {
     pub callbacks: Vec<Callback>,
     /// To be told of, if somebody follows calls.
     pub calls: Vec<Arc<CallState>>,
+    /// Groups that are to fail on the other lanes as well.
+    pub failed: Vec<FailedGroup>,
     is_followed: bool,
     /// There is something in one of the lists.
     has_any: bool,
+}
+
+/// A group that has failed on one of its lanes.
+pub struct FailedGroup {
+    /// Its number.
+    pub group: u64,
+    /// The first cause.
+    pub error: Error,
+    /// Who has yet to learn of it.
+    pub tell: Notify,
+}
+
+/// Whether the other ranks have yet to learn of a failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Notify {
+    /// All of them: it began here.
+    Peers,
+    /// Those that pass it on: another rank tells all of them.
+    Neighbours,
+    /// All know it.
+    Nobody,
 }
 
 impl Completed {
@@ -37,7 +60,13 @@ impl Completed {
         if self.is_followed {
             self.calls.push(call.clone());
         }
-        self.has_any = !self.callbacks.is_empty() || !self.calls.is_empty();
+        self.has_any |= !self.callbacks.is_empty() || !self.calls.is_empty();
+    }
+
+    /// A group has failed that has more lanes.
+    pub(super) fn fail_elsewhere(&mut self, failed: FailedGroup) {
+        self.failed.push(failed);
+        self.has_any = true;
     }
 
     /// All that there is; it stays followed.

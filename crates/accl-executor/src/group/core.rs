@@ -15,11 +15,11 @@ use accl_wire::frame::{Groups, Header, Kind, LAST, OVERHEAD_BYTES};
 use accl_wire::{EndpointInfo, Link, Slot, Stance};
 use smallvec::SmallVec;
 
-use super::completed::Completed;
+use super::completed::{Completed, Notify};
 use super::context::Context;
 use super::ended::Ended;
 use super::inbox::{Early, Lobby, MAX_LOBBY_BYTES};
-use super::state::{CallInFlight, Departure, FastPathEnd, GroupState, Notify, cause_bytes};
+use super::state::{CallInFlight, Departure, FastPathEnd, GroupState, cause_bytes};
 use super::stopping::Stopping;
 use crate::call::{CallDesc, CallState, Wake};
 use crate::exec::SpinLimit;

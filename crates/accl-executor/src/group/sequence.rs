@@ -4,12 +4,28 @@
 
 use std::collections::BTreeSet;
 use std::ops::Range;
+use std::sync::Arc;
 
 use accl_types::{Error, Result};
+
+use super::lanes::LaneNumbers;
+
+/// What a group's lanes know of each other's numbers.
+#[derive(Default)]
+enum Lanes {
+    /// There is one.
+    #[default]
+    One,
+    /// This is the first one.
+    First(Arc<dyn LaneNumbers>),
+    /// This one, which takes the numbers of the first.
+    Other(u32, Arc<dyn LaneNumbers>),
+}
 
 /// The numbers of one group's collectives.
 #[derive(Default)]
 pub(super) struct Sequence {
+    lanes: Lanes,
     next: u64,
     /// Promised to calls that are made later.
     reserved: BTreeSet<u64>,
@@ -18,26 +34,55 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
+    /// The first lane's, or that of another one which follows it.
+    pub(super) fn of_lane(lane: u32, numbers: Arc<dyn LaneNumbers>) -> Self {
+        let lanes = if lane == 0 { Lanes::First(numbers) } else { Lanes::Other(lane, numbers) };
+        Self { lanes, ..Self::default() }
+    }
+
+    /// Whether there are others beside this lane.
+    pub(super) fn has_lanes(&self) -> bool {
+        !matches!(self.lanes, Lanes::One)
+    }
+
+    /// Whether this is a lane beside the first.
+    pub(super) fn follows(&self) -> bool {
+        matches!(self.lanes, Lanes::Other(..))
+    }
+
     /// The number of the next call that has none reserved.
     #[inline]
     pub(super) fn next(&self) -> u64 {
         self.next
     }
 
-    /// The number of a call that is made now.
+    /// The number of a call of so many parts that is made now.
     #[inline]
-    pub(super) fn take(&mut self) -> u64 {
+    pub(super) fn take(&mut self, parts: u32) -> u64 {
         self.next += 1;
+        if let Lanes::First(numbers) = &self.lanes {
+            numbers.take(self.next - 1, parts);
+        }
         self.next - 1
     }
 
-    /// The number of a call that was promised it.
+    /// The number of a call of so many parts that was promised it; on another lane than the first, that of a part of a call there.
     ///
     /// # Errors
     /// `Internal` when it was not, or has been taken.
-    pub(super) fn take_reserved(&mut self, seq: u64) -> Result<u64> {
-        let was_reserved = self.reserved.remove(&seq);
-        was_reserved.then_some(seq).ok_or_else(|| Error::internal(format!("call number {seq} was not reserved")))
+    pub(super) fn take_reserved(&mut self, seq: u64, parts: u32) -> Result<u64> {
+        if let Lanes::Other(lane, numbers) = &self.lanes {
+            self.next = self.next.max(seq + 1);
+            numbers.arrive(*lane, seq);
+            return Ok(seq);
+        }
+        if !self.reserved.remove(&seq) {
+            return Err(Error::internal(format!("call number {seq} was not reserved")));
+        }
+        if let Lanes::First(numbers) = &self.lanes {
+            numbers.take_reserved(seq, parts);
+        }
+        Ok(seq)
     }
 
     /// Promises `count` numbers to the calls of one operation, and returns the first.
@@ -45,6 +90,9 @@ impl Sequence {
         let first = self.next;
         self.next += count;
         self.reserved.extend(first..self.next);
+        if let Lanes::First(numbers) = &self.lanes {
+            numbers.reserve(first..self.next);
+        }
         self.composed.insert(first);
         first
     }
@@ -58,13 +106,19 @@ impl Sequence {
         }
         let first = self.reserved.range(seqs.clone()).next().copied();
         self.reserved.retain(|seq| !seqs.contains(seq));
+        if let Lanes::First(numbers) = &self.lanes {
+            numbers.forget(seqs);
+        }
         first
     }
 
     /// Whether the call has yet to be made on this rank.
     #[inline]
     pub(super) fn is_to_come(&self, seq: u64) -> bool {
-        seq >= self.next || self.reserved.contains(&seq)
+        match &self.lanes {
+            Lanes::One | Lanes::First(_) => seq >= self.next || self.reserved.contains(&seq),
+            Lanes::Other(lane, numbers) => numbers.is_to_come(*lane, seq),
+        }
     }
 
     /// Whether an operation of several calls is under way.
@@ -96,10 +150,10 @@ mod tests {
     #[test]
     fn numbers_that_are_promised_are_taken_once_and_in_any_order() {
         let mut sequence = Sequence::default();
-        assert_eq!((sequence.take(), sequence.reserve(3), sequence.take()), (0, 1, 4));
+        assert_eq!((sequence.take(1), sequence.reserve(3), sequence.take(1)), (0, 1, 4));
         assert!(sequence.is_to_come(2) && sequence.is_to_come(5) && !sequence.is_to_come(4) && !sequence.is_to_come(0));
-        assert_eq!(sequence.take_reserved(3).unwrap(), 3);
-        assert!(sequence.take_reserved(3).is_err() && sequence.take_reserved(4).is_err());
+        assert_eq!(sequence.take_reserved(3, 1).unwrap(), 3);
+        assert!(sequence.take_reserved(3, 1).is_err() && sequence.take_reserved(4, 1).is_err());
         assert!(!sequence.is_to_come(3) && sequence.is_to_come(1));
         assert_eq!(sequence.next(), 5);
     }
@@ -107,7 +161,7 @@ mod tests {
     #[test]
     fn an_operation_is_under_way_until_it_is_concluded() {
         let mut sequence = Sequence::default();
-        sequence.take();
+        sequence.take(1);
         let first = sequence.reserve(2);
         assert!(sequence.has_composed() && sequence.has_composed_before(2) && !sequence.has_composed_before(first));
         assert_eq!(sequence.conclude(first..first + 2, false), None);
@@ -118,7 +172,7 @@ mod tests {
     fn who_gives_up_leaves_no_promise_and_hears_of_the_first_that_it_breaks() {
         let mut sequence = Sequence::default();
         let (first, other) = (sequence.reserve(3), sequence.reserve(1));
-        sequence.take_reserved(first).unwrap();
+        sequence.take_reserved(first, 1).unwrap();
         assert_eq!(sequence.conclude(first..first + 3, true), Some(first + 1));
         assert_eq!((sequence.promised(), sequence.is_to_come(other)), (1, true));
         assert_eq!(sequence.conclude(first..first + 3, true), None);

@@ -13,10 +13,12 @@ use accl_wire::frame::{CHECKS_SIGNATURES, Cause, Header, Kind, OVERHEAD_BYTES, S
 use smallvec::SmallVec;
 
 use super::admission::Admission;
+use super::completed::{FailedGroup, Notify};
 use super::context::Context;
 use super::failure::Failure;
 use super::history::History;
 use super::inbox::{Inbox, Unexpected};
+use super::lanes::LaneNumbers;
 use super::packets::PacketSink;
 use super::sequence::Sequence;
 use crate::call::{CallDesc, CallState, Waits};
@@ -257,6 +259,11 @@ impl GroupState {
         error.in_group(&self.name).on_rank(self.rank)
     }
 
+    /// It is this lane of the group: its numbers are those of the first one.
+    pub fn set_lane(&mut self, lane: u32, numbers: Arc<dyn LaneNumbers>) {
+        self.sequence = Sequence::of_lane(lane, numbers);
+    }
+
     /// Packets for the device of this rank go there from now on.
     pub fn take_packets_with(&mut self, sink: Arc<dyn PacketSink>) {
         self.packets = Some(sink);
@@ -333,11 +340,11 @@ impl GroupState {
         self.fail(self.in_context(error), context, Notify::Peers);
     }
 
-    /// The number of a collective that is being made.
-    pub(crate) fn take_seq(&mut self, reserved: Option<u64>) -> Result<u64> {
+    /// The number of a collective that is being made, of so many parts.
+    pub(crate) fn take_seq(&mut self, reserved: Option<u64>, parts: u32) -> Result<u64> {
         match reserved {
-            Some(seq) => self.sequence.take_reserved(seq),
-            None => Ok(self.sequence.take()),
+            Some(seq) => self.sequence.take_reserved(seq, parts),
+            None => Ok(self.sequence.take(parts)),
         }
     }
 
@@ -379,7 +386,7 @@ impl GroupState {
             self.scratch.grow(shape.plan.scratch_bytes as usize).ok()?;
             self.compute.buffers_mut().borrow_scratch(&mut self.scratch);
         }
-        let seq = self.sequence.take();
+        let seq = self.sequence.take(1);
         let header = if CHECKS_SIGNATURES { header } else { Header::new(Kind::Whole) };
         let head = Header { group: self.id, seq, ..header }.to_bytes();
         let fast_path = FastPath { plan: &shape.plan, compute: &self.compute, head, group: self.id, seq, spin_limit };
@@ -604,6 +611,10 @@ impl GroupState {
             // This rank's part is over, so it needed nothing from the sender: their calls differ.
             Some(theirs) => {
                 let mine = self.history.signature(seq);
+                // Of a call without a part here: the first lane, which all calls go by, finds out in what they differ.
+                if mine.is_none() && self.sequence.follows() {
+                    return Ok(());
+                }
                 if header.edge == PROBE && mine.is_none_or(|mine| mine == theirs) {
                     if let Some(mine) = &mine {
                         answer_probe(header, mine, from, &mut env!(self, context));
@@ -923,6 +934,9 @@ impl GroupState {
         }
         let announced_by = error.context.peer.filter(|_| tell == Notify::Neighbours);
         self.failure.set(error.clone(), announced_by);
+        if self.sequence.has_lanes() {
+            context.completed.fail_elsewhere(FailedGroup { group: self.id, error: error.clone(), tell });
+        }
         self.inbox.clear();
         let own_error = |call: &CallState| {
             let is_own = error.context.seq == Some(Seq(call.seq)) && error.context.collective == Some(call.collective);
@@ -1090,17 +1104,6 @@ pub struct Departure {
     pub has_failed: bool,
     /// The deadline of its calls.
     pub timeout: Duration,
-}
-
-/// Whether the other ranks have yet to learn of a failure.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Notify {
-    /// All of them: it began here.
-    Peers,
-    /// Those that pass it on: another rank tells all of them.
-    Neighbours,
-    /// All know it.
-    Nobody,
 }
 
 /// The text of an error with its call, but without rank and group: those of whoever quotes it come before.

@@ -67,7 +67,18 @@ impl Caller {
         }
         buffers.scale_in_place(desc)?;
         buffers.offload(desc);
+        buffers.join(desc);
         Ok(Prepared { shape, buffers })
+    }
+
+    /// As [`Caller::prepare`], for another part of a call whose first part is prepared.
+    ///
+    /// # Errors
+    /// `Exhausted` when there is no memory for it.
+    pub fn prepare_part(&self, first: &Prepared, shape: Arc<Shape>) -> Result<Prepared> {
+        let mut buffers = first.buffers.share();
+        buffers.add_scratch(shape.plan.scratch_bytes)?;
+        Ok(Prepared { shape: Some(shape), buffers })
     }
 
     /// Begins a call, and does all that can be done at once. `sample` is what is measured beside it; `observer` is told of its end.
@@ -84,7 +95,8 @@ impl Caller {
         now: Moment,
     ) -> Result<Launched> {
         let clock = core.clock();
-        let wake = (desc.staging.is_some() || desc.offload.is_some()).then(|| core.wake().clone());
+        let wake =
+            (desc.staging.is_some() || desc.offload.is_some() || desc.joins.is_some()).then(|| core.wake().clone());
         let Prepared { shape, mut buffers } = prepared;
         self.launch(core, desc, now, |group, context| {
             if let Some(error) = group.aborted(Some(desc.collective)) {
@@ -97,7 +109,7 @@ impl Caller {
             if desc.may_take_fast_path() {
                 group.keep_shape(desc, &shape);
             }
-            let seq = group.take_seq(desc.seq)?;
+            let seq = group.take_seq(desc.seq, desc.part.of)?;
             let call = self.call(desc, seq, observer, group, now);
             let deadline = deadline(desc, group, now);
             buffers.number(seq, now, deadline);

@@ -36,6 +36,8 @@ pub(crate) struct Buffers {
     staging: Vec<Arc<Storage>>,
     elsewhere: Option<Box<Elsewhere>>,
     offload: Option<Box<Offload>>,
+    /// What is over when other lanes have done their parts of the call.
+    joins: Option<Arc<dyn External>>,
 }
 
 /// A collective that is done elsewhere, by whom.
@@ -219,6 +221,10 @@ impl Buffers {
     /// Begins an external operation of the plan; `None`: nothing of this call needs it.
     pub(crate) fn begin_external(&mut self, step: ExternalStep, wake: &Wake) -> Option<ExternalHandle> {
         let keeps = Arc::new(self.staging.clone());
+        if step == ExternalStep::Join {
+            let by = self.joins.take()?;
+            return Some(ExternalHandle::begin(&by, ExternalWork::Parts, keeps, wake.clone()));
+        }
         if step == ExternalStep::Offload {
             let Offload { by, collective } = *self.offload.take()?;
             return Some(ExternalHandle::begin(&by, ExternalWork::Collective(collective.into()), keeps, wake.clone()));
@@ -249,6 +255,21 @@ impl Buffers {
             outputs: dense_blocks(&desc.outputs, &self.outputs),
         };
         self.offload = Some(Box::new(Offload { by: by.clone(), collective }));
+    }
+
+    /// The same memory for another part of the call. What is packed before and unpacked after the call is the first part's matter.
+    pub(crate) fn share(&self) -> Self {
+        Self {
+            inputs: self.inputs.clone(),
+            outputs: self.outputs.clone(),
+            staging: self.staging.clone(),
+            ..Self::default()
+        }
+    }
+
+    /// The call is over when other lanes have done their parts.
+    pub(crate) fn join(&mut self, desc: &CallDesc) {
+        self.joins = desc.joins.clone();
     }
 
     /// The number of the call, when it was made, and until when it should be done.

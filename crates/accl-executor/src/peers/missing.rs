@@ -40,6 +40,7 @@ mod tests {
             addresses: Vec::new(),
             unix_name: String::new(),
             transports: Vec::new(),
+            lanes: 1,
         };
         let peers: Vec<PeerId> = (0..9).map(|pid| net.introduce(&info(pid), false)).collect();
         net.set_trouble(&info(1).uuid, "no answer from 10.0.0.2:4000 yet");

@@ -68,6 +68,8 @@ pub struct Plan {
     pub(crate) external_peers: SmallVec<[Rank; 4]>,
     /// The whole collective is an external operation.
     pub(crate) is_offloaded: bool,
+    /// Other lanes do parts of the call, which an external operation awaits.
+    pub(crate) is_joined: bool,
     receives: EdgeIndex,
     sends: EdgeIndex,
 }
@@ -129,6 +131,22 @@ impl Plan {
         self.is_offloaded = true;
         (self.name, self.id) = (OFFLOADED, OFFLOADED_ID);
         self.fast_path = None;
+        self
+    }
+
+    /// The same plan with an external operation beside all others, which is over when the parts of the call are that other lanes do.
+    pub(super) fn joined(mut self) -> Self {
+        let kind = PlanOpKind::External(ExternalStep::Join);
+        self.ops.push(PlanOp {
+            kind,
+            total: 0,
+            coded: None,
+            edge: 0,
+            deps: SmallVec::new(),
+            dependents: SmallVec::new(),
+        });
+        self.fast_path = None;
+        self.is_joined = true;
         self
     }
 
@@ -220,6 +238,7 @@ impl Plan {
         Self {
             external_peers,
             is_offloaded: false,
+            is_joined: false,
             name: algorithm.name,
             id: algorithm.id,
             longest,

@@ -11,7 +11,7 @@ use accl_types::{Bytes, Collective, Elems, Error, Rank, Result};
 use super::build::Plan;
 use crate::call::TypedCodecs;
 
-/// Plans kept per group; beyond, the cache starts anew (a program that never repeats a shape gains nothing from it).
+/// Plans kept per group and part of calls; beyond, the cache starts anew (a program that never repeats a shape gains nothing from it).
 const MAX_PLANS: usize = 256;
 
 /// The barrier by which ranks meet before a collective is done elsewhere: messages lead from each to each.
@@ -111,6 +111,8 @@ impl Planner {
             part: key.part,
         };
         let plan = Plan::new(algorithm, &program, &shape, world);
+        // The first part is what the caller sees of the call.
+        let plan = if key.part.of > 1 && key.part.index == 0 { plan.joined() } else { plan };
         Ok(Arc::new(if key.is_staged { plan.staged() } else { plan }))
     }
 }
@@ -142,7 +144,7 @@ impl Plans {
 
     /// Keeps a plan. Those that were kept before go when there are too many.
     pub fn keep(&mut self, key: PlanKey, plan: Arc<Plan>) {
-        if self.0.len() >= MAX_PLANS && !self.0.contains_key(&key) {
+        if self.0.len() >= MAX_PLANS * key.part.of as usize && !self.0.contains_key(&key) {
             self.0.clear();
         }
         self.0.insert(key, plan);

@@ -50,6 +50,8 @@ pub(crate) enum ExternalStep {
     CopyOut,
     /// Does the whole collective.
     Offload,
+    /// Awaits the parts of the call that other lanes do.
+    Join,
 }
 
 impl std::fmt::Display for ExternalStep {
@@ -58,6 +60,7 @@ impl std::fmt::Display for ExternalStep {
             ExternalStep::CopyIn => "copy-in",
             ExternalStep::CopyOut => "copy-out",
             ExternalStep::Offload => "offload",
+            ExternalStep::Join => "join",
         })
     }
 }

@@ -40,6 +40,7 @@ struct Key {
     root: Rank,
     equal_blocks: bool,
     codecs: Option<Arc<Codecs>>,
+    part: Part,
     /// Bytes and type of the only tensor of a call in place.
     alone: Option<(u64, Dtype)>,
     inputs: Sizes,
@@ -82,6 +83,7 @@ impl Key {
             op: desc.op,
             root: desc.root,
             equal_blocks: desc.equal_blocks,
+            part: desc.part,
             alone: desc.alone().map(|tensor| (tensor.len_bytes(), tensor.dtype)),
             inputs: Sizes::of(&desc.inputs),
             outputs: Sizes::of(&desc.outputs),
@@ -100,6 +102,7 @@ impl Key {
             && self.op == desc.op
             && self.root == desc.root
             && self.equal_blocks == desc.equal_blocks
+            && self.part == desc.part
             && match (self.alone, desc.alone()) {
                 (Some(known), Some(tensor)) => known == (tensor.len_bytes(), tensor.dtype),
                 _ => self.inputs.fit(&desc.inputs) && self.outputs.fit(&desc.outputs),
@@ -135,12 +138,13 @@ impl Shapes {
 }
 
 /// The latest shapes of one group, those whose tensors are staged apart, and those that are done elsewhere: equal sizes do not make them
-/// equal.
+/// equal. Those of parts of calls are by part, so that calls of many parts displace no others.
 #[derive(Default)]
 pub struct AllShapes {
     plain: Shapes,
     staged: Shapes,
     offloaded: Shapes,
+    parts: Vec<Shapes>,
 }
 
 impl AllShapes {
@@ -158,7 +162,14 @@ impl AllShapes {
         match desc.offload {
             Some(_) => &mut self.offloaded,
             None if desc.is_staged() => &mut self.staged,
-            None => &mut self.plain,
+            None if desc.part == Part::WHOLE => &mut self.plain,
+            None => {
+                let index = desc.part.index as usize;
+                if self.parts.len() <= index {
+                    self.parts.resize_with(index + 1, Shapes::default);
+                }
+                &mut self.parts[index]
+            }
         }
     }
 }
@@ -218,7 +229,7 @@ fn plan_key(desc: &CallDesc, elem: usize, codecs: Option<Arc<Codecs>>) -> PlanKe
         rounds: desc.collective.reduces() && desc.dtype.class() == DtypeClass::Float16 && rounds(desc.op),
         is_staged: desc.is_staged(),
         is_offloaded: desc.offload.is_some(),
-        part: Part::WHOLE,
+        part: desc.part,
     }
 }
 

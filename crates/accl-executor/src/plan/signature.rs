@@ -2,6 +2,7 @@
 //!
 //! Read [`signature`] first.
 
+use accl_schedule::Part;
 use accl_types::{Collective, Dtype, Elems, Error, Rank, ReduceOp};
 use accl_wire::frame::Signature;
 
@@ -36,7 +37,11 @@ pub(super) fn signature(desc: &CallDesc, key: &PlanKey, algorithm: u8) -> Signat
         root: if desc.collective.is_rooted() { desc.root.0 } else { 0 },
         count,
         // Half a hash: what tells blocks of one sum apart need not withstand an adversary.
-        shape_hash: shape.map_or(0, |blocks| fold(hash_blocks(blocks))),
+        // The parts that ranks cut a call into are as many.
+        shape_hash: match key.part {
+            Part::WHOLE => shape.map_or(0, |blocks| fold(hash_blocks(blocks))),
+            part => fold(hash_words([shape.map_or(0, |blocks| hash_blocks(blocks)), u64::from(part.of)])),
+        },
         reserved: key.codecs.as_ref().map_or(0, |typed| typed.codecs.word()),
     }
 }

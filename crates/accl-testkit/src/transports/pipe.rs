@@ -5,9 +5,10 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 
 use accl_transport::transport::{Address, Agreed, Carrier, HalfLink, Local, PeerAddress, Provider, Transport};
-use accl_transport::{ByteStream, Fd, StreamLink, Watched};
+use accl_transport::{ByteStream, Fd, StreamLink, Waker, Watched};
 use rustix::io::{Errno, read, write};
 use rustix::pipe::{PipeFlags, pipe_with};
 
@@ -34,6 +35,10 @@ impl Provider for Pipes {
             return Err("the pipes did not arrive".to_owned());
         };
         Ok(Box::new(Half { inbound, outbound, for_peer: Vec::new() }))
+    }
+
+    fn beside(&self, _waker: &Arc<Waker>) -> Box<dyn Provider> {
+        Box::new(Pipes)
     }
 }
 

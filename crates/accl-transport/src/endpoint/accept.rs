@@ -26,15 +26,17 @@ const CONFIRM_TIME: Duration = Duration::from_secs(60);
 
 /// What answers those that connect.
 pub trait Host {
-    /// What is thought of a peer that greets, as far as links count that were taken.
-    fn stance_to(&mut self, peer: &[u8; 16]) -> Stance;
+    /// What is thought of a peer that greets a lane of this process, as far as links count that were taken.
+    fn stance_to(&mut self, lane: u32, peer: &[u8; 16]) -> Stance;
 
-    /// The answer to a note, in at most [`super::MAX_ANSWER_BYTES`]; see [`super::Endpoint::send_note`].
-    fn on_note(&mut self, from: &[u8; 16], note: &[u8]) -> String;
+    /// The answer to a note for a lane, in at most [`super::MAX_ANSWER_BYTES`]; see [`super::Endpoint::send_note`].
+    fn on_note(&mut self, lane: u32, from: &[u8; 16], note: &[u8]) -> String;
 }
 
 /// A link made by a peer, and the peer's identity.
 pub(super) struct Accepted {
+    /// The lane that the peer has greeted.
+    pub(super) lane: u32,
     pub(super) from: [u8; 16],
     pub(super) link: Box<dyn Watched>,
 }
@@ -51,6 +53,7 @@ pub(super) struct Incoming {
 
 /// What is ready and waits for the confirmation.
 struct Promised {
+    lane: u32,
     from: [u8; 16],
     own_nonce: u64,
     max_payload_bytes: usize,
@@ -147,10 +150,10 @@ impl Incoming {
     /// Answers a note, and is done.
     fn answer_note(self, bytes: &[u8; GREETING_BYTES], me: &Identity, host: &mut dyn Host) -> Result<Step, String> {
         let note = Note::parse(bytes).map_err(|_| "a stranger".to_owned())?;
-        if note.to != me.uuid {
+        let Some(lane) = me.lane_of(&note.to) else {
             return self.refuse(Verdict::NotHere, 0, me, "another process listens there".to_owned());
-        }
-        let answer = host.on_note(&note.from, &note.text);
+        };
+        let answer = host.on_note(lane, &note.from, &note.text);
         self.refuse(Verdict::Accepted, 0, me, answer)
     }
 
@@ -164,14 +167,14 @@ impl Incoming {
     }
 
     fn answer(mut self, hello: &Hello, me: &Identity, host: &mut dyn Host) -> Result<Step, String> {
-        if hello.to != me.uuid {
+        let Some(lane) = me.lane_of(&hello.to) else {
             return self.refuse(Verdict::NotHere, hello.nonce, me, "another process listens there".to_owned());
-        }
-        let opened = me.provider(&hello.transport).filter(|opened| opened.row.carrier == self.carrier);
-        let Some(opened) = opened.filter(|_| hello.from != me.uuid) else {
+        };
+        let opened = me.provider(lane, &hello.transport).filter(|opened| opened.row.carrier == self.carrier);
+        let Some(opened) = opened.filter(|_| me.lane_of(&hello.from).is_none()) else {
             return self.refuse(Verdict::Refused, hello.nonce, me, "the handshake makes no sense there".to_owned());
         };
-        match host.stance_to(&hello.from) {
+        match host.stance_to(lane, &hello.from) {
             Stance::Unlinked => {}
             Stance::Linked | Stance::Crossing => {
                 return self.refuse(Verdict::Crossing, hello.nonce, me, "it connects itself".to_owned());
@@ -199,7 +202,7 @@ impl Incoming {
         self.stream.write(&reply.to_bytes(), &address.descriptors)?;
         half.forget_address();
         let peer = format!("{} pid {}", hello.hostname, hello.pid);
-        self.promised = Some(Promised { from: hello.from, own_nonce, max_payload_bytes, peer, half });
+        self.promised = Some(Promised { lane, from: hello.from, own_nonce, max_payload_bytes, peer, half });
         self.conclude()
     }
 
@@ -216,8 +219,8 @@ impl Incoming {
         let Some(promised) = self.promised.filter(|p| bytes == confirm_bytes(p.own_nonce)) else {
             return Err("the confirmation is wrong".to_owned());
         };
-        let Promised { from, max_payload_bytes, peer, half, .. } = promised;
+        let Promised { lane, from, max_payload_bytes, peer, half, .. } = promised;
         let link = half.finish(Agreed { socket: self.stream.socket, max_payload_bytes, peer })?;
-        Ok(Step::Done(Accepted { from, link }))
+        Ok(Step::Done(Accepted { lane, from, link }))
     }
 }

@@ -45,6 +45,8 @@ pub(super) enum Progress {
 
 /// The efforts to reach one peer.
 pub(super) struct Dial {
+    /// The lane of this process that wants the link.
+    pub(super) lane: u32,
     peer: EndpointInfo,
     ways: Vec<Way>,
     left: VecDeque<Way>,
@@ -93,9 +95,15 @@ enum Outcome {
 
 impl Dial {
     /// Efforts that begin after `head_start`: the peer may connect itself before.
-    pub(super) fn new(from: &EndpointInfo, peer: &EndpointInfo, now: Instant, head_start: Duration) -> Dial {
+    pub(super) fn new(
+        (lane, from): (u32, &EndpointInfo),
+        peer: &EndpointInfo,
+        now: Instant,
+        head_start: Duration,
+    ) -> Dial {
         let ways = ways(from, peer);
         Dial {
+            lane,
             peer: peer.clone(),
             left: ways.iter().copied().collect(),
             ways,
@@ -160,7 +168,7 @@ impl Dial {
     pub(super) fn poll(&mut self, me: &Identity, settings: &Settings, now: Instant) -> Progress {
         for attempt in std::mem::take(&mut self.attempts) {
             let way = attempt.way;
-            match attempt.poll(&self.peer, me, settings) {
+            match attempt.poll((self.lane, &self.peer), me, settings) {
                 Ok(Outcome::Wait(attempt)) => self.attempts.push(attempt),
                 Ok(Outcome::Done(link, compromise)) => {
                     // What was given up for a moment and works after all is not worth a word.
@@ -250,7 +258,7 @@ impl Dial {
         let stream = Stream::new(way.to.connect(&self.peer)?);
         let mut attempt = Attempt { way, stream, stage: Stage::Connecting, since: now, nonce: me.nonce(), half: None };
         if way.to == Destination::Unix {
-            attempt.greet(&self.peer, me)?;
+            attempt.greet((self.lane, &self.peer), me)?;
         }
         Ok(attempt)
     }
@@ -268,13 +276,13 @@ impl Attempt {
     }
 
     /// Says hello, with this side's half of the link.
-    fn greet(&mut self, peer: &EndpointInfo, me: &Identity) -> Result<(), Failed> {
+    fn greet(&mut self, (lane, peer): (u32, &EndpointInfo), me: &Identity) -> Result<(), Failed> {
         self.way.to.check_peer(&self.stream.socket, me.uid)?;
         let name = self.way.row.name;
-        let opened = me.provider(name).ok_or_else(|| format!("this process does not use {name}"))?;
+        let opened = me.provider(lane, name).ok_or_else(|| format!("this process does not use {name}"))?;
         let mut half = opened.provider.offer()?;
         let address = half.address();
-        let hello = me.hello(name, peer.uuid, self.nonce, address.bytes);
+        let hello = me.hello(name, (me.uuid_of(lane), peer.uuid), self.nonce, address.bytes);
         self.stream.write(&hello.to_bytes(), &address.descriptors)?;
         half.forget_address();
         self.half = Some(half);
@@ -282,12 +290,17 @@ impl Attempt {
         Ok(())
     }
 
-    fn poll(mut self, info: &EndpointInfo, me: &Identity, settings: &Settings) -> Result<Outcome, Failed> {
+    fn poll(
+        mut self,
+        (lane, info): (u32, &EndpointInfo),
+        me: &Identity,
+        settings: &Settings,
+    ) -> Result<Outcome, Failed> {
         if self.stage == Stage::Connecting {
             if !is_connected(&self.stream.socket)? {
                 return Ok(Outcome::Wait(self));
             }
-            self.greet(info, me)?;
+            self.greet((lane, info), me)?;
         }
         let read = self.stream.read::<REPLY_BYTES>();
         // A refusal of another version may be shorter.
@@ -326,10 +339,10 @@ fn explain(refusal: &Refusal) -> String {
 
 impl Identity {
     /// The hello of this process.
-    fn hello(&self, transport: &str, to: [u8; 16], nonce: u64, address: Vec<u8>) -> Hello {
+    fn hello(&self, transport: &str, (from, to): ([u8; 16], [u8; 16]), nonce: u64, address: Vec<u8>) -> Hello {
         Hello {
             transport: transport.to_owned(),
-            from: self.uuid,
+            from,
             to,
             nonce,
             pid: std::process::id(),
@@ -363,8 +376,9 @@ mod tests {
             addresses: Vec::new(),
             unix_name: String::new(),
             transports: vec!["tcp".to_owned()],
+            lanes: 1,
         };
-        Dial::new(&info(1), &info(2), now, Duration::ZERO)
+        Dial::new((0, &info(1)), &info(2), now, Duration::ZERO)
     }
 
     fn round(dial: &mut Dial, failures: impl IntoIterator<Item = Failed>, now: Instant) -> u32 {

@@ -2,6 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use accl_wire::lane_uuid;
+
 use crate::transport::{Carrier, Provider, Transport};
 
 /// A transport that this process uses.
@@ -18,8 +20,8 @@ pub(super) struct Identity {
     pub(super) hostname: String,
     pub(super) max_payload_bytes: usize,
     pub(super) nonces: AtomicU64,
-    /// In the order in which they are tried.
-    pub(super) transports: Vec<Opened>,
+    /// The transports of each lane, in the order in which they are tried.
+    pub(super) lanes: Vec<Vec<Opened>>,
 }
 
 impl Identity {
@@ -28,15 +30,27 @@ impl Identity {
         self.nonces.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The provider of a transport, if this process uses it.
-    pub(super) fn provider(&self, name: &str) -> Option<&Opened> {
-        self.transports.iter().find(|opened| opened.row.name == name)
+    /// The identity of a lane.
+    pub(super) fn uuid_of(&self, lane: u32) -> [u8; 16] {
+        lane_uuid(&self.uuid, lane)
+    }
+
+    /// The lane with this identity, if it is one of this process.
+    pub(super) fn lane_of(&self, uuid: &[u8; 16]) -> Option<u32> {
+        (0..self.lanes.len() as u32).find(|&lane| self.uuid_of(lane) == *uuid)
+    }
+
+    /// The provider of a transport for a lane, if this process uses it.
+    pub(super) fn provider(&self, lane: u32, name: &str) -> Option<&Opened> {
+        self.lanes.get(lane as usize)?.iter().find(|opened| opened.row.name == name)
     }
 
     /// Names of the transports in use that begin over this carrier.
     pub(super) fn names_over(&self, carrier: Carrier) -> Vec<&'static str> {
-        self.transports
+        self.lanes
             .iter()
+            .take(1)
+            .flatten()
             .map(|opened| opened.row)
             .filter(|row| row.carrier == carrier)
             .map(|row| row.name)

@@ -71,6 +71,8 @@ pub struct Missing {
 /// A peer to which there will be no link.
 #[derive(Clone, Debug)]
 pub struct Unreachable {
+    /// The lane of this process that wants the link.
+    pub lane: u32,
     /// Who it is.
     pub peer: EndpointInfo,
     /// Why not.
@@ -116,12 +118,18 @@ pub struct Endpoint {
     /// Descriptors of links that are wanted since there was last looked whether so many are allowed.
     unchecked_fds: usize,
     /// Links that are not asked for yet, by the peer's identity.
-    kept: HashMap<[u8; 16], Box<dyn Watched>>,
+    kept: HashMap<[u8; 16], Kept>,
     /// Why kept links were dropped.
     departed: HashMap<[u8; 16], String>,
     /// The last accept found no descriptor: the queue is left alone for a turn.
     starved: bool,
     warnings: Warnings,
+}
+
+/// A link that nobody has taken, and the lane that it is for.
+struct Kept {
+    lane: u32,
+    link: Box<dyn Watched>,
 }
 
 impl fmt::Debug for Endpoint {
@@ -146,7 +154,7 @@ impl Endpoint {
             hostname: host::hostname(),
             max_payload_bytes: settings.max_payload_bytes(),
             nonces: AtomicU64::new(u64::from_le_bytes(std::array::from_fn(|i| uuid[i] ^ uuid[i + 8]))),
-            transports: rows.into_iter().map(|row| Opened { row, provider: (row.open)(&local) }).collect(),
+            lanes: vec![rows.into_iter().map(|row| Opened { row, provider: (row.open)(&local) }).collect()],
         };
         let (over_unix, over_tcp) = (me.names_over(Carrier::Unix), me.names_over(Carrier::Tcp));
         let mut listeners = Vec::new();
@@ -186,6 +194,7 @@ impl Endpoint {
             addresses,
             unix_name,
             transports: settings.transports.clone(),
+            lanes: 1,
         };
         Ok(Endpoint {
             me,
@@ -206,6 +215,16 @@ impl Endpoint {
         })
     }
 
+    /// One lane more: links to it and from it are made at the same listeners, and its peers on this host write to `waker` when it sleeps. Returns
+    /// its number.
+    pub fn add_lane(&mut self, waker: &Arc<Waker>) -> u32 {
+        let first = self.me.lanes.first().into_iter().flatten();
+        let opened = first.map(|Opened { row, provider }| Opened { row, provider: provider.beside(waker) }).collect();
+        self.me.lanes.push(opened);
+        self.info.lanes = self.me.lanes.len() as u32;
+        self.info.lanes - 1
+    }
+
     /// What to publish in the store.
     pub fn info(&self) -> &EndpointInfo {
         &self.info
@@ -213,13 +232,14 @@ impl Endpoint {
 
     /// Begins to make a link to a peer; [`Endpoint::turn`] goes on with it until [`Endpoint::take_link`] or
     /// [`Endpoint::take_unreachable`] has it. A peer that is wanted already, or has connected, is left as it is.
-    pub fn want(&mut self, peer: &EndpointInfo, wanted: Wanted, now: Instant) {
+    pub fn want(&mut self, lane: u32, peer: &EndpointInfo, wanted: Wanted, now: Instant) {
         let is_patient = wanted == Wanted::OnBothSides;
         if let Some(dial) = self.dials.get_mut(&peer.uuid) {
             dial.is_patient |= is_patient;
             return;
         }
-        if self.kept.contains_key(&peer.uuid) || peer.uuid == self.me.uuid {
+        let own = self.me.uuid_of(lane);
+        if self.kept.contains_key(&peer.uuid) || peer.uuid == own {
             return;
         }
         self.unchecked_fds += self.fds_for(peer);
@@ -227,8 +247,8 @@ impl Endpoint {
             let fds = std::mem::take(&mut self.unchecked_fds);
             self.check_room(fds);
         }
-        let head_start = if is_patient && peer.uuid < self.me.uuid { HEAD_START } else { Duration::ZERO };
-        let mut dial = Dial::new(&self.info, peer, now, head_start);
+        let head_start = if is_patient && peer.uuid < own { HEAD_START } else { Duration::ZERO };
+        let mut dial = Dial::new((lane, &self.info), peer, now, head_start);
         dial.is_patient = is_patient;
         self.dials.insert(peer.uuid, dial);
     }
@@ -255,14 +275,14 @@ impl Endpoint {
         });
     }
 
-    /// The peers to which there are links that nobody has taken.
-    pub fn reached(&self) -> impl Iterator<Item = [u8; 16]> {
-        self.kept.keys().copied()
+    /// The peers to which there are links that nobody has taken, and the lane of this process that each is for.
+    pub fn reached(&self) -> impl Iterator<Item = (u32, [u8; 16])> {
+        self.kept.iter().map(|(uuid, kept)| (kept.lane, *uuid))
     }
 
     /// A link that was made, by either side.
     pub fn take_link(&mut self, peer: &[u8; 16]) -> Option<Box<dyn Watched>> {
-        let link = self.kept.remove(peer)?;
+        let link = self.kept.remove(peer)?.link;
         // Whoever wanted one has it.
         self.dials.remove(peer);
         Some(link)
@@ -270,8 +290,8 @@ impl Endpoint {
 
     /// Begins to send a note to a process that may look at no link: it is answered by whoever makes links there. What comes of it is
     /// in [`Endpoint::take_replies`] under this number. A note has at most [`MAX_NOTE_BYTES`].
-    pub fn send_note(&mut self, peer: &EndpointInfo, note: &[u8], number: u64, now: Instant) {
-        self.letters.push(Letter::new(&self.info, peer, note, number, now));
+    pub fn send_note(&mut self, lane: u32, peer: &EndpointInfo, note: &[u8], number: u64, now: Instant) {
+        self.letters.push(Letter::new(&self.info.of_lane(lane), peer, note, number, now));
     }
 
     /// The answers to notes that have come, or why there will be none.
@@ -294,9 +314,10 @@ impl Endpoint {
         self.dials.get(&peer.uuid).map_or_else(|| self.silence(peer).to_owned(), Dial::state)
     }
 
-    /// Peers that are wanted and have no link although there has been time for one, and why.
-    pub fn troubles(&self, now: Instant) -> impl Iterator<Item = ([u8; 16], String)> {
-        self.dials.iter().filter_map(move |(uuid, dial)| Some((*uuid, dial.trouble(now)?)))
+    /// Peers that are wanted by a lane and have no link although there has been time for one, and why.
+    pub fn troubles(&self, lane: u32, now: Instant) -> impl Iterator<Item = ([u8; 16], String)> {
+        let dials = self.dials.iter().filter(move |(_, dial)| dial.lane == lane);
+        dials.filter_map(move |(uuid, dial)| Some((*uuid, dial.trouble(now)?)))
     }
 
     /// Sleeps until something has come for [`Endpoint::turn`], `wake` is written to, or the time is up (`None`: for ever, but
@@ -329,7 +350,7 @@ impl Endpoint {
             if peer.uuid == self.me.uuid {
                 links[index] = Some(Box::new(loopback::self_link(self.me.max_payload_bytes, Arc::clone(&self.waker))));
             } else if peer.uuid > self.me.uuid && !self.kept.contains_key(&peer.uuid) {
-                let new = || Dial::new(&self.info, peer, begin, Duration::ZERO);
+                let new = || Dial::new((0, &self.info), peer, begin, Duration::ZERO);
                 self.dials.entry(peer.uuid).or_insert_with(new).asked = Some(begin);
             }
         }
@@ -412,11 +433,11 @@ impl Endpoint {
         let (promised, greeting): (Vec<_>, Vec<_>) =
             std::mem::take(incoming).into_iter().partition(Incoming::is_promised);
         for handshake in promised.into_iter().chain(greeting) {
-            match handshake.poll(me, now, &mut Doorkeeper { me: &me.uuid, now, dials, kept, host }) {
+            match handshake.poll(me, now, &mut Doorkeeper { me, now, dials, kept, host }) {
                 Step::Wait(handshake) => incoming.push(*handshake),
                 Step::Done(accepted) => {
                     departed.remove(&accepted.from);
-                    kept.insert(accepted.from, accepted.link);
+                    kept.insert(accepted.from, Kept { lane: accepted.lane, link: accepted.link });
                 }
                 Step::Drop => {}
             }
@@ -441,7 +462,7 @@ impl Endpoint {
     /// link that breaks during this call is handed out, so that its loss is noticed at once.
     fn drop_departed(&mut self) {
         let departed = &mut self.departed;
-        self.kept.retain(|uuid, link| match link.check_peer() {
+        self.kept.retain(|uuid, kept| match kept.link.check_peer() {
             Ok(()) => true,
             Err(why) => {
                 departed.insert(*uuid, why.message);
@@ -467,7 +488,7 @@ impl Endpoint {
             match dial.poll(me, settings, now) {
                 Progress::Waits => true,
                 Progress::Done(link, troubles) => {
-                    kept.insert(*uuid, link);
+                    kept.insert(*uuid, Kept { lane: dial.lane, link });
                     troubles.iter().for_each(|trouble| warnings.add(trouble, dial.peer()));
                     false
                 }
@@ -475,6 +496,7 @@ impl Endpoint {
                 Progress::Unreachable { .. } if dial.asked.is_some() => true,
                 Progress::Unreachable { why, has_ended } => {
                     unreachable.push(Unreachable {
+                        lane: dial.lane,
                         peer: dial.peer().clone(),
                         error: Error::peer_lost(why),
                         has_ended,
@@ -495,7 +517,7 @@ impl Endpoint {
         for (index, link) in links.into_iter().enumerate() {
             match link {
                 Some(link) if peers[index].uuid != self.me.uuid => {
-                    self.kept.insert(peers[index].uuid, link);
+                    self.kept.insert(peers[index].uuid, Kept { lane: 0, link });
                 }
                 Some(_) => {}
                 None => {
@@ -548,33 +570,33 @@ impl Endpoint {
 
 /// What answers those that connect, with what an endpoint knows besides.
 struct Doorkeeper<'a> {
-    me: &'a [u8; 16],
+    me: &'a Identity,
     now: Instant,
     dials: &'a mut HashMap<[u8; 16], Dial>,
-    kept: &'a mut HashMap<[u8; 16], Box<dyn Watched>>,
+    kept: &'a mut HashMap<[u8; 16], Kept>,
     host: &'a mut dyn Host,
 }
 
 impl Host for Doorkeeper<'_> {
-    fn stance_to(&mut self, from: &[u8; 16]) -> Stance {
+    fn stance_to(&mut self, lane: u32, from: &[u8; 16]) -> Stance {
         // One that its peer has given up makes room for the next.
-        if self.kept.get_mut(from).is_some_and(|link| link.check_peer().is_ok()) {
+        if self.kept.get_mut(from).is_some_and(|kept| kept.link.check_peer().is_ok()) {
             return Stance::Linked;
         }
-        match self.host.stance_to(from) {
+        match self.host.stance_to(lane, from) {
             Stance::Unlinked => {}
             other => return other,
         }
         let Some(dial) = self.dials.get_mut(from) else { return Stance::Unlinked };
-        if self.me < from && dial.has_greeted() {
+        if self.me.uuid_of(lane) < *from && dial.has_greeted() {
             return Stance::Crossing;
         }
         dial.stand_back(self.now);
         Stance::Unlinked
     }
 
-    fn on_note(&mut self, from: &[u8; 16], note: &[u8]) -> String {
-        self.host.on_note(from, note)
+    fn on_note(&mut self, lane: u32, from: &[u8; 16], note: &[u8]) -> String {
+        self.host.on_note(lane, from, note)
     }
 }
 
@@ -582,11 +604,11 @@ impl Host for Doorkeeper<'_> {
 struct Alone;
 
 impl Host for Alone {
-    fn stance_to(&mut self, _peer: &[u8; 16]) -> Stance {
+    fn stance_to(&mut self, _lane: u32, _peer: &[u8; 16]) -> Stance {
         Stance::Unlinked
     }
 
-    fn on_note(&mut self, _from: &[u8; 16], _note: &[u8]) -> String {
+    fn on_note(&mut self, _lane: u32, _from: &[u8; 16], _note: &[u8]) -> String {
         String::new()
     }
 }

@@ -326,6 +326,7 @@ mod tests {
             addresses: vec![SocketAddr::from(([10, 0, 0, 1], 4000))],
             unix_name: "accl-1".to_owned(),
             transports: vec!["shm".to_owned(), "tcp".to_owned()],
+            lanes: 1,
         };
         lines.push(info.to_text());
         insta::assert_snapshot!(format!("protocol_version_{PROTOCOL_VERSION}"), lines.join("\n"));

@@ -79,6 +79,10 @@ impl Provider for Shm {
         let events = Some(PeerEvents::new(event, &board)?);
         Ok(Box::new(Half { region, side: GUEST, memory: None, waker, events, refused: None }))
     }
+
+    fn beside(&self, waker: &Arc<Waker>) -> Box<dyn Provider> {
+        Box::new(Shm { waker: Arc::clone(waker), budget: self.budget.clone(), ..*self })
+    }
 }
 
 /// The largest region that is granted, halving from `wanted` to what the longest frame needs, and why it is not larger.

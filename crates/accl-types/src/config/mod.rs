@@ -106,6 +106,8 @@ pub struct Config {
     pub eager_bytes: u64,
     /// `ACCL_SPIN_US`: how long a waiter spins before it parks; `None` adapts to cores and ranks.
     pub spin_us: Option<u64>,
+    /// `ACCL_WORKER_COUNT`: threads besides the caller's that do parts of large calls.
+    pub worker_count: u32,
     /// `ACCL_ALGORITHM`: overrides of the choice of algorithm.
     pub algorithm: Vec<AlgorithmRule>,
     /// `ACCL_DETERMINISTIC`: the choice of algorithm depends on nothing but size, dtype and world.
@@ -137,6 +139,7 @@ impl Default for Config {
             segment_bytes: 0,
             eager_bytes: 0,
             spin_us: None,
+            worker_count: 0,
             algorithm: Vec::new(),
             deterministic: false,
             calibration: Calibration::Auto,
@@ -316,6 +319,7 @@ mod tests {
             ("ACCL_HOST_ID", "left"),
             ("ACCL_RING_BYTES", "256KiB"),
             ("ACCL_SPIN_US", "17"),
+            ("ACCL_WORKER_COUNT", "3"),
             ("ACCL_ALGORITHM", "all_reduce=ring:1MiB-,broadcast=flat"),
             ("ACCL_DETERMINISTIC", "1"),
             ("ACCL_CALIBRATION", "/some where/constants"),
@@ -396,6 +400,7 @@ mod tests {
             ("host_id", "two words"),
             ("algorithm", "allreduce=ring"),
             ("spin_us", "-1"),
+            ("worker_count", "64"),
             ("deterministic", "maybe"),
             ("calibration", "on"),
             ("compression", ""),

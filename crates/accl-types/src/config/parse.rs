@@ -126,6 +126,13 @@ pub(super) fn spin(text: &str) -> Result<Option<u64>, String> {
     text.parse::<u64>().ok().filter(|us| *us <= 1_000_000).map(Some).ok_or_else(String::new)
 }
 
+/// Most threads besides the caller's that do parts of calls.
+const MOST_WORKERS: u32 = 63;
+
+pub(super) fn worker_count(text: &str) -> Result<u32, String> {
+    text.parse::<u32>().ok().filter(|count| *count <= MOST_WORKERS).ok_or_else(String::new)
+}
+
 pub(super) fn flag(text: &str) -> Result<bool, String> {
     match text {
         "0" | "false" | "off" | "no" => Ok(false),

@@ -188,6 +188,17 @@ pub const ROWS: &[Row] = &[
         show: |c| c.spin_us.map_or_else(|| "auto".to_owned(), |us| us.to_string()),
     },
     Row {
+        name: "ACCL_WORKER_COUNT",
+        option: "worker_count",
+        scope: Scope::Process,
+        agreed: false,
+        default: "0",
+        accepted: Accepted::Words("a number of threads from 0 to 63"),
+        effect: "How many threads besides the caller's do parts of calls of 512 KiB and more, each with links of its own. For ranks with a core for each; a group has as many as the rank with the fewest.",
+        set: |c, v| parse::worker_count(v).map(|x| c.worker_count = x),
+        show: |c| c.worker_count.to_string(),
+    },
+    Row {
         name: "ACCL_ALGORITHM",
         option: "algorithm",
         scope: Scope::Group,

@@ -252,6 +252,7 @@ mod tests {
             addresses: Vec::new(),
             unix_name: String::new(),
             transports: vec!["shm".to_owned()],
+            lanes: 1,
         };
         RankInfo { counter, agreed: agreed.to_owned(), cores: Cores::of_this_process(), machine: None, info }
     }

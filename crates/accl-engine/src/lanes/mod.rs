@@ -1,0 +1,11 @@
+//! Lanes: cores of a process beside the first, which do parts of large calls.
+//!
+//! A lane is a core of its own: its lock, its links, its thread. The first one is the engine's, and all that is small goes by it alone.
+
+mod join;
+mod numbers;
+mod parts;
+
+pub(crate) use join::{Announced, Join, Parts};
+pub(crate) use numbers::Numbers;
+pub(crate) use parts::{LEAST_PART_BYTES, parts_of};
