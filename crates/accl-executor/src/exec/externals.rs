@@ -125,11 +125,11 @@ impl Externals {
                     // Whoever does a whole call says all that there is to say.
                     ExternalStep::Offload | ExternalStep::Join => why,
                     ExternalStep::CopyIn | ExternalStep::CopyOut => {
-                        let (why_kind, why) = (why.kind, why.message);
+                        let Error { kind, message, .. } = why;
                         let text = format!(
-                            "{step} by `{name}` failed: {why}; look at what `{name}` itself reports on this rank"
+                            "{step} by `{name}` failed: {message}; look at what `{name}` itself reports on this rank"
                         );
-                        Error::new(why_kind, text)
+                        Error::new(kind, text)
                     }
                 };
                 self.failure.get_or_insert(error);
