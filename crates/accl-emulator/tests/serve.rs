@@ -539,3 +539,57 @@ fn ends_are_those_of_their_control_stream_and_a_reset_on_none_takes_nothing() {
         }
     });
 }
+
+/// The end of a call that somebody had left there was taken for that of the owner's, which had not ended.
+#[test]
+fn the_owner_of_a_rank_is_told_of_no_end_that_others_have_left_whenever_they_go() {
+    let port = free_ports(4);
+    let _emulators = Emulators(vec![start(&words(&format!("-s 2 --port {port}")))]);
+    let poll = Request::Poll { control: 0 };
+    let claim = |name: &str| Request::Claim { owner: name.to_owned(), job: 7 };
+    run(async {
+        // One without a claim leaves the end of a call that went well; one whose rank was taken, that of a call that was ended; both stay for now.
+        let mut others = hosts(&ports(port, 2), &Setup::default()).await;
+        let (host, its_places) = &mut others[0];
+        host.begin(call(Operation::Nop, its_places, 0)).await;
+        let mut taken = Host::connect(port).await;
+        taken.good(&claim("taken")).await;
+        let places = taken.set_up(0, 2, &Setup::default()).await;
+        taken.begin(call(Operation::Barrier, &places, 0)).await;
+        // Whoever takes it away hears that its reset went well, whatever is left there.
+        let mut resets = Host::connect(port).await;
+        resets.configure(ConfigFunction::Reset, 0).await;
+        assert_eq!(resets.ask(&poll).await, Reply::Status(Status::Not));
+        assert_eq!(resets.register(map::RETURN_CODE.offset).await, 0);
+        assert_eq!(taken.ask(&poll).await, Reply::Status(Status::Taken));
+        drop(resets);
+        let mut owner = Host::connect(port).await;
+        owner.good(&claim("owner")).await;
+        let places = owner.set_up(0, 2, &Setup::default()).await;
+        owner.begin(call(Operation::Barrier, &places, 0)).await;
+        drop(taken);
+        let left = others.remove(0);
+        drop(left);
+        let begin = Instant::now();
+        while begin.elapsed() < Duration::from_millis(200) {
+            assert_eq!(owner.ask(&poll).await, Reply::Status(Status::Not), "the call goes on");
+        }
+        owner.configure(ConfigFunction::Reset, 0).await;
+    });
+}
+
+#[test]
+fn ends_that_a_client_leaves_uncollected_keep_nobody_else_from_the_rank() {
+    let port = free_ports(4);
+    let _emulators = Emulators(vec![start(&words(&format!("-s 1 --port {port} --faithful=9")))]);
+    run(async {
+        let mut leaves = hosts(&ports(port, 1), &Setup::default()).await;
+        for _ in 0..3 {
+            let (host, places) = &mut leaves[0];
+            host.begin(call(Operation::Nop, places, 0)).await;
+        }
+        let mut owner = Host::connect(port).await;
+        owner.good(&Request::Claim { owner: "owner".to_owned(), job: 7 }).await;
+        owner.set_up(0, 1, &Setup::default()).await;
+    });
+}

@@ -64,8 +64,8 @@ struct End {
     caller: Option<Caller>,
     code: ReturnCode,
     cycles: u32,
-    /// Whose reset has ended it, if one has: that one is not told of it.
-    dropped_by: Option<Caller>,
+    /// Who has reset the engine since, and is told of its reset alone.
+    hidden_from: Option<Caller>,
 }
 
 /// A control stream: the calls on it, and those that have ended and that nobody has asked for.
@@ -81,7 +81,7 @@ pub enum Ends {
     /// Its own first; if none of its calls is under way, those of all others after them: a client may ask over another connection than it calls
     /// by.
     OfAll,
-    /// Its own first, and then those of hosts that have gone.
+    /// Its own first; if none of its calls is under way, those of hosts that have gone.
     OfGone,
     /// Its own.
     Own,
@@ -279,8 +279,9 @@ impl Engine {
         let is_under_way = runs || stream.calls.iter().any(|(started_by, _)| *started_by == Some(caller));
         let own = stream.ended.iter().position(|end| end.caller == Some(caller));
         let place = own.or_else(|| match ends {
-            Ends::OfAll if is_under_way => None,
-            Ends::OfAll => stream.ended.iter().position(|end| end.dropped_by != Some(caller)),
+            // It would be taken for the end of that call.
+            _ if is_under_way => None,
+            Ends::OfAll => stream.ended.iter().position(|end| end.hidden_from != Some(caller)),
             Ends::OfGone => stream.ended.iter().position(|end| end.caller.is_none()),
             Ends::Own => None,
         });
@@ -292,6 +293,12 @@ impl Engine {
         let end = self.told.get(&caller)?;
         let registers = [(map::RETURN_CODE, end.code.0), (map::CYCLES, end.cycles)];
         registers.into_iter().find(|(register, _)| register.offset == offset).map(|(_, word)| word)
+    }
+
+    /// A host will not ask for its ends, or is not answered: they are nobody's any more.
+    pub fn discard_ends(&mut self, caller: Caller) {
+        self.controls.iter_mut().for_each(|control| control.ended.retain(|end| end.caller != Some(caller)));
+        self.forget(caller);
     }
 
     /// A host asks no more.
@@ -322,7 +329,10 @@ impl Engine {
         }
         let Some(stream) = self.controls.get_mut(control as usize) else { return false };
         let runs = self.running.as_ref().is_some_and(|running| running.control == control as usize);
-        let uncollected = stream.calls.len() + stream.ended.len() + usize::from(runs);
+        // Ends that others have left uncollected are none of this host's.
+        let is_its_own = |end: &&End| end.caller.is_none_or(|of| of == caller);
+        let ended = stream.ended.iter().filter(is_its_own).count();
+        let uncollected = stream.calls.len() + ended + usize::from(runs);
         if uncollected >= MOST_UNCOLLECTED && self.faithful.to(9) {
             self.is_deaf = true;
             return true;
@@ -354,10 +364,11 @@ impl Engine {
         let waiting = waiting.filter_map(|control| Some((control, self.controls[control].calls.pop_front()?.0)));
         let dropped: Vec<(usize, Option<Caller>)> = running.into_iter().chain(waiting).collect();
         for (control, caller) in dropped {
-            self.controls[control].ended.push_back(End { caller, code: DROPPED, cycles: 0, dropped_by: Some(by) });
+            self.controls[control].ended.push_back(End { caller, code: DROPPED, cycles: 0, hidden_from: None });
         }
         for control in &mut self.controls {
             control.ended.retain(|end| end.caller.is_some_and(|caller| caller != by));
+            control.ended.iter_mut().for_each(|end| end.hidden_from = Some(by));
         }
     }
 
@@ -584,7 +595,7 @@ impl Engine {
         let cycles = counted.cycles(&self.speed);
         self.exchange.set(map::CYCLES, cycles);
         self.exchange.set(map::RETURN_CODE, code.0);
-        self.controls[control].ended.push_back(End { caller: self.runs_for.take(), code, cycles, dropped_by: None });
+        self.controls[control].ended.push_back(End { caller: self.runs_for.take(), code, cycles, hidden_from: None });
         self.running = None;
     }
 

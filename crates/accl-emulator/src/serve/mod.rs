@@ -291,8 +291,13 @@ impl Server {
                 let seat = self.seat(rank);
                 seat.dispossessed.remove(&host);
                 let owner = seat.owner.take_if(|owner| owner.host == host);
+                let is_others = seat.owner.is_some();
                 if let Some(engine) = self.cluster.engine(rank) {
-                    engine.forget(host.caller());
+                    match is_others {
+                        // The owner was not told of them, and is not to be.
+                        true => engine.discard_ends(host.caller()),
+                        false => engine.forget(host.caller()),
+                    }
                     if owner.is_some() {
                         engine.end_job();
                     }
@@ -366,7 +371,8 @@ impl Server {
                 }
                 self.cluster.answer(rank, host.caller(), ends, &request)
             }
-            Err(BadRequest::Call { .. }) if is_dispossessed || is_others => None,
+            Err(BadRequest::Call { .. }) if is_dispossessed => Some(Reply::Status(Status::Taken)),
+            Err(BadRequest::Call { .. }) if is_others => None,
             Err(BadRequest::Call { control, .. }) => self.cluster.start_unknown(rank, host.caller(), control),
             Err(BadRequest::Json(_) | BadRequest::Type(_) | BadRequest::Missing(_)) => None,
         };
@@ -402,8 +408,10 @@ impl Server {
     fn take_from_others(&mut self, rank: u32, host: HostId) {
         let seat = self.seat(rank);
         if seat.owner.as_ref().is_none_or(|owner| owner.host != host) {
-            seat.dispossessed.extend(seat.owner.take().map(|owner| owner.host));
+            let before = seat.owner.take().map(|owner| owner.host);
+            seat.dispossessed.extend(before);
             if let Some(engine) = self.cluster.engine(rank) {
+                before.into_iter().for_each(|host| engine.discard_ends(host.caller()));
                 engine.set_next_job(0);
             }
         }

@@ -286,7 +286,7 @@ impl Bus for EmulatorBus {
     }
 
     fn drain(&mut self) -> Result<()> {
-        for _ in 0..MOST_ENDS {
+        for _ in 0..=MOST_ENDS {
             if !self.poll()? {
                 return Ok(());
             }
