@@ -25,7 +25,7 @@ use crate::time;
 use crate::wanted::WantedLinks;
 use accl_executor::call::{CallState, Waited};
 use accl_executor::exec::SpinLimit;
-use accl_executor::group::{Completed, Context, Core, FailedGroup, Fate, GroupState, Relief};
+use accl_executor::group::{Completed, Context, Core, FailedGroup, Fate, GroupState, Notify, Relief};
 use accl_executor::peers::{Mark, PeerId};
 
 /// How often a waiter looks for signals, in milliseconds.
@@ -293,13 +293,28 @@ impl Driver {
         let _ = self.lanes.set(lanes);
     }
 
-    /// A group that has failed on one lane fails on all, each of which tells its own peers. No lock is held.
+    /// A group that has failed on one lane fails on all, once each has what had come for it before. The first lane tells the peers, whatever the one has
+    /// told that failed first. No lock is held.
     fn fail_elsewhere(&self, failed: &FailedGroup) {
-        let lanes = self.lanes.get().into_iter().flatten().filter_map(Weak::upgrade);
-        for lane in lanes.filter(|lane| !std::ptr::eq(&**lane, self)) {
+        let lanes = self.lanes.get().into_iter().flatten().enumerate();
+        for (number, lane) in lanes.filter_map(|(number, lane)| Some((number, lane.upgrade()?))) {
+            if std::ptr::eq(&*lane, self) {
+                continue;
+            }
             let FailedGroup { group, error, tell } = failed;
-            let fails = |state: &mut GroupState, context: &mut Context<'_>| state.fail(error.clone(), context, *tell);
-            if lane.with_core(|core| core.with_group(*group, time::now(), fails)).is_some() {
+            let tell = if number == 0 { *tell } else { Notify::Nobody };
+            let is_there = lane.with_core(|core| {
+                if core.group(*group).is_none_or(|state| state.poison().is_some()) {
+                    return false;
+                }
+                lane.look(core);
+                core.look_again_at(*group);
+                core.pass_whole(time::now());
+                let fails =
+                    |state: &mut GroupState, context: &mut Context<'_>| state.fail(error.clone(), context, tell);
+                core.with_group(*group, time::now(), fails).is_some()
+            });
+            if is_there {
                 lane.flush();
                 lane.kick();
             }
@@ -359,6 +374,9 @@ impl Driver {
 
     /// Those of these peers that have no link and have not gone.
     pub(crate) fn still_unlinked(&self, infos: Vec<EndpointInfo>) -> Vec<EndpointInfo> {
+        if infos.is_empty() {
+            return infos;
+        }
         self.with_core(|core| {
             let is_unlinked = |info: &EndpointInfo| core.net.find(&info.uuid).is_none_or(|id| core.net.is_unlinked(id));
             infos.into_iter().filter(is_unlinked).collect()

@@ -164,7 +164,7 @@ fn what_ends_a_group_ends_the_parts_of_its_calls_on_all_lanes() {
 
 #[test]
 fn strided_tensors_are_packed_and_scaled_once_for_all_lanes() {
-    for op in [ReduceOp::Sum, ReduceOp::PremulSum] {
+    for op in [ReduceOp::Sum, ReduceOp::PremulSum, ReduceOp::Avg] {
         let results = [1, 3].map(|lanes| {
             world(WorldOptions::new(2), lanes).run("g", |member| {
                 let mut values = data(member.rank, 2 * COUNT, 9);

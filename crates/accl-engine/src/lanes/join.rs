@@ -6,6 +6,7 @@
 //! when another one has failed. Read [`Join`] first.
 
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use accl_types::{Error, Moment, Result};
@@ -27,6 +28,10 @@ struct State {
     left: u32,
     /// Why the first of those failed that have.
     error: Option<Error>,
+    /// One has failed alone: its group has not, so nobody else tells the first lane.
+    has_failed_alone: bool,
+    /// The first lane knows that the call has failed.
+    is_cancelled: bool,
     /// From when the first part has come so far until all others have ended.
     task: Option<ExternalTask>,
     /// The others, until they begin.
@@ -74,13 +79,35 @@ impl Drop for Announced {
     }
 }
 
-/// One of the other parts, as its lane tells of its end.
-struct OtherPart(Arc<Join>);
+/// One of the other parts, as its lane tells of its end. One that is dropped before has not begun, and will not.
+struct OtherPart {
+    join: Weak<Join>,
+    has_ended: AtomicBool,
+}
+
+impl OtherPart {
+    fn end(&self, error: Option<&Error>, is_alone: bool) {
+        if !self.has_ended.swap(true, Ordering::Relaxed)
+            && let Some(join) = self.join.upgrade()
+        {
+            join.end(error, is_alone);
+        }
+    }
+}
+
+impl Drop for OtherPart {
+    fn drop(&mut self) {
+        if !*self.has_ended.get_mut() {
+            self.end(Some(&Error::internal("a part of the call was not begun on its lane")), true);
+        }
+    }
+}
 
 impl Join {
     /// Of so many parts besides the first.
     pub(crate) fn new(others: u32) -> Arc<Self> {
-        let state = State { left: others, error: None, task: None, parts: None };
+        let state =
+            State { left: others, error: None, has_failed_alone: false, is_cancelled: false, task: None, parts: None };
         Arc::new_cyclic(|me| Self { state: Mutex::new(state), me: me.clone() })
     }
 
@@ -98,9 +125,12 @@ impl Join {
     /// Has the lanes do their parts. No lock is held.
     fn start(self: &Arc<Self>, parts: Parts) {
         let Parts { caller, lanes, parts, seq, now, starter: _starter } = parts;
-        for (lane, (desc, prepared)) in lanes.iter().zip(parts) {
-            let (desc, observer) = (CallDesc { seq: Some(seq), ..desc }, Arc::new(OtherPart(self.clone())));
-            let started = lane.with_core(|core| caller.start(core, &desc, prepared, None, observer, now));
+        // All of them first: should one panic, the others are dropped.
+        let part = || Arc::new(OtherPart { join: Arc::downgrade(self), has_ended: AtomicBool::new(false) });
+        let observers: Vec<_> = parts.iter().map(|_| part()).collect();
+        for (lane, ((desc, prepared), observer)) in lanes.iter().zip(parts.into_iter().zip(observers)) {
+            let desc = CallDesc { seq: Some(seq), ..desc };
+            let started = lane.with_core(|core| caller.start(core, &desc, prepared, None, observer.clone(), now));
             match started {
                 Ok(Launched { call, wakes_driver }) => {
                     if wakes_driver {
@@ -108,27 +138,28 @@ impl Join {
                     }
                     lane.submitted(&call);
                 }
-                // The group has failed there, and fails here as well.
-                Err(error) => self.end(Some(&error)),
+                Err(error) => observer.end(Some(&error), true),
             }
         }
     }
 
-    /// One of them has ended, or has not begun and will not.
-    fn end(&self, error: Option<&Error>) {
+    /// One of them has ended, or has not begun and will not; alone, where its group has not failed with it.
+    fn end(&self, error: Option<&Error>, is_alone: bool) {
         let mut state = self.state.lock();
         state.left -= 1;
         if let Some(error) = error {
             state.error.get_or_insert_with(|| error.clone());
+            state.has_failed_alone |= is_alone;
         }
         state.finish();
     }
 }
 
 impl State {
-    /// Ends the task once all parts have.
+    /// Ends the task once all parts have. Where a group has failed on another lane the first one is told so, and of whom that comes: it is waited for.
     fn finish(&mut self) {
-        let Some(task) = self.task.take_if(|_| self.left == 0) else { return };
+        let is_told = self.error.is_none() || self.has_failed_alone || self.is_cancelled;
+        let Some(task) = self.task.take_if(|_| self.left == 0 && is_told) else { return };
         match self.error.take() {
             None => task.done(),
             Some(error) => task.fail_with(error),
@@ -153,11 +184,17 @@ impl External for Join {
             starter.post(Box::new(move || me.start(parts)));
         }
     }
+
+    fn cancel(&self) {
+        let mut state = self.state.lock();
+        state.is_cancelled = true;
+        state.finish();
+    }
 }
 
 impl CallObserver for OtherPart {
     fn ended(&self, error: Option<&Error>) -> Option<Callback> {
-        self.0.end(error);
+        self.end(error, false);
         None
     }
 }
@@ -165,5 +202,73 @@ impl CallObserver for OtherPart {
 impl fmt::Debug for Join {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Join").finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use accl_schedule::cost::Machine;
+    use accl_types::config::Config;
+    use accl_types::{Collective, Dtype, Elems, Rank};
+
+    use super::*;
+    use crate::api::group::Group;
+    use crate::api::spec::GroupSpec;
+    use crate::engine::Engine;
+    use crate::session::store::MemoryStore;
+    use crate::time;
+    use accl_executor::call::{Blocks, Mode, TensorDesc};
+    use accl_executor::group::Notify;
+
+    /// Rank 0 of two that have met, with two lanes.
+    fn first_of_two() -> Vec<(Arc<Engine>, Arc<Group>)> {
+        let store = MemoryStore::default();
+        let make = |rank| {
+            let config = Config { worker_count: 1, ..Config::default() };
+            let engine = Engine::new(config.clone(), |_| Machine::default());
+            let (name, timeout) = ("g".to_owned(), Duration::from_secs(30));
+            let spec =
+                GroupSpec { name, rank: Rank(rank), world: 2, timeout, config, master: None, global_ranks: Vec::new() };
+            let group = engine.create_group(spec, &store, &mut || false).unwrap();
+            (engine, group)
+        };
+        std::thread::scope(|scope| {
+            let made = [0, 1].map(|rank| scope.spawn(move || make(rank)));
+            made.into_iter().map(|made| made.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn a_call_that_has_not_begun_on_its_first_lane_does_not_end_before_its_parts_on_the_others() {
+        const COUNT: usize = 1 << 17;
+        let mut tensors = vec![vec![1.0_f32; COUNT]; 2];
+        // A call that is withheld begins after a millisecond, which a busy machine may take for this.
+        for _ in 0..20 {
+            let ranks = first_of_two();
+            let (engine, group) = &ranks[0];
+            let submit = |tensor: &mut Vec<f32>| {
+                let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
+                desc.mode = Mode::Async;
+                desc.outputs =
+                    Blocks::of(TensorDesc::dense(tensor.as_mut_ptr().cast(), Dtype::F32, Elems(COUNT as u64)));
+                group.submit(desc).unwrap()
+            };
+            let calls: Vec<_> = tensors.iter_mut().map(submit).collect();
+            // The peer makes none of them, so the second waits for its turn on this lane while the other has its part of it.
+            let (other, id) = (&engine.other_lanes()[0], group.caller.group);
+            group.driver.with_core(|core| {
+                let error = Error::aborted("the test wants it");
+                core.with_group(id, time::now(), |state, context| state.fail(error, context, Notify::Peers));
+                assert_eq!(other.with_core(|core| core.in_flight(id).len()), 2);
+                assert!(calls.iter().all(|call| !call.is_done()), "a part may still touch their tensors");
+            });
+            for call in &calls {
+                let _ = call.wait(Some(Duration::from_secs(20)), &mut || false);
+                assert!(call.is_done());
+            }
+            assert_eq!(other.with_core(|core| core.in_flight(id).len()), 0);
+        }
     }
 }

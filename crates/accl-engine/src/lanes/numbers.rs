@@ -42,7 +42,8 @@ impl LaneNumbers for Numbers {
     }
 
     fn forget(&self, seqs: Range<u64>) {
-        self.outstanding.lock().retain(|seq, _| !seqs.contains(seq));
+        // Those that were taken have parts, and these are yet to come.
+        self.outstanding.lock().retain(|seq, lanes| !(seqs.contains(seq) && *lanes == u64::MAX));
     }
 
     fn arrive(&self, lane: u32, seq: u64) {

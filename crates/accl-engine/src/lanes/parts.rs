@@ -2,7 +2,7 @@
 //!
 //! Owns that rule, which must give the same number on all ranks: it goes by what they agree on. Read [`parts_of`] first.
 
-use accl_types::Collective;
+use accl_types::{Collective, ReduceOp};
 
 use accl_executor::call::CallDesc;
 
@@ -25,5 +25,7 @@ fn may_be_cut(desc: &CallDesc, world: u32) -> bool {
     !desc.collective.is_point_to_point()
         && desc.collective != Collective::Barrier
         && desc.offload.is_none()
+        // What is scaled in place must not be refused after that, and parts may be.
+        && desc.op != ReduceOp::PremulSum
         && !is_measured
 }

@@ -169,8 +169,13 @@ impl Run {
     /// Whether its deadline is somebody else's matter: it is done elsewhere, or has ended there just now and has yet to say how.
     pub(crate) fn has_deadline_elsewhere(&self) -> bool {
         // The other lanes say themselves whom they wait for.
-        let awaits_parts_alone = self.plan.is_joined && self.remaining == 1;
-        (self.plan.is_offloaded || awaits_parts_alone) && self.externals.has_any()
+        (self.plan.is_offloaded || self.awaits_parts_alone()) && self.externals.has_any()
+    }
+
+    /// Whether this lane has done its part of a call, but for what comes after those of the others.
+    fn awaits_parts_alone(&self) -> bool {
+        let is_external = |op: &PlanOp| matches!(op.kind, PlanOpKind::External(_));
+        self.plan.is_joined && self.ops.iter().zip(&self.plan.ops).all(|(state, op)| state.complete || is_external(op))
     }
 
     /// Whether the whole collective is being done elsewhere: for as long, it needs all ranks.
@@ -601,6 +606,15 @@ impl Run {
         self.may_be_touched()
     }
 
+    /// Other lanes do parts of the call from now on, whether this lane has begun with its own or not: from here on the call's memory is not given back
+    /// before they have ended. Where it has to be brought here first, that begins with its turn.
+    pub(crate) fn begin_parts(&mut self) {
+        let is_join = |op: &PlanOp| matches!(op.kind, PlanOpKind::External(ExternalStep::Join)) && op.deps.is_empty();
+        let Some(op) = self.plan.ops.iter().position(is_join) else { return };
+        let compute = &mut self.compute;
+        self.externals.begin(op as u32, ExternalStep::Join, |wake| compute.begin_external(ExternalStep::Join, wake));
+    }
+
     /// Whether an external operation may touch the call's memory.
     pub(crate) fn may_be_touched(&self) -> bool {
         self.externals.may_touch()
@@ -615,7 +629,7 @@ impl Run {
     /// For messages: an external operation that has not ended.
     pub(crate) fn external_under_way(&self) -> Option<String> {
         // While this lane has something to do, what others do beside it is not what the call waits for.
-        self.externals.under_way(self.remaining > 1)
+        self.externals.under_way(self.plan.is_joined && !self.awaits_parts_alone())
     }
 
     // ---- waiting

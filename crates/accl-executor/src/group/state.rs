@@ -536,6 +536,10 @@ impl GroupState {
                 let error = Error::new(cause.kind, text);
                 let error = self.in_context(error.with_peer(cause.origin));
                 let is_first_hand = from == cause.origin || cause.origin.0 >= self.members.world();
+                // What is only passed on to a lane that has nothing to do comes to the first one as well, which may.
+                if !is_first_hand && self.sequence.follows() && self.is_idle() {
+                    return Ok(());
+                }
                 if is_first_hand || self.is_idle() || self.members.is_absent(cause.origin, context.net) {
                     self.fail(error, context, Notify::Neighbours);
                 } else {

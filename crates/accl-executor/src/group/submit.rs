@@ -129,6 +129,7 @@ impl Caller {
             let mut run = Run::new(call.clone(), &shape, compute, &[], deadline);
             if let Some(wake) = wake {
                 run.set_wake(wake);
+                run.begin_parts();
             }
             group.start(run, context);
             Ok(call)
