@@ -338,28 +338,18 @@ mod tests {
 
     #[test]
     fn an_engine_whose_host_has_left_it_works_for_no_job() {
+        let reset = |cluster: &mut Cluster| {
+            let call = Descriptor::config(ConfigFunction::Reset, 0);
+            cluster.answer(0, Caller::default(), Ends::OfAll, &Request::Call { control: 0, call }).unwrap();
+        };
         let mut cluster = Cluster::new(0, vec![Engine::new(Network::Udp, Faithful::default())], None);
         set_up(&mut cluster, 7);
         cluster.engine(0).unwrap().end_job();
         assert_eq!(cluster.engine(0).unwrap().job(), 7, "what is under way goes on");
-        cluster
-            .answer(
-                0,
-                Caller::default(),
-                Ends::OfAll,
-                &Request::Call { control: 0, call: Descriptor::config(ConfigFunction::Reset, 0) },
-            )
-            .unwrap();
+        reset(&mut cluster);
         assert_eq!(cluster.engine(0).unwrap().job(), 0);
         set_up(&mut cluster, 8);
-        cluster
-            .answer(
-                0,
-                Caller::default(),
-                Ends::OfAll,
-                &Request::Call { control: 0, call: Descriptor::config(ConfigFunction::Reset, 0) },
-            )
-            .unwrap();
+        reset(&mut cluster);
         cluster.engine(0).unwrap().end_job();
         assert_eq!(cluster.engine(0).unwrap().job(), 0);
     }

@@ -139,7 +139,8 @@ fn on_wire() -> impl Iterator<Item = u8> {
 /// emulator may differ.
 pub fn difference(answers: &[Option<About>]) -> Option<String> {
     let ranks = answers.len();
-    for (rank, about) in (0u32..).zip(answers).filter_map(|(rank, about)| Some((rank, about.as_ref()?))) {
+    let known = || (0u32..).zip(answers).filter_map(|(rank, about)| Some((rank, about.as_ref()?)));
+    for (rank, about) in known() {
         if about.rank != rank {
             return Some(format!(
                 "the emulator that was asked as rank {rank} is that of rank {}: its address is wrong",
@@ -153,7 +154,6 @@ pub fn difference(answers: &[Option<About>]) -> Option<String> {
             ));
         }
     }
-    let known = || (0u32..).zip(answers).filter_map(|(rank, about)| Some((rank, about.as_ref()?)));
     let is_of_another_world = |about: &About, (rank, other): &(u32, &About)| {
         let [first, ranks] = about.served;
         about.process != 0 && other.process != about.process && (first..first.saturating_add(ranks)).contains(rank)
@@ -166,9 +166,8 @@ pub fn difference(answers: &[Option<About>]) -> Option<String> {
              addresses of one"
         ));
     }
-    let mut known = (0u32..).zip(answers).filter_map(|(rank, about)| Some((rank, about.as_ref()?)));
-    if let Some((first, about)) = known.next()
-        && let Some((other, differs)) = known.find(|(_, other)| other.network != about.network)
+    if let Some((first, about)) = known().next()
+        && let Some((other, differs)) = known().find(|(_, other)| other.network != about.network)
     {
         return Some(format!(
             "the emulators of ranks {first} and {other} do not reach each other: they speak {} and {}; start all with the same --comms",
@@ -176,16 +175,15 @@ pub fn difference(answers: &[Option<About>]) -> Option<String> {
             differs.comms()
         ));
     }
-    let mut known = (0u32..).zip(answers).filter_map(|(rank, about)| Some((rank, about.as_ref()?)));
-    let (first, about) = known.next()?;
-    if let Some((other, differs)) = known.clone().find(|(_, other)| other.version != about.version) {
+    let (first, about) = known().next()?;
+    if let Some((other, differs)) = known().find(|(_, other)| other.version != about.version) {
         return Some(format!(
             "the emulators of ranks {first} and {other} are of versions {} and {}; install the same on all hosts",
             about.version, differs.version
         ));
     }
     let kept = about.kept_on_wire();
-    if let Some((other, differs)) = known.find(|(_, other)| other.kept_on_wire() != kept) {
+    if let Some((other, differs)) = known().find(|(_, other)| other.kept_on_wire() != kept) {
         return Some(format!(
             "the emulators of ranks {first} and {other} differ in what goes over the wire: they keep hazards {} and {}; start all with \
              the same --faithful",
