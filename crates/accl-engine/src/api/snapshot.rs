@@ -118,18 +118,15 @@ impl Snapshot {
                 let of_groups = traffic_of_groups(core);
                 let peers: Vec<PeerSnapshot> = core.net.all().map(|id| peer(core, id, &of_groups)).collect();
                 let groups: Vec<(u64, Traffic)> = core.groups().map(|state| (state.id(), traffic_of(state))).collect();
+                if let Some(members) = of_group.and_then(|id| core.group(id)).map(GroupState::members) {
+                    for peer in &mut self.peers {
+                        if let (Some(here), Some(rank)) = (&mut peer.of_group, peer.rank) {
+                            *here = here.plus(members.traffic(rank));
+                        }
+                    }
+                }
                 (peers, groups)
             });
-            if let Some(id) = of_group {
-                lane.with_core(|core| {
-                    let members = core.group(id).map(GroupState::members);
-                    for peer in &mut self.peers {
-                        let of_lane = members.zip(peer.rank).map(|(members, rank)| members.traffic(rank));
-                        peer.of_group =
-                            peer.of_group.zip(of_lane).map(|(here, there)| here.plus(there)).or(peer.of_group);
-                    }
-                });
-            }
             for there in peers {
                 // The same operation leads from the identity of a lane to that of the first one.
                 let first = accl_wire::lane_uuid(&there.uuid, number);
