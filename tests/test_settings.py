@@ -63,6 +63,7 @@ WRONG = [
     ("ACCL_EAGER_BYTES", "eager_bytes", "1TiB"),
     ("ACCL_SPIN_US", "spin_us", "fast"),
     ("ACCL_WORKER_COUNT", "worker_count", "-1"),
+    ("ACCL_WORKER_COUNT", "worker_count", "many"),
     ("ACCL_DETERMINISTIC", "deterministic", "maybe"),
     ("ACCL_TIMING", "timing", "2"),
     ("ACCL_HOST_ID", "host_id", "two words"),

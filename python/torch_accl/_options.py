@@ -30,7 +30,7 @@ class Options(_native.BackendOptions):
         segment_bytes: most payload of a frame, a size from 1KiB to 4MiB.
         eager_bytes: how far a sender may be ahead of the receiver, for each peer, a size from 0 to 64MiB.
         spin_us: how long a waiting thread spins, `"auto"` or microseconds from 0 to 1000000.
-        worker_count: threads besides the caller's that do parts of large calls, a number from 0 to 63.
+        worker_count: threads besides the caller's that do parts of large calls, `"auto"` or a number from 0 to 63.
         algorithm: rules that replace the choice, such as `"all_reduce=ring"` or `["all_gather=ring:64KiB-1MiB"]`.
         deterministic: whether the choice of algorithm depends on collective, size, dtype and world alone.
         calibration: where its constants come from: `"auto"`, `"off"` or the path of a file, with a `/`.
@@ -60,7 +60,7 @@ class Options(_native.BackendOptions):
         segment_bytes: int | str | None = None,
         eager_bytes: int | str | None = None,
         spin_us: int | str | None = None,
-        worker_count: int | None = None,
+        worker_count: int | str | None = None,
         algorithm: str | Sequence[str] | None = None,
         deterministic: bool | None = None,
         calibration: str | None = None,

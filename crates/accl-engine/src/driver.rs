@@ -19,6 +19,7 @@ use crate::completion::CompletionPool;
 use crate::election::{Election, Host, Stint, Waiter};
 use crate::events;
 use crate::in_flight::InFlight;
+use crate::jobs::{Job, Jobs};
 use crate::signals;
 use crate::sync::{Mutex, MutexGuard};
 use crate::time;
@@ -80,6 +81,12 @@ pub(crate) struct Driver {
     spin: Option<Duration>,
     /// In some group the ranks of this host are more than their cores.
     shares_cores: AtomicBool,
+    /// In no group with several lanes these are more than the cores of their host.
+    lanes_have_own_cores: AtomicBool,
+    /// Of a lane beside the first: parts of calls that its thread is to begin.
+    jobs: Jobs,
+    /// The thread of a lane looks again and again, and need not be woken.
+    is_spinning: AtomicBool,
     election: Election,
     waits: AtomicU64,
     /// How often somebody has asked whether a call is done.
@@ -190,6 +197,9 @@ impl Driver {
             wanted: WantedLinks::default(),
             spin: spin_us.map(Duration::from_micros),
             shares_cores: AtomicBool::new(false),
+            lanes_have_own_cores: AtomicBool::new(true),
+            is_spinning: AtomicBool::new(false),
+            jobs: Jobs::default(),
             election: Election::default(),
             waits: AtomicU64::new(1),
             tests: AtomicU32::new(0),
@@ -284,8 +294,66 @@ impl Driver {
     pub(crate) fn start_thread(&self) -> accl_types::Result<()> {
         match self.election.start_background(self) {
             true => Ok(()),
-            false => Err(Error::exhausted("no thread; raise the limit with `ulimit -u`")),
+            false => Err(Error::exhausted(
+                "no thread for parts of large calls; raise the limit with `ulimit -u`, or set ACCL_WORKER_COUNT=0",
+            )),
         }
+    }
+
+    /// A group has several lanes, each with a core of its own on each rank, or not.
+    pub(crate) fn set_lanes_have_own_cores(&self, is_so: bool) {
+        self.lanes_have_own_cores.fetch_and(is_so, Ordering::Relaxed);
+    }
+
+    /// As if each lane had a core of its own.
+    #[cfg(test)]
+    pub(crate) fn pretend_own_cores(&self) {
+        self.lanes_have_own_cores.store(true, Ordering::Relaxed);
+    }
+
+    /// Gives the thread of a lane something to do. If that ends before, it is dropped.
+    pub(crate) fn give(&self, job: Job) {
+        self.jobs.add(job);
+        // A thread that spins looks for jobs, and once more when it has stopped.
+        if !self.is_spinning.load(Ordering::SeqCst) {
+            self.ensure_driver();
+            self.wake_driver_if(true);
+        }
+    }
+
+    /// On the thread of a lane that has a core of its own: looks again and again, until nothing has come for a while or nothing is left to do.
+    fn spin_on_own_core(&self) {
+        let budget = self.spin.unwrap_or(SPIN_OWN_CORE);
+        self.is_spinning.store(true, Ordering::SeqCst);
+        let mut news = time::now();
+        for round in 1_u32.. {
+            let now = time::now();
+            if self.jobs.run() {
+                news = now;
+            }
+            if let Some(mut core) = self.try_lock() {
+                if round.is_multiple_of(ROUNDS_BEFORE_LOOK) {
+                    self.ask(&core);
+                }
+                if core.pass(now) {
+                    news = now;
+                }
+                if !core.has_work() && !self.jobs.are_there() {
+                    break;
+                }
+            }
+            if now.since(news) >= budget {
+                break;
+            }
+            std::hint::spin_loop();
+        }
+        self.is_spinning.store(false, Ordering::SeqCst);
+    }
+
+    /// Whether it is of a lane beside the first, for whose calls nobody waits.
+    fn is_beside(&self) -> bool {
+        let first = self.lanes.get().and_then(|lanes| lanes.first());
+        first.is_some_and(|first| !std::ptr::eq(first.as_ptr(), self))
     }
 
     /// The drivers of all lanes of the process.
@@ -650,7 +718,7 @@ impl Driver {
 
     /// Looks again and again for a short while.
     fn spin(&self, call: &CallState, until: Option<Moment>) -> Option<Waited> {
-        let shared = self.shares_cores();
+        let shared = self.shares_cores() || call.is_cut && !self.lanes_have_own_cores.load(Ordering::Relaxed);
         let budget = match self.spin {
             Some(spin) => spin,
             None if shared => SPIN_SHARED_CORE,
@@ -769,8 +837,9 @@ impl Driver {
         loop {
             match catch_unwind(AssertUnwindSafe(|| self.election.background_turn(self))) {
                 Ok(Stint::Over) => {}
-                Ok(Stint::Last) => return,
+                Ok(Stint::Last) => return self.jobs.end(),
                 Err(panic) => {
+                    self.is_spinning.store(false, Ordering::SeqCst);
                     self.with_core(|core| core.fail_all(&*panic));
                     self.election.depose_background();
                 }
@@ -800,6 +869,12 @@ impl Driver {
 
 impl Host for Driver {
     fn park(&self, call: Option<&CallState>, until: Option<Moment>) {
+        if call.is_none() && self.is_beside() {
+            if self.lanes_have_own_cores.load(Ordering::Relaxed) {
+                self.spin_on_own_core();
+            }
+            self.jobs.run();
+        }
         let Some(polling) = self.polling.get() else { return };
         let now = time::now();
         // After a panic every call has failed, and whoever waits looks for what became of its own.
@@ -818,7 +893,7 @@ impl Host for Driver {
     }
 
     fn has_work(&self) -> bool {
-        self.with_core(|core| core.has_work())
+        self.jobs.are_there() || self.with_core(|core| core.has_work())
     }
 
     fn has_stopping(&self) -> bool {

@@ -10,19 +10,21 @@ use std::time::{Duration, Instant};
 
 use accl_schedule::cost::Machine;
 use accl_transport::{Endpoint, Poller, Settings, Waker, Watched};
-use accl_types::config::Config;
+use accl_types::config::{Config, WorkerCount};
 use accl_types::{Error, Moment, Result};
 use accl_wire::EndpointInfo;
 
 use crate::device::{Attended, OpenBus};
 use crate::driver::{Delivery, Driver, Polling, lasting};
-use crate::lanes::LEAST_PART_BYTES;
 use crate::session::connector::Connector;
 use crate::session::rendezvous::Makings;
 use crate::sync::Mutex;
 use crate::time;
 use accl_executor::group::GroupState;
 use accl_executor::peers::Mark;
+
+/// Lanes that a process offers which finds out how many it has use for.
+const MOST_AUTO_LANES: usize = 16;
 
 /// How long the end of a group or of the process waits until the peers' hosts have what calls that are done have sent, and
 /// how long when calls have failed anyway.
@@ -48,7 +50,8 @@ pub struct Engine {
     pub(crate) driver: Arc<Driver>,
     /// Those of the lanes beside the first, from the first group on.
     other_lanes: OnceLock<Vec<Arc<Driver>>>,
-    pub(crate) least_part_bytes: AtomicU64,
+    /// See [`Engine::set_least_part_bytes`]; 0: not set.
+    least_part_bytes: AtomicU64,
     /// How peers reach this process, and what makes links; from the first group on.
     connecting: OnceLock<(EndpointInfo, Connector)>,
     opening: Mutex<()>,
@@ -107,7 +110,7 @@ impl Engine {
         Arc::new(Self {
             driver: Driver::new(segment(&config), config.spin_us),
             other_lanes: OnceLock::new(),
-            least_part_bytes: AtomicU64::new(LEAST_PART_BYTES),
+            least_part_bytes: AtomicU64::new(0),
             connecting: OnceLock::new(),
             opening: Mutex::new(()),
             config,
@@ -140,9 +143,14 @@ impl Engine {
         self.driver.is_forked()
     }
 
-    /// Calls are cut into parts of so many bytes and more, where there are lanes for them; the same on all ranks. For tests.
+    /// Calls are cut into parts of so many bytes and more, where there are lanes for them, whatever they are predicted to take; the same on all
+    /// ranks. For tests.
     pub fn set_least_part_bytes(&self, bytes: u64) {
         self.least_part_bytes.store(bytes.max(1), Ordering::Relaxed);
+    }
+
+    pub(crate) fn least_part_bytes(&self) -> Option<u64> {
+        Some(self.least_part_bytes.load(Ordering::Relaxed)).filter(|&bytes| bytes > 0)
     }
 
     /// Switches the periodic looks off, a waiter's at signals and the driver's at silent hosts: without them a lost wake-up
@@ -184,8 +192,11 @@ impl Engine {
 
     /// Drivers of the lanes beside the first: fewer than were asked for if the system has no room for more.
     fn open_lanes(&self) -> Vec<Arc<Driver>> {
-        let wanted = self.config.worker_count as usize;
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let (wanted, is_auto) = match self.config.worker_count {
+            WorkerCount::Exactly(count) => (count as usize, false),
+            WorkerCount::Auto => (cores.min(MOST_AUTO_LANES) - 1, true),
+        };
         if wanted >= cores {
             tracing::warn!(
                 "ACCL_WORKER_COUNT asks for {wanted} threads besides the caller's, and this process may use {cores} cores: those that share a core \
@@ -195,12 +206,17 @@ impl Engine {
         let open = || {
             let lane = Driver::new(segment(&self.config), self.config.spin_us);
             waker_of(&lane)?;
-            lane.start_thread().map(|()| lane)
+            // The first group that has use for it starts it.
+            if !is_auto {
+                lane.start_thread()?;
+            }
+            Ok::<_, Error>(lane)
         };
         let mut lanes = Vec::new();
         while lanes.len() < wanted {
             match open() {
                 Ok(lane) => lanes.push(lane),
+                Err(_) if is_auto => break,
                 Err(error) => {
                     let got = lanes.len();
                     tracing::warn!("ACCL_WORKER_COUNT asks for {wanted} threads, and there are {got}: {error}");

@@ -11,6 +11,7 @@ mod engine;
 mod env;
 mod events;
 mod in_flight;
+mod jobs;
 mod lanes;
 mod session;
 mod settings;

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use accl_engine::codec::Rounding;
 use accl_engine::{Blocks, CallDesc, Mode, Residuals, TensorDesc};
 use accl_testkit::{Fabric, Member, World, WorldOptions, finish};
+use accl_types::config::WorkerCount;
 use accl_types::{Collective, Dtype, ErrorKind, Rank, ReduceOp};
 use common::{bits_of, blocks, both_ways, data, encoded, encoding, max_min, options, rows};
 
@@ -18,7 +19,7 @@ const COUNT: usize = 220_013;
 
 /// A world whose ranks have so many lanes.
 fn world(mut options: WorldOptions, lanes: u32) -> World {
-    options.config.worker_count = lanes - 1;
+    options.config.worker_count = WorkerCount::Exactly(lanes - 1);
     // Hosts of other names share no memory.
     let fabric = if options.hosts.iter().all(|host| *host == options.hosts[0]) { Fabric::Shm } else { Fabric::Tcp };
     World::new(options.over(fabric))
@@ -85,7 +86,7 @@ fn encoded_blocks_have_the_same_bits_on_any_number_of_lanes() {
 #[test]
 fn a_group_has_as_many_lanes_as_each_of_its_ranks_and_small_calls_take_one() {
     let mut options = WorldOptions::new(2);
-    options.config.worker_count = 2;
+    options.config.worker_count = WorkerCount::Exactly(2);
     let world = World::new(options.over(Fabric::Tcp));
     world.engines[1].set_least_part_bytes(256 << 10);
     world.engines[0].set_least_part_bytes(256 << 10);
@@ -102,7 +103,7 @@ fn the_least_number_of_lanes_of_any_rank_counts() {
     for workers in [[0, 2], [2, 1], [63, 0]] {
         let worlds = workers.map(|workers| {
             let mut options = WorldOptions::new(1).over(Fabric::Shm);
-            options.config.worker_count = workers;
+            options.config.worker_count = WorkerCount::Exactly(workers);
             World::new(options)
         });
         let store = accl_testkit::MemoryStore::default();
@@ -132,11 +133,27 @@ fn the_least_number_of_lanes_of_any_rank_counts() {
     }
 }
 
+/// Both ranks are in this process, and the built-in constants say that eight cores move memory as fast as a host can.
+#[test]
+fn auto_gives_each_rank_a_lane_for_each_core_that_it_has_to_itself() {
+    let mut options = WorldOptions::new(2).over(Fabric::Shm);
+    options.config.worker_count = WorkerCount::Auto;
+    let cores = std::thread::available_parallelism().unwrap().get();
+    World::new(options).run("g", |member| {
+        for _ in 0..3 {
+            let mut sum = vec![1.0_f32; COUNT];
+            member.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+            assert!(sum.iter().all(|&value| value == 2.0));
+        }
+        assert_eq!(bytes_by_lane(&member).len(), (cores / 2).clamp(1, 4));
+    });
+}
+
 #[test]
 fn what_ends_a_group_ends_the_parts_of_its_calls_on_all_lanes() {
     for fabric in [Fabric::Shm, Fabric::Tcp] {
         let mut options = WorldOptions::new(3).over(fabric);
-        options.config.worker_count = 2;
+        options.config.worker_count = WorkerCount::Exactly(2);
         let begin = Instant::now();
         let errors = World::new(options).run("g", |member| {
             let mut sums = vec![vec![1.0_f32; COUNT]; 4];
@@ -183,7 +200,7 @@ fn strided_tensors_are_packed_and_scaled_once_for_all_lanes() {
 #[test]
 fn a_deadline_that_is_set_later_counts_on_all_lanes_and_names_who_is_missing() {
     let mut options = WorldOptions::new(2).over(Fabric::Shm);
-    options.config.worker_count = 2;
+    options.config.worker_count = WorkerCount::Exactly(2);
     let begin = Instant::now();
     let errors = World::new(options).run("g", |member| {
         member.group.set_timeout(Duration::from_millis(300));

@@ -99,10 +99,7 @@ impl Chooser {
         }
         // A rule names the same row here.
         let together = self.choose_among(collective, bytes, equal_blocks, |row| row.sums == Sums::Together)?;
-        let time_ps = |wanted: &Algorithm| {
-            let found = self.predict(collective, bytes, equal_blocks).find(|(row, _)| row.id == wanted.id);
-            found.map_or(0, |(_, time_ps)| u128::from(time_ps))
-        };
+        let time_ps = |row| u128::from(self.time_ps(row, collective, bytes, equal_blocks));
         let is_affordable = time_ps(together) * 10 <= time_ps(fastest) * u128::from(TOGETHER_TENTHS);
         Ok(if is_affordable { together } else { fastest })
     }
@@ -162,6 +159,22 @@ impl Chooser {
         let runs = move |row: &Algorithm| equal_blocks || !row.needs_equal_blocks;
         let costs = costs.iter().filter(move |(row, _)| runs(row));
         costs.map(move |(row, cost)| (*row, self.prices.time_ps(collective, cost, bytes)))
+    }
+
+    /// The time that the algorithm which [`Chooser::choose`] takes is predicted to need, in picoseconds. 0: it is not known on all ranks, as that of an
+    /// all_to_all, or there is no such algorithm.
+    pub fn predicted_ps(&self, collective: Collective, bytes: Bytes, equal_blocks: bool) -> u64 {
+        if collective == Collective::AllToAll {
+            return 0;
+        }
+        let chosen = self.choose(collective, bytes, equal_blocks);
+        chosen.map_or(0, |row| self.time_ps(row, collective, bytes, equal_blocks))
+    }
+
+    /// What a row is predicted to take; 0 where it cannot run.
+    fn time_ps(&self, wanted: &Algorithm, collective: Collective, bytes: Bytes, equal_blocks: bool) -> u64 {
+        let found = self.predict(collective, bytes, equal_blocks).find(|(row, _)| row.id == wanted.id);
+        found.map_or(0, |(_, time_ps)| time_ps)
     }
 
     fn by_rule(&self, collective: Collective, bytes: Bytes) -> Result<Option<&'static Algorithm>> {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use accl_engine::{Engine, Group, GroupSpec};
 use accl_transport::loopback::{self, Capacity, LoopbackLink};
-use accl_types::config::{Calibration, Config};
+use accl_types::config::{Calibration, Config, WorkerCount};
 use accl_types::{Rank, Result};
 use accl_wire::frame::OVERHEAD_BYTES;
 
@@ -29,6 +29,9 @@ pub enum Fabric {
 fn lanes() -> Option<u32> {
     std::env::var("ACCL_TEST_WORKERS").ok().map(|text| text.parse().expect("ACCL_TEST_WORKERS is a number"))
 }
+
+/// Otherwise lanes have parts of so many bytes.
+const LEAST_PART_BYTES: u64 = 256 << 10;
 
 /// How a world is made.
 #[derive(Clone, Debug)]
@@ -54,7 +57,11 @@ impl WorldOptions {
             world,
             fabric: Fabric::Loopback(64),
             // Tests do not look into the user's cache, nor take the time to fill it.
-            config: Config { calibration: Calibration::Off, worker_count: lanes().unwrap_or(0), ..Config::default() },
+            config: Config {
+                calibration: Calibration::Off,
+                worker_count: WorkerCount::Exactly(lanes().unwrap_or(0)),
+                ..Config::default()
+            },
             timeout: Duration::from_secs(60),
             hosts: Vec::new(),
             adopt: true,
@@ -118,9 +125,8 @@ impl World {
                     config.set_option("host_id", host).unwrap_or_else(give_up);
                 }
                 let engine = accl_calibrate::engine(config);
-                if lanes().is_some() {
-                    engine.set_least_part_bytes(1);
-                }
+                // What is cut must not depend on what calls are predicted to take.
+                engine.set_least_part_bytes(if lanes().is_some() { 1 } else { LEAST_PART_BYTES });
                 engine
             })
             .collect();

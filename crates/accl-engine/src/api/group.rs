@@ -20,7 +20,7 @@ use crate::driver::{Delivery, Driver, lasting};
 use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED, LAST_CALLS};
 use crate::events;
 use crate::in_flight::{InFlight, Notifier};
-use crate::lanes::{Announced, Join, Parts, parts_of};
+use crate::lanes::{Announced, Join, Least, Parts, parts_of};
 use crate::sync::MutexGuard;
 use crate::time;
 use accl_executor::call::{CallDesc, Mode};
@@ -49,6 +49,8 @@ pub(crate) struct Rules {
     pub(crate) planner: Planner,
     /// The lanes beside the first.
     pub(crate) lanes: Vec<Arc<Driver>>,
+    /// From when on they have parts of calls.
+    pub(crate) least: Least,
 }
 
 /// A set of ranks that make calls together. Dropping it leaves the group.
@@ -64,12 +66,14 @@ pub struct Group {
     planning: Planning,
     /// The drivers of the lanes beside the first, which do parts of large calls.
     pub(crate) lanes: Vec<Arc<Driver>>,
+    /// From when on they do.
+    least: Least,
     closed: AtomicBool,
 }
 
 impl Group {
     pub(crate) fn new(engine: Arc<Engine>, id: u64, name: Arc<str>, spec: &GroupSpec, rules: Rules) -> Arc<Self> {
-        let Rules { default_codec, device, planner, lanes } = rules;
+        let Rules { default_codec, device, planner, lanes, least } = rules;
         let (rank, world) = (spec.rank, spec.world);
         let global_rank = spec.global_ranks.get(rank.index()).copied().unwrap_or(u64::from(rank.0));
         let driver = engine.driver.clone();
@@ -81,6 +85,7 @@ impl Group {
             device,
             planning: Planning::new(planner),
             lanes,
+            least,
             closed: AtomicBool::new(false),
         })
     }
@@ -246,8 +251,9 @@ impl Group {
 
     /// The call as its first part, if other lanes do parts of it, and what tells of their end.
     fn cut(&self, desc: &CallDesc) -> Option<(CallDesc, Arc<Join>)> {
-        let least = self.engine.least_part_bytes.load(Ordering::Relaxed);
-        let of = parts_of(desc, self.caller.world, self.lanes.len() as u32 + 1, least);
+        let least = self.engine.least_part_bytes().map_or(self.least, Least::Bytes);
+        let lanes = self.lanes.len() as u32 + 1;
+        let of = parts_of(desc, self.caller.world, lanes, least, || self.planning.predicted_ps(desc));
         if of == 1 {
             return None;
         }

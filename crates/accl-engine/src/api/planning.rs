@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use accl_types::Result;
+use accl_types::{Bytes, Result};
 
 use crate::sync::Mutex;
 use accl_executor::call::CallDesc;
@@ -25,6 +25,13 @@ struct Made {
 impl Planning {
     pub(crate) fn new(planner: Planner) -> Self {
         Self { planner, made: Mutex::default() }
+    }
+
+    /// The time that a call is predicted to take, in picoseconds, the same on all ranks; 0 where it is not known. Of one that is encoded it is that of the
+    /// same call without, which makes up for what encoding takes.
+    pub(crate) fn predicted_ps(&self, desc: &CallDesc) -> u64 {
+        let bytes = Bytes(desc.size_bytes(self.planner.world()));
+        self.planner.predicted_ps(desc.collective, bytes, desc.equal_blocks)
     }
 
     /// The shape of a checked call, kept from now on.

@@ -99,6 +99,7 @@ impl Model {
             collective: Collective::Barrier,
             seq: seq as u64,
             is_async: seq >= blocking,
+            is_cut: false,
             is_timed: false,
             waits: Arc::default(),
         };

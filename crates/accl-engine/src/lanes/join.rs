@@ -12,7 +12,7 @@ use std::sync::{Arc, Weak};
 use accl_types::{Error, Moment, Result};
 
 use accl_executor::call::{CallDesc, CallObserver, Callback, External, ExternalTask};
-use accl_executor::group::{Caller, Launched, Prepared};
+use accl_executor::group::{Caller, Prepared};
 
 use crate::driver::Driver;
 use crate::sync::Mutex;
@@ -122,24 +122,23 @@ impl Join {
         self.start(parts);
     }
 
-    /// Has the lanes do their parts. No lock is held.
+    /// Gives the lanes their parts. No lock is held.
     fn start(self: &Arc<Self>, parts: Parts) {
         let Parts { caller, lanes, parts, seq, now, starter: _starter } = parts;
         // All of them first: should one panic, the others are dropped.
         let part = || Arc::new(OtherPart { join: Arc::downgrade(self), has_ended: AtomicBool::new(false) });
         let observers: Vec<_> = parts.iter().map(|_| part()).collect();
-        for (lane, ((desc, prepared), observer)) in lanes.iter().zip(parts.into_iter().zip(observers)) {
+        for (lane, ((desc, prepared), observer)) in lanes.into_iter().zip(parts.into_iter().zip(observers)) {
             let desc = CallDesc { seq: Some(seq), ..desc };
-            let started = lane.with_core(|core| caller.start(core, &desc, prepared, None, observer.clone(), now));
-            match started {
-                Ok(Launched { call, wakes_driver }) => {
-                    if wakes_driver {
-                        lane.kick();
-                    }
-                    lane.submitted(&call);
+            let (caller, of_lane) = (caller.clone(), Arc::downgrade(&lane));
+            // Its first steps copy what there is room for, which is work for its own core.
+            lane.give(Box::new(move || {
+                let Some(lane) = of_lane.upgrade() else { return };
+                let started = lane.with_core(|core| caller.start(core, &desc, prepared, None, observer.clone(), now));
+                if let Err(error) = started {
+                    observer.end(Some(&error), true);
                 }
-                Err(error) => observer.end(Some(&error), true),
-            }
+            }));
         }
     }
 
@@ -210,7 +209,7 @@ mod tests {
     use std::time::Duration;
 
     use accl_schedule::cost::Machine;
-    use accl_types::config::Config;
+    use accl_types::config::{Config, WorkerCount};
     use accl_types::{Collective, Dtype, Elems, Rank};
 
     use super::*;
@@ -219,15 +218,16 @@ mod tests {
     use crate::engine::Engine;
     use crate::session::store::MemoryStore;
     use crate::time;
-    use accl_executor::call::{Blocks, Mode, TensorDesc};
+    use accl_executor::call::{Blocks, Mode, TensorDesc, Waited};
     use accl_executor::group::Notify;
 
-    /// Rank 0 of two that have met, with two lanes.
-    fn first_of_two() -> Vec<(Arc<Engine>, Arc<Group>)> {
+    /// Two ranks that have met, with two lanes each.
+    fn two_ranks() -> Vec<(Arc<Engine>, Arc<Group>)> {
         let store = MemoryStore::default();
         let make = |rank| {
-            let config = Config { worker_count: 1, ..Config::default() };
+            let config = Config { worker_count: WorkerCount::Exactly(1), ..Config::default() };
             let engine = Engine::new(config.clone(), |_| Machine::default());
+            engine.set_least_part_bytes(1);
             let (name, timeout) = ("g".to_owned(), Duration::from_secs(30));
             let spec =
                 GroupSpec { name, rank: Rank(rank), world: 2, timeout, config, master: None, global_ranks: Vec::new() };
@@ -240,13 +240,48 @@ mod tests {
         })
     }
 
+    /// Of a machine with enough cores; here the threads of lanes take turns.
+    #[test]
+    fn threads_that_spin_do_all_parts_they_are_given_and_stop_when_there_are_no_more() {
+        const COUNT: usize = 1 << 15;
+        let ranks = two_ranks();
+        for (engine, _) in &ranks {
+            engine.lanes().for_each(|lane| lane.pretend_own_cores());
+            engine.without_tick();
+        }
+        std::thread::scope(|scope| {
+            for (_, group) in &ranks {
+                scope.spawn(move || {
+                    for round in 0..200 {
+                        let mut tensor = vec![1.0_f32; COUNT];
+                        let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
+                        desc.mode = if round % 3 == 0 { Mode::Async } else { Mode::Blocking };
+                        let base = tensor.as_mut_ptr().cast();
+                        desc.outputs = Blocks::of(TensorDesc::dense(base, Dtype::F32, Elems(COUNT as u64)));
+                        let call = group.submit(desc).unwrap();
+                        assert_eq!(call.wait(Some(Duration::from_secs(20)), &mut || false), Waited::Done);
+                        assert!(tensor.iter().all(|&value| value == 2.0));
+                    }
+                });
+            }
+        });
+        let spent = || rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+        let nanos = |time: rustix::time::Timespec| time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64;
+        // What the last calls have left over is done soon.
+        std::thread::sleep(Duration::from_millis(100));
+        let before = nanos(spent());
+        std::thread::sleep(Duration::from_millis(300));
+        let idle = nanos(spent()) - before;
+        assert!(idle < 100_000_000, "{idle} ns of processor time while nothing was to be done");
+    }
+
     #[test]
     fn a_call_that_has_not_begun_on_its_first_lane_does_not_end_before_its_parts_on_the_others() {
         const COUNT: usize = 1 << 17;
         let mut tensors = vec![vec![1.0_f32; COUNT]; 2];
         // A call that is withheld begins after a millisecond, which a busy machine may take for this.
         for _ in 0..20 {
-            let ranks = first_of_two();
+            let ranks = two_ranks();
             let (engine, group) = &ranks[0];
             let submit = |tensor: &mut Vec<f32>| {
                 let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
@@ -258,6 +293,9 @@ mod tests {
             let calls: Vec<_> = tensors.iter_mut().map(submit).collect();
             // The peer makes none of them, so the second waits for its turn on this lane while the other has its part of it.
             let (other, id) = (&engine.other_lanes()[0], group.caller.group);
+            while other.with_core(|core| core.in_flight(id).len()) < 2 {
+                std::thread::yield_now();
+            }
             group.driver.with_core(|core| {
                 let error = Error::aborted("the test wants it");
                 core.with_group(id, time::now(), |state, context| state.fail(error, context, Notify::Peers));

@@ -8,4 +8,4 @@ mod parts;
 
 pub(crate) use join::{Announced, Join, Parts};
 pub(crate) use numbers::Numbers;
-pub(crate) use parts::{LEAST_PART_BYTES, parts_of};
+pub(crate) use parts::{Least, parts_of};

@@ -6,15 +6,46 @@ use accl_types::{Collective, ReduceOp};
 
 use accl_executor::call::CallDesc;
 
-/// Least bytes of a part: below, what a part costs by itself is more than it saves.
-pub(crate) const LEAST_PART_BYTES: u64 = 256 << 10;
+/// Calls of fewer bytes are never cut.
+const LEAST_BYTES: u64 = 256 << 10;
+/// Least predicted time of a part, in picoseconds, on a lane with a core of its own: below, waking its thread takes longer than it saves.
+const LEAST_PART_PS: u64 = 100_000_000;
+/// As that, where lanes share cores: nothing is saved, and threads take turns.
+const LEAST_SHARED_PART_PS: u64 = 1_000_000_000;
+
+/// From when on a group's calls are cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Least {
+    /// Parts are predicted to take so many picoseconds.
+    Time(u64),
+    /// Parts have so many bytes. For tests, which must not depend on predictions.
+    Bytes(u64),
+}
+
+impl Least {
+    /// Of a group on whose hosts each lane of each rank has a core of its own, or not: the same on all ranks.
+    pub(crate) fn of(have_own_cores: bool) -> Self {
+        Self::Time(if have_own_cores { LEAST_PART_PS } else { LEAST_SHARED_PART_PS })
+    }
+}
 
 /// How many of a group's lanes have a part of a call that one rank makes in a world of so many.
-pub(crate) fn parts_of(desc: &CallDesc, world: u32, lanes: u32, least_part_bytes: u64) -> u32 {
+pub(crate) fn parts_of(
+    desc: &CallDesc,
+    world: u32,
+    lanes: u32,
+    least: Least,
+    predicted_ps: impl FnOnce() -> u64,
+) -> u32 {
     if lanes <= 1 || !may_be_cut(desc, world) {
         return 1;
     }
-    let most = desc.size_bytes(world) / least_part_bytes;
+    let bytes = desc.size_bytes(world);
+    let most = match least {
+        Least::Bytes(least) => bytes / least,
+        Least::Time(_) if bytes < LEAST_BYTES => 1,
+        Least::Time(least) => predicted_ps() / least,
+    };
     u32::try_from(most).unwrap_or(u32::MAX).clamp(1, lanes)
 }
 
@@ -28,4 +59,38 @@ fn may_be_cut(desc: &CallDesc, world: u32) -> bool {
         // What is scaled in place must not be refused after that, and parts may be.
         && desc.op != ReduceOp::PremulSum
         && !is_measured
+}
+
+#[cfg(test)]
+mod tests {
+    use accl_executor::call::{Blocks, TensorDesc};
+    use accl_types::{Dtype, Elems};
+
+    use super::*;
+
+    fn of_bytes(collective: Collective, bytes: u64) -> CallDesc {
+        let mut desc = CallDesc::new(collective, Dtype::U8);
+        desc.outputs = Blocks::of(TensorDesc::dense(std::ptr::null_mut(), Dtype::U8, Elems(bytes)));
+        desc
+    }
+
+    #[test]
+    fn a_call_has_as_many_parts_as_pay_and_no_more_than_lanes() {
+        let large = of_bytes(Collective::AllReduce, 64 << 20);
+        let parts = |least, ps| parts_of(&large, 2, 4, least, || ps);
+        assert_eq!([0, LEAST_PART_PS, 2 * LEAST_PART_PS - 1].map(|ps| parts(Least::of(true), ps)), [1, 1, 1]);
+        assert_eq!([2, 3, 4, 400].map(|times| parts(Least::of(true), times * LEAST_PART_PS)), [2, 3, 4, 4]);
+        assert_eq!(parts(Least::of(false), 10 * LEAST_PART_PS), 1, "lanes that share cores gain nothing");
+        assert_eq!(parts(Least::of(false), 2 * LEAST_SHARED_PART_PS), 2);
+        assert_eq!(parts_of(&large, 2, 1, Least::of(true), || u64::MAX), 1);
+        assert_eq!(parts(Least::Bytes(32 << 20), 0), 2);
+    }
+
+    #[test]
+    fn small_calls_are_not_even_predicted() {
+        let unasked = || unreachable!("its time is not asked for");
+        for (collective, bytes) in [(Collective::AllReduce, LEAST_BYTES - 1), (Collective::AllToAll, 64 << 20)] {
+            assert_eq!(parts_of(&of_bytes(collective, bytes), 2, 4, Least::of(true), unasked), 1);
+        }
+    }
 }

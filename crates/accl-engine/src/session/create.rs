@@ -10,11 +10,12 @@ use std::time::{Duration, Instant};
 use accl_cclo::device::DeviceUrl;
 use accl_schedule::cost::{Machine, Placement};
 use accl_schedule::{Basis, Chooser, Topology};
-use accl_types::config::Config;
-use accl_types::{Bytes, Error, Rank, Result};
+use accl_types::config::{Config, WorkerCount};
+use accl_types::{Error, Rank, Result};
 use accl_wire::EndpointInfo;
 
 use super::cores::Cores;
+use super::lanes::{LaneStates, Lanes};
 use super::rendezvous::{Meeting, Outcome, RankInfo};
 use super::store::Store;
 use crate::api::default_codec::DefaultCodec;
@@ -25,11 +26,10 @@ use crate::driver::Driver;
 use crate::engine::{Engine, Job, Parts};
 use crate::env::launch_label;
 use crate::events;
-use crate::lanes::Numbers;
+use crate::lanes::Least;
 use crate::settings::intra_node_of;
 use crate::time::{self, far};
-use accl_executor::group::GroupState;
-use accl_executor::peers::{Gone, Members, PeerId, missing, neighbours};
+use accl_executor::peers::{Gone, PeerId, missing, neighbours};
 use accl_executor::plan::Planner;
 use accl_types::hash::hash_words;
 
@@ -99,9 +99,6 @@ struct Prepared {
     rules: Rules,
 }
 
-/// The group on each of its lanes, the first one first.
-type LaneStates = Vec<GroupState>;
-
 impl Engine {
     /// Makes a group: meets the other ranks in the store, connects to its neighbours among them. Links to the others are made when
     /// a call first needs them.
@@ -155,7 +152,8 @@ impl Engine {
         let machine = (spec.rank == Rank(0)).then(|| self.machine(spec));
         let url = device_of(spec, is_of_the_job)?;
         let (agreed, cores) = (agreed_text(spec, url.as_ref()), Cores::of_this_process());
-        let mine = RankInfo { counter, agreed, cores, machine, info };
+        let has_auto_lanes = self.config.worker_count == WorkerCount::Auto;
+        let mine = RankInfo { counter, agreed, cores, has_auto_lanes, machine, info };
         let label = launch_label();
         let mut meeting = Meeting::new(spec, store, &mine, &label, &self.makings, deadline);
         let members = self.known_members(spec);
@@ -272,7 +270,12 @@ impl Engine {
         if !self.open_device(spec, meeting, device, deadline, look)? {
             return Ok(None);
         }
-        let mut states = self.on_lanes(parts, spec, id, infos, peers, device.opened.is_some())?;
+        let lanes = match device.opened.is_some() || spec.world == 1 {
+            true => Lanes { count: 1, have_own_cores: true },
+            false => Lanes::of(infos, &topology),
+        };
+        let mut states = self.on_lanes(parts, spec, id, infos, peers, lanes)?;
+        self.tell_fewer_lanes(spec, infos, lanes);
         let chooser = chooser(topology, spec, infos, self.driver.with_core(|core| core.segment()));
         let planner = Planner::new(chooser, spec.rank);
         let device = device.opened.clone();
@@ -280,57 +283,9 @@ impl Engine {
             device.connect(&self.driver, id);
             first.take_packets_with(device.sink());
         }
+        let least = Least::of(lanes.have_own_cores);
         let lanes = self.other_lanes().iter().take(states.len() - 1).cloned().collect();
-        Ok(Some((states, Rules { default_codec, device, planner, lanes })))
-    }
-
-    /// The group as each of its lanes has it, the first one with these peers. It has as many as each of its ranks has, and one where a device does
-    /// what is large.
-    fn on_lanes(
-        &self,
-        parts: Parts<'_>,
-        spec: &GroupSpec,
-        id: u64,
-        infos: &[RankInfo],
-        first: Vec<PeerId>,
-        has_device: bool,
-    ) -> Result<LaneStates> {
-        let of_all = infos.iter().map(|info| info.info.lanes).min().unwrap_or(1);
-        let others = if has_device || spec.world == 1 { 0 } else { of_all.saturating_sub(1) as usize };
-        let (mine, fewest) = (parts.info.lanes, infos.iter().position(|info| info.info.lanes == of_all));
-        if let Some(rank) = fewest.filter(|_| of_all < mine) {
-            tracing::warn!(
-                group = spec.name,
-                "rank {rank} has {} threads for parts of large calls and this one {}: as many as it has are used",
-                of_all - 1,
-                mine - 1
-            );
-        }
-        let numbers: Arc<Numbers> = Arc::default();
-        let name: Arc<str> = spec.name.as_str().into();
-        let state = |lane: u32, driver: &Driver, peers: Vec<PeerId>| {
-            driver.with_core(|core| core.expect_group(id, peers.clone()));
-            let members = Members::new(peers, Bytes(spec.config.eager_bytes));
-            let mut state = GroupState::new(id, name.clone(), spec.rank, spec.timeout, members);
-            if others > 0 {
-                state.set_lane(lane, numbers.clone());
-            }
-            if spec.config.timing {
-                state.enable_timing();
-            }
-            state
-        };
-        let mut states = vec![state(0, &self.driver, first)];
-        for (lane, driver) in (1..).zip(self.other_lanes()).take(others) {
-            let there: Vec<EndpointInfo> = infos.iter().map(|info| info.info.of_lane(lane)).collect();
-            let peers = self.introduce(driver, parts.info, &there, spec.rank.index())?;
-            states.push(state(lane, driver, peers));
-        }
-        if others > 0 {
-            // Peers may have connected before they were introduced.
-            parts.connector.hand_over();
-        }
-        Ok(states)
+        Ok(Some((states, Rules { default_codec, device, planner, lanes, least })))
     }
 
     /// Opens the group's device, and that anew when a session moves: it is set up for the other ranks' devices, which are new then. `false` when
@@ -493,7 +448,13 @@ impl Engine {
     }
 
     /// Makes all ranks' processes peers of this one on a lane.
-    fn introduce(&self, lane: &Driver, mine: &EndpointInfo, infos: &[EndpointInfo], own: usize) -> Result<Vec<PeerId>> {
+    pub(super) fn introduce(
+        &self,
+        lane: &Driver,
+        mine: &EndpointInfo,
+        infos: &[EndpointInfo],
+        own: usize,
+    ) -> Result<Vec<PeerId>> {
         let polling = lane.polling().ok_or_else(|| Error::internal("a lane has nothing to sleep in"))?;
         // A peer that went and came back has a link that is dead and does not know it yet.
         lane.after_a_look(|core| {

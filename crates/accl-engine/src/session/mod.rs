@@ -4,5 +4,6 @@ pub(crate) mod connector;
 pub(crate) mod cores;
 pub(crate) mod create;
 pub(crate) mod inquests;
+mod lanes;
 pub(crate) mod rendezvous;
 pub(crate) mod store;

@@ -67,6 +67,8 @@ pub struct CallInfo {
     pub seq: u64,
     /// Whether its caller went on and waits later, or never.
     pub is_async: bool,
+    /// Whether other lanes do parts of it.
+    pub is_cut: bool,
     /// Whether [`CallState::duration`] tells how long it took.
     pub is_timed: bool,
     /// Of the group.

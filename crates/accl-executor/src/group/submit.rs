@@ -241,6 +241,7 @@ impl Caller {
             collective: desc.collective,
             seq,
             is_async: desc.mode == Mode::Async,
+            is_cut: desc.part.of > 1,
             is_timed: group.is_timed(),
             waits: group.waits().clone(),
         };

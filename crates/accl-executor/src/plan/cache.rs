@@ -81,6 +81,11 @@ impl Planner {
         self.chooser.topology().world()
     }
 
+    /// The time that a collective of so many bytes is predicted to take, in picoseconds: see [`Chooser::predicted_ps`].
+    pub fn predicted_ps(&self, collective: Collective, bytes: Bytes, equal_blocks: bool) -> u64 {
+        self.chooser.predicted_ps(collective, bytes, equal_blocks)
+    }
+
     /// The plan for `key`. That takes time: no lock should be held.
     ///
     /// # Errors

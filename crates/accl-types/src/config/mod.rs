@@ -74,6 +74,15 @@ pub enum Calibration {
     File(String),
 }
 
+/// How many threads besides the caller's do parts of large calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WorkerCount {
+    /// So many.
+    Exactly(u32),
+    /// As many as the ranks of a host have cores for and their memory or network gives work to.
+    Auto,
+}
+
 /// A collective that is done elsewhere than it would be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sidestep {
@@ -107,7 +116,7 @@ pub struct Config {
     /// `ACCL_SPIN_US`: how long a waiter spins before it parks; `None` adapts to cores and ranks.
     pub spin_us: Option<u64>,
     /// `ACCL_WORKER_COUNT`: threads besides the caller's that do parts of large calls.
-    pub worker_count: u32,
+    pub worker_count: WorkerCount,
     /// `ACCL_ALGORITHM`: overrides of the choice of algorithm.
     pub algorithm: Vec<AlgorithmRule>,
     /// `ACCL_DETERMINISTIC`: the choice of algorithm depends on nothing but size, dtype and world.
@@ -139,7 +148,7 @@ impl Default for Config {
             segment_bytes: 0,
             eager_bytes: 0,
             spin_us: None,
-            worker_count: 0,
+            worker_count: WorkerCount::Exactly(0),
             algorithm: Vec::new(),
             deterministic: false,
             calibration: Calibration::Auto,
@@ -401,6 +410,8 @@ mod tests {
             ("algorithm", "allreduce=ring"),
             ("spin_us", "-1"),
             ("worker_count", "64"),
+            ("worker_count", "-1"),
+            ("worker_count", "many"),
             ("deterministic", "maybe"),
             ("calibration", "on"),
             ("compression", ""),

@@ -1,6 +1,6 @@
 //! Parsers of setting values and their inverses. An error is a clause such as ` (out of range)`, or empty.
 
-use super::{AlgorithmRule, Calibration, IfnameFilter, LogLevel, Sidestep};
+use super::{AlgorithmRule, Calibration, IfnameFilter, LogLevel, Sidestep, WorkerCount};
 use crate::{Collective, nearest, parse_size, show_size};
 
 const LOG_LEVELS: &[(&str, LogLevel)] = &[
@@ -129,8 +129,18 @@ pub(super) fn spin(text: &str) -> Result<Option<u64>, String> {
 /// Most threads besides the caller's that do parts of calls.
 const MOST_WORKERS: u32 = 63;
 
-pub(super) fn worker_count(text: &str) -> Result<u32, String> {
-    text.parse::<u32>().ok().filter(|count| *count <= MOST_WORKERS).ok_or_else(String::new)
+pub(super) fn worker_count(text: &str) -> Result<WorkerCount, String> {
+    if text == "auto" {
+        return Ok(WorkerCount::Auto);
+    }
+    text.parse().ok().filter(|count| *count <= MOST_WORKERS).map(WorkerCount::Exactly).ok_or_else(String::new)
+}
+
+pub(super) fn show_worker_count(count: WorkerCount) -> String {
+    match count {
+        WorkerCount::Exactly(count) => count.to_string(),
+        WorkerCount::Auto => "auto".to_owned(),
+    }
 }
 
 pub(super) fn flag(text: &str) -> Result<bool, String> {

@@ -193,10 +193,10 @@ pub const ROWS: &[Row] = &[
         scope: Scope::Process,
         agreed: false,
         default: "0",
-        accepted: Accepted::Words("a number of threads from 0 to 63"),
-        effect: "How many threads besides the caller's do parts of calls of 512 KiB and more, each with links of its own. For ranks with a core for each; a group has as many as the rank with the fewest.",
+        accepted: Accepted::Words("auto, or a number of threads from 0 to 63"),
+        effect: "How many threads besides the caller's do parts of large calls, each with links of its own. For ranks with a core for each; a group has as many as the rank with the fewest. `auto`: none where the ranks of a host have a core each or fewer, else as many as they have cores for and memory or network have work for.",
         set: |c, v| parse::worker_count(v).map(|x| c.worker_count = x),
-        show: |c| c.worker_count.to_string(),
+        show: |c| parse::show_worker_count(c.worker_count),
     },
     Row {
         name: "ACCL_ALGORITHM",

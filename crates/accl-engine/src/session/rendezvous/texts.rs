@@ -15,6 +15,9 @@ use crate::session::cores::Cores;
 const CARD_MAGIC: &str = "accl-group";
 /// As that, of the leader's notice.
 const NOTICE_MAGIC: &str = "accl-notice";
+/// What a rank's info says of its lanes.
+const AUTO_LANES: &str = "auto lanes";
+const FIXED_LANES: &str = "fixed lanes";
 /// Most earlier sessions that a notice names: what is beyond stays in the store.
 const MAX_EARLIER: usize = 64;
 
@@ -27,6 +30,8 @@ pub(crate) struct RankInfo {
     pub(crate) agreed: String,
     /// The cores that it may use.
     pub(crate) cores: Cores,
+    /// How many lanes it has use for is to be found from the ranks of its host.
+    pub(crate) has_auto_lanes: bool,
     /// Of the first rank the constants by which all choose algorithms.
     pub(crate) machine: Option<Machine>,
     /// Its endpoint.
@@ -37,10 +42,11 @@ impl RankInfo {
     pub(super) fn to_text(&self) -> String {
         let machine = self.machine.map_or_else(String::new, |machine| machine.to_string());
         format!(
-            "{CARD_MAGIC} {PROTOCOL_VERSION}\n{}\n{}\n{}\n{machine}\n{}",
+            "{CARD_MAGIC} {PROTOCOL_VERSION}\n{}\n{}\n{}\n{}\n{machine}\n{}",
             self.counter,
             self.agreed,
             self.cores,
+            if self.has_auto_lanes { AUTO_LANES } else { FIXED_LANES },
             self.info.to_text()
         )
     }
@@ -48,17 +54,41 @@ impl RankInfo {
     pub(super) fn from_text(text: &str) -> Result<Self> {
         let broken =
             |what: &str| Error::rendezvous(format!("the store holds something that is no rank's info: {what}"));
-        let mut lines = text.splitn(6, '\n');
+        let mut lines = text.splitn(7, '\n');
         check_version(lines.next(), CARD_MAGIC).map_err(|why| broken(&why))?;
         let counter = lines.next().and_then(|line| line.parse().ok()).ok_or_else(|| broken("no counter"))?;
         let agreed = lines.next().ok_or_else(|| broken("no settings"))?.to_owned();
         let cores = lines.next().and_then(|line| line.parse().ok()).ok_or_else(|| broken("no cores"))?;
+        let has_auto_lanes = match lines.next() {
+            Some(AUTO_LANES) => true,
+            Some(FIXED_LANES) => false,
+            _ => return Err(broken("no lanes")),
+        };
         let machine = match lines.next().ok_or_else(|| broken("no constants"))? {
             "" => None,
             text => Some(text.parse().map_err(|why: String| broken(&why))?),
         };
         let info = EndpointInfo::from_text(lines.next().ok_or_else(|| broken("no address"))?)?;
-        Ok(Self { counter, agreed, cores, machine, info })
+        Ok(Self { counter, agreed, cores, has_auto_lanes, machine, info })
+    }
+
+    /// Of a process that there is not.
+    #[cfg(test)]
+    pub(crate) fn for_tests(counter: u64, agreed: &str) -> Self {
+        let info = EndpointInfo {
+            version: 1,
+            uuid: [7; 16],
+            pid: 1,
+            uid: 2,
+            hostname: "a b".to_owned(),
+            host_id: "h".to_owned(),
+            addresses: Vec::new(),
+            unix_name: String::new(),
+            transports: vec!["shm".to_owned()],
+            lanes: 1,
+        };
+        let (agreed, cores) = (agreed.to_owned(), Cores::of_this_process());
+        Self { counter, agreed, cores, has_auto_lanes: false, machine: None, info }
     }
 
     /// Whether this is the info of the same process for the same making of a group.
@@ -242,19 +272,7 @@ mod tests {
     use accl_executor::memory::TileHead;
 
     fn info(counter: u64, agreed: &str) -> RankInfo {
-        let info = EndpointInfo {
-            version: 1,
-            uuid: [7; 16],
-            pid: 1,
-            uid: 2,
-            hostname: "a b".to_owned(),
-            host_id: "h".to_owned(),
-            addresses: Vec::new(),
-            unix_name: String::new(),
-            transports: vec!["shm".to_owned()],
-            lanes: 1,
-        };
-        RankInfo { counter, agreed: agreed.to_owned(), cores: Cores::of_this_process(), machine: None, info }
+        RankInfo::for_tests(counter, agreed)
     }
 
     proptest! {
@@ -301,7 +319,7 @@ mod tests {
         let agreed = Config::default().agreed_text();
         let machine = Some(Machine::default());
         let cores = "0-3,8/2".parse().unwrap();
-        let info = RankInfo { machine, cores, ..info(7, &agreed) };
+        let info = RankInfo { machine, cores, has_auto_lanes: true, ..info(7, &agreed) };
         let cause = Cause { kind: ErrorKind::Network, origin: Rank(2), text: "why".to_owned() };
         let earlier = vec![("before".to_owned(), 3)];
         let notice = Notice {

@@ -1,0 +1,186 @@
+//! How many lanes a group has, and the group on each of them.
+//!
+//! Owns that number, which all ranks find from the infos that all have. What a lane is, and how calls are cut for it, is the matter of [`crate::lanes`].
+//! Read [`Lanes::of`] first.
+
+use std::sync::Arc;
+
+use accl_executor::group::GroupState;
+use accl_executor::peers::{Members, PeerId};
+use accl_schedule::Topology;
+use accl_schedule::cost::{Machine, SIZES};
+use accl_types::{Bytes, Result};
+use accl_wire::EndpointInfo;
+
+use super::cores::Cores;
+use super::rendezvous::RankInfo;
+use crate::api::spec::GroupSpec;
+use crate::driver::Driver;
+use crate::engine::{Engine, Parts};
+use crate::lanes::Numbers;
+
+/// The group on each of its lanes, the first one first.
+pub(super) type LaneStates = Vec<GroupState>;
+
+/// How many lanes a group has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Lanes {
+    pub(super) count: u32,
+    /// On each host there is a core for each lane of each rank.
+    pub(super) have_own_cores: bool,
+}
+
+impl Lanes {
+    /// Of a group of these ranks: as many as the one with the fewest has. The same on all ranks.
+    pub(super) fn of(infos: &[RankInfo], topology: &Topology) -> Self {
+        let machine = infos.first().and_then(|info| info.machine).unwrap_or_default();
+        let hosts: Vec<(Vec<&RankInfo>, u64)> = (0..topology.host_count())
+            .map(|host| {
+                let here: Vec<_> = topology.ranks_of(host).iter().map(|&rank| &infos[rank as usize]).collect();
+                let cores = Cores::in_all(here.iter().map(|info| &info.cores)) as u64;
+                (here, cores)
+            })
+            .collect();
+        let of_host = |(here, cores): &(Vec<&RankInfo>, u64)| {
+            let useful = useful_lanes(here.len() as u64, *cores, hosts.len(), &machine);
+            let of_rank = |info: &&RankInfo| if info.has_auto_lanes { useful } else { u64::MAX };
+            here.iter().map(|info| of_rank(info).min(u64::from(info.info.lanes))).min().unwrap_or(1)
+        };
+        let count = hosts.iter().map(of_host).min().unwrap_or(1).max(1);
+        let have_own_cores = hosts.iter().all(|(here, cores)| here.len() as u64 * count <= *cores);
+        Self { count: count as u32, have_own_cores }
+    }
+}
+
+/// As many lanes as each rank of a host has cores for, and as its memory, or the network if it is one of several hosts, has work for.
+fn useful_lanes(ranks: u64, cores: u64, hosts: usize, machine: &Machine) -> u64 {
+    let by_memory = if ranks > 1 { machine.memory_cores.div_ceil(ranks) } else { 1 };
+    let by_network = if hosts > 1 { network_cores(machine).div_ceil(ranks) } else { 1 };
+    (cores / ranks).min(by_memory.max(by_network)).max(1)
+}
+
+/// Cores that it takes to send and receive as fast as a host's connection does.
+fn network_cores(machine: &Machine) -> u64 {
+    let of_largest = |rates: &[u64; SIZES.len()]| rates[SIZES.len() - 1];
+    let of_core = of_largest(&machine.tcp.sent_ps_per_kib) + of_largest(&machine.tcp.received_ps_per_kib);
+    of_core.div_ceil(machine.network.sent_ps_per_kib.max(1))
+}
+
+impl Engine {
+    /// The group as each of its lanes has it, the first one with these peers; one alone where a device does what is large.
+    ///
+    /// # Errors
+    /// `Exhausted` when the system has no thread for a lane; those of [`Engine::introduce`].
+    pub(super) fn on_lanes(
+        &self,
+        parts: Parts<'_>,
+        spec: &GroupSpec,
+        id: u64,
+        infos: &[RankInfo],
+        first: Vec<PeerId>,
+        lanes: Lanes,
+    ) -> Result<LaneStates> {
+        let others = lanes.count.saturating_sub(1) as usize;
+        let numbers: Arc<Numbers> = Arc::default();
+        let name: Arc<str> = spec.name.as_str().into();
+        let state = |lane: u32, driver: &Driver, peers: Vec<PeerId>| {
+            driver.with_core(|core| core.expect_group(id, peers.clone()));
+            let members = Members::new(peers, Bytes(spec.config.eager_bytes));
+            let mut state = GroupState::new(id, name.clone(), spec.rank, spec.timeout, members);
+            if others > 0 {
+                state.set_lane(lane, numbers.clone());
+            }
+            if spec.config.timing {
+                state.enable_timing();
+            }
+            state
+        };
+        let mut states = vec![state(0, &self.driver, first)];
+        for (lane, driver) in (1..).zip(self.other_lanes()).take(others) {
+            driver.start_thread()?;
+            let there: Vec<EndpointInfo> = infos.iter().map(|info| info.info.of_lane(lane)).collect();
+            let peers = self.introduce(driver, parts.info, &there, spec.rank.index())?;
+            states.push(state(lane, driver, peers));
+        }
+        if others > 0 {
+            self.lanes().for_each(|lane| lane.set_lanes_have_own_cores(lanes.have_own_cores));
+            // Peers may have connected before they were introduced.
+            parts.connector.hand_over();
+        }
+        Ok(states)
+    }
+
+    /// Says once that ranks have lanes of which this group has no use.
+    pub(super) fn tell_fewer_lanes(&self, spec: &GroupSpec, infos: &[RankInfo], lanes: Lanes) {
+        let mine = &infos[spec.rank.index()];
+        let fewest = infos.iter().position(|info| info.info.lanes == lanes.count);
+        if let Some(rank) = fewest.filter(|_| lanes.count < mine.info.lanes && !mine.has_auto_lanes) {
+            tracing::warn!(
+                group = spec.name,
+                "rank {rank} has {} threads for parts of large calls and this one {}: as many as it has are used",
+                lanes.count - 1,
+                mine.info.lanes - 1
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The lanes of ranks that each have so many, or find out how many, on hosts with these cores.
+    fn lanes(ranks: &[(&str, &str, Option<u32>)]) -> Lanes {
+        let machine = Machine { memory_cores: 8, ..Machine::default() };
+        let mut hosts: Vec<&str> = Vec::new();
+        let mut infos = Vec::new();
+        let mut places = Vec::new();
+        for (host, cores, count) in ranks {
+            let place = hosts.iter().position(|known| known == host).unwrap_or_else(|| {
+                hosts.push(host);
+                hosts.len() - 1
+            });
+            places.push(place as u32);
+            let mut info = RankInfo::for_tests(0, "");
+            info.cores = cores.parse().unwrap();
+            info.machine = Some(machine);
+            (info.info.lanes, info.has_auto_lanes) = (count.unwrap_or(16), count.is_none());
+            infos.push(info);
+        }
+        Lanes::of(&infos, &Topology::new(places))
+    }
+
+    #[test]
+    fn auto_is_one_lane_where_each_rank_has_a_core_or_less() {
+        let alone = Lanes { count: 1, have_own_cores: true };
+        assert_eq!(lanes(&[("a", "0-1", None), ("a", "0-1", None)]), alone);
+        assert_eq!(lanes(&[("a", "0", None), ("a", "1", None)]), alone);
+        assert_eq!(lanes(&[("a", "0-31/2", None), ("a", "0-31/2", None)]), alone, "a quota counts");
+        let crowded = [("a", "0-1", None); 4];
+        assert_eq!(lanes(&crowded), Lanes { count: 1, have_own_cores: false });
+    }
+
+    #[test]
+    fn auto_is_as_many_as_cores_and_memory_and_network_have_use_for() {
+        let count = |ranks: &[_]| lanes(ranks).count;
+        assert_eq!(count(&[("a", "0-31", None); 2]), 4, "eight cores move memory as fast as the host can");
+        assert_eq!(count(&[("a", "0-3", None); 2]), 2, "four cores");
+        assert_eq!(count(&[("a", "0-31", None); 8]), 1);
+        // Of the built-in constants a core moves more than ten gigabits a second.
+        assert_eq!(count(&[("a", "0-31", None), ("b", "0-31", None)]), 1);
+        assert_eq!(network_cores(&Machine::default()), 1);
+        let mut fast = Machine::default();
+        fast.network.sent_ps_per_kib /= 10;
+        assert_eq!(useful_lanes(1, 32, 2, &fast), network_cores(&fast));
+        assert!((4..=16).contains(&network_cores(&fast)));
+    }
+
+    #[test]
+    fn the_rank_with_the_fewest_counts_and_all_hosts_say_whether_cores_are_shared() {
+        let (three, many) = (("a", "0-31", Some(3)), ("a", "0-31", Some(9)));
+        assert_eq!(lanes(&[three, many]), Lanes { count: 3, have_own_cores: true });
+        assert_eq!(lanes(&[many, ("a", "0-31", None)]).count, 4, "one of them finds out");
+        assert_eq!(lanes(&[("a", "0-1", Some(2)); 2]), Lanes { count: 2, have_own_cores: false });
+        assert!(!lanes(&[three, three, ("b", "0-1", Some(3))]).have_own_cores);
+    }
+}
