@@ -26,7 +26,7 @@ use crate::time;
 use crate::wanted::WantedLinks;
 use accl_executor::call::{CallState, Waited};
 use accl_executor::exec::SpinLimit;
-use accl_executor::group::{Completed, Context, Core, FailedGroup, Fate, GroupState, Notify, Relief};
+use accl_executor::group::{Completed, Core, FailedGroup, Fate, Relief};
 use accl_executor::peers::{Mark, PeerId};
 
 /// How often a waiter looks for signals, in milliseconds.
@@ -311,8 +311,13 @@ impl Driver {
         self.lanes_have_own_cores.store(true, Ordering::Relaxed);
     }
 
+    /// For what must not keep it alive.
+    pub(crate) fn weak(&self) -> Weak<Driver> {
+        self.me.clone()
+    }
+
     /// Gives the thread of a lane something to do. If that ends before, it is dropped.
-    pub(crate) fn give(&self, job: Job) {
+    pub(crate) fn add_job(&self, job: Job) {
         self.jobs.add(job);
         // A thread that spins looks for jobs, and once more when it has stopped.
         if !self.is_spinning.load(Ordering::SeqCst) {
@@ -363,24 +368,15 @@ impl Driver {
 
     /// A group that has failed on one lane fails on all, once each has what had come for it before. The first lane tells the peers, whatever the one has
     /// told that failed first. No lock is held.
-    fn fail_elsewhere(&self, failed: &FailedGroup) {
+    pub(crate) fn fail_elsewhere(&self, failed: &FailedGroup) {
         let lanes = self.lanes.get().into_iter().flatten().enumerate();
         for (number, lane) in lanes.filter_map(|(number, lane)| Some((number, lane.upgrade()?))) {
             if std::ptr::eq(&*lane, self) {
                 continue;
             }
-            let FailedGroup { group, error, tell } = failed;
-            let tell = if number == 0 { *tell } else { Notify::Nobody };
             let is_there = lane.with_core(|core| {
-                if core.group(*group).is_none_or(|state| state.poison().is_some()) {
-                    return false;
-                }
                 lane.look(core);
-                core.look_again_at(*group);
-                core.pass_whole(time::now());
-                let fails =
-                    |state: &mut GroupState, context: &mut Context<'_>| state.fail(error.clone(), context, tell);
-                core.with_group(*group, time::now(), fails).is_some()
+                core.fail_with_lane(failed, number == 0, time::now())
             });
             if is_there {
                 lane.flush();

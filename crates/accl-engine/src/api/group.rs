@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use accl_schedule::Part;
 use accl_types::{Collective, Error, Moment, Rank, Result};
 
 use super::call::Call;
@@ -20,12 +19,12 @@ use crate::driver::{Delivery, Driver, lasting};
 use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED, LAST_CALLS};
 use crate::events;
 use crate::in_flight::{InFlight, Notifier};
-use crate::lanes::{Announced, Join, Least, Parts, parts_of};
+use crate::lanes::{Announced, Cut, Lane, Least, Parts, Starter, parts_of};
 use crate::sync::MutexGuard;
 use crate::time;
-use accl_executor::call::{CallDesc, Mode};
+use accl_executor::call::CallDesc;
 use accl_executor::group::{
-    Caller, Context, Core, Departure, FastPathEnd, GroupState, Launched, Notify, Prepared, Relief,
+    Caller, Context, Core, Departure, FailedGroup, FastPathEnd, GroupState, Launched, Notify, Prepared, Relief,
 };
 use accl_executor::memory::Sample;
 use accl_executor::plan::Planner;
@@ -223,8 +222,8 @@ impl Group {
     fn start(&self, desc: &CallDesc, sample: Option<Sample>) -> Result<Call> {
         self.check_usable(desc.collective)?;
         desc.check(self.caller.rank, self.caller.world)?;
-        let (first, join) = self.cut(desc).unzip();
-        let desc = first.as_ref().unwrap_or(desc);
+        let cut = self.cut(desc);
+        let desc = cut.as_ref().map_or(desc, |cut| &cut.first);
         let placed = |error: Error| error.of(desc.collective);
         // All reasons to refuse the call come first where preparing its memory may change it.
         if !desc.uses_tensors_as_they_are() {
@@ -235,42 +234,29 @@ impl Group {
         let prepared = prepared.or_else(|error| self.refuse_if_aborted(desc.collective).and(Err(error)))?;
         let algorithm = prepared.algorithm();
         let notifier: Arc<Notifier> = Arc::default();
-        let others = join.map(|join| Ok((join, self.prepare_parts(desc, &prepared)?))).transpose().map_err(placed)?;
+        let shape_of = |desc: &CallDesc| self.planning.get(desc);
+        let others = cut.as_ref().map(|cut| Ok((&cut.join, cut.others(&self.caller, &prepared, shape_of)?)));
+        let others = others.transpose().map_err(placed)?;
         // Another thread begins the parts when the tensors have been brought here.
         let is_later = others.is_some() && desc.staging.is_some();
         let starter = is_later.then(|| Announced::on(&self.driver)).transpose().map_err(placed)?;
+        let starter = starter.map(|starter| Box::new(starter) as Box<dyn Starter>);
         let now = time::now();
         let launched =
             self.driver.with_core(|core| self.caller.start(core, desc, prepared, sample, notifier.clone(), now));
         if let Some(((join, parts), launched)) = others.zip(launched.as_ref().ok()) {
-            let (caller, lanes) = (self.caller.clone(), self.lanes.clone());
+            let caller = self.caller.clone();
+            let lanes = self.lanes.iter().map(|lane| lane.clone() as Arc<dyn Lane>).collect();
             join.begin_parts(Parts { caller, lanes, parts, seq: launched.call.seq, now, starter });
         }
         self.launched(desc, algorithm, notifier, launched)
     }
 
-    /// The call as its first part, if other lanes do parts of it, and what tells of their end.
-    fn cut(&self, desc: &CallDesc) -> Option<(CallDesc, Arc<Join>)> {
+    /// The call as its first part, if other lanes do parts of it.
+    fn cut(&self, desc: &CallDesc) -> Option<Cut> {
         let least = self.engine.least_part_bytes().map_or(self.least, Least::Bytes);
         let lanes = self.lanes.len() as u32 + 1;
-        let of = parts_of(desc, self.caller.world, lanes, least, || self.planning.predicted_ps(desc));
-        if of == 1 {
-            return None;
-        }
-        let join = Join::new(of - 1);
-        let first = CallDesc { part: Part { index: 0, of }, joins: Some(join.clone()), ..desc.clone() };
-        Some((first, join))
-    }
-
-    /// The parts of a call besides its first, which this is, over the same memory.
-    fn prepare_parts(&self, first: &CallDesc, prepared: &Prepared) -> Result<Vec<(CallDesc, Prepared)>> {
-        let part = |index| {
-            let part = Part { index, ..first.part };
-            let desc = CallDesc { part, joins: None, mode: Mode::Async, ..first.clone() };
-            let shape = self.planning.get(&desc)?;
-            Ok((desc, self.caller.prepare_part(prepared, shape)?))
-        };
-        (1..first.part.of).map(part).collect()
+        Cut::new(desc, parts_of(desc, self.caller.world, lanes, least, || self.planning.predicted_ps(desc)))
     }
 
     /// The shape and the memory of a checked call.
@@ -476,6 +462,10 @@ impl Group {
             return Vec::new();
         }
         let mut departures = Vec::new();
+        // Another thread may have yet to tell the other lanes, whose peers would take the goodbye for the cause.
+        if let Some(error) = self.error().filter(|_| !self.lanes.is_empty()) {
+            self.driver.fail_elsewhere(&FailedGroup { group: self.caller.group, error, tell: Notify::Nobody });
+        }
         for lane in self.drivers() {
             // One look at the links: a disagreement that calls could not see may lie there.
             lane.with_core(|core| core.look_again_at(self.caller.group));

@@ -12,9 +12,10 @@ use std::sync::{Arc, Weak};
 use accl_types::{Error, Moment, Result};
 
 use accl_executor::call::{CallDesc, CallObserver, Callback, External, ExternalTask};
-use accl_executor::group::{Caller, Prepared};
+use accl_executor::group::{Caller, Core, Prepared};
 
 use crate::driver::Driver;
+use crate::jobs::Job;
 use crate::sync::Mutex;
 
 /// What the first part of a call waits for.
@@ -38,17 +39,39 @@ struct State {
     parts: Option<Parts>,
 }
 
+/// A lane as parts are given to it.
+pub(crate) trait Lane: Send + Sync {
+    /// Has its thread do something with its core, or drops it if that has ended.
+    fn give(&self, job: Box<dyn FnOnce(&mut Core) + Send>);
+}
+
+/// What begins parts whose memory is not ready when their call is made. One that is dropped will not.
+pub(crate) trait Starter: Send {
+    fn post(self: Box<Self>, job: Job);
+}
+
 /// The parts of a call besides the first, ready to begin.
 pub(crate) struct Parts {
     pub(crate) caller: Arc<Caller>,
     /// A lane for each, and perhaps more.
-    pub(crate) lanes: Vec<Arc<Driver>>,
+    pub(crate) lanes: Vec<Arc<dyn Lane>>,
     pub(crate) parts: Vec<(CallDesc, Prepared)>,
     /// The number of the call, and when it was made.
     pub(crate) seq: u64,
     pub(crate) now: Moment,
-    /// Where the memory of the call is not ready when it is made: a completion thread of the first lane that begins them once it is.
-    pub(crate) starter: Option<Announced>,
+    /// Where the memory of the call is not ready when it is made: what begins them once it is.
+    pub(crate) starter: Option<Box<dyn Starter>>,
+}
+
+impl Lane for Driver {
+    fn give(&self, job: Box<dyn FnOnce(&mut Core) + Send>) {
+        let me = self.weak();
+        self.add_job(Box::new(move || {
+            if let Some(lane) = me.upgrade() {
+                lane.with_core(job);
+            }
+        }));
+    }
 }
 
 /// A job that a completion thread has been promised, until it is posted or will not be.
@@ -63,8 +86,10 @@ impl Announced {
         driver.completions().expect()?;
         Ok(Self(Some(driver.clone())))
     }
+}
 
-    fn post(mut self, job: Box<dyn FnOnce() + Send>) {
+impl Starter for Announced {
+    fn post(mut self: Box<Self>, job: Job) {
         if let Some(driver) = self.0.take() {
             driver.completions().post(job);
         }
@@ -98,7 +123,7 @@ impl OtherPart {
 impl Drop for OtherPart {
     fn drop(&mut self) {
         if !*self.has_ended.get_mut() {
-            self.end(Some(&Error::internal("a part of the call was not begun on its lane")), true);
+            self.end(Some(&Error::aborted("the process ends, and a part of the call was not begun")), true);
         }
     }
 }
@@ -130,13 +155,14 @@ impl Join {
         let observers: Vec<_> = parts.iter().map(|_| part()).collect();
         for (lane, ((desc, prepared), observer)) in lanes.into_iter().zip(parts.into_iter().zip(observers)) {
             let desc = CallDesc { seq: Some(seq), ..desc };
-            let (caller, of_lane) = (caller.clone(), Arc::downgrade(&lane));
+            let caller = caller.clone();
             // Its first steps copy what there is room for, which is work for its own core.
-            lane.give(Box::new(move || {
-                let Some(lane) = of_lane.upgrade() else { return };
-                let started = lane.with_core(|core| caller.start(core, &desc, prepared, None, observer.clone(), now));
-                if let Err(error) = started {
-                    observer.end(Some(&error), true);
+            lane.give(Box::new(move |core| {
+                if let Err(refused) = caller.start(core, &desc, prepared, None, observer.clone(), now) {
+                    // Of a group that has failed on this lane the first one hears by itself, and of whom that comes.
+                    let cause = core.group(caller.group).and_then(|group| group.poison().cloned());
+                    let is_alone = cause.is_none();
+                    observer.end(Some(&cause.unwrap_or(refused)), is_alone);
                 }
             }));
         }

@@ -2,10 +2,12 @@
 //!
 //! A lane is a core of its own: its lock, its links, its thread. The first one is the engine's, and all that is small goes by it alone.
 
+mod cut;
 mod join;
 mod numbers;
 mod parts;
 
-pub(crate) use join::{Announced, Join, Parts};
+pub(crate) use cut::Cut;
+pub(crate) use join::{Announced, Lane, Parts, Starter};
 pub(crate) use numbers::Numbers;
 pub(crate) use parts::{Least, parts_of};

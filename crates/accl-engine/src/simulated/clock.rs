@@ -57,6 +57,10 @@ pub(super) enum Event {
     Ended { wire: usize, end: usize, process: usize },
     /// Something goes wrong.
     Fault { index: usize },
+    /// A lane does something that it was given.
+    Job { index: usize },
+    /// A lane learns that a group has failed on another one.
+    Failed { index: usize },
     /// A process tries to make a link.
     Dial { wire: usize, process: usize },
     /// One end of a wire becomes a link of its process.

@@ -7,7 +7,7 @@ use accl_types::Moment;
 use super::clock::{self, Event};
 use super::world::{State, World};
 use crate::session::connector::NOTE_DELAY;
-use accl_executor::group::Relief;
+use accl_executor::group::{Completed, Relief};
 
 /// What a pass takes, in nanoseconds.
 pub(super) const PASS: u64 = 300;
@@ -91,7 +91,10 @@ impl World<'_> {
     pub(super) fn settle(&mut self, process: usize) {
         let host = &mut self.processes[process];
         let Some(core) = &mut host.core else { return };
-        core.take_completed().callbacks.into_iter().for_each(|callback| callback());
+        let Completed { callbacks, failed, .. } = core.take_completed();
+        callbacks.into_iter().for_each(|callback| callback());
+        self.note_failed_groups(process, failed);
+        let Some(core) = &mut self.processes[process].core else { return };
         let (wanted, notes) = core.net.take_wanted();
         for note in notes {
             self.notes.push((process, note));

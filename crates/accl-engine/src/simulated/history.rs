@@ -115,6 +115,8 @@ impl World<'_> {
                 self.ring(process);
             }
             Event::Fault { index } => self.strike(index),
+            Event::Job { index } => self.do_job(index)?,
+            Event::Failed { index } => self.fail_lane(index)?,
             Event::Dial { wire, process } => self.dial(wire, process),
             Event::Attach { wire, end } => {
                 self.attach(wire, end);
@@ -188,7 +190,7 @@ impl World<'_> {
                 core.say_goodbye();
                 core.net.close_all();
             });
-            self.kill(process);
+            self.kill_node(process);
         }
         self.go_on(|world| world.agenda.lock().is_quiet())
     }

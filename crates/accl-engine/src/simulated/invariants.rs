@@ -383,17 +383,18 @@ impl World<'_> {
 
     /// What one may send ahead and what the other has yet to give back make up the window.
     fn check_credits(&self) -> Result<(), Violation> {
-        for (index, group) in self.scenario.groups.iter().enumerate() {
+        let lanes = 0..self.scenario.lanes;
+        let groups = self.scenario.groups.iter().enumerate();
+        for ((index, group), lane) in groups.flat_map(|group| lanes.clone().map(move |lane| (group, lane))) {
+            let state = |process: usize| self.state(self.scenario.node(process, lane), index);
             for (a, &mine) in group.members.iter().enumerate() {
                 for (b, &theirs) in group.members.iter().enumerate() {
-                    let (Some(mine), Some(theirs)) = (self.state(mine, index), self.state(theirs, index)) else {
-                        continue;
-                    };
+                    let (Some(mine), Some(theirs)) = (state(mine), state(theirs)) else { continue };
                     let (left, _, window) = mine.members().credit(Rank(b as u32));
                     let (_, owed, _) = theirs.members().credit(Rank(a as u32));
                     if a != b && left + owed != window {
                         return Err(format!(
-                            "in group {index} rank {a} may send {left} bytes ahead to {b}, which owes {owed} of {window}"
+                            "in group {index} rank {a} may send {left} bytes ahead to {b} on lane {lane}, which owes {owed} of {window}"
                         ));
                     }
                 }
@@ -421,6 +422,17 @@ impl World<'_> {
             let is_cut = self.faults.iter().any(|fault| matches!(fault, Fault::Cut { .. }));
             if let Some((member, _)) = states.iter().find(|(_, state)| state.poison().is_none() && !is_cut) {
                 return Err(format!("group {index} has failed, and process {member} does not know: {first}"));
+            }
+            // What ranks hear on another lane may differ, and nobody is told of it.
+            for &(member, first) in &failed {
+                let mut others = self.scenario.nodes(member).skip(1);
+                let is_well = |node: &usize| self.state(*node, index).is_some_and(|state| state.poison().is_none());
+                if let Some(node) = others.find(is_well) {
+                    let lane = node / self.scenario.processes;
+                    return Err(format!(
+                        "group {index} has failed on the first lane of process {member} and not on its lane {lane}: {first}"
+                    ));
+                }
             }
             if let Some((member, other)) = failed.iter().find(|(_, error)| is_alone && error.kind != first.kind) {
                 return Err(format!(
@@ -475,7 +487,10 @@ impl World<'_> {
                     &[ErrorKind::PeerLost, ErrorKind::Timeout]
                 }
                 Fault::Cut { wire, .. }
-                    if self.scenario.wires[*wire].0.iter().all(|end| spec.members.contains(end)) =>
+                    if self.scenario.wires[*wire]
+                        .0
+                        .iter()
+                        .all(|end| spec.members.contains(&(end % self.scenario.processes))) =>
                 {
                     &[ErrorKind::PeerLost]
                 }

@@ -10,6 +10,7 @@ mod driving;
 mod external;
 mod history;
 mod invariants;
+mod lanes;
 mod link;
 mod oracle;
 mod ranks;
@@ -52,6 +53,7 @@ fn search(first: u64, time: Duration) -> (u64, Seen) {
                 all.sleeps += seen.sleeps;
                 all.staged += seen.staged;
                 all.offloaded += seen.offloaded;
+                all.cut += seen.cut;
             }
             Err(violation) => panic!("{}", report(&scenario, violation)),
         }
@@ -67,7 +69,7 @@ fn what_must_hold_holds_in_every_history() {
     let first = number("WORLD_SEED").unwrap_or(1);
     let (worlds, seen) = search(first, Duration::from_secs(seconds));
     println!("{worlds} worlds from seed {first} on in {seconds} s: {seen:?}");
-    let counts = [seen.done, seen.failed, seen.fast, seen.sleeps, seen.staged, seen.offloaded];
+    let counts = [seen.done, seen.failed, seen.fast, seen.sleeps, seen.staged, seen.offloaded, seen.cut];
     assert!(counts.iter().all(|count| *count > 0), "{seen:?}");
 }
 
@@ -166,6 +168,29 @@ fn devices_of_all_ranks_do_a_call_and_whatever_goes_wrong_with_one_of_them_ends_
         let outcomes = history::outcomes(&scenario).unwrap();
         let others = outcomes.iter().filter(|((_, process), _)| *process > 0);
         assert!(others.map(|(_, outcome)| *outcome).all(|outcome| outcome == end), "{faults:?}: {outcomes:?}");
+    }
+}
+
+#[test]
+fn what_ends_a_call_of_several_lanes_ends_all_of_its_parts_whichever_lane_it_befalls() {
+    // The first lane of three processes has three wires.
+    let cases: [(&[Fault], Result<(), ErrorKind>); 5] = [
+        (&[], Ok(())),
+        (&[Fault::Kill { process: 0, at: 40_000 }], Err(ErrorKind::PeerLost)),
+        (&[Fault::Cut { wire: 3, at: 10_000 }], Err(ErrorKind::PeerLost)),
+        (&[Fault::Abort { item: 0, rank: 0 }], Err(ErrorKind::Aborted)),
+        (&[Fault::Break { item: 0, rank: 1, breaks: Breaks::Fails }], Err(ErrorKind::Device)),
+    ];
+    for lanes in [2, 4] {
+        for (faults, end) in &cases {
+            let mut scenario = Scenario::of_staged(3, faults).with_lanes(lanes);
+            scenario.items[0].counts = vec![500];
+            let seen = run(&scenario).unwrap_or_else(|violation| panic!("{faults:?}: {violation}"));
+            assert!(seen.cut >= 2, "{faults:?}: {seen:?}");
+            let outcomes = history::outcomes(&scenario).unwrap();
+            let others = outcomes.iter().filter(|((_, process), _)| *process > 0);
+            assert!(others.map(|(_, outcome)| *outcome).all(|outcome| outcome == *end), "{faults:?}: {outcomes:?}");
+        }
     }
 }
 

@@ -14,11 +14,13 @@ use super::clock::{self, Event};
 use super::devices::{DeviceCall, Terms};
 use super::driving::PASS;
 use super::external::Device;
+use super::lanes::LaneOf;
 use super::oracle::Tensors;
 use super::scenario::{Breaks, Fault, Matter, Step};
 use super::world::{Made, Member, State, Violation, World};
 use crate::api::planning::Planning;
 use crate::in_flight::{InFlight, Kept, Notifier};
+use crate::lanes::{Cut, Lane, Least, Numbers, Parts, Starter, parts_of};
 use accl_executor::call::{Blocks, CallDesc, Codecs, Encoding, MemoryKind, Mode, TensorCodecs};
 use accl_executor::exec::SpinLimit;
 use accl_executor::group::{Caller, Core, FastPathEnd, GroupState, Launched, Notify, Relief};
@@ -182,10 +184,19 @@ impl World<'_> {
 
     fn make_group(&mut self, process: usize, index: usize) {
         self.link_neighbours(process, index);
+        let numbers: Arc<Numbers> = Arc::default();
+        // As `create_group`: the first lane is the last to have it.
+        for lane in (0..self.scenario.lanes).rev() {
+            self.make_group_on(process, lane, index, &numbers);
+        }
+    }
+
+    fn make_group_on(&mut self, process: usize, lane: usize, index: usize, numbers: &Arc<Numbers>) {
         let spec = &self.scenario.groups[index];
         let Some(rank) = spec.rank_of(process) else { return };
-        let host = &mut self.processes[process];
-        let peers = spec.members.iter().map(|&member| host.peers[member].expect("all are introduced")).collect();
+        let host = &mut self.processes[self.scenario.node(process, lane)];
+        let peer = |&member: &usize| host.peers[self.scenario.node(member, lane)].expect("all are introduced");
+        let peers = spec.members.iter().map(peer).collect();
         let Some(core) = &mut host.core else { return };
         let (id, name) = (index as u64 + 1, Arc::from(format!("g{index}")));
         let rank = Rank(rank as u32);
@@ -199,12 +210,15 @@ impl World<'_> {
         if self.scenario.seed.is_multiple_of(3) {
             state.enable_timing();
         }
+        if self.scenario.lanes > 1 {
+            state.set_lane(lane as u32, numbers.clone());
+        }
         core.add_group(state, clock::now());
         let placement = Placement { intra_node: IntraNode::Shm, cores: 8, segment_bytes: self.scenario.segment };
         let basis = Basis { machine: Machine::default(), placement, deterministic: false };
         let chooser = Chooser::new(Topology::new(spec.hosts.clone()), spec.rules.clone(), &basis);
         let world = spec.members.len() as u32;
-        let caller = Caller { group: id, name, rank, world, global_rank: process as u64 };
+        let caller = Arc::new(Caller { group: id, name, rank, world, global_rank: process as u64 });
         let member = Member {
             caller,
             planning: Planning::new(Planner::new(chooser, rank)),
@@ -215,7 +229,18 @@ impl World<'_> {
         host.members.insert(index, member);
     }
 
+    /// As `Group::leave`.
     pub(super) fn leave(&mut self, process: usize, group: usize) {
+        let process = process % self.scenario.processes;
+        // Another thread may have yet to tell the other lanes why.
+        self.fail_lanes_now(process);
+        for node in self.scenario.nodes(process) {
+            self.leave_node(node, group);
+            self.fail_lanes_now(process);
+        }
+    }
+
+    fn leave_node(&mut self, process: usize, group: usize) {
         let host = &mut self.processes[process];
         let (Some(core), Some(member)) = (&mut host.core, host.members.get_mut(&group)) else { return };
         if std::mem::replace(&mut member.has_left, true) {
@@ -432,10 +457,25 @@ impl World<'_> {
             return Err(Error::internal("a call without its group"));
         };
         desc.check(member.caller.rank, member.caller.world)?;
+        let least = Least::Bytes(self.scenario.least_part_bytes);
+        let of = parts_of(desc, member.caller.world, self.scenario.lanes as u32, least, || 0);
+        let cut = Cut::new(desc, of);
+        let desc = cut.as_ref().map_or(desc, |cut| &cut.first);
         let shape = (!desc.collective.is_point_to_point()).then(|| member.planning.get(desc)).transpose()?;
         let prepared = member.caller.prepare(desc, shape)?;
+        let shape_of = |desc: &CallDesc| member.planning.get(desc);
+        let others = cut.as_ref().map(|cut| Ok::<_, Error>((cut, cut.others(&member.caller, &prepared, shape_of)?)));
+        let others = others.transpose()?;
         let notifier: Arc<Notifier> = Arc::default();
         let launched = member.caller.start(core, desc, prepared, None, notifier.clone(), clock::now())?;
+        if let Some((cut, parts)) = others {
+            self.seen.cut += 1;
+            let lane = |node| LaneOf { node, jobs: self.jobs.clone(), agenda: self.agenda.clone() };
+            let lanes = self.scenario.nodes(process).skip(1).map(|node| Arc::new(lane(node)) as Arc<dyn Lane>);
+            let starter = desc.staging.is_some().then(|| Box::new(lane(process)) as Box<dyn Starter>);
+            let (caller, seq, now) = (member.caller.clone(), launched.call.seq, clock::now());
+            cut.join.begin_parts(Parts { caller, lanes: lanes.collect(), parts, seq, now, starter });
+        }
         Ok(Some(self.launched(process, launched, notifier)))
     }
 
@@ -470,6 +510,7 @@ impl World<'_> {
         core.with_group(member.caller.group, clock::now(), |group, context| group.fail(error, context, Notify::Peers));
         core.net.flush_all();
         self.kick(process);
+        self.fail_lanes_now(process);
     }
 }
 

@@ -162,6 +162,11 @@ pub(super) enum Fault {
 pub(super) struct Scenario {
     pub(super) seed: u64,
     pub(super) processes: usize,
+    /// Of each process: the first is `process` itself, and the others are as processes without threads, which live and die with it. Lane l of a
+    /// process has the number of that, and l times as many as there are processes more.
+    pub(super) lanes: usize,
+    /// Calls are cut into parts of so many bytes.
+    pub(super) least_part_bytes: u64,
     pub(super) threads: usize,
     pub(super) segment: u64,
     pub(super) wires: Vec<([usize; 2], WireSpec)>,
@@ -263,9 +268,12 @@ impl Scenario {
         if items.is_empty() {
             items.push(draw_item(&mut rng, 0, &groups[0], segment, 0));
         }
+        let (lanes, least_part_bytes) = draw_lanes(seed, processes);
         let mut scenario = Self {
             seed,
             processes,
+            lanes,
+            least_part_bytes,
             threads,
             segment,
             wires,
@@ -282,6 +290,7 @@ impl Scenario {
             traces: false,
         };
         scenario.fit_devices();
+        scenario.add_lanes();
         // Half of the worlds are well.
         if rng.below(2) == 0 {
             for _ in 0..1 + rng.below(2) * rng.below(2) {
@@ -346,6 +355,8 @@ impl Scenario {
         Self {
             seed: 1,
             processes,
+            lanes: 1,
+            least_part_bytes: 1,
             threads: 1,
             segment: 1024,
             wires: pairs.map(|pair| (pair, spec.clone())).collect(),
@@ -383,6 +394,35 @@ impl Scenario {
             scenario.seed += 1;
         }
         scenario
+    }
+
+    /// As [`Scenario::of_messages`] and [`Scenario::of_staged`], with lanes.
+    pub(super) fn with_lanes(mut self, lanes: usize) -> Self {
+        self.lanes = lanes;
+        self.add_lanes();
+        self
+    }
+
+    /// Each lane beside the first has wires of its own.
+    fn add_lanes(&mut self) {
+        let first = self.wires.clone();
+        for lane in 1..self.lanes {
+            for (ends, spec) in &first {
+                let spec = WireSpec { seed: hash_words([spec.seed, lane as u64]), ..spec.clone() };
+                self.wires.push((ends.map(|process| self.node(process, lane)), spec));
+            }
+        }
+    }
+
+    /// A lane of a process, as it is numbered.
+    pub(super) fn node(&self, process: usize, lane: usize) -> usize {
+        lane * self.processes + process
+    }
+
+    /// All lanes of a process.
+    pub(super) fn nodes(&self, process: usize) -> impl Iterator<Item = usize> + use<> {
+        let processes = self.processes;
+        (0..self.lanes).map(move |lane| lane * processes + process)
     }
 
     /// Number of parts that [`Scenario::without`] takes out: items, then faults.
@@ -764,6 +804,15 @@ fn draw_last_word(rng: &mut Rng, items: &mut Vec<Item>, index: usize, group: &mu
             Item { collective: Collective::Gather, root: to, ..word }
         }
     });
+}
+
+/// How many lanes processes have, and how many bytes a part: more than one in half of the small worlds without devices, whose groups have one.
+fn draw_lanes(seed: u64, processes: usize) -> (usize, u64) {
+    let mut rng = Rng::new(seed ^ 0x1a9e);
+    rng.next_u64();
+    let (lanes, least) = (2 + rng.below(3) as usize, [1, 100, 1000][rng.below(3) as usize]);
+    let are_several = seed % 3 != 1 && processes <= 6 && rng.below(2) == 0;
+    (if are_several { lanes } else { 1 }, least)
 }
 
 fn draw_group(rng: &mut Rng, index: u64, processes: usize, threads: usize, hosts: &[u32]) -> GroupSpec {

@@ -21,7 +21,7 @@ impl World<'_> {
             Fault::Stall { wire, end, wait, .. } => self.wires[wire].lock().stall(end, wait),
             Fault::Vanish { process, .. } => {
                 for (wire, (ends, _)) in self.wires.iter().zip(&self.scenario.wires) {
-                    if ends.contains(&process) {
+                    if self.scenario.nodes(process).any(|node| ends.contains(&node)) {
                         wire.lock().fall_silent();
                     }
                 }
@@ -36,7 +36,12 @@ impl World<'_> {
         }
     }
 
-    pub(super) fn kill(&mut self, process: usize) {
+    /// A process dies, and all its lanes with it.
+    fn kill(&mut self, process: usize) {
+        self.scenario.nodes(process).for_each(|node| self.kill_node(node));
+    }
+
+    pub(super) fn kill_node(&mut self, process: usize) {
         let host = &mut self.processes[process];
         host.core = None;
         host.died_at.get_or_insert(clock::nanos());

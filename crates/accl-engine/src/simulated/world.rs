@@ -22,7 +22,7 @@ use crate::in_flight::InFlight;
 use crate::session::inquests::{Inquests, Question};
 use crate::sync::Mutex;
 use accl_executor::call::Waited;
-use accl_executor::group::{Caller, Core, Fate, GroupState};
+use accl_executor::group::{Caller, Core, FailedGroup, Fate, GroupState};
 use accl_executor::peers::{Note, PeerId};
 
 /// What was wrong in a history.
@@ -41,6 +41,8 @@ pub(super) struct Seen {
     pub(super) staged: u64,
     /// Calls that were made for devices.
     pub(super) offloaded: u64,
+    /// Calls that were cut into parts for several lanes.
+    pub(super) cut: u64,
     /// Of all results, errors and times.
     pub(super) hash: u64,
 }
@@ -97,7 +99,7 @@ pub(super) struct Thread {
 }
 
 pub(super) struct Member {
-    pub(super) caller: Caller,
+    pub(super) caller: Arc<Caller>,
     pub(super) planning: Planning,
     pub(super) has_left: bool,
     /// When it did so.
@@ -160,7 +162,14 @@ pub(super) struct World<'a> {
     pub(super) reserved: BTreeMap<(usize, usize), Option<(u64, u64)>>,
     /// Bits of encoded results.
     pub(super) bits: Bits,
+    /// What lanes were given to do, with the lane; `None`: it has been done.
+    pub(super) jobs: Arc<Mutex<Vec<(usize, Option<LaneJob>)>>>,
+    /// Groups that have failed on one lane, each with another lane that has yet to learn of it.
+    pub(super) failures: Vec<(usize, FailedGroup)>,
 }
+
+/// What a lane is given to do.
+pub(super) type LaneJob = Box<dyn FnOnce(&mut Core) + Send>;
 
 /// The bits of encoded results, by item.
 pub(super) type Bits = BTreeMap<usize, Vec<Vec<u64>>>;
@@ -175,15 +184,16 @@ impl<'a> World<'a> {
                 _ => None,
             })
         };
-        let boards: Vec<Arc<Board>> = scenario.steps.iter().map(|_| Arc::default()).collect();
+        let nodes = scenario.processes * scenario.lanes;
+        let boards: Vec<Arc<Board>> = (0..nodes).map(|_| Arc::default()).collect();
         let wires = scenario.wires.iter().enumerate().map(|(index, (ends, spec))| {
             let mut spec = spec.clone();
             spec.flip = flips(index);
             Wire::new(index, ends.map(|process| (process, &boards[process])), spec, &agenda)
         });
         let wires: Vec<_> = wires.collect();
-        let mut processes: Vec<Process> =
-            scenario.steps.iter().map(|threads| Process::new(scenario, threads)).collect();
+        let threads = |node| scenario.steps.get(node).map_or(&[][..], Vec::as_slice);
+        let mut processes: Vec<Process> = (0..nodes).map(|node| Process::new(scenario, threads(node))).collect();
         for (process, host) in processes.iter_mut().enumerate() {
             let payload = scenario.segment as usize + accl_wire::frame::OVERHEAD_BYTES;
             let Some(core) = &mut host.core else { continue };
@@ -204,8 +214,10 @@ impl<'a> World<'a> {
             let own = self_link(payload);
             host.peers[process] = Some(core.net.add(&info(process), Box::new(own), None));
             // Nobody has made a group before all have met for it.
+            let (process, lane) = (process % scenario.processes, process / scenario.processes);
             for (index, spec) in (1..).zip(&scenario.groups).filter(|(_, spec)| spec.rank_of(process).is_some()) {
-                core.expect_group(index, spec.members.iter().filter_map(|&member| host.peers[member]).collect());
+                let peer = |&member: &usize| host.peers[scenario.node(member, lane)];
+                core.expect_group(index, spec.members.iter().filter_map(peer).collect());
             }
         }
         let devices: Arc<Mutex<Devices>> = Arc::default();
@@ -234,6 +246,8 @@ impl<'a> World<'a> {
             devices,
             reserved: BTreeMap::new(),
             bits,
+            jobs: Arc::default(),
+            failures: Vec::new(),
         }
     }
 
@@ -290,7 +304,7 @@ impl Process {
             driver: None,
             sleeps: 0,
             is_about_to_drive: false,
-            peers: vec![None; scenario.processes],
+            peers: vec![None; scenario.processes * scenario.lanes],
             died_at: None,
             inquests: Inquests::default(),
         }

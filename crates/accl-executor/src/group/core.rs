@@ -15,7 +15,7 @@ use accl_wire::frame::{Groups, Header, Kind, LAST, OVERHEAD_BYTES};
 use accl_wire::{EndpointInfo, Link, Slot, Stance};
 use smallvec::SmallVec;
 
-use super::completed::{Completed, Notify};
+use super::completed::{Completed, FailedGroup, Notify};
 use super::context::Context;
 use super::ended::Ended;
 use super::inbox::{Early, Lobby, MAX_LOBBY_BYTES};
@@ -305,6 +305,19 @@ impl Core {
         }
         let most = cause_bytes(self.segment);
         self.ended.add(id, group.and_then(|group| Some(group.announced_cause(most)?.1)));
+    }
+
+    /// A group of this lane fails that has failed on another one, once it has taken what had come for it before. The first lane tells the peers,
+    /// whatever the one has told that failed first. `false`: it is not there, or has failed already.
+    pub fn fail_with_lane(&mut self, failed: &FailedGroup, is_first: bool, now: Moment) -> bool {
+        let FailedGroup { group, error, tell } = failed;
+        if self.groups.get(group).is_none_or(|state| state.poison().is_some()) {
+            return false;
+        }
+        self.look_again_at(*group);
+        self.pass_whole(now);
+        let tell = if is_first { *tell } else { Notify::Nobody };
+        self.with_group(*group, now, |state, context| state.fail_on_lane(error.clone(), context, tell)).is_some()
     }
 
     /// Leaves a group, and forgets it: nobody can make a call in between. `None`: there is none, or it is lost to a panic.

@@ -923,6 +923,17 @@ impl GroupState {
         if self.failure.has_come() {
             return;
         }
+        if self.sequence.has_lanes() {
+            context.completed.fail_elsewhere(FailedGroup { group: self.id, error: error.clone(), tell });
+        }
+        self.fail_on_lane(error, context, tell);
+    }
+
+    /// As [`GroupState::fail`], on this lane alone: the one that it has failed on first tells the others, each by itself.
+    pub(super) fn fail_on_lane(&mut self, error: Error, context: &mut Context<'_>, tell: Notify) {
+        if self.failure.has_come() {
+            return;
+        }
         match tell {
             Notify::Peers => {
                 self.notify_cause(self.members.ranks(), self.rank, &error, context);
@@ -938,9 +949,6 @@ impl GroupState {
         }
         let announced_by = error.context.peer.filter(|_| tell == Notify::Neighbours);
         self.failure.set(error.clone(), announced_by);
-        if self.sequence.has_lanes() {
-            context.completed.fail_elsewhere(FailedGroup { group: self.id, error: error.clone(), tell });
-        }
         self.inbox.clear();
         let own_error = |call: &CallState| {
             let is_own = error.context.seq == Some(Seq(call.seq)) && error.context.collective == Some(call.collective);

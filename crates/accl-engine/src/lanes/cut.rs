@@ -1,0 +1,52 @@
+//! A call that is cut into parts.
+//!
+//! Owns what the parts are: the first as its caller has it, the others over the same memory. When they have all ended is the matter of [`super::Join`].
+//! Read [`Cut::new`] first.
+
+use std::sync::Arc;
+
+use accl_executor::call::{CallDesc, Mode};
+use accl_executor::group::{Caller, Prepared};
+use accl_executor::plan::Shape;
+use accl_schedule::Part;
+use accl_types::Result;
+
+use super::join::Join;
+
+/// A call that is cut.
+pub(crate) struct Cut {
+    /// Its first part, which is over when all are.
+    pub(crate) first: CallDesc,
+    pub(crate) join: Arc<Join>,
+}
+
+impl Cut {
+    /// A call in so many parts; `None`: in one.
+    pub(crate) fn new(desc: &CallDesc, of: u32) -> Option<Self> {
+        if of == 1 {
+            return None;
+        }
+        let join = Join::new(of - 1);
+        let first = CallDesc { part: Part { index: 0, of }, joins: Some(join.clone()), ..desc.clone() };
+        Some(Self { first, join })
+    }
+
+    /// The parts besides the first, which is prepared.
+    ///
+    /// # Errors
+    /// Those of `shape_of`; `Exhausted` when there is no memory.
+    pub(crate) fn others(
+        &self,
+        caller: &Caller,
+        prepared: &Prepared,
+        shape_of: impl Fn(&CallDesc) -> Result<Arc<Shape>>,
+    ) -> Result<Vec<(CallDesc, Prepared)>> {
+        let part = |index| {
+            let part = Part { index, ..self.first.part };
+            let desc = CallDesc { part, joins: None, mode: Mode::Async, ..self.first.clone() };
+            let shape = shape_of(&desc)?;
+            Ok((desc, caller.prepare_part(prepared, shape)?))
+        };
+        (1..self.first.part.of).map(part).collect()
+    }
+}
