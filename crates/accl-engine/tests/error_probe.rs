@@ -8,13 +8,14 @@ use accl_engine::codec::{NonFinite, Rounding, Settings, codec};
 use accl_engine::{Blocks, TensorDesc};
 use accl_engine::{Encoding, Residuals, TensorCodecs};
 use accl_engine::{ErrorStats, Measured, Probe};
-use accl_testkit::World;
+use accl_testkit::{Fabric, World};
+use accl_types::config::WorkerCount;
 use accl_types::{Collective, Dtype, Elems, ReduceOp};
 use common::{all_reduce, blocks, both_ways, data, encoded, encoding, max_min, options, raw, rows, tensor};
 
 fn probed(tensors: Vec<TensorCodecs>, one_in: u64) -> (Encoding, Arc<ErrorStats>) {
     let stats = ErrorStats::new(tensors.len());
-    let probe = Some(Probe { stats: stats.clone(), one_in });
+    let probe = Some(Probe::new(stats.clone(), one_in));
     (Encoding { probe, ..encoding(tensors) }, stats)
 }
 
@@ -64,6 +65,36 @@ fn the_error_of_sums_is_found() {
                 assert!(found.windows(2).all(|pair| pair[0] == pair[1]), "{algorithm}: {found:?}");
             }
         }
+    }
+}
+
+#[test]
+fn a_call_that_several_lanes_do_has_the_figures_of_one() {
+    const COUNT: usize = 300_007;
+    let [one, three] = [0, 2].map(|workers| {
+        let mut options = options(&[0, 1], "all_reduce", "direct_two_phase").over(Fabric::Tcp);
+        options.config.worker_count = WorkerCount::Exactly(workers);
+        World::new(options).run("g", move |member| {
+            let (mut encoding, stats) = probed(vec![both_ways(max_min(4, 64, Rounding::Stochastic), 5)], 64);
+            let kept = vec![0.0_f32; COUNT];
+            let contributions = vec![kept.as_ptr() as usize];
+            encoding.residuals = Some(Arc::new(Residuals { contributions, sums: vec![] }));
+            for step in 0..2 {
+                encoding.step = step;
+                all_reduce(&member, &mut data(member.rank, COUNT, 1 + step), ReduceOp::Sum, &encoding);
+            }
+            let lanes = member.group.snapshot().groups[0].lanes.clone();
+            assert!(lanes.len() == workers as usize + 1 && lanes.iter().all(|lane| lane.bytes_sent > 0), "{lanes:?}");
+            let [row] = stats.read()[..] else { panic!("one tensor") };
+            row
+        })
+    });
+    for (one, three) in one.iter().zip(&three) {
+        let alike = |row: &Measured| (row.calls, row.compared, row.error, row.square, row.residual_calls);
+        assert_eq!(alike(one), alike(three));
+        assert_eq!(one.calls, 2);
+        // Squares are added up in another order.
+        assert!((one.residual / three.residual - 1.0).abs() < 1e-6 && one.residual > 0.0, "{one:?} {three:?}");
     }
 }
 

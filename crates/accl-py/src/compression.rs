@@ -46,7 +46,7 @@ impl PyEncoding {
         one_in: u64,
     ) -> Self {
         let residuals = residuals.map(|(contributions, sums)| Arc::new(Residuals { contributions, sums }));
-        let probe = stats.map(|stats| Probe { stats: stats.inner.clone(), one_in });
+        let probe = stats.map(|stats| Probe::new(stats.inner.clone(), one_in));
         Self { inner: Encoded::As(Encoding { codecs: codecs.inner.clone(), seed, step, residuals, probe }) }
     }
 

@@ -5,13 +5,28 @@
 
 use std::sync::Arc;
 
-use accl_executor::call::{CallDesc, Mode};
+use accl_executor::call::{CallDesc, Encoded, Encoding, Figures, Gather, Mode};
 use accl_executor::group::{Caller, Prepared};
 use accl_executor::plan::Shape;
 use accl_schedule::Part;
 use accl_types::Result;
 
 use super::join::Join;
+use crate::sync::Mutex;
+
+/// What the parts of a call besides the first have measured.
+#[derive(Debug, Default)]
+struct Gathered(Mutex<Figures>);
+
+impl Gather for Gathered {
+    fn add(&self, figures: Figures) {
+        self.0.lock().add(figures);
+    }
+
+    fn take(&self) -> Figures {
+        std::mem::take(&mut self.0.lock())
+    }
+}
 
 /// A call that is cut.
 pub(crate) struct Cut {
@@ -27,7 +42,10 @@ impl Cut {
             return None;
         }
         let join = Join::new(of - 1);
-        let first = CallDesc { part: Part { index: 0, of }, joins: Some(join.clone()), ..desc.clone() };
+        let mut first = CallDesc { part: Part { index: 0, of }, joins: Some(join.clone()), ..desc.clone() };
+        if let Encoded::As(Encoding { probe: Some(probe), .. }) = &mut first.encoding {
+            probe.gathered = Some(Arc::new(Gathered::default()));
+        }
         Some(Self { first, join })
     }
 

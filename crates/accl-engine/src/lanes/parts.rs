@@ -37,7 +37,7 @@ pub(crate) fn parts_of(
     least: Least,
     predicted_ps: impl FnOnce() -> u64,
 ) -> u32 {
-    if lanes <= 1 || !may_be_cut(desc, world) {
+    if lanes <= 1 || !may_be_cut(desc) {
         return 1;
     }
     let bytes = desc.size_bytes(world);
@@ -51,14 +51,12 @@ pub(crate) fn parts_of(
 
 /// Whether a call is one of those whose parts others can do. Where its tensors lie does not matter, and is not known on other ranks: the first part
 /// packs them for all.
-fn may_be_cut(desc: &CallDesc, world: u32) -> bool {
-    let is_measured = desc.encoding(world).is_some_and(|encoding| encoding.probe.is_some());
+fn may_be_cut(desc: &CallDesc) -> bool {
     !desc.collective.is_point_to_point()
         && desc.collective != Collective::Barrier
         && desc.offload.is_none()
         // What is scaled in place must not be refused after that, and parts may be.
         && desc.op != ReduceOp::PremulSum
-        && !is_measured
 }
 
 #[cfg(test)]

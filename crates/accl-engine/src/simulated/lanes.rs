@@ -5,19 +5,26 @@
 use std::sync::Arc;
 
 use super::clock::{self, Agenda, Event};
-use super::world::{LaneJob, Violation, World};
+use super::world::{LaneJob, LaneJobs, Violation, World};
 use crate::jobs::Job;
 use crate::lanes::{Lane, Starter};
 use crate::sync::Mutex;
 use accl_executor::group::{Completed, FailedGroup};
 
-/// Until the thread of a lane does what it was given, at most, in nanoseconds. It may be in the middle of something.
-const MOST_ENGAGED: u64 = 30_000;
+/// Until a lane does what it was given, at most, in nanoseconds: soon, or after what its thread is in the middle of.
+const SOON: u64 = 30_000;
+const LATER: u64 = 500_000;
+
+/// How long that takes this time.
+fn delay(of: u64) -> u64 {
+    let word = accl_types::hash::hash_words([of, clock::nanos()]);
+    (word >> 2) % if word.is_multiple_of(4) { LATER } else { SOON }
+}
 
 /// A lane as parts are given to it.
 pub(super) struct LaneOf {
     pub(super) node: usize,
-    pub(super) jobs: Arc<Mutex<Vec<(usize, Option<LaneJob>)>>>,
+    pub(super) jobs: Arc<Mutex<LaneJobs>>,
     pub(super) agenda: Arc<Mutex<Agenda>>,
 }
 
@@ -28,8 +35,7 @@ impl Lane for LaneOf {
             jobs.push((self.node, Some(job)));
             jobs.len() - 1
         };
-        let wait = accl_types::hash::hash_words([index as u64, clock::nanos()]) % MOST_ENGAGED;
-        self.agenda.lock().enter(wait, Event::Job { index });
+        self.agenda.lock().enter(delay(index as u64), Event::Job { index });
     }
 }
 
@@ -56,8 +62,7 @@ impl World<'_> {
     pub(super) fn note_failed_groups(&mut self, node: usize, failed: Vec<FailedGroup>) {
         for FailedGroup { group, error, tell } in failed {
             for other in self.scenario.nodes(node % self.scenario.processes).filter(|&other| other != node) {
-                let wait = accl_types::hash::hash_words([other as u64, clock::nanos()]) % MOST_ENGAGED;
-                self.enter(wait, Event::Failed { index: self.failures.len() });
+                self.enter(delay(other as u64), Event::Failed { index: self.failures.len() });
                 self.failures.push((other, FailedGroup { group, error: error.clone(), tell }));
             }
         }

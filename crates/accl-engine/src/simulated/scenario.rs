@@ -290,6 +290,7 @@ impl Scenario {
             traces: false,
         };
         scenario.fit_devices();
+        scenario.draw_compositions();
         scenario.add_lanes();
         // Half of the worlds are well.
         if rng.below(2) == 0 {
@@ -487,7 +488,7 @@ impl Scenario {
         self.seed % 3 == 1
     }
 
-    /// In worlds with devices: those take blocks of one size, and some calls have numbers that are reserved. Draws for itself.
+    /// In worlds with devices: those take blocks of one size.
     fn fit_devices(&mut self) {
         if !self.has_devices() {
             return;
@@ -502,6 +503,13 @@ impl Scenario {
                 }
                 _ => {}
             }
+        }
+    }
+
+    /// In worlds with devices or several lanes some calls have numbers that are reserved. Draws for itself.
+    fn draw_compositions(&mut self) {
+        if !self.has_devices() && self.lanes == 1 {
+            return;
         }
         let mut rng = Rng::new(self.seed ^ 0xc0);
         rng.next_u64();
@@ -587,6 +595,10 @@ impl Scenario {
             true => [self.items[item].ends.0, self.items[item].ends.1][end],
             false => rng.below(self.groups[self.items[item].group].members.len() as u64) as usize,
         };
+        // What one lane has found alone has to reach the others.
+        if self.lanes > 1 && rng.below(3) == 0 {
+            return Fault::Cut { wire, at };
+        }
         // In larger worlds not all ranks are neighbours, and what one of them says has to be passed on, or asked for.
         if self.processes > 5 && rng.below(2) == 0 {
             return match self.items.last() {

@@ -162,14 +162,17 @@ pub(super) struct World<'a> {
     pub(super) reserved: BTreeMap<(usize, usize), Option<(u64, u64)>>,
     /// Bits of encoded results.
     pub(super) bits: Bits,
-    /// What lanes were given to do, with the lane; `None`: it has been done.
-    pub(super) jobs: Arc<Mutex<Vec<(usize, Option<LaneJob>)>>>,
+    /// What lanes were given to do.
+    pub(super) jobs: Arc<Mutex<LaneJobs>>,
     /// Groups that have failed on one lane, each with another lane that has yet to learn of it.
     pub(super) failures: Vec<(usize, FailedGroup)>,
 }
 
 /// What a lane is given to do.
 pub(super) type LaneJob = Box<dyn FnOnce(&mut Core) + Send>;
+
+/// What lanes were given, with the lane; `None`: it has been done.
+pub(super) type LaneJobs = Vec<(usize, Option<LaneJob>)>;
 
 /// The bits of encoded results, by item.
 pub(super) type Bits = BTreeMap<usize, Vec<Vec<u64>>>;

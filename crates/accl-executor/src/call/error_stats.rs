@@ -56,4 +56,46 @@ pub struct Probe {
     pub stats: Arc<dyn Statistics>,
     /// About one element in so many of a sum is compared with the exact result; 0: none.
     pub one_in: u64,
+    /// Of a call that is cut into parts: where the others leave what they have measured for the first.
+    pub gathered: Option<Arc<dyn Gather>>,
+}
+
+impl Probe {
+    /// Enters what is measured there.
+    pub fn new(stats: Arc<dyn Statistics>, one_in: u64) -> Self {
+        Self { stats, one_in, gathered: None }
+    }
+}
+
+/// What was measured of a part of a call.
+#[derive(Clone, Debug, Default)]
+pub struct Figures {
+    /// Of each of the caller's tensors.
+    pub(crate) rows: Vec<Measured>,
+    /// Of each of them: squares of the residual, and of the gradient.
+    pub(crate) squares: Vec<[f64; 2]>,
+}
+
+impl Figures {
+    /// Adds those of another part.
+    pub fn add(&mut self, other: Figures) {
+        self.rows.resize(self.rows.len().max(other.rows.len()), Measured::default());
+        self.squares.resize(self.squares.len().max(other.squares.len()), [0.0; 2]);
+        for (mine, row) in self.rows.iter_mut().zip(&other.rows) {
+            mine.add(row);
+        }
+        for (mine, [lost, gradient]) in self.squares.iter_mut().zip(other.squares) {
+            mine[0] += lost;
+            mine[1] += gradient;
+        }
+    }
+}
+
+/// Where the parts of a call leave what they have measured, each under the lock of its own lane.
+pub trait Gather: Send + Sync + fmt::Debug {
+    /// A part has ended.
+    fn add(&self, figures: Figures);
+
+    /// What all that have ended have left.
+    fn take(&self) -> Figures;
 }

@@ -118,7 +118,7 @@ impl Caller {
                 let ranks = (self.global_rank, self.rank);
                 let coder = Coder::new(encoding, desc, ranks, self.world, has_checksums, clock);
                 match &encoding.probe {
-                    Some(probe) => coder.probed(probe, sample, &buffers),
+                    Some(probe) => coder.probed(probe, sample, desc.part.index == 0, &buffers),
                     None => coder,
                 }
             });

@@ -66,8 +66,8 @@ impl Coder {
     }
 
     /// The same for a call that is measured, and has one more tensor if there is a sample.
-    pub(crate) fn probed(self, probe: &Probe, sample: Option<Sample>, buffers: &Buffers) -> Self {
-        let probe = ErrorProbe::begin(probe, sample, self.codecs.given(), buffers);
+    pub(crate) fn probed(self, probe: &Probe, sample: Option<Sample>, is_first: bool, buffers: &Buffers) -> Self {
+        let probe = ErrorProbe::begin(probe, sample, is_first, self.codecs.given(), buffers);
         Self { probe: Some(probe), ..self }
     }
 

@@ -18,7 +18,7 @@ use accl_types::{Collective, Dtype, Elems, Result};
 
 use super::buffers::Buffers;
 use super::storage::Storage;
-use crate::call::{Blocks, CallDesc, Encoded, Encoding, Measured, Probe, Statistics, TensorDesc};
+use crate::call::{Blocks, CallDesc, Encoded, Encoding, Figures, Gather, Measured, Probe, Statistics, TensorDesc};
 
 /// Most elements of a run.
 const RUN: u64 = 256;
@@ -132,49 +132,61 @@ impl Sample {
 /// The measuring of one call.
 pub(crate) struct ErrorProbe {
     stats: Arc<dyn Statistics>,
+    /// Of a part of a call: what all leave for the first, and whether it is that.
+    gathered: Option<(Arc<dyn Gather>, bool)>,
     sample: Option<Sample>,
-    /// Of each of the caller's tensors.
-    rows: Vec<Measured>,
-    /// Of each of them: squares of the residual, and of the gradient.
-    squares: Vec<[f64; 2]>,
+    figures: Figures,
 }
 
 impl ErrorProbe {
-    /// `tensors` of a block are the caller's.
-    pub(crate) fn begin(probe: &Probe, sample: Option<Sample>, tensors: usize, buffers: &Buffers) -> Self {
+    /// `tensors` of a block are the caller's. The first part of a call has its sample, and is over when the others are.
+    pub(crate) fn begin(
+        probe: &Probe,
+        sample: Option<Sample>,
+        is_first: bool,
+        tensors: usize,
+        buffers: &Buffers,
+    ) -> Self {
         if let Some(sample) = &sample {
             sample.take(buffers);
         }
-        let rows = vec![Measured { calls: 1, ..Measured::default() }; tensors];
-        Self { stats: probe.stats.clone(), sample, rows, squares: vec![[0.0; 2]; tensors] }
+        let rows = vec![Measured { calls: u64::from(is_first), ..Measured::default() }; tensors];
+        let gathered = probe.gathered.clone().map(|gathered| (gathered, is_first));
+        let figures = Figures { rows, squares: vec![[0.0; 2]; tensors] };
+        Self { stats: probe.stats.clone(), gathered, sample, figures }
     }
 
     /// The figures of a tensor; of the additional one there are none.
     pub(crate) fn row(&mut self, position: u32) -> Option<&mut Measured> {
-        self.rows.get_mut(position as usize)
+        self.figures.rows.get_mut(position as usize)
     }
 
     /// Part of a gradient, and its residual.
     pub(crate) fn residual(&mut self, position: u32, lost: f64, gradient: f64) {
         // What is not finite is not kept.
-        if let Some(squares) = self.squares.get_mut(position as usize).filter(|_| (lost + gradient).is_finite()) {
+        if let Some(squares) = self.figures.squares.get_mut(position as usize).filter(|_| (lost + gradient).is_finite())
+        {
             squares[0] += lost;
             squares[1] += gradient;
         }
     }
 
-    /// Enters what was measured: the call is done.
+    /// Enters what was measured: the call is done, or a part of it.
     pub(crate) fn end(&mut self, buffers: &Buffers) {
+        match &self.gathered {
+            Some((gathered, false)) => return gathered.add(std::mem::take(&mut self.figures)),
+            Some((gathered, true)) => self.figures.add(gathered.take()),
+            None => {}
+        }
+        let Figures { rows, squares } = &mut self.figures;
         if let Some(sample) = &self.sample {
-            sample.compare(buffers, &mut self.rows);
+            sample.compare(buffers, rows);
         }
-        for (row, [lost, gradient]) in
-            self.rows.iter_mut().zip(&self.squares).filter(|(_, [_, gradient])| *gradient > 0.0)
-        {
+        for (row, [lost, gradient]) in rows.iter_mut().zip(squares).filter(|(_, [_, gradient])| *gradient > 0.0) {
             row.residual_calls = 1;
-            row.residual = (lost / gradient).sqrt();
+            row.residual = (*lost / *gradient).sqrt();
         }
-        self.stats.enter(&self.rows);
+        self.stats.enter(rows);
     }
 }
 
