@@ -11,7 +11,7 @@ ARGS ?=
 export TORCH PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help aarch64 demo demo-device study codec-errors test wheel sdist test-torch test-peers test-elastic test-device fuzz-world mutants bench bench-against scaling bench-peers clean
+.PHONY: help aarch64 demo demo-device study codec-errors test wheel sdist test-torch test-peers test-elastic test-device fuzz-world mutants bench bench-against scaling bench-peers bench-lanes clean
 
 help: ## list the targets
 	@echo "make TARGET [TORCH=2.15.0] [PYTHON=python3] [ARGS='...']"
@@ -80,6 +80,9 @@ scaling: ## what one more rank and one more group cost; ARGS=--write-docs for do
 
 bench-peers: ## speed next to gloo, MPI, oneCCL and DeepSpeed: docs/performance.md; ARGS='--quick --sections all_reduce'
 	@.ci/bench_peers $(ARGS)
+
+bench-lanes: ## several cores a rank: helper threads beside what peers do with theirs; a section of docs/performance.md
+	@.ci/bench_peers --sections lanes $(ARGS)
 
 clean: ## remove everything that was built, .venv included
 	rm -rf target dist build demo-output .venv .make

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .contenders import BY_NAME, CASTS, CODECS, FORCED, HOOKS
+from .contenders import BY_NAME, CASTS, CODECS, ENCODED_HELPERS, FORCED, HELPERS, HOOKS
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).resolve().parent / "ranks"
@@ -38,6 +38,8 @@ class Workshop:
     say: Callable[[str], None]
     # Whether packages may be downloaded and installed.
     online: bool
+    # Without, our own programs are built as tests are.
+    is_timed: bool = True
     names: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
@@ -164,7 +166,8 @@ def compile_board(shop: Workshop) -> None:
 
 def make_accl(shop: Workshop) -> None:
     """The engine's rank program."""
-    shop.names["accl"] = engine(Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")))
+    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+    shop.names["accl"] = engine(target, profile="release" if shop.is_timed else "dev")
 
 
 def make_accl_unchecked(shop: Workshop) -> None:
@@ -172,9 +175,10 @@ def make_accl_unchecked(shop: Workshop) -> None:
     shop.names["accl_unchecked"] = engine(shop.folder / "accl_unchecked", "--cfg accl_without_signatures")
 
 
-def engine(target: Path, flags: str = "") -> str:
+def engine(target: Path, flags: str = "", profile: str = "release") -> str:
     """Builds the engine's rank program below `target`, with these flags of the compiler besides those of this run."""
-    command = ["cargo", "build", "--release", "--locked", "--package", "accl-benches", "--bin", "accl-peers-rank"]
+    command = ["cargo", "build", "--profile", profile, "--locked", "--package", "accl-benches"]
+    command += ["--bin", "accl-peers-rank"]
     if shutil.which("cargo") is None:
         raise Unavailable("`cargo` is not there")
     environment = os.environ | {"CARGO_TARGET_DIR": str(target)}
@@ -182,7 +186,7 @@ def engine(target: Path, flags: str = "") -> str:
         environment["RUSTFLAGS"] = f"{os.environ.get('RUSTFLAGS', '')} {flags}".strip()
     manifest = ["--manifest-path", str(ROOT / "Cargo.toml")]
     finish([*command, *manifest], "the engine does not compile", DOWNLOAD_S, environment)
-    return str(target / "release" / "accl-peers-rank")
+    return str(target / ("debug" if profile == "dev" else profile) / "accl-peers-rank")
 
 
 def make_sketch(shop: Workshop) -> None:
@@ -295,6 +299,10 @@ MAKERS: dict[str, Callable[[Workshop], None]] = {
     "noop": make_noop,
     "noop_yielding": make_noop,
     "deepspeed": make_deepspeed,
+    "oneccl_workers": make_oneccl,
+    "deepspeed_threads": make_deepspeed,
+    **{f"accl_{way}_{count}": make_accl for way in ("shm", "tcp") for count in (0, *HELPERS, "auto")},
+    **{f"accl_maxmin:4_{count}": make_accl_torch for count in ENCODED_HELPERS},
     **{f"accl_{choice}": make_accl_torch for choice in (*FORCED, *CODECS)},
     **{f"gloo_{smaller}": make_gloo for smaller in (*CASTS, *HOOKS)},
 }

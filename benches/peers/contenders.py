@@ -84,8 +84,51 @@ HOOKS = {
     "powersgd": "torch's `powerSGD_hook`, rank 1 as is its default, on one matrix",
 }
 
+# Threads that help each rank, in the section that compares their numbers.
+HELPERS = (1, 3, 7, 15)
+ENCODED_HELPERS = (0, *HELPERS)
+
+
+def helpers(count: str) -> str:
+    """For people."""
+    return {"0": "no helper", "1": "1 helper", "auto": "`auto`"}.get(count, f"{count} helpers")
+
+
+def with_helpers(way: str, count: str) -> Contender:
+    """The engine with threads that do parts of calls, over one transport."""
+    environment = {"ACCL_WORKER_COUNT": count, "ACCL_TRANSPORTS": way}
+    note = " ".join(f"`{name}={value}`" for name, value in environment.items())
+    name, title = f"accl_{way}_{count}", f"accl engine, {way}, {helpers(count)}"
+    return Contender(name, title, Level.ENGINE, ("{accl}",), environment=environment, at_home=True, note=note)
+
+
+def encoded_with_helpers(count: int) -> Contender:
+    """Four bits an element, by so many threads more than the caller's."""
+    codec = "maxmin:4"
+    environment = {"ACCL_WORKER_COUNT": str(count)}
+    name, title = f"accl_{codec}_{count}", f"accl through torch, {codec}, {helpers(str(count))}"
+    note = f"`ACCL_WORKER_COUNT={count}`"
+    return through_torch(name, title, note, at_home=True, backend=f"accl+{codec}", environment=environment)
+
+
+def helpers_of(name: str) -> int:
+    """How many a contender has; none where that is found by itself."""
+    count = name.rpartition("_")[2]
+    return int(count) if count.isdigit() else 0
+
+
 # For sections that compare algorithms.
 FORCED = ("two_level", "recursive_doubling", "ring")
+
+ONECCL = {
+    "CCL_ATL_TRANSPORT": "ofi",
+    "CCL_PROCESS_LAUNCHER": "none",
+    "CCL_LOCAL_RANK": "{rank}",
+    "CCL_LOCAL_SIZE": "{ranks}",
+    "CCL_LOG_LEVEL": "error",
+    "CCL_ROOT": "{prefix}",
+    "LD_LIBRARY_PATH": "{lib}",
+}
 
 # Ranks pin themselves, all in the same way; so launchers must not.
 CONTENDERS = (
@@ -127,17 +170,16 @@ CONTENDERS = (
         "oneCCL",
         Level.ENGINE,
         ("{oneccl}",),
-        environment={
-            "CCL_ATL_TRANSPORT": "ofi",
-            "CCL_WORKER_OFFLOAD": "0",
-            "CCL_PROCESS_LAUNCHER": "none",
-            "CCL_LOCAL_RANK": "{rank}",
-            "CCL_LOCAL_SIZE": "{ranks}",
-            "CCL_LOG_LEVEL": "error",
-            "CCL_ROOT": "{prefix}",
-            "LD_LIBRARY_PATH": "{lib}",
-        },
+        environment=ONECCL | {"CCL_WORKER_OFFLOAD": "0"},
         note="`CCL_ATL_TRANSPORT=ofi`, `CCL_WORKER_OFFLOAD=0`: its worker threads would take the ranks' cores",
+    ),
+    Contender(
+        "oneccl_workers",
+        "oneCCL with workers",
+        Level.ENGINE,
+        ("{oneccl}",),
+        environment=ONECCL | {"CCL_WORKER_COUNT": "{share}"},
+        note="`CCL_ATL_TRANSPORT=ofi`, `CCL_WORKER_COUNT` as many as the rank has cores",
     ),
     through_torch("accl_torch", "accl through torch", at_home=True, backend="accl"),
     through_torch("gloo", "gloo through torch", at_home=True),
@@ -148,6 +190,15 @@ CONTENDERS = (
         "the same, and after each call the rank gives its core away: what it costs that ranks of one core take turns",
     ),
     through_torch("deepspeed", "DeepSpeed's op", "`csrc/cpu/comm/shm*.cpp` of its package, called as a torch op"),
+    through_torch(
+        "deepspeed_threads",
+        "DeepSpeed's op with threads",
+        "the same with `OMP_NUM_THREADS` as many as the rank has cores",
+        backend="deepspeed",
+        environment={"OMP_NUM_THREADS": "{share}"},
+    ),
+    *(with_helpers(way, count) for way in ("shm", "tcp") for count in ("0", *map(str, HELPERS), "auto")),
+    *map(encoded_with_helpers, ENCODED_HELPERS),
     *map(with_algorithm, FORCED),
     *(with_codec("accl", codec, "`all_reduce_quantized`") for codec in CODECS),
     *(with_codec("gloo", cast, f"what torch's `{cast}_compress_hook` does with a bucket") for cast in CASTS),

@@ -42,11 +42,19 @@ class Host:
 
     prefix: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    # A rank and all its threads have these; without, ranks pin themselves.
+    cores: tuple[int, ...] = ()
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether it is another one than the driver's."""
+        return bool(self.prefix or self.environment)
 
     def command(self, program: Iterable[str]) -> list[str]:
         """For a rank; by `env`, since a launcher starts the ranks of all hosts in one environment."""
         more = ["env", *(f"{name}={value}" for name, value in self.environment.items())] if self.environment else []
-        return [*self.prefix, *more, *program]
+        bound = ["taskset", "--cpu-list", ",".join(map(str, self.cores))] if self.cores else []
+        return [*self.prefix, *more, *bound, *program]
 
 
 # Beside this driver.
@@ -113,14 +121,18 @@ class Job:
         one, ranks = self.contender, self.ranks
         cores = sorted(os.sched_getaffinity(0))
 
+        def host_of(rank: int) -> Host:
+            # Neighbours share a host, as launchers have it.
+            return self.hosts[rank * len(self.hosts) // ranks]
+
         def filled(words: Iterable[str], rank: int) -> list[str]:
-            return [word.format(**names, rank=rank, ranks=ranks) for word in words]
+            share = max(len(host_of(rank).cores), 1)
+            return [word.format(**names, rank=rank, ranks=ranks, share=share) for word in words]
 
         def program(rank: int) -> list[str]:
-            core = cores[rank] if self.pinned else -1
+            host = host_of(rank)
+            core = cores[rank] if self.pinned and not host.cores else -1
             place = [str(self.folder), str(rank), str(ranks), str(core)]
-            # Neighbours share a host, as launchers have it.
-            host = self.hosts[rank * len(self.hosts) // ranks]
             return host.command([*filled(one.program, rank), *place, *filled(one.after, rank)])
 
         def environment(rank: int) -> dict[str, str]:
@@ -234,7 +246,8 @@ class JobSet:
         # Ranks have a core each, or none has one.
         self.pinned = ranks <= len(os.sched_getaffinity(0))
         self.jobs: dict[str, Job] = {}
-        self.words = f"{ranks} ranks" + (f" on {len(hosts)} hosts" if len(hosts) > 1 else "")
+        are_apart = len(hosts) > 1 and any(host.is_apart for host in hosts)
+        self.words = f"{ranks} ranks" + (f" on {len(hosts)} hosts" if are_apart else "")
         # Contenders that are not up, with the reason.
         self.missing: dict[str, str] = {}
         self.versions: dict[str, str] = {}

@@ -25,7 +25,7 @@ TOLD = (Host(environment={"ACCL_HOST_ID": "one"}), Host(environment={"ACCL_HOST_
 def run() -> int:
     """The exit code."""
     with tempfile.TemporaryDirectory() as folder:
-        shop = Workshop(Path(folder), print, online=False)
+        shop = Workshop(Path(folder), print, online=False, is_timed=False)
         shop.prepare(CONTENDERS)
         complaints = [f"{name}: {reason}" for name, reason in shop.missing.items()]
         complaints += turns(shop, CONTENDERS)

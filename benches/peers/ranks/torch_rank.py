@@ -66,7 +66,7 @@ def open_member(folder: Path, rank: int, ranks: int, backend: str, libraries: Pa
     """Loads torch and makes the ranks meet over the backend."""
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if backend == "deepspeed":
         return DeepSpeed(folder, rank, ranks, libraries)
     return Distributed(folder, rank, ranks, libraries, backend)

@@ -13,6 +13,7 @@ from . import (
     ddp,
     four_ranks,
     kernels,
+    lanes,
     outstanding,
     predictions,
     signature,
@@ -24,6 +25,7 @@ from . import (
 SECTIONS: tuple[Section, ...] = (
     all_reduce.SECTION,
     four_ranks.SECTION,
+    lanes.SECTION,
     *tcp.ALL,
     *two_hosts.ALL,
     compression.SECTION,

@@ -1,0 +1,114 @@
+"""all_reduce of large tensors by several lanes: helper threads of accl, beside what others do with more than one core."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ..contenders import ENCODED_HELPERS, HELPERS, helpers_of
+from ..jobs import Host
+from ..measure import Cell
+from ..report import Bench, Figures, Plot, Section, as_rows, cells_of
+from ..tables import Bar, Table, ratio, size_name
+
+RANKS = (2, 4)
+SIZES = (1 << 20, 4 << 20, 16 << 20, 64 << 20)
+CELLS = cells_of("all_reduce", SIZES)
+# Of one lane, where lanes share cores, and where `auto` finds that they would.
+OF_ONE_LANE = 1.10
+# Two ranks with four lanes each at the largest size, on machines with so many cores and more.
+TIMES_ONE_LANE = 2.5
+CORES_FOR_IT, HELPERS_FOR_IT = 8, 3
+PEERS = ("intelmpi", "oneccl_workers", "deepspeed_threads")
+WAYS = {"shm": "shared memory", "tcp": "tcp"}
+
+
+def contenders(way: str, most: int) -> list[str]:
+    """Who takes part where a rank has cores for so many helpers; one is forced in any case."""
+    plain = [f"accl_{way}_{count}" for count in HELPERS if count <= max(most, 1)]
+    if way != "shm":
+        return [f"accl_{way}_0", *plain, f"accl_{way}_auto"]
+    encoded = [f"accl_maxmin:4_{count}" for count in ENCODED_HELPERS if count <= max(most, 1)]
+    return ["accl_shm_0", *plain, "accl_shm_auto", *PEERS, *encoded]
+
+
+def collect(bench: Bench) -> dict[str, Any]:
+    """All numbers of helpers by turns; each rank has its share of the cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    data: dict[str, Any] = {"cores": len(cores), "sets": []}
+    for ranks in RANKS:
+        share = len(cores) // ranks
+        hosts = tuple(
+            Host(cores=tuple(cores[rank * share : (rank + 1) * share] if share else cores)) for rank in range(ranks)
+        )
+        for way in WAYS:
+            rows = as_rows(bench.figures(ranks, contenders(way, share - 1), CELLS, hosts))
+            data["sets"].append({"ranks": ranks, "way": way, **rows})
+    return data
+
+
+def tables(data: dict[str, Any]) -> list[Table]:
+    """One for each number of ranks and transport: microseconds, then the bars."""
+    return [table_of(data["cores"], one) for one in data.get("sets", [])]
+
+
+def table_of(cores: int, data: dict[str, Any]) -> Table:
+    """One set."""
+    figures, ranks, way = Figures(data["figures"]), data["ranks"], data["way"]
+    table = figures.table(CELLS, f"{ranks} ranks over {WAYS[way]}, us")
+    one, auto = f"accl_{way}_0", f"accl_{way}_auto"
+
+    def times(name: str, cell: Cell) -> float | None:
+        return ratio(figures.us(name, cell), figures.us(one, cell))
+
+    if cores < 2 * ranks:
+        # Two lanes of each rank are more than there are cores for.
+        table.row(
+            "one helper / none",
+            (Bar(times(f"accl_{way}_1", cell), at_most=OF_ONE_LANE) for cell in CELLS),
+        )
+    table.row("`auto` / none", (Bar(times(auto, cell), at_most=OF_ONE_LANE) for cell in CELLS))
+    if ranks == 2 and way == "shm":
+        has_cores = cores >= CORES_FOR_IT
+        four, largest = f"accl_shm_{HELPERS_FOR_IT}", CELLS[-1]
+        gain = ratio(figures.us(one, largest), figures.us(four, largest)) if has_cores else None
+        best = figures.best(PEERS, largest)
+        ahead = ratio(figures.us(four, largest), best[1] if best else None) if has_cores else None
+        blank = [""] * (len(CELLS) - 1)
+        table.row(
+            f"none / {HELPERS_FOR_IT} helpers",
+            [*blank, Bar(gain, at_least=TIMES_ONE_LANE)],
+        )
+        table.row(f"{HELPERS_FOR_IT} helpers / best peer", [*blank, Bar(ahead, at_most=1)])
+    measured = [name for name in figures.contenders(CELLS) if name.startswith(f"accl_{way}_")]
+    left = [count for count in HELPERS if count > max(map(helpers_of, measured), default=0)]
+    if left:
+        table.caption = f"There are {cores} cores: {', '.join(map(str, left))} helpers were not measured."
+    return table
+
+
+def plots(data: dict[str, Any]) -> list[Plot]:
+    """The curves of each set."""
+    return [
+        Figures(one["figures"]).plot(
+            f"lanes_{one['way']}_{one['ranks']}",
+            f"all_reduce by several lanes, {one['ranks']} ranks, {WAYS[one['way']]}",
+            CELLS,
+        )
+        for one in data.get("sets", [])
+    ]
+
+
+SECTION = Section(
+    name="lanes",
+    title="all_reduce by several lanes",
+    text=(
+        "float32 sums; `ACCL_WORKER_COUNT` says how many threads help each rank. Every rank has its share of the cores, for its helpers, too, and all numbers of "
+        f"helpers take turns. Bars: where lanes of all ranks are more than the cores, one helper at most {OF_ONE_LANE:g} of none, and `auto` as well; on {CORES_FOR_IT} "
+        f"cores and more two ranks with {HELPERS_FOR_IT} helpers each at {size_name(SIZES[-1])} at least {TIMES_ONE_LANE:g} times as fast as with none, and ahead of Intel MPI, "
+        "of oneCCL with as many workers as cores, and of DeepSpeed's op with as many threads."
+    ),
+    collect=collect,
+    tables=tables,
+    plots=plots,
+)
