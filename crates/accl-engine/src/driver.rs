@@ -326,22 +326,27 @@ impl Driver {
         }
     }
 
-    /// On the thread of a lane that has a core of its own: looks again and again, until nothing has come for a while or nothing is left to do.
-    fn spin_on_own_core(&self) {
-        let budget = self.spin.unwrap_or(SPIN_OWN_CORE);
+    /// On the thread of a lane: looks again and again, until nothing has come for a while or nothing is left to do. Without a core of its own it gives
+    /// that away between looks.
+    fn spin_on_lane(&self) {
+        let has_own_core = self.lanes_have_own_cores.load(Ordering::Relaxed);
+        let budget = self.spin.unwrap_or(if has_own_core { SPIN_OWN_CORE } else { SPIN_SHARED_CORE });
+        let mut idle = 0;
         self.is_spinning.store(true, Ordering::SeqCst);
         let mut news = time::now();
         for round in 1_u32.. {
             let now = time::now();
+            idle += 1;
             if self.jobs.run() {
-                news = now;
+                (news, idle) = (now, 0);
             }
             if let Some(mut core) = self.try_lock() {
-                if round.is_multiple_of(ROUNDS_BEFORE_LOOK) {
+                // Who gives the core away is away for long, and asks each time.
+                if !has_own_core || round.is_multiple_of(ROUNDS_BEFORE_LOOK) {
                     self.ask(&core);
                 }
                 if core.pass(now) {
-                    news = now;
+                    (news, idle) = (now, 0);
                 }
                 if !core.has_work() && !self.jobs.are_there() {
                     break;
@@ -350,7 +355,11 @@ impl Driver {
             if now.since(news) >= budget {
                 break;
             }
-            std::hint::spin_loop();
+            if !has_own_core && idle > PASSES_BEFORE_YIELD {
+                std::thread::yield_now();
+            } else {
+                std::hint::spin_loop();
+            }
         }
         self.is_spinning.store(false, Ordering::SeqCst);
     }
@@ -866,9 +875,7 @@ impl Driver {
 impl Host for Driver {
     fn park(&self, call: Option<&CallState>, until: Option<Moment>) {
         if call.is_none() && self.is_beside() {
-            if self.lanes_have_own_cores.load(Ordering::Relaxed) {
-                self.spin_on_own_core();
-            }
+            self.spin_on_lane();
             self.jobs.run();
         }
         let Some(polling) = self.polling.get() else { return };
