@@ -87,6 +87,8 @@ pub(crate) struct Driver {
     jobs: Jobs,
     /// The thread of a lane looks again and again, and need not be woken.
     is_spinning: AtomicBool,
+    /// It has done so last without any news.
+    has_spun_in_vain: AtomicBool,
     election: Election,
     waits: AtomicU64,
     /// How often somebody has asked whether a call is done.
@@ -199,6 +201,7 @@ impl Driver {
             shares_cores: AtomicBool::new(false),
             lanes_have_own_cores: AtomicBool::new(true),
             is_spinning: AtomicBool::new(false),
+            has_spun_in_vain: AtomicBool::new(false),
             jobs: Jobs::default(),
             election: Election::default(),
             waits: AtomicU64::new(1),
@@ -329,16 +332,16 @@ impl Driver {
     /// On the thread of a lane: looks again and again, until nothing has come for a while or nothing is left to do. Without a core of its own it gives
     /// that away between looks.
     fn spin_on_lane(&self) {
-        let has_own_core = self.lanes_have_own_cores.load(Ordering::Relaxed);
+        let has_own_core = self.lanes_have_own_cores.load(Ordering::Relaxed) && !self.shares_cores();
         let budget = self.spin.unwrap_or(if has_own_core { SPIN_OWN_CORE } else { SPIN_SHARED_CORE });
-        let mut idle = 0;
+        let (mut idle, mut is_news) = (0, false);
         self.is_spinning.store(true, Ordering::SeqCst);
         let mut news = time::now();
         for round in 1_u32.. {
             let now = time::now();
             idle += 1;
             if self.jobs.run() {
-                (news, idle) = (now, 0);
+                (news, idle, is_news) = (now, 0, true);
             }
             if let Some(mut core) = self.try_lock() {
                 // Who gives the core away is away for long, and asks each time.
@@ -346,7 +349,7 @@ impl Driver {
                     self.ask(&core);
                 }
                 if core.pass(now) {
-                    (news, idle) = (now, 0);
+                    (news, idle, is_news) = (now, 0, true);
                 }
                 if !core.has_work() && !self.jobs.are_there() {
                     break;
@@ -362,6 +365,14 @@ impl Driver {
             }
         }
         self.is_spinning.store(false, Ordering::SeqCst);
+        self.has_spun_in_vain.store(!is_news, Ordering::Relaxed);
+    }
+
+    /// One pass for whatever has come.
+    fn looks_and_moves(&self) -> bool {
+        let mut core = self.lock();
+        self.ask(&core);
+        core.pass(time::now())
     }
 
     /// Whether it is of a lane beside the first, for whose calls nobody waits.
@@ -875,7 +886,10 @@ impl Driver {
 impl Host for Driver {
     fn park(&self, call: Option<&CallState>, until: Option<Moment>) {
         if call.is_none() && self.is_beside() {
-            self.spin_on_lane();
+            // What comes now and then, as from a transport that is polled, is not worth waiting awake for.
+            if self.jobs.are_there() || !self.has_spun_in_vain.load(Ordering::Relaxed) || self.looks_and_moves() {
+                self.spin_on_lane();
+            }
             self.jobs.run();
         }
         let Some(polling) = self.polling.get() else { return };
@@ -889,6 +903,11 @@ impl Host for Driver {
             return;
         };
         drop(core);
+        // Another thread may have taken the wake-up for a job with the poller's news; from here on nobody does.
+        if self.jobs.are_there() {
+            self.lock().unpark(time::now());
+            return;
+        }
         // A failure to wait shows as a loop that does not sleep; deadlines still end it.
         self.parks.fetch_add(1, Ordering::Relaxed);
         let _ = polling.poller.wait((until != Moment::FAR).then(|| until.since(now)));

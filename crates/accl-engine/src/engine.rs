@@ -17,6 +17,7 @@ use accl_wire::EndpointInfo;
 use crate::device::{Attended, OpenBus};
 use crate::driver::{Delivery, Driver, Polling, lasting};
 use crate::session::connector::Connector;
+use crate::session::cores::Crowd;
 use crate::session::rendezvous::Makings;
 use crate::sync::Mutex;
 use crate::time;
@@ -58,6 +59,8 @@ pub struct Engine {
     /// Settings of process scope, fixed by the first group.
     pub(crate) config: Config,
     pub(crate) groups_made: AtomicU64,
+    /// Of this host, in the group that has most ranks here.
+    pub(crate) crowd: Mutex<Crowd>,
     pub(crate) makings: Makings,
     /// The group of the whole job, whose ranks the others are numbered by.
     pub(crate) job: Mutex<Option<Job>>,
@@ -115,6 +118,7 @@ impl Engine {
             opening: Mutex::new(()),
             config,
             groups_made: AtomicU64::new(0),
+            crowd: Mutex::default(),
             makings: Makings::default(),
             job: Mutex::new(None),
             machine: OnceLock::new(),

@@ -24,7 +24,7 @@ use crate::sync::MutexGuard;
 use crate::time;
 use accl_executor::call::CallDesc;
 use accl_executor::group::{
-    Caller, Context, Core, Departure, FailedGroup, FastPathEnd, GroupState, Launched, Notify, Prepared, Relief,
+    Caller, Context, Core, Departure, FastPathEnd, GroupState, Launched, Notify, Prepared, Relief,
 };
 use accl_executor::memory::Sample;
 use accl_executor::plan::Planner;
@@ -249,6 +249,9 @@ impl Group {
             let lanes = self.lanes.iter().map(|lane| lane.clone() as Arc<dyn Lane>).collect();
             join.begin_parts(Parts { caller, lanes, parts, seq: launched.call.seq, now, starter });
         }
+        if let Some(cut) = cut.as_ref().filter(|_| launched.is_err()) {
+            cut.join.give_up();
+        }
         self.launched(desc, algorithm, notifier, launched)
     }
 
@@ -463,8 +466,9 @@ impl Group {
         }
         let mut departures = Vec::new();
         // Another thread may have yet to tell the other lanes, whose peers would take the goodbye for the cause.
-        if let Some(error) = self.error().filter(|_| !self.lanes.is_empty()) {
-            self.driver.fail_elsewhere(&FailedGroup { group: self.caller.group, error, tell: Notify::Nobody });
+        let failed = self.with_state(|group, _| group.failed()).ok().flatten();
+        if let Some(failed) = failed.filter(|_| !self.lanes.is_empty()) {
+            self.driver.fail_elsewhere(&failed);
         }
         for lane in self.drivers() {
             // One look at the links: a disagreement that calls could not see may lie there.

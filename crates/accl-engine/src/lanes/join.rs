@@ -147,6 +147,13 @@ impl Join {
         self.start(parts);
     }
 
+    /// The call was not made: no part will begin.
+    pub(crate) fn give_up(&self) {
+        let mut state = self.state.lock();
+        state.left = 0;
+        state.finish();
+    }
+
     /// Gives the lanes their parts. No lock is held.
     fn start(self: &Arc<Self>, parts: Parts) {
         let Parts { caller, lanes, parts, seq, now, starter: _starter } = parts;

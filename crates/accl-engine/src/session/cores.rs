@@ -44,6 +44,44 @@ impl Cores {
     }
 }
 
+/// How many ranks a host has, and how many cores that leaves for each.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Crowd {
+    /// 0: not known.
+    pub(crate) ranks: u32,
+    pub(crate) share: u32,
+}
+
+impl Crowd {
+    /// Of these processes, all of one host.
+    pub(crate) fn of<'a>(all: impl Iterator<Item = &'a Cores> + Clone) -> Self {
+        let ranks = all.clone().count() as u32;
+        Self { ranks, share: Cores::in_all(all) as u32 / ranks.max(1) }
+    }
+
+    /// The larger one: that of the job, where the other is of some of its ranks.
+    pub(crate) fn or(self, other: Self) -> Self {
+        if self.ranks > other.ranks { self } else { other }
+    }
+}
+
+/// `16:4`
+impl fmt::Display for Crowd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.ranks, self.share)
+    }
+}
+
+impl FromStr for Crowd {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let (ranks, share) = text.split_once(':').ok_or(())?;
+        let number = |text: &str| text.parse().map_err(drop);
+        Ok(Self { ranks: number(ranks)?, share: number(share)? })
+    }
+}
+
 /// `0-3,8/2`: the numbers, and a quota if there is one.
 impl fmt::Display for Cores {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

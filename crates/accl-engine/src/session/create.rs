@@ -14,8 +14,8 @@ use accl_types::config::{Config, WorkerCount};
 use accl_types::{Error, Rank, Result};
 use accl_wire::EndpointInfo;
 
-use super::cores::Cores;
-use super::lanes::{LaneStates, Lanes};
+use super::cores::{Cores, Crowd};
+use super::lanes::{LaneStates, Lanes, tell_fewer_lanes};
 use super::rendezvous::{Meeting, Outcome, RankInfo};
 use super::store::Store;
 use crate::api::default_codec::DefaultCodec;
@@ -153,7 +153,8 @@ impl Engine {
         let url = device_of(spec, is_of_the_job)?;
         let (agreed, cores) = (agreed_text(spec, url.as_ref()), Cores::of_this_process());
         let has_auto_lanes = self.config.worker_count == WorkerCount::Auto;
-        let mine = RankInfo { counter, agreed, cores, has_auto_lanes, machine, info };
+        let crowd = *self.crowd.lock();
+        let mine = RankInfo { counter, agreed, cores, has_auto_lanes, crowd, machine, info };
         let label = launch_label();
         let mut meeting = Meeting::new(spec, store, &mine, &label, &self.makings, deadline);
         let members = self.known_members(spec);
@@ -177,6 +178,10 @@ impl Engine {
 
         let here = &infos[spec.rank.index()].info.host_id;
         let neighbours = infos.iter().filter(|info| info.info.host_id == *here).map(|info| &info.cores);
+        {
+            let mut crowd = self.crowd.lock();
+            *crowd = crowd.or(Crowd::of(neighbours.clone()));
+        }
         if Cores::are_shared(neighbours) {
             self.lanes().for_each(|lane| lane.share_cores());
         }
@@ -187,10 +192,6 @@ impl Engine {
             *self.job.lock() = Some(Job { group: id, processes: infos.iter().map(|info| info.info.uuid).collect() });
         }
         let now = time::now();
-        // Before the first lane makes calls.
-        for (lane, state) in self.other_lanes().iter().zip(states) {
-            lane.with_core(|core| core.add_group(state, now));
-        }
         self.driver.with_core(|core| {
             for (rank, info) in infos.iter().enumerate() {
                 if !core.net.is_linked(state.members().peer(Rank(rank as u32))) {
@@ -210,6 +211,10 @@ impl Engine {
             }
             core.add_group(state, now);
         });
+        // The first lane is there to hear of what befalls the others, and nobody makes calls yet.
+        for (lane, state) in self.other_lanes().iter().zip(states) {
+            lane.with_core(|core| core.add_group(state, now));
+        }
         Ok(Group::new(self.clone(), id, name, spec, rules))
     }
 
@@ -275,7 +280,9 @@ impl Engine {
             false => Lanes::of(infos, &topology),
         };
         let mut states = self.on_lanes(parts, spec, id, infos, peers, lanes)?;
-        self.tell_fewer_lanes(spec, infos, lanes);
+        if device.opened.is_none() && spec.world > 1 {
+            tell_fewer_lanes(spec, infos, lanes);
+        }
         let chooser = chooser(topology, spec, infos, self.driver.with_core(|core| core.segment()));
         let planner = Planner::new(chooser, spec.rank);
         let device = device.opened.clone();

@@ -12,7 +12,7 @@ use accl_schedule::cost::{Machine, SIZES};
 use accl_types::{Bytes, Result};
 use accl_wire::EndpointInfo;
 
-use super::cores::Cores;
+use super::cores::Crowd;
 use super::rendezvous::RankInfo;
 use crate::api::spec::GroupSpec;
 use crate::driver::Driver;
@@ -34,29 +34,32 @@ impl Lanes {
     /// Of a group of these ranks: as many as the one with the fewest has. The same on all ranks.
     pub(super) fn of(infos: &[RankInfo], topology: &Topology) -> Self {
         let machine = infos.first().and_then(|info| info.machine).unwrap_or_default();
-        let hosts: Vec<(Vec<&RankInfo>, u64)> = (0..topology.host_count())
+        // Of each host its ranks in this group, and what there is for each of them beside all others.
+        let hosts: Vec<(Vec<&RankInfo>, Crowd)> = (0..topology.host_count())
             .map(|host| {
                 let here: Vec<_> = topology.ranks_of(host).iter().map(|&rank| &infos[rank as usize]).collect();
-                let cores = Cores::in_all(here.iter().map(|info| &info.cores)) as u64;
-                (here, cores)
+                let crowd = Crowd::of(here.iter().map(|info| &info.cores));
+                let crowd = here.iter().map(|info| info.crowd).fold(crowd, |crowd, seen| seen.or(crowd));
+                (here, crowd)
             })
             .collect();
-        let of_host = |(here, cores): &(Vec<&RankInfo>, u64)| {
-            let useful = useful_lanes(here.len() as u64, *cores, hosts.len(), &machine);
+        let of_host = |(here, crowd): &(Vec<&RankInfo>, Crowd)| {
+            let useful = useful_lanes(*crowd, hosts.len(), &machine);
             let of_rank = |info: &&RankInfo| if info.has_auto_lanes { useful } else { u64::MAX };
             here.iter().map(|info| of_rank(info).min(u64::from(info.info.lanes))).min().unwrap_or(1)
         };
         let count = hosts.iter().map(of_host).min().unwrap_or(1).max(1);
-        let have_own_cores = hosts.iter().all(|(here, cores)| here.len() as u64 * count <= *cores);
+        let have_own_cores = hosts.iter().all(|(_, crowd)| count <= u64::from(crowd.share));
         Self { count: count as u32, have_own_cores }
     }
 }
 
 /// As many lanes as each rank of a host has cores for, and as its memory, or the network if it is one of several hosts, has work for.
-fn useful_lanes(ranks: u64, cores: u64, hosts: usize, machine: &Machine) -> u64 {
+fn useful_lanes(Crowd { ranks, share }: Crowd, hosts: usize, machine: &Machine) -> u64 {
+    let ranks = u64::from(ranks);
     let by_memory = if ranks > 1 { machine.memory_cores.div_ceil(ranks) } else { 1 };
     let by_network = if hosts > 1 { network_cores(machine).div_ceil(ranks) } else { 1 };
-    (cores / ranks).min(by_memory.max(by_network)).max(1)
+    u64::from(share).min(by_memory.max(by_network)).max(1)
 }
 
 /// Cores that it takes to send and receive as fast as a host's connection does.
@@ -102,27 +105,31 @@ impl Engine {
             let peers = self.introduce(driver, parts.info, &there, spec.rank.index())?;
             states.push(state(lane, driver, peers));
         }
-        if others > 0 {
+        // Ranks that share cores do so whatever they do for this group.
+        if others > 0 || !lanes.have_own_cores {
             self.lanes().for_each(|lane| lane.set_lanes_have_own_cores(lanes.have_own_cores));
+        }
+        if others > 0 {
             // Peers may have connected before they were introduced.
             parts.connector.hand_over();
         }
         Ok(states)
     }
+}
 
-    /// Says once that ranks have lanes of which this group has no use.
-    pub(super) fn tell_fewer_lanes(&self, spec: &GroupSpec, infos: &[RankInfo], lanes: Lanes) {
-        let mine = &infos[spec.rank.index()];
-        let fewest = infos.iter().position(|info| info.info.lanes == lanes.count);
-        if let Some(rank) = fewest.filter(|_| lanes.count < mine.info.lanes && !mine.has_auto_lanes) {
-            tracing::warn!(
-                group = spec.name,
-                "rank {rank} has {} threads for parts of large calls and this one {}: as many as it has are used",
-                lanes.count - 1,
-                mine.info.lanes - 1
-            );
-        }
+/// Says once that ranks have lanes of which this group has no use.
+pub(super) fn tell_fewer_lanes(spec: &GroupSpec, infos: &[RankInfo], lanes: Lanes) {
+    let mine = &infos[spec.rank.index()];
+    if lanes.count >= mine.info.lanes || mine.has_auto_lanes {
+        return;
     }
+    let (used, here) = (lanes.count - 1, mine.info.lanes - 1);
+    let has_fewest = |info: &RankInfo| info.info.lanes == lanes.count || info.has_auto_lanes;
+    let rank = infos.iter().position(has_fewest).unwrap_or_default();
+    tracing::warn!(
+        group = spec.name,
+        "rank {rank} has use for {used} threads for parts of large calls and this one has {here}: as many as it has use for are used"
+    );
 }
 
 #[cfg(test)]
@@ -171,8 +178,26 @@ mod tests {
         assert_eq!(network_cores(&Machine::default()), 1);
         let mut fast = Machine::default();
         fast.network.sent_ps_per_kib /= 10;
-        assert_eq!(useful_lanes(1, 32, 2, &fast), network_cores(&fast));
+        assert_eq!(useful_lanes(Crowd { ranks: 1, share: 32 }, 2, &fast), network_cores(&fast));
         assert!((4..=16).contains(&network_cores(&fast)));
+    }
+
+    #[test]
+    fn ranks_of_a_sub_group_leave_the_cores_of_the_others_alone() {
+        let mut infos = vec![RankInfo::for_tests(0, ""); 4];
+        for info in &mut infos {
+            (info.cores, info.has_auto_lanes, info.info.lanes) = ("0-15".parse().unwrap(), true, 16);
+        }
+        let of_all = |infos: &[RankInfo]| Lanes::of(infos, &Topology::new(vec![0; infos.len()]));
+        assert_eq!(of_all(&infos), Lanes { count: 2, have_own_cores: true });
+        infos[2].crowd = Crowd { ranks: 16, share: 1 };
+        assert_eq!(of_all(&infos), Lanes { count: 1, have_own_cores: true });
+        // Of ranks that are pinned it is their own cores that this group sees.
+        infos[2].crowd = Crowd { ranks: 4, share: 4 };
+        assert_eq!(of_all(&infos), Lanes { count: 2, have_own_cores: true });
+        infos[2].crowd = Crowd { ranks: 16, share: 1 };
+        infos.iter_mut().for_each(|info| (info.has_auto_lanes, info.info.lanes) = (false, 3));
+        assert_eq!(of_all(&infos), Lanes { count: 3, have_own_cores: false });
     }
 
     #[test]

@@ -58,12 +58,17 @@ pub struct Probe {
     pub one_in: u64,
     /// Of a call that is cut into parts: where the others leave what they have measured for the first.
     pub gathered: Option<Arc<dyn Gather>>,
+    /// The memory of the additional tensor, which every part of the call keeps.
+    pub(crate) rooms: Option<Arc<dyn Keeps>>,
 }
+
+/// What a call keeps for as long as any part of it goes on.
+pub trait Keeps: Send + Sync + fmt::Debug {}
 
 impl Probe {
     /// Enters what is measured there.
     pub fn new(stats: Arc<dyn Statistics>, one_in: u64) -> Self {
-        Self { stats, one_in, gathered: None }
+        Self { stats, one_in, gathered: None, rooms: None }
     }
 }
 

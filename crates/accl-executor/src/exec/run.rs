@@ -632,6 +632,11 @@ impl Run {
         self.externals.under_way(self.plan.is_joined && !self.awaits_parts_alone())
     }
 
+    /// As [`Run::external_under_way`], of whatever has not ended.
+    pub(crate) fn any_external_under_way(&self) -> Option<String> {
+        self.externals.under_way(false)
+    }
+
     // ---- waiting
 
     /// Shows this call's signature to the ranks that it has heard nothing of. They may be in another call that sends

@@ -316,8 +316,15 @@ impl Core {
         }
         self.look_again_at(*group);
         self.pass_whole(now);
+        let announced_by = error.context.peer.filter(|_| *tell == Notify::Neighbours);
         let tell = if is_first { *tell } else { Notify::Nobody };
-        self.with_group(*group, now, |state, context| state.fail_on_lane(error.clone(), context, tell)).is_some()
+        let failed = self.guarded(|core| {
+            let fails = |state: &mut GroupState, context: &mut Context<'_>| {
+                state.fail_on_lane(error.clone(), announced_by, context, tell);
+            };
+            core.with_group(*group, now, fails)
+        });
+        matches!(failed, Ok(Some(())))
     }
 
     /// Leaves a group, and forgets it: nobody can make a call in between. `None`: there is none, or it is lost to a panic.

@@ -926,11 +926,25 @@ impl GroupState {
         if self.sequence.has_lanes() {
             context.completed.fail_elsewhere(FailedGroup { group: self.id, error: error.clone(), tell });
         }
-        self.fail_on_lane(error, context, tell);
+        let announced_by = error.context.peer.filter(|_| tell == Notify::Neighbours);
+        self.fail_on_lane(error, announced_by, context, tell);
+    }
+
+    /// What another lane is to fail with, if this one has.
+    pub fn failed(&self) -> Option<FailedGroup> {
+        let error = self.failure.cause()?.clone();
+        let tell = if self.failure.announcement().is_some() { Notify::Neighbours } else { Notify::Nobody };
+        Some(FailedGroup { group: self.id, error, tell })
     }
 
     /// As [`GroupState::fail`], on this lane alone: the one that it has failed on first tells the others, each by itself.
-    pub(super) fn fail_on_lane(&mut self, error: Error, context: &mut Context<'_>, tell: Notify) {
+    pub(super) fn fail_on_lane(
+        &mut self,
+        error: Error,
+        announced_by: Option<Rank>,
+        context: &mut Context<'_>,
+        tell: Notify,
+    ) {
         if self.failure.has_come() {
             return;
         }
@@ -947,7 +961,6 @@ impl GroupState {
             }
             Notify::Nobody => {}
         }
-        let announced_by = error.context.peer.filter(|_| tell == Notify::Neighbours);
         self.failure.set(error.clone(), announced_by);
         self.inbox.clear();
         let own_error = |call: &CallState| {

@@ -63,7 +63,7 @@ impl Stopping {
             if now < *until {
                 return true;
             }
-            let what = run.external_under_way().unwrap_or_default();
+            let what = run.any_external_under_way().unwrap_or_default();
             let text = format!(
                 "{what} was asked to stop and has not done so within {} ms: it may still write into the tensors of this call, so \
                  neither free nor use them, and end this process; the call failed before of this: {}",

@@ -9,6 +9,7 @@
 //! with it: on the way all of the algorithm's encodings are in it. No message is added, and of the bytes that travel otherwise
 //! a small share.
 
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -18,7 +19,9 @@ use accl_types::{Collective, Dtype, Elems, Result};
 
 use super::buffers::Buffers;
 use super::storage::Storage;
-use crate::call::{Blocks, CallDesc, Encoded, Encoding, Figures, Gather, Measured, Probe, Statistics, TensorDesc};
+use crate::call::{
+    Blocks, CallDesc, Encoded, Encoding, Figures, Gather, Keeps, Measured, Probe, Statistics, TensorDesc,
+};
 
 /// Most elements of a run.
 const RUN: u64 = 256;
@@ -43,9 +46,20 @@ pub struct Sample {
     /// The pieces of each block that this rank contributes, and of each that it receives; the last one is the additional one.
     contributions: Vec<Range<usize>>,
     results: Vec<Range<usize>>,
-    /// The additional pieces' memory.
-    _rooms: Vec<Storage>,
 }
+
+/// The additional tensor's memory, on all blocks.
+struct Rooms {
+    _memory: Vec<Storage>,
+}
+
+impl fmt::Debug for Rooms {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Rooms").finish_non_exhaustive()
+    }
+}
+
+impl Keeps for Rooms {}
 
 impl Sample {
     /// The call with its additional tensor. `None`: it has none, which all ranks find alike.
@@ -83,9 +97,12 @@ impl Sample {
         let (inputs, outputs) = (with(&desc.inputs, inputs), with(&desc.outputs, outputs));
         let results = pieces_of(&outputs);
         let contributions = if inputs.is_empty() { results.clone() } else { pieces_of(&inputs) };
-        let encoding = Encoding { codecs: encoding.codecs.with_raw_tensor()?, ..encoding.clone() };
+        let mut encoding = Encoding { codecs: encoding.codecs.with_raw_tensor()?, ..encoding.clone() };
+        if let Some(probe) = &mut encoding.probe {
+            probe.rooms = Some(Arc::new(Rooms { _memory: rooms }));
+        }
         let desc = CallDesc { inputs, outputs, encoding: Encoded::As(encoding), ..desc.clone() };
-        Ok(Some((desc, Self { picks, run, dtype, contributions, results, _rooms: rooms })))
+        Ok(Some((desc, Self { picks, run, dtype, contributions, results })))
     }
 
     /// Copies the elements of what this rank contributes.
@@ -135,6 +152,8 @@ pub(crate) struct ErrorProbe {
     /// Of a part of a call: what all leave for the first, and whether it is that.
     gathered: Option<(Arc<dyn Gather>, bool)>,
     sample: Option<Sample>,
+    /// The additional tensor, as long as this part may touch it.
+    _rooms: Option<Arc<dyn Keeps>>,
     figures: Figures,
 }
 
@@ -153,7 +172,7 @@ impl ErrorProbe {
         let rows = vec![Measured { calls: u64::from(is_first), ..Measured::default() }; tensors];
         let gathered = probe.gathered.clone().map(|gathered| (gathered, is_first));
         let figures = Figures { rows, squares: vec![[0.0; 2]; tensors] };
-        Self { stats: probe.stats.clone(), gathered, sample, figures }
+        Self { stats: probe.stats.clone(), gathered, sample, _rooms: probe.rooms.clone(), figures }
     }
 
     /// The figures of a tensor; of the additional one there are none.

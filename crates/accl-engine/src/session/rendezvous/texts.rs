@@ -9,15 +9,15 @@ use accl_types::{Error, Result};
 use accl_wire::frame::Cause;
 use accl_wire::{EndpointInfo, PROTOCOL_VERSION};
 
-use crate::session::cores::Cores;
+use crate::session::cores::{Cores, Crowd};
 
 /// What the first line of a rank's info begins with; its version follows.
 const CARD_MAGIC: &str = "accl-group";
 /// As that, of the leader's notice.
 const NOTICE_MAGIC: &str = "accl-notice";
 /// What a rank's info says of its lanes.
-const AUTO_LANES: &str = "auto lanes";
-const FIXED_LANES: &str = "fixed lanes";
+const AUTO_LANES: &str = "auto";
+const FIXED_LANES: &str = "fixed";
 /// Most earlier sessions that a notice names: what is beyond stays in the store.
 const MAX_EARLIER: usize = 64;
 
@@ -32,6 +32,8 @@ pub(crate) struct RankInfo {
     pub(crate) cores: Cores,
     /// How many lanes it has use for is to be found from the ranks of its host.
     pub(crate) has_auto_lanes: bool,
+    /// What it has seen of its host in groups made before: those of a smaller one share that with others.
+    pub(crate) crowd: Crowd,
     /// Of the first rank the constants by which all choose algorithms.
     pub(crate) machine: Option<Machine>,
     /// Its endpoint.
@@ -42,11 +44,12 @@ impl RankInfo {
     pub(super) fn to_text(&self) -> String {
         let machine = self.machine.map_or_else(String::new, |machine| machine.to_string());
         format!(
-            "{CARD_MAGIC} {PROTOCOL_VERSION}\n{}\n{}\n{}\n{}\n{machine}\n{}",
+            "{CARD_MAGIC} {PROTOCOL_VERSION}\n{}\n{}\n{}\n{} {}\n{machine}\n{}",
             self.counter,
             self.agreed,
             self.cores,
             if self.has_auto_lanes { AUTO_LANES } else { FIXED_LANES },
+            self.crowd,
             self.info.to_text()
         )
     }
@@ -59,17 +62,19 @@ impl RankInfo {
         let counter = lines.next().and_then(|line| line.parse().ok()).ok_or_else(|| broken("no counter"))?;
         let agreed = lines.next().ok_or_else(|| broken("no settings"))?.to_owned();
         let cores = lines.next().and_then(|line| line.parse().ok()).ok_or_else(|| broken("no cores"))?;
-        let has_auto_lanes = match lines.next() {
-            Some(AUTO_LANES) => true,
-            Some(FIXED_LANES) => false,
+        let (lanes, crowd) = lines.next().and_then(|line| line.split_once(' ')).ok_or_else(|| broken("no lanes"))?;
+        let has_auto_lanes = match lanes {
+            AUTO_LANES => true,
+            FIXED_LANES => false,
             _ => return Err(broken("no lanes")),
         };
+        let crowd = crowd.parse().map_err(|()| broken("no number of ranks"))?;
         let machine = match lines.next().ok_or_else(|| broken("no constants"))? {
             "" => None,
             text => Some(text.parse().map_err(|why: String| broken(&why))?),
         };
         let info = EndpointInfo::from_text(lines.next().ok_or_else(|| broken("no address"))?)?;
-        Ok(Self { counter, agreed, cores, has_auto_lanes, machine, info })
+        Ok(Self { counter, agreed, cores, has_auto_lanes, crowd, machine, info })
     }
 
     /// Of a process that there is not.
@@ -88,7 +93,7 @@ impl RankInfo {
             lanes: 1,
         };
         let (agreed, cores) = (agreed.to_owned(), Cores::of_this_process());
-        Self { counter, agreed, cores, has_auto_lanes: false, machine: None, info }
+        Self { counter, agreed, cores, has_auto_lanes: false, crowd: Crowd::default(), machine: None, info }
     }
 
     /// Whether this is the info of the same process for the same making of a group.
@@ -319,7 +324,8 @@ mod tests {
         let agreed = Config::default().agreed_text();
         let machine = Some(Machine::default());
         let cores = "0-3,8/2".parse().unwrap();
-        let info = RankInfo { machine, cores, has_auto_lanes: true, ..info(7, &agreed) };
+        let info =
+            RankInfo { machine, cores, has_auto_lanes: true, crowd: Crowd { ranks: 8, share: 4 }, ..info(7, &agreed) };
         let cause = Cause { kind: ErrorKind::Network, origin: Rank(2), text: "why".to_owned() };
         let earlier = vec![("before".to_owned(), 3)];
         let notice = Notice {
