@@ -549,7 +549,7 @@ impl Driver {
     }
 
     /// As [`Driver::look`], also for links whose frames are seen without the system, but not their ends.
-    fn ask(&self, core: &Core) {
+    pub(crate) fn ask(&self, core: &Core) {
         if !core.is_parked()
             && let Some(polling) = self.polling.get()
         {

@@ -287,11 +287,8 @@ mod tests {
                 scope.spawn(move || {
                     for round in 0..200 {
                         let mut tensor = vec![1.0_f32; COUNT];
-                        let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
-                        desc.mode = if round % 3 == 0 { Mode::Async } else { Mode::Blocking };
-                        let base = tensor.as_mut_ptr().cast();
-                        desc.outputs = Blocks::of(TensorDesc::dense(base, Dtype::F32, Elems(COUNT as u64)));
-                        let call = group.submit(desc).unwrap();
+                        let mode = if round % 3 == 0 { Mode::Async } else { Mode::Blocking };
+                        let call = group.submit(sum_of(&mut tensor, mode)).unwrap();
                         assert_eq!(call.wait(Some(Duration::from_secs(20)), &mut || false), Waited::Done);
                         assert!(tensor.iter().all(|&value| value == 2.0));
                     }
@@ -308,6 +305,56 @@ mod tests {
         assert!(idle < 100_000_000, "{idle} ns of processor time while nothing was to be done");
     }
 
+    fn sum_of(tensor: &mut [f32], mode: Mode) -> CallDesc {
+        let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
+        desc.mode = mode;
+        let count = Elems(tensor.len() as u64);
+        desc.outputs = Blocks::of(TensorDesc::dense(tensor.as_mut_ptr().cast(), Dtype::F32, count));
+        desc
+    }
+
+    #[test]
+    fn a_job_is_done_although_another_thread_has_taken_its_wake_up_with_the_news_of_links() {
+        let ranks = two_ranks();
+        let (engine, group) = &ranks[0];
+        engine.without_tick();
+        let (lane, id) = (&engine.other_lanes()[0], group.caller.group);
+        // The peer does not come, so the lane's thread sleeps in the poller.
+        let mut tensor = vec![1.0_f32; 1 << 15];
+        let call = group.submit(sum_of(&mut tensor, Mode::Async)).unwrap();
+        while lane.with_core(|core| core.in_flight(id).is_empty()) {
+            std::thread::yield_now();
+        }
+        let (sender, done) = std::sync::mpsc::channel();
+        for _ in 0..20 {
+            std::thread::sleep(Duration::from_millis(2));
+            let core = lane.lock();
+            // It wakes, looks in vain, and waits for the lock.
+            lane.kick();
+            std::thread::sleep(Duration::from_millis(2));
+            let sender = sender.clone();
+            lane.add_job(Box::new(move || sender.send(()).unwrap()));
+            lane.ask(&core);
+            drop(core);
+            assert!(done.recv_timeout(Duration::from_secs(10)).is_ok(), "the job was forgotten");
+        }
+        group.abort("the test is over");
+        assert!(matches!(call.wait(Some(Duration::from_secs(20)), &mut || false), Waited::Failed(_)));
+    }
+
+    #[test]
+    fn a_lane_that_hears_of_what_another_rank_announced_does_not_announce_it_as_its_own() {
+        let ranks = two_ranks();
+        let (engine, group) = &ranks[0];
+        let id = group.caller.group;
+        group.driver.with_core(|core| {
+            let error = Error::aborted("rank 1 reported: the test wants it").with_peer(accl_types::Rank(1));
+            core.with_group(id, time::now(), |state, context| state.fail(error, context, Notify::Neighbours));
+        });
+        let told = engine.other_lanes()[0].with_core(|core| core.group(id).and_then(|group| group.failed()));
+        assert_eq!(told.map(|failed| failed.tell), Some(Notify::Neighbours));
+    }
+
     #[test]
     fn a_call_that_has_not_begun_on_its_first_lane_does_not_end_before_its_parts_on_the_others() {
         const COUNT: usize = 1 << 17;
@@ -316,13 +363,7 @@ mod tests {
         for _ in 0..20 {
             let ranks = two_ranks();
             let (engine, group) = &ranks[0];
-            let submit = |tensor: &mut Vec<f32>| {
-                let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
-                desc.mode = Mode::Async;
-                desc.outputs =
-                    Blocks::of(TensorDesc::dense(tensor.as_mut_ptr().cast(), Dtype::F32, Elems(COUNT as u64)));
-                group.submit(desc).unwrap()
-            };
+            let submit = |tensor: &mut Vec<f32>| group.submit(sum_of(tensor, Mode::Async)).unwrap();
             let calls: Vec<_> = tensors.iter_mut().map(submit).collect();
             // The peer makes none of them, so the second waits for its turn on this lane while the other has its part of it.
             let (other, id) = (&engine.other_lanes()[0], group.caller.group);

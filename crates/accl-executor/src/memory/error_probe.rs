@@ -255,3 +255,39 @@ fn pieces_of(blocks: &Blocks) -> Vec<Range<usize>> {
 fn address(buffers: &Buffers, buf: Buf, piece: usize, offset: u64) -> *mut u8 {
     buffers.address(&Extent { buf, piece: piece as u32, offset, len: 0 })
 }
+
+#[cfg(test)]
+mod tests {
+    use accl_kernels::codec;
+
+    use super::*;
+    use crate::call::{Codecs, TensorCodecs};
+
+    #[derive(Debug)]
+    struct Nowhere;
+
+    impl Statistics for Nowhere {
+        fn enter(&self, _: &[Measured]) {}
+    }
+
+    #[test]
+    fn the_additional_tensor_stays_until_the_last_part_of_its_call_has_ended() {
+        let mut tensor = vec![1.0_f32; 1000];
+        let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
+        desc.outputs = Blocks::of(TensorDesc::dense(tensor.as_mut_ptr().cast(), Dtype::F32, Elems(1000)));
+        let codec = codec::parse("maxmin:4").unwrap();
+        let codecs = TensorCodecs { intra_node: codec.clone(), reduce: codec.clone(), result: codec, id: 1 };
+        let codecs = Codecs::new(vec![codecs]).unwrap();
+        let probe = Some(Probe::new(Arc::new(Nowhere), 8));
+        let encoding = Encoding { codecs, seed: 1, step: 1, residuals: None, probe };
+        let (desc, sample) = Sample::beside(&desc, &encoding).unwrap().unwrap();
+        let Encoded::As(Encoding { probe: Some(probe), .. }) = &desc.encoding else { panic!("it is measured") };
+        let rooms = Arc::downgrade(probe.rooms.as_ref().unwrap());
+        // Another part needs no sample, and reads and writes its part of the additional tensor.
+        let other = ErrorProbe::begin(probe, None, false, 1, &Buffers::default());
+        drop((desc, sample));
+        assert!(rooms.upgrade().is_some());
+        drop(other);
+        assert!(rooms.upgrade().is_none());
+    }
+}
