@@ -6,6 +6,7 @@ Owns what parity is. Trains nothing.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -198,5 +199,7 @@ def draw(results: dict[str, Any], target: Path) -> None:
     grid[0][0].legend(frameon=False)
     grid[1][0].set_title("grey: a quarter of float32's spread; bars: 2 standard errors", fontsize=8)
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, metadata={"Date": None})
+    figure.savefig(target, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    # A path is a line, and not one for each of its points.
+    target.write_text(re.sub(r"\s*\n\s*(?=[A-Za-z\"])", " ", target.read_text()))
     pyplot.close(figure)

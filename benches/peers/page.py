@@ -30,6 +30,8 @@ def write(results: dict[str, Any], docs: Path) -> Path:
     """Writes the page and its plots below `docs`."""
     folder = docs / "performance"
     folder.mkdir(parents=True, exist_ok=True)
+    for former in folder.glob("*.svg"):
+        former.unlink()
     records = [
         (section, results["sections"][section.name]) for section in SECTIONS if section.name in results["sections"]
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..measure import ROOTED, Cell
-from ..report import SIZES, Bench, Figures, Plot, Section, as_rows, cells_of
+from ..report import SIZES, Bench, Figures, Section, as_rows, cells_of
 from ..tables import Table
 
 RANKS = 2
@@ -54,11 +54,6 @@ def section(collective: str) -> Section:
     def tables(data: dict[str, Any]) -> list[Table]:
         return [table_of(Figures(data["figures"]), collective)]
 
-    def plots(data: dict[str, Any]) -> list[Plot]:
-        if collective == "barrier":
-            return []
-        return [Figures(data["figures"]).plot(collective, f"{collective}, float32, 2 ranks", cells(collective))]
-
     how = ROOTED_TEXT if collective in ROOTED else ""
     return Section(
         collective,
@@ -66,7 +61,6 @@ def section(collective: str) -> Section:
         f"float32, each rank on a core of its own. {how}{BARS_TEXT}",
         collect,
         tables,
-        plots,
     )
 
 

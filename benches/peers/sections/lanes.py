@@ -8,7 +8,7 @@ from typing import Any
 from ..contenders import ENCODED_HELPERS, HELPERS, helpers_of
 from ..jobs import Host
 from ..measure import Cell
-from ..report import Bench, Figures, Plot, Section, as_rows, cells_of
+from ..report import Bench, Figures, Section, as_rows, cells_of
 from ..tables import Bar, Table, ratio, size_name
 
 RANKS = (2, 4)
@@ -87,18 +87,6 @@ def table_of(cores: int, data: dict[str, Any]) -> Table:
     return table
 
 
-def plots(data: dict[str, Any]) -> list[Plot]:
-    """The curves of each set."""
-    return [
-        Figures(one["figures"]).plot(
-            f"lanes_{one['way']}_{one['ranks']}",
-            f"all_reduce by several lanes, {one['ranks']} ranks, {WAYS[one['way']]}",
-            CELLS,
-        )
-        for one in data.get("sets", [])
-    ]
-
-
 SECTION = Section(
     name="lanes",
     title="all_reduce by several lanes",
@@ -110,5 +98,4 @@ SECTION = Section(
     ),
     collect=collect,
     tables=tables,
-    plots=plots,
 )
