@@ -6,7 +6,6 @@ Owns what parity is. Trains nothing.
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 from study_plan import EXACT, RANKS, SETTINGS, TASKS, Task
 
+from benches.peers.pictures import save
 from benches.peers.tables import Bar, Table, plain
 
 JUDGED = """\
@@ -199,7 +199,5 @@ def draw(results: dict[str, Any], target: Path) -> None:
     grid[0][0].legend(frameon=False)
     grid[1][0].set_title("grey: a quarter of float32's spread; bars: 2 standard errors", fontsize=8)
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    # A path is a line, and not one for each of its points.
-    target.write_text(re.sub(r"\s*\n\s*(?=[A-Za-z\"])", " ", target.read_text()))
+    save(figure, target)
     pyplot.close(figure)

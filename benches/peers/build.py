@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .contenders import BY_NAME, CASTS, CODECS, ENCODED_HELPERS, FORCED, HELPERS, HOOKS
+from .contenders import BY_NAME, CASTS, CODECS, ENCODED_WITH_HELPERS, FORCED, HOOKS, WITH_HELPERS
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).resolve().parent / "ranks"
@@ -301,8 +301,8 @@ MAKERS: dict[str, Callable[[Workshop], None]] = {
     "deepspeed": make_deepspeed,
     "oneccl_workers": make_oneccl,
     "deepspeed_threads": make_deepspeed,
-    **{f"accl_{way}_{count}": make_accl for way in ("shm", "tcp") for count in (0, *HELPERS, "auto")},
-    **{f"accl_maxmin:4_{count}": make_accl_torch for count in ENCODED_HELPERS},
+    **{one.name: make_accl for one in WITH_HELPERS},
+    **{one.name: make_accl_torch for one in ENCODED_WITH_HELPERS},
     **{f"accl_{choice}": make_accl_torch for choice in (*FORCED, *CODECS)},
     **{f"gloo_{smaller}": make_gloo for smaller in (*CASTS, *HOOKS)},
 }

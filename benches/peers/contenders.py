@@ -111,6 +111,10 @@ def encoded_with_helpers(count: int) -> Contender:
     return through_torch(name, title, note, at_home=True, backend=f"accl+{codec}", environment=environment)
 
 
+WITH_HELPERS = tuple(with_helpers(way, count) for way in ("shm", "tcp") for count in ("0", *map(str, HELPERS), "auto"))
+ENCODED_WITH_HELPERS = tuple(map(encoded_with_helpers, ENCODED_HELPERS))
+
+
 def helpers_of(name: str) -> int:
     """How many a contender has; none where that is found by itself."""
     count = name.rpartition("_")[2]
@@ -197,8 +201,8 @@ CONTENDERS = (
         backend="deepspeed",
         environment={"OMP_NUM_THREADS": "{share}"},
     ),
-    *(with_helpers(way, count) for way in ("shm", "tcp") for count in ("0", *map(str, HELPERS), "auto")),
-    *map(encoded_with_helpers, ENCODED_HELPERS),
+    *WITH_HELPERS,
+    *ENCODED_WITH_HELPERS,
     *map(with_algorithm, FORCED),
     *(with_codec("accl", codec, "`all_reduce_quantized`") for codec in CODECS),
     *(with_codec("gloo", cast, f"what torch's `{cast}_compress_hook` does with a bucket") for cast in CASTS),

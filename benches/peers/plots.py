@@ -1,11 +1,11 @@
-"""Curves as SVG files, the same bytes for the same figures."""
+"""Curves over sizes."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from .contenders import CONTENDERS
+from .pictures import save
 from .report import Plot
 from .tables import size_name
 
@@ -34,7 +34,5 @@ def draw(plot: Plot, target: Path) -> None:
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    figure.savefig(target, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    save(figure, target)
     pyplot.close(figure)
-    # A path is a line, and not one for each of its points.
-    target.write_text(re.sub(r"\s*\n\s*(?=[A-Za-z\"])", " ", target.read_text()))

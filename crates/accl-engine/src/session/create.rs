@@ -275,12 +275,10 @@ impl Engine {
         if !self.open_device(spec, meeting, device, deadline, look)? {
             return Ok(None);
         }
-        let lanes = match device.opened.is_some() || spec.world == 1 {
-            true => Lanes { count: 1, have_own_cores: true },
-            false => Lanes::of(infos, &topology),
-        };
+        let has_use_for_lanes = device.opened.is_none() && spec.world > 1;
+        let lanes = if has_use_for_lanes { Lanes::of(infos, &topology) } else { Lanes::ONE };
         let mut states = self.on_lanes(parts, spec, id, infos, peers, lanes)?;
-        if device.opened.is_none() && spec.world > 1 {
+        if has_use_for_lanes {
             tell_fewer_lanes(spec, infos, lanes);
         }
         let chooser = chooser(topology, spec, infos, self.driver.with_core(|core| core.segment()));

@@ -31,6 +31,9 @@ pub(super) struct Lanes {
 }
 
 impl Lanes {
+    /// Of a group whose large calls are not done here.
+    pub(super) const ONE: Self = Self { count: 1, have_own_cores: true };
+
     /// Of a group of these ranks: as many as the one with the fewest has. The same on all ranks.
     pub(super) fn of(infos: &[RankInfo], topology: &Topology) -> Self {
         let machine = infos.first().and_then(|info| info.machine).unwrap_or_default();

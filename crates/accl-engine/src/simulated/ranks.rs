@@ -185,8 +185,8 @@ impl World<'_> {
     fn make_group(&mut self, process: usize, index: usize) {
         self.link_neighbours(process, index);
         let numbers: Arc<Numbers> = Arc::default();
-        // As `create_group`: the first lane is the last to have it.
-        for lane in (0..self.scenario.lanes).rev() {
+        // As `create_group`: the first lane has it first.
+        for lane in 0..self.scenario.lanes {
             self.make_group_on(process, lane, index, &numbers);
         }
     }

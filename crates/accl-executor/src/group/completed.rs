@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use accl_types::{Error, Moment};
+use accl_types::{Error, Moment, Rank};
 
 use crate::call::{CallState, Callback};
 
@@ -30,6 +30,13 @@ pub struct FailedGroup {
     pub error: Error,
     /// Who has yet to learn of it.
     pub tell: Notify,
+}
+
+impl FailedGroup {
+    /// The rank that announced the cause, if it did not begin here.
+    pub(super) fn announced_by(&self) -> Option<Rank> {
+        self.error.context.peer.filter(|_| self.tell == Notify::Neighbours)
+    }
 }
 
 /// Whether the other ranks have yet to learn of a failure.

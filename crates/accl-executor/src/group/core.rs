@@ -310,21 +310,14 @@ impl Core {
     /// A group of this lane fails that has failed on another one, once it has taken what had come for it before. The first lane tells the peers,
     /// whatever the one has told that failed first. `false`: it is not there, or has failed already.
     pub fn fail_with_lane(&mut self, failed: &FailedGroup, is_first: bool, now: Moment) -> bool {
-        let FailedGroup { group, error, tell } = failed;
-        if self.groups.get(group).is_none_or(|state| state.poison().is_some()) {
+        if self.groups.get(&failed.group).is_none_or(|state| state.poison().is_some()) {
             return false;
         }
-        self.look_again_at(*group);
+        self.look_again_at(failed.group);
         self.pass_whole(now);
-        let announced_by = error.context.peer.filter(|_| *tell == Notify::Neighbours);
-        let tell = if is_first { *tell } else { Notify::Nobody };
-        let failed = self.guarded(|core| {
-            let fails = |state: &mut GroupState, context: &mut Context<'_>| {
-                state.fail_on_lane(error.clone(), announced_by, context, tell);
-            };
-            core.with_group(*group, now, fails)
-        });
-        matches!(failed, Ok(Some(())))
+        let tell = if is_first { failed.tell } else { Notify::Nobody };
+        let fails = |state: &mut GroupState, context: &mut Context<'_>| state.fail_on_lane(failed, tell, context);
+        matches!(self.guarded(|core| core.with_group(failed.group, now, fails)), Ok(Some(())))
     }
 
     /// Leaves a group, and forgets it: nobody can make a call in between. `None`: there is none, or it is lost to a panic.

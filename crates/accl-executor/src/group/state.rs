@@ -923,11 +923,11 @@ impl GroupState {
         if self.failure.has_come() {
             return;
         }
+        let failed = FailedGroup { group: self.id, error, tell };
+        self.fail_on_lane(&failed, tell, context);
         if self.sequence.has_lanes() {
-            context.completed.fail_elsewhere(FailedGroup { group: self.id, error: error.clone(), tell });
+            context.completed.fail_elsewhere(failed);
         }
-        let announced_by = error.context.peer.filter(|_| tell == Notify::Neighbours);
-        self.fail_on_lane(error, announced_by, context, tell);
     }
 
     /// What another lane is to fail with, if this one has.
@@ -938,16 +938,11 @@ impl GroupState {
     }
 
     /// As [`GroupState::fail`], on this lane alone: the one that it has failed on first tells the others, each by itself.
-    pub(super) fn fail_on_lane(
-        &mut self,
-        error: Error,
-        announced_by: Option<Rank>,
-        context: &mut Context<'_>,
-        tell: Notify,
-    ) {
+    pub(super) fn fail_on_lane(&mut self, failed: &FailedGroup, tell: Notify, context: &mut Context<'_>) {
         if self.failure.has_come() {
             return;
         }
+        let error = failed.error.clone();
         match tell {
             Notify::Peers => {
                 self.notify_cause(self.members.ranks(), self.rank, &error, context);
@@ -961,7 +956,7 @@ impl GroupState {
             }
             Notify::Nobody => {}
         }
-        self.failure.set(error.clone(), announced_by);
+        self.failure.set(error.clone(), failed.announced_by());
         self.inbox.clear();
         let own_error = |call: &CallState| {
             let is_own = error.context.seq == Some(Seq(call.seq)) && error.context.collective == Some(call.collective);
