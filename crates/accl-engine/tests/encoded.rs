@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use accl_engine::codec::{Codec, RngKey, Rounding, Slice};
+use accl_engine::codec::{Codec, RngKey, Rounding, Settings, Slice, codec};
 use accl_engine::{ALGORITHMS, Blocks, CallDesc, Mode};
 use accl_engine::{Encoded, Residuals, TensorCodecs};
 use accl_testkit::{Fabric, World, WorldOptions};
@@ -451,6 +451,36 @@ fn the_order_of_arrival_and_the_transport_do_not_change_a_bit() {
                 });
                 for result in results {
                     assert!(*seen.get_or_insert_with(|| result.clone()) == result, "{algorithm} over {fabric:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn no_bit_depends_on_how_many_tiles_a_frame_has_or_on_who_waits_for_room() {
+    let cast = |name: &str| codec(name).unwrap().build(&Settings::default()).unwrap();
+    let max_min = |bits| max_min(bits, 64, Rounding::Stochastic);
+    let different = TensorCodecs { reduce: max_min(5), ..both_ways(cast("bf16"), 1) };
+    let encodings = [both_ways(cast("bf16"), 1), both_ways(cast("fp16"), 1), both_ways(max_min(8), 1), different];
+    for (world, tensor) in [2, 4].into_iter().flat_map(|world| encodings.iter().map(move |tensor| (world, tensor))) {
+        let encoding = encoding(vec![tensor.clone()]);
+        for algorithm in rows(Collective::AllReduce, &vec![0; world]) {
+            let mut seen: Option<Vec<u32>> = None;
+            // A tile is longer than the shortest of these frames, and many fit the longest.
+            for segment in ["1KiB", "9000", "64KiB", "1MiB"] {
+                for fabric in [Fabric::Loopback(2), Fabric::Shm] {
+                    let options = options(&vec![0; world], "all_reduce", algorithm).over(fabric);
+                    let world = World::new(options.with("segment_bytes", segment).with("ring_bytes", "16KiB"));
+                    let results = world.run("g", |member| {
+                        let mut mine = data(member.rank, 150_001, 7);
+                        all_reduce(&member, &mut mine, ReduceOp::Sum, &encoding);
+                        bits_of(&mine)
+                    });
+                    for result in results {
+                        let is_same = *seen.get_or_insert_with(|| result.clone()) == result;
+                        assert!(is_same, "{algorithm} over {fabric:?} with {} in frames of {segment}", encoding.codecs);
+                    }
                 }
             }
         }

@@ -2,7 +2,7 @@
 
 mod common;
 
-use accl_kernels::codec::{Codec, NonFinite, RngKey, Rounding, Settings, Slice, codec};
+use accl_kernels::codec::{Codec, NonFinite, RngKey, Rounding, Settings, Slice, Sums, codec};
 use accl_kernels::{Isa, available_isas};
 use accl_types::{Dtype, ErrorKind, Rank};
 use common::Random;
@@ -748,6 +748,50 @@ proptest! {
                 let mut sums = vec![1.5; count];
                 codec.decode_add(&mut sums, &encoded, tensor);
                 prop_assert!(sums.iter().zip(&sent).all(|(&sum, &sent)| alike(sum, 1.5 + sent)));
+            }
+        }
+    }
+
+    #[test]
+    fn sums_are_encoded_while_they_are_made_as_they_are_one_step_after_the_other(
+        kinds in (0usize..12, 0usize..12), seed: u64, count in 0usize..1300, shift in 0usize..4, in_place: bool, wanted: bool,
+    ) {
+        let random = &mut Random(seed);
+        let addends = data_values(count, kinds.0 as u64, random);
+        let incoming = bytes_of(Dtype::F32, &data_values(count, kinds.1 as u64, random));
+        for isa in available_isas() {
+            let codec = codec("bf16").unwrap().build_with_isa(&Settings::default(), isa).unwrap();
+            let bytes = codec.encoded_bytes(Dtype::F32, count);
+            let encode = |values: *const f32| {
+                let mut encoded = vec![0xa5; bytes];
+                let slice = Slice { src: values.cast(), dtype: Dtype::F32, tensor: Dtype::F32, count, first: 0 };
+                // SAFETY: there are as many values.
+                unsafe { codec.encode(&mut encoded, slice, RngKey::keyed(&[])) };
+                encoded
+            };
+            let incoming = encode(incoming.as_ptr().cast());
+            let mut expected_sums = addends.clone();
+            codec.decode_add(&mut expected_sums, &incoming, Dtype::F32);
+            let expected = encode(expected_sums.as_ptr());
+            let mut expected_results = vec![0f32; count];
+            // SAFETY: there is room for the elements.
+            unsafe { codec.decode(expected_results.as_mut_ptr().cast(), Dtype::F32, &expected, Dtype::F32, count) };
+
+            let encoder = codec.encode_sums().unwrap();
+            // Memory that is aligned to nothing.
+            let mut memory = vec![0u8; 4 * count + shift];
+            memory[shift..].copy_from_slice(&bytes_of(Dtype::F32, &addends));
+            let mut elsewhere = vec![0u8; 4 * count + shift];
+            let results = if in_place { memory[shift..].as_mut_ptr() } else { elsewhere[shift..].as_mut_ptr() };
+            let results = wanted.then_some(results.cast::<f32>());
+            let mut encoded = vec![0xa5; bytes];
+            let addends = memory[shift..].as_mut_ptr().cast_const().cast();
+            // SAFETY: there are as many addends, and there is room for as many results.
+            unsafe { encoder.encode_sums(&mut encoded, &incoming, Sums { addends, results, count }) };
+            prop_assert_eq!(&encoded, &expected);
+            if wanted {
+                let written = if in_place { &memory[shift..] } else { &elsewhere[shift..] };
+                prop_assert_eq!(written, &bytes_of(Dtype::F32, &expected_results)[..]);
             }
         }
     }

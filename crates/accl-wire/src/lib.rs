@@ -15,4 +15,4 @@ pub use news::{NewsBoard, Slot};
 
 /// Version of all that processes say to each other: handshake, rings, frames, signatures, tiles, what ranks tell of themselves, the numbers of
 /// algorithms and codecs. Processes of different versions refuse each other, and each error has both versions.
-pub const PROTOCOL_VERSION: u32 = 12;
+pub const PROTOCOL_VERSION: u32 = 13;

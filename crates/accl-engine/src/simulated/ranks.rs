@@ -311,7 +311,7 @@ impl World<'_> {
             Some(_) | None => {}
         }
         if let Some(codec) = item.codec.filter(|_| desc.collective == item.collective) {
-            desc.encoding = encoding(codec, index as u64).into();
+            desc.encoding = encoding(codec, item.counts.len(), index as u64).into();
         }
         if self.scenario.is_staged(index, rank) {
             self.stage(index, rank, process, &mut desc);
@@ -514,10 +514,16 @@ impl World<'_> {
     }
 }
 
-fn encoding(text: &str, id: u64) -> Encoding {
+fn encoding(text: &str, tensors: usize, id: u64) -> Encoding {
     let codec = accl_kernels::codec::parse(text).unwrap_or_else(|error| panic!("{text}: {error}"));
     let raw = accl_kernels::codec::parse("raw").unwrap_or_else(|error| panic!("raw: {error}"));
-    let codecs = Codecs::new(vec![TensorCodecs { intra_node: raw, reduce: codec.clone(), result: codec, id }]);
+    let of = |tensor| TensorCodecs {
+        intra_node: raw.clone(),
+        reduce: codec.clone(),
+        result: codec.clone(),
+        id: id + tensor,
+    };
+    let codecs = Codecs::new((0..tensors as u64).map(of).collect());
     let codecs = codecs.unwrap_or_else(|error| panic!("{text}: {error}"));
     Encoding { codecs, seed: 5, step: id, residuals: None, probe: None }
 }

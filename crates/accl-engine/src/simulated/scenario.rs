@@ -904,6 +904,10 @@ fn draw_item(rng: &mut Rng, index: usize, group: &GroupSpec, segment: u64, tag: 
         Collective::AllReduce | Collective::Broadcast if !is_encoded && rng.below(4) == 0 => {
             (0..2).map(|_| count(rng)).collect()
         }
+        // Each has a tile of its own, and many of them go in one frame.
+        Collective::AllReduce if is_encoded && rng.below(2) == 0 => {
+            (0..2 + rng.below(7)).map(|_| count(rng) / 6).collect()
+        }
         _ => vec![count(rng)],
     };
     let topology = Topology::new(group.hosts.clone());

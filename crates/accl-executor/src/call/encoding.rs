@@ -16,6 +16,10 @@ use accl_types::hash::{fold, hash_words};
 /// Most elements of a tile: its float32 sums stay in the second-level cache beside what they are made of.
 pub const TILE_ELEMS: u64 = 16_384;
 
+/// As that, of a tensor whose codecs only cast: they are as fast as memory is, so that all that a tile is made of stays in the first-level
+/// cache.
+const CAST_TILE_ELEMS: u64 = 4096;
+
 /// As that, of the tensor that travels raw beside others: as the last one of a call it is waited for alone.
 const RAW_TILE_ELEMS: u64 = 1024;
 
@@ -247,7 +251,12 @@ impl Coding for TypedCodecs {
     }
 
     fn tile(&self, piece: u32) -> u64 {
-        let most = if piece as usize >= self.codecs.given() { RAW_TILE_ELEMS } else { TILE_ELEMS };
+        let casts = || ROLES.iter().all(|&role| self.codecs.codec(role, piece).summary().row().is_cast);
+        let most = match () {
+            () if piece as usize >= self.codecs.given() => RAW_TILE_ELEMS,
+            () if casts() => CAST_TILE_ELEMS,
+            () => TILE_ELEMS,
+        };
         most - most % self.grain(piece)
     }
 

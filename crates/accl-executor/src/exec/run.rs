@@ -17,7 +17,7 @@ use super::transfer::{Ahead, Arrival, Excess, Fragment, Incoming, Outgoing, Part
 use crate::call::{CallState, Wake};
 use crate::memory::{Compute, Storage};
 use crate::peers::Members;
-use crate::plan::{ExternalStep, Plan, PlanOp, PlanOpKind, Region, Shape};
+use crate::plan::{Coded, Combination, ExternalStep, Plan, PlanOp, PlanOpKind, Region, Shape};
 
 /// Local work done per step, so that receiving and sending alternate with it. In bytes.
 const LOCAL_STEP: u64 = 256 << 10;
@@ -140,6 +140,32 @@ struct Fresh<'a> {
     op: u32,
     at: u64,
     payload: &'a [u8],
+}
+
+/// Places bytes, and fills `data` from byte `done` of `src`, which depends on them. Where both are the same range, in
+/// turns, so that what is read was written just before.
+fn place_and_read(compute: &Compute, plan: &Plan, fresh: &Fresh<'_>, src: &Region, done: u64, data: &mut [u8]) {
+    let kind = &plan.ops[fresh.op as usize].kind;
+    let tile = if fresh.at == done && fresh.payload.len() == data.len() { TILE } else { usize::MAX };
+    let mut at = done;
+    let mut targets = data.chunks_mut(tile);
+    for part in fresh.payload.chunks(tile) {
+        compute.place(kind, fresh.at + (at - done), part);
+        if let Some(target) = targets.next() {
+            compute.read(src, at, target);
+            at += target.len() as u64;
+        }
+    }
+}
+
+/// Bytes that lie in their frame, of a receive that would have placed them from a byte of its region on.
+type Come<'a> = (&'a Region, u64, &'a [u8]);
+
+fn come<'a>(plan: &'a Plan, fresh: &Fresh<'a>) -> Come<'a> {
+    let PlanOpKind::Recv { dst, .. } = &plan.ops[fresh.op as usize].kind else {
+        unreachable!("tiles come by a receive that keeps them as they are")
+    };
+    (dst, fresh.at, fresh.payload)
 }
 
 /// One collective call in flight on this rank.
@@ -312,9 +338,14 @@ impl Run {
         let before = (self.ops[op as usize].progress.done(), self.ops[op as usize].complete);
         let plan = self.plan.clone();
         match &plan.ops[op as usize].kind {
-            PlanOpKind::Send { src, to } => self.step_send(op, src, *to, fresh, env),
+            PlanOpKind::Send { src, to } => self.step_send(&plan, op, (src, *to), fresh, env),
             PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => self.step_receive(op, *from, env),
-            PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } | PlanOpKind::Combine(_) => self.step_local(op),
+            PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } => self.step_local(op),
+            PlanOpKind::Combine(combination) => match plan.ops[op as usize].partner {
+                // Its tiles are made as they leave.
+                Some(send) => drop(self.step(send, fresh, env)),
+                None => self.step_combine(op, combination, fresh),
+            },
             PlanOpKind::External(step) => self.step_external(op, *step, env),
         }
         let state = &self.ops[op as usize];
@@ -334,16 +365,37 @@ impl Run {
 
     // ---- sending
 
-    fn step_send(&mut self, op: u32, src: &Region, to: Rank, fresh: &mut Option<Fresh<'_>>, env: &mut RunContext<'_>) {
-        let Some(limit) = self.limit(op) else { return };
+    fn step_send(
+        &mut self,
+        plan: &Plan,
+        op: u32,
+        (src, to): (&Region, Rank),
+        fresh: &mut Option<Fresh<'_>>,
+        env: &mut RunContext<'_>,
+    ) {
+        let plan_op = &plan.ops[op as usize];
         loop {
+            let Some(made) = self.limit(op) else { return };
+            let limit = plan_op.partner.map_or(made, |maker| self.can_be_made(maker, plan_op));
             let outgoing = self.ops[op as usize].outgoing();
             if outgoing.is_complete() {
                 return self.complete(op);
             }
-            let next = outgoing.next(limit, env.segment, |bytes| env.members.has_eager_room(to, bytes));
+            let segment = plan_op.frame_bytes(outgoing.sent(), env.segment);
+            let next = outgoing.next(limit, segment, |bytes| env.members.has_eager_room(to, bytes));
             let Some(fragment) = next else { return };
-            if !self.send_fragment(op, (src, to), &fragment, fresh, env) {
+            let has_left = match plan_op.partner {
+                Some(maker) if made < outgoing.sent() + fragment.bytes => {
+                    let PlanOpKind::Combine(combination) = &plan.ops[maker as usize].kind else {
+                        unreachable!("a combination makes the tiles that its partner sends")
+                    };
+                    let come = fresh.as_ref().map(|fresh| come(plan, fresh));
+                    self.make_and_send(op, (maker, combination), (src, to), &fragment, come, env)
+                }
+                Some(_) => self.send_fragment(op, to, &fragment, env, |compute, at, data| compute.read(src, at, data)),
+                None => self.pass_on(plan, op, (src, to), &fragment, fresh, env),
+            };
+            if !has_left {
                 return;
             }
             let outgoing = self.ops[op as usize].outgoing();
@@ -355,14 +407,15 @@ impl Run {
         }
     }
 
-    /// Sends the next bytes in one frame. `false`: no room; the send is tried again with the next pass.
+    /// Sends the next bytes in one frame, which `fill` writes, given their first byte of the message. `false`: no room; the send is tried
+    /// again with the next pass.
     fn send_fragment(
         &mut self,
         op: u32,
-        (src, to): (&Region, Rank),
+        to: Rank,
         fragment: &Fragment,
-        fresh: &mut Option<Fresh<'_>>,
         env: &mut RunContext<'_>,
+        fill: impl FnOnce(&mut Compute, u64, &mut [u8]),
     ) -> bool {
         let at = self.ops[op as usize].outgoing().sent();
         // A message of one frame has its signature in the header.
@@ -371,22 +424,126 @@ impl Run {
         let mut header = whole.unwrap_or_else(|| {
             let mut header = Header::new(if fragment.is_first { Kind::Begin } else { Kind::Data });
             header.flags = flags(fragment);
-            header.value = src.len;
+            header.value = self.plan.ops[op as usize].total;
             header
         });
         header.group = self.call.group_id;
         header.seq = self.call.seq;
         header.edge = self.plan.ops[op as usize].edge;
-        let has_left = env.send_fragment(to, fragment, &header, signature, |data| {
-            match fresh.take_if(|fresh| fresh.at < at + fragment.bytes && !fresh.payload.is_empty()) {
-                Some(fresh) => self.place_and_read(&fresh, src, at, data),
-                None => self.compute.read(src, at, data),
-            }
-        });
+        let compute = &mut self.compute;
+        let has_left = env.send_fragment(to, fragment, &header, signature, |data| fill(compute, at, data));
         if !has_left && !self.stalled.contains(&op) {
             self.stalled.push(op);
         }
         has_left
+    }
+
+    /// As [`Run::send_fragment`], of bytes that lie in the call's memory or have come just now.
+    fn pass_on(
+        &mut self,
+        plan: &Plan,
+        op: u32,
+        (src, to): (&Region, Rank),
+        fragment: &Fragment,
+        fresh: &mut Option<Fresh<'_>>,
+        env: &mut RunContext<'_>,
+    ) -> bool {
+        self.send_fragment(op, to, fragment, env, |compute, at, data| {
+            match fresh.take_if(|fresh| fresh.at < at + fragment.bytes && !fresh.payload.is_empty()) {
+                Some(fresh) => place_and_read(compute, plan, &fresh, src, at, data),
+                None => compute.read(src, at, data),
+            }
+        })
+    }
+
+    // ---- tiles
+
+    /// How many bytes of the message `send` its combination could have made by now.
+    fn can_be_made(&self, maker: u32, send: &PlanOp) -> u64 {
+        let tiles = self.limit(maker).unwrap_or(0);
+        send.coded.as_ref().map_or(0, |coded| coded.bytes_of(tiles))
+    }
+
+    /// As [`Run::send_fragment`], of tiles that are not all made yet: in their frame if it has whole tiles and none before it has been
+    /// left behind, else in the call's memory.
+    fn make_and_send(
+        &mut self,
+        op: u32,
+        (maker, combination): (u32, &Combination),
+        (src, to): (&Region, Rank),
+        fragment: &Fragment,
+        come: Option<Come<'_>>,
+        env: &mut RunContext<'_>,
+    ) -> bool {
+        let Some(coded) = &combination.code else { unreachable!("a combination that has a send makes tiles") };
+        let sent = self.ops[op as usize].outgoing().sent();
+        let end = sent + fragment.bytes;
+        let tiles = self.ops[maker as usize].progress.done()..coded.tiles_to(end);
+        if coded.bytes_of(tiles.start) != sent || coded.bytes_of(tiles.end) != end {
+            self.compute.combine(combination, tiles.clone(), come, None);
+            self.note_made(maker, tiles.end);
+            return self.send_fragment(op, to, fragment, env, |compute, at, data| compute.read(src, at, data));
+        }
+        let made = tiles.end;
+        let has_left = self.send_fragment(op, to, fragment, env, |compute, _, data| {
+            compute.combine(combination, tiles, come, Some(data));
+        });
+        if has_left {
+            self.note_made(maker, made);
+        }
+        has_left
+    }
+
+    /// Looks at tiles that have come, and hands them to the combination that alone reads them, if there is one and they begin in
+    /// their frame; what it cannot take yet is placed.
+    ///
+    /// # Errors
+    /// `Protocol` when they are damaged.
+    fn place_tiles(
+        &mut self,
+        coded: &Coded,
+        taker: Option<u32>,
+        (op, at, payload): (u32, u64, &[u8]),
+        from: Rank,
+        env: &mut RunContext<'_>,
+    ) -> Result<()> {
+        let end = at + payload.len() as u64;
+        let tiles = coded.tiles_in(at)..coded.tiles_in(end);
+        let damaged = |why: String| corrupted(from, &why);
+        let Some(taker) = taker.filter(|_| coded.bytes_of(tiles.start) == at && !tiles.is_empty()) else {
+            self.place(&mut Some(Fresh { op, at, payload }));
+            return self.compute.check_tiles(coded, tiles, None).map_err(damaged);
+        };
+        self.compute.check_tiles(coded, tiles, Some(payload)).map_err(damaged)?;
+        self.step(taker, &mut Some(Fresh { op, at, payload }), env);
+        let taken = coded.bytes_of(self.ops[taker as usize].progress.done()).clamp(at, end);
+        self.place(&mut Some(Fresh { op, at: taken, payload: &payload[(taken - at) as usize..] }));
+        Ok(())
+    }
+
+    /// Makes tiles of a combination that nobody sends, or that several do, in the call's memory.
+    fn step_combine(&mut self, op: u32, combination: &Combination, fresh: &Option<Fresh<'_>>) {
+        let Some(limit) = self.limit(op) else { return };
+        let at = self.ops[op as usize].progress.done();
+        // Those that are made of what lies in its frame still are made at once.
+        let n = if fresh.is_some() { limit - at } else { (limit - at).min(TILES_STEP) };
+        let come = fresh.as_ref().map(|fresh| come(&self.plan, fresh));
+        self.compute.combine(combination, at..at + n, come, None);
+        self.note_made(op, at + n);
+        if at + n < limit {
+            self.queue(op);
+        }
+    }
+
+    /// A combination has made so many tiles.
+    fn note_made(&mut self, op: u32, tiles: u64) {
+        let plan = self.plan.clone();
+        let plan_op = &plan.ops[op as usize];
+        self.ops[op as usize].progress = Progress::Local { done: tiles };
+        if tiles == plan_op.total {
+            self.complete(op);
+        }
+        plan_op.dependents.iter().for_each(|&dependent| self.queue(dependent));
     }
 
     // ---- bytes that have just come
@@ -394,22 +551,6 @@ impl Run {
     fn place(&self, fresh: &mut Option<Fresh<'_>>) {
         if let Some(Fresh { op, at, payload }) = fresh.take() {
             self.compute.place(&self.plan.ops[op as usize].kind, at, payload);
-        }
-    }
-
-    /// Places bytes, and fills `data` from byte `done` of `src`, which depends on them. Where both are the same range, in
-    /// turns, so that what is read was written just before.
-    fn place_and_read(&self, fresh: &Fresh<'_>, src: &Region, done: u64, data: &mut [u8]) {
-        let kind = &self.plan.ops[fresh.op as usize].kind;
-        let tile = if fresh.at == done && fresh.payload.len() == data.len() { TILE } else { usize::MAX };
-        let mut at = done;
-        let mut targets = data.chunks_mut(tile);
-        for part in fresh.payload.chunks(tile) {
-            self.compute.place(kind, fresh.at + (at - done), part);
-            if let Some(target) = targets.next() {
-                self.compute.read(src, at, target);
-                at += target.len() as u64;
-            }
         }
     }
 
@@ -473,17 +614,16 @@ impl Run {
     /// `Protocol` when they are damaged.
     fn place_arrived(&mut self, fresh: Fresh<'_>, from: Rank, env: &mut RunContext<'_>) -> Result<()> {
         let Fresh { op, at, payload } = fresh;
-        let mut fresh = Some(fresh);
         let plan = self.plan.clone();
+        let mut fresh = Some(fresh);
         let sends = |dependent: &u32| matches!(plan.ops[*dependent as usize].kind, PlanOpKind::Send { .. });
         let dependents = &plan.ops[op as usize].dependents;
         for &dependent in dependents.iter().filter(|dependent| sends(dependent)) {
             self.step(dependent, &mut fresh, env);
         }
-        self.place(&mut fresh);
-        if let Some(coded) = &plan.ops[op as usize].coded {
-            let tiles = coded.tiles_in(at)..coded.tiles_in(at + payload.len() as u64);
-            self.compute.check_tiles(coded, tiles).map_err(|why| corrupted(from, &why))?;
+        match &plan.ops[op as usize].coded {
+            Some(coded) => self.place_tiles(coded, plan.ops[op as usize].partner, (op, at, payload), from, env)?,
+            None => self.place(&mut fresh),
         }
         self.settle_receive(op, from, env);
         for &dependent in dependents {
@@ -539,20 +679,10 @@ impl Run {
         let Some(limit) = self.limit(op) else { return };
         let plan_op = &self.plan.ops[op as usize];
         let at = self.ops[op as usize].progress.done();
-        let n = match &plan_op.kind {
-            PlanOpKind::Combine(combination) => {
-                let n = (limit - at).min(TILES_STEP);
-                self.compute.combine(combination, at, n);
-                n
-            }
-            kind => {
-                let n = (limit - at).min(LOCAL_STEP);
-                if n > 0 {
-                    self.compute.execute(kind, at, n);
-                }
-                n
-            }
-        };
+        let n = (limit - at).min(LOCAL_STEP);
+        if n > 0 {
+            self.compute.execute(&plan_op.kind, at, n);
+        }
         self.ops[op as usize].progress = Progress::Local { done: at + n };
         if at + n == plan_op.total {
             self.complete(op);

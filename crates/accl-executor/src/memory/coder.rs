@@ -3,9 +3,10 @@
 //! Owns the float32 sums of the tile at hand. Which tiles are due is decided by the executor; what a tile is, in `tile`. Read
 //! [`Coder::combine`] first.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use accl_kernels::codec::{Floats, RngKey, Slice};
+use accl_kernels::codec::{Floats, RngKey, Slice, Sums};
 use accl_schedule::{Finish, Role, Tile};
 use accl_types::{Dtype, Moment, Rank, ReduceOp};
 
@@ -87,10 +88,10 @@ impl Coder {
     ///
     /// # Errors
     /// What is wrong with the first bad one.
-    pub(crate) fn check(&self, buffers: &Buffers, coded: &Coded, tiles: std::ops::Range<u64>) -> Result<(), String> {
+    pub(crate) fn check(&self, memory: &TileMemory<'_>, coded: &Coded, tiles: Range<u64>) -> Result<(), String> {
         for index in tiles {
             let tile = &coded.tiles[index as usize];
-            let bytes = bytes(buffers, coded, index as usize);
+            let bytes = memory.bytes(coded, index as usize);
             self.head(coded.role, tile).check(bytes).map_err(|why| {
                 format!("tile {index} (elements {} to {}): {why}", tile.first, tile.first + tile.elems - 1)
             })?;
@@ -99,49 +100,51 @@ impl Coder {
     }
 
     /// Makes one tile of what a combination makes.
-    pub(crate) fn combine(&mut self, buffers: &Buffers, op: &Combination, index: usize) {
+    pub(crate) fn combine(&mut self, memory: &mut TileMemory<'_>, op: &Combination, index: usize) {
         let begin = self.probe.is_some().then(self.clock);
-        self.make(buffers, op, index);
+        self.make(memory, op, index);
         let row = self.probe.as_mut().and_then(|probe| probe.row(op.tiles[index].piece));
         if let (Some(begin), Some(row)) = (begin, row) {
             row.nanos += (self.clock)().since(begin).as_nanos() as u64;
         }
     }
 
-    fn make(&mut self, buffers: &Buffers, op: &Combination, index: usize) {
+    fn make(&mut self, memory: &mut TileMemory<'_>, op: &Combination, index: usize) {
         let tile = &op.tiles[index];
         let at = op.starts[index] * self.dtype.size_bytes() as u64;
+        let buffers = memory.buffers;
         let address = |region: &Region| buffers.address(&region.at(at));
         match (&op.srcs[..], &op.code, &op.out) {
             // From memory to bytes, and the reverse, without a detour.
             ([Operand::Values(src)], Some(code), out) => {
                 match self.residual(op, code, index) {
                     Some(residual) => {
-                        self.sum(buffers, op, index, at);
-                        self.encode_with(buffers, op, (code, index), residual);
+                        self.sum(memory, op, index, at);
+                        self.encode_with(memory, op, (code, index), residual);
                     }
-                    None => self.encode(buffers, code, index, address(src), self.dtype, op.pass),
+                    None => self.encode(memory, code, index, address(src), self.dtype, op.pass),
                 }
                 if let Some(out) = out {
-                    self.decode(buffers, code, index, address(out), self.dtype);
+                    self.decode(memory, code, index, address(out), self.dtype);
                 }
             }
-            ([Operand::Code(code)], None, Some(out)) => self.decode(buffers, code, index, address(out), self.dtype),
+            ([Operand::Code(code)], None, Some(out)) => self.decode(memory, code, index, address(out), self.dtype),
             ([Operand::Values(src)], None, Some(out)) => {
                 let (from, to, len) = (address(src), address(out), tile.elems as usize * self.dtype.size_bytes());
                 // SAFETY: both hold the tile's elements and stay valid until the call ends; they may be the same memory.
                 unsafe { std::ptr::copy(from, to, len) };
             }
+            (_, Some(code), out) if self.encode_sums(memory, op, (code, index), at, out.as_ref()) => {}
             _ => {
-                self.sum(buffers, op, index, at);
+                self.sum(memory, op, index, at);
                 let sums = self.sums.as_ptr().cast_mut().cast();
                 if let Some(code) = &op.code {
                     match self.residual(op, code, index) {
-                        Some(residual) => self.encode_with(buffers, op, (code, index), residual),
-                        None => self.encode(buffers, code, index, sums, Dtype::F32, op.pass),
+                        Some(residual) => self.encode_with(memory, op, (code, index), residual),
+                        None => self.encode(memory, code, index, sums, Dtype::F32, op.pass),
                     }
                     if let Some(out) = &op.out {
-                        self.decode(buffers, code, index, address(out), self.dtype);
+                        self.decode(memory, code, index, address(out), self.dtype);
                     }
                 } else if let Some(out) = &op.out {
                     let sums = &self.sums[..tile.elems as usize];
@@ -152,16 +155,24 @@ impl Coder {
         }
     }
 
-    /// Adds up a tile's operands.
-    fn sum(&mut self, buffers: &Buffers, op: &Combination, index: usize, at: u64) {
+    /// Adds up a tile's operands, and finishes the sums.
+    fn sum(&mut self, memory: &TileMemory<'_>, op: &Combination, index: usize, at: u64) {
+        self.add_up(memory, op, index, at, op.srcs.len());
+        let count = op.tiles[index].elems as usize;
+        let divisor = self.finishing(op);
+        self.floats.finish(&mut self.sums[..count], divisor, self.dtype);
+    }
+
+    /// Adds up the first `operands` of a tile's.
+    fn add_up(&mut self, memory: &TileMemory<'_>, op: &Combination, index: usize, at: u64, operands: usize) {
         let count = op.tiles[index].elems as usize;
         if self.sums.len() < count {
             self.sums.resize(count, 0.0);
         }
-        for (position, operand) in op.srcs.iter().enumerate() {
+        for (position, operand) in op.srcs.iter().take(operands).enumerate() {
             match operand {
                 Operand::Values(src) => {
-                    let (src, sums) = (buffers.address(&src.at(at)), &mut self.sums[..count]);
+                    let (src, sums) = (memory.buffers.address(&src.at(at)), &mut self.sums[..count]);
                     // SAFETY: the caller's memory has the tile's elements, unchanged until the call ends.
                     unsafe {
                         if position == 0 {
@@ -173,18 +184,62 @@ impl Coder {
                 }
                 Operand::Code(code) if position == 0 => {
                     let sums = self.sums.as_mut_ptr().cast();
-                    self.decode(buffers, code, index, sums, Dtype::F32);
+                    self.decode(memory, code, index, sums, Dtype::F32);
                 }
                 Operand::Code(code) => {
                     let tile = &code.tiles[index];
                     let codec = self.codecs.codec(code.role, tile.piece);
-                    let body = &bytes(buffers, code, index)[TILE_HEADER_BYTES..];
+                    let body = &memory.bytes(code, index)[TILE_HEADER_BYTES..];
                     codec.decode_add(&mut self.sums[..count], body, self.dtype);
                 }
             }
         }
-        let divisor = self.divisor.filter(|_| op.finish == Finish::Yes);
-        self.floats.finish(&mut self.sums[..count], divisor, self.dtype);
+    }
+
+    /// Adds up a tile's operands of float32 while they are encoded, where the codec can. `false`: it can not, and nothing has happened.
+    fn encode_sums(
+        &mut self,
+        memory: &mut TileMemory<'_>,
+        op: &Combination,
+        (code, index): (&Coded, usize),
+        at: u64,
+        out: Option<&Region>,
+    ) -> bool {
+        let tile = &code.tiles[index];
+        let codecs = self.codecs.clone();
+        let codec = codecs.codec(code.role, tile.piece);
+        let Some(encoder) = codec.encode_sums() else { return false };
+        if self.dtype != Dtype::F32 || self.finishing(op).is_some() || self.residual(op, code, index).is_some() {
+            return false;
+        }
+        let (addends, last) = match &op.srcs[..] {
+            // The order of two is of no consequence: which NaN a sum is does not outlast its encoding.
+            [Operand::Values(first), Operand::Code(last)] | [Operand::Code(last), Operand::Values(first)] => {
+                (Some(memory.buffers.address(&first.at(at)).cast_const().cast()), last)
+            }
+            [_, _, .., Operand::Code(last)] => (None, last),
+            _ => return false,
+        };
+        if codecs.codec(last.role, tile.piece).summary() != codec.summary() {
+            return false;
+        }
+        let addends = addends.unwrap_or_else(|| {
+            self.add_up(memory, op, index, at, op.srcs.len() - 1);
+            self.sums.as_ptr()
+        });
+        let results = out.map(|out| memory.buffers.address(&out.at(at)).cast());
+        let sums = Sums { addends, results, count: tile.elems as usize };
+        let (src, dst) = memory.both(last, code, index);
+        // SAFETY: the caller's memory has the tile's elements, which nobody changes until the call ends, and room for its results; where they
+        // are the same the sums take the place of what they are made of.
+        unsafe { encoder.encode_sums(&mut dst[TILE_HEADER_BYTES..], &src[TILE_HEADER_BYTES..], sums) };
+        self.head(code.role, tile).seal(dst);
+        true
+    }
+
+    /// What the sums of a combination are divided by.
+    fn finishing(&self, op: &Combination) -> Option<f32> {
+        self.divisor.filter(|_| op.finish == Finish::Yes)
     }
 
     /// Where the residual of a tile is kept: of a contribution, or of a finished sum.
@@ -205,12 +260,18 @@ impl Coder {
     }
 
     /// Encodes the sums with what was lost before, and keeps what is lost now.
-    fn encode_with(&mut self, buffers: &Buffers, op: &Combination, (code, index): (&Coded, usize), residual: *mut u8) {
+    fn encode_with(
+        &mut self,
+        memory: &mut TileMemory<'_>,
+        op: &Combination,
+        (code, index): (&Coded, usize),
+        residual: *mut u8,
+    ) {
         let count = code.tiles[index].elems as usize;
         // A sum of zeros may be of a tensor that no rank has used: who asked for it throws it away. The residual waits.
         if op.pass > 0 && self.sums[..count].iter().all(|sum| *sum == 0.0) {
             let sums = self.sums.as_ptr().cast_mut().cast();
-            self.encode(buffers, code, index, sums, Dtype::F32, op.pass);
+            self.encode(memory, code, index, sums, Dtype::F32, op.pass);
             return;
         }
         let is_probed = op.pass == 0 && self.probe.is_some();
@@ -218,12 +279,12 @@ impl Coder {
         // SAFETY: there is a float32 for each element of the tensor, by the contract of `Residuals`.
         unsafe { self.floats.add(&mut self.sums[..count], residual, Dtype::F32) };
         let sums = self.sums.as_ptr().cast_mut().cast();
-        self.encode(buffers, code, index, sums, Dtype::F32, op.pass);
+        self.encode(memory, code, index, sums, Dtype::F32, op.pass);
         if self.decoded.len() < count {
             self.decoded.resize(count, 0.0);
         }
         let decoded = self.decoded.as_mut_ptr().cast();
-        self.decode(buffers, code, index, decoded, Dtype::F32);
+        self.decode(memory, code, index, decoded, Dtype::F32);
         // SAFETY: as above.
         let lost = unsafe { self.floats.write_loss(residual, &self.sums[..count], &mut self.decoded[..count]) };
         if let Some(probe) = self.probe.as_mut().filter(|_| is_probed) {
@@ -232,9 +293,16 @@ impl Coder {
     }
 
     /// Encodes a tile of elements that lie at `src`, as the tensor's type or as float32.
-    fn encode(&mut self, buffers: &Buffers, code: &Coded, index: usize, src: *mut u8, dtype: Dtype, pass: u32) {
+    fn encode(
+        &mut self,
+        memory: &mut TileMemory<'_>,
+        code: &Coded,
+        index: usize,
+        src: *mut u8,
+        dtype: Dtype,
+        pass: u32,
+    ) {
         let tile = &code.tiles[index];
-        let (start, len) = code.range(index);
         let codec = self.codecs.codec(code.role, tile.piece);
         let id = self.codecs.tensor(tile.piece).id;
         let words = [self.seed, self.step, id, u64::from(tile.block), u64::from(pass), self.rank];
@@ -244,11 +312,8 @@ impl Coder {
             rng_key = rng_key.among(&words[..4], rank, world);
         }
         let slice = Slice { src, dtype, tensor: self.dtype, count: tile.elems as usize, first: tile.first };
-        let dst = buffers.address(&code.region.at(start));
-        // SAFETY: the bytes of a version are written once, by the operation that makes it, and read by those that wait for it;
-        // the elements stay readable until the call ends.
-        let dst = unsafe { std::slice::from_raw_parts_mut(dst, len) };
-        // SAFETY: as above.
+        let dst = memory.bytes_mut(code, index);
+        // SAFETY: the elements stay readable until the call ends.
         let non_finite = unsafe { codec.encode(&mut dst[TILE_HEADER_BYTES..], slice, rng_key) };
         self.head(code.role, tile).seal(dst);
         if let Some(row) = self.probe.as_mut().and_then(|probe| probe.row(tile.piece)) {
@@ -257,19 +322,67 @@ impl Coder {
     }
 
     /// Decodes a tile to `dst`, as the tensor's type or as float32.
-    fn decode(&self, buffers: &Buffers, code: &Coded, index: usize, dst: *mut u8, into: Dtype) {
+    fn decode(&self, memory: &TileMemory<'_>, code: &Coded, index: usize, dst: *mut u8, into: Dtype) {
         let tile = &code.tiles[index];
-        let body = &bytes(buffers, code, index)[TILE_HEADER_BYTES..];
+        let body = &memory.bytes(code, index)[TILE_HEADER_BYTES..];
         let codec = self.codecs.codec(code.role, tile.piece);
         // SAFETY: there is room for the tile's elements in the caller's memory, writable until the call ends, or in the sums.
         unsafe { codec.decode(dst, into, body, self.dtype, tile.elems as usize) };
     }
 }
 
-/// A tile that is there.
-fn bytes<'a>(buffers: &'a Buffers, code: &Coded, index: usize) -> &'a [u8] {
-    let (start, len) = code.range(index);
-    // SAFETY: the code buffer lives as long as the call's other memory; a version's bytes are complete before anybody reads
-    // them, and never written again.
-    unsafe { std::slice::from_raw_parts(buffers.address(&code.region.at(start)), len) }
+/// Where the tiles of a call lie.
+pub(crate) struct TileMemory<'a> {
+    pub(crate) buffers: &'a Buffers,
+    pub(crate) frames: InFrames<'a>,
+}
+
+/// Tiles that lie in frames, each with the address in the call's memory that the first of them would be at.
+pub(crate) struct InFrames<'a> {
+    /// They have come just now.
+    pub(crate) come: Option<(*mut u8, &'a [u8])>,
+    /// Room for those that go as soon as they are made.
+    pub(crate) go: Option<(*mut u8, &'a mut [u8])>,
+}
+
+impl TileMemory<'_> {
+    /// A tile that is there.
+    fn bytes(&self, code: &Coded, index: usize) -> &[u8] {
+        let (start, len) = code.range(index);
+        let home = self.buffers.address(&code.region.at(start));
+        let go = self.frames.go.as_ref().and_then(|(first, bytes)| bytes.get(within(*first, home, len)));
+        let come = self.frames.come.as_ref().and_then(|(first, bytes)| bytes.get(within(*first, home, len)));
+        go.or(come).unwrap_or_else(|| {
+            // SAFETY: the code buffer lives as long as the call's other memory; a version's bytes are complete before anybody reads
+            // them, and never written again.
+            unsafe { std::slice::from_raw_parts(home, len) }
+        })
+    }
+
+    /// A tile that is there, of one chunk, and room for that of another.
+    fn both(&mut self, from: &Coded, to: &Coded, index: usize) -> (&[u8], &mut [u8]) {
+        let src = std::ptr::from_ref(self.bytes(from, index));
+        let dst = self.bytes_mut(to, index);
+        // SAFETY: it is as valid as it was; no two versions have a byte in common.
+        (unsafe { &*src }, dst)
+    }
+
+    /// Room for a tile.
+    fn bytes_mut(&mut self, code: &Coded, index: usize) -> &mut [u8] {
+        let (start, len) = code.range(index);
+        let home = self.buffers.address(&code.region.at(start));
+        let go = self.frames.go.as_mut().and_then(|(first, bytes)| bytes.get_mut(within(*first, home, len)));
+        go.unwrap_or_else(|| {
+            // SAFETY: the bytes of a version are written once, by the operation that makes it, and read by those that wait for it.
+            unsafe { std::slice::from_raw_parts_mut(home, len) }
+        })
+    }
+}
+
+/// Where a tile is in a frame; no range of it if it is at an earlier address.
+fn within(first: *mut u8, home: *mut u8, len: usize) -> Range<usize> {
+    match home.addr().checked_sub(first.addr()) {
+        Some(start) => start..start + len,
+        None => usize::MAX..usize::MAX,
+    }
 }

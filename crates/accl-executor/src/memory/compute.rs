@@ -11,7 +11,7 @@ use accl_types::Rank;
 use smallvec::SmallVec;
 
 use super::buffers::Buffers;
-use super::coder::Coder;
+use super::coder::{Coder, InFrames, TileMemory};
 use crate::call::{CallDesc, ExternalHandle, Wake};
 use crate::plan::{Coded, Combination, ExternalStep, PlanOpKind, Region};
 
@@ -36,21 +36,36 @@ impl Compute {
         Self { coder: Some(Box::new(coder)), ..self }
     }
 
-    /// Makes `n` tiles of a combination, from tile `at` on.
-    pub(crate) fn combine(&mut self, op: &Combination, at: u64, n: u64) {
+    /// Makes tiles of a combination. What has `come` lies in its frame still, as it would from a byte of a region on; what is to `go`
+    /// is made in its frame.
+    pub(crate) fn combine(
+        &mut self,
+        op: &Combination,
+        tiles: Range<u64>,
+        come: Option<(&Region, u64, &[u8])>,
+        go: Option<&mut [u8]>,
+    ) {
         let Some(coder) = &mut self.coder else { unreachable!("an encoded call has a coder") };
-        for tile in at..at + n {
-            coder.combine(&self.buffers, op, tile as usize);
+        let home = |region: &Region, at| self.buffers.address(&region.at(at));
+        let frames = InFrames {
+            come: come.map(|(region, at, bytes)| (home(region, at), bytes)),
+            go: op.code.as_ref().zip(go).map(|(code, bytes)| (home(&code.region, code.bytes_of(tiles.start)), bytes)),
+        };
+        let mut memory = TileMemory { buffers: &self.buffers, frames };
+        for tile in tiles {
+            coder.combine(&mut memory, op, tile as usize);
         }
     }
 
-    /// Looks at tiles that have come.
+    /// Looks at tiles that have come, and lie in their frame or where they belong.
     ///
     /// # Errors
     /// What is wrong with the first bad one.
-    pub(crate) fn check_tiles(&self, coded: &Coded, tiles: Range<u64>) -> Result<(), String> {
+    pub(crate) fn check_tiles(&self, coded: &Coded, tiles: Range<u64>, frame: Option<&[u8]>) -> Result<(), String> {
         let Some(coder) = &self.coder else { unreachable!("an encoded call has a coder") };
-        coder.check(&self.buffers, coded, tiles)
+        let home = || self.buffers.address(&coded.region.at(coded.bytes_of(tiles.start)));
+        let frames = InFrames { come: frame.map(|bytes| (home(), bytes)), go: None };
+        coder.check(&TileMemory { buffers: &self.buffers, frames }, coded, tiles)
     }
 
     /// Enters what was measured of an encoded call that is done.

@@ -82,6 +82,7 @@ impl Plan {
             kind: PlanOpKind::External(step),
             total: 0,
             coded: None,
+            partner: None,
             edge: 0,
             deps,
             dependents: SmallVec::new(),
@@ -93,6 +94,7 @@ impl Plan {
         for (index, op) in (1..).zip(&mut self.ops) {
             op.deps.iter_mut().for_each(|(on, _)| *on += 1);
             op.dependents.iter_mut().for_each(|dependent| *dependent += 1);
+            op.partner.iter_mut().for_each(|partner| *partner += 1);
             if op.deps.is_empty() {
                 op.deps.push((0, false));
                 first.dependents.push(index);
@@ -127,7 +129,7 @@ impl Plan {
             }
         }
         let (kind, dependents) = (PlanOpKind::External(ExternalStep::Offload), SmallVec::new());
-        self.ops.push(PlanOp { kind, total: 0, coded: None, edge: 0, deps, dependents });
+        self.ops.push(PlanOp { kind, total: 0, coded: None, partner: None, edge: 0, deps, dependents });
         self.is_offloaded = true;
         (self.name, self.id) = (OFFLOADED, OFFLOADED_ID);
         self.fast_path = None;
@@ -141,6 +143,7 @@ impl Plan {
             kind,
             total: 0,
             coded: None,
+            partner: None,
             edge: 0,
             deps: SmallVec::new(),
             dependents: SmallVec::new(),
@@ -227,7 +230,10 @@ impl Plan {
                 work += total;
             }
             let coded = coded_message.map(Box::new);
-            ops.push(PlanOp { kind, total, coded, edge: op.edge, deps, dependents: SmallVec::new() });
+            ops.push(PlanOp { kind, total, coded, partner: None, edge: op.edge, deps, dependents: SmallVec::new() });
+        }
+        if shape.coding.is_some() {
+            find_partners(program, &mut ops);
         }
         let mut peers: SmallVec<[Rank; 4]> = receives.iter().chain(&sends).map(|&(peer, ..)| Rank(peer)).collect();
         peers.sort_unstable();
@@ -271,6 +277,40 @@ fn coded(layout: &Layout, program: &Program, span: &Span, coding: &dyn Coding) -
     })
 }
 
+/// Finds the encoded chunks that one operation makes and one reads, of which one is a combination and the other a message.
+fn find_partners(program: &Program, ops: &mut [PlanOp]) {
+    let mut readers: Vec<SmallVec<[u32; 2]>> = vec![SmallVec::new(); program.codes.len()];
+    let mut makers: Vec<Option<u32>> = vec![None; program.codes.len()];
+    fn codes(span: &Span) -> impl Iterator<Item = usize> {
+        span.chunks().filter(|(buf, _)| *buf == Buf::Code).map(|(_, chunk)| chunk as usize)
+    }
+    for (index, op) in (0..).zip(&program.ops) {
+        match &op.kind {
+            OpKind::Send { src, .. } => codes(src).for_each(|code| readers[code].push(index)),
+            OpKind::Recv { dst, .. } => codes(dst).for_each(|code| makers[code] = Some(index)),
+            OpKind::Combine { dsts, srcs, .. } => {
+                srcs.iter().flat_map(codes).for_each(|code| readers[code].push(index));
+                dsts.iter().flat_map(codes).for_each(|code| makers[code] = Some(index));
+            }
+            OpKind::RecvReduce { .. } | OpKind::Copy { .. } | OpKind::Reduce { .. } => {}
+        }
+    }
+    for (maker, readers) in makers.into_iter().zip(readers) {
+        let (Some(maker), [reader]) = (maker, &readers[..]) else { continue };
+        match (&ops[maker as usize].kind, &ops[*reader as usize].kind) {
+            // An empty message has no byte that could stream behind its tiles.
+            (PlanOpKind::Combine(_), PlanOpKind::Send { .. })
+                if ops[*reader as usize].deps[..] == [(maker, true)] && ops[*reader as usize].total > 0 =>
+            {
+                ops[maker as usize].partner = Some(*reader);
+                ops[*reader as usize].partner = Some(maker);
+            }
+            (PlanOpKind::Recv { .. }, PlanOpKind::Combine(_)) => ops[maker as usize].partner = Some(*reader),
+            _ => {}
+        }
+    }
+}
+
 /// The chunk that all of these have the elements of.
 fn like_of<'a>(program: &Program, spans: impl Iterator<Item = &'a Span>) -> (Buf, u32) {
     let mut chunks = spans.flat_map(Span::chunks);
@@ -297,18 +337,31 @@ fn fast_path_order(ops: &[PlanOp]) -> Box<[u32]> {
 
 #[cfg(test)]
 mod tests {
-    use accl_schedule::{ALGORITHMS, Part, Request, Topology};
-    use accl_types::{Collective, Elems};
+    use accl_kernels::codec;
+    use accl_schedule::{ALGORITHMS, Part, Request, Role, Topology};
+    use accl_types::{Collective, Dtype, Elems};
 
     use super::*;
+    use crate::call::{Codecs, TensorCodecs, TypedCodecs};
 
     /// The plans of all ranks for one algorithm, for blocks of so many elements.
     fn plans(algorithm: &'static Algorithm, topology: &Topology, counts: &[u64], part: Part) -> Vec<Plan> {
+        plans_with(algorithm, topology, counts, part, None)
+    }
+
+    fn plans_with(
+        algorithm: &'static Algorithm,
+        topology: &Topology,
+        counts: &[u64],
+        part: Part,
+        coding: Option<&dyn Coding>,
+    ) -> Vec<Plan> {
         let world = topology.world();
         let plan = |rank| {
             let root = Rank(0);
             let request = Request { collective: algorithm.collective, world, rank: Rank(rank), root, topology };
-            let program = (algorithm.build)(&request).lower(&request);
+            let plain = (algorithm.build)(&request).lower(&request);
+            let program = if coding.is_some() { plain.encoded(algorithm, &request) } else { plain };
             let block = |of: u32| vec![Elems(counts[of as usize % counts.len()])];
             let (own, each, none) = (vec![block(rank)], (0..world).map(block).collect::<Vec<_>>(), Vec::new());
             let all = vec![block(0)];
@@ -327,7 +380,7 @@ mod tests {
                 }
                 Collective::Barrier | Collective::Send | Collective::Recv => (none.clone(), none),
             };
-            let shape = CallShape { elem_bytes: 4, in_blocks: &input, out_blocks: &output, coding: None, part };
+            let shape = CallShape { elem_bytes: 4, in_blocks: &input, out_blocks: &output, coding, part };
             Plan::new(algorithm, &program, &shape, world)
         };
         (0..world).map(plan).collect()
@@ -371,6 +424,32 @@ mod tests {
                     }
                 }
                 assert_eq!(work, whole, "{}: parts have together what the whole call has", algorithm.name);
+            }
+        }
+    }
+
+    #[test]
+    fn what_one_rank_encodes_for_one_other_never_lies_in_memory_on_either_side() {
+        let bf16 = codec::parse("bf16").expect("a codec");
+        let tensor = TensorCodecs { intra_node: bf16.clone(), reduce: bf16.clone(), result: bf16, id: 0 };
+        let coding = TypedCodecs { codecs: Codecs::new(vec![tensor]).expect("codecs"), dtype: Dtype::F32 };
+        let plans_of = |name: &str, world: usize| {
+            let row = ALGORITHMS.iter().find(|row| row.collective == Collective::AllReduce && row.name == name);
+            let topology = Topology::new(vec![0; world]);
+            plans_with(row.expect("a row"), &topology, &[100_000], Part::WHOLE, Some(&coding))
+        };
+        let partners = |plans: &[Plan]| {
+            let messages = plans.iter().flat_map(|plan| &plan.ops).filter(|op| op.coded.is_some());
+            messages.map(|op| (matches!(op.kind, PlanOpKind::Send { .. }), op.partner.is_some())).collect::<Vec<_>>()
+        };
+        let of_two = partners(&plans_of("direct_two_phase", 2));
+        assert_eq!(of_two, [(true, true), (false, true), (true, true), (false, true)].repeat(2));
+        for plan in &plans_of("direct_two_phase", 4) {
+            for op in plan.ops.iter().filter(|op| op.coded.is_some()) {
+                // Contributions go to one rank, and finished sums to all: these are encoded once, where all can read them.
+                let is_sum = op.coded.as_ref().is_some_and(|coded| coded.role == Role::Result);
+                let is_send = matches!(op.kind, PlanOpKind::Send { .. });
+                assert_eq!(op.partner.is_some(), !(is_send && is_sum));
             }
         }
     }

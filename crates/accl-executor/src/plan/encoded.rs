@@ -31,6 +31,11 @@ impl Coded {
         self.ends.partition_point(|&end| end <= bytes) as u64
     }
 
+    /// How many tiles there must be for so many bytes.
+    pub(crate) fn tiles_to(&self, bytes: u64) -> u64 {
+        self.ends.partition_point(|&end| end < bytes) as u64 + u64::from(bytes > 0)
+    }
+
     /// Bytes of so many tiles.
     pub(crate) fn bytes_of(&self, tiles: u64) -> u64 {
         if tiles == 0 { 0 } else { self.ends[tiles as usize - 1] }

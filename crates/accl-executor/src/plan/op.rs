@@ -72,6 +72,9 @@ pub(crate) struct PlanOp {
     pub(crate) total: u64,
     /// Of a message that is an encoded chunk: its tiles.
     pub(crate) coded: Option<Box<Coded>>,
+    /// The one other operation that has to do with an encoded chunk, so that its tiles need never lie in the call's memory: of a
+    /// combination, the send of what it makes, and the reverse; of a receive, the combination of what comes.
+    pub(crate) partner: Option<u32>,
     pub(crate) edge: u32,
     /// (operation, whether byte k may follow byte k)
     pub(crate) deps: SmallVec<[(u32, bool); 4]>,
@@ -80,6 +83,15 @@ pub(crate) struct PlanOp {
 }
 
 impl PlanOp {
+    /// Most bytes of the message in a frame that begins at byte `at` of it: a segment, but whole tiles where at least one of them
+    /// fits.
+    #[inline]
+    pub(crate) fn frame_bytes(&self, at: u64, segment: u64) -> u64 {
+        let Some(coded) = &self.coded else { return segment };
+        let whole = coded.bytes_of(coded.tiles_in(at + segment)).saturating_sub(at);
+        if whole > 0 { whole } else { segment }
+    }
+
     /// How far `later`, which streams behind this one, may go when this one has done so much: a combination goes by tiles,
     /// a message by bytes.
     pub(crate) fn reach(&self, done: u64, later: &PlanOp) -> u64 {

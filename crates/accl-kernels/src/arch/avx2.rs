@@ -15,8 +15,8 @@ use std::arch::x86_64::{
 use std::marker::PhantomData;
 
 use super::row::{Row, arch};
-use crate::codec::avx2::with_vectors;
-use crate::codec::loops::codec_loops;
+use crate::codec::avx2::{narrow_bf16, sum_bf16, with_vectors};
+use crate::codec::loops::{Loops, codec_loops};
 use crate::isa::{Arch, Isa, ReduceKernels, ScaleKernel};
 use crate::reduce::lanes::{ArithReg, Bf16, Complex, FloatLanes, FloatReg, Group, Lanes, LastOn, OpOn, OrderReg, Regs};
 use crate::reduce::{loops, select};
@@ -29,7 +29,7 @@ arch!(
     Group<F64x4, 2>,
     Group<ByParts<F32x8>, 2>,
     Group<ByParts<F64x4>, 2>,
-    with_vectors(LOOPS),
+    Loops { narrow_bf16, sum_bf16, ..with_vectors(LOOPS) },
     "avx2+f16c",
     || !cfg!(miri) && is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") && is_x86_feature_detected!("fma"),
     #[target_feature(enable = "avx2,f16c,fma")]

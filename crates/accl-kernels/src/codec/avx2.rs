@@ -2,11 +2,12 @@
 //! without a detour by way of memory.
 
 use std::arch::x86_64::{
-    __m256, __m256i, _mm_cvtsi32_si128, _mm_cvtsi128_si32, _mm_loadl_epi64, _mm_loadu_si128, _mm_max_epi32,
-    _mm_shuffle_epi32, _mm_storeu_si128, _mm_unpackhi_epi64, _mm256_broadcastq_epi64, _mm256_castsi256_si128,
-    _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32, _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_movemask_epi8,
-    _mm256_permute4x64_epi64, _mm256_permutevar8x32_epi32, _mm256_setr_epi32, _mm256_slli_epi16, _mm256_srlv_epi32,
-    _mm256_storeu_si256, _mm256_testz_si256,
+    __m256, __m256i, _CMP_UNORD_Q, _mm_cvtsi32_si128, _mm_cvtsi128_si32, _mm_loadl_epi64, _mm_loadu_si128,
+    _mm_max_epi32, _mm_shuffle_epi32, _mm_storeu_si128, _mm_unpackhi_epi64, _mm256_broadcastq_epi64,
+    _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32,
+    _mm256_cvtepu16_epi32, _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_movemask_epi8, _mm256_movemask_ps,
+    _mm256_or_ps, _mm256_permute4x64_epi64, _mm256_permutevar8x32_epi32, _mm256_setr_epi32, _mm256_slli_epi16,
+    _mm256_slli_epi32, _mm256_srlv_epi32, _mm256_storeu_si256, _mm256_testz_si256,
 };
 // What differs in width only is named alike.
 use std::arch::x86_64::{
@@ -113,6 +114,84 @@ fn pack<const BITS: usize>(dst: &mut [u8], codes: __m256i) {
             dst.copy_from_slice(&bytes[..2 * BITS]);
         }
     }
+}
+
+/// As [`loops::narrow_bf16`], sixteen values at a time: the compiler packs eight.
+#[target_feature(enable = "avx2,fma")]
+pub(crate) fn narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most: f32) {
+    if most.is_finite() {
+        return loops::narrow_bf16(dst, values, most);
+    }
+    const ELEMENTS: usize = 2 * LANES;
+    let mut not_a_number = set1_ps(0.0);
+    for (dst, values) in dst.chunks_exact_mut(ELEMENTS).zip(values.chunks_exact(ELEMENTS)) {
+        // SAFETY: there are two vectors of values.
+        let [a, b] = unsafe { [loadu_ps(values.as_ptr()), loadu_ps(values[LANES..].as_ptr())] };
+        not_a_number = _mm256_or_ps(not_a_number, _mm256_cmp_ps::<_CMP_UNORD_Q>(a, b));
+        let halves = upper_halves([a, b].map(|value| rounded(castps_si(value))));
+        // SAFETY: there is room for sixteen elements of two bytes.
+        unsafe { _mm256_storeu_si256(dst.as_mut_ptr().cast(), halves) };
+    }
+    // Rounded like a number, a NaN would become one.
+    let done = if _mm256_movemask_ps(not_a_number) == 0 { values.len() - values.len() % ELEMENTS } else { 0 };
+    loops::narrow_bf16(&mut dst[done..], &values[done..], most);
+}
+
+/// As [`loops::sum_bf16`], which does what is left, and groups in which a sum is NaN.
+///
+/// # Safety
+/// As there.
+#[target_feature(enable = "avx2,fma")]
+pub(crate) unsafe fn sum_bf16(dst: &mut [[u8; 2]], src: &[[u8; 2]], addends: *const f32, results: Option<*mut f32>) {
+    const ELEMENTS: usize = loops::SUM_GROUP;
+    const { assert!(ELEMENTS == 2 * LANES) };
+    let whole = dst.len() - dst.len() % ELEMENTS;
+    let groups = dst.chunks_exact_mut(ELEMENTS).zip(src.chunks_exact(ELEMENTS));
+    for (at, (dst, src)) in (0..).step_by(ELEMENTS).zip(groups) {
+        // SAFETY: there are sixteen elements and, by the caller's promise, as many addends.
+        let sums = unsafe {
+            [0, LANES].map(|lane| {
+                let halves = _mm256_cvtepu16_epi32(_mm_loadu_si128(src[lane..].as_ptr().cast()));
+                add_ps(loadu_ps(addends.add(at + lane)), _mm256_castsi256_ps(_mm256_slli_epi32::<16>(halves)))
+            })
+        };
+        if _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(sums[0], sums[1])) != 0 {
+            // SAFETY: the caller's promise, of those from here on.
+            unsafe { loops::sum_bf16(dst, src, addends.add(at), results.map(|results| results.add(at))) };
+            continue;
+        }
+        let rounded = sums.map(|sum| rounded(castps_si(sum)));
+        if let Some(results) = results {
+            for (lane, rounded) in [0, LANES].into_iter().zip(rounded) {
+                let kept = and_si(rounded, set1_epi32(!0xffff));
+                // SAFETY: there is room for as many results, by the caller's promise.
+                unsafe { _mm256_storeu_si256(results.add(at + lane).cast(), kept) };
+            }
+        }
+        // SAFETY: there is room for sixteen elements of two bytes.
+        unsafe { _mm256_storeu_si256(dst.as_mut_ptr().cast(), upper_halves(rounded)) };
+    }
+    // SAFETY: the caller's promise, of those that are left.
+    unsafe {
+        let results = results.map(|results| results.add(whole));
+        loops::sum_bf16(&mut dst[whole..], &src[whole..], addends.add(whole), results);
+    }
+}
+
+/// Float32 that are no NaN with the bfloat16 that is nearest, ties to even, in the upper half.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+fn rounded(bits: __m256i) -> __m256i {
+    let odd = and_si(srli_epi32::<16>(bits), set1_epi32(1));
+    add_epi32(bits, add_epi32(odd, set1_epi32(0x7fff)))
+}
+
+/// The upper halves of all words, in order.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+fn upper_halves([a, b]: [__m256i; 2]) -> __m256i {
+    // Packing works within halves of a vector.
+    _mm256_permute4x64_epi64::<0b11_01_10_00>(packus_epi32(srli_epi32::<16>(a), srli_epi32::<16>(b)))
 }
 
 /// The values of the levels of a bucket.

@@ -12,7 +12,7 @@ use super::loops::Loops;
 use super::pieces::{add, convert};
 use super::rng::RngKey;
 use super::settings::Settings;
-use super::traits::{Bound, Buckets, Build, Codec, Loss, NonFinite, Row, Slice, Summary};
+use super::traits::{Bound, Buckets, Build, Codec, EncodeSums, Loss, NonFinite, Row, Slice, Summary, Sums};
 use crate::dispatch;
 use crate::float_env::DefaultFloatEnv;
 use crate::isa::Isa;
@@ -128,5 +128,24 @@ impl Codec for Cast {
     fn decode_add(&self, sums: &mut [f32], src: &[u8], tensor: Dtype) {
         let _env = DefaultFloatEnv::enter();
         add(sums, self.elements(src, tensor, sums.len()), self.wire(tensor), self.loops);
+    }
+
+    fn encode_sums(&self) -> Option<&dyn EncodeSums> {
+        (self.wire == Some(Dtype::BF16)).then_some(self as &dyn EncodeSums)
+    }
+}
+
+/// Of bfloat16.
+impl EncodeSums for Cast {
+    unsafe fn encode_sums(&self, dst: &mut [u8], src: &[u8], sums: Sums) {
+        let _env = DefaultFloatEnv::enter();
+        let src = self.elements(src, Dtype::F32, sums.count);
+        assert_eq!(dst.len(), self.encoded_bytes(Dtype::F32, sums.count), "room for {} elements", sums.count);
+        let (elements, zeros) = dst.split_at_mut(src.len());
+        zeros.fill(0);
+        let (elements, _) = elements.as_chunks_mut();
+        let (src, _) = src.as_chunks();
+        // SAFETY: the caller's promise; the instruction set was checked when the loops were chosen.
+        unsafe { (self.loops.sum_bf16)(elements, src, sums.addends, sums.results) };
     }
 }

@@ -384,6 +384,36 @@ pub(crate) fn narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most
     }
 }
 
+/// Elements of [`sum_bf16`] that are read before any of them is written.
+pub(crate) const SUM_GROUP: usize = 16;
+
+/// Adds bfloat16 to float32, rounds the sums to bfloat16, and writes them as float32, too, where that is wanted.
+///
+/// # Safety
+/// There are as many addends as elements, and as much room for results, which may lie where the addends do.
+#[inline(always)]
+pub(crate) unsafe fn sum_bf16(dst: &mut [[u8; 2]], src: &[[u8; 2]], addends: *const f32, results: Option<*mut f32>) {
+    for (group, (dst, src)) in dst.chunks_mut(SUM_GROUP).zip(src.chunks(SUM_GROUP)).enumerate() {
+        let at = group * SUM_GROUP;
+        let mut rounded = [0u32; SUM_GROUP];
+        for (index, (rounded, &bytes)) in rounded.iter_mut().zip(src).enumerate() {
+            // SAFETY: the caller's promise.
+            let addend = unsafe { addends.add(at + index).read_unaligned() };
+            *rounded = float16::round_bf16(addend + float16::widen_bf16(u16::from_ne_bytes(bytes)));
+        }
+        for (index, (bytes, rounded)) in dst.iter_mut().zip(rounded).enumerate() {
+            *bytes = ((rounded >> 16) as u16).to_ne_bytes();
+            if let Some(results) = results {
+                // SAFETY: the caller's promise.
+                unsafe { results.add(at + index).write_unaligned(f32::from_bits(rounded & 0xffff_0000)) };
+            }
+        }
+    }
+}
+
+/// See [`sum_bf16`].
+type SumNarrow = unsafe fn(&mut [[u8; 2]], &[[u8; 2]], *const f32, Option<*mut f32>);
+
 /// Makes float32 of a 16-bit type.
 type Widen = unsafe fn(&mut [MaybeUninit<f32>], &[[u8; 2]]);
 
@@ -419,6 +449,7 @@ pub(crate) struct Loops {
     pub(crate) widen_bf16: Widen,
     pub(crate) narrow_f16: Narrow,
     pub(crate) narrow_bf16: Narrow,
+    pub(crate) sum_bf16: SumNarrow,
 }
 
 /// Defines `LOOPS`: functions with the given attributes around the loops.
@@ -453,12 +484,13 @@ macro_rules! codec_loops {
                 widen_bf16(dst: &mut [MaybeUninit<f32>], src: &[[u8; 2]]) -> ();
                 narrow_f16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most: f32) -> ();
                 narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most: f32) -> ();
+                [unsafe] sum_bf16(dst: &mut [[u8; 2]], src: &[[u8; 2]], addends: *const f32, results: Option<*mut f32>) -> ();
             }
         };
     };
-    (@ $features:tt $($name:ident($($arg:ident: $type:ty),*) -> $result:ty;)*) => {
+    (@ $features:tt $($([$unsafe:ident])? $name:ident($($arg:ident: $type:ty),*) -> $result:ty;)*) => {
         {
-            $(codec_loops! { @@ $features $name($($arg: $type),*) -> $result })*
+            $(codec_loops! { @@ $features $([$unsafe])? $name($($arg: $type),*) -> $result })*
             Loops { $($name),* }
         }
     };
@@ -466,6 +498,13 @@ macro_rules! codec_loops {
         $(#[$feature])*
         fn $name($($arg: $type),*) -> $result {
             loops::$name($($arg),*)
+        }
+    };
+    (@@ [$(#[$feature:meta])*] [unsafe] $name:ident($($arg:ident: $type:ty),*) -> $result:ty) => {
+        $(#[$feature])*
+        unsafe fn $name($($arg: $type),*) -> $result {
+            // SAFETY: the caller's promise is that of the loop.
+            unsafe { loops::$name($($arg),*) }
         }
     };
 }

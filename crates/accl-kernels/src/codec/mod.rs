@@ -50,7 +50,7 @@ pub use page::page_with_table;
 pub use rng::RngKey;
 pub use settings::{Rounding, Setting, Settings};
 use traits::ROW_BITS;
-pub use traits::{Bound, Buckets, Codec, Loss, MOST_BUCKET, NonFinite, Row, Slice, Summary, encodes};
+pub use traits::{Bound, Buckets, Codec, EncodeSums, Loss, MOST_BUCKET, NonFinite, Row, Slice, Summary, Sums, encodes};
 
 /// All codecs.
 pub const CODECS: &[Row] = &[

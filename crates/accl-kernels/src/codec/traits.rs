@@ -63,6 +63,36 @@ pub trait Codec: Send + Sync {
     /// # Panics
     /// Panics if `src` has another length than [`Codec::encoded_bytes`].
     fn decode_add(&self, sums: &mut [f32], src: &[u8], tensor: Dtype);
+
+    /// How it encodes sums while they are made, if it can.
+    fn encode_sums(&self) -> Option<&dyn EncodeSums> {
+        None
+    }
+}
+
+/// A codec that encodes sums while they are made.
+pub trait EncodeSums {
+    /// Encodes sums of a tensor of float32, of as many addends and of what the same codec has encoded, and writes what they decode
+    /// to: as [`Codec::decode_add`], [`Codec::encode`] and [`Codec::decode`] do one after the other, to the bit, in one pass.
+    ///
+    /// # Safety
+    /// The addends of `sums` may be read; where the results go, if they are wanted, there is room for as many float32. Both may be
+    /// the same place; nobody else uses it meanwhile. No alignment is asked for.
+    ///
+    /// # Panics
+    /// Panics if one of the slices has another length than [`Codec::encoded_bytes`].
+    unsafe fn encode_sums(&self, dst: &mut [u8], src: &[u8], sums: Sums);
+}
+
+/// Sums that are made while they are encoded.
+#[derive(Clone, Copy, Debug)]
+pub struct Sums {
+    /// Float32 that what was encoded is added to.
+    pub addends: *const f32,
+    /// Where what the sums decode to goes, as float32.
+    pub results: Option<*mut f32>,
+    /// How many there are.
+    pub count: usize,
 }
 
 /// By its settings.
