@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .contenders import BY_NAME, CASTS, CODECS, ENCODED_WITH_HELPERS, FORCED, HOOKS, WITH_HELPERS
+from .contenders import BY_NAME, CASTS, CODECS, ENCODED_WITH_HELPERS, FORCED, GROUP_CODECS, HOOKS, WITH_HELPERS
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).resolve().parent / "ranks"
@@ -302,7 +302,7 @@ MAKERS: dict[str, Callable[[Workshop], None]] = {
     "oneccl_workers": make_oneccl,
     "deepspeed_threads": make_deepspeed,
     **{one.name: make_accl for one in WITH_HELPERS},
-    **{one.name: make_accl_torch for one in ENCODED_WITH_HELPERS},
+    **{one.name: make_accl_torch for one in (*ENCODED_WITH_HELPERS, *GROUP_CODECS)},
     **{f"accl_{choice}": make_accl_torch for choice in (*FORCED, *CODECS)},
     **{f"gloo_{smaller}": make_gloo for smaller in (*CASTS, *HOOKS)},
 }

@@ -75,9 +75,17 @@ def with_codec(backend: str, codec: str, note: str) -> Contender:
     return through_torch(f"{backend}_{codec}", title, note, at_home=True, backend=f"{backend}+{codec}")
 
 
+def with_group_codec(codec: str) -> Contender:
+    """accl whose group compresses all calls."""
+    name, title = f"accl_all_{codec}", f"accl through torch, all calls {codec}"
+    note = f'`Options(compression="{codec}", compressed_calls="all")`'
+    return through_torch(name, title, note, at_home=True, backend=f"accl+all:{codec}")
+
+
 # For the section that compares them, coarser and coarser.
 CODECS = ("bf16", "maxmin:8", "maxmin:4", "maxmin:2")
 CASTS = ("fp16", "bf16")
+GROUP_CODECS = tuple(map(with_group_codec, CODECS[:-1]))
 # What else torch has a hook for.
 HOOKS = {
     "int8": "what torch's `quantization_pertensor_hook` does: all_gather of bytes, one scale a tensor",
@@ -205,6 +213,7 @@ CONTENDERS = (
     *ENCODED_WITH_HELPERS,
     *map(with_algorithm, FORCED),
     *(with_codec("accl", codec, "`all_reduce_quantized`") for codec in CODECS),
+    *GROUP_CODECS,
     *(with_codec("gloo", cast, f"what torch's `{cast}_compress_hook` does with a bucket") for cast in CASTS),
     *(with_codec("gloo", hook, note) for hook, note in HOOKS.items()),
 )

@@ -228,6 +228,7 @@ class Distributed(Member):
         self.dist = dist
         backend, _, self.codec = backend.partition("+")
         self.backend, self.loses = backend, self.codec
+        options = None
         # Of PowerSGD, by the number of elements.
         self.states: dict[int, object] = {}
         # Every collective needs the other ranks of the core: at least so often it changes hands.
@@ -247,12 +248,17 @@ class Distributed(Member):
             import torch_accl
 
             self.version = torch_accl.__version__ + ", "
+            # The group itself compresses, and the calls are those of everybody.
+            if self.codec.startswith("all:"):
+                codec, self.codec = self.codec.removeprefix("all:"), ""
+                options = torch_accl.Options(compression=codec, compressed_calls="all")
         dist.init_process_group(
             backend,
             init_method=f"file://{folder / 'store'}",
             rank=rank,
             world_size=ranks,
             timeout=timedelta(seconds=120),
+            pg_options=options,
         )
         self.version += f"torch {self.torch.__version__}"
 

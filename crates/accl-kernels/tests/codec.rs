@@ -2,7 +2,7 @@
 
 mod common;
 
-use accl_kernels::codec::{Codec, NonFinite, RngKey, Rounding, Settings, Slice, Sums, codec};
+use accl_kernels::codec::{Codec, Floats, NonFinite, RngKey, Rounding, Settings, Slice, Sums, codec};
 use accl_kernels::{Isa, available_isas};
 use accl_types::{Dtype, ErrorKind, Rank};
 use common::Random;
@@ -754,7 +754,7 @@ proptest! {
 
     #[test]
     fn sums_are_encoded_while_they_are_made_as_they_are_one_step_after_the_other(
-        kinds in (0usize..12, 0usize..12), seed: u64, count in 0usize..1300, shift in 0usize..4, in_place: bool, wanted: bool,
+        kinds in (0usize..12, 0usize..12), seed: u64, count in 0usize..1300, shift in 0usize..4, in_place: bool, wanted: bool, ranks in 0u32..4,
     ) {
         let random = &mut Random(seed);
         let addends = data_values(count, kinds.0 as u64, random);
@@ -772,6 +772,8 @@ proptest! {
             let incoming = encode(incoming.as_ptr().cast());
             let mut expected_sums = addends.clone();
             codec.decode_add(&mut expected_sums, &incoming, Dtype::F32);
+            let divisor = (ranks > 0).then_some(ranks as f32);
+            Floats::default().finish(&mut expected_sums, divisor, Dtype::F32);
             let expected = encode(expected_sums.as_ptr());
             let mut expected_results = vec![0f32; count];
             // SAFETY: there is room for the elements.
@@ -787,7 +789,7 @@ proptest! {
             let mut encoded = vec![0xa5; bytes];
             let addends = memory[shift..].as_mut_ptr().cast_const().cast();
             // SAFETY: there are as many addends, and there is room for as many results.
-            unsafe { encoder.encode_sums(&mut encoded, &incoming, Sums { addends, results, count }) };
+            unsafe { encoder.encode_sums(&mut encoded, &incoming, Sums { addends, divisor, results, count }) };
             prop_assert_eq!(&encoded, &expected);
             if wanted {
                 let written = if in_place { &memory[shift..] } else { &elsewhere[shift..] };

@@ -209,7 +209,7 @@ impl Coder {
         let codecs = self.codecs.clone();
         let codec = codecs.codec(code.role, tile.piece);
         let Some(encoder) = codec.encode_sums() else { return false };
-        if self.dtype != Dtype::F32 || self.finishing(op).is_some() || self.residual(op, code, index).is_some() {
+        if self.dtype != Dtype::F32 || self.residual(op, code, index).is_some() {
             return false;
         }
         let (addends, last) = match &op.srcs[..] {
@@ -228,7 +228,7 @@ impl Coder {
             self.sums.as_ptr()
         });
         let results = out.map(|out| memory.buffers.address(&out.at(at)).cast());
-        let sums = Sums { addends, results, count: tile.elems as usize };
+        let sums = Sums { addends, divisor: self.finishing(op), results, count: tile.elems as usize };
         let (src, dst) = memory.both(last, code, index);
         // SAFETY: the caller's memory has the tile's elements, which nobody changes until the call ends, and room for its results; where they
         // are the same the sums take the place of what they are made of.

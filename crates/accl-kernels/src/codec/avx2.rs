@@ -3,11 +3,11 @@
 
 use std::arch::x86_64::{
     __m256, __m256i, _CMP_UNORD_Q, _mm_cvtsi32_si128, _mm_cvtsi128_si32, _mm_loadl_epi64, _mm_loadu_si128,
-    _mm_max_epi32, _mm_shuffle_epi32, _mm_storeu_si128, _mm_unpackhi_epi64, _mm256_broadcastq_epi64,
-    _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32,
-    _mm256_cvtepu16_epi32, _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_movemask_epi8, _mm256_movemask_ps,
-    _mm256_or_ps, _mm256_permute4x64_epi64, _mm256_permutevar8x32_epi32, _mm256_setr_epi32, _mm256_slli_epi16,
-    _mm256_slli_epi32, _mm256_srlv_epi32, _mm256_storeu_si256, _mm256_testz_si256,
+    _mm_max_epi32, _mm_shuffle_epi32, _mm_storeu_si128, _mm_unpackhi_epi64, _mm256_blendv_epi8,
+    _mm256_broadcastq_epi64, _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cvtepi32_ps,
+    _mm256_cvtepu8_epi32, _mm256_cvtepu16_epi32, _mm256_div_ps, _mm256_extracti128_si256, _mm256_fmadd_ps,
+    _mm256_movemask_epi8, _mm256_movemask_ps, _mm256_permute4x64_epi64, _mm256_permutevar8x32_epi32, _mm256_setr_epi32,
+    _mm256_slli_epi16, _mm256_slli_epi32, _mm256_srlv_epi32, _mm256_storeu_si256, _mm256_testz_si256,
 };
 // What differs in width only is named alike.
 use std::arch::x86_64::{
@@ -34,6 +34,8 @@ use super::groups::{
 };
 use super::loops::{self, Buckets, Grid, Loops, Range, Scale, by_bits};
 use super::rng::{FACTORS, Narrow, RandomBits, SHARE, Stream};
+use super::traits::Sums;
+use crate::reduce::float16;
 
 /// Elements that make a vector of codes.
 const GROUP: usize = 32;
@@ -123,45 +125,40 @@ pub(crate) fn narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most
         return loops::narrow_bf16(dst, values, most);
     }
     const ELEMENTS: usize = 2 * LANES;
-    let mut not_a_number = set1_ps(0.0);
+    let whole = values.len() - values.len() % ELEMENTS;
     for (dst, values) in dst.chunks_exact_mut(ELEMENTS).zip(values.chunks_exact(ELEMENTS)) {
         // SAFETY: there are two vectors of values.
-        let [a, b] = unsafe { [loadu_ps(values.as_ptr()), loadu_ps(values[LANES..].as_ptr())] };
-        not_a_number = _mm256_or_ps(not_a_number, _mm256_cmp_ps::<_CMP_UNORD_Q>(a, b));
-        let halves = upper_halves([a, b].map(|value| rounded(castps_si(value))));
+        let values = unsafe { [loadu_ps(values.as_ptr()), loadu_ps(values[LANES..].as_ptr())] };
         // SAFETY: there is room for sixteen elements of two bytes.
-        unsafe { _mm256_storeu_si256(dst.as_mut_ptr().cast(), halves) };
+        unsafe { _mm256_storeu_si256(dst.as_mut_ptr().cast(), upper_halves(rounded(values))) };
     }
-    // Rounded like a number, a NaN would become one.
-    let done = if _mm256_movemask_ps(not_a_number) == 0 { values.len() - values.len() % ELEMENTS } else { 0 };
-    loops::narrow_bf16(&mut dst[done..], &values[done..], most);
+    loops::narrow_bf16(&mut dst[whole..], &values[whole..], most);
 }
 
-/// As [`loops::sum_bf16`], which does what is left, and groups in which a sum is NaN.
+/// As [`loops::sum_bf16`], which does what is left.
 ///
 /// # Safety
 /// As there.
 #[target_feature(enable = "avx2,fma")]
-pub(crate) unsafe fn sum_bf16(dst: &mut [[u8; 2]], src: &[[u8; 2]], addends: *const f32, results: Option<*mut f32>) {
+pub(crate) unsafe fn sum_bf16(dst: &mut [[u8; 2]], src: &[[u8; 2]], sums: Sums) {
     const ELEMENTS: usize = loops::SUM_GROUP;
     const { assert!(ELEMENTS == 2 * LANES) };
     let whole = dst.len() - dst.len() % ELEMENTS;
     let groups = dst.chunks_exact_mut(ELEMENTS).zip(src.chunks_exact(ELEMENTS));
     for (at, (dst, src)) in (0..).step_by(ELEMENTS).zip(groups) {
         // SAFETY: there are sixteen elements and, by the caller's promise, as many addends.
-        let sums = unsafe {
+        let mut values = unsafe {
             [0, LANES].map(|lane| {
                 let halves = _mm256_cvtepu16_epi32(_mm_loadu_si128(src[lane..].as_ptr().cast()));
-                add_ps(loadu_ps(addends.add(at + lane)), _mm256_castsi256_ps(_mm256_slli_epi32::<16>(halves)))
+                let addend = loadu_ps(sums.addends.add(at + lane));
+                add_ps(addend, _mm256_castsi256_ps(_mm256_slli_epi32::<16>(halves)))
             })
         };
-        if _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(sums[0], sums[1])) != 0 {
-            // SAFETY: the caller's promise, of those from here on.
-            unsafe { loops::sum_bf16(dst, src, addends.add(at), results.map(|results| results.add(at))) };
-            continue;
+        if let Some(divisor) = sums.divisor {
+            values = values.map(|value| _mm256_div_ps(value, set1_ps(divisor)));
         }
-        let rounded = sums.map(|sum| rounded(castps_si(sum)));
-        if let Some(results) = results {
+        let rounded = rounded(values);
+        if let Some(results) = sums.results {
             for (lane, rounded) in [0, LANES].into_iter().zip(rounded) {
                 let kept = and_si(rounded, set1_epi32(!0xffff));
                 // SAFETY: there is room for as many results, by the caller's promise.
@@ -171,19 +168,34 @@ pub(crate) unsafe fn sum_bf16(dst: &mut [[u8; 2]], src: &[[u8; 2]], addends: *co
         // SAFETY: there is room for sixteen elements of two bytes.
         unsafe { _mm256_storeu_si256(dst.as_mut_ptr().cast(), upper_halves(rounded)) };
     }
+    let rest = Sums {
+        addends: sums.addends.wrapping_add(whole),
+        results: sums.results.map(|results| results.wrapping_add(whole)),
+        ..sums
+    };
     // SAFETY: the caller's promise, of those that are left.
-    unsafe {
-        let results = results.map(|results| results.add(whole));
-        loops::sum_bf16(&mut dst[whole..], &src[whole..], addends.add(whole), results);
-    }
+    unsafe { loops::sum_bf16(&mut dst[whole..], &src[whole..], rest) };
 }
 
-/// Float32 that are no NaN with the bfloat16 that is nearest, ties to even, in the upper half.
+/// As [`round_bf16`](crate::reduce::float16::round_bf16): the nearest bfloat16, ties to even, in the upper halves.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-fn rounded(bits: __m256i) -> __m256i {
-    let odd = and_si(srli_epi32::<16>(bits), set1_epi32(1));
-    add_epi32(bits, add_epi32(odd, set1_epi32(0x7fff)))
+fn rounded(values: [__m256; 2]) -> [__m256i; 2] {
+    let rounded = values.map(|value| {
+        let bits = castps_si(value);
+        let odd = and_si(srli_epi32::<16>(bits), set1_epi32(1));
+        add_epi32(bits, add_epi32(odd, set1_epi32(0x7fff)))
+    });
+    // Rounded like a number, a NaN would become one.
+    if _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(values[0], values[1])) == 0 {
+        return rounded;
+    }
+    let canonical = set1_epi32((float16::BF16_NAN << 16) as i32);
+    let [a, b] = [0, 1].map(|half| {
+        let not_a_number = castps_si(_mm256_cmp_ps::<_CMP_UNORD_Q>(values[half], values[half]));
+        _mm256_blendv_epi8(rounded[half], canonical, not_a_number)
+    });
+    [a, b]
 }
 
 /// The upper halves of all words, in order.

@@ -146,6 +146,6 @@ impl EncodeSums for Cast {
         let (elements, _) = elements.as_chunks_mut();
         let (src, _) = src.as_chunks();
         // SAFETY: the caller's promise; the instruction set was checked when the loops were chosen.
-        unsafe { (self.loops.sum_bf16)(elements, src, sums.addends, sums.results) };
+        unsafe { (self.loops.sum_bf16)(elements, src, sums) };
     }
 }

@@ -9,6 +9,7 @@ use super::rng::RandomBits;
 pub(crate) use super::rotation::{rotate, rotate_back};
 pub(crate) use super::sign_loops::{LANES as SIGN_LANES, add_signed_values, magnitude_sums, signed_values, signs};
 pub(crate) use super::small_float::{Blocks, add_small_values, magnitudes, small_codes, small_values};
+use super::traits::Sums;
 use crate::reduce::float16;
 
 /// Elements that are handled side by side; the order of comparisons depends on it and on nothing else.
@@ -387,23 +388,28 @@ pub(crate) fn narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most
 /// Elements of [`sum_bf16`] that are read before any of them is written.
 pub(crate) const SUM_GROUP: usize = 16;
 
-/// Adds bfloat16 to float32, rounds the sums to bfloat16, and writes them as float32, too, where that is wanted.
+/// Adds bfloat16 to float32, divides the sums if they are to be, rounds them to bfloat16, and writes them as float32, too, where that is
+/// wanted.
 ///
 /// # Safety
 /// There are as many addends as elements, and as much room for results, which may lie where the addends do.
 #[inline(always)]
-pub(crate) unsafe fn sum_bf16(dst: &mut [[u8; 2]], src: &[[u8; 2]], addends: *const f32, results: Option<*mut f32>) {
+pub(crate) unsafe fn sum_bf16(dst: &mut [[u8; 2]], src: &[[u8; 2]], sums: Sums) {
     for (group, (dst, src)) in dst.chunks_mut(SUM_GROUP).zip(src.chunks(SUM_GROUP)).enumerate() {
         let at = group * SUM_GROUP;
-        let mut rounded = [0u32; SUM_GROUP];
-        for (index, (rounded, &bytes)) in rounded.iter_mut().zip(src).enumerate() {
+        let mut values = [0.0; SUM_GROUP];
+        for (index, (value, &bytes)) in values.iter_mut().zip(src).enumerate() {
             // SAFETY: the caller's promise.
-            let addend = unsafe { addends.add(at + index).read_unaligned() };
-            *rounded = float16::round_bf16(addend + float16::widen_bf16(u16::from_ne_bytes(bytes)));
+            let addend = unsafe { sums.addends.add(at + index).read_unaligned() };
+            *value = addend + float16::widen_bf16(u16::from_ne_bytes(bytes));
         }
+        if let Some(divisor) = sums.divisor {
+            values.iter_mut().for_each(|value| *value /= divisor);
+        }
+        let rounded = values.map(float16::round_bf16);
         for (index, (bytes, rounded)) in dst.iter_mut().zip(rounded).enumerate() {
             *bytes = ((rounded >> 16) as u16).to_ne_bytes();
-            if let Some(results) = results {
+            if let Some(results) = sums.results {
                 // SAFETY: the caller's promise.
                 unsafe { results.add(at + index).write_unaligned(f32::from_bits(rounded & 0xffff_0000)) };
             }
@@ -412,7 +418,7 @@ pub(crate) unsafe fn sum_bf16(dst: &mut [[u8; 2]], src: &[[u8; 2]], addends: *co
 }
 
 /// See [`sum_bf16`].
-type SumNarrow = unsafe fn(&mut [[u8; 2]], &[[u8; 2]], *const f32, Option<*mut f32>);
+type SumNarrow = unsafe fn(&mut [[u8; 2]], &[[u8; 2]], Sums);
 
 /// Makes float32 of a 16-bit type.
 type Widen = unsafe fn(&mut [MaybeUninit<f32>], &[[u8; 2]]);
@@ -457,6 +463,7 @@ macro_rules! codec_loops {
     ($(#[$feature:meta])*) => {
         const LOOPS: $crate::codec::loops::Loops = {
             use $crate::codec::loops::{self, Blocks, Buckets, Grid, Loops, Range, SIGN_LANES, Scale};
+            use $crate::codec::Sums;
             use $crate::codec::rng::RandomBits;
             use std::mem::MaybeUninit;
 
@@ -484,7 +491,7 @@ macro_rules! codec_loops {
                 widen_bf16(dst: &mut [MaybeUninit<f32>], src: &[[u8; 2]]) -> ();
                 narrow_f16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most: f32) -> ();
                 narrow_bf16(dst: &mut [MaybeUninit<[u8; 2]>], values: &[f32], most: f32) -> ();
-                [unsafe] sum_bf16(dst: &mut [[u8; 2]], src: &[[u8; 2]], addends: *const f32, results: Option<*mut f32>) -> ();
+                [unsafe] sum_bf16(dst: &mut [[u8; 2]], src: &[[u8; 2]], sums: Sums) -> ();
             }
         };
     };

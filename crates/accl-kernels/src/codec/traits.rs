@@ -89,6 +89,8 @@ pub trait EncodeSums {
 pub struct Sums {
     /// Float32 that what was encoded is added to.
     pub addends: *const f32,
+    /// What the sums are divided by before they are encoded.
+    pub divisor: Option<f32>,
     /// Where what the sums decode to goes, as float32.
     pub results: Option<*mut f32>,
     /// How many there are.

@@ -5,7 +5,7 @@
 const F16_NAN: u32 = 0x7e00;
 const F16_INFINITY: u32 = 0x7c00;
 /// The canonical NaN of bfloat16.
-const BF16_NAN: u32 = 0x7fc0;
+pub(crate) const BF16_NAN: u32 = 0x7fc0;
 
 /// Exponent of float32 all ones: infinity.
 const F32_INFINITY: u32 = 0x7f80_0000;
