@@ -17,8 +17,11 @@ use accl_types::hash::{fold, hash_words};
 pub const TILE_ELEMS: u64 = 16_384;
 
 /// As that, of a tensor whose codecs only cast: they are as fast as memory is, so that all that a tile is made of stays in the first-level
-/// cache.
-const CAST_TILE_ELEMS: u64 = 4096;
+/// cache. With their headers, eight of 16 bits an element fit [`FRAME_BYTES`], and four of 32.
+const CAST_TILE_ELEMS: u64 = 4080;
+
+/// Frames have so many bytes of a message, unless `ACCL_SEGMENT_BYTES` says otherwise. A tile is no longer where its buckets allow it.
+const FRAME_BYTES: u64 = 64 << 10;
 
 /// As that, of the tensor that travels raw beside others: as the last one of a call it is waited for alone.
 const RAW_TILE_ELEMS: u64 = 1024;
@@ -257,7 +260,9 @@ impl Coding for TypedCodecs {
             () if casts() => CAST_TILE_ELEMS,
             () => TILE_ELEMS,
         };
-        most - most % self.grain(piece)
+        let elems = most - most % self.grain(piece);
+        let is_longer = |&role: &Role| self.tile_bytes(role, piece, elems) > FRAME_BYTES;
+        if elems > self.grain(piece) && ROLES.iter().any(is_longer) { elems - self.grain(piece) } else { elems }
     }
 
     fn tile_bytes(&self, role: Role, piece: u32, elems: u64) -> u64 {

@@ -22,8 +22,11 @@ use crate::plan::{Coded, Combination, ExternalStep, Plan, PlanOp, PlanOpKind, Re
 /// Local work done per step, so that receiving and sending alternate with it. In bytes.
 const LOCAL_STEP: u64 = 256 << 10;
 
-/// As `LOCAL_STEP`, in tiles.
-const TILES_STEP: u64 = 4;
+/// As `LOCAL_STEP`, in elements of tiles.
+const ELEMS_STEP: u64 = LOCAL_STEP / 4;
+
+/// As that, of tiles that lie in a frame: of two bits an element a segment has as many.
+const ELEMS_IN_FRAME: u64 = 4 * ELEMS_STEP;
 
 /// Segments granted beyond what can be placed; they would be copied. Without any, two ranks that both send before they receive
 /// into the same memory would wait for each other. Within a host one suffices; between hosts a grant takes its time, and what is
@@ -337,25 +340,26 @@ impl Run {
         }
         let before = (self.ops[op as usize].progress.done(), self.ops[op as usize].complete);
         let plan = self.plan.clone();
+        let mut progressed = false;
         match &plan.ops[op as usize].kind {
             PlanOpKind::Send { src, to } => self.step_send(&plan, op, (src, *to), fresh, env),
             PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => self.step_receive(op, *from, env),
             PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } => self.step_local(op),
             PlanOpKind::Combine(combination) => match plan.ops[op as usize].partner {
                 // Its tiles are made as they leave.
-                Some(send) => drop(self.step(send, fresh, env)),
+                Some(send) => progressed = self.step(send, fresh, env),
                 None => self.step_combine(op, combination, fresh),
             },
             PlanOpKind::External(step) => self.step_external(op, *step, env),
         }
         let state = &self.ops[op as usize];
-        let progressed = (state.progress.done(), state.complete) != before;
-        if progressed {
+        let has_moved = (state.progress.done(), state.complete) != before;
+        if has_moved {
             for &dependent in &plan.ops[op as usize].dependents {
                 self.queue(dependent);
             }
         }
-        progressed
+        progressed | has_moved
     }
 
     fn complete(&mut self, op: u32) {
@@ -504,6 +508,7 @@ impl Run {
         coded: &Coded,
         taker: Option<u32>,
         (op, at, payload): (u32, u64, &[u8]),
+        fresh: &mut Option<Fresh<'_>>,
         from: Rank,
         env: &mut RunContext<'_>,
     ) -> Result<()> {
@@ -511,11 +516,12 @@ impl Run {
         let tiles = coded.tiles_in(at)..coded.tiles_in(end);
         let damaged = |why: String| corrupted(from, &why);
         let Some(taker) = taker.filter(|_| coded.bytes_of(tiles.start) == at && !tiles.is_empty()) else {
-            self.place(&mut Some(Fresh { op, at, payload }));
+            // Unless a send has placed them already.
+            self.place(fresh);
             return self.compute.check_tiles(coded, tiles, None).map_err(damaged);
         };
         self.compute.check_tiles(coded, tiles, Some(payload)).map_err(damaged)?;
-        self.step(taker, &mut Some(Fresh { op, at, payload }), env);
+        self.step(taker, fresh, env);
         let taken = coded.bytes_of(self.ops[taker as usize].progress.done()).clamp(at, end);
         self.place(&mut Some(Fresh { op, at: taken, payload: &payload[(taken - at) as usize..] }));
         Ok(())
@@ -525,8 +531,14 @@ impl Run {
     fn step_combine(&mut self, op: u32, combination: &Combination, fresh: &Option<Fresh<'_>>) {
         let Some(limit) = self.limit(op) else { return };
         let at = self.ops[op as usize].progress.done();
-        // Those that are made of what lies in its frame still are made at once.
-        let n = if fresh.is_some() { limit - at } else { (limit - at).min(TILES_STEP) };
+        // Only one that has no tiles is over without having made any.
+        if at == limit && !combination.tiles.is_empty() {
+            return;
+        }
+        // What lies in its frame still is made at once, unless it is far behind.
+        let most = if fresh.is_some() { ELEMS_IN_FRAME } else { ELEMS_STEP };
+        let step = combination.tiles.get(at as usize).map_or(0, |tile| (most / tile.elems.max(1)).max(1));
+        let n = (limit - at).min(step);
         let come = fresh.as_ref().map(|fresh| come(&self.plan, fresh));
         self.compute.combine(combination, at..at + n, come, None);
         self.note_made(op, at + n);
@@ -622,7 +634,9 @@ impl Run {
             self.step(dependent, &mut fresh, env);
         }
         match &plan.ops[op as usize].coded {
-            Some(coded) => self.place_tiles(coded, plan.ops[op as usize].partner, (op, at, payload), from, env)?,
+            Some(coded) => {
+                self.place_tiles(coded, plan.ops[op as usize].partner, (op, at, payload), &mut fresh, from, env)?
+            }
             None => self.place(&mut fresh),
         }
         self.settle_receive(op, from, env);

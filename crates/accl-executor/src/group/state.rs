@@ -45,6 +45,8 @@ pub struct GroupState {
     /// The latest of those that may take the fast path.
     fast_shapes: Shapes,
     runs: BTreeMap<u64, Run>,
+    /// No call behind this one has begun.
+    newest_begun: u64,
     admission: Admission,
     inbox: Inbox,
     history: History,
@@ -147,6 +149,7 @@ impl GroupState {
             p2p: P2p::new(world),
             fast_shapes: Shapes::default(),
             runs: BTreeMap::new(),
+            newest_begun: 0,
             admission: Admission::default(),
             inbox: Inbox::default(),
             history: History::default(),
@@ -596,6 +599,7 @@ impl GroupState {
             // What it sends goes first: it may send from where the data is to be placed. A barrier has no data, and may have to
             // wait for earlier calls.
             if !run.begun && run.call.collective != Collective::Barrier {
+                self.newest_begun = self.newest_begun.max(seq);
                 run.advance(&mut env!(self, context));
             }
             self.admission.note_move(context.now);
@@ -658,9 +662,14 @@ impl GroupState {
             if before > at_once && !run.begun {
                 withholds = true;
                 is_in_turn &= !run.plan.is_offloaded;
+                // Of hundreds that are outstanding, few have begun: a pass costs no more for the others.
+                if seq > self.newest_begun {
+                    break;
+                }
                 continue;
             }
             if run.is_busy() {
+                self.newest_begun = self.newest_begun.max(seq);
                 moved |= run.advance(&mut env!(self, context));
                 if let Some(error) = run.take_failure() {
                     failure.get_or_insert_with(|| run.call.in_context(error));

@@ -454,6 +454,40 @@ mod tests {
         }
     }
 
+    /// Bytes of the frames of a message.
+    fn frames_of(op: &PlanOp, segment: u64) -> Vec<u64> {
+        let (mut at, mut frames) = (0, Vec::new());
+        while at < op.total {
+            frames.push(op.frame_bytes(at, segment).min(op.total - at));
+            at += frames[frames.len() - 1];
+        }
+        frames
+    }
+
+    #[test]
+    fn whole_tiles_take_few_more_frames_than_bytes_do_and_none_of_a_few_bytes() {
+        let parse = |text: &str| codec::parse(text).expect("a codec");
+        let row = ALGORITHMS.iter().find(|row| row.name == "two_level" && row.collective == Collective::AllReduce);
+        let topology = Topology::new(vec![0, 0, 1, 1]);
+        for (inner, codec) in
+            [("raw", "raw"), ("raw", "bf16"), ("raw", "maxmin:8"), ("bf16", "maxmin:2"), ("raw", "maxmin:4")]
+        {
+            let tensor = TensorCodecs { intra_node: parse(inner), reduce: parse(codec), result: parse(codec), id: 0 };
+            let codecs = Codecs::new(vec![tensor]).expect("codecs");
+            let coding = TypedCodecs { codecs, dtype: Dtype::F32 };
+            let plans = plans_with(row.expect("a row"), &topology, &[4_000_000], Part::WHOLE, Some(&coding));
+            for segment in [4 << 10, 16 << 10, 64 << 10, 1 << 20] {
+                for op in plans.iter().flat_map(|plan| &plan.ops).filter(|op| op.coded.is_some()) {
+                    let frames = frames_of(op, segment);
+                    let fewest = op.total.div_ceil(segment);
+                    assert!(frames.len() as u64 <= 2 * fewest, "{codec}: {} of {segment}, {fewest}", frames.len());
+                    let short = frames.iter().rev().skip(1).filter(|&&bytes| bytes < segment / 4).count();
+                    assert_eq!(short, 0, "{inner} and {codec} in segments of {segment}: {frames:?}");
+                }
+            }
+        }
+    }
+
     #[test]
     fn everything_in_a_staged_plan_is_between_the_copy_in_and_the_copy_out() {
         for topology in HOSTS.map(|hosts| Topology::new(hosts.to_vec())) {

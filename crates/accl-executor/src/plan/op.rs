@@ -83,13 +83,13 @@ pub(crate) struct PlanOp {
 }
 
 impl PlanOp {
-    /// Most bytes of the message in a frame that begins at byte `at` of it: a segment, but whole tiles where at least one of them
-    /// fits.
+    /// Most bytes of the message in a frame that begins at byte `at` of it: a segment, but up to the end of a tile if one lies in it
+    /// from its beginning.
     #[inline]
     pub(crate) fn frame_bytes(&self, at: u64, segment: u64) -> u64 {
         let Some(coded) = &self.coded else { return segment };
-        let whole = coded.bytes_of(coded.tiles_in(at + segment)).saturating_sub(at);
-        if whole > 0 { whole } else { segment }
+        let tiles = coded.tiles_in(at + segment);
+        if tiles > coded.tiles_to(at) { coded.bytes_of(tiles) - at } else { segment }
     }
 
     /// How far `later`, which streams behind this one, may go when this one has done so much: a combination goes by tiles,
