@@ -260,9 +260,10 @@ impl Coding for TypedCodecs {
             () if casts() => CAST_TILE_ELEMS,
             () => TILE_ELEMS,
         };
-        let elems = most - most % self.grain(piece);
+        let grain = self.grain(piece);
+        let elems = most - most % grain;
         let is_longer = |&role: &Role| self.tile_bytes(role, piece, elems) > FRAME_BYTES;
-        if elems > self.grain(piece) && ROLES.iter().any(is_longer) { elems - self.grain(piece) } else { elems }
+        if elems > grain && ROLES.iter().any(is_longer) { elems - grain } else { elems }
     }
 
     fn tile_bytes(&self, role: Role, piece: u32, elems: u64) -> u64 {
