@@ -82,7 +82,7 @@ bench-peers: ## speed next to gloo, MPI, oneCCL and DeepSpeed: docs/performance.
 	@.ci/bench_peers $(ARGS)
 
 bench-lanes: ## several cores a rank: helper threads beside what peers do with theirs; a section of docs/performance.md
-	@.ci/bench_peers --sections lanes $(ARGS)
+	@.ci/bench_peers --sections lanes,lanes_crowded $(ARGS)
 
 clean: ## remove everything that was built, .venv included
 	rm -rf target dist build demo-output .venv .make

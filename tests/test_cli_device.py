@@ -2,20 +2,16 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
-from support import BACKEND
+from support import BACKEND, run_command
 from support.emulators import Emulator, free_ports
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
-ACCL = [sys.executable, "-m", "torch_accl_cli"]
-TIMEOUT_S = 60
-
 
 def accl(*arguments: str, status: int = 0) -> subprocess.CompletedProcess:
-    ended = subprocess.run([*ACCL, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S)
+    ended = run_command(list(arguments))
     assert ended.returncode == status, (ended.stdout, ended.stderr)
     return ended
 

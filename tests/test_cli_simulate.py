@@ -1,24 +1,16 @@
 """`accl simulate` and what `accl info` says about calibration."""
 
 import json
-import os
 import subprocess
-import sys
 
 import pytest
-from support import BACKEND
+from support import BACKEND, run_command, run_script
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
-ACCL = [sys.executable, "-m", "torch_accl_cli"]
-TIMEOUT_S = 60
-
 
 def accl(*arguments: str, status: int = 0, **env: str) -> subprocess.CompletedProcess:
-    command = [*ACCL, *arguments]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT_S, env=os.environ | {"ACCL_CALIBRATION": "off"} | env
-    )
+    ended = run_command(list(arguments), {"ACCL_CALIBRATION": "off"} | env)
     assert ended.returncode == status, ended.stderr
     return ended
 
@@ -151,12 +143,15 @@ def test_info_overwrites_a_cache_that_is_garbage_and_measures_anew_when_asked(tm
 
 @pytest.mark.parametrize("connect_all", [False, True])
 def test_info_under_a_launcher_shows_the_ranks_their_links_and_what_they_would_choose(connect_all):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "6"]
     asked = ["--connect-all"] if connect_all else []
 
     def ended(*more):
-        command = [*launcher, "-m", "torch_accl_cli", "info", *asked, *more]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+        code = f"import sys, torch_accl_cli; sys.exit(torch_accl_cli.main({['info', *asked, *more]!r}))"
+        # With the variables that torchrun sets. It would load torch for each of them.
+        ranks = run_script(code, world=6, timeout=60)
+        assert [rank.exitcode for rank in ranks] == [0] * 6, ranks[0].stderr
+        assert not any(rank.stdout for rank in ranks[1:])
+        return ranks[0].stdout
 
     job = json.loads(ended("--json"))
     assert [rank["rank"] for rank in job["ranks"]] == list(range(6)) and len(

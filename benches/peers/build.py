@@ -301,8 +301,8 @@ MAKERS: dict[str, Callable[[Workshop], None]] = {
     "deepspeed": make_deepspeed,
     "oneccl_workers": make_oneccl,
     "deepspeed_threads": make_deepspeed,
-    **{one.name: make_accl for one in WITH_HELPERS},
-    **{one.name: make_accl_torch for one in (*ENCODED_WITH_HELPERS, *GROUP_CODECS)},
+    **{one.name: make_accl for one in (*WITH_HELPERS, *ENCODED_WITH_HELPERS)},
+    **{one.name: make_accl_torch for one in GROUP_CODECS},
     **{f"accl_{choice}": make_accl_torch for choice in (*FORCED, *CODECS)},
     **{f"gloo_{smaller}": make_gloo for smaller in (*CASTS, *HOOKS)},
 }

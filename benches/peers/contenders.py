@@ -111,12 +111,12 @@ def with_helpers(way: str, count: str) -> Contender:
 
 
 def encoded_with_helpers(count: int) -> Contender:
-    """Four bits an element, by so many threads more than the caller's."""
+    """The engine with such threads in a group that compresses all calls to four bits an element."""
     codec = "maxmin:4"
-    environment = {"ACCL_WORKER_COUNT": str(count)}
-    name, title = f"accl_{codec}_{count}", f"accl through torch, {codec}, {helpers(str(count))}"
-    note = f"`ACCL_WORKER_COUNT={count}`"
-    return through_torch(name, title, note, at_home=True, backend=f"accl+{codec}", environment=environment)
+    environment = {"ACCL_WORKER_COUNT": str(count), "ACCL_TRANSPORTS": "shm"}
+    note = " ".join(f"`{name}={value}`" for name, value in environment.items())
+    name, title = f"accl_{codec}_{count}", f"accl engine, {codec}, {helpers(str(count))}"
+    return Contender(name, title, Level.ENGINE, ("{accl}",), (codec,), environment=environment, at_home=True, note=note)
 
 
 WITH_HELPERS = tuple(with_helpers(way, count) for way in ("shm", "tcp") for count in ("0", *map(str, HELPERS), "auto"))

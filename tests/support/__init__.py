@@ -14,7 +14,7 @@ from .oracle import (
     reduce_op,
 )
 from .runner import BACKEND, GROUP_TIMEOUT, Outcome, gloo_group, init_group, on_ranks, run_ranks
-from .scripts import run_script, start_script
+from .scripts import run_command, run_script, start_script
 
 __all__ = [
     "BACKEND",
@@ -31,6 +31,7 @@ __all__ = [
     "on_ranks",
     "premul_sum",
     "reduce_op",
+    "run_command",
     "run_ranks",
     "run_script",
     "start_script",

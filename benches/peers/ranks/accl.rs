@@ -1,6 +1,6 @@
 //! One rank of the engine without torch, among the contenders of `make bench-peers`: started as
-//! `PROGRAM DIR RANK RANKS CORE` and told what to do over a socket. `rank.c` has the protocol, `board.h` the memory in
-//! which times are told.
+//! `PROGRAM DIR RANK RANKS CORE [CODEC]` and told what to do over a socket. `rank.c` has the protocol, `board.h` the memory
+//! in which times are told. With a codec the group compresses all calls.
 
 use std::fs::OpenOptions;
 use std::io::{BufRead, BufReader, Write};
@@ -26,7 +26,7 @@ fn main() -> ExitCode {
     let _ = set_parent_process_death_signal(Some(Signal::KILL));
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let Some(place) = Place::from_arguments(&arguments) else {
-        eprintln!("usage: accl-peers-rank DIR RANK RANKS CORE");
+        eprintln!("usage: accl-peers-rank DIR RANK RANKS CORE [CODEC]");
         return ExitCode::from(2);
     };
     match serve(&place) {
@@ -43,17 +43,23 @@ struct Place<'a> {
     rank: u32,
     ranks: u32,
     core: Option<usize>,
+    codec: Option<&'a str>,
 }
 
 impl<'a> Place<'a> {
     fn from_arguments(arguments: &'a [String]) -> Option<Self> {
-        let [dir, rank, ranks, core] = arguments else { return None };
+        let (place, codec) = match arguments {
+            [place @ .., codec] if place.len() == 4 => (place, Some(codec.as_str())),
+            place => (place, None),
+        };
+        let [dir, rank, ranks, core] = place else { return None };
         let core = core.parse::<i64>().ok()?;
         Some(Self {
             dir: Path::new(dir),
             rank: rank.parse().ok()?,
             ranks: ranks.parse().ok()?,
             core: usize::try_from(core).ok(),
+            codec,
         })
     }
 }
@@ -123,7 +129,12 @@ fn serve(place: &Place<'_>) -> Result<()> {
     // Before the ranks meet, so that the driver can end them should they never do.
     answer(&format!("pid {} {}", place.rank, std::process::id()))?;
 
-    let engine = accl_calibrate::engine(config_from_environment()?);
+    let mut config = config_from_environment()?;
+    if let Some(codec) = place.codec {
+        config.set_option("compression", codec)?;
+        config.set_option("compressed_calls", "all")?;
+    }
+    let engine = accl_calibrate::engine(config);
     let spec = GroupSpec {
         name: "peers".to_owned(),
         rank: Rank(place.rank),

@@ -26,7 +26,7 @@ from . import (
 SECTIONS: tuple[Section, ...] = (
     all_reduce.SECTION,
     four_ranks.SECTION,
-    lanes.SECTION,
+    *lanes.ALL,
     *tcp.ALL,
     *two_hosts.ALL,
     compression.SECTION,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from ..build import Unavailable
 from ..contenders import ENCODED_HELPERS, HELPERS, helpers_of
 from ..jobs import Host
 from ..measure import Cell
@@ -16,6 +19,7 @@ SIZES = (1 << 20, 4 << 20, 16 << 20, 64 << 20)
 CELLS = cells_of("all_reduce", SIZES)
 # Of one lane, where lanes share cores, and where `auto` finds that they would.
 OF_ONE_LANE = 1.10
+CROWDED_CORES = 2
 # Two ranks with four lanes each at the largest size, on machines with so many cores and more.
 TIMES_ONE_LANE = 2.5
 CORES_FOR_IT, HELPERS_FOR_IT = 8, 3
@@ -32,9 +36,21 @@ def contenders(way: str, most: int) -> list[str]:
     return ["accl_shm_0", *plain, "accl_shm_auto", *PEERS, *encoded]
 
 
+def collect_crowded(bench: Bench) -> dict[str, Any]:
+    """On so few cores, whatever there are."""
+    return measured_on(bench, sorted(os.sched_getaffinity(0))[:CROWDED_CORES])
+
+
 def collect(bench: Bench) -> dict[str, Any]:
-    """All numbers of helpers by turns; each rank has its share of the cores."""
+    """On a machine that has enough."""
     cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < CORES_FOR_IT:
+        raise Unavailable(f"there are {len(cores)} cores, and {CORES_FOR_IT} are needed")
+    return measured_on(bench, cores)
+
+
+def measured_on(bench: Bench, cores: Sequence[int]) -> dict[str, Any]:
+    """All numbers of helpers by turns; each rank has its share of the cores."""
     data: dict[str, Any] = {"cores": len(cores), "sets": []}
     for ranks in RANKS:
         share = len(cores) // ranks
@@ -57,10 +73,7 @@ def table_of(cores: int, data: dict[str, Any]) -> Table:
     figures, ranks, way = Figures(data["figures"]), data["ranks"], data["way"]
     table = figures.table(CELLS, f"{ranks} ranks over {WAYS[way]}, us")
     one, auto = f"accl_{way}_0", f"accl_{way}_auto"
-
-    def times(name: str, cell: Cell) -> float | None:
-        return ratio(figures.us(name, cell), figures.us(one, cell))
-
+    times = partial(share, figures, one)
     if cores < 2 * ranks:
         # Two lanes of each rank are more than there are cores for.
         table.row(
@@ -68,17 +81,13 @@ def table_of(cores: int, data: dict[str, Any]) -> Table:
             (Bar(times(f"accl_{way}_1", cell), at_most=OF_ONE_LANE) for cell in CELLS),
         )
     table.row("`auto` / none", (Bar(times(auto, cell), at_most=OF_ONE_LANE) for cell in CELLS))
-    if ranks == 2 and way == "shm":
-        has_cores = cores >= CORES_FOR_IT
+    if ranks == 2 and way == "shm" and cores >= CORES_FOR_IT:
         four, largest = f"accl_shm_{HELPERS_FOR_IT}", CELLS[-1]
-        gain = ratio(figures.us(one, largest), figures.us(four, largest)) if has_cores else None
         best = figures.best(PEERS, largest)
-        ahead = ratio(figures.us(four, largest), best[1] if best else None) if has_cores else None
+        ahead = ratio(figures.us(four, largest), best[1] if best else None)
         blank = [""] * (len(CELLS) - 1)
-        table.row(
-            f"none / {HELPERS_FOR_IT} helpers",
-            [*blank, Bar(gain, at_least=TIMES_ONE_LANE)],
-        )
+        gain = ratio(figures.us(one, largest), figures.us(four, largest))
+        table.row(f"none / {HELPERS_FOR_IT} helpers", [*blank, Bar(gain, at_least=TIMES_ONE_LANE)])
         table.row(f"{HELPERS_FOR_IT} helpers / best peer", [*blank, Bar(ahead, at_most=1)])
     measured = [name for name in figures.contenders(CELLS) if name.startswith(f"accl_{way}_")]
     left = [count for count in HELPERS if count > max(map(helpers_of, measured), default=0)]
@@ -87,15 +96,33 @@ def table_of(cores: int, data: dict[str, Any]) -> Table:
     return table
 
 
-SECTION = Section(
-    name="lanes",
-    title="all_reduce by several lanes",
-    text=(
-        "float32 sums; `ACCL_WORKER_COUNT` says how many threads help each rank. Every rank has its share of the cores, for its helpers, too, and all numbers of "
-        f"helpers take turns. Bars: where lanes of all ranks are more than the cores, one helper at most {OF_ONE_LANE:g} of none, and `auto` as well; on {CORES_FOR_IT} "
-        f"cores and more two ranks with {HELPERS_FOR_IT} helpers each at {size_name(SIZES[-1])} at least {TIMES_ONE_LANE:g} times as fast as with none, and ahead of Intel MPI, "
-        "of oneCCL with as many workers as cores, and of DeepSpeed's op with as many threads."
+def share(figures: Figures, of: str, name: str, cell: Cell) -> float | None:
+    """What one contender takes of the time of another."""
+    return ratio(figures.us(name, cell), figures.us(of, cell))
+
+
+SETTING = (
+    "float32 sums; `ACCL_WORKER_COUNT` says how many threads help each rank, and all numbers of helpers take turns. "
+)
+ALL = (
+    Section(
+        name="lanes",
+        title="all_reduce by several lanes",
+        text=(
+            f"{SETTING}Every rank has its share of the cores, for its helpers, too. Bars: `auto` at most {OF_ONE_LANE:g} of none; two ranks with {HELPERS_FOR_IT} helpers each at "
+            f"{size_name(SIZES[-1])} at least {TIMES_ONE_LANE:g} times as fast as with none, and ahead of Intel MPI, of oneCCL with as many workers as cores, and of DeepSpeed's op with as many "
+            f"threads. Needs {CORES_FOR_IT} cores."
+        ),
+        collect=collect,
+        tables=tables,
     ),
-    collect=collect,
-    tables=tables,
+    Section(
+        name="lanes_crowded",
+        title="all_reduce by several lanes that share cores",
+        text=(
+            f"{SETTING}The ranks have {CROWDED_CORES} cores together, fewer than lanes. Bars: one helper at most {OF_ONE_LANE:g} of none, and `auto` as well."
+        ),
+        collect=collect_crowded,
+        tables=tables,
+    ),
 )

@@ -65,6 +65,8 @@ pub struct Group {
     planning: Planning,
     /// The drivers of the lanes beside the first, which do parts of large calls.
     pub(crate) lanes: Vec<Arc<Driver>>,
+    /// The same, as parts are given to them.
+    takers: Arc<[Arc<dyn Lane>]>,
     /// From when on they do.
     least: Least,
     closed: AtomicBool,
@@ -83,6 +85,7 @@ impl Group {
             default_codec,
             device,
             planning: Planning::new(planner),
+            takers: lanes.iter().map(|lane| lane.clone() as Arc<dyn Lane>).collect(),
             lanes,
             least,
             closed: AtomicBool::new(false),
@@ -246,8 +249,7 @@ impl Group {
             self.driver.with_core(|core| self.caller.start(core, desc, prepared, sample, notifier.clone(), now));
         if let Some(((join, parts), launched)) = others.zip(launched.as_ref().ok()) {
             let caller = self.caller.clone();
-            let lanes = self.lanes.iter().map(|lane| lane.clone() as Arc<dyn Lane>).collect();
-            join.begin_parts(Parts { caller, lanes, parts, seq: launched.call.seq, now, starter });
+            join.begin_parts(Parts { caller, lanes: self.takers.clone(), parts, seq: launched.call.seq, now, starter });
         }
         if let Some(cut) = cut.as_ref().filter(|_| launched.is_err()) {
             cut.join.give_up();

@@ -41,8 +41,25 @@ struct State {
 
 /// A lane as parts are given to it.
 pub(crate) trait Lane: Send + Sync {
-    /// Has its thread do something with its core, or drops it if that has ended.
-    fn give(&self, job: Box<dyn FnOnce(&mut Core) + Send>);
+    /// Leaves its thread something to do with its core, before which `next` is dropped, or drops both if the thread has ended.
+    fn give(&self, next: Next, job: Box<dyn FnOnce(&mut Core) + Send>);
+
+    /// Wakes its thread for what it was given.
+    fn wake(&self);
+}
+
+/// Wakes the lanes after one when it is dropped. Threads are woken in a tree: each takes as long as copying 100 KiB, and the caller has a part of its own.
+pub(crate) struct Next {
+    lanes: Arc<[Arc<dyn Lane>]>,
+    after: usize,
+    of: usize,
+}
+
+impl Drop for Next {
+    fn drop(&mut self) {
+        let first = 2 * self.after + 1;
+        self.lanes[..self.of].iter().skip(first).take(2).for_each(|lane| lane.wake());
+    }
 }
 
 /// What begins parts whose memory is not ready when their call is made. One that is dropped will not.
@@ -54,7 +71,7 @@ pub(crate) trait Starter: Send {
 pub(crate) struct Parts {
     pub(crate) caller: Arc<Caller>,
     /// A lane for each, and perhaps more.
-    pub(crate) lanes: Vec<Arc<dyn Lane>>,
+    pub(crate) lanes: Arc<[Arc<dyn Lane>]>,
     pub(crate) parts: Vec<(CallDesc, Prepared)>,
     /// The number of the call, and when it was made.
     pub(crate) seq: u64,
@@ -64,13 +81,18 @@ pub(crate) struct Parts {
 }
 
 impl Lane for Driver {
-    fn give(&self, job: Box<dyn FnOnce(&mut Core) + Send>) {
+    fn give(&self, next: Next, job: Box<dyn FnOnce(&mut Core) + Send>) {
         let me = self.weak();
-        self.add_job(Box::new(move || {
+        self.leave_job(Box::new(move || {
+            drop(next);
             if let Some(lane) = me.upgrade() {
                 lane.with_core(job);
             }
         }));
+    }
+
+    fn wake(&self) {
+        self.wake_for_jobs();
     }
 }
 
@@ -160,19 +182,26 @@ impl Join {
         // All of them first: should one panic, the others are dropped.
         let part = || Arc::new(OtherPart { join: Arc::downgrade(self), has_ended: AtomicBool::new(false) });
         let observers: Vec<_> = parts.iter().map(|_| part()).collect();
-        for (lane, ((desc, prepared), observer)) in lanes.into_iter().zip(parts.into_iter().zip(observers)) {
+        let of = parts.len().min(lanes.len());
+        let given = lanes.iter().zip(parts.into_iter().zip(observers));
+        for (after, (lane, ((desc, prepared), observer))) in given.enumerate() {
+            let next = Next { lanes: lanes.clone(), after, of };
             let desc = CallDesc { seq: Some(seq), ..desc };
             let caller = caller.clone();
             // Its first steps copy what there is room for, which is work for its own core.
-            lane.give(Box::new(move |core| {
-                if let Err(refused) = caller.start(core, &desc, prepared, None, observer.clone(), now) {
-                    // Of a group that has failed on this lane the first one hears by itself, and of whom that comes.
-                    let cause = core.group(caller.group).and_then(|group| group.poison().cloned());
-                    let is_alone = cause.is_none();
-                    observer.end(Some(&cause.unwrap_or(refused)), is_alone);
-                }
-            }));
+            lane.give(
+                next,
+                Box::new(move |core| {
+                    if let Err(refused) = caller.start(core, &desc, prepared, None, observer.clone(), now) {
+                        // Of a group that has failed on this lane the first one hears by itself, and of whom that comes.
+                        let cause = core.group(caller.group).and_then(|group| group.poison().cloned());
+                        let is_alone = cause.is_none();
+                        observer.end(Some(&cause.unwrap_or(refused)), is_alone);
+                    }
+                }),
+            );
         }
+        lanes.iter().take(1).for_each(|lane| lane.wake());
     }
 
     /// One of them has ended, or has not begun and will not; alone, where its group has not failed with it.
@@ -256,9 +285,14 @@ mod tests {
 
     /// Two ranks that have met, with two lanes each.
     fn two_ranks() -> Vec<(Arc<Engine>, Arc<Group>)> {
+        two_ranks_with(1)
+    }
+
+    /// Two ranks that have met, with so many lanes each beside the first.
+    fn two_ranks_with(helpers: u32) -> Vec<(Arc<Engine>, Arc<Group>)> {
         let store = MemoryStore::default();
         let make = |rank| {
-            let config = Config { worker_count: WorkerCount::Exactly(1), ..Config::default() };
+            let config = Config { worker_count: WorkerCount::Exactly(helpers), ..Config::default() };
             let engine = Engine::new(config.clone(), |_| Machine::default());
             engine.set_least_part_bytes(1);
             let (name, timeout) = ("g".to_owned(), Duration::from_secs(30));
@@ -273,11 +307,21 @@ mod tests {
         })
     }
 
-    /// Of a machine with enough cores; here the threads of lanes take turns.
+    /// Of a machine with enough cores; here the threads of lanes take turns, and whoever waits for a call does parts of it.
     #[test]
     fn threads_that_spin_do_all_parts_they_are_given_and_stop_when_there_are_no_more() {
+        all_parts_are_done(1);
+    }
+
+    /// Of many threads some find nothing to do, and sleep, before a waiter begins their parts.
+    #[test]
+    fn parts_that_a_waiter_has_begun_do_not_hang_when_it_sleeps_itself() {
+        [3, 7].into_iter().for_each(all_parts_are_done);
+    }
+
+    fn all_parts_are_done(helpers: u32) {
         const COUNT: usize = 1 << 15;
-        let ranks = two_ranks();
+        let ranks = two_ranks_with(helpers);
         for (engine, _) in &ranks {
             engine.lanes().for_each(|lane| lane.pretend_own_cores());
             engine.without_tick();
@@ -333,7 +377,8 @@ mod tests {
             lane.kick();
             std::thread::sleep(Duration::from_millis(2));
             let sender = sender.clone();
-            lane.add_job(Box::new(move || sender.send(()).unwrap()));
+            lane.leave_job(Box::new(move || sender.send(()).unwrap()));
+            lane.wake_for_jobs();
             lane.ask(&core);
             drop(core);
             assert!(done.recv_timeout(Duration::from_secs(10)).is_ok(), "the job was forgotten");

@@ -8,16 +8,18 @@ use accl_executor::call::CallDesc;
 
 /// Calls of fewer bytes are never cut.
 const LEAST_BYTES: u64 = 256 << 10;
-/// Least predicted time of a part, in picoseconds, on a lane with a core of its own: below, waking its thread takes longer than it saves.
-const LEAST_PART_PS: u64 = 100_000_000;
+/// Least predicted time of a call that is cut, in picoseconds, on lanes with cores of their own: below, waking their threads would take longer than it saves.
+const LEAST_CUT_PS: u64 = 75_000_000;
+/// Least predicted time of a part there: each costs its beginning and its end.
+const LEAST_PART_PS: u64 = 12_500_000;
 /// As that, where lanes share cores: nothing is saved, and threads take turns.
 const LEAST_SHARED_PART_PS: u64 = 1_000_000_000;
 
 /// From when on a group's calls are cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Least {
-    /// Parts are predicted to take so many picoseconds.
-    Time(u64),
+    /// Calls are predicted to take so many picoseconds, and their parts so many.
+    Time { call: u64, part: u64 },
     /// Parts have so many bytes. For tests, which must not depend on predictions.
     Bytes(u64),
 }
@@ -25,7 +27,11 @@ pub(crate) enum Least {
 impl Least {
     /// Of a group on whose hosts each lane of each rank has a core of its own, or not: the same on all ranks.
     pub(crate) fn of(have_own_cores: bool) -> Self {
-        Self::Time(if have_own_cores { LEAST_PART_PS } else { LEAST_SHARED_PART_PS })
+        if have_own_cores {
+            Self::Time { call: LEAST_CUT_PS, part: LEAST_PART_PS }
+        } else {
+            Self::Time { call: 0, part: LEAST_SHARED_PART_PS }
+        }
     }
 }
 
@@ -43,8 +49,8 @@ pub(crate) fn parts_of(
     let bytes = desc.size_bytes(world);
     let most = match least {
         Least::Bytes(least) => bytes / least,
-        Least::Time(_) if bytes < LEAST_BYTES => 1,
-        Least::Time(least) => predicted_ps() / least,
+        Least::Time { .. } if bytes < LEAST_BYTES => 1,
+        Least::Time { call, part } => Some(predicted_ps()).filter(|&ps| ps >= call).map_or(1, |ps| ps / part),
     };
     u32::try_from(most).unwrap_or(u32::MAX).clamp(1, lanes)
 }
@@ -76,8 +82,10 @@ mod tests {
     fn a_call_has_as_many_parts_as_pay_and_no_more_than_lanes() {
         let large = of_bytes(Collective::AllReduce, 64 << 20);
         let parts = |least, ps| parts_of(&large, 2, 4, least, || ps);
-        assert_eq!([0, LEAST_PART_PS, 2 * LEAST_PART_PS - 1].map(|ps| parts(Least::of(true), ps)), [1, 1, 1]);
-        assert_eq!([2, 3, 4, 400].map(|times| parts(Least::of(true), times * LEAST_PART_PS)), [2, 3, 4, 4]);
+        assert_eq!([0, LEAST_CUT_PS - 1].map(|ps| parts(Least::of(true), ps)), [1, 1]);
+        assert_eq!([LEAST_CUT_PS, u64::MAX].map(|ps| parts(Least::of(true), ps)), [4, 4]);
+        let many = |ps| parts_of(&large, 2, 16, Least::of(true), || ps);
+        assert_eq!([6, 7, 400].map(|times| many(times * LEAST_PART_PS)), [6, 7, 16]);
         assert_eq!(parts(Least::of(false), 10 * LEAST_PART_PS), 1, "lanes that share cores gain nothing");
         assert_eq!(parts(Least::of(false), 2 * LEAST_SHARED_PART_PS), 2);
         assert_eq!(parts_of(&large, 2, 1, Least::of(true), || u64::MAX), 1);

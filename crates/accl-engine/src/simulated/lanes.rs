@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::clock::{self, Agenda, Event};
 use super::world::{LaneJob, LaneJobs, Violation, World};
 use crate::jobs::Job;
-use crate::lanes::{Lane, Starter};
+use crate::lanes::{Lane, Next, Starter};
 use crate::sync::Mutex;
 use accl_executor::group::{Completed, FailedGroup};
 
@@ -29,7 +29,17 @@ pub(super) struct LaneOf {
 }
 
 impl Lane for LaneOf {
-    fn give(&self, job: LaneJob) {
+    fn give(&self, next: Next, job: LaneJob) {
+        drop(next);
+        self.leave(job);
+    }
+
+    /// It comes by itself.
+    fn wake(&self) {}
+}
+
+impl LaneOf {
+    fn leave(&self, job: LaneJob) {
         let index = {
             let mut jobs = self.jobs.lock();
             jobs.push((self.node, Some(job)));
@@ -41,7 +51,7 @@ impl Lane for LaneOf {
 
 impl Starter for LaneOf {
     fn post(self: Box<Self>, job: Job) {
-        self.give(Box::new(|_| job()));
+        self.leave(Box::new(|_| job()));
     }
 }
 

@@ -4,6 +4,8 @@
 //! drives, and parks in the poller, while others sleep on their calls: which one is up to `election`. Owns the lock, the poller, and what
 //! a pass and a sleep are. Read [`Driver::wait`] first.
 
+mod lanes;
+
 use std::ops::{Deref, DerefMut};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -19,14 +21,14 @@ use crate::completion::CompletionPool;
 use crate::election::{Election, Host, Stint, Waiter};
 use crate::events;
 use crate::in_flight::InFlight;
-use crate::jobs::{Job, Jobs};
+use crate::jobs::Jobs;
 use crate::signals;
 use crate::sync::{Mutex, MutexGuard};
 use crate::time;
 use crate::wanted::WantedLinks;
 use accl_executor::call::{CallState, Waited};
 use accl_executor::exec::SpinLimit;
-use accl_executor::group::{Completed, Core, FailedGroup, Fate, Relief};
+use accl_executor::group::{Completed, Core, Fate, Relief};
 use accl_executor::peers::{Mark, PeerId};
 
 /// How often a waiter looks for signals, in milliseconds.
@@ -38,6 +40,9 @@ const SPIN_SHARED_CORE: Duration = Duration::from_micros(100);
 /// Passes without news before a yield when ranks share cores: who waits here keeps another rank from sending.
 const PASSES_BEFORE_YIELD: u32 = 2;
 
+/// Passes without news of a thread that waits for a call before it looks after the parts on other lanes, a few microseconds; and from then on between looks.
+const PASSES_BEFORE_HELP: u32 = 64;
+const PASSES_BETWEEN_HELP: u32 = 8;
 /// Passes of a thread that waits before it asks for news of links that its call does not need.
 const ROUNDS_BEFORE_LOOK: u32 = 16;
 
@@ -286,123 +291,6 @@ impl Driver {
 
     pub(crate) fn completions(&self) -> &CompletionPool {
         &self.pool
-    }
-
-    // ---- lanes
-
-    /// Starts the thread of a lane for whose calls nobody waits.
-    ///
-    /// # Errors
-    /// `Exhausted` when the system has no thread for it.
-    pub(crate) fn start_thread(&self) -> accl_types::Result<()> {
-        match self.election.start_background(self) {
-            true => Ok(()),
-            false => Err(Error::exhausted(
-                "no thread for parts of large calls; raise the limit with `ulimit -u`, or set ACCL_WORKER_COUNT=0",
-            )),
-        }
-    }
-
-    /// A group has several lanes, each with a core of its own on each rank, or not.
-    pub(crate) fn set_lanes_have_own_cores(&self, is_so: bool) {
-        self.lanes_have_own_cores.fetch_and(is_so, Ordering::Relaxed);
-    }
-
-    /// As if each lane had a core of its own.
-    #[cfg(test)]
-    pub(crate) fn pretend_own_cores(&self) {
-        self.lanes_have_own_cores.store(true, Ordering::Relaxed);
-    }
-
-    /// For what must not keep it alive.
-    pub(crate) fn weak(&self) -> Weak<Driver> {
-        self.me.clone()
-    }
-
-    /// Gives the thread of a lane something to do. If that ends before, it is dropped.
-    pub(crate) fn add_job(&self, job: Job) {
-        self.jobs.add(job);
-        // A thread that spins looks for jobs, and once more when it has stopped.
-        if !self.is_spinning.load(Ordering::SeqCst) {
-            self.ensure_driver();
-            self.wake_driver_if(true);
-        }
-    }
-
-    /// On the thread of a lane: looks again and again, until nothing has come for a while or nothing is left to do. Without a core of its own it gives
-    /// that away between looks.
-    fn spin_on_lane(&self) {
-        let has_own_core = self.lanes_have_own_cores.load(Ordering::Relaxed) && !self.shares_cores();
-        let budget = self.spin.unwrap_or(if has_own_core { SPIN_OWN_CORE } else { SPIN_SHARED_CORE });
-        let (mut idle, mut is_news) = (0, false);
-        self.is_spinning.store(true, Ordering::SeqCst);
-        let mut news = time::now();
-        for round in 1_u32.. {
-            let now = time::now();
-            idle += 1;
-            if self.jobs.run() {
-                (news, idle, is_news) = (now, 0, true);
-            }
-            if let Some(mut core) = self.try_lock() {
-                // Who gives the core away is away for long, and asks each time.
-                if !has_own_core || round.is_multiple_of(ROUNDS_BEFORE_LOOK) {
-                    self.ask(&core);
-                }
-                if core.pass(now) {
-                    (news, idle, is_news) = (now, 0, true);
-                }
-                if !core.has_work() && !self.jobs.are_there() {
-                    break;
-                }
-            }
-            if now.since(news) >= budget {
-                break;
-            }
-            if !has_own_core && idle > PASSES_BEFORE_YIELD {
-                std::thread::yield_now();
-            } else {
-                std::hint::spin_loop();
-            }
-        }
-        self.is_spinning.store(false, Ordering::SeqCst);
-        self.has_spun_in_vain.store(!is_news, Ordering::Relaxed);
-    }
-
-    /// One pass for whatever has come.
-    fn looks_and_moves(&self) -> bool {
-        let mut core = self.lock();
-        self.ask(&core);
-        core.pass(time::now())
-    }
-
-    /// Whether it is of a lane beside the first, for whose calls nobody waits.
-    fn is_beside(&self) -> bool {
-        let first = self.lanes.get().and_then(|lanes| lanes.first());
-        first.is_some_and(|first| !std::ptr::eq(first.as_ptr(), self))
-    }
-
-    /// The drivers of all lanes of the process.
-    pub(crate) fn set_lanes(&self, lanes: Vec<Weak<Driver>>) {
-        let _ = self.lanes.set(lanes);
-    }
-
-    /// A group that has failed on one lane fails on all, once each has what had come for it before. The first lane tells the peers, whatever the one has
-    /// told that failed first. No lock is held.
-    pub(crate) fn fail_elsewhere(&self, failed: &FailedGroup) {
-        let lanes = self.lanes.get().into_iter().flatten().enumerate();
-        for (number, lane) in lanes.filter_map(|(number, lane)| Some((number, lane.upgrade()?))) {
-            if std::ptr::eq(&*lane, self) {
-                continue;
-            }
-            let is_there = lane.with_core(|core| {
-                lane.look(core);
-                core.fail_with_lane(failed, number == 0, time::now())
-            });
-            if is_there {
-                lane.flush();
-                lane.kick();
-            }
-        }
     }
 
     // ---- links
@@ -741,8 +629,10 @@ impl Driver {
             None => SPIN_OWN_CORE,
         };
         let start = time::now();
-        let mut looks = 0_u32;
+        let (mut news, mut looks) = (start, 0_u32);
         let mut unsent = false;
+        let mut beside = call.is_cut.then(|| self.beside());
+        let mut is_helping = false;
         // A driver that sleeps meanwhile need not be woken for what is seen here.
         let mut watch = Watch { driver: self, is_on: false };
         let mut needed: Option<SmallVec<[PeerId; 4]>> = None;
@@ -767,11 +657,18 @@ impl Driver {
                 unsent = core.net.has_unsent();
                 drop(core);
                 if moved {
-                    looks = 0;
+                    (news, looks) = (now, 0);
                 }
                 if moved || wake {
                     self.wake_driver_if(wake);
                 }
+            }
+            if let Some(beside) = &mut beside
+                && looks >= PASSES_BEFORE_HELP
+                && (is_helping || looks.is_multiple_of(PASSES_BETWEEN_HELP))
+            {
+                is_helping = beside.help(call, now);
+                news = if is_helping { now } else { news };
             }
             if let Some(outcome) = call.outcome() {
                 if unsent {
@@ -779,8 +676,14 @@ impl Driver {
                 }
                 return Some(outcome);
             }
-            if now.since(start) >= budget || until.is_some_and(|until| now >= until) {
-                drop(watch);
+            // A core of its own is there for as long as something comes; then a waiter looks for signals.
+            let is_over = if shared || !call.is_cut {
+                now.since(start) >= budget
+            } else {
+                now.since(news) >= budget || now.since(start) >= Duration::from_millis(TICK_MS)
+            };
+            if is_over || until.is_some_and(|until| now >= until) {
+                drop((watch, beside));
                 // Nobody has told a sleeping driver of this call's deadline: until now this thread looked after it.
                 if self.with_core(|core| core.must_wake_driver(core.next_deadline())) {
                     self.wake_driver_if(true);

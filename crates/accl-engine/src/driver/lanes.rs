@@ -1,0 +1,212 @@
+//! The driver of one of several lanes: what its thread does, and what others do for it.
+//!
+//! Owns when the thread of a lane is woken, how long it stays awake, and that whoever waits for a call does parts of it whose threads do not come: their
+//! cores may be busy with something else for milliseconds. Read [`Driver::spin_on_lane`] and [`Beside::help`] first.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use accl_executor::call::CallState;
+use accl_executor::group::FailedGroup;
+use accl_types::{Error, Moment};
+
+use super::{Driver, PASSES_BEFORE_YIELD, ROUNDS_BEFORE_LOOK, SPIN_OWN_CORE, SPIN_SHARED_CORE};
+use crate::jobs::Job;
+use crate::time;
+
+/// How long the thread of a lane with a core of its own looks for its next part: calls come one after the other, and waking it takes as long as a part.
+const LINGER: Duration = Duration::from_micros(100);
+
+impl Driver {
+    /// Starts the thread of a lane for whose calls nobody waits.
+    ///
+    /// # Errors
+    /// `Exhausted` when the system has no thread for it.
+    pub(crate) fn start_thread(&self) -> accl_types::Result<()> {
+        match self.election.start_background(self) {
+            true => Ok(()),
+            false => Err(Error::exhausted(
+                "no thread for parts of large calls; raise the limit with `ulimit -u`, or set ACCL_WORKER_COUNT=0",
+            )),
+        }
+    }
+
+    /// A group has several lanes, each with a core of its own on each rank, or not.
+    pub(crate) fn set_lanes_have_own_cores(&self, is_so: bool) {
+        self.lanes_have_own_cores.fetch_and(is_so, Ordering::Relaxed);
+    }
+
+    /// As if each lane had a core of its own.
+    #[cfg(test)]
+    pub(crate) fn pretend_own_cores(&self) {
+        self.lanes_have_own_cores.store(true, Ordering::Relaxed);
+    }
+
+    /// For what must not keep it alive.
+    pub(crate) fn weak(&self) -> Weak<Driver> {
+        self.me.clone()
+    }
+
+    /// Leaves the thread of a lane something to do, for which [`Driver::wake_for_jobs`] wakes it. If it ends before, that is dropped.
+    pub(crate) fn leave_job(&self, job: Job) {
+        self.jobs.add(job);
+    }
+
+    /// Wakes the thread of a lane, unless it looks for jobs by itself, which it does once more when it has stopped.
+    pub(crate) fn wake_for_jobs(&self) {
+        if !self.is_spinning.load(Ordering::SeqCst) {
+            self.ensure_driver();
+            self.wake_driver_if(true);
+        }
+    }
+
+    /// On the thread of a lane: looks again and again, until nothing has come for a while or nothing is left to do and no part follows. It gives its core away
+    /// between looks where others have it, too, and while it has nothing to do.
+    pub(super) fn spin_on_lane(&self) {
+        let has_own_core = self.lanes_have_own_cores.load(Ordering::Relaxed) && !self.shares_cores();
+        let budget = self.spin.unwrap_or(if has_own_core { SPIN_OWN_CORE } else { SPIN_SHARED_CORE });
+        let linger = if has_own_core { LINGER.min(budget) } else { Duration::ZERO };
+        let (mut idle, mut is_news, mut is_lingering) = (0, false, false);
+        self.is_spinning.store(true, Ordering::SeqCst);
+        let mut news = time::now();
+        for round in 1_u32.. {
+            let now = time::now();
+            idle += 1;
+            if self.jobs.run() {
+                (news, idle, is_news) = (now, 0, true);
+            }
+            if let Some(mut core) = self.try_lock() {
+                // Who gives the core away is away for long, and asks each time.
+                if !has_own_core || round.is_multiple_of(ROUNDS_BEFORE_LOOK) {
+                    self.ask(&core);
+                }
+                if core.pass(now) {
+                    (news, idle, is_news) = (now, 0, true);
+                }
+                is_lingering = !core.has_work() && !self.jobs.are_there();
+                if is_lingering && (!is_news || now.since(news) >= linger) {
+                    break;
+                }
+            }
+            if now.since(news) >= budget {
+                break;
+            }
+            if is_lingering || !has_own_core && idle > PASSES_BEFORE_YIELD {
+                std::thread::yield_now();
+            } else {
+                std::hint::spin_loop();
+            }
+        }
+        self.is_spinning.store(false, Ordering::SeqCst);
+        self.has_spun_in_vain.store(!is_news, Ordering::Relaxed);
+    }
+
+    /// One pass for whatever has come.
+    pub(super) fn looks_and_moves(&self) -> bool {
+        let mut core = self.lock();
+        self.ask(&core);
+        core.pass(time::now())
+    }
+
+    /// Whether it is of a lane beside the first, for whose calls nobody waits.
+    pub(super) fn is_beside(&self) -> bool {
+        let first = self.lanes.get().and_then(|lanes| lanes.first());
+        first.is_some_and(|first| !std::ptr::eq(first.as_ptr(), self))
+    }
+
+    /// The drivers of all lanes of the process.
+    pub(crate) fn set_lanes(&self, lanes: Vec<Weak<Driver>>) {
+        let _ = self.lanes.set(lanes);
+    }
+
+    /// A group that has failed on one lane fails on all, once each has what had come for it before. The first lane tells the peers, whatever the one has
+    /// told that failed first. No lock is held.
+    pub(crate) fn fail_elsewhere(&self, failed: &FailedGroup) {
+        let lanes = self.lanes.get().into_iter().flatten().enumerate();
+        for (number, lane) in lanes.filter_map(|(number, lane)| Some((number, lane.upgrade()?))) {
+            if std::ptr::eq(&*lane, self) {
+                continue;
+            }
+            let is_there = lane.with_core(|core| {
+                lane.look(core);
+                core.fail_with_lane(failed, number == 0, time::now())
+            });
+            if is_there {
+                lane.flush();
+                lane.kick();
+            }
+        }
+    }
+
+    /// What a thread that waits for a call does on the other lanes: nothing yet.
+    pub(super) fn beside(&self) -> Beside<'_> {
+        Beside { driver: self, lanes: None }
+    }
+
+    /// A pass for a part of this call, unless somebody else is at it or the part is over. Returns whether anything moved.
+    fn pass_for(&self, call: &CallState, is_watched: &mut bool, now: Moment) -> bool {
+        let Some(mut core) = self.try_lock() else { return false };
+        let peers = core.peers_of(call);
+        // What others have on a lane that is watched is looked after here, too.
+        if peers.is_empty() && !*is_watched {
+            return false;
+        }
+        *is_watched = *is_watched || core.watch();
+        peers.iter().for_each(|&peer| core.net.poll_link(peer));
+        core.streams_among(&peers).into_iter().for_each(|peer| core.net.look_again(peer));
+        let moved = core.pass(now) | core.take_owed_to_driver();
+        let wake = !*is_watched && core.must_wake_driver(None);
+        let unsent = core.net.has_unsent();
+        drop(core);
+        if moved || wake {
+            self.wake_driver_if(wake);
+        }
+        if unsent {
+            self.ensure_driver();
+        }
+        moved
+    }
+}
+
+/// What a thread that waits for a call does on the lanes beside its own.
+pub(super) struct Beside<'a> {
+    driver: &'a Driver,
+    /// Once it has done something: the other lanes, and whether it looks at their links in place of drivers that sleep.
+    lanes: Option<Vec<(Arc<Driver>, bool)>>,
+}
+
+impl Beside<'_> {
+    /// Begins parts whose threads have not come yet, and makes a pass for each part of the call that nobody is at. Returns whether anything moved.
+    pub(super) fn help(&mut self, call: &CallState, now: Moment) -> bool {
+        let lanes = self.lanes.get_or_insert_with(|| {
+            let all = self.driver.lanes.get().into_iter().flatten().filter_map(Weak::upgrade);
+            all.filter(|lane| !std::ptr::eq(&**lane, self.driver)).map(|lane| (lane, false)).collect()
+        });
+        let help =
+            |(lane, is_watched): &mut (Arc<Driver>, bool)| lane.jobs.run() | lane.pass_for(call, is_watched, now);
+        lanes.iter_mut().map(help).fold(false, |moved, more| moved | more)
+    }
+}
+
+impl Drop for Beside<'_> {
+    /// What was begun here goes on by itself: the thread of its lane may have found nothing to do, and sleep, or sleep beyond a deadline that it has not been
+    /// told of.
+    fn drop(&mut self) {
+        for (lane, is_watched) in self.lanes.iter().flatten() {
+            let (relief, must_wake, has_work) = lane.with_core(|core| {
+                let relief = is_watched.then(|| core.unwatch(time::now()));
+                (relief, core.must_wake_driver(core.next_deadline()), core.has_work())
+            });
+            if let Some(relief) = relief {
+                lane.relieve(relief);
+            }
+            if must_wake {
+                lane.wake_driver_if(true);
+            }
+            if has_work {
+                lane.ensure_driver();
+            }
+        }
+    }
+}
