@@ -37,6 +37,9 @@ const TICK_MS: u64 = 50;
 const SPIN_OWN_CORE: Duration = Duration::from_micros(200);
 /// Yielding when ranks share cores: each look gives the core away, so more of them cost nobody anything.
 const SPIN_SHARED_CORE: Duration = Duration::from_micros(100);
+/// How long after an asynchronous call the background thread leaves the links to who made it. As a rule more calls follow, or a wait, each with passes of its
+/// own; to be woken for whatever comes meanwhile would take that thread's core from it.
+const SUBMITTING: Duration = Duration::from_micros(30);
 /// Passes without news before a yield when ranks share cores: who waits here keeps another rank from sending.
 const PASSES_BEFORE_YIELD: u32 = 2;
 
@@ -100,6 +103,8 @@ pub(crate) struct Driver {
     tests: AtomicU32,
     /// Nobody wakes for a periodic look.
     without_tick: AtomicBool,
+    /// When an asynchronous call was last made, in nanoseconds.
+    submitted: AtomicU64,
     /// How often a driver has slept in the poller.
     parks: AtomicU64,
     /// How often somebody has asked it for news without sleeping.
@@ -212,6 +217,7 @@ impl Driver {
             waits: AtomicU64::new(1),
             tests: AtomicU32::new(0),
             without_tick: AtomicBool::new(false),
+            submitted: AtomicU64::new(0),
             parks: AtomicU64::new(0),
             looks: AtomicU64::new(0),
             born: accl_transport::fork_generation(),
@@ -487,6 +493,7 @@ impl Driver {
     /// After a submission: one pass for an asynchronous call, and a driver if there is none.
     pub(crate) fn submitted(&self, call: &CallState) {
         if call.is_async && !call.is_done() {
+            self.submitted.store(time::now().nanos(), Ordering::Relaxed);
             self.try_pass(None);
         }
         if call.is_done() && self.with_core(Core::take_owed_look) {
@@ -797,6 +804,11 @@ impl Host for Driver {
         }
         let Some(polling) = self.polling.get() else { return };
         let now = time::now();
+        let begin = Moment::from_nanos(self.submitted.load(Ordering::Relaxed)).after(SUBMITTING);
+        if call.is_none() && now < begin {
+            std::thread::sleep(begin.since(now));
+            return;
+        }
         // After a panic every call has failed, and whoever waits looks for what became of its own.
         let mut core = self.lock();
         let Ok(parked) = core.park(call, until, self.ticks(), now) else { return };
