@@ -183,8 +183,9 @@ impl Join {
         let part = || Arc::new(OtherPart { join: Arc::downgrade(self), has_ended: AtomicBool::new(false) });
         let observers: Vec<_> = parts.iter().map(|_| part()).collect();
         let of = parts.len().min(lanes.len());
-        let given = lanes.iter().zip(parts.into_iter().zip(observers));
-        for (after, (lane, ((desc, prepared), observer))) in given.enumerate() {
+        let given: Vec<_> = lanes.iter().zip(parts.into_iter().zip(observers)).enumerate().collect();
+        // The last first: a thread that is awake begins at once, and whom it wakes must find a job.
+        for (after, (lane, ((desc, prepared), observer))) in given.into_iter().rev() {
             let next = Next { lanes: lanes.clone(), after, of };
             let desc = CallDesc { seq: Some(seq), ..desc };
             let caller = caller.clone();
@@ -333,6 +334,12 @@ mod tests {
                         let mut tensor = vec![1.0_f32; COUNT];
                         let mode = if round % 3 == 0 { Mode::Async } else { Mode::Blocking };
                         let call = group.submit(sum_of(&mut tensor, mode)).unwrap();
+                        // Nobody helps the threads then.
+                        let begin = std::time::Instant::now();
+                        while mode == Mode::Async && !call.is_done() && begin.elapsed() < Duration::from_secs(20) {
+                            std::thread::yield_now();
+                        }
+                        assert!(mode == Mode::Blocking || call.is_done(), "a part was not begun");
                         assert_eq!(call.wait(Some(Duration::from_secs(20)), &mut || false), Waited::Done);
                         assert!(tensor.iter().all(|&value| value == 2.0));
                     }
