@@ -74,7 +74,7 @@ impl Driver {
             let now = time::now();
             idle += 1;
             if self.jobs.run() {
-                (news, idle, is_news) = (now, 0, true);
+                (news, idle, is_news) = (time::now(), 0, true);
             }
             if let Some(mut core) = self.try_lock() {
                 // Who gives the core away is away for long, and asks each time.
@@ -82,7 +82,7 @@ impl Driver {
                     self.ask(&core);
                 }
                 if core.pass(now) {
-                    (news, idle, is_news) = (now, 0, true);
+                    (news, idle, is_news) = (time::now(), 0, true);
                 }
                 is_lingering = !core.has_work() && !self.jobs.are_there();
                 if is_lingering && (!is_news || now.since(news) >= linger) {
@@ -141,39 +141,43 @@ impl Driver {
 
     /// What a thread that waits for a call does on the other lanes: nothing yet.
     pub(super) fn beside(&self) -> Beside<'_> {
-        Beside { driver: self, lanes: None }
+        Beside { driver: self, lanes: None, watches: false }
     }
 
-    /// A pass for a part of this call, unless somebody else is at it or the part is over. Returns whether anything moved.
-    fn pass_for(&self, call: &CallState, is_watched: &mut bool, now: Moment) -> bool {
-        let Some(mut core) = self.try_lock() else { return false };
-        let peers = core.peers_of(call);
-        // What others have on a lane that is watched is looked after here, too.
-        if peers.is_empty() && !*is_watched {
-            return false;
+    /// Whatever was begun here goes on by itself: the thread may have found nothing to do, and sleep, or sleep beyond a deadline that it has not been told of.
+    fn hand_over(&self, is_watched: bool) {
+        let (relief, must_wake, has_work) = self.with_core(|core| {
+            let relief = is_watched.then(|| core.unwatch(time::now()));
+            (relief, core.must_wake_driver(core.next_deadline()), core.has_work())
+        });
+        if let Some(relief) = relief {
+            self.relieve(relief);
         }
-        *is_watched = *is_watched || core.watch();
-        peers.iter().for_each(|&peer| core.net.poll_link(peer));
-        core.streams_among(&peers).into_iter().for_each(|peer| core.net.look_again(peer));
-        let moved = core.pass(now) | core.take_owed_to_driver();
-        let wake = !*is_watched && core.must_wake_driver(None);
-        let unsent = core.net.has_unsent();
-        drop(core);
-        if moved || wake {
-            self.wake_driver_if(wake);
+        if must_wake {
+            self.wake_driver_if(true);
         }
-        if unsent {
+        if has_work {
             self.ensure_driver();
         }
-        moved
     }
 }
 
 /// What a thread that waits for a call does on the lanes beside its own.
 pub(super) struct Beside<'a> {
     driver: &'a Driver,
-    /// Once it has done something: the other lanes, and whether it looks at their links in place of drivers that sleep.
-    lanes: Option<Vec<(Arc<Driver>, bool)>>,
+    /// Once it has looked after them.
+    lanes: Option<Vec<Helped>>,
+    /// It looks at the links of some lane in place of a driver that sleeps, and must go on to.
+    pub(super) watches: bool,
+}
+
+/// A lane that a waiter has looked after.
+struct Helped {
+    lane: Arc<Driver>,
+    /// Its driver sleeps, and is not woken by what comes.
+    is_watched: bool,
+    /// A part was begun on it.
+    has_begun: bool,
 }
 
 impl Beside<'_> {
@@ -181,32 +185,55 @@ impl Beside<'_> {
     pub(super) fn help(&mut self, call: &CallState, now: Moment) -> bool {
         let lanes = self.lanes.get_or_insert_with(|| {
             let all = self.driver.lanes.get().into_iter().flatten().filter_map(Weak::upgrade);
-            all.filter(|lane| !std::ptr::eq(&**lane, self.driver)).map(|lane| (lane, false)).collect()
+            let others = all.filter(|lane| !std::ptr::eq(&**lane, self.driver));
+            others.map(|lane| Helped { lane, is_watched: false, has_begun: false }).collect()
         });
-        let help =
-            |(lane, is_watched): &mut (Arc<Driver>, bool)| lane.jobs.run() | lane.pass_for(call, is_watched, now);
-        lanes.iter_mut().map(help).fold(false, |moved, more| moved | more)
+        let mut has_moved = false;
+        for helped in lanes {
+            has_moved |= helped.help(call, now);
+            self.watches |= helped.is_watched;
+        }
+        has_moved
     }
 }
 
-impl Drop for Beside<'_> {
-    /// What was begun here goes on by itself: the thread of its lane may have found nothing to do, and sleep, or sleep beyond a deadline that it has not been
-    /// told of.
+impl Helped {
+    /// See [`Beside::help`].
+    fn help(&mut self, call: &CallState, now: Moment) -> bool {
+        let has_begun = self.lane.jobs.run();
+        self.has_begun |= has_begun;
+        let Some(mut core) = self.lane.try_lock() else { return has_begun };
+        let peers = core.peers_of(call);
+        // What others have on a lane that is watched is looked after here, too.
+        if peers.is_empty() && !self.is_watched {
+            drop(core);
+            if has_begun {
+                // Of another call, which nobody here waits for.
+                self.lane.hand_over(false);
+            }
+            return has_begun;
+        }
+        self.is_watched = self.is_watched || core.watch();
+        peers.iter().for_each(|&peer| core.net.poll_link(peer));
+        core.streams_among(&peers).into_iter().for_each(|peer| core.net.look_again(peer));
+        let moved = core.pass(now) | core.take_owed_to_driver();
+        let wake = !self.is_watched && core.must_wake_driver(None);
+        let unsent = core.net.has_unsent();
+        drop(core);
+        if moved || wake {
+            self.lane.wake_driver_if(wake);
+        }
+        if unsent {
+            self.lane.ensure_driver();
+        }
+        has_begun || moved
+    }
+}
+
+impl Drop for Helped {
     fn drop(&mut self) {
-        for (lane, is_watched) in self.lanes.iter().flatten() {
-            let (relief, must_wake, has_work) = lane.with_core(|core| {
-                let relief = is_watched.then(|| core.unwatch(time::now()));
-                (relief, core.must_wake_driver(core.next_deadline()), core.has_work())
-            });
-            if let Some(relief) = relief {
-                lane.relieve(relief);
-            }
-            if must_wake {
-                lane.wake_driver_if(true);
-            }
-            if has_work {
-                lane.ensure_driver();
-            }
+        if self.is_watched || self.has_begun {
+            self.lane.hand_over(self.is_watched);
         }
     }
 }

@@ -40,6 +40,8 @@ const SPIN_SHARED_CORE: Duration = Duration::from_micros(100);
 /// How long after an asynchronous call the background thread leaves the links to who made it. As a rule more calls follow, or a wait, each with passes of its
 /// own; to be woken for whatever comes meanwhile would take that thread's core from it.
 const SUBMITTING: Duration = Duration::from_micros(30);
+/// So often in a row at most: somebody must look at deadlines.
+const MOST_LEFT: u32 = 10;
 /// Passes without news before a yield when ranks share cores: who waits here keeps another rank from sending.
 const PASSES_BEFORE_YIELD: u32 = 2;
 
@@ -105,6 +107,8 @@ pub(crate) struct Driver {
     without_tick: AtomicBool,
     /// When an asynchronous call was last made, in nanoseconds.
     submitted: AtomicU64,
+    /// How often in a row the background thread has left the links to who makes calls.
+    left: AtomicU32,
     /// How often a driver has slept in the poller.
     parks: AtomicU64,
     /// How often somebody has asked it for news without sleeping.
@@ -218,6 +222,7 @@ impl Driver {
             tests: AtomicU32::new(0),
             without_tick: AtomicBool::new(false),
             submitted: AtomicU64::new(0),
+            left: AtomicU32::new(0),
             parks: AtomicU64::new(0),
             looks: AtomicU64::new(0),
             born: accl_transport::fork_generation(),
@@ -664,18 +669,18 @@ impl Driver {
                 unsent = core.net.has_unsent();
                 drop(core);
                 if moved {
-                    (news, looks) = (now, 0);
+                    (news, looks) = (time::now(), 0);
                 }
                 if moved || wake {
                     self.wake_driver_if(wake);
                 }
             }
             if let Some(beside) = &mut beside
-                && looks >= PASSES_BEFORE_HELP
-                && (is_helping || looks.is_multiple_of(PASSES_BETWEEN_HELP))
+                && (looks >= PASSES_BEFORE_HELP || beside.watches)
+                && (is_helping || round.is_multiple_of(PASSES_BETWEEN_HELP))
             {
                 is_helping = beside.help(call, now);
-                news = if is_helping { now } else { news };
+                news = if is_helping { time::now() } else { news };
             }
             if let Some(outcome) = call.outcome() {
                 if unsent {
@@ -684,7 +689,7 @@ impl Driver {
                 return Some(outcome);
             }
             // A core of its own is there for as long as something comes; then a waiter looks for signals.
-            let is_over = if shared || !call.is_cut {
+            let is_over = if shared || !call.is_cut || self.spin.is_some() {
                 now.since(start) >= budget
             } else {
                 now.since(news) >= budget || now.since(start) >= Duration::from_millis(TICK_MS)
@@ -805,10 +810,11 @@ impl Host for Driver {
         let Some(polling) = self.polling.get() else { return };
         let now = time::now();
         let begin = Moment::from_nanos(self.submitted.load(Ordering::Relaxed)).after(SUBMITTING);
-        if call.is_none() && now < begin {
+        if call.is_none() && now < begin && self.left.fetch_add(1, Ordering::Relaxed) < MOST_LEFT {
             std::thread::sleep(begin.since(now));
             return;
         }
+        self.left.store(0, Ordering::Relaxed);
         // After a panic every call has failed, and whoever waits looks for what became of its own.
         let mut core = self.lock();
         let Ok(parked) = core.park(call, until, self.ticks(), now) else { return };

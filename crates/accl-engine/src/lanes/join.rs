@@ -39,10 +39,24 @@ struct State {
     parts: Option<Parts>,
 }
 
+/// What a lane does with its core.
+pub(crate) type CoreJob = Box<dyn FnOnce(&mut Core) + Send>;
+
+/// Gives the lanes a job each, and wakes the first.
+fn hand_out(lanes: &Arc<[Arc<dyn Lane>]>, jobs: Vec<CoreJob>) {
+    let of = jobs.len().min(lanes.len());
+    let given: Vec<_> = lanes.iter().zip(jobs).enumerate().collect();
+    // The last first: a thread that is awake begins at once, and whom it wakes must find a job.
+    for (after, (lane, job)) in given.into_iter().rev() {
+        lane.give(Next { lanes: lanes.clone(), after, of }, job);
+    }
+    lanes.iter().take(1).for_each(|lane| lane.wake());
+}
+
 /// A lane as parts are given to it.
 pub(crate) trait Lane: Send + Sync {
     /// Leaves its thread something to do with its core, before which `next` is dropped, or drops both if the thread has ended.
-    fn give(&self, next: Next, job: Box<dyn FnOnce(&mut Core) + Send>);
+    fn give(&self, next: Next, job: CoreJob);
 
     /// Wakes its thread for what it was given.
     fn wake(&self);
@@ -81,7 +95,7 @@ pub(crate) struct Parts {
 }
 
 impl Lane for Driver {
-    fn give(&self, next: Next, job: Box<dyn FnOnce(&mut Core) + Send>) {
+    fn give(&self, next: Next, job: CoreJob) {
         let me = self.weak();
         self.leave_job(Box::new(move || {
             drop(next);
@@ -182,27 +196,20 @@ impl Join {
         // All of them first: should one panic, the others are dropped.
         let part = || Arc::new(OtherPart { join: Arc::downgrade(self), has_ended: AtomicBool::new(false) });
         let observers: Vec<_> = parts.iter().map(|_| part()).collect();
-        let of = parts.len().min(lanes.len());
-        let given: Vec<_> = lanes.iter().zip(parts.into_iter().zip(observers)).enumerate().collect();
-        // The last first: a thread that is awake begins at once, and whom it wakes must find a job.
-        for (after, (lane, ((desc, prepared), observer))) in given.into_iter().rev() {
-            let next = Next { lanes: lanes.clone(), after, of };
+        let job = |((desc, prepared), observer): ((CallDesc, Prepared), Arc<OtherPart>)| {
             let desc = CallDesc { seq: Some(seq), ..desc };
             let caller = caller.clone();
             // Its first steps copy what there is room for, which is work for its own core.
-            lane.give(
-                next,
-                Box::new(move |core| {
-                    if let Err(refused) = caller.start(core, &desc, prepared, None, observer.clone(), now) {
-                        // Of a group that has failed on this lane the first one hears by itself, and of whom that comes.
-                        let cause = core.group(caller.group).and_then(|group| group.poison().cloned());
-                        let is_alone = cause.is_none();
-                        observer.end(Some(&cause.unwrap_or(refused)), is_alone);
-                    }
-                }),
-            );
-        }
-        lanes.iter().take(1).for_each(|lane| lane.wake());
+            Box::new(move |core: &mut Core| {
+                if let Err(refused) = caller.start(core, &desc, prepared, None, observer.clone(), now) {
+                    // Of a group that has failed on this lane the first one hears by itself, and of whom that comes.
+                    let cause = core.group(caller.group).and_then(|group| group.poison().cloned());
+                    let is_alone = cause.is_none();
+                    observer.end(Some(&cause.unwrap_or(refused)), is_alone);
+                }
+            }) as CoreJob
+        };
+        hand_out(&lanes, parts.into_iter().zip(observers).map(job).collect());
     }
 
     /// One of them has ended, or has not begun and will not; alone, where its group has not failed with it.
@@ -306,6 +313,40 @@ mod tests {
             let made = [0, 1].map(|rank| scope.spawn(move || make(rank)));
             made.into_iter().map(|made| made.join().unwrap()).collect()
         })
+    }
+
+    /// A lane whose thread is awake: it begins what it is given at once.
+    struct Awake {
+        number: usize,
+        log: Arc<Mutex<Vec<(&'static str, usize)>>>,
+    }
+
+    impl Lane for Awake {
+        fn give(&self, next: Next, _: CoreJob) {
+            self.log.lock().push(("given", self.number));
+            drop(next);
+        }
+
+        fn wake(&self) {
+            self.log.lock().push(("woken", self.number));
+        }
+    }
+
+    #[test]
+    fn no_thread_is_woken_before_its_part_is_there_and_none_is_left_asleep() {
+        for of in 1..=9 {
+            let log = Arc::default();
+            let lane = |number| Arc::new(Awake { number, log: Arc::clone(&log) }) as Arc<dyn Lane>;
+            // A call may have fewer parts than there are lanes.
+            let lanes: Arc<[_]> = (0..9).map(lane).collect();
+            hand_out(&lanes, (0..of).map(|_| Box::new(|_: &mut Core| ()) as CoreJob).collect());
+            let log = log.lock();
+            let at = |what| log.iter().position(|seen| *seen == what);
+            for number in 0..of {
+                assert!(at(("given", number)).unwrap() < at(("woken", number)).unwrap(), "{of} parts: {log:?}");
+            }
+            assert_eq!(log.len(), 2 * of, "{of} parts: {log:?}");
+        }
     }
 
     /// Of a machine with enough cores; here the threads of lanes take turns, and whoever waits for a call does parts of it.
