@@ -340,7 +340,7 @@ mod tests {
             // A call may have fewer parts than there are lanes.
             let lanes: Arc<[_]> = (0..9).map(lane).collect();
             hand_out(&lanes, (0..of).map(|_| Box::new(|_: &mut Core| ()) as CoreJob).collect());
-            let log = log.lock();
+            let log = log.lock().clone();
             let at = |what| log.iter().position(|seen| *seen == what);
             for number in 0..of {
                 assert!(at(("given", number)).unwrap() < at(("woken", number)).unwrap(), "{of} parts: {log:?}");
