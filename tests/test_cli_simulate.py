@@ -4,7 +4,7 @@ import json
 import subprocess
 
 import pytest
-from support import BACKEND, run_command, run_script
+from support import BACKEND, command_code, run_command, run_script
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
@@ -146,9 +146,8 @@ def test_info_under_a_launcher_shows_the_ranks_their_links_and_what_they_would_c
     asked = ["--connect-all"] if connect_all else []
 
     def ended(*more):
-        code = f"import sys, torch_accl_cli; sys.exit(torch_accl_cli.main({['info', *asked, *more]!r}))"
         # With the variables that torchrun sets. It would load torch for each of them.
-        ranks = run_script(code, world=6, timeout=60)
+        ranks = run_script(command_code(["info", *asked, *more]), world=6, timeout=60)
         assert [rank.exitcode for rank in ranks] == [0] * 6, ranks[0].stderr
         assert not any(rank.stdout for rank in ranks[1:])
         return ranks[0].stdout

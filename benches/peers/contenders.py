@@ -102,25 +102,17 @@ def helpers(count: str) -> str:
     return {"0": "no helper", "1": "1 helper", "auto": "`auto`"}.get(count, f"{count} helpers")
 
 
-def with_helpers(way: str, count: str) -> Contender:
-    """The engine with threads that do parts of calls, over one transport."""
+def with_helpers(way: str, count: str, codec: str = "") -> Contender:
+    """The engine with threads that do parts of calls, over one transport; with a codec its group compresses all calls."""
     environment = {"ACCL_WORKER_COUNT": count, "ACCL_TRANSPORTS": way}
     note = " ".join(f"`{name}={value}`" for name, value in environment.items())
-    name, title = f"accl_{way}_{count}", f"accl engine, {way}, {helpers(count)}"
-    return Contender(name, title, Level.ENGINE, ("{accl}",), environment=environment, at_home=True, note=note)
-
-
-def encoded_with_helpers(count: int) -> Contender:
-    """The engine with such threads in a group that compresses all calls to four bits an element."""
-    codec = "maxmin:4"
-    environment = {"ACCL_WORKER_COUNT": str(count), "ACCL_TRANSPORTS": "shm"}
-    note = " ".join(f"`{name}={value}`" for name, value in environment.items())
-    name, title = f"accl_{codec}_{count}", f"accl engine, {codec}, {helpers(str(count))}"
-    return Contender(name, title, Level.ENGINE, ("{accl}",), (codec,), environment=environment, at_home=True, note=note)
+    name, title = f"accl_{codec or way}_{count}", f"accl engine, {codec or way}, {helpers(count)}"
+    after = (codec,) if codec else ()
+    return Contender(name, title, Level.ENGINE, ("{accl}",), after, environment=environment, at_home=True, note=note)
 
 
 WITH_HELPERS = tuple(with_helpers(way, count) for way in ("shm", "tcp") for count in ("0", *map(str, HELPERS), "auto"))
-ENCODED_WITH_HELPERS = tuple(map(encoded_with_helpers, ENCODED_HELPERS))
+ENCODED_WITH_HELPERS = tuple(with_helpers("shm", str(count), "maxmin:4") for count in ENCODED_HELPERS)
 
 
 def helpers_of(name: str) -> int:

@@ -14,7 +14,7 @@ from .oracle import (
     reduce_op,
 )
 from .runner import BACKEND, GROUP_TIMEOUT, Outcome, gloo_group, init_group, on_ranks, run_ranks
-from .scripts import run_command, run_script, start_script
+from .scripts import command_code, run_command, run_script, start_script
 
 __all__ = [
     "BACKEND",
@@ -22,6 +22,7 @@ __all__ = [
     "Outcome",
     "bound",
     "bytes_equal",
+    "command_code",
     "contribution",
     "contributions",
     "expected_reduction",

@@ -159,10 +159,19 @@ def run_script(code: str, world: int = 1, timeout: float = 30.0, **options) -> l
     return scripts
 
 
+def command_code(arguments: list[str]) -> str:
+    """A script that is the `accl` command with these arguments."""
+    return f"import sys, torch_accl_cli; sys.exit(torch_accl_cli.main({arguments!r}))"
+
+
 def run_command(arguments: list[str], env: dict | None = None, timeout: float = 60.0) -> subprocess.CompletedProcess:
     """Runs the `accl` command in a child that has torch, which takes longer to load than most commands to answer."""
-    code = f"import sys, torch_accl_cli; sys.exit(torch_accl_cli.main({arguments!r}))"
-    request = {"code": code, "rank": 0, "env": {key: str(value) for key, value in (env or {}).items()}, "limits": {}}
+    request = {
+        "code": command_code(arguments),
+        "rank": 0,
+        "env": {key: str(value) for key, value in (env or {}).items()},
+        "limits": {},
+    }
     script = _fork_server().start(request)
     script.wait(timeout)
     return subprocess.CompletedProcess(["accl", *arguments], script.exitcode, script.stdout, script.stderr)

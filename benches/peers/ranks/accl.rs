@@ -48,18 +48,17 @@ struct Place<'a> {
 
 impl<'a> Place<'a> {
     fn from_arguments(arguments: &'a [String]) -> Option<Self> {
-        let (place, codec) = match arguments {
-            [place @ .., codec] if place.len() == 4 => (place, Some(codec.as_str())),
-            place => (place, None),
-        };
-        let [dir, rank, ranks, core] = place else { return None };
+        let [dir, rank, ranks, core, codec @ ..] = arguments else { return None };
+        if codec.len() > 1 {
+            return None;
+        }
         let core = core.parse::<i64>().ok()?;
         Some(Self {
             dir: Path::new(dir),
             rank: rank.parse().ok()?,
             ranks: ranks.parse().ok()?,
             core: usize::try_from(core).ok(),
-            codec,
+            codec: codec.first().map(String::as_str),
         })
     }
 }

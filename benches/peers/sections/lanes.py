@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from ..build import Unavailable
@@ -73,7 +72,10 @@ def table_of(cores: int, data: dict[str, Any]) -> Table:
     figures, ranks, way = Figures(data["figures"]), data["ranks"], data["way"]
     table = figures.table(CELLS, f"{ranks} ranks over {WAYS[way]}, us")
     one, auto = f"accl_{way}_0", f"accl_{way}_auto"
-    times = partial(share, figures, one)
+
+    def times(name: str, cell: Cell) -> float | None:
+        return ratio(figures.us(name, cell), figures.us(one, cell))
+
     if cores < 2 * ranks:
         # Two lanes of each rank are more than there are cores for.
         table.row(
@@ -94,11 +96,6 @@ def table_of(cores: int, data: dict[str, Any]) -> Table:
     if left:
         table.caption = f"There are {cores} cores: {', '.join(map(str, left))} helpers were not measured."
     return table
-
-
-def share(figures: Figures, of: str, name: str, cell: Cell) -> float | None:
-    """What one contender takes of the time of another."""
-    return ratio(figures.us(name, cell), figures.us(of, cell))
 
 
 SETTING = (

@@ -120,14 +120,17 @@ impl Driver {
         let _ = self.lanes.set(lanes);
     }
 
+    /// The drivers of the other lanes, with their numbers.
+    fn others(&self) -> impl Iterator<Item = (usize, Arc<Driver>)> {
+        let lanes = self.lanes.get().into_iter().flatten().enumerate();
+        let there = lanes.filter_map(|(number, lane)| Some((number, lane.upgrade()?)));
+        there.filter(|(_, lane)| !std::ptr::eq(&**lane, self))
+    }
+
     /// A group that has failed on one lane fails on all, once each has what had come for it before. The first lane tells the peers, whatever the one has
     /// told that failed first. No lock is held.
     pub(crate) fn fail_elsewhere(&self, failed: &FailedGroup) {
-        let lanes = self.lanes.get().into_iter().flatten().enumerate();
-        for (number, lane) in lanes.filter_map(|(number, lane)| Some((number, lane.upgrade()?))) {
-            if std::ptr::eq(&*lane, self) {
-                continue;
-            }
+        for (number, lane) in self.others() {
             let is_there = lane.with_core(|core| {
                 lane.look(core);
                 core.fail_with_lane(failed, number == 0, time::now())
@@ -184,9 +187,7 @@ impl Beside<'_> {
     /// Begins parts whose threads have not come yet, and makes a pass for each part of the call that nobody is at. Returns whether anything moved.
     pub(super) fn help(&mut self, call: &CallState, now: Moment) -> bool {
         let lanes = self.lanes.get_or_insert_with(|| {
-            let all = self.driver.lanes.get().into_iter().flatten().filter_map(Weak::upgrade);
-            let others = all.filter(|lane| !std::ptr::eq(&**lane, self.driver));
-            others.map(|lane| Helped { lane, is_watched: false, has_begun: false }).collect()
+            self.driver.others().map(|(_, lane)| Helped { lane, is_watched: false, has_begun: false }).collect()
         });
         let mut has_moved = false;
         for helped in lanes {
@@ -216,17 +217,7 @@ impl Helped {
         self.is_watched = self.is_watched || core.watch();
         peers.iter().for_each(|&peer| core.net.poll_link(peer));
         core.streams_among(&peers).into_iter().for_each(|peer| core.net.look_again(peer));
-        let moved = core.pass(now) | core.take_owed_to_driver();
-        let wake = !self.is_watched && core.must_wake_driver(None);
-        let unsent = core.net.has_unsent();
-        drop(core);
-        if moved || wake {
-            self.lane.wake_driver_if(wake);
-        }
-        if unsent {
-            self.lane.ensure_driver();
-        }
-        has_begun || moved
+        has_begun | self.lane.pass_and_tell(core, self.is_watched, now)
     }
 }
 

@@ -483,8 +483,13 @@ impl Driver {
             }
             None => self.look(&core),
         }
-        let moved = core.pass(time::now()) | core.take_owed_to_driver();
-        let wake = core.must_wake_driver(None);
+        self.pass_and_tell(core, false, time::now());
+    }
+
+    /// A pass, and what the driver must hear of it; less of one that is watched. Returns whether anything moved.
+    fn pass_and_tell(&self, mut core: Locked<'_>, is_watched: bool, now: Moment) -> bool {
+        let moved = core.pass(now) | core.take_owed_to_driver();
+        let wake = !is_watched && core.must_wake_driver(None);
         let unsent = core.net.has_unsent();
         drop(core);
         if moved || wake {
@@ -493,6 +498,7 @@ impl Driver {
         if unsent {
             self.ensure_driver();
         }
+        moved
     }
 
     /// After a submission: one pass for an asynchronous call, and a driver if there is none.

@@ -8,8 +8,8 @@ mod numbers;
 mod parts;
 
 pub(crate) use cut::Cut;
-#[cfg(test)]
-pub(crate) use join::Next;
 pub(crate) use join::{Announced, Lane, Parts, Starter};
+#[cfg(test)]
+pub(crate) use join::{CoreJob, Next};
 pub(crate) use numbers::Numbers;
 pub(crate) use parts::{Least, parts_of};

@@ -5,9 +5,9 @@
 use std::sync::Arc;
 
 use super::clock::{self, Agenda, Event};
-use super::world::{LaneJob, LaneJobs, Violation, World};
+use super::world::{LaneJobs, Violation, World};
 use crate::jobs::Job;
-use crate::lanes::{Lane, Next, Starter};
+use crate::lanes::{CoreJob, Lane, Next, Starter};
 use crate::sync::Mutex;
 use accl_executor::group::{Completed, FailedGroup};
 
@@ -29,7 +29,7 @@ pub(super) struct LaneOf {
 }
 
 impl Lane for LaneOf {
-    fn give(&self, next: Next, job: LaneJob) {
+    fn give(&self, next: Next, job: CoreJob) {
         drop(next);
         self.leave(job);
     }
@@ -39,7 +39,7 @@ impl Lane for LaneOf {
 }
 
 impl LaneOf {
-    fn leave(&self, job: LaneJob) {
+    fn leave(&self, job: CoreJob) {
         let index = {
             let mut jobs = self.jobs.lock();
             jobs.push((self.node, Some(job)));

@@ -19,6 +19,7 @@ use super::oracle::Tensors;
 use super::scenario::{Fault, Linking, Scenario, Step};
 use crate::api::planning::Planning;
 use crate::in_flight::InFlight;
+use crate::lanes::CoreJob;
 use crate::session::inquests::{Inquests, Question};
 use crate::sync::Mutex;
 use accl_executor::call::Waited;
@@ -168,11 +169,8 @@ pub(super) struct World<'a> {
     pub(super) failures: Vec<(usize, FailedGroup)>,
 }
 
-/// What a lane is given to do.
-pub(super) type LaneJob = Box<dyn FnOnce(&mut Core) + Send>;
-
 /// What lanes were given, with the lane; `None`: it has been done.
-pub(super) type LaneJobs = Vec<(usize, Option<LaneJob>)>;
+pub(super) type LaneJobs = Vec<(usize, Option<CoreJob>)>;
 
 /// The bits of encoded results, by item.
 pub(super) type Bits = BTreeMap<usize, Vec<Vec<u64>>>;
