@@ -1,14 +1,11 @@
 //! Every collective by every algorithm over shm and tcp, with a process per rank. Ids are
 //! `collective/algorithm/transport/ranks/bytes`; a table of algorithm and bus bandwidth follows.
 //!
-//! What one iteration is stands in `src/rank.rs`; how to run and what is measured in README.md.
+//! What one iteration is stands in `src/world.rs`; how to run and what is measured in README.md.
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use accl_benches::cases::{COLLECTIVES, Case, algorithm_name, algorithms, usual_dtype};
-use accl_benches::process::started_as_rank;
-use accl_benches::rank::{Member, Order, Verify};
 use accl_benches::sweep::{self, Sweep};
 use accl_benches::table::Table;
 use accl_benches::world::Worlds;
@@ -22,13 +19,10 @@ const ALL_SIZES: &[u64] =
 const FEW_RANKS: &[u32] = &[2];
 const ALL_RANKS: &[u32] = &[2, 4];
 
-fn main() -> ExitCode {
-    if let Some(code) = started_as_rank(|place| Member::join(place)?.serve()) {
-        return code;
-    }
+fn main() {
     let sweep = Sweep::chosen();
     let mut criterion = sweep::criterion(Duration::from_millis(400));
-    let mut worlds = Worlds::default();
+    let mut worlds = Worlds::of(env!("CARGO_BIN_EXE_accl-peers-rank"));
     let mut table = Table::default();
     for transport in TRANSPORTS {
         for &ranks in sweep.pick(FEW_RANKS, ALL_RANKS) {
@@ -42,7 +36,6 @@ fn main() -> ExitCode {
     if !sweep::is_test() {
         report(&table);
     }
-    ExitCode::SUCCESS
 }
 
 fn bench(
@@ -66,15 +59,13 @@ fn bench(
             if bytes > 0 {
                 group.throughput(Throughput::Bytes(bytes));
             }
-            let mut verify = Verify::Yes;
             let mut ran = false;
             group.bench_function(BenchmarkId::from_parameter(bytes), |bencher| {
-                ran = true;
                 bencher.iter_custom(|iterations| {
-                    let order = Order { case, iterations, verify };
-                    verify = Verify::No;
                     let world = worlds.get(transport, ranks);
-                    world.run(&order).unwrap_or_else(|error| panic!("{title}/{bytes}: {error}"))
+                    let checked = if std::mem::replace(&mut ran, true) { Ok(()) } else { world.check(case) };
+                    let took = checked.and_then(|()| world.run(case, iterations));
+                    took.unwrap_or_else(|error| panic!("{title}/{bytes}: {error}"))
                 });
             });
             group.finish();

@@ -3,13 +3,12 @@
 //! The machine is calibrated first and then measured in the same run, since it may be another one tomorrow. Algorithms of
 //! a cell alternate. Arguments: `TRANSPORT/RANKS` such as `shm/4`, any number of them; none means all four.
 
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use accl_benches::cases::{Case, algorithms, usual_dtype};
 use accl_benches::pin;
-use accl_benches::process::started_as_rank;
-use accl_benches::rank::{Member, Order, Verify};
 use accl_benches::sweep;
 use accl_benches::world::World;
 use accl_engine::config_from_environment;
@@ -31,9 +30,6 @@ const CLOSE: f64 = 0.2;
 const GOOD: (f64, f64) = (1.1, 0.2);
 
 fn main() -> ExitCode {
-    if let Some(code) = started_as_rank(|place| Member::join(place)?.serve()) {
-        return code;
-    }
     match run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -76,7 +72,7 @@ fn place(transport: &str, ranks: u32) -> Result<()> {
     let intra_node = if transport == "tcp" { IntraNode::Tcp } else { IntraNode::Shm };
     let placement =
         Placement { intra_node, cores: pin::cores().len().max(1) as u32, segment_bytes: config.segment_bytes };
-    let mut world = World::start(transport, ranks)?;
+    let mut world = World::start(Path::new(env!("CARGO_BIN_EXE_accl-peers-rank")), transport, ranks)?;
     let mut score = Score::default();
     println!(
         "{:>14} {:>10} {:>20} {:>12} {:>12} {:>7}",
@@ -123,14 +119,14 @@ fn cell(
     let mut took: Vec<Vec<f64>> = vec![Vec::new(); rows.len()];
     let mut calls: Vec<u64> = Vec::new();
     for &row in &rows {
-        let one = world.run(&Order { case: case(row), iterations: 2, verify: Verify::Yes })? / 2;
+        world.check(case(row))?;
+        let one = world.run(case(row), 2)? / 2;
         calls.push((TURN.as_nanos() / one.as_nanos().max(1)).clamp(1, 4000) as u64);
     }
     let rounds = if sweep::is_test() { 1 } else { ROUNDS };
     for _ in 0..rounds {
         for (index, &row) in rows.iter().enumerate() {
-            let order = Order { case: case(row), iterations: calls[index], verify: Verify::No };
-            took[index].push(world.run(&order)?.as_secs_f64() * 1e6 / calls[index] as f64);
+            took[index].push(world.run(case(row), calls[index])?.as_secs_f64() * 1e6 / calls[index] as f64);
         }
     }
     let median = |times: &mut Vec<f64>| {

@@ -8,6 +8,7 @@ done: a root that only sends would otherwise be calls ahead. Owns that definitio
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,11 +16,12 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from torch_accl_cli.bench.collectives import COLLECTIVES
+
 from . import board
 from .jobs import Job, JobSet, Lost, Refused
 from .placement import Placement
 
-ROOTED = ("broadcast",)
 # In a turn of calls that follow one another.
 BATCHES = 11
 # Of the clock and of a meeting: a probe that is longer tells how many calls fill a turn.
@@ -57,6 +59,11 @@ class Cell:
     collective: str
     dtype: str
     bytes: int
+
+    @property
+    def is_rooted(self) -> bool:
+        """Whether its calls are timed one by one."""
+        return COLLECTIVES[re.split("[*&]", self.collective)[0]].rooted
 
     @property
     def words(self) -> str:
@@ -193,7 +200,7 @@ def attempt(job_set: JobSet, name: str, body: Callable[[Job], T]) -> T | None:
 def prepare(job: Job, cell: Cell, effort: Effort) -> Shape:
     """Looks at one result, then finds how many calls fill a turn."""
     job.order(f"check {cell.words}")
-    rooted = cell.collective in ROOTED
+    rooted = cell.is_rooted
     shape = Shape(1, 1, meet=rooted)
     while True:
         took_ns = max(run(job, cell, shape) * (shape.batches if rooted else shape.calls), 1)
@@ -227,6 +234,6 @@ def make_calls(job: Job, cell: Cell) -> int:
 
 def batch_ns(cell: Cell, ranks: Sequence[board.Span]) -> int:
     """What a batch took the slowest rank, or from the root's begin on."""
-    if cell.collective in ROOTED:
+    if cell.is_rooted:
         return max(end for _, end in ranks) - ranks[0][0]
     return max(end - begin for begin, end in ranks)

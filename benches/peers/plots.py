@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch_accl_cli._sizes import show_size
+
 from .contenders import CONTENDERS
 from .pictures import save
 from .report import Plot
-from .tables import size_name
 
 # Ours are thick; a contender has the same colour in every plot.
 OURS = ("accl engine", "accl through torch")
@@ -30,7 +31,7 @@ def draw(plot: Plot, target: Path) -> None:
             axes.plot(*zip(*points), marker="o", label=title, color=colours.get(title), **style)
     axes.set(xscale="log", yscale="log", xlabel=plot.over, ylabel="microseconds per call", title=plot.title)
     sizes = sorted({size for points in plot.curves.values() for size, _ in points})
-    axes.set_xticks(sizes, [size_name(size) if plot.over == "size" else f"{size:,}" for size in sizes])
+    axes.set_xticks(sizes, [show_size(size) if plot.over == "size" else f"{size:,}" for size in sizes])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)

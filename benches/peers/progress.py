@@ -6,9 +6,10 @@ import sys
 import time
 from types import TracebackType
 
+from torch_accl_cli._sizes import show_size
+
 from .contenders import title_of
 from .measure import Cell
-from .tables import size_name
 
 
 class Progress:
@@ -44,7 +45,7 @@ class Progress:
 
     def tick(self, cell: Cell, contender: str) -> None:
         """A turn begins."""
-        text = f"{cell.collective} {cell.dtype} {size_name(cell.bytes)}"
+        text = f"{cell.collective} {cell.dtype} {show_size(cell.bytes)}"
         if self.status:
             self.status.update(f"{self.minutes()} {text}: {title_of(contender)}")
         elif cell != self.cell:

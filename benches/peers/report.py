@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_accl_cli._sizes import show_size
+
 from . import networks
 from .build import Workshop
 from .contenders import BY_NAME, CONTENDERS
@@ -16,7 +18,7 @@ from .jobs import HERE, Host, Job, JobSet
 from .machine import Quiet
 from .measure import Cell, Effort, Figure, attempt, make_calls, measure
 from .placement import Placement
-from .tables import Bar, Table, plain, ratio, size_name
+from .tables import Bar, Table, plain, ratio
 
 SIZES = (4, 1 << 10, 16 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 # Turns that differ by more are marked.
@@ -151,7 +153,7 @@ class Figures:
 
     def table(self, cells: Sequence[Cell], first: str) -> Table:
         """The figures of everyone in these cells, in microseconds."""
-        table = Table([first, *(size_name(cell.bytes) for cell in cells)])
+        table = Table([first, *(show_size(cell.bytes) for cell in cells)])
         for name in self.contenders(cells):
             table.row(BY_NAME[name].title, (self.entry(name, cell) for cell in cells))
         return table

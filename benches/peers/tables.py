@@ -80,14 +80,6 @@ def plain(value: float, rounded: Callable[[float], int] = round) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def size_name(count: int) -> str:
-    """Bytes for people."""
-    for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= factor:
-            return f"{plain(count / factor)} {unit}"
-    return f"{count} B"
-
-
 def ratio(above: float | None, below: float | None) -> float | None:
     """A quotient of figures, where there are both."""
     return None if above is None or below is None else above / max(below, 1e-9)

@@ -1,10 +1,12 @@
 //! Shared code of the microbenchmarks: processes as ranks, the calls they measure, placement, and the table of
 //! bandwidths.
 //!
-//! Owns nothing that is measured. Read [`process::Ranks`] and [`world::World`] first.
+//! Owns nothing that is measured. Read [`rank::serve`] and [`world::World`] first.
 
 pub mod arguments;
+pub mod board;
 pub mod cases;
+pub mod order;
 pub mod pin;
 pub mod place;
 pub mod plain_loops;

@@ -1,8 +1,9 @@
-//! Ranks as processes: the bench program starts itself again for every rank but 0.
+//! Ranks as processes, of a program of their own ([`Children`]) or of the bench, which starts itself again for every rank but 0
+//! ([`Ranks`]).
 //!
 //! Owns their start, their end and the directory in which all meet. A rank ends with the process that started it: the
-//! kernel kills it when that one dies, and dropping [`Ranks`] waits for it, and kills it after a deadline. What a rank
-//! does is not known here. Read [`Ranks`] and [`started_as_rank`] first.
+//! kernel kills it when that one dies, and dropping [`Children`] waits for it, and kills it after a deadline. What a rank
+//! does is not known here. Read [`Children`] and [`started_as_rank`] first.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
@@ -76,48 +77,48 @@ pub fn started_as_rank(body: impl FnOnce(&Place) -> Result<()>) -> Option<ExitCo
     }
 }
 
-/// The other ranks, as long as they are needed.
+/// Processes that end with this value, and the directory that is theirs.
 #[derive(Debug)]
-pub struct Ranks {
-    place: Place,
+pub struct Children {
+    dir: PathBuf,
     children: Vec<Child>,
 }
 
-impl Ranks {
-    /// Starts ranks 1 to `ranks` - 1.
+impl Children {
+    /// None yet, and a new directory.
     ///
     /// # Errors
-    /// `Rendezvous` when the directory cannot be made, `Exhausted` when a process cannot be started.
-    pub fn start(transport: &str, ranks: u32) -> Result<Self> {
+    /// `Exhausted` when it cannot be made.
+    pub fn in_new_dir() -> Result<Self> {
         static MADE: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
         let number = MADE.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let dir = std::env::temp_dir().join(format!("accl-bench-{}-{number}", std::process::id()));
-        let place = Place { rank: 0, ranks, transport: transport.to_owned(), dir };
-        place.store()?;
-        let mut all = Self { place, children: Vec::new() };
-        let program = std::env::current_exe().map_err(|why| unable(&why))?;
-        for rank in 1..ranks {
-            let place = Place { rank, ..all.place.clone() };
-            let mut command = Command::new(&program);
-            command.args(place.to_arguments(getpid())).stdin(Stdio::null()).stdout(Stdio::null());
-            all.children.push(command.spawn().map_err(|why| unable(&why))?);
-        }
-        Ok(all)
+        std::fs::create_dir_all(&dir).map_err(|why| unable(&why))?;
+        Ok(Self { dir, children: Vec::new() })
     }
 
-    /// The place of the process that started the others.
-    pub fn place(&self) -> &Place {
-        &self.place
+    /// Where they meet.
+    pub fn dir(&self) -> &Path {
+        &self.dir
     }
 
-    /// Whether a rank has ended.
+    /// Starts one.
+    ///
+    /// # Errors
+    /// `Exhausted` when it cannot be started.
+    pub fn spawn(&mut self, command: &mut Command) -> Result<()> {
+        self.children.push(command.spawn().map_err(|why| unable(&why))?);
+        Ok(())
+    }
+
+    /// Whether one has ended.
     pub fn any_ended(&mut self) -> bool {
         self.children.iter_mut().any(|child| !matches!(child.try_wait(), Ok(None)))
     }
 }
 
-impl Drop for Ranks {
-    /// The ranks have been told to end, or have seen their peer leave.
+impl Drop for Children {
+    /// They have been told to end, or have seen their peer leave.
     fn drop(&mut self) {
         let deadline = Instant::now() + PATIENCE;
         for child in &mut self.children {
@@ -130,13 +131,40 @@ impl Drop for Ranks {
             }
             let _ = child.wait();
         }
-        remove(&self.place.dir);
+        // Left-overs in the directory for temporary files harm nobody.
+        let _ = std::fs::remove_dir_all(&self.dir);
     }
 }
 
-fn remove(dir: &Path) {
-    // Left-overs in the directory for temporary files harm nobody.
-    let _ = std::fs::remove_dir_all(dir);
+/// The other ranks, as long as they are needed.
+#[derive(Debug)]
+pub struct Ranks {
+    place: Place,
+    _children: Children,
+}
+
+impl Ranks {
+    /// Starts ranks 1 to `ranks` - 1.
+    ///
+    /// # Errors
+    /// `Exhausted` when the directory cannot be made or a process cannot be started.
+    pub fn start(transport: &str, ranks: u32) -> Result<Self> {
+        let mut children = Children::in_new_dir()?;
+        let place = Place { rank: 0, ranks, transport: transport.to_owned(), dir: children.dir().to_owned() };
+        let program = std::env::current_exe().map_err(|why| unable(&why))?;
+        for rank in 1..ranks {
+            let place = Place { rank, ..place.clone() };
+            let mut command = Command::new(&program);
+            command.args(place.to_arguments(getpid())).stdin(Stdio::null()).stdout(Stdio::null());
+            children.spawn(&mut command)?;
+        }
+        Ok(Self { place, _children: children })
+    }
+
+    /// The place of the process that started the others.
+    pub fn place(&self) -> &Place {
+        &self.place
+    }
 }
 
 fn unable(why: &std::io::Error) -> Error {

@@ -1,225 +1,217 @@
-//! What every rank does, rank 0 included: meets the others, makes a group per algorithm, runs a batch of calls and tells
-//! when each began and ended.
+//! One rank of the engine, without torch: meets the others, then obeys a driver until it is told to quit.
 //!
-//! All ranks of a world share a host, hence a clock: times of different processes are compared. Owns the definition of
-//! what a call took. Read [`Member::run`] first.
+//! Its place is `DIR RANK RANKS CORE [CODEC]`; the socket `DIR/socket` brings orders ([`Order`]), `DIR/board` is the memory in which
+//! times are told ([`Board`]), and in `DIR/store` the ranks meet. With a codec all calls are compressed. Owns what a timed call is.
+//! Read [`serve`] first.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use accl_engine::{CallDesc, Engine, Group, GroupSpec, Mode, config_from_environment};
 use accl_schedule::Algorithm;
-use accl_testkit::{DirStore, Member as Calls, finish_ran};
-use accl_types::{Collective, Dtype, Error, Rank, Result};
-use rustix::time::{ClockId, clock_gettime};
+use accl_testkit::{DirStore, finish_ran};
+use accl_types::{Collective, Error, Rank, Result};
 
-use crate::cases::{AUTO, Case, Tensors, algorithm_name};
-use crate::pin::{self, Pinned};
-use crate::process::Place;
+use crate::board::{Board, Span, now};
+use crate::cases::{AUTO, Tensors, algorithm_name};
+use crate::order::{Order, Run};
+use crate::pin;
 
 /// Deadline of the making of a group and of each call.
-const DEADLINE: Duration = Duration::from_secs(60);
-/// How long the other ranks wait for rank 0 to think.
-const IDLE: Duration = Duration::from_secs(600);
-/// Calls whose times are kept before they are collected.
-const BATCH: u64 = 1 << 15;
+const DEADLINE: Duration = Duration::from_secs(120);
 
-/// What rank 0 tells the others to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verify {
-    /// Only run the calls.
-    No,
-    /// Run one more before, and look at its result.
-    Yes,
+/// What a process needs to know of its place.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Where the ranks and the driver meet.
+    pub dir: PathBuf,
+    /// Its rank.
+    pub rank: u32,
+    /// Number of ranks.
+    pub ranks: u32,
+    /// The core to stay on, where every rank has its own.
+    pub core: Option<usize>,
+    /// What all calls are compressed with.
+    pub codec: Option<String>,
 }
 
-/// One order of rank 0, as it is broadcast.
-#[derive(Clone, Copy, Debug)]
-pub struct Order {
-    /// What to call.
-    pub case: Case,
-    /// How often.
-    pub iterations: u64,
-    /// Whether to look at a result.
-    pub verify: Verify,
-}
-
-/// Words of an order; all zeros: end.
-const ORDER_WORDS: usize = 6;
-
-impl Order {
-    fn to_words(self) -> [u64; ORDER_WORDS] {
-        let algorithm = self.case.algorithm.map_or(u64::MAX, |row| u64::from(row.id));
-        let verify = u64::from(self.verify == Verify::Yes);
-        [self.iterations, self.case.collective as u64, algorithm, self.case.dtype as u64, self.case.bytes, verify]
+impl Place {
+    /// As arguments of the rank program.
+    pub fn to_arguments(&self) -> Vec<String> {
+        let core = self.core.map_or("-1".to_owned(), |core| core.to_string());
+        let place = [self.dir.to_string_lossy().into_owned(), self.rank.to_string(), self.ranks.to_string(), core];
+        place.into_iter().chain(self.codec.clone()).collect()
     }
 
-    /// `None` for the end.
-    fn from_words(words: [u64; ORDER_WORDS]) -> Result<Option<Self>> {
-        let [iterations, collective, algorithm, dtype, bytes, verify] = words;
-        if iterations == 0 {
-            return Ok(None);
+    /// What arguments say; `None` when they are no place.
+    pub fn from_arguments(arguments: &[String]) -> Option<Self> {
+        let [dir, rank, ranks, core, codec @ ..] = arguments else { return None };
+        if codec.len() > 1 {
+            return None;
         }
-        let unknown = || Error::internal(format!("unknown order {words:?}"));
-        let collective = u8::try_from(collective).ok().and_then(Collective::from_code).ok_or_else(unknown)?;
-        let algorithm: Option<&'static Algorithm> = match u8::try_from(algorithm) {
-            Ok(id) => Some(accl_schedule::algorithms::by_id(id).ok_or_else(unknown)?),
-            Err(_) => None,
-        };
-        let dtype = u8::try_from(dtype).ok().and_then(Dtype::from_code).ok_or_else(unknown)?;
-        let verify = if verify == 1 { Verify::Yes } else { Verify::No };
-        Ok(Some(Self { case: Case { collective, algorithm, dtype, bytes }, iterations, verify }))
+        Some(Self {
+            dir: PathBuf::from(dir),
+            rank: rank.parse().ok()?,
+            ranks: ranks.parse().ok()?,
+            core: usize::try_from(core.parse::<i64>().ok()?).ok(),
+            codec: codec.first().cloned(),
+        })
     }
 }
 
-/// When a call, or a row of calls, began and ended on one rank, in nanoseconds of the host's clock.
-#[derive(Clone, Copy, Debug)]
-struct Span {
-    begin: u64,
-    end: u64,
+/// What a rank does until its driver says `quit` or is gone.
+///
+/// # Errors
+/// When it cannot meet the driver or the other ranks, or cannot read an order. What a call had is answered to the driver.
+pub fn serve(place: &Place) -> Result<()> {
+    // Before the engine looks at what cores it has, as launchers do it.
+    if let Some(core) = place.core {
+        pin::stay_on(core).map_err(|why| unable("the core", why))?;
+    }
+    let mut driver = UnixStream::connect(place.dir.join("socket")).map_err(|why| unable("the socket", why))?;
+    let orders = BufReader::new(UnixStream::try_clone(&driver).map_err(|why| unable("the socket", why))?);
+    let mut answer = |text: &str| writeln!(driver, "{text}").map_err(|why| unable("the driver", why));
+    // Before the ranks meet, so that the driver can end them should they never do.
+    answer(&format!("pid {} {}", place.rank, std::process::id()))?;
+    let mut member = Member::join(place)?;
+    answer(&format!("ready {}", env!("CARGO_PKG_VERSION")))?;
+    for line in orders.lines() {
+        let line = line.map_err(|why| unable("the driver", why))?;
+        if line == "quit" {
+            break;
+        }
+        answer(&match Order::from_line(&line)? {
+            None => "none".to_owned(),
+            Some(order) => match member.obey(&order) {
+                Ok(()) => "ok".to_owned(),
+                Err(error) => format!("wrong {error}"),
+            },
+        })?;
+    }
+    Ok(())
 }
 
-/// One rank of a world of processes.
-pub struct Member {
+fn unable(what: &str, why: std::io::Error) -> Error {
+    Error::internal(format!("{what}: {why}"))
+}
+
+/// A rank that is up.
+struct Member {
     rank: u32,
     ranks: u32,
     engine: Arc<Engine>,
     store: DirStore,
-    control: Calls,
-    groups: HashMap<(Collective, &'static str), Arc<Group>>,
-    tensors: Tensors,
-    _pinned: Pinned,
+    /// One for the engine's own choice; each algorithm that is forced has another.
+    groups: HashMap<(Option<Collective>, &'static str), Arc<Group>>,
+    board: Board,
+    tensors: Vec<Tensors>,
 }
 
 impl Member {
-    /// Meets the other ranks. With `ACCL_*` variables in the environment the engine takes them, except the transport.
-    ///
-    /// # Errors
-    /// As [`Engine::create_group`].
-    pub fn join(place: &Place) -> Result<Self> {
-        let cores = pin::cores();
+    fn join(place: &Place) -> Result<Self> {
+        let board = Board::open(&place.dir.join("board")).map_err(|why| unable("the board", why))?;
         let mut config = config_from_environment()?;
-        config.set_option("transports", &place.transport)?;
-        // Before pinning: the engine counts the cores that it may use, and one core would mean that ranks share it.
-        let engine = accl_calibrate::engine(config);
-        let pinned = Pinned::new(place.rank as usize, place.ranks as usize, &cores);
-        let store = place.store()?;
-        let (rank, ranks) = (place.rank, place.ranks);
-        let control = make_group(&engine, &store, "control", rank, ranks, None)?;
-        let control = Calls { group: control, rank: rank as usize, world: ranks as usize };
-        Ok(Self {
-            rank,
-            ranks,
-            engine,
-            store,
-            control,
+        if let Some(codec) = &place.codec {
+            config.set_option("compression", codec)?;
+            config.set_option("compressed_calls", "all")?;
+        }
+        let mut member = Self {
+            rank: place.rank,
+            ranks: place.ranks,
+            engine: accl_calibrate::engine(config),
+            store: DirStore::new(place.dir.join("store"))?,
             groups: HashMap::new(),
-            tensors: Tensors::default(),
-            _pinned: pinned,
-        })
+            board,
+            tensors: Vec::new(),
+        };
+        member.group(Collective::AllReduce, None)?;
+        Ok(member)
     }
 
-    /// What a rank other than 0 does until rank 0 says that it is over.
-    ///
-    /// # Errors
-    /// The first that any call had; `PeerLost` when rank 0 left without a word.
-    pub fn serve(mut self) -> Result<()> {
-        loop {
-            self.control.group.set_timeout(IDLE);
-            let mut words = [0; ORDER_WORDS];
-            self.control.broadcast(&mut words, 0)?;
-            self.control.group.set_timeout(DEADLINE);
-            match Order::from_words(words)? {
-                Some(order) => drop(self.run(&order)?),
-                None => return Ok(()),
+    fn obey(&mut self, order: &Order) -> Result<()> {
+        let (case, rank, ranks) = (&order.case, self.rank, self.ranks);
+        let group = self.group(case.collective, case.algorithm)?;
+        self.tensors.resize_with(order.outstanding.max(self.tensors.len()), Tensors::default);
+        let tensors = &mut self.tensors[..order.outstanding];
+        let describe = |tensors: &mut Tensors| {
+            let mut desc = tensors.call(case, rank, ranks, 0);
+            desc.mode = order.mode;
+            // Zeros, so that repeated sums in place stay what they are.
+            match order.run {
+                Some(_) => tensors.clear(case, ranks),
+                None => tensors.fill(case, rank, ranks),
             }
+            desc
+        };
+        let descs: Vec<CallDesc> = tensors.iter_mut().map(describe).collect();
+        match order.run {
+            Some(run) => self.time(&group, &descs, run),
+            None => self.check(&group, &descs, order),
         }
     }
 
-    /// On rank 0: has all ranks carry out an order, and returns what its calls took together.
-    ///
-    /// # Errors
-    /// The first that any call had, or a wrong result.
-    pub fn lead(&mut self, order: &Order) -> Result<Duration> {
-        self.control.broadcast(&mut order.to_words(), 0)?;
-        self.run(order)
-    }
-
-    /// On rank 0: tells the others to end.
-    ///
-    /// # Errors
-    /// When they are gone already.
-    pub fn dismiss(&self) -> Result<()> {
-        self.control.broadcast(&mut [0_u64; ORDER_WORDS], 0)
-    }
-
-    /// Runs an order's calls. What they took is known to rank 0 only.
-    fn run(&mut self, order: &Order) -> Result<Duration> {
+    fn check(&self, group: &Arc<Group>, descs: &[CallDesc], order: &Order) -> Result<()> {
         let case = &order.case;
-        let group = self.group(case)?;
-        if order.verify == Verify::Yes {
-            self.verify(case, &group)?;
+        self.board.meet(self.rank, self.ranks);
+        let mark = self.board.mark(self.rank);
+        call(group, descs)?;
+        if case.collective == Collective::Barrier && !self.board.all_marked(self.ranks, mark) {
+            return Err(Error::internal("the barrier ended before all ranks came"));
         }
-        let desc = self.tensors.call(case, self.rank, self.ranks, 0);
-        self.tensors.clear(case, self.ranks);
-        let mut took = Duration::ZERO;
-        let mut left = order.iterations;
-        while left > 0 {
-            let batch = left.min(BATCH);
-            left -= batch;
-            self.control.barrier()?;
-            let spans =
-                if case.collective.is_rooted() { each(&group, &desc, batch)? } else { all(&group, &desc, batch)? };
-            took += self.collect(case.collective, &spans)?;
-        }
-        Ok(took)
-    }
-
-    /// The sum over calls of the time from when the call could begin to when its last rank was done, on rank 0.
-    ///
-    /// Data comes from the root of a broadcast or scatter: its time begins there. What needs every rank's contribution
-    /// begins with the last rank to come.
-    fn collect(&self, collective: Collective, spans: &[Span]) -> Result<Duration> {
-        let mine: Vec<u64> = spans.iter().flat_map(|span| [span.begin, span.end]).collect();
-        let mut theirs = vec![0; if self.rank == 0 { mine.len() * self.ranks as usize } else { 0 }];
-        self.control.gather(&mine, &mut theirs, 0)?;
-        if self.rank != 0 {
-            return Ok(Duration::ZERO);
-        }
-        let from_root = matches!(collective, Collective::Broadcast | Collective::Scatter);
-        let nanos = (0..spans.len()).map(|call| {
-            let of = |what: usize| theirs.iter().skip(2 * call + what).step_by(mine.len()).copied();
-            let begin = if from_root { spans[call].begin } else { of(0).max().unwrap_or(0) };
-            of(1).max().unwrap_or(0).saturating_sub(begin)
-        });
-        // At least something, for Criterion divides by it.
-        Ok(Duration::from_nanos(nanos.sum::<u64>().max(1)))
-    }
-
-    fn verify(&mut self, case: &Case, group: &Group) -> Result<()> {
-        let root = self.ranks - 1;
-        let desc = self.tensors.call(case, self.rank, self.ranks, root);
-        self.tensors.fill(case, self.rank, self.ranks);
-        self.control.barrier()?;
-        finish_ran(&group.run(&desc)?)?;
-        self.tensors.check(case, self.rank, self.ranks, root).map_err(|what| {
-            let name = algorithm_name(case.algorithm);
-            Error::internal(format!("{} by {name} of {} bytes: {what}", case.collective, case.bytes))
+        self.tensors[..order.outstanding].iter().try_for_each(|one| {
+            one.check(case, self.rank, self.ranks, 0).map_err(|what| {
+                let name = algorithm_name(case.algorithm);
+                Error::internal(format!("{} by {name} of {} bytes: {what}", case.collective, case.bytes))
+            })
         })
     }
 
-    /// The group of the case's own on which its algorithm is forced.
-    fn group(&mut self, case: &Case) -> Result<Arc<Group>> {
-        let name = algorithm_name(case.algorithm);
-        if let Some(group) = self.groups.get(&(case.collective, name)) {
-            return Ok(group.clone());
+    fn time(&self, group: &Arc<Group>, descs: &[CallDesc], run: Run) -> Result<()> {
+        self.board.meet(self.rank, self.ranks);
+        for _ in 0..run.batches * run.calls / 10 + 1 {
+            call(group, descs)?;
         }
-        let rule = (name != AUTO).then(|| format!("{}={name}", case.collective));
-        let title = format!("{}/{name}", case.collective);
-        let group = make_group(&self.engine, &self.store, &title, self.rank, self.ranks, rule.as_deref())?;
-        self.groups.insert((case.collective, name), group.clone());
-        Ok(group)
+        for batch in 0..run.batches {
+            if run.meet || batch == 0 {
+                self.board.meet(self.rank, self.ranks);
+            }
+            let begin = now();
+            for _ in 0..run.calls {
+                call(group, descs)?;
+            }
+            self.board.tell(self.rank, batch, Span { begin, end: now() });
+        }
+        Ok(())
+    }
+
+    fn group(&mut self, collective: Collective, algorithm: Option<&'static Algorithm>) -> Result<Arc<Group>> {
+        let name = algorithm_name(algorithm);
+        let vacant = match self.groups.entry((algorithm.map(|_| collective), name)) {
+            Entry::Occupied(made) => return Ok(made.get().clone()),
+            Entry::Vacant(vacant) => vacant,
+        };
+        let mut config = self.engine.config().clone();
+        let mut title = AUTO.to_owned();
+        if algorithm.is_some() {
+            config.set_option("algorithm", &format!("{collective}={name}"))?;
+            title = format!("{collective}/{name}");
+        }
+        let spec = GroupSpec {
+            name: title.clone(),
+            rank: Rank(self.rank),
+            world: self.ranks,
+            timeout: DEADLINE,
+            config,
+            master: None,
+            global_ranks: Vec::new(),
+        };
+        let group = self.engine.create_group(spec, &self.store.prefixed(&title), &mut || false)?;
+        Ok(vacant.insert(group).clone())
     }
 }
 
@@ -229,59 +221,31 @@ impl Drop for Member {
     }
 }
 
-fn make_group(
-    engine: &Arc<Engine>,
-    store: &DirStore,
-    name: &str,
-    rank: u32,
-    ranks: u32,
-    rule: Option<&str>,
-) -> Result<Arc<Group>> {
-    let mut config = engine.config().clone();
-    if let Some(rule) = rule {
-        config.set_option("algorithm", rule)?;
+/// What counts as one call.
+fn call(group: &Arc<Group>, descs: &[CallDesc]) -> Result<()> {
+    match descs {
+        [one] if one.mode == Mode::Blocking => finish_ran(&group.run(one)?),
+        all if all.iter().all(|one| one.mode == Mode::Blocking) => {
+            all.iter().try_for_each(|one| finish_ran(&group.run(one)?))
+        }
+        all => {
+            let begun: Vec<_> = all.iter().map(|one| group.run(one)).collect::<Result<_>>()?;
+            begun.iter().try_for_each(finish_ran)
+        }
     }
-    let spec = GroupSpec {
-        name: name.to_owned(),
-        rank: Rank(rank),
-        world: ranks,
-        timeout: DEADLINE,
-        config,
-        master: None,
-        global_ranks: Vec::new(),
-    };
-    engine.create_group(spec, &store.prefixed(name), &mut || false)
 }
 
-/// Calls one behind the other. For collectives in which every rank needs something of every other, so that no rank is
-/// ahead by more than one call.
-fn all(group: &Group, desc: &CallDesc, count: u64) -> Result<Vec<Span>> {
-    let begin = now();
-    for _ in 0..count {
-        call(group, desc)?;
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_place_survives_the_command_line() {
+        let plain = Place { dir: "/some where".into(), rank: 2, ranks: 4, core: None, codec: None };
+        let pinned = Place { core: Some(3), codec: Some("maxmin:4".into()), ..plain.clone() };
+        for place in [plain, pinned] {
+            assert_eq!(Place::from_arguments(&place.to_arguments()), Some(place));
+        }
+        assert_eq!(Place::from_arguments(&["--bench".to_owned()]), None);
     }
-    Ok(vec![Span { begin, end: now() }])
-}
-
-/// Each call by itself, after a barrier. For rooted collectives: a root that only sends would be many calls ahead.
-fn each(group: &Group, desc: &CallDesc, count: u64) -> Result<Vec<Span>> {
-    let barrier = CallDesc::new(Collective::Barrier, desc.dtype);
-    let mut spans = Vec::with_capacity(count as usize);
-    for _ in 0..count {
-        call(group, &barrier)?;
-        let begin = now();
-        call(group, desc)?;
-        spans.push(Span { begin, end: now() });
-    }
-    Ok(spans)
-}
-
-fn call(group: &Group, desc: &CallDesc) -> Result<()> {
-    debug_assert_eq!(desc.mode, Mode::Blocking);
-    finish_ran(&group.run(desc)?)
-}
-
-fn now() -> u64 {
-    let time = clock_gettime(ClockId::Monotonic);
-    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }

@@ -1,57 +1,199 @@
-//! Worlds of processes for rank 0, the bench itself: started when first needed, one at a time.
+//! Worlds of processes as their driver sees them: the ranks are [`crate::rank`]'s program, started when first needed, one world at a
+//! time.
 //!
-//! Read [`Worlds::get`] first.
+//! Owns how a world is started, told what to do and ended, and how the spans of its ranks become the time of a call. Read
+//! [`Worlds::get`] first.
 
-use std::time::Duration;
+use std::io::{BufRead, BufReader, ErrorKind, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
-use accl_types::Result;
+use accl_types::{Collective, Error, Result};
 
-use crate::process::Ranks;
-use crate::rank::{Member, Order};
+use crate::board::{BATCHES, Board, Span};
+use crate::cases::Case;
+use crate::order::{Order, Run};
+use crate::pin;
+use crate::process::Children;
+use crate::rank::Place;
 
-/// A running world, seen from rank 0.
+/// For the ranks to meet, and for the calls of an order.
+const DEADLINE: Duration = Duration::from_secs(120);
+
+/// A running world.
+#[derive(Debug)]
 pub struct World {
-    // Before the processes, so that they see rank 0 leave before they are waited for.
-    member: Member,
-    ranks: Ranks,
+    // Before the processes: they end when these are closed.
+    ranks: Vec<BufReader<UnixStream>>,
+    board: Board,
+    _children: Children,
 }
 
 impl World {
-    /// Starts the other ranks and meets them.
+    /// Starts `program`, the rank program, as all ranks, over one transport, and waits until they have met.
     ///
     /// # Errors
-    /// As [`Ranks::start`] and [`Member::join`].
-    pub fn start(transport: &str, count: u32) -> Result<Self> {
-        let ranks = Ranks::start(transport, count)?;
-        let member = Member::join(ranks.place())?;
-        Ok(Self { member, ranks })
+    /// `Exhausted` when a process cannot be started, `Internal` when a rank does not come up.
+    pub fn start(program: &Path, transport: &str, count: u32) -> Result<Self> {
+        let mut children = Children::in_new_dir()?;
+        let dir = children.dir().to_owned();
+        let board = Board::create(&dir.join("board")).map_err(|why| broken("the board", &why))?;
+        let listener = UnixListener::bind(dir.join("socket")).map_err(|why| broken("the socket", &why))?;
+        listener.set_nonblocking(true).map_err(|why| broken("the socket", &why))?;
+        let cores = pin::cores();
+        for rank in 0..count {
+            let core = pin::core_of(rank as usize, count as usize, &cores);
+            let place = Place { dir: dir.clone(), rank, ranks: count, core, codec: None };
+            let mut command = Command::new(program);
+            command.args(place.to_arguments()).env("ACCL_TRANSPORTS", transport);
+            children.spawn(command.stdin(Stdio::null()).stdout(Stdio::null()))?;
+        }
+        let ranks = gather(&listener, &mut children, count)?;
+        let mut world = Self { ranks, board, _children: children };
+        world.answers("ready")?;
+        Ok(world)
     }
 
-    /// Has all ranks carry out an order, and returns what its calls took together.
+    /// Makes a call on all ranks, and looks at its result.
     ///
     /// # Errors
-    /// As [`Member::lead`].
-    pub fn run(&mut self, order: &Order) -> Result<Duration> {
-        self.member.lead(order)
+    /// What the call had, or what is wrong with its result.
+    pub fn check(&mut self, case: Case) -> Result<()> {
+        self.order(&Order::check(case))
+    }
+
+    /// Makes calls on all ranks, and returns what they took together.
+    ///
+    /// Those of a rooted collective are timed one by one: a root that only sends would be many calls ahead.
+    ///
+    /// # Errors
+    /// The first that any call had.
+    pub fn run(&mut self, case: Case, calls: u64) -> Result<Duration> {
+        let mut nanos = 0;
+        if case.collective.is_rooted() {
+            let mut left = calls as usize;
+            while left > 0 {
+                let batches = left.min(BATCHES);
+                left -= batches;
+                self.order(&Order::run(case, Run { batches, calls: 1, meet: true }))?;
+                nanos += (0..batches).map(|batch| took(case.collective, &self.spans(batch))).sum::<u64>();
+            }
+        } else {
+            self.order(&Order::run(case, Run { batches: 1, calls: calls as usize, meet: false }))?;
+            nanos = took(case.collective, &self.spans(0));
+        }
+        // At least something, for Criterion divides by it.
+        Ok(Duration::from_nanos(nanos.max(1)))
+    }
+
+    fn spans(&self, batch: usize) -> Vec<Span> {
+        (0..self.ranks.len() as u32).map(|rank| self.board.span(rank, batch)).collect()
+    }
+
+    fn order(&mut self, order: &Order) -> Result<()> {
+        for rank in &mut self.ranks {
+            writeln!(rank.get_mut(), "{order}").map_err(|why| broken("a rank", &why))?;
+        }
+        self.answers("ok")
+    }
+
+    /// The next line of every rank, which shall begin with `word`.
+    fn answers(&mut self, word: &str) -> Result<()> {
+        let mut wrong = None;
+        for (number, rank) in self.ranks.iter_mut().enumerate() {
+            let line = line_of(rank)?;
+            if line.split_whitespace().next() != Some(word) {
+                wrong.get_or_insert(format!("rank {number}: {}", line.trim()));
+            }
+        }
+        wrong.map_or(Ok(()), |what| Err(Error::internal(what)))
     }
 }
 
 impl Drop for World {
     fn drop(&mut self) {
-        // A rank that has failed would be waited for in vain.
-        if !self.ranks.any_ended() {
-            let _ = self.member.dismiss();
+        // Who has ended need not be told.
+        for rank in &mut self.ranks {
+            let _ = writeln!(rank.get_mut(), "quit");
         }
     }
 }
 
+/// The connections of all ranks, in their order, as soon as they have said who they are.
+fn gather(listener: &UnixListener, children: &mut Children, count: u32) -> Result<Vec<BufReader<UnixStream>>> {
+    let deadline = Instant::now() + DEADLINE;
+    let mut found = Vec::new();
+    while found.len() < count as usize {
+        match listener.accept() {
+            Ok((stream, _)) => found.push(numbered(stream)?),
+            Err(why) if why.kind() == ErrorKind::WouldBlock => {
+                if children.any_ended() {
+                    return Err(Error::internal("a rank has ended at its start"));
+                }
+                if Instant::now() > deadline {
+                    return Err(Error::internal("the ranks do not start"));
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Err(why) => return Err(broken("the socket", &why)),
+        }
+    }
+    found.sort_by_key(|&(number, _)| number);
+    Ok(found.into_iter().map(|(_, rank)| rank).collect())
+}
+
+/// A rank's number, which it says first.
+fn numbered(stream: UnixStream) -> Result<(u32, BufReader<UnixStream>)> {
+    let set = stream.set_nonblocking(false).and_then(|()| stream.set_read_timeout(Some(DEADLINE)));
+    set.map_err(|why| broken("a rank", &why))?;
+    let mut rank = BufReader::new(stream);
+    let line = line_of(&mut rank)?;
+    let number = line.strip_prefix("pid ").and_then(|rest| rest.split_whitespace().next()?.parse().ok());
+    let number = number.ok_or_else(|| Error::internal(format!("a rank begins with `{}`", line.trim())))?;
+    Ok((number, rank))
+}
+
+fn line_of(rank: &mut BufReader<UnixStream>) -> Result<String> {
+    let mut line = String::new();
+    match rank.read_line(&mut line) {
+        Ok(0) => Err(Error::internal("a rank has ended")),
+        Ok(_) => Ok(line),
+        Err(why) => Err(broken("a rank", &why)),
+    }
+}
+
+fn broken(what: &str, why: &std::io::Error) -> Error {
+    Error::internal(format!("{what}: {why}"))
+}
+
+/// What a batch took: as long as its slowest rank, and of a rooted collective from when it could begin to when the last rank was done.
+///
+/// Data comes from the root of a broadcast or scatter: its time begins there. What the root waits for begins with the last rank to come.
+fn took(collective: Collective, ranks: &[Span]) -> u64 {
+    let end = ranks.iter().map(|span| span.end).max().unwrap_or(0);
+    let begin = match collective {
+        Collective::Broadcast | Collective::Scatter => ranks.first().map_or(0, |root| root.begin),
+        Collective::Reduce | Collective::Gather => ranks.iter().map(|span| span.begin).max().unwrap_or(0),
+        _ => return ranks.iter().map(|span| span.end - span.begin).max().unwrap_or(0),
+    };
+    end.saturating_sub(begin)
+}
+
 /// The world that is running, if any.
-#[derive(Default)]
+#[derive(Debug)]
 pub struct Worlds {
+    program: PathBuf,
     running: Option<(String, u32, World)>,
 }
 
 impl Worlds {
+    /// None yet; their ranks will be this program.
+    pub fn of(program: impl Into<PathBuf>) -> Self {
+        Self { program: program.into(), running: None }
+    }
+
     /// The world with this transport and number of ranks. Another one that is running ends first: its processes would
     /// share the cores.
     ///
@@ -61,7 +203,7 @@ impl Worlds {
         let fits = |(of, count, _): &(String, u32, World)| of == transport && *count == ranks;
         if !self.running.as_ref().is_some_and(fits) {
             self.running = None;
-            let world = World::start(transport, ranks)
+            let world = World::start(&self.program, transport, ranks)
                 .unwrap_or_else(|error| panic!("a world of {ranks} ranks over {transport}: {error}"));
             self.running = Some((transport.to_owned(), ranks, world));
         }
@@ -69,5 +211,19 @@ impl Worlds {
             Some((_, _, world)) => world,
             None => unreachable!("a world was started"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_call_of_a_root_lasts_until_the_last_rank_is_done_and_others_as_long_as_the_slowest() {
+        let ranks = [Span { begin: 10, end: 30 }, Span { begin: 25, end: 60 }];
+        assert_eq!(took(Collective::AllReduce, &ranks), 35);
+        assert_eq!(took(Collective::Broadcast, &ranks), 50);
+        assert_eq!(took(Collective::Gather, &ranks), 35);
+        assert_eq!(took(Collective::Reduce, &[Span { begin: 0, end: 30 }, Span { begin: 25, end: 26 }]), 5);
     }
 }

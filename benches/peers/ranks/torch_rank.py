@@ -10,15 +10,21 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import re
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_accl_cli.bench.cases import Prepared
 
 PR_SET_PDEATHSIG = 1
 # Of a result that is right only nearly, to what it should be: the coarsest codec that is measured has a quarter of it. A matrix of
@@ -93,7 +99,7 @@ class Member:
         memory = ctypes.c_void_p(library.open_board(str(folder / "board").encode()))
         self.meet = lambda: library.meet(memory, rank, ranks)
 
-    def call_of(self, name: str, tensors: Tensors) -> Call | None:
+    def call_of(self, asked: Asked) -> Call | None:
         """What makes one call, or none."""
         raise NotImplementedError
 
@@ -103,15 +109,16 @@ class Member:
     def obey(self, line: str) -> str:
         """Carries out an order; its answer."""
         verb, name, dtype, size, *rest = line.split()
-        tensors = Tensors(self, getattr(self.torch, dtype), int(size))
-        call = self.call_of(name, tensors)
-        if call is None:
+        asked = Asked.of(name, dtype, int(size), self.rank, self.ranks)
+        call = self.call_of(asked) if asked else None
+        if asked is None or call is None:
             return "none"
         try:
             if verb == "check":
-                return self.check(name, tensors, call)
+                return self.check(asked, call)
             batches, calls, meet = map(int, rest)
-            tensors.clear()
+            for one in asked.prepared:
+                one.clear()
             return self.run(call, batches, calls, bool(meet))
         except Exception as error:
             return "wrong " + " ".join(str(error).split())
@@ -134,26 +141,23 @@ class Member:
         self.board_module.tell(self.board, self.rank, rows)
         return "ok"
 
-    def check(self, name: str, tensors: Tensors, call: Call) -> str:
+    def check(self, asked: Asked, call: Call) -> str:
         """Makes one call and looks at the result."""
-        torch = self.torch
-        tensors.fill()
+        for one in asked.prepared:
+            one.fill()
         self.meet()
-        if name == "barrier":
+        if asked.name == "barrier":
             return self.check_barrier(call)
         call()
         if not self.computes:
             return "ok"
-        for output, expected in tensors.expected(name):
+        for one in asked.prepared:
             if self.loses:
-                error = float((output.float() - expected.float()).norm() / expected.float().norm())
+                error = one.error()
                 if not error < (LARGEST_OF_RANK_1 if self.loses == "powersgd" else LARGEST_ERROR):
-                    return f"wrong {name}: its error is {error:.2g} times what it should be"
-                continue
-            wrong = torch.nonzero(output.float() != expected.float())
-            if len(wrong):
-                at = int(wrong[0])
-                return f"wrong {name}: element {at} is {float(output[at])} and not {float(expected[at])}"
+                    return f"wrong {asked.name}: its error is {error:.2g} times what it should be"
+            elif wrong := one.wrong():
+                return f"wrong {asked.name}: {wrong} elements"
         return "ok"
 
     def check_barrier(self, call: Call) -> str:
@@ -169,53 +173,35 @@ class Member:
         return "ok"
 
 
-class Tensors:
-    """The tensors of one order, and what they should hold."""
+@dataclass
+class Asked:
+    """What one order calls: a collective, or several that count as one. As in `accl.rs`: `*100` a hundred one after the other, `&100`
+    as many that are outstanding together.
+    """
 
-    def __init__(self, member: Member, dtype: object, size: int) -> None:
-        torch = member.torch
-        self.member, self.dtype = member, dtype
-        self.count = size // torch.empty(0, dtype=dtype).element_size()
-        self.block = self.count // member.ranks
-        self.whole = torch.zeros(self.count, dtype=dtype)
-        self.other = torch.zeros(self.count, dtype=dtype)
-        self.many: list[object] = []
+    name: str
+    # One for each call.
+    prepared: list[Prepared]
+    # Nothing, `*` or `&`.
+    many: str
 
-    def copies(self, count: int) -> list[object]:
-        """As many tensors like `whole`."""
-        self.many = [self.member.torch.zeros_like(self.whole) for _ in range(count)]
-        return self.many
+    @staticmethod
+    def of(text: str, dtype: str, size: int, rank: int, ranks: int) -> Asked | None:
+        """What an order says; none if there is no such call here."""
+        from torch_accl_cli.bench.cases import Prepared, cases
+        from torch_accl_cli.bench.collectives import COLLECTIVES
 
-    def clear(self) -> None:
-        """Zeros, so that repeated sums in place stay what they are."""
-        for tensor in (self.whole, self.other, *self.many):
-            tensor.zero_()
+        found = re.fullmatch(r"(\w+)(?:([*&])(\d+))?", text)
+        if found is None or found[1] not in COLLECTIVES:
+            return None
+        [case] = cases([found[1]], [size], [dtype], ["sum"], ranks)
+        prepared = [Prepared(case, rank, ranks) for _ in range(int(found[3] or 1))]
+        return Asked(found[1], prepared, found[2] or "")
 
-    def pattern(self, rank: int, count: int, start: int = 0) -> object:
-        """What a rank contributes; small enough that sums are exact in every type that is measured."""
-        torch = self.member.torch
-        return (torch.arange(start, start + count) % 7 + rank + 1).to(self.dtype)
-
-    def fill(self) -> None:
-        """The contribution of this rank."""
-        for tensor in (self.whole, self.other, *self.many):
-            tensor.copy_(self.pattern(self.member.rank, self.count))
-
-    def expected(self, name: str) -> list[tuple[object, object]]:
-        """Outputs with the results that they should have."""
-        torch, rank, ranks = self.member.torch, self.member.rank, self.member.ranks
-        everyone, block = range(ranks), self.block
-        collective = name.split("*")[0].split("&")[0]
-        if collective == "all_reduce":
-            total = sum(self.pattern(each, self.count) for each in everyone)
-            return [(tensor, total) for tensor in self.many or [self.whole]]
-        if collective == "reduce_scatter":
-            return [(self.other[:block], sum(self.pattern(each, block, rank * block) for each in everyone))]
-        if collective == "all_gather":
-            return [(self.other, torch.cat([self.pattern(each, block) for each in everyone]))]
-        if collective == "broadcast":
-            return [(self.whole, self.pattern(0, self.count))]
-        return [(self.other, torch.cat([self.pattern(each, block, rank * block) for each in everyone]))]
+    @property
+    def is_one_all_reduce(self) -> bool:
+        """Whether it is what everybody has."""
+        return self.name == "all_reduce" and not self.many
 
 
 class Distributed(Member):
@@ -262,34 +248,21 @@ class Distributed(Member):
         )
         self.version += f"torch {self.torch.__version__}"
 
-    def call_of(self, name: str, tensors: Tensors) -> Call | None:
-        dist, whole, other, block = self.dist, tensors.whole, tensors.other, tensors.block
+    def call_of(self, asked: Asked) -> Call | None:
+        dist, whole = self.dist, asked.prepared[0].target
         if self.codec:
-            return self.smaller(whole) if name == "all_reduce" else None
+            return self.smaller(whole) if asked.is_one_all_reduce else None
         if self.yields:
-            return (lambda: (dist.all_reduce(whole), os.sched_yield())) if name == "all_reduce" else None
-        if name == "all_reduce":
-            return partial(dist.all_reduce, whole)
-        if name == "reduce_scatter":
-            part = other[:block]
-            return partial(dist.reduce_scatter_tensor, part, whole)
-        if name == "all_gather":
-            part = whole[:block]
-            return partial(dist.all_gather_into_tensor, other, part)
-        if name == "broadcast":
-            return partial(dist.broadcast, whole, 0)
-        if name == "all_to_all":
-            return partial(dist.all_to_all_single, other, whole)
-        if name == "barrier":
-            return dist.barrier
-        # As in `accl.rs`: `*100` one after the other, `&100` outstanding together.
-        if name.startswith("all_reduce*"):
-            many = tensors.copies(int(name.split("*")[1]))
-            return lambda: [dist.all_reduce(one) for one in many]
-        if name.startswith("all_reduce&"):
-            many = tensors.copies(int(name.split("&")[1]))
-            return lambda: [work.wait() for work in [dist.all_reduce(one, async_op=True) for one in many]]
-        return None
+            return (lambda: (dist.all_reduce(whole), os.sched_yield())) if asked.is_one_all_reduce else None
+        calls = [one.through_torch(None) for one in asked.prepared]
+        if not asked.many:
+            return calls[0]
+        if asked.many == "*":
+            return lambda: [call() for call in calls]
+        if asked.name != "all_reduce":
+            return None
+        all_of_them = [one.target for one in asked.prepared]
+        return lambda: [work.wait() for work in [dist.all_reduce(one, async_op=True) for one in all_of_them]]
 
     def smaller(self, whole: object) -> Call:
         """An all_reduce whose messages are smaller."""
@@ -364,11 +337,11 @@ class DeepSpeed(Member):
         op.initialize(ranks, rank)
         self.version = (libraries / "peers_deepspeed" / "version").read_text()
 
-    def call_of(self, name: str, tensors: Tensors) -> Call | None:
-        needed = 1 if tensors.dtype is self.torch.float32 else 2
-        if name != "all_reduce" or self.level < needed:
+    def call_of(self, asked: Asked) -> Call | None:
+        whole, op = asked.prepared[0].target, self.torch.ops.deepspeed.inference_all_reduce_
+        needed = 1 if whole.dtype is self.torch.float32 else 2
+        if not asked.is_one_all_reduce or self.level < needed:
             return None
-        whole, op = tensors.whole, self.torch.ops.deepspeed.inference_all_reduce_
         return partial(op, whole)
 
 

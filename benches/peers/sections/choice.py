@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from torch_accl_cli._sizes import show_size
+
 from ..build import finish
 from ..report import Bench, Section
-from ..tables import Bar, Table, size_name
+from ..tables import Bar, Table
 
 RANKS = (2, 4)
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
@@ -51,7 +53,7 @@ def table_of(ranks: int, cells: list[dict[str, Any]]) -> Table:
     """A row with bars for each collective, and one with the choices."""
     # The smallest size is a block for each rank where there are blocks.
     columns = sorted({cell["bytes"] for cell in cells if cell["collective"] == COLLECTIVES[0]})
-    table = Table([f"{ranks} ranks, choice / what it may take", *map(size_name, columns)])
+    table = Table([f"{ranks} ranks, choice / what it may take", *map(show_size, columns)])
     for collective in COLLECTIVES:
         mine = [cell for cell in cells if cell["collective"] == collective]
         table.row(collective, map(bar_of, mine))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..measure import ROOTED, Cell
+from torch_accl_cli.bench.collectives import COLLECTIVES
+
+from ..measure import Cell
 from ..report import SIZES, Bench, Figures, Section, as_rows, cells_of
 from ..tables import Table
 
@@ -54,7 +56,7 @@ def section(collective: str) -> Section:
     def tables(data: dict[str, Any]) -> list[Table]:
         return [table_of(Figures(data["figures"]), collective)]
 
-    how = ROOTED_TEXT if collective in ROOTED else ""
+    how = ROOTED_TEXT if COLLECTIVES[collective].rooted else ""
     return Section(
         collective,
         f"{collective}, two ranks",

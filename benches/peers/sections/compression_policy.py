@@ -6,11 +6,13 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+from torch_accl_cli._sizes import show_size
+
 from ..build import SOURCES, Unavailable
 from ..contenders import title_of
 from ..jobs import HERE, Host
 from ..report import Bench, Section
-from ..tables import Bar, Table, size_name
+from ..tables import Bar, Table
 from .costs import answers_of
 
 PROGRAM = SOURCES / "policy.py"
@@ -53,7 +55,7 @@ def tables(data: dict[str, Any]) -> list[Table]:
     """A column for each size."""
     places = data["places"]
     sizes = list(next(iter(places.values()), {}))
-    table = Table(["2 ranks", *(size_name(int(size)) for size in sizes)])
+    table = Table(["2 ranks", *(show_size(int(size)) for size in sizes)])
     for place, found in places.items():
         table.row(f"{place}: audited / not audited", [Bar(found[size]["audit"], at_most=AUDITED) for size in sizes])
         table.row(f"{place}: raw / auto", [Bar(found[size]["auto"], at_least=AUTO) for size in sizes])

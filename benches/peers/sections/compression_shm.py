@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch_accl_cli._sizes import show_size
+
 from ..contenders import title_of
 from ..report import Bench, Figures, Section, as_rows, cells_of
-from ..tables import Bar, Table, ratio, size_name
+from ..tables import Bar, Table, ratio
 
 RANKS = 2
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
@@ -24,7 +26,7 @@ def collect(bench: Bench) -> dict[str, Any]:
 def tables(data: dict[str, Any]) -> list[Table]:
     """Microseconds, then the bar."""
     figures = Figures(data["figures"])
-    table = Table(["2 ranks of one host, us", *map(size_name, SIZES)])
+    table = Table(["2 ranks of one host, us", *map(show_size, SIZES)])
     for name in EVERYONE:
         table.row(title_of(name), (figures.entry(name, cell) for cell in CELLS))
     shares = (ratio(figures.us(CAST, cell), figures.us(RAW, cell)) for cell in CELLS)

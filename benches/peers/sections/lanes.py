@@ -6,12 +6,14 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from torch_accl_cli._sizes import show_size
+
 from ..build import Unavailable
 from ..contenders import ENCODED_HELPERS, HELPERS, helpers_of
 from ..jobs import Host
 from ..measure import Cell
 from ..report import Bench, Figures, Section, as_rows, cells_of
-from ..tables import Bar, Table, ratio, size_name
+from ..tables import Bar, Table, ratio
 
 RANKS = (2, 4)
 SIZES = (1 << 20, 4 << 20, 16 << 20, 64 << 20)
@@ -107,7 +109,7 @@ ALL = (
         title="all_reduce by several lanes",
         text=(
             f"{SETTING}Every rank has its share of the cores, for its helpers, too. Bars: `auto` at most {OF_ONE_LANE:g} of none; two ranks with {HELPERS_FOR_IT} helpers each at "
-            f"{size_name(SIZES[-1])} at least {TIMES_ONE_LANE:g} times as fast as with none, and ahead of Intel MPI, of oneCCL with as many workers as cores, and of DeepSpeed's op with as many "
+            f"{show_size(SIZES[-1])} at least {TIMES_ONE_LANE:g} times as fast as with none, and ahead of Intel MPI, of oneCCL with as many workers as cores, and of DeepSpeed's op with as many "
             f"threads. Needs {CORES_FOR_IT} cores."
         ),
         collect=collect,

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch_accl_cli._sizes import show_size
+
 from ..build import ROOT, cargo_bench, finish
 from ..measure import Cell
 from ..report import Bench, Figures, Plot, Section, as_rows, cells_of
-from ..tables import Bar, Table, plain, size_name
+from ..tables import Bar, Table, plain
 
 CELLS = cells_of("all_reduce")
 CLOSE = 0.2
@@ -74,7 +76,7 @@ def curves(accl: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
 
 def tables(data: dict[str, Any]) -> list[Table]:
     """How far off each prediction is; then what is chosen in worlds of any size."""
-    table = Table(["", *(size_name(cell.bytes) for cell in CELLS)])
+    table = Table(["", *(show_size(cell.bytes) for cell in CELLS)])
     for place, rows in data.get("predicted", {}).items():
         figures = Figures(data["measured"][place]["figures"])
         told = [row["times_us"][row["chosen"]] for row in rows]
@@ -88,7 +90,7 @@ def tables(data: dict[str, Any]) -> list[Table]:
 def scaled(worlds: dict[str, list[dict[str, Any]]]) -> Table:
     """The choice and its time by ranks and size."""
     table = Table(
-        [f"predicted choice, us ({RANKS_PER_HOST} ranks a host, {LINK})", *(size_name(c.bytes) for c in CELLS)]
+        [f"predicted choice, us ({RANKS_PER_HOST} ranks a host, {LINK})", *(show_size(c.bytes) for c in CELLS)]
     )
     for ranks, rows in sorted(worlds.items(), key=lambda world: int(world[0])):
         table.row(f"{int(ranks):,} ranks", (f"{row['chosen']} {plain(row['times_us'][row['chosen']])}" for row in rows))

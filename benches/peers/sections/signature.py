@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from statistics import median, quantiles
 from typing import Any
 
+from torch_accl_cli._sizes import show_size
+
 from ..contenders import title_of
 from ..measure import Cell
 from ..report import Bench, Figures, Section, as_rows, cells_of
-from ..tables import Bar, Table, plain, size_name
+from ..tables import Bar, Table, plain
 
 RANKS = 2
 PEERS = RANKS - 1
@@ -32,7 +34,7 @@ def collect(bench: Bench) -> dict[str, Any]:
 def tables(data: dict[str, Any]) -> list[Table]:
     """Nanoseconds of both, then the bars."""
     starts = [Figures(start["figures"]) for start in data.get("starts", [])]
-    table = Table([f"{RANKS} ranks, ns", *(size_name(cell.bytes) for cell in CELLS)])
+    table = Table([f"{RANKS} ranks, ns", *(show_size(cell.bytes) for cell in CELLS)])
     for name in (CHECKED, UNCHECKED):
         all_turns = [[ns for start in starts for ns in turns_ns(start, name, cell)] for cell in CELLS]
         table.row(title_of(name), (plain(median(turns)) if turns else "" for turns in all_turns))

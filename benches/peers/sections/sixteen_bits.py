@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch_accl_cli._sizes import show_size
+
 from ..contenders import title_of
 from ..measure import Cell
 from ..report import Bench, Figures, Section, as_rows, cells_of
-from ..tables import Bar, Table, ratio, size_name
+from ..tables import Bar, Table, ratio
 
 RANKS = 2
 SIZES = (8 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
@@ -27,7 +29,7 @@ def collect(bench: Bench) -> dict[str, Any]:
 def tables(data: dict[str, Any]) -> list[Table]:
     """Microseconds of each type, then the bars."""
     figures = Figures(data["figures"])
-    table = Table(["2 ranks, us", *map(size_name, SIZES)])
+    table = Table(["2 ranks, us", *map(show_size, SIZES)])
     for name in figures.contenders(figures.cells):
         for dtype in DTYPES:
             row = cells_of("all_reduce", SIZES, dtype)

@@ -1,8 +1,9 @@
 //! What emulators take, measured over their sockets, and engines in the process of their rank: `cargo bench -p accl-emulator --bench bars`.
 //! Figures are medians of a few turns; they mean nothing without the machine that they are of.
 
-#[path = "../tests/common/host.rs"]
-mod host;
+#[path = "../tests/engines/support/mod.rs"]
+#[expect(dead_code, reason = "the tests use the rest")]
+mod support;
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -19,8 +20,10 @@ use accl_cclo::memory_map::{self as map, DataType};
 use accl_cclo::packets::Packets;
 use accl_emulator::Faithful;
 use accl_emulator::sim::SimBus;
-use host::{Emulators, Host, Places, Setup, call, free_ports, hosts, ports, resident_bytes, run, start, sum, words};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use support::host::{
+    Emulators, Host, Places, Setup, call, free_ports, hosts, ports, resident_bytes, run, start, sum, words,
+};
 
 const TURNS: usize = 5;
 const RANKS: u16 = 32;

@@ -1,12 +1,12 @@
 """The collectives as the bench calls them: buffers, the call through torch, and whether its result is right.
 
-Owns what is known of each collective: who has which block, and how much of it the busiest rank must move. Knows no
-clock and no store. Read `Prepared` first.
+Knows no clock and no store. Read `Prepared` first.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,38 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["COLLECTIVES", "Case", "Collective", "Prepared", "cases"]
+from .collectives import COLLECTIVES, ROOT, Collective
 
-ROOT = 0
-
-
-@dataclass(frozen=True)
-class Collective:
-    """What sets one collective apart from the others."""
-
-    name: str
-    # One block for each rank, in the largest buffer of the call.
-    blocks: bool
-    # What the busiest rank must move for each byte of the largest buffer, by any algorithm.
-    bus_factor: Callable[[int], float]
-    reduces: bool = False
-    rooted: bool = False
-
-
-COLLECTIVES = {
-    row.name: row
-    for row in (
-        Collective("all_reduce", False, lambda n: 2 * (n - 1) / n, reduces=True),
-        Collective("reduce_scatter", True, lambda n: (n - 1) / n, reduces=True),
-        Collective("all_gather", True, lambda n: (n - 1) / n),
-        Collective("broadcast", False, lambda n: 1.0, rooted=True),
-        Collective("reduce", False, lambda n: 1.0, reduces=True, rooted=True),
-        Collective("gather", True, lambda n: (n - 1) / n, rooted=True),
-        Collective("scatter", True, lambda n: (n - 1) / n, rooted=True),
-        Collective("all_to_all", True, lambda n: (n - 1) / n),
-        Collective("barrier", False, lambda n: 0.0),
-    )
-}
+__all__ = ["Case", "Prepared", "cases"]
 
 
 @dataclass(frozen=True)
@@ -165,28 +136,38 @@ class Prepared:
 
     def wrong(self) -> int:
         """Elements of this rank's target that are not what they must be after one call on filled buffers."""
-        count = self.case.count
-        rest = self.target if self.rank == ROOT else self.target[:0]
+        return sum(self._differing(*part) for part in self._expected())
+
+    def error(self) -> float:
+        """Norm of the error over that of the exact result, in this rank's target after one call on filled buffers."""
+        lost = norm = 0.0
+        for found, period, first in self._expected():
+            exact = period.roll(-(first % len(period))).repeat(len(found) // len(period) + 1)[: len(found)].double()
+            lost += float((found.double() - exact).square().sum())
+            norm += float(exact.square().sum())
+        return math.sqrt(lost / norm) if norm else 0.0
+
+    def _expected(self) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+        """The parts of the target, each with the endless period that it must hold and the element of it that it begins with."""
+        count, rank = self.case.count, self.rank
         match self.case.collective.name:
             case "all_reduce":
-                return self._differing(self.target, self._reduced, 0)
+                return [(self.target, self._reduced, 0)]
             case "reduce":
-                return self._differing(rest, self._reduced, 0)
+                return [(self.target, self._reduced, 0)] if rank == ROOT else []
             case "reduce_scatter":
-                return self._differing(self.target, self._reduced, self.rank * count)
+                return [(self.target, self._reduced, rank * count)]
             case "broadcast":
-                return self._differing(self.target, self._pattern(ROOT), 0)
+                return [(self.target, self._pattern(ROOT), 0)]
             case "scatter":
-                return self._differing(self.target, self._pattern(ROOT), self.rank * count)
+                return [(self.target, self._pattern(ROOT), rank * count)]
             case "all_gather" | "gather":
                 blocks = self.outputs if self.target.numel() else []
-                return sum(self._differing(block, self._pattern(r), 0) for r, block in enumerate(blocks))
+                return [(block, self._pattern(r), 0) for r, block in enumerate(blocks)]
             case "all_to_all":
-                return sum(
-                    self._differing(block, self._pattern(r), self.rank * count) for r, block in enumerate(self.outputs)
-                )
+                return [(block, self._pattern(r), rank * count) for r, block in enumerate(self.outputs)]
             case _:
-                return 0
+                return []
 
     def _buffer(self, count: int) -> torch.Tensor:
         dtype = getattr(torch, self.case.dtype)

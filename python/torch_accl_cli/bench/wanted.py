@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from .._sizes import parse_sizes, show_size
 from .._wrong import WrongInput, nearest
-from .cases import COLLECTIVES, Case, cases
+from .cases import Case, cases
+from .collectives import COLLECTIVES
 
 if TYPE_CHECKING:
     from torch_accl._native import _AlgorithmRow

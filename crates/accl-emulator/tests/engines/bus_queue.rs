@@ -1,10 +1,8 @@
 //! Calls that are posted to a driver, on a clock that the test sets; and calls whose elements differ from buffer to buffer.
 
-#[path = "common/local.rs"]
-mod local;
-
 use std::time::Duration;
 
+use crate::support::local::{open, settings};
 use accl_cclo::bus::{Bus, Memory};
 use accl_cclo::call::{Descriptor, Operation, Streams};
 use accl_cclo::driver::{Driver, Elements, Finished, RequestId};
@@ -12,7 +10,6 @@ use accl_cclo::memory_map::{DataType, Network};
 use accl_emulator::local::{LocalBus, LocalEngines};
 use accl_emulator::{Engine, Faithful};
 use accl_types::{Moment, Result};
-use local::{open, settings};
 
 const LATER: Moment = Moment::from_nanos(1_000_000);
 

@@ -1,18 +1,15 @@
 //! An ordinary ZeroMQ client is served, by engines of one process and by those of several.
 
-#[path = "common/host.rs"]
-mod host;
-
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::support::host::{
+    self, Emulators, Host, Setup, call, free_ports, hosts, ports, resident_bytes, run, start, start_with, sum, words,
+};
 use accl_cclo::call::{ConfigFunction, Descriptor, Operation, Streams};
 use accl_cclo::control::{About, Reply, Request, Status, data_from_json, data_to_json, difference};
 use accl_cclo::memory_map::{self as map, Network};
 use accl_cclo::return_code::ReturnCode;
-use host::{
-    Emulators, Host, Setup, call, free_ports, hosts, ports, resident_bytes, run, start, start_with, sum, words,
-};
 use zeromq::{Socket, SocketRecv, SocketSend, SubSocket, XPubSocket, ZmqMessage};
 
 #[test]

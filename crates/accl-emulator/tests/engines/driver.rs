@@ -1,8 +1,6 @@
 //! The driver on engines of the same process: how they are set up, what their calls end with, and what is said when one does not end.
 
-#[path = "common/local.rs"]
-mod local;
-
+use crate::support::local::{open, settings};
 use accl_cclo::bus::{Bus, Memory};
 use accl_cclo::call::{Descriptor, Operation};
 use accl_cclo::driver::{Driver, Picture, Settings};
@@ -10,7 +8,6 @@ use accl_cclo::memory_map::{self as map, DataType, Network};
 use accl_emulator::Faithful;
 use accl_emulator::local::{LocalBus, LocalEngines};
 use accl_types::Result;
-use local::{open, settings};
 
 fn drivers(network: Network, faithful: Faithful, ranks: u32) -> Vec<Driver<LocalBus>> {
     let world = LocalEngines::new(network, faithful, ranks);

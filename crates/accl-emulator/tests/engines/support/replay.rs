@@ -8,9 +8,7 @@ use accl_cclo::wire::WORD_BYTES;
 use accl_emulator::{Engine, Faithful};
 use serde_json::Value;
 
-#[path = "settle.rs"]
-mod settle;
-use settle::settle;
+use super::settle::settle;
 
 /// Packets as they were recorded, by sender and receiver, with their numbers.
 type Recorded = BTreeMap<(u32, u32), VecDeque<(u64, Vec<u8>)>>;

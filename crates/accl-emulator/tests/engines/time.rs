@@ -1,13 +1,11 @@
 //! The counter register holds what a call would take on a card, by what its engine has done for it.
 
-mod common;
-
+use crate::support::world::{Settings, World};
 use accl_cclo::call::{ConfigFunction, Descriptor, Operation};
 use accl_cclo::control::{Reply, Request};
 use accl_cclo::memory_map::{self as map, DataType, NANOSECONDS_PER_CYCLE, Network};
 use accl_cclo::return_code::ReturnCode;
 use accl_emulator::{CONSTANTS, Speed};
-use common::{Settings, World};
 
 fn constant(name: &str) -> u64 {
     CONSTANTS.iter().find(|constant| constant.name == name).unwrap().value

@@ -1,8 +1,6 @@
 //! Collectives that a device does, by way of the driver, on engines that do everything wrong that firmware does: the driver works round it.
 
-#[path = "common/local.rs"]
-mod local;
-
+use crate::support::local::{open, settings};
 use accl_cclo::bus::{Bus, Memory};
 use accl_cclo::call::Descriptor;
 use accl_cclo::driver::{Driver, Settings};
@@ -11,7 +9,6 @@ use accl_cclo::offload::{Buffer, Pieces, Request, Route, route};
 use accl_emulator::Faithful;
 use accl_emulator::local::{LocalBus, LocalEngines};
 use accl_types::{Collective, Dtype, Rank, ReduceOp};
-use local::{open, settings};
 
 const COLLECTIVES: [Collective; 8] = [
     Collective::Broadcast,

@@ -1,8 +1,5 @@
 //! Emulators as processes of a test, and ports for them.
 
-// Each test uses a part of it.
-#![allow(dead_code)]
-
 use std::io::{BufRead, BufReader};
 use std::net::{TcpListener, UdpSocket};
 use std::process::{Child, Command, Stdio};

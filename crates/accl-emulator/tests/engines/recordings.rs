@@ -1,18 +1,13 @@
 //! Engines do what those of the ACCL project did: given the same requests they send the same packets, byte for byte, and answer the same. What
 //! an emulator of ours writes down is such a recording too.
 
-#[path = "common/host.rs"]
-mod host;
-#[path = "common/replay.rs"]
-mod replay;
-
 use std::fs;
 use std::path::Path;
 
+use crate::support::host::{Emulators, Host, Setup, free_ports, hosts, ports, run, signal, start, sum, words};
+use crate::support::replay::replay;
 use accl_cclo::control::Status;
 use accl_cclo::memory_map::Network;
-use host::{Emulators, Host, Setup, free_ports, hosts, ports, run, signal, start, sum, words};
-use replay::replay;
 use serde_json::Value;
 
 const NETWORKS: [(&str, Network); 3] = [("udp", Network::Udp), ("tcp", Network::Tcp), ("cyt_rdma", Network::Rdma)];

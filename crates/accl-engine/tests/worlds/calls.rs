@@ -1,5 +1,4 @@
 //! Encoded calls in short, for the tests of what they do.
-#![allow(dead_code)] // each test binary uses its part
 
 use std::sync::Arc;
 

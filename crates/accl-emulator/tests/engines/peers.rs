@@ -1,21 +1,18 @@
 //! Peers of other processes that are late, stop or go away are found, named, and waited for with a bounded memory.
 
-#[path = "common/host.rs"]
-mod host;
-
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
+use crate::support::host::{
+    self, Emulators, Host, PATIENCE, Setup, call, free_ports, hosts, ports, resident_bytes, run, signal, start,
+    start_with, sum, words,
+};
 use accl_cclo::call::{ConfigFunction, Descriptor, Operation};
 use accl_cclo::memory_map::{Communicator, RankEntry};
 use accl_cclo::return_code::ReturnCode;
 use accl_cclo::zmtp;
-use host::{
-    Emulators, Host, PATIENCE, Setup, call, free_ports, hosts, ports, resident_bytes, run, signal, start, start_with,
-    sum, words,
-};
 
 /// Bits with which calls end that wait for a peer that has gone, and that cannot let packets in.
 const NOT_HEARD: ReturnCode = ReturnCode(1 << 11);

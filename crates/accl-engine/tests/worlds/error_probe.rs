@@ -1,9 +1,8 @@
 //! What is measured of encoded calls, against what a test can see from outside.
 
-mod common;
-
 use std::sync::Arc;
 
+use crate::calls::{all_reduce, blocks, both_ways, data, encoded, encoding, max_min, options, raw, rows, tensor};
 use accl_engine::codec::{NonFinite, Rounding, Settings, codec};
 use accl_engine::{Blocks, TensorDesc};
 use accl_engine::{Encoding, Residuals, TensorCodecs};
@@ -11,7 +10,6 @@ use accl_engine::{ErrorStats, Measured, Probe};
 use accl_testkit::{Fabric, World};
 use accl_types::config::WorkerCount;
 use accl_types::{Collective, Dtype, Elems, ReduceOp};
-use common::{all_reduce, blocks, both_ways, data, encoded, encoding, max_min, options, raw, rows, tensor};
 
 fn probed(tensors: Vec<TensorCodecs>, one_in: u64) -> (Encoding, Arc<ErrorStats>) {
     let stats = ErrorStats::new(tensors.len());

@@ -1,12 +1,10 @@
 //! Repaired engines do what was asked, whatever the ranks, counts, roots, types and paths; faithful ones do what the table of hazards says.
 
-mod common;
-
+use crate::support::world::{Ended, Settings, World};
 use accl_cclo::call::{Descriptor, Operation};
 use accl_cclo::memory_map::{DataType, Network, ReduceFunction};
 use accl_cclo::return_code::ReturnCode;
 use accl_emulator::Faithful;
-use common::{Ended, Settings, World};
 
 const DTYPES: [DataType; 5] = [DataType::F16, DataType::F32, DataType::F64, DataType::I32, DataType::I64];
 const COLLECTIVES: [Operation; 8] = [

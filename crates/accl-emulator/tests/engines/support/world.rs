@@ -1,10 +1,6 @@
 //! Worlds of engines in one process, and a host that sets them up.
 
-// Each test uses a part of it.
-#![allow(dead_code)]
-
-mod settle;
-
+use super::settle::settle;
 use accl_cclo::call::{ConfigFunction, Descriptor, Hosts, Operation};
 use accl_cclo::control::{Reply, Request, Status};
 use accl_cclo::memory_map::{
@@ -12,7 +8,6 @@ use accl_cclo::memory_map::{
 };
 use accl_cclo::return_code::ReturnCode;
 use accl_emulator::{Engine, Faithful};
-use settle::settle;
 
 /// Where the host's own buffers begin; below are rx and spare buffers.
 const BUFFERS: u64 = 1 << 20;

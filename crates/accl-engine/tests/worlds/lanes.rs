@@ -2,17 +2,15 @@
 //!
 //! `ACCL_TEST_WORKERS=2 cargo nextest run -p accl-engine` has all other tests say the same of calls that are cut.
 
-mod common;
-
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::calls::{bits_of, blocks, both_ways, data, encoded, encoding, max_min, options, rows};
 use accl_engine::codec::Rounding;
 use accl_engine::{Blocks, CallDesc, Mode, Residuals, TensorDesc};
 use accl_testkit::{Fabric, Member, World, WorldOptions, finish};
 use accl_types::config::WorkerCount;
 use accl_types::{Collective, Dtype, ErrorKind, Rank, ReduceOp};
-use common::{bits_of, blocks, both_ways, data, encoded, encoding, max_min, options, rows};
 
 /// As large as three parts of a call are at least, and neither tiles nor cache lines.
 const COUNT: usize = 220_013;
@@ -46,7 +44,7 @@ fn encoded_sums_and_what_was_lost_have_the_same_bits_on_any_number_of_lanes() {
                     for step in 0..3 {
                         encoding.step = step;
                         let mut mine = data(member.rank, COUNT, step);
-                        common::all_reduce(&member, &mut mine, ReduceOp::Avg, &encoding);
+                        crate::calls::all_reduce(&member, &mut mine, ReduceOp::Avg, &encoding);
                         bits.push([bits_of(&mine), bits_of(&kept), bits_of(&of_sums)]);
                     }
                     let moved = bytes_by_lane(&member);

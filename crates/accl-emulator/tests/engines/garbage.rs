@@ -1,13 +1,11 @@
 //! Whatever hosts ask and peers send, engines go on: nothing panics, goes round for ever, or takes memory without a bound.
 
-mod common;
-
+use crate::support::world::{Settings, World};
 use accl_cclo::call::{ConfigFunction, Descriptor, Operation, Words};
 use accl_cclo::control::Request;
 use accl_cclo::memory_map::{self as map, DataType, Network};
 use accl_cclo::wire::{Header, MessageKind, RequestWord, Verb, WORD_BYTES, packets};
 use accl_emulator::{Caller, Engine, Faithful};
-use common::{Settings, World};
 use proptest::prelude::*;
 
 /// Turns after which engines that have nothing new to do must be quiet.

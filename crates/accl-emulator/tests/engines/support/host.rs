@@ -1,11 +1,5 @@
 //! Emulators as processes, and hosts that ask them over their sockets.
 
-// Each test uses a part of it.
-#![allow(dead_code)]
-
-#[path = "process.rs"]
-mod process;
-
 use std::process::Child;
 use std::time::{Duration, Instant};
 
@@ -15,7 +9,7 @@ use accl_cclo::memory_map::{self as map, ARITHMETIC_CONFIGS, Communicator, Layou
 use accl_cclo::return_code::ReturnCode;
 use zeromq::{ReqSocket, Socket, SocketRecv, SocketSend};
 
-pub use process::*;
+pub use super::process::*;
 
 pub const PATIENCE: Duration = Duration::from_secs(30);
 

@@ -1,18 +1,14 @@
 //! Emulators of a test, and drivers that reach them over sockets.
 
-#[path = "process.rs"]
-mod process;
-
 use std::process::Child;
 use std::time::{Duration, Instant};
 
+use super::process;
 use accl_cclo::bus::Bus;
 use accl_cclo::buses;
 use accl_cclo::device::DeviceUrl;
 use accl_cclo::driver::Driver;
 use zeromq::{RepSocket, Socket, SocketRecv, SocketSend};
-
-pub use process::{Emulators, free_ports, signal_to};
 
 /// As long as anything may take.
 pub const PATIENCE: Duration = Duration::from_secs(20);

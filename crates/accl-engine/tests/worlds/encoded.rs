@@ -1,10 +1,11 @@
 //! Encoded calls in whole worlds: all ranks end with the same bits, and these are near the exact result.
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::calls::{
+    all_reduce, bits_of, blocks, both_ways, data, encoded, encoding, max_min, options, raw, rows, tensor,
+};
 use accl_engine::codec::{Codec, RngKey, Rounding, Settings, Slice, codec};
 use accl_engine::{ALGORITHMS, Blocks, CallDesc, Mode};
 use accl_engine::{Encoded, Residuals, TensorCodecs};
@@ -13,7 +14,6 @@ use accl_transport::loopback::{self, Capacity};
 use accl_transport::{Faults, Faulty};
 use accl_types::{Collective, Dtype, ErrorKind, Rank, ReduceOp};
 use accl_wire::frame::OVERHEAD_BYTES;
-use common::{all_reduce, bits_of, blocks, both_ways, data, encoded, encoding, max_min, options, raw, rows, tensor};
 
 const ROUNDINGS: [Rounding; 3] = [Rounding::Nearest, Rounding::Stochastic, Rounding::Correlated];
 

@@ -1,18 +1,14 @@
 //! Hazards 8 to 13: what faithful engines do, and what repaired ones do. Those before them are in the matrix.
 
-mod common;
-#[path = "common/host.rs"]
-mod host;
-
 use std::time::Duration;
 
+use crate::support::host::{self, Emulators, Host, free_ports, run, start, words};
+use crate::support::world::{Ended, Settings, World};
 use accl_cclo::call::{ConfigFunction, Descriptor, Operation, Streams};
 use accl_cclo::control::{Reply, Request, Status};
 use accl_cclo::memory_map::{Communicator, DataType, NO_SESSION, Network};
 use accl_cclo::return_code::ReturnCode;
 use accl_emulator::{Engine, Faithful};
-use common::{Ended, Settings, World};
-use host::{Emulators, Host, free_ports, run, start, words};
 
 const GOOD: Ended = Some(ReturnCode(0));
 const COUNT: u32 = 300;

@@ -1,20 +1,18 @@
 //! The driver over the bus to an emulator: what it does, how fast, and what it says when the emulator is not what it should be.
 
-#[path = "common/bus.rs"]
-mod common;
-
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::support::bus::{PATIENCE, answering, end, opened, start};
+use crate::support::process::{Emulators, free_ports, signal_to};
 use accl_cclo::bus::{Bus, Memory};
 use accl_cclo::buses;
 use accl_cclo::call::{Descriptor, Hosts, Operation};
 use accl_cclo::device::DeviceUrl;
 use accl_cclo::driver::Driver;
 use accl_cclo::memory_map::{self as map, DataType, ReduceFunction};
-use common::{Emulators, end, free_ports, opened, start};
 
 const COUNT: u32 = 1000;
 const DESIGNS: [&str; 3] = ["udp", "tcp", "cyt_rdma"];
@@ -196,7 +194,7 @@ fn an_emulator_that_is_stopped_is_noticed_at_the_deadline() {
     let emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);
     let mut bus = buses::open(&url(&format!("emulator://127.0.0.1:{port}")), 0).unwrap();
     let at = bus.allocate(Memory::Device, 1 << 20).unwrap();
-    common::signal_to(emulators.0[0].id(), "STOP");
+    signal_to(emulators.0[0].id(), "STOP");
     let begin = Instant::now();
     let text = bus.read_register(map::RETURN_CODE.offset).unwrap_err().message;
     let waited = begin.elapsed();
@@ -256,7 +254,7 @@ fn an_emulator_that_is_stopped_in_the_middle_of_memory_is_noticed() {
     let pid = emulators.0[0].id();
     let stopper = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(50));
-        common::signal_to(pid, "STOP");
+        signal_to(pid, "STOP");
         Instant::now()
     });
     let text = bus.write_memory(Memory::Device, at, &vec![1; 64 << 20]).unwrap_err().message;
@@ -317,7 +315,7 @@ fn a_device_that_a_call_holds_says_so_and_does_not_wait_for_the_deadline_of_the_
     let url = url(&format!("emulator://127.0.0.1:{port}?design=udp"));
     let begin = Instant::now();
     let text = opened_after_a_call_without_end(&url).err().unwrap().message;
-    assert!(begin.elapsed() < common::PATIENCE, "{:?}", begin.elapsed());
+    assert!(begin.elapsed() < PATIENCE, "{:?}", begin.elapsed());
     let said = "does not come back to a reset: a call that is under way holds it, and nothing ends that";
     assert!(text.contains(said), "{text}");
 }
@@ -383,10 +381,10 @@ fn an_emulator_whose_driver_was_killed_is_there_for_the_next() {
     let mut looks = buses::open(&url, 0).unwrap();
     let begin = Instant::now();
     while looks.about().unwrap().unwrap().owner != "it" {
-        assert!(begin.elapsed() < common::PATIENCE, "it has not taken the rank");
+        assert!(begin.elapsed() < PATIENCE, "it has not taken the rank");
     }
     assert!(looks.claim().unwrap().unwrap().starts_with("it, for "));
-    common::signal_to(owner.id(), "KILL");
+    signal_to(owner.id(), "KILL");
     owner.wait().unwrap();
     drop(looks);
     run(&mut opened(&url, 1), Operation::Copy, 0, None);
@@ -410,7 +408,7 @@ fn a_reset_takes_an_emulator_from_whoever_has_it() {
 #[test]
 fn an_emulator_that_does_not_tell_who_uses_it_is_set_up_as_ever() {
     let port = free_ports(1);
-    let _answering = common::answering(port, r#"{"status":1}"#);
+    let _answering = answering(port, r#"{"status":1}"#);
     let mut bus = buses::open(&url(&format!("emulator://127.0.0.1:{port}")), 0).unwrap();
     assert_eq!(bus.claim(), Ok(None));
 }
@@ -443,7 +441,7 @@ fn emulators_that_do_not_understand_each_other_are_refused_on_all_ranks_in_one_s
         // Worlds of other sizes take other ports: each has a range of its own.
         let [port, other] = [12, 12].map(free_ports);
         let mut emulators = Emulators(vec![start(&format!("-r 0 -p {port} {first}"))]);
-        let original = second.is_empty().then(|| common::answering(other + 1, r#"{"status":1}"#));
+        let original = second.is_empty().then(|| answering(other + 1, r#"{"status":1}"#));
         if original.is_none() {
             emulators.0.push(start(&format!("-r 1 -p {other} {second}")));
         }
@@ -531,7 +529,7 @@ fn answers_that_make_no_sense_are_told_in_a_sentence() {
         (r#"{"status":0,"rdata":[1]}"#, "answers something else than was asked to a read of the register at 0x0"),
     ] {
         let port = free_ports(1);
-        let answering = common::answering(port, answer);
+        let answering = answering(port, answer);
         let mut bus = buses::open(&url(&format!("emulator://127.0.0.1:{port}")), 0).unwrap();
         let text = bus.read_register(0).unwrap_err().message;
         assert!(text.ends_with(why) && text.contains(&format!("127.0.0.1:{port}")), "{text}");
@@ -583,7 +581,7 @@ fn an_emulator_says_what_it_is_or_nothing() {
     let about = r#"{"status":0,"version":"0.1.0","ranks":3,"rank":2,"comms":"udp","hazards":[],"clock_hz":1,"link_bits_per_second":1,"hop_ps":0,"missing":[],"trouble":""}"#;
     for (answer, ranks) in [(about, Some(3)), (r#"{"status":1}"#, None)] {
         let port = free_ports(1);
-        let _answering = common::answering(port, answer);
+        let _answering = answering(port, answer);
         let mut bus = buses::open(&url(&format!("emulator://127.0.0.1:{port}")), 0).unwrap();
         assert_eq!(bus.about().unwrap().map(|about| about.ranks), ranks);
     }
@@ -634,7 +632,7 @@ fn speed_is_within_the_bars() {
     let mut raw = loop {
         match std::net::TcpStream::connect(("127.0.0.1", port + 3)) {
             Ok(raw) => break raw,
-            Err(error) => assert!(begin.elapsed() < common::PATIENCE, "{error}"),
+            Err(error) => assert!(begin.elapsed() < PATIENCE, "{error}"),
         }
     };
     raw.set_nodelay(true).unwrap();
@@ -687,7 +685,7 @@ fn a_driver_is_told_that_too_many_hosts_are_connected() {
     drop(hosts);
     let begin = Instant::now();
     while let Err(error) = buses::open(&url, 0) {
-        assert!(begin.elapsed() < common::PATIENCE, "{error}");
+        assert!(begin.elapsed() < PATIENCE, "{error}");
     }
 }
 
@@ -697,7 +695,7 @@ fn no_request_of_an_emulator_that_is_stopped_outlasts_the_time_that_is_left() {
     let emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);
     let mut bus = buses::open(&url(&format!("emulator://127.0.0.1:{port}")), 0).unwrap();
     bus.allocate(Memory::Device, 64).unwrap();
-    common::signal_to(emulators.0[0].id(), "STOP");
+    signal_to(emulators.0[0].id(), "STOP");
     let begin = Instant::now();
     bus.limit(Some(begin + Duration::from_millis(200)));
     let text = bus.write_memory(Memory::Device, 0, &[0; 64]).unwrap_err().message;

@@ -1,0 +1,9 @@
+//! What the tests of engines have in common: worlds in one process, devices of drivers, emulators as processes, recordings.
+
+pub mod bus;
+pub mod host;
+pub mod local;
+pub mod process;
+pub mod replay;
+pub mod settle;
+pub mod world;
