@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from support import run_command
 from support.oracle import offered
 
 BENCH = [sys.executable, "-m", "torch_accl_cli", "bench"]
@@ -24,9 +25,14 @@ LONG = ["--sizes", "4", "--iterations", "10000000"]
 
 def bench(*arguments: str, status: int = 0, env: dict | None = None) -> str:
     """What the command prints when it ends with `status`."""
-    ended = run([*BENCH, *arguments], env)
+    ended = command(*arguments, env=env)
     assert ended.returncode == status, ended.stderr
     return ended.stdout
+
+
+def command(*arguments: str, env: dict | None = None) -> subprocess.CompletedProcess:
+    """The command, where torch is loaded already."""
+    return run_command(["bench", *arguments], env, TIMEOUT_S)
 
 
 def run(command: list[str], env: dict | None = None) -> subprocess.CompletedProcess:
@@ -273,7 +279,7 @@ def test_wrong_input_is_one_sentence_and_status_2(name, refusals):
 def test_a_plot_that_cannot_be_written_is_refused_before_measuring(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed, so nothing is drawn")
     for path in (tmp_path / "missing" / "speed.png", tmp_path / "speed.xyz", tmp_path):
-        ended = run([*BENCH, "--plot", str(path)])
+        ended = command("--plot", str(path))
         assert (ended.returncode, ended.stdout) == (2, "")
         assert "--plot" in ended.stderr and len(ended.stderr.splitlines()) == 1
     bench("--sizes", "4,1KiB", "--plot", str(tmp_path / "speed.png"), *BRIEF)
@@ -281,13 +287,13 @@ def test_a_plot_that_cannot_be_written_is_refused_before_measuring(tmp_path):
 
 
 def test_more_ranks_than_ports_are_refused():
-    ended = run([*BENCH, "--ranks", "3"], {"ACCL_PORT_RANGE": "20000-20001"})
+    ended = command("--ranks", "3", env={"ACCL_PORT_RANGE": "20000-20001"})
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "3 are more than the 2 ranks that there are ports for" in ended.stderr
 
 
 def test_an_algorithm_that_these_ranks_cannot_run_is_refused():
-    ended = run([*BENCH, "--algorithm", "two_level"], {"ACCL_CALIBRATION": "off"})
+    ended = command("--algorithm", "two_level", env={"ACCL_CALIBRATION": "off"})
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "two_level of all_reduce does not apply" in ended.stderr and len(ended.stderr.splitlines()) == 1
 
@@ -325,7 +331,7 @@ def test_ranks_of_other_launchers_meet_on_one_host_without_an_address(names, tmp
 
 def test_ranks_on_several_hosts_without_an_address_are_told_what_is_missing():
     places = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-    ended = run([*BENCH, "--sizes", "4"], places | {"MASTER_ADDR": "", "MASTER_PORT": ""})
+    ended = command("--sizes", "4", env=places | {"MASTER_ADDR": "", "MASTER_PORT": ""})
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "MASTER_ADDR" in ended.stderr and len(ended.stderr.splitlines()) == 1
 

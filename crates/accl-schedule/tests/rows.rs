@@ -7,9 +7,9 @@ use accl_types::Rank;
 /// Worlds checked completely, with every root.
 const WORLDS: std::ops::RangeInclusive<u32> = 1..=17;
 /// Larger worlds checked completely, with some roots.
-const LARGER: [u32; 7] = [32, 33, 64, 100, 128, 255, 256];
+const LARGER: [u32; 6] = [32, 33, 64, 100, 255, 256];
 /// Worlds checked completely where programs are short, else on some ranks.
-const LARGEST: [u32; 3] = [500, 1000, 1024];
+const LARGEST: [u32; 2] = [1000, 1024];
 
 fn roots(row: &Algorithm, world: u32) -> Vec<u32> {
     if !row.collective.is_rooted() {

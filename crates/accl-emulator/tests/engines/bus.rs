@@ -625,7 +625,7 @@ fn speed_is_within_the_bars() {
     let _emulators = Emulators(vec![start(&format!("--ranks 1 --port {port}"))]);
     let mut bus = buses::open(&url(&format!("emulator://127.0.0.1:{port}")), 0).unwrap();
     let mut echo = Command::new(std::env::current_exe().unwrap());
-    echo.args(["--exact", "echoes", "--ignored", "--nocapture"]);
+    echo.args(["--exact", "bus::echoes", "--ignored", "--nocapture"]);
     let mut echo = Emulators(vec![echo.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap()]);
     writeln!(echo.0[0].stdin.take().unwrap(), "{}", port + 3).unwrap();
     let begin = Instant::now();

@@ -65,7 +65,7 @@ fn search(first: u64, time: Duration) -> (u64, Seen) {
 /// `WORLD_SECONDS` sets for how long, and `WORLD_SEED` the first seed.
 #[test]
 fn what_must_hold_holds_in_every_history() {
-    let seconds = number("WORLD_SECONDS").unwrap_or(45);
+    let seconds = number("WORLD_SECONDS").unwrap_or(25);
     let first = number("WORLD_SEED").unwrap_or(1);
     let (worlds, seen) = search(first, Duration::from_secs(seconds));
     println!("{worlds} worlds from seed {first} on in {seconds} s: {seen:?}");
