@@ -5,11 +5,12 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use accl_engine::{Group, GroupSpec, Mode, Waited};
-use accl_testkit::devices::{Faithful, LocalDevices, Network};
-use accl_testkit::{Fabric, Member, World, WorldOptions};
+use accl_testkit::devices::{LocalDevices, Network};
+use accl_testkit::{Member, World};
 use accl_types::{Error, ErrorKind, Rank, ReduceOp};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+use crate::worlds::{PATIENCE, options, world_of};
+
 const SOON: Duration = Duration::from_secs(5);
 const NOBODY: u32 = u32::MAX;
 
@@ -18,11 +19,7 @@ fn world(ranks: u32) -> (World, Arc<LocalDevices>) {
 }
 
 fn world_with(ranks: u32, timeout: Duration) -> (World, Arc<LocalDevices>) {
-    let options = WorldOptions::new(ranks).over(Fabric::Shm).timeout(timeout).with("device", "sim://?design=udp");
-    let devices = LocalDevices::new(Network::Udp, Faithful::all(), ranks);
-    let world = World::new(options);
-    world.engines.iter().for_each(|engine| engine.open_devices_with(devices.clone()));
-    (world, devices)
+    world_of(options(ranks, Network::Udp).timeout(timeout), Network::Udp)
 }
 
 fn add_up(member: &Member) {

@@ -4,3 +4,4 @@ mod departures;
 mod memory;
 mod offload;
 mod sessions;
+mod worlds;

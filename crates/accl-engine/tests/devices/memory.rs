@@ -6,46 +6,19 @@ use std::time::Duration;
 
 use accl_engine::{Blocks, CallDesc, Mode, TensorDesc};
 use accl_testkit::devices::{Faithful, LocalDevices, Network, SimDevices};
-use accl_testkit::{Fabric, Member, World, WorldOptions, calls, finish};
+use accl_testkit::{Fabric, Member, World, calls, finish};
 use accl_types::{Collective, Dtype, Elems, ErrorKind, Rank, ReduceOp};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+use crate::worlds::{PATIENCE, options, value, values, world};
+
 /// Elements of a block that goes in several pieces among three ranks: the buffers of a device have 4 MiB.
 const MANY: usize = (5 << 20) / 8 + 3;
-
-fn design(network: Network) -> &'static str {
-    match network {
-        Network::Udp => "udp",
-        Network::Tcp => "tcp",
-        Network::Rdma => "cyt_rdma",
-    }
-}
-
-fn options(ranks: u32, network: Network) -> WorldOptions {
-    let url = format!("sim://?design={}", design(network));
-    WorldOptions::new(ranks).over(Fabric::Shm).timeout(PATIENCE).with("device", &url)
-}
-
-fn world(ranks: u32, network: Network) -> World {
-    let world = World::new(options(ranks, network));
-    let devices = LocalDevices::new(network, Faithful::all(), ranks);
-    world.engines.iter().for_each(|engine| engine.open_devices_with(devices.clone()));
-    world
-}
 
 fn calls_of_device(member: &Member) -> u64 {
     let text = member.group.describe();
     let line = text.lines().find(|line| line.starts_with("device ")).unwrap_or_else(|| panic!("{text}"));
     let count = line.split(": ").find_map(|part| part.strip_suffix(" calls")).unwrap_or_else(|| panic!("{line}"));
     count.parse().unwrap()
-}
-
-fn value(rank: usize, at: usize) -> i64 {
-    ((rank * 7 + at * 3) % 17) as i64
-}
-
-fn values(rank: usize, count: usize) -> Vec<i64> {
-    (0..count).map(|at| value(rank, at)).collect()
 }
 
 fn sum(ranks: usize, at: usize) -> i64 {
@@ -61,7 +34,7 @@ fn block(data: *mut i64, at: usize, count: usize) -> TensorDesc {
 fn who_gathers_into_the_tensor_that_it_contributes_from_has_all_of_it() {
     for network in [Network::Tcp, Network::Rdma] {
         for count in [0, 1, 5, MANY] {
-            world(3, network).run("g", |member| {
+            world(3, network).0.run("g", |member| {
                 for collective in [Collective::AllGather, Collective::Gather] {
                     let mut data = vec![-1; 3 * count];
                     data[member.rank * count..][..count].copy_from_slice(&values(member.rank, count));
@@ -87,7 +60,7 @@ fn who_gathers_into_the_tensor_that_it_contributes_from_has_all_of_it() {
 fn who_keeps_a_part_of_the_tensor_that_it_contributes_has_the_rest_as_it_was() {
     for network in [Network::Tcp, Network::Rdma] {
         for count in [0, 1, 5, MANY] {
-            world(3, network).run("g", |member| {
+            world(3, network).0.run("g", |member| {
                 for collective in [Collective::ReduceScatter, Collective::Scatter] {
                     let mut data = values(member.rank, 3 * count);
                     let base = data.as_mut_ptr();
@@ -115,7 +88,7 @@ fn who_keeps_a_part_of_the_tensor_that_it_contributes_has_the_rest_as_it_was() {
 #[test]
 fn blocks_that_overlap_in_any_other_way_are_read_before_they_are_written() {
     for count in [3, MANY] {
-        world(3, Network::Rdma).run("g", |member| {
+        world(3, Network::Rdma).0.run("g", |member| {
             // The result of the reduction lies across two blocks of the contribution.
             let mut data = values(member.rank, 3 * count);
             let base = data.as_mut_ptr();
@@ -154,7 +127,7 @@ fn blocks_that_overlap_in_any_other_way_are_read_before_they_are_written() {
 #[test]
 fn tensors_of_other_layouts_and_many_at_once_have_what_belongs_to_them() {
     for network in [Network::Udp, Network::Rdma] {
-        world(3, network).run("g", |member| {
+        world(3, network).0.run("g", |member| {
             let n = member.world;
             // Every second column; what is between them stays.
             let mut grid: Vec<i64> = values(member.rank, 12);
@@ -196,7 +169,7 @@ fn tensors_of_other_layouts_and_many_at_once_have_what_belongs_to_them() {
 fn tensors_of_several_types_are_moved_byte_by_byte() {
     for network in [Network::Udp, Network::Tcp, Network::Rdma] {
         for (longs, bytes) in [(1, 3), (0, 5), (2, 0), (7, 1)] {
-            world(3, network).run("g", |member| {
+            world(3, network).0.run("g", |member| {
                 let n = member.world;
                 let mut mine = (values(member.rank, longs), vec![member.rank as u8 + 1; bytes]);
                 let mut got = (vec![-1_i64; n * longs], vec![0_u8; n * bytes]);
@@ -250,7 +223,7 @@ fn calls_of_two_groups_from_many_threads_all_end_with_their_own_results() {
 
 #[test]
 fn a_callback_may_make_a_call_of_the_device_and_wait_for_it() {
-    world(2, Network::Udp).run("g", |member| {
+    world(2, Network::Udp).0.run("g", |member| {
         let mut data = values(member.rank, 10);
         let call = member.group.submit(member.all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Async)).unwrap();
         let (sender, ended) = mpsc::channel();
@@ -270,7 +243,7 @@ fn a_callback_may_make_a_call_of_the_device_and_wait_for_it() {
 
 #[test]
 fn calls_that_nobody_keeps_are_done_before_a_barrier_that_follows() {
-    world(3, Network::Tcp).run("g", |member| {
+    world(3, Network::Tcp).0.run("g", |member| {
         let mut data: Vec<Vec<i64>> = (0..20).map(|call| values(member.rank, call * 11)).collect();
         for data in &mut data {
             drop(member.group.submit(member.all_reduce_desc(data, ReduceOp::Sum, Mode::Async)).unwrap());
@@ -283,7 +256,7 @@ fn calls_that_nobody_keeps_are_done_before_a_barrier_that_follows() {
 #[test]
 fn a_group_that_is_destroyed_waits_for_calls_of_its_device() {
     for _ in 0..10 {
-        world(3, Network::Rdma).run("g", |member| {
+        world(3, Network::Rdma).0.run("g", |member| {
             let mut data: Vec<Vec<i64>> = (0..5).map(|call| values(member.rank, 1 + call * 1000)).collect();
             let make = |data: &mut Vec<i64>| {
                 member.group.submit(member.all_reduce_desc(data, ReduceOp::Sum, Mode::Async)).unwrap()
@@ -298,7 +271,7 @@ fn a_group_that_is_destroyed_waits_for_calls_of_its_device() {
 
 #[test]
 fn a_call_without_any_time_is_late_and_leaves_its_tensor_alone_afterwards() {
-    world(2, Network::Udp).run("g", |member| {
+    world(2, Network::Udp).0.run("g", |member| {
         let mut data = values(member.rank, 1000);
         let mut desc = member.all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Blocking);
         desc.timeout = Some(Duration::ZERO);

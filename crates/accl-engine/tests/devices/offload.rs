@@ -6,49 +6,14 @@ use std::time::{Duration, Instant};
 
 use accl_engine::{Blocks, CallDesc, Mode, TensorDesc, Waited};
 use accl_testkit::devices::{Faithful, LocalDevices, Network, SimDevices};
-use accl_testkit::{Fabric, Member, World, WorldOptions, calls, finish};
+use accl_testkit::{Fabric, Member, World, calls, finish};
 use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, Rank, ReduceOp};
 
-const PATIENCE: Duration = Duration::from_secs(20);
-
-fn design(network: Network) -> &'static str {
-    match network {
-        Network::Udp => "udp",
-        Network::Tcp => "tcp",
-        Network::Rdma => "cyt_rdma",
-    }
-}
-
-fn options(world: u32, network: Network) -> WorldOptions {
-    WorldOptions::new(world)
-        .over(Fabric::Shm)
-        .timeout(PATIENCE)
-        .with("device", &format!("sim://?design={}", design(network)))
-}
-
-fn world_of(options: WorldOptions, network: Network) -> (World, Arc<LocalDevices>) {
-    let devices = LocalDevices::new(network, Faithful::all(), options.world);
-    let world = World::new(options);
-    world.engines.iter().for_each(|engine| engine.open_devices_with(devices.clone()));
-    (world, devices)
-}
-
-fn world(ranks: u32, network: Network) -> (World, Arc<LocalDevices>) {
-    world_of(options(ranks, network), network)
-}
+use crate::worlds::{PATIENCE, design, options, value, values, world, world_of};
 
 fn device_line(member: &Member) -> String {
     let text = member.group.describe();
     text.lines().find(|line| line.starts_with("device ")).unwrap_or_else(|| panic!("{text}")).to_owned()
-}
-
-/// Small whole numbers, whose sums are exact in every type.
-fn value(rank: usize, at: usize) -> i64 {
-    ((rank * 5 + at * 3) % 13) as i64
-}
-
-fn ints(rank: usize, count: usize) -> Vec<i64> {
-    (0..count).map(|at| value(rank, at)).collect()
 }
 
 #[test]
@@ -60,38 +25,38 @@ fn the_device_does_every_collective_and_says_so() {
                 let (rank, n) = (member.rank, member.world);
                 for count in [0, 1, n - 1, n, n + 1, 1000] {
                     let all = |at: usize| -> i64 { (0..n).map(|rank| value(rank, at)).sum() };
-                    let mut data = ints(rank, count);
+                    let mut data = values(rank, count);
                     member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
                     assert_eq!(data, (0..count).map(all).collect::<Vec<_>>());
-                    let mut data = ints(rank, count);
+                    let mut data = values(rank, count);
                     member.all_reduce(&mut data, ReduceOp::Max).unwrap();
                     let most = |at: usize| (0..n).map(|rank| value(rank, at)).max().unwrap();
                     assert_eq!(data, (0..count).map(most).collect::<Vec<_>>());
-                    let whole: Vec<i64> = (0..n).flat_map(|rank| ints(rank, count)).collect();
+                    let whole: Vec<i64> = (0..n).flat_map(|rank| values(rank, count)).collect();
                     let mut gathered = vec![-1; n * count];
-                    member.all_gather(&ints(rank, count), &mut gathered, &vec![count; n]).unwrap();
+                    member.all_gather(&values(rank, count), &mut gathered, &vec![count; n]).unwrap();
                     assert_eq!(gathered, whole);
                     let mut part = vec![-1; count];
-                    member.reduce_scatter(&ints(rank, n * count), &vec![count; n], &mut part, ReduceOp::Sum).unwrap();
+                    member.reduce_scatter(&values(rank, n * count), &vec![count; n], &mut part, ReduceOp::Sum).unwrap();
                     assert_eq!(part, (rank * count..(rank + 1) * count).map(all).collect::<Vec<_>>());
                     let mut crossed = vec![-1; n * count];
                     let counts = vec![count; n];
-                    member.all_to_all(&ints(rank, n * count), &counts, &mut crossed, &counts, true).unwrap();
+                    member.all_to_all(&values(rank, n * count), &counts, &mut crossed, &counts, true).unwrap();
                     let from = |from: usize| (rank * count..(rank + 1) * count).map(move |at| value(from, at));
                     assert_eq!(crossed, (0..n).flat_map(from).collect::<Vec<_>>());
                     for root in [0, n - 1] {
-                        let mut data = ints(rank, count);
+                        let mut data = values(rank, count);
                         member.broadcast(&mut data, root as u32).unwrap();
-                        assert_eq!(data, ints(root, count));
-                        let mut data = ints(rank, count);
+                        assert_eq!(data, values(root, count));
+                        let mut data = values(rank, count);
                         member.reduce(&mut data, ReduceOp::Sum, root as u32).unwrap();
                         let expected: Vec<i64> = (0..count).map(all).collect();
-                        assert_eq!(data, if rank == root { expected } else { ints(rank, count) });
+                        assert_eq!(data, if rank == root { expected } else { values(rank, count) });
                         let mut gathered = vec![-1; if rank == root { n * count } else { 0 }];
-                        member.gather(&ints(rank, count), &mut gathered, root as u32).unwrap();
+                        member.gather(&values(rank, count), &mut gathered, root as u32).unwrap();
                         assert_eq!(gathered, if rank == root { whole.clone() } else { Vec::new() });
                         let mut part = vec![-1; count];
-                        let input = if rank == root { ints(root, n * count) } else { Vec::new() };
+                        let input = if rank == root { values(root, n * count) } else { Vec::new() };
                         member.scatter(&input, &mut part, root as u32).unwrap();
                         assert_eq!(
                             part,
@@ -127,7 +92,7 @@ fn what_no_device_does_is_done_by_the_host() {
         member.barrier().unwrap();
         let counts = [0, 1, 2];
         let mut uneven = [-1; 3];
-        member.all_gather(&ints(member.rank, member.rank), &mut uneven, &counts).unwrap();
+        member.all_gather(&values(member.rank, member.rank), &mut uneven, &counts).unwrap();
         assert_eq!(uneven[..], [value(1, 0), value(2, 0), value(2, 1)]);
         let to = ((member.rank + 1) % 3) as u32;
         let send = member.post_send(&[7_i32], to, 0).unwrap();
@@ -203,7 +168,7 @@ fn calls_in_flight_reach_the_device_in_the_order_of_their_numbers_on_all_ranks()
         let (world, _devices) = world(3, network);
         world.run("g", |member| {
             for round in 0..10 {
-                let mut data: Vec<Vec<i64>> = (0..20).map(|call| ints(member.rank + call, 1 + call * 37)).collect();
+                let mut data: Vec<Vec<i64>> = (0..20).map(|call| values(member.rank + call, 1 + call * 37)).collect();
                 // Numbers that were reserved are used last, and come first.
                 let first = member.group.reserve_seqs(2).unwrap();
                 let make = |call: usize, data: &mut Vec<i64>| {
@@ -417,13 +382,13 @@ fn engines_in_the_ranks_processes_reach_one_another_over_their_links() {
                 world.run("g", |member| {
                     let n = member.world;
                     for count in [1, 1000, 300_000] {
-                        let mut data = ints(member.rank, count);
+                        let mut data = values(member.rank, count);
                         member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
                         let all = |at: usize| -> i64 { (0..n).map(|rank| value(rank, at)).sum() };
                         assert!(data.iter().enumerate().all(|(at, got)| *got == all(at)), "{fabric:?} {network:?} {n}");
-                        let mut data = ints(member.rank, count);
+                        let mut data = values(member.rank, count);
                         member.broadcast(&mut data, (n - 1) as u32).unwrap();
-                        assert_eq!(data, ints(n - 1, count));
+                        assert_eq!(data, values(n - 1, count));
                     }
                     assert!(device_line(&member).contains(": 6 calls"), "{}", device_line(&member));
                 });
@@ -488,8 +453,8 @@ fn what_a_rank_that_is_ahead_sends_does_not_keep_out_what_others_wait_for() {
         world.engines.iter().for_each(|engine| engine.open_devices_with(devices.clone()));
         world.run("g", |member| {
             for round in 0..20 {
-                let mut sums = ints(member.rank, 30_000);
-                let mut moved: Vec<Vec<i64>> = (0..3).map(|_| ints(member.rank, 20_000)).collect();
+                let mut sums = values(member.rank, 30_000);
+                let mut moved: Vec<Vec<i64>> = (0..3).map(|_| values(member.rank, 20_000)).collect();
                 let sum = member.group.submit(member.all_reduce_desc(&mut sums, ReduceOp::Sum, Mode::Async)).unwrap();
                 let cast = |(index, data): (usize, &mut Vec<i64>)| {
                     let mut desc = CallDesc::new(Collective::Broadcast, Dtype::I64);
@@ -502,7 +467,7 @@ fn what_a_rank_that_is_ahead_sends_does_not_keep_out_what_others_wait_for() {
                 let all = |at: usize| -> i64 { (0..3).map(|rank| value(rank, at)).sum() };
                 assert!(sums.iter().enumerate().all(|(at, got)| *got == all(at)), "{network:?} {round}");
                 for (index, data) in moved.iter().enumerate() {
-                    assert!(*data == ints(2 - index, 20_000), "{network:?} {round} from {}", 2 - index);
+                    assert!(*data == values(2 - index, 20_000), "{network:?} {round} from {}", 2 - index);
                 }
             }
         });

@@ -6,6 +6,7 @@
 mod calls;
 mod collectives;
 mod concurrency;
+mod cores;
 mod counters;
 mod departures;
 mod encoded;

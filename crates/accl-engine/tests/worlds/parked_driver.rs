@@ -1,35 +1,17 @@
 //! A driver that sleeps in the poller is told of what another thread's look has brought: nobody else would tell it.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use accl_executor::call::{Blocks, CallDesc, CallObserver, CallState, Callback, Mode, TensorDesc};
-use accl_executor::group::{Caller, Core, GroupState, Launched, Relief};
-use accl_executor::peers::{Members, PeerId};
+use accl_executor::call::{Blocks, CallDesc, CallState, Mode, TensorDesc};
+use accl_executor::group::{Caller, Core, Launched, Relief};
+use accl_executor::peers::PeerId;
 use accl_transport::Poller;
 use accl_transport::loopback::{self, Capacity, LoopbackLink};
-use accl_types::{Bytes, Collective, Dtype, Elems, Error, ErrorKind, Moment, Rank};
+use accl_types::{Collective, Dtype, Elems, ErrorKind, Rank};
+use accl_wire::Link;
 use accl_wire::frame::{Cause, Header, Kind, LAST, OVERHEAD_BYTES};
-use accl_wire::{EndpointInfo, Link, PROTOCOL_VERSION};
 
-const NOW: Moment = Moment::from_nanos(1);
-const SEGMENT: usize = 4096;
-const GROUP: u64 = 7;
-
-fn info(process: u8) -> EndpointInfo {
-    EndpointInfo {
-        version: PROTOCOL_VERSION,
-        uuid: [process; 16],
-        pid: u32::from(process),
-        uid: 0,
-        hostname: format!("host-{process}"),
-        host_id: "one".to_owned(),
-        addresses: Vec::new(),
-        unix_name: String::new(),
-        transports: Vec::new(),
-        lanes: 1,
-    }
-}
+use crate::cores::{GROUP, NOW, Nobody, SEGMENT, core_of};
 
 /// A process in a group of so many, with a poller.
 struct Process {
@@ -39,20 +21,9 @@ struct Process {
     rank: u32,
 }
 
-struct Nobody;
-
-impl CallObserver for Nobody {
-    fn ended(&self, _: Option<&Error>) -> Option<Callback> {
-        None
-    }
-}
-
 impl Process {
     fn new(rank: u32, world: u8) -> Self {
-        let mut core = Core::new(SEGMENT as u64, || NOW);
-        let peers: Vec<PeerId> = (0..world).map(|process| core.net.introduce(&info(process), false)).collect();
-        let members = Members::new(peers.clone(), Bytes(1 << 20));
-        core.add_group(GroupState::new(GROUP, "g".into(), Rank(rank), Duration::from_secs(1), members), NOW);
+        let (mut core, peers) = core_of(rank, world);
         let poller = Poller::new().unwrap();
         core.net.set_board(poller.board());
         Self { core, peers, poller, rank }
