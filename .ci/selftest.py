@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent)]
+sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "python"), str(HERE.parent)]
 sys.dont_write_bytecode = True
 
 from peers import compare

@@ -191,18 +191,21 @@ impl Tensors {
 
     /// After [`Tensors::call`], writes what `rank` contributes to the result that [`Tensors::check`] expects.
     pub fn fill(&mut self, case: &Case, rank: u32, ranks: u32) {
-        self.write(case, ranks, pattern(case.dtype, rank + 1));
+        self.write(case, ranks, Some(rank + 1));
     }
 
     /// After [`Tensors::call`], writes zeros, so that repeated sums in place stay finite.
     pub fn clear(&mut self, case: &Case, ranks: u32) {
-        self.write(case, ranks, 0);
+        self.write(case, ranks, None);
     }
 
-    fn write(&mut self, case: &Case, ranks: u32, word: u64) {
+    /// Elements that begin with a value, or zeros.
+    fn write(&mut self, case: &Case, ranks: u32, value: Option<u32>) {
         let room = room_words(case, ranks);
-        self.input.words_mut()[..room].fill(word);
-        self.output.words_mut()[..room].fill(word);
+        let words = value.map_or([0; PERIOD], |value| period(case.dtype, value, 1));
+        for buffer in [&mut self.input, &mut self.output] {
+            buffer.words_mut()[..room].chunks_mut(PERIOD).for_each(|some| some.copy_from_slice(&words[..some.len()]));
+        }
     }
 
     /// Whether the outputs hold the result of one call after [`Tensors::fill`] on all ranks; else what is wrong.
@@ -211,16 +214,20 @@ impl Tensors {
     /// A clause for a person.
     pub fn check(&self, case: &Case, rank: u32, ranks: u32, root: u32) -> Result<(), String> {
         let sum = ranks * (ranks + 1) / 2;
-        let of_all: Vec<(u32, u64)> = (0..ranks).map(|from| (from + 1, case.block_elems(from, ranks))).collect();
-        let expected: Vec<(u32, u64)> = match case.collective {
-            Collective::AllReduce => vec![(sum, case.count_elems())],
-            Collective::Reduce if rank == root => vec![(sum, case.count_elems())],
-            Collective::ReduceScatter => vec![(sum, case.block_elems(rank, ranks))],
-            Collective::AllGather => of_all,
-            Collective::Gather if rank == root => of_all,
-            Collective::Broadcast => vec![(root + 1, case.count_elems())],
-            Collective::Scatter => vec![(root + 1, case.block_elems(rank, ranks))],
-            Collective::AllToAll => (0..ranks).map(|from| (from + 1, case.block_elems(rank, ranks))).collect(),
+        let (whole, block) = (case.count_elems(), case.block_elems(rank, ranks));
+        // Of the block of this rank in a buffer with one for each.
+        let own: u64 = (0..rank).map(|before| case.block_elems(before, ranks)).sum();
+        let run = |value, times, first, count| Run { value, times, first, count };
+        let of_all = || (0..ranks).map(|from| run(from + 1, 1, 0, case.block_elems(from, ranks))).collect();
+        let expected: Vec<Run> = match case.collective {
+            Collective::AllReduce => vec![run(sum, ranks, 0, whole)],
+            Collective::Reduce if rank == root => vec![run(sum, ranks, 0, whole)],
+            Collective::ReduceScatter => vec![run(sum, ranks, own, block)],
+            Collective::AllGather => of_all(),
+            Collective::Gather if rank == root => of_all(),
+            Collective::Broadcast => vec![run(root + 1, 1, 0, whole)],
+            Collective::Scatter => vec![run(root + 1, 1, own, block)],
+            Collective::AllToAll => (0..ranks).map(|from| run(from + 1, 1, own, block)).collect(),
             Collective::Reduce | Collective::Gather | Collective::Barrier => Vec::new(),
             Collective::Send | Collective::Recv => unreachable!("no case of a message is made"),
         };
@@ -249,24 +256,98 @@ fn pattern(dtype: Dtype, value: u32) -> u64 {
     }
 }
 
+/// Words, and elements, after which values begin again: no size of a block that is measured is a multiple.
+const PERIOD: usize = 7;
+
+/// Consecutive elements of a result: from element `first` of buffers on that begin with values whose sum is `value`, one of `times` ranks
+/// each.
+struct Run {
+    value: u32,
+    times: u32,
+    first: u64,
+    count: u64,
+}
+
+/// Words of elements that are `value` and up to six times `times` more, by turns: a block in another's place is not taken for it.
+fn period(dtype: Dtype, value: u32, times: u32) -> [u64; PERIOD] {
+    let size = dtype.size_bytes();
+    let mut words = [0; PERIOD];
+    let elems = (0..PERIOD * 8 / size).map(|at| pattern(dtype, value + times * (at % PERIOD) as u32).to_ne_bytes());
+    let bytes: Vec<u8> = elems.flat_map(|word| word.into_iter().take(size)).collect();
+    for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(8)) {
+        bytes.iter().rev().for_each(|&byte| *word = *word << 8 | u64::from(byte));
+        *word = u64::from_le(*word);
+    }
+    words
+}
+
 /// Elements that are all looked at; of more, one in [`STRIDE`].
 const ALL_CHECKED: u64 = 1 << 16;
 const STRIDE: usize = 61;
 
-/// Checks runs of (value, elements), one behind the other.
-fn compare(words: &[u64], dtype: Dtype, expected: &[(u32, u64)]) -> Result<(), String> {
+/// Checks runs, one behind the other.
+fn compare(words: &[u64], dtype: Dtype, expected: &[Run]) -> Result<(), String> {
     let size = dtype.size_bytes();
     let mut start = 0;
-    for &(value, count) in expected {
-        let wanted = &pattern(dtype, value).to_ne_bytes()[..size];
-        for elem in (start..start + count).step_by(if count > ALL_CHECKED { STRIDE } else { 1 }) {
-            let at = elem as usize * size;
+    for run in expected {
+        for elem in (0..run.count).step_by(if run.count > ALL_CHECKED { STRIDE } else { 1 }) {
+            let value = run.value + run.times * ((run.first + elem) % PERIOD as u64) as u32;
+            let wanted = &pattern(dtype, value).to_ne_bytes()[..size];
+            let at = (start + elem) as usize * size;
             let found = &words[at / 8].to_ne_bytes()[at % 8..at % 8 + size];
             if found != wanted {
-                return Err(format!("element {elem} is {found:?} and not {value}"));
+                return Err(format!("element {} is {found:?} and not {value}", start + elem));
             }
         }
-        start += count;
+        start += run.count;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What all ranks contribute is given to the check as their result.
+    fn is_right(case: &Case, rank: u32, ranks: u32, result: impl Fn(u64) -> u32) -> bool {
+        let mut tensors = Tensors::default();
+        tensors.call(case, rank, ranks, 0);
+        tensors.clear(case, ranks);
+        let size = case.dtype.size_bytes();
+        let words = tensors.output.words_mut();
+        for elem in 0..case.count_elems() {
+            let at = elem as usize * size;
+            let mut bytes = words[at / 8].to_ne_bytes();
+            bytes[at % 8..at % 8 + size].copy_from_slice(&pattern(case.dtype, result(elem)).to_ne_bytes()[..size]);
+            words[at / 8] = u64::from_ne_bytes(bytes);
+        }
+        tensors.check(case, rank, ranks, 0).is_ok()
+    }
+
+    #[test]
+    fn the_block_of_another_rank_is_a_wrong_result() {
+        let case = |collective, dtype| Case { collective, algorithm: None, dtype, bytes: 1024 };
+        for (collective, dtype) in [(Collective::Scatter, Dtype::U8), (Collective::Scatter, Dtype::F32)] {
+            let case = case(collective, dtype);
+            let block = case.count_elems() / 4;
+            let from = |first: u64| move |elem: u64| 1 + ((first + elem) % 7) as u32;
+            assert!(is_right(&case, 2, 4, from(2 * block)), "{collective} {dtype}");
+            assert!(!is_right(&case, 2, 4, from(block)), "{collective} {dtype}");
+        }
+        let case = case(Collective::AllReduce, Dtype::F32);
+        assert!(is_right(&case, 1, 4, |elem| 10 + 4 * (elem % 7) as u32));
+        assert!(!is_right(&case, 1, 4, |elem| 10 + 4 * ((elem + 64) % 7) as u32));
+        assert!(!is_right(&case, 1, 4, |_| 10));
+    }
+
+    #[test]
+    fn what_a_rank_contributes_is_what_the_check_expects_of_it() {
+        for dtype in [Dtype::U8, Dtype::BF16, Dtype::F16, Dtype::F32] {
+            let case = Case { collective: Collective::Broadcast, algorithm: None, dtype, bytes: 1000 };
+            let mut tensors = Tensors::default();
+            tensors.call(&case, 0, 3, 0);
+            tensors.fill(&case, 0, 3);
+            assert_eq!(tensors.check(&case, 0, 3, 0), Ok(()), "{dtype}");
+        }
+    }
 }

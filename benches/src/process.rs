@@ -91,10 +91,16 @@ impl Children {
     /// `Exhausted` when it cannot be made.
     pub fn in_new_dir() -> Result<Self> {
         static MADE: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-        let number = MADE.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let dir = std::env::temp_dir().join(format!("accl-bench-{}-{number}", std::process::id()));
-        std::fs::create_dir_all(&dir).map_err(|why| unable(&why))?;
-        Ok(Self { dir, children: Vec::new() })
+        loop {
+            let number = MADE.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            let dir = std::env::temp_dir().join(format!("accl-bench-{}-{number}", std::process::id()));
+            match std::fs::create_dir(&dir) {
+                Ok(()) => return Ok(Self { dir, children: Vec::new() }),
+                // Of a process with the same number that was killed.
+                Err(why) if why.kind() == std::io::ErrorKind::AlreadyExists => {}
+                Err(why) => return Err(unable(&why)),
+            }
+        }
     }
 
     /// Where they meet.

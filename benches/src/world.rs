@@ -19,8 +19,12 @@ use crate::pin;
 use crate::process::Children;
 use crate::rank::Place;
 
-/// For the ranks to meet, and for the calls of an order.
-const DEADLINE: Duration = Duration::from_secs(120);
+/// For the ranks to meet, and for the calls of an order: more than the engine's own, which says what it was that did not come.
+const DEADLINE: Duration = Duration::from_secs(150);
+/// How long one rank is waited for before the others are looked at.
+const LOOK: Duration = Duration::from_millis(50);
+/// For the others once one rank has failed.
+const GRACE: Duration = Duration::from_secs(2);
 
 /// A running world.
 #[derive(Debug)]
@@ -99,16 +103,35 @@ impl World {
         self.answers("ok")
     }
 
-    /// The next line of every rank, which shall begin with `word`.
+    /// The next line of every rank, which shall begin with `word`. The first that says anything else, or nothing any more, is named: others
+    /// may wait for it.
     fn answers(&mut self, word: &str) -> Result<()> {
-        let mut wrong = None;
-        for (number, rank) in self.ranks.iter_mut().enumerate() {
-            let line = line_of(rank)?;
-            if line.split_whitespace().next() != Some(word) {
-                wrong.get_or_insert(format!("rank {number}: {}", line.trim()));
-            }
+        let mut deadline = Instant::now() + DEADLINE;
+        let mut wrong: Option<String> = None;
+        let mut waiting: Vec<(usize, String)> = (0..self.ranks.len()).map(|number| (number, String::new())).collect();
+        while !waiting.is_empty() && Instant::now() < deadline {
+            let ranks = &mut self.ranks;
+            waiting.retain_mut(|(number, line)| {
+                let said = match ranks[*number].read_line(line) {
+                    Ok(0) => "it has ended".to_owned(),
+                    Ok(_) if line.split_whitespace().next() == Some(word) => return false,
+                    Ok(_) => line.trim().to_owned(),
+                    Err(why) if matches!(why.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => return true,
+                    Err(why) => why.to_string(),
+                };
+                if wrong.is_none() {
+                    deadline = deadline.min(Instant::now() + GRACE);
+                    wrong = Some(format!("rank {number}: {said}"));
+                }
+                false
+            });
         }
-        wrong.map_or(Ok(()), |what| Err(Error::internal(what)))
+        if let Some(what) = wrong {
+            return Err(Error::internal(what));
+        }
+        waiting.first().map_or(Ok(()), |(number, _)| {
+            Err(Error::internal(format!("rank {number} has not answered within {} s", DEADLINE.as_secs())))
+        })
     }
 }
 
@@ -146,22 +169,24 @@ fn gather(listener: &UnixListener, children: &mut Children, count: u32) -> Resul
 
 /// A rank's number, which it says first.
 fn numbered(stream: UnixStream) -> Result<(u32, BufReader<UnixStream>)> {
-    let set = stream.set_nonblocking(false).and_then(|()| stream.set_read_timeout(Some(DEADLINE)));
+    let set = stream.set_nonblocking(false).and_then(|()| stream.set_read_timeout(Some(LOOK)));
     set.map_err(|why| broken("a rank", &why))?;
     let mut rank = BufReader::new(stream);
-    let line = line_of(&mut rank)?;
+    let mut line = String::new();
+    let deadline = Instant::now() + DEADLINE;
+    while !line.ends_with('\n') {
+        match rank.read_line(&mut line) {
+            Ok(0) => return Err(Error::internal("a rank has ended at its start")),
+            Err(why) if !matches!(why.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                return Err(broken("a rank", &why));
+            }
+            Err(_) if Instant::now() > deadline => return Err(Error::internal("a rank does not say who it is")),
+            _ => {}
+        }
+    }
     let number = line.strip_prefix("pid ").and_then(|rest| rest.split_whitespace().next()?.parse().ok());
     let number = number.ok_or_else(|| Error::internal(format!("a rank begins with `{}`", line.trim())))?;
     Ok((number, rank))
-}
-
-fn line_of(rank: &mut BufReader<UnixStream>) -> Result<String> {
-    let mut line = String::new();
-    match rank.read_line(&mut line) {
-        Ok(0) => Err(Error::internal("a rank has ended")),
-        Ok(_) => Ok(line),
-        Err(why) => Err(broken("a rank", &why)),
-    }
 }
 
 fn broken(what: &str, why: &std::io::Error) -> Error {
