@@ -169,21 +169,11 @@ fn gather(listener: &UnixListener, children: &mut Children, count: u32) -> Resul
 
 /// A rank's number, which it says first.
 fn numbered(stream: UnixStream) -> Result<(u32, BufReader<UnixStream>)> {
-    let set = stream.set_nonblocking(false).and_then(|()| stream.set_read_timeout(Some(LOOK)));
-    set.map_err(|why| broken("a rank", &why))?;
+    stream.set_nonblocking(false).map_err(|why| broken("a rank", &why))?;
     let mut rank = BufReader::new(stream);
     let mut line = String::new();
-    let deadline = Instant::now() + DEADLINE;
-    while !line.ends_with('\n') {
-        match rank.read_line(&mut line) {
-            Ok(0) => return Err(Error::internal("a rank has ended at its start")),
-            Err(why) if !matches!(why.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
-                return Err(broken("a rank", &why));
-            }
-            Err(_) if Instant::now() > deadline => return Err(Error::internal("a rank does not say who it is")),
-            _ => {}
-        }
-    }
+    let first = rank.get_ref().set_read_timeout(Some(DEADLINE)).and_then(|()| rank.read_line(&mut line));
+    first.and_then(|_| rank.get_ref().set_read_timeout(Some(LOOK))).map_err(|why| broken("a rank", &why))?;
     let number = line.strip_prefix("pid ").and_then(|rest| rest.split_whitespace().next()?.parse().ok());
     let number = number.ok_or_else(|| Error::internal(format!("a rank begins with `{}`", line.trim())))?;
     Ok((number, rank))

@@ -92,8 +92,7 @@ fn pair_in_place<V: Lanes, O: OpOn<V>, F: LastOn<V>>(dst: &mut [u8], other: &[u8
     steps!(V, count, i => combine::[O, F, 2](dst, [dst, other], i, world));
 }
 
-/// Combines the sources in their order into `dst`, accumulated in `V::Acc` and rounded once. Two of a type that is handled in groups are
-/// the business of [`pair`].
+/// Combines the sources in their order into `dst`, accumulated in `V::Acc` and rounded once.
 ///
 /// # Safety
 /// `count` elements can be read at each source and written at `dst`. `dst` is apart from every source, or equal to it.
@@ -108,9 +107,10 @@ pub(crate) unsafe fn many<V: Lanes, O: OpOn<V>, F: LastOn<V>>(
         // SAFETY: the caller's promise.
         _ if !is_group::<V>() || srcs.len() > AT_ONCE => unsafe { in_blocks::<V, O, F>(dst, srcs, count, world) },
         [a] => steps!(V, count, i => combine::[O, F, 1](dst, [a], i, world)),
+        [a, b] => steps!(V, count, i => combine::[O, F, 2](dst, [a, b], i, world)),
         [a, b, c] => steps!(V, count, i => combine::[O, F, 3](dst, [a, b, c], i, world)),
         [a, b, c, d] => steps!(V, count, i => combine::[O, F, 4](dst, [a, b, c, d], i, world)),
-        _ => debug_assert!(srcs.is_empty(), "two sources of groups are given to `pair`"),
+        _ => {}
     }
 }
 
@@ -127,13 +127,14 @@ unsafe fn in_blocks<V: Lanes, O: OpOn<V>, F: LastOn<V>>(dst: *mut u8, srcs: &[*c
     while start < count {
         let len = BLOCK.min(count - start);
         let at = start * V::SIZE_BYTES;
-        // The first operands make the accumulators, so that no neutral element is needed (there is none for -0). Four or one, since every
-        // form is compiled for each type, operation and instruction set.
-        let (first, further) = srcs.split_at(if srcs.len() < AT_ONCE { 1.min(srcs.len()) } else { AT_ONCE });
+        // The first operands make the accumulators, so that no neutral element is needed (there is none for -0).
+        let (first, further) = srcs.split_at(AT_ONCE.min(srcs.len()));
         match *first {
             [a, b, c, d] => steps!(V, len, i, slot => begin::[O, 4](acc, [a, b, c, d], at, i, slot)),
             // Groups of so few have no need of blocks.
             _ if is_group::<V>() => return,
+            [a, b, c] => steps!(V, len, i, slot => begin::[O, 3](acc, [a, b, c], at, i, slot)),
+            [a, b] => steps!(V, len, i, slot => begin::[O, 2](acc, [a, b], at, i, slot)),
             [a] => steps!(V, len, i, slot => begin::[O, 1](acc, [a], at, i, slot)),
             _ => return,
         }
