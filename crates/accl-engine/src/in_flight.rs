@@ -17,6 +17,8 @@ use accl_executor::call::{CallObserver, CallState, Callback};
 pub(crate) struct InFlight {
     state: Arc<CallState>,
     notifier: Arc<Notifier>,
+    /// Its parts were left to who waits for it.
+    pub(crate) is_left_to_waiter: bool,
 }
 
 /// What sleepers on a call wait for.
@@ -63,7 +65,7 @@ impl CallObserver for Notifier {
 impl InFlight {
     /// A call that was started with this notifier as its observer.
     pub(crate) fn new(state: Arc<CallState>, notifier: Arc<Notifier>) -> Self {
-        Self { state, notifier }
+        Self { state, notifier, is_left_to_waiter: false }
     }
 
     /// Keeps a callback for the end, if there is none.

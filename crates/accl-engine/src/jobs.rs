@@ -1,7 +1,7 @@
 //! What a lane's thread has been given to do.
 //!
 //! Whoever makes a call gives parts of it to other lanes, and neither waits for their locks nor does their work. Owns that no job is kept when nobody
-//! will do it. Read [`Jobs`] first.
+//! will do it, and that a waiter which does one wakes nobody else in the thread's place. Read [`Jobs`] first.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -10,31 +10,41 @@ use crate::sync::Mutex;
 /// Something to do on the thread of a lane. One that is dropped is not done.
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
 
+/// What the thread of a lane drops before it does a job, and so tells others of.
+pub(crate) type Errand = Box<dyn Send>;
+
 /// Jobs in the order in which they are done.
 #[derive(Default)]
 pub(crate) struct Jobs {
     waiting: Mutex<Waiting>,
     /// Whether there are any, for who looks often.
     are_there: AtomicBool,
+    /// Whether errands are there, for who looks often.
+    has_errands: AtomicBool,
 }
 
 #[derive(Default)]
 struct Waiting {
     jobs: Vec<Job>,
+    errands: Vec<Errand>,
     is_over: bool,
 }
 
 impl Jobs {
-    /// Adds a job, unless the thread has ended: then it is dropped.
-    pub(crate) fn add(&self, job: Job) {
+    /// Adds a job and the errand that goes with it, unless the thread has ended: then both are dropped.
+    pub(crate) fn add(&self, job: Job, errand: Option<Errand>) {
         let mut waiting = self.waiting.lock();
         if !waiting.is_over {
             waiting.jobs.push(job);
+            if let Some(errand) = errand {
+                waiting.errands.push(errand);
+                self.has_errands.store(true, Ordering::SeqCst);
+            }
             self.are_there.store(true, Ordering::SeqCst);
             return;
         }
         drop(waiting);
-        drop(job);
+        drop((job, errand));
     }
 
     /// Whether any wait.
@@ -42,32 +52,69 @@ impl Jobs {
         self.are_there.load(Ordering::SeqCst)
     }
 
-    /// Does all that wait. Returns whether there were any.
+    /// Whether the thread of the lane has something to do, be it an errand only.
+    pub(crate) fn want_thread(&self) -> bool {
+        self.are_there() || self.has_errands.load(Ordering::SeqCst)
+    }
+
+    /// On the thread of the lane: does the errands that were left, also those of jobs that others have done, and then the jobs. Returns whether there were
+    /// any jobs.
     pub(crate) fn run(&self) -> bool {
-        if !self.are_there() {
+        if !self.want_thread() {
             return false;
+        }
+        let (errands, jobs) = {
+            let mut waiting = self.waiting.lock();
+            self.are_there.store(false, Ordering::SeqCst);
+            self.has_errands.store(false, Ordering::SeqCst);
+            (std::mem::take(&mut waiting.errands), std::mem::take(&mut waiting.jobs))
+        };
+        drop(errands);
+        do_all(jobs) > 0
+    }
+
+    /// On another thread: does the jobs. Errands are left to the thread of the lane: each takes as long as a job. Returns how many jobs there were.
+    pub(crate) fn run_for_another(&self) -> usize {
+        if !self.are_there() {
+            return 0;
         }
         let jobs = {
             let mut waiting = self.waiting.lock();
             self.are_there.store(false, Ordering::SeqCst);
             std::mem::take(&mut waiting.jobs)
         };
-        let were_there = !jobs.is_empty();
-        jobs.into_iter().for_each(|job| job());
-        were_there
+        do_all(jobs)
+    }
+
+    /// Does the errands that were left.
+    pub(crate) fn run_errands(&self) {
+        let errands = {
+            let mut waiting = self.waiting.lock();
+            self.has_errands.store(false, Ordering::SeqCst);
+            std::mem::take(&mut waiting.errands)
+        };
+        drop(errands);
     }
 
     /// The thread ends. What waits is dropped, and what comes later.
     pub(crate) fn end(&self) {
-        let jobs = {
+        let left = {
             let mut waiting = self.waiting.lock();
             waiting.is_over = true;
             self.are_there.store(false, Ordering::SeqCst);
-            std::mem::take(&mut waiting.jobs)
+            self.has_errands.store(false, Ordering::SeqCst);
+            (std::mem::take(&mut waiting.jobs), std::mem::take(&mut waiting.errands))
         };
         // What that tells of may take locks.
-        drop(jobs);
+        drop(left);
     }
+}
+
+/// Returns how many they were.
+fn do_all(jobs: Vec<Job>) -> usize {
+    let count = jobs.len();
+    jobs.into_iter().for_each(|job| job());
+    count
 }
 
 #[cfg(test)]
@@ -82,7 +129,7 @@ mod tests {
         let (jobs, done) = (Jobs::default(), Arc::new(Mutex::new(Vec::new())));
         let add = |number: usize| {
             let done = done.clone();
-            jobs.add(Box::new(move || done.lock().push(number)));
+            jobs.add(Box::new(move || done.lock().push(number)), None);
         };
         assert!(!jobs.run());
         [1, 2].into_iter().for_each(add);
@@ -92,13 +139,25 @@ mod tests {
         let kept = Arc::new(AtomicUsize::new(0));
         let hold = || {
             let kept = kept.clone();
-            jobs.add(Box::new(move || drop(kept)));
+            let errand = Box::new(kept.clone()) as Errand;
+            jobs.add(Box::new(move || drop(kept)), Some(errand));
         };
         hold();
-        assert_eq!(Arc::strong_count(&kept), 2);
+        assert_eq!(Arc::strong_count(&kept), 3);
         jobs.end();
         hold();
         assert_eq!(Arc::strong_count(&kept), 1);
         assert!(!jobs.run());
+    }
+
+    #[test]
+    fn errands_are_the_threads_although_another_has_done_the_job() {
+        let (jobs, kept) = (Jobs::default(), Arc::new(()));
+        jobs.add(Box::new(|| ()), Some(Box::new(kept.clone())));
+        assert!(jobs.run_for_another() == 1 && !jobs.are_there() && jobs.want_thread());
+        assert_eq!(Arc::strong_count(&kept), 2, "a waiter does no errands");
+        assert!(!jobs.run(), "the job is done");
+        assert!(!jobs.want_thread());
+        assert_eq!(Arc::strong_count(&kept), 1);
     }
 }

@@ -3,6 +3,7 @@
 //! Owns the turning of a checked description into a call in flight; the state lives in `group::state`, under the driver's lock.
 //! Read [`Group::submit`] first.
 
+use std::cell::Cell;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -95,7 +96,7 @@ impl Group {
     /// Starts a call. Its tensors must stay valid and untouched until the call is done or failed.
     ///
     /// Any thread may submit; calls of one group are numbered in the order of submission, which must be the same on all
-    /// ranks.
+    /// ranks. A call with [`Mode::Blocking`](accl_executor::call::Mode::Blocking) is waited for at once: until then nobody may be at it.
     ///
     /// # Errors
     /// `InvalidArgument`, `InvalidType`, `Unsupported`, `Configuration`, `Exhausted`: refused, no number was consumed,
@@ -245,23 +246,32 @@ impl Group {
         let starter = is_later.then(|| Announced::on(&self.driver)).transpose().map_err(placed)?;
         let starter = starter.map(|starter| Box::new(starter) as Box<dyn Starter>);
         let now = time::now();
+        let is_left_to_waiter =
+            !is_later && cut.as_ref().is_some_and(|cut| self.driver.leaves_parts_to_waiter(cut, now));
         let launched =
             self.driver.with_core(|core| self.caller.start(core, desc, prepared, sample, notifier.clone(), now));
         if let Some(((join, parts), launched)) = others.zip(launched.as_ref().ok()) {
-            let caller = self.caller.clone();
-            join.begin_parts(Parts { caller, lanes: self.takers.clone(), parts, seq: launched.call.seq, now, starter });
+            let (caller, lanes, seq) = (self.caller.clone(), self.takers.clone(), launched.call.seq);
+            join.begin_parts(Parts { caller, lanes, parts, seq, now, wakes: !is_left_to_waiter, starter });
         }
         if let Some(cut) = cut.as_ref().filter(|_| launched.is_err()) {
             cut.join.give_up();
         }
-        self.launched(desc, algorithm, notifier, launched)
+        let mut call = self.launched(desc, algorithm, notifier, launched)?;
+        call.state.is_left_to_waiter = is_left_to_waiter;
+        Ok(call)
     }
 
     /// The call as its first part, if other lanes do parts of it.
     fn cut(&self, desc: &CallDesc) -> Option<Cut> {
         let least = self.engine.least_part_bytes().map_or(self.least, Least::Bytes);
         let lanes = self.lanes.len() as u32 + 1;
-        Cut::new(desc, parts_of(desc, self.caller.world, lanes, least, || self.planning.predicted_ps(desc)))
+        let predicted = Cell::new(0);
+        let of = parts_of(desc, self.caller.world, lanes, least, || {
+            predicted.set(self.planning.predicted_ps(desc));
+            predicted.get()
+        });
+        Cut::new(desc, of, predicted.get())
     }
 
     /// The shape and the memory of a checked call.

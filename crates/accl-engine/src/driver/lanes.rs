@@ -7,16 +7,20 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use accl_executor::call::CallState;
+use accl_executor::call::{CallState, Encoded, Mode};
 use accl_executor::group::FailedGroup;
 use accl_types::{Error, Moment};
 
 use super::{Driver, PASSES_BEFORE_YIELD, ROUNDS_BEFORE_LOOK, SPIN_OWN_CORE, SPIN_SHARED_CORE};
-use crate::jobs::Job;
+use crate::jobs::{Errand, Job};
+use crate::lanes::Cut;
 use crate::time;
 
 /// How long the thread of a lane with a core of its own looks for its next part: calls come one after the other, and waking it takes as long as a part.
 const LINGER: Duration = Duration::from_micros(100);
+/// Least predicted time of a call, in picoseconds, for whose parts threads that sleep are woken while its caller waits: each takes some tens of microseconds to
+/// come, and where other threads have its core it may be sent away for milliseconds in the middle of a part.
+const LEAST_WAKE_PS: u64 = 1_000_000_000;
 
 impl Driver {
     /// Starts the thread of a lane for whose calls nobody waits.
@@ -43,21 +47,48 @@ impl Driver {
         self.lanes_have_own_cores.store(true, Ordering::Relaxed);
     }
 
+    /// As a waiter that the thread of a lane is too slow for.
+    #[cfg(test)]
+    pub(crate) fn do_jobs_for_another(&self) -> usize {
+        self.jobs.run_for_another()
+    }
+
+    /// A call of several parts is no longer waited for.
+    pub(crate) fn note_cut_ended(&self, now: Moment) {
+        self.cut_ended.store(now.nanos(), Ordering::Relaxed);
+    }
+
     /// For what must not keep it alive.
     pub(crate) fn weak(&self) -> Weak<Driver> {
         self.me.clone()
     }
 
-    /// Leaves the thread of a lane something to do, for which [`Driver::wake_for_jobs`] wakes it. If it ends before, that is dropped.
-    pub(crate) fn leave_job(&self, job: Job) {
-        self.jobs.add(job);
+    /// Whether a call's parts on other lanes are left to its caller, who waits for it: threads that sleep are not worth waking for it, unless calls come one
+    /// after the other. Those that are awake do them all the same.
+    pub(crate) fn leaves_parts_to_waiter(&self, cut: &Cut, now: Moment) -> bool {
+        // What encoding takes is not predicted, and who does not spin does no parts.
+        let is_small = cut.predicted_ps < LEAST_WAKE_PS && !matches!(cut.first.encoding, Encoded::As(_));
+        let is_waited_for = cut.first.mode == Mode::Blocking && self.spin.is_none_or(|spin| !spin.is_zero());
+        let ended = Moment::from_nanos(self.cut_ended.load(Ordering::Relaxed));
+        is_small && is_waited_for && now.since(ended) >= LINGER
     }
 
-    /// Wakes the thread of a lane, unless it looks for jobs by itself, which it does once more when it has stopped.
+    /// Leaves the thread of a lane something to do, for which [`Driver::wake_for_jobs`] wakes it. If it ends before, that is dropped.
+    pub(crate) fn leave_job(&self, job: Job, errand: Option<Errand>) {
+        self.jobs.add(job, errand);
+    }
+
+    /// Wakes the thread of a lane, unless it looks for jobs by itself, which it does once more when it has stopped. Where somebody else has done its jobs only
+    /// the errands are left, and they are done here.
     pub(crate) fn wake_for_jobs(&self) {
-        if !self.is_spinning.load(Ordering::SeqCst) {
+        if self.is_spinning.load(Ordering::SeqCst) {
+            return;
+        }
+        if self.jobs.are_there() {
             self.ensure_driver();
             self.wake_driver_if(true);
+        } else {
+            self.jobs.run_errands();
         }
     }
 
@@ -84,7 +115,7 @@ impl Driver {
                 if core.pass(now) {
                     (news, idle, is_news) = (time::now(), 0, true);
                 }
-                is_lingering = !core.has_work() && !self.jobs.are_there();
+                is_lingering = !core.has_work() && !self.jobs.want_thread();
                 if is_lingering && (!is_news || now.since(news) >= linger) {
                     break;
                 }
@@ -143,8 +174,9 @@ impl Driver {
     }
 
     /// What a thread that waits for a call does on the other lanes: nothing yet.
-    pub(super) fn beside(&self) -> Beside<'_> {
-        Beside { driver: self, lanes: None, watches: false }
+    pub(super) fn beside(&self) -> Beside {
+        let helped = |(_, lane)| Helped { lane, is_watched: false, has_begun: false };
+        Beside { lanes: self.others().map(helped).collect(), watches: false }
     }
 
     /// Whatever was begun here goes on by itself: the thread may have found nothing to do, and sleep, or sleep beyond a deadline that it has not been told of.
@@ -166,15 +198,13 @@ impl Driver {
 }
 
 /// What a thread that waits for a call does on the lanes beside its own.
-pub(super) struct Beside<'a> {
-    driver: &'a Driver,
-    /// Once it has looked after them.
-    lanes: Option<Vec<Helped>>,
+pub(super) struct Beside {
+    lanes: Vec<Helped>,
     /// It looks at the links of some lane in place of a driver that sleeps, and must go on to.
     pub(super) watches: bool,
 }
 
-/// A lane that a waiter has looked after.
+/// A lane that a waiter looks after.
 struct Helped {
     lane: Arc<Driver>,
     /// Its driver sleeps, and is not woken by what comes.
@@ -183,41 +213,50 @@ struct Helped {
     has_begun: bool,
 }
 
-impl Beside<'_> {
-    /// Begins parts whose threads have not come yet, and makes a pass for each part of the call that nobody is at. Returns whether anything moved.
-    pub(super) fn help(&mut self, call: &CallState, now: Moment) -> bool {
-        let lanes = self.lanes.get_or_insert_with(|| {
-            self.driver.others().map(|(_, lane)| Helped { lane, is_watched: false, has_begun: false }).collect()
-        });
+impl Beside {
+    /// Makes a pass for each part of the call that nobody is at, and if nothing has moved, or one is overdue, begins one whose thread has not come yet: the
+    /// more parts one thread has begun, the less of their links stays in its core's cache. Returns whether anything moved.
+    pub(super) fn help(&mut self, call: &CallState, is_overdue: bool, now: Moment) -> bool {
         let mut has_moved = false;
-        for helped in lanes {
-            has_moved |= helped.help(call, now);
-            self.watches |= helped.is_watched;
+        for helped in &mut self.lanes {
+            has_moved |= helped.pass(call, now) == Some(true);
         }
+        if !has_moved || is_overdue {
+            has_moved |= self.lanes.iter_mut().any(|helped| helped.begin(call, now));
+        }
+        self.watches = self.lanes.iter().any(|helped| helped.is_watched);
         has_moved
     }
 }
 
 impl Helped {
-    /// See [`Beside::help`].
-    fn help(&mut self, call: &CallState, now: Moment) -> bool {
-        let has_begun = self.lane.jobs.run();
-        self.has_begun |= has_begun;
-        let Some(mut core) = self.lane.try_lock() else { return has_begun };
+    /// Begins what its thread was given, unless that is at work there. Returns whether there was anything.
+    fn begin(&mut self, call: &CallState, now: Moment) -> bool {
+        if !self.lane.jobs.are_there() || self.lane.try_lock().is_none() {
+            return false;
+        }
+        self.has_begun = true;
+        let begun = self.lane.jobs.run_for_another();
+        let is_at_part = self.pass(call, now).is_some();
+        // Of another call, which nobody here waits for, or somebody else has the lane now.
+        if begun > 1 || begun == 1 && !is_at_part {
+            self.lane.hand_over(false);
+        }
+        begun > 0
+    }
+
+    /// A pass, if the call has a part here and nobody is at it: whether anything moved.
+    fn pass(&mut self, call: &CallState, now: Moment) -> Option<bool> {
+        let mut core = self.lane.try_lock()?;
         let peers = core.peers_of(call);
         // What others have on a lane that is watched is looked after here, too.
         if peers.is_empty() && !self.is_watched {
-            drop(core);
-            if has_begun {
-                // Of another call, which nobody here waits for.
-                self.lane.hand_over(false);
-            }
-            return has_begun;
+            return None;
         }
         self.is_watched = self.is_watched || core.watch();
         peers.iter().for_each(|&peer| core.net.poll_link(peer));
         core.streams_among(&peers).into_iter().for_each(|peer| core.net.look_again(peer));
-        has_begun | self.lane.pass_and_tell(core, self.is_watched, now)
+        Some(self.lane.pass_and_tell(core, self.is_watched, now))
     }
 }
 
@@ -225,6 +264,10 @@ impl Drop for Helped {
     fn drop(&mut self) {
         if self.is_watched || self.has_begun {
             self.lane.hand_over(self.is_watched);
+        }
+        // What was left to who waits, and who sleeps now or goes away.
+        if self.lane.jobs.are_there() {
+            self.lane.wake_for_jobs();
         }
     }
 }

@@ -48,6 +48,8 @@ const PASSES_BEFORE_YIELD: u32 = 2;
 /// Passes without news of a thread that waits for a call before it looks after the parts on other lanes, a few microseconds; and from then on between looks.
 const PASSES_BEFORE_HELP: u32 = 64;
 const PASSES_BETWEEN_HELP: u32 = 8;
+/// As the first, where no thread was woken.
+const PASSES_BEFORE_NEXT: u32 = 2;
 /// Passes of a thread that waits before it asks for news of links that its call does not need.
 const ROUNDS_BEFORE_LOOK: u32 = 16;
 
@@ -107,6 +109,8 @@ pub(crate) struct Driver {
     without_tick: AtomicBool,
     /// When an asynchronous call was last made, in nanoseconds.
     submitted: AtomicU64,
+    /// Until when a call of several parts was last waited for, in nanoseconds.
+    cut_ended: AtomicU64,
     /// How often in a row the background thread has left the links to who makes calls.
     left: AtomicU32,
     /// How often a driver has slept in the poller.
@@ -222,6 +226,7 @@ impl Driver {
             tests: AtomicU32::new(0),
             without_tick: AtomicBool::new(false),
             submitted: AtomicU64::new(0),
+            cut_ended: AtomicU64::new(0),
             left: AtomicU32::new(0),
             parks: AtomicU64::new(0),
             looks: AtomicU64::new(0),
@@ -618,7 +623,11 @@ impl Driver {
             let stay = WaiterGuard { driver: self, me: Waiter(self.waits.fetch_add(1, Ordering::Relaxed)) };
             self.wait_slowly(stay.me, call, timeout, until, interrupt)
         });
-        call.waits.add(time::now().since(begin));
+        let now = time::now();
+        if call.is_cut {
+            self.note_cut_ended(now);
+        }
+        call.waits.add(now.since(begin));
         waited
     }
 
@@ -639,7 +648,7 @@ impl Driver {
     }
 
     /// Looks again and again for a short while.
-    fn spin(&self, call: &CallState, until: Option<Moment>) -> Option<Waited> {
+    fn spin(&self, call: &InFlight, until: Option<Moment>) -> Option<Waited> {
         let shared = self.shares_cores() || call.is_cut && !self.lanes_have_own_cores.load(Ordering::Relaxed);
         let budget = match self.spin {
             Some(spin) => spin,
@@ -648,6 +657,8 @@ impl Driver {
         };
         let start = time::now();
         let (mut news, mut looks) = (start, 0_u32);
+        // Threads that were woken are given a moment to come.
+        let patience = if call.is_left_to_waiter { PASSES_BEFORE_NEXT } else { PASSES_BEFORE_HELP };
         let mut unsent = false;
         let mut beside = call.is_cut.then(|| self.beside());
         let mut is_helping = false;
@@ -681,11 +692,13 @@ impl Driver {
                     self.wake_driver_if(wake);
                 }
             }
+            // Where other calls move on and on.
+            let is_overdue = call.is_left_to_waiter && now.since(start) >= SPIN_OWN_CORE;
             if let Some(beside) = &mut beside
-                && (looks >= PASSES_BEFORE_HELP || beside.watches)
-                && (is_helping || round.is_multiple_of(PASSES_BETWEEN_HELP))
+                && (looks >= patience || beside.watches || is_overdue)
+                && (is_helping || call.is_left_to_waiter || round.is_multiple_of(PASSES_BETWEEN_HELP))
             {
-                is_helping = beside.help(call, now);
+                is_helping = beside.help(call, is_overdue, now);
                 news = if is_helping { time::now() } else { news };
             }
             if let Some(outcome) = call.outcome() {
@@ -808,7 +821,7 @@ impl Host for Driver {
     fn park(&self, call: Option<&CallState>, until: Option<Moment>) {
         if call.is_none() && self.is_beside() {
             // What comes now and then, as from a transport that is polled, is not worth waiting awake for.
-            if self.jobs.are_there() || !self.has_spun_in_vain.load(Ordering::Relaxed) || self.looks_and_moves() {
+            if self.jobs.want_thread() || !self.has_spun_in_vain.load(Ordering::Relaxed) || self.looks_and_moves() {
                 self.spin_on_lane();
             }
             self.jobs.run();
@@ -831,7 +844,7 @@ impl Host for Driver {
         };
         drop(core);
         // Another thread may have taken the wake-up for a job with the poller's news; from here on nobody does.
-        if self.jobs.are_there() {
+        if self.jobs.want_thread() {
             self.lock().unpark(time::now());
             return;
         }
@@ -842,7 +855,7 @@ impl Host for Driver {
     }
 
     fn has_work(&self) -> bool {
-        self.jobs.are_there() || self.with_core(|core| core.has_work())
+        self.jobs.want_thread() || self.with_core(|core| core.has_work())
     }
 
     fn has_stopping(&self) -> bool {

@@ -33,11 +33,13 @@ pub(crate) struct Cut {
     /// Its first part, which is over when all are.
     pub(crate) first: CallDesc,
     pub(crate) join: Arc<Join>,
+    /// How long it is predicted to take in one part, in picoseconds.
+    pub(crate) predicted_ps: u64,
 }
 
 impl Cut {
-    /// A call in so many parts; `None`: in one.
-    pub(crate) fn new(desc: &CallDesc, of: u32) -> Option<Self> {
+    /// A call in so many parts; `None`: in one. In one it is predicted to take so long.
+    pub(crate) fn new(desc: &CallDesc, of: u32, predicted_ps: u64) -> Option<Self> {
         if of == 1 {
             return None;
         }
@@ -46,7 +48,7 @@ impl Cut {
         if let Encoded::As(Encoding { probe: Some(probe), .. }) = &mut first.encoding {
             probe.gathered = Some(Arc::new(Gathered::default()));
         }
-        Some(Self { first, join })
+        Some(Self { first, join, predicted_ps })
     }
 
     /// The parts besides the first, which is prepared.

@@ -15,7 +15,7 @@ use accl_executor::call::{CallDesc, CallObserver, Callback, External, ExternalTa
 use accl_executor::group::{Caller, Core, Prepared};
 
 use crate::driver::Driver;
-use crate::jobs::Job;
+use crate::jobs::{Errand, Job};
 use crate::sync::Mutex;
 
 /// What the first part of a call waits for.
@@ -42,23 +42,25 @@ struct State {
 /// What a lane does with its core.
 pub(crate) type CoreJob = Box<dyn FnOnce(&mut Core) + Send>;
 
-/// Gives the lanes a job each, and wakes the first.
-fn hand_out(lanes: &Arc<[Arc<dyn Lane>]>, jobs: Vec<CoreJob>) {
+/// Gives the lanes a job each, and wakes the first unless all threads are to sleep on.
+fn hand_out(lanes: &Arc<[Arc<dyn Lane>]>, jobs: Vec<CoreJob>, wakes: bool) {
     let of = jobs.len().min(lanes.len());
     let given: Vec<_> = lanes.iter().zip(jobs).enumerate().collect();
     // The last first: a thread that is awake begins at once, and whom it wakes must find a job.
     for (after, (lane, job)) in given.into_iter().rev() {
-        lane.give(Next { lanes: lanes.clone(), after, of }, job);
+        lane.give(wakes.then(|| Next { lanes: lanes.clone(), after, of }), job);
     }
-    lanes.iter().take(1).for_each(|lane| lane.wake());
+    if wakes {
+        lanes.iter().take(1).for_each(|lane| lane.wake());
+    }
 }
 
 /// A lane as parts are given to it.
 pub(crate) trait Lane: Send + Sync {
-    /// Leaves its thread something to do with its core, before which `next` is dropped, or drops both if the thread has ended.
-    fn give(&self, next: Next, job: CoreJob);
+    /// Leaves its thread something to do with its core, before which it drops `next`, or drops both if the thread has ended.
+    fn give(&self, next: Option<Next>, job: CoreJob);
 
-    /// Wakes its thread for what it was given.
+    /// Wakes its thread for what it was given; if others have done that meanwhile, the lanes after it are woken from here.
     fn wake(&self);
 }
 
@@ -90,19 +92,21 @@ pub(crate) struct Parts {
     /// The number of the call, and when it was made.
     pub(crate) seq: u64,
     pub(crate) now: Moment,
+    /// Whether threads that sleep are woken for them; if not, who waits for the call does them.
+    pub(crate) wakes: bool,
     /// Where the memory of the call is not ready when it is made: what begins them once it is.
     pub(crate) starter: Option<Box<dyn Starter>>,
 }
 
 impl Lane for Driver {
-    fn give(&self, next: Next, job: CoreJob) {
+    fn give(&self, next: Option<Next>, job: CoreJob) {
         let me = self.weak();
-        self.leave_job(Box::new(move || {
-            drop(next);
+        let job = move || {
             if let Some(lane) = me.upgrade() {
                 lane.with_core(job);
             }
-        }));
+        };
+        self.leave_job(Box::new(job), next.map(|next| Box::new(next) as Errand));
     }
 
     fn wake(&self) {
@@ -192,7 +196,7 @@ impl Join {
 
     /// Gives the lanes their parts. No lock is held.
     fn start(self: &Arc<Self>, parts: Parts) {
-        let Parts { caller, lanes, parts, seq, now, starter: _starter } = parts;
+        let Parts { caller, lanes, parts, seq, now, wakes, starter: _starter } = parts;
         // All of them first: should one panic, the others are dropped.
         let part = || Arc::new(OtherPart { join: Arc::downgrade(self), has_ended: AtomicBool::new(false) });
         let observers: Vec<_> = parts.iter().map(|_| part()).collect();
@@ -209,7 +213,7 @@ impl Join {
                 }
             }) as CoreJob
         };
-        hand_out(&lanes, parts.into_iter().zip(observers).map(job).collect());
+        hand_out(&lanes, parts.into_iter().zip(observers).map(job).collect(), wakes);
     }
 
     /// One of them has ended, or has not begun and will not; alone, where its group has not failed with it.
@@ -283,9 +287,11 @@ mod tests {
     use accl_types::{Collective, Dtype, Elems, Rank};
 
     use super::*;
+    use crate::api::default_codec::DefaultCodec;
     use crate::api::group::Group;
     use crate::api::spec::GroupSpec;
     use crate::engine::Engine;
+    use crate::lanes::Cut;
     use crate::session::store::MemoryStore;
     use crate::time;
     use accl_executor::call::{Blocks, Mode, TensorDesc, Waited};
@@ -298,12 +304,20 @@ mod tests {
 
     /// Two ranks that have met, with so many lanes each beside the first.
     fn two_ranks_with(helpers: u32) -> Vec<(Arc<Engine>, Arc<Group>)> {
+        two_ranks_of(&helped_by(helpers))
+    }
+
+    fn helped_by(helpers: u32) -> Config {
+        Config { worker_count: WorkerCount::Exactly(helpers), ..Config::default() }
+    }
+
+    /// Two ranks that have met.
+    fn two_ranks_of(config: &Config) -> Vec<(Arc<Engine>, Arc<Group>)> {
         let store = MemoryStore::default();
         let make = |rank| {
-            let config = Config { worker_count: WorkerCount::Exactly(helpers), ..Config::default() };
             let engine = Engine::new(config.clone(), |_| Machine::default());
             engine.set_least_part_bytes(1);
-            let (name, timeout) = ("g".to_owned(), Duration::from_secs(30));
+            let (name, timeout, config) = ("g".to_owned(), Duration::from_secs(30), config.clone());
             let spec =
                 GroupSpec { name, rank: Rank(rank), world: 2, timeout, config, master: None, global_ranks: Vec::new() };
             let group = engine.create_group(spec, &store, &mut || false).unwrap();
@@ -322,7 +336,7 @@ mod tests {
     }
 
     impl Lane for Awake {
-        fn give(&self, next: Next, _: CoreJob) {
+        fn give(&self, next: Option<Next>, _: CoreJob) {
             self.log.lock().push(("given", self.number));
             drop(next);
         }
@@ -339,7 +353,7 @@ mod tests {
             let lane = |number| Arc::new(Awake { number, log: Arc::clone(&log) }) as Arc<dyn Lane>;
             // A call may have fewer parts than there are lanes.
             let lanes: Arc<[_]> = (0..9).map(lane).collect();
-            hand_out(&lanes, (0..of).map(|_| Box::new(|_: &mut Core| ()) as CoreJob).collect());
+            hand_out(&lanes, (0..of).map(|_| Box::new(|_: &mut Core| ()) as CoreJob).collect(), true);
             let log = log.lock().clone();
             let at = |what| log.iter().position(|seen| *seen == what);
             for number in 0..of {
@@ -347,6 +361,118 @@ mod tests {
             }
             assert_eq!(log.len(), 2 * of, "{of} parts: {log:?}");
         }
+    }
+
+    #[test]
+    fn parts_that_are_left_to_the_waiter_wake_no_thread() {
+        let log = Arc::default();
+        let lane = |number| Arc::new(Awake { number, log: Arc::clone(&log) }) as Arc<dyn Lane>;
+        let lanes: Arc<[_]> = (0..9).map(lane).collect();
+        hand_out(&lanes, (0..5).map(|_| Box::new(|_: &mut Core| ()) as CoreJob).collect(), false);
+        assert_eq!(*log.lock(), [4, 3, 2, 1, 0].map(|number| ("given", number)));
+    }
+
+    #[test]
+    fn parts_that_were_left_to_a_waiter_who_stops_spinning_are_done_by_their_threads() {
+        let ranks = two_ranks_of(&Config { spin_us: Some(1), ..helped_by(3) });
+        std::thread::scope(|scope| {
+            for (_, group) in &ranks {
+                scope.spawn(move || {
+                    for _ in 0..20 {
+                        // Calls that follow at once wake threads.
+                        std::thread::sleep(Duration::from_millis(1));
+                        let mut tensor = vec![1.0_f32; 1 << 15];
+                        let call = group.submit(sum_of(&mut tensor, Mode::Blocking)).unwrap();
+                        assert!(call.state.is_left_to_waiter);
+                        assert_eq!(call.wait(Some(Duration::from_secs(20)), &mut || false), Waited::Done);
+                        assert!(tensor.iter().all(|&value| value == 2.0));
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_waiter_begins_the_parts_that_were_left_to_it_and_wakes_no_thread() {
+        // It spins until the test is over.
+        let ranks = two_ranks_of(&Config { spin_us: Some(30_000_000), ..helped_by(3) });
+        // Links are made, and told to the drivers, with the first call.
+        std::thread::scope(|scope| {
+            for (_, group) in &ranks {
+                scope.spawn(|| {
+                    let mut tensor = vec![1.0_f32; 1 << 15];
+                    let call = group.submit(sum_of(&mut tensor, Mode::Blocking)).unwrap();
+                    assert_eq!(call.wait(Some(Duration::from_secs(20)), &mut || false), Waited::Done);
+                });
+            }
+        });
+        let (engine, group) = &ranks[0];
+        engine.without_tick();
+        let lanes = engine.other_lanes();
+        // What is left over is done, and threads that were awake sleep.
+        std::thread::sleep(Duration::from_millis(200));
+        let looks = || lanes.iter().map(|lane| lane.looks() + lane.parks()).collect::<Vec<_>>();
+        let before = looks();
+        let mut tensor = vec![1.0_f32; 1 << 15];
+        let call = group.submit(sum_of(&mut tensor, Mode::Blocking)).unwrap();
+        assert!(call.state.is_left_to_waiter);
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| call.wait(Some(Duration::from_secs(25)), &mut || false));
+            // The peer does not come.
+            let has_begun = |lane: &Arc<Driver>| lane.with_core(|core| core.in_flight(group.caller.group).len()) == 1;
+            let begin = std::time::Instant::now();
+            while !lanes.iter().all(has_begun) && begin.elapsed() < Duration::from_secs(20) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let (all_begun, after) = (lanes.iter().all(has_begun), looks());
+            group.abort("the test is over");
+            assert!(matches!(waiter.join().unwrap(), Waited::Failed(_)));
+            assert!(all_begun, "a part was forgotten");
+            assert_eq!(after, before, "a thread was woken");
+        });
+    }
+
+    #[test]
+    fn threads_are_woken_for_large_calls_and_encoded_ones_for_those_that_nobody_waits_for_and_for_those_that_follow_others()
+     {
+        let (driver, mut tensor) = (Driver::new(1 << 16, None), [0.0; 64]);
+        let left = |mode, predicted_ps, now| {
+            let cut = Cut::new(&sum_of(&mut [0.0; 64], mode), 2, predicted_ps).unwrap();
+            driver.leaves_parts_to_waiter(&cut, now)
+        };
+        let (small, large, later) = (999_999_999, 1_000_000_000, time::now() + Duration::from_secs(1));
+        assert!(left(Mode::Blocking, small, later));
+        assert!(!left(Mode::Blocking, large, later));
+        assert!(!left(Mode::Async, small, later));
+        let config = Config { compress_all: true, codec: "bf16".to_owned(), ..Config::default() };
+        let codec = DefaultCodec::of(&config).unwrap().unwrap();
+        let encoded = codec.encoded(&sum_of(&mut tensor, Mode::Blocking), 0).unwrap();
+        assert!(!driver.leaves_parts_to_waiter(&Cut::new(&encoded, 2, small).unwrap(), later));
+        driver.note_cut_ended(later);
+        assert!(!left(Mode::Blocking, small, later + Duration::from_micros(99)));
+        assert!(left(Mode::Blocking, small, later + Duration::from_micros(100)));
+        let cut = Cut::new(&sum_of(&mut tensor, Mode::Blocking), 2, small).unwrap();
+        assert!(!Driver::new(1 << 16, Some(0)).leaves_parts_to_waiter(&cut, later), "nobody spins");
+    }
+
+    #[test]
+    fn lanes_are_woken_although_a_waiter_has_done_the_part_of_the_one_that_would_wake_them() {
+        let ranks = two_ranks_with(3);
+        let (engine, _) = &ranks[0];
+        let lanes: Arc<[Arc<dyn Lane>]> =
+            engine.other_lanes().iter().map(|lane| lane.clone() as Arc<dyn Lane>).collect();
+        let (sender, done) = std::sync::mpsc::channel();
+        for (after, lane) in lanes.iter().enumerate().rev() {
+            let sender = sender.clone();
+            let next = Next { lanes: lanes.clone(), after, of: 3 };
+            lane.give(Some(next), Box::new(move |_| sender.send(after).unwrap()));
+        }
+        assert_eq!(engine.other_lanes()[0].do_jobs_for_another(), 1);
+        lanes[0].wake();
+        let mut seen: Vec<_> =
+            (0..3).map(|_| done.recv_timeout(Duration::from_secs(20)).expect("a lane sleeps on")).collect();
+        seen.sort_unstable();
+        assert_eq!(seen, [0, 1, 2]);
     }
 
     /// Of a machine with enough cores; here the threads of lanes take turns, and whoever waits for a call does parts of it.
@@ -425,7 +551,7 @@ mod tests {
             lane.kick();
             std::thread::sleep(Duration::from_millis(2));
             let sender = sender.clone();
-            lane.leave_job(Box::new(move || sender.send(()).unwrap()));
+            lane.leave_job(Box::new(move || sender.send(()).unwrap()), None);
             lane.wake_for_jobs();
             lane.ask(&core);
             drop(core);

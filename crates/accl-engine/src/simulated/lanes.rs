@@ -29,7 +29,7 @@ pub(super) struct LaneOf {
 }
 
 impl Lane for LaneOf {
-    fn give(&self, next: Next, job: CoreJob) {
+    fn give(&self, next: Option<Next>, job: CoreJob) {
         drop(next);
         self.leave(job);
     }

@@ -459,7 +459,7 @@ impl World<'_> {
         desc.check(member.caller.rank, member.caller.world)?;
         let least = Least::Bytes(self.scenario.least_part_bytes);
         let of = parts_of(desc, member.caller.world, self.scenario.lanes as u32, least, || 0);
-        let cut = Cut::new(desc, of);
+        let cut = Cut::new(desc, of, 0);
         let desc = cut.as_ref().map_or(desc, |cut| &cut.first);
         let shape = (!desc.collective.is_point_to_point()).then(|| member.planning.get(desc)).transpose()?;
         let prepared = member.caller.prepare(desc, shape)?;
@@ -474,7 +474,7 @@ impl World<'_> {
             let lanes = self.scenario.nodes(process).skip(1).map(|node| Arc::new(lane(node)) as Arc<dyn Lane>);
             let starter = desc.staging.is_some().then(|| Box::new(lane(process)) as Box<dyn Starter>);
             let (caller, seq, now) = (member.caller.clone(), launched.call.seq, clock::now());
-            cut.join.begin_parts(Parts { caller, lanes: lanes.collect(), parts, seq, now, starter });
+            cut.join.begin_parts(Parts { caller, lanes: lanes.collect(), parts, seq, now, wakes: true, starter });
         }
         Ok(Some(self.launched(process, launched, notifier)))
     }
