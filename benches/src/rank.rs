@@ -105,6 +105,8 @@ struct Member {
     rank: u32,
     ranks: u32,
     engine: Arc<Engine>,
+    /// All calls are compressed.
+    encodes: bool,
     store: DirStore,
     /// One for the engine's own choice; each algorithm that is forced has another.
     groups: HashMap<(Option<Collective>, &'static str), Arc<Group>>,
@@ -124,6 +126,7 @@ impl Member {
             rank: place.rank,
             ranks: place.ranks,
             engine: accl_calibrate::engine(config),
+            encodes: place.codec.is_some(),
             store: DirStore::new(place.dir.join("store"))?,
             groups: HashMap::new(),
             board,
@@ -164,7 +167,7 @@ impl Member {
             return Err(Error::internal("the barrier ended before all ranks came"));
         }
         self.tensors[..order.outstanding].iter().try_for_each(|one| {
-            one.check(case, self.rank, self.ranks, 0).map_err(|what| {
+            one.check(case, self.rank, self.ranks, 0, self.encodes).map_err(|what| {
                 let name = algorithm_name(case.algorithm);
                 Error::internal(format!("{} by {name} of {} bytes: {what}", case.collective, case.bytes))
             })
