@@ -12,6 +12,7 @@ from typing import Any
 from torch_accl_cli._sizes import show_size
 
 from ..build import ROOT, cargo_bench, finish
+from ..networks import SHAPED_BITS
 from ..measure import Cell
 from ..report import Bench, Figures, Plot, Section, as_rows, cells_of
 from ..tables import Bar, Table, plain
@@ -50,7 +51,7 @@ def collect_shaped(bench: Bench) -> dict[str, Any]:
     """The same between two hosts, with the rate and the latency that a plain connection has."""
     accl = bench.shop.accl
     finish([*accl, "info", "--calibrate"], "accl info fails")
-    with bench.network(shaped=True) as link:
+    with bench.network(SHAPED_BITS) as link:
         rate, latency = statistics.median(link.goodput(3)), link.latency(LATENCY_TURNS)
         named = f"{8 * rate / 1e6:.1f}Mbit/s,{latency * 1e6:.1f}us"
         figures = as_rows(bench.figures(4, ["accl"], CELLS, link.hosts))
