@@ -12,8 +12,8 @@ from typing import Any
 from torch_accl_cli._sizes import show_size
 
 from ..build import ROOT, cargo_bench, finish
-from ..networks import SHAPED_BITS
 from ..measure import Cell
+from ..networks import SHAPED_BITS
 from ..report import Bench, Figures, Plot, Section, as_rows, cells_of
 from ..tables import Bar, Table, plain
 
