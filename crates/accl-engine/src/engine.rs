@@ -15,7 +15,8 @@ use accl_types::{Error, Moment, Result};
 use accl_wire::EndpointInfo;
 
 use crate::device::{Attended, OpenBus};
-use crate::driver::{Delivery, Driver, Polling, lasting};
+use crate::driver::waiting::{Delivery, lasting};
+use crate::driver::{Driver, Polling};
 use crate::session::connector::Connector;
 use crate::session::cores::Crowd;
 use crate::session::rendezvous::Makings;

@@ -11,7 +11,8 @@ use accl_executor::call::{CallState, Encoded, Mode};
 use accl_executor::group::FailedGroup;
 use accl_types::{Error, Moment};
 
-use super::{Driver, PASSES_BEFORE_YIELD, ROUNDS_BEFORE_LOOK, SPIN_OWN_CORE, SPIN_SHARED_CORE};
+use super::waiting::{PASSES_BEFORE_YIELD, SPIN_OWN_CORE, SPIN_SHARED_CORE};
+use super::{Driver, ROUNDS_BEFORE_LOOK};
 use crate::jobs::{Errand, Job};
 use crate::lanes::Cut;
 use crate::time;
