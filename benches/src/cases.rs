@@ -327,8 +327,7 @@ fn resemble(words: &[u64], expected: &[Run]) -> Result<(), String> {
         };
         let mean = (0..run.count).map(off).sum::<f64>() / run.count.max(1) as f64;
         let most = MEAN_OFF * f64::from(run.times) * (PERIOD - 1) as f64;
-        // Written so that NaN is wrong, too.
-        if !(mean <= most) {
+        if mean.is_nan() || mean > most {
             return Err(format!("elements from {start} on are off by {mean} in the mean, and not by {most} at most"));
         }
         start += run.count;
