@@ -258,8 +258,8 @@ def make_deepspeed(shop: Workshop) -> None:
         command = [*PIP, "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
         finish([*command, "--dest", str(unpacked), "deepspeed"], "pip cannot download it", DOWNLOAD_S)
         for archive in unpacked.glob("deepspeed-*.tar.gz"):
-            with tarfile.open(archive) as files:
-                files.extractall(unpacked, filter="data")
+            with tarfile.open(archive) as packed:
+                packed.extractall(unpacked, filter="data")
     source = max(unpacked.glob("deepspeed-*/csrc"), key=lambda path: path.stat().st_mtime)
     files = [source / "cpu/comm/shm_interface.cpp", source / "cpu/comm/shm.cpp"]
     # As its `ShareMemCommBuilder` has them.

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch_accl_cli.bench.collectives import COLLECTIVES
 
@@ -99,7 +99,7 @@ class Figure:
         return {**asdict(self.cell), **who, "turns_us": turns}
 
     @staticmethod
-    def from_json(row: dict[str, object]) -> Figure:
+    def from_json(row: dict[str, Any]) -> Figure:
         """From the file of results."""
         cell = Cell(row["collective"], row["dtype"], row["bytes"])
         return Figure(cell, row["contender"], row["ranks"], tuple(row["turns_us"]), row["unusual"])

@@ -77,7 +77,7 @@ class Link:
         )
         with contextlib.ExitStack() as ends:
             listening = ends.enter_context(started(server))
-            port = listening.stdout.readline().strip()
+            port = listening.stdout.readline().strip() if listening.stdout else ""
             if not port:
                 raise Unavailable("the plain TCP transfer does not start")
             return [seconds_of(one) for one in (listening, ends.enter_context(started([*client, port])))]

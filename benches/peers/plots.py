@@ -27,8 +27,9 @@ def draw(plot: Plot, target: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4.6), layout="constrained")
     for title, points in plot.curves.items():
         if points:
-            style = dict(linewidth=2.6, markersize=5) if title in OURS else dict(linewidth=1.2, markersize=3)
-            axes.plot(*zip(*points), marker="o", label=title, color=colours.get(title), **style)
+            width, marker = (2.6, 5) if title in OURS else (1.2, 3)
+            colour = colours.get(title)
+            axes.plot(*zip(*points), marker="o", label=title, color=colour, linewidth=width, markersize=marker)
     axes.set(xscale="log", yscale="log", xlabel=plot.over, ylabel="microseconds per call", title=plot.title)
     sizes = sorted({size for points in plot.curves.values() for size, _ in points})
     axes.set_xticks(sizes, [show_size(size) if plot.over == "size" else f"{size:,}" for size in sizes])

@@ -69,8 +69,10 @@ class Bench:
             made = make_calls(job, cell)
             return (link.sent() - before) / made
 
-        there = [name for name in wanted if self.job_set and name in self.job_set.jobs]
-        found = {name: attempt(self.job_set, name, of_a_call) for name in there}
+        job_set = self.job_set
+        if job_set is None:
+            return {}
+        found = {name: attempt(job_set, name, of_a_call) for name in wanted if name in job_set.jobs}
         return {name: round(sent) for name, sent in found.items() if sent is not None}
 
     @contextlib.contextmanager
@@ -203,7 +205,7 @@ def as_rows(figures: Iterable[Figure]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def closing(bench: Bench) -> Iterable[Bench]:
+def closing(bench: Bench) -> Iterator[Bench]:
     """Whatever happens, no process stays."""
     try:
         yield bench

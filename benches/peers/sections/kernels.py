@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -41,7 +41,7 @@ def tables(data: dict[str, Any]) -> list[Table]:
     return [summary(found), *(kernels(isas[-1], place, form, some) for place, form, some in chosen)]
 
 
-def summary(found: dict[tuple[str, str, str], Sequence[Row]]) -> Table:
+def summary(found: Mapping[tuple[str, str, str], Sequence[Row]]) -> Table:
     """A row for each instruction set, place and form."""
     table = Table(["instruction set, place, form", "the loop, GB/s", "at their bar", "median share", "least"])
     for (isa, place, form), rows in found.items():
