@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .build import ROOT
 from .contenders import CONTENDERS
@@ -54,12 +55,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return found
 
 
-def listed(rows: tuple) -> str:
+def listed(rows: tuple[Any, ...]) -> str:
     """Names of rows."""
     return ", ".join(one.name for one in rows)
 
 
-def chosen(what: str, known: list[str]):
+def chosen(what: str, known: list[str]) -> Callable[[str], list[str]]:
     """A parser of lists of names."""
 
     def names(text: str) -> list[str]:

@@ -181,6 +181,7 @@ def started(words: list[str]) -> Iterator[subprocess.Popen[str]]:
 def seconds_of(process: subprocess.Popen[str]) -> list[float]:
     """What an end has measured."""
     try:
-        return json.loads(process.communicate(timeout=BULK_S)[0])
+        seconds: list[float] = json.loads(process.communicate(timeout=BULK_S)[0])
+        return seconds
     except (subprocess.TimeoutExpired, ValueError):
         raise Unavailable("the plain TCP transfer does not end") from None

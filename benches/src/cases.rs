@@ -232,8 +232,7 @@ impl Tensors {
             Collective::Reduce | Collective::Gather | Collective::Barrier => Vec::new(),
             Collective::Send | Collective::Recv => unreachable!("no case of a message is made"),
         };
-        let is_rough = encoded && case.dtype == Dtype::F32;
-        if is_rough {
+        if encoded && case.dtype == Dtype::F32 {
             resemble(self.output.words(), &expected)
         } else {
             compare(self.output.words(), case.dtype, &expected)
@@ -274,6 +273,13 @@ struct Run {
     count: u64,
 }
 
+impl Run {
+    /// What one of its elements is.
+    fn value_of(&self, elem: u64) -> u32 {
+        self.value + self.times * ((self.first + elem) % PERIOD as u64) as u32
+    }
+}
+
 /// Words of elements that are `value` and up to six times `times` more, by turns: a block in another's place is not taken for it.
 fn period(dtype: Dtype, value: u32, times: u32) -> [u64; PERIOD] {
     let size = dtype.size_bytes();
@@ -297,7 +303,7 @@ fn compare(words: &[u64], dtype: Dtype, expected: &[Run]) -> Result<(), String> 
     let mut start = 0;
     for run in expected {
         for elem in (0..run.count).step_by(if run.count > ALL_CHECKED { STRIDE } else { 1 }) {
-            let value = run.value + run.times * ((run.first + elem) % PERIOD as u64) as u32;
+            let value = run.value_of(elem);
             let wanted = &pattern(dtype, value).to_ne_bytes()[..size];
             let at = (start + elem) as usize * size;
             let found = &words[at / 8].to_ne_bytes()[at % 8..at % 8 + size];
@@ -319,11 +325,10 @@ fn resemble(words: &[u64], expected: &[Run]) -> Result<(), String> {
     let mut start = 0;
     for run in expected {
         let off = |elem: u64| {
-            let wanted = f64::from(run.value + run.times * ((run.first + elem) % PERIOD as u64) as u32);
             let at = (start + elem) as usize * size_of::<f32>();
             let bytes = words[at / 8].to_ne_bytes();
             let found: [u8; 4] = bytes[at % 8..][..4].try_into().unwrap_or_default();
-            (f64::from(f32::from_ne_bytes(found)) - wanted).abs()
+            (f64::from(f32::from_ne_bytes(found)) - f64::from(run.value_of(elem))).abs()
         };
         let mean = (0..run.count).map(off).sum::<f64>() / run.count.max(1) as f64;
         let most = MEAN_OFF * f64::from(run.times) * (PERIOD - 1) as f64;

@@ -65,9 +65,9 @@ def simulated(
     """By size what `accl simulate` says."""
     command = [*accl, "simulate", "--ranks", str(ranks), "--ranks-per-host", str(per_host), "--json"]
     command += ["--cores-per-host", str(cores), "--sizes", ",".join(str(cell.bytes) for cell in cells)]
-    return json.loads(finish(command + (["--link", link] if link else []), "accl simulate fails"))["predictions"][
-        "all_reduce"
-    ]
+    said = json.loads(finish(command + (["--link", link] if link else []), "accl simulate fails"))
+    by_size: list[dict[str, Any]] = said["predictions"]["all_reduce"]
+    return by_size
 
 
 def curves(accl: Sequence[str]) -> dict[str, list[dict[str, Any]]]:

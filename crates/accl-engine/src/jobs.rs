@@ -65,9 +65,7 @@ impl Jobs {
         }
         let (errands, jobs) = {
             let mut waiting = self.waiting.lock();
-            self.are_there.store(false, Ordering::SeqCst);
-            self.has_errands.store(false, Ordering::SeqCst);
-            (std::mem::take(&mut waiting.errands), std::mem::take(&mut waiting.jobs))
+            (self.take_errands(&mut waiting), self.take_jobs(&mut waiting))
         };
         drop(errands);
         do_all(jobs) > 0
@@ -78,21 +76,13 @@ impl Jobs {
         if !self.are_there() {
             return 0;
         }
-        let jobs = {
-            let mut waiting = self.waiting.lock();
-            self.are_there.store(false, Ordering::SeqCst);
-            std::mem::take(&mut waiting.jobs)
-        };
+        let jobs = self.take_jobs(&mut self.waiting.lock());
         do_all(jobs)
     }
 
     /// Does the errands that were left.
     pub(crate) fn run_errands(&self) {
-        let errands = {
-            let mut waiting = self.waiting.lock();
-            self.has_errands.store(false, Ordering::SeqCst);
-            std::mem::take(&mut waiting.errands)
-        };
+        let errands = self.take_errands(&mut self.waiting.lock());
         drop(errands);
     }
 
@@ -101,12 +91,20 @@ impl Jobs {
         let left = {
             let mut waiting = self.waiting.lock();
             waiting.is_over = true;
-            self.are_there.store(false, Ordering::SeqCst);
-            self.has_errands.store(false, Ordering::SeqCst);
-            (std::mem::take(&mut waiting.jobs), std::mem::take(&mut waiting.errands))
+            (self.take_jobs(&mut waiting), self.take_errands(&mut waiting))
         };
         // What that tells of may take locks.
         drop(left);
+    }
+
+    fn take_jobs(&self, waiting: &mut Waiting) -> Vec<Job> {
+        self.are_there.store(false, Ordering::SeqCst);
+        std::mem::take(&mut waiting.jobs)
+    }
+
+    fn take_errands(&self, waiting: &mut Waiting) -> Vec<Errand> {
+        self.has_errands.store(false, Ordering::SeqCst);
+        std::mem::take(&mut waiting.errands)
     }
 }
 

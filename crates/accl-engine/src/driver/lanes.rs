@@ -238,9 +238,9 @@ impl Helped {
         }
         self.has_begun = true;
         let begun = self.lane.jobs.run_for_another();
-        let is_at_part = self.pass(call, now).is_some();
+        let looked_after = usize::from(self.pass(call, now).is_some());
         // Of another call, which nobody here waits for, or somebody else has the lane now.
-        if begun > 1 || begun == 1 && !is_at_part {
+        if begun > looked_after {
             self.lane.hand_over(false);
         }
         begun > 0
