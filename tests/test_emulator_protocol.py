@@ -213,7 +213,7 @@ def test_whatever_other_clients_do_an_engine_goes_on_answering(context):
         gone.socket.send_string(json.dumps(dict(type=2, addr=0, len=1 << 19, host=False)))
         gone.socket.close()
         context.socket(zmq.PUSH).connect(f"tcp://127.0.0.1:{emulator.port}")
-        plain = Engine(context, emulator.port, plain_username=b"a", plain_password=b"b", rcvtimeo=300)
+        plain = Engine(context, emulator.port, plain_username=b"a", plain_password=b"b", rcvtimeo=300, sndtimeo=300)
         with pytest.raises(zmq.ZMQError):
             plain.ask(type=0, addr=0)
         alive = Engine(context, emulator.port, heartbeat_ivl=100, heartbeat_timeout=1000)
