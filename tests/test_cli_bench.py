@@ -316,7 +316,8 @@ def test_torchruns_ranks_are_used_and_only_rank_0_prints():
 )
 def test_ranks_of_other_launchers_meet_on_one_host_without_an_address(names, tmp_path):
     env = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
-    places = [env | dict(zip(names, (str(rank), "2", "2"))) | {"TMPDIR": str(tmp_path)} for rank in range(2)]
+    env |= {"TMPDIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "0"}
+    places = [env | dict(zip(names, (str(rank), "2", "2"))) for rank in range(2)]
     ranks = [
         subprocess.Popen(
             [*BENCH, "--sizes", "4", *BRIEF], env=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -330,7 +331,7 @@ def test_ranks_of_other_launchers_meet_on_one_host_without_an_address(names, tmp
 
 
 def test_ranks_on_several_hosts_without_an_address_are_told_what_is_missing():
-    places = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    places = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     ended = command("--sizes", "4", env=places | {"MASTER_ADDR": "", "MASTER_PORT": ""})
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "MASTER_ADDR" in ended.stderr and len(ended.stderr.splitlines()) == 1

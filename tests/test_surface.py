@@ -16,7 +16,7 @@ SOURCES = Path(__file__).parent.parent / "python"
 # By the name of a module. One that is only run offers nothing.
 FILES = {
     ".".join(path.relative_to(SOURCES).with_suffix("").parts).removesuffix(".__init__"): path
-    for folder in ("torch_accl", "torch_accl_cli")
+    for folder in ("torch_accl", "torch_accl_cli", "torch_accl_launch")
     for path in (SOURCES / folder).rglob("*.py")
     if path.name != "__main__.py"
 }

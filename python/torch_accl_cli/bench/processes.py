@@ -55,7 +55,7 @@ def run_ranks(world: int, timeout_s: float, body: Body) -> int:
     ranks: list[_Rank] = []
     try:
         for number in range(world):
-            ranks.append(_start(Place(number, world, "accl bench", world), port, timeout_s, listener, body))
+            ranks.append(_start(Place("accl bench", number, world, number, world), port, timeout_s, listener, body))
         timeout = timedelta(seconds=timeout_s)
         store = TCPStore(
             "127.0.0.1", port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()

@@ -1,0 +1,115 @@
+"""A group of the ranks of an MPI communicator, without any variable of the environment.
+
+For jobs that MPI starts with other programs beside: `mpirun -n 2 sim : -n 2 python train.py`, where rank and world are those of a
+communicator that the program has split off. Owns how the ranks learn where rank 0's store is; MPI does nothing more.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from . import _native
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["Communicator", "init_from_mpi"]
+
+_T = TypeVar("_T")
+# How long an address has to answer before the next is tried, besides what the group's timeout leaves.
+_ADDRESS_S = 3.0
+_TOKEN = "torch_accl/mpi"
+
+
+class Communicator(Protocol):
+    """What is used of an `mpi4py.MPI.Comm`."""
+
+    def Get_rank(self) -> int: ...
+    def Get_size(self) -> int: ...
+    def bcast(self, obj: _T, root: int = 0) -> _T: ...
+
+
+def init_from_mpi(
+    comm: Communicator, backend: str = "accl", *, timeout: timedelta | None = None, **options: Any
+) -> None:
+    """Makes torch's default group of the ranks of an MPI communicator, as `init_process_group` does of a launcher's.
+
+    Collective over the communicator, which is used for one broadcast and may be freed after.
+
+    Args:
+        comm: an intracommunicator of mpi4py, such as `MPI.COMM_WORLD` or what `Split` has returned.
+        backend: as for `torch.distributed.init_process_group`.
+        timeout: of the group, and for the ranks to meet; torch's default if not given.
+        options: what else `init_process_group` takes, such as `pg_options`; not `store`, `rank`, `world_size` or `init_method`.
+
+    Raises:
+        TypeError: `comm` is no communicator, or an option is one that follows from it.
+        torch.distributed.DistNetworkError: no address of rank 0 answers this rank.
+    """
+    import torch.distributed as dist
+    from torch.distributed.constants import default_pg_timeout
+
+    for name in ("store", "rank", "world_size", "init_method"):
+        if name in options:
+            raise TypeError(
+                f"init_from_mpi: {name}= follows from the communicator; leave it away, or use init_process_group"
+            )
+    if not all(callable(getattr(comm, name, None)) for name in ("Get_rank", "Get_size", "bcast")):
+        raise TypeError(f"init_from_mpi: expected a communicator of mpi4py, and not {type(comm).__name__}")
+    rank, world = comm.Get_rank(), comm.Get_size()
+    patience = timeout or default_pg_timeout
+    store = _serve(comm, patience) if rank == 0 else _find(rank, comm.bcast(None, root=0), patience)
+    if timeout is not None:
+        options["timeout"] = timeout
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, **options)
+
+
+def _serve(comm: Communicator, timeout: timedelta) -> Store:
+    """Rank 0: a store of its own, whose addresses it tells the others."""
+    from torch._C._distributed_c10d import TCPStore
+
+    token = secrets.token_hex(8)
+    try:
+        store = TCPStore("localhost", 0, None, True, timeout, wait_for_workers=False)
+        store.set(_TOKEN, token)
+        addresses = _addresses()
+    except BaseException as error:
+        # The others are in the broadcast.
+        comm.bcast(([], 0, f"{type(error).__name__}: {error}"), root=0)
+        raise
+    comm.bcast((addresses, store.port, token), root=0)
+    return store
+
+
+def _find(rank: int, told: Any, timeout: timedelta) -> Store:
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import DistNetworkError
+
+    addresses, port, token = told
+    if not addresses:
+        raise DistNetworkError(f"init_from_mpi: rank 0 could not serve a store: {token}")
+    tried = []
+    for address in addresses:
+        try:
+            # torch would go on asking an address that nobody answers.
+            with socket.create_connection((address, port), timeout=min(_ADDRESS_S, timeout.total_seconds())):
+                pass
+            store = TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+            if store.check([_TOKEN]) and store.get(_TOKEN).decode() == token:
+                return store
+            tried.append(f"{address} is another job's")
+        except (OSError, RuntimeError) as error:
+            tried.append(f"{address}: {str(error).splitlines()[0]}")
+    raise DistNetworkError(
+        f"init_from_mpi: rank {rank} reaches rank 0 at none of its addresses, port {port}: {'; '.join(tried)}. Open the port range of this "
+        "system between the hosts, or use init_process_group with MASTER_ADDR"
+    )
+
+
+def _addresses() -> list[str]:
+    """The addresses of this host, those that others may reach first."""
+    found = [address.rpartition(":")[0].strip("[]") for address in _native.host_facts()["addresses"]]
+    return sorted(dict.fromkeys(found), key=lambda address: address.startswith("127.") or address == "::1")

@@ -1,0 +1,213 @@
+"""`accl run`: starts the ranks of a script, on this host or several, each on cores of its own.
+
+Owns the command line and what is shown. Ranks are started and ended by `agent`, on other hosts through `hosts`; which cores each gets is
+in `layout`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+from typing import Any
+
+from .._wrong import WrongInput
+
+__all__ = ["NAME", "SUMMARY", "add_arguments", "run"]
+
+NAME = "run"
+SUMMARY = "start the ranks of a script, each on cores of its own"
+
+_DESCRIPTION = """\
+Starts a script once for each rank, with the variables that torchrun sets, on cores of its own, and ends all ranks when one fails."""
+
+_EPILOG = """\
+On several hosts, this command is started by ssh, which must not ask for a password, with the same interpreter and in the same folder.
+Variables whose names begin with ACCL_, CCL_, OMP_, KMP_, MKL_, TORCH or PYTHON go with the ranks; others by --env.
+
+Cores are shared out whole, with all their hardware threads, and no rank's span two NUMA nodes where that can be. Ranks that outnumber
+the cores are not bound. OMP_NUM_THREADS, where it is unset, is the number of a rank's cores.
+
+exit status: that of the rank that failed first (128 and the signal's number for one that was killed); 0; 2 when the arguments are wrong;
+127 when the script cannot be started
+
+examples:
+  accl run -n 2 train.py --lr 0.1
+  accl run -n 4 --hosts a,b:2 train.py
+  accl run -n 2 -m package.train
+  accl run -n 2 --no-python ./benchmark"""
+
+_FORWARDED = ("ACCL_", "CCL_", "OMP_", "KMP_", "MKL_", "TORCH", "PYTHON")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
+    add = parser.add_argument
+    add("-n", "--ranks", type=int, default=2, metavar="N", help="ranks on each host (default %(default)s)")
+    add("--hosts", metavar="HOSTS", help="hosts, such as a,b or a:4,b:2 with numbers of ranks (default: this one)")
+    add(
+        "--bind",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep each rank on cores of its own (the default)",
+    )
+    add(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="a variable for all ranks; give it again for another",
+    )
+    add("--prefix", action=argparse.BooleanOptionalAction, help="put the rank before each line (default: with --hosts)")
+    add(
+        "--grace",
+        type=float,
+        default=5,
+        metavar="S",
+        help="seconds that ranks have to end when one has failed (default %(default)s)",
+    )
+    add("--master-addr", default="", metavar="HOST", help="where rank 0 is, for the others (default: its host)")
+    add("--master-port", type=int, default=0, metavar="PORT", help="the port of its store (default: a free one)")
+    add("--ssh", metavar="COMMAND", help="what reaches a host, such as `ssh -p 2222`; ssh in batch mode if not given")
+    add("--quiet", action="store_true", help="do not show where the ranks run")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("-m", "--module", action="store_true", help="the script is a Python module")
+    how.add_argument("--no-python", action="store_true", help="the script is a program, and no Python script")
+    add("script", nargs="?", metavar="SCRIPT", help="a Python script")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    # How it starts itself on other hosts.
+    add("--agent", action="store_true", help=argparse.SUPPRESS)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Runs the script; the exit status."""
+    from .agent import Order, Team, free_port, serve
+    from .hosts import SSH, Unreachable, hosts_of, run_on
+
+    if given.agent:
+        return serve()
+    _check(given)
+    passes_on = bool(given.hosts) if given.prefix is None else given.prefix
+    order = Order(
+        command=_command(given, passes_on or bool(given.hosts)),
+        directory=os.getcwd(),
+        environment=_environment(given.env),
+        ranks=given.ranks,
+        first=0,
+        world=given.ranks,
+        host=0,
+        master=given.master_addr,
+        port=given.master_port,
+        binds=given.bind,
+        grace_s=given.grace,
+        passes_on=passes_on or bool(given.hosts),
+    )
+    shown = _Shown(given, passes_on)
+    if given.hosts:
+        try:
+            hosts = hosts_of(given.hosts, given.ranks)
+        except ValueError as error:
+            raise WrongInput(f"--hosts: {error}") from None
+        try:
+            return run_on(hosts, order, given.ssh or SSH, shown)
+        except Unreachable as error:
+            print(f"accl run: {error}", file=sys.stderr)
+            return 1
+    holder, port = free_port()
+    with holder:
+        here = replace(order, master=order.master or "127.0.0.1", port=order.port or port)
+        return Team(here, shown).run()
+
+
+def _check(given: argparse.Namespace) -> None:
+    if given.script is None:
+        raise WrongInput("a script is missing; see `accl run --help`")
+    if given.ranks < 1:
+        raise WrongInput(f"-n: there cannot be {given.ranks} ranks")
+    if not 0 <= given.master_port < 1 << 16:
+        raise WrongInput(f"--master-port: {given.master_port} is not a port")
+    if not given.grace >= 0:
+        raise WrongInput(f"--grace: {given.grace:g} is not a number of seconds")
+    if not given.module and not given.no_python and not given.hosts and not os.path.exists(given.script):
+        raise WrongInput(
+            f"{given.script}: there is no such script in {os.getcwd()}; -m is for modules, and --no-python for programs"
+        )
+
+
+def _command(given: argparse.Namespace, passes_on: bool) -> list[str]:
+    if given.no_python:
+        return [given.script, *given.arguments]
+    # Its lines are put together here; at a terminal Python does so itself.
+    python = [sys.executable, *(["-u"] if passes_on else [])]
+    return [*python, *(["-m"] if given.module else []), given.script, *given.arguments]
+
+
+def _environment(named: list[str]) -> dict[str, str]:
+    found = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
+    for item in named:
+        name, is_given, value = item.partition("=")
+        if not is_given and name not in os.environ:
+            raise WrongInput(f"--env: {name} is not set here; give its value as {name}=VALUE")
+        found[name] = value if is_given else os.environ[name]
+    return found
+
+
+class _Shown:
+    """What is shown of the ranks: where each runs, what it prints, and which has failed first."""
+
+    def __init__(self, given: argparse.Namespace, prefixes: bool) -> None:
+        self._is_quiet, self._prefixes = given.quiet, prefixes
+        self._hosts = bool(given.hosts)
+        self._pids: dict[int, int] = {}
+        self._has_failed = False
+
+    def __call__(self, *, host: str = "", **what: Any) -> None:
+        at = f" on {host}" if host and self._hosts else ""
+        if "line" in what:
+            out = sys.stdout if what["stream"] == "out" else sys.stderr
+            before = f"[{what['rank']}] " if self._prefixes else ""
+            print(before + what["line"], file=out, flush=True)
+        elif "started" in what:
+            self._pids[what["started"]] = what["pid"]
+            if not self._is_quiet:
+                print(
+                    f"accl run: rank {what['started']}{at}: process {what['pid']}, {_place(what)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        elif "signalled" in what:
+            # Whoever sent it knows.
+            self._has_failed = True
+        elif "failed" in what:
+            self._has_failed = True
+            print(f"accl run: {host + ': ' if at else ''}{what['failed']}", file=sys.stderr, flush=True)
+        elif what.get("status") and not self._has_failed:
+            self._has_failed = True
+            rank = what["ended"]
+            print(
+                f"accl run: rank {rank}{at} (process {self._pids[rank]}) {_end(what['status'])}; the other ranks are ended",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _place(what: dict[str, Any]) -> str:
+    if not what["cores"]:
+        return "not bound"
+    nodes = what["nodes"]
+    plural = "" if what["cores"] == 1 else "s"
+    return f"{what['cores']} core{plural} (CPUs {what['threads']}), NUMA node{'' if len(nodes) == 1 else 's'} {', '.join(map(str, nodes))}"
+
+
+def _end(status: int) -> str:
+    import signal
+
+    if status > 0:
+        return f"ended with exit status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"

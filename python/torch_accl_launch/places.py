@@ -1,0 +1,208 @@
+"""What launchers tell a process about its place, in variables of the environment.
+
+A family of variables is taken whole or not at all, the innermost first: torchrun under srun says more of this process than srun. Owns
+the names of the variables and what of them contradicts. Knows nothing of hosts and of how ranks meet.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+__all__ = ["LaunchError", "Place", "expand", "place"]
+
+Environment = Mapping[str, str]
+
+
+class LaunchError(ValueError):
+    """One sentence on what a launcher's variables lack or contradict, with the remedy."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank among `world`, as a launcher has given it."""
+
+    # "torchrun", "Open MPI", "PMI" or "Slurm".
+    launcher: str
+    rank: int
+    world: int
+    # Among the ranks of this host, and their number; None where the launcher does not say.
+    local_rank: int | None = None
+    local_world: int | None = None
+    # The variables that say rank and world, for messages.
+    rank_name: str = ""
+    world_name: str = ""
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether all ranks are known to be on this host."""
+        return self.local_world == self.world
+
+
+@dataclass(frozen=True)
+class _Family:
+    """The variables of a launcher; of a pair, both say the same."""
+
+    launcher: str
+    rank: tuple[str, ...]
+    world: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_world: tuple[str, ...]
+    # Whether its variables speak of this process at all.
+    holds: Callable[[Environment], bool] = lambda environment: True
+
+
+# Steps that are no run of a program have numbers from here on: batch scripts, shells of salloc, what srun adds to a job.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+def _is_step_of_srun(environment: Environment) -> bool:
+    step = environment.get("SLURM_STEP_ID", "")
+    return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
+
+
+_TORCHRUN = _Family("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
+_FAMILIES = (
+    _TORCHRUN,
+    # Under srun, PMIx tells the rank alone.
+    _Family(
+        "Open MPI",
+        ("OMPI_COMM_WORLD_RANK", "PMIX_RANK"),
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    # MPICH, Intel MPI and what else starts by hydra; and srun --mpi=pmi2.
+    _Family("PMI", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",)),
+    _Family(
+        "Slurm",
+        ("SLURM_PROCID",),
+        ("SLURM_STEP_NUM_TASKS",),
+        ("SLURM_LOCALID",),
+        ("SLURM_STEP_TASKS_PER_NODE",),
+        _is_step_of_srun,
+    ),
+)
+
+
+def place(environment: Environment) -> Place | None:
+    """The place that a launcher gave this process; None without a launcher.
+
+    Raises:
+        LaunchError: its variables are no numbers, or contradict one another.
+    """
+    found = [_read(family, environment) for family in _FAMILIES if _is_whole(family, environment)]
+    if not found:
+        return None
+    chosen = found[0]
+    alike = [other for other in found[1:] if (other.rank, other.world) == (chosen.rank, chosen.world)]
+    if chosen.launcher != _TORCHRUN.launcher:
+        _check_torchs(chosen, environment)
+    elif alike and "TORCHELASTIC_RUN_ID" not in environment:
+        # Copies of what another launcher says: a script's, or those of `env.prepare`.
+        chosen = alike.pop(0)
+    if chosen.local_world is None and alike:
+        # srun --mpi=pmi2 says there what srun says beside.
+        return replace(chosen, local_rank=alike[0].local_rank, local_world=alike[0].local_world)
+    return chosen
+
+
+def _is_whole(family: _Family, environment: Environment) -> bool:
+    return (
+        environment.get(family.rank[0], "") != ""
+        and environment.get(family.world[0], "") != ""
+        and family.holds(environment)
+    )
+
+
+def _read(family: _Family, environment: Environment) -> Place:
+    rank, rank_name = _one_number(family.rank, environment)
+    world, world_name = _one_number(family.world, environment)
+    assert rank is not None and world is not None, "the family is whole"
+    if not 0 <= rank < world:
+        raise LaunchError(
+            f"{rank_name}={rank} is not a rank of {world_name}={world}; unset both, or set them as the launcher does"
+        )
+    local_rank, local_rank_name = _one_number(family.local_rank, environment)
+    local_world, local_world_name = _local_world(family, environment)
+    if local_world is not None and not 0 < local_world <= world:
+        raise LaunchError(
+            f"{local_world_name}={local_world} cannot be with {world_name}={world}; unset the one that is not the launcher's"
+        )
+    if local_rank is not None and not 0 <= local_rank < (local_world or world):
+        name, of = (local_world_name, local_world) if local_world is not None else (world_name, world)
+        raise LaunchError(
+            f"{local_rank_name}={local_rank} is not a rank of {name}={of}; unset the one that is not the launcher's"
+        )
+    return Place(family.launcher, rank, world, local_rank, local_world, rank_name, world_name)
+
+
+def _one_number(names: tuple[str, ...], environment: Environment) -> tuple[int | None, str]:
+    """What these variables say, and the first that says it."""
+    said = [(_number(name, environment[name]), name) for name in names if environment.get(name, "") != ""]
+    for number, name in said[1:]:
+        if number != said[0][0]:
+            raise LaunchError(
+                f"{said[0][1]}={said[0][0]} and {name}={number} contradict; unset the one that is not the launcher's"
+            )
+    return said[0] if said else (None, "")
+
+
+def _number(name: str, text: str) -> int:
+    if not re.fullmatch(r"-?[0-9]+", text):
+        raise LaunchError(f"{name}={text!r} is not a number; unset it, or set it as the launcher does")
+    return int(text)
+
+
+def _local_world(family: _Family, environment: Environment) -> tuple[int | None, str]:
+    name = family.local_world[0]
+    if family.launcher != "Slurm":
+        return _one_number(family.local_world, environment)
+    # One number a node, such as "2(x3),1", of which ours is the one of this number.
+    counts = expand_counts(environment.get(name, ""))
+    node = environment.get("SLURM_NODEID", "")
+    is_known = node.isdecimal() and int(node) < len(counts)
+    return (counts[int(node)] if is_known else None), name
+
+
+def expand_counts(text: str) -> list[int]:
+    """The numbers of `2(x3),1`: 2, 2, 2, 1. None of what is written otherwise."""
+    counts: list[int] = []
+    for part in filter(None, text.split(",")):
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
+        if match is None:
+            return []
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _check_torchs(chosen: Place, environment: Environment) -> None:
+    """One of torchrun's variables that is set beside another launcher's must say the same: the other one is about to be set."""
+    for (name,), own, value in (
+        (_TORCHRUN.rank, chosen.rank_name, chosen.rank),
+        (_TORCHRUN.world, chosen.world_name, chosen.world),
+    ):
+        if environment.get(name, "") != "" and _number(name, environment[name]) != value:
+            raise LaunchError(
+                f"{name}={environment[name]} and {own}={value} contradict; unset {name}, or set both RANK and WORLD_SIZE"
+            )
+
+
+def expand(hosts: str) -> list[str]:
+    """The names in a list of hosts as Slurm writes it: `a[1-2,07],b` is a1, a2, a07, b."""
+    # At commas outside of brackets.
+    return [name for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts) for name in _expand_one(part)]
+
+
+def _expand_one(part: str) -> list[str]:
+    match = re.match(r"([^\[]*)\[([^\]]*)\](.*)", part)
+    if match is None:
+        return [part]
+    head, ranges, tail = match.groups()
+    names = []
+    for piece in ranges.split(","):
+        first, _, last = piece.partition("-")
+        numbers = [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+        names += [head + number + rest for number in numbers for rest in _expand_one(tail)]
+    return names

@@ -1,0 +1,340 @@
+"""`accl run`: which cores ranks get, what they see, and how all end when one does."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support import BACKEND
+from torch_accl_cli.run.hosts import Host, hosts_of
+from torch_accl_cli.run.layout import Core, numbers, ranges, share_out, topology
+
+pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+
+RUN = [sys.executable, "-m", "torch_accl_cli", "run"]
+TIMEOUT_S = 60
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+
+def cores(nodes: int, each: int, threads: int = 2) -> list[Core]:
+    """Cores whose second hardware threads are numbered after all first ones."""
+    count = nodes * each
+    return [
+        Core(node, node, number, tuple(node * each + number + count * thread for thread in range(threads)))
+        for node in range(nodes)
+        for number in range(each)
+    ]
+
+
+def test_cores_are_shared_out_whole_and_one_after_the_other():
+    seats = share_out(cores(1, 8), 3)
+    assert [seat.threads for seat in seats] == [(0, 1, 8, 9), (2, 3, 10, 11), (4, 5, 12, 13)]
+    assert [seat.cores for seat in seats] == [2, 2, 2] and {seat.nodes for seat in seats} == {(0,)}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_no_ranks_cores_span_two_nodes_where_they_can_be_dealt_evenly(ranks):
+    seats = share_out(cores(2, 8), ranks)
+    assert all(len(seat.nodes) == 1 and seat.cores == 16 // ranks for seat in seats)
+    assert len({thread for seat in seats for thread in seat.threads}) == 32
+
+
+def test_fewer_ranks_than_nodes_get_whole_nodes():
+    assert [seat.nodes for seat in share_out(cores(4, 4), 2)] == [(0, 1), (2, 3)]
+    assert [seat.cores for seat in share_out(cores(4, 4), 3)] == [5, 5, 5]
+
+
+def test_ranks_that_outnumber_the_cores_are_not_bound():
+    assert share_out(cores(1, 2), 3) == share_out([], 3)
+    assert {seat.threads for seat in share_out(cores(1, 2), 3)} == {()}
+
+
+def test_nodes_of_which_few_cores_are_allowed_take_no_more_ranks_than_they_have():
+    lopsided = [*cores(2, 8)[:1], *cores(2, 8)[8:]]
+    seats = share_out(lopsided, 4)
+    assert [seat.cores for seat in seats] == [2] * 4
+    assert len({thread for seat in seats for thread in seat.threads}) == 16
+
+
+def test_the_topology_is_the_systems(tmp_path):
+    for cpu, (package, core) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1), (0, 0), (0, 1), (1, 0), (1, 1)]):
+        folder = tmp_path / f"cpu/cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(f"{package}\n")
+        (folder / "core_id").write_text(f"{core}\n")
+    for node, cpus in enumerate(["0-1,4-5", "2-3,6-7"]):
+        (tmp_path / f"node/node{node}").mkdir(parents=True)
+        (tmp_path / f"node/node{node}/cpulist").write_text(cpus + "\n")
+    assert topology([0, 4, 1, 2, 3, 7], tmp_path) == [
+        Core(0, 0, 0, (0, 4)),
+        Core(0, 0, 1, (1,)),
+        Core(1, 1, 0, (2,)),
+        Core(1, 1, 1, (3, 7)),
+    ]
+    # A system that says nothing: each thread is a core.
+    assert [core.threads for core in topology([3, 1], tmp_path / "nothing")] == [(1,), (3,)]
+
+
+def test_lists_of_cores_are_read_and_written_as_the_system_writes_them():
+    assert numbers("0-3,8") == [0, 1, 2, 3, 8] and numbers("") == []
+    assert ranges([8, 0, 1, 3, 2]) == "0-3,8" and ranges([]) == ""
+    with pytest.raises(ValueError, match="'1-' is not a number"):
+        numbers("0,1-")
+
+
+def test_hosts_have_numbers_of_their_own_or_the_common_one():
+    assert hosts_of("a,b:4, [fd00::1]:2,[fd00::2]", 3) == [
+        Host("a", 3),
+        Host("b", 4),
+        Host("[fd00::1]", 2),
+        Host("[fd00::2]", 3),
+    ]
+    for wrong in ("a,", "a:", "a:0", "a:x"):
+        with pytest.raises(ValueError, match="is no host"):
+            hosts_of(wrong, 2)
+
+
+def run(*arguments, cwd, env=None, timeout=TIMEOUT_S):
+    environment = {key: value for key, value in os.environ.items() if key not in (*VARIABLES, "OMP_NUM_THREADS")}
+    return subprocess.run(
+        [*RUN, *map(str, arguments)],
+        cwd=cwd,
+        env=environment | (env or {}),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+# In one write: those of several ranks go to one pipe.
+SAY = """import os, signal, sys, time
+def say(*what):
+    os.write(1, (" ".join(map(str, what)) + "\\n").encode())
+"""
+
+
+def script(folder: Path, text: str) -> str:
+    (folder / "script.py").write_text(SAY + text)
+    return "script.py"
+
+
+SHOW = f"say(*[os.environ[name] for name in {VARIABLES}], os.environ['MASTER_ADDR'], sys.argv[1:])"
+
+
+def test_ranks_see_what_torchrun_would_tell_them(tmp_path):
+    ended = run("-n", 2, script(tmp_path, SHOW), "--lr", "0.1", "-n", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == [f"{r} 2 {r} 2 0 127.0.0.1 ['--lr', '0.1', '-n']" for r in range(2)]
+
+
+def test_ranks_run_where_the_layout_says(tmp_path):
+    code = "say(os.environ['RANK'], ','.join(map(str, sorted(os.sched_getaffinity(0)))), os.environ.get('OMP_NUM_THREADS'))"
+    wanted = share_out(topology(os.sched_getaffinity(0)), 1)
+    ended = run("-n", 1, script(tmp_path, code), cwd=tmp_path)
+    assert ended.stdout.split() == ["0", ",".join(map(str, wanted[0].threads)), str(wanted[0].cores)], ended.stderr
+    assert f"CPUs {ranges(wanted[0].threads)}" in ended.stderr
+    many = len(os.sched_getaffinity(0)) + 1
+    ended = run("-n", many, script(tmp_path, code), cwd=tmp_path)
+    everywhere = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    assert sorted(ended.stdout.splitlines()) == [f"{rank} {everywhere} None" for rank in range(many)]
+    assert ended.stderr.count("not bound") == many
+    ended = run("-n", 1, "--no-bind", "--quiet", script(tmp_path, code), cwd=tmp_path, env={"OMP_NUM_THREADS": "7"})
+    assert (ended.stdout.split(), ended.stderr) == (["0", everywhere, "7"], "")
+
+
+@pytest.mark.parametrize("how", ["exit", "signal"])
+def test_a_rank_that_fails_ends_the_others_and_is_named(how, tmp_path):
+    end = {"exit": "sys.exit(7)", "signal": "os.kill(os.getpid(), signal.SIGKILL)"}[how]
+    code = f"""
+if os.environ["RANK"] == "1":
+    time.sleep(0.5)
+    {end}
+time.sleep(60)
+"""
+    start = time.monotonic()
+    ended = run("-n", 3, script(tmp_path, code), cwd=tmp_path)
+    assert time.monotonic() - start < 30
+    assert ended.returncode == {"exit": 7, "signal": 137}[how]
+    said = {"exit": "ended with exit status 7", "signal": "was killed by SIGKILL"}[how]
+    failures = [line for line in ended.stderr.splitlines() if "the other ranks are ended" in line]
+    assert len(failures) == 1 and "rank 1 " in failures[0] and said in failures[0]
+
+
+def test_ranks_that_do_not_end_when_asked_are_killed_with_what_they_have_started(tmp_path):
+    code = """
+import subprocess
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"])
+open("child" + os.environ["RANK"], "w").write(str(child.pid))
+if os.environ["RANK"] == "1":
+    while not all(os.path.exists(f"child{rank}") and open(f"child{rank}").read() for rank in range(2)):
+        time.sleep(0.01)
+    os._exit(1)
+time.sleep(60)
+"""
+    start = time.monotonic()
+    ended = run("-n", 2, "--grace", 0.5, script(tmp_path, code), cwd=tmp_path)
+    assert ended.returncode == 1 and time.monotonic() - start < 30
+    assert not any(is_alive(int((tmp_path / f"child{rank}").read_text())) for rank in range(2))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+WAITING = """
+open("here" + os.environ["RANK"], "w").write(str(os.getpid()))
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    say("interrupted")
+"""
+
+
+def begin(tmp_path, *more):
+    process = subprocess.Popen(
+        ["env", "--default-signal=INT", *RUN, "-n", "2", *more, script(tmp_path, WAITING)],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + 20
+    while not all((tmp_path / f"here{rank}").exists() and (tmp_path / f"here{rank}").read_text() for rank in range(2)):
+        assert time.monotonic() < end and process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    return process, [int((tmp_path / f"here{rank}").read_text()) for rank in range(2)]
+
+
+def test_an_interrupt_reaches_every_rank_once(tmp_path):
+    process, _ = begin(tmp_path)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and out.count("interrupted") == 2
+    assert "Traceback" not in err and "the other ranks" not in err
+
+
+def test_ranks_die_with_who_started_them(tmp_path):
+    process, ranks = begin(tmp_path)
+    process.kill()
+    process.communicate(timeout=30)
+    end = time.monotonic() + 10
+    while any(map(is_alive, ranks)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+FAKE_SSH = """#!/bin/sh
+# Runs on this host what it is asked to run on another one; "nowhere" is a host that is not there.
+host=$1
+shift
+echo "$host" >>hosts
+if [ "$host" = nowhere ]; then
+  echo "ssh: Could not resolve hostname nowhere: Name or service not known" >&2
+  exit 255
+fi
+echo "Welcome to $host"
+[ "$host" = cut ] && (sleep 3; kill -9 $$) &
+eval "$@"
+"""
+
+
+@pytest.fixture
+def ssh(tmp_path):
+    path = tmp_path / "ssh"
+    path.write_text(FAKE_SSH)
+    path.chmod(0o755)
+    return path
+
+
+def test_hosts_are_reached_by_ssh_and_their_lines_have_the_rank(tmp_path, ssh):
+    code = (
+        "say('of', os.environ['ACCL_SEGMENT_BYTES'], os.environ.get('OTHER')); print('to stderr', file=sys.stderr)\n"
+        + SHOW
+    )
+    env = {"ACCL_SEGMENT_BYTES": "65536", "OTHER": "one", "UNSEEN": "x"}
+    ended = run(
+        "-n", 1, "--hosts", "a,b:2", "--ssh", ssh, "--env", "OTHER", script(tmp_path, code), cwd=tmp_path, env=env
+    )
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    for rank, local, local_world, host in [(0, 0, 1, 0), (1, 0, 2, 1), (2, 1, 2, 1)]:
+        assert f"[{rank}] of 65536 one" in lines and f"[{rank}] to stderr" in ended.stderr.splitlines()
+        assert f"[{rank}] {rank} 3 {local} {local_world} {host} a []" in lines
+    assert sorted((tmp_path / "hosts").read_text().split()) == ["a", "b"]
+    assert "rank 2 on b: process" in ended.stderr
+
+
+def test_a_host_that_is_not_there_is_named_and_nothing_runs(tmp_path, ssh):
+    ended = run("--hosts", "a,nowhere", "--ssh", ssh, script(tmp_path, "open('ran', 'w')"), cwd=tmp_path)
+    assert ended.returncode == 1 and not (tmp_path / "ran").exists()
+    assert "accl run: nowhere: ssh: Could not resolve hostname nowhere" in ended.stderr
+
+
+def test_a_failure_on_one_host_ends_the_ranks_of_the_others(tmp_path, ssh):
+    code = "time.sleep(60 if os.environ['RANK'] == '0' else 0.3); sys.exit(5)"
+    start = time.monotonic()
+    ended = run("-n", 1, "--hosts", "a,b", "--ssh", ssh, script(tmp_path, code), cwd=tmp_path)
+    assert ended.returncode == 5 and time.monotonic() - start < 30
+    assert "rank 1 on b" in ended.stderr and "ended with exit status 5" in ended.stderr
+
+
+def test_a_connection_that_is_cut_ends_all_ranks(tmp_path, ssh):
+    start = time.monotonic()
+    ended = run("-n", 1, "--hosts", "a,cut", "--ssh", ssh, script(tmp_path, WAITING), cwd=tmp_path)
+    assert ended.returncode != 0 and time.monotonic() - start < 40
+    for rank in range(2):
+        assert not is_alive(int((tmp_path / f"here{rank}").read_text()))
+
+
+def test_an_interrupt_ends_ranks_on_hosts(tmp_path, ssh):
+    process, ranks = begin(tmp_path, "--hosts", "a:1,b:1", "--ssh", str(ssh))
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert not any(map(is_alive, ranks))
+
+
+def test_a_module_and_a_program_can_be_run(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text("import os; print('module', os.environ['RANK'])")
+    ended = run("-n", 1, "-m", "package.train", cwd=tmp_path)
+    assert ended.stdout == "module 0\n", ended.stderr
+    ended = run("-n", 1, "--no-python", "sh", "-c", "echo program $RANK", cwd=tmp_path)
+    assert ended.stdout == "program 0\n", ended.stderr
+
+
+def test_the_port_is_free_for_rank_0s_store(tmp_path):
+    code = """
+import socket
+if os.environ["RANK"] == "0":
+    with socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))):
+        print("served")
+"""
+    ended = run("-n", 2, script(tmp_path, code), cwd=tmp_path)
+    assert ended.stdout == "served\n", ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "status"),
+    [
+        ([], "a script is missing", 2),
+        (["nowhere.py"], "nowhere.py: there is no such script", 2),
+        (["-n", "0", "x.py"], "-n: there cannot be 0 ranks", 2),
+        (["--master-port", "70000", "x.py"], "--master-port: 70000 is not a port", 2),
+        (["--grace", "-1", "x.py"], "--grace: -1 is not a number of seconds", 2),
+        (["--hosts", "a,,b", "x.py"], "--hosts: '' is no host", 2),
+        (["--env", "NOT_THERE", "-m", "x"], "--env: NOT_THERE is not set here", 2),
+        (["--no-python", "./nothing"], "./nothing cannot be started: No such file", 127),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_sentence(arguments, said, status, tmp_path):
+    ended = run(*arguments, cwd=tmp_path)
+    assert ended.returncode == status and said in ended.stderr and ended.stdout == ""
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr

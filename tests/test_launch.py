@@ -1,0 +1,430 @@
+"""One script under every launcher: ranks from what it says, and a meeting without an address.
+
+`launchers/` has what launchers set, recorded from each; where one is installed, it is run as well.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from support import BACKEND
+from support.scripts import free_port, run_script
+from torch_accl_launch import LaunchError, Place, jobs, meeting, place, places
+
+pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+
+RECORDINGS = {
+    path.stem: json.loads(path.read_text())["ranks"] for path in (Path(__file__).parent / "launchers").glob("*.json")
+}
+
+# Launcher, local rank and local world of ranks 0, 1 and 2; what starts no ranks has none.
+ON_ONE_HOST = [(0, 3), (1, 3), (2, 3)]
+EXPECTED = {
+    "intel": ("PMI", ON_ONE_HOST),
+    "mpich": ("PMI", ON_ONE_HOST),
+    "mpich_in_salloc": ("PMI", ON_ONE_HOST),
+    # Its hosts take turns.
+    "mpich_two_hosts": ("PMI", [(0, 2), (0, 1), (1, 2)]),
+    "openmpi": ("Open MPI", ON_ONE_HOST),
+    "openmpi_in_salloc": ("Open MPI", ON_ONE_HOST),
+    "openmpi_two_hosts": ("Open MPI", [(0, 2), (1, 2), (0, 1)]),
+    "salloc": None,
+    "sbatch": None,
+    "srun_one_node": ("Slurm", ON_ONE_HOST),
+    "srun_pmi2": ("PMI", [(0, 2), (1, 2), (0, 1)]),
+    "srun_pmix": ("Slurm", ON_ONE_HOST),
+    "srun_two_nodes": ("Slurm", [(0, 2), (1, 2), (0, 1)]),
+    "torchrun": ("torchrun", ON_ONE_HOST),
+    "torchrun_in_srun": ("torchrun", ON_ONE_HOST),
+}
+
+
+def seat(found: Place) -> tuple:
+    return found.launcher, found.rank, found.world, (found.local_rank, found.local_world)
+
+
+@pytest.mark.parametrize("name", sorted(RECORDINGS))
+def test_a_recorded_environment_gives_each_rank_its_place(name):
+    found = [place(environment) for environment in RECORDINGS[name]]
+    if EXPECTED[name] is None:
+        assert found == [None] * len(found)
+        return
+    launcher, local = EXPECTED[name]
+    assert [seat(one) for one in found] == [(launcher, rank, 3, local[rank]) for rank in range(3)]
+    assert all(one.is_on_one_host == (local == ON_ONE_HOST) for one in found)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, expected in EXPECTED.items() if expected))
+def test_copies_of_a_launchers_rank_change_nothing(name):
+    for environment in RECORDINGS[name]:
+        before = place(environment)
+        copied = environment | {"RANK": str(before.rank), "WORLD_SIZE": str(before.world)}
+        assert seat(place(copied)) == seat(before)
+
+
+def test_a_job_has_one_name_for_its_ranks_and_another_one_for_the_next():
+    for name in ("openmpi", "srun_one_node", "srun_pmi2", "srun_pmix"):
+        assert len({jobs.job(environment) for environment in RECORDINGS[name]}) == 1
+    first, second = (RECORDINGS[name][0] for name in ("srun_one_node", "srun_two_nodes"))
+    assert jobs.job(first) != jobs.job(second)
+
+
+MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    {
+        "no_number": ({"PMI_RANK": "one", "PMI_SIZE": "2"}, ["PMI_RANK='one' is not a number"]),
+        "beyond_the_world": ({"PMI_RANK": "2", "PMI_SIZE": "2"}, ["PMI_RANK=2", "PMI_SIZE=2"]),
+        "two_ranks": (MPI | {"PMIX_RANK": "0"}, ["OMPI_COMM_WORLD_RANK=1", "PMIX_RANK=0", "contradict"]),
+        "torchs_rank": (MPI | {"RANK": "0"}, ["RANK=0", "OMPI_COMM_WORLD_RANK=1", "contradict"]),
+        "torchs_world": (MPI | {"WORLD_SIZE": "4"}, ["WORLD_SIZE=4", "OMPI_COMM_WORLD_SIZE=2", "contradict"]),
+        "local_rank": (MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, ["LOCAL_RANK=1"]),
+        "local_world": (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, ["OMPI_COMM_WORLD_LOCAL_SIZE=3", "SIZE=2"]),
+    }.values(),
+    ids=lambda value: "" if isinstance(value, dict) else None,
+)
+def test_what_contradicts_within_a_family_is_named(environment, said):
+    with pytest.raises(LaunchError) as raised:
+        place(environment)
+    text = str(raised.value)
+    assert all(part in text for part in said) and "set" in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"RANK": "0"},
+        {"WORLD_SIZE": "2"},
+        {"PMI_RANK": "0"},
+        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "x"},
+        # A shell of salloc that is a step of its own, and a batch script's.
+        STEP | {"SLURM_STEP_ID": str(0xFFFFFFFA)},
+        STEP | {"SLURM_STEP_ID": str(0xFFFFFFFB)},
+        STEP | {"SLURM_STEP_ID": ""},
+    ],
+    ids=str,
+)
+def test_half_a_family_is_no_launcher(environment):
+    assert place(environment) is None
+
+
+def test_another_familys_numbers_contradict_nothing():
+    assert seat(place(STEP | MPI)) == ("Open MPI", 1, 2, (None, None))
+    assert seat(place(STEP | MPI | {"RANK": "3", "WORLD_SIZE": "5"})) == ("torchrun", 3, 5, (None, None))
+
+
+def test_lists_of_hosts_and_counts_are_read_as_slurm_writes_them():
+    assert places.expand("a1") == ["a1"]
+    assert places.expand("a[1-3,07],b,c[09-11]-x") == ["a1", "a2", "a3", "a07", "b", "c09-x", "c10-x", "c11-x"]
+    assert places.expand("r[1-2]n[1,3]") == ["r1n1", "r1n3", "r2n1", "r2n3"]
+    assert places.expand("") == []
+    assert places.expand_counts("2(x3),1") == [2, 2, 2, 1]
+    assert places.expand_counts("4") == [4] and places.expand_counts("2(y)") == []
+
+
+SUM = """
+import os, torch, torch_accl
+import torch.distributed as dist
+for _ in range(2):
+    dist.init_process_group("accl")
+    tensor = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+print(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE"), tensor.item())
+print("MASTER_ADDR", os.environ.get("MASTER_ADDR") or None)
+"""
+NOT_TORCHRUNS = {
+    "RANK": "",
+    "WORLD_SIZE": "",
+    "LOCAL_RANK": "",
+    "LOCAL_WORLD_SIZE": "",
+    "MASTER_ADDR": "",
+    "MASTER_PORT": "",
+}
+
+
+def by_name(environments: list[dict[str, str]], **others: str) -> dict[str, list[str]]:
+    """What `run_script` takes: a list of values for each name."""
+    names = set().union(NOT_TORCHRUNS, *environments, others)
+    whole = [NOT_TORCHRUNS | environment | others for environment in environments]
+    return {name: [one.get(name, "") for one in whole] for name in names}
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        name
+        for name, expected in EXPECTED.items()
+        if expected and expected[1] == ON_ONE_HOST and "torchrun" not in name
+    ),
+)
+def test_ranks_of_one_host_meet_without_an_address_again_and_again(name):
+    ranks = run_script(SUM, 3, env=by_name(RECORDINGS[name]))
+    assert [rank.exitcode for rank in ranks] == [0] * 3, "\n".join(rank.stderr for rank in ranks)
+    for number, rank in enumerate(ranks):
+        assert rank.stdout.split("\n")[:2] == [f"{number} 3 {number} 3 6.0", "MASTER_ADDR None"]
+
+
+@pytest.mark.parametrize("name", ["srun_two_nodes", "srun_pmi2"])
+def test_ranks_of_a_step_on_several_nodes_meet_on_its_first(name):
+    # Names of nodes that this machine knows.
+    ranks = run_script(SUM, 3, env=by_name(RECORDINGS[name], SLURM_STEP_NODELIST="localhost,a2"))
+    assert [rank.exitcode for rank in ranks] == [0] * 3, "\n".join(rank.stderr for rank in ranks)
+    assert [rank.stdout.split("\n")[0].split()[-1] for rank in ranks] == ["6.0"] * 3
+
+
+REFUSED = """
+import torch_accl, sys
+import torch.distributed as dist
+from datetime import timedelta
+try:
+    dist.init_process_group("accl", timeout=timedelta(seconds={seconds}){more})
+except Exception as error:
+    print(type(error).__name__, isinstance(error, ValueError), error, file=sys.stderr)
+    sys.exit(3)
+"""
+
+
+def refusal(environments: list[dict[str, str]], seconds: float = 20, more: str = "", **others: str) -> list[str]:
+    """What ranks that are refused say."""
+    code = REFUSED.format(seconds=seconds, more=more and f", {more}")
+    ranks = run_script(code, len(environments), env=by_name(environments, **others))
+    assert [rank.exitcode for rank in ranks] == [3] * len(ranks), "\n".join(rank.stdout + rank.stderr for rank in ranks)
+    return [rank.stderr.strip().splitlines()[-1] for rank in ranks]
+
+
+@pytest.mark.parametrize("name", ["mpich_two_hosts", "openmpi_two_hosts"])
+def test_ranks_on_several_hosts_that_no_launcher_names_are_asked_for_an_address(name):
+    for text in refusal(RECORDINGS[name]):
+        assert text.startswith("LaunchError True") and "set MASTER_ADDR to the host of rank 0 and MASTER_PORT" in text
+        assert ("Open MPI" in text) == ("openmpi" in name)
+
+
+def test_a_rank_or_a_world_that_was_given_and_is_not_the_launchers_is_named():
+    (text,) = refusal([MPI], more="rank=0, world_size=2")
+    assert "rank=0" in text and "RANK is 1" in text
+    (text,) = refusal([MPI], more="rank=1, world_size=3")
+    assert "world_size=3" in text and "SIZE is 2" in text
+
+
+def test_who_waits_for_a_rank_that_does_not_come_says_which_one():
+    alone = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": f"alone-{os.getpid()}"}
+    (text,) = refusal([MPI | alone | {"OMPI_COMM_WORLD_RANK": "0"}], seconds=1)
+    assert text.startswith("TimeoutError") and "rank 1 of 2 did not come" in text and "MASTER_ADDR" in text
+    (text,) = refusal([MPI | alone], seconds=1)
+    assert text.startswith("TimeoutError") and "rank 0 did not come" in text
+
+
+def test_an_occupied_port_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        (text,) = refusal([MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}], MASTER_PORT=port)
+    assert f"port {port}" in text and "MASTER_PORT" in text
+    (text,) = refusal([MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}], MASTER_PORT="many")
+    assert "MASTER_PORT='many' is not a port" in text
+
+
+def test_the_port_of_another_slurm_job_is_refused():
+    from torch._C._distributed_c10d import TCPStore
+
+    port = free_port()
+    store = TCPStore("localhost", port, None, True, wait_for_workers=False)
+    store.set("torch_accl/job", "slurm-6.0/3")
+    (text,) = refusal([RECORDINGS["srun_two_nodes"][1]], SLURM_STEP_NODELIST="localhost,a2", MASTER_PORT=str(port))
+    assert "another job" in text and "slurm-6.0" in text and str(port) in text
+    (text,) = refusal([RECORDINGS["srun_two_nodes"][0]], SLURM_STEP_NODELIST="localhost,a2", MASTER_PORT=str(port))
+    assert f"rank 0 cannot listen on port {port}" in text
+
+
+def test_with_an_address_torchs_own_handler_serves_whatever_a_script_calls_its_ranks():
+    code = """
+import os, torch, torch_accl
+import torch.distributed as dist
+rank = int(os.environ["GIVEN"])
+dist.init_process_group("accl", rank=rank, world_size=2)
+tensor = torch.ones(1)
+dist.all_reduce(tensor)
+dist.destroy_process_group()
+print(tensor.item())
+"""
+    # As with mp.spawn in the one task of `srun -n 1`.
+    one = MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = run_script(code, 2, env=by_name([one | {"GIVEN": "0"}, one | {"GIVEN": "1"}], **address))
+    assert [rank.stdout.strip() for rank in ranks] == ["2.0"] * 2, "\n".join(rank.stderr for rank in ranks)
+
+
+def test_without_a_launcher_an_import_changes_nothing():
+    code = """
+import os
+import torch.distributed, importlib
+handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    del os.environ[name]
+before = dict(os.environ), dict(handlers)
+import torch_accl
+print((dict(os.environ), dict(handlers)) == before)
+"""
+    (rank,) = run_script(code, 1)
+    assert rank.stdout.strip() == "True", rank.stderr
+
+
+def test_a_meeting_survives_who_comes_with_nonsense_and_serves_each_rank_once():
+    job = f"test-{os.getpid()}"
+    given = [Place("PMI", rank, 3, rank, 3) for rank in range(3)]
+    deadline = time.monotonic() + 20
+    host = meeting.Meeting(given[0], job, 0, deadline)
+    with host.open() as listener:
+        for words in (b"", b"{}\n", b"[1]\n", b"nonsense\n", b'{"rank": "x", "world": 3}\n', b"half a li"):
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(listener.getsockname())
+                stranger.sendall(words)
+        with pytest.raises(LaunchError, match="rank 0, too"), meeting.Meeting(given[0], job, 0, deadline).open():
+            pass
+        told = []
+        others = [
+            threading.Thread(target=lambda at=at: told.append(meeting.Meeting(at, job, 0, deadline).ask()))
+            for at in given[1:]
+        ]
+        for other in others:
+            other.start()
+        host.tell(listener, 4711)
+        for other in others:
+            other.join()
+    assert told == [4711, 4711]
+
+
+def test_ranks_that_were_told_of_different_worlds_hear_of_it():
+    job = f"worlds-{os.getpid()}"
+    deadline = time.monotonic() + 20
+    host = meeting.Meeting(Place("PMI", 0, 3, 0, 3), job, 0, deadline)
+    heard = []
+
+    def ask():
+        with pytest.raises(LaunchError) as raised:
+            meeting.Meeting(Place("PMI", 1, 2, 1, 2), job, 0, deadline).ask()
+        heard.append(str(raised.value))
+
+    with host.open() as listener:
+        other = threading.Thread(target=ask)
+        other.start()
+        with pytest.raises(LaunchError, match="rank 1 was told of 2 ranks, and rank 0 of 3"):
+            host.tell(listener, 4711)
+        other.join()
+    assert "rank 1 was told of 2 ranks, and rank 0 of 3" in heard[0]
+
+
+# Each with what it needs to start three ranks of a machine with fewer cores.
+LAUNCHERS = {
+    "mpirun.mpich": ["mpirun.mpich", "-n", "3"],
+    "mpirun.openmpi": ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "3"],
+    "mpiexec.hydra": ["mpiexec.hydra", "-n", "3"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(LAUNCHERS))
+def test_a_script_runs_under_a_launcher_that_is_installed(name, tmp_path):
+    command = LAUNCHERS[name]
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SUM))
+    environment = {key: value for key, value in os.environ.items() if key not in NOT_TORCHRUNS}
+    ended = subprocess.run(
+        [*command, sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(line for line in ended.stdout.splitlines() if line[0].isdecimal()) == [
+        f"{r} 3 {r} 3 6.0" for r in range(3)
+    ]
+
+
+# A communicator whose one broadcast goes through a file.
+COMMUNICATOR = """
+import os, pickle, sys, time
+import torch, torch_accl
+import torch.distributed as dist
+
+class Comm:
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+    def Get_rank(self):
+        return self.rank
+    def Get_size(self):
+        return self.size
+    def bcast(self, obj, root=0):
+        path = os.environ["MAILBOX"]
+        if self.rank == root:
+            with open(path + ".draft", "wb") as file:
+                pickle.dump(obj, file)
+            os.rename(path + ".draft", path)
+            return obj
+        while not os.path.exists(path):
+            time.sleep(0.01)
+        with open(path, "rb") as file:
+            return pickle.load(file)
+
+comm = Comm(int(os.environ["GIVEN"]), 2)
+"""
+
+
+def test_ranks_of_a_communicator_make_a_group_whatever_the_launcher_says(tmp_path):
+    code = (
+        COMMUNICATOR
+        + """
+torch_accl.init_from_mpi(comm)
+tensor = torch.tensor([comm.rank + 1.0])
+dist.all_reduce(tensor)
+print(dist.get_rank(), dist.get_world_size(), dist.get_backend(), tensor.item())
+dist.destroy_process_group()
+"""
+    )
+    # Two of four ranks, the last ones: the first two are another program.
+    given = [
+        MPI | {"OMPI_COMM_WORLD_RANK": str(rank + 2), "OMPI_COMM_WORLD_SIZE": "4", "GIVEN": str(rank)}
+        for rank in range(2)
+    ]
+    ranks = run_script(code, 2, env=by_name(given, MAILBOX=str(tmp_path / "mailbox")))
+    assert [rank.stdout.strip() for rank in ranks] == ["0 2 accl 3.0", "1 2 accl 3.0"], "\n".join(
+        r.stderr for r in ranks
+    )
+
+
+def test_a_rank_that_reaches_no_address_of_rank_0_says_which_it_has_tried(tmp_path):
+    import pickle
+
+    (tmp_path / "mailbox").write_bytes(pickle.dumps((["127.0.0.1", "::1"], free_port(), "token")))
+    code = (
+        COMMUNICATOR
+        + """
+from datetime import timedelta
+try:
+    torch_accl.init_from_mpi(comm, timeout=timedelta(seconds=5))
+except dist.DistNetworkError as error:
+    print(error)
+"""
+    )
+    (rank,) = run_script(code, 1, env={"GIVEN": "1", "MAILBOX": str(tmp_path / "mailbox")})
+    assert "rank 1 reaches rank 0 at none of its addresses" in rank.stdout, rank.stderr
+    assert "127.0.0.1: " in rank.stdout and "::1: " in rank.stdout and "MASTER_ADDR" in rank.stdout
+
+
+def test_what_is_no_communicator_or_follows_from_one_is_refused():
+    import torch_accl
+
+    with pytest.raises(TypeError, match="expected a communicator of mpi4py, and not int"):
+        torch_accl.init_from_mpi(3)
+    with pytest.raises(TypeError, match="world_size= follows from the communicator"):
+        torch_accl.init_from_mpi(None, world_size=2)
