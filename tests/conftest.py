@@ -17,7 +17,7 @@ import pytest
 
 pytest.register_assert_rewrite("support")
 
-from support import gaps, runner, scripts
+from support import gaps, runner, scripts, sharing
 
 collect_ignore = ["peers"]
 
@@ -26,6 +26,8 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "large: needs several GiB of memory; skipped with the reason where there is less"
     )
+    if directory := os.environ.get("ACCL_TEST_SHARED"):
+        config.pluginmanager.register(sharing.Sharing(directory))
 
 
 def pytest_report_header():
