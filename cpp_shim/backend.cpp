@@ -1,6 +1,8 @@
 // The overrides of c10d::Backend.
 #include "backend.h"
 
+#include <numeric>
+
 #include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -37,6 +39,11 @@ Call call_of(const std::string& collective, const Tensors& inputs, const Tensors
   return call;
 }
 
+int64_t elements_of(at::TensorList tensors) {
+  return std::accumulate(tensors.begin(), tensors.end(), int64_t{0},
+                         [](int64_t sum, const at::Tensor& tensor) { return sum + tensor.numel(); });
+}
+
 bool same_counts(const Tensors& tensors) {
   return std::all_of(tensors.begin(), tensors.end(),
                      [&](const at::Tensor& tensor) { return tensor.numel() == tensors[0].numel(); });
@@ -49,8 +56,13 @@ bool same_counts(const Tensors& tensors) {
 c10::intrusive_ptr<AcclWork> AcclBackend::make_work(const Event& event, const Results& results) const {
   // The shapes are only for the profiler, and copying a list of tensors is not free.
   std::optional<Tensors> profiled;
-  if (at::hasCallbacks()) profiled = event.shapes.vec();
-  auto work = c10::make_intrusive<AcclWork>(rank_, event.type, event.title, profiled, in_flight_, results.outputs());
+  int64_t elements = 0;
+  if (at::hasCallbacks()) {
+    profiled = event.shapes.vec();
+    elements = elements_of(event.shapes);
+  }
+  auto work = c10::make_intrusive<AcclWork>(rank_, event.type, event.title, profiled, in_flight_, results.outputs(), names_,
+                                            elements);
   work->entry()->timeout = options_->timeout;
   work->entry()->kept = event.kept.vec();
   return work;
@@ -62,14 +74,21 @@ bool AcclBackend::wants_work(bool async_op) const {
 }
 
 c10::intrusive_ptr<Recorded> AcclBackend::record(const Event& event) const {
-  if (!at::hasCallbacks()) return {};
+  if (!at::hasCallbacks() || names_.has_synchronous_calls()) return {};
   return c10::make_intrusive<Recorded>(rank_, event.type, event.title, event.shapes.vec());
+}
+
+void AcclBackend::record_call(const Event& event, Span& span) const {
+  if (!at::hasCallbacks() || !names_.has_synchronous_calls()) return;
+  span.begin([&] { return names_.call(event.title); }, event.shapes);
 }
 
 AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Results& results, bool async_op) {
   if (!wants_work(async_op)) {
     return complete(event, call.args.timeout_ms, [&] { call_without_gil(*group_->group, call.finish()); });
   }
+  Span making;
+  record_call(event, making);
   auto work = make_work(event, results);
   auto& entry = work->entry();
   if (in_flight_->is_extended()) call.args.timeout_ms = extended_ms(call.args.timeout_ms, entry->key);
@@ -82,6 +101,9 @@ AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Resu
 template <class Blocking>
 AcclBackend::WorkPtr AcclBackend::complete(const Event& event, int64_t& timeout_ms, Blocking blocking) {
   const auto recorded = record(event);
+  Span making, waiting;
+  record_call(event, making);
+  if (at::hasCallbacks()) waiting.begin([&] { return names_.wait(event.title, elements_of(event.shapes)); });
   std::optional<uint64_t> key;
   if (in_flight_->is_extended()) timeout_ms = extended_ms(timeout_ms, key.emplace(in_flight_->next_key()));
   try {
@@ -502,6 +524,9 @@ AcclBackend::AcclBackend(const bridge::Runtime* runtime, const AcclBackend* besi
     throw_python_error_if_set();
     throw_status(status);
   }
+  const auto names = bridge::group_profile_names(*group_->group);
+  throw_unless_ok(names.status);
+  names_ = ProfileNames(static_cast<ProfileNames::Style>(names.value));
   init();
 }
 

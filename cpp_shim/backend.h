@@ -135,8 +135,10 @@ class AcclBackend : public c10d::Backend {
   // than a small call.
   WorkPtr run(Call& call, const Event& event, const Results& results, bool async_op);
   bool wants_work(bool async_op) const;
-  // Null while nobody profiles.
+  // Null while nobody profiles, and where events of calls are synchronous.
   c10::intrusive_ptr<Recorded> record(const Event& event) const;
+  // The synchronous event of making a call, which ends with `span`; in some styles of names there is none.
+  void record_call(const Event& event, Span& span) const;
   c10::intrusive_ptr<AcclWork> make_work(const Event& event, const Results& results) const;
   // Its own timeout and what it gets on top, for a call with this key.
   int64_t extended_ms(int64_t timeout_ms, uint64_t key) const;
@@ -156,6 +158,7 @@ class AcclBackend : public c10d::Backend {
 
   c10::intrusive_ptr<AcclOptions> options_;
   std::shared_ptr<GroupHandle> group_ = std::make_shared<GroupHandle>();
+  ProfileNames names_;
   std::shared_ptr<InFlight> in_flight_ = std::make_shared<InFlight>();
 };
 

@@ -11,8 +11,13 @@ namespace accl {
 using bridge::Outcome;
 
 AcclWork::AcclWork(int rank, c10d::OpType type, const char* title, const std::optional<Tensors>& profiled,
-                   std::shared_ptr<InFlight> home, Outputs outputs)
-    : Work(rank, type, title, profiled), home_(std::move(home)), entry_(std::make_shared<WorkEntry>()) {
+                   std::shared_ptr<InFlight> home, Outputs outputs, ProfileNames names, int64_t elements)
+    : Work(rank, type, names.asynchronous(title), profiled),
+      home_(std::move(home)),
+      entry_(std::make_shared<WorkEntry>()),
+      title_(title),
+      names_(names),
+      elements_(elements) {
   entry_->outputs = std::move(outputs);
   entry_->key = home_->next_key();
   // The entry outlives a handle that was dropped, and its event must be closed all the same.
@@ -66,6 +71,8 @@ static void forget(c10d::Work& work) {
 
 bool AcclWork::wait(std::chrono::milliseconds timeout) {
   using Clock = std::chrono::steady_clock;
+  Span waiting;
+  if (at::hasCallbacks()) waiting.begin([this] { return names_.wait(title_, elements_); });
   if (!entry_->completed()) {
     const auto begun = timeout == kNoTimeout ? Clock::time_point() : Clock::now();
     const auto waited = wait_without_gil(*entry_->ticket, timeout);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "in_flight.h"
+#include "profile.h"
 #include "torch_compat.h"
 #include "waits.h"
 
@@ -14,8 +15,9 @@ namespace accl {
 
 class AcclWork : public c10d::Work {
  public:
+  // `names` and `elements` are for the events of its waits.
   AcclWork(int rank, c10d::OpType type, const char* title, const std::optional<Tensors>& profiled,
-           std::shared_ptr<InFlight> home, Outputs outputs);
+           std::shared_ptr<InFlight> home, Outputs outputs, ProfileNames names, int64_t elements);
   ~AcclWork() override;
 
   bool isCompleted() override;
@@ -39,6 +41,9 @@ class AcclWork : public c10d::Work {
  private:
   std::shared_ptr<InFlight> home_;
   std::shared_ptr<WorkEntry> entry_;
+  const char* title_;
+  ProfileNames names_;
+  int64_t elements_;
 };
 
 // Several works as one: what `endCoalescing` returns.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from support import BACKEND, on_ranks
+from support import BACKEND, init_group, on_ranks
 
 
 def calls(rank, world):
@@ -75,3 +75,60 @@ def test_a_name_given_with_record_comm_replaces_the_title(rank, world):
         with dist.record_comm("gradients of layer 3"):
             dist.all_reduce(torch.ones(3))
     assert any("gradients of layer 3" in event.name for event in profile.function_events)
+
+
+@on_ranks(1, 2)
+@pytest.mark.skipif(BACKEND != "accl", reason="gloo has no events of waits")
+@pytest.mark.parametrize("title", list(calls(0, 1)))
+def test_a_blocking_call_has_a_synchronous_event_of_its_wait(rank, world, title):
+    call = calls(rank, world)[title]
+    with torch.autograd.profiler.profile() as profile:
+        call()
+    (whole,) = [event for event in profile.function_events if event.name == f"accl:{title}"]
+    (wait,) = [event for event in profile.function_events if event.name == f"accl:wait:{title}"]
+    assert not wait.is_async and wait.self_cpu_time_total > 0
+    assert whole.time_range.start <= wait.time_range.start and wait.time_range.end <= whole.time_range.end
+
+
+@on_ranks(2)
+@pytest.mark.skipif(BACKEND != "accl", reason="gloo has no events of waits")
+def test_each_wait_for_an_asynchronous_call_is_an_event(rank, world):
+    with torch.autograd.profiler.profile() as profile:
+        work = dist.all_reduce(torch.ones(1000), async_op=True)
+        work.wait()
+        work.wait()
+    names = [event.name for event in profile.function_events]
+    assert (names.count("accl:all_reduce"), names.count("accl:wait:all_reduce")) == (1, 2)
+    assert "accl:wait:all_reduce" in profile.key_averages().table(sort_by="self_cpu_time_total")
+
+
+# What torch-ccl's users look for, by the style of names.
+STYLES = {
+    "ccl": ("oneccl_bindings_for_pytorch::allreduce", "oneccl_bindings_for_pytorch::wait::cpu::allreduce"),
+    "pg": ("pg::allreduce", "pg::wait::allreduce::sz:16"),
+}
+
+
+@on_ranks(2, fresh=True, init=False)
+@pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+@pytest.mark.parametrize("style", sorted(STYLES))
+def test_events_can_have_the_names_of_torch_ccl(rank, world, style):
+    import os
+
+    os.environ["ACCL_PROFILE_NAMES"] = style
+    init_group()
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        dist.all_reduce(torch.ones(4, 4))
+        dist.all_reduce(torch.ones(4, 4), async_op=True).wait()
+        dist.all_to_all_single(torch.zeros(2), torch.ones(2))
+        dist.reduce_scatter_tensor(torch.zeros(1), torch.ones(2))
+    dist.destroy_process_group()
+    call, wait = STYLES[style]
+    events = [event for event in profile.function_events if event.name in STYLES[style]]
+    assert [event.name for event in events if not event.is_async].count(call) == 2
+    assert [event.name for event in events if not event.is_async].count(wait) == 2
+    assert [event.input_shapes for event in events if event.name == call] == [[[4, 4]]] * 2
+    prefix = call.removesuffix("allreduce")
+    others = {event.name for event in profile.function_events if event.name.startswith(prefix)}
+    assert {prefix + "alltoall", prefix + "reduce_scatter"} <= others
+    assert not any(event.name.startswith("accl:") for event in profile.function_events)

@@ -36,6 +36,7 @@ const SOURCES: &[&str] = &[
     "errors.cpp",
     "in_flight.cpp",
     "interpreter.cpp",
+    "profile.cpp",
     "view_bits.cpp",
     "waits.cpp",
     "work.cpp",

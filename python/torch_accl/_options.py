@@ -35,6 +35,7 @@ class Options(_native.BackendOptions):
         deterministic: whether the choice of algorithm depends on collective, size, dtype and world alone.
         calibration: where its constants come from: `"auto"`, `"off"` or the path of a file, with a `/`.
         timing: whether every call records its duration.
+        profile_names: how calls and waits are called in torch's profiler: `"accl"`, or as torch-ccl did `"ccl"` or `"pg"`.
         compression: a codec such as `"maxmin:4"` (`ACCL_CODEC`), for what `torch_accl.compression` sends and names none for.
         compressed_calls: `"hooks"`, or `"all"`, which compresses ordinary calls with `compression`, too. It has no variable.
         device: engine that does collectives of the default group: `"none"`, `"sim"`, `"emulator://host:5500"`, a card; sub-groups have none.
@@ -65,6 +66,7 @@ class Options(_native.BackendOptions):
         deterministic: bool | None = None,
         calibration: str | None = None,
         timing: bool | None = None,
+        profile_names: str | None = None,
         compression: str | None = None,
         compressed_calls: str | None = None,
         device: str | None = None,
@@ -95,6 +97,7 @@ class Options(_native.BackendOptions):
             "deterministic": deterministic,
             "calibration": calibration,
             "timing": timing,
+            "profile_names": profile_names,
             "compression": _codec(compression),
             "compressed_calls": compressed_calls,
             "device": device,

@@ -91,6 +91,14 @@ pub mod ffi {
         Bits16 = 24,
     }
 
+    /// `ProfileNames`.
+    #[repr(u8)]
+    enum ProfileNames {
+        Accl = 0,
+        Ccl = 1,
+        Pg = 2,
+    }
+
     /// How a wait ended.
     #[repr(u8)]
     enum Outcome {
@@ -221,6 +229,7 @@ pub mod ffi {
         fn group_set_timeout(group: &Group, timeout_ms: i64) -> Status;
         fn group_enable_timing(group: &Group) -> Status;
         fn group_first_error(group: &Group) -> Status;
+        fn group_profile_names(group: &Group) -> Numbered;
         fn group_describe(group: &Group) -> Described;
         fn group_snapshot(group: &Group) -> Described;
         fn group_algorithm(group: &Group, args: &CallArgs) -> Described;
@@ -275,8 +284,8 @@ pub mod ffi {
 
 use crate::group::{
     group_abort, group_call, group_conclude, group_connect_all, group_create, group_create_beside, group_describe,
-    group_enable_timing, group_first_error, group_monitored_barrier, group_next_seq, group_reserve, group_set_timeout,
-    group_shutdown, group_snapshot, group_spawn, group_submit,
+    group_enable_timing, group_first_error, group_monitored_barrier, group_next_seq, group_profile_names,
+    group_reserve, group_set_timeout, group_shutdown, group_snapshot, group_spawn, group_submit,
 };
 use crate::repeat::{collective_code, group_algorithm, group_repeat};
 use crate::ticket::{

@@ -1,8 +1,12 @@
 //! The bridge's enums must have the codes of `accl-types`; nothing else is here.
 
-use accl_types as types;
-
 use crate::bridge::ffi;
+
+/// Where ours are.
+mod types {
+    pub(super) use accl_types::config::ProfileNames;
+    pub(super) use accl_types::{Collective, Dtype, ErrorKind, ReduceOp};
+}
 
 macro_rules! same_codes {
     ($($bridged:ident = $ours:ident { $($variant:ident)* })*) => {
@@ -27,6 +31,7 @@ same_codes! {
     Collective = Collective {
         AllReduce ReduceScatter AllGather Broadcast Reduce Gather Scatter AllToAll Barrier Send Recv
     }
+    ProfileNames = ProfileNames { Accl Ccl Pg }
     ReduceOp = ReduceOp { Sum Avg Product Min Max Band Bor Bxor PremulSum }
     Dtype = Dtype {
         Bool U8 I8 U16 I16 U32 I32 U64 I64 F16 BF16 F32 F64 C32 C64 C128 F8E4M3Fn F8E5M2 F8E4M3FnUz F8E5M2FnUz

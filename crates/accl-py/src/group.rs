@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use accl_engine::{Blocks, Call, CallDesc, Engine, GroupSpec, Mode, Ran, TensorDesc, Waited as EngineWaited};
-use accl_types::config::Config;
+use accl_types::config::{Config, ProfileNames};
 use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, Rank, ReduceOp, Result};
 use cxx::UniquePtr;
 
@@ -61,10 +61,11 @@ impl Runtime {
 
     /// Makes a group in the process's engine. An engine that has made none binds nobody to its settings.
     fn create(&self, config: Config, args: &GroupArgs, store: &ffi::StoreRef) -> Result<Inner> {
+        let names = config.profile_names;
         let spec = spec_of(config, args)?;
         let engine = self.slot().engine_of_this_process(&spec.config, args.rank);
         let made = engine.create_group(spec, &TorchStore::new(store), &mut ffi::python_interrupted);
-        let made = made.map(|group| Inner { engine, group });
+        let made = made.map(|group| Inner { engine, group, names });
         let mut slot = self.slot();
         if let Ok(made) = &made {
             slot.has_made_groups = true;
@@ -96,6 +97,7 @@ pub struct Group(Option<Inner>);
 struct Inner {
     engine: Arc<Engine>,
     group: Arc<accl_engine::Group>,
+    names: ProfileNames,
 }
 
 impl Group {
@@ -131,9 +133,11 @@ bridged! {
     /// As [`group_create`], out of another group, in whose engine it is.
     fn group_create_beside(group: &mut Group, other: &Group, args: &GroupArgs, store: &ffi::StoreRef) -> Status {
         let engine = other.inner()?.engine.clone();
-        let spec = spec_of(config(args)?, args)?;
+        let config = config(args)?;
+        let names = config.profile_names;
+        let spec = spec_of(config, args)?;
         let made = engine.create_group_beside(spec, &TorchStore::new(store), &mut ffi::python_interrupted)?;
-        group.0 = Some(Inner { engine, group: made });
+        group.0 = Some(Inner { engine, group: made, names });
         Ok(Status::ok())
     }
 
@@ -218,6 +222,11 @@ bridged! {
     /// The cause that poisoned the group.
     fn group_first_error(group: &Group) -> Status {
         Ok(group.group()?.error().map_or_else(Status::ok, Status::from_error))
+    }
+
+    /// How its calls are called by the profiler, a code of `ProfileNames`.
+    fn group_profile_names(group: &Group) -> Numbered {
+        Ok(Numbered::of(group.inner()?.names as i64))
     }
 
     /// Name, rank, world and links of the group, one a line.

@@ -34,6 +34,7 @@ pub(crate) const BRIDGED: &[&str] = &[
     "group_set_timeout",
     "group_enable_timing",
     "group_first_error",
+    "group_profile_names",
     "group_describe",
     "group_snapshot",
     "group_algorithm",

@@ -83,6 +83,18 @@ pub enum WorkerCount {
     Auto,
 }
 
+/// How the profiler's events are called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum ProfileNames {
+    /// `accl:all_reduce`, and `accl:wait:all_reduce`.
+    Accl,
+    /// As those of torch-ccl.
+    Ccl,
+    /// As those of torch-ccl's predecessors.
+    Pg,
+}
+
 /// A collective that is done elsewhere than it would be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sidestep {
@@ -125,6 +137,8 @@ pub struct Config {
     pub calibration: Calibration,
     /// `ACCL_TIMING`: calls record their duration from the start.
     pub timing: bool,
+    /// `ACCL_PROFILE_NAMES`: how the profiler's events are called.
+    pub profile_names: ProfileNames,
     /// `ACCL_CODEC`: what compressed calls encode with where nothing else is said.
     pub codec: String,
     /// `ACCL_DEVICE`: what does collectives of the group of the whole job, if anything.
@@ -153,6 +167,7 @@ impl Default for Config {
             deterministic: false,
             calibration: Calibration::Auto,
             timing: false,
+            profile_names: ProfileNames::Accl,
             codec: String::new(),
             device: String::new(),
             sidestep: Vec::new(),
@@ -337,6 +352,7 @@ mod tests {
             ("ACCL_SEGMENT_BYTES", "16KiB"),
             ("ACCL_EAGER_BYTES", "0"),
             ("ACCL_TIMING", "1"),
+            ("ACCL_PROFILE_NAMES", "ccl"),
             ("ACCL_DEVICE", "emulator://h:5500?design=udp"),
             ("ACCL_SIDESTEP", "broadcast=host,all_to_all"),
         ] {
@@ -417,6 +433,7 @@ mod tests {
             ("compression", ""),
             ("compressed_calls", "most"),
             ("timing", "2"),
+            ("profile_names", "nccl"),
             ("device", "a device"),
             ("sidestep", "broadcast=card"),
         ];

@@ -1,6 +1,6 @@
 //! Parsers of setting values and their inverses. An error is a clause such as ` (out of range)`, or empty.
 
-use super::{AlgorithmRule, Calibration, IfnameFilter, LogLevel, Sidestep, WorkerCount};
+use super::{AlgorithmRule, Calibration, IfnameFilter, LogLevel, ProfileNames, Sidestep, WorkerCount};
 use crate::{Collective, nearest, parse_size, show_size};
 
 const LOG_LEVELS: &[(&str, LogLevel)] = &[
@@ -71,6 +71,23 @@ pub(super) fn show_log_level(level: LogLevel) -> &'static str {
         LogLevel::Info => "info",
         LogLevel::Debug => "debug",
         LogLevel::Trace => "trace",
+    }
+}
+
+pub(super) fn profile_names(text: &str) -> Result<ProfileNames, String> {
+    match text {
+        "accl" => Ok(ProfileNames::Accl),
+        "ccl" => Ok(ProfileNames::Ccl),
+        "pg" => Ok(ProfileNames::Pg),
+        _ => Err(String::new()),
+    }
+}
+
+pub(super) fn show_profile_names(names: ProfileNames) -> &'static str {
+    match names {
+        ProfileNames::Accl => "accl",
+        ProfileNames::Ccl => "ccl",
+        ProfileNames::Pg => "pg",
     }
 }
 

@@ -298,6 +298,17 @@ pub const ROWS: &[Row] = &[
         set: |c, v| parse::flag(v).map(|x| c.timing = x),
         show: |c| u8::from(c.timing).to_string(),
     },
+    Row {
+        name: "ACCL_PROFILE_NAMES",
+        option: "profile_names",
+        scope: Scope::Group,
+        agreed: false,
+        default: "accl",
+        accepted: Accepted::Words("accl, ccl or pg"),
+        effect: "How calls and waits are called in torch's profiler: `accl:all_reduce`, asynchronous, and `accl:wait:all_reduce`; with `ccl`, as torch-ccl called them, `oneccl_bindings_for_pytorch::allreduce` and `oneccl_bindings_for_pytorch::wait::cpu::allreduce`, both synchronous; with `pg`, `pg::allreduce` and, for one of 16 elements, `pg::wait::allreduce::sz:16`.",
+        set: |c, v| parse::profile_names(v).map(|x| c.profile_names = x),
+        show: |c| parse::show_profile_names(c.profile_names).to_owned(),
+    },
 ];
 
 /// Another name of a value of a setting, by which users of another project know it.

@@ -1,0 +1,60 @@
+// What torch's profiler sees of calls and of who waits for them.
+//
+// Owns the names of events, and those events that begin and end in one thread. The asynchronous event of a call is made by torch of its
+// work's title. Nothing here takes longer than a look where nobody profiles.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include <ATen/record_function.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "bridge_types.h"
+
+namespace accl {
+
+// How events are called, by the setting `profile_names`: `accl:all_reduce`, or as others called theirs. Theirs are all synchronous.
+class ProfileNames {
+ public:
+  using Style = bridge::ProfileNames;
+
+  explicit ProfileNames(Style style = Style::Accl) : style_(style) {}
+
+  // The title of a call's asynchronous event; null if it has none.
+  const char* asynchronous(const char* title) const { return style_ == Style::Accl ? title : nullptr; }
+
+  // The name of the synchronous event of making a call; titles are `accl:` and a collective.
+  std::string call(const char* title) const;
+
+  // The name of the event of waiting for a call of so many elements.
+  std::string wait(const char* title, int64_t elements) const;
+
+  bool has_synchronous_calls() const { return style_ != Style::Accl; }
+
+ private:
+  Style style_;
+};
+
+// A synchronous event of this thread, from here to the end of the scope.
+class Span {
+ public:
+  Span() = default;
+  Span(const Span&) = delete;
+  Span& operator=(const Span&) = delete;
+
+  // `name` is only asked while somebody profiles.
+  template <class Name>
+  void begin(Name name, at::TensorList shapes = {}) {
+    auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+    if (!callbacks.has_value()) return;
+    event_.emplace(std::move(*callbacks));
+    const std::vector<c10::IValue> inputs(shapes.begin(), shapes.end());
+    event_->before(std::string(name()), c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
+  }
+
+ private:
+  std::optional<at::RecordFunction> event_;
+};
+
+}  // namespace accl
