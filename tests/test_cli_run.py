@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import BACKEND
-from torch_accl_cli.run.hosts import Host, hosts_of
+from torch_accl_cli.run.hosts import Host, hosts_of, ssh_command
 from torch_accl_cli.run.layout import Core, numbers, ranges, share_out, topology
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
@@ -86,15 +87,20 @@ def test_lists_of_cores_are_read_and_written_as_the_system_writes_them():
 
 
 def test_hosts_have_numbers_of_their_own_or_the_common_one():
-    assert hosts_of("a,b:4, [fd00::1]:2,[fd00::2]", 3) == [
-        Host("a", 3),
-        Host("b", 4),
-        Host("[fd00::1]", 2),
-        Host("[fd00::2]", 3),
-    ]
-    for wrong in ("a,", "a:", "a:0", "a:x"):
+    found = hosts_of("a,me@b:4, [fd00::1]:2,me@[fd00::2]", 3)
+    assert found == [Host("a", 3), Host("me@b", 4), Host("fd00::1", 2), Host("me@fd00::2", 3)]
+    for wrong in ("a,", "a:", "a:0", "a:x", "fd00::1"):
         with pytest.raises(ValueError, match="is no host"):
             hosts_of(wrong, 2)
+    with pytest.raises(ValueError, match="a stands twice; give the number of its ranks as a:4"):
+        hosts_of("a,b,a", 2)
+
+
+def test_ssh_asks_for_nothing_whatever_port_it_is_given():
+    quiet = ["ssh", "-o", "BatchMode=yes"]
+    assert ssh_command("ssh -p 2222")[:3] == quiet and ssh_command("ssh -p 2222")[-2:] == ["-p", "2222"]
+    assert ssh_command(None)[:3] == quiet
+    assert ssh_command("./reach 'a b'") == ["./reach", "a b"]
 
 
 def run(*arguments, cwd, env=None, timeout=TIMEOUT_S):
@@ -197,10 +203,11 @@ except KeyboardInterrupt:
 """
 
 
-def begin(tmp_path, *more):
+def begin(tmp_path, *more, text=WAITING, before=()):
     process = subprocess.Popen(
-        ["env", "--default-signal=INT", *RUN, "-n", "2", *more, script(tmp_path, WAITING)],
+        ["env", "--default-signal=INT,HUP", *before, *RUN, "-n", "2", *more, script(tmp_path, text)],
         cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -240,8 +247,14 @@ if [ "$host" = nowhere ]; then
   exit 255
 fi
 echo "Welcome to $host"
+printf '\\033]0;a title\\007'
 [ "$host" = cut ] && (sleep 3; kill -9 $$) &
-eval "$@"
+case $host in
+dies) sh -c "$*" </dev/null ;;
+old) eval "$@" | sed -u 's/"version": "[^"]*"/"version": "0.0.1"/' ;;
+me@looped) SSH_CONNECTION="127.0.0.1 5 127.0.1.1 22" exec sh -c "$*" ;;
+*) eval "$@" ;;
+esac
 """
 
 
@@ -296,9 +309,132 @@ def test_a_connection_that_is_cut_ends_all_ranks(tmp_path, ssh):
 def test_an_interrupt_ends_ranks_on_hosts(tmp_path, ssh):
     process, ranks = begin(tmp_path, "--hosts", "a:1,b:1", "--ssh", str(ssh))
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 130, err
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out.count("interrupted")) == (130, 2), err
     assert not any(map(is_alive, ranks))
+
+
+def test_hosts_whose_agent_ends_before_it_has_started_anything_are_a_failure(tmp_path, ssh):
+    ended = run("-n", 1, "--hosts", "a,dies", "--ssh", ssh, script(tmp_path, "time.sleep(60)"), cwd=tmp_path)
+    assert ended.returncode == 1 and "the connection to dies ended, and with it rank 1" in ended.stderr
+
+
+def test_an_agent_that_somebody_ends_ends_all(tmp_path, ssh):
+    code = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+if os.environ["RANK"] == "1":
+    os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(60)
+"""
+    start = time.monotonic()
+    ended = run("-n", 1, "--hosts", "a,b", "--ssh", ssh, script(tmp_path, code), cwd=tmp_path)
+    assert ended.returncode == 143 and time.monotonic() - start < 30
+
+
+def test_another_version_on_a_host_is_named_before_anything_runs(tmp_path, ssh):
+    ended = run("--hosts", "a,old", "--ssh", ssh, script(tmp_path, "open('ran', 'w')"), cwd=tmp_path)
+    assert ended.returncode == 1 and "old has torch-accl 0.0.1, and this host" in ended.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_hosts_are_not_sent_to_their_own_loopback(tmp_path, ssh):
+    say = script(tmp_path, "say(os.environ['MASTER_ADDR'])")
+    ended = run("-n", 1, "--hosts", "localhost,b", "--ssh", ssh, say, cwd=tmp_path)
+    assert {line.split()[1] for line in ended.stdout.splitlines()} == {socket.gethostname()}, ended.stderr
+    ended = run("-n", 1, "--hosts", "me@looped,b", "--ssh", ssh, say, cwd=tmp_path)
+    assert {line.split()[1] for line in ended.stdout.splitlines()} == {"looped"}, ended.stderr
+
+
+@pytest.mark.parametrize("hosts", [[], ["--hosts", "a:1,b:1"]], ids=["here", "hosts"])
+def test_signals_of_batch_systems_reach_the_ranks_and_end_nothing(hosts, tmp_path, ssh):
+    code = """
+signal.signal(signal.SIGUSR1, lambda *_: say("saved"))
+open("here" + os.environ["RANK"], "w").write(str(os.getpid()))
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    time.sleep(0.1)
+"""
+    process, _ = begin(tmp_path, *([*hosts, "--ssh", str(ssh)] if hosts else []), text=code)
+    process.send_signal(signal.SIGUSR1)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out.count("saved")) == (0, 2), err
+
+
+def test_a_run_under_nohup_outlives_the_terminal(tmp_path):
+    process, _ = begin(tmp_path, text=WAITING.replace("sleep(60)", "sleep(2)"), before=("nohup",))
+    process.send_signal(signal.SIGHUP)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+
+
+def test_a_reader_that_has_seen_enough_ends_the_ranks_in_their_grace(tmp_path):
+    code = """
+def end(*_):
+    open("ended" + os.environ["RANK"], "w")
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+while True:
+    say("a line")
+    time.sleep(0.01)
+"""
+    command = f"set -o pipefail; {' '.join(RUN)} -n 2 --prefix --quiet {script(tmp_path, code)} | head -1"
+    ended = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert ended.returncode == 141, ended.stderr
+    assert sorted(path.name for path in tmp_path.glob("ended*")) == ["ended0", "ended1"]
+
+
+def test_torchruns_own_variables_are_not_the_ranks(tmp_path):
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "x"}
+    say = script(tmp_path, "say(*[name for name in os.environ if 'ELASTIC' in name])")
+    ended = run("-n", 1, say, cwd=tmp_path, env=env)
+    assert ended.stdout.strip() == "", ended.stderr
+
+
+def test_lines_are_passed_on_whole_whatever_is_in_them(tmp_path):
+    code = """
+def write(data):
+    while data:
+        data = data[os.write(1, data):]
+write(b"".join(b"%d\\n" % number for number in range(20000)))
+write(b"10%\\r20%\\r\\n" + "wide: \\u2028 \\u00e9\\n".encode() + b"x" * 100000 + b"\\nlast")
+"""
+    code = code.replace("\\\\", "\\")
+    ended = run("-n", 1, "--prefix", "--quiet", script(tmp_path, code), cwd=tmp_path)
+    lines = ended.stdout.split("\n")
+    assert lines[:20000] == [f"[0] {number}" for number in range(20000)]
+    assert lines[20000:20003] == ["[0] 10%", "[0] 20%", "[0] wide: \u2028 \u00e9"]
+    assert "".join(line.removeprefix("[0] ") for line in lines[20003:-2]) == "x" * 100000
+    assert lines[-2:] == ["[0] last", ""]
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    ended = run("-n", 1, "--prefix", "--quiet", script(tmp_path, code), cwd=tmp_path, env=ascii_only)
+    assert ended.returncode == 0 and "[0] last" in ended.stdout
+
+
+def test_a_child_of_a_rank_that_saves_has_the_grace_as_well(tmp_path):
+    (tmp_path / "child.py").write_text(SAVING)
+    code = """
+import subprocess
+if os.environ["RANK"] == "1":
+    while not os.path.exists("child"):
+        time.sleep(0.01)
+    sys.exit(3)
+subprocess.Popen([sys.executable, "child.py"])
+time.sleep(60)
+"""
+    ended = run("-n", 2, script(tmp_path, code), cwd=tmp_path)
+    assert ended.returncode == 3 and (tmp_path / "saved").exists(), ended.stderr
+
+
+SAVING = """
+import signal, sys, time
+def save(*_):
+    time.sleep(1)
+    open("saved", "w")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+open("child", "w")
+time.sleep(60)
+"""
 
 
 def test_a_module_and_a_program_can_be_run(tmp_path):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from support import BACKEND
-from support.scripts import free_port, run_script
+from support.scripts import free_port, run_script, start_script
 from torch_accl_launch import LaunchError, Place, jobs, meeting, place, places
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
@@ -71,10 +71,49 @@ def test_copies_of_a_launchers_rank_change_nothing(name):
 
 
 def test_a_job_has_one_name_for_its_ranks_and_another_one_for_the_next():
-    for name in ("openmpi", "srun_one_node", "srun_pmi2", "srun_pmix"):
-        assert len({jobs.job(environment) for environment in RECORDINGS[name]}) == 1
+    for name, launcher in {
+        "openmpi": "Open MPI",
+        "srun_one_node": "Slurm",
+        "srun_pmi2": "PMI",
+        "srun_pmix": "Slurm",
+    }.items():
+        assert len({jobs.job(launcher, environment) for environment in RECORDINGS[name]}) == 1
     first, second = (RECORDINGS[name][0] for name in ("srun_one_node", "srun_two_nodes"))
-    assert jobs.job(first) != jobs.job(second)
+    assert jobs.job("Slurm", first) != jobs.job("Slurm", second)
+
+
+def test_two_jobs_of_open_mpi_in_containers_with_equal_process_numbers_have_two_names():
+    environment = RECORDINGS["openmpi"][0]
+    servers = [{"PMIX_SERVER_URI2": f"1.0;tcp4://127.0.0.1:{port}"} for port in (55581, 42115)]
+    assert len({jobs.job("Open MPI", environment | server) for server in servers}) == 2
+
+
+def test_ranks_of_a_script_that_names_them_itself_have_no_job_of_the_launcher_around_them():
+    assert jobs.job("torchrun", RECORDINGS["openmpi"][0]) is None
+
+
+def test_a_launcher_that_a_rank_starts_counts_and_not_the_copies_of_that_ranks_numbers():
+    outer, inner = RECORDINGS["srun_one_node"][0], RECORDINGS["openmpi"][2]
+    outer = outer | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_TASKS_PER_NODE": "1"}
+    copies = {"RANK": "0", "WORLD_SIZE": "1"}
+    assert seat(place(outer | copies | inner))[:3] == ("Open MPI", 2, 3)
+    # What the script itself says is another matter.
+    assert seat(place(outer | inner | {"RANK": "4", "WORLD_SIZE": "5"}))[:3] == ("torchrun", 4, 5)
+    code = "import os, torch_accl; print(*[os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')])"
+    started = NOT_TORCHRUNS | outer | inner | copies | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    (rank,) = run_script(code, 1, env=started)
+    assert rank.stdout.split() == ["2", "3", "2", "3"], rank.stderr
+
+
+def test_of_an_mpis_launcher_inside_anothers_nobody_guesses_which_is_the_inner_one():
+    with pytest.raises(LaunchError, match="OMPI_COMM_WORLD_RANK=0 and PMI_RANK=1 are of two launchers"):
+        place(RECORDINGS["openmpi"][0] | RECORDINGS["mpich"][1])
+
+
+def test_a_batch_script_that_a_rank_has_submitted_is_no_rank():
+    names = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
+    stale = {name: RECORDINGS["srun_two_nodes"][0][name] for name in names}
+    assert place(RECORDINGS["sbatch"][0] | stale) is None
 
 
 MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
@@ -142,8 +181,10 @@ for _ in range(2):
     tensor = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(tensor)
     dist.destroy_process_group()
-print(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE"), tensor.item())
-print("MASTER_ADDR", os.environ.get("MASTER_ADDR") or None)
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# In one write: those of several ranks go to one pipe.
+said = [*(os.environ[name] for name in names), str(tensor.item()), os.environ.get("MASTER_ADDR") or "no address"]
+os.write(1, (" ".join(said) + chr(10)).encode())
 """
 NOT_TORCHRUNS = {
     "RANK": "",
@@ -174,7 +215,7 @@ def test_ranks_of_one_host_meet_without_an_address_again_and_again(name):
     ranks = run_script(SUM, 3, env=by_name(RECORDINGS[name]))
     assert [rank.exitcode for rank in ranks] == [0] * 3, "\n".join(rank.stderr for rank in ranks)
     for number, rank in enumerate(ranks):
-        assert rank.stdout.split("\n")[:2] == [f"{number} 3 {number} 3 6.0", "MASTER_ADDR None"]
+        assert rank.stdout == f"{number} 3 {number} 3 6.0 no address\n"
 
 
 @pytest.mark.parametrize("name", ["srun_two_nodes", "srun_pmi2"])
@@ -182,7 +223,7 @@ def test_ranks_of_a_step_on_several_nodes_meet_on_its_first(name):
     # Names of nodes that this machine knows.
     ranks = run_script(SUM, 3, env=by_name(RECORDINGS[name], SLURM_STEP_NODELIST="localhost,a2"))
     assert [rank.exitcode for rank in ranks] == [0] * 3, "\n".join(rank.stderr for rank in ranks)
-    assert [rank.stdout.split("\n")[0].split()[-1] for rank in ranks] == ["6.0"] * 3
+    assert [rank.stdout.split()[4] for rank in ranks] == ["6.0"] * 3
 
 
 REFUSED = """
@@ -248,6 +289,48 @@ def test_the_port_of_another_slurm_job_is_refused():
     assert f"rank 0 cannot listen on port {port}" in text
 
 
+def test_a_second_program_of_a_slurm_step_does_not_meet_the_first_ones_store():
+    code = """
+import os, time, torch, torch_accl
+import torch.distributed as dist
+dist.init_process_group("accl")
+tensor = torch.ones(1)
+dist.all_reduce(tensor)
+dist.destroy_process_group()
+print(tensor.item(), flush=True)
+# The first program's rank 0 has something left to do, while rank 1 is in the second one.
+if os.environ["SLURM_PROCID"] == "0" and os.environ["TAIL"]:
+    time.sleep(2)
+"""
+    of_two = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_TASKS_PER_NODE": "1(x2)"}
+    port = str(free_port())
+
+    def begin(rank: int, tail: str):
+        own = RECORDINGS["srun_two_nodes"][rank] | of_two | {"SLURM_NODEID": str(rank), "SLURM_LOCALID": "0"}
+        others = {"SLURM_STEP_NODELIST": "localhost,a2", "MASTER_PORT": port, "TAIL": tail}
+        return start_script(code, 1, env=NOT_TORCHRUNS | own | others)[0]
+
+    first = [begin(rank, "1") for rank in range(2)]
+    assert first[1].wait() == 0, first[1].stderr
+    ahead = begin(1, "")
+    assert first[0].wait() == 0, first[0].stderr
+    second = [begin(0, ""), ahead]
+    for rank in [*first, *second]:
+        assert rank.wait() == 0, rank.stderr
+        assert rank.stdout.strip() == "2.0"
+
+
+def test_a_store_without_a_name_at_the_port_of_a_slurm_job_is_not_waited_for():
+    from torch._C._distributed_c10d import TCPStore
+
+    port = free_port()
+    _store = TCPStore("localhost", port, None, True, wait_for_workers=False)
+    start = time.monotonic()
+    others = {"SLURM_STEP_NODELIST": "localhost,a2", "MASTER_PORT": str(port)}
+    (text,) = refusal([RECORDINGS["srun_two_nodes"][1]], seconds=60, **others)
+    assert "that of another job (a store without a name" in text and time.monotonic() - start < 40
+
+
 def test_with_an_address_torchs_own_handler_serves_whatever_a_script_calls_its_ranks():
     code = """
 import os, torch, torch_accl
@@ -281,49 +364,93 @@ print((dict(os.environ), dict(handlers)) == before)
     assert rank.stdout.strip() == "True", rank.stderr
 
 
+def seats(world: int) -> list[Place]:
+    return [Place("PMI", rank, world, rank, world) for rank in range(world)]
+
+
+def asking(told: list, *meetings: meeting.Meeting) -> list[threading.Thread]:
+    """Threads in which ranks ask; what each hears, or why not, is in `told`."""
+
+    def ask(one: meeting.Meeting) -> None:
+        try:
+            told.append(one.ask())
+        except (LaunchError, TimeoutError) as error:
+            told.append(str(error))
+
+    threads = [threading.Thread(target=ask, args=(one,)) for one in meetings]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
 def test_a_meeting_survives_who_comes_with_nonsense_and_serves_each_rank_once():
-    job = f"test-{os.getpid()}"
-    given = [Place("PMI", rank, 3, rank, 3) for rank in range(3)]
-    deadline = time.monotonic() + 20
-    host = meeting.Meeting(given[0], job, 0, deadline)
+    job, deadline, told = f"test-{os.getpid()}", time.monotonic() + 20, []
+    host, *others = [meeting.Meeting(one, job, 0, deadline) for one in seats(3)]
     with host.open() as listener:
         for words in (b"", b"{}\n", b"[1]\n", b"nonsense\n", b'{"rank": "x", "world": 3}\n', b"half a li"):
             with socket.socket(socket.AF_UNIX) as stranger:
                 stranger.connect(listener.getsockname())
                 stranger.sendall(words)
-        with pytest.raises(LaunchError, match="rank 0, too"), meeting.Meeting(given[0], job, 0, deadline).open():
-            pass
-        told = []
-        others = [
-            threading.Thread(target=lambda at=at: told.append(meeting.Meeting(at, job, 0, deadline).ask()))
-            for at in given[1:]
-        ]
-        for other in others:
-            other.start()
+        with pytest.raises(LaunchError, match="takes itself for rank 0 of this job"):
+            meeting.Meeting(seats(3)[0], job, 0, deadline).open()
+        threads = asking(told, *others)
         host.tell(listener, 4711)
-        for other in others:
-            other.join()
+        for thread in threads:
+            thread.join()
     assert told == [4711, 4711]
 
 
-def test_ranks_that_were_told_of_different_worlds_hear_of_it():
-    job = f"worlds-{os.getpid()}"
-    deadline = time.monotonic() + 20
-    host = meeting.Meeting(Place("PMI", 0, 3, 0, 3), job, 0, deadline)
-    heard = []
-
-    def ask():
-        with pytest.raises(LaunchError) as raised:
-            meeting.Meeting(Place("PMI", 1, 2, 1, 2), job, 0, deadline).ask()
-        heard.append(str(raised.value))
-
+def test_who_comes_when_all_have_met_is_of_another_job_and_waits_for_its_own_rank_0():
+    job, deadline, told = f"late-{os.getpid()}", time.monotonic() + 20, []
+    host, other = [meeting.Meeting(one, job, 0, deadline) for one in seats(2)]
     with host.open() as listener:
-        other = threading.Thread(target=ask)
-        other.start()
-        with pytest.raises(LaunchError, match="rank 1 was told of 2 ranks, and rank 0 of 3"):
+        (thread,) = asking(told, other)
+        host.tell(listener, 4711)
+        thread.join()
+        late = meeting.Meeting(seats(2)[1], job, 0, time.monotonic() + 0.5)
+        (thread,) = asking(told, late)
+        thread.join()
+        with pytest.raises(LaunchError, match="takes itself for rank 0"):
+            meeting.Meeting(seats(2)[0], job, 0, deadline).open()
+    assert told[0] == 4711 and "rank 0 did not come" in told[1]
+
+
+def test_more_ranks_than_the_queue_has_room_for_all_meet():
+    world, told = 64, []
+    job, deadline = f"many-{os.getpid()}", time.monotonic() + 30
+    host, *others = [meeting.Meeting(one, job, 0, deadline) for one in seats(world)]
+    with host.open() as listener:
+        listener.listen(1)
+        threads = asking(told, *others)
+        host.tell(listener, 4711)
+        for thread in threads:
+            thread.join()
+    assert told == [4711] * (world - 1)
+
+
+OTHER_IDEAS = {
+    "world": "rank 1 was told of 2 ranks, and rank 0 of 3",
+    "program": "rank 1 runs /b.py, and rank 0 /a.py",
+}
+
+
+@pytest.mark.parametrize("what", sorted(OTHER_IDEAS))
+def test_ranks_with_other_ideas_of_the_job_hear_of_it_on_both_sides(what, monkeypatch):
+    job, deadline, told = f"{what}-{os.getpid()}", time.monotonic() + 20, []
+    programs = {"MainThread": "/a.py"} if what == "program" else {}
+    monkeypatch.setattr(meeting, "program", lambda: programs.get(threading.current_thread().name, "/b.py"))
+    host = meeting.Meeting(seats(3)[0], job, 0, deadline)
+    with host.open() as listener:
+        (thread,) = asking(told, meeting.Meeting(seats(2 if what == "world" else 3)[1], job, 0, deadline))
+        with pytest.raises(LaunchError, match=OTHER_IDEAS[what]):
             host.tell(listener, 4711)
-        other.join()
-    assert "rank 1 was told of 2 ranks, and rank 0 of 3" in heard[0]
+        thread.join()
+    assert OTHER_IDEAS[what] in told[0]
+
+
+def test_a_job_may_have_a_name_of_any_length():
+    long = meeting.Meeting(seats(1)[0], "prterun-" + "host." * 60 + "-1@1", 0, time.monotonic() + 20)
+    long.open().close()
 
 
 # Each with what it needs to start three ranks of a machine with fewer cores.
@@ -346,85 +473,4 @@ def test_a_script_runs_under_a_launcher_that_is_installed(name, tmp_path):
         [*command, sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment
     )
     assert ended.returncode == 0, ended.stderr
-    assert sorted(line for line in ended.stdout.splitlines() if line[0].isdecimal()) == [
-        f"{r} 3 {r} 3 6.0" for r in range(3)
-    ]
-
-
-# A communicator whose one broadcast goes through a file.
-COMMUNICATOR = """
-import os, pickle, sys, time
-import torch, torch_accl
-import torch.distributed as dist
-
-class Comm:
-    def __init__(self, rank, size):
-        self.rank, self.size = rank, size
-    def Get_rank(self):
-        return self.rank
-    def Get_size(self):
-        return self.size
-    def bcast(self, obj, root=0):
-        path = os.environ["MAILBOX"]
-        if self.rank == root:
-            with open(path + ".draft", "wb") as file:
-                pickle.dump(obj, file)
-            os.rename(path + ".draft", path)
-            return obj
-        while not os.path.exists(path):
-            time.sleep(0.01)
-        with open(path, "rb") as file:
-            return pickle.load(file)
-
-comm = Comm(int(os.environ["GIVEN"]), 2)
-"""
-
-
-def test_ranks_of_a_communicator_make_a_group_whatever_the_launcher_says(tmp_path):
-    code = (
-        COMMUNICATOR
-        + """
-torch_accl.init_from_mpi(comm)
-tensor = torch.tensor([comm.rank + 1.0])
-dist.all_reduce(tensor)
-print(dist.get_rank(), dist.get_world_size(), dist.get_backend(), tensor.item())
-dist.destroy_process_group()
-"""
-    )
-    # Two of four ranks, the last ones: the first two are another program.
-    given = [
-        MPI | {"OMPI_COMM_WORLD_RANK": str(rank + 2), "OMPI_COMM_WORLD_SIZE": "4", "GIVEN": str(rank)}
-        for rank in range(2)
-    ]
-    ranks = run_script(code, 2, env=by_name(given, MAILBOX=str(tmp_path / "mailbox")))
-    assert [rank.stdout.strip() for rank in ranks] == ["0 2 accl 3.0", "1 2 accl 3.0"], "\n".join(
-        r.stderr for r in ranks
-    )
-
-
-def test_a_rank_that_reaches_no_address_of_rank_0_says_which_it_has_tried(tmp_path):
-    import pickle
-
-    (tmp_path / "mailbox").write_bytes(pickle.dumps((["127.0.0.1", "::1"], free_port(), "token")))
-    code = (
-        COMMUNICATOR
-        + """
-from datetime import timedelta
-try:
-    torch_accl.init_from_mpi(comm, timeout=timedelta(seconds=5))
-except dist.DistNetworkError as error:
-    print(error)
-"""
-    )
-    (rank,) = run_script(code, 1, env={"GIVEN": "1", "MAILBOX": str(tmp_path / "mailbox")})
-    assert "rank 1 reaches rank 0 at none of its addresses" in rank.stdout, rank.stderr
-    assert "127.0.0.1: " in rank.stdout and "::1: " in rank.stdout and "MASTER_ADDR" in rank.stdout
-
-
-def test_what_is_no_communicator_or_follows_from_one_is_refused():
-    import torch_accl
-
-    with pytest.raises(TypeError, match="expected a communicator of mpi4py, and not int"):
-        torch_accl.init_from_mpi(3)
-    with pytest.raises(TypeError, match="world_size= follows from the communicator"):
-        torch_accl.init_from_mpi(None, world_size=2)
+    assert sorted(ended.stdout.splitlines()) == [f"{rank} 3 {rank} 3 6.0 no address" for rank in range(3)]

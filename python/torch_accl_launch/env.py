@@ -21,7 +21,7 @@ from .meeting import Meeting, port_of
 from .places import LaunchError, Place, expand, place
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch._C._distributed_c10d import Store, TCPStore
 
 __all__ = ["find_store", "prepare"]
 
@@ -30,13 +30,18 @@ Rendezvous = Iterator[tuple["Store", int, int]]
 _THIS_HOST = "127.0.0.1"
 # The key under which rank 0 names the job.
 _JOB = "torch_accl/job"
+# How long it may take to say so.
+_KNOWN_S = 5.0
+_LOOK_AGAIN_S = 0.5
 
-# How often this process has met the others of its job. All of them count alike.
-_meetings: list[int] = []
+# How often this process has met the others of its job, all of which count alike. As rank 0 it keeps the first socket, by which other
+# programs of the job would find it.
+_meetings: list[socket.socket | None] = []
 
 
 def prepare() -> None:
-    """Under a launcher: sets what is unset of torch's rank variables, and puts ourselves before torch's `env://` handler.
+    """Under a launcher: sets what is unset of torch's rank variables, and puts ourselves before torch's `env://` handler. Where a rank has
+    started the launcher, they are still that rank's, and are set as well.
 
     What the launcher's variables contradict is said by the handler, when somebody wants a group.
     """
@@ -47,13 +52,16 @@ def prepare() -> None:
     else:
         if found is None:
             return
-        for name, value in (
+        said = (
             ("RANK", found.rank),
             ("WORLD_SIZE", found.world),
             ("LOCAL_RANK", found.local_rank),
             ("LOCAL_WORLD_SIZE", found.local_world),
-        ):
-            if value is not None and not os.environ.get(name):
+        )
+        # Of a launcher that was started by a rank, which has left its own there.
+        is_stale = any(os.environ.get(name) not in (None, "", str(value)) for name, value in said[:2])
+        for name, value in said:
+            if value is not None and (is_stale or not os.environ.get(name)):
                 os.environ[name] = str(value)
     _wrap_handler()
 
@@ -102,20 +110,28 @@ def find_store(found: Place, timeout: timedelta) -> Store:
         LaunchError: nothing says where rank 0 is, or the ranks have different ideas of the job.
         TimeoutError: not all ranks came in time.
     """
-    _meetings.append(len(_meetings))
-    times = _meetings[-1]
-    name = job(os.environ)
+    deadline = time.monotonic() + timeout.total_seconds()
+    name = job(found.launcher, os.environ)
+    kept: socket.socket | None = None
+    store: Store
     if found.world == 1:
-        return _listen_here(timeout)[0]
-    if found.is_on_one_host and name is not None:
-        return _on_this_host(found, name, times, timeout)
-    if (step := slurm_job(os.environ)) is not None and found.launcher in ("Slurm", "PMI"):
-        return _on_slurms_hosts(found, step, times, timeout)
-    where = "names no job" if found.is_on_one_host else "does not say that all ranks are on one host"
-    raise LaunchError(
-        f"rank {found.rank}: MASTER_ADDR is not set, and {found.launcher} {where}; set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a "
-        "free port there, the same for all ranks"
-    )
+        store = _listen_here(timeout)
+    elif found.is_on_one_host and name is not None:
+        store, kept = _on_this_host(found, name, deadline, timeout)
+    elif found.launcher in ("Slurm", "PMI") and (step := slurm_job(os.environ)) is not None:
+        store = _on_slurms_hosts(found, step, deadline, timeout)
+    else:
+        where = "names no job" if found.is_on_one_host else "does not say that all ranks are on one host"
+        raise LaunchError(
+            f"rank {found.rank}: MASTER_ADDR is not set, and {found.launcher} {where}; set MASTER_ADDR to the host of rank 0 and MASTER_PORT to "
+            "a free port there, the same for all ranks"
+        )
+    # A try that failed is no meeting: the next one is the same again.
+    if _meetings and kept is not None:
+        kept.close()
+        kept = None
+    _meetings.append(kept)
+    return store
 
 
 def _wanted_port() -> int:
@@ -125,22 +141,28 @@ def _wanted_port() -> int:
     return int(text)
 
 
-def _listen_here(timeout: timedelta) -> tuple[Store, int]:
-    """A store that serves the processes of this host alone, and its port."""
+def _listen_here(timeout: timedelta) -> TCPStore:
+    """A store that serves the processes of this host alone."""
     from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import DistNetworkError
 
-    port = _wanted_port()
-    try:
-        listener = socket.create_server((_THIS_HOST, port))
-    except OSError as error:
-        raise LaunchError(
-            f"rank 0 cannot listen on port {port} ({error.strerror}); set MASTER_PORT to a free one, or unset it"
-        ) from None
-    with listener:
+    if port := _wanted_port():
+        try:
+            # That of an earlier group of this process may be there still.
+            return TCPStore(_THIS_HOST, port, None, True, timeout, wait_for_workers=False, multi_tenant=True)
+        except DistNetworkError as error:
+            raise LaunchError(
+                f"rank 0 cannot listen on port {port} ({_first_line(error)}); set MASTER_PORT to a free one, or unset it"
+            ) from None
+    with socket.create_server((_THIS_HOST, 0)) as listener:
         port = listener.getsockname()[1]
         # The store closes what it is given.
         fd = os.dup(listener.fileno())
-        return TCPStore(_THIS_HOST, port, None, True, timeout, wait_for_workers=False, master_listen_fd=fd), port
+        return TCPStore(_THIS_HOST, port, None, True, timeout, wait_for_workers=False, master_listen_fd=fd)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _connect(host: str, port: int, timeout: timedelta) -> Store:
@@ -149,21 +171,23 @@ def _connect(host: str, port: int, timeout: timedelta) -> Store:
     return TCPStore(host, port, None, False, timeout, wait_for_workers=False)
 
 
-def _on_this_host(found: Place, name: str, times: int, timeout: timedelta) -> Store:
-    meeting = Meeting(found, name, times, time.monotonic() + timeout.total_seconds())
+def _on_this_host(found: Place, name: str, deadline: float, timeout: timedelta) -> tuple[Store, socket.socket | None]:
+    """Rank 0's comes with the socket that it keeps."""
+    meeting = Meeting(found, name, len(_meetings), deadline)
     if found.rank:
-        return _connect(_THIS_HOST, meeting.ask(), timeout)
-    with meeting.open() as listener:
-        store, port = _listen_here(timeout)
-        meeting.tell(listener, port)
-    return store
+        return _connect(_THIS_HOST, meeting.ask(), timeout), None
+    listener = meeting.open()
+    try:
+        store = _listen_here(timeout)
+        meeting.tell(listener, store.port)
+    except BaseException:
+        listener.close()
+        raise
+    return store, listener
 
 
-def _on_slurms_hosts(found: Place, step: str, times: int, timeout: timedelta) -> Store:
+def _on_slurms_hosts(found: Place, step: str, deadline: float, timeout: timedelta) -> Store:
     """Rank 0 is on the first node of the step, at a port that follows from the step; who answers there must be of it."""
-    from torch._C._distributed_c10d import TCPStore
-    from torch.distributed import DistNetworkError
-
     nodes = expand(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST") or "")
     if not nodes:
         raise LaunchError(
@@ -171,24 +195,76 @@ def _on_slurms_hosts(found: Place, step: str, times: int, timeout: timedelta) ->
         )
     if found.rank == 0 and os.environ.get("SLURM_NODEID", "0") != "0":
         raise LaunchError(
-            f"rank 0 is on node {os.environ['SLURM_NODEID']} of {os.environ.get('SLURM_STEP_NODELIST')}, and the others look for it on {nodes[0]}; set "
-            "MASTER_ADDR to its host and MASTER_PORT to a free port there"
+            f"rank 0 is on node {os.environ['SLURM_NODEID']} of {os.environ.get('SLURM_STEP_NODELIST')}, and the others look for it on {nodes[0]}; "
+            "set MASTER_ADDR to its host and MASTER_PORT to a free port there"
         )
-    port = _wanted_port() or port_of(step, times)
-    if found.rank == 0:
+    port = _wanted_port() or port_of(step, len(_meetings))
+    who = f"{step}/{found.world}"
+    return (
+        _serve_step(nodes[0], port, who, deadline, timeout)
+        if found.rank == 0
+        else _join_step(found, nodes[0], port, who, deadline, timeout)
+    )
+
+
+def _serve_step(node: str, port: int, who: str, deadline: float, timeout: timedelta) -> Store:
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import DistNetworkError
+
+    while True:
         try:
-            store = TCPStore(nodes[0], port, None, True, timeout, wait_for_workers=False)
+            store = TCPStore(node, port, None, True, timeout, wait_for_workers=False)
         except DistNetworkError as error:
-            why = str(error).partition("\n")[0]
+            # Of a program that the step has run before, whose rank 0 is about to end.
+            if time.monotonic() + _LOOK_AGAIN_S < deadline and _is_of(node, port, who):
+                time.sleep(_LOOK_AGAIN_S)
+                continue
             raise LaunchError(
-                f"rank 0 cannot listen on port {port} ({why}); set MASTER_PORT to a free one, the same for all ranks"
+                f"rank 0 cannot listen on port {port} ({_first_line(error)}); set MASTER_PORT to a free one, the same for all ranks"
             ) from None
-        store.set(_JOB, f"{step}/{found.world}")
+        store.set(_JOB, who)
         return store
-    found_there = _connect(nodes[0], port, timeout)
-    if (theirs := found_there.get(_JOB).decode()) != f"{step}/{found.world}":
-        raise LaunchError(
-            f"rank {found.rank}: port {port} of {nodes[0]} is that of another job ({theirs}, and this is {step}/{found.world}); set MASTER_PORT to a "
-            "port that is free there, the same for all ranks"
-        )
-    return found_there
+
+
+def _is_of(node: str, port: int, who: str) -> bool:
+    """Whether the store at a port is one of this step."""
+    try:
+        store = _connect(node, port, timedelta(seconds=_KNOWN_S))
+        return store.check([_JOB]) and store.get(_JOB).decode() == who
+    except RuntimeError:
+        return False
+
+
+def _join_step(found: Place, node: str, port: int, who: str, deadline: float, timeout: timedelta) -> Store:
+    while True:
+        store = _connect(node, port, timeout)
+        try:
+            theirs = _job_of(store)
+            has_been_here = theirs == who and store.add(f"{_JOB}/came/{found.rank}", 1) > 1
+        except RuntimeError:
+            # It has just gone.
+            theirs, has_been_here = who, True
+        if theirs != who:
+            raise LaunchError(
+                f"rank {found.rank}: port {port} of {node} is that of another job ({theirs or 'a store without a name'}, and this is {who}); set "
+                "MASTER_PORT to a port that is free there, the same for all ranks"
+            )
+        if not has_been_here:
+            return store
+        # It is that of a program that the step has run before: rank 0 has not begun with this one.
+        del store
+        if time.monotonic() + _LOOK_AGAIN_S >= deadline:
+            raise TimeoutError(
+                f"rank {found.rank}: rank 0 of {who} did not come to port {port} of {node} within {timeout.total_seconds():.0f} s"
+            )
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def _job_of(store: Store) -> str:
+    """What rank 0 has said of its job, at once after its store was there; nothing of a store of others."""
+    until = time.monotonic() + _KNOWN_S
+    while not store.check([_JOB]):
+        if time.monotonic() > until:
+            return ""
+        time.sleep(0.01)
+    return store.get(_JOB).decode()

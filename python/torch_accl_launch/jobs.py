@@ -6,7 +6,6 @@ Owns where such a name is found. A name says nothing of what the job is.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -16,15 +15,21 @@ __all__ = ["job", "slurm_job"]
 _HYDRA_PROXY = "hydra_pmi_proxy"
 
 
-def job(environment: Mapping[str, str]) -> str | None:
-    """The name of the job that this process is a rank of, on this host; None where nothing names it."""
-    for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"):
-        if environment.get("OMPI_COMM_WORLD_RANK") and (value := environment.get(name)):
-            return _clean(f"ompi-{value}")
-    if environment.get("PMI_RANK") and (proxy := _hydra_proxy()):
-        return _clean(f"hydra-{proxy}")
-    if step := slurm_job(environment):
+def job(launcher: str, environment: Mapping[str, str]) -> str | None:
+    """The name of the job of this launcher that this process is a rank of, on this host; None where nothing names it."""
+    if launcher == "Open MPI":
+        # The first may be the same for two jobs in containers; the second is an address of the one's own daemon.
+        names = [name for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") if environment.get(name)]
+        servers = sorted(name for name in environment if name.startswith("PMIX_SERVER_URI"))
+        if names:
+            return "ompi-" + "-".join(environment[name] for name in [names[0], *servers[:1]])
+    elif launcher == "PMI" and (proxy := _hydra_proxy()):
+        return f"hydra-{proxy}"
+    elif launcher in ("PMI", "Slurm") and (step := slurm_job(environment)):
         return step
+    elif launcher == "torchrun":
+        # Whoever sets its variables sets MASTER_ADDR, too.
+        return None
     # What else has started the ranks of this host is the parent of each.
     return next((f"parent-{pid}-{start}" for pid, _, start in _ancestors()), None)
 
@@ -32,7 +37,7 @@ def job(environment: Mapping[str, str]) -> str | None:
 def slurm_job(environment: Mapping[str, str]) -> str | None:
     """The job and step of Slurm, which are the same on all hosts."""
     ids = [environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
-    return _clean("slurm-" + ".".join(ids)) if all(ids) else None
+    return "slurm-" + ".".join(ids) if all(ids) else None
 
 
 def _hydra_proxy() -> str | None:
@@ -52,7 +57,3 @@ def _ancestors() -> Iterator[tuple[int, str, str]]:
         fields = rest.split()
         yield pid, name, fields[19]
         pid = int(fields[1])
-
-
-def _clean(name: str) -> str:
-    return re.sub(r"[^\w.-]", "_", name)

@@ -1,7 +1,7 @@
 """What launchers tell a process about its place, in variables of the environment.
 
-A family of variables is taken whole or not at all, the innermost first: torchrun under srun says more of this process than srun. Owns
-the names of the variables and what of them contradicts. Knows nothing of hosts and of how ranks meet.
+A family of variables is taken whole or not at all, in the order in which launchers start one another: torchrun under srun says more of this
+process than srun. Owns the names of the variables and what of them contradicts. Knows nothing of hosts and of how ranks meet.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 def _is_step_of_srun(environment: Environment) -> bool:
     step = environment.get("SLURM_STEP_ID", "")
-    return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
+    # A batch script that was submitted by a rank has still the variables of that one's step, and its own job's number of tasks.
+    counts = {environment.get(name) for name in ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")} - {None, ""}
+    return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP and len(counts) < 2
 
 
 _TORCHRUN = _Family("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
@@ -95,17 +97,39 @@ def place(environment: Environment) -> Place | None:
     found = [_read(family, environment) for family in _FAMILIES if _is_whole(family, environment)]
     if not found:
         return None
-    chosen = found[0]
-    alike = [other for other in found[1:] if (other.rank, other.world) == (chosen.rank, chosen.world)]
+    chosen, others = found[0], found[1:]
     if chosen.launcher != _TORCHRUN.launcher:
         _check_torchs(chosen, environment)
-    elif alike and "TORCHELASTIC_RUN_ID" not in environment:
-        # Copies of what another launcher says: a script's, or those of `env.prepare`.
-        chosen = alike.pop(0)
-    if chosen.local_world is None and alike:
+    elif "TORCHELASTIC_RUN_ID" not in environment and any(_seat(other) == _seat(chosen) for other in others):
+        # Copies of what another launcher says, a script's or those of `env.prepare`: of this process, or of one that has started a launcher
+        # itself, which says more than its copies.
+        chosen, *others = others
+    _check_nested(chosen, others)
+    if chosen.local_world is None:
         # srun --mpi=pmi2 says there what srun says beside.
-        return replace(chosen, local_rank=alike[0].local_rank, local_world=alike[0].local_world)
+        alike = (other for other in others if _seat(other) == _seat(chosen) and other.local_world is not None)
+        if (other := next(alike, None)) is not None:
+            return replace(chosen, local_rank=other.local_rank, local_world=other.local_world)
     return chosen
+
+
+def _seat(of: Place) -> tuple[int, int]:
+    return of.rank, of.world
+
+
+def _check_nested(chosen: Place, others: list[Place]) -> None:
+    """Of two MPIs' launchers, one inside the other, the variables do not say which is the inner one."""
+    for other in others:
+        # hydra says how many ranks a host has; what srun says in its stead does not contradict an MPI's launcher inside.
+        if (
+            (chosen.launcher, other.launcher) == ("Open MPI", "PMI")
+            and other.local_world is not None
+            and _seat(other) != _seat(chosen)
+        ):
+            raise LaunchError(
+                f"{chosen.rank_name}={chosen.rank} and {other.rank_name}={other.rank} are of two launchers, one inside the other; set RANK and "
+                "WORLD_SIZE to those of the inner one"
+            )
 
 
 def _is_whole(family: _Family, environment: Environment) -> bool:

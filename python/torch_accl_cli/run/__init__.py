@@ -7,6 +7,7 @@ in `layout`.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from dataclasses import replace
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--master-addr", default="", metavar="HOST", help="where rank 0 is, for the others (default: its host)")
     add("--master-port", type=int, default=0, metavar="PORT", help="the port of its store (default: a free one)")
-    add("--ssh", metavar="COMMAND", help="what reaches a host, such as `ssh -p 2222`; ssh in batch mode if not given")
+    add("--ssh", metavar="COMMAND", help="what reaches a host, such as `ssh -p 2222` (default: ssh, in batch mode)")
     add("--quiet", action="store_true", help="do not show where the ranks run")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("-m", "--module", action="store_true", help="the script is a Python module")
@@ -85,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Runs the script; the exit status."""
     from .agent import Order, Team, free_port, serve
-    from .hosts import SSH, Unreachable, hosts_of, run_on
+    from .hosts import Unreachable, hosts_of, run_on, ssh_command
 
     if given.agent:
         return serve()
@@ -112,7 +113,7 @@ def run(given: argparse.Namespace) -> int:
         except ValueError as error:
             raise WrongInput(f"--hosts: {error}") from None
         try:
-            return run_on(hosts, order, given.ssh or SSH, shown)
+            return run_on(hosts, order, ssh_command(given.ssh), shown)
         except Unreachable as error:
             print(f"accl run: {error}", file=sys.stderr)
             return 1
@@ -146,7 +147,12 @@ def _command(given: argparse.Namespace, passes_on: bool) -> list[str]:
 
 
 def _environment(named: list[str]) -> dict[str, str]:
-    found = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
+    # torchrun's own mean another store than the one that ranks are told of.
+    found = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_FORWARDED) and not name.startswith("TORCHELASTIC_")
+    }
     for item in named:
         name, is_given, value = item.partition("=")
         if not is_given and name not in os.environ:
@@ -160,6 +166,10 @@ class _Shown:
 
     def __init__(self, given: argparse.Namespace, prefixes: bool) -> None:
         self._is_quiet, self._prefixes = given.quiet, prefixes
+        # What cannot be written here is no reason to end anything.
+        for out in (sys.stdout, sys.stderr):
+            if isinstance(out, io.TextIOWrapper):
+                out.reconfigure(errors="backslashreplace")
         self._hosts = bool(given.hosts)
         self._pids: dict[int, int] = {}
         self._has_failed = False

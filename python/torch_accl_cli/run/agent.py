@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.metadata
 import json
 import os
+import re
 import selectors
 import signal
 import socket
@@ -23,10 +25,18 @@ from typing import IO, Any
 
 from .layout import Seat, ranges, share_out, topology
 
-__all__ = ["Order", "Team", "free_port", "plan", "serve", "signals"]
+__all__ = ["ALIVE_S", "HELLO", "Order", "Team", "free_port", "plan", "serve", "signals", "version"]
 
 _PR_SET_PDEATHSIG = 1
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Signals by which batch systems talk to a program: passed on.
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+# An agent that hears nothing for so long is alone; who gives orders says something more often.
+_SILENCE_S, ALIVE_S = 60.0, 10.0
+# How often ranks' children are looked for that are to end.
+_CHILDREN_S = 0.05
+# Its first line has this, among what a shell may print before.
+HELLO = "torch-accl agent "
 # A time that does not come: what was to be done then has been.
 _DONE = float("inf")
 # How long the outputs of ranks that have ended are read, which processes of theirs may hold open.
@@ -65,13 +75,21 @@ def free_port() -> tuple[socket.socket, int]:
     return holder, holder.getsockname()[1]
 
 
+def version() -> str:
+    """That of this installation: agents of another one may take orders otherwise."""
+    try:
+        return importlib.metadata.version("torch-accl")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def plan(ranks: int, binds: bool) -> list[Seat]:
     """The seats of this host's ranks."""
     return share_out(topology(os.sched_getaffinity(0)), ranks) if binds else [Seat()] * ranks
 
 
 def serve() -> int:
-    """The agent at the end of a connection: its first order asks for a port or is empty, the second starts the ranks."""
+    """The agent at the end of a connection: says where it is, and starts the ranks that its first order names."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     # What else prints here must not be taken for a report.
     os.dup2(2, 1)
@@ -83,13 +101,27 @@ def serve() -> int:
 
     holder, port = free_port()
     served = os.environ.get("SSH_CONNECTION", "").split()
-    report(port=port, address=served[2] if len(served) == 4 else "", name=socket.gethostname())
-    line = sys.stdin.readline()
+    address = served[2] if len(served) == 4 else ""
+    first = {"port": port, "address": address, "name": socket.gethostname(), "version": version()}
+    with contextlib.suppress(OSError):
+        print(HELLO + json.dumps(first), file=out, flush=True)
+    # Not through `sys.stdin`, which would read on what is to be waited for.
+    line = _first_line(0)
     if not line:
         return 1
     order = Order(**json.loads(line))
     with holder:
-        return Team(order, report).run(sys.stdin)
+        return Team(order, report).run(sys.stdin.fileno())
+
+
+def _first_line(source: int) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(source, 1)
+        if not byte:
+            return b""
+        line += byte
+    return line
 
 
 class _Rank:
@@ -97,7 +129,9 @@ class _Rank:
 
     def __init__(self, number: int, process: subprocess.Popen[bytes]) -> None:
         self.number, self.process = number, process
+        # How it has ended, and whether nothing is left of it.
         self.status: int | None = None
+        self.is_over = False
         self.pidfd = os.pidfd_open(process.pid)
 
 
@@ -111,28 +145,37 @@ class _Pipe:
     rest: bytearray = field(default_factory=bytearray)
 
     def lines(self, data: bytes) -> Sequence[str]:
-        """The lines that end with this; at the end of all, what is left."""
+        """The lines that end with this, of which a progress bar's are some; at the end of all, what is left."""
         self.rest += data
-        cut = len(self.rest) if not data or len(self.rest) > _LONGEST_LINE else self.rest.rfind(b"\n") + 1
-        whole, self.rest = self.rest[:cut], self.rest[cut:]
-        return whole.decode(errors="replace").splitlines()
+        cut = max(self.rest.rfind(b"\n"), self.rest.rfind(b"\r")) + 1
+        if not data or (not cut and len(self.rest) > _LONGEST_LINE):
+            cut = len(self.rest)
+        whole, self.rest = bytes(self.rest[:cut]), self.rest[cut:]
+        lines = re.split(rb"\r\n|\n|\r", whole)
+        if lines and not lines[-1]:
+            del lines[-1]
+        return [line.decode(errors="replace") for line in lines]
 
 
 class Team:
     """The ranks of a host, from their start to the end of the last."""
 
     def __init__(self, order: Order, report: Callable[..., None]) -> None:
-        self._order, self._report = order, report
+        self._order, self._tell = order, report
         self._first_failed = 0
         self._ranks: list[_Rank] = []
         self._pipes = 0
         self._selector = selectors.DefaultSelector()
-        # When the ranks are killed that have been asked to end; and since when nothing is awaited any more of what they have started.
+        self._orders = b""
+        # When the agent gives up listening to nobody; when ranks are killed that have been asked to end; and until when the outputs are read
+        # of ranks that all have ended.
+        self._lonely_at: float | None = None
         self._kill_at: float | None = None
         self._leave_at: float | None = None
+        self._has_killed = False
 
-    def run(self, orders: IO[str] | None = None) -> int:
-        """Starts the ranks and waits for their end. The ranks are ended by anything that comes from `orders`, by their end, and by signals.
+    def run(self, orders: int | None = None) -> int:
+        """Starts the ranks and waits for their end, which `orders` may bring about, a descriptor: by an order, by their end or by their silence.
 
         Returns the exit status: that of the rank that failed first, as a shell has it; 0 when none has.
         """
@@ -141,13 +184,16 @@ class Team:
             try:
                 for local, seat in enumerate(plan(self._order.ranks, self._order.binds)):
                     self._start(local, seat)
-            except OSError as error:
-                self._report(failed=f"{self._order.command[0]} cannot be started: {error.strerror or error}")
-                self.end(signal.SIGKILL)
+            except (OSError, subprocess.SubprocessError) as error:
                 self._first_failed = 127
+                self._report(
+                    failed=f"{self._order.command[0]} cannot be started: {getattr(error, 'strerror', None) or error}"
+                )
+                self.end(signal.SIGKILL)
             if orders is not None:
+                self._lonely_at = time.monotonic() + _SILENCE_S
                 self._selector.register(orders, selectors.EVENT_READ, lambda: self._obey(orders))
-            while any(rank.status is None for rank in self._ranks) or self._pipes:
+            while any(not rank.is_over for rank in self._ranks) or self._pipes:
                 for key, _ in self._selector.select(self._patience()):
                     key.data()
                 if not self._is_in_time():
@@ -157,21 +203,38 @@ class Team:
     def end(self, by: signal.Signals) -> None:
         """Asks the ranks to end, and sees to it after the time that they are given."""
         for rank in self._ranks:
-            if rank.status is None:
+            if not rank.is_over:
                 self._signal(rank, by)
         if self._kill_at is None:
             self._kill_at = time.monotonic() + (0 if by == signal.SIGKILL else self._order.grace_s)
 
-    @staticmethod
-    def _signal(rank: _Rank, by: signal.Signals) -> None:
+    def _report(self, **what: Any) -> None:
+        try:
+            self._tell(**what)
+        except BrokenPipeError:
+            # Who read what is shown has seen enough.
+            self._tell = lambda **what: None
+            self._first_failed = self._first_failed or 128 + signal.SIGPIPE
+            self.end(signal.SIGTERM)
+
+    @property
+    def _is_at_terminal(self) -> bool:
+        """A rank alone has the terminal, as if nobody had started it: for a debugger."""
+        return self._order.world == 1 and not self._order.passes_on
+
+    def _signal(self, rank: _Rank, by: signal.Signals) -> None:
         """To a rank and what it has started itself."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(rank.process.pid, by)
+            if self._is_at_terminal:
+                os.kill(rank.process.pid, by)
+            else:
+                os.killpg(rank.process.pid, by)
 
     def _start(self, local: int, seat: Seat) -> None:
         order = self._order
         number = order.first + local
-        environment = os.environ | order.environment | self._variables(local, number)
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+        environment = inherited | order.environment | self._variables(local, number)
         if seat.cores and "OMP_NUM_THREADS" not in environment:
             environment["OMP_NUM_THREADS"] = str(seat.cores)
         libc, parent = ctypes.CDLL(None), os.getpid()
@@ -185,8 +248,8 @@ class Team:
                 os.sched_setaffinity(0, seat.threads)
 
         pipe = subprocess.PIPE if order.passes_on else None
-        # A process in a group of its own is stopped when it reads from a terminal.
-        reads = number == 0 and not order.passes_on and not os.isatty(0)
+        # One in a process group of its own is stopped when it reads from a terminal.
+        reads = number == 0 and not order.passes_on and (self._is_at_terminal or not os.isatty(0))
         process = subprocess.Popen(
             order.command,
             cwd=order.directory,
@@ -195,11 +258,11 @@ class Team:
             stdout=pipe,
             stderr=pipe,
             preexec_fn=prepare,
-            process_group=0,
+            process_group=None if self._is_at_terminal else 0,
         )
         rank = _Rank(number, process)
         self._ranks.append(rank)
-        self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._reap(rank))
+        self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._note_end(rank))
         for name, source in (("out", process.stdout), ("err", process.stderr)):
             if source is not None:
                 self._pipes += 1
@@ -220,43 +283,83 @@ class Team:
         }
 
     def _patience(self) -> float | None:
-        ends = [end for end in (self._kill_at, self._leave_at) if end not in (None, _DONE)]
+        ends = [end for end in (self._lonely_at, self._leave_at) if end is not None]
+        if self._kill_at is not None and not self._has_killed:
+            ends.append(self._kill_at)
+        if any(rank.status is not None and not rank.is_over for rank in self._ranks):
+            ends.append(time.monotonic() + _CHILDREN_S)
         return max(min(ends) - time.monotonic(), 0) if ends else None
 
     def _is_in_time(self) -> bool:
-        """Kills the ranks whose time is up; false when nothing is awaited any more."""
+        """Sees to those whose time is up; false when nothing is awaited any more."""
         now = time.monotonic()
-        if self._kill_at is not None and now >= self._kill_at:
+        if self._lonely_at is not None and now >= self._lonely_at:
+            self._lonely_at = None
+            self.end(signal.SIGTERM)
+        if self._kill_at is not None and not self._has_killed and now >= self._kill_at:
+            self._has_killed = True
             self.end(signal.SIGKILL)
-            self._kill_at = _DONE
-        if self._leave_at is None and all(rank.status is not None for rank in self._ranks):
+        for rank in self._ranks:
+            if (
+                rank.status is not None
+                and not rank.is_over
+                and (self._has_killed or not _has_children(rank.process.pid))
+            ):
+                self._reap(rank)
+        if self._leave_at is None and all(rank.is_over for rank in self._ranks):
             # What a rank has left behind may hold its outputs open.
             self._leave_at = now + _LINGER_S
         return self._leave_at is None or now < self._leave_at
 
     def _forward(self, caught: socket.socket) -> None:
         for number in caught.recv(64):
-            self._first_failed = self._first_failed or 128 + number
-            self._report(signalled=number)
-            self.end(signal.Signals(number))
+            self._take_signal(signal.Signals(number))
 
-    def _obey(self, orders: IO[str]) -> None:
-        # Any order, and the end of orders, is to end.
-        self._selector.unregister(orders)
-        self.end(signal.SIGTERM)
+    def _take_signal(self, number: signal.Signals) -> None:
+        if number in _PASSED_ON:
+            for rank in self._ranks:
+                if rank.status is None:
+                    os.kill(rank.process.pid, number)
+            return
+        self._first_failed = self._first_failed or 128 + number
+        self._report(signalled=int(number))
+        if self._is_at_terminal and number == signal.SIGINT and os.isatty(0):
+            # The terminal has sent it to both.
+            self._kill_at = self._kill_at or time.monotonic() + self._order.grace_s
+        else:
+            self.end(number)
 
-    def _reap(self, rank: _Rank) -> None:
+    def _obey(self, orders: int) -> None:
+        data = os.read(orders, 1 << 16)
+        if not data:
+            self._selector.unregister(orders)
+            self._lonely_at = None
+            self.end(signal.SIGTERM)
+            return
+        self._lonely_at = time.monotonic() + _SILENCE_S
+        self._orders += data
+        *lines, self._orders = self._orders.split(b"\n")
+        for line in lines:
+            if number := json.loads(line).get("signal"):
+                self._take_signal(signal.Signals(number))
+
+    def _note_end(self, rank: _Rank) -> None:
+        """A rank has ended, and is reaped now or when what it has started has ended, too: until then its group's number is its own."""
         self._selector.unregister(rank.pidfd)
         ended = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOWAIT)
-        if self._kill_at is not None or ended is None or ended.si_status != 0:
-            # What it has left behind; as long as it is not reaped, its number is its own.
-            self._signal(rank, signal.SIGKILL)
-        rank.status = rank.process.wait()
-        os.close(rank.pidfd)
+        assert ended is not None
+        rank.status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         self._report(ended=rank.number, status=rank.status)
         if rank.status:
             self._first_failed = self._first_failed or (rank.status if rank.status > 0 else 128 - rank.status)
             self.end(signal.SIGTERM)
+        if self._kill_at is None or self._is_at_terminal or not _has_children(rank.process.pid):
+            self._reap(rank)
+
+    def _reap(self, rank: _Rank) -> None:
+        rank.process.wait()
+        os.close(rank.pidfd)
+        rank.is_over = True
 
     def _pass_on(self, end: _Pipe) -> None:
         data = os.read(end.source.fileno(), 1 << 16)
@@ -268,13 +371,28 @@ class Team:
             self._pipes -= 1
 
 
+def _has_children(group: int) -> bool:
+    """Whether a process group has others than its leader, which has ended."""
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal() and int(entry) != group:
+            try:
+                with open(f"/proc/{entry}/stat") as stat:
+                    fields = stat.read().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[2]) == group and fields[0] != "Z":
+                return True
+    return False
+
+
 @contextlib.contextmanager
 def signals() -> Iterator[socket.socket]:
-    """Signals that end a program, as bytes to read; what they did before comes back."""
+    """Signals that end a program or are passed on, as bytes to read; what they did before comes back. Those that are ignored stay so."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)
-    before = {number: signal.signal(number, lambda *_: None) for number in _ENDING}
+    heard = [number for number in (*_ENDING, *_PASSED_ON) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *_: None) for number in heard}
     previous = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     try:
         yield ours

@@ -6,10 +6,13 @@ Owns the connections, and that the first failure ends all. What an agent does is
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
+import re
 import selectors
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -17,12 +20,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .agent import Order, signals
+from .agent import ALIVE_S, HELLO, Order, signals, version
 
-__all__ = ["SSH", "Host", "Unreachable", "hosts_of", "run_on"]
+__all__ = ["Host", "Unreachable", "hosts_of", "run_on", "ssh_command"]
 
-# ssh asks nobody for a password, and gives a host that does not answer up.
-SSH = "ssh -o BatchMode=yes -o ConnectTimeout=15"
+# ssh asks nobody for a password, gives a host up that does not answer, and notices one that is gone.
+_QUIET = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
 # What an agent needs beyond the time that its ranks have to end.
 _END_S = 5.0
 _ANSWER_S = 30.0
@@ -47,16 +50,23 @@ def hosts_of(text: str, ranks: int) -> list[Host]:
     Raises:
         ValueError: one sentence on what is written otherwise.
     """
-    found = []
-    for part in text.split(","):
-        # An address of IPv6 stands in brackets.
-        name, _, number = (
-            part.strip().rpartition(":") if ":" in part.rpartition("]")[2] else (part.strip(), "", str(ranks))
-        )
-        if not name or not number.isdecimal() or int(number) < 1:
-            raise ValueError(f"{part.strip()!r} is no host, and no host with a number of ranks such as a:4")
-        found.append(Host(name, int(number)))
+    found: list[Host] = []
+    for part in (part.strip() for part in text.split(",")):
+        # An address of IPv6 stands in brackets, which are not its own.
+        match = re.fullmatch(r"(?:((?:[^@\[\]:]*@)?)\[([0-9A-Fa-f:.%\w]+)\]|([^\[\]:]+))(?::([0-9]+))?", part)
+        if match is None or (match[4] is not None and int(match[4]) < 1):
+            raise ValueError(f"{part!r} is no host, and no host with a number of ranks such as a:4")
+        name = match[3] or match[1] + match[2]
+        if any(host.name == name for host in found):
+            raise ValueError(f"{name} stands twice; give the number of its ranks as {name}:{2 * ranks}")
+        found.append(Host(name, int(match[4] or ranks)))
     return found
+
+
+def ssh_command(text: str | None) -> list[str]:
+    """The program that reaches a host, and its arguments; ssh itself asks for nothing and waits for nobody long."""
+    command = shlex.split(text) if text else ["ssh"]
+    return [command[0], *_QUIET, *command[1:]] if command[0] in ("ssh", "/usr/bin/ssh") else command
 
 
 class _Agent:
@@ -78,11 +88,14 @@ class _Agent:
         self.running: set[int] = set()
         self.is_over = False
 
-    def give(self, order: Order) -> None:
+    def say(self, what: dict[str, Any]) -> None:
+        """An order, or a word that orders nothing."""
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
-            self.process.stdin.flush()
+        if not self.process.stdin.closed:
+            # The end of its reports says that it is gone.
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.write(json.dumps(what).encode() + b"\n")
+                self.process.stdin.flush()
 
     def end(self) -> None:
         """The end of its orders is the end of its ranks."""
@@ -91,29 +104,33 @@ class _Agent:
                 self.process.stdin.close()
 
 
-def run_on(hosts: list[Host], order: Order, ssh: str, report: Callable[..., None]) -> int:
+def run_on(hosts: list[Host], order: Order, ssh: list[str], report: Callable[..., None]) -> int:
     """Runs an order on several hosts, where `order.master` or `order.port` may be unset. The exit status, as of `Team.run`.
 
     Raises:
         Unreachable: a host has no agent.
     """
-    agents = [_Agent(host, shlex.split(ssh), order.directory) for host in hosts]
+    try:
+        agents = [_Agent(host, ssh, order.directory) for host in hosts]
+    except OSError as error:
+        raise Unreachable(f"{ssh[0]} cannot be started: {error.strerror}") from None
     return _Crowd(agents, order, report).run()
 
 
 class _Crowd:
     def __init__(self, agents: list[_Agent], order: Order, report: Callable[..., None]) -> None:
-        self._agents, self._order, self._report = agents, order, report
+        self._agents, self._order, self._tell = agents, order, report
         self._selector = selectors.DefaultSelector()
         self._first_failed = 0
         self._leave_at: float | None = None
         self._answer_by = time.monotonic() + _ANSWER_S
         self._has_begun = False
+        self._speak_at = float("inf")
 
     def run(self) -> int:
         try:
             with self._selector, signals() as caught:
-                self._selector.register(caught, selectors.EVENT_READ, lambda: self._interrupt(caught.recv(64)[0]))
+                self._selector.register(caught, selectors.EVENT_READ, lambda: self._forward(caught.recv(64)))
                 for agent in self._agents:
                     for source, take in (
                         (agent.process.stdout, self._take_report),
@@ -136,30 +153,54 @@ class _Crowd:
                     agent.process.wait()
         return self._first_failed
 
-    def _patience(self) -> float | None:
-        ends = [self._leave_at] if self._leave_at is not None else []
+    def _report(self, **what: Any) -> None:
+        try:
+            self._tell(**what)
+        except BrokenPipeError:
+            # Who read what is shown has seen enough.
+            self._tell = lambda **what: None
+            self._stop(128 + signal.SIGPIPE)
+
+    def _patience(self) -> float:
+        ends = [self._speak_at, self._leave_at or self._speak_at]
         if not self._has_begun:
             ends.append(self._answer_by)
-        return max(min(ends) - time.monotonic(), 0) if ends else None
+        return max(min(ends) - time.monotonic(), 0)
 
     def _is_in_time(self) -> bool:
         now = time.monotonic()
         if not self._has_begun and now >= self._answer_by:
             silent = next(agent for agent in self._agents if agent.first is None)
             raise Unreachable(f"{silent.host.name} did not answer within {_ANSWER_S:.0f} s{_said(silent)}")
+        if now >= self._speak_at:
+            self._speak_at = now + ALIVE_S
+            for agent in self._agents:
+                agent.say({})
         return self._leave_at is None or now < self._leave_at
 
-    def _interrupt(self, number: int) -> None:
-        self._report(signalled=number)
-        self._stop(128 + number)
+    def _forward(self, numbers: bytes) -> None:
+        """Signals go to the ranks as they came, and those that end programs end all."""
+        for number in numbers:
+            for agent in self._agents:
+                if self._has_begun:
+                    agent.say({"signal": number})
+                else:
+                    agent.end()
+            if number not in (signal.SIGUSR1, signal.SIGUSR2):
+                self._report(signalled=number)
+                self._first_failed = self._first_failed or 128 + number
+                self._leave_by(self._order.grace_s + _END_S)
 
     def _stop(self, status: int) -> None:
         """Ends all ranks; the first reason is the exit status."""
         self._first_failed = self._first_failed or status
         for agent in self._agents:
             agent.end()
+        self._leave_by(self._order.grace_s + _END_S)
+
+    def _leave_by(self, seconds: float) -> None:
         if self._leave_at is None:
-            self._leave_at = time.monotonic() + self._order.grace_s + _END_S
+            self._leave_at = time.monotonic() + seconds
 
     def _take_error(self, agent: _Agent, source: Any) -> None:
         data = os.read(source.fileno(), 1 << 16)
@@ -200,18 +241,19 @@ class _Crowd:
             self._stop(1)
 
     def _hear(self, agent: _Agent, line: bytes) -> None:
+        if agent.first is None:
+            # A shell of that host may greet before.
+            _, found, said = line.partition(HELLO.encode())
+            if found:
+                agent.first = json.loads(said)
+                self._check_version(agent)
+                if all(other.first is not None for other in self._agents):
+                    self._begin()
+            return
         try:
             what = json.loads(line)
         except ValueError:
-            # A shell of that host that greets.
             return
-        if agent.first is None:
-            agent.first = what
-            if all(other.first is not None for other in self._agents):
-                self._begin()
-            return
-        if "started" in what:
-            agent.running.add(what["started"])
         self._report(host=agent.host.name, **what)
         if "ended" in what:
             agent.running.discard(what["ended"])
@@ -219,23 +261,49 @@ class _Crowd:
                 self._stop(status if status > 0 else 128 - status)
         if "failed" in what:
             self._stop(127)
+        # Somebody has ended the agent there.
+        if "signalled" in what and self._leave_at is None:
+            self._stop(128 + what["signalled"])
+
+    def _check_version(self, agent: _Agent) -> None:
+        assert agent.first is not None
+        if (theirs := agent.first.get("version")) != version():
+            raise Unreachable(
+                f"{agent.host.name} has torch-accl {theirs}, and this host {version()}; install the same on both"
+            )
 
     def _begin(self) -> None:
         """All agents are there: each gets its part."""
         self._has_begun = True
-        first = self._agents[0]
-        assert first.first is not None
-        address = first.first["address"]
-        is_of_this_host = address in ("", "127.0.0.1", "::1")
-        master = self._order.master or (first.host.name if is_of_this_host else address)
-        port = self._order.port or first.first["port"]
+        self._speak_at = time.monotonic() + ALIVE_S
+        master, port = self._meeting_place()
         number, world = 0, sum(agent.host.ranks for agent in self._agents)
         for host, agent in enumerate(self._agents):
-            part = replace(
-                self._order, ranks=agent.host.ranks, first=number, world=world, host=host, master=master, port=port
+            ranks = agent.host.ranks
+            agent.running = set(range(number, number + ranks))
+            agent.say(
+                asdict(
+                    replace(self._order, ranks=ranks, first=number, world=world, host=host, master=master, port=port)
+                )
             )
-            agent.give(part)
-            number += agent.host.ranks
+            number += ranks
+
+    def _meeting_place(self) -> tuple[str, int]:
+        """Where rank 0's store is, as the other hosts reach it: at the address by which ssh has, or by the host's own name."""
+        first = self._agents[0].first
+        assert first is not None
+        candidates = [self._order.master, first["address"], self._agents[0].host.name.rpartition("@")[2], first["name"]]
+        master = next((name for name in candidates if name and not _is_loopback(name)), "")
+        if not master or len(self._agents) == 1:
+            master = self._order.master or "127.0.0.1"
+        return master, self._order.port or first["port"]
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name.partition(".")[0] == "localhost"
 
 
 def _said(agent: _Agent) -> str:

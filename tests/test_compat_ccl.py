@@ -1,0 +1,157 @@
+"""Scripts of torch-ccl: its name, its variables, and what its examples do."""
+
+import textwrap
+
+import pytest
+from support import BACKEND
+from support.scripts import free_port, run_script
+from torch_accl.compat._ccl_variables import settings_of, without_effect
+
+pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+
+
+def test_what_ccl_variables_say_is_said_in_accls_settings():
+    assert settings_of({}) == {"profile_names": "ccl"}
+    said = {
+        "CCL_LOG_LEVEL": "error",
+        "CCL_WORKER_COUNT": "0",
+        "CCL_KVS_IFACE": "eth1",
+        "CCL_ALLREDUCE": "recursive_doubling:0-8192;rabenseifner:8193-1048576;ring:1048577-max",
+        "CCL_BCAST": "naive",
+    }
+    assert settings_of(said) == {
+        "profile_names": "ccl",
+        "log": "off",
+        "worker_count": "0",
+        "socket_ifname": "=eth1",
+        "algorithm": "all_reduce=recursive_doubling:0-8192,all_reduce=rabenseifner:8193-1048576,all_reduce=ring:1048577-,broadcast=flat",
+    }
+    ours = {"ACCL_LOG": "info", "ACCL_WORKER_COUNT": "2", "ACCL_PROFILE_NAMES": "pg", "ACCL_ALGORITHM": ""}
+    assert settings_of(said | ours) == {"socket_ifname": "=eth1"}
+
+
+def test_every_algorithm_that_a_name_of_onecl_stands_for_is_there():
+    from torch_accl import _native
+    from torch_accl.compat._ccl_variables import _ALGORITHMS
+
+    known = {(row["collective"], row["name"]) for row in _native.algorithms()}
+    assert {(collective, name) for collective, names in _ALGORITHMS.values() for name in names.values()} <= known
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("CCL_LOG_LEVEL", "loud"),
+        ("CCL_WORKER_COUNT", "many"),
+        ("CCL_ALLREDUCE", "quick"),
+        ("CCL_ALLREDUCE", "ring:8192"),
+    ],
+)
+def test_what_onecl_would_not_take_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r}: expected"):
+        settings_of({name: value})
+
+
+def test_variables_without_effect_are_known():
+    said = {
+        "CCL_ROOT": "/opt/ccl",
+        "CCL_ALLREDUCE": "ring",
+        "CCL_REDUCE": "ring",
+        "CCL_FUSION": "1",
+        "CCL_ATL_TRANSPORT": "ofi",
+        "CCL_WORKER_AFFINITY": "",
+        "ONECCL_BINDINGS_FOR_PYTORCH_ENV_VERBOSE": "1",
+        "PATH": "/bin",
+    }
+    assert without_effect(said) == [
+        "CCL_ATL_TRANSPORT",
+        "CCL_FUSION",
+        "CCL_REDUCE",
+        "ONECCL_BINDINGS_FOR_PYTORCH_ENV_VERBOSE",
+    ]
+
+
+# The steps of oneCCL's guide for PyTorch: rank and size copied, a tiny model, three steps.
+TRAIN = """
+import os
+import torch
+import torch.nn as nn
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch_accl.compat import ccl
+
+os.environ["RANK"] = str(os.environ.get("PMI_RANK", 0))
+os.environ["WORLD_SIZE"] = str(os.environ.get("PMI_SIZE", 1))
+dist.init_process_group("ccl")
+torch.manual_seed(dist.get_rank())
+model = DistributedDataParallel(nn.Linear(4, 5))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+for _ in range(3):
+    loss = nn.MSELoss()(model(torch.randn(3, 4)), torch.randn(3, 5))
+    loss.backward()
+    optimizer.step()
+weights = [torch.zeros(5, 4) for _ in range(dist.get_world_size())]
+dist.all_gather(weights, model.module.weight.detach())
+print(dist.get_rank(), dist.get_world_size(), dist.get_backend(), all(torch.equal(weights[0], other) for other in weights))
+dist.destroy_process_group()
+"""
+UNSET = {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": "", "LOCAL_WORLD_SIZE": "", "MASTER_ADDR": "", "MASTER_PORT": ""}
+LAUNCHERS = {
+    "hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "openmpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+}
+
+
+@pytest.mark.parametrize("launcher", sorted(LAUNCHERS))
+def test_the_demo_of_onecls_guide_trains_under_each_launcher(launcher):
+    rank, world, local_rank, local_world = LAUNCHERS[launcher]
+    env = UNSET | {rank: [0, 1], world: 2, local_rank: [0, 1], local_world: 2}
+    ranks = run_script(TRAIN, 2, env=env)
+    assert [one.stdout.strip() for one in ranks] == [f"{number} 2 ccl True" for number in range(2)], ranks[0].stderr
+
+
+def test_the_profiler_shows_calls_and_waits_by_torch_ccls_names_and_a_variable_without_effect_is_listed_once():
+    code = textwrap.dedent("""
+        import torch
+        import torch.distributed as dist
+        from torch_accl.compat import ccl
+
+        dist.init_process_group("ccl")
+        other = dist.new_group(backend="ccl")
+        tensor = torch.ones(2, 10)
+        with torch.autograd.profiler.profile(record_shapes=True) as profile:
+            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, async_op=True, group=other).wait()
+        print(profile.key_averages(group_by_input_shape=True).table(sort_by="self_cpu_time_total"))
+        dist.destroy_process_group()
+    """)
+    ranks = run_script(code, 2, env={"CCL_FUSION": "1", "CCL_ATL_TRANSPORT": "ofi"})
+    assert [rank.exitcode for rank in ranks] == [0, 0], ranks[0].stderr
+    for name in ("oneccl_bindings_for_pytorch::allreduce", "oneccl_bindings_for_pytorch::wait::cpu::allreduce"):
+        assert name[:50] in ranks[0].stdout
+    listed = "these variables of oneCCL have no effect on accl: CCL_ATL_TRANSPORT, CCL_FUSION"
+    assert ranks[0].stderr.count(listed) == 1 and listed not in ranks[1].stderr
+
+
+def test_an_algorithm_that_ccl_named_is_taken():
+    code = textwrap.dedent("""
+        import torch
+        import torch.distributed as dist
+        from torch_accl.compat import ccl
+
+        dist.init_process_group("ccl")
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        for count in (16, 1 << 20):
+            tensors = [torch.ones(count)]
+            print(backend.algorithm_of("all_reduce", [], tensors, dist.ReduceOp.SUM, 0))
+        dist.destroy_process_group()
+    """)
+    ranks = run_script(
+        code, 2, env={"CCL_ALLREDUCE": "recursive_doubling:0-1024;ring:1025-max", "MASTER_PORT": free_port()}
+    )
+    assert ranks[0].stdout.split() == ["recursive_doubling", "ring"], ranks[0].stderr
