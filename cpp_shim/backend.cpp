@@ -73,14 +73,8 @@ bool AcclBackend::wants_work(bool async_op) const {
   return async_op || in_flight_->in_batch() || c10d::allow_inflight_collective_as_graph_input();
 }
 
-c10::intrusive_ptr<Recorded> AcclBackend::record(const Event& event) const {
-  if (!at::hasCallbacks() || names_.has_synchronous_calls()) return {};
-  return c10::make_intrusive<Recorded>(rank_, event.type, event.title, event.shapes.vec());
-}
-
 void AcclBackend::record_call(const Event& event, Span& span) const {
-  if (!at::hasCallbacks() || !names_.has_synchronous_calls()) return;
-  span.begin([&] { return names_.call(event.title); }, event.shapes);
+  if (names_.has_synchronous_calls()) span.begin([&] { return names_.call(event.title); }, event.shapes);
 }
 
 AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Results& results, bool async_op) {
@@ -88,7 +82,7 @@ AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Resu
     return complete(event, call.args.timeout_ms, [&] { call_without_gil(*group_->group, call.finish()); });
   }
   Span making;
-  record_call(event, making);
+  if (at::hasCallbacks()) record_call(event, making);
   auto work = make_work(event, results);
   auto& entry = work->entry();
   if (in_flight_->is_extended()) call.args.timeout_ms = extended_ms(call.args.timeout_ms, entry->key);
@@ -100,10 +94,13 @@ AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Resu
 
 template <class Blocking>
 AcclBackend::WorkPtr AcclBackend::complete(const Event& event, int64_t& timeout_ms, Blocking blocking) {
-  const auto recorded = record(event);
+  c10::intrusive_ptr<Recorded> whole;
   Span making, waiting;
-  record_call(event, making);
-  if (at::hasCallbacks()) waiting.begin([&] { return names_.wait(event.title, elements_of(event.shapes)); });
+  if (at::hasCallbacks()) {
+    if (!names_.has_synchronous_calls()) whole = c10::make_intrusive<Recorded>(rank_, event.type, event.title, event.shapes.vec());
+    record_call(event, making);
+    waiting.begin([&] { return names_.wait(event.title, elements_of(event.shapes)); });
+  }
   std::optional<uint64_t> key;
   if (in_flight_->is_extended()) timeout_ms = extended_ms(timeout_ms, key.emplace(in_flight_->next_key()));
   try {

@@ -135,8 +135,6 @@ class AcclBackend : public c10d::Backend {
   // than a small call.
   WorkPtr run(Call& call, const Event& event, const Results& results, bool async_op);
   bool wants_work(bool async_op) const;
-  // Null while nobody profiles, and where events of calls are synchronous.
-  c10::intrusive_ptr<Recorded> record(const Event& event) const;
   // The synchronous event of making a call, which ends with `span`; in some styles of names there is none.
   void record_call(const Event& event, Span& span) const;
   c10::intrusive_ptr<AcclWork> make_work(const Event& event, const Results& results) const;
