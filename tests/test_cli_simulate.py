@@ -1,6 +1,7 @@
 """`accl simulate` and what `accl info` says about calibration."""
 
 import json
+import os
 import subprocess
 
 import pytest
@@ -168,6 +169,43 @@ def test_info_under_a_launcher_shows_the_ranks_their_links_and_what_they_would_c
     assert all(name in known for chosen in job["algorithms"].values() for name in chosen.values())
     shown = ended()
     assert shown.count("6 ranks, started by torchrun") == 1 and "all_to_all" in shown
+
+
+def test_info_starts_ranks_of_its_own_and_draws_where_each_may_run():
+    cores = len(os.sched_getaffinity(0))
+    job = json.loads(accl("info", "--ranks", "2", "--json").stdout)
+    assert [rank["rank"] for rank in job["ranks"]] == [0, 1] and all(rank["workers"] == 0 for rank in job["ranks"])
+    assert all(rank["cores"] <= cores and rank["host_cores"] for rank in job["ranks"])
+    shown = accl("info", "--ranks", "2").stdout
+    assert "cores by NUMA node" in shown and "  node 0  " in shown and "workers" in shown
+
+
+def test_the_drawing_of_cores_has_a_line_a_node_and_a_mark_a_core():
+    from torch_accl_cli._job import _drawing
+
+    cores = [{"node": number // 40, "cpus": f"{number},{number + 80}"} for number in range(80)]
+    cpus = {0: "0-19,80-99", 1: "20-39,100-119", 2: "40-79,120-159", 10: "60-79"}
+    ranks = [{"rank": rank, "host": "a", "cpus": own, "host_cores": cores} for rank, own in cpus.items()]
+    ranks.append(
+        {"rank": 11, "host": "b", "cpus": "0", "host_cores": [{"node": 0, "cpus": "0"}, {"node": 0, "cpus": "1"}]}
+    )
+    marks = [" 0"] * 20 + [" 1"] * 20 + [" 2"] * 20 + [" *"] * 20
+    assert _drawing(ranks)[1:] == [
+        "a  node 0  " + " ".join(marks[:32]),
+        "           " + " ".join(marks[32:40]),
+        "a  node 1  " + " ".join(marks[40:72]),
+        "           " + " ".join(marks[72:]),
+        "b  node 0  11  .",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--ranks", "1"], "expected 2 or more"), (["--ranks", "2", "--calibrate"], "--calibrate is for one process")],
+)
+def test_ranks_that_info_cannot_start_are_refused(arguments, said):
+    ended = accl("info", *arguments, status=2)
+    assert said in ended.stderr and len(ended.stderr.splitlines()) == 1
 
 
 def test_connect_all_needs_a_launcher():

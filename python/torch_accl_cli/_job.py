@@ -19,11 +19,15 @@ from torch_accl import Backend
 
 from .bench.cases import Prepared, cases
 from .bench.place import Place, leave, meet
+from .run.layout import numbers, ranges, topology
 
 __all__ = ["find", "show"]
 
 TIMEOUT_S = 60
 COLLECTIVES = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
+# How the backend's description calls them.
+_WORKERS = "threads for parts of large calls"
+_CORES_A_LINE = 32
 SIZES = [4, 4 << 10, 64 << 10, 1 << 20, 16 << 20]
 
 
@@ -51,7 +55,7 @@ def find(place: Place, connect_all: bool) -> dict[str, Any]:
     # Nobody counts before all are connected, nor leaves before all have been counted.
     dist.barrier()
     ranks: list[Any] = [None] * place.world
-    dist.all_gather_object(ranks, _of_this_rank(place, backend.snapshot()))
+    dist.all_gather_object(ranks, _of_this_rank(place, backend))
     choices = _choices(backend, place) if place.rank == 0 else {}
     dist.destroy_process_group()
     leave(store, place.rank, place.world)
@@ -66,6 +70,7 @@ def show(job: dict[str, Any]) -> str:
             one["host"],
             str(one["pid"]),
             str(one["cores"]),
+            str(one["workers"]),
             _summary(one["links"]),
             f"{one['shared_memory_kib']} KiB",
         ]
@@ -77,23 +82,56 @@ def show(job: dict[str, Any]) -> str:
         [
             f"{job['world']} ranks, started by {job['launcher']}",
             "",
-            *_table(["rank", "host", "pid", "cores", "links", "shared memory"], ranks),
+            *_table(["rank", "host", "pid", "cores", "workers", "links", "shared memory"], ranks),
+            "",
+            *_drawing(job["ranks"]),
             "",
             *_table(["algorithm of", *sizes], choices),
         ]
     )
 
 
-def _of_this_rank(place: Place, snapshot: dict[str, Any]) -> dict[str, Any]:
-    others = [one for one in snapshot["ranks"] if one["rank"] != place.rank]
+def _of_this_rank(place: Place, backend: Backend) -> dict[str, Any]:
+    others = [one for one in backend.snapshot()["ranks"] if one["rank"] != place.rank]
+    described = dict(line.partition(": ")[::2] for line in backend.describe().splitlines())
+    cpus = os.sched_getaffinity(0)
     return {
         "rank": place.rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(cpus),
+        # Threads besides the caller's; and the CPUs that it and they may use.
+        "workers": int(described.get(_WORKERS, "0")),
+        "cpus": ranges(cpus),
+        "host_cores": [{"node": core.node, "cpus": ranges(core.threads)} for core in topology(_online())],
         "links": [{"rank": one["rank"], "link": one["link"]} for one in others],
         "shared_memory_kib": _shared_kib(),
     }
+
+
+def _online() -> list[int]:
+    return numbers(Path("/sys/devices/system/cpu/online").read_text())
+
+
+def _drawing(ranks: list[dict[str, Any]]) -> list[str]:
+    """For each host a line a NUMA node, in which each core has the rank that may use it."""
+    lines = ["cores by NUMA node, each with the rank that may use it (* for several, . for none)"]
+    for host in dict.fromkeys(one["host"] for one in ranks):
+        of_host = [(one["rank"], set(numbers(one["cpus"]))) for one in ranks if one["host"] == host]
+        cores = next(one["host_cores"] for one in ranks if one["host"] == host)
+        width = max(len(str(rank)) for rank, _ in of_host)
+        for node in dict.fromkeys(core["node"] for core in cores):
+            marks = [_mark(set(numbers(core["cpus"])), of_host).rjust(width) for core in cores if core["node"] == node]
+            head = f"{host}  node {node}"
+            for first in range(0, len(marks), _CORES_A_LINE):
+                lines.append(f"{head}  {' '.join(marks[first : first + _CORES_A_LINE])}")
+                head = " " * len(head)
+    return lines
+
+
+def _mark(cpus: set[int], ranks: list[tuple[int, set[int]]]) -> str:
+    users = [rank for rank, own in ranks if own & cpus]
+    return "." if not users else str(users[0]) if len(users) == 1 else "*"
 
 
 def _choices(backend: Backend, place: Place) -> dict[str, dict[str, str]]:

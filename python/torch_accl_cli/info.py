@@ -18,7 +18,8 @@ SUMMARY = "versions and what this machine offers"
 
 _DESCRIPTION = """\
 Versions, what a process of this machine would offer its peers, and the constants by which it would choose. Under torchrun, mpirun
-or srun: the ranks that it started, the links between them, and the algorithms that calls of float32 would take."""
+or srun, or with --ranks: the ranks that were started, the cores that each may use, the links between them, and the algorithms that calls
+of float32 would take."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     add_json(parser)
     parser.add_argument("--calibrate", action="store_true", help="measure the constants of the cost model anew")
+    parser.add_argument("--ranks", type=int, metavar="N", help="start so many ranks as `accl run` does, and show those")
     parser.add_argument(
         "--connect-all",
         action="store_true",
@@ -40,11 +42,57 @@ def run(given: argparse.Namespace) -> int:
     from .bench.place import place_given
 
     place = place_given()
+    if given.ranks is not None:
+        if place is not None:
+            # All ranks find the same; one of them says so.
+            if place.rank != 0:
+                return 2
+            raise WrongInput(f"--ranks: {place.launcher} has started {place.world} ranks; leave it away")
+        return _start_ranks(given)
     if place is not None and place.world > 1 and not given.calibrate:
         return _run_in_job(given, place)
     if given.connect_all:
-        raise WrongInput("--connect-all is for ranks that torchrun, mpirun or srun has started")
+        raise WrongInput("--connect-all is for ranks that torchrun, mpirun or srun has started, or --ranks")
     return print_found(given, lambda native: facts(native, given.calibrate), _show)
+
+
+def _start_ranks(given: argparse.Namespace) -> int:
+    """Starts ranks of this very command, each on cores of its own."""
+    import os
+
+    from .run.agent import Order, Team, free_port
+
+    if given.ranks < 2 or given.calibrate:
+        raise WrongInput(
+            "--calibrate is for one process"
+            if given.calibrate
+            else f"--ranks: {given.ranks} ranks have no links; expected 2 or more"
+        )
+    options = [
+        option for option, is_given in (("--json", given.json), ("--connect-all", given.connect_all)) if is_given
+    ]
+
+    def report(**what: Any) -> None:
+        if what.get("status"):
+            print(f"accl info: rank {what['ended']} has failed", file=sys.stderr)
+
+    holder, port = free_port()
+    with holder:
+        order = Order(
+            command=[sys.executable, "-m", "torch_accl_cli", "info", *options],
+            directory=os.getcwd(),
+            environment={},
+            ranks=given.ranks,
+            first=0,
+            world=given.ranks,
+            host=0,
+            master="127.0.0.1",
+            port=port,
+            binds=True,
+            grace_s=5,
+            passes_on=False,
+        )
+        return Team(order, report).run()
 
 
 def _run_in_job(given: argparse.Namespace, place: Any) -> int:
