@@ -218,10 +218,12 @@ def test_ranks_of_one_host_meet_without_an_address_again_and_again(name):
         assert rank.stdout == f"{number} 3 {number} 3 6.0 no address\n"
 
 
+@pytest.mark.parametrize("has_port", [False, True], ids=["", "port"])
 @pytest.mark.parametrize("name", ["srun_two_nodes", "srun_pmi2"])
-def test_ranks_of_a_step_on_several_nodes_meet_on_its_first(name):
+def test_ranks_of_a_step_on_several_nodes_meet_on_its_first_again_and_again(name, has_port):
     # Names of nodes that this machine knows.
-    ranks = run_script(SUM, 3, env=by_name(RECORDINGS[name], SLURM_STEP_NODELIST="localhost,a2"))
+    others = {"SLURM_STEP_NODELIST": "localhost,a2"} | ({"MASTER_PORT": str(free_port())} if has_port else {})
+    ranks = run_script(SUM, 3, env=by_name(RECORDINGS[name], **others))
     assert [rank.exitcode for rank in ranks] == [0] * 3, "\n".join(rank.stderr for rank in ranks)
     assert [rank.stdout.split()[4] for rank in ranks] == ["6.0"] * 3
 

@@ -213,7 +213,8 @@ def _serve_step(node: str, port: int, who: str, deadline: float, timeout: timede
 
     while True:
         try:
-            store = TCPStore(node, port, None, True, timeout, wait_for_workers=False)
+            # With MASTER_PORT that of an earlier group of this process may be there still.
+            store = TCPStore(node, port, None, True, timeout, wait_for_workers=False, multi_tenant=True)
         except DistNetworkError as error:
             # Of a program that the step has run before, whose rank 0 is about to end.
             if time.monotonic() + _LOOK_AGAIN_S < deadline and _is_of(node, port, who):
@@ -223,7 +224,13 @@ def _serve_step(node: str, port: int, who: str, deadline: float, timeout: timede
                 f"rank 0 cannot listen on port {port} ({_first_line(error)}); set MASTER_PORT to a free one, the same for all ranks"
             ) from None
         store.set(_JOB, who)
+        store.set(_round(), "")
         return store
+
+
+def _round() -> str:
+    """The key that says that rank 0 is there as often as this rank."""
+    return f"{_JOB}/{len(_meetings)}"
 
 
 def _is_of(node: str, port: int, who: str) -> bool:
@@ -240,7 +247,7 @@ def _join_step(found: Place, node: str, port: int, who: str, deadline: float, ti
         store = _connect(node, port, timeout)
         try:
             theirs = _job_of(store)
-            has_been_here = theirs == who and store.add(f"{_JOB}/came/{found.rank}", 1) > 1
+            has_been_here = theirs == who and not _is_new(store, found.rank)
         except RuntimeError:
             # It has just gone.
             theirs, has_been_here = who, True
@@ -249,7 +256,7 @@ def _join_step(found: Place, node: str, port: int, who: str, deadline: float, ti
                 f"rank {found.rank}: port {port} of {node} is that of another job ({theirs or 'a store without a name'}, and this is {who}); set "
                 "MASTER_PORT to a port that is free there, the same for all ranks"
             )
-        if not has_been_here:
+        if not has_been_here and _has_come(store, deadline):
             return store
         # It is that of a program that the step has run before: rank 0 has not begun with this one.
         del store
@@ -258,6 +265,20 @@ def _join_step(found: Place, node: str, port: int, who: str, deadline: float, ti
                 f"rank {found.rank}: rank 0 of {who} did not come to port {port} of {node} within {timeout.total_seconds():.0f} s"
             )
         time.sleep(_LOOK_AGAIN_S)
+
+
+def _is_new(store: Store, rank: int) -> bool:
+    """Whether no program before this one has been at a store as this rank; of a process that has met before, that is known."""
+    return bool(_meetings) or store.add(f"{_JOB}/came/{rank}", 1) == 1
+
+
+def _has_come(store: Store, deadline: float) -> bool:
+    """Whether rank 0 has come to a store, which it has for an earlier group of this process as well, until then."""
+    try:
+        store.wait([_round()], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _job_of(store: Store) -> str:
