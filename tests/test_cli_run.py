@@ -195,8 +195,8 @@ def is_alive(pid: int) -> bool:
 
 
 WAITING = """
-open("here" + os.environ["RANK"], "w").write(str(os.getpid()))
 try:
+    open("here" + os.environ["RANK"], "w").write(str(os.getpid()))
     time.sleep(60)
 except KeyboardInterrupt:
     say("interrupted")
@@ -248,8 +248,9 @@ if [ "$host" = nowhere ]; then
 fi
 echo "Welcome to $host"
 printf '\\033]0;a title\\007'
-[ "$host" = cut ] && (sleep 3; kill -9 $$) &
+[ "$host" = cut ] && (until [ -s here0 ] && [ -s here1 ]; do sleep 0.1; done; kill -9 $$) &
 case $host in
+late) sleep 3; eval "$@" ;;
 dies) sh -c "$*" </dev/null ;;
 old) eval "$@" | sed -u 's/"version": "[^"]*"/"version": "0.0.1"/' ;;
 me@looped) SSH_CONNECTION="127.0.0.1 5 127.0.1.1 22" exec sh -c "$*" ;;
@@ -316,7 +317,15 @@ def test_an_interrupt_ends_ranks_on_hosts(tmp_path, ssh):
 
 def test_hosts_whose_agent_ends_before_it_has_started_anything_are_a_failure(tmp_path, ssh):
     ended = run("-n", 1, "--hosts", "a,dies", "--ssh", ssh, script(tmp_path, "time.sleep(60)"), cwd=tmp_path)
-    assert ended.returncode == 1 and "the connection to dies ended, and with it rank 1" in ended.stderr
+    # Before all hosts have answered, or after.
+    said = ("dies: the connection ended", "the connection to dies ended, and with it rank 1")
+    assert ended.returncode == 1 and any(words in ended.stderr for words in said), ended.stderr
+
+
+def test_a_host_that_is_lost_before_all_have_answered_is_named(tmp_path, ssh):
+    ended = run("-n", 1, "--hosts", "late,dies", "--ssh", ssh, script(tmp_path, "open('ran', 'w')"), cwd=tmp_path)
+    assert ended.returncode == 1 and "accl run: dies: the connection ended without a word" in ended.stderr
+    assert not (tmp_path / "ran").exists()
 
 
 def test_an_agent_that_somebody_ends_ends_all(tmp_path, ssh):
@@ -350,7 +359,7 @@ def test_signals_of_batch_systems_reach_the_ranks_and_end_nothing(hosts, tmp_pat
     code = """
 signal.signal(signal.SIGUSR1, lambda *_: say("saved"))
 open("here" + os.environ["RANK"], "w").write(str(os.getpid()))
-end = time.monotonic() + 2
+end = time.monotonic() + 4
 while time.monotonic() < end:
     time.sleep(0.1)
 """
@@ -373,6 +382,9 @@ def end(*_):
     open("ended" + os.environ["RANK"], "w")
     os._exit(0)
 signal.signal(signal.SIGTERM, end)
+open("here" + os.environ["RANK"], "w")
+while not all(os.path.exists(f"here{rank}") for rank in range(2)):
+    time.sleep(0.01)
 while True:
     say("a line")
     time.sleep(0.01)

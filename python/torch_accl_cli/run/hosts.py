@@ -222,7 +222,7 @@ class _Crowd:
             return
         self._selector.unregister(source)
         agent.is_over = True
-        if agent.first is None:
+        if not self._has_begun:
             # What ssh has to say may still be on the way; it ends with it.
             assert agent.process.stderr is not None
             agent.end()
