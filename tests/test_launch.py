@@ -196,6 +196,10 @@ NOT_TORCHRUNS = {
 }
 
 
+# As those of a job that nobody else on this machine has.
+ALONE = {"PMIX_NAMESPACE": str(os.getpid()), "SLURM_JOB_ID": str(os.getpid())}
+
+
 def by_name(environments: list[dict[str, str]], **others: str) -> dict[str, list[str]]:
     """What `run_script` takes: a list of values for each name."""
     names = set().union(NOT_TORCHRUNS, *environments, others)
@@ -212,7 +216,7 @@ def by_name(environments: list[dict[str, str]], **others: str) -> dict[str, list
     ),
 )
 def test_ranks_of_one_host_meet_without_an_address_again_and_again(name):
-    ranks = run_script(SUM, 3, env=by_name(RECORDINGS[name]))
+    ranks = run_script(SUM, 3, env=by_name(RECORDINGS[name], **ALONE))
     assert [rank.exitcode for rank in ranks] == [0] * 3, "\n".join(rank.stderr for rank in ranks)
     for number, rank in enumerate(ranks):
         assert rank.stdout == f"{number} 3 {number} 3 6.0 no address\n"
@@ -223,7 +227,7 @@ def test_ranks_of_one_host_meet_without_an_address_again_and_again(name):
 def test_ranks_of_a_step_on_several_nodes_meet_on_its_first_again_and_again(name, has_port):
     # Names of nodes that this machine knows.
     others = {"SLURM_STEP_NODELIST": "localhost,a2"} | ({"MASTER_PORT": str(free_port())} if has_port else {})
-    ranks = run_script(SUM, 3, env=by_name(RECORDINGS[name], **others))
+    ranks = run_script(SUM, 3, env=by_name(RECORDINGS[name], **ALONE, **others))
     assert [rank.exitcode for rank in ranks] == [0] * 3, "\n".join(rank.stderr for rank in ranks)
     assert [rank.stdout.split()[4] for rank in ranks] == ["6.0"] * 3
 
