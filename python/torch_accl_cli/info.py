@@ -60,7 +60,7 @@ def _start_ranks(given: argparse.Namespace) -> int:
     """Starts ranks of this very command, each on cores of its own."""
     import os
 
-    from .run.agent import Order, Team, free_port
+    from .run.agent import Order, run_here
 
     if given.ranks < 2 or given.calibrate:
         raise WrongInput(
@@ -76,23 +76,8 @@ def _start_ranks(given: argparse.Namespace) -> int:
         if what.get("status"):
             print(f"accl info: rank {what['ended']} has failed", file=sys.stderr)
 
-    holder, port = free_port()
-    with holder:
-        order = Order(
-            command=[sys.executable, "-m", "torch_accl_cli", "info", *options],
-            directory=os.getcwd(),
-            environment={},
-            ranks=given.ranks,
-            first=0,
-            world=given.ranks,
-            host=0,
-            master="127.0.0.1",
-            port=port,
-            binds=True,
-            grace_s=5,
-            passes_on=False,
-        )
-        return Team(order, report).run()
+    command = [sys.executable, "-m", "torch_accl_cli", "info", *options]
+    return run_here(Order(command, os.getcwd(), environment={}, ranks=given.ranks, world=given.ranks), report)
 
 
 def _run_in_job(given: argparse.Namespace, place: Any) -> int:

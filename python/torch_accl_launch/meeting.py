@@ -90,7 +90,7 @@ class Meeting:
         awaited = set(range(1, self._place.world))
         while awaited:
             with suppress(TimeoutError):
-                listener.settimeout(self._patience(f"{_ranks(awaited)}"))
+                listener.settimeout(self._patience(_ranks(awaited)))
                 with listener.accept()[0] as peer:
                     awaited -= self._answer(peer, port)
             if awaited:
@@ -200,9 +200,6 @@ def _user_of(peer: socket.socket) -> int:
     return user
 
 
-def _listed(ranks: set[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)[:8])) + (" and more" if len(ranks) > 8 else "")
-
-
 def _ranks(ranks: set[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + _listed(ranks)
+    listed = ", ".join(map(str, sorted(ranks)[:8])) + (" and more" if len(ranks) > 8 else "")
+    return ("rank " if len(ranks) == 1 else "ranks ") + listed

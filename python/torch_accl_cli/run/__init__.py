@@ -10,7 +10,6 @@ import argparse
 import io
 import os
 import sys
-from dataclasses import replace
 from typing import Any
 
 from .._wrong import WrongInput
@@ -85,28 +84,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Runs the script; the exit status."""
-    from .agent import Order, Team, free_port, serve
+    from .agent import Order, run_here, serve
     from .hosts import Unreachable, hosts_of, run_on, ssh_command
 
     if given.agent:
         return serve()
     _check(given)
-    passes_on = bool(given.hosts) if given.prefix is None else given.prefix
+    prefixes = bool(given.hosts) if given.prefix is None else given.prefix
+    passes_on = prefixes or bool(given.hosts)
     order = Order(
-        command=_command(given, passes_on or bool(given.hosts)),
+        command=_command(given, passes_on),
         directory=os.getcwd(),
         environment=_environment(given.env),
         ranks=given.ranks,
-        first=0,
         world=given.ranks,
-        host=0,
         master=given.master_addr,
         port=given.master_port,
         binds=given.bind,
         grace_s=given.grace,
-        passes_on=passes_on or bool(given.hosts),
+        passes_on=passes_on,
     )
-    shown = _Shown(given, passes_on)
+    shown = _Shown(given, prefixes)
     if given.hosts:
         try:
             hosts = hosts_of(given.hosts, given.ranks)
@@ -117,10 +115,7 @@ def run(given: argparse.Namespace) -> int:
         except Unreachable as error:
             print(f"accl run: {error}", file=sys.stderr)
             return 1
-    holder, port = free_port()
-    with holder:
-        here = replace(order, master=order.master or "127.0.0.1", port=order.port or port)
-        return Team(here, shown).run()
+    return run_here(order, shown)
 
 
 def _check(given: argparse.Namespace) -> None:

@@ -17,15 +17,14 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 from .layout import Seat, ranges, share_out, topology
 
-__all__ = ["ALIVE_S", "HELLO", "Order", "Team", "free_port", "plan", "serve", "signals", "version"]
+__all__ = ["ALIVE_S", "HELLO", "Order", "run_here", "serve", "signals", "version"]
 
 _PR_SET_PDEATHSIG = 1
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -37,8 +36,6 @@ _SILENCE_S, ALIVE_S = 60.0, 10.0
 _CHILDREN_S = 0.05
 # Its first line has this, among what a shell may print before.
 HELLO = "torch-accl agent "
-# A time that does not come: what was to be done then has been.
-_DONE = float("inf")
 # How long the outputs of ranks that have ended are read, which processes of theirs may hold open.
 _LINGER_S = 2.0
 # One that writes no line for so long is passed on in parts.
@@ -53,15 +50,16 @@ class Order:
     directory: str
     environment: dict[str, str]
     ranks: int
-    first: int
     world: int
-    host: int
-    master: str
-    port: int
-    binds: bool
-    grace_s: float
+    first: int = 0
+    host: int = 0
+    # Where rank 0's store is; unset, whoever starts the agents finds a place for it.
+    master: str = ""
+    port: int = 0
+    binds: bool = True
+    grace_s: float = 5
     # Whether what ranks print goes to whoever gave the order, in lines; else they print where the agent does.
-    passes_on: bool
+    passes_on: bool = False
 
 
 def free_port() -> tuple[socket.socket, int]:
@@ -88,6 +86,13 @@ def plan(ranks: int, binds: bool) -> list[Seat]:
     return share_out(topology(os.sched_getaffinity(0)), ranks) if binds else [Seat()] * ranks
 
 
+def run_here(order: Order, report: Callable[..., None]) -> int:
+    """Runs an order whose ranks are all on this host; the exit status, as of `Team.run`."""
+    holder, port = free_port()
+    with holder:
+        return Team(replace(order, master=order.master or "127.0.0.1", port=order.port or port), report).run()
+
+
 def serve() -> int:
     """The agent at the end of a connection: says where it is, and starts the ranks that its first order names."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
@@ -111,7 +116,7 @@ def serve() -> int:
         return 1
     order = Order(**json.loads(line))
     with holder:
-        return Team(order, report).run(sys.stdin.fileno())
+        return Team(order, report).run(0)
 
 
 def _first_line(source: int) -> bytes:
