@@ -11,7 +11,7 @@ ARGS ?=
 export TORCH PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help aarch64 demo demo-device study codec-errors test wheel sdist test-torch test-peers test-elastic test-device fuzz-world mutants bench bench-against scaling bench-peers bench-lanes clean
+.PHONY: help aarch64 mpi test-mpi demo demo-device study codec-errors test wheel sdist test-torch test-peers test-elastic test-device fuzz-world mutants bench bench-against scaling bench-peers bench-lanes clean
 
 help: ## list the targets
 	@echo "make TARGET [TORCH=2.15.0] [PYTHON=python3] [ARGS='...']"
@@ -54,6 +54,17 @@ test-elastic: ## ranks that die at every moment of making groups, over every sto
 	@.ci/venv build test
 	@.ci/install
 	@ACCL_TEST_ELASTIC=all .ci/pytest tests/test_elastic.py $(ARGS)
+
+mpi: ## the package with the transport `mpi`, built against MPICC=mpicc and installed beside torch-accl
+	@.ci/tools
+	@.ci/venv build
+	@.ci/mpi $(ARGS)
+
+test-mpi: ## the transport `mpi` under Open MPI and MPICH; ARGS='mpich' for one
+	@.ci/tools
+	@.ci/venv build test
+	@.ci/install
+	@.ci/test_mpi $(ARGS)
 
 test-device: ## every world, design, place and count of a group with a device, through torch and below; takes about 20 minutes
 	@.ci/test_device $(ARGS)

@@ -30,6 +30,11 @@ venv_of() {
   esac
 }
 
+# Whether there is a libclang, with which the bindings to MPI read its header.
+has_libclang() {
+  [ -n "${LIBCLANG_PATH:-}" ] || compgen -G '/usr/lib*/libclang*.so*' >/dev/null || compgen -G '/usr/lib/*/libclang*.so*' >/dev/null
+}
+
 # One line per key, hashed: `key a b c` names a state; equal keys mean that nothing has to be done.
 key() {
   printf '%s\n' "$@" | sha256sum | cut -d' ' -f1

@@ -3,7 +3,7 @@
 import textwrap
 
 import pytest
-from support import BACKEND
+from support import BACKEND, launchers
 from support.scripts import free_port, run_script
 from torch_accl.compat._ccl_variables import settings_of, without_effect
 
@@ -15,6 +15,7 @@ def test_what_ccl_variables_say_is_said_in_accls_settings():
     said = {
         "CCL_LOG_LEVEL": "error",
         "CCL_WORKER_COUNT": "0",
+        "CCL_WORKER_AFFINITY": "3,5",
         "CCL_KVS_IFACE": "eth1",
         "CCL_ALLREDUCE": "recursive_doubling:0-8192;rabenseifner:8193-1048576;ring:1048577-max",
         "CCL_BCAST": "naive",
@@ -23,10 +24,17 @@ def test_what_ccl_variables_say_is_said_in_accls_settings():
         "profile_names": "ccl",
         "log": "off",
         "worker_count": "0",
+        "worker_affinity": "3,5",
         "socket_ifname": "=eth1",
         "algorithm": "all_reduce=recursive_doubling:0-8192,all_reduce=rabenseifner:8193-1048576,all_reduce=ring:1048577-,broadcast=flat",
     }
-    ours = {"ACCL_LOG": "info", "ACCL_WORKER_COUNT": "2", "ACCL_PROFILE_NAMES": "pg", "ACCL_ALGORITHM": ""}
+    ours = {
+        "ACCL_LOG": "info",
+        "ACCL_WORKER_COUNT": "2",
+        "ACCL_WORKER_AFFINITY": "0",
+        "ACCL_PROFILE_NAMES": "pg",
+        "ACCL_ALGORITHM": "",
+    }
     assert settings_of(said | ours) == {"socket_ifname": "=eth1"}
 
 
@@ -92,10 +100,54 @@ for _ in range(3):
     optimizer.step()
 weights = [torch.zeros(5, 4) for _ in range(dist.get_world_size())]
 dist.all_gather(weights, model.module.weight.detach())
-print(dist.get_rank(), dist.get_world_size(), dist.get_backend(), all(torch.equal(weights[0], other) for other in weights))
+said = (dist.get_rank(), dist.get_world_size(), dist.get_backend(), all(torch.equal(weights[0], other) for other in weights))
+# In one write: those of several ranks go to one pipe.
+os.write(1, (" ".join(map(str, said)) + chr(10)).encode())
 dist.destroy_process_group()
 """
-UNSET = {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": "", "LOCAL_WORLD_SIZE": "", "MASTER_ADDR": "", "MASTER_PORT": ""}
+
+# The steps of the first example of torch-ccl's README: the address is the script's, rank and size are handed over.
+USAGE = """
+import os
+import torch
+import torch.distributed as dist
+from torch_accl.compat import ccl
+
+os.environ["MASTER_ADDR"] = "127.0.0.1"
+os.environ["MASTER_PORT"] = "FREE_ONE"
+os.environ["RANK"] = str(os.environ.get("PMI_RANK", 0))
+os.environ["WORLD_SIZE"] = str(os.environ.get("PMI_SIZE", 1))
+dist.init_process_group("ccl", init_method="env://", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+tensor = torch.full((2, 2), dist.get_rank() + 1.0)
+dist.all_reduce(tensor)
+dist.barrier()
+os.write(1, f"{dist.get_rank()} {dist.get_world_size()} {tensor.sum().item()}\\n".encode())
+dist.destroy_process_group()
+"""
+
+# Those of the second: what the profiler says of calls of two sizes.
+PROFILED = """
+import os
+import torch
+import torch.distributed as dist
+from torch_accl.compat import ccl
+
+os.environ["RANK"] = str(os.environ.get("PMI_RANK", 0))
+os.environ["WORLD_SIZE"] = str(os.environ.get("PMI_SIZE", 1))
+dist.init_process_group("ccl")
+small, large = torch.ones(2, 2), torch.ones(4, 4)
+with torch.autograd.profiler.profile(record_shapes=True) as profile:
+    for _ in range(10):
+        dist.all_reduce(small)
+        dist.all_reduce(large)
+dist.barrier()
+rows = profile.key_averages(group_by_input_shape=True)
+assert rows.table(sort_by="self_cpu_time_total")
+calls = sorted((str(row.input_shapes), row.count) for row in rows if row.key == "oneccl_bindings_for_pytorch::allreduce")
+waits = sum(row.count for row in rows if row.key == "oneccl_bindings_for_pytorch::wait::cpu::allreduce")
+os.write(1, f"{dist.get_rank()} {calls} {waits}\\n".encode())
+dist.destroy_process_group()
+"""
 LAUNCHERS = {
     "hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "openmpi": (
@@ -108,11 +160,23 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", sorted(LAUNCHERS))
-def test_the_demo_of_onecls_guide_trains_under_each_launcher(launcher):
+def test_the_demo_of_onecls_guide_trains_in_the_environment_of_each_launcher(launcher):
     rank, world, local_rank, local_world = LAUNCHERS[launcher]
-    env = UNSET | {rank: [0, 1], world: 2, local_rank: [0, 1], local_world: 2}
+    env = launchers.UNSET | {rank: [0, 1], world: 2, local_rank: [0, 1], local_world: 2}
     ranks = run_script(TRAIN, 2, env=env)
     assert [one.stdout.strip() for one in ranks] == [f"{number} 2 ccl True" for number in range(2)], ranks[0].stderr
+
+
+@pytest.mark.parametrize("name", sorted(launchers.COMMANDS))
+def test_the_examples_of_torch_ccl_run_under_a_launcher_that_is_installed(name, tmp_path):
+    usage = USAGE.replace("FREE_ONE", str(free_port()))
+    # The one that names an address comes last: the others have none.
+    ended = launchers.run_under(name, TRAIN + PROFILED + usage, 2, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    shapes = "[('[[2, 2]]', 10), ('[[4, 4]]', 10)] 20"
+    assert sorted(ended.stdout.splitlines()) == sorted(
+        line for rank in range(2) for line in (f"{rank} 2 ccl True", f"{rank} {shapes}", f"{rank} 2 12.0")
+    )
 
 
 def test_the_profiler_shows_calls_and_waits_by_torch_ccls_names_and_a_variable_without_effect_is_listed_once():

@@ -3,6 +3,9 @@
 import json
 import os
 import pickle
+import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -198,4 +201,39 @@ def test_a_call_that_times_out_leaves_a_dump_of_the_flight_recorder(rank, world)
     finally:
         if os.path.exists(file):
             os.unlink(file)
+    dist.barrier()
+
+
+@needs("abort hooks")
+@on_ranks(2, fresh=True)
+@pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asynchronous"])
+def test_torchs_analyzer_of_dumps_names_the_rank_that_is_missing(rank, world, is_async):
+    folders = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folders, src=0)
+    folder = folders[0]
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = os.path.join(folder, "dump_rank_")
+    os.environ["TORCH_FR_DUMP_ON_TIMEOUT"] = "1"
+    group = dist.new_group(timeout=timedelta(milliseconds=300))
+    dist.all_reduce(torch.ones(3), group=group)
+    if rank == 0:
+        with pytest.raises(dist.DistBackendError):
+            work = dist.all_reduce(torch.ones(5), group=group, async_op=is_async)
+            work.wait()
+    else:
+        # It hangs elsewhere, where somebody asks it for a dump.
+        with open(os.path.join(folder, f"dump_rank_{rank}"), "wb") as dump:
+            dump.write(c10d._dump_fr_trace(backend="accl"))
+    dist.barrier()
+    if rank == 0:
+        try:
+            analyzer = "torch.distributed.flight_recorder.fr_trace"
+            command = [sys.executable, "-m", analyzer, folder, "-p", "dump_rank_"]
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        finally:
+            shutil.rmtree(folder)
+        said = ended.stdout + ended.stderr
+        assert ended.returncode == 0, said
+        assert (
+            "collective: accl:all_reduce" in said and "missing ranks: {1}" in said and "input sizes: [[5]]" in said
+        ), said
     dist.barrier()

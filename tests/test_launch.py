@@ -5,17 +5,13 @@
 
 import json
 import os
-import shutil
 import socket
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from support import BACKEND
+from support import BACKEND, launchers
 from support.scripts import free_port, run_script, start_script
 from torch_accl_launch import LaunchError, Place, jobs, meeting, place, places
 
@@ -100,7 +96,7 @@ def test_a_launcher_that_a_rank_starts_counts_and_not_the_copies_of_that_ranks_n
     # What the script itself says is another matter.
     assert seat(place(outer | inner | {"RANK": "4", "WORLD_SIZE": "5"}))[:3] == ("torchrun", 4, 5)
     code = "import os, torch_accl; print(*[os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')])"
-    started = NOT_TORCHRUNS | outer | inner | copies | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    started = launchers.UNSET | outer | inner | copies | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     (rank,) = run_script(code, 1, env=started)
     assert rank.stdout.split() == ["2", "3", "2", "3"], rank.stderr
 
@@ -186,14 +182,6 @@ names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 said = [*(os.environ[name] for name in names), str(tensor.item()), os.environ.get("MASTER_ADDR") or "no address"]
 os.write(1, (" ".join(said) + chr(10)).encode())
 """
-NOT_TORCHRUNS = {
-    "RANK": "",
-    "WORLD_SIZE": "",
-    "LOCAL_RANK": "",
-    "LOCAL_WORLD_SIZE": "",
-    "MASTER_ADDR": "",
-    "MASTER_PORT": "",
-}
 
 
 # As those of a job that nobody else on this machine has.
@@ -202,8 +190,8 @@ ALONE = {"PMIX_NAMESPACE": str(os.getpid()), "SLURM_JOB_ID": str(os.getpid())}
 
 def by_name(environments: list[dict[str, str]], **others: str) -> dict[str, list[str]]:
     """What `run_script` takes: a list of values for each name."""
-    names = set().union(NOT_TORCHRUNS, *environments, others)
-    whole = [NOT_TORCHRUNS | environment | others for environment in environments]
+    names = set().union(launchers.UNSET, *environments, others)
+    whole = [launchers.UNSET | environment | others for environment in environments]
     return {name: [one.get(name, "") for one in whole] for name in names}
 
 
@@ -314,7 +302,7 @@ if os.environ["SLURM_PROCID"] == "0" and os.environ["TAIL"]:
     def begin(rank: int, tail: str):
         own = RECORDINGS["srun_two_nodes"][rank] | of_two | {"SLURM_NODEID": str(rank), "SLURM_LOCALID": "0"}
         others = {"SLURM_STEP_NODELIST": "localhost,a2", "MASTER_PORT": port, "TAIL": tail}
-        return start_script(code, 1, env=NOT_TORCHRUNS | own | others)[0]
+        return start_script(code, 1, env=launchers.UNSET | own | others)[0]
 
     first = [begin(rank, "1") for rank in range(2)]
     assert first[1].wait() == 0, first[1].stderr
@@ -459,24 +447,8 @@ def test_a_job_may_have_a_name_of_any_length():
     long.open().close()
 
 
-# Each with what it needs to start three ranks of a machine with fewer cores.
-LAUNCHERS = {
-    "mpirun.mpich": ["mpirun.mpich", "-n", "3"],
-    "mpirun.openmpi": ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "3"],
-    "mpiexec.hydra": ["mpiexec.hydra", "-n", "3"],
-}
-
-
-@pytest.mark.parametrize("name", sorted(LAUNCHERS))
+@pytest.mark.parametrize("name", sorted(launchers.COMMANDS))
 def test_a_script_runs_under_a_launcher_that_is_installed(name, tmp_path):
-    command = LAUNCHERS[name]
-    if shutil.which(command[0]) is None:
-        pytest.skip(f"{command[0]} is not installed")
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SUM))
-    environment = {key: value for key, value in os.environ.items() if key not in NOT_TORCHRUNS}
-    ended = subprocess.run(
-        [*command, sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment
-    )
+    ended = launchers.run_under(name, SUM, 3, tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.splitlines()) == [f"{rank} 3 {rank} 3 6.0 no address" for rank in range(3)]

@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from support import BACKEND, init_group, namespaces, run_ranks, start_script
+from support import BACKEND, init_group, namespaces, run_ranks, start_script, stderr_to
 from support.runner import check
 from support.versions import monitored_barrier
 
@@ -56,6 +56,73 @@ def test_a_killed_rank_is_named_with_its_process_by_every_survivor(world, transp
         assert "all_reduce" in message and "seq" in message, message
         assert f"host {socket.gethostname()}" in message, message
         assert seconds < 3
+
+
+def test_who_has_died_stands_on_standard_error_before_anybody_raises_it(tmp_path):
+    """Launchers that end all ranks when one has died leave no time for an exception's text."""
+
+    def body(rank):
+        dist.all_reduce(torch.ones(3))
+        if rank == 1:
+            die()
+        stderr_to(tmp_path / "stderr")
+        message = errors_of(lambda: [dist.all_reduce(torch.ones(3)) for _ in range(1000)])[1]
+        return message, (tmp_path / "stderr").read_text()
+
+    outcomes = run_ranks(body, 2)
+    ((message, told),) = survivors(outcomes, 1)
+    assert told.count("\n") == 1 and "ERROR" in told and message in told, told
+
+
+def test_a_death_is_one_line_however_many_threads_do_parts_of_the_call(tmp_path):
+    def body(rank):
+        stderr_to(tmp_path / f"stderr-{rank}")
+        init_group()
+        tensor = torch.ones(4 << 20)
+        dist.all_reduce(tensor)
+        if rank == 1:
+            threading.Timer(0.05, die).start()
+        errors_of(lambda: [dist.all_reduce(tensor) for _ in range(100_000)])
+        time.sleep(0.2)
+        return [line for line in (tmp_path / f"stderr-{rank}").read_text().splitlines() if " ERROR " in line]
+
+    (lines,) = survivors(run_ranks(body, 2, init=False, env={"ACCL_WORKER_COUNT": "2"}), 1)
+    assert len(lines) == 1, lines
+
+
+def test_who_leaves_in_good_order_is_no_line_although_a_receive_was_waiting(tmp_path):
+    def body(rank):
+        stderr_to(tmp_path / f"stderr-{rank}")
+        init_group()
+        dist.barrier()
+        if rank == 0:
+            work = dist.irecv(torch.ones(1), src=1)
+            with pytest.raises(dist.DistNetworkError, match="has left"):
+                work.wait()
+        dist.destroy_process_group()
+        return (tmp_path / f"stderr-{rank}").read_text()
+
+    assert all(" ERROR " not in text for text in check(run_ranks(body, 2, init=False)))
+
+
+def test_a_death_ends_a_wait_although_nobody_reads_standard_error():
+    def body(rank):
+        dist.all_reduce(torch.ones(3))
+        if rank == 1:
+            die()
+        _, writing = os.pipe()
+        os.set_blocking(writing, False)
+        while True:
+            try:
+                os.write(writing, b"x" * 4096)
+            except BlockingIOError:
+                break
+        os.set_blocking(writing, True)
+        os.dup2(writing, 2)
+        return errors_of(lambda: [dist.all_reduce(torch.ones(3)) for _ in range(1000)])
+
+    ((kind, message, seconds),) = survivors(run_ranks(body, 2), 1)
+    assert kind == "DistNetworkError" and "rank 1" in message and seconds < 3
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

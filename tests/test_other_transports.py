@@ -1,10 +1,12 @@
 """Transports from other packages: the example in C, built with the header that is installed, and what is refused."""
 
 import ctypes
+import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 from support import BACKEND, init_group, run_ranks
 from support.runner import check
+from support.scripts import run_script
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
@@ -100,3 +103,67 @@ def test_a_transport_is_registered_once(library):
             register(library)
 
     check(run_ranks(body, 1, init=False))
+
+
+@pytest.fixture
+def package(library, tmp_path):
+    """A folder with a package that has the example, as an installed one is: a module, and a folder that says what its entry points are."""
+    (tmp_path / "pigeons.py").write_text(
+        "import ctypes, torch_accl\n"
+        f"functions = ctypes.CDLL({library!r})\n"
+        "functions.datagrams_transport.restype = ctypes.c_void_p\n"
+        "def transport():\n"
+        "    return functions.datagrams_transport(), lambda: print('the transport has ended', flush=True)\n"
+    )
+    facts = tmp_path / "pigeons-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: pigeons\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text("[torch_accl.transports]\ndatagrams = pigeons:transport\n")
+    return tmp_path
+
+
+def test_a_transport_that_a_package_has_is_found_by_its_entry_point_and_ended_after_the_groups(package):
+    code = f"""
+import sys
+sys.path.insert(0, {str(package)!r})
+import torch, torch.distributed as dist, torch_accl
+dist.init_process_group("accl")
+values = torch.ones(10)
+dist.all_reduce(values)
+text = dist.group.WORLD._get_backend(torch.device("cpu")).describe()
+dist.barrier()
+print("summed" if values.eq(2).all() and ": datagrams, " in text else text, flush=True)
+"""
+    for script in run_script(code, 2, env={"ACCL_TRANSPORTS": "datagrams"}):
+        assert script.exitcode == 0, script.stderr
+        assert script.stdout.splitlines() == ["summed", "the transport has ended"]
+
+
+def command(package, transports, *arguments):
+    """`accl` in a Python of its own, which finds the package."""
+    env = {"ACCL_TRANSPORTS": transports, "PYTHONPATH": str(package), "ACCL_CALIBRATION": "off"}
+    line = [sys.executable, "-m", "torch_accl_cli", *arguments]
+    return subprocess.run(line, env=os.environ | env, capture_output=True, text=True, timeout=90)
+
+
+def test_the_command_names_a_transport_of_a_package_without_loading_it(package):
+    (package / "pigeons.py").write_text("raise ImportError('it was loaded')\n")
+    found = command(package, "datagrams,shm", "info", "--json")
+    assert found.returncode == 0, found.stderr
+    facts = json.loads(found.stdout)
+    assert facts["transports"] == ["datagrams", "shm"]
+    assert facts["loaded_with_the_first_group"] == ["datagrams of pigeons 1.0"]
+    assert "datagrams,shm" in command(package, "datagrams,shm", "config").stdout
+    simulated = command(package, "datagrams,shm", "simulate", "--ranks", "2", "--sizes", "4")
+    assert simulated.returncode == 0, simulated.stderr
+    # What reads no settings does not mind them.
+    assert command(package, "pigeons", "algorithms").returncode == 0
+    refused = command(package, "pigeons", "info")
+    assert refused.returncode == 1 and "there is no transport `pigeons`" in refused.stderr, refused.stderr
+
+
+def test_the_benchmark_runs_over_a_transport_of_a_package(package):
+    brief = ["--sizes", "4KiB", "--iterations", "2", "--alternations", "2", "--warmup", "1"]
+    ended = command(package, "datagrams", "bench", "all_reduce", "--ranks", "2", *brief)
+    assert ended.returncode == 0, ended.stderr
+    assert " 4096 " in ended.stdout, ended.stdout

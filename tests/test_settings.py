@@ -1,14 +1,18 @@
 """Settings by environment and by Options: what is refused, with which sentence, and that the argument wins."""
 
+import contextlib
 import inspect
+import os
 import re
 import socket
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from support import BACKEND, init_group, on_ranks, run_ranks
+from support import BACKEND, init_group, on_ranks, run_ranks, stderr_to
 from support.runner import check
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
@@ -64,6 +68,7 @@ WRONG = [
     ("ACCL_SPIN_US", "spin_us", "fast"),
     ("ACCL_WORKER_COUNT", "worker_count", "-1"),
     ("ACCL_WORKER_COUNT", "worker_count", "many"),
+    ("ACCL_WORKER_AFFINITY", "worker_affinity", "3-1"),
     ("ACCL_DETERMINISTIC", "deterministic", "maybe"),
     ("ACCL_TIMING", "timing", "2"),
     ("ACCL_HOST_ID", "host_id", "two words"),
@@ -274,3 +279,48 @@ def test_every_option_reaches_the_settings_of_its_group():
     for row in torch_accl._native.config_rows():
         options = torch_accl.Options(**{row["option"]: row["default"]})
         assert set(options.settings) == {row["option"]}, row["option"]
+
+
+def bound_threads() -> list[str]:
+    """The CPUs of those threads of progress in this process that do not run wherever it may."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        # It may have ended.
+        with contextlib.suppress(OSError):
+            if (task / "comm").read_text().strip() == "accl-progress":
+                found.append(os.sched_getaffinity(int(task.name)))
+    return sorted(",".join(map(str, sorted(cpus))) for cpus in found if cpus != os.sched_getaffinity(0))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this process may use one CPU, and the test wants two")
+def test_threads_for_parts_of_calls_have_the_cpus_that_a_setting_names_in_the_order_of_ranks():
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+
+    def body(rank):
+        dist.all_reduce(torch.ones(1 << 20))
+        deadline = time.monotonic() + 20
+        while not (found := bound_threads()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return found
+
+    env = {"ACCL_WORKER_COUNT": "1", "ACCL_WORKER_AFFINITY": f"{cpus[1]},{cpus[0]}"}
+    assert check(run_ranks(body, 2, env=env)) == [[str(cpus[1])], [str(cpus[0])]]
+
+
+def test_a_cpu_that_is_not_there_or_too_few_of_them_are_a_line_and_no_error(tmp_path):
+    def body(rank):
+        stderr_to(tmp_path / f"stderr-{rank}")
+        init_group()
+        tensor = torch.ones(1 << 20)
+        dist.all_reduce(tensor)
+        assert tensor.eq(2).all()
+        deadline = time.monotonic() + 20
+        while "ACCL_WORKER_AFFINITY" not in (text := (tmp_path / f"stderr-{rank}").read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return text, bound_threads()
+
+    env = {"ACCL_WORKER_COUNT": "1", "ACCL_WORKER_AFFINITY": "100000"}
+    (first, bound), (second, also_bound) = check(run_ranks(body, 2, init=False, env=env))
+    assert "CPU 100000 cannot be had" in first and bound == also_bound == [], first
+    assert "names 1 CPUs, and this host has 2 threads" in second, second

@@ -13,13 +13,13 @@ load_native()
 
 from . import _native  # noqa: E402  what the gate has loaded
 from ._errors import InvalidArgumentError, InvalidTypeError  # noqa: E402  the gate comes first
-from ._from_mpi import init_from_mpi  # noqa: E402
+from ._from_mpi import init_from_mpi, store_by_mpi  # noqa: E402
 from ._options import Options  # noqa: E402
 from ._register import register  # noqa: E402
 from ._transports import get_include, register_transport  # noqa: E402
 
 register()
-env.prepare()
+env.prepare(store_by_mpi)
 
 Backend = _native.Backend
 __version__: str = _native.built_for()["version"]

@@ -12,11 +12,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from . import _native
+from ._transports import add_finish, find_transports, lend_communicator
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+    from torch_accl_launch import Place
 
-__all__ = ["Communicator", "init_from_mpi"]
+__all__ = ["Communicator", "init_from_mpi", "store_by_mpi"]
 
 _T = TypeVar("_T")
 # How long an address has to answer before the next is tried, besides what the group's timeout leaves.
@@ -59,12 +61,40 @@ def init_from_mpi(
             )
     if not all(callable(getattr(comm, name, None)) for name in ("Get_rank", "Get_size", "bcast")):
         raise TypeError(f"init_from_mpi: expected a communicator of mpi4py, and not {type(comm).__name__}")
+    # The transport `mpi` has its messages among these ranks, too. Not every object that has the rest has this.
+    handle = getattr(comm, "py2f", None)
+    if callable(handle):
+        lend_communicator(int(handle()))
+    # All ranks are here. A transport that is theirs together is opened now, and not while some wait for rank 0.
+    find_transports()
     rank, world = comm.Get_rank(), comm.Get_size()
     patience = timeout or default_pg_timeout
     store = _serve(comm, patience) if rank == 0 else _find(rank, comm.bcast(None, root=0), patience)
     if timeout is not None:
         options["timeout"] = timeout
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, **options)
+
+
+def store_by_mpi(found: Place, timeout: timedelta) -> Store | None:
+    """The store in which a launcher's ranks meet, whose place MPI tells them: on several hosts nothing else may know it. None without the
+    package that has MPI. Collective over the job's ranks.
+    """
+    try:
+        import torch_accl_mpi
+    except ImportError:
+        return None
+    from torch.distributed import DistBackendError, DistError
+
+    try:
+        comm = torch_accl_mpi.JobCommunicator()
+        add_finish(torch_accl_mpi.finish)
+        if (comm.Get_rank(), comm.Get_size()) != (found.rank, found.world):
+            return None
+        return _serve(comm, timeout) if found.rank == 0 else _find(found.rank, comm.bcast(None), timeout)
+    except RuntimeError as why:
+        if isinstance(why, DistError):
+            raise
+        raise DistBackendError(f"accl: rank {found.rank} cannot learn by MPI where rank 0 is: {why}") from why
 
 
 def _serve(comm: Communicator, timeout: timedelta) -> Store:
@@ -111,5 +141,7 @@ def _find(rank: int, told: Any, timeout: timedelta) -> Store:
 
 def _addresses() -> list[str]:
     """The addresses of this host, those that others may reach first."""
+    # The engine refuses a setting that names what it has not got.
+    find_transports()
     found = [address.rpartition(":")[0].strip("[]") for address in _native.host_facts()["addresses"]]
     return sorted(dict.fromkeys(found), key=lambda address: address.startswith("127.") or address == "::1")

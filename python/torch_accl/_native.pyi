@@ -192,6 +192,9 @@ def device_reset(text: str, rank: int, world: int) -> str:
 def run_emulator(arguments: list[str]) -> int:
     """Runs the command `accl-emulator` until a signal ends it; returns the exit status."""
 
+def announce_transport(name: str) -> None:
+    """Lets settings name a transport that is handed in later."""
+
 def register_transport(table: Any) -> str:
     """Adds a transport; see `torch_accl.register_transport`."""
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from . import _native
+from ._transports import announce_transports
 
 __all__ = ["Options"]
 
@@ -31,6 +32,7 @@ class Options(_native.BackendOptions):
         eager_bytes: how far a sender may be ahead of the receiver, for each peer, a size from 0 to 64MiB.
         spin_us: how long a waiting thread spins, `"auto"` or microseconds from 0 to 1000000.
         worker_count: threads besides the caller's that do parts of large calls, `"auto"` or a number from 0 to 63.
+        worker_affinity: `"auto"`, or a list of CPUs such as `"0-3,28-31"`: one for each of those threads of the host, its ranks in order.
         algorithm: rules that replace the choice, such as `"all_reduce=ring"` or `["all_gather=ring:64KiB-1MiB"]`.
         deterministic: whether the choice of algorithm depends on collective, size, dtype and world alone.
         calibration: where its constants come from: `"auto"`, `"off"` or the path of a file, with a `/`.
@@ -62,6 +64,7 @@ class Options(_native.BackendOptions):
         eager_bytes: int | str | None = None,
         spin_us: int | str | None = None,
         worker_count: int | str | None = None,
+        worker_affinity: str | Sequence[int] | None = None,
         algorithm: str | Sequence[str] | None = None,
         deterministic: bool | None = None,
         calibration: str | None = None,
@@ -93,6 +96,7 @@ class Options(_native.BackendOptions):
             "eager_bytes": eager_bytes,
             "spin_us": spin_us,
             "worker_count": worker_count,
+            "worker_affinity": worker_affinity,
             "algorithm": algorithm,
             "deterministic": deterministic,
             "calibration": calibration,
@@ -105,6 +109,9 @@ class Options(_native.BackendOptions):
         }
         settings = {name: _text(value) for name, value in given.items() if value is not None}
         for name, text in settings.items():
+            if name == "transports":
+                # What a package has is loaded with the first group, which is all ranks' affair.
+                announce_transports(text)
             _native.check_option(name, text)
         self.settings = settings
         self.timeout = timeout

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Backend
 
 from . import _native
 from ._options import Options
+from ._transports import announce_transports, find_transports, finish_transports
 
 __all__ = [
     "NAME",
@@ -86,6 +87,11 @@ def options_of(group: Any, pg_options: _native.BackendOptions | None) -> _native
 
 def connect(group: Any, options: _native.BackendOptions) -> _native.Backend:
     """Makes one rank's backend of a group; blocks until all ranks have met."""
+    chosen = options.settings.get("transports")
+    if chosen is not None:
+        # What the environment names beside is checked as well, and nothing of it is loaded.
+        announce_transports()
+    find_transports(chosen)
     _end_with_child()
     return _runtime.create_backend(group.store, group.group_rank, group.group_size, options)
 
@@ -136,6 +142,7 @@ def _end() -> None:
     # A child of multiprocessing comes here while its error is on the way.
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     _runtime.shutdown(await_calls=error is None or isinstance(error, SystemExit))
+    finish_transports()
 
 
 def _end_with_child() -> None:

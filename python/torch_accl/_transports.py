@@ -1,14 +1,43 @@
-"""Transports of other packages: tables of C functions, as `accl_transport.h` describes them."""
+"""Transports of other packages: tables of C functions, as `accl_transport.h` describes them.
+
+Owns how such a table gets to the engine: by hand, or by the entry point of an installed package when a setting names the transport.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
 from . import _native
 
-__all__ = ["get_include", "register_transport"]
+__all__ = [
+    "ENTRY_POINTS",
+    "add_finish",
+    "announce_transports",
+    "find_transports",
+    "finish_transports",
+    "get_include",
+    "lend_communicator",
+    "register_transport",
+]
+
+# Group of the entry points of packages that have a transport: the name is the transport's, and what it names is called without arguments
+# and returns the arguments of `register_transport`: a table and `finish`. Where ranks have met by an MPI communicator, it gets
+# `communicator=`, which is its handle in Fortran.
+ENTRY_POINTS = "torch_accl.transports"
+_OWN = ("shm", "tcp")
+# Transports that come in packages of this project, for people who have not installed them.
+_PACKAGES = {"mpi": "pip install 'torch-accl[mpi]' on a machine with mpicc"}
+
+_known = set(_OWN)
+_finishes: list[Callable[[], None]] = []
+_communicator: list[int] = []
+_finding = threading.Lock()
 
 
 def get_include() -> str:
@@ -16,12 +45,13 @@ def get_include() -> str:
     return str(Path(__file__).parent / "include")
 
 
-def register_transport(table: Any) -> str:
+def register_transport(table: Any, *, finish: Callable[[], None] | None = None) -> str:
     """Adds a transport that `ACCL_TRANSPORTS` and `Options(transports=...)` may then name, and returns its name.
 
     `table` is an `accl_transport_v1` as `accl_transport.h` describes it: a capsule of that name, a `ctypes` pointer, or an
     address. It is trusted: what does not keep its promises can crash the process. Each process of a job registers the
-    transport before its first group, and the library with the table stays loaded until the process ends.
+    transport before its first group, and the library with the table stays loaded until the process ends. `finish` is called as
+    the process ends, when its groups have ended and nobody calls the table's functions any more.
 
     Raises:
         TypeError: `table` is none of these.
@@ -29,4 +59,81 @@ def register_transport(table: Any) -> str:
     """
     if isinstance(table, ctypes._SimpleCData | ctypes._Pointer):
         table = ctypes.cast(table, ctypes.c_void_p).value or 0
-    return _native.register_transport(table)
+    name = _native.register_transport(table)
+    _known.add(name)
+    if finish is not None:
+        add_finish(finish)
+    return name
+
+
+def add_finish(finish: Callable[[], None]) -> None:
+    """Has `finish` called as the process ends, once however often it is given."""
+    if finish not in _finishes:
+        _finishes.append(finish)
+
+
+def finish_transports() -> None:
+    """Ends the transports that want it, the last first: the engine has ended."""
+    while _finishes:
+        _finishes.pop()()
+
+
+def lend_communicator(handle: int) -> None:
+    """Transports that are found from now on may use this MPI communicator, given by its handle in Fortran."""
+    _communicator[:] = [handle]
+
+
+def announce_transports(names: str | None = None) -> list[EntryPoint]:
+    """Lets settings name the transports of installed packages that are yet to be loaded, and returns where those begin: of `names`, or else
+    `ACCL_TRANSPORTS`. Loads nothing.
+
+    Raises:
+        ValueError: a transport is not installed; where a package of this project has it, the text says which.
+    """
+    text = os.environ.get("ACCL_TRANSPORTS", "") if names is None else names
+    parts = [part.strip() for part in text.split(",")]
+    packages = [package for part in parts if part and part not in _known for package in _packages_with(part, text)[:1]]
+    for package in packages:
+        _native.announce_transport(package.name)
+    return packages
+
+
+def find_transports(names: str | None = None) -> None:
+    """Loads the installed packages whose transports a setting names, unless that was done: `names`, or else `ACCL_TRANSPORTS`.
+
+    A transport may want all ranks of the job to do so at once.
+
+    Raises:
+        ValueError: there is no such transport; where a package of this project has it, the text says which.
+        torch.distributed.DistBackendError: the package's transport cannot be used here; the text says why.
+    """
+    text = os.environ.get("ACCL_TRANSPORTS", "") if names is None else names
+    for name in (part.strip() for part in text.split(",")):
+        if name and name not in _known:
+            with _finding:
+                if name not in _known:
+                    _find(name, text)
+
+
+def _packages_with(name: str, text: str) -> list[EntryPoint]:
+    found = list(entry_points(group=ENTRY_POINTS, name=name))
+    if not found and name in _PACKAGES:
+        raise ValueError(
+            f"accl: transports (ACCL_TRANSPORTS): value `{text}` is not accepted (transport `{name}` is not installed: "
+            f"{_PACKAGES[name]})"
+        )
+    return found
+
+
+def _find(name: str, text: str) -> None:
+    from torch.distributed import DistBackendError
+
+    found = _packages_with(name, text)
+    # The engine says which there are.
+    if not found:
+        return
+    try:
+        table, finish = found[0].load()(**({"communicator": _communicator[0]} if _communicator else {}))
+    except (ImportError, RuntimeError, OSError) as why:
+        raise DistBackendError(f"accl: transport `{name}` cannot be used: {why}") from why
+    register_transport(table, finish=finish)

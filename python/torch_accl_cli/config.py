@@ -20,7 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Prints the table of settings."""
-    return print_found(given, lambda native: native.config_rows(), _show)
+    return print_found(given, _rows, _show)
+
+
+def _rows(native: Any) -> list[dict[str, Any]]:
+    from torch_accl._transports import announce_transports
+
+    announce_transports()
+    rows: list[dict[str, Any]] = native.config_rows()
+    return rows
 
 
 def _show(rows: list[dict[str, Any]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from importlib.metadata import EntryPoint
 from typing import Any
 
 from ._listing import add_json, print_found
@@ -105,7 +106,9 @@ def facts(native: Any, calibrate: bool) -> dict[str, Any]:
     import platform
 
     import torch
+    from torch_accl._transports import announce_transports
 
+    packages = announce_transports()
     built_for = native.built_for()
     return {
         "torch_accl": built_for["version"],
@@ -113,11 +116,20 @@ def facts(native: Any, calibrate: bool) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         **native.host_facts(),
+        # What such a package needs is known when it is loaded, which is all ranks' affair.
+        "loaded_with_the_first_group": [f"{one.name} of {_package(one)}" for one in packages],
         "calibration": native.calibration(calibrate),
     }
 
 
+def _package(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.module
+
+
 def _show(facts: dict[str, Any]) -> str:
+    if not facts["loaded_with_the_first_group"]:
+        facts = {name: value for name, value in facts.items() if name != "loaded_with_the_first_group"}
+
     def text(value: Any) -> str:
         return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 

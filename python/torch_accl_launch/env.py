@@ -39,12 +39,19 @@ _LOOK_AGAIN_S = 0.5
 _meetings: list[socket.socket | None] = []
 
 
-def prepare() -> None:
+# Another way to meet, where no other says where rank 0 is: a store, or None if there is no such way either.
+_otherwise: list[Callable[[Place, timedelta], Store | None]] = []
+
+
+def prepare(otherwise: Callable[[Place, timedelta], Store | None] | None = None) -> None:
     """Under a launcher: sets what is unset of torch's rank variables, and puts ourselves before torch's `env://` handler. Where a rank has
     started the launcher, they are still that rank's, and are set as well.
 
-    What the launcher's variables contradict is said by the handler, when somebody wants a group.
+    What the launcher's variables contradict is said by the handler, when somebody wants a group. `otherwise` is how ranks meet where neither
+    this module nor MASTER_ADDR says where rank 0 is.
     """
+    if otherwise is not None:
+        _otherwise[:] = [otherwise]
     try:
         found = place(os.environ)
     except LaunchError:
@@ -120,6 +127,8 @@ def find_store(found: Place, timeout: timedelta) -> Store:
         store, kept = _on_this_host(found, name, deadline, timeout)
     elif found.launcher in ("Slurm", "PMI") and (step := slurm_job(os.environ)) is not None:
         store = _on_slurms_hosts(found, step, deadline, timeout)
+    elif _otherwise and (other := _otherwise[0](found, timeout)) is not None:
+        store = other
     else:
         where = "names no job" if found.is_on_one_host else "does not say that all ranks are on one host"
         raise LaunchError(

@@ -13,7 +13,7 @@ from .oracle import (
     premul_sum,
     reduce_op,
 )
-from .runner import BACKEND, GROUP_TIMEOUT, Outcome, gloo_group, init_group, on_ranks, run_ranks
+from .runner import BACKEND, GROUP_TIMEOUT, Outcome, gloo_group, init_group, on_ranks, run_ranks, stderr_to
 from .scripts import command_code, run_command, run_script, start_script
 
 __all__ = [
@@ -36,4 +36,5 @@ __all__ = [
     "run_ranks",
     "run_script",
     "start_script",
+    "stderr_to",
 ]

@@ -129,6 +129,12 @@ def init_group(backend: str | None = None, **options) -> None:
     dist.init_process_group(backend or BACKEND, **options)
 
 
+def stderr_to(path):
+    """From now on what this process writes to standard error, native code's lines as well, goes to that file alone."""
+    with open(path, "w") as file:
+        os.dup2(file.fileno(), 2)
+
+
 def gloo_group() -> dist.ProcessGroup:
     """A group of gloo's beside the default one. Ranks of gloo connect with each other for as long as one of them makes it: who
     ends before takes it from the others, and so nobody goes on until all have it."""

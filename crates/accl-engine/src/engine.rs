@@ -202,10 +202,16 @@ impl Engine {
             WorkerCount::Exactly(count) => (count as usize, false),
             WorkerCount::Auto => (cores.min(MOST_AUTO_LANES) - 1, true),
         };
-        if wanted >= cores {
+        let named = self.config.worker_affinity.len();
+        if wanted >= cores && wanted > named && !is_auto {
             tracing::warn!(
                 "ACCL_WORKER_COUNT asks for {wanted} threads besides the caller's, and this process may use {cores} cores: those that share a core \
                  gain nothing"
+            );
+        }
+        if named > 0 && wanted == 0 && !is_auto {
+            tracing::warn!(
+                "ACCL_WORKER_AFFINITY has no effect, since ACCL_WORKER_COUNT adds no threads: it is 0, which is its default"
             );
         }
         let open = || {

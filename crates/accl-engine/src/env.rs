@@ -43,8 +43,9 @@ pub fn config_from_environment() -> Result<Config> {
 
 /// Variables in this process's environment that begin as ours do and belong to others: name and owner.
 pub fn foreign_variables() -> Vec<(String, &'static str)> {
+    let of_others = |name: &str| foreign(name).filter(|foreign| !foreign.is_companion());
     let mut found: Vec<_> =
-        variables().filter_map(|(name, _)| foreign(&name).map(|foreign| (name, foreign.owner))).collect();
+        variables().filter_map(|(name, _)| of_others(&name).map(|foreign| (name, foreign.owner))).collect();
     found.sort_unstable();
     found
 }

@@ -1,4 +1,4 @@
-//! What `ACCL_LOG=debug` and `trace` tell of calls and of their frames.
+//! What `ACCL_LOG=debug` and `trace` tell of calls and of their frames, and what is told of ranks that have gone.
 //!
 //! Owns the form of these events; who makes them asks first whether anybody listens, so that they cost nothing otherwise. None is made
 //! under the driver's lock but those of frames. Read [`begun`], [`ended`] and [`of_frames`].
@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use accl_transport::{Tell, Way};
-use accl_types::Collective;
+use accl_types::{Collective, Error};
 use accl_wire::HEAD_BYTES;
 use accl_wire::frame::Header;
 use tracing::Level;
@@ -66,6 +66,13 @@ pub(crate) fn ended_at_once(group: &str, rank: u32, collective: Collective, seq:
         us = took.as_nanos() as f64 / 1e3,
         "ended on the fast path"
     );
+}
+
+/// A group has failed because of a rank that has gone. Told at once, before callbacks run and the thread goes on that has seen it: some
+/// launchers end all ranks within milliseconds after the first, and the text would be lost with the exception.
+#[cold]
+pub(crate) fn lost(error: &Error) {
+    tracing::error!("{error}");
 }
 
 /// Tells of the frames of a link to this peer.

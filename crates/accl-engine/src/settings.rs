@@ -25,7 +25,7 @@ pub(crate) fn codec_of(config: &Config) -> Result<Arc<dyn Codec>> {
 /// # Errors
 /// `Configuration`, as above.
 pub fn check_settings(config: &Config) -> Result<()> {
-    accl_transport::named(&config.transports)?;
+    accl_transport::check(&config.transports)?;
     DeviceUrl::parse(&config.device)?;
     codec_of(config).map(drop)
 }

@@ -65,16 +65,24 @@ fn dtypes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
         .collect()
 }
 
-/// What this process would offer its peers. Opens the port that it would listen on, for a moment.
+/// What this process would offer its peers. Opens the port that it would listen on, for a moment. Transports that were announced and not
+/// handed in are named and stay as they are.
 #[pyfunction]
 fn host_facts(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
-    let config = accl_engine::config_from_environment().map_err(refused)?;
+    let mut config = accl_engine::config_from_environment().map_err(refused)?;
+    let named = config.transports.clone();
+    let known = accl_engine::transports();
+    config.transports.retain(|name| known.iter().any(|row| row.name == name));
+    if config.transports.is_empty() {
+        // Those of packages meet over its connections.
+        config.transports.push("tcp".to_owned());
+    }
     let info = accl_calibrate::engine(config).info().map_err(refused)?;
     let dict = PyDict::new(py);
     dict.set_item("hostname", info.hostname)?;
     dict.set_item("host_id", info.host_id)?;
     dict.set_item("instruction_set", accl_engine::describe_isa())?;
-    dict.set_item("transports", info.transports)?;
+    dict.set_item("transports", named)?;
     dict.set_item("addresses", info.addresses.iter().map(ToString::to_string).collect::<Vec<_>>())?;
     Ok(dict)
 }

@@ -3,17 +3,27 @@
 //! A line that cannot be written, to a full disk or a pipe that nobody reads any more, is lost, and nothing else is. A process that began
 //! without standard error prints nothing: its descriptor has since become another file's.
 //!
+//! Who makes the progress tells of errors before it goes on itself: such a line is lost, too, where nobody takes it in time.
+//!
 //! Installed with the process's first engine, never at import; for what the command asks without an engine, while it asks. The
 //! engine itself prints nothing.
 
+use std::io::{self, Write};
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use accl_types::config::LogLevel;
 use pyo3::prelude::*;
-use tracing::Subscriber;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tracing::{Level, Metadata, Subscriber};
 use tracing_subscriber::filter::LevelFilter;
+use tracing_subscriber::fmt::MakeWriter;
 
 static LACKS_STDERR: AtomicBool = AtomicBool::new(false);
+
+/// How long a line about an error waits for room.
+const PATIENCE: Duration = Duration::from_millis(50);
 
 /// Notes whether Python began without standard error.
 ///
@@ -44,7 +54,51 @@ fn printer(level: LogLevel) -> impl Subscriber + Send + Sync {
         LogLevel::Debug => LevelFilter::DEBUG,
         LogLevel::Trace => LevelFilter::TRACE,
     };
-    let printer = tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).with_ansi(false);
+    let printer = tracing_subscriber::fmt().with_max_level(level).with_writer(Stderr).with_ansi(false);
     // It would tell of a line that it could not print by printing, which panics.
     printer.log_internal_errors(false).compact().finish()
+}
+
+/// Makes writers to standard error.
+struct Stderr;
+
+/// For one event.
+enum Line {
+    /// As long as it takes.
+    Patient(io::Stderr),
+    /// At once, without the lock that another line may have which waits.
+    Prompt(io::Stderr),
+}
+
+impl MakeWriter<'_> for Stderr {
+    type Writer = Line;
+
+    fn make_writer(&self) -> Line {
+        Line::Patient(io::stderr())
+    }
+
+    fn make_writer_for(&self, event: &Metadata<'_>) -> Line {
+        if *event.level() == Level::ERROR { Line::Prompt(io::stderr()) } else { self.make_writer() }
+    }
+}
+
+impl Write for Line {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            Line::Patient(stderr) => stderr.write(bytes),
+            Line::Prompt(stderr) => {
+                let patience = Timespec::try_from(PATIENCE).ok();
+                let mut has_room = [PollFd::new(&*stderr, PollFlags::OUT)];
+                // A pipe that says so takes a whole line.
+                if poll(&mut has_room, patience.as_ref())? == 0 {
+                    return Ok(bytes.len());
+                }
+                Ok(rustix::io::write(stderr.as_fd(), bytes)?)
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }

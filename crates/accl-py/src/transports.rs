@@ -27,7 +27,14 @@ fn register_transport(table: &Bound<'_, PyAny>) -> PyResult<&'static str> {
     row.map(|row| row.name).map_err(|why| PyValueError::new_err(why.to_string()))
 }
 
+/// Lets settings name a transport that is handed in later.
+#[pyfunction]
+fn announce_transport(name: &str) {
+    accl_engine::announce_transport(name);
+}
+
 /// Adds this file's functions to the module.
 pub(crate) fn add_functions(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_function(wrap_pyfunction!(register_transport, module)?)
+    module.add_function(wrap_pyfunction!(register_transport, module)?)?;
+    module.add_function(wrap_pyfunction!(announce_transport, module)?)
 }

@@ -9,7 +9,7 @@ use accl_types::config::{Calibration, Config, WorkerCount};
 use accl_types::{Rank, Result};
 use accl_wire::frame::OVERHEAD_BYTES;
 
-use crate::{Member, MemoryStore, Rig, Rigged, every_transport};
+use crate::{Member, MemoryStore, Rig, Rigged, THRIFTY, every_transport};
 
 /// What connects the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,7 +113,7 @@ impl World {
             Fabric::Loopback(_) => None,
             Fabric::Shm => Some("shm"),
             Fabric::Tcp => Some("tcp"),
-            Fabric::Over(name) => every_transport().into_iter().find(|&known| known == name),
+            Fabric::Over(name) => every_transport().into_iter().chain([THRIFTY]).find(|&known| known == name),
         };
         if let Some(transports) = transports {
             config.set_option("transports", transports).unwrap_or_else(give_up);

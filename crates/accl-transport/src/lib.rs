@@ -27,15 +27,16 @@ mod tcp;
 mod traced;
 pub mod transport;
 
+pub use accl_wire::table::{TRANSPORT_ABI, TransportV1};
 pub use endpoint::{
     ConnectError, Endpoint, Host, MAX_ANSWER_BYTES, MAX_NOTE_BYTES, Missing, Unreachable, Wanted, check_peers,
     likely_transport,
 };
 pub use faulty::{Faults, Faulty};
 pub use fork::{Fd, fork_generation, forked};
-pub use plugin::{TRANSPORT_ABI, TransportV1, register_table};
+pub use plugin::register_table;
 pub use poller::{News, Poller, Waker, Watched};
-pub use rows::{TRANSPORTS, find, named, register, transports};
+pub use rows::{TRANSPORTS, announce, check, find, named, register, transports};
 pub use settings::Settings;
 pub use stream_link::{ByteStream, StreamLink};
 pub use traced::{Tell, Traced, Way};

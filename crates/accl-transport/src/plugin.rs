@@ -4,15 +4,18 @@
 //! gets some time. The table is described in `accl_transport.h`, which is installed with the Python package. Read [`TransportV1`] first.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
-use std::os::fd::{AsFd, BorrowedFd, RawFd};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use accl_types::{Error, Result};
+use accl_wire::table::{AGAIN, ENDED, IN_MEMORY, OK, ONE_HOST, TRANSPORT_ABI, TransportV1};
 use accl_wire::{Frame, HEAD_BYTES, Link, Place};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::Shutdown;
+use rustix::net::sockopt::set_tcp_nodelay;
 
 use crate::fork::Fd;
 use crate::transport::{
@@ -20,14 +23,6 @@ use crate::transport::{
 };
 use crate::{News, Waker, Watched, refusal, rows};
 
-/// The version of [`TransportV1`].
-pub const TRANSPORT_ABI: u32 = 1;
-
-const OK: c_int = 0;
-const AGAIN: c_int = 1;
-const ENDED: c_int = -1;
-const ONE_HOST: u64 = 1;
-const IN_MEMORY: u64 = 2;
 /// What a link is taken to keep open, besides the carrier's socket a few of its own.
 const USUAL_DESCRIPTORS: usize = 3;
 /// Most descriptors of one link that are watched.
@@ -38,41 +33,6 @@ const LAST_FRAMES_INTERVAL: Duration = Duration::from_millis(50);
 /// How long a dropped link tries to get rid of its last frames: so many times so long.
 const LINGER_STEPS: u32 = 10;
 const LINGER_STEP: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-
-/// `accl_transport_v1` of `accl_transport.h`, field by field.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-#[expect(missing_docs, reason = "the header describes each field")]
-pub struct TransportV1 {
-    pub abi: u32,
-    pub size: u32,
-    pub name: *const c_char,
-    pub about: *const c_char,
-    pub flags: u64,
-    pub poll_interval_us: u64,
-    pub context: *mut c_void,
-    pub open: Option<
-        unsafe extern "C" fn(
-            *mut c_void,
-            usize,
-            *const c_void,
-            usize,
-            *mut *mut c_void,
-            *mut c_void,
-            *mut usize,
-        ) -> c_int,
-    >,
-    pub connect: Option<unsafe extern "C" fn(*mut c_void, *const c_void, usize, usize) -> c_int>,
-    pub reserve: Option<unsafe extern "C" fn(*mut c_void, usize, *mut *mut c_void, *mut *mut c_void) -> c_int>,
-    pub commit: Option<unsafe extern "C" fn(*mut c_void)>,
-    pub peek: Option<unsafe extern "C" fn(*mut c_void, *mut *const c_void, *mut *const c_void, *mut usize) -> c_int>,
-    pub release: Option<unsafe extern "C" fn(*mut c_void)>,
-    pub progress: Option<unsafe extern "C" fn(*mut c_void) -> c_int>,
-    pub descriptors: Option<unsafe extern "C" fn(*mut c_void, *mut c_int, usize) -> usize>,
-    pub error: Option<unsafe extern "C" fn(*mut c_void) -> *const c_char>,
-    pub close: Option<unsafe extern "C" fn(*mut c_void)>,
-    pub destroy: Option<unsafe extern "C" fn(*mut c_void)>,
-}
 
 /// A checked table: what must be there is.
 struct Table {
@@ -99,6 +59,8 @@ struct Table {
     error: Option<unsafe extern "C" fn(*mut c_void) -> *const c_char>,
     close: unsafe extern "C" fn(*mut c_void),
     destroy: unsafe extern "C" fn(*mut c_void),
+    attach: Option<unsafe extern "C" fn(*mut c_void, c_int)>,
+    arm: Option<unsafe extern "C" fn(*mut c_void) -> u64>,
 }
 
 // SAFETY: functions and constants; `context` is for the table's own functions, which any thread may call.
@@ -120,15 +82,21 @@ pub unsafe fn register_table(table: *const TransportV1) -> Result<&'static Trans
     };
     // SAFETY: these two fields are there in every version.
     let (abi, size) = unsafe { ((*table.as_ptr()).abi, (*table.as_ptr()).size as usize) };
-    if abi != TRANSPORT_ABI || size < size_of::<TransportV1>() {
+    if abi != TRANSPORT_ABI || size < TransportV1::LEAST_BYTES {
         return Err(Error::invalid_argument(format!(
-            "the table of a transport has version {abi} and {size} bytes, this torch-accl takes version {TRANSPORT_ABI} of {} bytes; build \
-             the transport with the accl_transport.h of this version",
-            size_of::<TransportV1>()
+            "the table of a transport has version {abi} and {size} bytes, this torch-accl takes version {TRANSPORT_ABI} of at least {} \
+             bytes; build the transport with the accl_transport.h of this version",
+            TransportV1::LEAST_BYTES
         )));
     }
-    // SAFETY: its version and size say that all of it is there.
-    let table = unsafe { table.as_ptr().read() };
+    // SAFETY: its version and size say that so many bytes of it are there; what is behind them is null here, which every field that may be
+    // missing can be.
+    let table = unsafe {
+        let mut whole = MaybeUninit::<TransportV1>::zeroed();
+        let known = size.min(size_of::<TransportV1>());
+        table.as_ptr().cast::<u8>().copy_to_nonoverlapping(whole.as_mut_ptr().cast(), known);
+        whole.assume_init()
+    };
     // SAFETY: the header wants a string in each.
     let (name, about) = unsafe { (text_of(table.name, "name")?, text_of(table.about, "about")?) };
     let lacks = |what: &str| Error::invalid_argument(format!("the table of transport `{name}` has no {what}"));
@@ -148,8 +116,13 @@ pub unsafe fn register_table(table: *const TransportV1) -> Result<&'static Trans
         error: table.error,
         close: table.close.ok_or_else(|| lacks("close"))?,
         destroy: table.destroy.ok_or_else(|| lacks("destroy"))?,
+        attach: table.attach,
+        arm: table.arm,
     }));
-    if checked.descriptors.is_none() && checked.poll_interval.is_none() {
+    if checked.arm.is_some() != checked.attach.is_some() {
+        return Err(lacks("attach, or no arm: one is of no use without the other"));
+    }
+    if checked.descriptors.is_none() && checked.poll_interval.is_none() && checked.arm.is_none() {
         return Err(lacks("descriptors and no poll_interval_us, so nothing would end a sleep"));
     }
     let refuse = |why: &str| {
@@ -308,8 +281,9 @@ impl HalfLink for Half {
 
 /// One end of a link over a table.
 struct PluginLink {
+    // Destroyed before the socket is closed, which the table may have been given.
     handle: Handle,
-    /// The carrier's: nothing is sent over it, and its end tells of the peer's.
+    /// The carrier's: nothing but the table's own bytes is sent over it, and its end tells of the peer's.
     socket: Fd,
     /// Copies of the link's: several links of a table may have one in common.
     fds: Vec<Fd>,
@@ -331,6 +305,8 @@ struct PluginLink {
     is_empty: bool,
     /// The system was asked for the carrier's end.
     has_asked: bool,
+    /// What the table said when the link was last armed: how long it may be left alone.
+    armed_for: Option<Duration>,
 }
 
 impl PluginLink {
@@ -350,8 +326,14 @@ impl PluginLink {
             let copy = Fd::adopt(|| rustix::io::fcntl_dupfd_cloexec(theirs, 3));
             fds.push(copy.map_err(|why| format!("a descriptor of transport {name} cannot be watched: {why}"))?);
         }
-        if fds.is_empty() && handle.table.poll_interval.is_none() {
+        if fds.is_empty() && handle.table.poll_interval.is_none() && handle.table.arm.is_none() {
             return Err(format!("a link of transport {name} has no descriptor, and there is no poll_interval_us"));
+        }
+        if let Some(attach) = handle.table.attach {
+            // A doorbell is a few bytes that nobody should wait for. A Unix socket has no such delay, and says that it does not know of one.
+            let _ = set_tcp_nodelay(&socket, true);
+            // SAFETY: the header promises this of `attach`; the socket stays open as long as the link, which is destroyed first.
+            unsafe { attach(handle.link, socket.as_fd().as_raw_fd()) };
         }
         Ok(PluginLink {
             handle,
@@ -369,6 +351,7 @@ impl PluginLink {
             news: None,
             is_empty: false,
             has_asked: false,
+            armed_for: None,
         })
     }
 
@@ -404,8 +387,8 @@ impl PluginLink {
 
     /// Whether nothing can have come since it was last looked for.
     fn is_known_empty(&mut self) -> bool {
-        let Table { poll_interval, flags, .. } = self.handle.table;
-        if poll_interval.is_some() || flags & IN_MEMORY != 0 {
+        let Table { poll_interval, flags, arm, .. } = self.handle.table;
+        if poll_interval.is_some() || arm.is_some() || flags & IN_MEMORY != 0 {
             return false;
         }
         self.hear_news();
@@ -453,12 +436,21 @@ impl PluginLink {
             self.has_asked = true;
             let mut fds = [PollFd::new(&self.socket, PollFlags::IN | PollFlags::RDHUP)];
             let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-            if matches!(poll(&mut fds, Some(&now)), Ok(1..)) && refusal::is_at_end(&self.socket) {
+            if matches!(poll(&mut fds, Some(&now)), Ok(1..)) && self.is_carrier_at_end() {
                 self.hung_up = Some(Instant::now());
             }
         }
         if self.hung_up.is_some_and(|since| since.elapsed() >= LAST_FRAMES) && self.look().is_none() {
             self.fail(refusal::ended(&self.peer));
+        }
+    }
+
+    /// What the table itself says over the carrier is left there.
+    fn is_carrier_at_end(&self) -> bool {
+        if self.handle.table.attach.is_some() {
+            refusal::is_about_to_end(&self.socket)
+        } else {
+            refusal::is_at_end(&self.socket)
         }
     }
 
@@ -575,6 +567,11 @@ unsafe impl Link for PluginLink {
         let has_room = wants_room && is_open && matches!(self.reserve(wanted), Ok(Some(_)));
         // It was to see whether there is room: whoever wants the place asks for it.
         self.is_reserved = false;
+        if let (Some(arm), None) = (self.handle.table.arm, &self.lost) {
+            // SAFETY: the header promises this of `arm`.
+            let interval_us = unsafe { arm(self.handle.link) };
+            self.armed_for = (interval_us > 0).then(|| Duration::from_micros(interval_us));
+        }
         // The last look comes after everything that may take in what has come, and with it the event that would tell of it.
         self.is_empty = false;
         let has_frame = self.look().is_some();
@@ -625,7 +622,19 @@ unsafe impl Link for PluginLink {
 
     fn poll_interval(&self) -> Option<Duration> {
         let last_frames = (self.hung_up.is_some() && self.lost.is_none()).then_some(LAST_FRAMES_INTERVAL);
-        last_frames.or(self.handle.table.poll_interval)
+        match last_frames {
+            Some(soon) => Some(self.armed_for.map_or(soon, |sooner| sooner.min(soon))),
+            None if self.handle.table.arm.is_some() => self.armed_for,
+            None => self.handle.table.poll_interval,
+        }
+    }
+
+    fn is_polled(&self) -> bool {
+        self.handle.table.arm.is_some() || self.handle.table.poll_interval.is_some()
+    }
+
+    fn needs_listener(&self) -> bool {
+        self.handle.table.arm.is_some()
     }
 
     fn transport(&self) -> &'static str {
@@ -691,6 +700,8 @@ mod tests {
             error: None,
             close: None,
             destroy: None,
+            attach: None,
+            arm: None,
         }
     }
 
@@ -724,6 +735,10 @@ mod tests {
 
     extern "C" fn nothing(_: *mut c_void) {}
 
+    extern "C" fn arm(_: *mut c_void) -> u64 {
+        0
+    }
+
     /// With every function that must be there.
     fn whole() -> TransportV1 {
         TransportV1 {
@@ -753,6 +768,12 @@ mod tests {
         assert!(
             refused(&TransportV1 { size: 16, ..empty() }).contains("and 16 bytes, this torch-accl takes version 1")
         );
+        let as_at_first = TransportV1 { size: TransportV1::LEAST_BYTES as u32, arm: Some(arm), ..whole() };
+        assert!(
+            refused(&TransportV1 { flags: 8, ..as_at_first }).contains("flags 8"),
+            "what is behind its end is no part of it"
+        );
+        assert!(refused(&TransportV1 { arm: Some(arm), ..whole() }).contains("no attach, or no arm"));
         assert!(refused(&TransportV1 { name: std::ptr::null(), ..empty() }).contains("no name"));
         assert!(refused(&empty()).contains("`empty` has no open"));
         assert!(

@@ -30,8 +30,17 @@ pub(crate) fn ended(peer: &str) -> Error {
 
 /// Whether the peer has closed the carrier. Nothing is sent over it after the handshake.
 pub(crate) fn is_at_end(socket: &Fd) -> bool {
+    receives_end(socket, RecvFlags::DONTWAIT)
+}
+
+/// The same where bytes of the carrier are somebody's: whether it is at its end once these are read.
+pub(crate) fn is_about_to_end(socket: &Fd) -> bool {
+    receives_end(socket, RecvFlags::DONTWAIT | RecvFlags::PEEK)
+}
+
+fn receives_end(socket: &Fd, flags: RecvFlags) -> bool {
     let mut byte = [0; 1];
-    match recv(socket, &mut byte[..], RecvFlags::DONTWAIT) {
+    match recv(socket, &mut byte[..], flags) {
         Ok((0, _)) => true,
         // Bytes that come nevertheless mean nothing.
         Ok(_) => false,

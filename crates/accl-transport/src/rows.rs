@@ -1,4 +1,4 @@
-//! The table of transports: those of this crate, and those that were handed in while the process runs.
+//! The table of transports: those of this crate, those that were handed in while the process runs, and the names of those that can be.
 //!
 //! Owns the table; what a row is stands in [`crate::transport`].
 
@@ -14,6 +14,21 @@ pub const TRANSPORTS: &[Transport] = &[shm::ROW, tcp::ROW];
 
 /// Those that were handed in. They are few, and stay for the life of the process: links name them.
 static REGISTERED: RwLock<Vec<&'static Transport>> = RwLock::new(Vec::new());
+
+/// Names that settings may have before somebody hands the transport in. They are few as well.
+static ANNOUNCED: RwLock<Vec<String>> = RwLock::new(Vec::new());
+
+/// Lets settings name a transport that is handed in later, before an endpoint opens it.
+pub fn announce(name: &str) {
+    let mut announced = ANNOUNCED.write().unwrap_or_else(PoisonError::into_inner);
+    if !announced.iter().any(|known| known == name) {
+        announced.push(name.to_owned());
+    }
+}
+
+fn is_announced(name: &str) -> bool {
+    ANNOUNCED.read().unwrap_or_else(PoisonError::into_inner).iter().any(|known| known == name)
+}
 
 /// Adds a transport that `ACCL_TRANSPORTS` may then name. Every process of a job must do so before its first group.
 ///
@@ -49,23 +64,38 @@ pub fn find(name: &str) -> Option<&'static Transport> {
     TRANSPORTS.iter().find(|row| row.name == name).or_else(|| transports().into_iter().find(|row| row.name == name))
 }
 
+/// Whether the setting `transports` may name these.
+///
+/// # Errors
+/// `Configuration` when there is none of a name and none was announced, or there is no name.
+pub fn check(names: &[String]) -> Result<()> {
+    if names.is_empty() {
+        return Err(refusal(names, "the list is empty"));
+    }
+    let is_known = |name: &String| find(name).is_some() || is_announced(name);
+    match names.iter().find(|name| !is_known(name)) {
+        Some(name) => Err(refusal(names, &format!("there is no transport `{name}`"))),
+        None => Ok(()),
+    }
+}
+
 /// The transports that the setting `transports` names, in its order.
 ///
 /// # Errors
-/// `Configuration` when there is none of a name, or no name.
+/// As [`check`], and `Configuration` when one was announced and not handed in.
 pub fn named(names: &[String]) -> Result<Vec<&'static Transport>> {
-    let refuse = |why: String| {
-        let known: Vec<&str> = transports().iter().map(|row| row.name).collect();
-        let expected = format!("expected a comma-separated list out of {}", known.join(", "));
-        let value = names.join(",");
-        Error::configuration(format!(
-            "transports (ACCL_TRANSPORTS): value `{value}` is not accepted ({why}); {expected}"
-        ))
-    };
-    if names.is_empty() {
-        return Err(refuse("the list is empty".to_owned()));
-    }
-    names.iter().map(|name| find(name).ok_or_else(|| refuse(format!("there is no transport `{name}`")))).collect()
+    check(names)?;
+    let is_missing = |name: &str| refusal(names, &format!("nobody has handed in the transport `{name}`"));
+    names.iter().map(|name| find(name).ok_or_else(|| is_missing(name))).collect()
+}
+
+fn refusal(names: &[String], why: &str) -> Error {
+    let mut known: Vec<String> = transports().iter().map(|row| row.name.to_owned()).collect();
+    let announced = ANNOUNCED.read().unwrap_or_else(PoisonError::into_inner);
+    known.extend(announced.iter().filter(|name| find(name).is_none()).cloned());
+    let expected = format!("expected a comma-separated list out of {}", known.join(", "));
+    let value = names.join(",");
+    Error::configuration(format!("transports (ACCL_TRANSPORTS): value `{value}` is not accepted ({why}); {expected}"))
 }
 
 #[cfg(test)]
@@ -99,5 +129,15 @@ mod tests {
         let why = named(&names).unwrap_err();
         assert!(why.message.contains("`udp`") && why.message.contains("shm, tcp"), "{why}");
         assert_eq!(named(&names[..1]).unwrap()[0].name, "tcp");
+    }
+
+    #[test]
+    fn settings_may_name_what_was_announced_and_endpoints_what_was_handed_in() {
+        let names = ["tcp", "of_a_package"].map(str::to_owned);
+        assert!(check(&names).is_err());
+        announce("of_a_package");
+        check(&names).unwrap();
+        let why = named(&names).unwrap_err();
+        assert!(why.message.contains("nobody has handed in the transport `of_a_package`"), "{why}");
     }
 }

@@ -127,6 +127,14 @@ unsafe impl<L: Link> Link for Traced<L> {
         self.link.abandon();
     }
 
+    fn is_polled(&self) -> bool {
+        self.link.is_polled()
+    }
+
+    fn needs_listener(&self) -> bool {
+        self.link.needs_listener()
+    }
+
     fn poll_interval(&self) -> Option<Duration> {
         self.link.poll_interval()
     }

@@ -7,6 +7,7 @@
 
 mod collective;
 pub mod config;
+mod cpus;
 mod dtype;
 mod error;
 pub mod hash;
@@ -17,6 +18,7 @@ mod size;
 mod units;
 
 pub use collective::Collective;
+pub use cpus::{parse_cpus, show_cpus};
 pub use dtype::{Dtype, DtypeClass};
 pub use error::{Context, Error, ErrorKind, Result};
 pub use moment::Moment;

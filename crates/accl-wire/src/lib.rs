@@ -8,6 +8,7 @@ mod endpoint;
 pub mod frame;
 mod link;
 mod news;
+pub mod table;
 
 pub use endpoint::{EndpointInfo, Stance, hex, lane_uuid};
 pub use link::{Answers, Frame, HEAD_BYTES, Link, Place, look_until};

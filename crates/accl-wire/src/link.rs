@@ -179,6 +179,18 @@ pub unsafe trait Link: Send {
         None
     }
 
+    /// Whether nothing tells of what comes while something is under way, so that it has to be looked for again and again. Who waits for a call
+    /// then does so for as long as something comes, since each sleep costs more than it lasts.
+    fn is_polled(&self) -> bool {
+        false
+    }
+
+    /// Whether somebody must sleep on the link even while no call is in flight: the peer says over it that it sleeps, and has to be woken for
+    /// what was sent before that was heard.
+    fn needs_listener(&self) -> bool {
+        false
+    }
+
     /// System calls made for this link so far, as far as the transport counts them.
     fn system_calls(&self) -> u64 {
         0
@@ -280,6 +292,14 @@ unsafe impl<L: Link + ?Sized> Link for Box<L> {
 
     fn poll_interval(&self) -> Option<Duration> {
         (**self).poll_interval()
+    }
+
+    fn is_polled(&self) -> bool {
+        (**self).is_polled()
+    }
+
+    fn needs_listener(&self) -> bool {
+        (**self).needs_listener()
     }
 
     fn system_calls(&self) -> u64 {

@@ -54,6 +54,10 @@ def _workers(text: str) -> dict[str, str]:
     return {"worker_count": text}
 
 
+def _affinity(text: str) -> dict[str, str]:
+    return {"worker_affinity": text}
+
+
 def _interface(text: str) -> dict[str, str]:
     return {"socket_ifname": "=" + text}
 
@@ -61,6 +65,7 @@ def _interface(text: str) -> dict[str, str]:
 _SETTINGS: dict[str, Callable[[str], dict[str, str]]] = {
     "CCL_LOG_LEVEL": _level,
     "CCL_WORKER_COUNT": _workers,
+    "CCL_WORKER_AFFINITY": _affinity,
     "CCL_KVS_IFACE": _interface,
 }
 

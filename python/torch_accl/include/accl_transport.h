@@ -97,6 +97,21 @@ typedef struct accl_transport_v1 {
   /* Nothing more will be sent: the peer reads ENDED behind what was. What the peer sends can still be read. */
   void (*close)(void *link);
   void (*destroy)(void *link);
+
+  /* What stands below may be missing: size says how much of the table there is. */
+
+  /*
+   * Gives a link the carrier's socket before its first frame: connected, non-blocking, a stream of bytes in both directions that are the
+   * transport's own from now on, for a doorbell. It stays open until destroy(), and is not the transport's to close. Its edges end a sleep
+   * like those of descriptors(). May be NULL, where arm is.
+   */
+  void (*attach)(void *link, int carrier);
+  /*
+   * Nobody looks at the link from now on, until a function of it is called. Returns how long it may be left alone, in microseconds; 0: an
+   * edge of the carrier or of a descriptor will tell of whatever comes. One more look for room and frames follows. It replaces
+   * poll_interval_us. May be NULL, where attach is.
+   */
+  uint64_t (*arm)(void *link);
 } accl_transport_v1;
 
 #ifdef __cplusplus

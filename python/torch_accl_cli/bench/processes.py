@@ -63,6 +63,9 @@ def run_ranks(world: int, timeout_s: float, body: Body) -> int:
         status = _watch(ranks)
         del store
     finally:
+        # All at once: one that still ran would say that another is lost.
+        for rank in ranks:
+            rank.send(signal.SIGSTOP)
         for rank in ranks:
             rank.kill()
     return status
@@ -75,7 +78,6 @@ class _Rank:
         self.number, self.pid, self.report = number, pid, report
         self.pidfd = os.pidfd_open(pid)
         self.status: int | None = None
-        self.was_killed = False
 
     def reap(self) -> None:
         """Takes the status of a process that has ended: negative for a signal."""
@@ -87,12 +89,16 @@ class _Rank:
         with os.fdopen(self.report, "r", errors="replace") as report:
             return report.read().strip()
 
+    def send(self, number: signal.Signals) -> None:
+        """Sends it a signal, if it has not ended."""
+        if self.status is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
+
     def kill(self) -> None:
         """Ends it at once, if it has not ended: there is nothing that it would have to clean up."""
         if self.status is None:
-            self.was_killed = True
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            self.send(signal.SIGKILL)
             self.reap()
 
 
@@ -121,6 +127,7 @@ def _start(place: Place, port: int, timeout_s: float, listener: socket.socket, b
 
 
 def _be_rank(place: Place, port: int, timeout_s: float, report: int, body: Body) -> NoReturn:
+    import torch.distributed
     from torch._C._distributed_c10d import TCPStore
 
     status = 1
@@ -129,6 +136,9 @@ def _be_rank(place: Place, port: int, timeout_s: float, report: int, body: Body)
         status = body(place, store)
         sys.stdout.flush()
     except BrokenPipeError:
+        # In good order, or the others would say that this one is lost.
+        with contextlib.suppress(Exception):
+            torch.distributed.destroy_process_group()
         # Who read the table has seen enough: ended as a program that does not look after such signals.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGPIPE)

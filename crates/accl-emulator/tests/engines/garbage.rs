@@ -8,8 +8,12 @@ use accl_cclo::wire::{Header, MessageKind, RequestWord, Verb, WORD_BYTES, packet
 use accl_emulator::{Caller, Engine, Faithful};
 use proptest::prelude::*;
 
-/// Turns after which engines that have nothing new to do must be quiet.
-const MOST_TURNS: usize = 200;
+/// Turns after which engines that have nothing new to do must be quiet. All memory, in segments of a byte, to as many ranks as a table holds takes
+/// about five thousand.
+const MOST_TURNS: usize = 8192;
+/// Memory that requests reach. With rx buffers of one element, which a table may want, all of it is as many segments, and a broadcast sends each to
+/// every rank.
+const MOST_MEMORY: u64 = 1 << 14;
 /// Packets in one turn, each of no more than a page and its words: beyond what `Vec` has room for there are notices alone.
 const MOST_SENT: usize = 2048;
 
@@ -62,7 +66,7 @@ fn likely_call() -> impl Strategy<Value = Descriptor> {
     let is_likely = prop::collection::vec(prop::bool::weighted(0.8), 8);
     (call(), 0u32..600, 0u32..3, tag, is_likely).prop_map(|(call, count, root, tag, is_likely)| {
         let or = |index: usize, likely: u32, other: u32| if is_likely[index] { likely } else { other };
-        let below = |index: usize, address: u64| if is_likely[index] { address % (1 << 18) } else { address };
+        let below = |index: usize, address: u64| if is_likely[index] { address % MOST_MEMORY } else { address };
         Descriptor {
             count: or(0, count, call.count),
             root: or(1, root, call.root),
@@ -135,10 +139,11 @@ fn request() -> impl Strategy<Value = Request> {
             bytes,
             is_host
         }),
-        (address(), prop::collection::vec(any::<u8>(), 0..100), any::<bool>())
-            .prop_map(|(address, data, is_host)| Request::WriteMemory { address: address % (1 << 22), data, is_host }),
+        (address(), prop::collection::vec(any::<u8>(), 0..100), any::<bool>()).prop_map(|(address, data, is_host)| {
+            Request::WriteMemory { address: address % MOST_MEMORY, data, is_host }
+        }),
         (address(), small, any::<bool>()).prop_map(|(address, bytes, is_host)| Request::Allocate {
-            address: address % (1 << 22),
+            address: address % MOST_MEMORY,
             bytes,
             is_host
         }),
@@ -228,6 +233,43 @@ proptest! {
         let calls = calls.into_iter().map(|(any, call)| Act::Ask(Request::Call { control: 0, call: if likely { call } else { any } }));
         survives(network, if is_faithful { Faithful::all() } else { Faithful::default() }, writes.chain(calls).collect())?;
     }
+}
+
+/// Found by chance in 4 MiB of memory: so many segments took more turns than are allowed here, and ended.
+#[test]
+fn a_send_of_all_memory_in_segments_of_one_element_ends() {
+    let call = Descriptor {
+        operation: Operation::Send,
+        count: u32::MAX,
+        communicator: LIKELY.0,
+        arithmetic: LIKELY.1,
+        ..Descriptor::config(ConfigFunction::Reset, 0)
+    };
+    for communicator in [0, LIKELY.0] {
+        let acts = vec![
+            Act::Ask(Request::WriteRegister { offset: 4, value: 0 }),
+            Act::Ask(Request::WriteMemory { address: MOST_MEMORY - 1, data: Vec::new(), is_host: false }),
+            Act::Ask(Request::Call { control: 0, call: Descriptor { communicator, ..call } }),
+        ];
+        survives(Network::Udp, Faithful::default(), acts).unwrap();
+    }
+}
+
+/// Found by chance: a table whose words look like hundreds of ranks made as many packets as this takes 250 turns for, and ended.
+#[test]
+fn a_broadcast_in_segments_of_one_element_to_all_ranks_that_a_table_seems_to_have_ends() {
+    let mut call = Descriptor {
+        operation: Operation::Broadcast,
+        count: 1024,
+        communicator: 4,
+        arithmetic: LIKELY.1,
+        ..Descriptor::config(ConfigFunction::Reset, 0)
+    };
+    call.streams.result = true;
+    call.hosts.second = true;
+    let calls = [Descriptor::config(ConfigFunction::Reset, 0), call];
+    let acts = calls.map(|call| Act::Ask(Request::Call { control: 0, call })).to_vec();
+    survives(Network::Udp, Faithful::default(), acts).unwrap();
 }
 
 #[test]

@@ -43,13 +43,13 @@ impl Driver {
     }
 
     /// As if each lane had a core of its own.
-    #[cfg(test)]
+    #[cfg(all(test, not(accl_loom)))]
     pub(crate) fn pretend_own_cores(&self) {
         self.lanes_have_own_cores.store(true, Ordering::Relaxed);
     }
 
     /// As a waiter that the thread of a lane is too slow for.
-    #[cfg(test)]
+    #[cfg(all(test, not(accl_loom)))]
     pub(crate) fn do_jobs_for_another(&self) -> usize {
         self.jobs.run_for_another()
     }

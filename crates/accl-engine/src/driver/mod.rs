@@ -6,6 +6,7 @@
 
 mod lanes;
 mod links;
+mod place;
 pub(crate) mod waiting;
 
 use std::ops::{Deref, DerefMut};
@@ -17,6 +18,7 @@ use std::time::Duration;
 use accl_transport::{Poller, Waker};
 use accl_types::{Error, Moment};
 
+use self::place::Place;
 use crate::completion::CompletionPool;
 use crate::election::{Election, Host, Stint};
 use crate::events;
@@ -76,6 +78,8 @@ pub(crate) struct Driver {
     born: u64,
     /// For the background thread.
     me: Weak<Driver>,
+    /// Where the background thread runs.
+    pub(crate) place: Place,
     /// Of a process with several lanes: the drivers of all of them.
     lanes: OnceLock<Vec<Weak<Driver>>>,
 }
@@ -124,19 +128,21 @@ impl Locked<'_> {
     /// Gives the lock back, has the callbacks run and the links made.
     #[cold]
     fn run_errands(&mut self) {
-        let Completed { callbacks, calls, failed, .. } = self.take_completed();
+        let Completed { callbacks, calls, failed, losses, .. } = self.take_completed();
         let (wanted, notes) = self.net.take_wanted();
-        let told = usize::from(!calls.is_empty());
+        let told = usize::from(!calls.is_empty() || !losses.is_empty());
         self.driver.pool.hold(callbacks.len() + told);
         self.core = None;
+        // Whoever waits for a call goes on as soon as it has ended, and the process may end: that waits until all is told, or this has panicked.
+        let _held = Held { pool: &self.driver.pool, count: told };
+        // First: a launcher that has seen a rank die may end this one at any moment.
+        losses.iter().for_each(events::lost);
         failed.into_iter().for_each(|group| self.driver.fail_elsewhere(&group));
         self.driver.pool.post_held(callbacks);
         if !wanted.is_empty() || !notes.is_empty() {
             self.driver.wanted.add(wanted, notes);
         }
-        // Last, since a log may be slow. Whoever waits for a call goes on as soon as it has ended, and the process may end: that waits
-        // until this is told, or has panicked.
-        let _held = Held { pool: &self.driver.pool, count: told };
+        // Last, since a log may be slow.
         calls.iter().for_each(|call| events::ended(call));
     }
 }
@@ -187,6 +193,7 @@ impl Driver {
             looks: AtomicU64::new(0),
             born: accl_transport::fork_generation(),
             me: me.clone(),
+            place: Place::default(),
             lanes: OnceLock::new(),
         })
     }
@@ -358,12 +365,12 @@ impl Driver {
     fn pass_and_tell(&self, mut core: Locked<'_>, is_watched: bool, now: Moment) -> bool {
         let moved = core.pass(now) | core.take_owed_to_driver();
         let wake = !is_watched && core.must_wake_driver(None);
-        let unsent = core.net.has_unsent();
+        let wants_driver = core.net.wants_driver();
         drop(core);
         if moved || wake {
             self.wake_driver_if(wake);
         }
-        if unsent {
+        if wants_driver {
             self.ensure_driver();
         }
         moved
@@ -387,11 +394,11 @@ impl Driver {
 
     /// Sends what is buffered; what the kernel does not take now is left to a driver.
     pub(crate) fn flush(&self) {
-        let unsent = self.with_core(|core| {
+        let wants_driver = self.with_core(|core| {
             core.net.flush_all();
-            core.net.has_unsent()
+            core.net.wants_driver()
         });
-        if unsent {
+        if wants_driver {
             self.ensure_driver();
         }
     }
@@ -505,6 +512,7 @@ impl Host for Driver {
         let spawned = std::thread::Builder::new().name("accl-progress".into()).spawn(move || {
             signals::block_all();
             if let Some(driver) = me.upgrade() {
+                driver.place.begin();
                 driver.background();
             }
         });

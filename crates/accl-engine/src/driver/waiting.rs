@@ -183,12 +183,13 @@ impl Driver {
         let (mut news, mut looks) = (start, 0_u32);
         // Threads that were woken are given a moment to come.
         let patience = if call.is_left_to_waiter { PASSES_BEFORE_NEXT } else { PASSES_BEFORE_HELP };
-        let mut unsent = false;
+        let mut wants_driver = false;
         let mut beside = call.is_cut.then(|| self.beside());
         let mut is_helping = false;
         // A driver that sleeps meanwhile need not be woken for what is seen here.
         let mut watch = Watch { driver: self, is_on: false };
         let mut needed: Option<SmallVec<[PeerId; 4]>> = None;
+        let mut polls = false;
         for round in 0_u32.. {
             let now = time::now();
             if let Some(mut core) = self.try_lock() {
@@ -197,6 +198,7 @@ impl Driver {
                     let peers = core.peers_of(call);
                     // They need not say that they have sent something: it is looked for here.
                     peers.iter().for_each(|&peer| core.net.poll_link(peer));
+                    polls = core.polls_among(&peers);
                     core.streams_among(&peers)
                 });
                 streams.iter().for_each(|&peer| core.net.look_again(peer));
@@ -207,7 +209,7 @@ impl Driver {
                 }
                 let moved = core.pass(now) | core.take_owed_to_driver();
                 let wake = !watch.is_on && core.must_wake_driver(None);
-                unsent = core.net.has_unsent();
+                wants_driver = core.net.wants_driver();
                 drop(core);
                 if moved {
                     (news, looks) = (time::now(), 0);
@@ -226,13 +228,14 @@ impl Driver {
                 news = if is_helping { time::now() } else { news };
             }
             if let Some(outcome) = call.outcome() {
-                if unsent {
+                if wants_driver {
                     self.ensure_driver();
                 }
                 return Some(outcome);
             }
-            // A core of its own is there for as long as something comes; then a waiter looks for signals.
-            let is_over = if shared || !call.is_cut || self.spin.is_some() {
+            // A core of its own is there for as long as something comes, and so is one on which nothing would tell of what comes; then a waiter
+            // looks for signals.
+            let is_over = if !polls && (shared || !call.is_cut) || self.spin.is_some() {
                 now.since(start) >= budget
             } else {
                 now.since(news) >= budget || now.since(start) >= Duration::from_millis(TICK_MS)

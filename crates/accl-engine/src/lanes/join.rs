@@ -278,7 +278,7 @@ impl fmt::Debug for Join {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(accl_loom)))]
 mod tests {
     use std::time::Duration;
 

@@ -9,7 +9,7 @@ mod parts;
 
 pub(crate) use cut::Cut;
 pub(crate) use join::{Announced, Lane, Parts, Starter};
-#[cfg(test)]
+#[cfg(all(test, not(accl_loom)))]
 pub(crate) use join::{CoreJob, Next};
 pub(crate) use numbers::Numbers;
 pub(crate) use parts::{Least, parts_of};

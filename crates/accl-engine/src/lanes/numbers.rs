@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use accl_executor::group::LaneNumbers;
 
@@ -17,9 +17,15 @@ pub(crate) struct Numbers {
     next: AtomicU64,
     /// Of those before: the lanes that are yet to be given their parts, a bit for each, as there are 64 at most; all of them of a number that is promised.
     outstanding: Mutex<BTreeMap<u64, u64>>,
+    /// A lane has seen the group fail because a rank has gone.
+    is_lost: AtomicBool,
 }
 
 impl LaneNumbers for Numbers {
+    fn claims_loss(&self) -> bool {
+        !self.is_lost.swap(true, Ordering::Relaxed)
+    }
+
     fn take(&self, seq: u64, parts: u32) {
         if parts > 1 {
             self.outstanding.lock().insert(seq, lanes(parts));

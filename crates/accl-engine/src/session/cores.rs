@@ -6,6 +6,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use accl_types::{parse_cpus, show_cpus};
+
 /// The cores that a process may use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Cores {
@@ -27,6 +29,11 @@ impl Cores {
         };
         let quota = if usable < numbers.len() as u32 { usable } else { 0 };
         Self { numbers, quota }
+    }
+
+    /// The process is bound to one.
+    pub(crate) fn is_one(&self) -> bool {
+        self.numbers.len() == 1
     }
 
     /// Whether these processes, all of one host, are more than the cores that they have together.
@@ -85,14 +92,7 @@ impl FromStr for Crowd {
 /// `0-3,8/2`: the numbers, and a quota if there is one.
 impl fmt::Display for Cores {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, run) in self.numbers.chunk_by(|a, b| a + 1 == *b).enumerate() {
-            let comma = if index == 0 { "" } else { "," };
-            match run {
-                [one] => write!(f, "{comma}{one}")?,
-                [first, .., last] => write!(f, "{comma}{first}-{last}")?,
-                [] => {}
-            }
-        }
+        f.write_str(&show_cpus(&self.numbers))?;
         if self.quota > 0 { write!(f, "/{}", self.quota) } else { Ok(()) }
     }
 }
@@ -101,21 +101,11 @@ impl FromStr for Cores {
     type Err = ();
 
     fn from_str(text: &str) -> Result<Self, ()> {
-        let number = |text: &str| text.parse::<u32>().map_err(drop);
         let (runs, quota) = match text.split_once('/') {
-            Some((runs, quota)) => (runs, number(quota)?),
+            Some((runs, quota)) => (runs, quota.parse().map_err(drop)?),
             None => (text, 0),
         };
-        let mut numbers = Vec::new();
-        for run in runs.split(',').filter(|run| !run.is_empty()) {
-            let (first, last) = run.split_once('-').unwrap_or((run, run));
-            let (first, last) = (number(first)?, number(last)?);
-            // No machine has more; a longer run is no list of cores.
-            if last < first || last - first > 1 << 16 {
-                return Err(());
-            }
-            numbers.extend(first..=last);
-        }
+        let numbers = parse_cpus(runs).ok_or(())?;
         Ok(Self { numbers, quota })
     }
 }

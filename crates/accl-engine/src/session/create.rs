@@ -15,7 +15,7 @@ use accl_types::{Error, Rank, Result};
 use accl_wire::EndpointInfo;
 
 use super::cores::{Cores, Crowd};
-use super::lanes::{LaneStates, Lanes, tell_fewer_lanes};
+use super::lanes::{LaneStates, Lanes, tell_bound, tell_fewer_lanes};
 use super::rendezvous::{Meeting, Outcome, RankInfo};
 use super::store::Store;
 use crate::api::default_codec::DefaultCodec;
@@ -185,10 +185,13 @@ impl Engine {
         if Cores::are_shared(neighbours) {
             self.lanes().for_each(|lane| lane.share_cores());
         }
+        let lanes = states.len() as u32;
         let mut states = states.into_iter();
         let state = states.next().ok_or_else(|| Error::internal("a group has no lane"))?;
         let (id, name) = (state.id(), state.name().clone());
         if is_of_the_job {
+            tell_bound(spec, &infos);
+            self.place_threads(&infos, spec.rank.index(), lanes);
             *self.job.lock() = Some(Job { group: id, processes: infos.iter().map(|info| info.info.uuid).collect() });
         }
         let now = time::now();

@@ -15,6 +15,7 @@ use accl_wire::EndpointInfo;
 use super::cores::Crowd;
 use super::rendezvous::RankInfo;
 use crate::api::spec::GroupSpec;
+use crate::cpus;
 use crate::driver::Driver;
 use crate::engine::{Engine, Parts};
 use crate::lanes::Numbers;
@@ -118,6 +119,56 @@ impl Engine {
         }
         Ok(states)
     }
+
+    /// Gives each thread of a lane the CPU that a setting has for it. For the group of the job, which has so many lanes: others have some of its ranks.
+    pub(super) fn place_threads(&self, infos: &[RankInfo], rank: usize, lanes: u32) {
+        let cpus = &self.config.worker_affinity;
+        if cpus.is_empty() {
+            return;
+        }
+        let first = threads_before(infos, rank, lanes);
+        let threads = threads_of(&infos[rank], lanes);
+        let own = cpus.get(first..).unwrap_or_default();
+        self.other_lanes().iter().take(threads).zip(own).for_each(|(driver, &cpu)| driver.place.move_to(cpu));
+        if own.len() < threads {
+            tracing::warn!(
+                "ACCL_WORKER_AFFINITY names {} CPUs, and this host has {} threads up to those of this rank: those beyond stay where they were",
+                cpus.len(),
+                first + threads
+            );
+        }
+    }
+}
+
+/// How many threads the ranks of a host have that come before this one.
+fn threads_before(infos: &[RankInfo], rank: usize, lanes: u32) -> usize {
+    let here = &infos[rank].info.host_id;
+    let before = infos[..rank].iter().filter(|info| info.info.host_id == *here);
+    before.map(|info| threads_of(info, lanes)).sum()
+}
+
+/// How many threads a rank has for its lanes: of those that it could have, where it finds that out, as many as the group has use for.
+fn threads_of(info: &RankInfo, lanes: u32) -> usize {
+    let count = if info.has_auto_lanes { lanes } else { info.info.lanes };
+    count.saturating_sub(1) as usize
+}
+
+/// Says that `auto` has found one core where the host has more of them than ranks.
+pub(super) fn tell_bound(spec: &GroupSpec, infos: &[RankInfo]) {
+    let cpus = cpus::online();
+    if could_have_more(infos, spec.rank.index(), cpus) {
+        tracing::warn!(
+            "ACCL_WORKER_COUNT=auto adds no thread to this rank: something has bound it to one of the machine's {cpus} CPUs; where that is Open MPI's mpirun, \
+             --bind-to none leaves it all of them"
+        );
+    }
+}
+
+/// Whether a rank that finds out its lanes is bound to one of these CPUs of its host, which has some to spare.
+fn could_have_more(infos: &[RankInfo], rank: usize, cpus: usize) -> bool {
+    let mine = &infos[rank];
+    let ranks = infos.iter().filter(|info| info.info.host_id == mine.info.host_id).count();
+    infos.len() > 1 && mine.has_auto_lanes && mine.cores.is_one() && cpus > ranks
 }
 
 /// Says once that ranks have lanes of which this group has no use.
@@ -183,6 +234,31 @@ mod tests {
         fast.network.sent_ps_per_kib /= 10;
         assert_eq!(useful_lanes(Crowd { ranks: 1, share: 32 }, 2, &fast), network_cores(&fast));
         assert!((4..=16).contains(&network_cores(&fast)));
+    }
+
+    #[test]
+    fn auto_on_one_core_is_told_where_the_host_has_more_cores_than_ranks() {
+        let bound = |cores: &str, is_auto: bool| {
+            let mut info = RankInfo::for_tests(0, "");
+            (info.cores, info.has_auto_lanes) = (cores.parse().unwrap(), is_auto);
+            info
+        };
+        let two = [bound("0", true), bound("1", true)];
+        assert!(could_have_more(&two, 1, 8));
+        assert!(!could_have_more(&two, 1, 2), "each has all that there is for it");
+        assert!(!could_have_more(&two[..1], 0, 8), "one rank sends nothing");
+        let others = [bound("0-7", true), bound("1", false), bound("0-7/1", true)];
+        assert!((0..others.len()).all(|rank| !could_have_more(&others, rank, 8)));
+    }
+
+    #[test]
+    fn threads_of_a_host_are_counted_in_the_order_of_its_ranks() {
+        let mut infos = vec![RankInfo::for_tests(0, ""); 4];
+        infos.iter_mut().for_each(|info| info.info.lanes = 4);
+        infos[1].info.host_id = "another".into();
+        infos[2].has_auto_lanes = true;
+        let before: Vec<usize> = (0..4).map(|rank| threads_before(&infos, rank, 2)).collect();
+        assert_eq!(before, [0, 0, 3, 4], "three of the first rank; one of the third, which finds out");
     }
 
     #[test]

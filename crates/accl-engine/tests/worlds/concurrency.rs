@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 use accl_engine::{Blocks, CallDesc, Mode};
-use accl_testkit::{Fabric, Member, Rng, World, WorldOptions, calls, every_transport, finish};
+use accl_testkit::{Fabric, Member, Rng, THRIFTY, World, WorldOptions, calls, every_transport, finish};
 use accl_types::{Collective, Dtype, Rank, ReduceOp};
 
 fn fabrics() -> impl Iterator<Item = Fabric> {
-    every_transport().into_iter().map(Fabric::Over).chain([Fabric::Loopback(3)])
+    every_transport().into_iter().chain([THRIFTY]).map(Fabric::Over).chain([Fabric::Loopback(3)])
 }
 
 fn world(size: u32, fabric: Fabric) -> World {

@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use accl_testkit::{Fabric, Member, World, WorldOptions, every_transport, finish};
+use accl_testkit::{Fabric, Member, THRIFTY, World, WorldOptions, every_transport, finish};
 use accl_types::{Error, ErrorKind, Rank, ReduceOp};
 
 fn fabrics() -> impl Iterator<Item = Fabric> {
-    every_transport().into_iter().map(Fabric::Over)
+    every_transport().into_iter().chain([THRIFTY]).map(Fabric::Over)
 }
 /// In a world of so many rank 0 is not linked to these from the beginning.
 const WORLD: u32 = 32;
@@ -454,6 +454,32 @@ fn once_all_are_linked_the_threads_that_make_links_sleep() {
                 assert!(is_quiet, "{fabric:?}");
             }
             step.wait();
+        });
+    }
+}
+
+#[test]
+fn a_receiver_that_sleeps_is_woken_though_the_sender_makes_no_further_call() {
+    for fabric in fabrics() {
+        // Outside of the engine, whose threads may all be gone meanwhile.
+        let (tell, told) = std::sync::mpsc::channel();
+        let (tell, told) = (std::sync::Mutex::new(tell), std::sync::Mutex::new(told));
+        world(2, fabric).run("g", |member| {
+            for turn in 0..8_u32 {
+                // Longer than anybody looks before it sleeps, and about as long.
+                std::thread::sleep(Duration::from_micros(if turn % 2 == 0 { 20_000 } else { 100 * u64::from(turn) }));
+                let mine = [turn as i32];
+                let mut theirs = [-1_i32];
+                if member.rank == 0 {
+                    finish(&member.post_send(&mine, 1, turn).unwrap()).unwrap();
+                    let is_told = told.lock().unwrap().recv_timeout(Duration::from_secs(10));
+                    assert!(is_told.is_ok(), "{fabric:?}, turn {turn}: the receiver sleeps on");
+                } else {
+                    finish(&member.post_recv(&mut theirs, Some(0), turn).unwrap()).unwrap();
+                    assert_eq!(theirs, mine);
+                    tell.lock().unwrap().send(()).unwrap();
+                }
+            }
         });
     }
 }

@@ -17,6 +17,8 @@ pub struct Completed {
     pub calls: Vec<Arc<CallState>>,
     /// Groups that are to fail on the other lanes as well.
     pub failed: Vec<FailedGroup>,
+    /// With what groups have failed because this process has seen a rank go without a word: to be told of, since nobody may be left to raise it.
+    pub losses: Vec<Error>,
     is_followed: bool,
     /// There is something in one of the lists.
     has_any: bool,
@@ -73,6 +75,12 @@ impl Completed {
     /// A group has failed that has more lanes.
     pub(super) fn fail_elsewhere(&mut self, failed: FailedGroup) {
         self.failed.push(failed);
+        self.has_any = true;
+    }
+
+    /// A group has failed because a rank has gone without a word, and nobody has said so before.
+    pub(super) fn note_loss(&mut self, error: Error) {
+        self.losses.push(error);
         self.has_any = true;
     }
 

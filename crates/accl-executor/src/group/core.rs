@@ -507,9 +507,9 @@ impl Core {
         Ok(())
     }
 
-    /// Whether any call is in flight, bytes of an ended one have yet to leave, or a new link's peer has yet to greet.
+    /// Whether any call is in flight, bytes of an ended one have yet to leave, a link has to be listened to, or a new link's peer has yet to greet.
     pub fn has_work(&self) -> bool {
-        !self.active.is_empty() || self.net.has_unsent() || self.net.awaits_greeting() || self.has_stopping()
+        !self.active.is_empty() || self.net.wants_driver() || self.net.awaits_greeting() || self.has_stopping()
     }
 
     /// The earliest deadline of any call in flight.
@@ -705,6 +705,11 @@ impl Core {
     /// Those of these peers whose links are asked for news by a system call.
     pub fn streams_among(&self, peers: &[PeerId]) -> SmallVec<[PeerId; 4]> {
         peers.iter().copied().filter(|&peer| !self.net.is_cheap_to_look_at(peer)).collect()
+    }
+
+    /// Whether what comes from one of these peers has to be looked for again and again.
+    pub fn polls_among(&self, peers: &[PeerId]) -> bool {
+        peers.iter().any(|&peer| self.net.is_polled(peer))
     }
 
     /// A driver is about to sleep until news come, at most until then; with what it waits for, if that is a call. Does what can be

@@ -21,6 +21,9 @@ pub trait LaneNumbers: Send + Sync {
     /// No calls are made under those of these numbers that are still promised.
     fn forget(&self, seqs: Range<u64>);
 
+    /// Whether this lane is the first that sees the group fail because a rank has gone.
+    fn claims_loss(&self) -> bool;
+
     /// A lane has its part of a call.
     fn arrive(&self, lane: u32, seq: u64);
 

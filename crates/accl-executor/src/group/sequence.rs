@@ -45,6 +45,14 @@ impl Sequence {
         !matches!(self.lanes, Lanes::One)
     }
 
+    /// Whether no other lane has seen before that the group fails because a rank has gone.
+    pub(super) fn claims_loss(&self) -> bool {
+        match &self.lanes {
+            Lanes::One => true,
+            Lanes::First(numbers) | Lanes::Other(_, numbers) => numbers.claims_loss(),
+        }
+    }
+
     /// Whether this is a lane beside the first.
     pub(super) fn follows(&self) -> bool {
         matches!(self.lanes, Lanes::Other(..))

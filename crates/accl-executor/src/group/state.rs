@@ -727,9 +727,21 @@ impl GroupState {
             // What was passed on came first: who has left may have done so because of it.
             match self.failure.take_rumour(context.now, |_| true) {
                 Some(first) => self.fail(first, context, Notify::Neighbours),
-                None => self.fail(error, context, Notify::Peers),
+                None => {
+                    // Who has left in good order has nothing to hide, and others may have expected it.
+                    let is_lost = error.context.peer.is_some_and(|rank| self.is_lost(rank, context.net));
+                    if is_lost && self.sequence.claims_loss() {
+                        context.completed.note_loss(error.clone());
+                    }
+                    self.fail(error, context, Notify::Peers);
+                }
             }
         }
+    }
+
+    /// Whether a rank has gone without a word.
+    fn is_lost(&self, rank: Rank, net: &Net) -> bool {
+        matches!(net.peer(self.members.peer(rank)).gone(), Some(Gone::Lost(_))) && !self.members.has_left(rank)
     }
 
     /// A peer has a link from now on: the group's number, if the peer is in it.
@@ -901,8 +913,7 @@ impl GroupState {
             if !self.members.is_absent(rank, context.net) {
                 continue;
             }
-            let is_lost = matches!(context.net.peer(self.members.peer(rank)).gone(), Some(Gone::Lost(_)))
-                && !self.members.has_left(rank);
+            let is_lost = self.is_lost(rank, context.net);
             // A call that needs nothing more of the rank may end well; one that does fails, and tells all others.
             let any_run =
                 self.runs.values().find(|run| run.needs(rank) || is_lost && run.is_elsewhere()).map(|run| &run.call);

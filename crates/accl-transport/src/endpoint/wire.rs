@@ -248,7 +248,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(&bytes[1..=len]).into_owned()
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(accl_loom)))]
 mod tests {
     use std::net::SocketAddr;
 

@@ -129,6 +129,8 @@ pub struct Config {
     pub spin_us: Option<u64>,
     /// `ACCL_WORKER_COUNT`: threads besides the caller's that do parts of large calls.
     pub worker_count: WorkerCount,
+    /// `ACCL_WORKER_AFFINITY`: a CPU for each of those threads of the host, its ranks in order; none leaves them where the process may run.
+    pub worker_affinity: Vec<u32>,
     /// `ACCL_ALGORITHM`: overrides of the choice of algorithm.
     pub algorithm: Vec<AlgorithmRule>,
     /// `ACCL_DETERMINISTIC`: the choice of algorithm depends on nothing but size, dtype and world.
@@ -163,6 +165,7 @@ impl Default for Config {
             eager_bytes: 0,
             spin_us: None,
             worker_count: WorkerCount::Exactly(0),
+            worker_affinity: Vec::new(),
             algorithm: Vec::new(),
             deterministic: false,
             calibration: Calibration::Auto,
@@ -344,6 +347,7 @@ mod tests {
             ("ACCL_RING_BYTES", "256KiB"),
             ("ACCL_SPIN_US", "17"),
             ("ACCL_WORKER_COUNT", "3"),
+            ("ACCL_WORKER_AFFINITY", "28-31,0-3"),
             ("ACCL_ALGORITHM", "all_reduce=ring:1MiB-,broadcast=flat"),
             ("ACCL_DETERMINISTIC", "1"),
             ("ACCL_CALIBRATION", "/some where/constants"),
@@ -428,6 +432,9 @@ mod tests {
             ("worker_count", "64"),
             ("worker_count", "-1"),
             ("worker_count", "many"),
+            ("worker_affinity", "3-1"),
+            ("worker_affinity", "0,0"),
+            ("worker_affinity", ","),
             ("deterministic", "maybe"),
             ("calibration", "on"),
             ("compression", ""),

@@ -1,7 +1,7 @@
 //! Parsers of setting values and their inverses. An error is a clause such as ` (out of range)`, or empty.
 
 use super::{AlgorithmRule, Calibration, IfnameFilter, LogLevel, ProfileNames, Sidestep, WorkerCount};
-use crate::{Collective, nearest, parse_size, show_size};
+use crate::{Collective, nearest, parse_cpus, parse_size, show_cpus, show_size};
 
 const LOG_LEVELS: &[(&str, LogLevel)] = &[
     ("off", LogLevel::Off),
@@ -158,6 +158,24 @@ pub(super) fn show_worker_count(count: WorkerCount) -> String {
         WorkerCount::Exactly(count) => count.to_string(),
         WorkerCount::Auto => "auto".to_owned(),
     }
+}
+
+/// Empty for `auto`.
+pub(super) fn worker_affinity(text: &str) -> Result<Vec<u32>, String> {
+    if text == "auto" {
+        return Ok(Vec::new());
+    }
+    let cpus = parse_cpus(text).filter(|cpus| !cpus.is_empty()).ok_or_else(String::new)?;
+    let mut sorted = cpus.clone();
+    sorted.sort_unstable();
+    match sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(format!(" (CPU {} stands twice)", pair[0])),
+        None => Ok(cpus),
+    }
+}
+
+pub(super) fn show_worker_affinity(cpus: &[u32]) -> String {
+    if cpus.is_empty() { "auto".to_owned() } else { show_cpus(cpus) }
 }
 
 pub(super) fn flag(text: &str) -> Result<bool, String> {

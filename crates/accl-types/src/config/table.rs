@@ -199,6 +199,17 @@ pub const ROWS: &[Row] = &[
         show: |c| parse::show_worker_count(c.worker_count),
     },
     Row {
+        name: "ACCL_WORKER_AFFINITY",
+        option: "worker_affinity",
+        scope: Scope::Process,
+        agreed: false,
+        default: "auto",
+        accepted: Accepted::Words("auto, or a list of CPUs such as 0-3,28-31"),
+        effect: "Where those threads run: a CPU for each thread of the host, its ranks in order, also beyond what the launcher has bound a rank to. `auto`: wherever the process may run. A thread whose CPU cannot be had stays there, too, and one line says why.",
+        set: |c, v| parse::worker_affinity(v).map(|x| c.worker_affinity = x),
+        show: |c| parse::show_worker_affinity(&c.worker_affinity),
+    },
+    Row {
         name: "ACCL_ALGORITHM",
         option: "algorithm",
         scope: Scope::Group,
@@ -329,7 +340,7 @@ pub const ALIASES: &[Alias] = &[
     Alias { name: "ACCL_DEBUG", value: "1", setting: "ACCL_LOG", means: "debug" },
 ];
 
-/// A variable that begins as ours do and belongs to another project.
+/// A variable that begins as ours do and belongs to another project or package.
 pub struct Foreign {
     /// Its name; a `*` at the end stands for anything.
     pub name: &'static str,
@@ -338,6 +349,11 @@ pub struct Foreign {
 }
 
 impl Foreign {
+    /// Whether it is of a package of this project, and so no mistake.
+    pub fn is_companion(&self) -> bool {
+        self.owner == MPI
+    }
+
     fn is(&self, name: &str) -> bool {
         self.name.strip_suffix('*').map_or(self.name == name, |start| name.starts_with(start))
     }
@@ -347,6 +363,8 @@ const FPGA: &str = "ACCL, collectives on FPGAs, and its process group for PyTorc
 const GPU_NETWORK: &str = "ACCL, a communication library for GPU clusters that builds on NCCL's interface";
 const GPU_TRANSFER: &str = "ACCL's RDMA transport for GPU clusters (barex)";
 const EXPERTS: &str = "ACCL's kernels for expert parallelism";
+
+const MPI: &str = "torch-accl-mpi, the package with the transport `mpi`: docs/mpi.md";
 
 /// Names that others use. A name that is neither here nor a setting is taken for a typing mistake.
 pub const FOREIGN: &[Foreign] = &[
@@ -371,6 +389,10 @@ pub const FOREIGN: &[Foreign] = &[
     Foreign { name: "ACCL_LOW_LATENCY_OPTIMIZE", owner: EXPERTS },
     Foreign { name: "ACCL_NORMAL_MODE", owner: EXPERTS },
     Foreign { name: "ACCL_PROFILER_*", owner: "the ACCL profiler plug-in of RCCL" },
+    Foreign { name: "ACCL_MPI_EXCLUSIVE", owner: MPI },
+    Foreign { name: "ACCL_MPI_EXIT_TIMEOUT", owner: MPI },
+    Foreign { name: "ACCL_MPI_THREAD_LEVEL", owner: MPI },
+    Foreign { name: "ACCL_MPI_TIMEOUT", owner: MPI },
 ];
 
 /// The project that a variable belongs to, if it is known and not this one.

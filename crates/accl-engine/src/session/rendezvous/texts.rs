@@ -264,7 +264,7 @@ pub(super) fn settings_differ(mine: &RankInfo, other: &RankInfo, my_rank: u32, r
     ))
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(accl_loom)))]
 mod tests {
     use accl_kernels::codec;
     use accl_schedule::ALGORITHMS;

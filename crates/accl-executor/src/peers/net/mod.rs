@@ -206,6 +206,8 @@ pub struct Net {
     departures_seen: u64,
     /// Links whose look asks the system, unless it is known that nothing has come.
     streams: usize,
+    /// Links that somebody must sleep on even while no call is in flight.
+    listeners: usize,
     /// How long the links may be left alone, as they were last told that the driver sleeps: `None` when events tell of everything.
     poll_interval: Option<Duration>,
 }
@@ -235,6 +237,7 @@ impl Default for Net {
             departures: 0,
             departures_seen: 0,
             streams: 0,
+            listeners: 0,
             poll_interval: None,
         }
     }
@@ -296,6 +299,7 @@ impl Net {
             return;
         }
         self.streams += usize::from(!link.is_cheap_to_look_at());
+        self.listeners += usize::from(link.needs_listener());
         self.unlinked -= 1;
         (peer.link, peer.slot, peer.is_polled) = (Some(link), slot, true);
         self.linked.push(id);
@@ -503,6 +507,11 @@ impl Net {
         self.peer_mut(id).traffic.add_received(payload_bytes as u64);
     }
 
+    /// Whether nothing tells of what comes over this peer's link while something is under way.
+    pub(crate) fn is_polled(&self, id: PeerId) -> bool {
+        self.peer(id).link.as_ref().is_some_and(|link| link.is_polled())
+    }
+
     /// Whether a look at this peer's link costs no system call, or will cost none.
     pub(crate) fn is_cheap_to_look_at(&self, id: PeerId) -> bool {
         let peer = self.peer(id);
@@ -685,6 +694,11 @@ impl Net {
         !self.dirty.is_empty()
     }
 
+    /// Whether somebody must drive even if no call is in flight.
+    pub fn wants_driver(&self) -> bool {
+        self.has_unsent() || self.listeners > 0
+    }
+
     /// What was sent to a peer until now.
     pub fn mark(&self, peer: PeerId) -> Mark {
         Mark { peer, position: self.position(peer), queued: self.has_queued(peer).then_some(self.peer(peer).relied_on) }
@@ -782,6 +796,7 @@ impl Net {
         }
         if let Some(link) = &link {
             self.streams -= usize::from(!link.is_cheap_to_look_at());
+            self.listeners -= usize::from(link.needs_listener());
             self.linked.retain(|&linked| linked != id);
         }
         if self.handling == Some(id) && link.is_some() {

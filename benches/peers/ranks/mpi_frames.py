@@ -1,0 +1,156 @@
+"""One of two ranks under mpirun that measure the transport `mpi` beside the MPI library that carries it, in the same process and by turns:
+started as `mpi_frames.py LIBRARY TURNS BYTES...`, where LIBRARY is made of `frames.c` and BYTES are sizes of sums. Rank 0 prints one JSON
+object.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch_accl  # noqa: F401
+import torch_accl_mpi
+from costs import idle_us
+
+FRAME_BYTES = 64 << 10
+HEAD_BYTES = 40
+ADDRESS_BYTES = 1024
+# What was under way has ended by then.
+SETTLED_S = 0.5
+# So many make a turn: of round trips, of frames in a row, and of bytes that are summed.
+TRIPS, FRAMES, ROWS = 2000, 512, 4
+SUMMED_BYTES = 512 << 20
+
+
+def main() -> None:
+    """Measures all."""
+    measured = ctypes.CDLL(sys.argv[1])
+    turns = int(sys.argv[2])
+    for function in (measured.frames_us, measured.messages_us, measured.all_reduce_us):
+        function.restype = ctypes.c_double
+    dist.init_process_group("accl")
+    rank = dist.get_rank()
+    pin(rank)
+    torch.set_num_threads(1)
+    link = connected(measured, rank)
+
+    def frames(size: int, count: int, rounds: int) -> float:
+        taken: float = measured.frames_us(*link, rank, ctypes.c_size_t(size), count, rounds)
+        if taken < 0:
+            raise SystemExit(f"the link has failed: {taken}")
+        return taken
+
+    def messages(size: int, count: int, rounds: int) -> float:
+        taken: float = measured.messages_us(rank, ctypes.c_size_t(size), count, rounds)
+        return taken
+
+    found: dict[str, Any] = {
+        "library": torch_accl_mpi.library().splitlines()[0].split(",")[0].replace("\t", " ").strip(),
+        "thread_level": torch_accl_mpi.job().thread_level,
+        "trip_us": by_turns(turns, lambda: frames(0, 1, TRIPS), lambda: messages(HEAD_BYTES, 1, TRIPS)),
+        "row_us": by_turns(
+            turns,
+            lambda: frames(FRAME_BYTES, FRAMES, ROWS),
+            lambda: messages(FRAME_BYTES + HEAD_BYTES, FRAMES, ROWS),
+        ),
+    }
+    found["bytes_per_us"] = [FRAMES * FRAME_BYTES / us for us in found.pop("row_us")]
+    for size in map(int, sys.argv[3:]):
+        found[f"all_reduce_{size}_us"] = by_turns(turns, *sums(measured, size))
+    dist.barrier()
+    time.sleep(SETTLED_S)
+    found["idle_us"] = idle_us()
+    if rank == 0:
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+def pin(rank: int) -> None:
+    """Each rank to a core of its own, where there are enough."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > rank:
+        os.sched_setaffinity(0, {cores[rank]})
+
+
+def connected(measured: ctypes.CDLL, rank: int) -> tuple[Any, Any]:
+    """The table, and a link of it to the other rank beside those of the group."""
+    store = dist.distributed_c10d._get_default_store()
+    table = ctypes.c_void_p(torch_accl_mpi.transport()[0])
+    link, address, length = (
+        ctypes.c_void_p(),
+        ctypes.create_string_buffer(ADDRESS_BYTES),
+        ctypes.c_size_t(ADDRESS_BYTES),
+    )
+    most = ctypes.c_size_t(FRAME_BYTES)
+    theirs = store.get("address 0") if rank == 1 else b""
+    opened = (
+        theirs,
+        ctypes.c_size_t(len(theirs)),
+        most,
+        ctypes.byref(link),
+        address,
+        ctypes.byref(length),
+    )
+    if measured.open_link(table, *opened) != 0:
+        raise SystemExit("the transport opens no link")
+    store.set(f"address {rank}", address.raw[: length.value])
+    if rank == 0:
+        theirs = store.get("address 1")
+        if measured.connect_link(table, link, theirs, ctypes.c_size_t(len(theirs)), most) != 0:
+            raise SystemExit("the transport connects no link")
+    carrier = met(rank, store)
+    carrier.setblocking(False)
+    measured.attach_link(table, link, carrier.detach())
+    dist.barrier()
+    return table, link
+
+
+def met(rank: int, store: dist.Store) -> socket.socket:
+    """A connection between the two."""
+    if rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            store.set("carrier", str(server.getsockname()[1]))
+            return server.accept()[0]
+    return socket.create_connection(("127.0.0.1", int(store.get("carrier"))))
+
+
+def by_turns(turns: int, *ways: Callable[[], float]) -> list[float]:
+    """The median of each way over all turns, after one that does not count."""
+    taken = [[way() for way in ways] for _ in range(turns + 1)][1:]
+    return [median(figures) for figures in zip(*taken)]
+
+
+def sums(measured: ctypes.CDLL, size: int) -> list[Callable[[], float]]:
+    """An all_reduce through torch over the transport, and MPI's own."""
+    data = torch.zeros(size // 4)
+    rounds = max(SUMMED_BYTES // size // 2, 2) if size > (1 << 20) else 100
+
+    def through_torch() -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(rounds):
+            dist.all_reduce(data)
+        return (time.perf_counter() - begin) / rounds * 1e6
+
+    def by_mpi() -> float:
+        taken: float = measured.all_reduce_us(
+            ctypes.c_void_p(data.data_ptr()),
+            ctypes.c_size_t(data.numel()),
+            ctypes.c_int(rounds),
+        )
+        return taken
+
+    return [through_torch, by_mpi]
+
+
+if __name__ == "__main__":
+    main()

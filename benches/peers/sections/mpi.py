@@ -1,0 +1,166 @@
+"""The transport `mpi` beside the MPI library that carries it: frames beside messages, sums beside MPI_Allreduce."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch_accl_cli._sizes import show_size
+
+from ..build import ROOT, SOURCES, Unavailable, Workshop, finish
+from ..contenders import BY_NAME, title_of
+from ..report import Bench, Section
+from ..tables import Bar, Table, plain, ratio
+
+PROGRAM = SOURCES / "mpi_frames.py"
+LIBRARIES = ("openmpi", "mpich")
+# Segments of the group: as they come, and as docs/mpi.md advises.
+SEGMENTS = {"64KiB": {}, "512KiB": {"ACCL_SEGMENT_BYTES": "512KiB"}}
+SUMS = (1 << 20, 16 << 20, 64 << 20)
+ABOVE_TRIP_US, OF_BANDWIDTH, OF_ALL_REDUCE, IDLE_US = 2.0, 0.7, 2.0, 0.0
+TURNS, LIMIT_S = 11, 300
+
+
+def collect(bench: Bench) -> dict[str, Any]:
+    """For each library what rank 0 of two has printed, by the size of segments."""
+    found: dict[str, Any] = {}
+    for library in LIBRARIES:
+        if library not in bench.contenders:
+            continue
+        try:
+            measured, package = make(bench.shop, library)
+            for segment, environment in SEGMENTS.items():
+                bench.say(f"{title_of(library)}, segments of {segment}")
+                turns = min(TURNS, bench.effort.turns)
+                one = start(
+                    bench.shop,
+                    library,
+                    [measured, str(turns), *map(str, SUMS)],
+                    environment | {"PYTHONPATH": package},
+                )
+                found.setdefault(library, {})[segment] = one
+        except Unavailable as why:
+            bench.missing[library] = str(why)
+    if not found:
+        raise Unavailable(
+            "; ".join(f"{title_of(name)}: {why}" for name, why in bench.missing.items()) or "no MPI library"
+        )
+    return {"libraries": found}
+
+
+def make(shop: Workshop, library: str) -> tuple[str, str]:
+    """What measures, and the folder of the package that was built for this library."""
+    compiler = f"mpicc.{library}"
+    # As the contender that it is, the library was got before.
+    if library in shop.missing:
+        raise Unavailable(shop.missing[library])
+    measured = shop.folder / f"frames_{library}.so"
+    flags = ["-O3", "-march=native", "-Wall", "-Wextra", "-shared", "-fPIC"]
+    shop.compile(
+        measured,
+        [compiler, *flags, f"-I{ROOT / 'python/torch_accl/include'}"],
+        [SOURCES / "frames.c"],
+        [],
+    )
+    package = ROOT / ".make" / f"mpi-{library}"
+    shop.say(f"build torch-accl-mpi for {title_of(library)}")
+    finish(
+        [str(ROOT / ".ci" / "mpi"), "--target", str(package)],
+        "torch-accl-mpi cannot be built",
+        environment=os.environ | {"MPICC": compiler},
+    )
+    return str(measured), str(package)
+
+
+def start(shop: Workshop, library: str, arguments: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Runs two ranks under the library's launcher; what rank 0 has found."""
+    contender = BY_NAME[library]
+    program = shutil.which(contender.launcher[0])
+    if program is None:
+        raise Unavailable(f"`{contender.launcher[0]}` is not there")
+    command = [
+        program,
+        *contender.launcher[1:],
+        "-n",
+        "2",
+        shop.names["python"],
+        str(PROGRAM),
+        *arguments,
+    ]
+    told = {**contender.environment, **environment, "ACCL_TRANSPORTS": "mpi"}
+    # In a group of its own, which ends as a whole whatever becomes of the launcher.
+    process = subprocess.Popen(
+        command,
+        env=os.environ | told,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        printed, errors = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"two ranks under `{contender.launcher[0]}` took more than {LIMIT_S} s") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    lines = [line for line in printed.splitlines() if line.startswith("{")]
+    if not lines or process.returncode != 0:
+        said = [line for line in errors.splitlines() if "Error" in line] or errors.splitlines() or ["nothing was said"]
+        raise Unavailable(f"two ranks under `{contender.launcher[0]}` have failed: {said[-1]}")
+    measured: dict[str, Any] = json.loads(lines[0])
+    return measured
+
+
+def tables(data: dict[str, Any]) -> list[Table]:
+    """A table for each library: the transport, MPI, and the bar."""
+    return [table(found) for found in data.get("libraries", {}).values()]
+
+
+def table(found: Mapping[str, Any]) -> Table:
+    """A row for each run of what does not depend on the group's segments, too: runs differ."""
+    runs = {segment: found[segment] for segment in SEGMENTS if segment in found}
+    first = next(iter(runs.values()))
+    shown = Table([f"2 ranks, {first['library']}", "transport `mpi`", "MPI", "bar"])
+    for segment, one in runs.items():
+        trip, rate = one["trip_us"], one["bytes_per_us"]
+        row = partial(add_row, shown, f"group with segments of {segment}")
+        row("empty frame there and back, us", trip, Bar(trip[0] - trip[1], at_most=ABOVE_TRIP_US, unit=" us more"))
+        row("frames of 64 KiB in a row, MB/s", rate, Bar(ratio(*rate), at_least=OF_BANDWIDTH, unit=" of it"))
+        for size in SUMS:
+            pair = one[f"all_reduce_{size}_us"]
+            row(
+                f"all_reduce of {show_size(size)}, us", pair, Bar(ratio(*pair), at_most=OF_ALL_REDUCE, unit=" times it")
+            )
+    idle = max(one["idle_us"] for one in runs.values())
+    shown.row("processor time in 2 s of nothing, us", [plain(idle), "", Bar(idle, at_most=IDLE_US)])
+    return shown
+
+
+def add_row(table: Table, run: str, label: str, pair: list[float], bar: Bar) -> None:
+    """The transport, MPI, and the bar."""
+    table.row(f"{label} ({run})", [*map(plain, pair), bar])
+
+
+SECTION = Section(
+    name="mpi",
+    title="Over MPI",
+    text=(
+        "Two ranks on one host under the library's launcher, each on a core of its own; both columns in the same processes and by "
+        "turns, medians. A frame is copied into its buffer and out of it, as the engine does; a message of MPI (`MPI_Isend`, "
+        "`MPI_Irecv`, 64 under way) is not. Sums are `dist.all_reduce` with `ACCL_TRANSPORTS=mpi` beside `MPI_Allreduce`, float32. "
+        "Each run is a job of its own, and a figure the median of its turns, which take longer than the text below says; none is left out for where the host has the cores. On one host `shm` is "
+        "faster than either; what counts here is what the transport adds to the library."
+    ),
+    collect=collect,
+    tables=tables,
+)

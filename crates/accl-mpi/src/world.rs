@@ -1,0 +1,724 @@
+//! The process as a part of its MPI job: one communicator, all links over it, and which thread calls MPI.
+//!
+//! Owns the start and the end of MPI, the communicator, the tags, and every call that is made for links. One lock guards all of it: MPI is
+//! called by whoever holds it, if the level of thread support allows that, and otherwise by a thread of its own, which starts and ends MPI
+//! in both cases. Nothing here blocks but [`start`] and [`finish`], which have deadlines.
+
+use std::collections::HashMap;
+use std::ffi::c_int;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+use accl_wire::HEAD_BYTES;
+
+use crate::address::{self, Address};
+use crate::calls::{self, Checked, Communicator, Level, Message, Request};
+use crate::frames::{Buffer, Spare};
+use crate::link::{Incoming, Link, Look, Outgoing, Peer};
+
+/// Messages that one look takes in at most.
+const MESSAGES: usize = 8;
+/// Most bytes that rank 0 tells all, with a length of two bytes before them.
+const BROADCAST_BYTES: usize = 4096;
+/// Who has a deadline of its own is given so much longer.
+const GRACE: Duration = Duration::from_secs(1);
+/// Whoever waits longer for the end says so.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// Whoever else ends MPI waits at most so long for the processes that still send something.
+const OTHERS_END: Duration = Duration::from_secs(2);
+/// For so long after the last look the thread that calls MPI goes on without a sleep.
+const ATTENTION: Duration = Duration::from_millis(1);
+/// And then sleeps at most so long while something is under way.
+const LONGEST_PAUSE: Duration = Duration::from_millis(1);
+
+/// How MPI is to be started.
+#[derive(Clone, Debug)]
+pub(crate) struct Wanted {
+    /// How many processes the launcher has started, if it says so.
+    pub(crate) size: Option<c_int>,
+    /// The level of thread support to ask for.
+    pub(crate) level: Level,
+    /// Nobody else calls MPI from the first group on.
+    pub(crate) is_exclusive: bool,
+    /// A communicator of somebody who has started MPI, by its number in Fortran.
+    pub(crate) communicator: Option<c_int>,
+    pub(crate) timeout: Duration,
+}
+
+/// The job as this process sees it.
+#[derive(Clone, Debug)]
+pub(crate) struct Job {
+    /// What all processes of the job have in common, and no other job has.
+    pub(crate) id: u128,
+    pub(crate) library: String,
+    pub(crate) rank: c_int,
+    pub(crate) size: c_int,
+    pub(crate) level: Level,
+    /// Somebody else has started MPI, and ends it.
+    pub(crate) is_shared: bool,
+}
+
+/// Everything under the lock.
+pub(crate) struct World {
+    pub(crate) job: Job,
+    communicator: Communicator,
+    /// MPI is called by the thread that has started it, and by no other.
+    is_served: bool,
+    links: Vec<Option<Link>>,
+    by_tag: HashMap<c_int, usize>,
+    next_tag: c_int,
+    largest_tag: c_int,
+    pub(crate) spare: Spare,
+    /// Messages of links that are no more, which MPI still reads from and writes to.
+    leaving: Vec<(Peer, Outgoing)>,
+    unwanted: Vec<Incoming>,
+    /// Why MPI is not called any more.
+    over: Option<String>,
+    /// The process is about to end: the thread that has started MPI is asked to end it.
+    is_leaving: bool,
+    broadcast: Option<Broadcast>,
+    /// A peer has died. A fence with it would last for ever.
+    has_lost_peer: bool,
+    last_look: Instant,
+    is_parked: bool,
+}
+
+/// What rank 0 tells all, at one time.
+struct Broadcast {
+    /// The same room in all processes. What was given up is never freed: the library may still write to it.
+    bytes: Box<[u8; BROADCAST_BYTES]>,
+    request: Option<Request>,
+    /// How it has ended.
+    ended: Option<Checked<()>>,
+}
+
+static WORLD: Mutex<Option<World>> = Mutex::new(None);
+/// The process that has begun to start MPI. What a forked child has of all this is its parent's, the lock's state as well.
+static STARTED_IN: AtomicU32 = AtomicU32::new(0);
+/// How starting has failed: it cannot be tried again, and may go on beside us.
+static FAILED: Mutex<Option<String>> = Mutex::new(None);
+/// Somebody waits for the thread that calls MPI.
+static WANTED: Condvar = Condvar::new();
+/// To the thread that has started MPI: what to do next.
+static SERVANT: Mutex<Option<mpsc::Sender<Order>>> = Mutex::new(None);
+
+/// To end MPI until then, and to say how that went.
+struct Order {
+    until: Instant,
+    answer: mpsc::Sender<Checked<()>>,
+}
+
+fn lock() -> MutexGuard<'static, Option<World>> {
+    WORLD.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Calls `work` with the world.
+///
+/// # Errors
+/// MPI was not started by this library.
+pub(crate) fn with<T>(work: impl FnOnce(&mut World) -> T) -> Result<T, String> {
+    debug_assert!(guard_fork().is_ok(), "the engine calls nothing in a forked child");
+    let mut world = lock();
+    let world = world.as_mut().ok_or("MPI was not started")?;
+    Ok(work(world))
+}
+
+/// Refuses a forked child, without a look at anything that its parent may have held when it forked.
+pub(crate) fn guard_fork() -> Checked<()> {
+    match STARTED_IN.load(Ordering::Relaxed) {
+        0 => Ok(()),
+        pid if pid == std::process::id() => Ok(()),
+        _ => Err("MPI was started in the process that this one was forked from, and cannot be used here; other transports can \
+                  (ACCL_TRANSPORTS=tcp in such a process)"
+            .to_owned()),
+    }
+}
+
+/// Starts MPI, or joins whoever has started it. The same job when it has been done.
+///
+/// # Errors
+/// One sentence that says what is wrong and what to do.
+pub(crate) fn start(wanted: &Wanted) -> Checked<Job> {
+    guard_fork()?;
+    if let Some(why) = FAILED.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
+        return Err(format!("MPI could not be started before, and that cannot be tried again in a process: {why}"));
+    }
+    let started = start_or_join(wanted);
+    // A wrong value is another matter, and so is what somebody else has started.
+    let has_begun = SERVANT.lock().unwrap_or_else(PoisonError::into_inner).is_some();
+    if let (Err(why), true) = (&started, has_begun) {
+        FAILED.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(|| why.clone());
+    }
+    started
+}
+
+fn start_or_join(wanted: &Wanted) -> Checked<Job> {
+    let until = Instant::now() + wanted.timeout;
+    if let Some(world) = lock().as_ref() {
+        return match &world.over {
+            None => Ok(world.job.clone()),
+            Some(why) => Err(why.clone()),
+        };
+    }
+    if calls::is_finalized()? {
+        return Err("MPI was finalised in this process, and cannot be started twice".to_owned());
+    }
+    STARTED_IN.store(std::process::id(), Ordering::Relaxed);
+    if calls::is_initialized()? {
+        let level = calls::level()?;
+        permit_sharing(level, wanted.is_exclusive)?;
+        let communicator = wanted.communicator.map_or_else(Communicator::world, Communicator::from_fortran);
+        let world = join(communicator, wanted, level, true, until)?;
+        calls::before_finalize(|| {
+            let is_whole = with(|world| world.over.is_none() && !world.has_lost_peer).unwrap_or(false);
+            if is_whole {
+                let _ = leave(Instant::now() + OTHERS_END, "MPI was finalised by whoever had started it");
+            }
+            let _ = with(|world| world.end("MPI was finalised by whoever had started it"));
+        })?;
+        return Ok(install(world));
+    }
+    if wanted.communicator.is_some() {
+        return Err("a communicator was given, and MPI is not started".to_owned());
+    }
+    start_servant(wanted.clone(), until)
+}
+
+/// Whether MPI may be called beside those who have started it.
+fn permit_sharing(level: Level, is_exclusive: bool) -> Checked<()> {
+    match level {
+        Level::Multiple => Ok(()),
+        Level::Serialized if is_exclusive => Ok(()),
+        Level::Serialized => Err(format!(
+            "MPI was started with thread level {}, at which two threads may not call it at once; start it with MPI_THREAD_MULTIPLE \
+             (mpi4py.rc.thread_level = \"multiple\"), or set ACCL_MPI_EXCLUSIVE=1 if nobody else calls MPI from the first group on",
+            level.name()
+        )),
+        Level::Single | Level::Funneled => Err(format!(
+            "MPI was started with thread level {}, at which the threads of torch-accl may not call it; start it with \
+             MPI_THREAD_MULTIPLE (mpi4py.rc.thread_level = \"multiple\" before `from mpi4py import MPI`)",
+            level.name()
+        )),
+    }
+}
+
+fn install(world: World) -> Job {
+    let job = world.job.clone();
+    *lock() = Some(world);
+    job
+}
+
+/// Starts the thread that starts MPI, calls it if no other may, and ends it.
+fn start_servant(wanted: Wanted, until: Instant) -> Checked<Job> {
+    let timeout = wanted.timeout;
+    let (tell, told) = mpsc::channel();
+    let (orders, to_do) = mpsc::channel::<Order>();
+    let serve = move || {
+        crate::signals::block();
+        let started = calls::init(wanted.level).and_then(|level| {
+            let world = join(Communicator::world(), &wanted, level, false, until)?;
+            let is_served = world.is_served;
+            Ok((install(world), is_served))
+        });
+        let is_served = started.as_ref().is_ok_and(|(_, is_served)| *is_served);
+        let _ = tell.send(started.map(|(job, _)| job));
+        if is_served {
+            serve_until_over();
+        }
+        // As long as the process lives somebody may want the end.
+        if let Ok(Order { until, answer }) = to_do.recv() {
+            // Without a world nothing was ever sent.
+            let is_idle = lock().is_none();
+            let left = if is_idle { Ok(()) } else { leave(until, "the process is about to end") };
+            let left = left.and_then(|()| calls::finalize());
+            let _ = answer.send(left);
+        }
+    };
+    std::thread::Builder::new()
+        .name("accl-mpi".to_owned())
+        .spawn(serve)
+        .map_err(|why| format!("the thread that starts MPI cannot start: {why}"))?;
+    *SERVANT.lock().unwrap_or_else(PoisonError::into_inner) = Some(orders);
+    // MPI_Init_thread itself has no deadline: what comes too late is left to it.
+    match told.recv_timeout(until.saturating_duration_since(Instant::now()) + GRACE) {
+        Ok(job) => job,
+        Err(_) => Err(format!(
+            "MPI_Init_thread has not returned for {} s; every process of the MPI job opens the transport, or a script that starts MPI itself \
+             calls torch_accl.init_from_mpi(comm) in those that do",
+            timeout.as_secs()
+        )),
+    }
+}
+
+/// Makes the communicator of the links. All processes of `from` do so.
+fn join(from: Communicator, wanted: &Wanted, level: Level, is_shared: bool, until: Instant) -> Checked<World> {
+    let library = address::told(&calls::library()?).to_owned();
+    let (rank, size) = (from.rank()?, from.size()?);
+    if let Some(launched) = wanted.size.filter(|&launched| launched != size && wanted.communicator.is_none()) {
+        return Err(format!(
+            "{} sees a job of {size} where the launcher has started {launched}: start the job with this library's mpirun or mpiexec, or \
+             build torch-accl-mpi with the mpicc that belongs to the launcher (MPICC=/path/to/mpicc make mpi)",
+            calls::short_name(&library)
+        ));
+    }
+    let communicator = from.duplicate(until).map_err(|why| {
+        format!(
+            "the communicator of {size} processes was not made: {why}; every process of the MPI job opens the transport, or \
+             torch_accl.init_from_mpi(comm) is called with a communicator of those that do"
+        )
+    })?;
+    // Never freed: who gives up does not know whether the library still writes to it.
+    let id = Box::leak(Box::new(some_number().to_le_bytes()));
+    // SAFETY: the bytes stay.
+    unsafe { communicator.broadcast(id.as_mut_ptr(), id.len()) }
+        .and_then(|mut request| request.complete(until))
+        .map_err(|why| format!("the job's identity was not agreed on: {why}"))?;
+    let id = u128::from_le_bytes(*id);
+    let largest_tag = communicator.largest_tag()?;
+    Ok(World {
+        job: Job { id, library, rank, size, level, is_shared },
+        communicator,
+        is_served: !is_shared && level < Level::Serialized,
+        links: Vec::new(),
+        by_tag: HashMap::new(),
+        next_tag: 0,
+        largest_tag,
+        spare: Spare::default(),
+        leaving: Vec::new(),
+        unwanted: Vec::new(),
+        over: None,
+        is_leaving: false,
+        broadcast: None,
+        has_lost_peer: false,
+        last_look: Instant::now(),
+        is_parked: false,
+    })
+}
+
+/// A number that no other job has.
+fn some_number() -> u128 {
+    let half = || u128::from(RandomState::new().hash_one(std::process::id()));
+    (half() << 64) | half()
+}
+
+/// What rank 0 of the job gives, at all of its processes, which all have to call this.
+///
+/// # Errors
+/// Not all have come in time.
+pub(crate) fn broadcast(given: &[u8], timeout: Duration) -> Checked<Vec<u8>> {
+    let until = Instant::now() + timeout;
+    let length = u16::try_from(given.len()).ok().filter(|&length| usize::from(length) + 2 <= BROADCAST_BYTES);
+    let length = length.ok_or_else(|| format!("{} bytes are more than can be told at once", given.len()))?;
+    let mut bytes = Box::new([0; BROADCAST_BYTES]);
+    bytes[..2].copy_from_slice(&length.to_le_bytes());
+    bytes[2..2 + given.len()].copy_from_slice(given);
+    with(|world| {
+        if let Some(why) = &world.over {
+            return Err(why.clone());
+        }
+        if world.broadcast.is_some() {
+            return Err("another thread is telling the job something".to_owned());
+        }
+        world.broadcast = Some(Broadcast { bytes, request: None, ended: None });
+        Ok(())
+    })??;
+    loop {
+        let is_late = Instant::now() >= until;
+        let told = with(|world| {
+            world.kick();
+            if !world.is_served {
+                world.move_broadcast();
+            }
+            match world.broadcast.take() {
+                Some(Broadcast { ended: Some(ended), bytes, .. }) => Some(ended.map(|()| bytes)),
+                given_up if is_late || world.over.is_some() => {
+                    std::mem::forget(given_up);
+                    Some(Err("not all processes of the MPI job have come".to_owned()))
+                }
+                under_way => {
+                    world.broadcast = under_way;
+                    None
+                }
+            }
+        })?;
+        if let Some(told) = told {
+            let bytes = told?;
+            let length = usize::from(u16::from_le_bytes([bytes[0], bytes[1]])).min(BROADCAST_BYTES - 2);
+            return Ok(bytes[2..2 + length].to_vec());
+        }
+        std::thread::sleep(Duration::from_micros(100));
+    }
+}
+
+/// Ends MPI, which is a fence: all processes of the job have to do so.
+///
+/// # Errors
+/// Not all have come in time, or MPI says that something is wrong. The process cannot end as usual then.
+pub(crate) fn finish(timeout: Duration) -> Checked<()> {
+    if guard_fork().is_err() {
+        return Ok(());
+    }
+    let until = Instant::now() + timeout;
+    let Some(servant) = SERVANT.lock().unwrap_or_else(PoisonError::into_inner).take() else {
+        // Somebody else's, or never started.
+        let _ = with(|world| world.end("the process is about to end"));
+        return Ok(());
+    };
+    let has_lost_peer = with(|world| {
+        world.is_leaving = true;
+        WANTED.notify_all();
+        world.has_lost_peer
+    });
+    if has_lost_peer.unwrap_or(false) {
+        // The launcher ends a job that has lost a process.
+        let _ = with(|world| world.end("a process of the job has died"));
+        return Ok(());
+    }
+    let (answer, answered) = mpsc::channel();
+    servant.send(Order { until, answer }).map_err(|_| "the thread that has started MPI is gone".to_owned())?;
+    let left = || until.saturating_duration_since(Instant::now()) + GRACE;
+    let answer = answered.recv_timeout(left().min(PATIENCE)).or_else(|_| {
+        eprintln!(
+            "torch_accl_mpi: process {} has ended and waits for the others of its MPI job, as MPI wants it",
+            std::process::id()
+        );
+        answered.recv_timeout(left())
+    });
+    answer.unwrap_or_else(|_| Err(format!("MPI_Finalize has not returned for {} s", timeout.as_secs())))
+}
+
+/// What was sent leaves and what comes is taken in, until all processes of the job have come so far; then no link calls MPI any more. Whoever
+/// ended before would leave others with messages that nobody receives.
+fn leave(until: Instant, why: &str) -> Checked<()> {
+    let mut fence = None;
+    loop {
+        let is_over = with(|world| {
+            world.serve();
+            if fence.is_none() && world.is_at_rest() {
+                fence = Some(world.communicator.barrier()?);
+            }
+            let Some(fence) = &mut fence else { return Ok(false) };
+            if !fence.is_complete()? {
+                return Ok(false);
+            }
+            while world.take_in()? {}
+            world.end(why);
+            Ok(true)
+        });
+        match is_over.and_then(|is_over| is_over) {
+            Ok(true) => return Ok(()),
+            Ok(false) if Instant::now() < until => std::thread::sleep(Duration::from_micros(50)),
+            Ok(false) => {
+                let _ = with(|world| world.end(why));
+                return Err("not all processes of the MPI job have come to their end in time".to_owned());
+            }
+            Err(why) => return Err(why),
+        }
+    }
+}
+
+/// What the thread does that alone may call MPI.
+fn serve_until_over() {
+    let mut guard = lock();
+    loop {
+        let Some(world) = guard.as_mut() else { return };
+        if world.over.is_some() || world.is_leaving {
+            return;
+        }
+        world.serve();
+        let unwatched = world.last_look.elapsed();
+        if unwatched >= ATTENTION {
+            world.is_parked = true;
+            // As an armed link is looked at by others; without anything under way somebody says when there is.
+            let pause = (unwatched / 8).min(LONGEST_PAUSE);
+            guard = if world.is_at_rest() {
+                WANTED.wait(guard).unwrap_or_else(PoisonError::into_inner)
+            } else {
+                WANTED.wait_timeout(guard, pause).unwrap_or_else(PoisonError::into_inner).0
+            };
+            if let Some(world) = guard.as_mut() {
+                world.is_parked = false;
+            }
+        } else {
+            drop(guard);
+            std::thread::yield_now();
+            guard = lock();
+        }
+    }
+}
+
+impl World {
+    /// Makes one end of a link; its name is where it stands.
+    ///
+    /// # Errors
+    /// MPI has ended.
+    pub(crate) fn open(&mut self, max_payload_bytes: usize) -> Checked<(usize, Address)> {
+        if let Some(why) = &self.over {
+            return Err(why.clone());
+        }
+        while self.by_tag.contains_key(&self.next_tag) {
+            self.next_tag = self.tag_after(self.next_tag);
+        }
+        let tag = self.next_tag;
+        self.next_tag = self.tag_after(tag);
+        let link = Link::new(tag, max_payload_bytes);
+        let index = match self.links.iter().position(Option::is_none) {
+            Some(index) => {
+                self.links[index] = Some(link);
+                index
+            }
+            None => {
+                self.links.push(Some(link));
+                self.links.len() - 1
+            }
+        };
+        self.by_tag.insert(tag, index);
+        Ok((index, Address { job: self.job.id, rank: self.job.rank, tag, library: self.job.library.clone() }))
+    }
+
+    fn tag_after(&self, tag: c_int) -> c_int {
+        if tag >= self.largest_tag { 0 } else { tag + 1 }
+    }
+
+    /// Gives a link its peer.
+    ///
+    /// # Errors
+    /// The peer is not of this job.
+    pub(crate) fn connect(&mut self, index: usize, peer: &Address, max_payload_bytes: usize) -> Checked<()> {
+        if peer.library != self.job.library {
+            return Err(format!(
+                "this process uses {}, and the peer uses {}, or another build of it; start all with one library",
+                calls::short_name(&self.job.library),
+                calls::short_name(&peer.library)
+            ));
+        }
+        if peer.job != self.job.id || peer.rank < 0 || peer.rank >= self.job.size {
+            return Err("the peer is of another MPI job".to_owned());
+        }
+        let link = self.link(index)?;
+        link.max_payload_bytes = max_payload_bytes.min(link.max_payload_bytes);
+        link.peer = Some(Peer { rank: peer.rank, tag: peer.tag });
+        Ok(())
+    }
+
+    pub(crate) fn link(&mut self, index: usize) -> Checked<&mut Link> {
+        self.links.get_mut(index).and_then(Option::as_mut).ok_or_else(|| "the link is no more".to_owned())
+    }
+
+    /// Links and what their frames are made of.
+    pub(crate) fn link_and_spare(&mut self, index: usize) -> Option<(&mut Link, &mut Spare)> {
+        Some((self.links.get_mut(index)?.as_mut()?, &mut self.spare))
+    }
+
+    pub(crate) fn destroy(&mut self, index: usize) {
+        let Some(link) = self.links.get_mut(index).and_then(Option::take) else { return };
+        self.by_tag.remove(&link.tag);
+        let peer = link.peer;
+        let (outgoing, incoming) = link.into_remains(&mut self.spare);
+        if let Some(peer) = peer {
+            self.leaving.extend(outgoing.into_iter().map(|message| (peer, message)));
+        }
+        self.unwanted.extend(incoming);
+        self.kick();
+    }
+
+    /// A frame was committed: it leaves now, if this thread may call MPI.
+    pub(crate) fn send(&mut self, index: usize) {
+        self.kick();
+        if !self.is_served && self.over.is_none() {
+            self.send_all(index);
+        }
+        if let Some((link, _)) = self.link_and_spare(index) {
+            link.ring();
+        }
+    }
+
+    fn send_all(&mut self, index: usize) {
+        let World { links, communicator, .. } = self;
+        let Some(link) = links.get_mut(index).and_then(Option::as_mut) else { return };
+        let Some(peer) = link.peer else { return };
+        let first = link.outgoing.iter().position(|message| message.request.is_none()).unwrap_or(link.outgoing.len());
+        for message in link.outgoing.range_mut(first..) {
+            // SAFETY: the buffer stays in `outgoing` or `leaving` until its request has completed, and nobody writes to it there.
+            let sent = unsafe { communicator.send(message.buffer.as_ptr(), message.bytes, peer.rank, peer.tag) };
+            match sent {
+                Ok(request) => message.request = Some(request),
+                Err(why) => {
+                    link.fail(why);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Looks for what has come and what has left, if this thread may.
+    pub(crate) fn turn(&mut self, index: usize) {
+        self.kick();
+        if self.is_served || self.over.is_some() {
+            return;
+        }
+        self.settle(index);
+        self.settle_remains();
+        // What came for this link is looked at before more is taken in.
+        self.take_in_several(|world| {
+            let link = world.links.get(index).and_then(Option::as_ref);
+            link.is_some_and(|link| !matches!(link.look(), Look::Nothing))
+        });
+    }
+
+    /// Somebody looks: the thread that calls MPI goes on.
+    fn kick(&mut self) {
+        if self.is_served {
+            self.last_look = Instant::now();
+            if self.is_parked {
+                WANTED.notify_one();
+            }
+        }
+    }
+
+    /// Takes note of what has left and of what has become whole.
+    fn settle(&mut self, index: usize) {
+        if let Some((link, spare)) = self.link_and_spare(index)
+            && let Err(why) = link.settle(spare)
+        {
+            link.fail(why);
+        }
+    }
+
+    /// The same of links that are no more.
+    fn settle_remains(&mut self) {
+        let World { leaving, unwanted, spare, communicator, .. } = self;
+        for (peer, mut message) in std::mem::take(leaving) {
+            if message.request.is_none() {
+                // SAFETY: as in `send_all`.
+                let sent = unsafe { communicator.send(message.buffer.as_ptr(), message.bytes, peer.rank, peer.tag) };
+                message.request = sent.ok();
+            }
+            let Outgoing { buffer, bytes, request } = message;
+            if let Some((buffer, request)) = still_under_way(buffer, request, spare) {
+                leaving.push((peer, Outgoing { buffer, bytes, request: Some(request) }));
+            }
+        }
+        for Incoming { buffer, bytes, request } in std::mem::take(unwanted) {
+            if let Some((buffer, request)) = still_under_way(buffer, request, spare) {
+                unwanted.push(Incoming { buffer, bytes, request: Some(request) });
+            }
+        }
+    }
+
+    /// Receives the next message, whosoever it is. `false`: there is none.
+    fn take_in(&mut self) -> Checked<bool> {
+        let Some(message) = self.communicator.probe()? else { return Ok(false) };
+        let Message { source, tag, bytes, .. } = message;
+        let mut buffer = self.spare.take(bytes.max(1));
+        // SAFETY: there is room for it, which stays in `incoming` or `unwanted` until the request has completed.
+        let mut request = unsafe { message.receive(buffer.as_mut_ptr()) }?;
+        let request = if request.is_complete()? { None } else { Some(request) };
+        let incoming = Incoming { buffer, bytes, request };
+        let link = self.by_tag.get(&tag).and_then(|&index| self.links[index].as_mut());
+        match link.filter(|link| link.peer.is_none_or(|peer| peer.rank == source)) {
+            Some(link) => {
+                if bytes < HEAD_BYTES || bytes - HEAD_BYTES > link.max_payload_bytes {
+                    link.fail(format!("a message of {bytes} bytes from MPI rank {source} cannot be a frame"));
+                }
+                link.arrives(incoming);
+            }
+            // Its link was destroyed.
+            None => self.unwanted.push(incoming),
+        }
+        Ok(true)
+    }
+
+    fn fail_all(&mut self, why: &str) {
+        for link in self.links.iter_mut().flatten() {
+            link.fail(why);
+        }
+    }
+
+    /// A peer has ended without a word.
+    pub(crate) fn note_death(&mut self) {
+        self.has_lost_peer = true;
+    }
+
+    /// Begins what rank 0 is to tell, or looks whether it has been told.
+    fn move_broadcast(&mut self) {
+        let World { broadcast: Some(broadcast), communicator, .. } = self else { return };
+        if broadcast.ended.is_some() {
+            return;
+        }
+        let begun = match broadcast.request.take() {
+            Some(request) => Ok(request),
+            // SAFETY: the bytes stay until the request has completed or for ever, and nobody looks at them before.
+            None => unsafe { communicator.broadcast(broadcast.bytes.as_mut_ptr(), BROADCAST_BYTES) },
+        };
+        match begun.and_then(|mut request| request.is_complete().map(|is_complete| (request, is_complete))) {
+            Ok((_, true)) => broadcast.ended = Some(Ok(())),
+            Ok((request, false)) => broadcast.request = Some(request),
+            Err(why) => broadcast.ended = Some(Err(why)),
+        }
+    }
+
+    /// One round for all links.
+    fn serve(&mut self) {
+        self.move_broadcast();
+        for index in 0..self.links.len() {
+            self.send_all(index);
+            self.settle(index);
+        }
+        self.settle_remains();
+        self.take_in_several(|_| false);
+    }
+
+    /// Receives what has come until it is enough, or there is nothing; at most so many that others have their turn.
+    fn take_in_several(&mut self, is_enough: impl Fn(&World) -> bool) {
+        for _ in 0..MESSAGES {
+            match self.take_in() {
+                Ok(true) if !is_enough(self) => {}
+                Ok(_) => break,
+                Err(why) => {
+                    self.fail_all(&why);
+                    break;
+                }
+            }
+        }
+    }
+
+    fn is_at_rest(&self) -> bool {
+        self.leaving.is_empty()
+            && self.unwanted.is_empty()
+            && self.broadcast.as_ref().is_none_or(|broadcast| broadcast.ended.is_some())
+            && self.links.iter().flatten().all(Link::is_at_rest)
+    }
+
+    /// MPI is not called from now on.
+    fn end(&mut self, why: &str) {
+        self.over.get_or_insert_with(|| why.to_owned());
+        self.fail_all(why);
+        // What MPI may still read from and write to is never freed.
+        std::mem::forget((std::mem::take(&mut self.leaving), std::mem::take(&mut self.unwanted)));
+        for link in self.links.iter_mut().flatten() {
+            std::mem::forget((std::mem::take(&mut link.outgoing), std::mem::take(&mut link.incoming)));
+        }
+        WANTED.notify_all();
+    }
+}
+
+/// What MPI still reads from or writes to; else the buffer is given back.
+fn still_under_way(buffer: Buffer, request: Option<Request>, spare: &mut Spare) -> Option<(Buffer, Request)> {
+    let mut request = match request {
+        Some(request) => request,
+        None => {
+            spare.give_back(buffer);
+            return None;
+        }
+    };
+    match request.is_complete() {
+        Ok(false) => return Some((buffer, request)),
+        Ok(true) => spare.give_back(buffer),
+        // Nobody knows whether the library still uses it.
+        Err(_) => std::mem::forget(buffer),
+    }
+    None
+}

@@ -1,0 +1,62 @@
+//! A transport of another package as its library describes it: a table of C functions. Owns the table's layout and its numbers, which
+//! `accl_transport.h` says again in C; calls nothing.
+
+use std::ffi::{c_char, c_int, c_void};
+
+/// The version of [`TransportV1`].
+pub const TRANSPORT_ABI: u32 = 1;
+
+/// What functions of a table return: it is done, there is something.
+pub const OK: c_int = 0;
+/// There is nothing, or no room, now.
+pub const AGAIN: c_int = 1;
+/// The peer has closed its side, or is gone, and everything that it sent was read.
+pub const ENDED: c_int = -1;
+/// The link is broken, or there is none.
+pub const FAILED: c_int = -2;
+/// A flag: only between processes of one host and user.
+pub const ONE_HOST: u64 = 1;
+/// A flag: frames lie in memory that both processes share.
+pub const IN_MEMORY: u64 = 2;
+
+/// `accl_transport_v1` of `accl_transport.h`, field by field.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[expect(missing_docs, reason = "the header describes each field")]
+pub struct TransportV1 {
+    pub abi: u32,
+    pub size: u32,
+    pub name: *const c_char,
+    pub about: *const c_char,
+    pub flags: u64,
+    pub poll_interval_us: u64,
+    pub context: *mut c_void,
+    pub open: Option<
+        unsafe extern "C" fn(
+            *mut c_void,
+            usize,
+            *const c_void,
+            usize,
+            *mut *mut c_void,
+            *mut c_void,
+            *mut usize,
+        ) -> c_int,
+    >,
+    pub connect: Option<unsafe extern "C" fn(*mut c_void, *const c_void, usize, usize) -> c_int>,
+    pub reserve: Option<unsafe extern "C" fn(*mut c_void, usize, *mut *mut c_void, *mut *mut c_void) -> c_int>,
+    pub commit: Option<unsafe extern "C" fn(*mut c_void)>,
+    pub peek: Option<unsafe extern "C" fn(*mut c_void, *mut *const c_void, *mut *const c_void, *mut usize) -> c_int>,
+    pub release: Option<unsafe extern "C" fn(*mut c_void)>,
+    pub progress: Option<unsafe extern "C" fn(*mut c_void) -> c_int>,
+    pub descriptors: Option<unsafe extern "C" fn(*mut c_void, *mut c_int, usize) -> usize>,
+    pub error: Option<unsafe extern "C" fn(*mut c_void) -> *const c_char>,
+    pub close: Option<unsafe extern "C" fn(*mut c_void)>,
+    pub destroy: Option<unsafe extern "C" fn(*mut c_void)>,
+    pub attach: Option<unsafe extern "C" fn(*mut c_void, c_int)>,
+    pub arm: Option<unsafe extern "C" fn(*mut c_void) -> u64>,
+}
+
+impl TransportV1 {
+    /// Bytes of the first tables of this version. What was added behind them may be missing, which is as if it were null.
+    pub const LEAST_BYTES: usize = std::mem::offset_of!(TransportV1, attach);
+}
