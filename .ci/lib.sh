@@ -12,6 +12,8 @@ TORCHES=(2.13.0 2.14.1 2.15.0)
 # Accepts 2.15 as well as 2.15.0; a wheel serves one minor.
 TORCH_MINOR=$(cut -d. -f1,2 <<<"$TORCH")
 export TORCH PYTHON VENV
+# Python writes as it does for users, whoever calls: what is buffered behaves otherwise in a pipe.
+unset PYTHONUNBUFFERED PYTHONDONTWRITEBYTECODE
 # Cargo and maturin ask the first python on the path, and pyo3 this one, for torch and for CPython's headers.
 if [ -x "$VENV/bin/python" ]; then
   export VIRTUAL_ENV=$VENV PATH=$VENV/bin:$PATH PYO3_PYTHON=$VENV/bin/python
@@ -32,7 +34,13 @@ venv_of() {
 
 # Whether there is a libclang, with which the bindings to MPI read its header.
 has_libclang() {
-  [ -n "${LIBCLANG_PATH:-}" ] || compgen -G '/usr/lib*/libclang*.so*' >/dev/null || compgen -G '/usr/lib/*/libclang*.so*' >/dev/null
+  local pattern
+  [ -z "${LIBCLANG_PATH:-}" ] || return 0
+  # Not libclang-cpp, which is another library.
+  for pattern in '/usr/lib*/libclang' '/usr/lib/*/libclang' '/usr/lib/llvm*/lib/libclang'; do
+    compgen -G "$pattern.so*" >/dev/null || compgen -G "$pattern-[0-9]*.so*" >/dev/null && return 0
+  done
+  return 1
 }
 
 # One line per key, hashed: `key a b c` names a state; equal keys mean that nothing has to be done.

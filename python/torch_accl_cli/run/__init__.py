@@ -10,7 +10,7 @@ import argparse
 import io
 import os
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 from .._wrong import WrongInput
 
@@ -174,29 +174,31 @@ class _Shown:
         if "line" in what:
             out = sys.stdout if what["stream"] == "out" else sys.stderr
             before = f"[{what['rank']}] " if self._prefixes else ""
-            print(before + what["line"], file=out, flush=True)
+            _say(before + what["line"], out)
         elif "started" in what:
             self._pids[what["started"]] = what["pid"]
             if not self._is_quiet:
-                print(
-                    f"accl run: rank {what['started']}{at}: process {what['pid']}, {_place(what)}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                _say(f"accl run: rank {what['started']}{at}: process {what['pid']}, {_place(what)}", sys.stderr)
         elif "signalled" in what:
             # Whoever sent it knows.
             self._has_failed = True
         elif "failed" in what:
             self._has_failed = True
-            print(f"accl run: {host + ': ' if at else ''}{what['failed']}", file=sys.stderr, flush=True)
+            _say(f"accl run: {host + ': ' if at else ''}{what['failed']}", sys.stderr)
         elif what.get("status") and not self._has_failed:
             self._has_failed = True
             rank = what["ended"]
-            print(
-                f"accl run: rank {rank}{at} (process {self._pids[rank]}) {_end(what['status'])}; the other ranks are ended",
-                file=sys.stderr,
-                flush=True,
-            )
+            pid, how = self._pids[rank], _end(what["status"])
+            _say(f"accl run: rank {rank}{at} (process {pid}) {how}; the other ranks are ended", sys.stderr)
+
+
+def _say(line: str, out: TextIO) -> None:
+    try:
+        print(line, file=out, flush=True)
+    except BrokenPipeError:
+        # What nobody reads is kept by Python, which would try again as it ends, and end with another status.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+        raise
 
 
 def _place(what: dict[str, Any]) -> str:
