@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "checks.h"
+#include "held_memory.h"
 #include "interpreter.h"
 #include "sparse.h"
 #include "store.h"
@@ -79,7 +80,14 @@ void AcclBackend::record_call(const Event& event, Span& span) const {
 
 AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Results& results, bool async_op) {
   if (!wants_work(async_op)) {
-    return complete(event, call.args.timeout_ms, [&] { call_without_gil(*group_->group, call.finish()); });
+    return complete(event, call.args.timeout_ms, [&] {
+      const auto waited = call_without_gil(*group_->group, call.finish());
+      if (waited.status.holds_memory) {
+        for (const auto& list : results.outputs().lists) hold_memory(waited.status, list);
+        hold_memory(waited.status, event.kept);
+      }
+      throw_unless_done(waited);
+    });
   }
   Span making;
   if (at::hasCallbacks()) record_call(event, making);

@@ -5,6 +5,7 @@
 #include <limits>
 #include <new>
 
+#include "held_memory.h"
 #include "interpreter.h"
 
 namespace accl {
@@ -29,6 +30,8 @@ c10::IValue Outputs::value() const {
 bool WorkEntry::ended() const {
   return completed() || bridge::ticket_done(*ticket).how != Outcome::Running;
 }
+
+WorkEntry::~WorkEntry() { hold_memory(bridge::ticket_error(*ticket), std::move(memory)); }
 
 void WorkEntry::keep_memory() {
   for (const auto& list : outputs.lists) {

@@ -56,6 +56,7 @@ struct WorkEntry {
   enum State : uint8_t { kRunning, kClaimed, kCompleted };
 
   WorkEntry() : ticket(bridge::new_ticket()) {}
+  ~WorkEntry();
 
   // True for the one thread that completes the call.
   bool claim() {

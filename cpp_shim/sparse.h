@@ -15,6 +15,7 @@
 #include "describe.h"
 #include "errors.h"
 #include "group_handle.h"
+#include "held_memory.h"
 
 namespace accl {
 
@@ -119,6 +120,8 @@ class SparseSum final : public bridge::Task {
     call.args.timeout_ms = timeout_ms_;
     call.args.seq = seq_++;
     const auto waited = bridge::group_call(*group_->group, call.finish());
+    hold_memory(waited.status, outputs);
+    hold_memory(waited.status, input);
     if (waited.how != bridge::Outcome::Done) throw Failed{waited.status};
   }
 

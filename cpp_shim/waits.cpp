@@ -7,10 +7,10 @@ namespace accl {
 
 using bridge::Outcome;
 
-void call_without_gil(const bridge::Group& group, const bridge::CallArgs& args) {
-  const auto waited = without_gil([&] { return bridge::group_call(group, args); });
+bridge::Waited call_without_gil(const bridge::Group& group, const bridge::CallArgs& args) {
+  auto waited = without_gil([&] { return bridge::group_call(group, args); });
   if (waited.how == Outcome::Interrupted) note_on_python_error(std::string(waited.status.message));
-  throw_unless_done(waited);
+  return waited;
 }
 
 bridge::Waited wait_without_gil(const bridge::Ticket& ticket, std::chrono::milliseconds timeout) {

@@ -669,3 +669,188 @@ def test_a_transport_whose_package_cannot_be_loaded_is_an_error_that_says_why(mo
 def test_the_folder_of_each_library_has_the_entry_point(library):
     found = list(Path(library.folder).glob("torch_accl_mpi-*.dist-info/entry_points.txt"))
     assert len(found) == 1 and "[torch_accl.transports]" in found[0].read_text()
+
+
+# Each through MPI and by the host, and the results compared: what MPI does not take is among them.
+SIDESTEPPED = """
+rank, world = dist.get_rank(), dist.get_world_size()
+
+def results(group):
+    yes = dist.get_global_rank(group, world - 1)
+    torch.manual_seed(rank)
+    for count in (0, 1, 1000, 300_000):
+        for dtype in (torch.float32, torch.int64, torch.complex64, torch.uint8, torch.bfloat16, torch.bool):
+            mine = torch.randint(0, 2 if dtype == torch.bool else 3, (count,)).to(dtype)
+            if dtype != torch.bool:
+                total = mine.clone()
+                dist.all_reduce(total, group=group)
+                yield total
+                total = mine.clone()
+                dist.reduce(total, yes, group=group)
+                if rank == world - 1:
+                    yield total
+                part = torch.empty(count, dtype=dtype)
+                dist.reduce_scatter_tensor(part, torch.cat([mine] * world), group=group)
+                yield part
+            same = mine.clone()
+            dist.broadcast(same, yes, group=group)
+            yield same
+            flat = torch.empty(count * world, dtype=dtype)
+            dist.all_gather_into_tensor(flat, mine, group=group)
+            yield flat
+            apart = [torch.empty(count, dtype=dtype) for _ in range(world)]
+            dist.all_gather(apart, mine, group=group)
+            yield torch.cat(apart)
+            apart = [torch.empty(count, dtype=dtype) for _ in range(world)]
+            dist.gather(mine, apart if rank == world - 1 else None, yes, group=group)
+            yield torch.cat(apart) if rank == world - 1 else flat
+            part = torch.empty(count, dtype=dtype)
+            dist.scatter(part, [mine + at if dtype != torch.bool else mine for at in range(world)] if rank == world - 1 else None, yes, group=group)
+            yield part
+            sent, got = torch.cat([mine] * world), torch.empty(count * world, dtype=dtype)
+            dist.all_to_all_single(got, sent, group=group)
+            yield got
+    for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
+        for dtype in (torch.int32, torch.float64):
+            total = torch.arange(1, 100).to(dtype) + rank
+            dist.all_reduce(total, op, group=group)
+            yield total
+    total = torch.tensor([rank, 5, 255], dtype=torch.int32)
+    dist.all_reduce(total, dist.ReduceOp.BXOR, group=group)
+    yield total
+    # Every second element, so it is packed.
+    wide = torch.arange(2000.0) + rank
+    dist.all_reduce(wide[::2], group=group)
+    yield wide
+    dist.barrier(group=group)
+
+def done(group):
+    # "mpi does all_reduce, ...: 12 so far"
+    lines = [line for line in group._get_backend(torch.device("cpu")).describe().splitlines() if line.startswith("mpi does ")]
+    return int(lines[0].split(": ")[1].split()[0]) if lines else 0
+
+def compared(by_mpi, by_host):
+    pairs = list(zip(results(by_mpi), results(by_host), strict=True))
+    assert all(torch.equal(a, b) for a, b in pairs), [index for index, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+    return len(pairs)
+"""
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("level", ["multiple", "serialized", "funneled"])
+def test_collectives_that_mpi_does_give_what_the_host_gives(library, world, level):
+    job = run(
+        library,
+        """
+        dist.init_process_group("accl")
+        """
+        + textwrap.indent(SIDESTEPPED, " " * 8)
+        + """
+        by_host = dist.new_group(pg_options=torch_accl.Options(sidestep="all=host"))
+        compared(dist.group.WORLD, by_host)
+        # Another of all, and one in another order: each has a communicator of its own, where threads may wait for it.
+        again = dist.new_group()
+        compared(again, by_host)
+        works = [dist.all_reduce(torch.ones(1 << size), async_op=True, group=group) for size in range(18) for group in (None, again)]
+        for work in works:
+            work.wait()
+        counts = [done(dist.group.WORLD), done(again), done(by_host)]
+        dist.barrier()
+        dist.destroy_process_group()
+        say(counts)
+        """,
+        world,
+        ACCL_MPI_THREAD_LEVEL=level,
+        ACCL_TRANSPORTS="shm,tcp",
+        ACCL_SIDESTEP="all=mpi",
+    ).check()
+    said = job.said()
+    assert len(said) == world and all(each == said[0] for each in said), said
+    first, again, by_host = said[0]
+    assert first > 150 and by_host == 0, said
+    assert again == (first if level == "multiple" else 0), said
+    assert "WARN" not in job.stdout + job.stderr or level != "multiple", job.stdout + job.stderr
+
+
+def test_groups_of_some_ranks_and_of_frames_over_mpi_side_step_as_well(library):
+    job = run(
+        library,
+        """
+        dist.init_process_group("accl")
+        rank = dist.get_rank()
+        pairs = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([2, 0])]
+        # Each rank makes its calls in another order: first uses of communicators are no fence for other groups.
+        mine = [group for group in (pairs[rank], pairs[rank - 1])]
+        works = [(dist.all_reduce(values, async_op=True, group=group), values) for group in mine for values in [torch.full((5000,), rank + 1.0)]]
+        for work, _ in works:
+            work.wait()
+        sums = [values[0].item() for _, values in works]
+        dist.barrier()
+        dist.destroy_process_group()
+        say([rank, sums])
+        """,
+        3,
+        ACCL_SIDESTEP="all_reduce=mpi",
+    ).check()
+    assert sorted(job.said()) == [[0, [3.0, 4.0]], [1, [5.0, 3.0]], [2, [4.0, 5.0]]]
+
+
+def test_ranks_that_disagree_learn_of_it_and_never_wait_in_mpi(library):
+    job = run(
+        library,
+        """
+        dist.init_process_group("accl")
+        try:
+            if dist.get_rank() == 0:
+                dist.all_reduce(torch.ones(1000))
+            else:
+                dist.broadcast(torch.ones(1000), 0)
+        except dist.DistBackendError as error:
+            say(str(error))
+        """,
+        ACCL_SIDESTEP="all=mpi",
+    ).check()
+    assert len(job.said()) == 2 and all("ranks disagree on call 0" in text for text in job.said()), job.said()
+    assert job.seconds < 60
+
+
+def test_a_rank_that_stands_still_in_a_collective_of_mpi_is_a_timeout_and_the_memory_stays(library):
+    job = run(
+        library,
+        """
+        from datetime import timedelta
+        dist.init_process_group("accl", timeout=timedelta(seconds=4))
+        pids = [None, None]
+        dist.all_gather_object(pids, os.getpid())
+        values = torch.ones(40_000_000)
+        work = dist.all_reduce(values, async_op=True)
+        if dist.get_rank() == 1:
+            work.wait()
+            time.sleep(60)
+        # MPI is at it, for many times as long.
+        time.sleep(0.02)
+        os.kill(pids[1], signal.SIGSTOP)
+        before = time.monotonic()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            say([time.monotonic() - before, str(error)])
+        os.kill(pids[1], signal.SIGKILL)
+        os._exit(3)
+        """,
+        ACCL_SIDESTEP="all_reduce=mpi",
+        ACCL_TRANSPORTS="shm,tcp",
+    )
+    [(seconds, text)] = job.said()
+    assert 2 < seconds < 12 and "Timed out" in text and "mpi has not ended it" in text and "never freed" in text, (seconds, text)
+    assert job.status != 0
+
+
+def test_a_side_step_without_the_package_is_refused_by_its_setting(monkeypatch):
+    from torch_accl._transports import find_sidestep
+
+    monkeypatch.setattr("torch_accl._transports.entry_points", lambda **_: [])
+    monkeypatch.setattr("torch_accl._transports._known", {"shm", "tcp"})
+    find_sidestep("broadcast=host,all_gather")
+    with pytest.raises(ValueError, match=r"sidestep \(ACCL_SIDESTEP\): value `all=mpi` is not accepted \(transport `mpi` is not installed"):
+        find_sidestep("all=mpi")

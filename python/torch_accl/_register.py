@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Backend
 
 from . import _native
 from ._options import Options
-from ._transports import announce_transports, find_transports, finish_transports
+from ._transports import announce_transports, find_sidestep, find_transports, finish_transports
 
 __all__ = [
     "NAME",
@@ -92,6 +92,7 @@ def connect(group: Any, options: _native.BackendOptions) -> _native.Backend:
         # What the environment names beside is checked as well, and nothing of it is loaded.
         announce_transports()
     find_transports(chosen)
+    find_sidestep(options.settings.get("sidestep"))
     _end_with_child()
     return _runtime.create_backend(group.store, group.group_rank, group.group_size, options)
 

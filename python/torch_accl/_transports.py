@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _native
 
@@ -19,6 +19,7 @@ __all__ = [
     "ENTRY_POINTS",
     "add_finish",
     "announce_transports",
+    "find_sidestep",
     "find_transports",
     "finish_transports",
     "get_include",
@@ -31,6 +32,7 @@ __all__ = [
 # `communicator=`, which is its handle in Fortran.
 ENTRY_POINTS = "torch_accl.transports"
 _OWN = ("shm", "tcp")
+_TRANSPORTS = "transports (ACCL_TRANSPORTS)"
 # Transports that come in packages of this project, for people who have not installed them.
 _PACKAGES = {"mpi": "pip install 'torch-accl[mpi]' on a machine with mpicc"}
 
@@ -92,10 +94,23 @@ def announce_transports(names: str | None = None) -> list[EntryPoint]:
     """
     text = os.environ.get("ACCL_TRANSPORTS", "") if names is None else names
     parts = [part.strip() for part in text.split(",")]
-    packages = [package for part in parts if part and part not in _known for package in _packages_with(part, text)[:1]]
+    setting = _Setting(_TRANSPORTS, text)
+    unknown = [part for part in parts if part and part not in _known]
+    packages = [package for part in unknown for package in _packages_with(part, setting)[:1]]
     for package in packages:
         _native.announce_transport(package.name)
     return packages
+
+
+def find_sidestep(text: str | None = None) -> None:
+    """Loads the package whose library does collectives, if a setting names it: `text`, or else `ACCL_SIDESTEP`.
+
+    Raises:
+        ValueError, torch.distributed.DistBackendError: as `find_transports`.
+    """
+    text = os.environ.get("ACCL_SIDESTEP", "") if text is None else text
+    if any(part.strip().endswith("=mpi") for part in text.split(",")):
+        _find_once("mpi", _Setting("sidestep (ACCL_SIDESTEP)", text))
 
 
 def find_transports(names: str | None = None) -> None:
@@ -109,26 +124,37 @@ def find_transports(names: str | None = None) -> None:
     """
     text = os.environ.get("ACCL_TRANSPORTS", "") if names is None else names
     for name in (part.strip() for part in text.split(",")):
-        if name and name not in _known:
-            with _finding:
-                if name not in _known:
-                    _find(name, text)
+        if name:
+            _find_once(name, _Setting(_TRANSPORTS, text))
 
 
-def _packages_with(name: str, text: str) -> list[EntryPoint]:
+class _Setting(NamedTuple):
+    """A setting that names a transport, for messages."""
+
+    name: str
+    value: str
+
+
+def _packages_with(name: str, setting: _Setting) -> list[EntryPoint]:
     found = list(entry_points(group=ENTRY_POINTS, name=name))
     if not found and name in _PACKAGES:
         raise ValueError(
-            f"accl: transports (ACCL_TRANSPORTS): value `{text}` is not accepted (transport `{name}` is not installed: "
-            f"{_PACKAGES[name]})"
+            f"accl: {setting.name}: value `{setting.value}` is not accepted (transport `{name}` is not installed: {_PACKAGES[name]})"
         )
     return found
 
 
-def _find(name: str, text: str) -> None:
+def _find_once(name: str, setting: _Setting) -> None:
+    if name not in _known:
+        with _finding:
+            if name not in _known:
+                _find(name, setting)
+
+
+def _find(name: str, setting: _Setting) -> None:
     from torch.distributed import DistBackendError
 
-    found = _packages_with(name, text)
+    found = _packages_with(name, setting)
     # The engine says which there are.
     if not found:
         return

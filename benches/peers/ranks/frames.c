@@ -104,3 +104,20 @@ double all_reduce_us(float *data, size_t count, int rounds) {
     MPI_Allreduce(MPI_IN_PLACE, data, (int)count, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
   return (now_us() - begin) / rounds;
 }
+
+// Of one non-blocking collective of float32 and the wait for it: a sum in place, a broadcast, or a gathering of halves of `into`.
+double nonblocking_us(int which, float *data, float *into, size_t count, int rounds) {
+  MPI_Barrier(MPI_COMM_WORLD);
+  double begin = now_us();
+  for (int round = 0; round < rounds; ++round) {
+    MPI_Request request;
+    if (which == 0)
+      MPI_Iallreduce(MPI_IN_PLACE, data, (int)count, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD, &request);
+    else if (which == 1)
+      MPI_Ibcast(data, (int)count, MPI_FLOAT, 0, MPI_COMM_WORLD, &request);
+    else
+      MPI_Iallgather(data, (int)count / 2, MPI_FLOAT, into, (int)count / 2, MPI_FLOAT, MPI_COMM_WORLD, &request);
+    MPI_Wait(&request, MPI_STATUS_IGNORE);
+  }
+  return (now_us() - begin) / rounds;
+}

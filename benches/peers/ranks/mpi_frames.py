@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch_accl  # noqa: F401
+import torch_accl
 import torch_accl_mpi
 from costs import idle_us
 
@@ -29,13 +29,15 @@ SETTLED_S = 0.5
 # So many make a turn: of round trips, of frames in a row, and of bytes that are summed.
 TRIPS, FRAMES, ROWS = 2000, 512, 4
 SUMMED_BYTES = 512 << 20
+# What MPI does as a whole, as `nonblocking_us` numbers it.
+STEPPED = ("all_reduce", "broadcast", "all_gather")
 
 
 def main() -> None:
     """Measures all."""
     measured = ctypes.CDLL(sys.argv[1])
     turns = int(sys.argv[2])
-    for function in (measured.frames_us, measured.messages_us, measured.all_reduce_us):
+    for function in (measured.frames_us, measured.messages_us, measured.all_reduce_us, measured.nonblocking_us):
         function.restype = ctypes.c_double
     dist.init_process_group("accl")
     rank = dist.get_rank()
@@ -66,6 +68,10 @@ def main() -> None:
     found["bytes_per_us"] = [FRAMES * FRAME_BYTES / us for us in found.pop("row_us")]
     for size in map(int, sys.argv[3:]):
         found[f"all_reduce_{size}_us"] = by_turns(turns, *sums(measured, size))
+    stepped = dist.new_group(pg_options=torch_accl.Options(sidestep="all=mpi"))
+    for size in map(int, sys.argv[3:]):
+        for which, name in enumerate(STEPPED):
+            found[f"stepped_{name}_{size}_us"] = by_turns(turns, *whole(measured, stepped, which, size))
     dist.barrier()
     time.sleep(SETTLED_S)
     found["idle_us"] = idle_us()
@@ -132,7 +138,7 @@ def by_turns(turns: int, *ways: Callable[[], float]) -> list[float]:
 def sums(measured: ctypes.CDLL, size: int) -> list[Callable[[], float]]:
     """An all_reduce through torch over the transport, and MPI's own."""
     data = torch.zeros(size // 4)
-    rounds = max(SUMMED_BYTES // size // 2, 2) if size > (1 << 20) else 100
+    rounds = rounds_of(size)
 
     def through_torch() -> float:
         dist.barrier()
@@ -150,6 +156,37 @@ def sums(measured: ctypes.CDLL, size: int) -> list[Callable[[], float]]:
         return taken
 
     return [through_torch, by_mpi]
+
+
+def whole(measured: ctypes.CDLL, group: dist.ProcessGroup, which: int, size: int) -> list[Callable[[], float]]:
+    """A collective that MPI does for a group, and the same one of MPI."""
+    data, into = torch.zeros(size // 4), torch.empty(size // 4)
+    half = data[: size // 8]
+    rounds = rounds_of(size)
+    calls: list[Callable[[], object]] = [
+        lambda: dist.all_reduce(data, group=group),
+        lambda: dist.broadcast(data, 0, group=group),
+        lambda: dist.all_gather_into_tensor(into, half, group=group),
+    ]
+
+    def through_torch() -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(rounds):
+            calls[which]()
+        return (time.perf_counter() - begin) / rounds * 1e6
+
+    def by_mpi() -> float:
+        places = (ctypes.c_void_p(data.data_ptr()), ctypes.c_void_p(into.data_ptr()))
+        taken: float = measured.nonblocking_us(which, *places, ctypes.c_size_t(data.numel()), ctypes.c_int(rounds))
+        return taken
+
+    return [through_torch, by_mpi]
+
+
+def rounds_of(size: int) -> int:
+    """So many collectives of a size make a turn."""
+    return max(SUMMED_BYTES // size // 2, 2) if size > (1 << 20) else 100
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ use crate::driver::{Driver, Polling};
 use crate::session::connector::Connector;
 use crate::session::cores::Crowd;
 use crate::session::rendezvous::Makings;
+use crate::sidestep::Workers;
 use crate::sync::Mutex;
 use crate::time;
 use accl_executor::group::GroupState;
@@ -72,6 +73,8 @@ pub struct Engine {
     /// Opens devices.
     opener: OnceLock<Arc<dyn OpenBus>>,
     pub(crate) devices: Attended,
+    /// What has libraries do collectives.
+    pub(crate) sidestep: Workers,
 }
 
 /// What exists from the first group on.
@@ -126,6 +129,7 @@ impl Engine {
             find_machine,
             opener: OnceLock::new(),
             devices: Attended::default(),
+            sidestep: Workers::default(),
         })
     }
 

@@ -19,6 +19,8 @@ pub(crate) struct InFlight {
     notifier: Arc<Notifier>,
     /// Its parts were left to who waits for it.
     pub(crate) is_left_to_waiter: bool,
+    /// A library does it as a whole, on another thread, once all ranks have made it.
+    pub(crate) is_by_library: bool,
 }
 
 /// What sleepers on a call wait for.
@@ -65,7 +67,7 @@ impl CallObserver for Notifier {
 impl InFlight {
     /// A call that was started with this notifier as its observer.
     pub(crate) fn new(state: Arc<CallState>, notifier: Arc<Notifier>) -> Self {
-        Self { state, notifier, is_left_to_waiter: false }
+        Self { state, notifier, is_left_to_waiter: false, is_by_library: false }
     }
 
     /// Keeps a callback for the end, if there is none.

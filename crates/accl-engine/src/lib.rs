@@ -16,6 +16,7 @@ mod jobs;
 mod lanes;
 mod session;
 mod settings;
+mod sidestep;
 mod signals;
 pub mod simulate;
 mod sync;

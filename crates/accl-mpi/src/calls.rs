@@ -7,6 +7,7 @@ use std::ffi::{CStr, c_int, c_void};
 use std::mem::MaybeUninit;
 use std::time::{Duration, Instant};
 
+use accl_wire::table::{collectives, element_types, ops};
 use mpi::ffi;
 
 /// One of the four levels of thread support, the lowest first.
@@ -123,6 +124,64 @@ pub(crate) struct Communicator(ffi::MPI_Comm);
 /// An operation that is under way.
 pub(crate) struct Request(ffi::MPI_Request);
 
+/// A collective as MPI takes it; its numbers are those of the table of functions.
+#[derive(Clone, Copy)]
+pub(crate) struct Collective {
+    pub(crate) number: u32,
+    pub(crate) element_type: u32,
+    pub(crate) op: u32,
+    pub(crate) root: c_int,
+    /// Elements of a block.
+    pub(crate) count: c_int,
+    /// Null where the contribution lies where the result will.
+    pub(crate) input: *const c_void,
+    /// Null where this process receives nothing.
+    pub(crate) output: *mut c_void,
+}
+
+// SAFETY: who may touch the memory, and when, is the contract of `Communicator::collective`.
+unsafe impl Send for Collective {}
+
+unsafe extern "C" {
+    /// `MPI_IN_PLACE`, which the bindings leave out.
+    fn accl_mpi_in_place() -> *mut c_void;
+}
+
+fn datatype(number: u32) -> Checked<ffi::MPI_Datatype> {
+    // SAFETY: constants of the library, which nobody writes to.
+    Ok(unsafe {
+        match number {
+            element_types::BYTES | element_types::UINT8 => ffi::RSMPI_UINT8_T,
+            element_types::INT8 => ffi::RSMPI_INT8_T,
+            element_types::INT32 => ffi::RSMPI_INT32_T,
+            element_types::UINT32 => ffi::RSMPI_UINT32_T,
+            element_types::INT64 => ffi::RSMPI_INT64_T,
+            element_types::UINT64 => ffi::RSMPI_UINT64_T,
+            element_types::FLOAT => ffi::RSMPI_FLOAT,
+            element_types::DOUBLE => ffi::RSMPI_DOUBLE,
+            element_types::FLOAT_COMPLEX => ffi::RSMPI_FLOAT_COMPLEX,
+            element_types::DOUBLE_COMPLEX => ffi::RSMPI_DOUBLE_COMPLEX,
+            other => return Err(format!("there is no element type {other}")),
+        }
+    })
+}
+
+fn operator(number: u32) -> Checked<ffi::MPI_Op> {
+    // SAFETY: as in `datatype`.
+    Ok(unsafe {
+        match number {
+            ops::SUM => ffi::RSMPI_SUM,
+            ops::PRODUCT => ffi::RSMPI_PROD,
+            ops::MIN => ffi::RSMPI_MIN,
+            ops::MAX => ffi::RSMPI_MAX,
+            ops::BAND => ffi::RSMPI_BAND,
+            ops::BOR => ffi::RSMPI_BOR,
+            ops::BXOR => ffi::RSMPI_BXOR,
+            other => return Err(format!("there is no operator {other}")),
+        }
+    })
+}
+
 /// A message that has been matched and not received.
 pub(crate) struct Message {
     handle: ffi::MPI_Message,
@@ -133,6 +192,8 @@ pub(crate) struct Message {
 
 // SAFETY: the handles are the library's names for its own objects, which the level of thread support lets other threads use.
 unsafe impl Send for Communicator {}
+// SAFETY: as above; a communicator is a name that is only copied.
+unsafe impl Sync for Communicator {}
 // SAFETY: as above.
 unsafe impl Send for Request {}
 
@@ -203,6 +264,84 @@ impl Communicator {
         let code =
             unsafe { ffi::MPI_Ibcast(bytes.cast(), length, ffi::RSMPI_UINT8_T, 0, self.0, request.as_mut_ptr()) };
         check(code, "MPI_Ibcast")?;
+        // SAFETY: the call has succeeded.
+        Ok(Request(unsafe { request.assume_init() }))
+    }
+
+    /// A communicator of some of the processes, in this order, of which all have to ask, with one tag. Waits for them, and for no others.
+    pub(crate) fn of_some(self, ranks: &[c_int], tag: c_int) -> Checked<Communicator> {
+        let count = c_int::try_from(ranks.len()).map_err(|_| "MPI_Group_incl: there are too many ranks".to_owned())?;
+        let (mut all, mut some) = (MaybeUninit::uninit(), MaybeUninit::uninit());
+        // SAFETY: a communicator of this process; the group is written when the call succeeds.
+        check(unsafe { ffi::MPI_Comm_group(self.0, all.as_mut_ptr()) }, "MPI_Comm_group")?;
+        // SAFETY: the call has succeeded; there are as many ranks as it is told.
+        let code = unsafe { ffi::MPI_Group_incl(all.assume_init(), count, ranks.as_ptr(), some.as_mut_ptr()) };
+        check(code, "MPI_Group_incl")?;
+        let mut made = MaybeUninit::uninit();
+        // SAFETY: the group was written before, and the communicator is when the call succeeds.
+        let code = unsafe { ffi::MPI_Comm_create_group(self.0, some.assume_init(), tag, made.as_mut_ptr()) };
+        check(code, "MPI_Comm_create_group")?;
+        // SAFETY: the call has succeeded.
+        let made = Communicator(unsafe { made.assume_init() });
+        // SAFETY: both groups were written above, and nobody else knows of them.
+        unsafe {
+            let _ = ffi::MPI_Group_free(some.as_mut_ptr());
+            let _ = ffi::MPI_Group_free(all.as_mut_ptr());
+        }
+        // SAFETY: a communicator of this process, and a constant of the library.
+        let code = unsafe { ffi::MPI_Comm_set_errhandler(made.0, ffi::RSMPI_ERRORS_RETURN) };
+        check(code, "MPI_Comm_set_errhandler").map(|()| made)
+    }
+
+    /// Gives it back. All of its processes do so, and nothing is under way in it.
+    pub(crate) fn free(mut self) -> Checked<()> {
+        // SAFETY: a communicator that this process has made, which nobody uses from here on.
+        check(unsafe { ffi::MPI_Comm_free(&raw mut self.0) }, "MPI_Comm_free")
+    }
+
+    /// Begins a collective, which all processes have to do in one order.
+    ///
+    /// # Safety
+    /// The memory has the room that the collective says, and is left alone until the request has completed.
+    pub(crate) unsafe fn collective(self, what: &Collective) -> Checked<Request> {
+        let &Collective { number, element_type, op, root, count, input, output } = what;
+        let in_place = input.is_null() && !output.is_null();
+        // SAFETY: a constant of the library.
+        let from = if in_place { unsafe { accl_mpi_in_place() }.cast_const() } else { input };
+        let (element, op) = (datatype(element_type)?, operator(op)?);
+        let mut request = MaybeUninit::uninit();
+        let into = request.as_mut_ptr();
+        let comm = self.0;
+        // SAFETY: the caller keeps the memory, which has the room that the collective says.
+        let (code, name) = unsafe {
+            match number {
+                collectives::BROADCAST => (ffi::MPI_Ibcast(output, count, element, root, comm, into), "MPI_Ibcast"),
+                collectives::ALL_REDUCE => {
+                    (ffi::MPI_Iallreduce(from, output, count, element, op, comm, into), "MPI_Iallreduce")
+                }
+                collectives::REDUCE => {
+                    (ffi::MPI_Ireduce(from, output, count, element, op, root, comm, into), "MPI_Ireduce")
+                }
+                collectives::ALL_GATHER => {
+                    (ffi::MPI_Iallgather(from, count, element, output, count, element, comm, into), "MPI_Iallgather")
+                }
+                collectives::GATHER => {
+                    (ffi::MPI_Igather(from, count, element, output, count, element, root, comm, into), "MPI_Igather")
+                }
+                collectives::SCATTER => {
+                    (ffi::MPI_Iscatter(input, count, element, output, count, element, root, comm, into), "MPI_Iscatter")
+                }
+                collectives::REDUCE_SCATTER => (
+                    ffi::MPI_Ireduce_scatter_block(from, output, count, element, op, comm, into),
+                    "MPI_Ireduce_scatter_block",
+                ),
+                collectives::ALL_TO_ALL => {
+                    (ffi::MPI_Ialltoall(input, count, element, output, count, element, comm, into), "MPI_Ialltoall")
+                }
+                other => return Err(format!("there is no collective {other}")),
+            }
+        };
+        check(code, name)?;
         // SAFETY: the call has succeeded.
         Ok(Request(unsafe { request.assume_init() }))
     }

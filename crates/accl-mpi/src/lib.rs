@@ -1,7 +1,8 @@
 //! The transport `mpi`: frames as messages of the MPI library that a job was launched with.
 //!
 //! A Python module of its own, built against the site's `mpicc`; torch-accl takes its table of C functions ([`table`]) and knows nothing else
-//! of it. [`world`] owns MPI in this process, [`link`] the frames of one link, [`bell`] what wakes who sleeps.
+//! of it. [`world`] owns MPI in this process, [`link`] the frames of one link, [`bell`] what wakes who sleeps, [`collectives`] what MPI does as
+//! a whole.
 
 use std::time::Duration;
 
@@ -12,10 +13,13 @@ use pyo3::types::PyBytes;
 mod address;
 mod bell;
 mod calls;
+mod collectives;
 mod frames;
+mod groups;
 mod link;
 mod signals;
 pub mod table;
+mod table_collectives;
 mod world;
 
 use calls::Level;

@@ -12,6 +12,7 @@ use accl_wire::table::{AGAIN, ENDED, FAILED, OK, TRANSPORT_ABI, TransportV1};
 use crate::address::Address;
 use crate::bell::Bell;
 use crate::link::Look;
+use crate::table_collectives;
 use crate::world::{self, World};
 
 thread_local! {
@@ -40,6 +41,13 @@ static TABLE: Holder = Holder(TransportV1 {
     destroy: Some(destroy),
     attach: Some(attach),
     arm: Some(arm),
+    coll_address: Some(table_collectives::address),
+    coll_open: Some(table_collectives::open),
+    coll_start: Some(table_collectives::start),
+    coll_test: Some(table_collectives::test),
+    coll_abandon: Some(table_collectives::abandon),
+    coll_error: Some(table_collectives::error),
+    coll_close: Some(table_collectives::close),
 });
 
 struct Holder(TransportV1);

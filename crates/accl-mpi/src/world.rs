@@ -2,19 +2,21 @@
 //!
 //! Owns the start and the end of MPI, the communicator, the tags, and every call that is made for links. One lock guards all of it: MPI is
 //! called by whoever holds it, if the level of thread support allows that, and otherwise by a thread of its own, which starts and ends MPI
-//! in both cases. Nothing here blocks but [`start`] and [`finish`], which have deadlines.
+//! in both cases. With `MPI_THREAD_MULTIPLE` collectives ([`crate::collectives`]) are moved on without the lock, by whoever waits for them. Nothing
+//! here blocks but [`start`] and [`finish`], which have deadlines.
 
 use std::collections::HashMap;
 use std::ffi::c_int;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use accl_wire::HEAD_BYTES;
 
 use crate::address::{self, Address};
 use crate::calls::{self, Checked, Communicator, Level, Message, Request};
+use crate::collectives::{Call, end_all, unless_over};
 use crate::frames::{Buffer, Spare};
 use crate::link::{Incoming, Link, Look, Outgoing, Peer};
 
@@ -64,6 +66,11 @@ pub(crate) struct Job {
 pub(crate) struct World {
     pub(crate) job: Job,
     communicator: Communicator,
+    /// Of the same processes, for the first group of all of them whose collectives MPI does, and to make others from.
+    first: Communicator,
+    is_first_taken: bool,
+    /// Collectives under way, where one thread calls MPI.
+    calls: Vec<Arc<Mutex<Call>>>,
     /// MPI is called by the thread that has started it, and by no other.
     is_served: bool,
     links: Vec<Option<Link>>,
@@ -99,10 +106,23 @@ static WORLD: Mutex<Option<World>> = Mutex::new(None);
 static STARTED_IN: AtomicU32 = AtomicU32::new(0);
 /// How starting has failed: it cannot be tried again, and may go on beside us.
 static FAILED: Mutex<Option<String>> = Mutex::new(None);
+/// Who calls MPI for a collective, since MPI was started.
+static CALLER: OnceLock<Caller> = OnceLock::new();
 /// Somebody waits for the thread that calls MPI.
 static WANTED: Condvar = Condvar::new();
 /// To the thread that has started MPI: what to do next.
 static SERVANT: Mutex<Option<mpsc::Sender<Order>>> = Mutex::new(None);
+
+/// Who may call MPI.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Caller {
+    /// Any thread at any time.
+    Anybody,
+    /// Whoever has the world's lock.
+    OneAtATime,
+    /// The thread that has started it.
+    Servant,
+}
 
 /// To end MPI until then, and to say how that went.
 struct Order {
@@ -206,6 +226,12 @@ fn permit_sharing(level: Level, is_exclusive: bool) -> Checked<()> {
 
 fn install(world: World) -> Job {
     let job = world.job.clone();
+    let caller = match job.level {
+        Level::Multiple => Caller::Anybody,
+        _ if world.is_served => Caller::Servant,
+        _ => Caller::OneAtATime,
+    };
+    let _ = CALLER.set(caller);
     *lock() = Some(world);
     job
 }
@@ -269,6 +295,7 @@ fn join(from: Communicator, wanted: &Wanted, level: Level, is_shared: bool, unti
              torch_accl.init_from_mpi(comm) is called with a communicator of those that do"
         )
     })?;
+    let first = communicator.duplicate(until).map_err(|why| format!("the communicator of collectives was not made: {why}"))?;
     // Never freed: who gives up does not know whether the library still writes to it.
     let id = Box::leak(Box::new(some_number().to_le_bytes()));
     // SAFETY: the bytes stay.
@@ -280,6 +307,9 @@ fn join(from: Communicator, wanted: &Wanted, level: Level, is_shared: bool, unti
     Ok(World {
         job: Job { id, library, rank, size, level, is_shared },
         communicator,
+        first,
+        is_first_taken: false,
+        calls: Vec::new(),
         is_served: !is_shared && level < Level::Serialized,
         links: Vec::new(),
         by_tag: HashMap::new(),
@@ -449,7 +479,69 @@ fn serve_until_over() {
     }
 }
 
+/// A collective is begun soon, and moved on whenever it is tested.
+pub(crate) fn start_collective(call: &Arc<Mutex<Call>>) -> Checked<()> {
+    with(|world| {
+        if let Some(why) = &world.over {
+            return Err(why.clone());
+        }
+        if world.is_served {
+            world.calls.push(call.clone());
+            world.kick();
+        }
+        Ok(())
+    })?
+}
+
+/// Moves a collective on, if this thread may. Returns how it has ended, once it has.
+pub(crate) fn test_collective(call: &Mutex<Call>) -> Option<Checked<()>> {
+    let lock_call = || call.lock().unwrap_or_else(PoisonError::into_inner);
+    match CALLER.get() {
+        Some(Caller::Anybody) => unless_over(|| Ok(lock_call().step())).unwrap_or_else(|why| Some(Err(why))),
+        Some(Caller::OneAtATime) => with(|world| match &world.over {
+            Some(why) => Some(Err(why.clone())),
+            None => lock_call().step(),
+        })
+        .unwrap_or_else(|why| Some(Err(why))),
+        Some(Caller::Servant) => {
+            let _ = with(World::kick);
+            lock_call().ended()
+        }
+        None => Some(Err("MPI was not started".to_owned())),
+    }
+}
+
+/// A collective is not moved on any more. What a process leaves unfinished keeps MPI from ending as it should.
+pub(crate) fn abandon_collective(call: &Arc<Mutex<Call>>) {
+    let _ = with(|world| {
+        world.note_death();
+        world.calls.retain(|known| !Arc::ptr_eq(known, call));
+    });
+    call.lock().unwrap_or_else(PoisonError::into_inner).abandon();
+}
+
 impl World {
+    /// The communicator that was made with MPI's start is asked for: whether nobody has it.
+    ///
+    /// # Errors
+    /// MPI has ended.
+    pub(crate) fn take_first_communicator(&mut self) -> Checked<bool> {
+        match &self.over {
+            Some(why) => Err(why.clone()),
+            None => Ok(!std::mem::replace(&mut self.is_first_taken, true)),
+        }
+    }
+
+    pub(crate) fn first_communicator(&self) -> Communicator {
+        self.first
+    }
+
+    /// A tag for making a communicator, by a number that all of its processes have.
+    pub(crate) fn tag_of(&self, key: u64) -> c_int {
+        let tags = u64::from(self.largest_tag.unsigned_abs()) + 1;
+        c_int::try_from(key % tags).unwrap_or(0)
+    }
+
     /// Makes one end of a link; its name is where it stands.
     ///
     /// # Errors
@@ -660,9 +752,10 @@ impl World {
         }
     }
 
-    /// One round for all links.
+    /// One round for all links and collectives.
     fn serve(&mut self) {
         self.move_broadcast();
+        self.calls.retain(|call| call.lock().unwrap_or_else(PoisonError::into_inner).step().is_none());
         for index in 0..self.links.len() {
             self.send_all(index);
             self.settle(index);
@@ -688,6 +781,7 @@ impl World {
     fn is_at_rest(&self) -> bool {
         self.leaving.is_empty()
             && self.unwanted.is_empty()
+            && self.calls.is_empty()
             && self.broadcast.as_ref().is_none_or(|broadcast| broadcast.ended.is_some())
             && self.links.iter().flatten().all(Link::is_at_rest)
     }
@@ -695,7 +789,12 @@ impl World {
     /// MPI is not called from now on.
     fn end(&mut self, why: &str) {
         self.over.get_or_insert_with(|| why.to_owned());
+        end_all();
         self.fail_all(why);
+        for call in self.calls.drain(..) {
+            call.lock().unwrap_or_else(PoisonError::into_inner).end(why);
+            std::mem::forget(call);
+        }
         // What MPI may still read from and write to is never freed.
         std::mem::forget((std::mem::take(&mut self.leaving), std::mem::take(&mut self.unwanted)));
         for link in self.links.iter_mut().flatten() {

@@ -121,6 +121,8 @@ pub mod ffi {
         rank: i64,
         /// The rank to blame, or -1.
         peer: i64,
+        /// The memory of the call's tensors is never freed: somebody who cannot be stopped may still write to it.
+        holds_memory: bool,
     }
 
     /// A tensor's memory. The shape is borrowed from the tensor and read before the function returns.

@@ -12,7 +12,7 @@ pub(crate) const INTERRUPTED: &str = "interrupted by a signal handler of Python 
 impl Status {
     /// Success.
     pub(crate) fn ok() -> Self {
-        Self { kind: Kind::Ok, message: String::new(), rank: -1, peer: -1 }
+        Self { kind: Kind::Ok, message: String::new(), rank: -1, peer: -1, holds_memory: false }
     }
 
     /// Whether this is success.
@@ -26,7 +26,8 @@ impl Status {
             return None;
         }
         let kind = ErrorKind::from_code(self.kind.repr).unwrap_or(ErrorKind::Internal);
-        Some(Error::new(kind, self.message.strip_prefix("accl: ").unwrap_or(&self.message)))
+        let error = Error::new(kind, self.message.strip_prefix("accl: ").unwrap_or(&self.message));
+        Some(if self.holds_memory { error.holding_memory() } else { error })
     }
 }
 
@@ -37,6 +38,7 @@ impl FromError for Status {
             kind: Kind { repr: error.kind as u8 },
             rank: number(error.context.rank),
             peer: number(error.context.peer),
+            holds_memory: error.context.holds_memory,
             message: error.to_string(),
         }
     }

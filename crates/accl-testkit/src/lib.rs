@@ -14,7 +14,7 @@ pub use accl_engine::MemoryStore;
 pub use calls::{Element, Member, finish, finish_ran};
 pub use dir_store::DirStore;
 pub use rigged::{EXPLODES, Rig, Rigged, Step};
-pub use transports::{THRIFTY, every_transport};
+pub use transports::{Library, THRIFTY, every_transport, library};
 pub use world::{Fabric, World, WorldOptions};
 
 /// A small generator of reproducible numbers (xorshift64*); the seed belongs into failure messages.

@@ -5,6 +5,7 @@
 //! is opaque bytes.
 
 mod board;
+pub mod collectives;
 mod credentials;
 mod descriptors;
 mod endpoint;
@@ -23,11 +24,12 @@ mod settings;
 mod shm;
 mod stream_link;
 mod sync;
+mod table_collectives;
 mod tcp;
 mod traced;
 pub mod transport;
 
-pub use accl_wire::table::{TRANSPORT_ABI, TransportV1};
+pub use accl_wire::table::{CollectiveV1, TRANSPORT_ABI, TransportV1};
 pub use endpoint::{
     ConnectError, Endpoint, Host, MAX_ANSWER_BYTES, MAX_NOTE_BYTES, Missing, Unreachable, Wanted, check_peers,
     likely_transport,

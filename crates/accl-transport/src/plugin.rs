@@ -17,7 +17,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::Shutdown;
 use rustix::net::sockopt::set_tcp_nodelay;
 
+use crate::collectives::Collectives;
 use crate::fork::Fd;
+use crate::table_collectives::TableCollectives;
 use crate::transport::{
     Address, Agreed, Carrier, HalfLink, Local, MAX_ADDRESS_BYTES, PeerAddress, Provider, Transport,
 };
@@ -125,6 +127,7 @@ pub unsafe fn register_table(table: *const TransportV1) -> Result<&'static Trans
     if checked.descriptors.is_none() && checked.poll_interval.is_none() && checked.arm.is_none() {
         return Err(lacks("descriptors and no poll_interval_us, so nothing would end a sleep"));
     }
+    let collectives = TableCollectives::of(&table, name).map_err(lacks)?;
     let refuse = |why: &str| {
         Error::invalid_argument(format!("the table of transport `{name}` has flags {}: {why}", table.flags))
     };
@@ -145,6 +148,7 @@ pub unsafe fn register_table(table: *const TransportV1) -> Result<&'static Trans
         open: Box::leak(Box::new(move |local: &Local<'_>| -> Box<dyn Provider> {
             Box::new(Plugin { table: checked, max_payload_bytes: local.settings.max_payload_bytes() })
         })),
+        collectives: collectives.map(|all| Box::leak(Box::new(all)) as &'static dyn Collectives),
     })
 }
 
@@ -702,6 +706,13 @@ mod tests {
             destroy: None,
             attach: None,
             arm: None,
+            coll_address: None,
+            coll_open: None,
+            coll_start: None,
+            coll_test: None,
+            coll_abandon: None,
+            coll_error: None,
+            coll_close: None,
         }
     }
 
@@ -773,6 +784,7 @@ mod tests {
             refused(&TransportV1 { flags: 8, ..as_at_first }).contains("flags 8"),
             "what is behind its end is no part of it"
         );
+        assert!(refused(&TransportV1 { coll_close: Some(nothing), ..whole() }).contains("has no coll_address"));
         assert!(refused(&TransportV1 { arm: Some(arm), ..whole() }).contains("no attach, or no arm"));
         assert!(refused(&TransportV1 { name: std::ptr::null(), ..empty() }).contains("no name"));
         assert!(refused(&empty()).contains("`empty` has no open"));

@@ -23,6 +23,7 @@ pub(crate) const ROW: Transport = Transport {
     descriptors: 1,
     is_cheap_to_look_at: false,
     open: &|_: &Local<'_>| Box::new(OverCarrier(link)),
+    collectives: None,
 };
 
 fn link(agreed: Agreed) -> Box<dyn Watched> {

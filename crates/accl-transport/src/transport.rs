@@ -8,6 +8,7 @@ use std::fmt;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
+use crate::collectives::Collectives;
 use crate::fork::Fd;
 use crate::{Settings, Waker, Watched};
 
@@ -39,6 +40,8 @@ pub struct Transport {
     pub is_cheap_to_look_at: bool,
     /// Called once for each endpoint that uses the transport.
     pub open: &'static Open,
+    /// Does whole collectives, if the transport's library can.
+    pub collectives: Option<&'static dyn Collectives>,
 }
 
 impl fmt::Debug for Transport {

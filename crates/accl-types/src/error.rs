@@ -79,6 +79,8 @@ pub struct Context {
     pub rank: Option<Rank>,
     /// The rank that is to blame or was waited for.
     pub peer: Option<Rank>,
+    /// Somebody who cannot be stopped may still write into the tensors of the call: their memory is not freed while the process lives.
+    pub holds_memory: bool,
 }
 
 /// An error with its kind, a sentence, and its place.
@@ -126,6 +128,13 @@ impl Error {
     #[must_use]
     pub fn on_rank(mut self, rank: Rank) -> Self {
         self.context.rank.get_or_insert(rank);
+        self
+    }
+
+    /// Says that the memory of the call's tensors must stay.
+    #[must_use]
+    pub fn holding_memory(mut self) -> Self {
+        self.context.holds_memory = true;
         self
     }
 

@@ -1,5 +1,5 @@
-//! A transport of another package as its library describes it: a table of C functions. Owns the table's layout and its numbers, which
-//! `accl_transport.h` says again in C; calls nothing.
+//! A transport of another package as its library describes it: a table of C functions, which may do whole collectives as well. Owns the
+//! table's layout and its numbers, which `accl_transport.h` says again in C; calls nothing.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -54,6 +54,73 @@ pub struct TransportV1 {
     pub destroy: Option<unsafe extern "C" fn(*mut c_void)>,
     pub attach: Option<unsafe extern "C" fn(*mut c_void, c_int)>,
     pub arm: Option<unsafe extern "C" fn(*mut c_void) -> u64>,
+    pub coll_address: Option<unsafe extern "C" fn(*mut c_void, *mut c_void, *mut usize) -> c_int>,
+    pub coll_open: Option<
+        unsafe extern "C" fn(*mut c_void, u32, u32, *const *const c_void, *const usize, u64, *mut *mut c_void) -> c_int,
+    >,
+    pub coll_start: Option<unsafe extern "C" fn(*mut c_void, *const CollectiveV1, *mut *mut c_void) -> c_int>,
+    pub coll_test: Option<unsafe extern "C" fn(*mut c_void) -> c_int>,
+    pub coll_abandon: Option<unsafe extern "C" fn(*mut c_void)>,
+    pub coll_error: Option<unsafe extern "C" fn() -> *const c_char>,
+    pub coll_close: Option<unsafe extern "C" fn(*mut c_void)>,
+}
+
+/// `accl_collective_v1` of `accl_transport.h`, field by field.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[expect(missing_docs, reason = "the header describes each field")]
+pub struct CollectiveV1 {
+    pub size: u32,
+    pub collective: u32,
+    pub element_type: u32,
+    pub op: u32,
+    pub root: u32,
+    pub flags: u32,
+    pub count: u64,
+    pub input: *const c_void,
+    pub output: *mut c_void,
+}
+
+/// The collectives of [`CollectiveV1`].
+pub mod collectives {
+    #![expect(missing_docs, reason = "each is named after its collective")]
+    pub const BROADCAST: u32 = 0;
+    pub const ALL_REDUCE: u32 = 1;
+    pub const REDUCE: u32 = 2;
+    pub const ALL_GATHER: u32 = 3;
+    pub const GATHER: u32 = 4;
+    pub const SCATTER: u32 = 5;
+    pub const REDUCE_SCATTER: u32 = 6;
+    pub const ALL_TO_ALL: u32 = 7;
+}
+
+/// The element types of [`CollectiveV1`].
+pub mod element_types {
+    #![expect(missing_docs, reason = "each is named after its type")]
+    /// Those of collectives that only move data.
+    pub const BYTES: u32 = 0;
+    pub const INT8: u32 = 1;
+    pub const UINT8: u32 = 2;
+    pub const INT32: u32 = 3;
+    pub const UINT32: u32 = 4;
+    pub const INT64: u32 = 5;
+    pub const UINT64: u32 = 6;
+    pub const FLOAT: u32 = 7;
+    pub const DOUBLE: u32 = 8;
+    pub const FLOAT_COMPLEX: u32 = 9;
+    pub const DOUBLE_COMPLEX: u32 = 10;
+}
+
+/// The operators of [`CollectiveV1`].
+pub mod ops {
+    #![expect(missing_docs, reason = "each is named after its operator")]
+    pub const SUM: u32 = 0;
+    pub const PRODUCT: u32 = 1;
+    pub const MIN: u32 = 2;
+    pub const MAX: u32 = 3;
+    pub const BAND: u32 = 4;
+    pub const BOR: u32 = 5;
+    pub const BXOR: u32 = 6;
 }
 
 impl TransportV1 {

@@ -45,6 +45,58 @@ extern "C" {
  */
 #define ACCL_TRANSPORT_IN_MEMORY 2u
 
+/* Collectives. */
+#define ACCL_BROADCAST 0u
+#define ACCL_ALL_REDUCE 1u
+#define ACCL_REDUCE 2u
+#define ACCL_ALL_GATHER 3u
+#define ACCL_GATHER 4u
+#define ACCL_SCATTER 5u
+#define ACCL_REDUCE_SCATTER 6u
+#define ACCL_ALL_TO_ALL 7u
+/* Element types. Collectives that only move data have ACCL_BYTES. */
+#define ACCL_BYTES 0u
+#define ACCL_INT8 1u
+#define ACCL_UINT8 2u
+#define ACCL_INT32 3u
+#define ACCL_UINT32 4u
+#define ACCL_INT64 5u
+#define ACCL_UINT64 6u
+#define ACCL_FLOAT 7u
+#define ACCL_DOUBLE 8u
+#define ACCL_FLOAT_COMPLEX 9u
+#define ACCL_DOUBLE_COMPLEX 10u
+/* Operators. Minimum and maximum are asked for of integers alone, sum and product of any type, the others of integers. */
+#define ACCL_SUM 0u
+#define ACCL_PRODUCT 1u
+#define ACCL_MIN 2u
+#define ACCL_MAX 3u
+#define ACCL_BAND 4u
+#define ACCL_BOR 5u
+#define ACCL_BXOR 6u
+
+/* A collective of a group, as one rank makes it. */
+typedef struct accl_collective_v1 {
+  /* sizeof(accl_collective_v1). */
+  uint32_t size;
+  uint32_t collective;
+  uint32_t element_type;
+  /* Of those that reduce. */
+  uint32_t op;
+  /* Of those that have one. */
+  uint32_t root;
+  /* 0. */
+  uint32_t flags;
+  /* Elements of one rank's block: an all_gather writes, and a reduce_scatter reads, as many times so many as there are ranks. */
+  uint64_t count;
+  /*
+   * Blocks in rank order, one behind the other. input is NULL where this rank's contribution lies where its result will: the whole output of an
+   * all_reduce, of a broadcast or of a reduce's root, this rank's block of that of an all_gather. Both are NULL where this rank has none.
+   */
+  const void *input;
+  void *output;
+} accl_collective_v1;
+
 typedef struct accl_transport_v1 {
   /* ACCL_TRANSPORT_ABI. */
   uint32_t abi;
@@ -112,6 +164,37 @@ typedef struct accl_transport_v1 {
    * poll_interval_us. May be NULL, where attach is.
    */
   uint64_t (*arm)(void *link);
+
+  /*
+   * Collectives that the transport's library does as a whole; all seven, or none of them. Only one thread at a time calls those of a group, and
+   * none may block. Every rank of a group has made the same call before any of them starts it, and they start the calls of a group in one order.
+   */
+
+  /*
+   * Writes what the other ranks of a group that is about to be made need to know of this process: *address_bytes is the room at first, and the
+   * length then. ACCL_TRANSPORT_FAILED refuses.
+   */
+  int (*coll_address)(void *context, void *address, size_t *address_bytes);
+  /*
+   * Makes a group out of the addresses of all ranks, in rank order. key is the same on all ranks, and mostly another one than those of other
+   * groups. ACCL_TRANSPORT_AGAIN: the library does no collectives of such a group, on all ranks alike, and they are done without it.
+   * ACCL_TRANSPORT_FAILED refuses the group. coll_error() says why, of both.
+   */
+  int (*coll_open)(void *context, uint32_t rank, uint32_t world, const void *const *addresses, const size_t *address_bytes, uint64_t key,
+                   void **group);
+  /* Starts a collective. Its memory stays, and is left alone, until coll_test() returns ACCL_TRANSPORT_OK, or for ever. */
+  int (*coll_start)(void *group, const accl_collective_v1 *collective, void **call);
+  /*
+   * Moves it on. ACCL_TRANSPORT_OK: it is done, and the call is no more. ACCL_TRANSPORT_AGAIN: it is under way. ACCL_TRANSPORT_FAILED: it has
+   * failed, coll_abandon() follows, and nothing more is started in its group.
+   */
+  int (*coll_test)(void *call);
+  /* It is not tested any more. Nothing more is started in its group. */
+  void (*coll_abandon)(void *call);
+  /* Why the last of these functions that this thread has called returned FAILED, or NULL; stays until the thread's next call. */
+  const char *(*coll_error)(void);
+  /* The group is no more. None of its calls is under way but those that were abandoned. */
+  void (*coll_close)(void *group);
 } accl_transport_v1;
 
 #ifdef __cplusplus

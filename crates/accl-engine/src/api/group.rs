@@ -22,6 +22,7 @@ use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED, LAST_CALLS};
 use crate::events;
 use crate::in_flight::{InFlight, Notifier};
 use crate::lanes::{Announced, Cut, Lane, Least, Parts, Starter, parts_of};
+use crate::sidestep::Sidestep;
 use crate::sync::MutexGuard;
 use crate::time;
 use accl_executor::call::CallDesc;
@@ -47,6 +48,7 @@ fn pending(call: Call) -> Ran {
 pub(crate) struct Rules {
     pub(crate) default_codec: Option<DefaultCodec>,
     pub(crate) device: Option<Arc<Device>>,
+    pub(crate) sidestep: Option<Arc<Sidestep>>,
     pub(crate) planner: Planner,
     /// The lanes beside the first.
     pub(crate) lanes: Vec<Arc<Driver>>,
@@ -64,6 +66,8 @@ pub struct Group {
     default_codec: Option<DefaultCodec>,
     /// What does some of its collectives, if there is such a thing.
     device: Option<Arc<Device>>,
+    /// What has a library do others.
+    sidestep: Option<Arc<Sidestep>>,
     planning: Planning,
     /// The drivers of the lanes beside the first, which do parts of large calls.
     pub(crate) lanes: Vec<Arc<Driver>>,
@@ -76,7 +80,7 @@ pub struct Group {
 
 impl Group {
     pub(crate) fn new(engine: Arc<Engine>, id: u64, name: Arc<str>, spec: &GroupSpec, rules: Rules) -> Arc<Self> {
-        let Rules { default_codec, device, planner, lanes, least } = rules;
+        let Rules { default_codec, device, sidestep, planner, lanes, least } = rules;
         let (rank, world) = (spec.rank, spec.world);
         let global_rank = spec.global_ranks.get(rank.index()).copied().unwrap_or(u64::from(rank.0));
         let driver = engine.driver.clone();
@@ -86,6 +90,7 @@ impl Group {
             caller: Arc::new(Caller { group: id, name, rank, world, global_rank }),
             default_codec,
             device,
+            sidestep,
             planning: Planning::new(planner),
             takers: lanes.iter().map(|lane| lane.clone() as Arc<dyn Lane>).collect(),
             lanes,
@@ -105,16 +110,20 @@ impl Group {
     /// call.
     pub fn submit(&self, desc: CallDesc) -> Result<Call> {
         let default = self.default_codec_of(&desc);
-        match self.for_device(&desc, default) {
+        match self.placed(&desc, default) {
             Some(desc) => self.start_placed(&desc),
             None => self.submit_with(&desc, default),
         }
     }
 
-    /// The call as it is done by the group's device, if it is.
+    /// The call as it is done by the group's device or by a library, if it is.
     #[inline]
-    fn for_device(&self, desc: &CallDesc, default: Option<&DefaultCodec>) -> Option<CallDesc> {
-        self.device.as_ref().filter(|_| default.is_none())?.takes(desc, self.caller.world)
+    fn placed(&self, desc: &CallDesc, default: Option<&DefaultCodec>) -> Option<CallDesc> {
+        if self.device.is_none() && self.sidestep.is_none() || default.is_some() {
+            return None;
+        }
+        let by_device = self.device.as_ref().and_then(|device| device.takes(desc, self.caller.world));
+        by_device.or_else(|| self.sidestep.as_ref()?.takes(desc))
     }
 
     fn start_placed(&self, desc: &CallDesc) -> Result<Call> {
@@ -128,7 +137,7 @@ impl Group {
     /// As [`Group::submit`].
     pub fn run(&self, desc: &CallDesc) -> Result<Ran> {
         let default = self.default_codec_of(desc);
-        if let Some(desc) = self.for_device(desc, default) {
+        if let Some(desc) = self.placed(desc, default) {
             return self.start_placed(&desc).map(pending);
         }
         let goes = desc.may_take_fast_path()
@@ -247,6 +256,7 @@ impl Group {
         let starter = is_later.then(|| Announced::on(&self.driver)).transpose().map_err(placed)?;
         let starter = starter.map(|starter| Box::new(starter) as Box<dyn Starter>);
         let now = time::now();
+        let algorithm = algorithm.map(|name| self.name_of(desc, name));
         let is_left_to_waiter =
             !is_later && cut.as_ref().is_some_and(|cut| self.driver.leaves_parts_to_waiter(cut, now));
         let launched =
@@ -281,6 +291,11 @@ impl Group {
         self.caller.prepare(desc, shape)
     }
 
+    /// What a call is done by, in a word: that of its plan, unless a library does it.
+    fn name_of(&self, desc: &CallDesc, name: &'static str) -> &'static str {
+        if self.sidestep.is_some() && Sidestep::has(desc) { Sidestep::NAME } else { name }
+    }
+
     fn refuse_if_aborted(&self, collective: Collective) -> Result<()> {
         let aborted = self.with_state(|group, _| group.aborted(Some(collective)));
         aborted.map_err(|error| error.of(collective))?.map_or(Ok(()), Err)
@@ -302,7 +317,9 @@ impl Group {
             self.driver.kick();
         }
         self.driver.submitted(&call);
-        Ok(Call { state: InFlight::new(call, notifier), driver: Arc::downgrade(&self.driver) })
+        let mut state = InFlight::new(call, notifier);
+        state.is_by_library = self.sidestep.is_some() && Sidestep::has(desc);
+        Ok(Call { state, driver: Arc::downgrade(&self.driver) })
     }
 
     /// The name of the algorithm that such a collective takes in this group. Makes no call and consumes no number.
@@ -315,9 +332,10 @@ impl Group {
             let default = self.default_codec_of(desc);
             let taken = match default {
                 Some(codec) => Some(codec.encoded(desc, 0)?),
-                None => self.for_device(desc, None),
+                None => self.placed(desc, None),
             };
-            Ok(self.planning.get(taken.as_ref().unwrap_or(desc))?.plan.name)
+            let desc = taken.as_ref().unwrap_or(desc);
+            self.planning.get(desc).map(|shape| self.name_of(desc, shape.plan.name))
         });
         named.map_err(|error| self.in_context(error.of(desc.collective)))
     }
@@ -383,7 +401,8 @@ impl Group {
             others.map(line).collect::<String>()
         });
         let device = self.device.as_ref().map(|device| device.describe()).unwrap_or_default();
-        head + &links.unwrap_or_default() + &device
+        let sidestep = self.sidestep.as_ref().map(|sidestep| sidestep.describe()).unwrap_or_default();
+        head + &links.unwrap_or_default() + &device + &sidestep
     }
 
     /// The first cause, when the group has failed.
@@ -492,6 +511,9 @@ impl Group {
         }
         if let Some(device) = &self.device {
             device.close();
+        }
+        if let Some(sidestep) = &self.sidestep {
+            sidestep.close();
         }
         for lane in self.drivers() {
             lane.flush();

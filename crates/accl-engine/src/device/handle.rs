@@ -12,7 +12,7 @@ use std::sync::mpsc::{self, Sender};
 use accl_cclo::device::DeviceUrl;
 use accl_cclo::driver::Settings;
 use accl_cclo::offload::{Request, Route, route};
-use accl_executor::call::{Blocks, CallDesc, External, ExternalTask, TensorDesc};
+use accl_executor::call::{CallDesc, External, ExternalTask};
 use accl_executor::group::PacketSink;
 use accl_types::Collective;
 
@@ -73,7 +73,7 @@ impl Device {
             op: desc.op,
             root: desc.root,
             block_bytes: 0,
-            equal_blocks: has_equal_blocks(desc),
+            equal_blocks: desc.has_equal_blocks(),
         };
         route(&request, &self.settings)
     }
@@ -104,22 +104,6 @@ impl Device {
         let state = self.shared.dead.get().map_or(String::new(), |why| format!(", dead: {}", why.message));
         format!("device {}: {}{state}\n", self.url, self.shared.counts)
     }
-}
-
-/// Whether all ranks know that the blocks of a call have one size.
-fn has_equal_blocks(desc: &CallDesc) -> bool {
-    let bytes = |block: &[TensorDesc]| block.iter().map(TensorDesc::len_bytes).sum::<u64>();
-    let are_alike = |blocks: &Blocks| {
-        let mut sizes = blocks.iter().map(bytes);
-        let first = sizes.next();
-        sizes.all(|size| Some(size) == first)
-    };
-    desc.equal_blocks
-        && match desc.collective {
-            Collective::AllGather => are_alike(&desc.outputs),
-            Collective::ReduceScatter => are_alike(&desc.inputs),
-            _ => true,
-        }
 }
 
 impl External for Device {

@@ -233,6 +233,8 @@ impl Driver {
                 }
                 return Some(outcome);
             }
+            // Whoever does it wakes this thread, and has use for its core.
+            let is_elsewhere = call.is_by_library && self.with_core(|core| core.is_elsewhere(call));
             // A core of its own is there for as long as something comes, and so is one on which nothing would tell of what comes; then a waiter
             // looks for signals.
             let is_over = if !polls && (shared || !call.is_cut) || self.spin.is_some() {
@@ -240,7 +242,7 @@ impl Driver {
             } else {
                 now.since(news) >= budget || now.since(start) >= Duration::from_millis(TICK_MS)
             };
-            if is_over || until.is_some_and(|until| now >= until) {
+            if is_over || is_elsewhere || until.is_some_and(|until| now >= until) {
                 drop((watch, beside));
                 // Nobody has told a sleeping driver of this call's deadline: until now this thread looked after it.
                 if self.with_core(|core| core.must_wake_driver(core.next_deadline())) {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use accl_cclo::device::DeviceUrl;
 use accl_schedule::cost::{Machine, Placement};
 use accl_schedule::{Basis, Chooser, Topology};
-use accl_types::config::{Config, WorkerCount};
+use accl_types::config::{Config, SidestepTo, WorkerCount};
 use accl_types::{Error, Rank, Result};
 use accl_wire::EndpointInfo;
 
@@ -28,6 +28,7 @@ use crate::env::launch_label;
 use crate::events;
 use crate::lanes::Least;
 use crate::settings::intra_node_of;
+use crate::sidestep::{self, Sidestep};
 use crate::time::{self, far};
 use accl_executor::peers::{Gone, PeerId, missing, neighbours};
 use accl_executor::plan::Planner;
@@ -54,11 +55,10 @@ struct Devices {
 fn device_of(spec: &GroupSpec, is_of_the_job: bool) -> Result<Option<DeviceUrl>> {
     let url = DeviceUrl::parse(&spec.config.device)?;
     if url.is_none()
-        && let Some(bare) = spec.config.sidestep.iter().find(|sidestep| !sidestep.is_host)
+        && let Some(bare) = spec.config.sidestep.iter().find(|sidestep| sidestep.to == SidestepTo::Unnamed)
     {
         return Err(Error::configuration(format!(
-            "sidestep: `{0}` alone is for groups with a device; without one MPI would do it, and this version has no mpi transport: \
-             write {0}=host, or give a device",
+            "sidestep: `{0}` alone is for groups with a device; without one write {0}=host or {0}=mpi, or give a device",
             bare.collective
         )));
     }
@@ -291,9 +291,10 @@ impl Engine {
             device.connect(&self.driver, id);
             first.take_packets_with(device.sink());
         }
+        let Some(sidestep) = self.open_sidestep(spec, meeting, id, look)? else { return Ok(None) };
         let least = Least::of(lanes.have_own_cores);
         let lanes = self.other_lanes().iter().take(states.len() - 1).cloned().collect();
-        Ok(Some((states, Rules { default_codec, device, planner, lanes, least })))
+        Ok(Some((states, Rules { default_codec, device, sidestep, planner, lanes, least })))
     }
 
     /// Opens the group's device, and that anew when a session moves: it is set up for the other ranks' devices, which are new then. `false` when
@@ -333,6 +334,22 @@ impl Engine {
         }
         device.opened = while_it_goes_on(meeting, look, |look| opening.finish(look))?;
         Ok(device.opened.is_some())
+    }
+
+    /// Opens what has a library do collectives of the group, if the settings want that. `None` when the session is over.
+    fn open_sidestep(
+        &self,
+        spec: &GroupSpec,
+        meeting: &mut Meeting<'_>,
+        id: u64,
+        look: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Option<Option<Arc<Sidestep>>>> {
+        let named = sidestep::named(&spec.config, spec.world);
+        if named.is_empty() {
+            return Ok(Some(None));
+        }
+        let Some(told) = meeting.exchange(&Sidestep::address(&named)?, look)? else { return Ok(None) };
+        Sidestep::open(named, (id, &spec.name), spec.rank.0, &told, &self.sidestep).map(Some)
     }
 
     /// The processes of a sub-group's ranks, as the group of the job knows them; empty for other groups.

@@ -111,6 +111,22 @@ impl CallDesc {
         }
     }
 
+    /// Whether all ranks know that the blocks of the call have one size.
+    pub fn has_equal_blocks(&self) -> bool {
+        let bytes = |block: &[TensorDesc]| block.iter().map(TensorDesc::len_bytes).sum::<u64>();
+        let are_alike = |blocks: &Blocks| {
+            let mut sizes = blocks.iter().map(bytes);
+            let first = sizes.next();
+            sizes.all(|size| Some(size) == first)
+        };
+        self.equal_blocks
+            && match self.collective {
+                Collective::AllGather => are_alike(&self.outputs),
+                Collective::ReduceScatter => are_alike(&self.inputs),
+                _ => true,
+            }
+    }
+
     /// Whether the call may take the fast path: its caller waits, and it is nothing unusual.
     #[inline]
     pub fn may_take_fast_path(&self) -> bool {

@@ -3,8 +3,9 @@
 //! The executor begins one when its operation is due, and goes on; it never waits for it. Whoever does the work has an
 //! [`ExternalTask`], which is the right to touch the memory that it names. The end of the task sets a flag and wakes the driver, which
 //! looks at the flag on its next pass. A call that fails meanwhile asks for the task back: it does not end, and its caller keeps the
-//! memory, before the task has ended, or before the memory of its collective is back (`access`). Owns the task and its flag; when an operation
-//! is due is the matter of `exec::run`, and how long a failed call waits that of `group::stopping`. Read [`External`] first.
+//! memory, before the task has ended, or before the memory of its collective is back (`access`). Work that nothing can stop is abandoned: the
+//! call ends, and its memory stays for as long as the process lives. Owns the task and its flag; when an operation is due is the matter of
+//! `exec::run`, and how long a failed call waits that of `group::stopping`. Read [`External`] first.
 
 use std::any::Any;
 use std::fmt;
@@ -127,6 +128,12 @@ impl ExternalTask {
         self.shared.access.begin().then_some(Touch(&self.shared))
     }
 
+    /// The right to touch the memory of the collective until the task ends, whatever becomes of the call; `false` once the task is cancelled.
+    /// Nobody else may touch it meanwhile, as [`CollectiveMemory`](crate::memory::CollectiveMemory) would.
+    pub fn hold(&self) -> bool {
+        self.shared.access.begin()
+    }
+
     /// All is written. The task's memory is touched no more.
     pub fn done(self) {
         self.end(DONE);
@@ -146,6 +153,15 @@ impl ExternalTask {
     pub fn fail_with(self, error: Error) {
         let _ = self.shared.why.set(error);
         self.end(FAILED);
+    }
+
+    /// It has failed or was cancelled, and nothing stops what still works on the memory that it [holds](ExternalTask::hold): the call ends,
+    /// and the memory must stay for as long as the process lives, which the call's error says.
+    pub fn abandon(self, error: Error) {
+        let _ = self.shared.why.set(error.holding_memory());
+        self.end(FAILED);
+        // With it goes what the tensors lie in besides the caller's memory.
+        std::mem::forget(self);
     }
 
     fn end(&self, state: u8) {
@@ -256,6 +272,11 @@ impl ExternalHandle {
         self.has_ended() || self.asks_first && self.shared.access.is_back()
     }
 
+    /// Why it was abandoned, if it was.
+    pub(crate) fn abandoned(&self) -> Option<&Error> {
+        self.shared.why.get().filter(|why| self.has_ended() && why.context.holds_memory)
+    }
+
     /// Who does it.
     pub(crate) fn name(&self) -> &str {
         catch_unwind(AssertUnwindSafe(|| self.by.name())).unwrap_or("an operation whose name panics")
@@ -339,6 +360,26 @@ mod tests {
         task.done();
         drop(handle);
         assert_eq!(shelf.cancels.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn what_is_abandoned_says_that_the_memory_stays_and_so_does_what_it_lies_in() {
+        let shelf: Arc<Shelf> = Arc::default();
+        let by: Arc<dyn External> = shelf.clone();
+        let keeps = Arc::new(7);
+        let alive = Arc::downgrade(&keeps);
+        let handle = ExternalHandle::begin(&by, ExternalWork::Copies(Vec::new()), keeps, Arc::new(|| {}));
+        assert!(handle.abandoned().is_none());
+        let task = shelf.tasks.lock().unwrap().pop().unwrap();
+        assert!(task.hold() && !task.hold());
+        handle.cancel();
+        assert!(!handle.is_away(), "it holds the memory");
+        task.abandon(Error::device("it goes on for ever"));
+        assert!(handle.is_away() && handle.abandoned().unwrap().message.contains("for ever"));
+        let ExternalState::Failed(error) = handle.state() else { panic!("it is over") };
+        assert!(error.context.holds_memory);
+        drop(handle);
+        assert!(alive.upgrade().is_some());
     }
 
     #[test]

@@ -125,11 +125,11 @@ impl Externals {
                     // Whoever does a whole call says all that there is to say.
                     ExternalStep::Offload | ExternalStep::Join => why,
                     ExternalStep::CopyIn | ExternalStep::CopyOut => {
-                        let Error { kind, message, .. } = why;
+                        let Error { kind, message, context } = why;
                         let text = format!(
                             "{step} by `{name}` failed: {message}; look at what `{name}` itself reports on this rank"
                         );
-                        Error::new(kind, text)
+                        Error { context, ..Error::new(kind, text) }
                     }
                 };
                 self.failure.get_or_insert(error);
@@ -171,6 +171,11 @@ impl Externals {
     /// Whether one that began may touch memory of the call, now or later. After [`Externals::cancel`] those are few.
     pub(super) fn may_touch(&self) -> bool {
         self.under_way.iter().any(|under_way| !under_way.handle.is_away())
+    }
+
+    /// Why one was abandoned, if one was: the memory of the call must stay.
+    pub(super) fn abandoned(&self) -> Option<&Error> {
+        self.under_way.iter().find_map(|under_way| under_way.handle.abandoned())
     }
 
     /// For messages: one that has not ended. Parts that other lanes do may be left out.

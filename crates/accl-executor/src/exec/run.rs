@@ -764,6 +764,11 @@ impl Run {
         self.externals.may_touch()
     }
 
+    /// Why an external operation was abandoned, if one was: the memory of the call must stay.
+    pub(crate) fn abandoned(&self) -> Option<&Error> {
+        self.externals.abandoned()
+    }
+
     /// Whether an external operation that began has not ended.
     #[inline]
     pub(crate) fn has_external_under_way(&self) -> bool {

@@ -57,7 +57,14 @@ impl Stopping {
         let before = self.calls.len();
         self.calls.retain(|Stop { run, error, until }| {
             if !run.may_be_touched() {
-                completed.end(&run.call, Some(error.clone()), now);
+                let error = match run.abandoned() {
+                    Some(why) => {
+                        let text = format!("{}; {}", error.message, why.message);
+                        Error { message: text, ..error.clone() }.holding_memory()
+                    }
+                    None => error.clone(),
+                };
+                completed.end(&run.call, Some(error), now);
                 return false;
             }
             if now < *until {
@@ -65,12 +72,12 @@ impl Stopping {
             }
             let what = run.any_external_under_way().unwrap_or_default();
             let text = format!(
-                "{what} was asked to stop and has not done so within {} ms: it may still write into the tensors of this call, so \
-                 neither free nor use them, and end this process; the call failed before of this: {}",
+                "{what} was asked to stop and has not done so within {} ms: it may still write into the tensors of this call, whose \
+                 memory is never freed, so do not use them, and end this process; the call failed before of this: {}",
                 STOP_WITHIN.as_millis(),
                 error.message
             );
-            completed.end(&run.call, Some(run.call.in_context(Error::device(text))), now);
+            completed.end(&run.call, Some(run.call.in_context(Error::device(text).holding_memory())), now);
             false
         });
         self.calls.len() != before

@@ -32,6 +32,26 @@ impl<'task> CollectiveMemory<'task> {
         self.collective
     }
 
+    /// Bytes of what this rank contributes.
+    pub fn input_bytes(&self) -> u64 {
+        self.inputs.bytes()
+    }
+
+    /// Bytes of what this rank receives.
+    pub fn output_bytes(&self) -> u64 {
+        self.outputs.bytes()
+    }
+
+    /// Where all of what this rank contributes lies, and how many bytes it has, if that is one piece of memory. It is not touched here.
+    pub fn whole_input(&self) -> Option<(*mut u8, u64)> {
+        self.inputs.whole()
+    }
+
+    /// As [`CollectiveMemory::whole_input`], of what this rank receives.
+    pub fn whole_output(&self) -> Option<(*mut u8, u64)> {
+        self.outputs.whole()
+    }
+
     /// Copies what this rank contributes, from its byte `at` on. `false`: the task is cancelled, and nothing was copied.
     ///
     /// # Panics
@@ -79,6 +99,23 @@ impl<'task> Flat<'task> {
             Some(*end)
         });
         Self { pieces, ends: ends.collect() }
+    }
+
+    fn bytes(&self) -> u64 {
+        self.ends.last().copied().unwrap_or(0)
+    }
+
+    fn whole(&self) -> Option<(*mut u8, u64)> {
+        let mut pieces = self.pieces.iter().filter(|piece| piece.len_bytes() > 0);
+        let first = pieces.next()?;
+        let mut end = first.address().addr() as u64 + first.len_bytes();
+        for piece in pieces {
+            if piece.address().addr() as u64 != end {
+                return None;
+            }
+            end += piece.len_bytes();
+        }
+        Some((first.address(), self.bytes()))
     }
 
     /// The addresses of `bytes` bytes from byte `at` on, as far as there are so many.
@@ -141,6 +178,9 @@ mod tests {
         let handle = ExternalHandle::begin(&by, work, Arc::new(()), Arc::new(|| {}));
         let task = shelf.0.lock().unwrap().take().unwrap();
         let mut of_task = CollectiveMemory::of(&task).unwrap();
+        // The arrays lie one behind the other.
+        assert_eq!(of_task.whole_input().map(|(_, bytes)| bytes), Some(9));
+        assert_eq!((of_task.input_bytes(), of_task.output_bytes()), (9, 9));
         let mut all = [9; 9];
         assert!(of_task.read_input(0, &mut all));
         assert_eq!(all, [0, 0, 0, 1, 1, 1, 2, 2, 2]);

@@ -4,6 +4,7 @@
 //! Each is a file and a row, as docs/adding-a-transport.md has it; here the rows are handed in while the tests run.
 
 mod datagrams;
+mod library;
 mod pipe;
 mod rung;
 mod sealed;
@@ -13,6 +14,7 @@ use std::sync::Once;
 use accl_transport::{Transport, TransportV1, register, register_table, transports};
 
 use datagrams::datagrams_transport;
+pub use library::{Library, library};
 
 /// A transport whose links need somebody who sleeps on them ([`accl_wire::Link::needs_listener`]): engines have one, two links alone do not.
 pub const THRIFTY: &str = "rung_thriftily";

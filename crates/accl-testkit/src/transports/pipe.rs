@@ -19,6 +19,7 @@ pub(super) const ROW: Transport = Transport {
     descriptors: 2,
     is_cheap_to_look_at: false,
     open: &|_: &Local<'_>| Box::new(Pipes),
+    collectives: None,
 };
 
 struct Pipes;

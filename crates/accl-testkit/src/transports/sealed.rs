@@ -15,6 +15,7 @@ pub(super) const ROW: Transport = Transport {
     descriptors: 1,
     is_cheap_to_look_at: false,
     open: &|_: &Local<'_>| Box::new(OverCarrier(link)),
+    collectives: None,
 };
 
 /// Most bytes of a record, as in TLS.

@@ -24,6 +24,7 @@ pub(crate) const ROW: Transport = Transport {
     descriptors: 3,
     is_cheap_to_look_at: true,
     open: &|local: &Local<'_>| Box::new(Shm::new(local)),
+    collectives: None,
 };
 
 /// Of the process that created the memory, and of the one that mapped it.

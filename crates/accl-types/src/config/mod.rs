@@ -95,13 +95,24 @@ pub enum ProfileNames {
     Pg,
 }
 
+/// Who does a collective instead of whoever would.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SidestepTo {
+    /// Nobody was named: the host, in a group with a device.
+    Unnamed,
+    /// The schedules of this engine.
+    Host,
+    /// The MPI library of the job.
+    Mpi,
+}
+
 /// A collective that is done elsewhere than it would be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sidestep {
     /// The collective.
     pub collective: Collective,
-    /// It was said that the host does it; without, that follows from the group.
-    pub is_host: bool,
+    /// Who does it.
+    pub to: SidestepTo,
 }
 
 /// The parsed settings of one process or group. Immutable once a group is made from it.
@@ -145,7 +156,7 @@ pub struct Config {
     pub codec: String,
     /// `ACCL_DEVICE`: what does collectives of the group of the whole job, if anything.
     pub device: String,
-    /// `ACCL_SIDESTEP`: collectives that the host does in a group with a device.
+    /// `ACCL_SIDESTEP`: collectives that others do than would, in the order of their codes.
     pub sidestep: Vec<Sidestep>,
     /// The option `compressed_calls`: ordinary calls are compressed, too.
     pub compress_all: bool,
@@ -358,7 +369,7 @@ mod tests {
             ("ACCL_TIMING", "1"),
             ("ACCL_PROFILE_NAMES", "ccl"),
             ("ACCL_DEVICE", "emulator://h:5500?design=udp"),
-            ("ACCL_SIDESTEP", "broadcast=host,all_to_all"),
+            ("ACCL_SIDESTEP", "broadcast=host,all_gather=mpi,all_to_all"),
         ] {
             config.set_variable(name, value).unwrap();
         }

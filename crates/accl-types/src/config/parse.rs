@@ -1,6 +1,6 @@
 //! Parsers of setting values and their inverses. An error is a clause such as ` (out of range)`, or empty.
 
-use super::{AlgorithmRule, Calibration, IfnameFilter, LogLevel, ProfileNames, Sidestep, WorkerCount};
+use super::{AlgorithmRule, Calibration, IfnameFilter, LogLevel, ProfileNames, Sidestep, SidestepTo, WorkerCount};
 use crate::{Collective, nearest, parse_cpus, parse_size, show_cpus, show_size};
 
 const LOG_LEVELS: &[(&str, LogLevel)] = &[
@@ -24,31 +24,60 @@ pub(super) fn device(text: &str) -> Result<String, String> {
     }
 }
 
+/// Stands for every collective that no other part of the list names.
+const ALL: &str = "all";
+
 pub(super) fn sidestep(text: &str) -> Result<Vec<Sidestep>, String> {
-    let mut all: Vec<Sidestep> = Vec::new();
+    let mut named: Vec<Sidestep> = Vec::new();
+    let mut others: Option<SidestepTo> = None;
     for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
         let (name, to) = part.split_once('=').map_or((part, None), |(name, to)| (name, Some(to)));
-        let known = Collective::ALL.iter().map(|collective| collective.name());
-        let collective = Collective::ALL.iter().find(|collective| collective.name() == name).ok_or_else(|| {
-            let hint = nearest(name, known).map(|near| format!("; did you mean {near}?")).unwrap_or_default();
-            format!(" (`{name}` is no collective{hint})")
-        })?;
-        if all.iter().any(|known| known.collective == *collective) {
+        let to = match to {
+            None => SidestepTo::Unnamed,
+            Some("host") => SidestepTo::Host,
+            Some("mpi") => SidestepTo::Mpi,
+            Some(other) => return Err(format!(" (`{other}` is nothing that does collectives)")),
+        };
+        let is_again = if name == ALL {
+            others.replace(to).is_some()
+        } else {
+            let known = Collective::ALL.iter().map(|collective| collective.name()).chain([ALL]);
+            let collective = Collective::ALL.iter().find(|collective| collective.name() == name).ok_or_else(|| {
+                let hint = nearest(name, known).map(|near| format!("; did you mean {near}?")).unwrap_or_default();
+                format!(" (`{name}` is no collective{hint})")
+            })?;
+            if to == SidestepTo::Mpi && !moves_blocks(*collective) {
+                return Err(format!(" (`{part}`: the host does every {name})"));
+            }
+            let is_again = named.iter().any(|known| known.collective == *collective);
+            named.push(Sidestep { collective: *collective, to });
+            is_again
+        };
+        if is_again {
             return Err(format!(" (`{name}` stands twice)"));
         }
-        match to {
-            None | Some("host") => all.push(Sidestep { collective: *collective, is_host: to.is_some() }),
-            Some("mpi") => return Err(format!(" (`{part}`: this version has no mpi transport)")),
-            Some(other) => return Err(format!(" (`{other}` is nothing that does collectives)")),
-        }
     }
-    all.sort_unstable_by_key(|sidestep| sidestep.collective as u8);
-    Ok(all)
+    if let Some(to) = others {
+        let rest = Collective::ALL.iter().filter(|collective| moves_blocks(**collective));
+        let rest = rest.filter(|collective| named.iter().all(|known| known.collective != **collective));
+        let rest: Vec<_> = rest.map(|&collective| Sidestep { collective, to }).collect();
+        named.extend(rest);
+    }
+    named.sort_unstable_by_key(|sidestep| sidestep.collective as u8);
+    Ok(named)
+}
+
+/// Whether it is a collective that moves blocks between all ranks.
+fn moves_blocks(collective: Collective) -> bool {
+    !collective.is_point_to_point() && collective != Collective::Barrier
 }
 
 pub(super) fn show_sidestep(all: &[Sidestep]) -> String {
-    let show =
-        |Sidestep { collective, is_host }: &Sidestep| format!("{collective}{}", if *is_host { "=host" } else { "" });
+    let show = |Sidestep { collective, to }: &Sidestep| match to {
+        SidestepTo::Unnamed => collective.name().to_owned(),
+        SidestepTo::Host => format!("{collective}=host"),
+        SidestepTo::Mpi => format!("{collective}=mpi"),
+    };
     all.iter().map(show).collect::<Vec<_>>().join(",")
 }
 

@@ -292,9 +292,9 @@ pub const ROWS: &[Row] = &[
         agreed: true,
         default: "",
         accepted: Accepted::Words(
-            "a comma-separated list of `collective=host`, or of collectives alone in a group with a device",
+            "a comma-separated list of `collective=host` and `collective=mpi`, or of collectives alone in a group with a device; `all` stands for those that are not named",
         ),
-        effect: "Collectives that the host does although the group has a device; without a device a collective alone would be done by MPI, which this version does not have.",
+        effect: "Who does a collective instead: `host`, the engine's own schedules, where a group has a device, as a collective alone says there; `mpi`, the MPI library of the job, whole ([MPI](mpi.md#collectives-of-the-mpi-library)).",
         set: |c, v| parse::sidestep(v).map(|x| c.sidestep = x),
         show: |c| parse::show_sidestep(&c.sidestep),
     },

@@ -1,0 +1,163 @@
+//! A group's side of the collectives that the library of a transport does for it.
+//!
+//! Owns which calls are given to the library, and how the group of the library is made; the thread (`worker`) alone calls the library from
+//! then on. Read [`Sidestep::takes`] first.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{SendError, Sender};
+
+use accl_executor::call::{CallDesc, External, ExternalTask};
+use accl_transport::collectives::Opened;
+use accl_types::config::{Config, SidestepTo};
+use accl_types::{Collective, Error, Result};
+
+use super::route::kept_by_host;
+use super::worker::{Membership, Order, Workers};
+
+/// The transport whose library the setting names.
+const MPI: &str = "mpi";
+
+/// What does some of a group's collectives as a whole.
+pub(crate) struct Sidestep {
+    named: Vec<Collective>,
+    /// By which the thread knows the group.
+    key: u64,
+    world: u32,
+    orders: Sender<Order>,
+    done: Arc<AtomicU64>,
+}
+
+/// The collectives that MPI is to do by these settings.
+pub(crate) fn named(config: &Config, world: u32) -> Vec<Collective> {
+    // In a group of its own a rank asks nobody; and what is to be the same everywhere is not left to whatever library there is.
+    if world == 1 || config.deterministic {
+        return Vec::new();
+    }
+    let is_for_mpi = config.sidestep.iter().filter(|sidestep| sidestep.to == SidestepTo::Mpi);
+    is_for_mpi.map(|sidestep| sidestep.collective).collect()
+}
+
+fn refused(named: &[Collective], why: impl fmt::Display) -> Error {
+    let all: Vec<String> = named.iter().map(|collective| format!("{collective}={MPI}")).collect();
+    Error::configuration(format!("sidestep (ACCL_SIDESTEP): `{}` cannot be: {why}", all.join(",")))
+}
+
+impl Sidestep {
+    /// What calls are said to be done by.
+    pub(crate) const NAME: &'static str = MPI;
+
+    /// Whether a call was given to a library.
+    pub(crate) fn has(desc: &CallDesc) -> bool {
+        desc.offload.as_ref().is_some_and(|by| by.name() == MPI)
+    }
+
+    /// What all ranks need to know of this one, before there is a group.
+    ///
+    /// # Errors
+    /// `Configuration` when there is no such library in this process.
+    pub(crate) fn address(named: &[Collective]) -> Result<String> {
+        let library = accl_transport::find(MPI).and_then(|row| row.collectives).ok_or_else(|| {
+            refused(
+                named,
+                "the transport mpi was not handed in, or does no collectives; install torch-accl[mpi] of this version, or take the host",
+            )
+        })?;
+        let address = library.address().map_err(|why| refused(named, why))?;
+        Ok(address.iter().map(|byte| format!("{byte:02x}")).collect())
+    }
+
+    /// The library's group of all ranks, by what they have told. `None`: the library does not do this group's, on all ranks alike, and one line
+    /// says so.
+    ///
+    /// # Errors
+    /// `Configuration` when the ranks are not of one job of the library.
+    pub(crate) fn open(
+        named: Vec<Collective>,
+        (group, name): (u64, &str),
+        rank: u32,
+        told: &[String],
+        workers: &Workers,
+    ) -> Result<Option<Arc<Self>>> {
+        let addresses: Option<Vec<Vec<u8>>> = told.iter().map(|text| bytes_of(text)).collect();
+        let addresses = addresses.ok_or_else(|| Error::internal("a rank has told an address that is none"))?;
+        let library = accl_transport::find(MPI).and_then(|row| row.collectives);
+        let library = library.ok_or_else(|| Error::internal("a library is gone"))?;
+        let opened = match library.open(rank, &addresses, group).map_err(|why| refused(&named, why))? {
+            Opened::Group(opened) => opened,
+            Opened::LeftToHost(why) => {
+                if rank == 0 {
+                    tracing::warn!("group {name}: collectives stay with the host although sidestep names {MPI}: {why}");
+                }
+                return Ok(None);
+            }
+        };
+        let world = addresses.len() as u32;
+        let (orders, done) = (workers.orders()?, Arc::<AtomicU64>::default());
+        let key = workers.next_key();
+        let membership = Membership { key, rank, world, name: MPI, group: opened, done: done.clone() };
+        orders.send(Order::Open(membership)).map_err(|_| Error::internal("the thread of a library has ended"))?;
+        Ok(Some(Arc::new(Self { named, key, world, orders, done })))
+    }
+
+    /// The same call, done by the library, if it is to be.
+    pub(crate) fn takes(self: &Arc<Self>, desc: &CallDesc) -> Option<CallDesc> {
+        let is_for_library = self.named.contains(&desc.collective) && kept_by_host(desc, self.world).is_none();
+        is_for_library.then(|| CallDesc { offload: Some(self.clone()), ..desc.clone() })
+    }
+
+    /// The group is left, or is not made.
+    pub(crate) fn close(&self) {
+        let _ = self.orders.send(Order::Close { group: self.key });
+    }
+
+    /// For a person: what it has done.
+    pub(crate) fn describe(&self) -> String {
+        let named: Vec<&str> = self.named.iter().map(|collective| collective.name()).collect();
+        format!("{MPI} does {}: {} so far\n", named.join(", "), self.done.load(Ordering::Relaxed))
+    }
+}
+
+/// Bytes of hexadecimal digits.
+fn bytes_of(text: &str) -> Option<Vec<u8>> {
+    let digits = text.as_bytes();
+    let pair = |pair: &[u8]| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok();
+    if digits.len().is_multiple_of(2) { digits.chunks(2).map(pair).collect() } else { None }
+}
+
+impl External for Sidestep {
+    fn name(&self) -> &str {
+        MPI
+    }
+
+    fn begin(&self, task: ExternalTask) {
+        if let Err(SendError(Order::Do { task, .. })) = self.orders.send(Order::Do { group: self.key, task }) {
+            task.fail("the thread of a library has ended; make a new group");
+        }
+    }
+}
+
+impl fmt::Debug for Sidestep {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{MPI} of group {}", self.key)
+    }
+}
+
+impl Drop for Sidestep {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_hexadecimal_digits_are_bytes() {
+        assert_eq!(bytes_of("00ff7a"), Some(vec![0, 255, 122]));
+        assert_eq!(bytes_of(""), Some(Vec::new()));
+        assert_eq!((bytes_of("0"), bytes_of("0g")), (None, None));
+    }
+}

@@ -1,0 +1,552 @@
+//! Collectives that a library does as a whole, since `sidestep` says so: the same results, one order on all ranks, and a failure that
+//! neither hangs nor gives memory back that the library may still write to.
+
+use std::ops::Deref;
+use std::sync::atomic::Ordering;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use accl_engine::{Blocks, CallDesc, Mode, TensorDesc};
+use accl_testkit::{Fabric, Library, Member, World, WorldOptions, calls, finish, library};
+use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, ReduceOp};
+
+/// The library is the process's: one test at a time has it, and leaves it as it was.
+struct Turn {
+    library: &'static Library,
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl Turn {
+    fn take() -> Self {
+        static ALONE: Mutex<()> = Mutex::new(());
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let turn = Self { library: library(), _alone: alone };
+        turn.begun.store(0, Ordering::Relaxed);
+        turn.abandoned.store(0, Ordering::Relaxed);
+        turn
+    }
+
+    fn begun(&self) -> u64 {
+        self.begun.load(Ordering::Relaxed)
+    }
+}
+
+impl Deref for Turn {
+    type Target = Library;
+
+    fn deref(&self) -> &Library {
+        self.library
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        for flag in [&self.fails, &self.refuses, &self.is_stuck, &self.leaves_to_host] {
+            flag.store(false, Ordering::Relaxed);
+        }
+    }
+}
+
+fn options(world: u32) -> WorldOptions {
+    WorldOptions::new(world).over(Fabric::Shm).with("sidestep", "all=mpi").timeout(Duration::from_secs(20))
+}
+
+/// What rank `rank` contributes: small whole numbers, whose sums are exact in every order.
+fn numbers(rank: usize, count: usize) -> Vec<f32> {
+    (0..count).map(|at| ((rank * 31 + at * 7) % 97) as f32).collect()
+}
+
+/// Every collective, in place where it can be; all results one behind the other.
+fn every_collective(member: &Member, count: usize) -> Vec<f32> {
+    let Member { rank, world, .. } = *member;
+    let mine = numbers(rank, count);
+    let blocks = numbers(rank, count * world);
+    let counts = vec![count; world];
+    let mut all = Vec::new();
+    let mut data = mine.clone();
+    member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+    all.append(&mut data);
+    data = mine.clone();
+    member.broadcast(&mut data, 1).unwrap();
+    all.append(&mut data);
+    data = mine.clone();
+    member.reduce(&mut data, ReduceOp::Sum, 1).unwrap();
+    if rank == 1 {
+        all.append(&mut data);
+    }
+    data = vec![0.0; count];
+    member.reduce_scatter(&blocks, &counts, &mut data, ReduceOp::Sum).unwrap();
+    all.append(&mut data);
+    data = vec![0.0; count * world];
+    member.all_gather(&mine, &mut data, &counts).unwrap();
+    all.append(&mut data);
+    // The contribution lies in its place of the result.
+    data = vec![0.0; count * world];
+    data[rank * count..][..count].copy_from_slice(&mine);
+    let own: *const f32 = data[rank * count..].as_ptr();
+    let mut desc = CallDesc::new(Collective::AllGather, Dtype::F32);
+    desc.inputs = Blocks::of(TensorDesc::dense(own.cast_mut().cast(), Dtype::F32, Elems(count as u64)));
+    let block =
+        |at: usize| [TensorDesc::dense(data[at * count..].as_ptr().cast_mut().cast(), Dtype::F32, Elems(count as u64))];
+    desc.outputs = (0..world).map(block).collect();
+    member.call(desc).unwrap();
+    all.append(&mut data);
+    data = vec![0.0; if rank == 2 { count * world } else { 0 }];
+    member.gather(&mine, &mut data, 2).unwrap();
+    all.append(&mut data);
+    data = vec![0.0; count];
+    member.scatter(&blocks, &mut data, 0).unwrap();
+    all.append(&mut data);
+    data = vec![0.0; count * world];
+    member.all_to_all(&blocks, &counts, &mut data, &counts, true).unwrap();
+    all.append(&mut data);
+    all
+}
+
+#[test]
+fn every_collective_gives_what_the_host_gives() {
+    let turn = Turn::take();
+    for count in [0, 1, 300, 70_000] {
+        let before = turn.begun();
+        let by_library = World::new(options(3)).run("g", |member| every_collective(&member, count));
+        assert_eq!(turn.begun() - before, 9 * 3, "all of them went to the library");
+        let by_host = World::new(options(3).with("sidestep", "")).run("g", |member| every_collective(&member, count));
+        assert_eq!(by_library, by_host, "{count} elements");
+    }
+    assert_eq!(turn.abandoned.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn tensors_that_are_not_in_one_piece_are_gathered_from_and_scattered_to() {
+    let turn = Turn::take();
+    World::new(options(2)).run("g", |member| {
+        let mine = numbers(member.rank, 100);
+        let mut apart = [vec![0.0_f32; 100], vec![1.0; 7], vec![0.0; 100]];
+        let mut desc = CallDesc::new(Collective::AllGather, Dtype::F32);
+        desc.inputs = Blocks::of(calls::read(&mine));
+        let [first, _, second] = &mut apart;
+        desc.outputs = [[calls::write(first)], [calls::write(second)]].into_iter().collect();
+        member.call(desc).unwrap();
+        assert_eq!((&apart[0], &apart[2]), (&numbers(0, 100), &numbers(1, 100)));
+        // Every second element of a tensor.
+        let mut wide = numbers(member.rank, 200);
+        let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
+        desc.outputs = Blocks::of(TensorDesc::strided(wide.as_mut_ptr().cast(), Dtype::F32, &[100], &[2]).unwrap());
+        member.call(desc).unwrap();
+        let (zero, one, own) = (numbers(0, 200), numbers(1, 200), numbers(member.rank, 200));
+        for at in 0..200 {
+            assert_eq!(wide[at], if at % 2 == 0 { zero[at] + one[at] } else { own[at] }, "element {at}");
+        }
+    });
+    assert_eq!(turn.begun(), 4);
+}
+
+#[test]
+fn what_a_library_would_do_otherwise_stays_with_the_host() {
+    let turn = Turn::take();
+    World::new(options(2)).run("g", |member| {
+        member.barrier().unwrap();
+        let mut data = [1.0_f32, f32::NAN];
+        member.all_reduce(&mut data, ReduceOp::Min).unwrap();
+        assert!(data[1].is_nan());
+        member.all_reduce(&mut [1_i16; 4], ReduceOp::Sum).unwrap();
+        member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Avg).unwrap();
+        let (rank, mut output) = (member.rank, [0_i32; 4]);
+        let counts = if rank == 0 { ([1, 3], [1, 3]) } else { ([3, 1], [3, 1]) };
+        member.all_to_all(&[7_i32; 4], &counts.0, &mut output, &counts.1, false).unwrap();
+        assert_eq!(output, [7; 4]);
+    });
+    World::new(options(2).with("deterministic", "1")).run("g", |member| {
+        member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Sum).unwrap();
+    });
+    World::new(options(1)).run("g", |member| member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Sum).unwrap());
+    assert_eq!(turn.begun(), 0);
+}
+
+#[test]
+fn only_the_collectives_that_are_named_go_to_the_library() {
+    let turn = Turn::take();
+    World::new(options(2).with("sidestep", "broadcast=mpi,all_gather=host")).run("g", |member| {
+        member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Sum).unwrap();
+        member.broadcast(&mut [1.0_f32; 4], 0).unwrap();
+        let text = member.group.describe();
+        assert!(text.contains("mpi does broadcast: 1 so far"), "{text}");
+        let mut desc = CallDesc::new(Collective::Broadcast, Dtype::F32);
+        let mut data = [1.0_f32; 4];
+        desc.outputs = Blocks::of(calls::write(&mut data));
+        assert_eq!(member.group.algorithm_of(&desc).unwrap(), "mpi");
+    });
+    assert_eq!(turn.begun(), 2);
+}
+
+#[test]
+fn many_calls_in_flight_are_done_in_one_order_beside_those_of_the_host() {
+    let turn = Turn::take();
+    World::new(options(3)).run("g", |member| {
+        for round in 0..20 {
+            let mut sums: Vec<Vec<f32>> = (0..8).map(|at| numbers(member.rank + at + round, 500)).collect();
+            let mut means: Vec<Vec<f32>> = (0..8).map(|at| vec![(at + round) as f32; 40]).collect();
+            let calls: Vec<_> = sums
+                .iter_mut()
+                .zip(&mut means)
+                .flat_map(|(sum, mean)| {
+                    let sum = member.group.submit(member.all_reduce_desc(sum, ReduceOp::Sum, Mode::Async)).unwrap();
+                    let mean = member.group.submit(member.all_reduce_desc(mean, ReduceOp::Avg, Mode::Async)).unwrap();
+                    [sum, mean]
+                })
+                .collect();
+            calls.iter().for_each(|call| finish(call).unwrap());
+            for (at, (sum, mean)) in sums.iter().zip(&means).enumerate() {
+                let of = |rank: usize| numbers(rank + at + round, 500);
+                let expected: Vec<f32> = of(0).iter().zip(of(1)).zip(of(2)).map(|((a, b), c)| a + b + c).collect();
+                assert_eq!((sum, mean), (&expected, &vec![(at + round) as f32; 40]));
+            }
+        }
+    });
+    assert_eq!(turn.begun(), 20 * 8 * 3);
+}
+
+#[test]
+fn ranks_that_make_different_calls_never_enter_the_library() {
+    let turn = Turn::take();
+    let errors = World::new(options(2)).run("g", |member| {
+        if member.rank == 0 {
+            member.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum).unwrap_err()
+        } else {
+            member.broadcast(&mut [1.0_f32; 8], 0).unwrap_err()
+        }
+    });
+    for error in errors {
+        assert!(matches!(error.kind, ErrorKind::Mismatch | ErrorKind::Aborted), "{error}");
+        assert!(error.message.contains("ranks disagree on call 0"), "{error}");
+        assert!(!error.context.holds_memory, "nobody had begun: {error}");
+    }
+    assert_eq!(turn.begun(), 0);
+}
+
+#[test]
+fn groups_that_a_library_does_nothing_for_are_done_by_the_host() {
+    let turn = Turn::take();
+    turn.leaves_to_host.store(true, Ordering::Relaxed);
+    World::new(options(2)).run("g", |member| {
+        let mut data = [1.0_f32; 4];
+        member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+        assert_eq!(data, [2.0; 4]);
+    });
+    assert_eq!(turn.begun(), 0);
+}
+
+/// The errors of an all_reduce that every rank makes.
+fn errors_of_all_reduce(turn: &Turn, world: &World) -> Vec<Error> {
+    let errors = world.run("g", |member| {
+        let error = member.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum).unwrap_err();
+        let next = member.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum).unwrap_err();
+        assert_eq!(next.kind, ErrorKind::Aborted, "the group is over: {next}");
+        error
+    });
+    assert!(turn.begun() <= 2);
+    errors
+}
+
+#[test]
+fn a_failure_of_the_library_is_an_error_that_says_so_and_that_the_memory_stays() {
+    let turn = Turn::take();
+    turn.fails.store(true, Ordering::Relaxed);
+    let errors = errors_of_all_reduce(&turn, &World::new(options(2)));
+    for error in &errors {
+        assert!(error.message.contains("mpi"), "{error}");
+        assert!(error.context.holds_memory, "{error}");
+    }
+    assert!(errors.iter().any(|error| error.message.contains("it was told to fail")), "{errors:?}");
+    assert_eq!(turn.abandoned.load(Ordering::Relaxed), 2);
+}
+
+#[test]
+fn a_refusal_of_the_library_holds_no_memory() {
+    let turn = Turn::take();
+    turn.refuses.store(true, Ordering::Relaxed);
+    let errors = errors_of_all_reduce(&turn, &World::new(options(2)));
+    assert!(errors.iter().any(|error| error.message.contains("has not begun it: it was told to refuse")), "{errors:?}");
+    assert!(errors.iter().all(|error| !error.context.holds_memory), "{errors:?}");
+    assert_eq!(turn.abandoned.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn a_collective_that_the_library_never_ends_is_late_and_its_memory_stays() {
+    let turn = Turn::take();
+    turn.is_stuck.store(true, Ordering::Relaxed);
+    let begin = Instant::now();
+    let errors = errors_of_all_reduce(&turn, &World::new(options(2).timeout(Duration::from_millis(400))));
+    assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
+    assert!(errors.iter().any(|error| error.kind == ErrorKind::Timeout), "{errors:?}");
+    for error in errors {
+        assert!(error.context.holds_memory && error.message.contains("never freed"), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_during_a_collective_of_the_library_ends_it_soon() {
+    let turn = Turn::take();
+    turn.is_stuck.store(true, Ordering::Relaxed);
+    let world = World::new(options(3));
+    let begin = Instant::now();
+    let errors = world.run("g", |member| {
+        let mut data = [1.0_f32; 8];
+        if member.rank == 2 {
+            let call = member.group.submit(member.all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Async)).unwrap();
+            while turn.begun() < 3 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            member.group.abort("the test wants it");
+            return finish(&call).unwrap_err();
+        }
+        member.all_reduce(&mut data, ReduceOp::Sum).unwrap_err()
+    });
+    assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
+    for error in errors {
+        assert!(error.context.holds_memory && error.message.contains("cannot be stopped"), "{error}");
+    }
+    assert_eq!(turn.abandoned.load(Ordering::Relaxed), 3);
+}
+
+#[test]
+fn copies_of_tensors_apart_are_given_back_when_their_collective_is_given_up() {
+    let turn = Turn::take();
+    turn.is_stuck.store(true, Ordering::Relaxed);
+    let errors = World::new(options(2).timeout(Duration::from_millis(400))).run("g", |member| {
+        let mine = numbers(member.rank, 8);
+        let mut apart = [vec![0.0_f32; 8], vec![1.0; 7], vec![0.0; 8]];
+        let mut desc = CallDesc::new(Collective::AllGather, Dtype::F32);
+        desc.inputs = Blocks::of(calls::read(&mine));
+        let [first, _, second] = &mut apart;
+        desc.outputs = [[calls::write(first)], [calls::write(second)]].into_iter().collect();
+        member.call(desc).unwrap_err()
+    });
+    for error in errors {
+        assert!(!error.context.holds_memory, "the library has copies: {error}");
+    }
+}
+
+#[test]
+fn roots_are_those_of_the_group() {
+    let turn = Turn::take();
+    let world = World::new(options(3));
+    world.run_ranks("part", &[2, 0], |member| {
+        let mut data = numbers(member.rank, 50);
+        member.broadcast(&mut data, 1).unwrap();
+        assert_eq!(data, numbers(1, 50));
+        let before = data.clone();
+        member.reduce(&mut data, ReduceOp::Sum, 0).unwrap();
+        if member.rank == 0 {
+            assert_eq!(data, before.iter().map(|value| value * 2.0).collect::<Vec<_>>());
+        }
+    });
+    assert_eq!(turn.begun(), 4);
+}
+
+#[test]
+fn what_a_library_would_do_otherwise_stays_with_the_host() {
+    let turn = Turn::take();
+    World::new(options(2)).run("g", |member| {
+        member.barrier().unwrap();
+        let mut data = [1.0_f32, f32::NAN];
+        member.all_reduce(&mut data, ReduceOp::Min).unwrap();
+        assert!(data[1].is_nan());
+        member.all_reduce(&mut [1_i16; 4], ReduceOp::Sum).unwrap();
+        member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Avg).unwrap();
+        let (rank, mut output) = (member.rank, [0_i32; 4]);
+        let counts = if rank == 0 { ([1, 3], [1, 3]) } else { ([3, 1], [3, 1]) };
+        member.all_to_all(&[7_i32; 4], &counts.0, &mut output, &counts.1, false).unwrap();
+        assert_eq!(output, [7; 4]);
+    });
+    World::new(options(2).with("deterministic", "1")).run("g", |member| {
+        member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Sum).unwrap();
+    });
+    World::new(options(1)).run("g", |member| member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Sum).unwrap());
+    assert_eq!(turn.begun(), 0);
+}
+
+#[test]
+fn only_the_collectives_that_are_named_go_to_the_library() {
+    let turn = Turn::take();
+    World::new(options(2).with("sidestep", "broadcast=mpi,all_gather=host")).run("g", |member| {
+        member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Sum).unwrap();
+        member.broadcast(&mut [1.0_f32; 4], 0).unwrap();
+        let text = member.group.describe();
+        assert!(text.contains("mpi does broadcast: 1 so far"), "{text}");
+        let mut desc = CallDesc::new(Collective::Broadcast, Dtype::F32);
+        let mut data = [1.0_f32; 4];
+        desc.outputs = Blocks::of(calls::write(&mut data));
+        assert_eq!(member.group.algorithm_of(&desc).unwrap(), "mpi");
+    });
+    assert_eq!(turn.begun(), 2);
+}
+
+#[test]
+fn many_calls_in_flight_are_done_in_one_order_beside_those_of_the_host() {
+    let turn = Turn::take();
+    World::new(options(3)).run("g", |member| {
+        for round in 0..20 {
+            let mut sums: Vec<Vec<f32>> = (0..8).map(|at| numbers(member.rank + at + round, 500)).collect();
+            let mut means: Vec<Vec<f32>> = (0..8).map(|at| vec![(at + round) as f32; 40]).collect();
+            let calls: Vec<_> = sums
+                .iter_mut()
+                .zip(&mut means)
+                .flat_map(|(sum, mean)| {
+                    let sum = member.group.submit(member.all_reduce_desc(sum, ReduceOp::Sum, Mode::Async)).unwrap();
+                    let mean = member.group.submit(member.all_reduce_desc(mean, ReduceOp::Avg, Mode::Async)).unwrap();
+                    [sum, mean]
+                })
+                .collect();
+            calls.iter().for_each(|call| finish(call).unwrap());
+            for (at, (sum, mean)) in sums.iter().zip(&means).enumerate() {
+                let of = |rank: usize| numbers(rank + at + round, 500);
+                let expected: Vec<f32> = of(0).iter().zip(of(1)).zip(of(2)).map(|((a, b), c)| a + b + c).collect();
+                assert_eq!((sum, mean), (&expected, &vec![(at + round) as f32; 40]));
+            }
+        }
+    });
+    assert_eq!(turn.begun(), 20 * 8 * 3);
+}
+
+#[test]
+fn ranks_that_make_different_calls_never_enter_the_library() {
+    let turn = Turn::take();
+    let errors = World::new(options(2)).run("g", |member| {
+        if member.rank == 0 {
+            member.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum).unwrap_err()
+        } else {
+            member.broadcast(&mut [1.0_f32; 8], 0).unwrap_err()
+        }
+    });
+    for error in errors {
+        assert!(matches!(error.kind, ErrorKind::Mismatch | ErrorKind::Aborted), "{error}");
+        assert!(error.message.contains("ranks disagree on call 0"), "{error}");
+        assert!(!error.context.holds_memory, "nobody had begun: {error}");
+    }
+    assert_eq!(turn.begun(), 0);
+}
+
+#[test]
+fn groups_that_a_library_does_nothing_for_are_done_by_the_host() {
+    let turn = Turn::take();
+    turn.leaves_to_host.store(true, Ordering::Relaxed);
+    World::new(options(2)).run("g", |member| {
+        let mut data = [1.0_f32; 4];
+        member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+        assert_eq!(data, [2.0; 4]);
+    });
+    assert_eq!(turn.begun(), 0);
+}
+
+/// The errors of an all_reduce that every rank makes.
+fn errors_of_all_reduce(turn: &Turn, world: &World) -> Vec<Error> {
+    let errors = world.run("g", |member| {
+        let error = member.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum).unwrap_err();
+        let next = member.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum).unwrap_err();
+        assert_eq!(next.kind, ErrorKind::Aborted, "the group is over: {next}");
+        error
+    });
+    assert!(turn.begun() <= 2);
+    errors
+}
+
+#[test]
+fn a_failure_of_the_library_is_an_error_that_says_so_and_that_the_memory_stays() {
+    let turn = Turn::take();
+    turn.fails.store(true, Ordering::Relaxed);
+    let errors = errors_of_all_reduce(&turn, &World::new(options(2)));
+    for error in &errors {
+        assert!(error.message.contains("mpi"), "{error}");
+        assert!(error.context.holds_memory, "{error}");
+    }
+    assert!(errors.iter().any(|error| error.message.contains("it was told to fail")), "{errors:?}");
+    assert_eq!(turn.abandoned.load(Ordering::Relaxed), 2);
+}
+
+#[test]
+fn a_refusal_of_the_library_holds_no_memory() {
+    let turn = Turn::take();
+    turn.refuses.store(true, Ordering::Relaxed);
+    let errors = errors_of_all_reduce(&turn, &World::new(options(2)));
+    assert!(errors.iter().any(|error| error.message.contains("has not begun it: it was told to refuse")), "{errors:?}");
+    assert!(errors.iter().all(|error| !error.context.holds_memory), "{errors:?}");
+    assert_eq!(turn.abandoned.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn a_collective_that_the_library_never_ends_is_late_and_its_memory_stays() {
+    let turn = Turn::take();
+    turn.is_stuck.store(true, Ordering::Relaxed);
+    let begin = Instant::now();
+    let errors = errors_of_all_reduce(&turn, &World::new(options(2).timeout(Duration::from_millis(400))));
+    assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
+    assert!(errors.iter().any(|error| error.kind == ErrorKind::Timeout), "{errors:?}");
+    for error in errors {
+        assert!(error.context.holds_memory && error.message.contains("never freed"), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_during_a_collective_of_the_library_ends_it_soon() {
+    let turn = Turn::take();
+    turn.is_stuck.store(true, Ordering::Relaxed);
+    let world = World::new(options(3));
+    let begin = Instant::now();
+    let errors = world.run("g", |member| {
+        let mut data = [1.0_f32; 8];
+        if member.rank == 2 {
+            let call = member.group.submit(member.all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Async)).unwrap();
+            while turn.begun() < 3 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            member.group.abort("the test wants it");
+            return finish(&call).unwrap_err();
+        }
+        member.all_reduce(&mut data, ReduceOp::Sum).unwrap_err()
+    });
+    assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
+    for error in errors {
+        assert!(error.context.holds_memory && error.message.contains("cannot be stopped"), "{error}");
+    }
+    assert_eq!(turn.abandoned.load(Ordering::Relaxed), 3);
+}
+
+#[test]
+fn copies_of_tensors_apart_are_given_back_when_their_collective_is_given_up() {
+    let turn = Turn::take();
+    turn.is_stuck.store(true, Ordering::Relaxed);
+    let errors = World::new(options(2).timeout(Duration::from_millis(400))).run("g", |member| {
+        let mine = numbers(member.rank, 8);
+        let mut apart = [vec![0.0_f32; 8], vec![1.0; 7], vec![0.0; 8]];
+        let mut desc = CallDesc::new(Collective::AllGather, Dtype::F32);
+        desc.inputs = Blocks::of(calls::read(&mine));
+        let [first, _, second] = &mut apart;
+        desc.outputs = [[calls::write(first)], [calls::write(second)]].into_iter().collect();
+        member.call(desc).unwrap_err()
+    });
+    for error in errors {
+        assert!(!error.context.holds_memory, "the library has copies: {error}");
+    }
+}
+
+#[test]
+fn roots_are_those_of_the_group() {
+    let turn = Turn::take();
+    let world = World::new(options(3));
+    world.run_ranks("part", &[2, 0], |member| {
+        let mut data = numbers(member.rank, 50);
+        member.broadcast(&mut data, 1).unwrap();
+        assert_eq!(data, numbers(1, 50));
+        let mut desc = CallDesc::new(Collective::Reduce, Dtype::F32);
+        let mut output = vec![0.0_f32; 50];
+        desc.root = Rank(0);
+        desc.inputs = Blocks::of(calls::read(&data));
+        desc.outputs = Blocks::of(calls::write(&mut output));
+        member.call(desc).unwrap();
+        if member.rank == 0 {
+            assert_eq!(output, data.iter().map(|value| value * 2.0).collect::<Vec<_>>());
+        }
+    });
+    assert_eq!(turn.begun(), 4);
+}

@@ -1,0 +1,152 @@
+//! Collectives that MPI does as a whole for groups of the job's processes.
+//!
+//! Owns a group's communicator, which is made when the group makes its first collective, and the order in which its collectives are begun.
+//! The group of all processes, in their order, that is the first to ask has one that was made with MPI's start; for others a thread waits
+//! for their processes, which needs `MPI_THREAD_MULTIPLE`, and for as long no lock is held. Which group has which is in [`crate::groups`], which
+//! thread calls MPI the matter of [`crate::world`]. Read [`Call::step`] first.
+
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+
+use crate::calls::{Checked, Collective, Communicator, Request};
+use crate::signals;
+
+/// A group of processes whose collectives MPI does.
+pub(crate) struct Group {
+    /// The processes, and what to make their communicator from, by a tag.
+    ranks: Vec<c_int>,
+    parent: Communicator,
+    tag: c_int,
+    state: Mutex<State>,
+    /// How many collectives were asked for, and how many of them MPI was given.
+    asked: AtomicU64,
+    begun: AtomicU64,
+}
+
+enum State {
+    /// Nobody has asked for it.
+    Unmade,
+    UnderWay,
+    Made { communicator: Communicator, is_ours: bool },
+    Failed(String),
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// MPI is not called any more. Whoever calls it without the world's lock has this one.
+static IS_OVER: RwLock<bool> = RwLock::new(false);
+
+/// MPI is about to end.
+pub(crate) fn end_all() {
+    *IS_OVER.write().unwrap_or_else(PoisonError::into_inner) = true;
+}
+
+/// Calls MPI, unless it is over.
+pub(crate) fn unless_over<T>(work: impl FnOnce() -> Checked<T>) -> Checked<T> {
+    let is_over = IS_OVER.read().unwrap_or_else(PoisonError::into_inner);
+    if *is_over { Err("MPI has ended".to_owned()) } else { work() }
+}
+
+impl Group {
+    /// A group of these processes, and its communicator where that is there.
+    pub(crate) fn new(ranks: Vec<c_int>, parent: Communicator, tag: c_int, made: Option<Communicator>) -> Arc<Self> {
+        let made = made.map(|communicator| State::Made { communicator, is_ours: false });
+        let state = Mutex::new(made.unwrap_or(State::Unmade));
+        Arc::new(Self { ranks, parent, tag, state, asked: AtomicU64::new(0), begun: AtomicU64::new(0) })
+    }
+
+    /// The communicator, as soon as there is one.
+    fn communicator(self: &Arc<Self>) -> Checked<Option<Communicator>> {
+        let mut state = lock(&self.state);
+        match &*state {
+            State::Made { communicator, .. } => return Ok(Some(*communicator)),
+            State::Failed(why) => return Err(why.clone()),
+            State::UnderWay => return Ok(None),
+            State::Unmade => {}
+        }
+        *state = State::UnderWay;
+        drop(state);
+        let group = self.clone();
+        let make = move || {
+            signals::block();
+            // No lock is held: it waits for the others of the group.
+            let made = unless_over(|| Ok(())).and_then(|()| group.parent.of_some(&group.ranks, group.tag));
+            *lock(&group.state) = match made {
+                Ok(communicator) => State::Made { communicator, is_ours: true },
+                Err(why) => State::Failed(why),
+            };
+        };
+        let spawned = std::thread::Builder::new().name("accl-mpi-group".to_owned()).spawn(make);
+        spawned.map(|_| None).map_err(|why| format!("no thread that makes a communicator: {why}"))
+    }
+
+    /// A collective of the group, which is begun in its turn.
+    pub(crate) fn call(self: &Arc<Self>, what: Collective) -> Call {
+        let turn = self.asked.fetch_add(1, Ordering::Relaxed);
+        Call { group: self.clone(), what, turn, request: None, ended: None }
+    }
+
+    /// Gives the communicator back that was made for it alone. Nothing is under way in it.
+    pub(crate) fn close(&self) {
+        let state = std::mem::replace(&mut *lock(&self.state), State::Failed("the group was left".to_owned()));
+        // What is still being asked for may be in use, and so may be what a collective was abandoned in.
+        let is_over = self.asked.load(Ordering::Relaxed) == self.begun.load(Ordering::Relaxed);
+        if let State::Made { communicator, is_ours: true } = state
+            && is_over
+        {
+            let _ = unless_over(|| communicator.free());
+        }
+    }
+}
+
+/// A collective that was asked for.
+pub(crate) struct Call {
+    group: Arc<Group>,
+    what: Collective,
+    /// Which of its group's it is.
+    turn: u64,
+    request: Option<Request>,
+    ended: Option<Checked<()>>,
+}
+
+impl Call {
+    /// Moves it on, by a call to MPI. Returns how it has ended, once it has.
+    pub(crate) fn step(&mut self) -> Option<Checked<()>> {
+        if self.ended.is_none() {
+            self.ended = self.go_on().transpose();
+        }
+        self.ended.clone()
+    }
+
+    fn go_on(&mut self) -> Checked<Option<()>> {
+        if self.request.is_none() {
+            let Some(communicator) = self.group.communicator()? else { return Ok(None) };
+            if self.group.begun.load(Ordering::Relaxed) != self.turn {
+                return Ok(None);
+            }
+            // SAFETY: whoever starts it keeps the memory until it has ended, or for ever.
+            self.request = Some(unsafe { communicator.collective(&self.what) }?);
+            self.group.begun.store(self.turn + 1, Ordering::Relaxed);
+        }
+        let Some(request) = &mut self.request else { return Ok(None) };
+        Ok(request.is_complete()?.then_some(()))
+    }
+
+    /// How it has ended, if it has, without a call to MPI.
+    pub(crate) fn ended(&self) -> Option<Checked<()>> {
+        self.ended.clone()
+    }
+
+    /// It is moved on no more.
+    pub(crate) fn end(&mut self, why: &str) {
+        self.ended.get_or_insert_with(|| Err(why.to_owned()));
+    }
+
+    /// It is not waited for: nothing more may begin in its group, and its communicator is not given back.
+    pub(crate) fn abandon(&self) {
+        *lock(&self.group.state) = State::Failed("a collective of the group was given up".to_owned());
+    }
+}

@@ -1,0 +1,137 @@
+//! The functions of the table that do whole collectives.
+//!
+//! Owns the border to the engine: pointers become groups and calls of [`crate::collectives`], and no panic crosses. Knows no MPI.
+
+use std::cell::RefCell;
+use std::ffi::{CString, c_char, c_int, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex};
+
+use accl_wire::table::{AGAIN, CollectiveV1, FAILED, OK};
+
+use crate::address::Address;
+use crate::calls::{Checked, Collective};
+use crate::collectives::{Call, Group};
+use crate::groups::{self, Opened};
+use crate::world;
+
+thread_local! {
+    /// Why a function has failed that this thread has called.
+    static WHY: RefCell<CString> = RefCell::default();
+}
+
+/// Keeps why a function returns this.
+fn explain(returned: c_int, why: String) -> c_int {
+    WHY.with_borrow_mut(|kept| *kept = CString::new(why).unwrap_or_default());
+    returned
+}
+
+/// What a function returns that has come to this.
+fn guarded(work: impl FnOnce() -> Checked<c_int>) -> c_int {
+    let done = catch_unwind(AssertUnwindSafe(|| world::guard_fork().and_then(|()| work())));
+    match done.unwrap_or_else(|_| Err("an internal error".to_owned())) {
+        Ok(returned) => returned,
+        Err(why) => explain(FAILED, why),
+    }
+}
+
+pub(crate) unsafe extern "C" fn address(_context: *mut c_void, address: *mut c_void, bytes: *mut usize) -> c_int {
+    guarded(|| {
+        let ours = groups::address()?.to_bytes();
+        // SAFETY: the header promises this much room, and a place for the length.
+        unsafe {
+            ours.as_ptr().copy_to_nonoverlapping(address.cast(), ours.len().min(*bytes));
+            *bytes = ours.len();
+        }
+        Ok(OK)
+    })
+}
+
+pub(crate) unsafe extern "C" fn open(
+    _context: *mut c_void,
+    rank: u32,
+    world: u32,
+    addresses: *const *const c_void,
+    lengths: *const usize,
+    key: u64,
+    group: *mut *mut c_void,
+) -> c_int {
+    guarded(|| {
+        let read = |other: usize| {
+            // SAFETY: the header has as many addresses and lengths as ranks, and as many bytes as it says at each.
+            let bytes = unsafe { std::slice::from_raw_parts((*addresses.add(other)).cast(), *lengths.add(other)) };
+            Address::from_bytes(bytes).map_err(|why| format!("rank {other}: {why}"))
+        };
+        let addresses = (0..world as usize).map(read).collect::<Checked<Vec<Address>>>()?;
+        match groups::open(rank, &addresses, key)? {
+            Opened::Group(made) => {
+                // SAFETY: the header promises a place for the answer.
+                unsafe { *group = Arc::into_raw(made).cast_mut().cast() };
+                Ok(OK)
+            }
+            Opened::LeftToHost(why) => Ok(explain(AGAIN, why)),
+        }
+    })
+}
+
+pub(crate) unsafe extern "C" fn start(group: *mut c_void, what: *const CollectiveV1, call: *mut *mut c_void) -> c_int {
+    guarded(|| {
+        // SAFETY: `open` made the group, which is not closed.
+        let group = unsafe { &*group.cast::<Group>() };
+        // SAFETY: the header has a collective there.
+        let &CollectiveV1 { collective, element_type, op, root, count, input, output, .. } = unsafe { &*what };
+        let count = c_int::try_from(count).map_err(|_| format!("MPI does not count to {count}"))?;
+        let root = c_int::try_from(root).map_err(|_| format!("there is no rank {root}"))?;
+        let what = Collective { number: collective, element_type, op, root, count, input, output };
+        // SAFETY: it came out of an `Arc` that is there until `close`.
+        let group = unsafe {
+            Arc::increment_strong_count(std::ptr::from_ref(group));
+            Arc::from_raw(std::ptr::from_ref(group))
+        };
+        let made = Arc::new(Mutex::new(group.call(what)));
+        world::start_collective(&made)?;
+        // SAFETY: the header promises a place for the answer.
+        unsafe { *call = Arc::into_raw(made).cast_mut().cast() };
+        Ok(OK)
+    })
+}
+
+pub(crate) unsafe extern "C" fn test(call: *mut c_void) -> c_int {
+    guarded(|| {
+        let call = call.cast_const().cast::<Mutex<Call>>();
+        // SAFETY: `start` made the call, which has not ended before.
+        match world::test_collective(unsafe { &*call }) {
+            None => Ok(AGAIN),
+            Some(Err(why)) => Err(why),
+            Some(Ok(())) => {
+                // SAFETY: it came out of an `Arc`, and nobody names it from here on.
+                drop(unsafe { Arc::from_raw(call) });
+                Ok(OK)
+            }
+        }
+    })
+}
+
+pub(crate) unsafe extern "C" fn abandon(call: *mut c_void) {
+    guarded(|| {
+        // SAFETY: `start` made the call, and nobody names it from here on.
+        let call = unsafe { Arc::from_raw(call.cast_const().cast::<Mutex<Call>>()) };
+        world::abandon_collective(&call);
+        // The library may still work on it.
+        std::mem::forget(call);
+        Ok(OK)
+    });
+}
+
+pub(crate) unsafe extern "C" fn error() -> *const c_char {
+    WHY.with_borrow(|why| why.as_ptr())
+}
+
+pub(crate) unsafe extern "C" fn close(group: *mut c_void) {
+    guarded(|| {
+        // SAFETY: `open` made the group, and nobody names it from here on.
+        let group = unsafe { Arc::from_raw(group.cast_const().cast::<Group>()) };
+        group.close();
+        Ok(OK)
+    });
+}
