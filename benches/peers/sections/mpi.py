@@ -148,7 +148,9 @@ def table(found: Mapping[str, Any]) -> Table:
             pair = first.get(f"stepped_{name}_{size}_us")
             if pair is not None:
                 bar = Bar(ratio(*pair), at_most=OF_ITS_OWN, unit=" times it")
-                shown.row(f"{name} of {show_size(size)} by `ACCL_SIDESTEP`, beside `{own}`, us", [*map(plain, pair), bar])
+                shown.row(
+                    f"{name} of {show_size(size)} by `ACCL_SIDESTEP`, beside `{own}`, us", [*map(plain, pair), bar]
+                )
     idle = max(one["idle_us"] for one in runs.values())
     shown.row("processor time in 2 s of nothing, us", [plain(idle), "", Bar(idle, at_most=IDLE_US)])
     return shown

@@ -83,7 +83,7 @@ impl Request {
         let output = if output_bytes > 0 { memory.whole_output() } else { Some(nowhere) };
         if let (Some(input), Some(output)) = (input, output) {
             let is_in_place = reads && writes && may_be_in_place && input_bytes > 0 && input.0 == own_block(output.0);
-            if is_in_place || !overlap(input, output) && !(reads && what.collective == Collective::Broadcast) {
+            if is_in_place || !(overlap(input, output) || reads && what.collective == Collective::Broadcast) {
                 request.is_direct = true;
                 request.collective.input =
                     if reads && !is_in_place { input.0.cast_const().cast() } else { std::ptr::null() };
