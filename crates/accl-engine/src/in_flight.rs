@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use accl_types::Error;
 
+use crate::sidestep::Worker;
 use crate::sync::{Condvar, Mutex};
 use accl_executor::call::{CallObserver, CallState, Callback};
 
@@ -19,8 +20,8 @@ pub(crate) struct InFlight {
     notifier: Arc<Notifier>,
     /// Its parts were left to who waits for it.
     pub(crate) is_left_to_waiter: bool,
-    /// A library does it as a whole, on another thread, once all ranks have made it.
-    pub(crate) is_by_library: bool,
+    /// Who has a library do it as a whole, once all ranks have made it.
+    pub(crate) worker: Option<Arc<Worker>>,
 }
 
 /// What sleepers on a call wait for.
@@ -67,7 +68,7 @@ impl CallObserver for Notifier {
 impl InFlight {
     /// A call that was started with this notifier as its observer.
     pub(crate) fn new(state: Arc<CallState>, notifier: Arc<Notifier>) -> Self {
-        Self { state, notifier, is_left_to_waiter: false, is_by_library: false }
+        Self { state, notifier, is_left_to_waiter: false, worker: None }
     }
 
     /// Keeps a callback for the end, if there is none.

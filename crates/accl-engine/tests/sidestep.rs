@@ -253,12 +253,16 @@ fn a_failure_of_the_library_is_an_error_that_says_so_and_that_the_memory_stays()
     let turn = Turn::take();
     turn.fails.store(true, Ordering::Relaxed);
     let errors = errors_of_all_reduce(&turn, &World::new(options(2)));
-    for error in &errors {
-        assert!(error.message.contains("mpi"), "{error}");
-        assert!(error.context.holds_memory, "{error}");
+    assert!(
+        errors.iter().all(|error| error.message.contains("mpi has failed to do it: it was told to fail")),
+        "{errors:?}"
+    );
+    // A rank that heard of the other's failure first may not have begun.
+    let held = errors.iter().filter(|error| error.context.holds_memory).count() as u64;
+    assert!(held > 0 && held == turn.abandoned.load(Ordering::Relaxed), "{errors:?}");
+    for error in errors {
+        assert_eq!(error.to_string().contains("never freed"), error.context.holds_memory, "{error}");
     }
-    assert!(errors.iter().any(|error| error.message.contains("it was told to fail")), "{errors:?}");
-    assert_eq!(turn.abandoned.load(Ordering::Relaxed), 2);
 }
 
 #[test]
@@ -280,7 +284,7 @@ fn a_collective_that_the_library_never_ends_is_late_and_its_memory_stays() {
     assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
     assert!(errors.iter().any(|error| error.kind == ErrorKind::Timeout), "{errors:?}");
     for error in errors {
-        assert!(error.context.holds_memory && error.message.contains("never freed"), "{error}");
+        assert!(error.context.holds_memory && error.to_string().contains("never freed"), "{error}");
     }
 }
 

@@ -26,8 +26,7 @@ impl Status {
             return None;
         }
         let kind = ErrorKind::from_code(self.kind.repr).unwrap_or(ErrorKind::Internal);
-        let error = Error::new(kind, self.message.strip_prefix("accl: ").unwrap_or(&self.message));
-        Some(if self.holds_memory { error.holding_memory() } else { error })
+        Some(Error::new(kind, self.message.strip_prefix("accl: ").unwrap_or(&self.message)))
     }
 }
 

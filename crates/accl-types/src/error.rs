@@ -177,6 +177,10 @@ constructors! {
     internal = Internal;
 }
 
+/// What is said of tensors that somebody may still write to: on the rank that has them, and not where its error is reported.
+const HOLDS_MEMORY: &str = "; the tensors of this call may still be written to, and their memory is never freed: do not use them, and end this \
+    process when you can";
+
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("accl: ")?;
@@ -195,7 +199,11 @@ impl fmt::Display for Error {
         } else if let Some(group) = &self.context.group {
             write!(f, "group {group}: ")?;
         }
-        f.write_str(&self.message)
+        f.write_str(&self.message)?;
+        if self.context.holds_memory {
+            f.write_str(HOLDS_MEMORY)?;
+        }
+        Ok(())
     }
 }
 
@@ -212,6 +220,15 @@ mod tests {
             .in_call(Collective::AllReduce, Seq(42))
             .on_rank(Rank(1));
         assert_eq!(error.to_string(), "accl: [rank 1] all_reduce seq 42 in group dp: rank 3 sent nothing for 30000 ms");
+    }
+
+    #[test]
+    fn an_error_says_that_the_memory_of_the_call_must_stay() {
+        let error = Error::timeout("late").holding_memory();
+        assert!(
+            error.to_string().starts_with("accl: late; the tensors of this call may still be written to"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -318,7 +318,7 @@ impl Group {
         }
         self.driver.submitted(&call);
         let mut state = InFlight::new(call, notifier);
-        state.is_by_library = self.sidestep.is_some() && Sidestep::has(desc);
+        state.worker = self.sidestep.as_ref().filter(|_| Sidestep::has(desc)).map(|sidestep| sidestep.worker());
         Ok(Call { state, driver: Arc::downgrade(&self.driver) })
     }
 

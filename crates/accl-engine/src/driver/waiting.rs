@@ -17,6 +17,7 @@ use smallvec::SmallVec;
 use super::{Driver, ROUNDS_BEFORE_LOOK, look};
 use crate::election::Waiter;
 use crate::in_flight::InFlight;
+use crate::sidestep::Look;
 use crate::time;
 
 /// How often a waiter looks for signals, in milliseconds.
@@ -190,6 +191,7 @@ impl Driver {
         let mut watch = Watch { driver: self, is_on: false };
         let mut needed: Option<SmallVec<[PeerId; 4]>> = None;
         let mut polls = false;
+        let helping = call.worker.as_ref().map(|worker| worker.help());
         for round in 0_u32.. {
             let now = time::now();
             if let Some(mut core) = self.try_lock() {
@@ -233,16 +235,18 @@ impl Driver {
                 }
                 return Some(outcome);
             }
-            // Whoever does it wakes this thread, and has use for its core.
-            let is_elsewhere = call.is_by_library && self.with_core(|core| core.is_elsewhere(call));
+            // What a library has begun it gets on with as it is looked at.
+            let look = helping.as_ref().map_or(Look::Idle, |helping| helping.look());
             // A core of its own is there for as long as something comes, and so is one on which nothing would tell of what comes; then a waiter
             // looks for signals.
-            let is_over = if !polls && (shared || !call.is_cut) || self.spin.is_some() {
+            let is_over = if look != Look::Idle && self.spin.is_none() {
+                now.since(start) >= Duration::from_millis(TICK_MS)
+            } else if !polls && (shared || !call.is_cut) || self.spin.is_some() {
                 now.since(start) >= budget
             } else {
                 now.since(news) >= budget || now.since(start) >= Duration::from_millis(TICK_MS)
             };
-            if is_over || is_elsewhere || until.is_some_and(|until| now >= until) {
+            if is_over || until.is_some_and(|until| now >= until) {
                 drop((watch, beside));
                 // Nobody has told a sleeping driver of this call's deadline: until now this thread looked after it.
                 if self.with_core(|core| core.must_wake_driver(core.next_deadline())) {

@@ -1,12 +1,11 @@
 //! A group's side of the collectives that the library of a transport does for it.
 //!
-//! Owns which calls are given to the library, and how the group of the library is made; the thread (`worker`) alone calls the library from
-//! then on. Read [`Sidestep::takes`] first.
+//! Owns which calls are given to the library, and how the group of the library is made; who calls the library from then on
+//! is the matter of `worker`. Read [`Sidestep::takes`] first.
 
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{SendError, Sender};
 
 use accl_executor::call::{CallDesc, External, ExternalTask};
 use accl_transport::collectives::Opened;
@@ -14,7 +13,8 @@ use accl_types::config::{Config, SidestepTo};
 use accl_types::{Collective, Error, Result};
 
 use super::route::kept_by_host;
-use super::worker::{Membership, Order, Workers};
+use super::running::{Membership, Order};
+use super::worker::{Worker, Workers};
 
 /// The transport whose library the setting names.
 const MPI: &str = "mpi";
@@ -25,7 +25,7 @@ pub(crate) struct Sidestep {
     /// By which the thread knows the group.
     key: u64,
     world: u32,
-    orders: Sender<Order>,
+    worker: Arc<Worker>,
     done: Arc<AtomicU64>,
 }
 
@@ -94,11 +94,11 @@ impl Sidestep {
             }
         };
         let world = addresses.len() as u32;
-        let (orders, done) = (workers.orders()?, Arc::<AtomicU64>::default());
+        let (worker, done) = (workers.worker()?, Arc::<AtomicU64>::default());
         let key = workers.next_key();
         let membership = Membership { key, rank, world, name: MPI, group: opened, done: done.clone() };
-        orders.send(Order::Open(membership)).map_err(|_| Error::internal("the thread of a library has ended"))?;
-        Ok(Some(Arc::new(Self { named, key, world, orders, done })))
+        worker.put(Order::Open(membership));
+        Ok(Some(Arc::new(Self { named, key, world, worker, done })))
     }
 
     /// The same call, done by the library, if it is to be.
@@ -109,7 +109,12 @@ impl Sidestep {
 
     /// The group is left, or is not made.
     pub(crate) fn close(&self) {
-        let _ = self.orders.send(Order::Close { group: self.key });
+        self.worker.put(Order::Close { group: self.key });
+    }
+
+    /// Who has the library do it, for whoever waits.
+    pub(crate) fn worker(&self) -> Arc<Worker> {
+        self.worker.clone()
     }
 
     /// For a person: what it has done.
@@ -132,9 +137,7 @@ impl External for Sidestep {
     }
 
     fn begin(&self, task: ExternalTask) {
-        if let Err(SendError(Order::Do { task, .. })) = self.orders.send(Order::Do { group: self.key, task }) {
-            task.fail("the thread of a library has ended; make a new group");
-        }
+        self.worker.put(Order::Do { group: self.key, task });
     }
 }
 

@@ -21,6 +21,12 @@ struct Room {
 /// What is asked of the library, and what its memory is.
 pub(super) struct Request {
     pub(super) collective: CollectiveV1,
+    pub(super) memory: Memory,
+}
+
+/// What a library works on.
+#[derive(Default)]
+pub(super) struct Memory {
     /// The caller's own memory, which the task holds from [`Request::hold`] on.
     is_direct: bool,
     /// Otherwise copies of it.
@@ -68,9 +74,7 @@ impl Request {
                 input: std::ptr::null(),
                 output: std::ptr::null_mut(),
             },
-            is_direct: false,
-            input: Room::default(),
-            output: Room::default(),
+            memory: Memory::default(),
         };
         let nowhere: Piece = (std::ptr::NonNull::<u128>::dangling().as_ptr().cast(), 0);
         let own_block = |output: *mut u8| match what.collective {
@@ -84,34 +88,36 @@ impl Request {
         if let (Some(input), Some(output)) = (input, output) {
             let is_in_place = reads && writes && may_be_in_place && input_bytes > 0 && input.0 == own_block(output.0);
             if is_in_place || !(overlap(input, output) || reads && what.collective == Collective::Broadcast) {
-                request.is_direct = true;
+                request.memory.is_direct = true;
                 request.collective.input =
                     if reads && !is_in_place { input.0.cast_const().cast() } else { std::ptr::null() };
                 request.collective.output = if writes { output.0.cast() } else { std::ptr::null_mut() };
                 return Ok(Some(request));
             }
         }
-        request.input = Room::of(input_bytes);
-        request.output = Room::of(output_bytes);
-        if !memory.read_input(0, request.input.bytes()) {
+        request.memory.input = Room::of(input_bytes);
+        request.memory.output = Room::of(output_bytes);
+        if !memory.read_input(0, request.memory.input.bytes()) {
             return Ok(None);
         }
         if reads && what.collective == Collective::Broadcast {
-            request.output.bytes().copy_from_slice(request.input.bytes());
+            request.memory.output.bytes().copy_from_slice(request.memory.input.bytes());
         } else if reads {
-            request.collective.input = request.input.bytes().as_ptr().cast();
+            request.collective.input = request.memory.input.bytes().as_ptr().cast();
         }
         if writes {
-            request.collective.output = request.output.bytes().as_mut_ptr().cast();
+            request.collective.output = request.memory.output.bytes().as_mut_ptr().cast();
         }
         Ok(Some(request))
     }
 
     /// Takes the caller's memory for as long as the library works on it. `false`: the task is cancelled.
     pub(super) fn hold(&self, task: &ExternalTask) -> bool {
-        !self.is_direct || task.hold()
+        !self.memory.is_direct || task.hold()
     }
+}
 
+impl Memory {
     /// Whether the library works on the caller's memory.
     pub(super) fn is_direct(&self) -> bool {
         self.is_direct

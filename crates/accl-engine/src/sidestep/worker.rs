@@ -1,77 +1,88 @@
-//! The thread that has libraries do collectives: it starts what it is given, moves on what is under way, and sees to deadlines.
+//! Who has libraries do collectives: the thread that waits for one, and otherwise a thread for all groups of the process, which sleeps while
+//! there is nothing to do.
 //!
-//! One serves all groups of a process, from the first on that has use for it, and sleeps while there is nothing to do. It alone calls the
-//! library for them. Nothing stops what a library has begun: a collective that is late, or whose call has failed, is abandoned with its
-//! group, and its memory stays. Read [`Worker::run`] first.
+//! A change of threads takes longer than a small collective, so who waits helps: it looks at the library between its looks at the links, and
+//! the thread is woken only where nobody does. Owns the queue of what is due; what is done with it is in `running`. Read [`Worker::put`] first.
 
-use std::collections::HashMap;
+use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{self, Receiver, Sender, TryRecvError};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use accl_executor::call::ExternalTask;
-use accl_transport::collectives::{CollectiveCall, CollectiveGroup};
-use accl_types::{Error, ErrorKind, Result};
+use accl_types::{Error, Result};
 
-use super::request::Request;
-use crate::sync::Mutex;
-use crate::{signals, time};
+use super::running::{Library, Order};
+use crate::signals;
+use crate::sync::{Condvar, Mutex};
 
-/// For so long after something has begun or ended the thread goes on without a sleep, but gives its core to others.
-const ATTENTION: Duration = Duration::from_millis(2);
+/// For so long after something has begun or ended the thread goes on without a sleep, but gives its core to others: all ranks are in what is under
+/// way, and a library may get no further than it is looked at.
+const ATTENTION: Duration = Duration::from_secs(10);
 /// Then it sleeps between looks: so long at first, and twice as long each time up to the longest.
 const FIRST_PAUSE: Duration = Duration::from_micros(20);
 const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 
-/// What the thread is told.
-pub(super) enum Order {
-    /// There is a group.
-    Open(Membership),
-    /// A collective of a group is due.
-    Do { group: u64, task: ExternalTask },
-    /// A group is left.
-    Close { group: u64 },
-}
-
-/// A group as the thread knows it.
-pub(super) struct Membership {
-    pub(super) key: u64,
-    pub(super) rank: u32,
-    pub(super) world: u32,
-    /// The transport that does it.
-    pub(super) name: &'static str,
-    pub(super) group: Box<dyn CollectiveGroup>,
-    /// How many collectives it has done.
-    pub(super) done: Arc<AtomicU64>,
-}
-
-/// The thread of a process, once there is one.
+/// The worker of an engine, once there is one.
 #[derive(Default)]
 pub(crate) struct Workers {
-    orders: Mutex<Option<Sender<Order>>>,
+    worker: OnceLock<Arc<Worker>>,
+    starting: Mutex<()>,
     groups: AtomicU64,
 }
 
+/// What is due, and whoever does it.
+pub(crate) struct Worker {
+    due: Mutex<VecDeque<Order>>,
+    /// There is something due, or nobody helps any more.
+    wanted: Condvar,
+    /// Whoever has it calls the library. It is taken before `due`.
+    library: Mutex<Library>,
+    /// How many collectives are under way.
+    under_way: AtomicU64,
+    /// Threads that wait for a collective and look at the library meanwhile.
+    helpers: AtomicU32,
+    is_over: AtomicBool,
+}
+
+/// What one look has found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Look {
+    /// There is nothing to do.
+    Idle,
+    /// Something is under way, or another thread looks.
+    UnderWay,
+    /// Something has ended.
+    Ended,
+}
+
 impl Workers {
-    /// The way to the thread, which is started if there is none.
+    /// The worker, whose thread is started if there is none.
     ///
     /// # Errors
     /// `Exhausted` when it cannot start.
-    pub(super) fn orders(&self) -> Result<Sender<Order>> {
-        let mut orders = self.orders.lock();
-        if let Some(orders) = &*orders {
-            return Ok(orders.clone());
+    pub(super) fn worker(&self) -> Result<Arc<Worker>> {
+        let _alone = self.starting.lock();
+        if let Some(worker) = self.worker.get() {
+            return Ok(worker.clone());
         }
-        let (tell, told) = mpsc::channel();
+        let worker = Arc::new(Worker {
+            due: Mutex::default(),
+            wanted: Condvar::new(),
+            library: Mutex::default(),
+            under_way: AtomicU64::new(0),
+            helpers: AtomicU32::new(0),
+            is_over: AtomicBool::new(false),
+        });
+        let served = worker.clone();
         std::thread::Builder::new()
             .name("accl-sidestep".to_owned())
             .spawn(move || {
                 signals::block_all();
-                Worker { orders: told, groups: HashMap::new(), running: Vec::new() }.run();
+                served.serve();
             })
             .map_err(|why| Error::exhausted(format!("no thread for the collectives of a library: {why}")))?;
-        Ok(orders.insert(tell).clone())
+        Ok(self.worker.get_or_init(|| worker).clone())
     }
 
     /// What no other group of this process has been called.
@@ -80,56 +91,77 @@ impl Workers {
     }
 }
 
-struct Worker {
-    orders: Receiver<Order>,
-    groups: HashMap<u64, Known>,
-    running: Vec<Running>,
-}
-
-struct Known {
-    membership: Membership,
-    /// Why nothing more is started in it.
-    broken: Option<String>,
-    /// It is left, and ends with the last that is under way.
-    is_left: bool,
-}
-
-struct Running {
-    group: u64,
-    task: ExternalTask,
-    request: Request,
-    call: Box<dyn CollectiveCall>,
-}
-
-/// What has become of a collective that was under way.
-enum End {
-    Done,
-    Failed(String),
-    Late,
-    Cancelled,
+impl Drop for Workers {
+    fn drop(&mut self) {
+        if let Some(worker) = self.worker.get() {
+            worker.is_over.store(true, Ordering::Relaxed);
+            worker.wake();
+        }
+    }
 }
 
 impl Worker {
-    fn run(mut self) {
+    /// Something is due. Whoever helps sees it, and else the thread is woken. Neither blocks nor calls the library.
+    pub(super) fn put(&self, order: Order) {
+        let mut due = self.due.lock();
+        due.push_back(order);
+        // Under the lock: who stops helping counts itself out first, and takes the lock then.
+        if self.helpers.load(Ordering::Relaxed) == 0 {
+            self.wanted.notify_one();
+        }
+    }
+
+    fn wake(&self) {
+        let _due = self.due.lock();
+        self.wanted.notify_one();
+    }
+
+    /// This thread waits for a collective, and looks at the library until what this returns is dropped.
+    pub(crate) fn help(&self) -> Helping<'_> {
+        self.helpers.fetch_add(1, Ordering::Relaxed);
+        Helping(self)
+    }
+
+    /// What is due is begun, and what is under way is looked at once.
+    fn look(&self, library: &mut Library) -> Look {
+        let mut look = Look::Idle;
+        loop {
+            // One at a time: what is put meanwhile need not wait for the library.
+            let Some(order) = self.due.lock().pop_front() else { break };
+            library.obey(order);
+            look = Look::Ended;
+        }
+        if library.under_way() > 0 {
+            look = if library.move_on() { Look::Ended } else { Look::UnderWay };
+        }
+        self.under_way.store(library.under_way() as u64, Ordering::Relaxed);
+        look
+    }
+
+    /// The life of the thread.
+    fn serve(&self) {
         let mut news = Instant::now();
         let mut pause = FIRST_PAUSE;
         loop {
-            let order = if self.running.is_empty() {
-                self.orders.recv().map_err(|_| TryRecvError::Disconnected)
-            } else {
-                self.orders.try_recv()
-            };
-            match order {
-                Ok(order) => {
-                    self.obey(order);
+            {
+                let mut due = self.due.lock();
+                let is_wanted = |due: &VecDeque<Order>| {
+                    let has_work = !due.is_empty() || self.under_way.load(Ordering::Relaxed) > 0;
+                    has_work && self.helpers.load(Ordering::Relaxed) == 0
+                };
+                while !is_wanted(&due) && !self.is_over.load(Ordering::Relaxed) {
+                    self.wanted.wait(&mut due);
                     (news, pause) = (Instant::now(), FIRST_PAUSE);
-                    continue;
                 }
-                Err(TryRecvError::Empty) => {}
-                // Nobody waits for what is under way.
-                Err(TryRecvError::Disconnected) => return self.abandon_all(),
             }
-            if self.move_on() {
+            let mut library = self.library.lock();
+            if self.is_over.load(Ordering::Relaxed) {
+                // Nobody waits for what is under way.
+                return library.abandon_all();
+            }
+            let look = self.look(&mut library);
+            drop(library);
+            if look == Look::Ended {
                 (news, pause) = (Instant::now(), FIRST_PAUSE);
             } else if news.elapsed() < ATTENTION {
                 std::thread::yield_now();
@@ -139,154 +171,27 @@ impl Worker {
             }
         }
     }
+}
 
-    fn obey(&mut self, order: Order) {
-        match order {
-            Order::Open(membership) => {
-                let key = membership.key;
-                self.groups.insert(key, Known { membership, broken: None, is_left: false });
-            }
-            Order::Do { group, task } => self.begin(group, task),
-            Order::Close { group } => {
-                if let Some(known) = self.groups.get_mut(&group) {
-                    known.is_left = true;
-                }
-                self.forget_if_left(group);
-            }
-        }
-    }
+/// See [`Worker::help`].
+pub(crate) struct Helping<'a>(&'a Worker);
 
-    fn begin(&mut self, group: u64, task: ExternalTask) {
-        let Some(Known { membership, broken, .. }) = self.groups.get_mut(&group) else {
-            return task.fail("its group was left");
-        };
-        let name = membership.name;
-        if let Some(why) = broken {
-            return task.fail_as(ErrorKind::Network, format!("{name} does no more collectives of this group: {why}"));
-        }
-        let request = match Request::new(&task, membership.rank, membership.world) {
-            Ok(Some(request)) if request.hold(&task) => request,
-            // Its call has failed, and the other ranks' calls with it, which may have begun.
-            Ok(_) => {
-                broken.get_or_insert_with(|| "a collective of it was not begun".to_owned());
-                return;
-            }
-            Err(error) => return task.fail_with(error),
-        };
-        // SAFETY: the memory is the request's own, or the caller's, which the task holds; both stay until the collective is done, or for
-        // ever if it is abandoned.
-        match unsafe { membership.group.start(&request.collective) } {
-            Ok(call) => self.running.push(Running { group, task, request, call }),
-            Err(why) => {
-                broken.get_or_insert_with(|| why.clone());
-                task.fail_as(ErrorKind::Network, format!("{name} has not begun it: {why}"));
-            }
-        }
-    }
-
-    /// One look at everything that is under way. Whether something has ended.
-    fn move_on(&mut self) -> bool {
-        let mut has_ended = false;
-        let mut index = 0;
-        while let Some(running) = self.running.get_mut(index) {
-            match running.look() {
-                None => index += 1,
-                Some(end) => {
-                    let running = self.running.remove(index);
-                    self.end(running, end);
-                    has_ended = true;
-                }
-            }
-        }
-        has_ended
-    }
-
-    fn end(&mut self, running: Running, end: End) {
-        let Running { group, task, mut request, call } = running;
-        let Some(known) = self.groups.get_mut(&group) else { return };
-        let name = known.membership.name;
-        match end {
-            End::Done => {
-                known.membership.done.fetch_add(1, Ordering::Relaxed);
-                // Of one that is not wanted any more nobody asks how it has ended.
-                if request.finish(&task) {
-                    task.done();
-                }
-            }
-            End::Failed(why) => {
-                known.broken.get_or_insert_with(|| why.clone());
-                let text = format!("{name} has failed to do it: {why}");
-                abandon(task, request, call, Error::new(ErrorKind::Network, text));
-            }
-            End::Late => {
-                known.broken.get_or_insert_with(|| "a collective of it was late".to_owned());
-                let error = late_error(name, &task);
-                abandon(task, request, call, error);
-            }
-            End::Cancelled => {
-                known.broken.get_or_insert_with(|| "a collective of it was given up".to_owned());
-                let text = format!("{name} cannot be stopped");
-                abandon(task, request, call, Error::new(ErrorKind::Network, text));
-            }
-        }
-        self.forget_if_left(group);
-    }
-
-    fn forget_if_left(&mut self, group: u64) {
-        let is_over = |known: &Known| known.is_left && self.running.iter().all(|running| running.group != group);
-        if self.groups.get(&group).is_some_and(is_over) {
-            self.groups.remove(&group);
-        }
-    }
-
-    fn abandon_all(&mut self) {
-        for Running { task, request, call, .. } in std::mem::take(&mut self.running) {
-            abandon(task, request, call, Error::aborted("the process is about to end"));
+impl Helping<'_> {
+    /// One look at the library, unless another thread has it.
+    pub(crate) fn look(&self) -> Look {
+        match self.0.library.try_lock() {
+            Some(mut library) => self.0.look(&mut library),
+            None => Look::UnderWay,
         }
     }
 }
 
-impl Running {
-    /// How it has ended, if it has.
-    fn look(&mut self) -> Option<End> {
-        match self.call.test() {
-            Ok(true) => return Some(End::Done),
-            Ok(false) => {}
-            Err(why) => return Some(End::Failed(why)),
+impl Drop for Helping<'_> {
+    fn drop(&mut self) {
+        self.0.helpers.fetch_sub(1, Ordering::Relaxed);
+        let due = self.0.due.lock();
+        if !due.is_empty() || self.0.under_way.load(Ordering::Relaxed) > 0 {
+            self.0.wanted.notify_one();
         }
-        if self.task.is_cancelled() {
-            return Some(End::Cancelled);
-        }
-        let deadline = self.task.collective().and_then(|collective| collective.deadline);
-        deadline.is_some_and(|deadline| time::now() >= deadline).then_some(End::Late)
     }
-}
-
-/// Ends a task, and leaves to the library what it works on.
-fn abandon(task: ExternalTask, request: Request, call: Box<dyn CollectiveCall>, error: Error) {
-    call.abandon();
-    if request.is_direct() {
-        let Error { kind, message, context } = error;
-        let text = format!(
-            "{message}; it may still write into the tensors of this call, whose memory is never freed: do not use them, and end this \
-             process when you can"
-        );
-        task.abandon(Error { context, ..Error::new(kind, text) });
-    } else {
-        // The copies stay.
-        std::mem::forget(request);
-        task.fail_with(error);
-    }
-}
-
-fn late_error(name: &str, task: &ExternalTask) -> Error {
-    let begin = task.collective().map_or_else(String::new, |collective| {
-        let waited = time::now().since(collective.started).as_millis();
-        format!("Timed out waiting {waited}ms for {}: ", collective.collective)
-    });
-    let text = format!(
-        "{begin}{name} has not ended it, and all ranks have made it; look whether a rank was stopped or the network of {name} stands \
-         still, or take the host with sidestep=\"COLLECTIVE=host\""
-    );
-    Error::timeout(text)
 }

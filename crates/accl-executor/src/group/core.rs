@@ -526,11 +526,6 @@ impl Core {
         state.into_iter().chain(stopping).collect()
     }
 
-    /// Whether the whole of a call is being done elsewhere: whoever looks at the links learns nothing of it.
-    pub fn is_elsewhere(&self, call: &CallState) -> bool {
-        self.groups.get(&call.group_id).is_some_and(|group| group.is_elsewhere(call.seq))
-    }
-
     /// Whether calls that have failed wait for external operations that have yet to stop.
     pub fn has_stopping(&self) -> bool {
         !self.stopping.is_empty()

@@ -1004,11 +1004,6 @@ impl GroupState {
         }
     }
 
-    /// Whether a call is being done elsewhere as a whole.
-    pub(super) fn is_elsewhere(&self, seq: u64) -> bool {
-        self.runs.get(&seq).is_some_and(Run::is_elsewhere)
-    }
-
     /// Tells ranks of the first cause, but for this one and the one that it came from.
     fn notify_cause(&self, ranks: impl Iterator<Item = Rank>, origin: Rank, error: &Error, context: &mut Context<'_>) {
         let cause = announcement(origin, error, cause_bytes(context.segment));

@@ -72,8 +72,7 @@ impl Stopping {
             }
             let what = run.any_external_under_way().unwrap_or_default();
             let text = format!(
-                "{what} was asked to stop and has not done so within {} ms: it may still write into the tensors of this call, whose \
-                 memory is never freed, so do not use them, and end this process; the call failed before of this: {}",
+                "{what} was asked to stop and has not done so within {} ms; the call failed before of this: {}",
                 STOP_WITHIN.as_millis(),
                 error.message
             );
