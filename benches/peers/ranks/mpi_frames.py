@@ -1,6 +1,6 @@
 """One of two ranks under mpirun that measure the transport `mpi` beside the MPI library that carries it, in the same process and by turns:
-started as `mpi_frames.py LIBRARY TURNS BYTES...`, where LIBRARY is made of `frames.c` and BYTES are sizes of sums. Rank 0 prints one JSON
-object.
+started as `mpi_frames.py LIBRARY TURNS carried|stepped BYTES...`, where LIBRARY is made of `frames.c`: the transport with sums of so many BYTES, or collectives
+that MPI does as a whole. Rank 0 prints one JSON object.
 """
 
 from __future__ import annotations
@@ -43,6 +43,24 @@ def main() -> None:
     rank = dist.get_rank()
     pin(rank)
     torch.set_num_threads(1)
+    found = stepped(measured, turns) if sys.argv[3] == "stepped" else carried(measured, rank, turns)
+    if rank == 0:
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+def stepped(measured: ctypes.CDLL, turns: int) -> dict[str, Any]:
+    """Collectives that MPI does as a whole, beside its own."""
+    group = dist.new_group(pg_options=torch_accl.Options(sidestep="all=mpi"))
+    return {
+        f"{name}_{size}_us": by_turns(turns, *whole(measured, group, which, size))
+        for which, name in enumerate(STEPPED)
+        for size in map(int, sys.argv[4:])
+    }
+
+
+def carried(measured: ctypes.CDLL, rank: int, turns: int) -> dict[str, Any]:
+    """The transport beside what it is made of."""
     link = connected(measured, rank)
 
     def frames(size: int, count: int, rounds: int) -> float:
@@ -66,18 +84,12 @@ def main() -> None:
         ),
     }
     found["bytes_per_us"] = [FRAMES * FRAME_BYTES / us for us in found.pop("row_us")]
-    for size in map(int, sys.argv[3:]):
+    for size in map(int, sys.argv[4:]):
         found[f"all_reduce_{size}_us"] = by_turns(turns, *sums(measured, size))
-    stepped = dist.new_group(pg_options=torch_accl.Options(sidestep="all=mpi"))
-    for size in map(int, sys.argv[3:]):
-        for which, name in enumerate(STEPPED):
-            found[f"stepped_{name}_{size}_us"] = by_turns(turns, *whole(measured, stepped, which, size))
     dist.barrier()
     time.sleep(SETTLED_S)
     found["idle_us"] = idle_us()
-    if rank == 0:
-        print(json.dumps(found), flush=True)
-    dist.destroy_process_group()
+    return found
 
 
 def pin(rank: int) -> None:
