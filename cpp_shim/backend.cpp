@@ -78,7 +78,19 @@ void AcclBackend::record_call(const Event& event, Span& span) const {
   if (names_.has_synchronous_calls()) span.begin([&] { return names_.call(event.title); }, event.shapes);
 }
 
+void AcclBackend::record_facts(const Event& event, const Results& results, bool async_op, CallRecord& record) const {
+  Tensors outputs;
+  for (const auto& list : results.outputs().lists) outputs.insert(outputs.end(), list.begin(), list.end());
+  const auto& global = options_->global_ranks_in_group;
+  const int64_t first = global.empty() ? 0 : static_cast<int64_t>(global.front());
+  const int64_t stride = global.size() > 1 ? static_cast<int64_t>(global[1]) - first : 1;
+  const auto seq = bridge::group_next_seq(*group_->group).value;
+  record.begin({seq, getGroupUid(), getGroupDesc(), rank_, size_, first, stride, event.title, async_op}, event.shapes.vec(), outputs);
+}
+
 AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Results& results, bool async_op) {
+  CallRecord record;
+  if (at::hasCallbacks()) record_facts(event, results, async_op, record);
   if (!wants_work(async_op)) {
     return complete(event, call.args.timeout_ms, [&] {
       const auto waited = call_without_gil(*group_->group, call.finish());
@@ -474,6 +486,8 @@ AcclBackend::WorkPtr AcclBackend::reduce_sparse(const at::Tensor& tensor, const 
   // What the result replaces lives on: it may be the last reference to what Python knows.
   const Tensors replaced{tensor._indices(), tensor._values()};
   const Event event{OpType::_ALLREDUCE_SPARSE, "accl:sparse_all_reduce", tensors, replaced};
+  CallRecord record;
+  if (at::hasCallbacks()) record_facts(event, tensors, opts.asyncOp, record);
   int64_t timeout_ms = opts.timeout == c10d::kUnsetTimeout ? -1 : opts.timeout.count();
   // A number is taken last of all that may throw: the other ranks wait for calls with these numbers.
   if (!wants_work(opts.asyncOp)) {
@@ -647,6 +661,8 @@ std::vector<int64_t> AcclBackend::time_calls(const std::string& collective, cons
                                              bool fenced) const {
   Call call = call_of(collective, inputs, outputs, op, root);
   const auto repeated = bridge::group_repeat(*group_->group, call.finish(), samples, calls, fenced);
+  hold_memory(repeated.status, inputs);
+  hold_memory(repeated.status, outputs);
   throw_python_error_if_set();
   throw_unless_ok(repeated.status);
   return {repeated.nanos.begin(), repeated.nanos.end()};

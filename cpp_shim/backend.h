@@ -137,6 +137,8 @@ class AcclBackend : public c10d::Backend {
   bool wants_work(bool async_op) const;
   // The synchronous event of making a call, which ends with `span`; in some styles of names there is none.
   void record_call(const Event& event, Span& span) const;
+  // What execution traces are told of it, until `record` ends.
+  void record_facts(const Event& event, const Results& results, bool async_op, CallRecord& record) const;
   c10::intrusive_ptr<AcclWork> make_work(const Event& event, const Results& results) const;
   // Its own timeout and what it gets on top, for a call with this key.
   int64_t extended_ms(int64_t timeout_ms, uint64_t key) const;

@@ -1,6 +1,6 @@
 // Memory of failed calls that somebody who cannot be stopped may still write to, such as an MPI library.
 //
-// Owns that it is never freed: nobody can tell when it would be safe.
+// Owns that it is never freed: nobody can tell when it would be safe. Who resizes the storage of such a tensor frees it all the same.
 #pragma once
 
 #include <vector>

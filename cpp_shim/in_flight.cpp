@@ -31,7 +31,9 @@ bool WorkEntry::ended() const {
   return completed() || bridge::ticket_done(*ticket).how != Outcome::Running;
 }
 
-WorkEntry::~WorkEntry() { hold_memory(bridge::ticket_error(*ticket), std::move(memory)); }
+WorkEntry::~WorkEntry() {
+  if (!memory.empty()) hold_memory(bridge::ticket_held(*ticket), std::move(memory));
+}
 
 void WorkEntry::keep_memory() {
   for (const auto& list : outputs.lists) {

@@ -2,7 +2,11 @@
 #include "profile.h"
 
 #include <algorithm>
+#include <numeric>
 #include <string_view>
+#include <tuple>
+
+#include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 
 namespace accl {
 
@@ -20,6 +24,19 @@ std::string c10ds(const char* title) {
   if (name.rfind("all_", 0) == 0) name.erase(std::remove(name.begin(), name.end(), '_'), name.end());
   return name;
 }
+
+int64_t elements_of(const std::vector<at::Tensor>& tensors) {
+  return std::accumulate(tensors.begin(), tensors.end(), int64_t{0},
+                         [](int64_t sum, const at::Tensor& tensor) { return sum + tensor.numel(); });
+}
+
+// Releases of torch before there were numbers do without.
+template <class Info>
+auto note_seq(Info& info, int64_t seq, int) -> decltype(info.setSequenceInfo(seq, false)) {
+  info.setSequenceInfo(seq, false);
+}
+template <class Info>
+void note_seq(Info&, int64_t, long) {}
 
 }  // namespace
 
@@ -39,6 +56,34 @@ std::string ProfileNames::wait(const char* title, int64_t elements) const {
     case Style::Accl: break;
   }
   return "accl:wait:" + std::string(collective(title));
+}
+
+void CallRecord::begin(CallFacts facts, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs) {
+  auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+  if (!callbacks.has_value()) return;
+  const auto& sample = !inputs.empty() ? inputs : outputs;
+  const std::vector<int64_t> no_splits;
+  const auto group = std::make_tuple(facts.group_name, facts.group_description);
+  auto info = std::make_shared<torch::ParamCommsDebugInfo>(
+      group, static_cast<int>(facts.rank), c10ds(facts.title), elements_of(inputs), elements_of(outputs),
+      sample.empty() ? at::kByte : sample[0].scalar_type(), no_splits, no_splits, static_cast<int>(facts.first_global_rank),
+      static_cast<int>(facts.global_rank_stride), static_cast<int>(facts.world));
+  note_seq(*info, facts.seq, 0);
+  facts_.emplace(c10::DebugInfoKind::PARAM_COMMS_INFO, std::move(info));
+  const std::vector<c10::IValue> given{inputs,
+                                       std::make_tuple(facts.seq, false),
+                                       group,
+                                       facts.rank,
+                                       c10ds(facts.title),
+                                       no_splits,
+                                       no_splits,
+                                       facts.first_global_rank,
+                                       facts.global_rank_stride,
+                                       facts.world,
+                                       facts.is_async};
+  event_.emplace(std::move(*callbacks));
+  if (event_->needsOutputs()) event_->setOutputs({c10::IValue(outputs)});
+  event_->before(at::kParamCommsCallName, c10::ArrayRef<const c10::IValue>(given.data(), given.size()));
 }
 
 }  // namespace accl

@@ -1,13 +1,15 @@
 // What torch's profiler sees of calls and of who waits for them.
 //
-// Owns the names of events, and those events that begin and end in one thread. The asynchronous event of a call is made by torch of its
-// work's title. Nothing here takes longer than a look where nobody profiles.
+// Owns the names of events, those events that begin and end in one thread, and what execution traces are told of a call. The asynchronous
+// event of a call is made by torch of its work's title. Nothing here takes longer than a look where nobody profiles.
 #pragma once
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <ATen/record_function.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "bridge_types.h"
@@ -54,6 +56,33 @@ class Span {
   }
 
  private:
+  std::optional<at::RecordFunction> event_;
+};
+
+// What execution traces are told of a call, from which it can be made again.
+struct CallFacts {
+  int64_t seq;
+  std::string group_name;
+  std::string group_description;
+  int64_t rank;
+  int64_t world;
+  int64_t first_global_rank;
+  int64_t global_rank_stride;
+  const char* title;
+  bool is_async;
+};
+
+// The record of a call for execution traces, as ProcessGroupNCCL makes it (`record_param_comms`): from here to the end of the scope.
+class CallRecord {
+ public:
+  CallRecord() = default;
+  CallRecord(const CallRecord&) = delete;
+  CallRecord& operator=(const CallRecord&) = delete;
+
+  void begin(CallFacts facts, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs);
+
+ private:
+  std::optional<c10::DebugInfoGuard> facts_;
   std::optional<at::RecordFunction> event_;
 };
 

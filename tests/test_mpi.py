@@ -816,41 +816,85 @@ def test_ranks_that_disagree_learn_of_it_and_never_wait_in_mpi(library):
     assert job.seconds < 60
 
 
+# One rank stands still while MPI is at a sum of both, whose memory must not be given to anybody else from then on.
+STANDS_STILL = """
+import threading
+from datetime import timedelta
+dist.init_process_group("accl", timeout=timedelta(seconds=4))
+pids = [None, None]
+dist.all_gather_object(pids, os.getpid())
+values = torch.ones(40_000_000)
+store = dist.distributed_c10d._get_default_store()
+if dist.get_rank() == 1:
+    work = dist.all_reduce(values, async_op=True)
+    store.set("here", "1")
+    work.wait()
+    time.sleep(60)
+
+def stop_the_other():
+    store.wait(["here"])
+    # MPI is at it soon, and for many times as long.
+    time.sleep(0.01)
+    os.kill(pids[1], signal.SIGSTOP)
+
+def tell(error, before):
+    text, place = str(error) or type(error).__name__, values.data_ptr()
+    # Where it was freed the next one of its size mostly takes its place.
+    globals().pop("work", None)
+    globals().pop("values")
+    others = [torch.empty(40_000_000) for _ in range(3)]
+    say([time.monotonic() - before, text, all(other.data_ptr() != place for other in others)])
+    os.kill(pids[1], signal.SIGKILL)
+    os._exit(3)
+"""
+
+
 def test_a_rank_that_stands_still_in_a_collective_of_mpi_is_a_timeout_and_the_memory_stays(library):
     job = run(
         library,
-        """
-        from datetime import timedelta
-        dist.init_process_group("accl", timeout=timedelta(seconds=4))
-        pids = [None, None]
-        dist.all_gather_object(pids, os.getpid())
-        values = torch.ones(40_000_000)
-        store = dist.distributed_c10d._get_default_store()
-        work = dist.all_reduce(values, async_op=True)
-        if dist.get_rank() == 1:
-            store.set("here", "1")
-            work.wait()
-            time.sleep(60)
-        store.wait(["here"])
-        # MPI is at it soon, and for many times as long.
-        time.sleep(0.01)
-        os.kill(pids[1], signal.SIGSTOP)
-        before = time.monotonic()
-        try:
-            work.wait()
-        except RuntimeError as error:
-            say([time.monotonic() - before, str(error)])
-        os.kill(pids[1], signal.SIGKILL)
-        os._exit(3)
-        """,
+        STANDS_STILL
+        + """
+work = dist.all_reduce(values, async_op=True)
+stop_the_other()
+before = time.monotonic()
+try:
+    work.wait()
+except RuntimeError as error:
+    found = error.with_traceback(None)
+tell(found, before)
+""",
         ACCL_SIDESTEP="all_reduce=mpi",
         ACCL_TRANSPORTS="shm,tcp",
     )
-    [(seconds, text)] = job.said()
-    assert 2 < seconds < 12 and "Timed out" in text and "mpi has not ended it" in text and "never freed" in text, (
-        seconds,
-        text,
+    [(seconds, text, stays)] = job.said()
+    assert 2 < seconds < 12 and "Timed out" in text and "mpi has not ended it" in text, (seconds, text)
+    assert "never freed" in text and stays, text
+    assert job.status != 0
+
+
+def test_an_interrupt_in_a_collective_of_mpi_ends_it_and_the_memory_stays(library):
+    job = run(
+        library,
+        STANDS_STILL
+        + """
+def interrupt():
+    stop_the_other()
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=interrupt).start()
+before = time.monotonic()
+try:
+    dist.all_reduce(values)
+except KeyboardInterrupt as error:
+    found = error.with_traceback(None)
+tell(found, before)
+""",
+        ACCL_SIDESTEP="all_reduce=mpi",
+        ACCL_TRANSPORTS="shm,tcp",
     )
+    [(seconds, text, stays)] = job.said()
+    assert seconds < 4 and text == "KeyboardInterrupt" and stays, (seconds, text, stays)
     assert job.status != 0
 
 

@@ -1,5 +1,7 @@
 """What the profiler sees: one asynchronous event a call, with its title and shapes."""
 
+import json
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -132,3 +134,35 @@ def test_events_can_have_the_names_of_torch_ccl(rank, world, style):
     others = {event.name for event in profile.function_events if event.name.startswith(prefix)}
     assert {prefix + "alltoall", prefix + "reduce_scatter"} <= others
     assert not any(event.name.startswith("accl:") for event in profile.function_events)
+
+
+@on_ranks(2)
+def test_execution_traces_have_what_a_call_was_made_with(rank, world, tmp_path):
+    if BACKEND != "accl":
+        pytest.skip("about this package only")
+    file = tmp_path / f"trace{rank}.json"
+    observer = torch.profiler.ExecutionTraceObserver().register_callback(str(file))
+    gathered = torch.zeros(4 * world, 3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], execution_trace_observer=observer):
+        dist.all_reduce(torch.ones(4, 3))
+        dist.all_gather_into_tensor(gathered, torch.ones(4, 3), async_op=True).wait()
+    calls = [node for node in json.loads(file.read_text())["nodes"] if node["name"] == "record_param_comms"]
+    facts = [{each["name"]: each["value"] for each in node["attrs"]} for node in calls]
+    assert [(each["collective_name"], each["in_msg_nelems"], each["out_msg_nelems"]) for each in facts] == [
+        ("allreduce", 12, 12),
+        ("allgather", 12, 12 * world),
+    ], facts
+    for each in facts:
+        assert each["dtype"] == "Float" and each["pg_size"] == world, facts
+    # The tensors themselves are named, so that what made them is known.
+    assert all("Tensor(float)" in str(node["inputs"]["types"]) for node in calls), calls
+
+
+@on_ranks(2)
+def test_calls_are_recorded_for_traces_under_a_profiler_alone(rank, world):
+    if BACKEND != "accl":
+        pytest.skip("about this package only")
+    with torch.autograd.profiler.profile() as profile:
+        dist.barrier()
+        dist.all_reduce(torch.ones(3))
+    assert [event.name for event in profile.function_events].count("record_param_comms") == 2

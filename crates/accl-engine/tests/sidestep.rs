@@ -23,6 +23,7 @@ impl Turn {
         let turn = Self { library: library(), _alone: alone };
         turn.begun.store(0, Ordering::Relaxed);
         turn.abandoned.store(0, Ordering::Relaxed);
+        turn.closed_after_failure.store(0, Ordering::Relaxed);
         turn
     }
 
@@ -329,6 +330,45 @@ fn copies_of_tensors_apart_are_given_back_when_their_collective_is_given_up() {
     for error in errors {
         assert!(!error.context.holds_memory, "the library has copies: {error}");
     }
+}
+
+#[test]
+fn sums_and_gatherings_are_alike_on_ranks_whose_tensors_lie_otherwise() {
+    let turn = Turn::take();
+    World::new(options(2)).run("g", |member| {
+        // Two tensors as one call: apart on one rank, one behind the other on the other one.
+        let mut data = numbers(member.rank, 300);
+        let (first, rest) = data.split_at_mut(100);
+        let second = if member.rank == 0 { &mut rest[..100] } else { &mut rest[100..] };
+        let expected: Vec<f32> = {
+            let theirs = numbers(1 - member.rank, 300);
+            let (theirs_first, theirs_rest) = theirs.split_at(100);
+            let theirs_second = if member.rank == 1 { &theirs_rest[..100] } else { &theirs_rest[100..] };
+            let pairs = first.iter().chain(second.iter()).zip(theirs_first.iter().chain(theirs_second));
+            pairs.map(|(a, b)| a + b).collect()
+        };
+        let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
+        desc.outputs = [[calls::write(first), calls::write(second)]].into_iter().collect();
+        member.call(desc).unwrap();
+        assert_eq!([&*first, &*second].concat(), expected);
+    });
+    // The library itself refuses ranks of which only some are in place.
+    assert_eq!(turn.begun(), 2);
+}
+
+#[test]
+fn a_group_that_has_failed_is_left_as_one() {
+    let turn = Turn::take();
+    World::new(options(2)).run("g", |member| {
+        member.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum).unwrap();
+        member.group.abort("the test wants it");
+    });
+    let left = || turn.closed_after_failure.load(Ordering::Relaxed);
+    let begin = Instant::now();
+    while left() < 2 && begin.elapsed() < Duration::from_secs(10) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(left(), 2);
 }
 
 #[test]

@@ -271,23 +271,29 @@ impl Communicator {
     /// A communicator of some of the processes, in this order, of which all have to ask, with one tag. Waits for them, and for no others.
     pub(crate) fn of_some(self, ranks: &[c_int], tag: c_int) -> Checked<Communicator> {
         let count = c_int::try_from(ranks.len()).map_err(|_| "MPI_Group_incl: there are too many ranks".to_owned())?;
-        let (mut all, mut some) = (MaybeUninit::uninit(), MaybeUninit::uninit());
+        let mut all = MaybeUninit::uninit();
         // SAFETY: a communicator of this process; the group is written when the call succeeds.
         check(unsafe { ffi::MPI_Comm_group(self.0, all.as_mut_ptr()) }, "MPI_Comm_group")?;
-        // SAFETY: the call has succeeded; there are as many ranks as it is told.
-        let code = unsafe { ffi::MPI_Group_incl(all.assume_init(), count, ranks.as_ptr(), some.as_mut_ptr()) };
-        check(code, "MPI_Group_incl")?;
-        let mut made = MaybeUninit::uninit();
-        // SAFETY: the group was written before, and the communicator is when the call succeeds.
-        let code = unsafe { ffi::MPI_Comm_create_group(self.0, some.assume_init(), tag, made.as_mut_ptr()) };
-        check(code, "MPI_Comm_create_group")?;
+        // SAFETY: the call has succeeded.
+        let mut all = unsafe { all.assume_init() };
+        let (mut some, mut made) = (MaybeUninit::uninit(), MaybeUninit::uninit());
+        // SAFETY: there are as many ranks as it is told; the group is written when the call succeeds.
+        let code = unsafe { ffi::MPI_Group_incl(all, count, ranks.as_ptr(), some.as_mut_ptr()) };
+        let included = check(code, "MPI_Group_incl");
+        let created = included.and_then(|()| {
+            // SAFETY: the call has succeeded.
+            let mut some = unsafe { some.assume_init() };
+            // SAFETY: a communicator and a group of this process; the other is written when the call succeeds.
+            let code = unsafe { ffi::MPI_Comm_create_group(self.0, some, tag, made.as_mut_ptr()) };
+            // SAFETY: nobody else knows of the group.
+            let _ = unsafe { ffi::MPI_Group_free(&raw mut some) };
+            check(code, "MPI_Comm_create_group")
+        });
+        // SAFETY: as above.
+        let _ = unsafe { ffi::MPI_Group_free(&raw mut all) };
+        created?;
         // SAFETY: the call has succeeded.
         let made = Communicator(unsafe { made.assume_init() });
-        // SAFETY: both groups were written above, and nobody else knows of them.
-        unsafe {
-            let _ = ffi::MPI_Group_free(some.as_mut_ptr());
-            let _ = ffi::MPI_Group_free(all.as_mut_ptr());
-        }
         // SAFETY: a communicator of this process, and a constant of the library.
         let code = unsafe { ffi::MPI_Comm_set_errhandler(made.0, ffi::RSMPI_ERRORS_RETURN) };
         check(code, "MPI_Comm_set_errhandler").map(|()| made)

@@ -6,7 +6,7 @@
 //! thread calls MPI the matter of [`crate::world`]. Read [`Call::step`] first.
 
 use std::ffi::c_int;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use crate::calls::{Checked, Collective, Communicator, Request};
@@ -29,7 +29,34 @@ enum State {
     Unmade,
     UnderWay,
     Made { communicator: Communicator, is_ours: bool },
-    Failed(String),
+    /// There is none, or nothing more begins in it.
+    Over(String),
+}
+
+/// Threads that make communicators or give them back: MPI does not end before them.
+static AT_WORK: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether a thread makes a communicator or gives one back.
+pub(crate) fn are_at_work() -> bool {
+    AT_WORK.load(Ordering::Relaxed) > 0
+}
+
+/// Does something with communicators that may wait for other processes, on a thread of its own, unless MPI is over.
+fn begin_work(work: impl FnOnce() + Send + 'static) -> Checked<()> {
+    // Counted first: who looks whether MPI may end looks at this, and says that it is over before.
+    AT_WORK.fetch_add(1, Ordering::SeqCst);
+    let begin = move || {
+        signals::block();
+        if unless_over(|| Ok(())).is_ok() {
+            work();
+        }
+        AT_WORK.fetch_sub(1, Ordering::SeqCst);
+    };
+    let spawned = std::thread::Builder::new().name("accl-mpi-group".to_owned()).spawn(begin);
+    spawned.map(|_| ()).map_err(|why| {
+        AT_WORK.fetch_sub(1, Ordering::SeqCst);
+        format!("no thread that makes a communicator: {why}")
+    })
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -63,24 +90,31 @@ impl Group {
         let mut state = lock(&self.state);
         match &*state {
             State::Made { communicator, .. } => return Ok(Some(*communicator)),
-            State::Failed(why) => return Err(why.clone()),
+            State::Over(why) => return Err(why.clone()),
             State::UnderWay => return Ok(None),
             State::Unmade => {}
         }
         *state = State::UnderWay;
         drop(state);
         let group = self.clone();
-        let make = move || {
-            signals::block();
-            // No lock is held: it waits for the others of the group.
-            let made = unless_over(|| Ok(())).and_then(|()| group.parent.of_some(&group.ranks, group.tag));
-            *lock(&group.state) = match made {
-                Ok(communicator) => State::Made { communicator, is_ours: true },
-                Err(why) => State::Failed(why),
-            };
-        };
-        let spawned = std::thread::Builder::new().name("accl-mpi-group".to_owned()).spawn(make);
-        spawned.map(|_| None).map_err(|why| format!("no thread that makes a communicator: {why}"))
+        // No lock is held: it waits for the others of the group.
+        let begun = begin_work(move || group.keep(group.parent.of_some(&group.ranks, group.tag)));
+        begun.inspect_err(|why| *lock(&self.state) = State::Over(why.clone())).map(|()| None)
+    }
+
+    /// There is a communicator, or not. Meanwhile the group may have been left.
+    fn keep(&self, made: Checked<Communicator>) {
+        let mut state = lock(&self.state);
+        let is_wanted = matches!(*state, State::UnderWay);
+        match made {
+            Ok(communicator) if is_wanted => *state = State::Made { communicator, is_ours: true },
+            Ok(communicator) => {
+                drop(state);
+                let _ = communicator.free();
+            }
+            Err(why) if is_wanted => *state = State::Over(why),
+            Err(_) => {}
+        }
     }
 
     /// A collective of the group, which is begun in its turn.
@@ -89,15 +123,19 @@ impl Group {
         Call { group: self.clone(), what, turn, request: None, ended: None }
     }
 
-    /// Gives the communicator back that was made for it alone. Nothing is under way in it.
-    pub(crate) fn close(&self) {
-        let state = std::mem::replace(&mut *lock(&self.state), State::Failed("the group was left".to_owned()));
-        // What is still being asked for may be in use, and so may be what a collective was abandoned in.
-        let is_over = self.asked.load(Ordering::Relaxed) == self.begun.load(Ordering::Relaxed);
-        if let State::Made { communicator, is_ours: true } = state
-            && is_over
-        {
-            let _ = unless_over(|| communicator.free());
+    /// Gives the communicator back that was made for it alone, unless collectives were abandoned in it. Returns whether the group had that
+    /// of the job, and never used it.
+    pub(crate) fn close(&self) -> bool {
+        let state = std::mem::replace(&mut *lock(&self.state), State::Over("the group was left".to_owned()));
+        let asked = self.asked.load(Ordering::Relaxed);
+        match state {
+            State::Made { communicator, is_ours: true } if asked == self.begun.load(Ordering::Relaxed) => {
+                // It may wait for the others as well.
+                let _ = begin_work(move || drop(communicator.free()));
+                false
+            }
+            State::Made { is_ours: false, .. } => asked == 0,
+            _ => false,
         }
     }
 }
@@ -147,6 +185,6 @@ impl Call {
 
     /// It is not waited for: nothing more may begin in its group, and its communicator is not given back.
     pub(crate) fn abandon(&self) {
-        *lock(&self.group.state) = State::Failed("a collective of the group was given up".to_owned());
+        *lock(&self.group.state) = State::Over("a collective of the group was given up".to_owned());
     }
 }

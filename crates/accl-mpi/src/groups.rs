@@ -12,7 +12,7 @@ use crate::world::{self, Job};
 
 /// What an address says in place of a tag: the process may call MPI from any thread,
 const IS_MULTIPLE: c_int = 1;
-/// and the communicator that was made with MPI's start is kept for the group that this address is for.
+/// and the communicator that was made with MPI's start is free for the group that this address is for.
 const HAS_FIRST: c_int = 2;
 
 /// What [`open`] has come to.
@@ -28,7 +28,7 @@ pub(crate) enum Opened {
 /// MPI has ended.
 pub(crate) fn address() -> Checked<Address> {
     world::with(|world| {
-        let has_first = world.take_first_communicator()?;
+        let has_first = world.has_first_communicator()?;
         let Job { id, rank, library, level, .. } = world.job.clone();
         let multiple = if level == Level::Multiple { IS_MULTIPLE } else { 0 };
         Ok(Address { job: id, rank, tag: multiple | if has_first { HAS_FIRST } else { 0 }, library })
@@ -71,6 +71,10 @@ pub(crate) fn open(rank: u32, addresses: &[Address], key: u64) -> Checked<Opened
                  MPI_THREAD_MULTIPLE (ACCL_MPI_THREAD_LEVEL=multiple)",
                 job.level.name()
             )));
+        }
+        // Another group that is made at the same time was offered it, too.
+        if made && !world.take_first_communicator() {
+            return Err("two groups of all processes are made at once; make one after the other".to_owned());
         }
         Ok(Opened::Group(Group::new(ranks, first, world.tag_of(key), made.then_some(first))))
     })?

@@ -127,11 +127,18 @@ pub(crate) unsafe extern "C" fn error() -> *const c_char {
     WHY.with_borrow(|why| why.as_ptr())
 }
 
-pub(crate) unsafe extern "C" fn close(group: *mut c_void) {
+pub(crate) unsafe extern "C" fn close(group: *mut c_void, has_failed: c_int) {
     guarded(|| {
         // SAFETY: `open` made the group, and nobody names it from here on.
         let group = unsafe { Arc::from_raw(group.cast_const().cast::<Group>()) };
-        group.close();
+        let gives_back = group.close();
+        world::with(|world| {
+            if has_failed != 0 {
+                world.note_doubt();
+            } else if gives_back {
+                world.give_back_first_communicator();
+            }
+        })?;
         Ok(OK)
     });
 }

@@ -3,7 +3,7 @@
 //! Owns the start and the end of MPI, the communicator, the tags, and every call that is made for links. One lock guards all of it: MPI is
 //! called by whoever holds it, if the level of thread support allows that, and otherwise by a thread of its own, which starts and ends MPI
 //! in both cases. With `MPI_THREAD_MULTIPLE` collectives ([`crate::collectives`]) are moved on without the lock, by whoever waits for them. Nothing
-//! here blocks but [`start`] and [`finish`], which have deadlines.
+//! here blocks but [`start`] and [`finish`], which have deadlines; communicators of groups are made and given back by threads that nobody waits for.
 
 use std::collections::HashMap;
 use std::ffi::c_int;
@@ -16,7 +16,7 @@ use accl_wire::HEAD_BYTES;
 
 use crate::address::{self, Address};
 use crate::calls::{self, Checked, Communicator, Level, Message, Request};
-use crate::collectives::{Call, end_all, unless_over};
+use crate::collectives::{Call, are_at_work, end_all, unless_over};
 use crate::frames::{Buffer, Spare};
 use crate::link::{Incoming, Link, Look, Outgoing, Peer};
 
@@ -28,6 +28,8 @@ const BROADCAST_BYTES: usize = 4096;
 const GRACE: Duration = Duration::from_secs(1);
 /// Whoever waits longer for the end says so.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// Who does not know whether all processes come to their end waits so long for them.
+const DOUBTFUL: Duration = Duration::from_secs(10);
 /// Whoever else ends MPI waits at most so long for the processes that still send something.
 const OTHERS_END: Duration = Duration::from_secs(2);
 /// For so long after the last look the thread that calls MPI goes on without a sleep.
@@ -86,8 +88,10 @@ pub(crate) struct World {
     /// The process is about to end: the thread that has started MPI is asked to end it.
     is_leaving: bool,
     broadcast: Option<Broadcast>,
-    /// A peer has died. A fence with it would last for ever.
-    has_lost_peer: bool,
+    /// Why a fence of all processes could last for ever: a peer has died, or has left something unfinished.
+    cannot_fence: Option<&'static str>,
+    /// Processes may not come to the fence.
+    is_doubtful: bool,
     last_look: Instant,
     is_parked: bool,
 }
@@ -192,7 +196,7 @@ fn start_or_join(wanted: &Wanted) -> Checked<Job> {
         let communicator = wanted.communicator.map_or_else(Communicator::world, Communicator::from_fortran);
         let world = join(communicator, wanted, level, true, until)?;
         calls::before_finalize(|| {
-            let is_whole = with(|world| world.over.is_none() && !world.has_lost_peer).unwrap_or(false);
+            let is_whole = with(|world| world.over.is_none() && world.cannot_fence.is_none()).unwrap_or(false);
             if is_whole {
                 let _ = leave(Instant::now() + OTHERS_END, "MPI was finalised by whoever had started it");
             }
@@ -321,7 +325,8 @@ fn join(from: Communicator, wanted: &Wanted, level: Level, is_shared: bool, unti
         over: None,
         is_leaving: false,
         broadcast: None,
-        has_lost_peer: false,
+        cannot_fence: None,
+        is_doubtful: false,
         last_look: Instant::now(),
         is_parked: false,
     })
@@ -390,20 +395,22 @@ pub(crate) fn finish(timeout: Duration) -> Checked<()> {
     if guard_fork().is_err() {
         return Ok(());
     }
+    let is_doubtful = with(|world| world.is_doubtful).unwrap_or(false);
+    let timeout = if is_doubtful { timeout.min(DOUBTFUL) } else { timeout };
     let until = Instant::now() + timeout;
     let Some(servant) = SERVANT.lock().unwrap_or_else(PoisonError::into_inner).take() else {
         // Somebody else's, or never started.
         let _ = with(|world| world.end("the process is about to end"));
         return Ok(());
     };
-    let has_lost_peer = with(|world| {
+    let cannot_fence = with(|world| {
         world.is_leaving = true;
         WANTED.notify_all();
-        world.has_lost_peer
+        world.cannot_fence
     });
-    if has_lost_peer.unwrap_or(false) {
-        // The launcher ends a job that has lost a process.
-        let _ = with(|world| world.end("a process of the job has died"));
+    if let Ok(Some(why)) = cannot_fence {
+        // The launcher ends a job that has lost a process, or one that ends so.
+        let _ = with(|world| world.end(why));
         return Ok(());
     }
     let (answer, answered) = mpsc::channel();
@@ -416,7 +423,11 @@ pub(crate) fn finish(timeout: Duration) -> Checked<()> {
         );
         answered.recv_timeout(left())
     });
-    answer.unwrap_or_else(|_| Err(format!("MPI_Finalize has not returned for {} s", timeout.as_secs())))
+    match answer.unwrap_or_else(|_| Err(format!("MPI_Finalize has not returned for {} s", timeout.as_secs()))) {
+        // As where it is known.
+        Err(_) if is_doubtful => Ok(()),
+        answer => answer,
+    }
 }
 
 /// What was sent leaves and what comes is taken in, until all processes of the job have come so far; then no link calls MPI any more. Whoever
@@ -514,22 +525,29 @@ pub(crate) fn test_collective(call: &Mutex<Call>) -> Option<Checked<()>> {
 /// A collective is not moved on any more. What a process leaves unfinished keeps MPI from ending as it should.
 pub(crate) fn abandon_collective(call: &Arc<Mutex<Call>>) {
     let _ = with(|world| {
-        world.note_death();
+        world.note_abandonment();
         world.calls.retain(|known| !Arc::ptr_eq(known, call));
     });
     call.lock().unwrap_or_else(PoisonError::into_inner).abandon();
 }
 
 impl World {
-    /// The communicator that was made with MPI's start is asked for: whether nobody has it.
+    /// Whether nobody has the communicator that was made with MPI's start.
     ///
     /// # Errors
     /// MPI has ended.
-    pub(crate) fn take_first_communicator(&mut self) -> Checked<bool> {
-        match &self.over {
-            Some(why) => Err(why.clone()),
-            None => Ok(!std::mem::replace(&mut self.is_first_taken, true)),
-        }
+    pub(crate) fn has_first_communicator(&self) -> Checked<bool> {
+        self.over.clone().map_or(Ok(!self.is_first_taken), Err)
+    }
+
+    /// A group has it from now on; `false`: another one has.
+    pub(crate) fn take_first_communicator(&mut self) -> bool {
+        !std::mem::replace(&mut self.is_first_taken, true)
+    }
+
+    /// Whoever has taken it never used it.
+    pub(crate) fn give_back_first_communicator(&mut self) {
+        self.is_first_taken = false;
     }
 
     pub(crate) fn first_communicator(&self) -> Communicator {
@@ -731,7 +749,17 @@ impl World {
 
     /// A peer has ended without a word.
     pub(crate) fn note_death(&mut self) {
-        self.has_lost_peer = true;
+        self.cannot_fence.get_or_insert("a process of the job has died");
+    }
+
+    /// A collective was abandoned here.
+    pub(crate) fn note_abandonment(&mut self) {
+        self.cannot_fence.get_or_insert("a collective of MPI was abandoned");
+    }
+
+    /// A group has failed whose collectives MPI does: in its other processes one may have been abandoned.
+    pub(crate) fn note_doubt(&mut self) {
+        self.is_doubtful = true;
     }
 
     /// Begins what rank 0 is to tell, or looks whether it has been told.
@@ -782,6 +810,7 @@ impl World {
         self.leaving.is_empty()
             && self.unwanted.is_empty()
             && self.calls.is_empty()
+            && !are_at_work()
             && self.broadcast.as_ref().is_none_or(|broadcast| broadcast.ended.is_some())
             && self.links.iter().flatten().all(Link::is_at_rest)
     }

@@ -242,6 +242,7 @@ pub mod ffi {
         fn ticket_poll(ticket: &Ticket) -> Waited;
         fn ticket_wait(ticket: &Ticket, timeout_ms: i64) -> Waited;
         fn ticket_error(ticket: &Ticket) -> Status;
+        fn ticket_held(ticket: &Ticket) -> Status;
         fn ticket_report(ticket: &Ticket) -> Numbered;
         fn ticket_abort(ticket: &Ticket, reason: &str) -> Status;
         fn ticket_seq(ticket: &Ticket) -> Numbered;
@@ -291,7 +292,7 @@ use crate::group::{
 };
 use crate::repeat::{collective_code, group_algorithm, group_repeat};
 use crate::ticket::{
-    ticket_abort, ticket_done, ticket_error, ticket_nanos, ticket_poll, ticket_report, ticket_seq, ticket_source,
+    ticket_abort, ticket_done, ticket_error, ticket_held, ticket_nanos, ticket_poll, ticket_report, ticket_seq, ticket_source,
     ticket_wait, ticket_when_done,
 };
 

@@ -142,7 +142,7 @@ bridged! {
     }
 
     /// Makes a call and waits for it; Python's signal handlers run meanwhile. However it ends, nothing touches the call's
-    /// tensors any more.
+    /// tensors any more, unless its status says that their memory has to stay.
     fn group_call(group: &Group, args: &CallArgs) -> Waited {
         complete(group.group()?, &call_desc(args, Mode::Blocking)?)
     }
@@ -263,10 +263,11 @@ pub(crate) fn complete(group: &accl_engine::Group, desc: &CallDesc) -> Result<Wa
     let leaving = Leaving { group, call: &call };
     let waited = call.wait(None, &mut ffi::python_interrupted);
     drop(leaving);
+    let holds_memory = !call.is_done() || call.error().is_some_and(|error| error.context.holds_memory);
     match waited {
         EngineWaited::Done => Ok(Waited::plain(Outcome::Done)),
         EngineWaited::Failed(error) | EngineWaited::TimedOut(error) => Err(error),
-        EngineWaited::Interrupted => Ok(Waited::interrupted()),
+        EngineWaited::Interrupted => Ok(Waited::interrupted_with(holds_memory)),
     }
 }
 

@@ -44,6 +44,7 @@ pub(crate) const BRIDGED: &[&str] = &[
     "ticket_poll",
     "ticket_wait",
     "ticket_error",
+    "ticket_held",
     "ticket_report",
     "ticket_abort",
     "ticket_seq",

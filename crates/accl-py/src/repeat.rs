@@ -52,7 +52,9 @@ bridged! {
 
 /// Makes one call and waits for it; an interrupt is an error.
 fn must_complete(group: &accl_engine::Group, desc: &CallDesc) -> Result<()> {
-    complete(group, desc)?.status.to_error().map_or(Ok(()), Err)
+    let status = complete(group, desc)?.status;
+    let held = |error: Error| if status.holds_memory { error.holding_memory() } else { error };
+    status.to_error().map_or(Ok(()), |error| Err(held(error)))
 }
 
 impl FromError for Repeated {

@@ -49,9 +49,15 @@ impl Waited {
         Self { how, status: Status::ok() }
     }
 
-    /// A signal handler of Python raised.
+    /// A signal handler of Python raised, in a wait.
     pub(crate) fn interrupted() -> Self {
-        Self { how: Outcome::Interrupted, status: Status::from_error(Error::aborted(INTERRUPTED)) }
+        Self::interrupted_with(false)
+    }
+
+    /// A signal handler of Python raised, in a call whose memory may have to stay.
+    pub(crate) fn interrupted_with(holds_memory: bool) -> Self {
+        let status = Status { holds_memory, ..Status::from_error(Error::aborted(INTERRUPTED)) };
+        Self { how: Outcome::Interrupted, status }
     }
 }
 

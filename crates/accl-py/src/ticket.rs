@@ -231,6 +231,16 @@ bridged! {
         Ok(error.map_or_else(Status::ok, Status::from_error))
     }
 
+    /// Whether the memory of the call's tensors has to stay when nobody keeps the call any more, which is all that this status says: it
+    /// has not ended, or with an error that says so.
+    fn ticket_held(ticket: &Ticket) -> Status {
+        let holds_memory = match &ticket.entry {
+            Entry::None | Entry::Task(_) => false,
+            Entry::Call(call) => !call.is_done() || call.error().is_some_and(|error| error.context.holds_memory),
+        };
+        Ok(Status { holds_memory, ..Status::ok() })
+    }
+
     /// What hooks are told of a call that has ended: its nanoseconds, or -1 when they were not recorded; -2 when it failed
     /// and its group works on; else the cause that its group failed with.
     fn ticket_report(ticket: &Ticket) -> Numbered {

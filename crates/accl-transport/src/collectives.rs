@@ -28,7 +28,7 @@ pub enum Opened {
     LeftToHost(String),
 }
 
-/// A group of such a library. It ends when it is dropped; what is under way then must have been abandoned.
+/// A group of such a library.
 pub trait CollectiveGroup: Send {
     /// Starts a collective that all ranks have made. They start those of a group in one order.
     ///
@@ -38,6 +38,9 @@ pub trait CollectiveGroup: Send {
     /// # Safety
     /// Its memory has the room that the collective says, and is left alone until the collective is done, or for ever if it is abandoned.
     unsafe fn start(&mut self, collective: &CollectiveV1) -> Result<Box<dyn CollectiveCall>, String>;
+
+    /// The group is left; what was under way was abandoned. `has_failed`: ranks may have abandoned collectives that others have not.
+    fn close(self: Box<Self>, has_failed: bool);
 }
 
 /// A collective that is under way.

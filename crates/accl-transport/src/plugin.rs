@@ -784,7 +784,7 @@ mod tests {
             refused(&TransportV1 { flags: 8, ..as_at_first }).contains("flags 8"),
             "what is behind its end is no part of it"
         );
-        assert!(refused(&TransportV1 { coll_close: Some(nothing), ..whole() }).contains("has no coll_address"));
+        assert!(refused(&TransportV1 { coll_abandon: Some(nothing), ..whole() }).contains("has no coll_address"));
         assert!(refused(&TransportV1 { arm: Some(arm), ..whole() }).contains("no attach, or no arm"));
         assert!(refused(&TransportV1 { name: std::ptr::null(), ..empty() }).contains("no name"));
         assert!(refused(&empty()).contains("`empty` has no open"));

@@ -23,7 +23,7 @@ pub(crate) struct TableCollectives {
     test: unsafe extern "C" fn(*mut c_void) -> c_int,
     abandon: unsafe extern "C" fn(*mut c_void),
     error: unsafe extern "C" fn() -> *const c_char,
-    close: unsafe extern "C" fn(*mut c_void),
+    close: unsafe extern "C" fn(*mut c_void, c_int),
 }
 
 // SAFETY: functions and constants; `context` is for the table's own functions, which any thread may call.
@@ -99,7 +99,7 @@ impl Collectives for TableCollectives {
         let opened =
             unsafe { (self.open)(self.context, rank, world, places.as_ptr(), lengths.as_ptr(), key, &raw mut group) };
         match opened {
-            OK => Ok(Opened::Group(Box::new(TableGroup { table: *self, group, generation: crate::fork_generation() }))),
+            OK => Ok(Opened::Group(Box::new(TableGroup { table: *self, group }))),
             AGAIN => Ok(Opened::LeftToHost(self.why())),
             _ => Err(self.why()),
         }
@@ -109,7 +109,6 @@ impl Collectives for TableCollectives {
 struct TableGroup {
     table: TableCollectives,
     group: *mut c_void,
-    generation: u64,
 }
 
 // SAFETY: the header allows any thread, one at a time.
@@ -122,15 +121,10 @@ impl CollectiveGroup for TableGroup {
         let started = unsafe { (self.table.start)(self.group, collective, &raw mut call) };
         if started == OK { Ok(Box::new(TableCall { table: self.table, call })) } else { Err(self.table.why()) }
     }
-}
 
-impl Drop for TableGroup {
-    fn drop(&mut self) {
-        // What a forked child has a copy of is its parent's.
-        if self.generation == crate::fork_generation() {
-            // SAFETY: `coll_open` made it, and this is its only owner.
-            unsafe { (self.table.close)(self.group) };
-        }
+    fn close(self: Box<Self>, has_failed: bool) {
+        // SAFETY: `coll_open` made it, and this is its only owner.
+        unsafe { (self.table.close)(self.group, c_int::from(has_failed)) };
     }
 }
 

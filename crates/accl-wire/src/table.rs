@@ -62,7 +62,7 @@ pub struct TransportV1 {
     pub coll_test: Option<unsafe extern "C" fn(*mut c_void) -> c_int>,
     pub coll_abandon: Option<unsafe extern "C" fn(*mut c_void)>,
     pub coll_error: Option<unsafe extern "C" fn() -> *const c_char>,
-    pub coll_close: Option<unsafe extern "C" fn(*mut c_void)>,
+    pub coll_close: Option<unsafe extern "C" fn(*mut c_void, c_int)>,
 }
 
 /// `accl_collective_v1` of `accl_transport.h`, field by field.

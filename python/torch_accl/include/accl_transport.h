@@ -193,8 +193,11 @@ typedef struct accl_transport_v1 {
   void (*coll_abandon)(void *call);
   /* Why the last of these functions that this thread has called returned FAILED, or NULL; stays until the thread's next call. */
   const char *(*coll_error)(void);
-  /* The group is no more. None of its calls is under way but those that were abandoned. */
-  void (*coll_close)(void *group);
+  /*
+   * The group is no more. None of its calls is under way but those that were abandoned. has_failed: other ranks may have abandoned calls that
+   * this one has not.
+   */
+  void (*coll_close)(void *group, int has_failed);
 } accl_transport_v1;
 
 #ifdef __cplusplus

@@ -499,6 +499,7 @@ impl Group {
         let mut departures = Vec::new();
         // Another thread may have yet to tell the other lanes, whose peers would take the goodbye for the cause.
         let failed = self.with_state(|group, _| group.failed()).ok().flatten();
+        let has_failed = failed.is_some();
         if let Some(failed) = failed.filter(|_| !self.lanes.is_empty()) {
             self.driver.fail_elsewhere(&failed);
         }
@@ -513,7 +514,7 @@ impl Group {
             device.close();
         }
         if let Some(sidestep) = &self.sidestep {
-            sidestep.close();
+            sidestep.close(has_failed);
         }
         for lane in self.drivers() {
             lane.flush();

@@ -17,7 +17,7 @@ use smallvec::SmallVec;
 use super::{Driver, ROUNDS_BEFORE_LOOK, look};
 use crate::election::Waiter;
 use crate::in_flight::InFlight;
-use crate::sidestep::Look;
+use crate::sidestep::Found;
 use crate::time;
 
 /// How often a waiter looks for signals, in milliseconds.
@@ -236,10 +236,10 @@ impl Driver {
                 return Some(outcome);
             }
             // What a library has begun it gets on with as it is looked at.
-            let look = helping.as_ref().map_or(Look::Idle, |helping| helping.look());
+            let found = helping.as_ref().map_or(Found::Nothing, |helping| helping.look());
             // A core of its own is there for as long as something comes, and so is one on which nothing would tell of what comes; then a waiter
             // looks for signals.
-            let is_over = if look != Look::Idle && self.spin.is_none() {
+            let is_over = if found != Found::Nothing && self.spin.is_none() {
                 now.since(start) >= Duration::from_millis(TICK_MS)
             } else if !polls && (shared || !call.is_cut) || self.spin.is_some() {
                 now.since(start) >= budget

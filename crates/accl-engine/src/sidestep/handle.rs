@@ -24,6 +24,8 @@ pub(crate) struct Sidestep {
     named: Vec<Collective>,
     /// By which the thread knows the group.
     key: u64,
+    /// How often this process had been forked when this was made.
+    generation: u64,
     world: u32,
     worker: Arc<Worker>,
     done: Arc<AtomicU64>,
@@ -98,18 +100,27 @@ impl Sidestep {
         let key = workers.next_key();
         let membership = Membership { key, rank, world, name: MPI, group: opened, done: done.clone() };
         worker.put(Order::Open(membership));
-        Ok(Some(Arc::new(Self { named, key, world, worker, done })))
+        Ok(Some(Arc::new(Self { named, key, generation: accl_transport::fork_generation(), world, worker, done })))
     }
 
     /// The same call, done by the library, if it is to be.
     pub(crate) fn takes(self: &Arc<Self>, desc: &CallDesc) -> Option<CallDesc> {
-        let is_for_library = self.named.contains(&desc.collective) && kept_by_host(desc, self.world).is_none();
-        is_for_library.then(|| CallDesc { offload: Some(self.clone()), ..desc.clone() })
+        if !self.named.contains(&desc.collective) {
+            return None;
+        }
+        if let Some(why) = kept_by_host(desc, self.world) {
+            tracing::debug!(collective = desc.collective.name(), why, "the host does a call that {MPI} was named for");
+            return None;
+        }
+        Some(CallDesc { offload: Some(self.clone()), ..desc.clone() })
     }
 
-    /// The group is left, or is not made.
-    pub(crate) fn close(&self) {
-        self.worker.put(Order::Close { group: self.key });
+    /// The group is left, after it has failed or in good order, or is not made.
+    pub(crate) fn close(&self, has_failed: bool) {
+        // What a forked child has a copy of is its parent's, the locks as well.
+        if self.generation == accl_transport::fork_generation() {
+            self.worker.put(Order::Close { group: self.key, has_failed });
+        }
     }
 
     /// Who has the library do it, for whoever waits.
@@ -149,7 +160,7 @@ impl fmt::Debug for Sidestep {
 
 impl Drop for Sidestep {
     fn drop(&mut self) {
-        self.close();
+        self.close(false);
     }
 }
 

@@ -10,4 +10,4 @@ mod running;
 mod worker;
 
 pub(crate) use handle::{Sidestep, named};
-pub(crate) use worker::{Look, Worker, Workers};
+pub(crate) use worker::{Found, Worker, Workers};

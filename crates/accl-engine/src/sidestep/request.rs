@@ -38,11 +38,11 @@ pub(super) struct Memory {
 type Piece = (*mut u8, u64);
 
 impl Request {
-    /// The request of a task's collective on this rank. Copies what this rank contributes if its memory is not in one piece, or is where its
-    /// result goes in part. `None`: the task is cancelled.
+    /// The request of a task's collective on this rank. Copies what this rank contributes if its memory is not in one piece, or lies otherwise
+    /// to where the result goes than it may. `None`: the task is cancelled.
     ///
     /// # Errors
-    /// `Internal` for what libraries are never given.
+    /// `Internal` for what libraries are never given; `Exhausted` when there is no memory for copies.
     pub(super) fn new(task: &ExternalTask, rank: u32, world: u32) -> Result<Option<Self>> {
         let memory =
             CollectiveMemory::of(task).ok_or_else(|| Error::internal("a library does whole collectives alone"))?;
@@ -83,27 +83,41 @@ impl Request {
         };
         let may_be_in_place =
             !matches!(what.collective, Collective::AllToAll | Collective::ReduceScatter | Collective::Scatter);
+        // Libraries want the same of all ranks, and how tensors lie is each rank's own matter.
+        let must_be_in_place = matches!(what.collective, Collective::AllReduce | Collective::Broadcast) && reads;
+        let may_not_be_in_place = what.collective == Collective::AllGather;
         let input = if input_bytes > 0 { memory.whole_input() } else { Some(nowhere) };
         let output = if output_bytes > 0 { memory.whole_output() } else { Some(nowhere) };
         if let (Some(input), Some(output)) = (input, output) {
-            let is_in_place = reads && writes && may_be_in_place && input_bytes > 0 && input.0 == own_block(output.0);
-            if is_in_place || !(overlap(input, output) || reads && what.collective == Collective::Broadcast) {
+            let is_in_place = reads && writes && may_be_in_place && (input_bytes == 0 || input.0 == own_block(output.0));
+            if is_in_place || !(must_be_in_place || overlap(input, output)) {
                 request.memory.is_direct = true;
-                request.collective.input =
-                    if reads && !is_in_place { input.0.cast_const().cast() } else { std::ptr::null() };
                 request.collective.output = if writes { output.0.cast() } else { std::ptr::null_mut() };
+                if is_in_place && may_not_be_in_place {
+                    request.memory.input = Room::of(input_bytes)?;
+                    if !memory.read_input(0, request.memory.input.bytes()) {
+                        return Ok(None);
+                    }
+                    request.collective.input = request.memory.input.bytes().as_ptr().cast();
+                } else if reads && !is_in_place {
+                    request.collective.input = input.0.cast_const().cast();
+                }
                 return Ok(Some(request));
             }
         }
-        request.memory.input = Room::of(input_bytes);
-        request.memory.output = Room::of(output_bytes);
-        if !memory.read_input(0, request.memory.input.bytes()) {
-            return Ok(None);
-        }
-        if reads && what.collective == Collective::Broadcast {
-            request.memory.output.bytes().copy_from_slice(request.memory.input.bytes());
-        } else if reads {
-            request.collective.input = request.memory.input.bytes().as_ptr().cast();
+        request.memory.output = Room::of(output_bytes)?;
+        if must_be_in_place {
+            if !memory.read_input(0, request.memory.output.bytes()) {
+                return Ok(None);
+            }
+        } else {
+            request.memory.input = Room::of(input_bytes)?;
+            if !memory.read_input(0, request.memory.input.bytes()) {
+                return Ok(None);
+            }
+            if reads {
+                request.collective.input = request.memory.input.bytes().as_ptr().cast();
+            }
         }
         if writes {
             request.collective.output = request.memory.output.bytes().as_mut_ptr().cast();
@@ -136,12 +150,17 @@ fn overlap(a: Piece, b: Piece) -> bool {
 }
 
 impl Room {
-    fn of(bytes: u64) -> Self {
-        let all = vec![0; bytes as usize + ALIGNMENT];
+    /// # Errors
+    /// `Exhausted` when there is not so much memory.
+    fn of(bytes: u64) -> Result<Self> {
+        let mut all = Vec::new();
+        let length = bytes as usize + ALIGNMENT;
+        all.try_reserve_exact(length)
+            .map_err(|_| Error::exhausted(format!("no memory for {bytes} bytes of tensors that lie apart")))?;
         let begin = all.as_ptr().align_offset(ALIGNMENT).min(ALIGNMENT);
-        let mut room = Self { bytes: all, begin };
-        room.bytes.truncate(begin + bytes as usize);
-        room
+        // There is room for it, so that it stays where it is.
+        all.resize(begin + bytes as usize, 0);
+        Ok(Self { bytes: all, begin })
     }
 
     fn bytes(&mut self) -> &mut [u8] {

@@ -5,8 +5,8 @@
 use accl_executor::call::CallDesc;
 use accl_types::{Collective, Dtype, DtypeClass, ReduceOp};
 
-/// Blocks of more bytes are left to the host: libraries count elements in 31 bits.
-const MOST_BLOCK_BYTES: u64 = i32::MAX as u64;
+/// Calls of more bytes, all blocks together, are left to the host: libraries count in 31 bits, and some of them bytes from the first block on.
+const MOST_BYTES: u64 = i32::MAX as u64;
 
 /// Why the host does a call that the library was named for; `None`: the library does it.
 pub(super) fn kept_by_host(desc: &CallDesc, world: u32) -> Option<&'static str> {
@@ -19,8 +19,8 @@ pub(super) fn kept_by_host(desc: &CallDesc, world: u32) -> Option<&'static str> 
     if !desc.has_equal_blocks() {
         return Some("its blocks differ in size");
     }
-    if block_bytes(desc, world) > MOST_BLOCK_BYTES {
-        return Some("its blocks are larger than 2 GiB");
+    if whole_bytes(desc, world) > MOST_BYTES {
+        return Some("it has more than 2 GiB");
     }
     if desc.collective.reduces() { kept_reduction(desc.dtype, desc.op) } else { None }
 }
@@ -28,7 +28,7 @@ pub(super) fn kept_by_host(desc: &CallDesc, world: u32) -> Option<&'static str> 
 /// As [`kept_by_host`], of what is added.
 fn kept_reduction(dtype: Dtype, op: ReduceOp) -> Option<&'static str> {
     if dtype.size_bytes() == 2 {
-        return Some("16-bit types are reduced by the host");
+        return Some("libraries add float16 and bfloat16 otherwise or not at all, and other 16-bit types go with them");
     }
     match (dtype.class(), op) {
         (_, ReduceOp::Avg | ReduceOp::PremulSum) => Some("libraries have no such operator"),
@@ -44,14 +44,11 @@ fn kept_reduction(dtype: Dtype, op: ReduceOp) -> Option<&'static str> {
     }
 }
 
-/// Bytes of one rank's block, which all of them know.
-fn block_bytes(desc: &CallDesc, world: u32) -> u64 {
+/// Bytes of all blocks of one rank, which all of them know.
+fn whole_bytes(desc: &CallDesc, world: u32) -> u64 {
     match desc.collective {
-        Collective::AllToAll => desc.bytes() / u64::from(world),
-        collective => {
-            let is_whole = matches!(collective, Collective::AllReduce | Collective::Broadcast | Collective::Reduce);
-            desc.size_bytes(world) / if is_whole { 1 } else { u64::from(world) }
-        }
+        Collective::AllToAll => desc.bytes(),
+        _ => desc.size_bytes(world),
     }
 }
 
@@ -96,9 +93,9 @@ mod tests {
         let outputs = [vec![tensor]].into_iter().collect();
         let large = CallDesc { outputs, ..CallDesc::new(Collective::Broadcast, Dtype::U8) };
         assert!(kept_by_host(&large, 2).is_some());
-        let tensor = TensorDesc::dense(std::ptr::NonNull::dangling().as_ptr(), Dtype::U8, Elems(1 << 31));
+        let tensor = TensorDesc::dense(std::ptr::NonNull::dangling().as_ptr(), Dtype::U8, Elems(1 << 30));
         let outputs = [vec![tensor]].into_iter().collect();
         let scattered = CallDesc { outputs, ..CallDesc::new(Collective::Scatter, Dtype::U8) };
-        assert!(kept_by_host(&scattered, 2).is_some(), "each rank has one of these");
+        assert!(kept_by_host(&scattered, 2).is_some(), "both together have 2 GiB");
     }
 }

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use accl_executor::call::ExternalTask;
+use accl_executor::call::{ExternalCollective, ExternalTask};
 use accl_transport::collectives::{CollectiveCall, CollectiveGroup};
 use accl_types::{Error, ErrorKind};
 
@@ -21,8 +21,8 @@ pub(super) enum Order {
     Open(Membership),
     /// A collective of a group is due.
     Do { group: u64, task: ExternalTask },
-    /// A group is left.
-    Close { group: u64 },
+    /// A group is left, after it has failed or in good order.
+    Close { group: u64, has_failed: bool },
 }
 
 /// A group of the library.
@@ -80,9 +80,12 @@ impl Library {
                 self.groups.insert(key, Known { membership, broken: None, is_left: false });
             }
             Order::Do { group, task } => self.begin(group, task),
-            Order::Close { group } => {
+            Order::Close { group, has_failed } => {
                 if let Some(known) = self.groups.get_mut(&group) {
                     known.is_left = true;
+                    if has_failed {
+                        known.broken.get_or_insert_with(|| "the group has failed".to_owned());
+                    }
                 }
                 self.forget_if_left(group);
             }
@@ -104,7 +107,10 @@ impl Library {
                 broken.get_or_insert_with(|| "a collective of it was not begun".to_owned());
                 return;
             }
-            Err(error) => return task.fail_with(error),
+            Err(error) => {
+                broken.get_or_insert_with(|| error.message.clone());
+                return task.fail_with(error);
+            }
         };
         // SAFETY: the memory is the request's own, or the caller's, which the task holds; both stay until the collective is done, or for
         // ever if it is abandoned.
@@ -136,7 +142,9 @@ impl Library {
 
     fn end(&mut self, running: Running, end: End) {
         let Running { group, task, mut memory, call } = running;
-        let Some(known) = self.groups.get_mut(&group) else { return };
+        let Some(known) = self.groups.get_mut(&group) else {
+            return abandon(task, memory, call, Error::internal("its group was forgotten"));
+        };
         let name = known.membership.name;
         match end {
             End::Done => {
@@ -167,8 +175,10 @@ impl Library {
 
     fn forget_if_left(&mut self, group: u64) {
         let is_over = |known: &Known| known.is_left && self.running.iter().all(|running| running.group != group);
-        if self.groups.get(&group).is_some_and(is_over) {
-            self.groups.remove(&group);
+        if self.groups.get(&group).is_some_and(is_over)
+            && let Some(Known { membership, broken, .. }) = self.groups.remove(&group)
+        {
+            membership.group.close(broken.is_some());
         }
     }
 
@@ -209,13 +219,12 @@ fn abandon(task: ExternalTask, memory: Memory, call: Box<dyn CollectiveCall>, er
 }
 
 fn late_error(name: &str, task: &ExternalTask) -> Error {
-    let begin = task.collective().map_or_else(String::new, |collective| {
-        let waited = time::now().since(collective.started).as_millis();
-        format!("Timed out waiting {waited}ms for {}: ", collective.collective)
-    });
-    let text = format!(
-        "{begin}{name} has not ended it, and all ranks have made it; look whether a rank was stopped or the network of {name} stands \
-         still, or take the host with sidestep=\"COLLECTIVE=host\""
-    );
-    Error::timeout(text)
+    let Some(ExternalCollective { collective, started, .. }) = task.collective() else {
+        return Error::timeout(format!("{name} has not ended it"));
+    };
+    let waited = time::now().since(*started).as_millis();
+    Error::timeout(format!(
+        "Timed out waiting {waited}ms for {collective}: {name} has not ended it, and all ranks have made it; look whether a rank was stopped or \
+         the network of {name} stands still, or take the host with sidestep=\"{collective}=host\""
+    ))
 }

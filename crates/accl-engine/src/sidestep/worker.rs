@@ -47,13 +47,13 @@ pub(crate) struct Worker {
 
 /// What one look has found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Look {
+pub(crate) enum Found {
     /// There is nothing to do.
-    Idle,
+    Nothing,
     /// Something is under way, or another thread looks.
     UnderWay,
-    /// Something has ended.
-    Ended,
+    /// Something has begun or ended.
+    News,
 }
 
 impl Workers {
@@ -123,19 +123,22 @@ impl Worker {
     }
 
     /// What is due is begun, and what is under way is looked at once.
-    fn look(&self, library: &mut Library) -> Look {
-        let mut look = Look::Idle;
+    fn look(&self, library: &mut Library) -> Found {
+        let mut has_news = false;
         loop {
             // One at a time: what is put meanwhile need not wait for the library.
             let Some(order) = self.due.lock().pop_front() else { break };
             library.obey(order);
-            look = Look::Ended;
+            has_news = true;
         }
-        if library.under_way() > 0 {
-            look = if library.move_on() { Look::Ended } else { Look::UnderWay };
+        has_news |= library.move_on();
+        let under_way = library.under_way() as u64;
+        self.under_way.store(under_way, Ordering::Relaxed);
+        match under_way {
+            _ if has_news => Found::News,
+            0 => Found::Nothing,
+            _ => Found::UnderWay,
         }
-        self.under_way.store(library.under_way() as u64, Ordering::Relaxed);
-        look
     }
 
     /// The life of the thread.
@@ -159,9 +162,9 @@ impl Worker {
                 // Nobody waits for what is under way.
                 return library.abandon_all();
             }
-            let look = self.look(&mut library);
+            let found = self.look(&mut library);
             drop(library);
-            if look == Look::Ended {
+            if found == Found::News {
                 (news, pause) = (Instant::now(), FIRST_PAUSE);
             } else if news.elapsed() < ATTENTION {
                 std::thread::yield_now();
@@ -178,10 +181,10 @@ pub(crate) struct Helping<'a>(&'a Worker);
 
 impl Helping<'_> {
     /// One look at the library, unless another thread has it.
-    pub(crate) fn look(&self) -> Look {
+    pub(crate) fn look(&self) -> Found {
         match self.0.library.try_lock() {
             Some(mut library) => self.0.look(&mut library),
-            None => Look::UnderWay,
+            None => Found::UnderWay,
         }
     }
 }

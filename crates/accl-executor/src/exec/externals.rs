@@ -175,7 +175,8 @@ impl Externals {
 
     /// Why one was abandoned, if one was: the memory of the call must stay.
     pub(super) fn abandoned(&self) -> Option<&Error> {
-        self.under_way.iter().find_map(|under_way| under_way.handle.abandoned())
+        let not_looked_at = self.under_way.iter().find_map(|under_way| under_way.handle.abandoned());
+        not_looked_at.or_else(|| self.failure.as_ref().filter(|failure| failure.context.holds_memory))
     }
 
     /// For messages: one that has not ended. Parts that other lanes do may be left out.
@@ -246,6 +247,24 @@ mod tests {
         assert!(externals.has_failed(), "a pass has yet to take it");
         assert_eq!(externals.take_failure().map(|error| error.kind), Some(ErrorKind::Timeout));
         assert!(!externals.has_failed());
+    }
+
+    #[test]
+    fn what_was_abandoned_is_known_before_and_after_somebody_has_looked() {
+        let shelf: Arc<Shelf> = Arc::default();
+        let by: Arc<dyn External> = shelf.clone();
+        let mut externals = Externals::default();
+        externals.set_wake(Arc::new(|| {}));
+        let work = ExternalWork::Copies(Vec::new());
+        externals.begin(3, ExternalStep::Offload, |wake| {
+            Some(ExternalHandle::begin(&by, work, Arc::new(()), wake.clone()))
+        });
+        let task = shelf.0.lock().unwrap().take().unwrap();
+        task.abandon(Error::timeout("in vain"));
+        assert!(!externals.may_touch() && externals.abandoned().is_some());
+        externals.settle(3);
+        assert!(externals.abandoned().is_some(), "a pass has yet to take it");
+        assert!(externals.take_failure().unwrap().context.holds_memory && externals.abandoned().is_none());
     }
 
     #[test]

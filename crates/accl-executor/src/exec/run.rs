@@ -744,10 +744,10 @@ impl Run {
         self.externals.take_failure()
     }
 
-    /// Asks the external operations that are under way to stop. Returns whether the call has to wait for that.
+    /// Asks the external operations that are under way to stop. Returns whether the call has to wait for that, or has to say that its memory stays.
     pub(crate) fn cancel_externals(&self) -> bool {
         self.externals.cancel();
-        self.may_be_touched()
+        self.may_be_touched() || self.abandoned().is_some()
     }
 
     /// Other lanes do parts of the call from now on, whether this lane has begun with its own or not: from here on the call's memory is not given back

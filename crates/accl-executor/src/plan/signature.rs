@@ -62,7 +62,7 @@ pub(crate) fn disagreement(seq: u64, (my_rank, mine): (Rank, &Signature), (from,
         let on_device = if is_on_device(mine) { my_rank } else { from };
         let name = Collective::from_code(mine.collective).map_or("the collective", Collective::name);
         return Error::mismatch(format!(
-            "ranks disagree on call {seq}: rank {my_rank} called {mine_text}, rank {from} called {theirs_text}, and rank {on_device} has its device \
+            "ranks disagree on call {seq}: rank {my_rank} called {mine_text}, rank {from} called {theirs_text}, and rank {on_device} has its device or MPI \
              do it where the other takes the host; all ranks must give split sizes, or none, and tensors in the same kind of memory, \
              or take the host with sidestep=\"{name}=host\""
         ))

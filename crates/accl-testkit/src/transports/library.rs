@@ -28,8 +28,10 @@ pub struct Library {
     pub leaves_to_host: AtomicBool,
     /// How many ranks have begun a collective, of all groups together,
     pub begun: AtomicU64,
-    /// and how many have abandoned one.
+    /// how many have abandoned one,
     pub abandoned: AtomicU64,
+    /// and how many have left a group that had failed.
+    pub closed_after_failure: AtomicU64,
 }
 
 /// The ranks of a group.
@@ -111,6 +113,10 @@ impl CollectiveGroup for Group {
         }
         Ok(Box::new(Call { library: self.library, meeting: self.meeting.clone(), number }))
     }
+
+    fn close(self: Box<Self>, has_failed: bool) {
+        self.library.closed_after_failure.fetch_add(u64::from(has_failed), Ordering::Relaxed);
+    }
 }
 
 struct Call {
@@ -145,7 +151,12 @@ fn element_bytes(element_type: u32) -> usize {
 /// Does a collective, with what each rank has come with.
 fn perform(parts: &[CollectiveV1]) {
     let what = parts[0];
-    let alike = |part: &CollectiveV1| (part.collective, part.element_type, part.op, part.root, part.count);
+    // MPI wants sums and gatherings in place on all ranks or on none.
+    let in_place = |part: &CollectiveV1| {
+        matches!(part.collective, collectives::ALL_REDUCE | collectives::ALL_GATHER) && part.input.is_null()
+    };
+    let alike =
+        |part: &CollectiveV1| (part.collective, part.element_type, part.op, part.root, part.count, in_place(part));
     assert!(parts.iter().all(|part| alike(part) == alike(&what)), "ranks came with different collectives: {parts:?}");
     let (root, world) = (what.root as usize, parts.len());
     let block = what.count as usize * element_bytes(what.element_type);
