@@ -82,7 +82,7 @@ void CallRecord::begin(CallFacts facts, const std::vector<at::Tensor>& inputs, c
                                        facts.world,
                                        facts.is_async};
   event_.emplace(std::move(*callbacks));
-  if (event_->needsOutputs()) event_->setOutputs({c10::IValue(outputs)});
+  if (event_->needsOutputs()) event_->setOutputs(std::vector<c10::IValue>{outputs});
   event_->before(at::kParamCommsCallName, c10::ArrayRef<const c10::IValue>(given.data(), given.size()));
 }
 

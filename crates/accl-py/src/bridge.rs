@@ -292,8 +292,8 @@ use crate::group::{
 };
 use crate::repeat::{collective_code, group_algorithm, group_repeat};
 use crate::ticket::{
-    ticket_abort, ticket_done, ticket_error, ticket_held, ticket_nanos, ticket_poll, ticket_report, ticket_seq, ticket_source,
-    ticket_wait, ticket_when_done,
+    ticket_abort, ticket_done, ticket_error, ticket_held, ticket_nanos, ticket_poll, ticket_report, ticket_seq,
+    ticket_source, ticket_wait, ticket_when_done,
 };
 
 // SAFETY: a task is handed over whole and run by one thread; it holds tensors and a raw group reference that the shim

@@ -89,7 +89,8 @@ impl Request {
         let input = if input_bytes > 0 { memory.whole_input() } else { Some(nowhere) };
         let output = if output_bytes > 0 { memory.whole_output() } else { Some(nowhere) };
         if let (Some(input), Some(output)) = (input, output) {
-            let is_in_place = reads && writes && may_be_in_place && (input_bytes == 0 || input.0 == own_block(output.0));
+            let is_in_place =
+                reads && writes && may_be_in_place && (input_bytes == 0 || input.0 == own_block(output.0));
             if is_in_place || !(must_be_in_place || overlap(input, output)) {
                 request.memory.is_direct = true;
                 request.collective.output = if writes { output.0.cast() } else { std::ptr::null_mut() };
@@ -153,7 +154,7 @@ impl Room {
     /// # Errors
     /// `Exhausted` when there is not so much memory.
     fn of(bytes: u64) -> Result<Self> {
-        let mut all = Vec::new();
+        let mut all: Vec<u8> = Vec::new();
         let length = bytes as usize + ALIGNMENT;
         all.try_reserve_exact(length)
             .map_err(|_| Error::exhausted(format!("no memory for {bytes} bytes of tensors that lie apart")))?;

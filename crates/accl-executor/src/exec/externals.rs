@@ -256,9 +256,8 @@ mod tests {
         let mut externals = Externals::default();
         externals.set_wake(Arc::new(|| {}));
         let work = ExternalWork::Copies(Vec::new());
-        externals.begin(3, ExternalStep::Offload, |wake| {
-            Some(ExternalHandle::begin(&by, work, Arc::new(()), wake.clone()))
-        });
+        externals
+            .begin(3, ExternalStep::Offload, |wake| Some(ExternalHandle::begin(&by, work, Arc::new(()), wake.clone())));
         let task = shelf.0.lock().unwrap().take().unwrap();
         task.abandon(Error::timeout("in vain"));
         assert!(!externals.may_touch() && externals.abandoned().is_some());
