@@ -426,6 +426,29 @@ mod tests {
     }
 
     #[test]
+    fn all_stands_for_the_collectives_that_a_side_step_does_not_name() {
+        let shown = |text: &str| {
+            let mut config = Config::default();
+            config
+                .set_option("sidestep", text)
+                .map(|()| (ROWS.iter().find(|row| row.option == "sidestep").unwrap().show)(&config))
+        };
+        let all = shown("gather=host,all=mpi").unwrap();
+        assert!(all.contains("gather=host") && all.contains("all_reduce=mpi") && all.contains("scatter=mpi"), "{all}");
+        assert!(!all.contains("barrier") && !all.contains("send"), "the host does those: {all}");
+        assert_eq!(shown(&all).unwrap(), all);
+        for (text, why) in [
+            ("all=mpi,all=host", "`all` stands twice"),
+            ("gather=mpi,gather", "`gather` stands twice"),
+            ("barrier=mpi", "the host does every barrier"),
+            ("allgather=mpi", "did you mean all_gather?"),
+        ] {
+            let error = shown(text).unwrap_err();
+            assert!(error.message.contains(why), "{error}");
+        }
+    }
+
+    #[test]
     fn a_bad_value_lists_what_is_accepted() {
         let mut config = Config::default();
         let bad = [
