@@ -1,6 +1,6 @@
-"""One of two ranks that train the demo's model by turns without DDP, with DDP over accl and with DDP over gloo: started as
-`ddp.py FOLDER LIBRARIES RANK PORT`, and prints one JSON object, the same on both ranks. FOLDER has the board that ranks
-meet on, LIBRARIES what `build.py` has compiled.
+"""One of two ranks that train the demo's model by turns without DDP, with DDP over accl and with DDP over gloo, or a wide one with DDP over accl:
+started as `ddp.py FOLDER LIBRARIES demo|wide RANK PORT`, and prints one JSON object, the same on both ranks. FOLDER has the board that
+ranks meet on, LIBRARIES what `build.py` has compiled.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ IMAGES = 32
 BUCKET_MB = 0.0625
 ROUNDS = 300
 WARM_UP = 30
+# Of the wide model: layers of so many inputs and outputs, and rounds.
+WIDTH, LAYERS, WIDE_ROUNDS = 1024, 6, 20
 
 
 def main() -> None:
     """Measures one start."""
-    folder, libraries, rank, port = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    folder, libraries, is_wide = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "wide"
+    rank, port = int(sys.argv[4]), int(sys.argv[5])
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) >= RANKS:
+    # Threads for parts of calls are to have the cores that there are.
+    if len(cores) >= RANKS and not is_wide:
         # Before torch starts threads, which inherit it.
         os.sched_setaffinity(0, [cores[rank]])
     meet = meeting(folder, libraries, rank)
@@ -40,10 +44,14 @@ def main() -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, RANKS, rank == 0, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    steps = {name: step_of(models) for name, models in variants(torch, dist).items()}
-    times = slowest(torch, dist, turns(steps, meet))
+    if is_wide:
+        times = slowest(torch, dist, turns({"accl": wide_step(torch, dist)}, meet, WIDE_ROUNDS // 4, WIDE_ROUNDS))
+        found = {"accl_step_ms": 1000 * median(times["accl"])}
+    else:
+        steps = {name: step_of(models) for name, models in variants(torch, dist).items()}
+        found = figures(slowest(torch, dist, turns(steps, meet, WARM_UP, ROUNDS)))
     dist.destroy_process_group()
-    print(json.dumps(figures(times)))
+    print(json.dumps(found))
 
 
 def meeting(folder: Path, libraries: Path, rank: int) -> Callable[[], object]:
@@ -72,6 +80,25 @@ def variants(torch, dist) -> dict[str, object]:
     return {PLAIN: model(), **wrapped}
 
 
+def wide_step(torch, dist) -> Callable[[], float]:
+    """A forward and backward pass of a model with 25 MB of gradients, in DDP as it comes; returns its seconds."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(20)
+    layers = [layer for _ in range(LAYERS) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), process_group=dist.new_group(backend="accl"))
+    images = torch.rand(IMAGES, WIDTH)
+
+    def step() -> float:
+        begin = time.perf_counter()
+        model(images).square().mean().backward()
+        took = time.perf_counter() - begin
+        model.zero_grad(set_to_none=True)
+        return took
+
+    return step
+
+
 def step_of(model) -> Callable[[], float]:
     """A forward and backward pass over the same images; returns its seconds."""
     import torch
@@ -90,15 +117,17 @@ def step_of(model) -> Callable[[], float]:
     return step
 
 
-def turns(steps: dict[str, Callable[[], float]], meet: Callable[[], object]) -> dict[str, list[float]]:
+def turns(
+    steps: dict[str, Callable[[], float]], meet: Callable[[], object], warm_up: int, rounds: int
+) -> dict[str, list[float]]:
     """Seconds of each one's step in each round. Their order changes: nobody always comes after the same one."""
     orders = list(itertools.permutations(steps))
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(WARM_UP + ROUNDS):
+    for turn in range(warm_up + rounds):
         for name in orders[turn % len(orders)]:
             meet()
             took = steps[name]()
-            if turn >= WARM_UP:
+            if turn >= warm_up:
                 times[name].append(took)
     return times
 
