@@ -28,7 +28,10 @@ enum State {
     /// Nobody has asked for it.
     Unmade,
     UnderWay,
-    Made { communicator: Communicator, is_ours: bool },
+    Made {
+        communicator: Communicator,
+        is_ours: bool,
+    },
     /// There is none, or nothing more begins in it.
     Over(String),
 }

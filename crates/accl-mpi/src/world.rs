@@ -299,7 +299,8 @@ fn join(from: Communicator, wanted: &Wanted, level: Level, is_shared: bool, unti
              torch_accl.init_from_mpi(comm) is called with a communicator of those that do"
         )
     })?;
-    let first = communicator.duplicate(until).map_err(|why| format!("the communicator of collectives was not made: {why}"))?;
+    let first =
+        communicator.duplicate(until).map_err(|why| format!("the communicator of collectives was not made: {why}"))?;
     // Never freed: who gives up does not know whether the library still writes to it.
     let id = Box::leak(Box::new(some_number().to_le_bytes()));
     // SAFETY: the bytes stay.
