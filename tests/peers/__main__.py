@@ -47,7 +47,7 @@ def _print_comparison(args: argparse.Namespace) -> None:
     alias = ALIASES.get(args.backend, "") if args.alias is None else args.alias
     aliases = tuple(filter(None, alias.split(",")))
     for world in args.world:
-        paths = [_default_path(args.backend, aliases, world), _default_path("gloo", (), world)]
+        paths = [_default_path(args.backend, aliases, world, args.mpi), _default_path("gloo", (), world)]
         if args.baseline == "stored" and args.backend != "gloo" and paths[0].exists():
             stored = _stored(compare.load(paths[0])["torch"], world)
             paths[1:] = [stored] if stored.exists() else paths[1:]
@@ -101,6 +101,12 @@ def _arguments() -> argparse.Namespace:
         action="store_true",
         help="keep this gloo run in tests/peers/baseline, without times and texts",
     )
+    parser.add_argument(
+        "--mpi",
+        metavar="MPIRUN[:FOLDER]",
+        help="give each test's ranks places in a job of this mpirun and use the transport mpi alone, of the package in FOLDER, which was "
+        "built for its library (make test-mpi does)",
+    )
     parser.add_argument("--list", action="store_true", help="list the tests and stop")
     parser.add_argument("-v", "--verbose", action="store_true", help="one line per test")
     return parser.parse_args()
@@ -130,6 +136,7 @@ def _one_world(args: argparse.Namespace, world: int) -> int:
         timeout_s=args.timeout,
         gaps=tuple(args.gap),
         direct_monitored_barrier=args.direct_monitored_barrier,
+        mpirun=_mpirun(args.mpi),
     )
     gpus = torch.cuda.device_count()
     suite = Suite(setup)
@@ -158,7 +165,7 @@ def _one_world(args: argparse.Namespace, world: int) -> int:
         "counts": compare.counts(tests),
         "tests": tests,
     }
-    path = args.json or _default_path(setup.backend, setup.aliases, world)
+    path = args.json or _default_path(setup.backend, setup.aliases, world, args.mpi)
     compare.save(run, path)
     number = ", ".join(f"{count} {kind}" for kind, count in run["counts"].items() if count or kind in ("pass", "skip"))
     print(f"{title}: {number}; {run['seconds']:.0f} s; written to {path}", flush=True)
@@ -172,6 +179,17 @@ def _one_world(args: argparse.Namespace, world: int) -> int:
     for line in verdict.bad:
         print(f"  LOST {line}")
     return int(bool(verdict.bad))
+
+
+def _mpirun(text: str | None) -> str | None:
+    """The command, after this process was set up for the transport."""
+    if text is None:
+        return None
+    mpirun, _, folder = text.partition(":")
+    if folder:
+        sys.path.insert(0, folder)
+    os.environ["ACCL_TRANSPORTS"] = "mpi"
+    return mpirun
 
 
 def _chosen(name: str, select: str | None, exclude: str | None) -> bool:
@@ -200,8 +218,10 @@ def _run_tests(suite: Any, names: list[str], known: Container[str], verbose: boo
     return tests
 
 
-def _default_path(backend: str, aliases: tuple[str, ...], world: int) -> Path:
+def _default_path(backend: str, aliases: tuple[str, ...], world: int, mpirun: str | None = None) -> Path:
     kind = "-as-" + "-".join(aliases) if aliases and backend not in ALIASES else ""
+    if mpirun is not None:
+        kind += "-" + Path(mpirun.partition(":")[0]).name
     return Path(".make") / "peers" / f"{backend}{kind}-world{world}.json"
 
 
@@ -235,6 +255,8 @@ def _child(args: argparse.Namespace, backend: str, world: int, extra: list[str])
         command += ["--gap", gap]
     if args.direct_monitored_barrier and backend == args.backend:
         command.append("--direct-monitored-barrier")
+    if args.mpi and backend == args.backend:
+        command += ["--mpi", args.mpi]
     if args.verbose:
         command.append("--verbose")
     return subprocess.run(command, check=False)

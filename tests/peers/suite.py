@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from . import mpi
 from .alias import Alias, plain
 
 MODULE = "torch.testing._internal.distributed.distributed_test"
@@ -43,6 +44,8 @@ class Setup:
     timeout_s: float
     gaps: tuple[str, ...] = ()
     direct_monitored_barrier: bool = False
+    # The command that starts MPI jobs, where ranks have places in one.
+    mpirun: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Suite:
         self.setup = setup
         self._scratch = tempfile.TemporaryDirectory(prefix="accl-peers-")
         self._module = _load(setup, self._scratch.name)
-        self._case = _case_class(self._module)
+        self._case = _case_class(self._module, setup.mpirun)
 
     def names(self) -> list[str]:
         """All tests, in the order in which the suite's loader finds them."""
@@ -248,21 +251,34 @@ def _replace_monitored_barrier() -> None:
     dist.monitored_barrier = monitored_barrier
 
 
-def _case_class(module: ModuleType) -> type[unittest.TestCase]:
+def _case_class(module: ModuleType, mpirun: str | None) -> type[unittest.TestCase]:
     multiprocessing = importlib.import_module("torch.multiprocessing")
+    jobs: list[mpi.Job] = []
 
     class PeersTest(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[name-defined,misc]
         started = 0
 
         def setUp(self) -> None:
             super().setUp()
+            if mpirun is not None:
+                # Before the ranks, which are forked with the places of all and take their own.
+                jobs.append(mpi.start(mpirun, int(self.world_size)))
             self._start_processes(multiprocessing.get_context("fork").Process)
             self.started = len(self.processes)
+
+        def tearDown(self) -> None:
+            super().tearDown()
+            while jobs:
+                jobs.pop().end()
 
         @classmethod
         def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **kwargs: Any) -> None:
             # The module was imported before this test's own rendezvous file existed.
             module.INIT_METHOD = os.environ["INIT_METHOD"]
+            if jobs:
+                jobs[0].places[rank].adopt()
+                for connection in jobs[0].connections:
+                    connection.close()
             super()._run(rank, test_name, file_name, pipe, **kwargs)
 
     return PeersTest
