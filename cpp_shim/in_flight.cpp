@@ -32,7 +32,11 @@ bool WorkEntry::ended() const {
 }
 
 WorkEntry::~WorkEntry() {
-  if (!memory.empty()) hold_memory(bridge::ticket_held(*ticket), std::move(memory));
+  if (memory.empty()) return;
+  auto held = bridge::ticket_held(*ticket);
+  // Who cannot say keeps it: here nobody hears of what went wrong.
+  held.holds_memory = held.holds_memory || !is_ok(held);
+  hold_memory(held, std::move(memory));
 }
 
 void WorkEntry::keep_memory() {

@@ -500,6 +500,7 @@ SILENT = {
     "group_shutdown",
     "group_first_error",
     "ticket_done",
+    "ticket_held",
     "ticket_poll",
     "ticket_report",
     "ticket_when_done",
