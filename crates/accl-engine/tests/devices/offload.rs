@@ -406,8 +406,11 @@ fn an_all_to_all_with_split_sizes_on_some_ranks_alone_says_what_to_do() {
     });
     for error in errors {
         assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
-        let words =
-            ["rank 0 has its device or MPI do it", "all ranks must give split sizes, or none", "sidestep=\"all_to_all=host\""];
+        let words = [
+            "rank 0 has its device or MPI do it",
+            "all ranks must give split sizes, or none",
+            "sidestep=\"all_to_all=host\"",
+        ];
         assert!(words.iter().all(|word| error.to_string().contains(word)), "{error}");
     }
     assert_eq!(devices.faults().started.load(Ordering::Relaxed), 0);
