@@ -1,8 +1,6 @@
 // The overrides of c10d::Backend.
 #include "backend.h"
 
-#include <numeric>
-
 #include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -38,11 +36,6 @@ Call call_of(const std::string& collective, const Tensors& inputs, const Tensors
   call.reduce(op);
   call.args.root = root;
   return call;
-}
-
-int64_t elements_of(at::TensorList tensors) {
-  return std::accumulate(tensors.begin(), tensors.end(), int64_t{0},
-                         [](int64_t sum, const at::Tensor& tensor) { return sum + tensor.numel(); });
 }
 
 bool same_counts(const Tensors& tensors) {

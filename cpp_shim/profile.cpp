@@ -25,11 +25,6 @@ std::string c10ds(const char* title) {
   return name;
 }
 
-int64_t elements_of(const std::vector<at::Tensor>& tensors) {
-  return std::accumulate(tensors.begin(), tensors.end(), int64_t{0},
-                         [](int64_t sum, const at::Tensor& tensor) { return sum + tensor.numel(); });
-}
-
 // Releases of torch before there were numbers do without.
 template <class Info>
 auto note_seq(Info& info, int64_t seq, int) -> decltype(info.setSequenceInfo(seq, false)) {
@@ -39,6 +34,11 @@ template <class Info>
 void note_seq(Info&, int64_t, long) {}
 
 }  // namespace
+
+int64_t elements_of(at::TensorList tensors) {
+  return std::accumulate(tensors.begin(), tensors.end(), int64_t{0},
+                         [](int64_t sum, const at::Tensor& tensor) { return sum + tensor.numel(); });
+}
 
 std::string ProfileNames::call(const char* title) const {
   switch (style_) {

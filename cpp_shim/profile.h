@@ -16,6 +16,9 @@
 
 namespace accl {
 
+// Elements of all tensors together.
+int64_t elements_of(at::TensorList tensors);
+
 // How events are called, by the setting `profile_names`: `accl:all_reduce`, or as others called theirs. Theirs are all synchronous.
 class ProfileNames {
  public:

@@ -62,7 +62,8 @@ fn begin_work(work: impl FnOnce() + Send + 'static) -> Checked<()> {
     })
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+/// Nothing panics half-way through a change of what these guard.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -20,6 +20,7 @@ mod link;
 mod signals;
 pub mod table;
 mod table_collectives;
+mod why;
 mod world;
 
 use calls::Level;

@@ -2,8 +2,7 @@
 //!
 //! Owns the border to the engine: pointers become places in [`crate::world`], and no panic crosses. Knows no MPI.
 
-use std::cell::RefCell;
-use std::ffi::{CString, c_char, c_int, c_void};
+use std::ffi::{c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use accl_wire::HEAD_BYTES;
@@ -13,12 +12,8 @@ use crate::address::Address;
 use crate::bell::Bell;
 use crate::link::Look;
 use crate::table_collectives;
+use crate::why;
 use crate::world::{self, World};
-
-thread_local! {
-    /// Why there is no link at all.
-    static REFUSAL: RefCell<CString> = RefCell::default();
-}
 
 static TABLE: Holder = Holder(TransportV1 {
     abi: TRANSPORT_ABI,
@@ -76,8 +71,7 @@ fn with<T: Copy>(otherwise: T, work: impl FnOnce(&mut World) -> T) -> T {
 }
 
 fn refuse(why: String) -> c_int {
-    REFUSAL.with_borrow_mut(|refusal| *refusal = CString::new(why).unwrap_or_default());
-    FAILED
+    why::explain(FAILED, why)
 }
 
 unsafe extern "C" fn open(
@@ -118,9 +112,7 @@ unsafe extern "C" fn open(
     match opened.unwrap_or_else(|_| Err("an internal error".to_owned())) {
         // SAFETY: the header promises this much room, and places for both answers.
         Ok((index, ours)) => unsafe {
-            let room = ours.len().min(*address_bytes);
-            ours.as_ptr().copy_to_nonoverlapping(address.cast(), room);
-            *address_bytes = ours.len();
+            why::write_address(&ours, address, address_bytes);
             *link = name_of(index);
             OK
         },
@@ -263,7 +255,7 @@ unsafe extern "C" fn arm(link: *mut c_void) -> u64 {
 
 unsafe extern "C" fn error(link: *mut c_void) -> *const c_char {
     if link.is_null() {
-        return REFUSAL.with_borrow(|refusal| refusal.as_ptr());
+        return why::last();
     }
     with(std::ptr::null(), |world| match world.link(index_of(link)) {
         // It stays as long as the link, and is never replaced.

@@ -2,8 +2,7 @@
 //!
 //! Owns the border to the engine: pointers become groups and calls of [`crate::collectives`], and no panic crosses. Knows no MPI.
 
-use std::cell::RefCell;
-use std::ffi::{CString, c_char, c_int, c_void};
+use std::ffi::{c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 
@@ -13,18 +12,8 @@ use crate::address::Address;
 use crate::calls::{Checked, Collective};
 use crate::collectives::{Call, Group};
 use crate::groups::{self, Opened};
+use crate::why::{self, explain};
 use crate::world;
-
-thread_local! {
-    /// Why a function has failed that this thread has called.
-    static WHY: RefCell<CString> = RefCell::default();
-}
-
-/// Keeps why a function returns this.
-fn explain(returned: c_int, why: String) -> c_int {
-    WHY.with_borrow_mut(|kept| *kept = CString::new(why).unwrap_or_default());
-    returned
-}
 
 /// What a function returns that has come to this.
 fn guarded(work: impl FnOnce() -> Checked<c_int>) -> c_int {
@@ -39,10 +28,7 @@ pub(crate) unsafe extern "C" fn address(_context: *mut c_void, address: *mut c_v
     guarded(|| {
         let ours = groups::address()?.to_bytes();
         // SAFETY: the header promises this much room, and a place for the length.
-        unsafe {
-            ours.as_ptr().copy_to_nonoverlapping(address.cast(), ours.len().min(*bytes));
-            *bytes = ours.len();
-        }
+        unsafe { why::write_address(&ours, address, bytes) };
         Ok(OK)
     })
 }
@@ -124,7 +110,7 @@ pub(crate) unsafe extern "C" fn abandon(call: *mut c_void) {
 }
 
 pub(crate) unsafe extern "C" fn error() -> *const c_char {
-    WHY.with_borrow(|why| why.as_ptr())
+    why::last()
 }
 
 pub(crate) unsafe extern "C" fn close(group: *mut c_void, has_failed: c_int) {

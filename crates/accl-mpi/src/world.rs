@@ -16,7 +16,7 @@ use accl_wire::HEAD_BYTES;
 
 use crate::address::{self, Address};
 use crate::calls::{self, Checked, Communicator, Level, Message, Request};
-use crate::collectives::{Call, are_at_work, end_all, unless_over};
+use crate::collectives::{Call, are_at_work, end_all, lock as lock_of, unless_over};
 use crate::frames::{Buffer, Spare};
 use crate::link::{Incoming, Link, Look, Outgoing, Peer};
 
@@ -507,7 +507,7 @@ pub(crate) fn start_collective(call: &Arc<Mutex<Call>>) -> Checked<()> {
 
 /// Moves a collective on, if this thread may. Returns how it has ended, once it has.
 pub(crate) fn test_collective(call: &Mutex<Call>) -> Option<Checked<()>> {
-    let lock_call = || call.lock().unwrap_or_else(PoisonError::into_inner);
+    let lock_call = || lock_of(call);
     match CALLER.get() {
         Some(Caller::Anybody) => unless_over(|| Ok(lock_call().step())).unwrap_or_else(|why| Some(Err(why))),
         Some(Caller::OneAtATime) => with(|world| match &world.over {
@@ -529,7 +529,7 @@ pub(crate) fn abandon_collective(call: &Arc<Mutex<Call>>) {
         world.note_abandonment();
         world.calls.retain(|known| !Arc::ptr_eq(known, call));
     });
-    call.lock().unwrap_or_else(PoisonError::into_inner).abandon();
+    lock_of(call).abandon();
 }
 
 impl World {
@@ -784,7 +784,7 @@ impl World {
     /// One round for all links and collectives.
     fn serve(&mut self) {
         self.move_broadcast();
-        self.calls.retain(|call| call.lock().unwrap_or_else(PoisonError::into_inner).step().is_none());
+        self.calls.retain(|call| lock_of(call).step().is_none());
         for index in 0..self.links.len() {
             self.send_all(index);
             self.settle(index);
@@ -822,7 +822,7 @@ impl World {
         end_all();
         self.fail_all(why);
         for call in self.calls.drain(..) {
-            call.lock().unwrap_or_else(PoisonError::into_inner).end(why);
+            lock_of(&call).end(why);
             std::mem::forget(call);
         }
         // What MPI may still read from and write to is never freed.

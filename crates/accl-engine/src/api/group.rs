@@ -293,7 +293,12 @@ impl Group {
 
     /// What a call is done by, in a word: that of its plan, unless a library does it.
     fn name_of(&self, desc: &CallDesc, name: &'static str) -> &'static str {
-        if self.sidestep.is_some() && Sidestep::has(desc) { Sidestep::NAME } else { name }
+        self.library_of(desc).map_or(name, |_| Sidestep::NAME)
+    }
+
+    /// What has a library do a call, if one does it.
+    fn library_of(&self, desc: &CallDesc) -> Option<&Sidestep> {
+        self.sidestep.as_deref().filter(|_| Sidestep::has(desc))
     }
 
     fn refuse_if_aborted(&self, collective: Collective) -> Result<()> {
@@ -318,7 +323,7 @@ impl Group {
         }
         self.driver.submitted(&call);
         let mut state = InFlight::new(call, notifier);
-        state.worker = self.sidestep.as_ref().filter(|_| Sidestep::has(desc)).map(|sidestep| sidestep.worker());
+        state.worker = self.library_of(desc).map(Sidestep::worker);
         Ok(Call { state, driver: Arc::downgrade(&self.driver) })
     }
 

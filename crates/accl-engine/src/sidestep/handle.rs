@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use accl_executor::call::{CallDesc, External, ExternalTask};
-use accl_transport::collectives::Opened;
+use accl_transport::collectives::{Collectives, Opened};
 use accl_types::config::{Config, SidestepTo};
 use accl_types::{Collective, Error, Result};
 
@@ -41,6 +41,11 @@ pub(crate) fn named(config: &Config, world: u32) -> Vec<Collective> {
     is_for_mpi.map(|sidestep| sidestep.collective).collect()
 }
 
+/// The library of this process, if its transport was handed in.
+fn library() -> Option<&'static dyn Collectives> {
+    accl_transport::find(MPI)?.collectives
+}
+
 fn refused(named: &[Collective], why: impl fmt::Display) -> Error {
     let all: Vec<String> = named.iter().map(|collective| format!("{collective}={MPI}")).collect();
     Error::configuration(format!("sidestep (ACCL_SIDESTEP): `{}` cannot be: {why}", all.join(",")))
@@ -60,7 +65,7 @@ impl Sidestep {
     /// # Errors
     /// `Configuration` when there is no such library in this process.
     pub(crate) fn address(named: &[Collective]) -> Result<String> {
-        let library = accl_transport::find(MPI).and_then(|row| row.collectives).ok_or_else(|| {
+        let library = library().ok_or_else(|| {
             refused(
                 named,
                 "the transport mpi was not handed in, or does no collectives; install torch-accl[mpi] of this version, or take the host",
@@ -84,8 +89,7 @@ impl Sidestep {
     ) -> Result<Option<Arc<Self>>> {
         let addresses: Option<Vec<Vec<u8>>> = told.iter().map(|text| bytes_of(text)).collect();
         let addresses = addresses.ok_or_else(|| Error::internal("a rank has told an address that is none"))?;
-        let library = accl_transport::find(MPI).and_then(|row| row.collectives);
-        let library = library.ok_or_else(|| Error::internal("a library is gone"))?;
+        let library = library().ok_or_else(|| Error::internal("a library is gone"))?;
         let opened = match library.open(rank, &addresses, group).map_err(|why| refused(&named, why))? {
             Opened::Group(opened) => opened,
             Opened::LeftToHost(why) => {
