@@ -41,8 +41,7 @@ class Options(_native.BackendOptions):
         compression: a codec such as `"maxmin:4"` (`ACCL_CODEC`), for what `torch_accl.compression` sends and names none for.
         compressed_calls: `"hooks"`, or `"all"`, which compresses ordinary calls with `compression`, too. It has no variable.
         device: engine that does collectives of the default group: `"none"`, `"sim"`, `"emulator://host:5500"`, a card; sub-groups have none.
-        sidestep: who does collectives instead: `"all_gather=host"` the host, although there is a device; `"all_reduce=mpi"` the MPI library of
-            the job, which the package `torch-accl-mpi` brings.
+        sidestep: who does collectives instead: `"all_gather=host"` the host although there is a device, `"all_reduce=mpi"` the MPI library of the job.
         scope: the old name of `compressed_calls`.
 
     Raises:
